@@ -206,7 +206,7 @@ def waiting(n: int, rounds: float) -> float:
 
 def rounds_of(n: int, block: float, places: int) -> int:
     """Return the rounds in which blocks go through slots of shared memory, so many in a slot."""
-    slot = min(shared.SLOT, shared.TOGETHER // (shared._SLOTS * n)) // 64 * 64
+    slot = min(shared.SLOT, shared.MAX_SEGMENT_BYTES // (shared._SLOTS * n)) // 64 * 64
     return max(1, ceil(block / (slot // places)))
 
 
@@ -219,7 +219,7 @@ def by_sharing(kind: str, place: Place, m: float, byte: Byte = REDUCED) -> float
         return moving + waiting(n, rounds)
 
     if kind == "all_reduce":
-        if m <= shared.WHOLE // max(1, n - 1):
+        if m <= shared.ONE_SHOT_MAX_BYTES // max(1, n - 1):
             return time(m, (n - 1) * m, 1)
         return time(m + rest, rest, 2 * rounds_of(n, m, 1))
     return time(rest, rest, rounds_of(n, m / n, n))
@@ -277,7 +277,7 @@ def route_times(kind: str, place: Place, m: float) -> dict[str, float]:
     narrow = plain != kind  # of bfloat16
     byte, itemsize, factor = (NARROWED, 2, 2) if narrow else (REDUCED, 4, 1)
     q = place.each
-    pieces = ceil(m / mpi.CHUNK)
+    pieces = ceil(m / mpi.CHUNK_BYTES)
     piece = m / pieces
     ways: dict[str, Callable[[], float]] = {
         "mpi": lambda: best(plain, place, m, m),
@@ -324,7 +324,9 @@ def on_sockets(n: int, m: float, clusters: bool) -> float:
     far = 2 * m / q if clusters else 2 * m * (1 - 1 / SOCKETS)
     near = combined + m - own - far / 2
     crossing = max(far * FAR_BYTE, far * q / LINK)
-    waits = rounds * (meeting(n, n > shared.FEW) + (SOCKETS + 1 if clusters else 1) * FAR_SIGNAL)
+    waits = rounds * (
+        meeting(n, n > shared.FLAT_MAX_RANKS) + (SOCKETS + 1 if clusters else 1) * FAR_SIGNAL
+    )
     copying = moved(m - own, SHARED, m, n) + near * NEAR_BYTE + crossing
     return OWN + copying + moved(combined, REDUCED, m, n) + waits
 

@@ -81,7 +81,10 @@ def environment() -> str:
 def waiting() -> str:
     """Return the table of device routes and the events that the host waits for."""
     rows = [
-        [f"`{name}`", route.blocks or "for nothing: the call is put into a stream at once"]
+        [
+            f"`{name}`",
+            route.policy.host_waits_for or "for nothing: the call is put into a stream at once",
+        ]
         for name, route in registry.DEVICE.items()
     ]
     return table(["route", "the host waits"], rows)

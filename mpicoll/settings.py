@@ -132,6 +132,7 @@ REPRODUCIBLE = _one_of(
     "MPICOLL_REPRODUCIBLE", ("order", "exact"),
     "on all ranks: the level of the default group, see reproducibility.md",
 )  # fmt: skip
+#: The values name the modules of routes/device, best first: routes/registry.py loads them.
 DEVICE_ROUTE = _one_of(
     "MPICOLL_DEVICE_ROUTE", (
         "shared_gpu", "peer", "hierarchical", "copy_engine", "ipc", "direct", "mpi", "staged",

@@ -660,16 +660,17 @@ def test_routes_of_the_host(ended: Ended) -> None:
 #: On rank 1 the exchange adds one to the last element.
 BREAK_EXCHANGE = """
 from dataclasses import replace
+from mpicoll.core.plan import Implementation
 from mpicoll.routes import registry
 exchange = registry.HOST["exchange"]
 def build(kind):
     whole = exchange.build(kind)
     def broken(send, recv, extent, root):
-        whole(send, recv, extent, root)
+        whole.run(send, recv, extent, root)
         if kind.group.rank() == 1:
             import numpy
             numpy.frombuffer(recv, numpy.uint8)[-4:].view(numpy.int32)[0] += 1
-    return broken
+    return Implementation(broken)
 registry.HOST["exchange"] = replace(exchange, build=build)
 """
 

@@ -375,7 +375,7 @@ def test_doctor_finds_support_that_is_claimed_and_crashes(ended: Ended) -> None:
     assert " ipc not used: rank 0: no workspace: 'FakeGpu' object has no attribute" in words, words
     assert " nccl not used: each of ranks 0, 1 lacks NCCL" in words
     for name in ("direct", "staged"):
-        assert f" {name} used; the host waits {DEVICE[name].blocks}" in words
+        assert f" {name} used; the host waits {DEVICE[name].policy.host_waits_for}" in words
     assert (
         " mpi not used: each of ranks 0, 1 lacks an MPI that sends, receives and reduces" in words
     )

@@ -14,7 +14,6 @@ import pytest
 from mpicoll import settings
 from mpicoll.cuda import capabilities
 from mpicoll.errors import ArgumentError
-from mpicoll.routes import registry
 from mpicoll.settings import SETTINGS
 
 pytestmark = pytest.mark.any_mpi
@@ -120,8 +119,7 @@ def test_every_name_in_the_project_is_in_the_table() -> None:
             assert found <= NAMES, path
 
 
-def test_device_routes_are_those_of_the_table() -> None:
-    assert sorted(settings.DEVICE_ROUTE.values) == sorted(registry.DEVICE)
+def test_values_of_cuda_aware_are_the_levels() -> None:
     levels = [level.name.lower() for level in capabilities.CudaSupport]
     assert sorted(settings.CUDA_AWARE.values) == sorted(levels)
 

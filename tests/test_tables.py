@@ -169,8 +169,8 @@ def test_a_file_without_defaults_is_followed_everywhere():
         (stepping(3), "got something else"),
         (stepping([3]), "got something else"),
         (stepping([[0, "mpi", 3]]), "too many values"),
-        (stepping([]), "expected bytes that rise from 0 on, got []"),
-        (stepping([[8, "mpi"]]), "expected bytes that rise from 0 on, got [8]"),
+        (stepping([]), "expected ascending bytes from 0, got []"),
+        (stepping([[8, "mpi"]]), "expected ascending bytes from 0, got [8]"),
         (stepping([[0, "mpi"], [8, "shared"], [8, "mpi"]]), "got [0, 8, 8]"),
         (stepping([[0, "mpi"], [9, "shared"], [8, "mpi"]]), "got [0, 9, 8]"),
         (stepping([["0", "mpi"]]), "expected [BYTES, ROUTE], got ['0', 'mpi']"),
@@ -190,7 +190,7 @@ def test_what_is_no_table_is_refused(text, words):
     with pytest.raises(ArgumentError) as caught:
         tuning_files.build_table(False, "/a/file.json", text)
     message = str(caught.value)
-    assert message.startswith("init_process_group: /a/file.json is no table of routes: ")
+    assert message.startswith("init_process_group: /a/file.json is not a tuning table: ")
     assert words in message
     assert "MPICOLL_TABLE=0" in message and "python -m mpicoll tune" in message
     assert len(message) < 600
@@ -247,7 +247,7 @@ def test_a_file_that_is_named(monkeypatch, tmp_path):
             named.mkdir()
     named.rmdir()
     named.write_bytes(b"\xff\xfe\x00 no text")
-    with pytest.raises(ArgumentError, match="is no table of routes"):
+    with pytest.raises(ArgumentError, match="is not a tuning table"):
         tuning_files.build_table(False, *tuning_files.read(MPI))
     named.write_text(json.dumps({**GOOD, "mpi": "Another", "machine": "1 x other"}))
     assert tuning_files.build_table(False, *tuning_files.read(MPI)).path == str(named), (

@@ -800,7 +800,7 @@ def test_a_job_with_a_broken_table(ended: Ended) -> None:
     """All ranks refuse to begin, and one says why."""
     assert ended.code == 1 and "Traceback" not in ended.err, ended
     (advice,) = json.loads(ended.out)["advice"]
-    assert advice["wrong"] and f"{ended.table} is no table of routes: " in advice["text"], ended
+    assert advice["wrong"] and f"{ended.table} is not a tuning table: " in advice["text"], ended
 
 
 @job("tune", environment=test_cli.SRUN)

@@ -92,7 +92,7 @@ def test_ranks_in_other_calls_are_told_from_those_in_this_one() -> None:
 @pytest.mark.parametrize(
     ("how", "kind", "number", "words"),
     [
-        ("code 142", 1 << 8, 7, "mpicoll: mismatch: the ranks made calls"),
+        ("code 142", 1 << 8, 7, "mpicoll: collective mismatch: the ranks made different calls"),
         ("code 142", 1 << 8, 9, "The last calls: rank 0: call 7 of group 0"),
         ("code 142", 0, 7, "The last calls: ranks 0-1: call 7 of group 0"),
         ("code 5", 1 << 8, 7, ""),

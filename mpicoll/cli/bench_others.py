@@ -214,9 +214,10 @@ def find_routes(names: Sequence[str], device: str) -> dict[str, str]:
     """
     if device == "cpu":
         place = select.place(default_group())
-        eligible = {name for name, route in registry.HOST.items() if route.place in ("", place)}
+        placements = {name: route.needs.placement for name, route in registry.HOST.items()}
+        eligible = {name for name, needed in placements.items() if needed in ("", place)}
         return {
-            name: "" if name in eligible else f"it needs {registry.HOST[name].needs}"
+            name: "" if name in eligible else f"it needs {registry.HOST[name].needs.description}"
             for name in names
         }
     comm = default_group().inner

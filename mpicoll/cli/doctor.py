@@ -121,7 +121,7 @@ def _device_routes(findings: Findings) -> list[str]:
 
     lines = []
     for name, why in findings.off.items():
-        waits = DEVICE[name].blocks
+        waits = DEVICE[name].policy.host_waits_for
         text = "used" if waits is None else f"used; the host waits {waits or 'for nothing'}"
         if why:
             text = f"not used: {why}"

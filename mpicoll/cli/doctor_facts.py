@@ -160,7 +160,7 @@ def examine(before: Facts, misspelled: dict[str, str], again: bool) -> tuple[boo
     )
     if any(own.gpus for own in findings.all_ranks) and names:
         findings.device = {
-            row.name: next((n for n in names if row.name in DEVICE[n].primitives), "refused")
+            row.name: next((n for n in names if row.name in DEVICE[n].serves.primitives), "refused")
             for row in PRIMITIVES
             if row.layout is not Layout.EMPTY
         }

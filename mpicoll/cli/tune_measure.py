@@ -17,7 +17,7 @@ from mpicoll.cli.timing import Call, Effort, Figure, Sample, Taken, Timer, keep
 from mpicoll.cli.tune_steps import Figures
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.pickles import Bytes
-from mpicoll.core.plan import CallKind, Implementation
+from mpicoll.core.plan import CallKind, Run
 from mpicoll.dtypes import DType, ReduceOp, by_name
 from mpicoll.output import format_bytes
 from mpicoll.primitives import Primitive
@@ -44,7 +44,7 @@ class Kind(NamedTuple):
     name: str
     primitive: Primitive
     dtype: DType
-    candidates: dict[str, Implementation]
+    candidates: dict[str, Run]
 
     @property
     def blocks(self) -> bool:
@@ -68,7 +68,8 @@ def find_kinds(names: Sequence[str], group: ProcessGroup) -> list[Kind]:
         op = ReduceOp.SUM if primitive.reduces else None
         candidates = select.candidates(CallKind(primitive, group, op, dtype))
         if len(candidates) > 1:
-            found.append(Kind(name, primitive, dtype, candidates))
+            functions = {route: each.run for route, each in candidates.items()}
+            found.append(Kind(name, primitive, dtype, functions))
     return found
 
 
@@ -245,7 +246,7 @@ class _Run:
             many = buffer(self._whole, n * count) if not row.root or group.rank() == 0 else None
             send, recv = many if row.many_in else one, many if row.many_out else one
 
-        def call_by(route: Implementation) -> Call:
+        def call_by(route: Run) -> Call:
             def call() -> None:
                 group.sequence += 1
                 route(send, recv, count, 0)

@@ -176,7 +176,7 @@ class ProcessGroup(Calls):
         if self._given is not None:
             return self._given
         if self._lent is None:
-            self._lent = state.run_in_order(
+            self._lent = state.run_task(
                 self, "ProcessGroup.comm", lambda: communicators.create_private(self.inner), root=-1
             )
         return plain(self._lent)
@@ -454,9 +454,7 @@ class _State:
         self.made = 0  # number of other groups, also those without this rank
         self.forked = False
         self.finalized = False
-        #: Runs a task in the order of a group's collectives: execute.run_in_order, of a room above,
-        #: which registers itself here.
-        self.run_in_order: Callable[..., Any]
+        self.run_task: Callable[..., Any]  # see set_task_runner
         #: Let others see a group's calls, and no more: of watch/guarding.py.
         self.publish: Callable[[ProcessGroup], None] = _do_nothing
         self.withdraw: Callable[[ProcessGroup], None] = _do_nothing
@@ -480,6 +478,13 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def set_task_runner(run: Callable[..., Any]) -> None:
+    """Set the function that runs tasks in the order of a group's collectives, with the arguments of
+    ``execute.run_in_order``.
+    """
+    state.run_task = run
 
 
 def default_group() -> ProcessGroup:

@@ -1,4 +1,4 @@
-"""Plans, which all calls of one kind in one group share, and the types of implementations."""
+"""Plans and implementations: how the calls of one kind run in one group."""
 
 from __future__ import annotations
 
@@ -17,160 +17,136 @@ if TYPE_CHECKING:
 __all__ = [
     "Blocks",
     "CallKind",
+    "Contiguous",
     "Extent",
     "Implementation",
+    "NativeCall",
     "Plan",
     "Run",
-    "Short",
-    "Table",
+    "RunOnViews",
+    "SegmentTable",
     "Task",
-    "add_capturable",
-    "add_enqueuing",
-    "add_fused",
-    "add_leave",
-    "add_short",
+    "Wrapper",
     "agreed_sizes",
-    "can_be_captured",
-    "find_fused",
-    "find_short",
-    "only_enqueues",
-    "take_leave",
-]  # fmt: skip
+]
 
 
 class Blocks(NamedTuple):
-    """Counts for and from each rank, where they may differ from rank to rank."""
+    """Counts of the blocks sent to and received from each rank, where they may differ."""
 
     sends: Sequence[int]
     receives: Sequence[int]
 
 
-#: How much a call moves: the count of a block where all blocks are alike, else those of each rank.
+#: How much a call moves: the count of one block if all blocks are equal, else all counts.
 Extent = int | Blocks
 
-#: One side of a call as implementations get it, contiguous: on the host a buffer, or a list of such
-#: if the arrays of a list stay where they are; on a device a DeviceView.
+#: One side of a call as implementations get it, contiguous: on the host a buffer, or a list of
+#: buffers for an operation with one array per rank; on a device a DeviceView.
 Contiguous: TypeAlias = "Buffer | list[Buffer] | DeviceView"
 
-#: An implementation: of the send and the receive side, the extent, the root's rank in the group.
-#: Send is None if the call is in place or this rank sends nothing; recv is None if it receives
-#: nothing. Any, for each declares the part of Contiguous, None and Extent that its own calls have.
-Implementation = Callable[[Any, Any, Any, int], None]
+#: Runs a call: send, recv, extent, rank of the root in the group. Each function declares the part
+#: of Contiguous, None and Extent that its operation uses.
+Run = Callable[[Any, Any, Any, int], None]
 
-#: The same for views of arrays, however these lie in memory.
-Run = Callable[["View | None", "View | None", Extent, int], None]
+#: Runs a call on views of any memory layout.
+RunOnViews = Callable[["View | None", "View | None", Extent, int], None]
 
 
-class Short(NamedTuple):
-    """How calls are carried out without Python, see ``kernels/src/calls.c``.
+class NativeCall(NamedTuple):
+    """A function of the C library that the native fast path calls (``kernels/src/calls.c``).
 
-    owner:    keeps the memory that ``argument`` is in; its ``finish(result, send, recv, extent)``
-              ends a call of which the function has returned another result than 1, or raises why
-              it failed. The sides are as an implementation gets them.
-    shape:    which arguments the function takes, one of ``mpicoll.kernels.calls``.
-    function, argument: addresses, of a function of the C library and its first argument.
-    fewest, end: counts of a block that this is for.
-    ask:      a function that asks whether all ranks make an asynchronous call now, so that it is
-              best carried out at once; its first argument, and the nanoseconds that it waits for
-              them. Without one asynchronous calls are left to Python.
+    owner:     keeps the memory of ``argument`` alive. The fast path calls its method
+               ``finish(result, send, recv, extent)`` if the function returns another result than 1:
+               the method completes the call or raises its error.
+    shape:     the argument list of the function, a constant of ``mpicoll.kernels.calls``.
+    function, argument: addresses of the function and of its first argument.
+    min_count, end_count: block counts that it serves; ``end_count`` is excluded.
+    inline_check: address of a function that returns whether all ranks have entered an async call,
+               its first argument, and how long it waits for them in nanoseconds. Without one, async
+               calls are left to Python.
     """
 
     owner: Any
     shape: int
     function: int
     argument: int
-    fewest: int = 0
-    end: int = 1 << 62
-    ask: tuple[int, int, int] = (0, 0, 0)
+    min_count: int = 0
+    end_count: int = 1 << 62
+    inline_check: tuple[int, int, int] = (0, 0, 0)
 
 
-def add_short(route: Implementation, find: Callable[[], Sequence[Short] | None]) -> Implementation:
-    """Return an implementation with short ways; ``find`` returns them, None if it is too early."""
-    route.find_short = find  # type: ignore[attr-defined]
-    return route
+class SegmentTable(NamedTuple):
+    """One side of several calls that run as one: each block has one segment per call.
 
-
-def find_short(route: Implementation) -> Sequence[Short] | None:
-    """Return the short ways of an implementation; None if it is too early to know them."""
-    find: Callable[[], Sequence[Short] | None] | None = getattr(route, "find_short", None)
-    return () if find is None else find()
-
-
-class Table(NamedTuple):
-    """One side of several calls that are made as one: a block of it is one of each call, in turn.
-
-    addresses: of each block's parts, block by block: an array of ``np.uintp``.
-    ends:      of each part in the block, in elements: another one, the same on both sides.
+    addresses: of the segments, block by block, as an array of ``np.uintp``.
+    ends:      end of each segment within a block in elements, as an array of ``np.uintp``.
     """
 
     addresses: Any
     ends: Any
 
 
-def add_fused(
-    route: Implementation, find: Callable[[int], Implementation | None]
-) -> Implementation:
-    """Return an implementation that may have another one for tables: ``find`` returns it for a
-    count of elements of each block, None if there is none.
+class Implementation:
+    """What a route provides for one kind of call in one group.
+
+    A route that supports more than ``run`` overrides the other methods.
+
+    run: runs one call on contiguous buffers. ``send`` is None if the call is in place or this rank
+         sends nothing; ``recv`` is None if this rank receives nothing.
     """
-    route.find_fused = find  # type: ignore[attr-defined]
-    return route
+
+    run: Run
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def native_calls(self) -> Sequence[NativeCall] | None:
+        """Return the functions for the native fast path; None if they are not known yet."""
+        return ()
+
+    def fused(self, count: int) -> Run | None:
+        """Return a function for calls on SegmentTables with blocks of at most ``count`` elements,
+        None if there is none. Called inside a call, in the order of the group's calls.
+        """
+        return None
+
+    def notify_failure(self, error: Exception, context: Any, extent: Extent) -> None:
+        """Make the other ranks leave a call in which this rank failed before they depend on it.
+
+        context: the device context.
+        """
+
+    def only_enqueues(self, extent: Extent | None = None) -> bool:
+        """Return whether a call of this extent, or of any, only enqueues work on device streams,
+        without waiting for the host of another rank. The same on all ranks.
+        """
+        return False
+
+    @property
+    def capturable(self) -> bool:
+        """Whether calls may be captured into a CUDA graph, as far as is known."""
+        return False
 
 
-def find_fused(route: Implementation, count: int) -> Implementation | None:
-    """Return the implementation for tables; inside a call, in order of the group's calls."""
-    find: Callable[[int], Implementation | None] | None = getattr(route, "find_fused", None)
-    return None if find is None else find(count)
+class Wrapper(Implementation):
+    """An implementation with another ``run`` around ``inner``, and the same native functions."""
 
+    def __init__(self, inner: Implementation, run: Run) -> None:
+        super().__init__(run)
+        self._inner = inner
 
-def add_leave(
-    route: Implementation, leave: Callable[[Exception, Any, Extent], None]
-) -> Implementation:
-    """Return an implementation whose other ranks learn of one that fails on its way to it.
+    def native_calls(self) -> Sequence[NativeCall] | None:
+        """Return those of the inner implementation."""
+        return self._inner.native_calls()
 
-    leave: tells them, unless they know; gets the error, the device context and the extent.
-    """
-    route.leave = leave  # type: ignore[attr-defined]
-    return route
-
-
-def take_leave(route: Implementation, error: Exception, context: Any, extent: Extent) -> None:
-    """Let the other ranks, who may wait for this one in an implementation, leave the call, too."""
-    leave: Callable[[Exception, Any, Extent], None] | None = getattr(route, "leave", None)
-    if leave is not None:
-        leave(error, context, extent)
-
-
-def add_enqueuing(route: Implementation, find: Callable[[Extent | None], bool]) -> Implementation:
-    """Return an implementation of which ``find`` returns whether it only puts work into streams, as
-    all ranks know it: in a call of an extent, or in all.
-    """
-    route.only_enqueues = find  # type: ignore[attr-defined]
-    return route
-
-
-def only_enqueues(route: Implementation | None, extent: Extent | None = None) -> bool:
-    """Return whether an implementation, as known so far, waits for no other rank's host: in a call
-    of an extent, or in all.
-    """
-    find: Callable[[Extent | None], bool] | None = getattr(route, "only_enqueues", None)
-    return find is not None and find(extent)
-
-
-def add_capturable(route: Implementation, find: Callable[[], bool]) -> Implementation:
-    """Return an implementation of which ``find`` returns whether a graph may have it."""
-    route.can_be_captured = find  # type: ignore[attr-defined]
-    return route
-
-
-def can_be_captured(route: Implementation) -> bool:
-    """Return whether an implementation, as known so far, may be captured into a CUDA graph."""
-    find: Callable[[], bool] | None = getattr(route, "can_be_captured", None)
-    return find is not None and find()
+    def fused(self, count: int) -> Run | None:
+        """Return that of the inner implementation."""
+        return self._inner.fused(count)
 
 
 class CallKind(NamedTuple):
-    """A kind of call, with an implementation. op and dtype are None if the primitive has none."""
+    """What calls with one implementation share. op and dtype are None if the operation has none."""
 
     primitive: Primitive
     group: ProcessGroup
@@ -179,70 +155,72 @@ class CallKind(NamedTuple):
 
     @property
     def combined(self) -> range:
-        """Return the ranks whose elements are combined on this rank, if it gets a result."""
+        """Return the ranks whose elements are combined into this rank's result, if it has one."""
         return self.primitive.combined(self.group.rank(), self.group.size())
 
     @property
     def level(self) -> str | None:
-        """Return the level of reproducibility that such calls have to keep."""
+        """Return the level of reproducibility that the calls must keep."""
         if self.op is None or self.dtype is None:
             return None
         return needed(self.group.reproducible, self.op, self.dtype, self.group.size())
 
     @property
     def exact(self) -> bool:
-        """Return whether sums are exact ones."""
+        """Return whether sums must be correctly rounded."""
         return self.level == EXACT
 
 
 class Plan:
-    """The plan of all calls of one kind in one group.
+    """The plan that all calls of one kind in one group share.
 
-    primitive: the row of the table, of that name.
+    name, primitive: the operation and its row in the table.
     group:     the group that calls.
     op:        the reduce operation; None if nothing is combined.
     dtype:     the dtype of the elements; None if there are none.
-    on_device: they are on a CUDA device, each rank's own.
-    route:     the implementation, on contiguous buffers.
-    run:       the same on views: the route, with packing, cutting and unpacking around it.
-    kind:      the signature of such calls, without the root; see mpicoll.core.signature.
-    even:      the count of a block is the same on all ranks, and part of the signature.
-    compares:  where each call of the group is compared by itself, the route does it.
-    learnt:    the group knows whether, and how, such calls can be carried out without Python.
+    on_device: the arrays are on a device.
+    implementation: runs calls on contiguous buffers.
+    run:       runs calls on views: the implementation, with packing and unpacking around it.
+    kind:      the signature without the root; see mpicoll.core.signature.
+    even:      block counts are equal on all ranks and part of the signature.
+    compares:  in a group that compares every call, the implementation does it.
+    fast_path_registered: the group has the native calls, or there are none.
     """
 
     __slots__ = (
-        "compares", "dtype", "even", "group", "kind", "learnt", "name", "on_device", "op",
-        "primitive", "route", "run",
+        "compares", "dtype", "even", "fast_path_registered", "group", "implementation", "kind",
+        "name", "on_device", "op", "primitive", "run",
     )  # fmt: skip
 
-    def __init__(self, kind: CallKind, on_device: bool, route: Implementation, run: Run) -> None:
+    def __init__(
+        self, kind: CallKind, on_device: bool, implementation: Implementation, run: RunOnViews
+    ) -> None:
         self.primitive, self.group, self.op, self.dtype = kind
         self.name = self.primitive.name
         self.on_device = on_device
-        self.route = route
+        self.implementation = implementation
         self.run = run
         self.kind = encode_kind(self.primitive, self.dtype, self.op, 0, on_device)
         self.even = self.primitive.even
         self.compares = not on_device and self.dtype is not None
-        self.learnt = False
+        self.fast_path_registered = False
 
 
 class Task(NamedTuple):
-    """A task among a group's collectives that is no primitive, in the form of a Plan."""
+    """A task that runs in the order of a group's collectives, in the form of a Plan."""
 
     group: ProcessGroup
     name: str
     kind: int
     even: bool = False
     compares: bool = False
-    route: None = None
+    implementation: None = None
 
 
 def agreed_sizes(primitive: Primitive, extent: Extent) -> int | tuple[int, ...]:
-    """Return what all ranks must have alike of an extent: a count, or the counts of all blocks.
+    """Return the part of an extent that all ranks must share: a count, or the counts of all blocks.
 
-    0 if no size is known to more than two ranks.
+    0 if no more than two ranks know any of the sizes.
     """
     if not primitive.even:
         return 0

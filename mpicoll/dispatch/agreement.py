@@ -1,10 +1,9 @@
-"""What decides how bytes go over the wire is the same on all ranks, or the job does not begin.
+"""Check at initialization that all ranks run the same version with the same constants.
 
-Ranks that run different versions of mpicoll, or the same with other constants, would choose
-different routes for the same call, or other chunks: they would hang, or silently give wrong
-results. All constants of the modules that move data are compared, so that none can be forgotten.
-Of the environment variables only one needs comparing, for rank 0 hands its table out, and each of
-the others is agreed on where it is used (docs/launching.md lists them).
+Otherwise ranks would choose different routes or chunks for a call, and hang or return wrong
+results. All constants of the modules that move data are compared. Of the environment variables only
+one is compared here: the tuning table is broadcast by rank 0, and the remaining variables are
+agreed on where they are used (docs/launching.md lists them).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["agree", "find_facts"]
 
-#: The modules, besides those of routes, whose constants decide how bytes go over the wire.
+#: Modules outside routes/ whose constants determine the bytes that ranks send.
 _MODULES = (
     "control_messages", "core.array_pickles", "core.pickles", "core.signature", "dispatch.fusing",
     "dispatch.packing", "dtypes", "primitives",
@@ -37,9 +36,9 @@ _WATCHING = ("watch.consistency", "watch.rank_status", "watch.monitored_barrier"
 
 
 def agree(comm: MPI.Intracomm, mine: Mapping[str, str]) -> None:
-    """Raise LaunchError, on all ranks alike, if they do not run the same. All ranks call.
+    """Raise LaunchError on all ranks if their facts differ. All ranks call.
 
-    mine: what ``find_facts`` has returned on this rank.
+    mine: result of ``find_facts`` on this rank.
 
     The exchange is one of 16 bytes if all is well. It must stay the same in later versions, because
     it is how two versions find out that they differ.

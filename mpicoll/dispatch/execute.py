@@ -1,4 +1,4 @@
-"""The one way of every call: from checked arguments to its route and, if asked for, its Work."""
+"""The path of every call, from checked arguments to its route and the Work of an async call."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import sys
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpicoll.arrays.adapters import fast_views
 from mpicoll.arrays.protocols import Arrays
 from mpicoll.arrays.views import View
 from mpicoll.core import checks
-from mpicoll.core.groups import ProcessGroup, default_group, resolve, state
+from mpicoll.core.groups import ProcessGroup, default_group, resolve, set_task_runner, state
 from mpicoll.core.indices import check_index
-from mpicoll.core.plan import CallKind, Plan, Task, agreed_sizes, find_short, only_enqueues
+from mpicoll.core.plan import CallKind, Plan, Run, Task, agreed_sizes
 from mpicoll.core.signature import (
     LIST,
     encode_list,
@@ -28,18 +28,48 @@ from mpicoll.core.work import Work
 from mpicoll.cuda.streams import StreamOrder
 from mpicoll.dispatch import fusing, packing
 from mpicoll.dtypes import DType, ReduceOp
-from mpicoll.errors import (
-    ArgumentError,
-    MismatchError,
-    MpicollError,
-    MPIError,
-)
+from mpicoll.errors import ArgumentError, MismatchError, MpicollError, MPIError
 from mpicoll.kernels.calls import Ways, short_ways
 from mpicoll.output import format_count, warn
 from mpicoll.primitives import Primitive
 from mpicoll.watch import consistency, flight_record, timeouts
 
 __all__ = ["find_root", "run", "run_all", "run_fast", "run_in_order", "submit", "warn_outside"]
+
+
+def run_fast(
+    primitive: Primitive,
+    group: ProcessGroup | None,
+    async_op: bool,
+    output: Any,
+    input: Any,
+    op: ReduceOp | None,
+    root: int,
+) -> Work | None:
+    """Run a call as ``run`` does, without Python if the group has a native call for it
+    (``kernels/src/calls.c``), else by ``_run_cached``.
+    """
+    return _native_run(primitive, group, async_op, output, input, op, root)
+
+
+def run_all(
+    name: str,
+    primitive: Primitive,
+    group: ProcessGroup | None,
+    async_op: bool,
+    outputs: Sequence[Arrays],
+    inputs: Sequence[Arrays] | None,
+    op: ReduceOp | None,
+) -> Work | None:
+    """Check a collective call on each output and its input, then run all of them as one Work.
+
+    name:   the public function, for messages.
+    inputs: one per output; None for calls in place. See ``run`` for the other arguments, and
+            ``fusing`` for which calls run as one. The ranks compare the list as a whole.
+
+    Raises UnsupportedError if dtypes or devices differ in the list.
+    """
+    return _native_run_all(name, primitive, group, async_op, outputs, inputs, op)
 
 
 def run(
@@ -51,14 +81,14 @@ def run(
     op: ReduceOp | None = None,
     root: int = 0,
     splits: checks.Splits | None = None,
-    at_once: bool = True,
+    may_inline: bool = True,
 ) -> Work | None:
-    """Check a collective call and carry it out.
+    """Check the arguments of a collective call and run it.
 
-    output, input: the caller's arrays; root: a rank in the group; at_once: if ``async_op``, on this
-    thread where that is best.
-    Returns a Work if ``async_op``, else None once the result is there: on a device, for what the
-    current stream gets from then on.
+    output, input: the caller's arrays. root: a rank in the group. may_inline: an async call may run
+    on this thread.
+    Returns a Work if ``async_op``; else None after the call, on a device once the current stream is
+    ordered after it.
     """
     member: Any = state.default if group is None else group
     if member.__class__ is not ProcessGroup:
@@ -72,89 +102,90 @@ def run(
         plan = _plan(primitive, member, op, None, False)
     else:
         plan = _plan(primitive, member, op, first.dtype, first.device is not None)
-    carry, orders = _placed(plan, send, recv)
+    execute, orders = _in_stream_order(plan, send, recv)
     sizes = encode_sizes(agreed_sizes(primitive, extent))
-    waits = not async_op and not member.busy()
     if (
         (first is None or (primitive.listed and not plan.on_device))
         and member.compared
-        and not plan.learnt
-        and isinstance(op, Hashable)  # by which calls are known
+        and not plan.fast_path_registered
+        and isinstance(op, Hashable)  # it is part of the fast path's key
     ):
-        _teach(plan, op)
-    return _dispatch(
-        plan, async_op, waits, output, sizes, root, carry, send, recv, extent, orders, at_once
-    )
+        _register_fast_path(plan, op)
+    if not async_op and not member.busy():
+        perform(plan, sizes, root, execute, send, recv, extent)
+        return None
+    call = _Call(plan, sizes, root, execute, send, recv, extent)
+    return _start(call, async_op, plan.name, output, orders, may_inline)
 
 
-def _placed(
+def _in_stream_order(
     plan: Plan, send: View | None, recv: View | None
-) -> tuple[Carry, Sequence[StreamOrder]]:
-    """Return the implementation: on a device, in its place in the caller's stream order."""
+) -> tuple[Run, Sequence[StreamOrder]]:
+    """Return what runs a call: on a device, in the stream order of the caller."""
     if not plan.on_device:
         return plan.run, ()
     order = packing.stream_order(plan, send, recv)
     return partial(packing.in_stream_order, plan, order), (order,)
 
 
-def _dispatch(
-    plan: Plan,
-    async_op: bool,
-    waits: bool,
-    output: object,
-    sizes: int,
-    root: int,
-    carry: Carry,
-    send: object,
-    recv: object,
-    how: object,
-    orders: Sequence[StreamOrder] = (),
-    at_once: bool = True,
-    name: str = "",
-) -> Work | None:
-    """Perform a call now if the caller waits for it and nothing is pending, else as a Work.
+class _Call(NamedTuple):
+    """The arguments of ``perform``."""
 
-    A Work goes to the group's thread, behind what is pending there, or, if the plan says that this
-    is best, is carried out at once. waits: it is performed now. name: of the operation, if it is
-    not the primitive's.
+    plan: Plan
+    sizes: int
+    root: int
+    execute: Run
+    send: Any
+    recv: Any
+    extent: Any
+
+
+def _start(
+    call: _Call,
+    async_op: bool,
+    name: str,
+    output: object,
+    orders: Sequence[StreamOrder],
+    may_inline: bool = True,
+) -> Work | None:
+    """Run a call as a Work, on the group's progress thread behind pending calls, or inline where
+    ``_should_run_inline``. Wait for it unless ``async_op``.
     """
-    group = plan.group
-    if waits:
-        perform(plan, sizes, root, carry, send, recv, how)
-        return None
     for order in orders:
         order.asynchronous = True  # the streams that will use the result are not known yet
-    at_once = at_once and async_op and _should_run_inline(plan, root, sizes, how)
-    scheduled = group.schedule(plan.kind, sizes, root)
-    task = partial(perform, plan, sizes, root, carry, send, recv, how, scheduled)
-    work = submit(group, task, name or plan.name, _written(output), at_once, orders)
+    inline = may_inline and async_op and _should_run_inline(call)
+    group = call.plan.group
+    scheduled = group.schedule(call.plan.kind, call.sizes, call.root)
+    task = partial(perform, *call, scheduled)
+    work = submit(group, task, name, _as_output_list(output), inline, orders)
     if async_op:
         return work
     work.wait()
     return None
 
 
-def _written(output: Any) -> Sequence[Any]:
-    """Return the arrays that a call fills, of its argument."""
+def _as_output_list(output: Any) -> Sequence[Any]:
+    """Return the arrays that a call writes, from its argument."""
     return () if output is None else output if isinstance(output, (list, tuple)) else (output,)
 
 
-def _should_run_inline(plan: Plan, root: int, sizes: int, how: Any) -> bool:
-    """Return whether an asynchronous call, or a list of them, is best carried out at once: nothing
-    is pending, and either it only puts work into streams, or the ranks are all here, as the memory
-    that they share shows.
+def _should_run_inline(call: _Call) -> bool:
+    """Return whether an async call or list of calls should run inline: the queue is empty, and it
+    only enqueues work on streams, or every rank has already entered it.
     """
+    plan, sizes, root, *_, extent = call
     group = plan.group
     if plan.dtype is None or group.busy() or (group.worker is not None and group.worker.is_current):
-        return False  # the last is a callback, whose calls are carried out at once anyhow
+        return False  # calls of callbacks, on the progress thread, run inline anyway
     if plan.on_device:
-        meets = consistency.is_due(group) or (root == LIST and not group.compared)
-        return only_enqueues(plan.route, None if root == LIST else how) and not meets
+        compares = consistency.is_due(group) or (root == LIST and not group.compared)
+        known = None if root == LIST else extent
+        return plan.implementation.only_enqueues(known) and not compares
     shared = group.resources.find("shared")
     return bool(shared and shared.should_run_inline(with_root(plan.kind, root), sizes))
 
 
-def _run_fast(
+def _run_cached(
     primitive: Primitive,
     group: ProcessGroup | None,
     async_op: bool,
@@ -163,73 +194,82 @@ def _run_fast(
     op: ReduceOp | None,
     root: int,
 ) -> Work | None:
-    """Carry out a call as ``run`` does, with little Python if nothing about it is unusual.
+    """Run a call as ``run`` does, with fewer steps if its plan exists, nothing is pending, and a
+    fast view shows that each array is one block of memory.
 
-    For primitives in place, and those of one input and one output. The group has made such a call
-    before, nothing is pending, and a fast view shows each array to be one block of memory.
-    Everything else, errors too, goes by ``run``. The group learns how such calls are carried out
-    without Python, where they can be.
+    Registers the native calls of the plan. Anything else, errors included, falls back to ``run``.
     """
     member: Any = state.default if group is None else group
-    send = route = None
+    send = implementation = None
     fast_view = None if primitive.listed else fast_views.get(output.__class__)
     seen = None if fast_view is None else fast_view(output)
     try:
         if seen is not None:
             dtype, recv, count = seen
             plan = member.plans[primitive, dtype, op]
-            route = plan.route
-        if route is not None and primitive.input:
+            implementation = plan.implementation
+        if implementation is not None and primitive.input:
             fast_view = fast_views.get(input.__class__)
             seen = None if fast_view is None else fast_view(input)
-            other, send, sent = seen or _NOTHING_SEEN
+            input_dtype, send, sent = seen or _NO_VIEW
             n = member.size()
             blocks_in = n if primitive.many_in else 1
             blocks_out = n if primitive.many_out else 1
             block = sent // blocks_in
             address = sys.modules["mpi4py.MPI"].Get_address  # MPI is loaded: there is a plan
             if (
-                other is not dtype
+                input_dtype is not dtype
                 or sent != block * blocks_in
                 or count != block * blocks_out
                 or -sent * dtype.itemsize < address(send) - address(recv) < count * dtype.itemsize
                 or not (primitive.even or (len(output) % n == 0 and len(input) % n == 0))
             ):
-                route = None
+                implementation = None
             count = block
     except (KeyError, TypeError, AttributeError):
-        route = None  # the first call of its kind, an op without a hash, no group, no dimension
-    if route is None or (member.worker is not None and member.busy()):
+        implementation = None  # no plan yet, an unhashable op, no group, or a 0-d array
+    if implementation is None or (member.worker is not None and member.busy()):
         return run(primitive, group, async_op, output, input, op, root)
     sizes = count if plan.even else 0
-    if not plan.learnt and member.compared:
-        _teach(plan, op)
+    if not plan.fast_path_registered and member.compared:
+        _register_fast_path(plan, op)
     if not async_op:
-        perform(plan, sizes, root, route, send, recv, count)
+        perform(plan, sizes, root, implementation.run, send, recv, count)
         return None
-    if not _should_run_inline(
-        plan, root, sizes, count
-    ):  # a fast view does not hold the memory of the arrays
-        return run(primitive, group, async_op, output, input, op, root, at_once=False)
-    task = partial(perform, plan, sizes, root, route, send, recv, count)
-    return submit(member, task, plan.name, (output,), True)
+    call = _Call(plan, sizes, root, implementation.run, send, recv, count)
+    if not _should_run_inline(call):  # a fast view does not keep the memory of the arrays alive
+        return _run_queued(primitive, group, async_op, output, input, op, root)
+    return submit(member, partial(perform, *call), plan.name, (output,), True)
 
 
-_NOTHING_SEEN = None, None, 0
+_NO_VIEW = None, None, 0
 
 
-def _teach(plan: Plan, op: ReduceOp | None) -> None:
-    """Let the plan's group carry out such calls without Python; op: as callers give it."""
+def _run_queued(
+    primitive: Primitive,
+    group: ProcessGroup | None,
+    async_op: bool,
+    output: Any,
+    input: Any,
+    op: ReduceOp | None,
+    root: int,
+) -> Work | None:
+    """Run an async call that should not run inline."""
+    return run(primitive, group, async_op, output, input, op, root, may_inline=False)
+
+
+def _register_fast_path(plan: Plan, op: ReduceOp | None) -> None:
+    """Register the native calls of a plan with its group; op: as the caller passed it."""
     if plan.group.broken is not None:
         return
-    primitive, ways = plan.primitive, find_short(plan.route)
-    plan.learnt = ways is not None
-    for short in ways or ():
+    primitive, native_calls = plan.primitive, plan.implementation.native_calls()
+    plan.fast_path_registered = native_calls is not None
+    for call in native_calls or ():
         plan.group.learn(
-            primitive, plan.dtype, op, short.owner, plan.kind, short.fewest, short.end,
-            plan.group.size(), plan.group.rank(), short.function, short.argument, short.shape,
+            primitive, plan.dtype, op, call.owner, plan.kind, call.min_count, call.end_count,
+            plan.group.size(), plan.group.rank(), call.function, call.argument, call.shape,
             primitive.many_in, primitive.many_out, primitive.listed, bool(primitive.input),
-            plan.even, bool(primitive.root), parts_per_element(plan.kind), *short.ask,
+            plan.even, bool(primitive.root), parts_per_element(plan.kind), *call.inline_check,
         )  # fmt: skip
 
 
@@ -237,14 +277,15 @@ def _finish(
     group: ProcessGroup, owner: Any, result: int, primitive: Primitive, output: Any, input: Any,
     root: int,
 ) -> None:  # fmt: skip
-    """End a call that was begun without Python, see ``Short``, or raise why it failed; with the
-    group's lock held. A rank whose arrays are no more takes part in that with the others, too.
+    """Complete a native call whose function returned another result than 1, or raise its error; see
+    NativeCall. The caller holds the group's lock. All ranks take part, also one whose arrays have
+    become invalid.
     """
     send = recv = None
     extent: Any = 0
     try:
         if root == LIST:
-            with contextlib.suppress(MpicollError):  # for the message
+            with contextlib.suppress(MpicollError):  # the sizes are only for the message
                 encode_list(fusing.Entries("", primitive, group, output, input, True).counts)
         else:
             with contextlib.suppress(*() if result else (MpicollError,)):
@@ -254,28 +295,14 @@ def _finish(
         flight_record.dump_after(error, group)
         raise
     except Exception as error:
-        raise _explained(error, primitive.name, group) from error
+        raise _to_mpi_error(error, primitive.name, group) from error
 
 
-def _run_later(
-    primitive: Primitive,
-    group: ProcessGroup | None,
-    async_op: bool,
-    output: Any,
-    input: Any,
-    op: ReduceOp | None,
-    root: int,
-) -> Work | None:
-    """Carry out an asynchronous call that is not best carried out at once."""
-    return run(primitive, group, async_op, output, input, op, root, at_once=False)
-
-
-def _finished(
+def _finished_work(
     group: ProcessGroup, primitive: Primitive, output: Any, error: BaseException | None
 ) -> Work:
-    """Return the Work of an asynchronous call that was carried out without Python."""
-    outputs = _written(output)
-    work = Work(_describe(primitive.name, group), outputs, group.timeout)
+    """Return the Work of an async call that ran natively."""
+    work = Work(_describe(primitive.name, group), _as_output_list(output), group.timeout)
     work.finish(error)
     return work
 
@@ -289,86 +316,75 @@ def _run_all(
     inputs: Sequence[Arrays] | None,
     op: ReduceOp | None,
 ) -> Work | None:
-    """Check a collective call on each output and its input, then carry all out as one Work.
-
-    inputs: as many as outputs; None for calls in place. They are made together, see ``fusing``; the
-            list is compared with the other ranks'. The rest is as in ``run``.
-            Raises UnsupportedError if dtypes or devices differ in the list.
-    """
+    """Run a list of calls; see ``run_all``."""
     member = resolve(group)
     if member is None:
         warn_outside(name)
         return None
-    outputs = list(outputs)  # a caller may change its list
+    outputs = list(outputs)  # the caller may change its list
     waits = not async_op and not member.busy()
     entries = fusing.Entries(name, primitive, member, outputs, inputs, held=waits)
     plan = _plan(primitive, member, op, entries.dtype, entries.on_device)
     orders: list[StreamOrder] = []
-    task: Callable[[], None] = partial(entries.carry_out, plan)
+    task: Callable[[], None] = partial(entries.run, plan)
     if plan.on_device:
-        task, orders = _placed_all(plan, entries.packed())
-    elif member.compared and not plan.learnt and isinstance(op, Hashable):
-        _teach(plan, op)
-    return _dispatch(
-        plan, async_op, waits, outputs, encode_list(entries.counts), LIST, _carry_out_all, None,
-        None, (member, task), orders, name=name,
-    )  # fmt: skip
+        task, orders = _list_in_stream_order(plan, entries.packed())
+    elif member.compared and not plan.fast_path_registered and isinstance(op, Hashable):
+        _register_fast_path(plan, op)
+    sizes = encode_list(entries.counts)
+    call = _Call(plan, sizes, LIST, _execute_list, None, None, (member, task))
+    if waits:
+        perform(*call)
+        return None
+    return _start(call, async_op, name, outputs, orders)
 
 
-def _placed_all(
+def _list_in_stream_order(
     plan: Plan, calls: Sequence[checks.Views]
 ) -> tuple[Callable[[], None], list[StreamOrder]]:
-    """Return what carries out calls on a device, each in its place in the caller's stream order."""
-    placed = [_placed(plan, send, recv) for send, recv, _ in calls]
+    """Return what runs several calls on a device, each in the stream order of the caller."""
+    ordered = [_in_stream_order(plan, send, recv) for send, recv, _ in calls]
 
-    def carry_out() -> None:
-        for (carry, _), (send, recv, extent) in zip(placed, calls, strict=True):
+    def run_calls() -> None:
+        for (execute, _), (send, recv, extent) in zip(ordered, calls, strict=True):
             plan.group.sequence += 1
-            carry(send, recv, extent, 0)
+            execute(send, recv, extent, 0)
 
-    return carry_out, [order for _, some in placed for order in some]
+    return run_calls, [order for _, orders in ordered for order in orders]
 
 
-def _carry_out_all(
-    send: None, recv: None, how: tuple[ProcessGroup, Callable[[], None]], root: int
+def _execute_list(
+    send: None, recv: None, extent: tuple[ProcessGroup, Callable[[], None]], root: int
 ) -> None:
-    """Carry a list of calls out, after comparing the whole list with the other ranks': what is made
-    together must be the same on all.
+    """Run the task of a list of calls after comparing the list with the other ranks: all ranks must
+    fuse the same calls.
     """
-    group, task = how
+    group, task = extent
     if not group.compared and len(group.recent) > 1:  # it has not just been compared
         timeouts.check(group)
     task()
 
 
-#: Carries a call out: ``run_fast(primitive, group, async_op, output, input, op, root)``, and a list
-#: of calls: ``run_all(name, primitive, group, async_op, outputs, inputs, op)``; without Python
-#: where the group has learnt how, and as ``_run_fast`` and ``_run_all`` do.
-run_fast, run_all = short_ways(
-    Ways(_run_fast, _run_later, _run_all, _finish, _finished), state, ProcessGroup
+_native_run, _native_run_all = short_ways(
+    Ways(_run_cached, _run_queued, _run_all, _finish, _finished_work), state, ProcessGroup
 )
 
 
-#: Carries out a call that is counted and compared, with the group's lock held. Takes what is sent,
-#: what is received, the extent or whatever else the function needs, and the root.
-Carry = Callable[[Any, Any, Any, int], None]
-
-
 def perform(
-    call: Plan | Task, sizes: int, root: int, carry: Carry, send: object, recv: object, how: Any,
+    call: Plan | Task, sizes: int, root: int, execute: Run, send: object, recv: object, extent: Any,
     scheduled: int = 0,
 ) -> None:  # fmt: skip
-    """Carry out a collective, in the one place where that happens: put it on the group's record,
-    compare it with the other ranks' when that is due, and call ``carry(send, recv, how, root)``.
+    """Run a collective. Every collective that is not native runs here: record the call, compare the
+    record with the other ranks if due, then call ``execute(send, recv, extent, root)``.
 
-    sizes, root: of its signature; see mpicoll.core.signature. scheduled: its id in the group's
-    history, if it is there already.
+    sizes, root: of the call's signature; see mpicoll.core.signature.
+    scheduled:   id of the call in the flight record, if it was recorded when queued.
 
-    Returns when this rank's part is done; on a device, when it is in streams, and those that a
-    synchronous call was made in wait for it. Errors of MPI are raised as MPIError.
+    Returns when this rank's part is done; on a device, when it is enqueued, and the streams of a
+    synchronous call wait for it. Raises errors of MPI as MPIError.
     """
     group = call.group
-    if not group.lock.acquire(False):  # a with statement would take three times as long
+    if not group.lock.acquire(False):  # a with statement takes three times as long
         group.check_outside(call.name)
         group.lock.acquire()
     try:
@@ -377,19 +393,20 @@ def perform(
         if group.begin(call.kind, sizes, root, scheduled):
             _check(group)
         elif group.agree is not None and (root == LIST or not call.compares):
-            if only_enqueues(call.route, None if root == LIST else how):
+            known = None if root == LIST else extent
+            if call.implementation is not None and call.implementation.only_enqueues(known):
                 consistency.agree_later(group, call.kind, sizes, root)
             else:
                 group.agree(with_root(call.kind, root), sizes)
-        carry(send, recv, how, root)
+        execute(send, recv, extent, root)
         group.complete()
     except Exception as error:
         if isinstance(error, MpicollError):
-            _look_at(error, call)
+            _unrecord_mismatch(error, call)
             flight_record.dump_after(error, group)
             raise
-        told = timeouts.compare_after(_explained(error, call.name, group), group)
-        _look_at(error, call)
+        told = timeouts.compare_after(_to_mpi_error(error, call.name, group), group)
+        _unrecord_mismatch(error, call)
         flight_record.dump_after(told, group)
         if isinstance(told, MismatchError):
             timeouts.give_up(group, told)
@@ -399,8 +416,8 @@ def perform(
 
 
 def _check(group: ProcessGroup) -> None:
-    """Compare the group's latest calls with the other ranks'; all are in a call of that number."""
-    if group.broken is not None:  # before this makes memory, with the others
+    """Compare the group's recorded calls with the other ranks at the same call number."""
+    if group.broken is not None:  # before all ranks make shared memory
         raise group.failure()
     if group.sequence >= consistency.FIRST:
         from mpicoll.routes import select  # loads MPI, which importing this module must not
@@ -409,9 +426,10 @@ def _check(group: ProcessGroup) -> None:
     timeouts.check(group)
 
 
-def _look_at(error: Exception, call: Plan | Task) -> None:
-    """Take a call off the record if it failed because the ranks' records differ: that was reported.
-    One that failed for a reason of this rank's stays, for the others have made the same.
+def _unrecord_mismatch(error: Exception, call: Plan | Task) -> None:
+    """Remove a call from the record if it failed because the ranks' calls differ, which was
+    reported.
+    A call that failed on this rank alone stays: the other ranks have made it.
     """
     differs = MismatchError, MPIError, sys.modules["mpi4py.MPI"].Exception
     if call.even and isinstance(error, differs):
@@ -425,13 +443,13 @@ def _plan(
     dtype: DType | None,
     on_device: bool,
 ) -> Plan:
-    """Return the plan for calls of this kind, made when the first one comes."""
-    key: tuple[Any, ...] = (primitive, dtype, op)  # as run_fast has it
+    """Return the plan of a kind of call; the first call makes it."""
+    key: tuple[Any, ...] = (primitive, dtype, op)  # as in _run_cached
     if on_device:
         key = (*key, "device")
     try:
         known: Plan | None = group.plans.get(key)
-    except TypeError:  # an operation without a hash, as mpi4py's are
+    except TypeError:  # an unhashable op, such as one of mpi4py
         row = checks.find_operation(op, f"{primitive.name}: op")
         return _plan(primitive, group, row, dtype, on_device)
     if known is not None:
@@ -439,30 +457,30 @@ def _plan(
     from mpicoll.routes import select  # loads MPI, which importing this module must not
 
     group.check_open()
-    meant = None
+    found = None
     if primitive.reduces:
         assert dtype is not None
-        meant = checks.check_operation(primitive, op, dtype)
-    # Ranks may give the same operation by other names: what is chosen with other ranks is one.
-    by_row = (primitive, dtype, meant, *key[3:])
+        found = checks.check_operation(primitive, op, dtype)
+    # Ranks may name the same op differently; they must choose its implementation together once.
+    by_row = (primitive, dtype, found, *key[3:])
     known = group.plans.get(by_row)
-    kind = CallKind(primitive, group, meant, dtype)
-    route = select.choose(kind, on_device) if known is None else known.route
-    plan = Plan(kind, on_device, route, packing.on_views(kind, route, on_device))
-    if meant is None or meant.factor is None:  # every PREMUL_SUM(factor) is a new object
+    kind = CallKind(primitive, group, found, dtype)
+    implementation = select.choose(kind, on_device) if known is None else known.implementation
+    plan = Plan(kind, on_device, implementation, packing.on_views(kind, implementation, on_device))
+    if found is None or found.factor is None:  # every PREMUL_SUM(factor) is a new object
         group.plans[key] = plan
         group.plans.setdefault(by_row, plan)
     return plan
 
 
-def _explained(error: Exception, name: str, group: ProcessGroup) -> Exception:
+def _to_mpi_error(error: Exception, name: str, group: ProcessGroup) -> Exception:
     from mpicoll.routes.wire import translate_error
 
     return translate_error(error, name, group)
 
 
 def _describe(name: str, group: ProcessGroup) -> str:
-    """Return what a Work is called in messages."""
+    """Return the description of a Work for messages."""
     return f"{name} on rank {group.rank()} of group {group.group_name}"
 
 
@@ -471,15 +489,15 @@ def submit(
     task: Callable[[], None],
     name: str,
     outputs: Sequence[Any],
-    at_once: bool = False,
+    inline: bool = False,
     orders: Sequence[StreamOrder] = (),
 ) -> Work:
-    """Give a task to the group's thread, behind what is pending there; ``at_once``: run it."""
+    """Queue a task on the group's progress thread, or run it now if ``inline``."""
     group.check_outside(name)
     expire = partial(timeouts.expire, group)
     work = Work(_describe(name, group), outputs, group.timeout, orders, expire)
-    if at_once or (group.worker is not None and group.worker.is_current):
-        # The latter is a callback of an earlier work: right behind that work, not behind itself.
+    if inline or (group.worker is not None and group.worker.is_current):
+        # A callback of an earlier Work, on the progress thread, runs its calls right away.
         try:
             task()
         except Exception as caught:  # Ctrl-C is for the program
@@ -488,18 +506,18 @@ def submit(
             work.finish()
         return work
 
-    def carry() -> None:
+    def run_task() -> None:
         error: BaseException | None = None
         try:
             task()
         except BaseException as caught:
             error = caught
         group.pending.discard(work)
-        # What callbacks call comes right behind the task, before what callers queue behind it.
+        # Calls of callbacks run right after the task, before calls queued behind it.
         work.finish(error)
 
     group.pending.add(work)
-    work.worker = group.give(carry)
+    work.worker = group.give(run_task)
     return work
 
 
@@ -514,15 +532,15 @@ def run_in_order(
 ) -> Any:
     """Run ``task()``, which uses the group's communicator, in the order of its collectives.
 
-    root: given if all members call: the call is compared with the other ranks', like those of
-          primitives (-1 if there is no root). everybody: all members call, if not with the same
-          arguments. keeps_time: the task watches its own timeout, and may fail on some ranks alone.
-    Returns what the task returns.
+    root: given if the ranks' calls are to be compared: the root's rank, or -1 without a root.
+    everybody:  all ranks call, maybe with different arguments.
+    keeps_time: the task checks its own timeout, and may fail on some ranks only.
+    Returns the result of the task.
     """
     group.check_whole()
     result: list[Any] = []
 
-    def carry(send: object = None, recv: object = None, how: object = None, root: int = 0) -> None:
+    def execute(send: Any = None, recv: Any = None, extent: Any = None, root: int = 0) -> None:
         group.keeps_time = keeps_time
         try:
             result.append(task())
@@ -533,11 +551,11 @@ def run_in_order(
     if root is None:
         if everybody and not keeps_time:
             group.formed += 1
-        # Groups are made by their members alone, and calls in the history have the same places.
+        # Calls of some members only are not in the flight record, whose positions all ranks share.
         logged = (kind, sizes, -1) if keeps_time else None
-        whole = partial(_perform_unrecorded, group, name, carry, logged)
+        whole = partial(_perform_unrecorded, group, name, execute, logged)
     else:
-        whole = partial(perform, Task(group, name, kind), sizes, root, carry, None, None, None)
+        whole = partial(perform, Task(group, name, kind), sizes, root, execute, None, None, None)
     if group.busy():
         submit(group, whole, name, ()).wait()
     else:
@@ -546,21 +564,20 @@ def run_in_order(
 
 
 def _perform_unrecorded(
-    group: ProcessGroup, name: str, carry: Callable[[], None], logged: tuple[int, int, int] | None
+    group: ProcessGroup, name: str, execute: Callable[[], None], logged: tuple[int, int, int] | None
 ) -> None:
-    """Perform a call that only some members make, or that keeps its own time: the ranks' records
-    need not be alike.
+    """Run a task that is not compared: only some members call, or it checks its own timeout.
 
-    logged: kind, sizes and root for the group's history; None: only some make it.
+    logged: kind, sizes and root for the flight record; None to leave it out.
     """
     group.check_outside(name)
     try:
         with group.lock:
-            group.doing_on, group.doing = get_ident(), name  # others look whether something is done
+            group.doing_on, group.doing = get_ident(), name
             try:
                 if logged is not None:
                     group.begin_uncompared(*logged)
-                carry()
+                execute()
                 if logged is not None:
                     group.complete()
             finally:
@@ -569,10 +586,10 @@ def _perform_unrecorded(
         flight_record.dump_after(error, group)
         raise
     except Exception as error:
-        raise _explained(error, name, group) from error
+        raise _to_mpi_error(error, name, group) from error
 
 
-state.run_in_order = run_in_order
+set_task_runner(run_in_order)
 
 
 def warn_outside(name: str) -> None:
@@ -592,9 +609,9 @@ def find_root(
     """Return the root's rank in the group, given as a global or as a group rank.
 
     default: the global rank if neither is given; None if one must be.
-    Raises ArgumentTypeError (a TypeError) for a rank that is not an int, ArgumentError (a
-    ValueError) for both, for none, and for a rank outside the group. On a rank that is itself
-    outside, only a rank in the group can be given, as in torch.
+    Raises ArgumentTypeError (a TypeError) for a rank that is not an int, and ArgumentError (a
+    ValueError) if both or neither are given, or the rank is not in the group. A rank outside the
+    group can only pass a group rank, as in torch.
     """
     member = resolve(group)
     if group_rank is not None:

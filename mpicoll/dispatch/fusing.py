@@ -1,10 +1,9 @@
-"""Many arrays in one collective.
+"""Lists of arrays that run as one collective.
 
-A route that takes tables reads and writes them where they are. For others small ones are packed
-side by side, carried out as one, and unpacked: a call on little data costs its latency, and packing
-costs two copies that stay in the cache, worth it for small arrays, not for large ones. What is made
-together follows from the sizes alone, which all ranks have alike; how the arrays lie in memory may
-differ from rank to rank.
+A route that takes segment tables reads and writes the arrays in place. For other routes, small
+arrays are packed into one buffer, run as one call, and unpacked: that saves the latency of the
+calls and costs two copies in the cache. Which calls run together depends on the sizes alone, which
+all ranks share; the memory layout of the arrays may differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from mpicoll.arrays.adapters import check_same_device, fast_views
 from mpicoll.arrays.views import CARRIERS, Alias, Array, Buffer, DeviceView, View, ViewList
 from mpicoll.core import checks
 from mpicoll.core.checks import Views
-from mpicoll.core.plan import Implementation, Plan, Table, agreed_sizes, find_fused
+from mpicoll.core.plan import Plan, Run, SegmentTable, agreed_sizes
 from mpicoll.dtypes import DType, by_numpy
 from mpicoll.errors import ArgumentError, MpicollError, UnsupportedError
 from mpicoll.kernels.library import kernels
@@ -44,9 +43,9 @@ CHUNK = 512 * 1024
 
 
 def batches(sizes: Sequence[int]) -> list[Sequence[int]]:
-    """Return which calls of a list are made together, by the bytes of each: places by batch.
+    """Return which calls of a list run as one, from the bytes of each call: indices by batch.
 
-    A function of the sizes alone. Each place is in one batch, a large one in a batch by itself.
+    Every index is in one batch; a large call is a batch by itself.
     """
     large = [place for place, size in enumerate(sizes) if size > SMALL]
     made: list[Sequence[int]] = [[place] for place in large]
@@ -66,13 +65,13 @@ def batches(sizes: Sequence[int]) -> list[Sequence[int]]:
 class Entries:
     """Calls without a root on each output and its input, checked.
 
-    inputs: as many as outputs; None for calls in place.
+    inputs: one per output; None for calls in place.
     held:   the caller leaves the arrays where they are until all calls are over.
     dtype, on_device: of all elements.
-    counts: what all ranks must agree on: the elements of each entry; of an entry whose blocks
-            differ from rank to rank, those of each block.
-    Raises what the calls raise, UnsupportedError if dtypes or devices of the list differ, and
-    ArgumentError if one call writes memory that another one reads or writes.
+    counts: numbers that must be the same on all ranks: the element count of each entry or, if its
+            blocks differ in size, of each block.
+    Raises the errors of the calls, UnsupportedError if dtypes or devices differ in the list, and
+    ArgumentError if one call writes memory that another call reads or writes.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Entries:
         in_place = self._layout is Layout.IN_PLACE
         #: The number of blocks in the larger side of a call.
         self._ranks = 1 if in_place else group.size()
-        #: The views of entries that have no fast view; of the others the output is a buffer.
+        #: Views of the entries without a fast view. The output of other entries is a buffer.
         self._views: dict[int, Views] = {}
         self._outputs = outputs
         if in_place and _all_plain(self._outputs):
@@ -147,12 +146,12 @@ class Entries:
         """Return the views of each call to be made, in order, where small ones are packed."""
         return [self._views_of(batch) for batch in batches(self._sizes())]
 
-    def carry_out(self, plan: Plan) -> None:
-        """Carry all calls out on the host, inside a call of the group: all together where the route
-        of the largest takes tables.
+    def run(self, plan: Plan) -> None:
+        """Run all calls on the host, inside a call of the group: all as one if the route of the
+        largest takes segment tables.
         """
         even = all(count.__class__ is int for count in self.counts)
-        if fused := find_fused(plan.route, max(self.counts)) if even else None:
+        if fused := plan.implementation.fused(max(self.counts)) if even else None:
             made: list[Sequence[int]] = [range(len(self.counts))]
         else:
             made = batches(self._sizes())
@@ -231,7 +230,7 @@ def _find_overlap(
     return tuple(sorted(order[found[0] : found[0] + 2].tolist())) if len(found) else None
 
 
-#: Fast views whose buffers hold the memory, whatever the caller does with the array.
+#: Fast views whose buffers keep the memory alive, even if the caller resizes the array.
 _HOLDING = {np.ndarray: fast_views[np.ndarray]}
 
 
@@ -250,7 +249,7 @@ def _carried(buffer: Buffer, dtype: DType) -> Array:
 
 
 def _side(items: Sequence[Any], widths: Sequence[int], rows: int, dtype: DType) -> View:
-    """Return one side of several calls as that of one call.
+    """Return one side of several calls as one side of a single call.
 
     items:  of each call the view, or a buffer, of ``rows`` blocks, or the view of a list of blocks.
     widths: of each call the count of a block.
@@ -290,9 +289,7 @@ class _Side(View):
 
 
 class _OnHost(_Side):
-    """A side on the host: blocks are copied from and to addresses, those of the views or, if a view
-    is not contiguous, of memory beside it.
-    """
+    """A side on the host. A view that is not contiguous has a contiguous copy beside it."""
 
     __slots__ = ("_addresses", "_counts", "_scattered")
 
@@ -304,7 +301,7 @@ class _OnHost(_Side):
             for line in self._lines
             for one in line
         ]
-        # The MPI library is loaded, for there is a group.
+        # MPI is loaded, because there is a group.
         self._addresses = array("L", map(sys.modules["mpi4py.MPI"].Get_address, buffers))
         self._counts = array("L", self._widths)
 
@@ -316,7 +313,7 @@ class _OnHost(_Side):
         return one.buffer
 
     def empty_like(self) -> View:
-        """Return as many elements, uninitialised; valid until the next call of this thread."""
+        """Return an uninitialised view of the same size, valid until this thread's next call."""
         return _room(1, self.dtype, self.count)
 
     def contiguous(self) -> View:
@@ -326,13 +323,13 @@ class _OnHost(_Side):
         return into
 
     def copy_to(self, packed: View) -> None:
-        """Copy the elements into a contiguous view of as many."""
+        """Copy the elements into a contiguous view of the same size."""
         for one, beside in self._scattered:
             one.copy_to(beside)
         self._move(packed, inward=False)
 
     def copy_from(self, packed: View) -> None:
-        """Copy the elements from a contiguous view of as many."""
+        """Copy the elements from a contiguous view of the same size."""
         self._move(packed, inward=True)
         for one, beside in self._scattered:
             one.copy_from(beside)
@@ -353,21 +350,23 @@ class _OnHost(_Side):
                     memmove(*((place, at) if inward else (at, place)), count * size)
                     at += count * size
 
-    def read(self) -> Table:
-        """Return the blocks where they are; those that are not contiguous are copied beside."""
+    def read(self) -> SegmentTable:
+        """Return the table of the blocks, after updating the contiguous copies."""
         for one, beside in self._scattered:
             one.copy_to(beside)
         return self.table()
 
-    def table(self) -> Table:
-        """Return the places of the blocks, or of the memory beside."""
+    def table(self) -> SegmentTable:
+        """Return the table of the blocks, or of their contiguous copies."""
         counts = np.frombuffer(self._counts, np.uintp)
         starts = np.frombuffer(self._addresses, np.uintp).reshape(len(self._lines), 1, -1)
         rows = np.arange(self._rows, dtype=np.uintp).reshape(1, -1, 1)
-        return Table((starts + rows * (counts * self.dtype.itemsize)).ravel(), np.cumsum(counts))
+        return SegmentTable(
+            (starts + rows * (counts * self.dtype.itemsize)).ravel(), np.cumsum(counts)
+        )
 
     def apart(self) -> _OnHost:
-        """Return a copy of all blocks, in memory of its own."""
+        """Return a copy of all blocks."""
         beside, width = views.empty(self.dtype, self.count), sum(self._widths)
         self.copy_to(beside)
         starts = [0, *accumulate(self._widths)]
@@ -381,13 +380,13 @@ class _OnHost(_Side):
         return _OnHost(lines, self._widths, 1, self.dtype)
 
     def write_back(self) -> None:
-        """Copy back what is in the memory beside."""
+        """Write the contiguous copies back."""
         for one, beside in self._scattered:
             one.copy_from(beside)
 
 
-def _run_on_tables(fused: Implementation, send: View | None, recv: _OnHost, extent: int) -> None:
-    """Carry out calls by what takes tables. What is read is copied if it is written, too."""
+def _run_on_tables(fused: Run, send: View | None, recv: _OnHost, extent: int) -> None:
+    """Run calls on segment tables. Inputs that overlap outputs are copied first."""
     if send is None:
         fused(None, recv.read(), extent, 0)
     else:
@@ -401,8 +400,8 @@ def _run_on_tables(fused: Implementation, send: View | None, recv: _OnHost, exte
     recv.write_back()
 
 
-def _overlap(one: Table, other: Table, itemsize: int) -> bool:
-    """Return whether any part of one table shares memory with one of the other."""
+def _overlap(one: SegmentTable, other: SegmentTable, itemsize: int) -> bool:
+    """Return whether any segment of one table overlaps a segment of the second table."""
     sizes = np.diff(one.ends, prepend=np.uintp(0)) * itemsize
     begins = np.concatenate([one.addresses, other.addresses])
     ends = begins + np.tile(sizes, len(begins) // len(sizes))
@@ -426,18 +425,18 @@ class _OnDevice(_Side):
         return [one for line in self._lines for one in line]
 
     def empty_like(self) -> View:
-        """Return as many elements on the same device, uninitialised; valid until the call ends."""
+        """Return an uninitialised view of the same size and device, valid until the call ends."""
         room: View = self._lines[0][0].new_empty(self.count)
         return room
 
     def copy_to(self, packed: View) -> None:
-        """Copy the elements into a contiguous view of as many."""
+        """Copy the elements into a contiguous view of the same size."""
         wholes = [one if self._has_blocks(one) else one.contiguous() for one in self.parts]
         for block, place in self._blocks(wholes, packed):
             block.copy_to(place)
 
     def copy_from(self, packed: View) -> None:
-        """Copy the elements from a contiguous view of as many."""
+        """Copy the elements from a contiguous view of the same size."""
         wholes = [one if self._has_blocks(one) else one.empty_like() for one in self.parts]
         for block, place in self._blocks(wholes, packed):
             block.copy_from(place)

@@ -1,8 +1,7 @@
-"""The layer between the caller's arrays and a route: packing, chunks, the order of streams.
+"""The layer between the caller's arrays and a route: packing, lists and stream order.
 
-A route takes contiguous buffers. The wrappers here make them of any views: of arrays whose elements
-lie apart, of lists of arrays, of memory that both sides share. They are composed when a plan is
-made.
+Routes take contiguous buffers. The wrappers here make such buffers from strided arrays, lists of
+arrays, and outputs that overlap inputs. They are composed when a plan is made.
 """
 
 from __future__ import annotations
@@ -14,15 +13,7 @@ from mpicoll.arrays import views
 from mpicoll.arrays.views import DeviceView, View, ViewList
 from mpicoll.core import checks
 from mpicoll.core.groups import ProcessGroup
-from mpicoll.core.plan import (
-    CallKind,
-    Extent,
-    Implementation,
-    Plan,
-    Run,
-    can_be_captured,
-    take_leave,
-)
+from mpicoll.core.plan import CallKind, Extent, Implementation, Plan, Run, RunOnViews
 from mpicoll.cuda import runtime
 from mpicoll.cuda.streams import CapturedOrder, DeviceContext, StreamOrder
 from mpicoll.errors import ArgumentError, UnsupportedError
@@ -31,18 +22,18 @@ from mpicoll.primitives import Layout
 __all__ = ["buffers_of", "in_stream_order", "on_views", "stream_order"]
 
 
-def on_views(kind: CallKind, route: Implementation, on_device: bool) -> Run:
-    """Return the implementation of a kind of call on views: a route in the wrappers it needs."""
-    primitive = kind.primitive
+def on_views(kind: CallKind, implementation: Implementation, on_device: bool) -> RunOnViews:
+    """Return what runs an implementation on views, with the wrapper that it needs."""
+    primitive, run = kind.primitive, implementation.run
     if primitive.layout is Layout.EMPTY:
-        return route
+        return run
     if on_device or not primitive.listed:
-        return _packed(kind, route, on_device)
-    return _one_by_one(route)
+        return _packed(kind, run, on_device)
+    return _one_by_one(run)
 
 
-def _packed(kind: CallKind, route: Implementation, on_device: bool) -> Run:
-    """Return a route that copies views which are not contiguous, or both read and written."""
+def _packed(kind: CallKind, inner: Run, on_device: bool) -> RunOnViews:
+    """Return ``inner`` for views, which are copied if they are not contiguous, or overlap."""
     primitive, group = kind.primitive, kind.group
     in_place = primitive.layout is Layout.IN_PLACE
 
@@ -55,18 +46,18 @@ def _packed(kind: CallKind, route: Implementation, on_device: bool) -> Run:
         ):
             send = send.contiguous()
         if recv is None or recv.buffer is not None:
-            route(buffer(send), buffer(recv), extent, root)
+            inner(buffer(send), buffer(recv), extent, root)
             return
         packed = recv.contiguous() if in_place else recv.empty_like()
-        route(buffer(send), buffer(packed), extent, root)
+        inner(buffer(send), buffer(packed), extent, root)
         if checks.writes(primitive, group, root):
             recv.copy_from(packed)
 
     return run
 
 
-def _one_by_one(route: Implementation) -> Run:
-    """Return a route for lists of buffers: the arrays of a list, in place where possible."""
+def _one_by_one(inner: Run) -> RunOnViews:
+    """Return ``inner``, which takes lists of buffers, for views: arrays are copied if needed."""
 
     def run(send: View | None, recv: View | None, extent: Extent, root: int) -> None:
         to = () if recv is None else recv.parts
@@ -77,7 +68,7 @@ def _one_by_one(route: Implementation) -> Run:
         ]
         overlaps = views.find_overlapping(out, into)
         out = [one.contiguous() if both else one for one, both in zip(out, overlaps, strict=True)]
-        route(_buffers(send, out), _buffers(recv, into), extent, root)
+        inner(_buffers(send, out), _buffers(recv, into), extent, root)
         for one, packed in zip(to, into, strict=True):
             if packed is not one:
                 one.copy_from(packed)
@@ -86,29 +77,29 @@ def _one_by_one(route: Implementation) -> Run:
 
 
 def _buffers(view: View | None, parts: Sequence[View]) -> Any:
-    """Return what a route gets of a view that was made contiguous: a list if it was one."""
+    """Return the buffers of a view whose parts were made contiguous: a list if it was a list."""
     buffers = [part.buffer for part in parts]
     return None if view is None else buffers if isinstance(view, ViewList) else buffers[0]
 
 
 def buffers_of(view: View | None) -> Any:
-    """Return what a route gets of a view that is contiguous on the host."""
+    """Return the buffers of a contiguous view on the host, as implementations get them."""
     return _buffers(view, () if view is None else view.parts)
 
 
 def stream_order(plan: Plan, send: View | None, recv: View | None) -> StreamOrder:
-    """Return the place of a call on a device among what the caller's streams hold now.
+    """Return the stream order of a call on a device: after all work now on the caller's streams.
 
-    Raises UnsupportedError if a stream is being captured into a graph, and the call cannot be.
+    Raises UnsupportedError if a stream is being captured into a graph and the call cannot be.
     """
     cuda = runtime.get_runtime()
     both = [part for view in (send, recv) if view is not None for part in view.parts]
     parts = [part for part in both if isinstance(part, DeviceView)]
     streams = {part.stream for part in parts}
-    if len(streams) == 1 and can_be_captured(plan.route):
+    if len(streams) == 1 and plan.implementation.capturable:
         (stream,) = streams
         if cuda.is_captured(parts[0].device, stream):
-            plan.group.let_callbacks_end()  # such a call cannot queue behind them
+            plan.group.let_callbacks_end()  # a captured call cannot queue behind them
             return CapturedOrder(cuda, parts[0].device, stream, plan.name)
     order = StreamOrder(
         cuda,
@@ -126,7 +117,7 @@ def stream_order(plan: Plan, send: View | None, recv: View | None) -> StreamOrde
 def in_stream_order(
     plan: Plan, order: StreamOrder, send: View | None, recv: View | None, extent: Extent, root: int
 ) -> None:
-    """Carry out a call on a device in its place among the streams."""
+    """Run a call on a device in its stream order."""
     context = _context(plan.group, order.index)
     for view in (send, recv):
         for part in () if view is None else view.parts:
@@ -139,14 +130,14 @@ def in_stream_order(
                 context.begin()
                 plan.run(send, recv, extent, root)
             except Exception as error:
-                take_leave(plan.route, error, context, extent)
+                plan.implementation.notify_failure(error, context, extent)
                 raise
         except (ArgumentError, UnsupportedError):
-            raise  # refused: the context's memory is used by its streams alone, in their order
+            raise  # rejected before other streams could use the context's memory
         except BaseException:
             context.leave_behind()
             raise
-        finally:  # after an error, too: what was begun goes on for a while
+        finally:  # also after an error: enqueued work continues
             order.leave(context)
 
 
@@ -155,7 +146,7 @@ def _context(group: ProcessGroup, index: int) -> DeviceContext:
     return group.resources.get_or_create(
         ("device", index),
         lambda: DeviceContext(runtime.get_runtime(), index),
-        # Once all ranks have ended a whole group, MPI has nothing of its calls any more.
+        # After all ranks have closed an unbroken group, MPI holds no buffer of its calls.
         close=lambda context, limit: context.close(limit, keep=group.broken is not None),
         abandon=DeviceContext.abandon,
     )

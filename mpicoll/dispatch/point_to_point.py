@@ -51,15 +51,15 @@ __all__ = [
 
 _poller: Poller | None = None
 _poller_lock = threading.Lock()
-#: Messages to ranks that have ended, and what they hold: MPI may read it as long as it lives.
+#: Messages to ranks that have exited, with their buffers, which MPI may still read.
 _unsent: list[tuple[MPI.Request, View | None]] = []
-#: Tests without a pause before a waiting thread lets others have the core.
+#: Number of tests before a waiting thread sleeps between tests.
 _SPINS = 200
 _PAUSE = 100e-6
-#: Seconds between looks at whether the other rank has ended, or has sent another dtype.
+#: Seconds between checks whether the other rank has exited or has sent another dtype.
 _LOOK = 0.5
-#: Tags of MPI's for each tag of users', one for each dtype: a receive matches only messages of its
-#: own dtype, which costs nothing. MPI has 32767 tags at least.
+#: Number of MPI tags per user tag: one for each dtype, so that a receive matches only messages of
+#: its dtype. MPI has at least 32767 tags.
 _TAGS = 32
 assert len(DTYPES) <= _TAGS
 
@@ -84,8 +84,7 @@ class MessageWork(Work):
 
     A message that is not due is sent later, and delays later messages of its group.
 
-    tag: the user's tag, with which a receive matches messages of its own dtype only; None for a
-    message of the library, which has a separate tag.
+    tag: the user's tag; None for a message of the library, which has a separate tag.
     """
 
     __slots__ = (
@@ -163,7 +162,9 @@ class MessageWork(Work):
         self._request = self._post(message(packed.buffer, packed.count, packed.dtype))
 
     def _has_begun(self) -> bool:
-        """Send what was held back, once it is its turn and due; return whether MPI has it."""
+        """Start a delayed send if it is the first in the queue and due; return whether it has
+        started.
+        """
         if self._request is None:
             waiting = self._group.held_back
             if waiting[0] is not self or not (self._is_due is None or self._is_due()):
@@ -323,7 +324,7 @@ class MessageWork(Work):
     def _give_up(self, error: BaseException) -> None:
         """End with an error, unless the message is complete after all.
 
-        MPI can cancel a receive, but not a send: what it may still read stays.
+        MPI cannot cancel a send, so its buffer is kept alive.
         """
         with self._lock:
             if self._finished:
@@ -344,12 +345,12 @@ class MessageWork(Work):
             self._end(error)
 
     def abandon(self, error: BaseException) -> None:
-        """End the message with an error; MPI may still read what it sends."""
+        """End the message with an error; MPI may still read the buffer of a send."""
         self._error_seen = True
         self._give_up(error)
 
     def cancel(self) -> bool:
-        """Cancel a receive that no message has come for; False for a send, which cannot be."""
+        """Cancel a receive without a message; return False for a send, which MPI cannot cancel."""
         if not self._receives:
             return False
         self._error_seen = True
@@ -357,9 +358,7 @@ class MessageWork(Work):
         return True
 
     def finish_now(self) -> None:
-        """Wait for a message for the last time; whatever ends the wait, MPI does not go on using
-        memory that the caller may free.
-        """
+        """Wait for the message. After an exception, MPI no longer uses the caller's memory."""
         try:
             self.wait()
         except BaseException as error:
@@ -483,7 +482,7 @@ def drain(group: ProcessGroup, limit: float) -> None:
     for work in list(group.in_flight):
         if not work.cancel() and not work._wait_finished(limit):
             raise CollectiveTimeoutError(
-                f"{work.description}: nobody received the message within {limit:g} s"
+                f"{work.description}: timed out: the message was not received within {limit:g} s"
             )
 
 
@@ -501,10 +500,10 @@ def find_source(
 def exchange_bytes(
     group: ProcessGroup, name: str, whole: Bytes | None, peer: int | None
 ) -> tuple[Bytes, int]:
-    """Send ``whole`` to a rank in the group, or with None receive from one (None: from any).
+    """Send ``whole`` to a rank in the group or, if it is None, receive from one (None: from any).
 
-    Returns the bytes and the sender's global rank. They have a tag of their own, and their
-    number goes first.
+    Returns the bytes and the sender's global rank. Their number is sent first. Both messages use a
+    separate tag.
     """
     if whole is not None:
         assert peer is not None

@@ -1,18 +1,17 @@
 """Collectives over point-to-point messages, written once for any kind of memory.
 
-Of MPI they use only sends and receives; copying and combining is a `Space`'s. ``n`` is the number
-of ranks, a *latency* the cost of a message however short it is.
+They use MPI only to send and receive; a `Space` copies and combines. ``n`` is the number of ranks;
+a *latency* is the fixed cost of a message.
 
-Which algorithm serves a call is a function of count, dtype, operation and n, which every rank
-knows. All reductions combine the original elements of all ranks in one place, once, in the order of
-the ranks. So all ranks get the same bits, on hosts and devices. They depend neither on the number
-of elements nor on the algorithm, and narrow floats travel as they are and are rounded once. Partial
-sums that travel, as in recursive halving or in a ring of sums, would cost narrow floats twice the
-bytes, and a combination with a wait at each step, which on a device costs more than several
-messages; they win only where many ranks reduce little.
+The algorithm depends on count, dtype, operation and n, which are the same on all ranks. Every
+reduction combines the original elements of all ranks in one place, once, in rank order. So all
+ranks get the same bits, on hosts and devices, for any count and algorithm. Narrow floats are sent
+as they are and rounded once. Algorithms that send partial sums (recursive halving, rings) would
+send narrow floats as float32 and combine at each step, which on a device costs more than several
+messages.
 
-Views passed to a function are ready to be read and written. Its results are there once the caller
-has synchronized. `build` makes implementations: the routes `exchange` on the host and `direct` on a
+Views passed to a function are ready to be read and written. Results are valid after the caller has
+synchronized. `build` makes implementations: the routes `exchange` on the host and `direct` on a
 device.
 """
 
@@ -22,7 +21,7 @@ from collections.abc import Callable
 
 from mpicoll.arrays.views import View
 from mpicoll.core.checks import writes
-from mpicoll.core.plan import Blocks, CallKind, Contiguous, Extent, Implementation
+from mpicoll.core.plan import Blocks, CallKind, Contiguous, Extent, Run
 from mpicoll.dtypes import Kind, ReduceOp, by_name
 from mpicoll.routes.messages import Scope
 from mpicoll.routes.moves import all_gather, all_to_all, broadcast, gather, scatter
@@ -49,8 +48,8 @@ ALGORITHMS: dict[str, Callable[..., None]] = {
 }
 
 
-def build(kind: CallKind, space: Space) -> Implementation:
-    """Return the implementation of a kind of call in ``space``; its caller synchronizes."""
+def build(kind: CallKind, space: Space) -> Run:
+    """Return what runs a kind of call in ``space``; its caller synchronizes."""
     primitive, group, op, dtype = kind
     assert dtype is not None
     algorithm, n, me = ALGORITHMS[primitive.name], group.size(), group.rank()
@@ -58,9 +57,7 @@ def build(kind: CallKind, space: Space) -> Implementation:
     scope = Scope(group, space, op, kind.exact, n, me, combined, primitive.code)
     sent, received = (n if many else 1 for many in (primitive.many_in, primitive.many_out))
 
-    def carry_out(
-        send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
-    ) -> None:
+    def run(send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int) -> None:
         if isinstance(extent, int):
             blocks = Blocks([extent] * sent, [extent] * received)
         else:
@@ -74,12 +71,10 @@ def build(kind: CallKind, space: Space) -> Implementation:
         algorithm(scope, out, into, blocks, root)
         space.release(mark)
 
-    return carry_out
+    return run
 
 
-def premultiplied(
-    kind: CallKind, space: Space, build_sum: Callable[[CallKind], Implementation]
-) -> Implementation:
+def premultiplied(kind: CallKind, space: Space, build_sum: Callable[[CallKind], Run]) -> Run:
     """Build PREMUL_SUM: each rank's elements times its factor, then a sum.
 
     build_sum: makes the sum; of float32 for narrow floats, which are scaled and summed in it, in
@@ -97,7 +92,7 @@ def premultiplied(
         space.scale(view, factor, product)
         return product
 
-    def carry_out(send: Contiguous | None, recv: Contiguous, extent: Extent, root: int) -> None:
+    def run(send: Contiguous | None, recv: Contiguous, extent: Extent, root: int) -> None:
         if isinstance(extent, int):
             sends, mine = [extent] * n, extent
         else:
@@ -117,4 +112,4 @@ def premultiplied(
                 space.narrow(out, into)
         space.release(mark)
 
-    return carry_out
+    return run

@@ -47,7 +47,7 @@ class Messages:
             )
 
     def finish(self) -> None:
-        """Wait for all; raise MismatchError if a rank has sent less than was expected."""
+        """Wait for all messages; raise MismatchError if one was shorter than expected."""
         status, short = MPI.Status(), None
         for _, request, what, source in self._receives:
             self._group.wait_for(request, status)
@@ -60,8 +60,8 @@ class Messages:
         if short is not None:
             raise MismatchError(
                 f"rank {self._group.rank()} of group {self._group.group_name} expected {short[1]} "
-                f"elements from rank {short[0]}, which sent {short[2]}: the ranks' calls do not "
-                "belong together"
+                f"elements from rank {short[0]}, which sent {short[2]}: collective mismatch: the "
+                "ranks made different calls"
             )
 
 

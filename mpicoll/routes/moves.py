@@ -15,23 +15,22 @@ if TYPE_CHECKING:
 
 __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
 
-#: Bytes of all ranks' blocks up to which they are gathered in few steps instead of short ones.
+#: Maximum size in bytes of all ranks' blocks for which all_gather uses log2(n) steps.
 GATHERED = 512 * 1024
-#: The fewest and the most bytes of a chunk of a broadcast along a chain; and how many chunks there
-#: shall be for each rank, for the chain takes n - 2 chunks longer than the message.
+#: Minimum and maximum size in bytes of a chunk of a broadcast along a chain; and the preferred
+#: number of chunks per rank.
 LEAST, MOST, LINKS = 128 * 1024, 4 * 1024 * 1024, 8
 
 
 def broadcast(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -> None:
     """Send the root's elements to every rank.
 
-    Short messages go down a binomial tree: log2 n latencies, and as many times the bytes (Thakur,
+    Short messages use a binomial tree: log2 n latencies and log2 n times the bytes (Thakur,
     Rabenseifner, Gropp, Int. J. High Performance Computing Applications 19(1), 2005, section 4.3).
-    Long ones go in chunks along a chain of the ranks, each of which receives a chunk while it sends
-    the one before: n - 2 chunks longer than the message takes alone (Patarasuk, Faraj, Yuan,
-    Techniques for pipelined broadcast on Ethernet switched clusters, J. Parallel and Distributed
-    Computing 68(6), 2008), where a tree takes log2 n times as long, and a scatter followed by an
-    all-gather twice.
+    Long messages use a pipelined chain of the ranks, which takes n - 2 chunks longer than sending
+    the message once (Patarasuk, Faraj, Yuan, Techniques for pipelined broadcast on Ethernet
+    switched clusters, J. Parallel and Distributed Computing 68(6), 2008). A tree would take log2 n
+    times as long, and a scatter followed by an all_gather twice.
     """
     n = scope.n
     place = (scope.me - root) % n
@@ -70,14 +69,14 @@ def _chain(scope: Scope, recv: View, root: int, place: int) -> None:
 
 
 def all_gather(scope: Scope, send: View | None, recv: View, blocks: Blocks, root: int) -> None:
-    """Gather the blocks of all ranks on every rank; without send, this rank's is in its place.
+    """Gather the blocks of all ranks on every rank. Without ``send``, this rank's block is in
+    ``recv``.
 
-    Few bytes: the exchange of Bruck and others, in which a rank's blocks double with each step,
-    whatever n is: log2 n latencies (Bruck, Ho, Kipnis, Upfal, Weathersby, IEEE Trans. Parallel and
-    Distributed Systems 8(11), 1997). Blocks go where they belong at once instead of being rotated
-    in the end; a run of blocks that wraps around is two messages. Many bytes: the ring of Thakur
-    and others (as above, section 4.1): n - 1 latencies, and only neighbours talk. Either way a rank
-    receives each foreign byte once.
+    Few bytes: Bruck's algorithm with log2 n latencies, for any n (Bruck, Ho, Kipnis, Upfal,
+    Weathersby, IEEE Trans. Parallel and Distributed Systems 8(11), 1997). Blocks are received in
+    their final places, so a run of blocks that wraps around takes two messages. Many bytes: a ring
+    (Thakur and others, as above, section 4.1) with n - 1 latencies. In both, a rank receives each
+    byte of the other ranks once.
     """
     space, n, me = scope.space, scope.n, scope.me
     spans = spans_of(blocks.receives)
@@ -157,8 +156,8 @@ def scatter(scope: Scope, send: View | None, recv: View, blocks: Blocks, root: i
 def all_to_all(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> None:
     """Send one block from each rank to each other, in n - 1 steps of pairs; see ``wire.exchange``.
 
-    No rank knows the others' sizes; each message is known to its sender and its receiver. Both
-    sides may be lists of arrays.
+    A rank knows only the sizes of the blocks that it sends and receives. Both sides may be lists of
+    arrays.
     """
     me = scope.me
     out, into = _arrays(send, blocks.sends), _arrays(recv, blocks.receives)

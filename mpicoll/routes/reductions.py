@@ -66,11 +66,11 @@ def _terms_of_all(scope: Scope, terms: _Terms, source: View) -> list[View]:
 
 
 def reduce(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -> None:
-    """Combine the elements of all ranks, in place on the root; the others' stay as they are.
+    """Combine the elements of all ranks, in place on the root; other ranks' arrays do not change.
 
-    Few bytes: the root gets everything and combines it: one latency. Many: as in all_reduce, but
-    the results go to the root alone; it receives 2 (n - 1) / n times the bytes, and sends and
-    combines no more than the others.
+    Few bytes: the root receives and combines everything, with one latency. Many: as all_reduce, but
+    only the root receives results. It receives 2 (n - 1) / n times the bytes, and sends and
+    combines as much as each other rank.
     """
     space, n, me, count = scope.space, scope.n, scope.me, recv.count
     if recv.nbytes * n <= space.small:
@@ -118,13 +118,13 @@ def reduce_scatter(scope: Scope, send: View, recv: View, blocks: Blocks, root: i
 
 
 def prefix(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> None:
-    """Combine on each rank the elements of some ranks: of those up to it, or before it.
+    """Combine on each rank the elements of all ranks before it, with its own for scan.
 
-    Few bytes: every rank gets everything and combines what is for it. Many: as in all_reduce, each
-    rank gets one n-th of every rank's, but combines it once for each rank and sends each its
-    result: as many bytes, and n / 2 times the arithmetic, for the same bits whatever the count.
-    (Hillis, Steele, Data parallel algorithms, Comm. ACM 29(12), 1986, add partial sums in log2 n
-    steps; those round narrow floats at each step, and combine in another order.)
+    Few bytes: every rank receives everything and combines its result. Many: as in all_reduce, each
+    rank receives one n-th of every rank's elements, but it computes a result for each rank: the
+    same number of bytes and n / 2 times the arithmetic. The bits do not depend on the count.
+    (Adding partial sums in log2 n steps, as in Hillis, Steele, Data parallel algorithms, Comm. ACM
+    29(12), 1986, would round narrow floats at each step.)
     """
     n, me, space = scope.n, scope.me, scope.space
     terms = _Terms(scope, send.dtype)

@@ -1,37 +1,29 @@
-"""All routes, one line each.
+"""The registry of routes: each is a module of routes/host or routes/device, named once.
 
-Those of host memory in the order of tables and messages, those of device memory the best first.
+Host routes come in the order of tables and messages. Device routes come best first; the setting
+MPICOLL_DEVICE_ROUTE names them, because it must know its values without loading MPI.
 """
 
 from __future__ import annotations
 
-from mpicoll.routes.device import copy_engine, direct, ipc, nccl, peer, shared_gpu, staged
-from mpicoll.routes.device import hierarchical as device_hierarchical
-from mpicoll.routes.device import mpi as device_mpi
-from mpicoll.routes.host import exchange, hierarchical, mpi, shared, single_copy, widened
+from collections.abc import Sequence
+from importlib import import_module
+
+from mpicoll import settings
 from mpicoll.routes.route import MemoryKind, Route
 
 __all__ = ["DEVICE", "HOST", "ROUTES"]
 
-ROUTES: tuple[Route, ...] = (
-    mpi.ROUTE,
-    mpi.CHUNKED,
-    exchange.ROUTE,
-    widened.ROUTE,
-    single_copy.ROUTE,
-    shared.ROUTE,
-    hierarchical.ROUTE,
-    shared_gpu.ROUTE,
-    peer.ROUTE,
-    device_hierarchical.ROUTE,
-    copy_engine.ROUTE,
-    ipc.ROUTE,
-    direct.ROUTE,
-    device_mpi.ROUTE,
-    staged.ROUTE,
-    nccl.ROUTE,
-)
 
-#: By name: one name may mean a route of each kind of memory.
-HOST = {route.name: route for route in ROUTES if route.memory is MemoryKind.HOST}
-DEVICE = {route.name: route for route in ROUTES if route.memory is MemoryKind.DEVICE}
+def _load(memory: MemoryKind, names: Sequence[str]) -> dict[str, Route]:
+    package = f"mpicoll.routes.{memory.value}"
+    return {name: import_module(f"{package}.{name}").ROUTE for name in names}
+
+
+#: Routes by name. A host route and a device route may have the same name.
+HOST = _load(
+    MemoryKind.HOST,
+    ("mpi", "mpi_chunked", "exchange", "widened", "single_copy", "shared", "hierarchical"),
+)
+DEVICE = _load(MemoryKind.DEVICE, settings.DEVICE_ROUTE.values)
+ROUTES: tuple[Route, ...] = (*HOST.values(), *DEVICE.values())

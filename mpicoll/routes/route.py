@@ -10,9 +10,13 @@ from typing import Any
 from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.dtypes import DType, ReduceOp
+from mpicoll.kernels.reduction import find_loop
 from mpicoll.primitives import Primitive
 
-__all__ = ["EXCHANGES", "MOVES", "PREFIXES", "REDUCTIONS", "MemoryKind", "Route"]
+__all__ = [
+    "EXCHANGES", "MOVES", "PREFIXES", "REDUCTIONS", "MemoryKind", "Needs", "Policy", "Route",
+    "Serves", "has_loop",
+]  # fmt: skip
 
 
 class MemoryKind(Enum):
@@ -22,95 +26,134 @@ class MemoryKind(Enum):
     DEVICE = "device"
 
 
-#: Primitives that several routes serve, by name.
+#: Names of operations that several routes serve.
 MOVES = ("broadcast", "all_gather", "all_gather_single", "gather", "scatter")
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single")
 PREFIXES = ("scan", "exscan")
 EXCHANGES = ("all_to_all", "all_to_all_single")
 
 
+def has_loop(op: ReduceOp, dtype: DType) -> bool:
+    """Return whether the C library and the device kernels combine elements of a dtype by ``op``."""
+    return find_loop(op, dtype) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Serves:
+    """The calls that a route can run.
+
+    primitives:   names of the operations.
+    combines:     whether it combines elements of a dtype by a reduce operation.
+    reproducible: levels of reproducibility (core/reproducible.py) that its reductions keep.
+    premultiplies: it applies the factor of PREMUL_SUM itself.
+    uneven:       names of the operations that it serves for blocks of different sizes.
+    buffer_lists: it takes lists of buffers for operations with one array per rank.
+    """
+
+    primitives: tuple[str, ...]
+    combines: Callable[[ReduceOp, DType], bool] = lambda op, dtype: True
+    reproducible: tuple[str, ...] = ()
+    premultiplies: bool = False
+    uneven: tuple[str, ...] = ()
+    buffer_lists: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """The requirements of a route.
+
+    placement:      required placement of the ranks: see routes/tuning.py and (device)
+                    routes/device/eligibility.py; "" for any.
+    description:    the requirements, for messages.
+    missing_reason: (device) returns the missing capability of a rank; "" if it has all.
+    """
+
+    placement: str = ""
+    description: str = ""
+    missing_reason: Callable[[Capabilities], str] = lambda own: ""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """When a route is chosen, and how its calls run.
+
+    compares_calls: its protocol compares the ranks' calls where the group compares every call.
+    fallback:       (host) route to use where the group cannot use this one; "" for the route of
+                    smaller messages.
+    superseded_by:  (device) routes that serve all its calls better; it is not negotiated in a group
+                    that has one of them.
+    on_request:     (device) it is used only if the program requests it.
+    min_bytes:      (device) minimum size in bytes of a rank's larger array, by operation. Smaller
+                    calls use the next route.
+    host_waits_for: (device) description of the host's waits in a call. "" if a call only enqueues
+                    work on streams: then async calls run inline, and the ranks' calls are compared
+                    only from time to time.
+    capturable:     (device) calls may be captured into a CUDA graph after the group's first call of
+                    the kind.
+    """
+
+    compares_calls: bool = False
+    fallback: str = ""
+    superseded_by: tuple[str, ...] = ()
+    on_request: bool = False
+    min_bytes: Mapping[str, int] = field(default_factory=dict)
+    host_waits_for: str | None = None
+    capturable: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """The declaration of a route.
 
-    name:       in tuning tables, settings and messages.
-    words:      its description in messages.
-    memory:     the kind of memory it serves.
-    primitives: the names of those it serves.
-    combines:   whether it combines elements of a dtype by an operation, for primitives that reduce.
-    build:      makes the implementation for a kind of call; None if the group cannot have it. Gets
-                the CallKind, and for device memory what the group has agreed on (see
-                routes/device/state.py). All ranks call it.
-    meet:       of a device route, makes what a group has for it, a RouteState, or returns, on all
-                ranks, why there is none. Gets what the group has agreed on so far. All ranks call.
-    unless:     of a device route, the names of others that serve all its calls better: where the
-                group has one of them, nobody meets for it.
-    reproducible: the levels of reproducibility (core/reproducible.py) that its reductions keep.
-    scales:     it applies the factor of PREMUL_SUM itself.
-    uneven:     the names of the primitives of which it serves blocks of different sizes.
-    place:      where the ranks have to be, see routes/tuning.py and, of device routes,
-                routes/device/eligibility.py; "" anywhere.
-    needs:      what it requires, in words.
-    lacks:      of a device route, what a rank lacks for it, in words; "" for nothing.
-    on_demand:  it is taken only on request.
-    compares:   its calls are compared between the ranks where each call of the group is.
-    lists:      it takes lists of buffers where a primitive has one array for each rank.
-    blocks:     of a device route, for what the host waits in a call, in words; "" if for nothing:
-                it only puts work into streams, so that asynchronous calls are made at once, on the
-                caller's thread, and compared with the other ranks' only now and then.
-    captures:   of a device route: its calls may be captured into a CUDA graph, once the group has
-                made one of the kind.
-    load:       builds, as ``build`` does, what only loads what a call needs that is captured later:
-                calls of the kind may go by another route, which captures do not.
-    least:      of a device route, by the name of the primitive: the bytes of a call, of the larger
-                array of a rank, from which on it is taken. Smaller calls go by the next one that
-                serves them, if there is one.
-    instead:    the name of the route that serves in its place where a group cannot have it, "" for
-                what the tables say of smaller messages.
+    module:      ``__name__`` of the module in routes/host or routes/device.
+    description: the route, for messages.
+    build:       returns the implementation for a kind of call; None if it is not available in the
+                 group. Takes the CallKind and (device) the group's Agreement. All ranks call.
+    negotiate:   (device) returns the group's RouteState or, on all ranks, the reason why there is
+                 none. Takes the Agreement. All ranks call.
+    preload:     (device) builds an implementation that only loads the kernels of captured calls, if
+                 another route runs the calls outside of captures.
     """
 
-    name: str
-    words: str
-    memory: MemoryKind
-    primitives: tuple[str, ...]
+    module: str
+    description: str
+    serves: Serves
     build: Callable[..., Implementation | None]
-    meet: Callable[..., Any] | None = None
-    unless: tuple[str, ...] = ()
-    combines: Callable[[ReduceOp, DType], bool] = lambda op, dtype: True
-    reproducible: tuple[str, ...] = ()
-    scales: bool = False
-    uneven: tuple[str, ...] = ()
-    place: str = ""
-    needs: str = ""
-    lacks: Callable[[Capabilities], str] = lambda own: ""
-    on_demand: bool = False
-    compares: bool = False
-    lists: bool = False
-    blocks: str | None = None
-    captures: bool = False
-    load: Callable[..., Implementation | None] | None = None
-    least: Mapping[str, int] = field(default_factory=dict)
-    instead: str = ""
+    needs: Needs = Needs()
+    policy: Policy = Policy()
+    negotiate: Callable[..., Any] | None = None
+    preload: Callable[..., Implementation] | None = None
 
-    def serves(
+    @property
+    def name(self) -> str:
+        """Return the name in tuning tables, settings and messages: the last part of ``module``."""
+        return self.module.rpartition(".")[2]
+
+    @property
+    def memory(self) -> MemoryKind:
+        """Return the kind of memory that the route serves, from the module's package."""
+        return MemoryKind(self.module.split(".")[-2])
+
+    def can_run(
         self,
         primitive: Primitive,
         op: ReduceOp | None,
         dtype: DType | None,
         level: str | None = None,
     ) -> bool:
-        """Return whether it serves such calls, if the group can have it.
+        """Return whether the route can run calls with these properties.
 
-        level: of reproducibility; see CallKind.
+        level: level of reproducibility; see CallKind.
         """
-        if primitive.name not in self.primitives:
+        serves = self.serves
+        if primitive.name not in serves.primitives:
             return False
         if op is None or dtype is None:
             return True
-        if op.op is ReduceOp.PREMUL_SUM and not self.scales:
+        if op.op is ReduceOp.PREMUL_SUM and not serves.premultiplies:
             return False
-        return (level is None or level in self.reproducible) and self.combines(op, dtype)
+        return (level is None or level in serves.reproducible) and serves.combines(op, dtype)
 
-    def serves_kind(self, kind: CallKind) -> bool:
-        """Return whether it serves calls of a kind, in their group, if that can have it."""
-        return self.serves(kind.primitive, kind.op, kind.dtype, kind.level)
+    def can_run_kind(self, kind: CallKind) -> bool:
+        """Return whether the route can run calls of a kind."""
+        return self.can_run(kind.primitive, kind.op, kind.dtype, kind.level)

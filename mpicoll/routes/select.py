@@ -22,7 +22,8 @@ __all__ = ["choose", "share_memory"]
 def choose(kind: CallKind, on_device: bool) -> Implementation:
     """Return the implementation of a kind of call on host or device memory.
 
-    Raises UnsupportedError for what has to be rounded in some order, if the group is to be exact.
+    Raises UnsupportedError for a reduction that depends on the order, in a group with
+    reproducible="exact".
     """
     if kind.exact and not _is_exact(kind.op, kind.dtype):
         raise UnsupportedError(
@@ -34,12 +35,12 @@ def choose(kind: CallKind, on_device: bool) -> Implementation:
 
 
 def share_memory(group: ProcessGroup) -> None:
-    """Let the ranks of a group share memory, if they can. All ranks call."""
-    if 1 < group.size() <= shared.MOST:
+    """Create the shared memory of a group, if possible. All ranks call."""
+    if 1 < group.size() <= shared.MAX_RANKS:
         host.place(group)
 
 
 def _is_exact(op: ReduceOp | None, dtype: DType | None) -> bool:
-    """Return whether there are exact sums, or nothing is rounded at all."""
+    """Return whether an exact sum is available, or the operation does not round."""
     assert op is not None and dtype is not None
     return rounds_sums(op, dtype) or op in (ReduceOp.MIN, ReduceOp.MAX)

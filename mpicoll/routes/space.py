@@ -1,4 +1,4 @@
-"""The kinds of memory that the algorithms over messages work in."""
+"""Memory and arithmetic for the algorithms over messages."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from mpicoll.kernels import reduction
 
 __all__ = ["Host", "PooledHost", "Space"]
 
-#: For the host, see Space. (For memory of a device, routes/device has them.)
+#: Host values of Space.small, chunk and stack.
 SMALL, CHUNK, STACK = 8 * 1024, 1024 * 1024, 32 * 1024 * 1024
 
 
 class Space(Protocol):
-    """One kind of memory and the operations in it, for one call at a time.
+    """One kind of memory and its operations, for one call at a time.
 
-    Everything but ``synchronize`` may only be enqueued; what is enqueued is done in that order.
-    Views are contiguous and of equal counts, unless said otherwise; they may be empty.
+    Operations except ``synchronize`` may be enqueued and run in order. Views are contiguous and
+    have equal counts unless noted; they may be empty.
 
-    small: bytes of all ranks' arrays together up to which each rank that needs the result of a
-           reduction gets everything: one exchange and one wait for the memory instead of two.
-    chunk: bytes that one rank gets from one other at a time: enough to hide what combining them
-           costs, few enough for the caches.
-    stack: bytes of all those chunks together, of which there are two at a time.
+    small: maximum size in bytes of all ranks' arrays, in total, for which each rank that needs the
+           result of a reduction receives everything: one exchange instead of two.
+    chunk: size in bytes of a chunk from one rank: large enough to overlap combining with messages,
+           small enough for the caches.
+    stack: maximum size in bytes of the chunks from all ranks; two such stacks are in use.
     mpi:   MPI's own collectives may be used on this memory.
     """
 
@@ -39,24 +39,24 @@ class Space(Protocol):
     mpi: bool
 
     def view(self, buffer: Contiguous, dtype: DType, counts: Sequence[int]) -> View:
-        """Return the view of a buffer as implementations get it, or of a list of them."""
+        """Return the view of a buffer of an implementation, or of a list of buffers."""
 
     def buffer(self, view: View) -> Contiguous:
-        """Return the buffer that implementations get of a contiguous view."""
+        """Return the buffer of a contiguous view for an implementation."""
 
     def empty(self, dtype: DType, count: int) -> View:
-        """Return ``count`` elements of any values, to be used until the call ends."""
+        """Return ``count`` uninitialized elements, valid until the call ends."""
 
     def mark(self) -> int:
-        """Return a mark for ``release``, to take back all that ``empty`` has given since then."""
+        """Return a mark for ``release``."""
         return 0
 
     def release(self, mark: int) -> None:
-        """Let the memory be used again. What is left out, after an error, stays taken."""
+        """Free the memory that ``empty`` returned since the mark."""
         return
 
     def room(self, n: int, count: int) -> int:
-        """Return how many elements of scratch ``places`` needs for n arrays of so many."""
+        """Return the number of scratch elements that ``places`` needs for n arrays."""
         return n * count
 
     def places(self, stack: View, n: int, count: int, beside: View) -> list[View]:
@@ -64,7 +64,7 @@ class Space(Protocol):
         return [stack.part(place * count, count) for place in range(n)]
 
     def copy(self, source: View, into: View) -> None:
-        """Copy elements; those of one of the views may lie apart, in C order."""
+        """Copy elements in C order; one of the views may be non-contiguous."""
         if into.buffer is None:
             into.copy_from(source)
         else:

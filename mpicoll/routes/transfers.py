@@ -14,7 +14,16 @@ from mpicoll.core.signature import encode_sizes
 from mpicoll.errors import MismatchError
 from mpicoll.output import format_count
 
-__all__ = ["CARRIED", "Get", "Put", "Transfer", "addresses", "cut", "misfit", "transfer_of"]
+__all__ = [
+    "TRANSFER_PRIMITIVES",
+    "Get",
+    "Put",
+    "Transfer",
+    "addresses",
+    "cut",
+    "misfit",
+    "transfer_of",
+]
 
 
 #: Of a buffer, or of each in a list.
@@ -64,7 +73,7 @@ def transfer_of(
     send, recv: the addresses of the buffers, of all_to_all perhaps of a list of them; None if this
                 rank sends or receives nothing, and send of calls in place.
 
-    Raises MismatchError, on all ranks, if blocks of all_to_all do not fit together.
+    Raises MismatchError, on all ranks, if a block of all_to_all has two sizes.
     """
     return _TRANSFERS[kind.primitive.name](kind, send, recv, extent, root)
 
@@ -132,8 +141,8 @@ def _all_to_all(kind: CallKind, send: int, recv: int, extent: Extent, root: int)
 
 
 def _exchange_sizes(kind: CallKind, sends: Any, receives: Any) -> tuple[Any, int | None]:
-    """Return what each rank sends to this one, and the most that any sends to any; None, on all
-    ranks, if some rank expects anything else. All ranks call.
+    """Return the sizes that each rank sends to this one, and the maximum size of all blocks or, on
+    all ranks, None if a receiver expects another size. All ranks call.
     """
     theirs, comm = np.empty_like(sends), kind.group.tested
     comm.Alltoall(sends, theirs)
@@ -143,11 +152,11 @@ def _exchange_sizes(kind: CallKind, sends: Any, receives: Any) -> tuple[Any, int
 
 
 def misfit(kind: CallKind, rank: int | None, expected: int = 0, sent: int = 0) -> MismatchError:
-    """Return the error of block sizes that do not fit together: that of the one from ``rank`` to
-    this rank, or, if None, of other ranks'.
+    """Return the error for a block from ``rank`` to this rank, or between other ranks (None), whose
+    sizes differ on its sender and receiver.
     """
     words = (
-        "other ranks' block sizes do not fit together"
+        "collective mismatch: other ranks' block sizes differ from the sizes sent"
         if rank is None
         else f"expected {format_count(expected, 'element')} from rank {rank}, which sends {sent}"
     )
@@ -164,20 +173,19 @@ def _cut(kind: CallKind, start: Any, counts: Sequence[int]) -> Iterator[tuple[in
 
 
 def cut(start: int | Sequence[int], counts: Sequence[int], itemsize: int) -> Iterator[Put]:
-    """Yield the blocks of a buffer that begins at an address, or those of buffers of their own."""
+    """Yield the blocks of one buffer at an address, or of several buffers."""
     if isinstance(start, int):
         start = [start + before * itemsize for before in accumulate(counts[:-1], initial=0)]
     return map(Put, start, counts)
 
 
 def addresses(buffer: Any) -> Any:
-    """Return the address of a buffer, the addresses of a list of buffers, or None for None."""
+    """Return the address of a buffer, or the addresses of a list of buffers. None returns None."""
     if isinstance(buffer, list):
         return [MPI.Get_address(each) for each in buffer]
     return None if buffer is None else MPI.Get_address(buffer)
 
 
-#: By the name of the primitive: all that this module knows how to carry.
 _TRANSFERS: dict[str, Callable[[CallKind, Any, Any, Any, int], Transfer]] = {
     "broadcast": _broadcast,
     "reduce": _reduce,
@@ -193,5 +201,5 @@ _TRANSFERS: dict[str, Callable[[CallKind, Any, Any, Any, int], Transfer]] = {
     "all_to_all_single": _all_to_all,
 }
 
-#: The names of these primitives.
-CARRIED = tuple(_TRANSFERS)
+#: Operations that this module supports.
+TRANSFER_PRIMITIVES = tuple(_TRANSFERS)

@@ -1,18 +1,17 @@
-"""Which route carries messages of which size: a table for each MPI, and what was measured here.
+"""Tuning tables: the route for each message size, by default for each MPI library or as measured.
 
-A table gives, for a kind of call, the route from each size on. Kinds are the primitives; where
-elements are combined, those that MPI combines rightly and, as "all_reduce of others", all others,
-such as those of groups whose reductions are reproducible.
-Sizes are bytes of the larger array of a rank, the one that holds the blocks of all ranks if there
-is one. Routes depend on where the ranks of a group are:
+A row of a table maps minimum sizes to routes. There is a row per operation. Reductions have two:
+one for the dtypes and reduce operations that MPI combines correctly and one, like "all_reduce of
+others", for the rest and for reproducible groups. A size is in bytes of a rank's larger array. Each
+row has an entry for each placement of the ranks:
 
-    node   on one node, with memory that they share
-    nodes  on several nodes, several of them on some
-    apart  anywhere; what is used where the former two cannot be
+    node   all ranks on one node, with shared memory
+    nodes  on several nodes, some with several ranks
+    apart  any other placement, or without shared memory
 
-A measured table leaves the rest to the defaults, by the route "default".
+In a measured table, the route "default" refers to the default table.
 
-Every rank has the same table: rank 0's, which init_process_group hands out.
+All ranks use rank 0's table, which init_process_group broadcasts.
 """
 
 from __future__ import annotations
@@ -44,14 +43,13 @@ __all__ = [
     "route_at",
 ]
 
-#: In place of a route in a file, where nothing was measured: the route of the defaults of the
-#: version that reads it.
+#: In a file: use the default table's route, because this size was not measured.
 DEFAULT = "default"
-#: Where the ranks of a group can be.
+#: The placements of a group's ranks.
 PLACES = ("node", "nodes", "apart")
-#: Bytes from which on a route is taken, in rising order from 0 on.
+#: Minimum size in bytes and route, in ascending order from 0.
 Steps = tuple[tuple[int, str], ...]
-#: The steps by kind of call and place.
+#: The steps by kind of call and placement.
 Rows = dict[str, dict[str, Steps]]
 
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -64,12 +62,11 @@ def _row(node: Steps, nodes: Steps, apart: Steps) -> dict[str, Steps]:
 _MPI: Steps = ((0, "mpi"),)
 _EXCHANGE: Steps = ((0, "exchange"),)
 _SHARED: Steps = ((0, "shared"),)
-#: What is only moved: large messages by one copy or by slots, whichever was the faster lately, on
-#: near or far processors and on small or huge pages.
+#: Data movement. single_copy measures whether one copy or slots are faster.
 _MOVED: Steps = ((0, "shared"), (512 * _KIB, "single_copy"))
 
-#: On one node as measured on two ranks, on processors that share a cache and on others, with the
-#: libraries from PyPI; elsewhere as the cost model has it, see docs/model.md.
+#: On one node: measured with 2 ranks, with and without a shared cache, with the libraries from
+#: PyPI. Other placements: from the cost model (docs/model.md).
 _OPEN_MPI: Rows = {
     "broadcast": _row(_MOVED, _MPI, _MPI),
     "all_reduce": _row(
@@ -86,13 +83,13 @@ _OPEN_MPI: Rows = {
     ),
     "reduce_scatter of others": _row(_SHARED, _EXCHANGE, _EXCHANGE),
 }
-#: Nothing measured so far is best by another route.
+#: No measured difference.
 _MPICH: Rows = _OPEN_MPI
 
 
 def _for_many(rows: Rows) -> Rows:
-    """Return the same for many ranks: where each looks at each other, or sends to each, a short
-    message takes longer than by MPI's trees.
+    """Return the table for many ranks: MPI's trees are faster for short messages than routes with a
+    message or a poll per rank.
     """
     least = 16 * _KIB
     many = {}
@@ -110,7 +107,7 @@ def _for_many(rows: Rows) -> Rows:
 
 _OTHERS = " of others"
 
-#: What is not measured, by number of ranks.
+#: Default tables by MPI library (is it Open MPI?) and number of ranks.
 _DEFAULTS = {
     openmpi: {2: rows, 32: _for_many(rows)}
     for openmpi, rows in ((False, _MPICH), (True, _OPEN_MPI))
@@ -122,21 +119,21 @@ KINDS = tuple(_MPICH)
 
 
 def name_kind(primitive: Primitive, others: bool) -> str:
-    """Return the kind of a call; ``others``: it combines elements, but not as MPI does rightly.
+    """Return the kind of a call. Lists of arrays and single arrays are one kind.
 
-    A list of arrays and one array that holds them all are one kind.
+    others: it is a reduction that MPI does not compute correctly.
     """
     return primitive.name.removesuffix("_single") + _OTHERS * others
 
 
 def parse_kind(kind: str) -> tuple[Primitive, bool]:
-    """Return the primitive of a kind of call, and whether it is that of others."""
+    """Return the arguments of ``name_kind`` for a kind of call."""
     return by_name[kind.removesuffix(_OTHERS)], kind.endswith(_OTHERS)
 
 
 def eligible_routes(kind: str, place: str) -> tuple[str, ...]:
-    """Return the routes that a table may name for a kind of call at a place, in the order of the
-    registry: those that serve some such calls.
+    """Return the routes that a table may name for a kind of call and a placement: all that serve
+    at least one dtype of it, in the order of the registry.
     """
     from mpicoll.routes import registry  # loads MPI, which importing this module must not
 
@@ -144,8 +141,8 @@ def eligible_routes(kind: str, place: str) -> tuple[str, ...]:
     return tuple(
         route.name
         for route in registry.HOST.values()
-        if primitive.name in route.primitives
-        and route.place in ("", place)
+        if primitive.name in route.serves.primitives
+        and route.needs.placement in ("", place)
         and (not primitive.reduces or _combines_some(route, others))
     )
 
@@ -153,9 +150,9 @@ def eligible_routes(kind: str, place: str) -> tuple[str, ...]:
 def _combines_some(route: Route, others: bool) -> bool:
     from mpicoll.routes import registry
 
-    by_mpi = registry.HOST["mpi"].combines
+    by_mpi = registry.HOST["mpi"].serves.combines
     return any(
-        route.combines(op, dtype) and by_mpi(op, dtype) is not others
+        route.serves.combines(op, dtype) and by_mpi(op, dtype) is not others
         for op in OPERATIONS
         for dtype in DTYPES
         if dtype.kind in op.kinds
@@ -164,32 +161,32 @@ def _combines_some(route: Route, others: bool) -> bool:
 
 @cache
 def _of_routes(kind: str) -> dict[str, Steps]:
-    """Return the row of a kind that the tables lack: at each place the route that exists only
-    there, but for short messages the one that serves in its place, or between nodes MPI's own;
-    elsewhere the first that may be named.
+    """Return the row of a kind without an entry in the tables: at each placement the first route
+    that requires one, else the first eligible route. Short messages use its fallback on a node, and
+    MPI between nodes.
     """
     from mpicoll.routes import registry
 
     row = {}
     for place in PLACES:
         first, *others = eligible_routes(kind, place)
-        best = next((name for name in others if registry.HOST[name].place), first)
-        short = registry.HOST[best].instead or best
+        best = next((name for name in others if registry.HOST[name].needs.placement), first)
+        short = registry.HOST[best].policy.fallback or best
         if first == "mpi" and place != "node":
             short = first
         row[place] = merge_steps([(0, short), (_SHORT, best)])
     return row
 
 
-#: Bytes of the kinds that the tables lack from which on another route than MPI's own is taken.
+#: Maximum size in bytes of short messages of kinds without an entry in the tables.
 _SHORT = 16 * _KIB
 
 
 class Table:
-    """The routes of one job.
+    """The tuning table of a job.
 
-    measured: what ``tune`` found, by number of ranks.
-    path:     the table's file, "" for none.
+    measured: rows measured by ``tune``, by number of ranks.
+    path:     the table's file; "" for the defaults.
     """
 
     def __init__(
@@ -200,8 +197,8 @@ class Table:
         self.path = path
 
     def row(self, kind: str, ranks: int) -> dict[str, Steps]:
-        """Return the steps for a group of ``ranks`` ranks, by place: as measured with the closest
-        number of ranks, by ratio, and where nothing was measured the default's.
+        """Return the steps for a group of ``ranks`` ranks, by placement: measured with the closest
+        number of ranks by ratio, or the defaults.
         """
         if kind not in KINDS:
             return _of_routes(kind)
@@ -210,11 +207,11 @@ class Table:
         return usual | {place: _filled(steps, usual[place]) for place, steps in measured.items()}
 
     def holding(self, measured: Mapping[int, Rows]) -> Table:
-        """Return the table of the same MPI library with something else measured."""
+        """Return a table for the same MPI library with other measurements."""
         return Table(self._openmpi, measured)
 
     def describe(self) -> str:
-        """Return where it comes from, in words."""
+        """Return the origin of the table for messages."""
         if not self.path:
             return "the defaults"
         return f"{self.path} (measured on {', '.join(map(str, sorted(self._measured)))} ranks)"
@@ -231,7 +228,7 @@ job = _Job()
 
 
 def _nearest(known: Mapping[int, Rows], kind: str, ranks: int) -> dict[str, Steps]:
-    """Return the steps for the closest number of ranks, of those that have the place."""
+    """Return, by placement, the steps of the closest number of ranks that has the placement."""
     row: dict[str, Steps] = {}
     for n in sorted(known, key=lambda n: (max(n, ranks) / min(n, ranks), n), reverse=True):
         row.update(known[n].get(kind, {}))
@@ -239,7 +236,7 @@ def _nearest(known: Mapping[int, Rows], kind: str, ranks: int) -> dict[str, Step
 
 
 def _filled(steps: Steps, default: Steps) -> Steps:
-    """Return the steps, with the default's own where they leave a size to it."""
+    """Replace the route "default" in steps by the default steps."""
     sizes = sorted({least for least, _ in (*steps, *default)})
     routes = ((size, route_at(steps, size)) for size in sizes)
     return merge_steps(
@@ -248,10 +245,10 @@ def _filled(steps: Steps, default: Steps) -> Steps:
 
 
 def route_at(steps: Steps, size: int) -> str:
-    """Return the route that steps give a size."""
+    """Return the route of a size."""
     return [route for least, route in steps if least <= size][-1]
 
 
 def merge_steps(steps: Iterable[tuple[int, str]]) -> Steps:
-    """Return the steps without those to the route that is taken already."""
+    """Merge consecutive steps with the same route."""
     return tuple(next(same) for _, same in groupby(steps, key=itemgetter(1)))

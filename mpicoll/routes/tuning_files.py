@@ -1,4 +1,4 @@
-"""The files of tuning tables: where they are, what they may contain, and how they are written."""
+"""Read and write the files of tuning tables."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = [
 
 
 def default_path(mpi: str) -> Path:
-    """Return where ``tune`` writes its table for an MPI library on this machine, and init looks.
+    """Return the default path of the table for an MPI library on this machine.
 
-    mpi: name and version. Machines with other processors have another file: a home directory may be
-         shared by nodes of several kinds. Raises RuntimeError for a user without a home directory.
+    mpi: name and version. The path also names the type of the machine, because a home directory may
+         be shared by different ones. Raises RuntimeError for a user without a home directory.
     """
     base = os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()
     name = re.sub(r"[^\w.]+", "-", f"{mpi} on {machine.describe()}").strip("-").lower()
@@ -53,9 +53,8 @@ class Found(NamedTuple):
 
 
 def read(mpi: str) -> Found:
-    """Return the file of the table; raise nothing, for one rank alone calls.
-
-    MPICOLL_TABLE names it, or is "0": none; else it is ``default_path(mpi)``, if that is there.
+    """Return the file of the table: MPICOLL_TABLE, "0" for none, or ``default_path(mpi)`` if that
+    exists. Raises nothing, because only one rank calls.
     """
     named = settings.TABLE.value()
     if named == "0":
@@ -70,9 +69,9 @@ def read(mpi: str) -> Found:
 
 
 def build_table(openmpi: bool, path: str, text: str, problem: str = "") -> Table:
-    """Return the table of an MPI library and a file as ``read`` found it.
+    """Return the table of an MPI library and a file from ``read``.
 
-    Raises ArgumentError if the file is no such table; every rank has the same.
+    Raises ArgumentError on all ranks if the file is not a valid table.
     """
     if problem:
         raise ArgumentError(
@@ -85,18 +84,17 @@ def build_table(openmpi: bool, path: str, text: str, problem: str = "") -> Table
         return Table(openmpi, parse(text), path)
     except ValueError as error:
         raise ArgumentError(
-            f"init_process_group: {path} is no table of routes: {error}; remove it and write a new "
+            f"init_process_group: {path} is not a tuning table: {error}; remove it and write a new "
             "one with python -m mpicoll tune, or set MPICOLL_TABLE=0"
         ) from error
 
 
 def parse(text: str) -> dict[int, Rows]:
-    """Return what a file says was measured, by number of ranks. It must be:
+    """Return the measured rows of a file, by number of ranks. The expected JSON is
 
     {"ranks": {"2": {KIND: {PLACE: [[BYTES, ROUTE], ...]}}}}
 
-    and may have more beside. A route may be "default", too. Raises ValueError, with the reason, for
-    any other text.
+    Other keys are ignored. A route may be "default". Raises ValueError for any other text.
     """
     try:
         measured = {
@@ -134,14 +132,14 @@ _BEFORE = {"pieces": "mpi_chunked", "levels": "hierarchical"}
 
 
 def _check(kind: str, place: str, steps: Steps) -> None:
-    """Raise ValueError if something is unknown, cannot be, or is out of order."""
+    """Raise ValueError if a name is unknown or sizes are out of order."""
     if kind not in KINDS:
         raise ValueError(f"expected one of {', '.join(KINDS)}, got {kind!r}")
     if place not in PLACES:
         raise ValueError(f"{kind}: expected one of {', '.join(PLACES)}, got {place!r}")
     sizes = [least for least, _ in steps]
     if sizes[:1] != [0] or sizes != sorted(set(sizes)):
-        raise ValueError(f"{kind}: {place}: expected bytes that rise from 0 on, got {sizes}")
+        raise ValueError(f"{kind}: {place}: expected ascending bytes from 0, got {sizes}")
     names = *eligible_routes(kind, place), DEFAULT
     for _, route in steps:
         if route not in names:
@@ -150,10 +148,10 @@ def _check(kind: str, place: str, steps: Steps) -> None:
 
 
 def origin_mismatch(text: str, mpi: str) -> str:
-    """Return what a file was measured with, if that is not this machine with this MPI."""
-    said: Mapping[str, Any] = json.loads(text)
-    told = [str(said.get(name, own)) for name, own in _origin(mpi).items()]
-    return "" if told == list(_origin(mpi).values()) else " on ".join(told)
+    """Return the MPI and machine of a file, if they are not this MPI and this machine; else ""."""
+    content: Mapping[str, Any] = json.loads(text)
+    origin = [str(content.get(name, own)) for name, own in _origin(mpi).items()]
+    return "" if origin == list(_origin(mpi).values()) else " on ".join(origin)
 
 
 def _origin(mpi: str) -> dict[str, str]:
@@ -161,10 +159,10 @@ def _origin(mpi: str) -> dict[str, str]:
 
 
 def join(text: str, mpi: str, ranks: int, rows: Rows, about: Mapping[str, Any]) -> str:
-    """Return the text of a file with what was measured on this machine with ``ranks`` ranks.
+    """Return the text of a file with the rows measured on this machine with ``ranks`` ranks.
 
-    text:  of the file so far, which keeps what was measured otherwise; "" if there is none.
-    about: how it was measured, for people.
+    text:  the old text, whose other rows are kept; "" for a new file.
+    about: notes on the measurement.
     """
     said: dict[str, Any] = json.loads(text or "{}")
     every = said.get("ranks", {})

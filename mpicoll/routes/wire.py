@@ -126,7 +126,7 @@ def exchange(
             comm.Sendrecv(out, target, tag, into, source, tag, status)
         if short is None and status.Get_count(into[-1]) != into[1]:
             short = source, status.Get_count(into[-1]), into[1]
-    if short is not None:  # now that all others have what this rank owes
+    if short is not None:  # raised after all messages of this rank are sent
         raise MismatchError(
             f"exchange: rank {me} of the group expected {format_count(short[2], 'element')} from "
             f"rank {short[0]}, which sent {short[1]}"
@@ -163,7 +163,7 @@ def all_gather_bytes(comm: MPI.Intracomm, own: Bytes) -> list[Bytes]:
 
 
 def gather_bytes(comm: MPI.Intracomm, own: Bytes, root: int) -> list[Bytes]:
-    """Return the bytes of every rank, on the root; an empty list on the others."""
+    """Return the bytes of every rank on the root; an empty list on other ranks."""
     n, me = comm.Get_size(), comm.Get_rank()
     sizes = np.empty(n, np.int64)
     comm.Gather(np.array([own.nbytes], np.int64), sizes if me == root else None, root)
@@ -199,13 +199,13 @@ def translate_error(error: Exception, name: str, group: ProcessGroup) -> Excepti
         return group.failure()
     text = error.Get_error_string()
     cause = (
-        "a rank that called with other sizes, or is gone, is the usual cause; "
+        "usual cause: a rank called with other sizes or has exited; "
         "set_debug_level(DebugLevel.DETAIL) compares every call"
     )
     if _NO_COMMUNICATORS in text:
         cause = (
-            "each group takes two, and libraries of the MPICH family have 2,048: "
-            f"{len(state.groups)} groups are alive here; end those that are not needed any more by "
+            "each group uses two communicators, and libraries of the MPICH family have 2,048: "
+            f"this process has {len(state.groups)} groups; destroy unused groups with "
             "destroy_process_group(group)"
         )
     return MPIError(
@@ -214,5 +214,5 @@ def translate_error(error: Exception, name: str, group: ProcessGroup) -> Excepti
     )
 
 
-#: What MPICH and its family say when they have no more context ids.
+#: Message of the MPICH family without free context ids.
 _NO_COMMUNICATORS = "Too many communicators"

@@ -120,10 +120,10 @@ def agree_later(group: ProcessGroup, kind: int, sizes: int, root: int) -> None:
     group.unmet = []
     if not shared.compare(encode_comparison(kind, root, 0), calls):
         broken = MismatchError(
-            f"rank {group.rank()} of group {group.group_name}: among the latest {group.stride} "
-            "calls that only put work into streams, some do not belong together. What they gave "
-            "may be wrong on any rank; the group cannot be used any more. MPICOLL_DEBUG=DETAIL "
-            "compares every call before it is carried out"
+            f"rank {group.rank()} of group {group.group_name}: collective mismatch: the "
+            f"ranks made different calls among the latest {group.stride} that only enqueue work on "
+            "streams. Their results may be wrong on any rank; the group cannot be used any more. "
+            "MPICOLL_DEBUG=DETAIL compares every call before it is carried out"
         )
         group.break_with(broken)
         shared.leave()
@@ -172,8 +172,9 @@ def _describe_difference(group: ProcessGroup, calls: tuple[RecordEntry, ...]) ->
     differing = control_messages.allgather(comm, (mine[0], describe_call(mine)), tuple[int, str])
     number = max(number for number, _ in differing)
     text = (
-        f"rank {group.rank()} of group {group.group_name}: the ranks made calls that do not belong "
-        f"together as call {number} of the group: {describe_by_rank(text for _, text in differing)}"
+        f"rank {group.rank()} of group {group.group_name}: collective mismatch: the ranks made "
+        f"different calls as call {number} of the group: "
+        f"{describe_by_rank(text for _, text in differing)}"
     )
     later = longest - same - 1
     if later > 0:

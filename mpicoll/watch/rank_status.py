@@ -185,7 +185,7 @@ def describe_mismatch(group: ProcessGroup) -> str:
             else:
                 here = f"making another group after {here}"
             return (
-                f"the calls of group {group.group_name} do not belong together: rank "
+                f"collective mismatch in group {group.group_name}: rank "
                 f"{group.ranks[rank]}: {other}; here: {here}"
             )
         if ahead > 0:  # this rank may yet make the same calls
@@ -209,10 +209,7 @@ def _describe_difference(
             f"rank {other} of group {group.group_name} has made other calls than this rank between "
             f"call {status.since} and call {status.number}, {here}"
         )
-    return (
-        f"the calls of group {group.group_name} do not belong together: rank {other}: {theirs}; "
-        f"here: {here}"
-    )
+    return f"collective mismatch in group {group.group_name}: rank {other}: {theirs}; here: {here}"
 
 
 def _describe_call(call: RecordEntry) -> str:
@@ -242,8 +239,8 @@ def compare_after_error(group: ProcessGroup) -> str:
         return describe_mismatch(group)
     texts = [calls.get(rank, "no answer") for rank in range(group.size())]
     return (
-        f"rank {me} of group {group.group_name}: the ranks made calls that do not belong together "
-        f"as call {number} of the group: {describe_by_rank(texts)}"
+        f"rank {me} of group {group.group_name}: collective mismatch: the ranks made different "
+        f"calls as call {number} of the group: {describe_by_rank(texts)}"
     )
 
 

@@ -208,7 +208,7 @@ def describe_mismatch(lost: Snapshot, snapshots: Iterable[Snapshot]) -> str:
     detail = "MPICOLL_DEBUG=DETAIL compares every call before it is carried out"
     if is_mismatch:
         return (
-            f"mpicoll: mismatch: the ranks made calls that do not belong together as "
+            "mpicoll: collective mismatch: the ranks made different calls as "
             f"{describe_call(call).partition(':')[0]}: {texts}. MPI ended the job; {detail}"
         )
     return (

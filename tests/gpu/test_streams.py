@@ -213,7 +213,9 @@ def test_groups_in_a_loop(n):
 
 def blocks(group=None):
     """What the route of a group's calls makes the host wait for, "" for nothing."""
-    return registry.DEVICE[(group or default_group()).resources.find("devices").names[0]].blocks
+    return registry.DEVICE[
+        (group or default_group()).resources.find("devices").names[0]
+    ].policy.host_waits_for
 
 
 #: Longer than any host takes to make a call.

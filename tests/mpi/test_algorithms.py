@@ -24,6 +24,7 @@ from driver import (
 )
 
 import mpicoll as dist
+from mpicoll.core.plan import Implementation
 from mpicoll.dtypes import Kind, ReduceOp, by_name
 from mpicoll.primitives import PRIMITIVES, Layout
 from mpicoll.routes import algorithms, messages, moves, reductions, wire
@@ -90,7 +91,9 @@ def places(world):
             route(send, recv, extent, root)
             space.synchronize()
 
-        return lists.packed(kind, settled, lambda count: False) if listed else settled
+        return Implementation(
+            lists.packed(kind, settled, lambda count: False) if listed else settled
+        )
 
     def made(name, ranks, space):
         team = group_of(name, ranks)

@@ -48,12 +48,12 @@ def copying(request, mpi, monkeypatch):
     monkeypatch.setenv("MPICOLL_CUDA_AWARE", "none")
     monkeypatch.setattr(capabilities, "_known", None)
     monkeypatch.setattr(copy_engine, "LINE", 64)
-    monkeypatch.setattr(copy_engine, "LEAST", LEAST)
+    monkeypatch.setattr(copy_engine, "MIN_BYTES", LEAST)
     monkeypatch.setattr(copy_engine, "LANES", 3)
     monkeypatch.setattr(peer, "WORKSPACE", 64 * 1024)
     monkeypatch.setattr(ipc, "SLOT", 4096)
-    least = dict.fromkeys(ROUTE.least, LEAST)
-    monkeypatch.setitem(registry.DEVICE, "copy_engine", replace(ROUTE, least=least))
+    policy = replace(ROUTE.policy, min_bytes=dict.fromkeys(ROUTE.policy.min_bytes, LEAST))
+    monkeypatch.setitem(registry.DEVICE, "copy_engine", replace(ROUTE, policy=policy))
     dist.init_process_group(timeout=TIMEOUT)
     me, n = dist.get_rank(), dist.get_world_size()
     made = Made(arrays, me, n)
@@ -95,7 +95,7 @@ def numbers(count, rank):
 # ---- Calls ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ROUTE.primitives)
+@pytest.mark.parametrize("name", ROUTE.serves.primitives)
 def test_calls(copying, name):
     """Small and large ones, in two orders of ranks, against what NumPy says."""
     n = copying.n
@@ -235,8 +235,8 @@ def test_streams(copying, monkeypatch):
 def test_meetings(copying, monkeypatch):
     """Two; three of a broadcast to several ranks."""
     array = copying.array(np.full(LARGE, copying.me, np.float32))
-    works, met = copying.part._meet, []
-    monkeypatch.setattr(copying.part, "_meet", lambda *how: met.append(how) or works(*how))
+    works, met = copying.part._exchange, []
+    monkeypatch.setattr(copying.part, "_exchange", lambda *how: met.append(how) or works(*how))
     copying.gathered()
     assert len(met) == 2
     dist.broadcast(array)
@@ -439,7 +439,7 @@ def test_memory_at_an_address_that_is_still_mapped(copying, monkeypatch, who):
         copying.gathered(LARGE, group)
         assert not again
         agreed = group.resources.find("devices")
-        assert not agreed.lost
+        assert not agreed.missing
         made.append(agreed.states.get("copy_engine"))
     assert not any(part._refused for part in made)
 
@@ -476,12 +476,12 @@ def test_events_of_others_are_closed_first(copying, monkeypatch, fails):
     group, opened, made, seen = dist.new_group(), weakref.WeakSet(), weakref.WeakSet(), []
     for name, into in (("open_event", opened), ("create_shared_event", made)):
         monkeypatch.setattr(copying.cuda, name, noted(getattr(copying.cuda, name), into))
-    all_come = user_buffers.all_come
+    timed_barrier = user_buffers.timed_barrier
     if fails and copying.me == 0:
         monkeypatch.setattr(user_buffers, "open_memory", lambda *how: 1 / 0)
     monkeypatch.setattr(
-        user_buffers, "all_come",
-        lambda *how: seen.append((len(opened), len(made))) or all_come(*how),
+        user_buffers, "timed_barrier",
+        lambda *how: seen.append((len(opened), len(made))) or timed_barrier(*how),
     )  # fmt: skip
     with warnings.catch_warnings(action="ignore"):
         copying.gathered(LARGE, group)

@@ -33,6 +33,11 @@ pytestmark = pytest.mark.any_mpi
 LEAST = 3
 ROUTE = registry.DEVICE["hierarchical"]
 
+
+def with_min_bytes(route, min_bytes):
+    return replace(route, policy=replace(route.policy, min_bytes=min_bytes))
+
+
 #: Where ranks are: node and GPU of each of n.
 PLACES = {
     "two GPUs": lambda n: [(0, 2 * rank // n) for rank in range(n)],
@@ -72,7 +77,7 @@ def least(patch, nbytes):
     patch.setitem(
         registry.DEVICE,
         "hierarchical",
-        replace(ROUTE, least=dict.fromkeys(ROUTE.primitives, nbytes)),
+        with_min_bytes(ROUTE, dict.fromkeys(ROUTE.serves.primitives, nbytes)),
     )
 
 
@@ -160,7 +165,7 @@ KINDS = {
 LAYOUTS = itertools.cycle([("C", False), ("third", True), ("1", False), ("C", True)])
 
 
-@pytest.mark.parametrize("name", ROUTE.primitives)
+@pytest.mark.parametrize("name", ROUTE.serves.primitives)
 def test_calls(kept, mpi, met, name):
     """All that it serves, around the borders of stripes and chunks; any layout."""
     row, done = NAMES[name], []
@@ -187,7 +192,7 @@ def test_an_mpi_that_takes_no_device_memory(arrays, world, monkeypatch, met, nam
         where.total(count)
     levels = where.agreed.states["hierarchical"]
     assert met and where.agreed.names == ("hierarchical", "staged")
-    assert levels.along is None or levels.along.agreed.names == ("staged",)
+    assert levels.along is None or levels.along.agreement.names == ("staged",)
     dist.destroy_process_group(where.group)
 
 
@@ -217,12 +222,12 @@ def test_who_takes_it(kept, monkeypatch, met):
     names, inside, along = TAKEN[kept.name]
     kept.total()
     agreed = kept.agreed
-    assert agreed.names == names and not agreed.lost and agreed.describe()["hierarchical"] == ""
+    assert agreed.names == names and not agreed.missing and agreed.describe()["hierarchical"] == ""
     levels, one_gpu = agreed.states["hierarchical"], len(set(kept.places)) == 1
     assert levels.rails == (2 if kept.even else 1) and not one_gpu
     if kept.n == 4:
-        assert levels.inside is None or levels.inside.agreed.names[0] == inside
-        assert levels.along is None or levels.along.agreed.names[0] == along
+        assert levels.inside is None or levels.inside.agreement.names[0] == inside
+        assert levels.along is None or levels.along.agreement.names[0] == along
     least(monkeypatch, 4000)
     group = dist.new_group()
     for count, takes in ((999, 0), (1000, 1)):
@@ -236,7 +241,7 @@ def test_who_takes_it(kept, monkeypatch, met):
 def test_copies_inside_a_node(kept, monkeypatch):
     """Where nothing is combined, the ranks of a node copy from each other's arrays."""
     route = registry.DEVICE["copy_engine"]
-    every = replace(route, least=dict.fromkeys(route.least, 1))
+    every = with_min_bytes(route, dict.fromkeys(route.policy.min_bytes, 1))
     monkeypatch.setitem(registry.DEVICE, "copy_engine", every)
     group, calls = dist.new_group(), []
     works = copy_engine.Copiers.work_together
@@ -251,7 +256,7 @@ def test_copies_inside_a_node(kept, monkeypatch):
     dist.broadcast(spread, 0, group=group)
     assert (got(total) == sum(range(kept.n))).all() and (got(spread) == 0).all()
     levels = group.resources.find("devices").states["hierarchical"]
-    states = {} if levels.inside is None else levels.inside.agreed.states
+    states = {} if levels.inside is None else levels.inside.agreement.states
     if "copy_engine" in states and "hierarchical" not in states:
         name = "broadcast" if levels.rails == 1 else "all_gather"
         assert (states["copy_engine"], name) in calls
@@ -538,9 +543,7 @@ def test_routes_that_parts_lose(arrays, world, monkeypatch):
         warnings.simplefilter("always")
         where.total()
     ranks = [rank for rank, place in enumerate(where.places) if place == meant]
-    words = (
-        f"ranks {', '.join(map(str, ranks))} go by ipc, because shared_gpu is off: rank 0: cannot"
-    )
+    words = f"ranks {', '.join(map(str, ranks))} use ipc, because shared_gpu is off: rank 0: cannot"
     told = [str(one.message) for one in caught if "shared_gpu is off" in str(one.message)]
     assert len(told) == (where.me == 0) and all(words in each for each in told)
     assert where.agreed.names[0] == "hierarchical"

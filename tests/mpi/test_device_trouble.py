@@ -15,6 +15,7 @@ from conftest import TIMEOUT
 from test_devices import got, uploaded
 
 import mpicoll as dist
+from mpicoll.core.plan import Implementation
 from mpicoll.cuda import between_nodes, capabilities, mpi_support, probe, runtime, streams
 from mpicoll.cuda.probe import OK, ProbeOutcome
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
@@ -244,9 +245,9 @@ def test_an_error_between_pieces(on, monkeypatch):
             calls.append(recv)
             if len(calls) == 2:
                 raise RuntimeError("the second piece of three fails, everywhere")
-            route(send, recv, extent, root)
+            route.run(send, recv, extent, root)
 
-        return broken
+        return Implementation(broken)
 
     monkeypatch.setattr(select, "choose", breaking)
     array = uploaded(arrays, np.full(300, me, np.float32))
@@ -467,7 +468,7 @@ def test_a_rank_without_memory(on):
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "mpicoll: ranks .* share GPU")
         if me == 0 and n > 1:
-            with pytest.raises(RuntimeWarning, match=f"go by {', '.join(taken)}, because {why}"):
+            with pytest.raises(RuntimeWarning, match=f"use {', '.join(taken)}, because {why}"):
                 dist.all_reduce(array)
         else:
             dist.all_reduce(array)
@@ -603,9 +604,9 @@ def test_pieces_that_are_staged(on, monkeypatch):
 
         def noted(send, recv, extent, root):
             seen.append(extent)
-            route(send, recv, extent, root)
+            route.run(send, recv, extent, root)
 
-        return noted
+        return Implementation(noted)
 
     monkeypatch.setattr(select, "choose", noting)
     monkeypatch.setattr(staged, "CHUNK", 4000)

@@ -452,5 +452,5 @@ def test_calls_by_nccl_that_differ(on, monkeypatch):
 
 
 def test_each_route_says_what_blocks_the_host():
-    assert all(route.blocks is not None for route in registry.DEVICE.values())
-    assert all(route.blocks is None for route in registry.HOST.values())
+    assert all(route.policy.host_waits_for is not None for route in registry.DEVICE.values())
+    assert all(route.policy.host_waits_for is None for route in registry.HOST.values())

@@ -78,7 +78,7 @@ def world(teams):
 @pytest.fixture
 def reducing(road, world):
     """The route has reductions."""
-    if road != "auto" and "all_reduce" not in registry.DEVICE[road].primitives:
+    if road != "auto" and "all_reduce" not in registry.DEVICE[road].serves.primitives:
         pytest.skip(f"{road} combines nothing")
 
 
@@ -97,7 +97,7 @@ def serves(road, name, dtype, op):
     """Whether a route that is forced serves such calls, to the bits that the oracle asks for."""
     if road == "auto":
         return True
-    if not registry.DEVICE[road].serves(NAMES[name], op, dtype):
+    if not registry.DEVICE[road].can_run(NAMES[name], op, dtype):
         return False
     if road == "nccl" and op is not None:  # it has rules of its own for NaN and narrow floats
         return dtype.name in ("int32", "float32") and op in (ReduceOp.SUM, ReduceOp.PRODUCT)

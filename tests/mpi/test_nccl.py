@@ -232,7 +232,8 @@ def test_moves(arrays, cuda, world, name, dtype):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in REDUCTIONS if NAMES[name].name in registry.DEVICE["nccl"].primitives]
+    "name",
+    [name for name in REDUCTIONS if NAMES[name].name in registry.DEVICE["nccl"].serves.primitives],
 )
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64", "uint64"])
 def test_reduces(arrays, cuda, world, name, dtype):
@@ -257,7 +258,7 @@ def test_average_of_floats(arrays, cuda, world):
 
 def test_it_comes_first_for_calls_of_any_size(arrays, cuda, world):
     """Also where another route takes the large ones."""
-    for count in (1000, copy_engine.LEAST // 4):
+    for count in (1000, copy_engine.MIN_BYTES // 4):
         given = uploaded(arrays, np.full(count, world.me, np.float32))
         output = uploaded(arrays, np.zeros((world.size, count), np.float32))
         before = cuda.asked
@@ -365,7 +366,7 @@ def test_a_rank_on_which_nccl_fails(arrays, cuda, world, monkeypatch):
     before = cuda.asked
     dist.all_reduce(array, group=group)
     assert (got(array) == sum(range(world.size))).all() and cuda.asked == before
-    assert group.resources.find("devices").lost["nccl"] == "rank 0: division by zero"
+    assert group.resources.find("devices").missing["nccl"] == "rank 0: division by zero"
     assert made.aborted == (world.me != 0)
     dist.destroy_process_group(group)
 
@@ -374,7 +375,7 @@ def test_ranks_that_nccl_keeps(arrays, cuda, world, monkeypatch, mpi):
     """The one on which it has failed raises why."""
     if world.size == 1:
         pytest.skip("there is nobody to keep")
-    monkeypatch.setattr(nccl, "_TOGETHER", TIMEOUT if world.me else 0.2)
+    monkeypatch.setattr(nccl, "_INIT_TIMEOUT_S", TIMEOUT if world.me else 0.2)
     begun = mpi.Dup()
 
     def keeps(*how):
@@ -391,10 +392,10 @@ def test_ranks_that_nccl_keeps(arrays, cuda, world, monkeypatch, mpi):
     agreed = types.SimpleNamespace(group=group, context=context)
     if world.me == 0:
         with pytest.raises(DistBackendError, match=r"rank 0: no network; .* in ncclCommInitRank"):
-            nccl.ROUTE.meet(agreed)
+            nccl.ROUTE.negotiate(agreed)
         begun.Barrier()
     else:
-        assert "rank 0: no network" in nccl.ROUTE.meet(agreed)
+        assert "rank 0: no network" in nccl.ROUTE.negotiate(agreed)
     begun.Free()
     dist.destroy_process_group(group)
 
@@ -466,7 +467,7 @@ def test_an_error_that_nccl_finds(arrays, world, monkeypatch):
         part.comm.async_error = "a remote process has exited"
     wait_until_broken(group)
     # Rank 2 may hear of it by rank 1, which has heard of it.
-    words = "NCCL has failed: a remote process has exited" if world.me == 0 else "rank [01] .*fail"
+    words = "NCCL failed: a remote process has exited" if world.me == 0 else "rank [01] .*fail"
     with pytest.raises(DistBackendError, match=words):
         dist.all_reduce(array, group=group)
     got(array)

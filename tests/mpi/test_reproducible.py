@@ -149,7 +149,7 @@ def test_routes_of_host_memory(world, team, monkeypatch, name, apart):
     for each, route in registry.HOST.items():
 
         def build(kind, route=route):
-            assert kind.level in (None, *route.reproducible), (route.name, kind)
+            assert kind.level in (None, *route.serves.reproducible), (route.name, kind)
             asked.add(route.name)
             return route.build(kind)
 
@@ -160,7 +160,7 @@ def test_routes_of_host_memory(world, team, monkeypatch, name, apart):
             for count in (*COUNTS, MANY) if many else COUNTS:
                 Reproduced(row, team, by_name[dtype], count, op, count % team.size).run()
     here = select.place(team.group)
-    if level in route_named.reproducible and route_named.place in ("", here):
+    if level in route_named.serves.reproducible and route_named.needs.placement in ("", here):
         assert name in asked
 
 
@@ -178,7 +178,7 @@ def test_routes_of_device_memory(world, monkeypatch, name, level):
         for row in ROWS:
             for dtype, op in KINDS:
                 call = OnDevice(arrays, row, team, by_name[dtype], 300, op, 300 % team.size)
-                if route.serves_kind(CallKind(NAMES[row], team.group, op, by_name[dtype])):
+                if route.can_run_kind(CallKind(NAMES[row], team.group, op, by_name[dtype])):
                     call.complete(False)
                 else:
                     with pytest.raises(UnsupportedError, match=f"{name} does not serve"):

@@ -49,7 +49,7 @@ def test_host_memory(world, monkeypatch, name, row):
 
         def build(kind, route=route):
             asked.append(route.name)
-            assert route.serves(kind.primitive, kind.op, kind.dtype), (route.name, kind)
+            assert route.can_run(kind.primitive, kind.op, kind.dtype), (route.name, kind)
             return route.build(kind)
 
         monkeypatch.setitem(registry.HOST, each, replace(route, build=build))
@@ -60,7 +60,7 @@ def test_host_memory(world, monkeypatch, name, row):
         summed = ReduceOp.SUM if op is ReduceOp.PREMUL_SUM else op
         kind = CallKind(row, team.group, summed, by_name[dtype])
         table = select._named(kind)
-        can = route.serves(row, summed, by_name[dtype]) and route.place in ("", here)
+        can = route.can_run(row, summed, by_name[dtype]) and route.needs.placement in ("", here)
         assert not can or name in tuning.eligible_routes(table, here)
         if name in tuning.eligible_routes(table, here):
             steps = {1: {table: {here: ((0, name),)}}}
@@ -84,20 +84,20 @@ def test_host_memory(world, monkeypatch, name, row):
 )
 def test_a_declaration_is_whole(route):
     """It names primitives that there are, and serves each of them for some dtype."""
-    assert set(route.primitives) <= {row.name for row in PRIMITIVES}
-    assert set(route.uneven) <= set(route.primitives)
-    assert (
-        route.name and route.words and route.place in ("", "gpu", "gpus", "levels", *tuning.PLACES)
-    )
+    serves = route.serves
+    assert set(serves.primitives) <= {row.name for row in PRIMITIVES}
+    assert set(serves.uneven) <= set(serves.primitives)
+    assert route.name and route.description
+    assert route.needs.placement in ("", "gpu", "gpus", "levels", *tuning.PLACES)
     for row in PRIMITIVES:
         served = [
             (op, dtype)
             for op in (OPERATIONS if row.reduces else [None])
             for dtype in DTYPES
-            if (op is None or dtype.kind in op.kinds) and route.serves(row, op, dtype)
+            if (op is None or dtype.kind in op.kinds) and route.can_run(row, op, dtype)
         ]
-        assert bool(served) == (row.name in route.primitives)
-        if not route.scales:
+        assert bool(served) == (row.name in serves.primitives)
+        if not serves.premultiplies:
             assert all(op is not ReduceOp.PREMUL_SUM for op, _ in served)
 
 
@@ -117,7 +117,7 @@ def test_device_memory(world, monkeypatch, name, row):
     with arrays.working():
         for dtype, op in kinds_of(row):
             call = DeviceCall(arrays, row.name, team, by_name[dtype], 70, op, 70 % team.size)
-            if registry.DEVICE[name].serves(NAMES[row.name], op, by_name[dtype]):
+            if registry.DEVICE[name].can_run(NAMES[row.name], op, by_name[dtype]):
                 call.complete(False)
             else:
                 with pytest.raises(UnsupportedError, match=f"{name} does not serve"):

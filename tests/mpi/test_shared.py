@@ -55,7 +55,7 @@ def sharing_team(name, world):
 
 def pass_signals_on(patch, world):
     """Two ranks are too many to wait for each other, and do not take turns on processors."""
-    patch.setattr(shared, "FEW", 1)
+    patch.setattr(shared, "FLAT_MAX_RANKS", 1)
     patch.setattr(shared_segment, "_processors", lambda: set(range(world.size)))
 
 
@@ -75,7 +75,7 @@ def cut(world, request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared, "SLOT", 512)
         share_all(patch)
-        patch.setattr(shared, "WHOLE", 1 << 40 if request.param == "whole" else 0)
+        patch.setattr(shared, "ONE_SHOT_MAX_BYTES", 1 << 40 if request.param == "whole" else 0)
         if request.param == "signals passed on":
             pass_signals_on(patch, world)
         yield group_of("cut", range(world.size))
@@ -120,8 +120,8 @@ def test_clusters(world, mpi, waits, lengths, monkeypatch):
     """Sums that cross between clusters once: right, and the same bits as those that do not."""
     monkeypatch.setattr(shared, "SLOT", 640)
     share_all(monkeypatch)
-    monkeypatch.setattr(shared, "LARGE", 0)
-    monkeypatch.setattr(shared, "WHOLE", 0)
+    monkeypatch.setattr(shared, "CLUSTERED_MIN_BYTES", 0)
+    monkeypatch.setattr(shared, "ONE_SHOT_MAX_BYTES", 0)
     teams = []
     for forced in (lengths, "0"):
         monkeypatch.setenv("MPICOLL_CLUSTERS", forced)
@@ -188,7 +188,7 @@ def test_no_rank_overtakes_another(cut):
 def test_an_asynchronous_call_does_not_wait_for_ever(world, monkeypatch):
     """Rank 0's message, sent after its call, is what makes the others call at all."""
     for patience in (0.0, 1e-3):
-        monkeypatch.setattr(shared, "PATIENCE", patience)
+        monkeypatch.setattr(shared, "INLINE_WAIT_S", patience)
         for _ in range(3):
             array, token = np.full(5000, world.me + 1.0), np.zeros(1)
             if world.me == 0:
@@ -251,7 +251,7 @@ def test_who_carries_an_asynchronous_call_out(world, monkeypatch, per_rank):
         return
     processors = set(range(int(per_rank * world.size)))
     monkeypatch.setattr(shared_segment, "_processors", lambda: processors)
-    monkeypatch.setattr(shared, "PATIENCE", 20.0)
+    monkeypatch.setattr(shared, "INLINE_WAIT_S", 20.0)
     team = group_of(f"{per_rank} processors a rank", range(world.size))
     Call("all_reduce", team, by_name["float32"], 5000, ReduceOp.SUM).run()
     kind = encode_kind(NAMES["all_reduce"], by_name["float32"], ReduceOp.SUM, 0)
@@ -269,7 +269,7 @@ def test_who_carries_an_asynchronous_call_out(world, monkeypatch, per_rank):
         assert team.group.worker is None and (work is None or work.wait())
         dist.barrier(team.group)
         assert not asks(kind, 5000 + team.me)  # not the same call
-        monkeypatch.setattr(shared, "PATIENCE", 0.05)
+        monkeypatch.setattr(shared, "INLINE_WAIT_S", 0.05)
         dist.barrier(team.group)
         assert team.me != 0 or not asks(kind, 5000)  # the others do not ask
         dist.barrier(team.group)
@@ -282,8 +282,8 @@ def test_ctrl_c_is_for_the_program(world):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        execute.submit(world.group, interrupted, "all_reduce", (), at_once=True)
-    work = execute.submit(world.group, lambda: 1 / 0, "all_reduce", (), at_once=True)
+        execute.submit(world.group, interrupted, "all_reduce", (), inline=True)
+    work = execute.submit(world.group, lambda: 1 / 0, "all_reduce", (), inline=True)
     with pytest.raises(ZeroDivisionError):
         work.wait()
 
@@ -317,7 +317,7 @@ def test_counters_wrap_around(world, waits, monkeypatch):
     """After 2**32 rounds."""
     monkeypatch.setattr(shared, "SLOT", 512)
     share_all(monkeypatch)
-    monkeypatch.setattr(shared, "WHOLE", 256)
+    monkeypatch.setattr(shared, "ONE_SHOT_MAX_BYTES", 256)
     team = group_of(f"late, {waits}", range(world.size))
     Call("all_reduce", team, by_name["int64"], 40, ReduceOp.SUM).run()
     if team.size == 1:

@@ -103,7 +103,7 @@ def test_where_ipc_does_not_work(on, monkeypatch, what):
     assert (got(array) == sum(range(n))).all()
     agreed = dist.group.WORLD.resources.find("devices")
     assert agreed.names == ("copy_engine", "ipc", "staged")
-    assert "no such thing here" in agreed.lost["shared_gpu"]
+    assert "no such thing here" in agreed.missing["shared_gpu"]
 
 
 # ---- How much moves, and who waits ---------------------------------------------------------------
@@ -145,8 +145,8 @@ def test_two_meetings(shared, monkeypatch, small):
     arrays, me, n, part = shared
     array = uploaded(arrays, np.full(100 if small else LARGE, me, np.float32))
     group, met, agreed = dist.group.WORLD, [], []
-    works = part._meet
-    monkeypatch.setattr(part, "_meet", lambda *how: met.append(how) or works(*how))
+    works = part._exchange
+    monkeypatch.setattr(part, "_exchange", lambda *how: met.append(how) or works(*how))
     seen = watched(monkeypatch, arrays.cuda, "combine_for_all", "record_again")
     dist.all_reduce(array)
     assert len(met) == (1 if small else 2) and bool(seen) is not small

@@ -38,9 +38,13 @@ def python_way():
         return run
 
     state, group = execute.state, type(dist.group.WORLD)
-    later = counting(execute._run_later)
+    later = counting(execute._run_queued)
     ways = calls.Ways(
-        execute._run_fast, execute._run_later, execute._run_all, execute._finish, execute._finished
+        execute._run_cached,
+        execute._run_queued,
+        execute._run_all,
+        execute._finish,
+        execute._finished_work,
     )
     counted = replace(ways, run_fast=counting(ways.run_fast), run_later=later)
     calls.short_ways(counted, state, group)
@@ -404,7 +408,7 @@ def test_ranks_in_different_calls(world, one, other):
         return  # MPI would wait
     for odd in range(team.size):
         for _ in range(3):
-            with pytest.raises(MismatchError, match="do not belong together"):
+            with pytest.raises(MismatchError, match="collective mismatch"):
                 make(one if team.me == odd else other)
         for name in (one, other, one):
             make(name)
@@ -522,7 +526,7 @@ def eager(world, monkeypatch):
     """A new group that carries asynchronous calls out at once, once all ranks are there."""
     share_all(monkeypatch)
     monkeypatch.setattr(shared_segment, "_processors", lambda: set(range(world.size)))
-    monkeypatch.setattr(shared, "PATIENCE", 30)
+    monkeypatch.setattr(shared, "INLINE_WAIT_S", 30)
     made = sharing_team("eager", world)
     yield made
     dist.destroy_process_group(made.group)
@@ -584,13 +588,13 @@ def answering(monkeypatch, answer):
     """Whether all ranks make an asynchronous call now says ``answer()``."""
     arguments = ctypes.c_void_p, ctypes.c_uint32, *(ctypes.c_uint64,) * 3
     function = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(lambda *others: answer())
-    short = shared.Shared.short
+    native_call = shared.Shared.native_call
 
     def asked(self, *others):
-        return short(self, *others)._replace(ask=(shared._address(function), 0, 0))
+        return native_call(self, *others)._replace(inline_check=(shared._address(function), 0, 0))
 
     with monkeypatch.context() as patch:
-        patch.setattr(shared.Shared, "short", asked)
+        patch.setattr(shared.Shared, "native_call", asked)
         yield
 
 

@@ -149,7 +149,7 @@ def test_sizes_that_do_not_fit(team):
         words = (
             f"expected {count} elements from rank {n - 1}, which sends {count + 1}"
             if me == 0
-            else "other ranks' block sizes do not fit together"
+            else "other ranks' block sizes differ from the sizes sent"
         )
         with pytest.raises(MismatchError, match=words):
             dist.all_to_all_single(
@@ -254,5 +254,5 @@ def test_the_default_takes_it(world):
         Call(name, team, by_name["float32"], 300000, None, 0).run()
     if not single_copy.find_obstacle(team.group) and team.group.resources.find("shared"):
         assert copies(team)
-    assert all(NAMES[name].name in single_copy.ROUTE.primitives for name in MOVES)
+    assert all(NAMES[name].name in single_copy.ROUTE.serves.primitives for name in MOVES)
     dist.destroy_process_group(team.group)

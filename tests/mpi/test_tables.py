@@ -16,7 +16,7 @@ import mpicoll as dist
 from mpicoll.cli import tune_measure
 from mpicoll.cli.timing import Effort
 from mpicoll.core.groups import default_group
-from mpicoll.core.plan import CallKind
+from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import ArgumentError
 from mpicoll.primitives import PRIMITIVES
@@ -30,7 +30,7 @@ from mpicoll.routes.host.mpi import reducible
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "no table of routes"),
+        ("{", "not a tuning table"),
         ('{"ranks": {"2": {"gather": {"node": [[0, "mpi_chunked"]]}}}}', "got 'mpi_chunked'"),
         (None, "cannot be read"),
     ],
@@ -99,7 +99,7 @@ def seen(monkeypatch):
     taken = []
 
     def route(name):
-        return lambda *kind: lambda send, recv, count, root: taken.append(name)
+        return lambda *kind: Implementation(lambda send, recv, count, root: taken.append(name))
 
     for name, declared in registry.HOST.items():
         monkeypatch.setitem(registry.HOST, name, replace(declared, build=route(name)))
@@ -134,7 +134,7 @@ def test_the_table_is_followed(world, monkeypatch, seen, place, unable):
         counts = [*counts, 10**9]
         chance.shuffle(counts)
         for count in counts:
-            route(None, None, count, 0)
+            route.run(None, None, count, 0)
             assert seen.pop() == expected(row, place, unable, count * block), (kind, row, count)
         assert not seen
 
@@ -146,7 +146,7 @@ def test_a_candidate_takes_its_route(world, seen):
         assert tuple(found) == tuning.eligible_routes(kind, select.place(default_group()))
         for name, route in found.items():
             for count in (0, 1, 3000, 10**9):
-                route(None, None, count, 0)
+                route.run(None, None, count, 0)
                 assert seen.pop() == name
 
 

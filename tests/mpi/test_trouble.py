@@ -118,7 +118,7 @@ def test_a_block_that_is_shorter_than_expected(world):
         pytest.skip("on two ranks")
     shares = select.place(dist.group.WORLD) == "node"
     if world.me == 0:
-        words = "other ranks' block sizes do not fit"
+        words = "other ranks' block sizes differ"
         with pytest.raises(dist.MismatchError, match=words) if shares else nullcontext():
             dist.all_to_all_single(np.zeros(2), np.ones(2), [1, 1], [1, 1])
     else:

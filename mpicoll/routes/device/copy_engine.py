@@ -1,51 +1,52 @@
-"""What is only moved between the GPUs of a node: copies from array to array, by the copy engines.
+"""Data movement between the GPUs of a node by copy engines, from array to array.
 
-Every rank copies from the other ranks' arrays (``user_buffers.py``) into its own output. Between
-GPUs no multiprocessor works on that, as one does in a kernel, and no data goes through slots: each
-byte is read once by each rank that gets it. (NCCL 2.28 calls such collectives CE collectives,
-PyTorch's symmetric memory likewise.) Ranks may share GPUs: a copy within one is a copy.
+Every rank copies from the other ranks' arrays (``user_buffers.py``) into its output. No
+multiprocessor is used, and no slots: each byte is read once by each rank that receives it. (NCCL
+2.28 and PyTorch's symmetric memory call these CE collectives.) Ranks may share GPUs.
 
-A broadcast to several ranks has two steps, as one GPU sends no faster to many than to one: of n
-shares each rank copies one from the root, and then the others from the ranks that have them (a
-scatter and an all-gather: Barnett, Gupta, Payne, Shuler, van de Geijn, Watts, Interprocessor
-collective communication library (InterCom), Scalable High Performance Computing Conference, 1994).
+A broadcast to several ranks is a scatter and an all_gather, because the root's link is the
+bottleneck: each rank copies one of n shares from the root, then the remaining shares from the other
+ranks (Barnett, Gupta, Payne, Shuler, van de Geijn, Watts, Interprocessor collective communication
+library (InterCom), Scalable High Performance Computing Conference, 1994).
 
-The ranks begin with different sources, each with the next rank, so that no GPU has all readers at a
-time. The copies of a large call are in several streams: where each pair of GPUs has links of its
-own, all of them work.
+Each rank starts with the next rank as its source, so that no GPU is read by all at once. A large
+call uses several streams, to use all links where each pair of GPUs has a separate one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpicoll.arrays.views import DeviceView
-from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.core.plan import CallKind, Extent, Implementation, Run
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.primitives import PRIMITIVES, Layout
 from mpicoll.routes.device.jobs import RECV, SEND, Job, Part, Placed, jobs_of
-from mpicoll.routes.device.state import Agreed, build_at_home
+from mpicoll.routes.device.state import build_on_home_device
 from mpicoll.routes.device.user_buffers import UserBuffers
-from mpicoll.routes.route import EXCHANGES, MemoryKind, Route
+from mpicoll.routes.route import EXCHANGES, Needs, Policy, Route, Serves
+
+if TYPE_CHECKING:
+    from mpicoll.routes.device.select import Agreement
 
 __all__ = ["ROUTE", "Copiers"]
 
-#: Bytes of the larger array from which on it is taken where a kernel of `peer` serves smaller calls
-#: without a meeting of the hosts; and those that a rank gets from which on it takes several
+#: Minimum size of a call in bytes for this route, if `peer` serves smaller calls without
+#: synchronizing the hosts; and minimum size in bytes of the data that a rank receives by several
 #: streams. Not measured.
-LEAST = 1024 * 1024
-#: The most streams of a rank's copies: as many as GPUs of most nodes.
+MIN_BYTES = 1024 * 1024
+#: Maximum number of streams of a rank's copies.
 LANES = 8
-#: Bytes at multiples of which the shares of a broadcast begin.
+#: Alignment in bytes of the shares of a broadcast.
 LINE = 256
 
 
 class Copiers(UserBuffers):
-    """What a group has for copies between its ranks' arrays, as one rank sees it."""
+    """State of a group for copies between its ranks' arrays."""
 
-    def __init__(self, agreed: Agreed) -> None:
-        super().__init__(agreed, readers=range(agreed.group.size()), steps=2)
+    def __init__(self, agreement: Agreement) -> None:
+        super().__init__(agreement, readers=range(agreement.group.size()), steps=2)
 
     def shows(self, kind: CallKind, side: int, extent: Extent, root: int) -> bool:
         """Return whether another rank copies from this rank's array of a side."""
@@ -54,10 +55,10 @@ class Copiers(UserBuffers):
             return False
         if primitive.input:
             return not primitive.root or is_root is not primitive.many_out
-        return is_root or self.n > 2  # of a broadcast's shares
+        return is_root or self.n > 2  # a share of the broadcast
 
     def readers_of(self, kind: CallKind, root: int) -> Iterable[int]:
-        """Return the ranks that get something from this one."""
+        """Return the ranks that copy from this one."""
         gathers = kind.primitive.root and kind.primitive.many_out
         return [root] if gathers else self.readers
 
@@ -92,7 +93,7 @@ class Copiers(UserBuffers):
         """Enqueue copies; large ones side by side."""
         assert kind.dtype is not None
         context, size = self.context, kind.dtype.itemsize
-        large = sum(job.elements for job, _, _ in jobs) * size >= LEAST
+        large = sum(job.elements for job, _, _ in jobs) * size >= MIN_BYTES
         lanes = context.lanes(min(len(jobs), LANES) - 1) if large else []
         streams = [*lanes, context.work]
         for lane in lanes:
@@ -105,12 +106,12 @@ class Copiers(UserBuffers):
                 context.after(context.work, lane)
 
 
-def _meet(agreed: Agreed) -> Copiers | str:
-    made = Copiers(agreed)
+def _negotiate(agreement: Agreement) -> Copiers | str:
+    made = Copiers(agreement)
     return made.connect() or made
 
 
-def _make(copiers: Copiers, kind: CallKind) -> Implementation:
+def _make(copiers: Copiers, kind: CallKind) -> Run:
     def copy_engine(
         send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
     ) -> None:
@@ -119,25 +120,26 @@ def _make(copiers: Copiers, kind: CallKind) -> Implementation:
     return copy_engine
 
 
-def _build(kind: CallKind, agreed: Agreed) -> Implementation:
-    return build_at_home(kind, agreed, agreed.state(Copiers), _make)
+def _build(kind: CallKind, agreement: Agreement) -> Implementation:
+    return build_on_home_device(kind, agreement, agreement.state(Copiers), _make)
 
 
 ROUTE = Route(
-    "copy_engine",
+    __name__,
     "copies between the GPUs of a node, by their copy engines",
-    MemoryKind.DEVICE,
-    tuple(row.name for row in PRIMITIVES if row.output and not row.reduces),
-    _build,
-    _meet,
-    unless=("shared_gpu",),
-    uneven=("all_gather", *EXCHANGES),
-    place="node",
-    needs="all ranks on one node, and CUDA IPC between them",
-    lacks=Capabilities.lacks_gpu,
-    blocks=(
-        "for the other ranks' hosts, twice, in a broadcast to several ranks three times, and not "
-        "for the device"
+    Serves(
+        tuple(row.name for row in PRIMITIVES if row.output and not row.reduces),
+        uneven=("all_gather", *EXCHANGES),
     ),
-    least=dict.fromkeys(("broadcast", "all_gather", "all_gather_single"), LEAST),
+    _build,
+    Needs("node", "all ranks on one node, and CUDA IPC between them", Capabilities.lacks_gpu),
+    Policy(
+        superseded_by=("shared_gpu",),
+        min_bytes=dict.fromkeys(("broadcast", "all_gather", "all_gather_single"), MIN_BYTES),
+        host_waits_for=(
+            "for the other ranks' hosts, twice, in a broadcast to several ranks three times, and "
+            "not for the device"
+        ),
+    ),
+    negotiate=_negotiate,
 )

@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.core.reproducible import ORDER
 from mpicoll.cuda.capabilities import CudaSupport
-from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes import algorithms
 from mpicoll.routes.device.space import for_mpi
-from mpicoll.routes.device.state import Agreed
-from mpicoll.routes.route import EXCHANGES, MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
+from mpicoll.routes.route import (
+    EXCHANGES,
+    MOVES,
+    PREFIXES,
+    REDUCTIONS,
+    Needs,
+    Policy,
+    Route,
+    Serves,
+    has_loop,
+)
+
+if TYPE_CHECKING:
+    from mpicoll.routes.device.select import Agreement
 
 __all__ = ["ROUTE"]
 
 
-def _build(kind: CallKind, agreed: Agreed) -> Implementation:
-    inner = algorithms.build(kind, agreed.space)
-    return inner if agreed.space.alone else for_mpi(agreed.space, kind, inner)
+def _build(kind: CallKind, agreement: Agreement) -> Implementation:
+    run = algorithms.build(kind, agreement.space)
+    return Implementation(run if agreement.space.alone else for_mpi(agreement.space, kind, run))
 
 
 ROUTE = Route(
-    "direct",
+    __name__,
     "MPI's messages of device memory",
-    MemoryKind.DEVICE,
-    (*MOVES, *REDUCTIONS, *PREFIXES, *EXCHANGES),
-    _build,
-    combines=lambda op, dtype: find_loop(op, dtype) is not None,
-    reproducible=(ORDER,),
-    scales=True,
-    uneven=("all_gather", "reduce_scatter", *EXCHANGES),
-    needs="MPI that sends and receives device memory",
-    blocks=(
-        "until the device has done what the call comes after, and MPI has moved everything; not "
-        "for the last kernel. Alone in its group a rank waits for nothing"
+    Serves(
+        (*MOVES, *REDUCTIONS, *PREFIXES, *EXCHANGES),
+        combines=has_loop,
+        reproducible=(ORDER,),
+        premultiplies=True,
+        uneven=("all_gather", "reduce_scatter", *EXCHANGES),
     ),
-    lacks=lambda own: own.lacks_mpi(CudaSupport.TRANSFER),
+    _build,
+    Needs(
+        description="MPI that sends and receives device memory",
+        missing_reason=lambda own: own.lacks_mpi(CudaSupport.TRANSFER),
+    ),
+    Policy(
+        host_waits_for=(
+            "until the device has done all earlier work, and MPI has moved all data; not for the "
+            "last kernel. In a group of one rank the host does not wait"
+        ),
+    ),
 )

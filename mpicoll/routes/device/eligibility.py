@@ -1,4 +1,4 @@
-"""The routes of device memory that a group can take, given what its ranks can do."""
+"""The device routes that a group can use, by the capabilities of its ranks."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ FORCED = settings.DEVICE_ROUTE.name
 def eligible_routes(
     all_ranks: Sequence[Capabilities], forced: str | None = None
 ) -> tuple[str, ...]:
-    """Return the device routes that a group can take, the best first, alike on all its ranks.
+    """Return the device routes that a group can use, best first; the same on all its ranks.
 
-    all_ranks: what each rank of the group can do.
-    forced:    the one requested route (`forced_route`).
+    all_ranks: capabilities of each rank of the group.
+    forced:    the only requested route (`forced_route`).
 
-    Raises ArgumentError if that is no route, UnsupportedError if a rank lacks something for it.
+    Raises ArgumentError if ``forced`` is unknown, UnsupportedError if a rank cannot use it.
     """
     if forced is None:
         return tuple(
             name
             for name, route in registry.DEVICE.items()
-            if not route.on_demand and not describe_missing(name, all_ranks)
+            if not route.policy.on_request and not describe_missing(name, all_ranks)
         )
     if forced not in registry.DEVICE:
         expected = ", ".join(registry.DEVICE)
@@ -51,7 +51,7 @@ def eligible_routes(
 def with_used(
     all_ranks: Sequence[Capabilities], used: Sequence[int | None]
 ) -> tuple[Capabilities, ...]:
-    """Return what ranks can do, with the GPU that each one's arrays are on: its number there."""
+    """Return the capabilities of ranks whose arrays are on the GPUs with the numbers ``used``."""
     return tuple(
         replace(own, used=own.gpus[index]) if own.gpus and index is not None else own
         for own, index in zip(all_ranks, used, strict=True)
@@ -59,26 +59,26 @@ def with_used(
 
 
 def describe_missing(name: str, all_ranks: Sequence[Capabilities]) -> str:
-    """Describe what is missing for a route, and on which ranks; "" for nothing."""
+    """Describe the missing requirements of a route, with the ranks; "" if all are met."""
     route = registry.DEVICE[name]
     lacking: dict[str, list[int]] = {}
     for rank, own in enumerate(all_ranks):
-        lack = route.lacks(own)
+        lack = route.needs.missing_reason(own)
         if lack:
             lacking.setdefault(lack, []).append(rank)
     missing = [f"{_describe_ranks(ranks)} lacks {lack}" for lack, ranks in lacking.items()]
-    if route.place == "levels":
+    if route.needs.placement == "levels":
         return "; ".join(missing + ([] if lacking else _describe_levels(all_ranks)))
     away = [rank for rank, own in enumerate(all_ranks) if own.node != all_ranks[0].node]
-    if route.place in ("node", "gpu", "gpus") and away:
+    if route.needs.placement in ("node", "gpu", "gpus") and away:
         missing.append(f"{_describe_ranks(away)} is on another node than rank 0")
-    elif route.place in ("gpu", "gpus") and not lacking:
-        missing += _describe_gpus(route.place, all_ranks)
+    elif route.needs.placement in ("gpu", "gpus") and not lacking:
+        missing += _describe_gpus(route.needs.placement, all_ranks)
     return "; ".join(missing)
 
 
 def _describe_levels(all_ranks: Sequence[Capabilities]) -> list[str]:
-    """Describe how the ranks are not in several clusters, of which one has several."""
+    """Describe why the ranks do not form several clusters, one of them with several ranks."""
     clusters = find_clusters(all_ranks)
     one_node = all(own.node == all_ranks[0].node for own in all_ranks)
     if one_node and any(not own.used for own in all_ranks):
@@ -91,9 +91,7 @@ def _describe_levels(all_ranks: Sequence[Capabilities]) -> list[str]:
 
 
 def _describe_gpus(place: str, all_ranks: Sequence[Capabilities]) -> list[str]:
-    """Describe how the GPUs that the ranks use are not at a place: "gpu", all ranks on one, or
-    "gpus", each on one of its own.
-    """
+    """Describe why the ranks do not all use one GPU (``place`` "gpu") or one GPU each ("gpus")."""
     by_gpu: dict[str, list[int]] = {}
     for rank, own in enumerate(all_ranks):
         by_gpu.setdefault(own.used, []).append(rank)
@@ -111,20 +109,20 @@ def describe_routes(
     taken: Sequence[str], all_ranks: Sequence[Capabilities], forced: str | None,
     lost: Mapping[str, str] = {},
 ) -> dict[str, str]:  # fmt: skip
-    """Describe of each route why a group does not take it, by name; "" for those it takes.
+    """Describe, by route, why a group does not use it; "" for the routes that it uses.
 
-    taken:  those that it takes, the best first.
-    forced: the one requested route (`forced_route`).
-    lost:   why some that it could take have failed.
+    taken:  the group's routes, best first.
+    forced: the only requested route (`forced_route`).
+    lost:   reasons of routes whose negotiation failed.
     """
     found = {}
     for name, route in registry.DEVICE.items():
         reasons = (
             lost.get(name, ""),
             describe_missing(name, all_ranks),
-            "it is taken only on request" if route.on_demand else "",
+            "it is used only on request" if route.policy.on_request else "",
             f"{FORCED}={forced}" if forced else "",
-            f"not tried, as {', '.join(taken)} serve its calls",
+            f"not tried, because {', '.join(taken)} serve its calls",
         )
         found[name] = "" if name in taken else next(filter(None, reasons))
     return found

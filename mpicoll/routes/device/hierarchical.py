@@ -1,33 +1,29 @@
-"""Levels of device memory: among ranks that are near each other, then between these clusters.
+"""Hierarchical collectives on device memory: inside clusters of ranks, then between clusters.
 
-The clusters of a group on several nodes are its nodes; those of a group on one node are its GPUs,
-if ranks share some of them. Each cluster is a group of its own that takes the best route there is:
-`shared_gpu` on one GPU, `peer` where each rank has one, this one again where ranks share several.
-Of each GPU in a cluster one rank is on a *rail*, as many in every cluster. A rail joins the ranks
-at the same place of all clusters and is a group of its own, too, which goes by `direct` or `staged`
-between nodes, and by `peer` between the GPUs of one. An all_reduce
+The clusters of a group are its nodes or, on one node, the GPUs that several ranks share. Each
+cluster is a subgroup with its own route: `shared_gpu` on one GPU, `peer` with a GPU per rank, or
+`hierarchical` again. In each cluster one rank per GPU is on a *rail*; all clusters use the same
+number of rails. A rail is a subgroup of one rank per cluster, which uses `direct` or `staged`
+between nodes and `peer` between GPUs of one node. An all_reduce
 
-1. is reduced and scattered in each cluster: each rail's rank gets a stripe of the sum;
-2. is reduced along the rails, each stripe along its own, all at once;
-3. is gathered in each cluster.
+1. reduces and scatters in each cluster: each rail's rank gets a stripe of the sum;
+2. reduces each stripe along its rail, on all rails at once;
+3. gathers in each cluster.
 
-With a single rail it is reduced to that rank, and broadcast. So a node sends no more than one rank
-alone would, by the network cards near all its GPUs, and a rank on another node does not keep the
-others from reaching each other's memory. (On the host: `routes/host/hierarchical.py`. The scheme is
-that of Cho, Finkler, Serrano, Kung, Hunter, BlueConnect: decomposing all-reduce for deep learning
-on heterogeneous network hierarchy, IBM J. Research and Development 63(6), 2019, and of PCCL: Singh,
-Singh, Bhatele, The big send-off: high performance collectives on GPU-based supercomputers, 2025.)
+With a single rail, steps 1 and 3 are a reduce and a broadcast. A node sends only as much data as
+one rank, spread over the network cards of all its GPUs. (Host: `routes/host/hierarchical.py`. Cho,
+Finkler, Serrano, Kung, Hunter, BlueConnect: decomposing all-reduce for deep learning on
+heterogeneous network hierarchy, IBM J. Research and Development 63(6), 2019. Singh, Singh, Bhatele,
+PCCL, The big send-off: high performance collectives on GPU-based supercomputers, 2025.)
 
-All steps work in one stream, one after the other. On the host a step waits for what its route waits
-for. Before each chunk of a message all ranks meet: their calls are compared, and a rank says if it
-lacks memory; they meet again before the chunk goes along the rails, for a rank that has failed in
-its cluster. (These are reductions of 40 bytes of the host's.) A rank that fails along its rail has
-those of its cluster leave the call, and closes the group for all (``timeouts.give_up``): ranks that
-wait for it in MPI test their requests, and leave, those that wait on their GPUs are ended there.
+All steps run in one stream. The host waits as each step's route requires. Before each chunk, and
+again before its step along the rails, all ranks *synchronize* with an MPI reduction of 40 bytes on
+the host: it compares their calls and reports a rank that failed. A rank that fails along its rail
+notifies its cluster and fails the group on all ranks (``timeouts.give_up``).
 
-Sums and products of narrow floats are float32 from their elements to the result, which is rounded
-once; they travel as float32. Sums are of each cluster in rank order, then of the clusters: the same
-bits on all ranks, but not those of other routes.
+Sums and products of narrow floats are computed and sent as float32 and rounded once. Sums are in
+rank order in each cluster, then over the clusters: the same bits on all ranks, but they may differ
+from the bits of other routes.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ from mpi4py import MPI
 
 from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView, address
-from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, take_leave
+from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Run
 from mpicoll.core.signature import decode_primitive, describe
 from mpicoll.cuda.capabilities import Capabilities, find_clusters
 from mpicoll.cuda.runtime import StridedMemory
@@ -49,80 +45,79 @@ from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.dtypes import by_name as dtypes
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
-from mpicoll.kernels.reduction import find_loop
 from mpicoll.primitives import by_name as primitives
 from mpicoll.routes.device.space import DeviceSpace
-from mpicoll.routes.device.state import Agreed, RouteState, build_at_home, failure_of
+from mpicoll.routes.device.state import RouteState, build_on_home_device, exception_of
 from mpicoll.routes.device.user_buffers import signature_of
 from mpicoll.routes.host.hierarchy import make_part
-from mpicoll.routes.route import MemoryKind, Route
+from mpicoll.routes.route import Needs, Policy, Route, Serves, has_loop
 from mpicoll.watch import lost_ranks, timeouts
 from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
+    from mpicoll.routes.device.select import Agreement
 
 __all__ = ["ROUTE", "Levels"]
 
-#: Bytes of a call from which on it is worth its steps. Not measured: what `peer` and `ipc` take for
-#: a large message.
-LEAST = 256 * 1024
-#: Bytes of a message that are carried at a time: as much scratch is there, up to twice.
+#: Minimum size of a call in bytes for this route. Not measured.
+MIN_BYTES = 256 * 1024
+#: Maximum size of a chunk in bytes; a call uses up to twice as much scratch memory.
 CHUNK = 64 * 1024 * 1024
-#: Bytes at multiples of which stripes begin.
+#: Alignment of stripes in bytes.
 LINE = 256
 
-#: Seconds to wait for others that give back what they have: all have just met.
-_TOGETHER = 5.0
+#: Seconds to wait for the other ranks to free their state when negotiation fails.
+_CLOSE_TIMEOUT_S = 5.0
 
 _FLOAT32 = dtypes["float32"]
 _T = TypeVar("_T")
 
 
 class Place(NamedTuple):
-    """The position of a rank: the number of its cluster, and its place among the cluster's."""
+    """The position of a rank: the number of its cluster, and its index in the cluster."""
 
     cluster: int
     place: int
 
 
 class Part:
-    """Some ranks of a group, as a group of their own with routes of its own."""
+    """A subgroup with its own routes."""
 
-    def __init__(self, group: ProcessGroup, agreed: Agreed, context: DeviceContext) -> None:
+    def __init__(self, group: ProcessGroup, agreement: Agreement, context: DeviceContext) -> None:
         self.group = group
-        self.agreed = agreed
+        self.agreement = agreement
         self._context = context
 
     def describe_lost(self) -> list[tuple[str, str]]:
-        """Return the routes that the part should have, and why it has not: names and words."""
-        agreed = self.agreed
-        who = ", ".join(map(str, self.group.ranks))
+        """Return name and reason of each route that the subgroup should have and lacks."""
+        agreement = self.agreement
+        ranks = ", ".join(map(str, self.group.ranks))
         own = [
-            (name, f"ranks {who} go by {agreed.names[0]}, because {name} is off: {why}")
-            for name, why in agreed.lost.items()
+            (name, f"ranks {ranks} use {agreement.names[0]}, because {name} is off: {why}")
+            for name, why in agreement.missing.items()
         ]
-        return [*own, *agreed.lost_in_parts]
+        return [*own, *agreement.missing_in_parts]
 
     def build(self, name: str, op: ReduceOp | None, dtype: DType) -> Step:
-        """Return what makes calls of a kind. All ranks of the part call."""
+        """Return the step for a kind of call. All ranks of the subgroup call."""
         kind = CallKind(primitives[name], self.group, op, dtype)
-        return Step(self.group, self.agreed.on_device(kind), self._context)
+        return Step(self.group, self.agreement.on_device(kind), self._context)
 
-    def break_with(self, error: DistBackendError, alone: bool) -> None:
-        """Make calls that wait end, this rank's alone or all: the whole group is broken."""
+    def abort(self, error: DistBackendError, alone: bool) -> None:
+        """End waiting calls, this rank's (``alone``) or all ranks': the whole group failed."""
         self.group.break_with(error)
         self.group.resources.leave(alone)
         lost_ranks.revoke(self.group)
 
     def close(self, limit: float) -> None:
-        """Give back all that the part has. All its ranks call."""
+        """Free the subgroup and its routes. All its ranks call."""
         self.group.resources.close(limit)
         self.group.free()
 
 
 class Step:
-    """The calls of one kind in a part, which are steps of calls of the whole group."""
+    """Calls of one kind in a subgroup, as a step of the whole group's calls."""
 
     def __init__(self, part: ProcessGroup, inner: Implementation, context: DeviceContext) -> None:
         self._part, self._inner, self._context = part, inner, context
@@ -135,44 +130,43 @@ class Step:
         root: int = 0,
         before: Callable[[], None] | None = None,
     ) -> None:
-        """Make one. All ranks of the part call.
+        """Run one call. All ranks of the subgroup call.
 
-        before: what this rank does first. If that fails, the others leave the call with it, where
-                the route can tell them.
+        before: runs first; if it fails, the other ranks are notified.
         """
         self._part.sequence += 1
         try:
             if before is not None:
                 before()
-            self._inner(send, recv, extent, root)
+            self._inner.run(send, recv, extent, root)
         except Exception as error:
-            take_leave(self._inner, error, self._context, extent)
+            self._inner.notify_failure(error, self._context, extent)
             raise
 
-    def leave(self, error: Exception, extent: Extent) -> None:
-        """Let the others leave a call that this rank does not come to."""
+    def skip(self, error: Exception, extent: Extent) -> None:
+        """Notify the other ranks that this rank failed and skips the call."""
         self._part.sequence += 1
-        take_leave(self._inner, error, self._context, extent)
+        self._inner.notify_failure(error, self._context, extent)
 
 
 class Levels(RouteState):
-    """The clusters of a group and what joins its ranks.
+    """The clusters and rails of a group.
 
-    clusters: the ranks of each, in order.
-    places:   where each rank is.
-    place:    where this one is.
+    clusters: ranks of each cluster.
+    places:   position of each rank.
+    place:    position of this rank.
     rails:    number of rails.
-    lanes:    of each cluster the places of the ranks that are on rails, by rail.
-    lane:     the rail that this rank is on, None for none.
-    inside:   this rank's cluster, None for a rank alone.
-    along:    this rank's rail, in the order of the clusters, None for none.
+    lanes:    for each cluster, the index in it of each rail's rank.
+    lane:     this rank's rail; None if it is not on a rail.
+    inside:   subgroup of this rank's cluster; None if it has one rank.
+    along:    subgroup of this rank's rail; None if it is not on a rail.
     """
 
-    ends_on_devices = True
+    can_fail_on_device = True
 
-    def __init__(self, agreed: Agreed) -> None:
-        super().__init__(agreed.group, agreed.context)
-        group, all_ranks = self.group, agreed.known
+    def __init__(self, agreement: Agreement) -> None:
+        super().__init__(agreement.group, agreement.context)
+        group, all_ranks = self.group, agreement.capabilities
         self.clusters = find_clusters(all_ranks)
         self.places = [Place(0, 0)] * group.size()
         for cluster, ranks in enumerate(self.clusters):
@@ -186,7 +180,7 @@ class Levels(RouteState):
         self.lane = here.index(self.place.place) if self.place.place in here else None
         self.inside: Part | None = None
         self.along: Part | None = None
-        self._met = -1  # the number of the call that the latest comparison was of
+        self._met = -1  # call number of the latest comparison
 
     @property
     def here(self) -> Sequence[int]:
@@ -195,7 +189,7 @@ class Levels(RouteState):
 
     @property
     def first(self) -> int:
-        """Return the place of the cluster's rank on the first rail."""
+        """Return the index in the cluster of the rank on the first rail."""
         return self.lanes[self.place.cluster][0]
 
     @property
@@ -205,7 +199,7 @@ class Levels(RouteState):
 
     def shares(self, count: int, itemsize: int) -> tuple[int, int, list[int]]:
         """Return first element and count of this rank's stripe of ``count`` elements, and the
-        counts of the cluster's ranks. Those that are on no rail have none.
+        counts of all ranks of the cluster: 0 for ranks that are not on a rail.
         """
         each = -(-count * itemsize // (self.rails * LINE)) * LINE // itemsize
         counts, begin, own = [0] * len(self.here), 0, 0
@@ -217,7 +211,7 @@ class Levels(RouteState):
         return begin, own, counts
 
     def compare(self, signature: int, number: int, failure: Exception | None) -> None:
-        """Meet all ranks. Raise on all of them if their calls differ, or one has failed."""
+        """Synchronize all ranks. Raises on all of them if their calls differ or one failed."""
         self._met = self.group.sequence
         mine = np.array([failure is None, signature, -signature, number, -number], np.int64)
         least = np.empty_like(mine)
@@ -228,24 +222,25 @@ class Levels(RouteState):
         )
         if not least[0]:
             raise failure or DistBackendError(
-                f"{name}: another rank failed in this call, and says why; its result is "
+                f"{name}: another rank failed in this call, see its error; the result is "
                 "incomplete on all ranks"
             )
         if least[1] != -least[2] or least[3] != -least[4]:
             words = control_messages.allgather(self.group.tested, describe(signature, number), str)
             raise MismatchError(
-                f"{name}: the ranks' calls do not belong together: {describe_by_rank(words)}"
+                f"{name}: collective mismatch: the ranks made different calls: "
+                f"{describe_by_rank(words)}"
             )
 
-    def take_leave(self, kind: CallKind, error: Exception) -> None:
-        """Tell the others, unless they know, that this rank has failed on its way to a call."""
+    def notify_failure(self, kind: CallKind, error: Exception) -> None:
+        """Notify the other ranks, unless they know, that this rank failed before a call."""
         if self._met != self.group.sequence:
             try:
                 self.compare(signature_of(kind, 0, 0)[0], 0, error)
             except type(error):
                 return
 
-    def go_along(
+    def run_rail(
         self,
         step: Step,
         send: DeviceView | None,
@@ -253,40 +248,36 @@ class Levels(RouteState):
         root: int = 0,
         then: tuple[Step, Extent] | None = None,
     ) -> None:
-        """Make a step along this rank's rail. If it fails, those that wait for this rank leave.
+        """Run a step along this rank's rail. If it fails, notify the ranks that wait for this one.
 
-        then: the step that follows in the cluster, and its extent; None for none.
+        then: the next step in the cluster and its extent.
         """
         block = recv if send is None or recv.count < send.count else send
         try:
             step(send, recv, block.count, root)
         except Exception as error:
             if then is not None:
-                then[0].leave(error, then[1])
+                then[0].skip(error, then[1])
             if self.group.broken is None:
                 timeouts.give_up(self.group, error)
             raise
 
     def find_failure(self, wait: bool = False) -> DistBackendError | None:
-        """Return why devices have ended calls of the parts without their results; None if they have
-        not, as far as is known.
-
-        wait: until they are done.
-        """
+        """Return the first failure in the subgroups; see RouteState."""
         for part in (self.inside, self.along):
-            failure = None if part is None else part.agreed.find_failure(wait)
+            failure = None if part is None else part.agreement.find_failure(wait)
             if failure is not None:
                 return failure
         return None
 
-    def break_with(self, error: DistBackendError, alone: bool) -> None:
-        """Make calls that wait end, this rank's alone or all: the group is broken."""
+    def abort(self, error: DistBackendError, alone: bool) -> None:
+        """End waiting calls in the subgroups; see RouteState."""
         for part in (self.inside, self.along):
             if part is not None:
-                part.break_with(error, alone)
+                part.abort(error, alone)
 
     def close(self, limit: float) -> None:
-        """Give back all that the parts have. All ranks call."""
+        """Free the subgroups. All ranks call."""
         for part in (self.along, self.inside):
             if part is not None:
                 part.close(limit)
@@ -294,31 +285,34 @@ class Levels(RouteState):
 
 
 def _first_of_each_gpu(all_ranks: Sequence[Capabilities], ranks: Sequence[int]) -> list[int]:
-    """Return the places of the ranks that are the first ones on their GPUs."""
+    """Return the indexes of the ranks that are the first ones on their GPUs."""
     used = [all_ranks[rank].used for rank in ranks]
     return [place for place, gpu in enumerate(used) if gpu not in used[:place]]
 
 
-def _meet(agreed: Agreed) -> Levels | str:
-    """Return the levels of a group, or, on all ranks, why there are none."""
-    group, all_ranks, made, problem = agreed.group, agreed.known, Levels(agreed), ""
+def _negotiate(agreement: Agreement) -> Levels | str:
+    """Return the levels of a group or, on all ranks, the reason why there are none."""
+    group, all_ranks, made, problem = agreement.group, agreement.capabilities, Levels(agreement), ""
 
     def part_of(ranks: Sequence[int]) -> Part:
         part = make_part(group, ranks)
         if ranks != made.here:
-            part.inner = part.tested  # a rank can leave its rail, when another has failed
+            part.inner = part.tested  # so that a rank can leave its rail after a failure
         return Part(
-            part, agreed.agree_in(part, [all_ranks[rank] for rank in ranks]), agreed.context
+            part, agreement.agree_in(part, [all_ranks[rank] for rank in ranks]), agreement.context
         )
 
     if len(made.here) > 1:
         made.inside = part_of(made.here)
-        if not made.inside.agreed.maps:
-            said = "; ".join(f"{name}: {why}" for name, why in made.inside.agreed.lost.items())
-            problem = f"ranks {', '.join(map(str, made.here))} map no memory of each other ({said})"
+        if not made.inside.agreement.maps_memory:
+            reasons = "; ".join(
+                f"{name}: {why}" for name, why in made.inside.agreement.missing.items()
+            )
+            ranks = ", ".join(map(str, made.here))
+            problem = f"ranks {ranks} map no memory of each other ({reasons})"
     why = next(filter(None, control_messages.allgather(group.inner, problem, str)), "")
     if why:
-        made.close(_TOGETHER)
+        made.close(_CLOSE_TIMEOUT_S)
         return why
     if made.lane is not None:
         rail = made.lane
@@ -326,37 +320,37 @@ def _meet(agreed: Agreed) -> Levels | str:
             [ranks[places[rail]] for ranks, places in zip(made.clusters, made.lanes, strict=True)]
         )
     parts = [part for part in (made.inside, made.along) if part is not None]
-    told = control_messages.allgather(
+    lists = control_messages.allgather(
         group.inner,
         [lost for part in parts for lost in part.describe_lost()],
         list[tuple[str, str]],
     )
-    made.lost_in_parts = list(dict.fromkeys(lost for some in told for lost in some))
+    made.missing_in_parts = list(dict.fromkeys(lost for each in lists for lost in each))
     return made
 
 
 # --- calls --------------------------------------------------------------------------------------
 
 
-def _build(kind: CallKind, agreed: Agreed) -> Implementation | None:
+def _build(kind: CallKind, agreement: Agreement) -> Implementation | None:
     """Return the implementation for calls of this kind. All ranks call.
 
-    None for primitives that need all ranks on rails where some are not.
+    None if the operation needs all ranks on rails and they are not.
     """
-    levels = agreed.state(Levels)
+    levels = agreement.state(Levels)
     if kind.primitive.name in _NEED_RAILS and not levels.even:
         return None
 
-    def make(levels: Levels, kind: CallKind) -> Implementation:
-        return _BUILDERS[kind.primitive.name](levels, kind, agreed.space)
+    def make(levels: Levels, kind: CallKind) -> Run:
+        return _BUILDERS[kind.primitive.name](levels, kind, agreement.space)
 
-    return build_at_home(kind, agreed, levels, make)
+    return build_on_home_device(kind, agreement, levels, make)
 
 
 class _Arithmetic:
     """The arithmetic of a dtype on both levels.
 
-    wide: the dtype of what travels.
+    wide: the dtype that is sent.
     op:   the operation that combines it.
     """
 
@@ -371,14 +365,14 @@ class _Arithmetic:
         self.widens = self.wide is not dtype
 
     def fill(self, source: DeviceView, into: DeviceView) -> None:
-        """Enqueue a copy of elements, as wide ones."""
+        """Enqueue a conversion to the wide dtype."""
         if self.widens:
             self._space.scale(source, 1, into)
         else:
             self._space.copy(source, into)
 
     def finish(self, total: DeviceView, out: DeviceView) -> None:
-        """Enqueue what turns a combination of all ranks into results, maybe in place."""
+        """Enqueue the conversion of a combination of all ranks to results, maybe in place."""
         if not total.count:
             return
         if self._averages:
@@ -389,30 +383,27 @@ class _Arithmetic:
             self._space.copy(total, out)
 
 
-#: Carries out what comes before the rails; raises on all ranks if it has failed on one.
+#: Runs the step before the rails; raises on all ranks if it fails on one.
 _Check = Callable[[Callable[[], None]], None]
 
 
-def _carry_out(
+def _run_chunks(
     levels: Levels,
     kind: CallKind,
     extent: Extent,
     root: int,
     counts: tuple[int, int],
     prepare: Callable[[int, int], _T],
-    carry: Callable[[_T, _Check], Callable[[], None]],
+    execute: Callable[[_T, _Check], Callable[[], None]],
 ) -> None:
-    """Carry out one call, chunk by chunk.
+    """Run one call, chunk by chunk.
 
-    counts:  of elements, and of those of a chunk.
-    prepare: takes the memory of a chunk, given its first element and count, and fills it: all that
-             may fail before other ranks depend on it.
-    carry:   carries it out in that memory, along the rails and before; returns what follows in the
-             clusters.
+    counts:  number of elements of the call and of a chunk.
+    prepare: allocates and fills the memory of a chunk, given its first element and count.
+    execute: runs the steps of a chunk up to the rails; returns the last step, in the clusters.
 
-    Raises on all ranks if their calls differ, or one lacks the memory. What fails behind the rails
-    is told at the next meeting, with the next chunk, as nobody outside of the cluster waits for it.
-    Of the last chunk it is an affair of the cluster's.
+    Raises on all ranks if their calls differ or one lacks memory. A failure after the rails is
+    reported before the next chunk. In the last chunk only the cluster sees it.
     """
     if not isinstance(extent, int):
         raise UnsupportedError(
@@ -431,20 +422,20 @@ def _carry_out(
         memory[:] = [prepare(start, min(step, count - start))]
 
     def check(task: Callable[[], None]) -> None:
-        levels.compare(signature, number, failure_of(task))
+        levels.compare(signature, number, exception_of(task))
 
     mark = context.mark()
     for start in range(0, max(count, 1), step):
         context.release(mark)
         check(partial(take, start))
         if count:
-            failed = failure_of(carry(memory[0], check))
+            failed = exception_of(execute(memory[0], check))
     if failed is not None:
         raise failed
 
 
 def _like(space: DeviceSpace, view: DeviceView, dtype: DType) -> DeviceView:
-    """Return scratch for as many elements, at the same address modulo a piece."""
+    """Return scratch for the elements of a view, with its alignment (modulo PIECE)."""
     stack = space.empty(dtype, space.room(1, view.count))
     (made,) = space.places(stack, 1, view.count, view)
     assert isinstance(made, DeviceView)
@@ -454,11 +445,11 @@ def _like(space: DeviceSpace, view: DeviceView, dtype: DType) -> DeviceView:
 class _Reduced(NamedTuple):
     """The memory of a chunk of a reduction.
 
-    source: elements of the array, as wide ones.
-    stripe: this rank's stripe of the sum; with a single rail the sum takes the place of the source.
-    result: the same as elements of the array.
-    out:    where the cluster gathers results; None where it does not.
-    counts: of the stripes of the cluster's ranks.
+    source: elements of the array, in the wide dtype.
+    stripe: this rank's stripe of the sum; with a single rail, the sum overwrites the source.
+    result: the stripe in the dtype of the array.
+    out:    destination of the cluster's results; None if it gathers none.
+    counts: sizes of the stripes of the cluster's ranks.
     """
 
     source: DeviceView
@@ -468,8 +459,8 @@ class _Reduced(NamedTuple):
     counts: list[int]
 
 
-def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementation:
-    """Build all_reduce, and reduce, which writes the array of the root alone."""
+def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
+    """Build all_reduce and reduce."""
     primitive, group, _, dtype = kind
     assert dtype is not None
     by, everywhere, one_rail = _Arithmetic(kind, space), not primitive.root, levels.rails == 1
@@ -482,7 +473,7 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementa
         along = levels.along.build(primitive.name, by.op, wide)
     step = max(1, CHUNK // wide.itemsize // LINE * LINE)
 
-    def carry_out(send: None, recv: DeviceView, extent: Extent, root: int) -> None:
+    def run(send: None, recv: DeviceView, extent: Extent, root: int) -> None:
         home = levels.places[root].cluster
         may_write = everywhere or group.rank() == root
         gathers = everywhere or levels.place.cluster == home
@@ -505,7 +496,7 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementa
                 result = _like(space, chunk.part(begin, own), dtype)
             return _Reduced(source, stripe, result, out, counts)
 
-        def carry(memory: _Reduced, check: _Check) -> Callable[[], None]:
+        def execute(memory: _Reduced, check: _Check) -> Callable[[], None]:
             source, stripe, result, out, counts = memory
             own = stripe.count if levels.lane is not None else 0
 
@@ -523,7 +514,7 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementa
             gathered: Extent = source.count if one_rail else Blocks([own] * n, counts)
             if along is not None and own:
                 then = None if up is None or not gathers else (up, gathered)
-                levels.go_along(along, None, stripe, home, then)
+                levels.run_rail(along, None, stripe, home, then)
 
             def last_step() -> None:
                 if out is None:
@@ -537,13 +528,13 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementa
 
             return last_step
 
-        _carry_out(levels, kind, extent, root, (recv.count, step), prepare, carry)
+        _run_chunks(levels, kind, extent, root, (recv.count, step), prepare, execute)
 
-    return carry_out
+    return run
 
 
-def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementation:
-    """Broadcast in the root's cluster, then stripes along the rails; gather them in the others."""
+def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
+    """Broadcast in the root's cluster, then stripes along the rails; gather in other clusters."""
     dtype = kind.dtype
     assert dtype is not None
     inside, one_rail, n = levels.inside, levels.rails == 1, len(levels.here)
@@ -555,7 +546,7 @@ def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementa
         along = levels.along.build("broadcast", None, dtype)
     step = max(1, CHUNK // dtype.itemsize // LINE * LINE)
 
-    def carry_out(send: None, recv: DeviceView, extent: Extent, root: int) -> None:
+    def run(send: None, recv: DeviceView, extent: Extent, root: int) -> None:
         home, place = levels.places[root]
         at_home = levels.place.cluster == home
 
@@ -565,7 +556,7 @@ def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementa
             stripe = chunk.part(begin, own)
             return chunk, stripe if at_home or one_rail else _like(space, stripe, dtype), counts
 
-        def carry(
+        def execute(
             memory: tuple[DeviceView, DeviceView, list[int]], check: _Check
         ) -> Callable[[], None]:
             chunk, stripe, counts = memory
@@ -580,7 +571,7 @@ def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementa
             gathered: Extent = chunk.count if one_rail else Blocks([own] * n, counts)
             if along is not None and own:
                 then = None if last is None or at_home else (last, gathered)
-                levels.go_along(along, None, stripe, home, then)
+                levels.run_rail(along, None, stripe, home, then)
 
             def last_step() -> None:
                 if last is None or at_home:
@@ -592,16 +583,16 @@ def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementa
 
             return last_step
 
-        _carry_out(levels, kind, extent, root, (recv.count, step), prepare, carry)
+        _run_chunks(levels, kind, extent, root, (recv.count, step), prepare, execute)
 
-    return carry_out
+    return run
 
 
 def _blocks(
     levels: Levels, view: DeviceView, count: int, start: int, packed: DeviceView, inward: bool
 ) -> None:
-    """Enqueue copies of elements of the blocks of all ranks, ``count`` each, from ``start`` on,
-    from where they lie in rank order to where they lie by place and cluster; inward: back.
+    """Enqueue copies of a part of all ranks' blocks of ``count`` elements, from element ``start``
+    on: from rank order to the order by place and cluster, or back (``inward``).
     """
     context, clusters, size = levels.context, levels.clusters, view.dtype.itemsize
     many, each = len(clusters), packed.count // levels.group.size()
@@ -632,10 +623,8 @@ def _blocks(
         )  # fmt: skip
 
 
-def _reduce_scatter(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementation:
-    """Reduce and scatter in each cluster the blocks of all ranks at one place of their clusters;
-    then along the rails.
-    """
+def _reduce_scatter(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
+    """Reduce and scatter in each cluster, then along the rails."""
     dtype = kind.dtype
     assert dtype is not None and levels.inside is not None and levels.along is not None
     by, many, n = _Arithmetic(kind, space), len(levels.clusters), kind.group.size()
@@ -644,7 +633,7 @@ def _reduce_scatter(levels: Levels, kind: CallKind, space: DeviceSpace) -> Imple
     along = levels.along.build(single, by.op, wide)
     step = max(1, CHUNK // (n * wide.itemsize))
 
-    def carry_out(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
+    def run(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
         def prepare(start: int, count: int) -> tuple[DeviceView, ...]:
             out = recv.part(start, count)
             rows, packed = space.empty(wide, many * count), space.empty(dtype, n * count)
@@ -655,18 +644,18 @@ def _reduce_scatter(levels: Levels, kind: CallKind, space: DeviceSpace) -> Imple
             by.fill(packed, source)
             return out, source, rows, space.empty(wide, count)
 
-        def carry(memory: tuple[DeviceView, ...], check: _Check) -> Callable[[], None]:
+        def execute(memory: tuple[DeviceView, ...], check: _Check) -> Callable[[], None]:
             out, source, rows, total = memory
             check(partial(down, source, rows, rows.count))
-            levels.go_along(along, rows, total)
+            levels.run_rail(along, rows, total)
             return partial(by.finish, total, out)
 
-        _carry_out(levels, kind, extent, root, (recv.count, step), prepare, carry)
+        _run_chunks(levels, kind, extent, root, (recv.count, step), prepare, execute)
 
-    return carry_out
+    return run
 
 
-def _all_gather(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implementation:
+def _all_gather(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
     """Gather along the rails, then in each cluster."""
     dtype = kind.dtype
     assert dtype is not None and levels.inside is not None and levels.along is not None
@@ -675,16 +664,16 @@ def _all_gather(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implement
     up = levels.inside.build(single, None, dtype)
     step = max(1, CHUNK // (n * dtype.itemsize))
 
-    def carry_out(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
+    def run(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
         def prepare(start: int, count: int) -> tuple[DeviceView, DeviceView, DeviceView]:
             mine = send.part(start, count)
             return mine, space.empty(dtype, many * count), space.empty(dtype, n * count)
 
-        def carry(
+        def execute(
             memory: tuple[DeviceView, DeviceView, DeviceView], check: _Check
         ) -> Callable[[], None]:
             mine, column, packed = memory
-            levels.go_along(along, mine, column, then=(up, column.count))
+            levels.run_rail(along, mine, column, then=(up, column.count))
 
             def last_step() -> None:
                 up(column, packed, column.count)
@@ -693,13 +682,12 @@ def _all_gather(levels: Levels, kind: CallKind, space: DeviceSpace) -> Implement
 
             return last_step
 
-        _carry_out(levels, kind, extent, root, (send.count, step), prepare, carry)
+        _run_chunks(levels, kind, extent, root, (send.count, step), prepare, execute)
 
-    return carry_out
+    return run
 
 
-#: By the name of the primitive.
-_BUILDERS: dict[str, Callable[[Levels, CallKind, DeviceSpace], Implementation]] = {
+_BUILDERS: dict[str, Callable[[Levels, CallKind, DeviceSpace], Run]] = {
     "all_reduce": _reduction,
     "reduce": _reduction,
     "broadcast": _broadcast,
@@ -708,28 +696,27 @@ _BUILDERS: dict[str, Callable[[Levels, CallKind, DeviceSpace], Implementation]] 
     "all_gather": _all_gather,
     "all_gather_single": _all_gather,
 }
-#: Those that need all ranks on rails.
+#: Operations that need all ranks on rails.
 _NEED_RAILS = ("reduce_scatter", "reduce_scatter_single", "all_gather", "all_gather_single")
 
 ROUTE = Route(
-    "hierarchical",
+    __name__,
     "GPU by GPU or node by node, then between them",
-    MemoryKind.DEVICE,
-    tuple(_BUILDERS),
+    Serves(tuple(_BUILDERS), combines=has_loop, premultiplies=True),
     _build,
-    _meet,
-    combines=lambda op, dtype: find_loop(op, dtype) is not None,
-    scales=True,
-    place="levels",
-    needs=(
+    Needs(
+        "levels",
         "several nodes, or several GPUs on one, at least one of them with several ranks, which map "
-        "memory of each other by CUDA IPC"
+        "memory of each other by CUDA IPC",
+        Capabilities.lacks_gpu,
     ),
-    lacks=Capabilities.lacks_gpu,
-    blocks=(
-        "for the other ranks' hosts, twice for each 64 MiB of the message, and for what its parts "
-        "wait: `shared_gpu`, `peer` or `copy_engine` in each node or GPU, and `direct` or `staged` "
-        "between nodes, `peer` between GPUs"
+    Policy(
+        min_bytes=dict.fromkeys(_BUILDERS, MIN_BYTES),
+        host_waits_for=(
+            "for the other ranks' hosts, twice for each 64 MiB of the message, and as the routes "
+            "of its steps do: `shared_gpu`, `peer` or `copy_engine` in each node or GPU, and "
+            "`direct` or `staged` between nodes, `peer` between GPUs"
+        ),
     ),
-    least=dict.fromkeys(_BUILDERS, LEAST),
+    negotiate=_negotiate,
 )

@@ -1,24 +1,24 @@
-"""Device memory that the ranks of a node map, by CUDA IPC; MPI carries only messages between the
-hosts. Several ranks may share a device.
+"""Collectives through device memory that the ranks of a node map by CUDA IPC. The hosts synchronize
+by MPI. Several ranks may share a device.
 
-Each rank has a workspace: SLOTS slots for its data for the others, and as many for results that it
-has combined for them. A call takes rounds of at most one slot, each of two steps or three:
+Each rank has a workspace with SLOTS slots for its input and SLOTS second slots for its results. A
+call has rounds of at most one slot. Each round has two or three steps:
 
-  1. every rank copies elements of its array into slot k;
-  2. it copies or combines the others' slots, into its array, or, where each combines a
-     share for all, into its second slot k;
-  3. in the latter case it copies the others' shares into its array.
+  1. Each rank copies elements of its array to its slot k.
+  2. It copies or combines all ranks' slots k into its array. In a large all_reduce it combines only
+     its share, into its second slot k.
+  3. In a large all_reduce it copies all ranks' second slots k into its array.
 
 In turn t a rank enqueues step 1 of round t, step 2 of round t - LAG and step 3 of round t - 2 LAG.
-Then the hosts wait until their devices have done turn t - LAG + 1, and for each other. So what is
-read in a turn was written LAG turns before and is complete, and while the hosts wait the devices
-work on the latest turn. (A call of one round has nothing to work on meanwhile; its lag is 1.)
+Then each host waits for turn t - LAG + 1 on its device, and for the other hosts. So data is read
+LAG turns after it was written, and the devices work on the latest turn while the hosts wait. A call
+of one round uses a lag of 1.
 
-Why 2 LAG slots are enough: slot k is read in turn k + LAG, which all are known to have done at the
-end of turn k + 2 LAG - 1, and written again in the next; so are the second slots. Rounds are
-numbered on from call to call, so that no call has to wait for its last turn.
+2 LAG slots are enough: slot k is read in turn k + LAG, which is complete on all ranks at the end of
+turn k + 2 LAG - 1, and is written again in the next turn. The same holds for second slots. Rounds
+are numbered across calls, so that no call waits for its last turn.
 
-All ranks combine in the order of the ranks, and share the result: the same bits everywhere.
+Elements are combined in rank order, once: the same bits on all ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import NoneType
+from typing import TYPE_CHECKING
 
 import numpy as np
 from mpi4py import MPI
 
 from mpicoll.arrays.views import DeviceView
-from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.core.plan import CallKind, Extent, Implementation, Run
 from mpicoll.core.reproducible import ORDER
 from mpicoll.core.signature import decode_primitive, describe, encode_kind
 from mpicoll.cuda.capabilities import Capabilities
@@ -41,20 +42,23 @@ from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import DistBackendError, MismatchError
 from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.kernels.reduction import Loop, find_loop
-from mpicoll.routes.device.state import Agreed, RouteState, build_at_home, failure_of
+from mpicoll.routes.device.state import RouteState, build_on_home_device, exception_of
 from mpicoll.routes.device.workspaces import Workspaces, map_each_other
-from mpicoll.routes.route import MemoryKind, Route
-from mpicoll.routes.transfers import CARRIED, Get, transfer_of
+from mpicoll.routes.route import EXCHANGES, Needs, Policy, Route, Serves, has_loop
+from mpicoll.routes.transfers import TRANSFER_PRIMITIVES, Get, transfer_of
 from mpicoll.watch.consistency import describe_by_rank
+
+if TYPE_CHECKING:
+    from mpicoll.routes.device.select import Agreement
 
 __all__ = ["ROUTE", "Peers"]
 
-#: Turns between the steps of a round, and slots.
+#: Number of turns between the steps of a round; number of slots.
 LAG = 2
 SLOTS = 2 * LAG
-#: Bytes of a slot.
+#: Size of a slot in bytes.
 SLOT = 8 * 1024 * 1024
-#: Bytes of a message up to which every rank combines everything, to save a turn.
+#: Maximum size in bytes of a message for which every rank combines all elements, to save a turn.
 WHOLE = 256 * 1024
 _LINE = 256
 
@@ -66,28 +70,28 @@ def _rounded(nbytes: int) -> int:
 class Peers(RouteState):
     """A group's workspaces.
 
-    room: bytes of a slot.
+    room: size of a slot in bytes.
     """
 
-    def __init__(self, agreed: Agreed, room: int, workspaces: Workspaces[None]) -> None:
-        super().__init__(agreed.group, agreed.context)
+    def __init__(self, agreement: Agreement, room: int, workspaces: Workspaces[None]) -> None:
+        super().__init__(agreement.group, agreement.context)
         self.room = room
         self._workspaces = workspaces
         self._turn = 0  # the number of the current call's first round
-        self._met = -1  # the number of the call that the latest comparison was of
-        self._between: Memory | None = None  # where results are made that go elsewhere
+        self._met = -1  # call number of the latest comparison
+        self._between: Memory | None = None  # for results whose destination is not aligned
 
     def slot(self, rank: int, k: int) -> int:
         """Return the address of a rank's slot in round ``k`` of this call."""
         return self._workspaces.all[rank].address + (self._turn + k) % SLOTS * self.room
 
     def second_slot(self, rank: int, k: int) -> int:
-        """Return the address of a rank's results of round ``k``: an n-th of a slot and a line."""
+        """Return the address of a rank's second slot in round ``k``."""
         size = _share_slot(self.room, self.n)
         start = self._workspaces.all[rank].address + SLOTS * self.room
         return start + (self._turn + k) % SLOTS * size
 
-    def go(
+    def run(
         self,
         kind: int,
         count: int,
@@ -95,13 +99,13 @@ class Peers(RouteState):
         steps: Sequence[Callable[[int], None]],
         prepare: Callable[[], None],
     ) -> None:
-        """Carry a call out: ``steps[s](k)`` enqueues step s of round k.
+        """Run a call: ``steps[s](k)`` enqueues step s of round k.
 
-        kind, count: what all ranks must have alike. Raises MismatchError on all ranks otherwise.
-        prepare: compiles and allocates all that the steps need.
+        kind, count: raises MismatchError on all ranks if these differ.
+        prepare: compiles the kernels and allocates the memory of the steps.
 
-        A rank that fails goes on to the next meeting, and all leave the call there: it with its
-        error, the others with DistBackendError. After the last meeting no rank depends on another.
+        A rank that fails reports it when the hosts synchronize next: it raises its error, and all
+        other ranks raise DistBackendError. After the last time no rank depends on another.
         """
         context, lag = self.context, LAG if rounds > 1 else 1
         turns, done = rounds + lag * (len(steps) - 1), []
@@ -114,70 +118,70 @@ class Peers(RouteState):
             if turn - lag + 1 >= 0 and turn < turns - 1:
                 context.runtime.synchronize(done[turn - lag + 1])
 
-        failure = failure_of(prepare)
+        failure = exception_of(prepare)
         for turn in range(turns):
-            failure = failure or failure_of(partial(enqueue, turn))
+            failure = failure or exception_of(partial(enqueue, turn))
             if turn - lag + 1 >= 0 and turn < turns - 1:
                 if turn - lag + 1 == 0:
                     problem = self._compare(kind, count, failure)
                 else:
-                    problem = self._meet(kind, failure)
+                    problem = self._synchronize(kind, failure)
                 if problem is not None:
-                    self._begin_anew()
+                    self._reset()
                     raise failure or problem
         self._turn += rounds
         if failure is not None:
             raise failure
 
     def _compare(self, kind: int, count: int, failure: Exception | None) -> Exception | None:
-        """Wait for all ranks; return what is wrong: their calls differ, or one has failed."""
+        """Wait for all ranks; return the error if their calls differ or one of them failed."""
         mine = [kind, count, self.group.sequence, self._turn % SLOTS, failure is None]
         everybody = np.empty((self.n, len(mine)), np.int64)
         self._met = self.group.sequence
         self.group.inner.Allgather(np.array(mine, np.int64), everybody)
-        if not everybody[:, -1].all():  # one that has failed may not know what the call is
+        if not everybody[:, -1].all():  # checked first: a failed rank may not know its call
             return self._failed(kind)
         if (everybody[:, :-1] != mine[:-1]).any():
             return MismatchError(
-                f"{self._name(kind)}: the ranks' calls do not belong together: "
+                f"{self._name(kind)}: collective mismatch: the ranks made different calls: "
                 f"{describe_by_rank(describe(*row[:2]) for row in everybody.tolist())}"
             )
         return None
 
     def enter(self, kind: int) -> None:
-        """Begin a call in which the ranks meet elsewhere before ``go``; all ranks call.
+        """Compare the ranks' calls before they exchange block sizes; all ranks call.
 
-        Raises DistBackendError if one has failed on its way here, and MismatchError.
+        Raises DistBackendError if one has failed before, and MismatchError if they differ.
         """
         problem = self._compare(kind, 0, None)
         if problem is not None:
-            self._begin_anew()
+            self._reset()
             raise problem
 
-    def take_leave(self, kind: CallKind, error: Exception) -> None:
-        """Tell the others, unless they know, that this rank has failed on its way to a call."""
+    def notify_failure(self, kind: CallKind, error: Exception) -> None:
+        """Notify the other ranks, unless they know, that this rank failed before a call."""
         if self._met != self.group.sequence:
             self._compare(encode_kind(kind.primitive, kind.dtype, kind.op, 0), 0, error)
-            self._begin_anew()
+            self._reset()
 
-    def _meet(self, kind: int, failure: Exception | None) -> Exception | None:
-        """Wait for all ranks; return what is wrong if one has failed."""
+    def _synchronize(self, kind: int, failure: Exception | None) -> Exception | None:
+        """Wait for all ranks; return the error if one of them failed."""
         able = np.array([failure is None])
         self.group.inner.Allreduce(MPI.IN_PLACE, able, MPI.LAND)
         return None if able[0] else self._failed(kind)
 
     def _failed(self, kind: int) -> DistBackendError:
         return DistBackendError(
-            f"{self._name(kind)}: another rank failed in this call, and says why; its result is "
+            f"{self._name(kind)}: another rank failed in this call, see its error; the result is "
             "incomplete on all ranks"
         )
 
     def _name(self, kind: int) -> str:
         return f"{decode_primitive(kind)} on rank {self.me} of group {self.group.group_name}"
 
-    def _begin_anew(self) -> None:
-        """Begin with the first slot again, once no device reads or writes any more."""
-        with suppress(Exception):  # a device that has failed does nothing more
+    def _reset(self) -> None:
+        """Wait for all devices and restart with the first slot."""
+        with suppress(Exception):  # a failed device
             self.context.synchronize(self.context.work)
         self.group.inner.Barrier()
         self._turn = 0
@@ -187,7 +191,7 @@ class Peers(RouteState):
         self.context.runtime.copy(self.context.index, into, source, nbytes, self.context.work)
 
     def prepare(self, by: Loop | None, n: int, out: int, nbytes: int) -> None:
-        """Compile and allocate what combines n arrays into one of some bytes, if there is one."""
+        """Compile a kernel that combines n arrays, and allocate its output if needed."""
         if by is None or not n:
             return
         self.context.runtime.load(self.context.index, by, n)
@@ -196,8 +200,8 @@ class Peers(RouteState):
     def combine(
         self, by: Loop, sources: Sequence[int], out: int, nbytes: int, divisor: int
     ) -> None:
-        """Enqueue a reduction of slots, as prepared; a result that does not lie as the slots do is
-        made beside and copied.
+        """Enqueue a reduction of slots, as prepared. A result with another alignment than the slots
+        is computed in scratch memory and copied.
         """
         context, size = self.context, by_name[by.format].itemsize * by.elements
         if not nbytes:
@@ -210,33 +214,33 @@ class Peers(RouteState):
             self.copy(out, into, nbytes)
 
     def close(self, limit: float) -> None:
-        """Let go of the workspaces, waiting for others for so many seconds; all ranks call."""
+        """Unmap and free the workspaces; all ranks call. See ``Workspaces.close``."""
         self.context.synchronize(self.context.work)
         self._workspaces.close(limit)
 
 
 def _share_slot(room: int, n: int) -> int:
-    """Return the bytes of a second slot: of the largest share of a slot."""
+    """Return the size of a second slot in bytes: the largest share of a slot."""
     return _rounded(-(-room // n)) + _LINE
 
 
-def _meet(agreed: Agreed) -> Peers | str:
-    nbytes = SLOTS * (SLOT + _share_slot(SLOT, agreed.group.size()))
-    made = map_each_other(agreed.group, agreed.context, nbytes, lambda own: None, NoneType)
-    return made if isinstance(made, str) else Peers(agreed, SLOT, made)
+def _negotiate(agreement: Agreement) -> Peers | str:
+    nbytes = SLOTS * (SLOT + _share_slot(SLOT, agreement.group.size()))
+    made = map_each_other(agreement.group, agreement.context, nbytes, lambda own: None, NoneType)
+    return made if isinstance(made, str) else Peers(agreement, SLOT, made)
 
 
-def _build(kind: CallKind, agreed: Agreed) -> Implementation:
+def _build(kind: CallKind, agreement: Agreement) -> Implementation:
     make = _all_reduce if kind.primitive.name == "all_reduce" else _transfer
-    return build_at_home(kind, agreed, agreed.state(Peers), make)
+    return build_on_home_device(kind, agreement, agreement.state(Peers), make)
 
 
 def _rounds(count: int, step: int) -> int:
-    """Return the number of rounds of ``step`` elements; an empty call meets the others as well."""
+    """Return the number of rounds of ``step`` elements; at least 1, to compare empty calls."""
     return max(1, -(-count // step))
 
 
-def _all_reduce(peers: Peers, kind: CallKind) -> Implementation:
+def _all_reduce(peers: Peers, kind: CallKind) -> Run:
     primitive, _, op, dtype = kind
     assert op is not None and dtype is not None
     by, n, me, size = find_loop(op, dtype), peers.n, peers.me, dtype.itemsize
@@ -259,7 +263,7 @@ def _all_reduce(peers: Peers, kind: CallKind) -> Implementation:
 
         aligned = view.address % PIECE == 0
 
-        def give(k: int) -> None:
+        def put(k: int) -> None:
             address, length = piece(k)
             start, mine = share(length, me)
             # No other rank reads this one's share.
@@ -268,7 +272,7 @@ def _all_reduce(peers: Peers, kind: CallKind) -> Implementation:
                 into = peers.slot(me, k) + begin * size
                 peers.copy(into, address + begin * size, (end - begin) * size)
 
-        def take(k: int) -> None:
+        def combine(k: int) -> None:
             address, length = piece(k)
             start, mine = (0, length) if whole else share(length, me)
             at = start * size
@@ -278,35 +282,33 @@ def _all_reduce(peers: Peers, kind: CallKind) -> Implementation:
             out = address if whole else peers.second_slot(me, k)
             peers.combine(by, sources, out, mine * size, divisor)
 
-        def spread(k: int) -> None:
+        def get(k: int) -> None:
             address, length = piece(k)
             for r in range(n):
                 start, theirs = share(length, r)
                 peers.copy(address + start * size, peers.second_slot(r, k), theirs * size)
 
-        steps = [give, take] if whole else [give, take, spread]
+        steps = [put, combine] if whole else [put, combine, get]
         rounds = _rounds(view.count, step)
         out, nbytes = (view.address, min(view.nbytes, peers.room)) if whole else (0, 0)
-        peers.go(signature, view.count, rounds, steps, lambda: peers.prepare(by, n, out, nbytes))
+        peers.run(signature, view.count, rounds, steps, lambda: peers.prepare(by, n, out, nbytes))
 
     return all_reduce
 
 
-def _transfer(peers: Peers, kind: CallKind) -> Implementation:
-    """Return the implementation by gets of other ranks' puts alone: copies, or one reduction."""
+def _transfer(peers: Peers, kind: CallKind) -> Run:
+    """Return the implementation by puts and gets; see ``transfers``."""
     primitive, _, op, dtype = kind
     assert dtype is not None
     size = dtype.itemsize
     by = None if op is None else find_loop(op, dtype)
     divisor = max(1, len(kind.combined)) if op is ReduceOp.AVG else 1
 
-    def carry_out(
-        send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
-    ) -> None:
+    def run(send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int) -> None:
         out, into = (None if one is None else one.address for one in (send, recv))
         signature = encode_kind(primitive, dtype, op, root)
         if not primitive.even:
-            peers.enter(signature)  # as the ranks now tell each other the sizes
+            peers.enter(signature)  # transfer_of exchanges the sizes
         transfer = transfer_of(kind, out, into, extent, root)
         room = peers.room // transfer.places // _LINE * _LINE
         step = room // size
@@ -314,12 +316,12 @@ def _transfer(peers: Peers, kind: CallKind) -> Implementation:
         def length(count: int, k: int) -> int:
             return max(0, min(step, count - k * step))
 
-        def give(k: int) -> None:
+        def put(k: int) -> None:
             for place, (address, count) in enumerate(transfer.puts):
                 into = peers.slot(peers.me, k) + place * room
                 peers.copy(into, address + k * step * size, length(count, k) * size)
 
-        def take(k: int) -> None:
+        def get(k: int) -> None:
             sources = [peers.slot(rank, k) + place * room for rank, place, _, _ in transfer.gets]
             outs = [one.address + k * step * size for one in transfer.gets]
             if by is not None and transfer.gets:
@@ -335,28 +337,29 @@ def _transfer(peers: Peers, kind: CallKind) -> Implementation:
             peers.prepare(by, len(transfer.gets), first.address, nbytes)
 
         rounds = _rounds(transfer.most, step)
-        peers.go(signature, transfer.total, rounds, [give, take], prepare)
+        peers.run(signature, transfer.total, rounds, [put, get], prepare)
 
-    return carry_out
+    return run
 
 
 ROUTE = Route(
-    "ipc",
+    __name__,
     "device memory that the ranks of a node map",
-    MemoryKind.DEVICE,
-    ("all_reduce", *CARRIED),
-    _build,
-    _meet,
-    unless=("shared_gpu",),
-    combines=lambda op, dtype: find_loop(op, dtype) is not None,
-    reproducible=(ORDER,),
-    scales=True,
-    uneven=("all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"),
-    place="node",
-    needs="all ranks on one node, and CUDA IPC between them",
-    blocks=(
-        "until the device has done what the call comes after, and all of the call but its last "
-        "step; the hosts meet for each slot (8 MiB) of the message"
+    Serves(
+        ("all_reduce", *TRANSFER_PRIMITIVES),
+        combines=has_loop,
+        reproducible=(ORDER,),
+        premultiplies=True,
+        uneven=("all_gather", "reduce_scatter", *EXCHANGES),
     ),
-    lacks=Capabilities.lacks_gpu,
+    _build,
+    Needs("node", "all ranks on one node, and CUDA IPC between them", Capabilities.lacks_gpu),
+    Policy(
+        superseded_by=("shared_gpu",),
+        host_waits_for=(
+            "until the device has done all earlier work and all of the call but its last step; the "
+            "hosts synchronize for each slot (8 MiB) of the message"
+        ),
+    ),
+    negotiate=_negotiate,
 )

@@ -1,4 +1,4 @@
-"""What there is to do in a call on the arrays of all its ranks, where these are."""
+"""The copies and reductions of a call, as jobs on the arrays of all ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mpicoll.core.plan import CallKind, Extent
 
 __all__ = ["RECV", "SEND", "Job", "Part", "Placed", "jobs_of"]
 
-#: The arrays of a rank: what it sends, and what it receives; in place it has the latter alone.
+#: The sides of a call: the input and the output array of a rank. Calls in place have only RECV.
 SEND, RECV = 0, 1
 
 
 class Part(NamedTuple):
-    """A part of an array, from an element on: which rank's, and which of its two."""
+    """A part of a rank's input or output array, from element ``start`` on."""
 
     rank: int
     side: int
@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Sources that are combined into each output, or the one source that is copied there."""
+    """Combines the sources into each output, or copies the only source."""
 
     sources: Sequence[Part]
     outs: Sequence[Part]
@@ -43,11 +43,10 @@ class Placed(NamedTuple):
 def jobs_of(
     kind: CallKind, extent: Extent, root: int, sent: Any = None, outs: Iterable[int] | None = None
 ) -> Iterator[Job]:
-    """Yield the work of a call.
+    """Yield the jobs of a call.
 
-    sent: elements that each rank sends to each, of primitives whose extent says only this rank's:
-          an array.
-    outs: the ranks whose outputs are made; None: all.
+    sent: for all_to_all, the matrix of element counts, by sender and receiver.
+    outs: the ranks whose outputs are written; None: all.
     """
     primitive, n = kind.primitive, kind.group.size()
     ranks = range(n)

@@ -1,10 +1,9 @@
-"""Device memory of other processes that this one has mapped (CUDA IPC), and how it maps more.
+"""Map device memory of other processes (CUDA IPC).
 
-A process that frees memory may get other memory at the same address. Who has the first still mapped
-cannot map the second: CUDA refuses it (208, cudaErrorAlreadyMapped), as it maps another process's
-memory by its address. A group finds what is stale among its own mappings, but not among those of
-another group of the process, which may make no call for long. So where memory is refused, all
-groups close what they only keep for later calls, and it is tried once more.
+A process that frees memory may get new memory at the same address. CUDA cannot map the new memory
+while the old mapping exists (208, cudaErrorAlreadyMapped). A group closes its own stale mappings,
+but another group of the process may keep one. So if a mapping fails, all groups close the mappings
+that no call uses, and it is tried once more.
 """
 
 from __future__ import annotations
@@ -16,35 +15,36 @@ from typing import Protocol
 from mpicoll.cuda.runtime import Memory
 from mpicoll.cuda.streams import DeviceContext
 
-__all__ = ["keep_in_mind", "open_memory"]
+__all__ = ["open_memory", "register_cache"]
 
 
-class Keeper(Protocol):
-    """Who keeps memory open that no call uses."""
+class MappingCache(Protocol):
+    """An object that keeps memory mapped for later calls."""
 
     def close_unused(self) -> bool:
-        """Close it, without waiting for a call on another thread; return whether there was any."""
+        """Close memory that no call uses, without waiting for a call on another thread; return
+        whether any was closed.
+        """
 
 
-#: Those of this process; held where one is added, as threads may be at both at a time.
-_keepers: weakref.WeakSet[Keeper] = weakref.WeakSet()
-_adding = threading.Lock()
+_caches: weakref.WeakSet[MappingCache] = weakref.WeakSet()
+_lock = threading.Lock()  # held while ``_caches`` is read or changed
 
 
-def keep_in_mind(keeper: Keeper) -> None:
-    """Ask a keeper to close what is unused, while it lives, when memory cannot be opened."""
-    with _adding:
-        _keepers.add(keeper)
+def register_cache(cache: MappingCache) -> None:
+    """Register a cache (weakly), whose unused memory is closed when memory cannot be mapped."""
+    with _lock:
+        _caches.add(cache)
 
 
 def open_memory(context: DeviceContext, handle: bytes) -> Memory:
-    """Map another process's memory, as ``Runtime.open``; raises whatever the driver says."""
+    """Map another process's memory, as ``Runtime.open``. Raises the driver's error."""
     try:
         return context.runtime.open(context.index, handle)
-    except Exception:  # whatever the driver says
-        with _adding:
-            keepers = list(_keepers)
-        closed = [keeper.close_unused() for keeper in keepers]
+    except Exception:
+        with _lock:
+            caches = list(_caches)
+        closed = [cache.close_unused() for cache in caches]
         if not any(closed):
             raise
     return context.runtime.open(context.index, handle)

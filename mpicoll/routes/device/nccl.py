@@ -1,13 +1,12 @@
-"""NVIDIA's NCCL, for programs that request it by ``backend="nccl"``, with a GPU for each rank.
+"""NCCL, for programs that request it by ``backend="nccl"``, with a GPU per rank.
 
-NCCL rounds half types at each addition, in an unspecified order: its sums are not those of the
-other routes to the last bit, and ranks do not compare their calls.
+NCCL rounds half types at each addition, in an unspecified order, so its sums may differ in the last
+bit from other routes. Ranks do not compare their calls.
 
-NCCL's kernels wait for other ranks for ever. So the calls that the device has not done are kept,
-with the time when they were put into the stream. The watchdog, and whoever looks for a result, asks
-NCCL for errors, and whether a call has outlasted the group's timeout. Then the communicator is
-aborted (ncclCommAbort), which ends its kernels, and the group is broken, as torch's
-ProcessGroupNCCL does.
+NCCL's kernels wait for other ranks without a timeout. So the route keeps the pending calls with the
+time when they were enqueued. The watchdog thread and each wait for a result check NCCL for errors
+and calls for the group's timeout. After a failure the communicator is aborted (ncclCommAbort),
+which ends its kernels, and the group fails, as in torch's ProcessGroupNCCL.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import numpy as np
 
 from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
-from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
+from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Run
 from mpicoll.core.signature import describe
 from mpicoll.cuda.runtime import Event, NcclCommunicator
 from mpicoll.cuda.streams import look_until
@@ -30,14 +29,15 @@ from mpicoll.cuda.threads import attend
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, UsageError
 from mpicoll.launch.host_identity import node
-from mpicoll.routes.device.state import Agreed, RouteState, build_at_home
+from mpicoll.routes.device.state import RouteState, build_on_home_device
 from mpicoll.routes.device.user_buffers import signature_of
-from mpicoll.routes.route import EXCHANGES, MOVES, REDUCTIONS, MemoryKind, Route
+from mpicoll.routes.route import EXCHANGES, MOVES, REDUCTIONS, Needs, Policy, Route, Serves
 from mpicoll.routes.wire import all_gather_bytes
 from mpicoll.watch import timeouts
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
+    from mpicoll.routes.device.select import Agreement
 
 __all__ = ["ROUTE", "Nccl", "asked_for"]
 
@@ -55,19 +55,18 @@ def asked_for(backend: str) -> bool:
     return any(part in ("nccl", "cuda:nccl") for part in backend.split(","))
 
 
-#: Seconds after which NCCL and the device are asked again, by who does not wait and by who does;
-#: and in which an abort ends.
+#: Seconds between checks for failures, without and with waiting; seconds to wait for an abort.
 _INTERVAL, _PAUSE, _ABORT = 0.1, 1e-3, 10.0
-#: Seconds in which NCCL lets go of all ranks that make a communicator; bytes of a rank's words of
-#: why it has not; and exchanges of these to which some ranks have not come.
-_TOGETHER, _WORDS = 60.0, 512
+#: Seconds for all ranks to return from ncclCommInitRank; size in bytes of a rank's error message.
+_INIT_TIMEOUT_S, _WORDS = 60.0, 512
+#: Buffers of exchanges of these messages that have timed out.
 _left_behind: list[object] = []
-#: Calls that the device has not done, from which on a call looks whether it has done some.
-_MANY = 64
+#: Number of pending calls above which a call removes completed ones.
+_MAX_PENDING_COUNT = 64
 
 
 class _Pending(NamedTuple):
-    """A call that was put into the stream, as number ``number`` of the group, and when."""
+    """An enqueued call, with its call number and time."""
 
     number: int
     signature: tuple[int, int]
@@ -78,46 +77,46 @@ class _Pending(NamedTuple):
 class Nccl(RouteState):
     """A group's NCCL communicator."""
 
-    maps = False
-    ends_on_devices = True
+    maps_memory = False
+    can_fail_on_device = True
 
-    def __init__(self, agreed: Agreed, comm: NcclCommunicator) -> None:
-        super().__init__(agreed.group, agreed.context)
+    def __init__(self, agreement: Agreement, comm: NcclCommunicator) -> None:
+        super().__init__(agreement.group, agreement.context)
         self.comm = comm
         self._pending: deque[_Pending] = deque()
         self._failure: DistBackendError | None = None
         self._next_look = time.monotonic() + _INTERVAL
-        self._lock = threading.Lock()  # the watchdog looks, too
+        self._lock = threading.Lock()  # the watchdog thread also checks
 
     def enter(self, kind: CallKind, extent: Extent, root: int) -> None:
-        """Note a call that was put into the stream."""
+        """Record an enqueued call."""
         number, signature = self.group.sequence, signature_of(kind, extent, root)
         self._pending.append(_Pending(number, signature, time.monotonic(), self.context.record()))
-        if len(self._pending) > _MANY:
+        if len(self._pending) > _MAX_PENDING_COUNT:
             with self._lock:
                 self._forget_done()
 
     def _forget_done(self) -> None:
-        """Forget the calls that are done."""
+        """Remove completed calls."""
         while self._pending and self.context.runtime.is_done(self._pending[0].done):
             self._pending.popleft()
 
     def find_failure(self, wait: bool = False) -> DistBackendError | None:
-        """Return why NCCL's calls have ended without results; None if none has, as far as is known.
-        Aborts the communicator if NCCL says that something is wrong, or a call lasts too long.
+        """Return the failure of NCCL's calls, or None. Abort the communicator after an error of
+        NCCL or a timeout.
 
-        wait: until the calls are done, or the first has outlasted the group's timeout.
+        wait: first wait until the calls are done or one has timed out.
         """
         if self._failure is not None or not (wait or time.monotonic() > self._next_look):
             return self._failure
-        self._look()
+        self._check()
         while wait and self._failure is None and self._pending:
             time.sleep(_PAUSE)
-            self._look()
+            self._check()
         return self._failure
 
-    def _look(self) -> None:
-        """Ask NCCL and the device, and abort the communicator if something is wrong."""
+    def _check(self) -> None:
+        """Check NCCL and the device, and abort the communicator after a failure."""
         self._next_look = time.monotonic() + _INTERVAL
         name, limit = f"rank {self.me} of group {self.group.group_name}", self.group.timeout
         failure: DistBackendError | None = None
@@ -130,22 +129,22 @@ class Nccl(RouteState):
                 for number, signature, since, _ in list(self._pending)[:1]:
                     if limit is not None and time.monotonic() > since + limit:
                         failure = CollectiveTimeoutError(
-                            f"{describe(*signature)}, on {name}, call {number}: NCCL has not done "
-                            f"it within the group's timeout of {limit:g} s; another rank has not "
-                            "made this call, or is still on its way"
+                            f"{describe(*signature)}, on {name}, call {number}: timed out: NCCL "
+                            f"has not done it within the group's timeout of {limit:g} s; another "
+                            "rank has not made this call, or is late"
                         )
-            except Exception as error:  # whatever NCCL or the device says
-                failure = DistBackendError(f"{name}: NCCL has failed: {error}")
+            except Exception as error:
+                failure = DistBackendError(f"{name}: NCCL failed: {error}")
             if failure is not None:
                 (words,) = failure.args
                 self._failure = type(failure)(
-                    f"{words}. NCCL's communicator is aborted, and what that and later calls gave "
-                    "is incomplete; destroy the group, and make another"
+                    f"{words}. NCCL's communicator was aborted, and results of this call and later "
+                    "ones may be incomplete; destroy the group and create a new one"
                 )
                 self._abort()
 
     def _abort(self) -> None:
-        """End NCCL's kernels, which may take its threads a while."""
+        """Abort the communicator on a thread, because it may block."""
 
         def abort() -> None:
             attend()
@@ -155,31 +154,31 @@ class Nccl(RouteState):
         thread.start()
         thread.join(_ABORT)
 
-    def take_leave(self, kind: CallKind, error: Exception) -> None:
-        """Have the others abort their communicators: this rank has failed on its way to a call."""
+    def notify_failure(self, kind: CallKind, error: Exception) -> None:
+        """Make the other ranks abort their communicators: this rank failed before a call."""
         if not isinstance(error, UsageError):
             timeouts.give_up(self.group, error)
 
-    def break_with(self, error: DistBackendError, alone: bool) -> None:
-        """Abort the communicator of a group that is broken."""
+    def abort(self, error: DistBackendError, alone: bool) -> None:
+        """Abort the communicator of a failed group."""
         with self._lock:
             if self._failure is None:
                 self._failure = error
                 self._abort()
 
     def close(self, limit: float) -> None:
-        """End the communicator, when what was enqueued is done; see find_failure."""
+        """Destroy the communicator after all enqueued work; see find_failure."""
         if self.find_failure(wait=True) is None:
             self.comm.destroy()
 
 
-def _meet(agreed: Agreed) -> Nccl | str:
-    """Return the communicator of all ranks, or, on all, why there is none.
+def _negotiate(agreement: Agreement) -> Nccl | str:
+    """Return the communicator of all ranks or, on all of them, the reason why there is none.
 
-    Where NCCL fails on some ranks, and keeps others, which cannot be taken out of it, those on
-    which it has failed raise a DistBackendError after a while.
+    Where NCCL fails on a rank and other ranks stay blocked in it, the failed rank raises
+    DistBackendError after a timeout.
     """
-    group, context = agreed.group, agreed.context
+    group, context = agreement.group, agreement.context
     runtime = context.runtime
     able = runtime.has_nccl()
     mine = f"{node()} {runtime.pci_bus_id(context.index)}" if able else ""
@@ -194,7 +193,7 @@ def _meet(agreed: Agreed) -> Nccl | str:
     if group.rank() == 0:
         try:
             identity = runtime.nccl_unique_id()
-        except Exception as error:  # whatever NCCL says: all ranks take another route then
+        except Exception as error:
             problem = f"rank 0: {error}"
     identity, problem = control_messages.bcast(
         group.inner, (identity, problem), 0, tuple[bytes, str]
@@ -204,36 +203,36 @@ def _meet(agreed: Agreed) -> Nccl | str:
     made = None
     try:
         made = runtime.create_nccl(context.index, group.size(), identity, group.rank())
-    except Exception as error:  # whatever NCCL says
+    except Exception as error:
         problem = f"rank {group.rank()}: {error}"
     why = _first_problem(group, problem)
     if made is None or why:
         if made is not None:
-            made.abort()  # which meets nobody
+            made.abort()  # a local operation
         return why
-    return Nccl(agreed, made)
+    return Nccl(agreement, made)
 
 
 def _first_problem(group: ProcessGroup, problem: str) -> str:
-    """Return the first problem of a rank, "" for none. All ranks call that NCCL lets go.
+    """Return the first rank's problem, or "". All ranks call after ncclCommInitRank.
 
-    Raises DistBackendError if the others do not, within _TOGETHER seconds.
+    Raises DistBackendError if a rank does not call within _INIT_TIMEOUT_S seconds.
     """
     mine, said = np.zeros(_WORDS, np.uint8), np.zeros((group.size(), _WORDS), np.uint8)
     words = problem.encode()[:_WORDS]
     mine[: len(words)] = np.frombuffer(words, np.uint8)
     request = group.inner.Iallgather(mine, said)
-    if not look_until(request.Test, time.monotonic() + _TOGETHER):
+    if not look_until(request.Test, time.monotonic() + _INIT_TIMEOUT_S):
         _left_behind.append((request, mine, said))
         raise DistBackendError(
-            f"group {group.group_name}: {problem or 'NCCL has made a communicator'}; other ranks "
-            f"are still in ncclCommInitRank after {_TOGETHER:g} s, and nothing takes them out of it"
+            f"group {group.group_name}: {problem or 'NCCL created a communicator'}; timed out: "
+            f"other ranks are still in ncclCommInitRank after {_INIT_TIMEOUT_S:g} s"
         )
     found = (one.tobytes().rstrip(b"\0").decode(errors="replace") for one in said)
     return next(filter(None, found), "")
 
 
-def _make(nccl: Nccl, kind: CallKind) -> Implementation:
+def _make(nccl: Nccl, kind: CallKind) -> Run:
     inner = _FUNCTIONS[kind.primitive.name](nccl, kind)
 
     def carry_out(
@@ -246,12 +245,12 @@ def _make(nccl: Nccl, kind: CallKind) -> Implementation:
     return carry_out
 
 
-def _build(kind: CallKind, agreed: Agreed) -> Implementation:
-    return build_at_home(kind, agreed, agreed.state(Nccl), _make)
+def _build(kind: CallKind, agreement: Agreement) -> Implementation:
+    return build_on_home_device(kind, agreement, agreement.state(Nccl), _make)
 
 
 def _combines(op: ReduceOp, dtype: DType) -> bool:
-    """Return whether NCCL computes with such elements; it does not average integers."""
+    """Return whether NCCL supports an operation on a dtype; it does not average integers."""
     if dtype.name not in _DTYPES or op.name not in _OPERATIONS:
         return False
     return op is not ReduceOp.AVG or dtype.kind is not Kind.INTEGER
@@ -261,7 +260,7 @@ def _combines(op: ReduceOp, dtype: DType) -> bool:
 
 
 def _unit(nbytes: int) -> tuple[int, int]:
-    """Return NCCL's dtype for moving ``nbytes`` bytes, and its size: CuPy counts in C's int."""
+    """Return NCCL's dtype for moving ``nbytes`` bytes, and its size; CuPy's counts are C ints."""
     return (_BYTE, 1) if nbytes % 8 else (_DTYPES["uint64"], 8)
 
 
@@ -270,7 +269,7 @@ _Message = tuple[int, int, int]
 
 
 def _exchange(nccl: Nccl, sends: Sequence[_Message], receives: Sequence[_Message]) -> None:
-    """Send and receive all messages of a call at once; empty ones are none."""
+    """Send and receive all messages of a call in one NCCL group; skip empty ones."""
     stream = nccl.context.work
     with nccl.context.runtime.nccl_group():
         for rank, address, nbytes in sends:
@@ -293,7 +292,7 @@ def _cut(view: DeviceView, counts: Sequence[int]) -> list[_Message]:
     ]
 
 
-def _broadcast(nccl: Nccl, kind: CallKind) -> Implementation:
+def _broadcast(nccl: Nccl, kind: CallKind) -> Run:
     def broadcast(send: None, recv: DeviceView, extent: Extent, root: int) -> None:
         moved, unit = _unit(recv.nbytes)
         count, at = recv.nbytes // unit, recv.address
@@ -302,8 +301,8 @@ def _broadcast(nccl: Nccl, kind: CallKind) -> Implementation:
     return broadcast
 
 
-def _all_gather(nccl: Nccl, kind: CallKind) -> Implementation:
-    """Build all_gather; blocks that differ go by messages."""
+def _all_gather(nccl: Nccl, kind: CallKind) -> Run:
+    """Build all_gather; blocks of different sizes are sent as messages."""
 
     def all_gather(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
         if isinstance(extent, Blocks):
@@ -317,7 +316,7 @@ def _all_gather(nccl: Nccl, kind: CallKind) -> Implementation:
     return all_gather
 
 
-def _gather(nccl: Nccl, kind: CallKind) -> Implementation:
+def _gather(nccl: Nccl, kind: CallKind) -> Run:
     def gather(send: DeviceView, recv: DeviceView | None, count: int, root: int) -> None:
         into = [] if recv is None else _cut(recv, [count] * nccl.n)
         _exchange(nccl, [(root, send.address, send.nbytes)], into)
@@ -325,7 +324,7 @@ def _gather(nccl: Nccl, kind: CallKind) -> Implementation:
     return gather
 
 
-def _scatter(nccl: Nccl, kind: CallKind) -> Implementation:
+def _scatter(nccl: Nccl, kind: CallKind) -> Run:
     def scatter(send: DeviceView | None, recv: DeviceView, count: int, root: int) -> None:
         out = [] if send is None else _cut(send, [count] * nccl.n)
         _exchange(nccl, out, [(root, recv.address, recv.nbytes)])
@@ -333,7 +332,7 @@ def _scatter(nccl: Nccl, kind: CallKind) -> Implementation:
     return scatter
 
 
-def _all_to_all(nccl: Nccl, kind: CallKind) -> Implementation:
+def _all_to_all(nccl: Nccl, kind: CallKind) -> Run:
     def all_to_all(send: DeviceView, recv: DeviceView, extent: Blocks, root: int) -> None:
         _exchange(nccl, _cut(send, extent.sends), _cut(recv, extent.receives))
 
@@ -349,7 +348,7 @@ def _constants(kind: CallKind) -> tuple[int, int]:
     return _DTYPES[kind.dtype.name], _OPERATIONS[kind.op.name]
 
 
-def _all_reduce(nccl: Nccl, kind: CallKind) -> Implementation:
+def _all_reduce(nccl: Nccl, kind: CallKind) -> Run:
     dtype, op = _constants(kind)
 
     def all_reduce(send: None, recv: DeviceView, count: int, root: int) -> None:
@@ -358,7 +357,7 @@ def _all_reduce(nccl: Nccl, kind: CallKind) -> Implementation:
     return all_reduce
 
 
-def _reduce(nccl: Nccl, kind: CallKind) -> Implementation:
+def _reduce(nccl: Nccl, kind: CallKind) -> Run:
     dtype, op = _constants(kind)
 
     def reduce(send: None, recv: DeviceView, count: int, root: int) -> None:
@@ -367,8 +366,8 @@ def _reduce(nccl: Nccl, kind: CallKind) -> Implementation:
     return reduce
 
 
-def _reduce_scatter(nccl: Nccl, kind: CallKind) -> Implementation:
-    """Build reduce_scatter; blocks that differ are reduced one after another."""
+def _reduce_scatter(nccl: Nccl, kind: CallKind) -> Run:
+    """Build reduce_scatter; blocks of different sizes are reduced one after another."""
     dtype, op = _constants(kind)
 
     def reduce_scatter(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
@@ -383,8 +382,7 @@ def _reduce_scatter(nccl: Nccl, kind: CallKind) -> Implementation:
     return reduce_scatter
 
 
-#: By the name of the primitive.
-_FUNCTIONS: dict[str, Callable[[Nccl, CallKind], Implementation]] = {
+_FUNCTIONS: dict[str, Callable[[Nccl, CallKind], Run]] = {
     "broadcast": _broadcast,
     "all_gather": _all_gather,
     "all_gather_single": _all_gather,
@@ -399,16 +397,18 @@ _FUNCTIONS: dict[str, Callable[[Nccl, CallKind], Implementation]] = {
 }
 
 ROUTE = Route(
-    "nccl",
+    __name__,
     "NCCL",
-    MemoryKind.DEVICE,
-    (*MOVES, *REDUCTIONS, *EXCHANGES),
+    Serves(
+        (*MOVES, *REDUCTIONS, *EXCHANGES),
+        combines=_combines,
+        uneven=("all_gather", "reduce_scatter", *EXCHANGES),
+    ),
     _build,
-    _meet,
-    combines=_combines,
-    uneven=("all_gather", "reduce_scatter", *EXCHANGES),
-    needs='backend="nccl", NCCL on every rank, and a GPU for each',
-    lacks=lambda own: "" if own.nccl else "NCCL",
-    blocks="",
-    on_demand=True,
+    Needs(
+        description='backend="nccl", NCCL on every rank, and a GPU for each',
+        missing_reason=lambda own: "" if own.nccl else "NCCL",
+    ),
+    Policy(on_request=True, host_waits_for=""),
+    negotiate=_negotiate,
 )

@@ -1,16 +1,14 @@
-"""GPUs of a node that reach each other's memory, one for each rank: a call is one kernel on each.
+"""GPU-to-GPU kernels: one kernel per rank and call, with a GPU per rank and peer access.
 
-The kernels (``kernels/src/device_peers.cu``) push data into each other's workspaces and wait for
-each other by flags there. The hosts do not meet. A call only puts work into streams, and may be
-captured into a CUDA graph. Ranks that share a GPU take another route: their kernels would wait for
-each other in turns.
+The kernels (``kernels/src/device_peers.cu``) write into each other's workspaces and wait for flags
+there. The hosts do not synchronize: a call only enqueues work on a stream, and may be captured into
+a CUDA graph. Ranks that share a GPU use another route, because their kernels would be time-sliced.
 
-Kernels that wait in vain end, on all ranks: one that has waited for longer than the group's timeout
-gives up, and a rank that fails before it has put its kernel into a stream ends those of the others,
-as does one that leaves the group, or hears that another rank is lost. All see why in one word of
-memory that the hosts share and the devices read; the host that has written it says more in words
-beside it. Whoever looks for a result finds it there (``find_failure``), and the group is broken:
-streams have gone on without results.
+A *failure word* in shared host memory, which the devices read, ends the kernels of all ranks with a
+reason. It is written by a kernel that has waited for the group's timeout, or by a rank that fails
+before it enqueues its kernel, closes the group, or learns that a rank is lost. That rank's host
+stores a message beside it. ``find_failure`` reads both; then the group has failed, because streams
+have continued without results.
 """
 
 from __future__ import annotations
@@ -21,13 +19,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
-from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
+from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Run
 from mpicoll.core.reproducible import ORDER
 from mpicoll.core.signature import describe
 from mpicoll.cuda.runtime import CUDA, Memory
@@ -51,24 +49,27 @@ from mpicoll.kernels.peers import (
     Failure,
 )
 from mpicoll.kernels.reduction import find_loop
-from mpicoll.routes.device.state import Agreed, RouteState, build_at_home, first_problem
+from mpicoll.routes.device.state import RouteState, build_on_home_device, first_problem
 from mpicoll.routes.device.user_buffers import signature_of
 from mpicoll.routes.device.workspaces import Workspaces, map_each_other
 from mpicoll.routes.host.shared_segment import share
-from mpicoll.routes.route import MemoryKind, Route
+from mpicoll.routes.route import Needs, Policy, Route, Serves, has_loop
 from mpicoll.watch import lost_ranks
+
+if TYPE_CHECKING:
+    from mpicoll.routes.device.select import Agreement
 
 __all__ = ["ROUTE", "Peers"]
 
-#: Bytes of a workspace beside its header.
+#: Size of a workspace in bytes, without its header.
 WORKSPACE = 32 * 1024 * 1024
-#: Seconds to wait for a rank in the try that comes before the first call.
+#: Seconds to wait for another rank in the trial call.
 TRY_LIMIT = 20.0
-#: Bytes of each rank that are tried.
+#: Bytes of each rank in the trial call.
 _TRIED = 4096
-#: Where a rank's words begin on its page of the board; on rank 0's, what kernels read is before.
+#: Offset of a rank's message on its page of the board; rank 0's page starts with the failure word.
 _WORDS = 128
-#: What is raised, by why kernels have ended.
+#: Exception class by reason in the failure word.
 _ERRORS = {
     LATE: CollectiveTimeoutError,
     DIFFERS: MismatchError,
@@ -80,26 +81,26 @@ _ERRORS = {
 class Peers(RouteState):
     """The workspaces of a group's ranks.
 
-    board:   memory that the hosts share, by rank: _WORDS and what the rank's host has to say.
-    failure: where the devices read, and write, why kernels have ended; rank 0's word.
+    board:   shared host memory, by rank: _WORDS bytes, then the rank's failure message.
+    failure: device address of the failure word.
     """
 
-    ends_on_devices = True
+    can_fail_on_device = True
 
     def __init__(
         self,
-        agreed: Agreed,
+        agreement: Agreement,
         workspaces: Workspaces[int],
         board: np.ndarray[Any, np.dtype[np.uint8]],
         pinned: object,
         failure: int,
     ) -> None:
-        super().__init__(agreed.group, agreed.context)
+        super().__init__(agreement.group, agreement.context)
         self._workspaces = workspaces
         self._board, self._pinned = board, pinned
         self._failure = board[0, :8].view(np.uint64)
         self._calls: dict[int, tuple[int, int]] = {}  # by digest
-        self._captured = False  # calls are in graphs, which run in streams that only users know
+        self._captured = False  # calls are in graphs, which users may run in any stream
         blocks = min(workspaces.said)
         self._peers = peers.Peers(
             tuple(memory.address for memory in workspaces.all), self.me, failure,
@@ -107,27 +108,28 @@ class Peers(RouteState):
         )  # fmt: skip
 
     def digest(self, kind: CallKind, extent: Extent, root: int) -> int:
-        """Return what the kernels compare of a call: 16 bits, which stand for the call."""
+        """Return the 16-bit hash of a call's signature, which the kernels compare."""
         signature = signature_of(kind, extent, root)
         digest = zlib.crc32(repr(signature).encode()) & 0xFFFF
         self._calls[digest] = signature
         return digest
 
     def carry_out(self, call: Collective) -> None:
-        """Enqueue this rank's part of a call.
+        """Enqueue this rank's kernel.
 
         Raises the group's error if kernels have ended without a result, and UnsupportedError in a
-        capture for a kernel that is not there yet.
+        capture if the kernel is not compiled yet.
         """
         self.check()
         whole = self.group.whole or self.group
         context, limit = self.context, _nanoseconds(whole.timeout)
-        if limit != self._peers.limit:  # which programs may set at any time
+        if limit != self._peers.limit:
             self._peers = self._peers._replace(limit=limit)
         if context.captured and not context.runtime.has_collective(context.index, call):
             raise UnsupportedError(
                 f"{call.name}: the current stream is being captured into a CUDA graph, and the "
-                "kernel is not there yet; make such a call, with arrays that lie alike, before"
+                "kernel is not compiled yet; make the same call, with arrays of the same "
+                "alignment, before the capture"
             )
         context.runtime.load_collective(context.index, call)
         context.runtime.collective(context.index, self._peers, call, context.work)
@@ -142,18 +144,14 @@ class Peers(RouteState):
             raise failure
 
     def find_failure(self, wait: bool = False) -> DistBackendError | None:
-        """Return why kernels have ended without a result; None if none has, as far as is known.
-
-        wait: until this rank's are done.
-        """
+        """Return why kernels have ended without a result; see RouteState."""
         whole, ranks = self.group.whole or self.group, self.group.ranks
         if wait:
             try:
                 self._synchronize()
             except Exception as error:
                 return DistBackendError(
-                    f"rank {ranks[self.me]} of group {whole.group_name}: the device has failed: "
-                    f"{error}"
+                    f"rank {ranks[self.me]} of group {whole.group_name}: the device failed: {error}"
                 )
         if not self._failure[0]:
             return None
@@ -165,17 +163,18 @@ class Peers(RouteState):
             name = f"{describe(*self._calls[call])}, on rank {ranks[self.me]} of {name}"
         limit = whole.timeout
         words = {
-            LATE: f"rank {ranks[rank]}'s GPU has waited {limit} s for rank {ranks[other]}'s",
-            DIFFERS: f"ranks {ranks[other]} and {ranks[rank]} made calls that do not belong "
-            "together",
+            LATE: f"timed out: rank {ranks[rank]}'s GPU has waited {limit} s for rank "
+            f"{ranks[other]}'s",
+            DIFFERS: f"collective mismatch: ranks {ranks[other]} and {ranks[rank]} made different "
+            "calls",
         }.get(why) or self._said(rank)
         return _ERRORS[why](
-            f"{name}: {words}. What that and later calls gave is incomplete on any rank; destroy "
-            "the group, and make another"
+            f"{name}: {words}. Results of this call and later ones may be incomplete on all ranks; "
+            "destroy the group and create a new one"
         )
 
     def _synchronize(self) -> None:
-        """Wait until this rank's kernels are done; those of graphs are in any of its streams."""
+        """Wait until this rank's kernels are done, in any stream if there are graphs."""
         context = self.context
         if self._captured:
             context.runtime.synchronize_device(context.index)
@@ -183,10 +182,9 @@ class Peers(RouteState):
             context.synchronize(context.work)
 
     def end_kernels(self, why: int, words: str) -> None:
-        """End the kernels of all ranks, those that wait now and all later ones, unless that has
-        been done: FAILED or CLOSED, and more in words.
+        """End the current and later kernels of all ranks, unless that was done before.
 
-        This asks nothing of the driver, and so works whatever the device and other threads are at.
+        why: FAILED or CLOSED; words: the message. It does not call the driver, which may block.
         """
         if not self._failure[0]:
             said = words.encode()[: self._board.shape[1] - _WORDS]
@@ -197,11 +195,9 @@ class Peers(RouteState):
         said = self._board[rank, _WORDS:].tobytes().rstrip(b"\0").decode(errors="replace")
         return said or f"rank {self.group.ranks[rank]} has failed"
 
-    def take_leave(self, kind: CallKind, error: Exception) -> None:
-        """End the other ranks' kernels, and break the group: this rank has failed on its way to a
-        call. What was refused is refused on all ranks, and no kernel of theirs waits.
-        """
-        if isinstance(error, UsageError):
+    def notify_failure(self, kind: CallKind, error: Exception) -> None:
+        """End the other ranks' kernels and fail the group: this rank failed before a call."""
+        if isinstance(error, UsageError):  # raised on all ranks
             return
         group, number = self.group, (self.group.whole or self.group).sequence
         self.end_kernels(
@@ -212,15 +208,15 @@ class Peers(RouteState):
         if group.broken is None and (failure := self.find_failure()) is not None:
             group.break_with(failure)
 
-    def break_with(self, error: DistBackendError, alone: bool) -> None:
-        """End the kernels of all ranks; the group is broken."""
+    def abort(self, error: DistBackendError, alone: bool) -> None:
+        """End the kernels of all ranks; the group has failed."""
         why = CLOSED if isinstance(error, CollectiveTimeoutError) else FAILED
         self.end_kernels(why, f"rank {self.group.ranks[self.me]} has left the group: {error}")
 
     # ---- Begin and end ---------------------------------------------------------------------------
 
     def try_once(self) -> str:
-        """Carry out an all-gather in a short time; return why it failed, "" if it did not."""
+        """Run an all_gather with a short timeout; return "" or the reason why it failed."""
         context, n, me, found = self.context, self.n, self.me, self._peers
         send, recv = context.scratch(_TRIED), context.scratch(n * _TRIED)
         pinned = context.runtime.allocate_pinned(context.index, (n + 1) * _TRIED)
@@ -236,13 +232,13 @@ class Peers(RouteState):
         self._peers = found
         if self._failure[0]:
             if Failure.unpack(int(self._failure[0])).why == FAILED:
-                return "another rank has failed, and says why"
-            return f"what a rank writes to another's memory does not arrive within {TRY_LIMIT} s"
+                return "another rank failed, see its error"
+            return f"data written to another rank's memory did not arrive within {TRY_LIMIT} s"
         wrong = [rank for rank in range(n) if (host[1 + rank] != _pattern(rank)).any()]
-        return f"what rank {wrong[0]} writes to this rank's memory is wrong there" if wrong else ""
+        return f"data that rank {wrong[0]} wrote to this rank's memory is wrong" if wrong else ""
 
     def close(self, limit: float) -> None:
-        """Let go of the workspaces, waiting for others for so many seconds; all ranks call."""
+        """Unmap and free the workspaces; all ranks call. See ``Workspaces.close``."""
         self._synchronize()
         self._workspaces.close(limit)
 
@@ -260,17 +256,17 @@ def _tried(send: int, recv: int, n: int) -> Collective:
     return Collective("all_gather", None, 8, send, recv, starts=list(starts))
 
 
-def _meet(agreed: Agreed) -> Peers | str:
-    """Return what the ranks have of each other, once a try has shown that it works, or why not."""
-    group, context = agreed.group, agreed.context
+def _negotiate(agreement: Agreement) -> Peers | str:
+    """Return the mapped workspaces after a successful trial call, or the reason why not."""
+    group, context = agreement.group, agreement.context
     runtime, index, n = context.runtime, context.index, group.size()
     if n > RANKS:
-        return f"the kernels serve {RANKS} ranks at most, and the group has {n}"
+        return f"the kernels support {RANKS} ranks at most, and the group has {n}"
 
     def prepare(own: Memory) -> int:
         zeros = runtime.allocate_pinned(index, HEADER.itemsize)
         zeros.on_host()[: HEADER.itemsize] = 0
-        # In a stream of its own: the host does not wait for what the call comes after.
+        # Not in the work stream, so that the host does not wait for the user's work.
         runtime.copy(index, own.address, zeros.address, HEADER.itemsize, context.to_device)
         context.synchronize(context.to_device)
         runtime.load_collective(index, _tried(0, 0, n))
@@ -283,13 +279,13 @@ def _meet(agreed: Agreed) -> Peers | str:
     segment = share(group.inner, mmap.PAGESIZE, True)
     try:
         if segment is None:
-            raise UnsupportedError("the ranks share no memory of the host")
+            raise UnsupportedError("the ranks cannot share host memory")
         board = np.frombuffer(segment.memory, np.uint8).reshape(n, -1)
         pinned = runtime.register(index, board.ctypes.data, board.nbytes)
         failure = runtime.reach(index, board.ctypes.data)
-        made = Peers(agreed, workspaces, board, pinned, failure)
+        made = Peers(agreement, workspaces, board, pinned, failure)
     except Exception as error:
-        problem = f"no memory by which kernels can be ended: {error}"
+        problem = f"no memory for the failure word: {error}"
     why = first_problem(control_messages.allgather(group.inner, problem, str))
     if made is not None and not why:
         try:
@@ -307,13 +303,15 @@ def _meet(agreed: Agreed) -> Peers | str:
 # --- calls --------------------------------------------------------------------------------------
 
 
-def _build(kind: CallKind, agreed: Agreed) -> Implementation:
-    return build_at_home(kind, agreed, agreed.state(Peers), _FUNCTIONS[kind.primitive.name])
+def _build(kind: CallKind, agreement: Agreement) -> Implementation:
+    return build_on_home_device(
+        kind, agreement, agreement.state(Peers), _FUNCTIONS[kind.primitive.name]
+    )
 
 
 def _reduction(found: Peers, kind: CallKind) -> Callable[[Collective, Extent, int], None]:
-    """Return what carries out a reduction of some elements, given its name, addresses and blocks:
-    of elements; and the extent and the root.
+    """Return a function that enqueues a reduction. It takes a Collective in units of elements, the
+    extent and the root.
     """
     _, _, op, dtype = kind
     assert op is not None and dtype is not None
@@ -322,7 +320,7 @@ def _reduction(found: Peers, kind: CallKind) -> Callable[[Collective, Extent, in
     numbers, width = by.elements, by_name[by.format].itemsize
     divisor = found.n if op is ReduceOp.AVG else 1
 
-    def carry_out(call: Collective, extent: Extent, root: int) -> None:
+    def enqueue(call: Collective, extent: Extent, root: int) -> None:
         count, starts = call.count * numbers, [start * numbers for start in call.starts]
         found.carry_out(
             replace(
@@ -331,27 +329,27 @@ def _reduction(found: Peers, kind: CallKind) -> Callable[[Collective, Extent, in
             )
         )  # fmt: skip
 
-    return carry_out
+    return enqueue
 
 
-def _reduce(found: Peers, kind: CallKind) -> Implementation:
-    """Build reduce, and all_reduce, which has no root."""
-    carry_out, rooted = _reduction(found, kind), kind.primitive.name == "reduce"
+def _reduce(found: Peers, kind: CallKind) -> Run:
+    """Build reduce and all_reduce."""
+    enqueue, rooted = _reduction(found, kind), kind.primitive.name == "reduce"
 
     def reduce(send: None, view: DeviceView, count: int, root: int) -> None:
         call = Collective("all_reduce", None, 0, 0, view.address, view.count)
-        carry_out(replace(call, root=root) if rooted else call, count, root)
+        enqueue(replace(call, root=root) if rooted else call, count, root)
 
     return reduce
 
 
-def _reduce_scatter(found: Peers, kind: CallKind) -> Implementation:
-    carry_out = _reduction(found, kind)
+def _reduce_scatter(found: Peers, kind: CallKind) -> Run:
+    enqueue = _reduction(found, kind)
 
     def reduce_scatter(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
         counts = extent.sends if isinstance(extent, Blocks) else [extent] * found.n
         starts = list(accumulate(counts, initial=0))
-        carry_out(
+        enqueue(
             Collective("reduce_scatter", None, 0, send.address, recv.address, starts=starts),
             extent,
             0,
@@ -360,7 +358,7 @@ def _reduce_scatter(found: Peers, kind: CallKind) -> Implementation:
     return reduce_scatter
 
 
-def _all_gather(found: Peers, kind: CallKind) -> Implementation:
+def _all_gather(found: Peers, kind: CallKind) -> Run:
     def all_gather(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
         counts = extent.receives if isinstance(extent, Blocks) else [extent] * found.n
         starts = [each * recv.dtype.itemsize for each in accumulate(counts, initial=0)]
@@ -376,7 +374,7 @@ def _all_gather(found: Peers, kind: CallKind) -> Implementation:
     return all_gather
 
 
-def _broadcast(found: Peers, kind: CallKind) -> Implementation:
+def _broadcast(found: Peers, kind: CallKind) -> Run:
     def broadcast(send: None, view: DeviceView, count: int, root: int) -> None:
         width = gcd(8, view.address, view.nbytes)
         found.carry_out(
@@ -389,8 +387,7 @@ def _broadcast(found: Peers, kind: CallKind) -> Implementation:
     return broadcast
 
 
-#: By the name of the primitive.
-_FUNCTIONS: dict[str, Callable[[Peers, CallKind], Implementation]] = {
+_FUNCTIONS: dict[str, Callable[[Peers, CallKind], Run]] = {
     "all_reduce": _reduce,
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
@@ -402,36 +399,37 @@ _FUNCTIONS: dict[str, Callable[[Peers, CallKind], Implementation]] = {
 
 
 class _Loader(Peers):
-    """Compiles the kernels of calls, and carries out none."""
+    """Compiles the kernels of calls without running them."""
 
     def __init__(self, found: Peers) -> None:
         vars(self).update(vars(found))
 
     def carry_out(self, call: Collective) -> None:
-        """Compile what the call needs."""
+        """Compile the kernel of a call."""
         self.context.runtime.load_collective(self.context.index, call)
 
 
-def _build_loader(kind: CallKind, agreed: Agreed) -> Implementation:
-    """Return what compiles the kernels of such calls."""
-    return _FUNCTIONS[kind.primitive.name](_Loader(agreed.state(Peers)), kind)
+def _build_loader(kind: CallKind, agreement: Agreement) -> Implementation:
+    return Implementation(_FUNCTIONS[kind.primitive.name](_Loader(agreement.state(Peers)), kind))
 
 
 ROUTE = Route(
-    "peer",
-    "one kernel on each GPU, which writes to the others' memory",
-    MemoryKind.DEVICE,
-    tuple(_FUNCTIONS),
+    __name__,
+    "one kernel on each GPU, which writes to the memory of the other GPUs",
+    Serves(
+        tuple(_FUNCTIONS),
+        combines=has_loop,
+        reproducible=(ORDER,),
+        premultiplies=True,
+        uneven=("all_gather", "reduce_scatter"),
+    ),
     _build,
-    _meet,
-    combines=lambda op, dtype: find_loop(op, dtype) is not None,
-    reproducible=(ORDER,),
-    scales=True,
-    uneven=("all_gather", "reduce_scatter"),
-    place="gpus",
-    needs="all ranks on one node, each with a GPU of its own, and CUDA IPC between them",
-    lacks=lambda own: own.lacks_gpu(CUDA),
-    blocks="",
-    captures=True,
-    load=_build_loader,
+    Needs(
+        "gpus",
+        "all ranks on one node, each with its own GPU, and CUDA IPC between them",
+        lambda own: own.lacks_gpu(CUDA),
+    ),
+    Policy(host_waits_for="", capturable=True),
+    negotiate=_negotiate,
+    preload=_build_loader,
 )

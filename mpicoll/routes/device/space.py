@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mpicoll.arrays.views import DeviceView, View, address
 from mpicoll.core.checks import reads, writes
-from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation
+from mpicoll.core.plan import CallKind, Contiguous, Extent, Run
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import DType, Factor, ReduceOp
 from mpicoll.kernels.device_kernels import PIECE
@@ -14,7 +14,7 @@ from mpicoll.kernels.reduction import find_loop
 from mpicoll.primitives import Layout
 from mpicoll.routes.space import Space
 
-__all__ = ["Alone", "DeviceSpace", "at_home", "for_mpi"]
+__all__ = ["Alone", "DeviceSpace", "for_mpi", "on_home_device"]
 
 #: See Space. A wait for the device is slow, and copies are fast: more at a time than on hosts.
 SMALL, CHUNK, STACK = 128 * 1024, 4 * 1024 * 1024, 64 * 1024 * 1024
@@ -59,12 +59,12 @@ class DeviceSpace(Space):
         return blank
 
     def room(self, n: int, count: int) -> int:
-        """Return what ``places`` needs, each array's beginning included."""
+        """Return the number of elements that ``places`` needs, with alignment."""
         return n * (_aligned(count) + PIECE)
 
     def places(self, stack: View, n: int, count: int, beside: View) -> list[View]:
-        """Return arrays at addresses that are those of ``beside`` modulo a piece: kernels read and
-        write such arrays in pieces.
+        """Return arrays with the alignment of ``beside`` (modulo PIECE), as vectorized kernels
+        require.
         """
         shift = (address(beside) - address(stack)) % PIECE // stack.dtype.itemsize
         return [stack.part(shift + place * _aligned(count), count) for place in range(n)]
@@ -116,12 +116,10 @@ class Alone(DeviceSpace):
         """Return at once: no MPI reads or writes."""
 
 
-def at_home(home: DeviceContext, inner: Implementation) -> Implementation:
-    """Return ``inner`` on one device of this process: arrays on others are copied there."""
+def on_home_device(home: DeviceContext, inner: Run) -> Run:
+    """Return ``inner`` for one device of this process: arrays on other devices are copied to it."""
 
-    def carry_out(
-        send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
-    ) -> None:
+    def run(send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int) -> None:
         first = send if recv is None else recv
         assert isinstance(first, DeviceView)
         context = first.context
@@ -140,7 +138,7 @@ def at_home(home: DeviceContext, inner: Implementation) -> Implementation:
         finally:
             context.follow(home)
 
-    return carry_out
+    return run
 
 
 def _moved(view: View, home: DeviceContext) -> DeviceView:
@@ -150,17 +148,15 @@ def _moved(view: View, home: DeviceContext) -> DeviceView:
     return moved
 
 
-def for_mpi(space: DeviceSpace, kind: CallKind, inner: Implementation) -> Implementation:
-    """Return ``inner`` on memory that every MPI can take, once the streams' earlier work is done.
+def for_mpi(space: DeviceSpace, kind: CallKind, inner: Run) -> Run:
+    """Return ``inner`` for memory that every MPI accepts, after the earlier work of the streams.
 
-    Managed memory, and memory of a pool (cudaMallocAsync), is copied: not all MPIs take it.
+    Managed memory and memory of a pool (cudaMallocAsync) are copied: not all MPIs accept them.
     """
     primitive, group = kind.primitive, kind.group
     in_place = primitive.layout is Layout.IN_PLACE
 
-    def carry_out(
-        send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
-    ) -> None:
+    def run(send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int) -> None:
         runtime = space.context.runtime
         out: View | None = send
         into: View | None = recv
@@ -179,4 +175,4 @@ def for_mpi(space: DeviceSpace, kind: CallKind, inner: Implementation) -> Implem
         if writes(primitive, group, root):
             recv.copy_from(into)
 
-    return carry_out
+    return run

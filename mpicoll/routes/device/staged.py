@@ -1,12 +1,13 @@
-"""Device memory over any MPI, through pinned memory of the host.
+"""Device memory over any MPI, through staging buffers in pinned host memory.
 
-A call is cut into chunks, the same on every rank. While MPI carries one chunk, the next one is
-copied to the host and the one before back to the device, on separate streams.
+A call is split into chunks, the same on every rank. While MPI processes a chunk, the next one is
+copied to the host and the previous one to the device, on separate streams.
 """
 
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,27 +19,28 @@ from mpicoll.cuda import runtime
 from mpicoll.cuda.runtime import Event
 from mpicoll.cuda.streams import DeviceContext, StreamOrder
 from mpicoll.primitives import PRIMITIVES, Layout
-from mpicoll.routes.device.state import Agreed
-from mpicoll.routes.route import MemoryKind, Route
+from mpicoll.routes.route import Policy, Route, Serves
+
+if TYPE_CHECKING:
+    from mpicoll.routes.device.select import Agreement
 
 __all__ = ["ROUTE", "HostStaging"]
 
-#: Bytes of a chunk, of both sides and all ranks' blocks together; there are two at a time.
+#: Size of a chunk in bytes, with both sides and all ranks' blocks. Two chunks are in flight.
 CHUNK = 8 * 1024 * 1024
 _LINE = 64
 
 
-def _build(kind: CallKind, agreed: Agreed) -> Implementation:
-    """Return the host's implementation, on device memory."""
+def _build(kind: CallKind, agreement: Agreement) -> Implementation:
     primitive, group = kind.primitive, kind.group
-    host, n = agreed.on_host(kind), group.size()
+    host, n = agreement.on_host(kind).run, group.size()
     sent = n if primitive.layout is Layout.SCATTERED else 1
     received = n if primitive.layout is Layout.GATHERED else 1
-    # A root has blocks of all ranks in its chunks, the others have not: all cut alike.
+    # Only the root's chunks have blocks of all ranks, but all ranks use the same chunks.
     blocks = received + (sent if primitive.input else 0)
 
     def staged(send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int) -> None:
-        # No rank knows the sizes of others' blocks: such calls are one chunk.
+        # Blocks of different sizes are one chunk, because no rank knows all sizes.
         whole = not isinstance(extent, int)
         out = None if send is None else _Side(send, 1 if whole else sent)
         into = None if recv is None else _Side(recv, 1 if whole else received)
@@ -54,7 +56,7 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation:
         going_back = into is not None and writes(primitive, group, root)
 
         def places(k: int) -> list[View]:
-            """Return where the sides' chunks are on the host."""
+            """Return the staging buffers of chunk k."""
             found, at = [], k % 2 * half
             for one in sides:
                 memory = pinned[at : at + one.nbytes(chunks[k])].view(one.dtype.numpy)
@@ -63,9 +65,7 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation:
             return found
 
         def fetch(k: int) -> Event:
-            context.after(
-                context.to_host, context.to_device
-            )  # the place is that of the last but one
+            context.after(context.to_host, context.to_device)  # chunk k - 2 has left the buffer
             for one, place in zip(sides, places(k), strict=True):
                 if one in coming_in:
                     one.copy(chunks[k], place, context.to_host, inward=False)
@@ -88,11 +88,11 @@ def _build(kind: CallKind, agreed: Agreed) -> Implementation:
                 )
                 if into is not None and going_back:
                     into.copy(chunk, found[-1], context.to_device, inward=True)
-        finally:  # after an error, too, what is on its way comes before what follows
+        finally:  # also after an error, later work waits for the copies
             context.after(context.work, context.to_host)
             context.after(context.work, context.to_device)
 
-    return staged
+    return Implementation(staged)
 
 
 class _Side:
@@ -108,14 +108,14 @@ class _Side:
         self.count = view.count // blocks
 
     def nbytes(self, chunk: tuple[int, int]) -> int:
-        """Return the bytes of a chunk: of a part of every block."""
+        """Return the size in bytes of a chunk, which has a part of every block."""
         return self.blocks * self._of_block(chunk)
 
     def _of_block(self, chunk: tuple[int, int]) -> int:
         return min(chunk[1], self.count) * self.itemsize
 
     def room(self, chunk: tuple[int, int]) -> int:
-        """Return the bytes to keep for a chunk: whole lines."""
+        """Return the size in bytes of a chunk's staging buffer, a multiple of _LINE."""
         return -(-self.nbytes(chunk) // _LINE) * _LINE
 
     def copy(self, chunk: tuple[int, int], place: View, stream: int, inward: bool) -> None:
@@ -150,19 +150,19 @@ class HostStaging:
         return from_numpy(memory[:nbytes].view(view.dtype.numpy), view.dtype)
 
     def stream_order(self, view: DeviceView) -> StreamOrder:
-        """Return the moment at which an array was given."""
+        """Return the position of an array's stream at this moment."""
         return StreamOrder(self._context.runtime, self._context.index, {view.stream})
 
     def to_host(self, view: DeviceView, host: View, order: StreamOrder) -> None:
-        """Copy the elements of an array to their place, where they are on return.
+        """Copy an array to host memory, and wait for it.
 
-        order: made when the array was given. If it is due, only the copy is waited for.
+        order: from ``stream_order``; the copy runs after the work that it holds.
         """
         with self._lock:
             self._carry(view, host, order, inward=False)
 
     def to_device(self, view: DeviceView, host: View, order: StreamOrder) -> None:
-        """Copy elements to their array, where they are on return; as ``to_host``."""
+        """Copy host memory to an array, and wait for it; as ``to_host``."""
         with self._lock:
             self._carry(view, host, order, inward=True)
 
@@ -181,8 +181,8 @@ class HostStaging:
             context.synchronize(context.work)
 
     def _copy(self, address: int, host: Array, inward: bool) -> None:
-        """Copy between the device and the host. What is more than a chunk is not pinned there: it
-        goes through two pinned halves of one, in turn.
+        """Copy between the device and the host. Host memory larger than a chunk is not pinned, so
+        it is copied through two halves of a pinned chunk in turn.
         """
         context, nbytes = self._context, host.nbytes
         if nbytes <= CHUNK:
@@ -206,7 +206,7 @@ class HostStaging:
         for k, part in enumerate(parts):
             if not inward and k + 1 < len(parts):
                 begin(k + 1)
-            context.runtime.synchronize(done[k % 2])  # of this part, or of the last but one
+            context.runtime.synchronize(done[k % 2])  # the buffer is ready, or free
             if inward:
                 rooms[k][:] = host[part]
                 begin(k)
@@ -215,16 +215,19 @@ class HostStaging:
 
 
 ROUTE = Route(
-    "staged",
+    __name__,
     "pinned memory of the host",
-    MemoryKind.DEVICE,
-    tuple(row.name for row in PRIMITIVES if row.layout is not Layout.EMPTY),
-    _build,
-    reproducible=LEVELS,  # as the routes of host memory keep them
-    scales=True,
-    blocks=(
-        "until the device has done what the call comes after and copied the last chunk to the "
-        "host, and MPI has moved it; not for the last copy to the device"
+    Serves(
+        tuple(row.name for row in PRIMITIVES if row.layout is not Layout.EMPTY),
+        reproducible=LEVELS,  # kept by the host routes
+        premultiplies=True,
+        uneven=tuple(row.name for row in PRIMITIVES if row.listed or not row.even),
     ),
-    uneven=tuple(row.name for row in PRIMITIVES if row.listed or not row.even),
+    _build,
+    policy=Policy(
+        host_waits_for=(
+            "until the device has done all earlier work and copied the last chunk to the host, and "
+            "MPI has processed it; not for the last copy to the device"
+        ),
+    ),
 )

@@ -1,4 +1,4 @@
-"""Device memory of this rank that other ranks map, and how a group lets go of it."""
+"""Device memory that all ranks of a group map, and its release."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BLOCK",
-    "TOGETHER",
+    "RELEASE_TIMEOUT_S",
     "Workspaces",
-    "all_come",
     "map_each_other",
     "mapped",
+    "timed_barrier",
 ]
 
 T = TypeVar("T")
 
-#: Bytes of the blocks that the driver shares out to small allocations: who opens one has them all.
+#: Size in bytes of the driver's blocks. Small allocations share a block, and opening one of them
+#: maps the whole block.
 BLOCK = 2 * 1024 * 1024
-#: Workspaces that other ranks may map: freeing such memory would pull it away under them.
+#: Workspaces that other ranks may have mapped, which must not be freed.
 mapped: list[Memory] = []
-#: Seconds to wait for the others to let go of what was mapped in vain: all have just met.
-TOGETHER = 60.0
-#: The tag of the messages by which ranks meet: above those of routes, below those of new groups.
+#: Seconds to wait for the other ranks to close their mappings when negotiation fails.
+RELEASE_TIMEOUT_S = 60.0
+#: Tag of the barrier's messages: above the tags of routes, below those of new groups.
 _TAG = (1 << 14) - 1
 
 
 class Workspaces(Generic[T]):
-    """A workspace of each rank of a group, which all ranks map.
+    """The workspaces of all ranks of a group, which each rank maps.
 
-    all:  the workspaces as this process has them, by rank.
-    said: what each rank has said of its own.
+    all:  the workspaces in this process, by rank.
+    said: the values that ``prepare`` returned, by rank.
     """
 
     def __init__(
@@ -50,10 +51,8 @@ class Workspaces(Generic[T]):
         self._group, self._own = group, own
         self.all, self.said = everybody, said
 
-    def close(self, limit: float = TOGETHER) -> None:
-        """Let go of the others' workspaces; all ranks call. This rank's is freed once no other rank
-        maps it any more, or never, if that takes longer than ``limit`` seconds.
-        """
+    def close(self, limit: float = RELEASE_TIMEOUT_S) -> None:
+        """Unmap the other ranks' workspaces; all ranks call. See ``_free_when_unmapped``."""
         self.all.clear()
         _free_when_unmapped(self._group, self._own, limit)
 
@@ -65,9 +64,10 @@ def map_each_other(
     prepare: Callable[[Memory], T],
     kind: type[T],
 ) -> Workspaces[T] | str:
-    """Return workspaces of all ranks, or, on all, why there are none. All ranks call.
+    """Return workspaces of all ranks or, on all of them, the reason why there are none. All ranks
+    call.
 
-    nbytes:  of each, rounded up to whole blocks.
+    nbytes:  size of each in bytes, rounded up to whole blocks.
     prepare: fills this rank's workspace, and returns the data that the other ranks need; called
              before they map it.
     kind:    the type of the value that ``prepare`` returns.
@@ -80,7 +80,7 @@ def map_each_other(
         mine = prepare(own)
         handle = runtime.export(index, own)
         mapped.append(own)
-    except Exception as error:  # whatever the driver says: all ranks take another route then
+    except Exception as error:
         own, problem = None, f"no workspace: {error}"
     what: Any = tuple[bytes, kind | None, str]  # type: ignore[valid-type]
     said = control_messages.allgather(group.inner, (handle, mine, problem), what)
@@ -98,26 +98,26 @@ def map_each_other(
             return Workspaces(group, own, everybody, [words for _, words, _ in said])
     everybody.clear()
     if own is None:
-        all_come(group, TOGETHER)  # the others wait until nothing is mapped any more
+        timed_barrier(group, RELEASE_TIMEOUT_S)
     else:
-        _free_when_unmapped(group, own, TOGETHER)
+        _free_when_unmapped(group, own, RELEASE_TIMEOUT_S)
     return why
 
 
 def _free_when_unmapped(group: ProcessGroup, own: Memory, limit: float) -> None:
-    """Free this rank's workspace once no other rank maps it any more, or never, if that takes
-    longer than ``limit`` seconds. All ranks call, when they have let go of the others'.
+    """Free this rank's workspace once no rank maps it. All ranks call after they have unmapped the
+    other ranks' workspaces. If one does not within ``limit`` seconds, it is never freed.
     """
-    if all_come(group, limit):
+    if timed_barrier(group, limit):
         mapped.remove(own)
 
 
-def all_come(group: ProcessGroup, limit: float) -> bool:
-    """Return whether all ranks call within so many seconds.
+def timed_barrier(group: ProcessGroup, limit: float) -> bool:
+    """Run a barrier; return False if it timed out after ``limit`` seconds.
 
-    By messages, a dissemination barrier (Hensgen, Finkel, Manber, International J. of Parallel
-    Programming 17(1), 1988): in a group that is broken, ranks have left collectives of MPI, which
-    another one would meet.
+    It is a dissemination barrier of messages (Hensgen, Finkel, Manber, International J. of Parallel
+    Programming 17(1), 1988), because ranks of a failed group may have left MPI collectives that
+    MPI_Barrier would be matched with.
     """
     inner, n, me, moment = group.inner, group.size(), group.rank(), deadline(limit)
     distance = 1

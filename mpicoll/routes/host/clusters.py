@@ -1,11 +1,10 @@
-"""Clusters: neighbouring ranks of a node that are near each other, and far from others.
+"""Clusters: runs of consecutive ranks of a node that share a last-level cache or a NUMA node.
 
-They share a last-level cache or a NUMA node. Large sums cross from one cluster to the next once
-(``all_reduce_by_clusters`` in ``kernels/src/shared.c``). As sums go in the order of the ranks, only
-ranks that follow each other make a cluster.
+Large sums cross from one cluster to the next once (``all_reduce_by_clusters`` in
+``kernels/src/shared.c``). Ranks must be consecutive because sums are in rank order.
 
-What the system says of caches and nodes holds where each rank is bound to processors within one of
-them. In virtual machines it may be false: measured latencies may contradict it, and take its place.
+The operating system's topology is used if each rank is bound to processors within one cache or
+NUMA node. Virtual machines may report a false topology, so measured latencies can override it.
 """
 
 from __future__ import annotations
@@ -20,19 +19,18 @@ from mpicoll.errors import ArgumentError
 
 __all__ = ["Seen", "choose", "find_domain"]
 
-#: The fewest ranks of a cluster, on average, that are worth it: with 4 in each of two, half as many
-#: bytes cross (docs/model.md).
+#: Minimum average number of ranks per cluster (docs/model.md).
 LEAST = 4
 
 _SYSTEM = Path("/sys/devices/system")
 
 
 class Seen(NamedTuple):
-    """What a rank knows of its surroundings.
+    """A rank's view of the topology.
 
     forced:    ``MPICOLL_CLUSTERS`` of its process.
-    domain:    what it shares with the ranks of the same name; "": unknown, see ``find_domain``.
-    latencies: to the ranks whose numbers differ in bit 0, 1 and so on: nanoseconds; 0: unknown.
+    domain:    result of ``find_domain``.
+    latencies: in nanoseconds to the ranks whose numbers differ in bit 0, 1, …; 0: unknown.
     """
 
     forced: str
@@ -41,8 +39,8 @@ class Seen(NamedTuple):
 
 
 def find_domain(processors: set[int], system: Path = _SYSTEM) -> str:
-    """Return the name of the last-level cache that these processors share, else of their NUMA node;
-    "" if they do not, or the system does not say.
+    """Return the name of the last-level cache or else the NUMA node that these processors share;
+    "" if there is none or it is unknown.
     """
     places = [
         ("cache", system / f"cpu/cpu{min(processors)}/cache", "index*/shared_cpu_list"),

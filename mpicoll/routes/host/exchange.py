@@ -1,7 +1,7 @@
 """Exchange and combine: every dtype and operation, rounded once, over any MPI.
 
-The algorithms are those of routes/algorithms.py. Reductions of one chunk, whose time is mostly
-Python's, are written out here for NumPy arrays: the same steps, with the same bits.
+Uses the algorithms of routes/algorithms.py. Reductions of one chunk, whose cost is mostly Python,
+have a faster version for NumPy arrays here, with the same steps and the same bits.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import numpy as np
 
 from mpicoll.arrays.views import Array, Buffer
 from mpicoll.core.groups import ProcessGroup
-from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation
+from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation, Run
 from mpicoll.core.reproducible import LEVELS
 from mpicoll.dtypes import ReduceOp
 from mpicoll.kernels.reduction import combine
 from mpicoll.routes import algorithms
 from mpicoll.routes.messages import Span, shares_of
 from mpicoll.routes.reductions import chunk_of
-from mpicoll.routes.route import EXCHANGES, PREFIXES, REDUCTIONS, MemoryKind, Route
+from mpicoll.routes.route import EXCHANGES, PREFIXES, REDUCTIONS, Route, Serves
 from mpicoll.routes.space import PooledHost
 from mpicoll.routes.wire import Message, datatype, exchange, message, scratch
 
@@ -30,21 +30,19 @@ def build(kind: CallKind) -> Implementation:
     """Return the implementation of a kind of call."""
     space = get_space(kind.group)
     general = algorithms.build(kind, space)
-    short = _SHORT.get(kind.primitive.name)
-    if short is None or kind.dtype is None:
-        return general
-    one_chunk, n = short(_Short(kind, space)), kind.group.size()
+    build_one_chunk = _ONE_CHUNK.get(kind.primitive.name)
+    if build_one_chunk is None or kind.dtype is None:
+        return Implementation(general)
+    one_chunk, n = build_one_chunk(_OneChunk(kind, space)), kind.group.size()
     limit = chunk_of(space, n, kind.dtype) * (1 if kind.primitive.many_in else n)
 
-    def carry_out(
-        send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
-    ) -> None:
+    def run(send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int) -> None:
         if isinstance(extent, int) and extent <= limit:
             one_chunk(send, recv, extent, root)
         else:
             general(send, recv, extent, root)
 
-    return carry_out
+    return Implementation(run)
 
 
 def get_space(group: ProcessGroup) -> PooledHost:
@@ -52,7 +50,7 @@ def get_space(group: ProcessGroup) -> PooledHost:
     return group.resources.get_or_create("exchange", PooledHost)
 
 
-class _Short:
+class _OneChunk:
     """The common part of the reductions of one chunk."""
 
     def __init__(self, kind: CallKind, space: PooledHost) -> None:
@@ -104,65 +102,65 @@ class _Short:
             self.combine(sources, out)
 
 
-def _all_reduce(short: _Short) -> Implementation:
-    n, me, dtype = short.n, short.me, short.dtype
+def _all_reduce(chunk: _OneChunk) -> Run:
+    n, me, dtype = chunk.n, chunk.me, chunk.dtype
 
     def all_reduce(send: None, recv: Buffer, count: int, root: int) -> None:
         if not count:
             return
-        whole, nbytes = short.array(recv, count), n * count * dtype.itemsize
-        if nbytes <= short.small or (count < n and nbytes <= short.stack):
-            short.combine(short.everything(recv, count), whole)
+        whole, nbytes = chunk.array(recv, count), n * count * dtype.itemsize
+        if nbytes <= chunk.small or (count < n and nbytes <= chunk.stack):
+            chunk.combine(chunk.everything(recv, count), whole)
             return
         cut = shares_of(count, n)
         start, mine = cut[me]
-        short.combine_own(recv, whole, cut, whole[start : start + mine])
-        going = short.messages(recv, [(start, mine)] * n)
-        exchange(short.comm, going, short.messages(recv, cut), short.tag)
+        chunk.combine_own(recv, whole, cut, whole[start : start + mine])
+        going = chunk.messages(recv, [(start, mine)] * n)
+        exchange(chunk.comm, going, chunk.messages(recv, cut), chunk.tag)
 
     return all_reduce
 
 
-def _reduce(short: _Short) -> Implementation:
-    n, me, dtype = short.n, short.me, short.dtype
+def _reduce(chunk: _OneChunk) -> Run:
+    n, me, dtype = chunk.n, chunk.me, chunk.dtype
 
     def reduce(send: None, recv: Buffer, count: int, root: int) -> None:
         if not count:
             return
-        whole = short.array(recv, count)
-        if n * count * dtype.itemsize <= short.small:
+        whole = chunk.array(recv, count)
+        if n * count * dtype.itemsize <= chunk.small:
             cut = [(0, count if r == root else 0) for r in range(n)]
-            short.combine_own(recv, whole, cut, whole[: cut[me][1]])
+            chunk.combine_own(recv, whole, cut, whole[: cut[me][1]])
             return
         cut = shares_of(count, n)
         start, mine = cut[me]
         if me == root:
-            short.combine_own(recv, whole, cut, whole[start : start + mine])
-            exchange(short.comm, [None] * n, short.messages(recv, cut), short.tag)
+            chunk.combine_own(recv, whole, cut, whole[start : start + mine])
+            exchange(chunk.comm, [None] * n, chunk.messages(recv, cut), chunk.tag)
         else:
             out = np.empty(mine, dtype.numpy)
-            short.combine_own(recv, whole, cut, out)
+            chunk.combine_own(recv, whole, cut, out)
             own = message(out.view(np.uint8), mine, dtype) if mine else None
             going = [own if r == root else None for r in range(n)]
-            exchange(short.comm, going, [None] * n, short.tag)
+            exchange(chunk.comm, going, [None] * n, chunk.tag)
 
     return reduce
 
 
-def _reduce_scatter(short: _Short) -> Implementation:
-    n = short.n
+def _reduce_scatter(chunk: _OneChunk) -> Run:
+    n = chunk.n
 
     def reduce_scatter(send: Buffer, recv: Buffer, count: int, root: int) -> None:
         if count:
             cut = [(r * count, count) for r in range(n)]
-            whole = short.array(send, n * count)
-            short.combine_own(send, whole, cut, short.array(recv, count))
+            whole = chunk.array(send, n * count)
+            chunk.combine_own(send, whole, cut, chunk.array(recv, count))
 
     return reduce_scatter
 
 
 #: By the name of the primitive.
-_SHORT: dict[str, Callable[[_Short], Implementation]] = {
+_ONE_CHUNK: dict[str, Callable[[_OneChunk], Run]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
@@ -170,11 +168,12 @@ _SHORT: dict[str, Callable[[_Short], Implementation]] = {
 }
 
 ROUTE = Route(
-    "exchange",
+    __name__,
     "messages over MPI",
-    MemoryKind.HOST,
-    (*REDUCTIONS, *PREFIXES, *EXCHANGES),
+    Serves(
+        (*REDUCTIONS, *PREFIXES, *EXCHANGES),
+        reproducible=LEVELS,
+        uneven=("reduce_scatter", *EXCHANGES),
+    ),
     build,
-    reproducible=LEVELS,
-    uneven=("reduce_scatter", *EXCHANGES),
 )

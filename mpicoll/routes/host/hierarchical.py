@@ -1,27 +1,21 @@
-"""Two levels, for groups on several nodes: shared memory among the ranks of a node, and MPI between
-the nodes.
+"""Hierarchical collectives for groups on several nodes: shared memory inside a node, MPI between.
 
-The first ranks of every node, as many as the smallest node has, each carry a share of a message to
-the other nodes: those at the same place of all nodes form a *rail*, which has a communicator. Every
-chunk of a message
+A *rail* is a communicator of one rank per node: rail i joins the i-th ranks of all nodes. There are
+as many rails as the smallest node has ranks, and each sends a share of the message. Every chunk
 
-1. goes through the memory of each node, where each rail's rank gets its share, combined there;
-2. goes along the rails, all at once;
-3. goes through the memory of each node again, from the rails' ranks to all.
+1. is reduced and scattered in each node: each rail's rank gets its share;
+2. is reduced along the rails, on all rails at once;
+3. is gathered in each node.
 
-So a node sends and receives no more than a single rank there would, and all its ranks combine, copy
-and send. Ranks may lie on nodes in any order, and nodes may have different numbers of ranks, down
-to one; with a single rail this is the usual form with a leader on each node. (Träff, Hunold,
-Decomposing MPI collectives for exploiting multi-lane communication, IEEE Cluster 2020; they call a
-rail a lane and take as many ranks on every node.)
+So a node sends and receives as much as a single rank would, and all its ranks combine, copy and
+send. Ranks may be on nodes in any order, and nodes may have different numbers of ranks. With a
+single rail this is the usual scheme with a leader per node. (Träff, Hunold, Decomposing MPI
+collectives for exploiting multi-lane communication, IEEE Cluster 2020; their lane is a rail.)
 
-A call begins with a check that all ranks make the same: those of a node with step 1, where it costs
-nothing, and the nodes among each other, with a reduction of 16 bytes between 1 and 2. A rank that
-goes on knows that all do.
+The ranks' calls are compared inside a node in step 1, without cost, and between nodes by an MPI
+reduction of 16 bytes before step 2.
 
-Sums and products of narrow floats are float32 from their elements to the result, which is rounded
-once. They travel as float32, up to four times as many bytes an element as in `exchange`; there the
-elements of every rank travel, here those of a node.
+Sums and products of narrow floats are computed and sent as float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -32,40 +26,40 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.arrays.views import Array, Buffer, memory_at
-from mpicoll.core.plan import CallKind, Implementation
+from mpicoll.core.plan import CallKind, Implementation, Run
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.dtypes import by_name as dtypes
-from mpicoll.kernels.reduction import combine, find_loop, narrow, scale
+from mpicoll.kernels.reduction import combine, narrow, scale
 from mpicoll.routes.host import exchange, mpi
 from mpicoll.routes.host.hierarchy import Hierarchy, get_or_create
-from mpicoll.routes.route import MemoryKind, Route
+from mpicoll.routes.route import Needs, Route, Serves, has_loop
 from mpicoll.routes.transfers import Get, Put
 from mpicoll.routes.wire import INT_MAX, datatype
 
 __all__ = ["ROUTE"]
 
-#: Bytes that a rail carries at a time: what MPI reads is still in the cache.
+#: Size in bytes of a rail's chunk, which stays in the cache between the steps.
 CHUNK = 1024 * 1024
-#: Bytes that a node carries at a time: what is scratch where narrow floats are widened.
+#: Maximum size in bytes of a node's chunk, and of its scratch memory for widened floats.
 TOGETHER = 8 * 1024 * 1024
 
 _FLOAT32 = dtypes["float32"]
 
 
 def _build(kind: CallKind) -> Implementation | None:
-    """Return the implementation of such calls. All ranks call.
+    """Return the implementation for calls of this kind. All ranks call.
 
-    None if the group has none, and for primitives that need as many ranks on every node where these
-    differ.
+    None if the group has no hierarchy, or the operation needs equally many ranks on every node.
     """
     hierarchy = get_or_create(kind.group)
-    return None if hierarchy is None else _BUILDERS[kind.primitive.name](hierarchy, kind)
+    run = None if hierarchy is None else _BUILDERS[kind.primitive.name](hierarchy, kind)
+    return None if run is None else Implementation(run)
 
 
 class _Arithmetic:
     """The arithmetic of a dtype on both levels.
 
-    wide: the dtype of what travels.
+    wide: the dtype that is sent.
     op:   the operation that combines it.
     """
 
@@ -82,12 +76,12 @@ class _Arithmetic:
         return self.wide is not self._dtype
 
     def widen(self, source: int, into: int, count: int) -> None:
-        """Write elements at an address to another, as wide ones."""
+        """Convert elements at an address to the wide dtype at another."""
         out = _array(into, self.wide, count)
         scale(self._dtype, _array(source, self._dtype, count), 1, out)
 
     def finish(self, source: int, into: int, count: int) -> None:
-        """Turn what was combined of all ranks into results; without widening, in place."""
+        """Convert a combination of all ranks to results; without widening, in place."""
         combined = _array(source, self.wide, count)
         if self._averages:
             combine(ReduceOp.AVG, self.wide, [combined], combined, self._n)
@@ -99,10 +93,8 @@ def _array(at: int, dtype: DType, count: int) -> Array:
     return np.frombuffer(memory_at(at, count * dtype.itemsize), dtype.numpy, count)
 
 
-def _reduction(hierarchy: Hierarchy, kind: CallKind) -> Implementation:
-    """Build all_reduce: combine shares on the node, all_reduce them along the rails, gather them on
-    the node. Or reduce: the same for the root; only its array is written.
-    """
+def _reduction(hierarchy: Hierarchy, kind: CallKind) -> Run:
+    """Build all_reduce and reduce."""
     primitive, _, op, dtype = kind
     assert op is not None and dtype is not None
     by, everywhere = _Arithmetic(hierarchy, dtype, op), not primitive.root
@@ -110,7 +102,7 @@ def _reduction(hierarchy: Hierarchy, kind: CallKind) -> Implementation:
     along = None
     if hierarchy.rail is not None:
         build = mpi.build if mpi.reducible(by.op, wide) else exchange.build
-        along = build(CallKind(primitive, hierarchy.rail, by.op, wide))
+        along = build(CallKind(primitive, hierarchy.rail, by.op, wide)).run
     step = max(1, min(hierarchy.rails * CHUNK, TOGETHER) // wide.itemsize)
 
     def places(at: int, size: int, begin: int, own: int) -> tuple[int, int, int]:
@@ -156,7 +148,7 @@ def _reduction(hierarchy: Hierarchy, kind: CallKind) -> Implementation:
     return carry_out
 
 
-def _broadcast(hierarchy: Hierarchy, kind: CallKind) -> Implementation:
+def _broadcast(hierarchy: Hierarchy, kind: CallKind) -> Run:
     """Scatter shares on the root's node, broadcast them along the rails, gather them on all."""
     dtype = kind.dtype
     assert dtype is not None
@@ -189,7 +181,7 @@ def _broadcast(hierarchy: Hierarchy, kind: CallKind) -> Implementation:
     return carry_out
 
 
-def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind) -> Implementation | None:
+def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind) -> Run | None:
     """Combine on each node the blocks of each rank's rail, then reduce_scatter along the rails."""
     rail, nodes, mine = hierarchy.rail, hierarchy.nodes, hierarchy.me.place
     primitive, _, op, dtype = kind
@@ -198,7 +190,7 @@ def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind) -> Implementation | No
     assert rail is not None and op is not None and dtype is not None
     by = _Arithmetic(hierarchy, dtype, op)
     wide, n, itemsize = by.wide, len(hierarchy.here), dtype.itemsize
-    along = exchange.build(CallKind(primitive, rail, by.op, wide))
+    along = exchange.build(CallKind(primitive, rail, by.op, wide)).run
     step = _of_a_block(hierarchy, wide)
 
     def carry_out(send: Buffer, recv: Buffer, count: int, root: int) -> None:
@@ -230,7 +222,7 @@ def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind) -> Implementation | No
     return carry_out
 
 
-def _all_gather(hierarchy: Hierarchy, kind: CallKind) -> Implementation | None:
+def _all_gather(hierarchy: Hierarchy, kind: CallKind) -> Run | None:
     """Gather the blocks of each rail along it; then all blocks on each node."""
     dtype = kind.dtype
     assert dtype is not None
@@ -241,7 +233,7 @@ def _all_gather(hierarchy: Hierarchy, kind: CallKind) -> Implementation | None:
     element, width = datatype(dtype), dtype.itemsize
     step = _of_a_block(hierarchy, dtype)
     fits = INT_MAX // hierarchy.group.size()
-    rest = mpi.build(kind)
+    rest = mpi.build(kind).run
 
     def carry_out(send: Buffer, recv: Buffer, count: int, root: int) -> None:
         if count > fits:  # displacements are C ints in most MPIs
@@ -270,7 +262,7 @@ def _of_a_block(hierarchy: Hierarchy, dtype: DType) -> int:
     return max(1, min(CHUNK, TOGETHER // blocks) // dtype.itemsize)
 
 
-_BUILDERS: dict[str, Callable[[Hierarchy, CallKind], Implementation | None]] = {
+_BUILDERS: dict[str, Callable[[Hierarchy, CallKind], Run | None]] = {
     "all_reduce": _reduction,
     "reduce": _reduction,
     "broadcast": _broadcast,
@@ -281,12 +273,9 @@ _BUILDERS: dict[str, Callable[[Hierarchy, CallKind], Implementation | None]] = {
 }
 
 ROUTE = Route(
-    "hierarchical",
+    __name__,
     "node by node, then between them",
-    MemoryKind.HOST,
-    tuple(_BUILDERS),
+    Serves(tuple(_BUILDERS), combines=has_loop),
     _build,
-    combines=lambda op, dtype: find_loop(op, dtype) is not None,
-    place="nodes",
-    needs="several nodes, at least one with several ranks, and the C library",
+    Needs("nodes", "several nodes, at least one with several ranks, and the C library"),
 )

@@ -1,4 +1,4 @@
-"""The nodes of a group's ranks, the rails between them, and one call of all of them."""
+"""The nodes and rails of a group, and the common part of hierarchical calls."""
 
 from __future__ import annotations
 
@@ -31,28 +31,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Hierarchy", "HierarchyCall", "get_or_create", "make_part", "node_of"]
 
-#: The fewest bytes of a share of a message: a short one may not be worth all rails.
+#: Minimum size in bytes of a rail's share; short messages use fewer rails.
 SHARE = 4 * 1024
 
 
 class Place(NamedTuple):
-    """The position of a rank: the number of its node, and its place among the node's ranks."""
+    """The position of a rank: the number of its node, and its index among the node's ranks."""
 
     node: int
     place: int
 
 
 class Hierarchy:
-    """A group on several nodes, and what joins its ranks.
+    """The nodes and rails of a group.
 
-    group:  the group.
-    nodes:  the ranks of each node, in order; the nodes in the order of their first ranks.
-    places: where each rank is.
-    me:     where this one is.
+    nodes:  the ranks of each node; nodes in the order of their first ranks.
+    places: position of each rank.
+    me:     position of this rank.
     rails:  number of rails.
-    even:   every node has as many ranks: each of them is on a rail.
-    rail:   the ranks at this rank's place of all nodes, in the order of the nodes; None if this
-            rank is on no rail.
+    even:   all nodes have the same number of ranks, so every rank is on a rail.
+    rail:   subgroup of this rank's rail; None if it is not on a rail.
     """
 
     def __init__(
@@ -81,15 +79,13 @@ class Hierarchy:
         return self.nodes[self.me.node]
 
     def memory(self) -> Shared | None:
-        """Return the node's shared memory, for the group's current call; None for a rank alone."""
+        """Return the node's segment for the group's current call; None if the node has one rank."""
         self._node.sequence, self._node.worker = self.group.sequence, self.group.worker
         return self._memory
 
     def leave(self, alone: bool) -> None:
-        """Let all calls that wait for other ranks, where they can be reached, end: the group is
-        broken.
-
-        alone: this rank's calls, where the others' need not end with them.
+        """End calls that wait for other ranks, this rank's (``alone``) or all ranks', because the
+        group has failed.
         """
         error = self.group.broken
         assert error is not None
@@ -102,7 +98,7 @@ class Hierarchy:
             lost_ranks.revoke(self.rail)
 
     def last_calls(self) -> dict[int, tuple[int, str]]:
-        """Return what ``Shared.last_calls`` does, of the ranks of this node, without words."""
+        """Return ``Shared.last_calls`` for the ranks of this node, without descriptions."""
         calls = {} if self._memory is None else self._memory.last_calls()
         return {self.here[place]: (number, "") for place, (number, _) in calls.items()}
 
@@ -111,14 +107,14 @@ class Hierarchy:
         return scratch(self.group, nbytes).ctypes.data
 
     def shares(self, count: int, itemsize: int) -> list[tuple[int, int]]:
-        """Return each rail's share of ``count`` elements: the first, and how many."""
+        """Return first element and count of each rail's share of ``count`` elements."""
         share = max(-(-count // self.rails), SHARE // itemsize)
         starts = [min(count, rail * share) for rail in range(self.rails)]
         return [(start, min(share, count - start)) for start in starts]
 
     @contextmanager
     def call(self, kind: CallKind, root: int, count: int) -> Iterator[HierarchyCall]:
-        """Make one call of the group; raise MismatchError, on all ranks, if theirs differ."""
+        """Run one call of the group; raise MismatchError on all ranks if their calls differ."""
         call = HierarchyCall(self, kind, root, count)
         try:
             yield call
@@ -127,15 +123,15 @@ class Hierarchy:
             words = [each for (each,) in exchange_words(self.group.tested, own)]
             raise MismatchError(
                 f"{kind.primitive} on rank {self.group.rank()} of group {self.group.group_name}: "
-                f"the ranks' calls do not belong together: {describe_by_rank(words)}"
+                f"collective mismatch: the ranks made different calls: {describe_by_rank(words)}"
             ) from None
 
 
 def get_or_create(group: ProcessGroup) -> Hierarchy | None:
     """Return the hierarchy of a group, or None on all its ranks. All ranks call.
 
-    None if the ranks are on one node, or each on a different one, or if the ranks of any node
-    cannot share memory.
+    None if the ranks are on one node, if every node has one rank, or if a node's ranks cannot share
+    memory.
     """
     return group.resources.get_or_create(
         "hierarchical",
@@ -148,7 +144,7 @@ def get_or_create(group: ProcessGroup) -> Hierarchy | None:
 def _create(group: ProcessGroup) -> Hierarchy | None:
     nodes = _nodes(group.tested)
     largest = max(map(len, nodes))
-    if len(nodes) == 1 or not 1 < largest <= shared.MOST:
+    if len(nodes) == 1 or not 1 < largest <= shared.MAX_RANKS:
         return None
     ranks = nodes[_places(nodes)[group.rank()].node]
     node = make_part(group, ranks)
@@ -171,21 +167,19 @@ def _nodes(comm: MPI.Intracomm) -> list[list[int]]:
 
 
 def node_of() -> str:
-    """Return what processes that may be able to share memory have alike, and no others have.
-
-    That is: they run under one kernel, and see each other in /proc, as `segment` needs it. Whether
-    they can is tried. MPI_COMM_TYPE_SHARED does not say: processes in different containers may well
-    be on one node.
+    """Return an identifier of the processes that may share memory: the kernel and the PID
+    namespace, because ``shared_segment`` uses /proc. MPI_COMM_TYPE_SHARED does not tell containers
+    of one node apart.
     """
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
         return f"{kernel} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
-        return ""  # they cannot
+        return ""
 
 
 def _places(nodes: Sequence[Sequence[int]]) -> list[Place]:
-    """Return where each rank is."""
+    """Return the position of each rank."""
     found = [Place(0, 0)] * sum(map(len, nodes))
     for node, ranks in enumerate(nodes):
         for place, rank in enumerate(ranks):
@@ -194,9 +188,8 @@ def _places(nodes: Sequence[Sequence[int]]) -> list[Place]:
 
 
 def make_part(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
-    """Return a group of some ranks for routes alone: on no register, with no messages of users.
-
-    Only they call (MPI_Comm_create_group, MPI-4.1 section 7.4.2).
+    """Return an unregistered subgroup for use by routes. Only its ranks call
+    (MPI_Comm_create_group, MPI-4.1 section 7.4.2).
     """
     comm = create_group(group.inner, ranks, 0)
     members = [group.ranks[rank] for rank in ranks]
@@ -209,9 +202,8 @@ def make_part(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
 
 @cache
 def _freed_with() -> int:
-    """Return the key under which a communicator has another that is freed with it.
-
-    MPI has attributes for this (MPI-4.1 section 7.7): no other code needs to know of it.
+    """Return the attribute key (MPI-4.1 section 7.7) of a communicator that is freed with another
+    one.
     """
 
     def free(comm: MPI.Comm, key: int, other: MPI.Comm) -> None:
@@ -224,14 +216,14 @@ def _freed_with() -> int:
 
 
 class _ApartError(Exception):
-    """A difference between the ranks' calls that all of them know of."""
+    """A collective mismatch that all ranks have detected."""
 
 
 class HierarchyCall:
     """The common part of all calls.
 
-    signature: of the call, as its ranks must have it alike.
-    number: a number that differs if signature or count do.
+    signature: of the call; must be the same on all ranks.
+    number:    hash of signature and count.
     """
 
     def __init__(self, hierarchy: Hierarchy, kind: CallKind, root: int, count: int) -> None:

@@ -11,19 +11,19 @@ from mpi4py import MPI
 from mpicoll.arrays.views import memory_at
 from mpicoll.core.checks import writes
 from mpicoll.core.pickles import Bytes
-from mpicoll.core.plan import CallKind, Extent, Implementation
+from mpicoll.core.plan import CallKind, Extent, Run
 
 __all__ = ["packed"]
 
-#: Bytes of the arrays of a list that are packed at a time, all of them together.
+#: Size in bytes of a chunk of all arrays of a list, in total.
 LISTED = 4 * 1024 * 1024
 
 
-def packed(kind: CallKind, route: Implementation, takes: Callable[[int], bool]) -> Implementation:
-    """Return a route for lists of buffers, on the ranks that have such: packed into one buffer,
-    chunk by chunk, except where the route takes them as they are.
+def packed(kind: CallKind, inner: Run, takes_lists: Callable[[int], bool]) -> Run:
+    """Return ``inner`` for lists of buffers, which are packed into one buffer, chunk by chunk.
 
-    takes: says so for a count of elements of each block; the same on all ranks.
+    takes_lists: returns whether ``inner`` itself takes lists for a count of elements of a block;
+                 the same on all ranks.
     """
     primitive, group, _, dtype = kind
     assert dtype is not None
@@ -32,8 +32,8 @@ def packed(kind: CallKind, route: Implementation, takes: Callable[[int], bool]) 
 
     def run(send: Any, recv: Any, extent: Extent, root: int) -> None:
         if isinstance(extent, int):
-            if takes(extent):
-                route(send, recv, extent, root)
+            if takes_lists(extent):
+                inner(send, recv, extent, root)
                 return
             sends = receives = [extent] * n
         else:
@@ -43,7 +43,7 @@ def packed(kind: CallKind, route: Implementation, takes: Callable[[int], bool]) 
         for size, cut in _chunks(extent, step, itemsize):
             parts = [part[cut] for part in into]
             whole = _whole(parts, lambda parts: np.empty(sum(map(len, parts)), np.uint8))
-            route(_whole([part[cut] for part in out], np.concatenate), whole, size, root)
+            inner(_whole([part[cut] for part in out], np.concatenate), whole, size, root)
             if len(parts) > 1 and writes(primitive, group, root):
                 start = 0
                 for part in parts:
@@ -66,7 +66,7 @@ def _chunks(extent: Extent, step: int, itemsize: int) -> Iterator[tuple[Extent, 
 
 
 def _bytes(buffers: Any, counts: Sequence[int], me: int, itemsize: int) -> list[Bytes]:
-    """Return the bytes of each buffer of a list, of this rank's alone, or of none."""
+    """Return the bytes of each buffer of a list, or of this rank's single buffer."""
     if buffers is None:
         return []
     listed = isinstance(buffers, list)
@@ -78,5 +78,5 @@ def _bytes(buffers: Any, counts: Sequence[int], me: int, itemsize: int) -> list[
 
 
 def _whole(parts: list[Bytes], join: Callable[[list[Bytes]], Bytes]) -> Any:
-    """Return the buffer of a route: None for no part, the only part, or what is made of several."""
+    """Return one buffer for the parts, which are joined if there are several; None without any."""
     return None if not parts else parts[0] if len(parts) == 1 else join(parts)

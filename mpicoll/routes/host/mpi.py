@@ -1,4 +1,4 @@
-"""MPI's own collectives: all moves, and what MPI reduces rightly."""
+"""MPI's own collectives: all data movement, and the reductions that MPI computes correctly."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.arrays.views import Buffer
-from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
+from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Run
 from mpicoll.dtypes import DType, Kind, ReduceOp
-from mpicoll.routes.route import MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
+from mpicoll.routes.route import MOVES, PREFIXES, REDUCTIONS, Route, Serves
 from mpicoll.routes.wire import INT_MAX, datatype, message, operation
 
-__all__ = ["CHUNK", "CHUNKED", "ROUTE", "build", "reducible"]
+__all__ = ["CHUNK_BYTES", "ROUTE", "build", "reducible"]
 
 _COMBINED = (
     ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND,
     ReduceOp.BOR, ReduceOp.BXOR,
 )  # fmt: skip
 
-#: Elements of one MPI reduction at most: a C int counts them, and bytes of 16 times as many.
-MOST = 2**28
-#: Bytes of a chunk where a large reduction is cut: what one step leaves in the processor's caches
-#: is there for the next.
-CHUNK = 2 * 1024 * 1024
+#: Maximum number of elements of one MPI reduction. A C int holds the count, and MPI libraries may
+#: compute sizes in bytes from it.
+MAX_COUNT = 2**28
+#: Size in bytes of a chunk of a large reduction, which stays in the caches between MPI's steps.
+CHUNK_BYTES = 2 * 1024 * 1024
 
 
 def reducible(op: ReduceOp, dtype: DType) -> bool:
-    """Return whether MPI combines elements of a dtype rightly, with the same bits on every rank.
+    """Return whether MPI combines elements of a dtype correctly, with the same bits on every rank.
 
     Not narrow floats: MPI has no such types, or rounds at every step. Not sums of 8 and 16-bit
     integers: Open MPI's vector code saturates instead of wrapping around (open-mpi/ompi#8045). Not
-    the minimum and maximum of floats: MPI leaves open what becomes of NaN, and libraries compare in
-    an order that differs from rank to rank, so that ranks end with different results.
+    the minimum and maximum of floats: MPI does not define the result for NaN, and libraries compare
+    in an order that differs between ranks, so results may differ.
     """
     if op not in _COMBINED or dtype.kind is Kind.NARROW_FLOAT:
         return False
@@ -43,15 +43,15 @@ def reducible(op: ReduceOp, dtype: DType) -> bool:
     return not (dtype.kind is Kind.FLOAT and op in (ReduceOp.MIN, ReduceOp.MAX))
 
 
-def build(kind: CallKind, chunk: int = MOST * 16) -> Implementation:
-    """Return the implementation by MPI. chunk: bytes of a reduction in place that go at a time."""
-    return _BUILDERS[kind.primitive.name](kind, chunk)
+def build(kind: CallKind, chunk: int = MAX_COUNT * 16) -> Implementation:
+    """Return the implementation by MPI. chunk: size in bytes of a chunk of in-place reductions."""
+    return Implementation(_BUILDERS[kind.primitive.name](kind, chunk))
 
 
 # --- moves --------------------------------------------------------------------------------------
 
 
-def _broadcast(kind: CallKind, chunk: int) -> Implementation:
+def _broadcast(kind: CallKind, chunk: int) -> Run:
     """Build MPI_Bcast (MPI-4.1 section 6.4)."""
     dtype = _dtype(kind)
     bcast, element = kind.group.inner.Bcast, datatype(dtype)
@@ -65,7 +65,7 @@ def _broadcast(kind: CallKind, chunk: int) -> Implementation:
     return broadcast
 
 
-def _all_gather(kind: CallKind, chunk: int) -> Implementation:
+def _all_gather(kind: CallKind, chunk: int) -> Run:
     """Build MPI_Allgather, or MPI_Allgatherv for blocks that differ (MPI-4.1 section 6.7)."""
     dtype, comm, me = _dtype(kind), kind.group.inner, kind.group.rank()
     allgather, element = comm.Allgather, datatype(dtype)
@@ -94,7 +94,7 @@ def _all_gather(kind: CallKind, chunk: int) -> Implementation:
     return all_gather_any if kind.primitive.listed else all_gather
 
 
-def _gather(kind: CallKind, chunk: int) -> Implementation:
+def _gather(kind: CallKind, chunk: int) -> Run:
     """Build MPI_Gather (MPI-4.1 section 6.5)."""
     dtype, comm = _dtype(kind), kind.group.inner
 
@@ -105,7 +105,7 @@ def _gather(kind: CallKind, chunk: int) -> Implementation:
     return gather
 
 
-def _scatter(kind: CallKind, chunk: int) -> Implementation:
+def _scatter(kind: CallKind, chunk: int) -> Run:
     """Build MPI_Scatter (MPI-4.1 section 6.6)."""
     dtype, comm = _dtype(kind), kind.group.inner
 
@@ -116,7 +116,7 @@ def _scatter(kind: CallKind, chunk: int) -> Implementation:
     return scatter
 
 
-def _barrier(kind: CallKind, chunk: int) -> Implementation:
+def _barrier(kind: CallKind, chunk: int) -> Run:
     """Build MPI_Barrier (MPI-4.1 section 6.3)."""
     group, comm_barrier = kind.group, kind.group.inner.Barrier
 
@@ -130,13 +130,13 @@ def _barrier(kind: CallKind, chunk: int) -> Implementation:
 # --- reductions ---------------------------------------------------------------------------------
 
 
-def _all_reduce(kind: CallKind, chunk: int) -> Implementation:
+def _all_reduce(kind: CallKind, chunk: int) -> Run:
     """Build MPI_Allreduce in place (MPI-4.1 section 6.9.6)."""
     dtype, op = _dtype(kind), _op(kind)
     reduce_all, n = kind.group.inner.Allreduce, kind.group.size()
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
     in_place, averages = MPI.IN_PLACE, op is ReduceOp.AVG
-    step = min(MOST, chunk // dtype.itemsize)
+    step = min(MAX_COUNT, chunk // dtype.itemsize)
 
     def all_reduce(send: None, recv: Buffer, count: int, root: int) -> None:
         if count <= step:
@@ -150,12 +150,12 @@ def _all_reduce(kind: CallKind, chunk: int) -> Implementation:
     return all_reduce
 
 
-def _reduce(kind: CallKind, chunk: int) -> Implementation:
+def _reduce(kind: CallKind, chunk: int) -> Run:
     """Build MPI_Reduce, in place on the root (MPI-4.1 section 6.9.1)."""
     dtype, op, group = _dtype(kind), _op(kind), kind.group
     comm, n, me = group.inner, group.size(), group.rank()
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
-    step = min(MOST, chunk // dtype.itemsize)
+    step = min(MAX_COUNT, chunk // dtype.itemsize)
 
     def reduce(send: None, recv: Buffer, count: int, root: int) -> None:
         for start in range(0, max(count, 1), step):
@@ -170,7 +170,7 @@ def _reduce(kind: CallKind, chunk: int) -> Implementation:
     return reduce
 
 
-def _reduce_scatter(kind: CallKind, chunk: int) -> Implementation:
+def _reduce_scatter(kind: CallKind, chunk: int) -> Run:
     """Build MPI_Reduce_scatter_block (MPI-4.1 section 6.10.1); more elements than it counts go
     block after block, by MPI_Reduce.
     """
@@ -178,15 +178,15 @@ def _reduce_scatter(kind: CallKind, chunk: int) -> Implementation:
     comm, n, me = group.inner, group.size(), group.rank()
     reduce_scatter_block = comm.Reduce_scatter_block
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
-    fits = MOST // n
+    fits = MAX_COUNT // n
 
     def reduce_scatter(send: Buffer, recv: Buffer, count: int, root: int) -> None:
         if count <= fits:
             # mpi4py wants a block's count on either side.
             reduce_scatter_block([send, count, element], [recv, count, element], combined)
         else:
-            for start in range(0, count, MOST):
-                size = min(MOST, count - start)
+            for start in range(0, count, MAX_COUNT):
+                size = min(MAX_COUNT, count - start)
                 for r in range(n):
                     into = [recv, size, start, element] if r == me else None
                     comm.Reduce(message(send, size, dtype, r * count + start), into, combined, r)
@@ -196,17 +196,17 @@ def _reduce_scatter(kind: CallKind, chunk: int) -> Implementation:
     return reduce_scatter
 
 
-def _prefix(kind: CallKind, chunk: int) -> Implementation:
+def _prefix(kind: CallKind, chunk: int) -> Run:
     """Build MPI_Scan or MPI_Exscan (MPI-4.1 section 6.11)."""
     dtype, op, comm, before = _dtype(kind), _op(kind), kind.group.inner, kind.combined
     call = comm.Scan if kind.primitive.name == "scan" else comm.Exscan
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
 
     def prefix(send: Buffer, recv: Buffer, count: int, root: int) -> None:
-        if not before:  # MPI leaves open what it writes there, if anything
-            recv = np.empty(min(MOST, count) * dtype.itemsize, np.uint8)
-        for start in range(0, max(count, 1), MOST):
-            size = min(MOST, count - start)
+        if not before:  # MPI may write undefined values
+            recv = np.empty(min(MAX_COUNT, count) * dtype.itemsize, np.uint8)
+        for start in range(0, max(count, 1), MAX_COUNT):
+            size = min(MAX_COUNT, count - start)
             into = [recv, size, start if before else 0, element]
             call([send, size, start, element], into, combined)
         if op is ReduceOp.AVG and before:
@@ -240,7 +240,7 @@ def _op(kind: CallKind) -> ReduceOp:
     return kind.op
 
 
-_BUILDERS: dict[str, Callable[[CallKind, int], Implementation]] = {
+_BUILDERS: dict[str, Callable[[CallKind, int], Run]] = {
     "broadcast": _broadcast,
     "all_gather": _all_gather,
     "all_gather_single": _all_gather,
@@ -256,19 +256,8 @@ _BUILDERS: dict[str, Callable[[CallKind, int], Implementation]] = {
 }
 
 ROUTE = Route(
-    "mpi",
+    __name__,
     "MPI",
-    MemoryKind.HOST,
-    (*MOVES, *REDUCTIONS, *PREFIXES, "barrier"),
+    Serves((*MOVES, *REDUCTIONS, *PREFIXES, "barrier"), combines=reducible, uneven=("all_gather",)),
     build,
-    combines=reducible,
-    uneven=("all_gather",),
-)
-CHUNKED = Route(
-    "mpi_chunked",
-    "MPI in chunks",
-    MemoryKind.HOST,
-    ("all_reduce", "reduce"),
-    lambda kind: build(kind, CHUNK),
-    combines=reducible,
 )

@@ -1,7 +1,6 @@
-"""Memory that the ranks share: for groups whose ranks are all on one node.
+"""Collectives through a shared-memory segment, for groups whose ranks are all on one node.
 
-The algorithm, in chunks that stay in the processors' caches, is in ``kernels/src/shared.c``. It
-needs the C library, on every rank.
+The algorithm, in chunks that stay in the processors' caches, is in ``kernels/src/shared.c``.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +23,9 @@ from mpicoll.core.plan import (
     Contiguous,
     Extent,
     Implementation,
-    Short,
-    Table,
-    add_fused,
-    add_short,
-    find_short,
+    NativeCall,
+    Run,
+    SegmentTable,
 )
 from mpicoll.core.reproducible import LEVELS
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
@@ -39,7 +36,17 @@ from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.host import clusters
 from mpicoll.routes.host.shared_segment import Segment, exchange_words, share
-from mpicoll.routes.route import EXCHANGES, MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
+from mpicoll.routes.route import (
+    EXCHANGES,
+    MOVES,
+    PREFIXES,
+    REDUCTIONS,
+    Needs,
+    Policy,
+    Route,
+    Serves,
+    has_loop,
+)
 from mpicoll.routes.transfers import Get, Transfer, addresses, cut, misfit
 from mpicoll.watch import interruptions, timeouts
 from mpicoll.watch.consistency import describe_by_rank
@@ -49,35 +56,32 @@ if TYPE_CHECKING:
 
 __all__ = ["ROUTE", "Shared", "create", "get_or_create"]
 
-#: Bytes of a slot, the most that goes through in a round, and of the slots of all ranks together.
-SLOT, TOGETHER = 256 * 1024, 48 * 1024 * 1024
-#: The most ranks that share memory: today's nodes of two sockets have up to so many cores; and 8
-#: bits, in shared.c.
-MOST = 256
-#: Ranks up to which each waits for each other, while among more each hears of all from log2 n of
-#: them. By the model (docs/model.md) the latter is ahead from 4 ranks on, if a look at a signal
-#: takes 0.1 us; several looks at signals that have come take less.
-FEW = 8
-#: Bytes of the others' messages, together, up to which every rank combines everything: one wait
-#: instead of two.
-WHOLE = 16 * 1024
+#: Maximum size in bytes of a slot, which is the data of a round, and of all ranks' slots.
+SLOT, MAX_SEGMENT_BYTES = 256 * 1024, 48 * 1024 * 1024
+#: Maximum number of ranks that share memory. shared.c stores a rank in 8 bits.
+MAX_RANKS = 256
+#: Up to this number of ranks, every rank polls every other rank. Above it, ranks use a
+#: dissemination barrier with log2(n) steps.
+FLAT_MAX_RANKS = 8
+#: Maximum size in bytes of the other ranks' messages, in total, for which every rank combines all
+#: elements: one wait instead of two.
+ONE_SHOT_MAX_BYTES = 16 * 1024
 
-#: Bytes of an all_reduce from which on they cross once from one cluster of ranks to another: a wait
-#: more for each cluster, which many rounds hide (docs/model.md).
-LARGE = 1024 * 1024
+#: Minimum size in bytes of an all_reduce that combines the elements cluster by cluster, so that
+#: each crosses between two clusters once. It costs one more wait per cluster (docs/model.md).
+CLUSTERED_MIN_BYTES = 1024 * 1024
 
-#: How often a rank polls for another's progress before it sleeps, at some 40 to 140 cycles each.
-#: And where threads that compute, or other ranks, want the processor.
-LOOKS, LOOKS_IN_A_CROWD = 2000, 50
-#: Seconds that a rank waits for the others before it leaves an asynchronous call to the group's
-#: thread: the cost if that thread and the one that goes on computing take turns.
-PATIENCE = 1e-3
+#: Number of polls before a waiting rank sleeps, at about 40 to 140 cycles each; the second number
+#: applies if there are fewer processors than runnable threads.
+SPIN_COUNT, CROWDED_SPIN_COUNT = 2000, 50
+#: Seconds to spin for the other ranks before handing an async call to the progress thread.
+INLINE_WAIT_S = 1e-3
 
 _SLOTS, _FAILED, _BITS = 4, -1, 8  # as in shared.c
-_DIFFERED, _MOVED, _UNMOVED, _MISFIT = range(4)  # what all_to_all comes to, as in shared.c
+_DIFFERED, _MOVED, _UNMOVED, _MISFIT = range(4)  # results of all_to_all, as in shared.c
 
 
-class _Hold(ctypes.Structure):
+class _SharedRegion(ctypes.Structure):
     """struct mpicoll_shared of shared.c."""
 
     _fields_ = (
@@ -125,28 +129,28 @@ class _Kind(ctypes.Structure):
 
 
 class Shared:
-    """A group's hold on the memory that its ranks share.
+    """The shared-memory segment of a group.
 
     kernels: the C library.
-    pointer: its own description of the memory.
-    slot:    bytes of a slot.
+    pointer: address of its description of the segment.
+    slot:    size of a slot in bytes.
     """
 
     def __init__(self, group: ProcessGroup, segment: Segment, slot: int) -> None:
         assert kernels is not None
         self._group = group
         self.kernels = kernels
-        self._memory = np.frombuffer(segment.memory, np.uint8)  # as long as any rank may be inside
+        self._memory = np.frombuffer(segment.memory, np.uint8)  # keeps the mapping alive
         n = group.size()
-        self._hold = _Hold(self._memory.ctypes.data, slot, n, group.rank())
+        self._hold = _SharedRegion(self._memory.ctypes.data, slot, n, group.rank())
         self.pointer = ctypes.addressof(self._hold)
         self.slot = slot
         self._kinds: dict[Any, _Kind] = {}  # the C library has their addresses
         self._crowded = segment.processors < n
         self._crowded_beside = segment.processors < 2 * n
-        # Where ranks take turns on processors, each signal passed on may take a turn.
-        self._hold.few = n if self._crowded else FEW
-        self._looks = self._hold.looks = LOOKS_IN_A_CROWD if self._crowded else LOOKS
+        # If ranks share processors, each step of a dissemination barrier may cost a time slice.
+        self._hold.few = n if self._crowded else FLAT_MAX_RANKS
+        self._looks = self._hold.looks = CROWDED_SPIN_COUNT if self._crowded else SPIN_COUNT
         self.clusters = self._find_clusters(segment)
         firsts = [0, *itertools.accumulate(self.clusters)]
         self._firsts = (ctypes.c_uint32 * len(firsts))(*firsts)
@@ -155,10 +159,10 @@ class Shared:
         self._hold.cluster = bisect.bisect(firsts, group.rank()) - 1
 
     def _find_clusters(self, segment: Segment) -> list[int]:
-        """Return how many ranks in a row are near each other. All ranks call."""
+        """Return the number of ranks of each cluster. All ranks call."""
         comm, latencies = self._group.tested, np.zeros(_BITS, np.uint32)
         if not self._crowded:
-            comm.Barrier()  # for ranks to measure they have to be there at once
+            comm.Barrier()  # the ranks measure at the same time
             self.kernels.shared_measure(self.pointer, latencies.ctypes.data)
         domain = clusters.find_domain(segment.own)
         seen = clusters.Seen(settings.CLUSTERS.value(), domain, latencies.tolist())
@@ -168,8 +172,8 @@ class Shared:
     def build(self, kind: CallKind) -> Implementation:
         """Return the implementation for calls of one kind.
 
-        It raises MismatchError, on all ranks, if they do not agree on primitive, count, dtype,
-        operation and root.
+        It raises MismatchError on all ranks if primitive, count, dtype, reduce operation or root
+        differ.
         """
         build = _FUNCTIONS[kind.primitive.name]
         return build(self, kind)
@@ -183,7 +187,7 @@ class Shared:
             if not run(at, address(recv), count, group.sequence):
                 raise self.failure()
 
-        return self._with_short(kind, shared_all_reduce, ALL_REDUCE, all_reduce)
+        return self._implementation(kind, shared_all_reduce, ALL_REDUCE, all_reduce)
 
     def _build_blocks(self, kind: CallKind) -> Implementation:
         at, group, address = ctypes.addressof(self.described(kind)), self._group, MPI.Get_address
@@ -205,26 +209,30 @@ class Shared:
                 raise self.failure()
 
         if kind.primitive.listed:
-            return self._with_short(kind, shared_blocks, LISTS, lists)
-        return self._with_short(kind, shared_blocks, BLOCKS, blocks)
+            return self._implementation(kind, shared_blocks, LISTS, lists)
+        return self._implementation(kind, shared_blocks, BLOCKS, blocks)
 
-    def _with_short(
-        self, kind: CallKind, route: Implementation, shape: int, function: Callable[..., Any]
+    def _implementation(
+        self, kind: CallKind, run: Run, shape: int, function: Callable[..., Any]
     ) -> Implementation:
-        """Return an implementation with its short way and, if there is no root, those of tables."""
+        """Return an implementation with its native calls, also on segment tables for operations
+        without a root.
+        """
         at = ctypes.addressof(self.described(kind))
-        shorts = [self.short(shape, function, at)]
+        native_calls = [self.native_call(shape, function, at)]
+        fused = None
         if not kind.primitive.root:
             fused = self._build_fused(at)
-            shorts.append(self.short(FUSED, self.kernels.shared_fused, at))
-            add_fused(route, lambda count: fused)
-        return add_short(route, lambda: shorts)
+            native_calls.append(self.native_call(FUSED, self.kernels.shared_fused, at))
+        return _Native(run, native_calls, fused)
 
-    def _build_fused(self, at: int) -> Implementation:
+    def _build_fused(self, at: int) -> Run:
         function = self.kernels.shared_fused
 
-        def shared_fused(send: Table | None, recv: Table, count: int, root: int) -> None:
-            ends = recv.ends.copy()  # the C library makes another unit of them
+        def shared_fused(
+            send: SegmentTable | None, recv: SegmentTable, count: int, root: int
+        ) -> None:
+            ends = recv.ends.copy()  # the C library converts them in place
             sent = None if send is None else send.addresses.ctypes.data
             self.call(
                 function, at, sent, recv.addresses.ctypes.data, ends.ctypes.data, len(ends), 0
@@ -232,32 +240,33 @@ class Shared:
 
         return shared_fused
 
-    def short(self, shape: int, function: Any, argument: int) -> Short:
-        """Return how calls by a function of the C library are made in short."""
-        ask = (_address(self.kernels.shared_ask), self.pointer, round(1e9 * PATIENCE))
-        short = Short(self, shape, _address(function), argument)
-        return short._replace(ask=ask) if self._crowded_beside and shape != AGREE else short
+    def native_call(self, shape: int, function: Any, argument: int) -> NativeCall:
+        """Return the native call of a function of the C library."""
+        check = (_address(self.kernels.shared_ask), self.pointer, round(1e9 * INLINE_WAIT_S))
+        call = NativeCall(self, shape, _address(function), argument)
+        return (
+            call._replace(inline_check=check) if self._crowded_beside and shape != AGREE else call
+        )
 
     @property
-    def short_agreement(self) -> Short:
-        """What compares a call of no array, in short."""
-        return self.short(AGREE, self.kernels.shared_agree, self.pointer)
+    def native_comparison(self) -> NativeCall:
+        """Return the native call that compares a call without arrays."""
+        return self.native_call(AGREE, self.kernels.shared_agree, self.pointer)
 
     def build_exchange(self, kind: CallKind, large: Implementation | None = None) -> Implementation:
-        """Return the implementation of all_to_all, whose first round carries the sizes of all
-        blocks and, where they have room in it, the blocks.
+        """Return the implementation of all_to_all. Its first round sends the sizes of all blocks,
+        and the blocks if they fit.
 
-        large: carries out the others, instead of further rounds.
+        large: implementation of larger calls, instead of further rounds.
         """
-        exchange = _Exchange(self, kind, large)
-        return add_short(partial(exchange.carry_out), lambda: (exchange.short,))
+        return _Exchange(self, kind, large)
 
     def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
-        """Raise why a call that was begun without Python was not carried out; see ``Short``."""
+        """Raise the error of a call that failed on the native fast path; see NativeCall."""
         raise self.failure()
 
     def exchange(self, kind: CallKind, transfer: Transfer, root: int) -> None:
-        """Carry out this rank's part of a call whose blocks may differ in size; see ``build``."""
+        """Run this rank's part of a call whose blocks may differ in size; see ``build``."""
         group, described = self._group, self.described(kind)
         parts = described.parts
         puts = np.array([(at, count * parts) for at, count in transfer.puts], _PUT)
@@ -284,11 +293,10 @@ class Shared:
         return theirs, most if most >= 0 else None
 
     def call(self, function: Callable[..., int], *arguments: Any) -> int:
-        """Call a function of the C library that makes the group's call at hand in this memory, and
-        takes its number last; return what it returns.
+        """Run the current call by a function of the C library, whose last argument is the call
+        number; return its result.
 
-        Raises MismatchError, on all ranks, if that is 0, and the group's own error if this rank
-        has left.
+        A result of 0 raises MismatchError on all ranks, or the group's error if it has failed.
         """
         result: int = self._run(function, *arguments, self._group.sequence)
         if not result:
@@ -315,7 +323,7 @@ class Shared:
             divisor=max(1, len(kind.combined)) if op is ReduceOp.AVG else 1,
             size=dtype.itemsize // parts,
             parts=parts,
-            whole=WHOLE // max(1, self._hold.n - 1) * parts // dtype.itemsize,
+            whole=ONE_SHOT_MAX_BYTES // max(1, self._hold.n - 1) * parts // dtype.itemsize,
             format=-1 if by is None else self.kernels.format(by.format.encode()),
             operation=0 if by is None else by.operation,
             blocks=primitive.many_in,
@@ -323,40 +331,40 @@ class Shared:
             taker=primitive.root == "dst",
             prefix=PREFIXES.index(primitive.name) + 1 if primitive.name in PREFIXES else 0,
             in_place=not (primitive.input or primitive.root),
-            large=-1 if rounds_once else LARGE * parts // dtype.itemsize,
+            large=-1 if rounds_once else CLUSTERED_MIN_BYTES * parts // dtype.itemsize,
         )
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of the C library, in which a rank sleeps soon if it waits on the group's
-        thread and the processor is wanted by a thread that computes.
+        """Call a function of the C library. On the progress thread of a crowded node, spin less, so
+        that computing threads get the processor.
         """
         worker = self._group.worker
         if worker is None or not (worker.is_current and self._crowded_beside):
             return function(*arguments)
-        self._hold.looks = LOOKS_IN_A_CROWD
+        self._hold.looks = CROWDED_SPIN_COUNT
         try:
             return function(*arguments)
         finally:
             self._hold.looks = self._looks
 
     def should_run_inline(self, kind: int, count: int) -> bool:
-        """Return whether an asynchronous call is best carried out at once: all ranks make it now,
-        and no processor is free for a thread that would.
+        """Return True if an async call should run inline: every rank has entered it, and the
+        progress thread has no free processor.
 
-        kind: as ``encode_kind`` has it; count: of elements, or whatever else the ranks have alike.
+        kind: from ``encode_kind``; count: number of elements, or another number to compare.
         """
         if not self._crowded_beside:
             return False
         number = (self._group.sequence + 1) & 0xFFFFFFFF
         count *= _parts(kind)
-        patience = round(1e9 * PATIENCE)
-        return bool(self.kernels.shared_ask(self.pointer, number, kind, count, patience))
+        wait_ns = round(1e9 * INLINE_WAIT_S)
+        return bool(self.kernels.shared_ask(self.pointer, number, kind, count, wait_ns))
 
     def agree(self, kind: int, count: int) -> None:
-        """Compare a call with the other ranks'; all have begun it when this returns.
+        """Compare the ranks' calls; when this returns, all ranks have entered theirs.
 
-        kind: with the root; count: of elements, or whatever else the ranks have alike.
-        Raises MismatchError, on all ranks, if theirs differ.
+        kind: with the root; count: number of elements, or another number to compare.
+        Raises MismatchError on all ranks if the calls differ.
         """
         count *= _parts(kind)
         agree, number = self.kernels.shared_agree, self._group.sequence
@@ -364,10 +372,10 @@ class Shared:
             raise self.failure()
 
     def compare(self, kind: int, number: int) -> bool:
-        """Compare two numbers with all other ranks; see ``signature.compared``.
+        """Compare two numbers on all ranks; see ``signature.compared``.
 
-        Returns False on all of them if they compare others. Raises MismatchError, on all ranks, if
-        some make a call that goes by this memory instead.
+        Returns False on all ranks if they differ. Raises MismatchError on all ranks if one of them
+        runs another call on this segment instead.
         """
         agree, call = self.kernels.shared_agree, self._group.sequence
         if self._run(agree, self.pointer, call, kind, number):
@@ -378,11 +386,11 @@ class Shared:
         raise self.failure()
 
     def _calls(self) -> list[tuple[int, int]]:
-        """Return kind and numbers of each rank's call, after one that was not agreed on."""
+        """Return kind and count of each rank's call, after a mismatch."""
         return [(kind, count) for _, kind, count in self._read_calls(self.kernels.shared_call)]
 
     def _read_calls(self, read: Callable[..., Any]) -> list[tuple[Any, int, int]]:
-        """Return what a function of the C library returns and writes for each rank."""
+        """Call a getter of the C library for each rank; return its results and outputs."""
         what, count = ctypes.c_uint64(), ctypes.c_uint64()
         at = ctypes.addressof(what), ctypes.addressof(count)
         return [
@@ -390,23 +398,19 @@ class Shared:
         ]
 
     def leave(self) -> None:
-        """Wait for no other rank here any more: the call at hand, and all that come, raise what the
-        group is ``broken`` with.
-        """
+        """Stop waiting for other ranks: current and later calls raise the group's error."""
         self._hold.left = 1
 
     def close(self) -> None:
-        """Leave, and have all other ranks leave, too."""
+        """Make all ranks leave."""
         self.kernels.shared_close(self.pointer)
 
     def leave_or_close(self, alone: bool) -> None:
-        """Leave; if not alone, have all other ranks leave, too."""
+        """Leave, or make all ranks leave if not ``alone``."""
         self.leave() if alone else self.close()
 
     def last_calls(self) -> dict[int, tuple[int, str]]:
-        """Return the number of the last call that each rank has come to, 0 for none, and that call
-        in words.
-        """
+        """Return the number of each rank's latest call, 0 for none, and its description."""
         calls = self._read_calls(self.kernels.shared_last_call)
         return {
             rank: (number, describe(kind, count // _parts(kind)) if number else "")
@@ -414,7 +418,7 @@ class Shared:
         }
 
     def failure(self) -> BaseException:
-        """Return why the last call was not carried out, and strike it from the group's record."""
+        """Return the error of the last call, and remove the call from the group's log."""
         interruption = interruptions.take()
         if interruption is not None:
             self._group.break_after(interruption)
@@ -429,34 +433,50 @@ class Shared:
         calls = self._calls()
         texts = [describe(kind, count // _parts(kind)) for kind, count in calls]
         name = texts[self._hold.me].partition(" ")[0]
-        if any(is_list(kind) for kind, _ in calls):  # only its rank knows what a list's sizes are
+        if any(is_list(kind) for kind, _ in calls):  # only its rank knows the sizes of a list
             own = [texts[self._hold.me]]
             texts = [words for (words,) in exchange_words(self._group.tested, own)]
         return MismatchError(
-            f"{name} on rank {self._hold.me} of group {self._group.group_name}: the ranks' calls "
-            f"do not belong together: {describe_by_rank(texts)}"
+            f"{name} on rank {self._hold.me} of group {self._group.group_name}: collective "
+            f"mismatch: the ranks made different calls: {describe_by_rank(texts)}"
         )
 
 
-class _Exchange:
-    """The calls of all_to_all of one kind: see ``Shared.build_exchange``."""
+class _Native(Implementation):
+    """Calls through slots, with their native calls."""
+
+    def __init__(self, run: Run, native_calls: Sequence[NativeCall], fused: Run | None) -> None:
+        super().__init__(run)
+        self._native_calls, self._fused = native_calls, fused
+
+    def native_calls(self) -> Sequence[NativeCall]:
+        """Return them."""
+        return self._native_calls
+
+    def fused(self, count: int) -> Run | None:
+        """Return the function for segment tables, for any count."""
+        return self._fused
+
+
+class _Exchange(Implementation):
+    """all_to_all: see ``Shared.build_exchange``."""
 
     def __init__(self, memory: Shared, kind: CallKind, large: Implementation | None) -> None:
         self._memory = memory
         self._kind = kind
         self._large = large
 
-    @property
-    def short(self) -> Short:
-        """The first round, in short, and the large calls', if they have a short way."""
-        large = find_short(self._large) if self._large else None
+    def native_calls(self) -> Sequence[NativeCall]:
+        """Return the native call of the large implementation or, without one, the first round."""
+        large = self._large.native_calls() if self._large else None
         if large:
-            return large[0]._replace(owner=self)
+            return (large[0]._replace(owner=self),)
         at, function = self._memory.described(self._kind), self._memory.kernels.shared_all_to_all
-        return self._memory.short(LISTS, function, ctypes.addressof(at))._replace(owner=self)
+        call = self._memory.native_call(LISTS, function, ctypes.addressof(at))
+        return (call._replace(owner=self),)
 
-    def carry_out(self, send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
-        """Carry a call out; an implementation."""
+    def run(self, send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
+        """Run one call."""
         memory, at = self._memory, ctypes.addressof(self._memory.described(self._kind))
         n, itemsize = self._kind.group.size(), self._itemsize
         blocks = Blocks([extent] * n, [extent] * n) if isinstance(extent, int) else extent
@@ -469,9 +489,9 @@ class _Exchange:
             self.finish(result, send, recv, blocks)
 
     def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
-        """End a call that has taken its first round: if nothing was moved, move it.
+        """Finish a call after its first round: move the blocks that did not fit in it.
 
-        Raises MismatchError, on all ranks, if a rank expects another size than is sent.
+        Raises MismatchError on all ranks if a block's sizes differ on its sender and receiver.
         """
         kind, n = self._kind, self._kind.group.size()
         assert isinstance(extent, Blocks)
@@ -482,7 +502,7 @@ class _Exchange:
             rank = at.misfit
             raise misfit(kind, *((rank, extent.receives[rank], at.found) if rank < n else (None,)))
         if self._large is not None:
-            self._large(send, recv, extent, 0)
+            self._large.run(send, recv, extent, 0)
             return
         me = kind.group.rank()
         puts = list(cut(addresses(send), extent.sends, self._itemsize))
@@ -497,7 +517,7 @@ class _Exchange:
 
 
 def _each(buffers: Any, count: int) -> Any:
-    """Return addresses and counts of the buffers of a list, of one, or of none."""
+    """Return addresses and counts of a list of buffers, one buffer or None."""
     found = addresses(buffers if isinstance(buffers, list) or buffers is None else [buffers])
     return np.array([(at, count) for at in found or ()], _PUT)
 
@@ -510,7 +530,7 @@ def _address(function: Any) -> int:
 
 
 def _parts(kind: int) -> int:
-    """Return how many numbers the C library counts for each that is counted elsewhere."""
+    """Return the number of the C library's elements per element of the dtype (2 for complex)."""
     return 1 if is_list(kind) else parts_per_element(kind)
 
 
@@ -518,7 +538,6 @@ def _parts(kind: int) -> int:
 _PUT = np.dtype([("data", np.uintp), ("count", np.uintp)])
 _GET = np.dtype([(name, np.uintp) for name in ("rank", "place", "data", "count")])
 
-#: The C library's part, by the name of the primitive.
 _FUNCTIONS: dict[str, Callable[[Shared, CallKind], Implementation]] = {
     "all_reduce": Shared._build_all_reduce,
     **dict.fromkeys((*MOVES, *REDUCTIONS[1:], *PREFIXES), Shared._build_blocks),
@@ -527,10 +546,10 @@ _FUNCTIONS: dict[str, Callable[[Shared, CallKind], Implementation]] = {
 
 
 def get_or_create(group: ProcessGroup) -> Shared | None:
-    """Return the memory that the ranks of a group share, or None on all of them. All ranks call."""
+    """Return the segment of a group, or None on all ranks. All ranks call."""
     return group.resources.get_or_create(
         "shared",
-        lambda: create(group) if 1 < group.size() <= MOST else None,
+        lambda: create(group) if 1 < group.size() <= MAX_RANKS else None,
         abandon=lambda _: None,
         leave=Shared.leave_or_close,
     )
@@ -542,9 +561,9 @@ def _build(kind: CallKind) -> Implementation | None:
 
 
 def create(group: ProcessGroup) -> Shared | None:
-    """Return memory that the ranks share, or None on all of them. All ranks call."""
+    """Create the segment of a group; None on all ranks if they cannot. All ranks call."""
     n = group.size()
-    slot = min(SLOT, TOGETHER // (_SLOTS * n)) // 64 * 64
+    slot = min(SLOT, MAX_SEGMENT_BYTES // (_SLOTS * n)) // 64 * 64
     able = kernels is not None and not settings.SHARED_MEMORY.is_set_to("0")
     region = 0 if kernels is None else kernels.shared_region(slot, n)
     segment = share(group.tested, region, able)
@@ -552,16 +571,16 @@ def create(group: ProcessGroup) -> Shared | None:
 
 
 ROUTE = Route(
-    "shared",
+    __name__,
     "shared memory",
-    MemoryKind.HOST,
-    tuple(_FUNCTIONS),
+    Serves(
+        tuple(_FUNCTIONS),
+        combines=has_loop,
+        reproducible=LEVELS,
+        uneven=EXCHANGES,
+        buffer_lists=True,
+    ),
     _build,
-    reproducible=LEVELS,
-    combines=lambda op, dtype: find_loop(op, dtype) is not None,
-    uneven=EXCHANGES,
-    place="node",
-    needs="all ranks on one node, and the C library",
-    compares=True,
-    lists=True,
+    Needs("node", "all ranks on one node, and the C library"),
+    Policy(compares_calls=True),
 )

@@ -1,4 +1,4 @@
-"""Memory that all ranks of a group share, where they are on one node."""
+"""Shared-memory segments of the ranks of a node."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ __all__ = ["Segment", "allocate", "attach", "exchange_words", "place", "share"]
 
 
 class Segment(NamedTuple):
-    """Shared memory: n regions, one a rank, how many processors the ranks may run on, and which of
-    them this one may.
+    """A segment: its memory, with one region per rank; the number of processors that the ranks may
+    run on; and the processors of this rank.
     """
 
     memory: mmap.mmap
@@ -36,20 +36,16 @@ class Segment(NamedTuple):
 
 
 def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
-    """Return memory of ``region`` bytes, a multiple of the page size, for each rank of ``comm``;
-    zeros.
+    """Return a zeroed segment with ``region`` bytes, a multiple of the page size, for each rank of
+    ``comm``. All ranks call.
 
-    None on every rank if one cannot have it: they are not on one node, not of one user, in
-    different containers, out of memory, one is not ``able`` to use it, or has regions of another
-    size, as its C library is another. All ranks call.
+    None on all ranks if one of them cannot use it: not ``able``, on another node, of another user,
+    in another container, out of memory, or with another ``region`` (another C library).
 
-    Rank 0 makes a file that is nothing but memory and has no name in any file system (memfd_create,
-    Linux); the others open it through /proc. So a killed rank leaves nothing behind, there is no
-    limit but memory itself, and nothing to free together: the memory goes when the last rank lets
-    go of it, whatever became of the others and of their forked children, which map it without using
-    it. (If unmapped, other memory would get its addresses, and be lost with the rest of the
-    mapping.) (A window of MPI is freed by all together, and MPI does not say which ranks can share
-    one.)
+    Rank 0 creates an anonymous file (memfd_create, Linux), which the other ranks open through
+    /proc. The kernel frees the memory when no process maps it, so killed ranks leave nothing
+    behind. Forked children keep the mapping without using it. (An MPI window must be freed
+    collectively, and MPI does not report which ranks can share one.)
     """
     me, n = comm.Get_rank(), comm.Get_size()
     name = f"mpicoll-{secrets.token_hex(16)}"
@@ -61,12 +57,12 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
     memory = None
     if file is not None:
         with suppress(OSError):
-            # Each its own part, which so comes to lie near it; a lack of memory shows now.
+            # Each rank allocates its own region, on its NUMA node. A lack of memory fails here.
             os.posix_fallocate(file, me * region, region)
             memory = _mapped(file, n * region)
     processors = _processors()
     everybody = exchange_words(comm, [memory is not None, region, sorted(processors)])
-    if file is not None:  # not before all have opened it
+    if file is not None:  # all ranks have opened it
         os.close(file)
     if memory is None or not all(has and theirs == region for has, theirs, _ in everybody):
         return None
@@ -74,21 +70,20 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
 
 
 def exchange_words(comm: MPI.Intracomm, own: list[Any]) -> list[list[Any]]:
-    """Return every rank's words: what JSON knows. All ranks call."""
+    """Return every rank's list of JSON values. All ranks call."""
     return [_words(each) for each in all_gather_bytes(comm, _bytes(own))]
 
 
 # --- memory of one rank that others may map -----------------------------------------------------
 
-#: By address, the memory that ``allocate`` has given: its size, and its file's name and descriptor.
+#: Memory of ``allocate`` by address: its size, and its file's name and descriptor.
 _allocated: dict[int, tuple[int, str, int]] = {}
 
 
 def allocate(nbytes: int) -> mmap.mmap | None:
-    """Return zeroed memory of this process that others of this node can map; None if there is none.
+    """Return zeroed memory that other processes of this node can map; None if that fails.
 
-    It is a file like that of ``share``, kept open as long as the memory is used, for others to
-    find.
+    As in ``share`` it is a file, which stays open as long as the memory is used.
     """
     name, size = f"mpicoll-{secrets.token_hex(16)}", max(nbytes, 1)
     file = _made(name, size)
@@ -112,8 +107,8 @@ def _forget(start: int, file: int) -> None:
 
 
 def place(start: int, nbytes: int) -> list[Any] | None:
-    """Return where other processes find memory of ``allocate``: name, path, and where in it
-    ``start`` is; None for other memory.
+    """Return file name, path and offset of an address in memory of ``allocate``; None for other
+    memory.
     """
     for begin, (size, name, file) in list(_allocated.items()):
         if begin <= start and start + nbytes <= begin + size:
@@ -122,7 +117,7 @@ def place(start: int, nbytes: int) -> list[Any] | None:
 
 
 def attach(name: str, where: str) -> mmap.mmap | None:
-    """Map what another process has allocated; return None if it is not on this node."""
+    """Map memory that another process has allocated; None if it is not on this node."""
     file = _opened(name, where)
     if file is None:
         return None
@@ -135,9 +130,9 @@ def attach(name: str, where: str) -> mmap.mmap | None:
 
 
 def _mapped(file: int, size: int) -> mmap.mmap:
-    """Map a file; the mapping keeps no descriptor of it open. Raises OSError.
+    """Map a file without keeping its descriptor open. Raises OSError.
 
-    Before Python 3.13 a mapping of a file does, so it takes the place of one that has none.
+    Before Python 3.13, mmap always keeps it open, so map the file over anonymous memory.
     """
     if sys.version_info >= (3, 13):
         return mmap.mmap(file, size, trackfd=False)
@@ -149,7 +144,7 @@ def _mapped(file: int, size: int) -> mmap.mmap:
     return memory
 
 
-#: Of Linux, on every architecture that mpicoll knows.
+#: The value of Linux, on every supported architecture.
 _MAP_FIXED = 0x10
 
 
@@ -185,7 +180,7 @@ def _made(name: str, size: int) -> int | None:
 
 
 def _opened(name: str, where: str) -> int | None:
-    """Open rank 0's file, and no other that may be found there: this may be another machine."""
+    """Open rank 0's file. Check its name, because the path may exist on another machine."""
     with suppress(OSError):
         if str(Path(where).readlink()).startswith(f"/memfd:{name}"):
             return os.open(where, os.O_RDWR)

@@ -1,14 +1,13 @@
-"""One copy by the kernel from process to process: for what is only moved among the ranks of a node.
+"""Single-copy data movement between the ranks of a node, by the Linux kernel (process_vm_readv).
 
-Linux lets a process read and write the memory of another of the same user (process_vm_readv), if
-nothing forbids it: containers filter the call, and Yama (kernel.yama.ptrace_scope) allows it among
-a process and its descendants only. So each rank tries it with each other before a group takes this
-route. Nothing is done about what forbids it: letting any process of the user in, as
-prctl(PR_SET_PTRACER) would, is not for a library to decide.
+A process may read and write the memory of another process of its user, unless a container filters
+the system call or Yama (kernel.yama.ptrace_scope) restricts it. So each rank tries it with every
+other rank before a group uses this route. The route does not call prctl(PR_SET_PTRACER), which
+would admit any process of the user.
 
-The ranks tell each other through the memory that they share where their arrays are; the algorithm
-is in ``kernels/src/single_copy.c``. What cannot be copied so after all, such as memory of a device
-that a process has mapped, is moved through the slots of that memory, by all ranks.
+The ranks exchange the addresses of their arrays through shared memory; the algorithm is in
+``kernels/src/single_copy.c``. If memory cannot be copied this way, such as mapped device memory,
+all ranks move the data through the slots of the shared memory.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
-from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,13 +22,13 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll import settings
-from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation, Short, add_short
+from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation, NativeCall
 from mpicoll.core.signature import encode_kind
 from mpicoll.errors import MismatchError
 from mpicoll.kernels.calls import LISTS
 from mpicoll.kernels.library import kernels
 from mpicoll.routes.host import shared
-from mpicoll.routes.route import EXCHANGES, MOVES, MemoryKind, Route
+from mpicoll.routes.route import EXCHANGES, MOVES, Needs, Policy, Route, Serves
 from mpicoll.routes.transfers import Put, addresses, cut, misfit
 
 if TYPE_CHECKING:
@@ -74,8 +72,8 @@ class _Copies(ctypes.Structure):
 class SingleCopy:
     """A group whose ranks can read and write each other's memory.
 
-    memory:    what they share.
-    processes: the C library's description of them.
+    memory:    their shared-memory segment.
+    processes: the C library's description of the ranks' processes.
     """
 
     def __init__(self, group: ProcessGroup, memory: Shared, peers: _Peers) -> None:
@@ -90,16 +88,15 @@ class SingleCopy:
     def build(self, kind: CallKind) -> Implementation:
         """Return the implementation for calls of one kind.
 
-        It raises MismatchError, on all ranks, if they do not agree on primitive, count, dtype and
-        root, or if blocks of all_to_all do not have the sizes that their receivers expect.
+        It raises MismatchError on all ranks if primitive, count, dtype or root differ, or if a
+        block of all_to_all has different sizes on its sender and receiver.
         """
-        calls = _Calls(self, kind)
-        route = add_short(partial(calls.carry_out), lambda: (calls.short,))
-        return route if kind.primitive.even else self.memory.build_exchange(kind, route)
+        copies = _Copying(self, kind)
+        return copies if kind.primitive.even else self.memory.build_exchange(kind, copies)
 
 
-class _Calls:
-    """Calls of one kind. Those of all_to_all come behind a first round, see ``build_exchange``."""
+class _Copying(Implementation):
+    """Calls of one kind. all_to_all has a round before, see ``Shared.build_exchange``."""
 
     def __init__(self, copies: SingleCopy, kind: CallKind) -> None:
         primitive, _, _, dtype = kind
@@ -108,7 +105,7 @@ class _Calls:
         self._copies = copies
         self._memory = memory = copies.memory
         self._kernels = memory.kernels
-        self._by_slots = memory.build(kind)
+        self._by_slots = memory.build(kind).run
         self._histories = _make_histories()
         self._described = _Copies(
             ctypes.addressof(copies.processes),
@@ -122,21 +119,20 @@ class _Calls:
         )
         self._at = ctypes.addressof(self._described)
 
-    @property
-    def short(self) -> Short:
-        """How they are made in short."""
+    def native_calls(self) -> tuple[NativeCall]:
+        """Return the native call."""
         lists = self._kernels.single_copy_lists
         function = lists if self._kind.primitive.even else self._kernels.single_copy_all_to_all
-        return self._memory.short(LISTS, function, self._at)._replace(owner=self)
+        return (self._memory.native_call(LISTS, function, self._at)._replace(owner=self),)
 
     def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
-        """Raise why a call that was begun without Python was not carried out; see ``Short``."""
+        """Raise why a call that was begun without Python was not carried out; see NativeCall."""
         raise self._memory.failure()
 
-    def carry_out(
+    def run(
         self, send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
     ) -> None:
-        """Carry a call out; an implementation."""
+        """Run one call."""
         kernels, memory, at, address = self._kernels, self._memory, self._at, MPI.Get_address
         if isinstance(extent, int) and list not in (send.__class__, recv.__class__):
             here = None if recv is None else address(recv)
@@ -163,14 +159,14 @@ class _Calls:
 
 
 def _make_histories() -> Any:
-    """Return the memory in which the C library keeps how long calls have taken."""
+    """Return the memory in which the C library stores measured times of calls."""
     assert kernels is not None
     return np.zeros(kernels.single_copy_histories(), np.uint8)
 
 
 def _spans(kind: CallKind, send: Any, recv: Any, extent: Extent, root: int) -> Any:
-    """Return addresses and bytes of the blocks that this rank sends, by receiver, and of those that
-    it receives, by sender; 0 for none. Either buffer may be a list of one for each rank.
+    """Return addresses and sizes in bytes of this rank's sent blocks, by receiver, and received
+    blocks, by sender; 0 where there is no block. Either buffer may be a list with one per rank.
     """
     primitive, group, _, dtype = kind
     assert dtype is not None
@@ -195,8 +191,8 @@ def _spans(kind: CallKind, send: Any, recv: Any, extent: Extent, root: int) -> A
 
 
 class _Peers(NamedTuple):
-    """The processes of a group's ranks. By rank: their numbers, the words that they are known by,
-    and where each process has its own; and what this one has: its own, and place for the others'.
+    """The processes of a group's ranks: by rank, process ids, random words and their addresses;
+    and this process's copy of the words.
     """
 
     pids: Any
@@ -206,9 +202,9 @@ class _Peers(NamedTuple):
 
 
 class _Attempt(NamedTuple):
-    """The outcome on this rank: if one rank has no ``copies``, no rank has.
+    """The result of ``_create``: ``copies`` is None on all ranks or on none.
 
-    why: what keeps this rank from it, "" for nothing.
+    why: the reason why this rank cannot copy; "" if it can.
     """
 
     copies: SingleCopy | None
@@ -216,18 +212,18 @@ class _Attempt(NamedTuple):
 
 
 def find_obstacle(group: ProcessGroup) -> str:
-    """Return what keeps this rank of a group from copying; "" if nothing does, or it is unknown."""
+    """Return the reason why this rank cannot use single copies; "" if it can or has not tried."""
     attempt = group.resources.find("single_copy")
     return "" if attempt is None else attempt.why
 
 
 def _create(group: ProcessGroup) -> _Attempt:
-    """Try it with every other rank. All ranks call."""
+    """Try to copy from and to every other rank. All ranks call."""
     memory = shared.get_or_create(group)
     if memory is None:
         return _Attempt(None, "the ranks share no memory")
     peers = _find_peers(group)
-    # Reads first: nothing must be written into a process that is not the rank that it seems to be.
+    # Reads first, because a process id may belong to another process in another namespace.
     for attempt in (_allow, _read, _write, _compare):
         why = attempt(memory, group.rank(), peers)
         able = np.array([not why], np.uint8)
@@ -249,17 +245,17 @@ def _find_peers(group: ProcessGroup) -> _Peers:
 
 
 def _allow(memory: Shared, me: int, peers: _Peers) -> str:
-    """Return why this rank cannot even try."""
+    """Return why this rank may not try."""
     assert kernels is not None
     if settings.SINGLE_COPY.is_set_to("0"):
         return f"{settings.SINGLE_COPY.name}=0"
     if kernels.single_copy_board(len(peers.pids)) > memory.slot:
-        return "the shared memory has no room for the addresses of so many ranks"
+        return "the shared memory has no room for the addresses of all ranks"
     return ""
 
 
 def _read(memory: Shared, me: int, peers: _Peers) -> str:
-    """Return why this rank cannot read another's word."""
+    """Return why this rank cannot read another rank's word."""
     word = np.zeros(1, np.uint64)
     for rank in _others(me, peers):
         error = _copy(peers.pids[rank], False, word, peers.tokens[rank])
@@ -315,15 +311,13 @@ def _build(kind: CallKind) -> Implementation | None:
 
 
 ROUTE = Route(
-    "single_copy",
+    __name__,
     "one copy by the kernel",
-    MemoryKind.HOST,
-    (*MOVES, *EXCHANGES),
+    Serves((*MOVES, *EXCHANGES), uneven=EXCHANGES, buffer_lists=True),
     _build,
-    uneven=EXCHANGES,
-    place="node",
-    needs="all ranks on one node, allowed to read and write each other's memory, and the C library",
-    compares=True,
-    lists=True,
-    instead="shared",
+    Needs(
+        "node",
+        "all ranks on one node, allowed to read and write each other's memory, and the C library",
+    ),
+    Policy(compares_calls=True, fallback="shared"),
 )

@@ -11,7 +11,7 @@ from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.kernels.reduction import narrow, scale
 from mpicoll.routes.host import mpi
-from mpicoll.routes.route import MemoryKind, Route
+from mpicoll.routes.route import Route, Serves
 from mpicoll.routes.wire import scratch
 
 __all__ = ["ROUTE"]
@@ -20,7 +20,7 @@ _FLOAT32 = by_name["float32"]
 
 
 def _combines(op: ReduceOp, dtype: DType) -> bool:
-    """Return whether to widen: not what is exact in the dtype, where nothing is gained."""
+    """Return whether to widen: narrow floats, if MPI combines them as float32."""
     return dtype.kind is Kind.NARROW_FLOAT and mpi.reducible(op, _FLOAT32)
 
 
@@ -28,8 +28,8 @@ def _build(kind: CallKind) -> Implementation:
     """Build MPI_Allreduce of float32, a chunk at a time."""
     group, dtype = kind.group, kind.dtype
     assert dtype is not None
-    wide_sum = mpi.build(kind._replace(dtype=_FLOAT32))
-    step = mpi.CHUNK // _FLOAT32.itemsize
+    wide_sum = mpi.build(kind._replace(dtype=_FLOAT32)).run
+    step = mpi.CHUNK_BYTES // _FLOAT32.itemsize
 
     def widened(send: None, recv: Buffer, count: int, root: int) -> None:
         if not count:
@@ -43,9 +43,7 @@ def _build(kind: CallKind) -> Implementation:
             wide_sum(None, sums, chunk.size, root)
             narrow(sums, chunk)
 
-    return widened
+    return Implementation(widened)
 
 
-ROUTE = Route(
-    "widened", "MPI in float32", MemoryKind.HOST, ("all_reduce",), _build, combines=_combines
-)
+ROUTE = Route(__name__, "MPI in float32", Serves(("all_reduce",), combines=_combines), _build)

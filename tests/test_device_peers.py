@@ -190,9 +190,7 @@ class FakeCupy(types.ModuleType):
                 return kernel
 
         self.RawModule = RawModule
-        self.cuda = types.SimpleNamespace(
-            Stream=Stream, runtime=types.SimpleNamespace(is_hip=False)
-        )
+        self.cuda = types.SimpleNamespace(Stream=Stream)
 
     def run(self):
         """Carry out what is in all streams."""

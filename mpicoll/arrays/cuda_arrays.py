@@ -37,8 +37,8 @@ def find_adapter(array: object) -> Adapter | None:
 
 
 def _build_cupy_view(array: Any, writable: bool, where: str) -> View:
-    """By CuPy's own attributes: on ROCm it may lack the interface, which has no bfloat16, and whose
-    stream is that of the current device.
+    """By CuPy's own attributes: the interface has no bfloat16, and its stream is that of the
+    current device.
     """
     index = array.device.id
     stream = get_runtime(where).current_stream(index)

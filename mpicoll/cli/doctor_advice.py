@@ -147,9 +147,8 @@ def _remedies(seen: Findings) -> Sequence[str]:
     told = {f"{own.why}: {own.remedy}" for own in seen.all_ranks if own.remedy}
     for own in seen.all_ranks:
         tls = os.environ.get("UCX_TLS", "")
-        kind = own.kind.lower()
-        if own.gpus and tls and not re.search(rf"{kind}|all|^\^", tls):
-            told.add(f"UCX_TLS={tls} leaves out {kind}: add {kind}_copy,{kind}_ipc if MPI uses UCX")
+        if own.gpus and tls and not re.search(r"cuda|all|^\^", tls):
+            told.add(f"UCX_TLS={tls} leaves out cuda: add cuda_copy,cuda_ipc if MPI uses UCX")
     several = len({own.node for own in seen.all_ranks}) > 1
     plain = any(
         own.gpus and own.cuda is CudaSupport.NONE and not own.remedy for own in seen.all_ranks

@@ -50,8 +50,7 @@ class Capabilities:
     gpus:    what names the GPUs that this process sees: PCI bus ids and UUIDs.
     names:   of their models.
     no_gpu:  why there are none.
-    kind:    what they are programmed by: CUDA or ROCm; "" without any.
-    nccl:    NCCL is available, or RCCL.
+    nccl:    NCCL is available.
     node:    names the processes that share memory with this one.
     forced:  the value of MPICOLL_DEVICE_ROUTE in this process.
     used:    which of the GPUs the rank's arrays are on; "" before a group's first call on them.
@@ -70,7 +69,6 @@ class Capabilities:
     gpus: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     no_gpu: str = ""
-    kind: str = ""
     nccl: bool = False
     forced: str = ""
     used: str = ""
@@ -80,13 +78,9 @@ class Capabilities:
         does = "sends and receives" if least is CudaSupport.TRANSFER else _EVERYTHING
         return "" if self.cuda >= least else f"an MPI that {does} device memory ({self.why})"
 
-    def lacks_gpu(self, kind: str = "") -> str:
-        """Return what lacks for work on a GPU, of a kind if one is given, in words; "" for
-        nothing.
-        """
-        if not self.gpus:
-            return f"a GPU ({self.no_gpu})"
-        return "" if kind in ("", self.kind) else f"a GPU for {kind} (its GPUs are {self.kind}'s)"
+    def lacks_gpu(self) -> str:
+        """Return the reason that this process has no GPU; "" if it has one."""
+        return "" if self.gpus else f"a GPU ({self.no_gpu})"
 
     def words(self) -> dict[str, Any]:
         """Return plain values, fit for JSON."""
@@ -139,7 +133,7 @@ def _discover(probes: bool, again: bool) -> Capabilities:
     else:
         count = range(cuda.count())
         names, gpus = tuple(map(cuda.name, count)), tuple(map(cuda.identity, count))
-        found = replace(found, gpus=gpus, names=names, nccl=cuda.has_nccl(), kind=cuda.kind())
+        found = replace(found, gpus=gpus, names=names, nccl=cuda.has_nccl())
     override = settings.CUDA_AWARE.value()
     if override:
         return replace(
@@ -147,15 +141,15 @@ def _discover(probes: bool, again: bool) -> Capabilities:
         )
     if not found.gpus:
         return found
-    switch = mpi_support.find_switch(version, os.environ, found.kind)
+    switch = mpi_support.find_switch(version, os.environ)
     if switch is not None:
         value = os.environ.get(switch.name)
         how = "is not set" if value is None else f"is {value!r}"
         return replace(found, why=f"{switch.name} {how}", remedy=switch.remedy)
-    said = {name: query() for name, query in mpi_support.find_queries(found.kind).items()}
+    said = {name: query() for name, query in mpi_support.QUERIES.items()}
     claims = [name for name, value in said.items() if value]
     denials = [name for name, value in said.items() if value == 0]
-    if denials and not claims and not mpi_support.has_ucx_with(found.kind):
+    if denials and not claims and not mpi_support.has_ucx_cuda():
         return replace(found, why=f"{' and '.join(denials)}: no")
     key = probe_cache.build_key(version, library, found.names, cuda.driver_version())
     outcome = None if again else probe_cache.load(key)

@@ -1,11 +1,11 @@
 """How the GPUs of this node, its network cards and its processors are joined.
 
 What is on PCIe is in /sys for every process, also for GPUs that it does not see. Of NVLink NVIDIA's
-management library (NVML) tells, of AMD's Infinity Fabric /sys again. Nothing here sets up a device.
+management library (NVML) tells. Nothing here sets up a device.
 
 The words for distances are those of ``nvidia-smi topo -m`` and of NCCL:
 
-- ``NV#``, ``XGMI``: so many NVLinks, directly or through switches; Infinity Fabric
+- ``NV#``: number of NVLinks, directly or through switches
 - ``PIX``: at most one PCIe switch between them
 - ``PXB``: several PCIe switches, and no host bridge
 - ``PHB``: the host bridge
@@ -32,7 +32,7 @@ __all__ = ["DISTANCES", "LEGEND", "Device", "Topology", "find", "find_far", "par
 DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
 #: What the words mean, for whoever reads a table of them.
 LEGEND = (
-    "NV4: four NVLinks; XGMI: Infinity Fabric; PIX: at most one PCIe switch; PXB: several; PHB: "
+    "NV4: four NVLinks; PIX: at most one PCIe switch; PXB: several; PHB: "
     "the host bridge; NODE: two of them on one NUMA node; SYS: between NUMA nodes"
 )
 
@@ -47,8 +47,6 @@ _CARD_FOLDERS = ("class/infiniband", "class/cxi", "class/net")
 _MOST_LINKS = 18
 #: What is at the other end of an NVLink, for NVML: a switch.
 _SWITCH = 2
-#: The type of a link of Infinity Fabric in /sys/class/kfd.
-_XGMI = 11
 
 
 class Device(NamedTuple):
@@ -81,7 +79,7 @@ class Device(NamedTuple):
 class Topology(NamedTuple):
     """GPUs and network cards of one node.
 
-    links: of pairs of GPUs, by their names in order: "NV4" for four NVLinks, or "XGMI".
+    links: of pairs of GPUs, by their names in order: "NV4" for four NVLinks.
     """
 
     gpus: tuple[Device, ...]
@@ -89,7 +87,7 @@ class Topology(NamedTuple):
     links: Mapping[tuple[str, str], str]
 
     def between(self, one: Device, other: Device) -> str:
-        """Return how two devices are joined: NVLink or Infinity Fabric, else one of DISTANCES."""
+        """Return how two devices are joined: NVLink, else one of DISTANCES."""
         first, second = sorted((one.name, other.name))
         return self.links.get((first, second)) or one.distance(other)
 
@@ -113,13 +111,13 @@ def find(addresses: Iterable[str], links: bool = True) -> Topology:
 
     Addresses that /sys does not know as GPUs are left out.
 
-    links: look for NVLink and Infinity Fabric as well, which may take a while.
+    links: look for NVLink as well, which may take a while.
     """
     root = _SYS
     found = (_find_device(root / "bus/pci/devices" / name, name) for name in _sorted(addresses))
     gpus = tuple(one for one in found if one is not None and _is_gpu(one, root))
     names = {one.name for one in gpus}
-    joined = {**_find_nvlinks(names), **_find_xgmi(names, root)} if links else {}
+    joined = _find_nvlinks(names) if links else {}
     return Topology(gpus, _find_cards(root), joined)
 
 
@@ -238,33 +236,6 @@ def _list_links(nvml: Any, name: str) -> list[str | None]:
         elif not nvml.nvmlDeviceGetNvLinkRemotePciInfo_v2(device, link, ctypes.byref(remote)):
             found.append(_normal(remote.address.decode()))
     return found
-
-
-# --- Infinity Fabric ----------------------------------------------------------------------------
-
-
-def _find_xgmi(names: set[str], root: Path) -> dict[tuple[str, str], str]:
-    """Read which GPUs AMD's Infinity Fabric joins."""
-    nodes = root / "class/kfd/kfd/topology/nodes"
-    addresses = {}
-    for place in nodes.glob("*/properties"):
-        known = _read_properties(place)
-        location = known.get("location_id", 0)
-        address = f"{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.{location & 7:x}"
-        addresses[place.parent.name] = f"{known.get('domain', 0):04x}:{address}"
-    found = {}
-    for place in nodes.glob("*/io_links/*/properties"):
-        known = _read_properties(place)
-        ends = [addresses.get(str(known.get(key, ""))) for key in ("node_from", "node_to")]
-        if known.get("type") == _XGMI and all(end in names for end in ends):
-            one, other = sorted(map(str, ends))
-            found[one, other] = "XGMI"
-    return found
-
-
-def _read_properties(place: Path) -> dict[str, int]:
-    pairs = (line.split() for line in _read(place).splitlines())
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 
 
 # --- what is far --------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 The kernels are in ``device.cu``, those of collectives in ``device_peers.cu``. They are compiled
 when they are first used, by NVRTC through CuPy, which keeps them on disk for later processes: a
-fraction of a second each, an all-reduce some seconds. On ROCm it is hipRTC, in each process anew.
+fraction of a second each, an all-reduce some seconds.
 
 The bits are those of ``reduction.py``, but for what it leaves open as well: which NaN a sum or
 product of float32 and float64 is, and how products of complex numbers are rounded (here once each,
@@ -45,7 +45,6 @@ _PEER_THREADS = 512
 
 # CuPy appends -ftz=true, and the last such option counts: device.cu does not mind.
 _OPTIONS = ("--fmad=false", "--std=c++17")
-_HIP_OPTIONS = ("-ffp-contract=off", "-std=c++17")
 
 
 class DeviceKernels:
@@ -231,15 +230,8 @@ class DeviceKernels:
         kernel = self._kernels.get(line)
         if kernel is None:
             code = f"{_source(*sources)}\n{line}\n"
-            if cupy.cuda.runtime.is_hip:
-                # RawModule lets AMD's compiler take subnormal numbers for zero, in C++ as well.
-                binary, _ = cupy.cuda.compiler.compile_using_nvrtc(code, _HIP_OPTIONS)
-                module = cupy.cuda.function.Module()
-                module.load(binary)
-                kernel = module.get_function(name)
-            else:
-                kernel = cupy.RawModule(code=code, options=_OPTIONS).get_function(name)
-                _ = kernel.num_regs  # which loads it: CUDA may put that off to the first launch
+            kernel = cupy.RawModule(code=code, options=_OPTIONS).get_function(name)
+            _ = kernel.num_regs  # loads the kernel, which CUDA may defer to its first launch
             self._kernels[line] = kernel
         return kernel
 
@@ -272,8 +264,6 @@ def external_stream(stream: int) -> Any:
     """Return CuPy's stream for a handle, whose owner keeps it; 1: the legacy default stream."""
     import cupy
 
-    if stream == 1 and cupy.cuda.runtime.is_hip:
-        stream = 0  # its name in HIP
     return cupy.cuda.Stream.from_external(_Handle(stream))
 
 

@@ -210,9 +210,6 @@ class Simulated:
     def driver_version(self) -> str:
         return "simulated"
 
-    def kind(self) -> str:
-        return "CUDA"
-
     def current_device(self) -> int:
         return self.current
 

@@ -50,8 +50,8 @@ def cuda_built(verbose: bool = False) -> bool:
 
 
 def rocm_built(verbose: bool = False) -> bool:
-    """Return whether torch is one for ROCm."""
-    return torch.version.hip is not None
+    """Return False: ROCm is not supported."""
+    return False
 
 
 def nccl_built(verbose: bool = False) -> int:

@@ -13,7 +13,7 @@
  * are written as such. (Those in formats.h do not mind.)
  */
 
-#if defined(__CUDACC__) || defined(__HIP__)
+#ifdef __CUDACC__
 #define METHOD __device__ __forceinline__
 #else
 #define METHOD inline
@@ -371,11 +371,6 @@ template <class Format> struct Narrow {
 /* ---- Kernels --------------------------------------------------------------------------------- */
 
 #define KERNEL(NAME) extern "C" __global__ void __launch_bounds__(256) NAME
-
-#ifdef __HIP__ /* has no such word, or one that says nothing */
-#undef __grid_constant__
-#define __grid_constant__
-#endif
 
 /* Where the elements lie, for each_place; the last arguments of every kernel. */
 #define PLACES int64_t head, int64_t pieces, int64_t count

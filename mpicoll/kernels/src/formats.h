@@ -1,9 +1,8 @@
 /* The formats of numbers, and the conversions of the floats that are too narrow to accumulate in:
  * bfloat16, float16 and float8_* (but for float8_e8m0fnu, which is a scale rather than a number).
  *
- * One source for the C library and for kernels on a device (device.cu). So this is C and C++, and
- * under NVRTC and hipRTC, CUDA's and ROCm's compilers at run time, it includes nothing: there are no
- * system headers.
+ * One source for the C library and for CUDA kernels (device.cu). It is valid C and C++, and includes
+ * nothing under NVRTC, CUDA's run-time compiler, which has no system headers.
  *
  * Float32's own subnormals do not matter to its arithmetic: where hardware takes them for zero, the
  * same bits come out. (They are far below half of what any of these formats tells from zero;
@@ -20,20 +19,7 @@
 #ifndef MPICOLL_FORMATS_H
 #define MPICOLL_FORMATS_H
 
-#ifdef __HIPCC_RTC__
-/* AMD's compiler at run time has these names in some versions, and not always for these types. */
-#define int8_t mpicoll_int8_t
-#define int16_t mpicoll_int16_t
-#define int32_t mpicoll_int32_t
-#define int64_t mpicoll_int64_t
-#define uint8_t mpicoll_uint8_t
-#define uint16_t mpicoll_uint16_t
-#define uint32_t mpicoll_uint32_t
-#define uint64_t mpicoll_uint64_t
-#define memcpy __builtin_memcpy
-#endif
-
-#if defined(__CUDACC_RTC__) || defined(__HIPCC_RTC__)
+#ifdef __CUDACC_RTC__
 typedef signed char int8_t;
 typedef short int16_t;
 typedef int int32_t;
@@ -47,7 +33,7 @@ typedef unsigned long long uint64_t;
 #include <string.h>
 #endif
 
-#if defined(__CUDACC__) || defined(__HIP__)
+#ifdef __CUDACC__
 #define INLINE static __device__ __forceinline__
 #else
 #define INLINE static inline __attribute__((always_inline))

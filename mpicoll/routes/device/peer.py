@@ -30,7 +30,8 @@ from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
 from mpicoll.core.reproducible import ORDER
 from mpicoll.core.signature import describe
-from mpicoll.cuda.runtime import CUDA, Memory
+from mpicoll.cuda.capabilities import Capabilities
+from mpicoll.cuda.runtime import Memory
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import (
     CollectiveTimeoutError,
@@ -430,7 +431,7 @@ ROUTE = Route(
     uneven=("all_gather", "reduce_scatter"),
     place="gpus",
     needs="all ranks on one node, each with a GPU of its own, and CUDA IPC between them",
-    lacks=lambda own: own.lacks_gpu(CUDA),
+    lacks=Capabilities.lacks_gpu,
     blocks="",
     captures=True,
     load=_build_loader,

@@ -179,6 +179,14 @@ INLINE uint32_t narrow_bfloat16(float value)
     X(uint32, uint32_t, uint32_t, INTEGER)                                                         \
     X(uint64, uint64_t, uint64_t, INTEGER)
 
+/* The index of each format in the C library's tables: narrow floats first. */
+#define FORMAT_INDEX(NAME, ...) INDEX_##NAME,
+enum {
+    FORMATS(FORMAT_INDEX) NARROW_COUNT,
+    LAST_NARROW = NARROW_COUNT - 1,
+    WIDE_FORMATS(FORMAT_INDEX) FORMAT_COUNT
+};
+
 enum operation { SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR, EXACT_SUM };
 
 #endif

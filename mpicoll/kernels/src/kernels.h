@@ -12,6 +12,8 @@
 EXPORT size_t mpicoll_size(int format);
 EXPORT void mpicoll_widen(int format, const void *source, void *out, size_t count);
 EXPORT void mpicoll_narrow(int format, const void *source, void *out, size_t count);
+void mpicoll_add_narrow(int format, const void *left, const void *right, void *out, double divisor,
+                        size_t count);
 EXPORT void mpicoll_combine(int format, int operation, const char *const *sources, size_t n,
                             char *out, size_t count, double divisor);
 

@@ -473,18 +473,18 @@ def test_widening_makes_no_subnormals_but_of_bfloat16(kernels, cupy, dtype):
 
 def test_refusals(kernels):
     for sources, outs in (([], [64]), ([64], [])):
-        with pytest.raises(ArgumentError, match="nothing to combine, or nowhere"):
+        with pytest.raises(ArgumentError, match="one array to combine and one output"):
             add = reduction.find_loop(ReduceOp.SUM, by_name["float32"])
             kernels.combine_for_all(add, sources, outs, 1, 1, STREAM)
     add = reduction.find_loop(ReduceOp.SUM, by_name["float32"])
-    with pytest.raises(ArgumentError, match="nothing to combine"):
+    with pytest.raises(ArgumentError, match="at least one array"):
         kernels.combine(add, [], 64, 1, 1, STREAM)
     with pytest.raises(ArgumentError, match="multiple of 4 bytes"):
         kernels.combine(add, [64, 66], 64, 1, 1, STREAM)
     with pytest.raises(UnsupportedError, match="4000 arrays at most, got 4001"):
         kernels.combine(add, [64] * 4001, 64, 1, 1, STREAM)
     integers = reduction.find_loop(ReduceOp.SUM, by_name["int32"])
-    with pytest.raises(UnsupportedError, match="cannot be divided"):
+    with pytest.raises(UnsupportedError, match=r"division of .* is not supported"):
         kernels.combine(integers, [64], 64, 1, 2, STREAM)
     for name in ("bool", "float8_e8m0fnu"):
         with pytest.raises(UnsupportedError, match="no kernel scales"):

@@ -144,6 +144,6 @@ def classify(most: float, least: float) -> str:
     """Return the distance of ranks by the most and the least nanoseconds that they measured, 0
     where that is unknown.
     """
-    if kernels is not None and most >= kernels.far():
+    if kernels is not None and most >= kernels.far_ns():
         return FAR
     return NEAR if least else UNKNOWN

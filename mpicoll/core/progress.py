@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from mpicoll.cuda.threads import attend
+from mpicoll.cuda.threads import use_process_device
 
 __all__ = ["Pollable", "Poller", "Worker"]
 
@@ -60,7 +60,7 @@ class Worker:
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            attend()
+            use_process_device()
             task()
             self.finished += 1
             del task  # it holds arrays, which must not live until the next task
@@ -145,7 +145,7 @@ class Poller:
                 while self._new:
                     pending.append(self._new.popleft())
             sleep(pause)
-            attend()
+            use_process_device()
             before = len(pending)
             pending = [item for item in pending if not item.poll()]
             if self._stopping:

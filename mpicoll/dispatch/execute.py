@@ -34,7 +34,7 @@ from mpicoll.errors import (
     MpicollError,
     MPIError,
 )
-from mpicoll.kernels.calls import Ways, short_ways
+from mpicoll.kernels.calls import Fallbacks, bind_fast_path
 from mpicoll.output import format_count, warn
 from mpicoll.primitives import Primitive
 from mpicoll.watch import consistency, flight_record, timeouts
@@ -225,7 +225,7 @@ def _teach(plan: Plan, op: ReduceOp | None) -> None:
     primitive, ways = plan.primitive, find_short(plan.route)
     plan.learnt = ways is not None
     for short in ways or ():
-        plan.group.learn(
+        plan.group.register_fast_path(
             primitive, plan.dtype, op, short.owner, plan.kind, short.fewest, short.end,
             plan.group.size(), plan.group.rank(), short.function, short.argument, short.shape,
             primitive.many_in, primitive.many_out, primitive.listed, bool(primitive.input),
@@ -344,8 +344,8 @@ def _carry_out_all(
 #: Carries a call out: ``run_fast(primitive, group, async_op, output, input, op, root)``, and a list
 #: of calls: ``run_all(name, primitive, group, async_op, outputs, inputs, op)``; without Python
 #: where the group has learnt how, and as ``_run_fast`` and ``_run_all`` do.
-run_fast, run_all = short_ways(
-    Ways(_run_fast, _run_later, _run_all, _finish, _finished), state, ProcessGroup
+run_fast, run_all = bind_fast_path(
+    Fallbacks(_run_fast, _run_later, _run_all, _finish, _finished), state, ProcessGroup
 )
 
 

@@ -144,7 +144,7 @@ def in_stream_order(
         except (ArgumentError, UnsupportedError):
             raise  # refused: the context's memory is used by its streams alone, in their order
         except BaseException:
-            context.leave_behind()
+            context.retain_scratch()
             raise
         finally:  # after an error, too: what was begun goes on for a while
             order.leave(context)

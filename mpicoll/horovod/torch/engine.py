@@ -26,7 +26,7 @@ import numpy as np
 
 import mpicoll as dist
 from mpicoll import control_messages
-from mpicoll.cuda.threads import attend
+from mpicoll.cuda.threads import use_process_device
 from mpicoll.errors import ArgumentError, ForkedError, UsageError
 from mpicoll.horovod.common.exceptions import HorovodInternalError
 from mpicoll.horovod.torch.kinds import KINDS, Call, Facts, synchronize_devices
@@ -214,7 +214,7 @@ class Engine:
                     requests = dict(self._pending)
                     joined = self._join is not None
                     closing = self._closing and (self._abandons or not (requests or joined))
-                attend()
+                use_process_device()
                 waited_for = self._round(requests, joined, closing)
         except BaseException as error:
             self._end(error)

@@ -1,6 +1,6 @@
 /* The formats of numbers by their index, and the loops that convert narrow floats (formats.h).
  *
- * The loops are branch-free and generic: a format is a handful of constants, which the compiler folds
+ * The loops are branch-free and generic: a format is a few constants, which the compiler folds
  * into a separate vectorised loop for each format. (GCC vectorises these loops only with
  * -fno-trapping-math: otherwise it must preserve floating point's exception flags.)
  *
@@ -19,14 +19,14 @@
 
 /* ---- Loops ----------------------------------------------------------------------------------- */
 
-/* The arrays come from elsewhere: their elements may lie at any address. */
+/* Arrays of callers: elements may be unaligned. */
 typedef uint8_t __attribute__((may_alias)) word8;
 typedef uint16_t __attribute__((may_alias, aligned(1))) word16;
 typedef float __attribute__((may_alias, aligned(1))) word32;
 
 typedef void widen_loop(const void *source, word32 *out, size_t count);
 typedef void narrow_loop(const word32 *source, void *out, size_t count);
-/* out = (left + right) / divisor, all in registers; out may be one of them. */
+/* out = (left + right) / divisor, all in registers; out may be either operand. */
 typedef void add_loop(const void *left, const void *right, void *out, float divisor, size_t count);
 
 #define LOOPS(NAME, WIDTH, ...)                                                                    \
@@ -69,7 +69,7 @@ static struct {
     add_loop *add;
 } narrow_formats[NARROW_COUNT] = {FORMATS(ROW)};
 
-/* x86-64 has instructions for float16, but compilers do not find them in the loop above. */
+/* x86-64 has float16 instructions, but compilers do not use them for the loops above. */
 #ifdef DISPATCH
 #define F16C __attribute__((target("avx2,f16c")))
 
@@ -111,7 +111,7 @@ F16C static void add_f16c(const void *left, const void *right, void *out, float 
     add_loop_float16(a, b, to, divisor, count);
 }
 
-/* Compilers use vectors of half the width for the loop of bfloat16, unless a flag for the whole file
+/* Compilers use vectors of half the width for the bfloat16 loop, unless a flag for the whole file
  * says otherwise. */
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
 
@@ -124,8 +124,8 @@ AVX512 static __m512i rounded_to_bfloat16(__m512 sum)
     return _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q), quiet);
 }
 
-/* Two elements at a time in 32 bits: the one in the upper half is a float32 once the lower half is
- * cleared, the other once it is shifted up. */
+/* Processes two elements in 32 bits: the upper half is a float32 once the lower half is cleared,
+ * and the lower half once it is shifted up. */
 AVX512 static void add_bfloat16_avx512(const void *left, const void *right, void *out,
                                        float divisor, size_t count)
 {
@@ -170,7 +170,7 @@ AVX512 static void add_float16_avx512(const void *left, const void *right, void 
 __attribute__((constructor)) static void choose(void)
 {
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2")) /* brings F16C along, for which older compilers cannot ask */
+    if (!__builtin_cpu_supports("avx2")) /* implies F16C, which older compilers cannot query */
         return;
     narrow_formats[INDEX_float16].widen = widen_f16c;
     narrow_formats[INDEX_float16].narrow = narrow_f16c;

@@ -1,17 +1,12 @@
-/* Reductions of numbers: of integers and of float32 and float64 as they are, and of the floats that
- * are too narrow to accumulate in, whose conversions are in formats.h, in float32.
+/* Reductions on the host. Integers, float32 and float64 are combined as they are; narrow floats are
+ * accumulated in float32 (conversions in formats.h).
  *
  * Narrow floats are rounded once, to nearest even, block by block: a block of every source is
- * widened, folded into an accumulator that stays in the first-level cache, and narrowed into the
- * result. A block of the result is written after the same block of all sources was read, so the
- * result may be the memory of any one of them.
+ * widened and folded into an accumulator in the first-level cache, which is then narrowed into the
+ * result. A block of the result is written after the same block of all sources has been read, so
+ * the result may be the memory of any source.
  *
- * The loops are branch-free and dtype-generic: a format is a handful of constants, and the compiler
- * folds them into a loop of its own for each format, and vectorises it. (It may only if it need not
- * keep floating point's exception flags: GCC wants -fno-trapping-math for that.)
- *
- * This is plain C for ctypes: it does not include Python.h and defines no module.
- */
+ * This is plain C for ctypes: it does not include Python.h and defines no module. */
 
 #include "formats.h"
 #include "kernels.h"
@@ -25,7 +20,8 @@ enum { BLOCK = 1024 };
 
 typedef float __attribute__((may_alias, aligned(1))) word32;
 
-/* Of equal numbers (0.0 and -0.0) the later is taken, as by NumPy on x86-64; the first NaN stays. */
+/* Of equal numbers (0.0 and -0.0) the later is returned, as by NumPy on x86-64; the first NaN is
+ * kept. */
 #define MINIMUM(A, B) ((A) < (B) || (A) != (A) ? (A) : (B))
 #define MAXIMUM(A, B) ((A) > (B) || (A) != (A) ? (A) : (B))
 
@@ -33,7 +29,8 @@ typedef float __attribute__((may_alias, aligned(1))) word32;
     INDEPENDENT for (size_t i = 0; i < count; i++) out[i] = EXPRESSION;                            \
     break
 
-/* Integers wrap around, in a type that arithmetic does not widen; floats have no bits to combine. */
+/* Integers wrap around, in a type that arithmetic does not promote; floats have no bitwise
+ * operations. */
 #define INTEGER_CASES(WIDE)                                                                        \
     case SUM:                                                                                      \
         EACH((WIDE)a[i] + (WIDE)b[i]);                                                             \
@@ -52,7 +49,7 @@ typedef float __attribute__((may_alias, aligned(1))) word32;
     case PRODUCT:                                                                                  \
         EACH(a[i] * b[i]);
 
-/* Any byte but 0 is true, as for NumPy. */
+/* Any byte except 0 is true, as in NumPy. */
 #define BOOL_CASES(WIDE)                                                                           \
     case BAND:                                                                                     \
         EACH((a[i] != 0) & (b[i] != 0));                                                           \
@@ -61,7 +58,7 @@ typedef float __attribute__((may_alias, aligned(1))) word32;
     case BXOR:                                                                                     \
         EACH((a[i] != 0) ^ (b[i] != 0));
 
-/* fold: out = left op right; out may be one of them. divide: out = out / divisor. */
+/* fold: out = left op right; out may be either operand. divide: out = out / divisor. */
 #define WIDE_LOOPS(NAME, TYPE, WIDE, KIND)                                                         \
     typedef TYPE __attribute__((may_alias, aligned(1))) element_##NAME;                            \
     VECTORISED static void fold_##NAME(int operation, const void *left, const void *right,         \
@@ -126,9 +123,10 @@ static void combine_wide(int format, int operation, const char *const *sources, 
         if (n == 1 && left != out + at)
             memcpy(out + at, left, length * size);
         for (size_t k = 1; k < n; k++) {
-            /* Only the last step may write to the result, as it may be any source. */
+            /* Only the last step may write to the result, which may be any source. */
             char *result = k == n - 1 ? out + at : accumulator;
-            wide_loops[format - NARROW_COUNT].fold(operation, left, sources[k] + at, result, length);
+            wide_loops[format - NARROW_COUNT].fold(operation, left, sources[k] + at, result,
+                                                   length);
             left = result;
         }
         if (divisor != 1)
@@ -136,9 +134,9 @@ static void combine_wide(int format, int operation, const char *const *sources, 
     }
 }
 
-/* out = (sources[0] op sources[1] op ...) / divisor, from the left; EXACT_SUM, of floats, as if in
- * any order, see exact.c. There are n >= 1 sources; out may be one of them and overlaps the others
- * nowhere. */
+/* out = (sources[0] op sources[1] op ...) / divisor, in order; EXACT_SUM, of floats, as if in any
+ * order (exact.c). There are n >= 1 sources; out may be one of them and overlaps no other source.
+ */
 EXPORT void mpicoll_combine(int format, int operation, const char *const *sources, size_t n,
                             char *out, size_t count, double divisor)
 {

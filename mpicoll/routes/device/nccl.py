@@ -25,8 +25,8 @@ from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
 from mpicoll.core.signature import describe
 from mpicoll.cuda.runtime import Event, NcclCommunicator
-from mpicoll.cuda.streams import look_until
-from mpicoll.cuda.threads import attend
+from mpicoll.cuda.streams import poll_until
+from mpicoll.cuda.threads import use_process_device
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, UsageError
 from mpicoll.launch.host_identity import node
@@ -148,7 +148,7 @@ class Nccl(RouteState):
         """End NCCL's kernels, which may take its threads a while."""
 
         def abort() -> None:
-            attend()
+            use_process_device()
             self.comm.abort()
 
         thread = threading.Thread(target=abort, name="mpicoll-nccl-abort", daemon=True)
@@ -223,7 +223,7 @@ def _first_problem(group: ProcessGroup, problem: str) -> str:
     words = problem.encode()[:_WORDS]
     mine[: len(words)] = np.frombuffer(words, np.uint8)
     request = group.inner.Iallgather(mine, said)
-    if not look_until(request.Test, time.monotonic() + _TOGETHER):
+    if not poll_until(request.Test, time.monotonic() + _TOGETHER):
         _left_behind.append((request, mine, said))
         raise DistBackendError(
             f"group {group.group_name}: {problem or 'NCCL has made a communicator'}; other ranks "

@@ -34,7 +34,7 @@ from mpicoll.core.reproducible import LEVELS
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
 from mpicoll.dtypes import Kind, ReduceOp
 from mpicoll.errors import MismatchError
-from mpicoll.kernels.calls import AGREE, ALL_REDUCE, BLOCKS, FUSED, LISTS
+from mpicoll.kernels.calls import ALL_REDUCE, BLOCKS, COMPARE, FUSED, LISTS
 from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.host import clusters
@@ -163,7 +163,7 @@ class Shared:
         domain = clusters.find_domain(segment.own)
         seen = clusters.Seen(settings.CLUSTERS.value(), domain, latencies.tolist())
         everybody = [clusters.Seen(*each) for each in exchange_words(comm, [*seen])]
-        return clusters.choose(everybody, self._crowded, self.kernels.far())
+        return clusters.choose(everybody, self._crowded, self.kernels.far_ns())
 
     def build(self, kind: CallKind) -> Implementation:
         """Return the implementation for calls of one kind.
@@ -234,14 +234,14 @@ class Shared:
 
     def short(self, shape: int, function: Any, argument: int) -> Short:
         """Return how calls by a function of the C library are made in short."""
-        ask = (_address(self.kernels.shared_ask), self.pointer, round(1e9 * PATIENCE))
+        ask = (_address(self.kernels.shared_all_entered), self.pointer, round(1e9 * PATIENCE))
         short = Short(self, shape, _address(function), argument)
-        return short._replace(ask=ask) if self._crowded_beside and shape != AGREE else short
+        return short._replace(ask=ask) if self._crowded_beside and shape != COMPARE else short
 
     @property
     def short_agreement(self) -> Short:
         """What compares a call of no array, in short."""
-        return self.short(AGREE, self.kernels.shared_agree, self.pointer)
+        return self.short(COMPARE, self.kernels.shared_compare, self.pointer)
 
     def build_exchange(self, kind: CallKind, large: Implementation | None = None) -> Implementation:
         """Return the implementation of all_to_all, whose first round carries the sizes of all
@@ -350,7 +350,7 @@ class Shared:
         number = (self._group.sequence + 1) & 0xFFFFFFFF
         count *= _parts(kind)
         patience = round(1e9 * PATIENCE)
-        return bool(self.kernels.shared_ask(self.pointer, number, kind, count, patience))
+        return bool(self.kernels.shared_all_entered(self.pointer, number, kind, count, patience))
 
     def agree(self, kind: int, count: int) -> None:
         """Compare a call with the other ranks'; all have begun it when this returns.
@@ -359,7 +359,7 @@ class Shared:
         Raises MismatchError, on all ranks, if theirs differ.
         """
         count *= _parts(kind)
-        agree, number = self.kernels.shared_agree, self._group.sequence
+        agree, number = self.kernels.shared_compare, self._group.sequence
         if not self._run(agree, self.pointer, number, kind, count):
             raise self.failure()
 
@@ -369,10 +369,10 @@ class Shared:
         Returns False on all of them if they compare others. Raises MismatchError, on all ranks, if
         some make a call that goes by this memory instead.
         """
-        agree, call = self.kernels.shared_agree, self._group.sequence
+        agree, call = self.kernels.shared_compare, self._group.sequence
         if self._run(agree, self.pointer, call, kind, number):
             return True
-        left = self._hold.left or self.kernels.shared_closer(self.pointer) >= 0
+        left = self._hold.left or self.kernels.shared_closed_by(self.pointer) >= 0
         if not left and all(is_comparison(each) for each, _ in self._calls()):
             return False
         raise self.failure()
@@ -419,7 +419,7 @@ class Shared:
         if interruption is not None:
             self._group.break_after(interruption)
             return interruption
-        closer = self.kernels.shared_closer(self.pointer)
+        closer = self.kernels.shared_closed_by(self.pointer)
         if self._hold.left or closer >= 0:
             if self._group.broken is None:
                 timeouts.hear(self._group, closer)

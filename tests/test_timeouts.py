@@ -393,6 +393,6 @@ def test_a_rank_ends_though_another_never_will(code: str, ended: Ended) -> None:
     assert "caught" in ended.lines
     assert HUNG not in ended.err and "Traceback" not in ended.err, ended
     if code == "0":
-        assert "MPI is not finalised" in ended.err, ended
+        assert "MPI is not finalized" in ended.err, ended
     else:
         assert ended.code != 0, ended

@@ -25,7 +25,7 @@ from mpicoll.dtypes import DTYPES
 from mpicoll.launch import find_survival
 from mpicoll.launch.launchers import is_launcher_variable
 from mpicoll.primitives import PRIMITIVES
-from mpicoll.watch import guard, guarding, report, watchdog
+from mpicoll.watch import guard, guarding, json_lines, report, watchdog
 from mpicoll.watch.board import DONE, ENDING, LEFT, Board
 
 pytest_plugins = ["whole_jobs"]
@@ -539,6 +539,23 @@ def test_a_stranger_neither_ends_nor_blocks_the_guard(
 
 
 @pytest.mark.any_mpi
+def test_a_line_of_a_stranger_is_limited_and_a_proof_may_be_any_text() -> None:
+    """Each by itself, without the monitor, which drops a connection at any error."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        line = json_lines.JsonLines(ours)
+        for proof in ("é", "", None, 5, [], json_lines.prove("x", "y").decode()):
+            assert not line.proves({"proof": proof}, "secret", "head")
+        right = json_lines.prove("secret", f"head {line.nonce}").decode()
+        assert line.proves({"proof": right}, "secret", "head")
+        theirs.sendall(b'{"a": 1}\n' + b" " * (json_lines.SHORT_LINE_BYTES + 1))
+        line.fill()
+        assert line.take() == {"a": 1}
+        with pytest.raises(ConnectionResetError, match="invalid message: over 4096 bytes"):
+            line.take()
+
+
+@pytest.mark.any_mpi
 def test_a_silent_connection_is_dropped_after_a_while(nodes: Callable[..., Node]) -> None:
     head = nodes(ranks=1, size=2, **_listen())
     address = _address(head)
@@ -881,7 +898,7 @@ def test_handlers_run_in_the_middle_of_a_call(
             try:
                 call()
             except ValueError as error:
-                refused.append("in the middle of call 72 of group 0" in str(error))
+                refused.append("inside call 72 of group 0" in str(error))
         dist.all_reduce(y, group=other)
     signal.signal(signal.SIGUSR2, handle)
     for _ in range(70):

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from mpicoll import control_messages, launch, settings
 from mpicoll.core.groups import state
 from mpicoll.launch.host_identity import addresses, node
-from mpicoll.signals import blocked_from_outside
+from mpicoll.signals import blocked_job_signals
 from mpicoll.watch import guard, json_lines, lost_ranks, report
 from mpicoll.watch.board import DONE, LEFT, Board
 
@@ -224,7 +224,7 @@ def _launch_guard(
     descriptor = os.memfd_create("mpicoll-guard")
     try:
         os.write(descriptor, json.dumps(given).encode())
-        with blocked_from_outside():
+        with blocked_job_signals():
             subprocess.run(
                 ["/bin/sh", "-c", 'exec "$@" &', "sh", sys.executable, "-I", "-S",
                  guard.__file__, str(descriptor)],

@@ -176,7 +176,8 @@ def _close(
     name = group.doing or (call.split()[2] if known else "a call")
     where = f"after {call}" if group.doing else f"in {call}"
     text = (
-        f"{name} on rank {group.ranks[group.rank()]}, {where}: {why}: {_describe_ranks(group, closer)}. "
+        f"{name} on rank {group.ranks[group.rank()]}, {where}: {why}: "
+        f"{_describe_ranks(group, closer)}. "
         f"{_CLOSED}{'' if group.compared else f'. {_COMPARES}'}"
     )
     if group.broken is not None or group.closed is not None:

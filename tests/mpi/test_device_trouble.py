@@ -177,7 +177,7 @@ def test_what_errors_have_left_behind_goes_with_the_group(on, monkeypatch, whole
         with pytest.raises(ZeroDivisionError):
             dist.all_reduce(third, group=group)
     kept = [
-        weakref.ref(one) for some, _ in group.resources.find(("device", 0))._left for one in some
+        weakref.ref(one) for some, _ in group.resources.find(("device", 0))._failed_scratch for one in some
     ]
     assert len(kept) >= 3 and len(streams._retained) == before
     monkeypatch.setattr(arrays.cuda, "combine", combine)
@@ -195,7 +195,7 @@ def test_elements_at_odd_addresses(on):
     array = uploaded(arrays, np.zeros(9, np.float32))
     array.dtype = np.dtype(np.float64)
     array.shape, array.offset = (2,), 4
-    with pytest.raises(UnsupportedError, match=r"all_reduce: tensor: .*multiples of their size"):
+    with pytest.raises(UnsupportedError, match=r"all_reduce: tensor: .*aligned to their size"):
         dist.all_reduce(array)
     total(arrays, me, n)
 

@@ -559,15 +559,15 @@ static int compare_begin(const void *one, const void *other)
     return (a > b) - (a < b);
 }
 
-/* Returns whether any call reads memory that a call writes, or two calls write the same: 1, 0, or
- * -1 with an exception. */
+/* Returns whether memory is written twice, or read by one call and written by the same or another:
+ * 1, 0, or -1 with an exception. */
 static int overlap_any(const struct fused *fused, size_t blocks_in, size_t blocks_out,
                        size_t itemsize)
 {
     const size_t n = fused->n, all = n * (blocks_in + blocks_out);
     struct span *spans = PyMem_Malloc(all * sizeof *spans);
     uintptr_t read = 0, written = 0;
-    int found = 0;
+    int found = 0, sorted = 1;
     if (!spans) {
         PyErr_NoMemory();
         return -1;
@@ -576,11 +576,15 @@ static int overlap_any(const struct fused *fused, size_t blocks_in, size_t block
         const size_t call = k % n, count = fused->ends[call] - (call ? fused->ends[call - 1] : 0);
         const uintptr_t begin = (uintptr_t)fused->send[k]; /* `recv` follows `send` */
         spans[k] = (struct span){begin, begin + count * itemsize, k >= n * blocks_in};
+        sorted = sorted && (k == 0 || spans[k - 1].begin <= begin);
     }
-    qsort(spans, all, sizeof *spans, compare_begin);
+    if (!sorted)
+        qsort(spans, all, sizeof *spans, compare_begin);
     for (size_t k = 0; k < all && !found; k++) {
         uintptr_t *own = spans[k].written ? &written : &read;
-        found = spans[k].begin < (spans[k].written ? read : written);
+        if (spans[k].begin == spans[k].end)
+            continue;
+        found = spans[k].begin < written || (spans[k].written && spans[k].begin < read);
         *own = *own > spans[k].end ? *own : spans[k].end;
     }
     PyMem_Free(spans);
@@ -656,7 +660,7 @@ static int run_held(Calls *calls, PyObject *primitive, PyObject *op, PyObject *o
     int done = view_calls(&path, &fused, outputs, inputs);
     found = done ? find_fused(calls, primitive, fused.dtype, op, &fused.max_count) : NULL;
     done = found != NULL;
-    if (done && blocks_in) {
+    if (done) {
         done = overlap_any(&fused, blocks_in, blocks_out, first.first.itemsize);
         done = done < 0 ? -1 : !done;
     }

@@ -177,7 +177,9 @@ def test_what_errors_have_left_behind_goes_with_the_group(on, monkeypatch, whole
         with pytest.raises(ZeroDivisionError):
             dist.all_reduce(third, group=group)
     kept = [
-        weakref.ref(one) for some, _ in group.resources.find(("device", 0))._failed_scratch for one in some
+        weakref.ref(one)
+        for some, _ in group.resources.find(("device", 0))._failed_scratch
+        for one in some
     ]
     assert len(kept) >= 3 and len(streams._retained) == before
     monkeypatch.setattr(arrays.cuda, "combine", combine)

@@ -303,7 +303,7 @@ static void *run_collectives(void *argument)
     for (size_t k = 0; k < 2 * ROUNDS; k++) {
         const size_t count = k % 4 == 3 ? slot / 8 + k : 5 * k;
         dawdle(rank);
-        /* Calls that are announced before they begin, or not, and some that never begin. */
+        /* Calls that are announced before they begin, or not; the last calls never begin. */
         if (k % 3 == 0)
             mpicoll_shared_all_entered(&rank->shared, ++rank->number, 7, count, k % 2 ? 0 : 20000);
         CHECK(mpicoll_shared_compare(&rank->shared, ++rank->number, 3, k));

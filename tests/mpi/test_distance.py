@@ -283,10 +283,10 @@ def test_why_it_is_unknown(comm, monkeypatch):
     own, scripted = timer(comm, monkeypatch, [0.0])
     own.sample(CASES, 5, ONCE)
     told = own.describe_distances()
-    for words in ("near did not occur", "far did not occur", "unknown in 10, for a rank did not"):
+    for words in ("near did not occur", "far did not occur", "unknown in 10 (timed out)"):
         assert words in told
     scripted.problem = "there is one rank"
-    assert own.describe_distances() == "distance of the ranks: unknown, for there is one rank"
+    assert own.describe_distances() == "distance of the ranks: unknown, because there is one rank"
 
 
 def test_a_timer_of_the_ranks_at_hand(comm):

@@ -120,6 +120,7 @@ OPENMPI = "Open MPI v5.0.11, package: Open MPI"
         ("Intel(R) MPI Library 2021.18.1 for Linux* OS", {"I_MPI_OFFLOAD": "2"}, None),
         (OPENMPI, {}, None),
         (OPENMPI, {"OMPI_MCA_accelerator": "cuda"}, None),
+        (OPENMPI, {"OMPI_MCA_accelerator": "rocm"}, "OMPI_MCA_accelerator"),
         (OPENMPI, {"OMPI_MCA_accelerator": "null"}, "OMPI_MCA_accelerator"),
         (OPENMPI, {"OMPI_MCA_accelerator": "^cuda"}, "OMPI_MCA_accelerator"),
         (OPENMPI, {"OMPI_MCA_opal_cuda_support": "0"}, None),
@@ -172,9 +173,9 @@ def test_ucx_with_cuda_is_seen_by_its_files(tmp_path):
     copied = shutil.copy(library.describe()[len("compiled (") : -1], tmp_path / "libuct.so.0")
     (tmp_path / "ucx").mkdir()
     held = ctypes.CDLL(copied)
-    assert not mpi_support.has_ucx_with("CUDA")
+    assert not mpi_support.has_ucx_cuda()
     (tmp_path / "ucx" / "libuct_cuda.so.0").touch()
-    assert mpi_support.has_ucx_with("CUDA")
+    assert mpi_support.has_ucx_cuda()
     del held
 
 

@@ -98,16 +98,6 @@ extern "C" void run(unsigned blocks, unsigned threads, void **arguments, int flu
 """
 
 
-#: What hipRTC defines, which knows some integers, and not always as these types.
-HIP = """
-#define __HIP__ 1
-#define __HIPCC_RTC__ 1
-#define __device__
-#define __forceinline__ inline __attribute__((always_inline))
-#undef __grid_constant__
-"""
-
-
 @functools.cache
 def library(code, folder):
     """One kernel as a library of the host; what has no meaning in C++ ends the process."""
@@ -183,30 +173,7 @@ class FakeCupy(types.ModuleType):
                 return kernel
 
         self.RawModule = RawModule
-        runtime = types.SimpleNamespace(is_hip=False)
-        self.cuda = types.SimpleNamespace(Device=Device, Stream=Stream, runtime=runtime)
-
-    def become_hip(self):
-        """As where CuPy is built for ROCm, with what is used of that: ``hip`` may be checked."""
-        raw = self.RawModule
-
-        def compile_using_nvrtc(code, options):
-            assert "-ffp-contract=off" in options and not any("fmad" in one for one in options)
-            return HIP + code, {}
-
-        class Module:
-            def load(self, binary):
-                self.raw = raw(code=binary, options=["--fmad=false"])
-
-            def get_function(self, name):
-                kernel = self.raw.get_function(name)
-                del kernel.num_regs
-                return kernel
-
-        self.RawModule = None
-        self.cuda.runtime.is_hip = True
-        self.cuda.compiler = types.SimpleNamespace(compile_using_nvrtc=compile_using_nvrtc)
-        self.cuda.function = types.SimpleNamespace(Module=Module)
+        self.cuda = types.SimpleNamespace(Device=Device, Stream=Stream)
 
 
 @pytest.fixture(scope="module")
@@ -406,33 +373,6 @@ def test_memory_is_read_in_pieces_where_it_lies_alike(kernels, cupy):
     assert cupy.launched[-1][-3:] == (0, 1024, 4096)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fnuz", "float32", "complex64", "bool"])
-def test_rocm(kernels, cupy, name):
-    """The same source, by another compiler and with other words."""
-    cupy.become_hip()
-    dtype = by_name[name]
-    op = ReduceOp.MAX if dtype.kind is Kind.BOOL else ReduceOp.SUM
-    if dtype.kind not in op.kinds:
-        op = next(one for one in OPERATIONS if dtype.kind in one.kinds)
-    for n, offsets, fill in ((2, ALIKE, random_bits), (5, SHIFTED, tame), (17, UNLIKE, tame)):
-        check(kernels, op, dtype, n, 61, offsets, fill)
-    if dtype.kind is Kind.NARROW_FLOAT:
-        source, _ = place(np.dtype(np.float32), 61, 1)
-        out, _ = place(dtype.numpy, 61, 1)
-        tame(source, 1)
-        kernels.narrow(dtype, source.ctypes.data, out.ctypes.data, 61, STREAM)
-        expected = np.empty_like(out)
-        reduction.narrow(source, expected)
-        assert_same_bits(out, expected, False)
-
-
-def test_the_default_stream_has_another_name_in_rocm(cupy):
-    for hip, name in ((False, 1), (True, 0)):
-        cupy.cuda.runtime.is_hip = hip
-        assert device_kernels.external_stream(1).what == (0, name)
-        assert device_kernels.external_stream(STREAM).what == (0, STREAM)
-
-
 def test_nothing_is_launched_for_nothing(kernels, cupy):
     by = reduction.find_loop(ReduceOp.SUM, by_name["float32"])
     kernels.combine(by, [64, 64], 64, 0, 1, STREAM)
@@ -533,18 +473,18 @@ def test_widening_makes_no_subnormals_but_of_bfloat16(kernels, cupy, dtype):
 
 def test_refusals(kernels):
     for sources, outs in (([], [64]), ([64], [])):
-        with pytest.raises(ArgumentError, match="nothing to combine, or nowhere"):
+        with pytest.raises(ArgumentError, match="one array to combine and one output"):
             add = reduction.find_loop(ReduceOp.SUM, by_name["float32"])
             kernels.combine_for_all(add, sources, outs, 1, 1, STREAM)
     add = reduction.find_loop(ReduceOp.SUM, by_name["float32"])
-    with pytest.raises(ArgumentError, match="nothing to combine"):
+    with pytest.raises(ArgumentError, match="at least one array"):
         kernels.combine(add, [], 64, 1, 1, STREAM)
     with pytest.raises(ArgumentError, match="multiple of 4 bytes"):
         kernels.combine(add, [64, 66], 64, 1, 1, STREAM)
     with pytest.raises(UnsupportedError, match="4000 arrays at most, got 4001"):
         kernels.combine(add, [64] * 4001, 64, 1, 1, STREAM)
     integers = reduction.find_loop(ReduceOp.SUM, by_name["int32"])
-    with pytest.raises(UnsupportedError, match="cannot be divided"):
+    with pytest.raises(UnsupportedError, match=r"division of .* is not supported"):
         kernels.combine(integers, [64], 64, 1, 2, STREAM)
     for name in ("bool", "float8_e8m0fnu"):
         with pytest.raises(UnsupportedError, match="no kernel scales"):

@@ -78,7 +78,7 @@ static uint64_t nanoseconds()
     return (uint64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-static void rest() { sched_yield(); }
+static void relax() { sched_yield(); }
 """
 
 AFTER = """
@@ -190,9 +190,7 @@ class FakeCupy(types.ModuleType):
                 return kernel
 
         self.RawModule = RawModule
-        self.cuda = types.SimpleNamespace(
-            Stream=Stream, runtime=types.SimpleNamespace(is_hip=False)
-        )
+        self.cuda = types.SimpleNamespace(Stream=Stream)
 
     def run(self):
         """Carry out what is in all streams."""
@@ -221,8 +219,8 @@ def cupy(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(reduction, "_compiled", None)
     monkeypatch.setattr(device_kernels, "_PEER_THREADS", 3)
-    monkeypatch.setattr(peers, "LEAST", 64)
-    monkeypatch.setattr(peers, "ONE_SHOT", 600)
+    monkeypatch.setattr(peers, "BLOCK_MIN_BYTES", 64)
+    monkeypatch.setattr(peers, "ONE_SHOT_MAX_BYTES", 600)
     return fake
 
 

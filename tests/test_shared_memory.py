@@ -132,7 +132,7 @@ def test_one_rank_in_another_call(n, few):
                 kind_at = ctypes.addressof(kind)
                 done = kernels.shared_all_reduce(kind_at, array.ctypes.data, array.size, 2 * number)
             else:
-                done = kernels.shared_agree(at, 2 * number, 5, number + 10**12 * odd)
+                done = kernels.shared_compare(at, 2 * number, 5, number + 10**12 * odd)
             array = np.full(slot, me, np.int32)
             both = kernels.shared_all_reduce(
                 ctypes.addressof(kind), array.ctypes.data, array.size, 2 * number + 1

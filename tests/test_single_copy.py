@@ -260,7 +260,7 @@ def test_which_way():
                 ctypes.addressof(kind), blocks.ctypes.data, 0, 0, number
             )
             if result == UNMOVED:
-                kernels.single_copy_took(ctypes.addressof(kind), slots)
+                kernels.single_copy_record(ctypes.addressof(kind), slots)
             return result
 
         found = [ranks.run(call) for _ in range(calls)]

@@ -122,7 +122,7 @@ def test_other_cards(tmp_path, monkeypatch):
     assert names(find([A]).cards) == ["eth0"]
 
 
-# ---- NVLink and Infinity Fabric ------------------------------------------------------------------
+# ---- NVLink -------------------------------------------------------------------------------------
 
 
 class Nvml:
@@ -191,19 +191,6 @@ def test_the_structure_is_that_of_nvml_h():
     """Its size, and where the address is."""
     assert ctypes.sizeof(topology._PciInfo) == 16 + 5 * 4 + 32
     assert topology._PciInfo.address.offset == 36
-
-
-def test_infinity_fabric(sys_folder):
-    nodes = sys_folder / "class/kfd/kfd/topology/nodes"
-    for number, address in enumerate([None, A, D, E]):
-        bus = int(address[5:7], 16) << 8 if address else 0
-        (nodes / f"{number}/io_links").mkdir(parents=True)
-        (nodes / f"{number}/properties").write_text(f"location_id {bus}\ndomain 0\n")
-    for number, (one, other, kind) in enumerate([(1, 2, 11), (2, 1, 11), (1, 3, 2), (0, 1, 2)]):
-        place = nodes / f"{one}/io_links/{number}"
-        place.mkdir()
-        (place / "properties").write_text(f"type {kind}\nnode_from {one}\nnode_to {other}\n")
-    assert find(GPUS).links == {(A, D): "XGMI"}
 
 
 # ---- What is far ---------------------------------------------------------------------------------

@@ -40,8 +40,7 @@ def find_adapter(array: object) -> Adapter | None:
 def _build_cupy_view(array: Any, writable: bool, where: str) -> View:
     """Build the view from CuPy's own attributes.
 
-    The interface lacks bfloat16, its stream is the one of the current device, and on ROCm it may be
-    missing.
+    The interface lacks bfloat16, and its stream is the one of the current device.
     """
     index = array.device.id
     stream = get_runtime(where).current_stream(index)

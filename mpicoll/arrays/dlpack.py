@@ -17,7 +17,7 @@ import numpy as np
 from mpicoll.arrays import cuda_arrays, numpy_arrays
 from mpicoll.arrays.protocols import SupportsDlpack
 from mpicoll.arrays.views import Adapter, Alias, Array, View
-from mpicoll.cuda.runtime import CUDA, ROCM, UNKNOWN
+from mpicoll.cuda.runtime import LEGACY, UNKNOWN
 from mpicoll.dtypes import DType, by_dlpack
 from mpicoll.errors import ArgumentError, UnsupportedError
 
@@ -25,22 +25,8 @@ __all__ = ["build_view", "find_adapter", "find_jax_adapter"]
 
 #: kDLCPU, kDLCUDAHost and kDLROCMHost: memory that the host can read and write.
 HOST_DEVICES = frozenset({1, 3, 11})
-#: kDLCUDAManaged: memory of any device.
-_MANAGED = 13
-
-
-class _Kind(NamedTuple):
-    """Constants of DLPack for one kind of runtime.
-
-    devices: device types.
-    stream:  legacy default stream.
-    """
-
-    devices: frozenset[int]
-    stream: int
-
-
-_KINDS = {CUDA: _Kind(frozenset({2, _MANAGED}), 1), ROCM: _Kind(frozenset({10}), 0)}
+#: kDLCUDA, and kDLCUDAManaged: memory of any device.
+_CUDA, _MANAGED = 2, 13
 _DEVICE_NAMES = {
     1: "cpu", 2: "cuda", 3: "cuda_host", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm",
     11: "rocm_host", 13: "cuda_managed", 14: "oneapi",
@@ -88,22 +74,16 @@ def build_view(array: SupportsDlpack, writable: bool, where: str) -> View:
         inner = numpy_arrays.build_view(alias, writable, where)
         return Alias(array, inner.dtype, inner.count, inner.buffer, lambda _: alias)
     name = device_name(kind, index)
-    if not any(kind in each.devices for each in _KINDS.values()):
+    if kind not in (_CUDA, _MANAGED):
         raise UnsupportedError(
             f"{where}: arrays on {name} are not supported; copy to the host or to a GPU first"
         )
     runtime = cuda_arrays.get_runtime(where)  # raises if there is no GPU
-    own = _KINDS[runtime.kind()]
-    if kind not in own.devices:
-        raise UnsupportedError(
-            f"{where}: arrays on {name} are not supported by a CuPy that is built for "
-            f"{runtime.kind()}; copy to the host first, or install another CuPy"
-        )
     try:
         with runtime.on(index):  # producers may require it to be the current device
             # The producer makes its work visible to this stream.
-            found = open_capsule(array, writable, stream=own.stream)
-        if found.device[0] not in own.devices:
+            found = open_capsule(array, writable, stream=LEGACY)
+        if found.device[0] not in (_CUDA, _MANAGED):
             raise UnsupportedError(
                 f"__dlpack_device__() returned {name}, but the capsule is on "
                 f"{device_name(*found.device)}"

@@ -76,7 +76,7 @@ def _build_adapter(torch: ModuleType) -> Adapter:
                 f"{where}: a tensor of layout {tensor.layout} is not supported; expected a dense "
                 "tensor (to_dense())"
             )
-        if not tensor.is_cpu and not tensor.is_cuda:  # CUDA's or ROCm's
+        if not tensor.is_cpu and not tensor.is_cuda:
             raise UnsupportedError(
                 f"{where}: tensors on {tensor.device} are not supported; copy to the host or to a "
                 "CUDA device first"

@@ -143,6 +143,6 @@ def measure_pairs(comm: MPI.Intracomm, times: int = 20, pause: float = 5e-3) -> 
 
 def classify(most: float, least: float) -> str:
     """Return the distance for the maximum and minimum nanoseconds of all ranks, 0 if unknown."""
-    if kernels is not None and most >= kernels.far():
+    if kernels is not None and most >= kernels.far_ns():
         return FAR
     return NEAR if least else UNKNOWN

@@ -262,11 +262,8 @@ def _remedies(findings: Findings) -> Sequence[str]:
     remedies = {f"{own.why}: {own.remedy}" for own in all_ranks if own.remedy}
     for own in all_ranks:
         tls = os.environ.get("UCX_TLS", "")
-        kind = own.kind.lower()
-        if own.gpus and tls and not re.search(rf"{kind}|all|^\^", tls):
-            remedies.add(
-                f"UCX_TLS={tls} excludes {kind}: add {kind}_copy,{kind}_ipc if MPI uses UCX"
-            )
+        if own.gpus and tls and not re.search(r"cuda|all|^\^", tls):
+            remedies.add(f"UCX_TLS={tls} excludes cuda: add cuda_copy,cuda_ipc if MPI uses UCX")
     several = len({own.node for own in all_ranks}) > 1
     plain = any(own.gpus and own.cuda is CudaSupport.NONE and not own.remedy for own in all_ranks)
     if several and plain:

@@ -248,7 +248,7 @@ def describe_process() -> Facts:
         "ml_dtypes": _find_version("ml_dtypes"),
         "C library": library.describe(),
         "torch": _find_version("torch"),
-        "CuPy": _find_version("cupy", "cupy-cuda13x", "cupy-cuda12x", "cupy-rocm-7-0"),
+        "CuPy": _find_version("cupy", "cupy-cuda13x", "cupy-cuda12x"),
         "driver": _find_driver(),
     }
 
@@ -257,7 +257,6 @@ def _describe_mpi(findings: Findings, me: int) -> Facts:
     """Return facts that need MPI."""
     from mpi4py import MPI
 
-    from mpicoll.cuda.runtime import CUDA
     from mpicoll.routes import tuning
 
     levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
@@ -274,7 +273,7 @@ def _describe_mpi(findings: Findings, me: int) -> Facts:
         "GPUs": "; ".join(f"{i}: {name} ({gpu})" for i, (name, gpu) in enumerate(gpus))
         or f"none: {own.no_gpu}",
         "CUDA in MPI": f"{own.cuda.name.lower()} ({own.why})",
-        "GPUDirect": describe_gpudirect() if own.kind == CUDA else "",
+        "GPUDirect": describe_gpudirect() if own.gpus else "",
     }
 
 
@@ -317,8 +316,6 @@ def _find_driver() -> str:
         text = Path("/proc/driver/nvidia/version").read_text()
         found = re.search(r"Kernel Module\D*([\d.]+)", text)
         return found[1] if found else text.partition("\n")[0]
-    with suppress(OSError):
-        return f"amdgpu {Path('/sys/module/amdgpu/version').read_text().strip()}"
     return "none"
 
 

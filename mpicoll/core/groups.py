@@ -266,7 +266,7 @@ class ProcessGroup(Calls):
         """
         self.broken = error
         self.next_check = 0  # where each call looks whether the group is broken
-        self.forget()
+        self.forget_fast_paths()
 
     def look(self, wait: bool = False) -> None:
         """Break the group if devices have ended calls of it without their results.
@@ -351,7 +351,7 @@ class ProcessGroup(Calls):
         self.agree = None
         if self.ask_devices is not None:
             self.ask_devices = _ask_nobody  # what it asks has memory of devices
-        self.forget()
+        self.forget_fast_paths()
         state.withdraw(self)
 
     def __repr__(self) -> str:

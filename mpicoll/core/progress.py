@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from mpicoll.cuda.threads import attend
+from mpicoll.cuda.threads import use_process_device
 
 __all__ = ["Pollable", "Poller", "Worker"]
 
@@ -61,7 +61,7 @@ class Worker:
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            attend()
+            use_process_device()
             task()
             self.finished += 1
             del task  # releases arrays that it holds
@@ -146,7 +146,7 @@ class Poller:
                 while self._new:
                     pending.append(self._new.popleft())
             sleep(pause)
-            attend()
+            use_process_device()
             before = len(pending)
             pending = [item for item in pending if not item.poll()]
             if self._stopping:

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from mpicoll.core.progress import Worker
-from mpicoll.cuda.streams import Point, StreamOrder, look_until
+from mpicoll.cuda.streams import Point, StreamOrder, poll_until
 from mpicoll.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -315,7 +315,7 @@ class Work:
                 raise self._record_timeout(limit)
         self._end_wait()
         if given:
-            if not look_until(self.is_completed, moment):
+            if not poll_until(self.is_completed, moment):
                 raise self._record_timeout(limit)
             self._ask_devices(done=True)
         return self._check_error()

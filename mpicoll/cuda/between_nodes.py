@@ -1,9 +1,9 @@
-"""MPI's messages of device memory, tried between the nodes of a group before a route needs them.
+"""Test MPI with device memory between the nodes of a group, before a route needs it.
 
-`probe` tries an MPI library between two processes of one node. Between nodes it takes another way:
-another transport, the network card, GPUDirect. A crash there would end the job, but who gets so far
-has an MPI that moves device memory on a node; what is left are errors, wrong data, and messages
-that never arrive.
+`probe` tests an MPI library between two processes of one node. Between nodes MPI uses another
+transport, the network card and GPUDirect. A crash here would end the job, but this MPI has already
+moved device memory within a node; remaining problems are errors, wrong data, and messages that
+never arrive.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mpicoll import control_messages
 from mpicoll.cuda.capabilities import Capabilities, CudaSupport
-from mpicoll.cuda.probe import HUNG, OK, Place, exchange_messages
+from mpicoll.cuda.probe import HUNG, OK, ProbeDevice, exchange_messages
 from mpicoll.cuda.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -22,17 +22,18 @@ if TYPE_CHECKING:
 
 __all__ = ["find_partners", "try_messages"]
 
-#: Seconds for messages to arrive.
+#: Timeout in seconds for the messages.
 LIMIT = 30.0
 
 
 def find_partners(nodes: Sequence[str], me: int) -> list[int]:
-    """Return the ranks on other nodes that a rank exchanges messages with; they return it as well.
+    """Return the ranks on other nodes with which a rank exchanges messages; the relation is
+    symmetric.
 
-    nodes: of each rank.
+    nodes: the node of each rank.
 
-    Each rank goes together with the one of its number on the next node: where all nodes have as
-    many ranks, two partners at most.
+    Each rank is paired with the rank of the same position on the next node. If all nodes have the
+    same number of ranks, a rank has at most two partners.
     """
     members: dict[str, list[int]] = {}
     for rank, name in enumerate(nodes):
@@ -52,29 +53,29 @@ def try_messages(
     index: int,
     all_ranks: Sequence[Capabilities],
 ) -> tuple[Capabilities, ...]:
-    """Try MPI with device memory between nodes; return what each rank can do, now that it is tried.
+    """Test MPI with device memory between nodes; return the updated capabilities of each rank.
 
-    Every rank sends and receives 64 bytes and 4 MiB of device memory, checked. Where that fails on
-    one rank, MPI moves none on any. All ranks call.
+    Every rank sends and receives 64 bytes and 4 MiB of device memory and checks them. If that fails
+    on any rank, device memory is not passed to MPI on any rank. All ranks call.
 
-    index: of the device that this rank works on.
-    all_ranks: what each rank can do by itself.
+    index:     number of the device that this rank uses.
+    all_ranks: capabilities of each rank by itself.
     """
     nodes = [own.node for own in all_ranks]
     if len(set(nodes)) == 1 or any(own.cuda is CudaSupport.NONE for own in all_ranks):
         return tuple(all_ranks)
-    apart = comm.Dup()  # what is never received does not meet later messages
-    place = Place(apart, runtime, index, runtime.create_stream(index))
+    apart = comm.Dup()  # so that undelivered messages do not match later ones
+    place = ProbeDevice(apart, runtime, index, runtime.create_stream(index))
     try:
         verdict = exchange_messages(place, find_partners(nodes, comm.Get_rank()), LIMIT)
-    except Exception as error:  # of MPI or of CUDA: the others hear of it
+    except Exception as error:  # an error of MPI or CUDA, reported to all ranks
         verdict = f"failed: {type(error).__name__}: {' '.join(str(error).split())}"
     said = control_messages.allgather(comm, verdict, str)
     if all(one == OK for one in said):
         runtime.destroy_stream(place.stream)
         apart.Free()
         return tuple(all_ranks)
-    # Who waits for a rank that failed says no more than that.
+    # A rank that waited for a failed rank has only a timeout to report.
     bad = [rank for rank, one in enumerate(said) if one != OK]
     rank = next((one for one in bad if said[one] != HUNG), bad[0])
     told = f"tried between nodes: {said[rank]} (rank {rank})"

@@ -1,4 +1,4 @@
-"""Which rank works on which GPU."""
+"""Binding of ranks to GPUs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["bind", "describe_idle_gpus", "device_for", "warn_of_far_gpu", "warn_
 def device_for(
     local_rank: int, count: int, environment: Mapping[str, str] = os.environ
 ) -> int | None:
-    """Return the GPU of a rank: in turn, or the first if the launcher gives each rank its own.
+    """Return the GPU of a rank: round robin, or the first if the launcher exposes one GPU per rank.
 
-    local_rank: the rank on its node.
-    count:      of the GPUs that the process sees: those in CUDA_VISIBLE_DEVICES, if it is set.
+    local_rank: rank on its node.
+    count:      number of GPUs that the process sees: those in CUDA_VISIBLE_DEVICES, if it is set.
 
     Returns None without a GPU.
     """
@@ -34,14 +34,14 @@ def device_for(
 def bind() -> int | None:
     """Make this rank's GPU current in CuPy, and return its number.
 
-    Returns None without a GPU or CuPy. Raises MpicollError (a RuntimeError) if the rank on the node
-    is not known: no launcher gives it, and there is no process group yet.
+    Returns None without a GPU or CuPy. Raises MpicollError (a RuntimeError) if the rank on its node
+    is unknown: the launcher does not set it, and init_process_group has not run.
     """
     try:
         cuda = runtime.get_runtime()
     except UnsupportedError:
         return None
-    local_rank = launch.find_local_rank()  # known once init_process_group has run
+    local_rank = launch.find_local_rank()  # set by init_process_group
     if local_rank is None:
         raise MpicollError(
             "bind: neither LOCAL_RANK nor a launcher's variable tells the rank on the node; call "
@@ -56,10 +56,9 @@ def bind() -> int | None:
 def describe_idle_gpus(
     all_ranks: Sequence[Capabilities], used: Sequence[int | None]
 ) -> dict[str, str]:
-    """Describe, by node, where ranks share a GPU while other GPUs are idle.
+    """Describe, by node, GPUs that ranks share while other GPUs are idle.
 
-    all_ranks: what each rank can do.
-    used:      the number of the GPU that each rank works on.
+    all_ranks: capabilities of each rank. used: number of the GPU that each rank uses.
     """
     users: dict[str, dict[str, list[int]]] = {}
     for rank, (own, index) in enumerate(zip(all_ranks, used, strict=True)):
@@ -85,9 +84,9 @@ def describe_idle_gpus(
 def warn_of_idle_gpus(
     all_ranks: Sequence[Capabilities], used: Sequence[int | None], rank: int
 ) -> None:
-    """Warn of idle GPUs, on the first rank of each node that has some.
+    """Warn of idle GPUs, on the first rank of each node that has idle GPUs.
 
-    rank: this process's.
+    rank: this process's rank.
     """
     node = all_ranks[rank].node
     text = describe_idle_gpus(all_ranks, used).get(node)
@@ -96,9 +95,10 @@ def warn_of_idle_gpus(
 
 
 def warn_of_far_gpu(own: Capabilities, used: int, rank: int) -> None:
-    """Warn if this rank's GPU, or the network card that it is to use, is far though it need not be.
+    """Warn if this rank's GPU, or the network card that it is configured to use, is far and a
+    nearer one exists.
 
-    used: the number of the GPU that the rank works on.
+    used: number of the GPU that the rank uses.
     """
     seen = [gpu.partition(" ")[0] for gpu in own.gpus]
     for text in topology.find_far(

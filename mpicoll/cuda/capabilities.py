@@ -1,4 +1,4 @@
-"""What MPI and the GPUs can do in the process of each rank."""
+"""Capabilities of MPI and the GPUs in each rank's process."""
 
 from __future__ import annotations
 
@@ -20,41 +20,40 @@ if TYPE_CHECKING:
 
 __all__ = ["Capabilities", "CudaSupport", "discover", "exchange", "find_clusters", "judge"]
 
-#: What MPI does with device memory, for sites that know: none, transfer or full.
+#: Support for device memory set by the site: none, transfer or full.
 OVERRIDE = settings.CUDA_AWARE.name
 
 
 class CudaSupport(IntEnum):
-    """What an MPI library does with device memory."""
+    """Support of an MPI library for device memory."""
 
-    #: Nothing: it has to be copied to the host.
+    #: None: device memory must be copied to the host.
     NONE = 0
-    #: It sends and receives it.
+    #: Sends and receives device memory.
     TRANSFER = 1
-    #: It also reduces it, and has collectives of it.
+    #: Also reduces device memory, and has collectives of it.
     FULL = 2
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the process of one rank can do.
+    """The capabilities of one rank's process.
 
     vendor, version: of the MPI library.
-    library: its file.
-    cuda:    what MPI does with device memory.
-    why:     how that is known.
-    problem: how it falls short of what the library claims; "" if it does not.
-    remedy:  what to change to get more of it, if known.
-    settled: nothing is left to probe.
-    key:     of the probe's outcome: equal for ranks whose probes would have the same outcome.
-    gpus:    what names the GPUs that this process sees: PCI bus ids and UUIDs.
-    names:   of their models.
-    no_gpu:  why there are none.
-    kind:    what they are programmed by: CUDA or ROCm; "" without any.
-    nccl:    NCCL is available, or RCCL.
-    node:    names the processes that share memory with this one.
-    forced:  the value of MPICOLL_DEVICE_ROUTE in this process.
-    used:    which of the GPUs the rank's arrays are on; "" before a group's first call on them.
+    library: file of the MPI library.
+    cuda:    MPI's support for device memory.
+    why:     source of that value.
+    problem: how the support falls short of the library's claims; "" if it does not.
+    remedy:  advice for better support, if known.
+    settled: whether no probe is outstanding.
+    key:     key of the probe's outcome: equal for ranks whose probes would have the same outcome.
+    gpus:    PCI bus id and UUID of each GPU that this process sees.
+    names:   model names of these GPUs.
+    no_gpu:  reason that this process has no GPUs.
+    nccl:    whether NCCL is available.
+    node:    identifies the processes that share memory with this one.
+    forced:  value of MPICOLL_DEVICE_ROUTE in this process.
+    used:    the GPU of the rank's arrays; "" before a group's first call on device memory.
     """
 
     vendor: str
@@ -70,26 +69,21 @@ class Capabilities:
     gpus: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     no_gpu: str = ""
-    kind: str = ""
     nccl: bool = False
     forced: str = ""
     used: str = ""
 
     def lacks_mpi(self, least: CudaSupport) -> str:
-        """Return what MPI lacks to do so much with device memory, in words; "" for nothing."""
+        """Return the missing MPI support as text; "" if it is sufficient."""
         does = "sends and receives" if least is CudaSupport.TRANSFER else _EVERYTHING
         return "" if self.cuda >= least else f"an MPI that {does} device memory ({self.why})"
 
-    def lacks_gpu(self, kind: str = "") -> str:
-        """Return what lacks for work on a GPU, of a kind if one is given, in words; "" for
-        nothing.
-        """
-        if not self.gpus:
-            return f"a GPU ({self.no_gpu})"
-        return "" if kind in ("", self.kind) else f"a GPU for {kind} (its GPUs are {self.kind}'s)"
+    def lacks_gpu(self) -> str:
+        """Return the reason that this process has no GPU; "" if it has one."""
+        return "" if self.gpus else f"a GPU ({self.no_gpu})"
 
     def words(self) -> dict[str, Any]:
-        """Return plain values, fit for JSON."""
+        """Return the fields as values for JSON."""
         return asdict(self) | {
             "cuda": self.cuda.name.lower(),
             "gpus": list(self.gpus),
@@ -103,14 +97,14 @@ _known: Capabilities | None = None
 
 
 def discover(probes: bool = False, again: bool = False) -> Capabilities:
-    """Return what this process can do, with MPI running. A settled answer is kept.
+    """Return the capabilities of this process, with MPI running; kept once settled.
 
-    probes: probe what neither the MPI library's own words nor earlier probes settle, in two child
-            processes. That takes some seconds, a minute at most. `exchange` lets one rank probe for
-            all that are alike.
+    probes: probe if neither the MPI library's reports nor earlier probes settle the question, in
+            two child processes. That takes some seconds, at most a minute. With `exchange` one rank
+            probes for all equal ranks.
     again:  ignore the outcomes of earlier probes.
 
-    Raises ArgumentError if MPICOLL_CUDA_AWARE is none of none, transfer and full.
+    Raises ArgumentError if MPICOLL_CUDA_AWARE is not none, transfer or full.
     """
     global _known
     if _known is None or not _known.settled or again:
@@ -139,7 +133,7 @@ def _discover(probes: bool, again: bool) -> Capabilities:
     else:
         count = range(cuda.count())
         names, gpus = tuple(map(cuda.name, count)), tuple(map(cuda.identity, count))
-        found = replace(found, gpus=gpus, names=names, nccl=cuda.has_nccl(), kind=cuda.kind())
+        found = replace(found, gpus=gpus, names=names, nccl=cuda.has_nccl())
     override = settings.CUDA_AWARE.value()
     if override:
         return replace(
@@ -147,15 +141,15 @@ def _discover(probes: bool, again: bool) -> Capabilities:
         )
     if not found.gpus:
         return found
-    switch = mpi_support.find_switch(version, os.environ, found.kind)
+    switch = mpi_support.find_switch(version, os.environ)
     if switch is not None:
         value = os.environ.get(switch.name)
         how = "is not set" if value is None else f"is {value!r}"
         return replace(found, why=f"{switch.name} {how}", remedy=switch.remedy)
-    said = {name: query() for name, query in mpi_support.find_queries(found.kind).items()}
+    said = {name: query() for name, query in mpi_support.QUERIES.items()}
     claims = [name for name, value in said.items() if value]
     denials = [name for name, value in said.items() if value == 0]
-    if denials and not claims and not mpi_support.has_ucx_with(found.kind):
+    if denials and not claims and not mpi_support.has_ucx_cuda():
         return replace(found, why=f"{' and '.join(denials)}: no")
     key = probe_cache.build_key(version, library, found.names, cuda.driver_version())
     outcome = None if again else probe_cache.load(key)
@@ -166,13 +160,13 @@ def _discover(probes: bool, again: bool) -> Capabilities:
 
 
 def judge(found: Capabilities, claims: Sequence[str], outcome: ProbeOutcome | None) -> Capabilities:
-    """Return what follows from the MPI library's claims and the outcome of a probe.
+    """Combine the MPI library's claims and the outcome of a probe.
 
-    claims:  the queries in which it says that it takes device memory.
-    outcome: None if nothing was probed.
+    claims:  the queries in which the library claims support for device memory.
+    outcome: None without a probe.
     """
     says = f"{' and '.join(claims)}: yes" if claims else "MPI does not say that it takes any"
-    # Point-to-point is the lesser claim: where libraries fail, it is in reductions.
+    # Trust only point-to-point: libraries with false claims fail in reductions.
     believed = CudaSupport.TRANSFER if claims else CudaSupport.NONE
     if outcome is None:
         return replace(found, cuda=believed, why=f"{says}; not tried", settled=False)
@@ -192,8 +186,8 @@ def judge(found: Capabilities, claims: Sequence[str], outcome: ProbeOutcome | No
 
 
 def find_clusters(all_ranks: Sequence[Capabilities]) -> list[list[int]]:
-    """Return the ranks of each node, or, if all are on one, of each GPU that their arrays are on;
-    in order, the clusters in the order of their first ranks.
+    """Return the ranks of each node, or, on a single node, of each GPU that their arrays are on.
+    Clusters are in the order of their first ranks.
     """
     apart = any(own.node != all_ranks[0].node for own in all_ranks)
     found: dict[str, list[int]] = {}
@@ -205,12 +199,12 @@ def find_clusters(all_ranks: Sequence[Capabilities]) -> list[list[int]]:
 def exchange(
     comm: MPI.Intracomm, probes: bool = False, again: bool = False
 ) -> tuple[Capabilities, ...]:
-    """Return what each rank can do, by rank; all ranks of the communicator call.
+    """Return the capabilities of each rank; all ranks of the communicator call.
 
-    probes: probe what is not settled, on one rank for all that are alike, while the others wait.
+    probes: run outstanding probes, on one rank for all equal ranks; the other ranks wait.
     again:  ignore the outcomes of earlier probes.
 
-    Raises ArgumentError on all ranks if MPICOLL_CUDA_AWARE has no meaning on one.
+    Raises ArgumentError on all ranks if MPICOLL_CUDA_AWARE is invalid on one.
     """
     global _known
     me, wrong, open_key = comm.Get_rank(), "", ""

@@ -1,4 +1,4 @@
-"""What CUDA's driver offers and CuPy does not: contexts of threads, attributes of memory, UUIDs.
+"""CUDA driver functions that CuPy does not offer: thread contexts, memory attributes, UUIDs.
 
 https://docs.nvidia.com/cuda/cuda-driver-api
 """
@@ -21,14 +21,14 @@ EXPORTABLE, MANAGED, ORDINAL = 10, 8, 9
 BUFFER, START, NBYTES = 7, 11, 12
 #: CU_STREAM_CAPTURE_MODE_RELAXED.
 _RELAXED = 2
-#: What is current already.
-_HERE = nullcontext()
+#: The context is already current.
+_NO_CHANGE = nullcontext()
 
 
 class Driver:
     """The driver's library.
 
-    library: what ``ctypes.CDLL("libcuda.so.1")`` returns.
+    library: the result of ``ctypes.CDLL("libcuda.so.1")``.
     """
 
     def __init__(self, library: Any) -> None:
@@ -39,21 +39,21 @@ class Driver:
     def _call(self, name: str, *arguments: object) -> None:
         failed = getattr(self._library, name)(*arguments)
         if failed:
-            raise MpicollError(f"{name}: CUDA's driver returns error {failed}")
+            raise MpicollError(f"{name}: the CUDA driver returns error {failed}")
 
     def on(self, index: int) -> AbstractContextManager[object]:
-        """Return a context in which the calling thread works on a device.
+        """Return a context manager in which the calling thread works on a device.
 
-        Leaving it gives the thread back the context of CUDA that it had, or none. It does not go
-        back to a device by its number, as cudaSetDevice does, which makes a context (half a
-        gigabyte) on the device with which a thread begins, whether the program uses that or not.
+        Leaving it restores the thread's previous CUDA context, or none. (cudaSetDevice cannot do
+        that: restoring a device by number creates a context of half a gigabyte on the thread's
+        initial device, even if the program does not use it.)
         """
         context, now = self._context(index), ctypes.c_void_p()
         self._call("cuCtxGetCurrent", ctypes.byref(now))
-        return _HERE if now.value == context else _On(self, context)
+        return _NO_CHANGE if now.value == context else _PushedContext(self, context)
 
     def _context(self, index: int) -> int:
-        """Return a device's primary context, the one of the CUDA runtime, which is kept."""
+        """Return and retain a device's primary context, which the CUDA runtime uses."""
         found = self._contexts.get(index)
         if found is None:
             device, context = ctypes.c_int(), ctypes.c_void_p()
@@ -64,22 +64,23 @@ class Driver:
         return found
 
     def push(self, context: int) -> None:
-        """Make a context the calling thread's current one, above those that it has."""
+        """Push a context onto the calling thread's stack."""
         self._call("cuCtxPushCurrent_v2", ctypes.c_void_p(context))
 
     def pop(self) -> None:
-        """Take back what ``push`` has done."""
+        """Pop the context that ``push`` pushed."""
         self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def relax_capture(self) -> None:
-        """Let the calling thread do what could disturb the capture of a graph on another thread.
+        """Allow the calling thread to make calls that may disturb a graph capture on another
+        thread.
 
-        By default a thread that allocates, or waits for an event, invalidates such a capture.
+        By default a thread that allocates, or waits for an event, invalidates the capture.
         """
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
 
     def attribute(self, which: int, address: int) -> int | None:
-        """Return an attribute of memory, None for memory that the driver does not know."""
+        """Return an attribute of memory, or None if the driver does not know the memory."""
         value = ctypes.c_int(0)
         failed = self._library.cuPointerGetAttribute(
             ctypes.byref(value), which, ctypes.c_uint64(address)
@@ -87,9 +88,9 @@ class Driver:
         return None if failed else value.value
 
     def attributes(self, which: Sequence[int], address: int) -> list[int]:
-        """Return attributes of memory by one call of the driver's; zeros for what it does not know.
+        """Return attributes of memory by a single driver call; zeros for unknown memory.
 
-        Some of them are of 4 bytes, and leave the rest of 8 as it was.
+        The driver writes only 4 bytes for some attributes, so the values are initialised to zero.
         """
         n = len(which)
         values = (ctypes.c_uint64 * n)()
@@ -101,21 +102,21 @@ class Driver:
         return [0] * n if failed else list(values)
 
     def device_pointer(self, address: int) -> int:
-        """Return where the current device reaches registered memory of the host."""
+        """Return the address of registered host memory on the current device."""
         found = ctypes.c_uint64()
         self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), ctypes.c_void_p(address), 0)
         return found.value
 
     def uuid(self, index: int) -> str:
-        """Return the UUID of a device; of a MIG device, that of the instance."""
+        """Return the UUID of a device; for a MIG device, of the instance."""
         device, found = ctypes.c_int(), (ctypes.c_uint8 * 16)()
         self._call("cuDeviceGet", ctypes.byref(device), index)
         self._call("cuDeviceGetUuid_v2", ctypes.byref(found), device)
         return str(uuid.UUID(bytes=bytes(found)))
 
 
-class _On:
-    """A context of CUDA that is current inside."""
+class _PushedContext:
+    """Context manager that pushes and pops a CUDA context."""
 
     def __init__(self, driver: Driver, context: int) -> None:
         self._driver, self._context = driver, context

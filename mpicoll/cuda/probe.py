@@ -1,8 +1,8 @@
-"""Probe in child processes, where a crash costs nothing, what MPI does with device memory.
+"""Test MPI with device memory in child processes, so that a crash does no harm.
 
-``python -m mpicoll.cuda.probe FOLDER SECONDS [RANK SIZE]`` is one such process. It writes down how
-far it gets, because failures leave no other trace: libraries that take device memory for the host's
-crash, hang, or move garbage.
+``python -m mpicoll.cuda.probe FOLDER SECONDS [RANK SIZE]`` is one such process. It writes its
+progress to a file, because failures leave no other trace: libraries that treat device memory as
+host memory crash, hang, or move garbage.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from mpicoll.cuda import runtime
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["HUNG", "OK", "Place", "ProbeOutcome", "exchange_messages", "run_probe"]
+__all__ = ["HUNG", "OK", "ProbeDevice", "ProbeOutcome", "exchange_messages", "run_probe"]
 
-#: Seconds that the processes have: starting CUDA from a network file system is slow.
+#: Timeout in seconds for the processes: starting CUDA from a network file system is slow.
 LIMIT = 60.0
-#: Seconds that the others have once one has failed, and that terminated processes have to end.
-_GRACE = 5.0
-#: Bytes of the messages: an eager one, and one that waits for its receiver.
+#: Seconds before the remaining processes are terminated after one has failed, and before terminated
+#: processes are killed.
+_GRACE_S = 5.0
+#: Message sizes in bytes: an eager message, and one that waits for its receiver.
 SIZES = (64, 4 * 1024 * 1024)
 OK, HUNG = "ok", "hung"
 
 
 class ProbeOutcome(NamedTuple):
-    """What a probe has found.
+    """The outcome of a probe.
 
-    ranks: how many ranks it ran on.
-    began: "ok" if MPI and the device were there, else what went wrong.
-    transfer, reduction: "ok", or what went wrong; "" if the probe did not get there.
+    ranks: number of ranks it ran on.
+    began: "ok" if MPI and the device were available, else the error.
+    transfer, reduction: "ok", or the error; "" if the stage was not reached.
     """
 
     ranks: int
@@ -52,7 +53,7 @@ class ProbeOutcome(NamedTuple):
     reduction: str
 
 
-# --- in this process ----------------------------------------------------------------------------
+# --- in the calling process ---------------------------------------------------------------------
 
 
 def run_probe(
@@ -61,14 +62,14 @@ def run_probe(
     limit: float = LIMIT,
     environment: Mapping[str, str] = os.environ,
 ) -> ProbeOutcome:
-    """Move and reduce device memory between two processes with an MPI world of their own.
+    """Move and reduce device memory between two processes with a separate MPI world.
 
-    If two cannot be started, one probes alone.
+    If two processes cannot be started, a single one is probed.
 
-    openmpi: the MPI library is Open MPI, whose own mpirun has to start them.
-    library: the file of the MPI library.
-    limit:   seconds.
-    environment: of which they get all but the launcher's variables.
+    openmpi:     the MPI library is Open MPI, whose own mpirun must start them.
+    library:     file of the MPI library.
+    limit:       timeout in seconds.
+    environment: environment of the processes, from which the launcher's variables are removed.
     """
     own = _without_launcher(environment)
     mpirun = _mpirun(library, own) if openmpi else None
@@ -84,7 +85,7 @@ def run_probe(
 
 
 def _mpirun(library: Path, environment: dict[str, str]) -> Path | None:
-    """Return the mpirun that belongs to an Open MPI library, if there is one."""
+    """Return the mpirun that belongs to an Open MPI library, or None."""
     prefix = environment.get("OPAL_PREFIX")
     folders = [Path(prefix) / "bin"] if prefix else []
     folders += [parent / "bin" for parent in library.resolve().parents]
@@ -101,19 +102,20 @@ def _is_openmpi(mpirun: Path, environment: dict[str, str]) -> bool:
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
             [mpirun, "--version"], env=environment, stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, timeout=_GRACE, check=False,
+            capture_output=True, text=True, timeout=_GRACE_S, check=False,
         )  # fmt: skip
         return "Open MPI" in done.stdout or "Open MPI" in done.stderr
     return False
 
 
 def _without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for processes with an MPI world of their own."""
+    """Return the environment for processes with a separate MPI world."""
     kept = {
         name: value for name, value in environment.items() if not launch.is_launcher_variable(name)
     }
     paths = [*filter(None, [kept.get("PYTHONPATH")]), str(Path(__file__).parents[2])]
-    # Two processes, on however many slots; from Open MPI 5 on, and before.
+    # Two processes, regardless of the number of slots; variables of Open MPI 5 and later, and
+    # before.
     return kept | {
         "PYTHONPATH": os.pathsep.join(paths),
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -126,21 +128,21 @@ def _without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(
-    places: Sequence[list[str]],
+    argument_lists: Sequence[list[str]],
     start: list[str],
     ranks: int,
     limit: float,
     environment: dict[str, str],
 ) -> ProbeOutcome:
-    """Run processes, one for each place, and read what they wrote."""
+    """Run processes, one for each list of arguments, and return their outcome."""
     with tempfile.TemporaryDirectory(prefix="mpicoll-", ignore_cleanup_errors=True) as folder:
         program = [sys.executable, "-m", __name__, folder, str(limit)]
         processes: list[subprocess.Popen[bytes]] = []
         try:
-            for place in places:
+            for arguments in argument_lists:
                 processes.append(
                     subprocess.Popen(
-                        [*start, *program, *place],
+                        [*start, *program, *arguments],
                         env=environment,
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
@@ -148,7 +150,7 @@ def _run(
                         start_new_session=True,
                     )
                 )
-            _wait(processes, limit + _GRACE)
+            _wait(processes, limit + _GRACE_S)
             codes = [process.poll() for process in processes]
         except OSError as error:
             return ProbeOutcome(ranks, str(error), "", "")
@@ -164,29 +166,29 @@ def _run(
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], limit: float) -> None:
-    """Wait until all have ended, the time is over, or one has failed and the others had _GRACE."""
+    """Wait until all processes have exited, the time is over, or _GRACE_S after one has failed."""
     deadline = time.monotonic() + limit
     failed = False
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         if not failed and any(process.poll() for process in processes):
-            failed, deadline = True, min(deadline, time.monotonic() + _GRACE)
+            failed, deadline = True, min(deadline, time.monotonic() + _GRACE_S)
         time.sleep(0.02)
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End what is left; mpirun is asked first, because it ends its ranks with it."""
+    """Terminate the remaining processes; mpirun first, because it terminates its ranks."""
     for process in processes:
         if process.poll() is None:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE)
+                process.wait(_GRACE_S)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def _read(path: Path) -> dict[str, str]:
-    """Return what a process has written: how each stage went."""
+    """Return the outcome that a process has written."""
     lines = path.read_text().splitlines() if path.exists() else []
     return dict(line.partition(" ")[::2] for line in lines)
 
@@ -199,7 +201,8 @@ def _verdict(stage: str, notes: list[dict[str, str]], codes: list[int | None]) -
     if all(said):
         return OK
     late = (-signal.SIGALRM, 128 + signal.SIGALRM, signal.SIGALRM)
-    # The one that ended by itself; the others waited for it until they were terminated.
+    # The process that exited by itself; the other processes waited for it until they were
+    # terminated.
     ended = next((code for code in codes if code not in (None, 0, *late)), None)
     if ended is None:
         return HUNG
@@ -212,8 +215,8 @@ def _verdict(stage: str, notes: list[dict[str, str]], codes: list[int | None]) -
 # --- on the ranks -------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
-    """A rank that tries MPI with device memory: its world, its device and a stream of that."""
+class ProbeDevice(NamedTuple):
+    """A rank that tests MPI: its world, its device and a stream of the device."""
 
     world: MPI.Intracomm
     cuda: runtime.Runtime
@@ -221,7 +224,7 @@ class Place(NamedTuple):
     stream: int
 
     def fill(self, values: np.ndarray[Any, Any]) -> runtime.Memory:
-        """Return device memory with those values."""
+        """Return device memory that holds the values."""
         memory = self.cuda.allocate(self.number, values.nbytes)
         host = self.cuda.allocate_pinned(self.number, values.nbytes)
         host.on_host()[...] = values.view(np.uint8)
@@ -230,7 +233,7 @@ class Place(NamedTuple):
         return memory
 
     def holds(self, memory: runtime.Memory, values: np.ndarray[Any, Any]) -> bool:
-        """Return whether device memory holds those values."""
+        """Return whether device memory holds the values."""
         host = self.cuda.allocate_pinned(self.number, values.nbytes)
         self.cuda.copy(self.number, host.address, memory.address, values.nbytes, self.stream)
         self.cuda.synchronize(self.cuda.record(self.number, self.stream))
@@ -249,16 +252,16 @@ def _message(memory: runtime.Memory) -> list[Any]:
     return [buffer, memory.nbytes // 4, MPI.FLOAT]
 
 
-#: Messages that were not received, and their memory, in which MPI may still write.
+#: Messages that were not received, and their memory, to which MPI may still write.
 _in_flight: list[Any] = []
 
 
-def exchange_messages(place: Place, partners: Iterable[int], limit: float = LIMIT) -> str:
-    """Exchange device memory with some ranks, which do the same, each way and of each size.
+def exchange_messages(place: ProbeDevice, partners: Iterable[int], limit: float = LIMIT) -> str:
+    """Exchange device memory with ranks, in both directions and in each size; all of them call.
 
-    limit: seconds for the messages of one size.
+    limit: timeout in seconds for the messages of one size.
 
-    Returns "ok", or what went wrong. Raises what MPI and CUDA raise.
+    Returns "ok", or a description of the problem. Raises errors of MPI and CUDA.
     """
     world, right = place.world, True
     for nbytes in SIZES:
@@ -280,14 +283,14 @@ def exchange_messages(place: Place, partners: Iterable[int], limit: float = LIMI
     return OK if right else "moved wrong data"
 
 
-def _transfer(place: Place) -> str:
-    """Try messages around the ranks."""
+def _transfer(place: ProbeDevice) -> str:
+    """Test messages around a ring of ranks."""
     me, n = place.world.Get_rank(), place.world.Get_size()
     return exchange_messages(place, {(me - 1) % n, (me + 1) % n})
 
 
-def _reduction(place: Place) -> str:
-    """Try MPI_Allreduce, in place and not."""
+def _reduction(place: ProbeDevice) -> str:
+    """Test MPI_Allreduce, in place and out of place."""
     from mpi4py import MPI
 
     n, right = place.world.Get_size(), True
@@ -303,16 +306,16 @@ def _reduction(place: Place) -> str:
 
 
 #: The stages of a probe, in order.
-STAGES: tuple[tuple[str, Callable[[Place], str]], ...] = (
+STAGES: tuple[tuple[str, Callable[[ProbeDevice], str]], ...] = (
     ("transfer", _transfer),
     ("reduction", _reduction),
 )
 
 
 def _probe(folder: Path, limit: float, rank: int | None, size: int | None) -> None:
-    """Do one process's part."""
+    """Run one process's part."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, limit)  # the end of this process, even inside MPI
+    signal.setitimer(signal.ITIMER_REAL, limit)  # exits this process, even inside MPI
     me, stage = rank or 0, "began"
 
     def note(how: str) -> None:
@@ -330,7 +333,7 @@ def _probe(folder: Path, limit: float, rank: int | None, size: int | None) -> No
             cuda = runtime.get_runtime()
             index = me % cuda.count()
             cuda.use(index)
-            place = Place(world, cuda, index, cuda.create_stream(index))
+            place = ProbeDevice(world, cuda, index, cuda.create_stream(index))
             world.Barrier()
         note(OK)
         for stage, test in STAGES:  # noqa: B007 (note reads it)
@@ -341,7 +344,7 @@ def _probe(folder: Path, limit: float, rank: int | None, size: int | None) -> No
                 break
     except Exception as error:
         note(f"failed: {type(error).__name__}: {error}")
-        os._exit(1)  # the others are waiting
+        os._exit(1)  # the other ranks are waiting
 
 
 if __name__ == "__main__":

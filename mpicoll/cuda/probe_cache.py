@@ -17,14 +17,14 @@ from mpicoll.launch import is_launcher_variable
 
 __all__ = ["build_key", "digest", "load", "store"]
 
-#: Prefixes of the variables that an MPI library's handling of device memory depends on.
+#: Prefixes of variables that may affect how an MPI library handles device memory.
 _SETTINGS = re.compile(
     "MPICH_|MPIR_|MVP_|MV2_|I_MPI_(OFFLOAD|FABRICS|OFI|SHM)|OMPI_MCA_|OPAL_|UCX_|FI_|PSM|LD_LIBRARY_PATH$|LD_PRELOAD$|MPI4PY_"
 )
 
 
 def build_key(version: str, library: Path, names: Sequence[str], driver: str) -> dict[str, Any]:
-    """Return all that the outcome of a probe may depend on."""
+    """Return everything that the outcome of a probe may depend on."""
     modified = 0
     with suppress(OSError):
         modified = library.stat().st_mtime_ns
@@ -54,7 +54,7 @@ def _path(key: Mapping[str, Any]) -> Path:
 
 
 def load(key: Mapping[str, Any]) -> ProbeOutcome | None:
-    """Return the outcome of an earlier probe; None if there is none, or the file is broken."""
+    """Return the outcome of an earlier probe; None if there is none or the file is invalid."""
     try:
         outcome = ProbeOutcome(**json.loads(_path(key).read_text())["outcome"])
     except (OSError, RuntimeError, ValueError, TypeError, KeyError):
@@ -64,7 +64,7 @@ def load(key: Mapping[str, Any]) -> ProbeOutcome | None:
 
 
 def store(key: Mapping[str, Any], outcome: ProbeOutcome) -> None:
-    """Keep the outcome of a probe that took place, if files can be written."""
+    """Store the outcome of a probe, if files can be written."""
     if outcome.began != OK:
         return
     with suppress(OSError, RuntimeError):

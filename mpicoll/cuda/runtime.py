@@ -1,28 +1,32 @@
-"""CUDA as the rest of mpicoll sees it: devices, their streams, events and memory.
+"""CUDA: devices, streams, events and memory, behind an interface.
 
-All other code asks a `Runtime` and knows nothing of CUDA. Addresses and streams are plain numbers,
-as array libraries give them. ``synchronize_device`` alone waits for a whole device.
+All other code uses a `Runtime`, without any CUDA-specific calls. `CupyRuntime` implements it
+through CuPy. Addresses and streams are plain numbers, as array libraries return them. Only
+``synchronize_device`` waits for a whole device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import ctypes
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from mpicoll.cuda.driver import BUFFER, EXPORTABLE, MANAGED, NBYTES, ORDINAL, START, Driver
 from mpicoll.dtypes import DType, Factor
-from mpicoll.errors import DeviceMemoryError
+from mpicoll.errors import DeviceMemoryError, UnsupportedError
+from mpicoll.kernels.device_kernels import DeviceKernels, external_stream
 from mpicoll.kernels.peers import Collective, Peers
 from mpicoll.kernels.reduction import Loop
 
 __all__ = [
-    "CUDA",
-    "HANDLE",
+    "HANDLE_BYTES",
     "LEGACY",
     "PER_THREAD",
-    "ROCM",
     "UNKNOWN",
     "Allocation",
     "Event",
@@ -34,22 +38,26 @@ __all__ = [
     "get_runtime",
 ]
 
-#: CUDA's legacy default stream, which is ordered with all others but the non-blocking ones; the
-#: default stream of each thread, another one on each; and the number that stands for a stream that
-#: the array's library does not name.
+#: Stream numbers: CUDA's legacy default stream, which is ordered with all other streams except
+#: non-blocking ones; the per-thread default stream; and a stream that the array's library does not
+#: name.
 LEGACY, PER_THREAD, UNKNOWN = 1, 2, 0
 
-#: Kinds of runtime.
-CUDA, ROCM = "CUDA", "ROCm"
+#: Size in bytes of an IPC handle of memory or of an event.
+HANDLE_BYTES = 64
 
-#: Bytes of a handle by which another process opens memory, or an event.
-HANDLE = 64
+#: cudaErrorMemoryAllocation.
+_OUT_OF_MEMORY = 2
+#: cudaErrorNotReady.
+_NOT_READY = 600
+#: cudaHostRegisterPortable, cudaHostRegisterMapped.
+_PORTABLE, _MAPPED = 1, 2
 
 
 class Memory:
-    """Memory that the runtime has allocated or mapped; it is freed with its last reference.
+    """Memory that the runtime has allocated or mapped; freed with its last reference.
 
-    owner: frees it.
+    owner: object that frees the memory.
     """
 
     def __init__(self, address: int, nbytes: int, owner: object) -> None:
@@ -58,12 +66,12 @@ class Memory:
         self._owner = owner
 
     def on_host(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return the bytes as an array that keeps the memory; host memory only."""
+        """Return the bytes as an array that keeps the memory alive; host memory only."""
         return np.asarray(_OnHost(self))
 
 
 class _OnHost:
-    """Offers host memory to NumPy, which keeps it."""
+    """Exports host memory to NumPy and keeps it alive."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -76,22 +84,22 @@ class _OnHost:
 
 
 class Event(Protocol):
-    """A point in a stream."""
+    """An event: a point in a stream's work."""
 
 
 class StridedMemory(NamedTuple):
-    """Elements in memory: the address of the first, and the bytes between neighbours."""
+    """Elements in memory: the address of the first, and the strides in bytes."""
 
     address: int
     strides: Sequence[int]
 
 
 class Allocation(NamedTuple):
-    """Memory as it was allocated, of which an array may be a part.
+    """An allocation of memory, of which an array may be a part.
 
-    base, nbytes: where it begins, and its size.
-    buffer: the driver's number for it, which no other allocation of the process ever gets; memory
-            that is freed and allocated again may be at the same address.
+    base, nbytes: its first address and size.
+    buffer: the driver's id, which no other allocation of the process ever gets; a later allocation
+            may have the same address.
     """
 
     base: int
@@ -100,13 +108,15 @@ class Allocation(NamedTuple):
 
 
 class NcclCommunicator(Protocol):
-    """A communicator of NCCL, with CuPy's methods: addresses, counts, NCCL's numbers, a stream."""
+    """CuPy's NCCL communicator: addresses, counts, NCCL's numbers for dtypes and operations, a
+    stream.
+    """
 
     def send(self, address: int, count: int, dtype: int, peer: int, stream: int) -> None:
         """Enqueue a message to a rank."""
 
     def recv(self, address: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """Enqueue the receipt of a message from a rank."""
+        """Enqueue a receive from a rank."""
 
     def broadcast(
         self, send: int, recv: int, count: int, dtype: int, root: int, stream: int
@@ -130,17 +140,17 @@ class NcclCommunicator(Protocol):
         """Enqueue a reduce-scatter of ``count`` elements to each rank."""
 
     def check_async_error(self) -> None:
-        """Raise the error of what was enqueued, as far as it is known."""
+        """Raise the error of enqueued operations, as far as it is known."""
 
     def destroy(self) -> None:
-        """Destroy the communicator, when what was enqueued is done."""
+        """Destroy the communicator after the enqueued operations are done."""
 
     def abort(self) -> None:
-        """End what is enqueued, and destroy the communicator."""
+        """Abort the enqueued operations, and destroy the communicator."""
 
 
 class Runtime(Protocol):
-    """What is asked of devices. ``index`` numbers those that this process sees, from 0."""
+    """Interface to devices. ``index`` is the number of a device that this process sees."""
 
     def count(self) -> int:
         """Return the number of devices."""
@@ -152,13 +162,10 @@ class Runtime(Protocol):
         """Return the PCI bus id of the GPU that the device is, or is a part of (MIG)."""
 
     def identity(self, index: int) -> str:
-        """Return what names the device in every process of its host."""
+        """Return a name of the device that is the same in every process of its host."""
 
     def driver_version(self) -> str:
         """Return the versions of the driver and of the libraries above it, as text."""
-
-    def kind(self) -> str:
-        """Return what the devices are programmed by: CUDA or ROCM."""
 
     def current_device(self) -> int:
         """Return the calling thread's current device."""
@@ -170,21 +177,22 @@ class Runtime(Protocol):
         """Make a device the calling thread's current one."""
 
     def settle(self, index: int) -> None:
-        """Let the calling thread, one of mpicoll's, work on a device for good; it may do so while
-        another captures a graph.
+        """Make a device current for good on the calling thread, a thread of mpicoll, and do not let
+        the thread's calls disturb graph captures of other threads.
         """
 
     def on(self, index: int) -> AbstractContextManager[object]:
         """Return a context in which a device is the calling thread's current one.
 
-        Afterwards the thread has what it had, and no device is set up that it did not use.
+        Leaving it restores the previous state, without initialising devices that the thread did not
+        use.
         """
 
     def is_captured(self, index: int, stream: int) -> bool:
         """Return whether a stream is being captured into a graph."""
 
     def check_stream(self, index: int, stream: int, where: str) -> None:
-        """Raise UnsupportedError if a stream is captured: no call can be ordered in it."""
+        """Raise UnsupportedError if a stream is captured: a call cannot be ordered in it."""
 
     def current_stream(self, index: int) -> int:
         """Return CuPy's current stream on a device."""
@@ -199,37 +207,37 @@ class Runtime(Protocol):
         """Destroy a stream of ``create_stream``."""
 
     def record(self, index: int, stream: int) -> Event:
-        """Return the event of all being done that a stream holds so far."""
+        """Return an event for the present work of a stream."""
 
     def wait(self, index: int, stream: int, event: Event) -> None:
-        """Order what the stream gets from now on after an event of any device."""
+        """Make later work of a stream wait for an event of any device."""
 
     def is_done(self, event: Event) -> bool:
-        """Return whether an event has come."""
+        """Return whether an event has completed."""
 
     def synchronize(self, event: Event) -> None:
-        """Wait on the host for an event."""
+        """Block until an event has completed."""
 
     def synchronize_device(self, index: int) -> None:
-        """Wait on the host for all that a device holds so far, in any stream of this process."""
+        """Block until the present work of all streams of this process on a device is done."""
 
     def allocate(self, index: int, nbytes: int) -> Memory:
-        """Allocate device memory of the kind that can be exported and that every MPI takes.
+        """Allocate device memory that can be exported and that every MPI accepts.
 
-        Raises DeviceMemoryError if there is too little.
+        Raises DeviceMemoryError if the device is out of memory.
         """
 
     def free_cached(self, index: int) -> None:
-        """Give memory back that array libraries keep unused."""
+        """Free unused memory in the caches of array libraries."""
 
     def allocate_pinned(self, index: int, nbytes: int) -> Memory:
         """Allocate pinned host memory.
 
-        Freed memory may be handed out again at once: wait for its copies first.
+        Freed memory may be reused at once: wait for copies before freeing it.
         """
 
     def is_plain(self, address: int) -> bool:
-        """Return whether memory is of ``allocate``'s kind: neither managed nor from a pool."""
+        """Return whether memory is neither managed nor from a CUDA pool, like ``allocate``."""
 
     def copy(self, index: int, into: int, source: int, nbytes: int, stream: int) -> None:
         """Enqueue a copy between any two memories."""
@@ -241,103 +249,99 @@ class Runtime(Protocol):
         """Enqueue a copy of elements between two memories of one device."""
 
     def load(self, index: int, by: Loop, n: int) -> None:
-        """Compile what ``combine`` needs for n sources, unless it is there."""
+        """Compile the kernel of ``combine`` for n sources, unless it is compiled."""
 
     def combine(
         self, index: int, by: Loop, sources: Sequence[int], out: int, count: int, divisor: float,
         stream: int,
     ) -> None:  # fmt: skip
-        """Enqueue ``out = (source op source ...) / divisor``; as reduction.combine."""
+        """Enqueue ``out = (source op source ...) / divisor``; see reduction.combine."""
 
     def scale(
         self, index: int, dtype: DType, source: int, factor: Factor, out: int, count: int,
         stream: int,
     ) -> None:  # fmt: skip
-        """Enqueue ``out = source * factor`` in the dtype of sums; as reduction.scale."""
+        """Enqueue ``out = source * factor`` in the dtype of sums; see reduction.scale."""
 
     def narrow(
         self, index: int, dtype: DType, source: int, out: int, count: int, stream: int
     ) -> None:
-        """Enqueue a rounding of float32 to ``dtype``; as reduction.narrow."""
+        """Enqueue the rounding of float32 to ``dtype``; see reduction.narrow."""
 
     def multiprocessors(self, index: int) -> int:
         """Return the number of a device's multiprocessors."""
 
     def load_collective(self, index: int, call: Collective) -> None:
-        """Compile what ``collective`` needs, unless it is there."""
+        """Compile the kernel of ``collective``, unless it is compiled."""
 
     def has_collective(self, index: int, call: Collective) -> bool:
-        """Return whether what ``collective`` needs is compiled."""
+        """Return whether the kernel of ``collective`` is compiled."""
 
     def collective(self, index: int, peers: Peers, call: Collective, stream: int) -> None:
-        """Enqueue a rank's part of a collective by one kernel on each rank's device."""
+        """Enqueue a rank's part of a collective that is one kernel on each rank's device."""
 
     def export(self, index: int, memory: Memory) -> bytes:
-        """Return the handle by which another process of this host opens ``allocate``'s memory."""
+        """Return the IPC handle of memory of ``allocate``."""
 
     def open(self, index: int, handle: bytes) -> Memory:
         """Map another process's memory on a device; it is unmapped with its last reference."""
 
     def find_allocation(self, address: int) -> Allocation | None:
-        """Return the allocation that an address is in; None if it cannot be exported: it is
-        managed, from a pool, made of mapped pieces, or another process's.
+        """Return the allocation that contains an address; None if it cannot be exported: it is
+        managed, from a CUDA pool, made of mapped pieces, or another process's.
         """
 
     def export_allocation(self, index: int, found: Allocation) -> bytes:
-        """Return the handle by which another process opens an allocation, from its base on."""
+        """Return the IPC handle of an allocation, from its base on."""
 
     def create_shared_event(self, index: int) -> Event:
-        """Return an event that other processes of this host may wait for."""
+        """Return an event that other processes of this host can open."""
 
     def export_event(self, event: Event) -> bytes:
-        """Return the handle by which another process opens an event of ``create_shared_event``."""
+        """Return the IPC handle of an event of ``create_shared_event``."""
 
     def open_event(self, index: int, handle: bytes) -> Event:
-        """Return another process's event: a stream that waits for it waits for what the latest
-        ``record_again`` before the wait stands for.
+        """Return another process's event. A stream that waits for it waits for the latest
+        ``record_again`` before the wait.
         """
 
     def record_again(self, index: int, stream: int, event: Event) -> None:
-        """Let an event of ``create_shared_event`` be that of all being done that a stream holds so
-        far.
-        """
+        """Record an event of ``create_shared_event`` after the present work of a stream."""
 
     def register(self, index: int, address: int, nbytes: int) -> object:
-        """Pin memory of the host that is there already, whole pages, until the last reference to
-        what this returns is gone.
-        """
+        """Pin whole pages of host memory, until the returned object is deleted."""
 
     def reach(self, index: int, address: int) -> int:
-        """Return where a device reaches memory of the host that ``register`` has pinned."""
+        """Return the address on a device of host memory that ``register`` has pinned."""
 
     def load_for_all(self, index: int, by: Loop, n: int) -> None:
-        """Compile what ``combine_for_all`` needs for n sources and outputs in all."""
+        """Compile the kernel of ``combine_for_all`` for n sources and outputs in total."""
 
     def combine_for_all(
         self, index: int, by: Loop, sources: Sequence[int], outs: Sequence[int], count: int,
         divisor: float, stream: int,
     ) -> None:  # fmt: skip
-        """Enqueue what ``combine`` does, with the same result for several outputs; each may be one
-        of the sources.
+        """Enqueue ``combine`` with the same result for several outputs, each of which may be a
+        source.
         """
 
     def has_nccl(self) -> bool:
         """Return whether NCCL is available."""
 
     def nccl_unique_id(self) -> bytes:
-        """Return what the ranks of a new NCCL communicator share."""
+        """Return the unique id for the ranks of a new NCCL communicator."""
 
     def create_nccl(self, index: int, n: int, identity: bytes, rank: int) -> NcclCommunicator:
         """Create an NCCL communicator; all of its n ranks call."""
 
     def nccl_group(self) -> AbstractContextManager[None]:
-        """Return a context in which NCCL's messages are one operation."""
+        """Return a context for ncclGroupStart and ncclGroupEnd."""
 
 
 def allocate(runtime: Runtime, index: int, nbytes: int) -> Memory:
-    """Allocate device memory, if need be after freeing what array libraries keep unused.
+    """Allocate device memory; if it is exhausted, free the caches of array libraries and retry.
 
-    Raises DeviceMemoryError if that is too little.
+    Raises DeviceMemoryError if that is not enough.
     """
     try:
         return runtime.allocate(index, nbytes)
@@ -346,14 +350,360 @@ def allocate(runtime: Runtime, index: int, nbytes: int) -> Memory:
     return runtime.allocate(index, nbytes)
 
 
+class CupyRuntime:
+    """CUDA through CuPy; raises UnsupportedError without CuPy or without a GPU."""
+
+    def __init__(self) -> None:
+        try:
+            import cupy
+        except (ImportError, OSError) as error:  # OSError: CuPy cannot write to its cache
+            raise UnsupportedError(
+                f"arrays on a GPU need CuPy, which cannot be loaded: {error}. Install it with "
+                "'pip install cupy-cuda13x[ctk]' (or cupy-cuda12x[ctk])"
+            ) from error
+        self._cupy, self._api = cupy, cupy.cuda.runtime
+        if self._api.is_hip:
+            raise UnsupportedError(
+                "arrays on a GPU: CuPy is built for ROCm, which is not supported; install a CuPy "
+                "that is built for CUDA"
+            )
+        if not cupy.cuda.is_available():
+            raise UnsupportedError("arrays on a GPU: CuPy finds no GPU on this host")
+        try:
+            self._driver = Driver(ctypes.CDLL("libcuda.so.1"))
+        except OSError as error:
+            raise UnsupportedError(
+                f"arrays on a GPU need the CUDA driver's library, which cannot be loaded: {error}. "
+                "Install NVIDIA's driver"
+            ) from error
+        self._streams: dict[int, _Handle] = {}  # by number
+        self._kernels: dict[int, DeviceKernels] = {}
+
+    def count(self) -> int:
+        return int(self._api.getDeviceCount())
+
+    def name(self, index: int) -> str:
+        found: bytes = self._api.getDeviceProperties(index)["name"]
+        return found.decode()
+
+    def pci_bus_id(self, index: int) -> str:
+        return str(self._api.deviceGetPCIBusId(index))
+
+    def identity(self, index: int) -> str:
+        """PCI bus id, which MIG devices share, and UUID."""
+        return f"{self.pci_bus_id(index)} {self._driver.uuid(index)}"
+
+    def driver_version(self) -> str:
+        versions = [self._api.driverGetVersion(), self._api.runtimeGetVersion()]
+        driver, runtime = (f"{one // 1000}.{one % 1000 // 10}" for one in versions)
+        return f"CUDA {driver} (driver), {runtime} (runtime), CuPy {self._cupy.__version__}"
+
+    def current_device(self) -> int:
+        return int(self._api.getDevice())
+
+    def device_of(self, address: int) -> int:
+        found = self._driver.attribute(ORDINAL, address)
+        if found is None:
+            raise UnsupportedError(f"the CUDA driver does not know the memory at {address:#x}")
+        return found
+
+    def use(self, index: int) -> None:
+        self._cupy.cuda.Device(index).use()
+
+    def settle(self, index: int) -> None:
+        self.use(index)
+        self._driver.relax_capture()
+
+    def on(self, index: int) -> AbstractContextManager[object]:
+        """Device whose primary context is current."""
+        return self._driver.on(index)
+
+    def is_captured(self, index: int, stream: int) -> bool:
+        with self.on(index):
+            asked = stream not in (UNKNOWN, LEGACY)
+            return asked and bool(self._api.streamIsCapturing(stream))
+
+    def check_stream(self, index: int, stream: int, where: str) -> None:
+        if self.is_captured(index, stream):
+            raise UnsupportedError(
+                f"{where}: the current stream is being captured into a CUDA graph, and MPI cannot "
+                "be a part of one; make the call outside the capture"
+            )
+
+    def current_stream(self, index: int) -> int:
+        return int(self._cupy.cuda.get_current_stream(index).ptr) or LEGACY
+
+    @contextmanager
+    def using(self, index: int, stream: int) -> Iterator[None]:
+        with self.on(index), external_stream(stream):
+            yield
+
+    def destroy_stream(self, stream: int) -> None:
+        """The stream is destroyed once its work is done."""
+        del self._streams[stream]
+
+    def create_stream(self, index: int) -> int:
+        with self.on(index):
+            made = self._api.streamCreateWithFlags(self._api.streamNonBlocking)
+        self._streams[made] = _Handle(self, index, made, self._api.streamDestroy)
+        return int(made)
+
+    def record(self, index: int, stream: int) -> _Handle:
+        with self.on(index):
+            made = self._api.eventCreateWithFlags(self._api.eventDisableTiming)
+            event = _Handle(self, index, made, self._api.eventDestroy)
+            self._api.eventRecord(made, stream)
+        return event
+
+    def wait(self, index: int, stream: int, event: Event) -> None:
+        assert isinstance(event, _Handle)
+        with self.on(index):
+            self._api.streamWaitEvent(stream, event.number)
+
+    def is_done(self, event: Event) -> bool:
+        """ "Not ready" remains the thread's last error in the runtime library that CuPy calls, and
+        that CuPy's CUDA wheels do not share. CuPy clears it only when it raises, which takes
+        microseconds.
+        """
+        assert isinstance(event, _Handle)
+        with self.on(event.index):
+            status = int(self._api.eventQuery(event.number))
+            if status not in (0, _NOT_READY):  # CuPy does not raise here
+                self._api.check_status(status)
+        return status == 0
+
+    def synchronize(self, event: Event) -> None:
+        """Releases the GIL."""
+        assert isinstance(event, _Handle)
+        with self.on(event.index):
+            self._api.eventSynchronize(event.number)
+
+    def synchronize_device(self, index: int) -> None:
+        """Releases the GIL."""
+        with self.on(index):
+            self._api.deviceSynchronize()
+
+    def allocate(self, index: int, nbytes: int) -> Memory:
+        with self.on(index):
+            try:
+                address = self._api.malloc(nbytes)
+            except self._api.CUDARuntimeError as error:
+                if error.status != _OUT_OF_MEMORY:
+                    raise
+                free, total = self._api.memGetInfo()
+                raise DeviceMemoryError(
+                    f"GPU {index} has too little memory: {nbytes >> 20} MiB are needed, "
+                    f"{free >> 20} of {total >> 20} MiB are free; destroy unused groups or free "
+                    "memory"
+                ) from error
+        return Memory(address, nbytes, _Handle(self, index, address, self._api.free))
+
+    def free_cached(self, index: int) -> None:
+        torch = sys.modules.get("torch")
+        with self.on(index):
+            if torch is not None and torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            self._cupy.get_default_memory_pool().free_all_blocks()
+
+    def allocate_pinned(self, index: int, nbytes: int) -> Memory:
+        """From CuPy's pool."""
+        with self.on(index):
+            memory = self._cupy.cuda.alloc_pinned_memory(nbytes)
+        return Memory(memory.ptr, nbytes, memory)
+
+    def is_plain(self, address: int) -> bool:
+        """Whether the driver would export the memory by cudaIpcGetMemHandle."""
+        attribute = self._driver.attribute
+        return bool(attribute(EXPORTABLE, address)) and not attribute(MANAGED, address)
+
+    def copy(self, index: int, into: int, source: int, nbytes: int, stream: int) -> None:
+        """The addresses determine the kind of copy."""
+        if nbytes:
+            with self.on(index):
+                self._api.memcpyAsync(into, source, nbytes, self._api.memcpyDefault, stream)
+
+    def copy_strided(
+        self, index: int, into: StridedMemory, source: StridedMemory, shape: Sequence[int],
+        itemsize: int, stream: int,
+    ) -> None:  # fmt: skip
+        """As unsigned integers of the elements' size."""
+        cupy = self._cupy
+        with self.on(index), external_stream(stream):
+            arrays = []
+            for address, strides in (into, source):
+                # The view keeps the memory alive.
+                memory = cupy.cuda.UnownedMemory(address, 1, self, index)
+                place = cupy.cuda.MemoryPointer(memory, 0)
+                kind = f"u{itemsize}" if itemsize <= 8 else "c16"
+                arrays.append(cupy.ndarray(tuple(shape), kind, place, tuple(strides)))
+            target, given = arrays
+            target[...] = given
+
+    def load(self, index: int, by: Loop, n: int) -> None:
+        with self.on(index):
+            self._kernels_of(index).load(by, n)
+
+    def combine(
+        self, index: int, by: Loop, sources: Sequence[int], out: int, count: int, divisor: float,
+        stream: int,
+    ) -> None:  # fmt: skip
+        if count:
+            with self.on(index):
+                self._kernels_of(index).combine(by, sources, out, count, divisor, stream)
+
+    def scale(
+        self, index: int, dtype: DType, source: int, factor: Factor, out: int, count: int,
+        stream: int,
+    ) -> None:  # fmt: skip
+        if count:
+            with self.on(index):
+                self._kernels_of(index).scale(dtype, source, factor, out, count, stream)
+
+    def narrow(
+        self, index: int, dtype: DType, source: int, out: int, count: int, stream: int
+    ) -> None:
+        if count:
+            with self.on(index):
+                self._kernels_of(index).narrow(dtype, source, out, count, stream)
+
+    def multiprocessors(self, index: int) -> int:
+        return int(self._cupy.cuda.Device(index).attributes["MultiProcessorCount"])
+
+    def load_collective(self, index: int, call: Collective) -> None:
+        with self.on(index):
+            self._kernels_of(index).load_collective(call)
+
+    def has_collective(self, index: int, call: Collective) -> bool:
+        return self._kernels_of(index).has_collective(call)
+
+    def collective(self, index: int, peers: Peers, call: Collective, stream: int) -> None:
+        with self.on(index):
+            self._kernels_of(index).collective(peers, call, stream)
+
+    def _kernels_of(self, index: int) -> DeviceKernels:
+        if index not in self._kernels:
+            self._kernels[index] = DeviceKernels(index)
+        return self._kernels[index]
+
+    def export(self, index: int, memory: Memory) -> bytes:
+        with self.on(index):
+            handle: bytes = self._api.ipcGetMemHandle(memory.address)
+        return handle
+
+    def open(self, index: int, handle: bytes) -> Memory:
+        """With lazy peer access."""
+        with self.on(index):
+            address = self._api.ipcOpenMemHandle(handle)
+        return Memory(address, 0, _Handle(self, index, address, self._api.ipcCloseMemHandle))
+
+    def find_allocation(self, address: int) -> Allocation | None:
+        exportable, managed, base, nbytes, buffer = self._driver.attributes(
+            (EXPORTABLE, MANAGED, START, NBYTES, BUFFER), address
+        )
+        if not exportable or managed or not base:
+            return None
+        return Allocation(base, nbytes, buffer)
+
+    def export_allocation(self, index: int, found: Allocation) -> bytes:
+        with self.on(index):
+            handle: bytes = self._api.ipcGetMemHandle(found.base)
+        return handle
+
+    def create_shared_event(self, index: int) -> _Handle:
+        """Events for other processes must have timing disabled."""
+        flags = self._api.eventDisableTiming | self._api.eventInterprocess
+        with self.on(index):
+            made = self._api.eventCreateWithFlags(flags)
+        return _Handle(self, index, made, self._api.eventDestroy)
+
+    def export_event(self, event: Event) -> bytes:
+        assert isinstance(event, _Handle)
+        with self.on(event.index):
+            handle: bytes = self._api.ipcGetEventHandle(event.number)
+        return handle
+
+    def open_event(self, index: int, handle: bytes) -> _Handle:
+        with self.on(index):
+            opened = self._api.ipcOpenEventHandle(handle)
+        return _Handle(self, index, opened, self._api.eventDestroy)
+
+    def record_again(self, index: int, stream: int, event: Event) -> None:
+        assert isinstance(event, _Handle)
+        with self.on(index):
+            self._api.eventRecord(event.number, stream)
+
+    def register(self, index: int, address: int, nbytes: int) -> _Handle:
+        """For all devices."""
+        with self.on(index):
+            self._api.hostRegister(address, nbytes, _PORTABLE | _MAPPED)
+        return _Handle(self, index, address, self._api.hostUnregister)
+
+    def reach(self, index: int, address: int) -> int:
+        """On some machines the address differs from the host's."""
+        with self.on(index):
+            return self._driver.device_pointer(address)
+
+    def load_for_all(self, index: int, by: Loop, n: int) -> None:
+        with self.on(index):
+            self._kernels_of(index).load_for_all(by, n)
+
+    def combine_for_all(
+        self, index: int, by: Loop, sources: Sequence[int], outs: Sequence[int], count: int,
+        divisor: float, stream: int,
+    ) -> None:  # fmt: skip
+        if count:
+            with self.on(index):
+                self._kernels_of(index).combine_for_all(by, sources, outs, count, divisor, stream)
+
+    def has_nccl(self) -> bool:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # CuPy warns if NCCL is missing
+            from cupy.cuda import nccl
+        return bool(nccl.available)
+
+    def nccl_unique_id(self) -> bytes:
+        identity: bytes = self._cupy.cuda.nccl.get_unique_id()
+        return identity
+
+    def create_nccl(self, index: int, n: int, identity: bytes, rank: int) -> NcclCommunicator:
+        with self.on(index):
+            comm: NcclCommunicator = self._cupy.cuda.nccl.NcclCommunicator(n, identity, rank)
+        return comm
+
+    @contextmanager
+    def nccl_group(self) -> Iterator[None]:
+        self._cupy.cuda.nccl.groupStart()
+        try:
+            yield
+        finally:
+            self._cupy.cuda.nccl.groupEnd()
+
+
+class _Handle:
+    """A stream, an event or memory of a device; released with its last reference.
+
+    number: the handle or address. give_back: releases it, with the device current.
+    """
+
+    def __init__(
+        self, runtime: CupyRuntime, index: int, number: int, give_back: Callable[[int], object]
+    ) -> None:
+        self.index, self.number = index, number
+        self._runtime, self._give_back = runtime, give_back
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():  # the driver releases it at exit
+            return
+        with suppress(Exception), self._runtime.on(self.index):
+            self._give_back(self.number)
+
+
 _runtime: Runtime | None = None
 
 
 def get_runtime() -> Runtime:
-    """Return CUDA on this machine; raises UnsupportedError if there is none, or no CuPy."""
+    """Return the CUDA runtime; raises UnsupportedError without a GPU or without CuPy."""
     global _runtime
     if _runtime is None:
-        from mpicoll.cuda.cupy_runtime import CupyRuntime
-
         _runtime = CupyRuntime()
     return _runtime

@@ -1,4 +1,4 @@
-"""Streams and memory that a group has of a device, and the order of calls in streams."""
+"""A group's streams and scratch memory on a device, and the order of calls in callers' streams."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from functools import cached_property
 from typing import NamedTuple
 
 from mpicoll.cuda.runtime import LEGACY, PER_THREAD, UNKNOWN, Event, Memory, Runtime, allocate
-from mpicoll.cuda.threads import announce
+from mpicoll.cuda.threads import set_process_device
 from mpicoll.errors import UnsupportedError
 
-__all__ = ["CapturedOrder", "CurrentStreams", "DeviceContext", "Point", "StreamOrder", "look_until"]
+__all__ = ["CapturedOrder", "CurrentStreams", "DeviceContext", "Point", "StreamOrder", "poll_until"]
 
 
 class DeviceContext:
-    """What a group has of one device: streams, and memory that its calls use in turn.
+    """A group's resources on one device: streams, and scratch memory that its calls use in turn.
 
-    work: the stream in which calls work.
-    captured: that stream is one of the caller's, which is being captured into a graph.
+    work:     the stream in which calls enqueue work.
+    captured: whether that is a caller's stream, which is being captured into a graph.
     """
 
-    #: Bytes of a piece of scratch from which on it is given back when it has not been used for
-    #: some calls: giving memory back, and getting it again, waits for the device.
-    LARGE, UNUSED = 64 * 1024 * 1024, 100
+    #: Scratch larger than LARGE_BYTES is freed after UNUSED_COUNT calls that did not use it.
+    #: Freeing and reallocating wait for the device.
+    LARGE_BYTES, UNUSED_COUNT = 64 * 1024 * 1024, 100
 
     def __init__(self, runtime: Runtime, index: int) -> None:
         self.runtime = runtime
         self.index = index
-        announce(runtime, index)
+        set_process_device(runtime, index)
         self._streams = [runtime.create_stream(index)]
         self.work = self._streams[0]
         self._lanes: list[int] = []
         self._blocks: list[Memory] = []
-        self._since: list[int] = []  # for how many calls each has not been used
+        self._since: list[int] = []  # number of calls since the last use of each block
         self._taken = 0
         self._pinned: Memory | None = None
-        self._left: list[tuple[list[Memory], Memory | None]] = []
+        self._failed_scratch: list[tuple[list[Memory], Memory | None]] = []
         self.captured = False
 
     @cached_property
@@ -54,11 +54,11 @@ class DeviceContext:
 
     @cached_property
     def callbacks(self) -> int:
-        """A stream in which users' callbacks work."""
+        """A stream for users' callbacks."""
         return self._create_stream()
 
     def lanes(self, count: int) -> list[int]:
-        """Return streams for what is done beside the work stream, and side by side."""
+        """Return streams for concurrent work beside the work stream."""
         while len(self._lanes) < count:
             self._lanes.append(self._create_stream())
         return self._lanes[:count]
@@ -69,7 +69,7 @@ class DeviceContext:
 
     @contextmanager
     def capturing(self, stream: int) -> Iterator[None]:
-        """In here calls work in a stream that is being captured into a graph."""
+        """Context in which calls enqueue into a stream that is being captured into a graph."""
         work, self.work, self.captured = self.work, stream, True
         try:
             yield
@@ -77,7 +77,7 @@ class DeviceContext:
             self.work, self.captured = work, False
 
     def _check_captured(self) -> None:
-        """Raise UnsupportedError in a capture: a graph's memory has to stay."""
+        """Raise UnsupportedError in a capture: the memory of a graph must not be freed."""
         if self.captured:
             raise UnsupportedError(
                 "a call on device memory that is being captured into a CUDA graph can have no "
@@ -86,17 +86,20 @@ class DeviceContext:
             )
 
     def begin(self) -> None:
-        """Begin a call: the scratch of the one before is free again."""
+        """Begin a call: the previous call's scratch may be reused."""
         if self.captured:
             return
         self._since = [0 if k < self._taken else n + 1 for k, n in enumerate(self._since)]
         self._taken = 0
         for place in range(len(self._blocks)):
-            if self._since[place] >= self.UNUSED and self._blocks[place].nbytes > self.LARGE:
-                self._blocks[place] = _NOTHING
+            if (
+                self._since[place] >= self.UNUSED_COUNT
+                and self._blocks[place].nbytes > self.LARGE_BYTES
+            ):
+                self._blocks[place] = _FREED
 
     def scratch(self, nbytes: int) -> Memory:
-        """Return device memory for the rest of the call, for use in the work stream.
+        """Return device memory for the rest of the call, to be used in the work stream.
 
         Raises UnsupportedError in a capture.
         """
@@ -106,15 +109,15 @@ class DeviceContext:
             self._blocks.append(allocate(self.runtime, self.index, max(nbytes, 1)))
             self._since.append(0)
         elif self._blocks[place].nbytes < nbytes:
-            # Freeing memory waits until nothing uses it any more.
+            # Freeing device memory waits until no work uses it.
             self._blocks[place] = allocate(self.runtime, self.index, nbytes)
         self._taken += 1
         return self._blocks[place]
 
-    def scratch_anew(self, nbytes: int) -> Memory:
-        """Return other memory in place of what ``scratch`` has returned last, which goes."""
+    def replace_scratch(self, nbytes: int) -> Memory:
+        """Replace the block that ``scratch`` returned last by a new one."""
         self._taken -= 1
-        self._blocks[self._taken] = _NOTHING
+        self._blocks[self._taken] = _FREED
         return self.scratch(nbytes)
 
     def mark(self) -> int:
@@ -122,11 +125,11 @@ class DeviceContext:
         return self._taken
 
     def release(self, mark: int) -> None:
-        """Let scratch that was taken since then be taken again, in the order of the work stream."""
+        """Make scratch since a mark reusable, in the order of the work stream."""
         self._taken = mark
 
     def pinned(self, nbytes: int) -> Memory:
-        """Return pinned memory for the rest of the call; there is one such piece.
+        """Return pinned memory for the rest of the call; there is only one such block.
 
         Raises UnsupportedError in a capture.
         """
@@ -134,60 +137,60 @@ class DeviceContext:
         if self._pinned is None or self._pinned.nbytes < nbytes:
             if self._pinned is not None:
                 self._synchronize_all()
-            self._pinned = None  # freed before another is allocated
+            self._pinned = None  # free it before allocating another
             self._pinned = self.runtime.allocate_pinned(self.index, max(nbytes, 1))
         return self._pinned
 
     def after(self, later: int, earlier: int) -> None:
-        """Order what one stream gets from now on after what another holds so far."""
+        """Make later work of one stream wait for the present work of another."""
         self.runtime.wait(self.index, later, self.runtime.record(self.index, earlier))
 
     def follow(self, other: DeviceContext) -> None:
-        """Order work here from now on after what the other's work stream holds so far."""
+        """Make later work of this context wait for the present work of another context."""
         event = self.runtime.record(other.index, other.work)
         self.runtime.wait(self.index, self.work, event)
 
     def record(self) -> Event:
-        """Return the event of all being done that the work stream holds so far."""
+        """Return an event for the present work of the work stream."""
         return self.runtime.record(self.index, self.work)
 
     def synchronize(self, stream: int) -> None:
-        """Wait for all that a stream of this context holds so far."""
+        """Block until the present work of a stream is done."""
         self.runtime.synchronize(self.runtime.record(self.index, stream))
 
     def _synchronize_all(self) -> None:
         for stream in self._streams:
             self.synchronize(stream)
 
-    def leave_behind(self) -> None:
-        """After an error, do not use again the memory that MPI or copies may still use."""
-        self._left.append((self._blocks, self._pinned))
+    def retain_scratch(self) -> None:
+        """After an error, do not reuse memory that MPI or copies may still access."""
+        self._failed_scratch.append((self._blocks, self._pinned))
         self._blocks, self._since, self._pinned = [], [], None
 
     def abandon(self) -> None:
-        """Never free the memory that MPI or copies may still use."""
-        self.leave_behind()
-        _left_behind.extend(self._left)
+        """Never free the memory that MPI or copies may still access."""
+        self.retain_scratch()
+        _retained.extend(self._failed_scratch)
 
     def close(self, limit: float = 0, keep: bool = False) -> None:
-        """Free everything, once nothing uses it any more.
+        """Free all resources once no work uses them.
 
-        keep: but what calls with errors have left behind: MPI may still be in one.
+        keep: do not free the memory of failed calls: MPI may still access it.
         """
         self._synchronize_all()
         if keep:
-            _left_behind.extend(self._left)
-        self._left = []
-        let_go_of_arrays()
+            _retained.extend(self._failed_scratch)
+        self._failed_scratch = []
+        release_finished_arrays()
         self._blocks, self._pinned = [], None
         for stream in self._streams:
             self.runtime.destroy_stream(stream)
 
 
-def look_until(is_done: Callable[[], bool], moment: float) -> bool:
-    """Wait until something is done, or until a moment (monotonic); return whether it is.
+def poll_until(is_done: Callable[[], bool], moment: float) -> bool:
+    """Poll until ``is_done`` returns True, or until a monotonic time; return whether it did.
 
-    By looking: to wait for an event has no timeout in CUDA.
+    CUDA cannot wait for an event with a timeout.
     """
     pause = 10e-6
     while not is_done():
@@ -198,21 +201,21 @@ def look_until(is_done: Callable[[], bool], moment: float) -> bool:
     return True
 
 
-def _find_none() -> None:
+def _no_failure() -> None:
     return None
 
 
-#: In the place of a piece of scratch that was given back.
-_NOTHING = Memory(0, 0, None)
+#: Replaces a block of scratch that was freed.
+_FREED = Memory(0, 0, None)
 
-_left_behind: list[tuple[list[Memory], Memory | None]] = []
+_retained: list[tuple[list[Memory], Memory | None]] = []
 
 
 class CurrentStreams(NamedTuple):
-    """How a library of arrays knows the calling thread's current streams.
+    """An array library's notion of the calling thread's current streams.
 
-    current: returns the number of that of a device.
-    using:   returns a context in which a device has a stream of that number.
+    current: returns the current stream of a device.
+    using:   returns a context in which a device has another current stream.
     """
 
     current: Callable[[int], int]
@@ -220,12 +223,12 @@ class CurrentStreams(NamedTuple):
 
 
 class Point:
-    """What callers wait for: events of a device, after which the results of a call are there.
+    """A point in a device's work, given by events, at which the results of a call are available.
 
-    streams:   those that callers of no library work in, which cannot tell their current ones.
-    libraries: of the others.
-    find_failure: returns why the results are not there though the events have come, as far as is
-               known; None if they are.
+    streams:   streams of callers whose array library has no current stream.
+    libraries: array libraries of all callers that have current streams.
+    find_failure: returns the reason that the results are invalid although the events have
+                  completed, as far as known; else None.
     """
 
     def __init__(
@@ -241,32 +244,32 @@ class Point:
         self._named = frozenset(streams)
         self._libraries = frozenset(libraries)
         self.events = events
-        self.find_failure: Callable[[], Exception | None] = _find_none
+        self.find_failure: Callable[[], Exception | None] = _no_failure
 
     def is_done(self) -> bool:
-        """Return whether the device has done it."""
+        """Return whether the device has reached the point."""
         return all(map(self._runtime.is_done, self.events))
 
     def current_streams(self) -> set[int]:
-        """Return the streams that the calling thread works in now."""
+        """Return the calling thread's current streams."""
         return {*self._named, *(one.current(self.index) for one in self._libraries)}
 
     def join(self, where: str) -> set[int]:
-        """Let the calling thread's current streams go on after it; return them.
+        """Make the calling thread's current streams wait for the point; return them.
 
-        The host goes on at once, but for arrays whose library does not say in which stream it
-        works: then the host waits. Raises UnsupportedError, for the function called ``where``, if a
-        stream is being captured: it cannot wait for what is outside of its graph.
+        The host does not wait, except for arrays whose library does not name its stream. Raises
+        UnsupportedError, in the name of the function ``where``, if a stream is being captured: it
+        cannot wait for work outside its graph.
         """
         streams = self.current_streams()
         if not self.events:
             return streams
         for stream in streams:
             self._runtime.check_stream(self.index, stream, where)
-        self._go_on(streams)
+        self._make_wait(streams)
         return streams
 
-    def _go_on(self, streams: Iterable[int]) -> None:
+    def _make_wait(self, streams: Iterable[int]) -> None:
         for stream in streams:
             for event in self.events:
                 if stream == UNKNOWN:
@@ -275,24 +278,24 @@ class Point:
                     self._runtime.wait(self.index, stream, event)
 
     def here(self) -> Point:
-        """Return the point up to which the calling thread's current streams are filled now."""
+        """Return a point after the present work of the calling thread's current streams."""
         streams = self.current_streams()
         events = [self._runtime.record(self.index, stream or LEGACY) for stream in streams]
         point = Point(self._runtime, self.index, self._named, self._libraries, events)
-        point.find_failure = self.find_failure  # what comes after has nothing right to work on
+        point.find_failure = self.find_failure  # their work uses invalid results as well
         return point
 
     def settle(self) -> None:
-        """Note that the results are there."""
-        self.find_failure = _find_none
+        """Mark the results as available."""
+        self.find_failure = _no_failure
 
     @contextmanager
     def after(self, stream: int) -> Iterator[None]:
-        """In here the libraries' current stream is this one, which goes on after the point; so do
-        the streams of callers of no library.
+        """Context in which ``stream`` is the libraries' current stream and waits for the point, as
+        do the streams of callers without a library.
         """
-        self._go_on(self._named)
-        self._go_on((stream,))
+        self._make_wait(self._named)
+        self._make_wait((stream,))
         with ExitStack() as stack:
             for library in self._libraries:
                 stack.enter_context(library.using(self.index, stream))
@@ -300,15 +303,16 @@ class Point:
 
 
 class StreamOrder(Point):
-    """The place of one call in the caller's streams.
+    """The order of one call relative to the caller's streams.
 
-    The call comes after what they hold when this is created, on the caller's thread. `enter` and
-    `leave` may be called on another thread. A synchronous call comes before what they get once it
-    has ended; of an asynchronous one, whoever needs the result joins the point.
+    The call waits for the work that they hold when this object is created, on the caller's thread.
+    `enter` and `leave` may be called on another thread. After a synchronous call, the caller's
+    later work waits for the call; after an asynchronous call, a caller that needs the result joins
+    the point.
 
-    held: what the call reads and writes, kept until no reuse of the memory can meet the call.
+    held: arrays of the call, kept alive until their memory can be reused.
 
-    Raises UnsupportedError, for the function called ``where``, if a stream is being captured.
+    Raises UnsupportedError, in the name of the function ``where``, if a stream is being captured.
     """
 
     def __init__(
@@ -331,34 +335,34 @@ class StreamOrder(Point):
         for one in self._streams:
             runtime.check_stream(index, one, where)
         self._before = [runtime.record(index, one or LEGACY) for one in self._streams]
-        let_go_of_arrays()
+        release_finished_arrays()
 
     def is_due(self) -> bool:
-        """Return whether all is done that the caller's streams held."""
+        """Return whether the earlier work of the caller's streams is done."""
         return all(map(self._runtime.is_done, self._before))
 
     def enter(self, context: DeviceContext) -> None:
-        """Let the context begin after what the caller's streams held."""
+        """Make the context wait for the earlier work of the caller's streams."""
         for event in self._before:
             self._runtime.wait(context.index, context.work, event)
 
     def leave(self, context: DeviceContext) -> None:
-        """End the call with what the context holds so far; if it is synchronous, let the caller's
-        streams go on after that.
+        """End the call after the present work of the context; if it is synchronous, make the
+        caller's streams wait for it.
         """
         self._context = context
         events = (context.record(),)
-        with _dropping:
+        with _drop_lock:
             self.events = events
             if self._dropped:
                 self._hold_while_in_use()
         if not self.asynchronous:
-            self._go_on(self._streams)
+            self._make_wait(self._streams)
             self.held = None
 
     def join(self, where: str) -> set[int]:
-        """Do as `Point.join`. Where all streams of the call go on after it, its arrays are let go:
-        what reuses their memory comes in such a stream, as for any kernel.
+        """Join as `Point.join`. If all streams of the call wait, its arrays are released: work that
+        reuses their memory runs in such a stream, as after any kernel.
         """
         streams = super().join(where)
         one_thread = self._thread == threading.get_ident() or PER_THREAD not in self._streams
@@ -367,17 +371,17 @@ class StreamOrder(Point):
         return streams
 
     def in_callbacks(self) -> AbstractContextManager[object]:
-        """Return a context for callbacks on the group's thread: after the call, in a stream of
-        their own, so that no stream of the program waits.
+        """Return a context for callbacks on the progress thread: after the call, in a separate
+        stream, so that no stream of the program waits.
         """
         context = self._context
         return nullcontext() if context is None else self.after(context.callbacks)
 
     def drop(self) -> None:
-        """Keep the arrays for as long as the device works on them, and the caller no longer. The
-        call may not have begun yet.
+        """Keep the arrays until the device no longer uses them, because the caller does not wait.
+        The call may not have begun yet.
         """
-        with _dropping:
+        with _drop_lock:
             self._dropped = True
             if self.events:
                 self._hold_while_in_use()
@@ -389,9 +393,9 @@ class StreamOrder(Point):
 
 
 class CapturedOrder(StreamOrder):
-    """The place of a call in a stream that is being captured into a graph: in that stream itself.
+    """The order of a call in a stream that is being captured into a graph: in that stream itself.
 
-    Who launches the graph orders it among the group's other calls, alike on all ranks.
+    The program must launch the graph in the same order among the group's calls on all ranks.
     """
 
     def __init__(self, runtime: Runtime, index: int, stream: int, where: str) -> None:
@@ -402,7 +406,7 @@ class CapturedOrder(StreamOrder):
 
     @property
     def asynchronous(self) -> bool:
-        """False: nobody can wait for what is in a graph."""
+        """False: work in a graph cannot be waited for."""
         return False
 
     @asynchronous.setter
@@ -417,35 +421,35 @@ class CapturedOrder(StreamOrder):
         return True
 
     def enter(self, context: DeviceContext) -> None:
-        """Let the context work in the stream."""
+        """Make the context enqueue into the captured stream."""
         self._capture.enter_context(context.capturing(self._stream))
 
     def leave(self, context: DeviceContext) -> None:
-        """Let the context work in its own stream again."""
+        """Make the context enqueue into its own stream again."""
         self._capture.close()
 
     def join(self, where: str) -> set[int]:
-        """Return the stream."""
+        """Return the captured stream."""
         return {self._stream}
 
     def in_callbacks(self) -> AbstractContextManager[object]:
-        """Return a context that does nothing."""
+        """Return an empty context."""
         return nullcontext()
 
 
-#: Held where a call is dropped and where it gets its events, which threads may do at a time. By the
-#: collector of garbage a Work can be dropped anywhere, also where it is held.
-_dropping = threading.RLock()
-#: Arrays of calls that nobody has waited for, while the device may work on them.
+#: Held while a call is dropped and while it gets its events, which may happen on two threads.
+#: Reentrant, because the garbage collector may drop a Work while the lock is held.
+_drop_lock = threading.RLock()
+#: Arrays of calls that were never waited for, while the device may use them.
 _in_use: deque[tuple[StreamOrder, object]] = deque()
 
 
-def let_go_of_arrays() -> None:
-    """Let go of arrays on which the device has done its work; asked for with each call."""
+def release_finished_arrays() -> None:
+    """Release arrays that the device no longer uses; called in each call."""
     for _ in range(len(_in_use)):
         try:
             order, held = _in_use.popleft()
-        except IndexError:  # another thread looks as well
+        except IndexError:  # another thread runs this function as well
             return
         if not order.is_done():
             _in_use.append((order, held))

@@ -1,8 +1,8 @@
-"""The device that mpicoll's own threads work on.
+"""The current device of mpicoll's own threads.
 
-A thread begins with no device. MPI may move device memory on any thread that calls it, for messages
-of any other: UCX then fails on one where no device is current. So each of our threads that calls
-MPI has one, from when the process has given mpicoll one to work on.
+A new thread has no current device. MPI may move device memory on any thread that calls it, also for
+messages of other threads, and UCX fails on a thread without a current device. So each thread of
+mpicoll that calls MPI makes the process's device current once the process uses one.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mpicoll.cuda.runtime import Runtime
 
-__all__ = ["announce", "attend"]
+__all__ = ["set_process_device", "use_process_device"]
 
 _Device = tuple["Runtime", int]
-#: The first device that the process works on.
+#: The first device that the process uses.
 _device: _Device | None = None
 
 
 class _Own(threading.local):
-    """Of a thread: whether it is one of mpicoll's, and the device that it has been given."""
+    """Per thread: whether it belongs to mpicoll, and its device."""
 
     ours = False
     device: _Device | None = None
@@ -31,21 +31,21 @@ class _Own(threading.local):
 _own = _Own()
 
 
-def announce(runtime: Runtime, index: int) -> None:
-    """Tell mpicoll's threads that the process works on a device; they keep to the first."""
+def set_process_device(runtime: Runtime, index: int) -> None:
+    """Announce that the process uses a device; mpicoll's threads keep the first one."""
     global _device
     if _device is None or _device[0] is not runtime:
         _device = (runtime, index)
     if _own.ours:
-        attend()
+        use_process_device()
 
 
-def attend() -> None:
-    """Give this thread of mpicoll's the process's device, once there is one. It asks now and then:
-    before each task.
+def use_process_device() -> None:
+    """Make the process's device current on this thread of mpicoll, if there is one. Each thread
+    calls this before each task.
     """
     _own.ours = True
     if _own.device is not _device and _device is not None:
         runtime, index = _own.device = _device
-        with suppress(Exception):  # the calls that need the device say what is wrong with it
+        with suppress(Exception):  # calls that need the device report the error
             runtime.settle(index)

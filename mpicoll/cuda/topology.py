@@ -1,13 +1,13 @@
-"""How the GPUs of this node, its network cards and its processors are joined.
+"""Topology of this node: how its GPUs, network cards and processors are connected.
 
-What is on PCIe is in /sys for every process, also for GPUs that it does not see. Of NVLink NVIDIA's
-management library (NVML) tells, of AMD's Infinity Fabric /sys again. Nothing here sets up a device.
+PCIe is described in /sys, also GPUs that this process does not see. NVLink is reported by NVIDIA's
+management library (NVML). No device is initialised.
 
-The words for distances are those of ``nvidia-smi topo -m`` and of NCCL:
+Distances have the names that ``nvidia-smi topo -m`` and NCCL use:
 
-- ``NV#``, ``XGMI``: so many NVLinks, directly or through switches; Infinity Fabric
+- ``NV#``: number of NVLinks, directly or through switches
 - ``PIX``: at most one PCIe switch between them
-- ``PXB``: several PCIe switches, and no host bridge
+- ``PXB``: several PCIe switches, but not the host bridge
 - ``PHB``: the host bridge
 - ``NODE``: two host bridges of one NUMA node
 - ``SYS``: the link between NUMA nodes
@@ -28,36 +28,34 @@ from mpicoll.machine import format_ranges
 
 __all__ = ["DISTANCES", "LEGEND", "Device", "Topology", "find", "find_far", "parse_ranges"]
 
-#: Distances over PCIe, the nearest first.
+#: Distances over PCIe, nearest first.
 DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
-#: What the words mean, for whoever reads a table of them.
+#: Explanation of the distances for users.
 LEGEND = (
-    "NV4: four NVLinks; XGMI: Infinity Fabric; PIX: at most one PCIe switch; PXB: several; PHB: "
+    "NV4: four NVLinks; PIX: at most one PCIe switch; PXB: several; PHB: "
     "the host bridge; NODE: two of them on one NUMA node; SYS: between NUMA nodes"
 )
 
-#: Where Linux shows its devices.
+#: Root of the kernel's device tree.
 _SYS = Path("/sys")
-#: Classes of PCI devices that GPUs have: display controllers and processing accelerators.
+#: PCI classes of GPUs: display controllers and processing accelerators.
 _GPU_CLASSES = ("0x03", "0x12")
-#: Where network cards are listed, the kinds that MPI takes first: InfiniBand, RoCE, Omni-Path and
-#: EFA; Slingshot. The first that has any counts.
+#: Folders of network cards, in the order in which MPI prefers them: InfiniBand, RoCE, Omni-Path and
+#: EFA; Slingshot; others. The first folder with cards is used.
 _CARD_FOLDERS = ("class/infiniband", "class/cxi", "class/net")
-#: Most NVLinks of a GPU, in NVML.
-_MOST_LINKS = 18
-#: What is at the other end of an NVLink, for NVML: a switch.
+#: Maximum number of NVLinks per GPU in NVML.
+_MAX_LINKS = 18
+#: NVML's type of a switch at the remote end of an NVLink.
 _SWITCH = 2
-#: The type of a link of Infinity Fabric in /sys/class/kfd.
-_XGMI = 11
 
 
 class Device(NamedTuple):
     """A GPU or a network card.
 
-    name:  of a GPU, its PCI address; of a card, its name in the system.
-    path:  of /sys: the host bridge, all bridges below it, and the device itself.
-    numa:  its NUMA node; -1 if that is unknown, or there is one.
-    processors: the numbers of those that are near; empty if that is unknown.
+    name:  PCI address of a GPU; system name of a card.
+    path:  in /sys: the host bridge, all bridges below it, and the device itself.
+    numa:  its NUMA node; -1 if unknown, or on a machine with a single node.
+    processors: numbers of the near processors; empty if unknown.
     """
 
     name: str
@@ -66,22 +64,22 @@ class Device(NamedTuple):
     processors: frozenset[int]
 
     def distance(self, other: Device) -> str:
-        """Return how far another device is on PCIe, as one of DISTANCES."""
+        """Return the distance to another device over PCIe, as one of DISTANCES."""
         pairs = zip(self.path, other.path, strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if not common:
             return "NODE" if self.numa == other.numa else "SYS"
         if common == 1:
             return "PHB"
-        # Below the last bridge that they share a switch has one port for each.
+        # A switch has an upstream bridge, and a downstream bridge for each port.
         bridges = max(len(self.path), len(other.path)) - common - 1
         return "PIX" if bridges <= 1 else "PXB"
 
 
 class Topology(NamedTuple):
-    """GPUs and network cards of one node.
+    """The GPUs and network cards of one node.
 
-    links: of pairs of GPUs, by their names in order: "NV4" for four NVLinks, or "XGMI".
+    links: by pairs of GPU names in sorted order: "NV4" for four NVLinks.
     """
 
     gpus: tuple[Device, ...]
@@ -89,7 +87,7 @@ class Topology(NamedTuple):
     links: Mapping[tuple[str, str], str]
 
     def between(self, one: Device, other: Device) -> str:
-        """Return how two devices are joined: NVLink or Infinity Fabric, else one of DISTANCES."""
+        """Return the connection of two devices: NVLink, else one of DISTANCES."""
         first, second = sorted((one.name, other.name))
         return self.links.get((first, second)) or one.distance(other)
 
@@ -98,7 +96,7 @@ class Topology(NamedTuple):
         return next((one for one in self.gpus if one.name == _normal(name)), None)
 
     def nearest_cards(self, gpu: Device) -> tuple[str, tuple[Device, ...]]:
-        """Return the cards that are nearest to a GPU, and their distance; "" for none."""
+        """Return the nearest cards of a GPU and their distance; "" without cards."""
         by_distance: dict[str, list[Device]] = {}
         for card in self.cards:
             by_distance.setdefault(gpu.distance(card), []).append(card)
@@ -109,17 +107,17 @@ class Topology(NamedTuple):
 
 
 def find(addresses: Iterable[str], links: bool = True) -> Topology:
-    """Find out how the GPUs with these PCI addresses, and the network cards, are joined.
+    """Find the topology of the GPUs with these PCI addresses and of the network cards.
 
-    Addresses that /sys does not know as GPUs are left out.
+    Addresses that /sys does not list as GPUs are omitted.
 
-    links: look for NVLink and Infinity Fabric as well, which may take a while.
+    links: also query NVLink, which may take a while.
     """
     root = _SYS
     found = (_find_device(root / "bus/pci/devices" / name, name) for name in _sorted(addresses))
     gpus = tuple(one for one in found if one is not None and _is_gpu(one, root))
     names = {one.name for one in gpus}
-    joined = {**_find_nvlinks(names), **_find_xgmi(names, root)} if links else {}
+    joined = _find_nvlinks(names) if links else {}
     return Topology(gpus, _find_cards(root), joined)
 
 
@@ -128,7 +126,7 @@ def _sorted(addresses: Iterable[str]) -> list[str]:
 
 
 def _normal(address: str) -> str:
-    """Return a PCI address as /sys writes it; NVML has 8 digits for the domain, and capitals."""
+    """Normalise a PCI address as in /sys; NVML uses capitals and an 8-digit domain."""
     domain, _, rest = address.strip().lower().partition(":")
     with suppress(ValueError):
         return f"{int(domain, 16):04x}:{rest}"
@@ -140,7 +138,7 @@ def _is_gpu(device: Device, root: Path) -> bool:
 
 
 def _find_device(place: Path, name: str) -> Device | None:
-    """Return the device of a folder of /sys, None if it is not on PCI."""
+    """Return the device of a folder in /sys, or None if it is not on PCI."""
     path = place.resolve()
     parts = path.parts
     bridge = next((i for i, part in enumerate(parts) if re.match(r"pci[0-9a-f]{4,}:", part)), None)
@@ -165,7 +163,7 @@ def _read(path: Path) -> str:
 
 
 def parse_ranges(text: str) -> frozenset[int]:
-    """Return the numbers of a list of /sys: ``0-3,8``."""
+    """Parse a list of numbers of /sys, as ``0-3,8``."""
     found: set[int] = set()
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         found.update(range(int(first), int(last or first) + 1))
@@ -186,7 +184,7 @@ def _find_cards(root: Path) -> tuple[Device, ...]:
 
 
 class _PciInfo(ctypes.Structure):
-    """The type nvmlPciInfo_t of nvml.h."""
+    """nvmlPciInfo_t of nvml.h."""
 
     _fields_ = (
         ("legacy", ctypes.c_char * 16),
@@ -196,7 +194,7 @@ class _PciInfo(ctypes.Structure):
 
 
 def _find_nvlinks(names: set[str]) -> dict[tuple[str, str], str]:
-    """Ask NVML which GPUs NVLink joins, and by how many links; nothing without NVML."""
+    """Query NVML for the number of NVLinks between GPUs; empty without NVML."""
     try:
         nvml: Any = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -214,7 +212,7 @@ def _find_nvlinks(names: set[str]) -> dict[tuple[str, str], str]:
                     direct[name, other] = direct.get((name, other), 0) + 1
     finally:
         nvml.nvmlShutdown()
-    # Switches join all GPUs that have links to them.
+    # Switches connect all GPUs that have links to them.
     for one in switched:
         for other in switched:
             if one < other:
@@ -223,16 +221,16 @@ def _find_nvlinks(names: set[str]) -> dict[tuple[str, str], str]:
 
 
 def _list_links(nvml: Any, name: str) -> list[str | None]:
-    """Return where the active NVLinks of a GPU lead: to a GPU, or to a switch (None)."""
+    """Return the remote end of each active NVLink of a GPU: a GPU, or None for a switch."""
     device, found = ctypes.c_void_p(), list[str | None]()
     if nvml.nvmlDeviceGetHandleByPciBusId_v2(name.encode(), ctypes.byref(device)):
         return found
-    for link in range(_MOST_LINKS):
+    for link in range(_MAX_LINKS):
         active, kind, remote = ctypes.c_uint(), ctypes.c_int(), _PciInfo()
         if nvml.nvmlDeviceGetNvLinkState(device, link, ctypes.byref(active)) or not active.value:
             continue
         if nvml.nvmlDeviceGetNvLinkRemoteDeviceType(device, link, ctypes.byref(kind)):
-            kind.value = 0  # an older library, which lets switches have addresses as GPUs have
+            kind.value = 0  # an older library, which reports switches with addresses like GPUs
         if kind.value == _SWITCH:
             found.append(None)
         elif not nvml.nvmlDeviceGetNvLinkRemotePciInfo_v2(device, link, ctypes.byref(remote)):
@@ -240,34 +238,7 @@ def _list_links(nvml: Any, name: str) -> list[str | None]:
     return found
 
 
-# --- Infinity Fabric ----------------------------------------------------------------------------
-
-
-def _find_xgmi(names: set[str], root: Path) -> dict[tuple[str, str], str]:
-    """Read which GPUs AMD's Infinity Fabric joins."""
-    nodes = root / "class/kfd/kfd/topology/nodes"
-    addresses = {}
-    for place in nodes.glob("*/properties"):
-        known = _read_properties(place)
-        location = known.get("location_id", 0)
-        address = f"{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.{location & 7:x}"
-        addresses[place.parent.name] = f"{known.get('domain', 0):04x}:{address}"
-    found = {}
-    for place in nodes.glob("*/io_links/*/properties"):
-        known = _read_properties(place)
-        ends = [addresses.get(str(known.get(key, ""))) for key in ("node_from", "node_to")]
-        if known.get("type") == _XGMI and all(end in names for end in ends):
-            one, other = sorted(map(str, ends))
-            found[one, other] = "XGMI"
-    return found
-
-
-def _read_properties(place: Path) -> dict[str, int]:
-    pairs = (line.split() for line in _read(place).splitlines())
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
-
-
-# --- what is far --------------------------------------------------------------------------------
+# --- distant devices ----------------------------------------------------------------------------
 
 
 def find_far(
@@ -277,11 +248,11 @@ def find_far(
     environment: Mapping[str, str] = os.environ,
     others: Sequence[str] = (),
 ) -> list[str]:
-    """Describe what is far from the GPU of a process though it need not be, and what to do.
+    """Describe devices that are far from a process's GPU and could be nearer, with advice.
 
-    gpu:     its PCI address.
-    allowed: the processors on which the process may run.
-    others:  the PCI addresses of the other GPUs that it sees.
+    gpu:     PCI address of the GPU.
+    allowed: processors on which the process may run.
+    others:  PCI addresses of all further GPUs that the process sees.
     """
     device = known.gpu(gpu)
     if device is None:

@@ -29,7 +29,7 @@ from mpicoll.cuda.streams import StreamOrder
 from mpicoll.dispatch import fusing, packing
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import ArgumentError, MismatchError, MpicollError, MPIError
-from mpicoll.kernels.calls import Ways, short_ways
+from mpicoll.kernels.calls import Fallbacks, bind_fast_path
 from mpicoll.output import format_count, warn
 from mpicoll.primitives import Primitive
 from mpicoll.watch import consistency, flight_record, timeouts
@@ -265,7 +265,7 @@ def _register_fast_path(plan: Plan, op: ReduceOp | None) -> None:
     primitive, native_calls = plan.primitive, plan.implementation.native_calls()
     plan.fast_path_registered = native_calls is not None
     for call in native_calls or ():
-        plan.group.learn(
+        plan.group.register_fast_path(
             primitive, plan.dtype, op, call.owner, plan.kind, call.min_count, call.end_count,
             plan.group.size(), plan.group.rank(), call.function, call.argument, call.shape,
             primitive.many_in, primitive.many_out, primitive.listed, bool(primitive.input),
@@ -365,8 +365,8 @@ def _execute_list(
     task()
 
 
-_native_run, _native_run_all = short_ways(
-    Ways(_run_cached, _run_queued, _run_all, _finish, _finished_work), state, ProcessGroup
+_native_run, _native_run_all = bind_fast_path(
+    Fallbacks(_run_cached, _run_queued, _run_all, _finish, _finished_work), state, ProcessGroup
 )
 
 

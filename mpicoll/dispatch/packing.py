@@ -135,7 +135,7 @@ def in_stream_order(
         except (ArgumentError, UnsupportedError):
             raise  # rejected before other streams could use the context's memory
         except BaseException:
-            context.leave_behind()
+            context.retain_scratch()
             raise
         finally:  # also after an error: enqueued work continues
             order.leave(context)

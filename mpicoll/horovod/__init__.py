@@ -1,8 +1,7 @@
 """Horovod's API for PyTorch over mpicoll: ``import mpicoll.horovod.torch as hvd``.
 
-Scripts for Horovod run with their import changed, started by mpirun, srun or torchrun; see
-docs/horovod.md. As there, operations are matched by their names, whatever the order in which ranks
-call them.
+Scripts for Horovod run with a changed import, started by mpirun, srun or torchrun; see
+docs/horovod.md. Operations are matched by name, as in Horovod, so ranks may call them in any order.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ __all__ = ["run"]
 
 
 def run(*arguments: object, **options: object) -> None:
-    """Refuse: ranks are started by a launcher of MPI, not from Python.
+    """Not supported: ranks are started by an MPI launcher, not from Python.
 
     Raises UnsupportedError (a ValueError), always.
     """
     raise UnsupportedError(
-        "horovod.run: functions are not started from Python here; start the script with "
+        "horovod.run is not supported: start the script with "
         "`mpirun -n N python script.py`, srun or torchrun"
     )

@@ -1,1 +1,1 @@
-"""Loops that combine and pack: the C library, NumPy where there is none, kernels on a GPU."""
+"""Loops that combine and pack: the C library, its replacement in NumPy, and kernels for GPUs."""

@@ -1,8 +1,8 @@
-"""The calls of a group: their number and their record, and the short way of some.
+"""The calls of a group: call numbers, call records, history and the native fast path.
 
-The short way is a compiled module, ``src/calls.c``. Without it calls go the way in Python, to the
-same behaviour: where there was no C compiler or no header of Python, where Python runs without its
-lock, and with MPICOLL_CALLS=python.
+The native fast path is a compiled module, ``src/calls.c``. Without it calls run in Python, with the
+same behavior: without a C compiler or Python header, in free-threaded Python, and with
+MPICOLL_CALLS=python.
 """
 
 from __future__ import annotations
@@ -30,27 +30,26 @@ if TYPE_CHECKING:
     from mpicoll.core.progress import Worker
 
 __all__ = [
-    "AGREE",
     "ALL_REDUCE",
     "BLOCKS",
+    "COMPARE",
     "FUSED",
     "LISTS",
     "CallEntry",
     "Calls",
+    "Fallbacks",
     "PythonCalls",
-    "Ways",
     "add_tensor_type",
+    "bind_fast_path",
     "describe",
-    "find_attendant",
-    "short_ways",
+    "find_signal_handler",
     "take_interruption",
 ]
 
-#: The functions of ``src/shared.c`` that the short way calls, by their arguments; FUSED: with the
-#: calls of a list.
-ALL_REDUCE, BLOCKS, AGREE, LISTS, FUSED = range(5)
+#: The types of functions of the C library that fast paths call; FUSED runs a list of calls.
+ALL_REDUCE, BLOCKS, COMPARE, LISTS, FUSED = range(5)
 
-#: One call: its number in the group, its kind without the root, the number of its sizes, the root.
+#: A call record: call number, signature without the root, number for the sizes, root.
 RecordEntry = tuple[int, int, int, int]
 
 Fast = TypeVar("Fast", bound=Callable[..., object])
@@ -60,12 +59,13 @@ All = TypeVar("All", bound=Callable[..., object])
 class CallEntry(NamedTuple):
     """A call in a group's history. Times are nanoseconds of the monotonic clock; 0: not yet.
 
-    id:      from 1 on, in the order in which calls were made or queued.
-    place:   from 1 on, in the order in which they began, the same on all ranks; 0: not begun.
-    number:  of the last call that is compared between the ranks, this one included.
-    kind, sizes, root: of its signature.
-    created, started, completed: when it was made or queued, when it began, when it was done.
-    thread:  the thread that carries it out; that has queued it, if it has not begun.
+    id:      number, from 1 on, in the order in which calls were made or queued.
+    place:   number, from 1 on, in the order in which calls began, which is the same on all ranks;
+             0: not begun.
+    number: the call number, or the latest call number if this call has none.
+    kind, sizes, root: as in the call record.
+    created, started, completed: when the call was made or queued, when it began and when it ended.
+    thread:  the thread that runs the call, or has queued it.
     """
 
     id: int
@@ -80,13 +80,13 @@ class CallEntry(NamedTuple):
     thread: int
 
 
-#: Of the number of a call that none reaches.
+#: A call number that is never reached.
 _NEVER = (1 << 63) - 1
 
 
-#: A group's last call, as ``src/calls.c`` and watch/board.py have it, and the places of what is
-#: written singly.
-_Cell: type[ctypes.Array[ctypes.c_uint64]] = ctypes.c_uint64 * 8
+#: A group's last call, mirrored in ``src/calls.c`` and watch/board.py, and the indices of fields
+#: that are written individually.
+_LastCall: type[ctypes.Array[ctypes.c_uint64]] = ctypes.c_uint64 * 8
 _INSIDE, _THREAD = 6, 7
 
 
@@ -94,14 +94,15 @@ class PythonCalls:
     """The calls of one group.
 
     lock:     held while a collective runs.
-    sequence: number of collectives begun that are compared between the ranks.
-    worker:   the group's thread; None before the first asynchronous call.
-    next_check: the number of the call before which the ranks' records are compared next.
-    compared: each call is compared by what carries it out, so that no record is needed.
+    sequence: call number of the last collective; only calls that are compared between the ranks
+              count.
+    worker:   the group's progress thread; None before the first asynchronous call.
+    next_check: call number at which the ranks' records are compared next.
+    compared: each call is compared as it runs, so only the last record is kept.
 
-    length: of the history: the latest calls, as CallEntry has them. 0: none is kept.
-    thread:   the thread that made the last call, as threading.get_ident has it.
-    inside:   whether that has not ended.
+    length:   number of calls in the history, as CallEntry; 0: no history is kept.
+    thread:   the thread that ran the last call, as threading.get_ident returns it.
+    inside:   whether the last call is still running.
     """
 
     def __init__(self, lock: threading.Lock, length: int = 0) -> None:
@@ -115,13 +116,13 @@ class PythonCalls:
         self.next_check = 0
         self.compared = False
         self._record: list[RecordEntry] = [_NO_CALL]
-        self._own = _Cell()
+        self._own = _LastCall()
         self._last = self._own
 
     def begin(self, kind: int, sizes: int, root: int, scheduled: int = 0) -> bool:
-        """Count a call and put it on the record; return whether that is to be compared now.
+        """Count a call and record it; return whether the records must be compared now.
 
-        scheduled: its id in the history, if it is there already.
+        scheduled: the id of its entry if the call is already in the history.
         """
         self.sequence += 1
         if self._length:
@@ -135,12 +136,12 @@ class PythonCalls:
         return self.sequence >= self.next_check
 
     def begin_uncompared(self, kind: int, sizes: int, root: int) -> None:
-        """Put a call into the history that begins now, and is not counted."""
+        """Add a call that begins now and has no call number to the history."""
         if self._length:
             self._start(kind, sizes, root, 0)
 
     def schedule(self, kind: int, sizes: int, root: int) -> int:
-        """Put a queued call into the history; return its id there, 0 if none is kept."""
+        """Add a queued call to the history; return its id, or 0 if no history is kept."""
         if not self._length:
             return 0
         self._entered += 1
@@ -152,7 +153,7 @@ class PythonCalls:
     def _start(self, kind: int, sizes: int, root: int, scheduled: int) -> None:
         self._begun = place = self._begun + 1
         started = monotonic_ns()
-        if scheduled and scheduled > self._entered - self._length:  # it is there yet
+        if scheduled and scheduled > self._entered - self._length:  # its entry has not been dropped
             self._current = entry = self._history[scheduled - self._entered - 1]
             entry[1], entry[2], entry[7], entry[9] = place, self.sequence, started, get_ident()
             return
@@ -163,39 +164,39 @@ class PythonCalls:
         self._history.append(entry)
 
     def complete(self) -> None:
-        """Note that the call that began last is done."""
+        """Mark the running call as completed."""
         if self._current is not None:
             self._current[8] = monotonic_ns()
             self._current = None
 
     def history(self) -> list[tuple[int, ...]]:
-        """Return the latest calls, oldest first: the fields of CallEntry."""
+        """Return the latest calls, oldest first, as tuples of CallEntry's fields."""
         entries = list(self._history)
         return [(*entry[:5], entry[5] & 0xFFFFFFFF, *entry[6:]) for entry in entries]
 
     def end(self) -> None:
-        """Note that the last call has ended, and release the lock."""
+        """Mark the last call as ended, and release the lock."""
         self._last[_INSIDE] = 0
         self.lock.release()
 
     def publish(self, address: int) -> None:
-        """Keep the last call in memory that others see, a cell of watch/board.py; 0: here."""
-        before, self._last = self._last, _Cell.from_address(address) if address else self._own
+        """Keep the last call at an address in the status page from now on; 0: in this object."""
+        before, self._last = self._last, _LastCall.from_address(address) if address else self._own
         self._last[2:] = list(before)[2:]
 
     @property
     def thread(self) -> int:
-        """The thread that made the last call."""
+        """The thread that ran the last call."""
         return self._last[_THREAD]
 
     @property
     def inside(self) -> bool:
-        """Whether the last call has not ended."""
+        """Whether the last call is still running."""
         return bool(self._last[_INSIDE])
 
     @property
     def recent(self) -> list[RecordEntry]:
-        """The calls since the ranks' were last compared; the last one if each is."""
+        """The call records since the last comparison; only the last one if ``compared``."""
         return self._record
 
     @recent.setter
@@ -204,23 +205,23 @@ class PythonCalls:
         self.compared = False
 
     def compare_each(self) -> None:
-        """Keep no record any more: each call is compared by what carries it out."""
+        """From now on each call is compared as it runs; keep only the last record."""
         self.compared = True
         self.next_check = _NEVER
         self._record = [_NO_CALL, self._record[-1]]
 
     def drop_last(self) -> None:
-        """Strike the last call, which differed between the ranks, where each is compared."""
+        """Drop the last call, a mismatch that has been reported, if each call is compared."""
         self._record[-1] = (self._record[-1][0], -1, 0, 0)
 
-    def learn(self, *way: Any) -> None:
-        """Carry such calls out by the short way, if there is one."""
+    def register_fast_path(self, *path: Any) -> None:
+        """Run matching calls by the native fast path, if it is available."""
 
-    def forget(self) -> None:
-        """Leave all calls to Python again."""
+    def forget_fast_paths(self) -> None:
+        """Run all calls in Python again."""
 
 
-#: Stands for the calls before the first.
+#: The record before the first call.
 _NO_CALL: RecordEntry = (0, 0, 0, 0)
 
 
@@ -230,7 +231,7 @@ def _load() -> tuple[ModuleType | None, str]:
     if kernels is None:
         return None, "the C library is not used"
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
-        return None, "Python runs without its lock"
+        return None, "free-threaded Python is not supported"
     try:
         _calls = import_module("mpicoll.kernels._calls")
     except ImportError as error:
@@ -240,13 +241,13 @@ def _load() -> tuple[ModuleType | None, str]:
         code, bits = (-1, 0) if row.kind is Kind.COMPLEX else row.dlpack
         _calls.add_dtype(row, row.numpy, row.itemsize, code, bits)
     _calls.set_numpy(np.ndarray)
-    if not _sees_arrays(_calls):
+    if not _has_known_layout(_calls):
         _calls.set_numpy(None)
     return _calls, ""
 
 
-def _sees_arrays(module: ModuleType) -> bool:
-    """Return whether NumPy's arrays lie in memory as the module has them."""
+def _has_known_layout(module: ModuleType) -> bool:
+    """Check that NumPy's arrays have the layout that the module assumes."""
     for row in DTYPES:
         whole = np.zeros((3, 5, 7), row.numpy)
         fixed = whole[:2]
@@ -254,10 +255,10 @@ def _sees_arrays(module: ModuleType) -> bool:
         for array in (whole, whole[1:], whole[1, 2, 3:], whole[0, 0, 0:1].reshape(()), fixed):
             rows = array.shape[0] if array.ndim else 1
             writable = int(array.flags.writeable)
-            if module.look(array) != (row, array.ctypes.data, array.size, rows, writable):
+            if module.view_array(array) != (row, array.ctypes.data, array.size, rows, writable):
                 return False
-        strange = whole.T, whole[:, 1], whole[:0], whole.view(_Subclass)
-        if any(module.look(array) is not None for array in strange):
+        unsupported = whole.T, whole[:, 1], whole[:0], whole.view(_Subclass)
+        if any(module.view_array(array) is not None for array in unsupported):
             return False
     return True
 
@@ -266,7 +267,7 @@ class _Subclass(np.ndarray[Any, Any]):
     pass
 
 
-_module, _why_not = _load()
+_module, _missing_reason = _load()
 
 if TYPE_CHECKING:
     Calls = PythonCalls
@@ -274,37 +275,37 @@ else:
     Calls = PythonCalls if _module is None else _module.Calls
 
 
-def find_attendant() -> int:
-    """Return the address of what runs the handlers of signals that are due, 0 if there is none.
+def find_signal_handler() -> int:
+    """Return the address of the C function that runs pending signal handlers, or 0.
 
-    It is called without Python's lock, on the main thread, and returns whether one has raised.
+    It is called without the GIL, on the main thread, and returns whether a handler has raised.
     """
-    return 0 if _module is None else int(_module.attendant())
+    return 0 if _module is None else int(_module.signal_handler())
 
 
 def take_interruption() -> BaseException | None:
-    """Return what such a handler has raised, once."""
+    """Return the exception that a signal handler has raised, once."""
     found: BaseException | None = None if _module is None else _module.take_interruption()
     return found
 
 
 def describe() -> str:
-    """Return how calls are made, "compiled" or "python", and why."""
-    return f"python ({_why_not})" if _module is None else "compiled"
+    """Return "compiled", or "python" and the reason."""
+    return f"python ({_missing_reason})" if _module is None else "compiled"
 
 
 @dataclass(frozen=True)
-class Ways(Generic[Fast, All]):  # in Python 3.10 no NamedTuple can be generic
-    """What Python has a part in.
+class Fallbacks(Generic[Fast, All]):  # in Python 3.10 no NamedTuple can be generic
+    """The Python functions that the native fast path replaces or calls.
 
-    run_fast:  a call.
-    run_later: an asynchronous call that is not best carried out at once.
-    run_all:   a list of calls.
-    finish:    ends a call that was begun in short and could not be carried out so, or raises why
-               not. Takes the group, the way's owner, what its function returned, primitive, output,
-               input, root; of a list of calls those of all, and LIST.
-    finished:  returns the Work of an asynchronous call that was carried out in short. Takes the
-               group, primitive, output, and the error that ``finish`` has raised, or None.
+    run_fast:  runs a call.
+    run_later: runs an asynchronous call that must be queued.
+    run_all:   runs a list of calls.
+    finish:    completes a call whose C function did not return 1, or raises. Takes the group, the
+               fast path's owner, the result, primitive, output, input and root; a list of calls
+               passes all outputs, all inputs and LIST.
+    finished:  returns the Work of an asynchronous call that has run. Takes the group, primitive,
+               output, and the exception that ``finish`` has raised, or None.
     """
 
     run_fast: Fast
@@ -314,24 +315,32 @@ class Ways(Generic[Fast, All]):  # in Python 3.10 no NamedTuple can be generic
     finished: Callable[..., object]
 
 
-def short_ways(ways: Ways[Fast, All], state: object, group_type: type) -> tuple[Fast, All]:
-    """Return functions that do what ``run_fast`` and ``run_all`` do, in short where they can.
+def bind_fast_path(
+    fallbacks: Fallbacks[Fast, All], state: object, group_type: type
+) -> tuple[Fast, All]:
+    """Return functions like ``run_fast`` and ``run_all`` that use the native fast path if possible.
 
-    state: its attribute ``default`` is the group of calls without one. group_type: of groups.
+    state: its attribute ``default`` is the default group. group_type: type of groups.
     """
     if _module is None:
-        return ways.run_fast, ways.run_all
+        return fallbacks.run_fast, fallbacks.run_all
     _module.set_up(
-        state, group_type, ways.run_fast, ways.run_later, ways.run_all, ways.finish, ways.finished
+        state,
+        group_type,
+        fallbacks.run_fast,
+        fallbacks.run_later,
+        fallbacks.run_all,
+        fallbacks.finish,
+        fallbacks.finished,
     )
     return _module.run_fast, _module.run_all
 
 
 def add_tensor_type(kind: type, exchange: object, is_unusual: Callable[[Any], bool]) -> None:
-    """Let the short way see a type of tensors.
+    """Support tensors of a type in the native fast path.
 
-    exchange: the capsule of DLPack's exchange API (DLPack 1.3), None if the type has none.
-    is_unusual: whether a tensor's memory is not its value.
+    exchange:   the capsule of DLPack's exchange API (DLPack 1.3); None if the type has none.
+    is_unusual: returns whether a tensor's memory is not its value.
     """
     if _module is not None and exchange is not None:
         _module.add_type(kind, exchange, is_unusual)

@@ -1,12 +1,13 @@
-"""Reductions by kernels on a CUDA device, with the bits of ``reduction.py`` on the host.
+"""Reductions by kernels on a CUDA device, with the same bits as ``reduction.py`` on the host.
 
-The kernels are in ``device.cu``, those of collectives in ``device_peers.cu``. They are compiled
-when they are first used, by NVRTC through CuPy, which keeps them on disk for later processes: a
-fraction of a second each, an all-reduce some seconds. On ROCm it is hipRTC, in each process anew.
+The kernels are in ``device.cu``, the kernels of collectives in ``device_peers.cu``. They are
+compiled at
+first use, by NVRTC through CuPy, which caches them on disk for later processes: this takes a
+fraction of a second for each, and some seconds for an all-reduce.
 
-The bits are those of ``reduction.py``, but for what it leaves open as well: which NaN a sum or
-product of float32 and float64 is, and how products of complex numbers are rounded (here once each,
-then their sum).
+Bits that ``reduction.py`` leaves undefined may differ: which NaN a sum or product of float32 and
+float64 is, and how products of complex numbers are rounded (here each product once, then their
+sum).
 """
 
 from __future__ import annotations
@@ -27,33 +28,33 @@ from mpicoll.kernels.reduction import Loop, factor_of, find_loop
 
 __all__ = ["PIECE", "DeviceKernels", "external_stream"]
 
-#: Threads of a block.
+#: Threads per block.
 _THREADS = 256
 
-#: Most blocks, by the device's multiprocessors, which hold 8 of them at once. A few rounds more let
-#: those that are done early go on.
+#: Maximum number of blocks per multiprocessor, which runs 8 of them at once. More blocks than that
+#: balance the load.
 _BLOCKS = 32
 
-#: How many sources a kernel's arguments have room for. Most calls have few. All devices take 4 KiB
-#: of arguments, and from CUDA 12.1 on 32 KiB.
+#: Number of sources for which a kernel's arguments have space. Most calls have few sources. All
+#: devices accept 4 KiB of arguments, from CUDA 12.1 on 32 KiB.
 _CAPACITIES = (16, 500, 4000)
 
 _SOURCES = ("formats.h", "device.cu")
-#: Those of kernels that several devices run together, and the threads of a block of such.
+#: Source files of kernels that several devices run together, and threads per block of these
+#: kernels.
 _PEERS = (*_SOURCES, "device_peers.cu")
 _PEER_THREADS = 512
 
-# CuPy appends -ftz=true, and the last such option counts: device.cu does not mind.
+# CuPy appends -ftz=true, and the last option wins: device.cu works with it.
 _OPTIONS = ("--fmad=false", "--std=c++17")
-_HIP_OPTIONS = ("-ffp-contract=off", "-std=c++17")
 
 
 class DeviceKernels:
-    """The kernels of one CUDA device, which CuPy calls ``device``; the callers make it current.
+    """The kernels of one CUDA device, with CuPy's number ``device``; callers make it current.
 
-    Addresses are numbers, of memory that the device reaches, and multiples of the size of what is
-    there. Streams are handles of cudaStream_t; everything is enqueued in one, and nothing is waited
-    for. May be called from several threads at once.
+    Addresses are numbers, of memory that the device can access, and multiples of the element size.
+    Streams are handles of cudaStream_t; work is only enqueued, never waited for. Methods may be
+    called from several threads at once.
     """
 
     def __init__(self, device: int) -> None:
@@ -65,18 +66,18 @@ class DeviceKernels:
     ) -> None:
         """Enqueue ``out = ((s0 op s1) op s2 ...) / divisor``, as ``reduction.combine``.
 
-        by:      what ``reduction.find_loop`` returns for the operation and the dtype.
+        by:      the result of ``reduction.find_loop`` for the operation and the dtype.
         sources: addresses of ``count`` elements each.
         out:     address of the result; it may be one of the sources, and overlaps no other.
 
-        ArgumentError: there is no source, or an address lies between two elements.
-        UnsupportedError: there are more than 4000 sources, or integers are to be divided.
+        ArgumentError: sources is empty, or an address is not aligned to an element.
+        UnsupportedError: there are more than 4000 sources, or a division of integers.
         """
         dtype, n = by_name[by.format], len(sources)
         if not sources:
-            raise ArgumentError("there is nothing to combine")
+            raise ArgumentError("expected at least one array to combine, got none")
         if divisor != 1 and dtype.kind not in ReduceOp.AVG.kinds:
-            raise UnsupportedError(f"{dtype} cannot be divided")
+            raise UnsupportedError(f"a division of {dtype} is not supported")
         capacity = _capacity(n)
         size = dtype.itemsize
         cut = _cut(count * by.elements, [(out, size), *((source, size) for source in sources)])
@@ -85,7 +86,7 @@ class DeviceKernels:
         self._launch("combine", _combine(by, n), arguments, cut, stream)
 
     def load(self, by: Loop, n: int) -> None:
-        """Compile what combines n arrays, unless it is there.
+        """Compile the kernel that combines n arrays, unless it is compiled.
 
         UnsupportedError: n is more than 4000.
         """
@@ -95,22 +96,23 @@ class DeviceKernels:
         self, by: Loop, sources: Sequence[int], outs: Sequence[int], count: int, divisor: float,
         stream: int,
     ) -> None:  # fmt: skip
-        """Enqueue what ``combine`` does for several outputs; each element is read once.
+        """Enqueue ``combine`` for several outputs with the same result; each element is read once.
 
         sources: addresses of ``count`` elements each.
-        outs:    addresses of the results, all of the same; each may be one of the sources, and
-                 overlaps no other array.
+        outs:    addresses of the outputs; each may be one of the sources, and overlaps no other
+                 array.
 
-        Where the sources lie alike they are read in pieces, whatever lies of the outputs.
+        If the sources have the same alignment, they are read in pieces, regardless of the outputs.
 
-        ArgumentError: there is no source or no output, or an address lies between two elements.
-        UnsupportedError: there are more than 4000 of both, or integers are to be divided.
+        ArgumentError: sources or outs is empty, or an address is not aligned to an
+                       element.
+        UnsupportedError: there are more than 4000 arrays in total, or a division of integers.
         """
         dtype, n = by_name[by.format], len(sources) + len(outs)
         if not sources or not outs:
-            raise ArgumentError("there is nothing to combine, or nowhere to put it")
+            raise ArgumentError("expected at least one array to combine and one output")
         if divisor != 1 and dtype.kind not in ReduceOp.AVG.kinds:
-            raise UnsupportedError(f"{dtype} cannot be divided")
+            raise UnsupportedError(f"a division of {dtype} is not supported")
         capacity, size = _capacity(n), dtype.itemsize
         numbers = count * by.elements
         read, written = ([(one, size) for one in some] for some in (sources, outs))
@@ -125,7 +127,7 @@ class DeviceKernels:
         self._launch("combine_for_all", _combine_for_all(by, n), arguments, cut, stream)
 
     def load_for_all(self, by: Loop, n: int) -> None:
-        """Compile what ``combine_for_all`` needs for n sources and outputs in all.
+        """Compile the kernel of ``combine_for_all`` for n sources and outputs in total.
 
         UnsupportedError: n is more than 4000.
         """
@@ -137,13 +139,13 @@ class DeviceKernels:
         """Enqueue ``out = source * factor``, as ``reduction.scale``.
 
         source: address of ``count`` elements of ``dtype``.
-        factor: a number that ``reduction.scale`` takes.
-        out:    address of as many elements of ``dtype.accumulate``; it may be ``source`` if the
+        factor: a factor for ``reduction.scale``.
+        out:    address of ``count`` elements of ``dtype.accumulate``; it may be ``source`` if the
                 dtypes are the same, and does not overlap it otherwise.
 
-        ArgumentError: an address lies between two elements.
-        ArgumentTypeError: the factor cannot be one.
-        UnsupportedError: there is no kernel for ``dtype``.
+        ArgumentError: an address is not aligned to an element.
+        ArgumentTypeError: the factor is invalid.
+        UnsupportedError: no kernel supports ``dtype``.
         """
         has_meaning = dtype.kind in ReduceOp.PREMUL_SUM.kinds
         by = find_loop(ReduceOp.PREMUL_SUM, dtype) if has_meaning else None
@@ -156,7 +158,7 @@ class DeviceKernels:
             line = f"SCALE_COMPLEX({by.format})"
             factors: tuple[Any, ...] = (number.real, number.imag)
             cut = _cut(count, [(source, given), (out, result)], by.elements)
-        else:  # either part of a complex number is a number of its own
+        else:  # the two parts of a complex number are scaled separately
             line, factors = f"SCALE({by.format})", (number,)
             arrays = [(source, given // by.elements), (out, result // by.elements)]
             cut = _cut(count * by.elements, arrays)
@@ -166,10 +168,10 @@ class DeviceKernels:
         """Enqueue the rounding of float32 to a narrow float, as ``reduction.narrow``.
 
         source: address of ``count`` float32.
-        out:    address of as many elements of ``dtype``; it does not overlap ``source``.
+        out:    address of ``count`` elements of ``dtype``; it does not overlap ``source``.
 
-        ArgumentError: an address lies between two elements.
-        UnsupportedError: there is no kernel for ``dtype``.
+        ArgumentError: an address is not aligned to an element.
+        UnsupportedError: no kernel supports ``dtype``.
         """
         by = find_loop(ReduceOp.SUM, dtype)
         if dtype.kind is not Kind.NARROW_FLOAT or by is None:
@@ -178,15 +180,15 @@ class DeviceKernels:
         self._launch("narrow", f"NARROW({by.format})", (source, out), cut, stream)
 
     def load_collective(self, collective: Collective) -> None:
-        """Compile the kernel of a collective, unless it is there."""
+        """Compile the kernel of a collective, unless it is compiled."""
         self._kernel(collective.name, collective.line(), _PEERS)
 
     def has_collective(self, collective: Collective) -> bool:
-        """Return whether the kernel of a collective is there."""
+        """Return whether the kernel of a collective is compiled."""
         return collective.line() in self._kernels
 
     def collective(self, peers: Peers, collective: Collective, stream: int) -> None:
-        """Enqueue this rank's part of a collective; all ranks do."""
+        """Enqueue this rank's part of a collective; all ranks call."""
         cut = collective.cut(peers)
         if not cut.blocks:
             return
@@ -212,7 +214,7 @@ class DeviceKernels:
     def _launch(
         self, name: str, line: str, arguments: Sequence[Any], cut: _Cut, stream: int
     ) -> None:
-        """Enqueue the kernel that ``line`` defines, which is called ``name``."""
+        """Enqueue the kernel called ``name``, which ``line`` defines."""
         import cupy
 
         if not cut.elements:
@@ -225,27 +227,22 @@ class DeviceKernels:
             kernel((blocks,), (_THREADS,), (*arguments, cut.head, cut.pieces, cut.elements))
 
     def _kernel(self, name: str, line: str, sources: Sequence[str] = _SOURCES) -> Any:
-        """Return the kernel that ``line`` defines behind sources, for the current device."""
+        """Return the kernel that ``line`` defines after the source files. It is for the current
+        device.
+        """
         import cupy
 
         kernel = self._kernels.get(line)
         if kernel is None:
             code = f"{_source(*sources)}\n{line}\n"
-            if cupy.cuda.runtime.is_hip:
-                # RawModule lets AMD's compiler take subnormal numbers for zero, in C++ as well.
-                binary, _ = cupy.cuda.compiler.compile_using_nvrtc(code, _HIP_OPTIONS)
-                module = cupy.cuda.function.Module()
-                module.load(binary)
-                kernel = module.get_function(name)
-            else:
-                kernel = cupy.RawModule(code=code, options=_OPTIONS).get_function(name)
-                _ = kernel.num_regs  # which loads it: CUDA may put that off to the first launch
+            kernel = cupy.RawModule(code=code, options=_OPTIONS).get_function(name)
+            _ = kernel.num_regs  # loads the kernel, which CUDA may defer to its first launch
             self._kernels[line] = kernel
         return kernel
 
 
 def _capacity(n: int) -> int:
-    """Return for how many sources the kernel is that combines n."""
+    """Return the capacity of the kernel that combines n sources."""
     for most in _CAPACITIES:
         if n <= most:
             return most
@@ -256,7 +253,7 @@ def _capacity(n: int) -> int:
 
 
 def _by_value(packed: bytes) -> Any:
-    """Return a structure as CuPy passes it by value: NumPy's array of one element."""
+    """Return a structure in the form that CuPy passes by value: a NumPy array of one element."""
     return np.frombuffer(packed, f"V{len(packed)}")
 
 
@@ -269,11 +266,9 @@ def _combine_for_all(by: Loop, n: int) -> str:
 
 
 def external_stream(stream: int) -> Any:
-    """Return CuPy's stream for a handle, whose owner keeps it; 1: the legacy default stream."""
+    """Return CuPy's stream for a borrowed handle; 1: the legacy default stream."""
     import cupy
 
-    if stream == 1 and cupy.cuda.runtime.is_hip:
-        stream = 0  # its name in HIP
     return cupy.cuda.Stream.from_external(_Handle(stream))
 
 
@@ -288,12 +283,12 @@ class _Handle:
 
 
 class _Cut(NamedTuple):
-    """How a kernel divides its elements.
+    """How a kernel splits its elements.
 
     head:     elements before the first piece.
-    pieces:   how many pieces are read and written at once.
-    elements: all of them; those outside of pieces are taken one by one.
-    steps:    of the longer of the kernel's two loops.
+    pieces:   number of pieces, each read and written at once.
+    elements: total number; elements outside the pieces are processed one by one.
+    steps:    iterations of the longer of the kernel's two loops.
     """
 
     head: int
@@ -303,14 +298,14 @@ class _Cut(NamedTuple):
 
 
 def _cut(count: int, arrays: Sequence[tuple[int, int]], parts: int = 1) -> _Cut:
-    """Cut ``count`` elements into pieces; into none if the arrays are aligned differently.
+    """Split ``count`` elements into pieces; into none if the alignments of the arrays differ.
 
-    arrays: the address of each, and the bytes of its elements.
-    parts:  how many numbers make up an element.
+    arrays: address and element size in bytes of each array.
+    parts:  numbers that make up an element.
 
-    A piece is as many elements as there are in 16 bytes of the largest.
+    A piece has 16 bytes in the array with the largest elements.
 
-    ArgumentError: an address lies between two numbers.
+    ArgumentError: an address is not aligned to a number.
     """
     length = PIECE // max(size for _, size in arrays)
     heads = set()

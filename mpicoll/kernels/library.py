@@ -1,4 +1,4 @@
-"""The small C library for loops that NumPy lacks: loaded, or why not."""
+"""The C library of loops that NumPy does not have, or the reason that it is not loaded."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
 
 class Kernels:
-    """The functions of the C library at ``path``; OSError or AttributeError if it is not ours.
-
-    See ``src/reduction.c``, ``exact.c``, ``packing.c``, ``shared.c``, ``single_copy.c``,
-    ``latency.c`` and ``limit.c`` for what they do. ``short_combine`` is combine with the GIL held.
+    """The functions of the C library at ``path``; raises OSError or AttributeError if it is not
+    this library. They are documented in ``src/*.c``. ``combine_with_gil`` is combine called with
+    the GIL held.
     """
 
     def __init__(self, path: str) -> None:
@@ -31,7 +30,7 @@ class Kernels:
         self.widen = _function(library, "widen", integer, pointer, pointer, size)
         self.narrow = _function(library, "narrow", integer, pointer, pointer, size)
         self.combine = _function(library, "combine", integer, integer, *sources)
-        self.short_combine = _function(library_with_gil, "combine", integer, integer, *sources)
+        self.combine_with_gil = _function(library_with_gil, "combine", integer, integer, *sources)
         blocks = pointer, pointer, size, size, size, size, pointer
         self.pack = _function(library, "pack", *blocks)
         self.unpack = _function(library, "unpack", *blocks)
@@ -39,26 +38,26 @@ class Kernels:
             library, "latency", pointer, pointer, integer, ctypes.c_uint32, ctypes.c_uint64,
             result=ctypes.c_uint32,
         )  # fmt: skip
-        self.far = _function(library, "far", result=ctypes.c_uint32)
+        self.far_ns = _function(library, "far_ns", result=ctypes.c_uint32)
         self.shared_region = _function(library, "shared_region", size, size, result=size)
-        self.shared_ask = _function(
-            library, "shared_ask", pointer, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint64,
-            ctypes.c_uint64, result=integer,
+        self.shared_all_entered = _function(
+            library, "shared_all_entered", pointer, ctypes.c_uint32, ctypes.c_uint64,
+            ctypes.c_uint64, ctypes.c_uint64, result=integer,
         )  # fmt: skip
-        self.shared_agree = _function(
-            library, "shared_agree", pointer, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint64,
+        self.shared_compare = _function(
+            library, "shared_compare", pointer, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint64,
             result=integer,
         )  # fmt: skip
         self.shared_call = _function(
             library, "shared_call", pointer, ctypes.c_uint32, pointer, pointer
         )
         self.shared_close = _function(library, "shared_close", pointer)
-        self.shared_closer = _function(library, "shared_closer", pointer, result=integer)
+        self.shared_closed_by = _function(library, "shared_closed_by", pointer, result=integer)
         self.shared_last_call = _function(
             library, "shared_last_call", pointer, ctypes.c_uint32, pointer, pointer,
             result=ctypes.c_uint32,
         )  # fmt: skip
-        self.shared_attend = _function(library, "shared_attend", pointer)
+        self.shared_set_signal_handler = _function(library, "shared_set_signal_handler", pointer)
         self.shared_measure = _function(library, "shared_measure", pointer, pointer)
         self.shared_all_reduce = _function(
             library, "shared_all_reduce", pointer, pointer, size, ctypes.c_uint32, result=integer
@@ -82,9 +81,11 @@ class Kernels:
             library, "shared_sizes", pointer, ctypes.c_uint64, pointer, pointer, pointer,
             ctypes.c_uint32, result=ctypes.c_int64,
         )  # fmt: skip
-        self.single_copy_board = _function(library, "single_copy_board", size, result=size)
+        self.single_copy_descriptor_size = _function(
+            library, "single_copy_descriptor_size", size, result=size
+        )
         self.single_copy_histories = _function(library, "single_copy_histories", result=size)
-        self.single_copy_took = _function(library, "single_copy_took", pointer, ctypes.c_uint64)
+        self.single_copy_record = _function(library, "single_copy_record", pointer, ctypes.c_uint64)
         self.single_copy_try = _function(
             library, "single_copy_try", ctypes.c_int64, integer, pointer, pointer, size,
             result=integer,
@@ -102,18 +103,10 @@ class Kernels:
             ctypes.c_uint32, result=integer,
         )  # fmt: skip
         text = ctypes.c_char_p
-        self.limit = _function(
-            library,
-            "limit",
+        self.init_timeout = _function(
+            library, "init_timeout", integer, integer, ctypes.c_longlong, text, text, text, integer,
             integer,
-            integer,
-            ctypes.c_longlong,
-            text,
-            text,
-            text,
-            integer,
-            integer,
-        )
+        )  # fmt: skip
 
 
 def _function(
@@ -127,7 +120,7 @@ def _function(
 def _load() -> tuple[Kernels | None, str]:
     if settings.KERNELS.is_set_to("numpy"):
         return None, "numpy (MPICOLL_KERNELS=numpy)"
-    # It was built as an extension module, but is a plain library and is not imported.
+    # It is built as an extension module, but it is a plain library that is never imported.
     spec = importlib.util.find_spec("mpicoll.kernels._kernels")
     if spec is None or spec.origin is None:
         return None, "numpy (the C library was not built)"
@@ -141,5 +134,5 @@ kernels, _description = _load()
 
 
 def describe() -> str:
-    """Return what runs the loops, "compiled" or "numpy", and why."""
+    """Return what runs the loops, "compiled" or "numpy", and the reason."""
     return _description

@@ -1,5 +1,5 @@
-"""Collectives of GPUs that reach each other's memory, as ``src/device_peers.cu`` carries them out:
-what a kernel is told, and how it cuts a call.
+"""Collectives of GPUs that can access each other's memory, run by ``src/device_peers.cu``: the
+parameters of a kernel, and how it splits a call.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ __all__ = [
     "room_of",
 ]
 
-#: Bytes that a thread reads or writes at once; LENGTH in device.cu. Arrays that are combined are
-#: read so if their addresses are alike modulo this number, else element by element.
+#: Bytes that a thread reads or writes at once; LENGTH in device.cu. Arrays to combine are read in
+#: pieces of this size if their addresses are equal modulo this number, else element by element.
 PIECE = 16
-#: As in device_peers.cu: ranks of a group, blocks of a kernel, bits of the number of a step, no
-#: root, and why a rank gives up: it has waited too long, or the calls differ. A host ends kernels
-#: because its rank has failed, or because the group is closed for a timeout.
+#: As in device_peers.cu: maximum numbers of ranks and blocks, bits of a step number, root of calls
+#: without one, and reasons to abort: timed out, and collective mismatch. Hosts abort kernels
+#: because their rank has failed, or because the group is closed after a timeout.
 RANKS, BLOCKS, STEP_BITS = 16, 32, 48
 ALL = -1
 LATE, DIFFERS, FAILED, CLOSED = 1, 2, 3, 4
-#: The struct Header there, in whole lines of memory.
+#: The struct Header of device_peers.cu, padded to whole cache lines.
 _LINE, _HEADER = (
     128,
-    [("told", "u8", (BLOCKS, 2, RANKS)), ("steps", "u8", BLOCKS), ("failure", "u8")],
+    [("signals", "u8", (BLOCKS, 2, RANKS)), ("steps", "u8", BLOCKS), ("failure", "u8")],
 )
 _PADDING = -np.dtype(_HEADER).itemsize % _LINE
 HEADER = np.dtype([*_HEADER, ("padding", "u1", _PADDING)])
 
-#: Bytes up to which all is pushed to all, in one shot.
-ONE_SHOT = 256 * 1024
-#: Bytes that a block takes at least, if there are so many: a batch of pieces for each thread.
-LEAST = 32 * 1024
+#: Maximum size in bytes for one shot: every rank pushes the whole array to all ranks.
+ONE_SHOT_MAX_BYTES = 256 * 1024
+#: Minimum number of bytes per block: a batch of pieces for each thread.
+BLOCK_MIN_BYTES = 32 * 1024
 
 
 class Peers(NamedTuple):
     """The workspaces of a group's ranks, as one rank's device sees them.
 
-    addresses: of each rank's, as this device maps it.
+    addresses: of each rank's workspace, mapped on this device.
     me:        this rank.
-    failure:   address of 8 bytes on the host that all ranks' hosts and devices see: a Failure once
-               a device has given up, or a host has ended all kernels; zeros before.
-    limit:     nanoseconds after which one does.
-    room:      bytes of an area for what one rank pushes in a step.
-    blocks:    the most of a kernel: what every rank's device holds at once.
+    failure:   address of 8 bytes in host memory that all ranks' hosts and devices can access: a
+               Failure after a device or a host has aborted the kernels; zero before.
+    limit:     nanoseconds after which a device aborts.
+    room:      bytes of the area for the data that one rank pushes in a step.
+    blocks:    maximum number of blocks of a kernel, which every rank's device can run at once.
     """
 
     addresses: tuple[int, ...]
@@ -84,12 +84,12 @@ class Peers(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why kernels have ended without a result, as 64 bits say it.
+    """Reason that kernels have been aborted, encoded in 64 bits.
 
-    call:  what all ranks have alike of the call, of which a device has given up; see Collective.
-    why:   LATE or DIFFERS, which a device says; FAILED or CLOSED, which a host does.
-    rank:  whose device or host it is.
-    other: the rank that its device has waited for.
+    call:  the call field of the Collective that a device has aborted.
+    why:   LATE or DIFFERS, set by a device; FAILED or CLOSED, set by a host.
+    rank:  rank of that device or host.
+    other: the rank that the device has waited for.
     """
 
     call: int
@@ -99,21 +99,23 @@ class Failure(NamedTuple):
 
     @classmethod
     def unpack(cls, word: int) -> Failure:
-        """Return what 64 bits say."""
+        """Decode 64 bits."""
         return cls(word >> 48, word >> 32 & 0xFFFF, word >> 16 & 0xFFFF, word & 0xFFFF)
 
     def pack(self) -> int:
-        """Return the 64 bits."""
+        """Encode as 64 bits."""
         return self.call << 48 | self.why << 32 | self.rank << 16 | self.other
 
 
 def room_of(nbytes: int, ranks: int, blocks: int) -> int:
-    """Return the bytes of an area for each rank, in workspaces of ``nbytes`` and a header."""
+    """Return the bytes of an area for each rank, in a workspace of ``nbytes`` plus a header."""
     return nbytes // (2 * ranks * blocks) // PIECE * PIECE
 
 
 class Cut(NamedTuple):
-    """How a call is cut: blocks of the kernel, shots, and elements that a block takes at once."""
+    """How a call is split: blocks of the kernel, shots, and elements that a block processes at
+    once.
+    """
 
     blocks: int
     shots: int
@@ -124,15 +126,15 @@ class Cut(NamedTuple):
 class Collective:
     """A collective call of one rank.
 
-    name:    all_reduce, which is reduce as well, reduce_scatter, all_gather or broadcast.
-    by:      what combines; None if nothing is.
-    width:   bytes of an element: of a number, if they are combined.
-    send, recv: addresses; in place, recv alone.
-    count:   elements of a call in place.
-    starts:  otherwise where the block of each rank begins, and where the last one ends.
-    root:    that gets or gives all; ALL.
+    name:    all_reduce (also for reduce), reduce_scatter, all_gather or broadcast.
+    by:      the loop that combines; None to copy.
+    width:   bytes of an element, or of a number if they are combined.
+    send, recv: addresses; in-place calls use recv only.
+    count:   elements of an in-place call.
+    starts:  otherwise the index of the first element of each rank's block, and of the end.
+    root:    the rank that receives or sends; ALL.
     divisor: of the result.
-    call:    what all ranks must have alike of the call, in 16 bits.
+    call:    16 bits that must match on all ranks.
     """
 
     name: str
@@ -147,19 +149,19 @@ class Collective:
     call: int = 0
 
     def cut(self, peers: Peers) -> Cut:
-        """Return how the call is cut, in bytes alike on all ranks."""
+        """Return how the call is split, with the same bytes on all ranks."""
         n, most = len(peers.addresses), self.count
         if self.starts:
             most = max(end - start for start, end in pairwise(self.starts))
         nbytes = most * self.width
-        shots = 1 if self.starts or nbytes <= ONE_SHOT or n == 1 else 2
+        shots = 1 if self.starts or nbytes <= ONE_SHOT_MAX_BYTES or n == 1 else 2
         each = nbytes if shots == 1 else -(-nbytes // n)
-        chunk = max(-(-each // peers.blocks), LEAST)
+        chunk = max(-(-each // peers.blocks), BLOCK_MIN_BYTES)
         chunk = min(-(-chunk // PIECE) * PIECE, peers.room)
         return Cut(min(peers.blocks, -(-each // chunk)), shots, chunk // self.width)
 
     def line(self) -> str:
-        """Return the line that makes the kernel, behind the text of device_peers.cu."""
+        """Return the line that defines the kernel, after the text of device_peers.cu."""
         if self.by is None:
             return f"{self.name.upper()}(uint{8 * self.width}_t)"
         return f"{self.name.upper()}({self.by.format}, {self.by.operation})"

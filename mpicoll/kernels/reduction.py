@@ -1,20 +1,19 @@
-"""The local part of a reduction: combine arrays of one rank, scale one, round one.
+"""Local reductions: combine arrays of one rank, scale an array, round an array.
 
-MPI cannot compute with half and 8-bit floats, and a ring that rounded them at every step would lose
-digits at every step. Here they are accumulated in float32 and rounded once, by a small C library
-where one was built (``src/reduction.c``) and by NumPy otherwise, with the same bits. The other
-dtypes are combined as they are, in C as well but for products of complex numbers, which NumPy
-rounds in a way of its own.
+MPI has no half and 8-bit floats, and a ring that rounds them at every step loses digits at every
+step. Here they are accumulated in float32 and rounded once, by the C library if it was built
+(``src/reduction.c``) and by NumPy otherwise, with the same bits. Other dtypes are combined as they
+are, also in C except for products of complex numbers, which NumPy rounds differently.
 
-The bits of a result depend on the operands and their order alone, neither on how a message is cut
-into blocks nor on what computes. For narrow floats that takes a rule for NaN, because of two NaN
-operands processors and compilers keep the one or the other: **a NaN that is rounded to a narrow
-float becomes the NaN that** ``float32("nan")`` **becomes**, without its sign and payload.
+The bits of a result depend only on the operands and their order, not on how a message is split into
+blocks or on which library computes them. For narrow floats this needs a rule for NaN, because
+processors and compilers keep either of two NaN operands: **a NaN that is rounded to a narrow float
+becomes the NaN that** ``float32("nan")`` **becomes**, without its sign and payload.
 
-Exact sums (``src/exact.c``) do not depend on the order either, nor on zeros among the operands: the
-exact sum is rounded once. A sum that is zero is 0.0, and NaN has one form for all dtypes.
+Exact sums (``src/exact.c``) are also independent of the order, and of zeros among the operands: the
+exact sum is rounded once. A sum that is zero is 0.0, and NaN has a single form in all dtypes.
 
-Everything here may be called from several threads at once.
+All functions may be called from several threads at once.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ _FLOAT64 = np.dtype(np.float64)
 _INTP = np.dtype(np.intp)
 _UINT32 = np.dtype(np.uint32)
 
-# Bytes of one temporary: few enough for all of them to stay in a second-level cache, and enough for
-# the number of NumPy's calls not to count.
-_SCRATCH = 1 << 17
+# Size in bytes of one temporary: small enough for all temporaries to fit into a second-level cache,
+# and large enough to make the overhead of NumPy's calls negligible.
+_SCRATCH_BYTES = 1 << 17
 
-# Up to this many elements the C library is called with the GIL held: it is faster than the GIL
-# would come back from another thread. Sources are copied, as bytes have an address at hand and
-# arrays take their time to tell it.
-_SHORT = 1 << 10
+# Up to this number of elements the C library is called with the GIL held: releasing and reacquiring
+# it would take longer. Sources are copied to bytes, because NumPy needs longer to return an array's
+# address.
+_GIL_MAX_COUNT = 1 << 10
 
 
 def combine(
@@ -63,32 +62,33 @@ def combine(
     divisor: int = 1,
     exact: bool = False,
 ) -> None:
-    """Reduce ``sources`` into ``out``: ``((s0 op s1) op s2) ...``, then divided by ``divisor``.
+    """Reduce ``sources`` into ``out``: ``((s0 op s1) op s2) ...``, then divide by ``divisor``.
 
-    op:      what combines two elements. PREMUL_SUM is SUM here: its factor was applied before.
+    op:      the operation. PREMUL_SUM means SUM here: its factor has already been applied.
     dtype:   the dtype of all arrays.
     sources: one or more arrays of shape (count,), C-contiguous.
-    out:     shape (count,), C-contiguous, writeable. It may be the very memory of one of the
-             sources; it must not overlap any in part.
+    out:     shape (count,), C-contiguous, writeable. It may be the memory of one source; it must
+             not partially overlap any.
     divisor: the number of ranks for AVG; for floats and complex numbers only. The division happens
              before the rounding.
-    exact:   sums of floats and complex numbers are correctly rounded, narrow floats' to float32
-             first; a divisor divides what was rounded to ``dtype.accumulate``. Else no matter.
+    exact:   round sums of floats and complex numbers correctly; narrow floats are summed to a
+             correctly rounded float32 first. A divisor divides the sum rounded to
+             ``dtype.accumulate``. No effect on other dtypes and operations.
 
     Narrow floats are accumulated in float32 and rounded once, to nearest even. Integers wrap. bool
-    uses the logical operations. MIN and MAX propagate NaN; of 0.0 and -0.0 they take the later
-    (for float32 and float64 the one that NumPy takes; on x86-64 that is the same).
+    uses the logical operations. MIN and MAX propagate NaN; of 0.0 and -0.0 they return the later
+    (for float32 and float64 the one that NumPy returns, which is the same on x86-64).
 
-    ArgumentError: there is no source, or shapes or memory layouts are not as above.
+    ArgumentError: sources is empty, or a shape or memory layout is wrong.
     ArgumentTypeError: an array has another dtype.
-    UnsupportedError: ``op``, or a divisor, has no meaning for ``dtype``.
+    UnsupportedError: ``op``, or a divisor, is not supported for ``dtype``.
     """
     if dtype.kind not in op.kinds:
         raise UnsupportedError(f"ReduceOp.{op.name} is not defined for {dtype}")
     if divisor != 1 and dtype.kind not in ReduceOp.AVG.kinds:
-        raise UnsupportedError(f"{dtype} cannot be divided")
+        raise UnsupportedError(f"a division of {dtype} is not supported")
     if not sources:
-        raise ArgumentError("there is nothing to combine")
+        raise ArgumentError("expected at least one array to combine, got none")
     count = _check_out(out, dtype.numpy)
     for source in sources:
         _check(source, dtype.numpy, count)
@@ -109,13 +109,13 @@ def scale(dtype: DType, source: Array, factor: Factor, out: Array) -> None:
 
     source: shape (count,), C-contiguous, of ``dtype``.
     factor: a number. For integers an integer, and the product wraps; otherwise it is first rounded
-            to the dtype in which ``dtype`` accumulates. Only complex arrays take a complex factor.
-    out:    shape (count,), C-contiguous, writeable, of ``dtype`` or of ``dtype.accumulate``: a
-            narrow float's products are float32, and rounded if ``out`` is narrow. It may be the
-            very memory of ``source`` if it has its dtype; it must not overlap it otherwise.
+            to ``dtype.accumulate``. Only complex arrays accept a complex factor.
+    out:    shape (count,), C-contiguous, writeable, of ``dtype`` or of ``dtype.accumulate``:
+            products of narrow floats are float32, and are rounded if ``out`` is narrow. It may be
+            the memory of ``source`` if it has its dtype; it must not overlap it otherwise.
 
-    ArgumentError: shapes or memory layouts are not as above.
-    ArgumentTypeError: an array has another dtype, or the factor cannot be one.
+    ArgumentError: a shape or memory layout is wrong.
+    ArgumentTypeError: an array has another dtype, or the factor is invalid.
     UnsupportedError: ``dtype`` is bool.
     """
     if dtype.kind not in ReduceOp.PREMUL_SUM.kinds:
@@ -134,7 +134,7 @@ def scale(dtype: DType, source: Array, factor: Factor, out: Array) -> None:
                 if rounds:
                     converter.narrow(dtype, target, out[block])
         elif dtype.kind is Kind.COMPLEX and not np.iscomplexobj(number):
-            # A real factor must not meet the imaginary part's zeros: inf * 0 is NaN.
+            # A real factor must not multiply the imaginary part's zeros: inf * 0 is NaN.
             np.multiply(_parts(source), number, out=_parts(out))
         else:
             np.multiply(source, number, out=out)
@@ -146,8 +146,8 @@ def narrow(source: Array, out: Array) -> None:
     source: shape (count,), C-contiguous, float32.
     out:    shape (count,), C-contiguous, writeable, of a narrow float. It does not overlap source.
 
-    ArgumentError: shapes or memory layouts are not as above.
-    ArgumentTypeError: ``source`` is not float32 or ``out`` not a narrow float.
+    ArgumentError: a shape or memory layout is wrong.
+    ArgumentTypeError: ``source`` is not float32 or ``out`` is not a narrow float.
     """
     dtype = by_numpy.get(out.dtype)
     if dtype is None or dtype.kind is not Kind.NARROW_FLOAT:
@@ -169,24 +169,24 @@ def _check(array: Array, dtype: np.dtype[Any], count: int) -> None:
 def _check_out(out: Array, dtype: np.dtype[Any]) -> int:
     _check(out, dtype, out.size)
     if not out.flags.writeable:
-        raise ArgumentError("the array for the result is read-only")
+        raise ArgumentError("the output array is read-only")
     return out.size
 
 
 def _blocks(count: int, dtype: np.dtype[Any] = _FLOAT32) -> Iterator[slice]:
-    step = _SCRATCH // dtype.itemsize
+    step = _SCRATCH_BYTES // dtype.itemsize
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 
 
 class _Scratch(threading.local):
-    """Temporaries, kept because fresh memory from the system is slow.
+    """Temporaries of a thread, reused because fresh memory from the system is slow.
 
-    They are an accumulator, an operand to widen or narrow, and indices.
+    They are an accumulator, an operand to convert, and indices.
     """
 
     def __init__(self) -> None:
-        self._memory = np.empty((3, _SCRATCH), np.uint8)
+        self._memory = np.empty((3, _SCRATCH_BYTES), np.uint8)
 
     def __call__(self, which: int, dtype: np.dtype[Any] = _FLOAT32) -> Array:
         memory: Array = self._memory[which]
@@ -198,18 +198,18 @@ _ACCUMULATOR, _OPERAND, _INDICES = range(3)
 
 
 def _parts(array: Array) -> Array:
-    """The real and imaginary parts of complex numbers, one after the other."""
+    """The real and imaginary parts of complex numbers, alternating."""
     return array.view(array.real.dtype)
 
 
 def factor_of(dtype: DType, factor: Factor) -> Any:
-    """Return the factor in the type that numbers of ``dtype`` are multiplied by.
+    """Return the factor in the type by which numbers of ``dtype`` are multiplied.
 
-    Raises ArgumentTypeError for a factor that does not fit.
+    Raises ArgumentTypeError if the factor is invalid.
     """
     try:
         if dtype.kind is Kind.INTEGER:
-            # Wrapping is what a multiplication of the residue does.
+            # Multiplying by the residue wraps in the same way.
             residue = operator.index(factor) % (1 << 8 * dtype.itemsize)  # type: ignore[arg-type]
             return np.array(residue, f"u{dtype.itemsize}").view(dtype.numpy)
         if dtype.kind is Kind.COMPLEX and not np.iscomplexobj(factor):
@@ -222,9 +222,9 @@ def factor_of(dtype: DType, factor: Factor) -> Any:
 def _combine_wide(
     op: ReduceOp, dtype: DType, sources: Sequence[Array], out: Array, divisor: int
 ) -> None:
-    """``combine`` for the dtypes in which NumPy accumulates as they are."""
+    """``combine`` in NumPy, for dtypes that accumulate in their own format."""
     ufunc = op.logical if dtype.kind is Kind.BOOL else op.ufunc
-    assert ufunc is not None  # an operation without one was refused for bool
+    assert ufunc is not None  # bool has no other operations
     one_pass = len(sources) <= 2 and divisor == 1
     blocks = [slice(0, out.size)] if one_pass else _blocks(out.size, dtype.numpy)
     scratch = _scratch(_ACCUMULATOR, dtype.numpy)
@@ -232,9 +232,9 @@ def _combine_wide(
         for block in blocks:
             accumulator, *operands = (source[block] for source in sources)
             target = out[block]
-            # Only the last step may write to the result, as it may be any source. And NumPy takes
-            # one element that is multiplied in place for a reduction, which rounds complex numbers
-            # differently: no step is in place there.
+            # Only the last step may write to the result, which may be any source. And NumPy treats
+            # an in-place multiplication of one element as a reduction, which rounds complex numbers
+            # differently: then no step is in place.
             in_place = target.size > 1
             temporary = scratch[: target.size] if in_place else None
             for operand in operands[:-1]:
@@ -250,15 +250,15 @@ def _combine_wide(
 
 
 def rounds_sums(op: ReduceOp, dtype: DType) -> bool:
-    """Return whether ``op`` adds elements of ``dtype`` and may have to round: there are exact sums
-    of these.
+    """Return whether ``op`` adds elements of ``dtype`` and may round, so exact sums make a
+    difference.
     """
     return op.ufunc is np.add and dtype.kind not in (Kind.BOOL, Kind.INTEGER)
 
 
 def _sum_exactly(dtype: DType, sources: Sequence[Array], out: Array, divisor: int) -> None:
-    """``combine`` for exact sums: the algorithm of ``src/exact.c``, with Python's fractions in the
-    place of its integers.
+    """``combine`` for exact sums: the algorithm of ``src/exact.c``, with Python's fractions instead
+    of its integers.
     """
     narrow = dtype.kind is Kind.NARROW_FLOAT
     if dtype.kind is Kind.COMPLEX:
@@ -271,7 +271,7 @@ def _sum_exactly(dtype: DType, sources: Sequence[Array], out: Array, divisor: in
             for term in terms[1:]:
                 total, error = _two_sum(total, term)
                 rest, rounded_away = _two_sum(rest, error)
-                lost |= rounded_away != 0  # as of NaN, which follows on infinity
+                lost |= rounded_away != 0  # also for NaN, which infinity produces
             if lost.any():
                 total, rest = total.copy(), rest.copy()
                 for i in np.flatnonzero(lost):
@@ -280,7 +280,7 @@ def _sum_exactly(dtype: DType, sources: Sequence[Array], out: Array, divisor: in
                 result = total + rest
             else:
                 result = _rounded_to_odd(*_two_sum(total, rest)).astype(np.float32)
-            result += 0.0  # which turns -0.0 into 0.0
+            result += 0.0  # turns -0.0 into 0.0
             result[np.isnan(result)] = np.nan
             if divisor != 1:
                 result /= result.dtype.type(divisor)
@@ -299,15 +299,15 @@ def _float64_of(dtype: DType, source: Array) -> Array:
 
 
 def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """Return the rounded sum and what was rounded away."""
+    """Return the rounded sum and its rounding error."""
     total = a + b
     from_b = total - a
     return total, (a - (total - from_b)) + (b - from_b)
 
 
 def _rounded_to_odd(nearest: Array, correction: Array) -> Array:
-    """Return ``nearest``, or where it is not exact that neighbour of the exact number whose last
-    bit is set.
+    """Return ``nearest`` if it is exact, else the neighbor of the exact number whose last bit is
+    set.
     """
     beyond = np.nextafter(nearest, np.copysign(np.inf, correction))
     even = nearest.view(np.int64) % 2 == 0
@@ -315,7 +315,7 @@ def _rounded_to_odd(nearest: Array, correction: Array) -> Array:
 
 
 def _sum_of_fractions(terms: Sequence[float]) -> tuple[float, float]:
-    """Return the sum, correctly rounded, and a trifle in the place of what was rounded away."""
+    """Return the correctly rounded sum, and a tiny number with the sign of the rounding error."""
     if not all(map(math.isfinite, terms)):
         return sum(term for term in terms if not math.isfinite(term)), 0.0
     total = sum(map(Fraction, terms), Fraction())
@@ -323,20 +323,20 @@ def _sum_of_fractions(terms: Sequence[float]) -> tuple[float, float]:
         nearest = float(total)
     except OverflowError:
         return math.inf if total > 0 else -math.inf, 0.0
-    # Of what was rounded away the sign alone counts, for rounding to odd.
-    return nearest, ((total > nearest) - (total < nearest)) * _LEAST
+    # Rounding to odd needs only the sign of the rounding error.
+    return nearest, ((total > nearest) - (total < nearest)) * _MIN_FLOAT64
 
 
-#: The least float64: rounded away wherever it is added to what is not exact.
-_LEAST = math.ulp(0.0)
+#: The smallest float64: rounded away when it is added to an inexact sum.
+_MIN_FLOAT64 = math.ulp(0.0)
 
 
 class Loop(NamedTuple):
     """A loop of the C library.
 
-    format:    the dtype that it computes with, by name.
-    operation: the number of the operation.
-    elements:  how many numbers of that dtype make up one element.
+    format:    name of the dtype of its numbers.
+    operation: index of the operation.
+    elements:  numbers of that dtype that make up one element.
     """
 
     format: str
@@ -348,7 +348,7 @@ class Loop(NamedTuple):
 def find_loop(op: ReduceOp, dtype: DType, exact: bool = False) -> Loop | None:
     """Return the C library's loop for ``op`` on ``dtype``; None: NumPy combines them.
 
-    exact: sums that round are exact ones; see ``combine``.
+    exact: sums that round are exact; see ``combine``.
 
     The result is the same on every rank, with or without the library.
     """
@@ -367,8 +367,8 @@ def find_loop(op: ReduceOp, dtype: DType, exact: bool = False) -> Loop | None:
     )
 
 
-#: The formats of ``src/formats.h``. Not float8_e8m0fnu: it is a scale rather than a number, and how
-#: ml_dtypes rounds to it has changed from version to version.
+#: The formats of ``src/formats.h``. float8_e8m0fnu is not supported: it is a scale rather than a
+#: number, and ml_dtypes has changed how it rounds to it.
 FORMATS = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32",
     "float64", "float16", "bfloat16", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz",
@@ -376,7 +376,7 @@ FORMATS = (
 )  # fmt: skip
 
 
-#: The C library's numbers of operations; on bool the bitwise are logical.
+#: The C library's indices of operations; bitwise operations on bool are logical.
 _OPERATIONS: dict[np.ufunc | None, int] = {
     np.add: 0,
     np.multiply: 1,
@@ -393,13 +393,13 @@ _EXACT_SUM = 7
 
 
 class _Converter(Protocol):
-    """The conversions of narrow floats; the arguments have been checked."""
+    """Conversions of narrow floats, with checked arguments."""
 
     def widen(self, dtype: DType, source: Array, out: Array) -> None:
-        """Out is float32."""
+        """``out`` is float32."""
 
     def narrow(self, dtype: DType, source: Array, out: Array) -> None:
-        """Source is float32."""
+        """``source`` is float32."""
 
 
 def _converter(dtype: DType) -> _Converter:
@@ -408,7 +408,7 @@ def _converter(dtype: DType) -> _Converter:
 
 
 class _NumPy:
-    """Narrow floats in NumPy."""
+    """Conversions and reductions of narrow floats in NumPy."""
 
     def combine(
         self, op: ReduceOp, dtype: DType, sources: Sequence[Array], out: Array, divisor: int
@@ -435,13 +435,15 @@ class _NumPy:
     def narrow(self, dtype: DType, source: Array, out: Array) -> None:
         for block in _blocks(out.size):
             if dtype.itemsize == 1:
-                _take_from(_narrowed(dtype), _leading(source[block]), _bits(out[block]))
+                _take_from(
+                    _narrowed(dtype), _round_to_leading_bits(source[block]), _bits(out[block])
+                )
             else:
-                np.copyto(out[block], _without_nan_bits(source[block]), casting="unsafe")
+                np.copyto(out[block], _normalize_nan(source[block]), casting="unsafe")
 
 
 def _take_from(table: Array, indices: Array, out: Array) -> None:
-    """``out = table[indices]``, without NumPy's temporary for indices as long as pointers."""
+    """``out = table[indices]``, without NumPy's temporary of pointer-sized indices."""
     scratch = _scratch(_INDICES, _INTP)
     for block in _blocks(out.size, _INTP):
         index = scratch[: block.stop - block.start]
@@ -455,24 +457,24 @@ def _bits(array: Array) -> Array:
 
 @cache
 def _widened(dtype: DType) -> Array:
-    """All numbers of a narrow float, as float32, in the order of their bits."""
+    """All numbers of a narrow float as float32, indexed by their bits."""
     numbers = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}").view(dtype.numpy)
     return numbers.astype(_FLOAT32)
 
 
 @cache
 def _narrowed(dtype: DType) -> Array:
-    """The bits of an 8-bit float by the leading bits of a float32."""
+    """The bits of an 8-bit float, indexed by the leading bits of a float32."""
     leading = np.arange(1 << 16, dtype=_UINT32) << 16
     with np.errstate(all="ignore"):
-        return _bits(_without_nan_bits(leading.view(_FLOAT32)).astype(dtype.numpy))
+        return _bits(_normalize_nan(leading.view(_FLOAT32)).astype(dtype.numpy))
 
 
-def _leading(source: Array) -> Array:
-    """The upper 16 bits of float32; the lowest of them is set if any below it is.
+def _round_to_leading_bits(source: Array) -> Array:
+    """The upper 16 bits of float32; the lowest of them is also set if any bit below it is.
 
-    This is rounding to odd. It keeps at least two bits more than an 8-bit float has, and so all
-    that a later rounding to nearest needs to know.
+    This is rounding to odd. It keeps at least two bits more than an 8-bit float has, which is all
+    the information that a later rounding to nearest needs.
     """
     bits = _bits(source)
     sticky = _scratch(_INDICES, _UINT32)[: bits.size]
@@ -483,16 +485,16 @@ def _leading(source: Array) -> Array:
     return np.bitwise_or(leading, sticky, out=leading)
 
 
-def _without_nan_bits(source: Array) -> Array:
-    """``source`` with one NaN for all."""
+def _normalize_nan(source: Array) -> Array:
+    """``source`` with a single form of NaN."""
     greatest = np.maximum.reduce(source)
-    if greatest == greatest:  # there is none: it would be this
+    if greatest == greatest:  # no element is NaN
         return source
     return np.where(np.isnan(source), _FLOAT32.type(np.nan), source)
 
 
 class _Compiled:
-    """The loops of the C library. formats: the numbers by which it knows dtypes, by their names."""
+    """The loops of the C library. formats: its indices of dtypes, by name."""
 
     def __init__(self, library: Kernels) -> None:
         self._library = library
@@ -502,9 +504,9 @@ class _Compiled:
     def combine(self, by: Loop, sources: Sequence[Array], out: Array, divisor: int) -> None:
         n, count = len(sources), out.size * by.elements
         which = self.formats[by.format], by.operation
-        if count <= _SHORT:
+        if count <= _GIL_MAX_COUNT:
             copies = (ctypes.c_char_p * n)(*[source.tobytes() for source in sources])
-            self._library.short_combine(*which, copies, n, out.ctypes.data, count, divisor)
+            self._library.combine_with_gil(*which, copies, n, out.ctypes.data, count, divisor)
         else:
             addresses = struct.pack(f"{n}P", *[source.ctypes.data for source in sources])
             self._library.combine(*which, addresses, n, out.ctypes.data, count, divisor)

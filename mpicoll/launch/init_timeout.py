@@ -112,14 +112,14 @@ def end_after(limit: float, message: str, code: int) -> contextlib.AbstractConte
 
 @contextlib.contextmanager
 def _limited(limit: float, *arguments: Any) -> Iterator[None]:
-    """Have the C library end this process after so many seconds; see ``limit.c``."""
+    """Have the C library end this process after so many seconds; see ``init_timeout.c``."""
     assert kernels is not None
     with contextlib.ExitStack() as stack:
         (reader, writer), (started, starts) = os.pipe(), os.pipe()
         for each in (reader, writer, started, starts):
             stack.callback(os.close, each)
         thread = threading.Thread(
-            target=kernels.limit,
+            target=kernels.init_timeout,
             args=(starts, reader, int(1000 * limit), *arguments),
             name="mpicoll-limit",
             daemon=True,

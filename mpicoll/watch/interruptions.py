@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 
-from mpicoll.kernels.calls import find_attendant, take_interruption
+from mpicoll.kernels.calls import find_signal_handler, take_interruption
 from mpicoll.kernels.library import kernels
 
 __all__ = ["attend", "take"]
@@ -20,7 +20,7 @@ __all__ = ["attend", "take"]
 def attend() -> None:
     """Let handlers run while this thread, the main one, waits in shared memory."""
     if kernels is not None:
-        kernels.shared_attend(find_attendant())
+        kernels.shared_set_signal_handler(find_signal_handler())
 
 
 def take() -> BaseException | None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from mpicoll import launch, settings
 from mpicoll.core.groups import state
-from mpicoll.cuda.threads import attend
+from mpicoll.cuda.threads import use_process_device
 from mpicoll.errors import CollectiveTimeoutError, LostRankError
 from mpicoll.launch import exit_hooks
 from mpicoll.launch.exit_hooks import INTERRUPTED
@@ -210,7 +210,7 @@ class Watchdog:
             os._exit(code)
 
     def _check_groups(self, waits: dict[ProcessGroup, _Wait]) -> None:
-        attend()
+        use_process_device()
         now = time.monotonic()
         # The status messages for a rank that never waits must not pile up. Where MPI lets one
         # thread in at a time, the program may be inside it now.
@@ -332,7 +332,7 @@ class Watchdog:
 
 def _close(group: ProcessGroup, number: int) -> None:
     """Close a group whose collective of a number is late, on a thread of its own."""
-    attend()
+    use_process_device()
     timeouts.expire(group, number)
 
 

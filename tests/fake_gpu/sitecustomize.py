@@ -36,9 +36,6 @@ class FakeGpu:
     def identity(self, index):
         return self.pci_bus_id(index)
 
-    def kind(self):
-        return "CUDA"
-
     def driver_version(self):
         return "fake driver"
 

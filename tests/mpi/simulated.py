@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import simulated_peers
 
-from mpicoll.cuda.runtime import HANDLE, UNKNOWN, Allocation, Memory
+from mpicoll.cuda.runtime import HANDLE_BYTES, UNKNOWN, Allocation, Memory
 from mpicoll.dtypes import by_name
 from mpicoll.errors import DeviceMemoryError, UnsupportedError
 from mpicoll.kernels import reduction
@@ -209,9 +209,6 @@ class Simulated:
 
     def driver_version(self) -> str:
         return "simulated"
-
-    def kind(self) -> str:
-        return "CUDA"
 
     def current_device(self) -> int:
         return self.current
@@ -400,10 +397,10 @@ class Simulated:
     def export(self, index: int, memory: Memory) -> bytes:
         owner = memory._owner
         words = f"{os.getpid()} {owner.file} {owner.size} {memory.nbytes}"
-        return words.encode().ljust(HANDLE, b"\0")
+        return words.encode().ljust(HANDLE_BYTES, b"\0")
 
     def open(self, index: int, handle: bytes) -> Memory:
-        assert len(handle) == HANDLE
+        assert len(handle) == HANDLE_BYTES
         process, file, size, nbytes = map(int, handle.rstrip(b"\0").split())
         if process == os.getpid():
             raise RuntimeError("a process cannot open what it has exported itself")
@@ -433,8 +430,8 @@ class Simulated:
 
     def export_event(self, event: SharedEvent) -> bytes:
         words = f"{os.getpid()} {event.file} {event.name}".encode()
-        assert len(words) <= HANDLE
-        return words.ljust(HANDLE, b"\0")
+        assert len(words) <= HANDLE_BYTES
+        return words.ljust(HANDLE_BYTES, b"\0")
 
     def open_event(self, index: int, handle: bytes) -> SharedEvent:
         process, file, name = handle.rstrip(b"\0").decode().split()

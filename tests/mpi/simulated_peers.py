@@ -63,12 +63,12 @@ class _Block:
         value, parity = self.call.call << STEP_BITS | self.step, self.step % 2
         others = [rank for rank in range(self.n) if rank != self.me]
         for rank in others:
-            self.headers[rank]["told"][self.block, parity, self.me] = value
+            self.headers[rank]["signals"][self.block, parity, self.me] = value
         begun = looked = time.monotonic_ns()
         on_host = ctypes.c_uint64.from_address(self.peers.failure)
         for rank in others:
             while True:
-                seen = int(self.headers[self.me]["told"][self.block, parity, rank])
+                seen = int(self.headers[self.me]["signals"][self.block, parity, rank])
                 failure = int(self.headers[self.me]["failure"])
                 if failure:
                     on_host.value = on_host.value or failure

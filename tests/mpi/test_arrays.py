@@ -347,7 +347,7 @@ def test_dlpack_of_torch(world, torch, kind, dtype):
 def test_dlpack_refusals(world):
     for device, why in (
         ((8, 0), "metal:0 are not supported"),
-        ((10, 0), r"arrays on a GPU.*(CuPy|no GPU)|rocm:0 are not supported by a CuPy"),
+        ((10, 0), "rocm:0 are not supported"),
         ((2, 1), r"arrays on a GPU.*(CuPy|no GPU)"),
         ((13, 0), r"arrays on a GPU.*(CuPy|no GPU)"),
     ):

@@ -17,9 +17,6 @@ class Gpus:
     def __init__(self, model):
         self.model = model
 
-    def kind(self):
-        return "CUDA"
-
     def count(self):
         return 2
 

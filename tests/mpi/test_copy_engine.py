@@ -22,7 +22,7 @@ from test_shared_gpu import again_at, watched
 
 import mpicoll as dist
 from mpicoll.cuda import capabilities, runtime
-from mpicoll.cuda.runtime import HANDLE
+from mpicoll.cuda.runtime import HANDLE_BYTES
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
 from mpicoll.routes.device import copy_engine, ipc, peer, user_buffers, workspaces
@@ -391,7 +391,7 @@ def refuses_what_is_mapped_already(monkeypatch, cuda):
 
     def at_its_address(index, memory):
         words = export(index, memory).rstrip(b"\0") + f" {memory.address}".encode()
-        return words.ljust(HANDLE, b"\0")
+        return words.ljust(HANDLE_BYTES, b"\0")
 
     def refuses(index, handle):
         *words, base = handle.rstrip(b"\0").split()
@@ -401,7 +401,7 @@ def refuses_what_is_mapped_already(monkeypatch, cuda):
         for _, whose, other, start, end in mapped:
             if whose == process and other != which and begin < end and start < begin + size:
                 raise RuntimeError("cudaErrorAlreadyMapped")
-        memory = opens(index, b" ".join(words).ljust(HANDLE, b"\0"))
+        memory = opens(index, b" ".join(words).ljust(HANDLE_BYTES, b"\0"))
         mapped.append((weakref.ref(memory._owner), process, which, begin, begin + size))
         return memory
 

@@ -156,12 +156,12 @@ def test_what_is_forced_is_tried(on, monkeypatch, tmp_path, road, reduces):
 def test_what_is_refused_leaves_nothing_behind(on):
     """A program that goes on after errors does not lose memory with each."""
     arrays, _, _ = on("mpi")
-    before = len(streams._left_behind)
+    before = len(streams._retained)
     for _ in range(5):
         array = uploaded(arrays, np.zeros(9, np.float16))
         with pytest.raises(UnsupportedError, match="mpi does not serve"):
             dist.all_reduce(array)
-    assert len(streams._left_behind) == before
+    assert len(streams._retained) == before
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "broken"])
@@ -173,21 +173,23 @@ def test_what_errors_have_left_behind_goes_with_the_group(on, monkeypatch, whole
     third = arrays.make(np.ones(5000, np.float32), 0, "third")
     combine = arrays.cuda.combine
     monkeypatch.setattr(arrays.cuda, "combine", lambda *what: 1 / 0)
-    before = len(streams._left_behind)
+    before = len(streams._retained)
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
             dist.all_reduce(third, group=group)
     kept = [
-        weakref.ref(one) for some, _ in group.resources.find(("device", 0))._left for one in some
+        weakref.ref(one)
+        for some, _ in group.resources.find(("device", 0))._failed_scratch
+        for one in some
     ]
-    assert len(kept) >= 3 and len(streams._left_behind) == before
+    assert len(kept) >= 3 and len(streams._retained) == before
     monkeypatch.setattr(arrays.cuda, "combine", combine)
     if not whole:
         group.break_with(DistBackendError("a call has timed out"))
     dist.destroy_process_group(group)
     gc.collect()
     assert [one() is None for one in kept] == [whole] * len(kept)
-    del streams._left_behind[before:]
+    del streams._retained[before:]
 
 
 def test_elements_at_odd_addresses(on):
@@ -369,13 +371,13 @@ def apart(on, monkeypatch):
 def test_messages_between_nodes_are_tried_where_they_are_used(apart, monkeypatch, road):
     """Two processes of one node have not shown what the way between nodes does."""
     arrays, me, n = apart(road)
-    tried, fill = [], probe.Place.fill
+    tried, fill = [], probe.ProbeDevice.fill
 
     def filled(place, values):
         tried.append(values.nbytes)
         return fill(place, values)
 
-    monkeypatch.setattr(probe.Place, "fill", filled)
+    monkeypatch.setattr(probe.ProbeDevice, "fill", filled)
     before = len(arrays.cuda.streams)
     total(arrays, me, n)
     assert dist.group.WORLD.resources.find("devices").names[0] == "direct"
@@ -625,14 +627,14 @@ def test_large_scratch_stays_while_it_is_used(on):
     context, taken = streams.DeviceContext(arrays.cuda, 0), []
     allocate = arrays.cuda.allocate
     arrays.cuda.allocate = lambda index, nbytes: taken.append(nbytes) or allocate(index, nbytes)
-    context.LARGE, large = 1000, 5000
+    context.LARGE_BYTES, large = 1000, 5000
     for turn in range(6):
         context.begin()
         context.scratch(10)
         if turn % 2 == 0:
             context.scratch(large)
     assert taken == [10, large]
-    for _ in range(context.UNUSED + 1):
+    for _ in range(context.UNUSED_COUNT + 1):
         context.begin()
         context.scratch(10)
     assert [block.nbytes for block in context._blocks] == [10, 0]

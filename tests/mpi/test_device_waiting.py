@@ -313,7 +313,7 @@ def test_a_work_that_is_dropped_before_its_call(on, monkeypatch, road):
     assert memory() is not None, "the device may still be at it"
     for event in order.events:
         world.cuda.synchronize(event)
-    streams.let_go_of_arrays()
+    streams.release_finished_arrays()
     gc.collect()
     assert memory() is None
 

@@ -132,7 +132,7 @@ def test_a_rank_that_does_not_answer(comm, monkeypatch, mpi):
 def test_classes():
     if kernels is None:
         pytest.skip("needs the C library")
-    limit = kernels.far()
+    limit = kernels.far_ns()
     assert 60 < limit < 160, "between what has been measured of near and of far ranks"
     assert classify(limit - 1, limit - 1) == NEAR and classify(limit, limit) == FAR
     assert classify(limit - 1, 0) == classify(0, 0) == UNKNOWN

@@ -54,8 +54,8 @@ def arrays():
         patch.setenv("MPICOLL_CUDA_AWARE", "none")
         # Seams everywhere: several chunks of each block, and both ways for few elements.
         patch.setattr(peer, "WORKSPACE", 16 * 1024)
-        patch.setattr(peers, "LEAST", 256)
-        patch.setattr(peers, "ONE_SHOT", 2048)
+        patch.setattr(peers, "BLOCK_MIN_BYTES", 256)
+        patch.setattr(peers, "ONE_SHOT_MAX_BYTES", 2048)
         yield made
     gc.collect()
 

@@ -39,7 +39,7 @@ def python_way():
 
     state, group = execute.state, type(dist.group.WORLD)
     later = counting(execute._run_queued)
-    ways = calls.Ways(
+    ways = calls.Fallbacks(
         execute._run_cached,
         execute._run_queued,
         execute._run_all,
@@ -47,11 +47,11 @@ def python_way():
         execute._finished_work,
     )
     counted = replace(ways, run_fast=counting(ways.run_fast), run_later=later)
-    calls.short_ways(counted, state, group)
+    calls.bind_fast_path(counted, state, group)
     try:
         yield seen
     finally:
-        calls.short_ways(ways, state, group)
+        calls.bind_fast_path(ways, state, group)
 
 
 @pytest.fixture(scope="module")
@@ -278,10 +278,10 @@ def test_the_same_results(team, dtype):
 def test_what_is_seen_of_arrays():
     for row in DTYPES:
         array = np.zeros((4, 6), row.numpy)
-        assert calls._module.look(array) == (row, array.ctypes.data, 24, 4, 1)
-        assert calls._module.look(array[1:]) == (row, array[1:].ctypes.data, 18, 3, 1)
+        assert calls._module.view_array(array) == (row, array.ctypes.data, 24, 4, 1)
+        assert calls._module.view_array(array[1:]) == (row, array[1:].ctypes.data, 18, 3, 1)
         array.flags.writeable = False
-        assert calls._module.look(array) == (row, array.ctypes.data, 24, 4, 0)
+        assert calls._module.view_array(array) == (row, array.ctypes.data, 24, 4, 0)
     aligned = np.zeros(9, np.uint8)[1:].view(np.float32)
     assert not aligned.flags.aligned
     strange = (
@@ -289,7 +289,7 @@ def test_what_is_seen_of_arrays():
         np.zeros(3, "M8[s]"), np.ma.zeros(3), np.float32(1), [1.0], 1, None, b"abc", np.zeros,
     )  # fmt: skip
     for array in strange:
-        assert calls._module.look(array) is None, array
+        assert calls._module.view_array(array) is None, array
 
 
 @compiled
@@ -303,10 +303,10 @@ def test_what_is_seen_of_tensors(team):
         if kind is None or row.kind is Kind.COMPLEX:
             continue
         tensor = torch.zeros((4, 6), dtype=kind)
-        assert calls._module.look(tensor) == (row, tensor.data_ptr(), 24, 4, 1), row
-        assert calls._module.look(tensor[1:]) == (row, tensor[1:].data_ptr(), 18, 3, 1), row
+        assert calls._module.view_array(tensor) == (row, tensor.data_ptr(), 24, 4, 1), row
+        assert calls._module.view_array(tensor[1:]) == (row, tensor[1:].data_ptr(), 18, 3, 1), row
     grown = torch.nn.Parameter(torch.zeros(3))
-    assert calls._module.look(grown)[1] == grown.data_ptr()
+    assert calls._module.view_array(grown)[1] == grown.data_ptr()
     complex_ones = torch.zeros(3, dtype=torch.complex64)
     strange = (
         torch.zeros(4, 6).T, torch.zeros(4, 6)[:, :3], torch.zeros(1).expand(3), torch.zeros(0),
@@ -314,7 +314,7 @@ def test_what_is_seen_of_tensors(team):
         torch.zeros(3, device="meta"), torch._efficientzerotensor(3),
     )  # fmt: skip
     for tensor in strange:
-        assert calls._module.look(tensor) is None, tensor
+        assert calls._module.view_array(tensor) is None, tensor
 
 
 def test_a_negated_tensor_is_not_what_lies_in_memory(team):
@@ -604,7 +604,7 @@ def test_a_group_that_changes_while_the_others_are_asked(eager, monkeypatch):
     group, array = eager.group, np.ones(3, np.uint16)
 
     def forget():
-        group.forget()
+        group.forget_fast_paths()
         return 1
 
     with answering(monkeypatch, forget):

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mpicoll as dist
 import mpicoll.horovod.torch as hvd
-from mpicoll.horovod.torch import engine, kinds
+from mpicoll.horovod.torch import engine, implementations
 
 pytestmark = pytest.mark.up_to_3
 
@@ -108,7 +108,7 @@ def test_a_name_that_is_in_use(kind):
 
     if hvd.rank() == 0:
         begun = begin()
-        with pytest.raises(ValueError, match=rf"name: {kind}\.twice is that"):
+        with pytest.raises(ValueError, match=rf"an operation named {kind}\.twice is pending"):
             begin()
         hvd.barrier()
     else:
@@ -148,13 +148,13 @@ def test_a_rank_that_begins_nothing_is_warned_of(monkeypatch):
         if hvd.rank() == 0:
             dist.send(torch.ones(1), last)
 
-    monkeypatch.setattr(engine, "_STALLED", 0.05)
+    monkeypatch.setattr(engine, "_STALL_WARNING_S", 0.05)
     monkeypatch.setattr(engine.warnings, "warn", warn)
     if hvd.rank() == last:
         dist.recv(torch.empty(1), 0)
     assert hvd.allreduce(torch.ones(1), name="late", op=hvd.Sum).item() == hvd.size()
     if hvd.rank() == 0:
-        assert len(said) == 1 and "horovod: allreduce.late has not ended" in said[0]
+        assert len(said) == 1 and "horovod: allreduce.late has not completed" in said[0]
 
 
 @pytest.mark.parametrize("wrong", [0.5, "0", b"0", None, torch.tensor(0.5), [0]])
@@ -209,18 +209,22 @@ def test_gradients():
 
 def test_zeros_of_a_joined_rank_are_on_its_own_gpu():
     """The thread that makes them has another current GPU than the program's."""
-    facts = {"kind": "allreduce", "shapes": [[2]], "dtypes": ["torch.float32"], "device": "cuda"}
+    facts = {
+        "operation": "allreduce",
+        "shapes": [[2]],
+        "dtypes": ["torch.float32"],
+        "device": "cuda",
+    }
     with FakeTensorMode():
-        assert kinds.Call.stand_in(facts, 3).inputs[0].device == torch.device("cuda:3")
-    on_host = kinds.Call.stand_in(facts | {"device": "cpu"}, 3).inputs[0]
+        assert implementations.Call.placeholder(facts, 3).inputs[0].device == torch.device("cuda:3")
+    on_host = implementations.Call.placeholder(facts | {"device": "cpu"}, 3).inputs[0]
     assert on_host.tolist() == [0, 0]
 
 
-def test_the_home_of_operations_in_horovod():
-    """``horovod.torch.mpi_ops`` has them, too."""
-    from mpicoll.horovod.torch import built, mpi_ops, operations
+def test_mpi_ops_has_the_operations():
+    from mpicoll.horovod.torch import mpi_ops, operations
 
-    names = {*built.__all__, *operations.__all__, "Average", "Sum", "init", "rank", "size"}
+    names = {*operations.__all__, "Average", "Sum", "init", "rank", "size", "nccl_built"}
     assert {name for name in names if getattr(mpi_ops, name) is not getattr(hvd, name)} == set()
 
 
@@ -305,7 +309,7 @@ def test_sets_of_communicators():
     split = MPI.COMM_WORLD.Split(me % 2, me)
     own = hvd.ProcessSet(split)
     try:
-        with pytest.raises(ValueError, match="there is a set of the ranks"):
+        with pytest.raises(ValueError, match="a set of the ranks"):
             hvd.init(process_sets=[own, hvd.ProcessSet(range(0, n, 2))])
         assert hvd.is_initialized() and own.process_set_id is None
         if n == 1:
@@ -313,7 +317,7 @@ def test_sets_of_communicators():
         hvd.init(process_sets=[own])
         assert (own.ranks, own.process_set_id) == (list(range(me % 2, n, 2)), 1 + me % 2)
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=own).item() == own.size()
-        with pytest.raises(NotImplementedError, match="give the ranks"):
+        with pytest.raises(NotImplementedError, match="pass ranks here"):
             hvd.add_process_set(hvd.ProcessSet(split))
     finally:
         hvd.shutdown()

@@ -1,13 +1,13 @@
-/* Drive the C library with threads as ranks, for sanitizers: `make sanitize` builds and runs it.
+/* Drives the C library with threads as ranks, for sanitizers: `make sanitize` builds and runs it.
  *
- * The ranks of a group are processes; ThreadSanitizer sees the threads of one. Here each thread is
- * a rank, with its own struct mpicoll_shared on one segment, as each process has. Every array is
- * allocated at its exact size, so that AddressSanitizer sees a copy that is one element too long.
+ * The ranks of a group are processes, but ThreadSanitizer sees only the threads of one process.
+ * Here each thread is a rank, with its own struct mpicoll_shared on one segment. Every array is
+ * allocated with its exact size, so that AddressSanitizer detects a copy that is one element too
+ * long.
  *
- *     kernels_test            every check; exit code 1 at the first that fails
- */
+ * kernels_test            runs every check; exit code 1 at the first failure */
 
-#include "shared.c" /* with its structures, which no header has */
+#include "shared.c" /* also for its private structures */
 
 #include <pthread.h>
 #include <stdio.h>
@@ -21,17 +21,17 @@ void mpicoll_pack(const char *const *arrays, const size_t *counts, size_t n, siz
 void mpicoll_unpack(char *const *arrays, const size_t *counts, size_t n, size_t lines, size_t rows,
                     size_t size, const char *from);
 int mpicoll_format(const char *name);
-void mpicoll_limit(int begun, int cancel, long long milliseconds, const char *before,
+void mpicoll_init_timeout(int begun, int cancel, long long timeout_ms, const char *before,
                    const char *after, const char *job, int size, int code);
 
 enum { SUM = 0, ROUNDS = 12, LIMIT_SECONDS = 240 };
 
-#define START ((uint32_t)-20) /* of the numbers of rounds and calls */
+#define START ((uint32_t)-20) /* initial value of round and call numbers */
 
 #define CHECK(CONDITION)                                                                           \
     do {                                                                                           \
         if (!(CONDITION)) {                                                                        \
-            fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #CONDITION);                \
+            fprintf(stderr, "%s:%d: check failed: %s\n", __FILE__, __LINE__, #CONDITION);                \
             exit(1);                                                                               \
         }                                                                                          \
     } while (0)
@@ -46,7 +46,7 @@ static void *allocate(size_t size)
 /* ---- A group of threads ------------------------------------------------------------------------ */
 
 struct group {
-    uint32_t n, few;
+    uint32_t n, flat_max_ranks;
     size_t slot;
     char *base;
     pthread_barrier_t barrier;
@@ -57,10 +57,10 @@ struct rank {
     struct mpicoll_shared shared;
     uint32_t number; /* of the last call */
     uint32_t random;
-    uint32_t firsts[20]; /* of clusters */
+    uint32_t cluster_starts[20]; /* of clusters */
 };
 
-/* Let ranks come late, each at other calls. */
+/* Delays random ranks at random calls. */
 static void dawdle(struct rank *rank)
 {
     rank->random = rank->random * 1664525 + 1013904223;
@@ -68,14 +68,14 @@ static void dawdle(struct rank *rank)
         usleep(rank->random >> 8 & 255);
 }
 
-static void run_ranks(uint32_t n, uint32_t few, size_t slot, void *(*body)(void *))
+static void run_ranks(uint32_t n, uint32_t flat_max_ranks, size_t slot, void *(*body)(void *))
 {
-    struct group group = {.n = n, .few = few, .slot = slot};
+    struct group group = {.n = n, .flat_max_ranks = flat_max_ranks, .slot = slot};
     const size_t region_size = mpicoll_shared_region(slot, n);
     pthread_t threads[n];
     struct rank *ranks = allocate(n * sizeof *ranks);
 
-    /* What is behind the segment can be neither read nor written. */
+    /* The page after the segment is inaccessible. */
     char *memory = mmap(NULL, n * region_size + PAGE, PROT_READ | PROT_WRITE,
                         MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(memory != MAP_FAILED);
@@ -84,17 +84,21 @@ static void run_ranks(uint32_t n, uint32_t few, size_t slot, void *(*body)(void 
     CHECK(!pthread_barrier_init(&group.barrier, NULL, n));
     for (uint32_t me = 0; me < n; me++) {
         ranks[me] = (struct rank){.group = &group, .random = 7 * me + n};
-        ranks[me].shared = (struct mpicoll_shared){
-            .base = memory, .slot = slot, .n = n, .me = me, .looks = me % 2 ? 50 : 0, .few = few};
-        /* Numbers of rounds and calls wrap around. */
+        ranks[me].shared = (struct mpicoll_shared){.base = memory,
+                                                   .slot = slot,
+                                                   .n = n,
+                                                   .me = me,
+                                                   .spin_count = me % 2 ? 50 : 0,
+                                                   .flat_max_ranks = flat_max_ranks};
+        /* Round and call numbers wrap around. */
         ranks[me].number = ranks[me].shared.round = START;
         struct header *mine = header(&ranks[me].shared, me);
-        for (int k = 0; k < MOST_BITS; k++)
-            atomic_store(&mine->passed[k].counter.value, START);
+        for (int k = 0; k < MAX_RANK_BITS; k++)
+            atomic_store(&mine->ready[k].counter.value, START);
         atomic_store(&mine->combined.value, START);
-        /* As many calls leave it that do not count it up. */
+        /* As after many calls that do not increment this counter. */
         atomic_store(&mine->returned.value, START - 0x80000010u);
-        atomic_store(&mine->asked.counter.value, START);
+        atomic_store(&mine->announced.counter.value, START);
     }
     for (uint32_t me = 0; me < n; me++)
         CHECK(!pthread_create(&threads[me], NULL, body, &ranks[me]));
@@ -107,72 +111,74 @@ static void run_ranks(uint32_t n, uint32_t few, size_t slot, void *(*body)(void 
 
 /* ---- Collectives ------------------------------------------------------------------------------- */
 
-/* Elements of a rank's block for another. */
+/* Element of the block of rank `from` for rank `to`. */
 static int32_t element(size_t from, size_t to, size_t i)
 {
     return (int32_t)(1000 * from + to + 3 * i);
 }
 
-static struct mpicoll_kind kind_of(struct rank *rank, int combines)
+static struct mpicoll_plan plan_of(struct rank *rank, int combines)
 {
-    return (struct mpicoll_kind){
+    return (struct mpicoll_plan){
         .shared = &rank->shared,
-        .what = 7,
+        .signature = 7,
         .divisor = 1,
         .size = 4,
-        .parts = 1,
+        .numbers_per_element = 1,
         .format = combines ? mpicoll_format("int32") : -1,
         .operation = SUM,
     };
 }
 
-static void try_all_reduce(struct rank *rank, size_t count, size_t whole, size_t large)
+static void try_all_reduce(struct rank *rank, size_t count, size_t one_shot_max_count,
+                           size_t clusters_min_count)
 {
     const uint32_t n = rank->shared.n, me = rank->shared.me;
-    struct mpicoll_kind kind = kind_of(rank, 1);
+    struct mpicoll_plan plan = plan_of(rank, 1);
     int32_t *array = allocate(count * 4);
 
-    kind.whole = whole, kind.large = large;
+    plan.one_shot_max_count = one_shot_max_count, plan.clusters_min_count = clusters_min_count;
     for (size_t i = 0; i < count; i++)
         array[i] = element(me, 0, i);
-    CHECK(mpicoll_shared_all_reduce(&kind, (char *)array, count, ++rank->number));
+    CHECK(mpicoll_shared_all_reduce(&plan, (char *)array, count, ++rank->number));
     for (size_t i = 0; i < count; i++)
         CHECK(array[i] == (int32_t)(1000 * (n * (n - 1) / 2) + 3 * n * i));
     free(array);
 }
 
-/* What `recv` holds of rank `from`, at element i; `to` is this rank or 0. */
-static void blocks(struct rank *rank, size_t count, int giver, int taker, int many, int combines)
+/* Checks `recv`; `to` is this rank or 0. */
+static void blocks(struct rank *rank, size_t count, int has_src, int has_dst, int many,
+                   int combines)
 {
     const uint32_t n = rank->shared.n, me = rank->shared.me;
-    const uint32_t root = giver || taker ? (uint32_t)(count + 1) % n : 0;
-    struct mpicoll_kind kind = kind_of(rank, combines);
-    const size_t sent = many ? n : 1, got = giver || combines ? 1 : n;
-    const int gives = !giver || me == root, takes = !taker || me == root;
+    const uint32_t root = has_src || has_dst ? (uint32_t)(count + 1) % n : 0;
+    struct mpicoll_plan plan = plan_of(rank, combines);
+    const size_t sent = many ? n : 1, got = has_src || combines ? 1 : n;
+    const int gives = !has_src || me == root, takes = !has_dst || me == root;
     int32_t *send = gives ? allocate(sent * count * 4) : NULL;
     int32_t *recv = takes ? allocate(got * count * 4) : NULL;
 
-    kind.blocks = many, kind.giver = giver, kind.taker = taker;
+    plan.many_blocks = many, plan.has_src = has_src, plan.has_dst = has_dst;
     for (size_t to = 0; gives && to < sent; to++)
         for (size_t i = 0; i < count; i++)
             send[to * count + i] = element(me, to, i);
-    CHECK(mpicoll_shared_blocks(&kind, (char *)send, (char *)recv, count, root, ++rank->number));
+    CHECK(mpicoll_shared_blocks(&plan, (char *)send, (char *)recv, count, root, ++rank->number));
     for (size_t from = 0; takes && from < got; from++)
         for (size_t i = 0; i < count; i++) {
             const size_t to = many ? me : 0;
             const int32_t sum = (int32_t)(1000 * (n * (n - 1) / 2) + n * (to + 3 * i));
-            const int32_t expected = combines ? sum : element(giver ? root : from, to, i);
+            const int32_t expected = combines ? sum : element(has_src ? root : from, to, i);
             CHECK(recv[from * count + i] == expected);
         }
     free(send);
     free(recv);
 }
 
-/* all_to_all whose blocks differ: rank r gives r + s + `count` elements to rank s. */
+/* all_to_all with different block sizes: rank r sends r + s + `count` elements to rank s. */
 static void try_exchange(struct rank *rank, size_t count)
 {
     const uint32_t n = rank->shared.n, me = rank->shared.me;
-    struct mpicoll_kind kind = kind_of(rank, 0);
+    struct mpicoll_plan plan = plan_of(rank, 0);
     struct mpicoll_put gives[n];
     struct mpicoll_get takes[n];
     int32_t *recv[n];
@@ -186,7 +192,7 @@ static void try_exchange(struct rank *rank, size_t count)
         gives[other] = (struct mpicoll_put){(char *)send, length};
         takes[other] = (struct mpicoll_get){other, me, (char *)recv[other], length};
     }
-    CHECK(mpicoll_shared_exchange(&kind, n, 2 * (n - 1) + count, gives, n, takes, n, 0,
+    CHECK(mpicoll_shared_exchange(&plan, n, 2 * (n - 1) + count, gives, n, takes, n, 0,
                                   ++rank->number, count));
     for (uint32_t other = 0; other < n; other++) {
         for (size_t i = 0; i < me + other + count; i++)
@@ -196,19 +202,20 @@ static void try_exchange(struct rank *rank, size_t count)
     }
 }
 
-/* Several calls as one: each of `n_calls` has some elements more than the one before. */
+/* Several calls as one; each of `n_calls` has more elements than the previous one. */
 static void try_fused(struct rank *rank, size_t n_calls, size_t more, int many_in, int combines,
-                      int in_place, size_t large)
+                      int in_place, size_t clusters_min_count)
 {
     const uint32_t n = rank->shared.n, me = rank->shared.me;
     const size_t sent = many_in ? n : 1, got = many_in || in_place ? 1 : n;
-    struct mpicoll_kind kind = kind_of(rank, combines);
+    struct mpicoll_plan plan = plan_of(rank, combines);
     char *send[n * n_calls], *recv[n * n_calls];
     size_t ends[n_calls], before = 0;
     const uint64_t sizes = rank->number % 2 ? 0 : 77;
 
-    kind.blocks = many_in, kind.in_place = in_place, kind.large = large;
-    kind.whole = rank->number % 3 ? 0 : SIZE_MAX;
+    plan.many_blocks = many_in, plan.in_place = in_place,
+    plan.clusters_min_count = clusters_min_count;
+    plan.one_shot_max_count = rank->number % 3 ? 0 : SIZE_MAX;
     for (size_t k = 0; k < n_calls; before = ends[k++])
         ends[k] = before + k * more;
     for (size_t k = 0; k < n * n_calls; k++) {
@@ -218,7 +225,7 @@ static void try_fused(struct rank *rank, size_t n_calls, size_t more, int many_i
         for (size_t i = 0; i < count; i++)
             ((int32_t *)send[k])[i] = element(me + 7 * call, block, i);
     }
-    CHECK(sent <= n && mpicoll_shared_fused(&kind, send, recv, ends, n_calls, sizes,
+    CHECK(sent <= n && mpicoll_shared_fused(&plan, send, recv, ends, n_calls, sizes,
                                             ++rank->number));
     rank->number += sizes != 0;
     for (size_t k = 0; k < got * n_calls; k++) {
@@ -237,17 +244,17 @@ static void try_fused(struct rank *rank, size_t n_calls, size_t more, int many_i
     }
 }
 
-/* A result that is written past the caches begins at any address. */
+/* A result that is written past the caches may begin at any address. */
 static void copy_large(struct rank *rank, size_t offset)
 {
     const uint32_t n = rank->shared.n, me = rank->shared.me;
     const size_t size = LARGE / n + 100;
-    struct mpicoll_kind kind = kind_of(rank, 0);
+    struct mpicoll_plan plan = plan_of(rank, 0);
     char *send = allocate(size), *recv = allocate(n * size + offset);
 
-    kind.size = 1;
+    plan.size = 1;
     memset(send, (int)me + 1, size);
-    CHECK(mpicoll_shared_blocks(&kind, send, recv + offset, size, 0, ++rank->number));
+    CHECK(mpicoll_shared_blocks(&plan, send, recv + offset, size, 0, ++rank->number));
     for (uint32_t from = 0; from < n; from++)
         for (size_t i = 0; i < size; i += i + 997 < size ? 997 : 1)
             CHECK(recv[offset + from * size + i] == (char)(from + 1));
@@ -255,25 +262,25 @@ static void copy_large(struct rank *rank, size_t offset)
     free(recv);
 }
 
-/* Ranks that make different calls all find out, and the next call goes well. */
+/* A collective mismatch is detected on all ranks, and the next call succeeds. */
 static void differ(struct rank *rank)
 {
     const uint32_t n = rank->shared.n, me = rank->shared.me;
-    struct mpicoll_kind kind = kind_of(rank, 1);
+    struct mpicoll_plan plan = plan_of(rank, 1);
     int32_t array[6] = {0};
-    uint64_t what, count;
+    uint64_t signature, count;
 
     rank->number++;
     if (n == 1)
         return;
-    const uint32_t odd = rank->number % n; /* each in turn */
+    const uint32_t odd = rank->number % n; /* alternately */
     if (me == odd)
-        CHECK(!mpicoll_shared_agree(&rank->shared, rank->number, 9, 11));
+        CHECK(!mpicoll_shared_compare(&rank->shared, rank->number, 9, 11));
     else
-        CHECK(!mpicoll_shared_all_reduce(&kind, (char *)array, 6, rank->number));
+        CHECK(!mpicoll_shared_all_reduce(&plan, (char *)array, 6, rank->number));
     for (uint32_t other = 0; other < n; other++) {
-        mpicoll_shared_call(&rank->shared, other, &what, &count);
-        CHECK(what == (other == odd ? 9 : 7));
+        mpicoll_shared_call(&rank->shared, other, &signature, &count);
+        CHECK(signature == (other == odd ? 9 : 7));
         CHECK(count == (other == odd ? 11 : 6));
     }
 }
@@ -286,20 +293,20 @@ static void *run_collectives(void *argument)
     const size_t counts[] = {1, 7, slot / 4, slot / 4 + 1, 3 * slot + 5, 0, 2 * n + 1};
 
     for (size_t k = 0; k < sizeof counts / sizeof *counts; k++)
-        for (size_t whole = 0; whole < 2; whole++) {
+        for (size_t one_shot_max_count = 0; one_shot_max_count < 2; one_shot_max_count++) {
             dawdle(rank);
-            try_all_reduce(rank, counts[k], whole << 40, SIZE_MAX);
+            try_all_reduce(rank, counts[k], one_shot_max_count << 40, SIZE_MAX);
             try_fused(rank, k + 1, counts[k] / 2, 0, 1, 1, SIZE_MAX);
         }
-    if (slot / n < LINE) /* no place for a block of each rank */
+    if (slot / n < LINE) /* the slots are too small for a block of each rank */
         return NULL;
     for (size_t k = 0; k < 2 * ROUNDS; k++) {
         const size_t count = k % 4 == 3 ? slot / 8 + k : 5 * k;
         dawdle(rank);
-        /* A call is asked for before it is begun, or not; and some that were never begin. */
+        /* Calls that are announced before they begin, or not; the last calls never begin. */
         if (k % 3 == 0)
-            mpicoll_shared_ask(&rank->shared, ++rank->number, 7, count, k % 2 ? 0 : 20000);
-        CHECK(mpicoll_shared_agree(&rank->shared, ++rank->number, 3, k));
+            mpicoll_shared_all_entered(&rank->shared, ++rank->number, 7, count, k % 2 ? 0 : 20000);
+        CHECK(mpicoll_shared_compare(&rank->shared, ++rank->number, 3, k));
         blocks(rank, count, 1, 0, 0, 0); /* broadcast */
         blocks(rank, count, 0, 1, 0, 1); /* reduce */
         blocks(rank, count, 0, 0, 0, 0); /* all_gather */
@@ -325,7 +332,8 @@ static void *run_large(void *argument)
     return NULL;
 }
 
-/* Clusters of one and more ranks, even and uneven, between calls that go the other ways. */
+/* Clusters of one or more ranks, of equal and different sizes, between calls by the other
+ * algorithms. */
 static void *run_clusters(void *argument)
 {
     struct rank *rank = argument;
@@ -334,15 +342,15 @@ static void *run_clusters(void *argument)
     const size_t slot = rank->group->slot;
 
     for (uint32_t shape = 0; shape < 4; shape++) { /* 1, 1, ..; 2, 2, ..; 3, 3, ..; 1, 2, 3, .. */
-        shared->clusters = 0;
+        shared->cluster_count = 0;
         for (uint32_t at = 0, length = 0; at < n; at += length) {
-            length = shape < 3 ? shape + 1 : shared->clusters + 1;
+            length = shape < 3 ? shape + 1 : shared->cluster_count + 1;
             if (at <= shared->me)
-                shared->cluster = shared->clusters;
-            rank->firsts[shared->clusters++] = at;
+                shared->cluster = shared->cluster_count;
+            rank->cluster_starts[shared->cluster_count++] = at;
         }
-        rank->firsts[shared->clusters] = n;
-        shared->firsts = rank->firsts;
+        rank->cluster_starts[shared->cluster_count] = n;
+        shared->cluster_starts = rank->cluster_starts;
         for (size_t k = 0; k < ROUNDS; k++) {
             dawdle(rank);
             try_all_reduce(rank, k % 3 ? k * slot / 8 + 3 * k : k, 0, k % 5 == 4 ? SIZE_MAX : 1);
@@ -357,20 +365,20 @@ static void *run_clusters(void *argument)
     return NULL;
 }
 
-/* Ranks that ask, and run ahead of one another, for nothing holds them together. */
+/* Ranks that announce calls without running them: nothing synchronizes them. */
 static void *run_asks(void *argument)
 {
     struct rank *rank = argument;
     int agreed_on = 0;
 
     for (uint64_t k = 0; k < 2000; k++)
-        agreed_on += mpicoll_shared_ask(&rank->shared, ++rank->number, 7, k, 0);
+        agreed_on += mpicoll_shared_all_entered(&rank->shared, ++rank->number, 7, k, 0);
     pthread_barrier_wait(&rank->group->barrier);
     CHECK(agreed_on <= 2000);
-    CHECK(mpicoll_shared_ask(&rank->shared, ++rank->number, 7, 5, (uint64_t)60e9));
+    CHECK(mpicoll_shared_all_entered(&rank->shared, ++rank->number, 7, 5, (uint64_t)60e9));
     pthread_barrier_wait(&rank->group->barrier);
-    if (rank->shared.n > 1) /* rank 0 asks for another call than the others */
-        CHECK(!mpicoll_shared_ask(&rank->shared, ++rank->number, 7, !rank->shared.me,
+    if (rank->shared.n > 1) /* rank 0 announces another call */
+        CHECK(!mpicoll_shared_all_entered(&rank->shared, ++rank->number, 7, !rank->shared.me,
                                   (uint64_t)60e9));
     return NULL;
 }
@@ -378,11 +386,11 @@ static void *run_asks(void *argument)
 static void *tell_to_leave(void *argument)
 {
     usleep(20000);
-    atomic_store(&((struct rank *)argument)->shared.left, 1);
+    atomic_store(&((struct rank *)argument)->shared.aborted, 1);
     return NULL;
 }
 
-/* The last rank never comes; the others are told to leave. */
+/* The last rank never calls; the other ranks are aborted. */
 static void *run_left(void *argument)
 {
     struct rank *rank = argument;
@@ -391,12 +399,12 @@ static void *run_left(void *argument)
     if (rank->shared.me == rank->shared.n - 1)
         return NULL;
     CHECK(!pthread_create(&teller, NULL, tell_to_leave, rank));
-    CHECK(!mpicoll_shared_agree(&rank->shared, START + 1, 7, 7));
+    CHECK(!mpicoll_shared_compare(&rank->shared, START + 1, 7, 7));
     CHECK(!pthread_join(teller, NULL));
     return NULL;
 }
 
-/* ---- Packing, and a time limit ----------------------------------------------------------------- */
+/* ---- Packing, and the timeout of MPI_Init ----------------------------------------------------- */
 
 static void pack(void)
 {
@@ -425,7 +433,7 @@ static void pack(void)
     free(packed);
 }
 
-/* The message of a process that ends for `size` ranks that do not come, to `text`. */
+/* Writes the message of a process that times out waiting for `size` ranks to `text`. */
 static size_t time_out(const char *before, const char *job, int size, char *text, size_t room)
 {
     int output[2], begun[2], cancel[2], status;
@@ -437,7 +445,7 @@ static size_t time_out(const char *before, const char *job, int size, char *text
     if (!child) {
         dup2(output[1], STDERR_FILENO);
         close(output[1]);
-        mpicoll_limit(begun[1], cancel[0], 1, before, "; the end\n", job, size, 1);
+        mpicoll_init_timeout(begun[1], cancel[0], 1, before, "; the end\n", job, size, 1);
         _exit(3);
     }
     close(output[1]);
@@ -456,14 +464,14 @@ static void limit(void)
     int begun[2], cancel[2];
 
     CHECK(!pipe(begun) && !pipe(cancel) && write(cancel[1], "", 1) == 1);
-    mpicoll_limit(begun[1], cancel[0], 60000, "", "", NULL, 0, 1); /* cancelled */
+    mpicoll_init_timeout(begun[1], cancel[0], 60000, "", "", NULL, 0, 1); /* cancelled */
     close(begun[0]), close(begun[1]), close(cancel[0]), close(cancel[1]);
 
     time_out("too late", "mpicoll-sanitize", 3, text, sizeof text);
     CHECK(!strcmp(text, "too late (missing: 0, 1, 2); the end\n"));
     time_out("too late", NULL, 3, text, sizeof text);
     CHECK(!strcmp(text, "too late; the end\n"));
-    /* Neither many ranks nor a long text leave the buffer. */
+    /* Neither a large number of ranks nor a long text overflows the buffer. */
     CHECK(time_out("too late", "mpicoll-sanitize", 5000, text, sizeof text) <= 4096);
     CHECK(strstr(text, ", and others); the end\n"));
     for (size_t length = sizeof before - 1, i = 0; i < 3; i++, length = 4000 + 8 * i) {
@@ -478,22 +486,22 @@ int main(void)
 {
     const uint32_t sizes[] = {1, 2, 3, 5, 8, 13};
 
-    alarm(LIMIT_SECONDS); /* ranks that wait for ever */
+    alarm(LIMIT_SECONDS); /* a deadlock */
     pack();
     limit();
     for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++) {
         const uint32_t n = sizes[k];
-        for (uint32_t few = 0; few <= n; few += n) { /* by signals passed on, and each by each */
-            run_ranks(n, few, 64, run_collectives);
-            run_ranks(n, few, 640, run_collectives);
-            run_ranks(n, few, 4096, run_collectives);
-            run_ranks(n, few, 640, run_clusters);
+        for (uint32_t flat_max_ranks = 0; flat_max_ranks <= n; flat_max_ranks += n) {
+            run_ranks(n, flat_max_ranks, 64, run_collectives);
+            run_ranks(n, flat_max_ranks, 640, run_collectives);
+            run_ranks(n, flat_max_ranks, 4096, run_collectives);
+            run_ranks(n, flat_max_ranks, 640, run_clusters);
         }
         run_ranks(n, n, 4096, run_asks);
     }
     run_ranks(2, 2, 65536, run_large);
     run_ranks(3, 3, 4096, run_left);
     run_ranks(7, 0, 4096, run_left);
-    puts("threads as ranks, packing, the time limit: as they should be");
+    puts("threads as ranks, packing, the time limit: passed");
     return 0;
 }

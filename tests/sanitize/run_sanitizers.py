@@ -2,11 +2,11 @@
 
     python tests/sanitize/run_sanitizers.py VENV [--mpiexec COMMAND] [--only address|thread]
 
-``make sanitize`` calls it. VENV is an environment that has what the tests need.
+``make sanitize`` calls it. VENV is an environment with the requirements of the tests.
 
-- ``kernels_test.c``, whose threads are the ranks of a group, under ThreadSanitizer, and under the
-  other two;
-- tests of the C library in Python, on processes, with a library built for these two.
+- ``kernels_test.c``, whose threads are the ranks of a group, under all three sanitizers;
+- tests of the C library in Python, on processes, with a library built for AddressSanitizer and
+  UndefinedBehaviorSanitizer.
 
 A sanitizer without a runtime library for the compiler (``$CC``, or cc) is skipped, and this is said
 at the end. Anything that a sanitizer finds ends the run with exit code 1.
@@ -36,8 +36,8 @@ FLAGS = ["-std=gnu11", "-g", "-fno-omit-frame-pointer", "-ffp-contract=off", "-f
 ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 THREAD = ["-fsanitize=thread"]
 
-#: Tests of the C library on no ranks, but for those of NumPy's half and those with 65 threads or
-#: more, which take minutes here; and on two ranks.
+#: Tests of the C library on no ranks, except tests of NumPy and tests with 65 threads or more,
+#: which take minutes here; and on two ranks.
 PLAIN = ["tests/test_reduction.py", "tests/test_shared_memory.py"]
 PLAIN_CHOSEN = "not numpy and not (threads and (65 or 256))"
 ON_RANKS = ["tests/mpi/test_shared.py", "tests/mpi/test_short_calls.py"]
@@ -85,7 +85,7 @@ def keep_addresses() -> None:
 
 
 def missing_runtime(flags: list[str]) -> str:
-    """Return what the compiler says if it lacks the runtime library for these flags, else ""."""
+    """Return the compiler's error if it lacks the runtime library for these flags, else ""."""
     BUILD.mkdir(parents=True, exist_ok=True)
 
     def complaint(*flags: str) -> str:
@@ -135,7 +135,7 @@ def run_tests(python: Path, mpiexec: list[str]) -> None:
     ask = f"from mpicoll.kernels.library import describe as d; assert {str(library)!r} in d(), d()"
     run([*sanitized, "-c", ask], **options)
 
-    # What a sanitizer writes is not captured.
+    # pytest must not capture the output of a sanitizer.
     pytest = ["pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
     pytest += ["-c", str(ROOT / "pyproject.toml"), "--capture=sys"]
     run([*sanitized, "-m", *pytest, "-k", PLAIN_CHOSEN, *(str(ROOT / each) for each in PLAIN)],
@@ -165,7 +165,11 @@ def main() -> int:
             if "/" in first:  # the tests run in another folder
                 first = str(ROOT / first)
             run_tests(bin / "python", [first, *options])
-    print(*skipped, "nothing found" if not skipped else "nothing found by the others", sep="\n")
+    print(
+        *skipped,
+        "nothing found" if not skipped else "nothing found by the available sanitizers",
+        sep="\n",
+    )
     return 0
 
 

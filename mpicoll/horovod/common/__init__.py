@@ -1,1 +1,1 @@
-"""What does not depend on the framework."""
+"""Classes and functions that do not depend on a framework."""

@@ -1,6 +1,6 @@
-"""States that ranks keep, and functions that begin anew from them when ranks are lost.
+"""Elastic states, and functions that restart from them after ranks are lost.
 
-As in Horovod, whose tutorial is the page "Elastic Horovod" of its documentation.
+See the page "Elastic Horovod" of Horovod's documentation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["HostUpdateResult", "ObjectState", "State", "run_fn"]
 
 
 class HostUpdateResult(IntFlag):
-    """What has become of the hosts."""
+    """The kind of a change of the hosts."""
 
     no_update = 0
     removed = 1
@@ -28,9 +28,9 @@ class HostUpdateResult(IntFlag):
 
 
 class State:
-    """What training goes on from. A class of one's own has save, restore and sync.
+    """A state that training can continue from. Subclasses implement save, restore and sync.
 
-    bcast_object: returns rank 0's object on all ranks.
+    bcast_object: broadcasts an object from rank 0.
     get_rank: returns this rank.
     """
 
@@ -45,25 +45,28 @@ class State:
         self._reset_callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
-        """Have functions without arguments called after each change of the ranks, before sync.
+        """Register functions without arguments that are called after each change of the ranks,
+        before sync.
 
-        callbacks: such as one that sets the learning rate by the new number of ranks.
+        callbacks: such as a function that adapts the learning rate to the number of ranks.
         """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Get used to the new ranks: ``reset``, then the callbacks."""
+        """Adapt to the new ranks: call ``reset``, then the callbacks."""
         self._updates = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Tell of new hosts; the next commit of all ranks interrupts. Rank 0's words count.
+        """Report new hosts, which interrupts the next commit of all ranks. Only reports on rank 0
+        count.
 
-        timestamp: later than the last one. update_res: a HostUpdateResult.
+        timestamp: later than the previous one. update_res: a HostUpdateResult.
 
-        May be called by any thread. Nobody here calls it: it is for what watches a job's hosts.
+        May be called on any thread. mpicoll does not call it: it is for programs that watch a job's
+        hosts.
         """
         self._updates.put((timestamp, int(update_res)))
 
@@ -74,7 +77,9 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt on all ranks if rank 0 was told of new hosts. All call."""
+        """Raise HostsUpdatedInterrupt on all ranks if new hosts were reported on rank 0. All ranks
+        call.
+        """
         before = last = self._last_update
         update = 0
         while not self._updates.empty():
@@ -86,25 +91,25 @@ class State:
             raise HostsUpdatedInterrupt(update == HostUpdateResult.removed)
 
     def save(self) -> None:
-        """Keep the state in memory."""
+        """Save the state in memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Restore the last saved state."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Take over rank 0's state. All ranks call."""
+        """Broadcast rank 0's state. All ranks call."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Get used to the new ranks; nothing here."""
+        """Adapt to the new ranks; does nothing by default."""
 
 
 class ObjectState(State):
-    """Objects that can be pickled, as attributes of the state.
+    """Picklable objects as attributes of a state.
 
-    kwargs: their names and first values.
+    kwargs: their names and initial values.
     """
 
     def __init__(
@@ -118,15 +123,15 @@ class ObjectState(State):
         self._set(kwargs)
 
     def save(self) -> None:
-        """Keep copies of the attributes."""
+        """Save copies of the attributes."""
         self._saved_state = copy.deepcopy({name: getattr(self, name) for name in self._saved_state})
 
     def restore(self) -> None:
-        """Set the attributes to what was saved last."""
+        """Restore the attributes from the last save."""
         self._set(copy.deepcopy(self._saved_state))
 
     def sync(self) -> None:
-        """Set the attributes to what rank 0 saved last, and save that."""
+        """Set the attributes to rank 0's last save, and save them."""
         if self._saved_state:
             self._saved_state = self._bcast_object(self._saved_state)
             self.restore()
@@ -140,29 +145,29 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], bool]) -> Callable[...,
     """Return a function that calls ``func`` until it returns.
 
     func: its first argument is a State, which is synchronized before each call. After a
-        HorovodInternalError, or a LostRankError of mpicoll's own calls, it is restored before that.
-    reset: makes the operations work again, among the ranks that live; returns whether any was lost.
-        It comes before the restoring, for which nothing may be on its way.
+          HorovodInternalError, or a LostRankError of mpicoll's calls, it is restored before that.
+    reset: restarts the operations among the surviving ranks; returns whether ranks were lost.
+           Called before the state is restored, because no operation may be pending then.
 
-    An error that comes again, with no commit in between and nobody lost, is the program's, and is
-    raised.
+    An error that occurs again without a commit in between and without lost ranks is an error of the
+    program, and is raised.
     """
 
     @functools.wraps(func)
     def wrapper(state: State, *arguments: Any, **options: Any) -> Any:
-        skip_sync, begins_anew = False, False
+        skip_sync, restarts = False, False
         failed: Exception | None = None
-        in_vain = None  # the number of commits at the last error without a loss
+        last_commits = None  # number of commits at the last error without lost ranks
         while True:
-            if begins_anew and not reset() and failed is not None:
-                if in_vain == state._commits:
+            if restarts and not reset() and failed is not None:
+                if last_commits == state._commits:
                     raise failed
-                in_vain = state._commits
+                last_commits = state._commits
             try:
                 if failed is not None:
                     state.restore()
                     failed = None
-                if begins_anew:
+                if restarts:
                     state.on_reset()
                 if not skip_sync:
                     state.sync()
@@ -172,6 +177,6 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], bool]) -> Callable[...,
                 skip_sync = False
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
-            begins_anew = True
+            restarts = True
 
     return wrapper

@@ -8,12 +8,12 @@ __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]
 
 
 class HorovodInternalError(DistBackendError):
-    """An operation failed: the ranks' arguments disagree, a rank is lost, or the end has come."""
+    """An operation failed: a collective mismatch, a lost rank, or the shutdown of the engine."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The hosts of the job have changed; ``elastic.run`` begins anew. ``skip_sync``: with the state
-    that this rank has, since ranks have only gone.
+    """The hosts of the job have changed; ``elastic.run`` restarts. ``skip_sync``: without
+    synchronizing the state, because ranks were only removed.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What gradients are sent as."""
+"""Compression of gradients for sending."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["Compression", "Compressor"]
 
 
 class Compressor:
-    """Sends tensors as they are; the base of others."""
+    """Sends tensors unchanged; base class of compressors."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return what to send, and what ``decompress`` needs to know."""
+        """Return the tensor to send, and the context for ``decompress``."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return what was sent, as ``compress`` got it."""
+        """Return a received tensor in its original form."""
         return tensor
 
 
@@ -39,7 +39,7 @@ class _FP16(Compressor):
 
 
 class Compression:
-    """What ``compression`` of allreduce and DistributedOptimizer can be."""
+    """Values of the argument ``compression`` of allreduce and DistributedOptimizer."""
 
     none = Compressor
     fp16 = _FP16

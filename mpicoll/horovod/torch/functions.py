@@ -1,4 +1,4 @@
-"""Parameters, the state of optimizers, and objects, from one rank to all."""
+"""Broadcasts of parameters, optimizer state and objects; gathering of objects."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = [
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Broadcast tensors in place.
 
-    params: such as ``model.state_dict()``, ``model.named_parameters()`` or a list of tensors; what
-        is no tensor in it is left alone.
-    root_rank: whose are sent.
+    params: such as ``model.state_dict()``, ``model.named_parameters()`` or a list of tensors; other
+            values in it are ignored.
+    root_rank: the rank that sends.
 
-    Raises ArgumentTypeError (a TypeError) for what is none of these.
+    Raises ArgumentTypeError (a TypeError) for other types.
     """
     if isinstance(params, Mapping):
         named: list[tuple[Any, Any]] = sorted(params.items())
@@ -54,13 +54,13 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send one rank's object, pickled, to all.
+    """Broadcast a pickled object.
 
-    obj: what the root sends; ignored elsewhere.
-    root_rank: the global rank that sends, one of the set.
+    obj: the object to send; ignored on other ranks.
+    root_rank: the global rank that sends, in the set.
 
-    Returns the root's object; the root gets its own back. Raises ArgumentError (a ValueError) for a
-    root outside the set.
+    Returns the root's object; on the root, ``obj``. Raises ArgumentError (a ValueError) for a root
+    outside the set.
     """
     root_rank = check_index(root_rank, "broadcast_object: root_rank")
     prefix = None if name is None else f"{name}."
@@ -77,9 +77,9 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Gather one object of each rank, pickled.
+    """Gather one pickled object from each rank.
 
-    obj: this rank's.
+    obj: this rank's object.
 
     Returns a list of all ranks' objects, in rank order, on all ranks.
     """
@@ -93,11 +93,11 @@ def allgather_object(
 
 
 def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
-    """Give all ranks the state and the options of one rank's optimizer.
+    """Broadcast the state and the options of an optimizer.
 
-    optimizer: of torch.optim, or what DistributedOptimizer returned, of equal parameters on all.
-    root_rank: whose state is sent.
-    model: ignored; state is taken as it is, and no step is made to create it.
+    optimizer: of torch.optim, or of DistributedOptimizer, with equal parameters on all ranks.
+    root_rank: the rank that sends.
+    model: ignored; the state is sent as it is, without a step to create it.
 
     Raises ArgumentError (a ValueError) for torch.optim.LBFGS.
     """
@@ -108,21 +108,22 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None)
     state = broadcast_object(_on_cpu(optimizer.state_dict()) if is_root else None, root_rank)
     if is_root:
         return
-    # load_state_dict puts state where the parameters are; options such as a tensor for lr it keeps.
+    # load_state_dict moves state to the parameters' devices, but not options such as a tensor for
+    # lr.
     for group, own in zip(state["param_groups"], optimizer.param_groups, strict=False):
         for option, value in group.items():
             if isinstance(value, Tensor) and isinstance(own.get(option), Tensor):
                 group[option] = value.to(own[option].device)
     given = optimizer.param_groups
     optimizer.load_state_dict(state)
-    # Others have these very groups: the optimizer that was wrapped, and its scheduler.
+    # Keep the group objects, which a wrapped optimizer and its scheduler share.
     for group, own in zip(optimizer.param_groups, given, strict=True):
         own.update(group)
     optimizer.param_groups = given
 
 
 def _on_cpu(state: Any) -> Any:
-    """Return a state with its tensors on the CPU: the root's device need not be there elsewhere."""
+    """Move tensors to the CPU: the root's device may not exist on other ranks."""
     if isinstance(state, Tensor):
         return state.cpu()
     if isinstance(state, dict):

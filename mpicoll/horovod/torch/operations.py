@@ -1,17 +1,19 @@
-"""The operations. Each has a form that returns a Request (``_async``), for poll and synchronize.
+"""Horovod's operations. Each has an ``_async`` form that returns a Request for poll and
+synchronize.
 
-Arguments that all have:
+Common arguments:
 
-name:        what the other ranks call the same operation; None: the number of such calls so far.
-process_set: the ranks that take part.
+name:        matches the operation between ranks; None: the number of calls of this operation so
+             far.
+process_set: the ranks that run the operation.
 
-Forms with an underscore at the end work in place. Those without ``_async`` and the underscore pass
-gradients on, as Horovod's do: what allreduce does to the inputs it does to gradients, with the same
-operation; allgather and broadcast average the ranks' gradients.
+Forms with a trailing underscore work in place. Forms without ``_async`` and underscore are
+differentiable, as in Horovod: allreduce reduces gradients with the same operation, allgather and
+broadcast average the ranks' gradients.
 
-A Request that fails raises HorovodInternalError on all ranks when it is waited for, such as for
-tensors whose dtypes or shapes differ between the ranks. What one rank sees by itself it raises at
-once: ArgumentError (a ValueError), NotInitializedError (a ValueError).
+After a collective mismatch, such as different dtypes or shapes, and other failures, waiting for the
+Request raises HorovodInternalError on all ranks. Local errors are raised at once: ArgumentError (a
+ValueError), NotInitializedError (a ValueError).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from mpicoll.core.indices import check_index
 from mpicoll.errors import ArgumentError
 from mpicoll.horovod.torch.compression import Compression
 from mpicoll.horovod.torch.engine import Request
-from mpicoll.horovod.torch.kinds import OPERATIONS, Adasum, Average, Call, Sum
+from mpicoll.horovod.torch.implementations import REDUCE_OPS, Adasum, Average, Call, Sum
 from mpicoll.horovod.torch.process_sets import (
     ProcessSet,
     engine_of,
@@ -65,7 +67,7 @@ __all__ = [
     "synchronize",
 ]
 
-#: What a Request's place can have: the sum of sparse tensors is made when it is waited for.
+#: Argument of synchronize; the sum of sparse tensors is a function, computed when it is waited for.
 Handle = Request | Callable[[], Tensor]
 
 
@@ -75,7 +77,7 @@ Handle = Request | Callable[[], Tensor]
 def poll(handle: Request) -> bool:
     """Return whether an operation is done, so that synchronize returns at once.
 
-    handle: what an ``_async`` form returned.
+    handle: the result of an ``_async`` form.
     """
     return handle.done.is_set()
 
@@ -83,29 +85,29 @@ def poll(handle: Request) -> bool:
 def synchronize(handle: Handle) -> Any:
     """Wait for an operation.
 
-    handle: what an ``_async`` form returned.
+    handle: the result of an ``_async`` form.
 
-    Returns its tensor, of a grouped one a tuple of them, of alltoall the tensor and the numbers of
-    rows that each rank sent.
+    Returns its tensor; a tuple of tensors for a grouped operation; for alltoall the tensor and the
+    number of rows from each rank.
 
-    Raises HorovodInternalError if it failed.
+    Raises HorovodInternalError if the operation failed.
     """
     return handle.wait() if isinstance(handle, Request) else handle()
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has no more data, and wait until all ranks have.
+    """Declare that this rank has no more data, and wait until all ranks have joined.
 
-    Until then it takes part in sums and averages of the others, with zeros. Averages are of all
+    Until then it contributes zeros to sums and averages of the other ranks. Averages are over all
     ranks. Other operations fail while a rank has joined.
 
-    device: the GPU for its zeros, where the others reduce CUDA tensors; -1: this thread's current.
+    device: the GPU for the zeros if CUDA tensors are reduced; -1: this thread's current device.
 
     Returns the rank that joined last.
     """
     engine = engine_of(global_process_set, "join")
     gpu = None
-    if torch.cuda.is_available():  # the current one is a thread's, and the engine has its own
+    if torch.cuda.is_available():  # current_device is per thread, and the engine has a thread
         gpu = torch.cuda.current_device() if device < 0 else device
     return engine.join(gpu)
 
@@ -119,42 +121,44 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def _submit(
-    kind: str,
+    operation: str,
     tensors: Sequence[Tensor],
     process_set: ProcessSet,
     name: str | None,
     *,
     in_place: bool = False,
     single: bool = True,
-    **facts: Any,
+    **signature: Any,
 ) -> Request:
     """Begin an operation."""
-    engine = engine_of(process_set, kind)
+    engine = engine_of(process_set, operation)
     inputs = []
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
-            raise ArgumentError(f"{kind}: tensor: expected a tensor, got {type(tensor).__name__}")
+            raise ArgumentError(
+                f"{operation}: tensor: expected a tensor, got {type(tensor).__name__}"
+            )
         if tensor.layout is not torch.strided:
             raise ArgumentError(
-                f"{kind}: tensor: expected a dense one, got {tensor.layout}; "
-                "sparse_allreduce_async takes sparse ones"
+                f"{operation}: tensor: expected a dense tensor, got {tensor.layout}; "
+                "sparse_allreduce_async accepts sparse tensors"
             )
         inputs.append(tensor.detach())
     if not single and not inputs:
-        raise ArgumentError(f"grouped_{kind}: tensors: expected at least one, got none")
-    call = Call(kind, inputs, tensors if in_place else None, single)
-    return engine.submit(call, name, **facts)
+        raise ArgumentError(f"grouped_{operation}: tensors: expected at least one, got none")
+    call = Call(operation, inputs, tensors if in_place else None, single)
+    return engine.submit(call, name, **signature)
 
 
 def _resolve(op: str | None, average: bool | None, where: str) -> str:
-    """Return the operation; ``average`` is its older form."""
+    """Return the operation; ``average`` is a deprecated form of ``op``."""
     if average is not None:
         if op is not None:
             raise ArgumentError(f"{where}: op and average: expected one of them, got both")
         warnings.warn(f"{where}: average is deprecated; use op", DeprecationWarning, stacklevel=3)
         op = Average if average else Sum
     op = Average if op is None else op
-    if op not in OPERATIONS:
+    if op not in REDUCE_OPS:
         raise ArgumentError(
             f"{where}: op: expected hvd.Average, Sum, Adasum, Min, Max or Product, got {op!r}"
         )
@@ -164,10 +168,10 @@ def _resolve(op: str | None, average: bool | None, where: str) -> str:
 def _reduction(
     op: str | None, average: bool | None, prescale: float, postscale: float, ps: ProcessSet
 ) -> dict[str, Any]:
-    """Return what ranks have to know of an allreduce."""
+    """Return the reduction fields of an allreduce's signature."""
     op = _resolve(op, average, "allreduce")
     if op == Adasum and ps is not global_process_set:
-        raise NotImplementedError("allreduce: Adasum: only among all ranks")
+        raise NotImplementedError("allreduce: Adasum is only supported in the set of all ranks")
     return {"op": op, "prescale": float(prescale), "postscale": float(postscale)}
 
 
@@ -180,9 +184,9 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Request:
-    """Begin to reduce a tensor; see allreduce."""
-    facts = _reduction(op, average, prescale_factor, postscale_factor, process_set)
-    return _submit("allreduce", [tensor], process_set, name, **facts)
+    """Begin an allreduce; see allreduce."""
+    signature = _reduction(op, average, prescale_factor, postscale_factor, process_set)
+    return _submit("allreduce", [tensor], process_set, name, **signature)
 
 
 def allreduce_async_(
@@ -194,9 +198,9 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Request:
-    """Begin to reduce a tensor in place; see allreduce."""
-    facts = _reduction(op, average, prescale_factor, postscale_factor, process_set)
-    return _submit("allreduce", [tensor], process_set, name, in_place=True, **facts)
+    """Begin an allreduce in place; see allreduce."""
+    signature = _reduction(op, average, prescale_factor, postscale_factor, process_set)
+    return _submit("allreduce", [tensor], process_set, name, in_place=True, **signature)
 
 
 def grouped_allreduce_async(
@@ -208,9 +212,9 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Request:
-    """Begin to reduce tensors, all when all ranks have all of them; see allreduce."""
-    facts = _reduction(op, average, prescale_factor, postscale_factor, process_set)
-    return _submit("allreduce", tensors, process_set, name, single=False, **facts)
+    """Begin to allreduce tensors, once all ranks have all of them; see allreduce."""
+    signature = _reduction(op, average, prescale_factor, postscale_factor, process_set)
+    return _submit("allreduce", tensors, process_set, name, single=False, **signature)
 
 
 def grouped_allreduce_async_(
@@ -222,15 +226,17 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Request:
-    """Begin to reduce tensors in place; see allreduce."""
-    facts = _reduction(op, average, prescale_factor, postscale_factor, process_set)
-    return _submit("allreduce", tensors, process_set, name, in_place=True, single=False, **facts)
+    """Begin to allreduce tensors in place; see allreduce."""
+    signature = _reduction(op, average, prescale_factor, postscale_factor, process_set)
+    return _submit(
+        "allreduce", tensors, process_set, name, in_place=True, single=False, **signature
+    )
 
 
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Request:
-    """Begin to gather tensors; see allgather."""
+    """Begin an allgather; see allgather."""
     return _submit("allgather", [tensor], process_set, name)
 
 
@@ -239,7 +245,7 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Request:
-    """Begin to gather each of several tensors; see allgather."""
+    """Begin to allgather each of several tensors; see allgather."""
     return _submit("allgather", tensors, process_set, name, single=False)
 
 
@@ -259,7 +265,7 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Request:
-    """Begin to broadcast a tensor; see broadcast."""
+    """Begin a broadcast; see broadcast."""
     root = _root(root_rank, process_set)
     return _submit("broadcast", [tensor], process_set, name, root=root)
 
@@ -270,7 +276,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Request:
-    """Begin to broadcast a tensor in place; see broadcast."""
+    """Begin a broadcast in place; see broadcast."""
     root = _root(root_rank, process_set)
     return _submit("broadcast", [tensor], process_set, name, in_place=True, root=root)
 
@@ -281,7 +287,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Request:
-    """Begin to send rows to each rank; see alltoall."""
+    """Begin an alltoall; see alltoall."""
     numbers = splits
     if isinstance(splits, Tensor):
         if splits.is_floating_point() or splits.dtype not in (torch.int32, torch.int64):
@@ -299,9 +305,9 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Request:
-    """Begin to reduce a tensor and to share out its rows; see reducescatter."""
-    facts = _scattered(op, prescale_factor, postscale_factor)
-    return _submit("reducescatter", [tensor], process_set, name, **facts)
+    """Begin a reducescatter; see reducescatter."""
+    signature = _scatter_reduction(op, prescale_factor, postscale_factor)
+    return _submit("reducescatter", [tensor], process_set, name, **signature)
 
 
 def grouped_reducescatter_async(
@@ -312,16 +318,16 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Request:
-    """Begin to reduce each of several tensors and to share out its rows; see reducescatter."""
-    facts = _scattered(op, prescale_factor, postscale_factor)
-    return _submit("reducescatter", tensors, process_set, name, single=False, **facts)
+    """Begin to reducescatter each of several tensors; see reducescatter."""
+    signature = _scatter_reduction(op, prescale_factor, postscale_factor)
+    return _submit("reducescatter", tensors, process_set, name, single=False, **signature)
 
 
-def _scattered(op: str, prescale: float, postscale: float) -> dict[str, Any]:
-    """Return what ranks have to know of a reducescatter."""
+def _scatter_reduction(op: str, prescale: float, postscale: float) -> dict[str, Any]:
+    """Return the reduction fields of a reducescatter's signature."""
     op = _resolve(op, None, "reducescatter")
     if op == Adasum:
-        raise ArgumentError("reducescatter: op: Adasum is for allreduce alone")
+        raise ArgumentError("reducescatter: op: Adasum is only supported in allreduce")
     return {"op": op, "prescale": float(prescale), "postscale": float(postscale)}
 
 
@@ -333,10 +339,10 @@ def sparse_allreduce_async(
 ) -> Callable[[], Tensor]:
     """Begin to add or average sparse COO tensors, whose entries are gathered.
 
-    tensor: of the same shape on all ranks; each may have other entries.
+    tensor: of the same shape on all ranks; entries may differ.
     op: Average or Sum.
 
-    Returns what synchronize takes: called, it waits, and returns the sparse tensor, not coalesced.
+    Returns a function for synchronize, which waits and returns an uncoalesced sparse tensor.
 
     Raises ArgumentError (a ValueError) for another op or layout.
     """
@@ -371,7 +377,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduce a tensor in place, and return it; see allreduce."""
+    """Allreduce a tensor in place, and return it; see allreduce."""
     return allreduce_async_(
         tensor, average, name, op, prescale_factor, postscale_factor, process_set
     ).wait()
@@ -386,7 +392,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Reduce tensors in place, and return them; see allreduce."""
+    """Allreduce tensors in place, and return them; see allreduce."""
     return list(
         grouped_allreduce_async_(
             tensors, average, name, op, prescale_factor, postscale_factor, process_set
@@ -404,7 +410,7 @@ def broadcast_(
     return broadcast_async_(tensor, root_rank, name, process_set).wait()
 
 
-# --- with gradients -------------------------------------------------------------------------------
+# --- differentiable -----------------------------------------------------------------------------
 
 
 class _AllReduce(torch.autograd.Function):  # type: ignore[misc]
@@ -464,7 +470,7 @@ class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> Any:
         own, _ = alltoall_async(gradient, ctx.received, process_set=ctx.process_set).wait()
-        # Rows that went to nobody have no gradient.
+        # Rows that were not sent have no gradient.
         rest = own.new_zeros((ctx.rows - len(own), *own.shape[1:]))
         return torch.cat([own, rest]) if len(rest) else own, None, None, None
 
@@ -492,7 +498,7 @@ def _compressed(
     tensors: Sequence[Tensor],
     compression: Any,
 ) -> list[Tensor]:
-    """Apply a function with a gradient to compressed tensors; return its decompressed results."""
+    """Apply an autograd function to compressed tensors; return its decompressed results."""
     compressed = [compression.compress(tensor) for tensor in tensors]
     outputs = function.apply(name, options, *(tensor for tensor, _ in compressed))
     return [
@@ -511,7 +517,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Reduce each of several tensors over the ranks; see allreduce. Returns a list."""
+    """Allreduce each of several tensors; see allreduce. Returns a list."""
     options = {
         "op": _resolve(op, average, "allreduce"),
         "prescale_factor": prescale_factor,
@@ -533,12 +539,12 @@ def allreduce(
 ) -> Tensor:
     """Reduce a tensor over the ranks, element by element.
 
-    tensor: of the same dtype and shape on all ranks; it stays as it is.
+    tensor: of the same dtype and shape on all ranks; not modified.
     average: deprecated; True is Average, False Sum.
     compression: Compression.none, or fp16: floats are sent as float16.
-    op: Average (where None), Sum, Min, Max, Product, or Adasum, for floats on a power of 2 ranks.
+    op: Average (default), Sum, Min, Max, Product, or Adasum, for floats on a power of 2 ranks.
         Averages of integers are rounded towards zero.
-    prescale_factor, postscale_factor: what inputs and results are multiplied by.
+    prescale_factor, postscale_factor: factors of inputs and results.
 
     Returns a new tensor.
     """
@@ -552,7 +558,7 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Gather each of several tensors; see allgather. Returns a list."""
+    """Allgather each of several tensors; see allgather. Returns a list."""
     return list(_AllGather.apply(name, process_set, *tensors))
 
 
@@ -561,7 +567,7 @@ def allgather(
 ) -> Tensor:
     """Concatenate the ranks' tensors along the first dimension.
 
-    tensor: of the same dtype and shape on all ranks, but for the first dimension.
+    tensor: of the same dtype and shape on all ranks, except for the first dimension.
 
     Returns a new tensor.
     """
@@ -574,10 +580,10 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Return one rank's tensor, on all ranks.
+    """Return the tensor of the root rank on all ranks.
 
-    tensor: of the same dtype and shape on all ranks; it stays as it is.
-    root_rank: whose; a global rank in the set.
+    tensor: of the same dtype and shape on all ranks; not modified.
+    root_rank: a global rank in the set.
 
     Returns a new tensor. Raises ArgumentError (a ValueError) for a root outside the set.
     """
@@ -590,13 +596,13 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send some rows to each rank, and get some of each.
+    """Send rows to each rank and receive rows from each rank.
 
-    tensor: of the same dtype and shape on all ranks, but for the first dimension.
-    splits: how many rows each rank is sent, in rank order, int32 or int64; None: as many.
+    tensor: of the same dtype and shape on all ranks, except for the first dimension.
+    splits: number of rows for each rank, in rank order, int32 or int64; None: equal numbers.
 
-    Returns the rows received, in rank order, and with splits how many came from each rank (an int32
-    tensor) beside them.
+    Returns the received rows, in rank order; with splits, also the number of rows from each rank
+    (an int32 tensor).
     """
     output, received = _AllToAll.apply(tensor, splits, name, process_set)
     return output if splits is None else (output, received)
@@ -611,7 +617,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Reduce each of several tensors and share out its rows; see reducescatter. Returns a list."""
+    """Reducescatter each of several tensors; see reducescatter. Returns a list."""
     options = {
         "op": op,
         "prescale_factor": prescale_factor,
@@ -630,13 +636,13 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Reduce a tensor over the ranks, and give each rank some of its rows.
+    """Reduce a tensor over the ranks, and scatter its rows.
 
     tensor: of the same dtype and shape on all ranks.
     op: Average, Sum, Min, Max or Product.
     compression, prescale_factor, postscale_factor: as in allreduce.
 
-    Returns this rank's rows: the first ranks have one more if they do not come out even.
+    Returns this rank's rows; the first ranks get the remainder.
     """
     return grouped_reducescatter(
         [tensor], name, compression, op, process_set, prescale_factor, postscale_factor

@@ -1,4 +1,4 @@
-"""An optimizer that steps with gradients of all ranks, reduced as soon as backward has them."""
+"""DistributedOptimizer: reduces gradients over all ranks, starting during the backward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from mpicoll.errors import ArgumentError
 from mpicoll.horovod.common.exceptions import HorovodInternalError
 from mpicoll.horovod.torch.compression import Compression
-from mpicoll.horovod.torch.kinds import Adasum, Average, Sum
+from mpicoll.horovod.torch.implementations import Adasum, Average, Sum
 from mpicoll.horovod.torch.operations import (
     Handle,
     allreduce_async_,
@@ -30,7 +30,7 @@ __all__ = ["DistributedOptimizer"]
 
 
 class _Begun(NamedTuple):
-    """An operation on gradients. contexts: what decompress needs to know of each."""
+    """An operation on gradients. contexts: argument of decompress for each gradient."""
 
     parameters: list[Tensor]
     contexts: list[Any]
@@ -38,7 +38,7 @@ class _Begun(NamedTuple):
 
 
 class _Distributed:
-    """What a distributed optimizer's class has in front of the original one."""
+    """Mixin in front of the original optimizer's class."""
 
     def _distribute(
         self: Any,
@@ -68,17 +68,17 @@ class _Distributed:
                     p.register_post_accumulate_grad_hook(partial(self._count, index))
 
     def _expect(self: Any) -> None:
-        """Wait for all gradients of the next step."""
+        """Reset the counts of gradients for the next step."""
         self._left = dict.fromkeys(self._parameter_names, self.backward_passes_per_step)
         self._waiting = [len(group) for group in self._groups]
 
     def set_backward_passes_per_step(self: Any, passes: int) -> None:
-        """Change how many backward passes a step has."""
+        """Set the number of backward passes per step."""
         self.backward_passes_per_step = passes
         self._expect()
 
     def _count(self: Any, index: int, p: Tensor) -> None:
-        """Begin to reduce a group once all passes have added to its gradients."""
+        """Begin to reduce a group after all passes have accumulated its gradients."""
         if self._left[p] <= 0:
             raise AssertionError(
                 "DistributedOptimizer: more backward passes than backward_passes_per_step, "
@@ -94,7 +94,7 @@ class _Distributed:
         begun = self._begun[index] = []
         dense: list[Tensor] = []
         for p in self._groups[index]:
-            if p.grad is None:  # other ranks may have one
+            if p.grad is None:  # other ranks may have a gradient
                 p.grad = torch.zeros_like(p)
             if p.grad.is_sparse and not self._as_dense:
                 name = self._parameter_names[p]
@@ -117,7 +117,7 @@ class _Distributed:
         begun.append(_Begun(dense, [context for _, context in compressed], handle))
 
     def synchronize(self: Any) -> None:
-        """Wait until all gradients are reduced; those that no pass has made count as zeros."""
+        """Wait until all gradients are reduced; missing gradients count as zeros."""
         for index in range(len(self._groups)):
             if index not in self._begun:
                 self._begin(index)
@@ -142,7 +142,7 @@ class _Distributed:
 
     @contextmanager
     def skip_synchronize(self: Any) -> Iterator[None]:
-        """Have step() not synchronize, after the program has."""
+        """Context in which step() does not synchronize, because the program has."""
         self._skip = True
         try:
             yield
@@ -152,11 +152,12 @@ class _Distributed:
     def step(self: Any, closure: Any = None) -> Any:
         """Step with the reduced gradients.
 
-        closure: called as often as the optimizer wants. After each call its gradients are reduced,
-            unless it has done so by synchronize(), and the loss that it returns, by the same op:
-            an optimizer that looks at the loss, such as LBFGS, decides alike on all ranks.
+        closure: the optimizer may call it several times. After each call its gradients are reduced,
+                 unless the closure has called synchronize(), and so is the loss that it returns,
+                 with the same op: an optimizer that uses the loss, such as LBFGS, takes the same
+                 decisions on all ranks.
 
-        Returns what the optimizer does: the reduced loss of the closure's first call, or None.
+        Returns the optimizer's result: the reduced loss of the first call of the closure, or None.
         """
         if not self._skip:
             if self._synchronized:
@@ -174,16 +175,16 @@ class _Distributed:
         return result
 
     def _reduced(self: Any, closure: Any) -> Any:
-        """Call a closure; return its loss, reduced, when its gradients are, too."""
+        """Call a closure, reduce its gradients, and return its reduced loss."""
         loss = closure()
         number = isinstance(loss, Real) or (isinstance(loss, Tensor) and loss.numel() == 1)
-        # A rank without a loss takes part, for others may have one, and counts as zero, as its
-        # gradients do where it has none.
+        # A rank without a loss contributes zero, because other ranks may have a loss. The same
+        # holds for missing gradients.
         own = loss.detach() if isinstance(loss, Tensor) else loss
         value = torch.tensor([float(own) if number else 0.0], dtype=torch.float64)
         name = f"loss.{next(iter(self._parameter_names.values()))}"
         handle = allreduce_async_(value, name=name, op=self._op, process_set=self._process_set)
-        # Gradients that no pass of any rank has touched since are reduced already.
+        # Gradients are already reduced if no rank has accumulated any since.
         touched = bool(self._begun) or any(
             left != self.backward_passes_per_step for left in self._left.values()
         )
@@ -198,7 +199,7 @@ class _Distributed:
         return torch.full_like(loss, value.item()) if isinstance(loss, Tensor) else value.item()
 
     def zero_grad(self: Any, *arguments: Any, **options: Any) -> None:
-        """Zero the gradients, of which none may be on its way."""
+        """Zero the gradients; raises AssertionError while they are being reduced."""
         if self._begun:
             raise AssertionError(
                 "zero_grad: gradients are being reduced; call it after step() or synchronize()"
@@ -206,9 +207,9 @@ class _Distributed:
         super().zero_grad(*arguments, **options)  # type: ignore[misc]
 
     def load_state_dict(self: Any, *arguments: Any, **options: Any) -> None:
-        """Load a state, and forget gradients that were on their way."""
+        """Load a state, and discard pending reductions."""
         for each in itertools.chain(*self._begun.values()):
-            with suppress(HorovodInternalError):  # as after the loss of a rank
+            with suppress(HorovodInternalError):  # such as after the loss of a rank
                 synchronize(each.handle)
         self._begun.clear()
         self._expect()
@@ -216,10 +217,10 @@ class _Distributed:
 
 
 class _Adasum:
-    """What an optimizer's class has in front with Adasum, which combines what ranks would step by.
+    """Mixin for Adasum, which combines the ranks' parameter updates instead of their gradients.
 
     S. Maleki et al., "Scaling distributed training with adaptive summation", MLSys 2021, section 3:
-    each rank steps by its own gradients, and the differences are combined.
+    each rank steps with its own gradients, and the differences are combined.
     """
 
     def _distribute(
@@ -234,25 +235,27 @@ class _Adasum:
         self.backward_passes_per_step = passes
 
     def set_backward_passes_per_step(self: Any, passes: int) -> None:
-        """Note how many backward passes a step has: gradients stay here, whatever their number."""
+        """Set the number of backward passes per step, which has no effect: gradients are not
+        reduced.
+        """
         self.backward_passes_per_step = passes
 
     def synchronize(self: Any) -> None:
-        """Do nothing: gradients stay here."""
+        """Do nothing: gradients are not reduced."""
 
     def skip_synchronize(self: Any) -> None:
-        """Refuse: a step without the other ranks would not be Adasum.
+        """Not supported: a step without the other ranks would not be Adasum.
 
         Raises AssertionError, always.
         """
-        raise AssertionError("skip_synchronize: not possible with Adasum, which combines steps")
+        raise AssertionError("skip_synchronize: not supported with Adasum, which combines steps")
 
     def step(self: Any, closure: Any = None) -> Any:
-        """Step by what Adasum makes of the ranks' steps."""
+        """Step with Adasum of the ranks' updates."""
         parameters = [p for group in self._groups for p in group]
         before = [p.detach().clone() for p in parameters]
         for p in parameters:
-            if p.grad is None:  # other ranks may have one
+            if p.grad is None:  # other ranks may have a gradient
                 p.grad = torch.zeros_like(p)
         result = super().step(closure)  # type: ignore[misc]
         begun = []
@@ -280,26 +283,26 @@ def DistributedOptimizer(
 ) -> Any:
     """Return an optimizer like the given one that steps with gradients of all ranks.
 
-    optimizer: of torch.optim; its groups and its state are used, not copied.
-    named_parameters: as of ``model.named_parameters()``; all that the optimizer has. The names
-        match gradients between ranks.
-    compression: what gradients are sent as.
-    backward_passes_per_step: passes that add to gradients before they are reduced.
-    op: as in allreduce. Adasum combines steps, not gradients, of all ranks.
-    gradient_predivide_factor: with Average: gradients are divided by it before they are added.
-    groups: lists of parameters whose gradients are reduced in one operation, when all are there, or
-        into how many such lists to split all; None or 0: each goes when it is ready, with what is
-        ready at the same time.
-    num_groups: an older form of that.
-    sparse_as_dense: reduce sparse gradients as dense ones.
-    process_set: the ranks whose gradients count.
+    optimizer: of torch.optim; its groups and its state are shared, not copied.
+    named_parameters: such as ``model.named_parameters()``; all parameters of the optimizer. The
+                      names match gradients between ranks.
+    compression: compression of gradients, as in allreduce.
+    backward_passes_per_step: passes that accumulate gradients before they are reduced.
+    op: as in allreduce. Adasum combines the updates of all ranks, not gradients.
+    gradient_predivide_factor: with Average: divisor of gradients before the sum.
+    groups: lists of parameters whose gradients are reduced in one operation once all are ready, or
+            the number of such lists to form; None or 0: each gradient is reduced once it is ready,
+            fused with other ready gradients.
+    num_groups: deprecated form of ``groups``.
+    sparse_as_dense: reduce sparse gradients as dense gradients.
+    process_set: the ranks whose gradients are reduced.
 
-    Raises ArgumentError (a ValueError) for impossible values, NotImplementedError for Adasum in a
-    set.
+    Raises ArgumentError (a ValueError) for invalid arguments, NotImplementedError for Adasum in a
+    process set.
     """
     where = "DistributedOptimizer"
     if op == Adasum and process_set is not global_process_set:
-        raise NotImplementedError(f"{where}: op: Adasum: only among all ranks")
+        raise NotImplementedError(f"{where}: op: Adasum is only supported in the set of all ranks")
     if gradient_predivide_factor != 1 and op != Average:
         raise ArgumentError(f"{where}: gradient_predivide_factor: expected 1 unless op is Average")
     if backward_passes_per_step <= 0:
@@ -317,12 +320,12 @@ def DistributedOptimizer(
         again = sorted({name for name in names if names.count(name) > 1})
         raise ArgumentError(f"{where}: named_parameters: names given twice: {', '.join(again)}")
     if {id(p) for p in parameters} - {id(p) for _, p in named}:
-        raise ArgumentError(f"{where}: named_parameters: some of the optimizer's are not named")
+        raise ArgumentError(f"{where}: named_parameters: a parameter of the optimizer has no name")
     adasum = op == Adasum and size() > 1
-    way = _Adasum if adasum else _Distributed
-    made: Any = type(type(optimizer).__name__, (way, type(optimizer)), {})
+    mixin = _Adasum if adasum else _Distributed
+    made: Any = type(type(optimizer).__name__, (mixin, type(optimizer)), {})
     distributed: Any = made.__new__(made)
-    # Its groups and state are the original's; a step that a scheduler has wrapped is not.
+    # Share groups and state, but not a step method that a scheduler has wrapped.
     distributed.__dict__.update(
         {name: value for name, value in optimizer.__dict__.items() if name != "step"}
     )

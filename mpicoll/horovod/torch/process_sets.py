@@ -1,4 +1,4 @@
-"""The beginning and the end, who is who, and sets of ranks that do operations among themselves."""
+"""Initialization and shutdown, ranks and sizes, and process sets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mpicoll.errors import (
 )
 from mpicoll.horovod.common.exceptions import HorovodInternalError
 from mpicoll.horovod.torch.engine import Engine
-from mpicoll.horovod.torch.timeline import TIMELINE, start_as_told
+from mpicoll.horovod.torch.timeline import TIMELINE, start_from_environment
 from mpicoll.launch import host_identity
 from mpicoll.launch.exit_hooks import exit_code
 
@@ -55,20 +55,20 @@ __all__ = [
 
 T = TypeVar("T")
 
-#: Horovod's operations wait without limit, as where one rank evaluates while the others go on.
+#: Horovod's operations do not time out: one rank may evaluate while the other ranks wait.
 _NO_LIMIT = timedelta(days=3650)
 
 
 class ProcessSet:
-    """Some of the ranks. Give it to init or add_process_set, then to operations.
+    """A subset of the ranks. Pass it to init or add_process_set, then to operations.
 
-    ranks_or_comm: their global ranks, or a communicator of mpi4py, for init alone. Each rank gives
-        one that it is in; what Split has made comes to as many sets.
+    ranks_or_comm: global ranks, or, only for init, a communicator of mpi4py. Each rank passes a
+                   communicator that contains it; the communicators of one Split make one set each.
 
-    Raises ArgumentTypeError (a TypeError) for anything but ints.
+    Raises ArgumentTypeError (a TypeError) if ranks are not ints.
     """
 
-    #: A number once operations can use the set, None before and after.
+    #: An int while the set can be used, otherwise None.
     process_set_id: int | None = None
     mpi_comm: MPI.Intracomm | None = None
 
@@ -82,11 +82,11 @@ class ProcessSet:
         self.ranks = sorted(check_indices(given, "ProcessSet: ranks_or_comm"))
 
     def size(self) -> int | None:
-        """Return how many ranks it has; None before the set can be used."""
+        """Return the number of ranks; None if the set cannot be used."""
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Return this rank's place in the set; None before the set can be used, and outside.
+        """Return this rank's index in the set; None outside the set, or if it cannot be used.
 
         Roots of operations are global ranks, in any set.
         """
@@ -102,19 +102,20 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
-#: All ranks.
+#: The set of all ranks.
 global_process_set = ProcessSet([])
 
 
 @dataclass
 class _Job:
-    """What is known between init and shutdown.
+    """State between init and shutdown.
 
-    owns: whether init has made mpicoll's default group.
+    owns: whether init has created mpicoll's default group.
     world: that group.
-    rank, size: of this process, and of all ranks; forked children ask for them, too.
-    process: its number.
-    nodes: the name of each rank's node.
+    rank, size: of the default group; also available in forked children.
+    process: process id.
+    nodes: node name of each rank.
+    sets: process sets by id. made: number of sets created.
     """
 
     owns: bool
@@ -131,7 +132,9 @@ _job: _Job | None = None
 
 
 def _find() -> _Job | None:
-    """Return the job; None before init, after shutdown, and once mpicoll's default group ended."""
+    """Return the job; None before init, after shutdown, and after the end of mpicoll's default
+    group.
+    """
     if _job is None or _job.process != os.getpid():
         return _job
     if _job.world is not dist.group.WORLD:
@@ -155,15 +158,15 @@ def init(
     comm: MPI.Intracomm | Sequence[int] | None = None,
     process_sets: Sequence[ProcessSet] | str | None = None,
 ) -> None:
-    """Start MPI and the operations. Every rank calls; another call can only add sets.
+    """Start MPI and the operations. Every rank calls; further calls can only add process sets.
 
-    comm: a communicator of mpi4py, whose ranks are then all ranks; None or [] for all that MPI has
-        started. The default group of mpicoll, if there is one already, is used.
-    process_sets: sets to begin with; "dynamic" and None: none. Sets can be added in any case.
+    comm: a communicator of mpi4py with all ranks of the job; None or [] for MPI.COMM_WORLD. An
+          existing default group of mpicoll is used.
+    process_sets: sets to create; "dynamic" and None: none. Sets can always be added later.
 
-    Raises UnsupportedError (a ValueError) for a list of some ranks, ArgumentError (a ValueError)
-    for a set that is there already and for ranks that do not exist, after which none of these sets
-    is there, and what mpicoll.init_process_group raises.
+    Raises UnsupportedError (a ValueError) for a list of a subset of the ranks; ArgumentError (a
+    ValueError) for duplicate sets and for invalid ranks, without creating any of the sets; and
+    errors of mpicoll.init_process_group.
     """
     if _find() is None:
         given: Any = comm if communicators.is_communicator(comm) else None
@@ -174,23 +177,23 @@ def init(
         ranks = [] if given is not None else list(listed)
         if ranks and ranks != list(range(dist.get_world_size())):
             raise UnsupportedError(
-                f"init: comm: a list of some ranks is not built; give their communicator, such as "
-                f"MPI.COMM_WORLD.Split(...), got {ranks}"
+                "init: comm: a list of a subset of the ranks is not supported; pass a "
+                f"communicator, such as MPI.COMM_WORLD.Split(...), got {ranks}"
             )
         _begin(owns)
-        # After mpicoll's own function, and so before it.
+        # Registered after mpicoll's exit function, so that it runs before.
         atexit.register(_leave)
         if multiprocessing.parent_process() is not None:
             multiprocessing.util.Finalize(None, _leave, exitpriority=1)
         global_process_set.mpi_comm = given
         if rank() == 0:
-            start_as_told()
+            start_from_environment()
     if process_sets is not None and not isinstance(process_sets, str):
         _add_all([each for each in process_sets if each.process_set_id is None])
 
 
 def _add_all(process_sets: Sequence[ProcessSet]) -> None:
-    """Make sets usable, or none of them."""
+    """Create all sets, or none after an error."""
     job = current("init")
     before, made = set(job.sets), job.made
     try:
@@ -207,7 +210,7 @@ def _add_all(process_sets: Sequence[ProcessSet]) -> None:
 
 
 def _begin(owns: bool) -> None:
-    """Make the global set over mpicoll's default group."""
+    """Create the global set over mpicoll's default group."""
     global _job
     _job = _Job(owns, dist.group.WORLD, dist.get_rank(), dist.get_world_size())
     global_process_set.ranks = list(range(dist.get_world_size()))
@@ -216,7 +219,7 @@ def _begin(owns: bool) -> None:
 
 
 def _exchange(value: T, kind: type[T]) -> list[T]:
-    """Return every rank's value. All ranks call, before any begins an operation."""
+    """Return every rank's value. All ranks call, before any of them begins an operation."""
     group = engine_of(global_process_set, "init").group
     return execute.run_in_order(  # type: ignore[no-any-return]
         group, "init", lambda: control_messages.allgather(group.tested, value, kind)
@@ -224,7 +227,7 @@ def _exchange(value: T, kind: type[T]) -> list[T]:
 
 
 def _add_of_communicator(process_set: ProcessSet) -> None:
-    """Make usable the sets of the communicators that the ranks have given, by their first ranks."""
+    """Create the sets of the communicators that the ranks have passed, ordered by first rank."""
     group = engine_of(global_process_set, "init").group
     assert process_set.mpi_comm is not None
     process_set.ranks = sorted(
@@ -232,8 +235,8 @@ def _add_of_communicator(process_set: ProcessSet) -> None:
         for rank in communicators.translate_ranks(process_set.mpi_comm, group.messages)
         if rank is not None
     )
-    everybody = _exchange(process_set.ranks, list[int])
-    for ranks in [each for at, each in enumerate(everybody) if each not in everybody[:at]]:
+    gathered = _exchange(process_set.ranks, list[int])
+    for ranks in [each for at, each in enumerate(gathered) if each not in gathered[:at]]:
         add_process_set(process_set if ranks == process_set.ranks else ProcessSet(ranks))
 
 
@@ -247,37 +250,37 @@ def _add(job: _Job, process_set: ProcessSet) -> None:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Make a set usable. Every rank calls, in the same order, those outside as well.
+    """Create a process set. Every rank calls, in the same order, including ranks outside the set.
 
     process_set: the set, or its global ranks.
 
-    Returns the set. Raises ArgumentError (a ValueError) for ranks that do not exist, and if there
-    is a set of these ranks.
+    Returns the set. Raises ArgumentError (a ValueError) for invalid ranks, and if a set of these
+    ranks exists.
     """
     job = current("add_process_set")
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     if process_set.mpi_comm is not None and not process_set.ranks:
         raise NotImplementedError(
-            "add_process_set: sets of communicators are given to init; give the ranks here"
+            "add_process_set: sets of communicators are only supported in init; pass ranks here"
         )
     ranks = process_set.ranks
     if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size())):
         raise ArgumentError(
-            f"add_process_set: ranks: expected some of 0 to {size() - 1}, each once, got {ranks}"
+            f"add_process_set: ranks: expected distinct ranks of 0 to {size() - 1}, got {ranks}"
         )
     if any(each.ranks == ranks for each in job.sets.values()):
-        raise ArgumentError(f"add_process_set: there is a set of the ranks {ranks} already")
+        raise ArgumentError(f"add_process_set: a set of the ranks {ranks} already exists")
     _add(job, process_set)
     return process_set
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """End a set. Every rank calls, those outside as well.
+    """Destroy a process set. Every rank calls, including ranks outside the set.
 
-    process_set: one that add_process_set or init has made usable.
+    process_set: a set that add_process_set or init has created.
 
-    Returns whether it was one that can be used, and not that of all ranks.
+    Returns False for the set of all ranks and for sets that do not exist.
     """
     job = current("remove_process_set")
     if not process_set.process_set_id:
@@ -292,10 +295,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def shutdown() -> None:
-    """End the operations, when all that this rank has begun is done. Every rank calls.
+    """Shut down after all operations that this rank has begun are done. Every rank calls.
 
-    What other ranks have begun and this one has not fails there. Ends mpicoll's default group if
-    init has made it, and the timeline.
+    Operations that other ranks have begun and this rank has not fail there. Destroys mpicoll's
+    default group if init has created it, and closes the timeline.
     """
     job = _find()
     if job is None:
@@ -315,9 +318,9 @@ def shutdown() -> None:
 
 
 def _leave() -> None:
-    """End the operations of a program that ends without shutdown, before MPI ends.
+    """Abort operations before MPI_Finalize in a program that exits without shutdown.
 
-    What is pending is given up. Every rank comes here, or ends the job.
+    Every rank calls this at exit, unless it aborts the job.
     """
     job = _find()
     if job is not None and job.process == os.getpid() and not exit_code():
@@ -326,18 +329,18 @@ def _leave() -> None:
 
 
 def restart() -> bool:
-    """Begin anew among the ranks that live; all of them call.
+    """Restart among the surviving ranks; all of them call.
 
-    What is on its way fails. Sets that were added are gone.
+    Pending operations fail, and added sets are removed.
 
-    Returns whether ranks were lost. Raises what has failed on this rank alone, such as MemoryError:
-    the others wait in what it has not carried out, and would not begin anew with it.
+    Returns whether ranks were lost. Raises an error that has occurred only on this rank, such as
+    MemoryError: the other ranks wait in the operation and would not restart.
     """
     job = current("restart")
     _raise_own(job)
     engines = _close(job)
     _raise_own(job)
-    # A rank that has not heard of a loss yet hears of it here, or in what comes.
+    # A rank that has not been notified of a loss finds it here, or in a later step.
     lost = {
         rank
         for engine in engines
@@ -363,21 +366,21 @@ def _engines(job: _Job) -> list[Engine]:
 
 
 def _close(job: _Job) -> list[Engine]:
-    """End what is on its way in all sets; return their engines."""
+    """Abort the operations of all sets; return their engines."""
     for engine in _engines(job):
-        engine.close(abandon=True)
+        engine.close(abort=True)
     return _engines(job)
 
 
 def _raise_own(job: _Job) -> None:
-    """Raise what has ended the operations of a set on this rank alone."""
+    """Raise an error that has ended a set's engine on this rank only."""
     for engine in _engines(job):
         if engine.failure is not None and not isinstance(engine.failure, MpicollError):
             raise engine.failure
 
 
 def _forget() -> None:
-    """Leave no set usable."""
+    """Mark all sets as unusable."""
     global _job
     if _job is not None:
         for process_set in _job.sets.values():
@@ -386,7 +389,7 @@ def _forget() -> None:
 
 
 def engine_of(process_set: ProcessSet, where: str) -> Engine:
-    """Return what carries out a set's operations.
+    """Return the engine of a set.
 
     Raises NotInitializedError (a ValueError) before init, ArgumentError (a ValueError) for a set
     that was not added, and HorovodInternalError on a rank outside the set.
@@ -400,11 +403,11 @@ def engine_of(process_set: ProcessSet, where: str) -> Engine:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Begin to write what becomes of operations to a file, on rank 0; a file before that ends.
+    """Start a timeline of operations on rank 0, and end the previous one.
 
-    file_path: in Chrome's trace format, as chrome://tracing and ui.perfetto.dev read it. The
-        environment variable HOROVOD_TIMELINE names one to begin with, in init.
-    mark_cycles: also when the ranks have told each other what they have begun.
+    file_path: file in Chrome's trace format, for chrome://tracing and ui.perfetto.dev. The
+               environment variable HOROVOD_TIMELINE starts a timeline in init.
+    mark_cycles: also record the rounds in which ranks exchange their requests.
 
     Raises NotInitializedError (a ValueError) before init.
     """
@@ -414,26 +417,28 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """End the file of start_timeline. Raises NotInitializedError (a ValueError) before init."""
+    """Close the timeline. Raises NotInitializedError (a ValueError) before init."""
     current("stop_timeline")
     TIMELINE.stop()
 
 
-# --- who is who ----------------------------------------------------------------------------------
+# --- ranks and sizes ----------------------------------------------------------------------------
 
 
 def is_initialized() -> bool:
-    """Return whether init was called, and shutdown was not."""
+    """Return whether the operations are available: after init and before shutdown."""
     return _find() is not None
 
 
 def rank() -> int:
-    """Return this rank. Raises NotInitializedError (a ValueError) before init, as all of these."""
+    """Return this rank. Like all functions below, raises NotInitializedError (a ValueError) before
+    init.
+    """
     return current("rank").rank
 
 
 def size() -> int:
-    """Return how many ranks there are."""
+    """Return the number of ranks."""
     return current("size").size
 
 
@@ -444,32 +449,32 @@ def _on_node(where: str) -> list[int]:
 
 
 def local_rank() -> int:
-    """Return this rank's place on its node."""
+    """Return this rank's index on its node."""
     return _on_node("local_rank").index(rank())
 
 
 def local_size() -> int:
-    """Return how many ranks this rank's node has."""
+    """Return the number of ranks on this rank's node."""
     return len(_on_node("local_size"))
 
 
 def _across(where: str) -> list[str]:
-    """Return the nodes, in the order of their first ranks, that have a rank of this local rank."""
+    """Return the nodes that have a rank with this local rank, ordered by their first ranks."""
     nodes, place = current(where).nodes, local_rank()
     return [node for node in dict.fromkeys(nodes) if nodes.count(node) > place]
 
 
 def cross_rank() -> int:
-    """Return the place of this rank's node among those that have a rank of this local rank."""
+    """Return the index of this rank's node among nodes that have a rank with this local rank."""
     return _across("cross_rank").index(current("cross_rank").nodes[rank()])
 
 
 def cross_size() -> int:
-    """Return how many nodes have a rank of this rank's local rank."""
+    """Return the number of nodes that have a rank with this local rank."""
     return len(_across("cross_size"))
 
 
 def is_homogeneous() -> bool:
-    """Return whether all nodes have as many ranks."""
+    """Return whether all nodes have the same number of ranks."""
     nodes = current("is_homogeneous").nodes
     return len({nodes.count(node) for node in nodes}) == 1

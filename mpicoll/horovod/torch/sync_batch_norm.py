@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpicoll.errors import ArgumentError
-from mpicoll.horovod.torch.kinds import Sum
+from mpicoll.horovod.torch.implementations import Sum
 from mpicoll.horovod.torch.operations import allgather_async, allreduce_async
 from mpicoll.horovod.torch.process_sets import size
 
@@ -17,11 +17,11 @@ __all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
-    """Normalizes by the mean and variance of all ranks' batches, which need not be equally long.
+    """Normalizes by the mean and variance of all ranks' batches, which may differ in length.
 
-    Arguments and state are those of torch.nn.BatchNorm2d. Inputs are floats of shape (N, C, ...),
-    on a device or on the CPU; C is ``num_features``. Gradients of weight and bias are this rank's
-    share of the sum over all ranks; DistributedOptimizer reduces them.
+    Arguments and state are as in torch.nn.BatchNorm2d. Inputs are floats of shape (N, C, ...), on a
+    GPU or on the CPU; C is ``num_features``. Gradients of weight and bias are this rank's share of
+    the sum over all ranks; DistributedOptimizer reduces them.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -50,12 +50,12 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
 
 
 def _sums(tensor: Tensor) -> Tensor:
-    """Add up all but dimension 1."""
+    """Sum over all dimensions except 1."""
     return tensor.transpose(0, 1).flatten(1).sum(1)
 
 
 def _wide(tensor: Tensor, like: Tensor) -> Tensor:
-    """Shape a value per channel as one that goes with ``like``."""
+    """Reshape a value per channel so that it broadcasts to ``like``."""
     return tensor.view(1, -1, *[1] * (like.dim() - 2))
 
 
@@ -68,14 +68,14 @@ class _SyncBatchNorm(torch.autograd.Function):  # type: ignore[misc]
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         own = x.numel() // x.size(1)
         mean = _sums(x) / max(own, 1)
-        # Sums of squares around each rank's own mean, put together as in T. F. Chan, G. H. Golub,
-        # R. J. LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-        # variances", 1979: no digits cancel where means are large.
+        # Sums of squares around each rank's mean are combined as in T. F. Chan, G. H. Golub, R. J.
+        # LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances",
+        # 1979, which does not cancel digits if means are large.
         squares = _sums((x - _wide(mean, x)) ** 2)
-        told = torch.cat([mean, squares, mean.new_tensor([own])])
-        everybody = allgather_async(told[None]).wait()
+        own_sums = torch.cat([mean, squares, mean.new_tensor([own])])
+        gathered = allgather_async(own_sums[None]).wait()
         channels = x.size(1)
-        means, counts = everybody[:, :channels], everybody[:, -1:]
+        means, counts = gathered[:, :channels], gathered[:, -1:]
         count = counts.sum()
         if count < 2:
             raise ArgumentError(
@@ -83,7 +83,7 @@ class _SyncBatchNorm(torch.autograd.Function):  # type: ignore[misc]
                 f"together, got {int(count)}"
             )
         mean = (means * counts).sum(0) / count
-        squares = (everybody[:, channels:-1] + counts * (means - mean) ** 2).sum(0)
+        squares = (gathered[:, channels:-1] + counts * (means - mean) ** 2).sum(0)
         if running_mean is not None and running_var is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             running_var.lerp_((squares / (count - 1)).to(running_var.dtype), momentum)
@@ -103,8 +103,8 @@ class _SyncBatchNorm(torch.autograd.Function):  # type: ignore[misc]
         to_input = None
         if ctx.needs_input_grad[0]:
             both = torch.stack([to_bias, to_weight])
-            of_all = allreduce_async(both, op=Sum).wait() / count
-            wide = wide - _wide(of_all[0], input) - normal * _wide(of_all[1], input)
+            reduced = allreduce_async(both, op=Sum).wait() / count
+            wide = wide - _wide(reduced[0], input) - normal * _wide(reduced[1], input)
             factor = scale if weight is None else scale * weight
             to_input = (wide * _wide(factor, input)).to(input.dtype)
         of_weight = None if weight is None else to_weight.to(weight.dtype)

@@ -1,8 +1,8 @@
-"""What becomes of each operation, as a file in Chrome's trace format: Horovod's timeline.
+"""Horovod's timeline: the state of each operation over time, as a file in Chrome's trace format.
 
-Rank 0 writes it. Each operation is a row of its own. There NEGOTIATE_ALLREDUCE lasts from when the
-first rank is known to have begun it until all have, with a tick for each rank, and ALLREDUCE until
-it is done. What ranks say is known from round to round, see ``engine``.
+Rank 0 writes it, with one row per operation. NEGOTIATE_ALLREDUCE lasts from the first rank's
+request until all ranks have made theirs, with a tick for each rank; then ALLREDUCE lasts until the
+operation is done. Requests of other ranks are known from round to round, see ``engine``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import time
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-__all__ = ["TIMELINE", "Timeline", "start_as_told"]
+__all__ = ["TIMELINE", "Timeline", "start_from_environment"]
 
 
 class Timeline:
-    """A file of events, written as they come; none before ``start`` and after ``stop``."""
+    """A file of events, written as they happen between ``start`` and ``stop``."""
 
     def __init__(self) -> None:
         self._file: TextIO | None = None
@@ -26,7 +26,7 @@ class Timeline:
         self._mark_cycles = False
 
     def start(self, path: str, mark_cycles: bool) -> None:
-        """Begin a file. A file that was not stopped is stopped."""
+        """Open a file, after closing the previous one."""
         self.stop()
         with self._lock:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -34,51 +34,51 @@ class Timeline:
             self._mark_cycles = mark_cycles
             self._began = time.perf_counter()
             self._rows: dict[str, int] = {}
-            self._told: dict[str, set[int]] = {}
+            self._ranks_ready: dict[str, set[int]] = {}
             self._separator = "[\n"
             now = time.time_ns() // 1000
             self._write("start_time_since_epoch_in_micros", "M", args={"time": now})
 
     def stop(self) -> None:
-        """End the file."""
+        """Close the file."""
         with self._lock:
             if self._file is not None:
                 self._file.write("\n]\n")
                 self._file.close()
                 self._file = None
 
-    def told(self, names: Iterable[str], rank: int) -> None:
-        """A rank has begun operations, by their names."""
+    def negotiates(self, names: Iterable[str], rank: int) -> None:
+        """Record that a rank has begun operations with these names."""
         if self._file is None:
             return
         with self._lock:
             for name in names:
-                known = self._told.setdefault(name, set())
+                known = self._ranks_ready.setdefault(name, set())
                 if not known:
-                    self._write(f"NEGOTIATE_{_kind(name)}", "B", name)
+                    self._write(f"NEGOTIATE_{_operation_name(name)}", "B", name)
                 if rank not in known:
                     known.add(rank)
                     self._write(str(rank), "X", name, dur=0)
 
-    def runs(self, name: str) -> None:
-        """All ranks have begun an operation: it is carried out."""
+    def begins(self, name: str) -> None:
+        """Record that all ranks have begun an operation, which runs now."""
         if self._file is None:
             return
         with self._lock:
-            if self._told.pop(name, None):  # else the file began in the middle of it
-                self._write(f"NEGOTIATE_{_kind(name)}", "E", name)
-                self._write(_kind(name), "B", name)
+            if self._ranks_ready.pop(name, None):  # else started during the negotiation
+                self._write(f"NEGOTIATE_{_operation_name(name)}", "E", name)
+                self._write(_operation_name(name), "B", name)
 
     def done(self, name: str) -> None:
-        """An operation is done, or has failed."""
+        """Record that an operation is done, or has failed."""
         if self._file is None:
             return
         with self._lock:
             if name in self._rows:
-                self._write(_kind(name), "E", name)
+                self._write(_operation_name(name), "E", name)
 
     def cycle(self) -> None:
-        """The ranks tell each other what they have begun."""
+        """Record a round of the engine."""
         if self._file is None or not self._mark_cycles:
             return
         with self._lock:
@@ -104,18 +104,18 @@ class Timeline:
         self._file.flush()
 
 
-def _kind(name: str) -> str:
+def _operation_name(name: str) -> str:
     return name.partition(".")[0].upper()
 
 
-#: That of this process.
+#: The timeline of this process.
 TIMELINE = Timeline()
 
 
-def start_as_told() -> None:
-    """Begin the file that HOROVOD_TIMELINE names, with cycles if HOROVOD_TIMELINE_MARK_CYCLES=1.
+def start_from_environment() -> None:
+    """Open the file in HOROVOD_TIMELINE, with cycles if HOROVOD_TIMELINE_MARK_CYCLES=1.
 
-    ``DYNAMIC`` there names none.
+    ``DYNAMIC`` means no file.
     """
     path = os.environ.get("HOROVOD_TIMELINE", "DYNAMIC")
     if path and path != "DYNAMIC":

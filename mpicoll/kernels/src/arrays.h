@@ -1,6 +1,5 @@
-/* Arrays as they are seen without a line of Python: those of NumPy, and tensors that show themselves
- * through DLPack. A part of calls.c, which includes it.
- */
+/* Views of arrays without Python: NumPy arrays, and tensors with DLPack's exchange API. Included by
+ * calls.c. */
 
 #ifndef MPICOLL_ARRAYS_H
 #define MPICOLL_ARRAYS_H
@@ -10,9 +9,9 @@
 #include <stdint.h>
 #include <string.h>
 
-/* The beginning of NumPy's arrays, which is part of its binary interface (PyArrayObject_fields in
- * numpy/ndarraytypes.h, the same from 1.7 to 2.x). mpicoll/kernels/calls.py tries it when it loads
- * this module. */
+/* The first fields of NumPy's arrays, which are part of its ABI (PyArrayObject_fields in
+ * numpy/ndarraytypes.h, unchanged from 1.7 to 2.x). mpicoll/kernels/calls.py checks them when it
+ * loads this module. */
 struct numpy_array {
     PyObject_HEAD
     char *data;
@@ -34,7 +33,7 @@ struct tensor {
 };
 enum { ON_HOST = 1 };
 
-/* The beginning of DLPackExchangeAPI of DLPack 1.3: functions by which a type shows its tensors. */
+/* The first fields of DLPackExchangeAPI of DLPack 1.3: functions of a tensor type. */
 struct exchange {
     uint32_t major, minor;
     struct exchange *previous;
@@ -42,63 +41,63 @@ struct exchange {
     int (*tensor_from_object)(void *object, struct tensor *out); /* borrows; may be NULL */
 };
 
-/* What is seen of an array that is one block of host memory. */
-struct seen {
-    PyObject *dtype; /* mpicoll's, borrowed */
+/* View of an array that is one block of host memory. */
+struct view {
+    PyObject *dtype; /* a row of mpicoll's table, borrowed */
     char *data;
     size_t count, itemsize, rows;
-    const void *shape; /* of that many bytes */
+    const void *shape; /* shape_size bytes */
     size_t shape_size;
     int writable;
 };
 
-enum { MOST_DTYPES = 64, MOST_TYPES = 8 };
+enum { MAX_DTYPES = 64, MAX_TYPES = 8 };
 
-/* What can be seen. */
+/* The types and dtypes of arrays that can be viewed. */
 static struct {
     PyObject *numpy_type;
     struct {
         PyObject *numpy, *dtype;
         size_t itemsize;
         int code, bits;
-    } dtypes[MOST_DTYPES];
-    int n_dtypes, latest; /* of an array */
+    } dtypes[MAX_DTYPES];
+    int n_dtypes, latest; /* index of the last dtype found */
     struct {
-        PyObject *type, *is_unusual; /* a method: true for tensors whose memory is not their value */
+        PyObject *type, *is_unusual; /* a method: true if a tensor's memory is not its value */
         struct exchange *exchange;
-    } types[MOST_TYPES];
+    } types[MAX_TYPES];
     int n_types;
-} visible;
+} registered;
 
-static int see_numpy(struct seen *seen, PyObject *object)
+static int view_numpy(struct view *view, PyObject *object)
 {
     const struct numpy_array *array = (const struct numpy_array *)object;
     if ((array->flags & (C_CONTIGUOUS | ALIGNED)) != (C_CONTIGUOUS | ALIGNED))
         return 0;
-    for (int k = 0; k < visible.n_dtypes; k++) {
-        const int i = k == 0 ? visible.latest : k <= visible.latest ? k - 1 : k;
-        if (array->dtype == visible.dtypes[i].numpy) {
-            visible.latest = i;
-            seen->dtype = visible.dtypes[i].dtype;
-            seen->itemsize = visible.dtypes[i].itemsize;
-            seen->data = array->data;
-            seen->writable = (array->flags & WRITEABLE) != 0;
-            seen->count = 1;
+    for (int k = 0; k < registered.n_dtypes; k++) {
+        const int i = k == 0 ? registered.latest : k <= registered.latest ? k - 1 : k;
+        if (array->dtype == registered.dtypes[i].numpy) {
+            registered.latest = i;
+            view->dtype = registered.dtypes[i].dtype;
+            view->itemsize = registered.dtypes[i].itemsize;
+            view->data = array->data;
+            view->writable = (array->flags & WRITEABLE) != 0;
+            view->count = 1;
             for (int k = 0; k < array->dimensions; k++)
-                seen->count *= (size_t)array->shape[k];
-            seen->rows = array->dimensions ? (size_t)array->shape[0] : 1;
-            seen->shape = array->shape;
-            seen->shape_size = (size_t)array->dimensions * sizeof *array->shape;
-            return seen->count > 0;
+                view->count *= (size_t)array->shape[k];
+            view->rows = array->dimensions ? (size_t)array->shape[0] : 1;
+            view->shape = array->shape;
+            view->shape_size = (size_t)array->dimensions * sizeof *array->shape;
+            return view->count > 0;
         }
     }
     return 0;
 }
 
-static int see_tensor(struct seen *seen, PyObject *object, int type)
+static int view_tensor(struct view *view, PyObject *object, int type)
 {
     struct tensor tensor;
-    if (visible.types[type].exchange->tensor_from_object(object, &tensor)) {
+    if (registered.types[type].exchange->tensor_from_object(object, &tensor)) {
         PyErr_Clear();
         return 0;
     }
@@ -110,148 +109,148 @@ static int see_tensor(struct seen *seen, PyObject *object, int type)
             return 0;
         count *= (size_t)tensor.shape[k];
     }
-    for (int i = 0; i < visible.n_dtypes; i++)
-        if (tensor.code == visible.dtypes[i].code && tensor.bits == visible.dtypes[i].bits) {
-            seen->dtype = visible.dtypes[i].dtype;
-            seen->itemsize = visible.dtypes[i].itemsize;
-            seen->data = tensor.data + tensor.byte_offset;
-            seen->writable = 1;
-            seen->count = count;
-            seen->rows = tensor.dimensions ? (size_t)tensor.shape[0] : 1;
-            seen->shape = tensor.shape;
-            seen->shape_size = (size_t)tensor.dimensions * sizeof *tensor.shape;
+    for (int i = 0; i < registered.n_dtypes; i++)
+        if (tensor.code == registered.dtypes[i].code && tensor.bits == registered.dtypes[i].bits) {
+            view->dtype = registered.dtypes[i].dtype;
+            view->itemsize = registered.dtypes[i].itemsize;
+            view->data = tensor.data + tensor.byte_offset;
+            view->writable = 1;
+            view->count = count;
+            view->rows = tensor.dimensions ? (size_t)tensor.shape[0] : 1;
+            view->shape = tensor.shape;
+            view->shape_size = (size_t)tensor.dimensions * sizeof *tensor.shape;
             return count > 0;
         }
     return 0;
 }
 
-/* Whether an array's memory is its value: 1, 0, or -1 with an exception. Runs Python where torch is
- * told to (TorchFunctionMode), which may do anything: before any array is seen, whose memory it might
- * free. */
-static int is_usual(PyObject *object)
+/* Returns whether an array's memory is its value: 1, 0, or -1 with an exception. Runs Python under
+ * torch's TorchFunctionMode, which may even free arrays: so all arrays are checked before any is
+ * viewed. */
+static int is_plain(PyObject *object)
 {
     PyObject *type = (PyObject *)Py_TYPE(object);
-    for (int i = 0; i < visible.n_types; i++)
-        if (type == visible.types[i].type) {
+    for (int i = 0; i < registered.n_types; i++)
+        if (type == registered.types[i].type) {
             PyObject *unusual =
-                PyObject_CallFunctionObjArgs(visible.types[i].is_unusual, object, NULL);
+                PyObject_CallFunctionObjArgs(registered.types[i].is_unusual, object, NULL);
             Py_XDECREF(unusual);
             return unusual ? unusual == Py_False : -1;
         }
     return 1;
 }
 
-/* Whether this is an array that is one block of host memory. Runs no Python. */
-static int see(struct seen *seen, PyObject *object)
+/* Views an array. Returns 0 if it is not one block of host memory. Runs no Python. */
+static int view_object(struct view *view, PyObject *object)
 {
     PyObject *type = (PyObject *)Py_TYPE(object);
-    if (type == visible.numpy_type)
-        return see_numpy(seen, object);
-    for (int i = 0; i < visible.n_types; i++)
-        if (type == visible.types[i].type)
-            return see_tensor(seen, object, i);
+    if (type == registered.numpy_type)
+        return view_numpy(view, object);
+    for (int i = 0; i < registered.n_types; i++)
+        if (type == registered.types[i].type)
+            return view_tensor(view, object, i);
     return 0;
 }
 
-/* The most arrays of a list that are seen here, and ranks of a group whose calls are carried out here:
- * as many as share memory, see MOST in mpicoll/routes/host/shared.py. */
-enum { MOST_ARRAYS = 256 };
+/* Maximum number of arrays in a list, and of ranks in a group with fast paths: the ranks that can
+ * share memory, MAX_RANKS in mpicoll/routes/host/shared.py. */
+enum { MAX_ARRAYS = 256 };
 
-/* A block, or an array of a list; shared.c has the same. */
+/* A block, or an array of a list; shared.h has the same. */
 struct block {
     char *data;
     size_t count;
 };
 
-/* One side of a call. */
-struct side {
-    PyObject *held;    /* a tuple of the arrays, if they come as a list */
-    size_t n;          /* arrays; 0: the argument is None */
-    struct seen first; /* the first one, writable if all are */
-    int alike, alike_in_shape;
-    int apart; /* each block lies outside the hull of the blocks before it in the list */
-    char *begin, *end; /* all lie between these */
-    struct block blocks[MOST_ARRAYS];
+/* The input or output of a call. */
+struct operand {
+    PyObject *held;    /* tuple of the arrays, if they are passed as a list */
+    size_t n;          /* number of arrays; 0: the argument is None */
+    struct view first; /* the first array; writable if all are */
+    int same_count, same_shape;
+    int disjoint; /* no block overlaps the address range of the blocks before it */
+    char *begin, *end; /* address range of all arrays */
+    struct block blocks[MAX_ARRAYS];
 };
 
-static const struct seen nothing = {Py_None, NULL, 0, 0, 0, NULL, 0, 1};
+static const struct view nothing = {Py_None, NULL, 0, 0, 0, NULL, 0, 1};
 
-static int have_same_shape(const struct seen *one, const struct seen *other)
+static int have_same_shape(const struct view *one, const struct view *other)
 {
     return one->shape_size == other->shape_size &&
            (one->shape_size == 0 || memcmp(one->shape, other->shape, one->shape_size) == 0);
 }
 
-/* Takes an argument, an array, a list of such, or None, whose arrays are all usual ones; the rest is as
- * in is_usual. */
-static int take(struct side *side, PyObject *object)
+/* Holds the arrays of an argument: an array, a list of arrays, or None. Returns what is_plain
+ * returns, combined over all arrays. */
+static int hold_operand(struct operand *operand, PyObject *object)
 {
     if (PyList_CheckExact(object)) {
-        side->held = PyList_AsTuple(object);
-        if (!side->held)
+        operand->held = PyList_AsTuple(object);
+        if (!operand->held)
             return -1;
     } else if (PyTuple_CheckExact(object)) {
         Py_INCREF(object);
-        side->held = object;
+        operand->held = object;
     } else {
-        return is_usual(object);
+        return is_plain(object);
     }
-    const Py_ssize_t n = PyTuple_Size(side->held);
-    int usual = n >= 1 && n <= MOST_ARRAYS;
-    for (Py_ssize_t k = 0; k < n && usual > 0; k++)
-        usual = is_usual(PyTuple_GetItem(side->held, k));
-    return usual;
+    const Py_ssize_t n = PyTuple_Size(operand->held);
+    int plain = n >= 1 && n <= MAX_ARRAYS;
+    for (Py_ssize_t k = 0; k < n && plain > 0; k++)
+        plain = is_plain(PyTuple_GetItem(operand->held, k));
+    return plain;
 }
 
-/* Sees the arrays of a list that was taken; the rest is as in see. */
-static int see_list(struct side *side)
+/* Views the arrays of a list. Returns 0 if they are not supported. */
+static int view_list(struct operand *operand)
 {
-    const Py_ssize_t n = PyTuple_Size(side->held);
-    side->n = (size_t)n;
-    side->alike = side->alike_in_shape = side->apart = 1;
+    const Py_ssize_t n = PyTuple_Size(operand->held);
+    operand->n = (size_t)n;
+    operand->same_count = operand->same_shape = operand->disjoint = 1;
     for (Py_ssize_t k = 0; k < n; k++) {
-        struct seen one;
-        if (!see(&one, PyTuple_GetItem(side->held, k)))
+        struct view one;
+        if (!view_object(&one, PyTuple_GetItem(operand->held, k)))
             return 0;
         char *end = one.data + one.count * one.itemsize;
-        side->blocks[k] = (struct block){one.data, one.count};
+        operand->blocks[k] = (struct block){one.data, one.count};
         if (k == 0) {
-            side->first = one;
-            side->begin = one.data;
-            side->end = end;
+            operand->first = one;
+            operand->begin = one.data;
+            operand->end = end;
             continue;
         }
-        if (one.dtype != side->first.dtype)
+        if (one.dtype != operand->first.dtype)
             return 0;
-        side->first.writable &= one.writable;
-        side->alike &= one.count == side->first.count;
-        side->alike_in_shape &= have_same_shape(&one, &side->first);
-        side->apart &= one.data >= side->end || end <= side->begin;
-        side->begin = one.data < side->begin ? one.data : side->begin;
-        side->end = end > side->end ? end : side->end;
+        operand->first.writable &= one.writable;
+        operand->same_count &= one.count == operand->first.count;
+        operand->same_shape &= have_same_shape(&one, &operand->first);
+        operand->disjoint &= one.data >= operand->end || end <= operand->begin;
+        operand->begin = one.data < operand->begin ? one.data : operand->begin;
+        operand->end = end > operand->end ? end : operand->end;
     }
     return 1;
 }
 
-/* Sees an argument that was taken. */
-static int see_side(struct side *side, PyObject *object)
+/* Views the arrays of an operand. Returns 0 if they are not supported. */
+static int view_operand(struct operand *operand, PyObject *object)
 {
-    if (side->held)
-        return see_list(side);
-    side->n = object != Py_None;
+    if (operand->held)
+        return view_list(operand);
+    operand->n = object != Py_None;
     if (object == Py_None) {
-        side->first = nothing;
+        operand->first = nothing;
         return 1;
     }
-    if (!see(&side->first, object))
+    if (!view_object(&operand->first, object))
         return 0;
-    side->begin = side->first.data;
-    side->end = side->begin + side->first.count * side->first.itemsize;
-    side->blocks[0] = (struct block){side->first.data, side->first.count};
+    operand->begin = operand->first.data;
+    operand->end = operand->begin + operand->first.count * operand->first.itemsize;
+    operand->blocks[0] = (struct block){operand->first.data, operand->first.count};
     return 1;
 }
 
-static int overlap(const struct side *one, const struct side *other)
+static int overlap(const struct operand *one, const struct operand *other)
 {
     if ((uintptr_t)one->end <= (uintptr_t)other->begin ||
         (uintptr_t)other->end <= (uintptr_t)one->begin)
@@ -267,15 +266,15 @@ static int overlap(const struct side *one, const struct side *other)
     return 0;
 }
 
-/* Whether two blocks of a list share memory. */
-static int overlaps_itself(const struct side *side)
+/* Returns whether two blocks of a list share memory. */
+static int overlaps_itself(const struct operand *operand)
 {
-    const size_t itemsize = side->first.itemsize;
-    if (side->apart)
+    const size_t itemsize = operand->first.itemsize;
+    if (operand->disjoint)
         return 0;
-    for (size_t i = 0; i < side->n; i++)
+    for (size_t i = 0; i < operand->n; i++)
         for (size_t k = 0; k < i; k++) {
-            const struct block *a = &side->blocks[i], *b = &side->blocks[k];
+            const struct block *a = &operand->blocks[i], *b = &operand->blocks[k];
             if (a->count && b->count &&
                 (uintptr_t)a->data < (uintptr_t)b->data + b->count * itemsize &&
                 (uintptr_t)b->data < (uintptr_t)a->data + a->count * itemsize)
@@ -284,9 +283,9 @@ static int overlaps_itself(const struct side *side)
     return 0;
 }
 
-/* ---- What can be seen: functions of the module ------------------------------------------------- */
+/* ---- Functions of the module ----------------------------------------------------------------- */
 
-static void keep(PyObject **place, PyObject *value)
+static void set_object(PyObject **place, PyObject *value)
 {
     PyObject *before = *place;
     Py_INCREF(value);
@@ -294,7 +293,7 @@ static void keep(PyObject **place, PyObject *value)
     Py_XDECREF(before);
 }
 
-/* add_dtype(dtype, numpy_dtype, itemsize, dlpack_code, dlpack_bits); code -1: not of tensors. */
+/* add_dtype(dtype, numpy_dtype, itemsize, dlpack_code, dlpack_bits); code -1: not for tensors. */
 static PyObject *add_dtype(PyObject *module, PyObject *args)
 {
     PyObject *dtype, *numpy;
@@ -303,21 +302,21 @@ static PyObject *add_dtype(PyObject *module, PyObject *args)
     (void)module;
     if (!PyArg_ParseTuple(args, "OOKii", &dtype, &numpy, &itemsize, &code, &bits))
         return NULL;
-    if (visible.n_dtypes == MOST_DTYPES) {
+    if (registered.n_dtypes == MAX_DTYPES) {
         PyErr_SetString(PyExc_ValueError, "too many dtypes");
         return NULL;
     }
-    const int i = visible.n_dtypes++;
-    keep(&visible.dtypes[i].dtype, dtype);
-    keep(&visible.dtypes[i].numpy, numpy);
-    visible.dtypes[i].itemsize = (size_t)itemsize;
-    visible.dtypes[i].code = code;
-    visible.dtypes[i].bits = bits;
+    const int i = registered.n_dtypes++;
+    set_object(&registered.dtypes[i].dtype, dtype);
+    set_object(&registered.dtypes[i].numpy, numpy);
+    registered.dtypes[i].itemsize = (size_t)itemsize;
+    registered.dtypes[i].code = code;
+    registered.dtypes[i].bits = bits;
     Py_RETURN_NONE;
 }
 
-/* add_type(type, exchange_api, is_unusual): a type of tensors that show themselves through DLPack's
- * exchange API. Returns whether that can be used. */
+/* add_type(type, exchange_api, is_unusual): register a tensor type with DLPack's exchange API.
+ * Returns whether its version is supported. */
 static PyObject *add_type(PyObject *module, PyObject *args)
 {
     PyObject *type, *capsule, *is_unusual;
@@ -330,35 +329,36 @@ static PyObject *add_type(PyObject *module, PyObject *args)
     while (exchange && exchange->major > 1)
         exchange = exchange->previous;
     if (!exchange || exchange->major != 1 || !exchange->tensor_from_object ||
-        visible.n_types == MOST_TYPES)
+        registered.n_types == MAX_TYPES)
         Py_RETURN_FALSE;
-    const int i = visible.n_types++;
-    keep(&visible.types[i].type, type);
-    keep(&visible.types[i].is_unusual, is_unusual);
-    visible.types[i].exchange = exchange;
+    const int i = registered.n_types++;
+    set_object(&registered.types[i].type, type);
+    set_object(&registered.types[i].is_unusual, is_unusual);
+    registered.types[i].exchange = exchange;
     Py_RETURN_TRUE;
 }
 
-/* look(array): (dtype, address, count, rows, writable) of an array that is seen here; else None. */
-static PyObject *look(PyObject *module, PyObject *array)
+/* view_array(array): return (dtype, address, count, rows, writable), or None if it is not supported
+ * here. */
+static PyObject *view_array(PyObject *module, PyObject *array)
 {
-    struct seen seen;
+    struct view view;
     (void)module;
-    const int usual = is_usual(array);
-    if (usual < 0)
+    const int plain = is_plain(array);
+    if (plain < 0)
         return NULL;
-    if (!usual || !see(&seen, array))
+    if (!plain || !view_object(&view, array))
         Py_RETURN_NONE;
-    return Py_BuildValue("OKKKi", seen.dtype, (unsigned long long)(uintptr_t)seen.data,
-                         (unsigned long long)seen.count, (unsigned long long)seen.rows,
-                         seen.writable);
+    return Py_BuildValue("OKKKi", view.dtype, (unsigned long long)(uintptr_t)view.data,
+                         (unsigned long long)view.count, (unsigned long long)view.rows,
+                         view.writable);
 }
 
-/* set_numpy(type): the type of NumPy's arrays; None: they are left to Python. */
+/* set_numpy(type): set the type of NumPy arrays; None: leave them to Python. */
 static PyObject *set_numpy(PyObject *module, PyObject *type)
 {
     (void)module;
-    keep(&visible.numpy_type, type);
+    set_object(&registered.numpy_type, type);
     Py_RETURN_NONE;
 }
 

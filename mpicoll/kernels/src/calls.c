@@ -1,10 +1,9 @@
-/* The short way of a call: look at the arrays, find the plan, count, and carry it out in the memory
- * that the ranks share, without a line of Python. What is unusual about a call in any way, and every
- * error, is left to the Python function that it takes the place of, mpicoll/dispatch/execute.py's
- * run_fast and run_all, to the same behaviour.
+/* The native fast path: views the arrays, finds the registered call, counts it, and runs it in the
+ * ranks' shared memory, without Python. Anything that it does not support, and every error, falls
+ * back to the Python function that it replaces, run_fast or run_all of mpicoll/dispatch/execute.py,
+ * with the same behavior.
  *
- * An extension module for CPython's limited API: one file serves all versions from 3.10 on.
- */
+ * An extension module for CPython's limited API: one binary serves all versions from 3.10 on. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030A0000
@@ -19,189 +18,196 @@
 #include <structmember.h>
 #include <time.h>
 
-/* What Python has told this module. */
+/* Python objects, see set_up. */
 static struct {
-    PyObject *state;      /* of mpicoll.core.groups: its attribute `default` is the group */
+    PyObject *state;      /* of mpicoll.core.groups; its attribute `default` is the default group */
     PyObject *group_type; /* ProcessGroup */
-    /* Functions in Python, see Ways in mpicoll/kernels/calls.py. */
+    /* Python functions, see Fallbacks in mpicoll/kernels/calls.py. */
     PyObject *run_fast, *run_later, *run_all, *finish, *finished;
     PyObject *default_name, *submitted_name, *finished_name, *no, *yes;
-} known;
+} python;
 
-/* ---- A group's calls --------------------------------------------------------------------------- */
+/* ---- A group's calls ------------------------------------------------------------------------- */
 
 typedef int all_reduce_function(const void *kind, char *array, size_t count, uint32_t number);
 typedef int blocks_function(const void *kind, const char *send, char *recv, size_t count,
                             uint32_t root, uint32_t number);
-typedef int agree_function(const void *shared, uint32_t number, uint64_t what, uint64_t count);
+typedef int compare_function(const void *shared, uint32_t number, uint64_t what, uint64_t count);
 typedef int lists_function(const void *kind, const struct block *send, const struct block *recv,
                            size_t count, uint32_t root, uint32_t number);
-typedef int ask_function(const void *shared, uint32_t number, uint64_t what, uint64_t count,
+typedef int all_entered_function(const void *shared, uint32_t number, uint64_t what, uint64_t count,
                          uint64_t nanoseconds);
 typedef int fused_function(const void *kind, char *const *send, char *const *recv, size_t *ends,
                            size_t n, uint64_t sizes, uint32_t number);
 
-/* Which of these a way calls. Each returns 1 if it has carried the call out, or, FUSED, the calls of a
- * list. */
-enum { ALL_REDUCE, BLOCKS, AGREE, LISTS, FUSED };
+/* Type of the function of a fast path. Each returns 1 if it has run the call, or, FUSED, the calls
+ * of a list. */
+enum { ALL_REDUCE, BLOCKS, COMPARE, LISTS, FUSED };
 
-/* How calls of one kind and of some sizes are carried out here. */
-struct way {
-    PyObject *primitive, *dtype, *op; /* objects of the tables: the same call has the same */
-    PyObject *owner;                  /* of the memory that `argument` is in */
-    uint64_t signature;               /* the call's, without the root */
-    size_t fewest, end;               /* counts of a block */
-    size_t n, me;                     /* ranks, and this one */
+/* How calls of one primitive, dtype, op and range of sizes are run here. */
+struct fast_path {
+    PyObject *primitive, *dtype, *op; /* compared by identity */
+    PyObject *owner;                  /* owner of the memory at `argument` */
+    uint64_t signature;               /* of the call, without the root */
+    size_t min_count, end;               /* range of the elements of a block */
+    size_t n, me;                     /* number of ranks, and this rank */
     void *function;
     const void *argument;
-    int shape;
-    int many_in, many_out; /* as many blocks as ranks */
-    int listed;            /* which come as lists; those that only the root has are None elsewhere */
-    int has_input, even, rooted;
-    uint64_t parts; /* numbers of an element, as the ranks compare them */
-    ask_function *ask; /* whether all ranks make an asynchronous call now; or NULL */
-    const void *ask_argument;
-    uint64_t patience; /* nanoseconds */
+    int type;
+    int many_in, many_out; /* the input, or output, has one block per rank */
+    int listed;            /* as a list of arrays; None on ranks other than the root if rooted */
+    int has_input, even, has_root;
+    uint64_t numbers_per_element; /* numbers that make up an element */
+    all_entered_function
+        *all_entered; /* returns whether all ranks have entered an async call; or NULL */
+    const void *all_entered_argument;
+    uint64_t timeout_ns; /* for all_entered */
 };
 
-/* A call in the history: see CallEntry in mpicoll/kernels/calls.py. Times are nanoseconds of the monotonic
- * clock; 0: not yet. */
-struct past {
+/* An entry of the call history, see CallEntry in mpicoll/kernels/calls.py. Times are nanoseconds of
+ * the monotonic clock; 0: not yet. */
+struct entry {
     uint64_t id, place, number, kind, sizes, thread;
     int64_t created, started, completed;
     uint32_t root;
 };
 
-/* A group's last call. Other processes read it while this one waits: see mpicoll/watch/board.py, which
- * has the same. */
-struct cell {
-    uint64_t group, limit; /* written there */
+/* The record of a group's last call. The node monitor reads it while this process waits; mirrored
+ * in mpicoll/watch/board.py. */
+struct last_call {
+    uint64_t group, limit; /* written by mpicoll/watch/board.py */
     uint64_t number, kind, sizes, root;
-    uint64_t inside; /* the call has not ended */
-    uint64_t thread; /* that makes it */
+    uint64_t running; /* the call is running */
+    uint64_t thread; /* that runs it */
 };
 
 typedef struct {
     PyObject_HEAD
-    struct past *history; /* a ring of the latest calls */
+    struct entry *history; /* ring of the latest calls */
     size_t length, next;
-    uint64_t entered, begun; /* calls that were put there, and that have begun */
-    struct past *current;    /* the one that is under way, if it is `current_id`'s yet */
+    uint64_t entered, begun; /* number of calls entered into the history, and of calls begun */
+    struct entry *current;    /* the running call, if its id is still current_id */
     uint64_t current_id;
     unsigned long long sequence;
-    PyObject *lock, *acquire, *release; /* the lock that is held during a call, and its methods */
-    PyObject *worker;                   /* the group's thread, or None */
-    PyObject *record;                   /* of the calls; see the attribute recent */
-    int compared;                       /* each call is compared by itself: only the last counts */
-    int dropped;                        /* and that differed */
-    struct cell *last, own; /* the last call: in memory that others read, or here */
+    PyObject *lock, *acquire, *release; /* the lock held during a call, and its methods */
+    PyObject *worker;                   /* the group's progress thread, or None */
+    PyObject *record;                   /* the call records, see the attribute recent */
+    int compared; /* each call is compared as it runs, so only the last record is kept */
+    int dropped;                        /* the last call was a mismatch that has been reported */
+    struct last_call *last, own; /* the last call: in the status page, or in `own` */
     unsigned long long next_check;
-    struct way *ways;
-    size_t n_ways;
+    struct fast_path *paths;
+    size_t n_paths;
 } Calls;
 
-/* The count of a block of a call: where blocks come as a list, that of the array beside it. */
-static size_t count_of(const struct way *way, const struct side *out, const struct side *in)
+/* Returns the elements of a block; for lists of arrays, of the single array on the opposite side.
+ */
+static size_t count_of(const struct fast_path *path, const struct operand *out,
+                       const struct operand *in)
 {
-    if (way->listed)
-        return way->many_in ? out->first.count : in->first.count;
-    return way->many_out ? out->first.count / way->n : out->first.count;
+    if (path->listed)
+        return path->many_in ? out->first.count : in->first.count;
+    return path->many_out ? out->first.count / path->n : out->first.count;
 }
 
-static int serves(const struct way *way, PyObject *primitive, PyObject *dtype, PyObject *op,
+static int matches(const struct fast_path *path, PyObject *primitive, PyObject *dtype, PyObject *op,
                   size_t count)
 {
-    return way->primitive == primitive && way->dtype == dtype && way->op == op &&
-           count >= way->fewest && count < way->end;
+    return path->primitive == primitive && path->dtype == dtype && path->op == op &&
+           count >= path->min_count && count < path->end;
 }
 
-static const struct way *find(const Calls *calls, PyObject *primitive, PyObject *dtype,
-                              PyObject *op, const struct side *out, const struct side *in)
+static const struct fast_path *find_path(const Calls *calls, PyObject *primitive, PyObject *dtype,
+                              PyObject *op, const struct operand *out, const struct operand *in)
 {
-    for (size_t i = 0; i < calls->n_ways; i++) {
-        const struct way *way = &calls->ways[i];
-        if (way->shape != FUSED && serves(way, primitive, dtype, op, count_of(way, out, in)))
-            return way;
+    for (size_t i = 0; i < calls->n_paths; i++) {
+        const struct fast_path *path = &calls->paths[i];
+        if (path->type != FUSED && matches(path, primitive, dtype, op, count_of(path, out, in)))
+            return path;
     }
     return NULL;
 }
 
-/* The way of a list of calls of which the largest has `*count` elements a block, or, NULL, any. */
-static const struct way *find_fused(const Calls *calls, PyObject *primitive, PyObject *dtype,
+/* Returns the fast path of a list of calls whose largest has `*count` elements per block; NULL:
+ * any. */
+static const struct fast_path *find_fused(const Calls *calls, PyObject *primitive, PyObject *dtype,
                                     PyObject *op, const size_t *count)
 {
-    for (size_t i = 0; i < calls->n_ways; i++) {
-        const struct way *way = &calls->ways[i];
-        if (way->shape == FUSED &&
-            serves(way, primitive, dtype, op, count ? *count : way->fewest))
-            return way;
+    for (size_t i = 0; i < calls->n_paths; i++) {
+        const struct fast_path *path = &calls->paths[i];
+        if (path->type == FUSED &&
+            matches(path, primitive, dtype, op, count ? *count : path->min_count))
+            return path;
     }
     return NULL;
 }
 
-/* Blocks of an input and an output that are one array each fit and can be cut between rows. */
-static int arrays_fit(const struct way *way, const struct seen *in, const struct seen *out,
+/* Returns whether the sizes of an input and an output of one array each match, and both can be
+ * split between rows. */
+static int arrays_fit(const struct fast_path *path, const struct view *in, const struct view *out,
                       size_t count)
 {
-    const size_t n = way->n;
-    return in->count == (way->many_in ? n : 1) * count &&
-           out->count == (way->many_out ? n : 1) * count &&
-           (way->even || (in->rows % n == 0 && out->rows % n == 0));
+    const size_t n = path->n;
+    return in->count == (path->many_in ? n : 1) * count &&
+           out->count == (path->many_out ? n : 1) * count &&
+           (path->even || (in->rows % n == 0 && out->rows % n == 0));
 }
 
-/* A side is what this rank has to have: a list if it holds blocks, nothing if only the root has it. */
-static int is_whole(const struct way *way, const struct side *side, int many, unsigned long root)
+/* Returns whether an operand is as this rank must pass it: a list if there is one block per rank,
+ * nothing if only the root has it. */
+static int is_expected(const struct fast_path *path, const struct operand *operand, int many,
+                       unsigned long root)
 {
-    if (many && way->rooted && way->me != root)
-        return side->n == 0;
-    return many ? side->held && side->n == way->n : !side->held && side->n == 1;
+    if (many && path->has_root && path->me != root)
+        return operand->n == 0;
+    return many ? operand->held && operand->n == path->n : !operand->held && operand->n == 1;
 }
 
-/* The same for blocks that come as lists. */
-static int lists_fit(const struct way *way, const struct side *in, const struct side *out,
-                     unsigned long root)
+/* The same as arrays_fit for lists of arrays. */
+static int lists_fit(const struct fast_path *path, const struct operand *in,
+                     const struct operand *out, unsigned long root)
 {
-    if (!is_whole(way, in, way->many_in, root) || !is_whole(way, out, way->many_out, root) ||
-        (out->held && overlaps_itself(out)))
+    if (!is_expected(path, in, path->many_in, root) ||
+        !is_expected(path, out, path->many_out, root) || (out->held && overlaps_itself(out)))
         return 0;
-    if (way->many_in && way->many_out) /* what a rank sends to itself */
-        return in->blocks[way->me].count == out->blocks[way->me].count;
-    const struct side *list = way->many_in ? in : out, *own = way->many_in ? out : in;
+    if (path->many_in && path->many_out) /* the block that a rank sends to itself */
+        return in->blocks[path->me].count == out->blocks[path->me].count;
+    const struct operand *list = path->many_in ? in : out, *own = path->many_in ? out : in;
     if (list->n == 0)
         return 1;
-    return list->alike && list->first.count == own->first.count &&
-           (!way->rooted ||
-            (list->alike_in_shape && have_same_shape(&list->first, &own->first)));
+    return list->same_count && list->first.count == own->first.count &&
+           (!path->has_root ||
+            (list->same_shape && have_same_shape(&list->first, &own->first)));
 }
 
-/* Input and output belong together, and do not overlap. */
-static int fits(const struct way *way, const struct side *in, const struct side *out,
+/* Returns whether input and output match and do not overlap. */
+static int fits(const struct fast_path *path, const struct operand *in, const struct operand *out,
                 unsigned long root, size_t count)
 {
     if (in->n && out->n && (in->first.dtype != out->first.dtype || overlap(in, out)))
         return 0;
-    if (way->listed)
-        return lists_fit(way, in, out, root);
+    if (path->listed)
+        return lists_fit(path, in, out, root);
     return in->n == 1 && !in->held && out->n == 1 && !out->held &&
-           arrays_fit(way, &in->first, &out->first, count);
+           arrays_fit(path, &in->first, &out->first, count);
 }
 
-/* Cuts a side that is one array into its blocks. */
-static void cut(struct side *side, size_t n, size_t count)
+/* Splits an operand of one array into its blocks. */
+static void split_blocks(struct operand *operand, size_t n, size_t count)
 {
-    for (size_t k = 0; k < n && k < MOST_ARRAYS; k++)
-        side->blocks[k] =
-            (struct block){side->first.data + k * count * side->first.itemsize, count};
+    for (size_t k = 0; k < n && k < MAX_ARRAYS; k++)
+        operand->blocks[k] =
+            (struct block){operand->first.data + k * count * operand->first.itemsize, count};
 }
 
-/* Whether the group's thread has tasks that are not finished, behind which a call has to queue, or which
- * make it. */
+/* Returns whether the progress thread has unfinished tasks, or is the caller: then the call must be
+ * queued. */
 static int is_busy(const Calls *calls)
 {
     if (calls->worker == Py_None)
         return 0;
-    PyObject *submitted = PyObject_GetAttr(calls->worker, known.submitted_name);
-    PyObject *finished = submitted ? PyObject_GetAttr(calls->worker, known.finished_name) : NULL;
+    PyObject *submitted = PyObject_GetAttr(calls->worker, python.submitted_name);
+    PyObject *finished = submitted ? PyObject_GetAttr(calls->worker, python.finished_name) : NULL;
     const int idle = finished ? PyObject_RichCompareBool(submitted, finished, Py_EQ) : -1;
     Py_XDECREF(submitted);
     Py_XDECREF(finished);
@@ -210,19 +216,20 @@ static int is_busy(const Calls *calls)
     return idle != 1;
 }
 
-/* Whether all ranks make an asynchronous call now: then it is best carried out at once, where no
- * processor is free for a thread that would. */
-static int are_all_here(const Calls *calls, const struct way *way, uint64_t sizes,
+/* Returns whether all ranks have entered this async call. Then it is best run inline, because no
+ * processor is free for the progress thread. */
+static int have_all_entered(const Calls *calls, const struct fast_path *path, uint64_t sizes,
                         unsigned long root)
 {
     const uint32_t number = (uint32_t)(calls->sequence + 1);
     int here;
-    Py_INCREF(way->owner);
+    Py_INCREF(path->owner);
     Py_BEGIN_ALLOW_THREADS;
-    here = way->ask(way->ask_argument, number, way->signature | (uint64_t)root << 24,
-                    sizes * way->parts, way->patience);
+    here = path->all_entered(path->all_entered_argument, number,
+                             path->signature | (uint64_t)root << 24,
+                             sizes * path->numbers_per_element, path->timeout_ns);
     Py_END_ALLOW_THREADS;
-    Py_DECREF(way->owner);
+    Py_DECREF(path->owner);
     return here;
 }
 
@@ -233,40 +240,40 @@ static int64_t now(void)
     return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
-/* Puts a call into the history; NULL if there is none. */
-static struct past *enter(Calls *calls, uint64_t kind, uint64_t sizes, uint32_t root)
+/* Adds a call to the history. Returns NULL if no history is kept. */
+static struct entry *enter(Calls *calls, uint64_t kind, uint64_t sizes, uint32_t root)
 {
     if (!calls->length)
         return NULL;
-    struct past *past = &calls->history[calls->next];
+    struct entry *entry = &calls->history[calls->next];
     calls->next = calls->next + 1 < calls->length ? calls->next + 1 : 0;
-    *past = (struct past){.id = ++calls->entered,
+    *entry = (struct entry){.id = ++calls->entered,
                           .kind = kind,
                           .sizes = sizes,
                           .root = root,
                           .thread = PyThread_get_thread_ident(),
                           .created = now()};
-    return past;
+    return entry;
 }
 
-/* Begins a call of the history at a time. */
-static void start(Calls *calls, struct past *past, int64_t time)
+/* Marks a call of the history as started. */
+static void start(Calls *calls, struct entry *entry, int64_t time)
 {
-    past->place = ++calls->begun;
-    past->number = calls->sequence;
-    past->started = time;
-    calls->current = past;
-    calls->current_id = past->id;
+    entry->place = ++calls->begun;
+    entry->number = calls->sequence;
+    entry->started = time;
+    calls->current = entry;
+    calls->current_id = entry->id;
 }
 
 static void start_now(Calls *calls, uint64_t kind, uint64_t sizes, uint32_t root)
 {
-    struct past *past = enter(calls, kind, sizes, root);
-    if (past)
-        start(calls, past, past->created);
+    struct entry *entry = enter(calls, kind, sizes, root);
+    if (entry)
+        start(calls, entry, entry->created);
 }
 
-/* The call that is under way is done. */
+/* Marks the running call as completed. */
 static void complete(Calls *calls)
 {
     if (calls->current && calls->current->id == calls->current_id)
@@ -274,53 +281,53 @@ static void complete(Calls *calls)
     calls->current = NULL;
 }
 
-/* Notes what the last call is, and that it has begun. */
-static void note(Calls *calls, uint64_t kind, uint64_t sizes, uint64_t root)
+/* Records the last call as running. */
+static void record_last(Calls *calls, uint64_t kind, uint64_t sizes, uint64_t root)
 {
-    struct cell *last = calls->last;
+    struct last_call *last = calls->last;
     last->number = calls->sequence;
     last->kind = kind;
     last->sizes = sizes;
     last->root = root;
     last->thread = (uint64_t)(uintptr_t)pthread_self(); /* as threading.get_ident */
-    __atomic_store_n(&last->inside, 1, __ATOMIC_RELEASE);
+    __atomic_store_n(&last->running, 1, __ATOMIC_RELEASE);
     calls->dropped = 0;
 }
 
-/* Notes that the last call has ended, and releases the lock. Returns a new reference, or NULL. */
+/* Marks the last call as ended and releases the lock. Returns a new reference, or NULL. */
 static PyObject *release(Calls *calls)
 {
-    __atomic_store_n(&calls->last->inside, 0, __ATOMIC_RELEASE);
+    __atomic_store_n(&calls->last->running, 0, __ATOMIC_RELEASE);
     return PyObject_CallFunctionObjArgs(calls->release, NULL);
 }
 
-/* Begins a call: takes the lock, counts the call, and puts it on the record. Returns 1, 0 if another
- * thread is in a call, or -1 with an exception. */
-static int begin(Calls *calls, const struct way *way, uint64_t sizes, unsigned long root)
+/* Begins a call: takes the lock, counts the call and records it. Returns 1; 0 if another thread is
+ * in a call; -1 with an exception. */
+static int begin(Calls *calls, const struct fast_path *path, uint64_t sizes, unsigned long root)
 {
-    PyObject *got = PyObject_CallFunctionObjArgs(calls->acquire, known.no, NULL);
+    PyObject *got = PyObject_CallFunctionObjArgs(calls->acquire, python.no, NULL);
     if (!got)
         return -1;
     Py_DECREF(got);
-    if (got == known.no)
+    if (got == python.no)
         return 0;
     calls->sequence++;
-    note(calls, way->signature, sizes, root);
-    start_now(calls, way->signature, sizes, (uint32_t)root);
-    Py_INCREF(way->owner);
+    record_last(calls, path->signature, sizes, root);
+    start_now(calls, path->signature, sizes, (uint32_t)root);
+    Py_INCREF(path->owner);
     return 1;
 }
 
-/* Ends a call by what its function has returned. Returns 1, or -1 with an exception. */
-static int end(Calls *calls, const struct way *way, int result, PyObject *primitive,
+/* Ends a call, given the result of its function. Returns 1, or -1 with an exception. */
+static int end(Calls *calls, const struct fast_path *path, int result, PyObject *primitive,
                PyObject *output, PyObject *input, PyObject *root)
 {
     PyObject *type = NULL, *error = NULL, *traceback = NULL;
     int done = result == 1;
-    if (!done) { /* all ranks find out together why, and how it goes on */
+    if (!done) { /* Python finds the reason together with the other ranks, and may retry */
         PyObject *what = PyLong_FromLong(result);
         PyObject *ended =
-            what ? PyObject_CallFunctionObjArgs(known.finish, (PyObject *)calls, way->owner, what,
+            what ? PyObject_CallFunctionObjArgs(python.finish, (PyObject *)calls, path->owner, what,
                                                 primitive, output, input, root, NULL)
                  : NULL;
         done = ended != NULL;
@@ -330,7 +337,7 @@ static int end(Calls *calls, const struct way *way, int result, PyObject *primit
     }
     if (done)
         complete(calls);
-    Py_DECREF(way->owner);
+    Py_DECREF(path->owner);
     PyObject *released = release(calls);
     Py_XDECREF(released);
     if (!done)
@@ -338,89 +345,90 @@ static int end(Calls *calls, const struct way *way, int result, PyObject *primit
     return done && released ? 1 : -1;
 }
 
-/* Of an asynchronous call: it is best left to the group's thread; or it was begun, and has failed with
- * the exception at hand, which is its Work's. */
+/* Results for async calls: the call must be queued; the call has failed with the current exception,
+ * which its Work will raise. */
 enum { QUEUED = 2, FAILED };
 
-/* Carries out a call on arrays that were seen; see carry_out. No Python runs before it begins, so
- * that the group stays as it is. */
-static int carry_out_seen(Calls *calls, PyObject *const *args, struct side *out, struct side *in,
-                          int later)
+/* Runs a call on viewed arrays; see run_call. No Python runs before the call begins, so the state
+ * of the group does not change. */
+static int run_viewed(Calls *calls, PyObject *const *args, struct operand *out, struct operand *in,
+                          int async_op)
 {
     PyObject *primitive = args[0], *op = args[5];
     PyObject *dtype = out->n ? out->first.dtype : in->first.dtype;
-    const struct way *found = find(calls, primitive, dtype, op, out, in);
+    const struct fast_path *found = find_path(calls, primitive, dtype, op, out, in);
     if (!found || !out->first.writable || is_busy(calls))
         return 0;
-    struct way way = *found; /* another thread may add to them */
+    struct fast_path path = *found; /* another thread may change the table */
     unsigned long root = 0;
-    if (way.rooted) {
+    if (path.has_root) {
         root = PyLong_AsUnsignedLong(args[6]);
         if (PyErr_Occurred()) {
             PyErr_Clear();
             return 0;
         }
     }
-    const size_t count = count_of(&way, out, in);
-    if (way.has_input ? !fits(&way, in, out, root, count) : in->n || out->held)
+    const size_t count = count_of(&path, out, in);
+    if (path.has_input ? !fits(&path, in, out, root, count) : in->n || out->held)
         return 0;
-    if (way.shape == LISTS && !way.listed) {
-        cut(out, way.many_out ? way.n : 1, count);
-        cut(in, way.many_in ? way.n : 1, count);
+    if (path.type == LISTS && !path.listed) {
+        split_blocks(out, path.many_out ? path.n : 1, count);
+        split_blocks(in, path.many_in ? path.n : 1, count);
     }
-    const struct side *given = way.has_input ? in : out;
-    const uint64_t sizes = way.even ? count : 0;
-    if (later) {
-        if (!way.ask)
+    const struct operand *given = path.has_input ? in : out;
+    const uint64_t sizes = path.even ? count : 0;
+    if (async_op) {
+        if (!path.all_entered)
             return 0;
-        if (!are_all_here(calls, &way, sizes, root))
+        if (!have_all_entered(calls, &path, sizes, root))
             return QUEUED;
-        /* Meanwhile another thread may have ended the group, or given its thread a task. */
-        found = find(calls, primitive, dtype, op, out, in);
+        /* Meanwhile another thread may have closed the group, or queued a task. */
+        found = find_path(calls, primitive, dtype, op, out, in);
         if (!found || is_busy(calls))
             return 0;
-        way = *found;
+        path = *found;
     }
-    const int begun = begin(calls, &way, sizes, root);
+    const int begun = begin(calls, &path, sizes, root);
     if (begun <= 0)
         return begun;
     const uint32_t number = (uint32_t)calls->last->number;
     int result;
     Py_BEGIN_ALLOW_THREADS;
-    if (way.shape == ALL_REDUCE)
+    if (path.type == ALL_REDUCE)
         result =
-            ((all_reduce_function *)way.function)(way.argument, out->first.data, count, number);
-    else if (way.shape == BLOCKS)
-        result = ((blocks_function *)way.function)(way.argument, given->first.data,
+            ((all_reduce_function *)path.function)(path.argument, out->first.data, count, number);
+    else if (path.type == BLOCKS)
+        result = ((blocks_function *)path.function)(path.argument, given->first.data,
                                                    out->first.data, count, (uint32_t)root, number);
-    else if (way.shape == LISTS)
-        result = ((lists_function *)way.function)(way.argument, given->blocks, out->blocks, count,
+    else if (path.type == LISTS)
+        result = ((lists_function *)path.function)(path.argument, given->blocks, out->blocks, count,
                                                   (uint32_t)root, number);
     else
-        result = ((agree_function *)way.function)(way.argument, number, way.signature, 0);
+        result = ((compare_function *)path.function)(path.argument, number, path.signature, 0);
     Py_END_ALLOW_THREADS;
-    const int done = end(calls, &way, result, primitive, out->held ? out->held : args[3],
+    const int done = end(calls, &path, result, primitive, out->held ? out->held : args[3],
                          in->held ? in->held : args[4], args[6]);
-    /* Others, as of Ctrl-C, are for the program. */
-    return done < 0 && later && PyErr_ExceptionMatches(PyExc_Exception) ? FAILED : done;
+    /* Other exceptions, such as KeyboardInterrupt, are raised at once. */
+    return done < 0 && async_op && PyErr_ExceptionMatches(PyExc_Exception) ? FAILED : done;
 }
 
-/* Carries a call out: 1 if it did, -1 with an exception, 0 if it is not for here; or see above. */
-static int carry_out(Calls *calls, PyObject *const *args, int later)
+/* Runs a call. Returns 1 if it did; -1 with an exception; 0 if it is not supported here; else
+ * QUEUED or FAILED. */
+static int run_call(Calls *calls, PyObject *const *args, int async_op)
 {
-    struct side out, in;
-    if (calls->n_ways == 0)
+    struct operand out, in;
+    if (calls->n_paths == 0)
         return 0;
     out.held = in.held = NULL;
-    int done = take(&out, args[3]);
+    int done = hold_operand(&out, args[3]);
     if (done > 0)
-        done = take(&in, args[4]);
+        done = hold_operand(&in, args[4]);
     if (done > 0)
-        done = see_side(&out, args[3]) && see_side(&in, args[4])
-                   ? carry_out_seen(calls, args, &out, &in, later)
+        done = view_operand(&out, args[3]) && view_operand(&in, args[4])
+                   ? run_viewed(calls, args, &out, &in, async_op)
                    : 0;
     PyObject *type = NULL, *error = NULL, *traceback = NULL;
-    if (out.held || in.held) { /* the last reference to an array, perhaps */
+    if (out.held || in.held) { /* may free an array */
         PyErr_Fetch(&type, &error, &traceback);
         Py_XDECREF(out.held);
         Py_XDECREF(in.held);
@@ -429,22 +437,22 @@ static int carry_out(Calls *calls, PyObject *const *args, int later)
     return done;
 }
 
-/* The group of a call, if it is one of mpicoll's own: a new reference. NULL without an exception for all
- * other calls. */
+/* Returns the group of a call as a new reference; NULL without an exception if it is not a
+ * ProcessGroup of mpicoll. */
 static Calls *group_of(PyObject *group)
 {
     if (group == Py_None)
-        group = PyObject_GetAttr(known.state, known.default_name);
+        group = PyObject_GetAttr(python.state, python.default_name);
     else
         Py_INCREF(group);
-    if (group && (PyObject *)Py_TYPE(group) != known.group_type) {
+    if (group && (PyObject *)Py_TYPE(group) != python.group_type) {
         Py_DECREF(group);
         group = NULL;
     }
     return (Calls *)group;
 }
 
-/* The Work of an asynchronous call that was carried out, or has failed with the exception at hand. */
+/* Returns the Work of an async call that has run, or that has failed with the current exception. */
 static PyObject *finished(Calls *calls, PyObject *primitive, PyObject *output)
 {
     PyObject *type, *error, *traceback;
@@ -452,7 +460,7 @@ static PyObject *finished(Calls *calls, PyObject *primitive, PyObject *output)
     PyErr_NormalizeException(&type, &error, &traceback);
     if (error && traceback)
         PyException_SetTraceback(error, traceback);
-    PyObject *work = PyObject_CallFunctionObjArgs(known.finished, (PyObject *)calls, primitive,
+    PyObject *work = PyObject_CallFunctionObjArgs(python.finished, (PyObject *)calls, primitive,
                                                   output, error ? error : Py_None, NULL);
     Py_XDECREF(type);
     Py_XDECREF(error);
@@ -467,14 +475,14 @@ static PyObject *run_fast(PyObject *module, PyObject *const *args, Py_ssize_t n)
         PyErr_Format(PyExc_TypeError, "run_fast takes 7 arguments, not %zd", n);
         return NULL;
     }
-    const int later = args[2] == known.yes;
-    Calls *calls = later || args[2] == known.no ? group_of(args[1]) : NULL;
-    PyObject *python_way = known.run_fast, *result = NULL;
+    const int async_op = args[2] == python.yes;
+    Calls *calls = async_op || args[2] == python.no ? group_of(args[1]) : NULL;
+    PyObject *fallback = python.run_fast, *result = NULL;
     if (calls) {
-        const int done = carry_out(calls, args, later);
+        const int done = run_call(calls, args, async_op);
         if (done == QUEUED)
-            python_way = known.run_later;
-        else if (done > 0 && later)
+            fallback = python.run_later;
+        else if (done > 0 && async_op)
             result = finished(calls, args[0], args[3]);
         else if (done > 0)
             result = (Py_INCREF(Py_None), Py_None);
@@ -483,75 +491,76 @@ static PyObject *run_fast(PyObject *module, PyObject *const *args, Py_ssize_t n)
             return result;
     }
     return PyErr_Occurred() ? NULL
-                            : PyObject_CallFunctionObjArgs(python_way, args[0], args[1], args[2],
+                            : PyObject_CallFunctionObjArgs(fallback, args[0], args[1], args[2],
                                                            args[3], args[4], args[5], args[6],
                                                            NULL);
 }
 
-/* ---- A list of calls --------------------------------------------------------------------------- */
+/* ---- Lists of calls -------------------------------------------------------------------------- */
 
-/* The root of a list of calls, see mpicoll/core/signature.py, and the mark of what sizes come to. */
+/* The root of a list of calls, see mpicoll/core/signature.py, and the bit that marks a hash of
+ * sizes. */
 #define LIST 0xFFFFFFFFul
 static const uint64_t HASH = 1ull << 59;
 
-/* Returns a tuple of the items of a list or tuple, in which tuples stand for lists: a new reference. NULL
- * without an exception if it is not for here, or if an array is not a usual one. */
-static PyObject *take_all(PyObject *list)
+/* Returns a tuple of the items, in which tuples replace lists, as a new reference. NULL without an
+ * exception if this is not a list or tuple, or contains unsupported arrays. */
+static PyObject *hold_all(PyObject *list)
 {
     PyObject *all = PyList_CheckExact(list) ? PyList_AsTuple(list)
                     : PyTuple_CheckExact(list) ? PyTuple_GetSlice(list, 0, PyTuple_Size(list))
                                                : NULL;
     const Py_ssize_t n = all ? PyTuple_Size(all) : 0;
-    PyObject *taken = n > 0 ? PyTuple_New(n) : NULL;
-    int usual = taken != NULL;
-    for (Py_ssize_t i = 0; i < n && usual > 0; i++) {
+    PyObject *held_items = n > 0 ? PyTuple_New(n) : NULL;
+    int plain = held_items != NULL;
+    for (Py_ssize_t i = 0; i < n && plain > 0; i++) {
         PyObject *item = PyTuple_GetItem(all, i);
-        struct side side;
-        side.held = NULL;
-        usual = item == Py_None ? 0 : take(&side, item);
-        if (usual > 0)
-            PyTuple_SetItem(taken, i, side.held ? side.held : (Py_INCREF(item), item));
+        struct operand operand;
+        operand.held = NULL;
+        plain = item == Py_None ? 0 : hold_operand(&operand, item);
+        if (plain > 0)
+            PyTuple_SetItem(held_items, i, operand.held ? operand.held : (Py_INCREF(item), item));
         else
-            Py_XDECREF(side.held);
+            Py_XDECREF(operand.held);
     }
     Py_XDECREF(all);
-    if (usual <= 0)
-        Py_CLEAR(taken);
-    return taken;
+    if (plain <= 0)
+        Py_CLEAR(held_items);
+    return held_items;
 }
 
-/* Sees an item that take_all returned. */
-static int see_item(struct side *side, PyObject *items, Py_ssize_t i)
+/* Views an item of a tuple that hold_all returned. */
+static int view_item(struct operand *operand, PyObject *items, Py_ssize_t i)
 {
     PyObject *item = items == Py_None ? Py_None : PyTuple_GetItem(items, i);
-    side->held = PyTuple_CheckExact(item) ? item : NULL;
-    return see_side(side, item);
+    operand->held = PyTuple_CheckExact(item) ? item : NULL;
+    return view_operand(operand, item);
 }
 
-/* What a list of calls is carried out on: of each block, of all that are sent, then of all that are
- * received, the place in each call; and the ends of the calls' elements in a block. */
+/* The arrays of a list of calls. send, recv: address by block, then by call. ends: each call's end,
+ * as an index of a block's elements. */
 struct fused {
     char **send, **recv;
     size_t *ends;
     size_t n;
     PyObject *dtype;
-    size_t most; /* elements of a call's block */
+    size_t max_count; /* maximum number of elements in a block of one call */
 };
 
-/* Memory of a span, for finding what is both read and written. */
+/* A memory range, to find memory that is both read and written. */
 struct span {
     uintptr_t begin, end;
     int written;
 };
 
-static int by_begin(const void *one, const void *other)
+static int compare_begin(const void *one, const void *other)
 {
     const uintptr_t a = ((const struct span *)one)->begin, b = ((const struct span *)other)->begin;
     return (a > b) - (a < b);
 }
 
-/* Whether memory is written twice, or both read and written, in one call or in two: 1, 0, or -1 with
- * an exception. */
+/* Returns whether memory is written twice, or read by one call and written by the same or another:
+ * 1, 0, or -1 with an exception. */
 static int overlap_any(const struct fused *fused, size_t blocks_in, size_t blocks_out,
                        size_t itemsize)
 {
@@ -565,12 +574,12 @@ static int overlap_any(const struct fused *fused, size_t blocks_in, size_t block
     }
     for (size_t k = 0; k < all; k++) {
         const size_t call = k % n, count = fused->ends[call] - (call ? fused->ends[call - 1] : 0);
-        const uintptr_t begin = (uintptr_t)fused->send[k]; /* those that are received come behind */
+        const uintptr_t begin = (uintptr_t)fused->send[k]; /* `recv` follows `send` */
         spans[k] = (struct span){begin, begin + count * itemsize, k >= n * blocks_in};
         sorted = sorted && (k == 0 || spans[k - 1].begin <= begin);
     }
     if (!sorted)
-        qsort(spans, all, sizeof *spans, by_begin);
+        qsort(spans, all, sizeof *spans, compare_begin);
     for (size_t k = 0; k < all && !found; k++) {
         uintptr_t *own = spans[k].written ? &written : &read;
         if (spans[k].begin == spans[k].end)
@@ -582,36 +591,36 @@ static int overlap_any(const struct fused *fused, size_t blocks_in, size_t block
     return found;
 }
 
-/* Sees the arrays of all calls and puts them into the table. Returns 1, or 0 if they are not for here. */
-static int see_calls(const struct way *way, struct fused *fused, PyObject *outputs,
+/* Views the arrays of all calls and fills the table. Returns 0 if they are not supported here. */
+static int view_calls(const struct fast_path *path, struct fused *fused, PyObject *outputs,
                         PyObject *inputs)
 {
     const size_t n = fused->n;
-    const size_t blocks_in = way->many_in ? way->n : 1, blocks_out = way->many_out ? way->n : 1;
-    struct side out, in;
+    const size_t blocks_in = path->many_in ? path->n : 1, blocks_out = path->many_out ? path->n : 1;
+    struct operand out, in;
     size_t total = 0;
     for (size_t i = 0; i < n; i++) {
-        if (!see_item(&out, outputs, (Py_ssize_t)i) || !see_item(&in, inputs, (Py_ssize_t)i) ||
+        if (!view_item(&out, outputs, (Py_ssize_t)i) || !view_item(&in, inputs, (Py_ssize_t)i) ||
             out.first.dtype != fused->dtype || !out.first.writable)
             return 0;
-        const size_t count = count_of(way, &out, &in);
-        if (way->has_input ? !fits(way, &in, &out, 0, count) : in.n || out.held)
+        const size_t count = count_of(path, &out, &in);
+        if (path->has_input ? !fits(path, &in, &out, 0, count) : in.n || out.held)
             return 0;
         if (!out.held)
-            cut(&out, blocks_out, count);
+            split_blocks(&out, blocks_out, count);
         if (!in.held && in.n)
-            cut(&in, blocks_in, count);
+            split_blocks(&in, blocks_in, count);
         for (size_t k = 0; k < blocks_out; k++)
             fused->recv[k * n + i] = out.blocks[k].data;
         for (size_t k = 0; k < blocks_in && in.n; k++)
             fused->send[k * n + i] = in.blocks[k].data;
         fused->ends[i] = total += count;
-        fused->most = count > fused->most ? count : fused->most;
+        fused->max_count = count > fused->max_count ? count : fused->max_count;
     }
     return 1;
 }
 
-/* What the sizes of the calls come to: see encode_list in mpicoll/core/signature.py. */
+/* Hash of the sizes of the calls: see encode_list in mpicoll/core/signature.py. */
 static uint64_t hash_sizes(const size_t *ends, size_t n)
 {
     uint64_t sum = 0;
@@ -625,20 +634,20 @@ static uint64_t hash_sizes(const size_t *ends, size_t n)
     return (sum & (HASH - 1)) | HASH;
 }
 
-/* Carries out the calls that take_all returned; the rest is as in carry_out. */
-static int carry_out_taken(Calls *calls, PyObject *primitive, PyObject *op, PyObject *outputs,
+/* Runs the calls that hold_all returned; see run_call. */
+static int run_held(Calls *calls, PyObject *primitive, PyObject *op, PyObject *outputs,
                            PyObject *inputs)
 {
-    struct side first;
-    if (!see_item(&first, outputs, 0) || is_busy(calls))
+    struct operand first;
+    if (!view_item(&first, outputs, 0) || is_busy(calls))
         return 0;
-    const struct way *found = find_fused(calls, primitive, first.first.dtype, op, NULL);
+    const struct fast_path *found = find_fused(calls, primitive, first.first.dtype, op, NULL);
     if (!found || found->has_input == (inputs == Py_None))
         return 0;
-    struct way way = *found; /* another thread may add to them */
+    struct fast_path path = *found; /* another thread may change the table */
     struct fused fused = {NULL, NULL, NULL, (size_t)PyTuple_Size(outputs), first.first.dtype, 0};
-    const size_t blocks_in = way.has_input ? way.many_in ? way.n : 1 : 0;
-    const size_t blocks_out = way.many_out ? way.n : 1;
+    const size_t blocks_in = path.has_input ? path.many_in ? path.n : 1 : 0;
+    const size_t blocks_out = path.many_out ? path.n : 1;
     char **table = PyMem_Malloc(fused.n * ((blocks_in + blocks_out) * sizeof *table +
                                            sizeof *fused.ends));
     if (!table) {
@@ -648,27 +657,27 @@ static int carry_out_taken(Calls *calls, PyObject *primitive, PyObject *op, PyOb
     fused.send = table;
     fused.recv = table + fused.n * blocks_in;
     fused.ends = (size_t *)(fused.recv + fused.n * blocks_out);
-    int done = see_calls(&way, &fused, outputs, inputs);
-    found = done ? find_fused(calls, primitive, fused.dtype, op, &fused.most) : NULL;
+    int done = view_calls(&path, &fused, outputs, inputs);
+    found = done ? find_fused(calls, primitive, fused.dtype, op, &fused.max_count) : NULL;
     done = found != NULL;
     if (done) {
         done = overlap_any(&fused, blocks_in, blocks_out, first.first.itemsize);
         done = done < 0 ? -1 : !done;
     }
     if (done > 0) {
-        way = *found;
+        path = *found;
         const uint64_t sizes = hash_sizes(fused.ends, fused.n);
-        done = begin(calls, &way, sizes, LIST);
+        done = begin(calls, &path, sizes, LIST);
         if (done > 0) {
             const uint32_t number = (uint32_t)calls->last->number;
             int result;
             Py_BEGIN_ALLOW_THREADS;
-            result = ((fused_function *)way.function)(way.argument, fused.send, fused.recv,
+            result = ((fused_function *)path.function)(path.argument, fused.send, fused.recv,
                                                       fused.ends, fused.n, sizes, number);
             Py_END_ALLOW_THREADS;
-            calls->sequence += result == 1; /* the list, and the data */
+            calls->sequence += result == 1; /* the comparison of the list, and the data */
             PyObject *root = PyLong_FromUnsignedLong(LIST);
-            done = end(calls, &way, root ? result : -1, primitive, outputs, inputs,
+            done = end(calls, &path, root ? result : -1, primitive, outputs, inputs,
                        root ? root : Py_None);
             Py_XDECREF(root);
         }
@@ -677,21 +686,21 @@ static int carry_out_taken(Calls *calls, PyObject *primitive, PyObject *op, PyOb
     return done;
 }
 
-static int carry_out_all(Calls *calls, PyObject *const *args)
+static int run_list(Calls *calls, PyObject *const *args)
 {
-    if (calls->n_ways == 0)
+    if (calls->n_paths == 0)
         return 0;
-    PyObject *outputs = take_all(args[4]);
+    PyObject *outputs = hold_all(args[4]);
     PyObject *inputs = NULL;
     if (outputs) {
-        inputs = args[5] == Py_None ? (Py_INCREF(Py_None), Py_None) : take_all(args[5]);
+        inputs = args[5] == Py_None ? (Py_INCREF(Py_None), Py_None) : hold_all(args[5]);
         if (inputs && inputs != Py_None && PyTuple_Size(inputs) != PyTuple_Size(outputs))
             Py_CLEAR(inputs);
     }
     int done = PyErr_Occurred() ? -1 : 0;
     if (inputs)
-        done = carry_out_taken(calls, args[1], args[6], outputs, inputs);
-    PyObject *type, *error, *traceback; /* the last reference to an array, perhaps */
+        done = run_held(calls, args[1], args[6], outputs, inputs);
+    PyObject *type, *error, *traceback; /* may free an array */
     PyErr_Fetch(&type, &error, &traceback);
     Py_XDECREF(outputs);
     Py_XDECREF(inputs);
@@ -706,34 +715,34 @@ static PyObject *run_all(PyObject *module, PyObject *const *args, Py_ssize_t n)
         PyErr_Format(PyExc_TypeError, "run_all takes 7 arguments, not %zd", n);
         return NULL;
     }
-    Calls *calls = args[3] == known.no ? group_of(args[2]) : NULL;
+    Calls *calls = args[3] == python.no ? group_of(args[2]) : NULL;
     if (calls) {
-        const int done = carry_out_all(calls, args);
+        const int done = run_list(calls, args);
         Py_DECREF(calls);
         if (done)
             return done < 0 ? NULL : (Py_INCREF(Py_None), Py_None);
     }
     return PyErr_Occurred() ? NULL
-                            : PyObject_CallFunctionObjArgs(known.run_all, args[0], args[1],
+                            : PyObject_CallFunctionObjArgs(python.run_all, args[0], args[1],
                                                            args[2], args[3], args[4], args[5],
                                                            args[6], NULL);
 }
 
-/* ---- The type ---------------------------------------------------------------------------------- */
+/* ---- The type -------------------------------------------------------------------------------- */
 
-static void forget_ways(Calls *calls)
+static void forget_paths(Calls *calls)
 {
-    struct way *ways = calls->ways;
-    const size_t n = calls->n_ways;
-    calls->ways = NULL;
-    calls->n_ways = 0;
+    struct fast_path *paths = calls->paths;
+    const size_t n = calls->n_paths;
+    calls->paths = NULL;
+    calls->n_paths = 0;
     for (size_t i = 0; i < n; i++) {
-        Py_DECREF(ways[i].primitive);
-        Py_DECREF(ways[i].dtype);
-        Py_DECREF(ways[i].op);
-        Py_DECREF(ways[i].owner);
+        Py_DECREF(paths[i].primitive);
+        Py_DECREF(paths[i].dtype);
+        Py_DECREF(paths[i].op);
+        Py_DECREF(paths[i].owner);
     }
-    PyMem_Free(ways);
+    PyMem_Free(paths);
 }
 
 static int calls_init(PyObject *self, PyObject *args, PyObject *keywords)
@@ -752,12 +761,13 @@ static int calls_init(PyObject *self, PyObject *args, PyObject *keywords)
         Py_XDECREF(release);
         Py_XDECREF(record);
         if (calls->lock)
-            PyErr_SetString(PyExc_TypeError, "it is initialised already");
+            PyErr_SetString(PyExc_TypeError, "Calls is initialised already");
         return -1;
     }
     if (length) {
         calls->history = calloc((size_t)length, sizeof *calls->history);
-        calls->length = calls->history ? (size_t)length : 0; /* it goes without */
+        calls->length =
+            calls->history ? (size_t)length : 0; /* if out of memory, without a history */
     }
     Py_INCREF(lock);
     Py_INCREF(Py_None);
@@ -779,11 +789,11 @@ static int calls_traverse(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(calls->release);
     Py_VISIT(calls->worker);
     Py_VISIT(calls->record);
-    for (size_t i = 0; i < calls->n_ways; i++) {
-        Py_VISIT(calls->ways[i].primitive);
-        Py_VISIT(calls->ways[i].dtype);
-        Py_VISIT(calls->ways[i].op);
-        Py_VISIT(calls->ways[i].owner);
+    for (size_t i = 0; i < calls->n_paths; i++) {
+        Py_VISIT(calls->paths[i].primitive);
+        Py_VISIT(calls->paths[i].dtype);
+        Py_VISIT(calls->paths[i].op);
+        Py_VISIT(calls->paths[i].owner);
     }
     return 0;
 }
@@ -791,7 +801,7 @@ static int calls_traverse(PyObject *self, visitproc visit, void *arg)
 static int calls_clear(PyObject *self)
 {
     Calls *calls = (Calls *)self;
-    forget_ways(calls);
+    forget_paths(calls);
     Py_CLEAR(calls->acquire);
     Py_CLEAR(calls->release);
     Py_CLEAR(calls->lock);
@@ -810,7 +820,7 @@ static void calls_dealloc(PyObject *self)
     Py_DECREF(type);
 }
 
-/* Parses kind, sizes and root; 0 with an exception if they are none. */
+/* Parses kind, sizes and root. Returns 0 with an exception if they are invalid. */
 static int parse_call(PyObject *const *args, unsigned long long *kind, unsigned long long *sizes,
                       uint32_t *root)
 {
@@ -820,7 +830,7 @@ static int parse_call(PyObject *const *args, unsigned long long *kind, unsigned 
     return !PyErr_Occurred();
 }
 
-/* schedule(kind, sizes, root): puts a call that is queued into the history; returns its id there. */
+/* schedule(kind, sizes, root): add a queued call to the history; return its id. */
 static PyObject *calls_schedule(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
     unsigned long long kind, sizes;
@@ -831,11 +841,11 @@ static PyObject *calls_schedule(PyObject *self, PyObject *const *args, Py_ssize_
     }
     if (!parse_call(args, &kind, &sizes, &root))
         return NULL;
-    const struct past *past = enter((Calls *)self, kind, sizes, root);
-    return PyLong_FromUnsignedLongLong(past ? past->id : 0);
+    const struct entry *entry = enter((Calls *)self, kind, sizes, root);
+    return PyLong_FromUnsignedLongLong(entry ? entry->id : 0);
 }
 
-/* begin_uncompared(kind, sizes, root): the same of a call that begins now and is not counted. */
+/* begin_uncompared(kind, sizes, root): add a call that begins now and has no call number. */
 static PyObject *calls_begin_uncompared(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
     unsigned long long kind, sizes;
@@ -850,7 +860,7 @@ static PyObject *calls_begin_uncompared(PyObject *self, PyObject *const *args, P
     Py_RETURN_NONE;
 }
 
-/* complete(): the call that has begun last is done. */
+/* complete(): mark the running call as completed. */
 static PyObject *calls_complete(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -858,7 +868,7 @@ static PyObject *calls_complete(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* history(): the latest calls, oldest first, as tuples: the fields of CallEntry. */
+/* history(): return the latest calls, oldest first, as tuples of CallEntry's fields. */
 static PyObject *calls_history(PyObject *self, PyObject *unused)
 {
     const Calls *calls = (Calls *)self;
@@ -866,14 +876,14 @@ static PyObject *calls_history(PyObject *self, PyObject *unused)
     PyObject *list = PyList_New((Py_ssize_t)n);
     (void)unused;
     for (size_t i = 0; list && i < n; i++) {
-        const struct past *past = &calls->history[(calls->next + calls->length - n + i) %
+        const struct entry *found = &calls->history[(calls->next + calls->length - n + i) %
                                                   calls->length];
         PyObject *entry = Py_BuildValue(
-            "(KKKKKKLLLK)", (unsigned long long)past->id, (unsigned long long)past->place,
-            (unsigned long long)past->number, (unsigned long long)past->kind,
-            (unsigned long long)past->sizes, (unsigned long long)past->root,
-            (long long)past->created, (long long)past->started, (long long)past->completed,
-            (unsigned long long)past->thread);
+            "(KKKKKKLLLK)", (unsigned long long)found->id, (unsigned long long)found->place,
+            (unsigned long long)found->number, (unsigned long long)found->kind,
+            (unsigned long long)found->sizes, (unsigned long long)found->root,
+            (long long)found->created, (long long)found->started, (long long)found->completed,
+            (unsigned long long)found->thread);
         if (!entry)
             Py_CLEAR(list);
         else
@@ -882,8 +892,8 @@ static PyObject *calls_history(PyObject *self, PyObject *unused)
     return list;
 }
 
-/* begin(kind, sizes, root, scheduled=0): counts a call and puts it on the record. Returns whether the
- * record is to be compared with the other ranks' now. */
+/* begin(kind, sizes, root, scheduled=0): count a call and record it. Returns whether the records
+ * must be compared with the other ranks' now. */
 static PyObject *calls_begin(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
     Calls *calls = (Calls *)self;
@@ -899,15 +909,15 @@ static PyObject *calls_begin(PyObject *self, PyObject *const *args, Py_ssize_t n
     if (PyErr_Occurred())
         return NULL;
     calls->sequence++;
-    struct past *past =
+    struct entry *found =
         scheduled && calls->length ? &calls->history[(scheduled - 1) % calls->length] : NULL;
-    if (past && past->id == scheduled) { /* it is there yet */
-        past->thread = PyThread_get_thread_ident();
-        start(calls, past, now());
+    if (found && found->id == scheduled) { /* its entry has not been overwritten */
+        found->thread = PyThread_get_thread_ident();
+        start(calls, found, now());
     } else {
         start_now(calls, kind, sizes, root);
     }
-    note(calls, kind, sizes, root);
+    record_last(calls, kind, sizes, root);
     if (!calls->compared) {
         PyObject *number = PyLong_FromUnsignedLongLong(calls->sequence);
         PyObject *entry = number ? PyTuple_Pack(4, number, args[0], args[1], args[2]) : NULL;
@@ -952,7 +962,7 @@ static int calls_set_recent(PyObject *self, PyObject *value, void *closure)
     return 0;
 }
 
-/* compare_each(): from now on each call is compared by what carries it out. */
+/* compare_each(): from now on each call is compared as it runs. */
 static PyObject *calls_compare_each(PyObject *self, PyObject *unused)
 {
     Calls *calls = (Calls *)self;
@@ -963,32 +973,33 @@ static PyObject *calls_compare_each(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* end(): the last call has ended; releases the lock. */
+/* end(): mark the last call as ended; release the lock. */
 static PyObject *calls_end(PyObject *self, PyObject *unused)
 {
     (void)unused;
     return release((Calls *)self);
 }
 
-/* publish(address): keeps the last call there from now on; 0: here. */
+/* publish(address): keep the last call at this address from now on; 0: in this object. */
 static PyObject *calls_publish(PyObject *self, PyObject *where)
 {
     Calls *calls = (Calls *)self;
-    struct cell *cell = PyLong_AsVoidPtr(where);
+    struct last_call *last_call = PyLong_AsVoidPtr(where);
     if (PyErr_Occurred())
         return NULL;
-    const struct cell *before = calls->last;
-    cell = cell ? cell : &calls->own;
-    if (cell != before) {
-        const struct cell now = {cell->group,  cell->limit, before->number, before->kind,
-                                 before->sizes, before->root, before->inside, before->thread};
-        *cell = now;
-        calls->last = cell;
+    const struct last_call *before = calls->last;
+    last_call = last_call ? last_call : &calls->own;
+    if (last_call != before) {
+        const struct last_call now = {last_call->group, last_call->limit, before->number,
+                                      before->kind,     before->sizes,    before->root,
+                                      before->running,  before->thread};
+        *last_call = now;
+        calls->last = last_call;
     }
     Py_RETURN_NONE;
 }
 
-/* drop_last(): the last call differed between the ranks, which was reported. */
+/* drop_last(): the last call was a mismatch that has been reported. */
 static PyObject *calls_drop_last(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -996,70 +1007,73 @@ static PyObject *calls_drop_last(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* learn(primitive, dtype, op, owner, signature, fewest, end, n, me, function, argument, flags...):
- * carry such calls out here. */
-static PyObject *calls_learn(PyObject *self, PyObject *args)
+/* register_fast_path(primitive, dtype, op, owner, signature, min_count, end_count, n, me, function,
+ * argument, flags...): run matching calls here. */
+static PyObject *calls_register(PyObject *self, PyObject *args)
 {
     Calls *calls = (Calls *)self;
-    struct way way;
-    unsigned long long signature, fewest, end, n, me, function, argument;
-    unsigned long long parts, ask, ask_argument, patience;
-    if (!PyArg_ParseTuple(args, "OOOOKKKKKKKippppppKKKK", &way.primitive, &way.dtype, &way.op,
-                          &way.owner, &signature, &fewest, &end, &n, &me, &function, &argument,
-                          &way.shape, &way.many_in, &way.many_out, &way.listed, &way.has_input,
-                          &way.even, &way.rooted, &parts, &ask, &ask_argument, &patience))
+    struct fast_path path;
+    unsigned long long signature, min_count, end, n, me, function, argument;
+    unsigned long long numbers_per_element, all_entered, all_entered_argument, timeout_ns;
+    if (!PyArg_ParseTuple(args, "OOOOKKKKKKKippppppKKKK", &path.primitive, &path.dtype, &path.op,
+                          &path.owner, &signature, &min_count, &end, &n, &me, &function, &argument,
+                          &path.type, &path.many_in, &path.many_out, &path.listed, &path.has_input,
+                          &path.even, &path.has_root, &numbers_per_element, &all_entered,
+                          &all_entered_argument, &timeout_ns))
         return NULL;
-    if (n > MOST_ARRAYS)
+    if (n > MAX_ARRAYS)
         Py_RETURN_NONE;
-    struct way *ways = PyMem_Realloc(calls->ways, (calls->n_ways + 1) * sizeof way);
-    if (!ways)
+    struct fast_path *paths = PyMem_Realloc(calls->paths, (calls->n_paths + 1) * sizeof path);
+    if (!paths)
         return PyErr_NoMemory();
-    calls->ways = ways;
-    way.signature = signature;
-    way.fewest = (size_t)fewest;
-    way.end = (size_t)end;
-    way.n = (size_t)n;
-    way.me = (size_t)me;
-    way.function = (void *)(uintptr_t)function;
-    way.argument = (const void *)(uintptr_t)argument;
-    way.parts = parts;
-    way.ask = (ask_function *)(uintptr_t)ask;
-    way.ask_argument = (const void *)(uintptr_t)ask_argument;
-    way.patience = patience;
-    Py_INCREF(way.primitive);
-    Py_INCREF(way.dtype);
-    Py_INCREF(way.op);
-    Py_INCREF(way.owner);
-    ways[calls->n_ways++] = way;
+    calls->paths = paths;
+    path.signature = signature;
+    path.min_count = (size_t)min_count;
+    path.end = (size_t)end;
+    path.n = (size_t)n;
+    path.me = (size_t)me;
+    path.function = (void *)(uintptr_t)function;
+    path.argument = (const void *)(uintptr_t)argument;
+    path.numbers_per_element = numbers_per_element;
+    path.all_entered = (all_entered_function *)(uintptr_t)all_entered;
+    path.all_entered_argument = (const void *)(uintptr_t)all_entered_argument;
+    path.timeout_ns = timeout_ns;
+    Py_INCREF(path.primitive);
+    Py_INCREF(path.dtype);
+    Py_INCREF(path.op);
+    Py_INCREF(path.owner);
+    paths[calls->n_paths++] = path;
     Py_RETURN_NONE;
 }
 
 static PyObject *calls_forget(PyObject *self, PyObject *unused)
 {
     (void)unused;
-    forget_ways((Calls *)self);
+    forget_paths((Calls *)self);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef calls_methods[] = {
     {"begin", (PyCFunction)(void (*)(void))calls_begin, METH_FASTCALL,
-     "begin(kind, sizes, root, scheduled=0): count a call; return whether the record is to be "
+     "begin(kind, sizes, root, scheduled=0): count a call; return whether the records must be "
      "compared now."},
     {"schedule", (PyCFunction)(void (*)(void))calls_schedule, METH_FASTCALL,
-     "schedule(kind, sizes, root): put a queued call into the history; return its id there."},
+     "schedule(kind, sizes, root): add a queued call to the history; return its id."},
     {"begin_uncompared", (PyCFunction)(void (*)(void))calls_begin_uncompared, METH_FASTCALL,
-     "begin_uncompared(kind, sizes, root): put a call that is not counted into the history."},
-    {"complete", calls_complete, METH_NOARGS, "complete(): the call that began last is done."},
-    {"history", calls_history, METH_NOARGS, "history(): the latest calls, oldest first."},
-    {"end", calls_end, METH_NOARGS, "end(): the last call has ended; release the lock."},
+     "begin_uncompared(kind, sizes, root): add a call without a call number to the history."},
+    {"complete", calls_complete, METH_NOARGS, "complete(): mark the running call as completed."},
+    {"history", calls_history, METH_NOARGS, "history(): return the latest calls, oldest first."},
+    {"end", calls_end, METH_NOARGS, "end(): mark the last call as ended; release the lock."},
     {"publish", calls_publish, METH_O,
-     "publish(address): keep the last call there, where others see it; 0: here."},
+     "publish(address): keep the last call at this address; 0: in this object."},
     {"compare_each", calls_compare_each, METH_NOARGS,
-     "compare_each(): from now on each call is compared by what carries it out."},
+     "compare_each(): from now on each call is compared as it runs."},
     {"drop_last", calls_drop_last, METH_NOARGS,
-     "drop_last(): the last call differed, if each is compared by itself."},
-    {"learn", calls_learn, METH_VARARGS, "learn(...): carry such calls out without Python."},
-    {"forget", calls_forget, METH_NOARGS, "forget(): leave all calls to Python again."},
+     "drop_last(): the last call was a mismatch that has been reported."},
+    {"register_fast_path", calls_register, METH_VARARGS,
+     "register_fast_path(...): run such calls without Python."},
+    {"forget_fast_paths", calls_forget, METH_NOARGS,
+     "forget_fast_paths(): leave all calls to Python again."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -1072,18 +1086,18 @@ static PyMemberDef calls_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-/* The thread that made the last call, as threading.get_ident has it. */
+/* The thread that ran the last call, as threading.get_ident returns it. */
 static PyObject *calls_get_thread(PyObject *self, void *closure)
 {
     (void)closure;
     return PyLong_FromUnsignedLongLong(((Calls *)self)->last->thread);
 }
 
-/* Whether the last call has not ended. */
+/* Whether the last call is still running. */
 static PyObject *calls_get_inside(PyObject *self, void *closure)
 {
     (void)closure;
-    return PyBool_FromLong(((Calls *)self)->last->inside != 0);
+    return PyBool_FromLong(((Calls *)self)->last->running != 0);
 }
 
 static PyGetSetDef calls_attributes[] = {
@@ -1094,7 +1108,7 @@ static PyGetSetDef calls_attributes[] = {
 };
 
 static PyType_Slot calls_slots[] = {
-    {Py_tp_doc, "The calls of a group: their number, their record, and the short way of some."},
+    {Py_tp_doc, "The calls of a group: call numbers, call records, history and fast paths."},
     {Py_tp_init, calls_init},
     {Py_tp_traverse, calls_traverse},
     {Py_tp_clear, calls_clear},
@@ -1110,11 +1124,11 @@ static PyType_Spec calls_spec = {
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, calls_slots,
 };
 
-/* ---- Signals ----------------------------------------------------------------------------------- */
+/* ---- Signals --------------------------------------------------------------------------------- */
 
-static PyObject *interruption; /* what a handler has raised; the main thread's */
+static PyObject *interruption; /* exception raised by a signal handler on the main thread */
 
-/* Runs Python's handlers of signals that are due: whether one has raised. */
+/* Runs pending Python signal handlers. Returns whether one has raised. */
 static int run_handlers(void)
 {
     PyGILState_STATE state = PyGILState_Ensure();
@@ -1135,7 +1149,7 @@ static int run_handlers(void)
     return raised;
 }
 
-static PyObject *attendant(PyObject *module, PyObject *unused)
+static PyObject *signal_handler(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;
     return PyLong_FromVoidPtr((void *)(uintptr_t)run_handlers);
@@ -1149,9 +1163,10 @@ static PyObject *take_interruption(PyObject *module, PyObject *unused)
     return found ? found : (Py_INCREF(Py_None), Py_None);
 }
 
-/* ---- The module -------------------------------------------------------------------------------- */
+/* ---- The module ------------------------------------------------------------------------------ */
 
-/* set_up(state, group_type, run_fast, run_later, run_all, finish, finished): before the first call. */
+/* set_up(state, group_type, run_fast, run_later, run_all, finish, finished): call before the first
+ * call. */
 static PyObject *set_up(PyObject *module, PyObject *args)
 {
     PyObject *state, *type, *run_fast, *run_later, *run_all, *finish, *finished;
@@ -1159,13 +1174,13 @@ static PyObject *set_up(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "OOOOOOO", &state, &type, &run_fast, &run_later, &run_all, &finish,
                           &finished))
         return NULL;
-    keep(&known.state, state);
-    keep(&known.group_type, type);
-    keep(&known.run_fast, run_fast);
-    keep(&known.run_later, run_later);
-    keep(&known.run_all, run_all);
-    keep(&known.finish, finish);
-    keep(&known.finished, finished);
+    set_object(&python.state, state);
+    set_object(&python.group_type, type);
+    set_object(&python.run_fast, run_fast);
+    set_object(&python.run_later, run_later);
+    set_object(&python.run_all, run_all);
+    set_object(&python.finish, finish);
+    set_object(&python.finished, finished);
     Py_RETURN_NONE;
 }
 
@@ -1179,10 +1194,11 @@ static PyMethodDef functions[] = {
     {"set_numpy", set_numpy, METH_O, "set_numpy(type)"},
     {"add_dtype", add_dtype, METH_VARARGS, "add_dtype(dtype, numpy_dtype, itemsize, code, bits)"},
     {"add_type", add_type, METH_VARARGS, "add_type(type, exchange_api, is_unusual)"},
-    {"look", look, METH_O, "look(array)"},
-    {"attendant", attendant, METH_NOARGS, "attendant(): the address of what runs signal handlers."},
+    {"view_array", view_array, METH_O, "view_array(array)"},
+    {"signal_handler", signal_handler, METH_NOARGS,
+     "signal_handler(): the address of run_handlers."},
     {"take_interruption", take_interruption, METH_NOARGS,
-     "take_interruption(): what one has raised there, or None."},
+     "take_interruption(): return and clear the exception that a handler has raised, or None."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -1194,12 +1210,13 @@ PyMODINIT_FUNC PyInit__calls(void)
 {
     PyObject *module = PyModule_Create(&definition);
     PyObject *type = module ? PyType_FromSpec(&calls_spec) : NULL;
-    known.default_name = PyUnicode_InternFromString("default");
-    known.submitted_name = PyUnicode_InternFromString("submitted");
-    known.finished_name = PyUnicode_InternFromString("finished");
-    known.no = Py_False;
-    known.yes = Py_True;
-    if (!type || !known.default_name || !known.submitted_name || !known.finished_name || PyModule_AddObject(module, "Calls", type)) {
+    python.default_name = PyUnicode_InternFromString("default");
+    python.submitted_name = PyUnicode_InternFromString("submitted");
+    python.finished_name = PyUnicode_InternFromString("finished");
+    python.no = Py_False;
+    python.yes = Py_True;
+    if (!type || !python.default_name || !python.submitted_name || !python.finished_name ||
+        PyModule_AddObject(module, "Calls", type)) {
         Py_XDECREF(type);
         Py_XDECREF(module);
         return NULL;

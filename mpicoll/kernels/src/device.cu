@@ -1,19 +1,18 @@
-/* Reductions on a CUDA device, to the bits of reduction.py on the host: see there what they are.
+/* Reductions on a CUDA device, with the same bits as reduction.py on the host.
  *
- * device_kernels.py puts formats.h before this text, and behind it one line for the kernel that is
- * asked for: COMBINE(...) or another of the macros at the end. NVRTC compiles the whole; so does any
- * C++ compiler that is told what a thread is.
+ * device_kernels.py puts formats.h before this text, and one line after it that defines the
+ * requested kernel: COMBINE(...) or another macro at the end of this file. NVRTC compiles the
+ * result; so does any C++ compiler with definitions of CUDA's thread variables.
  *
- * Where all arrays lie alike, most elements are read and written in pieces of 16 bytes. A thread
- * reads a piece of all sources before it writes the result, and no other touches it, so the result
- * may be the memory of any source.
+ * If all arrays have the same alignment, most elements are read and written in pieces of 16 bytes.
+ * A thread reads a piece of all sources before it writes the result, and no other thread accesses
+ * it, so the result may be the memory of any source.
  *
- * CuPy compiles everything with -ftz=true, which takes subnormal float32 for zero. Instructions of
- * PTX say themselves what they do, and are never contracted: arithmetic and comparisons of floats
- * are written as such. (Those in formats.h do not mind.)
- */
+ * CuPy compiles everything with -ftz=true, which flushes subnormal float32 to zero. PTX
+ * instructions state their own mode and are never contracted, so arithmetic and comparisons of
+ * floats are written in PTX. (The conversions in formats.h are not affected.) */
 
-#if defined(__CUDACC__) || defined(__HIP__)
+#ifdef __CUDACC__
 #define METHOD __device__ __forceinline__
 #else
 #define METHOD inline
@@ -67,11 +66,11 @@ INLINE bool less(float a, float b)
 
 /* ---- Formats ---------------------------------------------------------------------------------
  *
- * A format has an element as it is in memory, a number to compute with, the ways from the one to
- * the other, fold, which is one operation, and divided, which changes floats only.
+ * A format has an element as it is in memory, a number to compute with, the conversions between
+ * them, fold, which applies an operation to two numbers, and divided, which changes only floats.
  */
 
-/* Of equal numbers (0.0 and -0.0) the later is taken; the first NaN stays. */
+/* Of equal numbers (0.0 and -0.0) the later is returned; the first NaN is kept. */
 template <class Number> INLINE Number minimum(Number a, Number b)
 {
     return less(a, b) || a != a ? a : b;
@@ -120,7 +119,7 @@ template <class Type, class Wide> struct FLOAT : Plain<Type> {
     }
 };
 
-/* Integers wrap around, in a type that arithmetic does not widen. */
+/* Integers wrap around, in a type that arithmetic does not promote. */
 template <class Type, class Wide> struct INTEGER : Plain<Type> {
     template <int operation> INLINE Type fold(Type a, Type b)
     {
@@ -143,7 +142,7 @@ template <class Type, class Wide> struct INTEGER : Plain<Type> {
     }
 };
 
-/* Any byte but 0 is true. */
+/* Any byte except 0 is true. */
 template <class Type, class Wide> struct BOOL : Plain<Type> {
     template <int operation> INLINE Type fold(Type a, Type b)
     {
@@ -177,13 +176,13 @@ WIDE_FORMATS(WIDE_FORMAT)
     };
 FORMATS(NARROW_FORMAT)
 
-/* ---- Places ----------------------------------------------------------------------------------
+/* ---- Pieces ----------------------------------------------------------------------------------
  *
- * The elements from `head` on make up `pieces` pieces of as many as a Work takes at once; those
- * before and behind them, up to `count`, are taken one by one.
+ * The elements from `head` on form `pieces` pieces of Work::length elements each. The elements
+ * before and after them, up to `count`, are processed one by one.
  */
 
-/* Elements of which the larger of two that belong together make up 16 bytes. */
+/* Number of elements of this size in 16 bytes. */
 #define LENGTH(BYTES) (16 / (int)(BYTES))
 
 template <class Element, int n>
@@ -202,7 +201,7 @@ INLINE const Piece<Element, n> *piece(const Element *array, int64_t place)
     return (const Piece<Element, n> *)(array + place);
 }
 
-/* work.at<n>(place), for n elements from `place` on, until all are done. */
+/* Calls work.at<n>(place), for n elements from `place` on, until all elements are processed. */
 template <class Work>
 INLINE void each_place(const Work &work, int64_t head, int64_t pieces, int64_t count)
 {
@@ -218,7 +217,7 @@ INLINE void each_place(const Work &work, int64_t head, int64_t pieces, int64_t c
 
 /* ---- Work ------------------------------------------------------------------------------------ */
 
-/* Addresses that travel with a kernel's arguments, of which there may be 4 KiB, or 32 KiB. */
+/* Addresses passed by value in the kernel's arguments, which are limited to 4 KiB or 32 KiB. */
 template <class Element, int capacity> struct Sources {
     const Element *of[capacity];
 };
@@ -253,7 +252,7 @@ INLINE Piece<typename Format::element, n> combined(const Addresses &sources, int
     return result;
 }
 
-/* out = the sources, combined */
+/* out = the combined sources */
 template <class Format, int operation, int capacity> struct Combine {
     typedef typename Format::element element;
     enum { length = LENGTH(sizeof(element)) };
@@ -269,8 +268,8 @@ template <class Format, int operation, int capacity> struct Combine {
     }
 };
 
-/* The same for several outputs: the addresses are those of the sources, then those of the outputs,
- * up to `all`. Outputs are written in pieces if `alike` says that they lie as the sources do. */
+/* The same for several outputs: the sources come first, then the outputs, `all` addresses in total.
+ * Outputs are written in pieces if `alike`: they have the alignment of the sources. / */
 template <class Format, int operation, int capacity> struct CombineForAll {
     typedef typename Format::element element;
     enum { length = LENGTH(sizeof(element)) };
@@ -347,7 +346,7 @@ template <class Type> struct ScaleComplex {
     }
 };
 
-/* out, of elements, = source, of numbers, rounded */
+/* out = source, rounded from numbers to elements */
 template <class Format> struct Narrow {
     typedef typename Format::element element;
     typedef typename Format::number number;
@@ -372,12 +371,7 @@ template <class Format> struct Narrow {
 
 #define KERNEL(NAME) extern "C" __global__ void __launch_bounds__(256) NAME
 
-#ifdef __HIP__ /* has no such word, or one that says nothing */
-#undef __grid_constant__
-#define __grid_constant__
-#endif
-
-/* Where the elements lie, for each_place; the last arguments of every kernel. */
+/* The pieces, for each_place; the last arguments of every kernel. */
 #define PLACES int64_t head, int64_t pieces, int64_t count
 
 #define COMBINE(NAME, OPERATION, CAPACITY)                                                         \

@@ -1,64 +1,65 @@
-/* Collectives of GPUs that reach each other's memory: each is one kernel on every rank's GPU.
+/* Collectives of GPUs that can access each other's memory: each is one kernel on every rank's GPU.
  *
- * device_kernels.py puts this behind device.cu, and behind it a line that makes kernels of it, as
- * ALL_REDUCE(...) at the end. Any C++ compiler that is told what a thread and a barrier of a
- * block are takes it, too.
+ * device_kernels.py puts this text after device.cu, and one line after it that defines a kernel,
+ * such as ALL_REDUCE(...) at the end. Any C++ compiler with definitions of CUDA's thread variables
+ * and __syncthreads compiles it as well.
  *
- * Every rank has a workspace that the kernels of all ranks write to: a Header, and two areas for
- * each block. Block b of a rank has to do with the blocks b of the others alone. It works in steps.
- * In a step it pushes data into the others' areas, tells each of them so, waits until each has told
- * it, and takes what has come. Data and flags go in one direction, and a block polls memory of its
- * own GPU.
+ * Every rank has a workspace to which the kernels of all ranks write: a Header, and two areas for
+ * each block. Block b of a rank communicates only with block b of the other ranks. It works in
+ * steps. In each step it pushes data into the other ranks' areas, signals each of them, waits for a
+ * signal from each, and reads the data in its own areas. Data and flags go in one direction, and a
+ * block polls its GPU's own memory.
  *
- * Steps are numbered on from call to call, and step s goes through area s % 2. Two areas are
- * enough: a rank pushes step s + 2 when all others have told it of step s + 1, which they do once
- * they have taken what came with step s. So are two flags for each rank, by the same argument. The
- * number of the latest step is kept on the device, where a kernel finds it when a graph is replayed.
+ * Step numbers continue from call to call, and step s uses area s % 2. Two areas are enough: a rank
+ * pushes step s + 2 after all other ranks have signaled step s + 1, which they do after they have
+ * read the data of step s. For the same reason two flags per rank are enough. The number of the
+ * latest step is kept on the device, where a kernel finds it when a graph is replayed.
  *
- * One shot: every rank pushes all of it to all, and combines all. Two shots: it pushes to each rank
- * that one's share, combines its own, and pushes the result to all; 2 (n - 1) / n of the message
- * leave a GPU, which is the least (R. Rabenseifner, Optimization of collective reduction operations,
- * ICCS 2004). In kernels with flags: the all-reduce of TensorRT-LLM and of vLLM, and the all-pairs
- * algorithms 1PA and 2PA of MSCCL++ (A. Shah et al., arXiv:2504.09014, 2025). All combine in the
- * order of the ranks.
+ * One shot: every rank pushes the whole array to all ranks, and combines it. Two shots: every rank
+ * pushes to each rank that rank's share, combines its own share, and pushes the result to all
+ * ranks; 2 (n - 1) / n of the message leave a GPU, which is the minimum (R. Rabenseifner,
+ * Optimization of collective reduction operations, ICCS 2004). Similar kernels with flags: the
+ * all-reduce of TensorRT-LLM and of vLLM, and the all-pairs algorithms 1PA and 2PA of MSCCL++ (A.
+ * Shah et al., arXiv:2504.09014, 2025). All combine in rank order.
  *
- * What a block has written before a barrier of its threads is visible to whom one of them tells it
- * with a release at system scope, and to those that meet the thread that acquires it behind a
- * barrier (D. Lustig et al., A formal analysis of the NVIDIA PTX memory consistency model, ASPLOS
- * 2019).
+ * Memory order: data that a block has written before a barrier of its threads is visible to a
+ * thread that acquires, at system scope, a flag that one of them releases, and after a barrier to
+ * that thread's block (D. Lustig et al., A formal analysis of the NVIDIA PTX memory consistency
+ * model, ASPLOS 2019).
  *
- * Blocks wait for each other: there are no more of them than a GPU holds at once, whatever else it
- * does, and no two ranks share it. One that waits for too long gives up, and all ranks do.
+ * Blocks wait for each other. There are no more blocks than a GPU can always run at once, and no
+ * two ranks share a GPU. A block that waits longer than the limit aborts, and so do all ranks.
  *
- * So they do when a host says so, by a word in memory of the host that all hosts and GPUs see: a
- * rank may fail before it has put its kernel into a stream. For the host that is a store, which needs
- * nothing of the driver: that may wait for a kernel (cudaFree, the loading of a module), and streams
- * may share a queue of the hardware with one. To read the word takes a GPU as long as a few looks at
- * its own memory, so a thread reads it once in a millisecond that it waits. (NCCL's abortFlag.)
- */
+ * A host can also abort all kernels, by a word in host memory that all hosts and GPUs can access: a
+ * rank may fail before it has enqueued its kernel. For the host this is a store, which does not
+ * involve the driver: the driver may itself wait for a kernel (cudaFree, module loading), and
+ * streams may share a hardware queue with one. Reading the word takes a GPU as long as a few polls
+ * of local memory, so a thread reads it once per millisecond of waiting. (Compare NCCL's
+ * abortFlag.) */
 
-/* Ranks of a group, and blocks of a kernel; peers.py has them as well. */
+/* Maximum number of ranks in a group, and of blocks in a kernel; peers.py has the same. */
 #define RANKS 16
 #define BLOCKS 32
 
-/* The begin of a workspace. It begins as zeros. The flags of a block are in one line of memory. */
+/* The start of a workspace, initially zero. The flags of a block are in one cache line. */
 struct alignas(128) Header {
-    uint64_t told[BLOCKS][2][RANKS]; /* by block, step modulo 2, and rank: the rank's call and step */
-    uint64_t steps[BLOCKS];          /* the latest step of each block of this rank */
-    uint64_t failure;                /* why a rank has given up, if one has */
+    uint64_t signals[BLOCKS][2]
+                    [RANKS];         /* signals, by block, step modulo 2 and rank: call and step */
+    uint64_t steps[BLOCKS];          /* number of the latest step of each block of this rank */
+    uint64_t failure;                /* reason that a rank has aborted, or 0 */
 };
 
-/* What belongs to a group, as one rank's GPU sees it, and to all calls of a kind. */
+/* Parameters of a group as one rank's GPU sees it, and of a call. */
 struct Peers {
     char *of[RANKS];   /* the ranks' workspaces */
-    uint64_t *failure; /* on the host, for all ranks: why one has given up; a host may write it, too */
+    uint64_t *failure; /* on the host, for all GPUs: reason that a rank or host has aborted, or 0 */
     uint64_t limit;    /* nanoseconds to wait for a rank */
-    int64_t room;      /* bytes of an area for what one rank pushes; a multiple of 16 */
-    uint64_t call;     /* what all ranks must have alike of the call, above the bits of a step */
+    int64_t room;      /* bytes of the area for the data that one rank pushes; a multiple of 16 */
+    uint64_t call;     /* call record that must match on all ranks, above the bits of a step */
     int32_t n, me;
 };
 
-/* Where the blocks of an array begin, and where the last one ends, in elements. */
+/* Index of the first element of each block of an array, and of the end. */
 struct Starts {
     int64_t of[RANKS + 1];
 
@@ -68,27 +69,26 @@ struct Starts {
     }
 };
 
-/* Bits of a step; those above are of a call. */
+/* Bits of a step number; the bits above hold the call record. */
 #define STEP_BITS 48
 #define STEP_MASK (((uint64_t)1 << STEP_BITS) - 1)
 
-/* Why a rank has given up, in which call, with itself and the rank that it has waited for. Hosts have
- * reasons of their own, see peers.py.
- */
+/* Reasons to abort; encoded with the call, the aborting rank and the rank that it waited for. Hosts
+ * have further reasons, see peers.py. */
 enum { LATE = 1, DIFFERS = 2 };
 #define FAILURE(CALL, WHY, ME, RANK)                                                               \
     ((uint64_t)(CALL) << 48 | (uint64_t)(WHY) << 32 | (uint64_t)(ME) << 16 | (uint64_t)(RANK))
 
-/* Nanoseconds of waiting after which a thread reads again what the hosts say. */
-#define LOOK 1000000
+/* Nanoseconds of waiting between two reads of the hosts' abort word. */
+#define HOST_POLL_NS 1000000
 
 #ifdef __CUDA_ARCH__
-METHOD void tell(uint64_t *flag, uint64_t value)
+METHOD void store_release(uint64_t *flag, uint64_t value)
 {
     asm volatile("st.release.sys.u64 [%0], %1;" : : "l"(flag), "l"(value) : "memory");
 }
 
-METHOD uint64_t ask(const uint64_t *flag)
+METHOD uint64_t load_acquire(const uint64_t *flag)
 {
     uint64_t value;
     asm volatile("ld.acquire.sys.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
@@ -102,31 +102,31 @@ METHOD uint64_t nanoseconds()
     return now;
 }
 
-METHOD void rest()
+METHOD void relax()
 {
 }
 #else
-METHOD void tell(uint64_t *flag, uint64_t value)
+METHOD void store_release(uint64_t *flag, uint64_t value)
 {
     __atomic_store_n(flag, value, __ATOMIC_RELEASE);
 }
 
-METHOD uint64_t ask(const uint64_t *flag)
+METHOD uint64_t load_acquire(const uint64_t *flag)
 {
     return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
 }
 #endif
 
-/* ---- Memory that may lie anywhere ------------------------------------------------------------ */
+/* ---- Unaligned memory ------------------------------------------------------------------------ */
 
-template <int n, class Element> METHOD bool whole(const Element *array)
+template <int n, class Element> METHOD bool is_aligned(const Element *array)
 {
     return n == 1 || (size_t)array % sizeof(Piece<Element, n>) == 0;
 }
 
 template <int n, class Element> METHOD Piece<Element, n> load(const Element *array)
 {
-    if (whole<n>(array))
+    if (is_aligned<n>(array))
         return *piece<n>(array, 0);
     Piece<Element, n> loaded;
 #pragma unroll
@@ -137,7 +137,7 @@ template <int n, class Element> METHOD Piece<Element, n> load(const Element *arr
 
 template <int n, class Element> METHOD void store(Element *array, const Piece<Element, n> &stored)
 {
-    if (whole<n>(array)) {
+    if (is_aligned<n>(array)) {
         *piece<n>(array, 0) = stored;
         return;
     }
@@ -146,9 +146,8 @@ template <int n, class Element> METHOD void store(Element *array, const Piece<El
         array[i] = stored.of[i];
 }
 
-/* Put what a Work gets of ``count`` elements, by the threads of one block. Each thread gets several
- * pieces before it puts the first, so that more of them are under way.
- */
+/* Moves `count` elements from work.get to work.put, by the threads of one block. Each thread gets
+ * several pieces before it puts the first, to have more loads in flight. */
 template <class Work> METHOD void in_block(const Work &work, int64_t count)
 {
     enum { n = Work::length, batch = 4 };
@@ -172,10 +171,10 @@ template <class Work> METHOD void in_block(const Work &work, int64_t count)
 
 /* ---- Steps ----------------------------------------------------------------------------------- */
 
-/* Where a block is among its steps. */
+/* The current step of a block. */
 struct Steps {
     const Peers &peers;
-    uint64_t step; /* the one under way */
+    uint64_t step; /* current step number */
 
     METHOD explicit Steps(const Peers &peers)
         : peers(peers), step(header(peers.me)->steps[blockIdx.x] + 1)
@@ -187,27 +186,28 @@ struct Steps {
         return (Header *)peers.of[rank];
     }
 
-    /* From the begin of a workspace to what a rank pushes there in this step. */
+    /* Offset in a workspace of the area for the data that `source` pushes in this step. */
     METHOD int64_t offset(int source) const
     {
         const int64_t areas = blockIdx.x * 2 + step % 2;
         return (int64_t)sizeof(Header) + (areas * peers.n + source) * peers.room;
     }
 
-    /* Where this rank pushes to another. */
+    /* Address at which this rank pushes data to another rank. */
     template <class Element> METHOD Element *into(int rank) const
     {
         return (Element *)(peers.of[rank] + offset(peers.me));
     }
 
-    /* What has come from another. */
+    /* Address of the data that another rank has pushed. */
     template <class Element> METHOD const Element *from(int rank) const
     {
         return (const Element *)(peers.of[peers.me] + offset(rank));
     }
 
-    /* Tell all ranks that this one has pushed, and wait for them. False if one has given up. */
-    METHOD bool meet() const
+    /* Signals to all ranks that this rank has pushed, and waits for their signals. Returns false if
+     * a rank has aborted. */
+    METHOD bool exchange_signals() const
     {
         const uint64_t value = peers.call << STEP_BITS | step;
         const int parity = (int)(step % 2);
@@ -216,46 +216,48 @@ struct Steps {
         __syncthreads();
         for (int rank = threadIdx.x; rank < peers.n; rank += blockDim.x)
             if (rank != peers.me)
-                tell(&header(rank)->told[blockIdx.x][parity][peers.me], value);
+                store_release(&header(rank)->signals[blockIdx.x][parity][peers.me], value);
         for (int rank = threadIdx.x; rank < peers.n; rank += blockDim.x)
             if (rank != peers.me)
-                failed |= !await(rank, &header(peers.me)->told[blockIdx.x][parity][rank], value);
+                failed |= !wait_for_signal(
+                    rank, &header(peers.me)->signals[blockIdx.x][parity][rank], value);
         return !__syncthreads_or(failed);
     }
 
-    METHOD bool await(int rank, const uint64_t *flag, uint64_t value) const
+    METHOD bool wait_for_signal(int rank, const uint64_t *flag, uint64_t value) const
     {
-        const uint64_t begun = nanoseconds();
-        uint64_t looked = begun;
+        const uint64_t start = nanoseconds();
+        uint64_t last_poll = start;
 
         for (;;) {
-            const uint64_t seen = ask(flag), other = ask(&header(peers.me)->failure);
+            const uint64_t seen = load_acquire(flag),
+                           other = load_acquire(&header(peers.me)->failure);
             if (other) {
-                if (!ask(peers.failure))
-                    tell(peers.failure, other);
+                if (!load_acquire(peers.failure))
+                    store_release(peers.failure, other);
                 return false;
             }
             if (seen == value)
                 return true;
             const uint64_t now = nanoseconds();
             if ((seen & STEP_MASK) == step)
-                give_up(FAILURE(peers.call, DIFFERS, peers.me, rank));
-            else if (now - begun > peers.limit)
-                give_up(FAILURE(peers.call, LATE, peers.me, rank));
-            else if (now - looked > LOOK) {
-                const uint64_t said = ask(peers.failure);
-                if (said)
-                    tell(&header(peers.me)->failure, said);
-                looked = now;
+                abort_all(FAILURE(peers.call, DIFFERS, peers.me, rank));
+            else if (now - start > peers.limit)
+                abort_all(FAILURE(peers.call, LATE, peers.me, rank));
+            else if (now - last_poll > HOST_POLL_NS) {
+                const uint64_t host_failure = load_acquire(peers.failure);
+                if (host_failure)
+                    store_release(&header(peers.me)->failure, host_failure);
+                last_poll = now;
             } else
-                rest();
+                relax();
         }
     }
 
-    METHOD void give_up(uint64_t why) const
+    METHOD void abort_all(uint64_t why) const
     {
         for (int rank = 0; rank < peers.n; rank++)
-            tell(&header(rank)->failure, why);
+            store_release(&header(rank)->failure, why);
     }
 
     METHOD Steps after() const
@@ -271,7 +273,7 @@ struct Steps {
         step++;
     }
 
-    /* End the call; each step has been followed by ``next``. */
+    /* Ends the call; every step has been followed by `next`. */
     METHOD void end() const
     {
         __syncthreads();
@@ -282,7 +284,7 @@ struct Steps {
 
 /* ---- Work of a block ------------------------------------------------------------------------- */
 
-enum { NOBODY = -2, ALL = -1 };
+enum { NO_RANK = -2, ALL = -1 };
 
 template <class Element> struct Copy {
     typedef Element element;
@@ -301,7 +303,7 @@ template <class Element> struct Copy {
     }
 };
 
-/* Push the same to all other ranks but one, perhaps NOBODY. */
+/* Pushes the same data to all other ranks except `but`, which may be NO_RANK. */
 template <class Element> struct Spread {
     typedef Element element;
     enum { length = LENGTH(sizeof(element)) };
@@ -322,9 +324,8 @@ template <class Element> struct Spread {
     }
 };
 
-/* Combine this rank's elements and what has come from the others. In the step that follows, push
- * the result to a rank, to ALL others, or to NOBODY.
- */
+/* Combines this rank's elements with the data that the other ranks have pushed. Pushes the result,
+ * as data of the next step, to a rank, to ALL other ranks, or to NO_RANK. */
 template <class Format, int operation> struct Fold {
     typedef typename Format::element element;
     typedef typename Format::number number;
@@ -332,7 +333,7 @@ template <class Format, int operation> struct Fold {
 
     const Steps steps;
     const element *own;
-    element *out; /* may be ``own``; null: this rank does not keep it */
+    element *out; /* may be `own`; null: this rank does not keep the result */
     double divisor;
     int to;
 
@@ -371,8 +372,8 @@ template <class Format, int operation> struct Fold {
 
 /* ---- Collectives ------------------------------------------------------------------------------
  *
- * Block b takes the chunks b, b + blocks, ..., of ``chunk`` elements, of which an area has room; of
- * two shots a chunk for each rank at once. All ranks have as many.
+ * Block b processes the chunks b, b + blocks, ..., of `chunk` elements, which fit into an area.
+ * With two shots it processes a chunk for each rank at once. All ranks have as many blocks.
  */
 
 METHOD int64_t part(int64_t left, int64_t before, int64_t chunk)
@@ -381,7 +382,7 @@ METHOD int64_t part(int64_t left, int64_t before, int64_t chunk)
     return left < 0 ? 0 : left < chunk ? left : chunk;
 }
 
-/* root: the rank that gets the result, or ALL. */
+/* root: the rank that receives the result, or ALL. */
 template <class Format, int operation>
 METHOD void reduce_in_place(const Peers &peers, typename Format::element *array, double divisor,
                             int root, int shots, int64_t chunk, int64_t count)
@@ -398,13 +399,13 @@ METHOD void reduce_in_place(const Peers &peers, typename Format::element *array,
 
         if (shots == 1) {
             if (root == ALL)
-                in_block(Spread<element>{steps, begin, NOBODY}, part(left, 0, chunk));
+                in_block(Spread<element>{steps, begin, NO_RANK}, part(left, 0, chunk));
             else if (!keeps)
                 in_block(Copy<element>{begin, steps.into<element>(root)}, part(left, 0, chunk));
-            if (!steps.meet())
+            if (!steps.exchange_signals())
                 return;
             if (keeps)
-                in_block(Fold<Format, operation>{steps, begin, begin, divisor, NOBODY},
+                in_block(Fold<Format, operation>{steps, begin, begin, divisor, NO_RANK},
                          part(left, 0, chunk));
             steps.next();
             continue;
@@ -414,13 +415,13 @@ METHOD void reduce_in_place(const Peers &peers, typename Format::element *array,
             in_block(Copy<element>{begin + rank * chunk, steps.into<element>(rank)},
                      part(left, rank * chunk, chunk));
         }
-        if (!steps.meet())
+        if (!steps.exchange_signals())
             return;
         element *const mine = begin + me * chunk;
         in_block(Fold<Format, operation>{steps, mine, keeps ? mine : 0, divisor, root},
                  part(left, me * chunk, chunk));
         steps.next();
-        if (!steps.meet())
+        if (!steps.exchange_signals())
             return;
         for (int k = 1; keeps && k < n; k++) {
             const int rank = (me + k) % n;
@@ -447,10 +448,10 @@ METHOD void scatter_reduced(const Peers &peers, const typename Format::element *
             in_block(Copy<element>{send + starts.of[rank] + first, steps.into<element>(rank)},
                      part(starts.count(rank), first, chunk));
         }
-        if (!steps.meet())
+        if (!steps.exchange_signals())
             return;
         const element *const own = send + starts.of[me] + first;
-        in_block(Fold<Format, operation>{steps, own, recv + first, divisor, NOBODY},
+        in_block(Fold<Format, operation>{steps, own, recv + first, divisor, NO_RANK},
                  part(starts.count(me), first, chunk));
         steps.next();
     }
@@ -466,9 +467,9 @@ METHOD void gather_to_all(const Peers &peers, const Element *send, Element *recv
 
     for (int64_t first = blockIdx.x * chunk; first < most; first += gridDim.x * chunk) {
         const int64_t mine = part(starts.count(me), first, chunk);
-        in_block(Spread<Element>{steps, send + first, NOBODY}, mine);
+        in_block(Spread<Element>{steps, send + first, NO_RANK}, mine);
         in_block(Copy<Element>{send + first, recv + starts.of[me] + first}, mine);
-        if (!steps.meet())
+        if (!steps.exchange_signals())
             return;
         for (int k = 1; k < n; k++) {
             const int rank = (me + k) % n;
@@ -480,7 +481,7 @@ METHOD void gather_to_all(const Peers &peers, const Element *send, Element *recv
     steps.end();
 }
 
-/* Of two shots, the root scatters a chunk for each rank, and each gives its own to all others. */
+/* With two shots, the root scatters a chunk for each rank, and each rank sends its chunk to all. */
 template <class Element>
 METHOD void spread_from(const Peers &peers, Element *array, int root, int shots, int64_t chunk,
                         int64_t count)
@@ -495,8 +496,8 @@ METHOD void spread_from(const Peers &peers, Element *array, int root, int shots,
 
         if (shots == 1) {
             if (me == root)
-                in_block(Spread<Element>{steps, begin, NOBODY}, part(left, 0, chunk));
-            if (!steps.meet())
+                in_block(Spread<Element>{steps, begin, NO_RANK}, part(left, 0, chunk));
+            if (!steps.exchange_signals())
                 return;
             if (me != root)
                 in_block(Copy<Element>{steps.from<Element>(root), begin}, part(left, 0, chunk));
@@ -508,7 +509,7 @@ METHOD void spread_from(const Peers &peers, Element *array, int root, int shots,
             in_block(Copy<Element>{begin + rank * chunk, steps.into<Element>(rank)},
                      part(left, rank * chunk, chunk));
         }
-        if (!steps.meet())
+        if (!steps.exchange_signals())
             return;
         Element *const mine = begin + me * chunk;
         const int64_t length = part(left, me * chunk, chunk);
@@ -517,7 +518,7 @@ METHOD void spread_from(const Peers &peers, Element *array, int root, int shots,
         if (me != root)
             in_block(Copy<Element>{given, mine}, length);
         steps.next();
-        if (!steps.meet())
+        if (!steps.exchange_signals())
             return;
         for (int k = 1; me != root && k < n; k++) {
             const int rank = (me + k) % n;

@@ -1,32 +1,32 @@
-/* Correctly rounded sums: whatever the order of the summands, however many zeros are among them, and
- * however a message is cut, the result is the exact sum rounded once, to nearest even, and so has
- * the same bits.
+/* Correctly rounded sums: the exact sum rounded once, to nearest even. The bits of the result do
+ * not depend on the order of the summands, on zeros among them, or on how a message is split.
  *
- * A sum of two is the processor's own. For more, an accumulator has two doubles, whose sum, as long
- * as no addition to the second one is rounded, is exact: what the first rounds away, the second takes
- * (TwoSum: Knuth, The Art of Computer Programming 2, section 4.2.2; cascaded: Ogita, Rump, Oishi,
- * Accurate sum and dot product, SIAM J. Sci. Comput. 26(6), 2005). Summands whose magnitudes differ
- * by less than 2^52, or for float32 2^81, over the number of ranks always fit. What the second would
- * round away is noted for each element, and the few sums that lose anything are computed
- * again with integers, in a fixed-point number that holds all of float64's range (a superaccumulator:
- * Kulisch; in this form Neal, Fast exact summation using small and large superaccumulators, 2015). So
- * are those of infinities and NaN, and those that come near the greatest number.
+ * A sum of two is the processor's addition. For more, an accumulator has two doubles, whose sum is
+ * exact as long as no addition to the second one is rounded: the second takes the rounding error of
+ * the first (TwoSum: Knuth, The Art of Computer Programming 2, section 4.2.2; cascaded: Ogita,
+ * Rump, Oishi, Accurate sum and dot product, SIAM J. Sci. Comput. 26(6), 2005). Summands always fit
+ * if their magnitudes differ by less than 2^52, or for float32 2^81, over the number of ranks. The
+ * code records for each element whether the second double lost anything. Those few sums are
+ * computed again with integers, in a fixed-point number that covers float64's full range (a
+ * superaccumulator: Kulisch; in this form Neal, Fast exact summation using small and large
+ *                   superaccumulators, 2015). So are sums of infinities and NaN, and sums close to
+ *                   the greatest number.
  *
- * Sums of float32 are rounded to odd first, whose last bit tells that something was rounded away, so
- * that a second rounding to nearest gives what a single one would (Boldo, Melquiond, Emulation of FMA
- * and correctly rounded sums, IEEE Trans. Comput. 57(4), 2008). Narrow floats are summed as float32
- * and then rounded to their format.
+ * Sums of float32 are first rounded to odd: the last bit records that something was rounded away,
+ * so a second rounding to nearest gives the same result as a single one (Boldo, Melquiond,
+ * Emulation of FMA and correctly rounded sums, IEEE Trans. Comput. 57(4), 2008). Narrow floats are
+ * summed as float32 and then rounded to their format.
  *
  * Binned sums (Demmel, Nguyen, Parallel reproducible summation, IEEE Trans. Comput. 64(7), 2015;
- * Ahrens, Demmel, Nguyen, ACM Trans. Math. Softw. 46(3), 2020) give the same bits in any order as
- * well, and accumulators that can be sent and added. Here all summands of an element come together
- * anyway; then this takes about as many operations, and no more than one for a sum of two.
+ * Ahrens, Demmel, Nguyen, ACM Trans. Math. Softw. 46(3), 2020) are also independent of the order,
+ * and their accumulators can be sent and added. Here one rank has all summands of an element
+ * anyway; then this algorithm takes about the same number of operations, and only one for a sum of
+ * two.
  *
- * Two bits are settled: a sum that is zero is 0.0, never -0.0, as -0.0 on one rank and zeros on
- * others are; and NaN is the one without sign and payload.
+ * Two results are fixed: a sum that is zero is 0.0, never -0.0 (which would depend on zeros of
+ * other ranks); and NaN has neither sign nor payload.
  *
- * This is plain C for ctypes: it does not include Python.h and defines no module.
- */
+ * This is plain C for ctypes: it does not include Python.h and defines no module. */
 
 #include "kernels.h"
 #include "vectors.h"
@@ -40,7 +40,7 @@
 #error "exact.c must not be compiled with -ffast-math"
 #endif
 
-/* Elements of a block: what is kept of them stays in the first-level cache. */
+/* Elements of a block: the accumulators of a block stay in the first-level cache. */
 enum { BLOCK = 512 };
 
 typedef float __attribute__((may_alias, aligned(1))) any_float32;
@@ -50,7 +50,7 @@ typedef double __attribute__((may_alias, aligned(1))) any_float64;
 struct sums {
     _Alignas(64) double sum[BLOCK];
     _Alignas(64) double rest[BLOCK];
-    _Alignas(64) uint64_t lost[BLOCK]; /* not zero: this one's is not exact, or not finite */
+    _Alignas(64) uint64_t lost[BLOCK]; /* nonzero: this sum is not exact or not finite */
 };
 
 static inline uint64_t bits_of_double(double value)
@@ -67,7 +67,7 @@ static inline double double_of_bits(uint64_t bits)
     return value;
 }
 
-/* *sum + *error = a + b exactly, *sum = a + b rounded. Where that is not finite, *error is not either. */
+/* *sum + *error = a + b exactly, *sum = a + b rounded. If *sum is not finite, neither is *error. */
 static inline __attribute__((always_inline)) void two_sum(double a, double b, double *sum,
                                                           double *error)
 {
@@ -76,12 +76,12 @@ static inline __attribute__((always_inline)) void two_sum(double a, double b, do
     *sum = s;
 }
 
-/* The double next to sum whose last bit is set, if sum, which is to be corrected by so little that it
- * is its nearest, is not exact. */
+/* Returns sum if sum + correction is exact, else the neighbor of the exact value whose last bit is
+ * set. sum is the double nearest to sum + correction. */
 static inline __attribute__((always_inline)) double rounded_to_odd(double sum, double correction)
 {
     const uint64_t bits = bits_of_double(sum), odd = bits & 1;
-    /* Bits count magnitudes up: of a negative number the other way. */
+    /* Incrementing the bits increases the magnitude, so a negative number steps in reverse. */
     const uint64_t outward = sum < 0 ? (uint64_t)-1 : 1;
     const uint64_t step = correction > 0 ? outward : correction < 0 ? -outward : 0;
     return double_of_bits(bits + (odd ? 0 : step));
@@ -94,8 +94,11 @@ static inline __attribute__((always_inline)) double rounded_to_odd(double sum, d
 
 #define ROUND_float64(SUM, REST, OUT) const double OUT = (SUM + REST) + 0.0
 
-/* pair: out = left + right; out may be one of them. start: the sums of two; add: of one more, and
- * whether any has lost something. finish: out = the sums. divide: out = out / divisor. */
+/* pair:   out = left + right; out may be either operand.
+ * start:  accumulators of two operands.
+ * add:    adds one more operand; returns nonzero if anything was lost.
+ * finish: out = the sums.
+ * divide: out = out / divisor. */
 #define LOOPS(NAME, TYPE)                                                                          \
     VECTORISED static void pair_##NAME(const void *left, const void *right, void *out,             \
                                        size_t count)                                               \
@@ -158,15 +161,16 @@ static const struct loops {
 } of_float32 = {pair_float32, start_float32, add_float32, finish_float32, divide_float32},
   of_float64 = {pair_float64, start_float64, add_float64, finish_float64, divide_float64};
 
-/* ---- In integers ------------------------------------------------------------------------------- */
+/* ---- In integers ----------------------------------------------------------------------------- */
 
-/* A fixed-point number: limb i counts 2^(32 i) times the least double, 2^-1074; it has room for carries
- * of 2^30 summands, which come to the limb above at the end. Two more limbs below are zero. */
+/* A fixed-point number: limb i counts 2^(32 i) times the smallest double, 2^-1074. Limbs have room
+ * for the carries of 2^30 summands, which are propagated at the end. Two extra limbs below are
+ * zero. */
 enum { BELOW = 2, LIMBS = BELOW + 68 };
 
 struct fixed {
     int64_t limbs[LIMBS];
-    int low, high;                    /* the limbs that are not zero */
+    int low, high;                    /* the range of nonzero limbs */
     int nan, infinite, less_infinite; /* among the summands */
 };
 
@@ -198,11 +202,11 @@ static void fixed_add(struct fixed *fixed, double value)
     if (at < fixed->low)
         fixed->low = at;
     if (at + 3 > fixed->high)
-        fixed->high = at + 3; /* which carries reach */
+        fixed->high = at + 3; /* the limb that carries can reach */
 }
 
-/* Limbs of 32 bits; returns what is carried out of the highest. Shifts of negative numbers are
- * arithmetic with all compilers that there are. */
+/* Reduces limbs to 32 bits; returns the carry out of the highest. Assumes arithmetic shifts of
+ * negative numbers, as in all known compilers. */
 static int64_t carry(struct fixed *fixed, int64_t sign)
 {
     int64_t carried = 0;
@@ -219,7 +223,7 @@ static double power_of_two(int exponent)
     return double_of_bits((uint64_t)(exponent + 1023) << 52);
 }
 
-/* The number as a double, rounded to nearest even, or else to odd. */
+/* Returns the number as a double, rounded to nearest even or to odd. */
 static double fixed_rounded(struct fixed *fixed, int to_odd)
 {
     double sign = 1;
@@ -230,7 +234,7 @@ static double fixed_rounded(struct fixed *fixed, int to_odd)
         return NAN;
     if (fixed->infinite || fixed->less_infinite)
         return fixed->infinite ? INFINITY : -INFINITY;
-    if (carry(fixed, 1)) { /* the two's complement of a negative number: take its magnitude */
+    if (carry(fixed, 1)) { /* the two's complement of a negative number: use its magnitude */
         sign = -1;
         carry(fixed, -1);
     }
@@ -238,7 +242,7 @@ static double fixed_rounded(struct fixed *fixed, int to_odd)
     }
     if (top < fixed->low)
         return 0;
-    /* The 64 highest bits; the last is set, too, if any below is. */
+    /* The 64 highest bits; the last bit is also set if any lower bit is. */
     mantissa = (uint64_t)fixed->limbs[top] << 32 | (uint64_t)fixed->limbs[top - 1];
     shift = __builtin_clzll(mantissa);
     rest = (uint64_t)fixed->limbs[top - 2] << shift;
@@ -249,14 +253,15 @@ static double fixed_rounded(struct fixed *fixed, int to_odd)
     mantissa |= rest != 0;
     if (to_odd)
         mantissa = (mantissa & ~UINT64_C(0x7ff)) | (UINT64_C(0x800) * ((mantissa & 0x7ff) != 0));
-    /* In two steps, as 2^-1137 is no double. Nothing is rounded: sums are multiples of 2^-1074. */
+    /* In two steps, because 2^-1137 is not a double. Nothing is rounded: sums are multiples of
+     * 2^-1074. */
     const int exponent = 32 * (top - 1 - BELOW) - shift - 1074, half = exponent / 2;
     return sign * (double)mantissa * power_of_two(half) * power_of_two(exponent - half);
 }
 
-/* ---- All formats ------------------------------------------------------------------------------- */
+/* ---- All formats ----------------------------------------------------------------------------- */
 
-/* Element i of a source, which is float64, float32 or a narrow float, by its size. */
+/* Returns element i of a source of float64, float32 or a narrow float, depending on its size. */
 static double element(int format, size_t size, const char *source, size_t i)
 {
     float value;
@@ -274,7 +279,7 @@ static double element(int format, size_t size, const char *source, size_t i)
     return value;
 }
 
-/* Computes the sums that have lost something, of elements from the start-th on, with integers. */
+/* Recomputes the sums that lost something, of elements from `start` on, with integers. */
 static void repair(struct sums *sums, int format, const char *const *sources, size_t n,
                    size_t start, size_t count)
 {
@@ -295,7 +300,7 @@ static void repair(struct sums *sums, int format, const char *const *sources, si
     }
 }
 
-/* out = (the sum of n sources) / divisor, of float32, float64 or narrow floats; the rest is as in
+/* out = (the sum of n sources) / divisor, of float32, float64 or narrow floats; see
  * mpicoll_combine. */
 void mpicoll_exact_sum(int format, const char *const *sources, size_t n, char *out, size_t count,
                        double divisor)

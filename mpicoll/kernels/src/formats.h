@@ -1,39 +1,24 @@
-/* The formats of numbers, and the conversions of the floats that are too narrow to accumulate in:
- * bfloat16, float16 and float8_* (but for float8_e8m0fnu, which is a scale rather than a number).
+/* Number formats, and the conversions of narrow floats, which are too narrow to accumulate in:
+ * bfloat16, float16 and float8_* (except float8_e8m0fnu, which is a scale rather than a number).
  *
- * One source for the C library and for kernels on a device (device.cu). So this is C and C++, and
- * under NVRTC and hipRTC, CUDA's and ROCm's compilers at run time, it includes nothing: there are no
- * system headers.
+ * One source for the C library and for CUDA kernels (device.cu). It is valid C and C++, and
+ * includes nothing under NVRTC, CUDA's run-time compiler, which has no system headers.
  *
- * Float32's own subnormals do not matter to its arithmetic: where hardware takes them for zero, the
- * same bits come out. (They are far below half of what any of these formats tells from zero;
- * bfloat16, which tells them all, takes no arithmetic.)
+ * Flushing float32's own subnormals to zero does not change the results. (They are far below half
+ * the smallest number of these formats; bfloat16, which has the same subnormals, is converted
+ * without arithmetic.)
  *
- * Which bits a NaN has is settled here, because hardware does not: of two NaN operands one or the
- * other passes its sign and payload on, as the compiler happened to order them, and inf - inf is
- * negative on some processors. Every NaN becomes the NaN without sign that NumPy and ml_dtypes make
- * from float32's nan. (A finite value that overflows into NaN, in formats that have no infinity,
- * keeps its sign, as there.) All other results are those of NumPy and ml_dtypes bit for bit, which
- * forbids -ffast-math.
- */
+ * The bits of a NaN are defined here, because hardware does not define them: of two NaN operands
+ * either may pass on its sign and payload, depending on the operand order chosen by the compiler,
+ * and inf - inf is negative on some processors. Every NaN becomes the NaN without sign that NumPy
+ * and ml_dtypes make from float32's nan. (A finite value that overflows to NaN, in formats without
+ * infinity, keeps its sign, as in ml_dtypes.) All other results have the bits of NumPy and
+ * ml_dtypes, which forbids -ffast-math. */
 
 #ifndef MPICOLL_FORMATS_H
 #define MPICOLL_FORMATS_H
 
-#ifdef __HIPCC_RTC__
-/* AMD's compiler at run time has these names in some versions, and not always for these types. */
-#define int8_t mpicoll_int8_t
-#define int16_t mpicoll_int16_t
-#define int32_t mpicoll_int32_t
-#define int64_t mpicoll_int64_t
-#define uint8_t mpicoll_uint8_t
-#define uint16_t mpicoll_uint16_t
-#define uint32_t mpicoll_uint32_t
-#define uint64_t mpicoll_uint64_t
-#define memcpy __builtin_memcpy
-#endif
-
-#if defined(__CUDACC_RTC__) || defined(__HIPCC_RTC__)
+#ifdef __CUDACC_RTC__
 typedef signed char int8_t;
 typedef short int16_t;
 typedef int int32_t;
@@ -47,7 +32,7 @@ typedef unsigned long long uint64_t;
 #include <string.h>
 #endif
 
-#if defined(__CUDACC__) || defined(__HIP__)
+#ifdef __CUDACC__
 #define INLINE static __device__ __forceinline__
 #else
 #define INLINE static inline __attribute__((always_inline))
@@ -73,12 +58,12 @@ INLINE float float_of(uint32_t bits)
 
 /* ---- Narrow floats ---------------------------------------------------------------------------
  *
- * All of them by name, with the bits of an element, and for the regular ones, which have a sign,
- * an exponent and a mantissa, the family, the mantissa's bits and the exponent's bias:
+ * FORMATS lists all of them, with the bits of an element. REGULAR_FORMATS lists those with a sign,
+ * an exponent and a mantissa, with their family, the bits of the mantissa and the exponent's bias:
  *
  * IEEE: the greatest exponent means infinity and NaN.
- * FN:   finite but for the one NaN whose bits are all ones; no infinity.
- * FNUZ: the same, and zero has no sign: its negative is the NaN.
+ * FN:   no infinity, and one NaN, whose bits are all ones.
+ * FNUZ: the same, except that zero has no sign: negative zero is the NaN.
  */
 enum family { IEEE, FN, FNUZ };
 
@@ -107,7 +92,7 @@ INLINE float widen_regular(uint32_t bits, int width, enum family family, int man
     const uint32_t magnitude = bits & (sign - 1);
 
     const uint32_t normal = (magnitude << shift) + rebias;
-    /* A subnormal has no implicit one: lend it one, and take it back. */
+    /* A subnormal has no implicit one: add it and subtract it again. */
     const uint32_t subnormal = bits_of(float_of(normal + one) - float_of(rebias + one));
     uint32_t wide = magnitude < least_normal ? subnormal : normal;
     wide |= (bits & sign) << (32 - width);
@@ -134,10 +119,10 @@ INLINE uint32_t narrow_regular(float value, int width, enum family family, int m
     const uint32_t signs = bits >> (32 - width) & sign;
     const int nan = magnitude > INFINITE;
 
-    /* Add half an ulp, or a little less where a tie must fall to an even number; then truncate. */
+    /* Add half an ulp, or slightly less if a tie must round down to even; then truncate. */
     const uint32_t half = (1u << (shift - 1)) - 1 + (magnitude >> shift & 1);
     const uint32_t normal = (magnitude - rebias + half) >> shift;
-    /* Next to this number float32 is spaced as the subnormals are, and the addition rounds. */
+    /* Near this number, float32 has the spacing of the subnormals, and the addition rounds. */
     const uint32_t spacer = rebias + ((uint32_t)(shift + 1) << 23);
     const uint32_t subnormal = bits_of(float_of(magnitude) + float_of(spacer)) - spacer;
     const uint32_t rounded = magnitude < rebias + one ? subnormal : normal;
@@ -176,10 +161,10 @@ INLINE uint32_t narrow_bfloat16(float value)
     return (bits & ~SIGN) > INFINITE ? QUIET_NAN >> 16 : rounded;
 }
 
-/* ---- All numbers ------------------------------------------------------------------------------ */
+/* ---- All numbers ----------------------------------------------------------------------------- */
 
-/* The formats that are computed with as they are: the C type, in which type integers wrap around,
- * and which operations there are besides MIN and MAX. */
+/* The formats without conversion: the C type, the type in which integers wrap around, and the
+ * operations besides MIN and MAX. */
 #define WIDE_FORMATS(X)                                                                            \
     X(float32, float, float, FLOAT)                                                                \
     X(float64, double, double, FLOAT)                                                              \
@@ -192,6 +177,14 @@ INLINE uint32_t narrow_bfloat16(float value)
     X(uint16, uint16_t, uint32_t, INTEGER)                                                         \
     X(uint32, uint32_t, uint32_t, INTEGER)                                                         \
     X(uint64, uint64_t, uint64_t, INTEGER)
+
+/* The index of each format in the C library's tables: narrow floats first. */
+#define FORMAT_INDEX(NAME, ...) INDEX_##NAME,
+enum {
+    FORMATS(FORMAT_INDEX) NARROW_COUNT,
+    LAST_NARROW = NARROW_COUNT - 1,
+    WIDE_FORMATS(FORMAT_INDEX) FORMAT_COUNT
+};
 
 enum operation { SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR, EXACT_SUM };
 

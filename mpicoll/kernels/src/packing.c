@@ -1,16 +1,16 @@
-/* Blocks that lie apart, side by side, and back: what small arrays are fused with.
+/* Copies separate blocks into one buffer and back, to run a list of small arrays as one call.
  *
- * This is plain C for ctypes: it does not include Python.h and defines no module.
- */
+ * This is plain C for ctypes: it does not include Python.h and defines no module. */
 
 #include "kernels.h"
 
 #include <string.h>
 
-/* Copies, line by line, block r of every array, for each r of `rows`, to one place after another.
+/* Copies line by line and row by row: the row's block of every array into consecutive memory.
  *
- * arrays: of so many `lines` of `n`; array k of each has `rows` blocks of counts[k] elements.
- * size:   of an element. */
+ * arrays: `lines` lines of `n` addresses; array k of each line has `rows` blocks of counts[k]
+ *         elements.
+ * size:   size of an element in bytes. */
 EXPORT void mpicoll_pack(const char *const *arrays, const size_t *counts, size_t n, size_t lines,
                          size_t rows, size_t size, char *into)
 {
@@ -22,7 +22,7 @@ EXPORT void mpicoll_pack(const char *const *arrays, const size_t *counts, size_t
             }
 }
 
-/* The way back. */
+/* The reverse of mpicoll_pack. */
 EXPORT void mpicoll_unpack(char *const *arrays, const size_t *counts, size_t n, size_t lines,
                            size_t rows, size_t size, const char *from)
 {

@@ -1,17 +1,12 @@
-/* Reductions of numbers: of integers and of float32 and float64 as they are, and of the floats that
- * are too narrow to accumulate in, whose conversions are in formats.h, in float32.
+/* Reductions on the host. Integers, float32 and float64 are combined as they are; narrow floats are
+ * accumulated in float32 (conversions in formats.h).
  *
  * Narrow floats are rounded once, to nearest even, block by block: a block of every source is
- * widened, folded into an accumulator that stays in the first-level cache, and narrowed into the
- * result. A block of the result is written after the same block of all sources was read, so the
- * result may be the memory of any one of them.
+ * widened and folded into an accumulator in the first-level cache, which is then narrowed into the
+ * result. A block of the result is written after the same block of all sources has been read, so
+ * the result may be the memory of any source.
  *
- * The loops are branch-free and dtype-generic: a format is a handful of constants, and the compiler
- * folds them into a loop of its own for each format, and vectorises it. (It may only if it need not
- * keep floating point's exception flags: GCC wants -fno-trapping-math for that.)
- *
- * This is plain C for ctypes: it does not include Python.h and defines no module.
- */
+ * This is plain C for ctypes: it does not include Python.h and defines no module. */
 
 #include "formats.h"
 #include "kernels.h"
@@ -19,182 +14,14 @@
 
 #include <stdint.h>
 #include <string.h>
-#ifdef DISPATCH
-#include <immintrin.h>
-#endif
 
 /* Elements of a block: two blocks of float32 leave most of a first-level cache to the sources. */
 enum { BLOCK = 1024 };
 
-/* ---- Loops ----------------------------------------------------------------------------------- */
-
-/* The arrays come from elsewhere: their elements may lie at any address. */
-typedef uint8_t __attribute__((may_alias)) word8;
-typedef uint16_t __attribute__((may_alias, aligned(1))) word16;
 typedef float __attribute__((may_alias, aligned(1))) word32;
 
-typedef void widen_loop(const void *source, word32 *out, size_t count);
-typedef void narrow_loop(const word32 *source, void *out, size_t count);
-/* out = (left + right) / divisor, all in registers; out may be one of them. */
-typedef void add_loop(const void *left, const void *right, void *out, float divisor, size_t count);
-
-#define LOOPS(NAME, WIDTH, ...)                                                                    \
-    VECTORISED static void widen_loop_##NAME(const void *source, word32 *out, size_t count)        \
-    {                                                                                              \
-        const word##WIDTH *restrict from = source;                                                 \
-        word32 *restrict to = out;                                                                 \
-        for (size_t i = 0; i < count; i++)                                                         \
-            to[i] = widen_##NAME(from[i]);                                                         \
-    }                                                                                              \
-    VECTORISED static void narrow_loop_##NAME(const word32 *source, void *out, size_t count)       \
-    {                                                                                              \
-        const word32 *restrict from = source;                                                      \
-        word##WIDTH *restrict to = out;                                                            \
-        for (size_t i = 0; i < count; i++)                                                         \
-            to[i] = (word##WIDTH)narrow_##NAME(from[i]);                                           \
-    }                                                                                              \
-    VECTORISED static void add_loop_##NAME(const void *left, const void *right, void *out,         \
-                                           float divisor, size_t count)                            \
-    {                                                                                              \
-        const word##WIDTH *a = left, *b = right;                                                   \
-        word##WIDTH *to = out;                                                                     \
-        if (divisor == 1) {                                                                        \
-            INDEPENDENT for (size_t i = 0; i < count; i++) to[i] =                                 \
-                (word##WIDTH)narrow_##NAME(widen_##NAME(a[i]) + widen_##NAME(b[i]));               \
-        } else {                                                                                   \
-            INDEPENDENT for (size_t i = 0; i < count; i++) to[i] =                                 \
-                (word##WIDTH)narrow_##NAME((widen_##NAME(a[i]) + widen_##NAME(b[i])) / divisor);   \
-        }                                                                                          \
-    }
-FORMATS(LOOPS)
-
-#define INDEX(NAME, ...) INDEX_##NAME,
-enum { FORMATS(INDEX) COUNT };
-
-#define ROW(NAME, WIDTH, ...)                                                                      \
-    {#NAME, WIDTH / 8, widen_loop_##NAME, narrow_loop_##NAME, add_loop_##NAME},
-static struct {
-    const char *name;
-    size_t size;
-    widen_loop *widen;
-    narrow_loop *narrow;
-    add_loop *add;
-} formats[COUNT] = {FORMATS(ROW)};
-
-/* x86-64 has instructions for float16, but compilers do not find them in the loop above. */
-#ifdef DISPATCH
-#define F16C __attribute__((target("avx2,f16c")))
-
-F16C static void widen_f16c(const void *source, word32 *out, size_t count)
-{
-    const word16 *from = source;
-    for (; count >= 8; count -= 8, from += 8, out += 8)
-        _mm256_storeu_ps((float *)out, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)));
-    widen_loop_float16(from, out, count);
-}
-
-F16C static void narrow_f16c(const word32 *source, void *out, size_t count)
-{
-    const __m256 nan = _mm256_set1_ps(float_of(QUIET_NAN));
-    word16 *to = out;
-    for (; count >= 8; count -= 8, source += 8, to += 8) {
-        const __m256 values = _mm256_loadu_ps((const float *)source);
-        const __m256 is_nan = _mm256_cmp_ps(values, values, _CMP_UNORD_Q);
-        const __m256 signless = _mm256_blendv_ps(values, nan, is_nan);
-        _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph(signless, _MM_FROUND_TO_NEAREST_INT));
-    }
-    narrow_loop_float16(source, to, count);
-}
-
-F16C static void add_f16c(const void *left, const void *right, void *out, float divisor,
-                          size_t count)
-{
-    const __m256 nan = _mm256_set1_ps(float_of(QUIET_NAN)), divisors = _mm256_set1_ps(divisor);
-    const word16 *a = left, *b = right;
-    word16 *to = out;
-    for (; count >= 8; count -= 8, a += 8, b += 8, to += 8) {
-        __m256 sum = _mm256_add_ps(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)a)),
-                                   _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)b)));
-        if (divisor != 1)
-            sum = _mm256_div_ps(sum, divisors);
-        sum = _mm256_blendv_ps(sum, nan, _mm256_cmp_ps(sum, sum, _CMP_UNORD_Q));
-        _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph(sum, _MM_FROUND_TO_NEAREST_INT));
-    }
-    add_loop_float16(a, b, to, divisor, count);
-}
-
-/* Compilers use vectors of half the width for the loop of bfloat16, unless a flag for the whole file
- * says otherwise. */
-#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
-
-AVX512 static __m512i rounded_to_bfloat16(__m512 sum)
-{
-    const __m512i bits = _mm512_castps_si512(sum), quiet = _mm512_set1_epi32(QUIET_NAN >> 16);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
-    return _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q), quiet);
-}
-
-/* Two elements at a time in 32 bits: the one in the upper half is a float32 once the lower half is
- * cleared, the other once it is shifted up. */
-AVX512 static void add_bfloat16_avx512(const void *left, const void *right, void *out,
-                                       float divisor, size_t count)
-{
-    const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
-    const __m512 divisors = _mm512_set1_ps(divisor);
-    const word16 *a = left, *b = right;
-    word16 *to = out;
-    for (; count >= 32; count -= 32, a += 32, b += 32, to += 32) {
-        const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
-        __m512 high = _mm512_add_ps(_mm512_castsi512_ps(_mm512_and_si512(x, upper)),
-                                    _mm512_castsi512_ps(_mm512_and_si512(y, upper)));
-        __m512 low = _mm512_add_ps(_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)),
-                                   _mm512_castsi512_ps(_mm512_slli_epi32(y, 16)));
-        if (divisor != 1) {
-            high = _mm512_div_ps(high, divisors);
-            low = _mm512_div_ps(low, divisors);
-        }
-        _mm512_storeu_si512(to,
-                            _mm512_or_si512(_mm512_slli_epi32(rounded_to_bfloat16(high), 16),
-                                            rounded_to_bfloat16(low)));
-    }
-    add_loop_bfloat16(a, b, to, divisor, count);
-}
-
-AVX512 static void add_float16_avx512(const void *left, const void *right, void *out, float divisor,
-                                      size_t count)
-{
-    const __m512 nan = _mm512_set1_ps(float_of(QUIET_NAN)), divisors = _mm512_set1_ps(divisor);
-    const word16 *a = left, *b = right;
-    word16 *to = out;
-    for (; count >= 16; count -= 16, a += 16, b += 16, to += 16) {
-        __m512 sum = _mm512_add_ps(_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)a)),
-                                   _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)b)));
-        if (divisor != 1)
-            sum = _mm512_div_ps(sum, divisors);
-        sum = _mm512_mask_mov_ps(sum, _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q), nan);
-        _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph(sum, _MM_FROUND_TO_NEAREST_INT));
-    }
-    add_loop_float16(a, b, to, divisor, count);
-}
-
-__attribute__((constructor)) static void choose(void)
-{
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2")) /* brings F16C along, for which older compilers cannot ask */
-        return;
-    formats[INDEX_float16].widen = widen_f16c;
-    formats[INDEX_float16].narrow = narrow_f16c;
-    formats[INDEX_float16].add = add_f16c;
-    if (!__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl"))
-        return;
-    formats[INDEX_float16].add = add_float16_avx512;
-    formats[INDEX_bfloat16].add = add_bfloat16_avx512;
-}
-#endif
-
-/* Of equal numbers (0.0 and -0.0) the later is taken, as by NumPy on x86-64; the first NaN stays. */
+/* Of equal numbers (0.0 and -0.0) the later is returned, as by NumPy on x86-64; the first NaN is
+ * kept. */
 #define MINIMUM(A, B) ((A) < (B) || (A) != (A) ? (A) : (B))
 #define MAXIMUM(A, B) ((A) > (B) || (A) != (A) ? (A) : (B))
 
@@ -202,7 +29,8 @@ __attribute__((constructor)) static void choose(void)
     INDEPENDENT for (size_t i = 0; i < count; i++) out[i] = EXPRESSION;                            \
     break
 
-/* Integers wrap around, in a type that arithmetic does not widen; floats have no bits to combine. */
+/* Integers wrap around, in a type that arithmetic does not promote; floats have no bitwise
+ * operations. */
 #define INTEGER_CASES(WIDE)                                                                        \
     case SUM:                                                                                      \
         EACH((WIDE)a[i] + (WIDE)b[i]);                                                             \
@@ -221,7 +49,7 @@ __attribute__((constructor)) static void choose(void)
     case PRODUCT:                                                                                  \
         EACH(a[i] * b[i]);
 
-/* Any byte but 0 is true, as for NumPy. */
+/* Any byte except 0 is true, as in NumPy. */
 #define BOOL_CASES(WIDE)                                                                           \
     case BAND:                                                                                     \
         EACH((a[i] != 0) & (b[i] != 0));                                                           \
@@ -230,7 +58,7 @@ __attribute__((constructor)) static void choose(void)
     case BXOR:                                                                                     \
         EACH((a[i] != 0) ^ (b[i] != 0));
 
-/* fold: out = left op right; out may be one of them. divide: out = out / divisor. */
+/* fold: out = left op right; out may be either operand. divide: out = out / divisor. */
 #define WIDE_LOOPS(NAME, TYPE, WIDE, KIND)                                                         \
     typedef TYPE __attribute__((may_alias, aligned(1))) element_##NAME;                            \
     VECTORISED static void fold_##NAME(int operation, const void *left, const void *right,         \
@@ -254,37 +82,32 @@ __attribute__((constructor)) static void choose(void)
     }
 WIDE_FORMATS(WIDE_LOOPS)
 
-#define WIDE_INDEX(NAME, ...) INDEX_##NAME,
-enum { LAST_NARROW = COUNT - 1, WIDE_FORMATS(WIDE_INDEX) END };
-
-#define WIDE_ROW(NAME, TYPE, ...) {#NAME, sizeof(TYPE), fold_##NAME, divide_##NAME},
+#define WIDE_ROW(NAME, TYPE, ...) {fold_##NAME, divide_##NAME},
 static const struct {
-    const char *name;
-    size_t size;
     void (*fold)(int operation, const void *left, const void *right, void *result, size_t count);
     void (*divide)(void *result, double divisor, size_t count);
-} wide_formats[END - COUNT] = {WIDE_FORMATS(WIDE_ROW)};
+} wide_loops[FORMAT_COUNT - NARROW_COUNT] = {WIDE_FORMATS(WIDE_ROW)};
 
 static void combine_narrow(int format, int operation, const char *const *sources, size_t n,
                            char *out, size_t count, double divisor)
 {
-    const size_t size = formats[format].size;
+    const size_t size = mpicoll_size(format);
     _Alignas(64) word32 accumulator[BLOCK], block[BLOCK];
 
     if (n == 2 && operation == SUM) {
-        formats[format].add(sources[0], sources[1], out, divisor, count);
+        mpicoll_add_narrow(format, sources[0], sources[1], out, divisor, count);
         return;
     }
     for (size_t start = 0; start < count; start += BLOCK) {
         const size_t length = count - start < BLOCK ? count - start : BLOCK;
-        formats[format].widen(sources[0] + start * size, accumulator, length);
+        mpicoll_widen(format, sources[0] + start * size, accumulator, length);
         for (size_t k = 1; k < n; k++) {
-            formats[format].widen(sources[k] + start * size, block, length);
+            mpicoll_widen(format, sources[k] + start * size, block, length);
             fold_float32(operation, accumulator, block, accumulator, length);
         }
         if (divisor != 1)
             divide_float32(accumulator, divisor, length);
-        formats[format].narrow(accumulator, out + start * size, length);
+        mpicoll_narrow(format, accumulator, out + start * size, length);
     }
 }
 
@@ -300,57 +123,26 @@ static void combine_wide(int format, int operation, const char *const *sources, 
         if (n == 1 && left != out + at)
             memcpy(out + at, left, length * size);
         for (size_t k = 1; k < n; k++) {
-            /* Only the last step may write to the result, as it may be any source. */
+            /* Only the last step may write to the result, which may be any source. */
             char *result = k == n - 1 ? out + at : accumulator;
-            wide_formats[format - COUNT].fold(operation, left, sources[k] + at, result, length);
+            wide_loops[format - NARROW_COUNT].fold(operation, left, sources[k] + at, result,
+                                                   length);
             left = result;
         }
         if (divisor != 1)
-            wide_formats[format - COUNT].divide(out + at, divisor, length);
+            wide_loops[format - NARROW_COUNT].divide(out + at, divisor, length);
     }
 }
 
-/* ---- What Python calls ----------------------------------------------------------------------- */
-
-/* The number by which the functions below know a format, or -1. */
-EXPORT int mpicoll_format(const char *name)
-{
-    for (int i = 0; i < COUNT; i++)
-        if (!strcmp(formats[i].name, name))
-            return i;
-    for (int i = COUNT; i < END; i++)
-        if (!strcmp(wide_formats[i - COUNT].name, name))
-            return i;
-    return -1;
-}
-
-/* Bytes of an element. */
-EXPORT size_t mpicoll_size(int format)
-{
-    return format < COUNT ? formats[format].size : wide_formats[format - COUNT].size;
-}
-
-/* out = float32 of source, a narrow float; they do not overlap. */
-EXPORT void mpicoll_widen(int format, const void *source, void *out, size_t count)
-{
-    formats[format].widen(source, out, count);
-}
-
-/* out, a narrow float, = source, float32, rounded; they do not overlap. */
-EXPORT void mpicoll_narrow(int format, const void *source, void *out, size_t count)
-{
-    formats[format].narrow(source, out, count);
-}
-
-/* out = (sources[0] op sources[1] op ...) / divisor, from the left; EXACT_SUM, of floats, as if in
- * any order, see exact.c. There are n >= 1 sources; out may be one of them and overlaps the others
- * nowhere. */
+/* out = (sources[0] op sources[1] op ...) / divisor, in order; EXACT_SUM, of floats, as if in any
+ * order (exact.c). There are n >= 1 sources; out may be one of them and overlaps no other source.
+ */
 EXPORT void mpicoll_combine(int format, int operation, const char *const *sources, size_t n,
                             char *out, size_t count, double divisor)
 {
     if (operation == EXACT_SUM)
         mpicoll_exact_sum(format, sources, n, out, count, divisor);
-    else if (format < COUNT)
+    else if (format < NARROW_COUNT)
         combine_narrow(format, operation, sources, n, out, count, divisor);
     else
         combine_wide(format, operation, sources, n, out, count, divisor);

@@ -1,45 +1,47 @@
-/* Collectives of ranks that share memory.
+/* Collectives through memory that the ranks of a node share.
  *
- * A segment is mapped by all n ranks of a group. Each rank has a region in it: counters, with what they
- * say of its call, SLOTS slots for what it gives to the others, and as many for what it has combined for
- * them. A message goes through in rounds of at most one slot; in round k
+ * All n ranks of a group map one segment. Each rank has a region in it: counters with call records,
+ * SLOTS slots for the data that it sends, and SLOTS second slots for the data that it has combined.
+ * A message is split into rounds of at most one slot. In round k:
  *
- *   1. every rank copies its elements into slot k, and signals that it has given them;
- *   2. when all have, it combines elements of all slots in the order of the ranks. Either all of
- *      them, straight into its array, or its own share of them, which it also puts into its second
- *      slot k, counting `combined` up;
- *   3. in the latter case it copies the others' shares, when they are there, into its array.
+ * 1. every rank copies its elements into slot k and signals that the slot is filled;
+ * 2. once all slots k are filled, it combines elements of all slots in rank order: either all
+ *    elements, straight into its array, or only its share, which it also writes to its second slot
+ *    k, incrementing `combined`;
+ * 3. in the second case it copies the other ranks' shares into its array once they are combined.
  *
- * The steps of neighbouring rounds are interleaved (1 of round k, 3 of k - 2, 2 of k - 1), so that
- * a rank seldom finds that another has not yet come as far. Combining everything on every rank
- * costs a copy and a wait less, and more arithmetic: best for little data.
+ * The steps of neighboring rounds are interleaved (1 of round k, 3 of k - 2, 2 of k - 1), so a rank
+ * seldom has to wait. If every rank combines everything, a call takes one copy and one wait less,
+ * but more arithmetic: this is faster for small messages.
  *
- * That all have given is learnt by few ranks from each other's signals, and by many from the signals of
- * log2 n of them (`meet`): then in step s = 0, 1, .. rank r signals to rank r + 2^s that 2^s ranks up to
- * and with r have given (`passed`; step 0 says so of r itself), and waits for the same from r - 2^s, all
- * modulo n: a dissemination barrier (D. Hensgen, R. Finkel, U. Manber, Two algorithms for barrier
- * synchronization, International J. of Parallel Programming 17(1), 1988). A rank passes a signal on
- * (release) after it has seen those before it (acquire): so it sees what all ranks wrote before they gave.
+ * To find out that all slots are filled, a rank of a small group polls every other rank. In a large
+ * group ranks use a dissemination barrier (`wait_for_all`): in step s = 0, 1, ... rank r signals to
+ * rank r + 2^s that the 2^s ranks up to and including r have filled their slots (`ready`; step 0
+ * covers r alone), then waits for the same signal from r - 2^s, all modulo n (D. Hensgen, R.
+ * Finkel, U. Manber, Two algorithms for barrier synchronization, International J. of Parallel
+ * Programming 17(1), 1988). A rank sends a signal (release) after it has received the earlier ones
+ * (acquire), so the receiver sees everything that all those ranks wrote.
  *
- * The signals of a call's first round say what the call is about, and whether all calls that their rank
- * has heard of are alike. By induction, after step s rank r knows whether the calls of the ranks
- * r - 2^(s + 1) + 1 to r are all like its own: if they are, then so are r's and that of r - 2^s, to which
- * all before it are alike. Last, that is all of them, and the answer is the same on every rank.
+ * The signals of a call's first round carry the call record, and whether all records that the
+ * sender has received match. By induction, after step s rank r knows whether the calls of the ranks
+ * r - 2^(s + 1) + 1 to r all match its own. After the last step these are all ranks, and the result
+ * is the same on every rank.
  *
- * Why four slots are enough. A rank fills slot k once it knows that all have given k - 2, who by then had
- * ended step 2 of round k - 4, the last to read the slot. It combines into its second slot k once it
- * knows that all have given k, who by then had ended step 3 of round k - 3.
+ * Why four slots are enough: a rank fills slot k after it knows that all ranks have filled slot k -
+ * 2, for which they had to finish step 2 of round k - 4, the last reader of the slot. It writes to
+ * its second slot k after it knows that all have filled slot k, for which they had to finish step 3
+ * of round k - 3.
  *
- * Why two descriptions of calls are enough, in turn, on each line. A rank writes that of call c + 2 after
- * it has ended call c + 1: so it knows that all have given in c + 1, each of which had by then read all
- * that it reads in call c. Counters only grow: who waits for a value takes a later one as well, and the
- * description that came with the first is still there.
+ * Why two call records per signal are enough: a rank writes the record of call c + 2 after it has
+ * finished call c + 1. It then knows that all ranks have signaled in call c + 1, and before that
+ * they read every record of call c. Counters only grow: a rank that waits for a value also accepts
+ * a later one, and the record that belongs to the first value still exists.
  *
- * Rounds are numbered on from call to call, so that a rank may begin a call while others still end
- * the one before. Counters are of 32 bits and wrap around; they are compared by their difference.
+ * Round numbers continue from call to call, so a rank may begin a call while other ranks still
+ * finish the previous one. Counters have 32 bits and wrap around; they are compared by their
+ * difference.
  *
- * This is plain C for ctypes: it does not include Python.h and defines no module.
- */
+ * This is plain C for ctypes: it does not include Python.h and defines no module. */
 
 #include "kernels.h"
 #include "shared.h"
@@ -63,94 +65,99 @@
 
 enum { SLOTS = 4, LINE = 64, PAGE = 4096 };
 
-/* The bits of a rank's number, of at most 256 ranks: see MOST in mpicoll/routes/host/shared.py. */
-enum { MOST_BITS = 8 };
+/* Bits of a rank number; a group has at most 256 ranks: MAX_RANKS in mpicoll/routes/host/shared.py.
+ */
+enum { MAX_RANK_BITS = 8 };
 
-/* How often a rank yields the processor before it sleeps. Waking up takes several times as long as
- * getting a turn: with more ranks than processors, calls on little data take a quarter of the time. */
-enum { YIELDS = 50 };
+/* Number of times a waiting rank yields the processor before it sleeps. Waking up takes several
+ * times as long as yielding: with more ranks than processors, small calls are four times faster
+ * this way. */
+enum { YIELD_COUNT = 50 };
 
-/* What mpicoll_board_publish returns for a rank that has left. */
+/* Returned by mpicoll_round_publish if this rank has been aborted. */
 enum { LEFT = -1 };
 
-#define FOREVER UINT64_MAX
+#define NO_TIMEOUT UINT64_MAX
 
-/* Bytes that are combined and copied on before the first-level cache loses them, and bytes of a
- * result that caches lose before it is there. */
-enum { BLOCK = 8192, LARGE = 32 << 20 };
+/* Size of the blocks in which data is combined and copied on, so that it stays in the first-level
+ * cache; and size of a result that exceeds the caches. */
+enum { BLOCK_BYTES = 8192, LARGE = 32 << 20 };
 
-/* A number that its rank counts up and others wait for. */
+/* A number that its rank increments and other ranks wait for. */
 struct counter {
     atomic_uint value;
     atomic_uint sleepers; /* a rank has gone to sleep since the last change */
 };
 
-/* What a call is about, and whether all calls that its rank has seen so far are alike. Atomic, because
- * a rank that is ahead may write what another still reads (see mpicoll_shared_ask); counters order all
- * other reads and writes, so relaxed access is enough. */
+/* A call record: the call's signature and element count, and whether all records that its rank has
+ * received so far match. Atomic, because a rank that is ahead may write a record that another rank
+ * still reads (see mpicoll_shared_all_entered). Counters order all other reads and writes, so
+ * relaxed access is enough. */
 struct call {
-    _Atomic uint64_t what, count;
-    _Atomic uint32_t alike;
+    _Atomic uint64_t signature, count;
+    _Atomic uint32_t matching;
 };
 
-/* A counter, and what it says of the last two calls, in turn: all on one line. */
+/* A counter and the records of the last two calls, alternating, all on one cache line. */
 struct signal {
     _Alignas(LINE) struct counter counter;
     struct call calls[2];
 };
 
-/* For measuring how far another rank is, the one whose number differs in a certain bit. */
+/* For measuring the latency to the rank whose number differs in one bit. */
 struct echo {
     _Alignas(LINE) atomic_uint number;
 };
 
 struct header {
-    struct signal passed[MOST_BITS]; /* see `meet`; the first one is `given` */
+    struct signal ready[MAX_RANK_BITS]; /* see `wait_for_all`; the first one means "slot filled" */
     _Alignas(LINE) struct counter combined;
     _Alignas(LINE) struct counter returned; /* see all_reduce_by_clusters */
-    struct signal asked; /* the number of the last call asked for, begun or not */
-    struct echo echoes[MOST_BITS];
-    _Alignas(LINE) atomic_uint closer; /* rank 0's: 1 + the rank that has closed the group first; or 0 */
-    _Alignas(LINE) uint64_t what, count; /* of the call at hand, for its rank alone */
+    struct signal announced; /* number of the last call announced, begun or not */
+    struct echo echoes[MAX_RANK_BITS];
+    _Alignas(LINE) atomic_uint closed_by; /* of rank 0: 1 + the rank that closed the group, or 0 */
+    _Alignas(LINE) uint64_t signature, count; /* of the current call; only its rank uses it */
 };
 
-/* A rank's hold on a segment; mpicoll/routes/host/shared.py has the same. */
+/* A rank's handle of a segment; mpicoll/routes/host/shared.py mirrors it. */
 struct mpicoll_shared {
-    char *base;     /* where the segment is mapped */
-    size_t slot;    /* bytes of a slot, a multiple of LINE */
-    uint32_t n, me; /* ranks, and this one */
-    uint32_t round; /* rounds ended */
-    uint32_t calls; /* calls begun */
-    uint32_t looks; /* at a counter before the thread sleeps */
-    atomic_uint left; /* this rank does not wait any more: calls return 0 */
-    uint32_t measurements; /* of the ranks' distances */
-    uint32_t latency; /* nanoseconds to the farthest rank that was measured last; 0: unknown */
-    uint32_t far;   /* bit k: the rank whose number differs from this one's in bit k is far away */
-    uint32_t few;   /* ranks up to which each waits for each other, see `meet` */
-    uint64_t until; /* bytes of rounds until the next measurement */
-    /* Clusters: neighbouring ranks that are near each other. The first rank of each, and n. */
-    const uint32_t *firsts;
-    uint32_t clusters, cluster; /* how many, and the one of this rank */
+    char *base;              /* address at which the segment is mapped */
+    size_t slot;             /* size of a slot in bytes, a multiple of LINE */
+    uint32_t n, me;          /* number of ranks, and this rank */
+    uint32_t round;          /* rounds finished */
+    uint32_t calls;          /* calls begun */
+    uint32_t spin_count;     /* polls of a counter before the thread yields and sleeps */
+    atomic_uint aborted;     /* this rank no longer waits: calls return 0 */
+    uint32_t measurements;   /* number of latency measurements */
+    uint32_t latency_ns;     /* to the farthest rank, as last measured; 0: unknown */
+    uint32_t far_bits;       /* bit k: the rank whose number differs in bit k is far */
+    uint32_t flat_max_ranks; /* up to this many ranks, every rank polls every other rank */
+    uint64_t bytes_until_measurement;
+    /* Clusters of neighboring ranks that are near each other: the first rank of each, then n. */
+    const uint32_t *cluster_starts;
+    uint32_t cluster_count, cluster; /* number of clusters, and this rank's */
 };
 
-/* What all calls of one kind share; mpicoll/routes/host/shared.py has the same. */
-struct mpicoll_kind {
+/* Parameters that all calls of one plan share; mpicoll/routes/host/shared.py mirrors it. */
+struct mpicoll_plan {
     struct mpicoll_shared *shared;
-    uint64_t what;   /* tells this kind of call from others */
-    double divisor;  /* of what was combined */
-    size_t size;     /* bytes of a number */
-    size_t parts;    /* numbers that make up an element */
-    size_t whole;    /* numbers of an array up to which every rank combines everything */
-    int32_t format;  /* of the numbers that are combined; negative: they are copied */
+    uint64_t signature;         /* identifies operation, op, dtype and layout */
+    double divisor;             /* of the combined result */
+    size_t size;                /* bytes of a number */
+    size_t numbers_per_element; /* 2 for complex numbers */
+    size_t one_shot_max_count;  /* numbers up to which every rank combines the whole array */
+    int32_t format;             /* format of the numbers to combine; negative: copy only */
     int32_t operation;
-    int32_t blocks;  /* as many blocks as ranks are given by each, instead of one */
-    int32_t giver, taker; /* only the root gives, or takes */
-    int32_t prefix;  /* a rank takes from those before it, and, if 1, itself */
-    int32_t in_place; /* all_reduce */
-    size_t large;    /* numbers of an array from which on all_reduce goes by clusters */
-    uint32_t misfit; /* after MISFIT: the rank whose block for this one was not as expected, or n */
-    uint64_t found;  /* and the elements of that block */
-    uint64_t most;   /* after UNMOVED: elements of the largest block of all ranks */
+    int32_t many_blocks;        /* each rank sends n blocks, one for each rank, instead of one */
+    int32_t has_src, has_dst;   /* only the root sends; only the root receives */
+    int32_t prefix;             /* scan: a rank combines the ranks before it, and itself if 1 */
+    int32_t in_place;           /* all_reduce */
+    size_t clusters_min_count;  /* numbers from which on all_reduce works by clusters */
+    /* Results. After WRONG_SIZE: the rank whose block for this one has another size, or n, and the
+     * elements of that block. After NO_ROOM: elements of the largest block of all ranks. */
+    uint32_t mismatch_rank;
+    uint64_t mismatch_count;
+    uint64_t max_count;
 };
 
 static size_t rounded(size_t size, size_t unit)
@@ -158,13 +165,13 @@ static size_t rounded(size_t size, size_t unit)
     return (size + unit - 1) / unit * unit;
 }
 
-/* Bytes of a second slot: a share of a slot, of at most one line more than the n-th part. */
+/* Size of a second slot in bytes: the n-th part of a slot, rounded up, plus a cache line. */
 static size_t share_slot(size_t slot, size_t n)
 {
     return rounded(slot / n, LINE) + LINE;
 }
 
-/* Bytes of one rank's region: a segment has n of them. */
+/* Returns the size of one rank's region in bytes; a segment has n regions. */
 EXPORT size_t mpicoll_shared_region(size_t slot, size_t n)
 {
     return rounded(rounded(sizeof(struct header), PAGE) + SLOTS * (slot + share_slot(slot, n)),
@@ -193,15 +200,15 @@ static char *second_slot(const struct mpicoll_shared *shared, uint32_t rank, uin
            round % SLOTS * share_slot(shared->slot, shared->n);
 }
 
-/* ---- Counting and waiting ---------------------------------------------------------------------- */
+/* ---- Counting and waiting -------------------------------------------------------------------- */
 
-/* Sleeping is for long waits beside ranks or threads that want the core: it is left to them, and the
- * sleeper gets a core back as soon as it is woken. */
+/* Sleeping frees the processor for other ranks or threads during long waits; the kernel gives the
+ * sleeper a processor again as soon as it is woken. */
 #ifdef __linux__
-/* Returns whether the counter had the value and nobody has woken this thread. */
-static int sleep_while(struct counter *counter, unsigned value, uint64_t nanoseconds)
+/* Returns 1 if the counter still had the value and the sleep timed out or was interrupted. */
+static int sleep_while(struct counter *counter, unsigned value, uint64_t timeout_ns)
 {
-    const struct timespec limit = {0, (long)nanoseconds};
+    const struct timespec limit = {0, (long)timeout_ns};
     return syscall(SYS_futex, &counter->value, FUTEX_WAIT, value, &limit, NULL, 0) &&
            errno != EAGAIN;
 }
@@ -211,9 +218,9 @@ static void wake(struct counter *counter)
     syscall(SYS_futex, &counter->value, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
 }
 #else
-static int sleep_while(struct counter *counter, unsigned value, uint64_t nanoseconds)
+static int sleep_while(struct counter *counter, unsigned value, uint64_t timeout_ns)
 {
-    (void)counter, (void)value, (void)nanoseconds;
+    (void)counter, (void)value, (void)timeout_ns;
     sched_yield();
     return 0;
 }
@@ -235,7 +242,7 @@ static void relax(void)
 
 static void count_up(struct counter *counter, uint32_t value)
 {
-    /* Either this sees that a rank is about to sleep, or that rank sees the new value. */
+    /* Either this thread sees that a rank is about to sleep, or that rank sees the new value. */
     atomic_store(&counter->value, value);
     if (atomic_load(&counter->sleepers)) {
         atomic_store(&counter->sleepers, 0);
@@ -255,42 +262,44 @@ static uint64_t now(void)
     return (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
 }
 
-/* Whether this rank does not wait any more: it has left, or some rank has closed the group. Waits ask
- * when they have taken long, so that those that have not pay nothing. */
-static int has_left(const struct mpicoll_shared *shared)
+/* Returns 1 if this rank must stop waiting: it was aborted, or a rank has closed the group. Checked
+ * only once a wait takes long, so that short waits do not pay for it. */
+static int is_aborted(const struct mpicoll_shared *shared)
 {
-    return atomic_load(&shared->left) || atomic_load(&header(shared, 0)->closer);
+    return atomic_load(&shared->aborted) || atomic_load(&header(shared, 0)->closed_by);
 }
 
-/* Called where a wait takes long, on the thread that has set it: whether this rank is to leave. */
-static int (*attend)(void);
-static pthread_t attendant;
+/* Called during long waits, on the thread that has set it. Returns 1 if a signal handler has
+ * raised, in which case the rank stops waiting. */
+static int (*run_signal_handlers)(void);
+static pthread_t handler_thread;
 
-EXPORT void mpicoll_shared_attend(int (*function)(void))
+EXPORT void mpicoll_shared_set_signal_handler(int (*function)(void))
 {
-    attendant = pthread_self();
-    attend = function;
+    handler_thread = pthread_self();
+    run_signal_handlers = function;
 }
 
-static int is_called_away(void)
+static int signal_handler_raised(void)
 {
-    return attend && pthread_equal(attendant, pthread_self()) && attend();
+    return run_signal_handlers && pthread_equal(handler_thread, pthread_self()) &&
+           run_signal_handlers();
 }
 
-/* Waits until another rank has counted to `target`, or, returning 0, until the time `end`, or until
- * this rank has left. */
+/* Waits until another rank's counter reaches `target`. Returns 0 at the time `end`, or if this rank
+ * must stop waiting. */
 static int wait_until(const struct mpicoll_shared *shared, struct counter *counter, uint32_t target,
                       uint64_t end)
 {
-    /* The rank that should wake this one may be lost: look again now and then. */
-    const uint64_t nap = 50000000;
+    /* The rank that should wake this one may be lost, so sleep for a limited time. */
+    const uint64_t sleep_limit_ns = 50000000;
 
-    for (uint32_t i = 0; i < shared->looks; i++) {
+    for (uint32_t i = 0; i < shared->spin_count; i++) {
         if (reached(atomic_load_explicit(&counter->value, memory_order_acquire), target))
             return 1;
         relax();
     }
-    for (int i = 0; i < YIELDS && (end == FOREVER || now() < end); i++) {
+    for (int i = 0; i < YIELD_COUNT && (end == NO_TIMEOUT || now() < end); i++) {
         sched_yield();
         if (reached(atomic_load_explicit(&counter->value, memory_order_acquire), target))
             return 1;
@@ -299,43 +308,46 @@ static int wait_until(const struct mpicoll_shared *shared, struct counter *count
         const unsigned value = atomic_load(&counter->value);
         if (reached(value, target))
             return 1;
-        const uint64_t time = end == FOREVER ? 0 : now();
-        if (time >= end || has_left(shared))
+        const uint64_t time = end == NO_TIMEOUT ? 0 : now();
+        if (time >= end || is_aborted(shared))
             return 0;
         atomic_store(&counter->sleepers, 1);
         if (atomic_load(&counter->value) == value &&
-            sleep_while(counter, value, end - time < nap ? end - time : nap) && is_called_away()) {
-            atomic_store((atomic_uint *)&shared->left, 1);
-            return 0; /* though the other may have come: what the handler has raised goes first */
+            sleep_while(counter, value,
+                        end - time < sleep_limit_ns ? end - time : sleep_limit_ns) &&
+            signal_handler_raised()) {
+            atomic_store((atomic_uint *)&shared->aborted, 1);
+            return 0; /* the exception of the handler takes precedence */
         }
     }
 }
 
 static int wait_for(const struct mpicoll_shared *shared, struct counter *counter, uint32_t target)
 {
-    return wait_until(shared, counter, target, FOREVER);
+    return wait_until(shared, counter, target, NO_TIMEOUT);
 }
 
-/* ---- Far and near ------------------------------------------------------------------------------ */
+/* ---- Near and far ranks ---------------------------------------------------------------------- */
 
-/* Between ranks that share a last-level cache a slot best stays in it. Between others every line of
- * a slot that is written anew costs a round of invalidations, which takes four times as long as
- * writing past the caches, and reading from memory. How a rank writes is its own affair.
+/* Between ranks that share a last-level cache, slot data is best kept in that cache. Between other
+ * ranks every rewritten line of a slot costs a round of invalidations: four times as long as a
+ * write past the caches and a read from memory. Each rank decides by itself how it writes its
+ * slots.
  *
- * The distance is measured to the ranks whose numbers differ in one bit, all over again after so many
- * bytes: processors of virtual machines move, and so do processes that are not bound to one. Another
- * rank counts as far away if any bit does in which its number differs. (Where nodes, sockets and
- * caches are filled in the order of the ranks, and where they are filled in turn, that is so.) */
+ * Latency is measured to the ranks whose numbers differ in one bit, repeatedly, because virtual
+ * processors and unbound processes move. Another rank counts as far if any bit in which its number
+ * differs is marked far. (This is correct if nodes, sockets and caches are filled in rank order or
+ * round robin.) */
 
-/* Bytes of rounds between measurements; bytes from which on a message is worth one; and those from
- * which on a copy for a far rank goes past the caches. */
-enum { MEASURE_EVERY = 4 << 20, MEASURED = 4096, PAST = 2048 };
+/* Bytes to move between two measurements; minimum size of a message that triggers one; and minimum
+ * size of a copy for a far rank that bypasses the caches. */
+enum { MEASURE_INTERVAL_BYTES = 4 << 20, MEASURE_MIN_BYTES = 4096, STREAM_MIN_BYTES = 2048 };
 
-/* Nanoseconds that a rank waits for another one's answer, for each look at a counter that it takes
- * before it sleeps: not long where others want the processor. */
-enum { PATIENCE = 10 };
+/* Nanoseconds that a measurement waits for the other rank, per poll in `spin_count`: short if other
+ * threads need the processor. */
+enum { MEASURE_TIMEOUT_NS = 10 };
 
-/* Writes nanoseconds to each of them into `latencies`, unless that is NULL; 0: unknown. */
+/* Writes the latency in nanoseconds for each bit into `latencies` unless it is NULL; 0: unknown. */
 static void measure(struct mpicoll_shared *shared, uint32_t *latencies)
 {
     const uint32_t number = shared->measurements++;
@@ -347,33 +359,33 @@ static void measure(struct mpicoll_shared *shared, uint32_t *latencies)
         const uint32_t took =
             mpicoll_latency(&header(shared, shared->me)->echoes[bit].number,
                             &header(shared, partner)->echoes[bit].number, shared->me < partner,
-                            number, (uint64_t)PATIENCE * shared->looks);
+                            number, (uint64_t)MEASURE_TIMEOUT_NS * shared->spin_count);
         if (took > most)
             most = took;
         if (latencies)
             latencies[bit] = took;
-        if (took >= FAR)
-            shared->far |= 1u << bit;
+        if (took >= FAR_NS)
+            shared->far_bits |= 1u << bit;
         else if (took)
-            shared->far &= ~(1u << bit);
+            shared->far_bits &= ~(1u << bit);
     }
-    shared->latency = most;
+    shared->latency_ns = most;
 }
 
-/* Measures the ranks' distances if it is time to; all ranks call, in the same round. */
-static void look_around(struct mpicoll_shared *shared, size_t bytes)
+/* Measures the latencies if a measurement is due. All ranks call it in the same round. */
+static void measure_if_due(struct mpicoll_shared *shared, size_t bytes)
 {
-    if (bytes < MEASURED)
+    if (bytes < MEASURE_MIN_BYTES)
         return;
-    if (shared->until <= bytes) {
-        shared->until = MEASURE_EVERY;
+    if (shared->bytes_until_measurement <= bytes) {
+        shared->bytes_until_measurement = MEASURE_INTERVAL_BYTES;
         measure(shared, NULL);
     } else {
-        shared->until -= bytes;
+        shared->bytes_until_measurement -= bytes;
     }
 }
 
-/* Measures now: all ranks call, at about the same time. latencies: MOST_BITS numbers, at first 0. */
+/* Measures now; all ranks call it at about the same time. latencies: MAX_RANK_BITS zeros. */
 EXPORT void mpicoll_shared_measure(struct mpicoll_shared *shared, uint32_t *latencies)
 {
     measure(shared, latencies);
@@ -381,15 +393,15 @@ EXPORT void mpicoll_shared_measure(struct mpicoll_shared *shared, uint32_t *late
 
 static int any_far(const struct mpicoll_shared *shared)
 {
-    return shared->far != 0;
+    return shared->far_bits != 0;
 }
 
 static int is_far(const struct mpicoll_shared *shared, uint32_t rank)
 {
-    return ((shared->me ^ rank) & shared->far) != 0;
+    return ((shared->me ^ rank) & shared->far_bits) != 0;
 }
 
-/* Copies past the caches: lines that are only written need not be fetched. */
+/* Copies with non-temporal stores, which do not fetch the destination lines. */
 static void copy_past_caches(char *into, const char *from, size_t size)
 {
 #ifdef __SSE2__
@@ -406,32 +418,32 @@ static void copy_past_caches(char *into, const char *from, size_t size)
             _mm_stream_si128((__m128i *)into + 2, c);
             _mm_stream_si128((__m128i *)into + 3, d);
         }
-        _mm_sfence(); /* these stores are not ordered among others by themselves */
+        _mm_sfence(); /* non-temporal stores are not ordered by themselves */
     }
 #endif
     memcpy(into, from, size);
 }
 
-/* Copies into a slot, for a rank that is far or not. */
-static void put(char *into, const char *from, size_t size, int far)
+/* Copies into a slot for a near or a far rank. */
+static void copy_for(char *into, const char *from, size_t size, int far)
 {
-    if (far && size >= PAST)
+    if (far && size >= STREAM_MIN_BYTES)
         copy_past_caches(into, from, size);
     else
         memcpy(into, from, size);
 }
 
-/* ---- Several arrays as one --------------------------------------------------------------------- */
+/* ---- Several arrays as one ------------------------------------------------------------------- */
 
-/* The numbers of n arrays, one after another. */
+/* A list of n arrays, addressed as one sequence of numbers. */
 struct list {
     char *const *arrays;
-    const size_t *ends; /* in the list, of each array's numbers */
+    const size_t *ends; /* each array's end, as an index of the sequence */
     size_t n;
 };
 
-/* The array that a number of a list is in. */
-static size_t find(const struct list *list, size_t number)
+/* Returns the array that contains a number of the sequence. */
+static size_t find_array(const struct list *list, size_t number)
 {
     size_t low = 0, high = list->n - 1;
     while (low < high) {
@@ -444,33 +456,33 @@ static size_t find(const struct list *list, size_t number)
     return low;
 }
 
-/* Where a number of a list is that is in array k. */
-static char *place_of(const struct list *list, size_t k, size_t size, size_t number)
+/* Returns the address of a number of the sequence that is in array k. */
+static char *address_of(const struct list *list, size_t k, size_t size, size_t number)
 {
     return list->arrays[k] + (number - (k ? list->ends[k - 1] : 0)) * size;
 }
 
-/* Copies a list's numbers from `start` to `end` into a slot, for a rank that is far or not. */
-static void put_numbers(char *into, const struct list *list, size_t size, size_t start, size_t end,
+/* Copies the numbers `start` to `end` of a list into a slot for a near or a far rank. */
+static void copy_to_slot(char *into, const struct list *list, size_t size, size_t start, size_t end,
                         int far)
 {
-    for (size_t k = find(list, start); start < end; k++) {
+    for (size_t k = find_array(list, start); start < end; k++) {
         const size_t until = list->ends[k] < end ? list->ends[k] : end;
         const size_t bytes = (until - start) * size;
-        put(into, place_of(list, k, size, start), bytes, far);
+        copy_for(into, address_of(list, k, size, start), bytes, far);
         into += bytes;
         start = until;
     }
 }
 
-/* Copies numbers to their places in a list; past the caches, or not. */
-static void get_numbers(const struct list *list, size_t size, size_t start, size_t end,
+/* Copies numbers to their places in a list, optionally past the caches. */
+static void copy_from_slot(const struct list *list, size_t size, size_t start, size_t end,
                         const char *from, int past_caches)
 {
-    for (size_t k = find(list, start); start < end; k++) {
+    for (size_t k = find_array(list, start); start < end; k++) {
         const size_t until = list->ends[k] < end ? list->ends[k] : end;
         const size_t bytes = (until - start) * size;
-        char *into = place_of(list, k, size, start);
+        char *into = address_of(list, k, size, start);
         if (into != from) {
             if (past_caches)
                 copy_past_caches(into, from, bytes);
@@ -482,199 +494,202 @@ static void get_numbers(const struct list *list, size_t size, size_t start, size
     }
 }
 
-/* Bytes that are combined where they lie, though more could be if they were copied. */
-enum { RUN = 1024 };
+/* Minimum size of a contiguous run that is combined in place instead of being copied first. */
+enum { MIN_RUN_BYTES = 1024 };
 
-/* Returns where a list's numbers from `start` on lie side by side: up to `end` in their array, or up to
- * where that ends, which *end becomes, if they are many; else copied to `beside`. */
+/* Returns the numbers of a list from `start` on, contiguous: in place up to the end of their array,
+ * which reduces *end, if the run is long; else copied to `beside`. */
 static char *gather_numbers(const struct list *list, size_t size, size_t start, size_t *end,
                             char *beside)
 {
-    const size_t k = find(list, start);
+    const size_t k = find_array(list, start);
     const size_t until = list->ends[k] < *end ? list->ends[k] : *end;
-    if (until < *end && (until - start) * size < RUN) {
-        put_numbers(beside, list, size, start, *end, 0);
+    if (until < *end && (until - start) * size < MIN_RUN_BYTES) {
+        copy_to_slot(beside, list, size, start, *end, 0);
         return beside;
     }
     *end = until;
-    return place_of(list, k, size, start);
+    return address_of(list, k, size, start);
 }
 
-/* ---- Calls ------------------------------------------------------------------------------------- */
+/* ---- Calls ----------------------------------------------------------------------------------- */
 
 static uint64_t load(const _Atomic uint64_t *value)
 {
     return atomic_load_explicit(value, memory_order_relaxed);
 }
 
-static void describe(struct call *call, uint64_t what, uint64_t count, int alike)
+static void write_record(struct call *call, uint64_t signature, uint64_t count, int matching)
 {
-    atomic_store_explicit(&call->what, what, memory_order_relaxed);
+    atomic_store_explicit(&call->signature, signature, memory_order_relaxed);
     atomic_store_explicit(&call->count, count, memory_order_relaxed);
-    atomic_store_explicit(&call->alike, (uint32_t)alike, memory_order_relaxed);
+    atomic_store_explicit(&call->matching, (uint32_t)matching, memory_order_relaxed);
 }
 
-/* A call, and all that its rank has seen, are about this. */
-static int is_about(const struct call *call, uint64_t what, uint64_t count)
+/* Returns 1 if a record, and all records that its rank has received, match this call. */
+static int matches(const struct call *call, uint64_t signature, uint64_t count)
 {
-    return load(&call->what) == what && load(&call->count) == count &&
-           atomic_load_explicit(&call->alike, memory_order_relaxed);
+    return load(&call->signature) == signature && load(&call->count) == count &&
+           atomic_load_explicit(&call->matching, memory_order_relaxed);
 }
 
-static void ask(struct header *mine, uint32_t number, uint64_t what, uint64_t count)
+static void publish_record(struct header *mine, uint32_t number, uint64_t signature, uint64_t count)
 {
-    describe(&mine->asked.calls[number % 2], what, count, 1);
-    count_up(&mine->asked.counter, number);
+    write_record(&mine->announced.calls[number % 2], signature, count, 1);
+    count_up(&mine->announced.counter, number);
 }
 
-/* Announces call `number` of the group's collectives. Returns 1 if the other ranks announce it, too,
- * with the same call, at once or in so many nanoseconds: a rank that then begins it will not have to
- * wait for them. (`number` is the group's, and not that of the calls here, so that an error between
- * this and the call, after which the ranks go on with the next number, leaves nothing behind. A rank
- * that is two numbers ahead has overwritten what is compared here, or is just writing it; but it has
- * call `number` behind it, so that either answer will do.) */
-EXPORT int mpicoll_shared_ask(const struct mpicoll_shared *shared, uint32_t number, uint64_t what,
-                              uint64_t count, uint64_t nanoseconds)
+/* Announces call `number` of the group's collectives. Returns 1 if all other ranks announce the
+ * same call within `timeout_ns`: a rank that then begins the call will not have to wait for them.
+ * (`number` is the group's call number, not this segment's, so an error between the announcement
+ * and the call leaves nothing behind. A rank that is two calls ahead has overwritten the record
+ * that is compared here; but it has finished call `number`, so either answer is correct.) */
+EXPORT int mpicoll_shared_all_entered(const struct mpicoll_shared *shared, uint32_t number,
+                                      uint64_t signature, uint64_t count, uint64_t timeout_ns)
 {
-    const uint64_t end = now() + nanoseconds;
+    const uint64_t end = now() + timeout_ns;
     struct header *mine = header(shared, shared->me);
-    ask(mine, number, what, count);
+    publish_record(mine, number, signature, count);
     for (uint32_t i = 1; i < shared->n; i++) {
-        struct signal *asked = &header(shared, (shared->me + i) % shared->n)->asked;
-        if (!wait_until(shared, &asked->counter, number, end) ||
-            !is_about(&asked->calls[number % 2], what, count))
+        struct signal *announced = &header(shared, (shared->me + i) % shared->n)->announced;
+        if (!wait_until(shared, &announced->counter, number, end) ||
+            !matches(&announced->calls[number % 2], signature, count))
             return 0;
     }
     return 1;
 }
 
-/* Says what this call is about: with its first signals. */
-static void announce(struct mpicoll_shared *shared, uint32_t number, uint64_t what, uint64_t count)
+/* Begins a call: sets the record that goes with its first signals. */
+static void begin_call(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
+                       uint64_t count)
 {
     struct header *mine = header(shared, shared->me);
     shared->calls++;
-    if (!reached(atomic_load(&mine->asked.counter.value), number))
-        ask(mine, number, what, count);
-    mine->what = what, mine->count = count;
+    if (!reached(atomic_load(&mine->announced.counter.value), number))
+        publish_record(mine, number, signature, count);
+    mine->signature = signature, mine->count = count;
 }
 
-/* Signals that this rank (k = 0), or 2^k ranks up to it, have given what round `target` - 1 needs; in a
- * call's first round with what the call is about, and whether all of theirs are alike. */
-static void pass(const struct mpicoll_shared *shared, uint32_t k, uint32_t target, int alike)
+/* Signals that this rank (k = 0), or 2^k ranks up to it, are ready for round `target` - 1. In a
+ * call's first round the signal carries the call record and whether all their records match. */
+static void signal_ready(const struct mpicoll_shared *shared, uint32_t k, uint32_t target,
+                         int matching)
 {
     struct header *mine = header(shared, shared->me);
-    struct signal *signal = &mine->passed[k];
+    struct signal *signal = &mine->ready[k];
     if (target == shared->round + 1)
-        describe(&signal->calls[shared->calls % 2], mine->what, mine->count, alike);
+        write_record(&signal->calls[shared->calls % 2], mine->signature, mine->count, matching);
     count_up(&signal->counter, target);
 }
 
-static void give(const struct mpicoll_shared *shared, uint32_t target)
+static void signal_filled(const struct mpicoll_shared *shared, uint32_t target)
 {
-    pass(shared, 0, target, 1);
+    signal_ready(shared, 0, target, 1);
 }
 
-/* The end of a call, which began in round `base`, that the ranks did not agree on. Some are in its
- * first round and some in its second: they end alike. */
-static int differed(struct mpicoll_shared *shared, uint32_t base)
+/* Ends a call with a collective mismatch. Some ranks are in its first round and some in its second;
+ * all end it in the same state. */
+static int end_mismatched(struct mpicoll_shared *shared, uint32_t base)
 {
     struct header *mine = header(shared, shared->me);
-    count_up(&mine->passed[0].counter, base + 2);
+    count_up(&mine->ready[0].counter, base + 2);
     count_up(&mine->combined, base + 2);
     shared->round = base + 2;
     return 0;
 }
 
-/* Waits for a rank's signal. Returns whether it came; in a call's first round *alike becomes 0 if the
- * rank has another call, or has heard of one. */
-static int hear(const struct mpicoll_shared *shared, struct signal *signal, uint32_t target,
-                int *alike)
+/* Waits for a rank's signal. Returns 0 if aborted. In a call's first round, clears *matching if the
+ * rank has a different call, or has received a different one. */
+static int wait_for_signal(const struct mpicoll_shared *shared, struct signal *signal,
+                           uint32_t target, int *matching)
 {
     const struct header *mine = header(shared, shared->me);
     if (!wait_for(shared, &signal->counter, target))
         return 0;
     if (target == shared->round + 1 &&
-        !is_about(&signal->calls[shared->calls % 2], mine->what, mine->count))
-        *alike = 0;
+        !matches(&signal->calls[shared->calls % 2], mine->signature, mine->count))
+        *matching = 0;
     return 1;
 }
 
-/* Waits until all ranks have given what round `target` - 1 needs, and in a call's first round learns
- * whether all are in the same call; this rank has given its own. Returns 1; 0 if the calls differ, on
- * all ranks: then the call is over; and LEFT if this rank has left. */
-static int meet(struct mpicoll_shared *shared, uint32_t target)
+/* Waits until all ranks have filled their slots for round `target` - 1, and in a call's first round
+ * compares the calls. This rank has filled its own slot. Returns 1; 0 after a collective mismatch,
+ * on all ranks: then the call is over; LEFT if this rank was aborted. */
+static int wait_for_all(struct mpicoll_shared *shared, uint32_t target)
 {
     const uint32_t n = shared->n, me = shared->me;
-    int alike = 1;
+    int matching = 1;
 
-    if (n <= shared->few) {
+    if (n <= shared->flat_max_ranks) {
         for (uint32_t i = 1; i < n; i++)
-            if (!hear(shared, &header(shared, (me + i) % n)->passed[0], target, &alike))
+            if (!wait_for_signal(shared, &header(shared, (me + i) % n)->ready[0], target,
+                                 &matching))
                 return LEFT;
     } else {
         for (uint32_t k = 0, distance = 1; distance < n; k++, distance *= 2) {
-            if (!hear(shared, &header(shared, (me + n - distance) % n)->passed[k], target, &alike))
+            if (!wait_for_signal(shared, &header(shared, (me + n - distance) % n)->ready[k], target,
+                                 &matching))
                 return LEFT;
-            if (2 * distance < n) /* even after a difference: others wait for it */
-                pass(shared, k + 1, target, alike);
+            if (2 * distance < n) /* even after a mismatch: other ranks wait for this signal */
+                signal_ready(shared, k + 1, target, matching);
         }
     }
-    return alike ? 1 : differed(shared, target - 1);
+    return matching ? 1 : end_mismatched(shared, target - 1);
 }
 
-/* A call that only compares what it is about: 1 where all ranks have it alike. */
-EXPORT int mpicoll_shared_agree(struct mpicoll_shared *shared, uint32_t number, uint64_t what,
-                                uint64_t count)
+/* A call that only compares the call records. Returns 1 if all ranks match. */
+EXPORT int mpicoll_shared_compare(struct mpicoll_shared *shared, uint32_t number,
+                                  uint64_t signature, uint64_t count)
 {
     struct header *mine = header(shared, shared->me);
     const uint32_t base = shared->round;
 
-    announce(shared, number, what, count);
-    give(shared, base + 1);
-    if (meet(shared, base + 1) <= 0)
+    begin_call(shared, number, signature, count);
+    signal_filled(shared, base + 1);
+    if (wait_for_all(shared, base + 1) <= 0)
         return 0;
     count_up(&mine->combined, base + 1);
     shared->round = base + 1;
     return 1;
 }
 
-/* What rank's call is about, after one that was not agreed on. */
-EXPORT void mpicoll_shared_call(const struct mpicoll_shared *shared, uint32_t rank, uint64_t *what,
-                                uint64_t *count)
+/* Reads the record of a rank's call after a collective mismatch. */
+EXPORT void mpicoll_shared_call(const struct mpicoll_shared *shared, uint32_t rank,
+                                uint64_t *signature, uint64_t *count)
 {
-    const struct call *call = &header(shared, rank)->passed[0].calls[shared->calls % 2];
-    *what = load(&call->what);
+    const struct call *call = &header(shared, rank)->ready[0].calls[shared->calls % 2];
+    *signature = load(&call->signature);
     *count = load(&call->count);
 }
 
-/* Closes the group for all ranks: those that wait leave, as this one does, and so does each that
- * will. What a rank's call has read and written until then is nobody's any more: no call comes after. */
+/* Closes the group for all ranks: every rank that waits, or that will wait, returns 0. No call may
+ * follow, and the data of interrupted calls is undefined. */
 EXPORT void mpicoll_shared_close(struct mpicoll_shared *shared)
 {
-    unsigned nobody = 0;
-    atomic_compare_exchange_strong(&header(shared, 0)->closer, &nobody, shared->me + 1);
-    atomic_store(&shared->left, 1);
+    unsigned open = 0;
+    atomic_compare_exchange_strong(&header(shared, 0)->closed_by, &open, shared->me + 1);
+    atomic_store(&shared->aborted, 1);
 }
 
-/* The rank that has closed the group, or -1. */
-EXPORT int mpicoll_shared_closer(const struct mpicoll_shared *shared)
+/* Returns the rank that has closed the group, or -1. */
+EXPORT int mpicoll_shared_closed_by(const struct mpicoll_shared *shared)
 {
-    return (int)atomic_load(&header(shared, 0)->closer) - 1;
+    return (int)atomic_load(&header(shared, 0)->closed_by) - 1;
 }
 
-/* The number of the last call that a rank has come to, 0 for none, and what that is about: for people,
- * as the rank may go on meanwhile. */
+/* Returns the number of the last call that a rank has announced (0: none) and its record. For
+ * reports only: the rank may proceed in the meantime. */
 EXPORT uint32_t mpicoll_shared_last_call(const struct mpicoll_shared *shared, uint32_t rank,
-                                         uint64_t *what, uint64_t *count)
+                                         uint64_t *signature, uint64_t *count)
 {
-    const struct signal *asked = &header(shared, rank)->asked;
-    const uint32_t number = atomic_load(&asked->counter.value);
-    *what = load(&asked->calls[number % 2].what);
-    *count = load(&asked->calls[number % 2].count);
+    const struct signal *announced = &header(shared, rank)->announced;
+    const uint32_t number = atomic_load(&announced->counter.value);
+    *signature = load(&announced->calls[number % 2].signature);
+    *count = load(&announced->calls[number % 2].count);
     return number;
 }
 
-/* One piece of a message: the numbers that go through in a round. */
+/* The part of a message that is moved in one round. */
 struct piece {
     size_t start, count;
 };
@@ -685,69 +700,75 @@ static struct piece piece_of(size_t count, size_t step, size_t i)
     return (struct piece){start, count - start < step ? count - start : step};
 }
 
-/* Elements of a share of a piece, for n ranks: shares are whole lines. */
+/* Elements of one of n shares of a piece; shares are whole cache lines. */
 static size_t share_size(struct piece piece, size_t size, size_t n)
 {
     return rounded(rounded(piece.count, n) / n * size, LINE) / size;
 }
 
-/* The first element of a rank's share. */
+/* Index of the first element of a rank's share. */
 static size_t share_start(struct piece piece, size_t size, size_t n, size_t rank)
 {
     const size_t share = share_size(piece, size, n);
     return rank * share < piece.count ? rank * share : piece.count;
 }
 
-/* The rank of a cluster in whose share an element is; and at most where that ends, in *end. */
-static uint32_t owner(const struct mpicoll_shared *shared, uint32_t cluster, struct piece piece,
-                      size_t size, size_t element, size_t *end)
+/* Returns the rank of a cluster whose share contains an element, and reduces *end to the end of
+ * that share. */
+static uint32_t find_owner(const struct mpicoll_shared *shared, uint32_t cluster,
+                           struct piece piece, size_t size, size_t element, size_t *end)
 {
-    const uint32_t first = shared->firsts[cluster];
-    const size_t share = share_size(piece, size, shared->firsts[cluster + 1] - first);
+    const uint32_t first = shared->cluster_starts[cluster];
+    const size_t share = share_size(piece, size, shared->cluster_starts[cluster + 1] - first);
     const size_t rank = element / share;
     if (*end > (rank + 1) * share)
         *end = (rank + 1) * share;
     return first + (uint32_t)rank;
 }
 
-/* all_reduce where it is far from one cluster of ranks to another: each byte crosses once on the way to
- * the result, and once on the way back, where else each rank reads from each other.
+/* all_reduce for clusters of ranks that are far from each other: each byte crosses between clusters
+ * once on the way to the result and once on the way back. (In `all_reduce` every rank reads from
+ * every other rank.)
  *
- * A rank combines a share of every piece as large as its cluster has ranks. A cluster begins with what
- * the one before it has combined, and goes on with its own ranks: so the order is that of the ranks,
- * and the result the same to the bit as that of the other way. (Not so for narrow formats, which are
- * rounded once, from a wider one.) In round k
+ * A rank combines a share of every piece; the number of shares is the number of ranks in its
+ * cluster. A cluster starts from the result of the previous cluster and adds its own ranks, so the
+ * order is the rank order, and the result has the same bits as in `all_reduce`. (Except for narrow
+ * formats, which round only once, from a wider format.) In round k:
  *
- *   1. every rank copies its elements into slot k, all but those of its share, and signals;
- *   2. it combines its share of its cluster's slots, and of the former cluster's shares, when these are
- *      there. The result goes into its own slot k, in the place of the share; `combined` counts up;
- *   3. it copies its share of the last cluster's result, when that is there, over its own, and into its
- *      array; `returned` counts up;
- *   4. it copies the shares of the others of its cluster into its array, when these have returned.
+ * 1. every rank copies its elements into slot k, except for its own share, and signals;
+ * 2. it combines its share of its cluster's slots with the previous cluster's shares once these are
+ *    ready. It writes the result into its own slot k, in place of its share, and increments
+ *    `combined`;
+ * 3. it copies its share of the last cluster's result over its own, and into its array, and
+ *    increments `returned`;
+ * 4. it copies the shares of the other ranks of its cluster into its array once these have
+ *    returned.
  *
- * The steps are interleaved: 4 of round k - 3, 1 of k, 2 of k - 1, 3 of k - 2. A rank waits only for
- * steps that come earlier in this order, or in the same place in a former cluster: so none waits for
- * ever.
+ * The steps are interleaved: 4 of round k - 3, 1 of k, 2 of k - 1, 3 of k - 2. A rank waits only
+ * for steps that come earlier in this order, or for the same step of a previous cluster, so ranks
+ * cannot deadlock.
  *
- * Why four slots are enough. A rank fills slot k once it knows that all have given k - 1, who by then
- * had ended step 4 of round k - 4, and steps 2 and 3 before. What step 3 overwrites, those have read who
- * combine it further: else the last cluster would not have its result. After the last round all meet
- * once more, for the next call may fill two slots before it knows more of the others. */
-static int all_reduce_by_clusters(const struct mpicoll_kind *kind, const struct list *list,
+ * Why four slots are enough: a rank fills slot k after it knows that all ranks have signaled round
+ * k - 1, for which they had to finish step 4 of round k - 4, and steps 2 and 3 before it. The
+ * shares that step 3 overwrites have been read by the ranks that combine them further: otherwise
+ * the last cluster would not have its result. After the last round all ranks synchronize once more,
+ * because the next call may fill two slots before it synchronizes. */
+static int all_reduce_by_clusters(const struct mpicoll_plan *plan, const struct list *list,
                                   size_t count)
 {
-    struct mpicoll_shared *shared = kind->shared;
+    struct mpicoll_shared *shared = plan->shared;
     const uint32_t me = shared->me, base = shared->round, mine = shared->cluster;
-    const uint32_t first = shared->firsts[mine], q = shared->firsts[mine + 1] - first;
-    const uint32_t last = shared->clusters - 1;
-    const size_t size = kind->size, step = shared->slot / size;
+    const uint32_t first = shared->cluster_starts[mine],
+                   q = shared->cluster_starts[mine + 1] - first;
+    const uint32_t last = shared->cluster_count - 1;
+    const size_t size = plan->size, step = shared->slot / size;
     const size_t rounds = (count + step - 1) / step;
     struct header *own = header(shared, me);
-    _Alignas(LINE) char block[BLOCK], beside[BLOCK];
+    _Alignas(LINE) char block[BLOCK_BYTES], beside[BLOCK_BYTES];
     const char *sources[q + 1];
 
-    /* Other calls leave this one where it is, and after 2^31 rounds it would seem to be ahead. Those who
-     * wait for it have met this rank before, in a round of this call. */
+    /* Other calls do not increment this counter, and after 2^31 rounds it would seem to be ahead.
+     * Ranks that wait for it have synchronized with this rank before, in a round of this call. */
     count_up(&own->returned, base);
     for (size_t i = 0; i < rounds + 3; i++) {
         const uint32_t round = base + (uint32_t)i;
@@ -759,14 +780,14 @@ static int all_reduce_by_clusters(const struct mpicoll_kind *kind, const struct 
                 const size_t end = share_start(piece, size, q, member + 1);
                 if (!wait_for(shared, &header(shared, first + member)->returned, round - 2))
                     return 0;
-                get_numbers(list, size, piece.start + start, piece.start + end,
+                copy_from_slot(list, size, piece.start + start, piece.start + end,
                             slot(shared, first + member, round - 3) + start * size, 0);
             }
         }
         if (i >= 1 && i <= rounds) {
-            if (meet(shared, round) <= 0)
+            if (wait_for_all(shared, round) <= 0)
                 return 0;
-            look_around(shared, piece_of(count, step, i - 1).count * size);
+            measure_if_due(shared, piece_of(count, step, i - 1).count * size);
         }
         if (i < rounds) {
             const struct piece piece = piece_of(count, step, i);
@@ -774,20 +795,20 @@ static int all_reduce_by_clusters(const struct mpicoll_kind *kind, const struct 
                 const size_t start = share_start(piece, size, q, member);
                 const size_t end = share_start(piece, size, q, member + 1);
                 if (first + member != me)
-                    put_numbers(slot(shared, me, round) + start * size, list, size,
+                    copy_to_slot(slot(shared, me, round) + start * size, list, size,
                                 piece.start + start, piece.start + end,
                                 is_far(shared, first + member));
             }
-            give(shared, round + 1);
+            signal_filled(shared, round + 1);
         }
         if (i >= 1 && i <= rounds) {
             const struct piece piece = piece_of(count, step, i - 1);
             const size_t end = share_start(piece, size, q, me - first + 1);
             size_t at = share_start(piece, size, q, me - first);
             while (at < end) {
-                size_t until = end - at < BLOCK / size ? end : at + BLOCK / size, n = 0;
+                size_t until = end - at < BLOCK_BYTES / size ? end : at + BLOCK_BYTES / size, n = 0;
                 if (mine > 0) {
-                    const uint32_t from = owner(shared, mine - 1, piece, size, at, &until);
+                    const uint32_t from = find_owner(shared, mine - 1, piece, size, at, &until);
                     if (!wait_for(shared, &header(shared, from)->combined, round))
                         return 0;
                     sources[n++] = slot(shared, from, round - 1) + at * size;
@@ -799,12 +820,12 @@ static int all_reduce_by_clusters(const struct mpicoll_kind *kind, const struct 
                 for (uint32_t rank = first; rank < first + q; rank++)
                     sources[n++] = rank == me ? given : slot(shared, rank, round - 1) + at * size;
                 char *out = mine == last ? given : block;
-                mpicoll_combine(kind->format, kind->operation, sources, n, out, until - at,
-                                mine == last ? kind->divisor : 1);
-                put(slot(shared, me, round - 1) + at * size, out, (until - at) * size,
+                mpicoll_combine(plan->format, plan->operation, sources, n, out, until - at,
+                                mine == last ? plan->divisor : 1);
+                copy_for(slot(shared, me, round - 1) + at * size, out, (until - at) * size,
                     any_far(shared));
                 if (mine == last)
-                    get_numbers(list, size, start, stop, out, 0);
+                    copy_from_slot(list, size, start, stop, out, 0);
                 at = until;
             }
             count_up(&own->combined, round);
@@ -815,19 +836,19 @@ static int all_reduce_by_clusters(const struct mpicoll_kind *kind, const struct 
             size_t at = share_start(piece, size, q, me - first);
             while (mine != last && at < end) {
                 size_t until = end;
-                const uint32_t from = owner(shared, last, piece, size, at, &until);
+                const uint32_t from = find_owner(shared, last, piece, size, at, &until);
                 if (!wait_for(shared, &header(shared, from)->combined, round - 1))
                     return 0;
                 char *place = slot(shared, me, round - 2) + at * size;
                 memcpy(place, slot(shared, from, round - 2) + at * size, (until - at) * size);
-                get_numbers(list, size, piece.start + at, piece.start + until, place, 0);
+                copy_from_slot(list, size, piece.start + at, piece.start + until, place, 0);
                 at = until;
             }
             count_up(&own->returned, round - 1);
         }
     }
-    give(shared, base + (uint32_t)rounds + 1);
-    if (meet(shared, base + (uint32_t)rounds + 1) <= 0)
+    signal_filled(shared, base + (uint32_t)rounds + 1);
+    if (wait_for_all(shared, base + (uint32_t)rounds + 1) <= 0)
         return 0;
     shared->round = base + (uint32_t)rounds + 1;
     return 1;
@@ -835,38 +856,38 @@ static int all_reduce_by_clusters(const struct mpicoll_kind *kind, const struct 
 
 /* list = (rank 0's list op rank 1's op ...) / divisor on every rank, of `count` numbers; see
  * mpicoll_shared_all_reduce. */
-static int all_reduce(const struct mpicoll_kind *kind, const struct list *list, size_t count,
+static int all_reduce(const struct mpicoll_plan *plan, const struct list *list, size_t count,
                       uint32_t number)
 {
-    struct mpicoll_shared *shared = kind->shared;
+    struct mpicoll_shared *shared = plan->shared;
     const uint32_t n = shared->n, me = shared->me, base = shared->round;
-    const size_t size = kind->size, step = shared->slot / size;
+    const size_t size = plan->size, step = shared->slot / size;
     const size_t rounds = count ? (count + step - 1) / step : 1;
-    const int split = count > kind->whole; /* each combines its share, instead of everything */
+    const int split = count > plan->one_shot_max_count; /* each rank combines its share only */
     struct header *mine = header(shared, me);
-    _Alignas(LINE) char beside[BLOCK];
+    _Alignas(LINE) char beside[BLOCK_BYTES];
     const char *sources[n];
 
-    announce(shared, number, kind->what, count);
-    if (shared->clusters > 1 && count >= kind->large)
-        return all_reduce_by_clusters(kind, list, count);
+    begin_call(shared, number, plan->signature, count);
+    if (shared->cluster_count > 1 && count >= plan->clusters_min_count)
+        return all_reduce_by_clusters(plan, list, count);
     for (size_t i = 0; i < rounds + (split ? 2 : 1); i++) {
         if (i < rounds) {
             const struct piece piece = piece_of(count, step, i);
             char *into = slot(shared, me, base + (uint32_t)i);
-            if (split) { /* all but the own share */
+            if (split) { /* all but this rank's share */
                 for (uint32_t rank = 0; rank < n; rank++) {
                     const size_t start = share_start(piece, size, n, rank);
                     const size_t end = share_start(piece, size, n, rank + 1);
                     if (rank != me)
-                        put_numbers(into + start * size, list, size, piece.start + start,
+                        copy_to_slot(into + start * size, list, size, piece.start + start,
                                     piece.start + end, is_far(shared, rank));
                 }
             } else {
-                put_numbers(into, list, size, piece.start, piece.start + piece.count,
+                copy_to_slot(into, list, size, piece.start, piece.start + piece.count,
                             any_far(shared));
             }
-            give(shared, base + (uint32_t)i + 1);
+            signal_filled(shared, base + (uint32_t)i + 1);
         }
         if (split && i >= 2) {
             const struct piece piece = piece_of(count, step, i - 2);
@@ -876,7 +897,7 @@ static int all_reduce(const struct mpicoll_kind *kind, const struct list *list, 
                 const size_t end = share_start(piece, size, n, rank + 1);
                 if (!wait_for(shared, &header(shared, rank)->combined, round + 1))
                     return 0;
-                get_numbers(list, size, piece.start + start, piece.start + end,
+                copy_from_slot(list, size, piece.start + start, piece.start + end,
                             second_slot(shared, rank, round), 0);
             }
         }
@@ -885,22 +906,23 @@ static int all_reduce(const struct mpicoll_kind *kind, const struct list *list, 
             const uint32_t round = base + (uint32_t)i - 1;
             const size_t start = split ? share_start(piece, size, n, me) : 0;
             const size_t end = split ? share_start(piece, size, n, me + 1) : piece.count;
-            if (meet(shared, round + 1) <= 0)
+            if (wait_for_all(shared, round + 1) <= 0)
                 return 0;
-            look_around(shared, piece.count * size);
+            measure_if_due(shared, piece.count * size);
             for (size_t at = start, until; at < end; at = until) {
                 const size_t from = piece.start + at;
-                size_t to = piece.start + (end - at < BLOCK / size ? end : at + BLOCK / size);
+                size_t to =
+                    piece.start + (end - at < BLOCK_BYTES / size ? end : at + BLOCK_BYTES / size);
                 char *out = gather_numbers(list, size, from, &to, beside);
                 until = to - piece.start;
                 for (uint32_t rank = 0; rank < n; rank++)
                     sources[rank] = rank == me ? out : slot(shared, rank, round) + at * size;
-                mpicoll_combine(kind->format, kind->operation, sources, n, out, until - at,
-                                kind->divisor);
+                mpicoll_combine(plan->format, plan->operation, sources, n, out, until - at,
+                                plan->divisor);
                 if (split)
-                    put(second_slot(shared, me, round) + (at - start) * size, out,
+                    copy_for(second_slot(shared, me, round) + (at - start) * size, out,
                         (until - at) * size, any_far(shared));
-                get_numbers(list, size, from, to, out, 0);
+                copy_from_slot(list, size, from, to, out, 0);
             }
             count_up(&mine->combined, round + 1);
         }
@@ -911,18 +933,18 @@ static int all_reduce(const struct mpicoll_kind *kind, const struct list *list, 
 
 /* array = (rank 0's array op rank 1's op ...) / divisor on every rank; count elements.
  *
- * number: of the call among the group's collectives, the same on every rank.
- * Returns 0 without doing so, on all ranks, if they do not have the same count and kind, and on this
- * one if it has left: then it cannot use the segment any more. */
-EXPORT int mpicoll_shared_all_reduce(const struct mpicoll_kind *kind, char *array, size_t count,
+ * number: the group's call number, the same on every rank.
+ * Returns 0 without a result on all ranks after a collective mismatch, and on this rank if it was
+ * aborted, after which it must not use the segment. */
+EXPORT int mpicoll_shared_all_reduce(const struct mpicoll_plan *plan, char *array, size_t count,
                                      uint32_t number)
 {
-    const size_t numbers = count * kind->parts;
+    const size_t numbers = count * plan->numbers_per_element;
     const struct list list = {&array, &numbers, 1};
-    return all_reduce(kind, &list, numbers, number);
+    return all_reduce(plan, &list, numbers, number);
 }
 
-/* A block that a rank gets: whose, from which place, where to. */
+/* A block that a rank receives: source rank, block index at the source, and destination. */
 struct get {
     size_t rank, place;
     struct list block;
@@ -933,104 +955,105 @@ static size_t count_of(const struct list *list)
     return list->ends[list->n - 1];
 }
 
-/* The numbers of a block that go through in a round. */
+/* The numbers of a block that are moved in one round. */
 static struct piece part_of(const struct list *block, size_t start, size_t step)
 {
     const size_t count = count_of(block);
     return (struct piece){start, count <= start ? 0 : count - start < step ? count - start : step};
 }
 
-/* At most `most` numbers of a piece, from number `at` on. */
+/* The length of a piece from number `at` on, at most `limit`. */
 static size_t length_of(struct piece piece, size_t at, size_t most)
 {
     return piece.count - at < most ? piece.count - at : most;
 }
 
-/* Where the numbers of a piece of a rank's block lie, from number `at` of the piece on: of the own in
- * its arrays, see gather_numbers. */
-static const char *source_of(const struct mpicoll_kind *kind, const struct get *get,
+/* Returns the numbers of a piece of a rank's block, from number `at` of the piece on. This rank's
+ * own block: see gather_numbers. */
+static const char *source_of(const struct mpicoll_plan *plan, const struct get *get,
                              const struct list *puts, uint32_t round, size_t room,
                              struct piece piece, size_t at, size_t *until, char *beside)
 {
-    const struct mpicoll_shared *shared = kind->shared;
+    const struct mpicoll_shared *shared = plan->shared;
     if (get->rank != shared->me)
-        return slot(shared, (uint32_t)get->rank, round) + get->place * room + at * kind->size;
+        return slot(shared, (uint32_t)get->rank, round) + get->place * room + at * plan->size;
     size_t end = piece.start + *until;
     const char *found =
-        gather_numbers(&puts[get->place], kind->size, piece.start + at, &end, beside);
+        gather_numbers(&puts[get->place], plan->size, piece.start + at, &end, beside);
     *until = end - piece.start;
     return found;
 }
 
-/* Any collective: ranks put blocks up, and take others'. A round carries a piece of every block.
- * What is combined goes into the place of the first block taken.
+/* Any collective: ranks publish blocks in their slots, and receive blocks of other ranks. A round
+ * moves a piece of every block. A combined result is written to the destination of the first block
+ * received.
  *
- * places:    blocks of the rank that puts up most. Where they are as many as ranks, each is for the
- *            rank of its number.
- * most:      numbers in the largest block of all ranks.
- * puts:      the blocks that this rank puts up, at one place after another of its slots.
- * what, total: what all ranks must have alike.
- * The rest is as in all_reduce; counts are of numbers. */
-static int exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
+ * places:    maximum number of blocks that any rank publishes. If it is n, block k is for rank k.
+ * max_count: numbers in the largest block of all ranks.
+ * puts:      blocks that this rank publishes, in consecutive parts of its slots.
+ * signature, total: the call record, which must match on all ranks.
+ * The rest is as in all_reduce; counts are in numbers. */
+static int exchange(const struct mpicoll_plan *plan, size_t places, size_t most,
                     const struct list *puts, size_t n_puts, const struct get *gets, size_t n_gets,
-                    uint32_t number, uint64_t what, uint64_t total)
+                    uint32_t number, uint64_t signature, uint64_t total)
 {
-    struct mpicoll_shared *shared = kind->shared;
+    struct mpicoll_shared *shared = plan->shared;
     const uint32_t n = shared->n, me = shared->me, base = shared->round;
-    const size_t room = shared->slot / places / LINE * LINE, size = kind->size, step = room / size;
+    const size_t room = shared->slot / places / LINE * LINE, size = plan->size, step = room / size;
     const size_t rounds = most ? (most + step - 1) / step : 1;
     struct header *mine = header(shared, me);
-    const int large = n_gets * most * size >= LARGE; /* caches lose the result before it is read */
-    _Alignas(LINE) char beside[BLOCK], result[BLOCK];
+    const int large =
+        n_gets * most * size >= LARGE; /* the result exceeds the caches: store past them */
+    _Alignas(LINE) char beside[BLOCK_BYTES], result[BLOCK_BYTES];
     const char *sources[n_gets + 1];
 
-    announce(shared, number, what, total);
+    begin_call(shared, number, signature, total);
     for (size_t i = 0; i <= rounds; i++) {
         if (i < rounds) {
             char *into = slot(shared, me, base + (uint32_t)i);
             for (size_t k = 0; k < n_puts; k++) {
                 if (places == n && n > 1 && k == me)
-                    continue; /* no other rank gets it */
+                    continue; /* no other rank receives it */
                 const struct piece piece = part_of(&puts[k], i * step, step);
-                put_numbers(into + k * room, &puts[k], size, piece.start,
+                copy_to_slot(into + k * room, &puts[k], size, piece.start,
                             piece.start + piece.count,
                             places == n ? is_far(shared, (uint32_t)k) : any_far(shared));
             }
-            give(shared, base + (uint32_t)i + 1);
+            signal_filled(shared, base + (uint32_t)i + 1);
         }
         if (i < 1)
             continue;
         const uint32_t round = base + (uint32_t)i - 1;
         const size_t start = (i - 1) * step;
-        if (meet(shared, round + 1) <= 0)
+        if (wait_for_all(shared, round + 1) <= 0)
             return 0;
-        look_around(shared, places * (most - start < step ? most - start : step) * size);
-        if (kind->format >= 0 && n_gets) {
+        measure_if_due(shared, places * (most - start < step ? most - start : step) * size);
+        if (plan->format >= 0 && n_gets) {
             const struct list *into = &gets[0].block;
             const struct piece piece = part_of(into, start, step);
             for (size_t at = 0, until; at < piece.count; at = until) {
                 const size_t from = piece.start + at;
-                size_t to = from + length_of(piece, at, BLOCK / size);
+                size_t to = from + length_of(piece, at, BLOCK_BYTES / size);
                 char *out = gather_numbers(into, size, from, &to, result);
                 until = to - piece.start;
-                for (size_t k = 0; k < n_gets; k++) /* the own, in arrays of the same sizes, too */
+                for (size_t k = 0; k < n_gets; k++) /* this rank's own arrays have the same sizes */
                     sources[k] =
-                        source_of(kind, &gets[k], puts, round, room, piece, at, &until, beside);
-                mpicoll_combine(kind->format, kind->operation, sources, n_gets, out, until - at,
-                                kind->divisor);
-                get_numbers(into, size, from, piece.start + until, out, 0);
+                        source_of(plan, &gets[k], puts, round, room, piece, at, &until, beside);
+                mpicoll_combine(plan->format, plan->operation, sources, n_gets, out, until - at,
+                                plan->divisor);
+                copy_from_slot(into, size, from, piece.start + until, out, 0);
             }
         } else {
             for (size_t k = 0; k < n_gets; k++) {
                 const struct list *into = &gets[k].block;
                 const struct piece piece = part_of(into, start, step);
-                /* The own may have to be copied to `beside` on the way. */
-                const size_t some = gets[k].rank == me ? BLOCK / size : piece.count;
+                /* This rank's own block may have to be copied to `beside` first. */
+                const size_t length_limit = gets[k].rank == me ? BLOCK_BYTES / size : piece.count;
                 for (size_t at = 0, until; at < piece.count; at = until) {
-                    until = at + length_of(piece, at, some);
+                    until = at + length_of(piece, at, length_limit);
                     const char *from =
-                        source_of(kind, &gets[k], puts, round, room, piece, at, &until, beside);
-                    get_numbers(into, size, piece.start + at, piece.start + until, from, large);
+                        source_of(plan, &gets[k], puts, round, room, piece, at, &until, beside);
+                    copy_from_slot(into, size, piece.start + at, piece.start + until, from, large);
                 }
             }
         }
@@ -1040,109 +1063,108 @@ static int exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
     return 1;
 }
 
-/* How many blocks a rank puts up at most, and how many this one puts up and gets, in a call whose
- * blocks all have the same size. */
+/* The maximum number of blocks that a rank publishes, and the numbers of blocks that this rank
+ * publishes and receives, if all blocks have the same size. */
 struct sides {
     size_t places, n_puts, n_gets;
 };
 
-static struct sides sides_of(const struct mpicoll_kind *kind, uint32_t root)
+static struct sides sides_of(const struct mpicoll_plan *plan, uint32_t root)
 {
-    const uint32_t n = kind->shared->n, me = kind->shared->me;
-    const size_t places = kind->blocks ? n : 1;
-    const size_t combined = kind->prefix ? me + (kind->prefix == 1) : n;
+    const uint32_t n = plan->shared->n, me = plan->shared->me;
+    const size_t places = plan->many_blocks ? n : 1;
+    const size_t combined = plan->prefix ? me + (plan->prefix == 1) : n;
     return (struct sides){
         places,
-        kind->giver && me != root ? 0 : places,
-        kind->giver ? 1 : kind->taker && me != root ? 0 : combined,
+        plan->has_src && me != root ? 0 : places,
+        plan->has_src ? 1 : plan->has_dst && me != root ? 0 : combined,
     };
 }
 
 /* The collectives whose blocks all have the same size.
  *
- * send, recv: the blocks that are put up, and where they go, in the order of the ranks: of each of them
- *             the n arrays it consists of. A side that this rank has not is not read.
- * ends:       of each array's numbers in a block.
- * root:       of a collective that has one; the rest is as in all_reduce. */
-static int exchange_blocks(const struct mpicoll_kind *kind, char *const *send, char *const *recv,
+ * send, recv: blocks to publish and destinations, in rank order, of n arrays each. Not read
+ *             if this rank does not send or does not receive.
+ * ends:       each array's end, as an index of the block's numbers.
+ * root:       for operations with a root; the rest is as in all_reduce. */
+static int exchange_blocks(const struct mpicoll_plan *plan, char *const *send, char *const *recv,
                            const size_t *ends, size_t n, uint32_t root, uint32_t number)
 {
-    const struct sides sides = sides_of(kind, root);
+    const struct sides sides = sides_of(plan, root);
     const size_t numbers = ends[n - 1];
-    struct list puts[kind->shared->n];
-    struct get gets[kind->shared->n];
+    struct list puts[plan->shared->n];
+    struct get gets[plan->shared->n];
 
     for (size_t k = 0; k < sides.n_puts; k++)
         puts[k] = (struct list){send + k * n, ends, n};
-    for (size_t k = 0; k < sides.n_gets; k++) /* what is combined goes to one place */
-        gets[k] = (struct get){kind->giver ? root : k,
-                               kind->blocks ? kind->shared->me : 0,
-                               {recv + (kind->format >= 0 ? 0 : k * n), ends, n}};
-    return exchange(kind, sides.places, numbers, puts, sides.n_puts, gets, sides.n_gets, number,
-                    kind->what | (uint64_t)root << 24, numbers);
+    for (size_t k = 0; k < sides.n_gets; k++) /* a combined result has one destination */
+        gets[k] = (struct get){plan->has_src ? root : k,
+                               plan->many_blocks ? plan->shared->me : 0,
+                               {recv + (plan->format >= 0 ? 0 : k * n), ends, n}};
+    return exchange(plan, sides.places, numbers, puts, sides.n_puts, gets, sides.n_gets, number,
+                    plan->signature | (uint64_t)root << 24, numbers);
 }
 
-/* The same for blocks of `count` elements that lie one after another: the same array for what happens
- * in place. */
-EXPORT int mpicoll_shared_blocks(const struct mpicoll_kind *kind, char *send, char *recv,
+/* The same for consecutive blocks of `count` elements; `send` and `recv` are equal for in-place
+ * calls. */
+EXPORT int mpicoll_shared_blocks(const struct mpicoll_plan *plan, char *send, char *recv,
                                  size_t count, uint32_t root, uint32_t number)
 {
-    const size_t numbers = count * kind->parts, bytes = numbers * kind->size;
-    const struct sides sides = sides_of(kind, root);
-    char *from[kind->shared->n], *to[kind->shared->n];
+    const size_t numbers = count * plan->numbers_per_element, bytes = numbers * plan->size;
+    const struct sides sides = sides_of(plan, root);
+    char *from[plan->shared->n], *to[plan->shared->n];
 
     for (size_t k = 0; k < sides.n_puts; k++)
         from[k] = send + k * bytes;
     for (size_t k = 0; k < sides.n_gets; k++)
-        to[k] = recv + (kind->format >= 0 ? 0 : k * bytes);
-    return exchange_blocks(kind, from, to, &numbers, 1, root, number);
+        to[k] = recv + (plan->format >= 0 ? 0 : k * bytes);
+    return exchange_blocks(plan, from, to, &numbers, 1, root, number);
 }
 
-/* The same for blocks that lie anywhere: in the order of the ranks where there is one for each, else
- * one. A side that this rank has not is not read. */
-EXPORT int mpicoll_shared_lists(const struct mpicoll_kind *kind, const struct mpicoll_block *send,
+/* The same for blocks at any address: one for each rank, in rank order, or a single one. A side
+ * that this rank does not have is not read. */
+EXPORT int mpicoll_shared_lists(const struct mpicoll_plan *plan, const struct mpicoll_block *send,
                                 const struct mpicoll_block *recv, size_t count, uint32_t root,
                                 uint32_t number)
 {
-    const size_t numbers = count * kind->parts;
-    const struct sides sides = sides_of(kind, root);
-    char *from[kind->shared->n], *to[kind->shared->n];
+    const size_t numbers = count * plan->numbers_per_element;
+    const struct sides sides = sides_of(plan, root);
+    char *from[plan->shared->n], *to[plan->shared->n];
 
     for (size_t k = 0; k < sides.n_puts; k++)
         from[k] = send[k].data;
     for (size_t k = 0; k < sides.n_gets; k++)
-        to[k] = recv[kind->format >= 0 ? 0 : k].data;
-    return exchange_blocks(kind, from, to, &numbers, 1, root, number);
+        to[k] = recv[plan->format >= 0 ? 0 : k].data;
+    return exchange_blocks(plan, from, to, &numbers, 1, root, number);
 }
 
-/* The root, in a call's signature, of a list of calls; mpicoll/core/signature.py has the same. */
+/* The root in the signature of a list of calls; mpicoll/core/signature.py mirrors it. */
 #define LIST ((uint64_t)UINT32_MAX)
 
-/* Several calls of one kind that has no root, of `n` arrays a block, as one.
+/* Several calls of one plan without a root, of `n` arrays per block, as one call.
  *
- * send, recv: as in exchange_blocks; of all_reduce `recv` alone.
- * ends:  of each array's elements in a block, which become numbers.
- * sizes: what the sizes of the calls come to, which are then compared first, as call `number`, and the
- *        data is moved in the next; 0: they have been.
+ * send, recv: as in exchange_blocks; all_reduce uses `recv` only.
+ * ends:  each array's end, as an index of the block's elements; converted to numbers.
+ * sizes: hash of the sizes of the calls, which are then compared first, as call `number`; the data
+ *        is moved in the next call. 0: they have been compared.
  * The rest is as in all_reduce. */
-EXPORT int mpicoll_shared_fused(const struct mpicoll_kind *kind, char *const *send,
+EXPORT int mpicoll_shared_fused(const struct mpicoll_plan *plan, char *const *send,
                                 char *const *recv, size_t *ends, size_t n, uint64_t sizes,
                                 uint32_t number)
 {
     if (sizes &&
-        !mpicoll_shared_agree(kind->shared, number++, kind->what | LIST << 24, sizes))
+        !mpicoll_shared_compare(plan->shared, number++, plan->signature | LIST << 24, sizes))
         return 0;
     for (size_t k = 0; k < n; k++)
-        ends[k] *= kind->parts;
-    if (kind->in_place) {
+        ends[k] *= plan->numbers_per_element;
+    if (plan->in_place) {
         const struct list list = {recv, ends, n};
-        return all_reduce(kind, &list, ends[n - 1], number);
+        return all_reduce(plan, &list, ends[n - 1], number);
     }
-    return exchange_blocks(kind, send, recv, ends, n, 0, number);
+    return exchange_blocks(plan, send, recv, ends, n, 0, number);
 }
 
-/* A block that a rank puts up for the others, or gets, of the collectives whose blocks may differ in
- * size. */
+/* A block that a rank publishes, or receives, in a collective whose blocks may differ in size. */
 struct mpicoll_put {
     char *data;
     size_t count; /* numbers */
@@ -1154,8 +1176,8 @@ struct mpicoll_get {
     size_t count;
 };
 
-/* These collectives: what this rank puts, and what it gets. */
-EXPORT int mpicoll_shared_exchange(const struct mpicoll_kind *kind, size_t places, size_t most,
+/* These collectives: the blocks that this rank publishes and receives. */
+EXPORT int mpicoll_shared_exchange(const struct mpicoll_plan *plan, size_t places, size_t most,
                                    const struct mpicoll_put *puts, size_t n_puts,
                                    const struct mpicoll_get *gets, size_t n_gets, uint32_t root,
                                    uint32_t number, uint64_t total)
@@ -1168,61 +1190,61 @@ EXPORT int mpicoll_shared_exchange(const struct mpicoll_kind *kind, size_t place
     for (size_t k = 0; k < n_gets; k++)
         to[k] = (struct get){
             gets[k].rank, gets[k].place, {&gets[k].data, &gets[k].count, 1}};
-    return exchange(kind, places, most, from, n_puts, to, n_gets, number,
-                    kind->what | (uint64_t)root << 24, total);
+    return exchange(plan, places, most, from, n_puts, to, n_gets, number,
+                    plan->signature | (uint64_t)root << 24, total);
 }
 
-/* ---- Rounds for what goes by other ways, see shared.h ------------------------------------------ */
+/* ---- Rounds for data that does not go through slots, see shared.h ---------------------------- */
 
-/* Bytes of a copy during which a rank looks as often for another as it usually does. */
-enum { LOOKS_FOR = 512 << 10 };
+/* Bytes of a copy for which a rank polls `spin_count` times. */
+enum { SPIN_BYTES = 512 << 10 };
 
-size_t mpicoll_board_size(const struct mpicoll_shared *shared)
+size_t mpicoll_descriptor_size(const struct mpicoll_shared *shared)
 {
     return shared->slot;
 }
 
-char *mpicoll_board(const struct mpicoll_shared *shared, uint32_t rank)
+char *mpicoll_descriptor(const struct mpicoll_shared *shared, uint32_t rank)
 {
     return slot(shared, rank, shared->round);
 }
 
-void mpicoll_board_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t what,
+void mpicoll_round_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
                          uint64_t total)
 {
-    announce(shared, number, what, total);
+    begin_call(shared, number, signature, total);
 }
 
-int mpicoll_board_publish(struct mpicoll_shared *shared)
+int mpicoll_round_publish(struct mpicoll_shared *shared)
 {
-    give(shared, shared->round + 1);
-    return meet(shared, shared->round + 1);
+    signal_filled(shared, shared->round + 1);
+    return wait_for_all(shared, shared->round + 1);
 }
 
-void mpicoll_board_end(const struct mpicoll_shared *shared)
+void mpicoll_round_end(const struct mpicoll_shared *shared)
 {
     count_up(&header(shared, shared->me)->combined, shared->round + 1);
 }
 
-int mpicoll_board_is_shown(const struct mpicoll_shared *shared, uint32_t rank)
+int mpicoll_has_published(const struct mpicoll_shared *shared, uint32_t rank)
 {
-    return reached(atomic_load(&header(shared, rank)->passed[0].counter.value),
+    return reached(atomic_load(&header(shared, rank)->ready[0].counter.value),
                    shared->round + 1);
 }
 
-int mpicoll_board_is_ended(const struct mpicoll_shared *shared, uint32_t rank)
+int mpicoll_has_ended(const struct mpicoll_shared *shared, uint32_t rank)
 {
     return reached(atomic_load(&header(shared, rank)->combined.value), shared->round + 1);
 }
 
-int mpicoll_board_wait(const struct mpicoll_shared *shared, size_t bytes)
+int mpicoll_round_wait(const struct mpicoll_shared *shared, size_t bytes)
 {
-    /* What takes long is waited for longer: a rank that sleeps wakes up too late. */
-    const uint64_t looks = (uint64_t)shared->looks * (bytes / LOOKS_FOR);
+    /* Poll longer for longer copies: a sleeping rank wakes up too late. */
+    const uint64_t spin_count = (uint64_t)shared->spin_count * (bytes / SPIN_BYTES);
 
     for (uint32_t i = 1; i < shared->n; i++) {
         const uint32_t rank = (shared->me + i) % shared->n;
-        for (uint64_t k = 0; k < looks && !mpicoll_board_is_ended(shared, rank); k++)
+        for (uint64_t k = 0; k < spin_count && !mpicoll_has_ended(shared, rank); k++)
             relax();
         if (!wait_for(shared, &header(shared, rank)->combined, shared->round + 1))
             return 0;
@@ -1235,19 +1257,19 @@ int mpicoll_is_any_far(const struct mpicoll_shared *shared)
     return any_far(shared);
 }
 
-void mpicoll_look_around(struct mpicoll_shared *shared, size_t bytes)
+void mpicoll_measure_if_due(struct mpicoll_shared *shared, size_t bytes)
 {
-    look_around(shared, bytes);
+    measure_if_due(shared, bytes);
 }
 
-void mpicoll_board_close(struct mpicoll_shared *shared)
+void mpicoll_round_close(struct mpicoll_shared *shared)
 {
     shared->round++;
 }
 
-int mpicoll_has_left(const struct mpicoll_shared *shared)
+int mpicoll_is_aborted(const struct mpicoll_shared *shared)
 {
-    return has_left(shared);
+    return is_aborted(shared);
 }
 
 void mpicoll_copy_past_caches(char *into, const char *from, size_t size)
@@ -1257,11 +1279,11 @@ void mpicoll_copy_past_caches(char *into, const char *from, size_t size)
 
 enum { FAILED = -1, UNFIT = -2 };
 
-/* Sizes of blocks, where each rank knows its own alone: of the n that it sends, by receiver, and of
- * the n that it expects, by sender. Writes into `theirs` what each sends to this rank. Returns the
- * most that any sends to any, or, on all ranks, UNFIT if a rank expects anything else; FAILED as
- * other calls return 0. */
-EXPORT int64_t mpicoll_shared_sizes(struct mpicoll_shared *shared, uint64_t what,
+/* Exchanges block sizes if each rank knows only its own: the n that it sends, by receiver, and the
+ * n that it expects, by sender. Writes the sizes that are sent to this rank into `theirs`. Returns
+ * the largest size; UNFIT, on all ranks, if any rank expects another size than it is sent; FAILED
+ * where other calls return 0. */
+EXPORT int64_t mpicoll_shared_sizes(struct mpicoll_shared *shared, uint64_t signature,
                                     const int64_t *sends, const int64_t *receives, int64_t *theirs,
                                     uint32_t number)
 {
@@ -1269,50 +1291,50 @@ EXPORT int64_t mpicoll_shared_sizes(struct mpicoll_shared *shared, uint64_t what
     const size_t bytes = n * sizeof(int64_t);
     int64_t most = 0;
 
-    mpicoll_board_begin(shared, number, what, 0);
-    memcpy(mpicoll_board(shared, me), sends, bytes);
-    memcpy(mpicoll_board(shared, me) + bytes, receives, bytes);
-    if (mpicoll_board_publish(shared) <= 0)
+    mpicoll_round_begin(shared, number, signature, 0);
+    memcpy(mpicoll_descriptor(shared, me), sends, bytes);
+    memcpy(mpicoll_descriptor(shared, me) + bytes, receives, bytes);
+    if (mpicoll_round_publish(shared) <= 0)
         return FAILED;
     for (uint32_t from = 0; from < n; from++) {
-        const int64_t *sent = (const int64_t *)mpicoll_board(shared, from);
+        const int64_t *sent = (const int64_t *)mpicoll_descriptor(shared, from);
         theirs[from] = sent[me];
         for (uint32_t to = 0; to < n; to++) {
-            const int64_t *expected = (const int64_t *)(mpicoll_board(shared, to) + bytes);
+            const int64_t *expected = (const int64_t *)(mpicoll_descriptor(shared, to) + bytes);
             if (most != UNFIT && sent[to] > most)
                 most = sent[to];
             if (expected[from] != sent[to])
                 most = UNFIT;
         }
     }
-    mpicoll_board_end(shared);
-    mpicoll_board_close(shared);
+    mpicoll_round_end(shared);
+    mpicoll_round_close(shared);
     return most;
 }
 
-/* all_to_all, where each rank knows the sizes of its own blocks alone, all in one round: every rank
- * shows the sizes of the n blocks that it sends, by receiver, and of the n that it expects, by
- * sender, and behind them, where there is room for them, the blocks for others.
+/* all_to_all if each rank knows only its own block sizes, in one round: every rank publishes the
+ * sizes of the n blocks that it sends, by receiver, and of the n that it expects, by sender; then,
+ * if they fit, the blocks for other ranks.
  *
  * send, recv: n blocks each, of this rank.
- * Returns, on all ranks, MOVED; UNMOVED if the blocks of some rank found no room: nothing is moved
- * then, and kind->most is known; MISFIT if a rank expects another size than is sent; and DIFFERED as
- * other calls return 0. (The count and the root, which the call has not, are there because
- * mpicoll_shared_lists has them.) */
-EXPORT int mpicoll_shared_all_to_all(struct mpicoll_kind *kind, const struct mpicoll_block *send,
+ * Returns, on all ranks, MOVED; NO_ROOM if the blocks of some rank did not fit: nothing is moved,
+ * and plan->max_count is set; WRONG_SIZE if a rank expects another size than it is sent; MISMATCHED
+ * where other calls return 0. (`count` and `root` are unused; mpicoll_shared_lists has the same
+ * type.) */
+EXPORT int mpicoll_shared_all_to_all(struct mpicoll_plan *plan, const struct mpicoll_block *send,
                                      const struct mpicoll_block *recv, size_t count, uint32_t root,
                                      uint32_t number)
 {
-    struct mpicoll_shared *shared = kind->shared;
+    struct mpicoll_shared *shared = plan->shared;
     const uint32_t n = shared->n, me = shared->me;
-    const size_t head = rounded(2 * n * sizeof(uint64_t), LINE), size = kind->size;
+    const size_t head = rounded(2 * n * sizeof(uint64_t), LINE), size = plan->size;
     const size_t room = shared->slot > head ? shared->slot - head : 0;
     size_t bytes = 0, moved = 0;
     int result = MOVED;
     (void)count, (void)root;
 
-    mpicoll_board_begin(shared, number, kind->what, 0);
-    char *board = mpicoll_board(shared, me);
+    mpicoll_round_begin(shared, number, plan->signature, 0);
+    char *board = mpicoll_descriptor(shared, me);
     for (uint32_t k = 0; k < n; k++) {
         ((uint64_t *)board)[k] = send[k].count;
         ((uint64_t *)board)[n + k] = recv[k].count;
@@ -1322,40 +1344,40 @@ EXPORT int mpicoll_shared_all_to_all(struct mpicoll_kind *kind, const struct mpi
         board += head;
         for (uint32_t k = 0; k < n; k++)
             if (k != me) {
-                put(board, send[k].data, send[k].count * size, is_far(shared, k));
+                copy_for(board, send[k].data, send[k].count * size, is_far(shared, k));
                 board += send[k].count * size;
             }
     }
-    if (mpicoll_board_publish(shared) <= 0)
-        return DIFFERED;
+    if (mpicoll_round_publish(shared) <= 0)
+        return MISMATCHED;
 
-    const uint64_t *expected = (const uint64_t *)mpicoll_board(shared, me) + n;
-    kind->most = 0;
-    kind->misfit = n;
+    const uint64_t *expected = (const uint64_t *)mpicoll_descriptor(shared, me) + n;
+    plan->max_count = 0;
+    plan->mismatch_rank = n;
     for (uint32_t from = 0; from < n; from++) {
-        const uint64_t *sent = (const uint64_t *)mpicoll_board(shared, from);
+        const uint64_t *sent = (const uint64_t *)mpicoll_descriptor(shared, from);
         bytes = 0;
         for (uint32_t to = 0; to < n; to++) {
-            const uint64_t *theirs = (const uint64_t *)mpicoll_board(shared, to) + n;
+            const uint64_t *theirs = (const uint64_t *)mpicoll_descriptor(shared, to) + n;
             if (theirs[from] != sent[to])
-                result = MISFIT;
-            if (sent[to] > kind->most)
-                kind->most = sent[to];
+                result = WRONG_SIZE;
+            if (sent[to] > plan->max_count)
+                plan->max_count = sent[to];
             bytes += from == to ? 0 : sent[to] * size;
         }
         if (bytes > room && result == MOVED)
-            result = UNMOVED;
+            result = NO_ROOM;
         if (bytes > moved)
             moved = bytes;
-        if (expected[from] != sent[me] && kind->misfit == n) {
-            kind->misfit = from;
-            kind->found = sent[me];
+        if (expected[from] != sent[me] && plan->mismatch_rank == n) {
+            plan->mismatch_rank = from;
+            plan->mismatch_count = sent[me];
         }
     }
     if (result == MOVED) {
-        look_around(shared, moved);
+        measure_if_due(shared, moved);
         for (uint32_t from = 0; from < n; from++) {
-            const uint64_t *sent = (const uint64_t *)mpicoll_board(shared, from);
+            const uint64_t *sent = (const uint64_t *)mpicoll_descriptor(shared, from);
             const char *data = (const char *)sent + head;
             for (uint32_t to = 0; to < me; to++)
                 data += to == from ? 0 : sent[to] * size;
@@ -1365,27 +1387,27 @@ EXPORT int mpicoll_shared_all_to_all(struct mpicoll_kind *kind, const struct mpi
                 memcpy(recv[from].data, data, sent[me] * size);
         }
     }
-    mpicoll_board_end(shared);
-    mpicoll_board_close(shared);
+    mpicoll_round_end(shared);
+    mpicoll_round_close(shared);
     return result;
 }
 
-/* The same, in more rounds if the blocks find no room in one. */
-EXPORT int mpicoll_shared_all_to_all_by_slots(struct mpicoll_kind *kind,
+/* The same, in several rounds if the blocks do not fit into one. */
+EXPORT int mpicoll_shared_all_to_all_by_slots(struct mpicoll_plan *plan,
                                               const struct mpicoll_block *send,
                                               const struct mpicoll_block *recv, size_t count,
                                               uint32_t root, uint32_t number)
 {
-    const uint32_t n = kind->shared->n, me = kind->shared->me;
+    const uint32_t n = plan->shared->n, me = plan->shared->me;
     struct list puts[n];
     struct get gets[n];
-    const int result = mpicoll_shared_all_to_all(kind, send, recv, count, root, number);
+    const int result = mpicoll_shared_all_to_all(plan, send, recv, count, root, number);
 
-    if (result != UNMOVED)
+    if (result != NO_ROOM)
         return result;
     for (uint32_t k = 0; k < n; k++) {
         puts[k] = (struct list){&send[k].data, &send[k].count, 1};
         gets[k] = (struct get){k, me, {&recv[k].data, &recv[k].count, 1}};
     }
-    return exchange(kind, n, kind->most, puts, n, gets, n, number, kind->what, 0);
+    return exchange(plan, n, plan->max_count, puts, n, gets, n, number, plan->signature, 0);
 }

@@ -1,25 +1,27 @@
-/* Moves between ranks of one node by a single copy, which the kernel makes from process to process.
+/* Data movement between ranks of one node by single copy: the kernel copies from process to
+ * process.
  *
- * Every rank publishes in shared memory (shared.h) where the blocks are that it sends to each other
- * rank, and where those are to go that it receives. Then process_vm_readv and process_vm_writev copy
- * them; no byte passes through a slot.
+ * Every rank publishes a descriptor in shared memory (shared.h): the addresses of the blocks that
+ * it sends to each other rank, and of the destinations of the blocks that it receives. Then
+ * process_vm_readv and process_vm_writev copy the blocks; no byte passes through a slot.
  *
- * A block is copied by its receiver. Where its sender has less to receive itself, it takes a part of
- * that over (`written_part`): the root of a broadcast, or those who give to one rank.
+ * A block is copied by its receiver. If its sender has less to receive itself, the sender copies a
+ * part of the block (`written_part`): the root of a broadcast, or the senders of a gather.
  *
- * Two copies, through slots, may be faster: the kernel has to find every page of the other process,
- * which costs little where pages are huge and more than the copy where they are not; and ranks that
- * share a cache move blocks through slots in it, past the caches to where they go. So the ranks try
- * both, now and then again, and publish how long each took for calls like this one. As all see all
- * boards, all choose the same (`choose`).
+ * Copying twice, through slots, may be faster. The kernel must look up every page of the other
+ * process, which is cheap for huge pages and costs more than the copy for small ones; and ranks
+ * that share a cache can move blocks through slots in it, and past the caches to the destination.
+ * So the ranks time both methods from time to time and publish the results for similar calls. All
+ * ranks read all descriptors, so all choose the same method (`choose_method`).
  *
- * No rank goes on with its program before all others have done their part, for they read and write
- * its memory. That holds for a rank that leaves, too, since another was lost (`leave`).
+ * No rank returns from a call before all other ranks have finished their part, because they read
+ * and write its memory. This also holds for a rank that aborts a call after another was lost
+ * (`abort_call`).
  *
  * (B. Goglin, S. Moreaud, KNEM: A generic and scalable kernel-assisted intra-node MPI communication
- * framework, J. Parallel and Distributed Computing 73(2), 2013, has either end of a message copy;
- * S. Chakraborty, H. Subramoni, D. K. Panda, Contention-aware kernel-assisted MPI collectives for
- * multi-/many-core systems, IEEE Cluster 2017, has collectives read or write so.) */
+ * framework, J. Parallel and Distributed Computing 73(2), 2013, where either end of a message
+ * copies; S. Chakraborty, H. Subramoni, D. K. Panda, Contention-aware kernel-assisted MPI
+ * collectives for multi-/many-core systems, IEEE Cluster 2017, where collectives read or write.) */
 
 #define _GNU_SOURCE /* process_vm_readv */
 
@@ -36,82 +38,88 @@
 #include <sys/uio.h>
 #endif
 
-/* Bytes that a call of the kernel copies at most, between looks at whether the other rank is there;
- * bytes up to which a block is not worth two calls, nor a choice; bytes that memory is mapped by; and
- * bytes of a block that caches lose before anybody reads it. */
-enum { PIECE = 4 << 20, SPLIT = 128 << 10, PAGE = 4096, LARGE = 16 << 20 };
+/* Maximum size of a copy between two checks whether the other rank has aborted; minimum size of a
+ * block that two ranks share, and of a call whose method is chosen; page size; and size of a block
+ * that exceeds the caches. In bytes. */
+enum {
+    PIECE_BYTES = 4 << 20,
+    SPLIT_MIN_BYTES = 128 << 10,
+    PAGE = 4096,
+    STREAM_MIN_BYTES = 16 << 20
+};
 
-/* The two ways. How often each is tried before the faster one is taken, and after how many calls the
- * other one is tried again. */
-enum { BY_KERNEL, BY_SLOTS, WAYS };
-enum { TRIES = 2, AGAIN = 64 };
+/* The two methods. Number of trials of each before the faster one is chosen, and number of calls
+ * after which the slower one is tried again. */
+enum { BY_KERNEL, BY_SLOTS, METHOD_COUNT };
+enum { TRIAL_COUNT = 2, RETRY_INTERVAL = 64 };
 
-/* What a call comes to. */
+/* Results of a call. */
 enum { FAILED, DONE, NOT_COPIED, UNFIT };
 
-/* What a rank says of its blocks that do not have the size that the other end expects; other
- * troubles are numbers of the system's errors. */
-enum { UNEQUAL = -1 };
+/* A rank's error if the size of a block differs from the expected size; other errors are
+ * errno values. */
+enum { SIZE_MISMATCH = -1 };
 
-/* A block: where it is, and its bytes. */
+/* Address and size in bytes of a block. */
 struct mpicoll_span {
     char *data;
     size_t size;
 };
 
-/* What the ranks of a group know of each other; mpicoll/routes/host/single_copy.py has the same. */
+/* A group's processes as this rank sees them; mpicoll/routes/host/single_copy.py mirrors it. */
 struct mpicoll_processes {
     struct mpicoll_shared *shared;
     const int64_t *pids;
-    char *const *tokens; /* by rank, where 8 bytes can be read as long as the process lives */
+    char *const *tokens; /* by rank, an address at which 8 bytes are readable while it lives */
     uint32_t n, me;
-    uint32_t misfit;     /* after UNFIT: the rank whose block for this one was not as expected, or n */
-    uint64_t found;      /* and the bytes of that block */
+    /* After UNFIT: the rank whose block for this one has another size, or n, and that size. */
+    uint32_t mismatch_rank;
+    uint64_t mismatch_bytes;
 };
 
-/* Nanoseconds of a call that was not possible. */
-#define NEVER ((uint64_t)1 << 60)
+/* Duration recorded for a call that failed. */
+#define FAILED_NS ((uint64_t)1 << 60)
 
-/* How long calls have taken. */
+/* How long similar calls have taken by each method. */
 struct history {
-    uint64_t took[WAYS];  /* nanoseconds, lately */
-    uint32_t tries[WAYS]; /* so far, at most TRIES */
-    uint32_t since[WAYS]; /* calls by the other way */
+    uint64_t ns[METHOD_COUNT];          /* moving average */
+    uint32_t trials[METHOD_COUNT];      /* so far, at most TRIAL_COUNT */
+    uint32_t calls_since[METHOD_COUNT]; /* calls since its last use */
 };
 
-/* By whether a rank is far away, and by the logarithm of the bytes that this rank moves. */
+/* Histories by whether a rank is far and by the logarithm of the bytes that this rank moves. */
 struct mpicoll_histories {
     struct history of[2][64];
     struct history *last;
 };
 
-/* What all calls of one kind share; mpicoll/routes/host/single_copy.py has the same. */
+/* Parameters that all calls of one plan share; mpicoll/routes/host/single_copy.py mirrors it. */
 struct mpicoll_copies {
     struct mpicoll_processes *processes;
     struct mpicoll_histories *histories;
-    uint64_t what;  /* tells this kind of call from others */
-    size_t size;    /* bytes of an element */
-    int32_t blocks; /* as many blocks as ranks are given by each, instead of one */
-    int32_t giver, taker; /* only the root gives, or takes */
-    struct mpicoll_kind *slots; /* for such calls through them */
+    uint64_t signature;         /* identifies operation, dtype and layout */
+    size_t size;                /* bytes of an element */
+    int32_t many_blocks;        /* each rank sends n blocks, one for each rank, instead of one */
+    int32_t has_src, has_dst;   /* only the root sends; only the root receives */
+    struct mpicoll_plan *slots; /* plan of the same calls through slots */
 };
 
-/* What a rank publishes. */
-struct board {
-    atomic_uint left;    /* it has left the call */
-    atomic_int trouble;  /* why it could not do its part; 0 if it could */
-    struct history history; /* of calls like this one */
-    size_t sent, received; /* bytes that it sends to others, and receives from them */
+/* A rank's published descriptor. */
+struct descriptor {
+    atomic_uint aborted;    /* the rank has aborted the call */
+    atomic_int error;       /* reason that the rank could not copy, or 0 */
+    struct history history; /* of similar calls */
+    size_t sent, received;  /* bytes sent to and received from other ranks */
     struct mpicoll_span spans[]; /* n blocks that it sends, by receiver; n received, by sender */
 };
 
-/* Bytes of a board for n ranks. */
-EXPORT size_t mpicoll_single_copy_board(size_t n)
+/* Returns the size of a descriptor for n ranks in bytes. */
+EXPORT size_t mpicoll_single_copy_descriptor_size(size_t n)
 {
-    return sizeof(struct board) + 2 * n * sizeof(struct mpicoll_span);
+    return sizeof(struct descriptor) + 2 * n * sizeof(struct mpicoll_span);
 }
 
-/* One copy between this process and another, in either direction; returns 0, or the error. */
+/* Copies between this process and another, in either direction. Returns 0 or the error. */
 static int copy(int64_t pid, int writes, char *here, char *there, size_t size)
 {
 #ifdef __linux__
@@ -121,7 +129,7 @@ static int copy(int64_t pid, int writes, char *here, char *there, size_t size)
                                     : process_vm_readv((pid_t)pid, &own, 1, &other, 1, 0);
         if (done <= 0)
             return done < 0 ? errno : EFAULT;
-        here += done, there += done, size -= (size_t)done; /* up to a page that is not there */
+        here += done, there += done, size -= (size_t)done; /* a copy stops at an unmapped page */
     }
     return 0;
 #else
@@ -130,59 +138,63 @@ static int copy(int64_t pid, int writes, char *here, char *there, size_t size)
 #endif
 }
 
-/* Reads or writes a few bytes of another process, to see whether that is allowed. */
+/* Reads or writes a few bytes of another process, to test whether that is allowed. */
 EXPORT int mpicoll_single_copy_try(int64_t pid, int writes, char *here, char *there, size_t size)
 {
     return copy(pid, writes, here, there, size);
 }
 
-static struct board *board(const struct mpicoll_processes *all, uint32_t rank)
+static struct descriptor *descriptor(const struct mpicoll_processes *processes, uint32_t rank)
 {
-    return (struct board *)mpicoll_board(all->shared, rank);
+    return (struct descriptor *)mpicoll_descriptor(processes->shared, rank);
 }
 
-static void nap(void)
+static void sleep_ms(void)
 {
     const struct timespec time = {0, 1000000};
     nanosleep(&time, NULL);
 }
 
-/* Leaves a call that cannot end: says so, and waits for those that still read or write this rank's
- * memory. Each of them ends its part, learns that it must leave, too, or is lost itself. (One that
- * comes later sees that this rank has left, for it shows its board before it looks.) */
-static int leave(const struct mpicoll_processes *all)
+/* Aborts a call: publishes that, then waits for ranks that still access this rank's memory. Each of
+ * them finishes its part, is aborted as well, or is lost. (A rank that comes later sees that this
+ * rank has aborted, because it publishes its descriptor before it checks.) */
+static int abort_call(const struct mpicoll_processes *processes)
 {
     uint64_t word;
 
-    atomic_store(&board(all, all->me)->left, 1);
-    for (uint32_t rank = 0; rank < all->n; rank++)
-        while (rank != all->me && mpicoll_board_is_shown(all->shared, rank) &&
-               !mpicoll_board_is_ended(all->shared, rank) && !atomic_load(&board(all, rank)->left) &&
-               copy(all->pids[rank], 0, (char *)&word, all->tokens[rank], sizeof word) != ESRCH)
-            nap();
+    atomic_store(&descriptor(processes, processes->me)->aborted, 1);
+    for (uint32_t rank = 0; rank < processes->n; rank++)
+        while (rank != processes->me && mpicoll_has_published(processes->shared, rank) &&
+               !mpicoll_has_ended(processes->shared, rank) &&
+               !atomic_load(&descriptor(processes, rank)->aborted) &&
+               copy(processes->pids[rank], 0, (char *)&word, processes->tokens[rank],
+                    sizeof word) != ESRCH)
+            sleep_ms();
     return FAILED;
 }
 
-/* The other end's process is lost, or about to leave. Waits until this rank is told. */
-static int lost(const struct mpicoll_processes *all)
+/* The other process is lost or about to abort. Waits until this rank is aborted as well. */
+static int wait_for_abort(const struct mpicoll_processes *processes)
 {
-    while (!mpicoll_has_left(all->shared))
-        nap();
-    return leave(all);
+    while (!mpicoll_is_aborted(processes->shared))
+        sleep_ms();
+    return abort_call(processes);
 }
 
-/* How often writing takes as long as reading: pages that the kernel has written for another process
- * it locks and marks. */
-enum { WRITING = 2 };
+/* Cost of writing relative to reading: the kernel locks and marks pages that it writes for another
+ * process. */
+enum { WRITE_COST = 2 };
 
-/* Bytes of a block that its sender copies, the last ones; its receiver copies the others. Such that
- * both end at once, if the sender has as much to do with each of its blocks, and the receiver, too. */
-static size_t written_part(size_t size, const struct board *sender, const struct board *receiver)
+/* Returns the size of the last part of a block that its sender copies; the receiver copies the
+ * rest. Both finish at the same time if the sender and the receiver treat all their blocks alike.
+ */
+static size_t written_part(size_t size, const struct descriptor *sender,
+                           const struct descriptor *receiver)
 {
-    if (size <= SPLIT || receiver->received <= sender->received)
+    if (size <= SPLIT_MIN_BYTES || receiver->received <= sender->received)
         return 0;
     const double ahead = (double)(receiver->received - sender->received);
-    const double part = ahead / (ahead + WRITING * (double)sender->sent);
+    const double part = ahead / (ahead + WRITE_COST * (double)sender->sent);
     return (size_t)((double)size * part) / PAGE * PAGE;
 }
 
@@ -193,112 +205,113 @@ static uint64_t now(void)
     return (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
 }
 
-static size_t moved(const struct board *board)
+static size_t moved(const struct descriptor *descriptor)
 {
-    return board->sent > board->received ? board->sent : board->received;
+    return descriptor->sent > descriptor->received ? descriptor->sent : descriptor->received;
 }
 
-/* The history of calls like this one. */
-static struct history *find_history(const struct mpicoll_copies *kind, const struct board *mine)
+/* Returns the history of similar calls. */
+static struct history *find_history(const struct mpicoll_copies *plan,
+                                    const struct descriptor *mine)
 {
-    const int far = mpicoll_is_any_far(kind->processes->shared) != 0;
+    const int far = mpicoll_is_any_far(plan->processes->shared) != 0;
     uint32_t class = 0;
     for (size_t bytes = moved(mine); bytes > 1; bytes /= 2)
         class++;
-    return kind->histories->last = &kind->histories->of[far][class];
+    return plan->histories->last = &plan->histories->of[far][class];
 }
 
-/* The way of this call, the same on all ranks. */
-static int choose(const struct mpicoll_processes *all)
+/* Returns the method for this call, the same on all ranks. */
+static int choose_method(const struct mpicoll_processes *processes)
 {
-    struct history worst = {{0, 0}, {TRIES, TRIES}, {0, 0}};
+    struct history worst = {{0, 0}, {TRIAL_COUNT, TRIAL_COUNT}, {0, 0}};
     size_t most = 0;
 
-    for (uint32_t rank = 0; rank < all->n; rank++) {
-        const struct board *other = board(all, rank);
+    for (uint32_t rank = 0; rank < processes->n; rank++) {
+        const struct descriptor *other = descriptor(processes, rank);
         const struct history *its = &other->history;
         most = moved(other) > most ? moved(other) : most;
-        for (int way = 0; way < WAYS; way++) {
-            if (its->took[way] > worst.took[way])
-                worst.took[way] = its->took[way];
-            if (its->tries[way] < worst.tries[way])
-                worst.tries[way] = its->tries[way];
-            if (its->since[way] > worst.since[way])
-                worst.since[way] = its->since[way];
+        for (int method = 0; method < METHOD_COUNT; method++) {
+            if (its->ns[method] > worst.ns[method])
+                worst.ns[method] = its->ns[method];
+            if (its->trials[method] < worst.trials[method])
+                worst.trials[method] = its->trials[method];
+            if (its->calls_since[method] > worst.calls_since[method])
+                worst.calls_since[method] = its->calls_since[method];
         }
     }
-    mpicoll_look_around(all->shared, most);
-    if (most <= SPLIT)
+    mpicoll_measure_if_due(processes->shared, most);
+    if (most <= SPLIT_MIN_BYTES)
         return BY_KERNEL;
-    if (worst.tries[BY_KERNEL] < TRIES || worst.tries[BY_SLOTS] < TRIES)
-        return worst.tries[BY_KERNEL] <= worst.tries[BY_SLOTS] ? BY_KERNEL : BY_SLOTS;
-    const int faster = worst.took[BY_KERNEL] <= worst.took[BY_SLOTS] ? BY_KERNEL : BY_SLOTS;
-    return worst.since[!faster] >= AGAIN ? !faster : faster;
+    if (worst.trials[BY_KERNEL] < TRIAL_COUNT || worst.trials[BY_SLOTS] < TRIAL_COUNT)
+        return worst.trials[BY_KERNEL] <= worst.trials[BY_SLOTS] ? BY_KERNEL : BY_SLOTS;
+    const int faster = worst.ns[BY_KERNEL] <= worst.ns[BY_SLOTS] ? BY_KERNEL : BY_SLOTS;
+    return worst.calls_since[!faster] >= RETRY_INTERVAL ? !faster : faster;
 }
 
-/* Records how long a call took. What took much longer than before was interrupted, perhaps: it counts
- * in part. Nothing takes half as long by accident. */
-static void record(struct history *history, int way, uint64_t took)
+/* Records the duration of a call. A much longer duration than before may be due to an interruption
+ * and counts only in part. Half the duration cannot be an accident. */
+static void record(struct history *history, int method, uint64_t ns)
 {
-    const uint64_t before = history->took[way];
+    const uint64_t before = history->ns[method];
 
-    history->since[way] = 0;
-    history->since[!way]++;
-    if (took == NEVER || history->tries[way] == 0 || took < before / 2 ||
-        (history->tries[way] < TRIES && took < before))
-        history->took[way] = took;
-    else if (history->tries[way] == TRIES)
-        history->took[way] = (3 * before + (took < 2 * before ? took : 2 * before)) / 4;
-    if (history->tries[way] < TRIES)
-        history->tries[way]++;
+    history->calls_since[method] = 0;
+    history->calls_since[!method]++;
+    if (ns == FAILED_NS || history->trials[method] == 0 || ns < before / 2 ||
+        (history->trials[method] < TRIAL_COUNT && ns < before))
+        history->ns[method] = ns;
+    else if (history->trials[method] == TRIAL_COUNT)
+        history->ns[method] = (3 * before + (ns < 2 * before ? ns : 2 * before)) / 4;
+    if (history->trials[method] < TRIAL_COUNT)
+        history->trials[method]++;
 }
 
-/* Bytes of histories. */
+/* Returns the size of the histories in bytes. */
 EXPORT size_t mpicoll_single_copy_histories(void)
 {
     return sizeof(struct mpicoll_histories);
 }
 
-/* Records the nanoseconds that the last call took by slots. */
-EXPORT void mpicoll_single_copy_took(const struct mpicoll_copies *kind, uint64_t nanoseconds)
+/* Records the duration of the last call, which went through slots. */
+EXPORT void mpicoll_single_copy_record(const struct mpicoll_copies *plan, uint64_t nanoseconds)
 {
-    record(kind->histories->last, BY_SLOTS, nanoseconds);
+    record(plan->histories->last, BY_SLOTS, nanoseconds);
 }
 
-/* Copies between this rank and another; returns 0 or the error, ESRCH if the other is not there. */
-static int copy_pieces(const struct mpicoll_processes *all, uint32_t rank, int writes, char *here,
-                       char *there, size_t size)
+/* Copies between this rank and another. Returns 0 or the error; ESRCH if the other rank is lost. */
+static int copy_pieces(const struct mpicoll_processes *processes, uint32_t rank, int writes,
+                       char *here, char *there, size_t size)
 {
-    for (size_t at = 0; at < size; at += PIECE) {
-        const size_t some = size - at < PIECE ? size - at : PIECE;
-        if (atomic_load(&board(all, rank)->left))
+    for (size_t at = 0; at < size; at += PIECE_BYTES) {
+        const size_t length = size - at < PIECE_BYTES ? size - at : PIECE_BYTES;
+        if (atomic_load(&descriptor(processes, rank)->aborted))
             return ESRCH;
-        const int error = copy(all->pids[rank], writes, here + at, there + at, some);
+        const int error = copy(processes->pids[rank], writes, here + at, there + at, length);
         if (error)
             return error;
     }
     return 0;
 }
 
-/* This rank's part of what goes between it and another: 0 or the error. */
-static int copy_with(struct mpicoll_processes *all, uint32_t rank)
+/* Copies this rank's part of the data between it and another. Returns 0 or the error. */
+static int copy_with(struct mpicoll_processes *processes, uint32_t rank)
 {
-    const uint32_t n = all->n, me = all->me;
-    const struct board *mine = board(all, me), *other = board(all, rank);
+    const uint32_t n = processes->n, me = processes->me;
+    const struct descriptor *mine = descriptor(processes, me), *other = descriptor(processes, rank);
     const struct mpicoll_span from = other->spans[me], into = mine->spans[n + rank];
     const struct mpicoll_span out = mine->spans[rank], to = other->spans[n + me];
 
     if (from.size != into.size) {
-        all->misfit = rank, all->found = from.size;
-        return UNEQUAL;
+        processes->mismatch_rank = rank, processes->mismatch_bytes = from.size;
+        return SIZE_MISMATCH;
     }
     if (out.size != to.size)
-        return UNEQUAL;
-    int error = copy_pieces(all, rank, 0, into.data, from.data,
+        return SIZE_MISMATCH;
+    int error = copy_pieces(processes, rank, 0, into.data, from.data,
                             from.size - written_part(from.size, other, mine));
     if (!error) {
         const size_t part = written_part(out.size, mine, other), start = out.size - part;
-        error = copy_pieces(all, rank, 1, out.data + start, to.data + start, part);
+        error = copy_pieces(processes, rank, 1, out.data + start, to.data + start, part);
     }
     return error;
 }
@@ -307,20 +320,20 @@ static void copy_own(struct mpicoll_span into, struct mpicoll_span from)
 {
     if (into.data == from.data || !from.size)
         return;
-    if (from.size >= LARGE)
+    if (from.size >= STREAM_MIN_BYTES)
         mpicoll_copy_past_caches(into.data, from.data, from.size);
     else
         memcpy(into.data, from.data, from.size);
 }
 
-/* Carries out a call whose blocks are on this rank's board. */
-static int carry_out(const struct mpicoll_copies *kind)
+/* Runs a call whose blocks are in this rank's descriptor. */
+static int run(const struct mpicoll_copies *plan)
 {
-    struct mpicoll_processes *all = kind->processes;
-    struct mpicoll_shared *shared = all->shared;
-    const uint32_t n = all->n, me = all->me;
-    struct board *mine = board(all, me);
-    int trouble = 0;
+    struct mpicoll_processes *processes = plan->processes;
+    struct mpicoll_shared *shared = processes->shared;
+    const uint32_t n = processes->n, me = processes->me;
+    struct descriptor *mine = descriptor(processes, me);
+    int error = 0;
 
     mine->sent = mine->received = 0;
     for (uint32_t rank = 0; rank < n; rank++)
@@ -328,135 +341,135 @@ static int carry_out(const struct mpicoll_copies *kind)
             mine->sent += mine->spans[rank].size;
             mine->received += mine->spans[n + rank].size;
         }
-    struct history *history = find_history(kind, mine);
+    struct history *history = find_history(plan, mine);
     mine->history = *history;
-    atomic_store(&mine->left, 0);
-    atomic_store(&mine->trouble, 0);
-    const int published = mpicoll_board_publish(shared);
+    atomic_store(&mine->aborted, 0);
+    atomic_store(&mine->error, 0);
+    const int published = mpicoll_round_publish(shared);
     if (published <= 0)
-        return published < 0 ? leave(all) : FAILED;
+        return published < 0 ? abort_call(processes) : FAILED;
     const uint64_t start = now();
-    if (choose(all) == BY_SLOTS) {
-        mpicoll_board_end(shared);
-        mpicoll_board_close(shared);
+    if (choose_method(processes) == BY_SLOTS) {
+        mpicoll_round_end(shared);
+        mpicoll_round_close(shared);
         return NOT_COPIED;
     }
-    all->misfit = n;
-    for (uint32_t i = 1; i < n && !trouble; i++)
-        trouble = copy_with(all, (me + i) % n);
-    if (trouble == ESRCH)
-        return lost(all);
-    if (!trouble)
+    processes->mismatch_rank = n;
+    for (uint32_t i = 1; i < n && !error; i++)
+        error = copy_with(processes, (me + i) % n);
+    if (error == ESRCH)
+        return wait_for_abort(processes);
+    if (!error)
         copy_own(mine->spans[n + me], mine->spans[me]);
-    atomic_store(&mine->trouble, trouble);
-    mpicoll_board_end(shared);
-    if (!mpicoll_board_wait(shared, moved(mine)))
-        return leave(all);
+    atomic_store(&mine->error, error);
+    mpicoll_round_end(shared);
+    if (!mpicoll_round_wait(shared, moved(mine)))
+        return abort_call(processes);
     int result = DONE;
     for (uint32_t rank = 0; rank < n; rank++) {
-        const int theirs = atomic_load(&board(all, rank)->trouble);
+        const int theirs = atomic_load(&descriptor(processes, rank)->error);
         if (theirs && result != UNFIT)
-            result = theirs == UNEQUAL ? UNFIT : NOT_COPIED;
+            result = theirs == SIZE_MISMATCH ? UNFIT : NOT_COPIED;
     }
-    mpicoll_board_close(shared);
-    record(history, BY_KERNEL, result == NOT_COPIED ? NEVER : now() - start);
+    mpicoll_round_close(shared);
+    record(history, BY_KERNEL, result == NOT_COPIED ? FAILED_NS : now() - start);
     return result;
 }
 
 /* The collectives whose blocks all have `count` elements; see mpicoll_shared_lists.
  *
- * Returns, on all ranks, DONE; NOT_COPIED if one could not copy, or if slots are the faster way: then
- * what is received is undefined, and has to be moved through them; FAILED as other calls return 0. */
-static int copy_lists(const struct mpicoll_copies *kind, const struct mpicoll_block *send,
+ * Returns, on all ranks, DONE; NOT_COPIED if a rank could not copy, or if slots are faster: the
+ * call must then be repeated through slots; FAILED where other calls return 0. */
+static int copy_lists(const struct mpicoll_copies *plan, const struct mpicoll_block *send,
                       const struct mpicoll_block *recv, size_t count, uint32_t root,
                       uint32_t number)
 {
-    struct mpicoll_processes *all = kind->processes;
-    const uint32_t n = all->n, me = all->me;
-    const size_t bytes = count * kind->size;
+    struct mpicoll_processes *processes = plan->processes;
+    const uint32_t n = processes->n, me = processes->me;
+    const size_t bytes = count * plan->size;
 
-    mpicoll_board_begin(all->shared, number, kind->what | (uint64_t)root << 24, count);
-    struct mpicoll_span *spans = board(all, me)->spans;
+    mpicoll_round_begin(processes->shared, number, plan->signature | (uint64_t)root << 24, count);
+    struct mpicoll_span *spans = descriptor(processes, me)->spans;
     for (uint32_t rank = 0; rank < n; rank++) {
-        const int gives = (!kind->giver || me == root) && (!kind->taker || rank == root);
-        const int takes = (!kind->giver || rank == root) && (!kind->taker || me == root);
+        const int gives = (!plan->has_src || me == root) && (!plan->has_dst || rank == root);
+        const int takes = (!plan->has_src || rank == root) && (!plan->has_dst || me == root);
         spans[rank] = (struct mpicoll_span){
-            gives ? send[kind->blocks ? rank : 0].data : NULL,
+            gives ? send[plan->many_blocks ? rank : 0].data : NULL,
             gives ? bytes : 0,
         };
         spans[n + rank] = (struct mpicoll_span){
-            takes ? recv[kind->giver ? 0 : rank].data : NULL,
+            takes ? recv[plan->has_src ? 0 : rank].data : NULL,
             takes ? bytes : 0,
         };
     }
-    return carry_out(kind);
+    return run(plan);
 }
 
-/* The same for blocks that lie one after another. */
-EXPORT int mpicoll_single_copy_blocks(const struct mpicoll_copies *kind, char *send, char *recv,
+/* The same for consecutive blocks. */
+EXPORT int mpicoll_single_copy_blocks(const struct mpicoll_copies *plan, char *send, char *recv,
                                       size_t count, uint32_t root, uint32_t number)
 {
-    const uint32_t n = kind->processes->n;
-    const size_t bytes = count * kind->size;
+    const uint32_t n = plan->processes->n;
+    const size_t bytes = count * plan->size;
     struct mpicoll_block from[n], to[n];
 
     for (uint32_t rank = 0; rank < n; rank++) {
         from[rank] = (struct mpicoll_block){send ? send + rank * bytes : NULL, count};
         to[rank] = (struct mpicoll_block){recv ? recv + rank * bytes : NULL, count};
     }
-    return copy_lists(kind, from, to, count, root, number);
+    return copy_lists(plan, from, to, count, root, number);
 }
 
-/* The same for blocks that lie anywhere, one way or the other. Returns MOVED or DIFFERED. */
-EXPORT int mpicoll_single_copy_lists(const struct mpicoll_copies *kind,
+/* The same for blocks at any address, by either method. Returns MOVED or MISMATCHED. */
+EXPORT int mpicoll_single_copy_lists(const struct mpicoll_copies *plan,
                                      const struct mpicoll_block *send,
                                      const struct mpicoll_block *recv, size_t count, uint32_t root,
                                      uint32_t number)
 {
-    const int result = copy_lists(kind, send, recv, count, root, number);
+    const int result = copy_lists(plan, send, recv, count, root, number);
     if (result != NOT_COPIED)
-        return result == DONE ? MOVED : DIFFERED;
+        return result == DONE ? MOVED : MISMATCHED;
     const uint64_t start = now();
-    const int done = mpicoll_shared_lists(kind->slots, send, recv, count, root, number);
-    record(kind->histories->last, BY_SLOTS, now() - start);
+    const int done = mpicoll_shared_lists(plan->slots, send, recv, count, root, number);
+    record(plan->histories->last, BY_SLOTS, now() - start);
     return done;
 }
 
-/* The collectives whose blocks may differ in size: n that this rank sends, by receiver, and n that
- * it receives, by sender. Returns UNFIT, on all ranks, if any block has not the size that its
+/* The collectives whose blocks may differ in size: n that this rank sends, by receiver, then n that
+ * it receives, by sender. Returns UNFIT, on all ranks, if any block differs from the size that its
  * receiver expects; the rest is as in mpicoll_single_copy_blocks. */
-EXPORT int mpicoll_single_copy_spans(const struct mpicoll_copies *kind,
+EXPORT int mpicoll_single_copy_spans(const struct mpicoll_copies *plan,
                                      const struct mpicoll_span *spans, uint32_t root,
                                      uint64_t total, uint32_t number)
 {
-    struct mpicoll_processes *all = kind->processes;
+    struct mpicoll_processes *processes = plan->processes;
 
-    mpicoll_board_begin(all->shared, number, kind->what | (uint64_t)root << 24, total);
-    memcpy(board(all, all->me)->spans, spans, 2 * all->n * sizeof *spans);
-    return carry_out(kind);
+    mpicoll_round_begin(processes->shared, number, plan->signature | (uint64_t)root << 24, total);
+    memcpy(descriptor(processes, processes->me)->spans, spans, 2 * processes->n * sizeof *spans);
+    return run(plan);
 }
 
-/* all_to_all, see mpicoll_shared_all_to_all, which small blocks go by; others one way or the other. */
-EXPORT int mpicoll_single_copy_all_to_all(const struct mpicoll_copies *kind,
+/* all_to_all: small blocks by mpicoll_shared_all_to_all, larger blocks by either method. */
+EXPORT int mpicoll_single_copy_all_to_all(const struct mpicoll_copies *plan,
                                           const struct mpicoll_block *send,
                                           const struct mpicoll_block *recv, size_t count,
                                           uint32_t root, uint32_t number)
 {
-    const uint32_t n = kind->processes->n;
+    const uint32_t n = plan->processes->n;
     struct mpicoll_span spans[2 * n];
-    int result = mpicoll_shared_all_to_all(kind->slots, send, recv, count, root, number);
+    int result = mpicoll_shared_all_to_all(plan->slots, send, recv, count, root, number);
 
-    if (result != UNMOVED)
+    if (result != NO_ROOM)
         return result;
     for (uint32_t rank = 0; rank < n; rank++) {
-        spans[rank] = (struct mpicoll_span){send[rank].data, send[rank].count * kind->size};
-        spans[n + rank] = (struct mpicoll_span){recv[rank].data, recv[rank].count * kind->size};
+        spans[rank] = (struct mpicoll_span){send[rank].data, send[rank].count * plan->size};
+        spans[n + rank] = (struct mpicoll_span){recv[rank].data, recv[rank].count * plan->size};
     }
-    result = mpicoll_single_copy_spans(kind, spans, root, 0, number);
-    if (result != NOT_COPIED) /* the sizes were found to fit */
-        return result == DONE ? MOVED : DIFFERED;
+    result = mpicoll_single_copy_spans(plan, spans, root, 0, number);
+    if (result != NOT_COPIED) /* the block sizes match */
+        return result == DONE ? MOVED : MISMATCHED;
     const uint64_t start = now();
-    result = mpicoll_shared_all_to_all_by_slots(kind->slots, send, recv, count, root, number);
-    record(kind->histories->last, BY_SLOTS, now() - start);
+    result = mpicoll_shared_all_to_all_by_slots(plan->slots, send, recv, count, root, number);
+    record(plan->histories->last, BY_SLOTS, now() - start);
     return result;
 }

@@ -1,17 +1,17 @@
-/* How the C library's loops are vectorised. */
+/* Vectorisation of the C library's loops. */
 
 #ifndef MPICOLL_VECTORS_H
 #define MPICOLL_VECTORS_H
 
-#include <stdint.h> /* and with it __GLIBC__, of the GNU C library */
+#include <stdint.h> /* also defines __GLIBC__ if this is the GNU C library */
 
-/* One library for several vector units: glibc picks the version of a function when it loads it.
- * Of AVX-512, elements of 16 bits need BW and VL as well, hence whole levels of the architecture
- * where the compiler knows them. */
+/* One library for several vector units: glibc selects the version of a function when it loads the
+ * library. AVX-512 on elements of 16 bits also needs BW and VL, so whole architecture levels are
+ * named where the compiler supports them. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #define DISPATCH 1
 #ifdef __SANITIZE_THREAD__
-#define VECTORISED /* its runtime does not stand yet when glibc asks which version to take */
+#define VECTORISED /* its runtime is not initialised when glibc selects a version */
 #elif __GNUC__ >= 12
 #define VECTORISED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -21,7 +21,7 @@
 #define VECTORISED
 #endif
 
-/* The result may be exactly one of the operands, which compilers cannot guess. */
+/* The result may be exactly one of the operands, which compilers cannot infer. */
 #if defined(__GNUC__) && !defined(__clang__)
 #define INDEPENDENT _Pragma("GCC ivdep")
 #elif defined(__clang__)

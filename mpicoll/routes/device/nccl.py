@@ -24,8 +24,8 @@ from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Run
 from mpicoll.core.signature import describe
 from mpicoll.cuda.runtime import Event, NcclCommunicator
-from mpicoll.cuda.streams import look_until
-from mpicoll.cuda.threads import attend
+from mpicoll.cuda.streams import poll_until
+from mpicoll.cuda.threads import use_process_device
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, UsageError
 from mpicoll.launch.host_identity import node
@@ -147,7 +147,7 @@ class Nccl(RouteState):
         """Abort the communicator on a thread, because it may block."""
 
         def abort() -> None:
-            attend()
+            use_process_device()
             self.comm.abort()
 
         thread = threading.Thread(target=abort, name="mpicoll-nccl-abort", daemon=True)
@@ -222,7 +222,7 @@ def _first_problem(group: ProcessGroup, problem: str) -> str:
     words = problem.encode()[:_WORDS]
     mine[: len(words)] = np.frombuffer(words, np.uint8)
     request = group.inner.Iallgather(mine, said)
-    if not look_until(request.Test, time.monotonic() + _INIT_TIMEOUT_S):
+    if not poll_until(request.Test, time.monotonic() + _INIT_TIMEOUT_S):
         _left_behind.append((request, mine, said))
         raise DistBackendError(
             f"group {group.group_name}: {problem or 'NCCL created a communicator'}; timed out: "

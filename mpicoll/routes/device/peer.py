@@ -28,7 +28,8 @@ from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Run
 from mpicoll.core.reproducible import ORDER
 from mpicoll.core.signature import describe
-from mpicoll.cuda.runtime import CUDA, Memory
+from mpicoll.cuda.capabilities import Capabilities
+from mpicoll.cuda.runtime import Memory
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import (
     CollectiveTimeoutError,
@@ -427,7 +428,7 @@ ROUTE = Route(
     Needs(
         "gpus",
         "all ranks on one node, each with its own GPU, and CUDA IPC between them",
-        lambda own: own.lacks_gpu(CUDA),
+        Capabilities.lacks_gpu,
     ),
     Policy(host_waits_for="", capturable=True),
     negotiate=_negotiate,

@@ -49,8 +49,8 @@ from mpicoll.core.signature import (
     encode_task,
     with_root,
 )
-from mpicoll.cuda.runtime import HANDLE, Allocation, Event, Memory
-from mpicoll.cuda.streams import look_until
+from mpicoll.cuda.runtime import HANDLE_BYTES, Allocation, Event, Memory
+from mpicoll.cuda.streams import poll_until
 from mpicoll.errors import DistBackendError, MismatchError
 from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.routes.device.jobs import RECV, SEND, Job, Placed
@@ -76,7 +76,7 @@ OPEN = 64
 #: address (0: no array) and handle. Then the element counts to and from each rank.
 KIND, NUMBER, CALL, STATE, WHOSE, WHICH, _HEAD = range(7)
 BASE, NBYTES, BUFFER, ADDRESS, _HANDLE = range(5)
-_SIDE = _HANDLE + HANDLE // 8
+_SIDE = _HANDLE + HANDLE_BYTES // 8
 _SIZES = _HEAD + 2 * _SIDE
 #: States of a rank.
 _ABLE, _REFUSED, _FAILED = range(3)
@@ -317,7 +317,7 @@ class UserBuffers(RouteState):
         memory = context.scratch(_in_blocks(nbytes))
         exported = self._export(memory.address)
         if exported is None or memory.nbytes % BLOCK:
-            memory = context.scratch_anew(_in_blocks(max(nbytes, memory.nbytes)))
+            memory = context.replace_scratch(_in_blocks(max(nbytes, memory.nbytes)))
             found = context.runtime.find_allocation(memory.address)
             if found is None:
                 raise DistBackendError("the driver does not know the memory that it has allocated")
@@ -442,7 +442,7 @@ class UserBuffers(RouteState):
         """Close the retired memory that the stream no longer uses, waiting until ``moment``
         (monotonic).
         """
-        while self._retired and look_until(
+        while self._retired and poll_until(
             partial(self.context.runtime.is_done, self._retired[0][0]), moment
         ):
             self._retired.popleft()

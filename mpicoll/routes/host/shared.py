@@ -31,7 +31,7 @@ from mpicoll.core.reproducible import LEVELS
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
 from mpicoll.dtypes import Kind, ReduceOp
 from mpicoll.errors import MismatchError
-from mpicoll.kernels.calls import AGREE, ALL_REDUCE, BLOCKS, FUSED, LISTS
+from mpicoll.kernels.calls import ALL_REDUCE, BLOCKS, COMPARE, FUSED, LISTS
 from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.host import clusters
@@ -167,7 +167,7 @@ class Shared:
         domain = clusters.find_domain(segment.own)
         seen = clusters.Seen(settings.CLUSTERS.value(), domain, latencies.tolist())
         everybody = [clusters.Seen(*each) for each in exchange_words(comm, [*seen])]
-        return clusters.choose(everybody, self._crowded, self.kernels.far())
+        return clusters.choose(everybody, self._crowded, self.kernels.far_ns())
 
     def build(self, kind: CallKind) -> Implementation:
         """Return the implementation for calls of one kind.
@@ -242,16 +242,20 @@ class Shared:
 
     def native_call(self, shape: int, function: Any, argument: int) -> NativeCall:
         """Return the native call of a function of the C library."""
-        check = (_address(self.kernels.shared_ask), self.pointer, round(1e9 * INLINE_WAIT_S))
+        check = (
+            _address(self.kernels.shared_all_entered),
+            self.pointer,
+            round(1e9 * INLINE_WAIT_S),
+        )
         call = NativeCall(self, shape, _address(function), argument)
         return (
-            call._replace(inline_check=check) if self._crowded_beside and shape != AGREE else call
+            call._replace(inline_check=check) if self._crowded_beside and shape != COMPARE else call
         )
 
     @property
     def native_comparison(self) -> NativeCall:
         """Return the native call that compares a call without arrays."""
-        return self.native_call(AGREE, self.kernels.shared_agree, self.pointer)
+        return self.native_call(COMPARE, self.kernels.shared_compare, self.pointer)
 
     def build_exchange(self, kind: CallKind, large: Implementation | None = None) -> Implementation:
         """Return the implementation of all_to_all. Its first round sends the sizes of all blocks,
@@ -358,7 +362,7 @@ class Shared:
         number = (self._group.sequence + 1) & 0xFFFFFFFF
         count *= _parts(kind)
         wait_ns = round(1e9 * INLINE_WAIT_S)
-        return bool(self.kernels.shared_ask(self.pointer, number, kind, count, wait_ns))
+        return bool(self.kernels.shared_all_entered(self.pointer, number, kind, count, wait_ns))
 
     def agree(self, kind: int, count: int) -> None:
         """Compare the ranks' calls; when this returns, all ranks have entered theirs.
@@ -367,7 +371,7 @@ class Shared:
         Raises MismatchError on all ranks if the calls differ.
         """
         count *= _parts(kind)
-        agree, number = self.kernels.shared_agree, self._group.sequence
+        agree, number = self.kernels.shared_compare, self._group.sequence
         if not self._run(agree, self.pointer, number, kind, count):
             raise self.failure()
 
@@ -377,10 +381,10 @@ class Shared:
         Returns False on all ranks if they differ. Raises MismatchError on all ranks if one of them
         runs another call on this segment instead.
         """
-        agree, call = self.kernels.shared_agree, self._group.sequence
+        agree, call = self.kernels.shared_compare, self._group.sequence
         if self._run(agree, self.pointer, call, kind, number):
             return True
-        left = self._hold.left or self.kernels.shared_closer(self.pointer) >= 0
+        left = self._hold.left or self.kernels.shared_closed_by(self.pointer) >= 0
         if not left and all(is_comparison(each) for each, _ in self._calls()):
             return False
         raise self.failure()
@@ -423,7 +427,7 @@ class Shared:
         if interruption is not None:
             self._group.break_after(interruption)
             return interruption
-        closer = self.kernels.shared_closer(self.pointer)
+        closer = self.kernels.shared_closed_by(self.pointer)
         if self._hold.left or closer >= 0:
             if self._group.broken is None:
                 timeouts.hear(self._group, closer)

@@ -145,7 +145,7 @@ class _Copying(Implementation):
         if result == _NOT_COPIED:
             start = perf_counter_ns()
             self._by_slots(send, recv, extent, root)
-            kernels.single_copy_took(at, perf_counter_ns() - start)
+            kernels.single_copy_record(at, perf_counter_ns() - start)
         elif result == _UNFIT:
             raise self._misfit(extent)
 
@@ -249,7 +249,7 @@ def _allow(memory: Shared, me: int, peers: _Peers) -> str:
     assert kernels is not None
     if settings.SINGLE_COPY.is_set_to("0"):
         return f"{settings.SINGLE_COPY.name}=0"
-    if kernels.single_copy_board(len(peers.pids)) > memory.slot:
+    if kernels.single_copy_descriptor_size(len(peers.pids)) > memory.slot:
         return "the shared memory has no room for the addresses of all ranks"
     return ""
 

@@ -1,7 +1,7 @@
-"""Training that goes on when ranks are lost: ``hvd.elastic``.
+"""``hvd.elastic``: training that continues after ranks are lost.
 
-Where MPI survives lost ranks (docs/reliability.md), the others get HorovodInternalError from their
-operations, restore their states, and go on without the lost. Elsewhere the job ends.
+If the MPI library survives lost ranks (docs/reliability.md), operations of the surviving ranks
+raise HorovodInternalError; the ranks restore their states and continue. Otherwise the job ends.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ __all__ = ["ElasticSampler", "HostUpdateResult", "ObjectState", "State", "TorchS
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a function begin anew, from the last commit, when ranks are lost. A decorator.
+    """Decorator of a function that restarts from the last commit after ranks are lost.
 
-    func: its first argument is a State, such as TorchState. Rank 0's is sent to all ranks before it
-        is called.
+    func: its first argument is a State, such as TorchState. Rank 0's state is sent to all ranks
+          before each call.
 
-    Returns a function that returns what ``func`` does, once that has returned on all ranks: those
-    that are done go on with a rank that has lost another one at the end.
+    Returns a function that returns the result of ``func`` once it has returned on all ranks:
+    finished ranks restart together with a rank that finds a loss at the end.
 
-    Sets of ranks that were added are gone when ``func`` begins anew; ``process_set_id`` is None.
+    Added process sets are removed when ``func`` restarts; their ``process_set_id`` is None.
     """
 
     @functools.wraps(func)

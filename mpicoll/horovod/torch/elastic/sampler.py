@@ -1,4 +1,4 @@
-"""The samples of an epoch that are left, shared out among the ranks that are there."""
+"""ElasticSampler: distributes the remaining samples of an epoch among the current ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ __all__ = ["ElasticSampler"]
 
 
 class ElasticSampler(Sampler):  # type: ignore[misc]
-    """As torch's DistributedSampler; when the ranks change, those not yet processed are shared out.
+    """Like torch's DistributedSampler; when the ranks change, the unprocessed samples are
+    redistributed.
 
-    For that call ``record_batch`` after each batch and ``set_epoch`` at the end of each epoch, and
-    give the sampler to TorchState.
+    Call ``record_batch`` after each batch and ``set_epoch`` at the end of each epoch, and add the
+    sampler to a TorchState.
 
-    dataset: of a length that stays. shuffle: another order in each epoch. seed: the same on all
-    ranks.
+    dataset: of constant length. shuffle: use a different order in each epoch. seed: the same on all
+             ranks.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -29,34 +30,34 @@ class ElasticSampler(Sampler):  # type: ignore[misc]
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, of which nothing is processed.
+        """Begin an epoch without processed samples.
 
-        epoch: its number, which also gives the order.
+        epoch: its number, which also determines the order.
         """
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Note that every rank has processed a batch.
+        """Record that every rank has processed a batch.
 
         batch_idx: ignored. batch_size: samples of one rank.
         """
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch and how many samples of it all ranks have processed."""
+        """Return the epoch and the number of its samples that all ranks have processed."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved place.
+        """Continue from a saved position.
 
-        state_dict: what ``state_dict`` returned.
+        state_dict: a result of ``state_dict``.
         """
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Share out what is left of the epoch among the ranks that are there."""
+        """Distribute the remaining samples of the epoch among the current ranks."""
         self.num_replicas, self.rank = size(), rank()
         indices = list(range(len(self.dataset)))
         if self.shuffle:
@@ -66,7 +67,9 @@ class ElasticSampler(Sampler):  # type: ignore[misc]
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        """Go through this rank's; the first come again at the end where it does not come out."""
+        """Iterate over this rank's samples; the first samples are repeated to make the numbers
+        equal.
+        """
         indices = self.remaining_indices
         mine = range(self.rank, self.total_size, self.num_replicas)
         return (indices[place % len(indices)] for place in mine)

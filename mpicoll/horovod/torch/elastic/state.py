@@ -1,4 +1,4 @@
-"""The state of a training with PyTorch."""
+"""TorchState: the state of a training with PyTorch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _sync_sampler(sampler: ElasticSampler) -> None:
     sampler.load_state_dict(broadcast_object(sampler.state_dict()))
 
 
-#: How what has a ``state_dict`` gets rank 0's, by its class.
+#: How to send rank 0's ``state_dict`` to all ranks, by class.
 _SYNC: dict[type, Callable[[Any], None]] = {
     torch.nn.Module: lambda model: broadcast_parameters(model.state_dict(), root_rank=0),
     torch.optim.Optimizer: lambda optimizer: broadcast_optimizer_state(optimizer, root_rank=0),
@@ -43,7 +43,7 @@ class _Kept:
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        # What is loaded may become the optimizer's own tensors: a copy, for the next time.
+        # A copy, because load_state_dict may make the loaded tensors the optimizer's own.
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
@@ -52,11 +52,11 @@ class _Kept:
 
 
 class TorchState(ObjectState):
-    """Models, optimizers, samplers and other objects, as attributes of the state.
+    """Models, optimizers, samplers and other objects as attributes of a state.
 
-    model, optimizer: a torch.nn.Module and a torch.optim.Optimizer, if there are any.
-    kwargs: names and first values of further ones, of ElasticSamplers, and of objects that can be
-        pickled.
+    model, optimizer: a torch.nn.Module and a torch.optim.Optimizer, or None.
+    kwargs: names and initial values of further models, optimizers and ElasticSamplers, and of
+            objects that can be pickled.
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
@@ -72,19 +72,19 @@ class TorchState(ObjectState):
         super().__init__(broadcast_object, rank, **given)
 
     def save(self) -> None:
-        """Keep copies of all."""
+        """Save copies of all attributes."""
         for each in self._kept.values():
             each.save()
         super().save()
 
     def restore(self) -> None:
-        """Put all back to what was saved last."""
+        """Restore all attributes from the last save."""
         for each in self._kept.values():
             each.restore()
         super().restore()
 
     def sync(self) -> None:
-        """Take over rank 0's, and save it."""
+        """Broadcast rank 0's attributes, and save them."""
         for each in self._kept.values():
             each.sync()
         super().sync()

@@ -19,8 +19,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
 #: From top to bottom: a room imports from those behind it alone. ``mpicoll`` itself finds names
 #: when they are used.
 ROOMS = [
-    "__main__", "cli", "horovod", "torch", "api", "dispatch", "routes", "watch", "core", "arrays",
-    "cuda", "launch", "kernels", "ground",
+    "__main__", "cli", "horovod", "torch", "api", "dispatch", "routes", "failures", "core",
+    "arrays", "cuda", "launch", "kernels", "ground",
 ]  # fmt: skip
 GROUND = {
     "communicators", "control_messages", "dtypes", "errors", "machine", "output", "primitives",

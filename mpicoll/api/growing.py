@@ -21,8 +21,8 @@ from mpicoll.errors import (
     MismatchError,
     UnsupportedError,
 )
+from mpicoll.failures import lost_ranks
 from mpicoll.launch import newcomers
-from mpicoll.watch import lost_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI

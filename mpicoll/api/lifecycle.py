@@ -33,12 +33,12 @@ from mpicoll.errors import (
     NotInitializedError,
     UnsupportedError,
 )
+from mpicoll.failures import lost_ranks, monitor_client, rank_status
+from mpicoll.failures.termination import end_job
+from mpicoll.failures.watchdog import Watchdog
 from mpicoll.launch.exit_hooks import exit_code, install_in_rank, keep_exit_code
 from mpicoll.launch.serialized_mpi import plain
 from mpicoll.output import write_lines
-from mpicoll.watch import guarding, lost_ranks, rank_status
-from mpicoll.watch.termination import end_job
-from mpicoll.watch.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -351,7 +351,7 @@ def _renumber(world: MPI.Intracomm) -> None:
     has_changed = array("i", [bool(_members) and members != _members])
     world.Allreduce(MPI.IN_PLACE, [has_changed, MPI.INT], MPI.MAX)
     if has_changed[0]:
-        guarding.renew()
+        monitor_client.renew()
     _members = members
 
 
@@ -369,7 +369,7 @@ def begin_again(comm: MPI.Intracomm) -> ProcessGroup:
     for group in reversed(list(state.groups)):
         end(group)
     _reset()
-    guarding.renew()
+    monitor_client.renew()
     _members.clear()
     return begin(old.backend, old.timeout, _name, comm=comm, reproducible=old.reproducible)
 
@@ -385,7 +385,7 @@ def _discover_node(comm: MPI.Intracomm, watchdog: Watchdog) -> None:
 
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     _node = (node.Get_rank(), node.Get_size())
-    guarding.start(comm, node, watchdog.native_id)
+    monitor_client.start(comm, node, watchdog.native_id)
     node.Free()
     host = launch.master_address(comm)
     vendor, version = MPI.get_vendor()
@@ -516,7 +516,7 @@ def _reset() -> None:
 
 def _sign_off() -> None:
     """Tell the server, if there is one, and the guard that no other rank needs this one."""
-    guarding.leave()
+    monitor_client.leave()
     session = launch.current()
     if session is not None:
         session.send("free")

@@ -33,7 +33,7 @@ from mpicoll.errors import (
     MPIError,
     UnsupportedError,
 )
-from mpicoll.watch import lost_ranks
+from mpicoll.failures import lost_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -19,9 +19,9 @@ from mpicoll.core.reproducible import parse as parse_reproducible
 from mpicoll.core.work import parse_timeout
 from mpicoll.dispatch import execute
 from mpicoll.errors import ArgumentError, ArgumentTypeError, MpicollError
+from mpicoll.failures import lost_ranks
 from mpicoll.launch.serialized_mpi import plain
 from mpicoll.output import format_count
-from mpicoll.watch import lost_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI

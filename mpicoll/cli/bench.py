@@ -241,7 +241,7 @@ def _with_ranks(options: argparse.Namespace) -> int:
     from mpicoll.cli.bench_measure import Bench
     from mpicoll.cli.bench_others import OTHERS, Other, Route
     from mpicoll.cli.bench_plot import draw
-    from mpicoll.watch.consistency import FIRST
+    from mpicoll.failures.consistency import FIRST
 
     comm = MPI.COMM_WORLD.Dup()
     comm.Set_errhandler(MPI.ERRORS_RETURN)  # so that mpi4py raises exceptions

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpicoll import cli
-from mpicoll.watch import guard, json_lines, report
+from mpicoll.failures import json_lines, node_monitor, report
 
 __all__ = ["add_arguments", "run"]
 
@@ -67,13 +67,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _find_jobs() -> dict[Path, dict[str, Any]]:
-    """Return what the guards on this node say of their jobs, by their sockets."""
+    """Return what the node monitors of this node report of their jobs, by their sockets."""
     found = {}
-    for path in sorted(guard.find_folder().glob(f"*{guard.SOCKETS}")):
+    for path in sorted(node_monitor.find_folder().glob(f"*{node_monitor.SOCKETS}")):
         try:
             found[path] = json_lines.ask(path, {"ask": "job"})
         except ConnectionRefusedError:
-            path.unlink(missing_ok=True)  # left over from a guard that was killed
+            path.unlink(missing_ok=True)  # left over by a node monitor that was killed
         except OSError:
             continue
     return found

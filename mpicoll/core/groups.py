@@ -63,11 +63,11 @@ class ProcessGroup(Calls):
     # tested:   the same, by calls that a rank can leave.
     # messages: the communicator of the user's own messages, so that no tags collide.
     # reproducible: see reproducible.py.
-    # message_history: the latest of the user's messages; see watch/flight_record.py.
+    # message_history: the latest of the user's messages; see failures/flight_record.py.
     # in_flight: the user's messages that are not complete.
     # held_back: those to be sent, in order, of which the first is not ready yet.
     # pending:  the asynchronous collectives that are not done.
-    # statuses: where other ranks are among the group's calls; see watch/rank_status.py.
+    # statuses: where other ranks are among the group's calls; see failures/rank_status.py.
     # object_tag, leave_tag: the tags of messages with objects, and of ranks that end; the user's
     #           are below them.
     # plans:    the plan of each (primitive, dtype, operation) met so far.
@@ -80,7 +80,7 @@ class ProcessGroup(Calls):
     # stride:   the number of calls that are compared together.
     # agree:    compares one call, of a kind and sizes, with the other ranks' through the memory
     #           that they share; None if they share none, or it is not known yet. See
-    #           watch/consistency.py.
+    #           failures/consistency.py.
     # broken:   why the group can no longer be used; None if it can.
     # ask_devices: returns why calls that were only put into streams have ended there without their
     #           results, None if none has, as far as is known; takes whether to wait until the
@@ -455,7 +455,7 @@ class _State:
         #: Runs a task in the order of a group's collectives: execute.run_in_order, of a room above,
         #: which registers itself here.
         self.run_in_order: Callable[..., Any]
-        #: Let others see a group's calls, and no more: of watch/guarding.py.
+        #: Let others see a group's calls, and no more: of failures/monitor_client.py.
         self.publish: Callable[[ProcessGroup], None] = _do_nothing
         self.withdraw: Callable[[ProcessGroup], None] = _do_nothing
 

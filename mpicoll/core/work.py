@@ -185,9 +185,7 @@ A_MOMENT = 0.5
 
 
 def at_timeout(why: str) -> None:
-    """Hear that a Work has outlasted its group's timeout: watch/flight_record.py takes its place,
-    from a room above.
-    """
+    """Report that a Work has timed out; replaced by failures/flight_record.py."""
 
 
 #: Decides whether finish() or get_future() settles a Work's Future.

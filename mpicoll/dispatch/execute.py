@@ -34,10 +34,10 @@ from mpicoll.errors import (
     MpicollError,
     MPIError,
 )
+from mpicoll.failures import consistency, flight_record, timeouts
 from mpicoll.kernels.calls import Ways, short_ways
 from mpicoll.output import format_count, warn
 from mpicoll.primitives import Primitive
-from mpicoll.watch import consistency, flight_record, timeouts
 
 __all__ = ["find_root", "run", "run_all", "run_fast", "run_in_order", "submit", "warn_outside"]
 

@@ -28,8 +28,8 @@ from mpicoll.errors import (
     MismatchError,
     MPIError,
 )
+from mpicoll.failures import flight_record, monitor_client, rank_status
 from mpicoll.output import format_count
-from mpicoll.watch import flight_record, guarding, rank_status
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -400,7 +400,7 @@ def begin_message(
     """
     group.check_whole()
     view = adapters.build_view(tensor, receives, f"{name}: tensor")
-    guarding.say_message(group, peer, receives)
+    monitor_client.say_message(group, peer, receives)
     shown = group.object_tag if tag is None else tag
     entry = flight_record.enter_message(group, peer, shown, receives, view)
     work = _begin_view(group, name, view, peer, tag, receives)

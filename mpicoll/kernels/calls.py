@@ -84,8 +84,8 @@ class CallEntry(NamedTuple):
 _NEVER = (1 << 63) - 1
 
 
-#: A group's last call, as ``src/calls.c`` and watch/board.py have it, and the places of what is
-#: written singly.
+#: A group's last call, laid out as in ``src/calls.c`` and failures/status_page.py, and the indices
+#: of fields that are written alone.
 _Cell: type[ctypes.Array[ctypes.c_uint64]] = ctypes.c_uint64 * 8
 _INSIDE, _THREAD = 6, 7
 
@@ -179,7 +179,7 @@ class PythonCalls:
         self.lock.release()
 
     def publish(self, address: int) -> None:
-        """Keep the last call in memory that others see, a cell of watch/board.py; 0: here."""
+        """Keep the last call in a cell of failures/status_page.py; 0: in this object."""
         before, self._last = self._last, _Cell.from_address(address) if address else self._own
         self._last[2:] = list(before)[2:]
 

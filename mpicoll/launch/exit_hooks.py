@@ -2,7 +2,7 @@
 
 If one rank ends while other ranks wait inside MPI, these ranks wait for ever. ``import mpicoll``
 installs the hooks in each rank of a job, because other ranks may already wait in MPI_Init. A
-process group installs another ``RankEnd`` (``watch/termination.py``).
+process group installs another ``RankEnd`` (``failures/termination.py``).
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ import mpicoll as dist
 from mpicoll.cuda import capabilities, runtime
 from mpicoll.dtypes import by_name
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, UnsupportedError
+from mpicoll.failures import consistency
 from mpicoll.routes import registry
 from mpicoll.routes.device import copy_engine, nccl
-from mpicoll.watch import consistency
 
 pytestmark = pytest.mark.any_mpi
 

@@ -30,10 +30,10 @@ from mpicoll.errors import (
     MPIError,
     UnsupportedError,
 )
+from mpicoll.failures import consistency
 from mpicoll.kernels import peers
 from mpicoll.routes import registry
 from mpicoll.routes.device import peer, workspaces
-from mpicoll.watch import consistency
 
 pytestmark = pytest.mark.on_3
 

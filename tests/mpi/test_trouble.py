@@ -10,8 +10,8 @@ import pytest
 from mpi4py import MPI
 
 import mpicoll as dist
+from mpicoll.failures import consistency
 from mpicoll.routes.host import select
-from mpicoll.watch import consistency
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ struct past {
     uint32_t root;
 };
 
-/* A group's last call. Other processes read it while this one waits: see mpicoll/watch/board.py, which
+/* A group's last call. Other processes read it while this one waits: see mpicoll/failures/status_page.py, which
  * has the same. */
 struct cell {
     uint64_t group, limit; /* written there */

@@ -49,6 +49,8 @@ from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.dtypes import by_name as dtypes
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
+from mpicoll.failures import lost_ranks, timeouts
+from mpicoll.failures.consistency import describe_by_rank
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.primitives import by_name as primitives
 from mpicoll.routes.device.space import DeviceSpace
@@ -56,8 +58,6 @@ from mpicoll.routes.device.state import Agreed, RouteState, build_at_home, failu
 from mpicoll.routes.device.user_buffers import signature_of
 from mpicoll.routes.host.hierarchy import make_part
 from mpicoll.routes.route import MemoryKind, Route
-from mpicoll.watch import lost_ranks, timeouts
-from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup

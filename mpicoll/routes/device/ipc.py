@@ -39,13 +39,13 @@ from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.cuda.runtime import Memory
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import DistBackendError, MismatchError
+from mpicoll.failures.consistency import describe_by_rank
 from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.kernels.reduction import Loop, find_loop
 from mpicoll.routes.device.state import Agreed, RouteState, build_at_home, failure_of
 from mpicoll.routes.device.workspaces import Workspaces, map_each_other
 from mpicoll.routes.route import MemoryKind, Route
 from mpicoll.routes.transfers import CARRIED, Get, transfer_of
-from mpicoll.watch.consistency import describe_by_rank
 
 __all__ = ["ROUTE", "Peers"]
 

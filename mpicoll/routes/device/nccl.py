@@ -29,12 +29,12 @@ from mpicoll.cuda.streams import look_until
 from mpicoll.cuda.threads import attend
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, UsageError
+from mpicoll.failures import timeouts
 from mpicoll.launch.host_identity import node
 from mpicoll.routes.device.state import Agreed, RouteState, build_at_home
 from mpicoll.routes.device.user_buffers import signature_of
 from mpicoll.routes.route import EXCHANGES, MOVES, REDUCTIONS, MemoryKind, Route
 from mpicoll.routes.wire import all_gather_bytes
-from mpicoll.watch import timeouts
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup

@@ -39,6 +39,7 @@ from mpicoll.errors import (
     UnsupportedError,
     UsageError,
 )
+from mpicoll.failures import lost_ranks
 from mpicoll.kernels import peers
 from mpicoll.kernels.peers import (
     CLOSED,
@@ -56,7 +57,6 @@ from mpicoll.routes.device.user_buffers import signature_of
 from mpicoll.routes.device.workspaces import Workspaces, map_each_other
 from mpicoll.routes.host.shared_segment import share
 from mpicoll.routes.route import MemoryKind, Route
-from mpicoll.watch import lost_ranks
 
 __all__ = ["ROUTE", "Peers"]
 

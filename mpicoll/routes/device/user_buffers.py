@@ -57,6 +57,7 @@ from mpicoll.core.signature import (
 from mpicoll.cuda.runtime import HANDLE, Allocation, Event, Memory
 from mpicoll.cuda.streams import look_until
 from mpicoll.errors import DistBackendError, MismatchError
+from mpicoll.failures.consistency import describe_by_rank
 from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.routes.device.jobs import RECV, SEND, Job, Placed
 from mpicoll.routes.device.mappings import keep_in_mind, open_memory
@@ -64,7 +65,6 @@ from mpicoll.routes.device.state import Agreed, RouteState, failure_of, first_pr
 from mpicoll.routes.device.workspaces import BLOCK, TOGETHER, all_come
 from mpicoll.routes.host.shared_segment import share
 from mpicoll.routes.transfers import misfit
-from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup

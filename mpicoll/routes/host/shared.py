@@ -34,6 +34,8 @@ from mpicoll.core.reproducible import LEVELS
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
 from mpicoll.dtypes import Kind, ReduceOp
 from mpicoll.errors import MismatchError
+from mpicoll.failures import interruptions, timeouts
+from mpicoll.failures.consistency import describe_by_rank
 from mpicoll.kernels.calls import AGREE, ALL_REDUCE, BLOCKS, FUSED, LISTS
 from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop
@@ -41,8 +43,6 @@ from mpicoll.routes.host import clusters
 from mpicoll.routes.host.shared_segment import Segment, exchange_words, share
 from mpicoll.routes.route import EXCHANGES, MOVES, PREFIXES, REDUCTIONS, MemoryKind, Route
 from mpicoll.routes.transfers import Get, Transfer, addresses, cut, misfit
-from mpicoll.watch import interruptions, timeouts
-from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup

@@ -35,10 +35,10 @@ from mpicoll.errors import (
     LostRankError,
     MismatchError,
 )
+from mpicoll.failures import rank_status
 from mpicoll.kernels.calls import CallEntry
 from mpicoll.launch.host_identity import machine
 from mpicoll.output import format_count, write_lines
-from mpicoll.watch import rank_status
 
 if TYPE_CHECKING:
     from mpicoll.arrays.views import View

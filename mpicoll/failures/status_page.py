@@ -1,7 +1,8 @@
-"""A rank's board: memory in which it leaves what it does, and from which its node's guard reads it.
+"""Status page: memory in which a rank publishes its state for the node monitor.
 
-The rank writes with plain stores, the way of a call in ``kernels/src/calls.c`` too, and never
-waits. The guard, another process, reads while the rank is blocked, stopped or gone.
+The rank writes with plain stores, also from the native fast path (``kernels/src/calls.c``), and
+never waits. The monitor, another process, can read the page while the rank is blocked, stopped or
+dead.
 """
 
 from __future__ import annotations
@@ -14,11 +15,20 @@ import time
 from typing import NamedTuple
 
 __all__ = [
-    "CALL_BYTES", "CELLS", "DONE", "ENDING", "LEFT", "NAME", "RUNNING", "Board", "Cell", "Header",
+    "CALL_BYTES",
+    "CELLS",
+    "DONE",
+    "ENDING",
+    "LEFT",
+    "NAME",
+    "RUNNING",
+    "Cell",
+    "Header",
+    "StatusPage",
 ]  # fmt: skip
 
 #: What becomes of a rank: it may make calls; it ends the job, for a reason that it says itself; no
-#: other rank needs it any more; it has another board, and another guard.
+#: other rank needs it any more; it has another page, and another monitor.
 RUNNING, ENDING, DONE, LEFT = range(4)
 #: Most groups with a cell; later ones have none. Memory that is not written takes no room.
 CELLS = 4096
@@ -45,8 +55,8 @@ class Header(NamedTuple):
     number of a signal that the program's handler receives; 0 without one. ending_ns: when the rank
     began to end the job, in nanoseconds of the monotonic clock, which all processes of a node
     share; 0: it has not.
-    unexplained: 1 while the rank, which ends the job by an exit code, waits for the guard to report
-    it. guard: the guard's process, 0 until it runs.
+    unexplained: 1 while the rank, which ends the job by an exit code, waits for the monitor to
+    report it. monitor_pid: the monitor's process, 0 until it runs.
     """
 
     state: int
@@ -57,7 +67,7 @@ class Header(NamedTuple):
     signal: int
     ending_ns: int
     unexplained: int
-    guard: int
+    monitor_pid: int
 
 
 class Cell(NamedTuple):
@@ -87,14 +97,14 @@ class Cell(NamedTuple):
     last_message: int
 
 
-class Board:
+class StatusPage:
     """The memory of one rank: its own, or, from a descriptor, that of another."""
 
     def __init__(self, descriptor: int = -1) -> None:
         """Raise OSError where there is no such memory."""
         self.descriptor = descriptor
         if descriptor < 0:
-            self.descriptor = os.memfd_create("mpicoll-board")
+            self.descriptor = os.memfd_create("mpicoll-status-page")
             os.ftruncate(self.descriptor, _SIZE)
         self._memory = mmap.mmap(self.descriptor, _SIZE)
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -152,7 +162,7 @@ class Board:
         struct.pack_into("=2I", self._memory, place, count, 2 * (peer + 1) + receives)
 
     def order(self) -> str:
-        """Return why the guard wants this rank to end, "" if it does not."""
+        """Return why the monitor wants this rank to end, "" if it does not."""
         if not self._memory[_HEADER.size]:
             return ""
         return self._memory[_HEADER.size : _FIRST].rstrip(b"\0").decode("utf-8", "replace")
@@ -162,14 +172,14 @@ class Board:
         place = address - self._start
         return parse(self._memory[place : place + _CELL.size])
 
-    # --- the guard -------------------------------------------------------------------------------
+    # --- the monitor -----------------------------------------------------------------------------
 
-    def say_guard(self, pid: int) -> None:
-        """Record which process the guard is."""
+    def set_monitor_pid(self, pid: int) -> None:
+        """Record which process the monitor is."""
         struct.pack_into("=Q", self._memory, 64, pid)
 
     def set_explained(self) -> None:
-        """Record that the guard has reported why this rank ends the job."""
+        """Record that the monitor has reported why this rank ends the job."""
         struct.pack_into("=Q", self._memory, 56, 0)
 
     def give_order(self, why: str) -> None:

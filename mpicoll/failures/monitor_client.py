@@ -1,6 +1,6 @@
-"""A rank's side of the guard: its board, the handler that prints its stacks, and how it starts.
+"""A rank's side of the monitor: its page, the handler that prints its stacks, and how it starts.
 
-Nothing here is needed for a job to run: where the system refuses any of it, there is no guard.
+Nothing here is needed for a job to run: where the system refuses any of it, there is no monitor.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 from mpicoll import control_messages, launch, settings
 from mpicoll.core.groups import state
+from mpicoll.failures import json_lines, lost_ranks, node_monitor, report
+from mpicoll.failures.status_page import DONE, LEFT, StatusPage
 from mpicoll.launch.host_identity import addresses, node
 from mpicoll.signals import blocked_from_outside
-from mpicoll.watch import guard, json_lines, lost_ranks, report
-from mpicoll.watch.board import DONE, LEFT, Board
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -43,7 +43,7 @@ __all__ = [
 #: Seconds of waiting after which a hang is reported, unless a setting says otherwise: at most, and
 #: as a share of the group's timeout.
 _AFTER, _SHARE = 60.0, 0.5
-#: Seconds that the guard has to say what it knows before this rank ends the job.
+#: Seconds that the monitor has to say what it knows before this rank ends the job.
 _LAST_WORDS = 0.5
 #: Processes that start the ranks of a node and end them, by the names that the system knows.
 _LAUNCHERS = {
@@ -53,21 +53,21 @@ _LAUNCHERS = {
 
 
 class _Own:
-    """This process's board, and what it has told the guard."""
+    """This process's page, and what it has told the monitor."""
 
     def __init__(self) -> None:
-        self.board = Board()
+        self.page = StatusPage()
         self.cells: dict[ProcessGroup, int] = {}
         self.stacks = os.memfd_create("mpicoll-stacks")
         fcntl.fcntl(self.stacks, fcntl.F_SETFL, os.O_APPEND)
         self.signal = _find_signal()
         faulthandler.register(self.signal, file=self.stacks, all_threads=True, chain=False)
         self.pid = os.getpid()
-        #: A byte in this pipe has the guard look at once.
+        #: A byte in this pipe has the monitor look at once.
         self.bell, self.rings = os.pipe()
         os.set_blocking(self.rings, False)
-        #: What the running guard was started for, and how other nodes find that of rank 0's.
-        self.guarded: object = None
+        #: What the running monitor was started for, and how other nodes find that of rank 0's.
+        self.monitored: object = None
         self.head: dict[str, Any] = {}
         #: Tells this beginning of the job from others, whose groups have the same names.
         self.beginning = 0
@@ -85,7 +85,7 @@ def _find_signal() -> int:
 
 
 def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
-    """Have this node's guard watch this rank. All ranks call.
+    """Have this node's monitor watch this rank. All ranks call.
 
     here: the ranks of ``world`` on this node. listener: the thread that is asked for stacks, as the
     system numbers it.
@@ -95,23 +95,24 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
     with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
         if _own is None or _own.pid != os.getpid():
             _own = _Own()
-        _own.board.begin(threading.main_thread().ident or 0, listener)
+        _own.page.begin(threading.main_thread().ident or 0, listener)
         given = {
-            "rank": world.Get_rank(), "pid": os.getpid(), "start": guard.read_start(os.getpid()),
-            "board": _own.board.descriptor, "stacks": _own.stacks, "signal": _own.signal,
+            "rank": world.Get_rank(), "pid": os.getpid(),
+            "start": node_monitor.read_start(os.getpid()), "page": _own.page.descriptor,
+            "stacks": _own.stacks, "signal": _own.signal,
             "bell": _own.bell,
             "node": node(),
         }  # fmt: skip
     if not given:
         _own = None
     ranks = control_messages.allgather(here, given, dict[str, int | str])
-    # What sees each other's processes has the same guard: a part of a node, if in containers.
+    # What sees each other's processes has the same monitor: a part of a node, if in containers.
     seen = [one for one in ranks if one and one["node"] == given.get("node")]
     first = bool(seen) and seen[0]["rank"] == world.Get_rank()
     key = [(one["rank"], one["pid"]) for one in seen]
     is_head = world.Get_rank() == 0
     listeners: list[socket.socket] = []
-    if is_head and _own is not None and _own.guarded != (key, world.Get_size(), _own.head):
+    if is_head and _own is not None and _own.monitored != (key, world.Get_size(), _own.head):
         listeners = _make_head(world.Get_size() > len(seen))
     heads = _own.head if is_head and _own is not None else {}
     head, beginning = control_messages.bcast(
@@ -119,21 +120,20 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
     )
     if _own is not None:
         _own.beginning = beginning
-    if first and _own is not None and head and _own.guarded != (key, world.Get_size(), head):
-        _own.guarded = key, world.Get_size(), head
+    if first and _own is not None and head and _own.monitored != (key, world.Get_size(), head):
+        _own.monitored = key, world.Get_size(), head
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            _launch_guard(seen, world.Get_size(), head, listeners)
+            _launch_monitor(seen, world.Get_size(), head, listeners)
     for sock in listeners:
         sock.close()
     here.Barrier()  # until then all ranks of the node live, and from then on their ends are seen
 
 
 def _make_head(several: bool) -> list[socket.socket]:
-    """Decide how the guards of other nodes find the guard of rank 0; return its sockets, if any.
+    """Choose the secret and addresses by which monitors find that of rank 0; return its sockets.
 
-    It listens at the addresses of this host by which others may reach it, and at no other one: at
-    the loopback address alone where the host has no other. The guard closes these sockets when all
-    nodes have connected.
+    It listens at the addresses of this host that other nodes may reach, or at the loopback address
+    if there are none. The monitor closes these sockets once all nodes have connected.
     """
     assert _own is not None
     job = launch.find_job()[0] or str([*_find_launchers(), os.getpid()][0])
@@ -152,9 +152,9 @@ def _make_head(several: bool) -> list[socket.socket]:
 
 
 class _Opened:
-    """Descriptors for the guard: of the ranks of this node, and of an epoll with their events.
+    """Descriptors for the monitor: of the ranks of this node, and of an epoll with their events.
 
-    The kernel keeps the order of the events from here on, however late the guard starts.
+    The kernel keeps the order of the events from here on, however late the monitor starts.
     """
 
     def __init__(self, ranks: list[dict[str, Any]], launcher: int, prints: int) -> None:
@@ -177,16 +177,16 @@ class _Opened:
         return descriptor
 
     def _open_rank(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return a rank's description for the guard; -1 for a descriptor that cannot be opened."""
-        found = given | {"pidfd": -1, "board": -1, "bell": -1}
+        """Return a rank's description; -1 for a descriptor that cannot be opened."""
+        found = given | {"pidfd": -1, "page": -1, "bell": -1}
         pid, descriptors = given["pid"], Path(f"/proc/{given['pid']}/fd")
         with contextlib.suppress(OSError):
             pidfd = self._keep(os.pidfd_open(pid))
-            if guard.read_start(pid) != given["start"]:
+            if node_monitor.read_start(pid) != given["start"]:
                 return found
             found["pidfd"] = pidfd
             self._poll.register(pidfd, select.EPOLLIN)
-            found["board"] = self._keep(os.open(descriptors / str(given["board"]), os.O_RDWR))
+            found["page"] = self._keep(os.open(descriptors / str(given["page"]), os.O_RDWR))
             bell = self._keep(
                 os.open(descriptors / str(given["bell"]), os.O_RDONLY | os.O_NONBLOCK)
             )
@@ -201,10 +201,10 @@ class _Opened:
             os.close(descriptor)
 
 
-def _launch_guard(
+def _launch_monitor(
     ranks: list[dict[str, Any]], size: int, head: dict[str, Any], listeners: list[socket.socket]
 ) -> None:
-    """Start the guard: no child of this process, which would be found by os.wait()."""
+    """Start the monitor: no child of this process, which would be found by os.wait()."""
     step = launch.find_job()[1]
     identity = f"{head['job']}.{step}" if step else head["job"]
     launchers = _find_launchers()
@@ -221,13 +221,13 @@ def _launch_guard(
         "command": " ".join(sys.orig_argv)[:200],
         "path": [entry for entry in sys.path if entry],
     }  # fmt: skip
-    descriptor = os.memfd_create("mpicoll-guard")
+    descriptor = os.memfd_create("mpicoll-monitor")
     try:
         os.write(descriptor, json.dumps(given).encode())
         with blocked_from_outside():
             subprocess.run(
                 ["/bin/sh", "-c", 'exec "$@" &', "sh", sys.executable, "-I", "-S",
-                 guard.__file__, str(descriptor)],
+                 node_monitor.__file__, str(descriptor)],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, cwd="/",
                 start_new_session=True, check=False,
                 pass_fds=(descriptor, opened.epoll, *opened.all, *sockets),
@@ -313,12 +313,12 @@ def _is_own() -> bool:
 
 
 def _publish(group: ProcessGroup) -> None:
-    """Let the guard see a group's calls."""
+    """Let the monitor see a group's calls."""
     if _own is None or not _is_own():
         return
     text = f"{_own.beginning} {group.group_name} {group.ranks}"
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-    address = _own.board.take_cell(
+    address = _own.page.take_cell(
         number | 1, _limit(group.timeout), group.size(), group.rank(), group.group_name
     )
     if address:
@@ -340,7 +340,7 @@ def _withdraw(group: ProcessGroup) -> None:
     if address and _own is not None:
         group.publish(0)
         if _is_own():
-            _own.board.free_cell(address)
+            _own.page.free_cell(address)
 
 
 state.publish, state.withdraw = _publish, _withdraw
@@ -349,22 +349,22 @@ state.publish, state.withdraw = _publish, _withdraw
 def say_ending(code: int, explained: bool = True) -> None:
     """Record that this rank ends the job with an exit code.
 
-    explained: it has printed why; else the guard reports the exit code.
+    explained: it has printed why; else the monitor reports the exit code.
     """
     if _own is not None and _is_own():
-        _own.board.say_ending(code, explained)
+        _own.page.say_ending(code, explained)
         _ring()
-        # The guard's report may be lost when the job has ended.
+        # The monitor's report may be lost when the job has ended.
         end = time.monotonic() + _LAST_WORDS
         while time.monotonic() < end:
-            header = _own.board.header()
+            header = _own.page.header()
             if not header.signal and not header.unexplained:
                 break
             time.sleep(0.01)
 
 
 def _ring() -> None:
-    """Have the guard look at once."""
+    """Have the monitor look at once."""
     assert _own is not None
     with contextlib.suppress(OSError):
         os.write(_own.rings, b"\0")
@@ -373,7 +373,7 @@ def _ring() -> None:
 def say_signal(number: int) -> None:
     """Say that a signal has come that may end this rank, and that the program handles."""
     if _own is not None and _is_own():
-        _own.board.say_signal(number)
+        _own.page.say_signal(number)
         _ring()
 
 
@@ -390,54 +390,57 @@ os.register_at_fork(after_in_child=_forget)
 def leave() -> None:
     """Say that no other rank needs this one any more."""
     if _own is not None and _is_own():
-        _own.board.say(DONE)
+        _own.page.say(DONE)
 
 
 def renew() -> None:
-    """Leave the guard of this rank: ``start`` gets it one of other ranks. No group is alive."""
+    """Leave the monitor of this rank: ``start`` gets it one of other ranks. No group is alive."""
     global _own
     old = _own
     if old is None or not _is_own():
         return
     _own = None
-    old.board.say(LEFT)
+    old.page.say(LEFT)
     with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
         _own = _Own()
     # It takes the place of the old handler of the same signal, which may come at any time.
     if _own is None or _own.signal != old.signal:
         faulthandler.unregister(old.signal)
-    for descriptor in (old.board.descriptor, old.stacks, old.bell, old.rings):
+    for descriptor in (old.page.descriptor, old.stacks, old.bell, old.rings):
         os.close(descriptor)
 
 
 def say_message(group: ProcessGroup, peer: int, receives: bool) -> None:
     """Record a message that begins; peer: its other rank in the group, -1 for any."""
     if _own is not None and _is_own() and (address := _own.cells.get(group, 0)):
-        _own.board.say_message(address, group.ranks[peer] if peer >= 0 else -1, receives)
+        _own.page.say_message(address, group.ranks[peer] if peer >= 0 else -1, receives)
 
 
 def ask_about(group: ProcessGroup) -> dict[int, str]:
-    """Return a description, by global rank, of each rank of the group that the guard watches, while
-    this rank waits in its last call. The text is the one of a hang report. It may be empty.
+    """Describe each rank of the group on this node, by global rank, as a hang report does.
+
+    This rank waits in the group's last call. Returns {} if the monitor does not answer.
     """
     own = _own
     address = own.cells.get(group, 0) if own is not None and _is_own() else 0
-    pid = own.board.header().guard if own is not None and address else 0
+    pid = own.page.header().monitor_pid if own is not None and address else 0
     if own is None or not pid:
         return {}
-    call = own.board.cell(address)._asdict()
+    call = own.page.cell(address)._asdict()
     question = {"ask": "snapshots", "stacks": "known", "call": call}
     try:
-        answer = json_lines.ask(guard.find_folder() / f"{pid}{guard.SOCKETS}", question)
+        answer = json_lines.ask(
+            node_monitor.find_folder() / f"{pid}{node_monitor.SOCKETS}", question
+        )
         return {
             one["rank"]: report.describe_rank(one, call)
             for one in answer["ranks"]
             if one["rank"] in group.ranks and one["state"] != "silent"
         }
-    except (OSError, KeyError, TypeError):  # the guard has exited
+    except (OSError, KeyError, TypeError):  # the monitor has exited
         return {}
 
 
 def find_order() -> str:
-    """Return why the guard wants this rank to end, "" if it does not."""
-    return _own.board.order() if _own is not None and _is_own() else ""
+    """Return why the monitor wants this rank to end, "" if it does not."""
+    return _own.page.order() if _own is not None and _is_own() else ""

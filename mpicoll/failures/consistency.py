@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING
 from mpicoll import control_messages
 from mpicoll.core.signature import describe, encode_comparison, with_root
 from mpicoll.errors import MismatchError
+from mpicoll.failures.debug_level import DebugLevel, get_debug_level
 from mpicoll.launch.serialized_mpi import tested
 from mpicoll.output import format_count
-from mpicoll.watch.debug_level import DebugLevel, get_debug_level
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup

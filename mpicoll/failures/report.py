@@ -1,7 +1,7 @@
-"""What a report on the ranks says: who is in which call, and what those do that are not there.
+"""The text of reports about hangs and lost ranks.
 
-A report is made of snapshots, one a rank: dicts that travel between guards as JSON. Ranks with the
-same story share a line, so that a report is short however many they are.
+Reports are made from one snapshot per rank, a dict that node monitors exchange as JSON. Ranks in
+the same state share a line, so a report is short for any number of ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 #: One rank: rank, host, pid, main (its main thread), state (running, stopped, ending, done, gone),
-#: how (it ended), calls (of its groups; see board.Cell, with ``since``, seconds inside), and stacks
+#: how (it ended), calls (of its groups; see page.Cell, with ``since``, seconds inside), and stacks
 #: (thread: its frames, innermost first).
 Snapshot = dict[str, Any]
 
@@ -57,7 +57,7 @@ def parse_stacks(text: str) -> dict[str, list[str]]:
             frames = found.setdefault(str(int(begins[1], 16)), [])
         elif frame := _FRAME.match(line):
             frames.append(f"{frame[1]}:{frame[2]} in {frame[3]}")
-    own = "/mpicoll/watch/watchdog.py:", "/mpicoll/core/progress.py:"
+    own = "/mpicoll/failures/watchdog.py:", "/mpicoll/core/progress.py:"
     return {
         thread: frames
         for thread, frames in found.items()
@@ -88,7 +88,10 @@ def describe_call(call: dict[str, Any]) -> str:
 
 
 def _words(call: dict[str, Any]) -> str:
-    from mpicoll.core.signature import describe, with_root  # the guard has not loaded NumPy before
+    from mpicoll.core.signature import (  # the monitor has not loaded NumPy before
+        describe,
+        with_root,
+    )
 
     return describe(with_root(call["kind"], call["root"]), call["sizes"])
 

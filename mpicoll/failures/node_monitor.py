@@ -1,11 +1,11 @@
 """Node monitor: one process per node that reports the state of its ranks, also of dead ones.
 
-It reads the ranks' boards (``board.py``), prints their stacks by a signal handler that needs no
-lock of Python, and notices their end by their pidfds. The monitor of rank 0's node, the head,
+It reads the ranks' status pages, prints their stacks by a signal handler that needs no lock of
+Python, and notices their end by their pidfds. The monitor of rank 0's node, the head,
 queries the monitors of the other nodes, decides which rank caused the end of the job
 (``blame.py``), and writes to the launcher's standard error. It ends with its ranks.
 
-The rank that starts the monitor opens the pidfds and boards of all ranks of the node, and an epoll
+The rank that starts the monitor opens the pidfds and pages of all ranks of the node, and an epoll
 with their events, before ``init_process_group`` returns on any rank. So no event is lost while the
 monitor starts. It runs as a file, and imports a module only when it needs it.
 """
@@ -30,16 +30,16 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent.parent.parent)]
 
-from mpicoll.watch.blame import Ending, Loss, build_loss, find_cause
-from mpicoll.watch.board import CALL_BYTES, DONE, ENDING, LEFT, Board, Cell, parse
-from mpicoll.watch.json_lines import ANSWER_TIMEOUT_S, LONG_LINE_BYTES, JsonLines, prove
+from mpicoll.failures.blame import Ending, Loss, build_loss, find_cause
+from mpicoll.failures.json_lines import ANSWER_TIMEOUT_S, LONG_LINE_BYTES, JsonLines, prove
+from mpicoll.failures.status_page import CALL_BYTES, DONE, ENDING, LEFT, Cell, StatusPage, parse
 
 if TYPE_CHECKING:
-    from mpicoll.watch.report import Snapshot
+    from mpicoll.failures.report import Snapshot
 
 __all__ = ["SOCKETS", "find_folder", "main", "read_start"]
 
-#: Seconds between looks at the boards: at most, and as a share of the shortest limit.
+#: Seconds between looks at the pages: at most, and as a share of the shortest limit.
 _TICK, _SHARE = 1.0, 0.2
 #: Seconds for the stacks of all ranks of a node.
 _STACKS = 2.0
@@ -71,7 +71,7 @@ def find_folder() -> Path:
     return folder
 
 
-#: The ending of the name of a guard's socket.
+#: The ending of the name of a monitor's socket.
 SOCKETS = ".watch"
 
 
@@ -83,7 +83,7 @@ class _Rank:
         self.pid: int = given["pid"]
         self.pidfd: int = given["pidfd"]
         self.bell: int = given["bell"]
-        self.board = None if given["board"] < 0 else Board(given["board"])
+        self.page = None if given["page"] < 0 else StatusPage(given["page"])
         self._signal: int = given["signal"]
         self._stacks_path = f"/proc/{self.pid}/fd/{given['stacks']}"
         self._stacks = -1
@@ -97,18 +97,18 @@ class _Rank:
     @property
     def is_quiet(self) -> bool:
         """Whether its end, if it ends, is its own affair, or was told already."""
-        return self.board is None or self.board.header().state in (ENDING, DONE, LEFT)
+        return self.page is None or self.page.header().state in (ENDING, DONE, LEFT)
 
     @property
     def is_here(self) -> bool:
-        """Whether it runs, and has no other guard."""
-        return self.pidfd >= 0 and (self.board is None or self.board.header().state != LEFT)
+        """Whether it runs, and has no other monitor."""
+        return self.pidfd >= 0 and (self.page is None or self.page.header().state != LEFT)
 
     def look(self, now: float) -> None:
         """Note since when each call has not changed."""
-        if self.board is None:
+        if self.page is None:
             return
-        cells = self.board.raw_cells()
+        cells = self.page.raw_cells()
         self.since = [
             self.since[k]
             if k < len(self.seen) and self.seen[k][:CALL_BYTES] == raw[:CALL_BYTES]
@@ -138,14 +138,14 @@ class _Rank:
         The signal goes to a thread of mpicoll's own: a call of the system that the program is in
         is not interrupted.
         """
-        if self.board is None or self.pidfd < 0 or _state_of(self.pid) != "running":
+        if self.page is None or self.pidfd < 0 or _state_of(self.pid) != "running":
             return False
         with contextlib.suppress(OSError, ValueError, IndexError):
             if self._stacks < 0:
                 self._stacks = os.open(self._stacks_path, os.O_RDWR)
             if _catches(self.pid, self._signal):
                 os.ftruncate(self._stacks, 0)
-                return _tgkill(self.pid, self.board.header().listener, self._signal)
+                return _tgkill(self.pid, self.page.header().listener, self._signal)
         return False
 
     def read_stacks(self) -> str:
@@ -155,7 +155,7 @@ class _Rank:
     def snapshot(self, host: str, now: float, stacks: dict[str, list[str]]) -> Snapshot:
         """Return what is known of the rank; see report.py."""
         state = "gone" if self.pidfd < 0 else _state_of(self.pid)
-        header = None if self.board is None else self.board.header()
+        header = None if self.page is None else self.page.header()
         if header is not None and state == "running":
             state = {ENDING: "ending", DONE: "done"}.get(header.state, state)
         return {
@@ -247,10 +247,10 @@ def _tgkill(pid: int, thread: int, number: int) -> bool:
     return True
 
 
-class Guard:
-    """The guard of a node.
+class NodeMonitor:
+    """The monitor of a node.
 
-    given: what its first rank has found out, see guarding.py.
+    given: what its first rank has found out, see monitor_client.py.
     """
 
     def __init__(self, given: dict[str, Any]) -> None:
@@ -266,11 +266,11 @@ class Guard:
         # It reports events in their order.
         self._poll = select.epoll.fromfd(given["epoll"])
         self._lines: dict[int, JsonLines] = {}
-        self._nodes: dict[str, JsonLines] = {}  # the other guards, on the head
+        self._nodes: dict[str, JsonLines] = {}  # the other monitors, on the head
         self._far_ranks: dict[str, int] = {}  # number of ranks of each
         self._head: JsonLines | None = None
         # Connections that may lead to the head, with the nonces from there ("" for none yet), and
-        # the one on which this guard has introduced itself.
+        # the one on which this monitor has introduced itself.
         self._dialing: dict[JsonLines, str] = {}
         self._introduced: JsonLines | None = None
         self._held: list[dict[str, Any]] = []  # messages for the head until one does
@@ -287,10 +287,10 @@ class Guard:
         self._path: Path | None = None
 
     def serve(self) -> None:
-        """Serve until all ranks of this node have ended, or have another guard."""
+        """Serve until all ranks of this node have ended, or have another monitor."""
         for one in self._ranks:
-            if one.board is not None:
-                one.board.say_guard(os.getpid())
+            if one.page is not None:
+                one.page.set_monitor_pid(os.getpid())
         try:
             self._listen()
             if not self._given["listeners"] and self._given["addresses"]:
@@ -377,11 +377,11 @@ class Guard:
 
     def _tell_signals(self) -> None:
         """Say, once for the job, that a signal has come that the program handles."""
-        boards = {one.rank: one.board for one in self._ranks if one.board is not None}
-        came = {rank: number for rank, one in boards.items() if (number := one.header().signal)}
+        pages = {one.rank: one.page for one in self._ranks if one.page is not None}
+        came = {rank: number for rank, one in pages.items() if (number := one.header().signal)}
         if came and not self._signalled:
             self._signalled = True
-            from mpicoll.watch import report
+            from mpicoll.failures import report
 
             name = signal.Signals(next(iter(came.values()))).name
             text = report.describe_signal(name, list(came), self.size, self.host)
@@ -390,7 +390,7 @@ class Guard:
             else:
                 self._tell_head({"signal": text})
         for rank in came:  # which may wait for this
-            boards[rank].say_signal(0)
+            pages[rank].say_signal(0)
 
     def _report_once(self, cell: Cell, seconds: float) -> None:
         if (cell.group, cell.number) in self._reported or self._is_decided:
@@ -404,7 +404,7 @@ class Guard:
 
     def _report(self, call: dict[str, Any], seconds: float) -> None:
         from mpicoll import private_files
-        from mpicoll.watch import report
+        from mpicoll.failures import report
 
         snapshots = self._gather({"ask": "snapshots", "stacks": "missing", "call": call})
         if not any(report.is_there(one, call) for one in snapshots):
@@ -424,7 +424,7 @@ class Guard:
     # --- questions -------------------------------------------------------------------------------
 
     def _gather(self, question: dict[str, Any]) -> list[Snapshot]:
-        """Ask all guards; return the snapshots of all ranks."""
+        """Ask all monitors; return the snapshots of all ranks."""
         for line in list(self._nodes.values()):
             self._send(line, question)
         found = self._snapshots(question)
@@ -463,7 +463,7 @@ class Guard:
         return sorted(found, key=lambda one: int(one["rank"]))
 
     def _snapshots(self, question: dict[str, Any]) -> list[Snapshot]:
-        from mpicoll.watch import report
+        from mpicoll.failures import report
 
         now = time.monotonic()
         for one in self._ranks:
@@ -489,7 +489,7 @@ class Guard:
 
     @property
     def _is_head(self) -> bool:
-        """Whether this guard reports to the user, not to another guard."""
+        """Whether this monitor reports to the user, not to another monitor."""
         return self._head is None and not self._dialing
 
     def _dial(self) -> None:
@@ -625,7 +625,7 @@ class Guard:
                 sock.close()
 
     def _introduce(self) -> None:
-        """Prove, on one of the connections that may lead to the head, which guard this is."""
+        """Prove, on one of the connections that may lead to the head, which monitor this is."""
         line = next((one for one, nonce in self._dialing.items() if nonce), None)
         if self._introduced is None and line is not None and self._head is None:
             self._introduced = line
@@ -655,7 +655,7 @@ class Guard:
             self._send(line, {"ranks": found} | self._describe())
 
     def _handle_news(self, message: dict[str, Any]) -> None:
-        """Handle what another node reports to the head, this guard."""
+        """Handle what another node reports to the head, this monitor."""
         when = time.monotonic() - float(message.get("age", 0.0))
         if "hang" in message:
             call = message["hang"]
@@ -672,7 +672,7 @@ class Guard:
             _say(message["signal"], self._stderr)
 
     def _tell_head(self, message: dict[str, Any]) -> None:
-        """Send a message to the head, once there is a connection; this guard is it if none comes.
+        """Send a message to the head, once there is a connection; this monitor is it if none comes.
 
         ``age`` of the message is when, by the monotonic clock.
         """
@@ -759,9 +759,9 @@ class Guard:
     def _note_endings(self) -> None:
         """Note which ranks of this node end the job, having said why or not."""
         for one in self._ranks:
-            if one.board is None or one.rank in self._known_endings:
+            if one.page is None or one.rank in self._known_endings:
                 continue
-            header = one.board.header()
+            header = one.page.header()
             if header.state != ENDING:
                 continue
             self._known_endings.add(one.rank)
@@ -773,7 +773,7 @@ class Guard:
             else:
                 self._tell_head({"ending": found, "code": code, "age": when})
                 self._endings.append(Ending(when, found, code))
-                one.board.set_explained()
+                one.page.set_explained()
 
     def _add_loss(self, loss: Loss) -> None:
         self._losses.append(loss)
@@ -796,7 +796,7 @@ class Guard:
         if time.monotonic() < self._decide_at:
             return
         self._decide_at = float("inf")
-        from mpicoll.watch import report
+        from mpicoll.failures import report
 
         losses, self._losses = self._losses, []
         while not self._is_decided and (cause := find_cause(losses, self._endings)) is not None:
@@ -812,11 +812,11 @@ class Guard:
                 _say(report.describe_exit(alike, self.size, cause.code), self._stderr)
         if self._is_decided:
             for one in self._ranks:
-                if one.board is not None:
-                    one.board.set_explained()
+                if one.page is not None:
+                    one.page.set_explained()
 
     def _tell_loss(self, loss: Loss) -> None:
-        from mpicoll.watch import report
+        from mpicoll.failures import report
 
         self._is_decided = not self._goes_on
         several = self.size > len(self._ranks)
@@ -862,13 +862,13 @@ class Guard:
     def _end_ranks(self, why: str) -> None:
         """Have the ranks of this node end; those that do not are killed."""
         for one in self._ranks:
-            if one.pidfd >= 0 and one.board is not None and not one.is_quiet:
-                one.board.give_order(why)
+            if one.pidfd >= 0 and one.page is not None and not one.is_quiet:
+                one.page.give_order(why)
         self._end_by = time.monotonic() + _GRACE
 
     def _kill(self) -> None:
         for one in self._ranks:
-            if one.is_here and one.board is not None and one.board.header().state != DONE:
+            if one.is_here and one.page is not None and one.page.header().state != DONE:
                 with contextlib.suppress(OSError):
                     signal.pidfd_send_signal(one.pidfd, signal.SIGKILL)
         self._end_by = float("inf")
@@ -877,7 +877,7 @@ class Guard:
         """Kill ranks that are stopped once another has ended the job: a launcher that asks them to
         end, by SIGTERM, would wait for them.
         """
-        if not any(one.pidfd < 0 and one.board and one.board.header().state == ENDING
+        if not any(one.pidfd < 0 and one.page and one.page.header().state == ENDING
                    for one in self._ranks):  # fmt: skip
             return
         for one in self._ranks:
@@ -915,7 +915,7 @@ def main() -> None:
     sys.path[:] = [*sys.path, *given["path"]]
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files[1], files[1]))
-    Guard(given).serve()
+    NodeMonitor(given).serve()
 
 
 if __name__ == "__main__":

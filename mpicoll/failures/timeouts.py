@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 from mpicoll import launch, settings
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, MismatchError, MPIError
+from mpicoll.failures import consistency, flight_record, lost_ranks, monitor_client, rank_status
+from mpicoll.failures.consistency import describe_call
 from mpicoll.launch.exit_hooks import exit_code, keep_exit_code
-from mpicoll.watch import consistency, flight_record, guarding, lost_ranks, rank_status
-from mpicoll.watch.consistency import describe_call
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -176,8 +176,8 @@ def _close(
     name = group.doing or (call.split()[2] if known else "a call")
     where = f"after {call}" if group.doing else f"in {call}"
     text = (
-        f"{name} on rank {group.ranks[group.rank()]}, {where}: {why}: {_describe_ranks(group, closer)}. "
-        f"{_CLOSED}{'' if group.compared else f'. {_COMPARES}'}"
+        f"{name} on rank {group.ranks[group.rank()]}, {where}: {why}: "
+        f"{_describe_ranks(group, closer)}. {_CLOSED}{'' if group.compared else f'. {_COMPARES}'}"
     )
     if group.broken is not None or group.closed is not None:
         return
@@ -237,8 +237,8 @@ def _describe_ranks(group: ProcessGroup, closer: int | None = None) -> str:
             texts.setdefault(rank, "not here, and in no call before")
         else:
             texts[rank] = "here"
-    # The guard watches all ranks of a node; a hang report has the same text.
-    for rank, text in guarding.ask_about(group).items():
+    # The monitor watches all ranks of a node; a hang report has the same text.
+    for rank, text in monitor_client.ask_about(group).items():
         if group.ranks.index(rank) != closer:
             texts[group.ranks.index(rank)] = text
     ranks_of: dict[str, list[int]] = {}

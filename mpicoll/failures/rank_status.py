@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mpicoll import communicators
-from mpicoll.watch.consistency import RecordEntry, describe_by_rank, describe_call, digest
+from mpicoll.failures.consistency import RecordEntry, describe_by_rank, describe_call, digest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

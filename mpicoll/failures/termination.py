@@ -1,5 +1,5 @@
 """How a rank with a process group ends its job. It prints its message first, then writes its flight
-record and notifies the node's guard.
+record and notifies the node's monitor.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable
 
 from mpicoll.core.groups import state
+from mpicoll.failures import flight_record, monitor_client
 from mpicoll.launch.error_output import format_stack, with_rank
 from mpicoll.launch.exit_hooks import INTERRUPTED, RankEnd, end_ranks, flush_output
 from mpicoll.output import write_lines
-from mpicoll.watch import flight_record, guarding
 
 __all__ = ["GroupEnd", "end_job", "end_stuck_job"]
 
@@ -20,11 +20,11 @@ __all__ = ["GroupEnd", "end_job", "end_stuck_job"]
 def end_job(code: int, explained: bool = True) -> None:
     """End every rank of the job with an exit code, after flushing the output.
 
-    explained: this rank has printed why; else the guard reports the exit code.
+    explained: this rank has printed why; else the monitor reports the exit code.
     """
     for line in flight_record.last_words():
         write_lines(line)
-    guarding.say_ending(code, explained)
+    monitor_client.say_ending(code, explained)
     flush_output()
     end_ranks(code)
 
@@ -66,11 +66,11 @@ class GroupEnd(RankEnd):
         """Return the line that says where the flight records are. The rank ends from here on, also
         while it waits for another rank that prints the same error.
         """
-        guarding.say_ending(1)
+        monitor_client.say_ending(1)
         return flight_record.last_words()
 
     def end_job(self, code: int, explained: bool) -> None:
-        """End every rank of the job, and notify the node's guard."""
+        """End every rank of the job, and notify the node's monitor."""
         end_job(code, explained)
 
     def at_exit(self) -> None:

@@ -26,9 +26,9 @@ from mpicoll import communicators, control_messages, launch, settings
 from mpicoll.core import groups
 from mpicoll.core.work import deadline
 from mpicoll.errors import ArgumentError, CollectiveTimeoutError, LostRankError
+from mpicoll.failures import rank_status
 from mpicoll.launch import host_identity
 from mpicoll.output import warn
-from mpicoll.watch import rank_status
 
 if TYPE_CHECKING:
     from mpi4py import MPI

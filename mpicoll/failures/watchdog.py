@@ -23,11 +23,18 @@ from mpicoll import launch, settings
 from mpicoll.core.groups import state
 from mpicoll.cuda.threads import attend
 from mpicoll.errors import CollectiveTimeoutError, LostRankError
+from mpicoll.failures import (
+    flight_record,
+    interruptions,
+    lost_ranks,
+    monitor_client,
+    rank_status,
+    timeouts,
+)
+from mpicoll.failures.termination import GroupEnd, end_job, end_stuck_job
 from mpicoll.launch import exit_hooks
 from mpicoll.launch.exit_hooks import INTERRUPTED
 from mpicoll.output import write_lines
-from mpicoll.watch import flight_record, guarding, interruptions, lost_ranks, rank_status, timeouts
-from mpicoll.watch.termination import GroupEnd, end_job, end_stuck_job
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -161,12 +168,12 @@ class Watchdog:
                 for line in flight_record.last_words():
                     write_lines(line)
             if signal.SIGTERM in heard:  # the program's handlers run in the middle of a call
-                guarding.say_signal(signal.SIGTERM)
+                monitor_client.say_signal(signal.SIGTERM)
             if signal.SIGINT in heard:
                 self._handle_interrupt()
             if session is not None and session.fileno() in ready:
                 self._handle_news(session.ending(), session.rank)
-            if guarding.find_order():  # the guard has said why
+            if monitor_client.find_order():  # the monitor has said why
                 end_job(1)
             self._check_groups(waits)
 
@@ -197,7 +204,7 @@ class Watchdog:
             return
         why, code = news
         if not why:  # MPI_Abort in this process leaves its end to what has started it
-            guarding.say_ending(code)
+            monitor_client.say_ending(code)
             os._exit(code)
         time.sleep(_NEWS_GRACE)
         if not self._stopping:
@@ -206,7 +213,7 @@ class Watchdog:
             write_lines("\n".join([f"mpicoll: rank {rank}: {why}; ending too", *records]))
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
-            guarding.say_ending(code)
+            monitor_client.say_ending(code)
             os._exit(code)
 
     def _check_groups(self, waits: dict[ProcessGroup, _Wait]) -> None:

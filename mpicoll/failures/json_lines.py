@@ -40,7 +40,7 @@ class JsonLines:
         sock.setblocking(False)
         self.sock = sock
         self.nonce = secrets.token_hex(16)
-        self.peer = ""  # name of a guard that has proved that it is one
+        self.peer = ""  # name of a monitor that has proved that it is one
         self.is_local = sock.family == socket.AF_UNIX
         self.since = time.monotonic()
         self.max_line_bytes = SHORT_LINE_BYTES

@@ -616,7 +616,7 @@ def test_the_watchdog_goes_on_while_a_group_is_closed(monkeypatch: pytest.Monkey
         begun.append((group, number))
         goes_on.wait(30)
 
-    monkeypatch.setattr(watchdog.timeouts, "expire", expire)
+    monkeypatch.setattr(watchdog.timeouts, "fail_late_call", expire)
     dog: Any = object.__new__(watchdog.Watchdog)
     dog._closing = []
     wait, group = watchdog._Wait(1, 0.0), SimpleNamespace(broken=None)
@@ -631,7 +631,7 @@ def test_the_watchdog_goes_on_while_a_group_is_closed(monkeypatch: pytest.Monkey
 @pytest.mark.any_mpi
 def test_a_call_has_its_grace_from_the_closing_on(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
-    monkeypatch.setattr(watchdog.timeouts, "grace", lambda: 2 * watchdog._TICK)
+    monkeypatch.setattr(watchdog, "grace", lambda: 2 * watchdog._TICK)
     monkeypatch.setattr(watchdog, "end_stuck_job", lambda *_: ended.append(_))
     dog: Any = object.__new__(watchdog.Watchdog)
     group = SimpleNamespace(broken=Exception(), busy=lambda: False, thread=0)
@@ -639,7 +639,7 @@ def test_a_call_has_its_grace_from_the_closing_on(monkeypatch: pytest.MonkeyPatc
     for over in (first, first + 1.9 * watchdog._TICK):
         dog._check_time(group, wait, over)
     assert not ended
-    monkeypatch.setattr(watchdog.timeouts, "grace", lambda: 0.0)
+    monkeypatch.setattr(watchdog, "grace", lambda: 0.0)
     dog._check_time(group, watchdog._Wait(1, 0.0), first)
     assert not ended, "the call had no time to leave"
     dog._check_time(group, wait, first + 2.1 * watchdog._TICK)
@@ -651,13 +651,13 @@ def test_a_call_that_has_ended_closes_no_group(monkeypatch: pytest.MonkeyPatch) 
     """Nor does it where the next one begins meanwhile."""
     closed = []
     monkeypatch.setattr(watchdog.timeouts.rank_status, "receive", lambda group: None)
-    monkeypatch.setattr(watchdog.timeouts, "_close", lambda *given: closed.append(given))
+    monkeypatch.setattr(watchdog.timeouts, "_time_out", lambda *given: closed.append(given))
     group: Any = SimpleNamespace(begun=2, timeout=1.0, group_name="0", lock=threading.Lock())
-    watchdog.timeouts.expire(group, 2)
+    watchdog.timeouts.fail_late_call(group, 2)
     with group.lock:
-        watchdog.timeouts.expire(group, 1)
+        watchdog.timeouts.fail_late_call(group, 1)
         assert not closed
-        watchdog.timeouts.expire(group, 2)
+        watchdog.timeouts.fail_late_call(group, 2)
     assert len(closed) == 1
 
 

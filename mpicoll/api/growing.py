@@ -114,7 +114,7 @@ def _meet(
     """
     what, words, folder, end = _FINE, list[str](), "", deadline(group.timeout)
     others = [one for one in state.groups if one is not group]
-    if not all(one.finish(A_MOMENT if one.broken else _left(end)) for one in others):
+    if not all(one.finish(A_MOMENT if one.error else _left(end)) for one in others):
         what = _PENDING
     elif group.rank() == 0:
         try:

@@ -44,19 +44,18 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "abandon",
+    "abort",
+    "abort_group",
     "begin",
     "begin_again",
+    "close_group",
     "destroy_process_group",
-    "end",
     "get_backend",
     "get_backend_config",
     "get_node_local_rank",
     "get_pg_count",
-    "give_up",
     "init_process_group",
     "is_initialized",
-    "leave",
     "met_elsewhere",
     "node_size",
     "resolve_member",
@@ -317,14 +316,13 @@ def begin(
             assert _watchdog is not None
             _discover_node(inner, _watchdog)
             ranks = range(inner.Get_size())
-            state.made = 0
             is_lent = given is not None or communicators.spans_world(plain(world))
             lent = plain(world) if is_lent else None  # else it is freed as soon as this block ends
-            state.default = groups.register(
-                ProcessGroup(
-                    inner, messages, ranks, backend, limit, name, "default_pg", lent, level
-                )
+            made = ProcessGroup(
+                inner, messages, ranks, backend, limit, name, "default_pg", lent, level
             )
+            groups.register(made)
+            state.set_default(made)
     except BaseException:
         lost_ranks.stop()
         if _watchdog is not None:
@@ -335,7 +333,7 @@ def begin(
         if session is not None and not has_begun:  # all ranks have raised, and none needs this one
             session.send("free")
         raise
-    return state.default
+    return made
 
 
 #: The ranks in MPI_COMM_WORLD of the latest default group, in its order.
@@ -367,7 +365,7 @@ def begin_again(comm: MPI.Intracomm) -> ProcessGroup:
     """
     old = default_group()
     for group in reversed(list(state.groups)):
-        end(group)
+        close_group(group)
     _reset()
     monitor_client.renew()
     _members.clear()
@@ -451,19 +449,19 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     for one in state.groups if chosen is default else (chosen,):
         one.check_outside("destroy_process_group")
     if chosen is not default:
-        end(chosen)
-        _raise_unheard([chosen])
+        close_group(chosen)
+        _raise_pending_errors([chosen])
         return
     until = time.monotonic() + rank_status.DESTROY_TIMEOUT
     living = [*(one for one in reversed(list(state.groups)) if one is not default), default]
-    wrong = [end(one, until=until) for one in living]
+    wrong = [close_group(one, until=until) for one in living]
     _forget_groups()
     if any(wrong):
         raise MismatchError(f"destroy_process_group: {' | '.join(filter(None, wrong))}")
-    _raise_unheard(living)
+    _raise_pending_errors(living)
 
 
-def _raise_unheard(groups: Sequence[ProcessGroup]) -> None:
+def _raise_pending_errors(groups: Sequence[ProcessGroup]) -> None:
     """Raise the error of calls that devices have ended without results, if none has raised it."""
     found = [_found_at_end.pop(group) for group in groups if group in _found_at_end]
     if found:
@@ -485,7 +483,7 @@ def _until_the_end() -> Iterator[ProcessGroup]:
             # At once before their devices are told the same: others look there first.
             for group in state.groups:
                 rank_status.send(group, rank_status.EXITING)
-            abandon(state.default)
+            abort(state.default)
         raise
     if state.default is not None:  # the program may have done it
         destroy_process_group()
@@ -506,9 +504,7 @@ def _forget_groups() -> None:
 def _reset() -> None:
     """Reset what is known of groups once there is none."""
     global _node
-    state.default = None
-    state.made = 0
-    state.local.clear()
+    state.reset()
     _node = None
     point_to_point.stop_polling()
     lost_ranks.stop()
@@ -522,7 +518,9 @@ def _sign_off() -> None:
         session.send("free")
 
 
-def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = None) -> str:
+def close_group(
+    group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = None
+) -> str:
     """Wait for what is pending in a group, free its communicators and forget it.
 
     until: given when all groups end: compare the ranks' calls once more, waiting for the others
@@ -531,38 +529,38 @@ def end(group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = 
     Work whose wait has timed out is not waited for again: it is left pending with the group.
     """
     if lost_ranks.is_fault_tolerant() and lost_ranks.check(group):
-        _give_up(group, "has lost a rank")
+        abort_group(group, "has lost a rank")
         if launch.skip_finalize():
             _leave_out_mpi()
         return ""
-    if group.broken or any(work.has_timed_out for work in group.pending):
+    if group.error or any(work.has_timed_out for work in group.pending):
         limit = _A_MOMENT
     if not group.finish(limit):
-        if group.broken or all(work.has_timed_out for work in group.pending):
-            _give_up(group, "ended while it was pending, beyond its timeout")
+        if group.error or all(work.has_timed_out for work in group.pending):
+            abort_group(group, "ended while it was pending, beyond its timeout")
             return ""
         raise CollectiveTimeoutError(
             f"destroy_process_group: {group.group_name}: asynchronous work is still pending after "
             f"{limit:g} s; another rank did not make the call. Wait for every Work before the end"
         )
-    group.look(wait=True)
-    if group.unheard is not None:  # destroy_process_group raises it, and the watchdog need not wait
-        _found_at_end[group], group.unheard = group.unheard, None
-    if group.broken:
+    group.check_device_errors(wait=True)
+    if group.pending_error is not None:  # destroy_process_group raises it, not the watchdog
+        _found_at_end[group], group.pending_error = group.pending_error, None
+    if group.error:
         limit = _A_MOMENT
-    if not group.broken and sys.exc_info()[1] is None:
+    if not group.error and sys.exc_info()[1] is None:
         windows.free_all(group)
-    if group.broken:
+    if group.error:
         for work in list(group.in_flight):
             work.abandon(group.failure())
     else:
         point_to_point.drain(group, limit)
     try:
-        if group.broken:
+        if group.error:
             group.resources.leave()  # nothing waits for ranks that have left
         group.resources.close(limit)
     finally:
-        clean, wrong = (not group.broken, "")
+        clean, wrong = (not group.error, "")
         if until is not None and clean and sys.exc_info()[1] is None:
             clean, wrong = rank_status.compare_at_destroy(group, until)
         rank_status.receive(group)
@@ -582,31 +580,32 @@ _found_at_end: dict[ProcessGroup, DistBackendError] = {}
 _not_freed: list[ProcessGroup] = []
 
 
-def abandon(group: ProcessGroup) -> None:
+def abort(group: ProcessGroup) -> None:
     """End a group without waiting for what is pending: waiting callers get an error. With the
     default group all groups end.
     """
     chosen = list(state.groups) if group is state.default else [group]
     for one in reversed(chosen):
-        _give_up(one, "was aborted")
+        abort_group(one)
     if group is state.default:
         _forget_groups()
 
 
-def give_up(group: ProcessGroup, why: str = "was aborted") -> None:
+def _fail_pending(group: ProcessGroup, why: str) -> None:
     """End what is pending in a group with an error."""
     error = DistBackendError(f"process group {group.group_name!r} {why}")
     for work in [*group.pending, *group.in_flight]:
         work.abandon(error)
 
 
-def _give_up(group: ProcessGroup, why: str) -> None:
+def abort_group(group: ProcessGroup, why: str = "was aborted") -> None:
+    """End a group without waiting for pending work, whose waiters get an error."""
     group.close()  # before looking for what is under way: nothing begins any more
-    give_up(group, why)
-    leave(group)
+    _fail_pending(group, why)
+    _drop(group)
 
 
-def leave(group: ProcessGroup) -> None:
+def _drop(group: ProcessGroup) -> None:
     """Forget a group without waiting for what is pending in it.
 
     What is stuck stays inside MPI, which then cannot be finalised: the process ends without.
@@ -645,12 +644,12 @@ def _close_quietly() -> None:
     watchdog, _watchdog = _watchdog, None
     living = list(state.groups)
     for group in living:
-        if group.broken:
+        if group.error:
             continue  # its calls have raised why
         try:
             done = group.finish(_LAST_CHANCE)
             point_to_point.drain(group, _LAST_CHANCE)
-            group.look(wait=True)
+            group.check_device_errors(wait=True)
         except MpicollError:
             done = False
         if not done:
@@ -659,9 +658,9 @@ def _close_quietly() -> None:
                 "that other ranks have not joined; ending the job"
             )
             end_job(1)
-    unheard = [group.unheard for group in living if group.unheard is not None]
-    if unheard:
-        write_lines(f"mpicoll: {unheard[0]}; ending the job")
+    pending_error = [group.pending_error for group in living if group.pending_error is not None]
+    if pending_error:
+        write_lines(f"mpicoll: {pending_error[0]}; ending the job")
         end_job(1)
     for group in living:
         rank_status.send(group, rank_status.EXITING)
@@ -678,6 +677,4 @@ def _finalizing() -> None:
     _close_quietly()
     for group in state.groups:
         group.close(NotInitializedError)
-    state.groups.clear()
-    state.default = None
-    state.finalized = True
+    state.finalize()

@@ -267,7 +267,7 @@ class Reconfigurable:
         calm = (
             old is not None
             and old.closed is None
-            and not (old.busy() or old.in_flight or old.broken)
+            and not (old.busy() or old.in_flight or old.error)
         )
         mine = [self._uuid if calm else -1, old.size() if calm and old is not None else 0]
         everybody = np.empty((made.size(), 2), np.int64)
@@ -275,6 +275,6 @@ class Reconfigurable:
         if old is None or old.closed is not None:
             return
         if calm and everybody[:, 0].tolist().count(self._uuid) == old.size():
-            lifecycle.end(old)
+            lifecycle.close_group(old)
         else:
-            lifecycle.abandon(old)
+            lifecycle.abort(old)

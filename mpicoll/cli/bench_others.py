@@ -282,11 +282,11 @@ class Route:
             return
         before_value = os.environ.get(eligibility.FORCED)
         os.environ[eligibility.FORCED] = self._name
-        capabilities._known = None  # it holds the variable's former value
+        capabilities.forget()  # it holds the variable's former value
         try:
             yield
         finally:
-            capabilities._known = None
+            capabilities.forget()
             del os.environ[eligibility.FORCED]
             if before_value is not None:
                 os.environ[eligibility.FORCED] = before_value

@@ -10,11 +10,13 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import communicators, launch, settings
 from mpicoll.core import reproducible as levels
 from mpicoll.core.indices import check_index
+from mpicoll.core.observers import observers
 from mpicoll.core.progress import Worker
 from mpicoll.core.resources import Resources
 from mpicoll.errors import (
@@ -23,6 +25,7 @@ from mpicoll.errors import (
     CollectiveTimeoutError,
     DistBackendError,
     ForkedError,
+    LostRankError,
     MismatchError,
     NotInitializedError,
 )
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GroupMember",
+    "GroupState",
     "ProcessGroup",
     "create",
     "default_group",
@@ -47,6 +51,14 @@ __all__ = [
     "resolve",
     "state",
 ]
+
+
+class GroupState(Enum):
+    """The state of a group on this rank: OPEN, then FAILED after an error, then CLOSED."""
+
+    OPEN = "open"
+    FAILED = "failed"
+    CLOSED = "closed"
 
 
 class ProcessGroup(Calls):
@@ -67,7 +79,7 @@ class ProcessGroup(Calls):
     # in_flight: the user's messages that are not complete.
     # held_back: those to be sent, in order, of which the first is not ready yet.
     # pending:  the asynchronous collectives that are not done.
-    # statuses: where other ranks are among the group's calls; see failures/rank_status.py.
+    # statuses: the latest status message of each other rank; see failures/rank_status.py.
     # object_tag, leave_tag: the tags of messages with objects, and of ranks that end; the user's
     #           are below them.
     # plans:    the plan of each (primitive, dtype, operation) met so far.
@@ -78,15 +90,13 @@ class ProcessGroup(Calls):
     # unmet:    the calls that only put work into streams, since they were last compared, where
     #           each other call is compared by itself.
     # stride:   the number of calls that are compared together.
-    # agree:    compares one call, of a kind and sizes, with the other ranks' through the memory
-    #           that they share; None if they share none, or it is not known yet. See
-    #           failures/consistency.py.
-    # broken:   why the group can no longer be used; None if it can.
-    # ask_devices: returns why calls that were only put into streams have ended there without their
-    #           results, None if none has, as far as is known; takes whether to wait until the
-    #           devices are done. None where no call of the group can end so.
-    # unheard:  the same as ``broken`` from when devices have broken the group until a call raises
-    #           it.
+    # agree:    compares one call (kind, sizes) with the other ranks' calls in shared memory; None
+    #           if the ranks share no memory. See ``compare_by``.
+    # error:    why the group is FAILED; None while it is OPEN. See ``fail``.
+    # closed:   the class of the error that calls raise on a CLOSED group; None before.
+    # device_error: returns the error of device work that ended without its results, None if none
+    #           is known; takes whether to wait for the devices. None if the group has no such work.
+    # pending_error: an error of devices that no call has raised yet; None for none.
     # whole:    the group that this one is a part of, for routes alone; None for none.
     # doing, doing_on: what is under way that is on no record, "" for nothing; and on which thread.
     # monitored, splits: number of monitored barriers and of splits so far, to tell them apart.
@@ -128,9 +138,10 @@ class ProcessGroup(Calls):
         self.agree: Callable[[int, int], None] | None = None
         self.formed = 0
         self.keeps_time = False
-        self.broken: DistBackendError | None = None
-        self.ask_devices: Callable[[bool], DistBackendError | None] | None = None
-        self.unheard: DistBackendError | None = None
+        self.error: DistBackendError | None = None
+        self._failing = threading.Lock()
+        self.device_error: Callable[[bool], DistBackendError | None] | None = None
+        self.pending_error: DistBackendError | None = None
         self.whole: ProcessGroup | None = None
         self.doing, self.doing_on = "", 0
         self.monitored = 0
@@ -257,59 +268,77 @@ class ProcessGroup(Calls):
         One that has lost a rank is what survivors make groups of.
         """
         self.check_open()
-        if isinstance(self.broken, CollectiveTimeoutError):
+        if isinstance(self.error, CollectiveTimeoutError):
             raise self.failure()
 
-    def break_with(self, error: DistBackendError) -> None:
-        """Make every later call on the group raise an error.
+    @property
+    def state(self) -> GroupState:
+        """Return the group's state on this rank."""
+        if self.closed is not None:
+            return GroupState.CLOSED
+        return GroupState.OPEN if self.error is None else GroupState.FAILED
 
-        error: what they raise copies of.
+    def fail(self, error: DistBackendError, pending: bool = False) -> bool:
+        """Change the state from OPEN to FAILED: every later call raises a copy of ``error``.
+
+        The first error counts, except that a LostRankError replaces any other one, because
+        survivors can then shrink the group. ``failures.fail`` also notifies other ranks.
+
+        pending: the error is of devices, and no call waits that would raise it.
+
+        Returns False if nothing has changed: the group was FAILED or CLOSED before.
         """
-        self.broken = error
-        self.next_check = 0  # where each call looks whether the group is broken
-        self.forget()
+        with self._failing:
+            known = self.error
+            if self.closed is not None or (
+                known is not None
+                and (isinstance(known, LostRankError) or not isinstance(error, LostRankError))
+            ):
+                return False
+            if pending:
+                self.pending_error = error  # first: calls raise the error as soon as it is set
+            self.error = error
+            self.next_check = 0  # each call then enters the comparison, which raises the error
+            self.forget()
+            return True
 
-    def look(self, wait: bool = False) -> None:
-        """Break the group if devices have ended calls of it without their results.
+    def check_device_errors(self, wait: bool = False) -> None:
+        """Fail the group if device work has ended without its results.
 
-        wait: until the devices are done.
+        wait: wait until the devices are done.
         """
-        if self.ask_devices is not None and self.broken is None:
-            error = self.ask_devices(wait)
-            if error is not None and self.broken is None:
-                self.unheard = error  # first: as soon as it is broken, calls raise that
-                self.break_with(error)
+        if self.device_error is not None and self.error is None:
+            error = self.device_error(wait)
+            if error is not None:
+                self.fail(error, pending=True)
 
     def find_failure(self) -> DistBackendError | None:
-        """Return the error with which a call that was only put into streams has ended.
+        """Return the known error of device work that ended without its results, None for none."""
+        self.check_device_errors()
+        return self.failure() if self.error is not None and self.device_error is not None else None
 
-        Returns None if there is none, as far as is known.
-        """
-        self.look()
-        return self.failure() if self.broken is not None and self.ask_devices is not None else None
+    def fail_after_signal(self, interruption: BaseException) -> None:
+        """Fail the group: a signal handler raised an exception in a call, which this rank has left.
 
-    def break_after(self, interruption: BaseException) -> None:
-        """Make every later call raise: this rank has left one in which a signal's handler raised.
-
-        interruption: what it has raised.
+        interruption: the exception.
         """
         whole = self.whole or self
         error = DistBackendError(
-            f"group {whole.group_name}: a signal's handler has raised "
-            f"{type(interruption).__name__} in call {whole.sequence}, which this rank has left; "
-            "the group cannot be used any more"
+            f"group {whole.group_name}: a signal handler raised {type(interruption).__name__} in "
+            f"call {whole.sequence}, which this rank has left; the group has failed. Create a new "
+            "group with new_group"
         )
         for one in {whole, self}:
-            one.break_with(error)
+            one.fail(error)
 
     def wait_for(self, request: MPI.Request, status: MPI.Status | None = None) -> None:
-        """Wait for a request of MPI while the group is whole.
+        """Wait for an MPI request while the group is OPEN.
 
         request: of one of the group's communicators.
-        status: receives the message's status; None where it is not needed.
+        status: receives the message's status; None if it is not needed.
 
-        Raises the group's error if it is broken meanwhile. The request then goes on, and what the
-        callers' frames hold, its buffers among it, lives as long as the process.
+        Raises the group's error if it fails meanwhile. The request then stays active, and the
+        objects in the callers' frames, such as its buffers, are kept for the life of the process.
         """
         try:
             for _ in range(_TESTS):
@@ -317,40 +346,46 @@ class ProcessGroup(Calls):
                     return
             soon = time.monotonic() + _SOON
             while not request.Test(status):
-                if self.broken is not None:
+                if self.error is not None:
                     raise self.failure()
                 os.sched_yield() if time.monotonic() < soon else time.sleep(_PAUSE)
         except sys.modules["mpi4py.MPI"].Exception:
             raise
         except BaseException as error:
             _left_behind.append((request, error))
-            if self.broken is None:
-                self.break_after(error)
+            if self.error is None:
+                self.fail_after_signal(error)
             raise
 
     @property
     def tested(self) -> MPI.Intracomm:
-        """Return ``inner`` with calls that raise the group's error if it is broken while they wait.
+        """Return ``inner`` with calls that raise the group's error if it fails while they wait.
 
-        For what is not worth a microsecond: they take that much longer.
+        Each call takes about 1 µs longer.
         """
         return tested(self.inner, self.wait_for)
 
     def failure(self) -> DistBackendError:
-        """Return a copy of the error that broke the group, without its traceback, to be raised."""
-        assert self.broken is not None
-        self.unheard = None
-        return copy(self.broken)
+        """Return a copy of the group's error, without its traceback, to be raised."""
+        assert self.error is not None
+        self.pending_error = None
+        return copy(self.error)
+
+    def compare_by(self, agree: Callable[[int, int], None]) -> None:
+        """Compare each call in shared memory from now on, and keep no record of calls."""
+        self.agree = agree
+        self.compare_each()
 
     def close(self, error: type[Exception] = ArgumentError) -> None:
-        """Make every later call on the group raise ``error``."""
+        """Change the state to CLOSED: every later call raises ``error``."""
         self.closed = error
         self.plans = {}
         self.agree = None
-        if self.ask_devices is not None:
-            self.ask_devices = _ask_nobody  # what it asks has memory of devices
+        if self.device_error is not None:
+            self.device_error = _no_device_error  # the old function holds device memory
         self.forget()
-        state.withdraw(self)
+        for observer in observers:
+            observer.group_closed(self)
 
     def __repr__(self) -> str:
         return (
@@ -359,8 +394,8 @@ class ProcessGroup(Calls):
         )
 
 
-def _ask_nobody(wait: bool) -> None:
-    pass
+def _no_device_error(wait: bool) -> None:
+    return None
 
 
 def _record_length() -> int:
@@ -438,10 +473,6 @@ _WITHOUT_MPI: dict[type[Exception], str] = {
 }
 
 
-def _do_nothing(group: ProcessGroup) -> None:
-    pass
-
-
 class _State:
     """The live groups of this process."""
 
@@ -455,9 +486,27 @@ class _State:
         #: Runs a task in the order of a group's collectives: execute.run_in_order, of a room above,
         #: which registers itself here.
         self.run_in_order: Callable[..., Any]
-        #: Let others see a group's calls, and no more: of failures/monitor_client.py.
-        self.publish: Callable[[ProcessGroup], None] = _do_nothing
-        self.withdraw: Callable[[ProcessGroup], None] = _do_nothing
+
+    def set_default(self, group: ProcessGroup) -> None:
+        """Set the default group, or replace it."""
+        self.default = group
+
+    def reset(self) -> None:
+        """Forget all groups: the default group is closed."""
+        self.default = None
+        self.groups.clear()
+        self.local.clear()
+        self.made = 0
+
+    def finalize(self) -> None:
+        """Forget all groups because the program has finalized MPI."""
+        self.reset()
+        self.finalized = True
+
+    def count_group(self) -> int:
+        """Count a new group; return its number since init, from 1 on."""
+        self.made += 1
+        return self.made
 
 
 state = _State()
@@ -531,7 +580,8 @@ def resolve(candidate: object) -> ProcessGroup | None:
 def register(made: ProcessGroup) -> ProcessGroup:
     """Put a new group on the register."""
     state.groups.append(made)
-    state.publish(made)
+    for observer in observers:
+        observer.group_opened(made)
     return made
 
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
+from mpicoll.core.observers import observers
 from mpicoll.core.progress import Worker
 from mpicoll.cuda.streams import Point, StreamOrder, look_until
 from mpicoll.errors import (
@@ -184,10 +185,6 @@ CROWDED_PAUSE = 50e-6
 A_MOMENT = 0.5
 
 
-def at_timeout(why: str) -> None:
-    """Report that a Work has timed out; replaced by failures/flight_record.py."""
-
-
 #: Decides whether finish() or get_future() settles a Work's Future.
 _future_lock = threading.Lock()
 
@@ -349,7 +346,8 @@ class Work:
         self.has_timed_out = True
         error = self._timeout_error(limit)
         if limit == self.limit:  # no shorter one, after which the program may wait again
-            at_timeout(str(error))
+            for observer in observers:
+                observer.work_timed_out(str(error))
         return error
 
     def _timeout_error(self, limit: float | None) -> CollectiveTimeoutError:

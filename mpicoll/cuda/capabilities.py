@@ -102,6 +102,12 @@ _EVERYTHING = "sends, receives and reduces"
 _known: Capabilities | None = None
 
 
+def forget() -> None:
+    """Discover the capabilities anew when they are next needed."""
+    global _known
+    _known = None
+
+
 def discover(probes: bool = False, again: bool = False) -> Capabilities:
     """Return what this process can do, with MPI running. A settled answer is kept.
 

@@ -35,6 +35,7 @@ from mpicoll.errors import (
     MPIError,
 )
 from mpicoll.failures import consistency, flight_record, timeouts
+from mpicoll.failures.group_failure import fail_all_ranks
 from mpicoll.kernels.calls import Ways, short_ways
 from mpicoll.output import format_count, warn
 from mpicoll.primitives import Primitive
@@ -220,7 +221,7 @@ _NOTHING_SEEN = None, None, 0
 
 def _teach(plan: Plan, op: ReduceOp | None) -> None:
     """Let the plan's group carry out such calls without Python; op: as callers give it."""
-    if plan.group.broken is not None:
+    if plan.group.error is not None:
         return
     primitive, ways = plan.primitive, find_short(plan.route)
     plan.learnt = ways is not None
@@ -372,8 +373,8 @@ def perform(
         group.check_outside(call.name)
         group.lock.acquire()
     try:
-        if group.ask_devices is not None:
-            group.look()
+        if group.device_error is not None:
+            group.check_device_errors()
         if group.begin(call.kind, sizes, root, scheduled):
             _check(group)
         elif group.agree is not None and (root == LIST or not call.compares):
@@ -392,7 +393,7 @@ def perform(
         _look_at(error, call)
         flight_record.dump_after(told, group)
         if isinstance(told, MismatchError):
-            timeouts.give_up(group, told)
+            fail_all_ranks(group, told)
         raise told from error
     finally:
         group.end()
@@ -400,7 +401,7 @@ def perform(
 
 def _check(group: ProcessGroup) -> None:
     """Compare the group's latest calls with the other ranks'; all are in a call of that number."""
-    if group.broken is not None:  # before this makes memory, with the others
+    if group.error is not None:  # before this makes memory, with the others
         raise group.failure()
     if group.sequence >= consistency.FIRST:
         from mpicoll.routes import select  # loads MPI, which importing this module must not
@@ -476,7 +477,7 @@ def submit(
 ) -> Work:
     """Give a task to the group's thread, behind what is pending there; ``at_once``: run it."""
     group.check_outside(name)
-    expire = partial(timeouts.expire, group)
+    expire = partial(timeouts.fail_late_call, group)
     work = Work(_describe(name, group), outputs, group.timeout, orders, expire)
     if at_once or (group.worker is not None and group.worker.is_current):
         # The latter is a callback of an earlier work: right behind that work, not behind itself.

@@ -156,6 +156,6 @@ def _context(group: ProcessGroup, index: int) -> DeviceContext:
         ("device", index),
         lambda: DeviceContext(runtime.get_runtime(), index),
         # Once all ranks have ended a whole group, MPI has nothing of its calls any more.
-        close=lambda context, limit: context.close(limit, keep=group.broken is not None),
+        close=lambda context, limit: context.close(limit, keep=group.error is not None),
         abandon=DeviceContext.abandon,
     )

@@ -270,7 +270,7 @@ class MessageWork(Work):
 
     def _check_peer(self) -> None:
         """End the wait for a rank that has ended, or in a broken group, after one last test."""
-        if self._group.broken is not None and not self.poll():
+        if self._group.error is not None and not self.poll():
             self._give_up(self._group.failure())
             return
         self._check_dtype()

@@ -73,7 +73,7 @@ def check(group: ProcessGroup, look: Callable[[ProcessGroup], None]) -> None:
     All ranks call it with the group's lock held, before the last call of their records. Raises
     MismatchError on all ranks if the calls differ.
     """
-    if group.broken is not None:
+    if group.error is not None:
         raise group.failure()
     calls = tuple(group.recent)
     number = calls[-1][0]
@@ -89,8 +89,7 @@ def check(group: ProcessGroup, look: Callable[[ProcessGroup], None]) -> None:
     if not agreed:
         raise MismatchError(_describe_difference(group, calls))
     if shared := group.resources.find("shared"):
-        group.agree = shared.agree
-        group.compare_each()
+        group.compare_by(shared.agree)
 
 
 def is_due(group: ProcessGroup) -> bool:
@@ -111,7 +110,7 @@ def agree_later(group: ProcessGroup, kind: int, sizes: int, root: int) -> None:
     All ranks call it with the group's lock held. Raises MismatchError on all if the calls differ;
     what they gave may then be wrong, and the group cannot be used any more.
     """
-    if group.broken is not None:
+    if group.error is not None:
         raise group.failure()
     group.unmet.append((kind, sizes, root))
     if len(group.unmet) < group.stride:
@@ -119,13 +118,13 @@ def agree_later(group: ProcessGroup, kind: int, sizes: int, root: int) -> None:
     shared, calls = group.resources.find("shared"), hash(tuple(group.unmet)) & (1 << 62) - 1
     group.unmet = []
     if not shared.compare(encode_comparison(kind, root, 0), calls):
-        broken = MismatchError(
+        error = MismatchError(
             f"rank {group.rank()} of group {group.group_name}: among the latest {group.stride} "
             "calls that only put work into streams, some do not belong together. What they gave "
             "may be wrong on any rank; the group cannot be used any more. MPICOLL_DEBUG=DETAIL "
             "compares every call before it is carried out"
         )
-        group.break_with(broken)
+        group.fail(error)
         shared.leave()
         raise group.failure()
 
@@ -182,7 +181,7 @@ def _describe_difference(group: ProcessGroup, calls: tuple[RecordEntry, ...]) ->
             "gave since then may be wrong on any rank; the group cannot be used any more. "
             "MPICOLL_DEBUG=DETAIL compares every call before it is carried out"
         )
-        group.break_with(MismatchError(text))
+        group.fail(MismatchError(text))
     return text
 
 

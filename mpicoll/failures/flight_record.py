@@ -25,13 +25,15 @@ from types import FrameType, NoneType
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import __version__, private_files, settings
-from mpicoll.core import work
+from mpicoll.core import observers
 from mpicoll.core.groups import default_group, state
+from mpicoll.core.observers import Observer
 from mpicoll.core.signature import describe, read_call, with_root
 from mpicoll.errors import (
     ArgumentError,
     ArgumentTypeError,
     CollectiveTimeoutError,
+    DistBackendError,
     LostRankError,
     MismatchError,
 )
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from mpicoll.dtypes import DType
 
 __all__ = [
-    "PATIENCE",
+    "RECORDS_TIMEOUT_S",
     "answer",
     "complete_message",
     "dump",
@@ -63,7 +65,7 @@ __all__ = [
 VERSION = "2.10"
 #: Seconds that a rank whose call is late waits for the others to write their records, too: the job
 #: may end right after it.
-PATIENCE = 3.0
+RECORDS_TIMEOUT_S = 3.0
 #: Seconds after its own dump in which a rank that is asked for one has answered already, and the
 #: longest time that a request takes from rank to rank.
 _QUIET, _HOP = 10.0, 1.5
@@ -161,7 +163,7 @@ def dump_flight_record(path: str | None = None) -> str:
 def dump_after(error: Exception, group: ProcessGroup) -> None:
     """Dump the record if it helps to see why a call has failed."""
     if isinstance(error, CollectiveTimeoutError):
-        if group.broken is None:  # such as monitored_barrier, after which the group goes on
+        if group.error is None:  # such as monitored_barrier, after which the group goes on
             dump(str(error))
         else:
             dump_for(group, "closed", str(error))
@@ -175,7 +177,7 @@ def dump_for(
     group: ProcessGroup,
     kind: str,
     why: str,
-    patience: float = PATIENCE,
+    wait_s: float = RECORDS_TIMEOUT_S,
     among: ProcessGroup | None = None,
 ) -> None:
     """Dump the record because of a group, once for each kind of reason: what comes later comes of
@@ -185,18 +187,18 @@ def dump_for(
     """
     if kind not in (known := _dumped.setdefault(group, set())):
         known.add(kind)
-        dump(why, patience, among)
+        dump(why, wait_s, among)
 
 
-def dump(why: str, patience: float = PATIENCE, among: ProcessGroup | None = None) -> None:
+def dump(why: str, wait_s: float = RECORDS_TIMEOUT_S, among: ProcessGroup | None = None) -> None:
     """Write this rank's record and have the others write theirs.
 
-    patience: seconds to wait for them; among: for those of this group alone.
+    wait_s: seconds to wait for them; among: for those of this group alone.
     """
     written, default = write(why), state.default  # another thread may end it meanwhile
     if written and default is not None and default.size() > 1:
         _ask()
-        _wait_for_others(default, patience, among or default)
+        _wait_for_others(default, wait_s, among or default)
         rank_status.dumping.clear()
 
 
@@ -245,18 +247,18 @@ def _ask() -> None:
         rank_status.send(group, rank_status.DUMPING)
 
 
-def _wait_for_others(group: ProcessGroup, patience: float, among: ProcessGroup) -> None:
+def _wait_for_others(group: ProcessGroup, wait_s: float, among: ProcessGroup) -> None:
     """Wait until the neighbours have written their records, and have had the time to pass it on."""
     expected = {group.ranks[rank] for rank in rank_status.neighbours(group)} & {*among.ranks}
-    end = time.monotonic() + patience
+    end = time.monotonic() + wait_s
     while not expected <= rank_status.dumping | _departed(group) and time.monotonic() < end:
         with contextlib.suppress(Exception):
             rank_status.receive(group)
         time.sleep(0.01)
     # Each hop is a power of two either way.
     hops = (group.size().bit_length() + 1) // 2
-    if patience and among is group and len(expected) < group.size() - 1:
-        time.sleep(min(_HOP * (hops - 1), patience))
+    if wait_s and among is group and len(expected) < group.size() - 1:
+        time.sleep(min(_HOP * (hops - 1), wait_s))
 
 
 def _departed(group: ProcessGroup) -> set[int]:
@@ -284,13 +286,21 @@ def _write(why: str, given: str | None = None) -> Path:
         return path
 
 
-def _at_timeout(why: str) -> None:
-    """Dump the record for a Work that is late; the next may be, too, for the same reason."""
-    if time.monotonic() > _last + _QUIET:
-        dump(why)
+class _Recorder(Observer):
+    """Dumps the record when a group or a Work times out."""
+
+    def group_failing(self, group: ProcessGroup, error: DistBackendError, wait_s: float) -> None:
+        """Dump the record if a call has timed out. Other errors are dumped by the call."""
+        if isinstance(error, CollectiveTimeoutError):
+            dump_for(group, "closed", str(error), wait_s)
+
+    def work_timed_out(self, why: str) -> None:
+        """Dump the record, unless it was dumped just now: works time out one after another."""
+        if time.monotonic() > _last + _QUIET:
+            dump(why)
 
 
-work.at_timeout = _at_timeout
+observers.add(_Recorder())
 
 
 # --- the format ---------------------------------------------------------------------------------

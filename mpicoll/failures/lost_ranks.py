@@ -27,6 +27,7 @@ from mpicoll.core import groups
 from mpicoll.core.work import deadline
 from mpicoll.errors import ArgumentError, CollectiveTimeoutError, LostRankError
 from mpicoll.failures import rank_status
+from mpicoll.failures.group_failure import fail_lost, is_ulfm, revoke
 from mpicoll.launch import host_identity
 from mpicoll.output import warn
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "is_fault_tolerant", "is_watching", "revoke", "shrink", "start", "stop"]
 
-_FT_VARIABLE = "OMPI_MCA_mpi_ft_enable"
 #: Seconds in which MPI learns which rank is lost, once another rank has said that one is.
 _NEWS, _PAUSE = 1.0, 2e-3
 #: MPI hears of losses in its calls, but only one in some hundred looks: how many to make, and how
@@ -122,11 +122,6 @@ def stop() -> None:
         _processes = None
 
 
-def is_ulfm() -> bool:
-    """Return whether MPI itself goes on when a rank is lost, and takes calls back."""
-    return os.environ.get(_FT_VARIABLE, "").lower() in ("1", "true", "yes")
-
-
 def is_watching() -> bool:
     """Return whether lost ranks are survived without MPI's knowledge: the same on all ranks."""
     return _processes is not None
@@ -141,7 +136,7 @@ def check(group: ProcessGroup) -> bool:
     """Return whether a rank of the group is lost; if so, end its calls, pending ones too."""
     rank_status.receive(group)  # MPI learns of losses inside its calls
     with rank_status.lock:
-        if isinstance(group.broken, LostRankError):
+        if isinstance(group.error, LostRankError):
             return True
         if group.closed is not None:
             return False
@@ -149,21 +144,11 @@ def check(group: ProcessGroup) -> bool:
         lost = _find(group, _NEWS if revoked else 0.0)
         if not lost and not revoked:
             return False
-        group.break_with(LostRankError(_describe(group, lost), lost))
-        revoke(group)
-        group.resources.leave(alone=True)  # the others have to hear why, too
-        launch.skip_finalize()  # MPI_Finalize may wait for the one that is lost
+        fail_lost(group, LostRankError(_describe(group, lost), lost))
     if _processes is not None:  # MPI would never end them
         for work in [*group.in_flight, *group.pending]:
             work.abandon(group.failure())
     return True
-
-
-def revoke(group: ProcessGroup) -> None:
-    """Have MPI take back the calls of a broken group on all its ranks, where MPI can."""
-    if is_ulfm():
-        for comm in (group.inner, group.messages):
-            comm.Revoke()
 
 
 def _find(group: ProcessGroup, seconds: float = 0.0, expected: Collection[int] = ()) -> list[int]:

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import control_messages, launch, settings
-from mpicoll.core.groups import state
+from mpicoll.core import observers
+from mpicoll.core.observers import Observer
 from mpicoll.failures import json_lines, lost_ranks, node_monitor, report
 from mpicoll.failures.status_page import DONE, LEFT, StatusPage
 from mpicoll.launch.host_identity import addresses, node
@@ -312,18 +313,32 @@ def _is_own() -> bool:
     return _own is not None and _own.pid == os.getpid()
 
 
-def _publish(group: ProcessGroup) -> None:
-    """Let the monitor see a group's calls."""
-    if _own is None or not _is_own():
-        return
-    text = f"{_own.beginning} {group.group_name} {group.ranks}"
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-    address = _own.page.take_cell(
-        number | 1, _limit(group.timeout), group.size(), group.rank(), group.group_name
-    )
-    if address:
-        _own.cells[group] = address
-        group.publish(address)
+class _Publisher(Observer):
+    """Publishes the last call of each OPEN or FAILED group on the status page."""
+
+    def group_opened(self, group: ProcessGroup) -> None:
+        """Take a cell of the page for the group."""
+        if _own is None or not _is_own():
+            return
+        text = f"{_own.beginning} {group.group_name} {group.ranks}"
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+        address = _own.page.take_cell(
+            number | 1, _limit(group.timeout), group.size(), group.rank(), group.group_name
+        )
+        if address:
+            _own.cells[group] = address
+            group.publish(address)
+
+    def group_closed(self, group: ProcessGroup) -> None:
+        """Free the group's cell."""
+        address = _own.cells.pop(group, 0) if _own is not None else 0
+        if address and _own is not None:
+            group.publish(0)
+            if _is_own():
+                _own.page.free_cell(address)
+
+
+observers.add(_Publisher())
 
 
 def _limit(timeout: float | None) -> int:
@@ -332,18 +347,6 @@ def _limit(timeout: float | None) -> int:
     if chosen:
         return int(1000 * float(chosen))
     return int(1000 * min(_AFTER, _AFTER if timeout is None else _SHARE * timeout))
-
-
-def _withdraw(group: ProcessGroup) -> None:
-    """Give a group's cell back."""
-    address = _own.cells.pop(group, 0) if _own is not None else 0
-    if address and _own is not None:
-        group.publish(0)
-        if _is_own():
-            _own.page.free_cell(address)
-
-
-state.publish, state.withdraw = _publish, _withdraw
 
 
 def say_ending(code: int, explained: bool = True) -> None:

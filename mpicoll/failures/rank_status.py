@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
-    "CLOSED", "COMPARING", "DESTROYING", "DESTROY_TIMEOUT", "DUMPING", "EXITING", "FAILED",
-    "RUNNING", "RankStatus", "compare_after_error", "compare_at_destroy", "describe_mismatch",
+    "COMPARING", "DESTROYING", "DESTROY_TIMEOUT", "DUMPING", "EXITING", "FAILED", "RUNNING",
+    "TIMED_OUT", "RankStatus", "compare_after_error", "compare_at_destroy", "describe_mismatch",
     "dumping", "find_departed", "find_missing", "lock", "neighbours", "receive", "send",
 ]  # fmt: skip
 
@@ -35,7 +35,7 @@ class RankStatus(NamedTuple):
     """Where a rank is among a group's calls. All fields are sent as numbers of 64 bits.
 
     group:  a hash of the group's name: a message may be left over from a group that has ended.
-    state:  RUNNING, EXITING, DESTROYING, DUMPING, COMPARING, CLOSED or FAILED.
+    state:  RUNNING, EXITING, DESTROYING, DUMPING, COMPARING, TIMED_OUT or FAILED.
     begun, formed: collectives that the rank has begun, and those of them that are not compared.
     since:  the number of the call before which the ranks' calls were last compared.
     number, kind, sizes, root: of the rank's last call that is compared.
@@ -75,9 +75,9 @@ ANSWER_TIMEOUT_S = 4.0
 
 #: What a rank does: it makes more calls in a group; it ends without destroying its groups; it
 #: destroys them; it has written its flight record, and the others should; MPI has reported an error
-#: in its last call, and it asks the group for the calls of that number; it has closed
-#: this group, of which a call has outlasted the timeout, or one in which it has failed alone.
-RUNNING, EXITING, DESTROYING, DUMPING, COMPARING, CLOSED, FAILED = range(7)
+#: in its last call, and it asks the group for the calls of that number; it has failed this group
+#: because of a timeout, or because of another error.
+RUNNING, EXITING, DESTROYING, DUMPING, COMPARING, TIMED_OUT, FAILED = range(7)
 #: Global ranks that have said the last since this set was cleared; see flight_record.py.
 dumping: set[int] = set()
 
@@ -142,8 +142,8 @@ def receive(group: ProcessGroup) -> None:
                         asked.append((source, status.number))
                     if status.state == DUMPING:
                         dumping.add(group.ranks[source])
-                    elif (known := group.statuses.get(source)) is None or known.state < CLOSED:
-                        group.statuses[source] = status  # that it is closed stays true
+                    elif (known := group.statuses.get(source)) is None or known.state < TIMED_OUT:
+                        group.statuses[source] = status  # a failure is final
     except MPI.Exception as error:
         if not communicators.reports_lost_rank(error):  # lost_ranks.check handles losses
             raise

@@ -1,73 +1,64 @@
-"""Timeouts: a group whose call outlasts its timeout is closed, and the ranks that wait in it raise.
+"""Timeouts: a call that exceeds its group's timeout fails the group on all its ranks.
 
-A rank that waits in shared memory, or tests requests of MPI (``ProcessGroup.wait_for``), can leave.
-So the watchdog of the first rank whose time is over closes the group for all: it marks it as broken
-with a CollectiveTimeoutError, lets this rank's call leave, and tells the others, by the memory that
-they share and by messages. Each of them that waits, or will, gets an error of its own.
+A rank that waits in shared memory, or tests MPI requests (``ProcessGroup.wait_for``), can return
+early. So the watchdog of the first rank whose timeout is over fails the group for all: calls on
+this rank raise a CollectiveTimeoutError, and the other ranks are notified through shared memory and
+by status messages. Each rank raises an error that describes what it knows.
 
-A blocking call of MPI cannot be left. It has a grace period, in which late ranks may come after
-all; then the job ends.
-
-A rank that fails alone in a call, where no meeting of the ranks follows in which it could say so,
-closes the group likewise (``give_up``), and so does one that finds results missing on its device.
+A blocking call of MPI cannot be interrupted. It has a grace period, in which late ranks may still
+come; then the job ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from mpicoll import launch, settings
+from mpicoll import launch
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, MismatchError, MPIError
-from mpicoll.failures import consistency, flight_record, lost_ranks, monitor_client, rank_status
+from mpicoll.failures import consistency, lost_ranks, monitor_client, rank_status
 from mpicoll.failures.consistency import describe_call
-from mpicoll.launch.exit_hooks import exit_code, keep_exit_code
+from mpicoll.failures.flight_record import RECORDS_TIMEOUT_S
+from mpicoll.failures.group_failure import fail
+from mpicoll.failures.report import format_ranks
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["check", "expire", "give_up", "grace", "hear", "receive"]
+__all__ = ["check", "compare_after", "fail_late_call", "fail_with_peer", "receive_failures"]
 
-#: Seconds that a call of MPI has after its group is closed, unless MPICOLL_TIMEOUT_GRACE says.
-_GRACE = 10.0
-
-#: How often a rank asks MPI for messages that have come before it: one look does not find all.
-_LOOKS = 3
+#: Number of times that a rank probes for status messages that were sent before: a single probe does
+#: not find all of them.
+_PROBE_COUNT = 3
 
 _COMPARES = "MPICOLL_DEBUG=DETAIL compares every call before it is carried out"
 _CLOSED = "The group takes no more calls; other groups do"
 
 
-def grace() -> float:
-    """Return the seconds that a call of MPI has after its group is closed."""
-    return float(settings.TIMEOUT_GRACE.value() or _GRACE)
-
-
 def check(group: ProcessGroup) -> None:
-    """Compare calls, see ``consistency.check``, in a group that is not closed.
+    """Compare the latest calls of an OPEN group, see ``consistency.check``.
 
-    What ranks sent before they gave up lets one that is late pass the comparison: so it looks
-    whether they have, before it waits for them where it could not leave.
+    A late rank would pass the comparison by messages that ranks sent before they timed out. So it
+    checks for their status messages before it enters a call in which it could not return early.
     """
-    if group.broken is not None:
+    if group.error is not None:
         raise group.failure()
-    consistency.check(group, _look)
+    consistency.check(group, _check_peers)
 
 
-def _look(group: ProcessGroup) -> None:
+def _check_peers(group: ProcessGroup) -> None:
     if not group.resources.find("shared"):
-        for _ in range(_LOOKS):
+        for _ in range(_PROBE_COUNT):
             rank_status.receive(group)
-        receive(group)
-        if group.broken is not None:
+        receive_failures(group)
+        if group.error is not None:
             raise group.failure()
 
 
-def expire(group: ProcessGroup, number: int | None = None) -> None:
-    """Close a group, of which a call outlasts the timeout; its calls raise why from now on.
+def fail_late_call(group: ProcessGroup, number: int | None = None) -> None:
+    """Fail a group whose current call exceeds the timeout.
 
-    number: of that call, as ``begun`` counts: nothing is done if it has ended meanwhile; None for
-        the latest.
+    number: of that call, as ``begun`` counts; nothing happens if it has ended meanwhile. None: the
+        latest call.
     """
     if group.timeout is None:
         return
@@ -76,31 +67,20 @@ def expire(group: ProcessGroup, number: int | None = None) -> None:
         number = group.begun
     elif group.begun != number or not group.lock.locked():
         return
-    _close(
+    _time_out(
         group,
         f"the other ranks of group {group.group_name} did not all come within its timeout of "
         f"{group.timeout:g} s",
-        flight_record.PATIENCE,
+        RECORDS_TIMEOUT_S,
         number,
     )
-
-
-def give_up(group: ProcessGroup, error: Exception) -> None:
-    """Close a group on all its ranks because a call has failed on this one, and others may wait for
-    it there. Whoever waits raises a DistBackendError that names this rank, or will.
-
-    error: why, unless the group is broken already, and this rank alone may know it.
-    """
-    name = f"rank {group.ranks[group.rank()]} of group {group.group_name}"
-    words = f"{name} failed in call {group.sequence}, and the group takes no more calls: {error}"
-    _shut(group, group.broken or DistBackendError(words), rank_status.FAILED)
 
 
 def compare_after(error: Exception, group: ProcessGroup) -> Exception:
     """Return a MismatchError in place of an error of MPI if the ranks have made different calls.
 
-    The group is then broken, because MPI has carried out a part of the call. The caller holds the
-    group's lock, and closes the group on the other ranks.
+    The group has then failed, because MPI has carried out a part of the call. The caller holds the
+    group's lock, and fails the group on the other ranks.
     """
     if not isinstance(error, MPIError) or group.size() == 1 or launch.is_serialized():
         return error
@@ -113,21 +93,21 @@ def compare_after(error: Exception, group: ProcessGroup) -> Exception:
         f"{text}. MPI reported an error in this call, and the group cannot be used any more. "
         f"{_COMPARES}"
     )
-    group.break_with(found)
+    group.fail(found)
     return found
 
 
-def hear(group: ProcessGroup, rank: int) -> None:
-    """Close a group that another rank of it has closed: a rank in the group, or in its part."""
+def fail_with_peer(group: ProcessGroup, rank: int) -> None:
+    """Fail a group that another rank has failed. rank: in the group."""
     if group.whole is not None:
         whole = group.whole
-        hear(whole, whole.ranks.index(group.ranks[rank]))
-        if whole.broken is not None:
-            group.break_with(whole.broken)
+        fail_with_peer(whole, whole.ranks.index(group.ranks[rank]))
+        if whole.error is not None:
+            group.fail(whole.error)
         return
     if lost_ranks.is_fault_tolerant() and lost_ranks.check(group):
         return
-    for _ in range(_LOOKS):
+    for _ in range(_PROBE_COUNT):
         rank_status.receive(group)
     theirs = group.statuses.get(rank)
     if theirs is not None and theirs.state == rank_status.FAILED:
@@ -135,14 +115,14 @@ def hear(group: ProcessGroup, rank: int) -> None:
         error = DistBackendError(
             f"rank {group.ranks[group.rank()]} of group {group.group_name}: rank "
             f"{group.ranks[rank]} has closed the group, in or after call {number}, "
-            f"{describe_call(theirs.last_call)}: a call has failed on it, or on a rank that it has "
-            "heard of, which says why. What that and later calls gave may be incomplete on any "
-            f"rank. {_CLOSED}"
+            f"{describe_call(theirs.last_call)}: a call has failed on it, or on a rank that it "
+            "received the failure from; the error of that rank has the reason. The results of that "
+            f"call and later ones may be incomplete on any rank. {_CLOSED}"
         )
-        _shut(group, error, rank_status.FAILED, group.ask_devices is not None)
+        fail(group, error, pending=group.device_error is not None)
         return
     limit = "" if group.timeout is None else f" of {group.timeout:g} s"
-    _close(
+    _time_out(
         group,
         f"rank {group.ranks[rank]} has closed group {group.group_name}: others did not come within "
         f"its timeout{limit}",
@@ -150,25 +130,25 @@ def hear(group: ProcessGroup, rank: int) -> None:
     )
 
 
-def receive(group: ProcessGroup) -> None:
-    """Hear of ranks that have closed the group, as far as ``rank_status.receive`` knows."""
+def receive_failures(group: ProcessGroup) -> None:
+    """Fail the group if a status message that was received says that another rank has failed it."""
     for rank, status in list(group.statuses.items()):
-        if status.state in (rank_status.CLOSED, rank_status.FAILED):
-            hear(group, rank)
+        if status.state in (rank_status.TIMED_OUT, rank_status.FAILED):
+            fail_with_peer(group, rank)
 
 
-def _close(
+def _time_out(
     group: ProcessGroup,
     why: str,
-    patience: float = 0.0,
+    wait_s: float = 0.0,
     number: int | None = None,
     closer: int | None = None,
 ) -> None:
-    """Close a group.
+    """Fail a group with a CollectiveTimeoutError.
 
-    patience: seconds to wait for the other ranks' flight records.
-    number: of the call that the group is closed for, if only while that lasts.
-    closer: group rank that closed the group first, if not this one.
+    wait_s: seconds to wait for the flight records of the other ranks.
+    number: of the late call: nothing happens if it ends meanwhile. None: the group fails anyway.
+    closer: group rank that has failed the group first, if not this one.
     """
     call = f"call {group.sequence}, {describe_call(group.recent[-1])}"
     recorded, kind, *_ = group.recent[-1]
@@ -177,48 +157,23 @@ def _close(
     where = f"after {call}" if group.doing else f"in {call}"
     text = (
         f"{name} on rank {group.ranks[group.rank()]}, {where}: {why}: "
-        f"{_describe_ranks(group, closer)}. {_CLOSED}{'' if group.compared else f'. {_COMPARES}'}"
+        f"{_describe_ranks(group, closer)}. "
+        f"{_CLOSED}{'' if group.compared else f'. {_COMPARES}'}"
     )
-    if group.broken is not None or group.closed is not None:
-        return
-    # Before calls raise: what raises may end the job, and ranks that could still write theirs.
-    flight_record.dump_for(group, "closed", text, patience)
-    if number is not None and (group.begun != number or not group.lock.locked()):
-        return  # the others have come meanwhile
-    _shut(group, CollectiveTimeoutError(text), rank_status.CLOSED)
-
-
-def _shut(
-    group: ProcessGroup, error: DistBackendError, state: int, of_devices: bool = False
-) -> None:
-    """Break a group, unless it is broken by another error, and tell its other ranks.
-
-    of_devices: it is not in a call that waits for this; see ProcessGroup.unheard.
-    """
-    # The one who is missing may never end, and MPI_Finalize waits for all. (Said first: what raises
-    # in another thread as soon as the group is broken may end the program.)
-    keep_exit_code()
-    launch.finalize_within(grace(), exit_code)
-    with rank_status.lock:  # lost_ranks.check may find why it ends, or the group may be destroyed
-        if group.broken not in (None, error) or group.closed is not None:
-            return
-        if of_devices:
-            group.unheard = error  # first: as soon as it is broken, calls raise that
-        group.break_with(error)
-    if not lost_ranks.is_ulfm():
-        rank_status.send(group, state)  # before those that share memory with this rank ask why
-    group.resources.leave()
-    lost_ranks.revoke(group)
-
-
-# --- in words -----------------------------------------------------------------------------------
+    fail(
+        group,
+        CollectiveTimeoutError(text),
+        status=rank_status.TIMED_OUT,
+        wait_s=wait_s,
+        is_current=lambda: number is None or (group.begun == number and group.lock.locked()),
+    )
 
 
 def _describe_ranks(group: ProcessGroup, closer: int | None = None) -> str:
     """Describe the last known call of each other rank.
 
-    closer: group rank that closed the group. It has continued since, so that the node monitor does
-        not know where it waited.
+    closer: group rank that failed the group. It has continued since, so that the node monitor
+        does not know where it waited.
     """
     known: dict[int, tuple[int, str]] = {}
     for name in ("shared", "hierarchical"):
@@ -237,7 +192,7 @@ def _describe_ranks(group: ProcessGroup, closer: int | None = None) -> str:
             texts.setdefault(rank, "not here, and in no call before")
         else:
             texts[rank] = "here"
-    # The monitor watches all ranks of a node; a hang report has the same text.
+    # The node monitor knows all ranks of the node.
     for rank, text in monitor_client.ask_about(group).items():
         if group.ranks.index(rank) != closer:
             texts[group.ranks.index(rank)] = text
@@ -247,17 +202,4 @@ def _describe_ranks(group: ProcessGroup, closer: int | None = None) -> str:
             ranks_of.setdefault(texts.get(rank, "no status received"), []).append(group.ranks[rank])
     if set(ranks_of) == {"here"}:
         return "all have come to it, and one does not go on"
-    return "; ".join(
-        f"rank{'s' * (len(ranks) > 1)} {_runs(ranks)}: {text}" for text, ranks in ranks_of.items()
-    )
-
-
-def _runs(numbers: Iterable[int]) -> str:
-    """Return numbers with those in a row as "first-last"."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return "; ".join(f"{format_ranks(ranks)}: {text}" for text, ranks in ranks_of.items())

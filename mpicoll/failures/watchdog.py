@@ -31,6 +31,7 @@ from mpicoll.failures import (
     rank_status,
     timeouts,
 )
+from mpicoll.failures.group_failure import fail_all_ranks, grace
 from mpicoll.failures.termination import GroupEnd, end_job, end_stuck_job
 from mpicoll.launch import exit_hooks
 from mpicoll.launch.exit_hooks import INTERRUPTED
@@ -225,11 +226,11 @@ class Watchdog:
             self._next_receive = now + _RECEIVE_INTERVAL
             for group in list(state.groups):
                 rank_status.receive(group)
-                timeouts.receive(group)
+                timeouts.receive_failures(group)
         default = state.default  # another thread may destroy it meanwhile
         if default is not None and not launch.is_serialized():
             rank_status.receive(default)
-            timeouts.receive(default)
+            timeouts.receive_failures(default)
         flight_record.answer()
         if lost_ranks.is_fault_tolerant() and not launch.is_serialized():
             for group in list(state.groups):
@@ -237,7 +238,7 @@ class Watchdog:
         for group in self._broken.keys() - state.groups:
             del self._broken[group]
         for group in list(state.groups):
-            if group.ask_devices is not None:
+            if group.device_error is not None:
                 self._check_devices(group, now)
         inside = self._find_groups_inside()
         for group in [group for group in waits if group not in inside]:
@@ -255,29 +256,29 @@ class Watchdog:
         """
         if not launch.is_serialized():
             rank_status.receive(group)
-            timeouts.receive(group)
-        group.look()
-        if group.broken is None and not group.lock.locked():
+            timeouts.receive_failures(group)
+        group.check_device_errors()
+        if group.error is None and not group.lock.locked():
             missing = rank_status.find_missing(group, True)
             if missing:  # one that leaves by an exception tells devices next, and its job may go on
                 time.sleep(_NEWS_GRACE)
-                group.look()
-            if missing and group.broken is None:
+                group.check_device_errors()
+            if missing and group.error is None:
                 who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
                 end_stuck_job(f"{who} ended without making the last calls of this rank", 1)
-        error = group.broken
+        error = group.error
         if error is None or isinstance(error, LostRankError):
             return
         if group not in self._broken:
             self._broken[group] = now
-            if group.unheard is not None:
+            if group.pending_error is not None:
                 flight_record.dump_for(group, "devices", str(error), 0)
                 write_lines(f"mpicoll: {error}")
-            timeouts.give_up(group, error)  # ranks that devices have not told
-        elif group.unheard is not None and now - self._broken[group] > timeouts.grace():
+            fail_all_ranks(group, error)  # ranks that devices have not told
+        elif group.pending_error is not None and now - self._broken[group] > grace():
             write_lines(
                 f"mpicoll: rank {group.ranks[group.rank()]}: no call of this program has raised "
-                f"the error above within {timeouts.grace():g} s ({settings.TIMEOUT_GRACE.name}), "
+                f"the error above within {grace():g} s ({settings.TIMEOUT_GRACE.name}), "
                 "and what it works with may be incomplete; ending the job"
             )
             end_job(1)
@@ -285,9 +286,9 @@ class Watchdog:
     def _check_wait(self, group: ProcessGroup, wait: _Wait, now: float) -> None:
         """Look whether the collective that a group waits in will ever end."""
         rank_status.receive(group)
-        timeouts.receive(group)
+        timeouts.receive_failures(group)
         # Its calls are about to end.
-        ends = isinstance(group.broken, (LostRankError, CollectiveTimeoutError))
+        ends = isinstance(group.error, (LostRankError, CollectiveTimeoutError))
         missing = [] if ends else rank_status.find_missing(group, group.keeps_time or group.busy())
         if missing:
             who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
@@ -310,7 +311,7 @@ class Watchdog:
         """
         if over <= 0:
             return
-        if group.broken is None:
+        if group.error is None:
             # Not here: it waits for seconds for the others' flight records.
             if wait.closing is None or not wait.closing.is_alive():
                 wait.closing = threading.Thread(
@@ -327,10 +328,10 @@ class Watchdog:
             for work in list(group.pending):
                 work.has_timed_out = True
                 work.abandon(group.failure())
-        elif since > max(timeouts.grace(), _TICK):
+        elif since > max(grace(), _TICK):
             end_stuck_job(
-                f"{group.broken}. This call is inside MPI, which cannot take it back: it was given "
-                f"{timeouts.grace():g} s more ({settings.TIMEOUT_GRACE.name}). With "
+                f"{group.error}. This call is inside MPI, which cannot take it back: it was given "
+                f"{grace():g} s more ({settings.TIMEOUT_GRACE.name}). With "
                 f"{settings.TESTED_CALLS.name}=1 it would have raised this error",
                 1,
                 group.thread,
@@ -340,7 +341,7 @@ class Watchdog:
 def _close(group: ProcessGroup, number: int) -> None:
     """Close a group whose collective of a number is late, on a thread of its own."""
     attend()
-    timeouts.expire(group, number)
+    timeouts.fail_late_call(group, number)
 
 
 def _is_news_of_loss() -> bool:

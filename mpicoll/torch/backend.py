@@ -119,7 +119,7 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
 
     def get_error(self) -> Any:
         """Return torch's ErrorType: COMM_ERROR if the group is broken, else SUCCESS."""
-        return C.ErrorType.COMM_ERROR if self.core.broken else SUCCESS
+        return C.ErrorType.COMM_ERROR if self.core.error else SUCCESS
 
     def abort(self) -> None:
         """Run the abort hooks; end the group without waiting for pending operations."""

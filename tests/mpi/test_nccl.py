@@ -417,7 +417,7 @@ def trouble(arrays, world, patch):
 def wait_until_broken(group):
     """As long as a watchdog takes."""
     end = time.monotonic() + TIMEOUT / 2
-    while group.broken is None:
+    while group.error is None:
         assert time.monotonic() < end, "nobody has said it"
         time.sleep(0.01)
 

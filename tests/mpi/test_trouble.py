@@ -223,7 +223,7 @@ def test_a_group_whose_end_timed_out_goes_on(world, mpi, monkeypatch):
     if world.me == 0:
         work = dist.all_reduce(x, group=group, async_op=True)
         with pytest.raises(dist.CollectiveTimeoutError, match="still pending"):
-            lifecycle.end(group, 0.2)
+            lifecycle.close_group(group, 0.2)
         mpi.Barrier()
     else:
         mpi.Barrier()

@@ -22,7 +22,7 @@ All steps work in one stream, one after the other. On the host a step waits for 
 for. Before each chunk of a message all ranks meet: their calls are compared, and a rank says if it
 lacks memory; they meet again before the chunk goes along the rails, for a rank that has failed in
 its cluster. (These are reductions of 40 bytes of the host's.) A rank that fails along its rail has
-those of its cluster leave the call, and closes the group for all (``timeouts.give_up``): ranks that
+those of its cluster leave the call, and closes the group for all (``fail_all_ranks``): ranks that
 wait for it in MPI test their requests, and leave, those that wait on their GPUs are ended there.
 
 Sums and products of narrow floats are float32 from their elements to the result, which is rounded
@@ -49,8 +49,9 @@ from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.dtypes import by_name as dtypes
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
-from mpicoll.failures import lost_ranks, timeouts
+from mpicoll.failures import lost_ranks
 from mpicoll.failures.consistency import describe_by_rank
+from mpicoll.failures.group_failure import fail_all_ranks
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.primitives import by_name as primitives
 from mpicoll.routes.device.space import DeviceSpace
@@ -111,7 +112,7 @@ class Part:
 
     def break_with(self, error: DistBackendError, alone: bool) -> None:
         """Make calls that wait end, this rank's alone or all: the whole group is broken."""
-        self.group.break_with(error)
+        self.group.fail(error)
         self.group.resources.leave(alone)
         lost_ranks.revoke(self.group)
 
@@ -263,8 +264,8 @@ class Levels(RouteState):
         except Exception as error:
             if then is not None:
                 then[0].leave(error, then[1])
-            if self.group.broken is None:
-                timeouts.give_up(self.group, error)
+            if self.group.error is None:
+                fail_all_ranks(self.group, error)
             raise
 
     def find_failure(self, wait: bool = False) -> DistBackendError | None:

@@ -29,7 +29,7 @@ from mpicoll.cuda.streams import look_until
 from mpicoll.cuda.threads import attend
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, UsageError
-from mpicoll.failures import timeouts
+from mpicoll.failures.group_failure import fail_all_ranks
 from mpicoll.launch.host_identity import node
 from mpicoll.routes.device.state import Agreed, RouteState, build_at_home
 from mpicoll.routes.device.user_buffers import signature_of
@@ -158,7 +158,7 @@ class Nccl(RouteState):
     def take_leave(self, kind: CallKind, error: Exception) -> None:
         """Have the others abort their communicators: this rank has failed on its way to a call."""
         if not isinstance(error, UsageError):
-            timeouts.give_up(self.group, error)
+            fail_all_ranks(self.group, error)
 
     def break_with(self, error: DistBackendError, alone: bool) -> None:
         """Abort the communicator of a group that is broken."""

@@ -209,8 +209,8 @@ class Peers(RouteState):
             f"rank {group.ranks[self.me]} failed in call {number}, {kind.primitive.name}: "
             f"{type(error).__name__}: {error}",
         )
-        if group.broken is None and (failure := self.find_failure()) is not None:
-            group.break_with(failure)
+        if group.error is None and (failure := self.find_failure()) is not None:
+            group.fail(failure)
 
     def break_with(self, error: DistBackendError, alone: bool) -> None:
         """End the kernels of all ranks; the group is broken."""

@@ -141,7 +141,7 @@ class Agreement(Agreed):
             if name not in without and (not registry.DEVICE[name].meet or name in self.states)
         )
         if any(state.ends_on_devices for state in self.states.values()):
-            self.group.ask_devices = self.find_failure
+            self.group.device_error = self.find_failure
 
     @property
     def _on_demand(self) -> Sequence[str]:
@@ -196,7 +196,7 @@ class Agreement(Agreed):
         """Make calls in parts of the group and on devices end, this rank's alone or all: the group
         is broken.
         """
-        error = self.group.broken
+        error = self.group.error
         if error is None:
             return
         for state in reversed(self.states.values()):  # NCCL's abort, the first, may take a while
@@ -205,7 +205,7 @@ class Agreement(Agreed):
     def abandon(self) -> None:
         """Leave the group, without waiting for other ranks: calls on devices end."""
         _abandoned.append(self)  # other ranks may map what this one has
-        self.group.broken = self.group.broken or DistBackendError(
+        self.group.error = self.group.error or DistBackendError(
             f"process group {self.group.group_name!r} was aborted"
         )
         self.break_states(alone=True)

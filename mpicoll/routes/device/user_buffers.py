@@ -232,7 +232,7 @@ class UserBuffers(RouteState):
             try:
                 self._carry_out(kind, views, extent, root)
             except BaseException:
-                if self.group.broken is not None and self._shown:  # who reads may yet begin
+                if self.group.error is not None and self._shown:  # who reads may yet begin
                     _in_use.append([send, recv, *views])
                 raise
             finally:
@@ -377,7 +377,7 @@ class UserBuffers(RouteState):
                 split = len(job.sources)
                 placed.append(Placed(job, addresses[:split], addresses[split:]))
             self._wait_for({rank for rank, _ in starts if rank != self.me}, step)
-            if self.group.broken is not None:  # the others have left the call, with their arrays
+            if self.group.error is not None:  # the others have left the call, with their arrays
                 raise self.group.failure()
             self.enqueue(kind, placed)
         finally:

@@ -91,11 +91,11 @@ class Hierarchy:
 
         alone: this rank's calls, where the others' need not end with them.
         """
-        error = self.group.broken
+        error = self.group.error
         assert error is not None
         for part in (self._node, self.rail):
             if part is not None:
-                part.break_with(error)
+                part.fail(error)
         if self._memory is not None:
             self._memory.leave_or_close(alone)
         if self.rail is not None:

@@ -417,12 +417,12 @@ class Shared:
         """Return why the last call was not carried out, and strike it from the group's record."""
         interruption = interruptions.take()
         if interruption is not None:
-            self._group.break_after(interruption)
+            self._group.fail_after_signal(interruption)
             return interruption
         closer = self.kernels.shared_closer(self.pointer)
         if self._hold.left or closer >= 0:
-            if self._group.broken is None:
-                timeouts.hear(self._group, closer)
+            if self._group.error is None:
+                timeouts.fail_with_peer(self._group, closer)
             return self._group.failure()
         if self._group.compared:
             self._group.drop_last()

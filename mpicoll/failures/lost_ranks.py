@@ -29,6 +29,7 @@ from mpicoll.errors import ArgumentError, CollectiveTimeoutError, LostRankError
 from mpicoll.failures import rank_status
 from mpicoll.failures.group_failure import fail_lost, is_ulfm, revoke
 from mpicoll.launch import host_identity
+from mpicoll.launch.serialized_mpi import dissemination_barrier
 from mpicoll.output import warn
 
 if TYPE_CHECKING:
@@ -222,39 +223,33 @@ def shrink(group: ProcessGroup, excluded: Collection[int], where: str) -> MPI.In
 def _meet_and_create(
     comm: MPI.Intracomm, group: ProcessGroup, named: list[int], where: str
 ) -> MPI.Intracomm:
-    """Create the communicator once all survivors are here, for MPI would wait for them for ever.
+    """Create the communicator once all survivors have called, because MPI would wait for ever.
 
-    A dissemination barrier (Hensgen, Finkel, Manber, International J. of Parallel Programming
-    17(1), 1988), left when another rank is lost.
+    Raises LostRankError if another rank is lost meanwhile.
     """
-    from mpi4py import MPI
-
     places = communicators.translate_ranks(group.messages, comm)
     members = [
         place
         for place, rank in zip(places, group.ranks, strict=True)
         if place is not None and rank not in named
     ]
-    n, me = len(members), members.index(comm.Get_rank())
     name = f"mpicoll:{group.group_name}:{members}"
     tag = zlib.crc32(name.encode()) & _TAGS
-    end, distance = deadline(group.timeout), 1
-    while distance < n:
-        requests = [
-            comm.Irecv(bytearray(0), members[(me - distance) % n], tag),
-            comm.Isend(bytearray(0), members[(me + distance) % n], tag),
-        ]
-        while not MPI.Request.Testall(requests):
+    end = deadline(group.timeout)
+
+    def wait(request: MPI.Request, status: MPI.Status | None) -> None:
+        while not request.Test():
             lost = _find(group)
             if lost != named:
                 raise LostRankError(_describe(group, lost), lost)
             if time.monotonic() > end:
                 raise CollectiveTimeoutError(
-                    f"{where}: not all survivors of group {group.group_name} came within "
-                    f"{group.timeout:g} s"
+                    f"{where}: timed out: not all survivors of group {group.group_name} called "
+                    f"within {group.timeout:g} s"
                 )
             time.sleep(_PAUSE)
-        distance *= 2
+
+    dissemination_barrier(comm, members, tag, wait)
     with communicators.subset(comm, members) as chosen:
         made = comm.Create_group(chosen, tag)
     groups.return_errors(made)

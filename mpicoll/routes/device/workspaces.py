@@ -10,10 +10,13 @@ from mpicoll import control_messages
 from mpicoll.core.work import deadline
 from mpicoll.cuda.runtime import Memory, allocate
 from mpicoll.cuda.streams import DeviceContext
+from mpicoll.launch.serialized_mpi import dissemination_barrier
 from mpicoll.routes.device.mappings import open_memory
 from mpicoll.routes.device.state import first_problem
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
@@ -113,22 +116,21 @@ def _free_when_unmapped(group: ProcessGroup, own: Memory, limit: float) -> None:
 
 
 def all_come(group: ProcessGroup, limit: float) -> bool:
-    """Return whether all ranks call within so many seconds.
+    """Return whether all ranks call within ``limit`` seconds.
 
-    By messages, a dissemination barrier (Hensgen, Finkel, Manber, International J. of Parallel
-    Programming 17(1), 1988): in a group that is broken, ranks have left collectives of MPI, which
-    another one would meet.
+    Uses messages, because in a failed group a collective of MPI would match one that ranks have
+    left.
     """
-    inner, n, me, moment = group.inner, group.size(), group.rank(), deadline(limit)
-    distance = 1
-    while distance < n:
-        waiting = [
-            inner.Irecv(bytearray(0), (me - distance) % n, _TAG),
-            inner.Isend(bytearray(0), (me + distance) % n, _TAG),
-        ]
-        while waiting := [one for one in waiting if not one.Test()]:
+    moment = deadline(limit)
+
+    def wait(request: MPI.Request, status: MPI.Status | None) -> None:
+        while not request.Test():
             if time.monotonic() > moment:
-                return False
+                raise TimeoutError
             time.sleep(1e-4)
-        distance *= 2
+
+    try:
+        dissemination_barrier(group.inner, range(group.size()), _TAG, wait)
+    except TimeoutError:
+        return False
     return True

@@ -236,13 +236,14 @@ _GUARDED = 1 << 14
 
 def _find_monitor() -> int:
     """Return the process that monitors this one."""
-    from mpicoll.failures import json_lines, node_monitor
+    from mpicoll import line_protocol
+    from mpicoll.failures import node_monitor
 
     end = time.monotonic() + 10  # it takes a moment to start
     while time.monotonic() < end:
         for path in node_monitor.find_folder().glob(f"*{node_monitor.SOCKETS}"):
             with contextlib.suppress(OSError):
-                if os.getpid() in json_lines.ask(path, {"ask": "job"})["pids"]:
+                if os.getpid() in line_protocol.ask(path, {"ask": "job"})["pids"]:
                     return int(path.name.removesuffix(node_monitor.SOCKETS))
         time.sleep(0.1)
     raise SystemExit("there is no node monitor here; expected Linux with pidfds and memfds")

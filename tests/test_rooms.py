@@ -23,7 +23,8 @@ ROOMS = [
     "arrays", "cuda", "launch", "kernels", "ground",
 ]  # fmt: skip
 GROUND = {
-    "communicators", "control_messages", "dtypes", "errors", "machine", "output", "primitives",
+    "communicators", "control_messages", "dtypes", "errors", "line_protocol", "machine", "output",
+    "primitives",
     "private_files", "settings", "signals",
 }  # fmt: skip
 

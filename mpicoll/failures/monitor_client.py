@@ -24,10 +24,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpicoll import control_messages, launch, settings
+from mpicoll import control_messages, launch, line_protocol, settings
 from mpicoll.core import observers
 from mpicoll.core.observers import Observer
-from mpicoll.failures import json_lines, lost_ranks, node_monitor, report
+from mpicoll.failures import lost_ranks, node_monitor, report
 from mpicoll.failures.status_page import DONE, LEFT, StatusPage
 from mpicoll.launch.host_identity import addresses, node
 from mpicoll.signals import blocked_from_outside
@@ -432,7 +432,7 @@ def ask_about(group: ProcessGroup) -> dict[int, str]:
     call = own.page.cell(address)._asdict()
     question = {"ask": "snapshots", "stacks": "known", "call": call}
     try:
-        answer = json_lines.ask(
+        answer = line_protocol.ask(
             node_monitor.find_folder() / f"{pid}{node_monitor.SOCKETS}", question
         )
         return {

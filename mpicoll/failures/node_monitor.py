@@ -31,8 +31,8 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent.parent.parent)]
 
 from mpicoll.failures.blame import Ending, Loss, build_loss, find_cause
-from mpicoll.failures.json_lines import ANSWER_TIMEOUT_S, LONG_LINE_BYTES, JsonLines, prove
 from mpicoll.failures.status_page import CALL_BYTES, DONE, ENDING, LEFT, Cell, StatusPage, parse
+from mpicoll.line_protocol import ANSWER_TIMEOUT_S, JsonConnection, is_proof, mac
 
 if TYPE_CHECKING:
     from mpicoll.failures.report import Snapshot
@@ -265,14 +265,14 @@ class NodeMonitor:
         self._launcher: int = given["launcher_pidfd"]
         # It reports events in their order.
         self._poll = select.epoll.fromfd(given["epoll"])
-        self._lines: dict[int, JsonLines] = {}
-        self._nodes: dict[str, JsonLines] = {}  # the other monitors, on the head
+        self._lines: dict[int, JsonConnection] = {}
+        self._nodes: dict[str, JsonConnection] = {}  # the other monitors, on the head
         self._far_ranks: dict[str, int] = {}  # number of ranks of each
-        self._head: JsonLines | None = None
+        self._head: JsonConnection | None = None
         # Connections that may lead to the head, with the nonces from there ("" for none yet), and
         # the one on which this monitor has introduced itself.
-        self._dialing: dict[JsonLines, str] = {}
-        self._introduced: JsonLines | None = None
+        self._dialing: dict[JsonConnection, str] = {}
+        self._introduced: JsonConnection | None = None
         self._held: list[dict[str, Any]] = []  # messages for the head until one does
         self._listeners: dict[int, socket.socket] = {}
         self._reported: set[tuple[int, int]] = set()
@@ -433,7 +433,7 @@ class NodeMonitor:
         for descriptor in waiting:
             poll.register(descriptor, select.POLLIN)
         end = time.monotonic() + ANSWER_TIMEOUT_S
-        others: list[tuple[JsonLines, dict[str, Any]]] = []
+        others: list[tuple[JsonConnection, dict[str, Any]]] = []
         while waiting and (ready := poll.poll(1000 * max(0.0, end - time.monotonic()))):
             for descriptor, _ in ready:
                 line = waiting[descriptor]
@@ -501,15 +501,15 @@ class NodeMonitor:
                 sock.connect_ex((host, port))
                 self._dialing[self._add_line(sock)] = ""
 
-    def _add_line(self, sock: socket.socket) -> JsonLines:
-        line = JsonLines(sock)
+    def _add_line(self, sock: socket.socket) -> JsonConnection:
+        line = JsonConnection(sock)
         if not line.is_local:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._lines[line.fileno()] = line
         self._poll.register(line, select.EPOLLIN)
         return line
 
-    def _is_stranger(self, line: JsonLines) -> bool:
+    def _is_stranger(self, line: JsonConnection) -> bool:
         return not line.peer and line not in self._dialing
 
     def _accept(self, listener: socket.socket) -> None:
@@ -537,17 +537,17 @@ class NodeMonitor:
             if not line.peer and now - line.since > limit:
                 self._drop(line)
 
-    def _send(self, line: JsonLines, message: dict[str, Any]) -> None:
+    def _send(self, line: JsonConnection, message: dict[str, Any]) -> None:
         try:
             line.send(message)
             self._watch_output(line)
         except OSError:
             self._drop(line)
 
-    def _watch_output(self, line: JsonLines) -> None:
+    def _watch_output(self, line: JsonConnection) -> None:
         self._poll.modify(line, select.EPOLLIN | (select.EPOLLOUT if line.has_unsent else 0))
 
-    def _drop(self, line: JsonLines) -> None:
+    def _drop(self, line: JsonConnection) -> None:
         if self._lines.get(line.fileno()) is not line:
             return
         del self._lines[line.fileno()]
@@ -563,7 +563,7 @@ class NodeMonitor:
                 self._introduce()
             self._send_held()
 
-    def _serve_line(self, line: JsonLines) -> None:
+    def _serve_line(self, line: JsonConnection) -> None:
         try:
             line.flush()
             line.fill()
@@ -572,7 +572,7 @@ class NodeMonitor:
             self._drop(line)
         self._handle_all(line)
 
-    def _handle_all(self, line: JsonLines) -> None:
+    def _handle_all(self, line: JsonConnection) -> None:
         """Handle the messages that have arrived as a whole."""
         try:
             while line.sock.fileno() >= 0 and (message := line.take()) is not None:
@@ -580,14 +580,14 @@ class NodeMonitor:
         except OSError:
             self._drop(line)
 
-    def _handle_safely(self, line: JsonLines, message: dict[str, Any]) -> None:
+    def _handle_safely(self, line: JsonConnection, message: dict[str, Any]) -> None:
         """Handle a message. Any error in it closes this connection alone."""
         try:
             self._handle(line, message)
         except Exception:
             self._drop(line)
 
-    def _handle(self, line: JsonLines, message: dict[str, Any]) -> None:
+    def _handle(self, line: JsonConnection, message: dict[str, Any]) -> None:
         if line in self._dialing:
             self._identify_head(line, message)
         elif line.is_local:
@@ -604,17 +604,18 @@ class NodeMonitor:
         else:
             self._handle_news(message)
 
-    def _identify_node(self, line: JsonLines, message: dict[str, Any]) -> None:
-        if not line.proves(message, self._secret, "node"):
-            raise ConnectionRefusedError("the peer does not know the secret")
-        line.peer = str(message["node"])
-        line.max_line_bytes = LONG_LINE_BYTES
+    def _identify_node(self, line: JsonConnection, message: dict[str, Any]) -> None:
+        self._check_proof(line, message, "node")
+        line.accept_peer(str(message["node"]))
         self._nodes[line.peer] = line
-        proof = prove(self._secret, f"head {message['nonce']}").decode()
-        self._send(line, {"proof": proof})
+        self._send(line, {"proof": mac(self._secret, "head", message["nonce"])})
         self._far_ranks[line.peer] = int(message["ranks"])
         if sum(self._far_ranks.values()) + len(self._ranks) >= self.size:
             self._stop_listening()
+
+    def _check_proof(self, line: JsonConnection, message: dict[str, Any], role: str) -> None:
+        if not is_proof(message.get("proof"), self._secret, role, line.nonce):
+            raise ConnectionRefusedError("the peer does not know the secret")
 
     def _stop_listening(self) -> None:
         """Close the sockets for other nodes: all have connected."""
@@ -629,24 +630,24 @@ class NodeMonitor:
         line = next((one for one, nonce in self._dialing.items() if nonce), None)
         if self._introduced is None and line is not None and self._head is None:
             self._introduced = line
-            proof = prove(self._secret, f"node {self._dialing[line]}").decode()
+            proof = mac(self._secret, "node", self._dialing[line])
             self._send(line, {"node": self._given["node"], "nonce": line.nonce, "proof": proof,
                               "ranks": len(self._ranks)})  # fmt: skip
 
-    def _identify_head(self, line: JsonLines, message: dict[str, Any]) -> None:
+    def _identify_head(self, line: JsonConnection, message: dict[str, Any]) -> None:
         if "proof" not in message:
             self._dialing[line] = str(message["nonce"])
             self._introduce()
             return
-        if not line.proves(message, self._secret, "head"):
-            raise ConnectionRefusedError("the peer does not know the secret")
+        self._check_proof(line, message, "head")
         del self._dialing[line]
-        self._head, line.peer, line.max_line_bytes = line, "head", LONG_LINE_BYTES
+        self._head = line
+        line.accept_peer("head")
         for other in list(self._dialing):
             self._drop(other)
         self._send_held()
 
-    def _answer(self, line: JsonLines, message: dict[str, Any]) -> None:
+    def _answer(self, line: JsonConnection, message: dict[str, Any]) -> None:
         if message.get("ask") == "job":
             self._send(line, self._describe())
         elif message.get("ask") == "snapshots":

@@ -22,7 +22,7 @@ from mpicoll.errors import (
     UnsupportedError,
 )
 from mpicoll.failures import lost_ranks
-from mpicoll.launch import newcomers
+from mpicoll.launch import spawned_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -63,7 +63,7 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
             f"{_WHERE}: command: expected a list of strings as after `python`, "
             f"['job.py', '--option'], or None, got {command!r}"
         )
-    if problem := lifecycle.met_elsewhere() or newcomers.why_not():
+    if problem := lifecycle.met_elsewhere() or spawned_ranks.why_not():
         raise UnsupportedError(
             f"{_WHERE}: no process can be started that joins this job: {problem}; start the job by "
             "mpirun, or with as many ranks as it may need"
@@ -72,14 +72,14 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
     words, folder = _meet(old, count, command, outlives)
 
     def grow() -> MPI.Intracomm:
-        inter = newcomers.start(old.inner, count, words, folder, old.timeout)
+        inter = spawned_ranks.start(old.inner, count, words, folder, old.timeout)
         wrong, raised = "", None
         if old.rank() == 0:
             try:
-                wrong = newcomers.wait(inter, count, outlives, old.timeout, old.check_whole)
+                wrong = spawned_ranks.wait(inter, count, outlives, old.timeout, old.check_whole)
             except BaseException as error:  # the others wait for what this rank says
                 wrong, raised = f"rank 0: {type(error).__name__}: {error}", error
-        told = np.zeros(newcomers.WORDS, np.uint8)
+        told = np.zeros(spawned_ranks.WORDS, np.uint8)
         mine = np.frombuffer(wrong.encode()[: told.size], np.uint8)
         told[: mine.size] = mine
         try:
@@ -90,9 +90,9 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
             raise
         finally:
             if old.rank() == 0:
-                newcomers.answer(inter, wrong)
+                spawned_ranks.answer(inter, wrong)
         wrong = told.tobytes().rstrip(b"\0").decode("utf-8", "replace")
-        return newcomers.merge(inter, wrong, raised)
+        return spawned_ranks.merge(inter, wrong, raised)
 
     return lifecycle.begin_again(execute.run_in_order(old, _WHERE, grow, keeps_time=True))
 
@@ -107,8 +107,9 @@ def _left(end: float) -> float | None:
 def _meet(
     group: ProcessGroup, count: int, command: Sequence[str] | None, outlives: bool
 ) -> tuple[list[str], str]:
-    """Return, when all ranks are here and can go on, what ``newcomers.find_command`` does on rank
-    0, and nothing on others; raise on all of them where one cannot.
+    """Return what ``spawned_ranks.find_command`` returns, on rank 0, once all ranks have called.
+
+    Raises on all ranks if one of them cannot continue.
 
     command, outlives: as there.
     """
@@ -118,7 +119,7 @@ def _meet(
         what = _PENDING
     elif group.rank() == 0:
         try:
-            words, folder = newcomers.find_command(command, outlives)
+            words, folder = spawned_ranks.find_command(command, outlives)
         except ArgumentError:
             what = _NO_PROGRAM
         except OSError:

@@ -15,7 +15,7 @@
     ├── DistBackendError                 something failed between the ranks
     │   ├── MPIError                         the MPI library returned an error
     │   ├── LostRankError                    a rank is lost, and the job goes on without it (ULFM)
-    │   ├── MismatchError                    the ranks made calls that do not belong together
+    │   ├── MismatchError                    collective mismatch: ranks called different operations
     │   └── CollectiveTimeoutError (TimeoutError)  a rank did not come in time
     └── RefusedPickleError (pickle.UnpicklingError)  a received object not allowed, or invalid
 
@@ -122,7 +122,7 @@ class LostRankError(DistBackendError):
 
 
 class MismatchError(DistBackendError):
-    """The ranks made calls that do not belong together; the message lists them by rank."""
+    """Collective mismatch: the ranks made different calls. The message lists them by rank."""
 
 
 class CollectiveTimeoutError(DistBackendError, TimeoutError):

@@ -1,7 +1,7 @@
 """Connections between processes of a job: lines of text, and a handshake with a secret.
 
 The node monitors and the server that starts MPI for torchrun use them. A connection never blocks
-its process: it buffers what the peer has not read, up to a limit. Invalid input raises OSError, and
+its process: it buffers unread output up to a limit. Invalid input raises OSError, and
 the process then closes this connection only.
 
 Handshake: each side sends a random nonce, then proves that it knows the secret of the job by the
@@ -110,7 +110,7 @@ class LineConnection:
         self._inbox += data
 
     def take_line(self) -> bytes | None:
-        """Return the next complete line, None for none. Raises OSError if it is too long."""
+        """Return the next complete line, or None. Raises OSError if it is too long."""
         end = self._inbox.find(b"\n", self._scanned)
         if (len(self._inbox) if end < 0 else end) > self.max_line_bytes:
             raise ConnectionResetError(f"invalid message: over {self.max_line_bytes} bytes")
@@ -181,7 +181,7 @@ def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(ANSWER_TIMEOUT_S)
         sock.connect(str(path))
-        connection = JsonConnection(sock)
-        connection.accept_peer("monitor")
-        connection.send(question)
-        return connection.receive(2 * ANSWER_TIMEOUT_S)
+        line = JsonConnection(sock)
+        line.accept_peer("monitor")
+        line.send(question)
+        return line.receive(2 * ANSWER_TIMEOUT_S)

@@ -153,7 +153,7 @@ def test_a_misspelt_setting_is_refused_by_name(ended):
     ended.badly("ArgumentError", "MPICOLL_SHARED_MEMRY", "did you mean MPICOLL_SHARED_MEMORY?")
 
 
-# ---- calls that do not belong together, past those that are all compared ------------------------
+# ---- collective mismatches after the first calls, which are all compared ------------------------
 
 
 @job(
@@ -205,7 +205,7 @@ dist.barrier()
 def test_sizes_that_mpi_refuses_name_the_mismatch(ranks: int, tmp_path: Path) -> None:
     ended = run(Job(SIZES, ranks, environment=APART), {}, tmp_path)
     assert ended.code != 0 and HUNG not in ended.err, ended
-    line = next(line for line in ended.err.splitlines() if "do not belong together" in line)
+    line = next(line for line in ended.err.splitlines() if "collective mismatch" in line)
     named = sum(f"all_reduce of {3 + rank}00000 elements" in line for rank in range(ranks))
     # All ranks, or two of them if one that waits has found it first.
     assert "call 70" in line and named >= 2, ended
@@ -261,7 +261,7 @@ for i in range(3):
 )
 def test_ranks_that_wait_in_different_calls_say_so_in_seconds(ended, call):
     """Long before the group's timeout; the first three calls do not reach a comparison."""
-    ended.badly("do not belong together", "call 301, ", " of 4194304 elements")
+    ended.badly("collective mismatch", "call 301, ", " of 4194304 elements")
 
 
 @job(
@@ -281,7 +281,7 @@ for i in range(64):
 )
 def test_calls_that_mpi_mixes_up_end_the_job_in_seconds(ended, call):
     """By a comparison or, where the ranks wait for each other, by what they tell each other."""
-    ended.badly("do not belong together", "301")
+    ended.badly("collective mismatch", "301")
 
 
 @job(
@@ -294,9 +294,7 @@ else:
     environment=APART,
 )  # fmt: skip
 def test_a_group_is_made_where_others_call(ended):
-    ended.badly(
-        "do not belong together", "call 301, barrier", "making another group after call 300"
-    )
+    ended.badly("collective mismatch", "call 301, barrier", "making another group after call 300")
 
 
 @job(

@@ -326,4 +326,4 @@ def test_a_mismatch_that_a_rank_denies_is_reported(monkeypatch):
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-    assert "do not belong together" in text
+    assert "collective mismatch" in text

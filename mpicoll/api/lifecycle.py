@@ -452,7 +452,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
         close_group(chosen)
         _raise_pending_errors([chosen])
         return
-    until = time.monotonic() + rank_status.DESTROY_TIMEOUT
+    until = time.monotonic() + rank_status.DESTROY_TIMEOUT_S
     living = [*(one for one in reversed(list(state.groups)) if one is not default), default]
     wrong = [close_group(one, until=until) for one in living]
     _forget_groups()
@@ -512,7 +512,7 @@ def _reset() -> None:
 
 def _sign_off() -> None:
     """Tell the server, if there is one, and the guard that no other rank needs this one."""
-    monitor_client.leave()
+    monitor_client.sign_off()
     session = launch.current()
     if session is not None:
         session.send("free")

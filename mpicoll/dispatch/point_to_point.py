@@ -400,7 +400,7 @@ def begin_message(
     """
     group.check_whole()
     view = adapters.build_view(tensor, receives, f"{name}: tensor")
-    monitor_client.say_message(group, peer, receives)
+    monitor_client.record_message(group, peer, receives)
     shown = group.object_tag if tag is None else tag
     entry = flight_record.enter_message(group, peer, shown, receives, view)
     work = _begin_view(group, name, view, peer, tag, receives)

@@ -63,9 +63,9 @@ def fail(
     pending: bool = False,
     is_current: Callable[[], bool] | None = None,
 ) -> bool:
-    """Fail a group on all its ranks: its calls, those in progress too, raise ``error`` here.
+    """Fail a group on all its ranks. On this rank, present and later calls raise ``error``.
 
-    status: FAILED or TIMED_OUT: what the other ranks receive.
+    status: FAILED or TIMED_OUT, for the status message to the other ranks.
     wait_s: seconds that the flight recorder waits for the records of other ranks.
     pending: the error is of devices, and no call waits that would raise it.
     is_current: whether the reason is still valid once the observers have returned.
@@ -106,7 +106,7 @@ def fail_all_ranks(group: ProcessGroup, error: Exception) -> None:
 
 
 def fail_lost(group: ProcessGroup, error: LostRankError) -> None:
-    """Fail a group on this rank because a rank is lost. The other survivors notice it themselves.
+    """Fail a group on this rank because a rank is lost. Each survivor does so.
 
     The caller holds ``rank_status.lock``.
     """

@@ -1,10 +1,10 @@
-"""Signals in the middle of a call: Python's handlers run while the main thread waits in C.
+"""Signal handlers during a call: Python's handlers run while the main thread waits in C.
 
-A thread that waits in C, in shared memory, runs no Python, and so none of the program's handlers.
-There it looks now and then whether one is due. If that raises, as sys.exit or KeyboardInterrupt do,
-this rank leaves the call, which raises the same.
+A thread that waits in C for shared memory runs no Python, and so no handlers of the program. It
+periodically checks for pending signals and runs their handlers. If a handler raises an exception,
+this rank leaves the call, which raises it.
 
-Without the compiled module (see ``kernels/calls.py``) handlers run when the call has ended.
+Without the compiled module (``kernels/calls.py``) handlers run after the call.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["attend", "take"]
 
 
 def attend() -> None:
-    """Let handlers run while this thread, the main one, waits in shared memory."""
+    """Run handlers while this thread, the main thread, waits in shared memory."""
     if kernels is not None:
         kernels.shared_attend(find_attendant())
 
 
 def take() -> BaseException | None:
-    """Return what a handler has raised in the call that this rank has left, None for nothing."""
+    """Return the exception that a handler raised in the call that this rank has left, if any."""
     if threading.current_thread() is not threading.main_thread():
         return None  # handlers run on the main thread alone
     return take_interruption()

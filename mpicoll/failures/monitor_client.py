@@ -1,6 +1,6 @@
-"""A rank's side of the monitor: its page, the handler that prints its stacks, and how it starts.
+"""Monitor client: the side of a rank that publishes its state, and starts the node monitor.
 
-Nothing here is needed for a job to run: where the system refuses any of it, there is no monitor.
+A job runs without a node monitor if the system has no pidfds or memfds.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
-    "ask_about", "find_order", "leave", "renew", "say_ending", "say_message", "say_signal", "start",
+    "ask_about", "end_order", "record_message", "renew", "report_ending", "report_signal",
+    "sign_off", "start",
 ]  # fmt: skip
 
-#: Seconds of waiting after which a hang is reported, unless a setting says otherwise: at most, and
-#: as a share of the group's timeout.
-_AFTER, _SHARE = 60.0, 0.5
-#: Seconds that the monitor has to say what it knows before this rank ends the job.
-_LAST_WORDS = 0.5
-#: Processes that start the ranks of a node and end them, by the names that the system knows.
+#: Default time after which a hang is reported: maximum in seconds, and fraction of the timeout.
+_REPORT_AFTER_S, _TIMEOUT_FRACTION = 60.0, 0.5
+#: Time that this rank waits for the report of the monitor before it ends the job.
+_REPORT_TIMEOUT_S = 0.5
+#: Names of processes that start and end the ranks of a node.
 _LAUNCHERS = {
     "hydra_pmi_proxy", "mpiexec", "mpiexec.hydra", "mpirun", "orted", "orterun", "prte", "prted",
     "prterun", "slurmstepd",
@@ -54,7 +54,7 @@ _LAUNCHERS = {
 
 
 class _Own:
-    """This process's page, and what it has told the monitor."""
+    """The status page of this process, and the descriptors for its monitor."""
 
     def __init__(self) -> None:
         self.page = StatusPage()
@@ -64,13 +64,13 @@ class _Own:
         self.signal = _find_signal()
         faulthandler.register(self.signal, file=self.stacks, all_threads=True, chain=False)
         self.pid = os.getpid()
-        #: A byte in this pipe has the monitor look at once.
+        #: A byte in this pipe wakes the monitor. The system closes it first when the rank ends.
         self.bell, self.rings = os.pipe()
         os.set_blocking(self.rings, False)
-        #: What the running monitor was started for, and how other nodes find that of rank 0's.
+        #: The ranks for which the running monitor was started; addresses and secret of the head.
         self.monitored: object = None
         self.head: dict[str, Any] = {}
-        #: Tells this beginning of the job from others, whose groups have the same names.
+        #: Random number of this init_process_group: groups of another one have the same names.
         self.beginning = 0
 
 
@@ -78,7 +78,7 @@ _own: _Own | None = None
 
 
 def _find_signal() -> int:
-    """Return a signal that nobody listens to, one of those that have no meaning."""
+    """Return a real-time signal without a handler."""
     for number in range(signal.SIGRTMAX - 2, signal.SIGRTMIN + 2, -1):
         if signal.getsignal(number) is signal.SIG_DFL:
             return number
@@ -86,10 +86,10 @@ def _find_signal() -> int:
 
 
 def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
-    """Have this node's monitor watch this rank. All ranks call.
+    """Connect this rank to the node monitor, and start it on the first rank. All ranks call.
 
-    here: the ranks of ``world`` on this node. listener: the thread that is asked for stacks, as the
-    system numbers it.
+    here: the ranks of ``world`` on this node. listener: system-wide number of the thread that
+    prints stacks.
     """
     global _own
     given: dict[str, Any] = {}
@@ -107,7 +107,7 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
     if not given:
         _own = None
     ranks = control_messages.allgather(here, given, dict[str, int | str])
-    # What sees each other's processes has the same monitor: a part of a node, if in containers.
+    # Ranks in different containers of a node cannot see each other: each container has a monitor.
     seen = [one for one in ranks if one and one["node"] == given.get("node")]
     first = bool(seen) and seen[0]["rank"] == world.Get_rank()
     key = [(one["rank"], one["pid"]) for one in seen]
@@ -127,11 +127,11 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
             _launch_monitor(seen, world.Get_size(), head, listeners)
     for sock in listeners:
         sock.close()
-    here.Barrier()  # until then all ranks of the node live, and from then on their ends are seen
+    here.Barrier()  # until now all ranks of the node are alive; their ends are seen from here on
 
 
 def _make_head(several: bool) -> list[socket.socket]:
-    """Choose the secret and addresses by which monitors find that of rank 0; return its sockets.
+    """Choose the secret and addresses of the head monitor; return its sockets.
 
     It listens at the addresses of this host that other nodes may reach, or at the loopback address
     if there are none. The monitor closes these sockets once all nodes have connected.
@@ -153,9 +153,9 @@ def _make_head(several: bool) -> list[socket.socket]:
 
 
 class _Opened:
-    """Descriptors for the monitor: of the ranks of this node, and of an epoll with their events.
+    """Descriptors for the monitor: of the ranks of this node, and an epoll with their events.
 
-    The kernel keeps the order of the events from here on, however late the monitor starts.
+    The kernel keeps the events in order until the monitor starts.
     """
 
     def __init__(self, ranks: list[dict[str, Any]], launcher: int, prints: int) -> None:
@@ -196,7 +196,7 @@ class _Opened:
         return found
 
     def close(self) -> None:
-        """Close all of them in this process."""
+        """Close the descriptors in this process."""
         self._poll.close()
         for descriptor in self.all:
             os.close(descriptor)
@@ -205,7 +205,7 @@ class _Opened:
 def _launch_monitor(
     ranks: list[dict[str, Any]], size: int, head: dict[str, Any], listeners: list[socket.socket]
 ) -> None:
-    """Start the monitor: no child of this process, which would be found by os.wait()."""
+    """Start the monitor, not as a child of this process, so that os.wait() does not return it."""
     step = launch.find_job()[1]
     identity = f"{head['job']}.{step}" if step else head["job"]
     launchers = _find_launchers()
@@ -215,7 +215,7 @@ def _launch_monitor(
     given = head | {
         "size": size, "ranks": opened.ranks, "node": f"{node()}-{os.getpid()}",
         "host": socket.gethostname(), "listeners": sockets,
-        "goes_on": lost_ranks.is_fault_tolerant(), "survival": launch.find_survival(),
+        "survives_losses": lost_ranks.is_fault_tolerant(), "survival": launch.find_survival(),
         "reports": settings.REPORTS.value(), "launcher": starter,
         "launcher_pidfd": opened.launcher, "epoll": opened.epoll, "stderr": opened.stderr,
         "names": [identity, head["job"], *map(str, launchers)],
@@ -267,12 +267,12 @@ def _open_stderr(pid: int) -> int:
 
 
 def _is_null(descriptor: int) -> bool:
-    """Return whether this is /dev/null, as of a daemon that starts the ranks of a node."""
+    """Return whether this is /dev/null, as for a daemon that starts the ranks of a node."""
     return os.fstat(descriptor).st_rdev == Path(os.devnull).stat().st_rdev
 
 
 def _find_starter(launchers: list[int]) -> int:
-    """Return the process with which the ranks of this node end, 0 if there is none.
+    """Return the process whose end also ends the ranks of this node, 0 if there is none.
 
     launchers: as _find_launchers returns them.
     """
@@ -280,13 +280,13 @@ def _find_starter(launchers: list[int]) -> int:
     if launched is None:
         return 0
     if launched.is_parent:
-        # What a rank starts has the rank's variables, too, and may outlive it.
+        # A process that a rank starts inherits its variables, and may outlive it.
         return 0 if launched.is_present(_read_environment(os.getppid())) else os.getppid()
     return launchers[0] if launchers and launched.dialect else 0
 
 
 def _read_environment(process: int) -> dict[str, str]:
-    """Return the variables that a process was started with, none where they cannot be read."""
+    """Return the environment of a process at its start, {} if it cannot be read."""
     try:
         text = os.fsdecode(Path(f"/proc/{process}/environ").read_bytes())
     except OSError:
@@ -295,7 +295,7 @@ def _read_environment(process: int) -> dict[str, str]:
 
 
 def _find_launchers() -> list[int]:
-    """Return the processes that have started this one for a launcher of MPI, the nearest first."""
+    """Return the ancestors of this process that belong to an MPI launcher, the nearest first."""
     found, process = [], os.getppid()
     with contextlib.suppress(OSError, ValueError, IndexError):
         while process > 1:
@@ -306,7 +306,7 @@ def _find_launchers() -> list[int]:
     return found
 
 
-# --- while it runs --------------------------------------------------------------------------------
+# --- while the monitor runs -----------------------------------------------------------------------
 
 
 def _is_own() -> bool:
@@ -342,23 +342,24 @@ observers.add(_Publisher())
 
 
 def _limit(timeout: float | None) -> int:
-    """Return the milliseconds after which waiting is reported, 0 for never."""
+    """Return the milliseconds after which a hang is reported, 0 for never."""
     chosen = settings.REPORT_AFTER.value()
     if chosen:
         return int(1000 * float(chosen))
-    return int(1000 * min(_AFTER, _AFTER if timeout is None else _SHARE * timeout))
+    after = _REPORT_AFTER_S if timeout is None else _TIMEOUT_FRACTION * timeout
+    return int(1000 * min(_REPORT_AFTER_S, after))
 
 
-def say_ending(code: int, explained: bool = True) -> None:
-    """Record that this rank ends the job with an exit code.
+def report_ending(code: int, explained: bool = True) -> None:
+    """Report that this rank ends the job with an exit code.
 
-    explained: it has printed why; else the monitor reports the exit code.
+    explained: the rank has printed the reason; else the monitor prints the exit code.
     """
     if _own is not None and _is_own():
-        _own.page.say_ending(code, explained)
-        _ring()
-        # The monitor's report may be lost when the job has ended.
-        end = time.monotonic() + _LAST_WORDS
+        _own.page.set_ending(code, explained)
+        _wake_monitor()
+        # The monitor's output may be lost when the job has ended.
+        end = time.monotonic() + _REPORT_TIMEOUT_S
         while time.monotonic() < end:
             header = _own.page.header()
             if not header.signal and not header.unexplained:
@@ -366,57 +367,56 @@ def say_ending(code: int, explained: bool = True) -> None:
             time.sleep(0.01)
 
 
-def _ring() -> None:
-    """Have the monitor look at once."""
+def _wake_monitor() -> None:
     assert _own is not None
     with contextlib.suppress(OSError):
         os.write(_own.rings, b"\0")
 
 
-def say_signal(number: int) -> None:
-    """Say that a signal has come that may end this rank, and that the program handles."""
+def report_signal(number: int) -> None:
+    """Report that this rank has received a signal that the program handles and may end it."""
     if _own is not None and _is_own():
-        _own.page.say_signal(number)
-        _ring()
+        _own.page.set_signal(number)
+        _wake_monitor()
 
 
-def _forget() -> None:
-    """Close the pipe in a forked child: that it is closed shows that this rank has ended."""
+def _after_fork() -> None:
+    """Close the pipe in a forked child: the monitor takes its closing for the end of this rank."""
     if _own is not None and _own.rings >= 0:
         os.close(_own.rings)
         _own.rings = -1
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_after_fork)
 
 
-def leave() -> None:
-    """Say that no other rank needs this one any more."""
+def sign_off() -> None:
+    """Report that no other rank needs this one any more."""
     if _own is not None and _is_own():
-        _own.page.say(DONE)
+        _own.page.set_state(DONE)
 
 
 def renew() -> None:
-    """Leave the monitor of this rank: ``start`` gets it one of other ranks. No group is alive."""
+    """Disconnect from the monitor: ``start`` connects to another one. All groups are closed."""
     global _own
     old = _own
     if old is None or not _is_own():
         return
     _own = None
-    old.page.say(LEFT)
+    old.page.set_state(LEFT)
     with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
         _own = _Own()
-    # It takes the place of the old handler of the same signal, which may come at any time.
+    # A new handler replaces the old one for the same signal, which may arrive at any time.
     if _own is None or _own.signal != old.signal:
         faulthandler.unregister(old.signal)
     for descriptor in (old.page.descriptor, old.stacks, old.bell, old.rings):
         os.close(descriptor)
 
 
-def say_message(group: ProcessGroup, peer: int, receives: bool) -> None:
-    """Record a message that begins; peer: its other rank in the group, -1 for any."""
+def record_message(group: ProcessGroup, peer: int, receives: bool) -> None:
+    """Record that a message begins; peer: its rank in the group, -1 for any."""
     if _own is not None and _is_own() and (address := _own.cells.get(group, 0)):
-        _own.page.say_message(address, group.ranks[peer] if peer >= 0 else -1, receives)
+        _own.page.record_message(address, group.ranks[peer] if peer >= 0 else -1, receives)
 
 
 def ask_about(group: ProcessGroup) -> dict[int, str]:
@@ -444,6 +444,6 @@ def ask_about(group: ProcessGroup) -> dict[int, str]:
         return {}
 
 
-def find_order() -> str:
-    """Return why the monitor wants this rank to end, "" if it does not."""
-    return _own.page.order() if _own is not None and _is_own() else ""
+def end_order() -> str:
+    """Return the reason for which the monitor orders this rank to end, "" if it does not."""
+    return _own.page.end_order() if _own is not None and _is_own() else ""

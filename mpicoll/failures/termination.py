@@ -1,5 +1,6 @@
-"""How a rank with a process group ends its job. It prints its message first, then writes its flight
-record and notifies the node's monitor.
+"""End of the job by a rank with a process group.
+
+The rank prints its message first, then writes its flight record and notifies the node monitor.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ __all__ = ["GroupEnd", "end_job", "end_stuck_job"]
 def end_job(code: int, explained: bool = True) -> None:
     """End every rank of the job with an exit code, after flushing the output.
 
-    explained: this rank has printed why; else the monitor reports the exit code.
+    explained: this rank has printed the reason; else the monitor prints the exit code.
     """
     for line in flight_record.last_words():
         write_lines(line)
-    monitor_client.say_ending(code, explained)
+    monitor_client.report_ending(code, explained)
     flush_output()
     end_ranks(code)
 
@@ -32,9 +33,10 @@ def end_job(code: int, explained: bool = True) -> None:
 def end_stuck_job(why: str, code: int, thread: int = 0) -> None:
     """End the job from another thread, with the stack of one that is inside MPI.
 
-    thread: that one, as threading.get_ident has it; 0: the main thread. An exception cannot be
-    raised in a thread that is blocked inside MPI. All ranks write their flight records first,
-    unless the user has interrupted the job.
+    An exception cannot be raised in a thread that is blocked inside MPI. All ranks write their
+    flight records first, unless the user has interrupted the job.
+
+    thread: that one, as threading.get_ident returns it; 0: the main thread.
     """
     if code != INTERRUPTED:
         flight_record.dump(why)
@@ -66,7 +68,7 @@ class GroupEnd(RankEnd):
         """Return the line that says where the flight records are. The rank ends from here on, also
         while it waits for another rank that prints the same error.
         """
-        monitor_client.say_ending(1)
+        monitor_client.report_ending(1)
         return flight_record.last_words()
 
     def end_job(self, code: int, explained: bool) -> None:

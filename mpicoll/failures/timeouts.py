@@ -3,7 +3,7 @@
 A rank that waits in shared memory, or tests MPI requests (``ProcessGroup.wait_for``), can return
 early. So the watchdog of the first rank whose timeout is over fails the group for all: calls on
 this rank raise a CollectiveTimeoutError, and the other ranks are notified through shared memory and
-by status messages. Each rank raises an error that describes what it knows.
+by status messages. Each rank raises an error with the states of the ranks that it knows.
 
 A blocking call of MPI cannot be interrupted. It has a grace period, in which late ranks may still
 come; then the job ends.
@@ -30,7 +30,7 @@ __all__ = ["check", "compare_after", "fail_late_call", "fail_with_peer", "receiv
 #: not find all of them.
 _PROBE_COUNT = 3
 
-_COMPARES = "MPICOLL_DEBUG=DETAIL compares every call before it is carried out"
+_COMPARES = "MPICOLL_DEBUG=DETAIL compares every call before it runs"
 _CLOSED = "The group takes no more calls; other groups do"
 
 
@@ -187,11 +187,11 @@ def _describe_ranks(group: ProcessGroup, closer: int | None = None) -> str:
     for rank, (number, call) in known.items():
         here = number - group.sequence & 0xFFFFFFFF < 1 << 31
         if number and not here:
-            texts[rank] = f"not here, last in call {number}, {call}"
+            texts[rank] = f"not in this call, last in call {number}, {call}"
         elif not number:
-            texts.setdefault(rank, "not here, and in no call before")
+            texts.setdefault(rank, "not in this call, and no call before it")
         else:
-            texts[rank] = "here"
+            texts[rank] = "in this call"
     # The node monitor knows all ranks of the node.
     for rank, text in monitor_client.ask_about(group).items():
         if group.ranks.index(rank) != closer:
@@ -200,6 +200,6 @@ def _describe_ranks(group: ProcessGroup, closer: int | None = None) -> str:
     for rank in range(group.size()):
         if rank != group.rank():
             ranks_of.setdefault(texts.get(rank, "no status received"), []).append(group.ranks[rank])
-    if set(ranks_of) == {"here"}:
-        return "all have come to it, and one does not go on"
+    if set(ranks_of) == {"in this call"}:
+        return "all ranks are in this call, and one of them does not progress"
     return "; ".join(f"{format_ranks(ranks)}: {text}" for text, ranks in ranks_of.items())

@@ -116,7 +116,7 @@ X = np.float32
 
 
 def differing(me):
-    """Calls that do not belong together: name of the case, this rank's call, words of the error."""
+    """Collective mismatches: name of the case, this rank's call, words of the error."""
     last = me == 1
     root = 1 if last else 0
     mpi_sum, mpi_max = dist.ReduceOp.SUM, dist.ReduceOp.MAX
@@ -162,7 +162,7 @@ def differing(me):
 @pytest.mark.parametrize("case", differing(0))
 def test_ranks_that_disagree_all_get_the_same_error(pair, world, case):
     call, word = differing(world.me)[case]
-    with pytest.raises(dist.MismatchError, match="do not belong together") as caught:
+    with pytest.raises(dist.MismatchError, match="collective mismatch") as caught:
         call(pair)
     text = str(caught.value)
     assert word in text and "rank 1:" in text, text

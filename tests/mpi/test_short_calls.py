@@ -404,7 +404,7 @@ def test_ranks_in_different_calls(world, one, other):
         return  # MPI would wait
     for odd in range(team.size):
         for _ in range(3):
-            with pytest.raises(MismatchError, match="do not belong together"):
+            with pytest.raises(MismatchError, match="collective mismatch"):
                 make(one if team.me == odd else other)
         for name in (one, other, one):
             make(name)

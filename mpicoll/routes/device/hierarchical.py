@@ -235,7 +235,8 @@ class Levels(RouteState):
         if least[1] != -least[2] or least[3] != -least[4]:
             words = control_messages.allgather(self.group.tested, describe(signature, number), str)
             raise MismatchError(
-                f"{name}: the ranks' calls do not belong together: {describe_by_rank(words)}"
+                f"{name}: collective mismatch: the ranks made different calls: "
+                f"{describe_by_rank(words)}"
             )
 
     def take_leave(self, kind: CallKind, error: Exception) -> None:

@@ -139,7 +139,7 @@ class Peers(RouteState):
             return self._failed(kind)
         if (everybody[:, :-1] != mine[:-1]).any():
             return MismatchError(
-                f"{self._name(kind)}: the ranks' calls do not belong together: "
+                f"{self._name(kind)}: collective mismatch: the ranks made different calls: "
                 f"{describe_by_rank(describe(*row[:2]) for row in everybody.tolist())}"
             )
         return None

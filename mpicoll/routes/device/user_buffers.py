@@ -192,7 +192,7 @@ class UserBuffers(RouteState):
             raise failure or self._failed(kind)
         if any(head[:STATE] != heads[self.me][:STATE] for head in heads):
             raise MismatchError(
-                f"{self._name(kind)}: the ranks' calls do not belong together: "
+                f"{self._name(kind)}: collective mismatch: the ranks made different calls: "
                 f"{describe_by_rank(describe(*head[:2]) for head in heads)}"
             )
         refused = [head[WHOSE:] for head in heads if head[STATE] == _REFUSED]

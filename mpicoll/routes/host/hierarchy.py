@@ -127,7 +127,7 @@ class Hierarchy:
             words = [each for (each,) in exchange_words(self.group.tested, own)]
             raise MismatchError(
                 f"{kind.primitive} on rank {self.group.rank()} of group {self.group.group_name}: "
-                f"the ranks' calls do not belong together: {describe_by_rank(words)}"
+                f"collective mismatch: the ranks made different calls: {describe_by_rank(words)}"
             ) from None
 
 

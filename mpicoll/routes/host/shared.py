@@ -433,8 +433,8 @@ class Shared:
             own = [texts[self._hold.me]]
             texts = [words for (words,) in exchange_words(self._group.tested, own)]
         return MismatchError(
-            f"{name} on rank {self._hold.me} of group {self._group.group_name}: the ranks' calls "
-            f"do not belong together: {describe_by_rank(texts)}"
+            f"{name} on rank {self._hold.me} of group {self._group.group_name}: collective "
+            f"mismatch: the ranks made different calls: {describe_by_rank(texts)}"
         )
 
 

@@ -499,7 +499,7 @@ def monitored_barrier(
     ranks, on the others as well. Raises ArgumentTypeError (a TypeError) and ArgumentError (a
     ValueError) for a timeout that is none.
     """
-    from mpicoll.failures.monitored_barrier import wait_for_ranks
+    from mpicoll.api.monitored_barrier import wait_for_ranks
 
     given = parse_timeout(timeout, None, "monitored_barrier")
     member = resolve(group)

@@ -26,7 +26,7 @@ from mpi4py import MPI
 import mpicoll
 from mpicoll import machine, primitives
 from mpicoll.cli import bench_others
-from mpicoll.cli.bench_calls import Buffers, Case, Host, block_count, own_call, variants
+from mpicoll.cli.bench_calls import Buffers, Case, Memory, block_count, own_call, variants
 from mpicoll.cli.timing import Call, Timer
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.failures.consistency import FIRST
@@ -35,7 +35,7 @@ from mpicoll.kernels import library
 #: Begins a call, and returns what waits for it.
 Begin = Callable[[], Callable[[], object]]
 
-PLACE = Host()
+PLACE = Memory()
 
 
 class Mpi4py(bench_others.Mpi4py):

@@ -12,17 +12,16 @@ from aims import COPY, FACADE, GLOO, KIB, MPI4PY, TORCH, Results
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from mpicoll.cli.bench_plot import COLOURS
 from mpicoll.cli.distance import UNKNOWN
 from mpicoll.cli.timing import Times
 from mpicoll.output import format_bytes
 
 #: Colours, lines and marks.
 STYLES: dict[str, dict[str, Any]] = {
-    MPI4PY: {"color": COLOURS["mpi4py"], "marker": "s"},
-    FACADE: {"color": COLOURS["mpicoll"], "marker": "o"},
+    MPI4PY: {"color": "#555555", "marker": "s"},
+    FACADE: {"color": "#0072b2", "marker": "o"},
     TORCH: {"color": "#56b4e9", "marker": "^"},
-    GLOO: {"color": COLOURS["gloo"], "marker": "v"},
+    GLOO: {"color": "#d55e00", "marker": "v"},
     COPY: {"color": "#999999", "linestyle": ":"},
 }
 DTYPES = {"float32": "-", "bfloat16": "--", "float16": "-.", "int8": ":"}

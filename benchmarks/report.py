@@ -230,7 +230,7 @@ def parts(found: Sequence[Results]) -> dict[str, dict[str, list[str]]]:
     """Return what the pages of docs/ have from here, by the names of the pages and their marks."""
     ran = [f"- {line.strip()}" for results in found for line in about(results)]
     return {
-        "performance.md": {
+        "measurements.md": {
             "ran": ran,
             "sizes": times_table(found, ("primitive", "bytes"), section="sizes"),
             "dtypes": times_table(found, ("dtype", "bytes"), section="dtypes"),
@@ -238,8 +238,8 @@ def parts(found: Sequence[Results]) -> dict[str, dict[str, list[str]]]:
             "reproducible": section_table(found, "reproducible", ("bytes", "dtype", "how")),
             "overlap": overlap_table(found),
             "growth": times_table(found, ("primitive", "bytes", "ranks"), section="growth"),
+            "aims": aims_table(found),
         },
-        "aims.md": {"ran": ran, "aims": aims_table(found)},
         "pytorch.md": {"speed": torch_table(found)},
     }
 

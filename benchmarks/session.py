@@ -14,8 +14,7 @@ from aims import FACADE, GLOO, KIB, MPI4PY, TORCH
 from contestants import PLACE, World
 
 from mpicoll import cli
-from mpicoll.cli.bench_calls import Buffers, Case, variants
-from mpicoll.cli.bench_measure import count_wrong
+from mpicoll.cli.bench_calls import Buffers, Case, count_wrong, variants
 from mpicoll.cli.bench_others import works_on_all
 from mpicoll.cli.distance import UNKNOWN
 from mpicoll.cli.timing import Call, Effort, Times, format_seconds

@@ -1,4 +1,4 @@
-"""Writes mpicoll's docstrings as Markdown for the reference: its parameters become a list."""
+"""Convert mpicoll's docstrings to Markdown for the reference, with parameters as a list."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _PARAMETER = re.compile(r"(\*{0,2}\w+(?:, \w+)*):\s+(\S.*)")
 #: A bracket outside of inline code, where Markdown would look for a link.
 _BRACKET = re.compile(r"(`[^`]*`)|\[")
 
-#: What one value of a parameter means, in the lines behind the parameter.
+#: The meaning of one value of a parameter, in the lines after it.
 _VALUE = re.compile(r"^( +)((?:\"[^\"]*\"(?:, )?)+: |None: )")
 
 
 def markdown(text: str) -> str:
-    """The docstring with its entries as list items, and its blocks of code fenced."""
+    """Return the docstring with parameters as list items and code blocks fenced."""
     lines: list[str] = []
     is_entry = is_code = False
     for line in text.splitlines():
@@ -46,7 +46,7 @@ def markdown(text: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites the docstring of every object that is read."""
+    """Convert the docstring of every object."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called by griffe for each object."""

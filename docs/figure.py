@@ -1,4 +1,4 @@
-"""Draws the figure of performance.md from the tables of the pages: docs/figures/summary.svg.
+"""Draw the figure of performance.md from the tables of measurements.md and pytorch.md.
 
 Time of an all_reduce on two ranks of one node, by three libraries and four sizes, as points on a
 logarithmic axis; large enough to be read on a telephone.
@@ -14,7 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 FIGURE = HERE / "figures/summary.svg"
 
-#: What is drawn: sizes, and the libraries with their colours.
+#: The sizes of the figure, and the colours of the libraries.
 SIZES = ("64 KiB", "1 MiB", "16 MiB", "64 MiB")
 COLOURS = {"Gloo": "#e07b39", "MPICH's own": "#7a7f87", "mpicoll": "#3f51b5"}
 
@@ -36,14 +36,14 @@ def seconds(cell: str) -> float:
     """A time such as "1.67 ms"."""
     found = re.match(r"([\d.]+) (us|ms|s)\b", cell)
     if found is None:
-        raise ValueError(f"{cell!r} is no time")
+        raise ValueError(f"{cell!r} is not a time")
     return float(found[1]) * _UNITS[found[2]]
 
 
 def times() -> dict[str, dict[str, float]]:
     """Seconds by size and library, with MPICH, near ranks."""
     found: dict[str, dict[str, float]] = {size: {} for size in SIZES}
-    for cells in rows("performance.md"):
+    for cells in rows("measurements.md"):
         if cells[0] == "all_reduce" and cells[1] in found and cells[2] == "near":
             found[cells[1]] |= {
                 "MPICH's own": seconds(cells[3]), "mpicoll": seconds(cells[4])

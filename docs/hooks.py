@@ -1,4 +1,4 @@
-"""What mkdocs does with the pages besides what mkdocs.yml says."""
+"""Hooks of mkdocs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import messages  # noqa: E402
-
-MARK = "<!-- all messages -->"
+import tree  # noqa: E402
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the list of all messages where a page has its mark: nobody has to keep it up to date."""
-    return markdown.replace(MARK, messages.listed()) if MARK in markdown else markdown
+    """Insert the generated lists: all error messages, all modules."""
+    made = {"<!-- all messages -->": messages.listed, "<!-- tree -->": _tree}
+    for mark, make in made.items():
+        if mark in markdown:
+            markdown = markdown.replace(mark, make())
+    return markdown
+
+
+def _tree() -> str:
+    return f"```text\n{tree.tree()}```"

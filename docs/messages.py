@@ -1,4 +1,4 @@
-"""The messages of mpicoll's errors and warnings, read from its sources."""
+"""Read the messages of mpicoll's errors and warnings from its sources."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ ROOT = Path(__file__).resolve().parent.parent / "mpicoll"
 #: The classes of errors.
 ERRORS = {*errors.__all__, *exceptions.__all__}
 
-#: Stands for what a message fills in.
+#: Placeholder for a value in a message.
 GAP = "…"
 
 
 @functools.cache
 def parse(path: Path) -> ast.Module:
-    """The syntax tree of a source."""
+    """Return the syntax tree of a source file."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def template(node: ast.expr, names: Mapping[str, ast.expr] = MappingProxyType({})) -> str:
-    """The text of an expression, with gaps for what is known when it is raised alone.
+    """Return the text of a message, with a placeholder for each value.
 
-    names: what the constants of the module are.
+    names: the constants of the module.
     """
     match node:
         case ast.Constant(value=str(text)):
@@ -44,7 +44,7 @@ def template(node: ast.expr, names: Mapping[str, ast.expr] = MappingProxyType({}
 
 
 def calls(path: Path) -> Iterator[tuple[str, str]]:
-    """The errors and warnings of a source: the name of the class, or "warning", and the message."""
+    """Yield the class name (or "warning") and the message of each error of a source file."""
     tree = parse(path)
     names = {
         target.id: statement.value
@@ -62,18 +62,18 @@ def calls(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def messages() -> dict[str, list[str]]:
-    """Each message once, by class, in alphabetical order."""
+    """Return the messages of each class in alphabetical order."""
     found: dict[str, set[str]] = {}
     for path in sorted(ROOT.rglob("*.py")):
         for name, text in calls(path):
             words = text.replace(GAP, "")
-            if sum(letter.isalpha() for letter in words) > 7:  # else it is made elsewhere
+            if sum(letter.isalpha() for letter in words) > 7:  # otherwise it is composed elsewhere
                 found.setdefault(name, set()).add(" ".join(text.split()))
     return {name: sorted(found[name], key=str.lower) for name in sorted(found)}
 
 
 def listed() -> str:
-    """All messages as Markdown, for the site and its search."""
+    """Return all messages as Markdown."""
     parts = []
     for name, texts in messages().items():
         lines = "".join(f"- `` {text} ``\n" for text in texts)

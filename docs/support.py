@@ -1,8 +1,8 @@
-"""Writes the tables of api.md, gpu.md and launching.md from the project's own tables, and the
-figure of performance.md from that page's tables.
+"""Write the tables of api.md, architecture.md, gpu.md, launching.md and settings.md from the code,
+and the figure of performance.md from the tables of measurements.md.
 
-python docs/support.py          rewrite what is between the marks
-python docs/support.py --check  exit code 1 if that would change anything
+python docs/support.py          rewrite the text between the marks
+python docs/support.py --check  exit with 1 if a table is out of date
 """
 
 from __future__ import annotations
@@ -14,67 +14,72 @@ from functools import partial
 from pathlib import Path
 
 import figure
+import tree
 
 from mpicoll.dtypes import DTYPES, OPERATIONS, Kind
-from mpicoll.launch.launchers import LAUNCHERS, Dialect, Launcher
+from mpicoll.launch.launchers import LAUNCHERS
 from mpicoll.primitives import PRIMITIVES, Layout
 from mpicoll.routes import registry
 from mpicoll.settings import SETTINGS
 
 BEGIN, END = "<!-- {}: begin (docs/support.py) -->\n", "<!-- {}: end -->\n"
 
-_IN_WORDS = {
-    Layout.IN_PLACE: "one array, in place",
-    Layout.GATHERED: "the inputs of all ranks, in rank order",
-    Layout.SCATTERED: "one block for each rank, in rank order",
-    Layout.EXCHANGED: "one block for and from each rank",
-    Layout.ALIKE: "one array in, one out, of as many elements",
-    Layout.EMPTY: "no array",
+#: The arrays of a layout; with a list of arrays on one side or both; n is the number of ranks.
+_ARRAYS = {
+    Layout.IN_PLACE: ("one array, in place", ""),
+    Layout.GATHERED: ("output: n times the input", "output: list of n arrays"),
+    Layout.SCATTERED: ("input: n times the output", "input: list of n arrays"),
+    Layout.EXCHANGED: ("n blocks in, n blocks out", "list of n arrays in, list of n arrays out"),
+    Layout.ALIKE: ("input and output of equal size", ""),
+    Layout.EMPTY: ("none", ""),
 }
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def tables() -> str:
-    """The table of primitives and the table of dtypes and operations."""
-    primitives = [
+def primitives() -> str:
+    """Return the table of primitives."""
+    rows = [
         [
-            f"`{row.name}`" + "".join(f", `{alias}`" for alias in row.aliases),
-            _IN_WORDS[row.layout] + (", as a list" if row.listed else ""),
+            ", ".join(f"`{name}`" for name in (row.name, *row.aliases)),
+            _ARRAYS[row.layout][row.listed],
             f"`{row.root}`" if row.root else "",
-            "yes" if row.reduces else "",
             f"`MPI_{row.mpi}`",
         ]
         for row in PRIMITIVES
     ]
-    dtypes = [
-        [
-            f"`{row.name}`",
-            "logical" if row.kind is Kind.BOOL else row.accumulate.name,
-            *("yes" if row.kind in op.kinds else "refused" for op in OPERATIONS),
-        ]
-        for row in DTYPES
-    ]
-    return (
-        table(["primitive", "arrays", "root", "combines", "in MPI"], primitives)
-        + "\nEvery dtype is moved by every primitive; these are the reductions:\n\n"
-        + table(["dtype", "computed in", *(op.name for op in OPERATIONS)], dtypes)
+    return table(["function", "arrays", "root", "in MPI"], rows)
+
+
+def reductions() -> str:
+    """Return the table of dtypes; dtypes with the same operations share a row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for row in DTYPES:
+        is_own = row.accumulate.name == row.name
+        computed = (
+            "logic" if row.kind is Kind.BOOL else "the same" if is_own else row.accumulate.name
+        )
+        allowed = ", ".join(op.name for op in OPERATIONS if row.kind in op.kinds)
+        rows.setdefault((computed, allowed), []).append(f"`{row.name}`")
+    return table(
+        ["dtype", "computed in", "operations"],
+        [[", ".join(names), *words] for words, names in rows.items()],
     )
 
 
 def environment() -> str:
-    """The table of environment variables."""
+    """Return the table of environment variables."""
     link = partial(re.sub, r"\b(\w+\.md)\b", r"[\1](\1)")
     rows = [[f"`{each.name}`", each.expected, link(each.effect)] for each in SETTINGS]
-    return table(["variable", "value", "what it does"], rows)
+    return table(["variable", "value", "effect"], rows)
 
 
 def waiting() -> str:
-    """The table of what the host waits for in calls on device memory."""
+    """Return the table of device routes and the events that the host waits for."""
     rows = [
         [f"`{name}`", route.blocks or "for nothing: the call is put into a stream at once"]
         for name, route in registry.DEVICE.items()
@@ -82,72 +87,43 @@ def waiting() -> str:
     return table(["route", "the host waits"], rows)
 
 
-def _gives(launcher: Launcher) -> str:
-    """Where the rank and the number of ranks are, and those on the node."""
-    if not launcher.marks:
-        return "a batch system: it starts no ranks itself"
-    named = {
-        "rank": [launcher.rank],
-        "size": [launcher.size],
-        "local rank": launcher.local_rank,
-        "local size": [launcher.local_size],
-    }
-    words = [f"{what} `{name}`" for what, names in named.items() for name in names if name]
-    return ", ".join(words)
-
-
-_LISTENERS = {
-    Dialect.PMI: "PMI: MPICH, Intel MPI, Cray MPICH, MVAPICH",
-    Dialect.PMIX: "PMIx: Open MPI, and libraries that were built with PMIx",
-}
-
-
-#: What starts ranks without variables of its own: how it is recognised, and what it gives.
-_OTHERS = {
-    "`torch.multiprocessing`": (
-        "a child of `multiprocessing`: what a launcher has set is for its parent",
-        "the arguments `rank` and `world_size`, of the program",
-    ),
-    "processes by hand": (
-        "`RANK` and `WORLD_SIZE`, with `MASTER_ADDR` and `MASTER_PORT` or an `init_method`; or "
-        "arguments",
-        _gives(LAUNCHERS[0]),
-    ),
-    "Ray, Spark, Dask": (
-        "as by hand: `run` takes away what makes the worker a rank of a launcher",
-        _gives(LAUNCHERS[0]),
-    ),
-}
-
-
 def launchers() -> str:
-    """The table of launchers, in the order in which they are looked for."""
+    """Return the table of launchers in the order of detection."""
     rows = [
         [
             each.name,
             ", ".join(f"`{mark}`" for mark in each.marks),
-            _gives(each),
-            _LISTENERS[each.dialect] if each.dialect else "",
+            each.dialect.value if each.dialect else "",
         ]
         for each in LAUNCHERS
+        if each.marks
     ]
-    rows += [[name, *words, ""] for name, words in _OTHERS.items()]
+    return table(["launcher", "variables", "protocol"], rows)
+
+
+def packages() -> str:
+    """The table of packages, from top to bottom."""
     return table(
-        ["", "launcher", "recognised by", "what it gives", "MPI learns its ranks by"],
-        [[str(number), *row] for number, row in enumerate(rows, 1)],
+        ["package", "contents"],
+        [
+            [f"`{name}`", re.sub(r"``(.*?)``", r"`\1`", about) + "."]
+            for name, about in tree.packages()
+        ],
     )
 
 
 #: The tables of each page, by their names in its marks.
 PAGES = {
-    "api.md": {"tables": tables, "environment": environment},
+    "api.md": {"primitives": primitives, "reductions": reductions},
+    "architecture.md": {"packages": packages},
     "gpu.md": {"waiting": waiting},
     "launching.md": {"launchers": launchers},
+    "settings.md": {"environment": environment},
 }
 
 
 def page(file: str, text: str) -> str:
-    """The page with its tables written anew."""
+    """Return the page with new tables."""
     for name, made in PAGES[file].items():
         begin, end = BEGIN.format(name), END.format(name)
         before, rest = text.split(begin)
@@ -157,7 +133,7 @@ def page(file: str, text: str) -> str:
 
 
 def main() -> int:
-    """Write or check."""
+    """Write or check the tables."""
     changed = False
     made: dict[Path, Callable[[str], str]] = {figure.FIGURE: lambda _: figure.drawn()}
     made |= {Path(__file__).with_name(name): partial(page, name) for name in PAGES}

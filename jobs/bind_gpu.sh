@@ -1,11 +1,10 @@
 #!/bin/sh
-# Gives each rank its GPU before MPI starts, for MPI libraries that have to see one GPU only:
+# Give each rank one GPU before MPI starts, for MPI libraries that must see only one:
 #
 #     srun bind_gpu.sh python script.py        mpirun bind_gpu.sh python script.py
 #
-# Sets CUDA_VISIBLE_DEVICES to one entry of the list that it holds, else to one GPU of the node, by
-# the rank on the node. A rank that has one GPU, or that srun has started and given GPUs of its own,
-# keeps them.
+# Sets CUDA_VISIBLE_DEVICES to one entry of its current list, or to one GPU of the node, by the local
+# rank. Does nothing if the rank has one GPU, or if srun has assigned GPUs to it.
 
 if [ $# -eq 0 ]; then
     echo "usage: LAUNCHER bind_gpu.sh COMMAND [ARGUMENT...]" >&2
@@ -35,7 +34,7 @@ if [ -n "$local_rank" ] && [ "$name" = SLURM_LOCALID ] && [ -n "${SLURM_GPUS_PER
     exec "$@"
 fi
 if [ -z "$local_rank" ]; then
-    echo "bind_gpu.sh: no launcher tells the rank on the node; set LOCAL_RANK" >&2
+    echo "bind_gpu.sh: the local rank is unknown; set LOCAL_RANK" >&2
     exit 1
 fi
 

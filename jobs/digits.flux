@@ -11,8 +11,8 @@
 #     flux batch jobs/digits.flux [options of the job]
 #
 # VENV is the environment with mpicoll, an MPI and scikit-learn. MPI=simple is Flux's own process
-# manager, for MPICH and its family; MPI=pmix is for Open MPI, with Flux's plug-in for PMIx. Without
-# a process manager that the MPI understands, each rank would be a world of its own: mpicoll says so.
+# manager, for the MPICH family; MPI=pmix is for Open MPI, with Flux's plug-in for PMIx. The wrong one
+# raises an error.
 
 set -euo pipefail
 
@@ -21,9 +21,9 @@ MPI=${MPI:-simple}
 export OMP_NUM_THREADS=1
 job=$(flux getattr jobid)
 
-# Each rank on a core of its own; a rank that fails ends the others at once.
+# Each rank is bound to one core. A rank that fails ends all ranks.
 start=(flux run --nodes=2 --ntasks=8 --cores-per-task=1 -o "pmi=$MPI" -o cpu-affinity=per-task
     -o exit-on-error)
 
-"${start[@]}" "$VENV/bin/python" -m mpicoll hello --binding # who is where
+"${start[@]}" "$VENV/bin/python" -m mpicoll hello --binding # prints the node of each rank
 "${start[@]}" "$VENV/bin/python" jobs/train_digits.py --save "digits-$job.npz" "$@"

@@ -2,9 +2,9 @@
 
     mpirun -n 4 python jobs/train_digits.py
 
-Every rank holds the whole network and works on its share of each batch; the gradients are summed
-over the ranks while the backward pass goes on. The batch is that of the whole job, so the
-parameters come out the same, to rounding, on any number of ranks.
+Every rank has the whole network and processes its share of each batch. The gradients are summed
+over the ranks during the backward pass. The batch size is global, so the parameters are equal,
+except for rounding, on any number of ranks.
 
 Under Slurm: ``sbatch jobs/digits.sbatch``. All options: ``python jobs/train_digits.py --help``.
 Exit code: 0 if the accuracy on held-out digits reaches ``--target``, else 1.
@@ -30,7 +30,7 @@ MOMENTUM = 0.9
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line: the same on every rank, so a mistake ends all of them."""
+    """Parse the command line, which is equal on all ranks."""
     parser = argparse.ArgumentParser(
         description="Data-parallel training of a small network on handwritten digits.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -69,10 +69,10 @@ def array_module(device: str) -> Any:
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Return images and labels: rank 0 reads them, and the others get them from it."""
+    """Return images and labels, which rank 0 reads and broadcasts."""
     digits = [None]
     if dist.get_rank() == 0:
-        from sklearn.datasets import load_digits  # takes a second, which the others are spared
+        from sklearn.datasets import load_digits  # takes a second, only on rank 0
 
         digits = [load_digits(return_X_y=True)]
     dist.broadcast_object_list(digits)
@@ -90,7 +90,7 @@ def load_data(seed: int, xp: Any) -> list[Array]:
 
 
 def make_layers(widths: list[int], seed: int, xp: Any) -> list[Layer]:
-    """Draw the weights on rank 0 and give them to all."""
+    """Draw the weights on rank 0 and broadcast them."""
     rng = np.random.default_rng(seed)
     layers = []
     for inputs, outputs in pairwise(widths):
@@ -120,7 +120,7 @@ def backward(
 ) -> list[Layer]:
     """Return the gradient of the mean loss over the batch of all ranks.
 
-    A layer's gradient is on its way to the other ranks while the layers below are computed.
+    The gradient of a layer is reduced while the layers below it are computed.
     """
     delta = activations[-1].copy()
     delta[xp.arange(len(labels)), labels] -= 1.0
@@ -155,11 +155,11 @@ def train_epoch(
     lr: float,
     xp: Any,
 ) -> tuple[Array, int]:
-    """Go once through the batches; return the scores and the number of samples of this rank."""
+    """Train on each batch once; return the scores and the number of samples of this rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     totals, samples = xp.zeros(2), 0
     for batch in batches:
-        # Shares differ by a sample where the batch does not divide, and may be empty.
+        # Shares may differ by one sample, and may be empty.
         share = batch[rank::world_size]
         activations = forward(layers, images[share], xp)
         gradients = backward(layers, activations, labels[share], len(batch), xp)
@@ -215,7 +215,7 @@ def main() -> int:
                 flush=True,
             )
 
-    # The held-out digits are shared out too; every rank learns what all of them found.
+    # Each rank evaluates a share of the held-out digits; all ranks get the sum.
     mine = slice(rank, None, world_size)
     probabilities = forward(layers, held_out_images[mine], xp)[-1]
     right = int(scores(probabilities, held_out_labels[mine], xp)[1])

@@ -4,9 +4,9 @@
     srun --mpi=pmi2 -n 4 python jobs/train_digits_ddp.py --fsdp
     torchrun --nproc-per-node 4 jobs/train_digits_ddp.py
 
-The backend is the one thing that mpicoll brings; ``--backend gloo`` gives the same losses. Every
-rank works on its share of each batch. The batch is that of the whole job, so training goes the
-same way, to rounding, on any number of ranks.
+mpicoll is only the backend: ``--backend gloo`` gives the same losses. Every rank processes its
+share of each batch. The batch size is global, so the losses are equal, except for rounding, on any
+number of ranks.
 
 Under Slurm: ``JOB=train_digits_ddp sbatch jobs/digits.sbatch``. All options:
 ``python jobs/train_digits_ddp.py --help``. Exit code: 0 if the accuracy on held-out digits
@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line: the same on every rank, so a mistake ends all of them."""
+    """Parse the command line, which is equal on all ranks."""
     parser = argparse.ArgumentParser(
         description="Training of a small convolutional network on handwritten digits.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -59,13 +59,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def start(backend: str) -> None:
-    """Begin with all ranks.
+    """Create the default group.
 
-    Gloo and NCCL learn from torchrun where the ranks meet. Under mpirun and srun nobody tells
-    them, and mpi:// lets them meet over the MPI that those started.
+    torchrun sets the addresses that Gloo and NCCL need. Under mpirun and srun mpi:// provides them.
     """
-    told = backend == "mpicoll" or "RANK" in os.environ
-    dist.init_process_group(backend, init_method=None if told else "mpi://")
+    has_address = backend == "mpicoll" or "RANK" in os.environ
+    dist.init_process_group(backend, init_method=None if has_address else "mpi://")
 
 
 def choose_device(name: str) -> torch.device:
@@ -80,10 +79,10 @@ def choose_device(name: str) -> torch.device:
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Return images and labels: rank 0 reads them, and the others get them from it."""
+    """Return images and labels, which rank 0 reads and broadcasts."""
     digits = [None]
     if dist.get_rank() == 0:
-        from sklearn.datasets import load_digits  # takes a second, which the others are spared
+        from sklearn.datasets import load_digits  # takes a second, only on rank 0
 
         digits = [load_digits(return_X_y=True)]
     dist.broadcast_object_list(digits)
@@ -132,13 +131,12 @@ def train_epoch(
     labels: Tensor,
     batches: list[np.ndarray],
 ) -> tuple[Tensor, int]:
-    """Go once through the batches; return the scores and the number of samples of this rank."""
+    """Train on each batch once; return the scores and the number of samples of this rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     totals, samples = torch.zeros(2, dtype=torch.float64, device=images.device), 0
     for batch in batches:
-        # Shares differ by a sample where the batch does not divide, and may be empty. DDP and
-        # FSDP average over the ranks, whatever their shares; times the number of ranks, the
-        # average of these losses is the mean over the batch.
+        # Shares may differ by one sample, and may be empty. DDP and FSDP average over the ranks,
+        # so the loss is scaled to make that average the mean over the batch.
         share = torch.as_tensor(batch[rank::world_size], device=images.device)
         logits = model(images[share])
         loss = cross_entropy(logits, labels[share], reduction="sum") * world_size / len(batch)
@@ -182,7 +180,7 @@ def main() -> int:
                 flush=True,
             )
 
-    # The held-out digits are shared out too; every rank learns what all of them found.
+    # Each rank evaluates a share of the held-out digits; all ranks get the sum.
     mine = slice(rank, None, world_size)
     with torch.no_grad():
         right = int(scores(model(held_out_images[mine]), held_out_labels[mine])[1])

@@ -1,38 +1,31 @@
-r"""Training of a small network on handwritten digits that goes on when ranks are lost.
+r"""Training of a small network on handwritten digits that continues after lost ranks.
 
     mpirun --with-ft ulfm --prtemca state_base_recoverable 1 -n 4 \
         python jobs/train_digits_elastic.py --kill-at 100 --grow                    # Open MPI
     mpiexec -disable-auto-cleanup -n 4 -genv MPICOLL_SURVIVE 1 \
         sh -c 'trap "" USR1; "$@"; true' sh python jobs/train_digits_elastic.py     # MPICH
 
-trains as ``train_digits.py`` does, which it takes its network from. Every rank keeps the parameters
-of the last step in memory. In step 100 (counted from 1) the last rank kills itself, as a failing
-node would. The others get ``LostRankError`` from the call that they are in, make a smaller world of
-those that live (``shrink_group``) and take that step again, from parameters that all of them have.
-A batch is that of the whole job, so the loss goes on as if there had been fewer ranks from the
-start, to rounding.
+It trains the network of ``train_digits.py``. Every rank keeps the parameters before and after the
+last step in memory. In step 100 (counted from 1) the last rank kills itself. The other ranks raise
+``LostRankError``, create a smaller group (``shrink_group``) and repeat that step. They may detect
+the loss one step apart, so they agree on the earlier step. The batch size is global, so the losses
+are equal, except for rounding, on any number of ranks.
 
-With ``--grow`` the first of them starts a process in place of each that was lost (``grow_group``).
-There this program begins at its top, and gets what it needs from rank 0.
+With ``--grow`` the survivors start a process for each lost rank (``grow_group``). A new process
+runs this program from the start and receives its state from rank 0.
 
-The ranks may be a step apart when they hear of the loss: one may have the last gradient of a step
-that another is missing. They agree on the earlier step; each has kept the parameters before and
-after it.
-
-Where MPI does not survive a lost rank the job ends. Then a launcher that starts it again helps,
-and ``--state FILE.npz``: rank 0 writes each epoch's parameters there, and a job that finds the file
-goes on from it:
+If MPI does not survive a lost rank, use a launcher that restarts the job, and ``--state FILE.npz``:
+rank 0 writes the state after each epoch, and a restarted job continues from the file:
 
     torchrun --nproc-per-node 4 --max-restarts 3 jobs/train_digits_elastic.py --state state.npz
 
-With ``--state``, SIGTERM and SIGUSR2 end the job well, in the middle of an epoch: a cluster sends
-one when the time is nearly over, or when it takes the nodes back. It may reach a single rank, or
-all in different steps: after each step they agree whether to stop, and rank 0 writes the state, and
-beside it an empty FILE.stopped, by which a script knows that there is more to do.
-``jobs/digits_requeue.sbatch`` puts such a job back into Slurm's queue.
+With ``--state``, SIGTERM and SIGUSR2 stop the job after the current step. Clusters send such a
+signal before the time limit or a preemption, to one rank or to several. The ranks agree after each
+step whether to stop. Rank 0 then writes the state and an empty FILE.stopped, which tells
+``jobs/digits_requeue.sbatch`` to requeue the job.
 
 All options: ``python jobs/train_digits_elastic.py --help``. Exit code: 0 if the accuracy on
-held-out digits reaches ``--target`` or if the job was told to stop, else 1.
+held-out digits reaches ``--target`` or if the job was stopped by a signal, else 1.
 """
 
 from __future__ import annotations
@@ -53,10 +46,10 @@ import mpicoll as dist
 
 @dataclass
 class State:
-    """What training goes on from: the parameters before a step, and what is known of the epoch.
+    """The state before a step.
 
-    step: the number of the next step, from 0. totals: the sum of the losses and the right answers
-    of the epoch, of all ranks.
+    step: the number of the next step, from 0. totals: the sum of the losses and the number of right
+    answers of the epoch, over all ranks.
     """
 
     step: int
@@ -66,9 +59,9 @@ class State:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line: the same on every rank, so a mistake ends all of them."""
+    """Parse the command line, which is equal on all ranks."""
     parser = argparse.ArgumentParser(
-        description="Training on handwritten digits that goes on when ranks are lost.",
+        description="Training on handwritten digits that continues after lost ranks.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--epochs", type=int, default=20)
@@ -81,10 +74,10 @@ def parse_arguments() -> argparse.Namespace:
         "--kill-at", type=int, nargs="*", default=[], metavar="STEP",
         help="steps, from 1, in which the last rank kills itself",
     )  # fmt: skip
-    parser.add_argument("--grow", action="store_true", help="start processes in place of the lost")
+    parser.add_argument("--grow", action="store_true", help="start a process for each lost rank")
     parser.add_argument(
         "--state", type=Path, metavar="FILE.npz",
-        help="what a restart goes on from; written after each epoch, and at SIGTERM or SIGUSR2",
+        help="checkpoint, written after each epoch and at SIGTERM or SIGUSR2",
     )  # fmt: skip
     parser.add_argument("--curve", type=Path, metavar="FILE.npy", help="rank 0 writes the losses")
     return parser.parse_args()
@@ -93,7 +86,7 @@ def parse_arguments() -> argparse.Namespace:
 def take_step(
     state: State, images: np.ndarray, labels: np.ndarray, batch: np.ndarray, lr: float, dies: bool
 ) -> State:
-    """Return the state after a step over a batch; ``state`` stays as it is. dies: in the middle."""
+    """Return the state after a step on a batch. dies: kill this rank during the step."""
     share = batch[dist.get_rank() :: dist.get_world_size()]
     activations = forward(state.layers, images[share], np)
     if dies:
@@ -112,8 +105,8 @@ def take_step(
     return State(state.step + 1, layers, velocities, state.totals + mine)
 
 
-def go_on(error: dist.LostRankError, kept: list[State]) -> State:
-    """Make a world of the ranks that live, and return the state that all of them go on from.
+def recover(error: dist.LostRankError, kept: list[State]) -> State:
+    """Create a group of the survivors, and return the state from which they continue.
 
     kept: the states of the last two steps.
     """
@@ -122,11 +115,11 @@ def go_on(error: dist.LostRankError, kept: list[State]) -> State:
     while True:
         try:
             dist.shrink_group(list(lost))
-            # The last step that all have finished; the ranks are at most one apart.
+            # The last step that all ranks have completed; they differ by at most one.
             step = np.array([kept[-1].step])
             dist.all_reduce(step, op=dist.ReduceOp.MIN)
             break
-        except dist.LostRankError as another:  # one more while we were at it
+        except dist.LostRankError as another:  # a further rank was lost
             lost = another.ranks
     if dist.get_rank() == 0:
         took = time.perf_counter() - begun
@@ -141,10 +134,10 @@ def go_on(error: dist.LostRankError, kept: list[State]) -> State:
 Data = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-def set_out(arguments: argparse.Namespace, state: State | None = None) -> tuple[Data, State]:
-    """Return the data, and rank 0's state on every rank. All ranks call when the world has grown.
+def share_state(arguments: argparse.Namespace, state: State | None = None) -> tuple[Data, State]:
+    """Return the data, and rank 0's state on every rank. All ranks call.
 
-    state: this rank's; None if it has just begun.
+    state: the state of this rank; None for a new process.
     """
     data = load_data(arguments.seed, np)
     layers = make_layers([data[0].shape[1], *arguments.hidden, 10], arguments.seed, np)
@@ -163,8 +156,8 @@ def set_out(arguments: argparse.Namespace, state: State | None = None) -> tuple[
     return data, state
 
 
-def to_come(kills: list[int], state: State) -> list[int]:
-    """Return the steps that are still to be died in: the ranks were at most one apart."""
+def remaining_kills(kills: list[int], state: State) -> list[int]:
+    """Return the later steps in which a rank kills itself."""
     return [step for step in kills if step > state.step + 2]
 
 
@@ -173,10 +166,10 @@ def main() -> int:
     arguments = parse_arguments()
     asked = stop_on_signals() if arguments.state else np.zeros(1)
     dist.init_process_group()
-    data, state = set_out(arguments)
+    data, state = share_state(arguments)
     images, labels, held_out_images, held_out_labels = data
-    if state.step:  # it goes on from a file, or this process has joined later
-        arguments.kill_at = [] if arguments.state else to_come(arguments.kill_at, state)
+    if state.step:  # continues from a file, or is a new process of a grown job
+        arguments.kill_at = [] if arguments.state else remaining_kills(arguments.kill_at, state)
     kept = [state]
 
     shuffle = np.random.default_rng(arguments.seed)
@@ -192,18 +185,18 @@ def main() -> int:
             if state.step % steps == 0:
                 state.totals = np.zeros(2)
             state = take_step(state, images, labels, batches[state.step], arguments.lr, dies)
-            # A signal need not reach all ranks in the same step: one that has it stops all.
+            # Signals may reach ranks in different steps; one is enough to stop all.
             stop = asked.copy()
             if arguments.state:
                 dist.all_reduce(stop, op=dist.ReduceOp.MAX)
         except dist.LostRankError as error:
             before = dist.get_world_size()
-            state = go_on(error, kept)
+            state = recover(error, kept)
             if arguments.grow:
                 dist.grow_group(before - dist.get_world_size())
-                _, state = set_out(arguments, state)
+                _, state = share_state(arguments, state)
             kept = [state]
-            arguments.kill_at = to_come(arguments.kill_at, state)
+            arguments.kill_at = remaining_kills(arguments.kill_at, state)
             continue
         kept = [kept[-1], state]
         if state.step % steps == 0:
@@ -225,7 +218,7 @@ def main() -> int:
             dist.destroy_process_group()
             return 0
 
-    # Every rank has the whole network; the held-out digits are few.
+    # There are few held-out digits, so every rank evaluates all of them.
     probabilities = forward(state.layers, held_out_images, np)[-1]
     accuracy = scores(probabilities, held_out_labels, np)[1] / len(held_out_labels)
     if dist.get_rank() == 0:
@@ -244,7 +237,7 @@ def main() -> int:
 def stop_on_signals() -> np.ndarray:
     """Return an array of one element that SIGTERM and SIGUSR2 set to 1.
 
-    Not SIGUSR1: with that, MPICH's mpiexec tells the ranks that another one was lost.
+    Not SIGUSR1, which MPICH's mpiexec sends when a rank was lost.
     """
     asked = np.zeros(1)
     for number in (signal.SIGTERM, signal.SIGUSR2):
@@ -253,7 +246,7 @@ def stop_on_signals() -> np.ndarray:
 
 
 def write(path: Path, state: State) -> None:
-    """Write the state to a file that is never seen half written."""
+    """Write the state, and replace the file atomically."""
     arrays = {"step": np.array(state.step), "totals": state.totals}
     for index, (layer, speed) in enumerate(zip(state.layers, state.velocities, strict=True)):
         for name, array in zip(
@@ -266,7 +259,7 @@ def write(path: Path, state: State) -> None:
 
 
 def read(path: Path) -> State:
-    """Read what ``write`` has written."""
+    """Read a state that ``write`` has written."""
     with np.load(path) as arrays:
         count = sum(name.startswith("weight") for name in arrays) // 2
         layers = [(arrays[f"weight{i}"], arrays[f"bias{i}"]) for i in range(count)]

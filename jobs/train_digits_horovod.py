@@ -4,16 +4,16 @@
     srun --mpi=pmi2 -n 4 python jobs/train_digits_horovod.py
     torchrun --nproc-per-node 4 jobs/train_digits_horovod.py
 
-A script for Horovod but for its import. The network and the digits are those of
-``train_digits_ddp.py``. The batch is that of the whole job, so training goes the same way, to
-rounding, on any number of ranks.
+A script for Horovod, except for its import, with the network and the data of
+``train_digits_ddp.py``. The batch size is global, so the losses are equal, except for rounding, on
+any number of ranks.
 
-``hvd.elastic.run`` has it go on when ranks are lost, where MPI survives that (docs/reliability.md):
+``hvd.elastic.run`` continues after a lost rank if MPI survives it (docs/reliability.md):
 
     mpirun --with-ft ulfm -n 4 python jobs/train_digits_horovod.py --kill-at 30         # Open MPI
 
-After ten steps each the state is committed, in memory. What has happened since the last commit is
-done again by the ranks that live.
+The state is committed in memory every ten steps. The survivors repeat the steps after the last
+commit.
 
 Under Slurm: ``JOB=train_digits_horovod sbatch jobs/digits.sbatch``. All options:
 ``python jobs/train_digits_horovod.py --help``. Exit code: 0 if the accuracy on held-out digits
@@ -36,7 +36,7 @@ import mpicoll.horovod.torch as hvd
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line: the same on every rank, so a mistake ends all of them."""
+    """Parse the command line, which is equal on all ranks."""
     parser = argparse.ArgumentParser(
         description="Training of a small convolutional network on handwritten digits.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -77,7 +77,7 @@ def load_data(seed: int, device: torch.device) -> list[Tensor]:
     """Return images and labels to train on, then images and labels held out (a fifth)."""
     digits = None
     if hvd.rank() == 0:
-        from sklearn.datasets import load_digits  # takes a second, which the others are spared
+        from sklearn.datasets import load_digits  # takes a second, only on rank 0
 
         digits = load_digits(return_X_y=True)
     images, labels = hvd.broadcast_object(digits)
@@ -92,7 +92,7 @@ def load_data(seed: int, device: torch.device) -> list[Tensor]:
 def make_network(seed: int) -> nn.Module:
     """Return the network."""
     torch.manual_seed(seed)
-    # Tanh is smooth. A ReLU near zero turns a difference in the last digit into another course.
+    # Tanh is smooth. A ReLU near zero would amplify rounding differences.
     return nn.Sequential(
         nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.Tanh()),
         nn.Sequential(nn.Conv2d(16, 32, 3, padding=1, stride=2), nn.Tanh()),
@@ -116,13 +116,12 @@ def train(
     steps: int,
     kill_at: int,
 ) -> None:
-    """Go on through the batches, of which an epoch has ``steps``, and print its loss."""
+    """Train on the remaining batches, ``steps`` for each epoch, and print the losses."""
     while state.step < len(batches):
         if state.step % steps == 0:
             state.totals = torch.zeros(2, dtype=torch.float64)
-        # Shares differ by a sample where the batch does not divide, and may be empty. Gradients
-        # are averaged over the ranks, whatever their shares; times the number of ranks, the
-        # average of these losses is the mean over the batch.
+        # Shares may differ by one sample, and may be empty. Gradients are averaged over the ranks,
+        # so the loss is scaled to make that average the mean over the batch.
         batch = batches[state.step]
         share = torch.as_tensor(batch[hvd.rank() :: hvd.size()], device=images.device)
         logits = state.model(images[share])
@@ -170,7 +169,7 @@ def main() -> int:
     )
     train(state, images, labels, batches, len(cuts) + 1, arguments.kill_at)
 
-    # The held-out digits are shared out too; every rank learns what all of them found.
+    # Each rank evaluates a share of the held-out digits; all ranks get the sum.
     mine = slice(hvd.rank(), None, hvd.size())
     with torch.no_grad():
         found = scores(network(held_out_images[mine]), held_out_labels[mine])

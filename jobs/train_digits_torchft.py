@@ -1,10 +1,10 @@
-"""Training on handwritten digits with torchft's Manager over mpicoll, going on without the lost.
+"""Training on handwritten digits with torchft's Manager over mpicoll, with lost ranks.
 
     mpirun --with-ft ulfm -n 3 python jobs/train_digits_torchft.py --kill-at 30
 
-Every rank is a replica with the whole network. Rank 0 runs torchft's lighthouse, which says who
-lives; in a real job that runs somewhere safe. A step is taken if all that were in its quorum have
-come through it; then the batch is shared among those that live. Needs torch and torchft.
+Every rank is a replica with the whole network. Rank 0 runs torchft's lighthouse, which tracks the
+live replicas; a real job runs it on a separate host. A step is committed if all replicas of its
+quorum have completed it. The batch is divided among the live replicas. Needs torch and torchft.
 
 Exit code: 0 if the accuracy on held-out digits reaches ``--target``, else 1.
 """
@@ -98,7 +98,7 @@ def main() -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         gradients = torch.cat([each.grad.flatten() for each in model.parameters()])
         manager.allreduce(gradients).wait()
-        gradients *= manager.num_participants()  # torchft takes the mean; the shares make the sum
+        gradients *= manager.num_participants()  # torchft averages; the step needs the sum
         if not manager.should_commit():
             print(f"replica {rank}: step {manager.current_step() + 1} is taken again", flush=True)
             continue

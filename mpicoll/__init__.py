@@ -10,8 +10,8 @@
     dist.all_reduce(x)
     dist.destroy_process_group()
 
-Started as ``mpirun -n 4 python script.py``. Names are resolved when they are first used: importing
-mpicoll loads neither MPI nor NumPy, CuPy or torch.
+Run it with ``mpirun -n 4 python script.py``. Names are resolved on first use: importing mpicoll
+does not load MPI, NumPy, CuPy or torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-#: The one place that says it: pyproject.toml reads it from here.
+#: The version of the package; pyproject.toml reads it from here.
 __version__ = "0.3.0.dev0"
 
-#: Where each public name lives.
+#: Modules of the public names.
 _HOMES = {
     "core.backends": (
         "Backend", "get_default_backend_for_device", "is_available", "is_backend_available",
@@ -83,7 +83,7 @@ def __getattr__(name: str) -> Any:
 
         close = difflib.get_close_matches(name, __all__, 1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        # With a name and no object, tracebacks do not suggest the same once more.
+        # Without ``obj``, tracebacks do not repeat the suggestion.
         raise AttributeError(f"module 'mpicoll' has no attribute {name!r}{hint}", name=name)
     found = getattr(importlib.import_module(f"mpicoll.{home}"), name)
     globals()[name] = found
@@ -94,12 +94,11 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-#: How the names of the variables end that launchers set in each rank. (The table of launchers takes
-#: long to load.)
+#: Suffixes of variables that launchers set in each rank. (The table of launchers is slow to load.)
 _RANK_VARIABLES = ("RANK", "RANKID", "PROCID")
 
-# From here on, an error that ends this rank ends the job. (The guard, a process without
-# site-packages, also has the variables of a rank, and has to start fast.)
+# From now on, an error that ends this rank ends the job. (The node monitor, a process without
+# site-packages, also has the variables of a rank, but must start fast.)
 if not sys.flags.no_site and any(name.endswith(_RANK_VARIABLES) for name in os.environ):
     importlib.import_module("mpicoll.launch.exit_hooks").install_in_rank()
 

@@ -1,4 +1,4 @@
-"""Communicators of mpi4py: checks of those that programs pass in, and what is derived from them."""
+"""Communicators of mpi4py: checks of the program's communicators, and derived communicators."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ __all__ = [
 
 def is_communicator(candidate: object) -> TypeGuard[MPI.Comm]:
     """Return whether ``candidate`` is a communicator of mpi4py, usable or not."""
-    mpi = sys.modules.get("mpi4py.MPI")  # loaded wherever there is a communicator
+    mpi = sys.modules.get("mpi4py.MPI")  # loaded if a communicator exists
     return mpi is not None and isinstance(candidate, mpi.Comm)
 
 
 def checked_communicator(comm: object, where: str) -> MPI.Intracomm:
-    """Return the intra-communicator that a program passes in, checked. Sends nothing.
+    """Return the intra-communicator that a program passes in, checked. Makes no MPI calls.
 
     where: operation and argument, for the message ("new_group: ranks").
 
-    Raises ArgumentTypeError if it is no communicator of mpi4py, ArgumentError for COMM_NULL, a
-    freed one and an inter-communicator, LaunchError if MPI is not running.
+    Raises ArgumentTypeError if it is not a communicator of mpi4py, ArgumentError for COMM_NULL, a
+    freed communicator and an inter-communicator, and LaunchError if MPI is not running.
     """
     if not is_communicator(comm):
         raise ArgumentTypeError(
@@ -43,26 +43,28 @@ def checked_communicator(comm: object, where: str) -> MPI.Intracomm:
         )
     mpi = sys.modules["mpi4py.MPI"]
     if not mpi.Is_initialized() or mpi.Is_finalized():
-        how = "has not started; call MPI.Init() first" if not mpi.Is_initialized() else "has ended"
-        raise LaunchError(f"{where}: MPI, whose communicator this is, {how}")
+        state = (
+            "has not started; call MPI.Init() first" if not mpi.Is_initialized() else "has ended"
+        )
+        raise LaunchError(f"{where}: MPI {state}")
     if comm == mpi.COMM_NULL:
         raise ArgumentError(
-            f"{where}: got MPI.COMM_NULL, a communicator that this process is not in, or that was "
-            "freed; only its members call"
+            f"{where}: got MPI.COMM_NULL: this process is not a member, or the communicator was "
+            "freed; only members may call"
         )
     if comm.Is_inter():
         raise ArgumentError(
-            f"{where}: got an inter-communicator; expected one of a single group, such as its "
-            "Merge() makes"
+            f"{where}: expected an intra-communicator, got an inter-communicator; pass the result "
+            "of its Merge()"
         )
     return cast("MPI.Intracomm", comm if isinstance(comm, mpi.Intracomm) else mpi.Intracomm(comm))
 
 
 def create_private(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """Create a communicator of the same ranks for messages of our own. All ranks call.
+    """Create a communicator of the same ranks for internal messages. All ranks call it.
 
-    It lacks the attributes, hints and topology that a duplicate may inherit: a hint such as
-    mpi_assert_no_any_source would be a false promise.
+    A duplicate could inherit attributes, hints and topology. A hint such as
+    mpi_assert_no_any_source would be wrong for these messages.
     """
     ranks = comm.Get_group()
     try:
@@ -72,7 +74,7 @@ def create_private(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 
 def translate_ranks(comm: MPI.Comm, among: MPI.Comm) -> Sequence[int | None]:
-    """Return the ranks of one communicator in another, in order; None for those not in it."""
+    """Return the ranks of one communicator in another, in order; None if it is not a member."""
     from mpi4py import MPI
 
     ours, theirs = comm.Get_group(), among.Get_group()
@@ -86,7 +88,7 @@ def translate_ranks(comm: MPI.Comm, among: MPI.Comm) -> Sequence[int | None]:
 
 @contextmanager
 def subset(comm: MPI.Comm, ranks: Sequence[int]) -> Iterator[MPI.Group]:
-    """Give an MPI group of some ranks of a communicator, in that order, and free it at the end."""
+    """Yield an MPI group of some ranks of a communicator, in that order, and free it at the end."""
     everybody = comm.Get_group()
     chosen = everybody.Incl(list(ranks))
     try:
@@ -101,7 +103,7 @@ def reports_lost_rank(error: MPI.Exception) -> bool:
     from mpi4py import MPI
 
     losses = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED}
-    losses.discard(MPI.ERR_UNKNOWN)  # their value where MPI has no ULFM
+    losses.discard(MPI.ERR_UNKNOWN)  # the value of these constants without ULFM
     return error.Get_error_class() in losses
 
 

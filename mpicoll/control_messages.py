@@ -1,12 +1,13 @@
 """Control messages between ranks: JSON in MPI's buffer calls, never pickle.
 
-Unpickling runs code that the sender chooses. So ranks exchange facts about each other as JSON, with
-a length limit, and check the types of the received values. mpi4py's lowercase methods pickle:
+Unpickling runs code that the sender chooses. Ranks therefore exchange control data as JSON with a
+length limit, and check the types of the received values. mpi4py's lowercase methods use pickle;
 ``tests/test_control_messages.py`` rejects them. Only object collectives send pickles.
 
-A message has a ``kind``: a type as in an annotation, such as ``tuple[str, list[int]]``. It may be
-made of bool, int, float, str, bytes, None, Any (what JSON has), list, tuple, set, dict with keys of
-str or int, unions, enums, NamedTuples and dataclasses. The receiver gets values of these types.
+A message has a ``kind``: a type as in an annotation, such as ``tuple[str, list[int]]``. It may
+consist of bool, int, float, str, bytes, None, Any (any JSON value), list, tuple, set, dict with
+keys of str or int, unions, enums, NamedTuples and dataclasses. The receiver gets values of these
+types.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = ["MAX_MESSAGE_BYTES", "allgather", "bcast", "check_sizes", "decode", "
 #: Maximum length of the message of one rank.
 MAX_MESSAGE_BYTES = 16 * 2**20
 
-#: Sent in place of a length by a rank that could not encode its value.
+#: Sent instead of a length by a rank that cannot encode its value.
 _NOT_ENCODED = -1
 
 T = TypeVar("T")
@@ -51,11 +52,11 @@ def allgather(comm: MPI.Comm, value: object, kind: type[T]) -> list[T]: ...
 @overload
 def allgather(comm: MPI.Comm, value: object, kind: UnionType) -> list[Any]: ...
 def allgather(comm: MPI.Comm, value: object, kind: object) -> list[Any]:
-    """Return every rank's value, by rank. All ranks of the communicator call, with one ``kind``.
+    """Return the values of all ranks, by rank. All ranks call it, with the same ``kind``.
 
-    Raises DistBackendError, on all ranks alike, if a rank's message is too long, is not JSON or is
-    not of this kind; the same where a value cannot be encoded, with the TypeError or ValueError as
-    its cause on that rank.
+    Raises DistBackendError on all ranks if the message of a rank is too long, is not JSON or has
+    another type, or if a value cannot be encoded. On the rank of that value, its cause is the
+    TypeError or ValueError.
     """
     data, cause = _try_encode(value)
     sizes = array("q", bytes(8 * comm.Get_size()))
@@ -74,11 +75,11 @@ def bcast(comm: MPI.Comm, value: object, root: int, kind: type[T]) -> T: ...
 @overload
 def bcast(comm: MPI.Comm, value: object, root: int, kind: UnionType) -> Any: ...
 def bcast(comm: MPI.Comm, value: object, root: int, kind: object) -> Any:
-    """Return the root's value, also on the root. All ranks of the communicator call.
+    """Return the value of the root on all ranks. All ranks call it, with the same ``kind``.
 
-    value: the other ranks' is ignored.
+    value: ignored on ranks other than the root.
 
-    Raises what ``allgather`` raises.
+    Raises the errors of ``allgather``.
     """
     is_root = comm.Get_rank() == root
     data, cause = _try_encode(value) if is_root else (b"", None)
@@ -93,9 +94,10 @@ def bcast(comm: MPI.Comm, value: object, root: int, kind: object) -> Any:
 def check_sizes(
     sizes: Iterable[int], cause: Exception | None = None, *, first_rank: int = 0
 ) -> None:
-    """Raise DistBackendError for lengths, in bytes, that no control message has.
+    """Raise DistBackendError for an invalid message length.
 
-    sizes: of consecutive ranks, from ``first_rank`` on. cause: why this rank's is not encoded.
+    sizes: lengths in bytes of consecutive ranks, starting at ``first_rank``. cause: the error of
+        encoding this rank's value.
     """
     for rank, size in enumerate(sizes, first_rank):
         if size == _NOT_ENCODED:
@@ -111,14 +113,14 @@ def check_sizes(
 
 
 def encode(value: object) -> bytes:
-    """Return a value as a control message. Raises TypeError or ValueError if it has no JSON."""
+    """Return a value as a control message. Raises TypeError or ValueError if it cannot be JSON."""
     return json.dumps(value, default=_to_json, separators=(",", ":")).encode()
 
 
 def decode(data: bytes | bytearray, kind: object, rank: int) -> Any:
     """Return the value of a control message, of the type ``kind``.
 
-    rank: the sender's. Raises DistBackendError for any other bytes.
+    rank: rank of the sender. Raises DistBackendError for invalid bytes.
     """
     try:
         return _read(kind, json.loads(data))
@@ -141,7 +143,7 @@ def _try_encode(value: object) -> tuple[bytes | None, Exception | None]:
 
 
 def _to_json(value: object) -> Any:
-    """Return the JSON of a value that the json module does not know; see ``_read``."""
+    """Return the JSON for a value that the json module does not support; see ``_read``."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, (set, frozenset)):
@@ -150,7 +152,7 @@ def _to_json(value: object) -> Any:
         return value.value
     if dataclasses.is_dataclass(value):
         return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
-    raise TypeError(f"an object of type {type(value).__name__} has no JSON")
+    raise TypeError(f"an object of type {type(value).__name__} cannot be JSON")
 
 
 def _read(kind: Any, value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""The dtypes that can be moved and reduced, and the reduce operations: one row each.
+"""Tables of dtypes and reduce operations, one row each.
 
-Nothing here loads MPI; the MPI datatypes and operations are named, and looked up by whoever has it.
+This module does not load MPI. MPI datatypes and operations are stored by name.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = [
 
 
 class Kind(Enum):
-    """What arithmetic means for a dtype."""
+    """Arithmetic of a dtype."""
 
     BOOL = "bool"
     INTEGER = "integer"
     FLOAT = "float"
-    #: Floating point too narrow to accumulate in: reduced in float32 and rounded once.
+    #: 8-bit and 16-bit floats: reduced in float32 and rounded once.
     NARROW_FLOAT = "narrow float"
     COMPLEX = "complex"
 
@@ -42,17 +42,16 @@ class Kind(Enum):
 class DType:
     """One element type.
 
-    name:       the name that NumPy, ml_dtypes and torch share ("float32", "bfloat16", ...).
-    numpy:      the NumPy dtype.
-    kind:       what arithmetic means for it.
-    accumulate: the NumPy dtype in which reductions are computed.
-    mpi:        the MPI datatype in which buffers travel (an attribute of mpi4py.MPI).
-                A narrow float travels as the unsigned integer of its width: MPI never
-                computes with it.
+    name:       the name in NumPy, ml_dtypes and torch ("float32", "bfloat16", ...).
+    numpy:      NumPy dtype.
+    kind:       arithmetic.
+    accumulate: NumPy dtype in which reductions are computed.
+    mpi:        MPI datatype of messages (an attribute of mpi4py.MPI). A narrow float is sent as the
+        unsigned integer of its width; MPI never reduces it.
     dlpack:     (type code, bits) of DLPack 1.1.
-    buffers:    NumPy exports such arrays through the buffer protocol.
-    code:       the position in the table, the same on every rank.
-    itemsize:   bytes an element.
+    buffers:    NumPy supports the buffer protocol for it.
+    code:       index in the table, the same on all ranks.
+    itemsize:   bytes per element.
     """
 
     name: str
@@ -117,7 +116,7 @@ _ORDERED = frozenset({Kind.BOOL, Kind.INTEGER, Kind.FLOAT, Kind.NARROW_FLOAT})
 _DIVISIBLE = frozenset({Kind.FLOAT, Kind.NARROW_FLOAT, Kind.COMPLEX})
 
 
-#: What PREMUL_SUM multiplies by.
+#: Factor of PREMUL_SUM.
 Factor = int | float | complex
 
 
@@ -129,19 +128,20 @@ class SupportsItem(Protocol):
 
 
 class ReduceOp:
-    """A reduce operation: ``ReduceOp.SUM``, ``AVG``, ``PRODUCT``, ``MIN``, ``MAX``, ``BAND``,
-    ``BOR``, ``BXOR``, and ``ReduceOp.PREMUL_SUM(factor)``, which scales each rank's input first.
+    """A reduce operation: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM(factor).
+
+    ``ReduceOp.PREMUL_SUM(factor)`` multiplies the input of each rank by its factor, then sums.
     """
 
-    # name:    torch's name.
-    # kinds:   the kinds of dtype for which it has a meaning.
-    # ufunc:   the NumPy function that combines two elements.
-    # logical: the NumPy function that takes its place for bool (True + True is True).
-    # mpi:     the MPI operation that combines two elements (an attribute of mpi4py.MPI).
-    # mpi_logical: the MPI operation for bool, on bytes that are 0 or 1.
-    # code:    the position in the table, the same on every rank and torch's own number.
-    # op:      the row of the table (of PREMUL_SUM(factor): PREMUL_SUM).
-    # factor:  what PREMUL_SUM multiplies by, a plain number; None elsewhere.
+    # name:    name in torch.
+    # kinds:   supported kinds of dtypes.
+    # ufunc:   NumPy function that combines two elements.
+    # logical: NumPy function for bool (True + True is True).
+    # mpi:     MPI operation (an attribute of mpi4py.MPI).
+    # mpi_logical: MPI operation for bool, on bytes that are 0 or 1.
+    # code:    index in the table, the same on all ranks and the same as in torch.
+    # op:      row of the table (for PREMUL_SUM(factor): PREMUL_SUM).
+    # factor:  factor of PREMUL_SUM, a plain number; None for other operations.
 
     __slots__ = ("code", "factor", "kinds", "logical", "mpi", "mpi_logical", "name", "op", "ufunc")
 
@@ -179,13 +179,13 @@ class ReduceOp:
         self.op = self if op is None else op
 
     def __call__(self, factor: Factor | SupportsItem) -> ReduceOp:
-        """Make PREMUL_SUM with its factor.
+        """Make PREMUL_SUM with a factor.
 
-        factor: a number, or an array of one element; an integer for integers. Ranks may have
-            different ones.
+        factor: a number, or an array of one element; an integer for integer dtypes. Ranks may have
+            different factors.
 
-        Returns the ReduceOp. Raises ArgumentTypeError (a TypeError) for any other operation, and
-        for what is no number.
+        Returns the ReduceOp. Raises ArgumentTypeError (a TypeError) for any other operation, and if
+        the factor is not a number.
         """
         if self is not ReduceOp.PREMUL_SUM:
             raise ArgumentTypeError(f"ReduceOp.{self.name} takes no factor; only PREMUL_SUM does")

@@ -2,26 +2,26 @@
 
 ::
 
-    MpicollError (RuntimeError)          everything below; also called DistError
+    MpicollError (RuntimeError)          base class; also called DistError
     ├── UsageError                       found on this rank, before anything was sent
-    │   ├── ArgumentError (ValueError)       an impossible value: size, rank, root, state
+    │   ├── ArgumentError (ValueError)       an invalid value: size, rank, root, state
     │   │   └── EmptyListError (IndexError)      a list that must not be empty
     │   ├── ArgumentTypeError (TypeError)    an object of the wrong type
-    │   ├── UnsupportedError (ValueError)    a dtype, operation, device or layout that is refused
-    │   ├── NotInitializedError (ValueError) no process group exists (yet, or any more)
+    │   ├── UnsupportedError (ValueError)    an unsupported dtype, operation, device or layout
+    │   ├── NotInitializedError (ValueError) no process group exists (yet, or any longer)
     │   └── ForkedError                      called in a forked child, which has no MPI
-    ├── LaunchError (ValueError)         the job was started in a way that MPI does not see
-    ├── DeviceMemoryError (MemoryError)  a device has too little memory left
-    ├── DistBackendError                 something failed between the ranks
+    ├── LaunchError (ValueError)         launcher, MPI library and arguments disagree
+    ├── DeviceMemoryError (MemoryError)  a device is out of memory
+    ├── DistBackendError                 a failure between ranks
     │   ├── MPIError                         the MPI library returned an error
-    │   ├── LostRankError                    a rank is lost, and the job goes on without it (ULFM)
+    │   ├── LostRankError                    a rank is lost, and the job continues without it (ULFM)
     │   ├── MismatchError                    collective mismatch: ranks called different operations
-    │   └── CollectiveTimeoutError (TimeoutError)  a rank did not come in time
-    └── RefusedPickleError (pickle.UnpicklingError)  a received object not allowed, or invalid
+    │   └── CollectiveTimeoutError (TimeoutError)  a call timed out
+    └── RefusedPickleError (pickle.UnpicklingError)  a received object is not allowed, or invalid
 
-Every one is a ``RuntimeError``, as errors of ``torch.distributed`` backends are, and carries the
-standard type that ``torch.distributed`` raises in the same place, so that ``except`` clauses
-written for PyTorch keep working.
+Every class is a ``RuntimeError``, as errors of ``torch.distributed`` backends are. Each also
+derives from the standard type that ``torch.distributed`` raises in the same case, so ``except``
+clauses written for PyTorch keep working.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ __all__ = [
 
 
 class MpicollError(RuntimeError):
-    """The root of the tree."""
+    """Base class of all exceptions of mpicoll."""
 
 
 DistError = MpicollError
 
 
 class UsageError(MpicollError):
-    """A mistake that this rank found by itself, before anything was sent."""
+    """A mistake that this rank found before anything was sent."""
 
 
 class ArgumentError(UsageError, ValueError):
-    """An argument has the right type and an impossible value."""
+    """An argument has the right type but an invalid value."""
 
 
 class EmptyListError(ArgumentError, IndexError):
-    """A list that must have entries has none."""
+    """A list that must have entries is empty."""
 
 
 class ArgumentTypeError(UsageError, TypeError):
@@ -74,27 +74,27 @@ class ArgumentTypeError(UsageError, TypeError):
 
 
 class UnsupportedError(UsageError, ValueError):
-    """A feature that exists elsewhere and is not offered here."""
+    """A dtype, operation, device, layout or feature is not supported."""
 
 
 class NotInitializedError(UsageError, ValueError):
-    """There is no default process group: init_process_group was not called, or it is gone."""
+    """No default process group: init_process_group was not called, or the group was destroyed."""
 
 
 class ForkedError(UsageError):
-    """A forked child made a call; MPI belongs to the parent."""
+    """A forked child made a call. MPI belongs to the parent."""
 
 
 class LaunchError(MpicollError, ValueError):
-    """Launcher, MPI library and arguments disagree about who is in the job."""
+    """Launcher, MPI library and arguments disagree about the ranks of the job."""
 
 
 class DeviceMemoryError(MpicollError, MemoryError):
-    """A device has too little memory, when what torch and CuPy keep unused is freed, too."""
+    """A device is out of memory, even after the unused memory of torch and CuPy was freed."""
 
 
 class DistBackendError(MpicollError):
-    """An error that arose between the ranks."""
+    """A failure between ranks."""
 
 
 class MPIError(DistBackendError):
@@ -109,7 +109,8 @@ class MPIError(DistBackendError):
 
 
 class LostRankError(DistBackendError):
-    """A rank of the group is lost, and MPI lives on; see ``mpirun --with-ft ulfm`` of Open MPI.
+    """A rank of the group is lost, and MPI continues. See ``mpirun --with-ft ulfm`` of Open MPI.
+
     ``ranks`` are the global ranks that are known to be lost (a tuple of int).
     """
 
@@ -122,12 +123,12 @@ class LostRankError(DistBackendError):
 
 
 class MismatchError(DistBackendError):
-    """Collective mismatch: the ranks made different calls. The message lists them by rank."""
+    """Collective mismatch: ranks called different operations. The message lists them by rank."""
 
 
 class CollectiveTimeoutError(DistBackendError, TimeoutError):
-    """An operation did not complete in time."""
+    """An operation timed out."""
 
 
 class RefusedPickleError(MpicollError, pickle.UnpicklingError):
-    """A received object needs what restricted_pickle does not allow, or its bytes are invalid."""
+    """A received object is not allowed by restricted_pickle, or its bytes are invalid."""

@@ -1,4 +1,4 @@
-"""This machine, in words."""
+"""Description of this machine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["describe", "format_ranges"]
 
 
 def describe() -> str:
-    """Return the processors of this machine: what was measured on others is not for it."""
+    """Return number and model of the processors, which measurements depend on."""
     words: dict[str, str] = {}
     with suppress(OSError), Path("/proc/cpuinfo").open(errors="replace") as lines:
         for line in lines:
             name, colon, value = line.partition(":")
-            if not colon:  # the end of the first processor
+            if not colon:  # end of the first processor
                 break
             words[name.strip()] = value.strip()
     parts = [platform.machine(), words.get("CPU implementer"), words.get("CPU part")]

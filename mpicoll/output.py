@@ -1,4 +1,4 @@
-"""Output on standard error that stays in one piece beside that of other ranks."""
+"""Output on standard error, and formatting."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ __all__ = ["format_bytes", "format_count", "warn", "write_lines"]
 
 
 def write_lines(text: str) -> None:
-    """Write lines and the final newline at once.
-
-    Separate writes would mix with those of other ranks to the same stream.
-    """
+    """Write lines and the final newline in one call, so that output of ranks does not mix."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
 
 
 def format_bytes(size: int) -> str:
-    """Return a number of bytes in words, in the largest unit of which it is a multiple."""
+    """Return a size with the largest unit of which it is a multiple."""
     for exponent, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if size and size % (1 << exponent) == 0:
             return f"{size >> exponent} {name}"
@@ -28,16 +25,16 @@ def format_bytes(size: int) -> str:
 
 
 def format_count(count: object, noun: str) -> str:
-    """Return a number of things in words: "1 element", "2 elements"; ``count`` may be text."""
+    """Return a count with a noun: "1 element", "2 elements". ``count`` may be text."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def warn(text: str) -> None:
-    """Warn at the line of the program that called, past the frames of mpicoll and torch."""
+    """Warn at the calling line of the program, above the frames of mpicoll and torch."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith(_NOT_THE_PROGRAM):
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(_LIBRARY_PREFIXES):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)
 
 
-_NOT_THE_PROGRAM = ("mpicoll.", "torch.")
+_LIBRARY_PREFIXES = ("mpicoll.", "torch.")

@@ -1,8 +1,7 @@
-"""The table of primitives: one row each.
+"""The table of primitives, one row each.
 
-A row says how a call's arrays relate: which of them are lists, which side the root is on, whether
-elements are combined. Checks, routes, tests, benchmarks and the support table of the documentation
-read the rows; nothing repeats them.
+A row describes the arrays of a call: which of them are lists, which side the root is on, whether
+elements are reduced. Checks, routes, tests, benchmarks and the documentation read the table.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ __all__ = ["PRIMITIVES", "Layout", "Primitive", "by_name"]
 
 
 class Layout(Enum):
-    """How the input and the output of a group of n ranks relate."""
+    """Relation of input and output in a group of n ranks."""
 
     #: One array, read and written in place.
     IN_PLACE = "in place"
@@ -25,7 +24,7 @@ class Layout(Enum):
     SCATTERED = "scattered"
     #: Both sides hold one block for each rank.
     EXCHANGED = "exchanged"
-    #: One array on either side, of as many elements.
+    #: One input and one output of the same size.
     ALIKE = "alike"
     #: No array.
     EMPTY = "empty"
@@ -35,23 +34,22 @@ class Layout(Enum):
 class Primitive:
     """One primitive.
 
-    name:    its name in torch.distributed.
-    layout:  how input and output relate.
-    output:  the name of the argument that is written, "" where there is none.
-    input:   the name of the argument that is read; "" where it is the output.
-    listed:  the argument that holds one array for each rank is a list ("gathered" and
-             "scattered": of that one argument; "exchanged": both).
-    root:    the argument that names the root, "" where all ranks are alike.
+    name:    name in torch.distributed.
+    layout:  relation of input and output.
+    output:  name of the output argument, or "".
+    input:   name of the input argument; "" if it is the output.
+    listed:  the argument with one array per rank is a list (for "exchanged", both are).
+    root:    name of the root argument, or "".
     reduces: elements are combined by a ReduceOp.
-    moved:   the bus-bandwidth factor of nccl-tests: bytes that each rank's link must carry, as a
-             multiple of the bytes of the larger array, for n ranks.
-    mpi:     the call of MPI that does this, as mpi4py names it.
-    aliases: other names of the same function.
-    combined: where elements are combined, the ranks whose elements make a rank's result: a function
-             of that rank and the number of ranks. A rank without any gets no result.
-    code:    the position in the table, the same on every rank.
+    moved:   bus-bandwidth factor of nccl-tests: bytes that the link of each rank must transfer, as
+        a multiple of the bytes of the larger array, for n ranks.
+    mpi:     the MPI call that does the same, by its name in mpi4py.
+    aliases: other names of the function.
+    combined: for reductions, the ranks whose elements are combined for a rank: a function of this
+        rank and the number of ranks. An empty range means no result.
+    code:    index in the table, the same on all ranks.
     at_output, at_input: operation and argument, as messages begin ("broadcast: tensor").
-    many_in, many_out: the input, the output, holds one block for each rank.
+    many_in, many_out: the input or the output has one block per rank.
     even:    all ranks know the size of every block.
     """
 
@@ -108,7 +106,7 @@ _IN_PLACE, _GATHERED, _SCATTERED, _EXCHANGED = (
     Layout.EXCHANGED,
 )
 
-# name, layout, output, input, listed, root, reduces, bus factor, MPI's call, aliases
+# name, layout, output, input, listed, root, reduces, bus factor, MPI call, aliases
 _TABLE = (
     Primitive("broadcast", _IN_PLACE, "tensor", "", False, "src", False, _once, "Bcast"),
     Primitive("all_reduce", _IN_PLACE, "tensor", "", False, "", True, _twice, "Allreduce"),

@@ -1,4 +1,4 @@
-"""Files about a job, which its user alone may read, also in folders that others can write to."""
+"""Files about a job that only their owner can read, also in folders that others can write to."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ __all__ = ["write"]
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a whole file of mode 0600, or no file.
+    """Write a file of mode 0600 atomically.
 
-    Folders that are missing are made with mode 0700. A file or symbolic link of this name is
-    replaced: a link is not followed, because another user may have made it.
+    Missing folders are created with mode 0700. An existing file or symbolic link is replaced. A
+    link is not followed, because another user may have created it.
 
-    Raises OSError where the file cannot be written.
+    Raises OSError if the file cannot be written.
     """
     folder = path.parent
     for each in reversed((folder, *folder.parents)):
         if not each.exists():
             each.mkdir(mode=0o700, exist_ok=True)
-    # The name begins with a dot: torchfrtrace reads all files with the prefix of flight records.
+    # The dot is needed because torchfrtrace reads all files with the prefix of flight records.
     descriptor, beside = tempfile.mkstemp(prefix=".", suffix=".part", dir=folder)
     try:
-        with os.fdopen(descriptor, "wb") as file:  # mkstemp makes it for its owner alone
+        with os.fdopen(descriptor, "wb") as file:  # mkstemp creates it with mode 0600
             file.write(data)
         Path(beside).replace(path)
     except BaseException:

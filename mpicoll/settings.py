@@ -1,8 +1,8 @@
 """The environment variables of mpicoll: one row each, checked when a process group is created.
 
 A misspelt variable would have no effect and go unnoticed, so every name that begins with MPICOLL_
-has to be here. The table of variables in docs/api.md and the report of ``python -m mpicoll doctor``
-come from these rows.
+has to be in this table. docs/settings.md and the report of ``python -m mpicoll doctor`` are made
+from it.
 """
 
 from __future__ import annotations
@@ -95,110 +95,112 @@ def _one_of(name: str, values: Sequence[str], effect: str) -> Setting:
 _LEVELS = ("OFF", "INFO", "DETAIL")
 
 DEBUG = _one_of(
-    "MPICOLL_DEBUG", _LEVELS, "how often the ranks' calls are compared, see Errors; the highest "
-    "level that any rank asks for holds on all",
+    "MPICOLL_DEBUG", _LEVELS,
+    "how often the ranks' calls are compared, see api.md; the highest level of any rank applies",
 )  # fmt: skip
 TORCH_DEBUG = _one_of(
-    "TORCH_DISTRIBUTED_DEBUG", _LEVELS, "the same, where MPICOLL_DEBUG is not set"
+    "TORCH_DISTRIBUTED_DEBUG", _LEVELS, "the same; ignored if MPICOLL_DEBUG is set"
 )
 TABLE = Setting(
     "MPICOLL_TABLE", (), "a file, or 0",
-    "rank 0's table of routes, written by `python -m mpicoll tune`; 0: the defaults",
+    "on rank 0: the table of routes that `python -m mpicoll tune` wrote, see tune.md; 0: the "
+    "default routes",
 )  # fmt: skip
 SHARED_MEMORY = _one_of(
     "MPICOLL_SHARED_MEMORY", ("0", "1"),
-    "0, on any rank: no shared memory between the ranks of a node, only MPI messages",
+    "0 on any rank: no shared memory between the ranks of a node, only MPI messages",
 )  # fmt: skip
 SINGLE_COPY = _one_of(
     "MPICOLL_SINGLE_COPY", ("0", "1"),
-    "0, on any rank: no rank of a node reads or writes another's memory; see performance.md",
+    "0 on any rank: no rank reads or writes the memory of another rank, see performance.md",
 )  # fmt: skip
 CLUSTERS = Setting(
-    "MPICOLL_CLUSTERS", (), "0, or numbers of ranks with commas between",
-    "rank 0's: how many ranks in a row are near each other on a node, as 64, or 2,1,3, over and "
-    "over again; 0: as if all were; see performance.md", form=r"0|[1-9]\d*(,[1-9]\d*)*",
+    "MPICOLL_CLUSTERS", (), "0, or numbers of ranks separated by commas",
+    "on rank 0: the numbers of consecutive ranks of a node that share a cache, repeated (64, or "
+    "2,1,3); 0: one cluster; see performance.md", form=r"0|[1-9]\d*(,[1-9]\d*)*",
 )  # fmt: skip
 KERNELS = _one_of(
     "MPICOLL_KERNELS", ("compiled", "numpy"),
-    "numpy: reduces with NumPy instead of the C library, and shares no memory",
+    "numpy: NumPy reduces instead of the C library, and ranks share no memory",
 )  # fmt: skip
 CALLS = _one_of(
-    "MPICOLL_CALLS", ("compiled", "python"),
-    "python: calls go their way in Python, not in the compiled module",
-)  # fmt: skip
+    "MPICOLL_CALLS",
+    ("compiled", "python"),
+    "python: no native fast path; every call runs in Python",
+)
 REPRODUCIBLE = _one_of(
     "MPICOLL_REPRODUCIBLE", ("order", "exact"),
-    "reductions that give the same bits again, on all ranks alike; see Reproducible reductions",
+    "on all ranks: the level of the default group, see reproducibility.md",
 )  # fmt: skip
 DEVICE_ROUTE = _one_of(
     "MPICOLL_DEVICE_ROUTE", (
         "shared_gpu", "peer", "hierarchical", "copy_engine", "ipc", "direct", "mpi", "staged",
         "nccl",
     ),
-    "the route of device memory, the same on all ranks; see gpu.md",
+    "on all ranks: the route for device memory, see gpu.md",
 )  # fmt: skip
 CUDA_AWARE = _one_of(
     "MPICOLL_CUDA_AWARE", ("none", "transfer", "full"),
-    "what the MPI library does with device memory, where that is known; see gpu.md",
+    "which calls of the MPI library accept device memory; mpicoll then does not probe it, see "
+    "gpu.md",
 )  # fmt: skip
 SURVIVE = _one_of(
     "MPICOLL_SURVIVE", ("0", "1"),
-    "1, on rank 0: MPICH's ranks of one node go on when one is lost, under "
-    "`mpiexec -disable-auto-cleanup`; see reliability.md",
+    "1 on rank 0: the other ranks of an MPICH job on one node continue after a lost rank, see "
+    "reliability.md",
 )  # fmt: skip
 SECRET = Setting(
     "MPICOLL_SECRET", (), "any text, the same on all ranks",
-    "the secret of a job whose ranks meet by `env://` or `tcp://`",
+    "the secret that ranks need to connect by `env://` or `tcp://`, see launching.md",
 )  # fmt: skip
 TESTED_CALLS = _one_of(
     "MPICOLL_TESTED_CALLS", ("0", "1"),
-    "1, on all ranks: MPI's collectives are tested for until they end, which takes longer, so that "
-    "one that outlasts its timeout raises and does not end the job; see Timeouts",
+    "1 on all ranks: a collective inside MPI that times out raises instead of ending the job; "
+    "slower; see timeouts.md",
 )  # fmt: skip
 TIMEOUT_GRACE = Setting(
-    "MPICOLL_TIMEOUT_GRACE", (), "seconds, 10 where it is not set",
-    "how long a call inside MPI, which cannot take it back, may go on after its timeout has closed "
-    "the group, before the job ends; and a program that has not looked at a call of devices that "
-    "ended without its result; see Timeouts", form=r"\d+(\.\d*)?",
+    "MPICOLL_TIMEOUT_GRACE", (), "seconds, 10 by default",
+    "time from a timeout to the end of the job if a call is blocked inside MPI, or if the program "
+    "does not check a failed device call; see timeouts.md", form=r"\d+(\.\d*)?",
 )  # fmt: skip
 ALLOW_SINGLETON = _one_of(
     "MPICOLL_ALLOW_SINGLETON", ("0", "1"),
-    "1: runs a single rank where a launcher announced several",
+    "1: run as a single rank although the launcher started several",
 )  # fmt: skip
 INSTALL_AS = Setting(
     "MPICOLL_INSTALL_AS", ("gloo", "mpi", "nccl"),
-    "gloo, mpi, nccl or several, with commas between",
-    "serves PyTorch scripts that name these backends; see pytorch.md", is_list=True,
+    "gloo, mpi, nccl or several, separated by commas",
+    "run PyTorch scripts that name these backends, see pytorch.md", is_list=True,
 )  # fmt: skip
 
 RECORD_LENGTH = Setting(
-    "TORCH_FR_BUFFER_SIZE", (), "a number of calls",
-    "how many of its last calls and messages the flight record keeps for each group, 2000 if not "
-    "set; 0: none; see flight_record.md", form=r"\d+",
+    "TORCH_FR_BUFFER_SIZE", (), "a number of calls, 2000 by default",
+    "number of calls, and of messages, that the flight record keeps of each group; 0: no record; "
+    "see flight_record.md", form=r"\d+",
 )  # fmt: skip
 RECORD_LENGTH_BEFORE = Setting(
     "TORCH_NCCL_TRACE_BUFFER_SIZE", (), "a number of calls",
-    "the same, where TORCH_FR_BUFFER_SIZE is not set", form=r"\d+",
+    "the same; ignored if TORCH_FR_BUFFER_SIZE is set", form=r"\d+",
 )  # fmt: skip
 RECORD_FILE = Setting(
-    "TORCH_FR_DUMP_TEMP_FILE", (), "the beginning of a file's path",
-    "where the flight record is written to, with the rank behind it; "
-    "`~/.cache/torch/comm_lib_trace_rank_` if not set",
+    "TORCH_FR_DUMP_TEMP_FILE", (), "a path prefix",
+    "path of the flight record without the rank, by default "
+    "`~/.cache/torch/comm_lib_trace_rank_`",
 )  # fmt: skip
 RECORD_FILE_BEFORE = Setting(
-    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", (), "the beginning of a file's path",
-    "the same, where TORCH_FR_DUMP_TEMP_FILE is not set",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", (), "a path prefix",
+    "the same; ignored if TORCH_FR_DUMP_TEMP_FILE is set",
 )  # fmt: skip
 
 REPORT_AFTER = Setting(
-    "MPICOLL_REPORT_AFTER", (), "seconds, or 0",
-    "seconds of waiting in a call after which a report says who is not there; 0: none; 60, or half "
-    "the timeout if that is less, where it is not set; see reliability.md",
+    "MPICOLL_REPORT_AFTER", (), "seconds, or 0; by default 60, or half the timeout if less",
+    "waiting time in a call after which a hang report is printed; 0: no reports; see "
+    "reliability.md",
     form=r"\d+(\.\d+)?",
 )  # fmt: skip
 REPORTS = Setting(
     "MPICOLL_REPORTS", (), "a folder",
-    "where these reports are written in full, on rank 0's node; see reliability.md",
+    "where rank 0's node writes hang reports in full, see reliability.md",
 )  # fmt: skip
 
 SETTINGS: tuple[Setting, ...] = (

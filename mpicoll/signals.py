@@ -1,4 +1,4 @@
-"""Signals that launchers and schedulers send to every process of a job, not to its ranks alone."""
+"""Signals that launchers and schedulers send to every process of a job, not only to its ranks."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import contextlib
 import signal
 from collections.abc import Iterator
 
-__all__ = ["FROM_OUTSIDE", "blocked_from_outside"]
+__all__ = ["JOB_SIGNALS", "blocked_job_signals"]
 
-#: By their names.
-FROM_OUTSIDE = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2"})
+#: Names of the signals.
+JOB_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2"})
 
 
 @contextlib.contextmanager
-def blocked_from_outside() -> Iterator[None]:
-    """Have a process that is started here never hear them: it keeps what this thread blocks.
+def blocked_job_signals() -> Iterator[None]:
+    """Block these signals in processes that are started in this context, which inherit the mask.
 
-    It serves ranks that may go on after such a signal, and ends with them. From its first moment
-    on: if it ignored them itself, one that comes while Python starts would end it.
+    Such a process serves ranks that may survive the signal, and ends with them. If it ignored the
+    signals itself, one that arrives while Python starts would end it.
     """
     before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.Signals[name] for name in FROM_OUTSIDE}
+        signal.SIG_BLOCK, {signal.Signals[name] for name in JOB_SIGNALS}
     )
     try:
         yield

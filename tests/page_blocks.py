@@ -1,9 +1,9 @@
-"""The code blocks of the pages, and what ranks do with them:
+"""Run the code blocks of the pages:
 
 mpiexec -n 2 python tests/page_blocks.py CHOICE
 
 CHOICE is JSON: {page: {"way": IN_TURN or PROGRAMS, "prelude": source, "skip": words, "grouped":
-whether blocks that make no process group find one}}.
+whether to create a process group for blocks without one}}.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ __all__ = ["ENGINES", "IN_TURN", "PROGRAMS", "Block", "blocks", "engine_blocks"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: Ways to execute the Python blocks of a page: one after another with the same names, or each as a
-#: program of its own.
+#: Run the blocks of a page one after another with the same names, or each as a separate program.
 IN_TURN, PROGRAMS = "in turn", "programs"
 
-#: What a block has that starts ranks on the workers of an engine, and the engine.
+#: Words of blocks that start ranks on an engine, and the engine.
 #: tests/clients/test_engines.py runs these blocks.
 ENGINES = {"import ray": "ray", "import spark": "spark", "import dask": "dask"}
 
-#: Seconds after which a page hangs: on a busy machine torch alone takes long to load.
+#: Timeout of a page in seconds; torch alone loads slowly on a busy machine.
 LIMIT = 150
 
 _BLOCK = re.compile(r"^( *)```([\w-]*)[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
@@ -40,9 +39,10 @@ _BLOCK = re.compile(r"^( *)```([\w-]*)[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTI
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code: its first line's number, its language, and its text.
+    """A block of code.
 
-    output: what the page says that it prints: the block of language text right behind it.
+    line:   the number of its first line.
+    output: the expected output: the text block after it.
     """
 
     line: int
@@ -52,12 +52,12 @@ class Block:
 
     @property
     def lined(self) -> str:
-        """The text with its line numbers in the page."""
+        """The text, shifted to its line numbers in the page."""
         return "\n" * (self.line - 1) + self.text
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """The blocks of a page."""
+    """Yield the blocks of a page."""
     found = list(_BLOCK.finditer(page))
     for i, one in enumerate(found):
         after = found[i + 1] if i + 1 < len(found) else None
@@ -71,7 +71,7 @@ def blocks(page: str) -> Iterator[Block]:
 
 
 def engine_blocks() -> Iterator[tuple[str, str, Block]]:
-    """The blocks of all pages that need an engine: page, engine, block."""
+    """Yield page, engine and block of all blocks that need an engine."""
     for page in sorted(ROOT.glob("docs/*.md")):
         for block in blocks(page.read_text(encoding="utf-8")):
             for word, engine in ENGINES.items():
@@ -80,7 +80,7 @@ def engine_blocks() -> Iterator[tuple[str, str, Block]]:
 
 
 def _end() -> None:
-    """End the groups that a block has left."""
+    """Destroy the groups that a block has not destroyed."""
     for name in ("torch.distributed", "mpicoll"):
         module = sys.modules.get(name)
         if module and module.is_initialized():
@@ -88,7 +88,7 @@ def _end() -> None:
 
 
 def _run(page: Path, how: dict[str, Any]) -> None:
-    """Execute the Python blocks of a page; raises what one raises."""
+    """Execute the Python blocks of a page. Raises the exception of a block."""
     from mpi4py import MPI
 
     names: dict[str, Any] = {}
@@ -115,7 +115,7 @@ def _run(page: Path, how: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Run the chosen pages; what goes wrong ends the job."""
+    """Run the chosen pages. An error aborts the job."""
     for page, how in json.loads(sys.argv[1]).items():
         faulthandler.dump_traceback_later(LIMIT, exit=True)
         try:

@@ -308,7 +308,7 @@ if dist_rank == 0:
 dist.destroy_process_group()
 say("end")
 time.sleep(9 * dist_rank)  # launchers end the job with the first rank that does not finalise MPI
-os._exit(0)  # an all_reduce that is stuck keeps MPI from being finalised
+os._exit(0)  # an all_reduce that is stuck keeps MPI from being finalized
 """,
     environment=APART,
 )  # fmt: skip

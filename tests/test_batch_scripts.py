@@ -1,9 +1,8 @@
-"""The batch scripts in jobs/: what they ask the batch system for, and what they start with it.
+"""The batch scripts in jobs/: their directives, and the commands that they start.
 
-Each asks for what DESCRIPTION says; its directives are read by the rules of its batch system.
-Then it runs, with commands in place of mpirun, srun and flux that write down how they were called,
-and in the environment that its batch system gives it. tests/slurm/ runs those of Slurm with real
-ranks, and those of PBS and LSF with Slurm behind the commands with which these reach other nodes.
+Directives are parsed by the rules of each batch system and compared with DESCRIPTION. Then each
+script runs in the environment of its batch system, with mocks of mpirun, srun and flux that log
+their arguments. tests/slurm/ runs the scripts for Slurm, PBS and LSF with real ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ JOBS = ROOT / "jobs"
 
 
 class Request(NamedTuple):
-    """What a script asks for. minutes: its time limit. more: options that matter beside those."""
+    """The resources that a script requests. minutes: the time limit. more: other options."""
 
     nodes: int
     ranks_per_node: int
@@ -54,7 +53,7 @@ DESCRIPTION = {
 
 
 def directives(script: str, sentinel: str) -> list[str]:
-    """The words of a script's directives, which end where its commands begin."""
+    """Return the words of a script's directives, which must precede its commands."""
     lines = (JOBS / script).read_text().splitlines()
     end = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
     assert not any(line.startswith(sentinel) for line in lines[end:])
@@ -63,7 +62,7 @@ def directives(script: str, sentinel: str) -> list[str]:
 
 
 def minutes(text: str) -> int:
-    """Of [hours:]minutes:seconds."""
+    """Return the minutes of [hours:]minutes:seconds."""
     seconds = 0
     for part in text.split(":"):
         seconds = seconds * 60 + int(part)
@@ -71,7 +70,7 @@ def minutes(text: str) -> int:
 
 
 def named(options: argparse.Namespace, *known: str) -> frozenset[str]:
-    """The options that are given and that no other field has, as name or name=value."""
+    """Return the remaining options, as name or name=value."""
     given = {name: value for name, value in vars(options).items() if name not in known and value}
     return frozenset(
         name.replace("_", "-") + ("" if value is True else f"={value}")
@@ -149,16 +148,16 @@ PARSERS: dict[str, Callable[[str], Request]] = {
 }  # fmt: skip
 
 
-def test_every_batch_script_is_described() -> None:
+def test_description_lists_every_batch_script() -> None:
     assert {path.name for path in JOBS.iterdir() if path.suffix in PARSERS} == set(DESCRIPTION)
 
 
 @pytest.mark.parametrize("script", DESCRIPTION)
-def test_a_script_asks_for_what_is_described(script: str) -> None:
+def test_directives_match_the_description(script: str) -> None:
     assert PARSERS[Path(script).suffix](script) == DESCRIPTION[script]
 
 
-# --- what they start ----------------------------------------------------------------------------
+# --- commands ----------------------------------------------------------------------------
 
 
 class Start(NamedTuple):
@@ -169,7 +168,7 @@ class Start(NamedTuple):
     program: list[str]
 
     def option(self, *names: str) -> str:
-        """The value of an option, which has one of these names."""
+        """Return the value of an option with one of these names."""
         for i, word in enumerate(self.options):
             name, equals, value = word.partition("=")
             if name in names:
@@ -178,7 +177,7 @@ class Start(NamedTuple):
 
 
 def environment_of(script: str, folder: Path) -> dict[str, str]:
-    """What the batch system would set for this script."""
+    """Return the variables that the batch system sets for a script."""
     asked = DESCRIPTION[script]
     hosts = [f"node{i + 1}" for i in range(asked.nodes)]
     file = folder / "hosts"
@@ -201,7 +200,7 @@ def environment_of(script: str, folder: Path) -> dict[str, str]:
 
 
 def run(script: str, folder: Path, *words: str, **variables: str) -> list[Start]:
-    """Run a script with commands that write down how they were called."""
+    """Run a script with mock commands, and return their logged calls."""
     bin = folder / "bin"
     bin.mkdir()
     log = folder / "log"
@@ -242,7 +241,7 @@ TOLD = {"mpirun": ("-n",), "mpiexec": ("-n",), "flux": ("--ntasks",)}
 
 
 @pytest.mark.parametrize("script", DESCRIPTION)
-def test_a_script_starts_the_ranks_that_it_asks_for(script: str, tmp_path: Path) -> None:
+def test_script_starts_the_requested_ranks(script: str, tmp_path: Path) -> None:
     asked, options = DESCRIPTION[script], ["--epochs", "2"]
     takes_words = Path(script).suffix in (".sbatch", ".flux")
     starts = run(script, tmp_path, *options) if takes_words else run(
@@ -264,10 +263,10 @@ def test_a_script_starts_the_ranks_that_it_asks_for(script: str, tmp_path: Path)
     assert {word for word in job.program[2:] if word.startswith("--")} <= known
 
 
-def test_the_script_of_the_page_starts_a_rank_on_each_core(
+def test_script_in_clusters_page_binds_ranks_to_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of docs/clusters.md, in ten lines."""
+    """The script has at most ten lines."""
     page = (ROOT / "docs/clusters.md").read_text()
     (text,) = re.findall(r"^```sh\n(#!/bin/bash\n#SBATCH .*?)^```", page, re.MULTILINE | re.DOTALL)
     assert len(text.splitlines()) <= 10
@@ -282,8 +281,8 @@ def test_the_script_of_the_page_starts_a_rank_on_each_core(
     assert start.options[-2:] == [".venv/bin/python", "train.py"]
 
 
-def test_one_torchrun_on_each_node(tmp_path: Path) -> None:
-    """They meet on the first node; each starts the ranks of its own."""
+def test_torchrun_starts_once_per_node(tmp_path: Path) -> None:
+    """The rendezvous is on the first node."""
     variables = {"SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2", "LAUNCH": "torchrun"}
     *_, start = run("digits.sbatch", tmp_path, **variables)
     assert start.option("--ntasks") == "2" and start.option("--ntasks-per-node") == "1"
@@ -298,13 +297,11 @@ REQUEUE = Start("scontrol", ["requeue", "7"], [])
     ("stops", "state", "requeues"),
     [
         ("digits-7.stopped", "RUNNING", True),
-        ("digits-7.stopped", "COMPLETING", False),  # Slurm does it, or nobody wants it
-        ("", "RUNNING", False),  # it has done all of its work
+        ("digits-7.stopped", "COMPLETING", False),  # Slurm requeues it, or it was cancelled
+        ("", "RUNNING", False),  # it is complete
     ],
 )
-def test_a_job_that_stops_early_is_requeued(
-    stops: str, state: str, requeues: bool, tmp_path: Path
-) -> None:
+def test_stopped_job_is_requeued(stops: str, state: str, requeues: bool, tmp_path: Path) -> None:
     (tmp_path / "digits-7.stopped").touch()  # of the run before
     own = {"SLURM_SUBMIT_DIR": str(tmp_path), "STOPS": stops, "STATE": state}
     step, *more = run("digits_requeue.sbatch", tmp_path, **own)
@@ -313,13 +310,13 @@ def test_a_job_that_stops_early_is_requeued(
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "COMPLETING"])
-def test_a_job_whose_ranks_could_not_save_yet_is_requeued(state: str, tmp_path: Path) -> None:
-    """Slurm's SIGTERM has come to the script, too. Without it they fail for good."""
+def test_job_without_state_is_requeued_after_sigterm(state: str, tmp_path: Path) -> None:
+    """The script also received SIGTERM. Without it a failed job is not requeued."""
     own = {"SLURM_SUBMIT_DIR": str(tmp_path), "STATE": state, "FAILS": "143"}
     _, *more = run("digits_requeue.sbatch", tmp_path, **own)
     assert more == ([REQUEUE] if state == "RUNNING" else [])
 
 
-def test_pals_is_told_the_ranks_of_a_node(tmp_path: Path) -> None:
+def test_pals_script_passes_ranks_per_node(tmp_path: Path) -> None:
     *_, start = run("digits_pals.pbs", tmp_path)
     assert start.option("--ppn") == "4" and start.option("--depth") == "1"

@@ -1,4 +1,4 @@
-"""The project's own comparison: what is concluded from measurements, and one small run of it."""
+"""The benchmarks: targets, tables and pages from given measurements, and a short run."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def found(what: str, given: aims.Results) -> aims.Aim:
     return aim
 
 
-def test_nothing_is_met_where_nothing_was_measured() -> None:
+def test_targets_without_measurements_are_not_met() -> None:
     every = aims.aims(results())
     assert len(every) > 20 and {aim.verdict for aim in every} == {"not measured"}
     assert len({aim.name for aim in every}) == len(every)
 
 
-def test_large_calls() -> None:
+def test_targets_of_large_calls() -> None:
     given = results(
         measured("mpi4py", "all_reduce", 64 * MIB, 20e-3),
         measured("mpicoll", "all_reduce", 64 * MIB, 10e-3),
@@ -76,14 +76,14 @@ def test_large_calls() -> None:
 
 
 @pytest.mark.parametrize(("slow", "verdict"), [(2.1e-6, "met"), (2.3e-6, "MISSED")])
-def test_the_worst_size_counts(slow: float, verdict: str) -> None:
+def test_a_target_reports_its_worst_size(slow: float, verdict: str) -> None:
     """1.05 times as long is within the spread, 1.15 is not."""
     given = results(
         measured("mpi4py", "all_reduce", KIB, 2e-6) | {"seconds": 5 * [2e-6]},
         measured("mpicoll", "all_reduce", KIB, slow),
         measured("mpi4py", "broadcast", 4, 1e-6),
         measured("mpicoll", "broadcast", 4, 8e-7),
-        measured("mpi4py", "all_reduce", MIB, 1.0),  # beyond those that are asked about
+        measured("mpi4py", "all_reduce", MIB, 1.0),  # larger than the sizes of this target
         measured("mpicoll", "all_reduce", MIB, 9.0),
     )
     aim = found("any collective up to 16 KiB", given)
@@ -91,14 +91,14 @@ def test_the_worst_size_counts(slow: float, verdict: str) -> None:
     assert (aim.note, aim.verdict) == ("all_reduce 1 KiB", verdict)
 
 
-def test_the_spread_is_that_of_the_ratio() -> None:
+def test_a_ratio_has_its_own_spread() -> None:
     own = measured("mpicoll", "broadcast", 16 * MIB, 1.0) | {"seconds": [2.0, 1.0, 1.0, 1.0, 1.0]}
     raw = measured("mpi4py", "broadcast", 16 * MIB, 1.0) | {"seconds": [2.0, 1.1, 1.2, 1.3, 1.4]}
     aim = found("broadcast", results(own, raw))
     assert (aim.measured, aim.spread) == (pytest.approx(1.2), pytest.approx(0.1))
 
 
-def test_what_is_asked_of_near_ranks_alone() -> None:
+def test_some_targets_apply_to_near_ranks_only() -> None:
     both = [
         measured(case, "all_reduce", 64 * MIB, seconds, distance=distance)
         for case, seconds in (("mpi4py", 6e-3), ("mpicoll", 2e-3))
@@ -118,7 +118,7 @@ def test_what_is_asked_of_near_ranks_alone() -> None:
     assert asked == {("near", "at least 4 x"), ("far", "at least 2.5 x")}
 
 
-def test_memory_and_many() -> None:
+def test_targets_of_memory_and_coalescing() -> None:
     many = {"section": "many", "count": 1000}
     given = results(
         *({"section": "memory", "case": "mpicoll", "primitive": name, "extra": extra * MIB}
@@ -159,7 +159,7 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_mpis_side_by_side() -> None:
+def test_tables_show_mpis_side_by_side() -> None:
     one = results(
         measured("mpi4py", "broadcast", KIB, 2e-6), measured("mpicoll", "broadcast", KIB, 3e-6),
     )  # fmt: skip
@@ -240,8 +240,8 @@ def test_near_and_far() -> None:
     assert row == ["64 MiB", "near", "30 ms", "10 ms", "-"]
 
 
-def test_the_pages_have_the_marks(tmp_path: Path) -> None:
-    """What is measured stands between them, once, however often it is written."""
+def test_publish_fills_the_marked_tables_once(tmp_path: Path) -> None:
+    """Publishing fills the marked tables, and publishing again changes nothing."""
     one = results(
         measured("mpi4py", "all_reduce", MIB, 6e-3), measured("mpicoll", "all_reduce", MIB, 2e-3),
         measured("Gloo", "all_reduce", MIB, 8e-3),
@@ -254,34 +254,33 @@ def test_the_pages_have_the_marks(tmp_path: Path) -> None:
         *(measured("mpicoll", "all_reduce", KIB, 1e-5, section="overlap", part=part)
           for part in ("pure", "compute", "beside", "in turn")),
     )  # fmt: skip
-    for name in ("aims.md", "performance.md", "pytorch.md"):
+    for name in ("measurements.md", "pytorch.md"):
         (tmp_path / name).write_text((report.DOCS / name).read_text())
     assert report.publish([one], tmp_path) >= {"all_reduce", "dtypes"}
-    aims, performance, torch = (
-        (tmp_path / name).read_text() for name in ("aims.md", "performance.md", "pytorch.md")
+    measured_page, torch = (
+        (tmp_path / name).read_text() for name in ("measurements.md", "pytorch.md")
     )
-    rows = [cells(line) for line in performance.splitlines()]
+    rows = [cells(line) for line in measured_page.splitlines()]
     assert ["all_reduce", "1 MiB", "-", "6 ms", "2 ms", "3.00 ±0.00"] in rows
     assert ["bfloat16", "1 MiB", "-", "-", "3 ms", "-"] in rows
     assert not any("512 KiB" in row for row in rows)  # not of the sizes that are shown
     (row,) = (row for row in map(cells, torch.splitlines()) if row[0] == "all_reduce 1 MiB")
     assert row[1:5] == ["-", "8 ms", "2 ms", "4.00 ±0.00"]
     assert report.publish([one], tmp_path) == set()
-    assert (tmp_path / "performance.md").read_text() == performance
+    assert (tmp_path / "measurements.md").read_text() == measured_page
     slower = {"median": 9e-3, "seconds": [9e-3] * 5}
     for i, moved in ((0, {"all_reduce", "aims"}), (4, {"dtypes"})):
         again = results(*(x | slower if j == i else x for j, x in enumerate(one.measurements)))
         again.records[0]["date"] = "tomorrow"
         assert report.publish([again], tmp_path) == moved
-        text = (tmp_path / "performance.md").read_text()
-        assert "tomorrow" in text and text != performance
-        (tmp_path / "aims.md").write_text(aims)
-        (tmp_path / "performance.md").write_text(performance)
+        text = (tmp_path / "measurements.md").read_text()
+        assert "tomorrow" in text and text != measured_page
+        (tmp_path / "measurements.md").write_text(measured_page)
         (tmp_path / "pytorch.md").write_text(torch)
     few = results(measured("mpicoll", "all_reduce", MIB, 2e-3))
     with pytest.raises(ValueError, match="nothing was measured for dtypes, many, reproducible"):
         report.publish([few], tmp_path)
-    assert (tmp_path / "performance.md").read_text() == performance
+    assert (tmp_path / "measurements.md").read_text() == measured_page
     (tmp_path / "pytorch.md").write_text("nothing")
     with pytest.raises(ValueError, match="bench: speed"):
         report.publish([one], tmp_path)
@@ -310,13 +309,15 @@ OLD_ROWS = [
         ("broadcast", "scatter  ", ["scatter"]),
     ],
 )
-def test_what_moved_by_more_than_its_spread(old: str, new: str, moved: list[str]) -> None:
+def test_publish_finds_numbers_that_moved_beyond_their_spread(
+    old: str, new: str, moved: list[str]
+) -> None:
     lines = [line.replace(old, new) for line in OLD_ROWS]
     assert report.find_moved(OLD_ROWS, lines) == moved
     assert report.find_moved(OLD_ROWS, lines[:3]) == [cells(lines[2])[0]]
 
 
-def test_spreads_as_tables_have_them() -> None:
+def test_spreads_are_parsed_from_tables() -> None:
     assert report._number("4.42 ms 3%") == pytest.approx((4.42e-3, 0.03 * 4.42e-3))
     assert report._number("-15% +-19%") == (-15.0, 19.0)
     assert report._number("2.72 +-0.06 met (4 MiB)") == (2.72, 0.06)
@@ -371,7 +372,7 @@ def test_a_small_run(tmp_path: Path) -> None:
     dtypes = {"float32", "bfloat16", "float16", "int8"}
     assert kinds["dtypes mpicoll"] == {("all_reduce", 1024, dtype) for dtype in dtypes}
     assert ("all_reduce", 1024, "float32") in kinds["dtypes mpi4py"]
-    if record["mpi"].startswith(("MPICH", "Open MPI")):  # these have a float16 of their own
+    if record["mpi"].startswith(("MPICH", "Open MPI")):  # these support float16
         assert ("all_reduce", 1024, "float16") in kinds["dtypes mpi4py"]
     assert any("bfloat16 by mpi4py" in what for what in record["left out"])
     if importlib.util.find_spec("torch"):
@@ -438,7 +439,7 @@ def test_overhead(subject: str) -> None:
         ("ddp sizes --device cuda", "--device cuda: ddp and fsdp alone"),
     ],
 )
-def test_one_rank_says_what_is_wrong(words: str, said: str) -> None:
+def test_one_rank_prints_the_error(words: str, said: str) -> None:
     done = run(2, *words.split())
     assert done.returncode != 0
     assert done.stderr.count("error: ") == 1 and said in done.stderr, done
@@ -446,7 +447,7 @@ def test_one_rank_says_what_is_wrong(words: str, said: str) -> None:
 
 # --- on GPUs, as far as it goes without ---------------------------------------------------------
 
-#: In the place of mpiexec: keeps what it is to launch, and writes the file that it is to write.
+#: Replaces mpiexec: records its command line and writes the output file.
 NO_RANKS = """
 echo "mpiexec $*" >> {0}/launched
 for last; do :; done
@@ -455,8 +456,8 @@ echo "{{}}" > "$last"
 """
 
 
-def test_pieces_on_gpus(tmp_path: Path) -> None:
-    """Each is launched until its file is there, and one that fails ends no other."""
+def test_gpu_benchmark_continues_after_a_failed_part(tmp_path: Path) -> None:
+    """Each part is launched until its file exists. A part that fails does not stop the rest."""
     (tmp_path / "mpiexec").write_text(NO_RANKS.format(tmp_path))
     out, launched = tmp_path / "out", tmp_path / "launched"
 

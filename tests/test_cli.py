@@ -29,9 +29,9 @@ import mpicoll
 from mpicoll import cli
 from mpicoll.cli import doctor
 from mpicoll.cli.distance import Pair
-from mpicoll.cli.doctor_advice import advise
+from mpicoll.cli.doctor import advise
 from mpicoll.cli.doctor_facts import Findings
-from mpicoll.cli.doctor_machine import Place, describe_distance, format_ranges
+from mpicoll.cli.doctor_machine import Placement, describe_distance, format_ranges
 from mpicoll.cuda.capabilities import Capabilities, CudaSupport
 from mpicoll.kernels.library import kernels
 from mpicoll.launch.exit_hooks import INTERRUPTED
@@ -54,7 +54,7 @@ faulthandler.register(signal.SIGALRM, chain=True)  # print where all threads are
 signal.alarm({LIMIT})
 import runpy
 import mpicoll.cli
-mpicoll.cli.PACE = float(os.environ.get("TEST_MPICOLL_PACE", "inf"))
+mpicoll.cli.PROGRESS_INTERVAL_S = float(os.environ.get("TEST_MPICOLL_PACE", "inf"))
 runpy.run_module("mpicoll", run_name="__main__")
 """
 
@@ -126,8 +126,8 @@ def test_a_bad_command_line_ends_all_ranks_at_once(words: str, ended: Ended) -> 
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        ("docter", "docter: there is no such command; did you mean doctor?"),
-        ("xyz", "xyz: there is no such command; known are bench, doctor, hello, run, trace, tune"),
+        ("docter", "docter: unknown command; did you mean doctor?"),
+        ("xyz", "xyz: unknown command; expected bench, doctor, hello, run, trace, tune"),
     ],
 )
 def test_a_misspelt_command(words: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,8 +190,8 @@ if rank in stuck:
     def block(*rest):
         from mpi4py import MPI
         MPI.COMM_WORLD.Barrier()
-    from mpicoll.cli import bench_measure
-    bench_measure.count_wrong = block
+    from mpicoll.cli import bench_table
+    bench_table.count_wrong = block
 """
 
 
@@ -299,7 +299,7 @@ def test_doctor_alone(ended: Ended) -> None:
         assert words in ended.out, ended
     for words in "system  ", "processors  ", "may run on  ", "/dev/shm  ", "NumPy  ", "ml_dtypes  ":
         assert f"\n  {words}" in ended.out, ended
-    assert "WRONG" not in ended.out and "this process is alone" in ended.out
+    assert "WRONG" not in ended.out and "this process is the only rank" in ended.out
 
 
 @needs_mpiexec
@@ -317,12 +317,12 @@ def test_doctor_on_ranks(ended: Ended) -> None:
     assert each["may run on"].startswith(f"{allowed} of them: 0") == (0 in os.sched_getaffinity(0))
     assert " free" in each["/dev/shm"] or each["/dev/shm"] == "none"
     assert each["NumPy"] == np.__version__ and each["ml_dtypes"] == ml_dtypes.__version__
-    crowded = any("they take turns" in each["text"] for each in found["advice"])
+    crowded = any("they share processors" in each["text"] for each in found["advice"])
     assert crowded == (allowed < 3)
     (distance,) = {each["distance"] for each in found["ranks"]}
     expected = " ns" if not crowded else "unknown: there are more ranks than processors"
     assert expected in distance or "C library" in distance or "busy" in distance
-    assert not any("alone" in each["text"] for each in found["advice"])
+    assert not any("the only rank" in each["text"] for each in found["advice"])
     assert found["routes"]["device"] == {}
     routes = found["routes"]["host"]
     copies = "(one copy by the kernel|shared memory|messages over MPI)"
@@ -343,7 +343,7 @@ def test_doctor_says_the_clusters(ended: Ended) -> None:
     assert ended.code == 0, ended
     if kernels is None:
         pytest.skip("needs the C library")
-    assert "between clusters of near ranks, 2 + 1 of them\n" in ended.out
+    assert "clusters of near ranks: 2 + 1\n" in ended.out
 
 
 @pytest.mark.any_mpi
@@ -372,11 +372,13 @@ def test_doctor_finds_support_that_is_claimed_and_crashes(ended: Ended) -> None:
     )
     assert "WRONG: MPI says that it takes device memory (fake_query: yes), but tried" in words
     assert words.count("Python") == 1, "every rank prints"
-    assert " ipc not: rank 0: no workspace: 'FakeGpu' object has no attribute" in words, words
-    assert " nccl not: each of ranks 0, 1 lacks NCCL" in words
+    assert " ipc not used: rank 0: no workspace: 'FakeGpu' object has no attribute" in words, words
+    assert " nccl not used: each of ranks 0, 1 lacks NCCL" in words
     for name in ("direct", "staged"):
-        assert f" {name} taken; the host waits {DEVICE[name].blocks}" in words
-    assert " mpi not: each of ranks 0, 1 lacks an MPI that sends, receives and reduces" in words
+        assert f" {name} used; the host waits {DEVICE[name].blocks}" in words
+    assert (
+        " mpi not used: each of ranks 0, 1 lacks an MPI that sends, receives and reduces" in words
+    )
 
 
 #: Two GPUs, of which the second is far from all processors, and a card beside the first.
@@ -503,28 +505,31 @@ def facts(**others: str) -> dict[str, str]:
     ("seen", "wrong", "words"),
     [
         (Findings([facts(), facts()]), None, ""),
-        (Findings([facts(), facts(MPI="M 2 (/a)")]), True, "the ranks differ in MPI"),
+        (Findings([facts(), facts(MPI="M 2 (/a)")]), True, "MPI differs between ranks"),
         (Findings([facts(), facts(MPI="M 1 (/c)")]), None, ""),
-        (Findings([facts(), facts(mpicoll="2 (/b)")]), True, "the ranks differ in mpicoll"),
+        (Findings([facts(), facts(mpicoll="2 (/b)")]), True, "mpicoll differs between ranks"),
         (
             Findings([facts(), facts(**{"C library": "numpy (it does not load: x)"})]),
             True, "rank 1: the C library does not load",
         ),
         (
             Findings([facts(**{"C library": "numpy (the C library was not built)"})] * 2),
-            False, "ranks 0-1: NumPy does the work",
+            False, "ranks 0-1: NumPy replaces",
         ),
-        (Findings([facts(threads="MPI_THREAD_SERIALIZED")]), False, "rank 0: MPI lets one"),
+        (Findings([facts(threads="MPI_THREAD_SERIALIZED")]), False, "rank 0: MPI allows one"),
         (Findings([facts(torch="3; the backend mpicoll is not registered")]), False, "torch"),
-        (Findings([facts(torch="3, which cannot be imported: x")]), True, "torch is installed"),
+        (Findings([facts(torch="3, cannot be imported: x")]), True, "torch is installed"),
         (Findings([facts()], shared=False), False, "do not share memory"),
-        (Findings([facts()] * 2, shared=True, apart=["", ""]), None, ""),
+        (Findings([facts()] * 2, shared=True, no_single_copy=["", ""]), None, ""),
         (
-            Findings([facts()] * 2, shared=True, apart=["", "rank 0's memory cannot be read: no"]),
-            False, "(rank 1: rank 0's memory cannot be read: no): the node has to allow",
+            Findings(
+                [facts()] * 2, shared=True,
+                no_single_copy=["", "rank 0's memory cannot be read: no"],
+            ),
+            False, "(rank 1: rank 0's memory cannot be read: no): the node must allow",
         ),
         (
-            Findings([facts()], shared=True, apart=["MPICOLL_SINGLE_COPY=0"]),
+            Findings([facts()], shared=True, no_single_copy=["MPICOLL_SINGLE_COPY=0"]),
             False, "unset MPICOLL_SINGLE_COPY",
         ),
         (Findings([facts()], idle=["GPU 1 is idle"]), False, "GPU 1 is idle"),
@@ -544,12 +549,15 @@ def pair(a: int, b: int, *latencies: float) -> Pair:
     ("pairs", "words"),
     [
         ("why", "unknown: why"),
-        ([pair(0, 1, 44, 45, 170)], "45 ns between ranks 0 and 1: they share a cache (near)"),
-        ([pair(0, 1, 45), pair(0, 2, 50)], "50 ns between ranks 0 and 2: all ranks share a cache"),
-        ([pair(0, 1, 45), pair(4, 5, 165)], "165 ns between ranks 4 and 5: they share no"),
+        ([pair(0, 1, 44, 45, 170)], "45 ns between ranks 0 and 1: a shared cache (near)"),
+        (
+            [pair(0, 1, 45), pair(0, 2, 50)],
+            "50 ns between ranks 0 and 2: all ranks have a shared cache",
+        ),
+        ([pair(0, 1, 45), pair(4, 5, 165)], "165 ns between ranks 4 and 5: no shared cache"),
         (
             [pair(0, 1, 45, 160, 44, 165), pair(0, 2, 300)],
-            "44 to 165 ns: ranks 0-1 move between processors that share a cache (near) and others",
+            "44 to 165 ns: ranks 0-1 move between processors with a shared cache (near) and",
         ),
     ],
 )  # fmt: skip
@@ -559,7 +567,7 @@ def test_distance_in_words(pairs: list[Pair] | str, words: str) -> None:
 
 
 def test_advice_to_ranks_that_move() -> None:
-    seen = Findings([facts()] * 3, places=[place(0, 1), place(2), place(0, 1)], moving={0, 1})
+    seen = Findings([facts()] * 3, placements=[place(0, 1), place(2), place(0, 1)], moving={0, 1})
     assert [text.partition(" processors")[0] for bad, text in advise(seen) if not bad] == [
         "rank 0: they move between near and far",
         "rank 2: not bound to",
@@ -582,8 +590,10 @@ def test_ranges() -> None:
     )
 
 
-def place(*allowed: int, host: str = "a", free: int | None = 1 << 30, threads: str = "1") -> Place:
-    return Place(host, 4, allowed, 1 << 30, free, threads)
+def place(
+    *allowed: int, host: str = "a", free: int | None = 1 << 30, threads: str = "1"
+) -> Placement:
+    return Placement(host, 4, allowed, 1 << 30, free, threads)
 
 
 @pytest.mark.parametrize(
@@ -596,20 +606,20 @@ def place(*allowed: int, host: str = "a", free: int | None = 1 << 30, threads: s
         ([place(0, 1, 2, 3, host=host) for host in "abb"], "ranks 1-2: not bound"),
         ([place(0, 1, threads=""), place(2, 3, threads="")], ""),
         ([place(0, 1, 2, 3, threads="")], ""),
-        ([place(0, 1, 2, 3)] * 5, "5 ranks on a, which has 4 processors: they take turns"),
+        ([place(0, 1, 2, 3)] * 5, "5 ranks on a, which has 4 processors: they share processors"),
         ([place(0), place(1), place(2)], ""),
         ([place(0, 1)] * 2, "ranks 0-1: not bound"),
         ([place(0, 1)] * 3, "3 ranks on a may only run on 2 of its 4 processors (0-1): "),
         ([place(2), place(2), place(0)], "2 ranks on a may only run on 1 of its 4 processors (2)"),
         ([place(0, 1), place(1, 2), place(0, 2), place(2)], "4 ranks on a may only run on 3 of"),
         ([place(0), place(0, host="b")], ""),
-        ([place(0, host=host) for host in "aabbcc"], "2 ranks on a (so on 2 more) may only run"),
+        ([place(0, host=host) for host in "aabbcc"], "2 ranks on a (and 2 more) may only run"),
         ([place(0, free=64 << 20)], "/dev/shm on a has 64 MiB left"),
         ([place(0, free=65 << 20), place(1, free=None)], ""),
     ],
 )  # fmt: skip
-def test_advice_on_the_machine(places: list[Place], words: str) -> None:
-    seen = Findings([facts()] * len(places), places=places)
+def test_advice_on_the_machine(places: list[Placement], words: str) -> None:
+    seen = Findings([facts()] * len(places), placements=places)
     given = advise(seen)
     assert [bad for bad, _ in given] == ([False] if words else []), given
     assert all(text.startswith(words) for _, text in given), given
@@ -620,15 +630,15 @@ def test_advice_on_the_machine(places: list[Place], words: str) -> None:
     [
         ([place(0, threads=""), place(1, threads="")], ""),
         ([place(0, 1), place(0, 1)], ""),
-        ([place(0, 1, threads="")] * 2, "the ranks on a, NumPy and PyTorch may start a thread for "
+        ([place(0, 1, threads="")] * 2, "each rank on a, NumPy and PyTorch may start a thread for "
          "every processor, 4 threads on 2 processors. Set it: export OMP_NUM_THREADS=1"),
         ([place(*range(4), threads="")] * 2, "8 threads on 4 processors. Set it: export "
          "OMP_NUM_THREADS=2"),
-        ([place(0, 1, threads="", host=host) for host in "aabb"], "the ranks on a (so on 1 more)"),
+        ([place(0, 1, threads="", host=host) for host in "aabb"], "each rank on a (and 1 more)"),
     ],
 )  # fmt: skip
-def test_advice_on_threads(places: list[Place], words: str) -> None:
-    given = [text for _, text in advise(Findings([facts()] * len(places), places=places))]
+def test_advice_on_threads(places: list[Placement], words: str) -> None:
+    given = [text for _, text in advise(Findings([facts()] * len(places), placements=places))]
     given = [text for text in given if "OMP_NUM_THREADS" in text]
     assert len(given) == bool(words) and all(words in text for text in given), given
 
@@ -639,22 +649,22 @@ def test_a_place_knows_the_threads(threads: str | None, monkeypatch: pytest.Monk
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     else:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    assert Place.find().threads == (threads or "")
+    assert Placement.find().threads == (threads or "")
 
 
 def test_doctor_finds_no_problems_only_without_advice() -> None:
-    seen = Findings([facts()] * 2, places=[place(0, 1)] * 2)
+    seen = Findings([facts()] * 2, placements=[place(0, 1)] * 2)
     assert "No problems found" not in doctor._text(seen, advise(seen))
-    seen.places = [place(0), place(1)]
+    seen.placements = [place(0), place(1)]
     assert doctor._text(seen, advise(seen)).endswith("\nNo problems found")
 
 
 @pytest.mark.parametrize(
     ("kind", "tls", "words"),
     [
-        ("CUDA", "rc,sm", "leaves out cuda: add cuda_copy,cuda_ipc"), ("CUDA", "rc,cuda", ""),
+        ("CUDA", "rc,sm", "excludes cuda: add cuda_copy,cuda_ipc"), ("CUDA", "rc,cuda", ""),
         ("CUDA", "^tcp", ""), ("CUDA", "all", ""), ("CUDA", "", ""), ("ROCm", "rc,rocm_copy", ""),
-        ("ROCm", "rc,cuda", "leaves out rocm: add rocm_copy,rocm_ipc"), ("", "rc", ""),
+        ("ROCm", "rc,cuda", "excludes rocm: add rocm_copy,rocm_ipc"), ("", "rc", ""),
     ],
 )  # fmt: skip
 def test_advice_on_ucx(kind: str, tls: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -672,14 +682,14 @@ def test_advice_on_what_is_far() -> None:
 
 def test_advice_to_a_process_that_is_alone() -> None:
     def given(seen: Findings) -> list[str]:
-        return [text for _, text in advise(seen) if "alone" in text]
+        return [text for _, text in advise(seen) if "the only rank" in text]
 
     alone = facts(launcher="none")
     assert given(Findings([alone])) and not given(Findings([facts(launcher="srun")]))
-    assert not given(Findings([alone] * 2)) and not given(Findings([alone], wrong="x"))
+    assert not given(Findings([alone] * 2)) and not given(Findings([alone], problem="x"))
 
 
 def test_settings_that_differ_are_told_by_rank() -> None:
-    seen = Findings([facts()] * 3, misspelt=[{"A": "A: x"}, {}, {"A": "A: x", "B": "B: y"}])
+    seen = Findings([facts()] * 3, misspelled=[{"A": "A: x"}, {}, {"A": "A: x", "B": "B: y"}])
     given = advise(seen)
     assert given == [(True, "ranks 0,2: A: x"), (True, "rank 2: B: y")]

@@ -180,11 +180,12 @@ def test_dlpack_of_another_kind_of_device(gpus, kind):
     assert array.calls[0]["stream"] == (1 if kind == "CUDA" else 0), "each has its own default"
     name = {CUDA: "cuda", ROCM: "rocm"}[other]
     refused(
-        Producer(device=(other, 0)), f"{name}:0 are not supported where CuPy is built for {kind}"
+        Producer(device=(other, 0)),
+        f"{name}:0 are not supported by a CuPy that is built for {kind}",
     )
     refused(Producer(device=(METAL, 0)), "metal:0 are not supported; copy to the host")
-    refused(Producer(device=(own, 0), told=None, says=(2, 0)), r"DLPack 2\.0 is not known here")
-    refused(Producer(device=(METAL, 0), told=(own, 0)), "the capsule metal:0")
+    refused(Producer(device=(own, 0), told=None, says=(2, 0)), r"DLPack 2\.0 is not supported")
+    refused(Producer(device=(METAL, 0), told=(own, 0)), "capsule is on metal:0")
     refused(Producer(name=b"used_dltensor", device=(own, 0)), "got b'used_dltensor'")
 
 
@@ -334,7 +335,7 @@ def test_interface_streams(gpus):
     for stream, expected in ((None, runtime.UNKNOWN), (1, 1), (2, 2), (0xABCD0, 0xABCD0)):
         assert view(Interface(stream=stream)).stream == expected
     assert view(Interface()).stream == runtime.UNKNOWN
-    refused(Interface(stream=0), "says stream 0")
+    refused(Interface(stream=0), "has stream 0")
 
 
 def test_interface_without_elements(gpus):
@@ -344,19 +345,19 @@ def test_interface_without_elements(gpus):
 
 
 def test_interface_refusals(gpus):
-    refused(Interface(mask=Interface()), "lose its mask")
+    refused(Interface(mask=Interface()), "masked arrays")
     assert view(Interface(mask=None)).count == 6
-    refused(Interface(version=4), "version 4 .* is not known here")
+    refused(Interface(version=4), "version 4 .* is not supported")
     refused(Interface(data=(PLACE, True)), "read-only", True, ArgumentError)
     assert view(Interface(data=(PLACE, True))).count == 6
     refused(Interface(typestr=">f4"), "byte order")
     refused(Interface(typestr="|V2"), "dtype")
-    refused(Interface(data=(PLACE + 2, False)), "multiples of their size")
-    refused(Interface(strides=(0, 4)), "share one place", True, ArgumentError)
+    refused(Interface(data=(PLACE + 2, False)), "aligned to their size")
+    refused(Interface(strides=(0, 4)), "output share memory", True, ArgumentError)
     for name in ("shape", "typestr", "data", "version"):
         if name != "data":
-            refused(Interface(missing=[name]), "has to have shape, typestr, data")
-    refused(Interface(data=PLACE), "has to have shape, typestr, data")
+            refused(Interface(missing=[name]), "must have shape, typestr, data")
+    refused(Interface(data=PLACE), "must have shape, typestr, data")
 
 
 def test_arrays_of_one_type_with_and_without_the_interface(gpus):

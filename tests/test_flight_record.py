@@ -257,7 +257,7 @@ def test_a_clock_that_no_call_tells_of_is_left(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("nothing", "no file"), ("code", "flight record has none"), ("two", "names of 2 kinds")],
+    [("nothing", "no file"), ("code", "contains a"), ("two", "prefixes")],
 )
 def test_what_is_no_folder_of_records(
     what: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -113,7 +113,7 @@ SPAWN = """
             one.join()
         say("codes", *[one.exitcode for one in ranks])
 """
-#: Says at the very end that MPI was finalised.
+#: Says at the very end that MPI was finalized.
 AFTER = (
     "import multiprocessing.util, mpi4py.MPI as m; multiprocessing.util.Finalize(None, "
     "lambda: say('finalized', m.Is_finalized()), exitpriority=-9)"

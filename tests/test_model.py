@@ -1,6 +1,4 @@
-"""The cost model of the benchmarks: formulas of the papers, what ranks of a node share, and whether
-docs/model.md says what the model says of the default tables.
-"""
+"""The cost model: formulas of the papers, shared links, and the tables of docs/model.md."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> tuple[float, float, float]:
     return alpha, beta, gamma
 
 
-def test_times_of_the_papers(network: tuple[float, float, float]) -> None:
+def test_times_match_the_papers(network: tuple[float, float, float]) -> None:
     """Thakur, Rabenseifner, Gropp: one rank a node, powers of two."""
     alpha, beta, gamma = network
     n, m = 16, 48000.0
@@ -80,13 +78,13 @@ def test_bytes_in_caches_and_in_memory() -> None:
     assert model.moved(10, byte, 1, 1) == pytest.approx(10)
     assert model.moved(10, byte, model.CACHE, 1) == pytest.approx(20)
     assert model.moved(10, byte, 1e15, 1) == pytest.approx(30)
-    # As many ranks as memory cannot serve share it.
+    # More ranks than the memory bandwidth supports share it.
     ranks = round(10 * model.MEMORY)
     assert model.moved(10, byte, 1e15, ranks) == pytest.approx(10 * 2 * 10)
 
 
 def test_exchange_sends_to_each_rank() -> None:
-    """Two rounds of n - 1 messages from Python, but for so little that each rank gets all."""
+    """Two rounds of n - 1 messages from Python, except for small messages, which all ranks get."""
     for n, m in ((8, 2 * MIB), (64, 8 * MIB)):
         time = model.by_exchange("all_reduce", Place(n, 1), m)
         assert time > 2 * (n - 1) * model.PYTHON
@@ -103,7 +101,7 @@ def test_times_rise_with_bytes(kind: str, place: Place) -> None:
         assert times[-1][route] > 2 * times[0][route] > 0
 
 
-def test_the_page_has_what_the_model_says() -> None:
+def test_the_page_has_the_tables_of_the_model() -> None:
     page = (DOCS / "model.md").read_text()
     assert fill_page(page, "model", {"defaults": model.lines()}) == page, (
         "python benchmarks/model.py --write"
@@ -120,7 +118,7 @@ def test_the_page_has_what_the_model_says() -> None:
         ("reduce_scatter", Place(64, 1)),
     ],
 )
-def test_the_default_steps_are_those_of_the_model(kind: str, place: Place) -> None:
+def test_default_tables_match_the_model(kind: str, place: Place) -> None:
     """The same routes, from about the same sizes on; another table is found to be worse."""
     found = model.find(Table(openmpi=False), kind, place)
     assert found.worst < model.WORSE
@@ -133,7 +131,7 @@ def test_the_default_steps_are_those_of_the_model(kind: str, place: Place) -> No
         assert model.find(other, kind, place).worst > model.WORSE
 
 
-def test_the_worst_is_found() -> None:
+def test_find_reports_the_worst_size() -> None:
     place = Place(16, 64)
     exchange: dict[int, Any] = {
         place.ranks: {"all_reduce of others": {"nodes": ((0, "exchange"),)}}

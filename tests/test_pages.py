@@ -1,5 +1,5 @@
-"""What the pages show works: their Python runs on two ranks, their commands and options exist, and
-their messages are those of the code.
+"""The pages: Python blocks run on two ranks, commands and options exist, and quoted messages match
+the code.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTIN
 MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 if MPIEXEC and (ROOT / MPIEXEC[0]).exists():  # as make gives it
     MPIEXEC[0] = str(ROOT / MPIEXEC[0])
-#: Whether what needs PyTorch runs, too, which `make test-docs` asks for: it takes seconds to load.
+#: Whether to run blocks that need PyTorch; `make test-docs` sets it, because torch loads slowly.
 WITH_TORCH = "TEST_MPICOLL_DOCS" in os.environ and importlib.util.find_spec("torch") is not None
-#: What blocks that need PyTorch have.
+#: Words of blocks that need PyTorch.
 NEEDS_TORCH = ("import torch", "mpicoll.torch", "horovod.torch", "hvd.")
 
 
 @dataclass(frozen=True)
 class How:
-    """How the Python blocks of a page are treated.
+    """How to run the Python blocks of a page.
 
-    prelude: what the page takes as given.
-    skip:    blocks with one of these words are only parsed, {words: why}.
-    grouped: blocks that make no process group find one, as dist and group.
+    prelude: code to run before.
+    skip:    blocks with one of these words are only parsed, {words: reason}.
+    grouped: create a process group for blocks without one.
     """
 
     way: str
@@ -52,7 +52,7 @@ class How:
     grouped: bool = False
 
 
-#: What is given where a page speaks of an array x and of a group.
+#: Names that pages use in their blocks.
 GIVEN = """
 import threading
 import numpy as np
@@ -62,7 +62,7 @@ color = 0
 x = np.ones(4)
 """
 
-#: A simulated GPU for each rank, and what the page has of CuPy.
+#: A simulated GPU for each rank, and the functions of CuPy that gpu.md uses.
 GPU = f"""
 import os, sys, types
 sys.path.insert(0, {str(ROOT / "tests/mpi")!r})
@@ -76,14 +76,14 @@ cupy.full, cupy.float32 = lambda *how: gpus.make(np.full(*how)), np.float32
 sys.modules["cupy"] = cupy
 """
 
-#: What Horovod's script has.
+#: Names of the script in horovod.md.
 SCRIPT = """
 import torch
 model, steps = torch.nn.Linear(3, 1), 20
 optimizer, set_learning_rate = torch.optim.SGD(model.parameters(), lr=0.1), lambda: None
 """
 
-#: What a page of lost ranks takes as given. tests/test_losses.py runs it with losses.
+#: Names that reliability.md uses. tests/test_losses.py runs its blocks with lost ranks.
 STATE = """
 import numpy as np
 import mpicoll as dist
@@ -93,26 +93,23 @@ def step(state):
     return state
 """
 
-#: Why blocks that need an engine are skipped.
+#: The reason to skip blocks that need an engine.
 ON_ENGINES = "tests/clients/test_engines.py runs it on its engine"
 
-#: Every page with Python, in the order in which they run.
+#: Every page with Python blocks, in the order of execution.
 TREATMENT = {
-    "README.md": How(PROGRAMS, GIVEN),
-    "docs/api.md": How(
-        PROGRAMS,
-        GIVEN + "class MyConfig: pass\nobjects, output, input = [x], np.zeros(4), np.ones(4)",
-        grouped=True,
-    ),
+    "README.md": How(PROGRAMS),
+    "docs/api.md": How(PROGRAMS, GIVEN + "output, input = np.zeros(4), np.ones(4)", grouped=True),
     "docs/coming_from.md": How(PROGRAMS),
     "docs/horovod.md": How(IN_TURN, SCRIPT),
     "docs/index.md": How(PROGRAMS),
     "docs/launching.md": How(PROGRAMS, skip={"import ray": ON_ENGINES}),
+    "docs/pickle.md": How(PROGRAMS, GIVEN + "class MyConfig: pass\nobjects = [x]", grouped=True),
     "docs/pytorch.md": How(
         PROGRAMS,
         skip={
             "_reconfigure": "torch 2.15, and a lost rank",
-            "file://": "test_processes_that_meet_in_a_file runs it",
+            "file://": "test_processes_without_launcher_connect_through_a_file runs it",
         },
     ),
     "docs/reference.md": How(IN_TURN),
@@ -123,6 +120,7 @@ TREATMENT = {
     "docs/reliability.md": How(
         PROGRAMS, STATE, {"grow_group": "tests/test_losses.py loses a rank before"}, grouped=True
     ),
+    "docs/reproducibility.md": How(PROGRAMS, GIVEN, grouped=True),
     "docs/sharp_bits.md": How(PROGRAMS),
     "docs/tutorial.md": How(PROGRAMS),
     "docs/gpu.md": How(PROGRAMS, GPU),  # last: the process keeps its GPU
@@ -141,7 +139,7 @@ def name(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_python_can_be_parsed_and_its_names_exist(page: Path) -> None:
+def test_python_blocks_parse_and_use_existing_names(page: Path) -> None:
     for block in found(page):
         if block.language != "python":
             continue
@@ -154,8 +152,8 @@ def test_python_can_be_parsed_and_its_names_exist(page: Path) -> None:
 
 
 @pytest.mark.waits
-def test_python_runs_on_two_ranks() -> None:
-    """All pages in one job."""
+def test_python_blocks_run_on_two_ranks() -> None:
+    """One job runs all pages."""
     if not MPIEXEC:
         pytest.skip("TEST_MPICOLL_MPIEXEC names no mpiexec")
     chosen = {page: asdict(how) for page, how in TREATMENT.items()}
@@ -171,8 +169,7 @@ def test_python_runs_on_two_ranks() -> None:
 @pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.skipif(not WITH_TORCH, reason="make test-docs runs what needs PyTorch")
-def test_processes_that_meet_in_a_file(tmp_path: Path) -> None:
-    """Of no launcher. All MPIs are not the same here, but the first one can."""
+def test_processes_without_launcher_connect_through_a_file(tmp_path: Path) -> None:
     (block,) = (block for block in found(ROOT / "docs/pytorch.md") if "file://" in block.text)
     assert "/tmp/meet" in block.text
     text = block.text.replace("/tmp/meet", str(tmp_path / "meet"))
@@ -188,16 +185,15 @@ def test_processes_that_meet_in_a_file(tmp_path: Path) -> None:
     assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["0 2\n", "1 2\n"]
 
 
-def test_the_table_names_the_pages_with_python() -> None:
+def test_treatment_lists_all_pages_with_python() -> None:
     for page in PAGES:
         texts = [block.text for block in found(page) if block.language == "python"]
         assert bool(texts) == (name(page) in TREATMENT), name(page)
         for word in TREATMENT[name(page)].skip if texts else ():
-            assert any(word in text for text in texts), f"{page}: nothing to skip has {word}"
+            assert any(word in text for text in texts), f"{page}: no block has {word}"
 
 
-def test_what_needs_an_engine_is_run_on_it() -> None:
-    """What is skipped for that reason is what tests/clients runs, page by page."""
+def test_skipped_engine_blocks_run_in_tests_clients() -> None:
     skipped = [
         (page, word)
         for page, how in TREATMENT.items()
@@ -210,7 +206,7 @@ def test_what_needs_an_engine_is_run_on_it() -> None:
 
 # --- commands -----------------------------------------------------------------------------------
 
-#: The programs of others, and those of their options that the pages may name.
+#: External programs, and the options that pages may use.
 PROGRAMS_OF_OTHERS = {
     "mpirun": "-n --with-ft --mca --host --hostfile --map-by --oversubscribe -f -hosts -ppn",
     "mpiexec": "-n --bind-to -disable-auto-cleanup -genv -hosts -ppn",
@@ -227,7 +223,7 @@ ALSO = {"python", "make", "git", "cd", "sh", "export", "module", "torchrun", "to
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """The words of each command of a block: all of a shell's, those after a prompt of another."""
+    """Yield the words of each command: each line of shell blocks, and prompts in other blocks."""
     text = block.text.replace("\\\n", " ")
     for line in text.splitlines():
         if block.language in ("sh", "bash"):
@@ -237,7 +233,7 @@ def commands(block: Block) -> Iterator[list[str]]:
 
 
 def split(words: list[str]) -> Iterator[list[str]]:
-    """The programs of a command line that call each other, with their options."""
+    """Yield each program of a command line with its options."""
     start: list[str] = []
     for word in words:
         program = word.rpartition("/")[2]
@@ -250,11 +246,11 @@ def split(words: list[str]) -> Iterator[list[str]]:
 
 
 def wrong(words: list[str]) -> Iterator[str]:
-    """What is wrong with a command line."""
+    """Yield the errors of a command line."""
     while words and re.match(r"[A-Z_0-9]+=", words[0]):
         variable = words.pop(0).partition("=")[0]
         if variable.startswith("MPICOLL_") and variable not in {s.name for s in settings.SETTINGS}:
-            yield f"{variable} is no setting"
+            yield f"{variable} is not a setting"
     if not words:
         return
     for part in split(words):
@@ -276,7 +272,7 @@ def wrong(words: list[str]) -> Iterator[str]:
         if program == "pip":
             for extra in re.findall(r"\[(\w+)\]", " ".join(rest)):
                 if not re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.M):
-                    yield f"there is no extra {extra}"
+                    yield f"unknown extra {extra}"
         if program == "make":
             for target in (word for word in rest if re.fullmatch(r"[a-z-]+", word)):
                 if not re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE):
@@ -284,7 +280,7 @@ def wrong(words: list[str]) -> Iterator[str]:
 
 
 def wrong_python(words: list[str]) -> Iterator[str]:
-    """What is wrong with the arguments of python or torchrun: commands and scripts of ours."""
+    """Yield the errors in arguments of python or torchrun."""
     for i, word in enumerate(words):
         if word == "-m" and words[i + 1 : i + 2] == ["mpicoll"]:
             try:
@@ -311,14 +307,13 @@ def test_commands_exist(page: Path) -> None:
             assert list(wrong(list(words))) == [], f"line {block.line}: {shlex.join(words)}"
 
 
-#: What runs here within seconds: of the other commands only the options are looked at. They
-#: install, need a batch system, run for minutes, look at a job that is not there, or fail where a
-#: machine is too busy to be measured (tune).
+#: Commands that take seconds. Only the options of all other commands are checked: they install,
+#: need a batch system or a running job, take minutes, or fail on a busy machine (tune).
 QUICK = re.compile(
     r"(mpiexec|torchrun) .*(-m mpicoll (doctor|hello|bench .*|run train\.py)|hello\.py)"
 )
 
-#: A script of the reader's.
+#: A script of a user.
 TRAIN = """
 import torch
 import torch.distributed as dist
@@ -331,7 +326,7 @@ dist.destroy_process_group()
 
 
 def quick() -> list[str]:
-    """The commands to run, each once."""
+    """Return the commands to run."""
     lines = (shlex.join(words) for page in PAGES for block in found(page)
              for words in commands(block))  # fmt: skip
     lines = (line.replace(".venv/bin/", "").replace("mpirun", "mpiexec") for line in lines)
@@ -376,8 +371,7 @@ def test_commands_run(line: str, tmp_path: Path) -> None:
         "nosuchprogram",
     ],
 )
-def test_wrong_commands_are_found(line: str) -> None:
-    """Else the test above would pass whatever a page says."""
+def test_invalid_commands_are_detected(line: str) -> None:
     assert list(wrong(shlex.split(line)))
 
 
@@ -385,14 +379,14 @@ def test_wrong_commands_are_found(line: str) -> None:
 
 
 def examples(page: str) -> dict[str, str]:
-    """What a page shows of mpicoll, and the Python between it and the next."""
+    """Return the documented names of a page with their Python examples."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    parts = re.split(r"^::: mpicoll\.", text, flags=re.MULTILINE)[1:]
+    parts = re.split(r"^::: mpicoll\.(?!api\.)", text, flags=re.MULTILINE)[1:]
     return {part.split()[0]: "".join(re.findall(r"^```python\n(.*?)^```", part, re.M | re.S))
             for part in parts}  # fmt: skip
 
 
-def test_the_reference_has_every_public_name_with_an_example() -> None:
+def test_reference_has_an_example_for_every_public_name() -> None:
     text = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
     shown = examples("docs/reference.md")
     expected = set(mpicoll.__all__) - set(mpicoll.errors.__all__)
@@ -404,13 +398,13 @@ def test_the_reference_has_every_public_name_with_an_example() -> None:
         assert example, f"{public} has no example"
 
 
-def test_the_reference_of_the_fronts_has_examples() -> None:
+def test_reference_fronts_has_an_example_for_every_name() -> None:
     for public, example in examples("docs/reference_fronts.md").items():
         assert example, f"{public} has no example"
 
 
 @pytest.mark.skipif(not WITH_TORCH, reason="make test-docs runs what needs PyTorch")
-def test_the_reference_of_the_fronts_has_all_of_horovod() -> None:
+def test_reference_fronts_uses_every_horovod_name() -> None:
     import mpicoll.horovod.torch as hvd
 
     page = found(ROOT / "docs/reference_fronts.md")
@@ -428,7 +422,7 @@ def test_the_reference_of_the_fronts_has_all_of_horovod() -> None:
 
 @functools.cache
 def messages() -> ModuleType:
-    """The module of docs/, which is no package."""
+    """Import docs/messages.py."""
     spec = importlib.util.spec_from_file_location("messages", ROOT / "docs/messages.py")
     assert spec and spec.loader
     made = importlib.util.module_from_spec(spec)
@@ -437,7 +431,7 @@ def messages() -> ModuleType:
 
 
 def texts_of_the_code() -> str:
-    """All texts of mpicoll's sources, one a line, with … for what they fill in."""
+    """Return all texts of mpicoll's sources, one per line, with … for values."""
     found = []
     for path in (ROOT / "mpicoll").rglob("*.py"):
         for node in ast.walk(messages().parse(path)):
@@ -449,12 +443,12 @@ def texts_of_the_code() -> str:
 
 
 def quoted(text: str, sources: str) -> bool:
-    """Whether one text of the code has the words of a message, in their order."""
+    """Return whether a text of the code matches a message."""
     pattern = ".*".join(re.escape(words.strip()) for words in text.split("…"))
     return re.search(pattern, sources) is not None
 
 
-def test_quoted_messages_are_those_of_the_code() -> None:
+def test_quoted_messages_match_the_code() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
     sources = texts_of_the_code()
     heads = re.findall(r"^### `(.*)`$", page, re.MULTILINE)
@@ -463,8 +457,7 @@ def test_quoted_messages_are_those_of_the_code() -> None:
     assert not quoted("there is no default process groop", sources)
 
 
-def test_the_list_of_messages_has_those_of_every_error() -> None:
-    """That the site's page shows."""
+def test_list_of_messages_has_every_error_class() -> None:
     found = messages().messages()
     assert set(found) >= {"ArgumentError", "LaunchError", "MismatchError", "warning"}
     assert sum(map(len, found.values())) > 250

@@ -1,6 +1,4 @@
-"""The README, the pages and the Makefile: links lead somewhere, commands exist, lint leaves users'
-files alone.
-"""
+"""The README, the pages, the site, the Makefile and the version."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ needs_git = pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 
 
 def links(page: Path) -> Iterator[str]:
-    """What the page links to in this project."""
+    """Yield the links of a page to files of this project."""
     text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if not urlsplit(target).scheme:
@@ -48,31 +46,29 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_link_targets_exist(page: Path) -> None:
     for link in links(page):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
         if page != README:  # the site has nothing but docs/
-            assert target.is_relative_to(DOCS), f"{link} leads out of the site"
+            assert target.is_relative_to(DOCS), f"{link} is outside docs/"
 
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
-def test_files_that_are_named_exist(page: Path) -> None:
-    """In the repository, or in mpicoll/, which architecture.md leaves out. Other projects' folders
-    have other names.
-    """
+def test_named_files_exist(page: Path) -> None:
+    """Paths are relative to the repository or to mpicoll/; other paths belong to other projects."""
     named = re.findall(r"`((?:[a-z_]+/)+[\w.-]+\.(?:py|c|h|cu|sh|md|yaml))`", page.read_text())
-    assert page.name != "architecture.md" or len(named) > 20
+    assert page.name != "architecture.md" or len(named) > 10
     for path in named:
         first = path.partition("/")[0]
         homes = [home for home in (ROOT, ROOT / "mpicoll") if (home / first).is_dir()]
         assert not homes or any((home / path).is_file() for home in homes), path
 
 
-def test_nothing_of_ours_goes_over_a_communicator_of_the_program() -> None:
-    """``group.comm`` is the program's; ``inner`` and ``messages`` are the group's own."""
+def test_code_does_not_use_the_communicator_of_the_program() -> None:
+    """``group.comm`` is for the program; mpicoll uses ``inner`` and ``messages``."""
     ours = re.compile(
         r"\b(_?group|member|world|parent|rail|node|core|old|default_group\(\))\.comm\b"
     )
@@ -82,7 +78,7 @@ def test_nothing_of_ours_goes_over_a_communicator_of_the_program() -> None:
     assert [path.name for path in sources if ours.search(path.read_text())] == []
 
 
-def test_all_pages_are_linked() -> None:
+def test_index_links_all_pages() -> None:
     index = DOCS / "index.md"
     assert index.resolve() in {(ROOT / link).resolve() for link in links(README)}
     found = {(DOCS / link.partition("#")[0]).resolve() for link in links(index)}
@@ -90,7 +86,7 @@ def test_all_pages_are_linked() -> None:
 
 
 class Links(html.parser.HTMLParser):
-    """Collects what a page of the site refers to, and its anchors."""
+    """Collect the links and anchors of a page of the site."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
@@ -110,8 +106,7 @@ class Links(html.parser.HTMLParser):
     not all(map(util.find_spec, ("material", "mkdocstrings_handlers"))),
     reason="needs what `make docs` installs",
 )
-def test_the_site(tmp_path: Path) -> None:
-    """As `make docs` builds it."""
+def test_site_builds_without_broken_links(tmp_path: Path) -> None:
     compiled = DOCS / "__pycache__" / "of_a_test.pyc"
     compiled.parent.mkdir(exist_ok=True)
     compiled.touch()
@@ -121,7 +116,7 @@ def test_the_site(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     pages = {page.resolve(): Links(page) for page in tmp_path.glob("*.html")}
     assert {page.stem for page in PAGES} <= {page.stem for page in pages}
-    navigation = {Path(link).stem for link in pages[(tmp_path / "faq.html").resolve()].links}
+    navigation = {Path(link).stem for link in pages[(tmp_path / "api.html").resolve()].links}
     assert {page.stem for page in PAGES} <= navigation, "mkdocs.yml: nav"
     assert (tmp_path / "search/search_index.js").is_file(), "the search index for file://"
     assert not list(tmp_path.rglob("__pycache__")) and not list(tmp_path.rglob("*.py"))
@@ -139,8 +134,8 @@ def test_the_site(tmp_path: Path) -> None:
                 assert parts.fragment in pages[target].anchors, f"{page.name}: {link}"
 
 
-def test_nobody_is_told_to_install_mpicoll_from_pypi() -> None:
-    """There is no release there. What is said names a folder, a wheel, or another package."""
+def test_no_text_installs_mpicoll_from_pypi() -> None:
+    """mpicoll is not on PyPI."""
     told = re.compile(r"pip install\b[^\n`#]*?(?<![\w./-])mpicoll(?![\w./-])")
     assert told.search("`pip install -U 'mpicoll[mpich]'`") and told.search("pip install mpicoll")
     assert not told.search("pip install dist/mpicoll-0.3.0-cp310-abi3-linux_x86_64.whl mpich")
@@ -155,12 +150,12 @@ def test_nobody_is_told_to_install_mpicoll_from_pypi() -> None:
 # --- figures ------------------------------------------------------------------------------------
 
 FIGURES = sorted((DOCS / "figures").glob("*.svg"))
-#: The width of a page's text in the units of the figures, with a third more.
+#: Maximum width of a figure: the width of a page's text and a third.
 WIDEST = 750
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.stem)
-def test_figures_fit_a_page_and_have_no_empty_panel(figure: Path) -> None:
+def test_figures_fit_a_page_and_have_curves(figure: Path) -> None:
     text = figure.read_text()
     width, _ = map(float, re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)[0])
     assert width <= WIDEST
@@ -170,7 +165,7 @@ def test_figures_fit_a_page_and_have_no_empty_panel(figure: Path) -> None:
         assert "FillBetween" in panel, "no curve"
 
 
-def test_the_summary_has_an_axis() -> None:
+def test_summary_figure_has_an_axis() -> None:
     text = (DOCS / "figures/summary.svg").read_text()
     labels = re.findall(r">(1\d* [µm]s)</text>", text)
     assert [label for label in labels if label[1] in "0 "] == [
@@ -179,21 +174,21 @@ def test_the_summary_has_an_axis() -> None:
 
 
 def cells(page: Path) -> Iterator[list[str]]:
-    """The rows of a page's tables."""
+    """Yield the rows of a page's tables."""
     for line in page.read_text().splitlines():
         if line.startswith("|"):
             yield [cell.strip(" *") for cell in line.strip("|").split("|")]
 
 
 def seconds(cell: str) -> float | None:
-    """A time such as "1.67 ms 3%"."""
+    """Return the seconds of a cell such as "1.67 ms 3%"."""
     found = re.match(r"([\d.]+) ([uµm])s\b", cell)
     return float(found[1]) * {"u": 1e-6, "µ": 1e-6, "m": 1e-3}[found[2]] if found else None
 
 
-def test_the_figures_of_the_readme_are_those_of_the_pages() -> None:
-    """Of MPICH and near ranks: MPI's own time, mpicoll's, Gloo's, and mpicoll's in PyTorch."""
-    own = {tuple(row[:3]): row[3:5] for row in cells(DOCS / "performance.md") if len(row) > 4}
+def test_timings_of_the_readme_match_the_pages() -> None:
+    """MPICH, near ranks: MPI, mpicoll, Gloo, and mpicoll in PyTorch."""
+    own = {tuple(row[:3]): row[3:5] for row in cells(DOCS / "measurements.md") if len(row) > 4}
     torch = {tuple(row[:2]): row[2:4] for row in cells(DOCS / "pytorch.md") if len(row) > 3}
     rows = [row for row in cells(README) if " of float32" in row[0] or " of bfloat16" in row[0]]
     assert len(rows) == 5
@@ -210,13 +205,13 @@ def test_the_figures_of_the_readme_are_those_of_the_pages() -> None:
 # --- the Makefile -------------------------------------------------------------------------------
 
 
-def test_make_targets_of_the_readme_exist() -> None:
+def test_make_targets_in_the_readme_exist() -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     named = re.findall(r"\bmake ([a-z-]+)", README.read_text())
     assert {"demo", "torch", "test"} <= set(named) <= set(targets)
 
 
-def test_the_readme_installs_what_its_commands_need() -> None:
+def test_readme_installs_before_it_runs_commands() -> None:
     commands = "\n".join(re.findall(r"^```sh\n(.*?)^```", README.read_text(), re.S | re.M))
     assert commands.index("make demo") < commands.index(".venv/bin/")
     assert commands.index("make torch") < commands.index("jobs/train_digits_ddp.py")
@@ -225,7 +220,7 @@ def test_the_readme_installs_what_its_commands_need() -> None:
 
 
 def dry(*words: str, folder: Path = ROOT) -> str:
-    """What make would run."""
+    """Return the output of make --dry-run."""
     environment = {name: os.environ[name] for name in os.environ if not name.startswith("MAKE")}
     return subprocess.run(
         ["make", "--dry-run", *words], cwd=folder, env=environment, capture_output=True, text=True,
@@ -235,7 +230,7 @@ def dry(*words: str, folder: Path = ROOT) -> str:
 
 @needs_make
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi", "site"])
-def test_make_torch_adds_torch_to_what_the_demo_has(mpi: str, tmp_path: Path) -> None:
+def test_make_torch_installs_the_demo_and_torch(mpi: str, tmp_path: Path) -> None:
     shutil.copy(ROOT / "Makefile", tmp_path)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     venv = {"mpich": ".venv"}.get(mpi, f".venv-{mpi}")
@@ -257,7 +252,7 @@ def test_make_demo_starts_no_more_ranks_than_processors() -> None:
 
 
 @needs_make
-def test_make_demo_says_what_it_does_and_what_to_try_next(tmp_path: Path) -> None:
+def test_make_demo_prints_its_steps_and_a_next_command(tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     said = re.findall(r"^echo '(\w+)", dry("demo", folder=tmp_path), re.MULTILINE)
@@ -277,7 +272,7 @@ def test_make_demo_says_what_it_does_and_what_to_try_next(tmp_path: Path) -> Non
 
 
 @needs_make
-def test_make_docs_says_where_the_site_is() -> None:
+def test_make_docs_prints_the_path_of_the_site() -> None:
     said = [line for line in dry("docs").splitlines() if line.startswith("echo")]
     assert "file://" in said[-1] and ".cache/site/index.html" in said[-1]
     assert "-m http.server --directory .cache/site" in said[-1]
@@ -285,7 +280,7 @@ def test_make_docs_says_where_the_site_is() -> None:
 
 @needs_make
 @needs_git
-def test_lint_leaves_the_files_of_users_alone(tmp_path: Path) -> None:
+def test_lint_skips_untracked_files(tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("mpicoll/a.py", "jobs/own.py", "hello.py"):
@@ -302,16 +297,13 @@ def test_lint_leaves_the_files_of_users_alone(tmp_path: Path) -> None:
     subprocess.run(["git", "add", "mpicoll", "pyproject.toml"], cwd=tmp_path, check=True)
     assert linted() == [["mpicoll/a.py", "pyproject.toml"]] * 2
     (tmp_path / "mpicoll/a.py").unlink()
-    assert linted() == [["pyproject.toml"]] * 2, "a file that is gone cannot be linted"
+    assert linted() == [["pyproject.toml"]] * 2, "deleted files are not linted"
 
 
 # --- the version --------------------------------------------------------------------------------
 
 
-def test_the_version_is_said_once() -> None:
-    """By ``mpicoll.__version__``: pyproject.toml reads it, the changelog begins with it, or with
-    what is not released, in a development version.
-    """
+def test_version_matches_pyproject_and_changelog() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert 'dynamic = ["version"]' in text
     assert 'version = { attr = "mpicoll.__version__" }' in text
@@ -327,8 +319,7 @@ def test_the_version_is_said_once() -> None:
         assert first == last == version
 
 
-def test_the_recipes_have_the_version() -> None:
-    """`make test-packages` looks at more of them."""
+def test_recipes_have_the_version() -> None:
     recipe = (ROOT / "packaging" / "conda" / "recipe.yaml").read_text()
     assert re.findall(r"^  version: (.+)$", recipe, re.MULTILINE)[0] == mpicoll.__version__
     (easyconfig,) = (ROOT / "packaging" / "easybuild").glob("*.eb")
@@ -336,8 +327,7 @@ def test_the_recipes_have_the_version() -> None:
     assert easyconfig.name.startswith(f"mpicoll-{mpicoll.__version__}-")
 
 
-def test_the_citation_has_the_version_and_the_licence() -> None:
-    """`cffconvert --validate` checks the format."""
+def test_citation_has_the_version_and_the_license() -> None:
     lines = (ROOT / "CITATION.cff").read_text().splitlines()
     given = dict(line.split(": ", 1) for line in lines if ": " in line)
     assert given["cff-version"] == "1.2.0" and given["type"] == "software"
@@ -350,8 +340,7 @@ def test_the_citation_has_the_version_and_the_licence() -> None:
     assert "**Status: alpha.**" in README.read_text()
 
 
-def test_the_installed_version_is_that_of_the_checkout() -> None:
-    """Where this checkout is what was installed."""
+def test_installed_version_matches_the_checkout() -> None:
     try:
         found = metadata.distribution("mpicoll")
     except metadata.PackageNotFoundError:

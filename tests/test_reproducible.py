@@ -66,7 +66,7 @@ def test_ranks_whose_variables_differ(ended):
     ended.in_good_order()
     assert ended.lines == [
         "init_process_group: reproducible (or MPICOLL_REPRODUCIBLE): expected the same on all "
-        "ranks, got None on rank 0, 'exact' on rank 1; give the same on every rank"
+        "ranks, got None on rank 0, 'exact' on rank 1; pass the same on every rank"
     ] * 2  # fmt: skip
 
 

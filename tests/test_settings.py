@@ -57,15 +57,15 @@ def test_a_misspelt_name(name: str, hint: str) -> None:
         ("TORCH_DISTRIBUTED_DEBUG", "1", "OFF, INFO or DETAIL"),
         ("MPICOLL_SHARED_MEMORY", "no", "0 or 1"),
         *(
-            ("MPICOLL_CLUSTERS", text, "0, or numbers of ranks with commas between")
+            ("MPICOLL_CLUSTERS", text, "0, or numbers of ranks separated by commas")
             for text in ("x", "2,", "-1", "2,0", "1.5", "0,2", " 2", "\uff12")
         ),
         *(
-            ("MPICOLL_TIMEOUT_GRACE", text, "seconds, 10 where it is not set")
+            ("MPICOLL_TIMEOUT_GRACE", text, "seconds, 10 by default")
             for text in ("x", "-1", ".5", "1e3", "inf")
         ),
-        ("MPICOLL_INSTALL_AS", "ucc", "gloo, mpi, nccl or several, with commas between"),
-        ("MPICOLL_INSTALL_AS", "gloo;mpi", "gloo, mpi, nccl or several, with commas between"),
+        ("MPICOLL_INSTALL_AS", "ucc", "gloo, mpi, nccl or several, separated by commas"),
+        ("MPICOLL_INSTALL_AS", "gloo;mpi", "gloo, mpi, nccl or several, separated by commas"),
     ],
 )
 def test_a_wrong_value(name: str, value: str, expected: str) -> None:

@@ -84,4 +84,4 @@ def test_a_function_that_this_process_has_not_called_has_its_name() -> None:
     kind, number = signature.encode_task("broadcast_object_list")
     signature._names.clear()
     assert signature.describe(kind | signature.LIST << 24, number) == "broadcast_object_list"
-    assert "no collective" in signature.describe(kind | signature.LIST << 24, number + 1)
+    assert "not a collective" in signature.describe(kind | signature.LIST << 24, number + 1)

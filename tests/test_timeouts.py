@@ -249,7 +249,7 @@ CLOSED = f"""
                         for word in f"on rank {{rank}}", "timeout of 0.5 s", "takes no more calls":
                             assert word in str(error), error
                         found = re.search(r"ranks?( [01],| 1-)? ?2: (.*)\\.", str(error))[2]
-                        # What the guard knows, once it has started.
+                        # The text of the node monitor, once it has started.
                         assert again or found.startswith(("$where", "in call ")), error
                     else:
                         say("no error of", name, size, again)
@@ -396,6 +396,6 @@ def test_a_rank_ends_though_another_never_will(code: str, ended: Ended) -> None:
     assert "caught" in ended.lines
     assert HUNG not in ended.err and "Traceback" not in ended.err, ended
     if code == "0":
-        assert "MPI is not finalised" in ended.err, ended
+        assert "MPI is not finalized" in ended.err, ended
     else:
         assert ended.code != 0, ended

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll.cli.doctor_topology import Joined, Row, format_table
+from mpicoll.cli.doctor_facts import NodeTopology, Row, format_table
 from mpicoll.cuda import topology
 from mpicoll.cuda.binding import warn_of_far_gpu
 from mpicoll.cuda.capabilities import Capabilities, CudaSupport
@@ -256,7 +256,7 @@ def test_a_rank_is_warned(sys_folder, monkeypatch):
 
 def test_the_table():
     to = {"b": "NV18", "mlx5_0": "PIX"}
-    one = Joined(
+    one = NodeTopology(
         "host", (Row("a", (0, 1, 3), "0-3", to), Row("b", (), "", {"a": "NV18", "mlx5_0": "SYS"})),
         ("mlx5_0",),
     )  # fmt: skip

@@ -736,7 +736,7 @@ def test_run_ends_as_the_script_does(tmp_path):
 def test_run_says_that_ranks_were_alone(script, tmp_path):
     script = f"import torch\nimport torch.distributed as dist\n{script}"
     done = carried(script, tmp_path, [*MPIEXEC, "-n", "2"], "train.py")
-    told = done.stderr.count("2 ranks were started, and the script made no process group")
+    told = done.stderr.count("2 ranks were started, but the script created no process group")
     assert told == (script.endswith("\n")), done.stderr
 
 
@@ -755,7 +755,7 @@ def test_run_says_nothing_of_ranks_that_met_without_mpi(tmp_path):
     [
         ([], {}, "expected a script, or -m and a module"),
         (["--backend", "ucc", "x.py"], {}, "expected gloo, mpi, nccl or several"),
-        (["x.py"], {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "keeps torch from loading mpicoll"),
+        (["x.py"], {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "prevents torch from loading mpicoll"),
     ],
 )
 def test_run_refuses(words, environment, why, tmp_path):
@@ -787,13 +787,13 @@ def test_refused_by_name():
         dist.destroy_process_group()
     """)
     older = (
-        f"mpicoll: backend 'cpu:gloo,cuda:mpicoll': torch {torch.__version__} lets a backend",
+        f"mpicoll: backend 'cpu:gloo,cuda:mpicoll': not supported by torch {torch.__version__}",
         "all_reduce: tensor: tensors on meta are not supported",
     )
     for words in (
         *(older if FOUND < (2, 15) else ()),
         "init_process_group: rank=7 disagrees with MPI's own",
-        "broadcast: requires a single-element tensor list (one device a process), got 2",
+        "broadcast: requires a single-element tensor list (one device per process), got 2",
     ):
         assert sum(line.startswith(words) for line in lines) >= 2, (words, lines)
 
@@ -882,7 +882,7 @@ def test_destroyed_on_the_way_of_an_exception():
 def test_backward_knows_the_timeout():
     """DDP waits for futures, in C++: a rank that does not come is an error there.
 
-    What the exit code is, is the launcher's: the call is still inside MPI, which is not finalised.
+    What the exit code is, is the launcher's: the call is still inside MPI, which is not finalized.
     """
     script = """
         import time

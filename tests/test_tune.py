@@ -26,9 +26,9 @@ from mpicoll.cli import tune
 from mpicoll.cli.timing import Figure
 from mpicoll.cli.tune_measure import Outcome
 from mpicoll.cli.tune_steps import (
-    CLEAR,
-    MOST,
-    WORTH,
+    CLEAR_RATIO,
+    MAX_STEPS,
+    MIN_GAIN,
     Change,
     choose_steps,
     find_changes,
@@ -85,7 +85,7 @@ def test_what_makes_no_difference_stays():
     """Ties, noise below what is clear, times whose middle halves overlap."""
     usual = ((0, "mpi"), (64, "shared"), (1024, "exchange"))
     noise = random.Random(1)
-    for spread, by in ((0.0, 1.0), (0.0, CLEAR), (0.2, 1.3)):
+    for spread, by in ((0.0, 1.0), (0.0, CLEAR_RATIO), (0.2, 1.3)):
         for _ in range(50):
             times = {
                 name: [took * noise.uniform(1, by) for took in FLAT]
@@ -96,7 +96,7 @@ def test_what_makes_no_difference_stays():
 
 def test_what_is_clear_goes():
     usual = ((0, "mpi"),)
-    slow = [took * CLEAR * 1.01 for took in FLAT]
+    slow = [took * CLEAR_RATIO * 1.01 for took in FLAT]
     assert choose_steps(figures(mpi=slow, shared=FLAT), usual) == ((0, "shared"),)
     assert choose_steps(figures(0.02, mpi=slow, shared=FLAT), usual) == ((0, "shared"),)
     assert choose_steps(figures(0.04, mpi=slow, shared=FLAT), usual) == usual
@@ -109,7 +109,7 @@ def test_a_size_that_stands_alone(at, gain):
     usual = ((0, "mpi"),)
     here = [gain * took if i == at else took for i, took in enumerate(FLAT)]
     slow = [took if i == at else 2 * took for i, took in enumerate(FLAT)]
-    expected = (*usual, (SIZES[at], "shared")) if at == 10 and gain > WORTH else usual
+    expected = (*usual, (SIZES[at], "shared")) if at == 10 and gain > MIN_GAIN else usual
     assert choose_steps(figures(mpi=here, shared=slow), usual) == expected
 
 
@@ -117,7 +117,7 @@ def test_a_size_that_stands_alone(at, gain):
 def test_two_sizes_side_by_side(at):
     """They are worth the steps there and back where both together are."""
     usual = ((0, "mpi"),)
-    for gain, taken in ((WORTH * 1.02, True), (WORTH * 0.98, False)):
+    for gain, taken in ((MIN_GAIN * 1.02, True), (MIN_GAIN * 0.98, False)):
         here = [gain * took if i in (at, at + 1) else took for i, took in enumerate(FLAT)]
         slow = [took if i in (at, at + 1) else 2 * took for i, took in enumerate(FLAT)]
         found = choose_steps(figures(mpi=here, shared=slow), usual)
@@ -130,7 +130,10 @@ def test_two_sizes_side_by_side(at):
 def test_a_route_that_is_better_once_and_never_worse():
     """It has to be worth one step."""
     usual = ((0, "mpi"),)
-    for gain, expected in ((WORTH * 1.02, (*usual, (SIZES[5], "shared"))), (WORTH * 0.98, usual)):
+    for gain, expected in (
+        (MIN_GAIN * 1.02, (*usual, (SIZES[5], "shared"))),
+        (MIN_GAIN * 0.98, usual),
+    ):
         here = [gain * took if i == 5 else took for i, took in enumerate(FLAT)]
         assert choose_steps(figures(mpi=here, shared=FLAT), usual) == expected
 
@@ -158,11 +161,11 @@ def cost(found, way, usual):
         (by_route,) = found[size].values()
         best = min(by_route.values(), key=lambda one: one.median)
         own = by_route[route]
-        if own.median > CLEAR * best.median and own.low > best.high:
-            total += min(log(own.median / best.median), MOST * log(WORTH))
+        if own.median > CLEAR_RATIO * best.median and own.low > best.high:
+            total += min(log(own.median / best.median), MAX_STEPS * log(MIN_GAIN))
     ways, usuals = (pairwise([usual[0], *each]) for each in (way, usual))
     steps = sum(a != b and (a, b) != old for (a, b), old in zip(ways, usuals, strict=True))
-    return round(total + steps * log(WORTH), 9), sum(
+    return round(total + steps * log(MIN_GAIN), 9), sum(
         a != b for a, b in zip(way, usual, strict=True)
     )
 
@@ -183,7 +186,7 @@ def test_no_other_way_costs_less():
         way = [tuning.route_at(steps, size) for size in sizes]
         allowed = [
             [route for route in "abc" if found[size]["near"][route].median
-             <= CLEAR * found[size]["near"][default].median]
+             <= CLEAR_RATIO * found[size]["near"][default].median]
             for size, default in zip(sizes, usual, strict=True)
         ]  # fmt: skip
         least = min(cost(found, each, usual) for each in product(*allowed))
@@ -254,7 +257,7 @@ def test_the_smallest_regret_over_both_distances():
     far = figures(distance="far", a=[90.0] * 11, mpi=FLAT, shared=[40.0] * 5 + [30.0] * 6)
     usual = ((0, "a"),)
     costly = {size: {**by} for size, by in near_and_far(near, far).items()}
-    # More than MOST steps count alike: the ratios have to be small to be told apart.
+    # More than MAX_STEPS steps count alike: the ratios have to be small to be told apart.
     small = {
         size: {
             distance: {
@@ -274,7 +277,7 @@ def test_the_smallest_regret_over_both_distances():
 def test_never_slower_than_the_default_at_either_distance():
     """However much faster at the other."""
     near = figures(mpi=FLAT, shared=[2.0] * 11)
-    far = figures(distance="far", mpi=FLAT, shared=[CLEAR * 10.1] * 11)
+    far = figures(distance="far", mpi=FLAT, shared=[CLEAR_RATIO * 10.1] * 11)
     assert choose_steps(near_and_far(near, far), ((0, "mpi"),)) == ((0, "mpi"),)
     assert choose_steps(near, ((0, "mpi"),)) == ((0, "shared"),)
     some = near_and_far(near, {size: far[size] for size in SIZES[4:]})
@@ -369,7 +372,7 @@ def test_no_table_has_a_route_that_was_measured_as_slower(written, monkeypatch, 
         for size in sizes:
             for by_route in figures[size].values():
                 median = {route: one.median for route, one in by_route.items()}
-                most = CLEAR * median[tuning.route_at(usual[kind], size)]
+                most = CLEAR_RATIO * median[tuning.route_at(usual[kind], size)]
                 assert median[tuning.route_at(steps, size)] <= most
         for size in {0, 98, 99, max(first - 1, 0), last + 1, 2 * last, 1 << 40}:
             if not first <= size <= last:
@@ -416,8 +419,8 @@ def test_a_noisy_machine_gets_no_table(written, capsys, before):
         "all_reduce                0 B        8 KiB      shared       mpi          2.00 x"
         in told.out
     )
-    assert "times vary by 12.0%; 10% is the most" in told.out and "written" not in told.out
-    for words in ("error: times vary by 12.0%, more than 10%", "no table is written", "--seconds",
+    assert "times vary by 12.0%, at most 10%" in told.out and "written" not in told.out
+    for words in ("error: times vary by 12.0%, more than 10%", "no table was written", "--seconds",
                   "--force"):  # fmt: skip
         assert words in told.err
 
@@ -452,21 +455,19 @@ def test_a_dry_run(written, capsys, found, code):
     assert written.end(opposite, 8192, dry_run=True) == 0
     assert "mpi          shared       1.25 x" in capsys.readouterr().out
     assert written.end(CALM, 8192, dry_run=True) == 0
-    assert "nothing is faster than what is done now" in capsys.readouterr().out
+    assert "no route is faster than the current one" in capsys.readouterr().out
     assert written.path.read_text() == kept
 
 
 def test_what_was_not_measured_is_told(written, capsys):
     assert written.end(CALM, 8192, sizes=(8, 16384)) == 0
     out = capsys.readouterr().out
-    assert (
-        "not measured in time (--seconds), and left as it is: all_reduce of more than 8 KiB" in out
-    )
+    assert "not measured within --seconds, not changed: all_reduce of more than 8 KiB" in out
     assert written.end(CALM, 8192, sizes=(8, 8192)) == 0
     assert "not measured" not in capsys.readouterr().out
     kept = written.path.read_text()
     assert written.end({}, 0, force=True) == 3
-    assert "nothing could be measured often enough in time" in capsys.readouterr().err
+    assert "too few measurements" in capsys.readouterr().err
     assert written.path.read_text() == kept
 
 
@@ -576,7 +577,7 @@ FEW = "--quick --force --seconds 20 --sizes 8:64"
 def test_later_jobs_go_by_it(ended: Ended) -> None:
     assert (ended.code, ended.err) == (0, ""), ended
     (path,) = (ended.folder / "config" / "mpicoll").iterdir()
-    assert f"# written to {path}\n" in ended.out and "at the most" in ended.out
+    assert f"# written to {path}\n" in ended.out and "takes at most" in ended.out
     assert "# times vary by " in ended.out
     said = json.loads(path.read_text())
     report = json.loads((ended.folder / "all.json").read_text())
@@ -646,8 +647,8 @@ def test_it_adds_to_what_is_there(ended: Ended) -> None:
 def test_it_takes_no_longer_than_it_may(ended: Ended) -> None:
     """Here that is less than it takes to begin; --force makes no table of nothing."""
     assert ended.code == 3 and "Traceback" not in ended.err, ended
-    assert "8 B to 1 GiB: this takes 0.001 s at the most" in ended.out
-    assert ended.err.count("nothing could be measured often enough in time") == 1
+    assert "8 B to 1 GiB: takes at most 0.001 s" in ended.out
+    assert ended.err.count("too few measurements") == 1
     assert not ended.table.exists()
 
 
@@ -712,10 +713,10 @@ def test_the_own_table_is_removed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("precious", "no table of routes: Expecting value"),
-        ('{"precious": 1}', "no table of routes: expected"),
+        ("precious", "not a table of routes: Expecting value"),
+        ('{"precious": 1}', "not a table of routes: expected"),
         ("", "it is empty"),
-        ('{"ranks": {}, "mpi": "Our MPI 7"}', "what was measured with Our MPI 7"),
+        ('{"ranks": {}, "mpi": "Our MPI 7"}', "was measured with Our MPI 7"),
     ],
 )
 def test_what_is_no_table_is_not_removed(tmp_path, text, why):
@@ -733,18 +734,18 @@ def test_what_is_no_table_is_not_removed(tmp_path, text, why):
 
 @job("tune")
 def test_one_rank_has_nothing_to_tune(ended: Ended) -> None:
-    ended.refused("one rank has no choice")
+    ended.refused("one rank has only one route")
 
 
 @needs_mpiexec
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("--sizes 9:8", "'9:8': the first size is more than the last"),
-        ("--sizes :8", "'' is no size"),
+        ("--sizes 9:8", "'9:8': the first size is larger than the last"),
+        ("--sizes :8", "optionally with K, M, G or T, got ''"),
         ("--kinds all_to_all", "invalid choice: 'all_to_all'"),
-        ("--seconds 0", "'0' is no number of seconds"),
-        ("--seconds inf", "'inf' is no number of seconds"),
+        ("--seconds 0", "number of seconds, got '0'"),
+        ("--seconds inf", "number of seconds, got 'inf'"),
         ("--sizes 8:16T", "GiB are available"),
         ("-o /nowhere/table.json", "/nowhere/table.json: there is no folder /nowhere"),
         ("-o /", "/: cannot be read: Is a directory"),
@@ -764,7 +765,7 @@ def test_what_cannot_be_had(words: str, why: str, ended: Ended) -> None:
 @needs_mpiexec
 @job("tune --kinds gather scatter", ranks=2, environment={"MPICOLL_SHARED_MEMORY": "0"})
 def test_no_choice(ended: Ended) -> None:
-    ended.refused("the ranks share no memory: there is but one route for gather, scatter")
+    ended.refused("ranks do not share memory: only one route is available for gather, scatter")
 
 
 BROKEN = '{"ranks": {"2": {"gather": {"node": [[8, "mpi"]]}}}}'
@@ -781,13 +782,15 @@ def test_a_broken_table(words: str, ended: Ended) -> None:
     if words:
         assert (ended.code, ended.err) == (0, ""), ended
         return
-    ended.refused(f"{ended.table} is no table of routes: gather: node: expected bytes", "remove it")
+    ended.refused(
+        f"{ended.table} is not a table of routes: gather: node: expected bytes", "remove it"
+    )
 
 
 @needs_mpiexec
 @job("tune --quick --sizes 8 -o $FOLDER/table.json", ranks=2, file=OTHERS)
 def test_a_table_of_another_machine(ended: Ended) -> None:
-    ended.refused("what was measured with Our MPI 7 on 9 x A, and this is ", "--output")
+    ended.refused("was measured with Our MPI 7 on 9 x A, but this is ", "--output")
     assert ended.table.read_text() == OTHERS
 
 

@@ -26,6 +26,7 @@ from mpicoll.failures import monitor_client, node_monitor, report, watchdog
 from mpicoll.failures.status_page import DONE, ENDING, LEFT, StatusPage
 from mpicoll.launch import find_survival
 from mpicoll.launch.launchers import is_launcher_variable
+from mpicoll.line_protocol import JsonConnection, is_proof, mac
 from mpicoll.primitives import PRIMITIVES
 
 pytest_plugins = ["whole_jobs"]
@@ -540,6 +541,22 @@ def test_a_stranger_neither_ends_nor_blocks_the_guard(
 
 
 @pytest.mark.any_mpi
+def test_a_line_of_a_stranger_is_limited_and_a_proof_may_be_any_text() -> None:
+    """Each by itself, without the monitor, which drops a connection at any error."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        line = JsonConnection(ours)
+        for proof in ("é", "", None, 5, [], mac("x", "y")):
+            assert not is_proof(proof, "secret", "head", line.nonce)
+        assert is_proof(mac("secret", "head", line.nonce), "secret", "head", line.nonce)
+        theirs.sendall(b'{"a": 1}\n' + b" " * (line.max_line_bytes + 1))
+        line.fill()
+        assert line.take() == {"a": 1}
+        with pytest.raises(ConnectionResetError, match="invalid message: over 4096 bytes"):
+            line.take()
+
+
+@pytest.mark.any_mpi
 def test_a_silent_connection_is_dropped_after_a_while(nodes: Callable[..., Node]) -> None:
     head = nodes(ranks=1, size=2, **_listen())
     address = _address(head)
@@ -882,7 +899,7 @@ def test_handlers_run_in_the_middle_of_a_call(
             try:
                 call()
             except ValueError as error:
-                refused.append("in the middle of call 72 of group 0" in str(error))
+                refused.append("inside call 72 of group 0" in str(error))
         dist.all_reduce(y, group=other)
     signal.signal(signal.SIGUSR2, handle)
     for _ in range(70):

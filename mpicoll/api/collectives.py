@@ -1,11 +1,27 @@
-"""The collectives of torch.distributed on arrays.
+"""Collectives of torch.distributed, plus ``scan`` and ``exscan``.
 
-Every array is a NumPy array, a torch CPU tensor, or an object with the buffer protocol or DLPack,
-contiguous or not, of any dtype in ``mpicoll.dtypes``. Outputs are written in place. Ranks named
-``src`` and ``dst`` are global, ``group_src`` and ``group_dst`` ranks in the group. With
-``async_op=True`` a Work is returned at once, and the arrays belong to the operation until it is
-done. A rank outside ``group`` does nothing, is warned, and gets None. Every function raises
-NotInitializedError (a ValueError) before init_process_group.
+Arrays are NumPy arrays, CuPy arrays, torch tensors, or any object with DLPack or the buffer
+protocol. They may be non-contiguous. Supported dtypes are listed in ``mpicoll.dtypes``. Outputs are
+written in place. Unless noted otherwise, the dtype and the number of elements must be the same on
+all ranks.
+
+group: the process group; None is the default group. On a rank outside the group, a call warns and
+    returns None.
+async_op: if True, return a Work immediately. The arrays must stay unchanged until it completes.
+src, dst: root rank, as a global rank.
+group_src, group_dst: root rank, as a rank in the group. Use instead of ``src`` or ``dst``.
+op: ReduceOp.SUM (default), AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, or PREMUL_SUM(factor). float16,
+    bfloat16 and float8 types accumulate in float32 and round once.
+
+Returns None, or a Work if ``async_op`` is True.
+
+Raises, before any data is sent: NotInitializedError (a ValueError) before init_process_group;
+ArgumentTypeError (a TypeError) for an argument of the wrong type; ArgumentError (a ValueError) for
+a wrong size, a root outside the group or a read-only output; UnsupportedError (a ValueError) for a
+dtype, layout, device or operation that is not supported.
+
+Raises, during the call: MismatchError for a collective mismatch, CollectiveTimeoutError if it timed
+out, MPIError for an error of MPI.
 """
 
 from __future__ import annotations
@@ -69,21 +85,10 @@ def broadcast(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Copy the root's array to all ranks.
+    """Copy the array of the root to all ranks.
 
-    tensor: an array of any shape, read on the root and written on the others; the same dtype and
-        number of elements on all ranks.
-    src: the root as a global rank; rank 0 of all where neither src nor group_src is given.
-    group_src: the root as a rank in the group; one of the two is given at most.
-    group: the process group, None for the default group.
-    async_op: return a Work at once; the arrays belong to the operation until it is done.
-
-    Returns None, with async_op a Work, and None on a rank outside the group.
-
-    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array;
-    ArgumentError (a ValueError) for a root that is not in the group and read-only outputs;
-    UnsupportedError (a ValueError) for a dtype, layout or device that is refused. MismatchError,
-    MPIError and CollectiveTimeoutError report what goes wrong between the ranks.
+    tensor: array of any shape; input on the root, output on the other ranks.
+    src, group_src: root; global rank 0 by default.
     """
     root = find_root("broadcast", group, "src", src, group_src, default=0)
     return run_fast(_BROADCAST, group, async_op, tensor, None, None, root)
@@ -95,21 +100,9 @@ def all_reduce(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Reduce the arrays of all ranks, element by element; every rank gets the same bits.
+    """Reduce the arrays of all ranks, elementwise. All ranks get the same bits.
 
-    tensor: an array of any shape, read and written in place; the same dtype and number of elements
-        on all ranks. float16, bfloat16 and float8 types are accumulated in float32 and rounded
-        once.
-    op: ReduceOp.SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, or PREMUL_SUM(factor).
-    group: the process group, None for the default group.
-    async_op: return a Work at once; the arrays belong to the operation until it is done.
-
-    Returns None, with async_op a Work, and None on a rank outside the group.
-
-    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array, or no
-    ReduceOp; ArgumentError (a ValueError) for read-only arrays; UnsupportedError (a ValueError) for
-    a dtype, layout or device that is refused, and an operation that has no meaning for the dtype.
-    MismatchError, MPIError and CollectiveTimeoutError report what goes wrong between the ranks.
+    tensor: input and output; array of any shape.
     """
     return run_fast(_ALL_REDUCE, group, async_op, tensor, None, op, 0)
 
@@ -121,23 +114,11 @@ def scan(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Reduce the arrays of rank 0 to this rank, element by element (MPI_Scan, MPI-4.1 6.11).
+    """Reduce the arrays of ranks 0 to this rank, elementwise (MPI_Scan).
 
-    output: an array of any shape, written; the same dtype and number of elements as the input,
-        which it may be.
-    input: an array of any shape; the same dtype and count on all ranks.
-    op: as for all_reduce; the result is what all_reduce of ranks 0 to this one alone would give.
-        AVG divides by their number.
-    group: the process group, None for the default group.
-    async_op: return a Work at once; the arrays belong to the operation until it is done.
-
-    Returns None, with async_op a Work, and None on a rank outside the group.
-
-    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array, or no
-    ReduceOp; ArgumentError (a ValueError) for sizes that do not fit and read-only outputs;
-    UnsupportedError (a ValueError) for a dtype, layout or device that is refused, and an operation
-    that has no meaning for the dtype. MismatchError, MPIError and CollectiveTimeoutError report
-    what goes wrong between the ranks.
+    output: array of any shape, with the dtype and size of ``input``. May be ``input`` itself.
+    input: array of any shape.
+    op: as in all_reduce. AVG divides by the number of ranks that were reduced.
     """
     return run_fast(_SCAN, group, async_op, output, input, op, 0)
 
@@ -149,23 +130,12 @@ def exscan(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Reduce the arrays of the ranks before this one (MPI_Exscan, MPI-4.1 6.11.2).
+    """Reduce the arrays of all ranks before this rank, elementwise (MPI_Exscan).
 
-    output: an array of any shape, written on all ranks but rank 0 of the group, where it stays as
-        it is; the same dtype and number of elements as the input, which it may be.
-    input: an array of any shape; the same dtype and count on all ranks.
-    op: as for all_reduce; the result is what all_reduce of the ranks before this one alone would
-        give. AVG divides by their number.
-    group: the process group, None for the default group.
-    async_op: return a Work at once; the arrays belong to the operation until it is done.
-
-    Returns None, with async_op a Work, and None on a rank outside the group.
-
-    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array, or no
-    ReduceOp; ArgumentError (a ValueError) for sizes that do not fit and read-only outputs;
-    UnsupportedError (a ValueError) for a dtype, layout or device that is refused, and an operation
-    that has no meaning for the dtype. MismatchError, MPIError and CollectiveTimeoutError report
-    what goes wrong between the ranks.
+    output: array of any shape, with the dtype and size of ``input``. May be ``input`` itself. Rank
+        0 of the group leaves it unchanged.
+    input: array of any shape.
+    op: as in all_reduce. AVG divides by the number of ranks that were reduced.
     """
     return run_fast(_EXSCAN, group, async_op, output, input, op, 0)
 
@@ -178,23 +148,11 @@ def reduce(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Reduce the arrays of all ranks, element by element, into the root's.
+    """Reduce the arrays of all ranks, elementwise, into the array of the root.
 
-    tensor: an array of any shape, read, and on the root written in place; the same dtype and number
-        of elements on all ranks. The other ranks' arrays do not change, and may be read-only.
-    dst: the root as a global rank.
-    group_dst: the root as a rank in the group; one of the two is given.
-    op: ReduceOp.SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, or PREMUL_SUM(factor).
-    group: the process group, None for the default group.
-    async_op: return a Work at once; the arrays belong to the operation until it is done.
-
-    Returns None, with async_op a Work, and None on a rank outside the group.
-
-    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array, or no
-    ReduceOp; ArgumentError (a ValueError) for a root that is not in the group, or not given, and a
-    read-only output; UnsupportedError (a ValueError) for a dtype, layout or device that is refused,
-    and an operation that has no meaning for the dtype. MismatchError, MPIError and
-    CollectiveTimeoutError report what goes wrong between the ranks.
+    tensor: array of any shape; input on all ranks, output on the root. The arrays of other ranks
+        are not changed and may be read-only.
+    dst, group_dst: root; required.
     """
     root = find_root("reduce", group, "dst", dst, group_dst)
     return run_fast(_REDUCE, group, async_op, tensor, None, op, root)
@@ -206,20 +164,11 @@ def all_gather(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Gather the arrays of all ranks in a list, on every rank.
+    """Gather the arrays of all ranks into a list, on every rank.
 
-    tensor_list: one output array for each rank, in rank order, of the shape that this rank sends.
-        Ranks may send different sizes, if all of them know them all.
-    tensor: this rank's input; all arrays have one dtype.
-    group: the process group, None for the default group.
-    async_op: return a Work at once; the arrays belong to the operation until it is done.
-
-    Returns None, with async_op a Work, and None on a rank outside the group.
-
-    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array or list;
-    ArgumentError (a ValueError) for a list of another length, sizes that do not fit and read-only
-    outputs; UnsupportedError (a ValueError) for a dtype, layout or device that is refused.
-    MismatchError, MPIError and CollectiveTimeoutError report what goes wrong between the ranks.
+    tensor_list: output; one array for each rank, in rank order. Sizes may differ between ranks if
+        each output has the size of the input of its rank.
+    tensor: input; array of any shape. All arrays have the same dtype.
     """
     return run_fast(_ALL_GATHER, group, async_op, tensor_list, tensor, None, 0)
 
@@ -230,20 +179,11 @@ def all_gather_single(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Gather the arrays of all n ranks in one array, in rank order, on every rank.
+    """Gather the arrays of all n ranks into one array in rank order, on every rank.
 
-    output_tensor: n times as many elements as input_tensor: the inputs concatenated along the first
-        dimension, or stacked along a new one.
-    input_tensor: this rank's input; the same dtype and shape on all ranks.
-    group: the process group, None for the default group.
-    async_op: return a Work at once; the arrays belong to the operation until it is done.
-
-    Returns None, with async_op a Work, and None on a rank outside the group.
-
-    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array;
-    ArgumentError (a ValueError) for sizes that do not fit and a read-only output; UnsupportedError
-    (a ValueError) for a dtype, layout or device that is refused. MismatchError, MPIError and
-    CollectiveTimeoutError report what goes wrong between the ranks.
+    output_tensor: n times the elements of ``input_tensor``: concatenated along the first dimension,
+        or stacked along a new one.
+    input_tensor: input; the same shape on all ranks.
     """
     return run_fast(_ALL_GATHER_SINGLE, group, async_op, output_tensor, input_tensor, None, 0)
 
@@ -254,13 +194,9 @@ def all_gather_into_tensor(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Do all_gather_single, of which this is the older name.
+    """Call all_gather_single, under its older name in torch.
 
-    output_tensor, input_tensor, group, async_op: as there.
-
-    Returns what all_gather_single returns.
-
-    Raises what it raises, such as ArgumentError (a ValueError) for sizes that do not fit.
+    output_tensor, input_tensor: as in all_gather_single.
     """
     return all_gather_single(output_tensor, input_tensor, group, async_op)
 
@@ -273,23 +209,12 @@ def gather(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Gather the arrays of all ranks in a list on the root.
+    """Gather the arrays of all ranks into a list on the root.
 
-    tensor: this rank's input; the same dtype and shape on all ranks.
-    gather_list: on the root one output for each rank, in rank order, of the shape of tensor;
-        elsewhere None.
-    dst: the root as a global rank; rank 0 of all where neither dst nor group_dst is given.
-    group_dst: the root as a rank in the group; one of the two is given at most.
-    group: the process group, None for the default group.
-    async_op: return a Work at once; the arrays belong to the operation until it is done.
-
-    Returns None, with async_op a Work, and None on a rank outside the group.
-
-    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array or list;
-    ArgumentError (a ValueError) for a list that is missing, or given on another rank, sizes that do
-    not fit and read-only outputs; UnsupportedError (a ValueError) for a dtype, layout or device
-    that is refused. MismatchError, MPIError and CollectiveTimeoutError report what goes wrong
-    between the ranks.
+    tensor: input; the same shape on all ranks.
+    gather_list: on the root, one output for each rank, in rank order, with the shape of ``tensor``.
+        None on other ranks.
+    dst, group_dst: root; global rank 0 by default.
     """
     root = find_root("gather", group, "dst", dst, group_dst, default=0)
     return run_fast(_GATHER, group, async_op, gather_list, tensor, None, root)
@@ -303,23 +228,12 @@ def scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Send each rank its array of the root's list.
+    """Send each rank one array from a list on the root.
 
-    tensor: this rank's output; the same dtype and shape on all ranks.
-    scatter_list: on the root one input for each rank, in rank order, of the shape of tensor;
-        elsewhere None.
-    src: the root as a global rank; rank 0 of all where neither src nor group_src is given.
-    group_src: the root as a rank in the group; one of the two is given at most.
-    group: the process group, None for the default group.
-    async_op: return a Work at once; the arrays belong to the operation until it is done.
-
-    Returns None, with async_op a Work, and None on a rank outside the group.
-
-    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array or list;
-    ArgumentError (a ValueError) for a list that is missing, or given on another rank, sizes that do
-    not fit and a read-only output; UnsupportedError (a ValueError) for a dtype, layout or device
-    that is refused. MismatchError, MPIError and CollectiveTimeoutError report what goes wrong
-    between the ranks.
+    tensor: output; the same shape on all ranks.
+    scatter_list: on the root, one input for each rank, in rank order, with the shape of ``tensor``.
+        None on other ranks.
+    src, group_src: root; global rank 0 by default.
     """
     root = find_root("scatter", group, "src", src, group_src, default=0)
     return run_fast(_SCATTER, group, async_op, tensor, scatter_list, None, root)
@@ -332,22 +246,11 @@ def reduce_scatter(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Reduce the ranks' lists, element by element, and give each rank its entry.
+    """Reduce the lists of all ranks, elementwise, and give each rank its entry.
 
-    output: this rank's entry of the result, of any size.
-    input_list: one input for each rank, in rank order, of the size of that rank's output, and of
-        the dtype of output; the same sizes on all ranks.
-    op: ReduceOp.SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, or PREMUL_SUM(factor).
-    group: the process group, None for the default group.
-    async_op: return a Work at once; the arrays belong to the operation until it is done.
-
-    Returns None, with async_op a Work, and None on a rank outside the group.
-
-    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array, list or
-    ReduceOp; ArgumentError (a ValueError) for a list of another length, sizes that do not fit and a
-    read-only output; UnsupportedError (a ValueError) for a dtype, layout or device that is refused,
-    and an operation that has no meaning for the dtype. MismatchError, MPIError and
-    CollectiveTimeoutError report what goes wrong between the ranks.
+    output: the entry of this rank, of any size.
+    input_list: one input for each rank, in rank order, with the size of the output of that rank.
+        The same sizes on all ranks, and the dtype of ``output``.
     """
     return run_fast(_REDUCE_SCATTER, group, async_op, output, input_list, op, 0)
 
@@ -359,22 +262,11 @@ def reduce_scatter_single(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Reduce the arrays of all n ranks, element by element, and give each rank its block.
+    """Reduce the arrays of all n ranks, elementwise, and give each rank its block.
 
-    output: this rank's block of the result; the same dtype and shape on all ranks.
-    input: n times as many elements as output: one block for each rank, in rank order, concatenated
+    output: the block of this rank; the same shape on all ranks.
+    input: n times the elements of ``output``: one block for each rank, in rank order, concatenated
         or stacked.
-    op: ReduceOp.SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, or PREMUL_SUM(factor).
-    group: the process group, None for the default group.
-    async_op: return a Work at once; the arrays belong to the operation until it is done.
-
-    Returns None, with async_op a Work, and None on a rank outside the group.
-
-    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array, or no
-    ReduceOp; ArgumentError (a ValueError) for sizes that do not fit and a read-only output;
-    UnsupportedError (a ValueError) for a dtype, layout or device that is refused, and an operation
-    that has no meaning for the dtype. MismatchError, MPIError and CollectiveTimeoutError report
-    what goes wrong between the ranks.
     """
     return run_fast(_REDUCE_SCATTER_SINGLE, group, async_op, output, input, op, 0)
 
@@ -386,13 +278,9 @@ def reduce_scatter_tensor(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Do reduce_scatter_single, of which this is the older name.
+    """Call reduce_scatter_single, under its older name in torch.
 
-    output, input, op, group, async_op: as there.
-
-    Returns what reduce_scatter_single returns.
-
-    Raises what it raises, such as ArgumentError (a ValueError) for sizes that do not fit.
+    output, input: as in reduce_scatter_single.
     """
     return reduce_scatter_single(output, input, op, group, async_op)
 
@@ -405,22 +293,15 @@ def all_to_all_single(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Send a block of the input to each of the n ranks, and receive a block from each.
+    """Send one block of the input to each of the n ranks, and receive one from each.
 
-    output: the blocks received, in rank order, one after another along dimension 0.
-    input: the blocks to send, in rank order; of the dtype of output.
-    output_split_sizes: how many rows of dimension 0 come from each rank; None or empty: all alike,
-        and n divides the rows.
-    input_split_sizes: how many rows go to each rank; None or empty: the same.
-    group: the process group, None for the default group.
-    async_op: return a Work at once; the arrays belong to the operation until it is done.
+    output: the received blocks in rank order, concatenated along dimension 0.
+    input: the blocks to send in rank order, with the dtype of ``output``.
+    output_split_sizes: number of rows (dimension 0) to receive from each rank. None or empty: n
+        equal blocks.
+    input_split_sizes: number of rows to send to each rank. None or empty: n equal blocks.
 
-    Returns None, with async_op a Work, and None on a rank outside the group.
-
-    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array or list;
-    ArgumentError (a ValueError) for splits that do not add up and a read-only output;
-    UnsupportedError (a ValueError) for a dtype, layout or device that is refused. MismatchError,
-    MPIError and CollectiveTimeoutError report what goes wrong between the ranks.
+    Raises ArgumentError (a ValueError) if the split sizes do not add up to the number of rows.
     """
     if output_split_sizes is None and input_split_sizes is None:
         return run_fast(_ALL_TO_ALL_SINGLE, group, async_op, output, input, None, 0)
@@ -434,20 +315,11 @@ def all_to_all(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Send an array to each rank, and receive an array from each.
+    """Send one array to each rank, and receive one array from each.
 
-    output_tensor_list: one output for each rank, in rank order, of the size that this one sends.
-    input_tensor_list: one input for each rank, in rank order. Sizes may differ; all arrays have one
-        dtype.
-    group: the process group, None for the default group.
-    async_op: return a Work at once; the arrays belong to the operation until it is done.
-
-    Returns None, with async_op a Work, and None on a rank outside the group.
-
-    Raises, before anything is sent: ArgumentTypeError (a TypeError) for what is no array or list;
-    ArgumentError (a ValueError) for lists of another length and read-only outputs; UnsupportedError
-    (a ValueError) for a dtype, layout or device that is refused. MismatchError, MPIError and
-    CollectiveTimeoutError report what goes wrong between the ranks.
+    output_tensor_list: one output for each rank, in rank order, with the size that the rank sends.
+    input_tensor_list: one input for each rank, in rank order. Sizes may differ; all arrays have the
+        same dtype.
     """
     return run_fast(_ALL_TO_ALL, group, async_op, output_tensor_list, input_tensor_list, None, 0)
 
@@ -458,18 +330,10 @@ def barrier(
     device_ids: Sequence[int] | None = None,
     timeout: timedelta | float | None = None,
 ) -> Work | None:
-    """Wait until all ranks of the group have called.
+    """Wait until all ranks of the group have called barrier.
 
-    group: the process group, None for the default group.
-    async_op: return a Work at once.
-    device_ids: has no effect.
-    timeout: seconds or a timedelta, None for the group's.
-
-    Returns None, with async_op a Work, and None on a rank outside the group.
-
-    Raises CollectiveTimeoutError where a rank does not come in time, MismatchError where the ranks'
-    calls differ, ArgumentTypeError (a TypeError) and ArgumentError (a ValueError) for a timeout
-    that is none.
+    device_ids: ignored.
+    timeout: seconds or a timedelta; None is the timeout of the group.
     """
     limit = parse_timeout(timeout, None, "barrier")
     if limit is None:
@@ -489,15 +353,15 @@ def monitored_barrier(
     timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
-    """Wait until all ranks of the group have called, or name those that have not.
+    """Wait until all ranks of the group have called it, and report missing ranks.
 
-    group: the process group, None for the default group.
-    timeout: seconds or a timedelta, None for the group's.
-    wait_all_ranks: name all ranks that are missing, not the first one alone.
+    timeout: seconds or a timedelta; None is the timeout of the group.
+    wait_all_ranks: report all missing ranks instead of the first one only.
 
-    Raises CollectiveTimeoutError where ranks are missing: on rank 0 of the group with their global
-    ranks, on the others as well. Raises ArgumentTypeError (a TypeError) and ArgumentError (a
-    ValueError) for a timeout that is none.
+    Returns None on all ranks.
+
+    Raises CollectiveTimeoutError on all ranks if a rank is missing. The message of rank 0 of the
+    group has the global ranks that are missing.
     """
     from mpicoll.api.monitored_barrier import wait_for_ranks
 
@@ -516,7 +380,7 @@ def monitored_barrier(
 
 
 def supports_complex(reduceOp: ReduceOp) -> bool:
-    """Tell whether a reduce operation has a meaning for complex numbers.
+    """Check whether a reduce operation supports complex dtypes.
 
     reduceOp: a ReduceOp.
 
@@ -527,10 +391,10 @@ def supports_complex(reduceOp: ReduceOp) -> bool:
     return Kind.COMPLEX in find_operation(reduceOp, "supports_complex: reduceOp").kinds
 
 
-# --- many at once -------------------------------------------------------------------------------
+# --- lists of arrays ----------------------------------------------------------------------------
 
 
-def _tensors(name: str, argument: str, tensors: object) -> None:
+def _check_list(name: str, argument: str, tensors: object) -> None:
     if not isinstance(tensors, (list, tuple)):
         raise ArgumentTypeError(
             f"{name}: {argument}: expected a list, got {type(tensors).__name__}"
@@ -545,22 +409,18 @@ def all_reduce_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Future | None:
-    """Reduce each array of a list as all_reduce does; small ones together.
+    """All-reduce each array of a list. Small arrays are combined into one call.
 
-    tensors: arrays of one dtype, read and written, on the host or on one device, that do not share
-        memory; the same sizes in the same order on all ranks.
-    op: ReduceOp.SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, or PREMUL_SUM(factor).
-    group: the process group, None for the default group.
-    async_op: return a Future of the arrays at once.
+    tensors: inputs and outputs, of one dtype and on one device, that do not share memory. The same
+        sizes in the same order on all ranks.
 
-    Returns None, with async_op a Future, and None on a rank outside the group.
+    Returns None, or a Future of the arrays if ``async_op`` is True.
 
-    Raises EmptyListError (a ValueError and an IndexError) for an empty list, what all_reduce
-    raises, and MismatchError where the ranks' lists differ; where one array is refused, nothing is
-    sent.
+    Raises EmptyListError (a ValueError and an IndexError) for an empty list. If one array is
+    rejected, nothing is sent.
     """
     name = "all_reduce_coalesced"
-    _tensors(name, "tensors", tensors)
+    _check_list(name, "tensors", tensors)
     return _future(run_all(name, _ALL_REDUCE, group, async_op, tensors, None, op))
 
 
@@ -570,20 +430,16 @@ def all_gather_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Future | None:
-    """Gather each array of a list as all_gather does; small ones together.
+    """All-gather each array of a list. Small arrays are combined into one call.
 
-    output_tensor_lists: one list for each rank, in rank order; output_tensor_lists[rank][i] gets
-        what that rank has as input_tensor_list[i].
-    input_tensor_list: arrays of one dtype, on the host or on one device; the same sizes in the same
-        order on all ranks.
-    group: the process group, None for the default group.
-    async_op: return a Future of the outputs at once.
+    output_tensor_lists: one list for each rank, in rank order; ``output_tensor_lists[rank][i]``
+        receives ``input_tensor_list[i]`` of that rank.
+    input_tensor_list: inputs of one dtype and on one device. The same sizes in the same order on
+        all ranks.
 
-    Returns None, with async_op a Future, and None on a rank outside the group.
+    Returns None, or a Future of the outputs if ``async_op`` is True.
 
-    Raises EmptyListError (a ValueError and an IndexError) for an empty list, ArgumentError (a
-    ValueError) for lists of other lengths, what all_gather raises, and MismatchError where the
-    ranks' lists differ.
+    Raises EmptyListError (a ValueError and an IndexError) for an empty list.
     """
     name = "all_gather_coalesced"
     member = resolve(group)
@@ -600,16 +456,16 @@ def coalesced_outputs(
     inputs: Sequence[AnyArray],
     group: ProcessGroup,
 ) -> list[list[AnyArray]]:
-    """The outputs of each input: of ``output_lists[rank][i]`` the [i] of all ranks."""
-    _tensors(name, "input_tensor_list", inputs)
-    _tensors(name, "output_tensor_lists", output_lists)
+    """Return, for each input, its outputs of all ranks: transpose ``output_lists``."""
+    _check_list(name, "input_tensor_list", inputs)
+    _check_list(name, "output_tensor_lists", output_lists)
     if len(output_lists) != group.size():
         raise ArgumentError(
             f"{name}: output_tensor_lists: expected one list for each of the group's "
             f"{format_count(group.size(), 'rank')}, got {len(output_lists)}"
         )
     for rank, outputs in enumerate(output_lists):
-        _tensors(name, f"output_tensor_lists[{rank}]", outputs)
+        _check_list(name, f"output_tensor_lists[{rank}]", outputs)
         if len(outputs) != len(inputs):
             raise ArgumentError(
                 f"{name}: output_tensor_lists[{rank}]: expected one array for each of the "
@@ -619,5 +475,5 @@ def coalesced_outputs(
 
 
 def _future(work: Work | None) -> Future | None:
-    """What torch returns of the coalesced calls: a Future instead of a Work."""
+    """Return the Future that torch's coalesced functions return instead of a Work."""
     return None if work is None else work.get_future()

@@ -1,4 +1,4 @@
-"""A job that gets more ranks: grow_group."""
+"""Growing a running job: grow_group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from mpicoll.api import lifecycle
 from mpicoll.core.groups import ProcessGroup, default_group, state
 from mpicoll.core.indices import check_index
-from mpicoll.core.work import A_MOMENT, deadline
+from mpicoll.core.work import THREAD_EXIT_TIMEOUT_S, deadline
 from mpicoll.dispatch import execute
 from mpicoll.errors import (
     ArgumentError,
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
 __all__ = ["grow_group"]
 
 _WHERE = "grow_group"
-#: What a rank says before anything is started.
-_FINE, _PENDING, _NO_PROGRAM, _NO_FOLDER = range(4)
+#: States of a rank before processes are started.
+_READY, _PENDING, _NO_PROGRAM, _NO_FOLDER = range(4)
 
 
 def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessGroup:
-    """Start further processes, which join the default group. All its ranks call.
+    """Start new processes that join the default group. All ranks of the group call it.
 
-    In each the program begins at its top, and joins by ``init_process_group()``. The others go on
-    here. All groups end. In the new default group the ranks keep their numbers, and the new
-    ones come last. So rank 0 has what the new ones need.
+    Each new process runs the program from its start and joins in ``init_process_group()``. Existing
+    ranks continue here. All groups end. In the new default group, existing ranks keep their numbers
+    and new ranks follow, so rank 0 has the state that new ranks need.
 
-    count: how many, the same on all ranks.
-    command: what follows ``python``: a script, ``-m`` and a module, or ``-c`` and code, and the
-        arguments; None for rank 0's own. Rank 0's counts.
+    count: number of new ranks, the same on all ranks.
+    command: arguments of ``python``: a script, ``-m`` and a module, or ``-c`` and code, then the
+        arguments of the program. None is the command of rank 0. Only the value of rank 0 is used.
 
     Returns the new default group.
 
-    Raises UnsupportedError (a ValueError) where no process can be started that joins, MPIError
-    where the launcher refuses, LostRankError where a rank is lost meanwhile, and DistBackendError
-    where new processes end before they join, or do not join within the group's timeout: on all
-    ranks. After these the group is as it was.
+    Raises, on all ranks: UnsupportedError (a ValueError) if no process that joins can be started,
+    MPIError if the launcher rejects the request, LostRankError if a rank is lost, and
+    DistBackendError if new processes exit before they join or do not join within the timeout of the
+    group. After any of these, the old group is unchanged.
     """
     old = default_group()
     count = check_index(count, f"{_WHERE}: count")
@@ -60,16 +60,16 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
         command is None or (command and all(isinstance(word, str) for word in command))
     ):
         raise ArgumentTypeError(
-            f"{_WHERE}: command: expected a list of strings as after `python`, "
+            f"{_WHERE}: command: expected a list of arguments of `python`, such as "
             f"['job.py', '--option'], or None, got {command!r}"
         )
     if problem := lifecycle.met_elsewhere() or spawned_ranks.why_not():
         raise UnsupportedError(
-            f"{_WHERE}: no process can be started that joins this job: {problem}; start the job by "
-            "mpirun, or with as many ranks as it may need"
+            f"{_WHERE}: not supported in this job: {problem}; start the job with mpirun, or with "
+            "all ranks that it may need"
         )
     outlives = lost_ranks.is_watching()
-    words, folder = _meet(old, count, command, outlives)
+    words, folder = _agree_to_start(old, count, command, outlives)
 
     def grow() -> MPI.Intracomm:
         inter = spawned_ranks.start(old.inner, count, words, folder, old.timeout)
@@ -77,72 +77,70 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
         if old.rank() == 0:
             try:
                 wrong = spawned_ranks.wait(inter, count, outlives, old.timeout, old.check_whole)
-            except BaseException as error:  # the others wait for what this rank says
+            except BaseException as error:  # the other ranks wait for the broadcast
                 wrong, raised = f"rank 0: {type(error).__name__}: {error}", error
-        told = np.zeros(spawned_ranks.WORDS, np.uint8)
-        mine = np.frombuffer(wrong.encode()[: told.size], np.uint8)
-        told[: mine.size] = mine
+        message = np.zeros(spawned_ranks.WORDS, np.uint8)
+        encoded = np.frombuffer(wrong.encode()[: message.size], np.uint8)
+        message[: encoded.size] = encoded
         try:
-            old.tested.Bcast(told, 0)
-            old.tested.Barrier()  # MPI would wait for a rank that is lost by now
+            old.tested.Bcast(message, 0)
+            old.tested.Barrier()  # raises for a lost rank, which the merge would wait for
         except BaseException:
             wrong = "a rank is lost"
             raise
         finally:
             if old.rank() == 0:
                 spawned_ranks.answer(inter, wrong)
-        wrong = told.tobytes().rstrip(b"\0").decode("utf-8", "replace")
+        wrong = message.tobytes().rstrip(b"\0").decode("utf-8", "replace")
         return spawned_ranks.merge(inter, wrong, raised)
 
     return lifecycle.begin_again(execute.run_in_order(old, _WHERE, grow, keeps_time=True))
 
 
-def _left(end: float) -> float | None:
-    """Return the seconds until a moment (monotonic), and some for a thread without work; None for a
-    moment that never comes.
-    """
-    return None if end == math.inf else max(A_MOMENT, end - time.monotonic())
+def _remaining_s(end: float) -> float | None:
+    """Return the seconds until a deadline, at least the exit time of a thread, or None."""
+    return None if end == math.inf else max(THREAD_EXIT_TIMEOUT_S, end - time.monotonic())
 
 
-def _meet(
+def _agree_to_start(
     group: ProcessGroup, count: int, command: Sequence[str] | None, outlives: bool
 ) -> tuple[list[str], str]:
-    """Return what ``spawned_ranks.find_command`` returns, on rank 0, once all ranks have called.
+    """Wait for all ranks and check that they can continue. Raises on all ranks if one cannot.
 
-    Raises on all ranks if one of them cannot continue.
-
-    command, outlives: as there.
+    Returns the result of ``spawned_ranks.find_command`` on rank 0, elsewhere an empty command.
     """
-    what, words, folder, end = _FINE, list[str](), "", deadline(group.timeout)
+    own_state, words, folder, end = _READY, list[str](), "", deadline(group.timeout)
     others = [one for one in state.groups if one is not group]
-    if not all(one.finish(A_MOMENT if one.error else _left(end)) for one in others):
-        what = _PENDING
+    if not all(
+        one.finish(THREAD_EXIT_TIMEOUT_S if one.error else _remaining_s(end)) for one in others
+    ):
+        own_state = _PENDING
     elif group.rank() == 0:
         try:
             words, folder = spawned_ranks.find_command(command, outlives)
         except ArgumentError:
-            what = _NO_PROGRAM
+            own_state = _NO_PROGRAM
         except OSError:
-            what = _NO_FOLDER
-    own, everybody = np.array([count, what]), np.empty((group.size(), 2), np.int64)
-    execute.run_in_order(group, _WHERE, lambda: group.tested.Allgather(own, everybody))
-    counts, said = everybody.T.tolist()
+            own_state = _NO_FOLDER
+    own, gathered = np.array([count, own_state]), np.empty((group.size(), 2), np.int64)
+    execute.run_in_order(group, _WHERE, lambda: group.tested.Allgather(own, gathered))
+    counts, states = gathered.T.tolist()
     if len(set(counts)) > 1:
         raise MismatchError(f"{_WHERE}: count: expected the same on all ranks, got {counts}")
-    if _NO_PROGRAM in said:
+    if _NO_PROGRAM in states:
         raise ArgumentError(
-            f"{_WHERE}: command: rank 0 runs no script, module or code that can be run again, got "
-            "None; give a list of what follows `python`: ['job.py', '--option']"
+            f"{_WHERE}: command: the program of rank 0 cannot be started again, got None; pass a "
+            "list of arguments of `python`: ['job.py', '--option']"
         )
-    if _NO_FOLDER in said:
+    if _NO_FOLDER in states:
         raise ArgumentError(
-            f"{_WHERE}: rank 0's working directory, in which the new processes would begin, is "
-            "gone; call os.chdir with one that exists"
+            f"{_WHERE}: the working directory of rank 0, in which new processes start, does not "
+            "exist; call os.chdir first"
         )
-    if _PENDING in said:
-        late = [rank for rank, one in enumerate(said) if one == _PENDING]
+    if _PENDING in states:
+        late = [rank for rank, one in enumerate(states) if one == _PENDING]
         raise DistBackendError(
-            f"{_WHERE}: asynchronous work of ranks {late} is still pending in other groups, which "
-            "end here; wait for every Work before"
+            f"{_WHERE}: async work of ranks {late} is still pending in other groups, which end "
+            "now; wait for every Work before the call"
         )
     return words, folder

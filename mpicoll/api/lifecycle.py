@@ -1,4 +1,4 @@
-"""The beginning and the end: init_process_group to destroy_process_group."""
+"""Start and end of process groups: init_process_group and destroy_process_group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpicoll.core import reproducible as levels
 from mpicoll.core.backends import Backend
 from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
 from mpicoll.core.indices import check_index
-from mpicoll.core.work import parse_timeout
+from mpicoll.core.work import THREAD_EXIT_TIMEOUT_S, parse_timeout
 from mpicoll.dispatch import point_to_point
 from mpicoll.dispatch.agreement import agree, find_facts
 from mpicoll.errors import (
@@ -61,23 +61,20 @@ __all__ = [
     "resolve_member",
 ]
 
-#: Seconds after which an operation has failed, unless init_process_group says otherwise.
-DEFAULT_TIMEOUT = 1800.0
-#: Seconds that a destroy gives work that other ranks have not joined.
-_LAST_CHANCE = 5.0
-#: Seconds that a thread without work needs to end, with plenty to spare.
-_A_MOMENT = 0.5
+#: Default timeout of an operation.
+DEFAULT_TIMEOUT_S = 1800.0
+#: Time that a destroy waits for work that other ranks have not joined.
+_DESTROY_TIMEOUT_S = 5.0
 
 _watchdog: Watchdog | None = None
-#: Rank on the node and number of ranks on it, known from init on.
+#: Rank on the node and number of ranks on it, known after init.
 _node: tuple[int, int] | None = None
-#: The name of the default group as init_process_group makes it, and whether the ranks have found
-#: each other by an init_method, or by torch's store.
+#: Name of the default group, and whether the ranks met through an init_method or torch's store.
 _name, _met_elsewhere = "0", False
 
 
 def is_initialized() -> bool:
-    """Check whether there is a default process group.
+    """Check whether the default process group exists.
 
     Returns True between init_process_group and destroy_process_group.
     """
@@ -85,14 +82,14 @@ def is_initialized() -> bool:
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """Find this process's rank among those on its node.
+    """Get the rank of this process among the ranks of its node.
 
-    fallback_rank: returned if neither LOCAL_RANK nor a launcher's variable is set.
+    fallback_rank: returned if neither LOCAL_RANK nor a variable of the launcher is set.
 
-    Returns the rank: of LOCAL_RANK, else of the launcher's own variable, else fallback_rank, else,
-    once there is a process group, of MPI.
+    Returns the first of these that is known: LOCAL_RANK, the variable of the launcher,
+    fallback_rank, the rank by MPI (after init_process_group).
 
-    Raises MpicollError (a RuntimeError) if none of them is known.
+    Raises MpicollError (a RuntimeError) if none is known.
     """
     known = launch.find_local_rank()
     if known is not None:
@@ -108,11 +105,11 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
 
 def get_backend(group: ProcessGroup | None = None) -> Backend:
-    """Get the backend that was asked for.
+    """Get the name of the backend.
 
-    group: the process group, None for the default group.
+    group: the process group; None is the default group.
 
-    Returns its name as a Backend, in lower case.
+    Returns the name that was requested, as a Backend in lower case.
 
     Raises NotInitializedError (a ValueError) before init_process_group and ArgumentError (a
     ValueError) on a rank outside the group.
@@ -121,11 +118,11 @@ def get_backend(group: ProcessGroup | None = None) -> Backend:
 
 
 def get_backend_config(group: ProcessGroup | None = None) -> str:
-    """Get the backend of each kind of device.
+    """Get the backend of each device type.
 
-    group: the process group, None for the default group.
+    group: the process group; None is the default group.
 
-    Returns text such as "cpu:mpi,cuda:mpi".
+    Returns a string such as "cpu:mpi,cuda:mpi".
 
     Raises NotInitializedError (a ValueError) before init_process_group and ArgumentError (a
     ValueError) on a rank outside the group.
@@ -135,7 +132,7 @@ def get_backend_config(group: ProcessGroup | None = None) -> str:
 
 
 def get_pg_count() -> int:
-    """Count the process groups that are alive on this rank.
+    """Get the number of open process groups on this rank.
 
     Returns the number, 0 before init_process_group.
     """
@@ -143,7 +140,7 @@ def get_pg_count() -> int:
 
 
 def resolve_member(group: object, where: str) -> ProcessGroup:
-    """Return the group that an argument names; raise ArgumentError if this rank is not in it."""
+    """Return the group of an argument. Raises ArgumentError if this rank is not in it."""
     default_group()
     found = groups.resolve(group)
     if found is None or found.closed is not None:
@@ -152,7 +149,7 @@ def resolve_member(group: object, where: str) -> ProcessGroup:
 
 
 def node_size() -> int:
-    """Return the number of ranks on this rank's node, between init and destroy."""
+    """Return the number of ranks on this node, between init and destroy."""
     assert _node is not None
     return _node[1]
 
@@ -175,40 +172,41 @@ def init_process_group(
     comm: MPI.Intracomm | None = None,
     reproducible: str | None = None,
 ) -> AbstractContextManager[ProcessGroup]:
-    """Start MPI and make the default group of all ranks. Every rank calls.
+    """Start MPI and create the default group of all ranks. Every rank calls it.
 
-    backend: "mpi", where None; "mpicoll" is the same; "gloo" and "nccl" are names under which
-        existing scripts run over MPI.
+    backend: "mpi" (default) or "mpicoll". "gloo" and "nccl" are accepted so that existing scripts
+        run unchanged, over MPI.
     init_method: how the ranks find each other.
-        "mpi://": rank and size are MPI's own, for jobs that mpirun or srun starts.
-        "env://", "tcp://HOST:PORT", "file:///PATH": each process is given its rank and the world
-        size, by RANK and WORLD_SIZE or by the arguments below.
-        None: "mpi://" under a launcher of MPI, else "env://" where RANK and WORLD_SIZE are set
-        (torchrun sets them), else this process is a job of its own.
-    timeout: seconds or a timedelta after which an operation has failed, this one included; half an
-        hour where None.
-    world_size: number of ranks, -1 if not given; with "mpi://" compared with MPI's own.
-    rank: this process's rank, -1 if not given; with "mpi://" compared with MPI's own.
-    store: None; MPI is the rendezvous.
-    group_name: a name for the default group.
+        "mpi://": MPI provides rank and size, for jobs that mpirun or srun starts.
+        "env://", "tcp://HOST:PORT", "file:///PATH": the caller provides rank and world size, by
+        RANK and WORLD_SIZE or as arguments.
+        None: "mpi://" under an MPI launcher; else "env://" if RANK and WORLD_SIZE are set, as by
+            torchrun; else a job of one rank.
+    timeout: seconds or a timedelta after which an operation fails, including this one. None is 30
+        minutes.
+    world_size: number of ranks, -1 if not given. With "mpi://", it must match MPI.
+    rank: rank of this process, -1 if not given. With "mpi://", it must match MPI.
+    store: not supported; must be None.
+    group_name: name of the default group.
     pg_options: ignored with a warning.
-    device_id: a GPU of this process, such as 1 or "cuda:1"; checked, otherwise unused.
-    _ranks: None.
-    comm: a communicator of mpi4py: its ranks, numbered as it numbers them, are all ranks, and no
-        others call; None for all that MPI has started. mpicoll makes its own of the same ranks,
-        and never frees this one.
-    reproducible: "order": reductions give the same bits whatever the size, the route and the nodes;
-        "exact": sums and averages also for any order and number of ranks; the same on all ranks.
-        None: what MPICOLL_REPRODUCIBLE says.
+    device_id: GPU of this process, such as 1 or "cuda:1". Checked, otherwise ignored.
+    _ranks: not supported; must be None.
+    comm: a communicator of mpi4py whose ranks become the ranks of the job, in the same order. Only
+        these ranks call. None is all ranks of MPI. mpicoll duplicates the communicator and never
+        frees it.
+    reproducible: the same on all ranks. None is the value of MPICOLL_REPRODUCIBLE.
+        "order": a reduction gives the same bits for every size, route and placement on nodes.
+        "exact": also, sums and averages give the same bits for every order and number of ranks.
 
-    Returns a context manager, which may be ignored: ``with init_process_group() as group:``
-    destroys all groups when the block ends; after an exception without waiting for other ranks.
+    Returns a context manager, which may be ignored. ``with init_process_group() as group:``
+    destroys all groups at the end of the block. After an exception it does not wait for other
+    ranks.
 
-    Raises ArgumentError (a ValueError) when called twice and for an impossible value,
-    ArgumentTypeError (a TypeError) for a timeout, rank, size or comm of the wrong type,
-    UnsupportedError (a ValueError) for store, _ranks and another init_method, LaunchError (a
-    ValueError) where launcher, arguments and MPI disagree, MismatchError where ranks disagree about
-    reproducible, and CollectiveTimeoutError where ranks do not come.
+    Raises ArgumentError (a ValueError) when called twice or for an invalid value; ArgumentTypeError
+    (a TypeError) for a timeout, rank, size or comm of the wrong type; UnsupportedError (a
+    ValueError) for store, _ranks or an unknown init_method; LaunchError (a ValueError) if launcher,
+    arguments and MPI disagree; MismatchError if reproducible differs between ranks;
+    CollectiveTimeoutError if ranks are missing.
     """
     where = "init_process_group"
     if state.forked:
@@ -221,25 +219,28 @@ def init_process_group(
             comm = communicators.checked_communicator(comm, f"{where}: comm")
             if init_method not in (None, "mpi://"):
                 raise ArgumentError(
-                    f"{where}: init_method: the ranks of comm have found each other; expected None "
-                    f"or 'mpi://', got {init_method!r}"
+                    f"{where}: init_method: expected None or 'mpi://' together with comm, got "
+                    f"{init_method!r}"
                 )
             init_method = "mpi://"
         is_known = True
         given = launch.read_rank(
             init_method, _index("rank", rank), _index("world_size", world_size)
         )
-        limit = parse_timeout(timeout, DEFAULT_TIMEOUT, where)
-        wait = DEFAULT_TIMEOUT if limit is None else limit
+        limit = parse_timeout(timeout, DEFAULT_TIMEOUT_S, where)
+        wait = DEFAULT_TIMEOUT_S if limit is None else limit
         rendezvous = launch.find_rendezvous(init_method, given, wait)
         chosen = backends.parse_backend(backend, where)
         level = levels.parse(reproducible, None, where)
         if store is not None or _ranks is not None:
-            raise UnsupportedError(f"{where}: store and _ranks have no use: MPI is the rendezvous")
+            raise UnsupportedError(
+                f"{where}: store and _ranks are not supported, because ranks meet through MPI; "
+                "leave them out"
+            )
         backends.warn_about_options(pg_options, where)
         backends.check_device(device_id, where)
     except Exception as error:
-        if is_known:  # which ranks wait for this one
+        if is_known:  # else it is unknown which ranks wait for this one
             launch.tell_failure(error, init_method, given, comm)
         raise
     values = {"rank": given.rank, "world_size": given.world_size}
@@ -268,11 +269,11 @@ def begin(
 ) -> ProcessGroup:
     """Start MPI and create the default group of all ranks.
 
-    limit:    seconds after which an operation has failed.
-    meeting:  where ranks without a launcher of MPI find each other.
-    expected: without a meeting, the rank and size that were given, and the names of their sources.
-    comm:     the program's communicator, if its ranks are all ranks.
-    reproducible: the group's level; None is what the environment says.
+    limit:        seconds after which an operation fails.
+    rendezvous:   store through which ranks without an MPI launcher find each other.
+    expected:     without a rendezvous: rank and size that were given, each with its source.
+    comm:         communicator of the program, if its ranks are the ranks of the job.
+    reproducible: level of the group. None is the value of the environment.
 
     If a local step fails on a rank, raises its exception on that rank, and a LaunchError that
     quotes the exception on every other rank.
@@ -296,9 +297,9 @@ def begin(
         if session is not None:
             session.check()
             session.send("busy" if world.Get_size() == session.size else "busy part")
-        if _watchdog is not None:  # of a group that was destroyed on the way of an exception
+        if _watchdog is not None:  # left by a group that an exception has destroyed
             _watchdog.remove()
-        _watchdog = Watchdog(_close_quietly)  # from here on a rank that is lost ends the others
+        _watchdog = Watchdog(_close_quietly)  # from now on, a lost rank ends the job
         launch.call_before_finalize(_finalizing)
 
     try:
@@ -317,7 +318,7 @@ def begin(
             _discover_node(inner, _watchdog)
             ranks = range(inner.Get_size())
             is_lent = given is not None or communicators.spans_world(plain(world))
-            lent = plain(world) if is_lent else None  # else it is freed as soon as this block ends
+            lent = plain(world) if is_lent else None  # else it is freed at the end of this block
             made = ProcessGroup(
                 inner, messages, ranks, backend, limit, name, "default_pg", lent, level
             )
@@ -330,18 +331,18 @@ def begin(
             _watchdog = None
         install_in_rank()  # the error may end this process while other ranks wait for it
         session = launch.current()
-        if session is not None and not has_begun:  # all ranks have raised, and none needs this one
+        if session is not None and not has_begun:  # all ranks have raised
             session.send("free")
         raise
     return made
 
 
-#: The ranks in MPI_COMM_WORLD of the latest default group, in its order.
+#: Ranks in MPI_COMM_WORLD of the latest default group, in its order.
 _members: list[int | None] = []
 
 
 def _renumber(world: MPI.Intracomm) -> None:
-    """Leave the node monitor if the new group numbers a process differently. All ranks call."""
+    """Disconnect from the node monitor if the new group renumbers a process. All ranks call."""
     global _members
     from mpi4py import MPI
 
@@ -354,14 +355,14 @@ def _renumber(world: MPI.Intracomm) -> None:
 
 
 def met_elsewhere() -> str:
-    """Return how the ranks have found each other, if not by MPI, "" if so."""
-    return "its ranks met by an init_method or by torch.distributed" if _met_elsewhere else ""
+    """Return a phrase saying that the ranks did not connect through MPI, or "" if they did."""
+    return "its ranks connected by an init_method or torch.distributed" if _met_elsewhere else ""
 
 
 def begin_again(comm: MPI.Intracomm) -> ProcessGroup:
-    """End all groups, and make the default group of all ranks anew, with others among them.
+    """End all groups, and create a new default group that includes new ranks.
 
-    comm: of all ranks, in their order. Those that are new call ``begin``.
+    comm: communicator of all ranks, with new ranks last. The new ranks call ``begin``.
     """
     old = default_group()
     for group in reversed(list(state.groups)):
@@ -373,8 +374,8 @@ def begin_again(comm: MPI.Intracomm) -> ProcessGroup:
 
 
 def _discover_node(comm: MPI.Intracomm, watchdog: Watchdog) -> None:
-    """Find the ranks on this node, start its guard, set the variables that libraries read, and get
-    rank 0's table of routes.
+    """Find the ranks on this node, start the node monitor, set the environment variables that
+    libraries read, and get the routing table of rank 0.
     """
     global _node
     from mpi4py import MPI
@@ -391,7 +392,7 @@ def _discover_node(comm: MPI.Intracomm, watchdog: Watchdog) -> None:
     def choose() -> tuple[Any, Any]:
         if comm.Get_rank() != 0:
             return None, None
-        with socket.create_server(("", 0)) as probe:  # the port is free now, if not for ever
+        with socket.create_server(("", 0)) as probe:  # a port that is free now
             port = os.environ.get("MASTER_PORT", probe.getsockname()[1])
         return port, tuning_files.read(f"{vendor} {'.'.join(map(str, version))}")
 
@@ -405,7 +406,7 @@ def _discover_node(comm: MPI.Intracomm, watchdog: Watchdog) -> None:
 
 
 def _index(what: str, value: object) -> int | None:
-    """Return a rank or size argument, None for -1; raise ArgumentTypeError for no integer."""
+    """Return a rank or size as an int, None for -1. Raises ArgumentTypeError for another type."""
     number = check_index(value, f"init_process_group: {what}")
     return None if number == -1 else number
 
@@ -417,7 +418,7 @@ def _check_expected(expected: dict[str, tuple[str, int]], rank: int, size: int, 
         if value != own:
             raise LaunchError(
                 f"init_process_group: {name}{value} disagrees with {whose}'s own {what}, {own} "
-                f"({whose} sees rank {rank} of {size}); leave it out, or start the job so that "
+                f"({whose} reports rank {rank} of {size}); leave it out, or start the job so that "
                 "both agree"
             )
 
@@ -426,26 +427,24 @@ def _check_expected(expected: dict[str, tuple[str, int]], rank: int, size: int, 
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
-    """End a group, and with the default group all of them. Every member calls.
+    """End a group. For the default group, end all groups. Every member calls it.
 
-    group: the process group, None for the default group.
+    group: the process group; None is the default group.
 
-    Waits for pending work and cancels receives whose messages were not sent.
+    Waits for pending work and cancels receives without a matching send.
 
-    Raises NotInitializedError (a ValueError) where there is no default group, ArgumentError (a
-    ValueError) for a group that is not alive, and one of which this thread is in the middle of a
-    call, as in a signal's handler, and CollectiveTimeoutError where other ranks have not
-    joined pending work within seconds. Once all groups have ended, raises MismatchError where
-    another rank has made different calls after the last that were compared, or more of them, and
-    the error of calls on devices that have ended there without results, such as a
-    CollectiveTimeoutError, if no call has raised it.
+    Raises NotInitializedError (a ValueError) before init_process_group; ArgumentError (a
+    ValueError) for a group that has ended, or from a signal handler that interrupted a call of the
+    group; CollectiveTimeoutError if pending work does not complete within seconds because other
+    ranks did not join it. When all groups have ended, also raises MismatchError if ranks made
+    different calls or a different number of them, and any device error that no call has raised.
     """
     if isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER:
         return
     default = default_group()
     chosen = default if group is None else group
     if not isinstance(chosen, ProcessGroup) or chosen.closed is not None:
-        raise ArgumentError(f"destroy_process_group: {group!r} is not a group that is alive")
+        raise ArgumentError(f"destroy_process_group: {group!r} is not an open group")
     for one in state.groups if chosen is default else (chosen,):
         one.check_outside("destroy_process_group")
     if chosen is not default:
@@ -462,7 +461,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
 
 
 def _raise_pending_errors(groups: Sequence[ProcessGroup]) -> None:
-    """Raise the error of calls that devices have ended without results, if none has raised it."""
+    """Raise the pending device error of a group that has ended, if any."""
     found = [_found_at_end.pop(group) for group in groups if group in _found_at_end]
     if found:
         raise found[0]
@@ -470,31 +469,30 @@ def _raise_pending_errors(groups: Sequence[ProcessGroup]) -> None:
 
 @contextmanager
 def _until_the_end() -> Iterator[ProcessGroup]:
-    """Return what init_process_group returns. It does nothing until it is entered."""
+    """Return the context manager of init_process_group. It does nothing until it is entered."""
     try:
         yield default_group()
     except BaseException:
-        # Other ranks may be anywhere, and what this rank has begun must not delay its error. They
-        # are given that it makes no more calls; if the program goes on, nothing else would tell
-        # them.
+        # Do not wait for other ranks, which may be in any call: that would delay the error. Notify
+        # them that this rank makes no more calls: nothing else would, if the program goes on.
         if state.default is not None:
             for group in state.groups:
-                group.finish(_A_MOMENT)  # what all ranks have joined
-            # At once before their devices are told the same: others look there first.
+                group.finish(THREAD_EXIT_TIMEOUT_S)  # work that all ranks have joined
+            # Before the devices are notified: other ranks check status messages first.
             for group in state.groups:
                 rank_status.send(group, rank_status.EXITING)
             abort(state.default)
         raise
-    if state.default is not None:  # the program may have done it
+    if state.default is not None:  # else the program has destroyed it
         destroy_process_group()
 
 
 def _forget_groups() -> None:
-    """Reset what is known of groups once there is none, and need no other rank any more."""
+    """Reset module state after all groups have ended, when no other rank is needed any longer."""
     global _watchdog
     _reset()
     if sys.exc_info()[1] is not None:
-        return  # it may end this process yet, and then the others have to hear of it
+        return  # the exception may still end this process, and then other ranks must be notified
     _sign_off()
     if _watchdog is not None:
         _watchdog.remove()
@@ -502,7 +500,7 @@ def _forget_groups() -> None:
 
 
 def _reset() -> None:
-    """Reset what is known of groups once there is none."""
+    """Reset the module state of groups."""
     global _node
     state.reset()
     _node = None
@@ -511,7 +509,7 @@ def _reset() -> None:
 
 
 def _sign_off() -> None:
-    """Tell the server, if there is one, and the guard that no other rank needs this one."""
+    """Notify the launch server, if any, and the node monitor that this rank is finished."""
     monitor_client.sign_off()
     session = launch.current()
     if session is not None:
@@ -519,14 +517,14 @@ def _sign_off() -> None:
 
 
 def close_group(
-    group: ProcessGroup, limit: float = _LAST_CHANCE, until: float | None = None
+    group: ProcessGroup, limit: float = _DESTROY_TIMEOUT_S, until: float | None = None
 ) -> str:
-    """Wait for what is pending in a group, free its communicators and forget it.
+    """Wait for pending work of a group, free its communicators and remove it.
 
-    until: given when all groups end: compare the ranks' calls once more, waiting for the others
-           until then, by time.monotonic. Returns how they differ, "" if they do not.
+    until: given when all groups end: time (time.monotonic) until which to compare the calls of all
+        ranks. Returns the mismatch, or "".
 
-    Work whose wait has timed out is not waited for again: it is left pending with the group.
+    Does not wait again for work that has timed out: it stays pending.
     """
     if lost_ranks.is_fault_tolerant() and lost_ranks.check(group):
         abort_group(group, "has lost a rank")
@@ -534,20 +532,21 @@ def close_group(
             _leave_out_mpi()
         return ""
     if group.error or any(work.has_timed_out for work in group.pending):
-        limit = _A_MOMENT
+        limit = THREAD_EXIT_TIMEOUT_S
     if not group.finish(limit):
         if group.error or all(work.has_timed_out for work in group.pending):
             abort_group(group, "ended while it was pending, beyond its timeout")
             return ""
         raise CollectiveTimeoutError(
-            f"destroy_process_group: {group.group_name}: asynchronous work is still pending after "
-            f"{limit:g} s; another rank did not make the call. Wait for every Work before the end"
+            f"destroy_process_group: {group.group_name}: timed out: async work is still pending "
+            f"after {limit:g} s, because another rank did not make the call. Wait for every Work "
+            "before destroying the group"
         )
     group.check_device_errors(wait=True)
-    if group.pending_error is not None:  # destroy_process_group raises it, not the watchdog
+    if group.pending_error is not None:  # destroy_process_group raises it
         _found_at_end[group], group.pending_error = group.pending_error, None
     if group.error:
-        limit = _A_MOMENT
+        limit = THREAD_EXIT_TIMEOUT_S
     if not group.error and sys.exc_info()[1] is None:
         windows.free_all(group)
     if group.error:
@@ -557,33 +556,31 @@ def close_group(
         point_to_point.drain(group, limit)
     try:
         if group.error:
-            group.resources.leave()  # nothing waits for ranks that have left
+            group.resources.leave()  # do not wait for ranks that have left
         group.resources.close(limit)
     finally:
         clean, wrong = (not group.error, "")
         if until is not None and clean and sys.exc_info()[1] is None:
             clean, wrong = rank_status.compare_at_destroy(group, until)
         rank_status.receive(group)
-        with rank_status.lock:  # the watchdog may be looking at the group
+        with rank_status.lock:  # the watchdog may be checking the group
             group.close()
             state.groups.remove(group)
             if clean:
                 group.free()
-            else:  # a message that is still under way must not meet a new group's communicator
+            else:  # a late message must not arrive in the communicator of a new group
                 _not_freed.append(group)
     return wrong
 
 
-#: Of groups that end now, why devices have ended calls without results, if no call has raised it.
+#: Pending device errors of groups that are ending, until destroy_process_group raises them.
 _found_at_end: dict[ProcessGroup, DistBackendError] = {}
-#: Groups whose communicators messages may still come to.
+#: Groups whose communicators may still receive messages.
 _not_freed: list[ProcessGroup] = []
 
 
 def abort(group: ProcessGroup) -> None:
-    """End a group without waiting for what is pending: waiting callers get an error. With the
-    default group all groups end.
-    """
+    """End a group without waiting: pending calls raise. For the default group, end all groups."""
     chosen = list(state.groups) if group is state.default else [group]
     for one in reversed(chosen):
         abort_group(one)
@@ -592,7 +589,7 @@ def abort(group: ProcessGroup) -> None:
 
 
 def _fail_pending(group: ProcessGroup, why: str) -> None:
-    """End what is pending in a group with an error."""
+    """Fail the pending work of a group."""
     error = DistBackendError(f"process group {group.group_name!r} {why}")
     for work in [*group.pending, *group.in_flight]:
         work.abandon(error)
@@ -600,27 +597,28 @@ def _fail_pending(group: ProcessGroup, why: str) -> None:
 
 def abort_group(group: ProcessGroup, why: str = "was aborted") -> None:
     """End a group without waiting for pending work, whose waiters get an error."""
-    group.close()  # before looking for what is under way: nothing begins any more
+    group.close()  # first, so that no further call begins
     _fail_pending(group, why)
     _drop(group)
 
 
 def _drop(group: ProcessGroup) -> None:
-    """Forget a group without waiting for what is pending in it.
+    """Remove a group without waiting for its pending work.
 
-    What is stuck stays inside MPI, which then cannot be finalised: the process ends without.
+    A thread that is blocked in MPI stays there. MPI cannot be finalized, so the process exits
+    without it.
     """
     group.resources.abandon()
     group.close()
     state.groups.remove(group)
-    if not group.finish(_A_MOMENT):
+    if not group.finish(THREAD_EXIT_TIMEOUT_S):
         launch.skip_finalize()
-        # Instead of finalising MPI: what is stuck may wake up while the interpreter ends.
-        _leave_out_mpi("work that was given up is still inside MPI; MPI is not finalised")
+        # A blocked thread may wake up while the interpreter ends.
+        _leave_out_mpi("aborted work is still inside MPI; MPI is not finalized")
 
 
 def _leave_out_mpi(why: str = "") -> None:
-    """Make the process end before mpi4py can finalise MPI."""
+    """Exit the process before mpi4py can finalize MPI."""
     keep_exit_code()
     atexit.register(_end_without_mpi, why)
 
@@ -631,24 +629,24 @@ def _end_without_mpi(why: str) -> None:
     sys.stdout.flush()
     _sign_off()
     code = exit_code()
-    # An exception that has ended the program was printed, and left here.
+    # sys.last_value is set if an exception has ended the program.
     os._exit(int(hasattr(sys, "last_value")) if code is None else code)
 
 
 def _close_quietly() -> None:
     """End the groups of a program that did not call destroy_process_group.
 
-    Nothing collective happens here: other ranks may still be busy, and MPI_Finalize waits for them.
+    Makes no collective calls: other ranks may still be busy, and MPI_Finalize waits for them.
     """
     global _watchdog
     watchdog, _watchdog = _watchdog, None
     living = list(state.groups)
     for group in living:
         if group.error:
-            continue  # its calls have raised why
+            continue  # its calls have raised the reason
         try:
-            done = group.finish(_LAST_CHANCE)
-            point_to_point.drain(group, _LAST_CHANCE)
+            done = group.finish(_DESTROY_TIMEOUT_S)
+            point_to_point.drain(group, _DESTROY_TIMEOUT_S)
             group.check_device_errors(wait=True)
         except MpicollError:
             done = False
@@ -671,9 +669,9 @@ def _close_quietly() -> None:
 
 
 def _finalizing() -> None:
-    """End all groups because the program finalises MPI itself."""
+    """End all groups because the program finalizes MPI itself."""
     if _watchdog is None:
-        return  # nothing was begun, or all of it has ended
+        return  # no group was created, or all have ended
     _close_quietly()
     for group in state.groups:
         group.close(NotInitializedError)

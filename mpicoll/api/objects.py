@@ -1,10 +1,21 @@
 """Collectives and messages of Python objects.
 
-Objects travel as pickles. Unpickling can run any code: receive only from ranks that you trust, or
-name what may arrive with ``restricted_pickle``. NumPy arrays inside objects travel as buffers of
-their own, without a copy into the pickle; sizes are not padded and not limited to 2 GiB. Every
-function raises NotInitializedError (a ValueError) before init_process_group; a rank outside the
-group is warned and does nothing.
+Objects are sent as pickles. Unpickling can run any code: receive only from ranks that you trust, or
+restrict the classes with ``restricted_pickle``. NumPy arrays inside objects are sent as separate
+buffers, without a copy into the pickle. Sizes are not limited to 2 GiB.
+
+group: the process group; None is the default group. On a rank outside the group, a call warns and
+    returns.
+src, dst: root, or the other rank of a message, as a global rank.
+group_src, group_dst: the same, as a rank in the group. Use instead of ``src`` or ``dst``.
+device: None or "cpu". Objects are sent in host memory.
+use_batch: ignored.
+
+Raises NotInitializedError (a ValueError) before init_process_group; ArgumentTypeError (a TypeError)
+if a list is not a list; ArgumentError (a ValueError) for a list that is too short or a rank outside
+the group; UnsupportedError (a ValueError) for another device; any exception of pickle for an object
+that cannot be pickled; RefusedPickleError for a class that restricted_pickle does not allow;
+CollectiveTimeoutError if the call timed out.
 """
 
 from __future__ import annotations
@@ -32,13 +43,13 @@ __all__ = [
 
 
 def _check_list(name: str, argument: str, value: object, length: int | None = None) -> list[Any]:
-    """Return a list argument; raise unless it is a list of at least ``length`` entries."""
+    """Return a list argument. Raises if it is not a list of at least ``length`` entries."""
     if not isinstance(value, list):
         raise ArgumentTypeError(f"{name}: {argument}: expected a list, got {type(value).__name__}")
     if length is not None and len(value) < length:
         raise ArgumentError(
-            f"{name}: {argument}: expected {format_count(length, 'object')}, one a rank, got "
-            f"{len(value)}"
+            f"{name}: {argument}: expected {format_count(length, 'object')}, one for each rank, "
+            f"got {len(value)}"
         )
     return value
 
@@ -46,7 +57,7 @@ def _check_list(name: str, argument: str, value: object, length: int | None = No
 def _check_device(name: str, device: object) -> None:
     kind = getattr(device, "type", device)
     if kind is not None and str(kind).partition(":")[0] != "cpu":
-        raise UnsupportedError(f"{name}: device: objects travel in host memory, got {device!r}")
+        raise UnsupportedError(f"{name}: device: expected None or 'cpu', got {device!r}")
 
 
 def _empty(size: int) -> Bytes:
@@ -56,15 +67,10 @@ def _empty(size: int) -> Bytes:
 def all_gather_object(
     object_list: list[Any], obj: object, group: ProcessGroup | None = None
 ) -> None:
-    """Gather the objects of all ranks in a list, on every rank.
+    """Gather the objects of all ranks into a list, on every rank.
 
-    object_list: a list with one entry for each rank, which are replaced, in rank order.
-    obj: this rank's object, anything that can be pickled.
-    group: the process group, None for the default group.
-
-    Raises ArgumentTypeError (a TypeError) if it is no list and ArgumentError (a ValueError) for
-    one that is too short, what pickle raises for an object that cannot be pickled, and
-    RefusedPickleError for what restricted_pickle does not allow.
+    object_list: list with one entry for each rank. The entries are replaced, in rank order.
+    obj: any object that can be pickled.
     """
     name = "all_gather_object"
     member = resolve(group)
@@ -90,19 +96,12 @@ def gather_object(
     group: ProcessGroup | None = None,
     group_dst: int | None = None,
 ) -> None:
-    """Gather the objects of all ranks in a list on the root.
+    """Gather the objects of all ranks into a list on the root.
 
-    obj: this rank's object, anything that can be pickled.
-    object_gather_list: on the root a list with one entry for each rank, which are replaced, in rank
-        order; elsewhere None.
-    dst: the root as a global rank; rank 0 of all where neither dst nor group_dst is given.
-    group: the process group, None for the default group.
-    group_dst: the root as a rank in the group.
-
-    Raises ArgumentTypeError (a TypeError) if it is no list and ArgumentError (a ValueError) for
-    one that is too short, missing on the root or given elsewhere, and for a root that is not in the
-    group, what pickle raises for an object that cannot be pickled, and RefusedPickleError for what
-    restricted_pickle does not allow.
+    obj: any object that can be pickled.
+    object_gather_list: on the root, a list with one entry for each rank. The entries are replaced,
+        in rank order. None on other ranks.
+    dst, group_dst: root; global rank 0 by default.
     """
     name = "gather_object"
     root = execute.find_root(name, group, "dst", dst, group_dst, default=0)
@@ -112,8 +111,8 @@ def gather_object(
         return
     if (member.rank() == root) != (object_gather_list is not None):
         raise ArgumentError(
-            f"{name}: object_gather_list: must be given on the rank that receives, {root}, and "
-            "only there"
+            f"{name}: object_gather_list: must be given on the root, rank {root}, and must be None "
+            "on other ranks"
         )
     found = object_gather_list
     if found is not None:
@@ -137,19 +136,13 @@ def broadcast_object_list(
     device: object = None,
     group_src: int | None = None,
 ) -> None:
-    """Copy the root's list of objects into the lists of all ranks.
+    """Copy the objects in the list of the root into the lists of all ranks.
 
-    object_list: a list, as long on all ranks as on the root, whose entries are replaced but on the
-        root.
-    src: the root as a global rank; rank 0 of all where neither src nor group_src is given.
-    group: the process group, None for the default group.
-    device: None or the host, where objects travel.
-    group_src: the root as a rank in the group.
+    object_list: list of the same length on all ranks. On ranks other than the root, the entries are
+        replaced.
+    src, group_src: root; global rank 0 by default.
 
-    Raises ArgumentTypeError (a TypeError) if it is no list, ArgumentError (a ValueError) for a
-    root that is not in the group, UnsupportedError (a ValueError) for another device, MismatchError
-    for a list of another length, what pickle raises for an object that cannot be pickled, and
-    RefusedPickleError for what restricted_pickle does not allow.
+    Raises MismatchError if the lengths differ.
     """
     name = "broadcast_object_list"
     root = execute.find_root(name, group, "src", src, group_src, default=0)
@@ -187,18 +180,12 @@ def scatter_object_list(
     group: ProcessGroup | None = None,
     group_src: int | None = None,
 ) -> None:
-    """Send each rank its object of the root's list.
+    """Send each rank one object from a list on the root.
 
-    scatter_object_output_list: a list with at least one entry; the first is replaced.
-    scatter_object_input_list: on the root one object for each rank, in rank order; ignored
-        elsewhere.
-    src: the root as a global rank; rank 0 of all where neither src nor group_src is given.
-    group: the process group, None for the default group.
-    group_src: the root as a rank in the group.
-
-    Raises ArgumentTypeError (a TypeError) if it is no list and ArgumentError (a ValueError) for
-    one of another length and for a root that is not in the group, what pickle raises for an object
-    that cannot be pickled, and RefusedPickleError for what restricted_pickle does not allow.
+    scatter_object_output_list: list with at least one entry. The first entry is replaced.
+    scatter_object_input_list: on the root, one object for each rank, in rank order. Ignored on
+        other ranks.
+    src, group_src: root; global rank 0 by default.
     """
     name = "scatter_object_list"
     root = execute.find_root(name, group, "src", src, group_src, default=0)
@@ -214,7 +201,7 @@ def scatter_object_list(
     if member.rank() == root:
         if scatter_object_input_list is None:
             raise ArgumentError(
-                f"{name}: scatter_object_input_list: must be given on the rank that sends, {root}"
+                f"{name}: scatter_object_input_list: must be given on the root, rank {root}"
             )
         given = _check_list(
             name, "scatter_object_input_list", scatter_object_input_list, member.size()
@@ -222,7 +209,7 @@ def scatter_object_list(
         if len(given) != member.size():
             raise ArgumentError(
                 f"{name}: scatter_object_input_list: expected "
-                f"{format_count(member.size(), 'object')}, one a rank, got {len(given)}"
+                f"{format_count(member.size(), 'object')}, one for each rank, got {len(given)}"
             )
         wholes = [encode(obj) for obj in given]
 
@@ -243,19 +230,11 @@ def send_object_list(
     group_dst: int | None = None,
     use_batch: bool = False,
 ) -> None:
-    """Send a list of objects to another rank; return when it is on its way.
+    """Send a list of objects to another rank. Returns when the data has been sent.
 
-    object_list: anything that can be pickled; the receiver gives a list as long.
-    dst: the receiver as a global rank.
-    group: the process group, None for the default group.
-    device: None or the host, where objects travel.
-    group_dst: the receiver as a rank in the group; one of dst and group_dst is given.
-    use_batch: has no effect; messages never wait for their order.
+    object_list: objects that can be pickled. The receiver passes a list of the same length.
 
-    Raises ArgumentTypeError (a TypeError) if it is no list, ArgumentError (a ValueError) for a
-    receiver that is this rank or not in the group, UnsupportedError (a ValueError) for another
-    device, CollectiveTimeoutError where nobody receives, and what pickle raises for an object that
-    cannot be pickled.
+    Raises ArgumentError (a ValueError) if the receiver is this rank.
     """
     name = "send_object_list"
     peer = execute.find_root(name, group, "dst", dst, group_dst)
@@ -280,19 +259,12 @@ def recv_object_list(
 ) -> int:
     """Receive a list of objects from another rank.
 
-    object_list: a list as long as the sender's, whose entries are replaced.
-    src: the sender as a global rank.
-    group: the process group, None for the default group.
-    device: None or the host, where objects travel.
-    group_src: the sender as a rank in the group; any rank where neither src nor group_src is given.
-    use_batch: has no effect.
+    object_list: list of the same length as the sender's. The entries are replaced.
+    src, group_src: sender. Without either, a message from any rank is accepted.
 
-    Returns the sender's global rank, and -1 on a rank outside the group.
+    Returns the global rank of the sender, or -1 on a rank outside the group.
 
-    Raises ArgumentTypeError (a TypeError) if it is no list, ArgumentError (a ValueError) for a
-    sender that is not in the group, UnsupportedError (a ValueError) for another device,
-    MismatchError for a list of another length, CollectiveTimeoutError where nothing comes, and
-    RefusedPickleError for what restricted_pickle does not allow.
+    Raises MismatchError if the lengths differ.
     """
     name = "recv_object_list"
     member = resolve(group)

@@ -1,4 +1,20 @@
-"""Messages from one rank to another: send, recv, isend, irecv, batch_isend_irecv."""
+"""Point-to-point messages: send, recv, isend, irecv, batch_isend_irecv.
+
+tensor: array of any shape. The receiver passes a writable array of the same dtype and size.
+src, dst: the other rank, as a global rank.
+group_src, group_dst: the other rank, as a rank in the group. Use instead of ``src`` or ``dst``. A
+    receive without either accepts a message from any rank.
+group: the process group; None is the default group. On a rank outside the group, a call warns and
+    returns None.
+tag: 0 to 1022, more with most MPI libraries. Sender and receiver use the same tag.
+
+Raises, before any data is sent: NotInitializedError (a ValueError) before init_process_group;
+ArgumentTypeError (a TypeError) for an argument of the wrong type; ArgumentError (a ValueError) for
+a tag out of range, a rank outside the group or a read-only output.
+
+The call, or ``wait()`` of the Work, raises DistBackendError if the peer has exited,
+CollectiveTimeoutError if it timed out, and MPIError for an error of MPI.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +47,9 @@ def send(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> None:
-    """Send an array to another rank; return when it may be changed again.
+    """Send an array to another rank. Returns when the array may be changed again.
 
-    tensor: an array of any shape; the receiver gives one of the same dtype and number of elements.
-    dst: the receiver as a global rank.
-    group: the process group, None for the default group.
-    tag: 0 to 1022, with most MPI libraries many more; the receiver gives the same.
-    group_dst: the receiver as a rank in the group; one of dst and group_dst is given.
-
-    Raises ArgumentTypeError (a TypeError) for anything but an array, ArgumentError (a ValueError)
-    for a tag out of range, and for a receiver that is this rank or not in the group, MPIError for
-    errors of MPI, DistBackendError where the receiver has ended, and CollectiveTimeoutError where
-    nobody receives within the group's timeout.
+    Raises ArgumentError (a ValueError) if the receiver is this rank.
     """
     peer = execute.find_root("send", group, "dst", dst, group_dst)
     member = resolve(group)
@@ -50,7 +57,7 @@ def send(
         execute.warn_outside("send")
         return
     if peer == member.rank():
-        raise ArgumentError(f"send: dst: rank {peer} is this rank; isend may send to itself")
+        raise ArgumentError(f"send: dst: rank {peer} is this rank; use isend to send to itself")
     begin_message(member, "send", tensor, peer, check_tag(member, "send", tag), False).finish_now()
 
 
@@ -61,21 +68,11 @@ def recv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> int:
-    """Receive an array from another rank; return when it is here.
+    """Receive an array from another rank.
 
-    tensor: a writable array of the dtype and number of elements of the message.
-    src: the sender as a global rank.
-    group: the process group, None for the default group.
-    tag: the sender's.
-    group_src: the sender as a rank in the group; any rank where neither src nor group_src is given.
+    Returns the global rank of the sender, or -1 on a rank outside the group.
 
-    Returns the sender's global rank, and -1 on a rank outside the group.
-
-    Raises ArgumentTypeError (a TypeError) for anything but an array, ArgumentError (a ValueError)
-    for a read-only array, a tag out of range or a sender that is not in the group, MPIError where
-    the message has another size, MismatchError where the message that comes instead has another
-    dtype, DistBackendError where the sender has ended, and CollectiveTimeoutError where nothing
-    comes within the group's timeout.
+    Raises MPIError if the message has another size, and MismatchError if it has another dtype.
     """
     member = resolve(group)
     if member is None:
@@ -94,19 +91,9 @@ def isend(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Begin to send an array to a rank, which may be this one.
+    """Start to send an array to a rank, which may be this rank.
 
-    tensor: an array of any shape, which must not change until the Work is done.
-    dst: the receiver as a global rank.
-    group: the process group, None for the default group.
-    tag: 0 to 1022, with most MPI libraries many more; the receiver gives the same.
-    group_dst: the receiver as a rank in the group; one of dst and group_dst is given.
-
-    Returns a Work, None on a rank outside the group.
-
-    Raises ArgumentTypeError (a TypeError) for anything but an array and ArgumentError (a
-    ValueError) for a tag out of range or a receiver that is not in the group; the Work's ``wait()``
-    raises what send raises later.
+    Returns a Work. The array must not change until it completes.
     """
     peer = execute.find_root("isend", group, "dst", dst, group_dst)
     member = resolve(group)
@@ -123,20 +110,10 @@ def irecv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work | None:
-    """Begin to receive an array from a rank.
+    """Start to receive an array from a rank.
 
-    tensor: a writable array of the dtype and number of elements of the message, filled when the
-        Work is done.
-    src: the sender as a global rank.
-    group: the process group, None for the default group.
-    tag: the sender's.
-    group_src: the sender as a rank in the group; any rank where neither src nor group_src is given.
-
-    Returns a Work, whose ``source_rank()`` returns the sender; None on a rank outside the group.
-
-    Raises ArgumentTypeError (a TypeError) for anything but an array and ArgumentError (a
-    ValueError) for a read-only array, a tag out of range or a sender that is not in the group; the
-    Work's ``wait()`` raises what recv raises later.
+    Returns a Work, whose ``source_rank()`` is the global rank of the sender. The array is filled
+    when the Work completes. ``wait()`` also raises the errors of recv.
     """
     member = resolve(group)
     if member is None:
@@ -153,15 +130,15 @@ class P2POp:
     """One message of batch_isend_irecv.
 
     op: mpicoll.isend or mpicoll.irecv.
-    tensor: the array to send, or a writable one to receive into.
-    peer: the other rank as a global rank.
-    group: the process group, None for the default group.
-    tag: 0 to 1022, with most MPI libraries many more; the same on both ranks.
-    group_peer: the other rank as a rank in the group; one of peer and group_peer is given.
+    tensor: the array to send, or a writable array to receive into.
+    peer: the other rank, as a global rank.
+    group: the process group; None is the default group.
+    tag: the same on both ranks.
+    group_peer: the other rank, as a rank in the group. Use instead of ``peer``.
 
-    Raises ArgumentError (a ValueError) for another op, a peer that is missing or not in the group,
-    a tag out of range and a read-only array to receive into, and ArgumentTypeError (a TypeError)
-    for anything but an array.
+    Raises ArgumentError (a ValueError) for another op, a missing peer or one outside the group, a
+    tag out of range, or a read-only array to receive into. Raises ArgumentTypeError (a TypeError)
+    if the tensor is not an array.
     """
 
     def __init__(
@@ -191,15 +168,15 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
-    """Begin all messages of a list, in any order.
+    """Start all messages of a list. Any order of sends and receives is free of deadlocks.
 
-    p2p_op_list: one P2POp for each message, all of one group. No order of sends and receives
-        deadlocks, for nothing waits until all are begun.
+    p2p_op_list: P2POp objects, all of the same group. An array that is received must not share
+        memory with another array of the list; this is not checked.
 
-    Returns their Works, in the order of the list.
+    Returns a list of Works, in the order of ``p2p_op_list``.
 
     Raises EmptyListError (a ValueError and an IndexError) for an empty list, ArgumentError (a
-    ValueError) where the groups differ and ArgumentTypeError (a TypeError) for what is no list of
+    ValueError) if the groups differ, and ArgumentTypeError (a TypeError) if it is not a list of
     P2POp.
     """
     where = "batch_isend_irecv"
@@ -215,7 +192,9 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
                 f"{where}: p2p_op_list[{i}]: expected a P2POp, got {type(one).__name__}"
             )
         if one.group is not p2p_op_list[0].group:
-            raise ArgumentError(f"{where}: p2p_op_list[{i}] has another group than [0]")
+            raise ArgumentError(
+                f"{where}: p2p_op_list[{i}]: expected the group of p2p_op_list[0], got another"
+            )
     works = []
     for one in p2p_op_list:
         names = {"group_dst" if one.op is isend else "group_src": one.group_peer}

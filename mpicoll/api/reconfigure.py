@@ -1,9 +1,9 @@
 """Groups whose members change: torch's ``enable_reconfigure``.
 
-The job's MPI world is all that can ever take part. There is one group at a time; each
-reconfigure makes the next one, of the processes that its handles name, and only they call. They
-meet first, by messages and within the timeout, and then make the communicator
-(MPI_Comm_create_group): a member that never comes costs the others the timeout, and not the job.
+Members come from the MPI world of the job. One group exists at a time. Each reconfigure creates the
+next one from the processes that its handles name; only these call. Members first exchange messages,
+within the timeout, and then create the communicator (MPI_Comm_create_group). A member that does not
+arrive costs the other members the timeout, but does not end the job.
 """
 
 from __future__ import annotations
@@ -41,20 +41,19 @@ if TYPE_CHECKING:
 __all__ = ["Reconfigurable"]
 
 _WHERE = "reconfigure"
-#: What members tell the first of them, and what it answers.
+#: Messages to the first member (_HERE, _AWAY), and its replies (_AWAY, _GO, _DIFFERENT).
 _HERE, _AWAY, _GO, _DIFFERENT = range(1, 5)
 _TAG = 0
-#: Seconds that a rank whose time is over has for the answer of the first member, which may have
-#: said "go" just then, and the first member to say so.
-_LAST_WORD = 1.0
-_PAUSE = 200e-6
+#: Time that a rank, after its timeout, waits for the reply of the first member, which may be "go".
+_REPLY_TIMEOUT_S = 1.0
+_POLL_INTERVAL_S = 200e-6
 
 
 class Reconfigurable:
-    """Makes one group after the other out of the processes of a job.
+    """Creates one group after the other from the processes of a job.
 
-    base: the group of all ranks of the job, used for nothing else. Every rank creates this at the
-          same point; from then on only members call.
+    base: group of all ranks of the job, used for nothing else. Every rank creates this object at
+        the same point. Later, only members call.
 
     group: the current group; None before the first reconfigure.
     """
@@ -62,8 +61,8 @@ class Reconfigurable:
     def __init__(self, base: ProcessGroup) -> None:
         if launch.has_grown() and lost_ranks.is_fault_tolerant():
             raise UnsupportedError(
-                f"{_WHERE}: a job that has grown and outlives lost ranks makes its groups by "
-                "new_group and shrink_group"
+                f"{_WHERE}: not supported in a fault-tolerant job that has grown; use new_group "
+                "and shrink_group"
             )
         self.base = base
         self.group: ProcessGroup | None = None
@@ -76,11 +75,11 @@ class Reconfigurable:
         )
         self._used: set[int] = set()
         self._uuid = -1  # of the current group
-        self._mail: dict[tuple[int, int], tuple[int, int]] = {}
+        self._received: dict[tuple[int, int], tuple[int, int]] = {}
         self._sent: list[tuple[MPI.Request, npt.NDArray[np.int64]]] = []
 
     def handle(self) -> str:
-        """Return this process's name in a reconfigure, the same as long as it lives."""
+        """Return the handle of this process, constant during its lifetime."""
         return self._handle(self.base.rank())
 
     def _handle(self, rank: int) -> str:
@@ -89,20 +88,20 @@ class Reconfigurable:
     def reconfigure(
         self, uuid: int, handles: Collection[str], timeout: timedelta | float | None = None
     ) -> ProcessGroup:
-        """Make the group of the processes that are named; they alone call, with the same arguments.
+        """Create a group of the given processes. Only they call it, with the same arguments.
 
-        uuid: a number that no reconfigure here has had, one that failed included.
-        handles: the members' handles: a list in the order of their ranks, or a set, which ranks
-            them as they are in the job.
-        timeout: seconds or a timedelta; None is the job's.
+        uuid: a number that no earlier reconfigure here has used, including failed ones.
+        handles: handles of the members: a list in rank order, or a set, which keeps the order of
+            the job.
+        timeout: seconds or a timedelta; None is the timeout of the job.
 
-        Returns the group, whose ranks count from 0. The previous one has ended then, and
-        what was pending in it has failed, unless all its members are in the new one.
+        Returns the group, with ranks from 0. The previous group has ended, and its pending work has
+        failed unless all its members are in the new one.
 
-        Raises ArgumentError (a ValueError) for a uuid that was used and for handles that are no
-        list of different processes of this job with this one among them, CollectiveTimeoutError
-        where members do not come in time (it names them), MismatchError where they come with other
-        handles, and MPIError; after any of them the previous group is as it was.
+        Raises ArgumentError (a ValueError) for a used uuid, and for handles that are duplicate,
+        unknown or without this process; CollectiveTimeoutError, with the ranks, if members are
+        missing; MismatchError if members pass different handles; MPIError. After an error, the
+        previous group is unchanged.
         """
         self.base.check_open()
         members = self._members(handles)
@@ -114,23 +113,23 @@ class Reconfigurable:
         from mpi4py import MPI
 
         try:
-            self._meet(uuid, members, limit)
-            # As a call of the base, so that the watchdog sees to its timeout.
+            self._wait_for_members(uuid, members, limit)
+            # As a call of the base group, so that the watchdog enforces its timeout.
             made: ProcessGroup = execute.run_in_order(
                 self.base, _WHERE, lambda: self._make(uuid, members), everybody=False
             )
-            self._retire(made)
+            self._end_previous(made)
         except MPI.Exception as error:
             raise MPIError(
-                f"{_WHERE} of {len(members)} ranks: MPI: {error.Get_error_string()}; where a rank "
-                "was lost, name only those that live",
+                f"{_WHERE} of {len(members)} ranks: MPI: {error.Get_error_string()}; if a rank "
+                "was lost, pass the handles of live processes only",
                 error.Get_error_class(),
             ) from error
         self.group, self._uuid = made, uuid
         return made
 
     def _members(self, handles: Collection[str]) -> list[int]:
-        """Return the ranks in the job that the handles name, in the order of the new group."""
+        """Return the ranks in the job for the handles, in the order of the new group."""
         if isinstance(handles, str) or not isinstance(handles, Collection):
             raise ArgumentTypeError(
                 f"{_WHERE}: handles: expected a list or a set of handles, got "
@@ -140,97 +139,101 @@ class Reconfigurable:
         for one in handles:
             if one not in known:
                 raise ArgumentError(
-                    f"{_WHERE}: handles: {one!r} names no process of this job; processes that were "
+                    f"{_WHERE}: handles: {one!r} is not a process of this job; processes that were "
                     "started later or by another launcher cannot join an MPI world"
                 )
         members = [known[one] for one in handles]
         if len(set(members)) != len(members):
-            raise ArgumentError(f"{_WHERE}: handles: each process once, got {list(handles)}")
+            raise ArgumentError(
+                f"{_WHERE}: handles: expected each process once, got {list(handles)}"
+            )
         if self.base.rank() not in members:
             raise ArgumentError(
                 f"{_WHERE}: handles: this process, {self.handle()!r}, is not among them; only "
-                "those that are named call"
+                "members may call"
             )
         return members if isinstance(handles, Sequence) else sorted(members)
 
-    # --- the meeting ------------------------------------------------------------------------------
+    # --- handshake of the members -----------------------------------------------------------------
 
-    def _meet(self, uuid: int, members: list[int], limit: float | None) -> None:
-        """Return once all members are here and know it; raise on all of them if they are not.
+    def _wait_for_members(self, uuid: int, members: list[int], limit: float | None) -> None:
+        """Return once all members have called. If one is missing, raise on all of them.
 
-        Each member tells the first one, which tells them all to go. A rank whose time is over
-        withdraws, and has to wait for the answer, which may be "go".
+        Each member notifies the first member, which replies to all. A rank that times out
+        withdraws, and waits for the reply, which may still be "go".
         """
         mark = zlib.crc32(repr(members).encode())
         me, first = self.base.rank(), members[0]
         end = deadline(limit)
         others = [rank for rank in members if rank != me]
         if me == first:
-            self._gather(uuid, mark, others, limit, end)
+            self._reply_to_members(uuid, mark, others, limit, end)
             return
-        self._tell(first, uuid, _HERE, mark)
-        left = False
+        self._send(first, uuid, _HERE, mark)
+        has_withdrawn = False
         while True:
-            self._look(others)
-            answer = self._mail.pop((first, uuid), (0, 0))[0]
+            self._receive_all(others)
+            answer = self._received.pop((first, uuid), (0, 0))[0]
             if answer == _GO:
                 return
             if answer == _DIFFERENT:
                 raise MismatchError(
-                    f"{_WHERE}: the ranks give other handles, or in another order, with uuid {uuid}"
+                    f"{_WHERE}: ranks passed different handles, or another order, for uuid {uuid}"
                 )
             if answer == _AWAY or time.monotonic() > end:
-                if answer == _AWAY or left:
+                if answer == _AWAY or has_withdrawn:
                     raise CollectiveTimeoutError(
-                        f"{_WHERE}: not all of ranks {members} came within {limit:g} s"
-                        + ("" if answer == _AWAY else f"; rank {first} is one that did not")
+                        f"{_WHERE}: timed out: not all of ranks {members} called within {limit:g} s"
+                        + ("" if answer == _AWAY else f"; rank {first} did not")
                     )
-                left, end = True, time.monotonic() + _LAST_WORD
-                self._tell(first, uuid, _AWAY, mark)
-            time.sleep(_PAUSE)
+                has_withdrawn, end = True, time.monotonic() + _REPLY_TIMEOUT_S
+                self._send(first, uuid, _AWAY, mark)
+            time.sleep(_POLL_INTERVAL_S)
 
-    def _gather(
+    def _reply_to_members(
         self, uuid: int, mark: int, others: list[int], limit: float | None, end: float
     ) -> None:
         while True:
-            self._look(others)
-            said = {rank: self._mail.get((rank, uuid), (0, 0)) for rank in others}
-            different = [rank for rank, (word, theirs) in said.items() if word and theirs != mark]
-            missing = [rank for rank, (word, _) in said.items() if word != _HERE]
-            # A rank that has withdrawn does not come again with this uuid.
-            hopeless = different or any(word == _AWAY for word, _ in said.values())
-            if missing and not hopeless and time.monotonic() < end:
-                time.sleep(_PAUSE)
+            self._receive_all(others)
+            received = {rank: self._received.get((rank, uuid), (0, 0)) for rank in others}
+            different = [
+                rank for rank, (word, theirs) in received.items() if word and theirs != mark
+            ]
+            missing = [rank for rank, (word, _) in received.items() if word != _HERE]
+            # A rank that has withdrawn does not call again with this uuid.
+            has_failed = different or any(word == _AWAY for word, _ in received.values())
+            if missing and not has_failed and time.monotonic() < end:
+                time.sleep(_POLL_INTERVAL_S)
                 continue
             answer = _DIFFERENT if different else _AWAY if missing else _GO
             for rank in others:
-                self._mail.pop((rank, uuid), None)
-                self._tell(rank, uuid, answer, mark)
+                self._received.pop((rank, uuid), None)
+                self._send(rank, uuid, answer, mark)
             if different:
                 raise MismatchError(
-                    f"{_WHERE}: ranks {different} of the job give other handles than rank "
-                    f"{self.base.rank()}, or in another order, with uuid {uuid}"
+                    f"{_WHERE}: ranks {different} of the job passed other handles than rank "
+                    f"{self.base.rank()}, or another order, for uuid {uuid}"
                 )
             if missing:
                 raise CollectiveTimeoutError(
-                    f"{_WHERE}: ranks {missing} of the job did not come within {limit:g} s, or "
-                    "did not wait so long"
+                    f"{_WHERE}: timed out: ranks {missing} of the job did not call within "
+                    f"{limit:g} s, or have withdrawn"
                 )
             return
 
-    def _tell(self, rank: int, *words: int) -> None:
+    def _send(self, rank: int, *words: int) -> None:
         box = np.array(words, np.int64)
         self._sent = [one for one in self._sent if not one[0].Test()]
         self._sent.append((self._comm.Isend(box, rank, _TAG), box))
 
-    def _look(self, sources: list[int]) -> None:
-        """Receive what they have sent; from each separately, as a lost rank sends nothing more."""
+    def _receive_all(self, sources: list[int]) -> None:
+        """Receive messages from each source separately, because a lost rank sends nothing more."""
         for source in sources:
             while self._comm.Iprobe(source, _TAG):
                 box = np.zeros(3, np.int64)
                 self._comm.Irecv(box, source, _TAG).Wait()
                 uuid, word, mark = box.tolist()
-                self._mail[source, uuid] = word, mark
+                self._received[source, uuid] = word, mark
 
     # --- the groups -------------------------------------------------------------------------------
 
@@ -240,7 +243,9 @@ class Reconfigurable:
             self.base,
             members,
             range(len(members)),
-            inner=self._without_parent(members, name) if lost_ranks.is_fault_tolerant() else None,
+            inner=self._create_from_group(members, name)
+            if lost_ranks.is_fault_tolerant()
+            else None,
             backend=self.base.backend,
             timeout=self.base.timeout,
             reproducible=self.base.reproducible,
@@ -248,33 +253,35 @@ class Reconfigurable:
             description=self.base.group_desc,
         )
 
-    def _without_parent(self, members: list[int], name: str) -> MPI.Intracomm:
-        """Create a communicator of the members alone (MPI_Comm_create_from_group, MPI-4).
+    def _create_from_group(self, members: list[int], name: str) -> MPI.Intracomm:
+        """Create a communicator of the members only (MPI_Comm_create_from_group, MPI-4).
 
-        A lost rank breaks every communicator that it was in, and which ranks know of the loss
-        already is chance: a communicator of survivors must not be derived from one of those.
+        A lost rank breaks every communicator that contains it, and survivors notice at different
+        times. The new communicator must therefore not be derived from a broken one.
         """
         from mpi4py import MPI
 
         with communicators.subset(self.base.inner, members) as chosen:
             return MPI.Intracomm.Create_from_group(chosen, f"mpicoll:{self._job}:{name}")
 
-    def _retire(self, made: ProcessGroup) -> None:
-        """End the previous group: together if all its members are in the new one and nothing is
-        pending, else alone, and then its communicators are not freed.
+    def _end_previous(self, made: ProcessGroup) -> None:
+        """End the previous group.
+
+        If all its members are in the new group and nothing is pending, they end it together.
+        Otherwise each rank ends it alone, without freeing its communicators.
         """
         old = self.group
-        calm = (
+        is_idle = (
             old is not None
             and old.closed is None
             and not (old.busy() or old.in_flight or old.error)
         )
-        mine = [self._uuid if calm else -1, old.size() if calm and old is not None else 0]
-        everybody = np.empty((made.size(), 2), np.int64)
-        made.inner.Allgather(np.array(mine, np.int64), everybody)
+        own = [self._uuid if is_idle else -1, old.size() if is_idle and old is not None else 0]
+        gathered = np.empty((made.size(), 2), np.int64)
+        made.inner.Allgather(np.array(own, np.int64), gathered)
         if old is None or old.closed is not None:
             return
-        if calm and everybody[:, 0].tolist().count(self._uuid) == old.size():
+        if is_idle and gathered[:, 0].tolist().count(self._uuid) == old.size():
             lifecycle.close_group(old)
         else:
             lifecycle.abort(old)

@@ -1,4 +1,4 @@
-"""Groups made of groups: new_group, new_subgroups, split_group, shrink_group."""
+"""Groups derived from groups: new_group, new_subgroups, split_group, shrink_group."""
 
 from __future__ import annotations
 
@@ -51,32 +51,31 @@ def new_group(
     *,
     reproducible: str | None = None,
 ) -> ProcessGroup | int | None:
-    """Make the group of some global ranks.
+    """Create a group of global ranks.
 
-    Every rank of the default group calls, in the same order, in one thread; only members
-    communicate. Threads that call collectives concurrently need a group each: calls of one group
-    are matched in the order in which they are made.
+    Every rank of the default group calls it, in the same order, from one thread. Only members
+    communicate. Threads that call collectives concurrently need separate groups, because the calls
+    of a group are matched in order.
 
-    ranks: global ranks, None for all. Or a communicator of mpi4py: its members alone call, and
-        are numbered as it numbers them; the group's ``comm`` is this one, which is never freed.
-    timeout: seconds or a timedelta, None for the default group's.
-    backend: a name as in init_process_group, None for the default group's.
+    ranks: global ranks, None for all. Or a communicator of mpi4py: only its members call, and it
+        defines their order. It becomes ``comm`` of the group and is never freed.
+    timeout: seconds or a timedelta; None is the timeout of the default group.
+    backend: a name as in init_process_group; None is the backend of the default group.
     pg_options: ignored with a warning.
-    use_local_synchronization: only the members call; other ranks need not, and get None.
+    use_local_synchronization: if True, only members need to call. Other ranks that call get None.
     group_desc: a description for humans.
-    device_id: a GPU of this process, such as 1 or "cuda:1"; checked, otherwise unused.
-    sort_ranks: order the ranks in the group by their global ranks; False: as ranks has them.
-    reproducible: "order": reductions give the same bits whatever the size, the route and the nodes;
-        "exact": sums and averages also for any order and number of ranks. None for the default
-        group's. The same on all members.
+    device_id: GPU of this process, such as 1 or "cuda:1". Checked, otherwise ignored.
+    sort_ranks: if True, order the members by global rank. If False, keep the order of ``ranks``.
+    reproducible: "order" or "exact", as in init_process_group; None is the level of the default
+        group. The same on all members.
 
-    Returns the group, on a rank that is not a member GroupMember.NON_GROUP_MEMBER.
+    Returns the group, or GroupMember.NON_GROUP_MEMBER on a rank that is not a member.
 
-    Raises NotInitializedError (a ValueError) before init_process_group, ArgumentError (a
-    ValueError) for ranks that are given twice or do not exist, for a communicator that this process
-    is not in, between two groups, or with ranks outside the default group, for another backend and
-    another reproducible, ArgumentTypeError (a TypeError) for ranks that are no ints, and
-    MismatchError on all members if reproducible is not the same.
+    Raises NotInitializedError (a ValueError) before init_process_group; ArgumentError (a
+    ValueError) for duplicate or unknown ranks, for a communicator without this process, with ranks
+    outside the default group or between two groups, and for an unknown backend or level;
+    ArgumentTypeError (a TypeError) for ranks that are not ints; MismatchError on all members if
+    reproducible differs.
     """
     where = "new_group"
     world = default_group()
@@ -96,12 +95,12 @@ def new_group(
         if ranks is not None:
             members = _ranks(ranks, size, f"{where}: ranks")
     if len(set(members)) != len(members):
-        raise ArgumentError(f"{where}: ranks: some rank is given twice in {members}")
+        raise ArgumentError(f"{where}: ranks: duplicate rank in {members}")
     if sort_ranks:
         members.sort()
     if use_local_synchronization:
-        # Others may not call, so the count of groups is no common ground: the name tells what
-        # the members know.
+        # Other ranks may not call, so the number of groups may differ: derive the name from the
+        # members.
         same = state.local[tuple(members)] = state.local.get(tuple(members), 0) + 1
         name = f"local:{','.join(map(str, members))}:{same}"
     else:
@@ -130,20 +129,20 @@ def new_group(
 
 
 def _members(comm: MPI.Intracomm, world: ProcessGroup, where: str) -> list[int]:
-    """Return the global ranks of a communicator's members, in its order."""
+    """Return the global ranks of the members of a communicator, in its order."""
     found = communicators.translate_ranks(comm, plain(world.inner))
     outside = [rank for rank, member in enumerate(found) if member is None]
     if outside:
         raise ArgumentError(
             f"{where}: ranks: rank{'s' * (len(outside) > 1)} {', '.join(map(str, outside))} of the "
-            "communicator are not in the default group; expected one of its ranks alone, or "
-            "init_process_group(comm=...) of a larger one"
+            "communicator are not in the default group; pass a communicator of its ranks only, or "
+            "call init_process_group(comm=...) with a larger one"
         )
     return [member for member in found if member is not None]
 
 
 def _ranks(ranks: object, size: int, where: str) -> list[int]:
-    """Return ranks of a group of ``size`` as ints, checked."""
+    """Return ranks as ints, checked against the number of ranks."""
     found = check_indices(ranks, where)
     for rank in found:
         if not 0 <= rank < size:
@@ -152,7 +151,7 @@ def _ranks(ranks: object, size: int, where: str) -> list[int]:
 
 
 def _rank_lists(lists: object, size: int, where: str) -> list[list[int]]:
-    """Return lists of ranks of a group of ``size`` as ints, checked; at least one list."""
+    """Return lists of ranks as ints, checked against the number of ranks. At least one list."""
     try:
         items = list(lists)  # type: ignore[call-overload]
     except TypeError:
@@ -173,20 +172,20 @@ def new_subgroups(
     pg_options: object = None,
     group_desc: str | None = None,
 ) -> tuple[ProcessGroup | None, list[ProcessGroup | int]]:
-    """Divide a group into subgroups of neighbouring ranks. Every rank of it calls.
+    """Split a group into subgroups of consecutive ranks. Every rank of the group calls it.
 
-    group_size: ranks in a subgroup, None for the ranks of a node.
-    group: the process group, None for the default group.
-    timeout: seconds or a timedelta, None for the default group's.
-    backend: a name as in init_process_group, None for the default group's.
+    group_size: number of ranks per subgroup; None is the number of ranks per node.
+    group: the process group; None is the default group.
+    timeout: seconds or a timedelta; None is the timeout of the default group.
+    backend: a name as in init_process_group; None is the backend of the default group.
     pg_options: ignored with a warning.
     group_desc: a description of each subgroup, for humans.
 
-    Returns this rank's subgroup and the list of all; in the list those that this rank is not in are
-    GroupMember.NON_GROUP_MEMBER.
+    Returns the subgroup of this rank and the list of all subgroups. In the list, subgroups without
+    this rank are GroupMember.NON_GROUP_MEMBER.
 
-    Raises ArgumentError (a ValueError) for a size that does not divide the group, and what
-    new_group raises.
+    Raises ArgumentError (a ValueError) if the size does not divide the size of the group, and the
+    errors of new_group.
     """
     where = "new_subgroups"
     ranks = groups.get_process_group_ranks(group)
@@ -211,7 +210,7 @@ def new_subgroups(
             f"{format_count(len(ranks), 'rank')}"
         )
     lists = [ranks[i : i + group_size] for i in range(0, len(ranks), group_size)]
-    # The subgroups of a group are the affair of its members, who alone call.
+    # Only the members of the group call.
     local = group is not None and group is not default_group()
     return _enumerated(where, lists, timeout, backend, pg_options, group_desc, local)
 
@@ -223,19 +222,19 @@ def new_subgroups_by_enumeration(
     pg_options: object = None,
     group_desc: str | None = None,
 ) -> tuple[ProcessGroup | None, list[ProcessGroup | int]]:
-    """Make one group of each list of global ranks. Every rank of the default group calls.
+    """Create one group for each list of global ranks. Every rank calls it.
 
     ranks_per_subgroup_list: lists of global ranks that do not overlap.
-    timeout: seconds or a timedelta, None for the default group's.
-    backend: a name as in init_process_group, None for the default group's.
+    timeout: seconds or a timedelta; None is the timeout of the default group.
+    backend: a name as in init_process_group; None is the backend of the default group.
     pg_options: ignored with a warning.
     group_desc: a description of each group, for humans.
 
-    Returns this rank's group, None where it is in no list, and the list of all; in the list those
-    that this rank is not in are GroupMember.NON_GROUP_MEMBER.
+    Returns the group of this rank (None if it is in no list) and the list of all groups. In the
+    list, groups without this rank are GroupMember.NON_GROUP_MEMBER.
 
-    Raises ArgumentError (a ValueError) for no lists and for lists that overlap, before any group is
-    made, and what new_group raises.
+    Raises ArgumentError (a ValueError) for an empty list and for lists that overlap, before any
+    group is created, and the errors of new_group.
     """
     where = "new_subgroups_by_enumeration"
     size = default_group().size()
@@ -275,19 +274,19 @@ def split_group(
     group_desc: str | None = None,
     backend: str | Backend | None = None,
 ) -> ProcessGroup | None:
-    """Split a group into new ones. Every rank of it calls.
+    """Split a group into disjoint groups. Every rank of the group calls it.
 
-    parent_pg: the group to split, None for the default group.
-    split_ranks: lists of ranks in the parent group that do not overlap; each is sorted.
-    timeout: seconds or a timedelta, None for the parent's.
+    parent_pg: the group to split; None is the default group.
+    split_ranks: lists of ranks in the parent group that do not overlap. Each is sorted.
+    timeout: seconds or a timedelta; None is the timeout of the parent.
     pg_options: ignored with a warning.
     group_desc: a description of each group, for humans.
-    backend: a name as in init_process_group, None for the parent's.
+    backend: a name as in init_process_group; None is the backend of the parent.
 
-    Returns this rank's new group, None where it is in no list.
+    Returns the new group of this rank, or None if it is in no list.
 
-    Raises ArgumentError (a ValueError) for lists that are empty, overlap or name ranks that the
-    parent does not have, and ArgumentTypeError (a TypeError) for ranks that are no ints.
+    Raises ArgumentError (a ValueError) for lists that are empty, overlap or contain unknown ranks,
+    and ArgumentTypeError (a TypeError) for ranks that are not ints.
     """
     where = "split_group"
     parent = resolve_member(parent_pg, where)
@@ -299,7 +298,7 @@ def split_group(
     everyone = [rank for ranks in lists for rank in ranks]
     if not all(lists) or len(set(everyone)) != len(everyone):
         raise ArgumentError(
-            f"{where}: split_ranks: lists must have ranks, and each rank at most once; got "
+            f"{where}: split_ranks: expected non-empty lists with each rank at most once, got "
             f"{split_ranks}"
         )
     parent.splits += 1
@@ -330,23 +329,23 @@ def shrink_group(
     shrink_flags: int = SHRINK_DEFAULT,
     pg_options: object = None,
 ) -> ProcessGroup:
-    """Make the group without some of its ranks. Only the ranks that stay call.
+    """Create a group without some ranks of a group. Only the remaining ranks call it.
 
-    The old group is gone afterwards. Shrinking the default group ends all others, and the result,
-    whose global ranks count anew from 0, becomes the default group. A group that has lost ranks, in
-    a job that survives that (Open MPI, ``mpirun --with-ft ulfm``), shrinks to those that live: then
-    exclude exactly the lost ones.
+    The old group ends. If it is the default group, all other groups end, and the new group becomes
+    the default group with global ranks from 0. If ranks were lost in a job that survives this (Open
+    MPI, ``mpirun --with-ft ulfm``), exclude exactly the lost ranks.
 
-    ranks_to_exclude: a list of ranks in the group.
-    group: the process group, None for the default group.
-    shrink_flags: SHRINK_DEFAULT, or SHRINK_ABORT: pending work of the old group is not waited for.
+    ranks_to_exclude: list of ranks in the group.
+    group: the process group; None is the default group.
+    shrink_flags: SHRINK_DEFAULT, or SHRINK_ABORT to abort pending work of the old group instead of
+        waiting for it.
     pg_options: ignored with a warning.
 
     Returns the new group.
 
-    Raises ArgumentTypeError (a TypeError) for anything but a list of ints, ArgumentError (a
-    ValueError) for ranks that are not in the group, given twice, or all of them, or not those that
-    are lost, and MpicollError (a RuntimeError) on a rank that is excluded.
+    Raises ArgumentTypeError (a TypeError) if the list is not a list of ints; ArgumentError (a
+    ValueError) for ranks that are unknown, duplicate, all ranks, or not the lost ranks;
+    MpicollError (a RuntimeError) on a rank that is excluded.
     """
     where = "shrink_group"
     old = resolve_member(group, where)
@@ -371,19 +370,18 @@ def shrink_group(
     excluded = set(ranks_to_exclude)
     if len(excluded) != len(ranks_to_exclude) or len(excluded) == size:
         raise ArgumentError(
-            f"{where}: ranks_to_exclude: each rank once and not all of them, got {ranks_to_exclude}"
+            f"{where}: ranks_to_exclude: expected each rank once and not all ranks, got "
+            f"{ranks_to_exclude}"
         )
     if old.rank() in excluded:
-        raise MpicollError(
-            f"{where}: rank {old.rank()} is excluded and must not call; it may end by itself"
-        )
+        raise MpicollError(f"{where}: rank {old.rank()} is excluded and must not call; it can exit")
     is_default = old is state.default
     staying = [rank for rank in range(size) if rank not in excluded]
     others = [one for one in state.groups if one is not old]
     if is_default and others:
         warnings.warn(
-            f"{where}: shrinking the default group ends {len(others)} other group(s): global ranks "
-            "count anew",
+            f"{where}: shrinking the default group ends {len(others)} other group(s), because "
+            "global ranks change",
             stacklevel=2,
         )
     lost = lost_ranks.is_fault_tolerant() and lost_ranks.check(old)

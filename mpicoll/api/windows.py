@@ -1,10 +1,19 @@
-"""Windows: memory of each rank of a group that the others write into, one-sidedly.
+"""One-sided communication: memory of each rank that the other ranks of a group write into.
 
-This is ``torch.distributed``'s Window: ``put`` writes into a rank's memory without a call of that
-rank, ``signal`` notifies it, ``wait_signal`` waits for a signal. Puts are MPI's own (MPI-4.1
-chapter 12), in a passive-target epoch that lasts as long as memory is registered. A put
-returns when it is complete at its target, so that a signal, an empty message, finds all that was
-put before it in place.
+This is the Window of ``torch.distributed``. ``put`` writes into the memory of a rank without a call
+on that rank. ``signal`` notifies a rank, and ``wait_signal`` waits for a signal. Puts use MPI RMA
+(MPI-4.1 chapter 12) in a passive-target epoch that lasts as long as memory is registered. A put
+returns when it is complete at the target, so all earlier puts are visible when a signal (an empty
+message) arrives.
+
+tensor: array in host memory, of any shape.
+dst, peer, rank: rank in the group.
+async_op: if True, return a Work immediately. The array must not change until it completes.
+limit: timeout in seconds. None: no timeout for a synchronous call, the timeout of the group for an
+    async one.
+
+Raises ArgumentError for a rank out of range and if no memory is registered, UnsupportedError for
+device memory, and CollectiveTimeoutError if the call timed out.
 """
 
 from __future__ import annotations
@@ -42,78 +51,74 @@ if TYPE_CHECKING:
 
 __all__ = ["Window", "allocate", "free_all"]
 
-#: The tag of signals, on a communicator that carries nothing else.
-_SIGNAL = 0
-#: How often one poll of a window lets MPI make progress. One fragment moves each time, and MPICH
-#: cuts a put of 4 MiB into 500; so a poll takes some 30 µs.
-_MOVES = 32
-#: Seconds that an asynchronous wait has, beyond its timeout, to tell who did not signal.
-_GRACE = 1.0
-#: Windows with memory that others may still write into, kept alive here.
+#: Tag of signals, on a communicator without other messages.
+_SIGNAL_TAG = 0
+#: Progress calls to MPI per poll. Each moves one fragment, and MPICH splits a put of 4 MiB into 500
+#: fragments. One poll takes about 30 µs.
+_PROGRESS_COUNT = 32
+#: Additional time of an async wait, so that it can report the rank that did not signal.
+_GRACE_S = 1.0
+#: Windows with registered memory, kept alive because other ranks may write into it.
 _registered: set[Window] = set()
 
 
 class Window:
-    """Memory of each rank of a group for the others to write into. All members create it together.
+    """Memory of each rank of a group that the other ranks write into. All members create it.
 
     group: the process group. Ranks are ranks in it.
 
-    Asynchronous calls are carried out in order, with the group's collectives. A synchronous put or
-    signal comes after the window's puts and signals before it, and does not wait for waits: so a
-    rank can begin to wait, and then signal.
+    Async calls run in order, together with the collectives of the group. A synchronous put or
+    signal runs after earlier puts and signals of the window, but does not wait for async waits: a
+    rank can start a wait and then signal.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self._comm: MPI.Intracomm = execute.run_in_order(group, "new_window", group.inner.Dup)
-        self._guard = threading.Lock()  # held while MPI is let move, and while _comm is freed
-        self._watched = False  # MPI is let move
+        self._lock = threading.Lock()  # held during progress of MPI, and while _comm is freed
+        self._is_polled = False
         self._memory: _Memory | None = None
         self._last: Work | None = None  # the last asynchronous put or signal
         self._waits: Work | None = None  # the last asynchronous wait
         self._sent = np.zeros(group.size(), np.int64)  # signals to each rank
-        self._got = np.zeros(group.size(), np.int64)  # and waited for from each
+        self._received = np.zeros(group.size(), np.int64)  # signals from each rank
         group.windows.append(self)
 
     # --- memory -----------------------------------------------------------------------------------
 
     def register(self, tensor: AnyArray, owning: bool = True) -> None:
-        """Let the others write into an array. Every member calls, with an array of its own.
+        """Let other ranks write into an array. Every member calls it, with its own array.
 
-        tensor: a writable contiguous array in host memory of any shape and dtype; the ranks' may
-            differ.
-        owning: the window holds the array until it is deregistered; else the caller does.
+        tensor: a writable contiguous array. Shape and dtype may differ between ranks.
+        owning: if True, the window keeps the array alive until it is deregistered. If False, the
+            caller does.
 
-        Raises ArgumentTypeError for what is no array, ArgumentError for a read-only array and where
-        one is registered, UnsupportedError for one on a device or with gaps, and MPIError.
+        Raises ArgumentError for a read-only array and if one is registered already.
         """
         where = "tensor_register"
         self._check_open()
         if self._memory is not None:
             raise ArgumentError(
-                f"{where}: tensor: the window has one already; tensor_deregister first, or make "
-                "another window"
+                f"{where}: tensor: the window has a tensor already; call tensor_deregister first, "
+                "or create another window"
             )
         view = _check_host(adapters.build_view(tensor, True, f"{where}: tensor"), where)
         if view.buffer is None:
             raise UnsupportedError(
                 f"{where}: tensor: expected a contiguous array, got one of shape "
-                f"{list(view.shape)} with gaps; register a contiguous copy"
+                f"{list(view.shape)} that is not contiguous; register a contiguous copy"
             )
         self._memory = execute.run_in_order(
             self.group, where, lambda: _Memory(self._comm, view, owning)
         )
         _registered.add(self)
-        with self._guard:
-            watched, self._watched = self._watched, True
-        if not watched:
+        with self._lock:
+            was_polled, self._is_polled = self._is_polled, True
+        if not was_polled:
             look_after(self)
 
     def deregister(self) -> None:
-        """End the others' writing; every member calls. Signals that nobody waited for are dropped.
-
-        Raises ArgumentError where nothing is registered.
-        """
+        """End registration; every member calls it. Signals without a wait are dropped."""
         where = "tensor_deregister"
         self._registered(where)
         execute.run_in_order(self.group, where, self._release)
@@ -123,29 +128,29 @@ class Window:
         assert memory is not None
         expected = np.empty_like(self._sent)
         self._comm.Alltoall(self._sent, expected)
-        for rank, number in enumerate(expected - self._got):
+        for rank, number in enumerate(expected - self._received):
             for _ in range(number):
                 self._signal(rank, receives=True).finish_now()
-        self._sent[:] = self._got[:] = 0
+        self._sent[:] = self._received[:] = 0
         memory.free()
         _registered.discard(self)
 
     def free(self) -> None:
-        """Give everything back; every member calls."""
+        """Free all resources; every member calls it."""
         if self._memory is not None:
             self._release()
-        with self._guard:
+        with self._lock:
             self._comm.Free()
 
     def poll(self) -> bool:
-        """Let MPI move what others put, as this rank may be busy; True once memory is gone."""
-        with self._guard:
+        """Progress incoming puts in MPI. Returns True when no memory is registered."""
+        with self._lock:
             if self._memory is None or self.group.closed is not None:
-                self._watched = False
+                self._is_polled = False
                 return True
             from mpi4py import MPI
 
-            for _ in range(_MOVES):
+            for _ in range(_PROGRESS_COUNT):
                 self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
         return False
 
@@ -154,18 +159,12 @@ class Window:
     def put(
         self, tensor: AnyArray, dst: int, offset: int, async_op: bool, limit: float | None = None
     ) -> Work | None:
-        """Write an array into the memory of a rank; return when it is there.
+        """Write an array into the memory of a rank. Returns when it is complete there.
 
-        tensor: an array in host memory of any shape, of the dtype that ``dst`` has registered.
-        dst: the rank in the group, this one too.
-        offset: where to begin, in elements of the target.
-        async_op: return a Work at once; the array must not change until it is done.
-        limit: seconds until CollectiveTimeoutError, after which the put goes on; None: with
-            ``async_op`` the group's timeout, else as long as it takes.
+        tensor: array of the dtype that ``dst`` has registered.
+        offset: position of the first element in the target, in elements.
 
-        Raises ArgumentError for a rank out of range, for what does not fit into the target and
-        where nothing is registered, UnsupportedError for another dtype, and what
-        ``register`` raises of an array.
+        Raises ArgumentError if the array does not fit, and UnsupportedError for another dtype.
         """
         where = "put"
         memory = self._registered(where)
@@ -175,44 +174,37 @@ class Window:
         if view.dtype.name != theirs.dtype:
             raise UnsupportedError(
                 f"{where}: tensor: expected {theirs.dtype}, which rank {dst} has registered, got "
-                f"{view.dtype}; convert it"
+                f"{view.dtype}; convert it first"
             )
         offset = check_index(offset, f"{where}: target_offset_nelems")
         if not 0 <= offset <= theirs.count - view.count:
             raise ArgumentError(
-                f"{where}: target_offset_nelems: {format_count(view.count, 'element')} cannot be "
-                f"put at element {offset} of the {theirs.count} that rank {dst} has registered"
+                f"{where}: target_offset_nelems: {format_count(view.count, 'element')} do not fit "
+                f"at element {offset} of the {theirs.count} that rank {dst} has registered"
             )
         if view.buffer is None:
             view = view.contiguous()
         return self._call(where, partial(memory.put, view, dst, offset), async_op, limit)
 
     def signal(self, peer: int, async_op: bool, limit: float | None = None) -> Work | None:
-        """Tell a rank that everything put before is complete; each signal is waited for once.
-
-        peer: the rank in the group. async_op, limit: as of ``put``.
-
-        Raises ArgumentError for a rank out of range and where nothing is registered.
-        """
+        """Notify a rank that all earlier puts are complete. Each signal is for one wait."""
         where = "signal"
         self._registered(where)
         peer = self._rank(where, "peer_rank", peer)
 
-        def tell() -> None:
+        def send() -> None:
             in_background(self._signal(peer, receives=False))  # MPI may wait for the receiver
             self._sent[peer] += 1
 
-        return self._call(where, tell, async_op, limit)
+        return self._call(where, send, async_op, limit)
 
     def wait_signal(self, peer: int, async_op: bool, limit: float | None = None) -> Work | None:
-        """Wait for the next signal of a rank; what it put before can be seen then.
+        """Wait for the next signal of a rank. Its earlier puts are visible afterwards.
 
-        peer: the rank in the group. async_op: return a Work at once.
-        limit: seconds until CollectiveTimeoutError; None is the group's timeout.
+        limit: timeout in seconds; None is the timeout of the group.
 
-        Raises ArgumentError for a rank out of range and where nothing is registered,
-        CollectiveTimeoutError when the time is over, after which the signal can be waited for
-        again, and DistBackendError where the rank has ended.
+        After a CollectiveTimeoutError, the signal can be waited for again. Raises DistBackendError
+        if the rank has exited.
         """
         where = "wait_signal"
         memory = self._registered(where)
@@ -229,18 +221,18 @@ class Window:
                 work.finish_now()
             except CollectiveTimeoutError as error:
                 raise CollectiveTimeoutError(
-                    f"{where}: rank {peer} of group {self.group.group_name} has not signalled "
-                    f"within {limit:g} s"
+                    f"{where}: timed out: rank {peer} of group {self.group.group_name} has not "
+                    f"signalled within {limit:g} s"
                 ) from error
-            self._got[peer] += 1
+            self._received[peer] += 1
             memory.window.Sync()
 
-        behind = self._waits is not None and not self._waits.is_completed()
-        if not async_op and not behind:
+        is_pending = self._waits is not None and not self._waits.is_completed()
+        if not async_op and not is_pending:
             wait()
             return None
         work = self._waits = execute.submit(self.group, wait, where, ())
-        work.set_limit(None if limit is None else limit + _GRACE)
+        work.set_limit(None if limit is None else limit + _GRACE_S)
         if async_op:
             return work
         work.wait()
@@ -249,7 +241,7 @@ class Window:
     def _call(
         self, name: str, task: Callable[[], None], async_op: bool, limit: float | None
     ) -> Work | None:
-        """Run a put or a signal after those before it, and not if one of them failed."""
+        """Run a put or a signal after earlier ones. Does not run it if one of them failed."""
         before = self._last
 
         def run() -> None:
@@ -282,18 +274,17 @@ class Window:
         empty = adapters.build_view(np.empty(0, np.uint8), receives, name)
         return MessageWork(
             self.group, name, empty, empty, None, receives, peer,
-            lambda what: begin(what, peer, _SIGNAL),
+            lambda buffer: begin(buffer, peer, _SIGNAL_TAG),
         )  # fmt: skip
 
-    # --- what others have -------------------------------------------------------------------------
+    # --- memory of other ranks --------------------------------------------------------------------
 
     def mapped(self, rank: int) -> tuple[Array, str, tuple[int, ...]]:
-        """Map the memory of another rank of this node, which must come from ``allocate``.
+        """Map the memory of another rank of this node, allocated by ``allocate``.
 
-        Returns its bytes as a uint8 array, the name of its dtype, and its shape.
+        Returns it as a uint8 array, the name of its dtype, and its shape.
 
-        Raises ArgumentError for a rank out of range and where nothing is registered, and
-        UnsupportedError where this rank cannot have that memory in its address space.
+        Raises UnsupportedError if the memory cannot be mapped.
         """
         where = "map_remote_tensor"
         memory = self._registered(where)
@@ -301,10 +292,7 @@ class Window:
         return memory.mapped(where, rank)
 
     def unified(self, rank: int) -> bool:
-        """Return whether puts to ``rank`` are visible there without another call: MPI_WIN_UNIFIED.
-
-        Raises ArgumentError for a rank out of range and where nothing is registered.
-        """
+        """Return whether puts are visible on a rank without another call: MPI_WIN_UNIFIED."""
         memory = self._registered("get_attr")
         return memory.of[self._rank("get_attr", "peer_rank", rank)].unified
 
@@ -334,17 +322,17 @@ class Window:
 def _check_host(view: View, where: str) -> View:
     if view.device is not None:
         raise UnsupportedError(
-            f"{where}: tensor: expected host memory, got CUDA device {view.device}; windows are of "
-            "host memory, copy it there"
+            f"{where}: tensor: expected host memory, got CUDA device {view.device}; copy it to the "
+            "host first"
         )
     return view
 
 
 class _Registration:
-    """What a rank has registered.
+    """Registered memory of a rank.
 
-    dtype, shape, count: of the array. place: where another process finds its memory (name, path,
-    start in bytes), None if it cannot. unified: MPI's memory model on that rank.
+    dtype, shape, count: of the array. place: how another process maps its memory (name, path, start
+        in bytes), None if it cannot. unified: memory model of MPI on that rank.
     """
 
     def __init__(
@@ -358,7 +346,7 @@ class _Registration:
 
 
 class _Memory:
-    """The registered array of this rank, and what is known of the others'."""
+    """The registered array of this rank, and the registrations of all ranks."""
 
     def __init__(self, comm: MPI.Intracomm, view: View, owning: bool) -> None:
         from mpi4py import MPI
@@ -376,16 +364,16 @@ class _Memory:
         unified = self.window.Get_attr(MPI.WIN_MODEL) == MPI.WIN_UNIFIED
         place = segment.place(start, view.nbytes)
         own = json.dumps([view.dtype.name, list(view.shape), place, unified]).encode()
-        everybody = wire.all_gather_bytes(comm, np.frombuffer(own, np.uint8))
-        self.of = [_Registration(*json.loads(one.tobytes())) for one in everybody]
+        gathered = wire.all_gather_bytes(comm, np.frombuffer(own, np.uint8))
+        self.of = [_Registration(*json.loads(one.tobytes())) for one in gathered]
         self._maps: dict[int, mmap.mmap] = {}
 
     def put(self, view: View, dst: int, offset: int) -> None:
         from mpicoll.routes.wire import message
 
         if view.count:
-            what = message(view.buffer, view.count, view.dtype)
-            self.window.Put(what, dst, [offset * view.dtype.itemsize, what[1], what[-1]])
+            source = message(view.buffer, view.count, view.dtype)
+            self.window.Put(source, dst, [offset * view.dtype.itemsize, source[1], source[-1]])
             self.window.Flush(dst)
 
     def mapped(self, where: str, rank: int) -> tuple[Array, str, tuple[int, ...]]:
@@ -398,7 +386,8 @@ class _Memory:
                 why = (
                     "it is on another node"
                     if theirs.place is not None
-                    else "its memory is its process's own; register a tensor of allocate_tensor"
+                    else "its memory is private to its process; register a tensor that "
+                    "allocate_tensor has returned"
                 )
                 raise UnsupportedError(
                     f"{where}: rank {rank}: its tensor cannot be mapped here: {why}, or use put"
@@ -417,22 +406,22 @@ class _Memory:
 def allocate(nbytes: int) -> Array:
     """Allocate zeroed memory that other processes of this node can map once it is registered.
 
-    Returns a uint8 array of ``nbytes`` bytes, aligned to a page. Raises UnsupportedError
-    if the system has none.
+    Returns a page-aligned uint8 array of ``nbytes`` bytes. Raises UnsupportedError if the
+    allocation fails.
     """
     from mpicoll.routes.host import shared_segment as segment
 
     memory = segment.allocate(nbytes)
     if memory is None:
         raise UnsupportedError(
-            f"allocate_tensor: the system gives no {nbytes} bytes of memory that processes share "
-            "(memfd_create, Linux); use torch.empty, and put in place of map_remote_tensor"
+            f"allocate_tensor: cannot allocate {nbytes} bytes of shared memory (memfd_create, "
+            "Linux); use torch.empty, and put instead of map_remote_tensor"
         )
     return np.frombuffer(memory, np.uint8)[:nbytes]
 
 
 def free_all(group: ProcessGroup) -> None:
-    """Free the windows of a group that ends; every member calls and waits for the others."""
+    """Free the windows of a group that ends; every member calls it."""
 
     def free() -> None:
         while group.windows:

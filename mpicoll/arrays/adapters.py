@@ -1,8 +1,7 @@
-"""Views of arrays of any library, through one adapter for each kind of array.
+"""Views of arrays of any library, built by one adapter for each kind of array.
 
-The adapter is found by the type of the array, once for each type (but for protocols that some
-arrays of a type may lack), and no array library is ever imported: if there is an array of a
-library, the library is loaded.
+The adapter is looked up by the type of the array, once per type, except for protocols that only
+some arrays of a type have. No array library is imported: if an array exists, its library is loaded.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mpicoll.arrays import buffers, cuda_arrays, dlpack, jax_arrays, numpy_arrays, torch_tensors
+from mpicoll.arrays import cuda_arrays, dlpack, numpy_arrays, torch_tensors
 from mpicoll.arrays.views import Adapter, BuildView, FastView, View, ViewList
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpicoll.output import format_count
@@ -22,13 +21,13 @@ __all__ = ["ADAPTERS", "build_view", "build_view_list", "check_same_device", "fa
 def build_view(array: object, writable: bool, where: str) -> View:
     """Return the view of any array, on the host or on a CUDA device.
 
-    array:    a NumPy or CuPy array, a torch tensor, or an object with the buffer protocol, the
-              CUDA array interface or DLPack.
-    writable: the array will be written to.
-    where:    operation and argument, for the message ("broadcast: tensor").
+    array:    a NumPy or CuPy array, a torch tensor, or an object with the buffer protocol, the CUDA
+        array interface or DLPack.
+    writable: the array is an output.
+    where:    operation and argument, for error messages ("broadcast: tensor").
 
-    Raises ArgumentTypeError for what is not an array, ArgumentError for a read-only output and
-    UnsupportedError for a dtype, device or layout that cannot be served.
+    Raises ArgumentTypeError if it is not an array, ArgumentError for a read-only output, and
+    UnsupportedError for a dtype, device or layout that is not supported.
     """
     return _builders[array.__class__](array, writable, where)
 
@@ -36,8 +35,8 @@ def build_view(array: object, writable: bool, where: str) -> View:
 def build_view_list(arrays: object, writable: bool, where: str, length: int) -> ViewList:
     """Return the view of a list of ``length`` arrays of one dtype.
 
-    Raises ArgumentTypeError if ``arrays`` is no list or tuple, ArgumentError for another length and
-    UnsupportedError if the dtypes or devices differ.
+    Raises ArgumentTypeError if ``arrays`` is not a list or tuple, ArgumentError for another length,
+    and UnsupportedError if dtypes or devices differ.
     """
     if not isinstance(arrays, (list, tuple)):
         raise ArgumentTypeError(f"{where}: expected a list of arrays, got {type(arrays).__name__}")
@@ -62,38 +61,38 @@ def check_same_device(where: str, name: str, one: View, other_name: str, other: 
     """Raise UnsupportedError if two arrays of a call are on different devices."""
     if one.device != other.device:
         raise UnsupportedError(
-            f"{where}: different devices in one call: {other_name} is on {_place(other)}, {name} "
-            f"on {_place(one)}; move them to one"
+            f"{where}: different devices in one call: {other_name} is on {_device_name(other)}, "
+            f"{name} on {_device_name(one)}; move them to one device"
         )
 
 
-def _place(view: View) -> str:
+def _device_name(view: View) -> str:
     return "the host" if view.device is None else f"cuda:{view.device}"
 
 
 # --- finding the adapter ------------------------------------------------------------------------
 
-#: One row for each kind of array: it returns the adapter of an array of that kind, else None. The
-#: first adapter counts.
+#: One function per kind of array. It returns the adapter for an array of that kind, else None. The
+#: first adapter is used.
 ADAPTERS: tuple[Callable[[object], Adapter | None], ...] = (
     torch_tensors.find_adapter,
     numpy_arrays.find_adapter,
-    jax_arrays.find_adapter,
+    dlpack.find_jax_adapter,
     cuda_arrays.find_adapter,
     dlpack.find_adapter,
-    buffers.find_adapter,
+    numpy_arrays.find_buffer_adapter,
 )
 
 
 class _Builders(dict[type, BuildView]):
-    """The adapters' `build_view` by type of array, filled as types come."""
+    """``build_view`` of the adapters by type of array, filled on first use of a type."""
 
     def __missing__(self, kind: type) -> BuildView:
         return _find_and_build
 
 
 _builders = _Builders({np.ndarray: numpy_arrays.build_view})
-#: The adapters' fast views by type of array.
+#: ``fast_view`` of the adapters by type of array.
 fast_views: dict[type, FastView] = {np.ndarray: numpy_arrays.fast_view}
 
 

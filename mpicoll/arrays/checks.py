@@ -33,7 +33,7 @@ def dtype_error(dtype: np.dtype[Any], where: str) -> UnsupportedError:
 def read_only_error(where: str) -> ArgumentError:
     """Return the error for an output that is read-only."""
     return ArgumentError(
-        f"{where}: the array is read-only and would be written to; pass a writable copy"
+        f"{where}: the array is read-only and cannot be an output; pass a writable copy"
     )
 
 
@@ -42,12 +42,12 @@ def check_distinct_elements(
 ) -> None:
     """Raise ArgumentError if elements of an output share memory, as in an expanded array.
 
-    strides: between neighbours, in the unit of ``itemsize``, the size of an element.
+    strides: distance between neighbors, in the unit of ``itemsize``, the size of an element.
     """
     if _has_overlap(shape, strides, itemsize):
         raise ArgumentError(
-            f"{where}: several elements of the output share one place in memory (an expanded, "
-            "broadcast or overlapping view); pass a copy"
+            f"{where}: elements of the output share memory (an expanded, broadcast or overlapping "
+            "view); pass a copy"
         )
 
 
@@ -57,13 +57,13 @@ def _has_overlap(shape: Sequence[int], strides: Sequence[int], itemsize: int) ->
     dimensions = sorted(
         (abs(step), extent) for extent, step in zip(shape, strides, strict=True) if extent > 1
     )
-    span, nested = itemsize, True  # memory up to the end of the last element
+    span, is_nested = itemsize, True  # span: up to the end of the last element
     for step, extent in dimensions:
-        nested = nested and step >= span  # its parts lie side by side, as in most arrays
+        is_nested = is_nested and step >= span  # the parts do not overlap, as in most arrays
         span += (extent - 1) * step
-    if nested:
+    if is_nested:
         return False
-    if math.prod(shape) * itemsize > span:  # more elements than the memory holds
+    if math.prod(shape) * itemsize > span:  # more elements than the memory can hold
         return True
     starts = np.zeros(1, np.int64)
     for step, extent in dimensions:

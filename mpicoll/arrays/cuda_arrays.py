@@ -1,6 +1,6 @@
-"""The adapters of CuPy's arrays, and of others with the CUDA array interface, such as Numba's.
+"""Adapters of CuPy arrays, and of other arrays with the CUDA array interface, such as Numba's.
 
-https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html (version 3, and those before)
+https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html (version 3 and older)
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from mpicoll.errors import UnsupportedError
 
 __all__ = ["build_device_view", "find_adapter", "get_runtime"]
 
-#: The newest version of the interface.
+#: Newest version of the interface.
 _VERSION = 3
 
 
 def find_adapter(array: object) -> Adapter | None:
-    """Return the adapter if this is CuPy's, or has the interface: arrays on the host may lack it
-    though others of their type have it.
+    """Return the adapter if the array is CuPy's or has the interface.
+
+    Whether it has the interface is checked for each array: a host array may lack it.
     """
     if isinstance(array, getattr(sys.modules.get("cupy"), "ndarray", ())):
         return Adapter(_build_cupy_view)
@@ -37,8 +38,10 @@ def find_adapter(array: object) -> Adapter | None:
 
 
 def _build_cupy_view(array: Any, writable: bool, where: str) -> View:
-    """By CuPy's own attributes: on ROCm it may lack the interface, which has no bfloat16, and whose
-    stream is that of the current device.
+    """Build the view from CuPy's own attributes.
+
+    The interface lacks bfloat16, its stream is the one of the current device, and on ROCm it may be
+    missing.
     """
     index = array.device.id
     stream = get_runtime(where).current_stream(index)
@@ -48,7 +51,7 @@ def _build_cupy_view(array: Any, writable: bool, where: str) -> View:
     )  # fmt: skip
 
 
-#: CuPy's.
+#: Current streams of CuPy.
 _CUPY = CurrentStreams(
     lambda index: runtime.get_runtime().current_stream(index),
     lambda index, stream: runtime.get_runtime().using(index, stream),
@@ -62,30 +65,30 @@ def _build_view(array: SupportsCudaArrayInterface, writable: bool, where: str) -
         shape, typestr, version = interface["shape"], interface["typestr"], interface["version"]
     except (KeyError, TypeError, ValueError) as error:
         raise UnsupportedError(
-            f"{where}: the CUDA array interface of {type(array).__name__} has to have shape, "
-            f"typestr, data (address and whether it is read-only) and version, got {interface!r}"
+            f"{where}: the CUDA array interface of {type(array).__name__} must have shape, "
+            f"typestr, data (address and read-only flag) and version, got {interface!r}"
         ) from error
     if version > _VERSION:
         raise UnsupportedError(
-            f"{where}: version {version} of the CUDA array interface is not known here; expected "
-            f"{_VERSION} at most"
+            f"{where}: version {version} of the CUDA array interface is not supported; expected "
+            f"{_VERSION} or older"
         )
     if interface.get("mask") is not None:
-        raise UnsupportedError(f"{where}: a masked array would lose its mask")
+        raise UnsupportedError(f"{where}: masked arrays are not supported")
     stream, strides = interface.get("stream"), interface.get("strides")
     if stream == 0:
         raise UnsupportedError(
-            f"{where}: the CUDA array interface of {type(array).__name__} says stream 0, which may "
-            "mean several; expected 1 (the legacy default stream), 2 (that of the thread), the "
+            f"{where}: the CUDA array interface of {type(array).__name__} has stream 0, which is "
+            "ambiguous; expected 1 (legacy default stream), 2 (per-thread default stream), the "
             "address of a stream, or None"
         )
-    # The interface cannot express bfloat16 and the 8-bit floats, the array's own dtype can.
+    # The interface cannot express bfloat16 and the 8-bit floats, but the dtype of the array can.
     kind = getattr(array, "dtype", None)
     dtype = _find_dtype(kind if isinstance(kind, np.dtype) else np.dtype(typestr), where)
     cuda, shape = get_runtime(where), tuple(shape)
     index = getattr(getattr(array, "device", None), "id", None)
     if not isinstance(index, int):
-        # An array without elements has no address, and is on any device.
+        # An array without elements has no address and may be on any device.
         index = cuda.current_device() if 0 in shape else cuda.device_of(address)
     return build_device_view(
         array, dtype, index, address, shape, None if strides is None else tuple(strides),
@@ -101,7 +104,7 @@ def _find_dtype(kind: np.dtype[Any], where: str) -> DType:
 
 
 def get_runtime(where: str) -> runtime.Runtime:
-    """Return the CUDA runtime; if there is none, the error says for which argument."""
+    """Return the CUDA runtime. If there is none, the error message contains ``where``."""
     try:
         return runtime.get_runtime()
     except UnsupportedError as error:
@@ -121,26 +124,25 @@ def build_device_view(
     where: str,
     library: CurrentStreams | None = None,
 ) -> View:
-    """Return the view of an array on a device, given what its library says of it.
+    """Return the view of an array on a device, from the attributes that its library reports.
 
-    address, strides: of the first element, and the bytes between neighbours (None: C order).
-    stream:    in which the caller works, or UNKNOWN.
-    read_only: the library forbids to write to it.
-    library:   tells the caller's current streams later, if it has such.
+    address, strides: of the first element, and the bytes between neighbors (None: C order).
+    stream:    the caller's stream, or UNKNOWN.
+    read_only: the library forbids writing.
+    library:   gets the caller's current stream later, if the library has one.
 
-    Raises UnsupportedError if there is no CuPy; else as `adapters.build_view`.
+    Raises UnsupportedError without CuPy, and the errors of `adapters.build_view`.
     """
     get_runtime(where)
     number = dtype.itemsize // (2 if dtype.kind is Kind.COMPLEX else 1)
     found = DeviceView(owner, dtype, index, address, shape, strides, stream, library)
-    # Kernels go over numbers in contiguous arrays, over elements in others.
-    places = [address % number]
+    # Kernels read numbers of contiguous arrays, and elements of other arrays.
+    offsets = [address % number]
     if found.buffer is None:
-        places = [place % dtype.itemsize for place in (address, *found.strides)]
-    if any(places):
+        offsets = [offset % dtype.itemsize for offset in (address, *found.strides)]
+    if any(offsets):
         raise UnsupportedError(
-            f"{where}: the elements of an array on a GPU have to begin at multiples of their size; "
-            "pass a copy"
+            f"{where}: elements of an array on a GPU must be aligned to their size; pass a copy"
         )
     if writable:
         if read_only:

@@ -1,14 +1,15 @@
-"""The adapter of arrays with DLPack, and a reader of its capsules.
+"""Adapters of JAX arrays and of other arrays with DLPack, and a reader of DLPack capsules.
 
-NumPy's own reader refuses bfloat16 and the 8-bit floats; this one serves every row of the dtype
-table. Structures as in DLPack 1.1 (https://dmlc.github.io/dlpack/latest/c_api.html), arguments as
-in the array API standard, 2024.12
+NumPy's own reader rejects bfloat16 and the 8-bit floats; this reader supports all rows of the dtype
+table. Structures follow DLPack 1.1 (https://dmlc.github.io/dlpack/latest/c_api.html), arguments
+follow the array API standard, 2024.12
 (https://data-apis.org/array-api/2024.12/API_specification/generated/array_api.array.__dlpack__.html).
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,21 +19,21 @@ from mpicoll.arrays.protocols import SupportsDlpack
 from mpicoll.arrays.views import Adapter, Alias, Array, View
 from mpicoll.cuda.runtime import CUDA, ROCM, UNKNOWN
 from mpicoll.dtypes import DType, by_dlpack
-from mpicoll.errors import UnsupportedError
+from mpicoll.errors import ArgumentError, UnsupportedError
 
-__all__ = ["build_view", "find_adapter"]
+__all__ = ["build_view", "find_adapter", "find_jax_adapter"]
 
 #: kDLCPU, kDLCUDAHost and kDLROCMHost: memory that the host can read and write.
 HOST_DEVICES = frozenset({1, 3, 11})
-#: kDLCUDAManaged, whose device may be any.
+#: kDLCUDAManaged: memory of any device.
 _MANAGED = 13
 
 
 class _Kind(NamedTuple):
-    """How DLPack speaks of the devices of one kind of runtime.
+    """Constants of DLPack for one kind of runtime.
 
-    devices: its device types.
-    stream:  its legacy default stream.
+    devices: device types.
+    stream:  legacy default stream.
     """
 
     devices: frozenset[int]
@@ -44,7 +45,7 @@ _DEVICE_NAMES = {
     1: "cpu", 2: "cuda", 3: "cuda_host", 4: "opencl", 7: "vulkan", 8: "metal", 10: "rocm",
     11: "rocm_host", 13: "cuda_managed", 14: "oneapi",
 }  # fmt: skip
-#: The newest version that is understood here: producers hand out that, or an older one.
+#: Newest supported version. Producers export this version or an older one.
 _VERSION = (1, 1)
 #: Flags of a capsule.
 _READ_ONLY, _COPIED = 1, 2
@@ -57,18 +58,33 @@ def find_adapter(array: object) -> Adapter | None:
     return Adapter(build_view, of_type=not hasattr(type(array), "__cuda_array_interface__"))
 
 
+def find_jax_adapter(array: object) -> Adapter | None:
+    """Return the adapter if this is a JAX array."""
+    jax = sys.modules.get("jax")
+    return Adapter(_build_jax_view) if jax is not None and isinstance(array, jax.Array) else None
+
+
+def _build_jax_view(array: SupportsDlpack, writable: bool, where: str) -> View:
+    # JAX arrays are immutable, but their capsules are not marked as read-only.
+    if writable:
+        raise ArgumentError(
+            f"{where}: a JAX array is read-only and cannot be an output; pass a NumPy array"
+        )
+    return build_view(array, writable, where)
+
+
 def build_view(array: SupportsDlpack, writable: bool, where: str) -> View:
-    """Return the view of an array; `adapters.build_view` says more."""
-    refused = f"{where}: {type(array).__name__}"
+    """Return the view of an array. See `adapters.build_view`."""
+    prefix = f"{where}: {type(array).__name__}"
     try:
         kind, index = (int(word) for word in array.__dlpack_device__())
     except Exception as error:  # such as an array on several devices
-        raise UnsupportedError(f"{refused}: {error}") from error
+        raise UnsupportedError(f"{prefix}: {error}") from error
     if kind in HOST_DEVICES:
         try:
             alias = to_numpy(array, writable)
-        except Exception as error:  # whatever the producer raises when it refuses
-            raise UnsupportedError(f"{refused}: {error}") from error
+        except Exception as error:  # any exception of the producer
+            raise UnsupportedError(f"{prefix}: {error}") from error
         inner = numpy_arrays.build_view(alias, writable, where)
         return Alias(array, inner.dtype, inner.count, inner.buffer, lambda _: alias)
     name = device_name(kind, index)
@@ -76,23 +92,24 @@ def build_view(array: SupportsDlpack, writable: bool, where: str) -> View:
         raise UnsupportedError(
             f"{where}: arrays on {name} are not supported; copy to the host or to a GPU first"
         )
-    runtime = cuda_arrays.get_runtime(where)  # raises where there is no GPU
+    runtime = cuda_arrays.get_runtime(where)  # raises if there is no GPU
     own = _KINDS[runtime.kind()]
     if kind not in own.devices:
         raise UnsupportedError(
-            f"{where}: arrays on {name} are not supported where CuPy is built for "
-            f"{runtime.kind()}; copy to the host first, or install the CuPy of these devices"
+            f"{where}: arrays on {name} are not supported by a CuPy that is built for "
+            f"{runtime.kind()}; copy to the host first, or install another CuPy"
         )
     try:
-        with runtime.on(index):  # producers may want it to be the current device
+        with runtime.on(index):  # producers may require it to be the current device
             # The producer makes its work visible to this stream.
             found = open_capsule(array, writable, stream=own.stream)
         if found.device[0] not in own.devices:
             raise UnsupportedError(
-                f"__dlpack_device__() says {name}, the capsule {device_name(*found.device)}"
+                f"__dlpack_device__() returned {name}, but the capsule is on "
+                f"{device_name(*found.device)}"
             )
-    except Exception as error:  # whatever the producer raises when it refuses
-        raise UnsupportedError(f"{refused}: {error}") from error
+    except Exception as error:  # any exception of the producer
+        raise UnsupportedError(f"{prefix}: {error}") from error
     if kind == _MANAGED and 0 not in found.shape:
         index = runtime.device_of(found.address)
     return cuda_arrays.build_device_view(
@@ -148,16 +165,16 @@ _capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 def device_name(kind: int, index: int) -> str:
-    """Return the name of a device, as ``cpu`` or ``cuda:1``.
+    """Return the name of a device, such as ``cpu`` or ``cuda:1``.
 
-    kind, index: its DLPack type and number.
+    kind, index: DLPack type and number.
     """
     name = _DEVICE_NAMES.get(kind, f"device type {kind}")
     return name if kind in HOST_DEVICES else f"{name}:{index}"
 
 
 class _Memory:
-    """Offers the host memory of a capsule to NumPy, and keeps it."""
+    """Exports the host memory of a capsule to NumPy, and keeps the capsule alive."""
 
     def __init__(self, capsule: object, interface: dict[str, Any]) -> None:
         self.capsule = capsule
@@ -165,9 +182,9 @@ class _Memory:
 
 
 class DlpackArray(NamedTuple):
-    """An array as its capsule describes it; strides in bytes, None in C order.
+    """Contents of a capsule. Strides are in bytes; None means C order.
 
-    device: its DLPack type and number.
+    device: DLPack type and number.
     """
 
     capsule: object
@@ -180,14 +197,13 @@ class DlpackArray(NamedTuple):
 
 
 def open_capsule(array: SupportsDlpack, writable: bool, **stream: int) -> DlpackArray:
-    """Return the array behind a DLPack object; its memory lives as long as the capsule.
+    """Return the array behind a DLPack object. Its memory lives as long as the capsule.
 
-    writable: the array will be written to, so a copy of it will not do.
-    stream:   for arrays on a device, the stream that the producer's work has to be visible to.
+    writable: the array is an output, so a copy is rejected.
+    stream:   for arrays on a device, the stream on which the producer's work must be visible.
 
-    Raises UnsupportedError for a dtype that is not in the table, for a copy where none will do and
-    for a version of DLPack that is not known, and whatever the producer raises if it refuses to
-    export.
+    Raises UnsupportedError for an unsupported dtype or version of DLPack, and for a copy of an
+    output. Raises any exception of the producer.
     """
     copy = {"copy": False} if writable else {}
     try:
@@ -197,20 +213,20 @@ def open_capsule(array: SupportsDlpack, writable: bool, **stream: int) -> Dlpack
     name, flags = _capsule_name(capsule), 0
     if name == b"dltensor_versioned":
         versioned = _VersionedTensor.from_address(_capsule_pointer(capsule, name))
-        if versioned.major != _VERSION[0]:  # what follows may lie elsewhere
+        if versioned.major != _VERSION[0]:  # the layout of the structure may differ
             raise UnsupportedError(
-                f"DLPack {versioned.major}.{versioned.minor} is not known here; expected "
+                f"DLPack {versioned.major}.{versioned.minor} is not supported; expected "
                 f"{_VERSION[0]}.x"
             )
         tensor, flags = versioned.tensor, versioned.flags
     elif name == b"dltensor":
         tensor = _ManagedTensor.from_address(_capsule_pointer(capsule, name)).tensor
-    else:  # used_dltensor: a capsule that somebody else has taken
+    else:  # used_dltensor: the capsule is already consumed
         raise UnsupportedError(f"expected a capsule named dltensor, got {name!r}")
     if writable and flags & _COPIED:
         raise UnsupportedError(
-            "DLPack gives a copy of the array, and what is written there would be lost; pass an "
-            "array that can be shared"
+            "DLPack returned a copy of the array, so the output would be lost; pass an array that "
+            "can be shared"
         )
     code, bits, lanes = tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes
     row = by_dlpack.get((code, bits))
@@ -230,8 +246,8 @@ def open_capsule(array: SupportsDlpack, writable: bool, **stream: int) -> Dlpack
 def to_numpy(array: SupportsDlpack, writable: bool) -> Array:
     """Return a NumPy array on the memory of ``array``, a DLPack object on the host.
 
-    It is read-only if the producer says so. The producer's memory lives as long as the result.
-    Raises as `open_capsule` does.
+    It is read-only if the producer reports that. The memory lives as long as the result. Raises the
+    errors of `open_capsule`.
     """
     found = open_capsule(array, writable)
     if found.device[0] not in HOST_DEVICES:
@@ -239,7 +255,7 @@ def to_numpy(array: SupportsDlpack, writable: bool) -> Array:
     row = found.dtype
     if 0 in found.shape:
         return np.empty(found.shape, row.numpy)
-    # NumPy's array interface cannot express bfloat16: the bytes travel as unsigned integers.
+    # NumPy's array interface cannot express bfloat16: export the bytes as unsigned integers.
     carrier = f"<u{row.itemsize}" if not row.buffers else row.numpy.str
     interface = {
         "data": (found.address, found.read_only),

@@ -1,19 +1,20 @@
-"""The adapter of NumPy arrays."""
+"""Adapters of NumPy arrays, and of other objects with the buffer protocol."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from mpicoll.arrays.checks import check_distinct_elements, dtype_error, read_only_error
-from mpicoll.arrays.views import CARRIERS, Adapter, Array, Buffer, View, from_numpy
+from mpicoll.arrays.protocols import SupportsBuffer
+from mpicoll.arrays.views import CARRIERS, Adapter, Alias, Array, Buffer, View, from_numpy
 from mpicoll.dtypes import DType, by_numpy
 from mpicoll.errors import ArgumentTypeError, UnsupportedError
 
-__all__ = ["build_view", "fast_view", "find_adapter"]
+__all__ = ["build_view", "fast_view", "find_adapter", "find_buffer_adapter"]
 
 
 def find_adapter(array: object) -> Adapter | None:
-    """Return the adapter if this is NumPy's; some kinds are refused."""
+    """Return the adapter if this is a NumPy array or scalar. Unsupported kinds raise later."""
     if isinstance(array, np.ma.MaskedArray):
         return Adapter(_refuse_masked)
     if isinstance(array, np.ndarray):
@@ -24,16 +25,16 @@ def find_adapter(array: object) -> Adapter | None:
 
 
 def fast_view(array: Array) -> tuple[DType, Buffer, int] | None:
-    """Return dtype, buffer and count of an array that may be written to; None for unusual ones."""
+    """Return dtype, buffer and count of a plain writable array, else None."""
     dtype = by_numpy.get(array.dtype)
-    # carray: C-contiguous, aligned and writeable, in one look.
+    # carray: C-contiguous, aligned and writeable.
     if dtype is None or not array.flags.carray:
         return None
     return dtype, array if dtype.buffers else array.view(CARRIERS[dtype.itemsize]), array.size
 
 
 def build_view(array: Array, writable: bool, where: str) -> View:
-    """Return the view of an array; `adapters.build_view` says more."""
+    """Return the view of an array. See `adapters.build_view`."""
     dtype = by_numpy.get(array.dtype)
     if dtype is None:
         raise dtype_error(array.dtype, where)
@@ -48,19 +49,33 @@ def build_view(array: Array, writable: bool, where: str) -> View:
 
 
 def _build_subclass_view(array: Array, writable: bool, where: str) -> View:
-    """For numpy.memmap, numpy.matrix and others, whose own rules for shapes do not matter here."""
+    """Build the view of a subclass, such as numpy.memmap or numpy.matrix."""
     return build_view(array.view(np.ndarray), writable, where)
 
 
 def _refuse_scalar(array: object, writable: bool, where: str) -> View:
-    result = ", and read the result from that" if writable else ""
+    result = ", and read the result from it" if writable else ""
     raise ArgumentTypeError(
-        f"{where}: expected an array, got a NumPy scalar, {type(array).__name__}, a value without "
+        f"{where}: expected an array, got a NumPy scalar, {type(array).__name__}, which has no "
         f"memory to send from or receive into; pass np.array(x), or x.reshape(1){result}"
     )
 
 
 def _refuse_masked(array: object, writable: bool, where: str) -> View:
     raise UnsupportedError(
-        f"{where}: a numpy.ma.MaskedArray would lose its mask; pass .filled() or .data"
+        f"{where}: numpy.ma.MaskedArray is not supported; pass .filled() or .data"
     )
+
+
+def find_buffer_adapter(array: object) -> Adapter | None:
+    """Return the adapter if the object has the buffer protocol."""
+    try:
+        memoryview(array)  # type: ignore[arg-type]
+    except (TypeError, BufferError, ValueError):
+        return None
+    return Adapter(_build_buffer_view)
+
+
+def _build_buffer_view(array: SupportsBuffer, writable: bool, where: str) -> View:
+    inner = build_view(np.asarray(memoryview(array)), writable, where)
+    return Alias(array, inner.dtype, inner.count, inner.buffer, lambda _: inner.array)

@@ -1,4 +1,4 @@
-"""The protocols of arrays, and the type of what mpicoll's functions take as an array."""
+"""Protocols of arrays, and the type of arrays that mpicoll's functions accept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = [
 
 
 class SupportsBuffer(Protocol):
-    """An object with the buffer protocol, which type checkers know by the method of Python 3.12."""
+    """An object with the buffer protocol. The method exists from Python 3.12 on."""
 
     def __buffer__(self, flags: int, /) -> memoryview:
         """Return the memory."""
@@ -24,7 +24,7 @@ class SupportsDlpack(Protocol):
         """Return a capsule."""
 
     def __dlpack_device__(self) -> tuple[Any, int]:
-        """Return the type and the number of the device; the type is a number, or an enum's."""
+        """Return the type (a number or an enum) and the number of the device."""
 
 
 class SupportsCudaArrayInterface(Protocol):
@@ -35,9 +35,9 @@ class SupportsCudaArrayInterface(Protocol):
         """Address, shape, strides, dtype and stream."""
 
 
-#: A user's array: NumPy's, CuPy's or JAX's, a torch tensor, or another object with one of these
-#: protocols. What a type cannot say is checked: that it is writable, its dtype, device and layout.
+#: A user's array: NumPy, CuPy or JAX array, torch tensor, or another object with one of these
+#: protocols. Its dtype, device and layout, and whether it is writable, are checked at run time.
 AnyArray = SupportsBuffer | SupportsDlpack | SupportsCudaArrayInterface
 
-#: An argument of a collective: an array, a list of arrays, or None on a rank that gives none.
+#: An argument of a collective: an array, a list of arrays, or None on a rank without one.
 Arrays = AnyArray | Sequence[AnyArray] | None

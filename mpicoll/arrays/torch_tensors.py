@@ -1,4 +1,4 @@
-"""The adapter of torch tensors: address and count come straight from the tensor."""
+"""The adapter of torch tensors. Reads address and size directly from the tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["find_adapter"]
 
 
 def find_adapter(array: object) -> Adapter | None:
-    """Return the adapter if this is a tensor; subclasses have no fast view."""
+    """Return the adapter if this is a tensor. Subclasses have no fast view."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(array, torch.Tensor):
         return None
@@ -47,7 +47,10 @@ def _build_adapter(torch: ModuleType) -> Adapter:
     plain_types = _plain_types(torch)
 
     def alias(tensor: Tensor) -> Array:
-        """Not Tensor.numpy(), after which storage cannot be resized any more, which FSDP does."""
+        """Return a NumPy array on the memory of a tensor.
+
+        Not Tensor.numpy(): afterwards, the storage can no longer be resized, which FSDP does.
+        """
         row, shape = rows[tensor.dtype], tuple(tensor.shape)
         if not tensor.numel():
             return np.empty(shape, row.numpy)
@@ -65,7 +68,8 @@ def _build_adapter(torch: ModuleType) -> Adapter:
             and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
         ):
             raise UnsupportedError(
-                f"{where}: a {kind.__name__} is not one block of memory; pass the local tensor"
+                f"{where}: {kind.__name__} is not supported: it is not one block of memory; pass "
+                "the local tensor"
             )
         if tensor.layout is not strided:
             raise UnsupportedError(
@@ -83,8 +87,8 @@ def _build_adapter(torch: ModuleType) -> Adapter:
             )
         if writable and (tensor.is_neg() or tensor.is_conj()):
             raise UnsupportedError(
-                f"{where}: the tensor is a lazy conjugate or negative view and would be written "
-                "to; pass resolve_conj().resolve_neg()"
+                f"{where}: a lazy conjugate or negative view cannot be an output; pass "
+                "resolve_conj().resolve_neg()"
             )
 
     streams = CurrentStreams(
@@ -92,7 +96,7 @@ def _build_adapter(torch: ModuleType) -> Adapter:
         lambda index, stream: torch.cuda.stream(torch.cuda.ExternalStream(stream, index)),
     )
 
-    # Complex tensors may be lazy conjugates: they have no fast view.
+    # Complex tensors have no fast view, because they may be lazy conjugates.
     real = {kind: row for kind, row in rows.items() if row.kind is not Kind.COMPLEX}
 
     def fast_view(tensor: Tensor) -> tuple[DType, Buffer, int] | None:
@@ -104,11 +108,11 @@ def _build_adapter(torch: ModuleType) -> Adapter:
                 return None
             count = tensor.numel()
             return row, from_address(tensor.data_ptr(), count * row.itemsize), count
-        except (RuntimeError, ValueError):  # not one block of memory, or none at all
+        except (RuntimeError, ValueError):  # not one block of memory, or no memory
             return None
 
     def build_view(tensor: Tensor, writable: bool, where: str) -> View:
-        if hasattr(tensor, "trigger_wait"):  # an AsyncCollectiveTensor: a result on its way
+        if hasattr(tensor, "trigger_wait"):  # an AsyncCollectiveTensor: a pending result
             tensor = tensor.trigger_wait()
         seen = fast_view(tensor) if type(tensor) in plain_types else None
         if seen is None:
@@ -130,7 +134,7 @@ def _build_adapter(torch: ModuleType) -> Adapter:
                 check_distinct_elements(tensor.shape, tensor.stride(), 1, where)
         else:
             row, buffer, count = seen
-        held = tensor.detach()  # keeps the memory, whatever is assigned to tensor.data meanwhile
+        held = tensor.detach()  # keeps the memory even if tensor.data is assigned
         return Alias(tensor, row, count, buffer, lambda _: alias(held))
 
     for kind in plain_types:

@@ -1,4 +1,4 @@
-"""Views, what the library sees of arrays: where elements are, how many, of what dtype."""
+"""Views: the library's representation of arrays (address, count, dtype, device)."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ __all__ = [
     "ViewList",
     "address",
     "empty",
+    "find_conflict",
     "find_overlapping",
     "find_shared",
     "from_numpy",
@@ -38,23 +39,23 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 
-#: One block of memory on the host, as mpi4py takes it: a NumPy array, or an MPI.buffer. Any, for
-#: what they share is the buffer protocol, which has a type from Python 3.12 on only.
+#: One block of host memory for mpi4py: a NumPy array or an MPI.buffer. The buffer protocol has a
+#: type only from Python 3.12 on, hence Any.
 Buffer: TypeAlias = Any
 
-#: The NumPy dtypes, by size, for elements whose own dtype NumPy's buffers cannot express.
+#: NumPy dtypes, by size, for elements whose own dtype NumPy's buffers cannot express.
 CARRIERS: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
 
 
 class View:
     """The elements of an array.
 
-    owner:  the caller's object, held as long as the view lives.
+    owner:  the caller's object, kept alive by the view.
     dtype:  a row of the dtype table.
     count:  number of elements.
-    buffer: what mpi4py takes as a buffer; None if the elements are not contiguous in C order, and
-            have to be packed first.
-    device: the number of the CUDA device where they are; None: on the host.
+    buffer: buffer for mpi4py; None if the elements are not contiguous in C order and must be packed
+        first.
+    device: number of the CUDA device; None on the host.
     """
 
     __slots__ = ("buffer", "count", "dtype", "owner")
@@ -68,12 +69,12 @@ class View:
 
     @property
     def array(self) -> Array:
-        """A NumPy array of the owner's shape on the owner's memory."""
+        """NumPy array of the owner's shape on the owner's memory."""
         return self.owner  # type: ignore[return-value]
 
     @property
     def flat(self) -> Array:
-        """The elements as a one-dimensional NumPy array; contiguous views only."""
+        """The elements as a one-dimensional NumPy array. Contiguous views only."""
         return self.array.reshape(-1)
 
     @property
@@ -83,41 +84,41 @@ class View:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Size of the elements in bytes."""
         return self.count * self.dtype.itemsize
 
     @property
     def parts(self) -> Sequence[View]:
-        """The arrays that hold the elements, in their order."""
+        """Views of the arrays that hold the elements, in order."""
         return (self,)
 
     def part(self, start: int, count: int) -> View:
-        """Return the view of ``count`` elements from ``start`` on; contiguous views only."""
+        """Return the view of ``count`` elements starting at ``start``. Contiguous views only."""
         return from_numpy(self.flat[start : start + count], self.dtype)
 
     def empty_like(self) -> View:
-        """Return as many uninitialised elements on the same device, valid until the call ends."""
+        """Return uninitialized memory of the same size and device, valid until the call ends."""
         return empty(self.dtype, self.count)
 
     def contiguous(self) -> View:
-        """Return a contiguous copy of the elements, each array's in C order."""
+        """Return a contiguous copy of the elements, each array in C order."""
         into = self.empty_like()
         self.copy_to(into)
         return into
 
     def copy_to(self, packed: View) -> None:
-        """Copy the elements to a contiguous view of as many."""
+        """Copy the elements to a contiguous view of the same size."""
         array = self.array
         packed.flat.reshape(array.shape)[...] = array
 
     def copy_from(self, packed: View) -> None:
-        """Copy the elements from a contiguous view of as many."""
+        """Copy the elements from a contiguous view of the same size."""
         array = self.array
         array[...] = packed.flat.reshape(array.shape)
 
 
 class Alias(View):
-    """The elements of an array of another library; its NumPy array is built when it is needed."""
+    """The elements of an array of another library. Its NumPy array is built on demand."""
 
     __slots__ = ("_array", "_make")
 
@@ -137,7 +138,7 @@ class Alias(View):
 
     @property
     def array(self) -> Array:
-        """A NumPy array of the owner's shape on the owner's memory."""
+        """NumPy array of the owner's shape on the owner's memory."""
         try:
             return self._array
         except AttributeError:
@@ -148,10 +149,10 @@ class Alias(View):
 class DeviceView(View):
     """The elements of an array on a CUDA device.
 
-    address, strides: of the first element, and the bytes between neighbours.
-    stream:  the caller's, as a number.
-    library: tells the caller's current streams later; None if the array alone tells its stream.
-    context: what the group has of the device; set when the call begins.
+    address, strides: of the first element, and the bytes between neighbors.
+    stream:  the caller's stream, as a number.
+    library: gets the caller's current stream later; None if only the array has a stream.
+    context: the group's resources on the device, set when the call starts.
     """
 
     __slots__ = ("_context", "_shape", "address", "device", "library", "stream", "strides")
@@ -198,15 +199,15 @@ class DeviceView(View):
         return self._shape
 
     def part(self, start: int, count: int) -> DeviceView:
-        """Return the view of ``count`` elements from ``start`` on; contiguous views only."""
+        """Return the view of ``count`` elements starting at ``start``. Contiguous views only."""
         return self._same_device(self.address + start * self.dtype.itemsize, count, self.dtype)
 
     def empty_like(self) -> DeviceView:
-        """Return as many uninitialised elements on the same device, valid until the call ends."""
+        """Return uninitialized memory of the same size and device, valid until the call ends."""
         return self.new_empty(self.count)
 
     def new_empty(self, count: int, dtype: DType | None = None) -> DeviceView:
-        """Return ``count`` uninitialised elements on the same device, valid until the call ends."""
+        """Return ``count`` uninitialized elements on the same device, valid until the call ends."""
         dtype = dtype or self.dtype
         address = self.context.scratch(count * dtype.itemsize).address
         return self._same_device(address, count, dtype)
@@ -218,7 +219,7 @@ class DeviceView(View):
 
     @property
     def context(self) -> DeviceContext:
-        """What the group has of the device, once the call has begun."""
+        """The group's resources on the device, once the call has started."""
         assert self._context is not None
         return self._context
 
@@ -227,11 +228,11 @@ class DeviceView(View):
         self._context = context
 
     def copy_to(self, packed: View) -> None:
-        """Copy the elements to a contiguous view of as many."""
+        """Copy the elements to a contiguous view of the same size."""
         self._move(packed, False)
 
     def copy_from(self, packed: View) -> None:
-        """Copy the elements from a contiguous view of as many."""
+        """Copy the elements from a contiguous view of the same size."""
         self._move(packed, True)
 
     def _move(self, packed: View, inward: bool) -> None:
@@ -251,7 +252,7 @@ class DeviceView(View):
 
 
 class ViewList(View):
-    """The elements of a list of arrays of one dtype on one device, array by array."""
+    """The elements of a list of arrays of one dtype on one device, one array after another."""
 
     __slots__ = ("_parts", "device")
 
@@ -271,30 +272,30 @@ class ViewList(View):
         return tuple(part.count for part in self._parts)
 
     def empty_like(self) -> View:
-        """Return as many uninitialised elements on the same device, valid until the call ends."""
+        """Return uninitialized memory of the same size and device, valid until the call ends."""
         first = self._parts[0]
         return (
             first.new_empty(self.count) if isinstance(first, DeviceView) else super().empty_like()
         )
 
     def copy_to(self, packed: View) -> None:
-        """Copy the elements to a contiguous view of as many."""
+        """Copy the elements to a contiguous view of the same size."""
         for part, start in zip(self._parts, self.starts, strict=True):
             part.copy_to(packed.part(start, part.count))
 
     def copy_from(self, packed: View) -> None:
-        """Copy the elements from a contiguous view of as many."""
+        """Copy the elements from a contiguous view of the same size."""
         for part, start in zip(self._parts, self.starts, strict=True):
             part.copy_from(packed.part(start, part.count))
 
     @property
     def starts(self) -> list[int]:
-        """The position of each array's first element among all elements."""
+        """Index of the first element of each array among all elements."""
         return [0, *accumulate(self.counts[:-1])]
 
 
 def memory_at(address: int, nbytes: int) -> Buffer:
-    """Return memory as mpi4py takes it."""
+    """Return memory as a buffer of mpi4py."""
     from mpi4py import MPI
 
     return MPI.buffer.fromaddress(address, nbytes)
@@ -306,18 +307,18 @@ def contiguous_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 def from_numpy(array: Array, dtype: DType) -> View:
-    """Return the view of a C-contiguous NumPy array whose dtype row is known."""
+    """Return the view of a C-contiguous NumPy array with a known dtype row."""
     buffer = array if dtype.buffers else array.view(CARRIERS[dtype.itemsize])
     return View(array, dtype, array.size, buffer)
 
 
 def empty(dtype: DType, count: int) -> View:
-    """Return the view of ``count`` new, uninitialised elements on the host."""
+    """Return the view of ``count`` new, uninitialized elements on the host."""
     return from_numpy(np.empty(count, dtype.numpy), dtype)
 
 
 def overlaps(one: View, other: View) -> bool:
-    """Return whether the memory of two views overlaps; False if one of them has to be packed."""
+    """Return whether the memory of two views overlaps. False if one of them is not contiguous."""
     if one.buffer is None or other.buffer is None:
         return False
     start, begin = address(one), address(other)
@@ -325,7 +326,7 @@ def overlaps(one: View, other: View) -> bool:
 
 
 def find_overlapping(views: Sequence[View], others: Sequence[View]) -> list[bool]:
-    """Return for each of ``views`` whether its memory overlaps that of any of ``others``.
+    """Return for each of ``views`` whether its memory overlaps any of ``others``.
 
     All are contiguous.
     """
@@ -342,23 +343,45 @@ def find_overlapping(views: Sequence[View], others: Sequence[View]) -> list[bool
 
 def find_shared(views: Sequence[View]) -> tuple[int, int] | None:
     """Return the places in the list of two views that share memory; None if there are none."""
-    if _are_columns(views):
+    return find_conflict(list(enumerate(views)), ())
+
+
+def find_conflict(
+    written: Sequence[tuple[int, View]], read: Sequence[tuple[int, View]]
+) -> tuple[int, int] | None:
+    """Return two calls of which one writes memory that the other reads or writes; None if none do.
+
+    written, read: the number of a call, and a view that it writes or reads. A call may read what it
+    writes itself.
+    """
+    if not read and _are_columns([view for _, view in written]):
         return None
-    spans = sorted((*_span(one), place) for place, one in enumerate(views) if one.count)
-    before: list[tuple[int, int]] = []
-    for begin, end, place in spans:
-        before = [(until, other) for until, other in before if until > begin]
-        for _, other in before:
-            one, two = views[other], views[place]
-            contiguous = one.buffer is not None and two.buffer is not None
-            if contiguous or np.shares_memory(_strided(one), _strided(two)):
-                return min(other, place), max(other, place)
-        before.append((end, place))
+    accesses = [*((*one, True) for one in written), *((*one, False) for one in read)]
+    spans = sorted((*_span(one[1]), i) for i, one in enumerate(accesses) if one[1].count)
+    #: The end of each span that may reach into the next one, and its access.
+    written_before: list[tuple[int, int]] = []
+    read_before: list[tuple[int, int]] = []
+    for begin, end, i in spans:
+        call, view, writes = accesses[i]
+        written_before = [one for one in written_before if one[0] > begin]
+        if writes:
+            read_before = [one for one in read_before if one[0] > begin]
+        for _, before in [*written_before, *(read_before if writes else ())]:
+            other, other_view, other_writes = accesses[before]
+            if (other != call or (writes and other_writes)) and _shares_memory(other_view, view):
+                return min(other, call), max(other, call)
+        (written_before if writes else read_before).append((end, i))
     return None
 
 
+def _shares_memory(one: View, other: View) -> bool:
+    """Return whether two views share memory, whose spans do."""
+    contiguous = one.buffer is not None and other.buffer is not None
+    return contiguous or np.shares_memory(_strided(one), _strided(other))
+
+
 def _are_columns(views: Sequence[View]) -> bool:
-    """Return whether arrays lie side by side in the rows of one table: n log n, not n**2."""
+    """Return whether arrays are disjoint columns of one table. Costs n log n instead of n**2."""
     arrays = [view.array for view in views if view.count and not isinstance(view, DeviceView)]
     if len(arrays) < len(views) or len({array.strides for array in arrays}) > 1:
         return False
@@ -383,7 +406,7 @@ def _are_columns(views: Sequence[View]) -> bool:
 
 
 def _span(view: View) -> tuple[int, int]:
-    """Return where the memory of a view that has elements begins and ends."""
+    """Return begin and end of the memory of a view that has elements."""
     if view.buffer is not None:
         begin = address(view)
         return begin, begin + view.nbytes
@@ -397,7 +420,7 @@ def _span(view: View) -> tuple[int, int]:
 
 
 def _strided(view: View) -> Array:
-    """Return a NumPy array of a view's elements, which must not be read on a device."""
+    """Return a NumPy array of a view's elements. On a device, they must not be read."""
     if not isinstance(view, DeviceView):
         return view.array
     begin, end = _span(view)
@@ -409,26 +432,25 @@ def _strided(view: View) -> Array:
 
 
 def address(view: View) -> int:
-    """Return the address of a contiguous view's first element."""
+    """Return the address of the first element of a contiguous view."""
     buffer = view.buffer
     if isinstance(buffer, np.ndarray):
         return buffer.__array_interface__["data"][0]  # type: ignore[no-any-return]
     return buffer.address  # type: ignore[no-any-return, union-attr]  # contiguous
 
 
-#: Builds the view of an array: the array, whether it will be written to, and what messages call it.
+#: Builds the view of an array: the array, whether it is an output, and its name in messages.
 BuildView = Callable[[Any, bool, str], View]
-#: Returns dtype, buffer and count of an array that may be written to if it is one contiguous block
-#: with nothing unusual about it, else None. Never raises.
+#: Returns dtype, buffer and count of a plain, writable, contiguous array, else None. Never raises.
 FastView = Callable[[Any], "tuple[DType, Buffer, int] | None"]
 
 
 class Adapter(NamedTuple):
-    """How arrays of one type become views.
+    """Builds views of arrays of one type.
 
-    build_view: serves every array of the type, or raises.
-    fast_view:  serves the plain ones without a View, on the hot path; optional.
-    of_type:    it serves all arrays of the type; else it is looked for with each array.
+    build_view: supports every array of the type, or raises.
+    fast_view:  returns plain arrays without a View, on the hot path; optional.
+    of_type:    if True, used for all arrays of the type. If False, looked up for each array.
     """
 
     build_view: BuildView

@@ -1,7 +1,7 @@
-"""The commands: ``python -m mpicoll COMMAND``, alone or on all ranks of a job.
+"""Commands: ``python -m mpicoll COMMAND``, alone or on all ranks of a job.
 
-A command is a module here with ``add_arguments(parser)`` and ``run(options)``, which returns the
-exit code.
+A command is a module with ``add_arguments(parser)`` and ``run(options)``, which returns the exit
+code.
 """
 
 from __future__ import annotations
@@ -18,47 +18,51 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Any
 
-from mpicoll import __version__, launch
+from mpicoll import __version__, control_messages, launch
 from mpicoll.errors import MpicollError
 from mpicoll.launch import exit_hooks
 from mpicoll.launch.exit_hooks import INTERRUPTED
 from mpicoll.output import write_lines
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 __all__ = [
     "COMMANDS",
     "is_first_rank",
     "main",
+    "out_of_memory",
     "parse_size",
     "refuse",
     "show_progress",
     "start_group",
 ]
 
-#: What each command does, by its name, which is that of its module.
+#: Descriptions of commands, by the names of their modules.
 COMMANDS: dict[str, str] = {
-    "bench": "what collectives take here, and whether they are right",
-    "doctor": "what was found here, how calls are carried out, and what to change",
-    "hello": "one line from each rank",
-    "run": "a PyTorch script as it is, with mpicoll for the backend that it names",
-    "trace": "flight records of all ranks as one timeline, for Perfetto",
-    "tune": "what carries messages of which size best here, measured, for later jobs to go by",
-    "watch": "what the ranks of a running job do, asked from outside",
+    "bench": "time collectives and check their results",
+    "doctor": "report the installation, the routes of calls, and what to change",
+    "hello": "print one line from each rank",
+    "run": "run an unmodified PyTorch script with mpicoll as its backend",
+    "trace": "convert flight records of all ranks to a timeline for Perfetto",
+    "tune": "measure the fastest route for each message size, and save it for later jobs",
+    "watch": "show the state of the ranks of a running job",
 }
 
-#: Seconds that the others leave rank 0 to print: mpirun, and srun --kill-on-bad-exit, end all ranks
-#: once one has failed.
-A_MOMENT = 2.0
-#: Seconds after which a rank that did not come is missing.
-LIMIT = 120.0
-#: Seconds between two lines of progress where a line cannot be replaced.
-PACE = 10.0
+#: Time that other ranks wait before they exit, so that rank 0 can print: mpirun, and srun
+#: --kill-on-bad-exit, kill all ranks once one has failed.
+EXIT_DELAY_S = 2.0
+#: Time to wait for missing ranks in init_process_group.
+INIT_TIMEOUT_S = 120.0
+#: Time between lines of progress without a terminal.
+PROGRESS_INTERVAL_S = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code. Exit with code 2 for a bad command line."""
-    exit_hooks.remove()  # a command ends in its own way
+    exit_hooks.remove()  # a command handles its own errors
     _end_quietly()
     with contextlib.ExitStack() as quiet:
         if not is_first_rank():
@@ -70,22 +74,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options = parser.parse_args(arguments)
         except SystemExit as end:
             if end.code and not is_first_rank():
-                time.sleep(A_MOMENT)
+                time.sleep(EXIT_DELAY_S)
             raise
         if options.command is None:
             parser.print_help()
             return 0
-    return _module(options.command).run(options)
+    return int(_module(options.command).run(options))
 
 
 class _Parser(argparse.ArgumentParser):
-    """Suggests the closest command for a misspelt one."""
+    """Suggests the closest command for a misspelled one."""
 
     def _check_value(self, action: argparse.Action, value: str) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in COMMANDS:
             close = difflib.get_close_matches(value, COMMANDS, 1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(COMMANDS)}"
-            self.error(f"{value}: there is no such command; {hint}")
+            hint = f"did you mean {close[0]}?" if close else f"expected {', '.join(COMMANDS)}"
+            self.error(f"{value}: unknown command; {hint}")
         super()._check_value(action, value)
 
 
@@ -93,68 +97,77 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m mpicoll", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"mpicoll {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, what in COMMANDS.items():
-        command = commands.add_parser(name, help=what, description=what, allow_abbrev=False)
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         _module(name).add_arguments(command)
     return parser
 
 
-class _Command(Protocol):
-    """What a module of a command has."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the command's options."""
-
-    def run(self, options: argparse.Namespace) -> int:
-        """Run the command and return its exit code."""
-
-
-def _module(name: str) -> _Command:
-    return cast("_Command", importlib.import_module(f"mpicoll.cli.{name}"))
+def _module(name: str) -> Any:
+    return importlib.import_module(f"mpicoll.cli.{name}")
 
 
 def is_first_rank(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launcher made this process rank 0, which prints before MPI runs."""
+    """Return whether the launcher made this process rank 0, which prints before MPI has started."""
     return launch.find_rank(environment) in ("", "0")
 
 
 def start_group() -> str:
-    """Create the default group of all ranks; return why that failed, "" if it did not."""
+    """Create the default group of all ranks. Returns an error message, or ""."""
     import mpicoll as dist
 
     try:
-        dist.init_process_group(timeout=LIMIT)
+        dist.init_process_group(timeout=INIT_TIMEOUT_S)
     except MpicollError as error:
         if not is_first_rank():
-            time.sleep(A_MOMENT)
+            time.sleep(EXIT_DELAY_S)
         return str(error)
     return ""
 
 
-def refuse(command: str, why: str, speaks: bool, code: int) -> int:
-    """Print on one rank why a command cannot do what is asked for, and return ``code``."""
-    if speaks:
+def out_of_memory(comm: MPI.Intracomm, pool: str, needed: int, available: int) -> str:
+    """Return why a memory cannot hold the arrays of its ranks, or "". The same on all ranks.
+
+    pool: name of the memory of this rank. needed, available: bytes.
+    """
+    users: dict[str, list[tuple[int, int]]] = {}
+    gathered = control_messages.allgather(comm, (pool, needed, available), tuple[str, int, int])
+    for name, own_needed, own_available in gathered:
+        users.setdefault(name, []).append((own_needed, own_available))
+    for name, uses in users.items():
+        total, free = sum(use[0] for use in uses), min(use[1] for use in uses)
+        if total > free:
+            return (
+                f"needs {total / 2**30:.1f} GiB on {name} for its {len(uses)} ranks, "
+                f"{free / 2**30:.1f} GiB are available"
+            )
+    return ""
+
+
+def refuse(command: str, why: str, prints: bool, code: int) -> int:
+    """Print an error on one rank, and return the exit code."""
+    if prints:
         write_lines(f"python -m mpicoll {command}: error: {why}")
     return code
 
 
 def parse_size(text: str) -> int:
-    """Parse a number of bytes, with K, M, G or T for 1024 and its powers."""
+    """Parse a number of bytes, with K, M, G or T for powers of 1024."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)", text.strip(), re.IGNORECASE)
     unit = 1024 ** " KMGT".index(found[2].upper() or " ") if found else 1
     nbytes = int(Fraction(found[1]) * unit) if found else 0
     if nbytes < 1:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no size: expected a number of bytes, at least 1, or one with K, M, G, T"
+            f"expected a number of bytes, at least 1, optionally with K, M, G or T, got {text!r}"
         )
     return nbytes
 
 
 def show_progress(text: str) -> None:
-    """Show progress in a line of the terminal that the next one replaces; "" removes it.
+    """Show progress in a terminal line that the next call replaces; "" removes it.
 
-    Elsewhere, as under mpirun, print a plain line if the last is ``PACE`` seconds old; "" counts
-    as a line.
+    Without a terminal, as under mpirun, print a line if the last one is at least
+    ``PROGRESS_INTERVAL_S`` seconds old; "" counts as a line.
     """
     global _last_shown
     now = time.monotonic()
@@ -163,24 +176,24 @@ def show_progress(text: str) -> None:
         sys.stderr.flush()
     elif not text or _last_shown is None:
         _last_shown = now
-    elif now - _last_shown >= PACE:
+    elif now - _last_shown >= PROGRESS_INTERVAL_S:
         _last_shown = now
         write_lines(text)
 
 
-#: When ``show_progress`` spoke last, or began.
+#: Time of the latest line of ``show_progress``.
 _last_shown: float | None = None
 
 
 def _end_quietly() -> None:
-    """Make Ctrl-C end the job with one line, whatever this rank is doing.
+    """Make Ctrl-C end the job with one line, even if this rank is blocked.
 
-    A thread listens, because a main thread that is blocked inside MPI runs no Python. The watchdog
-    of a process group leaves signals to an existing listener.
+    A thread waits for the signal, because a main thread that is blocked inside MPI runs no Python.
+    The watchdog of a process group does not replace an existing signal thread.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    signal.signal(signal.SIGINT, lambda *_: threading.Event().wait())  # no more is done
+    signal.signal(signal.SIGINT, lambda *_: threading.Event().wait())  # stop the main thread
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=_listen, args=(reader,), name="mpicoll-signals", daemon=True).start()
 
@@ -189,10 +202,10 @@ def _listen(reader: int) -> None:
     while os.read(reader, 1)[0] != signal.SIGINT:
         pass
     if not is_first_rank():
-        time.sleep(A_MOMENT)  # rank 0 speaks, if it was interrupted too, and ends the job
+        time.sleep(EXIT_DELAY_S)  # if rank 0 was also interrupted, it prints and ends the job
     show_progress("")
     write_lines("interrupted")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # MPI libraries comment on MPI_Abort
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide messages of MPI libraries about MPI_Abort
     try:
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():

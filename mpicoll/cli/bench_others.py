@@ -1,4 +1,4 @@
-"""The same calls on the same memory, by mpi4py, gloo, a copy, or single routes of mpicoll."""
+"""The same calls on the same memory by mpi4py, gloo, a copy, or a single route of mpicoll."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,9 +16,8 @@ from mpicoll import control_messages
 from mpicoll.cli.bench_calls import (
     Buffers,
     Case,
-    Host,
-    Place,
-    PlacedArray,
+    Memory,
+    MemoryArray,
     Side,
     allocate_zeros,
     named_call,
@@ -54,18 +53,19 @@ __all__ = [
 ]
 
 
-class Other(Protocol):
-    """A library or route that mpicoll's calls are compared with."""
+class Other:
+    """A library or route to compare with mpicoll's calls."""
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
-        """Return the counterpart of mpicoll's first variant; None if there is none."""
+        """Return the counterpart of mpicoll's first variant, or None."""
+        raise NotImplementedError
 
     def close(self) -> None:
-        """Free its resources."""
+        """Free resources."""
 
 
 def works_on_all(call: Call | None, comm: MPI.Intracomm) -> bool:
-    """Make the call; return whether it worked on all ranks. Libraries refuse in many ways."""
+    """Make a call, and return whether it succeeded on all ranks."""
     works = call is not None
     try:
         if call is not None:
@@ -75,23 +75,20 @@ def works_on_all(call: Call | None, comm: MPI.Intracomm) -> bool:
     return all(control_messages.allgather(comm, works, bool))
 
 
-class Mpi4py:
-    """mpi4py with ready ``[buffer, count of a block, datatype]``.
+class Mpi4py(Other):
+    """mpi4py with a prebuilt ``[buffer, count of a block, datatype]``.
 
-    MPI has no lists of arrays: one array for all ranks takes the place of mpicoll's lists.
+    MPI has no lists of arrays: one array for all ranks replaces a list of mpicoll.
     """
 
-    def __init__(self, comm: MPI.Intracomm, place: Place) -> None:
+    def __init__(self, comm: MPI.Intracomm, memory: Memory) -> None:
         from mpi4py import MPI
 
         self._mpi = MPI
         self._comm = comm
 
-    def close(self) -> None:
-        """Return at once: there is nothing to free."""
-
     def call(self, case: Case, buffers: Buffers) -> Call | None:
-        """Return the call; None for what MPI does not compute: averages and narrow floats."""
+        """Return the call, or None for averages and narrow floats, which MPI cannot reduce."""
         row, op, dtype = case.row, case.op, case.dtype
         arguments: list[Any] = [self._ready(case, side) for side in (buffers.input, buffers.output)]
         if row.layout is Layout.EMPTY:
@@ -115,12 +112,12 @@ class Mpi4py:
             return None
         array = side.given
         if isinstance(array, list):
-            array = allocate_zeros(len(array) * case.count, case.dtype, Host())
+            array = allocate_zeros(len(array) * case.count, case.dtype, Memory())
         return [array.view(np.uint8), case.count, getattr(self._mpi, case.dtype.mpi)]
 
 
-class TorchApi:
-    """torch.distributed's functions in one of its groups, on tensors of the same memory."""
+class TorchApi(Other):
+    """Functions of torch.distributed in one of its groups, on tensors of the same memory."""
 
     def __init__(self, group: object = None) -> None:
         import torch
@@ -133,7 +130,7 @@ class TorchApi:
         self.api.destroy_process_group()
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
-        """Return the call; None if torch has no such call or dtype."""
+        """Return the call, or None if torch lacks the call or the dtype."""
         if not hasattr(self.api, case.row.name):
             return None
         if case.dtype is not None and not hasattr(self.torch, case.dtype.name):
@@ -142,7 +139,7 @@ class TorchApi:
         input, output = (self._tensors(case, side and side.given) for side in sides)
         return named_call(self.api, case, input, output, group=self.group)
 
-    def _tensors(self, case: Case, given: PlacedArray | list[PlacedArray] | None) -> Any:
+    def _tensors(self, case: Case, given: MemoryArray | list[MemoryArray] | None) -> Any:
         if isinstance(given, list):
             return [self._tensors(case, array) for array in given]
         if given is None or case.dtype is None:
@@ -152,9 +149,9 @@ class TorchApi:
 
 
 class Gloo(TorchApi):
-    """torch.distributed's gloo group of the same ranks."""
+    """A gloo group of torch.distributed with the same ranks."""
 
-    def __init__(self, comm: MPI.Intracomm, place: Place) -> None:
+    def __init__(self, comm: MPI.Intracomm, memory: Memory) -> None:
         super().__init__()
         rank, n = comm.Get_rank(), comm.Get_size()
         host = os.environ["MASTER_ADDR"]  # set by init_process_group
@@ -168,22 +165,19 @@ class Gloo(TorchApi):
         self.api.init_process_group("gloo", store=store, rank=rank, world_size=n)
 
 
-class Copy:
-    """A copy of the larger array by every rank at once: the limit set by memory."""
+class Copy(Other):
+    """A copy of the larger array by all ranks at once, which measures the memory."""
 
-    def __init__(self, comm: MPI.Intracomm, place: Place) -> None:
-        self._place = place
-
-    def close(self) -> None:
-        """Return at once: there is nothing to free."""
+    def __init__(self, comm: MPI.Intracomm, memory: Memory) -> None:
+        self._memory = memory
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
-        """Return the copy; None if there is no array."""
+        """Return the copy, or None without an array."""
         if case.dtype is None:
             return None
         count = case.size // case.dtype.itemsize
         source, target = (
-            allocate_zeros(count, case.dtype, self._place).view(np.uint8) for _ in range(2)
+            allocate_zeros(count, case.dtype, self._memory).view(np.uint8) for _ in range(2)
         )
 
         def copy() -> None:
@@ -192,14 +186,14 @@ class Copy:
         return copy
 
 
-#: By the value of --compare.
-OTHERS: dict[str, Callable[[MPI.Intracomm, Place], Other]] = {
+#: By value of --compare.
+OTHERS: dict[str, Callable[[MPI.Intracomm, Memory], Other]] = {
     "mpi4py": Mpi4py, "gloo": Gloo, "copy": Copy,
 }  # fmt: skip
 
 
 def missing(name: str) -> str:
-    """Return why a comparison cannot be made; "" if it can."""
+    """Return the reason why a comparison is not available, or ""."""
     if name == "gloo" and importlib.util.find_spec("torch") is None:
         return "--compare gloo needs torch, which is not installed: pip install torch"
     return ""
@@ -214,9 +208,9 @@ def route_names(device: str) -> tuple[str, ...]:
 
 
 def find_routes(names: Sequence[str], device: str) -> dict[str, str]:
-    """Return why these ranks cannot take each of these routes, "" if they can.
+    """Return for each route the reason why these ranks cannot use it, or "".
 
-    All ranks call.
+    All ranks call it.
     """
     if device == "cpu":
         place = select.place(default_group())
@@ -241,8 +235,8 @@ def find_routes(names: Sequence[str], device: str) -> dict[str, str]:
     return reasons
 
 
-class Route:
-    """mpicoll's calls in a separate group, by one route for everything that it serves."""
+class Route(Other):
+    """Calls of mpicoll in a separate group, forced to one route."""
 
     def __init__(self, name: str, device: str, waits: bool) -> None:
         self._name, self._device, self._waits = name, device, waits
@@ -255,7 +249,7 @@ class Route:
         mpicoll.destroy_process_group(self._group)
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
-        """Return the call; None if the route does not serve it. All ranks call."""
+        """Return the call, or None if the route does not support it. All ranks call it."""
         if case.dtype is None or (self._device == "cpu" and not self._serves(case)):
             return None
         variant = variants(case.row)[0]
@@ -271,7 +265,7 @@ class Route:
 
     @contextlib.contextmanager
     def _forced(self) -> Iterator[None]:
-        """Make plans built in this context take the route."""
+        """Force the route for plans that are built in this context."""
         if self._device == "cpu":
             before = tuning.job.table
             tuning.job.table = before.holding({self._group.size(): _only(self._name)})
@@ -282,7 +276,7 @@ class Route:
             return
         before_value = os.environ.get(eligibility.FORCED)
         os.environ[eligibility.FORCED] = self._name
-        capabilities.forget()  # it holds the variable's former value
+        capabilities.forget()  # it has cached the variable
         try:
             yield
         finally:
@@ -293,7 +287,7 @@ class Route:
 
 
 def _only(route: str) -> tuning.Rows:
-    """Return the rows of a table with this route alone, where it is eligible."""
+    """Return the rows of a table with this route only, if it is eligible."""
     return {
         kind: {
             place: ((0, route),)

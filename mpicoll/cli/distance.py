@@ -1,9 +1,9 @@
-"""How far the processors of a job's ranks are apart.
+"""Distance of the processors of a job's ranks.
 
-Ranks are *near* if all of them share a last-level cache, *far* if some do not. Where calls go
-through memory, they take several times as long between far ranks as between near ones. It is
-measured, because what the system says of its caches need not be true: the processors of a virtual
-machine move between near and far within seconds, and so do ranks that are not bound to processors.
+Ranks are *near* if all of them share a last-level cache, and *far* otherwise. Calls through memory
+take several times longer between far ranks. The distance is measured, because the reported cache
+topology may be wrong: processors of a virtual machine move between near and far within seconds, and
+so do unbound ranks.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ __all__ = [
     "measure_pairs",
 ]
 
-#: How far ranks are apart. ``MIXED``: it changed so often that no samples of one distance are left.
+#: Distances. ``MIXED``: it changed so often that no samples of one distance are left.
 NEAR, FAR, UNKNOWN, MIXED = "near", "far", "unknown", "mixed"
 DISTANCES = (NEAR, FAR, UNKNOWN, MIXED)
 
-#: Measurements of two ranks at a time, of which the least counts: others may have been interrupted.
-_TRIES = 2
-#: Nanoseconds that a rank waits for the other one's answer.
-_PATIENCE = 50_000
-#: Bytes between numbers that different ranks write: a cache line, and the one fetched with it.
-_LINE = 128
+#: Number of measurements of a pair, of which the minimum is used.
+_TRY_COUNT = 2
+#: Time to wait for the partner.
+_TIMEOUT_NS = 50_000
+#: Distance of numbers that different ranks write: a cache line and the prefetched next one.
+_LINE_BYTES = 128
 
 
 class Distance:
-    """The distance of the ranks of a communicator; every rank has one and makes the same calls.
+    """Distance of the ranks of a communicator. Every rank has one and makes the same calls.
 
     Each rank measures the latency of a cache line to its *partners*, the ranks whose number differs
-    from its own in one bit. So with n ranks there are log2(n) measurements instead of n, all ranks
-    are joined by them, and where the ranks of a cache are numbered in sequence, or in turn with
-    those of other caches, no distance is missed.
+    from its own in one bit. With n ranks, this takes log2(n) measurements instead of n, and all
+    ranks are connected by them. No distance is missed if the ranks of a cache have consecutive or
+    interleaved numbers.
 
-    problem: why it cannot be measured, of use on rank 0; "" if it can, on all ranks alike.
+    problem: reason why it cannot be measured, of use on rank 0; "" if it can, on all ranks alike.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -66,25 +66,25 @@ class Distance:
         self.problem = "there is one rank" if n == 1 else self._share(n)
 
     def _share(self, n: int) -> str:
-        """Share memory with the other ranks; return why that would not do, "" if it does."""
+        """Share memory with the other ranks. Returns a reason if this is not possible, or ""."""
         from mpicoll.routes.host.shared_segment import share
 
         segment = share(self._comm, mmap.PAGESIZE, kernels is not None)
         if segment is None:
-            return "the ranks do not share memory, as they can on one node with the C library"
+            return "the ranks do not share memory (requires one node and the C library)"
         if segment.processors < n:
             return "there are more ranks than processors"
         self._memory = np.frombuffer(segment.memory, np.uint8)
         return ""
 
     def measure(self) -> float:
-        """Return this rank's nanoseconds to the farthest of its partners; 0 if that is unknown."""
+        """Return the nanoseconds to the farthest partner, or 0 if unknown."""
         found = self.measure_partners().values()
         most = max(found, default=0)
         return most if all(found) or classify(most, 0) == FAR else 0
 
     def measure_partners(self) -> dict[int, float]:
-        """Return the nanoseconds to each partner; 0 for one that does not answer in time."""
+        """Return the nanoseconds to each partner, or 0 if it timed out."""
         found: dict[int, float] = {}
         if self._memory is None or kernels is None:
             return found
@@ -92,39 +92,40 @@ class Distance:
         start = self._memory.ctypes.data
         for bit in self._bits:
             partner = self._me ^ 1 << bit
-            own, other = (start + mmap.PAGESIZE * r + _LINE * bit for r in (self._me, partner))
+            own, other = (
+                start + mmap.PAGESIZE * r + _LINE_BYTES * bit for r in (self._me, partner)
+            )
             tries = [
-                kernels.latency(own, other, self._me < partner, self._measurements + i, _PATIENCE)
-                for i in range(_TRIES)
+                kernels.latency(own, other, self._me < partner, self._measurements + i, _TIMEOUT_NS)
+                for i in range(_TRY_COUNT)
             ]
             found[partner] = min(filter(None, tries), default=0)
-        self._measurements += _TRIES
+        self._measurements += _TRY_COUNT
         return found
 
 
 class Pair(NamedTuple):
-    """Two ranks, and the nanoseconds between them, measured several times, where they answered."""
+    """Two ranks, and the measured nanoseconds between them."""
 
     ranks: tuple[int, int]
     latencies: list[float]
 
     @property
     def median(self) -> float:
-        """Return the median of the nanoseconds."""
+        """Median of the nanoseconds."""
         return statistics.median(self.latencies)
 
     @property
     def moves(self) -> bool:
-        """Return whether the two are near at times and far at others; one measurement alone may
-        have been disturbed.
-        """
+        """Whether the distance changes. A single measurement may have been disturbed."""
         found = Counter(classify(each, each) for each in self.latencies)
         return min(found[NEAR], found[FAR]) > 1
 
 
 def measure_pairs(comm: MPI.Intracomm, times: int = 20, pause: float = 5e-3) -> list[Pair] | str:
-    """Return the pairs of ranks between which distances were measured, or the reason for having
-    none. All ranks call, with the same number of ``times``.
+    """Return the measured pairs of ranks, or the reason why there are none.
+
+    All ranks call it, with the same ``times``.
     """
     distance, own = Distance(comm), list[dict[int, float]]()
     for _ in range(times):
@@ -141,9 +142,7 @@ def measure_pairs(comm: MPI.Intracomm, times: int = 20, pause: float = 5e-3) -> 
 
 
 def classify(most: float, least: float) -> str:
-    """Return the distance of ranks by the most and the least nanoseconds that they measured, 0
-    where that is unknown.
-    """
+    """Return the distance for the maximum and minimum nanoseconds of all ranks, 0 if unknown."""
     if kernels is not None and most >= kernels.far():
         return FAR
     return NEAR if least else UNKNOWN

@@ -1,12 +1,14 @@
-"""What ``python -m mpicoll doctor`` finds out: the facts of each rank, and the routes of calls."""
+"""Findings of ``python -m mpicoll doctor``: facts of each rank, routes, and topology."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import re
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,15 +17,15 @@ from typing import TYPE_CHECKING, cast
 from mpicoll import control_messages, settings
 from mpicoll.cli.distance import Pair, measure_pairs
 from mpicoll.cli.doctor_machine import (
-    Place,
+    Placement,
     describe_distance,
     describe_gpudirect,
     describe_memory,
     describe_system,
     find_moving,
 )
-from mpicoll.cli.doctor_topology import Joined, examine_topology
 from mpicoll.launch.host_identity import node
+from mpicoll.machine import format_ranges
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -45,47 +47,72 @@ Facts = dict[str, str]
 Routes = dict[str, str]
 
 
+@dataclass(frozen=True)
+class Row:
+    """A GPU and its connections.
+
+    name:  PCI address.
+    ranks: ranks that use it.
+    processors: near processors, as ranges.
+    to:    connection to each GPU and card of the node: NVLink, or the distance on PCIe.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    processors: str
+    to: dict[str, str]
+
+
+@dataclass(frozen=True)
+class NodeTopology:
+    """GPUs and network cards of a host, by name; empty if /sys has no information."""
+
+    host: str
+    gpus: tuple[Row, ...] = ()
+    cards: tuple[str, ...] = ()
+
+
 @dataclass
 class Findings:
-    """What the ranks found.
+    """Findings of all ranks. Lists are indexed by rank, except idle, clusters and topology.
 
-    facts:  each rank's facts, by rank.
-    wrong:  why the ranks do not form one world, "" if they do.
-    all_ranks: what each can do.
-    idle:   lines on GPUs that are idle while others are shared.
-    places: where each rank runs.
-    misspelt: by rank, the settings that are wrong, and why.
-    bad_route: why MPICOLL_DEVICE_ROUTE or MPICOLL_CUDA_AWARE cannot be followed.
-    moving: the ranks that move between near and far processors.
-    shared: whether all_reduce goes through shared memory; None if unknown or on several nodes.
-    clusters: of ranks that share memory, how many in a row are near each other.
-    apart:  by rank, why it cannot copy from the memory of others on its node; "" for nothing.
-    host, device: the route of arrays there, by primitive.
-    off:    why device routes are not taken, by their names; "" for those that are.
-    joined: how the GPUs of each node are joined.
-    far:    by rank, what is far from its GPU though it need not be.
+    facts:      facts of each rank.
+    problem:    error of init_process_group, or "".
+    all_ranks:  capabilities of each rank.
+    idle:       lines about GPUs that are idle while other GPUs are shared.
+    placements: processors and memory of each rank.
+    misspelled: invalid settings, with their errors.
+    bad_route:  error of MPICOLL_DEVICE_ROUTE or MPICOLL_CUDA_AWARE, or "".
+    moving:     ranks that move between near and far processors.
+    shared:     whether all_reduce uses shared memory; None if unknown or on several nodes.
+    clusters:   sizes of the clusters of near ranks, in rank order.
+    no_single_copy: reason why a rank cannot copy from the memory of other ranks, or "".
+    host, device: routes of host and device arrays, by primitive.
+    off:        reasons why device routes are not used, by name; "" if used.
+    topology:   GPUs and network cards of each node.
+    far:        warnings about a GPU, network card or processors that are far apart.
     """
 
     facts: list[Facts]
-    wrong: str = ""
+    problem: str = ""
     all_ranks: tuple[Capabilities, ...] = ()
     idle: list[str] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
-    misspelt: list[dict[str, str]] = field(default_factory=list)
+    placements: list[Placement] = field(default_factory=list)
+    misspelled: list[dict[str, str]] = field(default_factory=list)
     bad_route: str = ""
     moving: set[int] = field(default_factory=set)
     shared: bool | None = None
     clusters: list[int] = field(default_factory=list)
-    apart: list[str] = field(default_factory=list)
+    no_single_copy: list[str] = field(default_factory=list)
     host: Routes = field(default_factory=dict)
     device: Routes = field(default_factory=dict)
     off: Routes = field(default_factory=dict)
-    joined: list[Joined] = field(default_factory=list)
+    topology: list[NodeTopology] = field(default_factory=list)
     far: list[list[str]] = field(default_factory=list)
 
 
-def examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool, Findings]:
-    """Collect what all ranks find out; return whether this is rank 0, and the findings."""
+def examine(before: Facts, misspelled: dict[str, str], again: bool) -> tuple[bool, Findings]:
+    """Collect the findings of all ranks. Returns whether this is rank 0, and the findings."""
     import mpicoll as dist
     from mpicoll.core.groups import default_group
     from mpicoll.cuda import binding
@@ -102,60 +129,66 @@ def examine(before: Facts, misspelt: dict[str, str], again: bool) -> tuple[bool,
     from mpicoll.routes.registry import DEVICE
 
     group, n, me = default_group(), dist.get_world_size(), dist.get_rank()
-    seen = Findings([])
+    findings = Findings([])
     names: tuple[str, ...] = ()
     try:
-        seen.all_ranks = exchange(group.inner, probes=True, again=again)
+        findings.all_ranks = exchange(group.inner, probes=True, again=again)
         local = control_messages.allgather(group.inner, dist.get_node_local_rank(), int)
         used = [
             binding.device_for(rank, len(own.gpus))
-            for rank, own in zip(local, seen.all_ranks, strict=True)
+            for rank, own in zip(local, findings.all_ranks, strict=True)
         ]
-        seen.all_ranks = with_used(seen.all_ranks, used)
-        seen.idle = list(binding.describe_idle_gpus(seen.all_ranks, used).values())
+        findings.all_ranks = with_used(findings.all_ranks, used)
+        findings.idle = list(binding.describe_idle_gpus(findings.all_ranks, used).values())
         host = socket.gethostname()
-        seen.joined, seen.far = examine_topology(group.inner, seen.all_ranks, used, host)
-        forced = forced_route(seen.all_ranks)
-        names = eligible_routes(seen.all_ranks, forced)
-        seen.off = describe_routes(names, seen.all_ranks, forced)
+        findings.topology, findings.far = examine_topology(
+            group.inner, findings.all_ranks, used, host
+        )
+        forced = forced_route(findings.all_ranks)
+        names = eligible_routes(findings.all_ranks, forced)
+        findings.off = describe_routes(names, findings.all_ranks, forced)
         if None not in used:
-            names, seen.off = _try_device_routes(group, used[me] or 0)
+            names, findings.off = _try_device_routes(group, used[me] or 0)
     except MpicollError as error:  # the same on all ranks
-        seen.bad_route = str(error)
-    seen.host = _describe_host_routes(group)
-    if n > 1 and len({own.node for own in seen.all_ranks}) == 1:
+        findings.bad_route = str(error)
+    findings.host = _describe_host_routes(group)
+    if n > 1 and len({own.node for own in findings.all_ranks}) == 1:
         memory = group.resources.find("shared")
-        seen.shared, seen.clusters = bool(memory), memory.clusters if memory else []
-    seen.apart = control_messages.allgather(group.inner, single_copy.find_obstacle(group), str)
-    if any(own.gpus for own in seen.all_ranks) and names:
-        seen.device = {
+        findings.shared, findings.clusters = bool(memory), memory.clusters if memory else []
+    findings.no_single_copy = control_messages.allgather(
+        group.inner, single_copy.find_obstacle(group), str
+    )
+    if any(own.gpus for own in findings.all_ranks) and names:
+        findings.device = {
             row.name: next((n for n in names if row.name in DEVICE[n].primitives), "refused")
             for row in PRIMITIVES
             if row.layout is not Layout.EMPTY
         }
-    facts = describe_process() | before | _describe_mpi(seen, me)
+    facts = describe_process() | before | _describe_mpi(findings, me)
     pairs = _measure_distances(group.inner)
     facts["distance"] = describe_distance(pairs)
-    seen.moving = set().union(
+    findings.moving = set().union(
         *control_messages.allgather(group.inner, find_moving(pairs), set[int])
     )
-    torch = control_messages.bcast(
+    torch = control_messages.bcast(  # by rank 0 only, because importing torch is slow
         group.inner, describe_torch() if me == 0 else "", 0, str
-    )  # its import takes long
+    )
     if torch.startswith(facts["torch"]):
         facts["torch"] = torch
-    told = control_messages.allgather(
-        group.inner, (facts, Place.find(), misspelt), tuple[Facts, Place, dict[str, str]]
+    gathered = control_messages.allgather(
+        group.inner, (facts, Placement.find(), misspelled), tuple[Facts, Placement, dict[str, str]]
     )
-    seen.facts, seen.places, seen.misspelt = map(list, zip(*told, strict=True))
-    for each, shared in zip(seen.facts, describe_memory(seen.places), strict=True):
+    findings.facts, findings.placements, findings.misspelled = map(
+        list, zip(*gathered, strict=True)
+    )
+    for each, shared in zip(findings.facts, describe_memory(findings.placements), strict=True):
         each["/dev/shm"] = shared
     dist.destroy_process_group()
-    return me == 0, seen
+    return me == 0, findings
 
 
 def _try_device_routes(group: ProcessGroup, index: int) -> tuple[tuple[str, ...], Routes]:
-    """Return the routes that the ranks agree on as in a first call, and why not the others."""
+    """Negotiate device routes as a first call does. Returns them, and reasons against others."""
     from mpicoll.cuda.runtime import get_runtime
     from mpicoll.cuda.streams import DeviceContext
     from mpicoll.errors import DistBackendError
@@ -166,7 +199,7 @@ def _try_device_routes(group: ProcessGroup, index: int) -> tuple[tuple[str, ...]
         context = group.resources.get_or_create(
             "doctor", lambda: DeviceContext(get_runtime(), index), DeviceContext.close
         )
-    except Exception as error:  # whatever CUDA says
+    except Exception as error:  # any error of CUDA
         problem = f"GPU {index} cannot be used: {error}"
     problems = control_messages.allgather(group.inner, problem, str)
     for rank, problem in enumerate(problems):
@@ -178,8 +211,9 @@ def _try_device_routes(group: ProcessGroup, index: int) -> tuple[tuple[str, ...]
 
 
 def _measure_distances(comm: MPI.Intracomm) -> list[Pair] | str:
-    """Return the pairs of ranks on this node between which distances were measured, or why none
-    could be. All ranks call.
+    """Return the measured pairs of ranks on this node, or the reason why there are none.
+
+    All ranks call it.
     """
     nodes = control_messages.allgather(comm, node(), str)
     own = nodes[comm.Get_rank()]
@@ -193,14 +227,14 @@ def _measure_distances(comm: MPI.Intracomm) -> list[Pair] | str:
 
 
 def describe_process() -> Facts:
-    """Return the facts that need no MPI."""
+    """Return facts that need no MPI."""
     import mpicoll
     from mpicoll.kernels import library
 
     return {
         "host": socket.gethostname(),
         **describe_system(),
-        "/dev/shm": describe_memory([Place.find()])[0],
+        "/dev/shm": describe_memory([Placement.find()])[0],
         "Python": f"{platform.python_version()} ({sys.executable})",
         "mpicoll": f"{mpicoll.__version__} ({Path(mpicoll.__file__).parent})",
         "settings": "",
@@ -219,8 +253,8 @@ def describe_process() -> Facts:
     }
 
 
-def _describe_mpi(seen: Findings, me: int) -> Facts:
-    """Return the facts that need MPI."""
+def _describe_mpi(findings: Findings, me: int) -> Facts:
+    """Return facts that need MPI."""
     from mpi4py import MPI
 
     from mpicoll.cuda.runtime import CUDA
@@ -229,10 +263,10 @@ def _describe_mpi(seen: Findings, me: int) -> Facts:
     levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
     level = next(name for name in levels if getattr(MPI, f"THREAD_{name}") == MPI.Query_thread())
     facts = {"threads": f"MPI_THREAD_{level}", "routes": tuning.job.table.describe()}
-    if not seen.all_ranks:
+    if not findings.all_ranks:
         return facts
-    own, nodes = seen.all_ranks[me], len({each.node for each in seen.all_ranks})
-    n = len(seen.all_ranks)
+    own, nodes = findings.all_ranks[me], len({each.node for each in findings.all_ranks})
+    n = len(findings.all_ranks)
     gpus = zip(own.names, own.gpus, strict=True)
     return facts | {
         "MPI": f"{own.vendor} {own.version} ({own.library})",
@@ -245,7 +279,7 @@ def _describe_mpi(seen: Findings, me: int) -> Facts:
 
 
 def name_launcher() -> str:
-    """Return the name of the launcher that started this process, "none" for none."""
+    """Return the name of the launcher of this process, or "none"."""
     from mpicoll import launch
 
     launcher = launch.find_launcher()
@@ -253,7 +287,7 @@ def name_launcher() -> str:
 
 
 def describe_settings() -> str:
-    """Return the settings that the environment has."""
+    """Return the settings in the environment."""
     found = settings.list_set().items()
     return "; ".join(f"{name}={value}" for name, value in found) or "none"
 
@@ -266,14 +300,14 @@ def _find_version(*names: str) -> str:
 
 
 def describe_torch() -> str:
-    """Return torch's version and whether it knows the backend."""
+    """Return the version of torch, and whether the backend is registered."""
     version = _find_version("torch")
     if version == "none":
         return version
     try:
         from torch.distributed import Backend
     except Exception as error:
-        return f"{version}, which cannot be imported: {error}"
+        return f"{version}, cannot be imported: {error}"
     served = "is" if hasattr(Backend, "MPICOLL") else "is not"
     return f"{version}; the backend mpicoll {served} registered"
 
@@ -289,9 +323,7 @@ def _find_driver() -> str:
 
 
 def _describe_host_routes(group: ProcessGroup) -> Routes:
-    """Return the routes of arrays on the host, by primitive; of reductions, for float32 and
-    bfloat16.
-    """
+    """Return the routes of host arrays by primitive; of reductions for float32 and bfloat16."""
     from mpicoll.core.plan import CallKind
     from mpicoll.dtypes import ReduceOp, by_name
     from mpicoll.primitives import PRIMITIVES
@@ -306,3 +338,57 @@ def _describe_host_routes(group: ProcessGroup) -> Routes:
             route = describe(CallKind(primitive, group, ReduceOp.SUM, by_name[name]))
             found[f"{primitive.name} ({name})"] = route
     return found
+
+
+# --- topology -----------------------------------------------------------------------------------
+
+
+def examine_topology(
+    comm: MPI.Intracomm, all_ranks: Sequence[Capabilities], used: Sequence[int | None], host: str
+) -> tuple[list[NodeTopology], list[list[str]]]:
+    """Return the topology of each node, and by rank the warnings about far devices.
+
+    All ranks call it. all_ranks: capabilities of each rank; used: GPU number of each rank.
+    """
+    from mpicoll.cuda import topology
+
+    me = comm.Get_rank()
+    own = all_ranks[me]
+    place = {
+        rank: one.gpus[index].partition(" ")[0]
+        for rank, (one, index) in enumerate(zip(all_ranks, used, strict=True))
+        if index is not None and one.node == own.node
+    }
+    seen = [gpu.partition(" ")[0] for one in all_ranks if one.node == own.node for gpu in one.gpus]
+    known = topology.find(seen)
+    rows = []
+    for gpu in known.gpus:
+        others = [one for one in (*known.gpus, *known.cards) if one is not gpu]
+        ranks = tuple(rank for rank, name in place.items() if known.gpu(name) is gpu)
+        to = {one.name: known.between(gpu, one) for one in others}
+        rows.append(Row(gpu.name, ranks, format_ranges(gpu.processors), to))
+    far = []
+    if me in place:
+        others_seen = [gpu.partition(" ")[0] for gpu in own.gpus]
+        far = topology.find_far(known, place[me], os.sched_getaffinity(0), os.environ, others_seen)
+    mine = NodeTopology(host, tuple(rows), tuple(card.name for card in known.cards))
+    gathered = control_messages.allgather(comm, (mine, far), tuple[NodeTopology, list[str]])
+    nodes = [one.node for one in all_ranks]
+    firsts = [gathered[rank][0] for rank, node in enumerate(nodes) if nodes.index(node) == rank]
+    return [one for one in firsts if one.gpus], [texts for _, texts in gathered]
+
+
+def format_table(one: NodeTopology) -> list[str]:
+    """Return the lines of a table, as ``nvidia-smi topo -m`` prints."""
+    names = [*(row.name for row in one.gpus), *one.cards]
+    heads = [f"GPU{i}" for i in range(len(one.gpus))] + list(one.cards)
+    table = [["", *heads, "near processors", "ranks"]]
+    for i, row in enumerate(one.gpus):
+        cells = ["X" if name == row.name else row.to[name] for name in names]
+        ranks = format_ranges(row.ranks) or "none"
+        table.append([f"GPU{i} {row.name}", *cells, row.processors or "unknown", ranks])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
+    ]

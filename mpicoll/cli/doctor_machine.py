@@ -1,6 +1,4 @@
-"""What ``python -m mpicoll doctor`` says of the machine: its system, its processors and which of
-them each rank may run on, and the memory that processes share.
-"""
+"""Facts and advice of ``doctor`` about a machine: system, processors, shared memory."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from mpicoll.cli.distance import FAR, NEAR, Pair, classify
 from mpicoll.machine import format_ranges
 
 __all__ = [
-    "Place",
+    "Placement",
     "describe_distance",
     "describe_gpudirect",
     "describe_memory",
@@ -32,18 +30,18 @@ __all__ = [
     "name_ranks",
 ]
 
-#: With so few free bytes in /dev/shm, Docker's default, MPI libraries fail.
-_LITTLE = 64 << 20
+#: Free memory in /dev/shm below which MPI libraries may fail; Docker's default.
+_MIN_FREE_BYTES = 64 << 20
 _SHARED = "/dev/shm"
 
 
-class Place(NamedTuple):
-    """Where a rank is.
+class Placement(NamedTuple):
+    """Processors and memory of a rank.
 
-    processors: how many the host has.
-    allowed:    the numbers of those on which the rank may run.
-    shared, free: bytes of /dev/shm; None where there is no such.
-    threads:    OMP_NUM_THREADS, "" if it is not set.
+    processors: number of processors of the host.
+    allowed:    numbers of the processors on which the rank may run.
+    shared, free: size and free bytes of /dev/shm, or None.
+    threads:    OMP_NUM_THREADS, or "".
     """
 
     host: str
@@ -54,8 +52,8 @@ class Place(NamedTuple):
     threads: str = ""
 
     @classmethod
-    def find(cls) -> Place:
-        """Find out where this process runs."""
+    def find(cls) -> Placement:
+        """Return the placement of this process."""
         shared = free = None
         with suppress(OSError):
             found = os.statvfs(_SHARED)
@@ -71,7 +69,7 @@ def describe_system() -> dict[str, str]:
     name = platform.system()
     with suppress(OSError):
         name = platform.freedesktop_os_release()["PRETTY_NAME"]
-    allowed = Place.find().allowed
+    allowed = Placement.find().allowed
     return {
         "system": f"{name}, {platform.system()} {platform.release()} {platform.machine()}",
         "processors": machine.describe(),
@@ -79,16 +77,16 @@ def describe_system() -> dict[str, str]:
     }
 
 
-def describe_memory(places: Sequence[Place]) -> list[str]:
-    """Describe /dev/shm by rank, the same for all ranks of a host."""
-    first: dict[str, Place] = {}
-    return [_format_shared(first.setdefault(place.host, place)) for place in places]
+def describe_memory(placements: Sequence[Placement]) -> list[str]:
+    """Describe /dev/shm by rank, with the same text for all ranks of a host."""
+    first: dict[str, Placement] = {}
+    return [_format_shared(first.setdefault(placement.host, placement)) for placement in placements]
 
 
-def _format_shared(place: Place) -> str:
-    if place.shared is None or place.free is None:
+def _format_shared(placement: Placement) -> str:
+    if placement.shared is None or placement.free is None:
         return "none"
-    return f"{_format_bytes(place.shared)}, {_format_bytes(place.free)} free"
+    return f"{_format_bytes(placement.shared)}, {_format_bytes(placement.free)} free"
 
 
 def _format_bytes(count: int) -> str:
@@ -97,7 +95,7 @@ def _format_bytes(count: int) -> str:
 
 
 def describe_gpudirect(modules: Path = Path("/sys/module")) -> str:
-    """Describe which kernel modules of GPUDirect are loaded; dma-buf needs none of them."""
+    """Describe which kernel modules of GPUDirect are loaded. dma-buf needs none of them."""
     found = [
         f"{name} ({what}) is {'loaded' if (modules / name).exists() else 'not loaded'}"
         for name, what in (("nvidia_peermem", "RDMA"), ("gdrdrv", "GDRCopy"))
@@ -106,9 +104,7 @@ def describe_gpudirect(modules: Path = Path("/sys/module")) -> str:
 
 
 def describe_distance(pairs: Sequence[Pair] | str) -> str:
-    """Describe how far the ranks of a node are apart, by those that are farthest; or why that is
-    unknown.
-    """
+    """Describe the distance of the farthest ranks of a node, or why it is unknown."""
     if isinstance(pairs, str):
         return f"unknown: {pairs}"
     moving = find_moving(pairs)
@@ -116,20 +112,20 @@ def describe_distance(pairs: Sequence[Pair] | str) -> str:
         latencies = [latency for pair in pairs for latency in pair.latencies if pair.moves]
         return (
             f"{min(latencies):.0f} to {max(latencies):.0f} ns: {name_ranks(sorted(moving))} move "
-            f"between processors that share a cache ({NEAR}) and others ({FAR})"
+            f"between processors with a shared cache ({NEAR}) and without one ({FAR})"
         )
     farthest = max(pairs, key=lambda pair: pair.median)
     found = classify(farthest.median, farthest.median)
     a, b = farthest.ranks
     if found == FAR:
-        what = f"they share no cache ({FAR})"
+        relation = f"no shared cache ({FAR})"
     else:
-        what = f"{'they' if len(pairs) == 1 else 'all ranks'} share a cache ({found})"
-    return f"{farthest.median:.0f} ns between ranks {a} and {b}: {what}"
+        relation = f"{'' if len(pairs) == 1 else 'all ranks have '}a shared cache ({found})"
+    return f"{farthest.median:.0f} ns between ranks {a} and {b}: {relation}"
 
 
 def find_moving(pairs: Sequence[Pair] | str) -> set[int]:
-    """Return the ranks that are near each other at times and far at others."""
+    """Return the ranks whose distance changes between near and far."""
     if isinstance(pairs, str):
         return set()
     return {rank for pair in pairs if pair.moves for rank in pair.ranks}
@@ -138,18 +134,18 @@ def find_moving(pairs: Sequence[Pair] | str) -> set[int]:
 # --- what to change -----------------------------------------------------------------------------
 
 
-def find_crowded(places: Sequence[Place]) -> list[str]:
-    """Report hosts with more ranks than processors, or than processors they may use."""
-    return _by_host(places, _crowd)
+def find_crowded(placements: Sequence[Placement]) -> list[str]:
+    """Return advice for hosts with more ranks than processors, or than allowed processors."""
+    return _by_host(placements, _crowd)
 
 
-def _crowd(ranks: Sequence[Place]) -> str:
-    n, there = len(ranks), ranks[0].processors
-    waits = "they take turns, and calls take many times as long"
-    if n > there:
+def _crowd(ranks: Sequence[Placement]) -> str:
+    n, count = len(ranks), ranks[0].processors
+    effect = "they share processors, and calls take many times longer"
+    if n > count:
         return (
-            f"{n} ranks on {{host}}, which has {_processors(there)}: {waits}. Start at most "
-            f"{there} there (mpirun -n {there}), or spread them over more nodes"
+            f"{n} ranks on {{host}}, which has {_processors(count)}: {effect}. Start at most "
+            f"{count} there (mpirun -n {count}), or use more nodes"
         )
     sets = [set(each.allowed) for each in ranks]
     worst, few = 0, set[int]()
@@ -160,84 +156,86 @@ def _crowd(ranks: Sequence[Place]) -> str:
     if not worst:
         return ""
     return (
-        f"{worst} ranks on {{host}} may only run on {len(few)} of its {_processors(there)} "
-        f"({format_ranges(few)}): {waits}. Give each one of its own (mpirun --bind-to core, srun "
-        "--cpu-bind=cores), leave them unbound (mpirun --bind-to none), or ask the batch system "
-        "for more"
+        f"{worst} ranks on {{host}} may only run on {len(few)} of its {_processors(count)} "
+        f"({format_ranges(few)}): {effect}. Bind each to its own (mpirun --bind-to core, srun "
+        "--cpu-bind=cores), leave them unbound (mpirun --bind-to none), or request more from the "
+        "batch system"
     )
 
 
-def find_unbound(places: Sequence[Place]) -> list[int]:
+def find_unbound(placements: Sequence[Placement]) -> list[int]:
     """Return the ranks that may move between processors that other ranks may also use.
 
     Skips hosts with more ranks than processors, where binding does not help.
     """
     unbound = []
-    for ranks in _hosts(places).values():
-        if _crowd([places[rank] for rank in ranks]):
+    for ranks in _hosts(placements).values():
+        if _crowd([placements[rank] for rank in ranks]):
             continue
-        users = Counter(number for rank in ranks for number in places[rank].allowed)
+        users = Counter(number for rank in ranks for number in placements[rank].allowed)
         unbound += [
             rank
             for rank in ranks
-            if len(places[rank].allowed) > 1
-            and any(users[number] > 1 for number in places[rank].allowed)
+            if len(placements[rank].allowed) > 1
+            and any(users[number] > 1 for number in placements[rank].allowed)
         ]
     return sorted(unbound)
 
 
-def find_thread_excess(places: Sequence[Place]) -> list[str]:
-    """Report hosts where libraries start more threads than there are processors, because
-    OMP_NUM_THREADS is not set.
-    """
+def find_thread_excess(placements: Sequence[Placement]) -> list[str]:
+    """Return advice for hosts without OMP_NUM_THREADS, where libraries start too many threads."""
 
-    def excess(ranks: Sequence[Place]) -> str:
+    def excess(ranks: Sequence[Placement]) -> str:
         threads = sum(len(each.allowed) for each in ranks if not each.threads)
         processors = len(set[int]().union(*(each.allowed for each in ranks)))
         if threads <= processors:
             return ""
         return (
-            "OMP_NUM_THREADS is not set: in each of the ranks on {host}, NumPy and PyTorch may "
-            f"start a thread for every processor, {threads} threads on {_processors(processors)}. "
+            "OMP_NUM_THREADS is not set: in each rank on {host}, NumPy and PyTorch may start a "
+            f"thread for every processor, {threads} threads on {_processors(processors)}. "
             f"Set it: export OMP_NUM_THREADS={max(1, processors // len(ranks))}"
         )
 
-    return _by_host(places, excess)
+    return _by_host(placements, excess)
 
 
-def find_small_memory(places: Sequence[Place]) -> list[str]:
-    """Report hosts with so little memory in /dev/shm that MPI may fail."""
+def find_small_memory(placements: Sequence[Placement]) -> list[str]:
+    """Return advice for hosts with so little memory in /dev/shm that MPI may fail."""
 
-    def small(ranks: Sequence[Place]) -> str:
-        free = min((each.free for each in ranks if each.free is not None), default=_LITTLE + 1)
-        if free > _LITTLE:
+    def small(ranks: Sequence[Placement]) -> str:
+        free = min(
+            (each.free for each in ranks if each.free is not None), default=_MIN_FREE_BYTES + 1
+        )
+        if free > _MIN_FREE_BYTES:
             return ""
         return (
-            f"{_SHARED} on {{host}} has {_format_bytes(free)} left: MPI libraries keep messages "
-            "there, and a rank is killed by SIGBUS once it is full. Make it larger (docker run "
+            f"{_SHARED} on {{host}} has {_format_bytes(free)} left: MPI libraries store messages "
+            "there, and a rank dies of SIGBUS when it is full. Increase its size (docker run "
             f"--shm-size=1g, or --ipc=host; mount -o remount,size=1g {_SHARED})"
         )
 
-    return _by_host(places, small)
+    return _by_host(placements, small)
 
 
-def _by_host(places: Sequence[Place], tell: Callable[[Sequence[Place]], str]) -> list[str]:
-    """What there is to tell of each host, which is {host} in it; the same of several once."""
-    told: dict[str, list[str]] = {}
-    for host, ranks in _hosts(places).items():
-        told.setdefault(tell([places[rank] for rank in ranks]), []).append(host)
-    told.pop("", None)
+def _by_host(
+    placements: Sequence[Placement], describe: Callable[[Sequence[Placement]], str]
+) -> list[str]:
+    """Return each advice once. {host} in it becomes the name of its hosts."""
+    found: dict[str, list[str]] = {}
+    for host, ranks in _hosts(placements).items():
+        found.setdefault(describe([placements[rank] for rank in ranks]), []).append(host)
+    found.pop("", None)
     return [
-        text.format(host=f"{names[0]} (so on {len(names) - 1} more)" if names[1:] else names[0])
-        for text, names in told.items()
+        text.format(host=f"{names[0]} (and {len(names) - 1} more)" if names[1:] else names[0])
+        for text, names in found.items()
     ]
 
 
-def _hosts(places: Sequence[Place]) -> dict[str, list[int]]:
+def _hosts(placements: Sequence[Placement]) -> dict[str, list[int]]:
     """Return the ranks of each host."""
     hosts: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
-        hosts.setdefault(place.host, []).append(rank)
+    for rank, placement in enumerate(placements):
+        hosts.setdefault(placement.host, []).append(rank)
     return hosts
 
 
@@ -246,5 +244,5 @@ def _processors(n: int) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3" or "ranks 0, 2-4"; "" for none."""
+    """Return "rank 3" or "ranks 0, 2-4", or "" without ranks."""
     return f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)}" if ranks else ""

@@ -1,4 +1,4 @@
-"""``python -m mpicoll hello``: one line from each rank, in their order."""
+"""``python -m mpicoll hello``: print one line from each rank, in order."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the one option."""
+    """Add --binding."""
     parser.add_argument(
         "--binding",
         action="store_true",
-        help="also the processors that each rank may run on, of those of its node",
+        help="also print the processors on which each rank may run",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the lines; return 0, or 1 if the ranks do not become one world."""
+    """Print the lines; return 0, or 1 for a failed init."""
     wrong = cli.start_group()
     if wrong:
         if cli.is_first_rank():
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     route = eligible_routes(all_ranks, forced_route(all_ranks))[0]
     gpu = "no GPU" if index is None else f"GPU {index} ({own.gpus[index]}), device route {route}"
     if index is not None:
-        gpu += _describe_place(own.gpus, index)
+        gpu += _describe_topology(own.gpus, index)
     line = (
         f"rank {dist.get_rank()} of {dist.get_world_size()} on {socket.gethostname()}, "
         f"local rank {local} of {node_size()}, {own.vendor} {own.version}, {gpu}"
@@ -60,15 +60,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _describe_binding() -> str:
-    """Say which processors this process may run on."""
+    """Describe the processors on which this process may run."""
     allowed, count = os.sched_getaffinity(0), os.cpu_count() or 1
     if len(allowed) == count:
         return f"bound to none of {count} processors"
     return f"bound to processor{'s' * (len(allowed) > 1)} {format_ranges(allowed)} of {count}"
 
 
-def _describe_place(gpus: Sequence[str], index: int) -> str:
-    """Say which network cards are nearest to a GPU, and what is far from it; "" for nothing."""
+def _describe_topology(gpus: Sequence[str], index: int) -> str:
+    """Describe the nearest network cards of a GPU, and warnings about far devices."""
     from mpicoll.cuda import topology
 
     names = [gpu.partition(" ")[0] for gpu in gpus]

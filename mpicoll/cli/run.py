@@ -1,4 +1,4 @@
-"""``python -m mpicoll run``: an unedited PyTorch script over mpicoll."""
+"""``python -m mpicoll run``: run an unmodified PyTorch script with mpicoll."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpicoll.settings import INSTALL_AS
 
 __all__ = ["add_arguments", "run"]
 
-#: If this is 0, torch silently loads no plug-ins, mpicoll among them.
+#: If this is 0, torch silently loads no plug-ins, including mpicoll.
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_names,
         default=",".join(INSTALL_AS.values),
         metavar="NAMES",
-        help=f"the names that mean mpicoll: {INSTALL_AS.expected}; default: all",
+        help=f"backends to replace: {INSTALL_AS.expected}; default: all",
     )
     parser.add_argument("-m", action="store_true", help="SCRIPT is a module, as for python -m")
     parser.add_argument(
@@ -38,17 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replace this process with the script; the launcher goes on watching it.
+    """Replace this process with the script.
 
-    So __main__, sys.argv, sys.path, signals and uncaught exceptions are the script's own. RANK and
-    the other variables of torchrun are set from the launcher's variables, unless they are set
-    already. Child processes inherit the variables, but not the option -X, which marks this process
-    and lists the variables set here.
+    __main__, sys.argv, sys.path, signals and uncaught exceptions therefore belong to the script,
+    and the launcher keeps watching the process. RANK and further variables of torchrun are set
+    from the variables of the launcher, unless they are set. Child processes inherit the variables,
+    but not the option -X, which marks this process and lists the variables that were set.
     """
     if not options.script:
         return refuse("run", "expected a script, or -m and a module", is_first_rank(), 2)
     if os.environ.get(_AUTOLOAD) == "0":
-        why = f"{_AUTOLOAD}=0 keeps torch from loading mpicoll: unset it"
+        why = f"{_AUTOLOAD}=0 prevents torch from loading mpicoll: unset it"
         return refuse("run", why, is_first_rank(), 2)
     module = ["-m"] if options.m else []
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]

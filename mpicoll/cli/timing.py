@@ -1,11 +1,11 @@
-"""Time calls that ranks make together: the harness of ``bench``, ``tune`` and ``benchmarks/``.
+"""Time calls that ranks make together. Used by ``bench``, ``tune`` and ``benchmarks/``.
 
-A sample is the time of some calls of one case after a barrier. Samples of all cases take turns, in
-a changing order, so that a disturbance hits all of them alike. The time of a sample is the slowest
-rank's, unless another is requested. Figures are medians with quartiles.
+A sample is the time of some calls of one case after a barrier. Samples of all cases alternate in
+random order, so that a disturbance affects all of them. The time of the slowest rank is used,
+unless another is requested. Figures are medians with quartiles.
 
-How far the ranks are apart (``distance``) is measured before and after each sample. A figure is of
-samples of one distance; a sample during which it changed is dropped.
+The distance of the ranks (``distance``) is measured before and after each sample. A figure uses
+samples of one distance. A sample during which the distance changed is dropped.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "CALLS",
-    "ENOUGH",
+    "CALL_COUNTS",
+    "ENOUGH_COUNT",
     "MAX_SPREAD",
     "Call",
     "Effort",
@@ -44,21 +44,20 @@ __all__ = [
 
 Call = Callable[[], object]
 
-#: The fewest and the most calls in a sample.
-CALLS = (1, 1000)
-#: The fewest samples of a distance for a figure, where as many are taken.
-ENOUGH = 5
-#: The greatest typical spread of reliable times, as a share of the median. Above it the machine is
-#: too busy to be measured.
+#: Minimum and maximum number of calls in a sample.
+CALL_COUNTS = (1, 1000)
+#: Minimum number of samples of a distance for a figure.
+ENOUGH_COUNT = 5
+#: Maximum median spread of reliable times, relative to the median time.
 MAX_SPREAD = 0.1
-#: The distance of a sample during which it changed.
+#: Distance of a sample during which it changed.
 _MOVED = "moved"
-#: Whose time counts: values of nccl-tests' option ``-a``.
+#: Ranks whose time is used: values of nccl-tests' option ``-a``.
 RANK_0, MEAN, FASTEST, SLOWEST = range(4)
 
 
 class Figure(NamedTuple):
-    """The time of a call in seconds, over samples: the median, between the quartiles."""
+    """Time of a call in seconds, over samples: the median and the quartiles."""
 
     low: float
     median: float
@@ -66,17 +65,17 @@ class Figure(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """Return half the distance between the quartiles."""
+        """Half the interquartile range."""
         return (self.high - self.low) / 2
 
     @property
     def relative_spread(self) -> float:
-        """Return the spread as a share of the median."""
+        """The spread divided by the median."""
         return self.spread / self.median
 
 
 class Sample(NamedTuple):
-    """The time of a call in seconds, in which turn it was, and how far the ranks were apart."""
+    """Time of a call in seconds, its turn, and the distance of the ranks."""
 
     seconds: float
     turn: int = 0
@@ -85,47 +84,47 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """The samples of a call, by their turns; figures are of one distance (``split``)."""
+    """The samples of a call. Figures need samples of one distance (``split``)."""
 
     samples: list[Sample]
 
     @property
     def seconds(self) -> list[float]:
-        """Return the seconds of each sample."""
+        """Seconds of each sample."""
         return [sample.seconds for sample in self.samples]
 
     @property
     def figure(self) -> Figure:
-        """Return median and quartiles, interpolated between samples."""
+        """Median and quartiles, interpolated between samples."""
         if len(self.samples) == 1:
             return Figure(*3 * self._seconds)
         return Figure(*statistics.quantiles(self._seconds, n=4, method="inclusive"))
 
     @property
     def median(self) -> float:
-        """Return the median."""
+        """The median."""
         return statistics.median(self._seconds)
 
     @property
     def spread(self) -> float:
-        """Return half the distance between the quartiles."""
+        """Half the interquartile range."""
         return self.figure.spread
 
     @property
     def _seconds(self) -> list[float]:
-        """Return the seconds; raise ValueError for samples of several distances."""
+        """Seconds of each sample. Raises ValueError for samples of several distances."""
         found = dict.fromkeys(sample.distance for sample in self.samples)
         if len(found) > 1:
-            raise ValueError(f"one figure of samples of several distances: {', '.join(found)}")
+            raise ValueError(f"a figure of samples of several distances: {', '.join(found)}")
         return self.seconds
 
     @property
     def is_enough(self) -> bool:
-        """Return whether there are ``ENOUGH`` samples for a figure."""
-        return len(self.samples) >= ENOUGH
+        """Whether there are ``ENOUGH_COUNT`` samples for a figure."""
+        return len(self.samples) >= ENOUGH_COUNT
 
     def split(self) -> dict[str, Times]:
-        """Return the samples of each distance that occurs."""
+        """Return the samples of each distance."""
         found = {
             distance: [sample for sample in self.samples if sample.distance == distance]
             for distance in DISTANCES
@@ -133,15 +132,15 @@ class Times:
         return {distance: Times(samples) for distance, samples in found.items() if samples}
 
     def map(self, change: Callable[[float], float]) -> Times:
-        """Return the samples with other times."""
+        """Return the samples with converted times."""
         return Times([each._replace(seconds=change(each.seconds)) for each in self.samples])
 
     def minus(self, other: Times) -> Times:
-        """Subtract another's time, sample by sample: those of a turn with the same distance."""
+        """Subtract another time, sample by sample of the same turn and distance."""
         return self._pair(other, lambda a, b: a - b)
 
     def over(self, other: Times) -> Times:
-        """Divide by another's time, sample by sample: those of a turn with the same distance."""
+        """Divide by another time, sample by sample of the same turn and distance."""
         return self._pair(other, lambda a, b: a / b)
 
     def _pair(self, other: Times, combine: Callable[[float, float], float]) -> Times:
@@ -155,19 +154,19 @@ class Times:
         )
 
     def text(self, unit: float, width: int) -> str:
-        """Format median and spread in this unit."""
+        """Format median and spread."""
         median, spread = self.median / unit, self.spread / unit
         digits = 2 if median < 100 else 0
         return f"{median:>{width}.{digits}f} +-{spread:5.{digits}f}"
 
 
 def keep(turns: Sequence[Sequence[Sample]], enough: int) -> list[Times]:
-    """Return the samples of each case that figures are made of.
+    """Return the samples of each case to use in figures.
 
     turns: a sample of each case, turn by turn.
 
-    Kept are near and far samples if each case has ``enough`` of them; where there are neither,
-    those whose distance is unknown; and if these are too few as well, all there are, as mixed.
+    Near and far samples are kept if each case has ``enough`` of them. If neither is kept, samples
+    of unknown distance are kept. If these are too few as well, all samples are kept as mixed.
     """
     cases = [
         [sample._replace(turn=number) for number, sample in enumerate(samples)]
@@ -192,17 +191,17 @@ def _has_enough(turns: Sequence[Sequence[Sample]], enough: int) -> bool:
 
 
 def _count(cases: Sequence[Sequence[Sample]], which: Callable[[list[int]], int]) -> dict[str, int]:
-    """Return the number of samples at each distance in the case that has fewest or most."""
+    """Return the minimum or maximum number of samples of a case at each distance."""
     counts = [Counter(sample.distance for sample in samples) for samples in cases]
     return {distance: which([each[distance] for each in counts]) for distance in DISTANCES}
 
 
 class Effort(NamedTuple):
-    """The time to spend on measuring.
+    """Time to spend on a measurement.
 
-    seconds: for all samples, about; the limits of their number come first.
-    sample:  seconds for one sample, about; ``CALLS`` comes first.
-    fewest, most: samples of each case.
+    seconds: approximate time of all samples; limits on their number take precedence.
+    sample:  approximate time of one sample; ``CALL_COUNTS`` takes precedence.
+    fewest, most: minimum and maximum number of samples of each case.
     """
 
     seconds: float = 1.5
@@ -211,8 +210,8 @@ class Effort(NamedTuple):
     most: int = 60
 
     def calls(self, once: float) -> int:
-        """Return the number of calls in a sample if one takes ``once`` seconds."""
-        return clamp(self.sample / once, *CALLS) if once > 0 else CALLS[1]
+        """Return the number of calls per sample if one takes ``once`` seconds."""
+        return clamp(self.sample / once, *CALL_COUNTS) if once > 0 else CALL_COUNTS[1]
 
     def samples(self, turn: float) -> int:
         """Return the number of samples if one of every case takes ``turn`` seconds."""
@@ -220,13 +219,13 @@ class Effort(NamedTuple):
 
 
 def clamp(wanted: float, least: int, most: int) -> int:
-    """Return the whole number nearest to ``wanted`` within the limits."""
+    """Round to an integer within limits."""
     return round(min(max(wanted, least), most))
 
 
 class Taken(NamedTuple):
-    """A sample on one rank: seconds of a call, and the nanoseconds to its farthest partner before
-    and after it, 0 where that is unknown.
+    """A sample on one rank: time of a call in seconds, and nanoseconds to the farthest partner
+    before and after it (0 if unknown).
     """
 
     seconds: float
@@ -235,7 +234,7 @@ class Taken(NamedTuple):
 
 
 class Timer:
-    """A taker of samples; every rank of the communicator has one and makes the same calls on it.
+    """Takes samples. Every rank of the communicator has one and makes the same calls.
 
     settle: waits for calls that return before they are done.
     """
@@ -248,9 +247,9 @@ class Timer:
         self._latencies: dict[str, list[float]] = {NEAR: [], FAR: []}  # nanoseconds
 
     def time(self, call: Call, calls: int = 1) -> float:
-        """Return the seconds of a call on this rank, from one sample of ``calls`` calls.
+        """Return the time of a call on this rank in seconds, from one sample of ``calls`` calls.
 
-        One call more precedes several: it refills the caches that other cases have used.
+        An additional call precedes a loop, to refill caches that other cases have used.
         """
         settle = self._settle
         if calls > 1:
@@ -268,7 +267,7 @@ class Timer:
     def turn(
         self, cases: Sequence[Call], calls: Sequence[int], chance: random.Random
     ) -> list[Taken]:
-        """Return a sample of each case on this rank; ``chance`` orders them."""
+        """Return a sample of each case on this rank, in the random order of ``chance``."""
         took = [Taken(0.0, 0.0, 0.0)] * len(cases)
         before = self._distance.measure()
         for i in chance.sample(range(len(cases)), len(cases)):
@@ -279,12 +278,13 @@ class Timer:
         return took
 
     def agree(self, turns: Sequence[Sequence[Taken]], whose: int = SLOWEST) -> list[list[Sample]]:
-        """Return samples combined over all ranks: times as by ``combine``, distances of the ranks
-        that are farthest from each other.
+        """Return samples combined over all ranks.
+
+        Times are combined as by ``combine``, and distances are taken from the farthest ranks.
         """
         flat = [taken for turn in turns for taken in turn]
         seconds = self.combine([taken.seconds for taken in flat], whose)
-        # Two numbers each, before and after: the most; and the least, which is the most negated.
+        # The maximum before and after each sample, and the minimum as the negated maximum.
         ends = [end for taken in flat for end in (taken.before, taken.after)]
         bounds = self.combine([*ends, *(-end for end in ends)])
         most, least = bounds[: len(ends)], [-bound for bound in bounds[len(ends) :]]
@@ -302,9 +302,9 @@ class Timer:
         return [[next(each) for _ in turn] for turn in turns]
 
     def describe_distances(self) -> str:
-        """Return how far the ranks were apart in the samples so far, in words."""
+        """Describe the distances of the ranks in all samples so far."""
         if self._distance.problem:
-            return f"distance of the ranks: unknown, for {self._distance.problem}"
+            return f"distance of the ranks: unknown, because {self._distance.problem}"
         counts, every = self._counts, self._counts.total()
         parts = [
             f"{distance} ({statistics.median(latencies):.0f} ns) in {counts[distance]} of {every} "
@@ -316,11 +316,11 @@ class Timer:
         if counts[_MOVED]:
             parts.append(f"dropped: {counts[_MOVED]}, during which it changed")
         if counts[UNKNOWN]:
-            parts.append(f"unknown in {counts[UNKNOWN]}, for a rank did not answer")
+            parts.append(f"unknown in {counts[UNKNOWN]} (timed out)")
         return f"distance of the ranks: {'; '.join(parts)}"
 
     def combine(self, seconds: Sequence[float], whose: int = SLOWEST) -> list[float]:
-        """Return each number combined over all ranks: the greatest, or as ``whose`` says."""
+        """Return each number combined over all ranks: the maximum, or according to ``whose``."""
         from mpi4py import MPI
 
         numbers = np.array(seconds)
@@ -341,13 +341,15 @@ class Timer:
         calls: Mapping[str, int],
         whose: int = SLOWEST,
     ) -> dict[str, Times]:
-        """Return ``samples`` samples of every case; up to twice as many, as long as there are fewer
-        than ``ENOUGH`` of a distance that occurs. Of others there are none (``keep``).
+        """Return ``samples`` samples of every case.
 
-        calls: the number of calls of each case in a sample.
+        Takes up to twice the number to have ``ENOUGH_COUNT`` of each distance that occurs (see
+        ``keep``).
+
+        calls: number of calls of each case in a sample.
         """
         loops = [calls[name] for name in cases]
-        enough = min(ENOUGH, samples)
+        enough = min(ENOUGH_COUNT, samples)
         turns: list[list[Sample]] = []
         while not turns or (len(turns) < 2 * samples and not _has_enough(turns, enough)):
             more = min(enough, 2 * samples - len(turns)) if turns else samples
@@ -359,9 +361,9 @@ class Timer:
         return dict(zip(cases, keep(turns, enough), strict=True))
 
     def once(self, cases: Mapping[str, Call], tries: int = 3, first: int = 2) -> dict[str, float]:
-        """Return the median seconds of ``tries`` single calls, after ``first`` that are not timed.
+        """Return the median time of ``tries`` calls in seconds, after ``first`` untimed calls.
 
-        The first calls make plans, and are compared between the ranks.
+        The first calls build plans and are compared between the ranks.
         """
         for case in cases.values():
             for _ in range(first):
@@ -371,7 +373,7 @@ class Timer:
         return dict(zip(cases, medians, strict=True))
 
     def measure(self, cases: Mapping[str, Call], effort: Effort) -> dict[str, Times]:
-        """Return samples of the cases, as many as the effort allows."""
+        """Return samples of the cases within the effort."""
         once = self.once(cases)
         calls = {name: effort.calls(took) for name, took in once.items()}
         turn = sum(took * (calls[name] + 1) for name, took in once.items())
@@ -379,13 +381,13 @@ class Timer:
 
 
 def typical_spread(figures: Iterable[Figure]) -> float:
-    """Return the median of the relative spreads; 0 without figures."""
+    """Return the median of the relative spreads, or 0 without figures."""
     spreads = [figure.relative_spread for figure in figures]
     return statistics.median(spreads) if spreads else 0.0
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a time in the unit that suits it."""
+    """Format a time in a suitable unit."""
     for unit, name in ((1e-6, "us"), (1e-3, "ms")):
         if seconds < 999.5 * unit:
             return f"{seconds / unit:.3g} {name}"

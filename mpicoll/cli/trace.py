@@ -1,8 +1,7 @@
-"""``python -m mpicoll trace FOLDER``: flight records of all ranks as one timeline.
+"""``python -m mpicoll trace FOLDER``: convert flight records of all ranks to one timeline.
 
-What it writes is Chrome's trace format as JSON (its specification: "Trace Event Format", 2016),
-which https://ui.perfetto.dev and chrome://tracing show: a process for each rank, in it a row for
-each group.
+The output is JSON in Chrome's trace format (specification: "Trace Event Format", 2016), for
+https://ui.perfetto.dev and chrome://tracing. Each rank is a process, and each group is a row.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from mpicoll.output import write_lines
 
 __all__ = ["add_arguments", "align", "read_folder", "run", "trace_events"]
 
-#: Calls that no rank completes before all have begun them, as the records name them.
-_MEETINGS = (
+#: Calls that no rank completes before all ranks have started them, by their names in records.
+_SYNCHRONIZING = (
     "all_reduce", "allreduce_coalesced", "all_gather", "all_gather_single",
     "all_gather_into_tensor_coalesced", "reduce_scatter", "reduce_scatter_single",
     "reduce_scatter_tensor_coalesced", "barrier",
@@ -33,18 +32,16 @@ _TIMES = "time_created_ns", "time_discovered_started_ns", "time_discovered_compl
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add FOLDER, --prefix and --output."""
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="where the ranks' records are")
-    parser.add_argument(
-        "-p", "--prefix", default="", help="what their names begin with, before the rank"
-    )
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder of the flight records")
+    parser.add_argument("-p", "--prefix", default="", help="file names without the rank")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE",
-        help="the timeline, for https://ui.perfetto.dev; FOLDER/trace.json if not given",
+        help="the timeline, for https://ui.perfetto.dev (default: FOLDER/trace.json)",
     )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the timeline; return 0, or 1 where there are no records."""
+    """Write the timeline; return 0, or 1 without records."""
     try:
         records = read_folder(options.folder, options.prefix)
     except (OSError, ValueError) as error:
@@ -65,19 +62,19 @@ def run(options: argparse.Namespace) -> int:
     print(f"{output}: {len(records)} ranks on {len(hosts)} hosts; open it in ui.perfetto.dev")
     if apart:
         write_lines(
-            f"no call tells how the clocks of {', '.join(dict.fromkeys(apart))} are set; the time "
-            "of day there was taken as it is"
+            f"cannot align the clocks of {', '.join(dict.fromkeys(apart))}, which have no common "
+            "call with other ranks; their time of day is used"
         )
     return 0
 
 
 class Record(NamedTuple):
-    """The record of one rank.
+    """The flight record of one rank.
 
-    clock: the name of the clock that its times are from: ranks on a host share one.
-    offset: what was added to that clock's times to make them times of the day, in nanoseconds.
-    written: when, in nanoseconds of the day.
-    calls, messages: entries as torch has them.
+    clock: name of its clock; ranks on a host share one.
+    offset: nanoseconds that were added to the clock to get the time of day.
+    written: time of day of the record, in nanoseconds.
+    calls, messages: entries in the format of torch.
     """
 
     host: str
@@ -89,16 +86,16 @@ class Record(NamedTuple):
 
 
 class _Plain(pickle.Unpickler):
-    """Reads numbers, strings, lists and dicts, and runs no code."""
+    """Unpickles numbers, strings, lists and dicts only, and runs no code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it holds a {module}.{name}; a flight record has none")
+        raise pickle.UnpicklingError(f"it contains a {module}.{name}")
 
 
 def read_folder(folder: Path, prefix: str = "") -> dict[int, Record]:
-    """Read the records in a folder, by rank; ``prefix``: what their names begin with.
+    """Read the records in a folder, by rank; ``prefix``: start of their file names.
 
-    Raises ValueError where there are none, or some with several prefixes, and OSError.
+    Raises ValueError if there are none, or records with several prefixes, and OSError.
     """
     found: dict[str, dict[int, Path]] = defaultdict(dict)
     for path in sorted(folder.iterdir()):
@@ -106,14 +103,14 @@ def read_folder(folder: Path, prefix: str = "") -> dict[int, Record]:
         if match and not path.name.startswith(".") and match[1].startswith(prefix):
             found[match[1]][int(match[2])] = path
     if len(found) != 1:
-        what = f"names of {len(found)} kinds: {', '.join(map(repr, found))}" if found else "no file"
+        got = f"prefixes {', '.join(map(repr, found))}" if found else "no file"
         raise ValueError(
-            f"{folder}: expected the records of one job, files whose names end with the rank, and "
-            f"got {what}; give the folder or a --prefix"
+            f"{folder}: expected flight records of one job, files whose names end with the rank, "
+            f"got {got}; pass another folder or a --prefix"
         )
     (ranks,) = found.values()
     records = {rank: _read(path, rank) for rank, path in sorted(ranks.items())}
-    # The time of the day was looked at by each rank when it wrote its record.
+    # Each rank has read the time of day when it wrote its record: use one offset per clock.
     offsets: dict[str, int] = {}
     for record in records.values():
         ahead = record.offset - offsets.setdefault(record.clock, record.offset)
@@ -131,11 +128,11 @@ def _read(path: Path, rank: int) -> Record:
         entries = whole["entries"]
         own = whole.get("mpicoll", {})
     except (pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: this is no flight record: {error}") from error
+        raise ValueError(f"{path}: not a flight record: {error}") from error
     times = [each["time_discovered_completed_ns"] or each["time_created_ns"] for each in entries]
     return Record(
         own.get("host", ""),
-        own.get("clock", f"rank {rank}"),  # of another library: each its own
+        own.get("clock", f"rank {rank}"),  # records of another library have no clock
         own.get("offset_ns", 0),
         own.get("time_ns", max(times, default=0)),
         [each for each in entries if not each["is_p2p"]],
@@ -147,22 +144,22 @@ def _read(path: Path, rank: int) -> Record:
 
 
 def align(records: Mapping[int, Record]) -> dict[str, int]:
-    """Return by how many nanoseconds each clock is ahead of that of the first rank.
+    """Return the offset of each clock to the clock of the first rank, in nanoseconds.
 
-    The calls tell it. No rank completes an all_reduce before all have begun it: with two clocks
-    each such call bounds how far one is ahead, from both sides, as the exchange of two messages
-    does (F. Cristian, Probabilistic clock synchronization, Distributed Computing 3, 1989). The
-    narrowest bounds of all calls count, and of them the middle. A clock that shares no call with
-    the first is set by one that does. One that shares none with any is left out.
+    No rank completes an all_reduce before all ranks have started it. Each such call therefore
+    bounds the offset of two clocks from both sides, as an exchange of two messages does (F.
+    Cristian, Probabilistic clock synchronization, Distributed Computing 3, 1989). The offset is the
+    middle of the narrowest bounds. A clock without a common call with the first clock is aligned
+    through another clock. Clocks without common calls are omitted.
     """
-    meetings = _find_meetings(records)
+    calls = _find_synchronizing(records)
     offsets: dict[str, int] = {}
     queue = [records[min(records)].clock]
     offsets[queue[0]] = 0
     while queue:
         here = queue.pop(0)
         bounds: dict[str, tuple[int, int]] = {}
-        for spans in meetings:
+        for spans in calls:
             if here not in spans:
                 continue
             begun, ended = spans[here]
@@ -176,16 +173,14 @@ def align(records: Mapping[int, Record]) -> dict[str, int]:
     return offsets
 
 
-def _find_meetings(records: Mapping[int, Record]) -> list[dict[str, tuple[int, int]]]:
-    """Return, for each call at which ranks meet, when the last rank of each clock has begun it and
-    when the first has completed it.
-    """
+def _find_synchronizing(records: Mapping[int, Record]) -> list[dict[str, tuple[int, int]]]:
+    """Return, for each synchronizing call and each clock, the last start and the first end."""
     found: dict[tuple[str, int], dict[str, tuple[int, int]]] = defaultdict(dict)
     for record in records.values():
         for call in record.calls:
             name = _name(call)
             moves = name == "barrier" or any(map(any, call["input_sizes"]))
-            if name not in _MEETINGS or not moves or call["state"] != "completed":
+            if name not in _SYNCHRONIZING or not moves or call["state"] != "completed":
                 continue
             begun = call["time_discovered_started_ns"] or call["time_created_ns"]
             ended = call["time_discovered_completed_ns"]
@@ -201,10 +196,10 @@ def _find_meetings(records: Mapping[int, Record]) -> list[dict[str, tuple[int, i
 def trace_events(
     records: Mapping[int, Record], offsets: Mapping[str, int]
 ) -> Iterator[dict[str, Any]]:
-    """Return the events: of each rank its calls, group by group, and its messages.
+    """Return the events of each rank: its calls by group, and its messages.
 
-    offsets: of the clocks, in nanoseconds; times are on the first rank's clock, in microseconds
-    from the first call of all.
+    offsets: of the clocks, in nanoseconds. Event times are in microseconds since the first call, on
+        the clock of the first rank.
     """
     first = min(
         (each["time_created_ns"] - offsets.get(record.clock, 0)
@@ -246,7 +241,7 @@ def _call_event(
         "tid": row,
         "args": _arguments(call),
     }
-    if not started:  # it is queued: what goes on until then is in the row already
+    if not started:  # queued: the row shows the running call
         return event | {"ph": "i", "s": "t", "ts": _microseconds(call["time_created_ns"] - begin)}
     ended = call["time_discovered_completed_ns"] or max(written, started)
     return event | {
@@ -259,7 +254,7 @@ def _call_event(
 def _message_events(
     message: Mapping[str, Any], rank: int, number: int, begin: int, written: int
 ) -> Iterable[dict[str, Any]]:
-    """Return the two events of a message; others may be on their way meanwhile."""
+    """Return the start and end events of a message, which may overlap other messages."""
     created = message["time_created_ns"]
     ended = message["time_discovered_completed_ns"] or max(written, created)
     event: dict[str, Any] = {
@@ -278,7 +273,7 @@ def _message_events(
 
 
 def _arguments(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what Perfetto shows of an entry that is chosen."""
+    """Return the details of an entry for Perfetto."""
     frames = entry.get("frames") or []
     shown: dict[str, Any] = {
         "number": entry["collective_seq_id"],

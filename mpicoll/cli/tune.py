@@ -1,8 +1,8 @@
-"""``python -m mpicoll tune``: measure the best route for each message size on this machine, and
-write a table where init_process_group finds it.
+"""``python -m mpicoll tune``: measure the fastest route for each message size on this machine, and
+save a table that init_process_group reads.
 
-This is the command line and the file. ``tune_measure`` measures, ``tune_steps`` derives steps, and
-``mpicoll.routes.tuning`` knows the format.
+``tune_measure`` measures, ``tune_steps`` chooses routes, and ``mpicoll.routes.tuning`` defines the
+format of tables.
 """
 
 from __future__ import annotations
@@ -37,48 +37,48 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-#: Bytes of a rank that routes and MPI may use beside the arrays.
-_SCRATCH = 64 << 20
+#: Additional memory per rank that routes and MPI may use.
+_SCRATCH_BYTES = 64 << 20
 
-#: The exit code for measurements that are too few or too noisy for a table.
+#: Exit code if measurements are too few or too noisy for a table.
 _UNRELIABLE = 3
 
-#: Where the ranks are, in words.
+#: Descriptions of placements.
 _PLACES = {
-    "node": "the ranks share the memory of one node",
-    "nodes": "the ranks are on several nodes, and those of a node share its memory",
-    "apart": "the ranks share no memory",
+    "node": "ranks share the memory of one node",
+    "nodes": "ranks are on several nodes, with shared memory on each",
+    "apart": "ranks do not share memory",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options: what to measure, for how long, and where to write it."""
+    """Add the options: what to measure, the time limit, and the output file."""
     add = parser.add_argument
     add("-o", "--output", type=Path, metavar="FILE",
-        help="the table (default: what MPICOLL_TABLE names, else where jobs look)")  # fmt: skip
+        help="the table (default: MPICOLL_TABLE, else a file for this machine)")  # fmt: skip
     add("--sizes", type=_sizes, default="8:64M", metavar="FIRST:LAST",
-        help="bytes of the larger array, with K, M, G or T for 1024 and so on, and all powers of "
-        "two between (default: 8:64M)")  # fmt: skip
+        help="sizes of the larger array in bytes, or with K, M, G or T: doubles from FIRST to LAST "
+        "(default: 8:64M)")  # fmt: skip
     add("--kinds", nargs="+", choices=tuning.KINDS, default=list(tuning.KINDS), metavar="KIND",
-        help=f"some of {', '.join(map(repr, tuning.KINDS))} (default: all)")  # fmt: skip
+        help=f"any of {', '.join(map(repr, tuning.KINDS))} (default: all)")  # fmt: skip
     add("--seconds", type=_seconds, metavar="N",
-        help="how long it may take (default: 60; 8 with --quick)")  # fmt: skip
-    add("--quick", action="store_true", help="fewer and shorter repetitions, for a first look")
-    add("--json", type=Path, metavar="FILE", help="all that was measured, as JSON")
+        help="time limit (default: 60; 8 with --quick)")  # fmt: skip
+    add("--quick", action="store_true", help="fewer and shorter repetitions")
+    add("--json", type=Path, metavar="FILE", help="write all measurements as JSON")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--force", action="store_true",
-        help=f"write the table, even where times vary by more than {MAX_SPREAD:.0%}%")  # fmt: skip
+        help=f"write the table even if times vary by more than {MAX_SPREAD:.0%}%")  # fmt: skip
     instead.add_argument("--dry-run", action="store_true",
         help="measure, and print the table instead of writing it")  # fmt: skip
     instead.add_argument("--reset", action="store_true",
-        help="remove the table, and measure nothing")  # fmt: skip
+        help="remove the table and exit")  # fmt: skip
 
 
 def _sizes(text: str) -> list[int]:
     first, colon, last = text.partition(":")
     least, most = cli.parse_size(first), cli.parse_size(last if colon else first)
     if least > most:
-        raise argparse.ArgumentTypeError(f"{text!r}: the first size is more than the last")
+        raise argparse.ArgumentTypeError(f"{text!r}: the first size is larger than the last")
     return [least << i for i in range((most // least).bit_length())]
 
 
@@ -88,14 +88,15 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+        raise argparse.ArgumentTypeError(f"expected a number of seconds, got {text!r}")
     return seconds
 
 
 def run(options: argparse.Namespace) -> int:
-    """Return the exit code: 1 if the ranks form no world, or the table cannot be written in the
-    end; 2 if there is nothing to tune, or a request cannot be met; 3 if times vary too much, or
-    nothing could be measured in time. Rank 0 prints.
+    """Run the command and print on rank 0.
+
+    Returns the exit code: 1 for a failed init or write, 2 for invalid options or nothing to tune, 3
+    if times vary too much or time was too short.
     """
     begin = time.perf_counter()
     named = settings.TABLE.value()
@@ -111,12 +112,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Setting(NamedTuple):
-    """The job that is tuned.
+    """The job to tune.
 
-    mpi:   the MPI library, name and version.
-    ranks: their number.
-    nodes: the names of their nodes.
-    place: where they are, as tables name it.
+    mpi:   name and version of the MPI library.
+    ranks: number of ranks.
+    nodes: names of their nodes.
+    place: placement of the ranks, as in tables.
     """
 
     mpi: str
@@ -126,7 +127,7 @@ class _Setting(NamedTuple):
 
     @property
     def where(self) -> str:
-        """Return the nodes in words."""
+        """Description of the nodes."""
         n = len(self.nodes)
         return f"{n} node{'s' * (n > 1)} ({self.nodes[0]}{', ...' * (n > 1)})"
 
@@ -157,15 +158,17 @@ def _with_ranks(options: argparse.Namespace, named: str, begin: float) -> int:
             wrong = str(error)
     wrong = control_messages.bcast(comm, wrong, 0, str)
     if not wrong and group.size() == 1 and not options.reset:
-        wrong = "one rank has no choice of routes: start as many as your jobs have (mpirun -n ...)"
+        wrong = (
+            "one rank has only one route: start the number of ranks of your jobs (mpirun -n ...)"
+        )
     if wrong:
         return cli.refuse("tune", wrong, first, 2)
     if options.reset:
         return 0
     kinds, here = find_kinds(list(dict.fromkeys(options.kinds)), group), place(group)
     if not kinds:
-        wrong = f"{_PLACES[here]}: there is but one route for {', '.join(options.kinds)}"
-    wrong = wrong or _too_much(comm, kinds, options.sizes[-1])
+        wrong = f"{_PLACES[here]}: only one route is available for {', '.join(options.kinds)}"
+    wrong = wrong or _out_of_memory(comm, kinds, options.sizes[-1])
     if wrong:
         return cli.refuse("tune", wrong, first, 2)
     effort = QUICK if options.quick else FULL
@@ -196,8 +199,8 @@ def _with_ranks(options: argparse.Namespace, named: str, begin: float) -> int:
 class _Target(NamedTuple):
     """The file of the table.
 
-    found: whether jobs started like this one find it.
-    own:   whether it is the default of this MPI and machine.
+    found: whether jobs with this environment read it.
+    own:   whether it is the default file of this MPI and machine.
     """
 
     path: Path
@@ -206,7 +209,7 @@ class _Target(NamedTuple):
 
 
 def _target(output: Path | None, named: str, mpi: str) -> _Target:
-    """Return the table's file. Raises ArgumentError if there is no place for it."""
+    """Return the file of the table. Raises ArgumentError without a default."""
     if output is not None:
         return _Target(output, False, False)
     if named not in ("", "0"):
@@ -218,22 +221,22 @@ def _target(output: Path | None, named: str, mpi: str) -> _Target:
 
 
 def _remove(target: _Target, mpi: str) -> str:
-    """Remove the table and say so. Raises ArgumentError if the file is no table."""
+    """Remove the table; return a message. Raises ArgumentError if the file is not a table."""
     path = target.path
     try:
         if not path.exists():
             return f"# there is no table at {path}"
         if not _read(path, mpi):
-            raise ArgumentError(f"{path} is no table of routes: it is empty; it is left as it is")
+            raise ArgumentError(f"{path} is not a table of routes: it is empty; not removed")
         path.unlink()
     except OSError as error:
         raise ArgumentError(f"{path}: cannot be removed: {error.strerror}") from error
-    unset = "; unset MPICOLL_TABLE, which names it" if target.found and not target.own else ""
+    unset = "; unset MPICOLL_TABLE, which refers to it" if target.found and not target.own else ""
     return f"# removed {path}{unset}"
 
 
 def _check_files(target: _Target, mpi: str, options: argparse.Namespace) -> None:
-    """Raise ArgumentError if a file cannot be written, or must not be extended."""
+    """Raise ArgumentError if a file cannot be written or extended."""
     path, figures = target.path, options.json
     _read(path, mpi)
     if figures is not None and figures.resolve() == path.resolve():
@@ -254,9 +257,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _read(path: Path, mpi: str) -> str:
-    """Return the text of the table, "" if there is none. Raises ArgumentError for one that cannot
-    be extended.
-    """
+    """Return the text of the table, or "". Raises ArgumentError if it cannot be extended."""
     try:
         text = path.read_text(errors="replace") if path.exists() else ""
     except OSError as error:
@@ -267,19 +268,20 @@ def _read(path: Path, mpi: str) -> str:
         tuning_files.parse(text)
     except ValueError as error:
         raise ArgumentError(
-            f"{path} is no table of routes: {error}; remove it, or name another file with --output"
+            f"{path} is not a table of routes: {error}; remove it, or set another file with "
+            "--output"
         ) from error
     other = tuning_files.origin_mismatch(text, mpi)
     if other:
         raise ArgumentError(
-            f"{path} holds what was measured with {other}, and this is {mpi} on "
-            f"{machine.describe()}; remove it, or name another file with --output"
+            f"{path} was measured with {other}, but this is {mpi} on {machine.describe()}; remove "
+            "it, or set another file with --output"
         )
     return text
 
 
 def _check_writable(path: Path) -> None:
-    """Raise ArgumentError if a file could not be written."""
+    """Raise ArgumentError if a file cannot be written."""
     folder = path.absolute().parent
     try:
         if not folder.is_dir():
@@ -294,31 +296,21 @@ def _check_writable(path: Path) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    """Return a new name in the file's folder, links resolved."""
+    """Return a new name in the folder of a file, with links resolved."""
     path = path.resolve()
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
-def _too_much(comm: MPI.Intracomm, kinds: Sequence[Kind], largest: int) -> str:
-    """Return why the arrays will not fit, the same on all ranks; "" if they will."""
-    from mpicoll.cli.bench_calls import Host
+def _out_of_memory(comm: MPI.Intracomm, kinds: Sequence[Kind], largest: int) -> str:
+    """Return why the arrays do not fit into memory, the same on all ranks, or ""."""
+    from mpicoll.cli.bench_calls import Memory
     from mpicoll.cli.tune_measure import array_bytes
 
-    host, n = Host(), comm.Get_size()
-    most = array_bytes(kinds, n, largest)
-    needed: dict[str, int] = {}
-    free: dict[str, int] = {}
-    places = control_messages.allgather(comm, (host.memory, host.available()), tuple[str, int])
-    for memory, available in places:
-        needed[memory] = needed.get(memory, 0) + most + most // n + _SCRATCH
-        free[memory] = min(available, free.get(memory, available))
-    for memory, nbytes in needed.items():
-        if nbytes > free[memory]:
-            return (
-                f"--sizes: {format_bytes(largest)} needs {nbytes / 2**30:.1f} GiB on {memory} for "
-                f"the ranks there, {free[memory] / 2**30:.1f} GiB are available"
-            )
-    return ""
+    memory, n = Memory(), comm.Get_size()
+    whole = array_bytes(kinds, n, largest)
+    needed = whole + whole // n + _SCRATCH_BYTES
+    problem = cli.out_of_memory(comm, memory.pool, needed, memory.available())
+    return f"--sizes: {format_bytes(largest)} {problem}" if problem else ""
 
 
 def _header(
@@ -329,8 +321,8 @@ def _header(
     lines = [
         f"{setting.ranks} ranks on {setting.where}: {machine.describe()}",
         f"{setting.mpi}, mpicoll {__version__}; {_PLACES[setting.place]}",
-        f"{routes} routes for {len(kinds)} kinds of calls, {format_bytes(sizes[0])} to "
-        f"{format_bytes(sizes[-1])}: this takes {effort.seconds:g} s at the most",
+        f"{routes} routes of {len(kinds)} kinds of calls, {format_bytes(sizes[0])} to "
+        f"{format_bytes(sizes[-1])}: takes at most {effort.seconds:g} s",
     ]
     return [f"# {line}" for line in lines]
 
@@ -345,7 +337,7 @@ def _finish(
     options: argparse.Namespace,
     target: _Target,
 ) -> int:
-    """Write the table and say so; return the exit code."""
+    """Write the table and print the changes; return the exit code."""
     path = target.path
     try:
         text = _read(path, setting.mpi)
@@ -355,7 +347,7 @@ def _finish(
             report = _report(setting, outcome, noise, rows)
             _write(options.json, json.dumps(report, indent=1) + "\n")
         if not rows:
-            why = "nothing could be measured often enough in time; give it more (--seconds)"
+            why = "timed out: too few measurements; increase --seconds"
             return cli.refuse("tune", why, True, _UNRELIABLE)
         about = {
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -370,14 +362,14 @@ def _finish(
         lines = [*_changes(setting, outcome, text, table), *_missing(outcome, kinds, options.sizes)]
         lines.append(f"# {outcome.distance}")
         print("\n".join(lines), flush=True)
-        print(f"# times vary by {noise:.1%}; {MAX_SPREAD:.0%} is the most for a table", flush=True)
+        print(f"# times vary by {noise:.1%}, at most {MAX_SPREAD:.0%} for a table", flush=True)
         if options.dry_run:
             print(table, end="", flush=True)
         if noise > MAX_SPREAD and not options.force:
             why = (
-                f"times vary by {noise:.1%}, more than {MAX_SPREAD:.0%}: something else is going "
-                "on here, and no table is written; tune when it is not, with no more ranks than "
-                "processors, or for longer (--seconds); --force writes one"
+                f"times vary by {noise:.1%}, more than {MAX_SPREAD:.0%}: the machine is busy, and "
+                "no table was written; stop other programs, start at most one rank per processor, "
+                "increase --seconds, or use --force"
             )
             return cli.refuse("tune", why, True, _UNRELIABLE)
         if not options.dry_run:
@@ -385,18 +377,18 @@ def _finish(
     except (ArgumentError, OSError) as error:
         return cli.refuse("tune", str(error), True, 1)
     if options.dry_run:
-        print(f"# not written to {path}: this was a dry run")
+        print(f"# not written to {path}: dry run")
         return 0
     print(f"# written to {path}")
     if target.found:
-        print("# jobs that are started like this one go by it; python -m mpicoll doctor tells")
+        print("# jobs with this environment use it; check with python -m mpicoll doctor")
     else:
-        print(f"# jobs with MPICOLL_TABLE={path.absolute()} go by it")
+        print(f"# jobs with MPICOLL_TABLE={path.absolute()} use it")
     return 0
 
 
 def _rows(setting: _Setting, outcome: Outcome, text: str) -> Rows:
-    """Return the steps of what was measured, within those of the table or the defaults."""
+    """Return the measured steps, merged into the existing table."""
     known = tuning_files.parse(text).get(setting.ranks, {}) if text else {}
     rows: Rows = {}
     for kind, figures in outcome.figures.items():
@@ -425,7 +417,7 @@ def _changes(setting: _Setting, outcome: Outcome, before: str, after: str) -> li
     faster = [f"faster, {d}" if d != UNKNOWN else "faster" for d in distances]
     head = f"{'kind of call':<26}{'from':<11}{'to':<11}{'before':<13}{'now':<13}"
     head += "".join(map("{:<14}".format, faster)).rstrip()
-    return [head, *lines] if lines else ["# nothing is faster than what is done now"]
+    return [head, *lines] if lines else ["# no route is faster than the current one"]
 
 
 def _distances(outcome: Outcome) -> list[str]:
@@ -435,12 +427,12 @@ def _distances(outcome: Outcome) -> list[str]:
 
 
 def _missing(outcome: Outcome, kinds: Sequence[str], sizes: Sequence[int]) -> list[str]:
-    """Return what there was no time to measure."""
+    """Return lines about sizes that were not measured in time."""
     ends: dict[int, list[str]] = {}
     for kind in kinds:
         ends.setdefault(outcome.last.get(kind, 0), []).append(kind)
     return [
-        f"# not measured in time (--seconds), and left as it is: {', '.join(names)}"
+        f"# not measured within --seconds, not changed: {', '.join(names)}"
         + (f" of more than {format_bytes(last)}" if last else "")
         for last, names in sorted(ends.items())
         if last < sizes[-1]
@@ -448,7 +440,7 @@ def _missing(outcome: Outcome, kinds: Sequence[str], sizes: Sequence[int]) -> li
 
 
 def _report(setting: _Setting, outcome: Outcome, noise: float, rows: Rows) -> dict[str, Any]:
-    """Return the output of --json."""
+    """Return the data of --json."""
     return {
         **setting._asdict(),
         "machine": machine.describe(),
@@ -473,7 +465,7 @@ def _report(setting: _Setting, outcome: Outcome, noise: float, rows: Rows) -> di
 
 
 def _write(path: Path, text: str) -> None:
-    """Write the whole file or nothing: other jobs may be reading."""
+    """Write a file atomically, because other jobs may read it."""
     temporary = _temporary(path)
     try:
         temporary.write_text(text)

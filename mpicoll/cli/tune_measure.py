@@ -26,20 +26,20 @@ from mpicoll.routes.tuning import parse_kind
 
 __all__ = ["FULL", "QUICK", "Kind", "Outcome", "array_bytes", "find_kinds", "measure"]
 
-#: Single calls timed to estimate how long one takes; the first ones take longer.
-TRIES = 3
-#: Bytes up to which the first size stands for all smaller ones.
-SMALLEST = 8
-#: Samples of each case to reserve time for while sizes are tried.
-PLANNED = 5
+#: Number of single calls timed to estimate the time of a call, after slower first calls.
+TRY_COUNT = 3
+#: Maximum first size that represents all smaller sizes.
+SMALLEST_BYTES = 8
+#: Number of samples of each case to reserve time for during first calls.
+PLANNED_COUNT = 5
 
-#: Everything together takes at most ``seconds``; what would take longer is left out.
+#: The measurement takes at most ``seconds``. Sizes that would take longer are omitted.
 FULL = Effort(60.0, 2e-3, 3, 25)
 QUICK = FULL._replace(seconds=8.0, sample=0.5e-3)
 
 
 class Kind(NamedTuple):
-    """A kind of call, by its name in tables, and the routes that serve it in a group."""
+    """A kind of call, by its name in tables, and the routes that support it in a group."""
 
     name: str
     primitive: Primitive
@@ -48,18 +48,18 @@ class Kind(NamedTuple):
 
     @property
     def blocks(self) -> bool:
-        """Return whether the larger array holds a block for each rank."""
+        """Whether the larger array has a block per rank."""
         return self.primitive.many_in or self.primitive.many_out
 
     def elements(self, size: int, n: int) -> int:
-        """Return the count of a block if the larger array of n ranks has ``size`` bytes."""
+        """Return the elements of a block if the larger array of n ranks has ``size`` bytes."""
         return block_count(self.primitive, self.dtype, n, size)
 
 
 def find_kinds(names: Sequence[str], group: ProcessGroup) -> list[Kind]:
-    """Return the named kinds of call that have a choice of routes. All ranks call.
+    """Return the given kinds with several routes. All ranks call it.
 
-    Reductions are sums of float32, or of bfloat16 for those that MPI does not combine.
+    Reductions are sums of float32, or of bfloat16 for dtypes that MPI does not reduce.
     """
     found = []
     for name in names:
@@ -73,7 +73,7 @@ def find_kinds(names: Sequence[str], group: ProcessGroup) -> list[Kind]:
 
 
 def array_bytes(kinds: Sequence[Kind], n: int, largest: int) -> int:
-    """Return the bytes of the larger array, for all sizes. A block has an n-th of it."""
+    """Return the maximum size of the larger array. A block is an n-th of it."""
     return max(
         kind.elements(largest, n) * kind.dtype.itemsize * (n if kind.blocks else 1)
         for kind in kinds
@@ -81,12 +81,12 @@ def array_bytes(kinds: Sequence[Kind], n: int, largest: int) -> int:
 
 
 class Outcome(NamedTuple):
-    """The measurements with at least the effort's fewest samples.
+    """Measurements with at least the minimum number of samples.
 
     figures:  by kind.
-    last:     by kind, the bytes of the largest size.
-    samples:  of what was measured least often, at whatever distance of the ranks.
-    distance: how far the ranks were apart, in words.
+    last:     by kind, the largest size in bytes.
+    samples:  minimum number of samples, at any distance of the ranks.
+    distance: description of the distance of the ranks.
     """
 
     figures: dict[str, Figures]
@@ -103,12 +103,13 @@ def measure(
     spent: Callable[[], float],
     progress: Callable[[str], None],
 ) -> Outcome:
-    """Measure every candidate at every size, sample by sample in turn. All ranks call, and get the
-    same outcome.
+    """Measure every candidate at every size, sample by sample in turn.
 
-    sizes:    bytes of the larger array, rising.
-    spent:    returns the seconds of ``effort`` that have passed; rank 0's count.
-    progress: called with a text about the progress.
+    All ranks call it and get the same result.
+
+    sizes:    sizes of the larger array in bytes, increasing.
+    spent:    returns the seconds of ``effort`` that have passed; only the value of rank 0 is used.
+    progress: called with a description of the progress.
     """
     run = _Run(group, kinds, sizes, effort, spent, progress)
     run.try_all()
@@ -121,12 +122,12 @@ def measure(
 class _Case:
     """A kind of call at a size, by each of its routes.
 
-    least, last: the range of bytes that this size stands for.
+    least, last: range of bytes that this size represents.
     count:       elements of a block.
-    calls:       one by each route.
-    once:        seconds of a call by each route, the slowest rank's.
-    turn:        seconds of a sample of all routes, as rank 0 measured them.
-    samples:     of each route, turn by turn.
+    calls:       a call by each route.
+    once:        time of a call by each route in seconds, of the slowest rank.
+    turn:        time of a sample of all routes in seconds, on rank 0.
+    samples:     samples of each route, turn by turn.
     """
 
     kind: Kind
@@ -140,20 +141,20 @@ class _Case:
 
 
 def _cases(kind: Kind, sizes: Sequence[int], n: int) -> list[_Case]:
-    """Return a case for each size, except for those with as many elements as smaller ones."""
+    """Return a case for each size, without sizes that round to the same number of elements."""
     found = []
     for count, same in groupby(sizes, lambda size: kind.elements(size, n)):
         first, *others = same
-        least = 0 if count == 1 or (first == sizes[0] and first <= SMALLEST) else first
+        least = 0 if count == 1 or (first == sizes[0] and first <= SMALLEST_BYTES) else first
         nbytes = count * kind.dtype.itemsize * (n if kind.blocks else 1)
         found.append(_Case(kind, least, max(nbytes, first, *others), count))
     return found
 
 
 class _Run:
-    """The measuring on one rank. Decisions follow from times that all ranks know, or rank 0's.
+    """The measurement on one rank. Decisions depend on times that all ranks have, or on rank 0.
 
-    cases: what is measured, those of one size together.
+    cases: the cases to measure, ordered by size.
     """
 
     def __init__(
@@ -183,11 +184,12 @@ class _Run:
     # --- the first calls ------------------------------------------------------------------------
 
     def try_all(self) -> None:
-        """Call everything that can be measured in time, size by size; a kind whose next size would
-        take too long ends there.
+        """Make first calls of everything that can be measured in time, by size.
+
+        A kind ends at the first size that would take too long.
         """
         smaller: dict[str, _Case] = {}
-        tried: dict[str, float] = {}  # seconds of the first calls
+        tried: dict[str, float] = {}  # time of the first calls
         ended = set()
         for case in self._wanted:
             name = case.kind.name
@@ -195,10 +197,10 @@ class _Run:
                 continue
             self._progress(f"first calls, {name} of {format_bytes(case.last)}")
             begin = self._spent()
-            # Twice the bytes take twice the time.
+            # Assume that twice the bytes take twice the time.
             turn = 2 * smaller[name].turn if name in smaller else 0.0
             turns = turn + sum(known.turn for known in self.cases)
-            ahead = 2 * tried.get(name, 0.0) + PLANNED * turns
+            ahead = 2 * tried.get(name, 0.0) + PLANNED_COUNT * turns
             if self._late(ahead, self._effort.seconds) or not self._tried(case):
                 ended.add(name)
                 continue
@@ -206,9 +208,7 @@ class _Run:
             smaller[name], tried[name] = case, self._spent() - begin
 
     def _tried(self, case: _Case) -> bool:
-        """Call each route, and find the time of a call, the least of some except the very first;
-        return False if time is up.
-        """
+        """Call each route and estimate its time. Returns False after the time limit."""
         case.calls = self._calls(case)
         took = [0.0] * len(case.calls)
         begin = self._spent()
@@ -219,7 +219,7 @@ class _Run:
                 took[i] = self._timer.time(call)
         case.once = self._timer.combine(took)
         around = (self._spent() - begin) / 2
-        for _ in range(TRIES):
+        for _ in range(TRY_COUNT):
             short = [i for i, once in enumerate(case.once) if once < self._effort.sample]
             again = self._timer.combine([self._timer.time(case.calls[i]) for i in short])
             for i, once in zip(short, again, strict=True):
@@ -230,7 +230,7 @@ class _Run:
         return True
 
     def _calls(self, case: _Case) -> list[Call]:
-        """Return a call by each route; the root is rank 0."""
+        """Return a call by each route. The root is rank 0."""
         kind, count = case.kind, case.count
         group, row, n = self._group, kind.primitive, self._group.size()
 
@@ -257,10 +257,10 @@ class _Run:
     # --- samples --------------------------------------------------------------------------------
 
     def sample_all(self) -> None:
-        """Take samples of every case, in turn, until there are enough or time is up.
+        """Take samples of every case, in turn, until there are enough or the time limit is reached.
 
-        Each required sample has an equal share of the time left. It goes from small sizes to large
-        ones, and cases that do not fit into it are left out for good.
+        Each required sample has an equal share of the remaining time. It starts with small sizes.
+        Cases that do not fit into the share are dropped.
         """
         fewest, most = self._effort.fewest, self._effort.most
         for number in range(most):
@@ -269,7 +269,7 @@ class _Run:
             if number < fewest:
                 share = begin + (end - begin) / (fewest - number)
                 del self.cases[self._sample(number, self.cases, chance, share) :]
-            else:  # in an order that changes
+            else:  # in random order
                 order = chance.sample(self.cases, len(self.cases))
                 if self._sample(number, order, chance, end) < len(order):
                     break
@@ -277,13 +277,13 @@ class _Run:
     def _sample(
         self, number: int, order: Sequence[_Case], chance: random.Random, end: float
     ) -> int:
-        """Take a sample of each case; return the number taken before ``end`` seconds."""
+        """Take a sample of each case; return the number of samples taken before ``end`` seconds."""
         took: list[list[Taken]] = []
         for case in order:
             left = max(0.0, self._effort.seconds - self._spent())
             self._progress(
                 f"repetition {number + 1}, {len(took)} of {len(order)} sizes, "
-                f"at most {left:.0f} s to go"
+                f"at most {left:.0f} s left"
             )
             if self._late(case.turn, end):
                 break
@@ -297,7 +297,7 @@ class _Run:
         return len(took)
 
     def outcome(self) -> Outcome:
-        """Return the figures of what was measured often enough."""
+        """Return the figures of cases with enough samples."""
         figures: dict[str, dict[int, dict[str, dict[str, Figure]]]] = {}
         for case in self.cases:
             at_size = figures.setdefault(case.kind.name, {}).setdefault(case.least, {})
@@ -310,5 +310,5 @@ class _Run:
         return Outcome({**figures}, last, fewest, self._timer.describe_distances())
 
     def _late(self, ahead: float, end: float) -> bool:
-        """Return whether ``ahead`` more seconds end after ``end``, by rank 0's clock."""
+        """Return whether ``ahead`` more seconds would exceed ``end``, by the clock of rank 0."""
         return control_messages.bcast(self.comm, bool(self._spent() + ahead > end), 0, bool)

@@ -1,4 +1,4 @@
-"""Derive the steps of a table from what was measured: the rule of ``python -m mpicoll tune``."""
+"""Choose the steps of a table from measurements, for ``python -m mpicoll tune``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mpicoll.cli.timing import Figure, typical_spread
 from mpicoll.routes.tuning import Steps, merge_steps, route_at
 
 __all__ = [
-    "CLEAR",
-    "MOST",
-    "WORTH",
+    "CLEAR_RATIO",
+    "MAX_STEPS",
+    "MIN_GAIN",
     "Change",
     "Figures",
     "choose_steps",
@@ -24,38 +24,34 @@ __all__ = [
     "splice",
 ]
 
-#: A route is slower than the fastest if it takes more than this many times as long, and the middle
-#: halves of their times do not overlap. None is chosen that takes more than this many times as long
-#: as the default's.
-CLEAR = 1.05
-#: A new step has to make its sizes this many times faster, multiplied.
-WORTH = 1.10
-#: No size counts for more than this many steps: a single one is never worth a step there and one
-#: back.
-MOST = 1.9
-#: The cost of another route than the default's, where nothing else distinguishes them.
-_OTHER = 1e-9
+#: Minimum ratio of times at which a route is slower than another one, if the interquartile ranges
+#: of their times do not overlap. A route that is slower than the default by this ratio is not used.
+CLEAR_RATIO = 1.05
+#: Minimum speedup of a new step, as a product over its sizes.
+MIN_GAIN = 1.10
+#: Maximum cost of a size, in steps, so that a single size is not worth two steps.
+MAX_STEPS = 1.9
+#: Additional cost of a route other than the default, to break ties.
+_TIE_COST = 1e-9
 
 
-#: By route, the same ones at all sizes.
+#: Figures by route.
 ByRoute = Mapping[str, Figure]
-#: By bytes, 0 for the smallest call there is, and by how far the ranks were apart: each of the
-#: distances that occurred at that size.
+#: By size in bytes (0 for the smallest call), and by distance of the ranks.
 Figures = Mapping[int, Mapping[str, ByRoute]]
 
 
 def choose_steps(figures: Figures, default: Steps) -> Steps:
-    """Return the steps that the figures call for, from the first of their sizes on.
+    """Return the best steps for the figures, starting at the smallest size.
 
-    default: the steps that stay if nothing speaks against them.
+    default: steps to keep unless others are better.
 
-    At each size a route costs the logarithm of how many times slower it is than the fastest, at
-    most ``MOST`` steps, and nothing if it is not clearly slower; of several distances of the ranks
-    the one counts where it is slowest. (A job cannot know at which it will run: of all routes this
-    one's regret is the smallest.) Each step from route to route that the default does not have
-    costs the logarithm of ``WORTH``. The cheapest way through all sizes is taken, by dynamic
-    programming over its last route (R. Bellman, Dynamic Programming, 1957), of those that nowhere
-    take a route that is slower than the default's, at any distance.
+    At each size, a route costs the logarithm of its slowdown relative to the fastest route, at most
+    ``MAX_STEPS`` steps, and nothing if it is not clearly slower. With several distances of the
+    ranks, the distance with the highest cost counts, because a job cannot know its distance in
+    advance. Each step between routes that the default does not have costs the logarithm of
+    ``MIN_GAIN``. Dynamic programming over the last route (R. Bellman, Dynamic Programming, 1957)
+    finds the cheapest sequence, among routes that are nowhere slower than the default.
     """
     sizes = sorted(figures)
     below = _in_force(default, max(sizes[0] - 1, 0), _routes(figures[sizes[0]]))
@@ -64,7 +60,7 @@ def choose_steps(figures: Figures, default: Steps) -> Steps:
         usual = _in_force(default, size, _routes(figures[size]))
         ways: dict[str | None, tuple[float, list[str]]] = {}
         for route in _no_slower(figures[size], usual):
-            here = _slower(figures[size], route) + _OTHER * (route != usual)
+            here = _slower(figures[size], route) + _TIE_COST * (route != usual)
             ways[route] = min(
                 (cost + _step((last, route), (below, usual)) + here, [*way, route])
                 for last, (cost, way) in best.items()
@@ -75,7 +71,7 @@ def choose_steps(figures: Figures, default: Steps) -> Steps:
 
 
 def splice(before: Steps, steps: Steps, last: int) -> Steps:
-    """Put the steps into ``before``, from the first of their sizes up to ``last``."""
+    """Replace the steps of ``before`` from the first size of ``steps`` up to ``last``."""
     return merge_steps(
         [
             *(step for step in before if step[0] < steps[0][0]),
@@ -93,20 +89,20 @@ def _routes(at_size: Mapping[str, ByRoute]) -> list[str]:
 
 
 def _no_slower(at_size: Mapping[str, ByRoute], usual: str | None) -> list[str]:
-    """Return the routes hardly slower than the default's at any distance; all if there is none."""
+    """Return the routes that are not clearly slower than the default at any distance."""
     routes = _routes(at_size)
     if usual is None:
         return routes
     return [
         route
         for route in routes
-        if all(one[route].median <= CLEAR * one[usual].median for one in at_size.values())
+        if all(one[route].median <= CLEAR_RATIO * one[usual].median for one in at_size.values())
     ]
 
 
 def _step(step: tuple[str | None, str], usual: tuple[str | None, str | None]) -> float:
-    """Return the cost of going from one route to another, if the default has ``usual``."""
-    return 0.0 if step[0] in (None, step[1]) or step == usual else math.log(WORTH)
+    """Return the cost of a step between routes, if the default has the step ``usual``."""
+    return 0.0 if step[0] in (None, step[1]) or step == usual else math.log(MIN_GAIN)
 
 
 def _slower(at_size: Mapping[str, ByRoute], route: str) -> float:
@@ -117,12 +113,14 @@ def _slower(at_size: Mapping[str, ByRoute], route: str) -> float:
 def _slower_at(by_route: ByRoute, route: str) -> float:
     """Return the cost of a route at one distance of the ranks."""
     own, best = by_route[route], min(by_route.values(), key=attrgetter("median"))
-    clearly = own.median > CLEAR * best.median and own.low > best.high
-    return min(math.log(own.median / best.median), MOST * math.log(WORTH)) if clearly else 0.0
+    clearly = own.median > CLEAR_RATIO * best.median and own.low > best.high
+    return (
+        min(math.log(own.median / best.median), MAX_STEPS * math.log(MIN_GAIN)) if clearly else 0.0
+    )
 
 
 def _in_force(steps: Steps, size: int, routes: Collection[str]) -> str | None:
-    """Return the route that steps give a size if only ``routes`` exist; None for none of them."""
+    """Return the route of a size by these steps if only ``routes`` exist, or None."""
     had = [(least, route) for least, route in steps if route in routes]
     return next(
         (route for least, route in reversed(had) if least <= size or (least, route) == had[0]), None
@@ -132,10 +130,9 @@ def _in_force(steps: Steps, size: int, routes: Collection[str]) -> str | None:
 class Change(NamedTuple):
     """A range of sizes whose route changes.
 
-    first, end: bytes, ``end`` excluded; None up to the largest size that was measured.
+    first, end: bytes, ``end`` excluded; None is the largest measured size.
     was, now:   the routes.
-    gains:      how many times faster the route now is, the geometric mean over the sizes, by how
-                far the ranks were apart.
+    gains:      speedup, the geometric mean over the sizes, by distance of the ranks.
     """
 
     first: int
@@ -146,7 +143,7 @@ class Change(NamedTuple):
 
 
 def find_changes(figures: Figures, before: Steps, after: Steps) -> list[Change]:
-    """Return where steps differ, among the measured sizes."""
+    """Return the differences between steps, among the measured sizes."""
     sizes = sorted(figures)
     routes = [
         tuple(_in_force(steps, size, _routes(figures[size])) for steps in (before, after))
@@ -168,7 +165,7 @@ def find_changes(figures: Figures, before: Steps, after: Steps) -> list[Change]:
 
 
 def find_noise(figures: Iterable[Figures]) -> float:
-    """Return the median of the relative spreads of all times; 0 for none."""
+    """Return the median of the relative spreads of all times, or 0 without times."""
     return typical_spread(
         one
         for by_size in figures

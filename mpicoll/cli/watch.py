@@ -1,4 +1,4 @@
-"""``python -m mpicoll watch``: what the ranks of a running job do, asked from outside."""
+"""``python -m mpicoll watch``: show the state of the ranks of a running job."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.description = (
-        "What the ranks of a running job do, asked from outside, on a node where it runs, by the "
-        "user whose job it is. The ranks need not be able to answer."
+        "Show the state of the ranks of a running job. Run it on a node of the job, as the same "
+        "user. It works even if the ranks are blocked."
     )
     parser.add_argument(
         "job", nargs="?", metavar="JOB",
-        help="the number of the Slurm job, or of the process mpirun or of any rank on this node; "
-        "without it the jobs on this node are listed, and a single one is shown",
+        help="number of the Slurm job, or process id of mpirun or any rank on this node; without "
+        "it, list the jobs on this node, or show the only one",
     )  # fmt: skip
     parser.add_argument(
-        "--stacks", action="store_true", help="what each Python thread does: its whole stack"
+        "--stacks", action="store_true", help="print the whole stack of each Python thread"
     )
-    parser.add_argument("--json", action="store_true", help="all that is known, as JSON")
+    parser.add_argument("--json", action="store_true", help="print all information as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what is known; return 0, or 1 if there is no such job, or several."""
+    """Print the state; return 0, or 1 if there is not exactly one such job."""
     try:
         found = _find_jobs()
     except OSError as error:
@@ -47,13 +47,13 @@ def run(options: argparse.Namespace) -> int:
                 )
         meant = "" if options.job is None else f" {options.job}"
         why = (
-            f"several jobs{meant or ' run on this node'}; give one of the numbers above" if heads
+            f"several jobs{meant or ' run on this node'}; pass one of the numbers above" if heads
             else f"no job{meant} of this user with mpicoll runs on this node"
         )  # fmt: skip
         return cli.refuse("watch", why, True, 1)
     path, job = next(iter(heads.items()))
     try:
-        # Stacks come with short reports too: they say what is done outside of calls.
+        # Short reports also need stacks, for ranks outside of calls.
         answer = line_protocol.ask(path, {"ask": "snapshots", "stacks": "all"})
     except OSError as error:
         return cli.refuse("watch", f"job {job['job']} does not answer: {error}", True, 1)
@@ -67,13 +67,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _find_jobs() -> dict[Path, dict[str, Any]]:
-    """Return what the node monitors of this node report of their jobs, by their sockets."""
+    """Return the jobs of the node monitors on this node, by socket."""
     found = {}
     for path in sorted(node_monitor.find_folder().glob(f"*{node_monitor.SOCKETS}")):
         try:
             found[path] = line_protocol.ask(path, {"ask": "job"})
         except ConnectionRefusedError:
-            path.unlink(missing_ok=True)  # left over by a node monitor that was killed
+            path.unlink(missing_ok=True)  # left by a node monitor that was killed
         except OSError:
             continue
     return found

@@ -1,1 +1,1 @@
-"""What a call is about: groups, checked calls, their signatures and Works."""
+"""Process groups, checked arguments, call signatures, plans, and Work."""

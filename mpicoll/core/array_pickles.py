@@ -1,8 +1,8 @@
 """Pickles of NumPy arrays, scalars and dtypes that are safe to load.
 
-NumPy's own pickles hand bytes of the sender to ``numpy.dtype`` and ``ndarray.__setstate__``, which
-turn them into pointers if the sender asks for it. Here they are pickled as calls of
-``rebuild_array``, ``rebuild_scalar`` and ``rebuild_dtype``, which check all their arguments.
+NumPy's own pickles pass bytes of the sender to ``numpy.dtype`` and ``ndarray.__setstate__``, which
+can turn them into pointers. Here they are pickled as calls of ``rebuild_array``, ``rebuild_scalar``
+and ``rebuild_dtype``, which check all their arguments.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ def _find_dtypes() -> dict[str, np.dtype[Any]]:
     dtypes = {np.dtype(code).str: np.dtype(code) for code in codes}
     for one in vars(ml_dtypes).values():
         if isinstance(one, type) and issubclass(one, np.generic):
-            dtypes[one.__name__] = np.dtype(one)  # the ``str`` of many is that of a void
+            dtypes[one.__name__] = np.dtype(one)  # its ``str`` is often a void type
     return dtypes
 
 
 _DTYPES = _find_dtypes()
 _SPECS = {dtype: spec for spec, dtype in _DTYPES.items()}
-#: ``str`` of NumPy's dtypes whose elements are plain bytes: not "O", whose elements are pointers.
-#: Units of time have no denominator: NumPy writes none, and divides by one that it reads.
+#: ``str`` of NumPy's dtypes whose elements are plain bytes, not pointers ("O"). Units of time have
+#: no denominator: NumPy never writes one, but divides by one that it reads.
 _PLAIN_DTYPE = re.compile(
     r"[<>|]([biufcSUV][0-9]{1,9}|[Mm]8(\[([1-9][0-9]{0,8})?[A-Za-z]{1,2}\])?)"
 )
-#: The first number of dtypes that are not NumPy's own (NPY_USERDEF).
+#: First number of dtypes that are not NumPy's own (NPY_USERDEF).
 _USER_DEFINED = 256
-#: The most bytes of an element: what a C int holds.
-_MAX_ITEMSIZE = 2**31 - 1
+#: Maximum size of an element, the range of a C int.
+_MAX_ITEM_BYTES = 2**31 - 1
 
 
 def _reduce_array(array: np.ndarray[Any, Any]) -> Any:
@@ -70,7 +70,7 @@ def _reduce_dtype(dtype: np.dtype[Any]) -> Any:
     return dtype.__reduce__() if spec is None else (rebuild_dtype, (spec,))
 
 
-#: How to pickle NumPy's types. Objects, subclasses and other types are pickled as NumPy does.
+#: Reducers for NumPy's types. Objects, subclasses and other types are pickled as by NumPy.
 _REDUCERS: dict[type, Callable[[Any], Any]] = {np.ndarray: _reduce_array}
 for _one in (*_DTYPES.values(), *map(np.dtype, ("S", "U", "V", "M8", "m8", "q", "Q"))):
     _REDUCERS[_one.type] = _reduce_scalar
@@ -80,20 +80,20 @@ _all_reducers = _REDUCERS
 
 
 def get_reducers() -> dict[type, Callable[[Any], Any]]:
-    """Return these reducers and those of copyreg, which the program may add to, in one dict.
+    """Return these reducers and copyreg's, which the program may extend, in one dict.
 
-    A pickler would take longer with a ChainMap.
+    A pickler is slower with a ChainMap.
     """
     global _copyreg_reducers, _all_reducers
     if copyreg.dispatch_table != _copyreg_reducers:
         others = dict(copyreg.dispatch_table)
         _all_reducers = {**others, **_REDUCERS}
-        _copyreg_reducers = others  # last, because other threads read it first
+        _copyreg_reducers = others  # assigned last, because other threads read it first
     return _all_reducers
 
 
 def _describe_dtype(dtype: np.dtype[Any]) -> Any:
-    """Return what ``rebuild_dtype`` rebuilds a dtype from; None for one that it cannot rebuild."""
+    """Return the argument of ``rebuild_dtype`` for a dtype, or None if it cannot be rebuilt."""
     if dtype.metadata is not None:
         return None
     spec = _SPECS.get(dtype)
@@ -116,7 +116,7 @@ def _describe_dtype(dtype: np.dtype[Any]) -> Any:
 
 
 def rebuild_dtype(spec: object) -> np.dtype[Any]:
-    """Return the dtype, without objects, that ``_describe_dtype`` described.
+    """Convert a result of ``_describe_dtype`` to a dtype, which holds no objects.
 
     Raises RefusedPickleError, or NumPy's errors, for any other ``spec``.
     """
@@ -128,33 +128,33 @@ def rebuild_dtype(spec: object) -> np.dtype[Any]:
             return np.dtype(spec)
     elif type(spec) is tuple and len(spec) == 2:
         base, shape = rebuild_dtype(spec[0]), spec[1]
-        if _count_elements(shape) * base.itemsize <= _MAX_ITEMSIZE:
+        if _count_elements(shape) * base.itemsize <= _MAX_ITEM_BYTES:
             return np.dtype((base, shape))
     elif type(spec) is tuple and len(spec) == 5:
         names, specs, offsets, itemsize, aligned = spec
         formats = [rebuild_dtype(one) for one in specs]
         ends = [at + one.itemsize for at, one in zip(offsets, formats, strict=True)]
         if all(type(n) is int and n >= 0 for n in (*offsets, itemsize)) and (
-            max((0, *ends)) <= itemsize <= _MAX_ITEMSIZE
+            max((0, *ends)) <= itemsize <= _MAX_ITEM_BYTES
         ):
             fields = {"names": names, "formats": formats, "offsets": offsets, "itemsize": itemsize}
             return np.dtype(fields, align=bool(aligned))  # type: ignore[call-overload, no-any-return]
-    raise RefusedPickleError(f"a received array has no dtype that can be rebuilt: {spec!r:.99}")
+    raise RefusedPickleError(f"a received array has an invalid dtype: {spec!r:.99}")
 
 
 def _count_elements(shape: object) -> int:
-    """Return the number of elements of a shape; raise RefusedPickleError if it is not a shape."""
+    """Return the number of elements of a shape. Raises RefusedPickleError if it is not a shape."""
     if type(shape) is tuple:
         for n in shape:
             if type(n) is not int or n < 0:
                 break
         else:
             return math.prod(shape)
-    raise RefusedPickleError(f"a received array has a shape that cannot be: {shape!r:.99}")
+    raise RefusedPickleError(f"a received array has an invalid shape: {shape!r:.99}")
 
 
 def rebuild_array(spec: object, shape: Any, fortran: object, data: Any) -> np.ndarray[Any, Any]:
-    """Return the array whose bytes are ``data``, on the same memory."""
+    """Return the array on the memory of ``data``."""
     dtype, size = rebuild_dtype(spec), memoryview(data).nbytes
     # If elements had no bytes, a shape of any size would fit.
     if not dtype.itemsize or _count_elements(shape) * dtype.itemsize != size:

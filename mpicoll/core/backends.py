@@ -1,4 +1,4 @@
-"""Names of backends, and which of them are available."""
+"""Names of backends, and their availability."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = [
 
 
 class Backend(str):
-    """The name of a backend in lower case: ``Backend("MPI") == Backend.MPI == "mpi"``.
+    """Name of a backend in lower case: ``Backend("MPI") == Backend.MPI == "mpi"``.
 
-    All of them run over MPI. "mpicoll" means the same as "mpi", for scripts that run with PyTorch
-    too; "gloo" and "nccl" let existing scripts run unchanged. With "nccl", NCCL carries device
-    buffers where every rank has a GPU of its own.
+    All backends run over MPI. "mpicoll" is the same as "mpi", for scripts that also run with
+    PyTorch. "gloo" and "nccl" let existing scripts run unchanged. With "nccl", device buffers use
+    NCCL if every rank has its own GPU.
     """
 
     __slots__ = ()
@@ -74,20 +74,20 @@ class Backend(str):
         extended_api: bool = False,
         devices: str | list[str] | None = None,
     ) -> None:
-        """Refuse: every backend runs over MPI, and there are no plug-ins.
+        """Raise UnsupportedError: every backend runs over MPI.
 
         name, func, extended_api, devices: as in torch.
 
         Raises UnsupportedError (a ValueError).
         """
         raise UnsupportedError(
-            f"Backend.register_backend: {name!r}: mpicoll takes no other backends; register it "
-            "with torch.distributed"
+            f"Backend.register_backend: {name!r}: not supported by mpicoll; register it with "
+            "torch.distributed"
         )
 
 
 def parse_backend(name: str | None, where: str) -> str:
-    """Return a backend's name, "mpi" for None; raise ArgumentError for one that mpicoll lacks."""
+    """Return the name of a backend (default "mpi"). Raises ArgumentError for an unknown one."""
     if name is None:
         return Backend.MPI
     backend = str(Backend(name))
@@ -96,7 +96,7 @@ def parse_backend(name: str | None, where: str) -> str:
         if device not in ("", *Backend.default_device_backend_map) or not is_backend_available(one):
             raise ArgumentError(
                 f"{where}: backend {backend!r} is not available; expected mpi or mpicoll, or gloo "
-                "or nccl as names under which scripts run over MPI"
+                "or nccl (which also run over MPI)"
             )
     return backend
 
@@ -104,7 +104,7 @@ def parse_backend(name: str | None, where: str) -> str:
 def check_device(device_id: object, where: str) -> None:
     """Raise unless ``device_id`` ("cuda:1", 1, a torch.device) is a GPU of this process.
 
-    It has no other use: every array knows its device.
+    The value is otherwise unused, because every array has its device.
     """
     if device_id is None:
         return
@@ -126,39 +126,36 @@ _warned_about_options = False
 
 
 def warn_about_options(pg_options: object, where: str) -> None:
-    """Warn, once a process, that ``pg_options`` have no effect, as with torch's Gloo."""
+    """Warn once per process that ``pg_options`` are ignored, as by torch's Gloo."""
     global _warned_about_options
     if pg_options is None or _warned_about_options:
         return
     _warned_about_options = True
     warn(
-        f"{where}: pg_options ({type(pg_options).__name__}) have no effect on mpicoll; leave them "
-        "out. The timeout is that of timeout="
+        f"{where}: pg_options ({type(pg_options).__name__}) are ignored by mpicoll; leave them "
+        "out, and set the timeout with timeout="
     )
 
 
 def is_available() -> bool:
-    """Return True: mpicoll is available where it can be imported."""
+    """Return True: mpicoll is always available."""
     return True
 
 
 def is_mpi_available() -> bool:
-    """Return whether mpi4py is installed.
-
-    init_process_group shows whether it can load an MPI library.
-    """
+    """Return whether mpi4py is installed. It may still fail to load an MPI library."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
 def is_gloo_available() -> bool:
-    """Return whether "gloo" is a backend: it runs over MPI, so whether mpi4py is installed."""
+    """Return whether mpi4py is installed, because backend "gloo" runs over MPI."""
     return is_mpi_available()
 
 
 def is_nccl_available() -> bool:
     """Return whether CuPy finds a GPU and NCCL.
 
-    backend="nccl" is accepted in any case, and runs over MPI where this is False.
+    backend="nccl" is accepted in any case, and runs over MPI if this is False.
     """
     try:
         return runtime.get_runtime().has_nccl()
@@ -167,21 +164,21 @@ def is_nccl_available() -> bool:
 
 
 def is_ucc_available() -> bool:
-    """Return False: there is no backend "ucc"."""
+    """Return False: backend "ucc" is not supported."""
     return False
 
 
 def is_xccl_available() -> bool:
-    """Return False: there is no backend "xccl"."""
+    """Return False: backend "xccl" is not supported."""
     return False
 
 
 def is_backend_available(backend: str) -> bool:
     """Return whether init_process_group accepts a backend.
 
-    backend: its name, in upper or lower case.
+    backend: name in upper or lower case.
 
-    Returns True for "mpi", "mpicoll", "gloo" and "nccl" where mpi4py is installed, else False.
+    Returns True for "mpi", "mpicoll", "gloo" and "nccl" if mpi4py is installed, else False.
     """
     return str(backend).lower() in Backend.backend_capability and is_mpi_available()
 
@@ -192,17 +189,17 @@ def is_torchelastic_launched() -> bool:
 
 
 def get_default_backend_for_device(device: object) -> str:
-    """Return the name of a device's default backend, "mpi".
+    """Return the name of the default backend of a device, "mpi".
 
     device: "cpu", "cuda", "cuda:1" or a torch.device.
 
-    Raises ArgumentError (a ValueError) for a device that no backend serves.
+    Raises ArgumentError (a ValueError) for an unsupported device.
     """
     kind = str(getattr(device, "type", device)).partition(":")[0]
     try:
         return Backend.default_device_backend_map[kind]
     except KeyError:
         raise ArgumentError(
-            f"get_default_backend_for_device: no backend serves device {device!r}; expected one of "
+            f"get_default_backend_for_device: device {device!r} is not supported; expected one of "
             f"{', '.join(Backend.default_device_backend_map)}"
         ) from None

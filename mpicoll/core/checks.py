@@ -1,6 +1,6 @@
-"""The arguments of a collective call as views, checked before anything is sent.
+"""Arguments of collective calls as views, checked before anything is sent.
 
-There is one function for the layouts of the table of primitives that are checked alike.
+Layouts of the table of primitives with the same checks share one function.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def build_views(
 ) -> Views:
     """Return the views of the caller's arrays, checked against each other, and the call's extent.
 
-    Raises ArgumentTypeError (TypeError) for anything but an array or a list, ArgumentError
-    (ValueError) for sizes that do not fit and UnsupportedError (ValueError) for what is refused;
-    see mpicoll.errors.
+    Raises ArgumentTypeError (TypeError) if an argument is not an array or a list, ArgumentError
+    (ValueError) for a wrong size, and UnsupportedError (ValueError) for a dtype, layout or device
+    that is not supported.
     """
     return _LAYOUTS[primitive.layout](primitive, group, output, input, root, splits)
 
 
 def writes(primitive: Primitive, group: ProcessGroup, root: int) -> bool:
-    """Return whether this rank's output is written; a primitive in place may only read it."""
+    """Return whether the call writes this rank's output. An in-place primitive may only read it."""
     me = group.rank()
     if primitive.root and primitive.layout is Layout.IN_PLACE:
         return (root == me) is (primitive.root == "dst")
@@ -67,18 +67,17 @@ def writes(primitive: Primitive, group: ProcessGroup, root: int) -> bool:
 
 
 def reads(primitive: Primitive, group: ProcessGroup, root: int) -> bool:
-    """Return whether this rank's array of a primitive in place is read."""
+    """Return whether an in-place primitive reads the array of this rank."""
     return primitive.root != "src" or root == group.rank()
 
 
-#: The greatest float64.
-_LARGEST = int(sys.float_info.max)
+_MAX_FLOAT64 = int(sys.float_info.max)
 
 
 def check_operation(primitive: Primitive, op: object, dtype: DType) -> ReduceOp:
-    """Return the reduce operation meant by ``op``, see ``row_of``, if it fits a dtype.
+    """Return the reduce operation for ``op`` (see ``find_operation``), checked against a dtype.
 
-    Raises UnsupportedError if it has no meaning for the dtype or its factor does not fit it,
+    Raises UnsupportedError if the operation or its factor does not support the dtype, and
     ArgumentError for a PREMUL_SUM without a factor.
     """
     where = f"{primitive.name}: op"
@@ -86,15 +85,14 @@ def check_operation(primitive: Primitive, op: object, dtype: DType) -> ReduceOp:
     if dtype.kind not in found.kinds:
         legal = ", ".join(sorted(kind.value for kind in found.kinds))
         raise UnsupportedError(
-            f"{where}: {found.name} has no meaning for {dtype}; it is defined for dtypes of the "
-            f"kinds {legal}"
+            f"{where}: {found.name} is not supported for {dtype}, only for dtypes of kinds {legal}"
         )
     if found is ReduceOp.PREMUL_SUM:
         raise ArgumentError(f"{where}: expected ReduceOp.PREMUL_SUM(factor), got no factor")
     factor = found.factor
     if dtype.kind is Kind.INTEGER and isinstance(factor, (float, complex)):
         raise UnsupportedError(f"{where}: PREMUL_SUM of {dtype} needs an integer, got {factor!r}")
-    if isinstance(factor, int) and dtype.kind is not Kind.INTEGER and abs(factor) > _LARGEST:
+    if isinstance(factor, int) and dtype.kind is not Kind.INTEGER and abs(factor) > _MAX_FLOAT64:
         raise ArgumentError(f"{where}: PREMUL_SUM: {factor!r} is too large for {dtype}")
     if dtype.kind is not Kind.COMPLEX and isinstance(factor, complex):
         raise UnsupportedError(f"{where}: PREMUL_SUM of {dtype} needs a real, got {factor!r}")
@@ -102,11 +100,11 @@ def check_operation(primitive: Primitive, op: object, dtype: DType) -> ReduceOp:
 
 
 def find_operation(op: object, where: str) -> ReduceOp:
-    """Return the ReduceOp for ``op``: mpicoll's, torch.distributed's, or an operation of mpi4py.
+    """Return the ReduceOp for ``op``: a ReduceOp of mpicoll or torch.distributed, or an mpi4py Op.
 
-    where: operation and argument, for the message.
+    where: operation and argument, for error messages.
 
-    Raises ArgumentTypeError for anything else, UnsupportedError for an operation of MPI without a
+    Raises ArgumentTypeError for anything else, and UnsupportedError for an MPI operation without a
     counterpart.
     """
     found = op if isinstance(op, ReduceOp) else _of_torch(op) or _of_mpi(op, where)
@@ -119,14 +117,14 @@ def find_operation(op: object, where: str) -> ReduceOp:
 
 
 def _similar(op: object) -> ReduceOp:
-    """Return the operation that a wrong argument may mean, such as "sum"; else SUM."""
+    """Return the operation that a wrong argument such as "sum" may mean, or SUM."""
     name = op.upper() if isinstance(op, str) and op else "SUM"
     return next((row for row in OPERATIONS if row.name.startswith(name)), ReduceOp.SUM)
 
 
 def _of_mpi(op: object, where: str) -> ReduceOp | None:
-    """Return the table's first row for an operation of MPI; None for anything else."""
-    mpi = sys.modules.get("mpi4py.MPI")  # an operation of it is there only if it is loaded
+    """Return the first row of the table for an MPI operation, or None."""
+    mpi = sys.modules.get("mpi4py.MPI")  # if it is not loaded, ``op`` is not an MPI operation
     if mpi is None or not isinstance(op, mpi.Op):
         return None
     for row in OPERATIONS:
@@ -143,7 +141,7 @@ def _of_mpi(op: object, where: str) -> ReduceOp | None:
 
 
 def _of_torch(op: object) -> ReduceOp | None:
-    """Return the row of a ReduceOp or RedOpType of torch.distributed."""
+    """Return the row for a ReduceOp or RedOpType of torch.distributed, or None."""
     if type(op).__module__.partition(".")[0] != "torch":
         return None
     name = getattr(getattr(op, "op", op), "name", "")
@@ -151,11 +149,11 @@ def _of_torch(op: object) -> ReduceOp | None:
     return row(op.factor) if row is ReduceOp.PREMUL_SUM and hasattr(op, "factor") else row
 
 
-#: Ends the message where arguments would fit the other way round.
+#: Hint of messages if the arguments would fit when exchanged.
 _ORDER = " (the output comes first)"
 
 
-def _same_kind(primitive: Primitive, send: View, recv: View) -> None:
+def _check_same_dtype(primitive: Primitive, send: View, recv: View) -> None:
     if send.dtype is not recv.dtype:
         raise UnsupportedError(
             f"{primitive.name}: invalid tensor type: different dtypes: {primitive.output} is "
@@ -164,25 +162,26 @@ def _same_kind(primitive: Primitive, send: View, recv: View) -> None:
     adapters.check_same_device(primitive.name, primitive.input, send, primitive.output, recv)
 
 
-def _same_shapes(primitive: Primitive, name: str, parts: ViewList, one: View) -> None:
+def _check_same_shapes(primitive: Primitive, name: str, parts: ViewList, one: View) -> None:
     for i, part in enumerate(parts.parts):
         if part.shape != one.shape:
             raise ArgumentError(
                 f"{primitive.name}: {name}: invalid tensor size: [{i}] has shape {part.shape}, "
-                f"this rank's array {one.shape}: different shapes across a list; all must have the "
-                "same"
+                f"this rank's array {one.shape}; different shapes are not supported"
             )
 
 
-def _check_apart(where: str, outputs: ViewList) -> None:
+def _check_disjoint(where: str, outputs: ViewList) -> None:
     if shared := find_shared(outputs.parts):
         raise ArgumentError(
-            f"{where}: [{shared[0]}] and [{shared[1]}] share memory, and both are written to; pass "
-            "arrays that do not overlap"
+            f"{where}: outputs [{shared[0]}] and [{shared[1]}] share memory; pass arrays that do "
+            "not overlap"
         )
 
 
-def _multiple(primitive: Primitive, whole: View, names: tuple[str, str], one: View, n: int) -> None:
+def _check_multiple(
+    primitive: Primitive, whole: View, names: tuple[str, str], one: View, n: int
+) -> None:
     if whole.count != n * one.count:
         raise ArgumentError(
             f"{primitive.name}: {names[0]} has {format_count(whole.count, 'element')}, {names[1]} "
@@ -203,7 +202,7 @@ def _in_place(
     return None, recv, recv.count
 
 
-def _per_rank(
+def _blocks_of_ranks(
     primitive: Primitive,
     group: ProcessGroup,
     output: Arrays,
@@ -211,13 +210,11 @@ def _per_rank(
     root: int,
     splits: Splits | None,
 ) -> Views:
-    """Check this rank's block, and the blocks of all ranks where this rank has them."""
+    """Check the block of this rank, and the blocks of all ranks if this rank has them."""
     n = group.size()
     gathers = primitive.layout is Layout.GATHERED
-    where, whole, side, verb = (
-        (primitive.at_output, output, "output", "receives")
-        if gathers
-        else (primitive.at_input, input, "input", "sends")
+    where, whole, side = (
+        (primitive.at_output, output, "output") if gathers else (primitive.at_input, input, "input")
     )
     names = primitive.output, primitive.input
     of_whole, of_own = names if gathers else names[::-1]
@@ -235,41 +232,44 @@ def _per_rank(
     if primitive.root and root != group.rank():
         if whole is not None and not (isinstance(whole, (list, tuple)) and not whole):
             raise ArgumentError(
-                f"{where}: requires empty {side} on non-root ranks: to be given only on the rank "
-                f"that {verb}, {root}"
+                f"{where}: requires empty {side} on non-root ranks: expected None, because the "
+                f"root is rank {root}"
             )
         return *in_order(None), own.count
     if not primitive.listed:
         one = adapters.build_view(whole, gathers, where)
-        _same_kind(primitive, *in_order(one))
-        _multiple(primitive, one, (of_whole, of_own), own, n)
+        _check_same_dtype(primitive, *in_order(one))
+        _check_multiple(primitive, one, (of_whole, of_own), own, n)
         return *in_order(one), own.count
     if whole is None:
-        raise ArgumentError(f"{where}: must be given on the rank that {verb}, {root}")
+        raise ArgumentError(f"{where}: must be given on the root, rank {root}")
     listed = adapters.build_view_list(whole, gathers, where, n)
-    _same_kind(primitive, *in_order(listed))
+    _check_same_dtype(primitive, *in_order(listed))
     counts: Sequence[int] = ()
     if primitive.root:
-        _same_shapes(primitive, of_whole, listed, own)
+        _check_same_shapes(primitive, of_whole, listed, own)
     else:
-        counts = _own_fits(primitive, group, listed, where, own, of_own)
+        counts = _block_counts(primitive, group, listed, where, own, of_own)
     if gathers:
-        _check_apart(where, listed)
+        _check_disjoint(where, listed)
     if not counts:
         return *in_order(listed), own.count
     equal = [own.count] * n
     return *in_order(listed), Blocks(equal, counts) if gathers else Blocks(counts, equal)
 
 
-def _own_fits(
+def _block_counts(
     primitive: Primitive, group: ProcessGroup, listed: ViewList, where: str, own: View, name: str
 ) -> Sequence[int]:
-    """Return the counts of a list's blocks, this rank's that of ``own``; () if all are alike."""
+    """Return the sizes of the blocks of a list, or () if all are equal.
+
+    Raises ArgumentError if the block of this rank does not have the size of ``own``.
+    """
     counts, me = listed.counts, group.rank()
     if counts[me] != own.count:
         raise ArgumentError(
-            f"{where}: invalid tensor size: [{me}] has shape {listed.parts[me].shape} and is the "
-            f"block of this rank's {name}, which has shape {own.shape}"
+            f"{where}: invalid tensor size: [{me}] has shape {listed.parts[me].shape}, expected "
+            f"{own.shape}, the shape of this rank's {name}"
         )
     return counts if len(set(counts)) > 1 else ()
 
@@ -284,7 +284,7 @@ def _alike(
 ) -> Views:
     recv = adapters.build_view(output, writes(primitive, group, root), primitive.at_output)
     send = adapters.build_view(input, False, primitive.at_input)
-    _same_kind(primitive, send, recv)
+    _check_same_dtype(primitive, send, recv)
     if recv.count != send.count:
         raise ArgumentError(
             f"{primitive.name}: {primitive.output} has {format_count(recv.count, 'element')}, "
@@ -306,12 +306,12 @@ def _exchanged(
     if primitive.listed:
         to = adapters.build_view_list(output, True, of_output, n)
         out = adapters.build_view_list(input, False, of_input, n)
-        _same_kind(primitive, out, to)
-        _check_apart(of_output, to)
-        return out, to, _agreeing(primitive, group, Blocks(out.counts, to.counts))
+        _check_same_dtype(primitive, out, to)
+        _check_disjoint(of_output, to)
+        return out, to, _check_own_block(primitive, group, Blocks(out.counts, to.counts))
     recv = adapters.build_view(output, True, of_output)
     send = adapters.build_view(input, False, of_input)
-    _same_kind(primitive, send, recv)
+    _check_same_dtype(primitive, send, recv)
     of_both = splits or (None, None)
     names = f"{of_output}: output_split_sizes", f"{of_input}: input_split_sizes"
     of_recv, of_send = (
@@ -321,10 +321,10 @@ def _exchanged(
     fits_swapped = (sum(of_recv), sum(of_send)) == (_rows(send), _rows(recv))
     receives = _blocks(recv, of_recv, n, of_output, "output_split_sizes", fits_swapped)
     sends = _blocks(send, of_send, n, of_input, "input_split_sizes", fits_swapped)
-    return send, recv, _agreeing(primitive, group, Blocks(sends, receives))
+    return send, recv, _check_own_block(primitive, group, Blocks(sends, receives))
 
 
-def _agreeing(primitive: Primitive, group: ProcessGroup, blocks: Blocks) -> Blocks:
+def _check_own_block(primitive: Primitive, group: ProcessGroup, blocks: Blocks) -> Blocks:
     me = group.rank()
     if blocks.sends[me] != blocks.receives[me]:
         raise ArgumentError(
@@ -341,7 +341,7 @@ def _rows(view: View) -> int:
 def _blocks(
     view: View, sizes: list[int], n: int, where: str, name: str, fits_swapped: bool
 ) -> list[int]:
-    """Return the elements for each rank, from split sizes that count rows of dimension 0.
+    """Return the number of elements for each rank, from split sizes in rows of dimension 0.
 
     fits_swapped: the split sizes would fit if the caller exchanged output and input.
     """
@@ -349,13 +349,14 @@ def _blocks(
     if not sizes:
         if rows % n:
             raise ArgumentError(
-                f"{where}: dimension 0 has {format_count(rows, 'row')}, which {n} ranks cannot "
-                f"share evenly; give {name}"
+                f"{where}: dimension 0 has {format_count(rows, 'row')}, which is not divisible by "
+                f"{n} ranks; pass {name}"
             )
         return [view.count // n] * n
     if len(sizes) != n:
         raise ArgumentError(
-            f"{where}: {name}: expected {format_count(n, 'size')}, one a rank, got {len(sizes)}"
+            f"{where}: {name}: expected {format_count(n, 'size')}, one for each rank, got "
+            f"{len(sizes)}"
         )
     if min(sizes) < 0 or sum(sizes) != rows:
         raise ArgumentError(
@@ -379,8 +380,8 @@ def _empty(
 
 _LAYOUTS: dict[Layout, Callable[..., Views]] = {
     Layout.IN_PLACE: _in_place,
-    Layout.GATHERED: _per_rank,
-    Layout.SCATTERED: _per_rank,
+    Layout.GATHERED: _blocks_of_ranks,
+    Layout.SCATTERED: _blocks_of_ranks,
     Layout.EXCHANGED: _exchanged,
     Layout.ALIKE: _alike,
     Layout.EMPTY: _empty,

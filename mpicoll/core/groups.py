@@ -1,4 +1,4 @@
-"""Process groups: their ranks, their communicators, and the register of all live groups."""
+"""Process groups: ranks, communicators, and the list of all open groups."""
 
 from __future__ import annotations
 
@@ -62,34 +62,32 @@ class GroupState(Enum):
 
 
 class ProcessGroup(Calls):
-    """A group of ranks that call collectives together. Made by init_process_group and new_group.
+    """A group of ranks that call collectives together. Created by init_process_group and new_group.
 
-    ranks: the global ranks, in the order of the ranks in the group.
-    timeout: seconds after which an operation has failed; None never.
-    reproducible: how far reductions give the same bits again: None, "order" or "exact".
+    ranks: global ranks, in the order of the ranks in the group.
+    timeout: seconds after which an operation fails; None for never.
+    reproducible: level of reproducible reductions: None, "order" or "exact".
     """
 
-    # Of its calls, see Calls. Beside these:
+    # See Calls for attributes of calls. In addition:
     #
-    # inner:    the communicator of the collectives and of the exchanges inside them.
-    # tested:   the same, by calls that a rank can leave.
-    # messages: the communicator of the user's own messages, so that no tags collide.
-    # reproducible: see reproducible.py.
-    # message_history: the latest of the user's messages; see failures/flight_record.py.
-    # in_flight: the user's messages that are not complete.
-    # held_back: those to be sent, in order, of which the first is not ready yet.
-    # pending:  the asynchronous collectives that are not done.
-    # statuses: the latest status message of each other rank; see failures/rank_status.py.
-    # object_tag, leave_tag: the tags of messages with objects, and of ranks that end; the user's
-    #           are below them.
-    # plans:    the plan of each (primitive, dtype, operation) met so far.
-    # resources: what routes and others keep for the group; see resources.py.
-    # windows:  memory that ranks of the group put into; see windows.py.
-    # formed:   number of the others: groups made of this one.
-    # keeps_time: the collective inside MPI watches its own timeout.
-    # unmet:    the calls that only put work into streams, since they were last compared, where
-    #           each other call is compared by itself.
-    # stride:   the number of calls that are compared together.
+    # inner:    communicator of collectives, including their internal exchanges.
+    # tested:   the same communicator, with calls that raise if the group fails.
+    # messages: communicator of the user's messages, so that tags do not collide.
+    # message_history: latest messages of the user; see failures/flight_record.py.
+    # in_flight: incomplete messages of the user.
+    # held_back: messages to send, in order, while the first is not ready.
+    # pending:  incomplete async collectives.
+    # statuses: latest status messages of other ranks; see failures/rank_status.py.
+    # object_tag, leave_tag: tags of object messages and of status messages; the user's tags are
+    #           lower.
+    # plans:    cached plans by (primitive, dtype, operation).
+    # resources: resources of routes; see resources.py.
+    # windows:  one-sided windows; see windows.py.
+    # formed:   number of groups created from this group.
+    # keeps_time: the running collective enforces its own timeout.
+    # unmet:    calls that only enqueue work in streams, since the latest comparison.
+    # stride:   number of calls that are compared together.
     # agree:    compares one call (kind, sizes) with the other ranks' calls in shared memory; None
     #           if the ranks share no memory. See ``compare_by``.
     # error:    why the group is FAILED; None while it is OPEN. See ``fail``.
@@ -97,9 +95,9 @@ class ProcessGroup(Calls):
     # device_error: returns the error of device work that ended without its results, None if none
     #           is known; takes whether to wait for the devices. None if the group has no such work.
     # pending_error: an error of devices that no call has raised yet; None for none.
-    # whole:    the group that this one is a part of, for routes alone; None for none.
-    # doing, doing_on: what is under way that is on no record, "" for nothing; and on which thread.
-    # monitored, splits: number of monitored barriers and of splits so far, to tell them apart.
+    # whole:    the user's group, if this is an internal group of a route; else None.
+    # doing, doing_on: description ("" if idle) and thread of a running call without a call record.
+    # monitored, splits: number of monitored barriers and of splits, used in their names.
 
     def __init__(
         self,
@@ -167,24 +165,24 @@ class ProcessGroup(Calls):
         return self._size
 
     def name(self) -> str:
-        """Return the name of the backend that was asked for."""
+        """Return the name of the backend that was requested."""
         return self.backend
 
     def group_rank(self, global_rank: int) -> int | None:
-        """Return the rank in the group of a global rank, None for one that is not a member.
+        """Return the rank in the group for a global rank, or None if it is not a member.
 
-        global_rank: the rank in the default group.
+        global_rank: rank in the default group.
         """
         return self._group_ranks.get(global_rank)
 
     @property
     def comm(self) -> MPI.Intracomm:
-        """Return the group as a communicator of mpi4py, for the program's own calls.
+        """Return a communicator of mpi4py for the program's own calls.
 
-        For a group made of a communicator it is that one, for the default group of all ranks
-        MPI.COMM_WORLD. For any other group it is made on first use: then every member asks, in the
-        same order among the group's collectives; it is freed with the group. mpicoll sends nothing
-        over it.
+        A group that was created from a communicator returns that one. The default group of all
+        ranks returns MPI.COMM_WORLD. Any other group creates its communicator on first use: every
+        member must access it, in the same order among the group's collectives. It is freed with the
+        group. mpicoll sends no messages over it.
         """
         self.check_open()
         if self._given is not None:
@@ -196,10 +194,10 @@ class ProcessGroup(Calls):
         return plain(self._lent)
 
     def free(self) -> None:
-        """Free the group's communicators, but none that the program has handed in."""
+        """Free the communicators of the group, except one that the program has passed in."""
         from mpi4py import MPI
 
-        # The program may have freed the communicator that it lent.
+        # The program may have freed the communicator.
         if self._lent is not None and plain(self._lent) != MPI.COMM_NULL:
             self._lent.Free()
         for one in (self.messages, self.inner):
@@ -208,24 +206,24 @@ class ProcessGroup(Calls):
 
     @property
     def begun(self) -> int:
-        """Return the number of collectives begun."""
+        """Return the number of collectives started."""
         return self.sequence + self.formed
 
     def busy(self) -> bool:
-        """Return whether asynchronous collectives are pending; a caller has to queue behind."""
+        """Return whether async collectives are pending, so that a caller must queue behind them."""
         return self.worker is not None and self.worker.is_busy
 
     def let_callbacks_end(self) -> None:
-        """Wait a moment until callbacks of collectives that have ended are done.
+        """Wait briefly for callbacks of collectives that have ended.
 
-        Returns at once if others are pending.
+        Returns immediately if other collectives are pending.
         """
-        moment = time.monotonic() + _A_MOMENT
+        moment = time.monotonic() + _CALLBACK_TIMEOUT_S
         while not self.pending and self.busy() and time.monotonic() < moment:
             time.sleep(10e-6)
 
     def give(self, task: Callable[[], None]) -> Worker:
-        """Hand a task to the group's thread, and return that thread; see Worker."""
+        """Submit a task to the progress thread, and return that Worker."""
         with self._giving:
             if self.worker is None:
                 launch.warn_if_serialized(self.ranks[self._rank])
@@ -234,32 +232,34 @@ class ProcessGroup(Calls):
             return self.worker
 
     def finish(self, limit: float | None) -> bool:
-        """End the group's thread after what is pending; return False if that takes longer."""
+        """End the progress thread after pending tasks. Returns False if that exceeds ``limit``."""
         return self.worker is None or self.worker.stop(limit)
 
     def check_open(self) -> None:
-        """Raise ArgumentError for a group that was destroyed, ForkedError in a forked child and
-        NotInitializedError once MPI was finalised.
+        """Raise if the group cannot be used any longer.
+
+        Raises ArgumentError if it was destroyed, ForkedError in a forked child, and
+        NotInitializedError if MPI was finalized.
         """
         if self.closed is not None:
             destroyed = (
-                f"process group {self.group_name!r} was destroyed; make a new one with new_group"
+                f"process group {self.group_name!r} was destroyed; create one with new_group"
             )
             raise self.closed(_WITHOUT_MPI.get(self.closed, destroyed))
 
     def check_outside(self, name: str) -> None:
-        """Raise ArgumentError where this thread is in the middle of a call of the group.
+        """Raise ArgumentError if this thread is inside a call of the group, as in a signal handler.
 
-        That is so in a signal's handler: another call would wait for that one for ever.
+        Another call would wait for the interrupted call forever.
 
-        name: of what the thread wants to do.
+        name: of the call to make.
         """
         inside = self.doing_on if self.doing else self.thread if self.inside else 0
         if inside == threading.get_ident() and self.lock.locked():
             raise ArgumentError(
-                f"{name}: this thread is in the middle of {self.doing or f'call {self.sequence}'} "
-                f"of group {self.group_name}, as in a signal's handler; let the handler set a "
-                "flag, and do this when the call has ended"
+                f"{name}: this thread is inside {self.doing or f'call {self.sequence}'} of group "
+                f"{self.group_name}, as in a signal handler; set a flag in the handler, and call "
+                f"{name} after the call has returned"
             )
 
     def check_whole(self) -> None:
@@ -284,6 +284,7 @@ class ProcessGroup(Calls):
         The first error counts, except that a LostRankError replaces any other one, because
         survivors can then shrink the group. ``failures.fail`` also notifies other ranks.
 
+        error: later calls raise copies of it.
         pending: the error is of devices, and no call waits that would raise it.
 
         Returns False if nothing has changed: the group was FAILED or CLOSED before.
@@ -341,14 +342,17 @@ class ProcessGroup(Calls):
         objects in the callers' frames, such as its buffers, are kept for the life of the process.
         """
         try:
-            for _ in range(_TESTS):
+            for _ in range(_TEST_COUNT):
                 if request.Test(status):
                     return
-            soon = time.monotonic() + _SOON
+            sleep_after = time.monotonic() + _YIELD_S
             while not request.Test(status):
                 if self.error is not None:
                     raise self.failure()
-                os.sched_yield() if time.monotonic() < soon else time.sleep(_PAUSE)
+                if time.monotonic() < sleep_after:
+                    os.sched_yield()
+                else:
+                    time.sleep(_TEST_INTERVAL_S)
         except sys.modules["mpi4py.MPI"].Exception:
             raise
         except BaseException as error:
@@ -372,7 +376,10 @@ class ProcessGroup(Calls):
         return copy(self.error)
 
     def compare_by(self, agree: Callable[[int, int], None]) -> None:
-        """Compare each call in shared memory from now on, and keep no record of calls."""
+        """Compare each call in shared memory from now on, and keep no record of calls.
+
+        agree: compares a call of a kind and sizes with the other ranks' calls.
+        """
         self.agree = agree
         self.compare_each()
 
@@ -399,56 +406,56 @@ def _no_device_error(wait: bool) -> None:
 
 
 def _record_length() -> int:
-    """Return how many calls a group's history keeps, as torch does."""
+    """Return the maximum number of calls in the history of a group, as torch does."""
     text = settings.RECORD_LENGTH.value() or settings.RECORD_LENGTH_BEFORE.value()
     return int(text or 2000)
 
 
-#: Tests of a request before others get the core; seconds after which a rank sleeps between tests,
-#: and how long.
-_TESTS, _SOON, _PAUSE = 10, 0.01, 100e-6
-#: Requests that a rank has stopped waiting for, and what was raised: the frames of its traceback
-#: have the buffers and arrays that MPI may yet read or write.
+#: Number of tests of a request before the rank yields its core, time after which it sleeps between
+#: tests, and time of one sleep.
+_TEST_COUNT, _YIELD_S, _TEST_INTERVAL_S = 10, 0.01, 100e-6
+#: Requests that a rank no longer waits for, with the exception. The frames of its traceback hold
+#: buffers and arrays that MPI may still read or write.
 _left_behind: list[tuple[MPI.Request, BaseException]] = []
 
 
-#: Seconds to wait for a message that nobody has received, and those that did not come, for which
-#: MPI keeps the memory.
-_DRAIN = 0.2
-#: Seconds to wait for callbacks of collectives that have ended.
-_A_MOMENT = 0.5
-_never_came: list[tuple[MPI.Request, bytearray]] = []
+#: Time to wait for an undelivered message when a communicator is freed.
+_DRAIN_TIMEOUT_S = 0.2
+#: Receives of messages that did not arrive: MPI still uses their memory.
+_undrained_receives: list[tuple[MPI.Request, bytearray]] = []
+#: Time to wait for callbacks of collectives that have ended.
+_CALLBACK_TIMEOUT_S = 0.5
 
 
 def _drain(comm: MPI.Intracomm) -> bool:
-    """Receive what nobody has received, such as the words of a barrier that rank 0 never made.
+    """Receive undelivered messages, as of a barrier that rank 0 never called.
 
-    Of a freed communicator it would come to a later one that MPI gives the same context. Returns
-    whether all of it came; if not, the communicator has to stay.
+    Otherwise they could arrive in a later communicator with the same context. Returns whether all
+    messages arrived; if not, the communicator must not be freed.
     """
     from mpi4py import MPI
 
-    status, moment = MPI.Status(), time.monotonic() + _DRAIN
+    status, moment = MPI.Status(), time.monotonic() + _DRAIN_TIMEOUT_S
     while comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
         box = bytearray(status.Get_count(MPI.BYTE))
         request = comm.Irecv([box, MPI.BYTE], status.Get_source(), status.Get_tag())
         while not request.Test():
             if time.monotonic() > moment:
-                _never_came.append((request, box))
+                _undrained_receives.append((request, box))
                 return False
-            time.sleep(_PAUSE)
+            time.sleep(_TEST_INTERVAL_S)
     return True
 
 
 def return_errors(comm: MPI.Intracomm) -> None:
-    """Turn errors of MPI into exceptions, whatever the program chose for its own communicators."""
+    """Make a communicator raise MPI errors as exceptions."""
     from mpi4py import MPI
 
     comm.Set_errhandler(MPI.ERRORS_RETURN)
 
 
 def greatest_tag() -> int:
-    """Return the greatest tag that MPI takes (MPI_TAG_UB), an attribute of MPI_COMM_WORLD."""
+    """Return the maximum tag of MPI (MPI_TAG_UB), an attribute of MPI_COMM_WORLD."""
     from mpi4py import MPI
 
     found = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
@@ -457,16 +464,16 @@ def greatest_tag() -> int:
 
 
 _FORKED = (
-    "this process was forked from a rank; MPI belongs to the parent. Start it with "
-    "multiprocessing's 'spawn' method, or fork before init_process_group"
+    "this process was forked from a rank, and MPI belongs to the parent. Start it with the 'spawn' "
+    "method of multiprocessing, or fork before init_process_group"
 )
 
 
 _FINALIZED = (
-    "the program has finalised MPI, and with it all process groups have ended; call MPI.Finalize "
-    "after the last use of mpicoll, or leave it to mpicoll, which does so when the process ends"
+    "the program has finalized MPI, which has ended all process groups; call MPI.Finalize after "
+    "the last use of mpicoll, or leave it to mpicoll"
 )
-#: Why no call is possible any more, by the error that says so.
+#: Messages of errors that end all groups.
 _WITHOUT_MPI: dict[type[Exception], str] = {
     ForkedError: _FORKED,
     NotInitializedError: _FINALIZED,
@@ -474,17 +481,16 @@ _WITHOUT_MPI: dict[type[Exception], str] = {
 
 
 class _State:
-    """The live groups of this process."""
+    """The open groups of this process."""
 
     def __init__(self) -> None:
         self.default: ProcessGroup | None = None
         self.groups: list[ProcessGroup] = []
-        self.local: dict[tuple[int, ...], int] = {}  # groups made by their members alone
-        self.made = 0  # groups made since init_process_group, members or not
+        self.local: dict[tuple[int, ...], int] = {}  # number of groups made by members only
+        self.made = 0  # number of other groups, also those without this rank
         self.forked = False
         self.finalized = False
-        #: Runs a task in the order of a group's collectives: execute.run_in_order, of a room above,
-        #: which registers itself here.
+        #: Runs a task in the order of a group's collectives; set by execute.run_in_order.
         self.run_in_order: Callable[..., Any]
 
     def set_default(self, group: ProcessGroup) -> None:
@@ -512,14 +518,14 @@ class _State:
 state = _State()
 
 
-#: Of a forked child: the groups of its parent. What they have of devices is not the child's to give
-#: back.
-_of_the_parent: list[ProcessGroup] = []
+#: In a forked child, the groups of the parent, kept because the child must not free their device
+#: memory.
+_parent_groups: list[ProcessGroup] = []
 
 
 def _after_fork() -> None:
     state.forked = state.forked or bool(state.groups)
-    _of_the_parent.extend(state.groups)
+    _parent_groups.extend(state.groups)
     for one in state.groups:
         one.close(ForkedError)
     state.default = None
@@ -550,21 +556,22 @@ class _WorldMeta(type):
 
 
 class group(metaclass=_WorldMeta):
-    """The home of ``group.WORLD``, the default process group."""
+    """Namespace of ``group.WORLD``, the default process group."""
 
 
 class GroupMember(metaclass=_WorldMeta):
-    """The home of ``GroupMember.WORLD``, the default process group, and of
-    ``GroupMember.NON_GROUP_MEMBER``, which new_group returns on a rank outside the group.
+    """Namespace of ``GroupMember.WORLD``, the default process group, and ``NON_GROUP_MEMBER``.
+
+    new_group returns ``NON_GROUP_MEMBER`` on a rank outside the group.
     """
 
     NON_GROUP_MEMBER = -100
 
 
 def resolve(candidate: object) -> ProcessGroup | None:
-    """Return the group meant by a ``group`` argument; None on a rank outside of it.
+    """Return the group for a ``group`` argument, or None on a rank outside the group.
 
-    Raises NotInitializedError without a default group, ArgumentTypeError for anything but a group.
+    Raises NotInitializedError without a default group, and ArgumentTypeError if it is not a group.
     """
     if candidate is None:
         return default_group()
@@ -572,13 +579,11 @@ def resolve(candidate: object) -> ProcessGroup | None:
         return candidate
     if isinstance(candidate, int) and candidate == GroupMember.NON_GROUP_MEMBER:
         return None
-    raise ArgumentTypeError(
-        f"group: expected a process group made by new_group, got {type(candidate).__name__}"
-    )
+    raise ArgumentTypeError(f"group: expected a process group, got {type(candidate).__name__}")
 
 
 def register(made: ProcessGroup) -> ProcessGroup:
-    """Put a new group on the register."""
+    """Add a new group to the list of open groups."""
     state.groups.append(made)
     for observer in observers:
         observer.group_opened(made)
@@ -598,17 +603,17 @@ def create(
     given: MPI.Intracomm | None = None,
     inner: MPI.Intracomm | None = None,
 ) -> ProcessGroup:
-    """Make and register the group of ``members``, ranks of ``parent``, in that order.
+    """Create and register the group of ``members``, ranks of ``parent``, in that order.
 
-    ranks: the global ranks of the members. given: the program's communicator of the same. inner:
-           the group's own, if it exists already. Only members call (MPI_Comm_create_group, MPI-4.1
-           section 7.4.2), each with the same arguments.
+    ranks: global ranks of the members. given: communicator of the program with the same members.
+        inner: communicator of the group, if it already exists. Only members call it, with the same
+        arguments (MPI_Comm_create_group, MPI-4.1 section 7.4.2).
 
-    Raises MismatchError, on all members, if ``reproducible`` is not the same.
+    Raises MismatchError on all members if ``reproducible`` differs.
     """
     if inner is None:
-        # The tag separates groups that two threads make at once out of the same parent. The wait
-        # for all members raises the parent's error if the parent breaks.
+        # The tag separates groups that two threads create from the same parent. The wait for all
+        # members raises the error of the parent if it fails.
         tag = zlib.crc32(name.encode()) & 0x3FFF
         inner = create_group(parent.inner, members, tag, parent.wait_for)
     try:
@@ -623,7 +628,7 @@ def create(
     return register(made)
 
 
-def _registered(candidate: object, where: str) -> ProcessGroup:
+def _open_group(candidate: object, where: str) -> ProcessGroup:
     found = resolve(candidate)
     if found is None or found.closed is not None:
         raise ArgumentError(f"{where}: {candidate!r} is not a group that this rank is in")
@@ -631,14 +636,14 @@ def _registered(candidate: object, where: str) -> ProcessGroup:
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:
-    """Return this process's rank in a group.
+    """Return the rank of this process in a group.
 
-    group: the process group, None for the default group.
+    group: the process group; None is the default group.
 
-    Returns the rank, 0 to the size less one, and -1 on a rank outside the group.
+    Returns the rank, or -1 on a rank outside the group.
 
-    Raises NotInitializedError (a ValueError) before init_process_group and ArgumentTypeError (a
-    TypeError) for anything but a group.
+    Raises NotInitializedError (a ValueError) before init_process_group, and ArgumentTypeError (a
+    TypeError) if it is not a group.
     """
     found = default_group() and resolve(group)
     return -1 if found is None else found.rank()
@@ -647,50 +652,50 @@ def get_rank(group: ProcessGroup | None = None) -> int:
 def get_world_size(group: ProcessGroup | None = None) -> int:
     """Return the number of ranks in a group.
 
-    group: the process group, None for the default group.
+    group: the process group; None is the default group.
 
-    Returns the number, and -1 on a rank outside the group.
+    Returns the number, or -1 on a rank outside the group.
 
-    Raises NotInitializedError (a ValueError) before init_process_group and ArgumentTypeError (a
-    TypeError) for anything but a group.
+    Raises NotInitializedError (a ValueError) before init_process_group, and ArgumentTypeError (a
+    TypeError) if it is not a group.
     """
     found = default_group() and resolve(group)
     return -1 if found is None else found.size()
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
-    """Return the rank in a group of a global rank.
+    """Convert a global rank to a rank in a group.
 
-    group: a process group that this rank is in.
-    global_rank: the rank in the default group.
+    group: a process group that contains this rank.
+    global_rank: rank in the default group.
 
     Returns the rank in the group.
 
-    Raises ArgumentError (a ValueError) if the group is not alive or the rank not in it, and
+    Raises ArgumentError (a ValueError) if the group has ended or does not contain the rank, and
     ArgumentTypeError (a TypeError) for a rank that is not an int.
     """
-    found = _registered(group, "get_group_rank")
+    found = _open_group(group, "get_group_rank")
     rank = found.group_rank(check_index(global_rank, "get_group_rank: global_rank"))
     if rank is None:
         raise ArgumentError(
-            f"get_group_rank: global rank {global_rank} is not in the group, which holds "
+            f"get_group_rank: global rank {global_rank} is not in the group of ranks "
             f"{list(found.ranks)}"
         )
     return rank
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
-    """Return the global rank of a rank in a group.
+    """Convert a rank in a group to a global rank.
 
-    group: a process group that this rank is in.
-    group_rank: the rank in the group.
+    group: a process group that contains this rank.
+    group_rank: rank in the group.
 
     Returns the rank in the default group.
 
-    Raises ArgumentError (a ValueError) if the group is not alive or the rank not in it, and
+    Raises ArgumentError (a ValueError) if the group has ended or does not contain the rank, and
     ArgumentTypeError (a TypeError) for a rank that is not an int.
     """
-    found = _registered(group, "get_global_rank")
+    found = _open_group(group, "get_global_rank")
     group_rank = check_index(group_rank, "get_global_rank: group_rank")
     if not 0 <= group_rank < found.size():
         raise ArgumentError(
@@ -703,10 +708,10 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
     """List the global ranks of a group.
 
-    group: the process group, None for the default group.
+    group: the process group; None is the default group.
 
     Returns them in the order of the ranks in the group.
 
-    Raises ArgumentError (a ValueError) for a group that is not alive or that this rank is not in.
+    Raises ArgumentError (a ValueError) for a group that has ended or does not contain this rank.
     """
-    return list(_registered(group, "get_process_group_ranks").ranks)
+    return list(_open_group(group, "get_process_group_ranks").ranks)

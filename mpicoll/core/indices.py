@@ -1,4 +1,4 @@
-"""Arguments that are integers, such as ranks, tags and sizes, and lists of them."""
+"""Checks of integer arguments, such as ranks, tags and sizes, and of lists of them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ _MAX_SHOWN_COUNT = 40
 def check_index(value: object, where: str) -> int:
     """Convert an argument that must be one integer, such as a rank or a tag, to an int.
 
-    value: an int of Python or NumPy, an array without dimensions or a tensor of one integer. True
-        is 1, as in Python.
-    where: operation and argument, which begin the message ("broadcast: src").
+    value: an int of Python or NumPy, or an array or tensor with one integer. True is 1.
+    where: operation and argument for the message ("broadcast: src").
 
     Raises ArgumentTypeError for anything else.
     """
@@ -40,7 +39,7 @@ def check_indices(values: object, where: str) -> list[int]:
         if isinstance(values, (str, bytes, bytearray, memoryview)):
             raise TypeError
         items = list(values)  # type: ignore[call-overload]
-    except TypeError:  # of an array without a dimension, too
+    except TypeError:  # also raised for an array without dimensions
         raise ArgumentTypeError(
             f"{where}: expected a list of ints, got {describe_value(values)}"
         ) from None
@@ -48,7 +47,7 @@ def check_indices(values: object, where: str) -> list[int]:
 
 
 def describe_value(value: object) -> str:
-    """Return the type of a wrong argument, with the value where that is short."""
+    """Return the type of a wrong argument, and its value if it is short."""
     kind, text = type(value).__name__, repr(value)
     is_short = isinstance(value, (str, bytes, float, complex)) and len(text) <= _MAX_SHOWN_COUNT
     return f"{kind} {text}" if is_short else kind

@@ -1,4 +1,4 @@
-"""Objects as bytes: protocol-5 pickles whose large buffers travel beside them, not inside.
+"""Objects as bytes: protocol-5 pickles, with large buffers next to the pickle, not inside.
 
 Unpickling can run any code that the sender chooses; ``unpickling.restricted_pickle`` limits it.
 """
@@ -19,18 +19,18 @@ __all__ = ["Bytes", "decode", "encode"]
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
-#: Buffers start at multiples of this many bytes, so that arrays made on them are aligned.
-_ALIGNMENT = 64
+#: Alignment of buffers, so that arrays on them are aligned.
+_ALIGNMENT_BYTES = 64
 
 
 def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def encode(obj: object) -> Bytes:
     """Return an object as bytes: sizes, pickle, and the buffers that the pickle refers to.
 
-    Raises what pickle raises for objects that cannot be pickled.
+    Raises any exception of pickle.
     """
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
@@ -51,17 +51,17 @@ def encode(obj: object) -> Bytes:
 
 
 def decode(whole: Bytes) -> Any:
-    """Return the object that ``encode`` turned into bytes; its arrays use the memory of ``whole``.
+    """Return the object for bytes of ``encode``. Its arrays use the memory of ``whole``.
 
-    Raises RefusedPickleError for bytes that ``encode`` did not make, and for objects that
-    restricted_pickle does not allow. Without a restriction, raises what unpickling raises.
+    Raises RefusedPickleError for other bytes, and for objects that restricted_pickle does not
+    allow. Without a restriction, raises any exception of unpickling.
     """
     data, *buffers = _split(whole)
     return unpickling.load(data, buffers)
 
 
 def _split(whole: Bytes) -> list[Bytes]:
-    """Return the pickle and its buffers; no size is used before it is known to fit."""
+    """Return the pickle and its buffers. Every size is checked before it is used."""
     count = int(whole[:8].view(np.int64)[0]) if whole.nbytes >= 8 else 0
     start = 8 * (count + 1)
     chunks = []
@@ -74,5 +74,5 @@ def _split(whole: Bytes) -> list[Bytes]:
             chunks.append(whole[start : start + size])
             start += _aligned(size)
     if len(chunks) != count or not count or start != whole.nbytes:
-        raise RefusedPickleError(f"the {whole.nbytes} bytes received are no object of mpicoll's")
+        raise RefusedPickleError(f"the {whole.nbytes} bytes received are not an object of mpicoll")
     return chunks

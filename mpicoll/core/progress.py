@@ -1,5 +1,7 @@
-"""Threads for asynchronous progress: one per group runs its collectives in order, and one per
-process tests pending point-to-point messages while Python computes.
+"""Threads for async progress.
+
+One progress thread per group runs its collectives in order. One thread per process tests pending
+point-to-point messages while Python computes.
 """
 
 from __future__ import annotations
@@ -25,33 +27,32 @@ class Worker:
     The thread starts with the first task.
     """
 
-    #: Unfinished tasks from which on the Worker is crowded.
-    CROWD = 8
+    #: Number of unfinished tasks from which the Worker is crowded.
+    CROWD_COUNT = 8
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        #: Tasks submitted and tasks finished: each number is changed by one thread only, so that
-        #: neither needs a lock.
+        #: Number of tasks. Each is changed by one thread only, so no lock is needed.
         self.submitted = 0
         self.finished = 0
 
     @property
     def is_busy(self) -> bool:
-        """Whether a task is unfinished, so that a caller has to queue behind it.
+        """Whether a task is unfinished, so that a caller must queue behind it.
 
-        False on the thread itself: calls of a task's callbacks come right after that task.
+        False on the thread itself, because calls of a task's callbacks run right after that task.
         """
         return self.submitted != self.finished and not self.is_current
 
     @property
     def is_crowded(self) -> bool:
-        """Whether many tasks are unfinished."""
-        return self.submitted - self.finished >= self.CROWD
+        """Whether at least ``CROWD_COUNT`` tasks are unfinished."""
+        return self.submitted - self.finished >= self.CROWD_COUNT
 
     def submit(self, task: Task) -> None:
-        """Run ``task()`` after all tasks submitted before. One caller at a time."""
+        """Run ``task()`` after all earlier tasks. Only one thread at a time may call this."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -63,7 +64,7 @@ class Worker:
             attend()
             task()
             self.finished += 1
-            del task  # it holds arrays, which must not live until the next task
+            del task  # releases arrays that it holds
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Run tasks, on the thread itself, until ``is_done()``."""
@@ -74,7 +75,7 @@ class Worker:
     def stop(self, limit: float | None) -> bool:
         """End the thread after its tasks. A later task starts it again.
 
-        Returns False, and leaves the thread running, if that takes longer than ``limit`` seconds.
+        Returns False, and leaves the thread running, after ``limit`` seconds.
         """
         if self._thread is None:
             return True
@@ -101,13 +102,13 @@ class Pollable(Protocol):
 
 
 class Poller:
-    """The thread that tests pending messages, so that MPI moves them while no rank waits.
+    """The thread that tests pending messages, so that MPI progresses them while no rank waits.
 
-    MPI libraries move a large message only inside calls. The thread tests often when an operation
-    has just begun, ever more rarely while nothing changes, and sleeps when nothing is pending.
+    MPI libraries progress a large message only inside calls. The thread polls often after an
+    operation starts, less often while nothing changes, and sleeps when nothing is pending.
     """
 
-    SHORTEST, LONGEST = 50e-6, 2e-3
+    MIN_INTERVAL_S, MAX_INTERVAL_S = 50e-6, 2e-3
 
     def __init__(self) -> None:
         self._new: deque[Pollable] = deque()
@@ -117,7 +118,7 @@ class Poller:
         self._thread: threading.Thread | None = None
 
     def add(self, item: Pollable) -> None:
-        """Test ``item``, and keep it alive, until it has ended."""
+        """Test ``item`` until it has ended, and keep it alive."""
         self._new.append(item)
         if not self._wake.is_set():
             self._wake.set()
@@ -130,7 +131,7 @@ class Poller:
 
     def _run(self) -> None:
         pending: list[Pollable] = []
-        pause = self.SHORTEST
+        pause = self.MIN_INTERVAL_S
         sleep = threading.Event().wait
         while True:
             if not pending and not self._new:
@@ -141,7 +142,7 @@ class Poller:
                     self._wake.wait()
                 continue
             if self._new:
-                pause = self.SHORTEST
+                pause = self.MIN_INTERVAL_S
                 while self._new:
                     pending.append(self._new.popleft())
             sleep(pause)
@@ -150,7 +151,11 @@ class Poller:
             pending = [item for item in pending if not item.poll()]
             if self._stopping:
                 return
-            pause = self.SHORTEST if len(pending) < before else min(2 * pause, self.LONGEST)
+            pause = (
+                self.MIN_INTERVAL_S
+                if len(pending) < before
+                else min(2 * pause, self.MAX_INTERVAL_S)
+            )
 
     def stop(self) -> None:
         """End the thread; pending operations are no longer tested."""

@@ -1,11 +1,11 @@
-"""How far a group's reductions give the same bits again: the levels, and which one a group has.
+"""Levels of reproducible reductions, and the level of a group.
 
-order: for a given number of ranks, whatever the route, the size of a message, and where the ranks
-       are: every element is combined in the order of the ranks.
-exact: sums and averages in any order of the ranks, and with any number of ranks more that add
-       zeros: the exact sum is rounded once.
+order: the same bits for every route, message size and placement of a given number of
+    ranks. Every element is combined in rank order.
+exact: also, sums and averages give the same bits for any order of the ranks, and with additional
+    ranks that contribute zeros. The exact sum is rounded once.
 
-Neither matters to what is never rounded and has one result in any order: integers and bool.
+Levels do not affect integers and bool, which are never rounded.
 """
 
 from __future__ import annotations
@@ -28,20 +28,18 @@ LEVELS = (ORDER, EXACT)
 
 
 def needed(level: str | None, op: ReduceOp, dtype: DType, ranks: int) -> str | None:
-    """Return the level that reductions of so many ranks have to keep in a group of a level: None if
-    their bits are the same in any order.
-    """
+    """Return the level to use for a reduction, or None if its bits do not depend on the order."""
     if dtype.kind in (Kind.BOOL, Kind.INTEGER):
         return None
     if level == ORDER and ranks <= 2 and op.ufunc is np.add:
-        return None  # a + b is b + a. (Exact sums settle more: the sign of zero, what NaN is.)
+        return None  # a + b is b + a. ("exact" also defines the sign of zero and NaN payloads.)
     return level
 
 
 def parse(given: object, default: str | None, where: str) -> str | None:
-    """Return the level that an argument means.
+    """Return the level for an argument.
 
-    given: None for the default; a level in lower or upper case.
+    given: a level in lower or upper case, or None for the default.
 
     Raises ArgumentError (a ValueError) for anything else.
     """
@@ -57,22 +55,22 @@ def parse(given: object, default: str | None, where: str) -> str | None:
 
 
 def from_environment() -> str | None:
-    """Return the level that MPICOLL_REPRODUCIBLE asks for, None if it is not set."""
+    """Return the level in MPICOLL_REPRODUCIBLE, or None if it is not set."""
     return settings.REPRODUCIBLE.value() or None
 
 
 def agree(comm: MPI.Intracomm, level: str | None, where: str) -> None:
-    """Raise MismatchError, on all ranks, if they have not all asked for the same level. All call.
+    """Raise MismatchError on all ranks if levels differ. All ranks call it.
 
-    It would hang otherwise, as the level decides about routes.
+    Different levels would select different routes, and the ranks would hang.
     """
     mine = np.array([0 if level is None else 1 + LEVELS.index(level)], np.int64)
-    everybody = np.empty(comm.Get_size(), np.int64)
-    comm.Allgather(mine, everybody)
-    if (everybody == mine[0]).all():
+    gathered = np.empty(comm.Get_size(), np.int64)
+    comm.Allgather(mine, gathered)
+    if (gathered == mine[0]).all():
         return
-    said = [(None, *LEVELS)[number] for number in everybody.tolist()]
-    by_level = {each: [r for r, one in enumerate(said) if one == each] for each in said}
+    levels = [(None, *LEVELS)[number] for number in gathered.tolist()]
+    by_level = {each: [r for r, one in enumerate(levels) if one == each] for each in levels}
     raise MismatchError(
         f"{where}: reproducible (or {settings.REPRODUCIBLE.name}): expected the same on all ranks, "
         "got "
@@ -80,5 +78,5 @@ def agree(comm: MPI.Intracomm, level: str | None, where: str) -> None:
             f"{each!r} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
             for each, ranks in by_level.items()
         )
-        + "; give the same on every rank"
+        + "; pass the same on every rank"
     )

@@ -1,4 +1,4 @@
-"""What the library keeps for a group beside its communicators, and how that ends with the group."""
+"""Resources that the library keeps for a group, and their end."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class _Kept(NamedTuple):
 
 
 class Resources:
-    """Memory, streams and communicators that routes and others keep for one group, by key.
+    """Memory, streams and communicators that routes keep for one group, by key.
 
-    Each is created on first use, by code that also says how it ends.
+    Each resource is created on first use, together with functions that end it.
     """
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, _Kept] = {}
 
     def find(self, key: Hashable) -> Any:
-        """Return what is kept under a key; None if there is nothing."""
+        """Return the resource of a key, or None."""
         kept = self._kept.get(key)
         return None if kept is None else kept.value
 
@@ -39,12 +39,12 @@ class Resources:
         abandon: Callable[[T], object] | None = None,
         leave: Callable[[Any, bool], object] | None = None,
     ) -> T:
-        """Return what is kept under a key, and create it if there is nothing, once.
+        """Return the resource of a key. Creates it on first use.
 
-        close:   ends it with the group, on all ranks; takes the seconds to wait for them.
-        abandon: leaves it behind, where calls may be stuck in it. Without one it stays as it is.
-        leave:   lets the calls that wait in it end, once the group is broken; takes whether
-                 those of this rank alone are meant.
+        close:   ends it with the group, on all ranks; takes the seconds to wait for other ranks.
+        abandon: releases it while calls may be blocked in it. Without one, it is kept.
+        leave:   makes calls that wait in it return, once the group has failed; takes whether only
+            calls of this rank are meant.
         """
         kept = self._kept.get(key)
         if kept is None:
@@ -53,28 +53,28 @@ class Resources:
         return found
 
     def replace(self, key: Hashable, value: T) -> T:
-        """Keep another value under a key, one that ends with its last reference; return it."""
+        """Replace the resource of a key by one that needs no end; return it."""
         self._kept[key] = _Kept(value, None, None, None)
         return value
 
     def close(self, limit: float) -> None:
-        """End everything, the latest first. All ranks call."""
+        """Close all resources, the latest first. All ranks call it."""
         while self._kept:
             _, kept = self._kept.popitem()
             if kept.close is not None:
                 kept.close(kept.value, limit)
 
     def leave(self, alone: bool = False) -> None:
-        """Let all calls that wait for other ranks, where they can be reached, end.
+        """Make all calls that wait for other ranks return, if possible.
 
-        alone: this rank's calls; those of the others hear by themselves why the group is broken.
+        alone: only calls of this rank. Other ranks learn of the failure themselves.
         """
         for kept in list(self._kept.values()):
             if kept.leave is not None and kept.value is not None:
                 kept.leave(kept.value, alone)
 
     def abandon(self) -> None:
-        """Leave behind what can be left, without waiting for other ranks or for what is stuck."""
+        """Release resources without waiting for other ranks or for blocked calls."""
         for key, kept in list(self._kept.items()):
             if kept.abandon is not None:
                 del self._kept[key]

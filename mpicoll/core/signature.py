@@ -1,8 +1,7 @@
-"""A call's signature: what all ranks must have alike of it, as numbers and in words.
+"""Call signatures: the properties of a call that must match on all ranks, as numbers and as text.
 
-``kind`` packs primitive, dtype, operation and root; ``number`` stands for the sizes. Every
-comparison of the ranks' calls, by whatever means, compares these, and every message that lists
-calls is made from them.
+``kind`` packs primitive, dtype, operation and root; ``number`` encodes the sizes. All comparisons
+of calls between ranks use these two numbers, and all messages that list calls are made from them.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ __all__ = [
     "with_root",
 ]
 
-#: The root of a list of calls.
+#: Root of a list of calls.
 LIST = 0xFFFFFFFF
-#: The code of no dtype, of no operation, and of a task with a name instead of a primitive.
+#: Code for "no dtype", "no operation", and for a named task instead of a primitive.
 _NONE = 0xFF
-#: Where a kind's parts begin. (An int's hash is its remainder by 2**61 - 1: all are below.)
+#: First bits of the fields of a kind. All kinds are below 2**61 - 1, so each is its own hash.
 _DTYPE, _PRIMITIVE, _ROOT, _DEVICE, _COMPARED, _LEVEL = 8, 16, 24, 56, 57, 58
 
 
@@ -50,7 +49,7 @@ def encode_kind(
     root: int,
     on_device: bool = False,
 ) -> int:
-    """Return the kind of a call; root -1 for none, LIST for a list of calls."""
+    """Return the kind of a call. Without a root it is -1; for a list of calls, LIST."""
     return (
         on_device << _DEVICE
         | (root & 0xFFFFFFFF) << _ROOT
@@ -61,18 +60,18 @@ def encode_kind(
 
 
 def encode_sizes(counts: int | Sequence[int]) -> int:
-    """Return the number of a call's sizes: 0 for none, one count itself, a hash of several."""
+    """Return the number for the sizes of a call: 0 if it has none, the count, or a hash."""
     if isinstance(counts, int):
         return counts
     return counts[0] if len(counts) == 1 else _keep(_hash(counts), counts) if counts else 0
 
 
 def encode_list(counts: Sequence[Any]) -> int:
-    """Return the number of the sizes of a list of calls, each a count or a tuple of counts: a hash.
+    """Return the number for the sizes of a list of calls: a hash of counts or tuples of counts.
 
-    The sum of all of them, each mixed with its place by the function of SplitMix64 (G. Steele,
-    D. Lea, C. Flood, Fast splittable pseudorandom number generators, OOPSLA 2014), modulo 2**59.
-    ``kernels/src/calls.c`` has the same.
+    The sum of all counts, each mixed with its index by the function of SplitMix64 (G. Steele, D.
+    Lea, C. Flood, Fast splittable pseudorandom number generators, OOPSLA 2014), modulo 2**59.
+    ``kernels/src/calls.c`` implements the same function.
     """
     flat = [count if count.__class__ is int else _hash(count) for count in counts]
     mixed = np.array(flat, np.uint64)
@@ -85,14 +84,14 @@ def encode_list(counts: Sequence[Any]) -> int:
 
 
 def _hash(counts: Sequence[int]) -> int:
-    """Return a number for several counts, the same in every process."""
+    """Return a hash of several counts, the same in every process."""
     return hash(tuple(counts)) & _HASHED | _HASH
 
 
 def _keep(number: int, counts: Sequence[Any]) -> int:
-    """Keep what sizes a number stands for; return the number."""
+    """Store the sizes for a number, for messages; return the number."""
     with _lock:  # threads have separate groups, but share these
-        while len(_sizes) >= _KEPT:
+        while len(_sizes) >= _MAX_SIZES_COUNT:
             _sizes.pop(next(iter(_sizes)), None)
         _sizes[number] = counts
     return number
@@ -105,58 +104,58 @@ _MIX = [
 ]
 
 
-#: Marks a number that is a hash: no count is as great.
+#: Bit of a number that is a hash; counts are smaller.
 _HASH, _HASHED = 1 << 59, (1 << 59) - 1
-#: The latest sizes that numbers stand for, and names of tasks, for messages.
+#: Latest sizes by number, and names of tasks, for messages.
 _sizes: dict[int, Sequence[Any]] = {}
-_KEPT = 256
+_MAX_SIZES_COUNT = 256
 _lock = threading.Lock()
 _names: dict[int, str] = {}
 
 
 def encode_task(name: str) -> tuple[int, int]:
-    """Return kind, without root, and number of a call that is no primitive, as of objects."""
+    """Return kind (without root) and number of a call without a primitive, as of objects."""
     number = zlib.crc32(name.encode())
     _names[number] = name
     return _NONE << _PRIMITIVE | _NONE << _DTYPE | _NONE, number
 
 
 def _find_public(number: int) -> str:
-    """Return the public function with such a number, which this process has not called."""
+    """Return the public function with a number that this process has not encoded, or ""."""
     names = sys.modules["mpicoll"].__all__
     return next((name for name in names if zlib.crc32(name.encode()) == number), "")
 
 
-_UNKNOWN = "a call that is no collective of arrays"
+_UNKNOWN = "a call that is not a collective of arrays"
 
 
 def with_root(kind: int, root: int) -> int:
-    """Return a kind with its root, from one without."""
+    """Return a kind with a root added."""
     return kind | (root & 0xFFFFFFFF) << _ROOT
 
 
 def encode_comparison(kind: int, root: int, level: int) -> int:
-    """Return the kind, where calls are expected, of the comparison before one at a debug level."""
+    """Return the kind of the comparison that a debug level makes before a call."""
     return with_root(kind, root) | 1 << _COMPARED | level << _LEVEL
 
 
 def is_comparison(kind: int) -> bool:
-    """Return whether it stands for a comparison."""
+    """Return whether a kind is a comparison."""
     return bool(kind >> _COMPARED & 1)
 
 
 def is_list(kind: int) -> bool:
-    """Return whether it is that of a list of calls."""
+    """Return whether a kind is a list of calls."""
     return kind >> _ROOT & 0xFFFFFFFF == LIST
 
 
 def decode_primitive(kind: int) -> Primitive:
-    """Return the primitive of a kind of call, which is no task."""
+    """Return the primitive of a kind that is not a task."""
     return PRIMITIVES[kind >> _PRIMITIVE & 0xFF]
 
 
 class Call(NamedTuple):
-    """What a kind and a number say of a call: a primitive, or a task with a name ("" unknown)."""
+    """Decoded kind and number: a primitive, or a task with a name ("" if unknown)."""
 
     primitive: Primitive | None
     task: str
@@ -166,7 +165,7 @@ class Call(NamedTuple):
 
 
 def read_call(kind: int, number: int) -> Call:
-    """Return what a call's kind and the number of its sizes say of it."""
+    """Decode a kind and a number of sizes."""
     dtype = kind >> _DTYPE & 0xFF
     is_task = kind >> _PRIMITIVE & 0xFF == _NONE
     return Call(
@@ -179,14 +178,14 @@ def read_call(kind: int, number: int) -> Call:
 
 
 def parts_per_element(kind: int) -> int:
-    """Return how many numbers make up an element of such a call, if they are combined singly."""
+    """Return the number of separately combined numbers per element: 2 for complex, else 1."""
     dtype = kind >> _DTYPE & 0xFF
     is_complex = dtype != _NONE and DTYPES[dtype].kind is Kind.COMPLEX
     return 2 if is_complex and kind & 0xFF != _NONE else 1
 
 
 def describe(kind: int, number: int) -> str:
-    """Return the call in words; a list's with its sizes if this process has seen them lately."""
+    """Return a description of a call. A list has its sizes if this process has stored them."""
     root = kind >> _ROOT & 0xFFFFFFFF
     if kind >> _PRIMITIVE & 0xFF == _NONE:
         name = _names.get(number) or _find_public(number) or _UNKNOWN
@@ -195,7 +194,7 @@ def describe(kind: int, number: int) -> str:
     words = [str(primitive)]
     if kind >> _DTYPE & 0xFF != _NONE:
         dtype = DTYPES[kind >> _DTYPE & 0xFF]
-        # In a comparison it is another number; where blocks differ by rank there is none.
+        # A comparison has another number. If blocks differ by rank, the number is unknown.
         known = primitive.even and not is_comparison(kind)
         sizes = _sizes.get(number) if known else None
         if is_list(kind):
@@ -204,7 +203,7 @@ def describe(kind: int, number: int) -> str:
                 runs = (f"{len(list(run))} x {size}" for size, run in groupby(sizes))
                 words[0] += f" with {', '.join(runs)} elements"
         else:
-            if sizes is None:  # several, which another process has seen
+            if sizes is None:  # a hash that another process has stored
                 known = known and not number & _HASH
             size = " + ".join(map(str, sizes or (number,))) if known else "some"
             words[0] += f" of {size} element{'s' * (size != '1')} of {dtype}"

@@ -1,7 +1,7 @@
-"""Unpickling of received objects, under the restriction that the receiver has chosen.
+"""Unpickling of received objects, with the restriction that the receiver has set.
 
 Unpickling can run any code that the sender chooses. ``restricted_pickle`` limits it to classes and
-functions that the receiver has named.
+functions that the receiver allows.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ if TYPE_CHECKING:
 __all__ = ["load", "restricted_pickle"]
 
 
-#: Classes and functions by module and name, as pickles name them.
+#: Classes and functions by module and name.
 Names = dict[tuple[str, str], Any]
 
-#: What received pickles may name; None for no restriction.
+#: Allowed names of received pickles; None without a restriction.
 _allowed: Names | None = None
 
 _NUMPY = (np.ndarray, np.generic, np.dtype)
-#: What pickles of NumPy's types name.
+#: Names in pickles of NumPy's types.
 _ARRAY_NAMES: Names = {
     (one.__module__, one.__qualname__): one
     for one in (rebuild_array, rebuild_scalar, rebuild_dtype)
 }
-#: Builtins that pickles name, and that hold only their own elements.
+#: Builtins in pickles that are always allowed.
 _SAFE_BUILTINS: Names = {(one.__module__, one.__qualname__): one for one in (complex, range, slice)}
 
 
-#: Maximum number of objects inside each other. Python's pickler, whose recursion limit is 1000
-#: too, writes no more. Hashing and freeing some types recurses in C, without any limit.
+#: Maximum nesting of objects, the same as the recursion limit of Python's pickler. Hashing and
+#: freeing some types recurses in C, without a limit.
 MAX_DEPTH = 1000
-#: Types whose objects hold no others.
+#: Types whose objects contain no other objects.
 _ATOMS = frozenset((bool, bytearray, bytes, complex, float, int, NoneType, range, str))
 
 
 class _RestrictedUnpickler(pickle._Unpickler):
-    """An unpickler of named types, by four rules.
+    """An unpickler for allowed types, with four rules.
 
-    1. A name means what the receiver has named; nothing is imported or looked up.
-    2. Only named classes and functions are called.
-    3. Only objects that the pickle itself has created are changed, by filling them or setting their
-       state: no class, no function, and no object with other references, such as a member of an
-       Enum. NumPy's objects are never changed.
-    4. Objects are nested at most MAX_DEPTH deep when they are put together. An object that is
-       changed after it was put into another one may be deeper: such an object has no hash of its
-       elements in C, and is freed without recursion.
+    1. Names are looked up only among the allowed ones; nothing is imported.
+    2. Only allowed classes and functions are called.
+    3. Only objects that the pickle has created are changed (filled, or their state set). Classes,
+    functions, NumPy objects and objects with other references, such as members of an Enum, are
+    never changed.
+    4. Objects are nested at most MAX_DEPTH deep when they are built. An object that is changed
+    after it was put into another object may be deeper, because it is not hashed in C and is freed
+    without recursion.
 
-    Only the opcodes of protocol 5 are allowed. An older one, for extensions, would find objects
-    without asking for their names.
+    Only opcodes of protocol 5 are allowed. An older opcode, for extensions, would look up objects
+    without ``find_class``.
     """
 
     # Inherited attributes, for type checkers.
@@ -87,19 +87,20 @@ class _RestrictedUnpickler(pickle._Unpickler):
             raise RefusedPickleError(_describe_refusal(module, name)) from None
 
     def add_created(self, obj: object) -> None:
-        """Let the pickle change an object from now on."""
+        """Allow the pickle to change an object."""
         self._created[id(obj)] = obj
 
     def check(self, obj: object) -> None:
-        """Raise RefusedPickleError for an object that the pickle may not change."""
+        """Raise RefusedPickleError for an object that the pickle must not change."""
         if id(obj) not in self._created:
             what = obj.__name__ if isinstance(obj, type) else f"an object: {type(obj).__name__}"
-            raise RefusedPickleError(f"a received pickle changes {what}, which it has not made")
+            raise RefusedPickleError(f"a received pickle changes {what}, which it has not created")
 
     def nest(self, obj: object, children: Collection[Any]) -> None:
-        """Note that an object holds others. Raises RefusedPickleError if that nests too deep.
+        """Record that an object holds others. Raises RefusedPickleError if the nesting is too deep.
 
-        The children are complete: without recursion, an object is one deeper than the deepest.
+        The children are complete. Without recursion, an object is one level deeper than its deepest
+        child.
         """
         deepest = max(map(self._depths.get, map(id, children), repeat(0)), default=0)
         if not deepest:
@@ -114,11 +115,11 @@ class _RestrictedUnpickler(pickle._Unpickler):
             self._deep.append(obj)
 
     def call(self, named: object, function: Callable[..., Any], args: object, kwargs: Any) -> Any:
-        """Return ``function(*args, **kwargs)``; ``named`` is what the pickle calls."""
+        """Return ``function(*args, **kwargs)``; ``named`` is the callable in the pickle."""
         if id(named) not in self._callable_ids or type(args) is not tuple:
             raise RefusedPickleError(
                 f"a received pickle calls an object of type {type(named).__name__}; only classes "
-                "and functions that restricted_pickle names are called"
+                "and functions that restricted_pickle allows are called"
             )
         result, references = _call(function, args, kwargs)
         if references <= _SOLE_REFERENCE and not isinstance(result, _NUMPY):
@@ -143,16 +144,16 @@ class _RestrictedUnpickler(pickle._Unpickler):
         self.append(self.call(cls, partial(cls.__new__, cls), args, kwargs))
 
     def load_bytearray8(self) -> None:
-        """Load a bytearray; the inherited method allocates as many bytes as the pickle claims."""
+        """Load a bytearray. The inherited method allocates the size that the pickle claims."""
         self.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))
 
     def refuse(self) -> None:
-        """Refuse an opcode that protocol 5 does not write."""
-        raise RefusedPickleError("the bytes received are no pickle of protocol 5")
+        """Reject an opcode that protocol 5 does not write."""
+        raise RefusedPickleError("the bytes received are not a pickle of protocol 5")
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> tuple[Any, int]:
-    """Return a function's result, and the number of references to it."""
+    """Return the result of a function, and the number of references to it."""
     result = function(*args, **kwargs)
     return result, sys.getrefcount(result)
 
@@ -167,12 +168,12 @@ def _describe_refusal(module: str, name: str) -> str:
         what = "numpy.ndarray"
     elif module.partition(".")[0] == "numpy":
         return (
-            f"a received object needs {what}, which no restriction allows: of NumPy's objects only "
-            "arrays of class numpy.ndarray, scalars and dtypes are, where they hold no objects"
+            f"a received object needs {what}, which cannot be allowed; of NumPy, only arrays of "
+            "class numpy.ndarray, scalars and dtypes without objects can be received"
         )
     return (
-        f"a received object needs {what}, which restricted_pickle does not allow; name it, or do "
-        "not trust the sender"
+        f"a received object needs {what}, which restricted_pickle does not allow; add it if you "
+        "trust the sender"
     )
 
 
@@ -205,7 +206,7 @@ def _build_nesting(opcode: bytes) -> Opcode:
 def _build_changing(opcode: bytes, children: int) -> Opcode:
     """Build the loader of an opcode that puts objects on top of the stack into the one below.
 
-    children: how many; 0: all from the last mark on.
+    children: number of objects; 0 means all since the last mark.
     """
     load = _LOADERS[opcode[0]]
 
@@ -251,8 +252,8 @@ _RestrictedUnpickler.dispatch = {
 def load(data: Bytes, buffers: Sequence[Bytes]) -> Any:
     """Return the object of a received pickle and its buffers.
 
-    Raises RefusedPickleError for bytes that are no pickle, and for what restricted_pickle does not
-    allow. Without a restriction, raises what unpickling raises.
+    Raises RefusedPickleError for bytes that are not a pickle, and for objects that
+    restricted_pickle does not allow. Without a restriction, raises any exception of unpickling.
     """
     allowed = _allowed  # read once: another thread may lift it
     if allowed is None:
@@ -268,32 +269,31 @@ def load(data: Bytes, buffers: Sequence[Bytes]) -> Any:
 
 
 class restricted_pickle:
-    """Refuse received objects of other types, from now on or inside a with statement.
+    """Reject received objects of other types, from now on or inside a with statement.
 
-    types: the classes and functions that received pickles may name. Numbers, strings, bytes, None,
-    tuples, lists, dicts, sets, ranges and slices need no name. numpy.ndarray, or any other of
-    NumPy's types, allows arrays of class ndarray, scalars and dtypes, as long as they hold no
-    objects; arrays of subclasses cannot be allowed.
+    types: classes and functions that received pickles may name. Numbers, strings, bytes, None,
+        tuples, lists, dicts, sets, ranges and slices are always allowed. numpy.ndarray, or any
+        other NumPy type, allows arrays of class ndarray, scalars and dtypes, unless they hold
+        objects. Arrays of subclasses cannot be allowed.
 
     ::
 
         with dist.restricted_pickle(np.ndarray, MyConfig):
             dist.broadcast_object_list(objects, src=0)
 
-    A pickle may call a named function with any arguments. It may create instances of a named class,
-    with or without its constructor, and give them any state, by ``__setstate__`` if there is one.
-    Other names are neither imported nor called, and the pickle changes only objects that it has
+    A pickle may call an allowed function with any arguments. It may create instances of an allowed
+    class, with or without its constructor, and set any state, with ``__setstate__`` if the class
+    has it. Other names are neither imported nor called. The pickle changes only objects that it has
     created: no attributes of classes, no members of an Enum. Objects are nested at most 1000 deep,
-    so that no pickle overflows the receiver's stack. A sender can still waste the receiver's time
-    and memory.
+    so that no pickle overflows the stack of the receiver. A sender can still waste time and memory
+    of the receiver.
 
-    The restriction holds for all threads, until the with statement ends or ``lift()`` is called.
-    Meanwhile received objects are rebuilt in Python, which takes longer, except for arrays.
+    The restriction applies to all threads, until the with statement ends or ``lift()`` is called.
+    Received objects other than arrays are then rebuilt in Python, which is slower.
 
-    A refused object, and bytes that are no object, raise RefusedPickleError on the rank that
-    received them. restricted_pickle itself raises ArgumentTypeError (a TypeError) for a type that
-    is neither class nor function, and UnsupportedError (a ValueError) for a subclass of
-    numpy.ndarray.
+    Rejected objects, and bytes that are not an object, raise RefusedPickleError on the receiving
+    rank. restricted_pickle itself raises ArgumentTypeError (a TypeError) for a type that is neither
+    class nor function, and UnsupportedError (a ValueError) for a subclass of numpy.ndarray.
     """
 
     def __init__(self, *types: Callable[..., Any]) -> None:
@@ -329,6 +329,6 @@ class restricted_pickle:
         self.lift()
 
     def lift(self) -> None:
-        """Restore the restriction of before."""
+        """Restore the previous restriction."""
         global _allowed
         _allowed = self._before

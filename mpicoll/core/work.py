@@ -1,4 +1,4 @@
-"""Work, the handle of an asynchronous call, and its Future."""
+"""Work, the handle of an async call, and its Future."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parse_timeout(
 ) -> float | None:
     """Convert a timeout to seconds: a timedelta, a number of seconds, or None for ``default``.
 
-    Raises ArgumentTypeError for anything else and ArgumentError for a negative one.
+    Raises ArgumentTypeError for anything else and ArgumentError for a negative value.
     """
     if timeout is None:
         return default
@@ -49,16 +49,17 @@ def parse_timeout(
 
 
 class Future:
-    """A value that will be there later.
+    """A value that will be available later.
 
-    ``wait()`` returns the value or raises the error; ``value()`` does the same without waiting;
+    ``wait()`` returns the value or raises the error. ``value()`` does the same without waiting.
     ``then(f)`` returns a Future of ``f(self)``.
 
-    Where arrays of the value are on a device, it is there once all that makes them is in streams.
-    The current streams of who waits go on after that, and so do those in which callbacks run.
+    If arrays of the value are on a device, the Future is done once the work that fills them is
+    enqueued. The current streams of a waiting thread, and the streams of callbacks, wait for that
+    work.
     """
 
-    # What makes the value on devices.
+    # Operations on devices that produce the value.
     points: Sequence[Point] = ()
 
     def __init__(self) -> None:
@@ -69,16 +70,16 @@ class Future:
         self._callbacks: list[Callable[[Future], Any]] = []
 
     def done(self) -> bool:
-        """Return whether there is a value or an error."""
+        """Return whether the Future has a value or an error."""
         return self._done
 
     def wait(self, timeout: timedelta | float | None = None) -> Any:
         """Wait for the value.
 
-        timeout: seconds or a timedelta, None for ever.
+        timeout: seconds or a timedelta; None waits forever.
 
-        Returns the value. Raises the error if the Future ended with one, and
-        CollectiveTimeoutError when the time is over.
+        Returns the value. Raises the error of the Future, and CollectiveTimeoutError if it timed
+        out.
         """
         limit = parse_timeout(timeout, None, "Future.wait")
         with self._condition:
@@ -97,11 +98,10 @@ class Future:
     def value(self) -> Any:
         """Return the value of a Future that is done.
 
-        Raises the error if the Future ended with one, and ArgumentError (a ValueError) if it is
-        not done.
+        Raises the error of the Future, and ArgumentError (a ValueError) if it is not done.
         """
         if not self._done:
-            raise ArgumentError("Future.value: there is no value yet; wait() for it")
+            raise ArgumentError("Future.value: the value is not available yet; call wait()")
         if self._error is not None:
             raise self._error
         return self._value
@@ -111,8 +111,8 @@ class Future:
 
         callback: called with this Future.
 
-        Returns a Future of what the callback returns or raises, or of why this one's value is not
-        there.
+        Returns a Future of the result of the callback. It raises the exception of the callback, or
+        the device error of this Future.
         """
         after = Future()
 
@@ -127,16 +127,16 @@ class Future:
 
         try:
             self.add_done_callback(run)
-        except Exception as error:  # this one is done, and devices have not made its value
+        except Exception as error:  # the device error of this Future
             after.set_exception(error)
         return after
 
     def add_done_callback(self, callback: Callable[[Future], Any]) -> None:
-        """Call a function once this Future is done; at once if it already is.
+        """Call a function once this Future is done, immediately if it already is.
 
-        callback: called with this Future; an exception that it raises is printed.
+        callback: called with this Future; its exceptions are printed.
 
-        Raises, without a call, why devices have not made the value of a Future that is done.
+        Raises the device error of a Future that is done; then the callback is not called.
         """
         with self._condition:
             if not self._done:
@@ -148,7 +148,7 @@ class Future:
     def set_result(self, value: object) -> None:
         """End the Future with a value.
 
-        value: what ``wait()`` returns.
+        value: returned by ``wait()``.
 
         Raises ArgumentError (a ValueError) if it has ended.
         """
@@ -157,7 +157,7 @@ class Future:
     def set_exception(self, error: BaseException) -> None:
         """End the Future with an error.
 
-        error: what ``wait()`` raises.
+        error: raised by ``wait()``.
 
         Raises ArgumentError (a ValueError) if it has ended.
         """
@@ -177,34 +177,34 @@ class Future:
                 traceback.print_exc()  # nothing waits for the callback's result
 
 
-#: Seconds that a thread sleeps before it waits for a Work with many queued behind it.
-CROWDED_PAUSE = 50e-6
+#: Time that a thread sleeps before it waits for a Work if many Works are queued.
+CROWDED_PAUSE_S = 50e-6
 
-#: Seconds in which a Work ends with its group's error once that is closed, with plenty to spare, if
-#: it is not stuck in MPI.
-A_MOMENT = 0.5
+#: Time within which a Work fails after its group is closed, unless it is blocked in MPI.
+THREAD_EXIT_TIMEOUT_S = 0.5
 
 
-#: Decides whether finish() or get_future() settles a Work's Future.
+#: Decides whether finish() or get_future() completes the Future of a Work.
 _future_lock = threading.Lock()
 
 
 class Work:
-    """One asynchronous operation.
+    """One async operation.
 
-    It owns the arrays it moves until it is done, even if the caller drops the Work. ``wait()``
-    raises the operation's error; one that no caller waited for is printed when the Work is deleted.
+    It keeps its arrays alive until it completes, even if the caller drops the Work. ``wait()``
+    raises the error of the operation. An error without a ``wait()`` is printed when the Work is
+    deleted.
 
-    Of an operation on devices the host's part ends when all is in streams; the devices go on.
+    For an operation on devices, the host part ends when all work is enqueued in streams.
     """
 
     # description:   the operation, for messages.
-    # outputs:       the arrays that the operation fills, as the caller passed them.
-    # limit:         seconds that ``wait()`` waits by default.
-    # has_timed_out: a ``wait()`` has ended with CollectiveTimeoutError.
-    # expire:        called when a ``wait()`` without a timeout of its own has lasted ``limit``.
-    # worker:        the group's thread that runs the operation; None for any other.
-    # orders:        the places of an operation on a device among the caller's streams.
+    # outputs:       output arrays, as the caller passed them.
+    # limit:         default timeout of ``wait()`` in seconds.
+    # has_timed_out: a ``wait()`` has raised CollectiveTimeoutError.
+    # expire:        called when a ``wait()`` without a timeout has lasted ``limit``.
+    # worker:        the progress thread that runs the operation, or None.
+    # orders:        stream orders of an operation on a device.
 
     __slots__ = (
         "__weakref__", "_error", "_error_seen", "_finished", "_future", "_gate", "description",
@@ -234,16 +234,16 @@ class Work:
         self._future: Future | None = None
 
     def set_limit(self, limit: float | None) -> None:
-        """Give the operation a timeout of its own, after which its group is not closed.
+        """Set a separate timeout, after which the group is not closed.
 
         limit: seconds; None: no timeout.
         """
         self.limit, self.expire = limit, None
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End the Work, when the host's part has ended; only the first call counts.
+        """End the Work after the host part has ended. Only the first call has an effect.
 
-        error: what ``wait()`` raises, None on success.
+        error: raised by ``wait()``; None on success.
         """
         with _future_lock:
             if self._finished:
@@ -258,7 +258,7 @@ class Work:
             self._gate.release()
 
     def _settle_in_streams(self, future: Future) -> None:
-        """End the Future; on devices, with callbacks in streams after the operation."""
+        """Complete the Future. On devices, callbacks run in streams after the operation."""
         try:
             with ExitStack() as stack:
                 for order in self.orders:
@@ -270,25 +270,25 @@ class Work:
                 self._settle_future(future)
 
     def abandon(self, error: BaseException) -> None:
-        """End the Work with an error, though the operation may go on inside MPI.
+        """End the Work with an error, while the operation may continue inside MPI.
 
-        error: what ``wait()`` raises.
+        error: raised by ``wait()``.
         """
         self._error_seen = True
         self.finish(error)
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Wait until the outputs hold the result; on a device, let the current streams wait.
+        """Wait until the outputs hold the result. On a device, only the current streams wait.
 
-        timeout: seconds or a timedelta; zero or None is the group's timeout.
+        timeout: seconds or a timedelta; zero or None is the timeout of the group.
 
-        Arrays on a device: the host waits until all is in streams, which the calling thread's
-        current streams then go on after, and no longer, but with a timeout above zero: then until
-        the device is done, too, as with torch's NCCL.
+        For device arrays, the host waits until all work is enqueued in streams, and the current
+        streams of the thread wait for it. With a timeout above zero, the host also waits for the
+        device, as with torch's NCCL.
 
-        Returns True. Raises the operation's error, and CollectiveTimeoutError when the time is
-        over. After a timeout of its own the operation goes on and can be waited for again; after
-        the group's, a collective's group is closed.
+        Returns True. Raises the error of the operation, and CollectiveTimeoutError if it timed out.
+        After a timeout passed here, the operation continues and can be waited for again. After the
+        timeout of the group, a collective closes the group.
         """
         if timeout is None and self._finished:
             return self._end_wait() if self.orders else self._check_error()
@@ -298,27 +298,27 @@ class Work:
         worker = self.worker
         if worker is not None and not self._finished:
             if worker.is_current:
-                # A callback of an earlier Work waits, on the thread that has to run this one.
+                # A callback of an earlier Work waits, on the thread that must run this Work.
                 worker.run_until(self.has_ended)
             elif worker.is_crowded:
-                # A caller that waits for one Work after another would be woken for each, and take
-                # the processor from the thread each time. After a pause several are done.
-                time.sleep(CROWDED_PAUSE)
+                # A caller that waits for one Work after another would be woken for each and take
+                # the core from the progress thread. After a pause, several Works are done.
+                time.sleep(CROWDED_PAUSE_S)
         if not self._finished and not self._wait_finished(limit):
             if given or self.expire is None:
-                raise self._late(limit)
+                raise self._record_timeout(limit)
             self.expire()
-            if not self._wait_finished(A_MOMENT):
-                raise self._late(limit)
+            if not self._wait_finished(THREAD_EXIT_TIMEOUT_S):
+                raise self._record_timeout(limit)
         self._end_wait()
         if given:
             if not look_until(self.is_completed, moment):
-                raise self._late(limit)
+                raise self._record_timeout(limit)
             self._ask_devices(done=True)
         return self._check_error()
 
     def _end_wait(self) -> bool:
-        """Let the current streams go on after what is in streams, and raise the error."""
+        """Make the current streams wait for the operation, and raise its error."""
         try:
             for order in self.orders:
                 order.join("Work.wait")
@@ -329,10 +329,10 @@ class Work:
         return self._check_error()
 
     def _ask_devices(self, done: bool = False) -> None:
-        """Note why a device has ended the operation without its result, if that is known.
+        """Store the device error of the operation, if one is known.
 
-        done: it has ended. Then the result is there if there is no failure, and what becomes of
-              later calls of the group is not this one's.
+        done: the devices have finished. Without an error the result is final, and failures of later
+            calls of the group no longer affect this Work.
         """
         if self._error is None and self._finished:
             errors = (order.find_failure() for order in self.orders)
@@ -341,19 +341,19 @@ class Work:
                 for order in self.orders:
                     order.settle()
 
-    def _late(self, limit: float | None) -> CollectiveTimeoutError:
-        """Note that a wait has ended without the Work; return the error."""
+    def _record_timeout(self, limit: float | None) -> CollectiveTimeoutError:
+        """Record a wait that timed out; return the error."""
         self.has_timed_out = True
         error = self._timeout_error(limit)
-        if limit == self.limit:  # no shorter one, after which the program may wait again
+        if limit == self.limit:  # not a shorter timeout, after which the program may wait again
             for observer in observers:
                 observer.work_timed_out(str(error))
         return error
 
     def _timeout_error(self, limit: float | None) -> CollectiveTimeoutError:
         return CollectiveTimeoutError(
-            f"{self.description}: not complete within the timeout of {limit:g} s; another rank has "
-            "not made this call, or is still on its way"
+            f"{self.description}: timed out: not complete within {limit:g} s; another rank has not "
+            "made this call, or has not reached it yet"
         )
 
     def _check_error(self) -> bool:
@@ -363,22 +363,22 @@ class Work:
         return True
 
     def _wait_finished(self, limit: float | None) -> bool:
-        """Wait until the Work has ended, ``limit`` seconds at most; return whether it has."""
+        """Wait at most ``limit`` seconds for the end of the Work. Return whether it has ended."""
         if not self._gate.acquire(timeout=-1 if limit is None else limit):
             return False
         self._gate.release()
         return True
 
     def has_ended(self) -> bool:
-        """Return whether the host's part has ended: a wait for it does not block the host."""
+        """Return whether the host part has ended, so that waiting does not block the host."""
         return self._finished
 
     def has_failed(self) -> bool:
-        """Return whether the host's part has ended with an error."""
+        """Return whether the host part has ended with an error."""
         return self._finished and self._error is not None
 
     def is_completed(self) -> bool:
-        """Return whether the operation has ended, with success or an error; asks the device."""
+        """Return whether the operation has ended, with success or an error. Queries the device."""
         return self.has_failed() or (
             self._finished and all(order.is_done() for order in self.orders)
         )
@@ -391,19 +391,19 @@ class Work:
         return self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return the operation's error, None if there is none (yet).
+        """Return the error of the operation, or None.
 
-        What a device finds wrong later is raised by the next call of CUDA, as ever. That kernels
-        have ended without a result, as another rank did not come, is known once they have.
+        Device errors that occur later are raised by the next CUDA call. If kernels end without a
+        result, because another rank did not call, the error is known once they have ended.
         """
         self._ask_devices(done=self.is_completed())
         self._error_seen = self._error_seen or self._finished
         return self._error
 
     def result(self) -> list[Any]:
-        """Wait as ``wait()`` does, and return the output arrays as a list.
+        """Wait, and return the output arrays as a list.
 
-        Raises what ``wait()`` raises.
+        Raises the errors of ``wait()``.
         """
         self.wait()
         return list(self.outputs)
@@ -411,22 +411,22 @@ class Work:
     def synchronize(self) -> None:
         """Wait as ``wait()`` does.
 
-        Raises what ``wait()`` raises.
+        Raises the errors of ``wait()``.
         """
         self.wait()
 
     def block_current_stream(self) -> None:
         """Wait as ``wait()`` does.
 
-        Raises what ``wait()`` raises.
+        Raises the errors of ``wait()``.
         """
         self.wait()
 
     def get_future(self) -> Future:
-        """Return the Future of the list of output arrays, the same one at every call.
+        """Return the Future of the list of output arrays, always the same object.
 
-        Its callbacks run on the group's thread, on devices after the operation, in a stream that is
-        current there meanwhile.
+        Its callbacks run on the progress thread. On devices, a stream that waits for the operation
+        is current meanwhile.
         """
         with _future_lock:
             if self._future is not None:
@@ -446,7 +446,7 @@ class Work:
             future.set_result(list(self.outputs))
 
     def source_rank(self) -> int:
-        """Return the global rank that a message came from, once it is received.
+        """Return the global rank that sent the received message.
 
         Raises ArgumentError (a ValueError) if the operation is not a receive.
         """
@@ -460,7 +460,7 @@ class Work:
         return f"<mpicoll.Work {self.description}: {state}>"
 
     def drop(self) -> None:
-        """Keep the arrays only for as long as the devices work on them."""
+        """Keep the arrays only as long as the devices use them."""
         for order in self.orders:
             order.drop()
 
@@ -469,23 +469,21 @@ class Work:
             if self.orders:
                 self.drop()
             unseen = self._error is not None and not self._error_seen
-        except AttributeError:  # it was not made
+        except AttributeError:  # __init__ has failed
             return
-        if unseen and not _was_said(self._error):
-            write_lines(f"mpicoll: nobody waited for {self!r}: {self._error}")
+        if unseen and not _was_printed(self._error):
+            write_lines(f"mpicoll: wait() was not called for {self!r}: {self._error}")
 
 
-#: The last that was said of works that nobody waited for.
-_said = ""
+#: Latest printed error of a Work without a wait().
+_last_printed = ""
 
 
-def _was_said(error: BaseException | None) -> bool:
-    """Return whether that is what was said of the work before: all that are queued in a group that
-    breaks fail alike.
-    """
-    global _said
+def _was_printed(error: BaseException | None) -> bool:
+    """Return whether the same error was just printed, as all queued calls of a group fail alike."""
+    global _last_printed
     text = str(error) if isinstance(error, DistBackendError) else ""
-    before, _said = _said, text
+    before, _last_printed = _last_printed, text
     return bool(text) and text == before
 
 

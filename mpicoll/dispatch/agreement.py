@@ -4,7 +4,7 @@ Ranks that run different versions of mpicoll, or the same with other constants, 
 different routes for the same call, or other chunks: they would hang, or silently give wrong
 results. All constants of the modules that move data are compared, so that none can be forgotten.
 Of the environment variables only one needs comparing, for rank 0 hands its table out, and each of
-the others is agreed on where it is used (docs/api.md lists them).
+the others is agreed on where it is used (docs/launching.md lists them).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from ctypes import memmove
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from mpicoll.core import checks
 from mpicoll.core.checks import Views
 from mpicoll.core.plan import Implementation, Plan, Table, agreed_sizes, find_fused
 from mpicoll.dtypes import DType, by_numpy
-from mpicoll.errors import MpicollError, UnsupportedError
+from mpicoll.errors import ArgumentError, MpicollError, UnsupportedError
 from mpicoll.kernels.library import kernels
 from mpicoll.primitives import Layout, Primitive
 
@@ -71,7 +71,8 @@ class Entries:
     dtype, on_device: of all elements.
     counts: what all ranks must agree on: the elements of each entry; of an entry whose blocks
             differ from rank to rank, those of each block.
-    Raises what the calls raise, and UnsupportedError if dtypes or devices of the list differ.
+    Raises what the calls raise, UnsupportedError if dtypes or devices of the list differ, and
+    ArgumentError if one call writes memory that another one reads or writes.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Entries:
             self.dtype = by_numpy[self._outputs[0].dtype]
             self.counts: Sequence[Any] = list(map(_size, self._outputs))
             self.on_device = False
+            _check_apart(name, _find_overlap(self._outputs))
             return
         looks = {} if not in_place else fast_views if held else _HOLDING
         seen: list[Any] = [looks.get(one.__class__, _nothing)(one) for one in outputs]
@@ -123,6 +125,16 @@ class Entries:
             for place, other in enumerate(others, 1):
                 check_same_device(name, f"[{place}]", other, "[0]", first)
         self.on_device = None not in devices
+        written = [
+            (place, part) for place in range(len(seen)) for part in self._output(place).parts
+        ]
+        read = [
+            (place, part)
+            for place, (send, _, _) in self._views.items()
+            if send is not None
+            for part in send.parts
+        ]
+        _check_apart(name, views.find_conflict(written, read))
 
     def packed(self) -> list[Views]:
         """Return the views of each call to be made, in order, where small ones are packed."""
@@ -195,6 +207,29 @@ def _all_plain(arrays: Sequence[Any]) -> bool:
 
 #: C-contiguous, aligned and writeable, in one look.
 _dtype, _plain, _size = attrgetter("dtype"), attrgetter("flags.carray"), attrgetter("size")
+
+
+def _find_overlap(arrays: Sequence[Array]) -> tuple[int, int] | None:
+    """Return the places of two contiguous arrays that share memory; None if there are none."""
+    begins = map(sys.modules["mpi4py.MPI"].Get_address, arrays)
+    spans = sorted(
+        (begin, begin + array.nbytes, place)
+        for place, (begin, array) in enumerate(zip(begins, arrays, strict=True))
+        if array.size
+    )
+    for (_, end, place), (begin, _, other) in pairwise(spans):
+        if begin < end:
+            return min(place, other), max(place, other)
+    return None
+
+
+def _check_apart(name: str, calls: tuple[int, int] | None) -> None:
+    """Raise ArgumentError if there are two calls, by their places, that share memory."""
+    if calls is not None:
+        raise ArgumentError(
+            f"{name}: the arrays at [{calls[0]}] and [{calls[1]}] share memory, and at least one "
+            "of them is written to; pass arrays that do not overlap"
+        )
 
 
 #: Fast views whose buffers hold the memory, whatever the caller does with the array.

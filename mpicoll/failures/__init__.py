@@ -1,1 +1,1 @@
-"""Watching a job: calls that do not match, ranks that are late or lost, processes that end."""
+"""Failures: collective mismatches, timeouts, lost ranks, hang reports and the end of a job."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mpicoll.signals import FROM_OUTSIDE
+from mpicoll.signals import JOB_SIGNALS
 
 __all__ = ["Ending", "Loss", "build_loss", "find_cause"]
 
@@ -58,7 +58,7 @@ def build_loss(when: float, ranks: Sequence[Snapshot], alone: bool) -> Loss:
     # A launcher does not end processes by exit codes or crashes. The first fatal signal that is
     # sent to a process decides how it ends: if others have ended by another one, this one was not
     # sent to them before.
-    sent = how == "SIGKILL" or how in FROM_OUTSIDE
+    sent = how == "SIGKILL" or how in JOB_SIGNALS
     alone = alone or not sent or (len(alike) == 1 and len(ranks) > 1)
     return Loss(when, [ranks[0]] if alone else alike, alone)
 

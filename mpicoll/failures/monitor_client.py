@@ -30,7 +30,7 @@ from mpicoll.core.observers import Observer
 from mpicoll.failures import lost_ranks, node_monitor, report
 from mpicoll.failures.status_page import DONE, LEFT, StatusPage
 from mpicoll.launch.host_identity import addresses, node
-from mpicoll.signals import blocked_from_outside
+from mpicoll.signals import blocked_job_signals
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -225,7 +225,7 @@ def _launch_monitor(
     descriptor = os.memfd_create("mpicoll-monitor")
     try:
         os.write(descriptor, json.dumps(given).encode())
-        with blocked_from_outside():
+        with blocked_job_signals():
             subprocess.run(
                 ["/bin/sh", "-c", 'exec "$@" &', "sh", sys.executable, "-I", "-S",
                  node_monitor.__file__, str(descriptor)],

@@ -33,6 +33,8 @@ _WRAPPERS = (
 #: Seconds that a rank waits for another one, which prints the same error and then ends the job.
 _PRINTING_TIMEOUT_S = 10.0
 _CHECK_INTERVAL_S = 0.05
+#: Seconds for each lower rank that a rank leaves to them to print first, and the most in all.
+_RANK_DELAY_S, _MAX_RANK_DELAY_S = 0.01, 0.2
 #: Seconds that the job may need to end after the rank that prints.
 _ENDING_TIMEOUT_S = 2.0
 
@@ -92,16 +94,19 @@ def print_once(error: BaseException, rank: str, last_words: Callable[[], list[st
 
     last_words: returns lines to print behind it.
 
-    The rank that prints holds an abstract socket address, which the system frees when the process
-    ends. Another rank with this error prints at most the place where the error was raised, and
-    waits, because the rank that prints ends the job. If that takes too long, or the printing rank
-    has ended alone, the next rank prints the error, so that at least one copy is printed.
+    If ranks raise at the same time, the lowest one most often prints. The rank that prints holds an
+    abstract socket address, which the system frees when the process ends. Another rank with this
+    error prints at most the place where the error was raised, and waits, because the rank that
+    prints ends the job. If that takes too long, or the printing rank has ended alone, the next rank
+    prints the error, so that at least one copy is printed.
     """
     name = type(error).__qualname__
     message = re.sub(r"\brank \d+ of ", "", f"{name}: {error}")
     place = _find_place(error)
     end = time.monotonic() + _PRINTING_TIMEOUT_S
     last = last_words()
+    if rank != "?":
+        time.sleep(min(int(rank) * _RANK_DELAY_S, _MAX_RANK_DELAY_S))
     if claim(message):
         claim(f"{message}\n{place}")
     else:

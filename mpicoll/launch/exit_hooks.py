@@ -15,12 +15,12 @@ import multiprocessing
 import multiprocessing.util
 import os
 import select
-import socket
 import stat
 import sys
 import termios
 import threading
 import time
+from collections.abc import Iterator
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
@@ -28,6 +28,7 @@ from mpicoll.launch import error_output
 from mpicoll.launch.environment import is_inherited, is_started_by_torchrun
 from mpicoll.launch.init_timeout import job_name
 from mpicoll.launch.launchers import announced, find_launcher, find_rank
+from mpicoll.launch.pmi import manager_socket
 from mpicoll.launch.session import current
 from mpicoll.output import write_lines
 
@@ -112,10 +113,9 @@ def _abort_by_manager(code: int) -> None:
     MPICH's mpiexec and srun take no notice of a process that exits with an error before MPI_Init,
     and the other ranks would wait there. Open MPI's mpirun ends the job by itself.
     """
-    descriptor = os.environ.get("PMI_FD", "")
-    if not descriptor.isdigit() or is_inherited() or _is_child_of_rank():
+    if is_inherited() or _is_child_of_rank():
         return
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as manager:
+    with contextlib.suppress(OSError), manager_socket(os.environ.get("PMI_FD", "")) as manager:
         manager.sendall(b"cmd=init pmi_version=1 pmi_subversion=1\n")
         poll = select.poll()
         poll.register(manager, select.POLLIN)
@@ -255,12 +255,16 @@ class _ExitHooks:
     ) -> None:
         # Another hook may still call this one after it was removed, and an exception at an
         # interactive prompt ends nothing.
-        ends = os.getpid() == self._pid and self is _current and not hasattr(sys, "ps1")
+        is_here = os.getpid() == self._pid and not hasattr(sys, "ps1")
+        ends = is_here and self is _current
         try:
             if self._previous_hook is not sys.__excepthook__:
                 self._previous_hook(kind, error, trace)
-            elif ends:
-                error_output.print_once(error, self.end.rank(), self.end.last_words)
+            elif is_here and _current is not None:
+                # The current hook may have called this one through a hook of the program.
+                end = _current.end
+                with _torch_hook_bypassed():
+                    error_output.print_once(error, end.rank(), end.last_words)
             else:
                 write_lines(error_output.format_error(error))
         finally:
@@ -290,6 +294,20 @@ class _ExitHooks:
         elif error is not None:
             self._excepthook(type(error), error, error.__traceback__)
         self._exiting()
+
+
+@contextlib.contextmanager
+def _torch_hook_bypassed() -> Iterator[None]:
+    """Write to standard error while torch.distributed's hook collects the output in a StringIO.
+
+    That hook adds its own prefix for the rank to each line that it has collected.
+    """
+    collected, stream = sys.stderr, sys.__stderr__
+    if not isinstance(collected, io.StringIO) or stream is None:
+        yield
+        return
+    with contextlib.redirect_stderr(stream):
+        yield
 
 
 _current: _ExitHooks | None = None

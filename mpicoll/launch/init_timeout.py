@@ -17,6 +17,7 @@ from mpicoll import communicators
 from mpicoll.kernels.library import kernels
 from mpicoll.launch.host_identity import node
 from mpicoll.launch.launchers import announced
+from mpicoll.launch.pmi import manager_socket
 from mpicoll.launch.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
@@ -145,10 +146,7 @@ def job_name(environment: Mapping[str, str] = os.environ) -> str | None:
     """
     job = environment.get("PMIX_NAMESPACE", "")
     if not job:
-        with (
-            contextlib.suppress(OSError, ValueError),
-            socket.socket(fileno=os.dup(int(environment.get("PMI_FD", "")))) as manager,
-        ):
+        with contextlib.suppress(OSError), manager_socket(environment.get("PMI_FD", "")) as manager:
             found = manager.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             job = str(struct.unpack("3i", found)[0] or "")
     return f"mpicoll/{node()}/{job}" if job else None

@@ -26,7 +26,7 @@ from mpicoll.launch.rendezvous import (
 )
 from mpicoll.launch.session import Session, set_current
 from mpicoll.line_protocol import is_proof, mac, nonce
-from mpicoll.signals import blocked_from_outside
+from mpicoll.signals import blocked_job_signals
 
 __all__ = ["SECRET", "join", "meet", "read_greeting", "read_line", "send_failure"]
 
@@ -247,7 +247,7 @@ def _start_server(
         "limit": limit,
         "open": bool(rendezvous.port) and not _given_secret(),
     }
-    with blocked_from_outside():
+    with blocked_job_signals():
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", server.__file__],
             stdin=subprocess.PIPE,

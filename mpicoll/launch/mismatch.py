@@ -26,6 +26,7 @@ from mpicoll.launch.environment import (
 )
 from mpicoll.launch.launchers import Dialect, Launcher
 from mpicoll.launch.mpi_library import find_function, find_library, find_mpiexec
+from mpicoll.launch.pmi import manager_socket
 from mpicoll.launch.rendezvous import loopback
 from mpicoll.output import warn
 
@@ -174,11 +175,7 @@ def find_stale(
 
 
 def _check_descriptor(value: str) -> str:
-    with (
-        contextlib.suppress(OSError, ValueError),
-        socket.socket(fileno=os.dup(int(value))) as manager,
-    ):
-        manager.getpeername()  # a program may have another socket with the same number
+    with contextlib.suppress(OSError), manager_socket(value):
         return ""
     return f"file descriptor {value} is not a connection of this process"
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 
-__all__ = ["PmiClient", "PmiError"]
+__all__ = ["PmiClient", "PmiError", "manager_socket"]
 
 #: Seconds to wait for an answer that needs no other rank.
 _ANSWER_TIMEOUT_S = 10.0
@@ -17,6 +18,24 @@ _ANSWER_TIMEOUT_S = 10.0
 _MAX_LINE_BYTES = 4096
 #: The key under which rank 0 publishes a value.
 _KEY = "mpicoll-run"
+
+
+def manager_socket(value: str) -> socket.socket:
+    """Return a duplicate of the connection to the process manager.
+
+    value: of PMI_FD.
+
+    Raises OSError if the value is not the number of a connected socket of this process.
+    """
+    if not value.isdigit():
+        raise OSError(f"PMI_FD={value}: not a file descriptor")
+    manager = socket.socket(fileno=os.dup(int(value)))  # raises OSError unless it is a socket
+    try:
+        manager.getpeername()
+    except OSError:
+        manager.close()
+        raise
+    return manager
 
 
 class PmiError(Exception):

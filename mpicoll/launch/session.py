@@ -150,7 +150,7 @@ class Session:
             elif not answered and now - asked > _SILENCE:
                 write_lines(
                     f"mpicoll: rank {self.rank} of {self.size}: the server that rank 0 started has "
-                    f"not answered for {_SILENCE:g} s; MPI is not finalised"
+                    f"not answered for {_SILENCE:g} s; MPI is not finalized"
                 )
                 return False
             MPI.COMM_WORLD.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)  # lets MPI move pending messages

@@ -30,6 +30,7 @@ from mpicoll.launch.host_identity import addresses
 from mpicoll.launch.init_methods import GivenRank, find_rendezvous
 from mpicoll.launch.init_timeout import await_others, end_after, enforce_timeout
 from mpicoll.launch.joining import join, meet, send_failure
+from mpicoll.launch.launchers import announced
 from mpicoll.launch.mismatch import understand_manager
 from mpicoll.launch.rendezvous import Rendezvous
 from mpicoll.launch.roll_call import call_roll, run_on_each
@@ -81,14 +82,14 @@ def start(
            steps, which must not wait for other ranks. If one fails, all ranks raise.
     rank:  without a rendezvous, the rank that this process is to have; None: MPI's own.
 
-    Raises LaunchError where MPI cannot be loaded, where it was finalised, where it cannot make
+    Raises LaunchError where MPI cannot be loaded, where it was finalized, where it cannot make
     one world of these ranks, where the launcher is another MPI's, where the rendezvous and an
     MPI that runs already disagree, and where ``prepare`` has failed on another rank;
     CollectiveTimeoutError where ranks do not come to the rendezvous.
     """
     mpi = load()
     if mpi.Is_finalized():
-        raise LaunchError(f"{_WHERE}: MPI was finalised; it cannot start again")
+        raise LaunchError(f"{_WHERE}: MPI was finalized; it cannot start again")
     if not mpi.Is_initialized():
         bootstrap = _prepare(mpi, rendezvous, limit)
         with enforce_timeout(limit, rendezvous, comm), bootstrap:
@@ -176,7 +177,8 @@ def tell_failure(
             if not is_started_by_mpi() or not stack.enter_context(await_others(_TELL_TIMEOUT_S)):
                 return
             mpi = load()
-            with understand_manager(mpi):
+            told = f"mpicoll: rank {announced()[0]}: {type(error).__name__}: {error}\n"
+            with end_after(_TELL_TIMEOUT_S, told, 1), understand_manager(mpi):
                 _initialize(mpi)
         world = mpi.COMM_WORLD if comm is None else comm
         size = None if given is None else given.world_size
@@ -417,7 +419,7 @@ def _finalize_in_time(process: int, limit: float, exit_code: Callable[[], int | 
             stream.flush()
     message = (
         f"mpicoll: a call has timed out, and other ranks do not end within {limit:g} s; MPI is not "
-        "finalised\n"
+        "finalized\n"
     )
     with end_after(limit, message, 0):
         _finalize(process)

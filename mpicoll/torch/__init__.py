@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from mpicoll.torch.backend import BackedGroup, TorchBackend
     from mpicoll.torch.group import TorchGroup
 
-__all__ = ["NAME", "autoload", "install_as", "register"]
+__all__ = ["NAME", "REQUIREMENT", "autoload", "install_as", "register"]
 
 #: The name of the backend.
 NAME = "mpicoll"
+#: Supported versions of torch; the oldest is the same as in pyproject.toml.
+REQUIREMENT = "it needs 2.11 or newer, and was tested with 2.11 and 2.13 to 2.15"
 #: Environment variable with names for ``install_as``.
 INSTALL_AS = settings.INSTALL_AS.name
 
@@ -32,14 +34,14 @@ INSTALL_AS = settings.INSTALL_AS.name
 def register() -> None:
     """Register the backend and the rendezvous ``mpi://`` with torch.distributed.
 
-    ``import torch`` calls it; another call changes nothing.
+    ``import torch`` calls it. Further calls do nothing.
     """
     import torch.distributed as c10d
 
     if not c10d.is_available() or hasattr(c10d.Backend, NAME.upper()):
         return
     from mpicoll.torch import rendezvous
-    from mpicoll.torch.devices import device_types
+    from mpicoll.torch.internals import device_types
 
     c10d.Backend.register_backend(NAME, _create, extended_api=True, devices=list(device_types()))
     rendezvous.register()
@@ -53,16 +55,11 @@ def register() -> None:
 
 
 def autoload() -> None:
-    """Register, without ever making ``import torch`` fail, which calls it.
-
-    Warns about a torch that this version of mpicoll does not understand.
-    """
+    """Register during ``import torch``. Warns instead of raising if this torch is not supported."""
     try:
         register()
     except Exception as error:
         import torch
-
-        from mpicoll.torch.versions import REQUIREMENT
 
         warnings.warn(
             f"mpicoll cannot register with torch {torch.__version__} ({REQUIREMENT}): "
@@ -72,13 +69,13 @@ def autoload() -> None:
 
 
 def install_as(names: str) -> None:
-    """Make names of torch's own backends mean mpicoll, for scripts that use ``"gloo"``.
+    """Make names of torch's own backends select mpicoll, for scripts that use ``"gloo"``.
 
     names: "gloo", "nccl", "mpi" or several of them, separated by commas.
 
-    Call it before init_process_group, or set MPICOLL_INSTALL_AS and leave the script unchanged. In
-    names by device, such as "cpu:gloo,cuda:nccl", each of these names means mpicoll. get_backend()
-    returns the name that the script used; a group's name() returns "mpicoll".
+    Call it before init_process_group, or set MPICOLL_INSTALL_AS and leave the script unchanged.
+    Names by device, such as "cpu:gloo,cuda:nccl", also work. get_backend() returns the name that
+    the script used; ``name()`` of a group returns "mpicoll".
 
     Raises ArgumentError (a ValueError) for any other name.
     """

@@ -1,8 +1,8 @@
-"""Aliases: names of torch's own backends that mean mpicoll, for scripts that use those names.
+"""Aliases: names of torch's own backends that select mpicoll, for scripts that use these names.
 
-One function of torch.distributed makes every group, from the name of its backend. A wrapper around
-it passes "mpicoll" for an alias, and enters the name that the script used in torch's table of
-groups, because libraries compare it.
+One function of torch.distributed creates every group from the name of its backend. A wrapper
+replaces an alias by "mpicoll", and puts the original name into torch's table of groups, because
+libraries compare it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch.distributed import distributed_c10d
 from mpicoll import launch
 from mpicoll.output import write_lines
 from mpicoll.torch import NAME
-from mpicoll.torch.caller_frames import find_variable
+from mpicoll.torch.internals import find_variable
 
 __all__ = ["explain_missing_variable", "install", "resolve_backend", "warn_if_unused"]
 
-#: The names that mean mpicoll besides its own.
+#: Names that select mpicoll.
 _aliases: set[str] = set()
 #: Whether torch itself was built with MPI.
 _has_own_mpi = distributed_c10d._MPI_AVAILABLE
-#: Whether the program has made a group, of any backend.
+#: Whether the program has created a group of any backend.
 _is_used = False
 
 
 def install(names: set[str]) -> None:
-    """Make these names, in lower case, mean mpicoll in every group made from now on."""
+    """Make these names, in lower case, select mpicoll in all groups created later."""
     if not _aliases:
         distributed_c10d._new_process_group_helper = _wrap(
             distributed_c10d._new_process_group_helper
@@ -47,12 +47,12 @@ def install(names: set[str]) -> None:
 
 
 def resolve_backend(requested: str) -> str:
-    """Return the backend, or backends by device, that a group is made of.
+    """Return the backend, or backends by device, of a group.
 
-    "gloo" and "cpu:gloo,cuda:nccl" become "mpicoll" if those names are aliases, and so does an
-    unspecified backend if torch would choose one of them. Any other name is returned unchanged. So
-    are all names in processes that ranks of mpirun start, such as those of asynchronous
-    checkpoints.
+    "gloo" and "cpu:gloo,cuda:nccl" become "mpicoll" if these names are aliases. So does an
+    unspecified backend if torch would choose an alias. Other names are returned unchanged. In a
+    process that a rank of mpirun has started, such as an async checkpoint, all names are returned
+    unchanged.
     """
     if not _aliases or launch.is_child_of_rank():
         return requested
@@ -82,7 +82,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         if backend == requested:
             return original(*args, **kwargs)
         arguments["backend"] = backend
-        if arguments["group_size"] < 0:  # torch leaves it to its own MPI backend to find the ranks
+        if arguments["group_size"] < 0:  # for torch's own MPI backend, which gets them from MPI
             store, rank, size = _rendezvous(arguments["timeout"])
             arguments |= {"store": store, "group_rank": rank, "group_size": size}
         group, store = original(**arguments)
@@ -96,7 +96,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rendezvous(timeout: timedelta) -> tuple[c10d.Store, int, int]:
-    """Return a store, this rank and size as init_process_group does for all backends but "mpi"."""
+    """Return a store, rank and size, as init_process_group does for backends other than "mpi"."""
     store, init_method, rank, size = (
         find_variable("init_process_group", name)
         for name in ("store", "init_method", "rank", "world_size")
@@ -110,7 +110,7 @@ def _rendezvous(timeout: timedelta) -> tuple[c10d.Store, int, int]:
 
 
 def explain_missing_variable() -> None:
-    """Explain a KeyError for a variable of torchrun: print at exit, on rank 0, why it is unset."""
+    """At exit on rank 0, after a KeyError for a variable of torchrun, print why it is not set."""
     error = getattr(sys, "last_value", None)
     name = error.args[0] if isinstance(error, KeyError) and error.args else None
     if name not in launch.TORCH_VARIABLES or name in os.environ:
@@ -126,15 +126,15 @@ def explain_missing_variable() -> None:
 
 
 def warn_if_unused() -> None:
-    """Warn at exit, on rank 0, if every rank of a launcher ran the whole script by itself.
+    """Warn at exit, on rank 0, if ranks were started but the script created no group.
 
-    Libraries that were not told to look for other ranks do so without a message.
+    Libraries that were not configured for several ranks do this without a message.
     """
     rank, size, _ = launch.announced()
     failed = hasattr(sys, "last_type")  # the interpreter has printed the exception
     if rank != "0" or size == "1" or _is_used or failed or "mpi4py.MPI" in sys.modules:
         return
     write_lines(
-        f"python -m mpicoll run: warning: {size} ranks were started, and the script made no "
-        "process group: each ran it alone. Where a library is to make it, tell it so"
+        f"python -m mpicoll run: warning: {size} ranks were started, but the script created no "
+        "process group, so each rank ran it alone. If a library should create it, enable that"
     )

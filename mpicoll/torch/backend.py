@@ -1,13 +1,13 @@
-"""The backend and its process group from torch 2.15 on, which supports backends in Python.
+"""The backend and its process group from torch 2.15 on, which supports Python backends.
 
 torch's ProcessGroup passes a call to its dispatcher, which implements fake tensors, the counts of
-``CommDebugMode``, hooks and the flight recorder. The dispatcher passes it to the backend of the
-tensors' device. ``TorchBackend`` is such a backend. A group of several backends is torch's own
-ProcessGroup; a group of this backend alone is a ``BackedGroup``, which
+``CommDebugMode``, hooks and the flight recorder. The dispatcher calls the backend of the tensors'
+device, here ``TorchBackend``. A group with several backends is torch's own ProcessGroup. A group
+with this backend only is a ``BackedGroup``, which
 
-- returns the backend's Work to the caller. torch's own Work hides all but wait() and the future:
-  it is never completed, and has no source rank;
-- bypasses the dispatcher if nothing there observes calls, which halves the time of a small call.
+- returns the Work of the backend. torch's own Work only has wait() and the future: it never
+completes and has no source rank;
+- bypasses the dispatcher if nothing observes calls, which halves the time of a small call.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from torch import Tensor
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.torch import core_groups
 from mpicoll.torch.collectives import Collectives
-from mpicoll.torch.compilation import disable_compile
-from mpicoll.torch.derived_groups import DerivedGroups
-from mpicoll.torch.devices import device_types
+from mpicoll.torch.group import DerivedGroups
+from mpicoll.torch.internals import device_types, disable_compile
 from mpicoll.torch.options import get_seconds
 from mpicoll.torch.profiling import is_recording
 from mpicoll.torch.windows import TorchWindow
@@ -37,12 +36,12 @@ if TYPE_CHECKING:
 __all__ = ["HAS_PYTHON_BACKENDS", "SUCCESS", "BackedGroup", "TorchBackend"]
 
 
-C: Any = torch._C._distributed_c10d  # the stubs are those of the torch that is installed
+C: Any = torch._C._distributed_c10d  # untyped, because the stubs depend on the installed torch
 
 
 #: The state of a backend without an error.
 SUCCESS = C.ErrorType.SUCCESS
-#: Whether torch supports backends in Python. 2.14 does, but recurses endlessly in ``supports_...``.
+#: Whether torch supports Python backends. 2.14 does, but recurses endlessly in ``supports_...``.
 HAS_PYTHON_BACKENDS = hasattr(C.Backend, "supports_completion_hooks")
 
 #: The calls that torch's dispatcher passes to a backend.
@@ -70,7 +69,7 @@ _CALLS = (
 
 
 class _DispatchedCall:
-    """A group's call on its way through the dispatcher, and the Work that its backend returns."""
+    """A call of a group inside the dispatcher, and the Work that its backend returns."""
 
     __slots__ = ("backend", "name", "work")
 
@@ -81,7 +80,7 @@ class _DispatchedCall:
 
 
 class _ThreadState(threading.local):
-    """The innermost call of a thread in the dispatcher: hooks may make calls."""
+    """The innermost dispatched call of a thread. Hooks may make calls."""
 
     call: _DispatchedCall | None = None
 
@@ -92,8 +91,8 @@ _thread_state = _ThreadState()
 class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
     """A torch backend on a group of the core."""
 
-    # torch checks these before it calls more than collectives. Each must be defined: torch 2.15
-    # recurses endlessly for one that Python does not define.
+    # torch checks these before it calls anything but collectives. All must be defined, because
+    # torch 2.15 recurses endlessly for a missing one.
     supports_splitting = supports_shrinking = True
     supports_abort_hooks = True
     supports_coalescing = supports_completion_hooks = False
@@ -106,10 +105,10 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
         self._abort_hooks: dict[int, Callable[[], None]] = {}
 
     def new_window(self, tensor: Tensor | None = None) -> TorchWindow:
-        """Create a window for one-sided communication; every member calls at the same place.
+        """Create a window for one-sided communication; every member calls it.
 
-        tensor: registered at once; None to register later. C++ cannot call this: its windows are in
-        C++.
+        tensor: registered immediately; None to register later. Not available from C++, where
+            windows are C++ objects.
         """
         return TorchWindow(self.core, tensor)
 
@@ -118,11 +117,11 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
         return False
 
     def get_error(self) -> Any:
-        """Return torch's ErrorType: COMM_ERROR if the group is broken, else SUCCESS."""
+        """Return COMM_ERROR (torch's ErrorType) if the group has failed, else SUCCESS."""
         return C.ErrorType.COMM_ERROR if self.core.error else SUCCESS
 
     def abort(self) -> None:
-        """Run the abort hooks; end the group without waiting for pending operations."""
+        """Run the abort hooks, then end the group without waiting for pending operations."""
         self._call_abort_hooks()
         super().abort()
 
@@ -138,13 +137,13 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
         """Remove a hook."""
         self._abort_hooks.pop(hook_id, None)
 
-    # The names by which C++ looks for these.
+    # Their names in C++.
     registerAbortHook, unregisterAbortHook = register_abort_hook, unregister_abort_hook
 
     def split(
         self, store: c10d.Store, ranks: Sequence[int], opts: Backend.Options | None
     ) -> TorchBackend:
-        """Create the backend of a new group of some ranks, for torch's split_group."""
+        """Create the backend of a subgroup, for torch's split_group."""
         limit, name = (get_seconds(opts), opts.group_name) if opts else (self.core.timeout, "")
         return TorchBackend(core_groups.split(self.core, ranks, limit, name))
 
@@ -155,15 +154,15 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
     def shrink(
         self, excluded: Sequence[int], flags: int = 0, opts: Backend.Options | None = None
     ) -> TorchBackend:
-        """Create the backend of the remaining ranks, for torch's shrink_group; only they call.
+        """Create the backend of the remaining ranks, for torch's shrink_group; only they call it.
 
-        flags: 1 abandons pending operations.
+        flags: 1 aborts pending operations.
         """
         return TorchBackend(core_groups.shrink(self.core, excluded, flags))
 
 
 def _build_backend_method(name: str) -> Callable[..., Any]:
-    """Build a call of the backend that keeps its Work for the ``BackedGroup`` that calls it."""
+    """Build a method of the backend that stores its Work for the calling ``BackedGroup``."""
     call = getattr(Collectives, name)
 
     def method(self: TorchBackend, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +176,7 @@ def _build_backend_method(name: str) -> Callable[..., Any]:
 
 
 def _build_group_method(name: str) -> Callable[..., Any]:
-    """Build a call of the group, which uses torch's dispatcher only if something observes calls."""
+    """Build a method of the group that uses torch's dispatcher only if something observes calls."""
     call, dispatch = getattr(Collectives, name), getattr(C.ProcessGroup, name)
 
     def method(self: BackedGroup, *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +191,7 @@ def _build_group_method(name: str) -> Callable[..., Any]:
         return torch_work if dispatched.work is None else dispatched.work
 
     method.__doc__ = call.__doc__
-    # C++ calls the Python method of the same name, unless the calling function has this name.
+    # C++ calls the Python method of the same name, unless the caller has this name.
     method.__code__ = method.__code__.replace(co_name=name)
     return method
 
@@ -202,7 +201,7 @@ class BackedGroup(DerivedGroups, C.ProcessGroup):  # type: ignore[misc]
 
     backend: serves all devices.
     store: torch's store of the group.
-    device: the ``device_id`` of ``init_process_group`` or ``new_group``; it has no effect.
+    device: the ``device_id`` of ``init_process_group`` or ``new_group``; unused.
     """
 
     def __init__(
@@ -218,22 +217,22 @@ class BackedGroup(DerivedGroups, C.ProcessGroup):  # type: ignore[misc]
 
     @property
     def core(self) -> ProcessGroup:
-        """The backend's group of the core."""
+        """The core's group of the backend."""
         return self.backend.core
 
     def is_observed(self) -> bool:
-        """Return whether torch's dispatcher has to see this thread's calls of the group."""
+        """Return whether torch's dispatcher must see calls of the group from this thread."""
         return bool(self._hooks or is_recording() or torch._C._len_torch_dispatch_stack())
 
     def note_hook(self, key: object) -> None:
-        """Let the dispatcher see all calls, because it calls a hook.
+        """Register a hook, so that all calls use the dispatcher.
 
-        key: of the hook, for ``forget_hook``.
+        key: identifies the hook, for ``forget_hook``.
         """
         self._hooks.add(key)
 
     def forget_hook(self, key: object) -> None:
-        """End what ``note_hook`` began."""
+        """Unregister a hook."""
         self._hooks.discard(key)
 
     def name(self) -> str:
@@ -243,20 +242,20 @@ class BackedGroup(DerivedGroups, C.ProcessGroup):  # type: ignore[misc]
     getBackendName = name  # for C++
 
     def shutdown(self) -> None:
-        """Wait for pending operations and end the group; with the default group, all groups."""
+        """Wait for pending operations and end the group. For the default group, end all groups."""
         self.backend.shutdown()
 
     def abort(self) -> None:
-        """End the group without waiting for pending operations, which others may never join."""
+        """End the group without waiting for pending operations."""
         self.backend.abort()
 
-    # It calls ``gather``: torch's dispatcher has gather_single for backends in C++ alone.
+    # It calls ``gather``, because torch's dispatcher has gather_single only for C++ backends.
     gather_single = gather_into_tensor = Collectives.gather_single
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for all ranks, or raise an error that names the missing ones."""
+        """Wait for all ranks, or raise an error with the missing ranks."""
         self.backend.monitored_barrier(timeout, wait_all_ranks)
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -269,10 +268,10 @@ class BackedGroup(DerivedGroups, C.ProcessGroup):  # type: ignore[misc]
         return BackedGroup(TorchBackend(core), store)
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: every group begins at 0."""
+        """Do nothing: every group starts at 0."""
 
     def new_window(self, tensor: Tensor | None = None) -> TorchWindow:
-        """Create a window for one-sided communication; every member calls at the same place."""
+        """Create a window for one-sided communication; every member calls it."""
         return self.backend.new_window(tensor)
 
     @property
@@ -287,7 +286,7 @@ class BackedGroup(DerivedGroups, C.ProcessGroup):  # type: ignore[misc]
 
     @property
     def supports_abort_hooks(self) -> bool:
-        """Whether there are abort hooks: always."""
+        """Whether abort hooks are supported: always."""
         return self.backend.supports_abort_hooks
 
     def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
@@ -309,7 +308,7 @@ class BackedGroup(DerivedGroups, C.ProcessGroup):  # type: ignore[misc]
         self.forget_hook(("pre", hook_id))
 
     def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
-        """Call ``hook`` after each operation has begun."""
+        """Call ``hook`` after each operation has started."""
         super().register_post_hook(hook_id, hook)
         self.note_hook(("post", hook_id))
 
@@ -321,11 +320,11 @@ class BackedGroup(DerivedGroups, C.ProcessGroup):  # type: ignore[misc]
 
 for _name in _CALLS:
     setattr(TorchBackend, _name, _build_backend_method(_name))
-if HAS_PYTHON_BACKENDS:  # where there is no BackedGroup, torch's group may lack some of the names
+if HAS_PYTHON_BACKENDS:  # else BackedGroup is unused, and torch's group may lack these names
     for _name in _CALLS:
         setattr(BackedGroup, _name, _build_group_method(_name))
-    # Older names that C++ does not map to the new ones. Where it does, the Work is torch's own: C++
-    # calls a method of an older name in Python instead of its dispatcher.
+    # Older names that C++ does not map to new ones. For names that it maps, a Python method would
+    # replace its dispatcher.
     BackedGroup._allgather_base = BackedGroup.all_gather_single
     BackedGroup._reduce_scatter_base = BackedGroup.reduce_scatter_single
 disable_compile(TorchBackend)

@@ -1,6 +1,6 @@
-"""The methods of torch's ProcessGroup and Backend, as calls of the core.
+"""Methods of torch's ProcessGroup and Backend, implemented by calls of the core.
 
-Both generations of names are here: torch calls ``all_gather_single`` from 2.13 on, and
+Old and new names are defined: torch calls ``all_gather_single`` from 2.13 on, and
 ``_allgather_base`` before.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mpicoll.api import collectives
 from mpicoll.core.groups import ProcessGroup
+from mpicoll.core.indices import check_index
 from mpicoll.core.work import Work, parse_timeout
 from mpicoll.dispatch import execute, point_to_point
 from mpicoll.dispatch.execute import run_fast
@@ -24,10 +25,12 @@ from mpicoll.errors import ArgumentError, EmptyListError
 from mpicoll.output import format_count
 from mpicoll.primitives import Primitive, by_name
 from mpicoll.torch import NAME, core_groups, sparse
-from mpicoll.torch.arguments import (
+from mpicoll.torch.internals import disable_compile
+from mpicoll.torch.options import (
     OPERATION_BY_HASH,
     CallOptions,
     DefaultOptions,
+    GroupOptions,
     Operation,
     Tensors,
     convert_op,
@@ -36,8 +39,6 @@ from mpicoll.torch.arguments import (
     unwrap_list,
     unwrap_tensor,
 )
-from mpicoll.torch.compilation import disable_compile
-from mpicoll.torch.options import GroupOptions
 from mpicoll.torch.profiling import Event, is_recording
 from mpicoll.torch.works import (
     CompletedWork,
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Collectives"]
 
-#: The rows of each rank, of the output and of the input.
+#: Number of rows for each rank, of the output and of the input.
 Splits = tuple[Sequence[int], Sequence[int]]
 
 _BROADCAST = by_name["broadcast"]
@@ -74,13 +75,13 @@ _PREMUL_SUM = ReduceOp.PREMUL_SUM
 _ALL_REDUCE_OPTIONS = c10d.AllreduceOptions
 _NO_TIMEOUT = timedelta(0)
 _NO_EVENT: AbstractContextManager[None] = nullcontext()
-#: The number of calls in a batch from which on completed ones are dropped.
-_LARGE_BATCH = 256
+#: Number of calls in a batch above which completed calls are dropped.
+_LARGE_BATCH_COUNT = 256
 
 
 @disable_compile
 class Collectives:
-    """What torch's ProcessGroup and its Backend have in common.
+    """Methods that torch's ProcessGroup and Backend have in common.
 
     core: the group of the core that runs the calls.
     """
@@ -108,37 +109,37 @@ class Collectives:
         return GroupOptions(self.core)
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
-        """Do nothing: the ranks are connected when the group has been created."""
+        """Do nothing: the ranks are connected when the group is created."""
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing: only members take part in the creation of a group."""
+        """Do nothing: only members participate in the creation of a group."""
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.set_timeout(timeout)
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return the number of collectives begun, the same on every rank at the same place."""
+        """Return the number of collectives that this rank has started."""
         return self.core.begun
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: every group begins at 0."""
+        """Do nothing: every group starts at 0."""
 
     def _enable_collectives_timing(self) -> None:
-        """Do nothing, as Gloo: no Work has a duration."""
+        """Do nothing, as Gloo does: no Work has a duration."""
 
     def _wait_for_pending_works(self) -> None:
         if self.core.worker is not None:
             execute.submit(self.core, lambda: None, "wait", ()).wait()
 
     def shutdown(self) -> None:
-        """Wait for pending operations and end the group; with the default group, all groups.
+        """Wait for pending operations and end the group. For the default group, end all groups.
 
         Raises CollectiveTimeoutError if other ranks do not join the pending operations.
         """
         core_groups.destroy(self.core)
 
     def abort(self) -> None:
-        """End the group without waiting for pending operations, which others may never join."""
+        """End the group without waiting for pending operations."""
         core_groups.abort(self.core)
 
     # --- the path of every collective ------------------------------------------------------------
@@ -153,6 +154,8 @@ class Collectives:
         root: int = 0,
         splits: Splits | None = None,
     ) -> c10d.Work:
+        if root.__class__ is not int:
+            root = check_index(root, f"{primitive.name}: {primitive.root}")
         if not 0 <= root < self.core.size():
             raise ArgumentError(
                 f"{primitive.name}: {primitive.root}: invalid root rank: {root} is not in the "
@@ -162,7 +165,7 @@ class Collectives:
         if (
             asynchronous
             or limit > _NO_TIMEOUT
-            or primitive is _BARRIER  # on the group's thread, so that it can time out and go on
+            or primitive is _BARRIER  # on the progress thread, so that it can time out
         ):
             return self._begin(
                 primitive.name,
@@ -228,13 +231,13 @@ class Collectives:
         limit: timedelta,
         inputs: Outputs,
     ) -> c10d.Work:
-        """Begin a call that is asynchronous or has a timeout.
+        """Start a call that is async or has a timeout.
 
         inputs: the tensors that it reads, whose shapes a profiler records.
         """
         with self._record_event(name, inputs):
             work = begin()
-            assert work is not None  # None is for ranks outside, which have no group object
+            assert work is not None  # ranks outside the group have no group object
             if limit > _NO_TIMEOUT:
                 work.set_limit(limit.total_seconds())
             pending = PendingWork((work,), flatten(work.outputs), name)
@@ -245,25 +248,25 @@ class Collectives:
         return pending
 
     def _record_event(self, name: str, inputs: Outputs) -> AbstractContextManager[Any]:
-        """Return a context manager that records the call if a profiler does."""
+        """Return a context manager that records the call if a profiler is active."""
         return Event(name, flatten(inputs)) if is_recording() else _NO_EVENT
 
     def _add_to_batch(self, pending: PendingWork) -> None:
-        """Add a call to the batch, if there is one.
+        """Add a call to the current batch, if any.
 
-        torch does not end a batch in which an exception was raised, so completed calls are dropped.
+        torch does not end a batch after an exception, so completed calls are dropped.
         """
         if self._batch is not None:
-            if len(self._batch) >= _LARGE_BATCH:
+            if len(self._batch) >= _LARGE_BATCH_COUNT:
                 self._batch = [one for one in self._batch if not one.is_success()]
             self._batch.append(pending)
 
     def start_coalescing(self) -> None:
-        """Begin a batch of asynchronous calls."""
+        """Start a batch of async calls."""
         self._batch = []
 
     def end_coalescing(self) -> c10d.Work:
-        """Return one Work for all asynchronous calls since ``start_coalescing``."""
+        """Return one Work for all async calls since ``start_coalescing``."""
         if self._batch is None:
             raise ArgumentError("end_coalescing: start_coalescing was not called")
         batch, self._batch = self._batch, None
@@ -279,7 +282,7 @@ class Collectives:
         *,
         root: int = 0,
     ) -> c10d.Work:
-        """Broadcast the root's tensor."""
+        """Broadcast the tensor of the root."""
         options = fill_options(c10d.BroadcastOptions, opts, "root", root=root, timeout=timeout)
         tensor = unwrap_tensor("broadcast", tensors, options)
         return self._call(_BROADCAST, options, tensor, root=options.rootRank)
@@ -287,13 +290,13 @@ class Collectives:
     def allreduce(
         self,
         tensors: Tensor | Tensors,
-        opts: Any = None,  # AllreduceOptions, an Operation or None: the short path tells by class
+        opts: Any = None,  # AllreduceOptions, an Operation or None
         timeout: timedelta | None = None,
         *,
         op: Operation = c10d.ReduceOp.SUM,
     ) -> c10d.Work:
         """Run all_reduce on one tensor."""
-        # The short path of the most frequent call: synchronous, without profiler and timeout.
+        # Fast path of the most frequent call: synchronous, without profiler and timeout.
         if (
             opts.__class__ is _ALL_REDUCE_OPTIONS
             and not opts.asyncOp
@@ -383,7 +386,7 @@ class Collectives:
     def allgather_into_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: AllgatherOptions | None = None
     ) -> c10d.Work:
-        """Run all_gather into one tensor, for each pair of tensors."""
+        """Run all_gather into one tensor for each pair of tensors."""
         name = "all_gather_single_coalesced"
         return self._call_all(name, _ALL_GATHER_SINGLE, opts or DefaultOptions(), outputs, inputs)
 
@@ -415,7 +418,7 @@ class Collectives:
             if output.numel() != size * input.numel() or not output.is_contiguous():
                 raise ArgumentError(
                     f"gather_single: gather_tensor: expected a contiguous tensor of "
-                    f"{format_count(size * input.numel(), 'element')}, {size} times those of "
+                    f"{format_count(size * input.numel(), 'element')}, {size} times the size of "
                     f"tensor, got {list(output.shape)} with strides {list(output.stride())}"
                 )
             blocks = [list(output.view(size, *input.shape))]
@@ -466,7 +469,7 @@ class Collectives:
     def reduce_scatter_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: c10d.ReduceScatterOptions | None = None
     ) -> c10d.Work:
-        """Run reduce_scatter on one tensor, for each pair of tensors."""
+        """Run reduce_scatter on one tensor for each pair of tensors."""
         opts = opts or DefaultOptions()
         return self._call_all(
             "reduce_scatter_single_coalesced",
@@ -488,7 +491,10 @@ class Collectives:
         opts: c10d.AllToAllOptions | timedelta | None = None,
         **kwargs: timedelta | None,
     ) -> c10d.Work:
-        """Run all_to_all on one tensor; split sizes count rows of dimension 0, none: evenly."""
+        """Run all_to_all on one tensor.
+
+        Split sizes count rows of dimension 0. Empty split sizes mean equal parts.
+        """
         has_splits = len(output_split_sizes) or len(input_split_sizes)
         splits = (output_split_sizes, input_split_sizes) if has_splits else None
         return self._call(
@@ -517,7 +523,7 @@ class Collectives:
         timeout: timedelta | c10d.BarrierOptions | None = None,
         wait_all_ranks: bool = False,
     ) -> None:
-        """Wait for all ranks, or raise an error that names the missing ones.
+        """Wait for all ranks, or raise an error with the missing ranks.
 
         timeout: a timedelta, or BarrierOptions with one, which C++ passes.
         """
@@ -528,16 +534,16 @@ class Collectives:
     # --- messages --------------------------------------------------------------------------------
 
     def send(self, tensors: Tensor | Tensors, dstRank: int, tag: int = 0) -> c10d.Work:
-        """Begin to send one tensor to a rank in the group."""
+        """Start to send one tensor to a rank in the group."""
         tensor = unwrap_tensor("send", tensors)
         return self._post_message("send", tensor, dstRank, tag)
 
     def recv(self, tensors: Tensor | Tensors, srcRank: int, tag: int = 0) -> c10d.Work:
-        """Begin to receive one tensor from a rank in the group."""
+        """Start to receive one tensor from a rank in the group."""
         return self._post_message("recv", unwrap_tensor("recv", tensors), srcRank, tag)
 
     def recv_anysource(self, tensors: Tensor | Tensors, tag: int = 0) -> c10d.Work:
-        """Begin to receive one tensor from any rank."""
+        """Start to receive one tensor from any rank."""
         return self._post_message(
             "recvAnySource", unwrap_tensor("recv_anysource", tensors), None, tag
         )

@@ -1,4 +1,4 @@
-"""The groups of the core under torch's groups: creating and destroying them."""
+"""Create and destroy the core's groups below torch's groups."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from mpicoll.core import groups
 from mpicoll.core.groups import ProcessGroup, state
 from mpicoll.dispatch import execute
 from mpicoll.errors import ArgumentError, CollectiveTimeoutError, UnsupportedError
-from mpicoll.torch import NAME, versions
+from mpicoll.torch import NAME
+from mpicoll.torch.internals import warn_if_newer
 from mpicoll.torch.options import MAX_TIMEOUT_S
-from mpicoll.torch.store import keep_store
+from mpicoll.torch.rendezvous import keep_store
 
 __all__ = [
     "abort", "create", "create_default", "create_subgroup", "destroy", "merge", "shrink", "split",
 ]  # fmt: skip
 
-#: The core's default group where torch's default group has another backend. No torch group stands
-#: on it, so that every group can end alone.
+#: The core's default group if torch's default group has another backend. No torch group uses it, so
+#: that every group can end alone.
 _base: ProcessGroup | None = None
-#: The prefix of a merge's keys in its store.
+#: Prefix of the keys of a merge in its store.
 _MERGE = "mpicoll/merge"
 
 
@@ -37,15 +38,15 @@ def create_default(
     name: str,
     reproducible: str | None = None,
 ) -> ProcessGroup:
-    """Create the group of all ranks; the first one starts MPI.
+    """Create the group of all ranks. The first one starts MPI.
 
-    limit: seconds after which an operation has failed, None for never.
-    reproducible: the group's level, None for the default.
+    limit: seconds after which an operation fails, None for never.
+    reproducible: level of the group, None for the default.
     """
     if state.default is not None:
         return create_subgroup(range(size), limit, name, reproducible)
     if rank == 0:
-        versions.warn_if_newer()  # once a job
+        warn_if_newer()  # once per job
     expected = {"rank": ("rank=", rank), "world_size": ("world_size=", size)}
     rendezvous = launch.Rendezvous(store, rank, size, host=launch.loopback(_find_host(store)))
     group = lifecycle.begin(
@@ -56,7 +57,7 @@ def create_default(
 
 
 def _find_host(store: c10d.Store) -> str:
-    """Return the host at which all ranks reach a torch store, "" if the store does not say."""
+    """Return the host of a torch store that all ranks reach, or "" if it is unknown."""
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
     return str(getattr(store, "host", ""))
@@ -65,10 +66,10 @@ def _find_host(store: c10d.Store) -> str:
 def create_subgroup(
     ranks: Sequence[int], limit: float | None, name: str, reproducible: str | None = None
 ) -> ProcessGroup:
-    """Create the group of some of the core's global ranks; only they call.
+    """Create a group of global ranks of the core; only they call it.
 
     name: the same on all of them.
-    reproducible: the group's level, None for the default group's.
+    reproducible: level of the group, None for that of the default group.
     """
     default = groups.default_group()
     return execute.run_in_order(  # type: ignore[no-any-return]
@@ -96,11 +97,12 @@ def create(
     name: str,
     reproducible: str | None = None,
 ) -> ProcessGroup:
-    """Create the group of some of torch's global ranks; only they call.
+    """Create a group of global ranks of torch; only they call it.
 
-    reproducible: the group's level, None for the default.
+    reproducible: level of the group, None for the default.
 
-    Raises UnsupportedError if it is the first group and does not hold all ranks: it starts MPI.
+    Raises UnsupportedError if it is the first group, which starts MPI, and does not contain all
+    ranks.
     """
     global _base
     if state.default is None:
@@ -108,8 +110,8 @@ def create(
         if len(ranks) != world:
             raise UnsupportedError(
                 f"new_group: backend 'mpicoll' over a default group of backend "
-                f"{c10d.get_backend()!r}: the first such group starts MPI and must hold all "
-                f"{world} ranks, got {list(ranks)}; make one with ranks=None first, or begin with "
+                f"{c10d.get_backend()!r}: the first group of mpicoll starts MPI and must contain "
+                f"all {world} ranks, got {list(ranks)}; create one with ranks=None first, or call "
                 "init_process_group('mpicoll')"
             )
         _base = create_default(store, rank, world, limit, name)
@@ -119,13 +121,13 @@ def create(
 def split(
     group: ProcessGroup, ranks: Sequence[int], limit: float | None, name: str
 ) -> ProcessGroup:
-    """Create the group of some ranks of ``group``; only they call.
+    """Create a subgroup of ``group``; only its members call it.
 
     ranks: ranks in the group, in the order of the new one.
-    limit: seconds after which an operation has failed, None for never.
-    name:  of the new group, the same on all of them.
+    limit: seconds after which an operation fails, None for never.
+    name:  name of the new group, the same on all members.
 
-    Raises ArgumentError if this rank is not one of them.
+    Raises ArgumentError if this rank is not a member.
     """
     if group.rank() not in ranks:
         raise ArgumentError(
@@ -139,22 +141,21 @@ def split(
 def merge(
     group: ProcessGroup, store: c10d.Store, rank: int, size: int, limit: float | None
 ) -> ProcessGroup:
-    """Create the group of the processes that call with the same store; only they call.
+    """Create the group of the processes that call with the same store; only they call it.
 
-    group: a group of this process, whose level of reproducibility the new one has.
-    store: of torch, not used for a merge before.
-    rank:  of this process in the new group, different on each of them.
-    size:  the number of processes.
-    limit: seconds for the processes to come, and after which an operation of the new group has
-           failed; None for never.
+    group: a group of this process, whose reproducible level the new one has.
+    store: store of torch, not used by an earlier merge.
+    rank:  rank of this process in the new group, different on each of them.
+    size:  number of processes.
+    limit: seconds to wait for the processes, and timeout of the new group; None for never.
 
-    Raises ArgumentError for a rank that is not below ``size``, and for processes that are not all
-    of this job; CollectiveTimeoutError if not all of them come in time.
+    Raises ArgumentError for a rank that is not below ``size``, and if a process is of another job;
+    CollectiveTimeoutError if processes are missing.
     """
     if not 0 <= rank < size:
         raise ArgumentError(
-            f"merge_remote_group: size: expected the number of processes that call, got {size}, "
-            f"and this is number {rank + 1}; pass a new store, such as a PrefixStore, to each merge"
+            f"merge_remote_group: size: expected the number of calling processes, got {size} for "
+            f"process {rank + 1}; pass a new store, such as a PrefixStore, to each merge"
         )
     keys = [f"{_MERGE}/{other}" for other in range(size)]
     if rank == 0:  # the first process names the group
@@ -164,10 +165,10 @@ def merge(
     try:
         store.wait([*keys, f"{_MERGE}/name"], waiting)
     except RuntimeError as error:
-        came = sum(store.check([key]) for key in keys)
+        arrived = sum(store.check([key]) for key in keys)
         raise CollectiveTimeoutError(
-            f"merge_remote_group: {came} of {size} processes came in time; let all of "
-            "them call with the same store, or give a longer timeout"
+            f"merge_remote_group: timed out: only {arrived} of {size} processes called; make all "
+            "of them call with the same store, or increase the timeout"
         ) from error
     ranks = [int(store.get(key)) for key in keys]
     if len(set(ranks)) < size or max(ranks) >= groups.default_group().size():
@@ -179,19 +180,19 @@ def merge(
 
 
 def shrink(group: ProcessGroup, excluded: Sequence[int], flags: int) -> ProcessGroup:
-    """Create the group of the remaining ranks of ``group``, which ends; only they call.
+    """Create the group of the remaining ranks of ``group``, which ends; only they call it.
 
     excluded: ranks in the group.
-    flags: SHRINK_ABORT abandons its pending operations.
+    flags: SHRINK_ABORT aborts its pending operations.
 
-    If ``group`` is the default group, the new one takes its place, and global ranks are counted
-    anew, both in torch and in mpicoll.
+    If ``group`` is the default group, the new one replaces it, with new global ranks from 0, in
+    torch and in mpicoll.
     """
     return subgroups.shrink_group(list(excluded), group, flags)
 
 
 def destroy(group: ProcessGroup) -> None:
-    """Wait for pending operations and end the group; with the default group, end all groups.
+    """Wait for pending operations and end the group. For the default group, end all groups.
 
     Raises CollectiveTimeoutError if other ranks do not join the pending operations.
     """
@@ -201,14 +202,14 @@ def destroy(group: ProcessGroup) -> None:
 
 
 def abort(group: ProcessGroup) -> None:
-    """End the group without waiting for pending operations, which other ranks may never join."""
+    """End the group without waiting for pending operations."""
     if group.closed is None and group is not _base:
         lifecycle.abort(group)
     _destroy_base()
 
 
 def _destroy_base() -> None:
-    """Destroy the base group after the last group that stands on it."""
+    """Destroy the base group after the last group that depends on it."""
     global _base
     if _base is not None and state.groups == [_base]:
         _base = None

@@ -1,4 +1,4 @@
-"""Creating the groups that torch.distributed asks for."""
+"""Creation of the groups that torch.distributed requests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from mpicoll.core import backends
 from mpicoll.core.work import parse_timeout
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.torch import NAME, core_groups
-from mpicoll.torch.attached_hooks import watch_attaching
 from mpicoll.torch.backend import HAS_PYTHON_BACKENDS, BackedGroup, TorchBackend
-from mpicoll.torch.caller_frames import find_variable
-from mpicoll.torch.comm_hooks import replace_builtin_hook
 from mpicoll.torch.group import TorchGroup
+from mpicoll.torch.hooks import replace_builtin_hook, watch_attaching
+from mpicoll.torch.internals import find_variable
 from mpicoll.torch.options import GroupOptions, Options
 
 if TYPE_CHECKING:
@@ -29,14 +28,13 @@ __all__ = ["create"]
 def create(
     options: _DistributedBackendOptions, pg_options: object
 ) -> TorchGroup | BackedGroup | TorchBackend:
-    """Create the group that torch's ``_DistributedBackendOptions`` describe; only members call.
+    """Create the group for torch's ``_DistributedBackendOptions``; only members call it.
 
-    If the group has other backends as well, return only mpicoll's backend. Of pg_options only
-    mpicoll's own have an effect.
+    If the group also has other backends, return only mpicoll's backend. Only mpicoll's own
+    pg_options have an effect.
 
-    Raises ArgumentError if a rank is named twice; and UnsupportedError before torch 2.15 for
-    several backends, and for a subset of the ranks if it is the first group and the default group
-    has another backend.
+    Raises ArgumentError for a duplicate rank, and UnsupportedError before torch 2.15 for several
+    backends, and for a subset of the ranks if it is the first group of mpicoll.
     """
     requested = str(find_variable("_new_process_group_helper", "backend") or NAME)
     mixed = _is_mixed(requested)
@@ -48,7 +46,7 @@ def create(
     _enable_flight_recorder()
     limit = parse_timeout(options.timeout, None, "timeout")
     ranks = list(options.global_ranks_in_group)
-    if len(set(ranks)) < len(ranks):  # which torch refuses from 2.13 on
+    if len(set(ranks)) < len(ranks):  # torch checks this from 2.13 on
         raise ArgumentError(f"new_group: ranks: expected each rank once, got {ranks}")
     rank, size, group = options.group_rank, options.group_size, options.group_id
     if ranks:
@@ -70,20 +68,19 @@ def create(
     return backend
 
 
-#: Backends in a C++ wrapper of torch's, which holds only their C++ half and may call them until it
-#: ends itself.
+#: Backends in a C++ wrapper of torch, kept alive because the wrapper holds only their C++ half.
 _wrapped: list[TorchBackend] = []
 
 
-#: The variables that set the size of torch's flight recorder.
+#: Variables that set the size of torch's flight recorder.
 _RECORDER_VARIABLES = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
 
 
 def _enable_flight_recorder() -> None:
-    """Let torch, from 2.15 on, record the calls of a group only if a variable asks for it.
+    """Enable torch's flight recorder (from 2.15 on) only if a variable requests it.
 
-    torch records every backend that does not record by itself, which doubles the time of a call of
-    4 bytes.
+    torch records every backend that does not record by itself. This doubles the time of a call of 4
+    bytes.
     """
     self_recording = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
     if self_recording is not None:
@@ -92,13 +89,13 @@ def _enable_flight_recorder() -> None:
 
 
 def _is_mixed(requested: str) -> bool:
-    """Return whether a group has other backends as well."""
+    """Return whether a group also has other backends."""
     mixed = len({part.rpartition(":")[2] for part in requested.split(",")}) > 1
     if mixed and not HAS_PYTHON_BACKENDS:
         raise UnsupportedError(
-            f"mpicoll: backend {requested!r}: torch {torch.__version__} lets a backend written in "
-            f"Python serve all devices of a group, not some of them; use backend={NAME!r} for all, "
-            "make a second group with new_group(backend=...) for the other device, or use torch "
+            f"mpicoll: backend {requested!r}: not supported by torch {torch.__version__}, in which "
+            f"a Python backend must serve all devices of a group; use backend={NAME!r} for all, "
+            "create a second group with new_group(backend=...) for the other device, or use torch "
             "2.15"
         )
     return mixed

@@ -21,15 +21,15 @@ __all__ = ["Event", "is_recording"]
 
 
 def _find_check() -> Callable[[], bool]:
-    """Return C++'s ``at::hasCallbacks``, which Python does not have; else the nearest that it has.
+    """Return ``at::hasCallbacks`` of C++, or the closest function of Python.
 
-    ``_profiler_enabled`` is False for profilers that another thread started and for
-    ``ExecutionTraceObserver``.
+    ``_profiler_enabled`` ignores ``ExecutionTraceObserver`` and profilers that another thread
+    started.
     """
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         check = ctypes.PyDLL(str(path))._ZN2at12hasCallbacksEv
-    except (OSError, AttributeError):  # a torch that is built in another way
+    except (OSError, AttributeError):  # another build of torch
         return _profiler_enabled  # type: ignore[no-any-return]
     check.argtypes, check.restype = (), ctypes.c_bool
     return check
@@ -40,10 +40,10 @@ is_recording: Callable[[], bool] = _find_check()
 
 
 class Event:
-    """A context manager that records an event "mpicoll:name" with the inputs' shapes.
+    """A context manager that records an event "mpicoll:name" with the shapes of the inputs.
 
-    The event ends with the ``with`` statement: torch cannot end an event later, on a thread that
-    Python started, and an event that ends after the profiler crashes it.
+    The event ends with the ``with`` statement. torch cannot end an event on a Python thread, and an
+    event that ends after the profiler crashes the process.
     """
 
     __slots__ = ("_handle", "_inputs", "_name")

@@ -12,7 +12,7 @@ from mpicoll.api.reconfigure import Reconfigurable
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.errors import DistBackendError
 from mpicoll.torch.backend import SUCCESS, BackedGroup, TorchBackend
-from mpicoll.torch.compilation import disable_compile
+from mpicoll.torch.internals import disable_compile
 from mpicoll.torch.works import CompletedWork
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ __all__ = ["ReconfigurableBackend", "ReconfigurableGroup"]
 
 @disable_compile
 class ReconfigurableBackend(TorchBackend):
-    """A backend whose group of the core changes; it has none before the first reconfigure.
+    """A backend whose core group changes. It has no group before the first reconfigure.
 
-    base: the core's group of all processes of the job, for this backend only.
+    base: the core's group of all processes of the job, used only by this backend.
     """
 
     supports_reconfigure = True
@@ -36,12 +36,12 @@ class ReconfigurableBackend(TorchBackend):
 
     @property
     def core(self) -> ProcessGroup:
-        """The current group; reading raises DistBackendError (a RuntimeError) if there is none."""
+        """The current group. Raises DistBackendError (a RuntimeError) if there is none."""
         group = self._groups.group
         if group is None or group.closed is not None:
             raise DistBackendError(
-                "the group has no members: with enable_reconfigure they meet in "
-                "torch.distributed._reconfigure(), at first and after an abort"
+                "the group has no members; with enable_reconfigure, call "
+                "torch.distributed._reconfigure() first, and after an abort"
             )
         return group
 
@@ -50,11 +50,11 @@ class ReconfigurableBackend(TorchBackend):
         """Do nothing: ``reconfigure`` sets the current group."""
 
     def rank(self) -> int:
-        """Return this process's rank in the current group; in the job before the first group."""
+        """Return the rank in the current group, or in the job before the first group."""
         return (self._groups.group or self._groups.base).rank()
 
     def size(self) -> int:
-        """Return the number of ranks of the current group; of the job before the first group."""
+        """Return the number of ranks of the current group, or of the job before the first group."""
         return (self._groups.group or self._groups.base).size()
 
     def get_reconfigure_handle(self) -> str:
@@ -71,33 +71,33 @@ class ReconfigurableBackend(TorchBackend):
         return CompletedWork()
 
     def get_error(self) -> Any:
-        """Return torch's ErrorType: as with Gloo, SUCCESS between an abort and the next group."""
+        """Return torch's ErrorType: SUCCESS between an abort and the next group, as Gloo does."""
         group = self._groups.group
         return SUCCESS if group is None or group.closed is not None else super().get_error()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of all later calls, in later groups as well."""
+        """Set the timeout of all later calls, also in later groups."""
         limit = timeout.total_seconds()
         self._groups.base.timeout = limit
         if self._groups.group is not None:
             self._groups.group.timeout = limit
 
     def abort(self) -> None:
-        """Abandon the current group and its pending calls; ``reconfigure`` creates another."""
+        """Abort the current group and its pending calls. ``reconfigure`` creates the next group."""
         self._call_abort_hooks()
         group = self._groups.group
         if group is not None and group.closed is None:
             lifecycle.abort(group)
 
     def shutdown(self) -> None:
-        """End the current group, and the use of MPI."""
+        """End the current group and the use of MPI."""
         if self._groups.base.closed is None:
             lifecycle.destroy_process_group(self._groups.base)
 
 
 @disable_compile
 class ReconfigurableGroup(BackedGroup):
-    """The process group in front of a ``ReconfigurableBackend``, whose rank and size change."""
+    """The process group of a ``ReconfigurableBackend``, whose rank and size change."""
 
     backend: ReconfigurableBackend
 
@@ -109,7 +109,7 @@ class ReconfigurableGroup(BackedGroup):
         """Return the number of ranks of the current group."""
         return self.backend.size()
 
-    # The names by which C++ looks for these.
+    # Their names in C++.
     getRank, getSize = rank, size
 
     def get_reconfigure_handle(self) -> str:

@@ -1,4 +1,4 @@
-"""all_reduce of sparse tensors (COO): in DDP, the gradients of ``nn.Embedding(sparse=True)``."""
+"""all_reduce of sparse tensors (COO), such as gradients of ``nn.Embedding(sparse=True)`` in DDP."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ALL_GATHER_SINGLE = by_name["all_gather_single"]
 
 
 def all_reduce(group: ProcessGroup, tensor: torch.Tensor, op: ReduceOp) -> Work:
-    """Begin the sum of the tensors of all ranks, in place; the result is coalesced.
+    """Start to sum the tensors of all ranks, in place. The result is coalesced.
 
-    Every rank gathers all indices and values and adds them in the order of the ranks, so that all
-    get the same bits. Ranks may have any number of nonzeros; layout and shape must agree.
+    Every rank gathers all indices and values, and adds them in rank order, so all ranks get the
+    same bits. The number of nonzeros may differ between ranks; layout and shape must not.
 
-    Raises UnsupportedError for operations other than SUM and AVG; the Work raises MismatchError
-    if shapes differ.
+    Raises UnsupportedError for operations other than SUM and AVG. The Work raises MismatchError if
+    shapes differ.
     """
     if op not in (ReduceOp.SUM, ReduceOp.AVG):
         raise UnsupportedError(
@@ -56,7 +56,7 @@ def _sum(group: ProcessGroup, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 
 
 def _gather_counts(group: ProcessGroup, own: torch.Tensor) -> list[int]:
-    """Check that the ranks' tensors agree; return the number of entries of each rank."""
+    """Check that the tensors of all ranks agree, and return the number of entries of each rank."""
     mine = torch.tensor([own._nnz(), own.sparse_dim(), own.dense_dim(), *own.shape])
     table = torch.empty(group.size(), len(mine), dtype=torch.int64)
     _run(group, _ALL_GATHER_SINGLE, table, mine)
@@ -71,7 +71,7 @@ def _gather_counts(group: ProcessGroup, own: torch.Tensor) -> list[int]:
 
 
 def _gather(group: ProcessGroup, own: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Return the rows of all ranks, in the order of the ranks."""
+    """Return the rows of all ranks, in rank order."""
     rows = own.new_empty(sum(counts), *own.shape[1:])
     _run(group, _ALL_GATHER, list(rows.split(counts)), own)
     return rows

@@ -1,9 +1,9 @@
-"""A process group of torchft over mpicoll: a quorum that loses a rank goes on without it.
+"""torchft's process group over mpicoll: a quorum continues after the loss of a rank.
 
-torchft (pip install torchft) keeps replicas of a training job together: each of them has a Manager,
-and a lighthouse says who lives. When that changes, its Manager calls ``configure`` of the process
-group among the replicas. Here all replicas are ranks of one job, whose MPI survives a lost one (see
-docs/reliability.md); a replica that is started later cannot join.
+torchft (pip install torchft) keeps the replicas of a training job together. Each replica has a
+Manager, and a lighthouse reports which replicas are alive. When this changes, the Manager calls
+``configure`` of the process group of the replicas. Here, all replicas are ranks of one job whose
+MPI survives a lost rank (see docs/reliability.md). A replica that is started later cannot join.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = ["ProcessGroupMpicoll"]
 
 
 class ProcessGroupMpicoll(ProcessGroupWrapper):  # type: ignore[misc]
-    """torchft's process group of replicas, which are ranks of one MPI job.
+    """torchft's process group of replicas that are ranks of one MPI job.
 
-    timeout: of the calls, and of ``configure``.
+    timeout: timeout of calls and of ``configure``.
 
-    Every rank of the job creates it, at the same point. It starts MPI if that has not been done by
-    ``mpicoll.init_process_group``.
+    Every rank of the job creates it at the same point. It starts MPI unless
+    ``mpicoll.init_process_group`` has.
     """
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
@@ -45,7 +45,7 @@ class ProcessGroupMpicoll(ProcessGroupWrapper):  # type: ignore[misc]
         self._aborted: Exception | None = None
 
     def _create_pg(self, store: c10d.Store, rank: int, world_size: int) -> c10d.ProcessGroup:
-        """Create the group of the ranks that meet at ``store``, which no other group had."""
+        """Create the group of the ranks with this store, which no other group has used."""
         if rank == 0:
             store.set("mpicoll/uuid", str(secrets.randbits(62)))
         store.set(f"mpicoll/{rank}", self._groups.handle())
@@ -53,17 +53,17 @@ class ProcessGroupMpicoll(ProcessGroupWrapper):  # type: ignore[misc]
         core = self._groups.reconfigure(int(store.get("mpicoll/uuid")), handles, self._timeout)
         core.timeout = self._timeout.total_seconds()
         self._aborted = None
-        return _in_front_of(core, store)
+        return _build_torch_group(core, store)
 
     def errored(self) -> Exception | None:
-        """Return why the group has to be configured anew; None if it need not be."""
+        """Return the reason why the group must be configured again, or None."""
         core = self._groups.group
         if self._aborted is None and core is not None and core.error is not None:
             return core.failure()
         return self._aborted
 
     def abort(self, errored: bool = True) -> None:
-        """End the group without waiting for what is pending, which gets an error."""
+        """End the group without waiting: pending calls raise."""
         core = self._groups.group
         if errored:
             self._aborted = self.errored() or RuntimeError("the process group was aborted")
@@ -72,7 +72,7 @@ class ProcessGroupMpicoll(ProcessGroupWrapper):  # type: ignore[misc]
         self._pg = None
 
     def shutdown(self) -> None:
-        """End the group; ``mpicoll.destroy_process_group`` ends the job's use of MPI."""
+        """End the group. ``mpicoll.destroy_process_group`` ends the job's use of MPI."""
         self.abort(errored=False)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -86,8 +86,8 @@ class ProcessGroupMpicoll(ProcessGroupWrapper):  # type: ignore[misc]
         return "torchft-mpicoll"
 
 
-def _in_front_of(core: ProcessGroup, store: c10d.Store) -> c10d.ProcessGroup:
-    """Return torch's process group in front of the core's."""
+def _build_torch_group(core: ProcessGroup, store: c10d.Store) -> c10d.ProcessGroup:
+    """Return torch's process group for a group of the core."""
     if HAS_PYTHON_BACKENDS:
         return BackedGroup(TorchBackend(core), store)
     return TorchGroup(core, store)

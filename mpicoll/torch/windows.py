@@ -1,8 +1,8 @@
-"""torch's Window: one-sided writes into the tensors that the ranks of a group have registered.
+"""torch's Window: one-sided writes into tensors that the ranks of a group have registered.
 
-torch 2.15 has the class, but Python cannot derive from it ("No constructor defined"). So this one
-has the same methods and another type. ``_new_window`` and a group's or backend's ``new_window``
-return it to Python; C++ that asks a Backend for a window gets a cast error.
+torch 2.15 has the class, but Python cannot derive from it ("No constructor defined"), so this class
+has the same methods but another type. ``_new_window``, and ``new_window`` of a group or backend,
+return it to Python. C++ that requests a window of a Backend gets a cast error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpicoll.arrays.views import Array
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.work import Work
 from mpicoll.errors import ArgumentError
-from mpicoll.torch.compilation import disable_compile
+from mpicoll.torch.internals import disable_compile
 from mpicoll.torch.works import CompletedWork, PendingWork
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ _UNSET = timedelta(0)
 class TorchWindow:
     """A window of the core, with the methods of ``torch._C._distributed_c10d.Window``.
 
-    group: the core's group; every member creates the window, and registers, at the same place.
-    tensor: registered at once; None to register later.
+    group: the core's group. Every member creates the window, and registers, at the same point.
+    tensor: registered immediately; None to register later.
     """
 
     def __init__(self, group: ProcessGroup, tensor: Tensor | None = None) -> None:
@@ -52,15 +52,16 @@ class TorchWindow:
             self.tensor_register(tensor)
 
     def tensor_register(self, tensor: Tensor, owning: bool = True) -> None:
-        """Let the other ranks write into a contiguous host tensor; every member calls.
+        """Let other ranks write into a contiguous host tensor; every member calls it.
 
-        owning: the window holds the tensor until it is deregistered, else the caller does.
+        owning: if True, the window keeps the tensor alive until it is deregistered. If False, the
+            caller does.
         """
         self._core.register(tensor, owning)
         self._get_own = (lambda: tensor) if owning else weakref.ref(tensor)
 
     def tensor_deregister(self) -> None:
-        """End the registration; every member calls."""
+        """End the registration; every member calls it."""
         self._core.deregister()
         self._get_own = lambda: None
 
@@ -72,14 +73,14 @@ class TorchWindow:
         async_op: bool,
         opts: PutOptions | None = None,
     ) -> CompletedWork | PendingWork:
-        """Write a tensor into that of ``dst_rank``, from an element on; it is there at the end."""
+        """Write a tensor into the tensor of ``dst_rank``. Complete there when the call returns."""
         limit = _parse_limit(opts)
         return _wrap(self._core.put(tensor, dst_rank, target_offset_nelems, async_op, limit))
 
     def signal(
         self, peer_rank: int, async_op: bool, opts: SignalOptions | None = None
     ) -> CompletedWork | PendingWork:
-        """Signal to a rank that all earlier puts have arrived."""
+        """Notify a rank that all earlier puts are complete."""
         return _wrap(self._core.signal(peer_rank, async_op, _parse_limit(opts)))
 
     def wait_signal(
@@ -89,23 +90,25 @@ class TorchWindow:
         return _wrap(self._core.wait_signal(peer_rank, async_op, _parse_limit(opts)))
 
     def map_remote_tensor(self, rank: int) -> Tensor:
-        """Return the tensor that a rank has registered: this rank's own, or that of another rank
-        on this node if its memory came from ``allocate_tensor``.
+        """Return the registered tensor of a rank.
+
+        This is the tensor of this rank, or one of another rank on this node that
+        ``allocate_tensor`` has allocated.
         """
         if rank == self._core.group.rank():
             self._core.unified(rank)  # raises if nothing is registered
             own = self._get_own()
             if own is None:
                 raise ArgumentError(
-                    "map_remote_tensor: this rank's tensor was registered with owning=False and is "
-                    "gone; keep it until tensor_deregister"
+                    "map_remote_tensor: the tensor of this rank, registered with owning=False, was "
+                    "deleted; keep it until tensor_deregister"
                 )
             return own
         memory, dtype, shape = self._core.mapped(rank)
         return _build_tensor(memory, getattr(torch, dtype), shape)
 
     def get_attr(self, peer_rank: int) -> WindowAttr:
-        """Return a WindowAttr: whether MPI keeps one copy of that rank's memory or two."""
+        """Return a WindowAttr with the memory model of MPI on that rank."""
         c10d: Any = torch._C._distributed_c10d  # has these from torch 2.15 on
         attributes, kinds = c10d.WindowAttr(), c10d.WindowAccessType
         unified = self._core.unified(peer_rank)
@@ -114,24 +117,23 @@ class TorchWindow:
 
 
 def allocate_tensor(size: int, dtype: torch.dtype) -> Tensor:
-    """Return a host tensor of zeros that other ranks of the node can map by a window.
+    """Return a one-dimensional host tensor of zeros that other ranks of the node can map.
 
-    size: the number of elements; the tensor has one dimension.
-    dtype: of the tensor.
+    size: number of elements.
     """
     nbytes = size * dtype.itemsize
     return _build_tensor(windows.allocate(nbytes), dtype, (size,))
 
 
 def _build_tensor(memory: Array, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor on memory; an empty one has no memory."""
+    """Return a tensor on the memory. An empty tensor has no memory."""
     if not memory.nbytes:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _parse_limit(opts: PutOptions | SignalOptions | WaitSignalOptions | None) -> float | None:
-    """Return the timeout of an options object in seconds; None if it has none."""
+    """Return the timeout of an options object in seconds, or None."""
     return opts.timeout.total_seconds() if opts is not None and opts.timeout > _UNSET else None
 
 

@@ -1,4 +1,4 @@
-"""torch's Work and Future over the core's, for the results of calls."""
+"""torch's Work and Future on top of the core's."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch.distributed import Work as TorchWork
 
 from mpicoll.core import work as core
 from mpicoll.core.groups import ProcessGroup
-from mpicoll.torch.compilation import disable_compile
+from mpicoll.torch.internals import disable_compile
 from mpicoll.torch.options import MAX_TIMEOUT_S
 
 __all__ = ["CompletedWork", "Outputs", "PendingWork", "ReceiveWork", "flatten", "join_works"]
 
-#: A tensor, a list of tensors or nested lists; None where there is none.
+#: A tensor, a list of tensors, nested lists, or None.
 Outputs: TypeAlias = "Tensor | Sequence[Outputs] | None"
 
 _ZERO = timedelta(0)
 _WorkResult = torch._C._distributed_c10d.WorkResult
 _OpType = torch._C._distributed_c10d.OpType
 
-#: torch's OpType of each call, as a number: Gloo's, or NCCL's where Gloo has none.
+#: torch's OpType of each call, as a number: the one of Gloo, else of NCCL.
 _OP_TYPES = {
     name: int(kind)
     for name, kind in {
@@ -55,18 +55,17 @@ _OP_TYPES = {
 }
 
 
-#: The latest Works that Python has dropped without waiting for them. C++ may still hold them: DDP's
-#: reducer keeps a Work without its Python half, which does the waiting. Small outputs, such as
-#: DDP's count of ranks, are kept as well.
+#: Latest Works that Python has dropped without a wait. C++ may still hold them: DDP's reducer keeps
+#: a Work without its Python half, which implements wait(). Small outputs are also kept.
 _dropped: deque[PendingWork] = deque(maxlen=64)
-#: The most bytes of outputs that are kept.
-_SMALL = 1 << 16
+#: Maximum size of outputs that are kept.
+_MAX_KEPT_BYTES = 1 << 16
 
 
 class _NamedWork(TorchWork):  # type: ignore[misc]
     """A Work that has the name of its call."""
 
-    #: The name of the call, as a profiler records it; "" for others than collectives and messages.
+    #: Name of the call, as a profiler records it; "" unless it is a collective or a message.
     name = ""
 
     def _get_op_type(self) -> int:
@@ -76,10 +75,10 @@ class _NamedWork(TorchWork):  # type: ignore[misc]
 
 @disable_compile
 class PendingWork(_NamedWork):
-    """A call that is under way: one Work of the core, or several that were begun together.
+    """A pending call: one Work of the core, or several that were started together.
 
     outputs: the tensors that the call fills.
-    name: the name of the call.
+    name: name of the call.
     """
 
     def __init__(
@@ -90,14 +89,14 @@ class PendingWork(_NamedWork):
         self._works = works
         self._outputs = outputs
         self._future: torch.futures.Future[list[Tensor]] | None = None
-        self._waited_for = False
+        self._has_waited = False
 
     def __del__(self) -> None:
-        if self._waited_for or self._future is not None:
+        if self._has_waited or self._future is not None:
             return
         if any(work.has_failed() for work in self._works):
             return  # the core's Work prints its error when it is deleted
-        large = sum(one.numel() * one.element_size() for one in self._outputs) > _SMALL
+        large = sum(one.numel() * one.element_size() for one in self._outputs) > _MAX_KEPT_BYTES
         if large:
             self._outputs = ()
         for work in self._works:
@@ -107,13 +106,14 @@ class PendingWork(_NamedWork):
         _dropped.append(self)
 
     def wait(self, timeout: timedelta = _ZERO) -> bool:
-        """Wait until the outputs are filled; a ``timeout`` of zero is the group's.
+        """Wait until the outputs are filled. A ``timeout`` of zero means the timeout of the group.
 
-        As with NCCL, the current stream waits for CUDA tensors; with a timeout the host does, too.
+        As with NCCL, the current stream waits for CUDA tensors. With a timeout, the host waits as
+        well.
 
-        Raises the call's error, and CollectiveTimeoutError (a RuntimeError) when the time is over.
+        Raises the error of the call, and CollectiveTimeoutError (a RuntimeError) if it timed out.
         """
-        self._waited_for = True
+        self._has_waited = True
         for work in self._works:
             work.wait(timeout or None)
         return True
@@ -127,7 +127,7 @@ class PendingWork(_NamedWork):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether the call has ended, with success or an error; asks the device."""
+        """Return whether the call has ended, with success or an error. Queries the device."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
@@ -135,7 +135,7 @@ class PendingWork(_NamedWork):
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> BaseException | None:
-        """Return the call's error, None if there is none (yet)."""
+        """Return the error of the call, or None."""
         errors = (work.exception() for work in self._works)
         return next((error for error in errors if error is not None), None)
 
@@ -157,12 +157,12 @@ class PendingWork(_NamedWork):
 
     @property
     def timeout(self) -> timedelta:
-        """The time after which ``wait()`` raises CollectiveTimeoutError."""
+        """Time after which ``wait()`` raises CollectiveTimeoutError."""
         limits = [MAX_TIMEOUT_S if work.limit is None else work.limit for work in self._works]
         return timedelta(seconds=min(limits, default=MAX_TIMEOUT_S))
 
     def source_rank(self) -> int:
-        """Return the rank that the message of a receive came from."""
+        """Return the rank that sent the received message."""
         return self._works[0].source_rank()
 
     def _source_rank(self) -> int:
@@ -180,14 +180,14 @@ class ReceiveWork(PendingWork):
         self._group = group
 
     def source_rank(self) -> int:
-        """Return the rank in the group that the message came from, -1 before it is received."""
+        """Return the rank in the group that sent the message, or -1 before it is received."""
         rank = self._group.group_rank(self._works[0].source_rank())
         return -1 if rank is None else rank
 
 
 @disable_compile
 class CompletedWork(_NamedWork):
-    """A synchronous call, whose result is there for what the current stream gets next."""
+    """A synchronous call. Later work on the current stream sees its result."""
 
     #: The output of the call: a tensor, or a list of tensors.
     output: Outputs = ()
@@ -219,8 +219,9 @@ class CompletedWork(_NamedWork):
         return flatten(self.output)
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Return a completed torch.futures.Future of the list of output tensors; its callbacks come
-        after what their devices' current streams hold now.
+        """Return a completed torch.futures.Future of the list of output tensors.
+
+        Its callbacks run after work that the current streams of their devices hold now.
         """
         return _build_future((), self.result())
 
@@ -230,7 +231,7 @@ class CompletedWork(_NamedWork):
 
 
 def join_works(pending: Sequence[PendingWork]) -> PendingWork:
-    """Return one Work for several."""
+    """Combine several Works into one."""
     return PendingWork(
         [work for one in pending for work in one._works],
         [tensor for one in pending for tensor in one._outputs],
@@ -248,17 +249,17 @@ def flatten(output: Outputs) -> list[Tensor]:
 def _build_future(
     works: Sequence[core.Work], outputs: list[Tensor]
 ) -> torch.futures.Future[list[Tensor]]:
-    """Return a torch Future of ``outputs`` that ends with all works, with an error if one has."""
+    """Return a torch Future of ``outputs`` that completes, or fails, with the works."""
     # A torch Future accepts only values on the devices that it was created with. Its callbacks run
-    # in streams of their own, after what the streams that are current when it gets its value hold
-    # on the value's devices: here new ones that come after the works, so that no stream of the
-    # program waits; for a synchronous call, without works, the caller's current ones.
+    # in separate streams, after the streams that are current when the value is set. With works,
+    # these are new streams that wait for the works, so that no stream of the program waits. Without
+    # works (a synchronous call), these are the caller's current streams.
     devices = {one.device for one in outputs if one.is_cuda}
     ended: torch.futures.Future[Any] = torch.futures.Future(devices=list(devices))
     pending = list(works)
 
     def check_works(_: core.Future | None) -> None:
-        # The works end in any order; the callback that finds the last one done settles the future.
+        # Works end in any order. The callback that finds all of them done completes the future.
         while pending:
             if not pending[0].has_ended():
                 pending[0].get_future().add_done_callback(check_works)
@@ -281,8 +282,8 @@ def _build_future(
                 raise error
         return outputs
 
-    # Not Future.set_exception: it sets a value that raises when Python reads it, and C++, such as
-    # DDP's reducer, would take the exception for a tensor. An exception in a callback is an error.
+    # Not Future.set_exception: it sets a value that raises when Python reads it, which C++, such as
+    # DDP's reducer, would use as a tensor. An exception in a callback is an error also for C++.
     future = ended.then(get_outputs)
     check_works(None)
     return future

@@ -1,7 +1,7 @@
 """Inject faults into jobs, and check how each job ends.
 
     python tests/chaos/run.py --mpiexec COMMAND [--launcher mpirun|torchrun|srun] [--ranks 3]
-        [--faults NAME ...] [--ways NAME ...] [--write docs/reliability.md]
+        [--faults NAME ...] [--ways NAME ...]
 
 Each job runs ``program.py``, which makes calls of one kind until a fault is injected into one rank.
 FAULTS lists the expected results: whether the job continues, the maximum time until it ends in
@@ -9,7 +9,7 @@ seconds, and patterns on standard error. No other rank may be reported as the ca
 leave no process and no shared memory behind.
 ``make chaos`` runs every fault with every kind of call; with --chosen, as in continuous
 integration, with one or two kinds. --launcher names the launcher that COMMAND runs; torchrun is the
-one of this Python. --write stores the results in this MPI's and launcher's column of the table.
+one of this Python.
 """
 
 from __future__ import annotations
@@ -246,43 +246,6 @@ def judge(fault: str, ranks: int, found: Outcome, launcher: str = "mpirun") -> l
     return wrong + [f"left behind: {each}" for each in found.left]
 
 
-#: The lines of the page that are the table's, and its columns.
-TABLE = re.compile(r"(?<=<!-- faults -->\n\n).*?(?=\n\n<!-- -->)", re.DOTALL)
-COLUMNS = ["MPICH, mpirun", "MPICH, torchrun", "MPICH, srun", "Open MPI, mpirun", "Open MPI, srun"]
-HEAD = ["what happens to a rank", "the job", "said on standard error", *COLUMNS]
-
-
-def write_table(page: Path, seen: Mapping[str, Sequence[Outcome]], launcher: str) -> None:
-    """Put what was seen of each fault into the column of this MPI and launcher."""
-    from mpi4py import MPI
-
-    text = page.read_text()
-    found = TABLE.search(text)
-    if found is None:
-        raise SystemExit(f"{page}: expected a line <!-- faults --> and a later one <!-- -->")
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in found[0].splitlines()[2:]]
-    known = {row[0]: row[3:] for row in rows}
-    column = COLUMNS.index(f"{MPI.get_vendor()[0]}, {launcher}")
-    lines = [_row(HEAD), "|---" * len(HEAD) + "|"]
-    for fault, row in FAULTS.items():
-        cells = known.get(fault, [""] * len(COLUMNS))
-        if fault in seen:
-            cells[column] = describe(seen[fault])
-        words = ", ".join(f"`{each.replace('|', '&#124;')}`" for each in row.words)
-        lines.append(_row([fault, "goes on" if row.goes_on else "ends", words, *cells]))
-    page.write_text(text[: found.start()] + "\n".join(lines) + text[found.end() :])
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def describe(outcomes: Sequence[Outcome]) -> str:
-    """Return how jobs ended, and after how many seconds at most."""
-    codes = sorted({str(one.code) for one in outcomes})
-    return f"{', '.join(codes)}; {max(one.seconds for one in outcomes):.1f} s"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--mpiexec", default="mpirun", help="the launcher, and its options")
@@ -292,7 +255,6 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--chosen", action="store_true", help="one or two ways a fault")
     parser.add_argument("--at-a-time", type=int, default=2, help="jobs (%(default)s)")
-    parser.add_argument("--write", type=Path, help="the page whose table gets what was seen")
     parser.add_argument("--verbose", action="store_true", help="all that the jobs print")
     arguments = parser.parse_args()
     cases = [
@@ -302,20 +264,16 @@ def main() -> int:
     ]
     command = find_command(arguments.launcher, arguments.mpiexec, arguments.ranks)
     failed = 0
-    seen: dict[str, list[Outcome]] = {}
     with ThreadPoolExecutor(arguments.at_a_time) as pool:
         outcomes = pool.map(lambda case: watch(command, *case), cases)
         for (fault, way), found in zip(cases, outcomes, strict=True):
             wrong = judge(fault, arguments.ranks, found, arguments.launcher)
             failed += bool(wrong)
-            seen.setdefault(fault, []).append(found)
             end_of_it = "goes on" if found.code == 0 else f"ends with {found.code}"
             print(f"{fault:26} {way:14} {end_of_it:14} {found.seconds:5.1f} s  {'; '.join(wrong)}",
                   flush=True)  # fmt: skip
             if wrong or arguments.verbose:
                 print("    " + found.words[-6000:].replace("\n", "\n    "), flush=True)
-    if arguments.write is not None:
-        write_table(arguments.write, seen, arguments.launcher)
     print(f"{len(cases)} jobs, {failed} not as expected")
     return 1 if failed else 0
 

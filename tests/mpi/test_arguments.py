@@ -5,6 +5,7 @@ One row for each public function: a good call, and wrong values for each of its 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -162,6 +163,10 @@ ROWS: dict[str, Row] = {
         of(dist.all_gather_single, output_tensor=lambda: np.zeros(4), input_tensor=x),
         {"output_tensor": NO_OUTPUT, "input_tensor": NO_ARRAY, "group": NO_GROUP},
     ),
+    "all_gather_into_tensor": Row(
+        of(dist.all_gather_into_tensor, output_tensor=lambda: np.zeros(4), input_tensor=x),
+        {"output_tensor": NO_OUTPUT, "input_tensor": NO_ARRAY, "group": NO_GROUP},
+    ),
     "all_gather_coalesced": Row(
         of(
             dist.all_gather_coalesced,
@@ -186,6 +191,10 @@ ROWS: dict[str, Row] = {
     ),
     "reduce_scatter_single": Row(
         of(dist.reduce_scatter_single, output=x, input=lambda: np.zeros(4)),
+        {"output": NO_OUTPUT, "input": NO_ARRAY, **REDUCES},
+    ),
+    "reduce_scatter_tensor": Row(
+        of(dist.reduce_scatter_tensor, output=x, input=lambda: np.zeros(4)),
         {"output": NO_OUTPUT, "input": NO_ARRAY, **REDUCES},
     ),
     "all_to_all": Row(
@@ -273,6 +282,7 @@ ROWS: dict[str, Row] = {
     "get_rank": Row(of(dist.get_rank), {"group": NO_GROUP}),
     "get_world_size": Row(of(dist.get_world_size), {"group": NO_GROUP}),
     "get_backend": Row(of(dist.get_backend), {"group": NO_GROUP}),
+    "get_backend_config": Row(of(dist.get_backend_config), {"group": NO_GROUP}),
     "get_process_group_ranks": Row(
         of(dist.get_process_group_ranks, group=lambda: None), {"group": NO_GROUP}
     ),
@@ -333,12 +343,47 @@ ROWS: dict[str, Row] = {
     "wait_signal": Row(
         lambda: (only_wrong(window().wait_signal, async_op=False), {}), {"peer": [*NO_RANK, None]}
     ),
+    "mapped": Row(
+        lambda: (only_wrong(window().mapped), {}), {"rank": [*NO_RANK, None]}
+    ),
     "unified": Row(windowed("unified", rank=1), {"rank": [*NO_RANK, None]}),
     "register": Row(
         lambda: (only_wrong(window("bare").register), {}),
         {"tensor": [*NO_OUTPUT, np.zeros((4, 4))[:, 1]]},
     ),
 }  # fmt: skip
+
+
+#: Arguments that are a rank, ranks, a group or an operation.
+CHECKED = {
+    "src", "dst", "group_src", "group_dst", "peer", "group_peer", "rank", "ranks", "global_rank",
+    "group_rank", "ranks_per_subgroup_list", "split_ranks", "ranks_to_exclude", "group",
+    "parent_pg", "op", "reduceOp",
+}  # fmt: skip
+#: Tested with the launchers, because the default group would begin again.
+WITHOUT_ROW = {"init_process_group"}
+
+
+def test_every_public_function_has_a_row():
+    """And in the row each of its arguments that is a rank, a group or an operation has values."""
+    public = {name: getattr(dist, name) for name in dist.__all__}
+    public |= {name: made for name, made in vars(Window).items() if not name.startswith("_")}
+    functions = {n: f for n, f in public.items() if inspect.isfunction(f) or f is dist.P2POp}
+    assert len(functions) > 50
+    rows = {part: row for name, row in ROWS.items() for part in name.split(" and ")}
+    by_function = {functions[part]: row for part, row in rows.items() if part in functions}
+    missing = []
+    for name, function in functions.items():
+        row = by_function.get(function)
+        given = set(row.wrong).union(*row.at.values()) if row else set()
+        for peer in (
+            ("peer", "group_peer") if row in (rows["send"], rows["send_object_list"]) else ()
+        ):
+            given |= {peer.replace("peer", end) for end in ("src", "dst")}
+        needed = CHECKED.intersection(inspect.signature(function).parameters)
+        if name not in WITHOUT_ROW:
+            missing += [f"{name}: {argument}" for argument in sorted(needed - given)]
+    assert missing == []
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -414,7 +414,7 @@ def test_a_list_is_not_a_single_call(world, size):
     if not team.group.resources.find("shared"):  # MPI would wait
         return
     for odd in range(team.size):
-        lists = [array] if team.me == odd else [array, array]
+        lists = [array] if team.me == odd else [array, array.copy()]
         with pytest.raises(MismatchError, match=f"1 x {size} elements.*2 x {size} elements|"
                            f"2 x {size} elements.*1 x {size} elements"):  # fmt: skip
             dist.all_reduce_coalesced(lists, group=team.group)
@@ -450,8 +450,8 @@ def test_one_of_the_list_is_refused(world):
             dist.all_reduce_coalesced([*arrays[:40], wrong, *arrays[40:]])
         assert dist.group.WORLD.sequence == before
         assert all((one == 1).all() for one in arrays)
-    with pytest.raises(ValueError, match="AVG has no meaning"):
-        dist.all_reduce_coalesced([np.ones(2, int)] * 2, ReduceOp.AVG)
+    with pytest.raises(ValueError, match="AVG is not supported"):
+        dist.all_reduce_coalesced([np.ones(2, int), np.ones(2, int)], ReduceOp.AVG)
     n = world.size
     with pytest.raises(ValueError, match=f"expected {n} x 3"):
         outputs, inputs = [np.ones(n * 3), np.ones(n * 3 + 1)], [np.ones(3)] * 2
@@ -553,3 +553,78 @@ def test_devices_are_not_mixed(arrays, world):
         with pytest.raises(ValueError, match="different devices"):
             dist.all_reduce_coalesced(wrong)
     in_step(world)
+
+
+# ---- Arrays that share memory --------------------------------------------------------------------
+
+
+def columns(n):
+    """Columns of one table: their memory is interleaved, but not shared."""
+    return list(np.ones((4, n), np.float32).T)
+
+
+LISTS_THAT_SHARE = {
+    "one array twice": lambda one: [one[:4], one[8:12], one[:4]],
+    "slices that overlap": lambda one: [one[:4], one[8:12], one[3:7]],
+    "one lies in another": lambda one: [one, one[12:], one[5:6]],
+    "backwards": lambda one: [one[8:12], one[:4], one[6:9]],
+    "not contiguous": lambda one: [one[::2], one[1::2], one[2:6:2]],
+}
+
+
+@pytest.mark.parametrize("case", LISTS_THAT_SHARE)
+def test_all_reduce_coalesced_rejects_arrays_that_share_memory(world, case):
+    one = np.ones(16, np.float32)
+    apart = [one[:4], one[4:4], one[4:8], one[8:12]], columns(3), [one[::2], one[1::2]]
+    lists = {"sync": {}, "async": {"async_op": True}}
+    for _ in range(3):  # from the second call on by the native fast path
+        for arrays in apart:
+            before = [array.copy() for array in arrays]
+            dist.all_reduce_coalesced(arrays)
+            for array, was in zip(arrays, before, strict=True):
+                assert (array == world.size * was).all()
+        one[:] = 1
+        for how in lists.values():
+            with pytest.raises(
+                dist.ArgumentError,
+                match=r"^all_reduce_coalesced: the arrays at \[\d\] and \[2\] sh",
+            ):
+                dist.all_reduce_coalesced(LISTS_THAT_SHARE[case](one), **how)
+        assert (one == 1).all()
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_gather_single", "reduce_scatter_single"])
+def test_a_list_of_calls_rejects_memory_that_another_call_writes(world, name):
+    """An input may be a part of its own output, as in the calls one by one."""
+    n = world.size
+    scatters = name == "reduce_scatter_single"
+    group = dist.group.WORLD
+
+    def run(outputs, inputs):
+        outs = [np.split(one, n) for one in outputs] if name == "all_gather" else outputs
+        op = ReduceOp.SUM if scatters else None
+        execute.run_all(name, primitives[name], group, False, outs, inputs, op)
+
+    def make():
+        memory = np.zeros(20 * n, np.float32)
+        wide = [memory[4 * n * i : 4 * n * (i + 1)] for i in range(5)]
+        return (wide, [w[:4] for w in wide]) if not scatters else ([w[:4] for w in wide], wide)
+
+    for _ in range(3):
+        outputs, inputs = make()
+        for array in inputs:
+            array[:] = 1
+        run(outputs[:2], inputs[:2])  # each input in its own output, or the other way round
+        for output in outputs[:2]:
+            assert (output == (n if scatters else 1)).all()
+        for wrong in (
+            ([outputs[0], outputs[1]], [inputs[1], inputs[0]]),
+            ([outputs[0], outputs[0]], [inputs[2], inputs[3]]),
+        ):
+            with pytest.raises(dist.ArgumentError, match="share memory"):
+                run(*wrong)
+        same = [inputs[2], inputs[2]]  # reading twice is not a conflict
+        run([outputs[3], outputs[4]], same)
+    one = np.ones(3)
+    dist.all_reduce(one)
+    assert (one == n).all()

@@ -195,7 +195,7 @@ def test_elements_at_odd_addresses(on):
     array = uploaded(arrays, np.zeros(9, np.float32))
     array.dtype = np.dtype(np.float64)
     array.shape, array.offset = (2,), 4
-    with pytest.raises(UnsupportedError, match=r"all_reduce: tensor: .*multiples of their size"):
+    with pytest.raises(UnsupportedError, match=r"all_reduce: tensor: .*aligned to their size"):
         dist.all_reduce(array)
     total(arrays, me, n)
 

@@ -14,7 +14,7 @@ import pytest
 from mpicoll.cli import distance as distances
 from mpicoll.cli import timing
 from mpicoll.cli.distance import FAR, MIXED, NEAR, UNKNOWN, Distance, classify, measure_pairs
-from mpicoll.cli.timing import ENOUGH, Sample, Timer, Times, keep
+from mpicoll.cli.timing import ENOUGH_COUNT, Sample, Timer, Times, keep
 from mpicoll.kernels.library import kernels
 
 # --- what is measured ---------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_pairs_of_samples():
         Sample(1.0, 1, NEAR), Sample(1.5, 2, NEAR), Sample(3.0, 5, FAR),
     ]  # fmt: skip
     assert one.minus(other).seconds == [0.0, 1.0, 4.0]
-    assert not one.over(other).is_enough and Times(one.samples[:ENOUGH]).is_enough
+    assert not one.over(other).is_enough and Times(one.samples[:ENOUGH_COUNT]).is_enough
     assert one.map(lambda took: 2 * took).samples[5] == Sample(12.0, 5, FAR)
     assert Times([Sample(3.0)]).figure == (3.0, 3.0, 3.0)
 
@@ -283,10 +283,10 @@ def test_why_it_is_unknown(comm, monkeypatch):
     own, scripted = timer(comm, monkeypatch, [0.0])
     own.sample(CASES, 5, ONCE)
     told = own.describe_distances()
-    for words in ("near did not occur", "far did not occur", "unknown in 10, for a rank did not"):
+    for words in ("near did not occur", "far did not occur", "unknown in 10 (timed out)"):
         assert words in told
     scripted.problem = "there is one rank"
-    assert own.describe_distances() == "distance of the ranks: unknown, for there is one rank"
+    assert own.describe_distances() == "distance of the ranks: unknown, because there is one rank"
 
 
 def test_a_timer_of_the_ranks_at_hand(comm):

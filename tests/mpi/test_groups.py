@@ -136,7 +136,7 @@ def test_no_ranks(world):
 def test_refused_ranks(world):
     n = world.size
     for wrong in ([0, 0], [*range(n), n - 1]):
-        with pytest.raises(ValueError, match="given twice"):
+        with pytest.raises(ValueError, match="duplicate rank"):
             dist.new_group(wrong)
     for wrong in ([n], [-1], [0, n + 5]):
         with pytest.raises(ValueError, match=f"rank {wrong[-1]} is out of range 0 to {n - 1}"):
@@ -156,7 +156,7 @@ def test_options_have_no_effect_and_one_warning(world, monkeypatch):
         warnings.simplefilter("always")
         made = dist.new_group(pg_options=object())
         split = dist.split_group(None, [everybody], pg_options=object())
-    assert [str(one.message)[:34] for one in caught] == ["new_group: pg_options (object) have"[:34]]
+    assert [str(one.message)[:33] for one in caught] == ["new_group: pg_options (object) are"[:33]]
     assert caught[0].filename == __file__
     for group in (made, split):
         assert_works(group, everybody)
@@ -508,7 +508,7 @@ def test_subgroups_that_overlap_are_refused_before_any_is_made(world):
     n = world.size
     every = [[r] for r in range(n)]
     for lists in ([*every, [n - 1]], [list(range(n)), [0]], [[0, 0]], []):
-        with pytest.raises(ValueError, match=r"new_subgroups_by_enumeration|given twice"):
+        with pytest.raises(ValueError, match=r"new_subgroups_by_enumeration|duplicate rank"):
             dist.new_subgroups_by_enumeration(lists)
         assert dist.get_pg_count() == 1
     assert_works(dist.new_group(), range(n))
@@ -558,7 +558,7 @@ def test_refused_splits(world):
     for lists, word in (
         (None, "at least one list"),
         ([], "at least one list"),
-        ([[]], "lists must have ranks"),
+        ([[]], "non-empty lists"),
         ([[0], [0]], "each rank at most once"),
         ([[0, 0]], "each rank at most once"),
         ([[n]], f"rank {n} is out of range"),
@@ -610,7 +610,7 @@ def test_refused_shrinks(world):
         ([n], ValueError, f"rank {n} is not in 0 to {n - 1}"),
         ([-1], ValueError, "rank -1"),
         ([1, 1], ValueError, "each rank once"),
-        (list(range(n)), ValueError, "not all of them"),
+        (list(range(n)), ValueError, "not all ranks"),
         (1, TypeError, "expected a list"),
         ((1,), TypeError, "expected a list"),
         (["1"], TypeError, "expected an int"),
@@ -663,7 +663,7 @@ def test_a_destroyed_group_is_refused_everywhere(world):
         lambda: dist.get_global_rank(group, 0),
     ]
     for i, call in enumerate(calls):
-        with pytest.raises(ValueError, match=r"destroyed|not a group that"):
+        with pytest.raises(ValueError, match=r"destroyed|not an open group|not a group that"):
             call()
             pytest.fail(f"call {i} was not refused")
     assert dist.get_pg_count() == 2

@@ -122,7 +122,7 @@ def test_outputs_that_share_memory(world, name):
             continue
         for outputs in shared:
             with pytest.raises(
-                dist.ArgumentError, match=rf"^{name}: \S+: \[0\] and \[1\] share memory"
+                dist.ArgumentError, match=rf"^{name}: \S+: outputs \[0\] and \[1\] share memory"
             ):
                 run(outputs)
 

@@ -184,7 +184,7 @@ def test_mistakes(made, uuid):
         ((uuid + MPI.COMM_WORLD.rank, [own]), dist.ArgumentError, "already used"),
         ((uuid + 50, []), dist.ArgumentError, "not among them"),
         ((uuid + 50, [own, own]), dist.ArgumentError, "each process once"),
-        ((uuid + 50, [own, "mpicoll:0:0"]), dist.ArgumentError, "no process of this job"),
+        ((uuid + 50, [own, "mpicoll:0:0"]), dist.ArgumentError, "not a process of this job"),
         ((uuid + 50, own), dist.ArgumentTypeError, "list or a set"),
         (("a", [own]), dist.ArgumentTypeError, "uuid.*int"),
     ):

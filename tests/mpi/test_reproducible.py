@@ -287,7 +287,7 @@ def test_ranks_that_ask_for_different_levels(world):
         pytest.skip("takes 2 ranks")
     mine = "order" if world.me == 0 else "exact"
     others = "rank 1" if world.size == 2 else f"ranks {', '.join(map(str, range(1, world.size)))}"
-    with pytest.raises(MismatchError, match=f"'order' on rank 0, 'exact' on {others}; give"):
+    with pytest.raises(MismatchError, match=f"'order' on rank 0, 'exact' on {others}; pass"):
         dist.new_group(reproducible=mine)
     array = np.ones(3)
     dist.all_reduce(array)  # and the job goes on

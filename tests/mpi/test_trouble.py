@@ -204,7 +204,7 @@ def test_a_level_that_is_set_holds_from_the_next_comparison(world):
 
 
 def test_a_monitored_barrier_may_take_longer_than_the_group(pair, world):
-    """The group's timeout is half a second; the guard looks every second."""
+    """The group's timeout is half a second; the watchdog checks every second."""
     if world.me == 0:
         time.sleep(2.5)
     dist.monitored_barrier(pair, timeout=30)

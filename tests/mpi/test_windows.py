@@ -318,7 +318,7 @@ def test_mistakes_are_found_here(world, window):
         (
             lambda: made.put(x, 0, 991, True),
             dist.ArgumentError,
-            "10 elements cannot be put at element 991",
+            "10 elements do not fit at element 991",
         ),
         (lambda: made.put(x, 0, -1, False), dist.ArgumentError, "at element -1"),
         (lambda: made.put(x, 0, 0.5, False), dist.ArgumentTypeError, "target_offset_nelems"),
@@ -328,7 +328,7 @@ def test_mistakes_are_found_here(world, window):
         (lambda: made.wait_signal(-1, True), dist.ArgumentError, "wait_signal: peer_rank"),
         (lambda: made.mapped(n), dist.ArgumentError, "map_remote_tensor: rank"),
         (lambda: made.unified(n), dist.ArgumentError, "get_attr: peer_rank"),
-        (lambda: made.register(x), dist.ArgumentError, "has one already"),
+        (lambda: made.register(x), dist.ArgumentError, "has a tensor already"),
     ):
         with pytest.raises(error, match=words):
             call()

@@ -261,7 +261,7 @@ def test_futures(world, late):
     if work is not None:
         future = work.get_future()
         assert future is work.get_future() and not future.done()
-        with pytest.raises(ValueError, match="no value yet"):
+        with pytest.raises(ValueError, match="not available yet"):
             future.value()
         before = future.then(lambda done: done.value()[0].sum())
         twice = before.then(lambda done: 2 * done.value())

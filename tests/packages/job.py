@@ -1,6 +1,6 @@
-"""A job on all ranks: mpicoll as a wheel has it, by the compiled module; with --torch, torch's API.
+"""Check that the installed wheel uses its compiled modules; --torch: also with PyTorch.
 
-It says what it found in one line of rank 0; a rank that finds something else ends the job.
+Rank 0 prints one line with the versions. A failed check ends the job.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HOME = Path(dist.__file__).parent
 
 
 def python_of_a_call() -> set[str]:
-    """Return the modules of mpicoll whose functions a call runs, once the way of it is known."""
+    """Return the modules of mpicoll whose Python functions a repeated call runs."""
     seen = set()
 
     def look(frame: FrameType, event: str, _: Any) -> None:
@@ -42,7 +42,7 @@ def python_of_a_call() -> set[str]:
 
 
 def check_torch() -> str:
-    """Train nothing, but sum a tensor, by the backend that torch finds by itself."""
+    """Sum a tensor with the backend that torch finds by its entry point."""
     import torch
     import torch.distributed
 
@@ -63,10 +63,10 @@ def main() -> None:
     assert calls.describe() == "compiled", calls.describe()
     dist.init_process_group()
     seen = python_of_a_call()
-    assert seen <= {"api/collectives.py"}, f"a short call runs Python: {sorted(seen)}"
+    assert seen <= {"api/collectives.py"}, f"a native call runs Python: {sorted(seen)}"
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    assert size > 1, "the launcher made worlds of one rank"
+    assert size > 1, "each rank is alone"
     torch = check_torch() if "--torch" in sys.argv else ""
     if rank == 0:
         version = MPI.Get_library_version().strip("\0 \n").splitlines()[0].split(",")[0]

@@ -1,12 +1,11 @@
-"""Hold the recipes in packaging/ against their own tools, and against the wheel in dist/.
+"""Check the recipes in packaging/ with their own tools, and against the wheel in dist/.
 
     python tests/packages/run_recipes.py [--only NAME ...]
 
-conda is rendered by rattler-build, EasyBuild reads its file, checks its style and finds all that it
-depends on among the easyconfigs of its release, and Apptainer's sections are taken apart by spython
-and read by the shell. No registry has Spack: its package is executed with a stand-in for the words
-of its language. All have to say the wheel's version and what it requires, no less. ``make
-test-packages`` installs the tools and runs this.
+rattler-build renders the conda recipe. EasyBuild parses its file, checks its style and resolves its
+dependencies. spython parses Apptainer's file, and the shell its sections. Spack is not in a package
+registry, so its package is executed with a mock of Spack. All must have the wheel's version and
+requirements. ``make test-packages`` installs the tools and runs this script.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ Requirements = dict[str, tuple[int, ...]]
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Return (4, 1) of "4.1", ">=4.1" and "4.1:"."""
+    """Return the numbers of a version, (4, 1) for "4.1", ">=4.1" and "4.1:"."""
     return tuple(map(int, re.findall(r"\d+", text)))
 
 
 def wheel() -> tuple[str, Requirements]:
-    """Return the version of the wheel, and the oldest versions of what it requires."""
+    """Return the version of the wheel, and the minimum versions of its requirements."""
     (path,) = (ROOT / "dist").glob(f"*{platform.machine()}.whl")
     with zipfile.ZipFile(path) as archive:
         (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
@@ -57,7 +56,7 @@ def expect(what: str, found: object, expected: object) -> None:
 
 
 def check_source(version: str, _: Requirements) -> str:
-    """The source distribution has what git tracks; it was built from, too: the wheel is of it."""
+    """Check that the source distribution has exactly the files that git tracks."""
     (path,) = (ROOT / "dist").glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {each.name.partition("/")[2] for each in archive if each.isfile()}
@@ -72,7 +71,7 @@ def check_source(version: str, _: Requirements) -> str:
 
 
 def check_conda(version: str, needs: Requirements) -> str:
-    """One package an architecture comes of it, for all Pythons and MPIs."""
+    """Check that the recipe renders to one package for each architecture."""
     import rattler_build
 
     folder = PACKAGING / "conda"
@@ -91,7 +90,7 @@ def check_conda(version: str, needs: Requirements) -> str:
 
 
 def check_easybuild(version: str, needs: Requirements) -> str:
-    """It is parsed, its style is right, and all dependencies are resolved."""
+    """Check the style and the dependencies of the easyconfig."""
     from easybuild.framework.easyconfig.easyconfig import process_easyconfig
     from easybuild.framework.easyconfig.style import check_easyconfigs_style
     from easybuild.tools import modules
@@ -99,7 +98,7 @@ def check_easybuild(version: str, needs: Requirements) -> str:
     from easybuild.tools.robot import resolve_dependencies
 
     (path,) = (PACKAGING / "easybuild").glob("*.eb")
-    # No module is loaded or looked for: this machine needs no modules.
+    # This machine has no environment modules.
     modules.avail_modules_tools = lambda: {"EnvironmentModules": modules.NoModulesTool}
     robot = Path(sys.prefix, "easybuild", "easyconfigs")
     said = io.StringIO()
@@ -124,7 +123,7 @@ def check_easybuild(version: str, needs: Requirements) -> str:
     expect("version", found["version"], version)
     expect("name of the file", path.name, f"mpicoll-{version}-{toolchain}.eb")
     expect("sources", found["sources"], [f"mpicoll-{version}.tar.gz"])
-    # NumPy is SciPy-bundle's.
+    # SciPy-bundle includes NumPy.
     has = {each["name"].lower(): numbers(each["version"]) for each in found.dependencies()}
     for name, oldest in needs.items():
         if name != "numpy" and not has.get(name, ()) >= oldest:
@@ -134,7 +133,7 @@ def check_easybuild(version: str, needs: Requirements) -> str:
 
 
 def check_apptainer(version: str, _: Requirements) -> str:
-    """Its header and sections are those that there are, and the shell reads them."""
+    """Check the header, and the sections with the shell."""
     from spython.main.parse.parsers import SingularityParser
 
     path = PACKAGING / "apptainer" / "mpicoll.def"
@@ -148,13 +147,11 @@ def check_apptainer(version: str, _: Requirements) -> str:
         subprocess.run(["sh", "-n"], input=sections[name], text=True, check=True)
     arguments = set(re.findall(r"^\s*(\w+)=", sections["arguments"], re.M))
     expect("%arguments", arguments, set(re.findall(r"{{ (\w+) }}", sections["post"])))
-    return (
-        f"spython {metadata.version('spython')} and the shell read it; apptainer has not built it"
-    )
+    return f"parsed by spython {metadata.version('spython')} and the shell, not built by apptainer"
 
 
 def check_spack(version: str, needs: Requirements) -> str:
-    """Its package is executed, with a stand-in for Spack."""
+    """Execute the package with a mock of Spack."""
     said: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
 
     def word(name: str) -> Callable[..., None]:
@@ -178,7 +175,7 @@ def check_spack(version: str, needs: Requirements) -> str:
     has = {name.removeprefix("py-").replace("-", "_"): numbers(oldest) for name, oldest in pairs}
     expect("depends_on", {name: has.get(name) for name in needs}, needs)
     expect("others", set(has) - set(needs), {"c", "setuptools", "mpi"})
-    return "a stand-in for Spack executes it, Spack itself has not: no registry has it"
+    return "executed with a mock of Spack, not with Spack"
 
 
 CHECKS = {

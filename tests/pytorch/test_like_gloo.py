@@ -213,7 +213,7 @@ def test_groups_on_several_ranks_merge(world, pair):
 
 def test_a_merge_without_all_members_ends_with_its_timeout(world, pair):
     alone = pair[0].split_group([world.me])
-    with pytest.raises(RuntimeError, match="1 of 2 processes came in time"):
+    with pytest.raises(RuntimeError, match="1 of 2 processes called"):
         alone.merge_remote_group(dist.HashStore(), 2, timedelta(seconds=0.2))
 
 
@@ -221,7 +221,7 @@ def test_a_store_serves_one_merge(pair):
     alone = pair[0].split_group([pair[0].rank()])
     store = dist.HashStore()
     alone.merge_remote_group(store, 1).shutdown()
-    with pytest.raises(ValueError, match="expected the number of processes that call, got 1"):
+    with pytest.raises(ValueError, match="expected the number of calling processes, got 1"):
         alone.merge_remote_group(store, 1)
 
 

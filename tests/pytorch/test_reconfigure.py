@@ -110,7 +110,7 @@ def test_a_member_that_does_not_come(handles, mpi):
 
 def test_handles_that_cannot_be(handles):
     for wrong, words in (
-        (["elsewhere"], "names no process of this job"),
+        (["elsewhere"], "is not a process of this job"),
         ([dist._get_reconfigure_handle()] * 2, "each process once"),
         ([], "is not among them"),
     ):

@@ -127,7 +127,7 @@ def test_mistakes_are_found_here(world):
     memory = torch.zeros(8)
     window = dist._new_window(memory)
     for bad, where, words in (
-        (torch.ones(4), 5, "4 elements cannot be put at element 5"),
+        (torch.ones(4), 5, "4 elements do not fit at element 5"),
         (torch.ones(4, dtype=torch.float64), 0, "float32.*float64"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -1,12 +1,11 @@
-"""Look at every page of the site in a real browser, in a wide window and in a narrow one.
+"""Check every page of the site in a browser, in a wide and a narrow window.
 
     python tests/site/browse.py [.cache/site] [--pictures FOLDER]
 
-No page may be wider than its window; tables and code that are scroll in a box of their own. No
-figure may be missing or cut, no button may cover code, nothing may fail to load or come from
-another host, no error be said on the console. The name of the project leads home. The search finds
-a page by its words, from a server and from the disk. ``make test-site`` runs it with the system's
-Chromium.
+Checks: no page is wider than its window (tables and code may scroll), no figure is missing or cut,
+no button covers code, no request fails or goes to another host, the console has no errors, the
+project's name links to the home page, and the search finds pages, from a server and from files.
+``make test-site`` runs it with the system's Chromium.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, Request, Response
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-#: Windows: a desktop's and a telephone's.
+#: Widths of windows in pixels: desktop and phone.
 WIDTHS = {"wide": 1280, "narrow": 400}
 
-#: What is wider than the window, but for what lies in a box that scrolls; the innermost elements.
+#: Innermost elements that are wider than the window and do not scroll.
 TOO_WIDE = """() => {
     const limit = document.documentElement.clientWidth;
     const scrolls = node => node && node !== document.body && (
@@ -42,7 +41,7 @@ TOO_WIDE = """() => {
     return width > limit ? [`the page: ${width} pixels`, ...found] : found;
 }"""
 
-#: Figures that are not there. Some are loaded when they come into sight only.
+#: Figures that do not load. Lazy figures are loaded first.
 MISSING = """async () => {
     const missing = [];
     for (const image of document.images) {
@@ -52,34 +51,34 @@ MISSING = """async () => {
     return missing;
 }"""
 
-#: Figures that are wider than what holds them.
+#: Figures that are wider than their container.
 CUT = """() => [...document.querySelectorAll("article img")].filter(
     image => image.getBoundingClientRect().width > image.parentElement.clientWidth + 1
 ).map(image => image.src)"""
 
-#: Code that lies below the button that copies it, by its first words.
+#: First words of code that its copy button covers.
 COVERED = """() => [...document.querySelectorAll("article pre")].filter(block => {
     const code = block.querySelector("code"), button = block.querySelector("button, .md-code__nav");
     return code && button && code.scrollWidth > code.clientWidth &&
         code.getBoundingClientRect().right > button.getBoundingClientRect().left + 1;
 }).map(block => block.textContent.trim().slice(0, 60))"""
 
-#: Commands whose end lies outside of their box, by their first words.
+#: First words of commands that are wider than their box.
 OUTSIDE = """() => [...document.querySelectorAll("article .language-sh code")].filter(
     code => code.scrollWidth > code.clientWidth + 1
 ).map(code => code.textContent.trim().slice(0, 60))"""
 
-#: Words that are looked for, and the page that has them.
-SEARCHED = {"reduce_scatter_single": "reference.html", "CollectiveTimeoutError": "api.html"}
+#: Search words, and the page that has them.
+SEARCHED = {"reduce_scatter_single": "reference.html", "CollectiveTimeoutError": "timeouts.html"}
 
 
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """Serve the folder; yields its address."""
+    """Serve the folder, and yield its address."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Print nothing."""
 
     handler = functools.partial(Quiet, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -89,7 +88,7 @@ def served(folder: Path) -> Iterator[str]:
 
 
 class Listener:
-    """Notes what goes wrong in a page while it is open."""
+    """Record the faults of an open page."""
 
     def __init__(self, page: Page, home: str) -> None:
         self.faults: list[str] = []
@@ -113,13 +112,13 @@ class Listener:
             self.faults.append(f"{response.status}: {response.url}")
 
     def taken(self) -> list[str]:
-        """What has gone wrong since the last time."""
+        """Return the faults since the last call."""
         faults, self.faults = self.faults, []
         return faults
 
 
 def look(page: Page, url: str) -> Iterator[str]:
-    """Open a page and yield what is wrong with it."""
+    """Open a page and yield its faults."""
     page.goto(url, wait_until="networkidle")
     yield from (f"too wide: {each}" for each in page.evaluate(TOO_WIDE))
     yield from (f"no figure: {each}" for each in page.evaluate(MISSING))
@@ -128,13 +127,13 @@ def look(page: Page, url: str) -> Iterator[str]:
     yield from (f"a command is cut: {each}" for each in page.evaluate(OUTSIDE))
     name = page.locator("header a.md-logo")
     if not name.is_visible():
-        yield "the way home cannot be seen"
+        yield "the link to the home page is not visible"
     elif urlsplit(name.evaluate("link => link.href")).path not in ("/", "/index.html"):
-        yield f"the way home leads to {name.get_attribute('href')}"
+        yield f"the link to the home page is {name.get_attribute('href')}"
 
 
 def search(page: Page, home: str, words: str, expected: str) -> Iterator[str]:
-    """Type words into the search as a reader does, and yield what is wrong with the answer."""
+    """Search for words, and yield a fault if the expected page is not found."""
     page.goto(home + "index.html", wait_until="networkidle")
     page.keyboard.press("f")
     page.keyboard.type(words)
@@ -146,7 +145,7 @@ def search(page: Page, home: str, words: str, expected: str) -> Iterator[str]:
 
 
 def search_from_disk(browser: Browser, folder: Path) -> int:
-    """Search the site without a server; returns how many faults that has."""
+    """Search the site without a server; return the number of faults."""
     home = f"{folder.resolve().as_uri()}/"
     page = browser.new_page()
     listener = Listener(page, home)
@@ -159,7 +158,7 @@ def search_from_disk(browser: Browser, folder: Path) -> int:
 
 
 def browse(browser: Browser, home: str, names: list[str], window: str, keep: Path | None) -> int:
-    """Look at all pages in one window; returns how many faults they have."""
+    """Check all pages in one window; return the number of faults."""
     page = browser.new_page(viewport={"width": WIDTHS[window], "height": 900})
     listener = Listener(page, home)
     count = 0
@@ -183,7 +182,9 @@ def browse(browser: Browser, home: str, names: list[str], window: str, keep: Pat
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("site", type=Path, nargs="?", default=ROOT / ".cache/site")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="leave one of each page")
+    parser.add_argument(
+        "--pictures", type=Path, metavar="FOLDER", help="save a screenshot of each page"
+    )
     arguments = parser.parse_args()
     programs = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
     program = next(filter(None, programs), None)
@@ -191,7 +192,7 @@ def main() -> int:
         sys.exit("no Chromium on PATH; Debian: apt-get install chromium")
     names = sorted(page.name for page in arguments.site.glob("*.html"))
     if "index.html" not in names:
-        sys.exit(f"{arguments.site} is no site: run make docs")
+        sys.exit(f"{arguments.site} has no index.html: run make docs")
     if arguments.pictures:
         arguments.pictures.mkdir(parents=True, exist_ok=True)
     with served(arguments.site) as home, sync_playwright() as playwright:

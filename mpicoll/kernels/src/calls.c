@@ -550,15 +550,15 @@ static int by_begin(const void *one, const void *other)
     return (a > b) - (a < b);
 }
 
-/* Whether anything is read in one call and written in another, or in the same: 1, 0, or -1 with an
- * exception. */
+/* Whether anything is written twice, or read in one call and written in another, or in the same: 1, 0,
+ * or -1 with an exception. */
 static int overlap_any(const struct fused *fused, size_t blocks_in, size_t blocks_out,
                        size_t itemsize)
 {
     const size_t n = fused->n, all = n * (blocks_in + blocks_out);
     struct span *spans = PyMem_Malloc(all * sizeof *spans);
     uintptr_t read = 0, written = 0;
-    int found = 0;
+    int found = 0, sorted = 1;
     if (!spans) {
         PyErr_NoMemory();
         return -1;
@@ -567,11 +567,15 @@ static int overlap_any(const struct fused *fused, size_t blocks_in, size_t block
         const size_t call = k % n, count = fused->ends[call] - (call ? fused->ends[call - 1] : 0);
         const uintptr_t begin = (uintptr_t)fused->send[k]; /* those that are received come behind */
         spans[k] = (struct span){begin, begin + count * itemsize, k >= n * blocks_in};
+        sorted = sorted && (k == 0 || spans[k - 1].begin <= begin);
     }
-    qsort(spans, all, sizeof *spans, by_begin);
+    if (!sorted)
+        qsort(spans, all, sizeof *spans, by_begin);
     for (size_t k = 0; k < all && !found; k++) {
         uintptr_t *own = spans[k].written ? &written : &read;
-        found = spans[k].begin < (spans[k].written ? read : written);
+        if (spans[k].begin == spans[k].end)
+            continue;
+        found = spans[k].begin < written || (spans[k].written && spans[k].begin < read);
         *own = *own > spans[k].end ? *own : spans[k].end;
     }
     PyMem_Free(spans);
@@ -647,7 +651,7 @@ static int carry_out_taken(Calls *calls, PyObject *primitive, PyObject *op, PyOb
     int done = see_calls(&way, &fused, outputs, inputs);
     found = done ? find_fused(calls, primitive, fused.dtype, op, &fused.most) : NULL;
     done = found != NULL;
-    if (done && blocks_in) {
+    if (done) {
         done = overlap_any(&fused, blocks_in, blocks_out, first.first.itemsize);
         done = done < 0 ? -1 : !done;
     }

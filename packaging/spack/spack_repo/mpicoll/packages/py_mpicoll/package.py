@@ -1,4 +1,4 @@
-# A package of Spack 1.0 or newer, in a repository of its own:
+# A package of Spack 1.0 or newer, in its own repository:
 #   spack repo add packaging/spack/spack_repo/mpicoll
 #   spack install py-mpicoll ^openmpi
 
@@ -28,12 +28,12 @@ class PyMpicoll(PythonPackage):
     depends_on("py-ml-dtypes@0.5:", type="run")
     depends_on("py-torch@2.11: +distributed", when="+torch", type="run")
 
-    # mpicoll.torch needs torch; the others load neither MPI nor CUDA.
+    # mpicoll.torch needs torch; the other modules load neither MPI nor CUDA.
     import_modules = ["mpicoll", "mpicoll.kernels", "mpicoll.cli"]
 
     @run_after("install")
     def check_compiled(self):
-        """Without a compiler mpicoll installs, too, and is slow."""
+        """Without a compiler mpicoll also installs, but is slow."""
         for name in ("_kernels", "_calls"):
             if not find(self.prefix, f"{name}*.so"):
                 raise InstallError(f"mpicoll/kernels/{name} was not compiled")

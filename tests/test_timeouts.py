@@ -30,8 +30,8 @@ def test_a_group_timeout_ends_a_blocking_collective(waiting: str, ended: Ended) 
     assert "not reached" not in ended.out
 
 
-#: A rank that does not come to init, or too late. Where it ends, the others begin after that: if a
-#: rank leaves while others are in MPI_Init, Open MPI's launcher ends them before they say anything.
+#: Rank 1 does not reach init, or is late. If it ends, the other ranks wait for its end first: Open
+#: MPI's launcher kills ranks that are in MPI_Init when a rank ends, before they print anything.
 LATE = """
     mark = sys.argv[1] + "/pid"
     if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
@@ -46,7 +46,7 @@ LATE = """
     $begin
     say("not reached")
 """
-#: What it does instead. Eight seconds later the others have long given up.
+#: Code of rank 1. After eight seconds the other ranks have timed out.
 LATE_ENDS = pytest.mark.parametrize(
     "end", ["sys.exit(0)", "os._exit(0)", "time.sleep(1000)", "time.sleep(8)"]
 )
@@ -233,7 +233,7 @@ CLOSED = f"""
                 errors.append(error)
         assert len(errors) == 3
         raise errors[0]
-    calls.pop(os.environ.get("NOT"), None)  # of which the root waits for nobody
+    calls.pop(os.environ.get("NOT"), None)  # its root does not wait
     for name, call in calls.items():
         for size in $sizes:
             g, x = dist.new_group(timeout=0.5), np.ones(size)

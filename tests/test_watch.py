@@ -1,4 +1,4 @@
-"""What is said of ranks that do not say it themselves: hangs, losses, ``mpicoll watch``."""
+"""Reports about ranks that cannot report themselves: hangs, losses, ``mpicoll watch``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytest_plugins = ["whole_jobs"]
 __all__ = ["run"]  # for whole_jobs
 
 
-# --- what is said -------------------------------------------------------------------------------
+# --- reports ------------------------------------------------------------------------------------
 
 _KIND = encode_kind(PRIMITIVES[0], DTYPES[0], None, 0)
 
@@ -295,7 +295,7 @@ class Node:
                 process.wait()
 
     def wait_for(self, words: str) -> str:
-        """Return what the monitor has printed so far, once it has printed these words."""
+        """Wait until the monitor has printed these words; return its output."""
         end = time.monotonic() + 30
         while words not in self.text and time.monotonic() < end:
             self.read()
@@ -447,7 +447,7 @@ def test_each_loss_that_is_survived_has_a_line(nodes: Callable[..., Node]) -> No
 
 
 def _listen() -> dict[str, Any]:
-    """Return what a head is given to listen at the loopback address."""
+    """Return the configuration with which a head listens at the loopback address."""
     sock = socket.create_server(("127.0.0.1", 0))
     return {"listeners": [sock.detach()]}
 
@@ -598,12 +598,12 @@ def test_ranks_end_with_what_has_started_them(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.any_mpi
 def test_what_a_rank_starts_does_not_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the rank's variables, but its parent is no torchrun."""
+    """It has the rank's variables, but its parent is not torchrun."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     other = subprocess.Popen([sys.executable, "-c", "print(1, flush=True); input()"],
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
-    assert other.stdout is not None and other.stdout.readline()  # it is what it is to be
+    assert other.stdout is not None and other.stdout.readline()  # it has started
     monkeypatch.setattr(os, "getppid", lambda: other.pid)
     try:
         assert monitor_client._find_starter([]) == 0

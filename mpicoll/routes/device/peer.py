@@ -166,8 +166,8 @@ class Peers(RouteState):
         limit = whole.timeout
         words = {
             LATE: f"rank {ranks[rank]}'s GPU has waited {limit} s for rank {ranks[other]}'s",
-            DIFFERS: f"ranks {ranks[other]} and {ranks[rank]} made calls that do not belong "
-            "together",
+            DIFFERS: f"collective mismatch: ranks {ranks[other]} and {ranks[rank]} made different "
+            "calls",
         }.get(why) or self._said(rank)
         return _ERRORS[why](
             f"{name}: {words}. What that and later calls gave is incomplete on any rank; destroy "

@@ -29,8 +29,8 @@ from mpicoll.cli import bench_others
 from mpicoll.cli.bench_calls import Buffers, Case, Memory, block_count, own_call, variants
 from mpicoll.cli.timing import Call, Timer
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
+from mpicoll.failures.consistency import FIRST
 from mpicoll.kernels import library
-from mpicoll.watch.consistency import FIRST
 
 #: Begins a call, and returns what waits for it.
 Begin = Callable[[], Callable[[], object]]

@@ -1,7 +1,7 @@
 """What a call costs, whatever it moves.
 
     python benchmarks/overhead.py [calls]
-    mpirun -n 2 python benchmarks/overhead.py comparing|reduction|dispatching|guarding
+    mpirun -n 2 python benchmarks/overhead.py comparing|reduction|dispatching|monitoring
 
 calls        microseconds a call of 4 bytes, on one rank by default: mpicoll's functions, and the
              backend under torch where it is installed. The least of many samples, for what makes a
@@ -11,8 +11,8 @@ comparing    all_reduce by the number of calls from one comparison of the ranks'
 reduction    two arrays combined on one rank: the C library, NumPy, and plain np.add
 dispatching  the way from PyTorch 2.15 or newer to the backend: as it is, through torch's
              dispatcher, recorded by its flight recorder, in a group of several backends
-guarding     all_reduce of 4 bytes: seen by the guard of the node, and not; and the share of a
-             processor that the guard takes meanwhile
+monitoring   all_reduce of 4 bytes: seen by the node monitor, and not; and the share of a
+             processor that the node monitor takes meanwhile
 
 Samples take turns, and the slowest rank counts. A figure is the median with half the distance
 between the quartiles, and the same of its ratio to the first line.
@@ -89,7 +89,7 @@ def calls(timer: Timer, effort: Effort) -> None:
 
 def comparing(timer: Timer, effort: Effort) -> None:
     """Print all_reduce of 4 bytes for several strides, in shared memory and by MPI."""
-    from mpicoll.watch import consistency
+    from mpicoll.failures import consistency
 
     mpicoll.init_process_group()
     for setting in "10":
@@ -114,7 +114,7 @@ _CALLS = 1024
 
 def _compared(group: mpicoll.ProcessGroup, stride: int) -> Call:
     """Return a loop of calls with this stride; 0 compares nothing."""
-    from mpicoll.watch import consistency
+    from mpicoll.failures import consistency
 
     array = np.zeros(1, np.float32)
 
@@ -184,32 +184,32 @@ def dispatching(timer: Timer, effort: Effort) -> None:
     dist.destroy_process_group()
 
 
-def guarding(timer: Timer, effort: Effort) -> None:
-    """Print all_reduce of 4 bytes in a group that the guard sees, and in one that it does not."""
-    from mpicoll.watch import guarding as own
+def monitoring(timer: Timer, effort: Effort) -> None:
+    """Print all_reduce of 4 bytes with the node monitor and without."""
+    from mpicoll.failures import monitor_client as own
 
     mpicoll.init_process_group()
     group = mpicoll.new_group()
     assert isinstance(group, mpicoll.ProcessGroup) and own._own is not None
-    array, cell, guard = np.zeros(1, np.float32), own._own.cells[group], _find_guard()
+    array, cell, monitor = np.zeros(1, np.float32), own._own.cells[group], _find_monitor()
     for _ in range(_CALLS):
         mpicoll.all_reduce(array, group=group)
 
     def call(address: int, number: int) -> Call:
         def loop() -> None:
             group.publish(address)
-            os.kill(guard, number)
+            os.kill(monitor, number)
             for _ in range(_GUARDED):
                 mpicoll.all_reduce(array, group=group)
-            os.kill(guard, signal.SIGCONT)
+            os.kill(monitor, signal.SIGCONT)
 
         return loop
 
     seen = call(cell, signal.SIGCONT)
     cases = {
-        "without the guard": call(0, signal.SIGSTOP),
+        "without the node monitor": call(0, signal.SIGSTOP),
         "the same again": call(0, signal.SIGSTOP),
-        "with the guard": seen,
+        "with the node monitor": seen,
     }
     times = timer.measure(cases, effort)
     show("guarded", {name: each.map(lambda took: took / _GUARDED) for name, each in times.items()})
@@ -218,32 +218,35 @@ def guarding(timer: Timer, effort: Effort) -> None:
             if mpicoll.get_rank() == 0:
                 print(f"{name}: {ratio.median - 1:+.2%} +- {ratio.spread:.2%} in each of "
                       f"{len(ratio.samples)} pairs ({distance})")  # fmt: skip
-    turns = MPI.COMM_WORLD.bcast(int(effort.seconds / 2 / max(times["with the guard"].seconds)))
-    used, began = _processor_time(guard), time.monotonic()
+    turns = MPI.COMM_WORLD.bcast(
+        int(effort.seconds / 2 / max(times["with the node monitor"].seconds))
+    )
+    used, began = _processor_time(monitor), time.monotonic()
     for _ in range(turns):
         seen()
     if mpicoll.get_rank() == 0:
-        share = (_processor_time(guard) - used) / (time.monotonic() - began)
-        print(f"the guard took {share:.3%} of a processor")
+        share = (_processor_time(monitor) - used) / (time.monotonic() - began)
+        print(f"the node monitor took {share:.3%} of a processor")
     mpicoll.destroy_process_group()
 
 
-#: Calls of a sample, in which the signals to the guard count for nothing.
+#: Calls of a sample, in which the signals to the node monitor count for nothing.
 _GUARDED = 1 << 14
 
 
-def _find_guard() -> int:
-    """Return the process that guards this one."""
-    from mpicoll.watch import guard, json_lines
+def _find_monitor() -> int:
+    """Return the process that monitors this one."""
+    from mpicoll import line_protocol
+    from mpicoll.failures import node_monitor
 
     end = time.monotonic() + 10  # it takes a moment to start
     while time.monotonic() < end:
-        for path in guard.find_folder().glob(f"*{guard.SOCKETS}"):
+        for path in node_monitor.find_folder().glob(f"*{node_monitor.SOCKETS}"):
             with contextlib.suppress(OSError):
-                if os.getpid() in json_lines.ask(path, {"ask": "job"})["pids"]:
-                    return int(path.name.removesuffix(guard.SOCKETS))
+                if os.getpid() in line_protocol.ask(path, {"ask": "job"})["pids"]:
+                    return int(path.name.removesuffix(node_monitor.SOCKETS))
         time.sleep(0.1)
-    raise SystemExit("there is no guard here; expected Linux with pidfds and memfds")
+    raise SystemExit("there is no node monitor here; expected Linux with pidfds and memfds")
 
 
 def _processor_time(process: int) -> float:
@@ -251,7 +254,7 @@ def _processor_time(process: int) -> float:
     return int(Path(f"/proc/{process}/schedstat").read_text().split()[0]) / 1e9
 
 
-SUBJECTS = {each.__name__: each for each in (calls, comparing, reduction, dispatching, guarding)}
+SUBJECTS = {each.__name__: each for each in (calls, comparing, reduction, dispatching, monitoring)}
 
 
 def main() -> None:

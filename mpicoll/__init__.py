@@ -65,10 +65,10 @@ _HOMES = {
         "SHRINK_ABORT", "SHRINK_DEFAULT", "new_group", "new_subgroups",
         "new_subgroups_by_enumeration", "shrink_group", "split_group",
     ),
-    "watch.debug_level": (
+    "failures.debug_level": (
         "DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env",
     ),
-    "watch.flight_record": ("dump_flight_record",),
+    "failures.flight_record": ("dump_flight_record",),
     "core.work": ("Future", "Work"),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
@@ -116,5 +116,5 @@ if TYPE_CHECKING:
     from mpicoll.core.work import Work as Work
     from mpicoll.dtypes import ReduceOp as ReduceOp
     from mpicoll.errors import *  # noqa: F403
-    from mpicoll.watch.debug_level import *  # noqa: F403
-    from mpicoll.watch.flight_record import dump_flight_record as dump_flight_record
+    from mpicoll.failures.debug_level import *  # noqa: F403
+    from mpicoll.failures.flight_record import dump_flight_record as dump_flight_record

@@ -124,7 +124,7 @@ def test_another_version_is_refused_by_name(ended):
 
 CONSTANTS = [
     "routes.host.shared.ONE_SHOT_MAX_BYTES", "routes.host.shared.SLOT", "routes.space.SMALL",
-    "routes.host.hierarchical.CHUNK", "watch.consistency.FIRST", "watch.consistency.STRIDE",
+    "routes.host.hierarchical.CHUNK", "failures.consistency.FIRST", "failures.consistency.STRIDE",
     "dispatch.fusing.SMALL", "routes.host.lists.LISTED",
 ]  # fmt: skip
 

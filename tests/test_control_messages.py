@@ -17,7 +17,7 @@ from rank_scripts import job, needs_mpiexec, run
 import mpicoll
 from mpicoll import control_messages
 from mpicoll.errors import DistBackendError
-from mpicoll.watch import consistency
+from mpicoll.failures import consistency
 
 pytest_plugins = ["whole_jobs"]
 
@@ -35,7 +35,7 @@ PICKLES = {
     "core/unpickling.py": "the same objects, with restricted_pickle",
     "core/array_pickles.py": "arrays inside these objects",
     "errors.py": "the base class of RefusedPickleError",
-    "watch/flight_record.py": "writes torch's format of flight records, into a file",
+    "failures/flight_record.py": "writes torch's format of flight records, into a file",
     "cli/trace.py": "reads these files, by an unpickler that allows no name",
     "launch/workers.py": "users' functions and results, between a worker and its child process",
     "launch/worker_rank.py": "the other end of workers.py",
@@ -60,7 +60,7 @@ OBJECT_COLLECTIVES = {
 OFFERS_THEM = {
     "__init__.py": "the public functions",
     "api/objects.py": "the public functions",
-    "watch/flight_record.py": "names of calls",
+    "failures/flight_record.py": "names of calls",
 }
 
 #: Other objects with methods of these names: the expression before the dot, as in the source, and a
@@ -77,7 +77,7 @@ NO_COMMUNICATORS = {
     "messages": "messages of arrays (routes/messages.py)",
     "sent": "messages of arrays (routes/messages.py)",
     "step": "messages of arrays (routes/messages.py)",
-    "line": "a connection of node monitors (watch/guard.py), which sends JSON",
+    "line": "a connection of node monitors (failures/node_monitor.py), which sends JSON",
     "session": "a connection to the launch server (launch/session.py), which sends text",
     "joined": "a connection to the launch server (launch/session.py), which sends text",
     "self.sock": "a socket",
@@ -138,7 +138,7 @@ def test_mpicoll_pickles_only_objects_of_users():
     ],
 )  # fmt: skip
 def test_pickling_is_found(source):
-    assert find_pickling(source, "watch/new.py")
+    assert find_pickling(source, "failures/new.py")
 
 
 # ---- values and their types ----------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_values_without_json(value):
 from mpi4py import MPI
 from mpicoll import control_messages
 from mpicoll.errors import DistBackendError
-from mpicoll.watch import consistency
+from mpicoll.failures import consistency
 from mpicoll.launch.serialized_mpi import serialize, tested
 
 world = MPI.COMM_WORLD

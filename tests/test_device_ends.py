@@ -21,7 +21,7 @@ BEGIN = f"""
     sys.path.insert(0, {str(Path(__file__).parent / "mpi")!r})
     import simulated
     from mpicoll.cuda import runtime
-    from mpicoll.watch import consistency
+    from mpicoll.failures import consistency
     consistency.FIRST = 1  # from then on the hosts do not meet in each call
     arrays = simulated.Arrays(4)
     runtime._runtime = arrays.cuda

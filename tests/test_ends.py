@@ -15,8 +15,8 @@ import pytest
 from rank_scripts import HUNG, WAITING, Ended, job, needs_mpiexec, run
 
 import mpicoll
+from mpicoll.failures import termination
 from mpicoll.launch import error_output, exit_hooks
-from mpicoll.watch import termination
 
 pytest_plugins = ["whole_jobs"]
 

@@ -153,7 +153,7 @@ def test_sigusr1_while_a_call_is_blocked(ended: Hung) -> None:
     assert rank_scripts.HUNG not in ended.err, ended
     first, other = (pickle.loads((ended.folder / f"rank_{rank}").read_bytes()) for rank in (0, 1))
     assert first["mpicoll"]["why"] == "signal SIGUSR1"
-    assert other["mpicoll"]["why"] == "rank 0 has asked for it"
+    assert other["mpicoll"]["why"] == "requested by rank 0"
     states = [[each["state"] for each in record["entries"]] for record in (first, other)]
     assert states == [["completed", "started"], ["completed"]]
     names = [frame["name"] for frame in first["entries"][1]["frames"]]

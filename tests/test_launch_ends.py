@@ -205,7 +205,7 @@ def test_a_hook_that_collects_what_is_printed(destroy: bool, ended: Ended) -> No
 """, environment={"TORCH_FR_DUMP_TEMP_FILE": "$FOLDER/record_"})  # fmt: skip
 def test_a_scheduler_that_signals_every_process(ended: Ended) -> None:
     """As Slurm does: the ranks handle it, and need what runs beside them."""
-    ended.in_good_order("True", "guard.py script.py script.py server.py", "saves", "saves")
+    ended.in_good_order("True", "node_monitor.py script.py script.py server.py", "saves", "saves")
     assert len(list(ended.folder.glob("record_*"))) == 2, ended
 
 

@@ -17,6 +17,7 @@ from launch_jobs import SERVER, TORCHRUN, Ended, job, mpich, run  # noqa: F401 (
 
 from mpicoll.launch import server
 from mpicoll.launch.host_identity import addresses, find_own_address
+from mpicoll.line_protocol import mac
 
 pytestmark = pytest.mark.waits
 
@@ -129,10 +130,10 @@ class Peer:
     ) -> str:
         nonce = self.hear().removeprefix(server.GREETING + " ")
         words = [role, rank, size, node, "mine"]
-        self.say(" ".join(map(str, [*words, server.mac(secret, "rank", nonce, *words)])))
+        self.say(" ".join(map(str, [*words, mac(secret, "rank", nonce, *words)])))
         answer = self.hear()
         if answer.startswith("ok"):
-            assert answer == f"ok {server.mac(secret, 'server', nonce, 'mine')}"
+            assert answer == f"ok {mac(secret, 'server', nonce, 'mine')}"
         return answer.partition(" ")[0]
 
 

@@ -454,7 +454,7 @@ def test_there_is_one_table() -> None:
 
 
 def test_the_program_that_a_new_process_runs_is_that_of_the_command_line() -> None:
-    from mpicoll.launch.newcomers import _MAIN, find_program
+    from mpicoll.launch.spawned_ranks import _MAIN, find_program
 
     for words, expected in (
         (["job.py", "-x", "1"], ([], ["job.py", "-x", "1"])),

@@ -247,7 +247,7 @@ def test_a_finalize_while_another_rank_waits(ended: Ended) -> None:
 LEAVING = {
     "destroy": "dist.destroy_process_group()",
     "nothing": "",
-    "abort": "waiting = window.wait_signal(1 - me, True); lifecycle.abandon(dist.group.WORLD)",
+    "abort": "waiting = window.wait_signal(1 - me, True); lifecycle.abort(dist.group.WORLD)",
 }
 
 

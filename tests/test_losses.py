@@ -191,7 +191,7 @@ import os, signal, sys, time
 import numpy as np
 import mpicoll as dist
 from mpicoll.api.reconfigure import Reconfigurable
-from mpicoll.launch import newcomers
+from mpicoll.launch import spawned_ranks
 
 dist.init_process_group(timeout=60)
 
@@ -224,10 +224,10 @@ for turn in range(int(turn[0]), 2):
     if turn == 0:
         late = "import os, time; time.sleep(0.3); os._exit(3)"  # MPI has connected it by then
         refused(dist.DistBackendError, "ended before it", 1, ["-c", late])
-        find_node, newcomers.node = newcomers.node, lambda: 1 // 0
+        find_node, spawned_ranks.node = spawned_ranks.node, lambda: 1 // 0
         failed = ZeroDivisionError if me == 0 else dist.DistBackendError
         refused(failed, "division" if me == 0 else "rank 0: ZeroDivisionError", 1, ["-c", late])
-        newcomers.node, here = find_node, os.getcwd()
+        spawned_ranks.node, here = find_node, os.getcwd()
         os.mkdir(gone := f"{sys.argv[1]}.{me}")
         os.chdir(gone)
         os.rmdir(gone)

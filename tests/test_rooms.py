@@ -17,11 +17,12 @@ HOME = Path(mpicoll.__file__).parent
 #: From top to bottom: a room imports from those behind it alone. ``mpicoll`` itself finds names
 #: when they are used.
 ROOMS = [
-    "__main__", "cli", "horovod", "torch", "api", "dispatch", "routes", "watch", "core", "arrays",
-    "cuda", "launch", "kernels", "ground",
+    "__main__", "cli", "horovod", "torch", "api", "dispatch", "routes", "failures", "core",
+    "arrays", "cuda", "launch", "kernels", "ground",
 ]  # fmt: skip
 GROUND = {
-    "communicators", "control_messages", "dtypes", "errors", "machine", "output", "primitives",
+    "communicators", "control_messages", "dtypes", "errors", "line_protocol", "machine", "output",
+    "primitives",
     "private_files", "settings", "signals",
 }  # fmt: skip
 
@@ -91,3 +92,35 @@ def test_there_are_no_circles(imports: Imports) -> None:
     """Among what modules load when they are loaded."""
     graph = {name: {other for other in others if others[other]} for name, others in imports.items()}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def _patches(path: Path) -> list[str]:
+    """Assignments to attributes of names that a module imports from mpicoll. At import time
+    attributes of these attributes count, too.
+    """
+    found: list[str] = []
+    tree = ast.parse(path.read_text("utf-8"))
+    imported = {
+        each.asname or each.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "mpicoll"
+        for each in node.names
+    }
+
+    def look(node: ast.AST, loads: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Attribute) and isinstance(child.ctx, (ast.Store, ast.Del)):
+                owner = child.value
+                while loads and isinstance(owner, ast.Attribute):
+                    owner = owner.value
+                if isinstance(owner, ast.Name) and owner.id in imported:
+                    found.append(f"{_name(path)}:{child.lineno} {ast.unparse(child)}")
+            look(child, loads and not isinstance(child, (ast.FunctionDef, ast.Lambda)))
+
+    look(tree, True)
+    return found
+
+
+def test_no_module_assigns_to_attributes_of_imported_names() -> None:
+    """Lower packages take functions by constructors, arguments and declared interfaces."""
+    assert [each for path in MODULES.values() for each in _patches(path)] == []

@@ -62,8 +62,8 @@ def test_work_of_several_groups_at_once(level: str, ended: Ended) -> None:
     import mpi4py
     mpi4py.rc.thread_level = "$level"
     from mpi4py import MPI
-    from mpicoll.watch import rank_status, watchdog
-    watchdog._TICK = watchdog._RECEIVE_INTERVAL = 0.01
+    from mpicoll.failures import rank_status, watchdog
+    watchdog._CHECK_INTERVAL_S = watchdog._RECEIVE_INTERVAL_S = 0.01
     receive, looks = rank_status.receive, []
     def watched(group):
         looks.append(threading.current_thread().name)

@@ -30,8 +30,8 @@ def test_a_group_timeout_ends_a_blocking_collective(waiting: str, ended: Ended) 
     assert "not reached" not in ended.out
 
 
-#: A rank that does not come to init, or too late. Where it ends, the others begin after that: if a
-#: rank leaves while others are in MPI_Init, Open MPI's launcher ends them before they say anything.
+#: Rank 1 does not reach init, or is late. If it ends, the other ranks wait for its end first: Open
+#: MPI's launcher kills ranks that are in MPI_Init when a rank ends, before they print anything.
 LATE = """
     mark = sys.argv[1] + "/pid"
     if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
@@ -46,7 +46,7 @@ LATE = """
     $begin
     say("not reached")
 """
-#: What it does instead. Eight seconds later the others have long given up.
+#: Code of rank 1. After eight seconds the other ranks have timed out.
 LATE_ENDS = pytest.mark.parametrize(
     "end", ["sys.exit(0)", "os._exit(0)", "time.sleep(1000)", "time.sleep(8)"]
 )
@@ -233,7 +233,7 @@ CLOSED = f"""
                 errors.append(error)
         assert len(errors) == 3
         raise errors[0]
-    calls.pop(os.environ.get("NOT"), None)  # of which the root waits for nobody
+    calls.pop(os.environ.get("NOT"), None)  # its root does not wait
     for name, call in calls.items():
         for size in $sizes:
             g, x = dist.new_group(timeout=0.5), np.ones(size)
@@ -249,7 +249,7 @@ CLOSED = f"""
                         for word in f"on rank {{rank}}", "timeout of 0.5 s", "takes no more calls":
                             assert word in str(error), error
                         found = re.search(r"ranks?( [01],| 1-)? ?2: (.*)\\.", str(error))[2]
-                        # What the guard knows, once it has started.
+                        # The text of the node monitor, once it has started.
                         assert again or found.startswith(("$where", "in call ")), error
                     else:
                         say("no error of", name, size, again)
@@ -272,7 +272,10 @@ CLOSED = f"""
 
 @pytest.mark.parametrize(
     ("before", "sizes", "where"),
-    [("0", "(4,)", "no status received"), ("66", "(4, 300000)", "not here, last in call 66")],
+    [
+        ("0", "(4,)", "no status received"),
+        ("66", "(4, 300000)", "not in this call, last in call 66"),
+    ],
 )
 @job(CLOSED, ranks=3, environment=QUIET)
 def test_late_calls_raise_on_all_ranks_that_wait(
@@ -318,7 +321,7 @@ def test_late_calls_raise_where_mpi_is_tested(ended: Ended) -> None:
                 dist.broadcast(x, root, group=g) if root else dist.all_reduce(x, group=g)
             except dist.CollectiveTimeoutError as error:
                 assert "timeout of 0.7 s" in str(error), error
-                known = r"ranks? [^:;]*3: (not here, last in call 70|in call )"
+                known = r"ranks? [^:;]*3: (not in this call, last in call 70|in call )"
                 assert rank < 2 or re.search(known, str(error)), error
             else:
                 say("no error")
@@ -369,7 +372,7 @@ def test_a_late_group_is_not_made(ended: Ended) -> None:
 """, environment={"MPICOLL_SHARED_MEMORY": "0", "MPICOLL_TIMEOUT_GRACE": "1.5"})  # fmt: skip
 def test_what_mpi_cannot_take_back_ends_the_job(ended: Ended) -> None:
     ended.badly(
-        "dist.all_reduce(x)", "timeout of 1 s", "cannot take it back", "1.5 s more",
+        "dist.all_reduce(x)", "timeout of 1 s", "is blocked inside MPI", "1.5 s more",
         "MPICOLL_TIMEOUT_GRACE", "MPICOLL_TESTED_CALLS", "MPICOLL_DEBUG=DETAIL",
     )  # fmt: skip
     assert ended.seconds > 2.5

@@ -363,7 +363,7 @@ def monitored_barrier(
     Raises CollectiveTimeoutError on all ranks if a rank is missing. The message of rank 0 of the
     group has the global ranks that are missing.
     """
-    from mpicoll.watch.monitored_barrier import wait_for_ranks
+    from mpicoll.api.monitored_barrier import wait_for_ranks
 
     given = parse_timeout(timeout, None, "monitored_barrier")
     member = resolve(group)

@@ -21,8 +21,8 @@ from mpicoll.errors import (
     MismatchError,
     UnsupportedError,
 )
-from mpicoll.launch import newcomers
-from mpicoll.watch import lost_ranks
+from mpicoll.failures import lost_ranks
+from mpicoll.launch import spawned_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -63,7 +63,7 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
             f"{_WHERE}: command: expected a list of arguments of `python`, such as "
             f"['job.py', '--option'], or None, got {command!r}"
         )
-    if problem := lifecycle.met_elsewhere() or newcomers.why_not():
+    if problem := lifecycle.met_elsewhere() or spawned_ranks.why_not():
         raise UnsupportedError(
             f"{_WHERE}: not supported in this job: {problem}; start the job with mpirun, or with "
             "all ranks that it may need"
@@ -72,14 +72,14 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
     words, folder = _agree_to_start(old, count, command, outlives)
 
     def grow() -> MPI.Intracomm:
-        inter = newcomers.start(old.inner, count, words, folder, old.timeout)
+        inter = spawned_ranks.start(old.inner, count, words, folder, old.timeout)
         wrong, raised = "", None
         if old.rank() == 0:
             try:
-                wrong = newcomers.wait(inter, count, outlives, old.timeout, old.check_whole)
+                wrong = spawned_ranks.wait(inter, count, outlives, old.timeout, old.check_whole)
             except BaseException as error:  # the other ranks wait for the broadcast
                 wrong, raised = f"rank 0: {type(error).__name__}: {error}", error
-        message = np.zeros(newcomers.WORDS, np.uint8)
+        message = np.zeros(spawned_ranks.WORDS, np.uint8)
         encoded = np.frombuffer(wrong.encode()[: message.size], np.uint8)
         message[: encoded.size] = encoded
         try:
@@ -90,9 +90,9 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
             raise
         finally:
             if old.rank() == 0:
-                newcomers.answer(inter, wrong)
+                spawned_ranks.answer(inter, wrong)
         wrong = message.tobytes().rstrip(b"\0").decode("utf-8", "replace")
-        return newcomers.merge(inter, wrong, raised)
+        return spawned_ranks.merge(inter, wrong, raised)
 
     return lifecycle.begin_again(execute.run_in_order(old, _WHERE, grow, keeps_time=True))
 
@@ -107,17 +107,17 @@ def _agree_to_start(
 ) -> tuple[list[str], str]:
     """Wait for all ranks and check that they can continue. Raises on all ranks if one cannot.
 
-    Returns the result of ``newcomers.find_command`` on rank 0, and an empty command on other ranks.
+    Returns the result of ``spawned_ranks.find_command`` on rank 0, elsewhere an empty command.
     """
     own_state, words, folder, end = _READY, list[str](), "", deadline(group.timeout)
     others = [one for one in state.groups if one is not group]
     if not all(
-        one.finish(THREAD_EXIT_TIMEOUT_S if one.broken else _remaining_s(end)) for one in others
+        one.finish(THREAD_EXIT_TIMEOUT_S if one.error else _remaining_s(end)) for one in others
     ):
         own_state = _PENDING
     elif group.rank() == 0:
         try:
-            words, folder = newcomers.find_command(command, outlives)
+            words, folder = spawned_ranks.find_command(command, outlives)
         except ArgumentError:
             own_state = _NO_PROGRAM
         except OSError:

@@ -33,30 +33,29 @@ from mpicoll.errors import (
     NotInitializedError,
     UnsupportedError,
 )
+from mpicoll.failures import lost_ranks, monitor_client, rank_status
+from mpicoll.failures.termination import end_job
+from mpicoll.failures.watchdog import Watchdog
 from mpicoll.launch.exit_hooks import exit_code, keep_exit_code
 from mpicoll.launch.serialized_mpi import plain
 from mpicoll.output import write_lines
-from mpicoll.watch import guarding, lost_ranks, rank_status
-from mpicoll.watch.termination import end_job
-from mpicoll.watch.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "abandon",
+    "abort",
+    "abort_group",
     "begin",
     "begin_again",
+    "close_group",
     "destroy_process_group",
-    "end",
     "get_backend",
     "get_backend_config",
     "get_node_local_rank",
     "get_pg_count",
-    "give_up",
     "init_process_group",
     "is_initialized",
-    "leave",
     "met_elsewhere",
     "node_size",
     "resolve_member",
@@ -318,14 +317,13 @@ def begin(
             assert _watchdog is not None
             _discover_node(inner, _watchdog)
             ranks = range(inner.Get_size())
-            state.made = 0
             is_lent = given is not None or communicators.spans_world(plain(world))
             lent = plain(world) if is_lent else None  # else it is freed at the end of this block
-            state.default = groups.register(
-                ProcessGroup(
-                    inner, messages, ranks, backend, limit, name, "default_pg", lent, level
-                )
+            made = ProcessGroup(
+                inner, messages, ranks, backend, limit, name, "default_pg", lent, level
             )
+            groups.register(made)
+            state.set_default(made)
     except BaseException:
         lost_ranks.stop()
         if _watchdog is not None:
@@ -335,7 +333,7 @@ def begin(
         if session is not None and not has_begun:  # all ranks have raised
             session.send("free")
         raise
-    return state.default
+    return made
 
 
 #: Ranks in MPI_COMM_WORLD of the latest default group, in its order.
@@ -351,7 +349,7 @@ def _renumber(world: MPI.Intracomm) -> None:
     has_changed = array("i", [bool(_members) and members != _members])
     world.Allreduce(MPI.IN_PLACE, [has_changed, MPI.INT], MPI.MAX)
     if has_changed[0]:
-        guarding.renew()
+        monitor_client.renew()
     _members = members
 
 
@@ -367,9 +365,9 @@ def begin_again(comm: MPI.Intracomm) -> ProcessGroup:
     """
     old = default_group()
     for group in reversed(list(state.groups)):
-        end(group)
+        close_group(group)
     _reset()
-    guarding.renew()
+    monitor_client.renew()
     _members.clear()
     return begin(old.backend, old.timeout, _name, comm=comm, reproducible=old.reproducible)
 
@@ -385,7 +383,7 @@ def _discover_node(comm: MPI.Intracomm, watchdog: Watchdog) -> None:
 
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     _node = (node.Get_rank(), node.Get_size())
-    guarding.start(comm, node, watchdog.native_id)
+    monitor_client.start(comm, node, watchdog.native_id)
     node.Free()
     host = launch.master_address(comm)
     vendor, version = MPI.get_vendor()
@@ -449,19 +447,19 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     for one in state.groups if chosen is default else (chosen,):
         one.check_outside("destroy_process_group")
     if chosen is not default:
-        end(chosen)
-        _raise_unheard([chosen])
+        close_group(chosen)
+        _raise_pending_errors([chosen])
         return
-    until = time.monotonic() + rank_status.DESTROY_TIMEOUT
+    until = time.monotonic() + rank_status.DESTROY_TIMEOUT_S
     living = [*(one for one in reversed(list(state.groups)) if one is not default), default]
-    wrong = [end(one, until=until) for one in living]
+    wrong = [close_group(one, until=until) for one in living]
     _forget_groups()
     if any(wrong):
         raise MismatchError(f"destroy_process_group: {' | '.join(filter(None, wrong))}")
-    _raise_unheard(living)
+    _raise_pending_errors(living)
 
 
-def _raise_unheard(groups: Sequence[ProcessGroup]) -> None:
+def _raise_pending_errors(groups: Sequence[ProcessGroup]) -> None:
     """Raise the pending device error of a group that has ended, if any."""
     found = [_found_at_end.pop(group) for group in groups if group in _found_at_end]
     if found:
@@ -482,7 +480,7 @@ def _until_the_end() -> Iterator[ProcessGroup]:
             # Before the devices are notified: other ranks check status messages first.
             for group in state.groups:
                 rank_status.send(group, rank_status.EXITING)
-            abandon(state.default)
+            abort(state.default)
         raise
     if state.default is not None:  # else the program has destroyed it
         destroy_process_group()
@@ -503,9 +501,7 @@ def _forget_groups() -> None:
 def _reset() -> None:
     """Reset the module state of groups."""
     global _node
-    state.default = None
-    state.made = 0
-    state.local.clear()
+    state.reset()
     _node = None
     point_to_point.stop_polling()
     lost_ranks.stop()
@@ -513,13 +509,15 @@ def _reset() -> None:
 
 def _sign_off() -> None:
     """Notify the launch server, if any, and the node monitor that this rank is finished."""
-    guarding.leave()
+    monitor_client.sign_off()
     session = launch.current()
     if session is not None:
         session.send("free")
 
 
-def end(group: ProcessGroup, limit: float = _DESTROY_TIMEOUT_S, until: float | None = None) -> str:
+def close_group(
+    group: ProcessGroup, limit: float = _DESTROY_TIMEOUT_S, until: float | None = None
+) -> str:
     """Wait for pending work of a group, free its communicators and remove it.
 
     until: given when all groups end: time (time.monotonic) until which to compare the calls of all
@@ -528,39 +526,39 @@ def end(group: ProcessGroup, limit: float = _DESTROY_TIMEOUT_S, until: float | N
     Does not wait again for work that has timed out: it stays pending.
     """
     if lost_ranks.is_fault_tolerant() and lost_ranks.check(group):
-        _give_up(group, "has lost a rank")
+        abort_group(group, "has lost a rank")
         if launch.skip_finalize():
             _leave_out_mpi()
         return ""
-    if group.broken or any(work.has_timed_out for work in group.pending):
+    if group.error or any(work.has_timed_out for work in group.pending):
         limit = THREAD_EXIT_TIMEOUT_S
     if not group.finish(limit):
-        if group.broken or all(work.has_timed_out for work in group.pending):
-            _give_up(group, "ended while it was pending, beyond its timeout")
+        if group.error or all(work.has_timed_out for work in group.pending):
+            abort_group(group, "ended while it was pending, beyond its timeout")
             return ""
         raise CollectiveTimeoutError(
             f"destroy_process_group: {group.group_name}: timed out: async work is still pending "
             f"after {limit:g} s, because another rank did not make the call. Wait for every Work "
             "before destroying the group"
         )
-    group.look(wait=True)
-    if group.unheard is not None:  # destroy_process_group raises it
-        _found_at_end[group], group.unheard = group.unheard, None
-    if group.broken:
+    group.check_device_errors(wait=True)
+    if group.pending_error is not None:  # destroy_process_group raises it
+        _found_at_end[group], group.pending_error = group.pending_error, None
+    if group.error:
         limit = THREAD_EXIT_TIMEOUT_S
-    if not group.broken and sys.exc_info()[1] is None:
+    if not group.error and sys.exc_info()[1] is None:
         windows.free_all(group)
-    if group.broken:
+    if group.error:
         for work in list(group.in_flight):
             work.abandon(group.failure())
     else:
         point_to_point.drain(group, limit)
     try:
-        if group.broken:
+        if group.error:
             group.resources.leave()  # do not wait for ranks that have left
         group.resources.close(limit)
     finally:
-        clean, wrong = (not group.broken, "")
+        clean, wrong = (not group.error, "")
         if until is not None and clean and sys.exc_info()[1] is None:
             clean, wrong = rank_status.compare_at_destroy(group, until)
         rank_status.receive(group)
@@ -580,29 +578,30 @@ _found_at_end: dict[ProcessGroup, DistBackendError] = {}
 _not_freed: list[ProcessGroup] = []
 
 
-def abandon(group: ProcessGroup) -> None:
+def abort(group: ProcessGroup) -> None:
     """End a group without waiting: pending calls raise. For the default group, end all groups."""
     chosen = list(state.groups) if group is state.default else [group]
     for one in reversed(chosen):
-        _give_up(one, "was aborted")
+        abort_group(one)
     if group is state.default:
         _forget_groups()
 
 
-def give_up(group: ProcessGroup, why: str = "was aborted") -> None:
+def _fail_pending(group: ProcessGroup, why: str) -> None:
     """Fail the pending work of a group."""
     error = DistBackendError(f"process group {group.group_name!r} {why}")
     for work in [*group.pending, *group.in_flight]:
         work.abandon(error)
 
 
-def _give_up(group: ProcessGroup, why: str) -> None:
+def abort_group(group: ProcessGroup, why: str = "was aborted") -> None:
+    """End a group without waiting for pending work, whose waiters get an error."""
     group.close()  # first, so that no further call begins
-    give_up(group, why)
-    leave(group)
+    _fail_pending(group, why)
+    _drop(group)
 
 
-def leave(group: ProcessGroup) -> None:
+def _drop(group: ProcessGroup) -> None:
     """Remove a group without waiting for its pending work.
 
     A thread that is blocked in MPI stays there. MPI cannot be finalized, so the process exits
@@ -642,12 +641,12 @@ def _close_quietly() -> None:
     watchdog, _watchdog = _watchdog, None
     living = list(state.groups)
     for group in living:
-        if group.broken:
+        if group.error:
             continue  # its calls have raised the reason
         try:
             done = group.finish(_DESTROY_TIMEOUT_S)
             point_to_point.drain(group, _DESTROY_TIMEOUT_S)
-            group.look(wait=True)
+            group.check_device_errors(wait=True)
         except MpicollError:
             done = False
         if not done:
@@ -656,9 +655,9 @@ def _close_quietly() -> None:
                 "that other ranks have not joined; ending the job"
             )
             end_job(1)
-    unheard = [group.unheard for group in living if group.unheard is not None]
-    if unheard:
-        write_lines(f"mpicoll: {unheard[0]}; ending the job")
+    pending_error = [group.pending_error for group in living if group.pending_error is not None]
+    if pending_error:
+        write_lines(f"mpicoll: {pending_error[0]}; ending the job")
         end_job(1)
     for group in living:
         rank_status.send(group, rank_status.EXITING)
@@ -675,6 +674,4 @@ def _finalizing() -> None:
     _close_quietly()
     for group in state.groups:
         group.close(NotInitializedError)
-    state.groups.clear()
-    state.default = None
-    state.finalized = True
+    state.finalize()

@@ -33,7 +33,7 @@ from mpicoll.errors import (
     MPIError,
     UnsupportedError,
 )
-from mpicoll.watch import lost_ranks
+from mpicoll.failures import lost_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -274,7 +274,7 @@ class Reconfigurable:
         is_idle = (
             old is not None
             and old.closed is None
-            and not (old.busy() or old.in_flight or old.broken)
+            and not (old.busy() or old.in_flight or old.error)
         )
         own = [self._uuid if is_idle else -1, old.size() if is_idle and old is not None else 0]
         gathered = np.empty((made.size(), 2), np.int64)
@@ -282,6 +282,6 @@ class Reconfigurable:
         if old is None or old.closed is not None:
             return
         if is_idle and gathered[:, 0].tolist().count(self._uuid) == old.size():
-            lifecycle.end(old)
+            lifecycle.close_group(old)
         else:
-            lifecycle.abandon(old)
+            lifecycle.abort(old)

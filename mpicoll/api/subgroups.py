@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpicoll import communicators
-from mpicoll.api.lifecycle import end, give_up, leave, node_size, resolve_member
+from mpicoll.api.lifecycle import abort_group, close_group, node_size, resolve_member
 from mpicoll.core import backends, groups
 from mpicoll.core.backends import Backend
 from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
@@ -19,9 +19,9 @@ from mpicoll.core.reproducible import parse as parse_reproducible
 from mpicoll.core.work import parse_timeout
 from mpicoll.dispatch import execute
 from mpicoll.errors import ArgumentError, ArgumentTypeError, MpicollError
+from mpicoll.failures import lost_ranks
 from mpicoll.launch.serialized_mpi import plain
 from mpicoll.output import format_count
-from mpicoll.watch import lost_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -104,8 +104,7 @@ def new_group(
         same = state.local[tuple(members)] = state.local.get(tuple(members), 0) + 1
         name = f"local:{','.join(map(str, members))}:{same}"
     else:
-        state.made += 1
-        name = str(state.made)
+        name = str(state.count_group())
     if world.rank() not in members:
         if use_local_synchronization:
             return None
@@ -408,10 +407,9 @@ def shrink_group(
     old.splits += 1
     for one in [*others, old] if is_default else [old]:
         if shrink_flags == SHRINK_ABORT:
-            give_up(one)
-            leave(one)
+            abort_group(one)
         else:
-            end(one)
+            close_group(one)
     if is_default:
-        state.default = made
+        state.set_default(made)
     return made

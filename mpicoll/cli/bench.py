@@ -190,7 +190,7 @@ def _with_ranks(options: argparse.Namespace) -> int:
     from mpicoll.cli.bench_calls import MEMORIES
     from mpicoll.cli.bench_others import OTHERS, Other, Route
     from mpicoll.cli.bench_table import Bench
-    from mpicoll.watch.consistency import FIRST
+    from mpicoll.failures.consistency import FIRST
 
     comm = MPI.COMM_WORLD.Dup()
     comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises exceptions

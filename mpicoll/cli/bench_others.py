@@ -277,11 +277,11 @@ class Route(Other):
             return
         before_value = os.environ.get(eligibility.FORCED)
         os.environ[eligibility.FORCED] = self._name
-        capabilities._known = None  # it has cached the variable
+        capabilities.forget()  # it has cached the variable
         try:
             yield
         finally:
-            capabilities._known = None
+            capabilities.forget()
             del os.environ[eligibility.FORCED]
             if before_value is not None:
                 os.environ[eligibility.FORCED] = before_value

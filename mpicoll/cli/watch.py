@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mpicoll import cli
-from mpicoll.watch import guard, json_lines, report
+from mpicoll import cli, line_protocol
+from mpicoll.failures import node_monitor, report
 
 __all__ = ["add_arguments", "run"]
 
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     path, job = next(iter(heads.items()))
     try:
         # Short reports also need stacks, for ranks outside of calls.
-        answer = json_lines.ask(path, {"ask": "snapshots", "stacks": "all"})
+        answer = line_protocol.ask(path, {"ask": "snapshots", "stacks": "all"})
     except OSError as error:
         return cli.refuse("watch", f"job {job['job']} does not answer: {error}", True, 1)
     if options.json:
@@ -69,9 +69,9 @@ def run(options: argparse.Namespace) -> int:
 def _find_jobs() -> dict[Path, dict[str, Any]]:
     """Return the jobs of the node monitors on this node, by socket."""
     found = {}
-    for path in sorted(guard.find_folder().glob(f"*{guard.SOCKETS}")):
+    for path in sorted(node_monitor.find_folder().glob(f"*{node_monitor.SOCKETS}")):
         try:
-            found[path] = json_lines.ask(path, {"ask": "job"})
+            found[path] = line_protocol.ask(path, {"ask": "job"})
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)  # left by a node monitor that was killed
         except OSError:

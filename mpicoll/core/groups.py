@@ -10,11 +10,13 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import communicators, launch, settings
 from mpicoll.core import reproducible as levels
 from mpicoll.core.indices import check_index
+from mpicoll.core.observers import observers
 from mpicoll.core.progress import Worker
 from mpicoll.core.resources import Resources
 from mpicoll.errors import (
@@ -23,6 +25,7 @@ from mpicoll.errors import (
     CollectiveTimeoutError,
     DistBackendError,
     ForkedError,
+    LostRankError,
     MismatchError,
     NotInitializedError,
 )
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GroupMember",
+    "GroupState",
     "ProcessGroup",
     "create",
     "default_group",
@@ -49,6 +53,14 @@ __all__ = [
 ]
 
 
+class GroupState(Enum):
+    """The state of a group on this rank: OPEN, then FAILED after an error, then CLOSED."""
+
+    OPEN = "open"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
 class ProcessGroup(Calls):
     """A group of ranks that call collectives together. Created by init_process_group and new_group.
 
@@ -62,11 +74,11 @@ class ProcessGroup(Calls):
     # inner:    communicator of collectives, including their internal exchanges.
     # tested:   the same communicator, with calls that raise if the group fails.
     # messages: communicator of the user's messages, so that tags do not collide.
-    # message_history: latest messages of the user; see watch/flight_record.py.
+    # message_history: latest messages of the user; see failures/flight_record.py.
     # in_flight: incomplete messages of the user.
     # held_back: messages to send, in order, while the first is not ready.
     # pending:  incomplete async collectives.
-    # statuses: latest status messages of other ranks; see watch/rank_status.py.
+    # statuses: latest status messages of other ranks; see failures/rank_status.py.
     # object_tag, leave_tag: tags of object messages and of status messages; the user's tags are
     #           lower.
     # plans:    cached plans by (primitive, dtype, operation).
@@ -76,14 +88,13 @@ class ProcessGroup(Calls):
     # keeps_time: the running collective enforces its own timeout.
     # unmet:    calls that only enqueue work in streams, since the latest comparison.
     # stride:   number of calls that are compared together.
-    # agree:    compares one call with other ranks through shared memory; None if there is none, or
-    #           not yet. See watch/consistency.py.
-    # broken:   why the group can no longer be used; None if it can.
-    # ask_devices: returns why calls that were only put into streams have ended there without their
-    #           results, None if none has, as far as is known; takes whether to wait until the
-    #           devices are done. None where no call of the group can end so.
-    # unheard:  the same as ``broken`` from when devices have broken the group until a call raises
-    #           it.
+    # agree:    compares one call (kind, sizes) with the other ranks' calls in shared memory; None
+    #           if the ranks share no memory. See ``compare_by``.
+    # error:    why the group is FAILED; None while it is OPEN. See ``fail``.
+    # closed:   the class of the error that calls raise on a CLOSED group; None before.
+    # device_error: returns the error of device work that ended without its results, None if none
+    #           is known; takes whether to wait for the devices. None if the group has no such work.
+    # pending_error: an error of devices that no call has raised yet; None for none.
     # whole:    the user's group, if this is an internal group of a route; else None.
     # doing, doing_on: description ("" if idle) and thread of a running call without a call record.
     # monitored, splits: number of monitored barriers and of splits, used in their names.
@@ -125,9 +136,10 @@ class ProcessGroup(Calls):
         self.agree: Callable[[int, int], None] | None = None
         self.formed = 0
         self.keeps_time = False
-        self.broken: DistBackendError | None = None
-        self.ask_devices: Callable[[bool], DistBackendError | None] | None = None
-        self.unheard: DistBackendError | None = None
+        self.error: DistBackendError | None = None
+        self._failing = threading.Lock()
+        self.device_error: Callable[[bool], DistBackendError | None] | None = None
+        self.pending_error: DistBackendError | None = None
         self.whole: ProcessGroup | None = None
         self.doing, self.doing_on = "", 0
         self.monitored = 0
@@ -256,59 +268,78 @@ class ProcessGroup(Calls):
         One that has lost a rank is what survivors make groups of.
         """
         self.check_open()
-        if isinstance(self.broken, CollectiveTimeoutError):
+        if isinstance(self.error, CollectiveTimeoutError):
             raise self.failure()
 
-    def break_with(self, error: DistBackendError) -> None:
-        """Make every later call on the group raise an error.
+    @property
+    def state(self) -> GroupState:
+        """Return the group's state on this rank."""
+        if self.closed is not None:
+            return GroupState.CLOSED
+        return GroupState.OPEN if self.error is None else GroupState.FAILED
 
-        error: what they raise copies of.
+    def fail(self, error: DistBackendError, pending: bool = False) -> bool:
+        """Change the state from OPEN to FAILED: every later call raises a copy of ``error``.
+
+        The first error counts, except that a LostRankError replaces any other one, because
+        survivors can then shrink the group. ``failures.fail`` also notifies other ranks.
+
+        error: later calls raise copies of it.
+        pending: the error is of devices, and no call waits that would raise it.
+
+        Returns False if nothing has changed: the group was FAILED or CLOSED before.
         """
-        self.broken = error
-        self.next_check = 0  # where each call looks whether the group is broken
-        self.forget_fast_paths()
+        with self._failing:
+            known = self.error
+            if self.closed is not None or (
+                known is not None
+                and (isinstance(known, LostRankError) or not isinstance(error, LostRankError))
+            ):
+                return False
+            if pending:
+                self.pending_error = error  # first: calls raise the error as soon as it is set
+            self.error = error
+            self.next_check = 0  # each call then enters the comparison, which raises the error
+            self.forget_fast_paths()
+            return True
 
-    def look(self, wait: bool = False) -> None:
-        """Break the group if devices have ended calls of it without their results.
+    def check_device_errors(self, wait: bool = False) -> None:
+        """Fail the group if device work has ended without its results.
 
-        wait: until the devices are done.
+        wait: wait until the devices are done.
         """
-        if self.ask_devices is not None and self.broken is None:
-            error = self.ask_devices(wait)
-            if error is not None and self.broken is None:
-                self.unheard = error  # first: as soon as it is broken, calls raise that
-                self.break_with(error)
+        if self.device_error is not None and self.error is None:
+            error = self.device_error(wait)
+            if error is not None:
+                self.fail(error, pending=True)
 
     def find_failure(self) -> DistBackendError | None:
-        """Return the error with which a call that was only put into streams has ended.
+        """Return the known error of device work that ended without its results, None for none."""
+        self.check_device_errors()
+        return self.failure() if self.error is not None and self.device_error is not None else None
 
-        Returns None if there is none, as far as is known.
-        """
-        self.look()
-        return self.failure() if self.broken is not None and self.ask_devices is not None else None
+    def fail_after_signal(self, interruption: BaseException) -> None:
+        """Fail the group: a signal handler raised an exception in a call, which this rank has left.
 
-    def break_after(self, interruption: BaseException) -> None:
-        """Make every later call raise: this rank has left one in which a signal's handler raised.
-
-        interruption: what it has raised.
+        interruption: the exception.
         """
         whole = self.whole or self
         error = DistBackendError(
-            f"group {whole.group_name}: a signal's handler has raised "
-            f"{type(interruption).__name__} in call {whole.sequence}, which this rank has left; "
-            "the group cannot be used any more"
+            f"group {whole.group_name}: a signal handler raised {type(interruption).__name__} in "
+            f"call {whole.sequence}, which this rank has left; the group has failed. Create a new "
+            "group with new_group"
         )
         for one in {whole, self}:
-            one.break_with(error)
+            one.fail(error)
 
     def wait_for(self, request: MPI.Request, status: MPI.Status | None = None) -> None:
-        """Wait for a request of MPI while the group is whole.
+        """Wait for an MPI request while the group is OPEN.
 
         request: of one of the group's communicators.
-        status: receives the message's status; None where it is not needed.
+        status: receives the message's status; None if it is not needed.
 
-        Raises the group's error if it is broken meanwhile. The request then goes on, and what the
-        callers' frames hold, its buffers among it, lives as long as the process.
+        Raises the group's error if it fails meanwhile. The request then stays active, and the
+        objects in the callers' frames, such as its buffers, are kept for the life of the process.
         """
         try:
             for _ in range(_TEST_COUNT):
@@ -316,7 +347,7 @@ class ProcessGroup(Calls):
                     return
             sleep_after = time.monotonic() + _YIELD_S
             while not request.Test(status):
-                if self.broken is not None:
+                if self.error is not None:
                     raise self.failure()
                 if time.monotonic() < sleep_after:
                     os.sched_yield()
@@ -326,33 +357,42 @@ class ProcessGroup(Calls):
             raise
         except BaseException as error:
             _left_behind.append((request, error))
-            if self.broken is None:
-                self.break_after(error)
+            if self.error is None:
+                self.fail_after_signal(error)
             raise
 
     @property
     def tested(self) -> MPI.Intracomm:
-        """Return ``inner`` with calls that raise the group's error if it is broken while they wait.
+        """Return ``inner`` with calls that raise the group's error if it fails while they wait.
 
-        For what is not worth a microsecond: they take that much longer.
+        Each call takes about 1 µs longer.
         """
         return tested(self.inner, self.wait_for)
 
     def failure(self) -> DistBackendError:
-        """Return a copy of the error that broke the group, without its traceback, to be raised."""
-        assert self.broken is not None
-        self.unheard = None
-        return copy(self.broken)
+        """Return a copy of the group's error, without its traceback, to be raised."""
+        assert self.error is not None
+        self.pending_error = None
+        return copy(self.error)
+
+    def compare_by(self, agree: Callable[[int, int], None]) -> None:
+        """Compare each call in shared memory from now on, and keep no record of calls.
+
+        agree: compares a call of a kind and sizes with the other ranks' calls.
+        """
+        self.agree = agree
+        self.compare_each()
 
     def close(self, error: type[Exception] = ArgumentError) -> None:
-        """Make every later call on the group raise ``error``."""
+        """Change the state to CLOSED: every later call raises ``error``."""
         self.closed = error
         self.plans = {}
         self.agree = None
-        if self.ask_devices is not None:
-            self.ask_devices = _ask_nobody  # what it asks has memory of devices
+        if self.device_error is not None:
+            self.device_error = _no_device_error  # the old function holds device memory
         self.forget_fast_paths()
-        state.withdraw(self)
+        for observer in observers:
+            observer.group_closed(self)
 
     def __repr__(self) -> str:
         return (
@@ -361,8 +401,8 @@ class ProcessGroup(Calls):
         )
 
 
-def _ask_nobody(wait: bool) -> None:
-    pass
+def _no_device_error(wait: bool) -> None:
+    return None
 
 
 def _record_length() -> int:
@@ -440,10 +480,6 @@ _WITHOUT_MPI: dict[type[Exception], str] = {
 }
 
 
-def _do_nothing(group: ProcessGroup) -> None:
-    pass
-
-
 class _State:
     """The open groups of this process."""
 
@@ -455,9 +491,27 @@ class _State:
         self.forked = False
         self.finalized = False
         self.run_task: Callable[..., Any]  # see set_task_runner
-        #: Let others see a group's calls, and no more: of watch/guarding.py.
-        self.publish: Callable[[ProcessGroup], None] = _do_nothing
-        self.withdraw: Callable[[ProcessGroup], None] = _do_nothing
+
+    def set_default(self, group: ProcessGroup) -> None:
+        """Set the default group, or replace it."""
+        self.default = group
+
+    def reset(self) -> None:
+        """Forget all groups: the default group is closed."""
+        self.default = None
+        self.groups.clear()
+        self.local.clear()
+        self.made = 0
+
+    def finalize(self) -> None:
+        """Forget all groups because the program has finalized MPI."""
+        self.reset()
+        self.finalized = True
+
+    def count_group(self) -> int:
+        """Count a new group; return its number since init, from 1 on."""
+        self.made += 1
+        return self.made
 
 
 state = _State()
@@ -537,7 +591,8 @@ def resolve(candidate: object) -> ProcessGroup | None:
 def register(made: ProcessGroup) -> ProcessGroup:
     """Add a new group to the list of open groups."""
     state.groups.append(made)
-    state.publish(made)
+    for observer in observers:
+        observer.group_opened(made)
     return made
 
 

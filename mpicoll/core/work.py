@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
+from mpicoll.core.observers import observers
 from mpicoll.core.progress import Worker
 from mpicoll.cuda.streams import Point, StreamOrder, poll_until
 from mpicoll.errors import (
@@ -183,10 +184,6 @@ CROWDED_PAUSE_S = 50e-6
 THREAD_EXIT_TIMEOUT_S = 0.5
 
 
-def at_timeout(why: str) -> None:
-    """Called when a Work exceeds the timeout of its group. Set by watch/flight_record.py."""
-
-
 #: Decides whether finish() or get_future() completes the Future of a Work.
 _future_lock = threading.Lock()
 
@@ -349,7 +346,8 @@ class Work:
         self.has_timed_out = True
         error = self._timeout_error(limit)
         if limit == self.limit:  # not a shorter timeout, after which the program may wait again
-            at_timeout(str(error))
+            for observer in observers:
+                observer.work_timed_out(str(error))
         return error
 
     def _timeout_error(self, limit: float | None) -> CollectiveTimeoutError:

@@ -96,6 +96,12 @@ _EVERYTHING = "sends, receives and reduces"
 _known: Capabilities | None = None
 
 
+def forget() -> None:
+    """Discover the capabilities anew when they are next needed."""
+    global _known
+    _known = None
+
+
 def discover(probes: bool = False, again: bool = False) -> Capabilities:
     """Return the capabilities of this process, with MPI running; kept once settled.
 

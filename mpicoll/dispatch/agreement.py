@@ -19,8 +19,8 @@ import mpicoll
 from mpicoll import control_messages, settings
 from mpicoll.dtypes import DTYPES, OPERATIONS
 from mpicoll.errors import LaunchError
+from mpicoll.failures.consistency import describe_by_rank
 from mpicoll.primitives import PRIMITIVES
-from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -32,7 +32,7 @@ _MODULES = (
     "control_messages", "core.array_pickles", "core.pickles", "core.signature", "dispatch.fusing",
     "dispatch.packing", "dtypes", "primitives",
 )  # fmt: skip
-_WATCHING = ("watch.consistency", "watch.rank_status", "watch.monitored_barrier")
+_WATCHING = ("failures.consistency", "failures.rank_status", "api.monitored_barrier")
 
 
 def agree(comm: MPI.Intracomm, mine: Mapping[str, str]) -> None:

@@ -29,10 +29,11 @@ from mpicoll.cuda.streams import StreamOrder
 from mpicoll.dispatch import fusing, packing
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import ArgumentError, MismatchError, MpicollError, MPIError
+from mpicoll.failures import consistency, flight_record, timeouts
+from mpicoll.failures.group_failure import fail_all_ranks
 from mpicoll.kernels.calls import Fallbacks, bind_fast_path
 from mpicoll.output import format_count, warn
 from mpicoll.primitives import Primitive
-from mpicoll.watch import consistency, flight_record, timeouts
 
 __all__ = ["find_root", "run", "run_all", "run_fast", "run_in_order", "submit", "warn_outside"]
 
@@ -260,7 +261,7 @@ def _run_queued(
 
 def _register_fast_path(plan: Plan, op: ReduceOp | None) -> None:
     """Register the native calls of a plan with its group; op: as the caller passed it."""
-    if plan.group.broken is not None:
+    if plan.group.error is not None:
         return
     primitive, native_calls = plan.primitive, plan.implementation.native_calls()
     plan.fast_path_registered = native_calls is not None
@@ -388,8 +389,8 @@ def perform(
         group.check_outside(call.name)
         group.lock.acquire()
     try:
-        if group.ask_devices is not None:
-            group.look()
+        if group.device_error is not None:
+            group.check_device_errors()
         if group.begin(call.kind, sizes, root, scheduled):
             _check(group)
         elif group.agree is not None and (root == LIST or not call.compares):
@@ -409,7 +410,7 @@ def perform(
         _unrecord_mismatch(error, call)
         flight_record.dump_after(told, group)
         if isinstance(told, MismatchError):
-            timeouts.give_up(group, told)
+            fail_all_ranks(group, told)
         raise told from error
     finally:
         group.end()
@@ -417,7 +418,7 @@ def perform(
 
 def _check(group: ProcessGroup) -> None:
     """Compare the group's recorded calls with the other ranks at the same call number."""
-    if group.broken is not None:  # before all ranks make shared memory
+    if group.error is not None:  # before all ranks make shared memory
         raise group.failure()
     if group.sequence >= consistency.FIRST:
         from mpicoll.routes import select  # loads MPI, which importing this module must not
@@ -494,7 +495,7 @@ def submit(
 ) -> Work:
     """Queue a task on the group's progress thread, or run it now if ``inline``."""
     group.check_outside(name)
-    expire = partial(timeouts.expire, group)
+    expire = partial(timeouts.fail_late_call, group)
     work = Work(_describe(name, group), outputs, group.timeout, orders, expire)
     if inline or (group.worker is not None and group.worker.is_current):
         # A callback of an earlier Work, on the progress thread, runs its calls right away.

@@ -147,6 +147,6 @@ def _context(group: ProcessGroup, index: int) -> DeviceContext:
         ("device", index),
         lambda: DeviceContext(runtime.get_runtime(), index),
         # After all ranks have closed an unbroken group, MPI holds no buffer of its calls.
-        close=lambda context, limit: context.close(limit, keep=group.broken is not None),
+        close=lambda context, limit: context.close(limit, keep=group.error is not None),
         abandon=DeviceContext.abandon,
     )

@@ -28,8 +28,8 @@ from mpicoll.errors import (
     MismatchError,
     MPIError,
 )
+from mpicoll.failures import flight_record, monitor_client, rank_status
 from mpicoll.output import format_count
-from mpicoll.watch import flight_record, guarding, rank_status
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -271,7 +271,7 @@ class MessageWork(Work):
 
     def _check_peer(self) -> None:
         """End the wait for a rank that has ended, or in a broken group, after one last test."""
-        if self._group.broken is not None and not self.poll():
+        if self._group.error is not None and not self.poll():
             self._give_up(self._group.failure())
             return
         self._check_dtype()
@@ -399,7 +399,7 @@ def begin_message(
     """
     group.check_whole()
     view = adapters.build_view(tensor, receives, f"{name}: tensor")
-    guarding.say_message(group, peer, receives)
+    monitor_client.record_message(group, peer, receives)
     shown = group.object_tag if tag is None else tag
     entry = flight_record.enter_message(group, peer, shown, receives, view)
     work = _begin_view(group, name, view, peer, tag, receives)

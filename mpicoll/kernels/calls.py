@@ -84,8 +84,8 @@ class CallEntry(NamedTuple):
 _NEVER = (1 << 63) - 1
 
 
-#: A group's last call, mirrored in ``src/calls.c`` and watch/board.py, and the indices of fields
-#: that are written individually.
+#: A group's last call, mirrored in ``src/calls.c`` and failures/status_page.py, and the indices of
+#: fields that are written individually.
 _LastCall: type[ctypes.Array[ctypes.c_uint64]] = ctypes.c_uint64 * 8
 _INSIDE, _THREAD = 6, 7
 

@@ -24,10 +24,10 @@ from mpicoll.launch.launchers import (
     find_survival,
     is_launcher_variable,
 )
-from mpicoll.launch.newcomers import has_grown, join
 from mpicoll.launch.rendezvous import Rendezvous, loopback
 from mpicoll.launch.roll_call import run_on_each
 from mpicoll.launch.session import current
+from mpicoll.launch.spawned_ranks import has_grown, join
 from mpicoll.launch.world import (
     call_before_finalize,
     finalize_within,

@@ -2,7 +2,7 @@
 
 If one rank ends while other ranks wait inside MPI, these ranks wait for ever. ``import mpicoll``
 installs the hooks in each rank of a job, because other ranks may already wait in MPI_Init. A
-process group installs another ``RankEnd`` (``watch/termination.py``). After the groups have been
+process group installs another ``RankEnd`` (``failures/termination.py``). After the groups have been
 destroyed the hooks stay, because other ranks may wait in the next ``init_process_group``.
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import math
 import os
@@ -27,6 +26,7 @@ from mpicoll.launch.rendezvous import (
     loopback,
 )
 from mpicoll.launch.session import Session, set_current
+from mpicoll.line_protocol import is_proof, mac, nonce
 from mpicoll.signals import blocked_job_signals
 
 __all__ = ["SECRET", "join", "meet", "read_greeting", "read_line", "send_failure"]
@@ -123,7 +123,7 @@ def _gather(
     deadline = time.monotonic() + limit
     try:
         (pmi, watch), secret = _find(rendezvous, limit, deadline, node, ["pmi", "watch"])
-        job = server.mac(secret, "job")
+        job = mac(secret, "job")
         session = Session(watch, pmi.fileno(), rendezvous.rank, rendezvous.world_size, job)
         try:
             _await_all(session, limit, deadline)
@@ -313,17 +313,16 @@ def _connect(address: ServerAddress, role: str, rendezvous: Rendezvous, node: st
 def _introduce(
     sock: socket.socket, role: str, rendezvous: Rendezvous, node: str, secret: str
 ) -> None:
-    nonce = read_greeting(sock)
-    mine = secrets.token_hex(server.NONCE)
+    theirs, mine = read_greeting(sock), nonce()
     words = [role, str(rendezvous.rank), str(rendezvous.world_size), node, mine]
-    proof = server.mac(secret, "rank", nonce, *words)
+    proof = mac(secret, "rank", theirs, *words)
     sock.sendall(" ".join([*words, proof]).encode() + b"\n")
     answer, _, rest = read_line(sock).partition(" ")
     if answer == "taken":
         raise RankTakenError(f"another process says that it is rank {rendezvous.rank} of this job")
     if answer == "refused":
         raise LaunchError(f"{_WHERE}: rank {rendezvous.rank} of {rendezvous.world_size}: {rest}")
-    if answer != "ok" or not hmac.compare_digest(rest, server.mac(secret, "server", nonce, mine)):
+    if answer != "ok" or not is_proof(rest, secret, "server", theirs, mine):
         raise ServerNotFoundError("the server there does not have this job's secret", is_other=True)
     sock.settimeout(None)
 
@@ -333,10 +332,10 @@ def read_greeting(sock: socket.socket) -> str:
     sock.settimeout(_ANSWER)
     server.tune(sock)
     greeting = read_line(sock)
-    nonce = greeting.removeprefix(server.GREETING + " ")
-    if nonce == greeting:
+    theirs = greeting.removeprefix(server.GREETING + " ")
+    if theirs == greeting:
         raise ServerNotFoundError("something else listens there", is_other=True)
-    return nonce
+    return theirs
 
 
 def read_line(sock: socket.socket) -> str:

@@ -28,6 +28,7 @@ __all__ = [
     "call_together",
     "create_group",
     "create_window",
+    "dissemination_barrier",
     "plain",
     "serialize",
     "tested",
@@ -85,13 +86,13 @@ def call_together(
     lock = _lock_of(comm)
     wait = wait or (comm._wait if isinstance(comm, _Communicator) else _wait)
     ranks = range(comm.Get_size()) if members is None else members
-    _all_ready(comm, ranks, tag, wait, True)
+    dissemination_barrier(comm, ranks, tag, wait, True)
     if lock is not _lock:
         return call()
     while True:
         ready = _turn.acquire(blocking=False)
         try:
-            if _all_ready(comm, ranks, tag, wait, ready):
+            if dissemination_barrier(comm, ranks, tag, wait, ready):
                 with lock:
                     return call()
         finally:
@@ -100,13 +101,14 @@ def call_together(
         time.sleep(random.uniform(0, _LONGEST_RETRY))
 
 
-def _all_ready(
-    comm: MPI.Intracomm, ranks: Sequence[int], tag: int, wait: Wait, ready: bool
+def dissemination_barrier(
+    comm: MPI.Intracomm, ranks: Sequence[int], tag: int, wait: Wait, ready: bool = True
 ) -> bool:
-    """Return, on all ``ranks``, whether each of them is ``ready``.
+    """Return, once all ``ranks`` of ``comm`` have called, whether each of them is ``ready``.
 
-    A dissemination barrier (Hensgen, Finkel, Manber, International J. of Parallel Programming
-    17(1), 1988) whose messages say whether the ranks so far are ready.
+    wait: waits for a request by tests, and may raise instead: then this rank returns early.
+
+    Hensgen, Finkel, Manber, International J. of Parallel Programming 17(1), 1988.
     """
     n, me = len(ranks), ranks.index(comm.Get_rank())
     own = int(ready)
@@ -115,11 +117,19 @@ def _all_ready(
         theirs = bytearray(1)
         came = comm.Irecv(theirs, ranks[(me - distance) % n], tag)
         told = comm.Isend(bytearray([own]), ranks[(me + distance) % n], tag)
-        wait(came, None)
-        wait(told, None)
+        try:
+            wait(came, None)
+            wait(told, None)
+        except BaseException:
+            _unfinished.append((came, told))
+            raise
         own &= theirs[0]
         distance *= 2
     return bool(own)
+
+
+#: Requests of barriers that this rank has left. MPI may still use their buffers.
+_unfinished: list[tuple[MPI.Request, MPI.Request]] = []
 
 
 def create_group(

@@ -40,8 +40,6 @@ The words on a watch:
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import json
 import os
 import resource
@@ -50,12 +48,16 @@ import selectors
 import socket
 import sys
 import time
+from pathlib import Path
 
-__all__ = ["GREETING", "NONCE", "RUNS_MPI", "Server", "mac", "mapping"]
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parent.parent.parent)]
+
+from mpicoll.line_protocol import LineConnection, is_proof, mac
+
+__all__ = ["GREETING", "RUNS_MPI", "Server", "mapping"]
 
 GREETING = "mpicoll 1"
-#: Bytes of a nonce.
-NONCE = 16
 #: The node of ranks whose MPI runs already: they only exchange values by PMI's put and get.
 RUNS_MPI = "runs-mpi"
 #: Seconds within which a connection has to identify itself.
@@ -80,12 +82,6 @@ _ANSWERS = {
 }
 
 
-def mac(secret: str, *words: object) -> str:
-    """Return the proof that the sender of these words knows the secret."""
-    message = " ".join(map(str, words)).encode()
-    return hmac.new(secret.encode(), message, hashlib.sha256).hexdigest()
-
-
 def mapping(nodes: list[str]) -> str:
     """Format which rank is on which node as PMI does, from the nodes' names by rank.
 
@@ -102,18 +98,19 @@ def mapping(nodes: list[str]) -> str:
     return f"(vector,{','.join(f'({number},1,{ranks})' for number, ranks in blocks)})"
 
 
-class _Connection:
-    """One connection: what has come, what has to go out, and which rank is there."""
+class _Connection(LineConnection):
+    """A connection and the rank of its peer."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.inbox = bytearray()
-        self.outbox = bytearray()
-        self.since = time.monotonic()
-        self.nonce = secrets.token_hex(NONCE)
+        super().__init__(sock, _SHORT, _SHORT)
         self.role = ""
         self.rank = -1
-        self.is_closing = False  # once everything has gone out
+        self.is_closing = False  # once everything has been sent
+
+    def accept_rank(self, role: str, rank: int) -> None:
+        """Record that the peer has proved that it is a rank of the job."""
+        self.role, self.rank = role, rank
+        self.max_line_bytes, self.max_unread_bytes = _LONG, _UNREAD
 
 
 class Server:
@@ -211,58 +208,43 @@ class Server:
                 sock.close()
                 return
             tune(sock)
-            sock.setblocking(False)
             peer = _Connection(sock)
             self.connections.add(peer)
             self.selector.register(sock, selectors.EVENT_READ, peer)
             self._send(peer, f"{GREETING} {peer.nonce}")
 
     def _send(self, peer: _Connection, line: str) -> None:
-        peer.outbox += line.encode() + b"\n"
-        self._flush(peer)
+        if peer in self.connections:
+            try:
+                peer.send_line(line.encode())
+            except OSError:
+                self._drop(peer)
+            self._flush(peer)
 
     def _flush(self, peer: _Connection) -> None:
         if peer not in self.connections:
             return
         try:
-            sent = peer.sock.send(peer.outbox) if peer.outbox else 0
-        except BlockingIOError:
-            sent = 0
+            peer.flush()
         except OSError:
             self._drop(peer)
             return
-        del peer.outbox[:sent]
-        if len(peer.outbox) > (_UNREAD if peer.role else _SHORT) or (
-            peer.is_closing and not peer.outbox
-        ):
+        if peer.is_closing and not peer.has_unsent:
             self._drop(peer)
             return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_unsent else 0)
         self.selector.modify(peer.sock, events, peer)
 
     def _read(self, peer: _Connection) -> None:
         try:
-            data = peer.sock.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._drop(peer)
-            return
-        peer.inbox += data
-        while peer in self.connections and not peer.is_closing:
-            line, newline, rest = peer.inbox.partition(b"\n")
-            if len(line) > (_LONG if peer.role else _SHORT):
-                self._drop(peer)
-                return
-            if not newline:
-                return
-            peer.inbox = rest
-            try:
+            peer.fill()
+            while peer in self.connections and not peer.is_closing:
+                line = peer.take_line()
+                if line is None:
+                    return
                 self._handle(peer, line.decode("ascii").rstrip("\r"))
-            except Exception:  # no rank says this: it ends this connection alone
-                self._drop(peer)
+        except Exception:  # OSError, or a line that no rank sends
+            self._drop(peer)
 
     def _drop(self, peer: _Connection) -> None:
         if peer not in self.connections:
@@ -294,7 +276,7 @@ class Server:
 
     def _identify(self, peer: _Connection, line: str) -> None:
         *words, proof = line.split(" ")
-        if not hmac.compare_digest(proof, mac(self.secret, "rank", peer.nonce, *words)):
+        if not is_proof(proof, self.secret, "rank", peer.nonce, *words):
             self._drop(peer)
             return
         role, number, size, node, nonce = words
@@ -310,7 +292,7 @@ class Server:
             peer.is_closing = True
             self._send(peer, f"refused {why}" if why else "taken")
             return
-        peer.role, peer.rank = role, rank
+        peer.accept_rank(role, rank)
         known[rank] = peer
         self._send(peer, f"ok {mac(self.secret, 'server', peer.nonce, nonce)}")
         if role == "watch":

@@ -14,8 +14,8 @@ from mpicoll.core.groups import state
 from mpicoll.core.pickles import Bytes
 from mpicoll.dtypes import DType, by_name
 from mpicoll.errors import MismatchError, MPIError
+from mpicoll.failures import lost_ranks
 from mpicoll.output import format_count
-from mpicoll.watch import lost_ranks
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup

@@ -118,7 +118,7 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
 
     def get_error(self) -> Any:
         """Return COMM_ERROR (torch's ErrorType) if the group has failed, else SUCCESS."""
-        return C.ErrorType.COMM_ERROR if self.core.broken else SUCCESS
+        return C.ErrorType.COMM_ERROR if self.core.error else SUCCESS
 
     def abort(self) -> None:
         """Run the abort hooks, then end the group without waiting for pending operations."""

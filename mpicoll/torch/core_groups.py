@@ -204,7 +204,7 @@ def destroy(group: ProcessGroup) -> None:
 def abort(group: ProcessGroup) -> None:
     """End the group without waiting for pending operations."""
     if group.closed is None and group is not _base:
-        lifecycle.abandon(group)
+        lifecycle.abort(group)
     _destroy_base()
 
 

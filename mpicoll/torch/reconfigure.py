@@ -87,7 +87,7 @@ class ReconfigurableBackend(TorchBackend):
         self._call_abort_hooks()
         group = self._groups.group
         if group is not None and group.closed is None:
-            lifecycle.abandon(group)
+            lifecycle.abort(group)
 
     def shutdown(self) -> None:
         """End the current group and the use of MPI."""

@@ -58,7 +58,7 @@ class ProcessGroupMpicoll(ProcessGroupWrapper):  # type: ignore[misc]
     def errored(self) -> Exception | None:
         """Return the reason why the group must be configured again, or None."""
         core = self._groups.group
-        if self._aborted is None and core is not None and core.broken is not None:
+        if self._aborted is None and core is not None and core.error is not None:
             return core.failure()
         return self._aborted
 
@@ -68,7 +68,7 @@ class ProcessGroupMpicoll(ProcessGroupWrapper):  # type: ignore[misc]
         if errored:
             self._aborted = self.errored() or RuntimeError("the process group was aborted")
         if core is not None and core.closed is None:
-            lifecycle.abandon(core)
+            lifecycle.abort(core)
         self._pg = None
 
     def shutdown(self) -> None:

@@ -120,15 +120,14 @@ def main() -> None:
         future.wait()
 
     def beside() -> None:
-        """The part of the others in ``in_a_hook``."""
+        """Make the call that the other ranks need for ``in_a_hook``."""
         dist.all_reduce(np.ones(3), group=other)
 
     def in_order(first: object, then: object) -> None:
         for each in (first, then):
             dist.all_reduce(np.ones(5), group=each)  # type: ignore[arg-type]
 
-    # What the one rank does in place of its call, or before it (then it makes the call, too), and
-    # what the others do beside or in place of theirs.
+    # The faulty rank's action, whether it then makes its call, and the other ranks' action.
     happenings: dict[str, tuple[Callable[[], object], bool, Callable[[], object] | None]] = {
         "SIGKILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), False, None),
         "SIGSEGV": (die, False, None),

@@ -104,7 +104,10 @@ FAULTS = {
     "a bad argument": Fault(False, SOON, ("ArgumentTypeError: all_reduce",)),
     "late": Fault(True, SOON, (), ("objects",)),
     "never": Fault(
-        False, TIMEOUT, ("timeout of 4 s",), ("small", "small,mpi", "asynchronous", "message")
+        False,
+        TIMEOUT,
+        ("(timeout of|not complete within) 4 s",),
+        ("small", "small,mpi", "asynchronous", "message"),
     ),
     "another call": Fault(False, TIMEOUT, ("all_gather_object",), ("small", "small,mpi")),
     "another root": Fault(False, TIMEOUT, ("src 1",)),
@@ -117,13 +120,13 @@ FAULTS = {
 
 
 class Outcome(NamedTuple):
-    """What became of a job.
+    """The end of a job.
 
     code:    the launcher's exit code; None if it was still there after HANGS seconds.
     seconds: from what happened to the end of the launcher.
     ended:   ranks that came to their good end.
     words:   standard error.
-    left:    what was left of the job: processes, shared memory.
+    left:    remains of the job: processes, shared memory.
     """
 
     code: int | None
@@ -142,7 +145,7 @@ def find_command(launcher: str, mpiexec: str, ranks: int) -> list[str]:
 
 
 def watch(command: Sequence[str], fault: str, way: str) -> Outcome:
-    """Run a job and see what becomes of it.
+    """Run a job and return how it ends.
 
     command: as find_command returns it.
     """
@@ -209,7 +212,7 @@ def processes_left(name: str) -> list[str]:
 
 
 def end(name: str) -> None:
-    """End what is left of a job."""
+    """Kill the remaining processes of a job."""
     for pid in processes_of(name):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
@@ -222,7 +225,7 @@ REPORTED = re.compile(
 
 
 def judge(fault: str, ranks: int, found: Outcome, launcher: str = "mpirun") -> list[str]:
-    """Return what is not as FAULTS has it."""
+    """Return the differences from FAULTS."""
     expected, wrong = FAULTS[fault], []
     if found.code is None:
         return [f"it hung for {HANGS:g} s"]

@@ -16,8 +16,8 @@ from mpi4py import MPI
 import mpicoll as dist
 from mpicoll.cuda import binding
 from mpicoll.errors import DistBackendError
+from mpicoll.failures import consistency
 from mpicoll.kernels.peers import FAILED
-from mpicoll.watch import consistency
 
 pytestmark = pytest.mark.on_a_gpu
 

@@ -329,7 +329,7 @@ def test_messages_outlast_the_cache_of_their_datatypes(monkeypatch):
     assert [one[-1].Get_size() for one in made] == [21 + i % 40 for i in range(60)]
 
 
-# ---- Calls that do not belong together ---------------------------------------------------------
+# ---- Collective mismatches ------------------------------------------------------------------
 
 
 def test_ranks_that_send_less(late, world):

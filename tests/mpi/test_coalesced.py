@@ -29,9 +29,9 @@ from mpicoll.cuda import capabilities, runtime
 from mpicoll.dispatch import execute, fusing
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
+from mpicoll.failures import consistency
 from mpicoll.kernels import calls as short
 from mpicoll.primitives import by_name as primitives
-from mpicoll.watch import consistency
 
 pytestmark = pytest.mark.on_3
 

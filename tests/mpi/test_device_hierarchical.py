@@ -479,7 +479,7 @@ def test_a_rank_that_fails_along_the_rails(arrays, world, monkeypatch, mpi, plac
     else:
         with pytest.raises(DistBackendError):
             call()
-            while where.group.broken is None and time.monotonic() < begun + TIMEOUT / 2:
+            while where.group.error is None and time.monotonic() < begun + TIMEOUT / 2:
                 time.sleep(0.01)
             call()
     assert time.monotonic() < begun + TIMEOUT / 2
@@ -556,11 +556,11 @@ def test_a_group_that_is_broken(placed, mpi):
     levels, error = placed.agreed.states["hierarchical"], DistBackendError("a call has timed out")
     parts = [part for part in (levels.inside, levels.along) if part is not None]
     for part in (None, *parts):
-        assert (part or placed).group.broken is None
+        assert (part or placed).group.error is None
     mpi.Barrier()
-    placed.group.break_with(error)
+    placed.group.fail(error)
     placed.group.resources.leave()
     for part in parts:
-        assert part.group.broken is error
+        assert part.group.error is error
     with pytest.raises(DistBackendError, match="a call has timed out"):
         dist.barrier(group=placed.group)

@@ -185,7 +185,7 @@ def test_what_errors_have_left_behind_goes_with_the_group(on, monkeypatch, whole
     assert len(kept) >= 3 and len(streams._retained) == before
     monkeypatch.setattr(arrays.cuda, "combine", combine)
     if not whole:
-        group.break_with(DistBackendError("a call has timed out"))
+        group.fail(DistBackendError("a call has timed out"))
     dist.destroy_process_group(group)
     gc.collect()
     assert [one() is None for one in kept] == [whole] * len(kept)

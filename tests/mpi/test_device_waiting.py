@@ -23,9 +23,9 @@ from test_nccl import WithNccl
 import mpicoll as dist
 from mpicoll.cuda import capabilities, runtime, streams
 from mpicoll.errors import CollectiveTimeoutError, MismatchError, UnsupportedError
+from mpicoll.failures import consistency
 from mpicoll.routes import registry
 from mpicoll.routes.device import ipc, nccl
-from mpicoll.watch import consistency
 
 pytestmark = pytest.mark.on_3
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpicoll as dist
-from mpicoll.watch import consistency
+from mpicoll.failures import consistency
 
 
 @pytest.fixture(scope="module")

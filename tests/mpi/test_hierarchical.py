@@ -358,7 +358,7 @@ def test_a_handler_that_raises_in_a_node_breaks_the_whole_group(patch):
     dist.all_reduce(np.ones(5), group=group)
     memory = group.resources.find("hierarchical").memory()
     if memory is not None:
-        memory._group.break_after(KeyError())
-        with pytest.raises(dist.DistBackendError, match="has raised KeyError in call 1,"):
+        memory._group.fail_after_signal(KeyError())
+        with pytest.raises(dist.DistBackendError, match="raised KeyError in call 1,"):
             dist.all_reduce(np.ones(5), group=group)
     dist.destroy_process_group(group)

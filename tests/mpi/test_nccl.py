@@ -23,9 +23,9 @@ import mpicoll as dist
 from mpicoll.cuda import capabilities, runtime
 from mpicoll.dtypes import by_name
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, UnsupportedError
+from mpicoll.failures import consistency
 from mpicoll.routes import registry
 from mpicoll.routes.device import copy_engine, nccl
-from mpicoll.watch import consistency
 
 pytestmark = pytest.mark.any_mpi
 
@@ -418,7 +418,7 @@ def trouble(arrays, world, patch):
 def wait_until_broken(group):
     """As long as a watchdog takes."""
     end = time.monotonic() + TIMEOUT / 2
-    while group.broken is None:
+    while group.error is None:
         assert time.monotonic() < end, "nobody has said it"
         time.sleep(0.01)
 

@@ -30,10 +30,10 @@ from mpicoll.errors import (
     MPIError,
     UnsupportedError,
 )
+from mpicoll.failures import consistency
 from mpicoll.kernels import peers
 from mpicoll.routes import registry
 from mpicoll.routes.device import peer, workspaces
-from mpicoll.watch import consistency
 
 pytestmark = pytest.mark.on_3
 
@@ -222,10 +222,10 @@ def test_graphs_that_are_under_way_at_the_end(arrays, world, monkeypatch, mpi, h
     graph.launch()
     assert stream.end > stream.done
     if how != "destroy":
-        group.look(wait=True)
+        group.check_device_errors(wait=True)
         assert stream.end == stream.done
         graph.launch()
-        group.ask_devices = None  # as of a group that is broken
+        group.device_error = None  # as of a group that is broken
     dist.destroy_process_group(group)
     assert set(under_way) == {0}
     launched = 1 if how == "destroy" else 2
@@ -400,7 +400,7 @@ def test_a_rank_that_fails_alone(arrays, world, broken, monkeypatch, mpi, how, l
         with pytest.raises(DistBackendError, match=f"rank {last} failed in call 2"):
             dist.all_reduce(array, group=group)
     elif world.me == last:
-        lifecycle.abandon(group)
+        lifecycle.abort(group)
     else:
         while work is not None and not work.orders[0].is_done():
             assert time.monotonic() - begun < TIMEOUT / 2, "it is not the time that ends this"
@@ -487,7 +487,7 @@ def test_a_group_that_is_broken(arrays, world, broken, mpi, how):
         dist.all_reduce(array, group=broken)
     mpi.Barrier()
     if world.me == 0:
-        broken.break_with(kind("something else has gone wrong"))
+        broken.fail(kind("something else has gone wrong"))
         broken.resources.leave()
     got(array)
     assert time.monotonic() - begun < TIMEOUT / 2

@@ -106,7 +106,7 @@ def test_after_an_abort(made, uuid):
     group = one.reconfigure(uuid, handles)
     check(group, list(range(n)))
     pending = dist.irecv(np.zeros(1), group_src=0, group=group, tag=7)
-    lifecycle.abandon(group)
+    lifecycle.abort(group)
     with pytest.raises(dist.DistBackendError, match="aborted"):
         pending.wait()
     check(one.reconfigure(uuid + 1, handles), list(range(n)))

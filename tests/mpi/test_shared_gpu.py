@@ -15,8 +15,8 @@ from test_devices import got, uploaded
 
 import mpicoll as dist
 from mpicoll.errors import DistBackendError, MismatchError
+from mpicoll.failures import consistency
 from mpicoll.routes.device import shared_gpu, user_buffers, workspaces
-from mpicoll.watch import consistency
 
 on = test_device_trouble.on
 pytestmark = pytest.mark.on_3

@@ -10,8 +10,8 @@ import pytest
 from mpi4py import MPI
 
 import mpicoll as dist
+from mpicoll.failures import consistency
 from mpicoll.routes.host import select
-from mpicoll.watch import consistency
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ def test_a_level_that_is_set_holds_from_the_next_comparison(world):
 
 
 def test_a_monitored_barrier_may_take_longer_than_the_group(pair, world):
-    """The group's timeout is half a second; the guard looks every second."""
+    """The group's timeout is half a second; the watchdog checks every second."""
     if world.me == 0:
         time.sleep(2.5)
     dist.monitored_barrier(pair, timeout=30)
@@ -223,7 +223,7 @@ def test_a_group_whose_end_timed_out_goes_on(world, mpi, monkeypatch):
     if world.me == 0:
         work = dist.all_reduce(x, group=group, async_op=True)
         with pytest.raises(dist.CollectiveTimeoutError, match="still pending"):
-            lifecycle.end(group, 0.2)
+            lifecycle.close_group(group, 0.2)
         mpi.Barrier()
     else:
         mpi.Barrier()

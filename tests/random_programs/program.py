@@ -41,7 +41,7 @@ from oracle import Between
 
 import mpicoll as dist
 from mpicoll.dtypes import DType, Kind, ReduceOp
-from mpicoll.watch import consistency
+from mpicoll.failures import consistency
 
 try:
     import torch

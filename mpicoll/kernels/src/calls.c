@@ -73,9 +73,9 @@ struct entry {
 };
 
 /* The record of a group's last call. The node monitor reads it while this process waits; mirrored
- * in mpicoll/watch/board.py. */
+ * in mpicoll/failures/status_page.py. */
 struct last_call {
-    uint64_t group, limit; /* written by mpicoll/watch/board.py */
+    uint64_t group, limit; /* written by mpicoll/failures/status_page.py */
     uint64_t number, kind, sizes, root;
     uint64_t running; /* the call is running */
     uint64_t thread; /* that runs it */

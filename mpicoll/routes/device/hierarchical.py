@@ -19,7 +19,7 @@ PCCL, The big send-off: high performance collectives on GPU-based supercomputers
 All steps run in one stream. The host waits as each step's route requires. Before each chunk, and
 again before its step along the rails, all ranks *synchronize* with an MPI reduction of 40 bytes on
 the host: it compares their calls and reports a rank that failed. A rank that fails along its rail
-notifies its cluster and fails the group on all ranks (``timeouts.give_up``).
+notifies its cluster and fails the group on all ranks (``fail_all_ranks``).
 
 Sums and products of narrow floats are computed and sent as float32 and rounded once. Sums are in
 rank order in each cluster, then over the clusters: the same bits on all ranks, but they may differ
@@ -45,14 +45,15 @@ from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.dtypes import by_name as dtypes
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
+from mpicoll.failures import lost_ranks
+from mpicoll.failures.consistency import describe_by_rank
+from mpicoll.failures.group_failure import fail_all_ranks
 from mpicoll.primitives import by_name as primitives
 from mpicoll.routes.device.space import DeviceSpace
 from mpicoll.routes.device.state import RouteState, build_on_home_device, exception_of
 from mpicoll.routes.device.user_buffers import signature_of
 from mpicoll.routes.host.hierarchy import make_part
 from mpicoll.routes.route import Needs, Policy, Route, Serves, has_loop
-from mpicoll.watch import lost_ranks, timeouts
-from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -106,7 +107,7 @@ class Part:
 
     def abort(self, error: DistBackendError, alone: bool) -> None:
         """End waiting calls, this rank's (``alone``) or all ranks': the whole group failed."""
-        self.group.break_with(error)
+        self.group.fail(error)
         self.group.resources.leave(alone)
         lost_ranks.revoke(self.group)
 
@@ -258,8 +259,8 @@ class Levels(RouteState):
         except Exception as error:
             if then is not None:
                 then[0].skip(error, then[1])
-            if self.group.broken is None:
-                timeouts.give_up(self.group, error)
+            if self.group.error is None:
+                fail_all_ranks(self.group, error)
             raise
 
     def find_failure(self, wait: bool = False) -> DistBackendError | None:

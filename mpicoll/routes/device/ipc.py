@@ -40,13 +40,13 @@ from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.cuda.runtime import Memory
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import DistBackendError, MismatchError
+from mpicoll.failures.consistency import describe_by_rank
 from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.kernels.reduction import Loop, find_loop
 from mpicoll.routes.device.state import RouteState, build_on_home_device, exception_of
 from mpicoll.routes.device.workspaces import Workspaces, map_each_other
 from mpicoll.routes.route import EXCHANGES, Needs, Policy, Route, Serves, has_loop
 from mpicoll.routes.transfers import TRANSFER_PRIMITIVES, Get, transfer_of
-from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
     from mpicoll.routes.device.select import Agreement

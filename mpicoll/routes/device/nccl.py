@@ -28,12 +28,12 @@ from mpicoll.cuda.streams import poll_until
 from mpicoll.cuda.threads import use_process_device
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, UsageError
+from mpicoll.failures.group_failure import fail_all_ranks
 from mpicoll.launch.host_identity import node
 from mpicoll.routes.device.state import RouteState, build_on_home_device
 from mpicoll.routes.device.user_buffers import signature_of
 from mpicoll.routes.route import EXCHANGES, MOVES, REDUCTIONS, Needs, Policy, Route, Serves
 from mpicoll.routes.wire import all_gather_bytes
-from mpicoll.watch import timeouts
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -157,7 +157,7 @@ class Nccl(RouteState):
     def notify_failure(self, kind: CallKind, error: Exception) -> None:
         """Make the other ranks abort their communicators: this rank failed before a call."""
         if not isinstance(error, UsageError):
-            timeouts.give_up(self.group, error)
+            fail_all_ranks(self.group, error)
 
     def abort(self, error: DistBackendError, alone: bool) -> None:
         """Abort the communicator of a failed group."""

@@ -38,6 +38,7 @@ from mpicoll.errors import (
     UnsupportedError,
     UsageError,
 )
+from mpicoll.failures import lost_ranks
 from mpicoll.kernels import peers
 from mpicoll.kernels.peers import (
     CLOSED,
@@ -55,7 +56,6 @@ from mpicoll.routes.device.user_buffers import signature_of
 from mpicoll.routes.device.workspaces import Workspaces, map_each_other
 from mpicoll.routes.host.shared_segment import share
 from mpicoll.routes.route import Needs, Policy, Route, Serves, has_loop
-from mpicoll.watch import lost_ranks
 
 if TYPE_CHECKING:
     from mpicoll.routes.device.select import Agreement
@@ -206,8 +206,8 @@ class Peers(RouteState):
             f"rank {group.ranks[self.me]} failed in call {number}, {kind.primitive.name}: "
             f"{type(error).__name__}: {error}",
         )
-        if group.broken is None and (failure := self.find_failure()) is not None:
-            group.break_with(failure)
+        if group.error is None and (failure := self.find_failure()) is not None:
+            group.fail(failure)
 
     def abort(self, error: DistBackendError, alone: bool) -> None:
         """End the kernels of all ranks; the group has failed."""

@@ -154,7 +154,7 @@ class Agreement:
             and (not registry.DEVICE[name].negotiate or name in self.states)
         )
         if any(state.can_fail_on_device for state in self.states.values()):
-            self.group.ask_devices = self.find_failure
+            self.group.device_error = self.find_failure
 
     @property
     def context(self) -> DeviceContext:
@@ -226,7 +226,7 @@ class Agreement:
 
     def abort_states(self, alone: bool) -> None:
         """End calls on devices and in parts of the group after it has failed; see RouteState."""
-        error = self.group.broken
+        error = self.group.error
         if error is None:
             return
         for state in reversed(
@@ -237,7 +237,7 @@ class Agreement:
     def abandon(self) -> None:
         """End calls on devices without waiting for other ranks."""
         _abandoned.append(self)  # other ranks may map memory of this one
-        self.group.broken = self.group.broken or DistBackendError(
+        self.group.error = self.group.error or DistBackendError(
             f"process group {self.group.group_name!r} was aborted"
         )
         self.abort_states(alone=True)

@@ -52,6 +52,7 @@ from mpicoll.core.signature import (
 from mpicoll.cuda.runtime import HANDLE_BYTES, Allocation, Event, Memory
 from mpicoll.cuda.streams import poll_until
 from mpicoll.errors import DistBackendError, MismatchError
+from mpicoll.failures.consistency import describe_by_rank
 from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.routes.device.jobs import RECV, SEND, Job, Placed
 from mpicoll.routes.device.mappings import open_memory, register_cache
@@ -59,7 +60,6 @@ from mpicoll.routes.device.state import RouteState, exception_of, first_problem
 from mpicoll.routes.device.workspaces import BLOCK, RELEASE_TIMEOUT_S, timed_barrier
 from mpicoll.routes.host.shared_segment import share
 from mpicoll.routes.transfers import misfit
-from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -226,7 +226,7 @@ class UserBuffers(RouteState):
             try:
                 self._run(kind, views, extent, root)
             except BaseException:
-                if self.group.broken is not None and self._shown:  # a reader may still start
+                if self.group.error is not None and self._shown:  # a reader may still start
                     _in_use.append([send, recv, *views])
                 raise
             finally:
@@ -369,7 +369,7 @@ class UserBuffers(RouteState):
                 split = len(job.sources)
                 placed.append(Placed(job, addresses[:split], addresses[split:]))
             self._wait_for({rank for rank, _ in starts if rank != self.me}, step)
-            if self.group.broken is not None:  # other ranks' arrays may be gone
+            if self.group.error is not None:  # other ranks' arrays may be gone
                 raise self.group.failure()
             self.enqueue(kind, placed)
         finally:

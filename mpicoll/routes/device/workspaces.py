@@ -10,10 +10,13 @@ from mpicoll import control_messages
 from mpicoll.core.work import deadline
 from mpicoll.cuda.runtime import Memory, allocate
 from mpicoll.cuda.streams import DeviceContext
+from mpicoll.launch.serialized_mpi import dissemination_barrier
 from mpicoll.routes.device.mappings import open_memory
 from mpicoll.routes.device.state import first_problem
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
@@ -115,20 +118,19 @@ def _free_when_unmapped(group: ProcessGroup, own: Memory, limit: float) -> None:
 def timed_barrier(group: ProcessGroup, limit: float) -> bool:
     """Run a barrier; return False if it timed out after ``limit`` seconds.
 
-    It is a dissemination barrier of messages (Hensgen, Finkel, Manber, International J. of Parallel
-    Programming 17(1), 1988), because ranks of a failed group may have left MPI collectives that
-    MPI_Barrier would be matched with.
+    It uses messages, because ranks of a failed group may have left MPI collectives that MPI_Barrier
+    would be matched with.
     """
-    inner, n, me, moment = group.inner, group.size(), group.rank(), deadline(limit)
-    distance = 1
-    while distance < n:
-        waiting = [
-            inner.Irecv(bytearray(0), (me - distance) % n, _TAG),
-            inner.Isend(bytearray(0), (me + distance) % n, _TAG),
-        ]
-        while waiting := [one for one in waiting if not one.Test()]:
+    moment = deadline(limit)
+
+    def wait(request: MPI.Request, status: MPI.Status | None) -> None:
+        while not request.Test():
             if time.monotonic() > moment:
-                return False
+                raise TimeoutError
             time.sleep(1e-4)
-        distance *= 2
+
+    try:
+        dissemination_barrier(group.inner, range(group.size()), _TAG, wait)
+    except TimeoutError:
+        return False
     return True

@@ -18,13 +18,13 @@ from mpicoll.core.plan import CallKind
 from mpicoll.core.signature import describe, encode_kind
 from mpicoll.dtypes import DType, ReduceOp, by_name
 from mpicoll.errors import MismatchError
+from mpicoll.failures import lost_ranks
+from mpicoll.failures.consistency import describe_by_rank
 from mpicoll.launch.serialized_mpi import create_group
 from mpicoll.routes.host import shared
 from mpicoll.routes.host.shared_segment import exchange_words
 from mpicoll.routes.transfers import Get, Put, Transfer
 from mpicoll.routes.wire import scratch
-from mpicoll.watch import lost_ranks
-from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
     from mpicoll.routes.host.shared import Shared
@@ -87,11 +87,11 @@ class Hierarchy:
         """End calls that wait for other ranks, this rank's (``alone``) or all ranks', because the
         group has failed.
         """
-        error = self.group.broken
+        error = self.group.error
         assert error is not None
         for part in (self._node, self.rail):
             if part is not None:
-                part.break_with(error)
+                part.fail(error)
         if self._memory is not None:
             self._memory.leave_or_close(alone)
         if self.rail is not None:

@@ -31,6 +31,8 @@ from mpicoll.core.reproducible import LEVELS
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
 from mpicoll.dtypes import Kind, ReduceOp
 from mpicoll.errors import MismatchError
+from mpicoll.failures import interruptions, timeouts
+from mpicoll.failures.consistency import describe_by_rank
 from mpicoll.kernels.calls import ALL_REDUCE, BLOCKS, COMPARE, FUSED, LISTS
 from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop
@@ -48,8 +50,6 @@ from mpicoll.routes.route import (
     has_loop,
 )
 from mpicoll.routes.transfers import Get, Transfer, addresses, cut, misfit
-from mpicoll.watch import interruptions, timeouts
-from mpicoll.watch.consistency import describe_by_rank
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -425,12 +425,12 @@ class Shared:
         """Return the error of the last call, and remove the call from the group's log."""
         interruption = interruptions.take()
         if interruption is not None:
-            self._group.break_after(interruption)
+            self._group.fail_after_signal(interruption)
             return interruption
         closer = self.kernels.shared_closed_by(self.pointer)
         if self._hold.left or closer >= 0:
-            if self._group.broken is None:
-                timeouts.hear(self._group, closer)
+            if self._group.error is None:
+                timeouts.fail_with_peer(self._group, closer)
             return self._group.failure()
         if self._group.compared:
             self._group.drop_last()

@@ -1,8 +1,8 @@
-"""The watchdog: a thread that ends the job when a rank is stuck inside MPI.
+"""Watchdog: a thread that ends the job when a rank is stuck inside MPI.
 
-A thread that is blocked inside MPI runs no Python. So another one handles Ctrl-C, looks for calls
-that exceed their group's timeout or wait for a rank that will not come, and listens for the end of
-other ranks.
+A thread that is blocked inside MPI runs no Python. So the watchdog thread handles Ctrl-C, checks
+for calls that exceed their group's timeout or wait for a rank that has ended, and receives the end
+of the job from the launch server and the node monitor.
 """
 
 from __future__ import annotations
@@ -23,43 +23,51 @@ from mpicoll import launch, settings
 from mpicoll.core.groups import state
 from mpicoll.cuda.threads import use_process_device
 from mpicoll.errors import CollectiveTimeoutError, LostRankError
+from mpicoll.failures import (
+    flight_record,
+    interruptions,
+    lost_ranks,
+    monitor_client,
+    rank_status,
+    timeouts,
+)
+from mpicoll.failures.group_failure import fail_all_ranks, grace
+from mpicoll.failures.termination import GroupEnd, end_job, end_stuck_job
 from mpicoll.launch import exit_hooks
 from mpicoll.launch.exit_hooks import INTERRUPTED
 from mpicoll.output import write_lines
-from mpicoll.watch import flight_record, guarding, interruptions, lost_ranks, rank_status, timeouts
-from mpicoll.watch.termination import GroupEnd, end_job, end_stuck_job
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = ["Watchdog"]
 
-#: Seconds between checks of the groups.
-_TICK = 1.0
-#: Seconds that a process blocked in MPI has to come out of it by itself after Ctrl-C.
-_INTERRUPT_GRACE = 1.0
-#: Seconds between the news that another rank has ended the job and the end of this rank. Meanwhile
-#: it may print its own message, and the launcher sees which rank was first.
-_NEWS_GRACE = 0.5
-#: Seconds after which a rank that waits in a collective sends its status, and seconds after which a
-#: rank that does not wait receives the status messages of others.
-_SEND_AFTER, _RECEIVE_INTERVAL = 2.0, 10.0
+#: Time between checks of the groups.
+_CHECK_INTERVAL_S = 1.0
+#: Time that a blocked call of MPI has to return after Ctrl-C.
+_INTERRUPT_GRACE_S = 1.0
+#: Time between the message that another rank has ended the job and the end of this rank. Meanwhile
+#: this rank may print its own message, and the launcher sees which rank was first.
+_JOB_END_GRACE_S = 0.5
+#: Time after which a rank that waits in a collective sends its status, and interval at which a rank
+#: that does not wait receives status messages.
+_SEND_AFTER_S, _RECEIVE_INTERVAL_S = 2.0, 10.0
 
 
 @dataclass(slots=True)
 class _Wait:
     """A group that is inside a collective.
 
-    number: of the collective. since: when it was first seen there. has_sent: the rank has sent its
-    status. closing: the thread that closes the group. closed: the seconds beyond the timeout when
-    the group was first seen closed.
+    number: of the collective. since: when it was first seen inside. has_sent: the rank has sent its
+    status. failing: the thread that fails the group. failed: seconds beyond the timeout when the
+    group was first seen FAILED.
     """
 
     number: int
     since: float
     has_sent: bool = False
-    closing: threading.Thread | None = None
-    closed: float | None = None
+    failing: threading.Thread | None = None
+    failed: float | None = None
 
 
 class Watchdog:
@@ -70,22 +78,22 @@ class Watchdog:
 
     def __init__(self, at_exit: Callable[[], None]) -> None:
         self._stopping = False
-        self._closing: list[threading.Thread] = []
-        self._next_receive = time.monotonic() + _RECEIVE_INTERVAL
-        #: Groups with work on devices that are broken, and since when.
-        self._broken: dict[ProcessGroup, float] = {}
+        self._failing: list[threading.Thread] = []
+        self._next_receive = time.monotonic() + _RECEIVE_INTERVAL_S
+        #: FAILED groups with device work, and since when.
+        self._failed: dict[ProcessGroup, float] = {}
         self._previous_fd = -1
         self._reader, self._writer = os.pipe()
         for end in (self._reader, self._writer):
             os.set_blocking(end, False)
         exit_hooks.install(GroupEnd(at_exit))
-        self._hears_signals = threading.current_thread() is threading.main_thread()
-        if self._hears_signals:
+        self._receives_signals = threading.current_thread() is threading.main_thread()
+        if self._receives_signals:
             interruptions.attend()
             self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            if self._previous_fd != -1:  # another listener, most likely asyncio
+            if self._previous_fd != -1:  # another library uses it, most likely asyncio
                 signal.set_wakeup_fd(self._previous_fd)
-                self._hears_signals = False
+                self._receives_signals = False
         self._replaces = threading.current_thread() is threading.main_thread() and (
             signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
         )
@@ -97,22 +105,22 @@ class Watchdog:
 
     @property
     def native_id(self) -> int:
-        """The thread, as the system numbers it."""
+        """System-wide number of the thread."""
         return self._thread.native_id or 0
 
     def remove(self) -> None:
         """Remove the group's part of the hooks, and end the thread."""
         exit_hooks.install_in_rank()
-        owns_pipe = not self._hears_signals
+        owns_pipe = not self._receives_signals
         if threading.current_thread() is threading.main_thread():
-            if self._hears_signals:
-                self._stop_hearing()
+            if self._receives_signals:
+                self._stop_receiving_signals()
                 owns_pipe = True
             if self._owns_usr1():
                 signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         self._stopping = True
         os.write(self._writer, b"\0")
-        for thread in (self._thread, *self._closing):
+        for thread in (self._thread, *self._failing):
             thread.join()
         _watchdogs.discard(self)
         if owns_pipe:  # else Python still writes to the pipe at each signal
@@ -120,25 +128,25 @@ class Watchdog:
             os.close(self._writer)
 
     def _on_usr1(self, *_: object) -> None:
-        """Take the signal, which would end the process. The thread has heard of it already, if it
-        hears signals, even while this one is blocked inside MPI.
+        """Handle the signal, which would otherwise end the process. The watchdog thread dumps the
+        flight record; it also receives the signal by the wakeup descriptor if it can.
         """
-        if not self._hears_signals:
+        if not self._receives_signals:
             os.write(self._writer, bytes([signal.SIGUSR1]))
 
     def _owns_usr1(self) -> bool:
-        """Return whether SIGUSR1 is for the flight record, and not the program's own."""
+        """Return whether SIGUSR1 dumps the flight record: the program has no handler for it."""
         return self._replaces and signal.getsignal(signal.SIGUSR1) == self._on_usr1
 
-    def _stop_hearing(self) -> None:
+    def _stop_receiving_signals(self) -> None:
         current_fd = signal.set_wakeup_fd(-1)
         if current_fd not in (self._writer, -1):
             signal.set_wakeup_fd(current_fd)
 
     def forget(self) -> None:
-        """Close the pipe in a forked child: it is the parent's."""
-        if self._hears_signals:
-            self._stop_hearing()
+        """Close the pipe in a forked child, because it belongs to the parent."""
+        if self._receives_signals:
+            self._stop_receiving_signals()
         os.close(self._reader)
         os.close(self._writer)
 
@@ -155,25 +163,27 @@ class Watchdog:
             ready = [descriptor for descriptor, _ in poll.poll(1000 * self._pause())]
             if self._stopping:
                 return
-            heard = os.read(self._reader, 512) if self._reader in ready else b""
-            if signal.SIGUSR1 in heard and self._owns_usr1() and not _is_news_of_loss():
+            signals = os.read(self._reader, 512) if self._reader in ready else b""
+            if signal.SIGUSR1 in signals and self._owns_usr1() and not _may_signal_loss():
                 flight_record.dump("signal SIGUSR1", 0)
                 for line in flight_record.last_words():
                     write_lines(line)
-            if signal.SIGTERM in heard:  # the program's handlers run in the middle of a call
-                guarding.say_signal(signal.SIGTERM)
-            if signal.SIGINT in heard:
+            if signal.SIGTERM in signals:  # the program's handlers run during a call
+                monitor_client.report_signal(signal.SIGTERM)
+            if signal.SIGINT in signals:
                 self._handle_interrupt()
             if session is not None and session.fileno() in ready:
-                self._handle_news(session.ending(), session.rank)
-            if guarding.find_order():  # the guard has said why
+                self._handle_job_end(session.ending(), session.rank)
+            if monitor_client.end_order():  # the monitor has printed the reason
                 end_job(1)
             self._check_groups(waits)
 
     def _pause(self) -> float:
-        """Return the seconds until the groups are looked at next: soon where timeouts are short."""
-        shortest = min((g.timeout for g in list(state.groups) if g.timeout), default=_TICK)
-        return min(_TICK, max(shortest / 5, _TICK / 10))
+        """Return the seconds until the next check: fewer if timeouts are short."""
+        shortest = min(
+            (g.timeout for g in list(state.groups) if g.timeout), default=_CHECK_INTERVAL_S
+        )
+        return min(_CHECK_INTERVAL_S, max(shortest / 5, _CHECK_INTERVAL_S / 10))
 
     def _find_groups_inside(self) -> list[ProcessGroup]:
         """Return the groups that are inside a collective."""
@@ -182,55 +192,55 @@ class Watchdog:
     def _handle_interrupt(self) -> None:
         """End the job after Ctrl-C if a call is blocked in MPI.
 
-        Python raises KeyboardInterrupt between two bytecodes, which a blocked call never reaches.
+        Python raises KeyboardInterrupt between two bytecodes, and a blocked call does not return.
         """
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return
         before = {group: group.begun for group in self._find_groups_inside() if not group.busy()}
-        time.sleep(_INTERRUPT_GRACE)
+        time.sleep(_INTERRUPT_GRACE_S)
         if any(before.get(group) == group.begun for group in self._find_groups_inside()):
             end_stuck_job("interrupted while it waited for other ranks", INTERRUPTED)
 
-    def _handle_news(self, news: tuple[str, int] | None, rank: int) -> None:
-        """End this rank, because another has ended the job."""
-        if news is None:
+    def _handle_job_end(self, ending: tuple[str, int] | None, rank: int) -> None:
+        """End this rank because the launch server reports the end of the job."""
+        if ending is None:
             return
-        why, code = news
-        if not why:  # MPI_Abort in this process leaves its end to what has started it
-            guarding.say_ending(code)
+        why, code = ending
+        if not why:  # MPI_Abort in this process relies on the launcher to end it
+            monitor_client.report_ending(code)
             os._exit(code)
-        time.sleep(_NEWS_GRACE)
+        time.sleep(_JOB_END_GRACE_S)
         if not self._stopping:
             flight_record.write(why)
             records = flight_record.last_words() if rank == 0 else []
             write_lines("\n".join([f"mpicoll: rank {rank}: {why}; ending too", *records]))
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
-            guarding.say_ending(code)
+            monitor_client.report_ending(code)
             os._exit(code)
 
     def _check_groups(self, waits: dict[ProcessGroup, _Wait]) -> None:
         use_process_device()
         now = time.monotonic()
-        # The status messages for a rank that never waits must not pile up. Where MPI lets one
-        # thread in at a time, the program may be inside it now.
+        # Status messages for a rank that never waits must not accumulate. If MPI admits one thread
+        # at a time, the program may be inside it now.
         if now > self._next_receive and not launch.is_serialized():
-            self._next_receive = now + _RECEIVE_INTERVAL
+            self._next_receive = now + _RECEIVE_INTERVAL_S
             for group in list(state.groups):
                 rank_status.receive(group)
-                timeouts.receive(group)
-        default = state.default  # another thread may destroy it meanwhile
+                timeouts.receive_failures(group)
+        default = state.default  # another thread may close it meanwhile
         if default is not None and not launch.is_serialized():
             rank_status.receive(default)
-            timeouts.receive(default)
+            timeouts.receive_failures(default)
         flight_record.answer()
         if lost_ranks.is_fault_tolerant() and not launch.is_serialized():
             for group in list(state.groups):
                 lost_ranks.check(group)
-        for group in self._broken.keys() - state.groups:
-            del self._broken[group]
+        for group in self._failed.keys() - state.groups:
+            del self._failed[group]
         for group in list(state.groups):
-            if group.ask_devices is not None:
+            if group.device_error is not None:
                 self._check_devices(group, now)
         inside = self._find_groups_inside()
         for group in [group for group in waits if group not in inside]:
@@ -243,50 +253,50 @@ class Watchdog:
                 self._check_wait(group, wait, now)
 
     def _check_devices(self, group: ProcessGroup, now: float) -> None:
-        """Look whether devices have ended calls of a group without their results, or never will
-        end them. A program that goes on with such results without a word is ended.
+        """Check for device work of a group that has ended without results, or will never end.
+
+        Ends a program that continues to use such results and does not raise the error.
         """
         if not launch.is_serialized():
             rank_status.receive(group)
-            timeouts.receive(group)
-        group.look()
-        if group.broken is None and not group.lock.locked():
+            timeouts.receive_failures(group)
+        group.check_device_errors()
+        if group.error is None and not group.lock.locked():
             missing = rank_status.find_missing(group, True)
-            if missing:  # one that leaves by an exception tells devices next, and its job may go on
-                time.sleep(_NEWS_GRACE)
-                group.look()
-            if missing and group.broken is None:
+            if missing:  # a rank that raises an exception notifies devices next
+                time.sleep(_JOB_END_GRACE_S)
+                group.check_device_errors()
+            if missing and group.error is None:
                 who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
                 end_stuck_job(f"{who} ended without making the last calls of this rank", 1)
-        error = group.broken
+        error = group.error
         if error is None or isinstance(error, LostRankError):
             return
-        if group not in self._broken:
-            self._broken[group] = now
-            if group.unheard is not None:
+        if group not in self._failed:
+            self._failed[group] = now
+            if group.pending_error is not None:
                 flight_record.dump_for(group, "devices", str(error), 0)
                 write_lines(f"mpicoll: {error}")
-            timeouts.give_up(group, error)  # ranks that devices have not told
-        elif group.unheard is not None and now - self._broken[group] > timeouts.grace():
+            fail_all_ranks(group, error)  # some devices may not have notified their ranks
+        elif group.pending_error is not None and now - self._failed[group] > grace():
             write_lines(
                 f"mpicoll: rank {group.ranks[group.rank()]}: no call of this program has raised "
-                f"the error above within {timeouts.grace():g} s ({settings.TIMEOUT_GRACE.name}), "
-                "and what it works with may be incomplete; ending the job"
+                f"the error above within {grace():g} s ({settings.TIMEOUT_GRACE.name}), and its "
+                "data may be incomplete; ending the job"
             )
             end_job(1)
 
     def _check_wait(self, group: ProcessGroup, wait: _Wait, now: float) -> None:
-        """Look whether the collective that a group waits in will ever end."""
+        """Check whether the collective that a group waits in can complete."""
         rank_status.receive(group)
-        timeouts.receive(group)
-        # Its calls are about to end.
-        ends = isinstance(group.broken, (LostRankError, CollectiveTimeoutError))
+        timeouts.receive_failures(group)
+        ends = isinstance(group.error, (LostRankError, CollectiveTimeoutError))
         missing = [] if ends else rank_status.find_missing(group, group.keeps_time or group.busy())
         if missing:
             who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
             end_stuck_job(f"{who} ended without making this call", 1, group.thread)
         if not group.keeps_time and not ends:
-            soon = min(_SEND_AFTER, math.inf if group.timeout is None else group.timeout / 2)
+            soon = min(_SEND_AFTER_S, math.inf if group.timeout is None else group.timeout / 2)
             if not wait.has_sent and now - wait.since > soon:
                 wait.has_sent = True
                 rank_status.send(group)
@@ -297,48 +307,51 @@ class Watchdog:
             self._check_time(group, wait, now - wait.since - group.timeout)
 
     def _check_time(self, group: ProcessGroup, wait: _Wait, over: float) -> None:
-        """Close a group whose collective is late; end what does not end then, being inside MPI.
+        """Fail a group whose collective has timed out. End the job if the call is stuck in MPI.
 
         over: seconds beyond the group's timeout.
         """
         if over <= 0:
             return
-        if group.broken is None:
-            # Not here: it waits for seconds for the others' flight records.
-            if wait.closing is None or not wait.closing.is_alive():
-                wait.closing = threading.Thread(
-                    target=_close, args=(group, wait.number), name="mpicoll-closing", daemon=True
+        if group.error is None:
+            # In another thread, because it waits for the flight records of other ranks.
+            if wait.failing is None or not wait.failing.is_alive():
+                wait.failing = threading.Thread(
+                    target=_fail, args=(group, wait.number), name="mpicoll-failing", daemon=True
                 )
-                self._closing = [one for one in self._closing if one.is_alive()]
-                self._closing.append(wait.closing)
-                wait.closing.start()
+                self._failing = [one for one in self._failing if one.is_alive()]
+                self._failing.append(wait.failing)
+                wait.failing.start()
             return
-        if wait.closed is None:
-            wait.closed = over
-        since = over - wait.closed  # what can leave has had a moment for it
-        if since > _TICK and group.busy():  # the thread stays in there, the callers go on
+        if wait.failed is None:
+            wait.failed = over
+        since = over - wait.failed  # time that calls have had to return early
+        if (
+            since > _CHECK_INTERVAL_S and group.busy()
+        ):  # the progress thread is stuck, callers continue
             for work in list(group.pending):
                 work.has_timed_out = True
                 work.abandon(group.failure())
-        elif since > max(timeouts.grace(), _TICK):
+        elif since > max(grace(), _CHECK_INTERVAL_S):
             end_stuck_job(
-                f"{group.broken}. This call is inside MPI, which cannot take it back: it was given "
-                f"{timeouts.grace():g} s more ({settings.TIMEOUT_GRACE.name}). With "
+                f"{group.error}. This call is blocked inside MPI and has not returned within "
+                f"{grace():g} s more ({settings.TIMEOUT_GRACE.name}). With "
                 f"{settings.TESTED_CALLS.name}=1 it would have raised this error",
                 1,
                 group.thread,
             )
 
 
-def _close(group: ProcessGroup, number: int) -> None:
-    """Close a group whose collective of a number is late, on a thread of its own."""
+def _fail(group: ProcessGroup, number: int) -> None:
+    """Fail a group whose collective has timed out, in a thread for this purpose."""
     use_process_device()
-    timeouts.expire(group, number)
+    timeouts.fail_late_call(group, number)
 
 
-def _is_news_of_loss() -> bool:
-    """Return whether SIGUSR1 may say that a rank is lost, as Hydra's does to those that survive:
-    that writes the records by itself.
+def _may_signal_loss() -> bool:
+    """Return whether SIGUSR1 may report a lost rank, which already dumps the records.
+
+    Hydra sends it to the survivors.
     """
     return lost_ranks.is_fault_tolerant() and any(
         lost_ranks.check(group) for group in list(state.groups)

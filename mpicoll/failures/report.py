@@ -1,7 +1,7 @@
-"""What a report on the ranks says: who is in which call, and what those do that are not there.
+"""The text of reports about hangs and lost ranks.
 
-A report is made of snapshots, one a rank: dicts that travel between guards as JSON. Ranks with the
-same story share a line, so that a report is short however many they are.
+Reports are made from one snapshot per rank, a dict that node monitors exchange as JSON. Ranks in
+the same state share a line, so a report is short for any number of ranks.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ __all__ = [
     "is_there", "parse_stacks",
 ]  # fmt: skip
 
-#: One rank: rank, host, pid, main (its main thread), state (running, stopped, ending, done, gone),
-#: how (it ended), calls (of its groups; see board.Cell, with ``since``, seconds inside), and stacks
-#: (thread: its frames, innermost first).
+#: State of a rank: rank, host, pid, main (its main thread), state (running, stopped, ending, done,
+#: gone, silent), how (it has ended), calls (status_page.Cell of each group, with ``since``, seconds
+#: inside), and stacks (frames of each thread, innermost first).
 Snapshot = dict[str, Any]
 
-#: Most lines of a report.
+#: Maximum number of lines of a report.
 LINES = 40
-#: Most frames of a stack in a report, and runs of ranks in a line.
+#: Maximum number of frames of a stack, and of ranges of ranks in a line.
 _FRAMES, _RUNS = 6, 8
 
-#: Where signals most likely come from.
+#: Likely senders of signals.
 _HINTS = {
     "SIGKILL": " (kill -9 or out of memory)",
     "SIGTERM": " (kill, a scheduler's time limit or a preemption)",
@@ -35,7 +35,7 @@ _HINTS = {
     "SIGINT": " (Ctrl-C)",
 }
 
-#: Those that are meant for a whole job.
+#: Signals that are usually sent to a whole job.
 _FOR_ALL = _HINTS.keys() - {"SIGKILL"}
 
 #: Added to the class of the error in the exit code with which MPICH ends a process.
@@ -46,9 +46,9 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 
 def parse_stacks(text: str) -> dict[str, list[str]]:
-    """Return the frames of each thread, by its number as text, from what faulthandler prints.
+    """Return the frames of each thread, by its number as text, from the output of faulthandler.
 
-    Threads of mpicoll's own are left out.
+    Threads of mpicoll are omitted.
     """
     found: dict[str, list[str]] = {}
     frames: list[str] = []
@@ -57,7 +57,7 @@ def parse_stacks(text: str) -> dict[str, list[str]]:
             frames = found.setdefault(str(int(begins[1], 16)), [])
         elif frame := _FRAME.match(line):
             frames.append(f"{frame[1]}:{frame[2]} in {frame[3]}")
-    own = "/mpicoll/watch/watchdog.py:", "/mpicoll/core/progress.py:"
+    own = "/mpicoll/failures/watchdog.py:", "/mpicoll/core/progress.py:"
     return {
         thread: frames
         for thread, frames in found.items()
@@ -66,7 +66,7 @@ def parse_stacks(text: str) -> dict[str, list[str]]:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks as "rank 3" or "ranks 0-2, 5", shortened where that would be long."""
+    """Return ranks as "rank 3" or "ranks 0-2, 5", shortened if there are many ranges."""
     runs: list[list[int]] = []
     ordered = sorted(ranks)
     for rank in ordered:
@@ -81,21 +81,23 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def describe_call(call: dict[str, Any]) -> str:
-    """Return a call in words: "call 3 of group 0: barrier"."""
+    """Describe a call: "call 3 of group 0: barrier"."""
     if not call["number"]:
         return f"no call of group {call['name']}"
     return f"call {call['number']} of group {call['name']}: {_words(call)}"
 
 
 def _words(call: dict[str, Any]) -> str:
-    from mpicoll.core.signature import describe, with_root  # the guard has not loaded NumPy before
+    from mpicoll.core.signature import (  # loads NumPy, which the monitor otherwise does not need
+        describe,
+        with_root,
+    )
 
     return describe(with_root(call["kind"], call["root"]), call["sizes"])
 
 
 def describe_end(how: str) -> str:
-    """Return how a process ended, from the name of a signal, "code N", or "" where it is not known.
-    """  # fmt: skip
+    """Describe the end of a process. how: name of a signal, "code N", or "" if it is unknown."""
     if not how:
         return "has ended; the system does not say how"
     if how.startswith("code "):
@@ -104,9 +106,10 @@ def describe_end(how: str) -> str:
 
 
 def _last_call(snapshot: Snapshot) -> dict[str, Any] | None:
-    """Return the call that a rank is in, else the last one of the group in which it has made most:
-    no call (number 0) where it has only sent and received messages.
-    """  # fmt: skip
+    """Return the call that a rank is in, else the last call of the group with the most calls.
+
+    The number is 0 if the rank has only sent and received messages.
+    """
     calls = [call for call in snapshot["calls"] if call["number"] or call["messages"]]
     return max(calls, key=lambda call: (call["inside"], call["number"]), default=None)
 
@@ -119,7 +122,7 @@ def _where(snapshot: Snapshot) -> str:
 
 
 def _after(call: dict[str, Any]) -> str:
-    """Return a group's last call and messages in words: "after call 3 of group 0: ..."."""
+    """Describe a group's last call and messages: "after call 3 of group 0: ..."."""
     parts = [describe_call(call)] if call["number"] or not call["messages"] else []
     if call["messages"]:
         rank, receives = divmod(call["last_message"], 2)
@@ -131,7 +134,7 @@ def _after(call: dict[str, Any]) -> str:
 
 
 def _who(ranks: Sequence[Snapshot], size: int) -> str:
-    """Return ranks of one node with the process and the host: "rank 1 of 3 (pid 77 on node)"."""
+    """Describe ranks of one node: "rank 1 of 3 (pid 77 on node)"."""
     pid = f"pid {ranks[0]['pid']} " if len(ranks) == 1 else ""
     return f"{format_ranks(one['rank'] for one in ranks)} of {size} ({pid}on {ranks[0]['host']})"
 
@@ -139,8 +142,8 @@ def _who(ranks: Sequence[Snapshot], size: int) -> str:
 def describe_loss(lost: Sequence[Snapshot], size: int, is_first_known: bool = True) -> str:
     """Return the line that names the rank that was lost first, how, and in which call.
 
-    lost: ranks of one node, which have ended alike, in the order in which they did.
-    is_first_known: the first of them is the cause; else the line names all of them.
+    lost: ranks of one node that have ended in the same way, in this order.
+    is_first_known: the first one is the cause; else the line names all of them.
     """
     if is_first_known or len(lost) == 1:
         first = lost[0]
@@ -165,21 +168,19 @@ def describe_exit(ranks: Sequence[Snapshot], size: int, code: int) -> str:
 
 
 def describe_survival(lost: Sequence[Snapshot], survival: str) -> str:
-    """Return the line that says what would have saved the job.
+    """Return the line with the setting by which the job would have survived, "" if there is none.
 
-    lost: as for describe_loss. survival: see launchers.py.
-
-    Returns "" where nothing would have, and where the signal that came was meant for the whole job.
+    lost: as for describe_loss. survival: see launchers.py. A signal to the whole job has no remedy.
     """
     if not survival or lost[0]["how"] in _FOR_ALL:
         return ""
-    return f"mpicoll: what would have saved this job: {survival} (docs/reliability.md)"
+    return f"mpicoll: to survive a lost rank: {survival} (docs/reliability.md)"
 
 
 def is_ended_by_mpi(lost: Snapshot) -> bool:
     """Return whether MPI has ended a rank after an error in a collective.
 
-    MPICH does so for a message that is too long, even if the communicator returns errors.
+    MPICH does so for a truncated message, even if the communicator returns errors.
     """
     call, how = _last_call(lost), lost["how"]
     is_error = how.startswith("code ") and int(how[5:]) >= _MPI_ERROR
@@ -205,42 +206,42 @@ def describe_mismatch(lost: Snapshot, snapshots: Iterable[Snapshot]) -> str:
     for rank, each in found.items():
         calls.setdefault(_words(each) if is_mismatch else describe_call(each), []).append(rank)
     texts = "; ".join(f"{format_ranks(ranks)}: {words}" for words, ranks in calls.items())
-    detail = "MPICOLL_DEBUG=DETAIL compares every call before it is carried out"
+    detail = "MPICOLL_DEBUG=DETAIL compares every call before it runs"
     if is_mismatch:
         return (
             "mpicoll: collective mismatch: the ranks made different calls as "
             f"{describe_call(call).partition(':')[0]}: {texts}. MPI ended the job; {detail}"
         )
     return (
-        "mpicoll: MPI ends a process after an error in a call, most often because another rank "
-        f"called with other sizes. The last calls: {texts}. {detail}"
+        "mpicoll: MPI ended the process after an error in a call, most likely a collective "
+        f"mismatch in sizes. The last calls: {texts}. {detail}"
     )
 
 
 def describe_signal(name: str, ranks: Sequence[int], size: int, host: str) -> str:
-    """Return the line that says that a signal has come which the program handles itself."""
+    """Return the line that reports a signal that the program handles."""
     return (
-        f"mpicoll: {name} has come to {format_ranks(ranks)} of {size} (on {host})"
-        f"{_HINTS.get(name, '')}; the program's own handler says what becomes of the job"
+        f"mpicoll: {format_ranks(ranks)} of {size} (on {host}) received {name}"
+        f"{_HINTS.get(name, '')}; the program's handler decides whether the job ends"
     )
 
 
 def is_there(snapshot: Snapshot, call: dict[str, Any]) -> bool:
-    """Return whether a rank is in this call."""
+    """Return whether a rank is inside this call."""
     same = "group", "number", "kind", "root"
     return any(
         one["inside"] and all(one[key] == call[key] for key in same) for one in snapshot["calls"]
     )
 
 
-def _story(snapshot: Snapshot, call: dict[str, Any] | None, frames: int) -> list[str]:
-    """Return what a rank does, in lines: the first goes on after the ranks."""
+def _describe_state(snapshot: Snapshot, call: dict[str, Any] | None, frames: int) -> list[str]:
+    """Describe the state of a rank in lines. The first one follows the list of ranks."""
     mine = [one for one in snapshot["calls"] if call and one["group"] == call["group"]]
     last = _after(mine[0]) if mine else _where(snapshot)
     if snapshot["state"] == "gone":
         return [f"gone: {describe_end(snapshot['how'])}, {_where(snapshot)}"]
     if snapshot["state"] == "silent":
-        return ["do not answer: their host, or what listens there, is gone"]
+        return ["no answer: the host or its node monitor has ended"]
     state = {
         "stopped": "stopped, as by SIGSTOP, ", "done": "has destroyed its groups, ",
         "ending": "is about to end the job, ",
@@ -260,13 +261,13 @@ def _story(snapshot: Snapshot, call: dict[str, Any] | None, frames: int) -> list
     return lines
 
 
-def _by_story(
+def _group_by_description(
     snapshots: Iterable[Snapshot], call: dict[str, Any] | None, frames: int
 ) -> list[tuple[list[int], list[str]]]:
-    """Return the ranks of each story, and its lines; first the stories of fewest ranks."""
+    """Group the ranks by their descriptions; the rarest come first."""
     found: dict[tuple[str, ...], list[int]] = {}
     for one in snapshots:
-        found.setdefault(tuple(_story(one, call, frames)), []).append(one["rank"])
+        found.setdefault(tuple(_describe_state(one, call, frames)), []).append(one["rank"])
     return sorted(((ranks, list(lines)) for lines, ranks in found.items()), key=_order)
 
 
@@ -275,13 +276,13 @@ def _order(entry: tuple[list[int], list[str]]) -> tuple[int, int]:
 
 
 def _fit(entries: list[tuple[list[int], list[str]]], room: int) -> list[str]:
-    """Return the stories in so many lines at most."""
+    """Return the descriptions in at most ``room`` lines."""
     lines: list[str] = []
     for k, (ranks, story) in enumerate(entries):
         left = room - len(lines) - (k + 1 < len(entries))
         if left < 1:
             rest = [rank for those, _ in entries[k:] for rank in those]
-            lines.append(f"  {format_ranks(rest)}: {len(entries) - k} other stories")
+            lines.append(f"  {format_ranks(rest)}: {len(entries) - k} other descriptions")
             break
         head, *tail = story
         lines += [f"  {format_ranks(ranks)}: {head}", *(f"  {each}" for each in tail[: left - 1])]
@@ -289,14 +290,14 @@ def _fit(entries: list[tuple[list[int], list[str]]], room: int) -> list[str]:
 
 
 def describe_rank(snapshot: Snapshot, call: dict[str, Any]) -> str:
-    """Return in a line what a rank does while others wait in a call, as describe_hang does."""
-    return "here" if is_there(snapshot, call) else _story(snapshot, call, 0)[0]
+    """Describe the state of a rank in one line, while other ranks wait in a call."""
+    return "in this call" if is_there(snapshot, call) else _describe_state(snapshot, call, 0)[0]
 
 
 def describe_hang(
     snapshots: Sequence[Snapshot], call: dict[str, Any], seconds: float, last: str = ""
 ) -> str:
-    """Return the report on a call in which ranks wait: at most LINES lines.
+    """Return the report of a call in which ranks wait, in at most LINES lines.
 
     call: as in a snapshot. seconds: of waiting so far. last: the last line.
     """
@@ -312,11 +313,11 @@ def describe_hang(
     ]
     if not missing:
         lines.append("  all ranks are in this call")
-    lines += _fit(_by_story(missing, call, _FRAMES), LINES - 1 - bool(last))
+    lines += _fit(_group_by_description(missing, call, _FRAMES), LINES - 1 - bool(last))
     return "\n".join([*lines, *([last] if last else [])])
 
 
 def describe_job(snapshots: Sequence[Snapshot], has_stacks: bool) -> str:
-    """Return what all ranks do, for ``python -m mpicoll watch``."""
-    entries = _by_story(snapshots, None, 1 << 30 if has_stacks else _FRAMES)
+    """Describe all ranks, for ``python -m mpicoll watch``."""
+    entries = _group_by_description(snapshots, None, 1 << 30 if has_stacks else _FRAMES)
     return "\n".join(_fit(entries, 1 << 30 if has_stacks else LINES))

@@ -1,16 +1,16 @@
-"""Lost ranks that the others survive: a group of those that live takes the place of their group.
+"""Lost ranks in jobs that survive them: survivors create a group that replaces the failed one.
 
-Either MPI knows what to do: Open MPI under ``mpirun --with-ft ulfm``, user-level failure mitigation
-(W. Bland et al., "Post-failure recovery of MPI communication capability", IJHPCA 27, 2013). A call
-that needs a lost rank ends with an error. A rank that gets one revokes the communicator, so that no
-rank waits for one that has given up.
+With Open MPI under ``mpirun --with-ft ulfm``, MPI has user-level failure mitigation (W. Bland et
+al., "Post-failure recovery of MPI communication capability", IJHPCA 27, 2013). A call that needs a
+lost rank returns an error, and the rank then revokes the communicator, so that other ranks do not
+wait for it.
 
-Or, where MPICOLL_SURVIVE asks for it, MPI is not told: the ranks of a node notice by their pidfds
-that one is lost, and leave the calls that they are in by themselves. The launcher must not end the
-job (MPICH: docs/reliability.md). Messages between survivors still go, and so MPI_Comm_create_group
-makes communicators of them; MPICH 5 has ULFM's calls, which hang.
+With MPICOLL_SURVIVE=1, MPI is not involved: the ranks of a node notice a lost rank by its pidfd,
+and return early from their calls. The launcher must not end the job (MPICH: docs/reliability.md).
+Messages between survivors still work, and so does MPI_Comm_create_group. The ULFM calls of MPICH 5
+hang, so they are not used.
 
-Everywhere else a lost rank ends the job.
+In all other jobs a lost rank ends the job.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from mpicoll import communicators, control_messages, launch, settings
 from mpicoll.core import groups
 from mpicoll.core.work import deadline
 from mpicoll.errors import ArgumentError, CollectiveTimeoutError, LostRankError
+from mpicoll.failures import rank_status
+from mpicoll.failures.group_failure import fail_lost, is_ulfm, revoke
 from mpicoll.launch import host_identity
+from mpicoll.launch.serialized_mpi import dissemination_barrier
 from mpicoll.output import warn
-from mpicoll.watch import rank_status
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -37,27 +39,26 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "is_fault_tolerant", "is_watching", "revoke", "shrink", "start", "stop"]
 
-_FT_VARIABLE = "OMPI_MCA_mpi_ft_enable"
-#: Seconds in which MPI learns which rank is lost, once another rank has said that one is.
-_NEWS, _PAUSE = 1.0, 2e-3
-#: MPI hears of losses in its calls, but only one in some hundred looks: how many to make, and how
-#: many seconds may pass until they are made again, for all groups.
-_CALLS, _INTERVAL = 2000, 0.1
-#: Greatest tag of a meeting, within what every MPI has.
-_TAGS = 0x7FFF
+#: Time for MPI to find the lost rank after another rank has revoked a communicator.
+_DETECT_TIMEOUT_S, _POLL_INTERVAL_S = 1.0, 2e-3
+#: MPI detects losses in about one of a hundred calls: number of calls to make, and the minimum time
+#: until they are made again.
+_PROBE_COUNT, _PROBE_INTERVAL_S = 2000, 0.1
+#: Maximum tag of barriers of survivors, which every MPI supports.
+_MAX_TAG = 0x7FFF
 
 
 class _Processes:
-    """The processes of a job on one node. All ranks create it, at the same point.
+    """The processes of a job on one node. All ranks create it.
 
-    comm: a communicator of all of them, for meetings of survivors.
+    comm: a communicator of all ranks, by which survivors create groups.
     """
 
     def __init__(self, world: MPI.Intracomm, pids: Collection[int]) -> None:
         self.comm = communicators.create_private(world)
         groups.return_errors(self.comm)
         self._ends = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids)}
-        world.Barrier()  # until then all of them live, so these are theirs
+        world.Barrier()  # all processes were alive until now, so no pid was reused
 
     def find_gone(self) -> set[int]:
         """Return the ranks in ``comm`` whose processes have ended."""
@@ -67,7 +68,7 @@ class _Processes:
         return {self._ends[end] for end, _ in poll.poll(0)}
 
     def close(self) -> None:
-        """Close the descriptors. The communicator stays, if a rank that is lost was in it."""
+        """Close the descriptors, and free the communicator unless a rank of it is lost."""
         if not self.find_gone():
             self.comm.Free()
         for end in self._ends:
@@ -75,13 +76,13 @@ class _Processes:
 
 
 _processes: _Processes | None = None
-_next_calls = 0.0  # by time.monotonic
+_next_probes = 0.0  # by time.monotonic
 
 
 def start(world: MPI.Intracomm) -> None:
-    """Watch the ranks' processes, if rank 0's MPICOLL_SURVIVE asks for it. All ranks call.
+    """Watch the ranks' processes if MPICOLL_SURVIVE is 1 on rank 0. All ranks call.
 
-    Warns, on rank 0, where a lost rank is not survived all the same.
+    Warns on rank 0 if the job cannot survive a lost rank.
     """
     global _processes
     asked = control_messages.bcast(world, settings.SURVIVE.is_set_to("1"), 0, bool)
@@ -115,61 +116,46 @@ def _why_not(nodes: int, able: bool) -> str:
 
 
 def stop() -> None:
-    """End what ``start`` began."""
+    """Stop watching the processes."""
     global _processes
     if _processes is not None:
         _processes.close()
         _processes = None
 
 
-def is_ulfm() -> bool:
-    """Return whether MPI itself goes on when a rank is lost, and takes calls back."""
-    return os.environ.get(_FT_VARIABLE, "").lower() in ("1", "true", "yes")
-
-
 def is_watching() -> bool:
-    """Return whether lost ranks are survived without MPI's knowledge: the same on all ranks."""
+    """Return whether the job survives lost ranks by MPICOLL_SURVIVE. The same on all ranks."""
     return _processes is not None
 
 
 def is_fault_tolerant() -> bool:
-    """Return whether the job goes on when a rank is lost: the same on all ranks."""
+    """Return whether the job survives a lost rank. The same on all ranks."""
     return _processes is not None or is_ulfm()
 
 
 def check(group: ProcessGroup) -> bool:
-    """Return whether a rank of the group is lost; if so, end its calls, pending ones too."""
-    rank_status.receive(group)  # MPI learns of losses inside its calls
+    """Return whether a rank of the group is lost; if so, fail the group and its pending works."""
+    rank_status.receive(group)  # MPI detects losses inside its calls
     with rank_status.lock:
-        if isinstance(group.broken, LostRankError):
+        if isinstance(group.error, LostRankError):
             return True
         if group.closed is not None:
             return False
         revoked = is_ulfm() and (group.inner.Is_revoked() or group.messages.Is_revoked())
-        lost = _find(group, _NEWS if revoked else 0.0)
+        lost = _find(group, _DETECT_TIMEOUT_S if revoked else 0.0)
         if not lost and not revoked:
             return False
-        group.break_with(LostRankError(_describe(group, lost), lost))
-        revoke(group)
-        group.resources.leave(alone=True)  # the others have to hear why, too
-        launch.skip_finalize()  # MPI_Finalize may wait for the one that is lost
+        fail_lost(group, LostRankError(_describe(group, lost), lost))
     if _processes is not None:  # MPI would never end them
         for work in [*group.in_flight, *group.pending]:
             work.abandon(group.failure())
     return True
 
 
-def revoke(group: ProcessGroup) -> None:
-    """Have MPI take back the calls of a broken group on all its ranks, where MPI can."""
-    if is_ulfm():
-        for comm in (group.inner, group.messages):
-            comm.Revoke()
-
-
 def _find(group: ProcessGroup, seconds: float = 0.0, expected: Collection[int] = ()) -> list[int]:
-    """Return the lost global ranks of a group, as far as this rank knows.
+    """Return the lost global ranks of a group that this rank has detected.
 
-    seconds: how long to wait until it knows of one, or of all that are expected.
+    seconds: time to wait for a lost rank, or for all that are expected.
     """
     from mpi4py import MPI
 
@@ -179,11 +165,11 @@ def _find(group: ProcessGroup, seconds: float = 0.0, expected: Collection[int] =
         if (lost and set(expected) <= set(lost)) or time.monotonic() > end:
             return lost
         MPI.COMM_SELF.Iprobe()
-        time.sleep(_PAUSE)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def _find_failed(group: ProcessGroup) -> list[int]:
-    """Return the lost ranks in a group."""
+    """Return the lost group ranks."""
     if _processes is not None:
         gone = _processes.find_gone()
         if not gone:
@@ -192,10 +178,10 @@ def _find_failed(group: ProcessGroup) -> list[int]:
         return [rank for rank, place in enumerate(places) if place in gone]
     from mpi4py import MPI
 
-    global _next_calls
-    if (now := time.monotonic()) > _next_calls:
-        _next_calls = now + _INTERVAL
-        for _ in range(_CALLS):
+    global _next_probes
+    if (now := time.monotonic()) > _next_probes:
+        _next_probes = now + _PROBE_INTERVAL_S
+        for _ in range(_PROBE_COUNT):
             MPI.COMM_SELF.Iprobe()
     failed, members = group.messages.Get_failed(), group.messages.Get_group()
     found = list(failed.Translate_ranks(None, members))
@@ -205,25 +191,24 @@ def _find_failed(group: ProcessGroup) -> list[int]:
 
 
 def shrink(group: ProcessGroup, excluded: Collection[int], where: str) -> MPI.Intracomm:
-    """Create the communicator of a broken group's survivors, in their order; all of them call.
+    """Create the communicator of a failed group's survivors, in their order. All survivors call.
 
-    excluded: the ranks in the group that the caller knows to be lost.
+    excluded: the group ranks that the caller knows to be lost.
 
-    Raises ArgumentError where one of them lives, LostRankError on all survivors where another one
-    is lost, too, and CollectiveTimeoutError where not all of them call.
+    Raises ArgumentError if one of them is alive, LostRankError on all survivors if another rank is
+    also lost, and CollectiveTimeoutError if not all survivors call.
     """
     named = sorted(group.ranks[rank] for rank in excluded)
-    lost = _find(group, _NEWS, named)
+    lost = _find(group, _DETECT_TIMEOUT_S, named)
     if not set(named) <= set(lost):
         raise ArgumentError(
             f"{where}: ranks_to_exclude: group {group.group_name} has lost global ranks {lost}, "
-            f"got global ranks {named}; exclude the lost ones, "
-            f"{[group.group_rank(rank) for rank in lost]} in the group, and shrink the result "
-            "again to leave out others"
+            f"got global ranks {named}; exclude group ranks "
+            f"{[group.group_rank(rank) for rank in lost]}, and shrink the new group to exclude more"
         )
     if _processes is not None:
-        return _meet_and_create(_processes.comm, group, named, where)
-    # MPI_Comm_shrink agrees on who is there, and works on a revoked communicator.
+        return _create_from_survivors(_processes.comm, group, named, where)
+    # MPI_Comm_shrink agrees on the survivors, and works on a revoked communicator.
     made = cast("MPI.Intracomm", group.inner.Shrink())
     groups.return_errors(made)
     found = communicators.translate_ranks(group.inner, made)
@@ -234,42 +219,36 @@ def shrink(group: ProcessGroup, excluded: Collection[int], where: str) -> MPI.In
     return made
 
 
-def _meet_and_create(
+def _create_from_survivors(
     comm: MPI.Intracomm, group: ProcessGroup, named: list[int], where: str
 ) -> MPI.Intracomm:
-    """Create the communicator once all survivors are here, for MPI would wait for them for ever.
+    """Create the communicator once all survivors have called, because MPI would wait for ever.
 
-    A dissemination barrier (Hensgen, Finkel, Manber, International J. of Parallel Programming
-    17(1), 1988), left when another rank is lost.
+    Raises LostRankError if another rank is lost meanwhile.
     """
-    from mpi4py import MPI
-
     places = communicators.translate_ranks(group.messages, comm)
     members = [
         place
         for place, rank in zip(places, group.ranks, strict=True)
         if place is not None and rank not in named
     ]
-    n, me = len(members), members.index(comm.Get_rank())
     name = f"mpicoll:{group.group_name}:{members}"
-    tag = zlib.crc32(name.encode()) & _TAGS
-    end, distance = deadline(group.timeout), 1
-    while distance < n:
-        requests = [
-            comm.Irecv(bytearray(0), members[(me - distance) % n], tag),
-            comm.Isend(bytearray(0), members[(me + distance) % n], tag),
-        ]
-        while not MPI.Request.Testall(requests):
+    tag = zlib.crc32(name.encode()) & _MAX_TAG
+    end = deadline(group.timeout)
+
+    def wait(request: MPI.Request, status: MPI.Status | None) -> None:
+        while not request.Test():
             lost = _find(group)
             if lost != named:
                 raise LostRankError(_describe(group, lost), lost)
             if time.monotonic() > end:
                 raise CollectiveTimeoutError(
-                    f"{where}: not all survivors of group {group.group_name} came within "
-                    f"{group.timeout:g} s"
+                    f"{where}: timed out: not all survivors of group {group.group_name} called "
+                    f"within {group.timeout:g} s"
                 )
-            time.sleep(_PAUSE)
-        distance *= 2
+            time.sleep(_POLL_INTERVAL_S)
+
+    dissemination_barrier(comm, members, tag, wait)
     with communicators.subset(comm, members) as chosen:
         made = comm.Create_group(chosen, tag)
     groups.return_errors(made)
@@ -280,5 +259,5 @@ def _describe(group: ProcessGroup, ranks: list[int]) -> str:
     who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "a rank"
     return (
         f"group {group.group_name} has lost {who}, whose process has ended; it cannot be used any "
-        "more. shrink_group makes a group of those that live, and torch's reconfigure does"
+        "more. Create a group of the survivors with shrink_group, or reconfigure of torch"
     )

@@ -45,7 +45,7 @@ __all__ = [
 
 _WHERE = "grow_group"
 #: What starts a new process, before the program and its arguments.
-_MAIN = ("-c", "from mpicoll.launch.newcomers import main; main()")
+_MAIN = ("-c", "from mpicoll.launch.spawned_ranks import main; main()")
 #: A process that ends well whatever the program does; see docs/reliability.md.
 _SHELL = ("sh", "-c", 'trap "" USR1; "$@"; true', "sh")
 #: Tags of what new processes and the first of the others tell each other.

@@ -1,20 +1,18 @@
-"""Comparing the ranks' calls, so that a mismatch is an error on every rank, not silent garbage.
+"""Comparison of the ranks' calls, so that a collective mismatch is an error on every rank.
 
-MPI does not check that ranks agree on primitive, dtype, operation, root and count: some libraries
-abort, some reduce integers as floats, some deliver one call's message to another call. So every
-rank keeps a record of its calls, and at intervals all ranks compare a digest of the calls since the
-last comparison. A wrong call is found within a stride of calls, and a correct program pays next to
-nothing (docs/performance.md has the figures).
+MPI does not check that ranks agree on operation, dtype, reduction, root and count. Some libraries
+abort, some reduce integers as floats, some deliver the message of one call to another call. So
+every rank keeps a record of its calls, and at intervals all ranks compare a digest of the calls
+since the last comparison. A mismatch is found within ``STRIDE`` calls at almost no cost
+(docs/performance.md).
 
-Which calls begin with a comparison depends only on what all ranks know: the number of the call in
-the group, and the debug level agreed on in the previous comparison. Comparisons use the collectives
-of the communicator that otherwise carries the user's messages, so that they meet no data of ranks
-that are a call ahead or behind.
+Which calls begin with a comparison depends only on data that all ranks share: the call number and
+the debug level that the previous comparison has agreed on. Comparisons use the communicator of
+point-to-point messages, so that they cannot match the data of ranks in another call.
 
-Where the ranks share memory, every call is compared in that before it begins, and no
-record is kept: by the route, if it goes through this memory anyhow, else by ``group.agree``. Calls
-that only put work into streams, by NCCL, wait for no other rank's host: one in a stride compares
-those since the last.
+Ranks that share memory compare every call there before it begins, and keep no record: the route
+does it if it uses this memory, else ``group.agree``. Calls that only enqueue device work do
+not wait for other hosts: a stride of them is compared together.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ from typing import TYPE_CHECKING
 from mpicoll import control_messages
 from mpicoll.core.signature import describe, encode_comparison, with_root
 from mpicoll.errors import MismatchError
+from mpicoll.failures.debug_level import DebugLevel, get_debug_level
 from mpicoll.launch.serialized_mpi import tested
 from mpicoll.output import format_count
-from mpicoll.watch.debug_level import DebugLevel, get_debug_level
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -47,18 +45,18 @@ __all__ = [
     "is_due",
 ]
 
-#: Each of a group's first calls is encode_comparison, then the record once in a stride of calls.
+#: Each of a group's first calls is compared, then the record of each stride of calls.
 FIRST, STRIDE = 64, 64
 
 _DETAIL = int(DebugLevel.DETAIL)
 
 #: One call: its number in the group, its kind without the root, the number of its sizes, the root.
-#: The first entry of a record is the last call before it, and stands for all earlier calls.
+#: The first entry of a record is the last call before it, or the digest of all earlier calls.
 RecordEntry = tuple[int, int, int, int]
 
 
 def digest(calls: tuple[RecordEntry, ...]) -> int:
-    """Return a hash of 62 bits of some calls, the same on every rank.
+    """Return a 62-bit hash of call records, the same on every rank.
 
     Python's hash of a tuple of ints depends neither on the process nor, from 3.8 on, the version.
     """
@@ -66,14 +64,14 @@ def digest(calls: tuple[RecordEntry, ...]) -> int:
 
 
 def check(group: ProcessGroup, look: Callable[[ProcessGroup], None]) -> None:
-    """Compare the calls since the last comparison with those of the other ranks.
+    """Compare the calls since the last comparison on all ranks.
 
-    look: called in between, once all ranks have come, or what they sent before they gave up.
+    look: called after the exchange: ranks that have timed out have sent their part before.
 
-    All ranks call it with the group's lock held, before the last call of their records. Raises
-    MismatchError on all ranks if the calls differ.
+    All ranks call this with the group's lock held, before the last call of their records runs.
+    Raises MismatchError on all ranks if the calls differ.
     """
-    if group.broken is not None:
+    if group.error is not None:
         raise group.failure()
     calls = tuple(group.recent)
     number = calls[-1][0]
@@ -89,13 +87,12 @@ def check(group: ProcessGroup, look: Callable[[ProcessGroup], None]) -> None:
     if not agreed:
         raise MismatchError(_describe_difference(group, calls))
     if shared := group.resources.find("shared"):
-        group.agree = shared.agree
-        group.compare_each()
+        group.compare_by(shared.agree)
 
 
 def is_due(group: ProcessGroup) -> bool:
-    """Return whether the group's next call, one that only puts work into streams, begins with a
-    comparison, which waits for the other ranks.
+    """Return whether the group's next call, which only enqueues device work, begins with a
+    comparison, in which it waits for the other ranks.
     """
     if group.size() == 1:
         return False
@@ -105,13 +102,12 @@ def is_due(group: ProcessGroup) -> bool:
 
 
 def agree_later(group: ProcessGroup, kind: int, sizes: int, root: int) -> None:
-    """Compare a call that only puts work into streams with the other ranks': with a stride of them,
-    where each other call is compared by itself.
+    """Add a call that only enqueues device work to the next comparison.
 
-    All ranks call it with the group's lock held. Raises MismatchError on all if the calls differ;
-    what they gave may then be wrong, and the group cannot be used any more.
+    All ranks call this with the group's lock held. If the calls differ, the group fails and all
+    ranks raise MismatchError, because results may be wrong.
     """
-    if group.broken is not None:
+    if group.error is not None:
         raise group.failure()
     group.unmet.append((kind, sizes, root))
     if len(group.unmet) < group.stride:
@@ -119,33 +115,31 @@ def agree_later(group: ProcessGroup, kind: int, sizes: int, root: int) -> None:
     shared, calls = group.resources.find("shared"), hash(tuple(group.unmet)) & (1 << 62) - 1
     group.unmet = []
     if not shared.compare(encode_comparison(kind, root, 0), calls):
-        broken = MismatchError(
+        error = MismatchError(
             f"rank {group.rank()} of group {group.group_name}: collective mismatch: the "
-            f"ranks made different calls among the latest {group.stride} that only enqueue work on "
-            "streams. Their results may be wrong on any rank; the group cannot be used any more. "
-            "MPICOLL_DEBUG=DETAIL compares every call before it is carried out"
+            f"ranks made different calls among the latest {group.stride} calls that only enqueue "
+            "device work. Their results may be wrong on any rank; the group cannot be used any "
+            "more. MPICOLL_DEBUG=DETAIL compares every call before it runs"
         )
-        group.break_with(broken)
+        group.fail(error)
         shared.leave()
         raise group.failure()
 
 
 def drop_last_call(group: ProcessGroup) -> None:
-    """Take the last call off the record, after all ranks have raised an error for it because their
-    calls differed. The calls before it are still to be compared.
-    """
+    """Remove the last call from the record, because all ranks have raised a mismatch for it."""
     if group.compared:
         group.drop_last()
         return
     *calls, (number, *_) = group.recent
-    if calls:  # else a comparison has found the difference, and begun a new record
+    if calls:  # else the comparison has begun a new record
         group.recent = [(number, -1, digest(tuple(calls)), 0)]
 
 
 def _compare(group: ProcessGroup, calls: tuple[RecordEntry, ...], level: int) -> tuple[bool, int]:
     """Return whether all ranks have made the same calls, and the highest of their levels."""
     mine = digest(calls)
-    if shared := group.resources.find("shared"):  # it takes a third of the time of MPI
+    if shared := group.resources.find("shared"):  # takes a third of the time of MPI
         _, kind, _, root = calls[-1]
         if shared.compare(encode_comparison(kind, root, level), mine):
             return True, level
@@ -159,8 +153,8 @@ def _compare(group: ProcessGroup, calls: tuple[RecordEntry, ...], level: int) ->
 def _describe_difference(group: ProcessGroup, calls: tuple[RecordEntry, ...]) -> str:
     """Describe the first call that differs between the ranks.
 
-    If more calls came after it, their results are wrong, and messages may be left in the group's
-    communicator: the group cannot be used any more.
+    Fails the group if more calls have followed: their results may be wrong, and messages may be
+    left in the group's communicator.
     """
     comm = tested(group.messages, group.wait_for)
     own = [digest(calls[: n + 1]) for n in range(len(calls))]
@@ -179,23 +173,23 @@ def _describe_difference(group: ProcessGroup, calls: tuple[RecordEntry, ...]) ->
     later = longest - same - 1
     if later > 0:
         text += (
-            f". This was found {format_count(later, 'call')} later, and what the group's calls "
-            "gave since then may be wrong on any rank; the group cannot be used any more. "
-            "MPICOLL_DEBUG=DETAIL compares every call before it is carried out"
+            f". It was found {format_count(later, 'call')} later: the results of the group's calls "
+            "since then may be wrong on any rank, and the group cannot be used any more. "
+            "MPICOLL_DEBUG=DETAIL compares every call before it runs"
         )
-        group.break_with(MismatchError(text))
+        group.fail(MismatchError(text))
     return text
 
 
 def describe_call(call: RecordEntry) -> str:
-    """Describe a call in words."""
+    """Describe a call record."""
     number, kind, sizes, root = call
     if number == 0:
         return "no call"
     return "a call that differed" if kind < 0 else describe(with_root(kind, root), sizes)
 
 
-#: Stands for the calls before the first.
+#: The record before the first call.
 _NO_CALL: RecordEntry = (0, 0, 0, 0)
 
 

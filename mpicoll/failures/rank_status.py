@@ -1,9 +1,9 @@
-"""Status messages: each rank tells others where it is among a group's calls.
+"""Status messages: each rank sends its position in a group's sequence of calls to other ranks.
 
-A rank sends its status when it ends, when it destroys the default group, and when it has waited in
-a call for a while. A rank that receives one may find that the sender has ended before this call, or
-that the two have made different calls. Then both may wait for ever, each in another call, and the
-comparison of their calls will never be reached.
+A rank sends its status when it ends, when it destroys the default group, when it has waited in a
+call for a while, and when the group has failed on it. The receiver may find that the sender has
+ended before this call, or that the two ranks have made different calls. Without the message both
+would wait for ever, because neither reaches the comparison of their calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mpicoll import communicators
-from mpicoll.watch.consistency import RecordEntry, describe_by_rank, describe_call, digest
+from mpicoll.failures.consistency import RecordEntry, describe_by_rank, describe_call, digest
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -25,21 +25,22 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
-    "CLOSED", "COMPARING", "DESTROYING", "DESTROY_TIMEOUT", "DUMPING", "EXITING", "FAILED",
-    "RUNNING", "RankStatus", "compare_after_error", "compare_at_destroy", "describe_mismatch",
+    "COMPARING", "DESTROYING", "DESTROY_TIMEOUT_S", "DUMPING", "EXITING", "FAILED", "RUNNING",
+    "TIMED_OUT", "RankStatus", "compare_after_error", "compare_at_destroy", "describe_mismatch",
     "dumping", "find_departed", "find_missing", "lock", "neighbours", "receive", "send",
 ]  # fmt: skip
 
 
 class RankStatus(NamedTuple):
-    """Where a rank is among a group's calls. All fields are sent as numbers of 64 bits.
+    """The position of a rank in a group's sequence of calls. Each field is sent as 64 bits.
 
-    group:  a hash of the group's name: a message may be left over from a group that has ended.
-    state:  RUNNING, EXITING, DESTROYING, DUMPING, COMPARING, CLOSED or FAILED.
-    begun, formed: collectives that the rank has begun, and those of them that are not compared.
-    since:  the number of the call before which the ranks' calls were last compared.
-    number, kind, sizes, root: of the rank's last call that is compared.
-    calls:  the digest of its calls from ``since`` to ``number``.
+    group:  hash of the group's name, because a message may be left over from another group.
+    state:  RUNNING, EXITING, DESTROYING, DUMPING, COMPARING, TIMED_OUT or FAILED.
+    begun:  number of collectives that the rank has begun.
+    formed: number of these that are not compared.
+    since:  number of the call at which the ranks' calls were last compared.
+    number, kind, sizes, root: call record of the rank's last compared call.
+    calls:  digest of its calls from ``since`` to ``number``.
     """
 
     group: int
@@ -55,30 +56,26 @@ class RankStatus(NamedTuple):
 
     @property
     def last_call(self) -> RecordEntry:
-        """The rank's last call that is compared."""
+        """The call record of the rank's last compared call."""
         return self.number, self.kind, self.sizes, self.root
 
 
-#: Sends that may never be received, with their buffers.
+#: Sends that may never complete, with their buffers.
 _pending_sends: list[tuple[MPI.Request, np.ndarray[tuple[int], np.dtype[np.int64]]]] = []
 #: Held while a group's status messages are probed for, and while its communicators are freed.
 lock = threading.Lock()
-#: Seconds that a rank which destroys the default group waits for the status of the others, for all
-#: of its groups. A rank that comes later finds this one's.
-DESTROY_TIMEOUT = 1.0
-
-
-#: Seconds that a rank waits for the status of other ranks after MPI has reported an error. Their
+#: Time that a rank in destroy_process_group waits for status messages, in total for all groups.
+DESTROY_TIMEOUT_S = 1.0
+#: Time that a rank waits for the status of other ranks after MPI has reported an error. Their
 #: watchdogs answer within a second.
 ANSWER_TIMEOUT_S = 4.0
 
-
-#: What a rank does: it makes more calls in a group; it ends without destroying its groups; it
-#: destroys them; it has written its flight record, and the others should; MPI has reported an error
-#: in its last call, and it asks the group for the calls of that number; it has closed
-#: this group, of which a call has outlasted the timeout, or one in which it has failed alone.
-RUNNING, EXITING, DESTROYING, DUMPING, COMPARING, CLOSED, FAILED = range(7)
-#: Global ranks that have said the last since this set was cleared; see flight_record.py.
+#: State of a rank: it makes more calls in the group; it ends without destroying its groups; it
+#: destroys them; it has written its flight record and requests the others; MPI has
+#: reported an error in its last call and it requests the status of other ranks; it has failed the
+#: group because of a timeout, or because of another error.
+RUNNING, EXITING, DESTROYING, DUMPING, COMPARING, TIMED_OUT, FAILED = range(7)
+#: Global ranks that have sent DUMPING since this set was cleared; see flight_record.py.
 dumping: set[int] = set()
 
 
@@ -88,12 +85,11 @@ def send(
     to: Iterable[int] | None = None,
     number: int | None = None,
 ) -> None:
-    """Send this rank's status to some members.
+    """Send this rank's status to other ranks.
 
-    to:     their ranks in the group; None: those at distances of powers of two, both ways: few
-            messages in a large group, all others in a small one. One waiting rank that receives the
-            status is enough to end the job.
-    number: of the last call that the status is to include; None: of all.
+    to:     group ranks; None: the neighbours, which are few in a large group. One waiting rank that
+            receives the status is enough to end the job.
+    number: of the last call that the status includes; None: the latest.
     """
     status = np.array(_build_status(group, state, number), np.int64)
     with lock:
@@ -105,14 +101,14 @@ def send(
 
 
 def neighbours(group: ProcessGroup) -> set[int]:
-    """Return the ranks in the group that ``send`` sends to, and that send to this one."""
+    """Return the group ranks at distances of powers of two in both directions."""
     n, me = group.size(), group.rank()
     distances = [2**k for k in range(n.bit_length()) if 2**k < n]
     return {(me + sign * distance) % n for distance in distances for sign in (1, -1)}
 
 
 def _build_status(group: ProcessGroup, state: int, number: int | None = None) -> RankStatus:
-    calls = tuple(group.recent)  # a copy: another thread may be making calls
+    calls = tuple(group.recent)  # a copy, because another thread may make calls
     if number is not None:
         calls = calls[:1] + tuple(call for call in calls[1:] if call[0] <= number)
     counts = group.begun, group.formed
@@ -124,7 +120,7 @@ def _hash_name(group: ProcessGroup) -> int:
 
 
 def receive(group: ProcessGroup) -> None:
-    """Receive the status messages that have arrived. Answer a rank that is COMPARING."""
+    """Receive the status messages that have arrived. Reply to a rank that is COMPARING."""
     from mpi4py import MPI
 
     envelope, asked = MPI.Status(), []
@@ -142,8 +138,8 @@ def receive(group: ProcessGroup) -> None:
                         asked.append((source, status.number))
                     if status.state == DUMPING:
                         dumping.add(group.ranks[source])
-                    elif (known := group.statuses.get(source)) is None or known.state < CLOSED:
-                        group.statuses[source] = status  # that it is closed stays true
+                    elif (known := group.statuses.get(source)) is None or known.state < TIMED_OUT:
+                        group.statuses[source] = status  # a failure is final
     except MPI.Exception as error:
         if not communicators.reports_lost_rank(error):  # lost_ranks.check handles losses
             raise
@@ -152,15 +148,15 @@ def receive(group: ProcessGroup) -> None:
 
 
 def find_departed(group: ProcessGroup, states: tuple[int, ...] = (EXITING, DESTROYING)) -> set[int]:
-    """Return the ranks, in the group, that make no more calls, as far as ``receive`` knows."""
+    """Return the group ranks that make no more calls, according to received messages."""
     return {rank for rank, status in list(group.statuses.items()) if status.state in states}
 
 
 def find_missing(group: ProcessGroup, may_time_out: bool) -> list[int]:
-    """Return the global ranks that have departed before the collective that this rank is in.
+    """Return the global ranks that have departed before the current collective of this rank.
 
-    may_time_out: the program may be waiting with a timeout, and go on after it: then only ranks
-    that have ended count.
+    may_time_out: the program may wait with a timeout and continue after it, so that only ranks that
+    end count.
     """
     departed = find_departed(group, (EXITING,) if may_time_out else (EXITING, DESTROYING))
     return [group.ranks[rank] for rank in departed if group.statuses[rank].begun < group.begun]
@@ -169,7 +165,7 @@ def find_missing(group: ProcessGroup, may_time_out: bool) -> list[int]:
 def describe_mismatch(group: ProcessGroup) -> str:
     """Describe how another rank's calls since the last comparison differ from this rank's.
 
-    Returns "" if none differ, as far as ``receive`` knows.
+    Returns "" if no difference is known.
     """
     formed, calls = group.formed, tuple(group.recent)
     if formed != group.formed:  # another thread makes calls just now
@@ -188,7 +184,7 @@ def describe_mismatch(group: ProcessGroup) -> str:
                 f"collective mismatch in group {group.group_name}: rank "
                 f"{group.ranks[rank]}: {other}; here: {here}"
             )
-        if ahead > 0:  # this rank may yet make the same calls
+        if ahead > 0:  # this rank may still make the same calls
             continue
         if ahead < 0 and group.compared:  # the calls before the last were alike
             continue
@@ -217,10 +213,9 @@ def _describe_call(call: RecordEntry) -> str:
 
 
 def compare_after_error(group: ProcessGroup) -> str:
-    """Compare this rank's last call with the calls of that number on all other ranks, after MPI has
-    reported an error in it. Their watchdogs answer.
+    """Compare the calls of all ranks after MPI has reported an error in this rank's last call.
 
-    Returns how the calls differ, "" if they do not, or if no rank answers in time.
+    The watchdogs of the other ranks answer. Returns the difference, "" if there is none.
     """
     number, me = group.recent[-1][0], group.rank()
     others = {*range(group.size())} - {me}
@@ -245,13 +240,12 @@ def compare_after_error(group: ProcessGroup) -> str:
 
 
 def compare_at_destroy(group: ProcessGroup, end: float) -> tuple[bool, str]:
-    """Compare the calls once more, by the status of ranks that destroy all groups.
+    """Compare the calls of ranks that destroy all groups, by their status messages.
 
-    Without it no rank would find that one has made more calls than the others at the end.
+    This finds a rank that has made more calls at the end. Waits until ``end`` (time.monotonic).
 
-    Waits for the others until ``end``, by time.monotonic, at most. Returns whether all ranks that
-    send their status to this one have done so, so that no message is under way any more, and
-    the mismatch, "" for none.
+    Returns whether the messages of all neighbours have arrived, so that none is in transit, and the
+    description of a mismatch, "" for none.
     """
     send(group, DESTROYING)
     expected = neighbours(group)
@@ -270,7 +264,7 @@ def compare_at_destroy(group: ProcessGroup, end: float) -> tuple[bool, str]:
                 f"rank {group.rank()} of group {group.group_name}: the ranks made different calls "
                 f"after call {mine.since}: the last of rank {rank} is "
                 f"{_describe_call(theirs.last_call)}; here it is {_describe_call(mine.last_call)}. "
-                "What these calls gave may be wrong. "
-                "MPICOLL_DEBUG=DETAIL compares every call before it is carried out"
+                "The results of these calls may be wrong. "
+                "MPICOLL_DEBUG=DETAIL compares every call before it runs"
             )
     return expected <= find_departed(group), ""

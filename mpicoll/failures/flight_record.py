@@ -1,12 +1,12 @@
-"""The flight record: the last calls of each group, written to a file when something goes wrong.
+"""Flight record: the last calls of each group, written to a file after a failure.
 
-Each group keeps a history of its calls (``kernels/calls.py``) and of its messages. A file has that
-of one rank, in the format of PyTorch's flight recorder, version 2.10 (FlightRecorder.hpp of PyTorch
-2.15), so that its ``torchfrtrace`` finds the culprit in a folder of such files. What that format
-has no place for is under the key "mpicoll": the host, its clock, and all messages.
+Each group keeps a history of its calls (``kernels/calls.py``) and messages. A file has the history
+of one rank in the format of PyTorch's flight recorder, version 2.10 (FlightRecorder.hpp of PyTorch
+2.15), so that ``torchfrtrace`` finds the culprit in a folder of such files. The key "mpicoll" has
+the host, its clock, and all messages, for which that format has no fields.
 
-A rank that dumps its record asks the others to do the same, by a status message. A rank that is
-asked for the first time in a while asks its own neighbours in turn.
+A rank that dumps its record requests the records of its neighbours by a status message, and they
+do the same.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from types import FrameType, NoneType
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import __version__, private_files, settings
-from mpicoll.core import work
+from mpicoll.core import observers
 from mpicoll.core.groups import default_group, state
+from mpicoll.core.observers import Observer
 from mpicoll.core.signature import describe, read_call, with_root
 from mpicoll.errors import (
     ArgumentError,
     ArgumentTypeError,
     CollectiveTimeoutError,
+    DistBackendError,
     LostRankError,
     MismatchError,
 )
+from mpicoll.failures import rank_status
 from mpicoll.kernels.calls import CallEntry
 from mpicoll.launch.host_identity import machine
 from mpicoll.output import format_count, write_lines
-from mpicoll.watch import rank_status
 
 if TYPE_CHECKING:
     from mpicoll.arrays.views import View
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from mpicoll.dtypes import DType
 
 __all__ = [
-    "PATIENCE",
+    "RECORDS_TIMEOUT_S",
     "answer",
     "complete_message",
     "dump",
@@ -59,25 +61,24 @@ __all__ = [
     "write",
 ]
 
-#: Of the format.
+#: Version of the format.
 VERSION = "2.10"
-#: Seconds that a rank whose call is late waits for the others to write their records, too: the job
+#: Time that a rank whose call has timed out waits for the records of other ranks, because the job
 #: may end right after it.
-PATIENCE = 3.0
-#: Seconds after its own dump in which a rank that is asked for one has answered already, and the
-#: longest time that a request takes from rank to rank.
-_QUIET, _HOP = 10.0, 1.5
+RECORDS_TIMEOUT_S = 3.0
+#: Time after a dump in which further requests are ignored, and the maximum time of a request from
+#: rank to rank.
+_QUIET_S, _HOP_S = 10.0, 1.5
 
-#: Primitives that torchfrtrace knows by no name, as it is to see them: one each that no other call
-#: of mpicoll has, so that ranks in different calls show.
+#: Primitives that torchfrtrace does not support: each has a name that no other call uses.
 _OTHER_NAMES = {"scan": "_reduce_oop", "exscan": "_broadcast_oop"}
-#: The same of lists of calls.
+#: Names of lists of calls.
 _LIST_NAMES = {
     "all_reduce": "allreduce_coalesced",
     "all_gather_single": "all_gather_into_tensor_coalesced",
     "reduce_scatter_single": "reduce_scatter_tensor_coalesced",
 }
-#: And of calls that are no primitives, by their names.
+#: Names of calls without a row in primitives.py.
 _TASK_NAMES = {
     "all_gather_object": "all_gather",
     "gather_object": "gather",
@@ -87,23 +88,23 @@ _TASK_NAMES = {
     "new_window": "new_window",
 }
 _ANY_TASK = "split"
-#: torch's names of dtypes (c10::toString), where they are not the core's with a capital.
+#: torch's names of dtypes (c10::toString).
 _DTYPE_NAMES = {
     "int8": "Char", "int16": "Short", "int32": "Int", "int64": "Long", "uint8": "Byte",
     "uint16": "UInt16", "uint32": "UInt32", "uint64": "UInt64", "float16": "Half",
     "float32": "Float", "float64": "Double", "bfloat16": "BFloat16", "complex64": "ComplexFloat",
     "complex128": "ComplexDouble",
 }  # fmt: skip
-#: Frames that are not the program's.
+#: Modules whose frames do not belong to the program.
 _INSIDE = ("mpicoll.", "torch.", "threading")
 
-#: Groups because of which the record was dumped: the first dump says it all; programs may go on.
+#: For each group, the kinds of failures for which the record was dumped: once for each kind.
 _dumped: weakref.WeakKeyDictionary[ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
-#: One dump at a time; and when the last was, by time.monotonic.
+#: Held during a dump; and the time of the last dump, by time.monotonic.
 _lock = threading.RLock()
 _last = float("-inf")
-#: What ``last_words`` says.
-_unsaid = ""
+#: The line that ``last_words`` returns.
+_location = ""
 
 
 # --- messages -----------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ _unsaid = ""
 def enter_message(
     group: ProcessGroup, peer: int, tag: int, receives: bool, view: View
 ) -> list[Any] | None:
-    """Put a message that begins into the group's history, if it keeps one; return its entry."""
+    """Add a message to the group's history when it begins; return its entry, if there is one."""
     history = group.message_history
     if not history.maxlen:
         return None
@@ -123,7 +124,7 @@ def enter_message(
 
 
 def complete_message(entry: list[Any], group: ProcessGroup, source: int) -> None:
-    """Note that a message is complete; ``source``: the global rank that it came from, if any."""
+    """Record that a message is complete. source: the global rank of its sender; -1: unchanged."""
     entry[6] = time.monotonic_ns()
     if source >= 0:
         entry[0] = group.group_rank(source)
@@ -138,12 +139,12 @@ def dump_flight_record(path: str | None = None) -> str:
     path: the file; by default the rank behind what TORCH_FR_DUMP_TEMP_FILE says, else behind
         "~/.cache/torch/comm_lib_trace_rank_".
 
-    PyTorch's torchfrtrace reads a folder of such files, as does ``python -m mpicoll trace``. The
-    other ranks write theirs when they call this, too.
+    PyTorch's torchfrtrace reads a folder of such files, as does ``python -m mpicoll trace``. Other
+    ranks write their files only if they also call this.
 
     Returns the path. Raises NotInitializedError (a ValueError) before init_process_group,
     ArgumentError (a ValueError) if no record is kept (TORCH_FR_BUFFER_SIZE is 0),
-    ArgumentTypeError (a TypeError) for a path of another type, and what the system says if the
+    ArgumentTypeError (a TypeError) for a path of another type, and the error of the system if the
     file cannot be written.
     """
     if not isinstance(path, (str, os.PathLike, NoneType)):
@@ -159,69 +160,65 @@ def dump_flight_record(path: str | None = None) -> str:
 
 
 def dump_after(error: Exception, group: ProcessGroup) -> None:
-    """Dump the record if it helps to see why a call has failed."""
+    """Dump the record after a call has failed, if the record helps to find the cause."""
     if isinstance(error, CollectiveTimeoutError):
-        if group.broken is None:  # such as monitored_barrier, after which the group goes on
+        if group.error is None:  # as in monitored_barrier: the group stays OPEN
             dump(str(error))
         else:
             dump_for(group, "closed", str(error))
     elif isinstance(error, LostRankError):
         dump_for(group, "lost", str(error), 0)
     elif isinstance(error, MismatchError):
-        dump_for(group, "mismatch", str(error), among=group)  # all of its ranks are here
+        dump_for(group, "mismatch", str(error), among=group)  # all of its ranks raise it
 
 
 def dump_for(
     group: ProcessGroup,
     kind: str,
     why: str,
-    patience: float = PATIENCE,
+    wait_s: float = RECORDS_TIMEOUT_S,
     among: ProcessGroup | None = None,
 ) -> None:
-    """Dump the record because of a group, once for each kind of reason: what comes later comes of
-    the same.
-
-    The rest is as in ``dump``.
-    """
+    """Dump the record as ``dump`` does, once for each group and kind of failure."""
     if kind not in (known := _dumped.setdefault(group, set())):
         known.add(kind)
-        dump(why, patience, among)
+        dump(why, wait_s, among)
 
 
-def dump(why: str, patience: float = PATIENCE, among: ProcessGroup | None = None) -> None:
-    """Write this rank's record and have the others write theirs.
+def dump(why: str, wait_s: float = RECORDS_TIMEOUT_S, among: ProcessGroup | None = None) -> None:
+    """Write this rank's record, and request the records of other ranks.
 
-    patience: seconds to wait for them; among: for those of this group alone.
+    wait_s: seconds to wait for them. among: wait only for the ranks of this group.
     """
-    written, default = write(why), state.default  # another thread may end it meanwhile
+    written, default = write(why), state.default  # another thread may close it meanwhile
     if written and default is not None and default.size() > 1:
-        _ask()
-        _wait_for_others(default, patience, among or default)
+        _request_records()
+        _wait_for_records(default, wait_s, among or default)
         rank_status.dumping.clear()
 
 
 def answer() -> None:
-    """Write this rank's record if another has asked for it, as the watchdog has seen."""
-    if rank_status.dumping and time.monotonic() > _last + _QUIET:
+    """Write this rank's record if another rank has requested it."""
+    if rank_status.dumping and time.monotonic() > _last + _QUIET_S:
         asking = min(rank_status.dumping, default=-1)
-        if write(f"rank {asking} has asked for it"):
-            _ask()
-    if time.monotonic() > _last + _QUIET:
+        if write(f"requested by rank {asking}"):
+            _request_records()
+    if time.monotonic() > _last + _QUIET_S:
         rank_status.dumping.clear()
 
 
 def write(why: str) -> bool:
-    """Write this rank's record, if one is kept; return whether it was. Never raises."""
-    global _unsaid
+    """Write this rank's record if one is kept; return whether it was written. Never raises."""
+    global _location
     group = state.default
     if group is None or not group.message_history.maxlen:
         return False
     try:
         path = _write(why)
-    except Exception as error:  # the program's own stack is looked at, too
-        write_lines(f"mpicoll: rank {group.rank()}: the flight record cannot be written: {error}")
+    except Exception as error:  # includes errors from inspecting the program's stack
+        write_lines(f"mpicoll: rank {group.rank()}: cannot write the flight record: {error}")
         return False
-    _unsaid = (
+    _location = (
         f"mpicoll: rank {group.rank()}: flight records: {file_prefix()}*; "
         f"torchfrtrace {path.parent} finds the culprit"
     )
@@ -229,44 +226,42 @@ def write(why: str) -> bool:
 
 
 def last_words() -> list[str]:
-    """Return the line that says where the records are, once after each: when the job ends, or who
-    has asked waits for it.
-    """
-    global _unsaid
-    text, _unsaid = _unsaid, ""
+    """Return the line with the path of the records, once after each dump."""
+    global _location
+    text, _location = _location, ""
     return [text] if text else []
 
 
-def _ask() -> None:
+def _request_records() -> None:
     group = state.default
     if group is None or group.closed is not None:
         return
-    with contextlib.suppress(Exception):  # MPI may have failed: then this is all there is
+    with contextlib.suppress(Exception):  # MPI may have failed
         rank_status.send(group, rank_status.DUMPING)
 
 
-def _wait_for_others(group: ProcessGroup, patience: float, among: ProcessGroup) -> None:
-    """Wait until the neighbours have written their records, and have had the time to pass it on."""
+def _wait_for_records(group: ProcessGroup, wait_s: float, among: ProcessGroup) -> None:
+    """Wait until the neighbours have written their records, and the request has spread."""
     expected = {group.ranks[rank] for rank in rank_status.neighbours(group)} & {*among.ranks}
-    end = time.monotonic() + patience
+    end = time.monotonic() + wait_s
     while not expected <= rank_status.dumping | _departed(group) and time.monotonic() < end:
         with contextlib.suppress(Exception):
             rank_status.receive(group)
         time.sleep(0.01)
-    # Each hop is a power of two either way.
+    # Neighbours are at distances of powers of two in both directions.
     hops = (group.size().bit_length() + 1) // 2
-    if patience and among is group and len(expected) < group.size() - 1:
-        time.sleep(min(_HOP * (hops - 1), patience))
+    if wait_s and among is group and len(expected) < group.size() - 1:
+        time.sleep(min(_HOP_S * (hops - 1), wait_s))
 
 
 def _departed(group: ProcessGroup) -> set[int]:
-    """Return the global ranks that have ended, or have destroyed the group: they answer no more."""
+    """Return the global ranks that no longer reply: they have ended, or destroyed the group."""
     gone = rank_status.EXITING, rank_status.DESTROYING
     return {group.ranks[rank] for rank, one in list(group.statuses.items()) if one.state in gone}
 
 
 def file_prefix() -> str:
-    """Return what the paths of the files begin with, before the rank."""
+    """Return the path of the files without the rank at the end."""
     chosen = settings.RECORD_FILE.value() or settings.RECORD_FILE_BEFORE.value()
     if chosen:
         return chosen
@@ -275,7 +270,7 @@ def file_prefix() -> str:
 
 
 def _write(why: str, given: str | None = None) -> Path:
-    """Write the record to a file, which is there as a whole or not at all; return its path."""
+    """Write the record to a file, atomically; return its path."""
     global _last
     with _lock:
         path = Path(given or f"{file_prefix()}{default_group().rank()}")
@@ -284,13 +279,21 @@ def _write(why: str, given: str | None = None) -> Path:
         return path
 
 
-def _at_timeout(why: str) -> None:
-    """Dump the record for a Work that is late; the next may be, too, for the same reason."""
-    if time.monotonic() > _last + _QUIET:
-        dump(why)
+class _Recorder(Observer):
+    """Dumps the record when a group or a Work times out."""
+
+    def group_failing(self, group: ProcessGroup, error: DistBackendError, wait_s: float) -> None:
+        """Dump the record if a call has timed out. Other errors are dumped by the call."""
+        if isinstance(error, CollectiveTimeoutError):
+            dump_for(group, "closed", str(error), wait_s)
+
+    def work_timed_out(self, why: str) -> None:
+        """Dump the record, unless it was dumped just now: works time out one after another."""
+        if time.monotonic() > _last + _QUIET_S:
+            dump(why)
 
 
-work.at_timeout = _at_timeout
+observers.add(_Recorder())
 
 
 # --- the format ---------------------------------------------------------------------------------
@@ -327,7 +330,7 @@ def _in_order(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _Record:
-    """What is built of all groups. offset: of the clock of the day to the monotonic one, in ns."""
+    """The record of all groups. offset: nanoseconds from the monotonic clock to the wall clock."""
 
     def __init__(self, offset: int) -> None:
         self.config: dict[str, dict[str, str]] = {}
@@ -340,12 +343,12 @@ class _Record:
         self._threads = {one.ident: one.name for one in threading.enumerate()}
 
     def add_group(self, number: int, group: ProcessGroup) -> None:
-        """Add the calls and messages of a group, the ``number``-th that is alive here."""
+        """Add the calls and messages of a group, the ``number``-th open one of this rank."""
         self._configure(group.group_name, group.group_desc, group.ranks)
         calls = [CallEntry(*entry) for entry in group.history()]
         begun = sorted((call for call in calls if call.place), key=lambda call: call.place)
         last = begun[-1].place if begun else 0
-        # Those that are queued will begin in their order.
+        # Queued calls will begin in this order.
         queued = [call for call in calls if not call.place]
         queued = [call._replace(place=last + 1 + i) for i, call in enumerate(queued)]
         self.status[str(number)] = {
@@ -417,11 +420,11 @@ class _Record:
     def _between_two(
         self, entry: dict[str, Any], group: ProcessGroup, source: int, target: int, tag: int
     ) -> dict[str, Any]:
-        """Return the entry of a message that is not complete as one of a group of two ranks.
+        """Return the entry of an incomplete message as a call of a group of its two ranks.
 
-        torchfrtrace expects a message of a group on all of its ranks. Of messages of one sender,
-        receiver and tag the first that is sent is the first that is received (MPI-4.1 section 3.5),
-        so that the first that is not complete on either side is the same.
+        torchfrtrace expects an entry on all ranks of a group. Messages of one sender, receiver and
+        tag do not overtake each other (MPI-4.1 section 3.5), so the first incomplete message is the
+        same on both sides.
         """
         name = f"{group.group_name}: messages {source}->{target}, tag {tag}"
         pair = group.ranks[source], group.ranks[target]
@@ -468,9 +471,9 @@ class _Record:
     def _program_frames(
         self, thread: int, message: list[Any] | None = None
     ) -> list[dict[str, Any]]:
-        """Return the frames of a thread that are the program's, innermost first.
+        """Return the program's frames of a thread, innermost first.
 
-        message: an entry: nothing, if the thread does not wait for this message.
+        message: an entry; returns [] if the thread does not wait for this message.
         """
         frames = list(_walk(self._stacks.get(thread)))
         if message is not None:
@@ -489,11 +492,11 @@ class _Record:
 
 
 def _first_kept(last: int, length: int) -> int:
-    """Return the place of the first call that is dumped of a history of some length.
+    """Return the place of the first call to dump of a history of this length.
 
-    torchfrtrace takes a call that one rank has dumped and another has not for one that the latter
-    has not made. Ranks are a few calls apart, so that their histories begin a few calls apart; cut
-    at multiples of half their length they mostly begin at the same call.
+    torchfrtrace reports a call as missing on a rank that has not dumped it. Ranks are a few calls
+    apart, and so are the beginnings of their histories. Cut at multiples of half their length,
+    they mostly begin at the same call.
     """
     if last <= length:
         return 1

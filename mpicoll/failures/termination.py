@@ -1,5 +1,6 @@
-"""How a rank with a process group ends its job. It prints its message first, then writes its flight
-record and notifies the node's guard.
+"""End of the job by a rank with a process group.
+
+The rank prints its message first, then writes its flight record and notifies the node monitor.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 from mpicoll.core.groups import state
+from mpicoll.failures import flight_record, monitor_client
 from mpicoll.launch.error_output import format_stack, with_rank
 from mpicoll.launch.exit_hooks import (
     INTERRUPTED,
@@ -18,7 +20,6 @@ from mpicoll.launch.exit_hooks import (
     report_exit,
 )
 from mpicoll.output import write_lines
-from mpicoll.watch import flight_record, guarding
 
 __all__ = ["GroupEnd", "end_job", "end_stuck_job"]
 
@@ -26,12 +27,12 @@ __all__ = ["GroupEnd", "end_job", "end_stuck_job"]
 def end_job(code: int, explained: bool = True) -> None:
     """End every rank of the job with an exit code, after flushing the output.
 
-    explained: this rank has printed why; else the guard, or this rank without one, reports the exit
-    code.
+    explained: this rank has printed the reason; else the node monitor, or this rank if there is no
+    monitor, prints the exit code.
     """
     for line in flight_record.last_words():
         write_lines(line)
-    if not guarding.say_ending(code, explained) and not explained:
+    if not monitor_client.report_ending(code, explained) and not explained:
         report_exit(_find_rank(), code)
     flush_output()
     end_ranks(code)
@@ -40,9 +41,10 @@ def end_job(code: int, explained: bool = True) -> None:
 def end_stuck_job(why: str, code: int, thread: int = 0) -> None:
     """End the job from another thread, with the stack of one that is inside MPI.
 
-    thread: that one, as threading.get_ident has it; 0: the main thread. An exception cannot be
-    raised in a thread that is blocked inside MPI. All ranks write their flight records first,
-    unless the user has interrupted the job.
+    An exception cannot be raised in a thread that is blocked inside MPI. All ranks write their
+    flight records first, unless the user has interrupted the job.
+
+    thread: that one, as threading.get_ident returns it; 0: the main thread.
     """
     if code != INTERRUPTED:
         flight_record.dump(why)
@@ -78,11 +80,11 @@ class GroupEnd(RankEnd):
         """Return the line that says where the flight records are. The rank ends from here on, also
         while it waits for another rank that prints the same error.
         """
-        guarding.say_ending(1)
+        monitor_client.report_ending(1)
         return flight_record.last_words()
 
     def end_job(self, code: int, explained: bool) -> None:
-        """End every rank of the job, and notify the node's guard."""
+        """End every rank of the job, and notify the node's monitor."""
         end_job(code, explained)
 
     def at_exit(self) -> None:

@@ -4,7 +4,7 @@ A launcher that sees one rank end kills the remaining ranks within milliseconds,
 system has reported the end of the first rank. So the monitor uses the first sign of each end: the
 closing of the rank's bell (a pipe). A launcher cannot react before it, and the kernel reports such
 events in their order. A rank that ends the job itself, by an exception or ``sys.exit``, first
-writes the time into its board.
+writes the time into its page.
 
 The monitor has to distinguish a signal to one rank from a signal to all ranks, as by a launcher or
 a scheduler. In the first case the other ranks of the node are still alive at the first sign.

@@ -1,6 +1,6 @@
-"""A rank's side of the guard: its board, the handler that prints its stacks, and how it starts.
+"""Monitor client: the side of a rank that publishes its state, and starts the node monitor.
 
-Nothing here is needed for a job to run: where the system refuses any of it, there is no guard.
+A job runs without a node monitor if the system has no pidfds or memfds.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpicoll import control_messages, launch, settings
-from mpicoll.core.groups import state
+from mpicoll import control_messages, launch, line_protocol, settings
+from mpicoll.core import observers
+from mpicoll.core.observers import Observer
+from mpicoll.failures import lost_ranks, node_monitor, report
+from mpicoll.failures.status_page import DONE, LEFT, StatusPage
 from mpicoll.launch.host_identity import addresses, node
 from mpicoll.signals import blocked_job_signals
-from mpicoll.watch import guard, json_lines, lost_ranks, report
-from mpicoll.watch.board import DONE, LEFT, Board
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -37,15 +38,15 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
-    "ask_about", "find_order", "leave", "renew", "say_ending", "say_message", "say_signal", "start",
+    "ask_about", "end_order", "record_message", "renew", "report_ending", "report_signal",
+    "sign_off", "start",
 ]  # fmt: skip
 
-#: Seconds of waiting after which a hang is reported, unless a setting says otherwise: at most, and
-#: as a share of the group's timeout.
-_AFTER, _SHARE = 60.0, 0.5
-#: Seconds that the guard has to say what it knows before this rank ends the job.
-_LAST_WORDS = 0.5
-#: Processes that start the ranks of a node and end them, by the names that the system knows.
+#: Default time after which a hang is reported: maximum in seconds, and fraction of the timeout.
+_REPORT_AFTER_S, _TIMEOUT_FRACTION = 60.0, 0.5
+#: Time that this rank waits for the report of the monitor before it ends the job.
+_REPORT_TIMEOUT_S = 0.5
+#: Names of processes that start and end the ranks of a node.
 _LAUNCHERS = {
     "hydra_pmi_proxy", "mpiexec", "mpiexec.hydra", "mpirun", "orted", "orterun", "prte", "prted",
     "prterun", "slurmstepd",
@@ -53,23 +54,23 @@ _LAUNCHERS = {
 
 
 class _Own:
-    """This process's board, and what it has told the guard."""
+    """The status page of this process, and the descriptors for its monitor."""
 
     def __init__(self) -> None:
-        self.board = Board()
+        self.page = StatusPage()
         self.cells: dict[ProcessGroup, int] = {}
         self.stacks = os.memfd_create("mpicoll-stacks")
         fcntl.fcntl(self.stacks, fcntl.F_SETFL, os.O_APPEND)
         self.signal = _find_signal()
         faulthandler.register(self.signal, file=self.stacks, all_threads=True, chain=False)
         self.pid = os.getpid()
-        #: A byte in this pipe has the guard look at once.
+        #: A byte in this pipe wakes the monitor. The system closes it first when the rank ends.
         self.bell, self.rings = os.pipe()
         os.set_blocking(self.rings, False)
-        #: What the running guard was started for, and how other nodes find that of rank 0's.
-        self.guarded: object = None
+        #: The ranks for which the running monitor was started; addresses and secret of the head.
+        self.monitored: object = None
         self.head: dict[str, Any] = {}
-        #: Tells this beginning of the job from others, whose groups have the same names.
+        #: Random number of this init_process_group: groups of another one have the same names.
         self.beginning = 0
 
 
@@ -77,7 +78,7 @@ _own: _Own | None = None
 
 
 def _find_signal() -> int:
-    """Return a signal that nobody listens to, one of those that have no meaning."""
+    """Return a real-time signal without a handler."""
     for number in range(signal.SIGRTMAX - 2, signal.SIGRTMIN + 2, -1):
         if signal.getsignal(number) is signal.SIG_DFL:
             return number
@@ -85,33 +86,34 @@ def _find_signal() -> int:
 
 
 def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
-    """Have this node's guard watch this rank. All ranks call.
+    """Connect this rank to the node monitor, and start it on the first rank. All ranks call.
 
-    here: the ranks of ``world`` on this node. listener: the thread that is asked for stacks, as the
-    system numbers it.
+    here: the ranks of ``world`` on this node. listener: system-wide number of the thread that
+    prints stacks.
     """
     global _own
     given: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
         if _own is None or _own.pid != os.getpid():
             _own = _Own()
-        _own.board.begin(threading.main_thread().ident or 0, listener)
+        _own.page.begin(threading.main_thread().ident or 0, listener)
         given = {
-            "rank": world.Get_rank(), "pid": os.getpid(), "start": guard.read_start(os.getpid()),
-            "board": _own.board.descriptor, "stacks": _own.stacks, "signal": _own.signal,
+            "rank": world.Get_rank(), "pid": os.getpid(),
+            "start": node_monitor.read_start(os.getpid()), "page": _own.page.descriptor,
+            "stacks": _own.stacks, "signal": _own.signal,
             "bell": _own.bell,
             "node": node(),
         }  # fmt: skip
     if not given:
         _own = None
     ranks = control_messages.allgather(here, given, dict[str, int | str])
-    # What sees each other's processes has the same guard: a part of a node, if in containers.
+    # Ranks in different containers of a node cannot see each other: each container has a monitor.
     seen = [one for one in ranks if one and one["node"] == given.get("node")]
     first = bool(seen) and seen[0]["rank"] == world.Get_rank()
     key = [(one["rank"], one["pid"]) for one in seen]
     is_head = world.Get_rank() == 0
     listeners: list[socket.socket] = []
-    if is_head and _own is not None and _own.guarded != (key, world.Get_size(), _own.head):
+    if is_head and _own is not None and _own.monitored != (key, world.Get_size(), _own.head):
         listeners = _make_head(world.Get_size() > len(seen))
     heads = _own.head if is_head and _own is not None else {}
     head, beginning = control_messages.bcast(
@@ -119,21 +121,20 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
     )
     if _own is not None:
         _own.beginning = beginning
-    if first and _own is not None and head and _own.guarded != (key, world.Get_size(), head):
-        _own.guarded = key, world.Get_size(), head
+    if first and _own is not None and head and _own.monitored != (key, world.Get_size(), head):
+        _own.monitored = key, world.Get_size(), head
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            _launch_guard(seen, world.Get_size(), head, listeners)
+            _launch_monitor(seen, world.Get_size(), head, listeners)
     for sock in listeners:
         sock.close()
-    here.Barrier()  # until then all ranks of the node live, and from then on their ends are seen
+    here.Barrier()  # until now all ranks of the node are alive; their ends are seen from here on
 
 
 def _make_head(several: bool) -> list[socket.socket]:
-    """Decide how the guards of other nodes find the guard of rank 0; return its sockets, if any.
+    """Choose the secret and addresses of the head monitor; return its sockets.
 
-    It listens at the addresses of this host by which others may reach it, and at no other one: at
-    the loopback address alone where the host has no other. The guard closes these sockets when all
-    nodes have connected.
+    It listens at the addresses of this host that other nodes may reach, or at the loopback address
+    if there are none. The monitor closes these sockets once all nodes have connected.
     """
     assert _own is not None
     job = launch.find_job()[0] or str([*_find_launchers(), os.getpid()][0])
@@ -152,9 +153,9 @@ def _make_head(several: bool) -> list[socket.socket]:
 
 
 class _Opened:
-    """Descriptors for the guard: of the ranks of this node, and of an epoll with their events.
+    """Descriptors for the monitor: of the ranks of this node, and an epoll with their events.
 
-    The kernel keeps the order of the events from here on, however late the guard starts.
+    The kernel keeps the events in order until the monitor starts.
     """
 
     def __init__(self, ranks: list[dict[str, Any]], launcher: int, prints: int) -> None:
@@ -177,16 +178,16 @@ class _Opened:
         return descriptor
 
     def _open_rank(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return a rank's description for the guard; -1 for a descriptor that cannot be opened."""
-        found = given | {"pidfd": -1, "board": -1, "bell": -1}
+        """Return a rank's description; -1 for a descriptor that cannot be opened."""
+        found = given | {"pidfd": -1, "page": -1, "bell": -1}
         pid, descriptors = given["pid"], Path(f"/proc/{given['pid']}/fd")
         with contextlib.suppress(OSError):
             pidfd = self._keep(os.pidfd_open(pid))
-            if guard.read_start(pid) != given["start"]:
+            if node_monitor.read_start(pid) != given["start"]:
                 return found
             found["pidfd"] = pidfd
             self._poll.register(pidfd, select.EPOLLIN)
-            found["board"] = self._keep(os.open(descriptors / str(given["board"]), os.O_RDWR))
+            found["page"] = self._keep(os.open(descriptors / str(given["page"]), os.O_RDWR))
             bell = self._keep(
                 os.open(descriptors / str(given["bell"]), os.O_RDONLY | os.O_NONBLOCK)
             )
@@ -195,16 +196,16 @@ class _Opened:
         return found
 
     def close(self) -> None:
-        """Close all of them in this process."""
+        """Close the descriptors in this process."""
         self._poll.close()
         for descriptor in self.all:
             os.close(descriptor)
 
 
-def _launch_guard(
+def _launch_monitor(
     ranks: list[dict[str, Any]], size: int, head: dict[str, Any], listeners: list[socket.socket]
 ) -> None:
-    """Start the guard: no child of this process, which would be found by os.wait()."""
+    """Start the monitor, not as a child of this process, so that os.wait() does not return it."""
     step = launch.find_job()[1]
     identity = f"{head['job']}.{step}" if step else head["job"]
     launchers = _find_launchers()
@@ -214,20 +215,20 @@ def _launch_guard(
     given = head | {
         "size": size, "ranks": opened.ranks, "node": f"{node()}-{os.getpid()}",
         "host": socket.gethostname(), "listeners": sockets,
-        "goes_on": lost_ranks.is_fault_tolerant(), "survival": launch.find_survival(),
+        "survives_losses": lost_ranks.is_fault_tolerant(), "survival": launch.find_survival(),
         "reports": settings.REPORTS.value(), "launcher": starter,
         "launcher_pidfd": opened.launcher, "epoll": opened.epoll, "stderr": opened.stderr,
         "names": [identity, head["job"], *map(str, launchers)],
         "command": " ".join(sys.orig_argv)[:200],
         "path": [entry for entry in sys.path if entry],
     }  # fmt: skip
-    descriptor = os.memfd_create("mpicoll-guard")
+    descriptor = os.memfd_create("mpicoll-monitor")
     try:
         os.write(descriptor, json.dumps(given).encode())
         with blocked_job_signals():
             subprocess.run(
                 ["/bin/sh", "-c", 'exec "$@" &', "sh", sys.executable, "-I", "-S",
-                 guard.__file__, str(descriptor)],
+                 node_monitor.__file__, str(descriptor)],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, cwd="/",
                 start_new_session=True, check=False,
                 pass_fds=(descriptor, opened.epoll, *opened.all, *sockets),
@@ -266,12 +267,12 @@ def _open_stderr(pid: int) -> int:
 
 
 def _is_null(descriptor: int) -> bool:
-    """Return whether this is /dev/null, as of a daemon that starts the ranks of a node."""
+    """Return whether this is /dev/null, as for a daemon that starts the ranks of a node."""
     return os.fstat(descriptor).st_rdev == Path(os.devnull).stat().st_rdev
 
 
 def _find_starter(launchers: list[int]) -> int:
-    """Return the process with which the ranks of this node end, 0 if there is none.
+    """Return the process whose end also ends the ranks of this node, 0 if there is none.
 
     launchers: as _find_launchers returns them.
     """
@@ -279,13 +280,13 @@ def _find_starter(launchers: list[int]) -> int:
     if launched is None:
         return 0
     if launched.is_parent:
-        # What a rank starts has the rank's variables, too, and may outlive it.
+        # A process that a rank starts inherits its variables, and may outlive it.
         return 0 if launched.is_present(_read_environment(os.getppid())) else os.getppid()
     return launchers[0] if launchers and launched.dialect else 0
 
 
 def _read_environment(process: int) -> dict[str, str]:
-    """Return the variables that a process was started with, none where they cannot be read."""
+    """Return the environment of a process at its start, {} if it cannot be read."""
     try:
         text = os.fsdecode(Path(f"/proc/{process}/environ").read_bytes())
     except OSError:
@@ -294,7 +295,7 @@ def _read_environment(process: int) -> dict[str, str]:
 
 
 def _find_launchers() -> list[int]:
-    """Return the processes that have started this one for a launcher of MPI, the nearest first."""
+    """Return the ancestors of this process that belong to an MPI launcher, the nearest first."""
     found, process = [], os.getppid()
     with contextlib.suppress(OSError, ValueError, IndexError):
         while process > 1:
@@ -305,141 +306,146 @@ def _find_launchers() -> list[int]:
     return found
 
 
-# --- while it runs --------------------------------------------------------------------------------
+# --- while the monitor runs -----------------------------------------------------------------------
 
 
 def _is_own() -> bool:
     return _own is not None and _own.pid == os.getpid()
 
 
-def _publish(group: ProcessGroup) -> None:
-    """Let the guard see a group's calls."""
-    if _own is None or not _is_own():
-        return
-    text = f"{_own.beginning} {group.group_name} {group.ranks}"
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-    address = _own.board.take_cell(
-        number | 1, _limit(group.timeout), group.size(), group.rank(), group.group_name
-    )
-    if address:
-        _own.cells[group] = address
-        group.publish(address)
+class _Publisher(Observer):
+    """Publishes the last call of each OPEN or FAILED group on the status page."""
+
+    def group_opened(self, group: ProcessGroup) -> None:
+        """Take a cell of the page for the group."""
+        if _own is None or not _is_own():
+            return
+        text = f"{_own.beginning} {group.group_name} {group.ranks}"
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+        address = _own.page.take_cell(
+            number | 1, _limit(group.timeout), group.size(), group.rank(), group.group_name
+        )
+        if address:
+            _own.cells[group] = address
+            group.publish(address)
+
+    def group_closed(self, group: ProcessGroup) -> None:
+        """Free the group's cell."""
+        address = _own.cells.pop(group, 0) if _own is not None else 0
+        if address and _own is not None:
+            group.publish(0)
+            if _is_own():
+                _own.page.free_cell(address)
+
+
+observers.add(_Publisher())
 
 
 def _limit(timeout: float | None) -> int:
-    """Return the milliseconds after which waiting is reported, 0 for never."""
+    """Return the milliseconds after which a hang is reported, 0 for never."""
     chosen = settings.REPORT_AFTER.value()
     if chosen:
         return int(1000 * float(chosen))
-    return int(1000 * min(_AFTER, _AFTER if timeout is None else _SHARE * timeout))
+    after = _REPORT_AFTER_S if timeout is None else _TIMEOUT_FRACTION * timeout
+    return int(1000 * min(_REPORT_AFTER_S, after))
 
 
-def _withdraw(group: ProcessGroup) -> None:
-    """Give a group's cell back."""
-    address = _own.cells.pop(group, 0) if _own is not None else 0
-    if address and _own is not None:
-        group.publish(0)
-        if _is_own():
-            _own.board.free_cell(address)
+def report_ending(code: int, explained: bool = True) -> bool:
+    """Report that this rank ends the job with an exit code. Return False without a node monitor.
 
-
-state.publish, state.withdraw = _publish, _withdraw
-
-
-def say_ending(code: int, explained: bool = True) -> bool:
-    """Record that this rank ends the job with an exit code. Return False without a guard.
-
-    explained: it has printed why; else the guard reports the exit code.
+    explained: the rank has printed the reason; else the monitor prints the exit code.
     """
     if _own is not None and _is_own():
-        _own.board.say_ending(code, explained)
-        _ring()
-        # The guard's report may be lost when the job has ended.
-        end = time.monotonic() + _LAST_WORDS
+        _own.page.set_ending(code, explained)
+        _wake_monitor()
+        # The monitor's output may be lost when the job has ended.
+        end = time.monotonic() + _REPORT_TIMEOUT_S
         while time.monotonic() < end:
-            header = _own.board.header()
+            header = _own.page.header()
             if not header.signal and not header.unexplained:
                 break
             time.sleep(0.01)
-        return bool(_own.board.header().guard)
+        return bool(_own.page.header().monitor_pid)
     return False
 
 
-def _ring() -> None:
-    """Have the guard look at once."""
+def _wake_monitor() -> None:
     assert _own is not None
     with contextlib.suppress(OSError):
         os.write(_own.rings, b"\0")
 
 
-def say_signal(number: int) -> None:
-    """Say that a signal has come that may end this rank, and that the program handles."""
+def report_signal(number: int) -> None:
+    """Report that this rank has received a signal that the program handles and may end it."""
     if _own is not None and _is_own():
-        _own.board.say_signal(number)
-        _ring()
+        _own.page.set_signal(number)
+        _wake_monitor()
 
 
-def _forget() -> None:
-    """Close the pipe in a forked child: that it is closed shows that this rank has ended."""
+def _after_fork() -> None:
+    """Close the pipe in a forked child: the monitor takes its closing for the end of this rank."""
     if _own is not None and _own.rings >= 0:
         os.close(_own.rings)
         _own.rings = -1
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_after_fork)
 
 
-def leave() -> None:
-    """Say that no other rank needs this one any more."""
+def sign_off() -> None:
+    """Report that no other rank needs this one any more."""
     if _own is not None and _is_own():
-        _own.board.say(DONE)
+        _own.page.set_state(DONE)
 
 
 def renew() -> None:
-    """Leave the guard of this rank: ``start`` gets it one of other ranks. No group is alive."""
+    """Disconnect from the monitor: ``start`` connects to another one. All groups are closed."""
     global _own
     old = _own
     if old is None or not _is_own():
         return
     _own = None
-    old.board.say(LEFT)
+    old.page.set_state(LEFT)
     with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
         _own = _Own()
-    # It takes the place of the old handler of the same signal, which may come at any time.
+    # A new handler replaces the old one for the same signal, which may arrive at any time.
     if _own is None or _own.signal != old.signal:
         faulthandler.unregister(old.signal)
-    for descriptor in (old.board.descriptor, old.stacks, old.bell, old.rings):
+    for descriptor in (old.page.descriptor, old.stacks, old.bell, old.rings):
         os.close(descriptor)
 
 
-def say_message(group: ProcessGroup, peer: int, receives: bool) -> None:
-    """Record a message that begins; peer: its other rank in the group, -1 for any."""
+def record_message(group: ProcessGroup, peer: int, receives: bool) -> None:
+    """Record that a message begins; peer: its rank in the group, -1 for any."""
     if _own is not None and _is_own() and (address := _own.cells.get(group, 0)):
-        _own.board.say_message(address, group.ranks[peer] if peer >= 0 else -1, receives)
+        _own.page.record_message(address, group.ranks[peer] if peer >= 0 else -1, receives)
 
 
 def ask_about(group: ProcessGroup) -> dict[int, str]:
-    """Return a description, by global rank, of each rank of the group that the guard watches, while
-    this rank waits in its last call. The text is the one of a hang report. It may be empty.
+    """Describe each rank of the group on this node, by global rank, as a hang report does.
+
+    This rank waits in the group's last call. Returns {} if the monitor does not answer.
     """
     own = _own
     address = own.cells.get(group, 0) if own is not None and _is_own() else 0
-    pid = own.board.header().guard if own is not None and address else 0
+    pid = own.page.header().monitor_pid if own is not None and address else 0
     if own is None or not pid:
         return {}
-    call = own.board.cell(address)._asdict()
+    call = own.page.cell(address)._asdict()
     question = {"ask": "snapshots", "stacks": "known", "call": call}
     try:
-        answer = json_lines.ask(guard.find_folder() / f"{pid}{guard.SOCKETS}", question)
+        answer = line_protocol.ask(
+            node_monitor.find_folder() / f"{pid}{node_monitor.SOCKETS}", question
+        )
         return {
             one["rank"]: report.describe_rank(one, call)
             for one in answer["ranks"]
             if one["rank"] in group.ranks and one["state"] != "silent"
         }
-    except (OSError, KeyError, TypeError):  # the guard has exited
+    except (OSError, KeyError, TypeError):  # the monitor has exited
         return {}
 
 
-def find_order() -> str:
-    """Return why the guard wants this rank to end, "" if it does not."""
-    return _own.board.order() if _own is not None and _is_own() else ""
+def end_order() -> str:
+    """Return the reason for which the monitor orders this rank to end, "" if it does not."""
+    return _own.page.end_order() if _own is not None and _is_own() else ""

@@ -1,4 +1,4 @@
-"""How often the ranks' calls are compared: DebugLevel, as in torch.distributed."""
+"""DebugLevel, as in torch.distributed: how often the ranks' calls are compared."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _level: DebugLevel | None = None
 def get_debug_level() -> DebugLevel:
     """Return the debug level: how often the ranks' calls are compared.
 
-    It is the DebugLevel that was set, else that of MPICOLL_DEBUG, else that of
+    Returns the level that set_debug_level has set, else the value of MPICOLL_DEBUG, else of
     TORCH_DISTRIBUTED_DEBUG, else OFF.
 
     Raises ArgumentError (a ValueError) if the variable has no valid value.
@@ -47,9 +47,8 @@ def get_debug_level() -> DebugLevel:
 def set_debug_level(level: DebugLevel) -> None:
     """Set the debug level: how often the ranks' calls are compared.
 
-    level: a DebugLevel, or its number. The highest level of all ranks holds. A group adopts a new
-           level in the next call that it compares, so the ranks need not set it at the same place
-           in their programs.
+    level: a DebugLevel, or its number. The highest level of all ranks is used. A group adopts it in
+           the next call that it compares, so the ranks need not set it at the same call.
 
     Raises ArgumentError (a ValueError) for anything else.
     """

@@ -1,4 +1,4 @@
-"""monitored_barrier: a barrier that names the missing ranks."""
+"""The messages of monitored_barrier, a barrier that names the missing ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = ["wait_for_ranks"]
 
-# Collectives have a context of their own, and the group's exchanges use tag 0.
-_ARRIVED, _VERDICT = 1, 2
-#: Seconds beyond the timeout in which the others wait for rank 0's verdict.
-_GRACE = 2.0
+#: Tags. Other messages on this communicator use tag 0.
+_ARRIVED, _REPLY = 1, 2
+#: Time beyond the timeout that a rank waits for the reply of rank 0.
+_GRACE_S = 2.0
 
 Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -28,8 +28,10 @@ Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 def wait_for_ranks(group: ProcessGroup, limit: float, wait_all: bool) -> None:
     """Return once all ranks of the group have called, or raise CollectiveTimeoutError.
 
-    limit: seconds that rank 0 waits for the others. wait_all: name every missing rank, not only
-    the first. Rank 0 sends the others the verdict; a rank that is late receives it then.
+    Each rank sends a message to rank 0, which replies with the number of missing ranks. A late rank
+    receives the reply when it calls.
+
+    limit: seconds that rank 0 waits. wait_all: name every missing rank, not only the first.
     """
     group.monitored += 1
     if group.rank() == 0:
@@ -39,7 +41,7 @@ def wait_for_ranks(group: ProcessGroup, limit: float, wait_all: bool) -> None:
 
 
 class _Inbox:
-    """The messages of barrier ``number`` from some ranks; older ones belong to failed barriers."""
+    """The messages of barrier ``number``. Messages of earlier, failed barriers are dropped."""
 
     def __init__(self, comm: MPI.Intracomm, sources: Iterable[int], tag: int, number: int) -> None:
         self.comm, self.tag, self.number = comm, tag, number
@@ -50,7 +52,7 @@ class _Inbox:
         return self.comm.Irecv(self.buffers[source], source, self.tag)
 
     def wait(self, end: float) -> list[int]:
-        """Wait until ``end`` at most; return the ranks whose message has not come."""
+        """Wait until ``end`` at most; return the ranks whose message is missing."""
         pause = 1e-5
         while True:
             late = time.monotonic() > end
@@ -87,11 +89,11 @@ def _wait_as_leader(group: ProcessGroup, limit: float, wait_all: bool) -> None:
     others = range(1, group.size())
     inbox = _Inbox(group.inner, others, _ARRIVED, group.monitored)
     missing = inbox.wait(time.monotonic() + limit)
-    for other in others:  # a missing rank receives its message when it comes
-        _send(group.inner, other, _VERDICT, group.monitored, len(missing))
+    for other in others:
+        _send(group.inner, other, _REPLY, group.monitored, len(missing))
     if missing:
         named = [group.ranks[r] for r in (missing if wait_all else missing[:1])]
-        # These include the words of torch's own message, for programs that look for them in logs.
+        # The text includes that of torch's message, because programs search logs for it.
         raise CollectiveTimeoutError(
             f"monitored_barrier on rank 0 of group {group.group_name}: "
             f"{'Ranks' if len(named) > 1 else 'Rank'} {', '.join(map(str, named))} failed to pass "
@@ -103,9 +105,9 @@ def _wait_as_leader(group: ProcessGroup, limit: float, wait_all: bool) -> None:
 
 def _wait_for_leader(group: ProcessGroup, limit: float) -> None:
     _send(group.inner, 0, _ARRIVED, group.monitored, 0)
-    inbox = _Inbox(group.inner, [0], _VERDICT, group.monitored)
+    inbox = _Inbox(group.inner, [0], _REPLY, group.monitored)
     where = f"monitored_barrier on rank {group.rank()} of group {group.group_name}"
-    if inbox.wait(time.monotonic() + limit + _GRACE):
+    if inbox.wait(time.monotonic() + limit + _GRACE_S):
         raise CollectiveTimeoutError(
             f"{where}: rank 0 (global rank {group.ranks[0]}) did not arrive within {limit:g} s"
         )

@@ -1,0 +1,42 @@
+"""Observers of process groups: the interface by which upper packages follow a group's state.
+
+The flight recorder and the client of the node monitor are observers (``mpicoll/failures``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpicoll.core.groups import ProcessGroup
+    from mpicoll.errors import DistBackendError
+
+__all__ = ["Observer", "add", "observers"]
+
+
+class Observer:
+    """Base class of observers. A subclass overrides the events that it needs."""
+
+    def group_opened(self, group: ProcessGroup) -> None:
+        """Called when a group is OPEN, before its first call."""
+
+    def group_failing(self, group: ProcessGroup, error: DistBackendError, wait_s: float) -> None:
+        """Called before a group is FAILED: its calls do not raise the error yet.
+
+        wait_s: seconds that the observer may wait for the other ranks.
+        """
+
+    def group_closed(self, group: ProcessGroup) -> None:
+        """Called when a group is CLOSED. It may be in a forked child."""
+
+    def work_timed_out(self, why: str) -> None:
+        """Called when the wait for a Work has exceeded its group's timeout."""
+
+
+#: In the order in which they were added.
+observers: list[Observer] = []
+
+
+def add(observer: Observer) -> None:
+    """Add an observer for the life of the process."""
+    observers.append(observer)

@@ -1,0 +1,205 @@
+"""Timeouts: a call that exceeds its group's timeout fails the group on all its ranks.
+
+A rank that waits in shared memory, or tests MPI requests (``ProcessGroup.wait_for``), can return
+early. So the watchdog of the first rank whose timeout is over fails the group for all: calls on
+this rank raise a CollectiveTimeoutError, and the other ranks are notified through shared memory and
+by status messages. Each rank raises an error with the states of the ranks that it knows.
+
+A blocking call of MPI cannot be interrupted. It has a grace period, in which late ranks may still
+come; then the job ends.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpicoll import launch
+from mpicoll.errors import CollectiveTimeoutError, DistBackendError, MismatchError, MPIError
+from mpicoll.failures import consistency, lost_ranks, monitor_client, rank_status
+from mpicoll.failures.consistency import describe_call
+from mpicoll.failures.flight_record import RECORDS_TIMEOUT_S
+from mpicoll.failures.group_failure import fail
+from mpicoll.failures.report import format_ranks
+
+if TYPE_CHECKING:
+    from mpicoll.core.groups import ProcessGroup
+
+__all__ = ["check", "compare_after", "fail_late_call", "fail_with_peer", "receive_failures"]
+
+#: Number of times that a rank probes for status messages that were sent before: a single probe does
+#: not find all of them.
+_PROBE_COUNT = 3
+
+_COMPARES = "MPICOLL_DEBUG=DETAIL compares every call before it runs"
+_CLOSED = "The group takes no more calls; other groups do"
+
+
+def check(group: ProcessGroup) -> None:
+    """Compare the latest calls of an OPEN group, see ``consistency.check``.
+
+    A late rank would pass the comparison by messages that ranks sent before they timed out. So it
+    checks for their status messages before it enters a call in which it could not return early.
+    """
+    if group.error is not None:
+        raise group.failure()
+    consistency.check(group, _check_peers)
+
+
+def _check_peers(group: ProcessGroup) -> None:
+    if not group.resources.find("shared"):
+        for _ in range(_PROBE_COUNT):
+            rank_status.receive(group)
+        receive_failures(group)
+        if group.error is not None:
+            raise group.failure()
+
+
+def fail_late_call(group: ProcessGroup, number: int | None = None) -> None:
+    """Fail a group whose current call exceeds the timeout.
+
+    number: of that call, as ``begun`` counts; nothing happens if it has ended meanwhile. None: the
+        latest call.
+    """
+    if group.timeout is None:
+        return
+    rank_status.receive(group)
+    if number is None:
+        number = group.begun
+    elif group.begun != number or not group.lock.locked():
+        return
+    _time_out(
+        group,
+        f"the other ranks of group {group.group_name} did not all come within its timeout of "
+        f"{group.timeout:g} s",
+        RECORDS_TIMEOUT_S,
+        number,
+    )
+
+
+def compare_after(error: Exception, group: ProcessGroup) -> Exception:
+    """Return a MismatchError in place of an error of MPI if the ranks have made different calls.
+
+    The group has then failed, because MPI has carried out a part of the call. The caller holds the
+    group's lock, and fails the group on the other ranks.
+    """
+    if not isinstance(error, MPIError) or group.size() == 1 or launch.is_serialized():
+        return error
+    if lost_ranks.is_fault_tolerant():  # the error may be of a lost rank, which does not answer
+        return error
+    text = rank_status.compare_after_error(group)
+    if not text:
+        return error
+    found = MismatchError(
+        f"{text}. MPI reported an error in this call, and the group cannot be used any more. "
+        f"{_COMPARES}"
+    )
+    group.fail(found)
+    return found
+
+
+def fail_with_peer(group: ProcessGroup, rank: int) -> None:
+    """Fail a group that another rank has failed. rank: in the group."""
+    if group.whole is not None:
+        whole = group.whole
+        fail_with_peer(whole, whole.ranks.index(group.ranks[rank]))
+        if whole.error is not None:
+            group.fail(whole.error)
+        return
+    if lost_ranks.is_fault_tolerant() and lost_ranks.check(group):
+        return
+    for _ in range(_PROBE_COUNT):
+        rank_status.receive(group)
+    theirs = group.statuses.get(rank)
+    if theirs is not None and theirs.state == rank_status.FAILED:
+        number = theirs.begun - theirs.formed
+        error = DistBackendError(
+            f"rank {group.ranks[group.rank()]} of group {group.group_name}: rank "
+            f"{group.ranks[rank]} has closed the group, in or after call {number}, "
+            f"{describe_call(theirs.last_call)}: a call has failed on it, or on a rank that it "
+            "received the failure from; the error of that rank has the reason. The results of that "
+            f"call and later ones may be incomplete on any rank. {_CLOSED}"
+        )
+        fail(group, error, pending=group.device_error is not None)
+        return
+    limit = "" if group.timeout is None else f" of {group.timeout:g} s"
+    _time_out(
+        group,
+        f"rank {group.ranks[rank]} has closed group {group.group_name}: others did not come within "
+        f"its timeout{limit}",
+        closer=rank,
+    )
+
+
+def receive_failures(group: ProcessGroup) -> None:
+    """Fail the group if a status message that was received says that another rank has failed it."""
+    for rank, status in list(group.statuses.items()):
+        if status.state in (rank_status.TIMED_OUT, rank_status.FAILED):
+            fail_with_peer(group, rank)
+
+
+def _time_out(
+    group: ProcessGroup,
+    why: str,
+    wait_s: float = 0.0,
+    number: int | None = None,
+    closer: int | None = None,
+) -> None:
+    """Fail a group with a CollectiveTimeoutError.
+
+    wait_s: seconds to wait for the flight records of the other ranks.
+    number: of the late call: nothing happens if it ends meanwhile. None: the group fails anyway.
+    closer: group rank that has failed the group first, if not this one.
+    """
+    call = f"call {group.sequence}, {describe_call(group.recent[-1])}"
+    recorded, kind, *_ = group.recent[-1]
+    known = recorded and kind >= 0
+    name = group.doing or (call.split()[2] if known else "a call")
+    where = f"after {call}" if group.doing else f"in {call}"
+    text = (
+        f"{name} on rank {group.ranks[group.rank()]}, {where}: {why}: "
+        f"{_describe_ranks(group, closer)}. "
+        f"{_CLOSED}{'' if group.compared else f'. {_COMPARES}'}"
+    )
+    fail(
+        group,
+        CollectiveTimeoutError(text),
+        status=rank_status.TIMED_OUT,
+        wait_s=wait_s,
+        is_current=lambda: number is None or (group.begun == number and group.lock.locked()),
+    )
+
+
+def _describe_ranks(group: ProcessGroup, closer: int | None = None) -> str:
+    """Describe the last known call of each other rank.
+
+    closer: group rank that failed the group. It has continued since, so that the node monitor
+        does not know where it waited.
+    """
+    known: dict[int, tuple[int, str]] = {}
+    for name in ("shared", "hierarchical"):
+        memory = group.resources.find(name)
+        if memory:
+            known |= memory.last_calls()
+    texts = {}
+    for rank, status in list(group.statuses.items()):
+        call = describe_call(status.last_call)
+        texts[rank] = f"waits in call {status.begun - status.formed} or after it, {call}"
+    for rank, (number, call) in known.items():
+        here = number - group.sequence & 0xFFFFFFFF < 1 << 31
+        if number and not here:
+            texts[rank] = f"not in this call, last in call {number}, {call}"
+        elif not number:
+            texts.setdefault(rank, "not in this call, and no call before it")
+        else:
+            texts[rank] = "in this call"
+    # The node monitor knows all ranks of the node.
+    for rank, text in monitor_client.ask_about(group).items():
+        if group.ranks.index(rank) != closer:
+            texts[group.ranks.index(rank)] = text
+    ranks_of: dict[str, list[int]] = {}
+    for rank in range(group.size()):
+        if rank != group.rank():
+            ranks_of.setdefault(texts.get(rank, "no status received"), []).append(group.ranks[rank])
+    if set(ranks_of) == {"in this call"}:
+        return "all ranks are in this call, and one of them does not progress"
+    return "; ".join(f"{format_ranks(ranks)}: {text}" for text, ranks in ranks_of.items())

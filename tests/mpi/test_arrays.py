@@ -1,5 +1,4 @@
-"""Arrays of every library and layout: correct where supported, rejected with a clear error
-elsewhere."""
+"""Arrays of every library and layout: correct if supported, otherwise rejected."""
 
 from __future__ import annotations
 
@@ -521,8 +520,7 @@ def test_invalid_split_sizes_are_rejected(world):
 @pytest.mark.parametrize("name", ["int32", "bfloat16", "bool", "float64"])
 @pytest.mark.parametrize("count", [1, 5, 20011])
 def test_inputs_and_outputs_may_overlap_as_documented(world, name, count):
-    """The input may be a part of the output, the output a part of the input, or both the same
-    array."""
+    """Either may be a part of the other, or both may be the same array."""
     dtype, n, me = by_name[name], world.size, world.me
     op = ReduceOp.MAX
     for where in range(n):  # at any rank's position, not only this rank's

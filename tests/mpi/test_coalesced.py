@@ -465,8 +465,7 @@ def test_invalid_array_in_a_list_is_rejected(world):
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_lists_that_differ_between_ranks_raise_on_all_ranks(world, async_op):
-    """Lists differ in a count, the order, the length, the dtype or the operation, after many
-    matching calls."""
+    """They differ in a count, the order, the length, the dtype or the operation."""
     if world.size == 1:
         pytest.skip("takes two ranks")
     group = dist.new_group()

@@ -573,8 +573,7 @@ def test_split_group_rejects_invalid_lists(world):
 
 @pytest.mark.parametrize("flags", [dist.SHRINK_DEFAULT, dist.SHRINK_ABORT])
 def test_shrink_group_excludes_ranks(world, flags):
-    """Shrinking the default group is tested in a separate job, because it destroys all other
-    groups."""
+    """Another job tests the default group, because shrinking it destroys all other groups."""
     needs(world, 2)
     order = list(range(world.size))[::-1]
     group = dist.new_group(order, sort_ranks=False, timeout=44, backend="gloo")

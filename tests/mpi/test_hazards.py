@@ -1,5 +1,4 @@
-"""Known hazards of MPI programs (wrong results, aborts, hangs): each gives a correct result or an
-error."""
+"""Known hazards of MPI programs: mpicoll gives a correct result or an error."""
 
 from __future__ import annotations
 
@@ -331,8 +330,7 @@ def test_ranks_may_join_after_barrier_or_wait_timed_out(pair, world, mpi):
 
 
 def test_unreceived_messages_are_drained_when_a_group_is_destroyed(world, mpi):
-    """MPI can reuse the context of a freed communicator, which would deliver the message to a later
-    group."""
+    """Otherwise MPI could deliver them to a later group that reuses the communicator's context."""
     if world.size < 2:
         pytest.skip("needs two ranks")
     group = dist.new_group()

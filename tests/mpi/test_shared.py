@@ -1,5 +1,4 @@
-"""The shared-memory route: segment boundaries, races between ranks, and ranks that cannot share
-memory."""
+"""The shared-memory route: slot boundaries, races, and ranks that cannot share memory."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ def waits(world, request, monkeypatch):
 
 @pytest.fixture(scope="module", params=["split", "whole", "signals passed on"])
 def cut(world, request):
-    """A group with small slots, for each reduction algorithm (share or whole) and with the
-    dissemination barrier."""
+    """A group with small slots, for each reduction algorithm and the dissemination barrier."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared, "SLOT", 512)
         share_all(patch)

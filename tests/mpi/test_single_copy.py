@@ -1,5 +1,4 @@
-"""The single-copy route (process to process): sizes, layouts, both methods, and missing
-permissions."""
+"""The single-copy route: sizes, layouts, both methods, and missing permissions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects: pickled by the front end, moved by the backend."""
+"""Object collectives and messages, which torch pickles and the backend transfers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from inputs import equal, normal
 
 
 def thing(rank):
-    """Of a size that differs from rank to rank."""
+    """An object whose size depends on the rank."""
     return {"rank": rank, "text": "x" * (1000 * rank), "tensor": normal(rank, 3), "none": None}
 
 
@@ -74,8 +74,7 @@ def test_object_messages(world, use_batch):
             assert objects[1] == 5
 
 
-def test_tensors_keep_what_they_are(world):
-    """Sent as objects they are copies, with their dtype."""
+def test_pickled_tensors_keep_their_dtype(world):
     objects = [None] * world.size
     mine = normal(world.me, 2, dtype=torch.bfloat16).requires_grad_()
     dist.all_gather_object(objects, mine)

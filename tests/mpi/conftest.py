@@ -73,3 +73,8 @@ def team(name: str, ranks: Any) -> Team:
 def mpi():
     """MPI_COMM_WORLD, which mpicoll does not use."""
     return MPI.COMM_WORLD
+
+
+@pytest.fixture(scope="module")
+def torch():
+    return pytest.importorskip("torch")

@@ -330,7 +330,7 @@ def test_messages_keep_datatypes_evicted_from_the_cache(monkeypatch):
 
 def test_mismatched_counts_never_return_wrong_results(late, world):
     if world.size != 2:
-        pytest.skip("on two ranks")
+        pytest.skip("runs on 2 ranks only")
     elements = 7 if world.me == 0 else 5
     for call in (
         lambda: dist.all_reduce(np.ones(elements), group=late.group),

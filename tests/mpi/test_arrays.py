@@ -25,11 +25,6 @@ by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 
 
-@pytest.fixture(scope="module")
-def torch():
-    return pytest.importorskip("torch")
-
-
 # ---- Layouts: each makes a writable NumPy array of a shape ---------------------------------------
 
 
@@ -303,7 +298,7 @@ class Exporter:
         self.device = device
 
     def __dlpack__(self, **options):
-        assert self.device is None, "asked for the memory of another device"
+        assert self.device is None, "mpicoll read an array on another device"
         return self.array.__dlpack__(**options)
 
     def __dlpack_device__(self):
@@ -520,7 +515,7 @@ def test_invalid_split_sizes_are_rejected(world):
 @pytest.mark.parametrize("name", ["int32", "bfloat16", "bool", "float64"])
 @pytest.mark.parametrize("count", [1, 5, 20011])
 def test_inputs_and_outputs_may_overlap_as_documented(world, name, count):
-    """Either may be a part of the other, or both may be the same array."""
+    """The input may be a part of the output, or the reverse; both may be the same array."""
     dtype, n, me = by_name[name], world.size, world.me
     op = ReduceOp.MAX
     for where in range(n):  # at any rank's position, not only this rank's
@@ -742,7 +737,7 @@ def test_overlapping_elements_are_detected():
 def test_all_reduce_rejects_unsupported_arrays(world, kind):
     stride_tricks = np.lib.stride_tricks
     if kind == "strings" and not hasattr(np.dtypes, "StringDType"):
-        pytest.skip("NumPy 2")
+        pytest.skip("needs NumPy 2")
     array, error, words = {
         "sliding": lambda: (
             stride_tricks.sliding_window_view(np.zeros(100_000), 50_000, writeable=True),

@@ -66,7 +66,7 @@ def test_one_rank_probes_for_each_gpu_model(mpi, fresh, monkeypatch):
     assert [each.cuda for each in before] == [CudaSupport.TRANSFER] * mpi.size
     assert not fresh and not any(each.settled for each in before)
     found = exchange(mpi, probes=True)
-    assert len(fresh) == (mpi.rank < 2), "one try for each kind of GPU, by its first rank"
+    assert len(fresh) == (mpi.rank < 2), "one probe per GPU model, by its first rank"
     assert all(each.settled and each.cuda is CudaSupport.TRANSFER for each in found)
     assert all("reduction hung" in each.problem for each in found)
     assert (
@@ -74,9 +74,9 @@ def test_one_rank_probes_for_each_gpu_model(mpi, fresh, monkeypatch):
         == [[each.words() for each in found]] * mpi.size
     )
     exchange(mpi, probes=True)
-    assert len(fresh) == (mpi.rank < 2), "what is known is not tried again"
+    assert len(fresh) == (mpi.rank < 2), "cached results are not probed again"
     exchange(mpi, probes=True, again=True)
-    assert len(fresh) == 2 * (mpi.rank < 2), "unless it is asked for"
+    assert len(fresh) == 2 * (mpi.rank < 2), "again=True probes again"
 
 
 def test_probe_result_is_cached_on_disk(mpi, fresh, monkeypatch):

@@ -330,7 +330,7 @@ def test_shared_memory_does_not_pack_arrays(sharing, monkeypatch, counts, dtype,
     assert set(found) <= {len(whole), n * len(whole)}
 
 
-@pytest.mark.skipif(short._module is None, reason="the compiled module is not used")
+@pytest.mark.skipif(short._module is None, reason="needs the compiled module")
 @pytest.mark.parametrize("odd", ["none", "a view", "a list that overlaps", "async"])
 def test_native_and_python_paths_interoperate(sharing, monkeypatch, odd):
     """One rank's list needs the Python implementation; the other ranks use the native fast path."""
@@ -467,7 +467,7 @@ def test_invalid_array_in_a_list_is_rejected(world):
 def test_lists_that_differ_between_ranks_raise_on_all_ranks(world, async_op):
     """They differ in a count, the order, the length, the dtype or the operation."""
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     group = dist.new_group()
     last = world.me == world.size - 1
     for _ in range(70):

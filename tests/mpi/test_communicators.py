@@ -258,7 +258,7 @@ def test_init_rejects_objects_that_are_not_communicators(wrong):
 
 def test_inter_communicators_are_rejected(mpi):
     if mpi.size < 2:
-        pytest.skip("needs two ranks")
+        pytest.skip("needs 2 ranks")
     own = mpi.Split(mpi.rank % 2)
     between = own.Create_intercomm(0, mpi, 1 - mpi.rank % 2)
     if mpi.rank == 0:
@@ -276,7 +276,7 @@ def test_inter_communicators_are_rejected(mpi):
 
 def test_new_group_rejects_communicators_with_ranks_outside_the_job(mpi):
     if mpi.size < 2:
-        pytest.skip("needs two ranks")
+        pytest.skip("needs 2 ranks")
     comm = halves(mpi)
     outside = [rank for rank in range(mpi.size) if rank % 2 != mpi.rank % 2]
     some = ", ".join(map(str, outside))

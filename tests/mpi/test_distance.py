@@ -32,7 +32,7 @@ def answered(comm, measure):
         if all(all(each.values()) for each in every):
             return every
         if comm.bcast(time.monotonic() > end):
-            pytest.skip("no answers in half a minute: the processors are busy")
+            pytest.skip("no latency measured within 30 s: the processors are busy")
 
 
 @pytest.fixture
@@ -84,10 +84,10 @@ def test_both_ends_of_a_pair_measure_together(comm, monkeypatch):
         for again in range(2)
     }
     numbers = [call[3] for call in calls[:each]] + [call[3] for call in calls[-each:]]
-    assert numbers == list(range(2 * each)), "each measurement of a pair has its number"
+    assert numbers == list(range(2 * each)), "measurements of a pair are numbered"
     every = comm.allgather(ends)
     lines = {own for end in every for own, *_ in end.values()}
-    assert len(lines) == sum(len(end) for end in every) // (2 * each), "a line for each end"
+    assert len(lines) == sum(len(end) for end in every) // (2 * each), "one cache line per end"
     for rank, end in enumerate(every):
         for (partner, *which), (own, other, leads, number) in end.items():
             assert every[partner][(rank, *which)] == (other, own, not leads, number)
@@ -101,7 +101,7 @@ def test_distance_is_not_measured_with_more_ranks_than_processors(comm, mpi):
 
 def test_missing_c_library_on_one_rank_disables_measurement_on_all(comm, monkeypatch):
     if comm.size == 1:
-        pytest.skip("needs two ranks")
+        pytest.skip("needs 2 ranks")
     if comm.rank == 1:
         monkeypatch.setattr(distances, "kernels", None)
     assert "C library" in Distance(comm).problem
@@ -132,7 +132,7 @@ def test_latencies_are_classified_as_near_or_far():
     if kernels is None:
         pytest.skip("needs the C library")
     limit = kernels.far()
-    assert 60 < limit < 160, "between what has been measured of near and of far ranks"
+    assert 60 < limit < 160, "between measured latencies of near and far ranks"
     assert classify(limit - 1, limit - 1) == NEAR and classify(limit, limit) == FAR
     assert classify(limit - 1, 0) == classify(0, 0) == UNKNOWN
     assert classify(limit, 0) == classify(limit, 1) == FAR

@@ -1,4 +1,4 @@
-"""The flight record of a rank's own calls, for each implementation path."""
+"""The flight record of a rank's own calls, with each implementation path."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def assert_outside(found, ranks):
 
 def needs(world, ranks):
     if world.size < ranks:
-        pytest.skip(f"takes {ranks} ranks")
+        pytest.skip(f"needs {ranks} ranks")
 
 
 # ---- the default group ---------------------------------------------------------------------------
@@ -707,7 +707,7 @@ def resident():
 def test_thousands_of_successive_groups_leak_nothing(world):
     """MPICH supports 2048 communicators at a time."""
     if world.size != 2:
-        pytest.skip("once is enough: on two ranks")
+        pytest.skip("runs on 2 ranks only")
     x = np.ones(4)
 
     def make(count):
@@ -807,7 +807,7 @@ def test_completed_works_release_their_arrays(world):
     assert [one() for one in alive] == [None] * 5
 
 
-@pytest.mark.skipif(MPI.get_vendor()[0] != "MPICH", reason="others have more communicators")
+@pytest.mark.skipif(MPI.get_vendor()[0] != "MPICH", reason="other MPIs have more communicators")
 def test_too_many_groups_raise_an_error_with_the_remedy(world):
     made = []
     try:

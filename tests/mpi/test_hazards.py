@@ -13,16 +13,11 @@ import mpicoll as dist
 from mpicoll.watch import consistency
 
 
-@pytest.fixture(scope="module")
-def torch():
-    return pytest.importorskip("torch")
-
-
 @pytest.fixture
 def pair(world):
     """A new group of all ranks, for tests that count its calls or leave it failed."""
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     group = dist.new_group()
     yield group
     dist.destroy_process_group(group)
@@ -207,7 +202,7 @@ def test_debug_level_detail_compares_every_call(pair, world, detail):
 
 def test_receive_of_a_message_with_another_size_raises(world):
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     for sent, received in ((4, 6), (6, 4), (0, 1), (70000, 70001)):
         if world.me == 0:
             dist.send(np.ones(sent), 1)
@@ -332,7 +327,7 @@ def test_ranks_may_join_after_barrier_or_wait_timed_out(pair, world, mpi):
 def test_unreceived_messages_are_drained_when_a_group_is_destroyed(world, mpi):
     """Otherwise MPI could deliver them to a later group that reuses the communicator's context."""
     if world.size < 2:
-        pytest.skip("needs two ranks")
+        pytest.skip("needs 2 ranks")
     group = dist.new_group()
     for comm, nbytes in ((group.inner, 16), (group.messages, 8)):
         if world.me == 1:

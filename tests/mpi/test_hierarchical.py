@@ -49,7 +49,7 @@ ROUTED = [name for name in NAMES if name in hierarchical._BUILDERS]
 def patch(world):
     """Route every operation with a hierarchical implementation through it."""
     if world.size < LEAST:
-        pytest.skip(f"takes {LEAST} ranks")
+        pytest.skip(f"needs {LEAST} ranks")
     rows = {kind: {"nodes": ((0, "hierarchical"),)} for kind in tuning.KINDS}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))

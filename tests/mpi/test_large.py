@@ -46,10 +46,10 @@ def memory(world):
     Skips unless on two ranks.
     """
     if world.size != 2:
-        pytest.skip("counts beyond 2**31 are tested on two ranks")
+        pytest.skip("runs on 2 ranks only")
     there = min(MPI.COMM_WORLD.allgather(free()))
     if there < NEEDED:
-        pytest.skip(f"counts beyond 2**31: {there:.0f} GiB are free, {NEEDED} are needed")
+        pytest.skip(f"needs {NEEDED} GiB of free memory, got {there:.0f}")
     return np.empty(MANY, np.uint8)
 
 

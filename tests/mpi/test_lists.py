@@ -94,7 +94,7 @@ def test_outputs_that_share_memory_are_rejected(world, name):
     """Also by the native fast path. Interleaved outputs without overlap are accepted."""
     n, me = world.size, world.me
     if n == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
 
     def run(outputs):
         if name == "all_gather":

@@ -56,7 +56,7 @@ def test_messages_in_a_ring(teams, dtype):
 def test_messages_are_matched_by_tag(world):
     """The receiver may use another order of tags. Messages with equal tags keep their order."""
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     after, before = ring(world)
     tags = [5, 0, 7, 5, 5]
     works = [dist.isend(np.array([i, world.me]), after, tag=tag) for i, tag in enumerate(tags)]
@@ -71,7 +71,7 @@ def test_tags_are_separate_between_groups(teams):
     """The same tag between the same ranks in two groups, received in the opposite order."""
     world, *_, reordered = teams
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     one, other = world.ranks[0], world.ranks[1]
     if world.me == 0:
         works = [
@@ -133,7 +133,7 @@ def test_messages_to_the_own_rank(teams):
 def test_all_ranks_may_isend_large_messages_before_receiving(world):
     """MPI does not buffer messages of 8 MiB."""
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     after, before = ring(world)
     out = np.arange(LARGE // 8) + world.me
     works = [dist.isend(out, after)]
@@ -151,7 +151,7 @@ def test_all_ranks_may_isend_large_messages_before_receiving(world):
 def test_messages_of_noncontiguous_arrays(world):
     """Strided, transposed, 0-d and empty arrays, with different layouts on sender and receiver."""
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     after, before = ring(world)
     values = np.arange(24.0).reshape(4, 6)
     sources = [values + world.me, (values + world.me).copy("F"), np.repeat(values, 2, 1)[:, ::2]]
@@ -186,7 +186,7 @@ def test_messages_of_noncontiguous_arrays(world):
 def test_messages_of_torch_tensors(world):
     torch = pytest.importorskip("torch")
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     after, before = ring(world)
     for dtype in (torch.bfloat16, torch.float32, torch.float8_e5m2, torch.complex64, torch.bool):
         out = torch.arange(6).reshape(2, 3).remainder(world.me + 2).to(dtype)
@@ -212,7 +212,7 @@ def test_messages_of_torch_tensors(world):
 def test_message_of_another_size_raises(world, mpi, count, change, blocking):
     """The error names both sizes."""
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     if world.me == 0:
         work = dist.isend(np.ones(count + change), 1)
         work.wait()
@@ -403,7 +403,7 @@ def test_wait_on_a_receive_times_out_and_can_be_repeated(world, mpi):
 def test_message_of_another_dtype_raises(world, count, how):
     """The error names both dtypes. The message can then be received with the right dtype."""
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     after, before = ring(world)
     out = np.arange(count, dtype=np.float32) + world.me
     sending = dist.isend(out, after, tag=9)

@@ -228,7 +228,7 @@ def test_data_movement_through_nccl(arrays, cuda, world, name, dtype):
     before = cuda.asked
     for count in (0, 1, 7, 1000):
         DeviceCall(arrays, name, world, by_name[dtype], count, None, count % world.size).run()
-    assert cuda.asked > before, "another route was taken"
+    assert cuda.asked > before, "another route was used"
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_reductions_through_nccl(arrays, cuda, world, name, dtype):
     for op in (op for op in legal_operations(row) if exact(row, op)):
         for count in (0, 1, 7, 1000):
             DeviceCall(arrays, name, world, row, count, op, count % world.size).run()
-    assert cuda.asked > before, "another route was taken"
+    assert cuda.asked > before, "another route was used"
 
 
 def test_average_of_floats_through_nccl(arrays, cuda, world):
@@ -263,7 +263,7 @@ def test_nccl_has_priority_for_any_size(arrays, cuda, world):
         before = cuda.asked
         dist.all_gather_single(output, given)
         assert (got(output) == np.arange(world.size)[:, None]).all()
-        assert cuda.asked > before, "another route was taken"
+        assert cuda.asked > before, "another route was used"
 
 
 def test_forked_child_does_not_destroy_the_communicator(arrays, world):
@@ -299,7 +299,7 @@ def test_uneven_reduce_scatter_through_nccl(arrays, cuda, world):
     for name in ("SUM", "MAX"):
         call = by_name["int32"], [3, 0, 1000, 5], getattr(dist.ReduceOp, name)
         UnevenDeviceCall(arrays, world, *call).complete(False)
-    assert cuda.asked > before, "another route was taken"
+    assert cuda.asked > before, "another route was used"
 
 
 def test_uneven_all_to_all(arrays, world):
@@ -372,7 +372,7 @@ def test_nccl_failure_on_one_rank_disables_the_route(arrays, cuda, world, monkey
 def test_ranks_blocked_in_nccl_initialization_are_released(arrays, cuda, world, monkeypatch, mpi):
     """The rank on which initialization failed raises the cause."""
     if world.size == 1:
-        pytest.skip("there is nobody to keep")
+        pytest.skip("needs 2 ranks")
     monkeypatch.setattr(nccl, "_TOGETHER", TIMEOUT if world.me else 0.2)
     begun = mpi.Dup()
 
@@ -404,7 +404,7 @@ def test_ranks_blocked_in_nccl_initialization_are_released(arrays, cuda, world, 
 def trouble(arrays, world, patch):
     """A group past its first call, its NCCL state, and an array."""
     if world.size == 1:
-        pytest.skip("NCCL waits for nobody")
+        pytest.skip("needs 2 ranks")
     patch.setattr(consistency, "FIRST", 1)  # later calls do not synchronize the hosts
     group = dist.new_group(timeout=TIMEOUT)
     array = uploaded(arrays, np.full(9, world.me, np.int32))
@@ -417,7 +417,7 @@ def wait_until_broken(group):
     """Wait until the watchdog thread has failed the group."""
     end = time.monotonic() + TIMEOUT / 2
     while group.broken is None:
-        assert time.monotonic() < end, "nobody has said it"
+        assert time.monotonic() < end, "the group has not failed in time"
         time.sleep(0.01)
 
 

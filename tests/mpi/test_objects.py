@@ -89,7 +89,7 @@ def test_scatter_object_list_from_every_root(teams):
 
 def test_send_and_recv_object_list(world):
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     left, right = (world.me - 1) % world.size, (world.me + 1) % world.size
     for batch in (False, True):
         found = ["old", "old"]
@@ -124,7 +124,7 @@ def test_arrays_inside_objects_arrive_writable_and_aligned(world):
         for name, array in one.items():
             assert np.array_equal(array, sent[name]) and array.flags.aligned
             array += 1  # writable, and not shared with another object
-    # A rank's own entry is a copy too, so the sent object is unchanged.
+    # A rank's own entry is also a copy, so the sent object is unchanged.
     assert np.array_equal(sent["a"], np.arange(3)) and np.array_equal(sent["b"], np.arange(5))
 
 
@@ -247,11 +247,11 @@ def test_restricted_pickle_nests(world):
 @pytest.mark.slow
 def test_object_of_more_than_2_gib(world):
     if world.size != 2:
-        pytest.skip("once is enough: on two ranks")
+        pytest.skip("runs on 2 ranks only")
     with open("/proc/meminfo") as file:  # noqa: PTH123
         free = {line.split(":")[0]: int(line.split()[1]) for line in file}["MemAvailable"] >> 20
     if free < 14:
-        pytest.skip(f"takes 14 GiB of free memory, there are {free}")
+        pytest.skip(f"needs 14 GiB of free memory, got {free}")
     size = 2**31 + 16
     found = [np.full(size, 7, np.uint8) if world.me == 0 else None]
     if world.me == 0:

@@ -127,7 +127,7 @@ def test_missing_member_times_out_and_is_named(made, uuid):
     one, handles = made
     me, n = MPI.COMM_WORLD.rank, len(handles)
     if n == 1:
-        pytest.skip("needs another rank")
+        pytest.skip("needs 2 ranks")
     everybody = list(range(n))
     group = one.reconfigure(uuid, handles)
     for turn, absent in enumerate((n - 1, 0)):
@@ -167,7 +167,7 @@ def test_different_handles_are_a_mismatch(made, uuid):
     one, handles = made
     n = len(handles)
     if n < 3:
-        pytest.skip("needs three ranks")
+        pytest.skip("needs 3 ranks")
     mine = handles if MPI.COMM_WORLD.rank != n - 1 else [handles[0], *handles[:0:-1]]
     with pytest.raises(dist.MismatchError, match="other handles"):
         one.reconfigure(uuid, mine, 10)

@@ -136,7 +136,7 @@ def test_host_routes_are_reproducible(world, team, monkeypatch, name, apart):
     """For every route in the table: routes that do not support the level are not used."""
     if apart:
         if world.size < 3:
-            pytest.skip("takes 3 ranks")
+            pytest.skip("needs 3 ranks")
         monkeypatch.setattr(hierarchy, "node_of", lambda: f"node {dist.get_rank() % 2}")
     table = {
         kind: {
@@ -286,7 +286,7 @@ def test_invalid_level_is_rejected(world):
 
 def test_different_levels_on_ranks_are_a_mismatch(world):
     if world.size < 2:
-        pytest.skip("takes 2 ranks")
+        pytest.skip("needs 2 ranks")
     mine = "order" if world.me == 0 else "exact"
     others = "rank 1" if world.size == 2 else f"ranks {', '.join(map(str, range(1, world.size)))}"
     with pytest.raises(MismatchError, match=f"'order' on rank 0, 'exact' on {others}; pass"):

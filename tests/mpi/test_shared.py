@@ -49,7 +49,7 @@ def sharing_team(name, world):
     for _ in range(3):
         dist.all_reduce(np.ones(1), group=made.group)
     if not made.group.compared:
-        pytest.skip("the ranks share no memory")
+        pytest.skip("the ranks do not share memory")
     return made
 
 

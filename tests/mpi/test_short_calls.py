@@ -21,7 +21,7 @@ from mpicoll.errors import ArgumentError, ArgumentTypeError, MismatchError, Unsu
 from mpicoll.kernels import calls
 from mpicoll.routes.host import shared, shared_segment
 
-compiled = pytest.mark.skipif(calls._module is None, reason="the compiled module is not used")
+compiled = pytest.mark.skipif(calls._module is None, reason="needs the compiled module")
 SUM, MAX = ReduceOp.SUM, ReduceOp.MAX
 
 
@@ -291,7 +291,7 @@ def test_native_code_reads_tensor_attributes(team):
     torch = pytest.importorskip("torch")
     dist.all_reduce(torch.ones(1), group=team.group)  # registers the tensor type
     if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        pytest.skip("this torch has no exchange API")
+        pytest.skip("this torch has no DLPack exchange API")
     for row in DTYPES:
         kind = getattr(torch, row.name, None)
         if kind is None or row.kind is Kind.COMPLEX:
@@ -360,7 +360,7 @@ def test_invalid_arguments_are_rejected_after_valid_calls(team):
 def test_collective_mismatch_raises_for_every_path(world, one, other):
     """Past the first calls, for any pair of paths, no rank blocks and the group stays usable."""
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     team = group_of(f"{one} against {other}", range(world.size))
     arrays = {
         "int32": np.ones(3, np.int32),

@@ -46,7 +46,7 @@ def team(world, request):
         found = group_of(request.param, range(world.size))
         dist.all_to_all_single(np.zeros(found.size), np.zeros(found.size), group=found.group)
         if found.size > 1 and not copies(found):
-            pytest.skip(single_copy.find_obstacle(found.group) or "the ranks share no memory")
+            pytest.skip(single_copy.find_obstacle(found.group) or "the ranks do not share memory")
         yield found
 
 

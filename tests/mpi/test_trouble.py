@@ -18,7 +18,7 @@ from mpicoll.watch import consistency
 def pair(world):
     """A new group of all ranks with a timeout of 0.5 s. Skips on one rank."""
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     group = dist.new_group(timeout=0.5)
     yield group
     if group.closed is None:
@@ -44,7 +44,7 @@ def test_timed_out_receive_does_not_match_a_later_message(pair, world, mpi):
 
 def test_timed_out_send_is_delivered_intact(pair, world, mpi):
     if MPI.get_vendor()[0] == "Intel MPI":
-        pytest.skip("it takes any message before its receiver is there, which calls MPI meanwhile")
+        pytest.skip("it buffers messages of any size")
     count = 1 << 22  # large enough that every other MPI waits for the receiver
     if world.me == 0:
         with pytest.raises(dist.CollectiveTimeoutError, match="send"):
@@ -115,7 +115,7 @@ def test_callbacks_may_make_blocking_calls(world, way):
 def test_shorter_block_than_expected_raises(world):
     """Rank 1 expects two rows and rank 0 sends one. Only shared memory reports it to the sender."""
     if world.size != 2:
-        pytest.skip("on two ranks")
+        pytest.skip("runs on 2 ranks only")
     shares = select.place(dist.group.WORLD) == "node"
     if world.me == 0:
         words = "other ranks' block sizes do not fit"
@@ -186,7 +186,7 @@ def test_average_of_complex_infinity(world):
 def test_debug_level_applies_from_the_next_comparison(world):
     """Not from the next call: ranks that set the level at different calls would deadlock."""
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     group = dist.new_group()
     for _ in range(70):
         dist.barrier(group)
@@ -215,7 +215,7 @@ def test_timeout_of_monitored_barrier_may_exceed_the_group_timeout(pair, world):
 
 def test_group_stays_usable_after_a_destroy_timeout(world, mpi, monkeypatch):
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     from mpicoll.api import lifecycle
 
     group = dist.new_group()

@@ -1,6 +1,6 @@
 """Windows: puts, signals, argument errors, timeouts, mapped memory, and destruction.
 
-Data depends on the sender's rank, so each rank can compute what it should receive.
+Data depends on the sender's rank, so each rank can compute the data that it should receive.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def test_puts_complete_while_the_target_computes(world, window):
     """The target makes no call. Also for a large put."""
     made, memory = window
     if world.size == 1:
-        pytest.skip("needs another rank")
+        pytest.skip("needs 2 ranks")
     large = np.zeros(1 << 20)
     second = Window(world.group)
     second.register(large)
@@ -186,7 +186,7 @@ def test_each_wait_consumes_one_signal(world, window):
 def test_signals_are_matched_by_rank(world, window):
     made, _ = window
     if world.size == 1:
-        pytest.skip("needs another rank")
+        pytest.skip("needs 2 ranks")
     me, n = world.me, world.size
     made.signal((me + 1) % n, False)
     if n > 2:

@@ -78,7 +78,7 @@ def test_chain_of_all_primitives(world):
 
 
 def test_hundreds_of_pending_calls(world):
-    """Some are waited for in any order, the rest are not waited for."""
+    """Wait for a part of them, in any order."""
     n = world.size
     arrays = [np.full(64, float(i)) for i in range(400)]
     works = [dist.all_reduce(one, async_op=True) for one in arrays]
@@ -100,10 +100,10 @@ def test_groups_make_progress_independently(teams, mpi):
     """A pending call on one group does not block calls on another."""
     world, *_, reordered = teams
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     x, y = np.ones(3), np.ones(3)
     early = dist.all_reduce(x, async_op=True) if world.me else None
-    dist.all_reduce(y, group=reordered.group)  # returns before rank 0 has joined the other call
+    dist.all_reduce(y, group=reordered.group)  # returns before rank 0 has joined the pending call
     assert (y == world.size).all()
     assert early is None or not early.is_completed()
     wait_for_all(mpi)

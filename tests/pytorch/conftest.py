@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
+from torch.distributed.device_mesh import init_device_mesh
 
 BACKEND = os.environ.get("TEST_MPICOLL_BACKEND", "mpicoll")
 
@@ -103,6 +104,17 @@ def teams(world):
     if not NUMBERS_AS_LISTED:
         reordered.sort()
     return [world, team("subset", range(1, n)), team("reordered", reordered)]
+
+
+@pytest.fixture(scope="module")
+def mesh(world):
+    """A one-dimensional mesh of all ranks."""
+    return init_device_mesh("cpu", (world.size,))
+
+
+def members(teams: list[Team]) -> list[Team]:
+    """Return the groups that this rank is a member of."""
+    return [team for team in teams if team.me is not None]
 
 
 @pytest.fixture

@@ -19,9 +19,7 @@ from mpicoll.errors import ArgumentError
 from mpicoll.torch.backend import HAS_PYTHON_BACKENDS
 
 C = torch._C._distributed_c10d
-pytestmark = pytest.mark.skipif(
-    not HAS_PYTHON_BACKENDS, reason="torch 2.15 is the first to have it"
-)
+pytestmark = pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="needs torch 2.15")
 
 
 @pytest.fixture
@@ -188,7 +186,7 @@ def test_hooks_may_make_calls(world, group):
 
 def test_nan_check_variable_is_supported(world, monkeypatch):
     """torch attaches its check to every group if the variable is set."""
-    not_gloo("is PyTorch's to test")
+    not_gloo("tested by PyTorch")
     monkeypatch.setenv("TORCH_DIST_NAN_CHECK", "1")
     checked = dist.new_group(list(range(world.size)))
     monkeypatch.delenv("TORCH_DIST_NAN_CHECK")
@@ -199,7 +197,7 @@ def test_nan_check_variable_is_supported(world, monkeypatch):
 
 
 def test_attached_nan_check_finds_nan(world):
-    not_gloo("is PyTorch's to test")
+    not_gloo("tested by PyTorch")
     checked, n = dist.new_group(), world.size
     hook = C.NanCheckHook.attach(checked)
     bad, root = torch.tensor([float("nan")]), dist.GatherOptions()
@@ -223,7 +221,7 @@ def test_attached_nan_check_finds_nan(world):
 
 
 def test_attached_flight_recorder_records_calls(world):
-    not_gloo("is PyTorch's to test")
+    not_gloo("tested by PyTorch")
     recorded = dist.new_group()
     C._reset_fr_trace(backend="mpicoll")
     hook = C.FlightRecorderHook.attach(recorded, list(range(world.size)))
@@ -320,7 +318,7 @@ def test_split_group(world, group):
 
 def test_group_with_one_backend_per_device(world):
     """It is torch's ProcessGroup, with mpicoll for the CPU."""
-    not_gloo("needs no other")
+    not_gloo("has the same backend for all devices")
     mixed = dist.new_group(backend="cpu:mpicoll,cuda:gloo")
     assert type(mixed) is dist.ProcessGroup
     total(mixed)
@@ -341,7 +339,7 @@ def test_group_with_one_backend_per_device(world):
 
 
 def test_abort_hooks(world):
-    not_gloo("has none")
+    not_gloo("has no abort hooks")
     called = []
     gone = dist.new_group(list(range(world.size)))
     for number in (1, 2):

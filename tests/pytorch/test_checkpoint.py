@@ -23,11 +23,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-@pytest.fixture(scope="module")
-def mesh(world):
-    return init_device_mesh("cpu", (world.size,))
-
-
 def sharded(seed=7):
     torch.manual_seed(seed)
     model = make() if seed == 7 else type(make())()

@@ -24,7 +24,7 @@ def lists(world, dtype):
 
 
 def laid_out(tensors):
-    """Copies of the tensors: some are strided views, some are parameters."""
+    """Copies of the tensors: contiguous tensors, strided views and parameters."""
     made = []
     for i, one in enumerate(tensors):
         if i % 4 == 1:
@@ -56,7 +56,7 @@ def calls_made():
     ids=str,
 )
 def test_all_reduce_coalesced(world, dtype, name, async_op):
-    not_gloo("AVG and PREMUL_SUM, and tensors that are not contiguous")
+    not_gloo("does not support AVG, PREMUL_SUM or noncontiguous tensors")
     parts = lists(world, dtype)
     mine = laid_out(parts[world.me])
     future = dist.all_reduce_coalesced(mine, reduce_op(name, dtype), async_op=async_op)
@@ -68,7 +68,7 @@ def test_all_reduce_coalesced(world, dtype, name, async_op):
 
 @ASYNC
 def test_all_gather_coalesced(world, async_op):
-    not_gloo("tensors that are not contiguous")
+    not_gloo("does not support noncontiguous tensors")
     parts = lists(world, torch.bfloat16)
     mine = laid_out(parts[world.me])
     outputs = [laid_out([torch.zeros_like(one) for one in parts[0]]) for _ in parts]
@@ -150,7 +150,7 @@ def test_pending_coalesced_call_owns_its_memory(world, mpi):
 
 def test_invalid_coalesced_arguments_are_rejected(world):
     """No data is sent, and the ranks still make the same calls."""
-    not_gloo("which has words of its own")
+    not_gloo("has other error messages")
     begun = calls_made()
     group = dist.distributed_c10d._get_default_group()
     mine = [torch.ones(3) for _ in range(9)]

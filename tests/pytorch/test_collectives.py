@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import BACKEND, not_gloo
+from conftest import BACKEND, members, not_gloo
 from inputs import DTYPES, NAMES, combined, equal, legal, near, normal, reduce_op, whole
 
 ASYNC = pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
@@ -22,10 +22,6 @@ def done(work, async_op):
     assert isinstance(work, dist.Work)
     work.wait()
     assert work.is_completed() or BACKEND == "gloo"
-
-
-def members(teams):
-    return [team for team in teams if team.me is not None]
 
 
 def inputs(team, dtype, *shape, key=0):
@@ -146,7 +142,7 @@ def test_half_types_are_summed_in_float32(world):
 
 
 def test_extremes_propagate_nan(world):
-    not_gloo("compares with <")
+    not_gloo("does not propagate NaN")
     for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
         mine = torch.tensor([float(world.me), torch.nan if world.me == 1 else 0.0, torch.inf])
         dist.all_reduce(mine, op)
@@ -214,7 +210,7 @@ def test_all_gather_stacks(teams, async_op):
 
 @ASYNC
 def test_all_gather_of_uneven_parts(teams, async_op):
-    not_gloo("refuses them")
+    not_gloo("does not support uneven parts")
     for team in members(teams):
         parts = [whole(torch.float32, rank, 3 * rank, 2) for rank in range(team.size)]
         outputs = [torch.zeros_like(part) for part in parts]
@@ -323,7 +319,7 @@ def test_all_to_all_single_with_splits(teams, async_op):
 
 @ASYNC
 def test_all_to_all(teams, async_op):
-    not_gloo("refuses parts of different sizes")
+    not_gloo("does not support uneven parts")
     for team, dtype in each(teams):
         ranks = range(team.size)
         sent = [block(team.me, other, dtype=dtype) for other in ranks]
@@ -353,7 +349,7 @@ def test_no_rank_leaves_a_barrier_before_all_have_entered(teams, folder, async_o
 @ASYNC
 def test_transposed_and_strided_tensors(world, async_op):
     """Elements are matched by index, independent of the memory layout."""
-    not_gloo("goes by memory order")
+    not_gloo("reduces or sends in memory order")
     parts = [normal(rank, 4, 6) for rank in range(world.size)]
     for layout in range(3):
         mine = parts[world.me].clone()
@@ -456,7 +452,7 @@ def refusals(n):
 def test_invalid_arguments_raise_on_every_rank(world, name):
     """The group stays usable."""
     if name == "all_to_all_single, not divisible":
-        not_gloo("divides all the same")
+        not_gloo("does not check divisibility")
     call = refusals(world.size)[name]
     with pytest.raises((RuntimeError, ValueError)) as caught:
         call()

@@ -41,11 +41,6 @@ def named(placements):
 
 
 @pytest.fixture(scope="module")
-def mesh(world):
-    return init_device_mesh("cpu", (world.size,))
-
-
-@pytest.fixture(scope="module")
 def grid(world):
     return init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("rows", "columns"))
 

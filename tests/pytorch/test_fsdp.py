@@ -42,11 +42,6 @@ def sharded(model=None, **settings):
 
 
 @pytest.fixture(scope="module")
-def mesh(world):
-    return init_device_mesh("cpu", (world.size,))
-
-
-@pytest.fixture(scope="module")
 def grid(world):
     return init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("replicate", "shard"))
 
@@ -65,7 +60,7 @@ def test_fsdp_trains_like_one_process(world, mesh, reshard):
 
 
 def test_hybrid_sharding_trains_like_one_process(world, grid):
-    """Sharded along one mesh dimension, replicated along the other."""
+    """Sharded along one mesh dimension and replicated along the second."""
     model = sharded(mesh=grid)
     train(model, world.me, STEPS)
     same_parameters(model, trained_alone(world.size, STEPS))
@@ -107,7 +102,7 @@ def test_clipping(world, mesh):
 
 def test_user_defined_gradient_divide_factor(world, mesh):
     """FSDP2 uses PREMUL_SUM, or SUM between two divisions."""
-    not_gloo("PREMUL_SUM")
+    not_gloo("does not support PREMUL_SUM")
     model = sharded(mesh=mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):

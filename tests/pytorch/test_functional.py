@@ -269,7 +269,7 @@ COMPILERS = [
     pytest.param(
         "inductor",
         marks=pytest.mark.skipif(
-            shutil.which("g++") is None, reason="there is no C++ compiler for inductor"
+            shutil.which("g++") is None, reason="inductor needs a C++ compiler"
         ),
     ),
 ]

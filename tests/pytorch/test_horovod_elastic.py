@@ -123,7 +123,7 @@ def test_completed_ranks_restart_with_a_failed_rank():
     def train(state):
         calls.append(1)
         if len(calls) == 1 and hvd.rank() == hvd.size() - 1:
-            raise hvd.HorovodInternalError("on one rank, as the others return")
+            raise hvd.HorovodInternalError("on one rank, while all other ranks return")
 
     train(hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank))
     assert len(calls) == 2
@@ -156,7 +156,7 @@ def test_restart_cancels_pending_gradients():
 
 def test_user_error_is_raised():
     if hvd.size() == 1:
-        pytest.skip("one rank agrees")
+        pytest.skip("needs 2 ranks")
     calls = []
 
     @hvd.elastic.run

@@ -27,7 +27,7 @@ UNKNOWN = 100
 @pytest.fixture(scope="module")
 def pair(world):
     """Two groups of all ranks: mpicoll and Gloo."""
-    not_gloo("is compared with here")
+    not_gloo("the reference of this test")
     made = [dist.new_group(backend=name, timeout=timedelta(seconds=77)) for name in ("", "gloo")]
     yield made
     for group in made:
@@ -226,7 +226,7 @@ def test_a_store_is_used_for_one_merge_only(pair):
         alone.merge_remote_group(store, 1)
 
 
-@pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="torch 2.15 is the first to have it")
+@pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="needs torch 2.15")
 def test_groups_of_several_backends_merge(world, pair):
     """torch's ProcessGroup calls the merge of its backends."""
     mixed = dist.new_group(backend="cpu:mpicoll,cuda:gloo")
@@ -244,7 +244,7 @@ def test_groups_of_several_backends_merge(world, pair):
 # ---- device_id -----------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="before, torch takes no device_id of the host")
+@pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="older torch rejects a CPU device_id")
 def test_groups_keep_their_device_id(world):
     device = torch.device("cpu:0")
     bound = dist.new_group(device_id=device)

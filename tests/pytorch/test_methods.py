@@ -54,7 +54,7 @@ def finish(work):
     """Wait for a Work, which every method returns."""
     assert isinstance(work, dist.Work)
     work.wait()
-    # Not work.is_completed(): for the older names torch returns a Work that only has a future.
+    # Not work.is_completed(). Under the older names torch returns a Work that only has a future.
     assert work.get_future().done() or BACKEND == "gloo"
 
 
@@ -281,7 +281,7 @@ def test_reduce_scatter(world, group, async_op):
 @ASYNC
 def test_reduce_scatter_with_premul_sum(world, group, async_op):
     """FSDP2 divides this way to keep precision."""
-    not_gloo("PREMUL_SUM")
+    not_gloo("does not support PREMUL_SUM")
     parts = parts_of(world, world.size, 3)
     for call in method(group, "_reduce_scatter_base", "reduce_scatter_single"):
         output = torch.zeros(1, 3)
@@ -431,7 +431,7 @@ def test_sequence_numbers_count_collectives(world, group, mpi):
 
 
 def test_messages_do_not_change_sequence_numbers(world, group, mpi):
-    not_gloo("counts messages too")
+    not_gloo("also counts messages")
     if world.me == 0:
         dist.send(torch.ones(1), 1)
     elif world.me == 1:

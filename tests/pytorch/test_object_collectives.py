@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import members
 from inputs import equal, normal
 
 
@@ -18,10 +19,6 @@ def same(found, rank):
     assert found["rank"] == rank
     assert found["text"] == thing(rank)["text"]
     equal(found["tensor"], normal(rank, 3))
-
-
-def members(teams):
-    return [team for team in teams if team.me is not None]
 
 
 def test_all_gather_object(teams):

@@ -20,7 +20,7 @@ def neighbours(team):
 def test_send_and_recv(world, dtype):
     """Even ranks send first."""
     if dtype is torch.int16:
-        not_gloo("int16")
+        not_gloo("does not support int16")
     partner = world.me ^ 1
     mine, theirs = whole(dtype, world.me, 3, 2), torch.zeros(3, 2, dtype=dtype)
     if world.me % 2 == 0:
@@ -172,7 +172,7 @@ def test_invalid_message_arguments_are_rejected(world):
         dist.isend(torch.zeros(1), 0, group_dst=0)
     with pytest.raises(ValueError):
         dist.irecv(torch.zeros(1), 0, group_src=0)
-    not_gloo("crashes where there is no such rank")
+    not_gloo("crashes if the rank does not exist")
     for call in (dist.send, dist.recv, dist.isend, dist.irecv):
         with pytest.raises((ValueError, RuntimeError)):
             call(torch.zeros(1), n + 3)
@@ -180,7 +180,7 @@ def test_invalid_message_arguments_are_rejected(world):
 
 
 def test_transposed_messages(world):
-    not_gloo("goes by memory order")
+    not_gloo("reduces or sends in memory order")
     partner = world.me ^ 1
     mine, theirs = normal(world.me, 3, 4).t(), torch.zeros(3, 4).t()
     taken = dist.irecv(theirs, partner)

@@ -246,7 +246,7 @@ def test_shutdown_and_abort_of_groups(nothing, mpi):
 
 
 def test_rank_and_world_size_must_agree_with_mpi(nothing, mpi):
-    not_gloo("has no ranks of its own")
+    not_gloo("does not use MPI ranks")
     wrong = {"world_size": mpi.size + 1, "rank": mpi.rank}
     with pytest.raises((ValueError, RuntimeError)):
         dist.init_process_group("mpicoll", store=dist.HashStore(), **wrong)
@@ -260,10 +260,10 @@ def test_rank_and_world_size_must_agree_with_mpi(nothing, mpi):
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(HAS_PYTHON_BACKENDS, reason="from torch 2.15 on it offers most of it")
+@pytest.mark.skipif(HAS_PYTHON_BACKENDS, reason="torch 2.15 supports most of these features")
 def test_unsupported_features_of_older_torch_are_rejected(world):
     """torch checks the supports_ properties before it uses a feature."""
-    not_gloo("offers some of it")
+    not_gloo("supports some of these features")
     group = dist.distributed_c10d._get_default_group()
     asked = {name for name in dir(group) if name.lstrip("_").startswith("supports_")}
     offered = {"supports_window", "supports_splitting"}

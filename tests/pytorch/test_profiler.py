@@ -54,7 +54,7 @@ def names(profiler):
 @pytest.mark.parametrize("name", list(calls(type("Team", (), {"size": 2, "me": 0}))))
 def test_profiler_shows_every_operation(world, name):
     if name.startswith(("all_to_all", "all_gather_single", "reduce_scatter")):
-        not_gloo("names it otherwise")
+        not_gloo("uses another name")
     call = calls(world)[name]
     call()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -133,7 +133,7 @@ def test_execution_trace_has_the_nodes_of_gloo(world, folder):
 
     From torch 2.15 on torch creates the nodes.
     """
-    not_gloo("is compared with here")
+    not_gloo("the reference of this test")
     groups = {name: dist.new_group(backend=name) for name in ("mpicoll", "gloo")}
     found = {}
     for name, group in groups.items():

@@ -14,15 +14,13 @@ from torch.distributed import distributed_c10d as c10d
 from mpicoll.errors import DistBackendError
 from mpicoll.torch.backend import HAS_PYTHON_BACKENDS
 
-pytestmark = pytest.mark.skipif(
-    not HAS_PYTHON_BACKENDS, reason="torch 2.15 is the first to have it"
-)
+pytestmark = pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="needs torch 2.15")
 
 
 @pytest.fixture
 def handles(mpi):
     """A default group without members yet. Yields the handles of all processes of the job."""
-    not_gloo("is PyTorch's to test")
+    not_gloo("tested by PyTorch")
     dist.init_process_group(
         BACKEND, init_method="mpi://", enable_reconfigure=True, timeout=timedelta(seconds=60)
     )

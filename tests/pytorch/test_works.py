@@ -100,7 +100,7 @@ def test_dropped_works_complete(world):
 
 
 class OnDevice:
-    """Stands for a tensor on a GPU."""
+    """Models a tensor on a GPU."""
 
     is_cuda, device = True, "cuda:0"
 
@@ -139,7 +139,7 @@ class StreamFuture:
         return found
 
 
-@pytest.mark.skipif(BACKEND == "gloo", reason="mpicoll's own")
+@pytest.mark.skipif(BACKEND == "gloo", reason="mpicoll only")
 def test_callbacks_of_a_synchronous_device_call_follow_the_call(monkeypatch):
     """The callbacks are ordered after the work on the caller's stream, which includes the call."""
     from mpicoll.torch import works
@@ -156,7 +156,7 @@ def test_callbacks_of_a_synchronous_device_call_follow_the_call(monkeypatch):
 
 
 class Order:
-    """Stands for a call on a stream. A stream that joins is ordered after the call."""
+    """Models a call on a stream. A stream that joins is ordered after the call."""
 
     def join(self, where: str) -> None:
         StreamFuture.current = {*StreamFuture.current, "the call"}
@@ -184,7 +184,7 @@ def in_new_stream(stream):
     StreamFuture.current = outside
 
 
-@pytest.mark.skipif(BACKEND == "gloo", reason="mpicoll's own")
+@pytest.mark.skipif(BACKEND == "gloo", reason="mpicoll only")
 @pytest.mark.parametrize("early", [False, True])
 def test_callbacks_of_an_async_device_call_do_not_block_streams(monkeypatch, early):
     """The callbacks are ordered after the call only, and no stream of the program waits."""
@@ -317,7 +317,7 @@ def test_wait_times_out_and_can_be_repeated(world, mpi):
 
 
 def test_wait_for_a_message_times_out(world, mpi):
-    not_gloo("gives the whole connection up")
+    not_gloo("closes the connection after a timeout")
     partner = world.me ^ 1
     value = torch.zeros(3)
     work = dist.irecv(value, partner, tag=6)
@@ -337,10 +337,10 @@ def test_wait_returns_before_its_timeout(world):
 
 @pytest.mark.skipif(
     "timeout" not in inspect.signature(dist.barrier).parameters,
-    reason="barrier has a timeout of its own from torch 2.13 on",
+    reason="barrier has a timeout argument from torch 2.13 on",
 )
 def test_barrier_timeout_overrides_the_group_timeout(world, mpi):
-    not_gloo("leaves the barrier half done")
+    not_gloo("a barrier that timed out cannot complete")
     group = dist.new_group(timeout=timedelta(seconds=DEADLINE))
     if world.me == 0:
         start = time.monotonic()
@@ -395,7 +395,7 @@ def test_pending_call_owns_the_memory_of_its_tensor(world):
 
 def test_pending_call_uses_the_original_memory(world):
     """The tensor gets other memory while the call is pending."""
-    not_gloo("holds the tensor, and writes where that is now")
+    not_gloo("writes to the current memory of the tensor")
     numbers = 1_000_000
     tensor = torch.full((numbers,), 1.0)
     dist.all_reduce(tensor.clone())  # registers the native fast path

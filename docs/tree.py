@@ -11,7 +11,7 @@ HOME = Path(__file__).parent.parent / "mpicoll"
 
 #: The packages from top to bottom. Others come last.
 ORDER = (
-    "cli", "horovod", "torch", "api", "dispatch", "routes", "watch", "core", "arrays",
+    "cli", "horovod", "torch", "api", "dispatch", "routes", "failures", "core", "arrays",
     "cuda", "launch", "kernels",
 )  # fmt: skip
 

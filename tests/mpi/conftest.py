@@ -1,7 +1,7 @@
-"""The groups that the tests on ranks call in.
+"""Groups that the tests call in.
 
-Every rank runs every test, in the same order. The default group is made for each module that asks
-for it, so that other modules may make and end their own.
+Every rank runs every test, in the same order. The default group is created once per module, so that
+modules can also create and destroy their own.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from mpi4py import MPI
 
 import mpicoll as dist
 
-# Hundreds of tests make a mismatch, and each writes a flight record.
+# Hundreds of tests cause a mismatch, and each mismatch writes a flight record.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "100")
 os.environ.setdefault(
     "TORCH_FR_DUMP_TEMP_FILE", f"{tempfile.gettempdir()}/mpicoll-tests-{os.getuid()}/rank_"
 )
 
-#: Seconds after which a rank that waits for the others ends the launch.
+#: Timeout of the default group, in seconds. It ends a run in which a rank is missing.
 TIMEOUT = 60
 
 
 @dataclass(frozen=True)
 class Team:
-    """A group, and who is in it.
+    """A group and its members.
 
-    group: the process group, or what new_group returned on a rank that is not a member.
-    ranks: the global ranks, in the order of the group.
-    me:    this rank's place among them; None outside.
+    group: the process group, or the value of new_group on a rank that is not a member.
+    ranks: global ranks in group order.
+    me:    this rank's group rank; None if it is not a member.
     """
 
     name: str
@@ -47,7 +47,6 @@ class Team:
 
 @pytest.fixture(scope="module")
 def world():
-    """The group of all ranks."""
     dist.init_process_group(timeout=TIMEOUT)
     yield team("world", range(dist.get_world_size()))
     dist.destroy_process_group()
@@ -55,7 +54,7 @@ def world():
 
 @pytest.fixture(scope="module")
 def teams(world):
-    """All ranks; some of them; all of them in another order."""
+    """Three groups: all ranks, a subset, and all ranks in another order."""
     n = world.size
     subset = {1: [0], 2: [1], 3: [0, 2]}.get(n, list(range(1, n)))
     reordered = {3: [1, 2, 0], 4: [2, 0, 3, 1]}.get(n, list(range(n))[::-1])
@@ -63,7 +62,7 @@ def teams(world):
 
 
 def team(name: str, ranks: Any) -> Team:
-    """Makes a group of those ranks; every rank calls."""
+    """Create a group of these ranks. All ranks must call this."""
     ranks = tuple(ranks)
     group = dist.group.WORLD if name == "world" else dist.new_group(list(ranks), sort_ranks=False)
     me = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else None
@@ -72,5 +71,10 @@ def team(name: str, ranks: Any) -> Team:
 
 @pytest.fixture
 def mpi():
-    """MPI's own communicator of all ranks, which mpicoll does not use."""
+    """MPI_COMM_WORLD, which mpicoll does not use."""
     return MPI.COMM_WORLD
+
+
+@pytest.fixture(scope="module")
+def torch():
+    return pytest.importorskip("torch")

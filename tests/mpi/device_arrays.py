@@ -1,8 +1,8 @@
-"""Which devices the tests have, and by which routes calls on their arrays go.
+"""Devices under test, and the routes that their calls use.
 
-Plainly run, simulated ones (simulated.py). On a GPU tests/gpu/run.py runs the same tests, on arrays
-of the libraries that TEST_MPICOLL_DEVICES names (tests/gpu/real.py), by the routes that
-TEST_MPICOLL_ROUTES names. With TEST_MPICOLL_OWN_GPU device 0 is another GPU on each rank.
+By default the devices are simulated (simulated.py). On a GPU, tests/gpu/run.py runs the same tests
+with the array libraries in TEST_MPICOLL_DEVICES (tests/gpu/real.py) and the routes in
+TEST_MPICOLL_ROUTES. If TEST_MPICOLL_OWN_GPU is set, device 0 is a different GPU on each rank.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from mpicoll.cuda import capabilities, runtime
 from mpicoll.routes.device import user_buffers
 
 LIBRARIES = os.environ.get("TEST_MPICOLL_DEVICES", "simulated").split(",")
-#: There is no GPU.
+#: True if devices are simulated.
 SIMULATED = LIBRARIES == ["simulated"]
-#: Routes take a GPU for each rank.
+#: True if each rank has its own GPU.
 OWN_GPU = bool(os.environ.get("TEST_MPICOLL_OWN_GPU"))
 
 
 def routes(*names: str) -> list[str]:
-    """Those that TEST_MPICOLL_ROUTES names, else these; "auto": the one that mpicoll chooses."""
+    """Return the routes in TEST_MPICOLL_ROUTES, or ``names`` if unset. "auto" selects no route."""
     return os.environ.get("TEST_MPICOLL_ROUTES", ",".join(names)).split(",")
 
 
 @contextlib.contextmanager
 def devices(library: str) -> Iterator[Any]:
-    """In here this process has devices; gives where arrays come from, an ``Arrays``."""
+    """Give this process devices within the context. Yields an ``Arrays`` that allocates on them."""
     with pytest.MonkeyPatch.context() as patch:
         if library == "simulated":
             made: Any = simulated.Arrays()
             patch.setattr(runtime, "_runtime", made.cuda)
-            patch.setenv("MPICOLL_CUDA_AWARE", "full")  # in truth it is the host's memory
+            patch.setenv("MPICOLL_CUDA_AWARE", "full")  # the memory is really host memory
         else:
             if OWN_GPU:
                 see_own_gpu_first()
@@ -47,13 +47,13 @@ def devices(library: str) -> Iterator[Any]:
 
             made = real.Arrays(library)
         yield made
-    # Where no device can write late any more, what was kept for that can go.
+    # No device writes to the memory kept for failed calls any more, so release it.
     user_buffers._left_behind.clear()
     user_buffers._in_use.clear()
 
 
 def see_own_gpu_first() -> None:
-    """Turn the GPUs that this process sees, before it has loaded a library that looks for them."""
+    """Rotate CUDA_VISIBLE_DEVICES by the local rank. Call before a library initializes CUDA."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if seen == [""]:
         listed = subprocess.check_output(["nvidia-smi", "-L"], text=True).splitlines()
@@ -64,7 +64,7 @@ def see_own_gpu_first() -> None:
 
 @contextlib.contextmanager
 def forced(route: str) -> Iterator[None]:
-    """In here calls of new groups take a route."""
+    """Force a device route for groups created within the context."""
     with pytest.MonkeyPatch.context() as patch:
         if route == "auto":
             patch.delenv("MPICOLL_DEVICE_ROUTE", raising=False)

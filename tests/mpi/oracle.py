@@ -1,9 +1,9 @@
-"""What a call must give, computed in plain NumPy from the inputs of all ranks.
+"""Expected results of calls, computed in plain NumPy from the inputs of all ranks.
 
-Any rank can make the input of any other: it follows from a few numbers that all of them know.
-Nothing here uses mpicoll but the rows of its tables, and nothing computes in its way: sums of wide
-floats are sums of still wider ones, integers are computed modulo 2**64, bools are counted, and
-narrow floats are folded as whole float32 arrays and rounded by one conversion.
+Inputs are seeded, so every rank can compute the input of every other rank. The only import from
+mpicoll is its tables, and the arithmetic differs from mpicoll's: wide floats are summed in wider
+floats, integers modulo 2**64, bools are counted, and narrow floats are folded as float32 arrays and
+rounded once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def frozen(array: Array) -> Array:
 
 @lru_cache(maxsize=1024)
 def any_bits(dtype: DType, count: int, rank: int) -> Array:
-    """All that the dtype can hold: NaN of any payload, subnormals; truth values for bool."""
+    """Random bits: NaN with any payload and subnormals for floats, True and False for bool."""
     rng = np.random.default_rng([dtype.code, count, rank])
     if dtype.kind is Kind.BOOL:
         return frozen(rng.integers(0, 2, count).astype(bool))
@@ -39,7 +39,7 @@ def any_bits(dtype: DType, count: int, rank: int) -> Array:
 
 @lru_cache(maxsize=1024)
 def operands(op: ReduceOp, dtype: DType, count: int, rank: int) -> Array:
-    """Numbers for an operation to work on."""
+    """Random operands suited to an operation."""
     if op is ReduceOp.AVG:
         return operands(ReduceOp.SUM, dtype, count, rank)
     if dtype.kind in (Kind.BOOL, Kind.INTEGER):
@@ -61,7 +61,7 @@ def operands(op: ReduceOp, dtype: DType, count: int, rank: int) -> Array:
     if dtype.kind is Kind.COMPLEX:
         return frozen((made + 1j * rng.normal(1, 1, count)).astype(dtype.numpy))
     if op in (ReduceOp.MIN, ReduceOp.MAX):
-        made = made.round(1)  # so that some are equal
+        made = made.round(1)  # rounding makes some values equal
     places = np.arange(count) % 29
     made[places == 3 + 5 * rank] = np.nan
     made[places == 4 + rank] = np.inf
@@ -70,7 +70,7 @@ def operands(op: ReduceOp, dtype: DType, count: int, rank: int) -> Array:
 
 
 def factors(dtype: DType, n: int) -> list[Any]:
-    """What each rank of a group multiplies by, as numbers and as arrays of one."""
+    """PREMUL_SUM factors for n ranks: Python numbers, NumPy scalars and one-element arrays."""
     if dtype.kind is Kind.INTEGER:
         return [3, np.int64(-2), np.array([7]), 2**40 + 1, 5][:n]
     if dtype.kind is Kind.COMPLEX:
@@ -79,7 +79,7 @@ def factors(dtype: DType, n: int) -> list[Any]:
 
 
 def number(factor: Any) -> Any:
-    """A factor as Python's number."""
+    """Convert a factor to a Python number."""
     return factor.item() if hasattr(factor, "item") else factor
 
 
@@ -88,9 +88,9 @@ def number(factor: Any) -> Any:
 
 @dataclass(frozen=True)
 class Between:
-    """The results that are right: from ``low`` to ``high``; without ``high``, the bits of ``low``.
+    """Accepted results: ``low`` to ``high``, or the exact bits of ``low`` if ``high`` is None.
 
-    NaN is right where one of them is NaN. A complex number counts as its two parts.
+    NaN is accepted where a bound is NaN. Real and imaginary parts are compared separately.
     """
 
     low: Array
@@ -108,7 +108,7 @@ class Between:
         assert (got.dtype, got.shape) == (low.dtype, low.shape), what
         if low.dtype.kind == "c":
             low, high, got = (one.view(one.real.dtype) for one in (low, high, got))
-        # Of dtypes that have NaN where others have infinity, an end that is too large is NaN.
+        # Dtypes without infinity overflow to NaN, so a bound that overflows is NaN.
         below, above = np.isnan(low), np.isnan(high)
         with np.errstate(invalid="ignore"):
             inside = ((low <= got) | below & ~above) & ((got <= high) | above & ~below)
@@ -117,7 +117,7 @@ class Between:
 
 
 def same_bits(got: Array, expected: Array, what: str) -> None:
-    """Raises AssertionError unless all bits are equal."""
+    """Raise AssertionError unless all bits are equal."""
     assert (got.dtype, got.shape) == (expected.dtype, expected.shape), what
     if got.tobytes() != expected.tobytes():
         words = f"V{got.itemsize}"
@@ -133,14 +133,14 @@ def complain(wrong: Array, got: Array, expected: tuple[Array, ...], what: str) -
 
 
 def rounded(values: Array, dtype: DType) -> Array:
-    """float32 as a narrow float, with one NaN for all."""
+    """Round float32 values to a narrow float, with a canonical NaN."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return np.where(np.isnan(values), np.float32("nan"), values).astype(dtype.numpy)
 
 
 def reduced(op: ReduceOp, dtype: DType, arrays: list[Array], by: list[Any] | None) -> Between:
-    """The arrays of all ranks combined, in the order of the ranks; ``by``: PREMUL_SUM's factors."""
+    """Reduce the arrays in rank order. ``by`` holds the factors of PREMUL_SUM."""
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         if dtype.kind is Kind.BOOL:
@@ -191,7 +191,7 @@ def _modular(name: str, dtype: DType, arrays: list[Array], by: list[Any] | None)
 
 
 def _extreme(name: str, arrays: list[Array]) -> Array:
-    """Least or greatest, NaN where any is; of two zeros the later."""
+    """Minimum or maximum. NaN propagates; of two equal zeros the later one is returned."""
     found = arrays[0]
     for one in arrays[1:]:
         keep = found < one if name == "MIN" else found > one
@@ -210,7 +210,7 @@ def _folded(name: str, dtype: DType, arrays: list[Array]) -> Array:
 
 
 def _bounds(name: str, dtype: DType, arrays: list[Array], by: list[Any] | None) -> Between:
-    """What n roundings at the most, in whatever order of the ranks, can lead to."""
+    """Bounds for n roundings in any order of the ranks."""
     complex_ = dtype.kind is Kind.COMPLEX
     widest = np.clongdouble if complex_ else np.longdouble
     accumulate = np.dtype(dtype.accumulate)

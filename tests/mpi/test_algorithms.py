@@ -1,6 +1,6 @@
-"""The algorithms over messages: every primitive x dtype x operation in both kinds of memory.
+"""Message algorithms: every primitive, dtype and operation, in both kinds of memory.
 
-`Late` stands for a device: memory in which nothing that is enqueued happens before `synchronize`.
+`Late` models device memory: enqueued work runs only at `synchronize`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from mpicoll.routes import algorithms, messages, moves, reductions, wire
 from mpicoll.routes.host import lists, select
 from mpicoll.routes.space import Host
 
-#: The host's memory, as algorithms see it.
+#: Host memory, as passed to algorithms.
 HOST = Host()
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 
-#: Bytes where the algorithms change, in the groups that cut what others take as a whole.
+#: Sizes in bytes at which the algorithms change, reduced so that small calls cover them.
 SEAMS = {"GATHERED": 160, "LEAST": 16, "MOST": 48, "LINKS": 3}
-#: And what is the memory's own.
+#: The same for thresholds that belong to the memory.
 SPACE = {"small": 128, "chunk": 48, "stack": 4096}
 
 
 class Late(Host):
-    """Memory of the host in which everything happens at the last moment; blanks hold garbage."""
+    """Host memory whose operations run at `synchronize`. New buffers hold garbage."""
 
     mpi = False
 
@@ -77,7 +77,7 @@ class Late(Host):
 
 @pytest.fixture(scope="module")
 def places(world):
-    """All ranks and, reversed, all but one of them, in groups for each kind of memory."""
+    """Groups for each kind of memory: all ranks, and all but one in reverse order."""
     spaces = {}
     chosen = select.choose
 
@@ -114,7 +114,7 @@ def places(world):
 
 @pytest.fixture
 def late(places):
-    """All ranks, with late memory."""
+    """All ranks, with `Late` memory."""
     return places[0]
 
 
@@ -124,11 +124,11 @@ def seams(monkeypatch):
         monkeypatch.setattr(moves, name, value)
     for name, value in SPACE.items():
         monkeypatch.setattr(Host, name, value)
-    monkeypatch.setattr(wire, "INT_MAX", 20)  # more elements travel as one of a derived type
+    monkeypatch.setattr(wire, "INT_MAX", 20)  # longer messages use a derived datatype
 
 
 def counts(name, dtype, n):
-    """Elements of a block, around each change of algorithm."""
+    """Element counts around each change of algorithm."""
     row, size = NAMES[name], dtype.itemsize
     block = SPACE["chunk"] // size
     if row.reduces and row.layout is Layout.SCATTERED:
@@ -145,7 +145,10 @@ def counts(name, dtype, n):
 
 
 def swept(places, name, dtype, op):
-    """All counts, of reductions every other; groups and roots in turn; yields the calls."""
+    """Run and yield calls over all counts, cycling groups and roots.
+
+    Reductions use every other count.
+    """
     turn = dtype.code + (op.code if op else 0)
     most = max(team.size for team in places)
     for i, count in enumerate(counts(name, dtype, most)):
@@ -163,7 +166,7 @@ def swept(places, name, dtype, op):
 
 @pytest.mark.parametrize("name", [name for name in MOVES if name not in NAMES[name].aliases])
 @by_dtype
-def test_moves(places, mpi, seams, name, dtype):
+def test_data_movement_gives_the_right_elements(places, mpi, seams, name, dtype):
     wait_for_all(mpi)
     calls = list(swept(places, name, dtype, None))
     assert calls
@@ -171,7 +174,7 @@ def test_moves(places, mpi, seams, name, dtype):
 
 @pytest.mark.parametrize("name", [name for name in REDUCTIONS if name not in NAMES[name].aliases])
 @by_dtype
-def test_reduces(places, mpi, seams, monkeypatch, name, dtype):
+def test_reductions_give_the_right_results(places, mpi, seams, monkeypatch, name, dtype):
     wait_for_all(mpi)
     calls = []
     for i, op in enumerate(legal_operations(dtype)):
@@ -182,8 +185,7 @@ def test_reduces(places, mpi, seams, monkeypatch, name, dtype):
         check_same_bits(mpi, calls)
 
 
-def test_all_primitives_are_served():
-    """Every row that has arrays."""
+def test_every_primitive_with_arrays_has_an_algorithm():
     assert set(algorithms.ALGORITHMS) == {
         row.name for row in PRIMITIVES if row.layout is not Layout.EMPTY
     }
@@ -193,7 +195,7 @@ def test_all_primitives_are_served():
 
 
 @pytest.mark.parametrize("gathered", [0, 10**6], ids=["ring", "doubling"])
-def test_uneven_blocks(places, mpi, monkeypatch, gathered):
+def test_all_gather_supports_uneven_blocks(places, mpi, monkeypatch, gathered):
     monkeypatch.setattr(moves, "GATHERED", gathered)
     dtype = by_name["int32"]
     for sizes in ([5, 70, 3, 40, 1], [61, 0, 1, 130, 0], [0, 200, 0, 0, 0], [0, 0, 0, 0, 7]):
@@ -209,7 +211,7 @@ def test_uneven_blocks(places, mpi, monkeypatch, gathered):
 
 
 @pytest.mark.parametrize("dtype", [by_name["int32"], by_name["bfloat16"], by_name["complex64"]])
-def test_uneven_reduce_scatter(places, mpi, seams, dtype):
+def test_reduce_scatter_supports_uneven_blocks(places, mpi, seams, dtype):
     for sizes in ([5, 70, 3, 40, 1], [61, 0, 1, 130, 0], [0, 200, 0, 0, 0], [0, 0, 0, 0, 7]):
         wait_for_all(mpi)
         for team in places:
@@ -219,8 +221,8 @@ def test_uneven_reduce_scatter(places, mpi, seams, dtype):
                 Uneven(team, dtype, sizes, op).run()
 
 
-def test_all_to_all_of_blocks_of_any_size(places, mpi):
-    """Sizes that differ between all pairs of ranks; in one array and in lists."""
+def test_all_to_all_supports_different_block_sizes(places, mpi):
+    """Sizes differ between all pairs of ranks, in a single array and in lists."""
     wait_for_all(mpi)
     for team in places:
         if team.me is None:
@@ -238,7 +240,7 @@ def test_all_to_all_of_blocks_of_any_size(places, mpi):
             whole, np.concatenate(sends), [*map(len, receives)], [*map(len, sends)], team.group
         )
         assert (whole == np.concatenate(receives)).all(), team.name
-        # Every other element of the even ranks' arrays, of what is sent and of what comes.
+        # Even ranks pass strided arrays, as input and as output.
         step = 2 if me % 2 == 0 else 1
         outputs = [np.zeros(step * len(one), int)[::step] for one in receives]
         dist.all_to_all(outputs, [np.repeat(one, step)[::step] for one in sends], team.group)
@@ -246,8 +248,8 @@ def test_all_to_all_of_blocks_of_any_size(places, mpi):
             assert (output == expected).all(), team.name
 
 
-def test_all_to_all_in_place(places, mpi):
-    """What is sent is where others' blocks come in."""
+def test_all_to_all_works_in_place(places, mpi):
+    """The input is also the output."""
     wait_for_all(mpi)
     for team in places:
         if team.me is None:
@@ -263,7 +265,7 @@ def test_all_to_all_in_place(places, mpi):
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "reduce", "reduce_scatter_single"])
-def test_reductions_of_several_pieces(late, mpi, monkeypatch, name):
+def test_reductions_in_several_pieces(late, mpi, monkeypatch, name):
     monkeypatch.setattr(Host, "chunk", 2**15)
     for dtype, op in (
         (by_name["bfloat16"], ReduceOp.PREMUL_SUM),
@@ -277,8 +279,7 @@ def test_reductions_of_several_pieces(late, mpi, monkeypatch, name):
             check_same_bits(mpi, [call])
 
 
-def test_where_algorithms_change(late):
-    """The sizes at which they really do."""
+def test_algorithms_change_at_default_thresholds(late):
     for name, border in (
         ("broadcast", late.size * moves.LEAST),
         ("broadcast", 5 * late.size * moves.LEAST),
@@ -291,8 +292,8 @@ def test_where_algorithms_change(late):
             Call(name, late, by_name["float64"], count, op, late.size - 1).run(by_group_rank=True)
 
 
-def test_same_bits_with_nan(late, mpi):
-    """NaN of another payload, and of another sign, from every rank."""
+def test_nan_results_have_equal_bits_on_all_ranks(late, mpi):
+    """Each rank contributes a NaN with a different payload and sign."""
     for name, word in (("float32", np.uint32), ("complex128", np.uint64), ("bfloat16", np.uint16)):
         dtype = by_name[name]
         for count in (5, HOST.small // dtype.itemsize):
@@ -311,8 +312,7 @@ def test_same_bits_with_nan(late, mpi):
                 assert len(set(everybody)) == 1, f"{name} {op} {count}"
 
 
-def test_no_memory_is_held(late):
-    """Once messages are through."""
+def test_completed_messages_release_their_memory(late):
     held = len(messages.in_flight)
     for name in ("broadcast", "all_gather", "gather", "scatter"):
         Call(name, late, by_name["int8"], 7).run(by_group_rank=True)
@@ -321,21 +321,19 @@ def test_no_memory_is_held(late):
     assert len(messages.in_flight) == held
 
 
-def test_messages_outlast_the_cache_of_their_datatypes(monkeypatch):
-    """However many others are made before they are through."""
+def test_messages_keep_datatypes_evicted_from_the_cache(monkeypatch):
     monkeypatch.setattr(wire, "INT_MAX", 20)
     memory = np.zeros(100, np.int8)
     made = [wire.message(memory, 21 + i % 40, by_name["int8"]) for i in range(60)]
     assert [one[-1].Get_size() for one in made] == [21 + i % 40 for i in range(60)]
 
 
-# ---- Collective mismatches ------------------------------------------------------------------
+# ---- Collective mismatches ---------------------------------------------------------------------
 
 
-def test_ranks_that_send_less(late, world):
-    """No rank takes what it has not got for a result."""
+def test_mismatched_counts_never_return_wrong_results(late, world):
     if world.size != 2:
-        pytest.skip("on two ranks")
+        pytest.skip("runs on 2 ranks only")
     elements = 7 if world.me == 0 else 5
     for call in (
         lambda: dist.all_reduce(np.ones(elements), group=late.group),

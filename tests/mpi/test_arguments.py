@@ -1,6 +1,6 @@
-"""A call that fails on its arguments raises an error of mpicoll's and leaves the group usable.
+"""Invalid arguments raise an mpicoll error and leave the group usable.
 
-One row for each public function: a good call, and wrong values for each of its arguments.
+One row per public function: a valid call, and invalid values for each argument.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ try:
 except ImportError:
     torch = None  # type: ignore[assignment]
 
-#: No integers. (A bool is an int in Python.)
+#: Values that are not integers. (A bool is an int in Python.)
 NO_INDEX: list[Any] = [
     "1", b"1", 0.0, 1.7, 1j, np.float32(1), np.array(0.5), np.array([0, 1]), np.array("a"), [0],
     (0,), {0}, {}, object(), len,
 ]  # fmt: skip
-#: No ranks of a group either.
+#: Values that are not ranks of a group.
 NO_RANK: list[Any] = [*NO_INDEX, -1, 99, 2**70, np.array(99)]
 NO_RANKS: list[Any] = [
     5, "01", b"\0\1", bytearray(2), 0.5, [0.5, 1.7], ["0", "1"], [[0], [1]], [None], [0, 0], [99],
@@ -63,18 +63,17 @@ if torch is not None:
         torch.zeros(3, dtype=torch.float64).as_strided((2, 2), (1, 1)),
     ]
 
-ME = 0  # this rank, once the group is there
+ME = 0  # group rank of this process, set by the test
 Values = dict[str, Sequence[Any]]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A function, its arguments in a good call, and wrong ones.
+    """A function, the arguments of a valid call, and invalid values.
 
-    call:  of this rank: returns the function and its arguments.
-    wrong: values by argument, given on all ranks.
-    at:    the same, of arguments that this rank alone has to give.
-    check: of what the good call has returned.
+    call:  returns the function and its arguments on this rank.
+    wrong: invalid values by argument, passed on all ranks.
+    at:    invalid values of arguments that only one rank passes, by rank.
     """
 
     call: Callable[[], tuple[Callable[..., Any], dict[str, Any]]]
@@ -91,7 +90,7 @@ def pair() -> Any:
 
 
 def of(function: Callable[..., Any], **arguments: Callable[[], Any]) -> Any:
-    """A call with new arguments each time."""
+    """Return a row's ``call``, which creates new arguments each time."""
     return lambda: (function, {name: make() for name, make in arguments.items()})
 
 
@@ -108,15 +107,15 @@ def other() -> int:
 
 
 def only_wrong(function: Callable[..., Any], **needed: Any) -> Callable[..., Any]:
-    """A function that is not called with good arguments: what it does would end the group.
+    """Return a function that skips the valid call, because that call would end the group.
 
-    needed: good ones of those that it must have.
+    needed: valid values of its required arguments.
     """
     return lambda **arguments: function(**{**needed, **arguments}) if arguments else None
 
 
 def message(send: Callable[..., Any], recv: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with which rank 0 sends and rank 1 receives."""
+    """Return a function in which rank 0 sends and rank 1 receives."""
 
     def call(peer: Any = None, group_peer: Any = None, **arguments: Any) -> None:
         if ME == 0:
@@ -128,7 +127,7 @@ def message(send: Callable[..., Any], recv: Callable[..., Any]) -> Callable[...,
 
 
 def window(name: str = "registered") -> Window:
-    """A window of all ranks, made by the first call on all of them."""
+    """Return a window of all ranks. The first call, on all ranks, creates it."""
     if name not in _windows:
         _windows[name] = Window(dist.group.WORLD)
         if name == "registered":
@@ -137,7 +136,7 @@ def window(name: str = "registered") -> Window:
 
 
 def windowed(name: str, **arguments: Any) -> Any:
-    """A call of a method of a window that has memory."""
+    """A call of a method of a registered window."""
     return lambda: (getattr(window(), name), arguments)
 
 
@@ -354,18 +353,18 @@ ROWS: dict[str, Row] = {
 }  # fmt: skip
 
 
-#: Arguments that are a rank, ranks, a group or an operation.
+#: Arguments that are a rank, a list of ranks, a group or an operation.
 CHECKED = {
     "src", "dst", "group_src", "group_dst", "peer", "group_peer", "rank", "ranks", "global_rank",
     "group_rank", "ranks_per_subgroup_list", "split_ranks", "ranks_to_exclude", "group",
     "parent_pg", "op", "reduceOp",
 }  # fmt: skip
-#: Tested with the launchers, because the default group would begin again.
+#: Tested with the launchers, because it would create the default group a second time.
 WITHOUT_ROW = {"init_process_group"}
 
 
 def test_every_public_function_has_a_row():
-    """And in the row each of its arguments that is a rank, a group or an operation has values."""
+    """Each argument that is a rank, a group or an operation has invalid values in the row."""
     public = {name: getattr(dist, name) for name in dist.__all__}
     public |= {name: made for name, made in vars(Window).items() if not name.startswith("_")}
     functions = {n: f for n, f in public.items() if inspect.isfunction(f) or f is dist.P2POp}
@@ -390,19 +389,19 @@ def test_every_public_function_has_a_row():
 def test_wrong_arguments_leave_the_group_usable(world, name):
     global ME
     if world.size != 2:
-        pytest.skip("takes 2 ranks")
+        pytest.skip("needs 2 ranks")
     ME = world.me
     row = ROWS[name]
     function, _ = row.call()
     for async_op in [False, True] if "async_op" in function.__annotations__ else [None]:
         extra = {} if async_op is None else {"async_op": async_op}
-        for _ in range(2):  # the second may take the native fast path
+        for _ in range(2):  # the second call may use the native fast path
             finish(function(**{**row.call()[1], **extra}))
         for values in (row.wrong, row.at.get(ME, {})):
             for key in values:
                 for value in values[key]:
                     given = {**row.call()[1], **extra, key: value}
-                    if key.startswith("group_"):  # in place of a global rank
+                    if key.startswith("group_"):  # replaces the global rank
                         given.pop(key.removeprefix("group_"), None)
                     with pytest.raises(dist.MpicollError) as caught:
                         finish(function(**given))
@@ -415,16 +414,16 @@ def test_wrong_arguments_leave_the_group_usable(world, name):
 
 
 def finish(result: Any) -> None:
-    """Wait for what a function returns."""
+    """Wait for the Work or Works that a function returns."""
     for one in result if isinstance(result, list) else [result]:
         if hasattr(one, "wait"):
             one.wait()
 
 
 @pytest.mark.parametrize("root", [np.int8(1), np.array(1), np.uint64(1), True])
-def test_integers_of_numpy_are_ranks(world, root):
+def test_ranks_may_be_numpy_integers(world, root):
     if world.size != 2:
-        pytest.skip("takes 2 ranks")
+        pytest.skip("needs 2 ranks")
     for given in ({"src": root}, {"group_src": root}):
         value = np.full(2, 7.0 if world.me == 1 else 0.0)
         dist.broadcast(value, **given)
@@ -435,9 +434,9 @@ def test_integers_of_numpy_are_ranks(world, root):
         assert (value == 7).all()
 
 
-def test_an_error_on_one_rank_leaves_the_group_usable(world):
+def test_argument_error_on_one_rank_leaves_the_group_usable(world):
     if world.size != 2:
-        pytest.skip("takes 2 ranks")
+        pytest.skip("needs 2 ranks")
     if world.me == 0:
         for root in NO_RANK:
             with pytest.raises(dist.MpicollError):

@@ -1,4 +1,4 @@
-"""Arrays of every library and layout, right where they are taken and refused by name elsewhere."""
+"""Arrays of every library and layout: correct if supported, otherwise rejected."""
 
 from __future__ import annotations
 
@@ -25,16 +25,11 @@ by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 
 
-@pytest.fixture(scope="module")
-def torch():
-    return pytest.importorskip("torch")
-
-
 # ---- Layouts: each makes a writable NumPy array of a shape ---------------------------------------
 
 
 def strided(shape, dtype):
-    """Every other element of the last dimension."""
+    """Every second element of the last dimension."""
     return np.zeros((*shape[:-1], 2 * shape[-1]), dtype.numpy)[..., ::2]
 
 
@@ -51,7 +46,7 @@ def fortran(shape, dtype):
 
 
 def inner(shape, dtype):
-    """A block in the middle of a greater array."""
+    """A block in the middle of a larger array."""
     whole = np.zeros([extent + 2 for extent in shape], dtype.numpy)
     return whole[tuple(slice(1, -1) for _ in shape)]
 
@@ -80,7 +75,7 @@ def maker(of, wrap=lambda made: made):
 
 
 def calls_of(row, world, dtype, make):
-    """Calls with every shape; blocks are stacked in some, concatenated in others."""
+    """Calls with every shape. Blocks are stacked in some calls and concatenated in others."""
     for i, shape in enumerate(SHAPES):
         stacked = (i + row.code + dtype.code) % 2 == 0
         op = (
@@ -97,8 +92,7 @@ def calls_of(row, world, dtype, make):
 
 @by_row
 @pytest.mark.parametrize("name", ["bool", "int64", "bfloat16", "complex64", "float32"])
-def test_layouts(world, row, name):
-    """Each rank has another layout, and gets the same elements."""
+def test_ranks_may_use_different_layouts(world, row, name):
     for i in range(len(LAYOUTS)):
         layout = LAYOUTS[(i + world.me) % len(LAYOUTS)]
         for call in calls_of(row, world, by_name[name], maker(layout)):
@@ -113,16 +107,14 @@ def test_layouts(world, row, name):
 
 
 @by_row
-def test_some_ranks_strided(world, row):
-    """One rank packs, the others have contiguous memory; also beyond the small messages."""
+def test_one_rank_may_pass_a_strided_array(world, row):
     for count, odd in itertools.product((5, 30011), range(world.size)):
         make = maker(strided) if odd == world.me else guarded
         op = ReduceOp.SUM if row.reduces else None
         Call(row.name, world, by_name["float16"], count, op, 0, make).run()
 
 
-def test_memmap(world, tmp_path):
-    """Written to the file."""
+def test_all_reduce_writes_to_a_memmap(world, tmp_path):
     path = tmp_path / f"{world.me}"
     mapped = np.memmap(path, np.float32, "w+", shape=(5, 3))
     mapped[...] = world.me
@@ -132,8 +124,7 @@ def test_memmap(world, tmp_path):
     assert np.fromfile(path, np.float32).size == 15
 
 
-def test_expanded_inputs(world):
-    """An input may say the same element many times."""
+def test_inputs_may_have_stride_zero(world):
     n = world.size
     out = np.zeros((n, 4, 3), np.int32)
     dist.all_gather_single(out, np.broadcast_to(np.arange(3, dtype=np.int32) + world.me, (4, 3)))
@@ -148,14 +139,14 @@ def as_torch(torch, made):
     """A tensor on the memory of a NumPy array."""
     try:
         return torch.from_numpy(made)
-    except TypeError:  # the dtypes of ml_dtypes
+    except TypeError:  # ml_dtypes dtypes
         carrier = made.view(f"i{made.itemsize}") if made.size or made.ndim else made
         return torch.from_numpy(carrier).view(getattr(torch, made.dtype.name))
 
 
 @by_dtype
-def test_torch_tensors(world, torch, dtype):
-    """Every primitive; contiguous and other layouts; with NumPy on some ranks."""
+def test_torch_tensors_of_every_dtype(world, torch, dtype):
+    """Every primitive, contiguous and other layouts, with NumPy arrays on some ranks."""
     if not hasattr(torch, dtype.name):
         pytest.skip(f"torch has no {dtype}")
     layouts = [strided, transposed, fortran, inner, column]
@@ -169,8 +160,8 @@ def test_torch_tensors(world, torch, dtype):
             Call(row.name, world, dtype, 3001, op, 0, plain).run()
 
 
-def test_torch_grad(world, torch):
-    """Leaves, parameters and results of autograd are read and written, unseen by autograd."""
+def test_autograd_tensors_are_modified_without_autograd(world, torch):
+    """Covers leaves, parameters and results of autograd."""
     n = world.size
     leaf = torch.full((3, 2), float(world.me), requires_grad=True)
     parameter = torch.nn.Parameter(torch.full((4,), 2.0))
@@ -193,8 +184,8 @@ def test_torch_grad(world, torch):
     assert strided_leaf.tolist() == [expected, 0, expected, 0, expected, 0]
 
 
-def test_torch_lazy_views(world, torch):
-    """Conjugates and negatives are right as inputs and refused as outputs."""
+def test_lazy_views_are_valid_inputs_and_rejected_as_outputs(world, torch):
+    """Lazy views: tensors with the conjugate or negative bit."""
     n = world.size
     values = torch.arange(6).reshape(2, 3) * (1 + 2j) + world.me
     out = torch.zeros(n, 2, 3, dtype=torch.complex64)
@@ -217,8 +208,8 @@ def test_torch_lazy_views(world, torch):
         assert torch.equal(lazy, kept)
 
 
-def test_torch_refusals(world, torch):
-    """Each with the operation, the argument and the reason; afterwards the group works."""
+def test_unsupported_tensors_are_rejected(world, torch):
+    """The error names the operation, the argument and the reason. The group stays usable."""
 
     class Plain(torch.Tensor):
         pass
@@ -231,7 +222,7 @@ def test_torch_refusals(world, torch):
     sparse = torch.eye(3).to_sparse()
     wrapped = torch.Tensor._make_wrapper_subclass(Wrapper, (3,))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of features that are in beta, and of old ones
+        warnings.simplefilter("ignore")  # warnings about beta and deprecated features
         quantized = torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.quint8)
         compressed = torch.eye(3).to_sparse_csr()
         half = torch.zeros(3, dtype=torch.complex32)
@@ -256,8 +247,7 @@ def test_torch_refusals(world, torch):
     assert subclass.tolist() == [world.size] * 3
 
 
-def test_torch_reduce_ops(world, torch):
-    """torch's own operations mean the same."""
+def test_torch_reduce_ops_are_accepted(world, torch):
     ops = torch.distributed.ReduceOp
     for name, expected in (("SUM", 2.0 * world.size), ("AVG", 2.0), ("MAX", 2.0)):
         for op in (getattr(ops, name), ops(getattr(ops, name))):
@@ -269,8 +259,8 @@ def test_torch_reduce_ops(world, torch):
 # ---- Buffers and DLPack --------------------------------------------------------------------------
 
 
-def test_buffers(world):
-    """bytearray, array.array and memoryview are read and written; bytes are read."""
+def test_python_buffers(world):
+    """bytearray, array.array and memoryview are inputs and outputs; bytes are inputs only."""
     n, me = world.size, world.me
     raw = bytearray([me + 1] * 5)
     dist.all_reduce(raw)
@@ -301,14 +291,14 @@ def test_buffers(world):
 
 
 class Exporter:
-    """An array that speaks DLPack and nothing else."""
+    """An object that supports DLPack and no other protocol."""
 
     def __init__(self, array, device=None):
         self.array = array
         self.device = device
 
     def __dlpack__(self, **options):
-        assert self.device is None, "asked for the memory of another device"
+        assert self.device is None, "mpicoll read an array on another device"
         return self.array.__dlpack__(**options)
 
     def __dlpack_device__(self):
@@ -316,14 +306,14 @@ class Exporter:
 
 
 class OldExporter(Exporter):
-    """A producer from before DLPack 1.0."""
+    """A producer older than DLPack 1.0."""
 
     def __dlpack__(self, stream=None):
         return self.array.__dlpack__()
 
 
 @pytest.mark.parametrize("kind", [Exporter, OldExporter])
-def test_dlpack_of_numpy(world, kind):
+def test_dlpack_exporters_of_numpy_arrays(world, kind):
     for row in ROWS:
         for name in ("float64", "bool"):
             for of in (transposed, lambda s, d: np.zeros(s, d.numpy)):
@@ -333,8 +323,8 @@ def test_dlpack_of_numpy(world, kind):
 
 @by_dtype
 @pytest.mark.parametrize("kind", [Exporter, OldExporter])
-def test_dlpack_of_torch(world, torch, kind, dtype):
-    """bfloat16 and float8 among them."""
+def test_dlpack_exporters_of_torch_tensors(world, torch, kind, dtype):
+    """Includes bfloat16 and float8."""
     if not hasattr(torch, dtype.name):
         pytest.skip(f"torch has no {dtype}")
     for row in ROWS[:: len(ROWS) // 4]:
@@ -344,7 +334,7 @@ def test_dlpack_of_torch(world, torch, kind, dtype):
                 call.run()
 
 
-def test_dlpack_refusals(world):
+def test_dlpack_arrays_on_unsupported_devices_are_rejected(world):
     for device, why in (
         ((8, 0), "metal:0 are not supported"),
         ((10, 0), "rocm:0 are not supported"),
@@ -365,8 +355,7 @@ def test_dlpack_refusals(world):
         dist.all_reduce(Exporter(frozen))
 
 
-def test_jax_inputs(world):
-    """JAX arrays are read; they are read-only."""
+def test_jax_arrays_are_read_only_inputs(world):
     jax = pytest.importorskip("jax")
     n, me = world.size, world.me
     for name in ("float32", "bfloat16", "int32", "bool", "float8_e4m3fn"):
@@ -379,11 +368,11 @@ def test_jax_inputs(world):
             dist.all_reduce(constant)
 
 
-# ---- Refusals ------------------------------------------------------------------------------------
+# ---- Rejected arguments --------------------------------------------------------------------------
 
 
 def arguments_of(row, world, **changed):
-    """Good arguments for a row on this rank, root 0, but for those that are changed."""
+    """Valid arguments of an operation on this rank, with root 0, updated with ``changed``."""
     call = Call(row.name, world, by_name["float32"], 2, ReduceOp.SUM if row.reduces else None)
     arguments = {**call.arguments, **changed}
     if row.root:
@@ -392,7 +381,10 @@ def arguments_of(row, world, **changed):
 
 
 def spoilt(row, world, argument, make):
-    """The good argument with one array, of the same count, in place of the good one; None: none."""
+    """The valid argument with one array replaced by ``make``.
+
+    None if this rank has no such argument.
+    """
     good = arguments_of(row, world).get(argument)
     if good is None:
         return None
@@ -428,10 +420,9 @@ BAD_OUTPUTS = {
 
 
 @by_row
-def test_refused_arrays(world, row):
-    """Every rank that gives such an array is told which argument it was."""
+def test_invalid_arrays_are_rejected_by_argument_name(world, row):
     for argument in filter(None, (row.output, row.input)):
-        # The root of a broadcast and the others of a reduce only read their array.
+        # The root of a broadcast and the non-root ranks of a reduce only read their array.
         one_sided = row.layout is Layout.IN_PLACE and row.root
         reads = one_sided and (row.root == "src") == (world.me == 0)
         reads = reads or (row.name == "exscan" and world.me == 0)
@@ -447,8 +438,8 @@ def test_refused_arrays(world, row):
 
 
 @by_row
-def test_refused_types(world, row):
-    """Lists in place of arrays, arrays in place of lists, and what is neither: TypeError."""
+def test_invalid_types_raise_type_error(world, row):
+    """Lists in place of arrays, arrays in place of lists, and values that are neither."""
     for argument in filter(None, (row.output, row.input)):
         good = arguments_of(row, world).get(argument)
         if good is None:
@@ -470,14 +461,14 @@ def test_refused_types(world, row):
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.reduces], ids=repr)
-def test_refused_none_for_an_operation(world, row):
+def test_op_none_is_rejected(world, row):
     with pytest.raises(TypeError, match=f"{row}: op"):
         getattr(dist, row.name)(**arguments_of(row, world, op=None))
 
 
 @by_row
-def test_refused_mixtures(world, row):
-    """dtypes, counts and lengths of lists that do not go together: ValueError."""
+def test_inconsistent_arguments_raise_value_error(world, row):
+    """Inconsistent dtypes, counts and list lengths."""
     for argument in filter(None, (row.output, row.input)):
         good = arguments_of(row, world).get(argument)
         if good is None or row.layout is Layout.IN_PLACE or (row.root and world.me != 0):
@@ -499,7 +490,7 @@ def test_refused_mixtures(world, row):
     Call(row.name, world, by_name["int32"], 3, ReduceOp.SUM if row.reduces else None).run()
 
 
-def test_refused_splits(world):
+def test_invalid_split_sizes_are_rejected(world):
     n = world.size
     x, y = np.zeros((n, 2)), np.zeros((n, 2))
     good = [1] * n
@@ -518,16 +509,16 @@ def test_refused_splits(world):
     Call("all_to_all_single", world, by_name["int32"], 3).run()
 
 
-# ---- Both sides on one memory --------------------------------------------------------------------
+# ---- Input and output in the same memory ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["int32", "bfloat16", "bool", "float64"])
 @pytest.mark.parametrize("count", [1, 5, 20011])
-def test_aliasing(world, name, count):
-    """The input may be a part of the output, the output a part of the input, or both be one."""
+def test_inputs_and_outputs_may_overlap_as_documented(world, name, count):
+    """The input may be a part of the output, or the reverse; both may be the same array."""
     dtype, n, me = by_name[name], world.size, world.me
     op = ReduceOp.MAX
-    for where in range(n):  # not only this rank's own place
+    for where in range(n):  # at any rank's position, not only this rank's
         call = Call("all_gather_single", world, dtype, count)
         whole = call.watched[1][1]
         part = whole[where * count : (where + 1) * count]
@@ -577,7 +568,7 @@ def block(rank, to, count, dtype):
 
 @pytest.mark.parametrize("dtype", [np.int64, ml_dtypes.bfloat16, np.bool_, np.complex64])
 @pytest.mark.parametrize("async_op", [False, True])
-def test_uneven_all_gather(teams, dtype, async_op):
+def test_all_gather_supports_uneven_blocks(teams, dtype, async_op):
     for team in teams:
         if team.me is None:
             continue
@@ -596,8 +587,8 @@ def test_uneven_all_gather(teams, dtype, async_op):
 
 @pytest.mark.parametrize("dtype", [np.int64, ml_dtypes.bfloat16, np.bool_, np.complex64])
 @pytest.mark.parametrize("async_op", [False, True])
-def test_uneven_all_to_all(teams, dtype, async_op):
-    """Lists and split sizes, zeros among them; a rank that sends and gets nothing at all."""
+def test_all_to_all_supports_uneven_blocks(teams, dtype, async_op):
+    """Lists and split sizes, with zeros, and with a rank that sends and receives nothing."""
     for team in teams:
         if team.me is None:
             continue
@@ -630,7 +621,7 @@ def test_uneven_all_to_all(teams, dtype, async_op):
 
             whole, into = np.concatenate(out), np.zeros_like(np.concatenate(expected))
             sizes = [one.shape[0] for one in expected], [one.shape[0] for one in out]
-            if count is even and me % 2:  # with whole blocks some may leave the sizes out
+            if count is even and me % 2:  # with equal blocks the sizes are optional
                 sizes = None, None if me % 3 else []
             elif me == 0:
                 sizes = tuple(sizes[0]), np.array(sizes[1])
@@ -642,12 +633,12 @@ def test_uneven_all_to_all(teams, dtype, async_op):
             assert (into == np.concatenate(expected)).all()
 
 
-#: Sizes of the blocks of reduce_scatter, one a rank.
+#: Block sizes of reduce_scatter, one per rank.
 SIZES = ([3, 0, 7, 1], [0, 0, 5, 0], [1, 2, 3, 4], [0, 9000, 1, 20000])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
-def test_uneven_reduce_scatter(teams, dtype):
+def test_reduce_scatter_supports_uneven_blocks(teams, dtype):
     for team in teams:
         if team.me is None:
             continue
@@ -660,8 +651,8 @@ def test_uneven_reduce_scatter(teams, dtype):
                 call.check()
 
 
-def test_uneven_reduce_scatter_of_arrays_that_lie_apart(world):
-    """The shapes may differ as well; an output among the inputs."""
+def test_uneven_reduce_scatter_of_noncontiguous_arrays(world):
+    """Shapes differ between blocks. The output may be one of the inputs."""
     n, me = world.size, world.me
     blocks = [block(me, r, 6 * r, np.float64).reshape(2, -1) for r in range(n)]
     totals = [sum(block(k, r, 6 * r, np.float64) for k in range(n)).reshape(2, -1)
@@ -673,11 +664,13 @@ def test_uneven_reduce_scatter_of_arrays_that_lie_apart(world):
     assert (blocks[me] == totals[me]).all()
 
 
-def test_ranks_that_disagree_on_the_sizes_of_reduce_scatter(world):
+def test_reduce_scatter_detects_sizes_that_differ_between_ranks(world):
     if world.size == 1:
         return
-    n, me, group = world.size, world.me, dist.new_group()  # whose first calls are compared
-    for sizes in ([2] * n, [4, *[2] * (n - 1)]):  # even blocks on some ranks, or other uneven ones
+    # a new group, because its first calls are compared
+    n, me, group = world.size, world.me, dist.new_group()
+    # equal blocks, or other uneven blocks, on the other ranks
+    for sizes in ([2] * n, [4, *[2] * (n - 1)]):
         theirs = list(range(1, n + 1)) if me == 0 else sizes
         inputs, output = [np.ones(size) for size in theirs], np.zeros(theirs[me])
         with pytest.raises(dist.MismatchError, match=r"rank 0: .* of 1 \+ 2.* elements of float64"):
@@ -687,12 +680,12 @@ def test_ranks_that_disagree_on_the_sizes_of_reduce_scatter(world):
         dist.reduce_scatter(np.zeros(99), [np.ones(r + 1) for r in range(n)])
 
 
-def test_the_names_are_those_of_the_table():
+def test_rows_are_primitives():
     assert {row.name for row in ROWS} <= set(NAMES)
 
 
-def test_a_tensors_storage_stays_resizable(world):
-    """Tensor.numpy() would forbid it for ever; FSDP frees its parameters so."""
+def test_calls_leave_the_storage_of_a_tensor_resizable(world):
+    """Tensor.numpy() makes a storage non-resizable, but FSDP frees parameters by resizing it."""
     torch = pytest.importorskip("torch")
     n = world.size
     single = torch.zeros(4 * n)
@@ -707,8 +700,8 @@ def test_a_tensors_storage_stays_resizable(world):
         tensor.untyped_storage().resize_(0)
 
 
-def test_an_array_without_dimensions_after_one_with(world):
-    """all_to_all_single of a single number: as rows of dimension 0 there is nothing to split."""
+def test_all_to_all_single_rejects_zero_dimensional_arrays(world):
+    """A zero-dimensional array has no rows to split, so it is only valid with one rank."""
     n = world.size
     dist.all_to_all_single(np.zeros(n), np.ones(n))
     if n == 1:
@@ -720,8 +713,8 @@ def test_an_array_without_dimensions_after_one_with(world):
             dist.all_to_all_single(np.zeros(()), np.ones(()))
 
 
-def test_overlapping_elements_are_found():
-    """As a count of how many elements have each byte says, for any shape and strides."""
+def test_overlapping_elements_are_detected():
+    """The reference counts the elements that cover each byte, for random shapes and strides."""
     random, found = np.random.default_rng(1), [0, 0]
     for _ in range(3000):
         shape = tuple(map(int, random.integers(0, 5, random.integers(0, 4))))
@@ -741,10 +734,10 @@ def test_overlapping_elements_are_found():
 
 
 @pytest.mark.parametrize("kind", ["sliding", "as_strided", "strings"])
-def test_arrays_that_are_refused(world, kind):
+def test_all_reduce_rejects_unsupported_arrays(world, kind):
     stride_tricks = np.lib.stride_tricks
     if kind == "strings" and not hasattr(np.dtypes, "StringDType"):
-        pytest.skip("NumPy 2")
+        pytest.skip("needs NumPy 2")
     array, error, words = {
         "sliding": lambda: (
             stride_tricks.sliding_window_view(np.zeros(100_000), 50_000, writeable=True),

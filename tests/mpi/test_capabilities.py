@@ -1,4 +1,4 @@
-"""What the ranks learn of each other, and who tries for whom."""
+"""How ranks exchange capabilities, and which rank probes MPI for CUDA support."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpicoll.routes.device.eligibility import eligible_routes, forced_route
 
 
 class Gpus:
-    """Two GPUs, of a kind."""
+    """Two GPUs of the same model."""
 
     def __init__(self, model):
         self.model = model
@@ -38,7 +38,7 @@ class Gpus:
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """Nothing is known yet; MPI says that it takes device memory. Gives what each try was for."""
+    """Clear cached capabilities and make MPI claim CUDA support. Yields the list of probes."""
     monkeypatch.setattr(capabilities, "_known", None)
     monkeypatch.setattr(mpi_support, "QUERIES", {"query": lambda: 1})
     monkeypatch.setattr(mpi_support, "SWITCHES", ())
@@ -57,13 +57,13 @@ def of_kind(monkeypatch, kind):
     monkeypatch.setattr(runtime, "get_runtime", lambda: Gpus(kind))
 
 
-def test_one_rank_tries_for_all_that_are_alike(mpi, fresh, monkeypatch):
+def test_one_rank_probes_for_each_gpu_model(mpi, fresh, monkeypatch):
     of_kind(monkeypatch, f"kind {mpi.rank % 2}")
     before = exchange(mpi)
     assert [each.cuda for each in before] == [CudaSupport.TRANSFER] * mpi.size
     assert not fresh and not any(each.settled for each in before)
     found = exchange(mpi, probes=True)
-    assert len(fresh) == (mpi.rank < 2), "one try for each kind of GPU, by its first rank"
+    assert len(fresh) == (mpi.rank < 2), "one probe per GPU model, by its first rank"
     assert all(each.settled and each.cuda is CudaSupport.TRANSFER for each in found)
     assert all("reduction hung" in each.problem for each in found)
     assert (
@@ -71,12 +71,12 @@ def test_one_rank_tries_for_all_that_are_alike(mpi, fresh, monkeypatch):
         == [[each.words() for each in found]] * mpi.size
     )
     exchange(mpi, probes=True)
-    assert len(fresh) == (mpi.rank < 2), "what is known is not tried again"
+    assert len(fresh) == (mpi.rank < 2), "cached results are not probed again"
     exchange(mpi, probes=True, again=True)
-    assert len(fresh) == 2 * (mpi.rank < 2), "unless it is asked for"
+    assert len(fresh) == 2 * (mpi.rank < 2), "again=True probes again"
 
 
-def test_the_outcome_is_read_from_the_file_by_the_next_process(mpi, fresh, monkeypatch):
+def test_probe_result_is_cached_on_disk(mpi, fresh, monkeypatch):
     of_kind(monkeypatch, "kind")
     exchange(mpi, probes=True)
     monkeypatch.setattr(capabilities, "_known", None)
@@ -85,7 +85,7 @@ def test_the_outcome_is_read_from_the_file_by_the_next_process(mpi, fresh, monke
     assert len(fresh) == (mpi.rank == 0)
 
 
-def test_ranks_without_a_gpu(mpi, fresh, monkeypatch):
+def test_ranks_without_a_gpu_do_not_probe(mpi, fresh, monkeypatch):
     if mpi.rank == 0:
         of_kind(monkeypatch, "kind")
     found = exchange(mpi, probes=True)
@@ -100,7 +100,7 @@ def test_ranks_without_a_gpu(mpi, fresh, monkeypatch):
     assert eligible_routes(found, forced_route(found)) == expected
 
 
-def test_a_site_that_knows_is_believed_by_all(mpi, fresh, monkeypatch):
+def test_cuda_aware_setting_overrides_the_probe(mpi, fresh, monkeypatch):
     of_kind(monkeypatch, "kind")
     if mpi.rank == mpi.size - 1:
         monkeypatch.setenv("MPICOLL_CUDA_AWARE", "none")
@@ -109,7 +109,7 @@ def test_a_site_that_knows_is_believed_by_all(mpi, fresh, monkeypatch):
     assert [each.cuda for each in found[:-1]] == [CudaSupport.TRANSFER] * (mpi.size - 1)
 
 
-def test_nonsense_on_one_rank_is_told_on_all(mpi, fresh, monkeypatch):
+def test_invalid_setting_on_one_rank_raises_on_all_ranks(mpi, fresh, monkeypatch):
     if mpi.rank == mpi.size - 1:
         monkeypatch.setenv("MPICOLL_CUDA_AWARE", "perhaps")
     with pytest.raises(ArgumentError, match=rf"rank {mpi.size - 1}: .*got 'perhaps'"):

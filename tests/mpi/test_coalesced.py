@@ -1,7 +1,7 @@
-"""Many arrays in one call: what comes out, what goes together and what alone, and trouble.
+"""Coalesced calls: results, which arrays are fused, and failures.
 
-The lists are made of the calls of driver.py, each of which knows what must come out of it alone.
-The forms that the façade has no name for, which PyTorch's backend uses, go by ``execute.run_all``.
+Lists are built from the calls of driver.py, each of which checks its own result. Operations without
+a public coalesced function are called through ``execute.run_all``, as the PyTorch backend does.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from mpicoll.primitives import by_name as primitives
 pytestmark = pytest.mark.on_3
 
 DEADLINE = 60
-#: Shapes of blocks. Elements of 16 bytes make some of them too large to be fused, and more in one
-#: call than fit together; elements of one byte make all of them small.
+#: Block shapes. With 16-byte elements some blocks are too large to fuse and the rest need several
+#: fused calls; with 1-byte elements all blocks are small.
 SHAPES = [
     (3,),
     (0,),
@@ -55,7 +55,7 @@ SHAPES = [
 
 
 def strided(shape, dtype):
-    """Every third element of a greater array."""
+    """Every third element of a larger array."""
     wide = np.full((*shape, 3), 7).astype(dtype.numpy)[..., 1]
     return wide, wide
 
@@ -66,7 +66,7 @@ def transposed(shape, dtype):
 
 
 def by_buffer(shape, dtype):
-    """A memoryview; of bytes where NumPy's buffers have no word for the elements."""
+    """A memoryview of the dtype, or the array itself if buffers have no format for the dtype."""
     array = np.zeros(shape, dtype.numpy)
     return (memoryview(array) if dtype.buffers else array), array
 
@@ -84,7 +84,7 @@ MAKERS = [guarded, strided, transposed, by_buffer, by_torch, guarded]
 
 
 def entries(name, team, dtype, op, shapes=SHAPES, makers=MAKERS):
-    """A call for each shape. Ranks have arrays of different kinds at the same place."""
+    """One call per shape. Ranks use different kinds of arrays at the same index."""
     found = []
     for i, shape in enumerate(shapes):
         make = makers[(i + team.me) % len(makers)]
@@ -93,13 +93,13 @@ def entries(name, team, dtype, op, shapes=SHAPES, makers=MAKERS):
     return found
 
 
-# ---- What comes out ------------------------------------------------------------------------------
+# ---- Results -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 @pytest.mark.parametrize("name", COALESCED)
-def test_as_by_calls_one_by_one(teams, mpi, name, dtype):
-    """Every dtype and operation, and every kind of array; in all groups at once."""
+def test_coalesced_results_equal_single_calls(teams, mpi, name, dtype):
+    """Every dtype, operation and kind of array, with calls pending on all groups at once."""
     for i, op in enumerate(legal_operations(dtype) if primitives[name].reduces else [None]):
         pending = []
         for team in teams:
@@ -122,16 +122,16 @@ def test_as_by_calls_one_by_one(teams, mpi, name, dtype):
             )
 
 
-def test_many_small_ones(world):
-    """Enough of them for several calls; each must find its own place again."""
+def test_thousand_small_arrays_keep_their_results(world):
+    """They need several fused calls."""
     arrays = [np.full(1 + i % 700, 1.0 + i) for i in range(1000)]
     dist.all_reduce_coalesced(arrays)
     for i, one in enumerate(arrays):
         assert (one == world.size * (1 + i)).all(), i
 
 
-def test_inputs_within_their_outputs(world):
-    """As FSDP gathers: what a rank gives lies in its place of what it gets."""
+def test_inputs_may_be_parts_of_their_outputs(world):
+    """The pattern of FSDP: each rank's input is its own block of the output."""
     n, me = world.size, world.me
     pairs = []
     for count in (5, 700, 40, 30000):
@@ -156,8 +156,8 @@ def test_inputs_within_their_outputs(world):
         assert (mine == (first + np.arange(mine.size)) * n * (n + 1) / 2).all()
 
 
-def test_lists_of_uneven_blocks(world):
-    """Whose sizes all ranks know; they go by themselves, between others that are fused."""
+def test_uneven_blocks_are_not_fused(world):
+    """Calls with uneven blocks run separately, between fused calls."""
     n, me = world.size, world.me
     widths = [
         [3] * n,
@@ -173,8 +173,8 @@ def test_lists_of_uneven_blocks(world):
             assert (one == np.arange(row[rank]) + 10 * rank).all()
 
 
-def test_in_order_with_other_calls(world):
-    """Behind what is pending, before what comes after; whether or not other ranks wait."""
+def test_coalesced_calls_keep_their_order(world):
+    """They run after pending calls and before later ones, in synchronous and asynchronous mode."""
     n = world.size
     first = np.ones(60000)
     arrays = [first[:3], np.ones(4), first[10:]]
@@ -188,8 +188,8 @@ def test_in_order_with_other_calls(world):
         assert (first[10:] == n * n).all() and (arrays[1] == n).all()
 
 
-def test_the_list_holds_its_arrays(world):
-    """Dropped at once, behind a call that takes its time."""
+def test_pending_coalesced_call_owns_its_arrays(world):
+    """The caller drops its references at once, while an earlier call is still running."""
     n = world.size
     slow = dist.all_reduce(np.ones(2**20), async_op=True)
     future = dist.all_reduce_coalesced([np.full(700, 1.0 + i) for i in range(50)], async_op=True)
@@ -200,11 +200,11 @@ def test_the_list_holds_its_arrays(world):
     assert all((one == 77).all() for one in rubbish)
 
 
-# ---- What is fused -------------------------------------------------------------------------------
+# ---- Fusion --------------------------------------------------------------------------------------
 
 
-def test_batches():
-    """Small ones in as few calls as there is room for, in order; large ones alone."""
+def test_batches_fuse_small_entries_in_order():
+    """Small entries share the fewest calls that have room; each large entry has its own call."""
     rng = random.Random(1)
     small, chunk = fusing.SMALL, fusing.CHUNK
     for most in (0, 100, small, small + 1, 4 * small):
@@ -223,7 +223,7 @@ def test_batches():
 
 
 def counted(monkeypatch):
-    """What calls are made: elements of the output of each."""
+    """Record the element count of each call's output."""
     found = []
 
     def views_of(self, batch, inner=fusing.Entries._views_of):
@@ -237,17 +237,18 @@ def counted(monkeypatch):
 
 @pytest.fixture(scope="module")
 def apart(world):
-    """A group whose ranks share no memory: MPI takes one buffer."""
+    """A group without shared memory, where MPI needs one contiguous buffer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MPICOLL_SHARED_MEMORY", "0")
         made = group_of("lists apart", range(world.size))
-        dist.all_reduce_coalesced([np.ones(70000)], group=made.group)  # it finds out where it is
+        # the first call selects the route
+        dist.all_reduce_coalesced([np.ones(70000)], group=made.group)
     yield made
     dist.destroy_process_group(made.group)
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_small_ones_are_packed_and_large_ones_left_alone(apart, monkeypatch, async_op):
+def test_small_arrays_are_packed_and_large_arrays_are_not(apart, monkeypatch, async_op):
     n, limit = apart.size, fusing.SMALL // 4
     found = counted(monkeypatch)
     counts = [1, limit, limit + 1, 100, 70000, 0]
@@ -257,10 +258,10 @@ def test_small_ones_are_packed_and_large_ones_left_alone(apart, monkeypatch, asy
     if async_op:
         future.wait(DEADLINE)
     assert found == [1 + limit + 100, limit + 1, 70000]
-    assert apart.group.sequence == before + 4  # and the list, compared
+    assert apart.group.sequence == before + 4  # plus the compared call record of the list
     assert all((one == n).all() for one in arrays)
     found.clear()
-    limit //= n  # the larger side counts
+    limit //= n  # the larger of input and output counts
     inputs = [np.full(count, apart.me, np.float32) for count in (1, limit, limit + 1, 100)]
     outputs = [[np.zeros_like(one) for one in inputs] for _ in range(n)]
     dist.all_gather_coalesced(outputs, inputs, apart.group)
@@ -268,7 +269,7 @@ def test_small_ones_are_packed_and_large_ones_left_alone(apart, monkeypatch, asy
     assert all((one == rank).all() for rank in range(n) for one in outputs[rank])
 
 
-def test_a_thousand_calls_become_eight(apart, monkeypatch):
+def test_thousand_arrays_become_eight_calls(apart, monkeypatch):
     found = counted(monkeypatch)
     arrays = [np.ones(1024, np.float32) for _ in range(1000)]
     dist.all_reduce_coalesced(arrays, group=apart.group)
@@ -278,7 +279,7 @@ def test_a_thousand_calls_become_eight(apart, monkeypatch):
 
 @pytest.fixture
 def sharing(world):
-    """A new group whose ranks share memory, past its first calls."""
+    """A new group with shared memory, past its first (compared) calls."""
     with pytest.MonkeyPatch.context() as patch:
         share_all(patch)
         made = sharing_team("lists in memory", world)
@@ -286,7 +287,8 @@ def sharing(world):
     dist.destroy_process_group(made.group)
 
 
-#: Counts of a list: some in one round of the memory, some in several, some as large as a round.
+#: Element counts of lists: some fit one round of shared memory, some need several, some fill one
+#: exactly.
 LISTS = [
     [3],
     [1, 1, 1],
@@ -299,8 +301,8 @@ LISTS = [
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64", "int8"])
 @pytest.mark.parametrize("counts", LISTS, ids=len)
-def test_memory_is_read_and_written_in_place(sharing, monkeypatch, counts, dtype, async_op):
-    """All together, whatever their sizes; without Python or with it, on the same ranks or not."""
+def test_shared_memory_does_not_pack_arrays(sharing, monkeypatch, counts, dtype, async_op):
+    """Any sizes run as one call, with or without the native fast path."""
     n, me, row = sharing.size, sharing.me, by_name[dtype]
     found = counted(monkeypatch)
     whole = np.arange(sum(counts)) % 5
@@ -310,14 +312,14 @@ def test_memory_is_read_and_written_in_place(sharing, monkeypatch, counts, dtype
         return [part.copy() for part in np.split(of.astype(row.numpy), ends)]
 
     arrays = parts(whole + me)
-    for _ in range(2):  # the second time it is known how
+    for _ in range(2):  # the second call uses the native fast path
         for one, fresh in zip(arrays, parts(whole + me), strict=True):
             one[...] = fresh
         before = sharing.group.sequence
         done = dist.all_reduce_coalesced(arrays, group=sharing.group, async_op=async_op)
         if async_op:
             done.wait(DEADLINE)
-        assert sharing.group.sequence == before + 2  # the list, compared, and all of it
+        assert sharing.group.sequence == before + 2  # the list's call record and one fused call
         expected = parts(n * whole + n * (n - 1) // 2)
         assert all((a == b).all() for a, b in zip(arrays, expected, strict=True))
     inputs, outputs = parts(whole + me), [parts(0 * whole) for _ in range(n)]
@@ -328,10 +330,10 @@ def test_memory_is_read_and_written_in_place(sharing, monkeypatch, counts, dtype
     assert set(found) <= {len(whole), n * len(whole)}
 
 
-@pytest.mark.skipif(short._module is None, reason="the compiled module is not used")
+@pytest.mark.skipif(short._module is None, reason="needs the compiled module")
 @pytest.mark.parametrize("odd", ["none", "a view", "a list that overlaps", "async"])
-def test_ranks_that_go_different_ways_understand_each_other(sharing, monkeypatch, odd):
-    """One rank's list is unusual, so that it goes by Python; the others' are not."""
+def test_native_and_python_paths_interoperate(sharing, monkeypatch, odd):
+    """One rank's list needs the Python implementation; the other ranks use the native fast path."""
     n, me = sharing.size, sharing.me
     by_python = []
     make = fusing.Entries
@@ -355,7 +357,7 @@ def test_ranks_that_go_different_ways_understand_each_other(sharing, monkeypatch
                     arrays[1] = wide[:, 0]
                     arrays[1][:] = me + 1
                 if odd == "a list that overlaps" and me == 0 and name == "all_gather":
-                    arrays[2] = outputs[2][7:70007]  # not its own place
+                    arrays[2] = outputs[2][7:70007]  # not this rank's block of the output
                     arrays[2][:] = me + 1
             later = odd == "async" and me == 0 and turn == 2
             if name == "all_reduce":
@@ -377,21 +379,22 @@ def test_ranks_that_go_different_ways_understand_each_other(sharing, monkeypatch
                 assert (output.reshape(n, -1) == np.arange(1, n + 1)[:, None]).all()
 
 
-# ---- Trouble -------------------------------------------------------------------------------------
+# ---- Failures ------------------------------------------------------------------------------------
 
 
 def in_step(world):
-    """The ranks agree on what comes next."""
+    """Check that the ranks still make the same calls."""
     x = np.ones(3)
     dist.all_reduce(x)
     assert (x == world.size).all()
 
 
-def test_lists_leave_the_schedule_alone(world, monkeypatch):
-    """Of other calls one in a stride is compared, however many lists come between them."""
+def test_coalesced_calls_do_not_change_which_calls_are_compared(world, monkeypatch):
+    """One call in a stride is compared, regardless of coalesced calls in between."""
     if world.size == 1:
         return
-    monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")  # there lists are compared in another way
+    # shared memory compares coalesced calls differently
+    monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
     team = group_of("lists and others", range(world.size))
     for _ in range(70):
         dist.barrier(team.group)
@@ -404,14 +407,14 @@ def test_lists_leave_the_schedule_alone(world, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [100, 5000])
-def test_a_list_is_not_a_single_call(world, size):
-    """Where memory is shared they find that out at once, and go on in step."""
+def test_coalesced_call_mismatches_a_single_call(world, size):
+    """With shared memory the mismatch is found immediately, and the group stays usable."""
     team = group_of(f"lists against others, {size}", range(world.size))
     for _ in range(70):
         dist.barrier(team.group)
     array, whole = np.ones(size, np.float32), np.ones(5000, np.float32)
     dist.all_reduce(whole, group=team.group)
-    if not team.group.resources.find("shared"):  # MPI would wait
+    if not team.group.resources.find("shared"):  # MPI would block
         return
     for odd in range(team.size):
         lists = [array] if team.me == odd else [array, array.copy()]
@@ -429,8 +432,8 @@ def test_a_list_is_not_a_single_call(world, size):
     dist.destroy_process_group(team.group)
 
 
-def test_one_of_the_list_is_refused(world):
-    """Nothing is sent, nothing is written."""
+def test_invalid_array_in_a_list_is_rejected(world):
+    """No data is sent and no array is modified."""
     frozen = np.ones(3)
     frozen.flags.writeable = False
     expanded = np.broadcast_to(np.ones(1), (3,))
@@ -461,12 +464,10 @@ def test_one_of_the_list_is_refused(world):
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_ranks_whose_lists_differ(world, async_op):
-    """In one count, in the order, in how many there are, in dtype or operation: all ranks are told,
-    however many calls were right before.
-    """
+def test_lists_that_differ_between_ranks_raise_on_all_ranks(world, async_op):
+    """They differ in a count, the order, the length, the dtype or the operation."""
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     group = dist.new_group()
     last = world.me == world.size - 1
     for _ in range(70):
@@ -502,7 +503,7 @@ def test_ranks_whose_lists_differ(world, async_op):
 
 @pytest.fixture(scope="module", params=["staged", "ipc", "auto"])
 def arrays(request):
-    """Arrays of simulated devices, by some of the routes that are chosen for them."""
+    """Arrays on simulated devices, for several device routes."""
     with pytest.MonkeyPatch.context() as patch:
         made = simulated.Arrays()
         patch.setattr(runtime, "_runtime", made.cuda)
@@ -517,8 +518,8 @@ def arrays(request):
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("name_of_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", COALESCED)
-def test_on_devices(arrays, world, name, name_of_dtype, async_op):
-    """In stream order: inputs that are late, and consumers that do not wait for the host."""
+def test_coalesced_calls_are_stream_ordered(arrays, world, name, name_of_dtype, async_op):
+    """Inputs are produced late, and consumers do not synchronize with the host."""
     group = dist.new_group()
     dtype = by_name[name_of_dtype]
     op = ReduceOp.SUM if primitives[name].reduces else None
@@ -546,8 +547,8 @@ def test_on_devices(arrays, world, name, name_of_dtype, async_op):
     dist.destroy_process_group(group)
 
 
-def test_devices_are_not_mixed(arrays, world):
-    """Nor those of the host and of a device: what ranks fuse does not depend on it."""
+def test_arrays_on_different_devices_are_rejected(arrays, world):
+    """Host and device arrays cannot be mixed either, because ranks must fuse the same arrays."""
     one, other = (arrays.make(np.ones(3), index) for index in (0, 1))
     for wrong in ([one.given, other.given], [np.ones(3), one.given], [one.given, np.ones(3)]):
         with pytest.raises(ValueError, match="different devices"):
@@ -559,7 +560,7 @@ def test_devices_are_not_mixed(arrays, world):
 
 
 def columns(n):
-    """Columns of one table: their memory is interleaved, but not shared."""
+    """Columns of one table: interleaved memory without overlap."""
     return list(np.ones((4, n), np.float32).T)
 
 
@@ -577,7 +578,7 @@ def test_all_reduce_coalesced_rejects_arrays_that_share_memory(world, case):
     one = np.ones(16, np.float32)
     apart = [one[:4], one[4:4], one[4:8], one[8:12]], columns(3), [one[::2], one[1::2]]
     lists = {"sync": {}, "async": {"async_op": True}}
-    for _ in range(3):  # from the second call on by the native fast path
+    for _ in range(3):  # later calls use the native fast path
         for arrays in apart:
             before = [array.copy() for array in arrays]
             dist.all_reduce_coalesced(arrays)
@@ -594,8 +595,8 @@ def test_all_reduce_coalesced_rejects_arrays_that_share_memory(world, case):
 
 
 @pytest.mark.parametrize("name", ["all_gather", "all_gather_single", "reduce_scatter_single"])
-def test_a_list_of_calls_rejects_memory_that_another_call_writes(world, name):
-    """An input may be a part of its own output, as in the calls one by one."""
+def test_coalesced_calls_reject_inputs_that_another_call_writes(world, name):
+    """An input may be a part of its own output, as in a single call."""
     n = world.size
     scatters = name == "reduce_scatter_single"
     group = dist.group.WORLD
@@ -614,7 +615,7 @@ def test_a_list_of_calls_rejects_memory_that_another_call_writes(world, name):
         outputs, inputs = make()
         for array in inputs:
             array[:] = 1
-        run(outputs[:2], inputs[:2])  # each input in its own output, or the other way round
+        run(outputs[:2], inputs[:2])  # each input lies within its own output, or the reverse
         for output in outputs[:2]:
             assert (output == (n if scatters else 1)).all()
         for wrong in (
@@ -623,7 +624,7 @@ def test_a_list_of_calls_rejects_memory_that_another_call_writes(world, name):
         ):
             with pytest.raises(dist.ArgumentError, match="share memory"):
                 run(*wrong)
-        same = [inputs[2], inputs[2]]  # reading twice is not a conflict
+        same = [inputs[2], inputs[2]]  # reading an array twice is allowed
         run([outputs[3], outputs[4]], same)
     one = np.ones(3)
     dist.all_reduce(one)

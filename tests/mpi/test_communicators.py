@@ -1,4 +1,4 @@
-"""Programs of mpi4py that move one call at a time: their communicators, operations, scalars."""
+"""Interoperability with mpi4py: communicators, operations and scalars of MPI programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIMEOUT = 60
 
 @pytest.fixture
 def ended():
-    """Whatever a test leaves is ended."""
+    """Destroy all groups after each test."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -56,7 +56,7 @@ def free(comm):
 
 
 def total(group=None, times=1):
-    """The sum of all ranks' numbers in the world, by mpicoll."""
+    """The sum of 2**(rank in MPI_COMM_WORLD) over a group, computed by mpicoll."""
     for _ in range(times):
         x = np.array([2.0**MPI.COMM_WORLD.rank])
         dist.all_reduce(x, group=group)
@@ -64,7 +64,7 @@ def total(group=None, times=1):
 
 
 def expected(comm):
-    """The same by mpi4py."""
+    """The same sum computed by mpi4py."""
     return comm.allreduce(2.0**MPI.COMM_WORLD.rank)
 
 
@@ -72,13 +72,13 @@ def expected(comm):
 
 
 @pytest.mark.parametrize("kind", COMMUNICATORS)
-def test_its_ranks_are_all_ranks(kind, mpi, threads):
+def test_init_uses_the_ranks_of_the_communicator(kind, mpi, threads):
     comm = COMMUNICATORS[kind](mpi)
     dist.init_process_group(comm=comm, timeout=TIMEOUT)
     assert (dist.get_rank(), dist.get_world_size()) == (comm.Get_rank(), comm.Get_size())
     assert dist.get_process_group_ranks(None) == list(range(comm.Get_size()))
     assert dist.group.WORLD.comm == comm
-    # Parts of the world may call what they like.
+    # Subsets of the job may make different numbers of calls.
     assert total(times=1 + (kind == "halves") * 3 * (mpi.rank % 2)) == MPI.Intracomm(
         comm
     ).allreduce(2.0**mpi.rank)
@@ -89,12 +89,13 @@ def test_its_ranks_are_all_ranks(kind, mpi, threads):
     assert dist.get_rank(group) == comm.Get_size() - 1 - comm.Get_rank()
     dist.barrier(group)
     dist.destroy_process_group()
-    assert MPI.Intracomm(comm).allreduce(1) == comm.Get_size()  # it is the program's
+    # the communicator still belongs to the program
+    assert MPI.Intracomm(comm).allreduce(1) == comm.Get_size()
     free(comm)
 
 
-def test_others_need_not_take_part(mpi):
-    """The last rank makes no call of mpicoll's, and is not waited for."""
+def test_ranks_outside_the_communicator_need_not_call(mpi):
+    """The last rank makes no mpicoll call."""
     comm = mpi.Split(0 if mpi.rank < max(1, mpi.size - 1) else MPI.UNDEFINED, 0)
     if comm != MPI.COMM_NULL:
         for _ in range(2):
@@ -105,7 +106,7 @@ def test_others_need_not_take_part(mpi):
     assert mpi.allreduce(1) == mpi.size
 
 
-def test_parts_and_then_the_whole(mpi):
+def test_init_with_all_ranks_after_subsets(mpi):
     comm = halves(mpi)
     dist.init_process_group(comm=comm, timeout=TIMEOUT)
     assert total() == expected(comm)
@@ -117,7 +118,7 @@ def test_parts_and_then_the_whole(mpi):
     assert total() == expected(mpi)
 
 
-def test_rank_and_size_may_be_said_again(mpi):
+def test_rank_and_world_size_must_agree_with_comm(mpi):
     comm = halves(mpi)
     given = {"comm": comm, "timeout": TIMEOUT}
     for wrong in ({"rank": comm.size}, {"world_size": comm.size + 1}):
@@ -128,12 +129,12 @@ def test_rank_and_size_may_be_said_again(mpi):
             dist.init_process_group(init_method=method, **given)
     dist.init_process_group("gloo", "mpi://", rank=comm.rank, world_size=comm.size, **given)
     assert total() == expected(comm)
-    comm.Free()  # by the program, too early; nothing of ours depends on it
+    comm.Free()  # freed early by the program; mpicoll keeps a duplicate
     assert total() > 0
     dist.destroy_process_group()
 
 
-def test_the_environment_speaks_of_the_whole_job(mpi, monkeypatch):
+def test_rank_variables_are_set_only_for_the_whole_job(mpi, monkeypatch):
     import os
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -151,7 +152,7 @@ def test_the_environment_speaks_of_the_whole_job(mpi, monkeypatch):
     comm.Free()
 
 
-# --- whose messages -----------------------------------------------------------------------------
+# --- Messages of the program --------------------------------------------------------------------
 
 
 def neighbours(comm):
@@ -159,7 +160,7 @@ def neighbours(comm):
 
 
 def use_all(group=None):
-    """Calls of every kind, by routes of every size."""
+    """Call several operations, with sizes that select different routes."""
     n, me = dist.get_world_size(group), dist.get_rank(group)
     for count in (1, 1 << 10, 1 << 18):
         x = np.full(count, me, np.float32)
@@ -174,8 +175,8 @@ def use_all(group=None):
         send.wait()
 
 
-def test_messages_of_the_program_meet_nothing_of_ours(mpi):
-    """A receive that takes anything from anybody stays open through everything."""
+def test_messages_of_the_program_and_mpicoll_are_separate(mpi):
+    """A receive from any source with any tag stays pending during all mpicoll calls."""
     comm = halves(mpi)
     ahead, behind = neighbours(comm)
     box, early = np.zeros(1, np.int64), np.zeros(1, np.int64)
@@ -199,8 +200,8 @@ def test_messages_of_the_program_meet_nothing_of_ours(mpi):
     comm.Free()
 
 
-def test_hints_and_attributes_stay_with_the_program(mpi):
-    """A hint would be our promise; an attribute's copy the program's code."""
+def test_hints_and_attributes_are_not_copied(mpi):
+    """Copied hints would bind mpicoll; copied attributes would run callbacks of the program."""
     copied = []
     key = MPI.Comm.Create_keyval(copy_fn=lambda comm, key, value: copied.append(value))
     comm = mpi.Dup()
@@ -217,7 +218,7 @@ def test_hints_and_attributes_stay_with_the_program(mpi):
     MPI.Comm.Free_keyval(key)
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- Rejected communicators ---------------------------------------------------------------------
 
 
 def freed(mpi):
@@ -234,9 +235,9 @@ def freed(mpi):
         (freed, ValueError, "was freed"),
     ],
 )
-def test_no_communicator_any_more(made, error, words, mpi):
+def test_freed_and_null_communicators_are_rejected(made, error, words, mpi):
     comm = made(mpi)
-    if mpi.rank == 0:  # nothing is sent
+    if mpi.rank == 0:  # no data is sent
         with pytest.raises(error, match=f"^init_process_group: comm: .*{words}"):
             dist.init_process_group(comm=comm, timeout=TIMEOUT)
     dist.init_process_group(timeout=TIMEOUT)
@@ -247,7 +248,7 @@ def test_no_communicator_any_more(made, error, words, mpi):
 
 
 @pytest.mark.parametrize("wrong", [3, "world", [0], MPI.GROUP_EMPTY, MPI, MPI.Comm])
-def test_what_is_no_communicator(wrong):
+def test_init_rejects_objects_that_are_not_communicators(wrong):
     with pytest.raises(
         TypeError, match=r"^init_process_group: comm: expected an intra-communicator"
     ):
@@ -255,9 +256,9 @@ def test_what_is_no_communicator(wrong):
     assert not dist.is_initialized()
 
 
-def test_an_inter_communicator(mpi):
+def test_inter_communicators_are_rejected(mpi):
     if mpi.size < 2:
-        pytest.skip("needs two ranks")
+        pytest.skip("needs 2 ranks")
     own = mpi.Split(mpi.rank % 2)
     between = own.Create_intercomm(0, mpi, 1 - mpi.rank % 2)
     if mpi.rank == 0:
@@ -273,9 +274,9 @@ def test_an_inter_communicator(mpi):
         comm.Free()
 
 
-def test_a_group_of_ranks_that_are_outside(mpi):
+def test_new_group_rejects_communicators_with_ranks_outside_the_job(mpi):
     if mpi.size < 2:
-        pytest.skip("needs two ranks")
+        pytest.skip("needs 2 ranks")
     comm = halves(mpi)
     outside = [rank for rank in range(mpi.size) if rank % 2 != mpi.rank % 2]
     some = ", ".join(map(str, outside))
@@ -290,7 +291,7 @@ def test_a_group_of_ranks_that_are_outside(mpi):
 
 
 @pytest.mark.parametrize("kind", COMMUNICATORS)
-def test_a_group_of_a_communicator(kind, mpi, world, threads):
+def test_new_group_accepts_a_communicator(kind, mpi, world, threads):
     comm = COMMUNICATORS[kind](mpi)
     for _ in range(2):
         group = dist.new_group(comm, timeout=33, backend="gloo", group_desc="mine")
@@ -308,8 +309,8 @@ def test_a_group_of_a_communicator(kind, mpi, world, threads):
     free(comm)
 
 
-def test_only_members_call(mpi, world):
-    """Some make none, some two, one after the other."""
+def test_new_group_with_a_communicator_is_called_by_members_only(mpi, world):
+    """Other ranks create no group meanwhile."""
     if mpi.rank < max(1, mpi.size - 1):
         comm = mpi.Create_group(mpi.group.Incl(range(max(1, mpi.size - 1))))
         first, second = dist.new_group(comm), dist.new_group(comm)
@@ -320,12 +321,12 @@ def test_only_members_call(mpi, world):
     assert total(group) == 2.0**mpi.size - 1
 
 
-def test_the_communicator_of_any_group(mpi, world):
+def test_group_comm_is_a_communicator_of_the_group(mpi, world):
     assert dist.group.WORLD.comm == MPI.COMM_WORLD
     ranks = list(range(mpi.size))[::-1]
     group = dist.new_group(ranks, sort_ranks=False)
     work = dist.all_reduce(np.ones(1 << 16), group=group, async_op=True)
-    comm = group.comm  # behind what is pending
+    comm = group.comm  # waits for the pending call
     work.wait()
     assert group.comm == comm
     assert comm.allgather(mpi.rank) == ranks
@@ -341,21 +342,21 @@ def test_the_communicator_of_any_group(mpi, world):
     again = dist.new_group(comm)
     assert again.comm == comm and total(again) == 2.0**mpi.size - 1
     dist.destroy_process_group(group)
-    assert comm == MPI.COMM_NULL  # it was the group's
+    assert comm == MPI.COMM_NULL  # freed with the group
 
 
 def test_communicators_are_freed_with_their_groups(mpi, world):
-    """MPICH has 2048 at a time."""
+    """MPICH supports 2048 communicators at a time."""
     for number in range(700):
         group = dist.new_group()
         assert group.comm.Get_size() == mpi.size
         if number % 7 == 0:
-            group.comm.Free()  # the program may
+            group.comm.Free()  # the program is allowed to free it
         dist.destroy_process_group(group)
     assert total() == 2.0**mpi.size - 1
 
 
-def test_the_communicator_where_one_lock_serves_all(mpi, threads):
+def test_group_comm_without_thread_multiple(mpi, threads):
     dist.init_process_group(timeout=TIMEOUT)
     for group in (dist.group.WORLD, dist.new_group()):
         assert isinstance(group.comm, MPI.Intracomm)
@@ -371,7 +372,7 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_of_mpi(name, mpi, world):
+def test_mpi_operations_are_accepted(name, mpi, world):
     op, n = getattr(MPI, name), mpi.size
     every = np.array([[rank + 1, 6 - rank, 12] for rank in range(n)])
     total = OPERATIONS[name](every, axis=0)
@@ -395,7 +396,7 @@ def test_an_operation_of_mpi(name, mpi, world):
     assert [x.tolist() for x in several] == [total.tolist()] * 2
 
 
-def test_operations_of_mpi_that_have_no_counterpart(world, mpi):
+def test_unsupported_mpi_operations_are_rejected(world, mpi):
     own = MPI.Op.Create(lambda a, b, kind: None)
     refused = [
         (MPI.LAND, r"MPI\.LAND"), (MPI.LOR, r"MPI\.LOR"), (MPI.LXOR, r"MPI\.LXOR"),
@@ -403,7 +404,7 @@ def test_operations_of_mpi_that_have_no_counterpart(world, mpi):
         (MPI.NO_OP, r"MPI\.NO_OP"), (MPI.OP_NULL, r"MPI\.OP_NULL"),
         (own, r"an operation made by MPI\.Op\.Create"),
     ]  # fmt: skip
-    if mpi.rank == 0:  # nothing is sent
+    if mpi.rank == 0:  # no data is sent
         for op, name in refused:
             with pytest.raises(
                 ValueError, match=f"all_reduce: op: {name} has no .*MPI.SUM, MPI.PROD"
@@ -425,7 +426,7 @@ def test_operations_of_mpi_that_have_no_counterpart(world, mpi):
 # --- scalars ------------------------------------------------------------------------------------
 
 
-def test_a_scalar_of_numpy(world, mpi):
+def test_numpy_scalars_are_rejected(world, mpi):
     array = np.ones(1)
     calls = [
         ("all_reduce: tensor", lambda x: dist.all_reduce(x)),
@@ -436,7 +437,7 @@ def test_a_scalar_of_numpy(world, mpi):
         ("all_gather: tensor", lambda x: dist.all_gather([array] * mpi.size, x)),
         ("all_gather_single: input_tensor", lambda x: dist.all_gather_single(np.ones(mpi.size), x)),
     ]
-    if mpi.rank == 0:  # nothing is sent
+    if mpi.rank == 0:  # no data is sent
         for scalar in (np.float32(3), np.sum(array), np.int8(1), np.bool_(True)):
             kind = type(scalar).__name__
             for where, call in calls:
@@ -450,10 +451,10 @@ def test_a_scalar_of_numpy(world, mpi):
     assert x[0] == y == 2.0**mpi.size - 1
 
 
-# --- with ---------------------------------------------------------------------------------------
+# --- Context manager ----------------------------------------------------------------------------
 
 
-def test_a_block_ends_what_it_began(mpi):
+def test_with_block_destroys_all_groups(mpi):
     for _ in range(2):
         with dist.init_process_group(timeout=TIMEOUT) as group:
             assert group is dist.group.WORLD
@@ -462,13 +463,13 @@ def test_a_block_ends_what_it_began(mpi):
         assert not dist.is_initialized() and dist.get_pg_count() == 0
 
 
-def test_a_block_may_end_early(mpi):
+def test_groups_may_be_destroyed_within_the_with_block(mpi):
     with dist.init_process_group(timeout=TIMEOUT):
         dist.destroy_process_group()
     assert not dist.is_initialized()
 
 
-def test_without_a_block_nothing_ends(mpi):
+def test_groups_outlive_the_return_value_of_init(mpi):
     import gc
 
     dist.init_process_group(timeout=TIMEOUT)
@@ -476,8 +477,8 @@ def test_without_a_block_nothing_ends(mpi):
     assert dist.is_initialized() and total() == expected(mpi)
 
 
-def test_an_exception_in_a_block(mpi):
-    """It comes out as it is, and its groups are gone, whatever was pending."""
+def test_exception_in_a_with_block_propagates_unchanged(mpi):
+    """All groups are destroyed, with or without pending calls."""
     mine = KeyError("mine")
     for pending in (False, True):
         with pytest.raises(KeyError) as caught, dist.init_process_group(timeout=TIMEOUT) as group:
@@ -492,11 +493,11 @@ def test_an_exception_in_a_block(mpi):
         assert total() == expected(mpi)
 
 
-# --- the name -----------------------------------------------------------------------------------
+# --- Backend name -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["mpicoll", "MPICOLL", "cpu:mpicoll,cuda:mpicoll", "cpu:mpicoll"])
-def test_the_name_mpicoll(name, mpi):
+def test_mpicoll_is_a_backend_name(name, mpi):
     assert dist.is_backend_available("mpicoll") and dist.is_backend_available("MPIcoll")
     with dist.init_process_group(name, timeout=TIMEOUT):
         assert dist.get_backend() == name.lower()

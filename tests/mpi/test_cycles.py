@@ -1,4 +1,4 @@
-"""Beginning and ending again in one process."""
+"""Repeated initialization in one process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 import mpicoll as dist
 
 
-def test_the_default_group_may_have_any_name():
+def test_default_group_can_be_recreated_with_the_same_name():
     for _ in range(2):
         dist.init_process_group(group_name="1", timeout=60)
         group = dist.new_group()

@@ -1,4 +1,4 @@
-"""How far ranks are apart: what is measured of it, and what becomes of the samples of a Timer."""
+"""Measured distance between ranks (cache latency), and how a Timer classifies samples by it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpicoll.cli.distance import FAR, MIXED, NEAR, UNKNOWN, Distance, classify, 
 from mpicoll.cli.timing import ENOUGH_COUNT, Sample, Timer, Times, keep
 from mpicoll.kernels.library import kernels
 
-# --- what is measured ---------------------------------------------------------------------------
+# --- Measurement --------------------------------------------------------------------------------
 
 
 def crowded(mpi):
@@ -25,14 +25,14 @@ def crowded(mpi):
 
 
 def answered(comm, measure):
-    """What each rank measures, once all have answers; others may have the processors meanwhile."""
+    """Measure until every rank has a latency to each partner. Skip after 30 s."""
     end = time.monotonic() + 30
     while True:
         every = comm.allgather(measure())
         if all(all(each.values()) for each in every):
             return every
         if comm.bcast(time.monotonic() > end):
-            pytest.skip("no answers in half a minute: the processors are busy")
+            pytest.skip("no latency measured within 30 s: the processors are busy")
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ def comm(mpi):
     own.Free()
 
 
-def test_partners(comm):
-    """They are the ranks that differ in one bit. Both ends of a pair measure the same line."""
+def test_partners_measure_the_same_latency_line(comm):
+    """Partners differ in one bit of their rank. Both ends of a pair measure the same cache line."""
     distance = Distance(comm)
     assert len(set(comm.allgather(bool(distance.problem)))) == 1
     found = distance.measure_partners()
@@ -61,8 +61,8 @@ def test_partners(comm):
             assert 0 < every[partner][rank] < 50_000
 
 
-def test_both_ends_measure_together(comm, monkeypatch):
-    """One of them leads; each has the other's number, and that of the measurement."""
+def test_both_ends_of_a_pair_measure_together(comm, monkeypatch):
+    """One end leads. Both use each other's counters and the same measurement number."""
     distance = Distance(comm)
     if distance.problem:
         pytest.skip(distance.problem)
@@ -84,25 +84,24 @@ def test_both_ends_measure_together(comm, monkeypatch):
         for again in range(2)
     }
     numbers = [call[3] for call in calls[:each]] + [call[3] for call in calls[-each:]]
-    assert numbers == list(range(2 * each)), "each measurement of a pair has its number"
+    assert numbers == list(range(2 * each)), "measurements of a pair are numbered"
     every = comm.allgather(ends)
     lines = {own for end in every for own, *_ in end.values()}
-    assert len(lines) == sum(len(end) for end in every) // (2 * each), "a line for each end"
+    assert len(lines) == sum(len(end) for end in every) // (2 * each), "one cache line per end"
     for rank, end in enumerate(every):
         for (partner, *which), (own, other, leads, number) in end.items():
             assert every[partner][(rank, *which)] == (other, own, not leads, number)
 
 
-def test_more_ranks_than_processors(comm, mpi):
+def test_distance_is_not_measured_with_more_ranks_than_processors(comm, mpi):
     if kernels is None or comm.size == 1 or not crowded(mpi):
         pytest.skip("needs the C library, and more ranks than processors")
     assert "more ranks than processors" in Distance(comm).problem
 
 
-def test_a_rank_without_the_c_library(comm, monkeypatch):
-    """All know it."""
+def test_missing_c_library_on_one_rank_disables_measurement_on_all(comm, monkeypatch):
     if comm.size == 1:
-        pytest.skip("needs two ranks")
+        pytest.skip("needs 2 ranks")
     if comm.rank == 1:
         monkeypatch.setattr(distances, "kernels", None)
     assert "C library" in Distance(comm).problem
@@ -110,8 +109,8 @@ def test_a_rank_without_the_c_library(comm, monkeypatch):
     assert comm.rank != 0 or "C library" in pairs
 
 
-def test_a_rank_that_does_not_answer(comm, monkeypatch, mpi):
-    """It is unknown then, and known again when the rank comes back."""
+def test_distance_is_unknown_while_a_partner_does_not_answer(comm, monkeypatch, mpi):
+    """It is known again once the partner responds."""
     distance = Distance(comm)
     if distance.problem or crowded(mpi):
         pytest.skip(f"needs ranks whose distance can be measured: {distance.problem}")
@@ -129,18 +128,18 @@ def test_a_rank_that_does_not_answer(comm, monkeypatch, mpi):
     assert all(answered(comm, distance.measure_partners))
 
 
-def test_classes():
+def test_latencies_are_classified_as_near_or_far():
     if kernels is None:
         pytest.skip("needs the C library")
     limit = kernels.far_ns()
-    assert 60 < limit < 160, "between what has been measured of near and of far ranks"
+    assert 60 < limit < 160, "between measured latencies of near and far ranks"
     assert classify(limit - 1, limit - 1) == NEAR and classify(limit, limit) == FAR
     assert classify(limit - 1, 0) == classify(0, 0) == UNKNOWN
     assert classify(limit, 0) == classify(limit, 1) == FAR
 
 
-def test_pairs(comm):
-    """Rank 0 gets each pair once, or a reason."""
+def test_rank_0_gets_each_pair_once(comm):
+    """Otherwise it gets a reason."""
     found = measure_pairs(comm, times=3)
     if comm.rank or isinstance(found, str):
         return
@@ -150,11 +149,11 @@ def test_pairs(comm):
         assert a < b and (a ^ b).bit_count() == 1 and 1 <= len(pair.latencies) <= 3
 
 
-# --- what becomes of samples --------------------------------------------------------------------
+# --- Samples ------------------------------------------------------------------------------------
 
 
 class Scripted:
-    """The distance of ranks, of which this one is told what to measure; then the last goes on."""
+    """A scripted Distance: returns the given latencies, then repeats the last one."""
 
     problem = ""
 
@@ -180,9 +179,11 @@ CASES = {"a": lambda: None, "b": lambda: None}
 ONCE = dict.fromkeys(CASES, 1)
 
 
-def test_one_distance(comm, monkeypatch):
-    """As many samples as requested. Each is measured around: of a turn of two cases that is three
-    times. One rank that is far from another is enough.
+def test_samples_with_a_constant_distance(comm, monkeypatch):
+    """The number of samples is as requested.
+
+    Distance is measured around each sample: three times per turn of two cases. One distant rank
+    makes the sample far.
     """
     last = comm.rank == comm.size - 1
     for script, expected in (([45.0], NEAR), ([165.0 if last else 45.0], FAR), ([0.0], UNKNOWN)):
@@ -193,8 +194,8 @@ def test_one_distance(comm, monkeypatch):
         assert [each.turn for each in found["a"].samples] == list(range(7))
 
 
-def test_the_time_that_counts(comm, monkeypatch):
-    """It is the slowest rank's, or as is asked; near and far alike."""
+def test_sample_time_is_the_maximum_over_ranks_by_default(comm, monkeypatch):
+    """Both for near and for far samples."""
 
     def call():
         if comm.rank == comm.size - 1:
@@ -210,8 +211,8 @@ def test_the_time_that_counts(comm, monkeypatch):
         assert fast.median < 2e-3
 
 
-def test_samples_during_which_it_changed(comm, monkeypatch):
-    """They are dropped, and others taken. Of a distance with too few samples there are none."""
+def test_samples_are_dropped_when_the_distance_changes(comm, monkeypatch):
+    """Dropped samples are replaced. A distance with too few samples is left out."""
     own, scripted = timer(comm, monkeypatch, [45.0] * 5 + [165.0])
     found = own.sample(CASES, 7, ONCE)
     # Turn 0 is near; in turn 1 the second sample is not. Near: 2 and 1.
@@ -221,7 +222,7 @@ def test_samples_during_which_it_changed(comm, monkeypatch):
     assert "dropped: 1" in own.describe_distances()
 
 
-def test_both_distances(comm, monkeypatch):
+def test_samples_are_split_by_distance(comm, monkeypatch):
     own, scripted = timer(comm, monkeypatch, [45.0] * 3 * 6 + [165.0])
     found = own.sample(CASES, 7, ONCE)
     assert scripted.measured == 12 * 3, "until there are enough of both"
@@ -233,8 +234,8 @@ def test_both_distances(comm, monkeypatch):
     assert near.median == statistics.median(each.seconds for each in near.samples)
 
 
-def test_a_distance_that_changes_all_the_time(comm, monkeypatch):
-    """All samples are there, as mixed, after twice as many as requested."""
+def test_samples_are_mixed_when_the_distance_keeps_changing(comm, monkeypatch):
+    """Sampling stops after twice the requested number, and all samples are kept as mixed."""
     chance = random.Random(1)
     script = [[45.0, 165.0][i % 2] for i in range(1000)]
     own, scripted = timer(comm, monkeypatch, script)
@@ -246,7 +247,7 @@ def test_a_distance_that_changes_all_the_time(comm, monkeypatch):
     assert set(samples_of(found)) <= {NEAR, FAR, UNKNOWN, MIXED}
 
 
-def test_unknown_samples_count_where_there_are_no_others():
+def test_unknown_samples_are_kept_only_without_known_samples():
     def turns(*distances):
         return [[Sample(float(i), distance=d)] for i, d in enumerate(distances)]
 
@@ -258,16 +259,15 @@ def test_unknown_samples_count_where_there_are_no_others():
     assert [each.distance for each in times.samples] == [MIXED] * 8
 
 
-def test_a_case_that_lacks_a_distance():
-    """Then none has it: figures beside each other are of the same ones."""
+def test_a_distance_is_dropped_if_one_case_lacks_it():
+    """Figures printed side by side must have the same distance."""
     turns = [[Sample(1.0, distance=NEAR), Sample(1.0, distance=NEAR if i else FAR)]
              for i in range(5)]  # fmt: skip
     assert [samples_of({"a": each}) for each in keep(turns, 5)] == [{MIXED: 5}] * 2
     assert [samples_of({"a": each}) for each in keep(turns, 4)] == [{NEAR: 5}, {NEAR: 4}]
 
 
-def test_pairs_of_samples():
-    """Of one turn, with the same distance."""
+def test_samples_are_compared_within_one_turn_and_distance():
     one = Times([Sample(float(i + 1), i, NEAR if i < 4 else FAR) for i in range(6)])
     other = Times([Sample(2.0, i, FAR if i in (0, 5) else NEAR) for i in (0, 1, 2, 5)])
     assert one.over(other).samples == [
@@ -279,7 +279,7 @@ def test_pairs_of_samples():
     assert Times([Sample(3.0)]).figure == (3.0, 3.0, 3.0)
 
 
-def test_why_it_is_unknown(comm, monkeypatch):
+def test_description_states_why_the_distance_is_unknown(comm, monkeypatch):
     own, scripted = timer(comm, monkeypatch, [0.0])
     own.sample(CASES, 5, ONCE)
     told = own.describe_distances()
@@ -289,8 +289,7 @@ def test_why_it_is_unknown(comm, monkeypatch):
     assert own.describe_distances() == "distance of the ranks: unknown, because there is one rank"
 
 
-def test_a_timer_of_the_ranks_at_hand(comm):
-    """With what is measured here."""
+def test_timer_with_the_real_distance(comm):
     array, own = np.zeros(1000), Timer(comm)
     found = own.measure({"a": lambda: array.sum(), "b": comm.Barrier}, timing.Effort(0.01))
     for times in found.values():

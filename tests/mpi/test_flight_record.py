@@ -1,4 +1,4 @@
-"""What a rank's flight record says of its own calls, however these were made."""
+"""The flight record of a rank's own calls, with each implementation path."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIELDS = SHARED | {
 
 @pytest.fixture
 def record(world, tmp_path):
-    """Dumps the record, and returns what it says of a group: itself, its calls, its messages."""
+    """Dump the flight record. Returns the record, a group's calls and its messages."""
 
     def read(group):
         path = tmp_path / "record"
@@ -50,12 +50,12 @@ def made(calls):
     ]
 
 
-def test_every_way_of_a_call(world, record):
+def test_record_lists_calls_of_every_path(world, record):
     group = dist.new_group()
     n = world.size
     begin = time.time_ns()
     x, y = np.ones(3, np.float32), np.ones((n, 3), np.float32)
-    for _ in range(3):  # the first call of its kind, by its plan, and in short
+    for _ in range(3):  # the first call, a planned call, and the native fast path
         dist.all_reduce(x, group=group)
     dist.all_gather(list(y), x, group=group)
     dist.all_gather_single(y, x, group=group)
@@ -87,7 +87,7 @@ def test_every_way_of_a_call(world, record):
     for each in calls:
         assert set(each) == FIELDS | {"duration_ms"}
         assert each["state"] == "completed" and each["retired"] and not each["is_p2p"]
-        # A millisecond, for the clock of the day may be set meanwhile.
+        # Allow one millisecond for adjustments of the system clock.
         started = each["time_discovered_started_ns"]
         assert begin - 10**6 <= each["time_created_ns"] <= started >= before
         assert started <= each["time_discovered_completed_ns"] <= end + 10**6
@@ -101,7 +101,7 @@ def test_every_way_of_a_call(world, record):
     dist.destroy_process_group(group)
 
 
-def test_messages(world, record):
+def test_record_lists_messages(world, record):
     if world.size < 2:
         pytest.skip("needs 2 ranks")
     group = dist.new_group()
@@ -137,7 +137,7 @@ def test_messages(world, record):
 
 
 @pytest.mark.parametrize("length", [0, 4])
-def test_how_many_calls_are_kept(world, record, monkeypatch, length):
+def test_buffer_size_limits_the_number_of_calls(world, record, monkeypatch, length):
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", str(length))
     group = dist.new_group()
     x = np.ones(2)
@@ -145,7 +145,7 @@ def test_how_many_calls_are_kept(world, record, monkeypatch, length):
         dist.all_reduce(x, group=group)
     _, calls, _ = record(group)
     assert [entry[1] for entry in group.history()] == ([7, 8, 9, 10] if length else [])
-    # In halves, so that all ranks begin with the same one.
+    # Entries are dropped in halves, so that all ranks start with the same call.
     assert [each["collective_seq_id"] for each in calls] == ([9, 10] if length else [])
     dist.destroy_process_group(group)
 
@@ -162,7 +162,7 @@ def test_a_call_that_fails_is_not_complete(world, record, monkeypatch, tmp_path)
     whole = pickle.loads(path.read_bytes())
     assert "collective mismatch" in whole["mpicoll"]["why"]
     kept = [each for each in whole["entries"] if each["process_group"][0] == group.group_name]
-    assert [each["state"] for each in kept] == ["started"]  # the first says it all
+    assert [each["state"] for each in kept] == ["started"]  # a repeated failure is not dumped again
     frames = [frame["name"] for frame in kept[0]["frames"]]
     assert "test_a_call_that_fails_is_not_complete" in frames
     dist.all_reduce(np.ones(1), group=group)
@@ -171,7 +171,7 @@ def test_a_call_that_fails_is_not_complete(world, record, monkeypatch, tmp_path)
     dist.destroy_process_group(group)
 
 
-def test_no_record(world, monkeypatch):
+def test_dump_raises_if_the_buffer_size_is_0(world, monkeypatch):
     group = dist.group.WORLD
     monkeypatch.setattr(group, "message_history", type(group.message_history)(maxlen=0))
     with pytest.raises(ArgumentError, match="TORCH_FR_BUFFER_SIZE is 0"):
@@ -180,8 +180,8 @@ def test_no_record(world, monkeypatch):
 
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("length", [0, 1, 2, 5, 100])
-def test_the_compiled_history_is_that_in_python(length):
-    """Any mix of calls that begin at once, are queued, fail, and are done."""
+def test_native_and_python_histories_are_equal(length):
+    """For random sequences of immediate, queued, uncompared and completed calls."""
     import random
     import threading
 

@@ -1,4 +1,4 @@
-"""Groups: made of any ranks in any order, within each other, by thousands, and gone again."""
+"""Creation, use and destruction of groups: any ranks, any order, nested, and thousands of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("world", "swept")
 
 @pytest.fixture
 def swept():
-    """Every group that a test leaves is ended, in the order that its members share."""
+    """Destroy all groups that a test leaves, in the same order on all members."""
     yield
     for group in groups.state.groups[::-1]:
         if group is not dist.group.WORLD:
@@ -34,7 +34,7 @@ def swept():
 
 
 def assert_works(group, ranks):
-    """The members of a group hear of each other, in order, and of nobody else."""
+    """Check that the members of a group exchange data, in order, and only with each other."""
     me, size = dist.get_rank(), len(ranks)
     assert me in ranks
     assert (dist.get_rank(group), dist.get_world_size(group)) == (ranks.index(me), size)
@@ -62,7 +62,7 @@ def assert_outside(found, ranks):
 
 def needs(world, ranks):
     if world.size < ranks:
-        pytest.skip(f"takes {ranks} ranks")
+        pytest.skip(f"needs {ranks} ranks")
 
 
 # ---- the default group ---------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_the_default_group(world):
     assert f"rank {world.me} of {world.size}" in repr(group)
 
 
-def test_what_is_no_group_is_a_type_error(world):
+def test_invalid_group_raises_type_error(world):
     for wrong in ("world", 0, 3.5, [0, 1], object()):
         with pytest.raises(TypeError, match="group: expected a process group"):
             dist.all_reduce(np.ones(1), group=wrong)
@@ -91,7 +91,7 @@ def test_what_is_no_group_is_a_type_error(world):
             dist.get_rank(wrong)
 
 
-def test_a_second_init_is_refused_and_harms_nothing(world):
+def test_second_init_is_rejected_and_the_group_stays_usable(world):
     with pytest.raises(ValueError, match="exists already"):
         dist.init_process_group()
     assert_works(dist.group.WORLD, range(world.size))
@@ -100,7 +100,7 @@ def test_a_second_init_is_refused_and_harms_nothing(world):
 # ---- new_group -----------------------------------------------------------------------------------
 
 
-def test_every_subset_and_all_at_once(world):
+def test_groups_of_every_subset_work_concurrently(world):
     subsets = [s for k in range(1, world.size + 1) for s in combinations(range(world.size), k)]
     made = {ranks: dist.new_group(list(ranks)) for ranks in subsets}
     assert dist.get_pg_count() == 1 + sum(world.me in ranks for ranks in subsets)
@@ -113,27 +113,27 @@ def test_every_subset_and_all_at_once(world):
     assert_works(dist.group.WORLD, range(world.size))
 
 
-def test_every_order(world):
+def test_new_group_keeps_the_order_of_ranks(world):
     for ranks in permutations(range(world.size)):
         assert_works(dist.new_group(list(ranks), sort_ranks=False), ranks)
         assert_works(dist.new_group(list(ranks)), range(world.size))
 
 
-def test_all_ranks_by_default(world):
+def test_new_group_contains_all_ranks_by_default(world):
     for group in dist.new_group(), dist.new_group(None), dist.new_group(range(world.size)):
         assert group is not dist.group.WORLD
         assert_works(group, range(world.size))
 
 
-def test_ranks_may_be_numbers_of_numpy(world):
+def test_new_group_accepts_numpy_ranks(world):
     assert_works(dist.new_group(np.arange(world.size)), range(world.size))
 
 
-def test_no_ranks(world):
+def test_new_group_accepts_an_empty_list(world):
     assert_outside(dist.new_group([]), [])
 
 
-def test_refused_ranks(world):
+def test_new_group_rejects_invalid_ranks(world):
     n = world.size
     for wrong in ([0, 0], [*range(n), n - 1]):
         with pytest.raises(ValueError, match="duplicate rank"):
@@ -144,12 +144,12 @@ def test_refused_ranks(world):
     for wrong in (["one"], [None], [[0]]):
         with pytest.raises(TypeError, match="ranks"):
             dist.new_group(wrong)
-    # Nothing was made and nobody lost count of the groups.
+    # No group was created, and the ranks still agree on the number of groups.
     assert dist.get_pg_count() == 1
     assert_works(dist.new_group(), range(n))
 
 
-def test_options_have_no_effect_and_one_warning(world, monkeypatch):
+def test_pg_options_are_ignored_with_one_warning(world, monkeypatch):
     monkeypatch.setattr(backends, "_warned_about_options", False)
     everybody = list(range(world.size))
     with warnings.catch_warnings(record=True) as caught:
@@ -163,7 +163,7 @@ def test_options_have_no_effect_and_one_warning(world, monkeypatch):
         dist.destroy_process_group(group)
 
 
-def test_refused_options(world):
+def test_new_group_rejects_invalid_options(world):
     with pytest.raises(ValueError, match="device_id"):
         dist.new_group(device_id=0)
     with pytest.raises(ValueError, match="'ucc' is not available"):
@@ -177,7 +177,7 @@ def test_refused_options(world):
     assert_works(dist.new_group(), range(world.size))
 
 
-def test_backend_and_description(world):
+def test_group_reports_its_backend_and_description(world):
     for backend, config in (("gloo", "cpu:gloo,cuda:gloo"), ("NCCL", "cpu:nccl,cuda:nccl")):
         group = dist.new_group(backend=backend, group_desc="mine")
         assert dist.get_backend(group) == backend.lower() == group.name()
@@ -190,7 +190,7 @@ def test_backend_and_description(world):
     assert dist.get_backend(dist.new_group()) == "mpi"
 
 
-def test_timeouts(world, mpi):
+def test_group_timeouts(world, mpi):
     assert dist.new_group().timeout == dist.group.WORLD.timeout == 60
     assert dist.new_group(timeout=7).timeout == 7
     assert dist.new_group(timeout=timedelta(minutes=2)).timeout == 120
@@ -207,13 +207,12 @@ def test_timeouts(world, mpi):
             work.wait(timedelta(seconds=30))
     else:
         mpi.Barrier()
-        with pytest.raises(dist.CollectiveTimeoutError):  # if not in the first call, in the second
+        with pytest.raises(dist.CollectiveTimeoutError):  # in the first or the second call
             for _ in range(2):
                 dist.all_reduce(np.ones(3), group=group)
 
 
-def test_messages_time_out(world, mpi):
-    """A message's timeout is that of its receiver, and closes nothing."""
+def test_receive_times_out_and_the_group_stays_usable(world, mpi):
     group = dist.new_group(timeout=timedelta(milliseconds=300))
     needs(world, 2)
     if world.me == 0:
@@ -223,11 +222,11 @@ def test_messages_time_out(world, mpi):
     dist.all_reduce(np.ones(3), group=group)
 
 
-def test_local_synchronization(world):
-    """Ranks outside need not call, so ranks may make another number of groups."""
+def test_only_members_call_new_group_with_local_synchronization(world):
+    """Ranks may therefore create different numbers of groups."""
     needs(world, 2)
     mine = [r for r in range(world.size) if r % 2 == world.me % 2]
-    for _ in range(1 + world.me % 2):  # odd ranks make twice as many
+    for _ in range(1 + world.me % 2):  # odd ranks create two groups
         group = dist.new_group(mine, use_local_synchronization=True)
         assert_works(group, mine)
     pair = [0, world.size - 1]
@@ -235,19 +234,19 @@ def test_local_synchronization(world):
         again = [dist.new_group(pair, use_local_synchronization=True) for _ in range(3)]
         for one in again:
             assert_works(one, pair)
-        # One that is gone does not confuse the next.
+        # Destroying a group does not affect the next one with the same ranks.
         dist.destroy_process_group(again[1])
         assert_works(dist.new_group(pair, use_local_synchronization=True), pair)
         assert_works(again[2], pair)
-    # Those who call in spite of it are told that they are outside.
+    # A non-member that calls anyway gets the non-member value.
     outside = dist.new_group([0], use_local_synchronization=True)
     assert (outside is None) == (world.me != 0)
-    # And the groups of all ranks are numbered as if nothing had happened.
+    # Numbering of groups created by all ranks is unaffected.
     assert_works(dist.new_group(), range(world.size))
 
 
-def test_groups_of_groups_at_work_at_once(world):
-    """Neighbours share a group, and all of them work beside the default group."""
+def test_overlapping_groups_work_concurrently(world):
+    """Each rank and its neighbor share a group. All groups run together with the default group."""
     pairs = [(r, r + 1) for r in range(world.size - 1)]
     made = [dist.new_group(pair) for pair in pairs]
     for i in range(20):
@@ -265,7 +264,7 @@ def test_groups_of_groups_at_work_at_once(world):
             assert (x == expected).all()
 
 
-def test_groups_apart_do_other_things_at_once(world):
+def test_disjoint_groups_run_different_calls_concurrently(world):
     needs(world, 2)
     sides = [[r for r in range(world.size) if r % 2 == side] for side in (0, 1)]
     made = [dist.new_group(side) for side in sides]
@@ -282,12 +281,12 @@ def test_groups_apart_do_other_things_at_once(world):
             assert found == [(r, i) for r in side]
 
 
-# ---- ranks outside -------------------------------------------------------------------------------
+# ---- Ranks that are not members ------------------------------------------------------------------
 
 
 @pytest.fixture
 def alone(world, swept):
-    """The group of rank 0 alone; the other ranks are outside."""
+    """A group of rank 0. All other ranks are outsiders."""
     return dist.new_group([0])
 
 
@@ -336,14 +335,14 @@ def nothing_for_outsiders(g):
     "irecv", "isend", "send", "all_gather_object", "gather_object", "broadcast_object_list",
     "scatter_object_list", "send_object_list",
 ])  # fmt: skip
-def test_outsiders_get_nothing_and_are_warned(alone, world, name):
+def test_calls_of_outsiders_return_none_and_warn(alone, world, name):
     if world.me == 0:
         assert_works(alone, [0])
         return
     assert warned(name, world.me, nothing_for_outsiders(alone)[name]) is None
 
 
-def test_warnings_of_outsiders_point_at_their_call(alone, world, mpi):
+def test_warning_of_an_outsider_has_the_line_of_its_call(alone, world, mpi):
     needs(world, 2)
     wrong = []
     for name, call in nothing_for_outsiders(alone).items():
@@ -354,7 +353,7 @@ def test_warnings_of_outsiders_point_at_their_call(alone, world, mpi):
     assert mpi.bcast(wrong, root=1) == []
 
 
-def test_outsiders_get_minus_one(alone, world):
+def test_receive_of_an_outsider_returns_minus_one(alone, world):
     if world.me == 0:
         assert_works(alone, [0])
         return
@@ -368,7 +367,7 @@ def test_outsiders_get_minus_one(alone, world):
     assert (dist.get_rank(alone), dist.get_world_size(alone)) == (-1, -1)
 
 
-def test_outsiders_that_name_a_global_root_get_an_error(alone, world):
+def test_calls_of_outsiders_with_a_global_root_raise(alone, world):
     x = np.ones(2)
     calls = {
         "broadcast": lambda: dist.broadcast(x, 0, group=alone),
@@ -391,7 +390,7 @@ def test_outsiders_that_name_a_global_root_get_an_error(alone, world):
                 call()
 
 
-def test_outsiders_may_ask_nothing_of_a_group(alone, world):
+def test_group_queries_of_outsiders_raise(alone, world):
     if world.me == 0:
         assert_works(alone, [0])
         return
@@ -410,7 +409,7 @@ def test_outsiders_may_ask_nothing_of_a_group(alone, world):
     assert dist.is_initialized()
 
 
-def test_roots_outside_of_the_group(world):
+def test_roots_outside_the_group_are_rejected(world):
     needs(world, 2)
     group = dist.new_group([0])
     if world.me:
@@ -435,7 +434,7 @@ def test_roots_outside_of_the_group(world):
     assert_works(group, [0])
 
 
-def test_translation_of_ranks_outside(world):
+def test_rank_translation_rejects_ranks_outside_the_group(world):
     for rank in (world.size, -1):
         with pytest.raises(ValueError, match=f"global rank {rank} is not in the group"):
             dist.get_group_rank(dist.group.WORLD, rank)
@@ -446,7 +445,7 @@ def test_translation_of_ranks_outside(world):
 # ---- new_subgroups -------------------------------------------------------------------------------
 
 
-def test_subgroups_of_every_size(world):
+def test_new_subgroups_of_every_size(world):
     for size in range(1, world.size + 1):
         if world.size % size:
             with pytest.raises(ValueError, match=f"{size} does not divide"):
@@ -464,13 +463,13 @@ def test_subgroups_of_every_size(world):
                 assert_outside(group, ranks)
 
 
-def test_subgroups_of_a_node(world):
+def test_new_subgroups_uses_nodes_by_default(world):
     mine, made = dist.new_subgroups()
     assert made == [mine]  # all ranks of these tests are on one node
     assert_works(mine, range(world.size))
 
 
-def test_subgroups_of_a_group(world):
+def test_new_subgroups_divides_a_group(world):
     order = list(range(world.size))[::-1]
     group = dist.new_group(order, sort_ranks=False)
     half = world.size // 2 if world.size % 2 == 0 else world.size
@@ -479,14 +478,14 @@ def test_subgroups_of_a_group(world):
     assert_works(mine, sorted(order[:half] if world.me in order[:half] else order[half:]))
 
 
-def test_refused_sizes_of_subgroups(world):
+def test_new_subgroups_rejects_invalid_sizes(world):
     for size in (0, -1, world.size + 1, 2 * world.size):
         with pytest.raises(ValueError, match="group_size"):
             dist.new_subgroups(size)
     assert dist.get_pg_count() == 1
 
 
-def test_subgroups_by_enumeration(world):
+def test_new_subgroups_by_enumeration(world):
     lists = {
         1: [[0]],
         2: [[1], [0]],
@@ -504,7 +503,7 @@ def test_subgroups_by_enumeration(world):
             assert_outside(group, ranks)
 
 
-def test_subgroups_that_overlap_are_refused_before_any_is_made(world):
+def test_overlapping_subgroups_are_rejected_before_any_is_created(world):
     n = world.size
     every = [[r] for r in range(n)]
     for lists in ([*every, [n - 1]], [list(range(n)), [0]], [[0, 0]], []):
@@ -514,7 +513,7 @@ def test_subgroups_that_overlap_are_refused_before_any_is_made(world):
     assert_works(dist.new_group(), range(n))
 
 
-def test_subgroups_of_ranks_that_do_not_exist_are_refused_before_any_is_made(world):
+def test_subgroups_with_invalid_ranks_are_rejected_before_any_is_created(world):
     n = world.size
     for wrong in ([n], [n - 1, n - 1]):
         with pytest.raises(ValueError, match="rank"):
@@ -535,7 +534,7 @@ def test_split_the_default_group(world):
             assert_works(group, mine)
 
 
-def test_split_takes_ranks_of_the_parent(world):
+def test_split_ranks_are_group_ranks_of_the_parent(world):
     needs(world, 2)
     order = list(range(world.size))[::-1]
     parent = dist.new_group(order, sort_ranks=False, backend="gloo", timeout=44)
@@ -546,14 +545,14 @@ def test_split_takes_ranks_of_the_parent(world):
     assert (group.timeout, dist.get_backend(group), group.group_desc) == (44, "gloo", "half")
     other = dist.split_group(parent, lists, timeout=5, backend="nccl")
     assert (other.timeout, dist.get_backend(other)) == (5, "nccl")
-    # A split of a split, and the parents go on.
+    # Split a split group; the parents stay usable.
     if parent.rank() == 0:
         assert_works(dist.split_group(group, [[0]]), [world.me])
     assert_works(group, [order[r] for r in ranks])
     assert_works(parent, order)
 
 
-def test_refused_splits(world):
+def test_split_group_rejects_invalid_lists(world):
     n = world.size
     for lists, word in (
         (None, "at least one list"),
@@ -573,12 +572,12 @@ def test_refused_splits(world):
 
 
 @pytest.mark.parametrize("flags", [dist.SHRINK_DEFAULT, dist.SHRINK_ABORT])
-def test_shrink_a_group(world, flags):
-    """Shrinking the default group takes a job of its own: it ends all others."""
+def test_shrink_group_excludes_ranks(world, flags):
+    """Another job tests the default group, because shrinking it destroys all other groups."""
     needs(world, 2)
     order = list(range(world.size))[::-1]
     group = dist.new_group(order, sort_ranks=False, timeout=44, backend="gloo")
-    gone = 1 if world.size > 2 else 0  # ranks of the group
+    gone = 1 if world.size > 2 else 0  # group ranks
     staying = [rank for i, rank in enumerate(order) if i != gone]
     if group.rank() == gone:
         with pytest.raises(RuntimeError, match=f"rank {gone} is excluded"):
@@ -598,7 +597,7 @@ def test_shrink_a_group(world, flags):
             dist.shrink_group(list(range(1, len(staying))), made)
 
 
-def test_refused_shrinks(world):
+def test_shrink_group_rejects_invalid_ranks(world):
     n = world.size
     if n == 1:
         with pytest.raises(ValueError, match="a group of 1 cannot shrink"):
@@ -623,10 +622,10 @@ def test_refused_shrinks(world):
     assert_works(group, range(n))
 
 
-# ---- groups that are gone ------------------------------------------------------------------------
+# ---- Destroyed groups ----------------------------------------------------------------------------
 
 
-def test_a_destroyed_group_is_refused_everywhere(world):
+def test_calls_on_a_destroyed_group_raise(world):
     group = dist.new_group()
     kept = dist.new_group()
     assert_works(group, range(world.size))
@@ -671,7 +670,7 @@ def test_a_destroyed_group_is_refused_everywhere(world):
     assert_works(dist.group.WORLD, range(world.size))
 
 
-def test_destroy_takes_only_groups(world):
+def test_destroy_rejects_objects_that_are_not_groups(world):
     for wrong in ("0", 7, object(), [dist.group.WORLD]):
         with pytest.raises((TypeError, ValueError), match="group"):
             dist.destroy_process_group(wrong)
@@ -680,7 +679,7 @@ def test_destroy_takes_only_groups(world):
     assert_works(dist.group.WORLD, range(world.size))
 
 
-def test_destroy_waits_for_what_is_pending(world):
+def test_destroy_waits_for_pending_calls(world):
     group = dist.new_group()
     results = [np.ones(1000) for _ in range(20)]
     works = [dist.all_reduce(x, group=group, async_op=True) for x in results]
@@ -695,34 +694,34 @@ def test_destroy_waits_for_what_is_pending(world):
         nobody.wait()
 
 
-# ---- thousands -----------------------------------------------------------------------------------
+# ---- Thousands of groups -------------------------------------------------------------------------
 
 
 def resident():
-    """Bytes of memory that this process holds."""
+    """Resident memory of this process in bytes."""
     with open("/proc/self/statm") as file:  # noqa: PTH123
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.slow
-def test_thousands_of_groups_one_after_another(world):
-    """More than MPI has communicators for (MPICH: 2048), and nothing of them stays."""
+def test_thousands_of_successive_groups_leak_nothing(world):
+    """MPICH supports 2048 communicators at a time."""
     if world.size != 2:
-        pytest.skip("once is enough: on two ranks")
+        pytest.skip("runs on 2 ranks only")
     x = np.ones(4)
 
     def make(count):
         for i in range(count):
             group = dist.new_group([0, 1])
             dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
-            if i % 20 == 0:  # a thread, and messages
+            if i % 20 == 0:  # starts the progress thread, and sends messages
                 dist.all_reduce(x, dist.ReduceOp.MAX, group=group, async_op=True).wait()
                 work = dist.isend(x, 1 - world.me, group=group)
                 dist.recv(np.zeros(4), group=group)
                 work.wait()
             dist.destroy_process_group(group)
 
-    # Others take ten times as long for a communicator.
+    # Other MPI libraries take ten times as long to create a communicator.
     count = 2500 if MPI.get_vendor()[0] == "MPICH" else 1000
     make(200)
     gc.collect()
@@ -735,11 +734,11 @@ def test_thousands_of_groups_one_after_another(world):
     assert growth < 2500, f"{growth:.0f} bytes a group"
 
 
-#: Bytes that memory may grow by in these tests: a fraction of what one leaked object each makes.
+#: Allowed growth of memory in bytes: a fraction of one leaked object per iteration.
 LEAK = 6 << 20
 
 
-def test_thousands_of_works(world):
+def test_thousands_of_works_leak_nothing(world):
     x, y = np.ones(256), np.zeros(256)
     to, of = (world.me + 1) % world.size, (world.me - 1) % world.size
 
@@ -750,7 +749,7 @@ def test_thousands_of_works(world):
                 work.wait()
             if i % 4 == 0:
                 received = dist.irecv(y, of)
-                dist.isend(x, to)  # dropped
+                dist.isend(x, to)  # the Work is dropped
                 received.wait()
             if i % 5 == 0:
                 work.get_future().then(lambda done: done.value())
@@ -759,20 +758,20 @@ def test_thousands_of_works(world):
 
     make(500)
     gc.collect()
-    # The group's thread may begin later: a call that finds all ranks there needs none.
+    # The progress thread may start later: a call that finds all ranks present runs inline.
     threads, before = threading.active_count() + (world.group.worker is None), resident()
     make(3000)
     dist.barrier()
     gc.collect()
     end = time.monotonic() + 30
     while groups.state.default.in_flight and time.monotonic() < end:
-        time.sleep(0.01)  # the thread that tests pending messages looks every now and then
+        time.sleep(0.01)  # until the progress thread has tested the pending messages
     assert not groups.state.default.in_flight
     assert threading.active_count() <= threads
     assert resident() - before < LEAK, f"{(resident() - before) / 3000:.0f} bytes a round"
 
 
-def test_hundreds_of_groups_at_once(world):
+def test_hundreds_of_concurrent_groups(world):
     made = [dist.new_group() for _ in range(200)]
     assert dist.get_pg_count() == 201
     x = np.ones(1)
@@ -784,9 +783,9 @@ def test_hundreds_of_groups_at_once(world):
     assert dist.get_pg_count() == 1
 
 
-def test_what_is_gone_is_collected(world):
+def test_completed_works_release_their_arrays(world):
     class Array(np.ndarray):
-        pass  # an ndarray that can be referred to weakly
+        pass  # an ndarray that supports weak references
 
     group = dist.new_group()
     x = np.ones(4).view(Array)
@@ -800,7 +799,7 @@ def test_what_is_gone_is_collected(world):
     dist.destroy_process_group(group)
     del group, x, work, future, message
     dist.all_reduce(np.ones(1))
-    # The thread that watches over the timeouts may hold what it saw last, for a second.
+    # The watchdog thread may hold a reference for up to a second.
     end = time.monotonic() + 10
     while any(one() is not None for one in alive) and time.monotonic() < end:
         gc.collect()
@@ -808,14 +807,14 @@ def test_what_is_gone_is_collected(world):
     assert [one() for one in alive] == [None] * 5
 
 
-@pytest.mark.skipif(MPI.get_vendor()[0] != "MPICH", reason="others have more communicators")
-def test_too_many_groups_are_told_what_to_do(world):
+@pytest.mark.skipif(MPI.get_vendor()[0] != "MPICH", reason="other MPIs have more communicators")
+def test_too_many_groups_raise_an_error_with_the_remedy(world):
     made = []
     try:
         with contextlib.suppress(MPI.Exception):
             while len(made) < 1 << 12:
                 made.append(MPI.COMM_WORLD.Dup())
-        made.pop().Free()  # one is not enough
+        made.pop().Free()  # one free communicator is not enough
         for _ in range(2):
             with pytest.raises(dist.DistBackendError, match="groups; destroy unused groups"):
                 dist.new_group()

@@ -1,4 +1,4 @@
-"""What goes wrong elsewhere, by silent garbage, an abort or a hang: right here, or an error."""
+"""Known hazards of MPI programs: mpicoll gives a correct result or an error."""
 
 from __future__ import annotations
 
@@ -13,16 +13,11 @@ import mpicoll as dist
 from mpicoll.failures import consistency
 
 
-@pytest.fixture(scope="module")
-def torch():
-    return pytest.importorskip("torch")
-
-
 @pytest.fixture
 def pair(world):
-    """A new group of all ranks, for what counts a group's calls or leaves one broken."""
+    """A new group of all ranks, for tests that count its calls or leave it failed."""
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     group = dist.new_group()
     yield group
     dist.destroy_process_group(group)
@@ -36,10 +31,10 @@ def detail():
     dist.set_debug_level(before)
 
 
-# ---- dtypes that mpi4py or MPI take for something else -------------------------------------------
+# ---- dtypes that mpi4py or MPI misinterpret ------------------------------------------------------
 
 
-def test_narrow_floats_of_torch_are_numbers_and_not_bytes(world, torch):
+def test_narrow_floats_of_torch_are_summed_as_numbers(world, torch):
     for name in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
         x = torch.full((5,), 1.0).to(getattr(torch, name))
         dist.all_reduce(x)
@@ -52,14 +47,14 @@ def test_bool_can_be_summed(world):
     assert x.tolist() == [True, False, True]
 
 
-def test_half_is_rounded_once(world):
-    # 2048 + 1 is no float16: rounding at every step would lose each of the ones.
+def test_float16_sum_is_rounded_once(world):
+    # 2048 + 1 is not representable in float16, so rounding after each addition would lose the ones.
     x = np.array([2048 if world.me == 0 else 1], np.float16)
     dist.all_reduce(x)
     assert x[0] == np.float16(2048 + world.size - 1)
 
 
-def test_transposed_arrays_are_reduced_by_index_and_not_by_memory(world):
+def test_transposed_arrays_are_reduced_by_index(world):
     n = world.size
     x = np.arange(6.0).reshape(2, 3)
     y = np.asfortranarray(x) if world.me % 2 else x.copy()
@@ -70,7 +65,7 @@ def test_transposed_arrays_are_reduced_by_index_and_not_by_memory(world):
     assert np.array_equal(out, np.tile(x, (n, 1)))
 
 
-def test_tensors_that_require_gradients(world, torch):
+def test_tensors_that_require_gradients_are_modified_in_place(world, torch):
     x = torch.ones(3, requires_grad=True)
     version = x._version
     dist.all_reduce(x)
@@ -86,10 +81,10 @@ def test_eight_and_sixteen_bit_integers_wrap_around(world):
         assert (x == np.array(int(top) * world.size).astype(dtype)).all(), dtype
 
 
-# ---- the same bits on every rank ---------------------------------------------------------------
+# ---- Equal bits on every rank ------------------------------------------------------------------
 
 
-def test_sums_of_floats_are_the_same_bits_on_every_rank(world, mpi):
+def test_sums_of_floats_have_equal_bits_on_every_rank(world, mpi):
     rng = np.random.default_rng(world.me)
     for dtype in (np.float32, np.float64, np.complex64, ml_dtypes.bfloat16, np.float16):
         for count in (1, 3, 1000, 65537, 600001):
@@ -110,13 +105,13 @@ def test_nan_in_minimum_and_maximum_is_nan_on_every_rank(world):
                 assert np.isnan(x[2]) and (np.delete(x, 2) == expected).all(), (dtype, op)
 
 
-# ---- ranks that do not agree -------------------------------------------------------------------
+# ---- Mismatched calls --------------------------------------------------------------------------
 
 X = np.float32
 
 
 def differing(me):
-    """Collective mismatches: name of the case, this rank's call, words of the error."""
+    """Collective mismatches by case: this rank's call, and a part of the error message."""
     last = me == 1
     root = 1 if last else 0
     mpi_sum, mpi_max = dist.ReduceOp.SUM, dist.ReduceOp.MAX
@@ -160,18 +155,18 @@ def differing(me):
 
 
 @pytest.mark.parametrize("case", differing(0))
-def test_ranks_that_disagree_all_get_the_same_error(pair, world, case):
+def test_collective_mismatch_raises_on_all_ranks(pair, world, case):
     call, word = differing(world.me)[case]
     with pytest.raises(dist.MismatchError, match="collective mismatch") as caught:
         call(pair)
     text = str(caught.value)
     assert word in text and "rank 1:" in text, text
     after = np.ones(3)
-    dist.all_reduce(after, group=pair)  # nothing is left over from the calls that failed
+    dist.all_reduce(after, group=pair)  # no data is left over from the failed calls
     assert (after == world.size).all()
 
 
-def test_an_asynchronous_call_that_disagrees(pair, world):
+def test_collective_mismatch_of_an_asynchronous_call_raises_in_wait(pair, world):
     call, _ = differing(world.me)["count"]
     x = np.ones(5 if world.me == 1 else 4, X)
     work = dist.all_reduce(x, group=pair, async_op=True)
@@ -182,8 +177,7 @@ def test_an_asynchronous_call_that_disagrees(pair, world):
         call(pair)
 
 
-def test_calls_are_compared_in_a_sample_after_the_first(pair, world):
-    """A loop that goes wrong late is found within a stride."""
+def test_one_call_per_stride_is_compared_after_the_first_calls(pair, world):
     x = np.ones(4, X)
     for _ in range(consistency.FIRST + 10):
         dist.all_reduce(x, group=pair)
@@ -193,7 +187,7 @@ def test_calls_are_compared_in_a_sample_after_the_first(pair, world):
             dist.all_reduce(np.ones(4, np.int32), op, group=pair)
 
 
-def test_detail_compares_every_call(pair, world, detail):
+def test_debug_level_detail_compares_every_call(pair, world, detail):
     x = np.ones(4, X)
     for _ in range(consistency.FIRST + 10):
         dist.all_reduce(x, group=pair)
@@ -206,9 +200,9 @@ def test_detail_compares_every_call(pair, world, detail):
 # ---- messages ----------------------------------------------------------------------------------
 
 
-def test_a_message_of_another_size_is_an_error(world):
+def test_receive_of_a_message_with_another_size_raises(world):
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     for sent, received in ((4, 6), (6, 4), (0, 1), (70000, 70001)):
         if world.me == 0:
             dist.send(np.ones(sent), 1)
@@ -221,8 +215,8 @@ def test_a_message_of_another_size_is_an_error(world):
 # ---- threads -----------------------------------------------------------------------------------
 
 
-def test_a_group_for_each_thread(world):
-    """What api.md recommends; the ranks start their threads in different orders."""
+def test_threads_with_separate_groups_run_concurrently(world):
+    """As api.md recommends. The ranks start their threads in different orders."""
     groups = [dist.new_group() for _ in range(4)]
     wrong = []
 
@@ -252,8 +246,8 @@ def test_a_group_for_each_thread(world):
         dist.destroy_process_group(group)
 
 
-def test_two_threads_give_one_group_its_work(world):
-    """The order among them is the program's affair; none is lost, none disturbs another."""
+def test_two_threads_may_enqueue_calls_on_one_group(world):
+    """The program must define their order; no call is lost or corrupted."""
     group = dist.new_group()
     works, lock = [], threading.Lock()
 
@@ -274,10 +268,10 @@ def test_two_threads_give_one_group_its_work(world):
     dist.destroy_process_group(group)
 
 
-# ---- ranks that do not come --------------------------------------------------------------------
+# ---- Late and missing ranks --------------------------------------------------------------------
 
 
-def test_monitored_barrier_of_ranks_that_all_come(teams):
+def test_monitored_barrier_returns_when_all_ranks_call(teams):
     for team in teams:
         if team.me is not None:
             for _ in range(3):
@@ -286,9 +280,9 @@ def test_monitored_barrier_of_ranks_that_all_come(teams):
 
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("wait_all", [False, True])
-def test_monitored_barrier_names_who_is_missing(pair, world, mpi, wait_all):
+def test_monitored_barrier_names_missing_ranks(pair, world, mpi, wait_all):
     late = list(range(1, world.size))
-    for _ in range(2):  # what is left of the first time must not count in the second
+    for _ in range(2):  # messages left over from the first call must not count in the second
         mpi.Barrier()
         if world.me in late:
             time.sleep(1.5)
@@ -305,7 +299,7 @@ def test_monitored_barrier_names_who_is_missing(pair, world, mpi, wait_all):
 
 
 @pytest.mark.any_mpi
-def test_monitored_barrier_without_rank_0(pair, world, mpi):
+def test_monitored_barrier_names_a_missing_rank_0(pair, world, mpi):
     if world.me == 0:
         mpi.Barrier()
     else:
@@ -314,7 +308,7 @@ def test_monitored_barrier_without_rank_0(pair, world, mpi):
         mpi.Barrier()
 
 
-def test_a_barrier_and_a_work_that_others_join_late(pair, world, mpi):
+def test_ranks_may_join_after_barrier_or_wait_timed_out(pair, world, mpi):
     if world.me == 0:
         with pytest.raises(TimeoutError, match="barrier"):
             dist.barrier(pair, timeout=0.3)
@@ -330,10 +324,10 @@ def test_a_barrier_and_a_work_that_others_join_late(pair, world, mpi):
         dist.all_reduce(np.ones(2), group=pair)
 
 
-def test_what_nobody_has_received_is_gone_with_its_group(world, mpi):
-    """MPI gives a later group the context of a freed communicator, and with it the message."""
+def test_unreceived_messages_are_drained_when_a_group_is_destroyed(world, mpi):
+    """Otherwise MPI could deliver them to a later group that reuses the communicator's context."""
     if world.size < 2:
-        pytest.skip("needs two ranks")
+        pytest.skip("needs 2 ranks")
     group = dist.new_group()
     for comm, nbytes in ((group.inner, 16), (group.messages, 8)):
         if world.me == 1:

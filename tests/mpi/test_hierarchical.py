@@ -1,4 +1,7 @@
-"""Groups on several nodes, which are made up here: a node is what `hierarchy.node_of` says."""
+"""Hierarchical collectives over several nodes.
+
+Nodes are simulated by patching `hierarchy.node_of`.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,14 @@ from mpicoll.launch.serialized_mpi import serialize
 from mpicoll.routes import tuning
 from mpicoll.routes.host import hierarchical, hierarchy, select, shared
 
-#: Two nodes, one of two ranks, have three.
+#: Minimum number of ranks: two nodes, of which one has two ranks.
 LEAST = 3
 
 needs = pytest.mark.skipif(
     library.kernels is None or not hasattr(os, "memfd_create"), reason="needs the C library, Linux"
 )
 
-#: The node of each of n ranks.
+#: Node of each of n ranks.
 PLACES = {
     "one after another": lambda n: [2 * rank // n for rank in range(n)],
     "in turn": lambda n: [rank % 2 for rank in range(n)],
@@ -44,9 +47,9 @@ ROUTED = [name for name in NAMES if name in hierarchical._BUILDERS]
 
 @pytest.fixture(scope="module")
 def patch(world):
-    """Everything goes through hierarchical where there are such."""
+    """Route every operation with a hierarchical implementation through it."""
     if world.size < LEAST:
-        pytest.skip(f"takes {LEAST} ranks")
+        pytest.skip(f"needs {LEAST} ranks")
     rows = {kind: {"nodes": ((0, "hierarchical"),)} for kind in tuning.KINDS}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
@@ -57,20 +60,20 @@ node_of = hierarchy.node_of
 
 
 def put(patch, name):
-    """Ranks are where PLACES says from now on."""
+    """Assign ranks to the nodes of PLACES[name]."""
     nodes = PLACES[name](dist.get_world_size())
     patch.setattr(hierarchy, "node_of", lambda: f"node {nodes[dist.get_rank()]}")
 
 
 @pytest.fixture(scope="module", params=list(PLACES))
 def kept(patch, world, request):
-    """A group for many tests."""
+    """A group used by several tests."""
     return group_of(request.param, range(world.size))
 
 
 @pytest.fixture
 def cut(kept, patch, monkeypatch):
-    """Such a group whose messages go in pieces of few bytes."""
+    """``kept`` with small slots and chunks, so that short messages need several."""
     put(patch, kept.name)
     monkeypatch.setattr(shared, "SLOT", 512)
     monkeypatch.setattr(hierarchical, "CHUNK", 1024)
@@ -81,7 +84,7 @@ def cut(kept, patch, monkeypatch):
 
 @pytest.fixture(params=list(PLACES))
 def placed(patch, world, request):
-    """Such a group."""
+    """A group of all ranks for one test."""
     put(patch, request.param)
     team = group_of(request.param, range(world.size))
     yield team
@@ -89,7 +92,7 @@ def placed(patch, world, request):
 
 
 def served(dtype):
-    """The operations of a dtype that have hierarchical."""
+    """Operations of a dtype that the hierarchical route implements."""
     return [
         op
         for op in legal_operations(dtype)
@@ -103,8 +106,8 @@ def has_levels(team):
 
 @needs
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
-def test_seams(cut, mpi, dtype):
-    """Sizes around the borders of lines, slots, shares and pieces, and many pieces."""
+def test_all_reduce_around_chunk_sizes(cut, mpi, dtype):
+    """Sizes around those of cache lines, slots, shares and chunks, up to many chunks."""
     line, slot, piece = (size // dtype.itemsize for size in (64, 512, 1024))
     calls = []
     for turn, count in enumerate((0, 1, line + 1, slot - 1, piece, piece + 1, 5 * piece + 7)):
@@ -119,7 +122,7 @@ def test_seams(cut, mpi, dtype):
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("name", [name for name in ROUTED if name != "all_reduce"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
-def test_seams_of_others(cut, name, dtype):
+def test_other_operations_around_chunk_sizes(cut, name, dtype):
     line, slot, piece = (size // dtype.itemsize for size in (64, 512, 1024))
     for turn, count in enumerate((0, line + 1, slot - 1, slot + 1, 2 * piece + 7)):
         ops = served(dtype)[turn % 3 :: 3] if NAMES[name].reduces else [None]
@@ -139,8 +142,7 @@ def test_every_root(cut):
 
 @needs
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
-def test_large(placed, name):
-    """Pieces of the sizes that users meet."""
+def test_large_messages_with_default_chunks(placed, name):
     dtype, n, me, group = by_name[name].numpy, placed.size, placed.me, placed.group
     block = 5 * hierarchical.CHUNK // dtype.itemsize // n + 123
     given = [(np.arange(n * block) % 11 + rank).astype(dtype) for rank in range(n)]
@@ -164,7 +166,7 @@ def test_large(placed, name):
 
 
 @needs
-def test_the_roots_array_may_be_read_only(cut):
+def test_broadcast_root_may_pass_a_read_only_array(cut):
     for root in range(cut.size):
         array = np.full(3000, cut.me)
         array.flags.writeable = cut.me != root
@@ -173,8 +175,8 @@ def test_the_roots_array_may_be_read_only(cut):
 
 
 @needs
-def test_parts_of_the_ranks(patch, world):
-    """Groups of some ranks, in another order; those on one node, or on nodes of their own."""
+def test_groups_of_some_ranks(patch, world):
+    """Groups in any order, on one node, or with each rank on a different node."""
     put(patch, "in turn")
     n = world.size
     for ranks in itertools.permutations(range(n), LEAST):
@@ -194,15 +196,15 @@ def test_parts_of_the_ranks(patch, world):
 
 
 @needs
-def test_no_rank_overtakes_another(patch, world):
-    """Calls of many kinds in close order in two groups, of ranks that are late at random."""
+def test_ranks_with_random_delays_keep_the_order_of_calls(patch, world):
+    """Different operations in quick succession in two groups."""
     teams = []
     for name in ("one after another", "the first alone"):
         put(patch, name)
         team = group_of(f"racing {name}", range(world.size))
         assert has_levels(team)
         teams.append(team)
-    rng = np.random.default_rng(7)  # the same calls everywhere
+    rng = np.random.default_rng(7)  # the same calls on every rank
     mine = np.random.default_rng(world.me)
     pending = []
     for number in range(300):
@@ -223,11 +225,11 @@ def test_no_rank_overtakes_another(patch, world):
 
 
 @needs
-def test_ranks_that_disagree(placed):
-    """On a node or between nodes: an error on every rank, with what they said; then all goes on."""
+def test_collective_mismatch_raises_on_all_ranks(placed):
+    """Within and between nodes: the error lists the calls, and the group stays usable."""
     team, world = placed, by_name["float32"]
     assert has_levels(team)
-    for _ in range(130):  # the first calls, and one in a stride, are compared in another way
+    for _ in range(130):  # the first calls, and one in a stride, are compared by another method
         dist.barrier(team.group)
     f32, SUM = np.float32, ReduceOp.SUM
     nodes = hierarchy.get_or_create(team.group).nodes
@@ -275,8 +277,8 @@ def test_ranks_that_disagree(placed):
 
 
 @needs
-def test_one_rank_that_cannot_share_is_enough(patch, world, mpi):
-    """All take to messages then."""
+def test_one_rank_without_shared_memory_disables_the_route(patch, world, mpi):
+    """All ranks then use messages."""
     for unable in range(world.size):
         with pytest.MonkeyPatch.context() as failure:
             put(patch, "one after another")
@@ -296,8 +298,7 @@ def test_one_rank_that_cannot_share_is_enough(patch, world, mpi):
 
 
 @needs
-def test_what_groups_leave_behind(patch, world, monkeypatch):
-    """Nothing: neither communicators nor memory, group after group."""
+def test_destroyed_groups_release_communicators_and_memory(patch, world, monkeypatch):
     made, part = [], hierarchy.make_part
 
     def noted(*arguments):
@@ -308,7 +309,7 @@ def test_what_groups_leave_behind(patch, world, monkeypatch):
         return Path("/proc/self/maps").read_text().count("memfd:mpicoll")
 
     monkeypatch.setattr(hierarchy, "make_part", noted)
-    gc.collect()  # what errors in other tests hold
+    gc.collect()  # references held by errors of other tests
     before, array = mapped(), np.ones(500, np.float32)
     put(patch, "one after another")
     for number in range(40):
@@ -325,8 +326,8 @@ def test_what_groups_leave_behind(patch, world, monkeypatch):
 
 
 @needs
-def test_an_mpi_that_lets_one_thread_in(patch, world):
-    """Its communicators are wrapped; so are those made of them."""
+def test_serialized_mpi(patch, world):
+    """Communicators derived from a serialized communicator are also serialized."""
     put(patch, "in turn")
     team = group_of("serialized", range(world.size))
     team.group.inner = serialize(team.group.inner)
@@ -338,8 +339,8 @@ def test_an_mpi_that_lets_one_thread_in(patch, world):
     dist.destroy_process_group(team.group)
 
 
-def test_without_nodes(world, monkeypatch):
-    """Here all ranks are on one node, and say so."""
+def test_single_node_does_not_use_the_route(world, monkeypatch):
+    """All ranks of the test run are on one node."""
     monkeypatch.setattr(hierarchy, "node_of", node_of)
     world = group_of("on one node", range(world.size))
     said = MPI.COMM_WORLD.allgather(hierarchy.node_of())
@@ -352,7 +353,7 @@ def test_without_nodes(world, monkeypatch):
 
 
 @needs
-def test_a_handler_that_raises_in_a_node_breaks_the_whole_group(patch):
+def test_signal_handler_that_raises_fails_the_whole_group(patch):
     put(patch, "one after another")
     group = group_of("a handler that raises", range(dist.get_world_size())).group
     dist.all_reduce(np.ones(5), group=group)

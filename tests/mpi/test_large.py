@@ -1,4 +1,4 @@
-"""More than 2**31 elements or bytes, on two ranks."""
+"""Calls with more than 2**31 elements or bytes, on two ranks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mpicoll.dtypes import ReduceOp
 
 pytestmark = pytest.mark.slow
 
-#: More than a C int counts.
+#: Element count that does not fit a C int.
 MANY = 2**31 + 16
-#: GiB that must be free on the machine; half of them are used, and MPI's own.
+#: Free memory required on the machine, in GiB. The tests use half of it, plus MPI's buffers.
 NEEDED = 12
 
-#: What an array repeats: as long as no power of two, so that what is misplaced differs.
+#: Elements in the repeated pattern. Not a power of two, so that misplaced data differs.
 TILE = 2**20 - 3
 
 
 def free() -> float:
-    """GiB of memory that this machine, and this container, would give."""
+    """Free memory in GiB, limited by the machine and the container."""
     found = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, amount = line.partition(":")
@@ -34,24 +34,27 @@ def free() -> float:
     try:
         limit, used = (group / name for name in ("memory.max", "memory.current"))
         limits.append((int(limit.read_text()) - int(used.read_text())) / 2**30)
-    except (OSError, ValueError):  # none, or "max"
+    except (OSError, ValueError):  # missing, or "max"
         pass
     return min(limits)
 
 
 @pytest.fixture(scope="module")
 def memory(world):
-    """The bytes that all tests use, as new memory takes most of the time; on two ranks only."""
+    """A buffer shared by all tests, because allocation takes most of the time.
+
+    Skips unless on two ranks.
+    """
     if world.size != 2:
-        pytest.skip("counts beyond 2**31 are tested on two ranks")
+        pytest.skip("runs on 2 ranks only")
     there = min(MPI.COMM_WORLD.allgather(free()))
     if there < NEEDED:
-        pytest.skip(f"counts beyond 2**31: {there:.0f} GiB are free, {NEEDED} are needed")
+        pytest.skip(f"needs {NEEDED} GiB of free memory, got {there:.0f}")
     return np.empty(MANY, np.uint8)
 
 
 def tile(seed, dtype):
-    """One tile; its numbers are small, so that sums of two are exact."""
+    """One pattern of small numbers, so that the sum of two is exact."""
     return np.random.default_rng(seed).integers(0, 60, TILE, np.uint8).astype(dtype)
 
 
@@ -64,14 +67,14 @@ def fill(array, seed):
 
 
 def check(array, expected):
-    """Every element, against an array that repeats a tile from its beginning."""
+    """Compare every element with the repeated pattern."""
     words = f"u{array.itemsize}"
     for start in range(0, array.size, TILE):
         part = array[start : start + TILE]
         assert np.array_equal(part.view(words), expected[: part.size].view(words)), start
 
 
-def test_broadcast(world, memory):
+def test_broadcast_of_more_than_2_31_elements(world, memory):
     if world.me == 1:
         fill(memory, 1)
     dist.broadcast(memory, src=1)
@@ -79,29 +82,27 @@ def test_broadcast(world, memory):
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MAX], ids=repr)
-def test_all_reduce(world, memory, op):
+def test_all_reduce_of_more_than_2_31_elements(world, memory, op):
     array = fill(memory.view(np.int8 if op is ReduceOp.SUM else np.uint8), world.me)
     dist.all_reduce(array, op)
     check(array, op.ufunc(tile(0, array.dtype), tile(1, array.dtype)))
 
 
-def test_all_reduce_of_bfloat16(world, memory):
-    """More than 2**31 bytes."""
+def test_all_reduce_of_more_than_2_31_bytes(world, memory):
     array = fill(memory.view(ml_dtypes.bfloat16), world.me)
     dist.all_reduce(array)
     check(array, tile(0, array.dtype) + tile(1, array.dtype))
 
 
-def test_all_gather(world, memory):
-    """Each input has fewer, the output more."""
+def test_all_gather_of_more_than_2_31_elements(world, memory):
+    """Each input has fewer than 2**31 elements."""
     half = MANY // 2
     dist.all_gather_single(memory, fill(np.empty(half, np.uint8), world.me))
     for r in range(2):
         check(memory[r * half : (r + 1) * half], tile(r, np.uint8))
 
 
-def test_messages(world, memory):
-    """From rank 0 to rank 1."""
+def test_message_of_more_than_2_31_elements(world, memory):
     if world.me == 0:
         dist.send(fill(memory, 3), 1)
     else:
@@ -110,8 +111,8 @@ def test_messages(world, memory):
         check(memory, tile(3, np.uint8))
 
 
-def test_all_to_all(world, memory):
-    """Rank 0 has nearly all for rank 1, which has little for it."""
+def test_all_to_all_of_more_than_2_31_elements(world, memory):
+    """Rank 0 sends almost all data; rank 1 sends 7 bytes."""
     small = np.arange(7, dtype=np.uint8)
     if world.me == 0:
         got = np.zeros(7, np.uint8)

@@ -1,4 +1,4 @@
-"""Lists of arrays that are packed piece by piece."""
+"""Lists of arrays that are packed in chunks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from mpicoll.routes.host import lists
 LISTS = [row for row in PRIMITIVES if row.listed and row.even]
 
 
-#: The extents of what was packed at a time.
+#: Extent of each packed chunk.
 extents = []
 
 
 @pytest.fixture(scope="module")
 def small(world):
-    """A group that packs a few elements at a time, for MPI, which takes no lists."""
+    """A group with small pack buffers and the MPI route, which needs contiguous memory."""
     rows = {kind: {"node": ((0, "mpi"),)} for kind in tuning.KINDS}
     build = lists.packed
 
@@ -46,8 +46,8 @@ def small(world):
 
 @pytest.mark.parametrize("dtype", [by_name["float32"], by_name["bfloat16"]], ids=repr)
 @pytest.mark.parametrize("row", LISTS, ids=repr)
-def test_pieces(small, row, dtype):
-    """Sizes around their borders; on every rank no more is packed at a time."""
+def test_lists_are_packed_in_chunks(small, row, dtype):
+    """Sizes around multiples of a chunk. No rank packs more than a chunk at a time."""
     step = 160 // dtype.itemsize
     for count in (0, 1, step - 1, step, step + 1, 5 * step + 3):
         for op in legal_operations(dtype) if row.reduces else [None]:
@@ -56,8 +56,8 @@ def test_pieces(small, row, dtype):
             assert extents == [min(step, count - at) for at in range(0, max(count, 1), step)]
 
 
-def test_arrays_that_lie_apart(small):
-    """Transposed ones in a list are filled at the end."""
+def test_lists_may_contain_noncontiguous_arrays(small):
+    """Transposed outputs are written after the call."""
     n, me = small.size, small.me
     mine = np.arange(600.0).reshape(20, 30) + 1000 * me
     got = [np.zeros((30, 20)).T if rank % 2 else np.zeros((20, 30)) for rank in range(n)]
@@ -72,8 +72,8 @@ def test_arrays_that_lie_apart(small):
 
 
 @pytest.mark.parametrize("shift", [0, 7, -7])
-def test_outputs_among_the_inputs(small, shift):
-    """What is received, into an array that is sent, comes after it was sent."""
+def test_reduce_scatter_output_may_overlap_the_inputs(small, shift):
+    """An input is sent before the output is written over it."""
     n, me = small.size, small.me
     memory = np.arange(3000.0) + 10000 * me
     values = [np.arange(500.0) + 500 + 7 * r + 10000 * np.arange(n)[:, None] for r in range(n)]
@@ -90,11 +90,11 @@ def test_outputs_among_the_inputs(small, shift):
 
 
 @pytest.mark.parametrize("name", ["all_gather", "gather", "all_to_all"])
-def test_outputs_that_share_memory(world, name):
-    """They are refused, by the native fast path, too; parts that lie between each other are not."""
+def test_outputs_that_share_memory_are_rejected(world, name):
+    """Also by the native fast path. Interleaved outputs without overlap are accepted."""
     n, me = world.size, world.me
     if n == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
 
     def run(outputs):
         if name == "all_gather":
@@ -127,8 +127,8 @@ def test_outputs_that_share_memory(world, name):
                 run(outputs)
 
 
-def test_arrays_that_share_memory_are_found_as_by_numpy():
-    """Random blocks of one table: columns, which have a separate path, rows and both."""
+def test_overlap_check_agrees_with_numpy():
+    """Random blocks of one table: rows, columns (which have a separate code path) and both."""
     random = np.random.default_rng(3)
     found = set()
     for _ in range(300):
@@ -151,7 +151,7 @@ def test_arrays_that_share_memory_are_found_as_by_numpy():
     assert found == {True, False}
 
 
-def test_messages_count_in_words_and_suggest_swapped_arguments(world):
+def test_errors_state_counts_and_suggest_swapped_arguments(world):
     x, out = np.zeros(1), np.zeros(world.size + 2)
     with pytest.raises(dist.ArgumentError, match=r"has 1 element[ ,;]"):
         dist.all_gather_single(x, out)

@@ -1,4 +1,4 @@
-"""send, recv, isend, irecv, batch_isend_irecv."""
+"""Point-to-point: send, recv, isend, irecv and batch_isend_irecv."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGE = 8 * 2**20
 
 
 def ring(team):
-    """The global ranks after and before this one."""
+    """Global ranks of the next and the previous rank in the group."""
     return team.ranks[(team.me + 1) % team.size], team.ranks[team.me - 1]
 
 
@@ -25,8 +25,8 @@ def sent(dtype, count, rank):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
-def test_ring(teams, dtype):
-    """Every dtype and count, by global rank and by rank in the group, blocking and not."""
+def test_messages_in_a_ring(teams, dtype):
+    """Every dtype and count, with global and group ranks, blocking and nonblocking."""
     for team in teams:
         if team.me is None or team.size == 1:
             continue
@@ -53,10 +53,10 @@ def test_ring(teams, dtype):
             oracle.same_bits(got, expected, f"{count} of {dtype} in {team.name}")
 
 
-def test_tags_in_reverse_order(world):
-    """The receiver's order of tags counts, not the sender's; the same tag keeps its order."""
+def test_messages_are_matched_by_tag(world):
+    """The receiver may use another order of tags. Messages with equal tags keep their order."""
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     after, before = ring(world)
     tags = [5, 0, 7, 5, 5]
     works = [dist.isend(np.array([i, world.me]), after, tag=tag) for i, tag in enumerate(tags)]
@@ -67,11 +67,11 @@ def test_tags_in_reverse_order(world):
     assert all(work.wait() for work in works)
 
 
-def test_tags_meet_no_other_group(teams):
-    """The same tag between the same ranks in two groups, received in the other order."""
+def test_tags_are_separate_between_groups(teams):
+    """The same tag between the same ranks in two groups, received in the opposite order."""
     world, *_, reordered = teams
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     one, other = world.ranks[0], world.ranks[1]
     if world.me == 0:
         works = [
@@ -85,8 +85,7 @@ def test_tags_meet_no_other_group(teams):
             assert (got == i).all()
 
 
-def test_any_source(teams):
-    """Whoever sends is received, and named by its global rank."""
+def test_receive_from_any_source_returns_the_global_rank(teams):
     for team in teams:
         if team.me is None:
             continue
@@ -112,8 +111,8 @@ def test_recv_async_is_irecv():
     assert dist.recv_async is dist.irecv
 
 
-def test_to_itself(teams):
-    """isend and irecv may meet on one rank; send would wait for ever and is refused."""
+def test_messages_to_the_own_rank(teams):
+    """isend and irecv are supported; a blocking send would deadlock and is rejected."""
     for team in teams:
         if team.me is None:
             continue
@@ -131,10 +130,10 @@ def test_to_itself(teams):
             dist.send(np.zeros(3), me, team.group)
 
 
-def test_large_messages_both_ways(world):
-    """Everybody sends before anybody receives; nothing of 8 MiB is buffered by MPI."""
+def test_all_ranks_may_isend_large_messages_before_receiving(world):
+    """MPI does not buffer messages of 8 MiB."""
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     after, before = ring(world)
     out = np.arange(LARGE // 8) + world.me
     works = [dist.isend(out, after)]
@@ -142,16 +141,17 @@ def test_large_messages_both_ways(world):
     assert dist.recv(got, before) == before
     assert (got == np.arange(LARGE // 8) + before).all()
     works[0].wait()
-    works = [dist.irecv(got, before), dist.isend(out + 1, after)]  # the sum is held by its Work
+    # the Work owns the temporary array
+    works = [dist.irecv(got, before), dist.isend(out + 1, after)]
     for work in reversed(works):
         assert work.wait()
     assert (got == np.arange(LARGE // 8) + before + 1).all()
 
 
-def test_layouts(world):
-    """Strided, transposed, 0-d and empty arrays, of different layouts on the two sides."""
+def test_messages_of_noncontiguous_arrays(world):
+    """Strided, transposed, 0-d and empty arrays, with different layouts on sender and receiver."""
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     after, before = ring(world)
     values = np.arange(24.0).reshape(4, 6)
     sources = [values + world.me, (values + world.me).copy("F"), np.repeat(values, 2, 1)[:, ::2]]
@@ -183,10 +183,10 @@ def test_layouts(world):
         sending.wait()
 
 
-def test_torch_tensors(world):
+def test_messages_of_torch_tensors(world):
     torch = pytest.importorskip("torch")
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     after, before = ring(world)
     for dtype in (torch.bfloat16, torch.float32, torch.float8_e5m2, torch.complex64, torch.bool):
         out = torch.arange(6).reshape(2, 3).remainder(world.me + 2).to(dtype)
@@ -209,10 +209,10 @@ def test_torch_tensors(world):
 @pytest.mark.parametrize("count", [10, 300000])
 @pytest.mark.parametrize("change", [-1, 1])
 @pytest.mark.parametrize("blocking", [False, True])
-def test_other_sizes(world, mpi, count, change, blocking):
-    """A message that is shorter or longer than the array: an error that names both sizes."""
+def test_message_of_another_size_raises(world, mpi, count, change, blocking):
+    """The error names both sizes."""
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     if world.me == 0:
         work = dist.isend(np.ones(count + change), 1)
         work.wait()
@@ -232,11 +232,11 @@ def test_other_sizes(world, mpi, count, change, blocking):
                     assert work.is_completed() and not work.is_success()
                     assert isinstance(work.exception(), dist.MPIError)
     wait_for_all(mpi)
-    test_tags_in_reverse_order(world)
+    test_messages_are_matched_by_tag(world)
 
 
-def test_refusals(teams):
-    """Before anything is sent; the group stays usable."""
+def test_invalid_message_arguments_raise(teams):
+    """Errors are raised before data is sent, and the group stays usable."""
     world = teams[0]
     frozen = np.zeros(3)
     frozen.flags.writeable = False
@@ -277,14 +277,14 @@ def test_refusals(teams):
             for call in (dist.send, dist.isend):
                 with pytest.raises(ValueError, match="dst"):
                     call(np.zeros(3), team.ranks[0], team.group)
-    test_to_itself(teams[:1])
+    test_messages_to_the_own_rank(teams[:1])
 
 
 # ---- Batches -------------------------------------------------------------------------------------
 
 
 def batch(team, count, order):
-    """Every rank sends to and receives from every rank, itself included, with two tags."""
+    """Every rank sends to and receives from every rank, including itself, with two tags."""
     kinds = [dist.isend, dist.irecv]
     entries = [(kind, peer, tag) for kind in kinds for peer in range(team.size) for tag in (1, 2)]
     entries = order(entries)
@@ -313,7 +313,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("count", [0, 5, 300000])
-def test_batches(teams, order, count):
+def test_batches_of_messages(teams, order, count):
     for team in teams:
         if team.me is None:
             continue
@@ -324,7 +324,7 @@ def test_batches(teams, order, count):
             assert (array == expected).all()
 
 
-def test_batches_with_other_orders_on_other_ranks(world):
+def test_batches_may_be_ordered_differently_on_each_rank(world):
     order = list(ORDERS.values())[world.me % 3]
     pending = [batch(world, 100000, order) for _ in range(3)]
     for works, checks in reversed(pending):
@@ -333,7 +333,7 @@ def test_batches_with_other_orders_on_other_ranks(world):
             assert (array == expected).all()
 
 
-def test_refused_batches(teams):
+def test_invalid_batches_are_rejected(teams):
     world, *_, reordered = teams
     x = np.zeros(3)
     good = dist.P2POp(dist.isend, x, world.me)
@@ -353,11 +353,11 @@ def test_refused_batches(teams):
         dist.P2POp(dist.isend, x)
     with pytest.raises(ValueError, match="peer"):
         dist.P2POp(dist.isend, x, world.size)
-    test_batches([world], "mixed", 5)
+    test_batches_of_messages([world], "mixed", 5)
 
 
-def test_many_pending_messages(world):
-    """Hundreds of messages whose Works and arrays are dropped at once arrive all the same."""
+def test_messages_complete_after_their_works_are_dropped(world):
+    """Hundreds of messages whose arrays are also dropped."""
     after, before = ring(world)
     got = np.zeros((300, 500), np.float32)
     receiving = [dist.irecv(row, before, tag=i % 7) for i, row in enumerate(got)]
@@ -367,8 +367,7 @@ def test_many_pending_messages(world):
     assert (got == np.arange(len(got))[:, None] * 2 + before).all()
 
 
-def test_messages_beside_collectives(world):
-    """A receive that is pending stands in nobody's way."""
+def test_pending_receive_does_not_block_collectives(world):
     after, before = ring(world)
     got = np.zeros(1000)
     receiving = dist.irecv(got, before, tag=4)
@@ -384,8 +383,8 @@ def test_messages_beside_collectives(world):
     assert (got == 7 + before).all()
 
 
-def test_wait_with_a_timeout(world, mpi):
-    """It raises when the time is over; the receive goes on and can be waited for again."""
+def test_wait_on_a_receive_times_out_and_can_be_repeated(world, mpi):
+    """The receive stays pending."""
     after, before = ring(world)
     got = np.zeros(3, ml_dtypes.bfloat16)
     work = dist.irecv(got, before, tag=8)
@@ -401,10 +400,10 @@ def test_wait_with_a_timeout(world, mpi):
 
 @pytest.mark.parametrize("count", [4, 300000])
 @pytest.mark.parametrize("how", ["recv", "irecv", "batch", "any", "polled"])
-def test_another_dtype_of_the_same_size(world, count, how):
-    """An error that names both dtypes; the message can still be received as what it is."""
+def test_message_of_another_dtype_raises(world, count, how):
+    """The error names both dtypes. The message can then be received with the right dtype."""
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     after, before = ring(world)
     out = np.arange(count, dtype=np.float32) + world.me
     sending = dist.isend(out, after, tag=9)
@@ -428,7 +427,7 @@ def test_another_dtype_of_the_same_size(world, count, how):
 
 
 @pytest.mark.parametrize("tag", [0, 1022])
-def test_the_tags_that_every_mpi_has(world, tag):
+def test_first_and_last_tag(world, tag):
     after, before = ring(world)
     sending = dist.isend(np.full(3, world.me), after, tag=tag)
     got = np.zeros(3, np.int64)

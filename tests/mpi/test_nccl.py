@@ -1,4 +1,4 @@
-"""The route through NCCL: what it asks NCCL for, on simulated devices and a NCCL made of MPI."""
+"""The NCCL route, on simulated devices with an NCCL emulated over MPI."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mpicoll.routes.device import copy_engine, nccl
 
 pytestmark = pytest.mark.any_mpi
 
-#: ncclDataType_t.
+#: Dtypes by ncclDataType_t.
 KINDS = [
     "int8",
     "uint8",
@@ -42,14 +42,14 @@ KINDS = [
     "float64",
     "bfloat16",
 ]
-#: ncclUniqueId, as CuPy gives it: bytes since version 14.
+#: ncclUniqueId as returned by CuPy: bytes since version 14.
 IDENTITY = bytes(range(128))
-#: ncclRedOp_t.
+#: Operations by ncclRedOp_t.
 OPS = ["SUM", "PRODUCT", "MAX", "MIN", "AVG"]
 
 
 class WithNccl(Simulated):
-    """Devices, each rank's with an identity of its own, and NCCL."""
+    """Simulated devices with NCCL. Each rank's device has a different identity."""
 
     def __init__(self, me: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class WithNccl(Simulated):
         self.asked = 0
 
     def is_done(self, event):
-        """The device goes on by itself: NCCL may wait there for another rank."""
+        """Poll without blocking the host: an emulated NCCL kernel may wait for another rank."""
         done = event.stream.done >= event.place
         if not done:
             run = threading.Thread(target=self._run, args=(event.stream, event.place), daemon=True)
@@ -76,7 +76,7 @@ class WithNccl(Simulated):
 
     def create_nccl(self, index, n, identity, rank):
         assert identity == IDENTITY
-        # NCCL finds its ranks by the identity; here they are all there are.
+        # NCCL matches ranks by the identity; here it has all ranks of the job.
         return Communicator(self, index, MPI.COMM_WORLD.Split(0, rank))
 
     @contextlib.contextmanager
@@ -102,7 +102,7 @@ class Communicator:
         self.cuda, self.index, self.comm = cuda, index, comm
         self.aborted = threading.Event()
         self.async_error = ""
-        self.misses = False  # another rank does not come: NCCL waits for ever
+        self.misses = False  # another rank is missing: NCCL blocks indefinitely
 
     def _given(self, address, count, kind):
         return elements(address, by_name[KINDS[kind]].numpy, count)
@@ -179,13 +179,13 @@ class Communicator:
         self.comm.Free()
 
     def abort(self):
-        """What is not done does nothing any more; as in NCCL, alone."""
+        """Cancel enqueued work on this rank only, as ncclCommAbort does."""
         assert not self.aborted.is_set()
         self.aborted.set()
 
 
 class Arrays(simulated.Arrays):
-    """Arrays on some devices."""
+    """Arrays on the given devices."""
 
     def __init__(self, cuda):
         self.cuda = cuda
@@ -218,17 +218,17 @@ def world(mpi_world) -> Team:
 
 
 def exact(dtype, op):
-    """What needs no rounding, and no rule for NaN."""
+    """True if the result needs no rounding and no NaN rule."""
     return dtype.kind.value == "integer" and op.name in OPS
 
 
 @pytest.mark.parametrize("name", MOVES)
 @pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float8_e5m2", "complex128", "int32"])
-def test_moves(arrays, cuda, world, name, dtype):
+def test_data_movement_through_nccl(arrays, cuda, world, name, dtype):
     before = cuda.asked
     for count in (0, 1, 7, 1000):
         DeviceCall(arrays, name, world, by_name[dtype], count, None, count % world.size).run()
-    assert cuda.asked > before, "another route was taken"
+    assert cuda.asked > before, "another route was used"
 
 
 @pytest.mark.parametrize(
@@ -236,16 +236,16 @@ def test_moves(arrays, cuda, world, name, dtype):
     [name for name in REDUCTIONS if NAMES[name].name in registry.DEVICE["nccl"].serves.primitives],
 )
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64", "uint64"])
-def test_reduces(arrays, cuda, world, name, dtype):
+def test_reductions_through_nccl(arrays, cuda, world, name, dtype):
     before = cuda.asked
     row = by_name[dtype]
     for op in (op for op in legal_operations(row) if exact(row, op)):
         for count in (0, 1, 7, 1000):
             DeviceCall(arrays, name, world, row, count, op, count % world.size).run()
-    assert cuda.asked > before, "another route was taken"
+    assert cuda.asked > before, "another route was used"
 
 
-def test_average_of_floats(arrays, cuda, world):
+def test_average_of_floats_through_nccl(arrays, cuda, world):
     for dtype in ("float32", "float64", "float16"):
         call = DeviceCall(arrays, "all_reduce", world, by_name[dtype], 8, dist.ReduceOp.AVG)
         for array in call.made:
@@ -256,19 +256,18 @@ def test_average_of_floats(arrays, cuda, world):
         assert (call.made[0].host == (world.size - 1) / 2).all() and cuda.asked > before
 
 
-def test_it_comes_first_for_calls_of_any_size(arrays, cuda, world):
-    """Also where another route takes the large ones."""
+def test_nccl_has_priority_for_any_size(arrays, cuda, world):
+    """Also for sizes at which another route would be selected."""
     for count in (1000, copy_engine.MIN_BYTES // 4):
         given = uploaded(arrays, np.full(count, world.me, np.float32))
         output = uploaded(arrays, np.zeros((world.size, count), np.float32))
         before = cuda.asked
         dist.all_gather_single(output, given)
         assert (got(output) == np.arange(world.size)[:, None]).all()
-        assert cuda.asked > before, "another route was taken"
+        assert cuda.asked > before, "another route was used"
 
 
-def test_a_forked_child_destroys_nothing(arrays, world):
-    """The communicator is its parent's."""
+def test_forked_child_does_not_destroy_the_communicator(arrays, world):
     group = dist.new_group()
     array = uploaded(arrays, np.full(9, 1, np.int32))
     dist.all_reduce(array, group=group)
@@ -284,7 +283,7 @@ def test_a_forked_child_destroys_nothing(arrays, world):
     dist.destroy_process_group(group())
 
 
-def test_what_nccl_does_not_compute_takes_another_route(arrays, cuda, world):
+def test_unsupported_reductions_use_another_route(arrays, cuda, world):
     for dtype, op in (("bool", "SUM"), ("int32", "BXOR"), ("float8_e5m2", "SUM"), ("int16", "SUM")):
         before = cuda.asked
         row, operation = by_name[dtype], getattr(dist.ReduceOp, op)
@@ -296,15 +295,15 @@ def test_what_nccl_does_not_compute_takes_another_route(arrays, cuda, world):
         assert cuda.asked == before
 
 
-def test_uneven_reduce_scatter(arrays, cuda, world):
+def test_uneven_reduce_scatter_through_nccl(arrays, cuda, world):
     before = cuda.asked
     for name in ("SUM", "MAX"):
         call = by_name["int32"], [3, 0, 1000, 5], getattr(dist.ReduceOp, name)
         UnevenDeviceCall(arrays, world, *call).complete(False)
-    assert cuda.asked > before, "another route was taken"
+    assert cuda.asked > before, "another route was used"
 
 
-def test_uneven_blocks(arrays, world):
+def test_uneven_all_to_all(arrays, world):
     n, me = world.size, world.me
     sends = [me + r for r in range(n)]
     given = np.concatenate([np.full(count, 10 * me + r) for r, count in enumerate(sends)])
@@ -314,8 +313,8 @@ def test_uneven_blocks(arrays, world):
     assert (got(output) == expected).all()
 
 
-def test_two_ranks_on_one_gpu(world, monkeypatch):
-    """NCCL refuses that, and so it is not asked."""
+def test_ranks_that_share_a_gpu_use_another_route(world, monkeypatch):
+    """NCCL does not support several ranks on one GPU."""
     if world.size == 1:
         return
     shared = WithNccl(0)
@@ -327,7 +326,7 @@ def test_two_ranks_on_one_gpu(world, monkeypatch):
     dist.destroy_process_group(group)
 
 
-def test_forced(world, monkeypatch):
+def test_forcing_nccl_without_nccl_raises(world, monkeypatch):
     monkeypatch.setenv("MPICOLL_DEVICE_ROUTE", "nccl")
     monkeypatch.setattr(capabilities, "_known", None)
     without = Simulated()
@@ -340,16 +339,16 @@ def test_forced(world, monkeypatch):
     dist.destroy_process_group(group)
 
 
-def test_names_that_ask_for_it():
+def test_backend_names_that_request_nccl():
     assert nccl.asked_for("nccl") and nccl.asked_for("cpu:gloo,cuda:nccl")
     assert not nccl.asked_for("mpi") and not nccl.asked_for("cpu:nccl")
 
 
-# ---- Communicators that cannot be made -----------------------------------------------------------
+# ---- Failed initialization -----------------------------------------------------------------------
 
 
 class Alone:
-    """A communicator that NCCL has made on this rank, and not on another."""
+    """A communicator that was created on this rank only."""
 
     aborted = False
 
@@ -357,8 +356,8 @@ class Alone:
         self.aborted = True
 
 
-def test_a_rank_on_which_nccl_fails(arrays, cuda, world, monkeypatch):
-    """All hear of it, and take another route; what others have of it is aborted."""
+def test_nccl_failure_on_one_rank_disables_the_route(arrays, cuda, world, monkeypatch):
+    """All ranks use another route, and communicators created on other ranks are aborted."""
     made = Alone()
     monkeypatch.setattr(cuda, "create_nccl", lambda *how: 1 / 0 if world.me == 0 else made)
     group = dist.new_group()
@@ -371,10 +370,10 @@ def test_a_rank_on_which_nccl_fails(arrays, cuda, world, monkeypatch):
     dist.destroy_process_group(group)
 
 
-def test_ranks_that_nccl_keeps(arrays, cuda, world, monkeypatch, mpi):
-    """The one on which it has failed raises why."""
+def test_ranks_blocked_in_nccl_initialization_are_released(arrays, cuda, world, monkeypatch, mpi):
+    """The rank on which initialization failed raises the cause."""
     if world.size == 1:
-        pytest.skip("there is nobody to keep")
+        pytest.skip("needs 2 ranks")
     monkeypatch.setattr(nccl, "_INIT_TIMEOUT_S", TIMEOUT if world.me else 0.2)
     begun = mpi.Dup()
 
@@ -400,14 +399,14 @@ def test_ranks_that_nccl_keeps(arrays, cuda, world, monkeypatch, mpi):
     dist.destroy_process_group(group)
 
 
-# ---- Trouble -------------------------------------------------------------------------------------
+# ---- Failures ------------------------------------------------------------------------------------
 
 
 def trouble(arrays, world, patch):
-    """A group that has called, its part of NCCL, and an array."""
+    """A group past its first call, its NCCL state, and an array."""
     if world.size == 1:
-        pytest.skip("NCCL waits for nobody")
-    patch.setattr(consistency, "FIRST", 1)  # from then on the hosts do not meet in each call
+        pytest.skip("needs 2 ranks")
+    patch.setattr(consistency, "FIRST", 1)  # later calls do not synchronize the hosts
     group = dist.new_group(timeout=TIMEOUT)
     array = uploaded(arrays, np.full(9, world.me, np.int32))
     dist.all_reduce(array, group=group)
@@ -416,19 +415,19 @@ def trouble(arrays, world, patch):
 
 
 def wait_until_broken(group):
-    """As long as a watchdog takes."""
+    """Wait until the watchdog thread has failed the group."""
     end = time.monotonic() + TIMEOUT / 2
     while group.error is None:
-        assert time.monotonic() < end, "nobody has said it"
+        assert time.monotonic() < end, "the group has not failed in time"
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize("look", ["call", "destroy", "wait", "exception"])
-def test_a_call_that_another_rank_misses(arrays, world, monkeypatch, look):
-    """After the group's timeout it is aborted, and whoever looks learns which call it was."""
+def test_missing_rank_times_out_and_aborts_nccl(arrays, world, monkeypatch, look):
+    """The error that the caller gets names the call."""
     group, part, array = trouble(arrays, world, monkeypatch)
-    group.timeout = 1.0  # from now on
-    if world.me == 0:  # makes no call, and hears of it
+    group.timeout = 1.0  # for the following calls
+    if world.me == 0:  # does not make the call, and is notified
         wait_until_broken(group)
         with pytest.raises(DistBackendError, match=r"rank [1-9] (failed in|has left|has closed)"):
             dist.all_reduce(array, group=group)
@@ -458,15 +457,14 @@ def test_a_call_that_another_rank_misses(arrays, world, monkeypatch, look):
         dist.destroy_process_group(group)
 
 
-def test_an_error_that_nccl_finds(arrays, world, monkeypatch):
-    """On one rank: all abort."""
+def test_nccl_async_error_fails_the_group_on_all_ranks(arrays, world, monkeypatch):
     group, part, array = trouble(arrays, world, monkeypatch)
     part.comm.misses = True
     dist.all_reduce(array, group=group)
     if world.me == 0:
         part.comm.async_error = "a remote process has exited"
     wait_until_broken(group)
-    # Rank 2 may hear of it by rank 1, which has heard of it.
+    # Rank 2 may be notified by rank 1 instead of rank 0.
     words = "NCCL failed: a remote process has exited" if world.me == 0 else "rank [01] .*fail"
     with pytest.raises(DistBackendError, match=words):
         dist.all_reduce(array, group=group)
@@ -475,21 +473,23 @@ def test_an_error_that_nccl_finds(arrays, world, monkeypatch):
     dist.destroy_process_group(group)
 
 
-def test_a_rank_that_fails_before_nccl(arrays, world, monkeypatch):
-    """The others wait on their devices, until they hear of it."""
+def test_failure_before_the_nccl_call_fails_the_group(arrays, world, monkeypatch):
+    """The other ranks are blocked in NCCL kernels until they are notified."""
     group, part, _ = trouble(arrays, world, monkeypatch)
     part.comm.misses = True
     third = arrays.make(np.ones(50, np.float32), 0, "third")
     third.upload()
     if world.me == 0:
-        part.context._blocks, part.context._since = [], []  # a group keeps its scratch
+        # drop the scratch memory that the group keeps
+        part.context._blocks, part.context._since = [], []
         monkeypatch.setattr(arrays.cuda, "allocate", lambda *what: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             dist.all_reduce(third, group=group)
     else:
         dist.all_reduce(third, group=group)
         got(third)
-    with pytest.raises(DistBackendError, match=r"rank [01] .*call 2.*"):  # or by rank 1
+    # rank 1 may forward the notification
+    with pytest.raises(DistBackendError, match=r"rank [01] .*call 2.*"):
         wait_until_broken(group)
         dist.all_reduce(third, group=group)
     monkeypatch.undo()

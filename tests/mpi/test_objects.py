@@ -1,4 +1,4 @@
-"""Objects: every collective and message of them, every root, and what may be refused."""
+"""Object collectives and messages: every operation, every root, and restricted pickle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpicoll.core.pickles import decode, encode
 
 
 class Named:
-    """An object of a type of its own."""
+    """An object of a user-defined type."""
 
     def __init__(self, value):
         self.value = value
@@ -25,7 +25,7 @@ class Named:
 
 
 def thing(rank):
-    """Another object for each rank: sizes differ by orders of magnitude, one is empty."""
+    """A different object per rank: sizes differ by orders of magnitude, and one is empty."""
     return [
         {"rank": rank, "text": "é" * (10**rank)},
         None,
@@ -87,9 +87,9 @@ def test_scatter_object_list_from_every_root(teams):
                 assert same(found[0], thing(dist.get_rank())) and found[1] == "kept"
 
 
-def test_messages_of_objects(world):
+def test_send_and_recv_object_list(world):
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     left, right = (world.me - 1) % world.size, (world.me + 1) % world.size
     for batch in (False, True):
         found = ["old", "old"]
@@ -103,7 +103,7 @@ def test_messages_of_objects(world):
         assert same(found[0], thing(left)) and found[1] == {"from": left}
 
 
-def test_an_object_from_any_rank(world):
+def test_recv_object_list_from_any_source(world):
     if world.me == 0:
         seen = set()
         for _ in range(world.size - 1):
@@ -123,8 +123,8 @@ def test_arrays_inside_objects_arrive_writable_and_aligned(world):
     for one in found:
         for name, array in one.items():
             assert np.array_equal(array, sent[name]) and array.flags.aligned
-            array += 1  # writable, and nobody else's memory
-    # What a rank gets of itself is a copy like the others': the object that was sent is as it was.
+            array += 1  # writable, and not shared with another object
+    # A rank's own entry is also a copy, so the sent object is unchanged.
     assert np.array_equal(sent["a"], np.arange(3)) and np.array_equal(sent["b"], np.arange(5))
 
 
@@ -135,8 +135,8 @@ def test_large_buffers_stay_out_of_the_pickle():
     assert np.shares_memory(decode(whole)["array"], whole)
 
 
-def test_no_rank_pads_to_the_largest(world, monkeypatch):
-    """What travels is what each rank has: bytes are counted where they go out and come in."""
+def test_objects_are_not_padded_to_the_largest(world, monkeypatch):
+    """Counts the bytes that are sent and received."""
     from mpicoll.routes import wire
 
     moved = []
@@ -157,7 +157,7 @@ def test_no_rank_pads_to_the_largest(world, monkeypatch):
         assert sorted(moved) == sorted([small] * others + [large] + [small] * (others - 1))
 
 
-def test_what_cannot_be_pickled_is_raised_before_anything_is_sent(world):
+def test_pickling_errors_are_raised_before_data_is_sent(world):
     with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
         dist.all_gather_object([None] * world.size, lambda: None)
     with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
@@ -167,7 +167,7 @@ def test_what_cannot_be_pickled_is_raised_before_anything_is_sent(world):
     assert found == list(range(world.size))
 
 
-def test_lists_of_other_lengths(world):
+def test_object_lists_of_the_wrong_length_are_rejected(world):
     with pytest.raises(ValueError, match="object_list"):
         dist.all_gather_object([None] * (world.size - 1), 1)
     with pytest.raises(TypeError, match="object_list"):
@@ -191,7 +191,7 @@ def test_lists_of_other_lengths(world):
     assert objects == []
 
 
-def test_objects_are_of_the_host(world):
+def test_object_collectives_reject_cuda_devices(world):
     with pytest.raises(ValueError, match="device"):
         dist.broadcast_object_list([1], device="cuda:0")
     objects = [world.me]
@@ -199,7 +199,7 @@ def test_objects_are_of_the_host(world):
     assert objects == [0]
 
 
-def test_restricted_pickle_refuses_what_it_does_not_name(world):
+def test_restricted_pickle_rejects_types_that_are_not_listed(world):
     plain = {"a": [1, 2.5, "x", b"y", None, True, (1,), {3}, frozenset({4}), 1j, bytearray(b"z")]}
     for obj, allowed, refused in (
         (plain, (), None),
@@ -221,11 +221,11 @@ def test_restricted_pickle_refuses_what_it_does_not_name(world):
             else:
                 dist.all_gather_object(found, obj)
                 assert repr(found) == repr([obj] * world.size)
-    dist.all_gather_object(found, Named(2))  # outside, everything is allowed again
+    dist.all_gather_object(found, Named(2))  # not restricted outside the context
     assert found == [Named(2)] * world.size
 
 
-def test_restricted_pickle_nests_and_is_lifted(world):
+def test_restricted_pickle_nests(world):
     found = [None] * world.size
     outer = dist.restricted_pickle(Fraction)
     try:
@@ -245,13 +245,13 @@ def test_restricted_pickle_nests_and_is_lifted(world):
 
 
 @pytest.mark.slow
-def test_an_object_of_more_than_two_gibibytes(world):
+def test_object_of_more_than_2_gib(world):
     if world.size != 2:
-        pytest.skip("once is enough: on two ranks")
+        pytest.skip("runs on 2 ranks only")
     with open("/proc/meminfo") as file:  # noqa: PTH123
         free = {line.split(":")[0]: int(line.split()[1]) for line in file}["MemAvailable"] >> 20
     if free < 14:
-        pytest.skip(f"takes 14 GiB of free memory, there are {free}")
+        pytest.skip(f"needs 14 GiB of free memory, got {free}")
     size = 2**31 + 16
     found = [np.full(size, 7, np.uint8) if world.me == 0 else None]
     if world.me == 0:

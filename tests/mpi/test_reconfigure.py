@@ -1,6 +1,6 @@
-"""Reconfigure: groups of changing members, made by them alone, one after the other.
+"""Reconfigure: successive groups with changing members, created by the members only.
 
-Every rank runs every test; who is not named does nothing until the others are through.
+Every rank runs every test. Ranks that are not members wait at a barrier.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _uuids = count(1000, 100)
 
 @pytest.fixture
 def uuid():
-    """The first of a hundred that no other test has, the same on all ranks."""
+    """The first of 100 identifiers used by this test only, equal on all ranks."""
     return next(_uuids)
 
 
 @pytest.fixture(scope="module")
 def made(world):
-    """What makes the groups, and all handles."""
+    """The Reconfigurable of this rank, and the handles of all ranks."""
     found = Reconfigurable(world.group)
     return found, MPI.COMM_WORLD.allgather(found.handle())
 
@@ -40,7 +40,7 @@ def together():
 
 
 def check(group, members):
-    """The group is that of those ranks of the job, in that order, and works."""
+    """Check that the group has these global ranks in this order, and that it works."""
     me = MPI.COMM_WORLD.rank
     assert (group.rank(), group.size()) == (members.index(me), len(members))
     x = np.array([2.0**me])
@@ -51,7 +51,7 @@ def check(group, members):
     assert names == members
 
 
-def test_all(made, uuid):
+def test_reconfigure_with_all_ranks(made, uuid):
     one, handles = made
     n = len(handles)
     assert len(set(handles)) == n
@@ -60,8 +60,8 @@ def test_all(made, uuid):
     check(one.reconfigure(uuid + 2, set(handles), timedelta(seconds=30)), list(range(n)))
 
 
-def test_fewer_and_all_again(made, uuid):
-    """Only those that are named call."""
+def test_reconfigure_without_one_rank_and_with_all_again(made, uuid):
+    """Only members call."""
     one, handles = made
     me, n = MPI.COMM_WORLD.rank, len(handles)
     everybody = list(range(n))
@@ -72,7 +72,7 @@ def test_fewer_and_all_again(made, uuid):
         check(one.reconfigure(uuid + 2 * out + 1, handles), everybody)
 
 
-def test_each_alone_then_all(made, uuid):
+def test_reconfigure_with_one_rank_each_then_all(made, uuid):
     one, handles = made
     me = MPI.COMM_WORLD.rank
     check(one.reconfigure(uuid + me, [one.handle()]), [me])
@@ -80,18 +80,17 @@ def test_each_alone_then_all(made, uuid):
     check(one.reconfigure(uuid + 60 + me, {one.handle()}), [me])
 
 
-def test_halves_at_once_then_merged(made, uuid):
+def test_reconfigure_with_concurrent_halves_then_all(made, uuid):
     one, handles = made
     me, n = MPI.COMM_WORLD.rank, len(handles)
     for turn in range(5):
         half = [r for r in range(n) if r % 2 == me % 2]
-        # the two halves may have one uuid
+        # both halves may use the same identifier
         check(one.reconfigure(uuid + 2 * turn, [handles[r] for r in half]), half)
         check(one.reconfigure(uuid + 2 * turn + 1, handles), list(range(n)))
 
 
-def test_late(made, uuid):
-    """Who comes later is waited for, whoever it is."""
+def test_reconfigure_waits_for_a_late_rank(made, uuid):
     one, handles = made
     for late in range(len(handles)):
         if MPI.COMM_WORLD.rank == late:
@@ -99,8 +98,8 @@ def test_late(made, uuid):
         check(one.reconfigure(uuid + late, handles), list(range(len(handles))))
 
 
-def test_after_an_abort(made, uuid):
-    """What is pending in the group that was aborted is given up, and the next one works."""
+def test_reconfigure_after_abort(made, uuid):
+    """Pending calls of the aborted group fail, and the next group works."""
     one, handles = made
     n = len(handles)
     group = one.reconfigure(uuid, handles)
@@ -112,7 +111,7 @@ def test_after_an_abort(made, uuid):
     check(one.reconfigure(uuid + 1, handles), list(range(n)))
 
 
-def test_pending_work_of_the_group_before_is_given_up(made, uuid):
+def test_reconfigure_aborts_pending_calls_of_the_old_group(made, uuid):
     one, handles = made
     group = one.reconfigure(uuid, handles)
     pending = dist.irecv(np.zeros(1), group_src=0, group=group, tag=7)
@@ -123,12 +122,12 @@ def test_pending_work_of_the_group_before_is_given_up(made, uuid):
         dist.barrier(group)
 
 
-def test_a_member_that_does_not_come(made, uuid):
-    """The others say who it was, within the timeout, and can go on without; its words come late."""
+def test_missing_member_times_out_and_is_named(made, uuid):
+    """The other ranks can continue without it. Its late messages are ignored."""
     one, handles = made
     me, n = MPI.COMM_WORLD.rank, len(handles)
     if n == 1:
-        pytest.skip("needs another rank")
+        pytest.skip("needs 2 ranks")
     everybody = list(range(n))
     group = one.reconfigure(uuid, handles)
     for turn, absent in enumerate((n - 1, 0)):
@@ -138,17 +137,17 @@ def test_a_member_that_does_not_come(made, uuid):
                 one.reconfigure(uuid + 1 + 10 * turn, handles, 0.5)
             assert one.group is group
         together()
-        if me == absent:  # too late
+        if me == absent:  # after the timeout
             with pytest.raises(dist.CollectiveTimeoutError):
                 one.reconfigure(uuid + 1 + 10 * turn, handles, 0.2)
         together()
-        check(group, everybody)  # it is as it was
+        check(group, everybody)  # the old group is still usable
         group = one.reconfigure(uuid + 5 + 10 * turn, handles)
         check(group, everybody)
 
 
-def test_times_that_cross(made, uuid):
-    """Ranks come at about the time at which others give up: all go, or none does."""
+def test_timeouts_are_consistent_across_members(made, uuid):
+    """Ranks arrive while others time out: either all ranks succeed or none does."""
     one, handles = made
     me, n = MPI.COMM_WORLD.rank, len(handles)
     for turn in range(12):
@@ -163,19 +162,19 @@ def test_times_that_cross(made, uuid):
         check(one.reconfigure(uuid + 2 * turn + 1, handles), list(range(n)))
 
 
-def test_other_handles(made, uuid):
-    """Of the last rank: another order; the first members, who are asked, are the same."""
+def test_different_handles_are_a_mismatch(made, uuid):
+    """The last rank passes another order. The first members, which coordinate, are the same."""
     one, handles = made
     n = len(handles)
     if n < 3:
-        pytest.skip("needs three ranks")
+        pytest.skip("needs 3 ranks")
     mine = handles if MPI.COMM_WORLD.rank != n - 1 else [handles[0], *handles[:0:-1]]
     with pytest.raises(dist.MismatchError, match="different handles"):
         one.reconfigure(uuid, mine, 10)
     check(one.reconfigure(uuid + 1, handles), list(range(n)))
 
 
-def test_mistakes(made, uuid):
+def test_invalid_arguments_leave_the_identifier_unused(made, uuid):
     one, handles = made
     own = one.handle()
     one.reconfigure(uuid + MPI.COMM_WORLD.rank, [own])
@@ -195,11 +194,11 @@ def test_mistakes(made, uuid):
         with pytest.raises(dist.ArgumentError, match="not among them"):
             one.reconfigure(uuid + 50, others)
     assert one.group is before
-    one.reconfigure(uuid + 50 + MPI.COMM_WORLD.rank, [own])  # was not used by the mistakes
+    one.reconfigure(uuid + 50 + MPI.COMM_WORLD.rank, [own])  # the identifier is still unused
 
 
-def test_many(made):
-    """Communicators are given back: MPICH has 2048 of them, a group two."""
+def test_successive_groups_release_communicators(made):
+    """MPICH supports 2048 communicators at a time, and a group uses two."""
     one, handles = made
     groups, threads = len(state.groups), threading.active_count()
     for i in range(1100):

@@ -1,5 +1,6 @@
-"""Groups whose reductions give the same bits again: by every route, at every size, in every place,
-and if they are exact on any number of ranks, in any order.
+"""Reproducible groups: equal bits for every route, size and placement.
+
+With the level "exact", also for any number and order of ranks.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ KINDS = [
 ]  # fmt: skip
 IN_ORDER = [*KINDS, ("float64", ReduceOp.PRODUCT), ("float16", ReduceOp.PRODUCT)]
 ROWS = [row.name for row in PRIMITIVES if row.reduces]
-#: Everything for all ranks, or a share for each; and of few kinds also in several rounds.
+#: Counts for which every rank combines everything, or a share; MANY needs several rounds.
 COUNTS, MANY = (5, 1000), 70000
 by_level = pytest.mark.parametrize("level", LEVELS)
 
 
 def mixed(dtype, op, count, rank):
-    """Numbers of magnitudes that differ, so that sums depend on the order, and some zeros; their
-    exact sums are doubles, but those of float64.
+    """Numbers of different magnitudes and some zeros, so that sums depend on the order.
+
+    Except for float64, their exact sums are representable as doubles.
     """
     rng = np.random.default_rng([dtype.code, op.code, count, rank])
 
@@ -61,12 +63,12 @@ def mixed(dtype, op, count, rank):
 
 
 def parts(array):
-    """Complex numbers as their parts."""
+    """View complex numbers as real and imaginary parts."""
     return array.view(array.real.dtype)
 
 
 def folded(op, terms):
-    """In the order of the ranks, one after the other."""
+    """Reduce in rank order."""
     if op.name in ("MIN", "MAX"):
         return oracle._extreme(op.name, terms)
     total = terms[0]
@@ -76,14 +78,14 @@ def folded(op, terms):
 
 
 def summed(terms):
-    """By Python's own exact sum."""
+    """Sum exactly with math.fsum."""
     kind = terms[0].dtype
     found = np.array([math.fsum(column) for column in zip(*map(parts, terms), strict=True)])
     return (found + 0.0).astype(parts(terms[0]).dtype).view(kind)
 
 
 class Reproduced(Call):
-    """A call in a group of a level, whose results are one thing to the last bit."""
+    """A call in a reproducible group. Its result is unique to the last bit."""
 
     def given(self, rank):
         many = self.row.layout.name == "SCATTERED"
@@ -116,7 +118,7 @@ def group_of(level, ranks, name="all"):
 
 @pytest.fixture(params=LEVELS)
 def team(world, request):
-    """A group of all ranks."""
+    """A reproducible group of all ranks."""
     made = group_of(request.param, range(world.size))
     yield made
     dist.destroy_process_group(made.group)
@@ -130,11 +132,11 @@ def team(world, request):
     ],
 )
 @pytest.mark.parametrize("name", registry.HOST)
-def test_routes_of_host_memory(world, team, monkeypatch, name, apart):
-    """Whatever route the table names: what rounds otherwise is not taken, and all others agree."""
+def test_host_routes_are_reproducible(world, team, monkeypatch, name, apart):
+    """For every route in the table: routes that do not support the level are not used."""
     if apart:
         if world.size < 3:
-            pytest.skip("takes 3 ranks")
+            pytest.skip("needs 3 ranks")
         monkeypatch.setattr(hierarchy, "node_of", lambda: f"node {dist.get_rank() % 2}")
     table = {
         kind: {
@@ -166,7 +168,7 @@ def test_routes_of_host_memory(world, team, monkeypatch, name, apart):
 
 @by_level
 @pytest.mark.parametrize("name", [n for n in registry.DEVICE if n not in ("nccl", "hierarchical")])
-def test_routes_of_device_memory(world, monkeypatch, name, level):
+def test_device_routes_are_reproducible(world, monkeypatch, name, level):
     arrays = simulated.Arrays.of_route(name, world.size)
     monkeypatch.setattr(runtime, "_runtime", arrays.cuda)
     monkeypatch.setattr(capabilities, "_known", None)
@@ -187,8 +189,8 @@ def test_routes_of_device_memory(world, monkeypatch, name, level):
 
 
 @by_level
-def test_device_memory_goes_by_what_serves_it(world, monkeypatch, level):
-    """Without a route that is forced, nothing is refused."""
+def test_device_arrays_use_a_reproducible_route(world, monkeypatch, level):
+    """Without a forced route every operation is supported."""
     arrays = simulated.Arrays()
     monkeypatch.setattr(runtime, "_runtime", arrays.cuda)
     monkeypatch.setattr(capabilities, "_known", None)
@@ -200,8 +202,8 @@ def test_device_memory_goes_by_what_serves_it(world, monkeypatch, level):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "bfloat16"])
-def test_ranks_that_add_zeros_and_other_orders(world, dtype):
-    """The same summands on one rank, or two, or all, on whichever of them."""
+def test_exact_sums_do_not_depend_on_the_ranks(world, dtype):
+    """The same summands are distributed over one, several or all ranks, in any order."""
     row, count, n = by_name[dtype], 3000, world.size
     groups = {}
     for size in range(1, n + 1):
@@ -235,8 +237,8 @@ def world_gather(value):
     return found
 
 
-def test_infinities_overflow_and_nan_are_those_of_the_sum(world):
-    """What comes in between does not matter."""
+def test_exact_sums_with_infinities_overflow_and_nan(world):
+    """Intermediate overflow does not affect the result."""
     team = group_of("exact", range(world.size), "ends")
     if world.size >= 3:
         greatest = np.finfo(np.float64).max
@@ -249,7 +251,7 @@ def test_infinities_overflow_and_nan_are_those_of_the_sum(world):
     dist.destroy_process_group(team.group)
 
 
-def test_what_is_rounded_on_the_way_is_refused(world):
+def test_exact_level_rejects_products_of_floats(world):
     team = group_of("exact", range(world.size), "refusing")
     for dtype in ("float32", "complex128", "bfloat16"):
         array = np.ones(5, by_name[dtype].numpy)
@@ -262,7 +264,7 @@ def test_what_is_rounded_on_the_way_is_refused(world):
     dist.destroy_process_group(team.group)
 
 
-def test_groups_of_groups_have_the_level(world):
+def test_subgroups_inherit_the_level(world):
     everybody = list(range(world.size))
     assert dist.group.WORLD.reproducible is None
     made = dist.new_group(reproducible="EXACT")
@@ -274,7 +276,7 @@ def test_groups_of_groups_have_the_level(world):
         assert shrunk is None or shrunk.reproducible == "exact"
 
 
-def test_a_value_that_is_none(world):
+def test_invalid_level_is_rejected(world):
     for value in ("exactly", "", 1, True):
         with pytest.raises(
             ArgumentError, match=r"reproducible: expected 'order' or 'exact', or None"
@@ -282,13 +284,13 @@ def test_a_value_that_is_none(world):
             dist.new_group(reproducible=value)
 
 
-def test_ranks_that_ask_for_different_levels(world):
+def test_different_levels_on_ranks_are_a_mismatch(world):
     if world.size < 2:
-        pytest.skip("takes 2 ranks")
+        pytest.skip("needs 2 ranks")
     mine = "order" if world.me == 0 else "exact"
     others = "rank 1" if world.size == 2 else f"ranks {', '.join(map(str, range(1, world.size)))}"
     with pytest.raises(MismatchError, match=f"'order' on rank 0, 'exact' on {others}; pass"):
         dist.new_group(reproducible=mine)
     array = np.ones(3)
-    dist.all_reduce(array)  # and the job goes on
+    dist.all_reduce(array)  # the job continues
     assert array.tolist() == [world.size] * 3

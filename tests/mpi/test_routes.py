@@ -1,5 +1,6 @@
-"""Every primitive x route x kind of memory: what a route declares it carries, and what it does not
-declare it is never asked for.
+"""Every primitive and route in host and device memory.
+
+A route is only asked for calls it declares.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mpicoll.primitives import PRIMITIVES, Layout
 from mpicoll.routes import registry, tuning, tuning_files
 from mpicoll.routes.host import select
 
-#: All that MPI combines, some that it does not, and some that the C library does not.
+#: Reductions that MPI supports, that only the C library supports, and that neither supports.
 KINDS = [
     ("float32", ReduceOp.SUM), ("int64", ReduceOp.BXOR), ("bool", ReduceOp.MAX),
     ("complex64", ReduceOp.AVG), ("bfloat16", ReduceOp.SUM), ("float64", ReduceOp.MIN),
@@ -32,7 +33,7 @@ ROWS = [row for row in PRIMITIVES if row.layout is not Layout.EMPTY]
 
 
 def kinds_of(row):
-    """Dtypes and operations to call a primitive with."""
+    """Dtypes and operations for calls of a primitive."""
     return KINDS if row.reduces else [("float32", None), ("bool", None)]
 
 
@@ -42,8 +43,8 @@ def refusing(kind, *agreed):
 
 @pytest.mark.parametrize("row", ROWS, ids=repr)
 @pytest.mark.parametrize("name", registry.HOST)
-def test_host_memory(world, monkeypatch, name, row):
-    """A route carries what it declares, and is right; all else another carries."""
+def test_host_routes_implement_their_declarations(world, monkeypatch, name, row):
+    """Calls outside the declaration use another route."""
     asked = []
     for each, route in registry.HOST.items():
 
@@ -75,15 +76,15 @@ def test_host_memory(world, monkeypatch, name, row):
             checked = Call if op is ReduceOp.PREMUL_SUM else Exact
             checked(row.name, team, by_name[dtype], count, op, count % team.size).run()
         if can and table in tuning.KINDS and op is not ReduceOp.PREMUL_SUM:
-            assert name in asked or not asked  # a plan asks once
+            assert name in asked or not asked  # a plan selects its route once
     dist.destroy_process_group(team.group)
 
 
 @pytest.mark.parametrize(
     "route", registry.ROUTES, ids=lambda route: f"{route.memory.value}-{route.name}"
 )
-def test_a_declaration_is_whole(route):
-    """It names primitives that there are, and serves each of them for some dtype."""
+def test_route_declarations_are_complete(route):
+    """A declaration names existing primitives, and each has at least one supported dtype."""
     serves = route.serves
     assert set(serves.primitives) <= {row.name for row in PRIMITIVES}
     assert set(serves.uneven) <= set(serves.primitives)
@@ -103,8 +104,8 @@ def test_a_declaration_is_whole(route):
 
 @pytest.mark.parametrize("row", ROWS, ids=repr)
 @pytest.mark.parametrize("name", [n for n in registry.DEVICE if n not in ("nccl", "hierarchical")])
-def test_device_memory(world, monkeypatch, name, row):
-    """A route that is forced carries what it declares, and refuses the rest by its name."""
+def test_device_routes_implement_their_declarations(world, monkeypatch, name, row):
+    """A forced route rejects calls outside its declaration, and the error names the route."""
     arrays = simulated.Arrays.of_route(name, world.size)
     monkeypatch.setattr(runtime, "_runtime", arrays.cuda)
     monkeypatch.setattr(capabilities, "_known", None)

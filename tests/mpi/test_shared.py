@@ -1,4 +1,4 @@
-"""Collectives through memory that the ranks share: every piece and every race, and who cannot."""
+"""The shared-memory route: slot boundaries, races, and ranks that cannot share memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ needs = pytest.mark.skipif(
 )
 
 
-#: What goes through shared memory if the table says so, but for all_reduce.
+#: Operations other than all_reduce that can use shared memory.
 OTHERS = [
     row.name for row in PRIMITIVES if row.name in tuning.KINDS or row.name.endswith("_single")
 ]
@@ -38,30 +38,30 @@ OTHERS = [name for name in OTHERS if name not in ("all_reduce", "all_to_all_sing
 
 
 def share_all(patch):
-    """Messages of every size go through shared memory."""
+    """Route messages of every size through shared memory."""
     rows = {kind: {"node": ((0, "shared"),)} for kind in tuning.KINDS}
     patch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
 
 
 def sharing_team(name, world):
-    """A new group whose ranks share memory, past its first calls: each call is compared."""
+    """A new group with shared memory, past its first calls. All its calls are compared."""
     made = group_of(name, range(world.size))
     for _ in range(3):
         dist.all_reduce(np.ones(1), group=made.group)
     if not made.group.compared:
-        pytest.skip("the ranks share no memory")
+        pytest.skip("the ranks do not share memory")
     return made
 
 
 def pass_signals_on(patch, world):
-    """Two ranks are too many to wait for each other, and do not take turns on processors."""
+    """Force the dissemination barrier, even with two ranks, and a processor per rank."""
     patch.setattr(shared, "FLAT_MAX_RANKS", 1)
     patch.setattr(shared_segment, "_processors", lambda: set(range(world.size)))
 
 
 @pytest.fixture(params=["each by each", "signals passed on"])
 def waits(world, request, monkeypatch):
-    """In which way ranks wait for all others."""
+    """The barrier algorithm: flat or dissemination."""
     if request.param == "signals passed on":
         pass_signals_on(monkeypatch, world)
     return request.param
@@ -69,9 +69,7 @@ def waits(world, request, monkeypatch):
 
 @pytest.fixture(scope="module", params=["split", "whole", "signals passed on"])
 def cut(world, request):
-    """A group with slots of few bytes: every rank combines its share, or everything; and where not
-    each rank waits for each.
-    """
+    """A group with small slots, for each reduction algorithm and the dissemination barrier."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared, "SLOT", 512)
         share_all(patch)
@@ -87,8 +85,8 @@ def shares(team):
 
 @needs
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
-def test_seams(cut, mpi, dtype):
-    """Sizes around the borders of lines, slots and shares; more rounds than there are slots."""
+def test_all_reduce_around_slot_sizes(cut, mpi, dtype):
+    """Sizes around those of cache lines, slots and shares, and more rounds than slots."""
     in_slot = 512 // dtype.itemsize
     counts = (0, 1, 3, 63, 64, 65, in_slot - 1, in_slot, in_slot + 1, 5 * in_slot + 7)
     for op in legal_operations(dtype):
@@ -103,8 +101,7 @@ def test_seams(cut, mpi, dtype):
 @needs
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
-def test_seams_of_others(cut, name, dtype):
-    """The same for what is put up by some, and taken by others."""
+def test_other_operations_around_slot_sizes(cut, name, dtype):
     in_slot = 512 // dtype.itemsize
     for turn, count in enumerate((0, 1, 63, 64, 65, in_slot - 1, in_slot + 1, 3 * in_slot + 7)):
         ops = legal_operations(dtype)[turn % 2 :: 2] if NAMES[name].reduces else [None]
@@ -116,8 +113,8 @@ def test_seams_of_others(cut, name, dtype):
 
 @needs
 @pytest.mark.parametrize("lengths", ["1", "2", "3", "2,1", "1,2,3", "0"])
-def test_clusters(world, mpi, waits, lengths, monkeypatch):
-    """Sums that cross between clusters once: right, and the same bits as those that do not."""
+def test_clustered_reductions_have_equal_bits(world, mpi, waits, lengths, monkeypatch):
+    """A sum that crosses between clusters once equals the sum without clusters, to the bit."""
     monkeypatch.setattr(shared, "SLOT", 640)
     share_all(monkeypatch)
     monkeypatch.setattr(shared, "CLUSTERED_MIN_BYTES", 0)
@@ -137,7 +134,7 @@ def test_clusters(world, mpi, waits, lengths, monkeypatch):
     for count in (0, 1, 15, 16, 17, 159, 160, 161, 1000, 3333):
         for dtype in (by_name["float32"], by_name["int8"], by_name["bfloat16"], by_name["bool"]):
             for op in legal_operations(dtype):
-                if op is not ReduceOp.PREMUL_SUM:  # for few ranks
+                if op is not ReduceOp.PREMUL_SUM:  # on small groups only
                     Call("all_reduce", teams[0], dtype, count, op).run()
         for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
             mine = rng.standard_normal(count) * 10.0 ** rng.integers(-8, 8, count)
@@ -151,8 +148,7 @@ def test_clusters(world, mpi, waits, lengths, monkeypatch):
 
 
 @needs
-def test_a_setting_that_makes_no_sense(world, monkeypatch):
-    """An error on every rank, whoever has it."""
+def test_invalid_clusters_setting_raises_on_all_ranks(world, monkeypatch):
     share_all(monkeypatch)
     if world.size == 1:
         return
@@ -165,9 +161,9 @@ def test_a_setting_that_makes_no_sense(world, monkeypatch):
 
 
 @needs
-def test_no_rank_overtakes_another(cut):
-    """Calls of many sizes in close order, of ranks that are late at random."""
-    rng = np.random.default_rng(7)  # the same sizes everywhere
+def test_ranks_with_random_delays_keep_the_order_of_calls(cut):
+    """Calls of many sizes in quick succession."""
+    rng = np.random.default_rng(7)  # the same sizes on every rank
     mine = np.random.default_rng(cut.me)
     pending = []
     for number in range(600):
@@ -185,8 +181,8 @@ def test_no_rank_overtakes_another(cut):
 
 
 @needs
-def test_an_asynchronous_call_does_not_wait_for_ever(world, monkeypatch):
-    """Rank 0's message, sent after its call, is what makes the others call at all."""
+def test_async_call_returns_before_other_ranks_call(world, monkeypatch):
+    """The other ranks call only after a message that rank 0 sends after its own call."""
     for patience in (0.0, 1e-3):
         monkeypatch.setattr(shared, "INLINE_WAIT_S", patience)
         for _ in range(3):
@@ -203,8 +199,11 @@ def test_an_asynchronous_call_does_not_wait_for_ever(world, monkeypatch):
 
 
 @needs
-def test_what_was_asked_for_and_failed_is_forgotten(world):
-    """A rank that asked for a call which then raised on all ranks does not count as there."""
+def test_failed_async_call_withdraws_its_announcement(world):
+    """A rank announces an async call in shared memory.
+
+    After a failure it must not count as present.
+    """
     if world.size == 1:
         return
     team = group_of("asking", range(world.size))
@@ -218,7 +217,7 @@ def test_what_was_asked_for_and_failed_is_forgotten(world):
 
 
 def starts_the_others(team, first):
-    """Rank ``first`` begins, and then sends the message for which the others wait."""
+    """Rank ``first`` makes an async call, then sends the message for which the other ranks wait."""
     array, token = np.ones(5000, np.float32), np.zeros(1)
     if team.me != first:
         dist.recv(token, first, group=team.group)
@@ -230,8 +229,8 @@ def starts_the_others(team, first):
 
 
 @needs
-def test_ranks_that_wait_meet_ranks_that_do_not(world):
-    """The same calls, synchronous on some ranks; then such as wait for no one."""
+def test_ranks_may_mix_synchronous_and_asynchronous_calls(world):
+    """The same calls, synchronous on some ranks; then async calls that must return early."""
     mine = np.random.default_rng(world.me)
     array = np.ones(5000, np.float32)
     for _ in range(200):
@@ -245,8 +244,8 @@ def test_ranks_that_wait_meet_ranks_that_do_not(world):
 
 @needs
 @pytest.mark.parametrize("per_rank", [0.5, 1, 2])
-def test_who_carries_an_asynchronous_call_out(world, monkeypatch, per_rank):
-    """The caller where no processor is left for a thread, if all ranks are there in time."""
+def test_async_call_runs_inline_without_spare_processors(world, monkeypatch, per_rank):
+    """Provided that all ranks call in time. With spare processors the progress thread runs it."""
     if world.size == 1:
         return
     processors = set(range(int(per_rank * world.size)))
@@ -264,19 +263,19 @@ def test_who_carries_an_asynchronous_call_out(world, monkeypatch, per_rank):
     if per_rank < 2:
         for _ in range(70):  # the first calls are compared by MPI before they begin
             dist.barrier(team.group)
-        # The others begin without having asked.
+        # The other ranks call synchronously, without an announcement.
         work = dist.all_reduce(array, group=team.group, async_op=team.me == 0)
         assert team.group.worker is None and (work is None or work.wait())
         dist.barrier(team.group)
-        assert not asks(kind, 5000 + team.me)  # not the same call
+        assert not asks(kind, 5000 + team.me)  # a different call
         monkeypatch.setattr(shared, "INLINE_WAIT_S", 0.05)
         dist.barrier(team.group)
-        assert team.me != 0 or not asks(kind, 5000)  # the others do not ask
+        assert team.me != 0 or not asks(kind, 5000)  # the other ranks do not announce a call
         dist.barrier(team.group)
 
 
-def test_ctrl_c_is_for_the_program(world):
-    """It is not kept in a Work that the calling thread carried out."""
+def test_keyboard_interrupt_of_an_inline_call_is_raised(world):
+    """It is not stored in the Work."""
 
     def interrupted():
         raise KeyboardInterrupt
@@ -290,8 +289,8 @@ def test_ctrl_c_is_for_the_program(world):
 
 @needs
 @pytest.mark.parametrize("processors", [1, 2, 64])
-def test_asynchronous_calls_keep_their_order(world, monkeypatch, processors):
-    """Behind what is pending, whether a call waits for the others or leaves to the thread."""
+def test_async_calls_keep_their_order(world, monkeypatch, processors):
+    """Calls run after pending ones, both inline and on the progress thread."""
     monkeypatch.setattr(shared_segment, "_processors", lambda: set(range(processors)))
     team = group_of(f"on {processors}", range(world.size))
     late = np.random.default_rng(world.me)
@@ -313,7 +312,7 @@ def test_asynchronous_calls_keep_their_order(world, monkeypatch, processors):
 
 
 @needs
-def test_counters_wrap_around(world, waits, monkeypatch):
+def test_round_counters_wrap_around(world, waits, monkeypatch):
     """After 2**32 rounds."""
     monkeypatch.setattr(shared, "SLOT", 512)
     share_all(monkeypatch)
@@ -325,8 +324,8 @@ def test_counters_wrap_around(world, waits, monkeypatch):
     hold = team.group.resources.find("shared")._hold
     close = 2**32 - 6
     region = library.kernels.shared_region(hold.slot, hold.n)
-    team.group.inner.Barrier()  # MPI's own: ours would compare itself by these counters
-    for line in range(9):  # what is passed on, and combined
+    team.group.inner.Barrier()  # MPI's barrier, because mpicoll's barrier would use these counters
+    for line in range(9):  # counters of the dissemination barrier and of reductions
         ctypes.c_uint32.from_address(hold.base + hold.me * region + 64 * line).value = close
     hold.round = close
     team.group.inner.Barrier()
@@ -337,12 +336,12 @@ def test_counters_wrap_around(world, waits, monkeypatch):
 
 @needs
 @pytest.mark.up_to_3
-def test_ranks_that_disagree(world, waits):
-    """An error on every rank, with what they said; then all goes on."""
+def test_collective_mismatch_raises_on_all_ranks(world, waits):
+    """The error lists the ranks' calls, and the group stays usable."""
     if world.size == 1:
         return
     team = group_of(f"at odds, {waits}", range(world.size))
-    for _ in range(130):  # the first calls, and one in a stride, are compared in another way
+    for _ in range(130):  # the first calls, and one in a stride, are compared by another method
         dist.barrier(team.group)
     odd = team.me == team.size - 1
     Call("all_reduce", team, by_name["float32"], 5000, ReduceOp.SUM).run()
@@ -403,11 +402,11 @@ def switched_off(patch):
     [cannot_make, cannot_open, no_memory, no_library, switched_off],
     ids=lambda failure: failure.__name__,
 )
-def test_one_rank_that_cannot_share_is_enough(world, mpi, failure):
-    """All take to messages then, with no other result."""
+def test_one_rank_without_shared_memory_disables_the_route(world, mpi, failure):
+    """All ranks then use messages, with equal results."""
 
     def open_files():
-        """Of ours: other tests' memory comes and goes."""
+        """Count mpicoll's open segments."""
         found = []
         for each in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
@@ -434,8 +433,8 @@ def test_one_rank_that_cannot_share_is_enough(world, mpi, failure):
     assert open_files() == before
 
 
-def test_another_file_is_not_opened(tmp_path):
-    """Where rank 0's file should be, there may be anything if this is another machine."""
+def test_segment_of_another_machine_is_not_opened(tmp_path):
+    """On another machine the path of rank 0's segment may be an unrelated file."""
     with (tmp_path / "other").open("w") as other:
         assert (
             shared_segment._opened("mpicoll-1", f"/proc/{os.getpid()}/fd/{other.fileno()}") is None
@@ -444,9 +443,7 @@ def test_another_file_is_not_opened(tmp_path):
 
 
 @needs
-def test_memory_is_given_back(world):
-    """Group after group; what is left is what was there."""
-
+def test_destroyed_groups_unmap_their_segments(world):
     def mapped():
         return Path("/proc/self/maps").read_text().count("memfd:mpicoll")
 
@@ -463,8 +460,8 @@ def test_memory_is_given_back(world):
 
 
 @needs
-def test_odd_addresses(world):
-    """Memory that starts anywhere, and nothing beside it is touched."""
+def test_unaligned_arrays(world):
+    """Memory next to the array is not modified."""
     for name, start in itertools.product(("float32", "bfloat16", "complex128"), (1, 3)):
         dtype = by_name[name]
         values = [oracle.operands(ReduceOp.SUM, dtype, 9001, r) for r in range(world.size)]

@@ -1,4 +1,4 @@
-"""Calls that go their way without Python: that they do, what they see, and all that they leave."""
+"""The native fast path: which calls use it, which arrays it accepts, and fallbacks to Python."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from mpicoll.errors import ArgumentError, ArgumentTypeError, MismatchError, Unsu
 from mpicoll.kernels import calls
 from mpicoll.routes.host import shared, shared_segment
 
-compiled = pytest.mark.skipif(calls._module is None, reason="the compiled module is not used")
+compiled = pytest.mark.skipif(calls._module is None, reason="needs the compiled module")
 SUM, MAX = ReduceOp.SUM, ReduceOp.MAX
 
 
 @contextmanager
 def python_way():
-    """Count the calls that Python carries out."""
+    """Record the calls that run the Python implementation."""
     seen = []
 
     def counting(inner):
@@ -56,7 +56,7 @@ def python_way():
 
 @pytest.fixture(scope="module")
 def team(world):
-    """A group whose calls go through shared memory, past its first calls."""
+    """A group with shared memory, past its first calls."""
     with pytest.MonkeyPatch.context() as patch:
         share_all(patch)
         made = sharing_team("short", world)
@@ -65,7 +65,7 @@ def team(world):
 
 
 def each_call(team, dtype="float32", count=3):
-    """Yield calls of each kind that can be short, with a function that checks the result."""
+    """Yield each operation that has a native fast path, with its result and the expected result."""
     n, me = team.size, team.me
     ranks = np.arange(n)
 
@@ -109,11 +109,11 @@ def each_call(team, dtype="float32", count=3):
     yield "barrier", lambda: dist.barrier(team.group), (ones, ones)
 
     def listed(array):
-        """The blocks of an array, as a list of arrays that lie apart."""
+        """Copies of the blocks of an array, in a list."""
         return [block.copy() for block in np.split(array, n)]
 
     def joined(name, call, arrays, expected):
-        """As the others: with an array that is filled after the call."""
+        """The same for a list of outputs, which is concatenated after the call."""
         result = np.zeros_like(expected)
 
         def both():
@@ -147,7 +147,7 @@ def each_call(team, dtype="float32", count=3):
 
 
 @compiled
-def test_no_python_once_it_is_learnt(team):
+def test_repeated_calls_run_without_python(team):
     for name, call, _ in each_call(team):
         call()
         call()
@@ -156,8 +156,8 @@ def test_no_python_once_it_is_learnt(team):
         assert not seen, name
 
 
-def test_blocks_of_any_size_to_all(team):
-    """Even on one rank and split on another, of few and of many bytes; sizes that do not fit."""
+def test_all_to_all_single_with_and_without_splits(team):
+    """One rank passes no split sizes. Small and large blocks, and sizes that do not match."""
     n, me = team.size, team.me
     for rows in (1, 5, 40000):
         sent = np.arange(rows * n, dtype=np.int32) + 1000000 * me
@@ -192,10 +192,8 @@ def refused(call):
     return None
 
 
-def test_what_is_unusual_in_a_list(team):
-    """It is refused with the words of the first call, which was Python's, and nothing is sent; or
-    it does what it says.
-    """
+def test_invalid_list_entries_raise_the_error_of_the_first_call(team):
+    """No data is sent. Entries that are valid, although unusual, give the right result."""
     n, me, group = team.size, team.me, team.group
     made = group_of("unusual in a list", range(n))
     one = np.arange(4, dtype=np.float32) + me
@@ -227,12 +225,12 @@ def test_what_is_unusual_in_a_list(team):
         for k, call in enumerate(calls_of):
             reads_only = bad is fixed and k in (2, 3, 5)
             if reads_only or (np.shape(bad) == (2, 2) and k not in (1, 2)):
-                continue  # it is carried out
+                continue  # this call is valid
             assert refused(lambda call=call: call(group)) == refused(
                 lambda call=call: call(made.group)
             )
             assert refused(lambda call=call: call(group)) is not None, (k, bad)
-    # Outputs that are inputs, too.
+    # Outputs that are also inputs.
     whole = np.zeros((n, 4), np.float32)
     for _ in range(3):
         whole[me] = one
@@ -245,7 +243,7 @@ def test_what_is_unusual_in_a_list(team):
 
 
 @compiled
-def test_lists_keep_nothing(team):
+def test_calls_with_lists_keep_no_references(team):
     one = np.ones(3, np.float32)
     into, out = ([np.ones(3, np.float32) for _ in range(team.size)] for _ in range(2))
 
@@ -263,8 +261,8 @@ def test_lists_keep_nothing(team):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "uint8", "float16", "bfloat16"])
-def test_the_same_results(team, dtype):
-    """The first call is Python's, the later ones are not."""
+def test_native_results_equal_python_results(team, dtype):
+    """The first call uses Python, later calls the native fast path."""
     if dtype == "bfloat16":
         dtype = by_name[dtype].numpy
     for count in (1, 3, 1000):
@@ -275,7 +273,7 @@ def test_the_same_results(team, dtype):
 
 
 @compiled
-def test_what_is_seen_of_arrays():
+def test_native_code_reads_array_attributes():
     for row in DTYPES:
         array = np.zeros((4, 6), row.numpy)
         assert calls._module.view_array(array) == (row, array.ctypes.data, 24, 4, 1)
@@ -293,11 +291,11 @@ def test_what_is_seen_of_arrays():
 
 
 @compiled
-def test_what_is_seen_of_tensors(team):
+def test_native_code_reads_tensor_attributes(team):
     torch = pytest.importorskip("torch")
-    dist.all_reduce(torch.ones(1), group=team.group)  # so that tensors are known
+    dist.all_reduce(torch.ones(1), group=team.group)  # registers the tensor type
     if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        pytest.skip("this torch has no exchange API")
+        pytest.skip("this torch has no DLPack exchange API")
     for row in DTYPES:
         kind = getattr(torch, row.name, None)
         if kind is None or row.kind is Kind.COMPLEX:
@@ -317,7 +315,7 @@ def test_what_is_seen_of_tensors(team):
         assert calls._module.view_array(tensor) is None, tensor
 
 
-def test_a_negated_tensor_is_not_what_lies_in_memory(team):
+def test_negated_tensors_are_resolved(team):
     torch = pytest.importorskip("torch")
     whole = torch.ones(3, dtype=torch.complex64) * (2 + 3j)
     for _ in range(3):
@@ -326,7 +324,7 @@ def test_a_negated_tensor_is_not_what_lies_in_memory(team):
         assert (gathered == -3).all()
 
 
-def test_what_is_unusual_is_refused_as_ever(team):
+def test_invalid_arguments_are_rejected_after_valid_calls(team):
     number = np.ones(4, np.float32)
     for _ in range(3):
         dist.all_reduce(number, group=team.group)
@@ -338,7 +336,7 @@ def test_what_is_unusual_is_refused_as_ever(team):
         dist.all_gather_single(whole, number, team.group)
     with pytest.raises(ArgumentError, match=f"expected {team.size} x 3"):
         dist.all_gather_single(whole, number[:3], team.group)
-    # The input lies inside the output: it is copied first.
+    # The input lies inside the output, so it is copied first.
     whole[:] = team.me
     dist.all_gather_single(whole, whole[:4], team.group)
     assert np.array_equal(whole, np.repeat(np.arange(team.size), 4))
@@ -363,10 +361,10 @@ def test_what_is_unusual_is_refused_as_ever(team):
         ("gather to the last", "list"),
     ],
 )
-def test_ranks_in_different_calls(world, one, other):
-    """Past the first calls: by whatever route either goes, no rank waits, and the group goes on."""
+def test_collective_mismatch_raises_for_every_path(world, one, other):
+    """Past the first calls, for any pair of paths, no rank blocks and the group stays usable."""
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     team = group_of(f"{one} against {other}", range(world.size))
     arrays = {
         "int32": np.ones(3, np.int32),
@@ -405,7 +403,7 @@ def test_ranks_in_different_calls(world, one, other):
     for _ in range(70):
         dist.barrier(team.group)
     if not team.group.compared:
-        return  # MPI would wait
+        return  # MPI would block
     for odd in range(team.size):
         for _ in range(3):
             with pytest.raises(MismatchError, match="collective mismatch"):
@@ -415,7 +413,7 @@ def test_ranks_in_different_calls(world, one, other):
     dist.destroy_process_group(team.group)
 
 
-def test_a_list_does_not_hide_the_call_from_which_on_each_is_compared(team):
+def test_coalesced_call_at_the_start_of_full_comparison(team):
     made = group_of("a list around the 64th call", range(team.size))
     for _ in range(60):
         dist.barrier(made.group)
@@ -428,8 +426,8 @@ def test_a_list_does_not_hide_the_call_from_which_on_each_is_compared(team):
 
 
 @compiled
-def test_what_python_does_while_a_tensor_is_looked_at(team):
-    """Torch may run Python then: the group may be gone after it, and what it raises is raised."""
+def test_python_code_that_runs_during_tensor_inspection(team):
+    """torch may run Python code, which can destroy the group or raise. The call then raises."""
     torch = pytest.importorskip("torch")
     from torch.overrides import TorchFunctionMode
 
@@ -455,7 +453,7 @@ def test_what_python_does_while_a_tensor_is_looked_at(team):
 
     outputs, ones = [torch.zeros(1000) for _ in range(team.size)], torch.ones(1000)
 
-    def replace():  # frees the memory of an array that has been looked at
+    def replace():  # frees the memory of an inspected array
         with torch._C.DisableTorchFunction():
             outputs[0].set_(torch.full((1000,), 5.0))
 
@@ -473,8 +471,8 @@ def test_what_python_does_while_a_tensor_is_looked_at(team):
         dist.all_gather_single(whole, part, made.group)
 
 
-def test_threads_share_a_group(team):
-    """Calls of two threads of every rank come in one order, so they make the same call."""
+def test_two_threads_may_call_on_one_group(team):
+    """Both threads make the same call, so their order does not matter."""
     results = []
 
     def work():
@@ -491,7 +489,7 @@ def test_threads_share_a_group(team):
     assert len(results) == 400 and all(each == {team.size} for each in results)
 
 
-def test_asynchronous_calls_come_first(team):
+def test_synchronous_call_runs_after_pending_calls(team):
     array = np.ones(3, np.float32)
     for _ in range(3):
         dist.all_reduce(array, group=team.group)
@@ -504,8 +502,8 @@ def test_asynchronous_calls_come_first(team):
 
 
 @compiled
-def test_short_again_once_the_groups_thread_is_idle(team):
-    """While it is not, calls come behind what it does."""
+def test_fast_path_is_used_again_when_the_progress_thread_is_idle(team):
+    """Until then calls are queued behind its work."""
     array, order, waiting = np.ones(3, np.float32), [], threading.Event()
     dist.all_reduce(array, MAX, team.group)
     dist.all_reduce(array, MAX, team.group)
@@ -523,7 +521,7 @@ def test_short_again_once_the_groups_thread_is_idle(team):
 
 @pytest.fixture
 def eager(world, monkeypatch):
-    """A new group that carries asynchronous calls out at once, once all ranks are there."""
+    """A new group that runs async calls inline once all ranks have called."""
     share_all(monkeypatch)
     monkeypatch.setattr(shared_segment, "_processors", lambda: set(range(world.size)))
     monkeypatch.setattr(shared, "INLINE_WAIT_S", 30)
@@ -533,7 +531,7 @@ def eager(world, monkeypatch):
 
 
 @compiled
-def test_asynchronous_calls_at_once_need_no_python(eager):
+def test_inline_async_calls_run_without_python(eager):
     n, me, group = eager.size, eager.me, eager.group
     for count in (3, 50000):
         ones, whole, part = (
@@ -567,8 +565,8 @@ def test_asynchronous_calls_at_once_need_no_python(eager):
 
 
 @compiled
-def test_asynchronous_calls_that_are_not_alike_go_to_the_thread(eager):
-    """One rank has another size: it waits for the others' number only."""
+def test_different_async_calls_are_queued(eager):
+    """One rank makes the call with another size, so it does not run inline."""
     array, other = np.ones(3, np.float32), np.ones(4, np.float32)
     for x in (array, other):
         for _ in range(2):
@@ -585,7 +583,7 @@ def test_asynchronous_calls_that_are_not_alike_go_to_the_thread(eager):
 
 @contextmanager
 def answering(monkeypatch, answer):
-    """Whether all ranks make an asynchronous call now says ``answer()``."""
+    """Make the check whether all ranks have called return ``answer()``."""
     arguments = ctypes.c_void_p, ctypes.c_uint32, *(ctypes.c_uint64,) * 3
     function = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(lambda *others: answer())
     native_call = shared.Shared.native_call
@@ -599,8 +597,8 @@ def answering(monkeypatch, answer):
 
 
 @compiled
-def test_a_group_that_changes_while_the_others_are_asked(eager, monkeypatch):
-    """Another thread may end it: what was learnt is not there any more."""
+def test_fast_path_is_dropped_while_ranks_are_checked(eager, monkeypatch):
+    """Another thread may destroy the group, which drops its registered calls."""
     group, array = eager.group, np.ones(3, np.uint16)
 
     def forget():
@@ -618,8 +616,8 @@ def test_a_group_that_changes_while_the_others_are_asked(eager, monkeypatch):
 
 
 @compiled
-def test_the_error_of_an_asynchronous_call_is_its_works(eager, monkeypatch):
-    """It was said that all ranks make the same call, and they do not."""
+def test_error_of_an_inline_async_call_is_raised_in_wait(eager, monkeypatch):
+    """The check reports equal calls on all ranks, although they differ."""
     if eager.size == 1:
         return
     group = eager.group
@@ -636,7 +634,7 @@ def test_the_error_of_an_asynchronous_call_is_its_works(eager, monkeypatch):
     dist.all_reduce(array, MAX, group)
 
 
-def test_a_destroyed_group_takes_no_call(world):
+def test_calls_on_a_destroyed_group_raise(world):
     team = group_of("ends", range(world.size))
     array = np.ones(3, np.float32)
     for _ in range(70):

@@ -1,4 +1,4 @@
-"""Moves by one copy from process to process: every size and layout, either way, and who cannot."""
+"""The single-copy route: sizes, layouts, both methods, and missing permissions."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ KINDS = [kind for kind in tuning.KINDS if not tuning.parse_kind(kind)[0].reduces
 
 
 def copy_all(patch):
-    """Moves of every size go by this route."""
+    """Route data movement of every size through single_copy."""
     rows = {kind: {"node": ((0, "single_copy"),)} for kind in KINDS}
     patch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
 
 
 def preferring(way):
-    """Histories in which one way, 0 or 1, is always the faster one."""
+    """Timing histories in which one method, 0 or 1, is always faster."""
     made = np.zeros(kernels.single_copy_histories(), np.uint8)
     each = made[: 128 * 32].view(np.uint64).reshape(-1, 4)
     each[:, 1 - way] = 1 << 60
-    each[:, 2] = 2 | 2 << 32  # both have been tried
+    each[:, 2] = 2 | 2 << 32  # both methods have samples
     return made
 
 
 @pytest.fixture(scope="module", params=["kernel", "slots", "either"])
 def team(world, request):
-    """A group whose ranks copy, if they may; through slots; or each in turn."""
+    """A group for each method: the kernel's copy, copies through slots, or the measured choice."""
     with pytest.MonkeyPatch.context() as patch:
         copy_all(patch)
         if request.param != "either" and kernels is not None:
@@ -46,7 +46,7 @@ def team(world, request):
         found = group_of(request.param, range(world.size))
         dist.all_to_all_single(np.zeros(found.size), np.zeros(found.size), group=found.group)
         if found.size > 1 and not copies(found):
-            pytest.skip(single_copy.find_obstacle(found.group) or "the ranks share no memory")
+            pytest.skip(single_copy.find_obstacle(found.group) or "the ranks do not share memory")
         yield found
 
 
@@ -55,25 +55,24 @@ def copies(team):
     return attempt is not None and attempt.copies is not None
 
 
-#: Elements around pages, the size from which on there is a choice, and pieces.
+#: Element counts around page sizes, the threshold of the choice, and chunks.
 COUNTS = (0, 1, 5, 1023, 1025, 32768, 32769, 70001)
 
 
 @pytest.mark.parametrize("name", MOVES)
 @pytest.mark.parametrize("dtype", ["float32", "bool", "complex128"])
-def test_sizes(team, name, dtype):
+def test_data_movement_of_every_size(team, name, dtype):
     for count, root in itertools.product(COUNTS, {0, team.size - 1}):
         Call(name, team, by_name[dtype], count, None, root).run()
 
 
-def test_several_pieces(team):
-    """More than the kernel copies in one call, of every primitive."""
+def test_messages_larger_than_one_copy_call(team):
     for name in MOVES:
         Call(name, team, by_name["uint8"], (9 << 20) + 77, None, team.size - 1).run()
 
 
-def test_lists_of_arrays_as_they_are(team):
-    """Arrays that lie apart, that are packed, and that are sent and received."""
+def test_lists_of_noncontiguous_arrays(team):
+    """Outputs in separate memory, transposed outputs, and outputs that are also inputs."""
     n, me = team.size, team.me
     for count in (10, 100000):
         parts = [np.zeros((2, count)).T if r % 2 else np.zeros((count, 2)) for r in range(n)]
@@ -90,7 +89,7 @@ def test_lists_of_arrays_as_they_are(team):
 
 
 @pytest.mark.parametrize("start", [1, 3])
-def test_odd_addresses(team, start):
+def test_unaligned_arrays(team, start):
     for count in (1000, 100003):
         memory = np.full(8 * count + 16, 0xA5, np.uint8)
         array = memory[start : start + 8 * count].view(np.int64)
@@ -101,7 +100,7 @@ def test_odd_addresses(team, start):
 
 
 def uneven(n, number):
-    """Elements from each rank to each: some none, some ranks nothing at all."""
+    """Element counts between all pairs of ranks, with zeros and with ranks that send nothing."""
     sizes = np.random.default_rng([n, number]).choice([0, 0, 1, 7, 1000, 40000, 600000], (n, n))
     sizes[number % n] *= number % 3 > 0
     sizes[:, number % n] *= number % 3 > 1
@@ -109,7 +108,7 @@ def uneven(n, number):
 
 
 @pytest.mark.parametrize("listed", [False, True])
-def test_uneven_splits(team, listed):
+def test_all_to_all_with_uneven_splits(team, listed):
     n, me = team.size, team.me
     for number in range(12):
         sizes = uneven(n, number)
@@ -127,8 +126,8 @@ def test_uneven_splits(team, listed):
             np.testing.assert_array_equal(mine, expected)
 
 
-def test_splits_on_some_ranks_only(team):
-    """Equal ones that are given mean the same as none; the own block may be of any size."""
+def test_equal_splits_may_be_omitted_on_some_ranks(team):
+    """The block that a rank sends to itself may have any size."""
     n, me = team.size, team.me
     for _ in range(3):
         send, recv = np.arange(6.0 * n) + 100 * me, np.zeros(6 * n)
@@ -137,8 +136,8 @@ def test_splits_on_some_ranks_only(team):
         assert (recv.reshape(n, 6) == np.arange(6) + 6 * me + 100 * np.arange(n)[:, None]).all()
 
 
-def test_sizes_that_do_not_fit(team):
-    """An error on every rank that names the two sizes on the one that expected another."""
+def test_mismatched_splits_raise_on_all_ranks(team):
+    """The error names both sizes on the receiving rank."""
     n, me = team.size, team.me
     if n == 1:
         return
@@ -158,8 +157,8 @@ def test_sizes_that_do_not_fit(team):
         Call("all_to_all_single", team, by_name["float64"], count).run()
 
 
-def test_ranks_that_disagree(team):
-    """On the root, the size, the dtype or the primitive, past the calls that are all compared."""
+def test_collective_mismatch_raises_on_all_ranks(team):
+    """Different root, size, dtype or operation, after the calls that are always compared."""
     if team.size == 1:
         return
     for _ in range(130):
@@ -189,7 +188,7 @@ def test_ranks_that_disagree(team):
         Call("broadcast", team, by_name["float32"], count, None, 0).run()
 
 
-def test_asynchronous_calls(team):
+def test_async_calls(team):
     arrays = [np.full(40000 * (1 + i % 3), float(team.me + i)) for i in range(20)]
     works = [
         dist.broadcast(array, group=team.group, group_src=i % team.size, async_op=True)
@@ -199,7 +198,7 @@ def test_asynchronous_calls(team):
         assert work.wait() and (array == i % team.size + i).all()
 
 
-# ---- who cannot ---------------------------------------------------------------------------------
+# ---- Missing permissions ------------------------------------------------------------------------
 
 
 def may_not_read(patch):
@@ -214,7 +213,8 @@ def may_not_write(patch):
 
 
 def is_another_process(patch):
-    patch.setattr(single_copy, "_copy", lambda *_: 0)  # as if it had read zeros
+    # as if the copy had read zeros from another process
+    patch.setattr(single_copy, "_copy", lambda *_: 0)
 
 
 def switched_off(patch):
@@ -225,8 +225,8 @@ def switched_off(patch):
     "failure", [may_not_read, may_not_write, is_another_process, switched_off],
     ids=lambda failure: failure.__name__,
 )  # fmt: skip
-def test_one_rank_that_cannot_copy_is_enough(world, mpi, monkeypatch, failure):
-    """All take to shared memory then, and the rank knows why."""
+def test_one_rank_without_permission_disables_the_route(world, mpi, monkeypatch, failure):
+    """All ranks then use shared memory, and the rank reports the reason."""
     copy_all(monkeypatch)
     for unable in {0, world.size - 1}:
         with pytest.MonkeyPatch.context() as patch:
@@ -245,8 +245,8 @@ def test_one_rank_that_cannot_copy_is_enough(world, mpi, monkeypatch, failure):
         dist.destroy_process_group(team.group)
 
 
-def test_the_default_takes_it(world):
-    """From some size on, where the ranks may."""
+def test_default_table_uses_single_copy_for_large_messages(world):
+    """If permitted."""
     if world.size == 1 or kernels is None:
         return
     team = group_of("default", range(world.size))

@@ -1,4 +1,4 @@
-"""Every primitive x dtype x operation x count x way of calling x group, against the oracle."""
+"""Every primitive, dtype, operation, count, call mode and group, compared with the oracle."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ SMALL = [0, 1, 7, 1000]
 LARGE = 30011
 
 FLOAT32 = by_name["float32"]
-#: The host's memory, as algorithms see it.
+#: Host memory, as passed to algorithms.
 HOST = Host()
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 
 
 def counts(name, team):
-    """Elements of a block; under one name and in one group also so many that blocks are cut."""
+    """Elements per block. The default group also uses a count that is split into chunks."""
     row = NAMES[name]
     if team.name != "world" or name in row.aliases:
         return SMALL
@@ -48,14 +48,14 @@ def counts(name, team):
 
 
 def roots(name, team, count):
-    """All roots for one of the counts, else one of them."""
+    """All roots for one of the counts, otherwise one root."""
     if not NAMES[name].root:
         return [0]
     return range(team.size) if count == 7 else [(count + 1) % team.size]
 
 
 def ways(name, dtype, op, team, count):
-    """Synchronous and asynchronous; one of them, in turn, for many elements and in small groups."""
+    """Both synchronous and asynchronous, or one of them for large counts and subgroups."""
     if team.name == "world" and count in SMALL and name not in NAMES[name].aliases:
         return (False, True)
     turn = dtype.code + count + (op.code if op else 0) + len(team.name)
@@ -63,7 +63,7 @@ def ways(name, dtype, op, team, count):
 
 
 def sweep(name, dtype, op, teams, mpi):
-    """All counts, groups, roots and ways; yields the calls."""
+    """Run and yield calls over all counts, groups, roots and modes."""
     for team in teams:
         wait_for_all(mpi)
         if team.me is None:
@@ -85,8 +85,8 @@ def sweep(name, dtype, op, teams, mpi):
             yield call
 
 
-def test_the_sweep_is_complete():
-    """Every row has public functions, and is swept unless it has no arrays."""
+def test_sweep_covers_every_primitive():
+    """Except primitives without arrays."""
     assert all(callable(getattr(dist, name)) for row in PRIMITIVES for name in row.aliases)
     empty = [row.name for row in PRIMITIVES if row.layout is Layout.EMPTY]
     assert {*MOVES, *REDUCTIONS, *empty} == set(NAMES)
@@ -97,13 +97,13 @@ def test_the_sweep_is_complete():
 
 @pytest.mark.parametrize("name", MOVES)
 @by_dtype
-def test_moves(teams, mpi, name, dtype):
+def test_data_movement_gives_the_right_elements(teams, mpi, name, dtype):
     assert sum(1 for _ in sweep(name, dtype, None, teams, mpi)) >= 4
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 @by_dtype
-def test_reduces(teams, mpi, name, dtype):
+def test_reductions_give_the_right_results(teams, mpi, name, dtype):
     calls = [call for op in legal_operations(dtype) for call in sweep(name, dtype, op, teams, mpi)]
     assert len(calls) >= 4 * len(legal_operations(dtype))
     if name == "all_reduce":
@@ -113,7 +113,7 @@ def test_reduces(teams, mpi, name, dtype):
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 @by_dtype
-def test_refuses_operations_without_a_meaning(teams, name, dtype):
+def test_undefined_operations_are_rejected(teams, name, dtype):
     refused = [op for op in OPERATIONS if op not in legal_operations(dtype)]
     for team in teams:
         if team.me is None:
@@ -136,27 +136,27 @@ def test_refuses_operations_without_a_meaning(teams, name, dtype):
         Call(name, team, dtype, 7, legal_operations(dtype)[0]).run()
 
 
-# ---- The same with seams everywhere --------------------------------------------------------------
+# ---- Small chunk sizes ---------------------------------------------------------------------------
 
 
 @pytest.fixture
 def cut(world):
-    """A group whose routes cut messages that others take as a whole."""
+    """A group with small chunk sizes, so that short messages are split."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MPICOLL_SHARED_MEMORY", "0")
         patch.setattr(Host, "small", 0)
         patch.setattr(Host, "chunk", 64)  # bytes
         patch.setattr(native, "CHUNK", 50)  # elements
         for module in (native, wire):
-            patch.setattr(module, "INT_MAX", 60)  # more elements travel as one of a derived type
+            patch.setattr(module, "INT_MAX", 60)  # longer messages use a derived datatype
         team = group_of("cut", range(world.size))
         yield team
         dist.destroy_process_group(team.group)
 
 
 @by_dtype
-def test_seams(cut, dtype):
-    """Pieces, blocks and derived datatypes, with sizes around their borders."""
+def test_calls_around_chunk_sizes(cut, dtype):
+    """Sizes around those of chunks, blocks and derived datatypes."""
     for count in (1, 8, 60, 61, 150, 1003):
         root = count % cut.size
         for name in MOVES:
@@ -167,8 +167,8 @@ def test_seams(cut, dtype):
 
 
 @by_dtype
-def test_seams_between_uneven_blocks(cut, dtype):
-    """More elements than MPI's displacements reach: one rank's block at a time."""
+def test_uneven_blocks_around_chunk_sizes(cut, dtype):
+    """Displacements exceed MPI's range, so blocks are exchanged one rank at a time."""
     for counts in ([5, 70, 3, 40], [61, 0, 1, 130], [0, 200, 0, 0]):
         mine = oracle.any_bits(dtype, counts[cut.me], cut.me)
         outputs = [np.zeros(count, dtype.numpy) for count in counts[: cut.size]]
@@ -179,8 +179,8 @@ def test_seams_between_uneven_blocks(cut, dtype):
             Uneven(cut, dtype, counts, op).run()
 
 
-def test_real_blocks(world, mpi, monkeypatch):
-    """Several of the blocks that composed routes exchange, with a rest; through messages alone."""
+def test_all_reduce_in_several_default_chunks(world, mpi, monkeypatch):
+    """With a remainder, and without shared memory."""
     monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
     world = group_of("apart", range(world.size))
     for dtype, op in ((by_name["bfloat16"], ReduceOp.SUM), (by_name["float32"], ReduceOp.MAX)):
@@ -192,8 +192,8 @@ def test_real_blocks(world, mpi, monkeypatch):
         Call("reduce_scatter_single", world, dtype, count // world.size, op).run()
 
 
-def test_fewer_elements_than_ranks(world, mpi, monkeypatch):
-    """Everybody gets everything, as long as there is room for it; then one element each."""
+def test_all_reduce_of_fewer_elements_than_ranks(world, mpi, monkeypatch):
+    """All ranks receive all inputs if the buffer is large enough; otherwise one element each."""
     monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
     monkeypatch.setattr(Host, "small", 0)
     dtype = by_name["bfloat16"]
@@ -211,8 +211,8 @@ def test_fewer_elements_than_ranks(world, mpi, monkeypatch):
 
 @pytest.mark.parametrize("place", ["node", "apart", "widened"])
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_scaled_narrow_floats_are_added_in_rank_order(world, monkeypatch, name, place):
-    """Terms of which the large ones cancel: in another order the small ones are lost, or not."""
+def test_premul_sum_of_narrow_floats_adds_in_rank_order(world, monkeypatch, name, place):
+    """Large terms cancel, so another order would change the contribution of the small ones."""
     if place != "node":
         monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
     if place == "widened":
@@ -235,7 +235,7 @@ def test_scaled_narrow_floats_are_added_in_rank_order(world, monkeypatch, name, 
                 for term in mine:
                     expected = expected + term
                 expected = oracle.rounded(expected, dtype)
-                if not mine:  # the output stays as it is
+                if not mine:  # the output is unchanged
                     expected = np.zeros(count, dtype.numpy)
                 op, root = ReduceOp.PREMUL_SUM(factors[world.me]), count % n
                 what = f"{name} of {dtype} {factors} {count} {place}"
@@ -256,8 +256,8 @@ def test_scaled_narrow_floats_are_added_in_rank_order(world, monkeypatch, name, 
 
 
 @by_dtype
-def test_as_float32_by_mpi(world, mpi, monkeypatch, dtype):
-    """Narrow floats; what else there is goes by exchange. In pieces of a few elements."""
+def test_narrow_floats_are_widened_to_float32_for_mpi(world, mpi, monkeypatch, dtype):
+    """Other dtypes use exchange. Chunks have a few elements."""
     monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
     monkeypatch.setattr(native, "CHUNK", 52)
     rows = {"all_reduce of others": {"apart": ((0, "widened"),)}}
@@ -283,14 +283,14 @@ def test_as_float32_by_mpi(world, mpi, monkeypatch, dtype):
     dist.destroy_process_group(team.group)
 
 
-# ---- What has no table ---------------------------------------------------------------------------
+# ---- Other properties ----------------------------------------------------------------------------
 
 
-def test_same_bits_with_nan_and_zeros(world, mpi):
-    """NaN of any sign and payload, and zeros of both signs, from every rank.
+def test_results_with_nan_and_signed_zeros_have_equal_bits(world, mpi):
+    """Every rank contributes NaNs with various signs and payloads, and zeros of both signs.
 
-    MPI's own sums keep the payload of one of several NaN, not of the same one on every rank: there
-    only the place of the NaN is compared.
+    MPI's sums may keep the payload of a different NaN on each rank, so only the positions of NaNs
+    are compared there.
     """
     for name in ("float32", "float64", "float16", "bfloat16", "complex64"):
         dtype = by_name[name]
@@ -316,8 +316,7 @@ def test_same_bits_with_nan_and_zeros(world, mpi):
             check_same_bits(mpi, calls)
 
 
-def test_barrier(teams, tmp_path_factory, mpi):
-    """Nobody leaves before all have come."""
+def test_no_rank_leaves_a_barrier_before_all_have_entered(teams, tmp_path_factory, mpi):
     name = mpi.bcast(str(tmp_path_factory.mktemp("barrier") / "here") if mpi.rank == 0 else None)
     if mpi.rank == 0:
         np.zeros(1 + 9 * len(teams) * mpi.size, np.uint8).tofile(name)
@@ -340,8 +339,8 @@ def test_barrier(teams, tmp_path_factory, mpi):
             assert come[list(team.ranks)].all()
 
 
-def test_ranks_outside(teams):
-    """They are warned and get None; nothing of theirs is touched or waited for."""
+def test_calls_of_outsiders_return_none_and_warn(teams):
+    """Their arguments are not inspected."""
     for team in teams:
         if team.me is not None:
             continue

@@ -1,4 +1,4 @@
-"""Tables on ranks: all go by rank 0's; and whatever it says, results are right."""
+"""Tuning tables: all ranks use the table of rank 0, and any table gives correct results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mpicoll.routes import registry, tuning, tuning_files
 from mpicoll.routes.host import select
 from mpicoll.routes.host.mpi import reducible
 
-# --- the file: before anything here makes the default group -------------------------------------
+# --- Files (these tests run before the default group is created) --------------------------------
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,7 @@ from mpicoll.routes.host.mpi import reducible
         (None, "cannot be read"),
     ],
 )
-def test_a_bad_file_is_refused_on_every_rank(mpi, monkeypatch, tmp_path, text, words):
-    """Rank 0 alone has it."""
+def test_invalid_table_on_rank_0_raises_on_all_ranks(mpi, monkeypatch, tmp_path, text, words):
     path = tmp_path / "table.json"
     if mpi.rank == 0:
         monkeypatch.setenv("MPICOLL_TABLE", str(path))
@@ -48,8 +47,8 @@ def test_a_bad_file_is_refused_on_every_rank(mpi, monkeypatch, tmp_path, text, w
     assert not dist.is_initialized()
 
 
-def test_all_ranks_have_the_table_of_rank_0(mpi, monkeypatch, tmp_path):
-    """Whatever the others would find, and what it leaves to the defaults."""
+def test_all_ranks_use_the_table_of_rank_0(mpi, monkeypatch, tmp_path):
+    """Tables on other ranks are ignored. Missing rows use the defaults of rank 0."""
     path = tmp_path / "table.json"
     rows = {"gather": {"node": [[0, "mpi"], [77, "shared"], [1000, "default"]]}}
     path.write_text(json.dumps({"ranks": {"2": rows}}) if mpi.rank == 0 else "{")
@@ -72,18 +71,18 @@ def test_all_ranks_have_the_table_of_rank_0(mpi, monkeypatch, tmp_path):
     dist.destroy_process_group()
 
 
-# --- which route carries a call -----------------------------------------------------------------
+# --- Route selection ----------------------------------------------------------------------------
 
 
 def calls_of(kind):
-    """A call that tables have under this name."""
+    """A call signature that tables list under this name."""
     primitive, others = tuning.parse_kind(kind)
     op = ReduceOp.SUM if primitive.reduces else None
     return CallKind(primitive, default_group(), op, by_name["bfloat16" if others else "float32"])
 
 
 def any_row(kind, chance):
-    """Steps at random, such as a file may hold, for every place."""
+    """A random valid row for every placement."""
     return {
         place: tuple(
             (size, chance.choice(tuning.eligible_routes(kind, place)))
@@ -95,7 +94,7 @@ def any_row(kind, chance):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """The names of the routes that calls took; they do nothing."""
+    """Replace all host routes by stubs that record their name."""
     taken = []
 
     def route(name):
@@ -107,7 +106,7 @@ def seen(monkeypatch):
 
 
 def expected(row, place, unable, nbytes):
-    """The route for so many bytes: that of the last step not beyond them that can be had."""
+    """Expected route: the last step of an available route with a size of at most nbytes."""
     had = [step for step in row[place] if step[1] not in unable]
     if not had:
         return expected(row, "apart", unable, nbytes)
@@ -116,8 +115,8 @@ def expected(row, place, unable, nbytes):
 
 @pytest.mark.parametrize("unable", [(), ("shared", "hierarchical")], ids=["all", "some"])
 @pytest.mark.parametrize("place", tuning.PLACES)
-def test_the_table_is_followed(world, monkeypatch, seen, place, unable):
-    """At every size around its steps, in whatever order calls come."""
+def test_table_selects_the_route(world, monkeypatch, seen, place, unable):
+    """At all sizes around the steps, in random order."""
     monkeypatch.setattr(select, "place", lambda group: place)
     for name in unable:
         none = replace(registry.HOST[name], build=lambda kind: None)
@@ -139,8 +138,7 @@ def test_the_table_is_followed(world, monkeypatch, seen, place, unable):
         assert not seen
 
 
-def test_a_candidate_takes_its_route(world, seen):
-    """At every size."""
+def test_candidates_use_their_own_route(world, seen):
     for kind in tuning.KINDS:
         found = select.candidates(calls_of(kind))
         assert tuple(found) == tuning.eligible_routes(kind, select.place(default_group()))
@@ -150,16 +148,16 @@ def test_a_candidate_takes_its_route(world, seen):
                 assert seen.pop() == name
 
 
-def test_what_can_be_named_can_be_had(world):
-    """Of every kind, where ranks share no memory: there is always something to fall back to."""
+def test_every_eligible_route_is_available_without_shared_memory(world):
+    """So there is always a fallback."""
     for kind in tuning.KINDS:
         found = select.candidates(calls_of(kind))
         assert set(tuning.eligible_routes(kind, "apart")) <= set(found)
 
 
-# --- what comes out -----------------------------------------------------------------------------
+# --- Results ------------------------------------------------------------------------------------
 
-#: Calls that tables know; where elements are combined, of both kinds, and what not every route has.
+#: Calls that tables list, with dtypes that every route supports and dtypes that only some support.
 CALLS = [
     (row.name, by_name[dtype], op)
     for row in PRIMITIVES
@@ -174,8 +172,8 @@ CALLS = [
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_any_table_gives_right_results(world, mpi, monkeypatch, seed):
-    """On either side of its steps, in a group that is new; tables are not for every place."""
+def test_random_tables_give_correct_results(world, mpi, monkeypatch, seed):
+    """Sizes on both sides of each step, in a new group. Tables omit some placements."""
     chance = random.Random(seed)  # the same on every rank
     rows = {
         kind: {
@@ -203,19 +201,19 @@ def test_any_table_gives_right_results(world, mpi, monkeypatch, seed):
     dist.destroy_process_group(team.group)
 
 
-# --- what tune measures -------------------------------------------------------------------------
+# --- Measurement by tune ------------------------------------------------------------------------
 
-#: Few calls at a time, and time enough on any machine.
+#: Few calls at a time, and a time limit that is never reached.
 EFFORT = Effort(60.0, 1e-5, 3, 25)
 
 
 def measured(kinds, sizes, effort=EFFORT, spent=lambda: 0.0):
-    """By a clock that stands still, where nothing else is said."""
+    """Measure, by default with a clock that does not advance."""
     return tune_measure.measure(default_group(), kinds, sizes, effort, spent, str)
 
 
-def test_what_is_called(world):
-    """Of every kind and size: arrays of as many bytes as they must have; the root is rank 0."""
+def test_tune_calls_every_kind_and_size(world):
+    """Arrays have the requested number of bytes, and the root is rank 0."""
     n, me, sizes = world.size, world.me, [8 << i for i in range(8)]
     for name in tuning.KINDS:
         primitive, _, _, dtype = calls_of(name)
@@ -247,8 +245,8 @@ def test_what_is_called(world):
         assert outcome.samples == 25
 
 
-def test_the_slowest_rank_counts(world, mpi):
-    """All ranks have the same figures: those of the one that takes longest."""
+def test_tune_uses_the_time_of_the_slowest_rank(world, mpi):
+    """All ranks have the same figures."""
 
     def slow(send, recv, count, root):
         if world.me == world.size - 1:
@@ -267,11 +265,11 @@ def test_the_slowest_rank_counts(world, mpi):
             assert by_route["shared"].low < 2e-3
 
 
-# --- and for how long ---------------------------------------------------------------------------
+# --- Time limit of tune -------------------------------------------------------------------------
 
 
 class Clock:
-    """Seconds that go by as calls are made, on rank 0; the others' clock is of no account."""
+    """A simulated clock, advanced by calls on rank 0. The clocks of other ranks are ignored."""
 
     def __init__(self, me):
         self.me, self.now, self.begun = me, 0.0, []
@@ -280,7 +278,7 @@ class Clock:
         return self.now if self.me == 0 else 1e9
 
     def kind(self, name, seconds):
-        """A kind of call by two routes, that take so long an element."""
+        """A call with two routes that take this time per element."""
         primitive, _, _, dtype = calls_of(name)
 
         def direct(send, recv, count, root):
@@ -291,7 +289,7 @@ class Clock:
         return tune_measure.Kind(name, primitive, dtype, routes)
 
 
-#: One call is timed at a time, as they are slow by the clock, or would be if they were not made up.
+#: Times one call at a time, because calls are slow by the simulated clock.
 ONE_BY_ONE = Effort(100.0, 1e-12, 3, 25)
 SIZES = [8 << i for i in range(8)]
 
@@ -301,9 +299,10 @@ def clock(world):
     return Clock(world.me)
 
 
-def test_time_is_up(clock, mpi):
-    """No call begins then. A kind that takes long ends at a smaller size than one that does not;
-    all that is told was measured three times, and on all ranks it is the same.
+def test_tune_stops_at_the_time_limit(clock, mpi):
+    """No call begins after the limit. Slow kinds of calls end at smaller sizes.
+
+    Reported figures have at least three samples and are equal on all ranks.
     """
     kinds = [clock.kind("broadcast", 0.1), clock.kind("all_reduce", 0.0001)]
     outcome = measured(kinds, SIZES, ONE_BY_ONE, clock.spent)
@@ -316,8 +315,8 @@ def test_time_is_up(clock, mpi):
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0, 20.0])
-def test_too_little_time(clock, mpi, seconds):
-    """For one size, or for anything at all; calls that begin before time is up may end after it."""
+def test_tune_with_little_time_measures_one_size_or_none(clock, mpi, seconds):
+    """A call that begins before the limit may end after it."""
     kinds = [clock.kind("broadcast", 0.5)]
     outcome = measured(kinds, SIZES, ONE_BY_ONE._replace(seconds=seconds), clock.spent)
     assert max(clock.begun, default=0.0) <= seconds
@@ -326,8 +325,8 @@ def test_too_little_time(clock, mpi, seconds):
     assert list(outcome.figures) == list(outcome.last)
 
 
-def test_calls_that_become_slow(clock, mpi):
-    """After the first, on which time was planned: what is largest is left out."""
+def test_tune_drops_the_largest_sizes_if_calls_become_slower(clock, mpi):
+    """Calls are slower than the first ones, from which the schedule was computed."""
     kind = clock.kind("broadcast", 0.001)
     calls = kind.candidates["mpi"]
 
@@ -348,7 +347,7 @@ def test_calls_that_become_slow(clock, mpi):
     assert all(one == outcome for one in mpi.allgather(outcome))
 
 
-def test_all_that_there_is_time_for(clock):
+def test_tune_measures_all_sizes_with_enough_time(clock):
     outcome = measured([clock.kind("broadcast", 1e-5)], SIZES, ONE_BY_ONE, clock.spent)
     assert outcome.last == {"broadcast": SIZES[-1]}
     assert outcome.samples == 25

@@ -1,4 +1,4 @@
-"""After something went wrong, or came in an unusual order, the next call is right."""
+"""After a failure, or calls in an unusual order, the next call is correct."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from mpicoll.routes.host import select
 
 @pytest.fixture
 def pair(world):
-    """A new group of all ranks, two at least, with a short timeout."""
+    """A new group of all ranks with a timeout of 0.5 s. Skips on one rank."""
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     group = dist.new_group(timeout=0.5)
     yield group
     if group.closed is None:
         dist.destroy_process_group(group)
 
 
-# ---- messages that time out --------------------------------------------------------------------
+# ---- Messages that time out --------------------------------------------------------------------
 
 
-def test_a_receive_that_timed_out_takes_no_later_message(pair, world, mpi):
+def test_timed_out_receive_does_not_match_a_later_message(pair, world, mpi):
     if world.me == 0:
         dropped, kept = np.zeros(3), np.zeros(3)
         with pytest.raises(dist.CollectiveTimeoutError, match="recv"):
@@ -42,14 +42,14 @@ def test_a_receive_that_timed_out_takes_no_later_message(pair, world, mpi):
             dist.send(np.full(3, 7.0), 0, group=pair)
 
 
-def test_a_send_that_timed_out_arrives_whole(pair, world, mpi):
+def test_timed_out_send_is_delivered_intact(pair, world, mpi):
     if MPI.get_vendor()[0] == "Intel MPI":
-        pytest.skip("it takes any message before its receiver is there, which calls MPI meanwhile")
-    count = 1 << 22  # so much that every other MPI waits for the receiver
+        pytest.skip("it buffers messages of any size")
+    count = 1 << 22  # large enough that every other MPI waits for the receiver
     if world.me == 0:
         with pytest.raises(dist.CollectiveTimeoutError, match="send"):
             dist.send(np.full((count, 2), 7.0)[:, 0], 1, group=pair)
-        rubbish = [np.full(count, 3.0) for _ in range(4)]  # where a freed copy was
+        rubbish = [np.full(count, 3.0) for _ in range(4)]  # overwrites the memory of a freed copy
         mpi.Barrier()
         del rubbish
     else:
@@ -61,11 +61,11 @@ def test_a_send_that_timed_out_arrives_whole(pair, world, mpi):
     mpi.Barrier()
 
 
-# ---- callbacks ---------------------------------------------------------------------------------
+# ---- Callbacks ---------------------------------------------------------------------------------
 
 
-def test_what_a_callback_calls_comes_before_what_queues_behind(world):
-    """The slower callback of one rank must not let its main thread go first."""
+def test_calls_of_callbacks_run_before_later_calls(world):
+    """A slow callback on one rank must not let the calls of its main thread run first."""
     group = dist.new_group()
     for i in range(60):
         x, y, z = np.ones(2), np.full(2, 1.0), np.full(2, 100.0)
@@ -75,7 +75,7 @@ def test_what_a_callback_calls_comes_before_what_queues_behind(world):
                 time.sleep(0.002)
             dist.all_reduce(y, group=group)
 
-        # Something pending in front, so that all ranks have their callback in place in time.
+        # A pending call gives all ranks time to add their callback.
         first = dist.all_reduce(np.ones(200000), group=group, async_op=True)
         work = dist.all_reduce(x, group=group, async_op=True)
         after = work.get_future().then(call)
@@ -88,7 +88,7 @@ def test_what_a_callback_calls_comes_before_what_queues_behind(world):
 
 
 @pytest.mark.parametrize("way", ["coalesced", "barrier", "async", "objects"])
-def test_a_callback_may_wait(world, way):
+def test_callbacks_may_make_blocking_calls(world, way):
     y, found = np.ones(2), [None] * world.size
 
     def call(_):
@@ -109,13 +109,13 @@ def test_a_callback_may_wait(world, way):
     assert found == (list(range(world.size)) if way == "objects" else [None] * world.size)
 
 
-# ---- blocks and shapes -------------------------------------------------------------------------
+# ---- Blocks and shapes -------------------------------------------------------------------------
 
 
-def test_a_block_that_is_shorter_than_expected(world):
-    """Two rows expected of rank 0, which sends one; the sender hears of it through memory alone."""
+def test_shorter_block_than_expected_raises(world):
+    """Rank 1 expects two rows and rank 0 sends one. Only shared memory reports it to the sender."""
     if world.size != 2:
-        pytest.skip("on two ranks")
+        pytest.skip("runs on 2 ranks only")
     shares = select.place(dist.group.WORLD) == "node"
     if world.me == 0:
         words = "other ranks' block sizes differ"
@@ -129,7 +129,7 @@ def test_a_block_that_is_shorter_than_expected(world):
     assert (x == 2).all()
 
 
-def test_lists_of_other_shapes_are_refused(world):
+def test_lists_with_other_shapes_are_rejected(world):
     x = np.zeros((2, 3))
     for call, name in (
         (lambda: dist.gather(x, [np.zeros((3, 2))] * world.size), "gather_list"),
@@ -140,7 +140,7 @@ def test_lists_of_other_shapes_are_refused(world):
                 call()
 
 
-def test_the_root_of_a_broadcast_may_be_read_only(world):
+def test_broadcast_root_may_pass_a_read_only_array(world):
     for shape in ((4,), (2, 2)):
         x = np.full(shape, world.me + 5.0).T
         if world.me == 0:
@@ -159,13 +159,13 @@ def test_the_root_of_a_broadcast_may_be_read_only(world):
 
 
 class Matrix(np.ndarray):
-    """Stays two-dimensional whatever is done with it, as numpy.matrix does."""
+    """Stays two-dimensional after reshape, as numpy.matrix does."""
 
     def reshape(self, *shape):
         return super().reshape(1, -1)
 
 
-def test_subclasses_of_numpy_are_plain_arrays(world):
+def test_ndarray_subclasses_are_treated_as_arrays(world):
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.MIN):
         for dtype in (np.float16, np.float32):
             x = np.full((2, 3), world.me + 1, dtype).view(Matrix)
@@ -174,19 +174,19 @@ def test_subclasses_of_numpy_are_plain_arrays(world):
             assert x.shape == (2, 3) and (np.asarray(x) == expected).all()
 
 
-def test_infinity_has_a_mean(world):
+def test_average_of_complex_infinity(world):
     x = np.array([complex(np.inf, 0), 2 + 4j], np.complex64)
     dist.all_reduce(x, dist.ReduceOp.AVG)
     assert x[0].real == np.inf and x[0].imag == 0 and x[1] == 2 + 4j
 
 
-# ---- watching ----------------------------------------------------------------------------------
+# ---- Comparison of calls and barriers ----------------------------------------------------------
 
 
-def test_a_level_that_is_set_holds_from_the_next_comparison(world):
-    """Not from the next call: ranks that set it in different places would wait for each other."""
+def test_debug_level_applies_from_the_next_comparison(world):
+    """Not from the next call: ranks that set the level at different calls would deadlock."""
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     group = dist.new_group()
     for _ in range(70):
         dist.barrier(group)
@@ -203,19 +203,19 @@ def test_a_level_that_is_set_holds_from_the_next_comparison(world):
     dist.destroy_process_group(group)
 
 
-def test_a_monitored_barrier_may_take_longer_than_the_group(pair, world):
-    """The group's timeout is half a second; the watchdog checks every second."""
+def test_timeout_of_monitored_barrier_may_exceed_the_group_timeout(pair, world):
+    """The group timeout is 0.5 s, and the watchdog thread polls every second."""
     if world.me == 0:
         time.sleep(2.5)
     dist.monitored_barrier(pair, timeout=30)
 
 
-# ---- groups ------------------------------------------------------------------------------------
+# ---- Groups ------------------------------------------------------------------------------------
 
 
-def test_a_group_whose_end_timed_out_goes_on(world, mpi, monkeypatch):
+def test_group_stays_usable_after_a_destroy_timeout(world, mpi, monkeypatch):
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     from mpicoll.api import lifecycle
 
     group = dist.new_group()
@@ -234,7 +234,7 @@ def test_a_group_whose_end_timed_out_goes_on(world, mpi, monkeypatch):
     dist.destroy_process_group(group)
 
 
-def test_groups_of_the_same_ranks_are_told_apart(world):
+def test_groups_of_the_same_ranks_have_different_names(world):
     before = dist.get_pg_count()
     first = dist.new_group([world.me], use_local_synchronization=True)
     second = dist.new_group([world.me], use_local_synchronization=True)

@@ -1,7 +1,6 @@
-"""Windows: what is put arrives, before the signal that follows it, wherever the target is; local
-mistakes; timeouts; memory that is mapped; the end.
+"""Windows: puts, signals, argument errors, timeouts, mapped memory, and destruction.
 
-What is to be there is worked out by each rank alone, from the numbers that every rank would put.
+Data depends on the sender's rank, so each rank can compute the data that it should receive.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from mpicoll.dtypes import DTYPES
 
 
 def numbers(rank, count, dtype=np.float64, turn=0):
-    """What a rank puts: different for each rank, place and turn."""
+    """The data that a rank puts: different for each rank, index and turn."""
     return ((np.arange(count) * 7 + 13 * rank + 3 * turn) % 120).astype(dtype)
 
 
 @pytest.fixture
 def window(world):
-    """A window of 1000 float64 of each rank, and the memory of this one."""
+    """A window with 1000 float64 elements per rank, and this rank's memory."""
     memory = np.full(1000, -1.0)
     made = Window(world.group)
     made.register(memory)
@@ -41,8 +40,8 @@ def window(world):
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_a_ring(teams, async_op):
-    """Each rank puts at the place in the next one's memory that is its own, several times."""
+def test_puts_in_a_ring(teams, async_op):
+    """Each rank repeatedly puts its data into its own part of the next rank's memory."""
     for one in teams:
         if one.me is None:
             continue
@@ -62,12 +61,12 @@ def test_a_ring(teams, async_op):
             expected = np.full(n * count, -1, np.int32)
             expected[left * count : (left + 1) * count] = numbers(left, count, np.int32, turn)
             assert (memory == expected).all()
-            dist.barrier(one.group)  # or the next turn's put would be in the comparison
+            dist.barrier(one.group)  # keeps the next turn's put out of the comparison
         window.deregister()
 
 
-def test_everybody_to_everybody(world):
-    """Into windows of different sizes and shapes; what nobody puts stays."""
+def test_puts_between_all_pairs_of_ranks(world):
+    """Windows have different sizes and shapes. Memory outside the puts is unchanged."""
     n, me = world.size, world.me
     memory = np.full((n, 5 + me), -1, np.int64)
     window = Window(world.group)
@@ -86,7 +85,7 @@ def test_everybody_to_everybody(world):
 def test_dtypes(world, dtype):
     row = next(row for row in DTYPES if row.name == dtype)
     size = row.itemsize
-    source = (np.arange(10 * size) % 2).astype(np.uint8)  # bytes that are bools, too
+    source = (np.arange(10 * size) % 2).astype(np.uint8)  # bytes that are also valid bools
     memory = np.zeros(12 * size, np.uint8)
     window = Window(world.group)
     window.register(memory.view(row.numpy))
@@ -98,8 +97,8 @@ def test_dtypes(world, dtype):
     window.deregister()
 
 
-def test_gaps_and_nothing(world, window):
-    """An array with gaps is put in its order; none at all is put nowhere."""
+def test_noncontiguous_and_empty_puts(world, window):
+    """A noncontiguous array is put in index order; an empty array may have any offset."""
     made, memory = window
     peer = (world.me + 1) % world.size
     made.put(numbers(world.me, 60).reshape(6, 10).T[::2], peer, 100, False)
@@ -114,11 +113,11 @@ def test_gaps_and_nothing(world, window):
     assert (memory == expected).all()
 
 
-def test_the_target_computes(world, window):
-    """A put is through though its target calls nothing; a large one is, too."""
+def test_puts_complete_while_the_target_computes(world, window):
+    """The target makes no call. Also for a large put."""
     made, memory = window
     if world.size == 1:
-        pytest.skip("needs another rank")
+        pytest.skip("needs 2 ranks")
     large = np.zeros(1 << 20)
     second = Window(world.group)
     second.register(large)
@@ -138,8 +137,8 @@ def test_the_target_computes(world, window):
     second.deregister()
 
 
-def test_waiting_first(world, window):
-    """A rank that begins to wait can put and signal; waits come in their order."""
+def test_puts_and_signals_while_waits_are_pending(world, window):
+    """Waits complete in their order."""
     made, memory = window
     right, left = (world.me + 1) % world.size, (world.me - 1) % world.size
     waits = [made.wait_signal(left, True) for _ in range(3)]
@@ -152,8 +151,8 @@ def test_waiting_first(world, window):
         assert (memory[10 * turn : 10 * turn + 10] == numbers(left, 10, turn=turn)).all()
 
 
-def test_a_signal_comes_after_what_was_put_before(world, window):
-    """Asynchronous puts, of what is large enough to take its time, then a signal at once."""
+def test_signal_arrives_after_earlier_puts(world, window):
+    """Large asynchronous puts, followed immediately by a signal."""
     made, _ = window
     n, me = world.size, world.me
     right, left = (me + 1) % n, (me - 1) % n
@@ -173,8 +172,7 @@ def test_a_signal_comes_after_what_was_put_before(world, window):
     made.wait_signal(me, True).wait()
 
 
-def test_signals_are_counted(world, window):
-    """Each is waited for once, and no more of them come than were sent."""
+def test_each_wait_consumes_one_signal(world, window):
     made, _ = window
     right, left = (world.me + 1) % world.size, (world.me - 1) % world.size
     for _ in range(4):
@@ -185,10 +183,10 @@ def test_signals_are_counted(world, window):
         made.wait_signal(left, False, 0.2)
 
 
-def test_signals_of_different_ranks_are_told_apart(world, window):
+def test_signals_are_matched_by_rank(world, window):
     made, _ = window
     if world.size == 1:
-        pytest.skip("needs another rank")
+        pytest.skip("needs 2 ranks")
     me, n = world.me, world.size
     made.signal((me + 1) % n, False)
     if n > 2:
@@ -197,8 +195,8 @@ def test_signals_of_different_ranks_are_told_apart(world, window):
     made.wait_signal((me - 1) % n, False)
 
 
-def test_windows_are_told_apart(world, window):
-    """Neither memory nor signals of one are those of another."""
+def test_windows_are_independent(world, window):
+    """Neither memory nor signals are shared between windows."""
     made, memory = window
     other = Window(world.group)
     space = np.zeros(1000)
@@ -217,13 +215,13 @@ def test_windows_are_told_apart(world, window):
 # ---- Timeouts ------------------------------------------------------------------------------------
 
 
-def test_a_wait_that_timed_out_can_be_made_again(world, window):
+def test_wait_signal_can_be_repeated_after_a_timeout(world, window):
     made, memory = window
     right, left = (world.me + 1) % world.size, (world.me - 1) % world.size
     work = made.wait_signal(left, True, 0.2)
     with pytest.raises(dist.CollectiveTimeoutError):
         work.wait(timedelta(seconds=30))
-    dist.barrier()  # nobody has signalled until here
+    dist.barrier()  # no rank has signalled yet
     made.put(numbers(world.me, 5), right, 0, False, 30.0)
     made.signal(right, False, 30.0)
     made.wait_signal(left, False, 30.0)
@@ -233,7 +231,7 @@ def test_a_wait_that_timed_out_can_be_made_again(world, window):
 # ---- Memory --------------------------------------------------------------------------------------
 
 
-def test_signals_that_nobody_waited_for_are_gone(world, window):
+def test_deregister_discards_pending_signals(world, window):
     made, memory = window
     right, left = (world.me + 1) % world.size, (world.me - 1) % world.size
     for _ in range(3):
@@ -245,8 +243,8 @@ def test_signals_that_nobody_waited_for_are_gone(world, window):
         made.wait_signal(left, False, 0.2)
 
 
-def test_who_holds_the_memory(world):
-    """The window until the end, or, where it does not own it, the caller."""
+def test_window_keeps_registered_memory_alive(world):
+    """Until deregister. If the window does not own the memory, the caller must keep it alive."""
     window = Window(world.group)
     held = weak(np.zeros(10))
     window.register(held[1].pop())
@@ -268,8 +266,8 @@ def weak(array):
     return weakref.ref(array), [array]
 
 
-def test_mapped_memory(world):
-    """What ``allocate`` gave can be read and written by the others; other memory is refused."""
+def test_mapped_memory_can_be_accessed_by_other_ranks(world):
+    """Memory must come from ``allocate``; other memory is rejected."""
     n, me = world.size, world.me
     whole = windows.allocate(4096 * 2 + 24).view(np.int64)
     memory = whole[3:].reshape(2, -1)
@@ -295,7 +293,7 @@ def test_mapped_memory(world):
     window.deregister()
 
 
-def test_allocated_memory_is_given_back():
+def test_allocated_memory_is_released():
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(5):
         assert not windows.allocate(10_000).any()
@@ -303,11 +301,11 @@ def test_allocated_memory_is_given_back():
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-# ---- Mistakes ------------------------------------------------------------------------------------
+# ---- Argument errors -----------------------------------------------------------------------------
 
 
-def test_mistakes_are_found_here(world, window):
-    """Before anything is sent: the window is as it was, and all ranks' memory."""
+def test_argument_errors_are_raised_locally(world, window):
+    """Before data is sent: the window and the memory of all ranks are unchanged."""
     made, memory = window
     n = world.size
     x = np.zeros(10)
@@ -352,11 +350,11 @@ def test_mistakes_are_found_here(world, window):
         empty.register(np.zeros((4, 4)).T[::2])
 
 
-# ---- The end -------------------------------------------------------------------------------------
+# ---- Destruction ---------------------------------------------------------------------------------
 
 
-def test_a_group_ends_with_its_windows(world):
-    """Registered or not; a window of it can be used no more."""
+def test_destroying_a_group_closes_its_windows(world):
+    """Registered or not."""
     part = team("part", range(world.size))
     window, unused = Window(part.group), Window(part.group)
     window.register(np.zeros(10))

@@ -1,4 +1,4 @@
-"""Asynchronous work: its order, its progress, its lifetime, and what a Work and a Future answer."""
+"""Asynchronous calls: order, progress, lifetime, and the methods of Work and Future."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mpicoll.dispatch import execute
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.primitives import Layout
 
-#: Seconds in which anything here is done, however busy the machine is.
+#: Timeout in seconds for any step here, even on a busy machine.
 DEADLINE = 60
 
 
 def until(condition):
-    """Computes in Python, calling nothing of mpicoll but ``condition``, until it holds."""
+    """Compute in Python until ``condition`` holds. Makes no other mpicoll call."""
     end = time.monotonic() + DEADLINE
     while not condition():
         assert sum(range(100)) == 4950
@@ -32,8 +32,8 @@ def until(condition):
 # ---- Order ---------------------------------------------------------------------------------------
 
 
-def test_mixed_calls_keep_their_order(teams):
-    """Each call reads what the one before it wrote, whichever way they are made."""
+def test_synchronous_and_async_calls_keep_their_order(teams):
+    """Each call reads the output of the previous call."""
     for team in teams:
         if team.me is None:
             continue
@@ -41,7 +41,7 @@ def test_mixed_calls_keep_their_order(teams):
         for way in range(8):
             x = np.full(1001, team.me + 1.0)
             dist.all_reduce(x, group=team.group, async_op=bool(way & 1))  # 1 + ... + n
-            if team.me != root and way & 2:  # a rank may call one way, another the other way
+            if team.me != root and way & 2:  # ranks may differ in async_op
                 dist.broadcast(x, group_src=root, group=team.group, async_op=True)
             else:
                 dist.broadcast(x, group_src=root, group=team.group)
@@ -52,8 +52,8 @@ def test_mixed_calls_keep_their_order(teams):
             assert (x == n * n * (n + 1) / 2).all()
 
 
-def test_a_chain_of_all_primitives(world):
-    """Every primitive on the output of the one before it, without waiting in between."""
+def test_chain_of_all_primitives(world):
+    """Each call uses the output of the previous call, without waiting."""
     n, me = world.size, world.me
     x = np.arange(n, dtype=np.int64) + 10 * me
     whole, back = np.zeros(n * n, np.int64), np.zeros(n, np.int64)
@@ -68,7 +68,7 @@ def test_a_chain_of_all_primitives(world):
     dist.all_gather(parts, turned[:1], async_op=True)  # of each rank r element r of row 0
     dist.scatter(turned[:1], parts if me == n - 1 else None, n - 1, async_op=True)
     dist.reduce(turned, 0, async_op=True)
-    dist.all_reduce(turned[:0])  # synchronous: behind everything
+    dist.all_reduce(turned[:0])  # synchronous: runs after all pending calls
     assert [int(part[0]) for part in parts] == [n * n * r for r in range(n)]
     assert (back == n * n * np.arange(n)).all()
     if me == 0:
@@ -77,8 +77,8 @@ def test_a_chain_of_all_primitives(world):
         assert turned.tolist() == [n * n * me] * n
 
 
-def test_hundreds_pending(world):
-    """Waited for in any order, or not at all but for the last."""
+def test_hundreds_of_pending_calls(world):
+    """Wait for a part of them, in any order."""
     n = world.size
     arrays = [np.full(64, float(i)) for i in range(400)]
     works = [dist.all_reduce(one, async_op=True) for one in arrays]
@@ -96,14 +96,14 @@ def test_hundreds_pending(world):
     assert counter[0] == 5
 
 
-def test_groups_do_not_wait_for_each_other(teams, mpi):
-    """Work of one group that cannot go on leaves the others' alone."""
+def test_groups_make_progress_independently(teams, mpi):
+    """A pending call on one group does not block calls on another."""
     world, *_, reordered = teams
     if world.size == 1:
-        pytest.skip("takes two ranks")
+        pytest.skip("needs 2 ranks")
     x, y = np.ones(3), np.ones(3)
     early = dist.all_reduce(x, async_op=True) if world.me else None
-    dist.all_reduce(y, group=reordered.group)  # returns while rank 0 has not joined the other
+    dist.all_reduce(y, group=reordered.group)  # returns before rank 0 has joined the pending call
     assert (y == world.size).all()
     assert early is None or not early.is_completed()
     wait_for_all(mpi)
@@ -116,8 +116,8 @@ def test_groups_do_not_wait_for_each_other(teams, mpi):
 
 @pytest.mark.parametrize("count", [1, 2**20])
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
-def test_collectives_move_while_python_computes(world, name, count):
-    """Nobody waits, and yet it ends."""
+def test_collectives_progress_while_python_computes(world, name, count):
+    """No rank calls wait."""
     for op in (ReduceOp.SUM, ReduceOp.MAX):
         call = Call("all_reduce", world, by_name[name], count, op)
         work = call.start(async_op=True)
@@ -125,7 +125,7 @@ def test_collectives_move_while_python_computes(world, name, count):
         call.check()
 
 
-def test_messages_move_while_python_computes(world):
+def test_messages_progress_while_python_computes(world):
     after, before = (world.me + 1) % world.size, (world.me - 1) % world.size
     for count in (1, 2**20):
         got = np.zeros(count)
@@ -138,11 +138,11 @@ def test_messages_move_while_python_computes(world):
 
 
 class Owner(np.ndarray):
-    """An array that can be watched."""
+    """An array that supports weak references."""
 
 
-def test_dropped_at_once(world):
-    """Nobody keeps the Work or the array; the others get what was in it, then both go away."""
+def test_dropped_works_complete_and_are_collected(world):
+    """The caller keeps neither the Work nor the array. Other ranks still receive the data."""
     refs = []
     for i in range(30):
         x = np.full(50000, i + 1.0).view(Owner)
@@ -165,8 +165,8 @@ def test_dropped_at_once(world):
     until(gone)
 
 
-def test_finished_work_holds_no_arrays_of_its_group(world):
-    """A Work that is kept keeps its output, and nothing keeps both after it."""
+def test_completed_work_keeps_only_its_output(world):
+    """After the Work is dropped, the output is collected."""
     x = np.ones(10).view(Owner)
     ref = weakref.ref(x)
     work = dist.all_reduce(x, async_op=True)
@@ -189,7 +189,7 @@ def test_finished_work_holds_no_arrays_of_its_group(world):
 
 @pytest.fixture
 def late(world, mpi):
-    """A call that rank 0 joins only when told to: Work, array, and what to call to let it go on."""
+    """A call that rank 0 joins late: the Work, the array, and a function that lets rank 0 join."""
     x = np.full(5, 2.0)
     works = [dist.all_reduce(x, async_op=True)] if world.me else []
 
@@ -203,8 +203,8 @@ def late(world, mpi):
     dist.barrier()
 
 
-def test_wait_with_a_timeout(world, late):
-    """It raises when the time is over; the work goes on and can be waited for again."""
+def test_wait_times_out_and_can_be_repeated(world, late):
+    """The call continues after the timeout."""
     work, x, join = late
     if work is not None:
         for timeout in (0.05, timedelta(milliseconds=20)):
@@ -229,8 +229,8 @@ def test_wait_with_a_timeout(world, late):
         work.wait(-1)
 
 
-def test_answers_of_a_work(teams):
-    """For every primitive that has arrays: the outputs, as they were passed."""
+def test_work_returns_the_outputs(teams):
+    """For every primitive with arrays: the objects that were passed."""
     for team in teams:
         if team.me is None:
             continue
@@ -254,8 +254,8 @@ def test_answers_of_a_work(teams):
             call.check()
 
 
-def test_futures(world, late):
-    """Callbacks run once, after the result is there; those of a finished Future at once."""
+def test_future_callbacks_run_once(world, late):
+    """After the result is available, or at once if the Future is done."""
     work, x, join = late
     seen = []
     if work is not None:
@@ -280,8 +280,8 @@ def test_futures(world, late):
     assert seen[-1] == "now"
 
 
-def test_exceptions_in_callbacks(world, capsys):
-    """One in ``then`` is its Future's, another is printed; neither hurts the work."""
+def test_exceptions_in_callbacks_do_not_fail_the_work(world, capsys):
+    """An exception in ``then`` is stored in its Future; in a done callback it is printed."""
 
     def fail(done):
         raise KeyError("from a callback")
@@ -307,8 +307,7 @@ def test_exceptions_in_callbacks(world, capsys):
     assert own.value() == 1 and "KeyError: 'from a callback'" in capsys.readouterr().err
 
 
-def test_callbacks_may_call(world):
-    """A callback that issues more work does not stand in its own way."""
+def test_callbacks_may_make_async_calls(world):
     if world.size > 1:
         dist.barrier()
     x, y = np.ones(2), np.full(2, 3.0)
@@ -318,8 +317,8 @@ def test_callbacks_may_call(world):
     assert (x == world.size).all() and (y == 3 * world.size).all()
 
 
-def test_futures_of_ones_own():
-    """A Future ends once, and waiting threads hear of it."""
+def test_user_created_futures():
+    """A Future completes once, and wakes up waiting threads."""
     future = dist.Future()
     found = []
     thread = threading.Thread(target=lambda: found.append(future.wait(DEADLINE)))
@@ -336,8 +335,8 @@ def test_futures_of_ones_own():
             ask()
 
 
-def test_mistakes_are_raised_at_once(world):
-    """With async_op, too: before anything is sent, and not in the Work."""
+def test_argument_errors_of_async_calls_are_raised_immediately(world):
+    """Before data is sent, and not in the Work."""
     frozen = np.ones(3)
     frozen.flags.writeable = False
     with pytest.raises(ValueError, match=r"all_reduce: tensor: .*read-only"):
@@ -351,8 +350,8 @@ def test_mistakes_are_raised_at_once(world):
     assert x[0] == world.size
 
 
-def test_a_callback_waits_for_a_later_work(world):
-    """The group's thread, on which callbacks run, then carries the later work out first."""
+def test_callback_may_wait_for_a_later_work(world):
+    """Callbacks run on the progress thread, which then runs the later call first."""
     started = threading.Event()
     execute.submit(world.group, lambda: started.wait(DEADLINE) and None, "held up", ())
     first = dist.all_reduce(np.ones(2), async_op=True)
@@ -374,8 +373,7 @@ def test_a_callback_waits_for_a_later_work(world):
 # ---- Coalesced calls -----------------------------------------------------------------------------
 
 
-def test_coalesced(teams):
-    """None, or a Future of the outputs."""
+def test_coalesced_calls_return_none_or_a_future(teams):
     for team in teams:
         if team.me is None:
             for call in (dist.all_reduce_coalesced, dist.all_gather_coalesced):
@@ -403,7 +401,7 @@ def test_coalesced(teams):
                     assert one.tolist() == [r + 10 * count] * count
 
 
-def test_refused_coalesced(world):
+def test_invalid_coalesced_arguments_are_rejected(world):
     x = np.ones(2)
     with pytest.raises(ValueError, match="different dtypes"):
         dist.all_reduce_coalesced([x, np.ones(2, int)])

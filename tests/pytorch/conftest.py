@@ -1,9 +1,8 @@
-"""What stands on the backend: PyTorch's own front ends, on 2 and 4 ranks.
+"""Tests of the PyTorch backend, through torch.distributed and libraries, on 2 and 4 ranks.
 
-Every rank runs every test, in the same order. The numbers to compare with come from another way of
-computing: every rank can make the inputs of all ranks (``inputs.py``) and work out what they come
-to, or run the model alone on the whole batch. The same tests run with Gloo, which shows that they
-ask for PyTorch's behaviour and not for ours::
+Every rank runs every test, in the same order. Expected values are computed without communication:
+every rank can create the inputs of all ranks (``inputs.py``), or train the model alone on the whole
+batch. The tests also run with Gloo, which shows that they test PyTorch's behavior::
 
     TEST_MPICOLL_BACKEND=gloo mpiexec -n 2 python -m mpi4py tests/rank.py LOGS tests/pytorch
 """
@@ -23,34 +22,35 @@ import pytest
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
+from torch.distributed.device_mesh import init_device_mesh
 
 BACKEND = os.environ.get("TEST_MPICOLL_BACKEND", "mpicoll")
 
-#: After which a rank that waits for the others ends the launch.
+#: Timeout of the default group. It ends a run in which a rank is missing.
 TIMEOUT = timedelta(seconds=120)
 
-#: Whether new_group can number ranks as they are listed: from torch 2.13 on.
+#: True if new_group can keep the order of its list: torch 2.13 or newer.
 NUMBERS_AS_LISTED = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 torch.set_num_threads(1)
-if not hasattr(dist, "all_gather_single"):  # before torch 2.13, under these names alone
+if not hasattr(dist, "all_gather_single"):  # before torch 2.13, which has only the older names
     dist.all_gather_single = dist.all_gather_into_tensor
     dist.reduce_scatter_single = dist.reduce_scatter_tensor
 
 
 def pytest_configure(config):
-    """What torch says of its own parts is nobody's concern here."""
+    """Ignore warnings that torch raises about its own code."""
     for category in "DeprecationWarning", "FutureWarning", "UserWarning":
         config.addinivalue_line("filterwarnings", f"ignore::{category}")
 
 
 @dataclass(frozen=True)
 class Team:
-    """A group, and who is in it.
+    """A group and its members.
 
-    group: the process group, or what new_group returned on a rank that is not a member.
-    ranks: the global ranks, in the order of the group.
-    me:    this rank's place among them; None outside.
+    group: the process group, or the value of new_group on a rank that is not a member.
+    ranks: global ranks in group order.
+    me:    this rank's group rank; None if it is not a member.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Team:
 
 
 def start() -> None:
-    """Make the default group of all ranks."""
+    """Create the default group of all ranks."""
     if BACKEND == "mpicoll":
         dist.init_process_group("mpicoll", timeout=TIMEOUT)
         return
@@ -80,7 +80,7 @@ def start() -> None:
 
 
 def team(name: str, ranks: Any) -> Team:
-    """Make a group of those ranks; every rank calls."""
+    """Create a group of these ranks. All ranks must call this."""
     ranks = tuple(ranks)
     as_listed = {"sort_ranks": False} if NUMBERS_AS_LISTED else {}
     group = dist.group.WORLD if name == "world" else dist.new_group(list(ranks), **as_listed)
@@ -90,7 +90,7 @@ def team(name: str, ranks: Any) -> Team:
 
 @pytest.fixture(scope="module")
 def world():
-    """The group of all ranks; each module begins and ends one."""
+    """The default group, created once per module."""
     start()
     yield team("world", range(dist.get_world_size()))
     dist.destroy_process_group()
@@ -98,7 +98,7 @@ def world():
 
 @pytest.fixture(scope="module")
 def teams(world):
-    """All ranks; some of them; all of them in another order."""
+    """Three groups: all ranks, a subset, and all ranks in another order."""
     n = world.size
     reordered = {4: [2, 0, 3, 1]}.get(n, list(range(n))[::-1])
     if not NUMBERS_AS_LISTED:
@@ -106,9 +106,20 @@ def teams(world):
     return [world, team("subset", range(1, n)), team("reordered", reordered)]
 
 
+@pytest.fixture(scope="module")
+def mesh(world):
+    """A one-dimensional mesh of all ranks."""
+    return init_device_mesh("cpu", (world.size,))
+
+
+def members(teams: list[Team]) -> list[Team]:
+    """Return the groups that this rank is a member of."""
+    return [team for team in teams if team.me is not None]
+
+
 @pytest.fixture
 def mpi():
-    """MPI's own communicator of all ranks, which the backend does not use."""
+    """MPI_COMM_WORLD, which the backend does not use."""
     return MPI.COMM_WORLD
 
 
@@ -124,11 +135,11 @@ def folder(mpi):
 
 @pytest.fixture(autouse=True)
 def seed():
-    """The same random numbers on all ranks, whatever ran before."""
+    """Seed torch equally on all ranks before each test."""
     torch.manual_seed(20)
 
 
 def not_gloo(reason: str) -> None:
-    """Leave out what Gloo cannot do."""
+    """Skip a test that Gloo does not support."""
     if BACKEND == "gloo":
         pytest.skip(f"Gloo: {reason}")

@@ -1,4 +1,4 @@
-"""What each rank brings to a call, known to all ranks, and what it comes to."""
+"""Inputs of calls, which every rank can compute for all ranks, and expected results."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 DTYPES = [*FLOATS, *INTEGERS, torch.bool, torch.complex64]
 
-#: The operations of the table, in its order.
+#: Names of the operations, in the order of the table.
 NAMES = [operation.name for operation in OPERATIONS]
 
 
 def legal(name: str, dtype: torch.dtype) -> bool:
-    """Tell whether the table defines the operation for the dtype and torch lets it through."""
+    """Return True if the table defines the operation for the dtype and torch allows it."""
     if dtype.is_complex and not distributed_c10d.supports_complex(getattr(dist.ReduceOp, name)):
         return False
     row = by_name[str(dtype).removeprefix("torch.")]
@@ -29,12 +29,12 @@ def legal(name: str, dtype: torch.dtype) -> bool:
 
 
 def generator(*key: object) -> torch.Generator:
-    """Random numbers that follow from the key alone."""
+    """A random generator seeded by the key."""
     return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
 
 
 def whole(dtype: torch.dtype, rank: int, *shape: int, key: object = 0) -> torch.Tensor:
-    """Whole numbers so small that sums and products of four ranks are exact in any dtype."""
+    """Integers small enough that sums and products of four ranks are exact in any dtype."""
     made = torch.randint(-3, 4, shape, generator=generator(rank, shape, key))
     if dtype is torch.bool:
         return made > 0
@@ -46,12 +46,12 @@ def whole(dtype: torch.dtype, rank: int, *shape: int, key: object = 0) -> torch.
 
 
 def normal(rank: int, *shape: int, key: object = 0, dtype=torch.float32) -> torch.Tensor:
-    """Real numbers."""
+    """Normally distributed values."""
     return torch.randn(shape, generator=generator(rank, shape, key)).to(dtype)
 
 
 def factor(dtype: torch.dtype) -> float:
-    """What PREMUL_SUM multiplies by: an integer for integers."""
+    """The PREMUL_SUM factor: an integer for integer dtypes."""
     return 3 if dtype in INTEGERS else 0.5
 
 
@@ -62,11 +62,11 @@ def reduce_op(name: str, dtype: torch.dtype):
     by = factor(dtype)
     return premultiplied(
         torch.tensor(by) if dtype in INTEGERS else by
-    )  # of an int torch makes a float
+    )  # torch converts an int to a float
 
 
 def premultiplied(by: float | torch.Tensor):
-    """PREMUL_SUM with a factor; before torch 2.13 it has another name."""
+    """PREMUL_SUM with a factor. Before torch 2.13 it has another name."""
     op = dist.ReduceOp.PREMUL_SUM
     return op(by) if callable(op) else torch._C._distributed_c10d._make_nccl_premul_sum(by)
 
@@ -83,7 +83,7 @@ FOLDS = {
 
 
 def combined(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
-    """What the operation makes of the ranks' parts; bool counts as truth."""
+    """The expected result of a reduction; bool values are True or False, not numbers."""
     dtype = parts[0].dtype
     wide = torch.complex128 if dtype.is_complex else torch.float64
     if name == "AVG":
@@ -96,15 +96,15 @@ def combined(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def said(found: torch.Tensor):
-    """Names what was compared, where a test compares many."""
+    """Return a message function that names the compared tensor."""
     return lambda text: f"{text}\n\n{found.dtype}, {tuple(found.shape)}"
 
 
 def equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Every bit."""
+    """Compare bit by bit."""
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True, msg=said(found))
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor, **tolerance: float) -> None:
-    """To the rounding of the dtype."""
+    """Compare within the tolerance of the dtype."""
     torch.testing.assert_close(found, wanted, **tolerance, msg=said(found))

@@ -1,4 +1,4 @@
-"""Small models, and their training by one process on the batches of all ranks."""
+"""Small models, and reference training by one process on the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from inputs import normal
 from torch import nn
 
-#: Samples a rank brings to a step.
+#: Samples per rank and step.
 BATCH = 4
 
 
 class Plain(nn.Module):
-    """Layers of several shapes, with biases, one of them without any."""
+    """Layers of different shapes, one without a bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,18 +27,18 @@ class Plain(nn.Module):
 
 
 def make(model=Plain) -> nn.Module:
-    """The same weights on all ranks."""
+    """Create a model with the same weights on all ranks."""
     torch.manual_seed(7)
     return model()
 
 
 def batch(rank: int, step: int, size: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
-    """What one rank brings to a step."""
+    """The batch of one rank in a step."""
     return normal(rank, size, 6, key=("x", step)), normal(rank, size, 3, key=("y", step))
 
 
 def batches(ranks: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What all ranks bring to a step, as one batch."""
+    """The batches of all ranks in a step, concatenated."""
     parts = [batch(rank, step) for rank in range(ranks)]
     return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
@@ -52,7 +52,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def trained_alone(ranks: int, steps: int, model: nn.Module | None = None) -> nn.Module:
-    """The model after training by one process on the whole batches."""
+    """Train one process on the concatenated batches; return the model."""
     model = copy.deepcopy(model) if model else make()
     optimizer = optimizer_of(model)
     for step in range(steps):
@@ -63,7 +63,7 @@ def trained_alone(ranks: int, steps: int, model: nn.Module | None = None) -> nn.
 
 
 def train(model: nn.Module, rank: int, steps: int, optimizer=None) -> list[float]:
-    """Train on this rank's part of the batches; return its losses."""
+    """Train on this rank's batches; return the losses."""
     optimizer = optimizer or optimizer_of(model)
     losses = []
     for step in range(steps):
@@ -76,7 +76,7 @@ def train(model: nn.Module, rank: int, steps: int, optimizer=None) -> list[float
 
 
 def same_parameters(found: nn.Module, wanted: nn.Module, **tolerance: float) -> None:
-    """Compare parameters, of which some may be distributed."""
+    """Compare parameters, which may be DTensors."""
     parameters = dict(wanted.named_parameters())
     assert dict(found.named_parameters()).keys() == parameters.keys()
     for name, parameter in found.named_parameters():
@@ -85,7 +85,7 @@ def same_parameters(found: nn.Module, wanted: nn.Module, **tolerance: float) -> 
 
 
 def moved(found: nn.Module, start: nn.Module) -> bool:
-    """Tell whether training changed every parameter."""
+    """Return True if training changed every parameter."""
     return all(
         not torch.equal(new, old)
         for new, old in zip(found.parameters(), start.parameters(), strict=True)

@@ -1,4 +1,4 @@
-"""The backend as torch's C++ sees it, which it can from torch 2.15 on."""
+"""The backend as a C++ Backend of torch, supported from torch 2.15 on."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from mpicoll.errors import ArgumentError
 from mpicoll.torch.backend import HAS_PYTHON_BACKENDS
 
 C = torch._C._distributed_c10d
-pytestmark = pytest.mark.skipif(
-    not HAS_PYTHON_BACKENDS, reason="torch 2.15 is the first to have it"
-)
+pytestmark = pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="needs torch 2.15")
 
 
 @pytest.fixture
@@ -36,14 +34,14 @@ def backend(group):
 
 
 def total(group=None):
-    """What all_reduce makes of rank + 1, and what it should."""
+    """Check the sum of rank + 1 over the group."""
     x = torch.tensor([dist.get_rank(group) + 1.0])
     dist.all_reduce(x, group=group)
     n = dist.get_world_size(group)
     assert x.item() == n * (n + 1) / 2
 
 
-def test_it_is_a_backend_of_torchs(group, backend):
+def test_backend_is_a_torch_backend(group, backend):
     assert isinstance(backend, C.Backend)
     assert (backend.rank(), backend.size()) == (dist.get_rank(), dist.get_world_size())
     assert backend.name() == dist.get_backend() == "mpicoll"
@@ -53,8 +51,8 @@ def test_it_is_a_backend_of_torchs(group, backend):
     assert "cpu" in [device.type for device in group._device_types]
 
 
-def test_what_it_offers_is_answered(group, backend):
-    """Each question has an answer: torch asks a Python class without one for ever."""
+def test_all_supports_properties_return_a_bool(group, backend):
+    """If a Python class does not define a property, torch recurses without end."""
     for each in group, backend:
         asked = [name for name in dir(each) if name.lstrip("_").startswith("supports_")]
         asked.remove("supports_tensor_alloc") if "supports_tensor_alloc" in asked else None
@@ -90,8 +88,8 @@ CALLS = {
 
 @pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_works_keep_their_answers(world, group, monkeypatch, name, watched):
-    """torch hides a Python Work's: the caller gets the Work itself, whichever way the call goes."""
+def test_calls_return_the_python_work(world, group, monkeypatch, name, watched):
+    """torch would wrap it in a C++ Work. Covers observed groups and groups without hooks."""
     monkeypatch.setattr(type(group), "is_observed", lambda self: watched)
     x, many = torch.ones(2), [torch.ones(2) for _ in range(world.size)]
     work = CALLS[name](group, x, many)
@@ -100,7 +98,7 @@ def test_works_keep_their_answers(world, group, monkeypatch, name, watched):
     assert len(work.result()) == len(work.get_future().value())
 
 
-def test_a_message_from_anybody_names_its_sender(world, group):
+def test_recv_anysource_returns_the_sender(world, group):
     x = torch.zeros(1)
     if world.me == 0:
         work = group.recv_anysource([x], 5)
@@ -110,8 +108,7 @@ def test_a_message_from_anybody_names_its_sender(world, group):
         group.send([torch.full((1,), 7.0)], 0, 5).wait()
 
 
-def test_errors_keep_their_kind(world, group, monkeypatch):
-    """Through C++ and back."""
+def test_exceptions_keep_their_type_through_cpp(world, group, monkeypatch):
     monkeypatch.setattr(type(group), "is_observed", lambda self: True)
     with pytest.raises(ArgumentError, match="not in the group"):
         group.broadcast([torch.ones(1)], _rooted(world.size))
@@ -124,8 +121,8 @@ def _rooted(rank):
     return options
 
 
-def test_fake_tensors(world, group):
-    """Nothing is sent, shapes come out."""
+def test_fake_tensors_send_no_data(world, group):
+    """Outputs have the right shapes."""
     begun = group.core.begun
     with FakeTensorMode():
         x, out = torch.ones(3), torch.empty(3 * world.size)
@@ -138,7 +135,7 @@ def test_fake_tensors(world, group):
     total()
 
 
-def test_calls_are_counted(world, group):
+def test_comm_debug_mode_counts_calls(world, group):
     with CommDebugMode() as mode:
         x = torch.ones(2)
         dist.all_reduce(x)
@@ -149,7 +146,7 @@ def test_calls_are_counted(world, group):
     assert counts == {"c10d.allreduce_": 2, "c10d.broadcast_": 1, "c10d._allgather_base_": 1}
 
 
-def test_hooks(world, group):
+def test_pre_and_post_hooks(world, group):
     before, after = [], []
     group.register_pre_hook(7, lambda args: before.append((args.name, args.op_id)))
     group.register_post_hook(7, lambda args: after.append((args.name, args.op_id)))
@@ -162,8 +159,8 @@ def test_hooks(world, group):
     assert before == after
 
 
-def test_calls_made_by_hooks_have_works_of_their_own(world, group):
-    """A hook may call another group, of whatever kind, and the same call."""
+def test_hooks_may_make_calls(world, group):
+    """On another group with any backend, also the same operation."""
     outer, watched = dist.new_group(), dist.new_group()
     mixed = dist.new_group(backend="cpu:mpicoll,cuda:gloo")
     watched.register_pre_hook(1, lambda args: None)
@@ -187,9 +184,9 @@ def test_calls_made_by_hooks_have_works_of_their_own(world, group):
         assert (small == world.size**2).all()
 
 
-def test_numbers_that_are_none_are_found(world, monkeypatch):
-    """torch's check, which it hooks into every group where the variable is set."""
-    not_gloo("is PyTorch's to test")
+def test_nan_check_variable_is_supported(world, monkeypatch):
+    """torch attaches its check to every group if the variable is set."""
+    not_gloo("tested by PyTorch")
     monkeypatch.setenv("TORCH_DIST_NAN_CHECK", "1")
     checked = dist.new_group(list(range(world.size)))
     monkeypatch.delenv("TORCH_DIST_NAN_CHECK")
@@ -199,8 +196,8 @@ def test_numbers_that_are_none_are_found(world, monkeypatch):
     total(checked)
 
 
-def test_a_nan_check_that_is_attached_by_hand_finds_numbers_that_are_none(world):
-    not_gloo("is PyTorch's to test")
+def test_attached_nan_check_finds_nan(world):
+    not_gloo("tested by PyTorch")
     checked, n = dist.new_group(), world.size
     hook = C.NanCheckHook.attach(checked)
     bad, root = torch.tensor([float("nan")]), dist.GatherOptions()
@@ -223,14 +220,14 @@ def test_a_nan_check_that_is_attached_by_hand_finds_numbers_that_are_none(world)
     total(checked)
 
 
-def test_a_flight_recorder_that_is_attached_by_hand_records(world):
-    not_gloo("is PyTorch's to test")
+def test_attached_flight_recorder_records_calls(world):
+    not_gloo("tested by PyTorch")
     recorded = dist.new_group()
     C._reset_fr_trace(backend="mpicoll")
     hook = C.FlightRecorderHook.attach(recorded, list(range(world.size)))
     dist.all_reduce(torch.ones(3, 2), group=recorded)
     recorded.gather_single(torch.zeros(2 * world.size), torch.ones(2), dist.GatherOptions()).wait()
-    # No hook of torch's sees it, with Gloo neither.
+    # torch's hooks do not cover it, with Gloo neither.
     recorded.monitored_barrier(timedelta(seconds=20))
     hook.remove()
     total(recorded)
@@ -241,7 +238,7 @@ def test_a_flight_recorder_that_is_attached_by_hand_records(world):
     ]
 
 
-def test_nothing_is_kept_of_groups_that_have_ended(world, group):
+def test_destroyed_groups_are_collected(world, group):
     for backend in "mpicoll", "cpu:mpicoll,cuda:gloo":
         one = dist.new_group(backend=backend)
         alive = weakref.ref(dist.get_backend_impl(one, torch.device("cpu")))
@@ -254,8 +251,8 @@ def test_nothing_is_kept_of_groups_that_have_ended(world, group):
         assert alive() is None and held() is None
 
 
-def test_the_flight_recorder_has_the_calls(world, group, monkeypatch):
-    """torch's own, of the groups that are made while a variable says how much it keeps."""
+def test_torch_flight_recorder_records_calls(world, group, monkeypatch):
+    """For groups that are created while TORCH_FR_BUFFER_SIZE is set."""
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
     recorded = dist.new_group(list(range(world.size)))
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
@@ -275,23 +272,22 @@ def test_the_flight_recorder_has_the_calls(world, group, monkeypatch):
     assert second == first + 1
 
 
-def test_the_dispatcher_is_left_out_while_nobody_looks_on(world, group):
+def test_dispatcher_is_bypassed_without_observers(world, group):
     assert not group.is_observed()
     with CommDebugMode():
         assert group.is_observed()
     assert not group.is_observed()
 
 
-def test_functional_collectives_into_outputs(world, group):
-    """C++ that calls the backend itself."""
+def test_functional_collectives_with_out_argument(world, group):
+    """These are C++ functions that call the backend."""
     ops, name, n = torch.ops._c10d_functional, group.group_name, world.size
     x, out = torch.full((2,), world.me + 1.0), torch.zeros(2 * n)
     ops.wait_tensor(ops.all_gather_into_tensor_out(x, n, name, out=out))
     assert out.tolist() == [rank + 1.0 for rank in range(n) for _ in range(2)]
 
 
-def test_messages_in_one_batch(world, group):
-    """Both ways of batch_isend_irecv."""
+def test_batches_of_messages_in_both_modes(world, group):
     n, me = world.size, world.me
     got, given = torch.zeros(3), torch.full((3,), float(me))
     ops = [
@@ -320,9 +316,9 @@ def test_split_group(world, group):
     total()
 
 
-def test_one_backend_a_device(world):
-    """A group of several backends: torch's own ProcessGroup, with ours behind for the host."""
-    not_gloo("needs no other")
+def test_group_with_one_backend_per_device(world):
+    """It is torch's ProcessGroup, with mpicoll for the CPU."""
+    not_gloo("has the same backend for all devices")
     mixed = dist.new_group(backend="cpu:mpicoll,cuda:gloo")
     assert type(mixed) is dist.ProcessGroup
     total(mixed)
@@ -343,7 +339,7 @@ def test_one_backend_a_device(world):
 
 
 def test_abort_hooks(world):
-    not_gloo("has none")
+    not_gloo("has no abort hooks")
     called = []
     gone = dist.new_group(list(range(world.size)))
     for number in (1, 2):

@@ -1,4 +1,4 @@
-"""Distributed checkpoints: saved by all ranks, loaded into other layouts and by one process."""
+"""Distributed checkpoints: saved by all ranks, loaded with other layouts or by one process."""
 
 from __future__ import annotations
 
@@ -23,11 +23,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-@pytest.fixture(scope="module")
-def mesh(world):
-    return init_device_mesh("cpu", (world.size,))
-
-
 def sharded(seed=7):
     torch.manual_seed(seed)
     model = make() if seed == 7 else type(make())()
@@ -45,8 +40,8 @@ def adam(model):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "async_save"])
-def test_training_goes_on_where_it_was(world, mesh, folder, asynchronous):
-    """Four steps; or two, saved, loaded into another model, and two more."""
+def test_training_resumes_from_a_checkpoint(world, mesh, folder, asynchronous):
+    """Four steps equal two steps, a checkpoint loaded into a new model, and two more steps."""
     straight = sharded()
     train(straight, world.me, 4, adam(straight))
     first = sharded()
@@ -85,8 +80,7 @@ def test_training_goes_on_where_it_was(world, mesh, folder, asynchronous):
         near(found.full_tensor().detach(), wanted.full_tensor().detach())
 
 
-def test_read_by_one_process(world, mesh, folder):
-    """What the ranks wrote together is one model."""
+def test_checkpoint_is_read_by_one_process(world, mesh, folder):
     model = sharded()
     train(model, world.me, 2)
     dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "parts")
@@ -101,8 +95,8 @@ def test_read_by_one_process(world, mesh, folder):
     dist.barrier()
 
 
-def test_into_other_layouts(world, mesh, folder):
-    """Saved by rows, loaded by columns, whole, and on a grid; and the other way round."""
+def test_checkpoint_loads_into_other_layouts(world, mesh, folder):
+    """Sharded by rows or columns, replicated, and on a two-dimensional mesh."""
     grid = init_device_mesh("cpu", (world.size // 2, 2))
     full = normal(0, 10, 7, key="layouts")
     layouts = [
@@ -126,8 +120,8 @@ def test_into_other_layouts(world, mesh, folder):
         equal(plain, full)
 
 
-def test_full_state(world, mesh):
-    """Gathered on rank 0, and from there to the ranks of another model."""
+def test_full_state_dict_is_gathered_and_broadcast(world, mesh):
+    """Gathered on rank 0, then loaded by all ranks into another model."""
     model = sharded()
     train(model, world.me, 2)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -145,8 +139,7 @@ def test_full_state(world, mesh):
         equal(found.to_local().detach(), wanted.to_local().detach())
 
 
-def test_from_ddp_to_fsdp(world, mesh, folder):
-    """The checkpoint does not know how the model was divided."""
+def test_ddp_checkpoint_loads_into_fsdp(world, mesh, folder):
     model = DDP(make())
     train(model, world.me, 2)
     dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "ddp")
@@ -158,7 +151,7 @@ def test_from_ddp_to_fsdp(world, mesh, folder):
     same_parameters(other, model.module, rtol=0, atol=0)
 
 
-def test_what_is_missing_is_said_on_all_ranks(world, mesh, folder):
+def test_missing_key_raises_on_all_ranks(world, mesh, folder):
     dcp.save({"x": torch.ones(3)}, checkpoint_id=folder / "some")
     dist.barrier()
     with pytest.raises(dcp.CheckpointException):

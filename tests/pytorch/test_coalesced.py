@@ -1,4 +1,4 @@
-"""Many tensors in one call: by the functions, the group's methods and the coalescing manager."""
+"""Coalesced calls: public functions, group methods and the coalescing manager."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 ASYNC = pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 
-#: Many that are small, and some that are not.
+#: Many small tensors and a few large ones.
 SHAPES = [(3,), (2, 5), (), (0,), (1000,), (30000,), *[(i, 40) for i in range(1, 60)]]
 
 
 def lists(world, dtype):
-    """What each rank brings."""
+    """The tensors of each rank."""
     return [
         [whole(dtype, rank, *shape, key=i) for i, shape in enumerate(SHAPES)]
         for rank in range(world.size)
@@ -24,7 +24,7 @@ def lists(world, dtype):
 
 
 def laid_out(tensors):
-    """Copies, some of them views of greater tensors, and parameters."""
+    """Copies of the tensors: contiguous tensors, strided views and parameters."""
     made = []
     for i, one in enumerate(tensors):
         if i % 4 == 1:
@@ -40,7 +40,7 @@ def laid_out(tensors):
 
 
 def calls_made():
-    """The number of collectives that the backend has begun in the default group."""
+    """Return the number of collectives started on the default group."""
     return dist.distributed_c10d._get_default_group()._get_sequence_number_for_group()
 
 
@@ -55,8 +55,8 @@ def calls_made():
     ],
     ids=str,
 )
-def test_all_reduce(world, dtype, name, async_op):
-    not_gloo("AVG and PREMUL_SUM, and tensors that are not contiguous")
+def test_all_reduce_coalesced(world, dtype, name, async_op):
+    not_gloo("does not support AVG, PREMUL_SUM or noncontiguous tensors")
     parts = lists(world, dtype)
     mine = laid_out(parts[world.me])
     future = dist.all_reduce_coalesced(mine, reduce_op(name, dtype), async_op=async_op)
@@ -67,8 +67,8 @@ def test_all_reduce(world, dtype, name, async_op):
 
 
 @ASYNC
-def test_all_gather(world, async_op):
-    not_gloo("tensors that are not contiguous")
+def test_all_gather_coalesced(world, async_op):
+    not_gloo("does not support noncontiguous tensors")
     parts = lists(world, torch.bfloat16)
     mine = laid_out(parts[world.me])
     outputs = [laid_out([torch.zeros_like(one) for one in parts[0]]) for _ in parts]
@@ -82,8 +82,8 @@ def test_all_gather(world, async_op):
 
 @ASYNC
 @pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["", "device"])
-def test_the_manager(world, async_op, device):
-    """All three calls that it collects; the older way, by a device, too."""
+def test_coalescing_manager(world, async_op, device):
+    """All three supported operations, with and without the older device argument."""
     if device is not None:
         not_gloo("has no startCoalescing")
     n, me = world.size, world.me
@@ -115,8 +115,8 @@ def test_the_manager(world, async_op, device):
         near(scattered[i], sum(part).chunk(n)[me])
 
 
-def test_inputs_within_their_outputs(world):
-    """As FSDP gathers."""
+def test_inputs_may_be_parts_of_their_outputs(world):
+    """The pattern of FSDP."""
     n, me = world.size, world.me
     outputs = [torch.zeros(n, count) for count in (3, 500, 7, 20000)]
     for output in outputs:
@@ -128,11 +128,11 @@ def test_inputs_within_their_outputs(world):
         equal(output, torch.stack([normal(rank, output.shape[1]) for rank in range(n)]))
 
 
-def test_tensors_that_are_let_go(world, mpi):
-    """Their memory is held until the call is through, whatever becomes of the tensors."""
+def test_pending_coalesced_call_owns_its_memory(world, mpi):
+    """Even if the tensors get other storage meanwhile."""
     dist.all_reduce(torch.ones(1))
     mine = [torch.full((1000,), 1.0 + i) for i in range(50)]
-    if world.me:  # waits for rank 0
+    if world.me:  # blocks until rank 0 calls
         future = dist.all_reduce_coalesced(mine, async_op=True)
         for one in mine:
             one.data = torch.empty(0)
@@ -148,9 +148,9 @@ def test_tensors_that_are_let_go(world, mpi):
             equal(one, torch.full((1000,), world.size * (1.0 + i)))
 
 
-def test_refused(world):
-    """Nothing is sent, and the ranks stay in step."""
-    not_gloo("which has words of its own")
+def test_invalid_coalesced_arguments_are_rejected(world):
+    """No data is sent, and the ranks still make the same calls."""
+    not_gloo("has other error messages")
     begun = calls_made()
     group = dist.distributed_c10d._get_default_group()
     mine = [torch.ones(3) for _ in range(9)]
@@ -158,7 +158,7 @@ def test_refused(world):
         group.allreduce_coalesced([*mine, torch.ones(1).expand(3)])
     with pytest.raises(RuntimeError, match="different dtypes in one list"):
         group.allreduce_coalesced([*mine, torch.ones(3, dtype=torch.float64)])
-    with pytest.raises(RuntimeError, match=r"layout|SparseCPU"):  # ours or torch's
+    with pytest.raises(RuntimeError, match=r"layout|SparseCPU"):  # mpicoll's message or torch's
         group.allreduce_coalesced([*mine, torch.ones(3).to_sparse()])
     with pytest.raises(RuntimeError, match="expected one output for each"):
         group.allgather_into_tensor_coalesced([torch.ones(3)], mine)

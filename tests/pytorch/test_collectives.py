@@ -1,4 +1,4 @@
-"""Every collective of torch.distributed: dtypes, operations, layouts, sizes, and refusals."""
+"""Collectives of torch.distributed: dtypes, operations, layouts, sizes, invalid arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import BACKEND, not_gloo
+from conftest import BACKEND, members, not_gloo
 from inputs import DTYPES, NAMES, combined, equal, legal, near, normal, reduce_op, whole
 
 ASYNC = pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
@@ -15,7 +15,7 @@ EACH_OPERATION = pytest.mark.parametrize("name", NAMES)
 
 
 def done(work, async_op):
-    """Wait for a call of either kind."""
+    """Wait for a synchronous or asynchronous call."""
     if not async_op:
         assert work is None
         return
@@ -24,21 +24,17 @@ def done(work, async_op):
     assert work.is_completed() or BACKEND == "gloo"
 
 
-def members(teams):
-    return [team for team in teams if team.me is not None]
-
-
 def inputs(team, dtype, *shape, key=0):
     return [whole(dtype, rank, *shape, key=key) for rank in range(team.size)]
 
 
 def check(name, found, wanted):
-    """Only a mean is not exact."""
+    """Compare exactly, except for AVG."""
     (near if name == "AVG" else equal)(found, wanted)
 
 
 def each(teams, name=""):
-    """The groups that this rank is in, each with every dtype that is legal for the operation."""
+    """Groups of this rank with every dtype that supports the operation."""
     for team in members(teams):
         for dtype in DTYPES:
             if name and not legal(name, dtype):
@@ -78,7 +74,7 @@ def test_reduce(teams, name, async_op):
                 mine, team.ranks[root], reduce_op(name, dtype), group=team.group, async_op=async_op
             )
             done(work, async_op)
-            if team.me == root:  # elsewhere the contents are undefined
+            if team.me == root:  # the contents are undefined on other ranks
                 check(name, mine, combined(name, parts))
 
 
@@ -110,7 +106,7 @@ def test_reduce_scatter(teams, name, async_op):
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.int64], ids=["float32", "bfloat16", "int64"]
 )
-def test_sizes(world, dtype, count, async_op):
+def test_all_reduce_and_all_gather_of_every_size(world, dtype, count, async_op):
     parts = [whole(dtype, rank, count) for rank in range(world.size)]
     mine = parts[world.me].clone()
     done(dist.all_reduce(mine, async_op=async_op), async_op)
@@ -124,7 +120,7 @@ def test_sizes(world, dtype, count, async_op):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_real_numbers_give_the_same_bits_on_all_ranks(teams, mpi, dtype):
+def test_float_sums_have_equal_bits_on_all_ranks(teams, mpi, dtype):
     for team in members(teams):
         parts = [normal(rank, 10_001, dtype=dtype) for rank in range(team.size)]
         mine = parts[team.me].clone()
@@ -137,7 +133,7 @@ def test_real_numbers_give_the_same_bits_on_all_ranks(teams, mpi, dtype):
 
 
 def test_half_types_are_summed_in_float32(world):
-    """4096 + 1 + 1 + ... in bfloat16 would stay 4096 where each step is rounded."""
+    """In bfloat16, 256 + 1 + 1 + ... stays 256 if each addition is rounded."""
     not_gloo("rounds after every addition")
     for dtype, large in ((torch.bfloat16, 256.0), (torch.float16, 2048.0)):
         mine = torch.full((9,), large if world.me == 0 else 1.0, dtype=dtype)
@@ -146,7 +142,7 @@ def test_half_types_are_summed_in_float32(world):
 
 
 def test_extremes_propagate_nan(world):
-    not_gloo("compares with <")
+    not_gloo("does not propagate NaN")
     for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
         mine = torch.tensor([float(world.me), torch.nan if world.me == 1 else 0.0, torch.inf])
         dist.all_reduce(mine, op)
@@ -169,7 +165,7 @@ def test_all_reduce_coalesced(world, async_op):
         near(found, sum(parts[rank][i] for rank in range(world.size)))
 
 
-# ---- Data that only moves ------------------------------------------------------------------------
+# ---- Data movement -------------------------------------------------------------------------------
 
 
 @ASYNC
@@ -202,7 +198,7 @@ def test_all_gather(teams, async_op):
 
 @ASYNC
 def test_all_gather_stacks(teams, async_op):
-    """Where the output has a dimension more."""
+    """If the output has an additional dimension."""
     not_gloo("joins along the first dimension only")
     for team in members(teams):
         parts = inputs(team, torch.float32, 3, 2)
@@ -214,7 +210,7 @@ def test_all_gather_stacks(teams, async_op):
 
 @ASYNC
 def test_all_gather_of_uneven_parts(teams, async_op):
-    not_gloo("refuses them")
+    not_gloo("does not support uneven parts")
     for team in members(teams):
         parts = [whole(torch.float32, rank, 3 * rank, 2) for rank in range(team.size)]
         outputs = [torch.zeros_like(part) for part in parts]
@@ -298,7 +294,7 @@ def test_all_to_all_single(teams, async_op):
 
 
 def block(sender, receiver, width=2, dtype=torch.float32):
-    """What one rank has for another; its length says who is who, and some are empty."""
+    """A rank's block for another rank. Its length depends on both, and some are empty."""
     return whole(dtype, sender, (sender + 2 * receiver) % 4, width, key=receiver)
 
 
@@ -323,7 +319,7 @@ def test_all_to_all_single_with_splits(teams, async_op):
 
 @ASYNC
 def test_all_to_all(teams, async_op):
-    not_gloo("refuses parts of different sizes")
+    not_gloo("does not support uneven parts")
     for team, dtype in each(teams):
         ranks = range(team.size)
         sent = [block(team.me, other, dtype=dtype) for other in ranks]
@@ -335,8 +331,7 @@ def test_all_to_all(teams, async_op):
 
 
 @ASYNC
-def test_barrier(teams, folder, async_op):
-    """Nobody passes before all have come."""
+def test_no_rank_leaves_a_barrier_before_all_have_entered(teams, folder, async_op):
     for team in members(teams):
         place = folder / team.name
         place.mkdir(exist_ok=True)
@@ -353,8 +348,8 @@ def test_barrier(teams, folder, async_op):
 
 @ASYNC
 def test_transposed_and_strided_tensors(world, async_op):
-    """Elements meet by their index, wherever they lie in memory."""
-    not_gloo("goes by memory order")
+    """Elements are matched by index, independent of the memory layout."""
+    not_gloo("reduces or sends in memory order")
     parts = [normal(rank, 4, 6) for rank in range(world.size)]
     for layout in range(3):
         mine = parts[world.me].clone()
@@ -379,15 +374,14 @@ def test_transposed_and_strided_tensors(world, async_op):
         equal(mine, parts[1].t())
 
 
-def test_the_same_layout_everywhere(world):
+def test_equal_noncontiguous_layouts_on_all_ranks(world):
     parts = [normal(rank, 4, 6) for rank in range(world.size)]
     mine = parts[world.me].clone().t()
     dist.all_reduce(mine)
     near(mine, sum(parts).t())
 
 
-def test_parameters_and_results_of_autograd(world):
-    """Collectives work on the numbers and leave the graph alone."""
+def test_collectives_leave_the_autograd_graph_unchanged(world):
     parameter = torch.nn.Parameter(torch.full((3,), world.me + 1.0))
     dist.broadcast(parameter.data, 1)
     equal(parameter.detach(), torch.full((3,), 2.0))
@@ -400,7 +394,7 @@ def test_parameters_and_results_of_autograd(world):
     equal(value, torch.tensor(18.0 * world.size))
 
 
-def test_inputs_are_left_alone(world):
+def test_inputs_are_not_modified(world):
     n = world.size
     mine = normal(world.me, n, 3)
     before = mine.clone()
@@ -415,11 +409,11 @@ def test_inputs_are_left_alone(world):
     equal(mine, before)
 
 
-# ---- What is refused -----------------------------------------------------------------------------
+# ---- Rejected arguments --------------------------------------------------------------------------
 
 
 def refusals(n):
-    """Calls that every rank makes and that no rank can carry out."""
+    """Calls that every rank rejects."""
     four = torch.zeros(4)
     return {
         "all_gather, too few outputs": lambda: dist.all_gather([four] * (n - 1), four),
@@ -441,7 +435,7 @@ def refusals(n):
             four, four, [1] * (n - 1) + [9], [1] * (n - 1) + [9]
         ),
         "all_to_all, too few outputs": lambda: dist.all_to_all([four] * (n - 1), [four] * (n - 1)),
-        # Elsewhere than at the root any list at all is wrong.
+        # On ranks other than the root, any list is rejected.
         "scatter, too few inputs": lambda: dist.scatter(four, [four] * (n - 1)),
         "gather, too few outputs": lambda: dist.gather(four, [four] * (n - 1)),
         "broadcast, no such root": lambda: dist.broadcast(four, group_src=n),
@@ -455,10 +449,10 @@ def refusals(n):
 
 
 @pytest.mark.parametrize("name", list(refusals(2)))
-def test_refused_by_every_rank(world, name):
-    """And the group goes on."""
+def test_invalid_arguments_raise_on_every_rank(world, name):
+    """The group stays usable."""
     if name == "all_to_all_single, not divisible":
-        not_gloo("divides all the same")
+        not_gloo("does not check divisibility")
     call = refusals(world.size)[name]
     with pytest.raises((RuntimeError, ValueError)) as caught:
         call()
@@ -468,7 +462,7 @@ def test_refused_by_every_rank(world, name):
     equal(one, torch.full((3,), float(world.size)))
 
 
-def test_arguments_that_are_no_tensors(world):
+def test_arguments_must_be_tensors(world):
     other = (world.me + 1) % world.size
     for call in (dist.all_reduce, lambda x: dist.broadcast(x, 0), lambda x: dist.send(x, other)):
         with pytest.raises(TypeError):

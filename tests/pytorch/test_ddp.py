@@ -1,4 +1,4 @@
-"""DistributedDataParallel: its parameters are those of one process that trains on all the data."""
+"""DistributedDataParallel: parameters equal those of one process that trains on all data."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 STEPS = 4
 
-#: So small that the gradients of the model take several buckets.
+#: Small enough that the model's gradients need several buckets.
 BUCKETS = {"bucket_cap_mb": 0.0005}
 
 
 def same_on_all_ranks(model):
-    """To the bit."""
+    """Check that parameters have equal bits on all ranks."""
     for parameter in model.parameters():
         outputs = [torch.zeros_like(parameter) for _ in range(dist.get_world_size())]
         dist.all_gather(outputs, parameter.detach())
@@ -60,7 +60,7 @@ def same_on_all_ranks(model):
     ],
     ids=lambda settings: "-".join(settings) or "plain",
 )
-def test_like_one_process(world, settings):
+def test_ddp_trains_like_one_process(world, settings):
     model = DDP(make(), **settings)
     train(model, world.me, STEPS)
     same_parameters(model.module, trained_alone(world.size, STEPS))
@@ -68,8 +68,7 @@ def test_like_one_process(world, settings):
     assert moved(model.module, make())
 
 
-def test_begins_with_rank_0(world):
-    """Its parameters and buffers are everybody's."""
+def test_ddp_broadcasts_parameters_and_buffers_of_rank_0(world):
     torch.manual_seed(world.me)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model[1].running_mean.fill_(world.me + 1.0)
@@ -80,15 +79,15 @@ def test_begins_with_rank_0(world):
     equal(model.module[1].running_mean, torch.ones(4))
 
 
-def test_models_that_differ_are_refused(world):
-    """DDP compares the numbers of parameters of all ranks before it begins."""
+def test_ddp_rejects_different_models(world):
+    """DDP compares the parameters of all ranks in its constructor."""
     with pytest.raises(RuntimeError, match=r"params|shape|size"):
         DDP(nn.Linear(3, 3, bias=world.me == 0))
     dist.barrier()
 
 
 def test_accumulation_with_no_sync(world):
-    """Two of three backward passes stay on the rank; the third sums all of them."""
+    """The first two backward passes are not reduced; the third reduces the sum of all."""
     model = DDP(make(), **BUCKETS)
     alone = make()
     ours, theirs = optimizer_of(model), optimizer_of(alone)
@@ -107,7 +106,7 @@ def test_accumulation_with_no_sync(world):
 
 
 class Branching(nn.Module):
-    """Of which each call uses one branch."""
+    """Each call uses one of several branches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +117,7 @@ class Branching(nn.Module):
 
 
 def test_unused_parameters(world):
-    """A parameter gets the mean of the gradients of the ranks that used it; some have none."""
+    """A gradient is averaged over the ranks that used the parameter; some parameters have none."""
     n = world.size
     model = DDP(make(Branching), find_unused_parameters=True, **BUCKETS)
     alone = make(Branching)
@@ -138,7 +137,10 @@ def test_unused_parameters(world):
 
 
 def test_uneven_inputs(world):
-    """Ranks that have run out shadow the others'; gradients are divided by all ranks."""
+    """Ranks without data join the reductions of the other ranks.
+
+    Gradients are divided by the world size.
+    """
     n = world.size
     steps = [2 + rank for rank in range(n)]
     model = DDP(make(), **BUCKETS)
@@ -160,7 +162,7 @@ def test_uneven_inputs(world):
     same_on_all_ranks(model)
 
 
-def test_uneven_inputs_divided_by_who_is_left(world):
+def test_uneven_inputs_divided_by_active_ranks(world):
     n = world.size
     steps = [2 + rank for rank in range(n)]
     model = DDP(make())
@@ -181,8 +183,8 @@ def test_uneven_inputs_divided_by_who_is_left(world):
     same_parameters(model.module, alone)
 
 
-def test_sync_batch_norm_is_for_gpus_but_buffers_are_rank_0s(world):
-    """With broadcast_buffers each forward pass begins with the buffers of rank 0."""
+def test_forward_broadcasts_the_buffers_of_rank_0(world):
+    """With broadcast_buffers. (SyncBatchNorm needs GPUs.)"""
     torch.manual_seed(3)
     model = DDP(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))
     alone = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
@@ -206,7 +208,7 @@ def gradients(model, rank):
 
 
 def gradients_of(ranks, cast=lambda gradient: gradient):
-    """What each rank has by itself, cast, and their mean."""
+    """The mean over ranks of the local gradients, each cast first."""
     each = []
     for rank in range(ranks):
         alone = make()
@@ -228,7 +230,7 @@ HALVES = {
 
 
 def compressing(dtype, wrapped=False):
-    """The hook, under a name of ours: DDP refuses that of bfloat16 without NCCL, on CPUs too."""
+    """Wrap the hook in a lambda, because DDP rejects the bfloat16 hook by name without NCCL."""
     hook, wrapper = HALVES[dtype]
     chosen = wrapper(default_hooks.allreduce_hook) if wrapped else hook
     return lambda state, bucket: chosen(state, bucket)
@@ -240,7 +242,7 @@ EACH_HALF = pytest.mark.parametrize("dtype", list(HALVES), ids=["float16", "bflo
 @EACH_HALF
 @pytest.mark.parametrize("wrapped", [False, True], ids=["hook", "wrapper"])
 def test_compression_to_half(world, dtype, wrapped):
-    """The mean of gradients that were rounded to the dtype, itself rounded to it."""
+    """The mean of gradients rounded to the dtype, which is also rounded."""
     model = DDP(make(), **BUCKETS)
     model.register_comm_hook(None, compressing(dtype, wrapped))
     found = gradients(model, world.me)
@@ -248,7 +250,7 @@ def test_compression_to_half(world, dtype, wrapped):
     rounding = torch.finfo(dtype).eps
     for gradient, wanted in zip(found, exact, strict=True):
         assert gradient.dtype is torch.float32
-        equal(gradient, gradient.to(dtype).float())  # it did go through the dtype
+        equal(gradient, gradient.to(dtype).float())  # it was converted to the dtype
         near(gradient, wanted, rtol=4 * rounding, atol=2 * rounding * wanted.abs().max().item())
     assert any(not torch.equal(a, b) for a, b in zip(found, exact, strict=True))
     same = [torch.zeros_like(found[0]) for _ in range(world.size)]
@@ -270,7 +272,7 @@ def test_training_with_compression(world, dtype):
 @pytest.mark.parametrize("kind", ["ALLREDUCE", "FP16_COMPRESS"])
 @pytest.mark.parametrize("settings", [{}, BUCKETS], ids=["plain", "buckets"])
 def test_builtin_hooks_train_as_with_gloo(world, kind, settings):
-    not_gloo("is compared with here")
+    not_gloo("the reference of this test")
     trained = []
     for backend in "mpicoll", "gloo":
         model = DDP(make(), process_group=dist.new_group(backend=backend), **settings)
@@ -280,17 +282,17 @@ def test_builtin_hooks_train_as_with_gloo(world, kind, settings):
         with pytest.raises(RuntimeError, match="can only be called once"):
             model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
         trained.append(model.module)
-    # Gloo rounds every sum of two to half, and mpicoll only the last: alike on two ranks.
+    # Gloo rounds each partial sum to half, mpicoll only the result: equal on two ranks.
     exact = kind == "ALLREDUCE" or world.size == 2
     tolerance = {} if exact else {"rtol": 1e-2, "atol": 1e-3}
     same_parameters(*trained, **tolerance)
-    if kind == "FP16_COMPRESS":  # it did go through half
+    if kind == "FP16_COMPRESS":  # it was converted to half
         with pytest.raises(AssertionError):
             same_parameters(trained[0], trained_alone(world.size, STEPS), rtol=0, atol=1e-6)
 
 
 def test_power_sgd_before_it_starts(world):
-    """Up to start_powerSGD_iter it is a plain all_reduce."""
+    """Until start_powerSGD_iter it is a plain all_reduce."""
     model = DDP(make())
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=100)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -299,7 +301,7 @@ def test_power_sgd_before_it_starts(world):
 
 
 class Bare(nn.Module):
-    """One matrix, whose gradient has full rank."""
+    """One matrix whose gradient has full rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +312,10 @@ class Bare(nn.Module):
 
 
 def power_sgd(world, rank, steps):
-    """Gradients of each step by PowerSGD, and the exact ones, summed up; nothing is updated."""
+    """PowerSGD gradients of each step, and the sum of the exact gradients.
+
+    Parameters are not updated.
+    """
     model = DDP(make(Bare), bucket_cap_mb=1)
     state = powerSGD_hook.PowerSGDState(
         None,
@@ -337,7 +342,7 @@ def rank_of(matrix):
 
 
 def test_power_sgd_of_full_rank(world):
-    """Where the approximation has the rank of the gradient, it is the gradient."""
+    """With a sufficient rank the approximation equals the gradient."""
     found, exact = power_sgd(world, 20, 5)
     assert rank_of(exact[0]) == 20
     for gradient, wanted in zip(found, exact, strict=True):
@@ -345,11 +350,11 @@ def test_power_sgd_of_full_rank(world):
 
 
 def test_power_sgd_of_low_rank(world):
-    """The gradients have the rank that was asked for, and error feedback makes up for the rest."""
+    """Gradients have the requested rank, and error feedback compensates the difference."""
     found, exact = power_sgd(world, 2, 32)
-    assert [rank_of(gradient) for gradient in found[:2]] == [20, 20]  # before it starts
+    assert [rank_of(gradient) for gradient in found[:2]] == [20, 20]  # before PowerSGD starts
     assert [rank_of(gradient) for gradient in found[2:]] == [2] * 30
-    for gradient in found[2:]:  # the same on all ranks
+    for gradient in found[2:]:  # equal on all ranks
         outputs = [torch.zeros_like(gradient) for _ in range(world.size)]
         dist.all_gather(outputs, gradient)
         for output in outputs:
@@ -376,11 +381,11 @@ def test_power_sgd_trains(world):
         optimizer.step()
     same_on_all_ranks(model)
     assert loss_of(model.module, *batches(world.size, 0)).item() < 0.8 * start
-    assert state.compression_stats()[0] > 1  # it did compress
+    assert state.compression_stats()[0] > 1  # gradients were compressed
 
 
-def test_a_hook_of_ones_own(world):
-    """Sums where DDP would average, with an asynchronous all_reduce and a callback."""
+def test_user_defined_hook(world):
+    """It sums instead of averaging, with an asynchronous all_reduce and a callback."""
     seen = []
 
     def hook(state, bucket):
@@ -399,7 +404,7 @@ def test_a_hook_of_ones_own(world):
 
 
 def test_zero_redundancy_optimizer(world):
-    """Each rank keeps a part of the optimizer's state."""
+    """Each rank keeps a part of the optimizer state."""
     model = DDP(make())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
     train(model, world.me, STEPS, optimizer)
@@ -413,8 +418,8 @@ def test_zero_redundancy_optimizer(world):
 
 
 def test_zero_within_the_hook(world):
-    """The optimizer's step overlaps with the backward pass."""
-    not_gloo("refuses this")
+    """The optimizer step overlaps with the backward pass."""
+    not_gloo("does not support this")
     model = DDP(make(), static_graph=False)
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.05
@@ -427,7 +432,7 @@ def test_zero_within_the_hook(world):
         loss_of(model, *batch(world.me, step)).backward()
         optimizer.step()
         model.zero_grad()
-    # The first two backward passes are spent on learning the order of the buckets.
+    # DDP uses the first two backward passes to determine the order of buckets.
     alone = make()
     theirs = torch.optim.SGD(alone.parameters(), lr=0.05)
     for step in range(2, steps):
@@ -438,7 +443,7 @@ def test_zero_within_the_hook(world):
 
 
 def test_post_local_sgd(world):
-    """Ranks train alone, and average their parameters now and then."""
+    """Ranks train locally and average their parameters periodically."""
     n, warm, period, steps = world.size, 2, 3, 8
     model = DDP(make())
     mine, _ = dist.new_subgroups(group_size=1)
@@ -450,7 +455,7 @@ def test_post_local_sgd(world):
         optimizer.zero_grad()
         loss_of(model, *batch(world.me, step)).backward()
         optimizer.step()
-    # One process that keeps the models of all ranks.
+    # A reference process that keeps the models of all ranks.
     models = [make() for _ in range(n)]
     theirs = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
     for step in range(steps):

@@ -1,4 +1,4 @@
-"""DTensor: every redistribution, operations on sharded tensors, and tensor parallel plans."""
+"""DTensor: redistribution, operations on sharded tensors, and tensor-parallel plans."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from torch.distributed.tensor.parallel import (
 
 PLACEMENTS = [Shard(0), Shard(1), Replicate(), Partial()]
 KINDS = ["sum", "avg", "max", "min"]
-#: What torch makes a sum of shares from; the shards of others count as zeros, from 2.14 on.
+#: Placements from which torch can redistribute to Partial; Shard from 2.14 on (others become
+#: zeros).
 SUMMED = (Partial, Shard) if torch.__version__ >= "2.14" else (Partial,)
 
 
@@ -40,17 +41,12 @@ def named(placements):
 
 
 @pytest.fixture(scope="module")
-def mesh(world):
-    return init_device_mesh("cpu", (world.size,))
-
-
-@pytest.fixture(scope="module")
 def grid(world):
     return init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("rows", "columns"))
 
 
 def local_part(full, mesh, placements):
-    """This rank's part of a tensor: cut by torch.chunk, or a share of the sum."""
+    """This rank's part of a tensor: a torch.chunk, or a share of the sum."""
     part = full
     for dim, placement in enumerate(placements):
         size, place = mesh.size(dim), mesh.get_local_rank(dim)
@@ -75,7 +71,7 @@ def made(full, mesh, placements):
 
 
 def reachable(source, target):
-    """Not everything can become a sum of shares: torch refuses the rest."""
+    """Return True if torch supports the redistribution. To Partial it is limited."""
     return all(
         not isinstance(after, Partial) or isinstance(before, SUMMED)
         for before, after in zip(source, target, strict=True)
@@ -83,7 +79,7 @@ def reachable(source, target):
 
 
 def holds(found, full, placements):
-    """The tensor has those placements, and each rank the part that they say."""
+    """Check the placements, and the local part of each rank."""
     assert list(found.placements) == list(placements)
     assert found.shape == full.shape
     if not any(isinstance(placement, Partial) for placement in placements):
@@ -94,8 +90,8 @@ def holds(found, full, placements):
 @pytest.mark.parametrize("target", PLACEMENTS, ids=lambda one: named([one]))
 @pytest.mark.parametrize("source", PLACEMENTS, ids=lambda one: named([one]))
 @pytest.mark.parametrize("shape", [(8, 12), (5, 7), (1, 3)], ids=str)
-def test_redistribute(world, mesh, source, target, shape):
-    """Evenly and unevenly cut, and with ranks that have nothing."""
+def test_redistribute_between_all_placements(world, mesh, source, target, shape):
+    """Evenly and unevenly divided, and with empty shards."""
     full = normal(0, *shape, key="redistribute")
     tensor = made(full, mesh, [source])
     if not reachable([source], [target]):
@@ -139,15 +135,14 @@ def test_kinds_of_partial(world, mesh, kind):
     [torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64],
     ids=lambda dtype: str(dtype)[6:],
 )
-def test_dtypes(world, mesh, dtype):
+def test_redistribute_every_dtype(world, mesh, dtype):
     full = (normal(0, 8, 8, key="dtype") * 4).to(dtype)
     for source, target in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
         tensor = made(full, mesh, [source])
         equal(tensor.redistribute(mesh, [target]).full_tensor(), full)
 
 
-def test_distribute_tensor(world, mesh, grid):
-    """Rank 0's tensor is the one that counts."""
+def test_distribute_tensor_uses_the_tensor_of_rank_0(world, mesh, grid):
     full = normal(0, 9, 6, key="distribute")
     mine = full if world.me == 0 else torch.full_like(full, -7.0)
     for placement in (Shard(0), Shard(1), Replicate()):
@@ -156,8 +151,7 @@ def test_distribute_tensor(world, mesh, grid):
         holds(distribute_tensor(mine.clone(), grid, placements), full, placements)
 
 
-def test_gradients_of_redistribute(world, mesh):
-    """A tensor's gradient is placed as the tensor is."""
+def test_gradient_of_redistribute_has_the_source_placement(world, mesh):
     full = normal(0, 8, 6, key="gradient")
     weight = normal(0, 8, 6, key="weight")
     for source, target in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
@@ -179,8 +173,7 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("name", list(OPERATIONS))
-def test_operations(world, mesh, grid, name):
-    """Computed on the parts, they are those of the whole tensors."""
+def test_operations_on_shards_equal_operations_on_whole_tensors(world, mesh, grid, name):
     a, b = normal(0, 8, 8, key="a"), normal(0, 8, 8, key="b")
     wanted = OPERATIONS[name](a, b)
     for one, two in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
@@ -274,8 +267,8 @@ def whole(tensor):
 
 
 @pytest.mark.parametrize("name", list(PLANS))
-def test_tensor_parallel_plans(world, mesh, name):
-    """Outputs, gradients and parameters of three steps are those of the undivided network."""
+def test_tensor_parallel_training_equals_one_process(world, mesh, name):
+    """Outputs, gradients and parameters of three steps."""
     model = parallelize_module(network(), mesh, PLANS[name])
     alone = network()
     ours = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
@@ -310,7 +303,7 @@ def test_loss_parallel(world, mesh):
 
 
 def test_tensor_parallel_inside_fsdp(world, grid):
-    """On a mesh of two dimensions: data along the rows, the network's layers along the columns."""
+    """On a two-dimensional mesh: data parallel along rows, tensor parallel along columns."""
     from torch.distributed.fsdp import fully_shard
 
     model = parallelize_module(network(), grid["columns"], PLANS["megatron"])
@@ -334,8 +327,7 @@ def test_tensor_parallel_inside_fsdp(world, grid):
         near(whole(mine.detach()), full.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_distribute_module(world, mesh):
-    """Begins with rank 0's parameters on all ranks."""
+def test_distribute_module_uses_the_parameters_of_rank_0(world, mesh):
     torch.manual_seed(world.me)
     model = distribute_module(nn.Linear(4, 6), mesh)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""FSDP2: fully_shard, in float32 and with mixed precision, on meshes of one and two dimensions."""
+"""FSDP2 (fully_shard) in float32 and mixed precision, on one- and two-dimensional meshes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEPS = 4
 
 
 def sharded(model=None, **settings):
-    """Each linear layer by itself, then what is left."""
+    """Shard each linear layer separately, then the remaining parameters."""
     model = model or make()
     for child in model.children():
         if isinstance(child, nn.Linear):
@@ -42,17 +42,12 @@ def sharded(model=None, **settings):
 
 
 @pytest.fixture(scope="module")
-def mesh(world):
-    return init_device_mesh("cpu", (world.size,))
-
-
-@pytest.fixture(scope="module")
 def grid(world):
     return init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 @pytest.mark.parametrize("reshard", [True, False, 2], ids=["reshard", "keep", "reshard-to-2"])
-def test_like_one_process(world, mesh, reshard):
+def test_fsdp_trains_like_one_process(world, mesh, reshard):
     model = sharded(mesh=mesh, reshard_after_forward=reshard)
     assert isinstance(model, FSDPModule)
     for parameter in model.parameters():
@@ -64,8 +59,8 @@ def test_like_one_process(world, mesh, reshard):
     near(torch.tensor(losses[0]), loss_of(alone, *batch(world.me, 0)).detach())
 
 
-def test_hybrid_sharding(world, grid):
-    """Sharded along one dimension of a mesh, replicated along the other."""
+def test_hybrid_sharding_trains_like_one_process(world, grid):
+    """Sharded along one mesh dimension and replicated along the second."""
     model = sharded(mesh=grid)
     train(model, world.me, STEPS)
     same_parameters(model, trained_alone(world.size, STEPS))
@@ -82,7 +77,7 @@ def test_gradients(world, mesh):
 
 
 def test_gradient_accumulation(world, mesh):
-    """Without reduction in between, and with it."""
+    """With and without reduction of each backward pass."""
     for sync in (False, True):
         model = sharded(mesh=mesh)
         alone = make()
@@ -105,9 +100,9 @@ def test_clipping(world, mesh):
         near(one.grad.full_tensor(), other.grad)
 
 
-def test_division_of_ones_own(world, mesh):
-    """Which FSDP2 asks for as PREMUL_SUM or as a SUM between two divisions."""
-    not_gloo("PREMUL_SUM")
+def test_user_defined_gradient_divide_factor(world, mesh):
+    """FSDP2 uses PREMUL_SUM, or SUM between two divisions."""
+    not_gloo("does not support PREMUL_SUM")
     model = sharded(mesh=mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -123,7 +118,7 @@ def test_division_of_ones_own(world, mesh):
 
 
 def bfloat16_gradients(world, reduced_in):
-    """What each rank's model gives in bfloat16, its gradients' mean in another dtype."""
+    """The mean over ranks of bfloat16 gradients, computed in another dtype."""
     each = []
     for rank in range(world.size):
         alone = make().to(torch.bfloat16)
@@ -138,7 +133,7 @@ def bfloat16_gradients(world, reduced_in):
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=["bfloat16", "float32"])
 def test_bfloat16(world, mesh, reduce_dtype):
-    """Parameters are gathered in bfloat16 and kept in float32; a gradient is rounded once."""
+    """Parameters are gathered in bfloat16 and stored in float32; a gradient is rounded once."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     model = sharded(mesh=mesh, mp_policy=policy)
     x, y = batch(world.me, 0)
@@ -201,7 +196,7 @@ def test_unshard_and_reshard_by_hand(world, mesh):
     assert isinstance(model.first.weight, DTensor)
 
 
-# ---- The first generation ------------------------------------------------------------------------
+# ---- FSDP1 ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -209,8 +204,7 @@ def test_unshard_and_reshard_by_hand(world, mesh):
     [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD],
     ids=lambda strategy: strategy.name,
 )
-def test_fully_sharded_data_parallel(world, strategy):
-    """FSDP1, which many programs still use."""
+def test_fsdp1_trains_like_one_process(world, strategy):
     model = FullyShardedDataParallel(
         make(),
         sharding_strategy=strategy,

@@ -1,4 +1,4 @@
-"""Collectives that autograd and torch.compile see through."""
+"""Collectives with autograd and torch.compile."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from torch.distributed.device_mesh import init_device_mesh
 
 
 def leaves(world, *shape):
-    """The inputs of all ranks, for the computation alone, and this rank's."""
+    """Inputs of all ranks for the reference, and this rank's input."""
     everyone = [normal(rank, *shape, key="leaf").requires_grad_() for rank in range(world.size)]
     return everyone, normal(world.me, *shape, key="leaf").requires_grad_()
 
 
 def weights(rank, *shape):
-    """What a rank's output is multiplied by before it is summed: its gradient."""
+    """The weights that multiply a rank's output before it is summed. They are its gradient."""
     return normal(rank, *shape, key="weight")
 
 
 def check_gradient(world, call, alone, shape=(4, 3)):
-    """The gradient of the sum of all ranks' losses by this rank's input.
+    """Check the gradient of the sum of all ranks' losses with respect to this rank's input.
 
-    call(x): this rank's output.
-    alone(inputs): all ranks' outputs, computed from all ranks' inputs without communication.
+    call(x): this rank's output. alone(inputs): outputs of all ranks, computed from all inputs
+    without communication.
     """
     everyone, mine = leaves(world, *shape)
     output = call(mine)
@@ -97,7 +97,7 @@ def test_gradient_of_all_to_all(world):
 
 @pytest.mark.parametrize("root", [0, 1])
 def test_gradient_of_broadcast(world, root):
-    """The root's is the sum over the ranks; the input of another does not count."""
+    """The root's gradient is the sum over ranks; other ranks have a zero gradient."""
     n = world.size
     mine = normal(world.me, 4, 3, key="leaf").requires_grad_()
     output = autograd.broadcast(mine.clone(), root)
@@ -109,7 +109,7 @@ def test_gradient_of_broadcast(world, root):
 
 @pytest.mark.parametrize("root", [0, 1])
 def test_gradients_of_gather_scatter_and_reduce(world, root):
-    """Of a loss that the root alone computes; then of the pieces that it deals out."""
+    """For gather the root computes the loss; for scatter each rank computes a loss of its part."""
     n, me = world.size, world.me
     mine = normal(me, 4, key="leaf").requires_grad_()
     gathered = autograd.gather(mine, root)
@@ -137,7 +137,7 @@ def test_gradients_of_gather_scatter_and_reduce(world, root):
 
 
 def eager(world):
-    """Calls with their results, from the inputs of all ranks."""
+    """Calls and their expected results, from the inputs of all ranks."""
     n, me = world.size, world.me
     parts = [normal(rank, 2 * n, 3) for rank in range(n)]
     group = list(range(n))
@@ -213,7 +213,7 @@ def test_functional_coalesced(world):
         near(found + 0, sum(part).chunk(n)[me])
 
 
-def test_an_input_is_not_written_to(world):
+def test_functional_collectives_do_not_modify_inputs(world):
     mine = normal(world.me, 5)
     before = mine.clone()
     found = funcol.all_reduce(mine, "sum", list(range(world.size))) + 0
@@ -221,8 +221,8 @@ def test_an_input_is_not_written_to(world):
     near(found, sum(normal(rank, 5) for rank in range(world.size)))
 
 
-def test_results_that_nobody_waits_for(world):
-    """And whose inputs are gone at once."""
+def test_unused_functional_results(world):
+    """The results are never waited for, and the inputs are dropped at once."""
     for i in range(30):
         funcol.all_reduce(torch.full((1000,), float(i)), "sum", list(range(world.size)))
     one = funcol.all_reduce(torch.ones(3), "sum", list(range(world.size)))
@@ -252,7 +252,7 @@ def test_gradients_of_functional_collectives(world):
     )
 
 
-def test_on_a_mesh(world):
+def test_functional_collectives_on_a_mesh(world):
     grid = init_device_mesh("cpu", (world.size // 2, 2))
     mine = normal(world.me, 4)
     row = world.me // 2
@@ -269,14 +269,14 @@ COMPILERS = [
     pytest.param(
         "inductor",
         marks=pytest.mark.skipif(
-            shutil.which("g++") is None, reason="there is no C++ compiler for inductor"
+            shutil.which("g++") is None, reason="inductor needs a C++ compiler"
         ),
     ),
 ]
 
 
 def network(x, weight, group, n):
-    """Of collectives with work between them."""
+    """Collectives with computation in between."""
     hidden = torch.tanh(x @ weight)
     total = funcol.all_reduce(hidden, "sum", group)
     gathered = funcol.all_gather_tensor(total * hidden, 0, group)
@@ -295,8 +295,8 @@ def network_alone(inputs, weight, me):
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_compiled(world, compiler):
-    """In one graph; run twice, the second time without compiling."""
+def test_compiled_collectives(world, compiler):
+    """In one graph, called twice; the second call does not compile."""
     n, me = world.size, world.me
     group = list(range(n))
     torch._dynamo.reset()
@@ -309,8 +309,8 @@ def test_compiled(world, compiler):
     dist.barrier()
 
 
-def test_dist_calls_under_compile(world):
-    """In-place calls of torch.distributed are rewritten into functional ones."""
+def test_compile_supports_in_place_collectives(world):
+    """Dynamo rewrites them as functional collectives."""
 
     def call(x):
         y = x * 2
@@ -326,8 +326,7 @@ def test_dist_calls_under_compile(world):
     dist.barrier()
 
 
-def test_compiled_gradients(world):
-    """Forward and backward through a compiled function."""
+def test_compiled_collectives_have_gradients(world):
     n = world.size
     group = list(range(n))
     torch._dynamo.reset()
@@ -339,8 +338,8 @@ def test_compiled_gradients(world):
     check_gradient(world, call, lambda inputs: [torch.cat([torch.sin(x) for x in inputs]) * 3] * n)
 
 
-def test_compiled_ddp(world):
-    """DDP below torch.compile, its gradients reduced as the compiled backward pass goes on."""
+def test_compiled_ddp_trains_like_one_process(world):
+    """Gradients are reduced during the compiled backward pass."""
     torch._dynamo.reset()
     model = torch.nn.parallel.DistributedDataParallel(make())
     compiled = torch.compile(model, backend="aot_eager")
@@ -348,8 +347,8 @@ def test_compiled_ddp(world):
     same_parameters(model.module, trained_alone(world.size, 3))
 
 
-def test_results_on_their_way_are_waited_for(world):
-    """A functional collective returns before its result is there; other calls take it as it is."""
+def test_pending_functional_results_are_valid_inputs(world):
+    """A functional collective returns before its result is available. Later calls wait for it."""
     n = world.size
     onward = funcol.all_reduce(torch.ones(3), "sum", dist.group.WORLD)
     dist.all_reduce(onward)

@@ -1,4 +1,4 @@
-"""Horovod's functions: matched by name, whatever the order of the ranks' calls."""
+"""Horovod functions: calls are matched by name, in any order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def horovod():
 
 
 def of(rank, *shape):
-    """The tensor that a rank brings."""
+    """The tensor of a rank."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(rank))
 
 
@@ -53,13 +53,13 @@ def test_allreduce(op, combine):
     torch.testing.assert_close(own, combine(everybody(3, 5)))
 
 
-def test_integers_are_averaged_towards_zero():
+def test_integer_averages_round_towards_zero():
     got = hvd.allreduce(torch.tensor([hvd.rank(), -hvd.rank(), 4]))
     half = (hvd.size() - 1) // 2
     assert got.tolist() == [half, -half, 4] and got.dtype == torch.int64
 
 
-def test_averages_of_complex_numbers_and_of_truths():
+def test_average_supports_complex_and_rejects_bool():
     whole = torch.full((2,), complex(hvd.rank(), 2))
     mean = hvd.allreduce(whole)
     assert mean.tolist() == [complex((hvd.size() - 1) / 2, 2)] * 2
@@ -70,8 +70,8 @@ def test_averages_of_complex_numbers_and_of_truths():
     assert hvd.allreduce(torch.tensor([True]), op=hvd.Sum).item() is True
 
 
-def test_a_call_that_is_refused_is_not_counted():
-    """The next one is what the other ranks wait for."""
+def test_rejected_calls_do_not_consume_a_name():
+    """The next call matches the calls of the other ranks."""
     if hvd.rank() == 0:
         for refused in hvd.allgather, hvd.allgather_async:
             with pytest.raises(ValueError, match="expected one dimension or more"):
@@ -79,7 +79,7 @@ def test_a_call_that_is_refused_is_not_counted():
     assert hvd.allgather(torch.ones(1)).tolist() == [1] * hvd.size()
 
 
-def test_names_match_in_any_order():
+def test_named_calls_match_in_any_order():
     names = [f"t{i}" for i in range(6)]
     order = names if hvd.rank() % 2 == 0 else names[::-1]
     begun = {n: hvd.allreduce_async(torch.full((2,), int(n[1])), name=n, op=hvd.Sum) for n in order}
@@ -88,7 +88,7 @@ def test_names_match_in_any_order():
         assert hvd.poll(begun[name])
 
 
-def test_kinds_share_names():
+def test_different_operations_may_share_a_name():
     total = hvd.allreduce_async(torch.ones(2), name="weight", op=hvd.Sum)
     first = hvd.broadcast_async(torch.full((1,), hvd.rank()), 0, name="weight")
     assert hvd.synchronize(first).item() == 0
@@ -98,9 +98,9 @@ def test_kinds_share_names():
 @pytest.mark.parametrize(
     "kind", ["allreduce", "allgather", "broadcast", "alltoall", "reducescatter"]
 )
-def test_a_name_that_is_in_use(kind):
+def test_duplicate_name_is_rejected(kind):
     if hvd.size() == 1:
-        pytest.skip("nobody is waited for")
+        pytest.skip("needs 2 ranks")
 
     def begin():
         root = {"root_rank": 0} if kind == "broadcast" else {}
@@ -115,20 +115,20 @@ def test_a_name_that_is_in_use(kind):
         hvd.barrier()
         begun = begin()
     hvd.synchronize(begun)
-    hvd.synchronize(begin())  # free again
+    hvd.synchronize(begin())  # the name is available again
 
 
-def test_a_barrier_waits_for_all(tmp_path):
+def test_barrier_waits_for_all_ranks(tmp_path):
     file = Path(hvd.broadcast_object(str(tmp_path / "file"), 0))
     if hvd.rank() == 0:
         time.sleep(0.3)
         file.touch()
     hvd.barrier()
     assert file.exists()
-    hvd.barrier()  # pytest removes rank 0's folder when it has passed
+    hvd.barrier()  # pytest then removes the folder of rank 0
 
 
-def test_a_waiting_rank_is_served_while_others_wait_for_it():
+def test_calls_in_opposite_order_do_not_deadlock():
     first, second = ("a", "b") if hvd.rank() == 0 else ("b", "a")
     one = hvd.allreduce_async(torch.ones(1), name=first, op=hvd.Sum)
     if hvd.rank() == 0:
@@ -137,10 +137,10 @@ def test_a_waiting_rank_is_served_while_others_wait_for_it():
     assert hvd.synchronize(one).item() == hvd.synchronize(two).item() == hvd.size()
 
 
-def test_a_rank_that_begins_nothing_is_warned_of(monkeypatch):
-    """The warning is what has the last rank begin."""
+def test_stall_warning_names_a_missing_rank(monkeypatch):
+    """The last rank calls only after the warning."""
     if hvd.size() == 1:
-        pytest.skip("nobody is waited for")
+        pytest.skip("needs 2 ranks")
     last, said = hvd.size() - 1, []
 
     def warn(text, **options):
@@ -158,8 +158,8 @@ def test_a_rank_that_begins_nothing_is_warned_of(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [0.5, "0", b"0", None, torch.tensor(0.5), [0]])
-def test_ranks_that_are_no_integers(wrong):
-    """They are refused before anything is sent, and the next call works."""
+def test_root_ranks_must_be_integers(wrong):
+    """The error is raised before data is sent, and the next call works."""
     for call in (hvd.broadcast, hvd.broadcast_):
         with pytest.raises(TypeError, match="root_rank: expected an int"):
             call(torch.ones(1), root_rank=wrong)
@@ -173,9 +173,9 @@ def test_ranks_that_are_no_integers(wrong):
     assert got.tolist() == [0.0, 0.0]
 
 
-def test_disagreement_fails_everywhere_and_the_next_call_works():
+def test_mismatch_raises_on_all_ranks_and_the_next_call_works():
     if hvd.size() == 1:
-        pytest.skip("one rank agrees")
+        pytest.skip("needs 2 ranks")
     for tensor in (
         torch.ones(3 + hvd.rank()),
         torch.ones(3, dtype=[torch.int32, torch.float32][hvd.rank() % 2]),
@@ -207,8 +207,8 @@ def test_gradients():
     assert x.grad.tolist() == [hvd.size()] * 3
 
 
-def test_zeros_of_a_joined_rank_are_on_its_own_gpu():
-    """The thread that makes them has another current GPU than the program's."""
+def test_zeros_of_a_joined_rank_are_on_its_gpu():
+    """The engine thread creates them, and its current device can differ from the program's."""
     facts = {
         "operation": "allreduce",
         "shapes": [[2]],
@@ -221,21 +221,21 @@ def test_zeros_of_a_joined_rank_are_on_its_own_gpu():
     assert on_host.tolist() == [0, 0]
 
 
-def test_mpi_ops_has_the_operations():
+def test_mpi_ops_module_has_all_operations():
     from mpicoll.horovod.torch import mpi_ops, operations
 
     names = {*operations.__all__, "Average", "Sum", "init", "rank", "size", "nccl_built"}
     assert {name for name in names if getattr(mpi_ops, name) is not getattr(hvd, name)} == set()
 
 
-@pytest.mark.skipif(not hasattr(torch, "float8_e4m3fn"), reason="an older torch")
-def test_floats_of_8_bits_are_scaled():
+@pytest.mark.skipif(not hasattr(torch, "float8_e4m3fn"), reason="needs float8 in torch")
+def test_float8_allreduce_applies_scale_factors():
     ones = torch.ones(4).to(torch.float8_e4m3fn)
     found = hvd.allreduce(ones, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5)
     assert found.float().tolist() == [hvd.size()] * 4
 
 
-def test_joined_ranks_count_as_zeros():
+def test_joined_ranks_contribute_zeros():
     for _ in range(hvd.rank()):
         hvd.allreduce(torch.ones(2), name="uneven", op=hvd.Sum)
     assert hvd.join() == hvd.size() - 1
@@ -253,7 +253,7 @@ def test_objects():
     assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
 
 
-def test_the_state_of_an_optimizer():
+def test_broadcast_optimizer_state():
     root = hvd.size() - 1
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([weight], lr=torch.tensor(0.5 + hvd.rank()))
@@ -267,8 +267,8 @@ def test_the_state_of_an_optimizer():
     assert state["step"].item() == 1
 
 
-def test_a_scheduler_of_the_optimizer_that_is_wrapped():
-    """It sets what all ranks step with, also after they have got one rank's state."""
+def test_scheduler_of_the_wrapped_optimizer_stays_effective():
+    """Also after broadcast_optimizer_state."""
     weight = torch.nn.Parameter(torch.zeros(1))
     wrapped = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(wrapped, step_size=1, gamma=0.1)
@@ -291,7 +291,7 @@ def test_process_sets():
     assert hvd.remove_process_set(last)
 
 
-def test_the_default_group_ends_under_it():
+def test_destroying_the_default_group_shuts_horovod_down():
     threads = threading.active_count()
     dist.destroy_process_group()
     assert not hvd.is_initialized()
@@ -303,7 +303,7 @@ def test_the_default_group_ends_under_it():
     assert threading.active_count() <= threads
 
 
-def test_sets_of_communicators():
+def test_process_sets_of_communicators():
     n, me = hvd.size(), hvd.rank()
     hvd.shutdown()
     split = MPI.COMM_WORLD.Split(me % 2, me)
@@ -326,7 +326,7 @@ def test_sets_of_communicators():
 
 
 @pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16])
-def test_training_is_that_of_one_rank(compression):
+def test_training_equals_one_process(compression):
     def model():
         torch.manual_seed(7)
         return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))

@@ -1,6 +1,6 @@
-"""hvd.elastic without a loss: states, samplers, and what has a function begin anew.
+"""hvd.elastic without lost processes: states, samplers, and causes of a restart.
 
-tests/test_horovod_losses.py has ranks killed.
+tests/test_horovod_losses.py kills ranks.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def same(one, other):
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def test_restoring_twice():
-    """What was saved is not what the optimizer goes on with: its momentum, above all."""
+def test_state_can_be_restored_twice():
+    """The optimizer must not share saved tensors, especially its momentum."""
     model, optimizer = trained(2)
     state = hvd.elastic.TorchState(model, optimizer, seen=[1])
     state.commit()
@@ -57,7 +57,7 @@ def test_restoring_twice():
     assert same(model, expected)
 
 
-def test_sync_takes_and_keeps_what_rank_0_has():
+def test_sync_uses_and_saves_the_state_of_rank_0():
     model, optimizer = trained(1 + hvd.rank())
     state = hvd.elastic.TorchState(model, optimizer, epoch=hvd.rank(), extra={"r": hvd.rank()})
     state.epoch += 5  # not committed
@@ -71,7 +71,7 @@ def test_sync_takes_and_keeps_what_rank_0_has():
     assert same(model, trained(1)[0]) and state.epoch == 0
 
 
-def test_another_model_is_kept_from_then_on():
+def test_assigned_model_is_saved():
     state = hvd.elastic.TorchState(model=trained(1)[0])
     state.model = trained(3)[0]
     torch.nn.init.zeros_(state.model.weight)
@@ -79,7 +79,7 @@ def test_another_model_is_kept_from_then_on():
     assert same(state.model, trained(3)[0])
 
 
-def test_a_function_begins_anew_after_an_error():
+def test_function_restarts_after_an_internal_error():
     calls = []
 
     @hvd.elastic.run
@@ -102,7 +102,7 @@ def test_a_function_begins_anew_after_an_error():
     assert dist.group.WORLD is before
 
 
-def test_an_error_of_one_rank_has_all_begin_anew():
+def test_error_on_one_rank_restarts_all_ranks():
     calls = []
 
     @hvd.elastic.run
@@ -116,21 +116,21 @@ def test_an_error_of_one_rank_has_all_begin_anew():
     assert train(state) == hvd.size() and calls == [4, 4]
 
 
-def test_ranks_that_are_done_are_there_for_one_that_is_not():
+def test_completed_ranks_restart_with_a_failed_rank():
     calls = []
 
     @hvd.elastic.run
     def train(state):
         calls.append(1)
         if len(calls) == 1 and hvd.rank() == hvd.size() - 1:
-            raise hvd.HorovodInternalError("on one rank, as the others return")
+            raise hvd.HorovodInternalError("on one rank, while all other ranks return")
 
     train(hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank))
     assert len(calls) == 2
 
 
-def test_gradients_on_their_way_are_given_up():
-    """Each rank has begun to reduce other gradients than its neighbours; nobody waits for them."""
+def test_restart_cancels_pending_gradients():
+    """Neighbor ranks have started reductions of different gradients, which never complete."""
     model, _ = trained(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
@@ -154,9 +154,9 @@ def test_gradients_on_their_way_are_given_up():
     torch.testing.assert_close(model.weight, expected.weight)
 
 
-def test_an_error_of_the_program_is_raised():
+def test_user_error_is_raised():
     if hvd.size() == 1:
-        pytest.skip("one rank agrees")
+        pytest.skip("needs 2 ranks")
     calls = []
 
     @hvd.elastic.run
@@ -169,8 +169,8 @@ def test_an_error_of_the_program_is_raised():
     assert len(calls) == 2
 
 
-def test_errors_with_commits_between_them():
-    """Each time there is something new to go on from."""
+def test_function_may_fail_repeatedly_between_commits():
+    """Each restart has newer state."""
 
     @hvd.elastic.run
     def train(state):
@@ -184,8 +184,8 @@ def test_errors_with_commits_between_them():
 
 
 @pytest.mark.parametrize("update", hvd.elastic.HostUpdateResult)
-def test_new_hosts_interrupt_a_commit(update):
-    """What was not committed stays; only where ranks have gone is nothing sent."""
+def test_host_update_interrupts_a_commit(update):
+    """Uncommitted state is kept. State is broadcast, except if ranks were only removed."""
     calls = []
 
     @hvd.elastic.run
@@ -194,7 +194,7 @@ def test_new_hosts_interrupt_a_commit(update):
         if len(calls) > 1:
             return
         state.step, state.own = 7, 10 + hvd.rank()
-        if hvd.rank() == 0:  # whose words count
+        if hvd.rank() == 0:  # only the notification of rank 0 counts
             state.on_hosts_updated(1, update)
         state.commit()
 
@@ -204,14 +204,14 @@ def test_new_hosts_interrupt_a_commit(update):
     assert calls == [(0, 0), (7, 10 + hvd.rank() * removed)]
 
 
-def test_a_sampler_needs_no_memory_for_each_rank():
+def test_sampler_memory_does_not_depend_on_the_number_of_ranks():
     sampler = hvd.elastic.ElasticSampler(range(3), shuffle=False)
     sampler.num_replicas, sampler.rank, sampler.total_size = 10**12, 10**12 - 1, 10**12
     assert list(sampler) == [(10**12 - 1) % 3]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_sampler_shares_out_what_is_left(shuffle):
+def test_sampler_distributes_remaining_samples(shuffle):
     n = hvd.size()
     data = list(range(5 * n + 1))
     sampler = hvd.elastic.ElasticSampler(data, shuffle=shuffle, seed=3)

@@ -1,4 +1,4 @@
-"""Training with Horovod's API: beside one process that has the batches of all ranks."""
+"""Training with Horovod's API, compared with one process that has the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def horovod():
 
 
 def of(rank, *shape, dtype=torch.float64):
-    """What a rank brings."""
+    """The data of a rank."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(rank), dtype=dtype)
 
 
@@ -35,7 +35,7 @@ def close(got, expected, tolerance=1e-10):
 
 # --- SyncBatchNorm -------------------------------------------------------------------------------
 
-#: By the number of an input's dimensions, without the first.
+#: BatchNorm classes by the number of dimensions of a sample.
 BATCH_NORM = {
     1: torch.nn.BatchNorm1d,
     2: torch.nn.BatchNorm1d,
@@ -54,8 +54,8 @@ BATCH_NORM = {
         ((3, 2, 2, 2), {"track_running_stats": False, "momentum": 0.7}),
     ],
 )
-def test_sync_batch_norm_is_that_of_the_whole_batch(shape, options, dtype, tolerance):
-    """Ranks' batches differ in length, and lie far from zero."""
+def test_sync_batch_norm_equals_batch_norm_of_the_whole_batch(shape, options, dtype, tolerance):
+    """Batches have different lengths on each rank, and a large mean."""
     sizes = [2 * rank + 1 for rank in range(hvd.size())]
     if hvd.size() == 1:
         sizes = [3]
@@ -88,11 +88,11 @@ def test_sync_batch_norm_is_that_of_the_whole_batch(shape, options, dtype, toler
     alone.eval()
     if options.get("track_running_stats", True):
         close(own(parts[0]), alone(parts[0]), tolerance)
-    else:  # the batch's own, which is that of all ranks
+    else:  # without running statistics: those of the batch of all ranks
         close(own(parts[hvd.rank()]), alone(torch.cat(parts))[place], tolerance)
 
 
-def test_sync_batch_norm_of_ranks_without_samples():
+def test_sync_batch_norm_with_empty_batches():
     last = hvd.size() - 1
     own = hvd.SyncBatchNorm(2).double()
     x = of(0, 4 if hvd.rank() == last else 0, 2).requires_grad_()
@@ -109,7 +109,7 @@ def test_sync_batch_norm_of_ranks_without_samples():
         assert x.grad.shape == (0, 2)
 
 
-def test_sync_batch_norm_refuses():
+def test_sync_batch_norm_rejects_invalid_inputs():
     with pytest.raises(ValueError, match="two dimensions or more, got 1"):
         hvd.SyncBatchNorm(3)(torch.ones(3))
     if hvd.size() > 1:
@@ -128,7 +128,7 @@ def network():
 
 
 def train(optimizer, model, batches, passes=1, averages=1):
-    """Take a step for each of the batches, in so many passes."""
+    """Take one step per batch, with several backward passes each."""
     for batch in batches:
         optimizer.zero_grad()
         for part in batch.chunk(passes):
@@ -148,7 +148,7 @@ def own_batches(steps=3, rows=6):
 
 
 def alone():
-    """What one process learns from all batches."""
+    """Train one process on the batches of all ranks."""
     model = network()
     train(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, whole_batches())
     return model
@@ -165,7 +165,7 @@ def distributed(model, **options):
 
 
 @pytest.mark.parametrize("factor", [1.0, 3.0])
-def test_gradients_are_divided_before(factor):
+def test_gradient_predivide_factor(factor):
     model = network()
     train(distributed(model, gradient_predivide_factor=factor), model, own_batches())
     same(model, alone())
@@ -173,13 +173,13 @@ def test_gradients_are_divided_before(factor):
         distributed(model, gradient_predivide_factor=2.0, op=hvd.Sum)
 
 
-def test_the_sum_of_gradients():
+def test_optimizer_with_sum():
     model = network()
     train(distributed(model, op=hvd.Sum), model, own_batches(), averages=hvd.size())
     same(model, alone())
 
 
-def test_several_passes_a_step():
+def test_several_backward_passes_per_step():
     model = network()
     optimizer = distributed(model, backward_passes_per_step=3)
     train(optimizer, model, own_batches(), passes=3, averages=3)
@@ -208,8 +208,8 @@ def test_several_passes_a_step():
         ([[5, 4, 3, 2, 1, 0]], 1),
     ],
 )
-def test_groups_are_reduced_in_one_operation(groups, operations, monkeypatch):
-    """Whatever the groups, the outcome is the same; how many operations there are is not."""
+def test_each_gradient_group_is_one_operation(groups, operations, monkeypatch):
+    """The result does not depend on the groups, only the number of operations does."""
     begun = []
 
     def begin(tensors, **options):
@@ -228,8 +228,8 @@ def test_groups_are_reduced_in_one_operation(groups, operations, monkeypatch):
         assert len(begun) == 3 * operations and sum(begun) == 3 * 6
 
 
-def test_a_group_of_which_a_rank_has_no_gradient():
-    """The rank that leaves out a layer counts as zeros there, and the group goes all the same."""
+def test_missing_gradient_in_a_group_counts_as_zero():
+    """One rank skips a layer. The group is reduced anyway."""
     model, expected = network(), network()
     optimizer = distributed(model, groups=1)
     x = of(hvd.rank(), 6, 4)
@@ -255,12 +255,12 @@ def test_a_group_of_which_a_rank_has_no_gradient():
         ([["x"]], "list of lists"),
     ],
 )
-def test_what_groups_cannot_be(groups, words):
+def test_invalid_groups_are_rejected(groups, words):
     with pytest.raises(ValueError, match=f"groups: .*{words}"):
         distributed(network(), groups=groups)
 
 
-def test_groups_have_each_parameter_once():
+def test_groups_reject_duplicate_parameters():
     model = network()
     first = next(model.parameters())
     with pytest.raises(ValueError, match="each parameter once"):
@@ -271,7 +271,7 @@ def test_groups_have_each_parameter_once():
 
 @pytest.mark.parametrize("as_dense", [False, True])
 def test_sparse_gradients(as_dense):
-    """Rows that several ranks have add up; rows that nobody has stay."""
+    """Rows of several ranks are added; rows without a gradient are unchanged."""
     torch.manual_seed(5)
     own = torch.nn.Embedding(7, 3, sparse=True).double()
     whole = copy.deepcopy(own)
@@ -294,7 +294,7 @@ def test_sparse_gradients(as_dense):
     close(own.weight, whole.weight)
 
 
-def test_names_of_parameters():
+def test_invalid_parameter_names_are_rejected():
     model = network()
     with pytest.raises(ValueError, match=r"given twice: 0\.weight"):
         named = [("0.weight", p) for p in model.parameters()]
@@ -308,7 +308,7 @@ def test_names_of_parameters():
 
 
 def adasum(a, b):
-    """Of two vectors, as the paper has it."""
+    """Adasum of two vectors, as defined in the paper."""
     dot = a @ b
     return (1 - dot / (2 * (a @ a))) * a + (1 - dot / (2 * (b @ b))) * b
 
@@ -337,7 +337,7 @@ def test_adasum_combines_steps():
     same(model, expected[0])
 
 
-def test_what_adasum_does_not_have():
+def test_adasum_rejects_unsupported_options():
     model = network()
     if hvd.size() in (2, 4):
         with pytest.raises(AssertionError, match="skip_synchronize"):
@@ -347,7 +347,7 @@ def test_what_adasum_does_not_have():
         distributed(model, op=hvd.Adasum, process_set=some)
 
 
-def test_a_warning_where_gradients_are_reduced_again():
+def test_step_after_synchronize_warns():
     model = network()
     optimizer = distributed(model)
     model(of(0, 2, 4)).sum().backward()
@@ -361,7 +361,7 @@ def test_a_warning_where_gradients_are_reduced_again():
         optimizer.step()
 
 
-#: Optimizers that take a closure: LBFGS calls it several times a step, and looks at the loss.
+#: Optimizers that need a closure: LBFGS calls it several times per step and reads the loss.
 CLOSURES = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "lbfgs": (torch.optim.LBFGS, {"lr": 0.2, "max_iter": 4}),
@@ -369,8 +369,8 @@ CLOSURES = {
     "loose": (torch.optim.LBFGS, {"lr": 0.5, "max_iter": 20, "tolerance_change": 1e-2}),
 }
 
-#: How closures make and reduce gradients: passes of backward, whether the program synchronizes in
-#: the closure, whether it steps in skip_synchronize.
+#: Closure variants: number of backward passes, whether the closure calls synchronize, and whether
+#: the step runs in skip_synchronize.
 WAYS = {
     "plain": (1, False, False),
     "passes": (2, False, False),
@@ -381,7 +381,7 @@ WAYS = {
 
 
 def step_by_closure(optimizer, model, batch, passes=1, synchronize=False):
-    """Take a step; return the loss, and how often the closure was called."""
+    """Take a step; return the loss and the number of closure calls."""
     calls = 0
 
     def closure():
@@ -400,8 +400,8 @@ def step_by_closure(optimizer, model, batch, passes=1, synchronize=False):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", CLOSURES)
-def test_a_closure(kind, way):
-    """Whatever a rank's own loss, it calls the closure as often as the others."""
+def test_optimizer_with_a_closure(kind, way):
+    """All ranks call the closure equally often, although their local losses differ."""
     passes, synchronize, skip = WAYS[way]
     make, options = CLOSURES[kind]
     model, expected = network(), network()
@@ -412,7 +412,7 @@ def test_a_closure(kind, way):
         backward_passes_per_step=passes,
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # that gradients are reduced once more
+        warnings.simplefilter("error")  # no warning about a repeated reduction
         for whole, own in zip(whole_batches(), own_batches(), strict=True):
             with optimizer.skip_synchronize() if skip else contextlib.nullcontext():
                 found = step_by_closure(optimizer, model, own, passes, synchronize)
@@ -423,8 +423,8 @@ def test_a_closure(kind, way):
 
 
 @pytest.mark.parametrize("loss", [None, 0.5, np.float32(0.5), torch.tensor(0.5), "a tuple"])
-def test_what_a_closure_returns(loss):
-    """The mean of the ranks' numbers; a rank that has none keeps nobody waiting."""
+def test_closure_loss_is_averaged(loss):
+    """The mean of the losses; a rank may return None."""
     model = network()
     mine = loss if hvd.rank() == 0 else 1.5
 
@@ -443,10 +443,8 @@ def test_what_a_closure_returns(loss):
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
-def test_a_closure_after_a_backward_pass(op):
-    """Gradients from before the closure are reduced when the optimizer begins, as SAM needs it, and
-    no more if it makes none.
-    """
+def test_gradients_before_the_closure_are_reduced(op):
+    """They are reduced when the step begins (as SAM needs), and only once."""
     model, expected, n = network(), network(), 1 if op == hvd.Average else hvd.size()
     optimizer = distributed(model, op=op)
     reference = torch.optim.SGD(expected.parameters(), lr=0.1 * n, momentum=0.9)
@@ -464,7 +462,7 @@ def test_a_closure_after_a_backward_pass(op):
     same(model, expected)
 
 
-def test_a_closure_that_zeroes_gradients_on_their_way():
+def test_closure_must_not_zero_pending_gradients():
     model = network()
     optimizer = distributed(model)
     model(of(0, 2, 4)).sum().backward()
@@ -478,7 +476,7 @@ def test_a_closure_that_zeroes_gradients_on_their_way():
 
 
 def weights(rank, *shape):
-    """What a rank's loss multiplies a result by, element by element."""
+    """The weights that multiply a rank's result in its loss."""
     return of(50 + rank, *shape)
 
 
@@ -518,7 +516,7 @@ def test_gradients_of_broadcast():
 
 
 def test_gradients_of_alltoall():
-    """Those of the rows that a rank has sent, from where they went; zeros for what went nowhere."""
+    """The gradient of a row comes from its receiver. Rows that are not sent have zeros."""
     me, n = hvd.rank(), hvd.size()
     x = of(me, (me + 1) * n + 2, 2).requires_grad_()
     got, received = hvd.alltoall(x, splits=torch.tensor([me + 1] * n))
@@ -531,7 +529,7 @@ def test_gradients_of_alltoall():
 
 @pytest.mark.parametrize("op", [hvd.Sum, hvd.Average])
 def test_gradients_of_reducescatter(op):
-    """As Horovod has them: of a sum the ranks' gradients times their number, of a mean they are."""
+    """As in Horovod, gradients of Sum are multiplied by the number of ranks."""
     me, n = hvd.rank(), hvd.size()
     x = of(me, n + 1, 2).requires_grad_()
     own = hvd.reducescatter(x, op=op)
@@ -542,7 +540,7 @@ def test_gradients_of_reducescatter(op):
     close(x.grad, whole * (n if op == hvd.Sum else 1))
 
 
-def test_compressed_gradients_of_operations():
+def test_allreduce_with_compression_has_gradients():
     x = of(hvd.rank(), 3, dtype=torch.float32).requires_grad_()
     out = hvd.allreduce(x, op=hvd.Sum, compression=hvd.Compression.fp16)
     half = sum(of(rank, 3, dtype=torch.float32).half().float() for rank in range(hvd.size()))
@@ -552,18 +550,18 @@ def test_compressed_gradients_of_operations():
     assert x.grad.dtype == torch.float32 and x.grad.tolist() == [hvd.size()] * 3
 
 
-# --- what it is built with, and the timeline -----------------------------------------------------
+# --- Build information and timeline --------------------------------------------------------------
 
 
-def test_what_it_is_built_with():
+def test_build_information():
     assert hvd.mpi_built() and hvd.mpi_enabled() and hvd.mpi_threads_supported() in (True, False)
     assert not any([hvd.gloo_built(), hvd.gloo_enabled(), hvd.ddl_built(), hvd.ccl_built()])
     assert hvd.nccl_built() == 0
     assert hvd.cuda_built() == torch.backends.cuda.is_built()
 
 
-def test_the_timeline(tmp_path):
-    """Of each operation: negotiation, with a tick for each rank, then the operation."""
+def test_timeline_records_operations(tmp_path):
+    """Each operation has a negotiation with one tick per rank, then the operation itself."""
     file = tmp_path / "timeline.json"
     hvd.start_timeline(str(file), mark_cycles=True)
     for name in "a", "b", "a":

@@ -1,4 +1,4 @@
-"""Groups and Works answer as Gloo's do: both are asked the same, side by side."""
+"""Groups and Works return the same values as those of Gloo."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mpicoll.torch.backend import HAS_PYTHON_BACKENDS
 
 C = torch._C._distributed_c10d
 CPU = torch.device("cpu")
-#: The OpType of Works that Gloo leaves nameless.
+#: OpType of Works for which Gloo sets none.
 UNKNOWN = 100
 
 
 @pytest.fixture(scope="module")
 def pair(world):
-    """A group of mpicoll and one of Gloo, each of all ranks."""
-    not_gloo("is compared with here")
+    """Two groups of all ranks: mpicoll and Gloo."""
+    not_gloo("the reference of this test")
     made = [dist.new_group(backend=name, timeout=timedelta(seconds=77)) for name in ("", "gloo")]
     yield made
     for group in made:
@@ -43,7 +43,7 @@ def sparse():
 
 
 def method(group, *names):
-    """The method by the first of its names that there is: of torch 2.13 or newer, then before."""
+    """The first existing method of these names: of torch 2.13 or newer, then older."""
     return next(getattr(group, name) for name in names if hasattr(group, name))
 
 
@@ -77,7 +77,7 @@ METHODS = {
     ),
     "barrier": lambda g, n: g.barrier(),
 }
-#: The OpTypes that Gloo's Works lack.
+#: Expected OpTypes where Gloo sets none.
 NAMELESS = {
     "reduce_scatter": C.OpType.REDUCE_SCATTER,
     "_reduce_scatter_base": C.OpType._REDUCE_SCATTER_BASE,
@@ -86,7 +86,7 @@ NAMELESS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_works_have_the_op_type_and_timeout_of_gloo(world, pair, name):
+def test_works_have_the_op_type_and_timeout_of_gloo_works(world, pair, name):
     own, gloo = (METHODS[name](group, world.size) for group in pair)
     own.wait(), gloo.wait()
     wanted = gloo._get_op_type()
@@ -137,7 +137,8 @@ def test_a_batch_has_the_op_type_coalesced(pair):
     assert work._get_op_type() == int(C.OpType.COALESCED)
 
 
-#: Questions without arguments to a group and its backend. Not what mpicoll does and Gloo refuses.
+#: Properties and methods of a group and its backend that take no arguments. Excludes features that
+#: only mpicoll supports.
 ANSWERS = (
     "rank", "size", "bound_device_id", "group_desc", "use_pg_for_symm_mem_rendezvous", "_has_hooks",
     "supports_tensor_alloc", "supports_completion_hooks", "supports_coalescing",
@@ -146,7 +147,7 @@ ANSWERS = (
 
 
 def answer(asked, name):
-    """The answer of an object, or the kind of its error; None if it has nothing of that name."""
+    """The value, or the type of the error; None if the object has no such attribute."""
     try:
         found = getattr(asked, name, None)
         if callable(found):
@@ -159,12 +160,12 @@ def answer(asked, name):
 def has(asked, name):
     try:
         return hasattr(asked, name)
-    except RuntimeError:  # torch's way to say that a backend does not have it
+    except RuntimeError:  # torch raises it if a backend does not support the attribute
         return False
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_groups_and_backends_answer_as_gloos_do(pair, name):
+def test_groups_and_backends_return_the_same_values_as_gloo(pair, name):
     own, gloo = pair
     for ours, theirs in ((own, gloo), (own._get_backend(CPU), gloo._get_backend(CPU))):
         if hasattr(type(theirs), name):
@@ -174,7 +175,7 @@ def test_groups_and_backends_answer_as_gloos_do(pair, name):
 def test_groups_and_backends_have_all_attributes_of_gloos(pair):
     own, gloo = pair
     compared = [(dist.ProcessGroup, own, gloo)]
-    if HAS_PYTHON_BACKENDS:  # before, the group is its own backend
+    if HAS_PYTHON_BACKENDS:  # in older versions the group is its own backend
         compared.append((C.Backend, own._get_backend(CPU), gloo._get_backend(CPU)))
     for base, ours, theirs in compared:
         missing = {name for name in dir(base) if has(theirs, name)} - set(dir(ours))
@@ -186,10 +187,10 @@ def test_groups_and_backends_have_all_attributes_of_gloos(pair):
 
 @pytest.mark.parametrize("settings", [{}, {"group_name": "joined", "group_desc": "both"}])
 def test_merged_groups_have_the_names_and_timeout_of_gloos(pair, settings):
-    """Of one rank each: Gloo merges several only if they come in the order of the job."""
+    """Groups of one rank, because Gloo merges several only in the order of the job."""
     found = []
     for group in pair:
-        # torch 2.13 does not set the counter that is in the default description.
+        # torch 2.13 does not set the counter in the default description.
         alone = group.split_group([group.rank()], group_name="alone", group_desc="one")
         one = alone.merge_remote_group(dist.HashStore(), 1, timedelta(seconds=40), **settings)
         timeout = one._get_backend(CPU).options._timeout
@@ -211,13 +212,13 @@ def test_groups_on_several_ranks_merge(world, pair):
         one.shutdown()
 
 
-def test_a_merge_without_all_members_ends_with_its_timeout(world, pair):
+def test_merge_with_missing_members_times_out(world, pair):
     alone = pair[0].split_group([world.me])
     with pytest.raises(RuntimeError, match="1 of 2 processes called"):
         alone.merge_remote_group(dist.HashStore(), 2, timedelta(seconds=0.2))
 
 
-def test_a_store_serves_one_merge(pair):
+def test_a_store_is_used_for_one_merge_only(pair):
     alone = pair[0].split_group([pair[0].rank()])
     store = dist.HashStore()
     alone.merge_remote_group(store, 1).shutdown()
@@ -225,9 +226,9 @@ def test_a_store_serves_one_merge(pair):
         alone.merge_remote_group(store, 1)
 
 
-@pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="torch 2.15 is the first to have it")
+@pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="needs torch 2.15")
 def test_groups_of_several_backends_merge(world, pair):
-    """torch's own group, which asks its backends."""
+    """torch's ProcessGroup calls the merge of its backends."""
     mixed = dist.new_group(backend="cpu:mpicoll,cuda:gloo")
     half = mixed.split_group([mixed.rank()], timeout=timedelta(seconds=33))
     assert half._get_backend(CPU).options._timeout == timedelta(seconds=33)
@@ -243,7 +244,7 @@ def test_groups_of_several_backends_merge(world, pair):
 # ---- device_id -----------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="before, torch takes no device_id of the host")
+@pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="older torch rejects a CPU device_id")
 def test_groups_keep_their_device_id(world):
     device = torch.device("cpu:0")
     bound = dist.new_group(device_id=device)

@@ -1,8 +1,8 @@
-"""The methods of a process group, under the names that torch 2.11 to 2.15 call them by.
+"""Methods of a process group, under the names used by torch 2.11 to 2.15.
 
-The front end makes an Options object and calls one of these; FSDP2, DTensor, the reducer of DDP and
-libraries beside PyTorch call them too. What is as in ``test_collectives.py`` is not asked again:
-here it is the names, the shapes of the arguments and what comes back.
+torch.distributed, FSDP2, DTensor, the reducer of DDP and third-party libraries call them with an
+Options object. These tests cover names, argument forms and return values; ``test_collectives.py``
+covers results.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def options(kind, async_op, **values):
 
 
 def method(group, *names):
-    """Yield the method under each of its names; the newer one may not be there yet."""
+    """Return the method under each of its names that this torch version has."""
     found = [getattr(group, name) for name in names if hasattr(group, name)]
     assert found
     return found
 
 
 def finish(work):
-    """What a method returns is always a Work."""
+    """Wait for a Work, which every method returns."""
     assert isinstance(work, dist.Work)
     work.wait()
-    # Not work.is_completed(): by the older names torch gives a Work that knows only its future.
+    # Not work.is_completed(). Under the older names torch returns a Work that only has a future.
     assert work.get_future().done() or BACKEND == "gloo"
 
 
@@ -77,8 +77,8 @@ def test_allreduce(world, group, async_op):
     near(mine, sum(parts))
 
 
-def test_what_gloo_refuses_in_the_same_words(world, group):
-    """The words that PyTorch's own tests of Gloo ask for; all found before anything is sent."""
+def test_error_messages_equal_those_of_gloo(world, group):
+    """PyTorch's tests of Gloo match these messages. All errors are raised before data is sent."""
     n, me = world.size, world.me
     one, other, two = torch.zeros(1), torch.zeros(1, dtype=torch.float64), torch.zeros(2)
     sparse = torch.sparse_coo_tensor([[0]], [1.0], size=(4,), check_invariants=True)
@@ -132,7 +132,7 @@ def test_what_gloo_refuses_in_the_same_words(world, group):
             call()
 
 
-#: What is said of an empty list: with Gloo torch's dispatcher says it.
+#: Messages for an empty list; with Gloo torch's dispatcher raises the error.
 EMPTY = "requires non-empty tensor list", "expected at least one array", "no tensor arguments"
 
 
@@ -185,13 +185,13 @@ def test_allgather(world, group, async_op):
 
 
 @ASYNC
-def test_allgather_into_one(world, group, async_op):
+def test_all_gather_single(world, group, async_op):
     parts = parts_of(world, 2, 3)
     for call in method(group, "_allgather_base", "all_gather_single"):
         output = torch.zeros(2 * world.size, 3)
         finish(call(output, parts[world.me], options(AllgatherOptions, async_op)))
         equal(output, torch.cat(parts))
-        # As FSDP2 does it: the input is this rank's place in the output.
+        # As FSDP2 calls it: the input is this rank's block of the output.
         output = torch.zeros(2 * world.size, 3)
         mine = output[2 * world.me : 2 * world.me + 2]
         mine.copy_(parts[world.me])
@@ -200,7 +200,7 @@ def test_allgather_into_one(world, group, async_op):
 
 
 @ASYNC
-def test_allgather_into_one_coalesced(world, group, async_op):
+def test_all_gather_single_coalesced(world, group, async_op):
     parts = [parts_of(world, 2 + i, key=i) for i in range(3)]
     names = "allgather_into_tensor_coalesced", "all_gather_single_coalesced"
     for call in method(group, *names):
@@ -239,8 +239,8 @@ def test_gather_and_scatter(world, group, async_op):
 
 
 @ASYNC
-def test_gather_into_one(world, group, async_op):
-    """torch's front end has it from 2.15 on. Elsewhere than at the root there is no output."""
+def test_gather_single(world, group, async_op):
+    """torch.distributed has it from 2.15 on. Ranks other than the root have no output."""
     not_gloo("has no gather_single")
     for root in range(world.size):
         parts = parts_of(world, 3, 2, key=root)
@@ -279,9 +279,9 @@ def test_reduce_scatter(world, group, async_op):
 
 
 @ASYNC
-def test_reduce_scatter_premultiplied(world, group, async_op):
-    """As FSDP2 divides where it keeps more bits."""
-    not_gloo("PREMUL_SUM")
+def test_reduce_scatter_with_premul_sum(world, group, async_op):
+    """FSDP2 divides this way to keep precision."""
+    not_gloo("does not support PREMUL_SUM")
     parts = parts_of(world, world.size, 3)
     for call in method(group, "_reduce_scatter_base", "reduce_scatter_single"):
         output = torch.zeros(1, 3)
@@ -315,7 +315,7 @@ def test_alltoall(world, group, async_op):
         output = torch.zeros(n, 2)
         finish(call(output, parts[me], [], [], options(AllToAllOptions, async_op)))
         equal(output, wanted)
-        # Rank r sends d + 1 rows to rank d, the first ones that it has.
+        # Rank r sends its first d + 1 rows to rank d.
         rows = [normal(rank, n * (n + 1) // 2, 2) for rank in range(n)]
         sent = [d + 1 for d in range(n)]
         received = [me + 1] * n
@@ -331,7 +331,7 @@ def test_barrier(world, group):
 
 
 def test_send_and_recv(world, group):
-    """With a partner; then from whoever it is."""
+    """From a given source, then from any source."""
     partner = world.me ^ 1
     mine = normal(world.me, 6)
     for anyone in (False, True):
@@ -378,8 +378,8 @@ def test_coalescing_manager(world, async_op):
 
 
 @ASYNC
-def test_coalescing_manager_of_a_device(world, async_op):
-    """The older way, in which the backend is told of the beginning and the end."""
+def test_coalescing_manager_with_a_device(world, async_op):
+    """The older form, which calls startCoalescing and endCoalescing of the backend."""
     not_gloo("has no startCoalescing")
     parts = [parts_of(world, 4 + i, key=i) for i in range(3)]
     mine = [part[world.me].clone() for part in parts]
@@ -391,10 +391,10 @@ def test_coalescing_manager_of_a_device(world, async_op):
         near(found, sum(part))
 
 
-# ---- Identity ------------------------------------------------------------------------------------
+# ---- Properties ----------------------------------------------------------------------------------
 
 
-def test_what_a_group_says_of_itself(world, group):
+def test_group_properties(world, group):
     assert dist.is_initialized()
     assert group.rank() == dist.get_rank() == world.me
     assert group.size() == dist.get_world_size() == world.size
@@ -412,8 +412,8 @@ def test_what_a_group_says_of_itself(world, group):
     dist.destroy_process_group(other)
 
 
-def test_sequence_numbers(world, group, mpi):
-    """They count collectives, alike on all ranks, whichever way these are made."""
+def test_sequence_numbers_count_collectives(world, group, mpi):
+    """Equally on all ranks, for every call path."""
     x = torch.ones(2)
     for each in (group, dist.new_group(list(range(world.size)))):
         each._set_sequence_number_for_group()
@@ -430,9 +430,8 @@ def test_sequence_numbers(world, group, mpi):
         assert all(numbers == theirs for theirs in mpi.allgather(numbers))
 
 
-def test_messages_do_not_disturb_sequence_numbers(world, group, mpi):
-    """Ranks that exchange messages remain in step with those that do not."""
-    not_gloo("counts messages too")
+def test_messages_do_not_change_sequence_numbers(world, group, mpi):
+    not_gloo("also counts messages")
     if world.me == 0:
         dist.send(torch.ones(1), 1)
     elif world.me == 1:

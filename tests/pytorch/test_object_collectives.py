@@ -1,15 +1,16 @@
-"""Objects: pickled by the front end, moved by the backend."""
+"""Object collectives and messages, which torch pickles and the backend transfers."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import members
 from inputs import equal, normal
 
 
 def thing(rank):
-    """Of a size that differs from rank to rank."""
+    """An object whose size depends on the rank."""
     return {"rank": rank, "text": "x" * (1000 * rank), "tensor": normal(rank, 3), "none": None}
 
 
@@ -18,10 +19,6 @@ def same(found, rank):
     assert found["rank"] == rank
     assert found["text"] == thing(rank)["text"]
     equal(found["tensor"], normal(rank, 3))
-
-
-def members(teams):
-    return [team for team in teams if team.me is not None]
 
 
 def test_all_gather_object(teams):
@@ -74,8 +71,7 @@ def test_object_messages(world, use_batch):
             assert objects[1] == 5
 
 
-def test_tensors_keep_what_they_are(world):
-    """Sent as objects they are copies, with their dtype."""
+def test_pickled_tensors_keep_their_dtype(world):
     objects = [None] * world.size
     mine = normal(world.me, 2, dtype=torch.bfloat16).requires_grad_()
     dist.all_gather_object(objects, mine)

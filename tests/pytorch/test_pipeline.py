@@ -1,4 +1,4 @@
-"""Pipelines: each rank holds some of the layers; outputs and gradients are those of one process."""
+"""Pipeline parallelism: outputs and gradients equal those of one process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def loss_fn(output, target):
 
 
 def alone(count, chunks):
-    """Output, losses of the microbatches, and the gradients of their mean."""
+    """Reference output, losses of the microbatches, and gradients of their mean."""
     model = network(count)
     x, y = data()
     output = model(x)
@@ -70,7 +70,7 @@ def alone(count, chunks):
 
 
 def run(schedule, first, last):
-    """One step; returns what the last stage's rank has of output and losses."""
+    """Run one step; return the output and losses, which only the last stage has."""
     x, y = data()
     losses = []
     ends = {"target": y, "losses": losses} if last else {}
@@ -79,7 +79,7 @@ def run(schedule, first, last):
 
 
 def check(modules, model, output, losses, wanted, exact):
-    """modules: the layers of this rank by their place."""
+    """modules: this rank's layers by index."""
     for place, module in modules.items():
         for found, full in zip(module.parameters(), model.layers[place].parameters(), strict=True):
             near(found.grad, full.grad, rtol=1e-4, atol=1e-6)
@@ -90,13 +90,13 @@ def check(modules, model, output, losses, wanted, exact):
 
 @pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("chunks", [4, 8])
-def test_one_stage_a_rank(world, kind, chunks):
+def test_one_stage_per_rank(world, kind, chunks):
     n, me = world.size, world.me
     model, wanted, exact = alone(n, chunks)
     module = network(n).layers[me]
     stage = PipelineStage(module, me, n, torch.device("cpu"))
     schedule = kind(stage, n_microbatches=chunks, loss_fn=loss_fn)
-    for _ in range(2):  # a stage can be used again
+    for _ in range(2):  # a stage can be reused
         module.zero_grad()
         output, losses = run(schedule, me == 0, me == n - 1)
         assert bool(losses) == (me == n - 1)
@@ -104,13 +104,13 @@ def test_one_stage_a_rank(world, kind, chunks):
         dist.barrier()
 
 
-#: Which stages a rank holds, by its rank and the number of ranks: in turn, or there and back.
+#: Schedules by the stages of a rank: in turn (me, me + n), or there and back (me, 2 n - 1 - me).
 IN_TURN = [ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleInterleavedZeroBubble]
 THERE_AND_BACK = [ScheduleZBVZeroBubble, ScheduleDualPipeV]
 
 
 @pytest.mark.parametrize("kind", IN_TURN + THERE_AND_BACK, ids=lambda kind: kind.__name__)
-def test_two_stages_a_rank(world, kind):
+def test_two_stages_per_rank(world, kind):
     n, me = world.size, world.me
     count, chunks = 2 * n, 8
     places = [me, count - 1 - me] if kind in THERE_AND_BACK else [me, me + n]
@@ -127,8 +127,7 @@ def test_two_stages_a_rank(world, kind):
     dist.barrier()
 
 
-def test_evaluation(world):
-    """Forward only."""
+def test_schedule_in_evaluation_mode(world):
     n, me = world.size, world.me
     _, wanted, exact = alone(n, 4)
     stage = PipelineStage(network(n).layers[me].eval(), me, n, torch.device("cpu"))
@@ -145,8 +144,8 @@ def test_evaluation(world):
     dist.barrier()
 
 
-def test_a_traced_model(world):
-    """Split by torch itself where it is told to."""
+def test_pipeline_of_a_traced_model(world):
+    """torch splits the model at the given layers."""
     n, me = world.size, world.me
     model, wanted, exact = alone(n, 4)
     x, _ = data()
@@ -163,8 +162,8 @@ def test_a_traced_model(world):
     dist.barrier()
 
 
-def test_pipelines_beside_each_other(world):
-    """On a mesh of two dimensions: stages along the columns, data parallel along the rows."""
+def test_pipeline_and_data_parallel_on_a_mesh(world):
+    """Stages along columns, data parallel along rows."""
     grid = init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("data", "stages"))
     group, place = grid.get_group("stages"), grid.get_local_rank("stages")
     rows, row = grid.size(0), grid.get_local_rank("data")

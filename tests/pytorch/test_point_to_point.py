@@ -1,4 +1,4 @@
-"""Messages between ranks: tags, any source, batches, and what is refused."""
+"""Point-to-point messages: tags, any source, batches, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtyp
 
 
 def neighbours(team):
-    """The ranks after and before this one, in the group."""
+    """Group ranks of the next and the previous rank."""
     return (team.me + 1) % team.size, (team.me - 1) % team.size
 
 
@@ -20,7 +20,7 @@ def neighbours(team):
 def test_send_and_recv(world, dtype):
     """Even ranks send first."""
     if dtype is torch.int16:
-        not_gloo("int16")
+        not_gloo("does not support int16")
     partner = world.me ^ 1
     mine, theirs = whole(dtype, world.me, 3, 2), torch.zeros(3, 2, dtype=dtype)
     if world.me % 2 == 0:
@@ -33,7 +33,7 @@ def test_send_and_recv(world, dtype):
 
 
 @pytest.mark.parametrize("count", [0, 1, 1000, 300_000])
-def test_a_ring(teams, count):
+def test_messages_in_a_ring(teams, count):
     for team in teams:
         if team.me is None or team.size == 1:
             continue
@@ -47,7 +47,7 @@ def test_a_ring(teams, count):
             work.wait()
             assert work.is_completed()
         equal(theirs, normal(before, count))
-        # The same by global ranks.
+        # The same with global ranks.
         theirs = torch.zeros(count)
         taken = dist.irecv(theirs, team.ranks[before], team.group)
         dist.send(mine, team.ranks[after], team.group)
@@ -55,8 +55,8 @@ def test_a_ring(teams, count):
         equal(theirs, normal(before, count))
 
 
-def test_tags_choose_messages(world):
-    """Received in the opposite order of sending."""
+def test_messages_are_matched_by_tag(world):
+    """Received in the opposite order."""
     partner = world.me ^ 1
     tags = [5, 0, 70, 32_000]
     sent = [dist.isend(normal(world.me, 4, key=tag), partner, tag=tag) for tag in tags]
@@ -68,7 +68,7 @@ def test_tags_choose_messages(world):
         work.wait()
 
 
-def test_messages_of_one_tag_stay_in_order(world):
+def test_messages_with_one_tag_keep_their_order(world):
     partner = world.me ^ 1
     sent = [dist.isend(torch.full((3,), float(i)), partner) for i in range(20)]
     theirs = [torch.zeros(3) for _ in range(20)]
@@ -79,8 +79,7 @@ def test_messages_of_one_tag_stay_in_order(world):
 
 
 @pytest.mark.parametrize("blocking", [True, False], ids=["recv", "irecv"])
-def test_any_source(teams, blocking):
-    """The receiver learns who it was."""
+def test_receive_from_any_source_returns_the_sender(teams, blocking):
     for team in teams:
         if team.me is None or team.size == 1:
             continue
@@ -102,7 +101,7 @@ def test_any_source(teams, blocking):
         dist.barrier(team.group)
 
 
-def test_groups_keep_messages_apart(teams):
+def test_messages_of_groups_are_separate(teams):
     """The same partner and tag in two groups, received in the opposite order."""
     world, _, reordered = teams
     partner = world.me ^ 1
@@ -122,7 +121,7 @@ def test_groups_keep_messages_apart(teams):
         work.wait()
 
 
-def test_collectives_pass_pending_messages(world):
+def test_pending_receive_does_not_block_collectives(world):
     partner = world.me ^ 1
     theirs = torch.zeros(3)
     taken = dist.irecv(theirs, partner, tag=11)
@@ -135,7 +134,7 @@ def test_collectives_pass_pending_messages(world):
 
 
 @pytest.mark.parametrize("receives_first", [False, True], ids=["sends-first", "receives-first"])
-def test_batch(teams, receives_first):
+def test_batch_of_messages(teams, receives_first):
     """In any order, with several messages to the same rank."""
     for team in teams:
         if team.me is None or team.size == 1:
@@ -158,14 +157,14 @@ def test_batch(teams, receives_first):
             equal(one, normal(before, len(one)))
 
 
-def test_batch_refuses(world):
+def test_invalid_batches_are_rejected(world):
     with pytest.raises(ValueError, match="Invalid ``op``"):
         dist.P2POp(dist.broadcast, torch.zeros(1), 0)
     with pytest.raises((ValueError, IndexError)):
         dist.batch_isend_irecv([])
 
 
-def test_refusals(world):
+def test_invalid_message_arguments_are_rejected(world):
     n, me = world.size, world.me
     with pytest.raises(ValueError):
         dist.send(torch.zeros(1), me)
@@ -173,7 +172,7 @@ def test_refusals(world):
         dist.isend(torch.zeros(1), 0, group_dst=0)
     with pytest.raises(ValueError):
         dist.irecv(torch.zeros(1), 0, group_src=0)
-    not_gloo("crashes where there is no such rank")
+    not_gloo("crashes if the rank does not exist")
     for call in (dist.send, dist.recv, dist.isend, dist.irecv):
         with pytest.raises((ValueError, RuntimeError)):
             call(torch.zeros(1), n + 3)
@@ -181,14 +180,14 @@ def test_refusals(world):
 
 
 def test_transposed_messages(world):
-    not_gloo("goes by memory order")
+    not_gloo("reduces or sends in memory order")
     partner = world.me ^ 1
     mine, theirs = normal(world.me, 3, 4).t(), torch.zeros(3, 4).t()
     taken = dist.irecv(theirs, partner)
     dist.send(mine, partner)
     taken.wait()
     equal(theirs, normal(partner, 3, 4).t())
-    # Sent from one layout, received into another.
+    # Sender and receiver have different layouts.
     theirs = torch.zeros(4, 3)
     taken = dist.irecv(theirs, partner)
     dist.send(mine, partner)

@@ -1,4 +1,4 @@
-"""Groups: subsets, overlapping and nested ones, meshes, their end, and cycles of begin and end."""
+"""Process groups: subsets, overlap, nesting, meshes, destruction, re-initialization."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mpicoll.torch.backend import HAS_PYTHON_BACKENDS
 
 
 def sum_of_ranks(group):
-    """Add the members' global ranks over the group."""
+    """Sum the members' global ranks over the group."""
     value = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(value, group=group)
     return int(value)
 
 
-def test_ranks_outside(world):
-    """Members alone take part; the others are told and go on."""
+def test_ranks_outside_a_group_get_no_group(world):
+    """Calls of ranks outside the group warn and return immediately."""
     inside = [world.size - 1]
     group = dist.new_group(inside)
     if world.me in inside:
@@ -40,7 +40,7 @@ def test_ranks_outside(world):
 
 
 def test_overlapping_groups(world):
-    """Each pair of neighbours, called in the same order by their members."""
+    """Each pair of neighbors; members call their groups in the same order."""
     n = world.size
     pairs = [sorted({rank, (rank + 1) % n}) for rank in range(n)]
     groups = [dist.new_group(pair) for pair in pairs]
@@ -55,7 +55,7 @@ def test_overlapping_groups(world):
 
 
 def test_pending_work_of_overlapping_groups(world):
-    """All pending at once, waited for in another order."""
+    """Calls on all groups are pending at once and are waited for in another order."""
     n = world.size
     subsets = [list(range(n)), list(range(0, n, 2)), list(range(1, n)), [0, n - 1]]
     groups = [dist.new_group(subset) for subset in subsets]
@@ -71,8 +71,7 @@ def test_pending_work_of_overlapping_groups(world):
 
 
 @pytest.mark.skipif(not NUMBERS_AS_LISTED, reason="new_group has sort_ranks from torch 2.13 on")
-def test_order_of_ranks(world):
-    """sort_ranks=False numbers them as they are listed."""
+def test_new_group_keeps_the_order_with_sort_ranks_false(world):
     order = list(range(world.size))[::-1]
     group = dist.new_group(order, sort_ranks=False)
     place = order.index(world.me)
@@ -102,10 +101,10 @@ def test_subgroups(world):
     assert sum_of_ranks(mine) == sum(strides[world.me % 2])
 
 
-def test_refused_groups(world):
+def test_new_group_rejects_invalid_ranks(world):
     for ranks in ([0, 0], [0, world.size], list(range(world.size + 1))):
         if ranks == [0, 0] and world.me != 0 and not NUMBERS_AS_LISTED:
-            # Before torch 2.13 the backend refuses it, and only members have one.
+            # Before torch 2.13 only the backend checks this, and only members have a backend.
             assert dist.new_group(ranks) is dist.GroupMember.NON_GROUP_MEMBER
             continue
         with pytest.raises((ValueError, RuntimeError)):
@@ -115,8 +114,8 @@ def test_refused_groups(world):
     assert sum_of_ranks(None) == sum(range(world.size))
 
 
-def test_many_groups_come_and_go(world):
-    """More than an MPI has communicators for, were they not given back."""
+def test_hundreds_of_successive_groups(world):
+    """More than some MPI libraries support at a time."""
     for i in range(300):
         group = dist.new_group([0, 1] if i % 2 else None)
         if i % 50 == 0 and world.me < 2:
@@ -126,7 +125,7 @@ def test_many_groups_come_and_go(world):
         dist.destroy_process_group(group)
 
 
-def test_a_destroyed_group_is_gone(world):
+def test_destroyed_group_is_rejected(world):
     group = dist.new_group()
     assert sum_of_ranks(group) == sum(range(world.size))
     dist.destroy_process_group(group)
@@ -172,19 +171,19 @@ def test_mesh_over_a_table_of_ranks_and_from_groups(world):
     assert sum_of_ranks(again.get_group()) == sum(range(world.size))
 
 
-# ---- Begin and end -------------------------------------------------------------------------------
-# From here on each test makes its own default group; the module's is ended first.
+# ---- Initialization and destruction --------------------------------------------------------------
+# From here on each test creates its own default group; the module's group is destroyed first.
 
 
 @pytest.fixture
 def nothing(world):
-    """No group at all, and the module's default group again afterwards."""
+    """Destroy the module's default group, and create it again after the test."""
     dist.destroy_process_group()
     yield
     start()
 
 
-def test_cycles(nothing, mpi):
+def test_repeated_initialization(nothing, mpi):
     for _ in range(5):
         assert not dist.is_initialized()
         start()
@@ -198,8 +197,8 @@ def test_cycles(nothing, mpi):
         dist.all_reduce(torch.ones(1))
 
 
-def test_local_synchronization(nothing, mpi):
-    """The members alone make the group; torch names it by how many groups they are in."""
+def test_only_members_call_new_group_with_local_synchronization(nothing, mpi):
+    """torch derives the name from the number of groups that the members belong to."""
     start()
     for _ in range(3):
         for half in (range(mpi.size // 2), range(mpi.size // 2, mpi.size)):
@@ -211,14 +210,14 @@ def test_local_synchronization(nothing, mpi):
     dist.destroy_process_group()
 
 
-def test_twice_is_refused(nothing):
+def test_second_init_is_rejected(nothing):
     start()
     with pytest.raises(ValueError, match="twice"):
         start()
     dist.destroy_process_group()
 
 
-def test_destroy_waits_for_what_is_pending(nothing, mpi):
+def test_destroy_waits_for_pending_calls(nothing, mpi):
     start()
     values = [torch.full((5000,), float(i)) for i in range(20)]
     works = [dist.all_reduce(value, async_op=True) for value in values]
@@ -228,8 +227,7 @@ def test_destroy_waits_for_what_is_pending(nothing, mpi):
         equal(value, torch.full((5000,), float(i * mpi.size)))
 
 
-def test_shutdown_and_abort(nothing, mpi):
-    """As destroy_process_group calls the one, and whoever has lost patience the other."""
+def test_shutdown_and_abort_of_groups(nothing, mpi):
     start()
     assert sum_of_ranks(None) == sum(range(mpi.size))
     other = dist.new_group()
@@ -247,13 +245,13 @@ def test_shutdown_and_abort(nothing, mpi):
     dist.destroy_process_group()
 
 
-def test_rank_and_size_that_disagree_with_mpi(nothing, mpi):
-    not_gloo("has no ranks of its own")
+def test_rank_and_world_size_must_agree_with_mpi(nothing, mpi):
+    not_gloo("does not use MPI ranks")
     wrong = {"world_size": mpi.size + 1, "rank": mpi.rank}
     with pytest.raises((ValueError, RuntimeError)):
         dist.init_process_group("mpicoll", store=dist.HashStore(), **wrong)
     assert not dist.is_initialized()
-    # Each may be alone. What agrees is taken.
+    # Groups of one rank are valid, as are values that agree with MPI.
     dist.init_process_group("mpicoll", store=dist.HashStore(), world_size=1, rank=0)
     assert sum_of_ranks(None) == 0
     dist.destroy_process_group()
@@ -262,10 +260,10 @@ def test_rank_and_size_that_disagree_with_mpi(nothing, mpi):
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(HAS_PYTHON_BACKENDS, reason="from torch 2.15 on it offers most of it")
-def test_what_an_older_torch_cannot_offer_is_refused_by_name(world):
-    """torch asks before it asks for more."""
-    not_gloo("offers some of it")
+@pytest.mark.skipif(HAS_PYTHON_BACKENDS, reason="torch 2.15 supports most of these features")
+def test_unsupported_features_of_older_torch_are_rejected(world):
+    """torch checks the supports_ properties before it uses a feature."""
+    not_gloo("supports some of these features")
     group = dist.distributed_c10d._get_default_group()
     asked = {name for name in dir(group) if name.lstrip("_").startswith("supports_")}
     offered = {"supports_window", "supports_splitting"}

@@ -1,4 +1,4 @@
-"""The profiler shows each operation by name: ``mpicoll:all_reduce``, as ``gloo:all_reduce``."""
+"""Profiler events: ``mpicoll:all_reduce``, like ``gloo:all_reduce``."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def names(profiler):
 
 
 @pytest.mark.parametrize("name", list(calls(type("Team", (), {"size": 2, "me": 0}))))
-def test_shows(world, name):
+def test_profiler_shows_every_operation(world, name):
     if name.startswith(("all_to_all", "all_gather_single", "reduce_scatter")):
-        not_gloo("names it otherwise")
+        not_gloo("uses another name")
     call = calls(world)[name]
     call()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -65,15 +65,15 @@ def test_shows(world, name):
     dist.barrier()
 
 
-def test_shows_asynchronous_calls(world):
+def test_profiler_shows_async_calls(world):
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         work = dist.all_reduce(torch.ones(100), async_op=True)
         work.wait()
     assert f"{BACKEND}:all_reduce" in names(profiler)
 
 
-def test_events_last_as_long_as_the_calls(world):
-    """A synchronous one until the last rank has come, an asynchronous one until it has begun."""
+def test_event_duration_is_that_of_the_call(world):
+    """A synchronous call ends after the last rank has called; an async call returns immediately."""
     dist.all_reduce(torch.ones(3, 5))
     for async_op in (False, True):
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
@@ -90,7 +90,7 @@ def test_events_last_as_long_as_the_calls(world):
         events = {event.name: event for event in profiler.events()}
         event = events[f"{BACKEND}:all_reduce"]
         assert event.input_shapes == [[3, 5]]
-        if BACKEND == "gloo":  # ends elsewhere
+        if BACKEND == "gloo":  # its events end elsewhere
             continue
         assert events["before"].time_range.end <= event.time_range.start
         assert event.time_range.end <= events["after"].time_range.start
@@ -98,15 +98,14 @@ def test_events_last_as_long_as_the_calls(world):
             assert event.time_range.elapsed_us() > 80_000
 
 
-def test_shows_the_traffic_of_ddp(world):
+def test_profiler_shows_the_calls_of_ddp(world):
     model = torch.nn.parallel.DistributedDataParallel(make())
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         loss_of(model, *batch(world.me, 0)).backward()
     assert f"{BACKEND}:all_reduce" in names(profiler)
 
 
-def test_trace_file(world, folder):
-    """As chrome://tracing reads it."""
+def test_chrome_trace_contains_operations(world, folder):
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         dist.all_reduce(torch.ones(4))
     path = folder / f"trace-{world.me}.json"
@@ -114,8 +113,8 @@ def test_trace_file(world, folder):
     assert f'"{BACKEND}:all_reduce"' in path.read_text()
 
 
-def test_shows_calls_of_other_threads(world):
-    """With ``profile_all_threads``; without it, a profiler records the thread that started it."""
+def test_profile_all_threads_shows_calls_of_other_threads(world):
+    """Without it, a profiler records only the thread that started it."""
     dist.barrier()
     for everywhere in (True, False):
         settings = _ExperimentalConfig(profile_all_threads=everywhere)
@@ -129,9 +128,12 @@ def test_shows_calls_of_other_threads(world):
         assert found.count(f"{BACKEND}:broadcast") == everywhere
 
 
-def test_an_execution_trace_has_the_nodes_of_gloos(world, folder):
-    """Alike but for the backend's name, with the same tensors; torch's own nodes from 2.15 on."""
-    not_gloo("is compared with here")
+def test_execution_trace_has_the_nodes_of_gloo(world, folder):
+    """Equal tensors and names except for the backend.
+
+    From torch 2.15 on torch creates the nodes.
+    """
+    not_gloo("the reference of this test")
     groups = {name: dist.new_group(backend=name) for name in ("mpicoll", "gloo")}
     found = {}
     for name, group in groups.items():
@@ -156,7 +158,7 @@ def test_an_execution_trace_has_the_nodes_of_gloos(world, folder):
         assert found["mpicoll"] == found["gloo"]
 
 
-def test_an_event_by_itself():
+def test_profiling_event_has_shape_and_duration():
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         for seconds in (0.03, 0.0):
             with profiling.Event("nap", [torch.ones(2, 7)]):

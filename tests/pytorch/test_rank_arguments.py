@@ -186,7 +186,7 @@ def test_every_function_with_a_rank_argument_has_a_row():
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("kind", INTEGERS)
-def test_integers_of_numpy_and_torch_are_ranks(world, name, kind):
+def test_ranks_may_be_numpy_or_torch_integers(world, name, kind):
     function = getattr(dist, name)
     for argument in rank_arguments(function):
         CALLS[name](world, function, **{argument: INTEGERS[kind](world.size - 1)})
@@ -194,7 +194,7 @@ def test_integers_of_numpy_and_torch_are_ranks(world, name, kind):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_value_that_is_no_rank_leaves_the_group_usable(world, name):
+def test_invalid_rank_leaves_the_group_usable(world, name):
     function = getattr(dist, name)
     call = CALLS[name]
     fits = (
@@ -223,7 +223,7 @@ def methods(group, world):
 
 
 @pytest.mark.skipif(BACKEND == "gloo", reason="Gloo's methods take Options only")
-def test_a_method_of_a_group_rejects_a_value_that_is_no_rank(world):
+def test_group_methods_reject_invalid_ranks(world):
     group = dist.distributed_c10d._get_default_group()
     for name, call in methods(group, world).items():
         for wrong in [*NO_RANKS, torch.tensor(1.5), np.float32(1)]:

@@ -1,4 +1,4 @@
-"""A default group whose members change: torch 2.15's ``enable_reconfigure``."""
+"""A default group with changing members: ``enable_reconfigure`` of torch 2.15."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from torch.distributed import distributed_c10d as c10d
 from mpicoll.errors import DistBackendError
 from mpicoll.torch.backend import HAS_PYTHON_BACKENDS
 
-pytestmark = pytest.mark.skipif(
-    not HAS_PYTHON_BACKENDS, reason="torch 2.15 is the first to have it"
-)
+pytestmark = pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="needs torch 2.15")
 
 
 @pytest.fixture
 def handles(mpi):
-    """A group before its first members have met, and what names the processes of the job."""
-    not_gloo("is PyTorch's to test")
+    """A default group without members yet. Yields the handles of all processes of the job."""
+    not_gloo("tested by PyTorch")
     dist.init_process_group(
         BACKEND, init_method="mpi://", enable_reconfigure=True, timeout=timedelta(seconds=60)
     )
@@ -36,7 +34,7 @@ def meet(uuid, handles, **more):
 
 
 def check(ranks):
-    """The group is of those processes, in that order: numbers from all of them add up."""
+    """Check that the group has these global ranks in this order, and that it works."""
     me = ranks.index(MPI.COMM_WORLD.rank)
     assert (dist.get_rank(), dist.get_world_size()) == (me, len(ranks))
     x = torch.tensor([2.0**me])
@@ -47,7 +45,7 @@ def check(ranks):
     assert y.item() == ranks[-1]
 
 
-def test_nobody_is_there_at_first(handles):
+def test_calls_before_the_first_reconfigure_raise(handles):
     assert dist._supports_reconfigure()
     for call in (
         lambda: dist.all_reduce(torch.ones(1)),
@@ -58,11 +56,11 @@ def test_nobody_is_there_at_first(handles):
             call()
 
 
-def test_all_some_alone_and_all_again(handles, mpi):
+def test_reconfigure_with_changing_members(handles, mpi):
     n, me = mpi.size, mpi.rank
     meet(1, handles)
     check(list(range(n)))
-    if me != 1:  # the others without one of them
+    if me != 1:  # all ranks except rank 1
         rest = [rank for rank in range(n) if rank != 1]
         meet(2, [handles[rank] for rank in rest])
         check(rest)
@@ -74,14 +72,14 @@ def test_all_some_alone_and_all_again(handles, mpi):
     check(list(range(n)))
 
 
-def test_a_uuid_serves_once(handles):
+def test_reconfigure_rejects_a_used_uuid(handles):
     meet(7, handles)
     with pytest.raises(RuntimeError, match="uuid 7 was already used"):
         meet(7, handles)
     meet(8, handles)
 
 
-def test_after_an_abort(handles, mpi):
+def test_reconfigure_after_abort(handles, mpi):
     meet(1, handles)
     called = []
     group = c10d._get_default_group()
@@ -98,8 +96,8 @@ def test_after_an_abort(handles, mpi):
     check(list(range(mpi.size)))
 
 
-def test_a_member_that_does_not_come(handles, mpi):
-    """The others hear of it in time, and go on without it."""
+def test_missing_member_times_out(handles, mpi):
+    """The other ranks then continue without it."""
     if mpi.rank != 1:
         with pytest.raises(RuntimeError, match=r"within 0\.5 s"):
             meet(1, handles, timeout=timedelta(seconds=0.5))
@@ -108,7 +106,7 @@ def test_a_member_that_does_not_come(handles, mpi):
         check(rest)
 
 
-def test_handles_that_cannot_be(handles):
+def test_invalid_handles_are_rejected(handles):
     for wrong, words in (
         (["elsewhere"], "is not a process of this job"),
         ([dist._get_reconfigure_handle()] * 2, "each process once"),
@@ -118,7 +116,7 @@ def test_handles_that_cannot_be(handles):
             meet(1, wrong)
 
 
-def test_the_timeout_holds_in_groups_to_come(handles):
+def test_set_timeout_applies_to_later_groups(handles):
     meet(1, handles)
     c10d._get_default_group().set_timeout(timedelta(seconds=33))
     meet(2, handles)

@@ -1,7 +1,7 @@
-"""One-sided windows, as torch 2.15 defines them: torch.distributed._new_window.
+"""One-sided windows as defined by torch 2.15: torch.distributed._new_window.
 
-The bar is what torch's own backends do: a put and a signal, waited for; the tensor itself back from
-map_remote_tensor. (Gloo of torch 2.15 has no windows.)
+The expected behavior is that of torch's own backends: put, signal and wait_signal, and the tensor
+itself from map_remote_tensor of the own rank. (Gloo has no windows in torch 2.15.)
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_windows_are_supported(world):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 @pytest.mark.parametrize("async_op", [False, True])
 def test_put_and_signal(teams, dtype, async_op):
-    """A ring: each rank's part of the next one's tensor, which comes back as it is."""
+    """In a ring: each rank puts its block into the next rank's tensor."""
     for team in teams:
         if team.me is None:
             continue
@@ -60,7 +60,7 @@ def test_put_and_signal(teams, dtype, async_op):
         window.tensor_deregister()
 
 
-def test_registered_later_and_again(world):
+def test_memory_may_be_registered_later_and_replaced(world):
     window = dist._new_window()
     with pytest.raises(RuntimeError, match="tensor_register"):
         window.signal(0, False)
@@ -74,7 +74,7 @@ def test_registered_later_and_again(world):
         window.tensor_deregister()
 
 
-def test_timeouts(world):
+def test_wait_signal_times_out(world):
     window = dist._new_window(torch.zeros(4))
     short = options("WaitSignalOptions", 0.2)
     with pytest.raises(RuntimeError, match=r"not signalled within 0\.2 s"):
@@ -112,7 +112,7 @@ def test_remote_tensors_of_allocated_memory(world):
     other.tensor_deregister()
 
 
-def test_attributes(world):
+def test_window_attributes(world):
     from torch._C._distributed_c10d import WindowAccessType
 
     window = dist._new_window(torch.zeros(4))
@@ -123,7 +123,7 @@ def test_attributes(world):
     window.tensor_deregister()
 
 
-def test_mistakes_are_found_here(world):
+def test_put_rejects_invalid_arguments(world):
     memory = torch.zeros(8)
     window = dist._new_window(memory)
     for bad, where, words in (

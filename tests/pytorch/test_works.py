@@ -1,4 +1,4 @@
-"""Work and Future: order, callbacks, timeouts, and what happens to a Work that nobody keeps."""
+"""Work and Future: order, callbacks, timeouts, and Works that are dropped."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import torch.distributed as dist
 from conftest import BACKEND, not_gloo
 from inputs import equal, normal
 
-#: Seconds in which anything here is done, however busy the machine is.
+#: Timeout in seconds for any step here, even on a busy machine.
 DEADLINE = 60
 
 
-def test_what_a_work_answers(world):
+def test_completed_work(world):
     value = torch.full((4,), world.me + 1.0)
     work = dist.all_reduce(value, async_op=True)
     assert work.wait() in (True, None)
@@ -32,7 +32,7 @@ def test_what_a_work_answers(world):
     assert work.is_success()
 
 
-def test_it_ends_without_being_waited_for(world):
+def test_async_calls_complete_without_wait(world):
     values = [torch.full((n,), 1.0) for n in (1, 100_000)]
     works = [dist.all_reduce(value, async_op=True) for value in values]
     end = time.monotonic() + DEADLINE
@@ -44,7 +44,7 @@ def test_it_ends_without_being_waited_for(world):
 
 
 def test_calls_keep_their_order(teams):
-    """Each call reads what the one before it wrote, whichever way they are made."""
+    """Each call reads the output of the previous call."""
     for team in teams:
         if team.me is None:
             continue
@@ -56,7 +56,7 @@ def test_calls_keep_their_order(teams):
                 dist.broadcast(x, group_src=root, group=team.group, async_op=bool(way & 2)),
                 dist.all_reduce(x, dist.ReduceOp.MAX, team.group, bool(way & 4)),
             ]
-            if BACKEND == "gloo":  # carries asynchronous calls out in parallel
+            if BACKEND == "gloo":  # Gloo runs asynchronous calls in parallel
                 return
             last = dist.all_reduce(x, group=team.group, async_op=True)
             last.wait()
@@ -64,7 +64,7 @@ def test_calls_keep_their_order(teams):
             equal(x, torch.full((1001,), n * n * (n + 1) / 2))
 
 
-def test_hundreds_pending(world):
+def test_hundreds_of_pending_calls(world):
     values = [torch.full((64,), float(i)) for i in range(400)]
     works = [dist.all_reduce(value, async_op=True) for value in values]
     for work in [*works[300:], *works[299::-2], *works]:
@@ -73,8 +73,7 @@ def test_hundreds_pending(world):
         equal(value, torch.full((64,), float(i * world.size)))
 
 
-def test_abandoned_works(world):
-    """Neither the Work nor the tensors have to be kept."""
+def test_dropped_works_complete(world):
     kept = torch.full((1000,), 1.0)
     for i in range(50):
         dist.all_reduce(torch.full((10_000,), float(i)), async_op=True)
@@ -83,12 +82,12 @@ def test_abandoned_works(world):
         if i == 25:
             dist.all_reduce(kept, async_op=True)
         gc.collect(0)
-    # What has been given back to the allocator is used again at once.
+    # Allocate again, which reuses memory that was freed too early.
     filled = [torch.full((10_000,), 7.0) for _ in range(20)]
     dist.barrier()
     for one in filled:
         equal(one, torch.full((10_000,), 7.0))
-    if BACKEND != "gloo":  # carries asynchronous calls out in parallel
+    if BACKEND != "gloo":  # Gloo runs asynchronous calls in parallel
         equal(kept, torch.full((1000,), float(world.size)))
     sent = dist.isend(torch.full((5000,), 3.0), world.me ^ 1)
     theirs = torch.zeros(5000)
@@ -101,18 +100,19 @@ def test_abandoned_works(world):
 
 
 class OnDevice:
-    """A tensor of a GPU that is not there."""
+    """Models a tensor on a GPU."""
 
     is_cuda, device = True, "cuda:0"
 
 
 class StreamFuture:
-    """torch's Future where there are GPUs (ATen/core/ivalue_inl.h): the result is ordered after
-    what is current on the devices of its value when it is set, and so are callbacks, which run in
-    streams that hold nothing else.
+    """Models torch's Future on GPUs (ATen/core/ivalue_inl.h).
+
+    A result is ordered after the work on the current streams of its devices at the time of
+    set_result. Callbacks run on streams that contain only that work.
     """
 
-    current: ClassVar[set[str]] = set()  # what the current streams hold
+    current: ClassVar[set[str]] = set()  # contents of the current streams
 
     def __init__(self, *, devices: list[str]) -> None:
         self.devices = devices
@@ -139,9 +139,9 @@ class StreamFuture:
         return found
 
 
-@pytest.mark.skipif(BACKEND == "gloo", reason="mpicoll's own")
-def test_the_future_of_a_synchronous_call_on_a_gpu(monkeypatch):
-    """Its callbacks come after what the caller's stream waits for: the call."""
+@pytest.mark.skipif(BACKEND == "gloo", reason="mpicoll only")
+def test_callbacks_of_a_synchronous_device_call_follow_the_call(monkeypatch):
+    """The callbacks are ordered after the work on the caller's stream, which includes the call."""
     from mpicoll.torch import works
 
     monkeypatch.setattr(torch.futures, "Future", StreamFuture)
@@ -156,7 +156,7 @@ def test_the_future_of_a_synchronous_call_on_a_gpu(monkeypatch):
 
 
 class Order:
-    """The place of a call in streams: those that join it hold what comes before them, and it."""
+    """Models a call on a stream. A stream that joins is ordered after the call."""
 
     def join(self, where: str) -> None:
         StreamFuture.current = {*StreamFuture.current, "the call"}
@@ -184,10 +184,10 @@ def in_new_stream(stream):
     StreamFuture.current = outside
 
 
-@pytest.mark.skipif(BACKEND == "gloo", reason="mpicoll's own")
+@pytest.mark.skipif(BACKEND == "gloo", reason="mpicoll only")
 @pytest.mark.parametrize("early", [False, True])
-def test_the_future_of_an_asynchronous_call_on_a_gpu(monkeypatch, early):
-    """Its callbacks come after the call alone, and no stream of the program waits."""
+def test_callbacks_of_an_async_device_call_do_not_block_streams(monkeypatch, early):
+    """The callbacks are ordered after the call only, and no stream of the program waits."""
     from mpicoll.core.work import Work
     from mpicoll.torch import works
 
@@ -221,8 +221,8 @@ def test_future(world):
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["attached-first", "attached-late"])
-def test_callbacks_follow_one_another(world, first):
-    """As the hooks of DDP do: divide, then cast, each on the value of the one before."""
+def test_chained_callbacks(world, first):
+    """As in DDP hooks: divide, then cast; each uses the value of the previous callback."""
     value = torch.full((5,), world.me + 1.0)
     future = dist.all_reduce(value, async_op=True).get_future()
     if not first:
@@ -233,7 +233,7 @@ def test_callbacks_follow_one_another(world, first):
     equal(chain.wait(), torch.full((5,), (world.size + 1) / 2, dtype=torch.bfloat16))
 
 
-def test_callbacks_of_several_at_once(world):
+def test_callbacks_of_several_pending_futures(world):
     values = [torch.full((3,), float(i)) for i in range(30)]
     futures = [dist.all_reduce(value, async_op=True).get_future() for value in values]
     seen = []
@@ -253,7 +253,7 @@ def test_callbacks_of_several_at_once(world):
         equal(found, torch.full((3,), float(i * world.size)))
 
 
-def test_a_callback_that_raises(world):
+def test_exception_in_a_callback_is_raised_by_wait(world):
     def broken(done):
         raise KeyError("mine")
 
@@ -265,8 +265,7 @@ def test_a_callback_that_raises(world):
     assert one.item() == world.size
 
 
-def test_futures_of_every_collective(world):
-    """Their value holds the outputs."""
+def test_future_of_every_collective_holds_the_outputs(world):
     n = world.size
     mine = torch.full((2,), world.me + 1.0)
     everyone = torch.arange(1.0, n + 1)[:, None].expand(n, 2)
@@ -289,7 +288,7 @@ def test_futures_of_every_collective(world):
         ),
     ]
     for work, found, wanted in calls:
-        if BACKEND != "gloo":  # whose reduce_scatter has none
+        if BACKEND != "gloo":  # Gloo's reduce_scatter has no future
             work.get_future().wait()
         work.wait()
         equal(found(), wanted.contiguous())
@@ -302,8 +301,8 @@ def test_futures_of_every_collective(world):
 # ---- Timeouts ------------------------------------------------------------------------------------
 
 
-def test_wait_gives_up(world, mpi):
-    """And can be called again: the operation itself goes on."""
+def test_wait_times_out_and_can_be_repeated(world, mpi):
+    """The call continues after the timeout."""
     value = torch.ones(3)
     if world.me == 0:
         work = dist.all_reduce(value, async_op=True)
@@ -317,8 +316,8 @@ def test_wait_gives_up(world, mpi):
     equal(value, torch.full((3,), float(world.size)))
 
 
-def test_wait_for_a_message_gives_up(world, mpi):
-    not_gloo("gives the whole connection up")
+def test_wait_for_a_message_times_out(world, mpi):
+    not_gloo("closes the connection after a timeout")
     partner = world.me ^ 1
     value = torch.zeros(3)
     work = dist.irecv(value, partner, tag=6)
@@ -330,7 +329,7 @@ def test_wait_for_a_message_gives_up(world, mpi):
     equal(value, torch.full((3,), partner + 1.0))
 
 
-def test_wait_in_time(world):
+def test_wait_returns_before_its_timeout(world):
     value = torch.ones(3)
     dist.all_reduce(value, async_op=True).wait(timedelta(seconds=DEADLINE))
     equal(value, torch.full((3,), float(world.size)))
@@ -338,11 +337,10 @@ def test_wait_in_time(world):
 
 @pytest.mark.skipif(
     "timeout" not in inspect.signature(dist.barrier).parameters,
-    reason="barrier has a timeout of its own from torch 2.13 on",
+    reason="barrier has a timeout argument from torch 2.13 on",
 )
-def test_timeout_of_a_barrier(world, mpi):
-    """That of the call, not the group's."""
-    not_gloo("leaves the barrier half done")
+def test_barrier_timeout_overrides_the_group_timeout(world, mpi):
+    not_gloo("a barrier that timed out cannot complete")
     group = dist.new_group(timeout=timedelta(seconds=DEADLINE))
     if world.me == 0:
         start = time.monotonic()
@@ -360,8 +358,8 @@ def test_timeout_of_a_barrier(world, mpi):
 # ---- Threads -------------------------------------------------------------------------------------
 
 
-def test_threads_with_a_group_each(world):
-    """As a program does that saves a checkpoint while it trains."""
+def test_threads_with_separate_groups(world):
+    """For example a program that saves a checkpoint during training."""
     groups = [dist.new_group() for _ in range(3)]
     found = {}
 
@@ -381,8 +379,8 @@ def test_threads_with_a_group_each(world):
     assert found == {i: float(world.size * sum(i + s for s in range(20))) for i in range(3)}
 
 
-def test_a_pending_call_keeps_the_memory_that_it_was_given(world):
-    """Assigning to .data frees what the tensor had, if nobody else holds it."""
+def test_pending_call_owns_the_memory_of_its_tensor(world):
+    """Assigning to .data frees the previous memory unless it has another owner."""
     count = 1_000_000
     before = [dist.all_reduce(torch.ones(count), async_op=True) for _ in range(5)]
     tensor = torch.full((count,), 1000.0)
@@ -395,18 +393,18 @@ def test_a_pending_call_keeps_the_memory_that_it_was_given(world):
     assert tensor.tolist() == [0.0] * 5
 
 
-def test_a_tensor_whose_memory_is_exchanged_meanwhile(world):
-    """What is pending goes on in the memory that the tensor had."""
-    not_gloo("holds the tensor, and writes where that is now")
+def test_pending_call_uses_the_original_memory(world):
+    """The tensor gets other memory while the call is pending."""
+    not_gloo("writes to the current memory of the tensor")
     numbers = 1_000_000
     tensor = torch.full((numbers,), 1.0)
-    dist.all_reduce(tensor.clone())  # such calls are known
+    dist.all_reduce(tensor.clone())  # registers the native fast path
     dist.barrier()
     if world.me == 1:
-        time.sleep(0.5)  # the others' calls are pending
+        time.sleep(0.5)  # the calls of the other ranks are pending
     work = dist.all_reduce(tensor, async_op=True)
     tensor.data = torch.empty(0)
-    others = [torch.full((numbers,), 7.0) for _ in range(3)]  # one has its address, if it is free
+    others = [torch.full((numbers,), 7.0) for _ in range(3)]  # reuses the address if it was freed
     work.wait()
     for other in others:
         equal(other, torch.full((numbers,), 7.0))

@@ -18,7 +18,7 @@ from device_arrays import forced
 
 import mpicoll as dist
 from mpicoll.cuda import binding
-from mpicoll.routes.device.copy_engine import LEAST
+from mpicoll.routes.device.copy_engine import MIN_BYTES
 
 pytestmark = pytest.mark.on_a_gpu
 
@@ -128,7 +128,7 @@ def test_graphs_of_large_calls(n):
     with forced("auto"):
         group = dist.new_group()
         me, stream = dist.get_rank(), cupy.cuda.Stream(non_blocking=True)
-        count = 2 * LEAST // 4
+        count = 2 * MIN_BYTES // 4
         with stream:
             given, output = values(count, me), cupy.empty((n, count), cupy.float32)
             dist.all_gather_single(output, given, group=group)
@@ -147,7 +147,7 @@ def test_graphs_of_large_calls(n):
         dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("nbytes", [1 << 16, 1 << 18, LEAST, 1 << 22, 1 << 26, 1 << 28])
+@pytest.mark.parametrize("nbytes", [1 << 16, 1 << 18, MIN_BYTES, 1 << 22, 1 << 26, 1 << 28])
 @pytest.mark.parametrize("name", ["all_gather_single", "broadcast", "all_to_all_single"])
 def test_how_long_calls_take(n, name, nbytes, record_property):
     """With the wait for the stream, beside a copy of as many bytes: reported, not asserted."""

@@ -20,12 +20,12 @@ from device_arrays import forced
 import mpicoll as dist
 from mpicoll.cuda import binding
 from mpicoll.errors import UnsupportedError
-from mpicoll.routes.device.hierarchical import LEAST
+from mpicoll.routes.device.hierarchical import MIN_BYTES
 
 pytestmark = pytest.mark.on_a_gpu
 
 #: The smallest call, one with a rest, and one of several pieces of 64 MiB.
-COUNTS = [LEAST // 4, 1_000_003, 40_000_000]
+COUNTS = [MIN_BYTES // 4, 1_000_003, 40_000_000]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def n():
         dist.init_process_group(timeout=60)
         binding.bind()
         try:
-            dist.all_reduce(cupy.ones(LEAST, cupy.float32))
+            dist.all_reduce(cupy.ones(MIN_BYTES, cupy.float32))
         except UnsupportedError as error:
             missing = str(error)
         else:
@@ -72,7 +72,7 @@ def test_results(n, count, async_op):
         assert (array == n * (cupy.arange(count) % 1009) + sum(range(n))).all()
 
 
-@pytest.mark.parametrize("nbytes", [LEAST, 1 << 20, 1 << 24, 1 << 28])
+@pytest.mark.parametrize("nbytes", [MIN_BYTES, 1 << 20, 1 << 24, 1 << 28])
 def test_how_long_calls_take(n, nbytes, record_property):
     """With the wait for the stream: reported, not asserted."""
     array, stream, took = cupy.zeros(nbytes // 4, cupy.float32), cupy.cuda.get_current_stream(), []

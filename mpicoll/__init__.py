@@ -103,13 +103,13 @@ if not sys.flags.no_site and any(name.endswith(_RANK_VARIABLES) for name in os.e
     importlib.import_module("mpicoll.launch.exit_hooks").install_in_rank()
 
 if TYPE_CHECKING:
+    from mpicoll.api.backends import *  # noqa: F403
     from mpicoll.api.collectives import *  # noqa: F403
     from mpicoll.api.growing import *  # noqa: F403
     from mpicoll.api.lifecycle import *  # noqa: F403
     from mpicoll.api.objects import *  # noqa: F403
     from mpicoll.api.point_to_point import *  # noqa: F403
     from mpicoll.api.subgroups import *  # noqa: F403
-    from mpicoll.core.backends import *  # noqa: F403
     from mpicoll.core.groups import *  # noqa: F403
     from mpicoll.core.unpickling import restricted_pickle as restricted_pickle
     from mpicoll.core.work import Future as Future

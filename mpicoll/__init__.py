@@ -26,7 +26,7 @@ __version__ = "0.3.0.dev0"
 
 #: Modules of the public names.
 _HOMES = {
-    "core.backends": (
+    "api.backends": (
         "Backend", "get_default_backend_for_device", "is_available", "is_backend_available",
         "is_gloo_available", "is_mpi_available", "is_nccl_available", "is_torchelastic_launched",
         "is_ucc_available", "is_xccl_available",

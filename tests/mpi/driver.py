@@ -246,12 +246,7 @@ class Uneven(Call):
     """reduce_scatter of blocks of different sizes, one for each rank of the group, or more."""
 
     def __init__(
-        self,
-        team: Team,
-        dtype: DType,
-        sizes: Sequence[int],
-        op: ReduceOp,
-        make: Maker = guarded,
+        self, team: Team, dtype: DType, sizes: Sequence[int], op: ReduceOp, make: Maker = guarded
     ) -> None:
         self.sizes = list(sizes)[: team.size]
         super().__init__("reduce_scatter", team, dtype, 0, op, make=make)

@@ -487,12 +487,7 @@ def test_new_subgroups_rejects_invalid_sizes(world):
 
 
 def test_new_subgroups_by_enumeration(world):
-    lists = {
-        1: [[0]],
-        2: [[1], [0]],
-        3: [[2, 0]],
-        4: [[3, 1], [0]],
-    }[world.size]
+    lists = {1: [[0]], 2: [[1], [0]], 3: [[2, 0]], 4: [[3, 1], [0]]}[world.size]
     mine, made = dist.new_subgroups_by_enumeration(lists, timeout=timedelta(seconds=9))
     assert len(made) == len(lists)
     assert (mine is None) == all(world.me not in ranks for ranks in lists)

@@ -118,10 +118,7 @@ def differing(me):
     ones = lambda count=4, dtype=X: np.ones(count, dtype)  # noqa: E731
     return {
         "count": (lambda g: dist.all_reduce(ones(5 if last else 4), group=g), "5 elements"),
-        "dtype": (
-            lambda g: dist.all_reduce(ones(4, np.int32 if last else X), group=g),
-            "of int32",
-        ),
+        "dtype": (lambda g: dist.all_reduce(ones(4, np.int32 if last else X), group=g), "of int32"),
         "op": (lambda g: dist.all_reduce(ones(), mpi_max if last else mpi_sum, group=g), "MAX"),
         "root": (lambda g: dist.broadcast(ones(), root, group=g), "src 1"),
         "greater receiver": (lambda g: dist.broadcast(ones(6 if last else 4), 0, group=g), "6"),

@@ -290,10 +290,7 @@ def test_functional_collectives_with_out_argument(world, group):
 def test_batches_of_messages_in_both_modes(world, group):
     n, me = world.size, world.me
     got, given = torch.zeros(3), torch.full((3,), float(me))
-    ops = [
-        dist.P2POp(dist.irecv, got, (me - 1) % n),
-        dist.P2POp(dist.isend, given, (me + 1) % n),
-    ]
+    ops = [dist.P2POp(dist.irecv, got, (me - 1) % n), dist.P2POp(dist.isend, given, (me + 1) % n)]
     for work in dist.batch_isend_irecv(ops):
         work.wait()
     assert got.tolist() == [float((me - 1) % n)] * 3

@@ -61,10 +61,7 @@ def test_training_resumes_from_a_checkpoint(world, mesh, folder, asynchronous):
     state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
     dcp.load(state, checkpoint_id=folder / "two")
     set_state_dict(
-        second,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
+        second, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
     assert state["step"] == 2
     for found, wanted in zip(second.parameters(), first.parameters(), strict=True):
@@ -131,9 +128,7 @@ def test_full_state_dict_is_gathered_and_broadcast(world, mesh):
         assert found.shape == dict(model.named_parameters())[name].shape
     other = sharded(seed=3)
     set_model_state_dict(
-        other,
-        state,
-        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+        other, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     )
     for found, wanted in zip(other.parameters(), model.parameters(), strict=True):
         equal(found.to_local().detach(), wanted.to_local().detach())

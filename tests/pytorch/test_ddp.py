@@ -318,10 +318,7 @@ def power_sgd(world, rank, steps):
     """
     model = DDP(make(Bare), bucket_cap_mb=1)
     state = powerSGD_hook.PowerSGDState(
-        None,
-        matrix_approximation_rank=rank,
-        start_powerSGD_iter=2,
-        min_compression_rate=0.1,
+        None, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=0.1
     )
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     found, exact = [], []

@@ -206,10 +206,7 @@ def test_unshard_and_reshard_by_hand(world, mesh):
 )
 def test_fsdp1_trains_like_one_process(world, strategy):
     model = FullyShardedDataParallel(
-        make(),
-        sharding_strategy=strategy,
-        device_id=torch.device("cpu"),
-        use_orig_params=True,
+        make(), sharding_strategy=strategy, device_id=torch.device("cpu"), use_orig_params=True
     )
     train(model, world.me, STEPS, optimizer_of(model))
     alone = trained_alone(world.size, STEPS)

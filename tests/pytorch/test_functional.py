@@ -145,10 +145,7 @@ def eager(world):
     rows = [normal(rank, sum(split), 2) for rank in range(n)]
     following = [(rank + 1) % n for rank in range(n)]
     return {
-        "all_reduce": (
-            lambda: funcol.all_reduce(parts[me], "sum", group),
-            lambda: sum(parts),
-        ),
+        "all_reduce": (lambda: funcol.all_reduce(parts[me], "sum", group), lambda: sum(parts)),
         "all_reduce avg": (
             lambda: funcol.all_reduce(parts[me], "avg", group),
             lambda: sum(parts) / n,
@@ -256,10 +253,7 @@ def test_functional_collectives_on_a_mesh(world):
     grid = init_device_mesh("cpu", (world.size // 2, 2))
     mine = normal(world.me, 4)
     row = world.me // 2
-    near(
-        funcol.all_reduce(mine, "sum", (grid, 1)) + 0,
-        normal(2 * row, 4) + normal(2 * row + 1, 4),
-    )
+    near(funcol.all_reduce(mine, "sum", (grid, 1)) + 0, normal(2 * row, 4) + normal(2 * row + 1, 4))
 
 
 # ---- torch.compile -------------------------------------------------------------------------------

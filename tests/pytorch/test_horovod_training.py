@@ -277,9 +277,7 @@ def test_sparse_gradients(as_dense):
     whole = copy.deepcopy(own)
     rows = [torch.tensor([rank, rank, 4, 5 - rank]) for rank in range(hvd.size())]
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(own.parameters(), lr=0.5),
-        own.named_parameters(),
-        sparse_as_dense=as_dense,
+        torch.optim.SGD(own.parameters(), lr=0.5), own.named_parameters(), sparse_as_dense=as_dense
     )
     reference = torch.optim.SGD(whole.parameters(), lr=0.5)
     for _ in range(2):

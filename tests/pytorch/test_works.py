@@ -276,11 +276,7 @@ def test_future_of_every_collective_holds_the_outputs(world):
     calls = [
         (dist.all_gather_single(joined, mine, async_op=True), lambda: joined.view(n, 2), everyone),
         (dist.all_gather(listed, mine, async_op=True), lambda: torch.stack(listed), everyone),
-        (
-            dist.reduce_scatter_single(piece, torch.cat(blocks), async_op=True),
-            lambda: piece,
-            total,
-        ),
+        (dist.reduce_scatter_single(piece, torch.cat(blocks), async_op=True), lambda: piece, total),
         (
             dist.all_to_all_single(turned, torch.cat(blocks), async_op=True),
             lambda: turned.view(n, 2)[:, 0],

@@ -9,7 +9,6 @@ import torch.distributed.checkpoint as dcp
 from inputs import equal, near, normal
 from models import batches, loss_of, make, same_parameters, train
 from torch import nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -77,21 +76,6 @@ def test_training_resumes_from_a_checkpoint(world, mesh, folder, asynchronous):
         near(found.full_tensor().detach(), wanted.full_tensor().detach())
 
 
-def test_checkpoint_is_read_by_one_process(world, mesh, folder):
-    model = sharded()
-    train(model, world.me, 2)
-    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "parts")
-    full = {name: part.full_tensor() for name, part in model.state_dict().items()}
-    dist.barrier()
-    if world.me == 0:
-        dcp_to_torch_save(folder / "parts", folder / "whole.pt")
-        found = torch.load(folder / "whole.pt", weights_only=False)["model"]
-        assert found.keys() == full.keys()
-        for name, wanted in full.items():
-            equal(found[name], wanted.detach())
-    dist.barrier()
-
-
 def test_checkpoint_loads_into_other_layouts(world, mesh, folder):
     """Sharded by rows or columns, replicated, and on a two-dimensional mesh."""
     grid = init_device_mesh("cpu", (world.size // 2, 2))
@@ -144,11 +128,3 @@ def test_ddp_checkpoint_loads_into_fsdp(world, mesh, folder):
     dcp.load(state, checkpoint_id=folder / "ddp")
     set_model_state_dict(other, state["model"])
     same_parameters(other, model.module, rtol=0, atol=0)
-
-
-def test_missing_key_raises_on_all_ranks(world, mesh, folder):
-    dcp.save({"x": torch.ones(3)}, checkpoint_id=folder / "some")
-    dist.barrier()
-    with pytest.raises(dcp.CheckpointException):
-        dcp.load({"nowhere": torch.ones(3)}, checkpoint_id=folder / "some")
-    dist.barrier()

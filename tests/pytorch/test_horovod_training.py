@@ -88,7 +88,7 @@ def test_sync_batch_norm_equals_batch_norm_of_the_whole_batch(shape, options, dt
     alone.eval()
     if options.get("track_running_stats", True):
         close(own(parts[0]), alone(parts[0]), tolerance)
-    else:  # without running statistics: those of the batch of all ranks
+    else:  # statistics of the batch of all ranks
         close(own(parts[hvd.rank()]), alone(torch.cat(parts))[place], tolerance)
 
 
@@ -162,6 +162,16 @@ def same(model, expected, tolerance=1e-10):
 def distributed(model, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16])
+def test_training_equals_one_process(compression):
+    model = network()
+    if hvd.rank():
+        torch.nn.init.zeros_(model[0].weight)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    train(distributed(model, compression=compression), model, own_batches())
+    same(model, alone(), 1e-10 if compression is hvd.Compression.none else 2e-3)
 
 
 @pytest.mark.parametrize("factor", [1.0, 3.0])

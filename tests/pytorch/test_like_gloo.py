@@ -1,4 +1,4 @@
-"""Groups and Works return the same values as those of Gloo."""
+"""Groups and Works return the same values as Gloo's."""
 
 from __future__ import annotations
 

@@ -39,21 +39,6 @@ def test_ranks_outside_a_group_get_no_group(world):
     dist.barrier()
 
 
-def test_overlapping_groups(world):
-    """Each pair of neighbors; members call their groups in the same order."""
-    n = world.size
-    pairs = [sorted({rank, (rank + 1) % n}) for rank in range(n)]
-    groups = [dist.new_group(pair) for pair in pairs]
-    for pair, group in zip(pairs, groups, strict=True):
-        if world.me in pair:
-            assert sum_of_ranks(group) == sum(pair)
-            assert dist.get_process_group_ranks(group) == pair
-            assert dist.get_group_rank(group, world.me) == pair.index(world.me)
-            assert dist.get_global_rank(group, 0) == pair[0]
-    for group in groups:
-        dist.destroy_process_group(group)
-
-
 def test_pending_work_of_overlapping_groups(world):
     """Calls on all groups are pending at once and are waited for in another order."""
     n = world.size
@@ -137,14 +122,6 @@ def test_destroyed_group_is_rejected(world):
 
 
 # ---- Meshes --------------------------------------------------------------------------------------
-
-
-def test_mesh_of_one_dimension(world):
-    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("all",))
-    assert mesh.get_local_rank() == world.me
-    assert mesh.get_coordinate() == (world.me,) or mesh.get_coordinate() == [world.me]
-    assert dist.get_backend(mesh.get_group()) == BACKEND
-    assert sum_of_ranks(mesh.get_group("all")) == sum(range(world.size))
 
 
 def test_mesh_of_two_dimensions(world):

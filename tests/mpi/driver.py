@@ -37,7 +37,7 @@ COALESCED = {
 #: Elements on either side of an array that no call may touch.
 GUARD = 4
 
-#: Makes an array of that shape: what the call gets, and NumPy's view of its elements.
+#: Creates an array from a shape and a dtype. Returns it and NumPy's view of its elements.
 Maker = Callable[[tuple[int, ...], DType], tuple[Any, Array]]
 
 
@@ -230,7 +230,7 @@ class Call:
         return work
 
     def check(self) -> None:
-        """Compare all arrays with what they must hold."""
+        """Compare all arrays with their expected contents."""
         for name, array, expected in self.watched:
             what = f"{self.what}: {name}"
             expected.check(np.ascontiguousarray(array).reshape(-1), what)
@@ -320,7 +320,7 @@ def together(name: str, calls: Sequence[Call], async_op: bool = False) -> Any:
 
 
 def wait_for_all(mpi: Any) -> None:
-    """Wait for all ranks, and leave the cores to those that still compute.
+    """Wait for all ranks without using a core, so that the other ranks can compute.
 
     The ranks outside a group call this while its members make their calls.
     """

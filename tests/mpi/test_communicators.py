@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from conftest import needs_2_ranks
 from mpi4py import MPI
 
 import mpicoll as dist
@@ -104,18 +105,6 @@ def test_ranks_outside_the_communicator_need_not_call(mpi):
             dist.destroy_process_group()
         comm.Free()
     assert mpi.allreduce(1) == mpi.size
-
-
-def test_init_with_all_ranks_after_subsets(mpi):
-    comm = halves(mpi)
-    dist.init_process_group(comm=comm, timeout=TIMEOUT)
-    assert total() == expected(comm)
-    dist.destroy_process_group()
-    comm.Free()
-    dist.init_process_group(timeout=TIMEOUT)
-    assert (dist.get_rank(), dist.get_world_size()) == (mpi.rank, mpi.size)
-    assert dist.group.WORLD.comm == MPI.COMM_WORLD
-    assert total() == expected(mpi)
 
 
 def test_rank_and_world_size_must_agree_with_comm(mpi):
@@ -256,9 +245,8 @@ def test_init_rejects_objects_that_are_not_communicators(wrong):
     assert not dist.is_initialized()
 
 
+@needs_2_ranks
 def test_inter_communicators_are_rejected(mpi):
-    if mpi.size < 2:
-        pytest.skip("needs 2 ranks")
     own = mpi.Split(mpi.rank % 2)
     between = own.Create_intercomm(0, mpi, 1 - mpi.rank % 2)
     if mpi.rank == 0:
@@ -274,9 +262,8 @@ def test_inter_communicators_are_rejected(mpi):
         comm.Free()
 
 
+@needs_2_ranks
 def test_new_group_rejects_communicators_with_ranks_outside_the_job(mpi):
-    if mpi.size < 2:
-        pytest.skip("needs 2 ranks")
     comm = halves(mpi)
     outside = [rank for rank in range(mpi.size) if rank % 2 != mpi.rank % 2]
     some = ", ".join(map(str, outside))
@@ -467,6 +454,13 @@ def test_groups_may_be_destroyed_within_the_with_block(mpi):
     with dist.init_process_group(timeout=TIMEOUT):
         dist.destroy_process_group()
     assert not dist.is_initialized()
+
+
+def test_default_group_can_be_recreated_with_the_same_name(mpi):
+    for _ in range(2):
+        with dist.init_process_group(group_name="1", timeout=TIMEOUT):
+            assert total(dist.new_group()) == expected(mpi)
+            assert dist.get_pg_count() == 2
 
 
 def test_groups_outlive_the_return_value_of_init(mpi):

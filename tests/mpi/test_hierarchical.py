@@ -107,7 +107,7 @@ def has_levels(team):
 @needs
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 def test_all_reduce_around_chunk_sizes(cut, mpi, dtype):
-    """Sizes around those of cache lines, slots, shares and chunks, up to many chunks."""
+    """Sizes around the sizes of cache lines, slots, shares and chunks, up to many chunks."""
     line, slot, piece = (size // dtype.itemsize for size in (64, 512, 1024))
     calls = []
     for turn, count in enumerate((0, 1, line + 1, slot - 1, piece, piece + 1, 5 * piece + 7)):

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from conftest import needs_2_ranks
 from conftest import team as group_of
 from driver import Call, legal_operations
 
@@ -89,12 +90,11 @@ def test_reduce_scatter_output_may_overlap_the_inputs(small, shift):
         np.testing.assert_array_equal(one, np.arange(500.0) + 500 + shift + 10000 * rank)
 
 
+@needs_2_ranks
 @pytest.mark.parametrize("name", ["all_gather", "gather", "all_to_all"])
 def test_outputs_that_share_memory_are_rejected(world, name):
     """Also by the native fast path. Interleaved outputs without overlap are accepted."""
     n, me = world.size, world.me
-    if n == 1:
-        pytest.skip("needs 2 ranks")
 
     def run(outputs):
         if name == "all_gather":

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import oracle
 import pytest
+from conftest import needs_2_ranks
 from conftest import team as group_of
 from driver import DTYPES, NAMES, Call, check_same_bits, legal_operations
 
@@ -69,7 +70,7 @@ def waits(world, request, monkeypatch):
 
 @pytest.fixture(scope="module", params=["split", "whole", "signals passed on"])
 def cut(world, request):
-    """A group with small slots, for each reduction algorithm and the dissemination barrier."""
+    """A group with small slots for each reduction algorithm and for the dissemination barrier."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared, "SLOT", 512)
         share_all(patch)
@@ -86,7 +87,7 @@ def shares(team):
 @needs
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 def test_all_reduce_around_slot_sizes(cut, mpi, dtype):
-    """Sizes around those of cache lines, slots and shares, and more rounds than slots."""
+    """Sizes around the sizes of cache lines, slots and shares, and more rounds than slots."""
     in_slot = 512 // dtype.itemsize
     counts = (0, 1, 3, 63, 64, 65, in_slot - 1, in_slot, in_slot + 1, 5 * in_slot + 7)
     for op in legal_operations(dtype):
@@ -198,14 +199,13 @@ def test_async_call_returns_before_other_ranks_call(world, monkeypatch):
             assert (array == sum(range(1, world.size + 1))).all()
 
 
+@needs_2_ranks
 @needs
 def test_failed_async_call_withdraws_its_announcement(world):
     """A rank announces an async call in shared memory.
 
     After a failure it must not count as present.
     """
-    if world.size == 1:
-        return
     team = group_of("asking", range(world.size))
     Call("all_reduce", team, by_name["float32"], 5000, ReduceOp.SUM).run()
     for _ in range(3):
@@ -242,12 +242,11 @@ def test_ranks_may_mix_synchronous_and_asynchronous_calls(world):
         starts_the_others(world, number % world.size)
 
 
+@needs_2_ranks
 @needs
 @pytest.mark.parametrize("per_rank", [0.5, 1, 2])
 def test_async_call_runs_inline_without_spare_processors(world, monkeypatch, per_rank):
     """Provided that all ranks call in time. With spare processors the progress thread runs it."""
-    if world.size == 1:
-        return
     processors = set(range(int(per_rank * world.size)))
     monkeypatch.setattr(shared_segment, "_processors", lambda: processors)
     monkeypatch.setattr(shared, "INLINE_WAIT_S", 20.0)
@@ -334,12 +333,11 @@ def test_round_counters_wrap_around(world, waits, monkeypatch):
     assert hold.round < 100
 
 
+@needs_2_ranks
 @needs
 @pytest.mark.up_to_3
 def test_collective_mismatch_raises_on_all_ranks(world, waits):
     """The error lists the ranks' calls, and the group stays usable."""
-    if world.size == 1:
-        return
     team = group_of(f"at odds, {waits}", range(world.size))
     for _ in range(130):  # the first calls, and one in a stride, are compared by another method
         dist.barrier(team.group)

@@ -11,6 +11,7 @@ from time import sleep
 
 import numpy as np
 import pytest
+from conftest import needs_2_ranks
 from conftest import team as group_of
 from test_shared import share_all, sharing_team
 
@@ -344,6 +345,7 @@ def test_invalid_arguments_are_rejected_after_valid_calls(team):
         dist.broadcast(np.ones(4, np.float32), group=team.group, group_src=team.size)
 
 
+@needs_2_ranks
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -363,8 +365,6 @@ def test_invalid_arguments_are_rejected_after_valid_calls(team):
 )
 def test_collective_mismatch_raises_for_every_path(world, one, other):
     """Past the first calls, for any pair of paths, no rank blocks and the group stays usable."""
-    if world.size == 1:
-        pytest.skip("needs 2 ranks")
     team = group_of(f"{one} against {other}", range(world.size))
     arrays = {
         "int32": np.ones(3, np.int32),

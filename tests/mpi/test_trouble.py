@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from conftest import needs_2_ranks, on_2_ranks
 from mpi4py import MPI
 
 import mpicoll as dist
@@ -112,10 +113,9 @@ def test_callbacks_may_make_blocking_calls(world, way):
 # ---- Blocks and shapes -------------------------------------------------------------------------
 
 
+@on_2_ranks
 def test_shorter_block_than_expected_raises(world):
     """Rank 1 expects two rows and rank 0 sends one. Only shared memory reports it to the sender."""
-    if world.size != 2:
-        pytest.skip("runs on 2 ranks only")
     shares = select.place(dist.group.WORLD) == "node"
     if world.me == 0:
         words = "other ranks' block sizes differ"
@@ -183,10 +183,9 @@ def test_average_of_complex_infinity(world):
 # ---- Comparison of calls and barriers ----------------------------------------------------------
 
 
+@needs_2_ranks
 def test_debug_level_applies_from_the_next_comparison(world):
     """Not from the next call: ranks that set the level at different calls would deadlock."""
-    if world.size == 1:
-        pytest.skip("needs 2 ranks")
     group = dist.new_group()
     for _ in range(70):
         dist.barrier(group)
@@ -213,9 +212,8 @@ def test_timeout_of_monitored_barrier_may_exceed_the_group_timeout(pair, world):
 # ---- Groups ------------------------------------------------------------------------------------
 
 
+@needs_2_ranks
 def test_group_stays_usable_after_a_destroy_timeout(world, mpi, monkeypatch):
-    if world.size == 1:
-        pytest.skip("needs 2 ranks")
     from mpicoll.api import lifecycle
 
     group = dist.new_group()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import team
+from conftest import members, needs_2_ranks, team
 
 import mpicoll as dist
 from mpicoll.api import windows
@@ -42,9 +42,7 @@ def window(world):
 @pytest.mark.parametrize("async_op", [False, True])
 def test_puts_in_a_ring(teams, async_op):
     """Each rank repeatedly puts its data into its own part of the next rank's memory."""
-    for one in teams:
-        if one.me is None:
-            continue
+    for one in members(teams):
         n, me, count = one.size, one.me, 33
         left, right = (me - 1) % n, (me + 1) % n
         memory = np.full(n * count, -1, np.int32)
@@ -113,11 +111,10 @@ def test_noncontiguous_and_empty_puts(world, window):
     assert (memory == expected).all()
 
 
+@needs_2_ranks
 def test_puts_complete_while_the_target_computes(world, window):
     """The target makes no call. Also for a large put."""
     made, memory = window
-    if world.size == 1:
-        pytest.skip("needs 2 ranks")
     large = np.zeros(1 << 20)
     second = Window(world.group)
     second.register(large)
@@ -183,10 +180,9 @@ def test_each_wait_consumes_one_signal(world, window):
         made.wait_signal(left, False, 0.2)
 
 
+@needs_2_ranks
 def test_signals_are_matched_by_rank(world, window):
     made, _ = window
-    if world.size == 1:
-        pytest.skip("needs 2 ranks")
     me, n = world.me, world.size
     made.signal((me + 1) % n, False)
     if n > 2:

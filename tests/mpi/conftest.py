@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +77,16 @@ def team(name: str, ranks: Any) -> Team:
 def members(teams: list[Team], least: int = 1) -> list[Team]:
     """Return the groups of at least ``least`` ranks that this rank is a member of."""
     return [team for team in teams if team.me is not None and team.size >= least]
+
+
+def run_threads(*functions: Callable[[], object]) -> None:
+    """Run each function in its own thread, and wait for all of them."""
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 @pytest.fixture

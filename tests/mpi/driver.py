@@ -6,12 +6,13 @@ A new row is called without a change here, as long as its layout is known.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
 import oracle
+import pytest
 from conftest import Team
 from oracle import Array, Between
 
@@ -19,6 +20,7 @@ import mpicoll as dist
 from mpicoll.dispatch import execute
 from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.primitives import PRIMITIVES, Layout, Primitive
+from mpicoll.routes import tuning
 
 #: Every public name of a primitive, with its row.
 NAMES = {name: row for row in PRIMITIVES for name in (row.name, *row.aliases)}
@@ -298,6 +300,14 @@ class Exact(Call):
             return super().result()
         given = [self.given(rank) for rank in self.terms]
         return oracle.reduced(self.op, self.dtype, given, None)
+
+
+def use_route(
+    patch: pytest.MonkeyPatch, route: str, place: str = "node", kinds: Iterable[str] = tuning.KINDS
+) -> None:
+    """Use a host route for these kinds of calls, at every size, in groups created from now on."""
+    rows = {kind: {place: ((0, route),)} for kind in kinds}
+    patch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
 
 
 def together(name: str, calls: Sequence[Call], async_op: bool = False) -> Any:

@@ -19,9 +19,10 @@ from driver import (
     guarded,
     legal_operations,
     together,
+    use_route,
     wait_for_all,
 )
-from test_shared import share_all, sharing_team
+from test_shared import sharing_team
 
 import mpicoll as dist
 from mpicoll.dispatch import execute, fusing
@@ -228,7 +229,7 @@ def test_thousand_arrays_become_eight_calls(apart, monkeypatch):
 def sharing(world):
     """A new group with shared memory, past its first (compared) calls."""
     with pytest.MonkeyPatch.context() as patch:
-        share_all(patch)
+        use_route(patch, "shared")
         made = sharing_team("lists in memory", world)
         yield made
     dist.destroy_process_group(made.group)

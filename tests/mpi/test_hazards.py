@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import members, needs_2_ranks
+from conftest import members, needs_2_ranks, run_threads
 
 import mpicoll as dist
-from mpicoll.failures import consistency
 
 
 @pytest.fixture
@@ -22,14 +22,6 @@ def pair(world):
     group = dist.new_group()
     yield group
     dist.destroy_process_group(group)
-
-
-@pytest.fixture
-def detail():
-    before = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    yield
-    dist.set_debug_level(before)
 
 
 # ---- Mismatched calls --------------------------------------------------------------------------
@@ -80,37 +72,6 @@ def test_collective_mismatch_raises_on_all_ranks(pair, world, case):
     assert (after == world.size).all()
 
 
-def test_collective_mismatch_of_an_asynchronous_call_raises_in_wait(pair, world):
-    call, _ = differing(world.me)["count"]
-    x = np.ones(5 if world.me == 1 else 4, X)
-    work = dist.all_reduce(x, group=pair, async_op=True)
-    with pytest.raises(dist.MismatchError, match="5 elements"):
-        work.wait()
-    assert isinstance(work.exception(), dist.MismatchError) and not work.is_success()
-    with pytest.raises(dist.MismatchError):
-        call(pair)
-
-
-def test_one_call_per_stride_is_compared_after_the_first_calls(pair, world):
-    x = np.ones(4, X)
-    for _ in range(consistency.FIRST + 10):
-        dist.all_reduce(x, group=pair)
-    with pytest.raises(dist.MismatchError, match="MAX"):
-        for _ in range(consistency.STRIDE + 1):
-            op = dist.ReduceOp.MAX if world.me == 1 else dist.ReduceOp.MIN
-            dist.all_reduce(np.ones(4, np.int32), op, group=pair)
-
-
-def test_debug_level_detail_compares_every_call(pair, world, detail):
-    x = np.ones(4, X)
-    for _ in range(consistency.FIRST + 10):
-        dist.all_reduce(x, group=pair)
-    for case in ("count", "dtype", "op", "root", "primitive"):
-        call, word = differing(world.me)[case]
-        with pytest.raises(dist.MismatchError, match=word):
-            call(pair)
-
-
 # ---- threads -----------------------------------------------------------------------------------
 
 
@@ -134,12 +95,7 @@ def test_threads_with_separate_groups_run_concurrently(world):
         except BaseException as error:
             wrong.append(error)
 
-    order = [(i + world.me) % 4 for i in range(4)]
-    threads = [threading.Thread(target=work, args=(i,)) for i in order]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(*(partial(work, (i + world.me) % 4) for i in range(4)))
     assert not wrong
     for group in groups:
         dist.destroy_process_group(group)
@@ -156,11 +112,7 @@ def test_two_threads_may_enqueue_calls_on_one_group(world):
             with lock:
                 works.append((dist.all_reduce(x, group=group, async_op=True), x))
 
-    threads = [threading.Thread(target=give) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(give, give)
     for work, x in works:
         work.wait()
         assert (x == world.size).all()

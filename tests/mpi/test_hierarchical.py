@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import team as group_of
-from driver import DTYPES, NAMES, Call, Exact, check_same_bits, legal_operations
+from driver import DTYPES, NAMES, Call, Exact, check_same_bits, legal_operations, use_route
 from mpi4py import MPI
 
 import mpicoll as dist
@@ -23,7 +23,6 @@ from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.kernels import library
 from mpicoll.kernels.reduction import find_loop
-from mpicoll.routes import tuning
 from mpicoll.routes.host import hierarchical, hierarchy, select, shared
 from mpicoll.serialized_mpi import serialize
 
@@ -50,9 +49,8 @@ def patch(world):
     """Route every operation with a hierarchical implementation through it."""
     if world.size < LEAST:
         pytest.skip(f"needs {LEAST} ranks")
-    rows = {kind: {"nodes": ((0, "hierarchical"),)} for kind in tuning.KINDS}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
+        use_route(patch, "hierarchical", "nodes")
         yield patch
 
 

@@ -14,7 +14,7 @@ import oracle
 import pytest
 from conftest import needs_2_ranks
 from conftest import team as group_of
-from driver import DTYPES, NAMES, Call, check_same_bits, legal_operations
+from driver import DTYPES, NAMES, Call, check_same_bits, legal_operations, use_route
 
 import mpicoll as dist
 from mpicoll.core.signature import encode_kind
@@ -36,12 +36,6 @@ OTHERS = [
     row.name for row in PRIMITIVES if row.name in tuning.KINDS or row.name.endswith("_single")
 ]
 OTHERS = [name for name in OTHERS if name not in ("all_reduce", "all_to_all_single")]
-
-
-def share_all(patch):
-    """Route messages of every size through shared memory."""
-    rows = {kind: {"node": ((0, "shared"),)} for kind in tuning.KINDS}
-    patch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
 
 
 def sharing_team(name, world):
@@ -73,7 +67,7 @@ def cut(world, request):
     """A group with small slots for each reduction algorithm and for the dissemination barrier."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared, "SLOT", 512)
-        share_all(patch)
+        use_route(patch, "shared")
         patch.setattr(shared, "ONE_SHOT_MAX_BYTES", 1 << 40 if request.param == "whole" else 0)
         if request.param == "signals passed on":
             pass_signals_on(patch, world)
@@ -117,7 +111,7 @@ def test_other_operations_around_slot_sizes(cut, name, dtype):
 def test_clustered_reductions_have_equal_bits(world, mpi, waits, lengths, monkeypatch):
     """A sum that crosses between clusters once equals the sum without clusters, to the bit."""
     monkeypatch.setattr(shared, "SLOT", 640)
-    share_all(monkeypatch)
+    use_route(monkeypatch, "shared")
     monkeypatch.setattr(shared, "CLUSTERED_MIN_BYTES", 0)
     monkeypatch.setattr(shared, "ONE_SHOT_MAX_BYTES", 0)
     teams = []
@@ -150,7 +144,7 @@ def test_clustered_reductions_have_equal_bits(world, mpi, waits, lengths, monkey
 
 @needs
 def test_invalid_clusters_setting_raises_on_all_ranks(world, monkeypatch):
-    share_all(monkeypatch)
+    use_route(monkeypatch, "shared")
     if world.size == 1:
         return
     monkeypatch.setenv("MPICOLL_CLUSTERS", "2,x" if world.me == 0 else "")
@@ -314,7 +308,7 @@ def test_async_calls_keep_their_order(world, monkeypatch, processors):
 def test_round_counters_wrap_around(world, waits, monkeypatch):
     """After 2**32 rounds."""
     monkeypatch.setattr(shared, "SLOT", 512)
-    share_all(monkeypatch)
+    use_route(monkeypatch, "shared")
     monkeypatch.setattr(shared, "ONE_SHOT_MAX_BYTES", 256)
     team = group_of(f"late, {waits}", range(world.size))
     Call("all_reduce", team, by_name["int64"], 40, ReduceOp.SUM).run()

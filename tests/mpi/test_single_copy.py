@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import needs_2_ranks
 from conftest import team as group_of
-from driver import MOVES, NAMES, Call
+from driver import MOVES, NAMES, Call, use_route
 
 import mpicoll as dist
 from mpicoll.dtypes import by_name
@@ -19,12 +19,6 @@ from mpicoll.routes import tuning
 from mpicoll.routes.host import single_copy
 
 KINDS = [kind for kind in tuning.KINDS if not tuning.parse_kind(kind)[0].reduces]
-
-
-def copy_all(patch):
-    """Route data movement of every size through single_copy."""
-    rows = {kind: {"node": ((0, "single_copy"),)} for kind in KINDS}
-    patch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
 
 
 def preferring(way):
@@ -40,7 +34,7 @@ def preferring(way):
 def team(world, request):
     """A group for each method: the kernel's copy, copies through slots, or the measured choice."""
     with pytest.MonkeyPatch.context() as patch:
-        copy_all(patch)
+        use_route(patch, "single_copy", kinds=KINDS)
         if request.param != "either" and kernels is not None:
             way = ("kernel", "slots").index(request.param)
             patch.setattr(single_copy, "_make_histories", lambda: preferring(way))
@@ -227,7 +221,7 @@ def switched_off(patch):
 )  # fmt: skip
 def test_one_rank_without_permission_disables_the_route(world, mpi, monkeypatch, failure):
     """All ranks then use shared memory, and the rank reports the reason."""
-    copy_all(monkeypatch)
+    use_route(monkeypatch, "single_copy", kinds=KINDS)
     for unable in {0, world.size - 1}:
         with pytest.MonkeyPatch.context() as patch:
             if unable == world.me:

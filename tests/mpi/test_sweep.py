@@ -19,13 +19,14 @@ from driver import (
     Uneven,
     check_same_bits,
     legal_operations,
+    use_route,
     wait_for_all,
 )
 
 import mpicoll as dist
 from mpicoll.dtypes import OPERATIONS, Kind, ReduceOp, by_name
 from mpicoll.primitives import Layout
-from mpicoll.routes import tuning, wire
+from mpicoll.routes import wire
 from mpicoll.routes.host import mpi as native
 from mpicoll.routes.space import Host
 
@@ -205,8 +206,7 @@ def test_premul_sum_of_narrow_floats_adds_in_rank_order(world, monkeypatch, name
     if place != "node":
         monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
     if place == "widened":
-        rows = {"all_reduce of others": {"apart": ((0, "widened"),)}}
-        monkeypatch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
+        use_route(monkeypatch, "widened", "apart", ["all_reduce of others"])
     team, n = group_of(f"{place} {name}", range(world.size)), world.size
     row = NAMES[name]
     for dtype in (one for one in DTYPES if one.kind is Kind.NARROW_FLOAT):
@@ -249,8 +249,7 @@ def test_narrow_floats_are_widened_to_float32_for_mpi(world, mpi, monkeypatch, d
     """Other dtypes use exchange. Chunks have a few elements."""
     monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
     monkeypatch.setattr(native, "CHUNK_BYTES", 52)
-    rows = {"all_reduce of others": {"apart": ((0, "widened"),)}}
-    monkeypatch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
+    use_route(monkeypatch, "widened", "apart", ["all_reduce of others"])
     taken, by_mpi = [], native.build
 
     def noted(kind, *rest):

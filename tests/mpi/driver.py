@@ -129,8 +129,6 @@ class Call:
         ranks = tuple(self.team.ranks[rank] for rank in self.terms)
         return combined(self.op, self.dtype, self.given(0).size, ranks)
 
-    # --- arrays ---------------------------------------------------------------------------------
-
     def read(self, argument: str, whole: bool, values: Array) -> None:
         """Pass an array, or a list of one per rank, that must stay as it is."""
         self._place(argument, whole, values, Between(values))
@@ -169,8 +167,6 @@ class Call:
             alias[...] = values.reshape(shape)
         self.watched.append((name, alias, expected))
         return array
-
-    # --- layouts --------------------------------------------------------------------------------
 
     def _in_place(self, row: Primitive, mine: Array, rooted: bool) -> None:
         if not row.reduces:
@@ -211,8 +207,6 @@ class Call:
         Layout.SCATTERED: _scattered,
         Layout.EXCHANGED: _exchanged,
     }
-
-    # --- the call -------------------------------------------------------------------------------
 
     def start(self, async_op: bool = False, by_group_rank: bool = False) -> Any:
         """Make the call; the root is passed as a global rank or as a rank in the group."""

@@ -162,9 +162,6 @@ def swept(places, name, dtype, op):
             yield call
 
 
-# ---- The sweep ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [name for name in MOVES if name not in NAMES[name].aliases])
 @by_dtype
 def test_data_movement_gives_the_right_elements(places, mpi, seams, name, dtype):
@@ -190,9 +187,6 @@ def test_every_primitive_with_arrays_has_an_algorithm():
     assert set(algorithms.ALGORITHMS) == {
         row.name for row in PRIMITIVES if row.layout is not Layout.EMPTY
     }
-
-
-# ---- Blocks ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gathered", [0, 10**6], ids=["ring", "doubling"])
@@ -252,9 +246,6 @@ def test_all_to_all_works_in_place(places, mpi):
         dist.all_to_all(rows, rows[::-1], team.group)
         at = team.size - 1 - team.me
         assert (array == 10 * np.arange(team.size) + at).all(), team.name
-
-
-# ---- Real sizes --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "reduce", "reduce_scatter_single"])
@@ -319,9 +310,6 @@ def test_messages_keep_datatypes_evicted_from_the_cache(monkeypatch):
     memory = np.zeros(100, np.int8)
     made = [wire.message(memory, 21 + i % 40, by_name["int8"]) for i in range(60)]
     assert [one[-1].Get_size() for one in made] == [21 + i % 40 for i in range(60)]
-
-
-# ---- Collective mismatches ---------------------------------------------------------------------
 
 
 @on_2_ranks

@@ -26,9 +26,6 @@ by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 
 
-# ---- Layouts: each makes a writable NumPy array of a shape ---------------------------------------
-
-
 def strided(shape, dtype):
     """Every second element of the last dimension."""
     return np.zeros((*shape[:-1], 2 * shape[-1]), dtype.numpy)[..., ::2]
@@ -131,9 +128,6 @@ def test_inputs_may_have_stride_zero(world):
     dist.all_gather_single(out, np.broadcast_to(np.arange(3, dtype=np.int32) + world.me, (4, 3)))
     for r in range(n):
         assert (out[r] == np.arange(3) + r).all()
-
-
-# ---- torch ---------------------------------------------------------------------------------------
 
 
 def as_torch(torch, made):
@@ -259,9 +253,6 @@ def test_torch_reduce_ops_are_accepted(world, torch):
             assert (x == expected).all()
 
 
-# ---- Buffers and DLPack --------------------------------------------------------------------------
-
-
 def test_python_buffers(world):
     """bytearray, array.array and memoryview are inputs and outputs; bytes are inputs only."""
     n, me = world.size, world.me
@@ -369,9 +360,6 @@ def test_jax_arrays_are_read_only_inputs(world):
         constant = jax.numpy.zeros(3, row.numpy)
         with pytest.raises(ValueError, match=r"all_reduce: tensor: .*read-only"):
             dist.all_reduce(constant)
-
-
-# ---- Rejected arguments --------------------------------------------------------------------------
 
 
 def arguments_of(row, world, **changed):
@@ -506,9 +494,6 @@ def test_invalid_split_sizes_are_rejected(world):
     Call("all_to_all_single", world, by_name["int32"], 3).run()
 
 
-# ---- Input and output in the same memory ---------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["int32", "bfloat16", "bool", "float64"])
 @pytest.mark.parametrize("count", [1, 5, 20011])
 def test_inputs_and_outputs_may_overlap_as_documented(world, name, count):
@@ -554,9 +539,6 @@ def test_inputs_and_outputs_may_overlap_as_documented(world, name, count):
     dist.all_to_all(lists, lists)
     for one, (_, _, result) in zip(lists, outputs, strict=True):
         result.check(one, call.what)
-
-
-# ---- Blocks of different sizes -------------------------------------------------------------------
 
 
 def block(rank, to, count, dtype):

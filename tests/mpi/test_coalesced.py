@@ -41,9 +41,6 @@ SHAPES = [(3,), (0,), (1000,), (1,), (30, 7), (2, 0, 3), (), (5000,)]
 SHAPES += [(900 + i,) for i in range(40)]
 
 
-# ---- Arrays of all kinds -------------------------------------------------------------------------
-
-
 def strided(shape, dtype):
     """Every third element of a larger array."""
     wide = np.full((*shape, 3), 7).astype(dtype.numpy)[..., 1]
@@ -81,9 +78,6 @@ def entries(name, team, dtype, op, shapes=SHAPES, makers=MAKERS):
         count = int(np.prod(shape))
         found.append(Call(name, team, dtype, count, op, make=make, shape=shape, stacked=i % 2 == 0))
     return found
-
-
-# ---- Results -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
@@ -165,9 +159,6 @@ def test_pending_coalesced_call_owns_its_arrays(world):
     for i, one in enumerate(future.wait(DEADLINE)):
         assert (one == n * (i + 1.0)).all()
     assert all((one == 77).all() for one in rubbish)
-
-
-# ---- Fusion --------------------------------------------------------------------------------------
 
 
 def counted(monkeypatch):
@@ -327,9 +318,6 @@ def test_native_and_python_paths_interoperate(sharing, monkeypatch, odd):
                 assert (output.reshape(n, -1) == np.arange(1, n + 1)[:, None]).all()
 
 
-# ---- Failures ------------------------------------------------------------------------------------
-
-
 def in_step(world):
     """Check that the ranks still make the same calls."""
     x = np.ones(3)
@@ -444,9 +432,6 @@ def test_lists_that_differ_between_ranks_raise_on_all_ranks(world, async_op):
     dist.destroy_process_group(group)
 
 
-# ---- Devices -------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module", params=["staged", "ipc", "auto"])
 def arrays(request):
     """Arrays on simulated devices, for several device routes."""
@@ -493,9 +478,6 @@ def test_arrays_on_different_devices_are_rejected(arrays, world):
         with pytest.raises(ValueError, match="different devices"):
             dist.all_reduce_coalesced(wrong)
     in_step(world)
-
-
-# ---- Arrays that share memory --------------------------------------------------------------------
 
 
 def columns(n):

@@ -69,9 +69,6 @@ def expected(comm):
     return comm.allreduce(2.0**MPI.COMM_WORLD.rank)
 
 
-# --- init_process_group(comm=...) ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", COMMUNICATORS)
 def test_init_uses_the_ranks_of_the_communicator(kind, mpi, threads):
     comm = COMMUNICATORS[kind](mpi)
@@ -141,9 +138,6 @@ def test_rank_variables_are_set_only_for_the_whole_job(mpi, monkeypatch):
     comm.Free()
 
 
-# --- Messages of the program --------------------------------------------------------------------
-
-
 def neighbours(comm):
     return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
@@ -205,9 +199,6 @@ def test_hints_and_attributes_are_not_copied(mpi):
     dist.destroy_process_group()
     comm.Free()
     MPI.Comm.Free_keyval(key)
-
-
-# --- Rejected communicators ---------------------------------------------------------------------
 
 
 def freed(mpi):
@@ -272,9 +263,6 @@ def test_new_group_rejects_communicators_with_ranks_outside_the_job(mpi):
             dist.new_group(mpi)
         assert total() == expected(comm)
     comm.Free()
-
-
-# --- new_group(comm) and group.comm ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", COMMUNICATORS)
@@ -350,8 +338,6 @@ def test_group_comm_without_thread_multiple(mpi, threads):
         assert group.comm.allreduce(1) == mpi.size
 
 
-# --- operations ---------------------------------------------------------------------------------
-
 OPERATIONS = {
     "SUM": np.sum, "PROD": np.prod, "MAX": np.max, "MIN": np.min, "BAND": np.bitwise_and.reduce,
     "BOR": np.bitwise_or.reduce, "BXOR": np.bitwise_xor.reduce,
@@ -410,9 +396,6 @@ def test_unsupported_mpi_operations_are_rejected(world, mpi):
     assert total() == 2.0**mpi.size - 1
 
 
-# --- scalars ------------------------------------------------------------------------------------
-
-
 def test_numpy_scalars_are_rejected(world, mpi):
     array = np.ones(1)
     calls = [
@@ -436,9 +419,6 @@ def test_numpy_scalars_are_rejected(world, mpi):
     y = np.array(np.float64(2.0**mpi.rank))
     dist.all_reduce(y)
     assert x[0] == y == 2.0**mpi.size - 1
-
-
-# --- Context manager ----------------------------------------------------------------------------
 
 
 def test_with_block_destroys_all_groups(mpi):
@@ -485,9 +465,6 @@ def test_exception_in_a_with_block_propagates_unchanged(mpi):
         mpi.Barrier()
     with dist.init_process_group(timeout=TIMEOUT):
         assert total() == expected(mpi)
-
-
-# --- Backend name -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["mpicoll", "MPICOLL", "cpu:mpicoll,cuda:mpicoll", "cpu:mpicoll"])

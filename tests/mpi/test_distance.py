@@ -18,8 +18,6 @@ from mpicoll.cli.distance import FAR, MIXED, NEAR, UNKNOWN, Distance, classify, 
 from mpicoll.cli.timing import ENOUGH_COUNT, Sample, Timer, Times, keep
 from mpicoll.kernels.library import kernels
 
-# --- Measurement --------------------------------------------------------------------------------
-
 
 def crowded(mpi):
     return len(set().union(*mpi.allgather(os.sched_getaffinity(0)))) < mpi.size
@@ -147,9 +145,6 @@ def test_rank_0_gets_each_pair_once(comm):
     for pair in found:
         a, b = pair.ranks
         assert a < b and (a ^ b).bit_count() == 1 and 1 <= len(pair.latencies) <= 3
-
-
-# --- Samples ------------------------------------------------------------------------------------
 
 
 class Scripted:

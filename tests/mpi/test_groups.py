@@ -67,9 +67,6 @@ def needs(world, ranks):
         pytest.skip(f"needs {ranks} ranks")
 
 
-# ---- the default group ---------------------------------------------------------------------------
-
-
 def test_the_default_group(world):
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
@@ -89,9 +86,6 @@ def test_second_init_is_rejected_and_the_group_stays_usable(world):
     with pytest.raises(ValueError, match="exists already"):
         dist.init_process_group()
     assert_works(dist.group.WORLD, range(world.size))
-
-
-# ---- new_group -----------------------------------------------------------------------------------
 
 
 def test_groups_of_every_subset_work_concurrently(world):
@@ -261,9 +255,6 @@ def test_disjoint_groups_run_different_calls_concurrently(world):
             assert found == [(r, i) for r in side]
 
 
-# ---- Ranks that are not members ------------------------------------------------------------------
-
-
 @pytest.fixture
 def alone(world, swept):
     """A group of rank 0. All other ranks are outsiders."""
@@ -406,9 +397,6 @@ def test_rank_translation_rejects_ranks_outside_the_group(world):
             dist.get_global_rank(dist.group.WORLD, rank)
 
 
-# ---- new_subgroups -------------------------------------------------------------------------------
-
-
 def test_new_subgroups_of_every_size(world):
     for size in range(1, world.size + 1):
         if world.size % size:
@@ -472,9 +460,6 @@ def test_invalid_subgroups_are_rejected_before_any_is_created(world):
     assert_works(dist.new_group(), range(n))
 
 
-# ---- split_group ---------------------------------------------------------------------------------
-
-
 def test_split_the_default_group(world):
     for lists in ([[r] for r in range(world.size)], [list(range(world.size))], [[0]]):
         group = dist.split_group(split_ranks=lists)
@@ -517,9 +502,6 @@ def test_split_group_rejects_invalid_lists(world):
         with pytest.raises(ValueError, match=word):
             dist.split_group(None, lists)
     assert dist.get_pg_count() == 1
-
-
-# ---- shrink_group --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flags", [dist.SHRINK_DEFAULT, dist.SHRINK_ABORT])
@@ -571,9 +553,6 @@ def test_shrink_group_rejects_invalid_ranks(world):
     with pytest.raises(ValueError, match="shrink_flags"):
         dist.shrink_group([1], group, shrink_flags=2)
     assert_works(group, range(n))
-
-
-# ---- Destroyed groups ----------------------------------------------------------------------------
 
 
 def test_calls_on_a_destroyed_group_raise(world):
@@ -643,9 +622,6 @@ def test_destroy_waits_for_pending_calls(world):
     assert all(work.is_completed() and work.wait() for work in [*works, sent])
     with pytest.raises(dist.CollectiveTimeoutError, match="the group was destroyed"):
         nobody.wait()
-
-
-# ---- Thousands of groups -------------------------------------------------------------------------
 
 
 def resident():

@@ -24,8 +24,6 @@ def pair(world):
     dist.destroy_process_group(group)
 
 
-# ---- Mismatched calls --------------------------------------------------------------------------
-
 X = np.float32
 
 
@@ -72,9 +70,6 @@ def test_collective_mismatch_raises_on_all_ranks(pair, world, case):
     assert (after == world.size).all()
 
 
-# ---- threads -----------------------------------------------------------------------------------
-
-
 def test_threads_with_separate_groups_run_concurrently(world):
     """As api.md recommends. The ranks start their threads in different orders."""
     groups = [dist.new_group() for _ in range(4)]
@@ -117,9 +112,6 @@ def test_two_threads_may_enqueue_calls_on_one_group(world):
         work.wait()
         assert (x == world.size).all()
     dist.destroy_process_group(group)
-
-
-# ---- Late and missing ranks --------------------------------------------------------------------
 
 
 def test_monitored_barrier_returns_when_all_ranks_call(teams):

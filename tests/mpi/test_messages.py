@@ -220,9 +220,6 @@ def test_messages_reject_lists(world):
             call([1.0, 2.0], (world.me + 1) % world.size)
 
 
-# ---- Batches -------------------------------------------------------------------------------------
-
-
 def batch(team, count, order):
     """Every rank sends to and receives from every rank, including itself, with two tags."""
     kinds = [dist.isend, dist.irecv]

@@ -73,14 +73,6 @@ def test_reconfigure_without_one_rank_and_with_all_again(made, uuid):
         check(one.reconfigure(uuid + 2 * out + 1, handles), everybody)
 
 
-def test_reconfigure_with_one_rank_each_then_all(made, uuid):
-    one, handles = made
-    me = MPI.COMM_WORLD.rank
-    check(one.reconfigure(uuid + me, [one.handle()]), [me])
-    check(one.reconfigure(uuid + 50, handles), list(range(len(handles))))
-    check(one.reconfigure(uuid + 60 + me, {one.handle()}), [me])
-
-
 def test_reconfigure_with_concurrent_halves_then_all(made, uuid):
     one, handles = made
     me, n = MPI.COMM_WORLD.rank, len(handles)

@@ -192,9 +192,6 @@ def test_async_calls(team):
         assert work.wait() and (array == i % team.size + i).all()
 
 
-# ---- Missing permissions ------------------------------------------------------------------------
-
-
 def may_not_read(patch):
     patch.setattr(single_copy, "_copy", lambda *_: errno.EPERM)
 

@@ -126,9 +126,6 @@ def test_undefined_operations_are_rejected(teams, name, dtype):
         Call(name, team, dtype, 7, legal_operations(dtype)[0]).run()
 
 
-# ---- Small chunk sizes ---------------------------------------------------------------------------
-
-
 @pytest.fixture
 def cut(world):
     """A group with small chunk sizes, so that short messages are split."""
@@ -269,9 +266,6 @@ def test_narrow_floats_are_widened_to_float32_for_mpi(world, mpi, monkeypatch, d
     check_same_bits(mpi, calls)
     assert (FLOAT32 in taken) == (dtype.kind is Kind.NARROW_FLOAT or dtype == FLOAT32)
     dist.destroy_process_group(team.group)
-
-
-# ---- Other properties ----------------------------------------------------------------------------
 
 
 def test_results_with_nan_and_signed_zeros_have_equal_bits(world, mpi):

@@ -26,9 +26,6 @@ def pair(world):
         dist.destroy_process_group(group)
 
 
-# ---- Messages that time out --------------------------------------------------------------------
-
-
 def test_timed_out_receive_does_not_match_a_later_message(pair, world, mpi):
     if world.me == 0:
         dropped, kept = np.zeros(3), np.zeros(3)
@@ -60,9 +57,6 @@ def test_timed_out_send_is_delivered_intact(pair, world, mpi):
             dist.recv(x, 0, group=pair)
             assert (x == 7).all()
     mpi.Barrier()
-
-
-# ---- Callbacks ---------------------------------------------------------------------------------
 
 
 def test_calls_of_callbacks_run_before_later_calls(world):
@@ -108,9 +102,6 @@ def test_callbacks_may_make_blocking_calls(world, way):
     assert after.wait(20) == way
     assert (y == (world.size if way in ("coalesced", "async") else 1)).all()
     assert found == (list(range(world.size)) if way == "objects" else [None] * world.size)
-
-
-# ---- Blocks and shapes -------------------------------------------------------------------------
 
 
 @on_2_ranks
@@ -180,9 +171,6 @@ def test_average_of_complex_infinity(world):
     assert x[0].real == np.inf and x[0].imag == 0 and x[1] == 2 + 4j
 
 
-# ---- Comparison of calls and barriers ----------------------------------------------------------
-
-
 @needs_2_ranks
 def test_debug_level_applies_from_the_next_comparison(world):
     """Not from the next call: ranks that set the level at different calls would deadlock."""
@@ -207,9 +195,6 @@ def test_timeout_of_monitored_barrier_may_exceed_the_group_timeout(pair, world):
     if world.me == 0:
         time.sleep(2.5)
     dist.monitored_barrier(pair, timeout=30)
-
-
-# ---- Groups ------------------------------------------------------------------------------------
 
 
 @needs_2_ranks

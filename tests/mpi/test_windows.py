@@ -36,9 +36,6 @@ def window(world):
     made.deregister()
 
 
-# ---- Put, signal, wait ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("async_op", [False, True])
 def test_puts_in_a_ring(teams, async_op):
     """Each rank repeatedly puts its data into its own part of the next rank's memory."""
@@ -208,9 +205,6 @@ def test_windows_are_independent(world, window):
     other.deregister()
 
 
-# ---- Timeouts ------------------------------------------------------------------------------------
-
-
 def test_wait_signal_can_be_repeated_after_a_timeout(world, window):
     made, memory = window
     right, left = (world.me + 1) % world.size, (world.me - 1) % world.size
@@ -222,9 +216,6 @@ def test_wait_signal_can_be_repeated_after_a_timeout(world, window):
     made.signal(right, False, 30.0)
     made.wait_signal(left, False, 30.0)
     assert (memory[:5] == numbers(left, 5)).all()
-
-
-# ---- Memory --------------------------------------------------------------------------------------
 
 
 def test_deregister_discards_pending_signals(world, window):
@@ -297,9 +288,6 @@ def test_allocated_memory_is_released():
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-# ---- Argument errors -----------------------------------------------------------------------------
-
-
 def test_argument_errors_are_raised_locally(world, window):
     """Before data is sent: the window and the memory of all ranks are unchanged."""
     made, memory = window
@@ -344,9 +332,6 @@ def test_argument_errors_are_raised_locally(world, window):
         empty.register(read_only)
     with pytest.raises(dist.UnsupportedError, match="contiguous"):
         empty.register(np.zeros((4, 4)).T[::2])
-
-
-# ---- Destruction ---------------------------------------------------------------------------------
 
 
 def test_destroying_a_group_closes_its_windows(world):

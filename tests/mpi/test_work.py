@@ -30,9 +30,6 @@ def until(condition):
         assert time.monotonic() < end, "no progress"
 
 
-# ---- Order ---------------------------------------------------------------------------------------
-
-
 def test_synchronous_and_async_calls_keep_their_order(teams):
     """Each call reads the output of the previous call."""
     for team in members(teams):
@@ -109,9 +106,6 @@ def test_groups_make_progress_independently(teams, mpi):
     assert (x == world.size).all()
 
 
-# ---- Progress ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [1, 2**20])
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
 def test_collectives_progress_while_python_computes(world, name, count):
@@ -130,9 +124,6 @@ def test_messages_progress_while_python_computes(world):
         works = [dist.irecv(got, before), dist.isend(np.arange(count) + float(world.me), after)]
         until(lambda works=works: all(work.is_completed() for work in works))
         assert (got == np.arange(count) + before).all()
-
-
-# ---- Lifetime ------------------------------------------------------------------------------------
 
 
 class Owner(np.ndarray):
@@ -180,9 +171,6 @@ def test_completed_work_keeps_only_its_output(world):
         return ref() is None
 
     until(gone)
-
-
-# ---- Work ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

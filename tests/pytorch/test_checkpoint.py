@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from inputs import equal, near, normal
-from models import batches, loss_of, make, same_parameters, train
+from models import batches, loss_of, make, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 
 def sharded(seed=7):
@@ -116,15 +115,3 @@ def test_full_state_dict_is_gathered_and_broadcast(world, mesh):
     )
     for found, wanted in zip(other.parameters(), model.parameters(), strict=True):
         equal(found.to_local().detach(), wanted.to_local().detach())
-
-
-def test_ddp_checkpoint_loads_into_fsdp(world, mesh, folder):
-    model = DDP(make())
-    train(model, world.me, 2)
-    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "ddp")
-    dist.barrier()
-    other = sharded(seed=3)
-    state = {"model": get_model_state_dict(other)}
-    dcp.load(state, checkpoint_id=folder / "ddp")
-    set_model_state_dict(other, state["model"])
-    same_parameters(other, model.module, rtol=0, atol=0)

@@ -46,9 +46,6 @@ def each(teams, name=""):
             yield team, dtype
 
 
-# ---- Reductions ----------------------------------------------------------------------------------
-
-
 @ASYNC
 @EACH_OPERATION
 def test_all_reduce(teams, name, async_op):
@@ -99,9 +96,6 @@ def test_reduce_scatter(teams, name, async_op):
             done(call(output, whole_input, reduce_op(name, dtype), team.group, async_op), async_op)
             check(name, output, wanted)
         equal(whole_input, parts[team.me].flatten(0, 1))
-
-
-# ---- Data movement -------------------------------------------------------------------------------
 
 
 @ASYNC
@@ -263,9 +257,6 @@ def test_no_rank_leaves_a_barrier_before_all_have_entered(teams, folder, async_o
             assert len(list(place.glob(f"{late}-*"))) == team.size
 
 
-# ---- Layouts and autograd ------------------------------------------------------------------------
-
-
 @ASYNC
 def test_transposed_and_strided_tensors(world, async_op):
     """Elements are matched by index, independent of the memory layout."""
@@ -292,22 +283,6 @@ def test_transposed_and_strided_tensors(world, async_op):
         mine = parts[world.me].clone().t()
         done(dist.broadcast(mine, 1, async_op=async_op), async_op)
         equal(mine, parts[1].t())
-
-
-def test_collectives_leave_the_autograd_graph_unchanged(world):
-    parameter = torch.nn.Parameter(torch.full((3,), world.me + 1.0))
-    dist.broadcast(parameter.data, 1)
-    equal(parameter.detach(), torch.full((3,), 2.0))
-    loss = (parameter * 3).sum()
-    loss.backward()
-    dist.all_reduce(parameter.grad)
-    equal(parameter.grad, torch.full((3,), 3.0 * world.size))
-    value = loss.detach().clone()
-    dist.all_reduce(value)
-    equal(value, torch.tensor(18.0 * world.size))
-
-
-# ---- Rejected arguments --------------------------------------------------------------------------
 
 
 def refusals(n):

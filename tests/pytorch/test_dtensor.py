@@ -135,42 +135,6 @@ def test_distribute_tensor_uses_the_tensor_of_rank_0(world, mesh, grid):
         holds(distribute_tensor(mine.clone(), grid, placements), full, placements)
 
 
-def test_gradient_of_redistribute_has_the_source_placement(world, mesh):
-    full = normal(0, 8, 6, key="gradient")
-    weight = normal(0, 8, 6, key="weight")
-    for source, target in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
-        tensor = distribute_tensor(full.clone(), mesh, [source]).requires_grad_()
-        weights = distribute_tensor(weight.clone(), mesh, [target])
-        (tensor.redistribute(mesh, [target]) * weights).square().sum().full_tensor().backward()
-        near(tensor.grad.full_tensor(), 2 * full * weight**2)
-
-
-OPERATIONS = {
-    "matmul": lambda a, b: a @ b.t(),
-    "add": lambda a, b: a + b,
-    "softmax": lambda a, b: torch.softmax(a, 1),
-    "mean": lambda a, b: (a * b).mean(0),
-    "norm": lambda a, b: torch.linalg.vector_norm(a - b),
-    "max": lambda a, b: a.amax(1),
-    "sum": lambda a, b: b.sum(),
-}
-
-
-@pytest.mark.parametrize("name", list(OPERATIONS))
-def test_operations_on_shards_equal_operations_on_whole_tensors(world, mesh, grid, name):
-    a, b = normal(0, 8, 8, key="a"), normal(0, 8, 8, key="b")
-    wanted = OPERATIONS[name](a, b)
-    for one, two in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
-        pair = distribute_tensor(a, mesh, [one]), distribute_tensor(b, mesh, [two])
-        near(OPERATIONS[name](*pair).full_tensor(), wanted, rtol=1e-4, atol=1e-5)
-    first = distribute_tensor(a, grid, [Shard(0), Shard(1)])
-    second = distribute_tensor(b, grid, [Replicate(), Shard(0)])
-    near(OPERATIONS[name](first, second).full_tensor(), wanted, rtol=1e-4, atol=1e-5)
-
-
-# ---- Tensor parallel -----------------------------------------------------------------------------
-
-
 class Block(nn.Module):
     """The feed-forward part of a transformer."""
 

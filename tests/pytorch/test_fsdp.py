@@ -103,9 +103,6 @@ def test_user_defined_gradient_divide_factor(world, mesh):
         near(found.grad.full_tensor(), wanted.grad * world.size / 5)
 
 
-# ---- Mixed precision -----------------------------------------------------------------------------
-
-
 def bfloat16_gradients(world, reduced_in):
     """The mean over ranks of bfloat16 gradients, computed in another dtype."""
     each = []
@@ -141,25 +138,6 @@ def test_bfloat16(world, mesh, reduce_dtype):
     same_parameters(model, full, rtol=0.2, atol=0.05)
 
 
-# ---- State ---------------------------------------------------------------------------------------
-
-
-def test_optimizer_state_is_sharded(world, mesh):
-    model = sharded(mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    train(model, world.me, STEPS, optimizer)
-    alone = make()
-    theirs = torch.optim.AdamW(alone.parameters(), lr=0.01)
-    for step in range(STEPS):
-        theirs.zero_grad()
-        loss_of(alone, *batches(world.size, step)).backward()
-        theirs.step()
-    same_parameters(model, alone, rtol=1e-4, atol=1e-5)
-    for found, wanted in zip(optimizer.state.values(), theirs.state.values(), strict=True):
-        assert isinstance(found["exp_avg"], DTensor)
-        near(found["exp_avg"].full_tensor(), wanted["exp_avg"])
-
-
 def test_unshard_and_reshard_by_hand(world, mesh):
     model = sharded(mesh=mesh)
     handle = model.first.unshard(async_op=True)
@@ -167,9 +145,6 @@ def test_unshard_and_reshard_by_hand(world, mesh):
     equal(model.first.weight.detach(), make().first.weight.detach())
     model.first.reshard()
     assert isinstance(model.first.weight, DTensor)
-
-
-# ---- FSDP1 ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,6 @@ def check_gradient(world, call, alone, shape=(4, 3)):
     near(mine.grad, everyone[world.me].grad)
 
 
-# ---- torch.distributed.nn.functional -------------------------------------------------------------
-
-
 def test_gradient_of_all_reduce(world):
     check_gradient(world, autograd.all_reduce, lambda inputs: [sum(inputs)] * world.size)
 
@@ -131,9 +128,6 @@ def test_gradients_of_gather_scatter_and_reduce(world, root):
     if me == root:
         for rank in range(n):
             near(pieces[rank].grad, weights(rank, 4))
-
-
-# ---- Functional collectives ----------------------------------------------------------------------
 
 
 def eager(world):
@@ -247,8 +241,6 @@ def test_functional_collectives_on_a_mesh(world):
     row = world.me // 2
     near(funcol.all_reduce(mine, "sum", (grid, 1)) + 0, normal(2 * row, 4) + normal(2 * row + 1, 4))
 
-
-# ---- torch.compile -------------------------------------------------------------------------------
 
 COMPILERS = [
     "aot_eager",

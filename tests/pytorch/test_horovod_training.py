@@ -33,8 +33,6 @@ def close(got, expected, tolerance=1e-10):
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-# --- SyncBatchNorm -------------------------------------------------------------------------------
-
 #: BatchNorm classes by the number of dimensions of a sample.
 BATCH_NORM = {
     1: torch.nn.BatchNorm1d,
@@ -116,9 +114,6 @@ def test_sync_batch_norm_rejects_invalid_inputs():
         x = torch.ones(int(hvd.rank() == 0), 3)
         with pytest.raises(ValueError, match="2 or more values per channel"):
             hvd.SyncBatchNorm(3)(x)
-
-
-# --- the optimizer -------------------------------------------------------------------------------
 
 
 def network():
@@ -480,9 +475,6 @@ def test_closure_must_not_zero_pending_gradients():
     optimizer.synchronize()
 
 
-# --- gradients of operations ---------------------------------------------------------------------
-
-
 def weights(rank, *shape):
     """The weights that multiply a rank's result in its loss."""
     return of(50 + rank, *shape)
@@ -556,9 +548,6 @@ def test_allreduce_with_compression_has_gradients():
     close(out, half.half().float(), 2e-3)
     out.sum().backward()
     assert x.grad.dtype == torch.float32 and x.grad.tolist() == [hvd.size()] * 3
-
-
-# --- Build information and timeline --------------------------------------------------------------
 
 
 def test_build_information():

@@ -257,9 +257,6 @@ def test_alltoall(world, group, async_op):
         equal(output, torch.cat([one.split(sent)[me] for one in rows]))
 
 
-# ---- Properties ----------------------------------------------------------------------------------
-
-
 def test_group_properties(world, group):
     assert dist.is_initialized()
     assert group.rank() == dist.get_rank() == world.me

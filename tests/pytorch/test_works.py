@@ -74,9 +74,6 @@ def test_dropped_works_complete(world):
     equal(theirs, torch.full((5000,), 3.0))
 
 
-# ---- Futures -------------------------------------------------------------------------------------
-
-
 class OnDevice:
     """Models a tensor on a GPU."""
 
@@ -211,18 +208,6 @@ def test_chained_callbacks(world, first):
     equal(chain.wait(), torch.full((5,), (world.size + 1) / 2, dtype=torch.bfloat16))
 
 
-def test_exception_in_a_callback_is_raised_by_wait(world):
-    def broken(done):
-        raise KeyError("mine")
-
-    chain = dist.all_reduce(torch.ones(2), async_op=True).get_future().then(broken)
-    with pytest.raises((KeyError, RuntimeError), match="mine"):
-        chain.wait()
-    one = torch.ones(1)
-    dist.all_reduce(one)
-    assert one.item() == world.size
-
-
 def test_future_of_every_collective_holds_the_outputs(world):
     n = world.size
     mine = torch.full((2,), world.me + 1.0)
@@ -250,9 +235,6 @@ def test_future_of_every_collective_holds_the_outputs(world):
     work = dist.barrier(async_op=True)
     work.get_future().wait()
     assert work.is_completed()
-
-
-# ---- Timeouts ------------------------------------------------------------------------------------
 
 
 def test_wait_times_out_and_can_be_repeated(world, mpi):
@@ -301,9 +283,6 @@ def test_barrier_timeout_overrides_the_group_timeout(world, mpi):
     value = torch.ones(1)
     dist.all_reduce(value, group=group)
     assert value.item() == world.size
-
-
-# ---- Threads -------------------------------------------------------------------------------------
 
 
 def test_threads_with_separate_groups(world):

@@ -351,14 +351,6 @@ def check_same_bits(mpi: Any, calls: Sequence[Call]) -> None:
 
 
 __all__ = [
-    "DTYPES",
-    "MOVES",
-    "NAMES",
-    "REDUCTIONS",
-    "Call",
-    "Kind",
-    "Uneven",
-    "check_same_bits",
-    "legal_operations",
-    "wait_for_all",
-]
+    "DTYPES", "MOVES", "NAMES", "REDUCTIONS", "Call", "Kind", "Uneven", "check_same_bits",
+    "legal_operations", "wait_for_all",
+]  # fmt: skip

@@ -83,17 +83,14 @@ def test_reduce_scatter(teams, name, async_op):
     for team, dtype in each(teams, name):
         parts = inputs(team, dtype, team.size, 4, 2)
         wanted = combined(name, parts)[team.me]
-        output = torch.zeros(4, 2, dtype=dtype)
-        blocks = list(parts[team.me].clone())
-        done(
-            dist.reduce_scatter(output, blocks, reduce_op(name, dtype), team.group, async_op),
-            async_op,
-        )
-        check(name, output, wanted)
         whole_input = parts[team.me].flatten(0, 1)
-        for call in (dist.reduce_scatter_single, dist.reduce_scatter_tensor):
+        for call, given in (
+            (dist.reduce_scatter, list(parts[team.me].clone())),
+            (dist.reduce_scatter_single, whole_input),
+            (dist.reduce_scatter_tensor, whole_input),
+        ):
             output = torch.zeros(4, 2, dtype=dtype)
-            done(call(output, whole_input, reduce_op(name, dtype), team.group, async_op), async_op)
+            done(call(output, given, reduce_op(name, dtype), team.group, async_op), async_op)
             check(name, output, wanted)
         equal(whole_input, parts[team.me].flatten(0, 1))
 
@@ -158,12 +155,9 @@ def test_reduce_scatter_of_uneven_parts(teams, name, async_op):
         sizes = [2 * rank for rank in range(team.size)]
         parts = inputs(team, dtype, sum(sizes), 3)
         wanted = combined(name, parts).split(sizes)[team.me]
-        output = torch.zeros(sizes[team.me], 3, dtype=dtype)
+        output, op = torch.zeros(sizes[team.me], 3, dtype=dtype), reduce_op(name, dtype)
         blocks = list(parts[team.me].split(sizes))
-        done(
-            dist.reduce_scatter(output, blocks, reduce_op(name, dtype), team.group, async_op),
-            async_op,
-        )
+        done(dist.reduce_scatter(output, blocks, op, team.group, async_op), async_op)
         check(name, output, wanted)
 
 
@@ -219,14 +213,8 @@ def test_all_to_all_single_with_splits(teams, async_op):
         sent = [block(team.me, other) for other in ranks]
         received = [block(other, team.me) for other in ranks]
         output = torch.full_like(torch.cat(received), -9.0)
-        work = dist.all_to_all_single(
-            output,
-            torch.cat(sent),
-            [len(one) for one in received],
-            [len(one) for one in sent],
-            team.group,
-            async_op,
-        )
+        splits = [len(one) for one in received], [len(one) for one in sent]
+        work = dist.all_to_all_single(output, torch.cat(sent), *splits, team.group, async_op)
         done(work, async_op)
         equal(output, torch.cat(received))
 
@@ -287,23 +275,17 @@ def test_transposed_and_strided_tensors(world, async_op):
 
 def refusals(n):
     """Calls that every rank rejects."""
-    four = torch.zeros(4)
+    four, large = torch.zeros(4), torch.zeros(4 * n + 1)
     return {
         "all_gather, too few outputs": lambda: dist.all_gather([four] * (n - 1), four),
         "all_gather, output of another size": lambda: dist.all_gather([torch.zeros(3)] * n, four),
-        "all_gather_single, output too small": lambda: dist.all_gather_single(
-            torch.zeros(4 * n - 1), four
-        ),
+        "all_gather_single, output too small": lambda: dist.all_gather_single(large[:-2], four),
         "all_gather_single, another dtype": lambda: dist.all_gather_single(
-            torch.zeros(4 * n, dtype=torch.float64), four
+            large[:-1].double(), four
         ),
         "reduce_scatter, too few inputs": lambda: dist.reduce_scatter(four, [four] * (n - 1)),
-        "reduce_scatter_single, input too large": lambda: dist.reduce_scatter_single(
-            four, torch.zeros(4 * n + 1)
-        ),
-        "all_to_all_single, not divisible": lambda: dist.all_to_all_single(
-            torch.zeros(4 * n + 1), torch.zeros(4 * n + 1)
-        ),
+        "reduce_scatter_single, input too large": lambda: dist.reduce_scatter_single(four, large),
+        "all_to_all_single, not divisible": lambda: dist.all_to_all_single(large, large.clone()),
         "all_to_all_single, wrong sum": lambda: dist.all_to_all_single(
             four, four, [1] * (n - 1) + [9], [1] * (n - 1) + [9]
         ),
@@ -314,9 +296,7 @@ def refusals(n):
         "broadcast, no such root": lambda: dist.broadcast(four, group_src=n),
         "reduce, no such root": lambda: dist.reduce(four, group_dst=n),
         "all_reduce, BAND of floats": lambda: dist.all_reduce(four, dist.ReduceOp.BAND),
-        "all_reduce, MAX of complex": lambda: dist.all_reduce(
-            four.to(torch.complex64), dist.ReduceOp.MAX
-        ),
+        "all_reduce, MAX of complex": lambda: dist.all_reduce(four.cfloat(), dist.ReduceOp.MAX),
         "all_gather, mixed dtypes": lambda: dist.all_gather([four.double()] * n, four),
     }
 

@@ -136,37 +136,31 @@ def eager(world):
     parts = [normal(rank, 2 * n, 3) for rank in range(n)]
     group = list(range(n))
     split = [d + 1 for d in range(n)]
-    rows = [normal(rank, sum(split), 2) for rank in range(n)]
+    mine, rows = parts[me], [normal(rank, sum(split), 2) for rank in range(n)]
     following = [(rank + 1) % n for rank in range(n)]
     return {
-        "all_reduce": (lambda: funcol.all_reduce(parts[me], "sum", group), lambda: sum(parts)),
-        "all_reduce avg": (
-            lambda: funcol.all_reduce(parts[me], "avg", group),
-            lambda: sum(parts) / n,
-        ),
+        "all_reduce": (lambda: funcol.all_reduce(mine, "sum", group), lambda: sum(parts)),
+        "all_reduce avg": (lambda: funcol.all_reduce(mine, "avg", group), lambda: sum(parts) / n),
         "all_reduce max": (
-            lambda: funcol.all_reduce(parts[me], "max", group),
-            lambda: torch.stack(parts).amax(0),
+            lambda: funcol.all_reduce(mine, "max", group), lambda: torch.stack(parts).amax(0),
         ),
-        "broadcast": (lambda: funcol.broadcast(parts[me], 1, group), lambda: parts[1]),
+        "broadcast": (lambda: funcol.broadcast(mine, 1, group), lambda: parts[1]),
         "all_gather dim 0": (
-            lambda: funcol.all_gather_tensor(parts[me], 0, group),
-            lambda: torch.cat(parts),
+            lambda: funcol.all_gather_tensor(mine, 0, group), lambda: torch.cat(parts),
         ),
         "all_gather dim 1": (
-            lambda: funcol.all_gather_tensor(parts[me], 1, group),
-            lambda: torch.cat(parts, 1),
+            lambda: funcol.all_gather_tensor(mine, 1, group), lambda: torch.cat(parts, 1),
         ),
         "reduce_scatter": (
-            lambda: funcol.reduce_scatter_tensor(parts[me], "sum", 0, group),
+            lambda: funcol.reduce_scatter_tensor(mine, "sum", 0, group),
             lambda: sum(parts).chunk(n)[me],
         ),
         "reduce_scatter dim 1": (
-            lambda: funcol.reduce_scatter_tensor(parts[me].t(), "sum", 1, group),
+            lambda: funcol.reduce_scatter_tensor(mine.t(), "sum", 1, group),
             lambda: sum(parts).t().chunk(n, 1)[me],
         ),
         "all_to_all_single": (
-            lambda: funcol.all_to_all_single(parts[me], None, None, group),
+            lambda: funcol.all_to_all_single(mine, None, None, group),
             lambda: torch.cat([part.chunk(n)[me] for part in parts]),
         ),
         "all_to_all_single uneven": (
@@ -174,10 +168,10 @@ def eager(world):
             lambda: torch.cat([one.split(split)[me] for one in rows]),
         ),
         "permute": (
-            lambda: funcol.permute_tensor(parts[me].flatten(), following, group),
+            lambda: funcol.permute_tensor(mine.flatten(), following, group),
             lambda: parts[(me - 1) % n].flatten(),
         ),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(eager(type("Team", (), {"size": 2, "me": 0}))))

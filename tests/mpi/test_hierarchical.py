@@ -35,9 +35,9 @@ needs = pytest.mark.skipif(
 
 #: Node of each of n ranks.
 PLACES = {
-    "one after another": lambda n: [2 * rank // n for rank in range(n)],
-    "in turn": lambda n: [rank % 2 for rank in range(n)],
-    "the first alone": lambda n: [min(rank, 1) for rank in range(n)],
+    "block": lambda n: [2 * rank // n for rank in range(n)],
+    "round robin": lambda n: [rank % 2 for rank in range(n)],
+    "first rank alone": lambda n: [min(rank, 1) for rank in range(n)],
     "three nodes": lambda n: [(rank * 2) % 3 if n > LEAST else rank // 2 for rank in range(n)],
 }
 
@@ -175,7 +175,7 @@ def test_broadcast_root_may_pass_a_read_only_array(cut):
 @needs
 def test_groups_of_some_ranks(patch, world):
     """Groups in any order, on one node, or with each rank on a different node."""
-    put(patch, "in turn")
+    put(patch, "round robin")
     n = world.size
     for ranks in itertools.permutations(range(n), LEAST):
         team = group_of(f"some, {ranks}", ranks)
@@ -197,7 +197,7 @@ def test_groups_of_some_ranks(patch, world):
 def test_ranks_with_random_delays_keep_the_order_of_calls(patch, world):
     """Different operations in quick succession in two groups."""
     teams = []
-    for name in ("one after another", "the first alone"):
+    for name in ("block", "first rank alone"):
         put(patch, name)
         team = group_of(f"racing {name}", range(world.size))
         assert has_levels(team)
@@ -279,7 +279,7 @@ def test_one_rank_without_shared_memory_disables_the_route(patch, world, mpi):
     """All ranks then use messages."""
     for unable in range(world.size):
         with pytest.MonkeyPatch.context() as failure:
-            put(patch, "one after another")
+            put(patch, "block")
             if unable == world.me:
                 failure.setenv("MPICOLL_SHARED_MEMORY", "0")
             team = group_of(f"without {unable}", range(world.size))
@@ -290,7 +290,7 @@ def test_one_rank_without_shared_memory_disables_the_route(patch, world, mpi):
             for call in calls:
                 call.run()
             check_same_bits(mpi, calls[:1])
-            nodes = PLACES["one after another"](world.size)
+            nodes = PLACES["block"](world.size)
             assert has_levels(team) == (nodes.count(nodes[unable]) == 1)
         dist.destroy_process_group(team.group)
 
@@ -309,7 +309,7 @@ def test_destroyed_groups_release_communicators_and_memory(patch, world, monkeyp
     monkeypatch.setattr(hierarchy, "make_part", noted)
     gc.collect()  # references held by errors of other tests
     before, array = mapped(), np.ones(500, np.float32)
-    put(patch, "one after another")
+    put(patch, "block")
     for number in range(40):
         group = dist.new_group(list(range(world.size)), group_desc=f"one of many, {number}")
         array[:] = 1
@@ -326,7 +326,7 @@ def test_destroyed_groups_release_communicators_and_memory(patch, world, monkeyp
 @needs
 def test_serialized_mpi(patch, world):
     """Communicators derived from a serialized communicator are also serialized."""
-    put(patch, "in turn")
+    put(patch, "round robin")
     team = group_of("serialized", range(world.size))
     team.group.inner = serialize(team.group.inner)
     for name in ROUTED:
@@ -352,7 +352,7 @@ def test_single_node_does_not_use_the_route(world, monkeypatch):
 
 @needs
 def test_signal_handler_that_raises_fails_the_whole_group(patch):
-    put(patch, "one after another")
+    put(patch, "block")
     group = group_of("a handler that raises", range(dist.get_world_size())).group
     dist.all_reduce(np.ones(5), group=group)
     memory = group.resources.find("hierarchical").memory()

@@ -48,29 +48,29 @@ def sharing_team(name, world):
     return made
 
 
-def pass_signals_on(patch, world):
+def force_dissemination_barrier(patch, world):
     """Force the dissemination barrier, even with two ranks, and a processor per rank."""
     patch.setattr(shared, "FLAT_MAX_RANKS", 1)
     patch.setattr(shared_segment, "_processors", lambda: set(range(world.size)))
 
 
-@pytest.fixture(params=["each by each", "signals passed on"])
-def waits(world, request, monkeypatch):
+@pytest.fixture(params=["flat", "dissemination"])
+def barrier_kind(world, request, monkeypatch):
     """The barrier algorithm: flat or dissemination."""
-    if request.param == "signals passed on":
-        pass_signals_on(monkeypatch, world)
+    if request.param == "dissemination":
+        force_dissemination_barrier(monkeypatch, world)
     return request.param
 
 
-@pytest.fixture(scope="module", params=["split", "whole", "signals passed on"])
+@pytest.fixture(scope="module", params=["two shots", "one shot", "dissemination"])
 def cut(world, request):
     """A group with small slots for each reduction algorithm and for the dissemination barrier."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared, "SLOT", 512)
         use_route(patch, "shared")
-        patch.setattr(shared, "ONE_SHOT_MAX_BYTES", 1 << 40 if request.param == "whole" else 0)
-        if request.param == "signals passed on":
-            pass_signals_on(patch, world)
+        patch.setattr(shared, "ONE_SHOT_MAX_BYTES", 1 << 40 if request.param == "one shot" else 0)
+        if request.param == "dissemination":
+            force_dissemination_barrier(patch, world)
         yield group_of("cut", range(world.size))
 
 
@@ -108,7 +108,7 @@ def test_other_operations_around_slot_sizes(cut, name, dtype):
 
 @needs
 @pytest.mark.parametrize("lengths", ["1", "2", "3", "2,1", "1,2,3", "0"])
-def test_clustered_reductions_have_equal_bits(world, mpi, waits, lengths, monkeypatch):
+def test_clustered_reductions_have_equal_bits(world, mpi, barrier_kind, lengths, monkeypatch):
     """A sum that crosses between clusters once equals the sum without clusters, to the bit."""
     monkeypatch.setattr(shared, "SLOT", 640)
     use_route(monkeypatch, "shared")
@@ -117,7 +117,7 @@ def test_clustered_reductions_have_equal_bits(world, mpi, waits, lengths, monkey
     teams = []
     for forced in (lengths, "0"):
         monkeypatch.setenv("MPICOLL_CLUSTERS", forced)
-        teams.append(group_of(f"clusters {forced} of {lengths}, {waits}", range(world.size)))
+        teams.append(group_of(f"clusters {forced} of {lengths}, {barrier_kind}", range(world.size)))
         Call("all_reduce", teams[-1], by_name["float32"], 1, ReduceOp.SUM).run()
     if world.size == 1:
         return
@@ -305,12 +305,12 @@ def test_async_calls_keep_their_order(world, monkeypatch, processors):
 
 
 @needs
-def test_round_counters_wrap_around(world, waits, monkeypatch):
+def test_round_counters_wrap_around(world, barrier_kind, monkeypatch):
     """After 2**32 rounds."""
     monkeypatch.setattr(shared, "SLOT", 512)
     use_route(monkeypatch, "shared")
     monkeypatch.setattr(shared, "ONE_SHOT_MAX_BYTES", 256)
-    team = group_of(f"late, {waits}", range(world.size))
+    team = group_of(f"late, {barrier_kind}", range(world.size))
     Call("all_reduce", team, by_name["int64"], 40, ReduceOp.SUM).run()
     if team.size == 1:
         return
@@ -330,9 +330,9 @@ def test_round_counters_wrap_around(world, waits, monkeypatch):
 @needs_2_ranks
 @needs
 @pytest.mark.up_to_3
-def test_collective_mismatch_raises_on_all_ranks(world, waits):
+def test_collective_mismatch_raises_on_all_ranks(world, barrier_kind):
     """The error lists the ranks' calls, and the group stays usable."""
-    team = group_of(f"at odds, {waits}", range(world.size))
+    team = group_of(f"at odds, {barrier_kind}", range(world.size))
     for _ in range(130):  # the first calls, and one in a stride, are compared by another method
         dist.barrier(team.group)
     odd = team.me == team.size - 1

@@ -29,7 +29,7 @@ SUM, MAX = ReduceOp.SUM, ReduceOp.MAX
 
 
 @contextmanager
-def python_way():
+def record_python_calls():
     """Record the calls that run the Python implementation."""
     seen = []
 
@@ -107,7 +107,7 @@ def test_repeated_calls_run_without_python(team):
     for name, call, _ in each_call(team):
         call()
         call()
-        with python_way() as seen:
+        with record_python_calls() as seen:
             call()
         assert not seen, name
 
@@ -445,7 +445,7 @@ def test_fast_path_is_used_again_when_the_progress_thread_is_idle(team):
     dist.all_reduce(array, MAX, team.group)
     team.group.give(lambda: (waiting.wait(60), order.append("the thread")))
     threading.Timer(0.05, waiting.set).start()
-    with python_way() as seen:
+    with record_python_calls() as seen:
         dist.all_reduce(array, MAX, team.group)
         order.append("the call")
         assert seen == ["all_reduce"] and order == ["the thread", "the call"]
@@ -483,7 +483,7 @@ def test_inline_async_calls_run_without_python(eager):
             call = partial(getattr(dist, name), *arrays, group=group, async_op=True, **root)
             call().wait()
             call().wait()
-            with python_way() as seen:
+            with record_python_calls() as seen:
                 work = call()
             assert not seen and work.is_completed() and work.wait(), name
             assert name in repr(work) and work.get_future().done()
@@ -501,7 +501,7 @@ def test_different_async_calls_are_queued(eager):
             dist.all_reduce(x, MAX, eager.group, async_op=True).wait()
     if eager.size == 1:
         return
-    with python_way() as seen:
+    with record_python_calls() as seen:
         mine = other if eager.me == 0 else array
         work = dist.all_reduce(mine, MAX, eager.group, async_op=True)
     assert seen == ["all_reduce"]
@@ -536,7 +536,7 @@ def test_fast_path_is_dropped_while_ranks_are_checked(eager, monkeypatch):
     with answering(monkeypatch, forget):
         for _ in range(3):
             dist.all_reduce(array, MAX, group)
-        with python_way() as seen:
+        with record_python_calls() as seen:
             dist.all_reduce(array, MAX, group, async_op=True).wait()
     assert seen == ["all_reduce"]
     dist.all_reduce(array, group=group)
@@ -554,7 +554,7 @@ def test_error_of_an_inline_async_call_is_raised_in_wait(eager, monkeypatch):
         for x in (array, other):
             for _ in range(2):
                 dist.all_reduce(x, MAX, group)
-        with python_way() as seen:
+        with record_python_calls() as seen:
             work = dist.all_reduce(other if eager.me == 0 else array, MAX, group, async_op=True)
     assert not seen and work.is_completed() and not work.is_success()
     with pytest.raises(MismatchError, match=r"all_reduce of 4 elements.*of 3 elements"):

@@ -404,6 +404,11 @@ def test_lists_that_differ_between_ranks_raise_on_all_ranks(world, async_op):
     """They differ in a count, the order, the length, the dtype or the operation."""
     group = dist.new_group()
     last = world.me == world.size - 1
+
+    def reduce(arrays, message, op=ReduceOp.SUM):
+        with pytest.raises(dist.MismatchError, match=message):
+            dist.all_reduce_coalesced(arrays, op, group, async_op).wait(DEADLINE)
+
     for _ in range(70):
         dist.all_reduce(np.ones(1), group=group)
     for mine, others, message in (
@@ -414,18 +419,11 @@ def test_lists_that_differ_between_ranks_raise_on_all_ranks(world, async_op):
         ([20000], [2] * 3, "20000"),
     ):
         arrays = [np.ones(count) for count in (mine if last else others)]
-        with pytest.raises(dist.MismatchError, match=message):
-            found = dist.all_reduce_coalesced(arrays, group=group, async_op=async_op)
-            found.wait(DEADLINE)
+        reduce(arrays, message)
         assert all((one == 1).all() for one in arrays)
     arrays = [np.ones(3, np.int32 if last else np.float32) for _ in range(3)]
-    with pytest.raises(dist.MismatchError, match="int32"):
-        found = dist.all_reduce_coalesced(arrays, group=group, async_op=async_op)
-        found.wait(DEADLINE)
-    with pytest.raises(dist.MismatchError, match="MAX"):
-        op = ReduceOp.MAX if last else ReduceOp.SUM
-        found = dist.all_reduce_coalesced(arrays, op, group, async_op)
-        found.wait(DEADLINE)
+    reduce(arrays, "int32")
+    reduce(arrays, "MAX", ReduceOp.MAX if last else ReduceOp.SUM)
     x = np.ones(3)
     dist.all_reduce(x, group=group)
     assert (x == world.size).all()

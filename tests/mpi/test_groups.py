@@ -262,7 +262,7 @@ def alone(world, swept):
 
 
 def warned(name, rank, call):
-    """Return the result of a call that warns, with the file of the call, that nothing is done."""
+    """Return the result of a call by an outsider. Check its warning, which names this file."""
     with pytest.warns(UserWarning) as caught:
         found = call()
     assert len(caught) == 1 and caught[0].filename == __file__
@@ -271,41 +271,49 @@ def warned(name, rank, call):
     return found
 
 
-def nothing_for_outsiders(g):
-    x, y = np.ones(2), np.ones(2)
+def calls_with(g, n=1):
+    """Calls in a group of n ranks by the name of the function. Rank 0 is the root."""
+    x, y, whole = np.ones(1), np.ones(1), np.ones(n)
+    xs, ys = [np.ones(1) for _ in range(n)], [np.ones(1) for _ in range(n)]
+
+    def at_root(values):
+        return values if dist.get_rank() == 0 else None
+
     return {
         "all_reduce": lambda: dist.all_reduce(x, group=g),
         "all_reduce_coalesced": lambda: dist.all_reduce_coalesced([x], group=g),
         "broadcast": lambda: dist.broadcast(x, group_src=0, group=g),
         "reduce": lambda: dist.reduce(x, group_dst=0, group=g),
-        "gather": lambda: dist.gather(x, group_dst=0, group=g),
-        "scatter": lambda: dist.scatter(x, group_src=0, group=g),
-        "all_gather": lambda: dist.all_gather([x], y, group=g),
-        "all_gather_single": lambda: dist.all_gather_single(x, y, group=g),
-        "all_gather_coalesced": lambda: dist.all_gather_coalesced([[x]], [y], group=g),
-        "reduce_scatter": lambda: dist.reduce_scatter(x, [y], group=g),
-        "reduce_scatter_single": lambda: dist.reduce_scatter_single(x, y, group=g),
-        "all_to_all": lambda: dist.all_to_all([x], [y], group=g),
-        "all_to_all_single": lambda: dist.all_to_all_single(x, y, group=g),
+        "gather": lambda: dist.gather(x, at_root(ys), group_dst=0, group=g),
+        "scatter": lambda: dist.scatter(x, at_root(ys), group_src=0, group=g),
+        "all_gather": lambda: dist.all_gather(ys, x, group=g),
+        "all_gather_single": lambda: dist.all_gather_single(whole, x, group=g),
+        "all_gather_coalesced": lambda: dist.all_gather_coalesced([[y] for y in ys], [x], group=g),
+        "reduce_scatter": lambda: dist.reduce_scatter(x, ys, group=g),
+        "reduce_scatter_single": lambda: dist.reduce_scatter_single(x, whole, group=g),
+        "all_to_all": lambda: dist.all_to_all(xs, ys, group=g),
+        "all_to_all_single": lambda: dist.all_to_all_single(whole, np.ones(n), group=g),
         "barrier": lambda: dist.barrier(group=g),
         "monitored_barrier": lambda: dist.monitored_barrier(group=g, timeout=5),
-        "irecv": lambda: dist.irecv(x, 0, group=g),
+        "irecv": lambda: dist.irecv(y, 0, group=g),
         "isend": lambda: dist.isend(x, group_dst=0, group=g),
         "send": lambda: dist.send(x, group_dst=0, group=g),
-        "all_gather_object": lambda: dist.all_gather_object([None], 1, group=g),
-        "gather_object": lambda: dist.gather_object(1, group_dst=0, group=g),
+        "all_gather_object": lambda: dist.all_gather_object([None] * n, 1, group=g),
+        "gather_object": lambda: dist.gather_object(1, at_root(ys), group_dst=0, group=g),
         "broadcast_object_list": lambda: dist.broadcast_object_list([1], group_src=0, group=g),
-        "scatter_object_list": lambda: dist.scatter_object_list([1], group_src=0, group=g),
+        "scatter_object_list": lambda: dist.scatter_object_list(
+            [1], at_root(ys), group_src=0, group=g
+        ),
         "send_object_list": lambda: dist.send_object_list([1], group_dst=0, group=g),
     }
 
 
-@pytest.mark.parametrize("name", nothing_for_outsiders(None))
+@pytest.mark.parametrize("name", calls_with(None))
 def test_calls_of_outsiders_return_none_and_warn(alone, world, name):
     if world.me == 0:
         assert_works(alone, [0])
         return
-    assert warned(name, world.me, nothing_for_outsiders(alone)[name]) is None
+    assert warned(name, world.me, calls_with(alone)[name]) is None
 
 
 def test_receive_of_an_outsider_returns_minus_one(alone, world):
@@ -560,26 +568,15 @@ def test_calls_on_a_destroyed_group_raise(world):
     kept = dist.new_group()
     assert_works(group, range(world.size))
     dist.destroy_process_group(group)
-    x, y, n = np.ones(world.size), np.ones(1), world.size
-    peer = (world.me + 1) % n
+    y, peer = np.ones(1), (world.me + 1) % world.size
+    calls = calls_with(group, world.size)
     calls = [
-        lambda: dist.all_reduce(y, group=group),
+        *(call for name, call in calls.items() if not name.startswith("send")),  # to itself
         lambda: dist.all_reduce(y, group=group, async_op=True),
-        lambda: dist.all_reduce_coalesced([y], group=group),
         lambda: dist.broadcast(y, 0, group=group),
-        lambda: dist.reduce(y, 0, group=group),
-        lambda: dist.all_gather([y.copy() for _ in range(n)], y, group=group),
-        lambda: dist.all_gather_single(x, y, group=group),
-        lambda: dist.reduce_scatter_single(y, x, group=group),
-        lambda: dist.all_to_all_single(x, x.copy(), group=group),
-        lambda: dist.barrier(group=group),
-        lambda: dist.monitored_barrier(group=group, timeout=5),
-        lambda: dist.isend(y, peer, group=group),
         lambda: dist.recv(y, peer, group=group),
         lambda: dist.irecv(y, group=group),
         lambda: dist.batch_isend_irecv([dist.P2POp(dist.irecv, y, peer, group)]),
-        lambda: dist.all_gather_object([None] * n, 1, group=group),
-        lambda: dist.broadcast_object_list([1], 0, group=group),
         lambda: dist.recv_object_list([1], group=group),
         lambda: dist.new_subgroups(1, group),
         lambda: dist.split_group(group, [[0]]),

@@ -157,7 +157,7 @@ def test_directives_match_the_description(script: str) -> None:
     assert PARSERS[Path(script).suffix](script) == DESCRIPTION[script]
 
 
-# --- commands ----------------------------------------------------------------------------
+# --- commands -----------------------------------------------------------------------------------
 
 
 class Start(NamedTuple):
@@ -212,9 +212,10 @@ def run(script: str, folder: Path, *words: str, **variables: str) -> list[Start]
         "[ $1 != show ] || { echo node1; echo node2; exit; }",
     }
     for name in ("srun", "mpirun", "mpiexec", "flux", "scontrol"):
-        says = answers.get(name, "")
         path = bin / name
-        path.write_text(f'#!/bin/bash\n{says}\nprintf "%s\\0" {name} "$@" "" >> {log}\n')
+        path.write_text(
+            f'#!/bin/bash\n{answers.get(name, "")}\nprintf "%s\\0" {name} "$@" "" >> {log}\n'
+        )
         path.chmod(0o755)
     environment: Mapping[str, str] = {
         "PATH": f"{bin}:{os.environ['PATH']}", "VENV": "/venv", "HOME": str(folder),
@@ -236,8 +237,8 @@ def run(script: str, folder: Path, *words: str, **variables: str) -> list[Start]
     return starts
 
 
-#: How each launcher is told the number of ranks, of all nodes or of each, if it is told.
-TOLD = {"mpirun": ("-n",), "mpiexec": ("-n",), "flux": ("--ntasks",)}
+#: Options with the number of ranks.
+RANKS = {"mpirun": ("-n",), "mpiexec": ("-n",), "flux": ("--ntasks",)}
 
 
 @pytest.mark.parametrize("script", DESCRIPTION)
@@ -248,9 +249,9 @@ def test_script_starts_the_requested_ranks(script: str, tmp_path: Path) -> None:
         script, tmp_path, OPTIONS=shlex.join(options)
     )  # fmt: skip
     for start in starts:
-        if start.launcher in TOLD:
-            assert start.option(*TOLD[start.launcher]) == str(asked.ranks)
-        else:  # srun knows from sbatch, but for the cores
+        if start.launcher in RANKS:
+            assert start.option(*RANKS[start.launcher]) == str(asked.ranks)
+        else:  # srun gets the number of ranks, but not of cores, from sbatch
             assert start.launcher == "srun" and start.option("--mpi") == "pmi2"
             assert start.option("--cpus-per-task") == str(asked.cores_per_rank)
             assert start.option("--kill-on-bad-exit") == "1"

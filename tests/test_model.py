@@ -65,7 +65,7 @@ def test_ranks_of_a_node_share_its_link(network: tuple[float, float, float]) -> 
 
     assert time([model.crossing(nodes, 4, m)]) == pytest.approx(alpha + 4 * m * beta)
     assert time([model.crossing(nodes, 2, m)]) == 0
-    # Halving, the nearest ranks first, sends as little between nodes as two levels do.
+    # Halving, nearest ranks first, sends as few bytes between nodes as two levels.
     assert time(model.rabenseifner(nodes, m)) == pytest.approx(6 * alpha + 2 * m * beta * 7 / 8)
     assert time(model.ring(nodes, m)) == pytest.approx(31 * alpha + m * beta * 31 / 32)
     # Of all 31 x 32 blocks of pairwise exchange, 28 of 31 leave a node, from 4 ranks each.
@@ -119,7 +119,7 @@ def test_the_page_has_the_tables_of_the_model() -> None:
     ],
 )
 def test_default_tables_match_the_model(kind: str, place: Place) -> None:
-    """The same routes, from about the same sizes on; another table is found to be worse."""
+    """The same routes from about the same sizes. A table with one route is worse."""
     found = model.find(Table(openmpi=False), kind, place)
     assert found.worst < model.WORSE
     assert [route for _, route in found.model] == [route for _, route in found.default]

@@ -730,7 +730,7 @@ def test_contradicting_options_are_detected(words: str, error: str) -> None:
         ("-b 2M -e 1M", "--minbytes"),
         ("-r 3", "--root 3: there are 3 ranks"),
         ("-b 1T -e 1T", "--maxbytes 1099511627776: all_to_all_single needs"),
-        ("--json /nowhere/x.json", "/nowhere/x.json: there is no folder /nowhere"),
+        ("--json /nowhere/x.json", "no folder /nowhere"),
         ("--routes mpi,hierarchical", "--routes hierarchical: it needs several nodes"),
     ],
 )

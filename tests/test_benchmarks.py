@@ -434,7 +434,7 @@ def test_short_run_of_overhead(subject: str) -> None:
     [
         ("sises", "invalid choice: 'sises'"),
         ("sizes --json /nowhere/x", "no folder /now"),
-        ("ddp sizes --device cuda", "--device cuda: ddp and fsdp alone"),
+        ("ddp sizes --device cuda", "--device cuda: only ddp and fsdp"),
     ],
 )
 def test_one_rank_prints_the_error(words: str, error: str) -> None:

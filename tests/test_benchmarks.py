@@ -96,26 +96,6 @@ def test_a_ratio_has_its_own_spread() -> None:
     assert (aim.measured, aim.spread) == (pytest.approx(1.2), pytest.approx(0.1))
 
 
-def test_some_targets_apply_to_near_ranks_only() -> None:
-    both = [
-        measured(case, "all_reduce", 64 * MIB, seconds, distance=distance)
-        for case, seconds in (("mpi4py", 6e-3), ("mpicoll", 2e-3))
-        for distance in ("near", "far")
-    ]
-    lists = results(*both).split()
-    aim = find("all_reduce 64 MiB: MPI", lists["near"])
-    assert (aim.asked, aim.verdict) == ("at least 4 x", "MISSED")
-    aim = find("all_reduce 64 MiB: MPI", lists["far"])
-    assert (aim.asked, aim.verdict) == ("at least 2.5 x", "met")
-    names = [{aim.name for aim in aims.aims(each)} for each in lists.values()]
-    assert names[0] - names[1] == {"all_reduce 4 B: mpicoll"}
-    rows = [line for line in report.aims_table([results(*both)]) if "64 MiB: MPI_" in line]
-    asked = {
-        tuple(cell.strip() for cell in row.split("|")[2:4]) for row in rows if "four" not in row
-    }
-    assert asked == {("near", "at least 4 x"), ("far", "at least 2.5 x")}
-
-
 def test_targets_of_memory_and_coalescing() -> None:
     many = {"section": "many", "count": 1000}
     given = results(
@@ -229,6 +209,8 @@ def test_near_and_far_have_separate_rows_and_targets() -> None:
     ]
     name = "all_reduce 256 MiB: MPI_Allreduce / mpicoll"
     assert [cells(line)[1] for line in report.aims_table([one, other]) if name in line] == ["-"]
+    names = [{aim.name for aim in aims.aims(each)} for each in one.split().values()]
+    assert names[0] - names[1] == {"all_reduce 4 B: mpicoll"}, "a target of near ranks only"
     (row,) = map(cells, report.times_table([one], ("bytes",), **near)[2:])
     assert row == ["64 MiB", "near", "30 ms", "10 ms", "3.00 ±0.00"]
     assert "near in 1 measurements; far did not occur" in "\n".join(report.about(other))

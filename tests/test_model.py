@@ -83,24 +83,6 @@ def test_bytes_in_caches_and_in_memory() -> None:
     assert model.moved(10, byte, 1e15, ranks) == pytest.approx(10 * 2 * 10)
 
 
-def test_exchange_sends_to_each_rank() -> None:
-    """Two rounds of n - 1 messages from Python, except for small messages, which all ranks get."""
-    for n, m in ((8, 2 * MIB), (64, 8 * MIB)):
-        time = model.by_exchange("all_reduce", Place(n, 1), m)
-        assert time > 2 * (n - 1) * model.PYTHON
-    assert model.by_exchange("all_reduce", Place(64, 1), 128) < model.PYTHON * 63
-
-
-@pytest.mark.parametrize("kind", model.KINDS)
-@pytest.mark.parametrize("place", model.PLACES, ids=str)
-def test_times_rise_with_bytes(kind: str, place: Place) -> None:
-    assert kind in KINDS
-    sizes = [4 * place.ranks << i for i in range(0, 24, 2)]
-    times = [model.route_times(kind, place, size) for size in sizes]
-    for route in tuning.eligible_routes(kind, place.name):
-        assert times[-1][route] > 2 * times[0][route] > 0
-
-
 def test_the_page_has_the_tables_of_the_model() -> None:
     page = (DOCS / "model.md").read_text()
     assert fill_page(page, "model", {"defaults": model.lines()}) == page, (

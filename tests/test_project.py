@@ -153,14 +153,6 @@ def test_figures_fit_a_page_and_have_curves(figure: Path) -> None:
         assert "FillBetween" in panel, "no curve"
 
 
-def test_summary_figure_has_an_axis() -> None:
-    text = (DOCS / "figures/summary.svg").read_text()
-    labels = re.findall(r">(1\d* [µm]s)</text>", text)
-    assert [label for label in labels if label[1] in "0 "] == [
-        "1 µs", "10 µs", "100 µs", "1 ms", "10 ms", "100 ms",
-    ]  # fmt: skip
-
-
 def cells(page: Path) -> Iterator[list[str]]:
     """Yield the rows of a page's tables."""
     for line in page.read_text().splitlines():

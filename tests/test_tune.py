@@ -75,27 +75,6 @@ def test_one_step_where_the_fastest_route_changes():
         assert choose_steps(found, usual) == ((0, "mpi"), (256, "shared"))
 
 
-def test_steps_stay_without_a_clear_difference():
-    """Ties, differences below CLEAR_RATIO, and overlapping quartiles."""
-    usual = ((0, "mpi"), (64, "shared"), (1024, "exchange"))
-    noise = random.Random(1)
-    for spread, by in ((0.0, 1.0), (0.0, CLEAR_RATIO), (0.2, 1.3)):
-        for _ in range(50):
-            times = {
-                name: [took * noise.uniform(1, by) for took in FLAT]
-                for name in ("mpi", "shared", "exchange")
-            }
-            assert choose_steps(figures(spread, **times), usual) == usual
-
-
-def test_clearly_slower_routes_are_replaced():
-    usual = ((0, "mpi"),)
-    slow = [took * CLEAR_RATIO * 1.01 for took in FLAT]
-    assert choose_steps(figures(mpi=slow, shared=FLAT), usual) == ((0, "shared"),)
-    assert choose_steps(figures(0.02, mpi=slow, shared=FLAT), usual) == ((0, "shared"),)
-    assert choose_steps(figures(0.04, mpi=slow, shared=FLAT), usual) == usual
-
-
 def cost(found, way, usual):
     """Return the cost of one route per size, and the number of routes that differ from `usual`.
 
@@ -135,15 +114,6 @@ def test_chosen_steps_have_the_minimum_cost():
         ]  # fmt: skip
         least = min(cost(found, each, usual) for each in product(*allowed))
         assert cost(found, way, usual) == least
-
-
-def test_no_route_is_slower_than_the_default_at_any_size():
-    shared = [5.0] * 11
-    shared[5] = 12.0
-    steps = choose_steps(figures(mpi=FLAT, shared=shared), ((0, "mpi"),))
-    assert steps == ((0, "shared"), (SIZES[5], "mpi"), (SIZES[6], "shared"))
-    shared[5] = 10.4  # within CLEAR_RATIO
-    assert choose_steps(figures(mpi=FLAT, shared=shared), ((0, "mpi"),)) == ((0, "shared"),)
 
 
 def test_steps_beyond_the_measured_sizes_stay():
@@ -213,15 +183,6 @@ def test_steps_minimize_the_maximum_regret_over_distances():
         (0, "shared"),
     )
     assert choose_steps({s: {"far": by["far"]} for s, by in small.items()}, usual) == ((0, "mpi"),)
-
-
-def test_no_route_is_slower_than_the_default_at_any_distance():
-    near = figures(mpi=FLAT, shared=[2.0] * 11)
-    far = figures(distance="far", mpi=FLAT, shared=[CLEAR_RATIO * 10.1] * 11)
-    assert choose_steps(near_and_far(near, far), ((0, "mpi"),)) == ((0, "mpi"),)
-    assert choose_steps(near, ((0, "mpi"),)) == ((0, "shared"),)
-    some = near_and_far(near, {size: far[size] for size in SIZES[4:]})
-    assert choose_steps(some, ((0, "mpi"),)) == ((0, "shared"), (SIZES[4], "mpi"))
 
 
 def test_changes_have_a_gain_for_each_distance():

@@ -57,8 +57,8 @@ def directives(script: str, sentinel: str) -> list[str]:
     lines = (JOBS / script).read_text().splitlines()
     end = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
     assert not any(line.startswith(sentinel) for line in lines[end:])
-    given = [line.removeprefix(sentinel) for line in lines[:end] if line.startswith(sentinel)]
-    return [word for line in given for word in shlex.split(line, comments=True)]
+    words = [line.removeprefix(sentinel) for line in lines[:end] if line.startswith(sentinel)]
+    return [word for line in words for word in shlex.split(line, comments=True)]
 
 
 def minutes(text: str) -> int:

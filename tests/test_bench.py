@@ -266,8 +266,8 @@ def test_busy_machine_is_reported(ended: Ended) -> None:
     ],
 )
 def test_noise_warning(noise: float, load: float, crowded: bool, words: list[str]) -> None:
-    given = bench_table.noise_warning(noise, load, crowded)
-    assert len(given) == bool(words) and all(word in given[0] for word in words), given
+    warning = bench_table.noise_warning(noise, load, crowded)
+    assert len(warning) == bool(words) and all(word in warning[0] for word in words), warning
 
 
 def test_summary_has_one_line_per_distance() -> None:

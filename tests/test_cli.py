@@ -462,9 +462,9 @@ def facts(**others: str) -> dict[str, str]:
     ],
 )  # fmt: skip
 def test_advice_on_facts(seen: Findings, wrong: bool | None, words: str) -> None:
-    given = advise(seen)
-    assert [bad for bad, _ in given] == ([] if wrong is None else [wrong]), given
-    assert all(words in text for _, text in given), given
+    advice = advise(seen)
+    assert [bad for bad, _ in advice] == ([] if wrong is None else [wrong]), advice
+    assert all(words in text for _, text in advice), advice
 
 
 def pair(a: int, b: int, *latencies: float) -> Pair:
@@ -538,9 +538,9 @@ def place(
 )  # fmt: skip
 def test_advice_on_binding_and_shared_memory(places: list[Placement], words: str) -> None:
     seen = Findings([facts()] * len(places), placements=places)
-    given = advise(seen)
-    assert [bad for bad, _ in given] == ([False] if words else []), given
-    assert all(text.startswith(words) for _, text in given), given
+    advice = advise(seen)
+    assert [bad for bad, _ in advice] == ([False] if words else []), advice
+    assert all(text.startswith(words) for _, text in advice), advice
 
 
 @pytest.mark.parametrize(
@@ -556,9 +556,9 @@ def test_advice_on_binding_and_shared_memory(places: list[Placement], words: str
     ],
 )  # fmt: skip
 def test_advice_on_threads(places: list[Placement], words: str) -> None:
-    given = [text for _, text in advise(Findings([facts()] * len(places), placements=places))]
-    given = [text for text in given if "OMP_NUM_THREADS" in text]
-    assert len(given) == bool(words) and all(words in text for text in given), given
+    advice = [text for _, text in advise(Findings([facts()] * len(places), placements=places))]
+    advice = [text for text in advice if "OMP_NUM_THREADS" in text]
+    assert len(advice) == bool(words) and all(words in text for text in advice), advice
 
 
 def test_placement_has_omp_num_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -585,24 +585,24 @@ def test_advice_on_ucx(
 ) -> None:
     own = Capabilities("M", "1", "", CudaSupport.FULL, "", "a", gpus=gpus)
     monkeypatch.setenv("UCX_TLS", tls)
-    given = [text for _, text in advise(Findings([facts()], all_ranks=(own,)))]
-    assert len(given) == bool(words) and all(words in text for text in given), given
+    advice = [text for _, text in advise(Findings([facts()], all_ranks=(own,)))]
+    assert len(advice) == bool(words) and all(words in text for text in advice), advice
 
 
 def test_advice_on_gpus_far_from_processors() -> None:
-    given = advise(Findings([facts()] * 3, far=[["GPU a is far"], [], ["GPU a is far", "x"]]))
-    assert given == [(False, "ranks 0,2: GPU a is far"), (False, "rank 2: x")]
+    advice = advise(Findings([facts()] * 3, far=[["GPU a is far"], [], ["GPU a is far", "x"]]))
+    assert advice == [(False, "ranks 0,2: GPU a is far"), (False, "rank 2: x")]
 
 
 def test_advice_to_start_more_than_one_rank() -> None:
     alone = facts(launcher="none")
     others = [Findings([facts(launcher="srun")]), Findings([alone] * 2)]
     others.append(Findings([alone], problem="x"))
-    given = ["the only rank" in str(advise(seen)) for seen in [Findings([alone]), *others]]
-    assert given == [True, False, False, False]
+    advice = ["the only rank" in str(advise(seen)) for seen in [Findings([alone]), *others]]
+    assert advice == [True, False, False, False]
 
 
 def test_settings_that_differ_are_listed_by_rank() -> None:
     seen = Findings([facts()] * 3, misspelled=[{"A": "A: x"}, {}, {"A": "A: x", "B": "B: y"}])
-    given = advise(seen)
-    assert given == [(True, "ranks 0,2: A: x"), (True, "rank 2: B: y")]
+    advice = advise(seen)
+    assert advice == [(True, "ranks 0,2: A: x"), (True, "rank 2: B: y")]

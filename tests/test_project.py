@@ -277,12 +277,12 @@ def test_recipes_have_the_version() -> None:
 
 def test_citation_has_the_version_and_the_license() -> None:
     lines = (ROOT / "CITATION.cff").read_text().splitlines()
-    given = dict(line.split(": ", 1) for line in lines if ": " in line)
-    assert given["cff-version"] == "1.2.0" and given["type"] == "software"
-    assert given["title"] == "mpicoll" and given["version"] == mpicoll.__version__
+    fields = dict(line.split(": ", 1) for line in lines if ": " in line)
+    assert fields["cff-version"] == "1.2.0" and fields["type"] == "software"
+    assert fields["title"] == "mpicoll" and fields["version"] == mpicoll.__version__
     project = (ROOT / "pyproject.toml").read_text()
-    assert f'license = "{given["license"]}"' in project
-    assert f'Repository = "{given["repository-code"]}"' in project
+    assert f'license = "{fields["license"]}"' in project
+    assert f'Repository = "{fields["repository-code"]}"' in project
     assert {"message:", "authors:"} <= {line.split()[0] for line in lines}
     assert "Development Status :: 3 - Alpha" in project
     assert "**Status: alpha.**" in README.read_text()

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from mpicoll.routes import tuning
-from mpicoll.routes.tuning import KINDS, Table
+from mpicoll.routes.tuning import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -215,8 +215,8 @@ EXTERNAL_OPTIONS = {
     "--index-url",
 }
 #: Other programs that pages may use.
-EXTERNAL = {"python", "make", "git", "cd", "sh", "export", "module", "torchrun", "torchfrtrace", "qsub",
-            "bsub", "flux", "cat", "kill", "ulimit", "df"}  # fmt: skip
+EXTERNAL = {"python", "make", "git", "cd", "sh", "export", "module", "torchrun", "torchfrtrace",
+            "qsub", "bsub", "flux", "cat", "kill", "ulimit", "df"}  # fmt: skip
 
 
 def commands(block: Block) -> Iterator[list[str]]:

@@ -332,7 +332,7 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=LARGEST, metavar="BYTES",
                         help="maximum size (default: %(default)s)")  # fmt: skip
     parser.add_argument("--alone", nargs=2, default=["all_reduce", FACADE],
-                        metavar=("PRIMITIVE", "CASE"), help="the call of the section memory")  # fmt: skip
+                        metavar=("PRIMITIVE", "CASE"), help="the call of memory")  # fmt: skip
     parser.add_argument("--without-torch", action="store_true", help="only mpi4py and mpicoll")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu",
                         help="device of ddp and fsdp (default: %(default)s)")  # fmt: skip

@@ -10,12 +10,14 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rank_scripts import HUNG, MPIEXEC
+import pytest
+from rank_scripts import HUNG, MPIEXEC, needs_mpiexec
+from whole_jobs import made_by
 
 #: Timeout of a job in seconds. Most jobs take two, with torch four.
 LIMIT_S = 60
@@ -69,6 +71,24 @@ class Ended:
         assert self.err.count("error: ") == 1 and "Traceback" not in self.err, self
         assert all(word in self.err for word in words), self
         assert self.seconds < LIMIT_S / 3, self
+
+
+def decorator(kind: type[Job]) -> Callable[..., Callable[[Any], Any]]:
+    """Return a decorator that gives a test its job: ``job(words, ranks=0, every_mpi=False, ...)``.
+
+    every_mpi: run the test with every MPI. By default tests/run.py runs it with one.
+    """
+    with_job = made_by(kind)
+
+    def job(words: str, every_mpi: bool = False, **how: Any) -> Callable[[Any], Any]:
+        def decorate(test: Any) -> Any:
+            test = with_job(words, **how)(test)
+            test = needs_mpiexec(test) if how.get("ranks") else test
+            return test if every_mpi else pytest.mark.any_mpi(test)
+
+        return decorate
+
+    return job
 
 
 def run(job: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:

@@ -21,8 +21,6 @@ import cli_jobs
 import numpy as np
 import pytest
 from cli_jobs import Job
-from rank_scripts import needs_mpiexec
-from whole_jobs import made_by
 
 from mpicoll import cli
 from mpicoll.cli import bench, bench_calls, bench_table
@@ -54,7 +52,7 @@ class Ended(cli_jobs.Ended):
         return json.loads((self.folder / "report.json").read_text())
 
 
-job = made_by(Job)
+job = cli_jobs.decorator(Job)
 
 
 def run(job: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
@@ -131,14 +129,12 @@ def check_table(ended: Ended, n: int, itemsize: int, sizes: list[int], root: int
     assert ended.out.count("Out of bounds values : 0 OK") == len(PRIMITIVES)
 
 
-@needs_mpiexec
 @job("bench all -b 8 -e 3000 -f 16 -d bfloat16 --check -n 3 --repetitions 3 "
      "--json $FOLDER/report.json", ranks=2, site=NEAR)  # fmt: skip
 def test_all_primitives_on_two_ranks(ended: Ended) -> None:
     check_table(ended, 2, 2, [8, 128, 2048], root=0)
 
 
-@needs_mpiexec
 @job("bench all -b 100 -e 90K -i 70000 -d double -r 2 -o avg -c 1 -w 0 -a 1 --async "
      "--json $FOLDER/report.json", ranks=3, site=NEAR)  # fmt: skip
 def test_all_primitives_on_three_ranks(ended: Ended) -> None:
@@ -146,7 +142,6 @@ def test_all_primitives_on_three_ranks(ended: Ended) -> None:
     assert "the mean of the ranks" in ended.out and "async_op=True" in ended.out
 
 
-@needs_mpiexec
 @job("bench all_reduce reduce -b 65K -e 65K -d all -o all -c -n 1 -w 0 --repetitions 1", ranks=3,
      site=NEAR)  # fmt: skip
 def test_all_dtypes_and_reduction_operations(ended: Ended) -> None:
@@ -160,7 +155,6 @@ def test_all_dtypes_and_reduction_operations(ended: Ended) -> None:
     assert {cells[12] for cells in ended.lines} == {"0"}
 
 
-@needs_mpiexec
 @job("bench gather barrier -b 64 -e 64 --latency -n 25 --json $FOLDER/report.json", ranks=2,
      site=NEAR)  # fmt: skip
 def test_latency_percentiles(ended: Ended) -> None:
@@ -188,7 +182,6 @@ Distance._share = lambda self, n: ""
 """
 
 
-@needs_mpiexec
 @job("bench broadcast all_reduce -b 64 -e 64 --compare mpi4py -n 1 --repetitions 3 -c "
      "--json $FOLDER/report.json", ranks=2, site=MOVING)  # fmt: skip
 def test_each_distance_has_its_own_line(ended: Ended) -> None:
@@ -234,14 +227,12 @@ def check_spread(ended: Ended, column: int) -> None:
     assert ended.report["noise"] == pytest.approx(statistics.median(spreads))
 
 
-@needs_mpiexec
 @job(SPREAD, ranks=2, site=NEAR + LOAD.format(0.0, 'float("inf")'))
 def test_table_shows_the_spread_of_times(ended: Ended) -> None:
     check_spread(ended, -2)
     assert "NOT RELIABLE" not in ended.out
 
 
-@needs_mpiexec
 @job(f"{SPREAD} --short --compare mpi4py", ranks=2, site=NEAR + LOAD.format(25.0, -1.0))
 def test_busy_machine_is_reported(ended: Ended) -> None:
     check_spread(ended, 4)
@@ -290,7 +281,6 @@ def test_summary_has_one_line_per_distance() -> None:
 # --- comparisons with mpi4py and Gloo -----------------------------------------------------------
 
 
-@needs_mpiexec
 @needs_torch
 @job("bench all_reduce scatter -b 64 -e 64 -d bfloat16 --compare mpi4py,gloo -n 2 "
      "--json $FOLDER/report.json", ranks=2, site=NEAR)  # fmt: skip
@@ -308,7 +298,6 @@ def test_compared_libraries_have_times_and_ratios(ended: Ended) -> None:
     assert ended.lines[1][13:15] == [f"{raw['time']:.2f}", f"{raw['ratio']:.2f}"]
 
 
-@needs_mpiexec
 @job("bench all_reduce scatter -b 64 -e 4K -f 64 -d float,bfloat16 --compare mpi4py --short -n 2 "
      "-c --json $FOLDER/report.json", ranks=3, site=NEAR)  # fmt: skip
 def test_short_table(ended: Ended) -> None:
@@ -363,7 +352,6 @@ ONE_ARRAY = "broadcast all_reduce reduce all_gather_single reduce_scatter_single
 NO_REDUCE = " ".join(row.name for row in PRIMITIVES if row.name not in ("reduce", *ALIKE))
 
 
-@needs_mpiexec
 @job(f"bench {ONE_ARRAY} -b 12 -e 80K -f 64 -d int32 -r 1 -c -n 1", ranks=3,
      site=REPLACE.replace("$LIBRARY", "mpi4py"))  # fmt: skip
 def test_calls_of_mpi4py_give_the_expected_results(ended: Ended) -> None:
@@ -371,7 +359,6 @@ def test_calls_of_mpi4py_give_the_expected_results(ended: Ended) -> None:
     assert ended.out.count("0 OK") == len(ONE_ARRAY.split())
 
 
-@needs_mpiexec
 @needs_torch
 @job(f"bench {NO_REDUCE} -b 12 -e 80K -f 4096 -d int32 -r 1 -c -n 1 -w 0 --repetitions 1",
      ranks=2, site=REPLACE.replace("$LIBRARY", "gloo"))  # fmt: skip
@@ -395,7 +382,6 @@ collectives.all_reduce = all_reduce
 """
 
 
-@needs_mpiexec
 @job("bench all_reduce broadcast -b 4 -e 64K -f 128 -d int16 -c -n 1 --json $FOLDER/report.json",
      ranks=3, site=NEAR + BREAK)  # fmt: skip
 def test_wrong_elements_are_counted(ended: Ended) -> None:
@@ -570,7 +556,6 @@ def routes_of(ended: Ended) -> dict[str, dict[str, Any]]:
     return {result["primitive"]: result["compare"] for result in results}
 
 
-@needs_mpiexec
 @job("bench all_reduce gather all_to_all barrier -b 4K -e 4K --device cuda --routes all -c -n 2 "
      "--compare copy --json $FOLDER/report.json", ranks=2, site=NEAR + SIMULATED_CUPY,
      environment={"MPICOLL_CUDA_AWARE": "full"})  # fmt: skip
@@ -614,7 +599,6 @@ def test_groups_use_the_named_device_routes(ended: Ended) -> None:
     assert "# forced: ipc staged\n" in ended.out
 
 
-@needs_mpiexec
 @job("bench all_reduce broadcast all_to_all_single -b 64K -e 64K -d float,bfloat16 --routes all "
      "-c -n 2 --json $FOLDER/report.json", ranks=2, site=NEAR)  # fmt: skip
 def test_host_routes_are_measured(ended: Ended) -> None:
@@ -651,7 +635,6 @@ registry.HOST["exchange"] = replace(exchange, build=build)
 """
 
 
-@needs_mpiexec
 @job("bench all_reduce -b 64 -e 64 -d int32 --routes exchange,mpi -c -n 2 "
      "--json $FOLDER/report.json", ranks=2, site=NEAR + BREAK_EXCHANGE)  # fmt: skip
 def test_wrong_results_are_attributed_to_their_route(ended: Ended) -> None:
@@ -723,7 +706,6 @@ def test_contradicting_options_are_detected(words: str, error: str) -> None:
     assert error in bench._contradiction(parsed(f"bench {words}"))
 
 
-@needs_mpiexec
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -739,7 +721,6 @@ def test_invalid_options_end_all_ranks(words: str, error: str, ended: Ended) -> 
     ended.refused(error)
 
 
-@needs_mpiexec
 @job("bench all_reduce --device cuda", ranks=2, site="import sys; sys.modules['cupy'] = None")
 def test_cuda_needs_cupy(ended: Ended) -> None:
     ended.refused("--device cuda: arrays on a GPU need CuPy")

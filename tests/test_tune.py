@@ -16,8 +16,6 @@ from typing import Any
 
 import cli_jobs
 import pytest
-from rank_scripts import needs_mpiexec
-from whole_jobs import made_by
 
 from mpicoll import cli, machine
 from mpicoll.cli import tune
@@ -430,7 +428,7 @@ class Ended(cli_jobs.Ended):
         return self.folder / "table.json"
 
 
-job = made_by(Job)
+job = cli_jobs.decorator(Job)
 
 
 def run(job: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
@@ -448,7 +446,6 @@ def run(job: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
 FEW = "--quick --force --seconds 20 --sizes 8:64"
 
 
-@needs_mpiexec
 @job(f"tune {FEW} --kinds all_reduce 'all_reduce of others' gather --json $FOLDER/all.json",
      ranks=2, then="doctor --json")  # fmt: skip
 def test_later_jobs_use_the_table(ended: Ended) -> None:
@@ -502,7 +499,6 @@ OLD = {
 }
 
 
-@needs_mpiexec
 @job(f"tune {FEW} --kinds gather gather reduce", ranks=2, file=json.dumps({"ranks": OLD}),
      environment={"MPICOLL_TABLE": "$FOLDER/table.json"}, then="doctor")  # fmt: skip
 def test_tune_adds_to_an_existing_table(ended: Ended) -> None:
@@ -519,7 +515,6 @@ def test_tune_adds_to_an_existing_table(ended: Ended) -> None:
     assert f"{ended.table} (measured on 2, 16 ranks)" in ended.after.out, ended.after
 
 
-@needs_mpiexec
 @job("tune --sizes 8:1G --seconds 0.001 --kinds all_reduce -o $FOLDER/table.json", ranks=3)
 def test_too_few_seconds_write_no_table(ended: Ended) -> None:
     assert ended.code == 3 and "Traceback" not in ended.err, ended
@@ -528,7 +523,6 @@ def test_too_few_seconds_write_no_table(ended: Ended) -> None:
     assert not ended.table.exists()
 
 
-@needs_mpiexec
 @job("tune --quick --force --seconds 20 --sizes 8:16 --kinds gather -o $FOLDER/table.json", ranks=3,
      environment={"TEST_MPICOLL_PACE": "0"})  # fmt: skip
 def test_one_rank_prints_progress_under_a_launcher(ended: Ended) -> None:
@@ -541,7 +535,6 @@ def test_one_rank_prints_progress_under_a_launcher(ended: Ended) -> None:
 # --- dry runs and tables that are removed -------------------------------------------------------
 
 
-@needs_mpiexec
 @job("tune --quick --dry-run --seconds 20 --sizes 8:16 --kinds gather", ranks=2)
 def test_dry_run_writes_no_file(ended: Ended) -> None:
     assert ended.code in (0, 3) and "Traceback" not in ended.err, ended
@@ -553,7 +546,6 @@ def test_dry_run_writes_no_file(ended: Ended) -> None:
 MADE = '{"ranks": {"2": {"gather": {"node": [[0, "mpi"]]}}}}'
 
 
-@needs_mpiexec
 @pytest.mark.parametrize("words", ["", "-o $FOLDER/table.json"])
 @job("tune --reset $words", ranks=2, file=MADE, environment={"MPICOLL_TABLE": "$FOLDER/table.json"},
      then="tune --reset $words")  # fmt: skip
@@ -611,7 +603,6 @@ def test_one_rank_raises(ended: Ended) -> None:
     ended.refused("one rank has only one route")
 
 
-@needs_mpiexec
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -636,7 +627,6 @@ def test_invalid_options_end_all_ranks(words: str, why: str, ended: Ended) -> No
     ended.refused(why)
 
 
-@needs_mpiexec
 @job("tune --kinds gather scatter", ranks=2, environment={"MPICOLL_SHARED_MEMORY": "0"})
 def test_only_one_available_route_raises(ended: Ended) -> None:
     ended.refused("ranks do not share memory: only one route is available for gather, scatter")
@@ -646,7 +636,6 @@ BROKEN = '{"ranks": {"2": {"gather": {"node": [[8, "mpi"]]}}}}'
 OTHERS = '{"ranks": {}, "mpi": "Our MPI 7", "machine": "9 x A"}'
 
 
-@needs_mpiexec
 @pytest.mark.parametrize("words", ["", "-o $FOLDER/other.json"])
 @job("tune --quick --force --seconds 20 --sizes 8 --kinds all_reduce $words", ranks=2, file=BROKEN,
      environment={"MPICOLL_TABLE": "$FOLDER/table.json"})  # fmt: skip
@@ -659,14 +648,12 @@ def test_invalid_table_is_kept_and_does_not_prevent_another_one(words: str, ende
     ended.refused(message, "remove it")
 
 
-@needs_mpiexec
 @job("tune --quick --sizes 8 -o $FOLDER/table.json", ranks=2, file=OTHERS)
 def test_table_of_another_machine_is_kept(ended: Ended) -> None:
     ended.refused("was measured with Our MPI 7 on 9 x A, but this is ", "--output")
     assert ended.table.read_text() == OTHERS
 
 
-@needs_mpiexec
 @job("doctor --json", ranks=3, file=BROKEN, environment={"MPICOLL_TABLE": "$FOLDER/table.json"})
 def test_job_with_an_invalid_table_fails_with_one_error(ended: Ended) -> None:
     assert ended.code == 1 and "Traceback" not in ended.err, ended

@@ -644,7 +644,7 @@ def test_invalid_table_is_kept_and_does_not_prevent_another_one(words: str, ende
     if words:
         ended.succeeded()
         return
-    message = f"{ended.table} is not a table of routes: gather: node: expected bytes"
+    message = f"{ended.table} is not a table of routes: gather: node: expected "
     ended.refused(message, "remove it")
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks: targets, tables and pages from given measurements, and a short run."""
+"""The benchmarks: aims, tables and pages from given measurements, and a short run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.any_mpi, pytest.mark.slow]
 
 KIB, MIB = 1 << 10, 1 << 20
 
-# --- targets, from given measurements -----------------------------------------------------------
+# --- aims, from given measurements --------------------------------------------------------------
 
 
 def measured(case: str, primitive: str, size: int, seconds: float, **more: Any) -> dict[str, Any]:
@@ -49,13 +49,13 @@ def find(name: str, given: aims.Results) -> aims.Aim:
     return aim
 
 
-def test_targets_without_measurements_are_not_met() -> None:
+def test_aims_without_measurements_are_not_met() -> None:
     every = aims.aims(results())
     assert len(every) > 20 and {aim.verdict for aim in every} == {"not measured"}
     assert len({aim.name for aim in every}) == len(every)
 
 
-def test_targets_of_large_calls() -> None:
+def test_aims_of_large_calls() -> None:
     given = results(
         measured("mpi4py", "all_reduce", 64 * MIB, 20e-3),
         measured("mpicoll", "all_reduce", 64 * MIB, 10e-3),
@@ -74,14 +74,14 @@ def test_targets_of_large_calls() -> None:
 
 
 @pytest.mark.parametrize(("slow", "verdict"), [(2.1e-6, "met"), (2.3e-6, "MISSED")])
-def test_a_target_reports_its_worst_size(slow: float, verdict: str) -> None:
+def test_aim_reports_its_worst_size(slow: float, verdict: str) -> None:
     """A factor of 1.05 is within the spread, 1.15 is not."""
     given = results(
         measured("mpi4py", "all_reduce", KIB, 2e-6) | {"seconds": 5 * [2e-6]},
         measured("mpicoll", "all_reduce", KIB, slow),
         measured("mpi4py", "broadcast", 4, 1e-6),
         measured("mpicoll", "broadcast", 4, 8e-7),
-        measured("mpi4py", "all_reduce", MIB, 1.0),  # larger than the sizes of this target
+        measured("mpi4py", "all_reduce", MIB, 1.0),  # larger than the sizes of this aim
         measured("mpicoll", "all_reduce", MIB, 9.0),
     )
     aim = find("any collective up to 16 KiB", given)
@@ -89,14 +89,14 @@ def test_a_target_reports_its_worst_size(slow: float, verdict: str) -> None:
     assert (aim.note, aim.verdict) == ("all_reduce 1 KiB", verdict)
 
 
-def test_a_ratio_has_its_own_spread() -> None:
+def test_ratios_have_their_own_spread() -> None:
     own = measured("mpicoll", "broadcast", 16 * MIB, 1.0) | {"seconds": [2.0, 1.0, 1.0, 1.0, 1.0]}
     raw = measured("mpi4py", "broadcast", 16 * MIB, 1.0) | {"seconds": [2.0, 1.1, 1.2, 1.3, 1.4]}
     aim = find("broadcast", results(own, raw))
     assert (aim.measured, aim.spread) == (pytest.approx(1.2), pytest.approx(0.1))
 
 
-def test_targets_of_memory_and_coalescing() -> None:
+def test_aims_of_memory_and_coalescing() -> None:
     many = {"section": "many", "count": 1000}
     given = results(
         *({"section": "memory", "case": "mpicoll", "primitive": name, "extra": extra * MIB}
@@ -119,7 +119,7 @@ def overlapped(who: str, pure: float, compute: float, beside: float, in_turn: fl
     ]
 
 
-def test_targets_of_overlap() -> None:
+def test_aims_of_overlap() -> None:
     own, raw = overlapped("mpicoll", 10, 10, 12, 20), overlapped("mpi4py", 10, 10, 15, 20)
     given = results(*own, *raw, processors=2)
     assert find("overlap: mpicoll's less", given).measured == pytest.approx(80 - 50)
@@ -182,7 +182,7 @@ def test_figures_have_no_panel_without_data(tmp_path: Path) -> None:
     assert panels == [6, 2], "time and bandwidth for each MPI and distance"
 
 
-def test_near_and_far_have_separate_rows_and_targets() -> None:
+def test_near_and_far_have_separate_rows_and_aims() -> None:
     """A ratio compares samples of the same turn."""
     near, far = {"distance": "near"}, {"distance": "far"}
     ours = measured("mpicoll", "all_reduce", 64 * MIB, 10e-3, **near)
@@ -210,7 +210,7 @@ def test_near_and_far_have_separate_rows_and_targets() -> None:
     name = "all_reduce 256 MiB: MPI_Allreduce / mpicoll"
     assert [cells(line)[1] for line in report.aims_table([one, other]) if name in line] == ["-"]
     names = [{aim.name for aim in aims.aims(each)} for each in one.split().values()]
-    assert names[0] - names[1] == {"all_reduce 4 B: mpicoll"}, "a target of near ranks only"
+    assert names[0] - names[1] == {"all_reduce 4 B: mpicoll"}, "an aim of near ranks only"
     (row,) = map(cells, report.times_table([one], ("bytes",), **near)[2:])
     assert row == ["64 MiB", "near", "30 ms", "10 ms", "3.00 ±0.00"]
     assert "near in 1 measurements; far did not occur" in "\n".join(report.about(other))

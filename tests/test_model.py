@@ -82,7 +82,7 @@ def test_bytes_in_caches_and_in_memory() -> None:
     assert model.moved(10, byte, 1e15, ranks) == pytest.approx(10 * 2 * 10)
 
 
-def test_the_page_has_the_tables_of_the_model() -> None:
+def test_page_has_the_tables_of_the_model() -> None:
     page = (DOCS / "model.md").read_text()
     assert fill_page(page, "model", {"defaults": model.lines()}) == page, (
         "python benchmarks/model.py --write"

@@ -599,7 +599,7 @@ def test_reset_keeps_files_that_are_not_tables(tmp_path, text, why):
 
 
 @job("tune")
-def test_one_rank_raises(ended: Ended) -> None:
+def test_tune_on_one_rank_is_an_error(ended: Ended) -> None:
     ended.refused("one rank has only one route")
 
 
@@ -628,7 +628,7 @@ def test_invalid_options_end_all_ranks(words: str, why: str, ended: Ended) -> No
 
 
 @job("tune --kinds gather scatter", ranks=2, environment={"MPICOLL_SHARED_MEMORY": "0"})
-def test_only_one_available_route_raises(ended: Ended) -> None:
+def test_tune_with_only_one_route_is_an_error(ended: Ended) -> None:
     ended.refused("ranks do not share memory: only one route is available for gather, scatter")
 
 
@@ -662,5 +662,5 @@ def test_job_with_an_invalid_table_fails_with_one_error(ended: Ended) -> None:
 
 
 @job("tune", environment=cli_jobs.SRUN)
-def test_ranks_that_mpi_does_not_have(ended: Ended) -> None:
+def test_ranks_that_mpi_does_not_have_are_reported(ended: Ended) -> None:
     ended.refused("srun announces 2 ranks", code=1)

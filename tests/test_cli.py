@@ -152,19 +152,6 @@ def test_ctrl_c_inside_mpi(ended: Ended) -> None:
     check_interrupted(ended)
 
 
-@pytest.mark.any_mpi
-@pytest.mark.parametrize(
-    ("environment", "first"),
-    [
-        ({}, True), ({"PMI_RANK": "0"}, True), ({"PMI_RANK": "1"}, False),
-        ({"OMPI_COMM_WORLD_RANK": "2", "PMIX_RANK": "0"}, False),
-        ({"RANK": "0", "SLURM_PROCID": "1"}, True), ({"SLURM_PROCID": "3"}, False),
-    ],
-)  # fmt: skip
-def test_first_rank_before_mpi_starts(environment: dict[str, str], first: bool) -> None:
-    assert cli.is_first_rank(environment) == first
-
-
 # --- hello --------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from rank_scripts import HUNG, MPIEXEC, needs_mpiexec
-from whole_jobs import made_by
+from whole_jobs import ENVIRONMENT, made_by
 
 #: Timeout of a job in seconds. Most jobs take two, with torch four.
 LIMIT_S = 60
@@ -92,7 +92,7 @@ def decorator(kind: type[Job]) -> Callable[..., Callable[[Any], Any]]:
 
 
 def run(job: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
-    paths = [str(folder), job.environment.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+    paths = [str(folder), job.environment.get("PYTHONPATH"), ENVIRONMENT.get("PYTHONPATH")]
     own = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder), **job.environment}
     own["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     own = {name: value.replace("$FOLDER", str(folder)) for name, value in own.items()}
@@ -104,7 +104,7 @@ def run(job: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
     begin = time.monotonic()
     done = subprocess.run(
         [*start, sys.executable, "-c", PROGRAM, *shlex.split(words)],
-        env=os.environ | own, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        env=ENVIRONMENT | own, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         timeout=LIMIT_S + 20, check=False,
     )  # fmt: skip
     assert HUNG not in done.stderr, f"a rank hung\n{done.stderr}"

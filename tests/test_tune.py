@@ -579,8 +579,8 @@ def test_reset_removes_the_table_of_this_mpi(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("precious", "not a table of routes: Expecting value"),
-        ('{"precious": 1}', "not a table of routes: expected"),
+        ("precious", "not a tuning table: Expecting value"),
+        ('{"precious": 1}', "not a tuning table: expected"),
         ("", "it is empty"),
         ('{"ranks": {}, "mpi": "Our MPI 7"}', "was measured with Our MPI 7"),
     ],
@@ -644,7 +644,7 @@ def test_invalid_table_is_kept_and_does_not_prevent_another_one(words: str, ende
     if words:
         ended.succeeded()
         return
-    message = f"{ended.table} is not a table of routes: gather: node: expected "
+    message = f"{ended.table} is not a tuning table: gather: node: expected "
     ended.refused(message, "remove it")
 
 

@@ -449,7 +449,7 @@ def test_node_local_rank_from_the_launcher(launcher, bare: pytest.MonkeyPatch) -
 
 # --- launchers ----------------------------------------------------------------------------------
 
-#: Variables of launchers, and parts of the error if MPI has only one rank. test_launchers.py has all.
+#: Variables of launchers, and parts of the error if MPI has one rank. test_launchers.py has all.
 ANNOUNCED = {
     "torchrun": (
         {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},

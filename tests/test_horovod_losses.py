@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 pytestmark = [pytest.mark.waits, pytest.mark.slow, needs_survival]
 
 #: Loses rank 0 between two commits, later the last rank. A batch is spread over all ranks, so the
-#: parameters must be those of one process that makes each step once.
+#: parameters must equal the result of one process that makes each step once.
 TRAINING = """
 import os, signal, sys, time
 import torch

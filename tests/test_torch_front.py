@@ -144,11 +144,6 @@ def test_resolve_backend_replaces_names_by_device():
 
 # ---- under mpiexec -------------------------------------------------------------------------------
 
-ALL_REDUCE = """
-x = torch.full((2,), dist.get_rank() + 1.0)
-dist.all_reduce(x)
-"""
-
 
 @needs_mpiexec
 def test_init_with_the_name_alone_sets_the_variables_of_a_launcher():

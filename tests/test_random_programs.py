@@ -15,11 +15,11 @@ pytestmark = [needs_mpiexec, pytest.mark.any_mpi, pytest.mark.slow]
 RUN = Path(__file__).parent / "random_programs" / "run.py"
 
 
-def test_a_way() -> None:
-    ways = ["default"]
+def test_random_programs_of_one_setup_succeed() -> None:
+    setups = ["default"]
     command = [sys.executable, str(RUN), "--mpiexec", shlex.join(MPIEXEC), "--seconds", "2"]
     done = subprocess.run(
-        [*command, "--ranks", "2", "--ways", *ways], capture_output=True, text=True, check=False
+        [*command, "--ranks", "2", "--setups", *setups], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "nothing wrong" in done.stdout and set(ways) <= set(done.stdout.split()), done.stdout
+    assert "nothing wrong" in done.stdout and set(setups) <= set(done.stdout.split()), done.stdout

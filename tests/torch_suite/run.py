@@ -106,13 +106,11 @@ class Pass:
                 if worker:
                     worker.end()
 
-            threads = [
-                threading.Thread(target=work, daemon=True) for _ in range(arguments.jobs - 1)
-            ]
-            for thread in threads:
+            more = [threading.Thread(target=work, daemon=True) for _ in range(arguments.jobs - 1)]
+            for thread in more:
                 thread.start()
             work(first)
-            for thread in threads:
+            for thread in more:
                 thread.join()
         self.outcomes = dict(sorted(self.outcomes.items()))
         self.seconds = time.perf_counter() - start

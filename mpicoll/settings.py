@@ -103,7 +103,7 @@ TORCH_DEBUG = _one_of(
 )
 TABLE = Setting(
     "MPICOLL_TABLE", (), "a file, or 0",
-    "on rank 0: the table of routes that `python -m mpicoll tune` wrote, see tune.md; 0: the "
+    "on rank 0: the tuning table that `python -m mpicoll tune` wrote, see tune.md; 0: the "
     "default routes",
 )  # fmt: skip
 SHARED_MEMORY = _one_of(

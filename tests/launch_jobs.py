@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_jobs import made_by
+from whole_jobs import ENVIRONMENT, made_by
 
 from mpicoll.kernels.library import kernels
 
@@ -152,7 +152,7 @@ def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
     for rank, (command, variables) in enumerate(commands):
         environment = {
             name: fill(value)
-            for name, value in {**os.environ, **variables, **task.environment}.items()
+            for name, value in {**ENVIRONMENT, **variables, **task.environment}.items()
             if value is not None
         }
         if rank in task.later:

@@ -19,7 +19,7 @@ from string import Template
 from typing import Any
 
 import pytest
-from whole_jobs import made_by
+from whole_jobs import ENVIRONMENT, made_by
 
 from mpicoll.kernels.library import kernels
 
@@ -117,7 +117,7 @@ def run_once(task: Job, parameters: dict[str, Any], folder: Path) -> Ended:
     start = time.monotonic()
     process = subprocess.Popen(
         [str(word) for word in command],
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | task.environment,
+        env=ENVIRONMENT | {"OMP_NUM_THREADS": "1"} | task.environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -23,7 +23,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from whole_jobs import made_by
+from whole_jobs import ENVIRONMENT, made_by
 
 import mpicoll
 from mpicoll import cli
@@ -100,7 +100,7 @@ def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
     begin = time.monotonic()
     done = subprocess.run(
         [*start, sys.executable, "-c", PROGRAM, *shlex.split(words)],
-        env=os.environ | own, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        env=ENVIRONMENT | own, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         timeout=LIMIT + 20, check=False,
     )  # fmt: skip
     assert "(most recent call first)" not in done.stderr, f"a rank hung\n{done.stderr}"

@@ -65,11 +65,11 @@ def test_operations_raise_in_a_forked_child(ended):
 @job(
     INIT
     + """
-    from mpicoll.horovod.torch import kinds
+    from mpicoll.horovod.torch import implementations
     def fail(*arguments):
         raise MemoryError("no room on rank 0")
     if hvd.rank() == 0:
-        kinds._reduce = fail
+        implementations._reduce = fail
     @hvd.elastic.run
     def train(state):
         hvd.allreduce(torch.ones(2))

@@ -20,48 +20,20 @@ pytestmark = [pytest.mark.any_mpi, pytest.mark.skipif(kernels is None, reason=de
 LIMIT = 60
 
 
-class Hold(ctypes.Structure):
-    """struct mpicoll_shared."""
-
-    _fields_ = (
-        ("base", ctypes.c_void_p),
-        ("slot", ctypes.c_size_t),
-        *((name, ctypes.c_uint32) for name in ("n", "me", "round", "calls", "looks", "left")),
-        *((name, ctypes.c_uint32) for name in ("measurements", "latency", "far", "few")),
-        ("until", ctypes.c_uint64),
-        ("firsts", ctypes.c_void_p),
-        *((name, ctypes.c_uint32) for name in ("clusters", "cluster")),
-    )
-
-
-class Kind(ctypes.Structure):
-    """struct mpicoll_kind, of int32."""
-
-    _fields_ = (
-        ("shared", ctypes.c_void_p),
-        ("what", ctypes.c_uint64),
-        ("divisor", ctypes.c_double),
-        *((name, ctypes.c_size_t) for name in ("size", "parts", "whole")),
-        *((name, ctypes.c_int32) for name in ("format", "operation", "blocks", "giver", "taker")),
-        *((name, ctypes.c_int32) for name in ("prefix", "in_place")),
-        ("large", ctypes.c_size_t),
-        ("misfit", ctypes.c_uint32),
-        *((name, ctypes.c_uint64) for name in ("found", "most")),
-    )
-
-
 def kind_of(hold, whole=0, combines=True, **layout):
     """Sums, or copies."""
     format = kernels.format(b"int32") if combines else -1
-    return Kind(
-        ctypes.addressof(hold), what=7, divisor=1, size=4, parts=1, whole=whole, format=format,
-        **layout,
+    return kernels.CallPlan(
+        ctypes.addressof(hold), signature=7, divisor=1, size=4, numbers_per_element=1,
+        one_shot_max_count=whole, format=format, **layout,
     )  # fmt: skip
 
 
 def holds_of(whole, slot, n, few):
     """Each thread's hold on the memory, who waits for each other itself if n <= ``few``."""
-    return [Hold(whole.ctypes.data, slot, n, rank, few=few) for rank in range(n)]
+    return [
+        kernels.Segment(whole.ctypes.data, slot, n, rank, flat_max_ranks=few) for rank in range(n)
+    ]
 
 
 def on_threads(rank, n):
@@ -145,13 +117,13 @@ def test_one_rank_in_another_call(n, few):
 
 #: How blocks are laid out, by the names of the collectives.
 BLOCKS = {
-    "broadcast": {"giver": 1},
-    "reduce": {"taker": 1, "combines": True},
+    "broadcast": {"has_src": 1},
+    "reduce": {"has_dst": 1, "combines": True},
     "all_gather": {},
-    "gather": {"taker": 1},
-    "scatter": {"giver": 1, "blocks": 1},
-    "reduce_scatter": {"blocks": 1, "combines": True},
-    "all_to_all": {"blocks": 1},
+    "gather": {"has_dst": 1},
+    "scatter": {"has_src": 1, "many_blocks": 1},
+    "reduce_scatter": {"many_blocks": 1, "combines": True},
+    "all_to_all": {"many_blocks": 1},
     "scan": {"prefix": 1, "combines": True},
     "exscan": {"prefix": 2, "combines": True},
 }
@@ -197,17 +169,17 @@ def test_blocks_of_n_threads(n, few, slot):
             root = (call + 1) % n
             for at, (name, kind) in enumerate(kinds.items()):
                 # A slot holds n such blocks at a time: five times and a rest are enough.
-                count = min(size, 5 * slot // (4 * n) + 3) if kind.blocks and n > 8 else size
+                count = min(size, 5 * slot // (4 * n) + 3) if kind.many_blocks and n > 8 else size
                 # Rank r's block for rank s holds 1000 r + s + 3 i.
                 block = 3 * np.arange(count, dtype=np.int32)
-                send = 1000 * me + (ranks + block if kind.blocks else block)
+                send = 1000 * me + (ranks + block if kind.many_blocks else block)
                 in_place = name in ("broadcast", "reduce")
                 recv = send if in_place else np.full((n, count), -1, np.int32)
                 done = kernels.shared_blocks(
                     ctypes.addressof(kind), send.ctypes.data, recv.ctypes.data, count,
-                    root if kind.giver or kind.taker else 0, 9 * call + at,
+                    root if kind.has_src or kind.has_dst else 0, 9 * call + at,
                 )  # fmt: skip
-                if kind.taker and me != root:
+                if kind.has_dst and me != root:
                     right = (recv == (send if in_place else -1)).all()
                 else:
                     expected = results[name](me, root, block)
@@ -233,7 +205,7 @@ def test_results_that_leave_the_caches(start, extra):
     arrays[1][:] = expected
 
     def rank(me):
-        kind = kind_of(holds[me], combines=False, giver=1)
+        kind = kind_of(holds[me], combines=False, has_src=1)
         kind.size = 1
         at = arrays[me].ctypes.data
         assert kernels.shared_blocks(ctypes.addressof(kind), at, at, size, 1, 1)

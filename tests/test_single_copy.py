@@ -24,45 +24,6 @@ LIMIT = 60
 FAILED, DONE, UNMOVED, UNFIT = range(4)
 
 
-def fields(kind, *names):
-    return [(name, kind) for name in names]
-
-
-class Hold(ctypes.Structure):
-    """struct mpicoll_shared."""
-
-    _fields_ = (
-        ("base", ctypes.c_void_p),
-        ("slot", ctypes.c_size_t),
-        *fields(ctypes.c_uint32, "n", "me", "round", "calls", "looks", "left"),
-        *fields(ctypes.c_uint32, "measurements", "latency", "far"),
-        ("until", ctypes.c_uint64),
-    )
-
-
-class Processes(ctypes.Structure):
-    """struct mpicoll_processes."""
-
-    _fields_ = (
-        *fields(ctypes.c_void_p, "shared", "pids", "tokens"),
-        *fields(ctypes.c_uint32, "n", "me", "misfit"),
-        ("found", ctypes.c_uint64),
-    )
-
-
-class Copies(ctypes.Structure):
-    """struct mpicoll_copies, of bytes."""
-
-    _fields_ = (
-        ("processes", ctypes.c_void_p),
-        ("histories", ctypes.c_void_p),
-        ("what", ctypes.c_uint64),
-        ("size", ctypes.c_size_t),
-        *fields(ctypes.c_int32, "blocks", "giver", "taker"),
-        ("slots", ctypes.c_void_p),
-    )
-
-
 class Ranks:
     """Threads of this process that take each other for other processes."""
 
@@ -73,9 +34,11 @@ class Ranks:
         self.words = np.zeros(n, np.uint64)
         self.tokens = self.words.ctypes.data + 8 * np.arange(n, dtype=np.uint64)
         at = self.memory.ctypes.data
-        self.holds = [Hold(at, slot, n, me, until=1 << 62) for me in range(n)]  # all count as near
+        self.holds = [
+            kernels.Segment(at, slot, n, me, bytes_until_measurement=1 << 62) for me in range(n)
+        ]  # all count as near
         self.all = [
-            Processes(
+            kernels.Processes(
                 ctypes.addressof(self.holds[me]), self.pids[me].ctypes.data,
                 self.tokens.ctypes.data, n, me,
             )
@@ -88,7 +51,7 @@ class Ranks:
         self.number = 0
 
     def kind(self, me, what, **layout):
-        return Copies(
+        return kernels.Copies(
             ctypes.addressof(self.all[me]), self.histories[me].ctypes.data, what, 1, **layout
         )
 
@@ -158,7 +121,8 @@ def test_blocks_of_any_size(n):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize(
-    "layout", [{"giver": 1}, {"giver": 1, "blocks": 1}, {"taker": 1}, {}, {"blocks": 1}],
+    "layout",
+    [{"has_src": 1}, {"has_src": 1, "many_blocks": 1}, {"has_dst": 1}, {}, {"many_blocks": 1}],
     ids=["broadcast", "scatter", "gather", "all_gather", "all_to_all"],
 )  # fmt: skip
 def test_layouts(layout, n, size):
@@ -166,8 +130,8 @@ def test_layouts(layout, n, size):
     root = n - 1
     given = rng.integers(0, 256, (n, n * size), np.uint8)
     kinds = [ranks.kind(me, 9, **layout) for me in range(n)]
-    in_place = layout == {"giver": 1}
-    taken = [guarded(size if layout.get("giver") else n * size) for _ in range(n)]
+    in_place = layout == {"has_src": 1}
+    taken = [guarded(size if layout.get("has_src") else n * size) for _ in range(n)]
     if in_place:
         taken[root][:] = given[root, :size]
 
@@ -175,18 +139,18 @@ def test_layouts(layout, n, size):
         send = taken[me] if in_place else given[me]
         return kernels.single_copy_blocks(
             ctypes.addressof(kinds[me]), send.ctypes.data, taken[me].ctypes.data, size,
-            root if layout.get("giver") or layout.get("taker") else 0, number,
+            root if layout.get("has_src") or layout.get("has_dst") else 0, number,
         )  # fmt: skip
 
     assert ranks.run(call) == [DONE] * n
     for me in range(n):
-        if layout.get("taker") and me != root:
+        if layout.get("has_dst") and me != root:
             expected = np.full(n * size, 0xA5, np.uint8)
-        elif layout.get("giver"):
-            block = me if layout.get("blocks") else 0
+        elif layout.get("has_src"):
+            block = me if layout.get("many_blocks") else 0
             expected = given[root, block * size : (block + 1) * size]
         else:
-            block = me if layout.get("blocks") else 0
+            block = me if layout.get("many_blocks") else 0
             expected = given[:, block * size : (block + 1) * size].reshape(-1)
         assert np.array_equal(taken[me], expected) and unharmed(taken[me])
 
@@ -205,8 +169,8 @@ def test_blocks_that_do_not_fit():
         )
         assert results == [UNFIT if wrong else DONE] * n
         if wrong:
-            assert ranks.all[1].misfit == 2 and ranks.all[1].found == 6
-            assert ranks.all[0].misfit == ranks.all[2].misfit == n
+            assert ranks.all[1].mismatch_rank == 2 and ranks.all[1].mismatch_bytes == 6
+            assert ranks.all[0].mismatch_rank == ranks.all[2].mismatch_rank == n
 
 
 def test_calls_that_differ():
@@ -286,10 +250,10 @@ def test_a_process_that_is_lost():
     threads, results = ranks.start(lambda me, k: ranks.spans(me, k, arrays[me][:n], arrays[me][n:]))
     time.sleep(0.2)
     assert all(thread.is_alive() for thread in threads)
-    ranks.holds[1].left = 1
+    ranks.holds[1].aborted = 1
     time.sleep(0.2)
     assert threads[1].is_alive(), "rank 0 may still read its memory"
-    ranks.holds[0].left = ranks.holds[2].left = 1
+    ranks.holds[0].aborted = ranks.holds[2].aborted = 1
     for thread in threads:
         thread.join(LIMIT)
         assert not thread.is_alive(), "a thread waits for ever"
@@ -308,7 +272,7 @@ def test_a_rank_that_never_comes():
     threads, results = ranks.start(call)
     time.sleep(0.2)
     for hold in ranks.holds:
-        hold.left = 1
+        hold.aborted = 1
     for thread in threads:
         thread.join(LIMIT)
         assert not thread.is_alive(), "a thread waits for ever"

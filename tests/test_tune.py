@@ -713,8 +713,8 @@ def test_the_own_table_is_removed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("precious", "not a table of routes: Expecting value"),
-        ('{"precious": 1}', "not a table of routes: expected"),
+        ("precious", "not a tuning table: Expecting value"),
+        ('{"precious": 1}', "not a tuning table: expected"),
         ("", "it is empty"),
         ('{"ranks": {}, "mpi": "Our MPI 7"}', "was measured with Our MPI 7"),
     ],
@@ -783,7 +783,7 @@ def test_a_broken_table(words: str, ended: Ended) -> None:
         assert (ended.code, ended.err) == (0, ""), ended
         return
     ended.refused(
-        f"{ended.table} is not a table of routes: gather: node: expected bytes", "remove it"
+        f"{ended.table} is not a tuning table: gather: node: expected ascending bytes", "remove it"
     )
 
 

@@ -166,7 +166,7 @@ def test_ranks_of_one_world_form_groups_of_any_of_them(ended: Ended) -> None:
 @job("""
     from mpi4py import MPI
     from mpicoll import launch
-    from mpicoll.launch.serialized_mpi import plain
+    from mpicoll.serialized_mpi import plain
     me = MPI.COMM_WORLD.rank
     key = MPI.Comm.Create_keyval(delete_fn=lambda *_: say("freed"))
     def broken(comm):

@@ -7,6 +7,7 @@ has a function ``run(job, parameters of the test, folder)`` that returns what ``
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,9 @@ from typing import Any
 
 import pytest
 
+#: The environment of all jobs. They start in threads, so they must not read ``os.environ``, which
+#: other tests of the module change.
+ENVIRONMENT = dict(os.environ)
 #: How many jobs run at a time.
 AT_A_TIME = 3
 

@@ -226,7 +226,7 @@ def _remove(target: _Target, mpi: str) -> str:
         if not path.exists():
             return f"# there is no table at {path}"
         if not _read(path, mpi):
-            raise ArgumentError(f"{path} is not a table of routes: it is empty; not removed")
+            raise ArgumentError(f"{path} is not a tuning table: it is empty; not removed")
         path.unlink()
     except OSError as error:
         raise ArgumentError(f"{path}: cannot be removed: {error.strerror}") from error
@@ -267,8 +267,7 @@ def _read(path: Path, mpi: str) -> str:
         tuning_files.parse(text)
     except ValueError as error:
         raise ArgumentError(
-            f"{path} is not a table of routes: {error}; remove it, or set another file with "
-            "--output"
+            f"{path} is not a tuning table: {error}; remove it, or set another file with --output"
         ) from error
     other = tuning_files.origin_mismatch(text, mpi)
     if other:

@@ -30,7 +30,7 @@ from mpicoll.errors import (
     NotInitializedError,
 )
 from mpicoll.kernels.calls import Calls
-from mpicoll.launch.serialized_mpi import create_group, plain, tested
+from mpicoll.serialized_mpi import create_group, plain, tested
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 class Kernels:
     """The functions of the C library at ``path``; raises OSError or AttributeError if it is not
     this library. They are documented in ``src/*.c``. ``combine_with_gil`` is combine called with
-    the GIL held.
+    the GIL held. ``Segment``, ``CallPlan``, ``Processes`` and ``Copies`` are the structures
+    ``mpicoll_shared``, ``mpicoll_plan``, ``mpicoll_processes`` and ``mpicoll_copies``.
     """
 
     def __init__(self, path: str) -> None:
@@ -102,6 +104,10 @@ class Kernels:
             library, "single_copy_spans", pointer, pointer, ctypes.c_uint32, ctypes.c_uint64,
             ctypes.c_uint32, result=integer,
         )  # fmt: skip
+        self.Segment = _structure(library, "shared")
+        self.CallPlan = _structure(library, "plan")
+        self.Processes = _structure(library, "processes")
+        self.Copies = _structure(library, "copies")
         text = ctypes.c_char_p
         self.init_timeout = _function(
             library, "init_timeout", integer, integer, ctypes.c_longlong, text, text, text, integer,
@@ -115,6 +121,35 @@ def _function(
     function = library[f"mpicoll_{name}"]
     function.argtypes, function.restype = arguments, result
     return function
+
+
+class _Field(ctypes.Structure):
+    """struct mpicoll_field of kernels.h."""
+
+    _fields_ = (("name", ctypes.c_char_p), ("offset", ctypes.c_size_t), ("type", ctypes.c_char))
+
+
+_TYPES = {
+    b"P": ctypes.c_void_p, b"Q": ctypes.c_uint64, b"I": ctypes.c_uint32, b"i": ctypes.c_int32,
+    b"d": ctypes.c_double,
+}  # fmt: skip
+
+
+def _structure(library: ctypes.CDLL, name: str) -> Any:
+    """Return a structure of the library, as the library describes it: a ctypes.Structure."""
+    described = (_Field * 64).in_dll(library, f"mpicoll_{name}_fields")
+    fields = list(itertools.takewhile(lambda field: field.name, described))
+    made = type(
+        name,
+        (ctypes.Structure,),
+        {
+            "__slots__": (),  # no attributes of other names
+            "_fields_": [(field.name.decode(), _TYPES[field.type]) for field in fields],
+        },
+    )
+    if any(getattr(made, field.name.decode()).offset != field.offset for field in fields):
+        raise OSError(f"struct mpicoll_{name} has a layout that ctypes does not use")
+    return made
 
 
 def _load() -> tuple[Kernels | None, str]:

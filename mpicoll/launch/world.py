@@ -35,9 +35,9 @@ from mpicoll.launch.launchers import announced
 from mpicoll.launch.mismatch import understand_manager
 from mpicoll.launch.rendezvous import Rendezvous
 from mpicoll.launch.roll_call import call_roll, has_left, run_on_each
-from mpicoll.launch.serialized_mpi import serialize
 from mpicoll.launch.session import Session, current
 from mpicoll.output import warn
+from mpicoll.serialized_mpi import serialize
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -242,7 +242,7 @@ def _is_thread_multiple(mpi: ModuleType, comm: MPI.Intracomm | None) -> bool:
 def is_serialized() -> bool:
     """Tell whether MPI admits one thread at a time, on some rank and so on all.
 
-    See launch/serialized_mpi.py.
+    See serialized_mpi.py.
     """
     return _is_serialized
 

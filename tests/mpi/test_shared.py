@@ -321,7 +321,7 @@ def test_round_counters_wrap_around(world, waits, monkeypatch):
     Call("all_reduce", team, by_name["int64"], 40, ReduceOp.SUM).run()
     if team.size == 1:
         return
-    hold = team.group.resources.find("shared")._hold
+    hold = team.group.resources.find("shared")._segment
     close = 2**32 - 6
     region = library.kernels.shared_region(hold.slot, hold.n)
     team.group.inner.Barrier()  # MPI's barrier, because mpicoll's barrier would use these counters

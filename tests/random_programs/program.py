@@ -162,8 +162,8 @@ class Program:
                 dist.all_reduce(np.zeros(1, np.float32), group=one.group)
         memory = one.group.resources.find("shared")
         if memory is not None and self.far:
-            memory._hold.far = self.own.choice([0, 1, 2, 0xFF])
-            memory._hold.until = 1 << 62
+            memory._segment.far_bits = self.own.choice([0, 1, 2, 0xFF])
+            memory._segment.bytes_until_measurement = 1 << 62
 
     def draw(self) -> tuple[Any, ...]:
         """Return a primitive, dtype, reduction operation, count of a block, and async_op."""

@@ -23,6 +23,20 @@ enum { FAR_NS = 80 };
 EXPORT uint32_t mpicoll_far_ns(void);
 EXPORT uint32_t mpicoll_latency(atomic_uint *mine, const atomic_uint *other, int leads,
                                 uint32_t measurement, uint64_t timeout_ns);
+/* The fields of the structures that Python fills in, up to a field without a name: name, offset in
+ * bytes, and type as a code of Python's struct module. */
+struct mpicoll_field {
+    const char *name;
+    size_t offset;
+    char type;
+};
+
+#define FIELD(structure, field)                                                                    \
+    {#field, offsetof(struct structure, field),                                                    \
+     _Generic(((struct structure *)0)->field,                                                      \
+              double: 'd', int32_t: 'i', uint32_t: 'I', atomic_uint: 'I', uint64_t: 'Q', default: 'P')}
+#define END_OF_FIELDS {NULL, 0, 0}
+
 void mpicoll_exact_sum(int format, const char *const *sources, size_t n, char *out, size_t count,
                        double divisor);
 

@@ -138,6 +138,17 @@ struct mpicoll_shared {
     uint32_t cluster_count, cluster; /* number of clusters, and this rank's */
 };
 
+EXPORT const struct mpicoll_field mpicoll_shared_fields[] = {
+    FIELD(mpicoll_shared, base), FIELD(mpicoll_shared, slot), FIELD(mpicoll_shared, n),
+    FIELD(mpicoll_shared, me), FIELD(mpicoll_shared, round), FIELD(mpicoll_shared, calls),
+    FIELD(mpicoll_shared, spin_count), FIELD(mpicoll_shared, aborted),
+    FIELD(mpicoll_shared, measurements), FIELD(mpicoll_shared, latency_ns),
+    FIELD(mpicoll_shared, far_bits), FIELD(mpicoll_shared, flat_max_ranks),
+    FIELD(mpicoll_shared, bytes_until_measurement), FIELD(mpicoll_shared, cluster_starts),
+    FIELD(mpicoll_shared, cluster_count), FIELD(mpicoll_shared, cluster),
+    END_OF_FIELDS,
+};
+
 /* Parameters that all calls of one plan share; mpicoll/routes/host/shared.py mirrors it. */
 struct mpicoll_plan {
     struct mpicoll_shared *shared;
@@ -158,6 +169,17 @@ struct mpicoll_plan {
     uint32_t mismatch_rank;
     uint64_t mismatch_count;
     uint64_t max_count;
+};
+
+EXPORT const struct mpicoll_field mpicoll_plan_fields[] = {
+    FIELD(mpicoll_plan, shared), FIELD(mpicoll_plan, signature), FIELD(mpicoll_plan, divisor),
+    FIELD(mpicoll_plan, size), FIELD(mpicoll_plan, numbers_per_element),
+    FIELD(mpicoll_plan, one_shot_max_count), FIELD(mpicoll_plan, format),
+    FIELD(mpicoll_plan, operation), FIELD(mpicoll_plan, many_blocks), FIELD(mpicoll_plan, has_src),
+    FIELD(mpicoll_plan, has_dst), FIELD(mpicoll_plan, prefix), FIELD(mpicoll_plan, in_place),
+    FIELD(mpicoll_plan, clusters_min_count), FIELD(mpicoll_plan, mismatch_rank),
+    FIELD(mpicoll_plan, mismatch_count), FIELD(mpicoll_plan, max_count),
+    END_OF_FIELDS,
 };
 
 static size_t rounded(size_t size, size_t unit)

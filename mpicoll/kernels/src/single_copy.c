@@ -77,6 +77,13 @@ struct mpicoll_processes {
     uint64_t mismatch_bytes;
 };
 
+EXPORT const struct mpicoll_field mpicoll_processes_fields[] = {
+    FIELD(mpicoll_processes, shared), FIELD(mpicoll_processes, pids),
+    FIELD(mpicoll_processes, tokens), FIELD(mpicoll_processes, n), FIELD(mpicoll_processes, me),
+    FIELD(mpicoll_processes, mismatch_rank), FIELD(mpicoll_processes, mismatch_bytes),
+    END_OF_FIELDS,
+};
+
 /* Duration recorded for a call that failed. */
 #define FAILED_NS ((uint64_t)1 << 60)
 
@@ -102,6 +109,14 @@ struct mpicoll_copies {
     int32_t many_blocks;        /* each rank sends n blocks, one for each rank, instead of one */
     int32_t has_src, has_dst;   /* only the root sends; only the root receives */
     struct mpicoll_plan *slots; /* plan of the same calls through slots */
+};
+
+EXPORT const struct mpicoll_field mpicoll_copies_fields[] = {
+    FIELD(mpicoll_copies, processes), FIELD(mpicoll_copies, histories),
+    FIELD(mpicoll_copies, signature), FIELD(mpicoll_copies, size),
+    FIELD(mpicoll_copies, many_blocks), FIELD(mpicoll_copies, has_src),
+    FIELD(mpicoll_copies, has_dst), FIELD(mpicoll_copies, slots),
+    END_OF_FIELDS,
 };
 
 /* A rank's published descriptor. */

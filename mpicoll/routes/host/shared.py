@@ -81,53 +81,6 @@ _SLOTS, _FAILED, _BITS = 4, -1, 8  # as in shared.c
 _DIFFERED, _MOVED, _UNMOVED, _MISFIT = range(4)  # results of all_to_all, as in shared.c
 
 
-class _SharedRegion(ctypes.Structure):
-    """struct mpicoll_shared of shared.c."""
-
-    _fields_ = (
-        ("base", ctypes.c_void_p),
-        ("slot", ctypes.c_size_t),
-        ("n", ctypes.c_uint32),
-        ("me", ctypes.c_uint32),
-        ("round", ctypes.c_uint32),
-        ("calls", ctypes.c_uint32),
-        ("looks", ctypes.c_uint32),
-        ("left", ctypes.c_uint32),
-        ("measurements", ctypes.c_uint32),
-        ("latency", ctypes.c_uint32),
-        ("far", ctypes.c_uint32),
-        ("few", ctypes.c_uint32),
-        ("until", ctypes.c_uint64),
-        ("firsts", ctypes.c_void_p),
-        ("clusters", ctypes.c_uint32),
-        ("cluster", ctypes.c_uint32),
-    )
-
-
-class _Kind(ctypes.Structure):
-    """struct mpicoll_kind of shared.c."""
-
-    _fields_ = (
-        ("shared", ctypes.c_void_p),
-        ("what", ctypes.c_uint64),
-        ("divisor", ctypes.c_double),
-        ("size", ctypes.c_size_t),
-        ("parts", ctypes.c_size_t),
-        ("whole", ctypes.c_size_t),
-        ("format", ctypes.c_int32),
-        ("operation", ctypes.c_int32),
-        ("blocks", ctypes.c_int32),
-        ("giver", ctypes.c_int32),
-        ("taker", ctypes.c_int32),
-        ("prefix", ctypes.c_int32),
-        ("in_place", ctypes.c_int32),
-        ("large", ctypes.c_size_t),
-        ("misfit", ctypes.c_uint32),
-        ("found", ctypes.c_uint64),
-        ("most", ctypes.c_uint64),
-    )
-
-
 class Shared:
     """The shared-memory segment of a group.
 
@@ -142,21 +95,23 @@ class Shared:
         self.kernels = kernels
         self._memory = np.frombuffer(segment.memory, np.uint8)  # keeps the mapping alive
         n = group.size()
-        self._hold = _SharedRegion(self._memory.ctypes.data, slot, n, group.rank())
-        self.pointer = ctypes.addressof(self._hold)
+        self._segment = kernels.Segment(self._memory.ctypes.data, slot, n, group.rank())
+        self.pointer = ctypes.addressof(self._segment)
         self.slot = slot
-        self._kinds: dict[Any, _Kind] = {}  # the C library has their addresses
+        self._kinds: dict[Any, Any] = {}  # the C library has their addresses
         self._crowded = segment.processors < n
         self._crowded_beside = segment.processors < 2 * n
         # If ranks share processors, each step of a dissemination barrier may cost a time slice.
-        self._hold.few = n if self._crowded else FLAT_MAX_RANKS
-        self._looks = self._hold.looks = CROWDED_SPIN_COUNT if self._crowded else SPIN_COUNT
+        self._segment.flat_max_ranks = n if self._crowded else FLAT_MAX_RANKS
+        self._spin_count = self._segment.spin_count = (
+            CROWDED_SPIN_COUNT if self._crowded else SPIN_COUNT
+        )
         self.clusters = self._find_clusters(segment)
         firsts = [0, *itertools.accumulate(self.clusters)]
-        self._firsts = (ctypes.c_uint32 * len(firsts))(*firsts)
-        self._hold.firsts = ctypes.addressof(self._firsts)
-        self._hold.clusters = len(self.clusters)
-        self._hold.cluster = bisect.bisect(firsts, group.rank()) - 1
+        self._cluster_starts = (ctypes.c_uint32 * len(firsts))(*firsts)
+        self._segment.cluster_starts = ctypes.addressof(self._cluster_starts)
+        self._segment.cluster_count = len(self.clusters)
+        self._segment.cluster = bisect.bisect(firsts, group.rank()) - 1
 
     def _find_clusters(self, segment: Segment) -> list[int]:
         """Return the number of ranks of each cluster. All ranks call."""
@@ -272,7 +227,7 @@ class Shared:
     def exchange(self, kind: CallKind, transfer: Transfer, root: int) -> None:
         """Run this rank's part of a call whose blocks may differ in size; see ``build``."""
         group, described = self._group, self.described(kind)
-        parts = described.parts
+        parts = described.numbers_per_element
         puts = np.array([(at, count * parts) for at, count in transfer.puts], _PUT)
         gets = np.array(
             [(rank, place, at, count * parts) for rank, place, at, count in transfer.gets], _GET
@@ -289,8 +244,8 @@ class Shared:
         """Exchange the sizes of blocks; see ``transfers``."""
         theirs = np.empty_like(sends)
         most = self._run(
-            self.kernels.shared_sizes, self.pointer, self.described(kind).what, sends.ctypes.data,
-            receives.ctypes.data, theirs.ctypes.data, self._group.sequence,
+            self.kernels.shared_sizes, self.pointer, self.described(kind).signature,
+            sends.ctypes.data, receives.ctypes.data, theirs.ctypes.data, self._group.sequence,
         )  # fmt: skip
         if most == _FAILED:
             raise self.failure()
@@ -307,7 +262,7 @@ class Shared:
             raise self.failure()
         return result
 
-    def described(self, kind: CallKind) -> _Kind:
+    def described(self, kind: CallKind) -> Any:
         """Return the C library's description of a kind of call."""
         key = kind.primitive, kind.dtype, kind.op
         found = self._kinds.get(key)
@@ -315,27 +270,30 @@ class Shared:
             found = self._kinds[key] = self._describe(kind)
         return found
 
-    def _describe(self, kind: CallKind) -> _Kind:
+    def _describe(self, kind: CallKind) -> Any:
         primitive, _, op, dtype = kind
         assert dtype is not None
         by = None if op is None else find_loop(op, dtype, kind.exact)
         parts = 1 if by is None else by.elements
         rounds_once = kind.exact or dtype.kind is Kind.NARROW_FLOAT
-        return _Kind(
+        return self.kernels.CallPlan(
             shared=self.pointer,
-            what=encode_kind(primitive, dtype, op, 0),
+            signature=encode_kind(primitive, dtype, op, 0),
             divisor=max(1, len(kind.combined)) if op is ReduceOp.AVG else 1,
             size=dtype.itemsize // parts,
-            parts=parts,
-            whole=ONE_SHOT_MAX_BYTES // max(1, self._hold.n - 1) * parts // dtype.itemsize,
+            numbers_per_element=parts,
+            one_shot_max_count=ONE_SHOT_MAX_BYTES
+            // max(1, self._segment.n - 1)
+            * parts
+            // dtype.itemsize,
             format=-1 if by is None else self.kernels.format(by.format.encode()),
             operation=0 if by is None else by.operation,
-            blocks=primitive.many_in,
-            giver=primitive.root == "src",
-            taker=primitive.root == "dst",
+            many_blocks=primitive.many_in,
+            has_src=primitive.root == "src",
+            has_dst=primitive.root == "dst",
             prefix=PREFIXES.index(primitive.name) + 1 if primitive.name in PREFIXES else 0,
             in_place=not (primitive.input or primitive.root),
-            large=-1 if rounds_once else CLUSTERED_MIN_BYTES * parts // dtype.itemsize,
+            clusters_min_count=-1 if rounds_once else CLUSTERED_MIN_BYTES * parts // dtype.itemsize,
         )
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -345,11 +303,11 @@ class Shared:
         worker = self._group.worker
         if worker is None or not (worker.is_current and self._crowded_beside):
             return function(*arguments)
-        self._hold.looks = CROWDED_SPIN_COUNT
+        self._segment.spin_count = CROWDED_SPIN_COUNT
         try:
             return function(*arguments)
         finally:
-            self._hold.looks = self._looks
+            self._segment.spin_count = self._spin_count
 
     def should_run_inline(self, kind: int, count: int) -> bool:
         """Return True if an async call should run inline: every rank has entered it, and the
@@ -384,7 +342,7 @@ class Shared:
         agree, call = self.kernels.shared_compare, self._group.sequence
         if self._run(agree, self.pointer, call, kind, number):
             return True
-        left = self._hold.left or self.kernels.shared_closed_by(self.pointer) >= 0
+        left = self._segment.aborted or self.kernels.shared_closed_by(self.pointer) >= 0
         if not left and all(is_comparison(each) for each, _ in self._calls()):
             return False
         raise self.failure()
@@ -398,12 +356,13 @@ class Shared:
         what, count = ctypes.c_uint64(), ctypes.c_uint64()
         at = ctypes.addressof(what), ctypes.addressof(count)
         return [
-            (read(self.pointer, rank, *at), what.value, count.value) for rank in range(self._hold.n)
+            (read(self.pointer, rank, *at), what.value, count.value)
+            for rank in range(self._segment.n)
         ]
 
     def leave(self) -> None:
         """Stop waiting for other ranks: current and later calls raise the group's error."""
-        self._hold.left = 1
+        self._segment.aborted = 1
 
     def close(self) -> None:
         """Make all ranks leave."""
@@ -428,7 +387,7 @@ class Shared:
             self._group.fail_after_signal(interruption)
             return interruption
         closer = self.kernels.shared_closed_by(self.pointer)
-        if self._hold.left or closer >= 0:
+        if self._segment.aborted or closer >= 0:
             if self._group.error is None:
                 timeouts.fail_with_peer(self._group, closer)
             return self._group.failure()
@@ -436,12 +395,12 @@ class Shared:
             self._group.drop_last()
         calls = self._calls()
         texts = [describe(kind, count // _parts(kind)) for kind, count in calls]
-        name = texts[self._hold.me].partition(" ")[0]
+        name = texts[self._segment.me].partition(" ")[0]
         if any(is_list(kind) for kind, _ in calls):  # only its rank knows the sizes of a list
-            own = [texts[self._hold.me]]
+            own = [texts[self._segment.me]]
             texts = [words for (words,) in exchange_words(self._group.tested, own)]
         return MismatchError(
-            f"{name} on rank {self._hold.me} of group {self._group.group_name}: collective "
+            f"{name} on rank {self._segment.me} of group {self._group.group_name}: collective "
             f"mismatch: the ranks made different calls: {describe_by_rank(texts)}"
         )
 
@@ -503,8 +462,10 @@ class _Exchange(Implementation):
             raise self._memory.failure()
         at = self._memory.described(kind)
         if result == _MISFIT:
-            rank = at.misfit
-            raise misfit(kind, *((rank, extent.receives[rank], at.found) if rank < n else (None,)))
+            rank = at.mismatch_rank
+            raise misfit(
+                kind, *((rank, extent.receives[rank], at.mismatch_count) if rank < n else (None,))
+            )
         if self._large is not None:
             self._large.run(send, recv, extent, 0)
             return
@@ -512,7 +473,7 @@ class _Exchange(Implementation):
         puts = list(cut(addresses(send), extent.sends, self._itemsize))
         places = cut(addresses(recv), extent.receives, self._itemsize)
         gets = [Get(rank, me, *put) for rank, put in enumerate(places)]
-        self._memory.exchange(kind, Transfer(n, at.most, 0, puts, gets), 0)
+        self._memory.exchange(kind, Transfer(n, at.max_count, 0, puts, gets), 0)
 
     @property
     def _itemsize(self) -> int:

@@ -40,35 +40,6 @@ __all__ = ["ROUTE", "SingleCopy", "find_obstacle", "get_or_create"]
 _NOT_COPIED, _UNFIT = 2, 3  # as in single_copy.c
 
 
-class _Processes(ctypes.Structure):
-    """struct mpicoll_processes of single_copy.c."""
-
-    _fields_ = (
-        ("shared", ctypes.c_void_p),
-        ("pids", ctypes.c_void_p),
-        ("tokens", ctypes.c_void_p),
-        ("n", ctypes.c_uint32),
-        ("me", ctypes.c_uint32),
-        ("misfit", ctypes.c_uint32),
-        ("found", ctypes.c_uint64),
-    )
-
-
-class _Copies(ctypes.Structure):
-    """struct mpicoll_copies of single_copy.c."""
-
-    _fields_ = (
-        ("processes", ctypes.c_void_p),
-        ("histories", ctypes.c_void_p),
-        ("what", ctypes.c_uint64),
-        ("size", ctypes.c_size_t),
-        ("blocks", ctypes.c_int32),
-        ("giver", ctypes.c_int32),
-        ("taker", ctypes.c_int32),
-        ("slots", ctypes.c_void_p),
-    )
-
-
 class SingleCopy:
     """A group whose ranks can read and write each other's memory.
 
@@ -80,7 +51,7 @@ class SingleCopy:
         assert kernels is not None
         self.memory = memory
         self._peers = peers  # the C library has the addresses of its arrays
-        self.processes = _Processes(
+        self.processes = kernels.Processes(
             memory.pointer, peers.pids.ctypes.data, peers.tokens.ctypes.data, group.size(),
             group.rank(),
         )  # fmt: skip
@@ -107,7 +78,7 @@ class _Copying(Implementation):
         self._kernels = memory.kernels
         self._by_slots = memory.build(kind).run
         self._histories = _make_histories()
-        self._described = _Copies(
+        self._described = self._kernels.Copies(
             ctypes.addressof(copies.processes),
             self._histories.ctypes.data,
             encode_kind(primitive, dtype, None, 0),
@@ -151,11 +122,13 @@ class _Copying(Implementation):
 
     def _misfit(self, extent: Extent) -> MismatchError:
         kind, found = self._kind, self._copies.processes
-        if found.misfit == kind.group.size():
+        if found.mismatch_rank == kind.group.size():
             return misfit(kind, None)
         assert kind.dtype is not None
-        expected = extent if isinstance(extent, int) else extent.receives[found.misfit]
-        return misfit(kind, found.misfit, expected, found.found // kind.dtype.itemsize)
+        expected = extent if isinstance(extent, int) else extent.receives[found.mismatch_rank]
+        return misfit(
+            kind, found.mismatch_rank, expected, found.mismatch_bytes // kind.dtype.itemsize
+        )
 
 
 def _make_histories() -> Any:

@@ -22,8 +22,6 @@ from mpicoll.communicators import subset
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpicoll.arrays.views import Buffer
-
 __all__ = [
     "call_together",
     "create_group",
@@ -147,7 +145,7 @@ def create_group(
     return _like(comm, made)
 
 
-def create_window(memory: Buffer, comm: MPI.Intracomm) -> MPI.Win:
+def create_window(memory: Any, comm: MPI.Intracomm) -> MPI.Win:
     """Create a window of ``memory``, in bytes, whose calls are under the lock of ``comm``.
 
     A flush moves the messages that others wait for, so blocking in it holds no rank up for good.

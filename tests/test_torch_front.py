@@ -86,34 +86,30 @@ def test_import_torch_registers_and_loads_no_mpi():
 
 @pytest.mark.any_mpi
 def test_register_registers_without_autoload():
-    done = python(
-        """
-        say(dist.is_backend_available("mpicoll"))
-        import mpicoll.torch
-        mpicoll.torch.register()
-        mpicoll.torch.register()
-        say(dist.is_backend_available("mpicoll"), dist.Backend.backend_list.count("mpicoll"))
-        """,
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-    )
+    script = """
+    say(dist.is_backend_available("mpicoll"))
+    import mpicoll.torch
+    mpicoll.torch.register()
+    mpicoll.torch.register()
+    say(dist.is_backend_available("mpicoll"), dist.Backend.backend_list.count("mpicoll"))
+    """
+    done = python(script, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.stdout == "False\nTrue 1\n", done.stdout + done.stderr
 
 
 @pytest.mark.any_mpi
 def test_autoload_warns_if_registration_fails():
-    done = python(
-        """
-        import warnings
-        import mpicoll.torch
-        del dist.Backend.register_backend
-        torch.__version__ = "2.9.1"
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            mpicoll.torch.autoload()
-        say(caught[0].message)
-        """,
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-    )
+    script = """
+    import warnings
+    import mpicoll.torch
+    del dist.Backend.register_backend
+    torch.__version__ = "2.9.1"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mpicoll.torch.autoload()
+    say(caught[0].message)
+    """
+    done = python(script, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     warning = "mpicoll cannot register with torch 2.9.1 (it needs 2.11 or newer, and was tested "
     assert done.stdout.startswith(warning), done.stdout + done.stderr
     assert "AttributeError" in done.stdout, done.stdout
@@ -130,14 +126,12 @@ def test_install_as_rejects_other_names(names):
 
 @pytest.mark.any_mpi
 def test_resolve_backend_replaces_names_by_device():
-    done = python(
-        """
-        from mpicoll.torch.aliases import resolve_backend
-        for asked in ("gloo", "cpu:gloo,cuda:nccl", "CPU:Gloo", "undefined", "nccl", "ucc"):
-            say(resolve_backend(asked))
-        """,
-        MPICOLL_INSTALL_AS="gloo",
-    )
+    script = """
+    from mpicoll.torch.aliases import resolve_backend
+    for asked in ("gloo", "cpu:gloo,cuda:nccl", "CPU:Gloo", "undefined", "nccl", "ucc"):
+        say(resolve_backend(asked))
+    """
+    done = python(script, MPICOLL_INSTALL_AS="gloo")
     expected = ["mpicoll", "cpu:mpicoll,cuda:nccl", "mpicoll", "mpicoll", "nccl", "ucc"]
     assert done.stdout.split() == expected, done.stdout + done.stderr
 
@@ -148,20 +142,18 @@ def test_resolve_backend_replaces_names_by_device():
 @needs_mpiexec
 def test_init_with_the_name_alone_sets_the_variables_of_a_launcher():
     """Other libraries read these variables. A second init_process_group works."""
-    lines = on_ranks(
-        """
-        for _ in range(2):
-            dist.init_process_group("mpicoll")
-            x = torch.full((2,), dist.get_rank() + 1.0)
-            dist.all_reduce(x)
-            rank, size = dist.get_rank(), dist.get_world_size()
-            dist.destroy_process_group()
-        names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-        say(rank, size, x.tolist(), *[os.environ[name] for name in names])
-        assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
-        """,
-        3,
-    )
+    script = """
+    for _ in range(2):
+        dist.init_process_group("mpicoll")
+        x = torch.full((2,), dist.get_rank() + 1.0)
+        dist.all_reduce(x)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        dist.destroy_process_group()
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    say(rank, size, x.tolist(), *[os.environ[name] for name in names])
+    assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
+    """
+    lines = on_ranks(script, 3)
     assert lines == [f"{r} 3 [6.0, 6.0] {r} 3 {r} 3" for r in range(3)]
 
 
@@ -188,23 +180,21 @@ def test_untested_torch_version_gives_one_warning():
 @pytest.mark.parametrize("of", ["WORLD", "dist.new_group([0, 1, 2])"])
 def test_shrink_group(of):
     """The remaining ranks continue, and the removed rank ends."""
-    lines = on_ranks(
-        f"""
-        dist.init_process_group("mpicoll")
-        WORLD, me = None, dist.get_rank()
-        wide = {of}
-        if me != 1:
-            small = dist.shrink_group([1], wide)
-            x = torch.full((1,), me + 1.0)
-            dist.all_reduce(x, group=small)
-            again = dist.new_group([0, 1] if wide is None else [0, 2])
-            y = torch.full((1,), me + 1.0)
-            dist.all_reduce(y, group=again)
-            say(x.item(), y.item(), dist.get_rank(small), dist.get_world_size(small))
-        dist.destroy_process_group()
-        """,
-        3,
-    )
+    script = f"""
+    dist.init_process_group("mpicoll")
+    WORLD, me = None, dist.get_rank()
+    wide = {of}
+    if me != 1:
+        small = dist.shrink_group([1], wide)
+        x = torch.full((1,), me + 1.0)
+        dist.all_reduce(x, group=small)
+        again = dist.new_group([0, 1] if wide is None else [0, 2])
+        y = torch.full((1,), me + 1.0)
+        dist.all_reduce(y, group=again)
+        say(x.item(), y.item(), dist.get_rank(small), dist.get_world_size(small))
+    dist.destroy_process_group()
+    """
+    lines = on_ranks(script, 3)
     assert lines == ["4.0 4.0 0 2", "4.0 4.0 1 2"]
 
 
@@ -216,26 +206,24 @@ def test_shrink_group_aborts_pending_calls(of):
     """The exit code does not matter: ranks with a call inside MPI end without finalizing MPI, and
     some launchers kill the other ranks then.
     """
-    done = python(
-        f"""
-        import time
-        dist.init_process_group("mpicoll")
-        me, wide = dist.get_rank(), {of}
-        if me != 1:
-            work = dist.all_reduce(torch.ones(1), group=wide, async_op=True)
-            small = dist.shrink_group([1], wide, shrink_flags=1)
-            x = torch.full((1,), me + 1.0)
-            dist.all_reduce(x, group=small)
-            try:
-                work.wait()
-            except RuntimeError as error:
-                say(x.item(), "aborted" in str(error))
-            dist.barrier(small)
-        else:
-            time.sleep(30)
-        """,
-        *MPIEXEC, "-n", "3",
-    )  # fmt: skip
+    script = f"""
+    import time
+    dist.init_process_group("mpicoll")
+    me, wide = dist.get_rank(), {of}
+    if me != 1:
+        work = dist.all_reduce(torch.ones(1), group=wide, async_op=True)
+        small = dist.shrink_group([1], wide, shrink_flags=1)
+        x = torch.full((1,), me + 1.0)
+        dist.all_reduce(x, group=small)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            say(x.item(), "aborted" in str(error))
+        dist.barrier(small)
+    else:
+        time.sleep(30)
+    """
+    done = python(script, *MPIEXEC, "-n", "3")
     assert done.stdout.count("4.0 True") == 2, done.stdout + done.stderr
 
 
@@ -245,19 +233,17 @@ def test_shrink_group_aborts_pending_calls(of):
 @pytest.mark.parametrize("backend", ["mpicoll", "cpu:mpicoll,cuda:gloo"])
 def test_torchs_debug_wrapper_works(backend):
     """It keeps only the C++ half of a backend alive."""
-    lines = on_ranks(
-        f"""
-        import gc
-        dist.init_process_group("{backend}")
-        gc.collect()
-        x, y = torch.ones(1), torch.full((2,), float(dist.get_rank()))
-        dist.all_reduce(x)
-        dist.broadcast(y, 1, async_op=True).wait()
-        say(x.item(), y.tolist())
-        dist.destroy_process_group()
-        """,
-        TORCH_DISTRIBUTED_DEBUG="DETAIL",
-    )
+    script = f"""
+    import gc
+    dist.init_process_group("{backend}")
+    gc.collect()
+    x, y = torch.ones(1), torch.full((2,), float(dist.get_rank()))
+    dist.all_reduce(x)
+    dist.broadcast(y, 1, async_op=True).wait()
+    say(x.item(), y.tolist())
+    dist.destroy_process_group()
+    """
+    lines = on_ranks(script, TORCH_DISTRIBUTED_DEBUG="DETAIL")
     assert lines == ["2.0 [1.0, 1.0]"] * 2
 
 
@@ -356,17 +342,15 @@ def test_install_as_replaces_torchs_backends(how):
 @pytest.mark.any_mpi
 @needs_mpiexec
 def test_install_as_keeps_other_names():
-    lines = on_ranks(
-        """
-        dist.init_process_group("mpi")
-        gloo = dist.new_group(backend="gloo")
-        y = torch.ones(1)
-        dist.all_reduce(y, group=gloo)
-        say(y.tolist(), dist.get_backend(gloo), gloo.name())
-        dist.destroy_process_group()
-        """,
-        MPICOLL_INSTALL_AS="mpi",
-    )
+    script = """
+    dist.init_process_group("mpi")
+    gloo = dist.new_group(backend="gloo")
+    y = torch.ones(1)
+    dist.all_reduce(y, group=gloo)
+    say(y.tolist(), dist.get_backend(gloo), gloo.name())
+    dist.destroy_process_group()
+    """
+    lines = on_ranks(script, MPICOLL_INSTALL_AS="mpi")
     assert lines == ["[2.0] gloo gloo"] * 2
 
 
@@ -374,25 +358,23 @@ def test_install_as_keeps_other_names():
 @needs_mpiexec
 def test_features_that_torch_offers_only_for_gloo_work():
     """monitored_barrier, and an asynchronous checkpoint with its own group."""
-    lines = on_ranks(
-        """
-        import tempfile
-        from datetime import timedelta
-        import torch.distributed.checkpoint as checkpoint
-        dist.init_process_group("gloo")
-        dist.monitored_barrier(timeout=timedelta(seconds=30))
-        folder = [tempfile.mkdtemp()]
-        dist.broadcast_object_list(folder)
-        held = {"w": torch.arange(4.0)}
-        group = dist.new_group(backend="gloo")
-        checkpoint.async_save(held, checkpoint_id=folder[0], process_group=group).result()
-        found = {"w": torch.zeros(4)}
-        checkpoint.load(found, checkpoint_id=folder[0], process_group=group)
-        say(found["w"].tolist(), group.name())
-        dist.destroy_process_group()
-        """,
-        MPICOLL_INSTALL_AS="gloo",
-    )
+    script = """
+    import tempfile
+    from datetime import timedelta
+    import torch.distributed.checkpoint as checkpoint
+    dist.init_process_group("gloo")
+    dist.monitored_barrier(timeout=timedelta(seconds=30))
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    held = {"w": torch.arange(4.0)}
+    group = dist.new_group(backend="gloo")
+    checkpoint.async_save(held, checkpoint_id=folder[0], process_group=group).result()
+    found = {"w": torch.zeros(4)}
+    checkpoint.load(found, checkpoint_id=folder[0], process_group=group)
+    say(found["w"].tolist(), group.name())
+    dist.destroy_process_group()
+    """
+    lines = on_ranks(script, MPICOLL_INSTALL_AS="gloo")
     assert lines == ["[0.0, 1.0, 2.0, 3.0] mpicoll"] * 2
 
 
@@ -499,24 +481,22 @@ def test_all_ranks_raise_if_one_rank_cannot_open_the_store():
 @pytest.mark.parametrize("name", ["mpi", "mpicoll"], ids="name_{}".format)
 def test_ranks_may_be_numbered_by_the_program(name, tmp_path):
     """By environment variables, by a store and by a file, in another order than MPI's ranks."""
-    lines = on_ranks(
-        f"""
-        me = mpi_rank()
-        def check(**how):
-            dist.init_process_group({name!r}, **how)
-            x = torch.tensor([me])
-            dist.broadcast(x, 0)
-            say(dist.get_rank() + me, x.item(), os.environ["RANK"] == str(dist.get_rank()))
-            dist.destroy_process_group()
-        os.environ |= {{"RANK": str(1 - me), "WORLD_SIZE": "2"}}
-        check()
-        store = dist.FileStore({str(tmp_path / "store")!r}, 2)
-        check(store=store, rank=1 - me, world_size=2)
-        assert store.num_keys() > 0  # torch's barrier has used it
-        check(init_method={f"file://{tmp_path}/file"!r}, rank=1 - me, world_size=2)
-        """,
-        MPICOLL_INSTALL_AS="mpi",
-    )
+    script = f"""
+    me = mpi_rank()
+    def check(**how):
+        dist.init_process_group({name!r}, **how)
+        x = torch.tensor([me])
+        dist.broadcast(x, 0)
+        say(dist.get_rank() + me, x.item(), os.environ["RANK"] == str(dist.get_rank()))
+        dist.destroy_process_group()
+    os.environ |= {{"RANK": str(1 - me), "WORLD_SIZE": "2"}}
+    check()
+    store = dist.FileStore({str(tmp_path / "store")!r}, 2)
+    check(store=store, rank=1 - me, world_size=2)
+    assert store.num_keys() > 0  # torch's barrier has used it
+    check(init_method={f"file://{tmp_path}/file"!r}, rank=1 - me, world_size=2)
+    """
+    lines = on_ranks(script, MPICOLL_INSTALL_AS="mpi")
     assert lines == ["1 1 True"] * 6
 
 

@@ -68,42 +68,38 @@ class Fault(NamedTuple):
 #: flight records, MPI's grace, and the end of the job.
 SOON_S, TIMEOUT_S = 5.0, 4.0 + 3.0 + 2.0 + 5.0
 
+KILLED = ("lost: rank {rank} of .* killed by SIGKILL",)
+RAISED = ("ValueError: the program's own",)
+
 FAULTS = {
-    "SIGKILL": Fault(
-        False, SOON_S, ("lost: rank {rank} of .* killed by SIGKILL",), ("small", "message")
-    ),
-    "SIGKILL after init": Fault(False, SOON_S, ("lost: rank {rank} of .* killed by SIGKILL",)),
+    "SIGKILL": Fault(False, SOON_S, KILLED, ("small", "message")),
+    "SIGKILL after init": Fault(False, SOON_S, KILLED),
     "SIGSEGV": Fault(False, SOON_S, ("lost: rank {rank} of .* killed by SIGSEGV",)),
     # On a busy machine the monitor cannot always distinguish the launcher's signals from this one.
-    "SIGTERM": Fault(
-        False, SOON_S, ("lost: rank {rank} of .* by SIGTERM|lost together: .* rank {rank} first",)
-    ),
+    "SIGTERM": Fault(False, SOON_S, (
+        "lost: rank {rank} of .* by SIGTERM|lost together: .* rank {rank} first",)),
     "exit": Fault(False, SOON_S, ("lost: rank {rank} of .* exited with code 3",)),
     "sys.exit": Fault(False, SOON_S, ("mpicoll: rank {rank} of .* exited with code 3",)),
-    "SIGSTOP": Fault(
-        False, TIMEOUT_S, ("rank {rank}: stopped", "timeout of 4 s"), ("small", "small,mpi")
-    ),
+    "SIGSTOP": Fault(False, TIMEOUT_S, ("rank {rank}: stopped", "timeout of 4 s"),
+                     ("small", "small,mpi")),
     "a pause": Fault(True, SOON_S, (), ("asynchronous",)),
-    "an exception before": Fault(False, SOON_S, ("ValueError: the program's own",)),
-    "an exception after": Fault(False, SOON_S, ("ValueError: the program's own",)),
+    "an exception before": Fault(False, SOON_S, RAISED),
+    "an exception after": Fault(False, SOON_S, RAISED),
     "an exception in a hook": Fault(True, SOON_S),
-    "an exception in a thread": Fault(True, SOON_S, ("ValueError: the program's own",)),
+    "an exception in a thread": Fault(True, SOON_S, RAISED),
     "a bad argument": Fault(False, SOON_S, ("ArgumentTypeError: all_reduce",)),
     "late": Fault(True, SOON_S, (), ("objects",)),
-    "never": Fault(
-        False,
-        TIMEOUT_S,
-        ("(timeout of|not complete within) 4 s",),
-        ("small", "small,mpi", "asynchronous", "message"),
-    ),
+    "never": Fault(False, TIMEOUT_S, ("(timeout of|not complete within) 4 s",),
+                   ("small", "small,mpi", "asynchronous", "message")),
     "another call": Fault(False, TIMEOUT_S, ("all_gather_object",), ("small", "small,mpi")),
     "another root": Fault(False, TIMEOUT_S, ("src 1",)),
-    "another order of groups": Fault(False, TIMEOUT_S, ("ranks? .* waits? for 2 s",), ("barrier",)),
+    "another order of groups": Fault(False, TIMEOUT_S, ("ranks? .* waits? for 2 s",),
+                                     ("barrier",)),
     "destroyed early": Fault(False, TIMEOUT_S, ("rank {rank} ended",)),
     "the launcher killed": Fault(False, TIMEOUT_S),
     "few open files": Fault(True, SOON_S, (), ("objects",)),
     "no shared memory": Fault(True, SOON_S, (), ("large",)),
-}
+}  # fmt: skip
 
 
 class Outcome(NamedTuple):

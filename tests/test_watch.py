@@ -70,19 +70,15 @@ def test_hang_report_merges_ranks_with_the_same_description():
     ranks = [_snapshot(0, 7, True), *(_snapshot(rank, 6, False) for rank in range(1, 10_000))]
     ranks[3] |= {"state": "stopped"}
     ranks[4] |= {"state": "gone", "how": "SIGSEGV"}
-    text = report.describe_hang(ranks, _call(7, True), 61.2)
-    assert [line.split(",")[0] for line in text.splitlines()[1:]] == [
-        "  rank 3: stopped", "  rank 4: gone: was killed by SIGSEGV", "  ranks 1-2",
+    ranks[5] = _snapshot(5, 7, True)
+    ranks[5]["calls"][0]["kind"] += 1 << 8
+    ranks[6] = _snapshot(6, 9, True)
+    lines = report.describe_hang(ranks, _call(7, True), 61.2).splitlines()
+    assert lines[0].startswith("mpicoll: rank 0 of group 0")
+    assert [re.split(",| of group", line)[0] for line in lines[1:]] == [
+        "  rank 3: stopped", "  rank 4: gone: was killed by SIGSEGV",
+        "  rank 5: in call 7", "  rank 6: in call 9", "  ranks 1-2",
     ]  # fmt: skip
-
-
-@pytest.mark.any_mpi
-def test_hang_report_lists_ranks_in_other_calls():
-    ranks = [_snapshot(0, 7, True), _snapshot(1, 7, True), _snapshot(2, 9, True)]
-    ranks[1]["calls"][0]["kind"] += 1 << 8
-    text = report.describe_hang(ranks, _call(7, True), 3)
-    assert text.splitlines()[0].startswith("mpicoll: rank 0 of group 0")
-    assert "rank 1: in call 7" in text and "rank 2: in call 9" in text
 
 
 @pytest.mark.any_mpi
@@ -213,20 +209,6 @@ def test_status_page_has_cells_for_50_groups():
     assert len(set(addresses)) == 50 and 0 not in addresses
     page.free_cell(addresses[20])
     assert page.take_cell(99, 0, 1, 0, "g") == addresses[20]
-
-
-@pytest.mark.any_mpi
-@pytest.mark.parametrize(
-    ("script", "how"), [("os.kill(os.getpid(), 9)", "SIGKILL"), ("os._exit(3)", "code 3")]
-)
-def test_read_end_returns_the_exit_code_or_the_signal(script, how):
-    command = [sys.executable, "-S", "-c", f"import os; input(); {script}"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
-    descriptor = os.pidfd_open(process.pid)
-    process.communicate(b"\n")
-    found = node_monitor._read_end(descriptor, process.pid, 0.0)
-    assert found in (how, "")  # "": before Linux 6.15
-    os.close(descriptor)
 
 
 # --- the node monitor ---------------------------------------------------------------------------

@@ -63,28 +63,17 @@ OFFERS_OBJECT_COLLECTIVES = {
     "failures/flight_record.py": "names of calls",
 }
 
-#: Other objects with methods of these names: the expression before the dot, and a description.
+#: Other objects with methods of these names: the expressions before the dot.
 NOT_COMMUNICATORS = {
-    "control_messages": "the module under test",
-    "dist": "the module mpicoll",
-    "rank_status": "a module of mpicoll, which sends integers",
-    "np.maximum": "a ufunc of NumPy",
-    "nccl.comm": "a communicator of NCCL",
-    "collective": "addresses of a call of a kernel (kernels/device_kernels.py)",
-    "below": "messages of arrays (routes/messages.py)",
-    "both": "messages of arrays (routes/messages.py)",
-    "messages": "messages of arrays (routes/messages.py)",
-    "sent": "messages of arrays (routes/messages.py)",
-    "step": "messages of arrays (routes/messages.py)",
-    "line": "a connection of node monitors (failures/node_monitor.py), which sends JSON",
-    "session": "a connection to the launch server (launch/session.py), which sends text",
-    "joined": "a connection to the launch server (launch/session.py), which sends text",
-    "self.sock": "a socket",
-    "self._sock": "a socket",
-    "peer.sock": "a socket",
-    "sock": "a socket",
-    "manager": "a connection to the process manager (launch/exit_hooks.py), which sends text",
-}
+    "control_messages", "dist", "rank_status",  # modules of mpicoll; rank_status sends integers
+    "np.maximum",  # a ufunc
+    "nccl.comm",  # a communicator of NCCL
+    "collective",  # addresses of a call of a kernel (kernels/device_kernels.py)
+    "below", "both", "messages", "sent", "step",  # messages of arrays (routes/messages.py)
+    "line",  # a connection of node monitors, which sends JSON
+    "session", "joined", "manager",  # connections of launch/session.py and exit_hooks.py: text
+    "self.sock", "self._sock", "peer.sock", "sock",  # sockets
+}  # fmt: skip
 #: Where ``self`` is not a communicator.
 SELF = {"launch/session.py", "torch/collectives.py"}
 

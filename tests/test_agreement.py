@@ -1,9 +1,8 @@
-"""Whole jobs whose ranks differ: in what they run, in what they call, in how far they are."""
+"""Jobs whose ranks differ in settings, versions, calls or progress."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from rank_scripts import HUNG, Job, job, needs_mpiexec, run
@@ -14,14 +13,15 @@ pytestmark = needs_mpiexec
 
 __all__ = ["run"]  # for whole_jobs
 
-#: Small messages by MPI as well, where nothing else finds a mismatch.
-APART = {"MPICOLL_SHARED_MEMORY": "0"}
+#: With shared memory every mismatch is found at once. Without it, ranks compare call records.
+MESSAGES = {"MPICOLL_SHARED_MEMORY": "0"}
 
-#: What a rank knows of its number before MPI runs.
+#: The rank, before MPI is initialized.
 RANK = """
 rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK"))
 """
 
+#: 300 calls. The first calls of a group are all compared, the later ones are not.
 TRAIN = """
 for i in range(300):
     x = np.array([1, 2, 4], np.int64) << dist.get_rank()
@@ -30,33 +30,37 @@ for i in range(300):
 """
 
 
-def once(ended, pattern):
-    """All ranks have raised an error in such words, and one has printed it."""
+def trained(script, environment=MESSAGES):
+    """Return the decorator of a test whose job runs ``script`` after TRAIN."""
+    start = "dist.init_process_group(timeout=600)\nrank = dist.get_rank()\n"
+    return job(start + TRAIN + script, environment=environment)
+
+
+def assert_printed_once(ended, pattern):
+    """All ranks raise the error, one rank prints it."""
     assert len(re.findall(pattern, ended.err)) == 1, ended
 
 
-# ---- what decides how bytes go over the wire -----------------------------------------------------
+# ---- settings and versions -----------------------------------------------------------------------
 
 
 @pytest.mark.any_mpi
 @job(
     RANK + "os.environ['MPICOLL_DEBUG'] = 'DETAIL' if rank == $rank else 'OFF'\n"
     "dist.init_process_group()\n" + TRAIN + "dist.destroy_process_group()\nsay('done')",
-    environment=APART,
+    environment=MESSAGES,
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_alone_that_asks_for_detail(ended, rank):
+def test_ranks_may_have_different_debug_levels(ended, rank):
     ended.in_good_order()
     assert ended.lines == ["done"] * 2
 
 
 @pytest.mark.any_mpi
-@job(
-    RANK + "dist.init_process_group()\n" + TRAIN +
-    """
+@trained("""
 if rank == 1:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
-for i in range(64):  # the next that is compared is among these
+for i in range(64):  # including a compared call
     dist.all_reduce(np.ones(3))
 try:
     dist.all_reduce(np.ones(3), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
@@ -69,35 +73,30 @@ dist.all_reduce(np.ones(3))
 number = dist.group.WORLD.sequence
 assert dist.group.WORLD.next_check > number + 1, "every call is still compared"
 dist.destroy_process_group()
-""",
-    environment=APART,
-)  # fmt: skip
-def test_a_level_set_on_one_rank_holds_on_all(ended):
+""")
+def test_set_debug_level_on_one_rank_applies_to_all_ranks(ended):
     ended.in_good_order()
     assert ended.lines == ["at once"] * 2
 
 
 @pytest.mark.any_mpi
-@job(
-    "dist.init_process_group()\n" + TRAIN +
-    """
+@trained("""
 mine, n = np.ones(4), dist.get_world_size()
 try:
-    if dist.get_rank() == 0:
+    if rank == 0:
         dist.all_reduce(mine)
     else:
         $other
 except dist.MismatchError:
-    say("told")
+    say("raised")
 dist.destroy_process_group()
-""",
-)  # fmt: skip
+""", environment={})  # fmt: skip
 @pytest.mark.parametrize(
     "other", ["dist.all_gather_object([None] * n, 1)", "dist.all_to_all_single(mine, mine.copy())"]
 )
-def test_what_was_told_is_not_told_again_at_the_end(ended, other):
+def test_destroy_does_not_report_a_mismatch_again(ended, other):
     ended.in_good_order()
-    assert ended.lines == ["told"] * 2
+    assert ended.lines == ["raised"] * 2
 
 
 @job(
@@ -108,8 +107,8 @@ def test_what_was_told_is_not_told_again_at_the_end(ended, other):
     "dist.destroy_process_group()\nsay('done')",
 )  # fmt: skip
 @pytest.mark.parametrize("level", ["single", "serialized"])
-def test_ranks_with_another_thread_level(ended, level):
-    # Where the calls are carried out at once no thread is started, and nothing is said of it.
+def test_ranks_may_have_different_thread_levels(ended, level):
+    # No progress thread and no warning if all calls run inline.
     assert ended.code == 0, ended
     assert not ended.err or "the program must not call MPI itself" in ended.err, ended
     assert ended.lines == ["done"] * 2
@@ -117,9 +116,9 @@ def test_ranks_with_another_thread_level(ended, level):
 
 @pytest.mark.any_mpi
 @job(RANK + "dist.__version__ += '+other' if rank == 1 else ''\ndist.init_process_group()")
-def test_another_version_is_refused_by_name(ended):
+def test_init_rejects_different_versions(ended):
     ended.badly("LaunchError", "do not run the same mpicoll", "the version of mpicoll is rank 0: ")
-    once(ended, r"LaunchError: .*rank 1: [\w.]+\+other")
+    assert_printed_once(ended, r"LaunchError: .*rank 1: [\w.]+\+other")
 
 
 CONSTANTS = [
@@ -142,22 +141,21 @@ dist.init_process_group()
 """
 )
 @pytest.mark.parametrize("constant", CONSTANTS)
-def test_another_constant_is_refused_by_name(ended, constant):
+def test_init_rejects_different_constants(ended, constant):
     ended.badly("LaunchError", f"{constant} is rank 0: ")
-    once(ended, f"LaunchError: .*{constant} is rank 0")
+    assert_printed_once(ended, f"LaunchError: .*{constant} is rank 0")
 
 
 @pytest.mark.any_mpi
 @job(RANK + "os.environ['MPICOLL_SHARED_MEMRY'] = '0'\ndist.init_process_group()")
-def test_a_misspelt_setting_is_refused_by_name(ended):
+def test_init_rejects_a_misspelled_setting(ended):
     ended.badly("ArgumentError", "MPICOLL_SHARED_MEMRY", "did you mean MPICOLL_SHARED_MEMORY?")
 
 
-# ---- collective mismatches after the first calls, which are all compared ------------------------
+# ---- collective mismatches after the first calls ------------------------------------------------
 
 
-@job(
-    "dist.init_process_group()\nrank = dist.get_rank()\n" + TRAIN + """
+@trained("""
 OPS = [dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT]
 try:
     for i in range(64):
@@ -168,11 +166,9 @@ except dist.MismatchError as error:
 try:
     dist.barrier()
 except dist.MismatchError:
-    say("closed")
+    say("failed")
 dist.destroy_process_group()
-""",
-    environment=APART,
-)  # fmt: skip
+""")
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -181,16 +177,15 @@ dist.destroy_process_group()
         ("dist.broadcast(np.ones(3, np.uint64 if rank else np.int64), 0)", "of uint64"),
     ],
 )
-def test_calls_that_differ_are_found_within_a_stride(ended, call, words):
-    """MPI carries all of these out, and says nothing."""
+def test_mismatch_that_mpi_does_not_detect_is_found_within_64_calls(ended, call, words):
     ended.in_good_order()
     found = [line for line in ended.lines if line.startswith("found")]
     assert len(found) == 2 and all("as call 301 of the group" in line for line in found), ended
     assert all(words in line and "cannot be used any more" in line for line in found), ended
-    assert ended.lines.count("closed") == 2, ended
+    assert ended.lines.count("failed") == 2, ended
 
 
-#: Counts by rank so great that no rank comes out of the call before all are in it.
+#: The counts are so large that no rank returns from the call before all ranks have entered it.
 SIZES = """
 dist.init_process_group()
 for i in range(69):
@@ -202,75 +197,62 @@ dist.barrier()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_sizes_that_mpi_refuses_name_the_mismatch(ranks: int, tmp_path: Path) -> None:
-    ended = run(Job(SIZES, ranks, environment=APART), {}, tmp_path)
+def test_mismatch_of_sizes_that_mpi_rejects_is_reported(ranks, tmp_path):
+    ended = run(Job(SIZES, ranks, environment=MESSAGES), {}, tmp_path)
     assert ended.code != 0 and HUNG not in ended.err, ended
     line = next(line for line in ended.err.splitlines() if "collective mismatch" in line)
     named = sum(f"all_reduce of {3 + rank}00000 elements" in line for rank in range(ranks))
-    # All ranks, or two of them if one that waits has found it first.
+    # All ranks, or two ranks if a waiting rank has found the mismatch first.
     assert "call 70" in line and named >= 2, ended
     assert "MPICOLL_SURVIVE" not in ended.err and "with-ft" not in ended.err, ended
 
 
-@job(
-    "dist.init_process_group()\n" + TRAIN + """
-if dist.get_rank() == 0:
+@trained("""
+if rank == 0:
     dist.broadcast(np.ones(3), 0)
 for i in range(100):
     dist.broadcast(np.full(3, float(i)), 0)
     dist.all_reduce(np.ones(3))
-""",
-    environment=APART,
-)  # fmt: skip
-def test_one_call_more_is_found_within_a_stride(ended):
-    """It shifts all that follow, though each of them has its like on the other rank."""
+""")
+def test_additional_call_of_one_rank_is_found_within_64_calls(ended):
     ended.badly("MismatchError", "as call 302 of the group: rank 0: broadcast of 3")
 
 
-@job(
-    "dist.init_process_group()\n" + TRAIN + """
-if dist.get_rank() == 0:
+@trained("""
+if rank == 0:
     dist.broadcast(np.ones(3), 0)
 for i in range(10):
     dist.broadcast(np.full(3, float(i)), 0)
 say("through")
 dist.destroy_process_group()
-""",
-    environment=APART,
-)  # fmt: skip
-def test_one_call_more_among_others_like_it_is_found_at_the_end(ended):
+""")
+def test_additional_call_before_equal_calls_is_found_by_destroy(ended):
     assert ended.lines == ["through"] * 2, ended
     ended.badly("MismatchError", "destroy_process_group", "is call 311", "call 310")
 
 
-@job(
-    "dist.init_process_group(timeout=600)\nrank = dist.get_rank()\n" + TRAIN + """
+@trained("""
 for i in range(3):
     $call
-""",
-    environment=APART,
-)  # fmt: skip
+""")
 @pytest.mark.parametrize(
     "call",
     [
         "dist.barrier() if rank else dist.broadcast(np.ones(1 << 22), 1)",
         "dist.all_reduce(np.ones(3)) if rank else dist.broadcast(np.ones(1 << 22), 1)",
-        # The one by MPI_Allreduce, the other by an exchange.
+        # Rank 0 calls MPI_Allreduce, rank 1 exchanges messages.
         "dist.all_reduce(np.ones(1 << 22), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)",
     ],
 )
-def test_ranks_that_wait_in_different_calls_say_so_in_seconds(ended, call):
-    """Long before the group's timeout; the first three calls do not reach a comparison."""
+def test_ranks_that_wait_in_different_calls_report_the_mismatch_before_the_timeout(ended, call):
+    """Status messages show the mismatch, because no comparison is due in these calls."""
     ended.badly("collective mismatch", "call 301, ", " of 4194304 elements")
 
 
-@job(
-    "dist.init_process_group(timeout=600)\nrank = dist.get_rank()\n" + TRAIN + """
+@trained("""
 for i in range(64):
     $call
-""",
-    environment=APART,
-)  # fmt: skip
+""")
 @pytest.mark.parametrize(
     "call",
     [
@@ -279,54 +261,43 @@ for i in range(64):
         "dist.broadcast(np.ones(3), rank)",
     ],
 )
-def test_calls_that_mpi_mixes_up_end_the_job_in_seconds(ended, call):
-    """By a comparison or, where the ranks wait for each other, by what they tell each other."""
+def test_mismatch_ends_the_job_before_the_timeout(ended, call):
+    """Found by a comparison, or by status messages if the ranks wait for each other."""
     ended.badly("collective mismatch", "301")
 
 
-@job(
-    "dist.init_process_group(timeout=600)\n" + TRAIN + """
-if dist.get_rank() == 0:
+@trained("""
+if rank == 0:
     dist.barrier()
 else:
     dist.new_group()
-""",
-    environment=APART,
-)  # fmt: skip
-def test_a_group_is_made_where_others_call(ended):
+""")
+def test_new_group_on_one_rank_is_a_mismatch(ended):
     ended.badly("collective mismatch", "call 301, barrier", "making another group after call 300")
 
 
-@job(
-    "dist.init_process_group(timeout=600)\n" + TRAIN + """
-dist_rank = dist.get_rank()
-if dist_rank == 0:
+@trained("""
+if rank == 0:
     try:
         $call
     except dist.CollectiveTimeoutError as error:
         say("caught")
 dist.destroy_process_group()
 say("end")
-time.sleep(9 * dist_rank)  # launchers end the job with the first rank that does not finalise MPI
-os._exit(0)  # an all_reduce that is stuck keeps MPI from being finalized
-""",
-    environment=APART,
-)  # fmt: skip
+time.sleep(9 * rank)  # launchers end the job with the first rank that does not finalize MPI
+os._exit(0)  # MPI cannot be finalized while an all_reduce is stuck
+""")
 @pytest.mark.parametrize(
     "call",
-    [
-        "dist.monitored_barrier(timeout=5)",
-        "dist.all_reduce(np.ones(3), async_op=True).wait(5)",
-    ],
+    ["dist.monitored_barrier(timeout=5)", "dist.all_reduce(np.ones(3), async_op=True).wait(5)"],
 )
-def test_a_timeout_can_be_caught_where_others_have_destroyed_their_groups(ended, call):
-    # The launcher may have words of its own for ranks that do not finalise MPI.
-    said = [line for line in ended.lines if line in ("caught", "end")]
-    assert sorted(said) == ["caught", "end", "end"], ended
+def test_timeout_is_raised_if_other_ranks_have_destroyed_their_groups(ended, call):
+    # The launcher may print a message about ranks that do not finalize MPI.
+    printed = [line for line in ended.lines if line in ("caught", "end")]
+    assert sorted(printed) == ["caught", "end", "end"], ended
 
 
-@job(
-    """
+@job("""
 dist.init_process_group()
 me = dist.get_rank()
 for _ in range(5):
@@ -334,7 +305,7 @@ for _ in range(5):
     x = np.ones(3)
     for group in groups:
         dist.all_reduce(x, group=group)
-    # Of some the one rank is told that the other leaves, of others it is not.
+    # Each rank destroys different groups. The second destroy ends the remaining groups.
     for group in groups[:: 2 + me]:
         dist.destroy_process_group(group)
     dist.barrier()
@@ -342,16 +313,14 @@ for _ in range(5):
     dist.init_process_group()
 say("done")
 dist.destroy_process_group()
-"""
-)
-def test_groups_that_ranks_end_in_different_ways(ended):
+""")
+def test_ranks_may_destroy_groups_in_different_ways(ended):
     ended.in_good_order()
     assert ended.lines == ["done"] * 2
 
 
 @pytest.mark.any_mpi
-@job(
-    "dist.init_process_group()\nrank = dist.get_rank()\n" + TRAIN + """
+@trained("""
 for i in range(100):
     x = np.ones(3 + rank if i % 10 == 0 else 3)
     try:
@@ -362,47 +331,38 @@ for i in range(100):
     else:
         assert i % 10, i
 dist.destroy_process_group()
-""",
-)  # fmt: skip
-def test_calls_that_failed_are_not_reported_again(ended):
-    """Through the memory that ranks share, where every mismatch is found at once."""
+""", environment={})  # fmt: skip
+def test_mismatch_in_shared_memory_is_raised_once_and_at_once(ended):
     if "caught" not in ended.lines:
         pytest.skip("these do not go through shared memory here")
     ended.in_good_order()
     assert ended.lines == ["caught"] * 20
 
 
-@job(
-    "dist.init_process_group(timeout=600)\n" + TRAIN + """
-if dist.get_rank() == 1:
+@trained("""
+if rank == 1:
     dist.broadcast(np.ones(3), 0)
 dist.broadcast(np.ones(3), 0)
 dist.destroy_process_group()
-""",
-    environment=APART,
-)  # fmt: skip
-def test_a_rank_that_has_destroyed_its_groups_is_missed_in_seconds(ended):
+""")
+def test_call_after_another_rank_destroyed_its_groups_fails_before_the_timeout(ended):
     ended.badly("rank 0 ended without making this call")
 
 
 @pytest.mark.any_mpi
-@job(
-    "dist.init_process_group()\n"
-    + TRAIN
-    + """
+@trained("""
 for i in range(3):
-    if dist.get_rank() == i % 2:
-        time.sleep(3.5)  # the other tells where it is, and is left alone
+    if rank == i % 2:
+        time.sleep(3.5)  # the waiting rank sends its status, and this rank ignores it
     x = np.full(3, i + 1.0)
     dist.all_reduce(x)
     assert (x == 2 * i + 2).all()
     dist.barrier()
-if dist.get_rank() == 0:
-    time.sleep(2)  # the other does not wait for as long
+if rank == 0:
+    time.sleep(2)  # longer than destroy waits on rank 1
 dist.destroy_process_group()
 say("done")
-"""
-)
-def test_ranks_that_are_late_are_waited_for(ended):
+""", environment={})  # fmt: skip
+def test_late_rank_does_not_fail_the_group(ended):
     ended.in_good_order()
     assert ended.lines == ["done"] * 2

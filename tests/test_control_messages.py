@@ -1,4 +1,4 @@
-"""Control messages between ranks: no pickle, limits, and what lying ranks send."""
+"""Control messages between ranks: no pickles, limits, and messages of malicious ranks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["run"]  # for whole_jobs
 
 HOME = Path(mpicoll.__file__).parent
 
-# ---- the source: no pickle but of users' objects -------------------------------------------------
+# ---- the source: only users' objects are pickled -------------------------------------------------
 
 PICKLE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
 
-#: The files that may pickle, and what.
+#: The files that may pickle, and the objects that they pickle.
 PICKLES = {
     "core/pickles.py": "users' objects, which object collectives send",
     "core/unpickling.py": "the same objects, with restricted_pickle",
@@ -38,7 +38,7 @@ PICKLES = {
     "failures/flight_record.py": "writes torch's format of flight records, into a file",
     "cli/trace.py": "reads these files, by an unpickler that allows no name",
     "launch/workers.py": "users' functions and results, between a worker and its child process",
-    "launch/worker_rank.py": "the other end of workers.py",
+    "launch/worker_rank.py": "the same, in the worker",
     "launch/spark.py": "users' functions, by Spark",
     "launch/ray.py": "users' functions, by Ray",
     "launch/dask.py": "users' functions, by Dask",
@@ -57,44 +57,32 @@ OBJECT_COLLECTIVES = {
     "scatter_object_list", "send_object_list",
 }  # fmt: skip
 #: The files that may name these functions.
-OFFERS_THEM = {
+OFFERS_OBJECT_COLLECTIVES = {
     "__init__.py": "the public functions",
     "api/objects.py": "the public functions",
     "failures/flight_record.py": "names of calls",
 }
 
-#: Other objects with methods of these names: the expression before the dot, as in the source, and a
-#: description. Each new expression needs a line here, so that no communicator is overlooked.
-NO_COMMUNICATORS = {
-    "control_messages": "this mechanism",
-    "dist": "the module mpicoll",
-    "rank_status": "a module of mpicoll, which sends integers",
-    "np.maximum": "a ufunc of NumPy",
-    "nccl.comm": "a communicator of NCCL",
-    "collective": "addresses of a call of a kernel (kernels/device_kernels.py)",
-    "below": "messages of arrays (routes/messages.py)",
-    "both": "messages of arrays (routes/messages.py)",
-    "messages": "messages of arrays (routes/messages.py)",
-    "sent": "messages of arrays (routes/messages.py)",
-    "step": "messages of arrays (routes/messages.py)",
-    "line": "a connection of node monitors (failures/node_monitor.py), which sends JSON",
-    "session": "a connection to the launch server (launch/session.py), which sends text",
-    "joined": "a connection to the launch server (launch/session.py), which sends text",
-    "self.sock": "a socket",
-    "self._sock": "a socket",
-    "peer.sock": "a socket",
-    "sock": "a socket",
-    "manager": "a connection to the process manager (launch/exit_hooks.py), which sends text",
-}
+#: Other objects with methods of these names: the expressions before the dot.
+NOT_COMMUNICATORS = {
+    "control_messages", "dist", "rank_status",  # modules of mpicoll; rank_status sends integers
+    "np.maximum",  # a ufunc
+    "nccl.comm",  # a communicator of NCCL
+    "collective",  # addresses of a call of a kernel (kernels/device_kernels.py)
+    "below", "both", "messages", "sent", "step",  # messages of arrays (routes/messages.py)
+    "line",  # a connection of node monitors, which sends JSON
+    "session", "joined", "manager",  # connections of launch/session.py and exit_hooks.py: text
+    "self.sock", "self._sock", "peer.sock", "sock",  # sockets
+}  # fmt: skip
 #: Where ``self`` is not a communicator.
 SELF = {"launch/session.py", "torch/collectives.py"}
 
 
-def find_pickling(source: str, file: str) -> list[str]:
-    """Return the places where a module may pickle messages to other ranks."""
+def find_pickling(source, file):
+    """Return the lines of a module that may send pickles to other ranks."""
     found = []
     for node in ast.walk(ast.parse(source)):
-        names: list[str] = []
+        names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -102,23 +90,23 @@ def find_pickling(source: str, file: str) -> list[str]:
         elif isinstance(node, ast.Attribute):
             names = [node.attr]
             receiver = ast.unparse(node.value)
-            allowed = receiver in NO_COMMUNICATORS or (receiver == "self" and file in SELF)
+            allowed = receiver in NOT_COMMUNICATORS or (receiver == "self" and file in SELF)
             if node.attr in PICKLING_METHODS and not allowed:
                 found.append(f"{file}:{node.lineno}: {receiver}.{node.attr}")
         elif isinstance(node, ast.Name):
             names = [node.id]
         words = {word for name in names for word in name.split(".")}
         refused = words & PICKLE_MODULES if file not in PICKLES else set()
-        if file not in OFFERS_THEM:
+        if file not in OFFERS_OBJECT_COLLECTIVES:
             refused |= words & OBJECT_COLLECTIVES
         found += [f"{file}:{node.lineno}: {word}" for word in refused]
     return found
 
 
 @pytest.mark.any_mpi
-def test_mpicoll_pickles_only_objects_of_users():
+def test_mpicoll_pickles_only_users_objects():
     modules = {path.relative_to(HOME).as_posix(): path for path in HOME.rglob("*.py")}
-    assert {*PICKLES, *SELF, *OFFERS_THEM} <= set(modules)
+    assert {*PICKLES, *SELF, *OFFERS_OBJECT_COLLECTIVES} <= set(modules)
     found = [
         line for file, path in modules.items() for line in find_pickling(path.read_text(), file)
     ]
@@ -137,11 +125,11 @@ def test_mpicoll_pickles_only_objects_of_users():
         "from mpicoll import send_object_list",
     ],
 )  # fmt: skip
-def test_pickling_is_found(source):
+def test_find_pickling_finds_modules_methods_and_functions(source):
     assert find_pickling(source, "failures/new.py")
 
 
-# ---- values and their types ----------------------------------------------------------------------
+# ---- encoding ------------------------------------------------------------------------------------
 
 
 class Color(enum.Enum):
@@ -177,10 +165,10 @@ PLACE = Place("a", Color.RED, b"\x00\xff", (Pair((0, 1), [1.5, 2.0]),))
         (Place, PLACE), (list[Place], [PLACE]),
     ],
 )  # fmt: skip
-def test_values_keep_their_types(kind, value):
+def test_decode_returns_the_encoded_value_with_its_types(kind, value):
     received = control_messages.decode(control_messages.encode(value), kind, 0)
     assert received == value and type(received) is type(value)
-    assert repr(received) == repr(value)  # the types inside, too
+    assert repr(received) == repr(value)  # also compares the types of the elements
 
 
 @pytest.mark.any_mpi
@@ -196,7 +184,7 @@ def test_values_keep_their_types(kind, value):
         (Color, b"[]"), (Place, b"{}"), (Place, b'{"__class__": "a"}'),
     ],
 )  # fmt: skip
-def test_anything_else_is_an_error_that_names_the_sender(kind, text):
+def test_decode_of_another_type_raises_and_names_the_sender(kind, text):
     with pytest.raises(DistBackendError, match="control message: rank 3 sent") as caught:
         control_messages.decode(text, kind, 3)
     assert len(str(caught.value)) < 500
@@ -204,14 +192,14 @@ def test_anything_else_is_an_error_that_names_the_sender(kind, text):
 
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("size", [-2, -(2**63), control_messages.MAX_MESSAGE_BYTES + 1, 2**62])
-def test_lengths_that_no_message_has(size):
+def test_check_sizes_rejects_invalid_sizes(size):
     with pytest.raises(DistBackendError, match=f"rank 1 announced {size} bytes"):
         control_messages.check_sizes([5, size, 5])
 
 
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("value", [object(), {(1, 2): 3}, 1j])
-def test_values_without_json(value):
+def test_encode_rejects_values_without_json(value):
     with pytest.raises(TypeError):
         control_messages.encode(value)
 
@@ -253,17 +241,17 @@ for comm in (world, serialize(world), tested(world, wait), tested(serialize(worl
 """, ranks=3)  # fmt: skip
 def test_all_ranks_raise_the_same_error(ended):
     ended.in_good_order()
-    told = [
+    errors = [
         "control message: rank 2 cannot encode its value as JSON",
         "control message: rank 2 announced 16777217 bytes; expected at most 16777216. Run the same "
         "version of mpicoll on all ranks, and only programs that you trust",
         "control message: rank 2 sent 1 bytes that are not JSON of the expected type",
     ]
-    assert ended.lines == sorted(told * (3 * 2 * 4))
+    assert ended.lines == sorted(errors * (3 * 2 * 4))
 
 
-#: A rank that sends a pickle, which prints "attacked" where it is loaded.
-LIAR = """
+#: A rank that sends a pickle instead of JSON. Loading it prints "attacked".
+ATTACKER = """
 import pickle
 from mpicoll import control_messages
 
@@ -271,54 +259,51 @@ class Attack:
     def __reduce__(self):
         return os.write, (1, b"attacked\\n")
 
-def lie():
+def attack():
     control_messages.encode = lambda value: pickle.dumps(Attack())
 """
 
 
-def assert_detected(ended, liar):
-    ended.badly(f"control message: rank {liar} sent", "not JSON of the expected type")
+def assert_rejected(ended, attacker):
+    ended.badly(f"control message: rank {attacker} sent", "not JSON of the expected type")
     assert not ended.out
 
 
 @needs_mpiexec
-@job(LIAR + """
+@job(ATTACKER + """
 from mpi4py import MPI
 
-if MPI.COMM_WORLD.Get_rank() == $liar:
-    lie()
+if MPI.COMM_WORLD.Get_rank() == $attacker:
+    attack()
 dist.init_process_group()
-say("began")
+say("initialized")
 dist.barrier()
 """, options=("-m", "mpi4py"))  # fmt: skip
-@pytest.mark.parametrize("liar", [0, 1])
-def test_a_pickle_during_init_is_not_loaded(ended, liar):
-    assert_detected(ended, liar)
+@pytest.mark.parametrize("attacker", [0, 1])
+def test_pickle_during_init_is_not_loaded(ended, attacker):
+    assert_rejected(ended, attacker)
 
 
 @needs_mpiexec
-@job(LIAR + """
+@job(ATTACKER + """
 dist.init_process_group(timeout=600)
 dist.barrier()
 if dist.get_rank() == 1:
-    lie()
+    attack()
 dist.all_reduce(np.ones(3 + dist.get_rank()))
 """, environment={"MPICOLL_SHARED_MEMORY": "0"})  # fmt: skip
-def test_a_pickle_in_a_mismatch_report_is_not_loaded(ended):
-    assert_detected(ended, 1)
+def test_pickle_in_a_mismatch_report_is_not_loaded(ended):
+    assert_rejected(ended, 1)
 
 
 @pytest.mark.any_mpi
-def test_a_mismatch_that_a_rank_denies_is_reported(monkeypatch):
-    """The ranks' digests differ, but the lists of digests that they send are equal."""
-
-    def allgather(comm, value, kind):
-        return [value] * 2
+def test_mismatch_is_reported_if_a_rank_sends_wrong_digests(monkeypatch):
+    """The digests of the ranks differ, but the lists of digests that they send are equal."""
 
     def expire(*_):
         raise TimeoutError
 
-    monkeypatch.setattr(control_messages, "allgather", allgather)
+    monkeypatch.setattr(control_messages, "allgather", lambda comm, value, kind: [value] * 2)
     before = signal.signal(signal.SIGALRM, expire)
     signal.alarm(10)
     try:

@@ -1,4 +1,4 @@
-"""What is started on a machine with a GPU, as far as it goes without: it says what fails."""
+"""The scripts of tests/gpu, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SCRIPT = GPU / "on_a_gpu.sh"
 
 
 def start(*words, **variables):
-    """Exit code and all that is printed."""
-    ours = {"PYTHON": sys.executable, "OUT": "", "STATE": "", "WHEELS": "", "ARGS": ""}
+    """Return the exit code and the output of on_a_gpu.sh."""
+    defaults = {"PYTHON": sys.executable, "OUT": "", "STATE": "", "WHEELS": "", "ARGS": ""}
     done = subprocess.run(
-        ["bash", str(SCRIPT), *map(str, words)], env=os.environ | ours | variables, text=True,
+        ["bash", SCRIPT, *map(str, words)], env=os.environ | defaults | variables, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False,
         timeout=100,
     )  # fmt: skip
@@ -29,7 +29,7 @@ def start(*words, **variables):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         ([], "The parts;"),
         (["--wheels"], "The parts;"),
@@ -37,17 +37,16 @@ def start(*words, **variables):
         (["--wheels", "/nonexistent", "setup"], "/nonexistent: there is no such folder"),
     ],
 )
-def test_wrong_words(words, said):
+def test_script_rejects_invalid_arguments(words, expected):
     code, output = start(*words)
-    assert code == 2 and said in output
+    assert code == 2 and expected in output
 
 
-def test_what_fails_is_in_the_archive(tmp_path):
-    """Here there is no wheel of an MPI, and so nothing can run."""
+def test_archive_has_the_reason_why_no_part_ran(tmp_path):
+    """The folder has no MPI wheel."""
     (tmp_path / "wheels").mkdir()
-    places = ["--wheels", "wheels", "--state", "state", "--out", "out"]
-    words = [str(tmp_path / each) if i % 2 else each for i, each in enumerate(places)]
-    code, output = start(*words, "all")
+    code, output = start("--wheels", tmp_path / "wheels", "--state", tmp_path / "state",
+                         "--out", tmp_path / "out", "all")  # fmt: skip
     assert code == 1
     with tarfile.open(tmp_path / "out" / "on_a_gpu.tar.gz") as archive:
         summary = archive.extractfile("results/summary.txt").read().decode()
@@ -56,20 +55,20 @@ def test_what_fails_is_in_the_archive(tmp_path):
         assert "FAILED   there is no MPI: nothing can run" in each
 
 
-def program(path, text):
+def write_program(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
 
 
-def test_measurements_go_on_piece_by_piece(tmp_path):
-    """With an environment that has no MPI: its ranks leave empty files. And no scikit-learn."""
+def test_measurements_continue_after_the_time_limit(tmp_path):
+    """In an environment without MPI and scikit-learn, whose mpiexec writes empty results."""
     root, venv = GPU.parent.parent, tmp_path / "state" / "mpich"
     python = f'exec "{sys.executable}" "$@"'
-    program(tmp_path / "image", f'case "$*" in *no_gpu*) exit;; esac; {python}')
-    program(venv / "bin" / "python", f'case "$*" in *sklearn*) exit 1;; esac; {python}')
+    write_program(tmp_path / "image", f'case "$*" in *no_gpu*) exit;; esac; {python}')
+    write_program(venv / "bin" / "python", f'case "$*" in *sklearn*) exit 1;; esac; {python}')
     launch = f'echo "$*" >> "{tmp_path}/launched"; for last; do :; done; echo "{{}}" > "$last"'
-    program(venv / "bin" / "mpiexec", launch)
+    write_program(venv / "bin" / "mpiexec", launch)
     summed = "cat pyproject.toml mpicoll/kernels/src/* | cksum"
     (venv / "ready").write_text(subprocess.check_output(summed, shell=True, text=True, cwd=root))
     (tmp_path / "wheels").mkdir()
@@ -88,19 +87,19 @@ def test_measurements_go_on_piece_by_piece(tmp_path):
     assert {"training-2.json", "training-2.log", "bench-mpich.log"} <= names
 
 
-def test_the_machine_is_described():
+def test_machine_prints_versions_and_gpus():
     done = subprocess.run(
         [sys.executable, str(GPU / "machine.py")], capture_output=True, text=True, check=True
     )
     assert "mpi4py 4" in done.stdout and "GPU: " in done.stdout
 
 
-# ---- The tests that need a GPU -------------------------------------------------------------------
+# ---- run.py --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def gpu_run():
-    """tests/gpu/run.py, which has the name of a module that it imports itself."""
+    """tests/gpu/run.py, which imports another module named run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(GPU))
         patch.delitem(sys.modules, "run", raising=False)
@@ -112,7 +111,7 @@ def gpu_run():
 
 
 def planned(gpu_run, monkeypatch, *words):
-    """The suite, route and ranks of each launch, where the ranks can take all routes."""
+    """Return the suite, route and number of ranks of each launch if all routes are available."""
     site = gpu_run.Site("mpich", Path(sys.executable), Path("mpiexec"))
     monkeypatch.setattr(gpu_run, "sites_of", lambda *_: [site])
     monkeypatch.setattr(gpu_run, "has", lambda *_: True)
@@ -122,7 +121,7 @@ def planned(gpu_run, monkeypatch, *words):
     return {(task.suite.name, task.route, task.ranks) for task in tasks}
 
 
-def test_a_route_chooses_the_tests_about_it(gpu_run, monkeypatch):
+def test_routes_option_selects_the_tests_of_the_route(gpu_run, monkeypatch):
     facade = {("facade", "peer", ranks) for ranks in (1, 2, 4)}
     about = {("peer", "auto", ranks) for ranks in (2, 4)}
     assert planned(gpu_run, monkeypatch, "--routes", "peer") == facade | about
@@ -141,7 +140,7 @@ def test_every_route_has_tests(gpu_run, monkeypatch):
             assert not word.startswith("tests/") or (GPU.parent.parent / word).exists(), word
 
 
-def test_what_runs_without_a_gpu(gpu_run, monkeypatch):
+def test_host_option_selects_tests_without_a_gpu(gpu_run, monkeypatch):
     found = planned(gpu_run, monkeypatch, "--host")
     assert {suite for suite, _, _ in found} == {"facade", "backend", "load", "pytorch", "jobs"}
     assert not {route for _, route, _ in found} & {"peer", "nccl", "hierarchical"}

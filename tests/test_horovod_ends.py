@@ -1,9 +1,9 @@
-"""Programs with Horovod's functions that end, fork, or fail on one rank, in no good order."""
+"""Programs with the Horovod API that end with pending operations, fork, or fail on one rank."""
 
 from __future__ import annotations
 
 import pytest
-from rank_scripts import Ended, job, needs_mpiexec, run
+from rank_scripts import job, needs_mpiexec, run
 
 pytest_plugins = ["whole_jobs"]
 pytest.importorskip("torch")
@@ -12,8 +12,8 @@ pytestmark = [needs_mpiexec, pytest.mark.any_mpi, pytest.mark.waits, pytest.mark
 
 __all__ = ["run"]  # for whole_jobs
 
-BEGIN = """
-    signal.alarm(90)  # torch takes its time to be imported, in several jobs at once
+INIT = """
+    signal.alarm(90)  # several jobs import torch at the same time
     import torch
     import mpicoll.horovod.torch as hvd
     hvd.init()
@@ -23,7 +23,7 @@ BEGIN = """
 
 @pytest.mark.parametrize("alone", ["0, 1", "0,"])
 @job(
-    BEGIN
+    INIT
     + """
     if hvd.rank() in ($alone):
         hvd.allreduce_async(torch.ones(2), name=f"of rank {hvd.rank()} alone")
@@ -31,14 +31,14 @@ BEGIN = """
     say("end")
 """
 )
-def test_what_no_other_rank_begins(alone: str, ended: Ended) -> None:
-    """Horovod's scripts do not call shutdown, and the last backward may have no step."""
+def test_program_may_end_with_operations_that_other_ranks_do_not_submit(alone, ended):
+    """Horovod's scripts do not call shutdown, and their last backward may have no step."""
     ended.in_good_order()
     assert ended.lines == ["end", "end"]
 
 
 @job(
-    BEGIN
+    INIT
     + """
     child = os.fork()
     if child == 0:
@@ -56,14 +56,14 @@ def test_what_no_other_rank_begins(alone: str, ended: Ended) -> None:
     say(hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
 """
 )
-def test_a_forked_child(ended: Ended) -> None:
-    """As a DataLoader's workers, which ask for the rank."""
+def test_operations_raise_in_a_forked_child(ended):
+    """Rank and size work there, because workers of a DataLoader read them."""
     assert ended.code == 0, ended
     assert ended.lines == ["2.0", "2.0"]
 
 
 @job(
-    BEGIN
+    INIT
     + """
     from mpicoll.horovod.torch import implementations
     def fail(*arguments):
@@ -76,6 +76,6 @@ def test_a_forked_child(ended: Ended) -> None:
     train(hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank))
 """
 )
-def test_one_rank_that_fails_by_itself_does_not_begin_anew(ended: Ended) -> None:
-    """For the other waits in the operation that it has left."""
+def test_elastic_run_does_not_restart_after_an_error_of_one_rank(ended):
+    """The other rank waits in the failed operation."""
     ended.badly("MemoryError: no room on rank 0")

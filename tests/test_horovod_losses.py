@@ -1,27 +1,18 @@
-"""hvd.elastic: ranks that are killed in a training that goes on from its last commit, without them,
-where MPI outlives that; elsewhere the job ends.
-"""
+"""hvd.elastic after ranks are killed: training continues from the last commit, or the job ends."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from test_losses import MPIEXEC, WAY, WAYS
+from survivable_jobs import launch, needs_survival
 
 pytest.importorskip("torch")
-pytestmark = [
-    pytest.mark.waits,
-    pytest.mark.slow,
-    pytest.mark.skipif(not WAY, reason="needs an MPI that outlives a lost rank"),
-]
+pytestmark = [pytest.mark.waits, pytest.mark.slow, needs_survival]
 
-#: Rank 0 is lost between two commits, later the last one. The batches are those of all ranks
-#: together, so what is learnt is what one process learns that takes each step once.
+#: Loses rank 0 between two commits, later the last rank. A batch is spread over all ranks, so the
+#: parameters must equal the result of one process that makes each step once.
 TRAINING = """
 import os, signal, sys, time
 import torch
@@ -37,7 +28,7 @@ hvd.init()
 model, optimizer = make(hvd.rank())
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 batches = torch.randn(16, 12, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-dies = {(7, 3): 0, (11, 2): 1}  # by step and number of ranks: who
+lost_ranks = {(7, 3): 0, (11, 2): 1}  # by step and number of ranks
 resets = []
 
 @hvd.elastic.run
@@ -46,8 +37,8 @@ def train(state, more):
         batch = batches[state.step][hvd.rank() :: hvd.size()]
         state.optimizer.zero_grad()
         loss = state.model(batch).square().mean()
-        if dies.get((state.step, hvd.size())) == hvd.rank():
-            time.sleep(0.3)  # the others wait for its gradients
+        if lost_ranks.get((state.step, hvd.size())) == hvd.rank():
+            time.sleep(0.3)  # until the other ranks wait for its gradients
             os.kill(os.getpid(), signal.SIGKILL)
         loss.backward()
         state.optimizer.step()
@@ -70,54 +61,34 @@ for batch in batches:
 for got, expected in zip(model.parameters(), alone.parameters(), strict=True):
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 hvd.shutdown()
-open(sys.argv[1], "w").write("went on")
+open(sys.argv[1], "w").write("completed")
 """
-LIMIT = 240
+TIMEOUT_S = 240
 JOB = Path(__file__).resolve().parent.parent / "jobs" / "train_digits_horovod.py"
 
 
-def launch(
-    ranks: int, *program: str | Path, survives: bool = True
-) -> subprocess.CompletedProcess[str]:
-    options, before, settings = WAYS[WAY] if survives else ([], [], {})
-    return subprocess.run(
-        [*MPIEXEC, *options, "-n", str(ranks), *before, sys.executable, *program],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=LIMIT,
-        check=False,
-    )
-
-
-def train(tmp_path: Path, survives: bool) -> tuple[subprocess.CompletedProcess[str], Path]:
-    job, told = tmp_path / "job.py", tmp_path / "told"
+@pytest.mark.parametrize("survives", [True, False])
+def test_training_continues_from_the_last_commit_if_the_job_survives(survives, tmp_path):
+    job, completed = tmp_path / "job.py", tmp_path / "completed"
     job.write_text(TRAINING)
-    return launch(3, job, told, survives=survives), told
-
-
-def test_training_goes_on_from_the_last_commit(tmp_path: Path) -> None:
-    done, told = train(tmp_path, survives=True)
-    assert told.exists(), done.stdout + done.stderr
-    assert told.read_text() == "went on"
-    assert done.stderr.count("mpicoll: lost: ") == 2
-
-
-def test_elsewhere_the_job_ends(tmp_path: Path) -> None:
-    done, told = train(tmp_path, survives=False)
-    assert done.returncode != 0 and not told.exists()
-    assert "mpicoll: lost: rank 0 of 3" in done.stderr, done.stderr
-    assert "to survive a lost rank" in done.stderr
+    done = launch(3, job, completed, timeout_s=TIMEOUT_S, survives=survives)
+    assert completed.exists() == survives, done.stdout + done.stderr
+    if survives:
+        assert done.stderr.count("mpicoll: lost: ") == 2
+    else:
+        assert done.returncode != 0
+        assert "mpicoll: lost: rank 0 of 3" in done.stderr, done.stderr
+        assert "to survive a lost rank" in done.stderr
 
 
 @pytest.mark.any_mpi
-def test_the_job_goes_on(tmp_path: Path) -> None:
-    """Its losses are those of one rank, to the four digits that are printed."""
+def test_job_with_a_lost_rank_has_the_losses_of_one_rank(tmp_path):
+    """To the four digits that the job prints."""
     pytest.importorskip("sklearn")
     losses = []
     for ranks, options in (3, ["--kill-at", "35"]), (1, []):
-        done = launch(ranks, JOB, "--epochs", "3", "--target", "0", *options)
+        words = JOB, "--epochs", "3", "--target", "0", *options
+        done = launch(ranks, *words, timeout_s=TIMEOUT_S)
         left = min(ranks, 2)
         assert f" on {left} ranks: the target" in done.stdout, done.stdout + done.stderr
         assert done.stderr.count("mpicoll: lost: rank 2 of 3") == ranks // 3

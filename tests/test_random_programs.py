@@ -17,7 +17,7 @@ RUN = Path(__file__).parent / "random_programs" / "run.py"
 
 def test_random_programs_give_the_expected_results() -> None:
     command = [sys.executable, str(RUN), "--mpiexec", shlex.join(MPIEXEC), "--seconds", "2"]
-    command += ["--ranks", "2", "--ways", "default"]
+    command += ["--ranks", "2", "--setups", "default"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing wrong" in done.stdout and "default" in done.stdout.split(), done.stdout

@@ -1,21 +1,19 @@
-"""torch.distributed.rpc over mpi://: TensorPipe, whose processes MPI's launcher has started."""
+"""torch.distributed.rpc with init_method="mpi://": TensorPipe between ranks of an MPI launcher."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from launch_jobs import TORCHRUN
+from rank_scripts import MPIEXEC, needs_mpiexec
 
 pytest.importorskip("torch")
 
-from test_torch_front import MPIEXEC, TORCHRUN, needs_mpiexec
-
-#: PyTorch's part is the same with any MPI.
 pytestmark = [pytest.mark.any_mpi, pytest.mark.waits, pytest.mark.slow]
 
-#: Workers fit y = 2 x - 1; the parameters are on rank 0, which adds what they send.
+#: Workers fit y = 2 x - 1. Rank 0 has the parameters and applies the gradients.
 SERVER = """
 import os
 
@@ -71,28 +69,26 @@ if __name__ == "__main__":
         os.write(1, (" ".join(map(str, words)) + "\\n").encode())
     rpc.shutdown()
     x = torch.ones(1)
-    dist.all_reduce(x)  # the group of mpicoll is there as before
+    dist.all_reduce(x)  # shutdown does not destroy mpicoll's group
     assert x.item() == size
     dist.destroy_process_group()
 """
 
 
-def run(folder: Path, *start: str) -> str:
-    script = folder / "server.py"
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [
+        pytest.param([*MPIEXEC, "-n", "3", sys.executable], "rank1 rank2 300 2 -1\n",
+                     marks=needs_mpiexec, id="mpiexec"),
+        pytest.param([TORCHRUN, "--nproc-per-node", "2"], "rank1 150 2 -1\n", id="torchrun"),
+    ],
+)  # fmt: skip
+def test_parameter_server_trains(start, expected, tmp_path):
+    script = tmp_path / "server.py"
     script.write_text(SERVER)
     done = subprocess.run(
-        [*start, str(script)],
+        [*start, script],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@needs_mpiexec
-def test_a_parameter_server(tmp_path: Path) -> None:
-    found = run(tmp_path, *MPIEXEC, "-n", "3", sys.executable)
-    assert found == "rank1 rank2 300 2 -1\n"
-
-
-def test_a_parameter_server_under_torchrun(tmp_path: Path) -> None:
-    assert run(tmp_path, *TORCHRUN, "2") == "rank1 150 2 -1\n"
+    assert done.stdout == expected

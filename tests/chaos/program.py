@@ -1,9 +1,9 @@
-"""One rank of a job to which something happens: calls of one way, over and over, each checked.
+"""Repeat one call and check its results, with a fault on the last rank.
 
-    LAUNCHER python tests/chaos/program.py FAULT WAY FOLDER
+    LAUNCHER python tests/chaos/program.py FAULT CALL FOLDER
 
-The last rank is the one that it happens to, in its CALLS-th call. It writes into FOLDER what time
-it is then, and every rank its process id at the beginning and the time at its good end.
+The fault occurs in call FAULTY of the last rank, which writes the time to FOLDER/fault. Every rank
+writes its process id to FOLDER/pid-RANK, and the time of a successful end to FOLDER/end-RANK.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-#: The call in which it happens, and how many there are.
-FAULTY, CALLS = 100, 150
-#: Seconds: the timeout of groups, and of the beginning, which takes its time on a busy machine; a
-#: delay that all wait for, and "for ever".
-TIMEOUT, BEGINNING, DELAY, LONG = 4.0, 60.0, 1.5, 1000.0
+#: Number of the call with the fault, and number of calls.
+FAULTY, CALL_COUNT = 100, 150
+#: Timeouts of groups and of initialization on a busy machine; a delay shorter than the timeout; a
+#: time longer than any job.
+TIMEOUT_S, INIT_TIMEOUT_S, DELAY_S, LONG_S = 4.0, 60.0, 1.5, 1000.0
 
-#: What happens before the first call: to the process, not to a call.
+#: Faults of all ranks that are set before the first call.
 LIMITS = ("few open files", "no shared memory")
 
 
 def limit(fault: str) -> None:
-    """Take something from this process that a call may want."""
+    """Limit a resource of this process."""
     if fault == "few open files":
         used = len([*Path("/proc/self/fd").iterdir()])
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 12, used + 12))
@@ -44,23 +44,24 @@ def limit(fault: str) -> None:
 
 
 def main() -> None:
-    fault, way, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    fault, call_name, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     import numpy as np
 
     import mpicoll as dist
 
-    dist.init_process_group(timeout=BEGINNING)
+    dist.init_process_group(timeout=INIT_TIMEOUT_S)
     if fault in LIMITS:
         limit(fault)
     n, me = dist.get_world_size(), dist.get_rank()
-    if fault == "SIGKILL after init" and me == n - 1:
-        (folder / "fault").write_text(repr(time.time()))
-        os.kill(os.getpid(), signal.SIGKILL)
-    group, other = dist.new_group(timeout=TIMEOUT), dist.new_group(timeout=TIMEOUT)
-    (folder / f"pid-{me}").write_text(str(os.getpid()))
 
-    def mark(name: str) -> None:
+    def write_time(name: str) -> None:
         (folder / name).write_text(repr(time.time()))
+
+    if fault == "SIGKILL after init" and me == n - 1:
+        write_time("fault")
+        os.kill(os.getpid(), signal.SIGKILL)
+    group, other = dist.new_group(timeout=TIMEOUT_S), dist.new_group(timeout=TIMEOUT_S)
+    (folder / f"pid-{me}").write_text(str(os.getpid()))
 
     def reduce(count: int, asynchronous: bool = False) -> None:
         x = np.full(count, me + 1, np.float32)
@@ -86,7 +87,7 @@ def main() -> None:
         dist.broadcast(x, root, group)
         assert (x == root).all(), f"a silent wrong result: {x}"
 
-    ways: dict[str, Callable[[], None]] = {
+    calls: dict[str, Callable[[], None]] = {
         "small": lambda: reduce(1),
         "large": lambda: reduce(1 << 20),
         "asynchronous": lambda: reduce(1000, True),
@@ -95,78 +96,72 @@ def main() -> None:
         "broadcast": broadcast,
         "barrier": lambda: dist.barrier(group),
     }
-    call = ways[way.partition(",")[0]]
+    call = calls[call_name.partition(",")[0]]
 
-    def die() -> None:
-        ctypes.string_at(0)
-
-    def raise_it() -> None:
+    def raise_error() -> None:
         raise ValueError("the program's own")
 
     def pause() -> None:
-        wake = f"sleep {DELAY}; kill -CONT {os.getpid()}"
+        wake = f"sleep {DELAY_S}; kill -CONT {os.getpid()}"
         subprocess.Popen(["sh", "-c", wake], stdout=subprocess.DEVNULL)
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    def in_a_thread() -> None:
-        thread = threading.Thread(target=raise_it)
+    def raise_in_thread() -> None:
+        thread = threading.Thread(target=raise_error)
         thread.start()
         thread.join()
 
-    def in_a_hook() -> None:
+    def raise_in_hook() -> None:
         x = np.ones(3)
         future = dist.all_reduce(x, group=other, async_op=True).get_future()
-        future.then(lambda _: raise_it())
+        future.then(lambda _: raise_error())
         future.wait()
 
-    def beside() -> None:
-        """Make the call that the other ranks need for ``in_a_hook``."""
-        dist.all_reduce(np.ones(3), group=other)
-
-    def in_order(first: object, then: object) -> None:
-        for each in (first, then):
+    def reduce_in_order(*groups: object) -> None:
+        for each in groups:
             dist.all_reduce(np.ones(5), group=each)  # type: ignore[arg-type]
 
     # The faulty rank's action, whether it then makes its call, and the other ranks' action.
-    happenings: dict[str, tuple[Callable[[], object], bool, Callable[[], object] | None]] = {
+    faults: dict[str, tuple[Callable[[], object], bool, Callable[[], object] | None]] = {
         "SIGKILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), False, None),
-        "SIGSEGV": (die, False, None),
+        "SIGSEGV": (lambda: ctypes.string_at(0), False, None),
         "SIGTERM": (lambda: os.kill(os.getpid(), signal.SIGTERM), True, None),
         "exit": (lambda: os._exit(3), False, None),
         "sys.exit": (lambda: sys.exit(3), False, None),
         "SIGSTOP": (lambda: os.kill(os.getpid(), signal.SIGSTOP), False, None),
         "a pause": (pause, True, None),
-        "an exception before": (raise_it, False, None),
-        "an exception after": (lambda: (call(), raise_it()), False, None),
-        "an exception in a hook": (in_a_hook, True, beside),
-        "an exception in a thread": (in_a_thread, True, None),
+        "an exception before": (raise_error, False, None),
+        "an exception after": (lambda: (call(), raise_error()), False, None),
+        "an exception in a hook": (raise_in_hook, True,
+                                   lambda: dist.all_reduce(np.ones(3), group=other)),
+        "an exception in a thread": (raise_in_thread, True, None),
         "a bad argument": (lambda: dist.all_reduce("x", group=group), False, None),
-        "late": (lambda: time.sleep(DELAY), True, None),
-        "never": (lambda: time.sleep(LONG), False, None),
+        "late": (lambda: time.sleep(DELAY_S), True, None),
+        "never": (lambda: time.sleep(LONG_S), False, None),
         "another call": (lambda: dist.all_gather_object([None] * n, me, group), False, None),
         "another root": (lambda: dist.broadcast(np.ones(9), 1, group), False,
                          lambda: dist.broadcast(np.ones(9), 0, group)),
-        "another order of groups": (lambda: in_order(other, group), True,
-                                    lambda: in_order(group, other)),
-        "destroyed early": (lambda: (dist.destroy_process_group(), time.sleep(LONG)), False, None),
-        "the launcher killed": (lambda: time.sleep(LONG), False, None),
+        "another order of groups": (lambda: reduce_in_order(other, group), True,
+                                    lambda: reduce_in_order(group, other)),
+        "destroyed early": (lambda: (dist.destroy_process_group(), time.sleep(LONG_S)), False,
+                            None),
+        "the launcher killed": (lambda: time.sleep(LONG_S), False, None),
         **{each: (lambda: None, True, None) for each in (*LIMITS, "SIGKILL after init")},
     }  # fmt: skip
-    happens, goes_on, others = happenings[fault]
-    in_place = fault == "another root"
-    for number in range(CALLS):
+    inject, continues, on_other_ranks = faults[fault]
+    for number in range(CALL_COUNT):
         if number == FAULTY:
             if me == n - 1:
-                mark("fault")
-                happens()
-                if not goes_on:
+                write_time("fault")
+                inject()
+                if not continues:
                     continue
-            elif others is not None:
-                others()
-                if in_place:
+            elif on_other_ranks is not None:
+                on_other_ranks()
+                if fault == "another root":  # it replaces the call
                     continue
         call()
-    mark(f"end-{me}")
+    write_time(f"end-{me}")
     dist.destroy_process_group()
 
 

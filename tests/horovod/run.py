@@ -1,21 +1,19 @@
-"""Runs Horovod's own tests of its functions for PyTorch over mpicoll; ``make test-horovod``.
+"""Run Horovod's own tests of its PyTorch API over mpicoll; ``make test-horovod``.
 
     python tests/horovod/run.py FOLDER --mpiexec MPIEXEC [options]
 
-by a Python that has torch, pytest, cloudpickle, packaging and the MPI of MPIEXEC.
-
-FOLDER is a checkout of Horovod, whose tests no package has:
+This Python needs torch, pytest, cloudpickle, packaging and the MPI of MPIEXEC. FOLDER is a checkout
+of Horovod, because no package has its tests:
 
     git clone --branch master https://github.com/horovod/horovod
 
-Run are the files of FILES, on a CPU, in one launch each, in which ``import horovod`` gives
-``mpicoll.horovod`` (worker.py); those of test/single on one rank. left_out.txt names the tests that
-are left out, and why. Others may skip themselves, as those that need a GPU. With ``--again`` each
-test is run between hvd.init and hvd.shutdown of its own, as Horovod runs them with Gloo; else all
-are run after one hvd.init, as it runs them with MPI.
+Each file of FILES runs in its own launch, on a CPU; the files of test/single run on one rank. There
+``import horovod`` imports ``mpicoll.horovod`` (worker.py). left_out.txt lists the excluded tests,
+with reasons. Tests that need a GPU skip themselves. By default all tests of a file run after one
+hvd.init, as Horovod does with MPI. With ``--again`` each test calls hvd.init and hvd.shutdown, as
+Horovod does with Gloo.
 
-The exit code is 1 if a test fails on any rank. What the ranks printed is in
-.cache/horovod.
+The exit code is 1 if a test fails on any rank. The output of the ranks is in .cache/horovod.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ CLONE = "git clone --branch master https://github.com/horovod/horovod"
 
 
 def read_left_out(ranks: int) -> dict[str, str]:
-    """Return the tests that are left out on so many ranks, and why."""
+    """Return the tests that are excluded on this number of ranks, with reasons."""
     found = {}
     for line in re.sub(r"\n[ \t]+", " ", LEFT_OUT.read_text()).splitlines():
         if line and not line.startswith("#"):
@@ -60,7 +58,7 @@ def read_left_out(ranks: int) -> dict[str, str]:
 
 
 def run(file: Path, ranks: int, arguments: argparse.Namespace) -> tuple[Outcomes, str]:
-    """Run a file of tests. Return their outcomes, and what is wrong with the launch, or ""."""
+    """Run a file of tests. Return their outcomes, and the error of the launch, or ""."""
     logs = LOGS / ("again" if arguments.again else "once") / str(ranks) / file.stem
     logs.mkdir(parents=True, exist_ok=True)
     for old in logs.iterdir():
@@ -77,7 +75,7 @@ def run(file: Path, ranks: int, arguments: argparse.Namespace) -> tuple[Outcomes
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "TEST_HOROVOD_AGAIN": str(int(arguments.again)),
     }
-    wrong = ""
+    error = ""
     with (logs / "launch.log").open("w") as log:
         try:
             code = subprocess.run(
@@ -85,38 +83,36 @@ def run(file: Path, ranks: int, arguments: argparse.Namespace) -> tuple[Outcomes
                 stderr=log, timeout=arguments.timeout, check=False,
             ).returncode  # fmt: skip
             if code:
-                wrong = f"mpiexec ended with {code}"
+                error = f"mpiexec ended with {code}"
         except subprocess.TimeoutExpired:
-            wrong = f"not done after {arguments.timeout} s"
+            error = f"timed out after {arguments.timeout} s"
     outcomes: Outcomes = {}
     for rank in range(ranks):
         file_of_rank = logs / f"rank-{rank}.json"
-        if not file_of_rank.exists():  # as where -k has chosen nothing
+        if not file_of_rank.exists():  # for example if -k selects no test
             continue
         for name, (outcome, reason) in json.loads(file_of_rank.read_text()).items():
             if outcome == "failed" or outcomes.get(name, ("", ""))[0] != "failed":
                 outcomes[name] = outcome, reason
-    return outcomes, f"{wrong}: {logs.relative_to(ROOT)}" if wrong else ""
+    return outcomes, f"{error}: {logs.relative_to(ROOT)}" if error else ""
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("folder", nargs="?", help="a checkout of Horovod")
-    parser.add_argument("--mpiexec", default="mpiexec", help="what starts ranks (%(default)s)")
+    parser.add_argument("--mpiexec", default="mpiexec", help="the launcher (%(default)s)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N")
     parser.add_argument("--again", action="store_true", help="hvd.init and shutdown in each test")
-    parser.add_argument("--timeout", type=int, default=600, help="seconds a file (%(default)s)")
-    parser.add_argument("-k", metavar="EXPRESSION", help="which tests, as for pytest")
-    parser.add_argument("--look", action="store_true", help="only look whether FOLDER is there")
-    parser.add_argument("-v", "--verbose", action="store_true", help="why tests were skipped")
+    parser.add_argument("--timeout", type=int, default=600, help="seconds per file (%(default)s)")
+    parser.add_argument("-k", metavar="EXPRESSION", help="select tests, as in pytest")
+    parser.add_argument("--look", action="store_true", help="only check that FOLDER exists")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print reasons of skips")
     arguments = parser.parse_args()
     if not arguments.folder:
-        parser.error(f"give a folder (make: HOROVOD=FOLDER) with what this makes: {CLONE}")
+        parser.error(f"FOLDER is missing (make: HOROVOD=FOLDER). Create it with: {CLONE}")
     arguments.folder = Path(arguments.folder).resolve()
     if missing := [each for each in FILES if not (arguments.folder / each).exists()]:
-        parser.error(
-            f"{arguments.folder}: no {missing[0]}; expected a folder that this makes: {CLONE}"
-        )
+        parser.error(f"{arguments.folder} has no {missing[0]}. Create the folder with: {CLONE}")
     return arguments
 
 
@@ -128,24 +124,24 @@ def main() -> int:
     for ranks in arguments.ranks:
         left_out, seen, whole = read_left_out(ranks), set(), not arguments.k
         for name in FILES:
-            few = 1 if "/single/" in name else ranks
-            outcomes, wrong = run(arguments.folder / name, few, arguments)
+            used = 1 if "/single/" in name else ranks
+            outcomes, error = run(arguments.folder / name, used, arguments)
             seen |= outcomes.keys()
             counts = Counter(outcome for outcome, _ in outcomes.values())
-            chosen = len(left_out.keys() & outcomes.keys())
-            counts["skipped"] -= chosen
+            excluded = len(left_out.keys() & outcomes.keys())
+            counts["skipped"] -= excluded
             cells = "".join(f"{counts[each]:5} {each}" for each in ("passed", "failed", "skipped"))
-            line = f"{few} ranks {Path(name).name:<26}{cells}{chosen:5} left out {wrong}"
+            line = f"{used} ranks {Path(name).name:<26}{cells}{excluded:5} excluded {error}"
             print(line.rstrip(), flush=True)
             for test, (outcome, reason) in sorted(outcomes.items()):
                 if outcome == "failed":
                     print(f"FAILED {test}\n{reason}")
                 elif outcome == "skipped" and (arguments.verbose or test in left_out):
                     print(f"  {test}: {reason.removeprefix('Skipped: ')}")
-            failed |= bool(wrong or counts["failed"])
-            whole &= not wrong
+            failed |= bool(error or counts["failed"])
+            whole &= not error
         if whole and (unknown := sorted(left_out.keys() - seen)):
-            print(f"WRONG  left_out.txt has what are no tests: {', '.join(unknown)}")
+            print(f"FAILED left_out.txt has unknown tests: {', '.join(unknown)}")
             failed = True
     return int(failed)
 

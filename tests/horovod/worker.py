@@ -1,10 +1,10 @@
-"""One rank of Horovod's tests over mpicoll; run.py starts it.
+"""Run Horovod's tests over mpicoll on one rank. run.py starts this program.
 
     python -m mpi4py tests/horovod/worker.py LOG LEFT_OUT.json PYTEST_ARGUMENT...
 
-What it prints goes to LOG-RANK.log, each test's outcome and reason to LOG-RANK.json.
-LEFT_OUT.json has the tests to skip, and why. ``import horovod`` gives ``mpicoll.horovod`` here. The
-exit code is 0 also where tests fail, so that no rank ends another before it has said so.
+The output goes to LOG-RANK.log, and the outcome and reason of each test to LOG-RANK.json.
+LEFT_OUT.json has the tests to skip, with reasons. ``import horovod`` imports ``mpicoll.horovod``.
+The exit code is 0 also if tests fail, because a launcher ends all ranks after another exit code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpi4py import MPI
 import mpicoll.horovod.torch as hvd
 from mpicoll.horovod.torch.process_sets import current
 
-#: Horovod's modules, and what has their names here.
+#: Horovod's modules, and the modules that replace them.
 MODULES = {
     "horovod": "mpicoll.horovod",
     "horovod.common": "mpicoll.horovod.common",
@@ -37,13 +37,13 @@ MODULES = {
     "horovod.torch": "mpicoll.horovod.torch",
     "horovod.torch.elastic": "mpicoll.horovod.torch.elastic",
     "horovod.torch.mpi_ops": "mpicoll.horovod.torch.mpi_ops",
-    # For tests of process sets, which use nothing of TensorFlow's.
+    # Tests of process sets import it, but do not use TensorFlow.
     "horovod.tensorflow": "mpicoll.horovod.torch",
 }
 
 
 def install() -> None:
-    """Make the modules known by Horovod's names, and what its tests import and do not use."""
+    """Install the modules with Horovod's names, and empty modules that its tests only import."""
     for name, ours in MODULES.items():
         sys.modules[name] = importlib.import_module(ours)
     sys.modules["horovod"].tensorflow = hvd  # type: ignore[attr-defined]
@@ -56,28 +56,29 @@ def install() -> None:
     sys.modules["horovod.common.util"] = types.ModuleType("horovod.common.util")
     sys.modules["horovod.common.util"].env = environment  # type: ignore[attr-defined]
     sys.modules["mock"] = unittest.mock
-    # A barrier is to last the 5 s that one rank sleeps, by clocks that ranks start one by one.
+    # A test expects that a barrier takes the 5 s that one rank sleeps, but ranks start to measure
+    # at different times.
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(1.2 * seconds)
-    # The tests take every optimizer of torch.optim, which has got one for matrices alone since.
+    # The tests use every optimizer of torch.optim. Muon is newer, and supports only matrices.
     if hasattr(torch.optim, "Muon"):
         torch.optim.Muon.__module__ = "later"
 
 
 def process_sets() -> dict[int, list[int]]:
-    """Return the ranks of all sets, by their numbers."""
+    """Return the ranks of all process sets by number."""
     return {number: each.ranks for number, each in current("").sets.items()}
 
 
 @contextlib.contextmanager
 def environment(**variables: str) -> Iterator[None]:
-    """Set environment variables for a while."""
+    """Set environment variables in a context."""
     with unittest.mock.patch.dict(os.environ, variables):
         yield
 
 
 class Outcomes:
-    """Skips what is left out, and writes how the others went, as far as they have come."""
+    """A pytest plugin that skips the excluded tests and writes the outcome after each test."""
 
     def __init__(self, left_out: dict[str, str], file: Path) -> None:
         self.left_out, self.file = left_out, file
@@ -85,10 +86,10 @@ class Outcomes:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
-            if item.name == "test_timeline_api":  # Horovod skips it, for its own is not ready
+            if item.name == "test_timeline_api":  # Horovod skips it, mpicoll supports it
                 item.own_markers = [mark for mark in item.own_markers if mark.name != "skip"]
             if item.name in self.left_out:
-                item.add_marker(pytest.mark.skip(reason=f"left out: {self.left_out[item.name]}"))
+                item.add_marker(pytest.mark.skip(reason=f"excluded: {self.left_out[item.name]}"))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":

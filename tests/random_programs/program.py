@@ -1,10 +1,10 @@
-"""One rank of a random program: collectives on random arrays, checked against the oracle.
+"""Make random collectives on random arrays, and compare the results with the oracle.
 
     mpiexec -n N python tests/random_programs/program.py SEED SECONDS [--far] [--any-order]
 
-What all ranks have to do alike comes from SEED; how a rank's own arrays lie in memory, and when it
-is late, from another generator. A wrong result, an error and a missing error end the job with the
-call, its number and the seed.
+SEED determines the calls of all ranks. Each rank has another generator for the memory layout of its
+arrays and for its delays. After a wrong result, an error or a missing error, the job prints the
+call, its number and the seed, and ends.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ try:
 except ImportError:
     torch = None
 
-#: Bytes around which some route begins, ends, or cuts messages.
+#: Sizes at which routes or algorithms change, in bytes.
 THRESHOLDS = (64, 512, 2 << 10, 4 << 10, 8 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 2 << 20)
-#: How often each is drawn: the oracle takes its time.
-OFTEN = (9, 9, 9, 9, 9, 9, 6, 3, 2, 1)
-#: Calls between two looks at the clock, and calls of one kind in the palette of a while.
-STRIDE, PALETTE = 50, 30
+#: Their weights: the oracle is slow for large arrays.
+WEIGHTS = (9, 9, 9, 9, 9, 9, 6, 3, 2, 1)
+#: Number of calls between two checks of the clock, and number of call signatures drawn for them.
+STRIDE, PALETTE_SIZE = 50, 30
 
-# ---- Arrays, as this rank happens to have them ---------------------------------------------------
+# ---- Arrays with a memory layout of this rank ----------------------------------------------------
 
 
 def strided(shape: tuple[int, ...], dtype: DType) -> tuple[Any, Any]:
@@ -72,7 +72,7 @@ def unaligned(shape: tuple[int, ...], dtype: DType) -> tuple[Any, Any]:
 
 
 def tensor(shape: tuple[int, ...], dtype: DType) -> tuple[Any, Any]:
-    """Return a tensor of torch; an array of NumPy if torch has no such dtype, or is not here."""
+    """Return a tensor, or a NumPy array if torch is missing or does not have the dtype."""
     kind = getattr(torch, dtype.name, None)
     if kind is None:
         return guarded(shape, dtype)
@@ -84,14 +84,14 @@ MAKERS = [guarded] * 6 + [tensor] * 3 + [strided, unaligned]
 
 
 class Rounded(Call):
-    """A call in a group of exact sums: those of narrow floats are rounded once, to any zero."""
+    """A call in a group with level exact: sums of narrow floats are rounded once, to any zero."""
 
     def result(self) -> Between:
         if self.dtype.kind is not Kind.NARROW_FLOAT or self.op not in (ReduceOp.SUM, ReduceOp.AVG):
             return super().result()
         arrays = [self.given(rank) for rank in self.terms]
         once = oracle.reduced(self.op, self.dtype, arrays, [1] * len(arrays))
-        # An average of what float32 cannot hold is infinite.
+        # The average of a sum outside float32's range is infinite.
         with np.errstate(invalid="ignore"):
             total = np.stack(arrays).astype(np.longdouble).sum(axis=0)
         too_large = np.abs(total) > np.finfo(np.float32).max
@@ -103,61 +103,61 @@ class Rounded(Call):
 
 
 class Program:
-    """A rank's part.
+    """A random program.
 
-    alike: generator of what all ranks do; own: of what is this rank's own affair.
+    common: random generator with the same state on all ranks. own: generator of this rank.
     """
 
     def __init__(self, seed: int, far: bool, any_order: bool) -> None:
         self.mpi = MPI.COMM_WORLD
-        self.alike = random.Random(seed)
+        self.common = random.Random(seed)
         self.own = random.Random(f"{seed} {self.mpi.rank}")
         self.far = far
-        #: Narrow floats have values that are combined exactly, for MPI combines in any order.
+        #: With any_order, sums of narrow floats are exact, because MPI reduces in any order.
         self.made: type[Call] = Exact if any_order else Call
         self.calls = 0
-        self.what = "init_process_group"
+        self.current = "init_process_group"
         self.teams: list[Team] = [team("world", range(self.mpi.size))]
         self.pending: list[tuple[Any, Call]] = []
         self.palette: list[tuple[Any, ...]] = []
 
     def run(self, seconds: float) -> None:
-        """Go on until rank 0 says that the time is over."""
+        """Make calls until the time of rank 0 is over."""
         end = time.monotonic() + seconds
         while self.mpi.bcast(time.monotonic() < end):
             self.wait()
             self.change_groups()
-            self.palette = [self.draw() for _ in range(PALETTE)]
-            for _ in range(STRIDE * self.alike.choice((1, 3))):
+            self.palette = [self.draw() for _ in range(PALETTE_SIZE)]
+            for _ in range(STRIDE * self.common.choice((1, 3))):
                 self.step()
         self.wait()
-        self.what = "destroy_process_group"
+        self.current = "destroy_process_group"
         dist.destroy_process_group()
 
     def change_groups(self) -> None:
-        """Make a group, end one, or leave them; ranks outside make it, too."""
-        if len(self.teams) > 1 and self.alike.random() < 0.4:
-            ended = self.teams.pop(self.alike.randrange(1, len(self.teams)))
-            self.what = f"destroy_process_group({ended.name})"
+        """Create or destroy a group, or do nothing. All ranks call."""
+        if len(self.teams) > 1 and self.common.random() < 0.4:
+            ended = self.teams.pop(self.common.randrange(1, len(self.teams)))
+            self.current = f"destroy_process_group({ended.name})"
             if ended.me is not None:
                 dist.destroy_process_group(ended.group)
         if len(self.teams) < 5:
             n = self.mpi.size
-            ranks = self.alike.sample(range(n), self.alike.randint(1, n))
-            level = self.alike.choice([None, None, "order", "exact"])
-            self.what = f"new_group({ranks}, reproducible={level})"
+            ranks = self.common.sample(range(n), self.common.randint(1, n))
+            level = self.common.choice([None, None, "order", "exact"])
+            self.current = f"new_group({ranks}, reproducible={level})"
             group = dist.new_group(ranks, sort_ranks=False, reproducible=level)
             me = ranks.index(self.mpi.rank) if self.mpi.rank in ranks else None
             name = f"{len(ranks)} ranks {level} {self.calls}"
             self.teams.append(Team(name, group, tuple(ranks), me))
         for one in self.teams:
-            early = self.alike.random() < 0.3
+            make_first_calls = self.common.random() < 0.7
             if one.me is not None:
-                self.begin(one, early)
+                self.prepare(one, make_first_calls)
 
-    def begin(self, one: Team, early: bool) -> None:
-        """Bring a group past the calls after which its ranks share memory; set its distances."""
-        if not early:
+    def prepare(self, one: Team, make_first_calls: bool) -> None:
+        """Make the calls that a group makes before it uses shared memory; set random distances."""
+        if make_first_calls:
             while one.group.sequence < consistency.FIRST + 2:
                 dist.all_reduce(np.zeros(1, np.float32), group=one.group)
         memory = one.group.resources.find("shared")
@@ -166,30 +166,29 @@ class Program:
             memory._segment.bytes_until_measurement = 1 << 62
 
     def draw(self) -> tuple[Any, ...]:
-        """Return a name, dtype, operation, count of a block, and whether it is asynchronous."""
-        dtype = self.alike.choice(DTYPES)
+        """Return a primitive, dtype, reduction operation, count of a block, and async_op."""
+        dtype = self.common.choice(DTYPES)
         operations = legal_operations(dtype)
-        reduces = bool(operations) and self.alike.random() < 0.55
-        name = self.alike.choice(REDUCTIONS if reduces else MOVES)
-        op = self.alike.choice(operations) if reduces else None
-        (nbytes,) = self.alike.choices(THRESHOLDS, OFTEN)
-        count = max(0, nbytes // dtype.itemsize + self.alike.choice((-1, 0, 0, 1)))
-        if self.alike.random() < 0.4:
-            count = self.alike.choice((1, 2, 3, 7, 17))
-        return name, dtype, op, count, self.alike.random() < 0.25
+        reduces = bool(operations) and self.common.random() < 0.55
+        name = self.common.choice(REDUCTIONS if reduces else MOVES)
+        op = self.common.choice(operations) if reduces else None
+        (nbytes,) = self.common.choices(THRESHOLDS, WEIGHTS)
+        count = max(0, nbytes // dtype.itemsize + self.common.choice((-1, 0, 0, 1)))
+        if self.common.random() < 0.4:
+            count = self.common.choice((1, 2, 3, 7, 17))
+        return name, dtype, op, count, self.common.random() < 0.25
 
     def step(self) -> None:
-        """Make one call, or a call that the others do not make."""
+        """Make one call, or a mismatch."""
         self.calls += 1
-        one = self.alike.choice(self.teams)
-        name, dtype, op, count, later = self.alike.choice(self.palette)
-        wrong = self.alike.random() < 0.01
-        which = self.alike.randrange(one.size), self.alike.randrange(4)
-        root, in_place, same = (
-            self.alike.randrange(one.size), self.alike.random() < 0.15, self.alike.random() < 0.05
-        )  # fmt: skip
-        several = self.alike.random() < 0.15
-        more = [self.alike.randrange(9) for _ in range(self.alike.choice((1, 2, 40)) * several)]
+        one = self.common.choice(self.teams)
+        name, dtype, op, count, later = self.common.choice(self.palette)
+        wrong = self.common.random() < 0.01
+        which = self.common.randrange(one.size), self.common.randrange(4)
+        root = self.common.randrange(one.size)
+        in_place, same = self.common.random() < 0.15, self.common.random() < 0.05
+        several = self.common.random() < 0.15
+        more = [self.common.randrange(9) for _ in range(self.common.choice((1, 2, 40)) * several)]
         if one.me is None:
             return
         if self.own.random() < 0.01:
@@ -198,7 +197,7 @@ class Program:
             self.mismatch(one, *which)
             return
         make = self.own.choice(MAKERS)
-        self.what = f"{name} of {dtype} {op} {count} in {one.name}"
+        self.current = f"{name} of {dtype} {op} {count} in {one.name}"
         exact = one.group.reproducible == "exact"
         made = Rounded if exact else Call if op is ReduceOp.PREMUL_SUM else self.made
         listed = bool(more) and name in COALESCED
@@ -225,11 +224,11 @@ class Program:
                 check_same_bits(self.mpi, calls)
 
     def mismatch(self, one: Team, rank: int, other: int) -> None:
-        """Make another call on one rank: where each call is compared, all are told."""
+        """Make another call on one rank. All ranks raise if the group compares each call."""
         self.wait()
         if one.size == 1 or not one.group.compared:
             return
-        self.what = f"call {other} on rank {rank} of {one.name} alone"
+        self.current = f"call {other} on rank {rank} of {one.name} alone"
         x, n = np.ones(100, np.float32), one.size
         calls: list[Callable[[], object]] = [
             lambda: dist.barrier(group=one.group),
@@ -247,16 +246,16 @@ class Program:
         raise AssertionError("no MismatchError")
 
     def wait(self) -> None:
-        """Wait for what is pending, and check it."""
+        """Wait for the pending works and check their results."""
         for work, call in self.pending:
-            self.what = f"waiting for {call.what}"
+            self.current = f"waiting for {call.what}"
             work.wait()
             call.check()
         self.pending.clear()
 
 
 def put_in_place(call: Call) -> None:
-    """Let a call read its own block from where it writes, or write it where it reads."""
+    """Make a call use one array for its input and output."""
     if call.name not in ("all_gather_single", "reduce_scatter_single") or call.count == 0:
         return
     (_, mine, _), (_, whole, _) = sorted(call.watched, key=lambda one: one[1].size)
@@ -267,10 +266,10 @@ def put_in_place(call: Call) -> None:
         call.arguments[call.row.input] = part
     else:
         call.arguments[call.row.output] = part
-    # Of the array that is both, what the call is to give, and nothing of the array no longer used.
+    # Watch only the remaining array, with the expected output.
     expected = next(e for name, _, e in call.watched if name == call.row.output)
     call.watched = [(call.row.output, whole if gathers else part, expected)]
-    call.make = unaligned  # nothing beside a part stays as it was
+    call.make = unaligned  # the call may write beside the part
 
 
 def main() -> None:
@@ -287,7 +286,7 @@ def main() -> None:
     except BaseException:
         rank = program.mpi.rank
         print(
-            f"rank {rank}, seed {arguments.seed}, call {program.calls}: {program.what}\n"
+            f"rank {rank}, seed {arguments.seed}, call {program.calls}: {program.current}\n"
             + traceback.format_exc(),
             file=sys.stderr, flush=True,
         )  # fmt: skip

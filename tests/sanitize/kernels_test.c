@@ -57,11 +57,11 @@ struct rank {
     struct mpicoll_shared shared;
     uint32_t number; /* of the last call */
     uint32_t random;
-    uint32_t cluster_starts[20]; /* of clusters */
+    uint32_t cluster_starts[20];
 };
 
 /* Delays random ranks at random calls. */
-static void dawdle(struct rank *rank)
+static void delay(struct rank *rank)
 {
     rank->random = rank->random * 1664525 + 1013904223;
     if (rank->random >> 30 == 0)
@@ -294,7 +294,7 @@ static void *run_collectives(void *argument)
 
     for (size_t k = 0; k < sizeof counts / sizeof *counts; k++)
         for (size_t one_shot_max_count = 0; one_shot_max_count < 2; one_shot_max_count++) {
-            dawdle(rank);
+            delay(rank);
             try_all_reduce(rank, counts[k], one_shot_max_count << 40, SIZE_MAX);
             try_fused(rank, k + 1, counts[k] / 2, 0, 1, 1, SIZE_MAX);
         }
@@ -302,7 +302,7 @@ static void *run_collectives(void *argument)
         return NULL;
     for (size_t k = 0; k < 2 * ROUNDS; k++) {
         const size_t count = k % 4 == 3 ? slot / 8 + k : 5 * k;
-        dawdle(rank);
+        delay(rank);
         /* Calls that are announced before they begin, or not; the last calls never begin. */
         if (k % 3 == 0)
             mpicoll_shared_all_entered(&rank->shared, ++rank->number, 7, count, k % 2 ? 0 : 20000);
@@ -310,13 +310,13 @@ static void *run_collectives(void *argument)
         blocks(rank, count, 1, 0, 0, 0); /* broadcast */
         blocks(rank, count, 0, 1, 0, 1); /* reduce */
         blocks(rank, count, 0, 0, 0, 0); /* all_gather */
-        dawdle(rank);
+        delay(rank);
         blocks(rank, count, 0, 1, 0, 0); /* gather */
         blocks(rank, count, 1, 0, 1, 0); /* scatter */
         blocks(rank, count, 0, 0, 1, 1); /* reduce_scatter */
         blocks(rank, count, 0, 0, 1, 0); /* all_to_all */
         try_exchange(rank, count);
-        dawdle(rank);
+        delay(rank);
         try_fused(rank, k % 6 + 1, count, 0, 1, 1, SIZE_MAX); /* all_reduce */
         try_fused(rank, k % 5 + 1, count, 0, 0, 0, SIZE_MAX); /* all_gather */
         try_fused(rank, k % 4 + 1, count, 1, 1, 0, SIZE_MAX); /* reduce_scatter */
@@ -332,7 +332,7 @@ static void *run_large(void *argument)
     return NULL;
 }
 
-/* Clusters of one or more ranks, of equal and different sizes, between calls by the other
+/* Clusters of one or more ranks, of equal and different sizes, between calls by other
  * algorithms. */
 static void *run_clusters(void *argument)
 {
@@ -352,7 +352,7 @@ static void *run_clusters(void *argument)
         rank->cluster_starts[shared->cluster_count] = n;
         shared->cluster_starts = rank->cluster_starts;
         for (size_t k = 0; k < ROUNDS; k++) {
-            dawdle(rank);
+            delay(rank);
             try_all_reduce(rank, k % 3 ? k * slot / 8 + 3 * k : k, 0, k % 5 == 4 ? SIZE_MAX : 1);
             if (k % 4 == 2 && slot / n >= LINE)
                 blocks(rank, slot / 2 + k, 0, 0, 0, 0);
@@ -383,7 +383,7 @@ static void *run_asks(void *argument)
     return NULL;
 }
 
-static void *tell_to_leave(void *argument)
+static void *abort_later(void *argument)
 {
     usleep(20000);
     atomic_store(&((struct rank *)argument)->shared.aborted, 1);
@@ -394,13 +394,13 @@ static void *tell_to_leave(void *argument)
 static void *run_left(void *argument)
 {
     struct rank *rank = argument;
-    pthread_t teller;
+    pthread_t aborter;
 
     if (rank->shared.me == rank->shared.n - 1)
         return NULL;
-    CHECK(!pthread_create(&teller, NULL, tell_to_leave, rank));
+    CHECK(!pthread_create(&aborter, NULL, abort_later, rank));
     CHECK(!mpicoll_shared_compare(&rank->shared, START + 1, 7, 7));
-    CHECK(!pthread_join(teller, NULL));
+    CHECK(!pthread_join(aborter, NULL));
     return NULL;
 }
 

@@ -2,14 +2,14 @@
 
     python tests/sanitize/run_sanitizers.py VENV [--mpiexec COMMAND] [--only address|thread]
 
-``make sanitize`` calls it. VENV is an environment with the requirements of the tests.
+VENV is an environment with the requirements of the tests. ``make sanitize`` calls this program.
 
-- ``kernels_test.c``, whose threads are the ranks of a group, under all three sanitizers;
-- tests of the C library in Python, on processes, with a library built for AddressSanitizer and
+- ``kernels_test.c``, whose threads are the ranks of a group, runs under all three sanitizers.
+- Python tests of the C library run on processes, with a library built for AddressSanitizer and
   UndefinedBehaviorSanitizer.
 
-A sanitizer without a runtime library for the compiler (``$CC``, or cc) is skipped, and this is said
-at the end. Anything that a sanitizer finds ends the run with exit code 1.
+A sanitizer without a runtime library for the compiler (``$CC``, or cc) is skipped and listed at the
+end. The first error ends the run with exit code 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = ROOT / "mpicoll" / "kernels" / "src"
-#: A module for Python; all others are one plain library.
+#: The extension module. All other sources form one library.
 MODULE = SOURCES / "calls.c"
 BUILD = ROOT / ".cache" / "sanitize"
 
@@ -36,19 +36,19 @@ FLAGS = ["-std=gnu11", "-g", "-fno-omit-frame-pointer", "-ffp-contract=off", "-f
 ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 THREAD = ["-fsanitize=thread"]
 
-#: Tests of the C library on no ranks, except tests of NumPy and tests with 65 threads or more,
-#: which take minutes here; and on two ranks.
+#: Tests of the C library without ranks, except tests of NumPy and tests with 65 threads or more,
+#: which take minutes here; and tests on two ranks.
 PLAIN = ["tests/test_reduction.py", "tests/test_shared_memory.py"]
 PLAIN_CHOSEN = "not numpy and not (threads and (65 or 256))"
 ON_RANKS = ["tests/mpi/test_shared.py", "tests/mpi/test_short_calls.py"]
-#: AddressSanitizer does not survive C++ exceptions of a library that is loaded late, as torch is.
+#: AddressSanitizer crashes at C++ exceptions of a library that is loaded late, such as torch.
 ON_RANKS_CHOSEN = "not tensor"
 
-#: Seconds that one command may take.
-LIMIT = 600
+#: Timeout of one command.
+TIMEOUT_S = 600
 
 OPTIONS = {
-    # The interpreter does not give all its memory back.
+    # The interpreter does not free all its memory.
     "ASAN_OPTIONS": "detect_leaks=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": "halt_on_error=1 atexit_sleep_ms=0",
@@ -58,7 +58,7 @@ OPTIONS = {
 
 
 def run(command: list[str], **options: object) -> None:
-    """Run a command that has to succeed; say how long it took, or print its output."""
+    """Run a command and print its duration. If it fails, print its output and exit."""
     start = time.perf_counter()
     shown = shlex.join(command).replace(f"{ROOT}/", "")
     print(shown, flush=True)
@@ -66,10 +66,10 @@ def run(command: list[str], **options: object) -> None:
         try:
             code = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                timeout=LIMIT, check=False, **options,
+                timeout=TIMEOUT_S, check=False, **options,
             ).returncode  # type: ignore[call-overload]  # fmt: skip
         except subprocess.TimeoutExpired:
-            code = "none: it ran out of time"
+            code = "none: timed out"
         if code:
             output.seek(0)
             print(output.read())
@@ -78,7 +78,7 @@ def run(command: list[str], **options: object) -> None:
 
 
 def keep_addresses() -> None:
-    """Have the program loaded where it wants: ThreadSanitizer knows few places."""
+    """Disable address space randomization: ThreadSanitizer supports few memory layouts."""
     no_randomize = 0x0040000
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).personality(no_randomize)
@@ -130,7 +130,7 @@ def run_tests(python: Path, mpiexec: list[str]) -> None:
     environment = os.environ | OPTIONS
     environment |= {"PYTHONPATH": str(package.parent), "PYTHONMALLOC": "malloc"}
     sanitized = ["env", f"LD_PRELOAD={runtime}", str(python)]
-    # Beside the checkout, whose package Python would find first.
+    # In another folder, because Python would import the package of the checkout.
     options = {"cwd": package.parent, "env": environment}
     ask = f"from mpicoll.kernels.library import describe as d; assert {str(library)!r} in d(), d()"
     run([*sanitized, "-c", ask], **options)
@@ -147,7 +147,7 @@ def run_tests(python: Path, mpiexec: list[str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("venv", type=Path)
-    parser.add_argument("--mpiexec", help="instead of the one of the environment")
+    parser.add_argument("--mpiexec", help="the launcher (default: mpiexec of VENV)")
     parser.add_argument("--only", choices=["address", "thread"])
     arguments = parser.parse_args()
     bin = Path(os.path.abspath(arguments.venv)) / "bin"  # noqa: PTH100  # its links stay links

@@ -257,7 +257,7 @@ def test_what_happens_to_a_rank_on_another_node(fault: str) -> None:
     step = f"srun --mpi={MPI} --nodes=2 --distribution=block --kill-on-bad-exit=1"
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "chaos" / "run.py", "--launcher=srun",
-         f"--mpiexec={step}", "--ways=small", "--faults", fault],
+         f"--mpiexec={step}", "--calls=small", "--faults", fault],
         env=environment(), stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout

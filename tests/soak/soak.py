@@ -1,12 +1,12 @@
-"""Make very many calls, groups and works in one process, and see that nothing grows.
+"""Make millions of calls, groups and works in one process, and check for leaks.
 
     mpiexec -n N python tests/soak/soak.py [--share 1.0] [--phases NAME ...]
 
-Each phase is cut into slices. After each slice every rank looks at what it holds: private memory,
-open files and threads; after a phase, at how many communicators MPI still has to give.
-Each phase prints its growth since the first slices, on any rank, as a row of a table in Markdown.
-The exit code is 1 if anything has grown. ``make soak`` runs all phases, with UCX_MEM_EVENTS=n,
-because MPICH's UCX otherwise keeps about 150 bytes of each unmapped region: two for each group.
+Each phase has several slices. After each slice every rank measures its private memory, open files
+and threads. After a phase it counts the communicators that MPI can still create.
+Each phase prints the maximum growth of any rank since the first slices, as a row of a Markdown
+table. The exit code is 1 after growth. ``make soak`` runs all phases with UCX_MEM_EVENTS=n, because
+MPICH's UCX otherwise keeps about 150 bytes for each unmapped region, and a group has two.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from mpi4py import MPI
 import mpicoll as dist
 
 SLICES = 10
-#: Slices after which everything that is made once, and kept, is there.
+#: Number of slices after which all caches are filled.
 WARM = 3
-#: Bytes by which private memory may grow in the rest of a phase: the allocator keeps what it likes.
-ALLOWED = 1 << 20
-#: Communicators that are asked of MPI at most: MPICH has some 2,000.
-MANY = 2200
-#: Works that are pending at a time, and groups.
+#: Maximum growth of private memory after these slices: the allocator keeps free memory.
+ALLOWED_BYTES = 1 << 20
+#: Maximum number of communicators to create. MPICH has about 2,000.
+MAX_COMMUNICATORS = 2200
+#: Number of works that are pending, and of groups that exist, at the same time.
 PENDING, LIVING = 100, 10
 
 
-class Held(NamedTuple):
-    """What a process holds just now; memory in bytes, of pages that it shares with none."""
+class Usage(NamedTuple):
+    """Resources of this process: private memory in bytes, files and threads."""
 
     memory: int
     files: int
     threads: int
 
     @classmethod
-    def now(cls) -> Held:
+    def now(cls) -> Usage:
         gc.collect()
         private = 0
         for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
@@ -54,10 +54,10 @@ class Held(NamedTuple):
 
 
 def count_communicators() -> int:
-    """Return how many more communicators MPI has to give, MANY at most; all ranks call."""
+    """Return the number of communicators that MPI can still create. All ranks call."""
     made: list[MPI.Comm] = []
     try:
-        while len(made) < MANY:
+        while len(made) < MAX_COMMUNICATORS:
             made.append(MPI.COMM_WORLD.Dup())
     except MPI.Exception:
         pass
@@ -66,7 +66,7 @@ def count_communicators() -> int:
     return len(made)
 
 
-# ---- Phases: each makes ``times`` of its kind --------------------------------------------------
+# ---- Phases: each repeats its calls ``times`` times ---------------------------------------------
 
 
 def small_calls(times: int) -> None:
@@ -76,7 +76,7 @@ def small_calls(times: int) -> None:
 
 
 def kinds_of_calls(times: int) -> None:
-    """Every kind, dtype and size in turn: what is kept of each must be bounded, too."""
+    """Make calls of different primitives, dtypes and sizes, whose caches must be bounded."""
     n = dist.get_world_size()
     for turn in range(times):
         count = (1, 100, 5000, 300_000)[turn % 4]
@@ -95,7 +95,7 @@ def works(times: int) -> None:
 
 
 def works_with_futures(times: int) -> None:
-    """Futures with callbacks, and works that nobody waits for."""
+    """Add callbacks to futures, and do not wait for the works."""
     x, seen = np.ones(1000, np.float32), []
     for turn in range(times):
         work = dist.all_reduce(x, dist.ReduceOp.MAX, async_op=True)
@@ -123,7 +123,7 @@ def objects(times: int) -> None:
 
 
 def groups(times: int) -> None:
-    """Some live at a time; they end in another order than they were made in."""
+    """Destroy groups in another order than they were created in."""
     x = np.ones(100, np.float32)
     for _ in range(0, times, LIVING):
         made = [dist.new_group() for _ in range(LIVING)]
@@ -134,8 +134,8 @@ def groups(times: int) -> None:
             dist.destroy_process_group(one)
 
 
-def beginnings(times: int) -> None:
-    """Of the whole library; the default group is there afterwards as it was before."""
+def initializations(times: int) -> None:
+    """Leaves a default group."""
     for _ in range(times):
         dist.destroy_process_group()
         dist.init_process_group()
@@ -143,8 +143,8 @@ def beginnings(times: int) -> None:
 
 
 def start_threads() -> None:
-    """Start the thread of the default group: it carries out asynchronous calls that cannot be
-    carried out at once, as some rank is late.
+    """Start the default group's progress thread, by an asynchronous call before which a rank is
+    late. Other asynchronous calls run inline.
     """
     for late in range(dist.get_world_size()):
         time.sleep(0.1 * (dist.get_rank() == late))
@@ -160,34 +160,34 @@ class Phase(NamedTuple):
 PHASES = {
     "calls": Phase("small calls", 10**7, small_calls),
     "kinds": Phase("calls of many kinds and sizes", 10**4, kinds_of_calls),
-    "works": Phase("asynchronous works", 10**5, works),
-    "futures": Phase("works that nobody waits for", 10**5, works_with_futures),
+    "works": Phase("asynchronous calls", 10**5, works),
+    "futures": Phase("asynchronous calls without wait()", 10**5, works_with_futures),
     "messages": Phase("messages", 10**5, messages),
-    "objects": Phase("calls of objects", 10**4, objects),
+    "objects": Phase("object collectives", 10**4, objects),
     "groups": Phase("groups", 10**4, groups),
-    "init": Phase("init and destroy", 10**3, beginnings),
+    "init": Phase("init and destroy", 10**3, initializations),
 }
 
 
 def soak(phase: Phase, times: int, free: int) -> tuple[str, bool]:
-    """Run a phase; return its row, and whether all is flat on all ranks.
+    """Run a phase. Return its row, and True if no resource has grown on any rank.
 
-    free: how many communicators MPI had to give before all phases.
+    free: count_communicators() before all phases.
     """
     start_threads()
-    held, start = [], time.monotonic()
+    usage, start = [], time.monotonic()
     for _ in range(SLICES):
         phase.run(times // SLICES)
-        dist.barrier()  # what one rank has ended the others may still hold
-        held.append(Held.now())
+        dist.barrier()  # ranks release resources at different times
+        usage.append(Usage.now())
     seconds = time.monotonic() - start
-    warm, last = held[WARM - 1], held[-1]
+    warm, last = usage[WARM - 1], usage[-1]
     grown = [b - a for a, b in zip(warm, last, strict=True)]
     lost = free - count_communicators()
     most = np.array([*grown, lost])
     MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, most, MPI.MAX)
     memory, files, threads, lost = most.tolist()
-    flat = memory <= ALLOWED and files <= 0 and threads <= 0 and lost <= 0
+    flat = memory <= ALLOWED_BYTES and files <= 0 and threads <= 0 and lost <= 0
     each = memory / (times * (1 - WARM / SLICES))
     row = (
         f"| {phase.words} | {times:,} | {seconds:.0f} s | {memory / 1024:+.0f} KiB "
@@ -198,7 +198,7 @@ def soak(phase: Phase, times: int, free: int) -> tuple[str, bool]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--share", type=float, default=1.0, help="of the times of each phase")
+    parser.add_argument("--share", type=float, default=1.0, help="fraction of the repetitions")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     arguments = parser.parse_args()
     dist.init_process_group()

@@ -1,18 +1,18 @@
-"""Runs PyTorch's own tests of a backend with mpicoll, beside Gloo; ``make test-torch-suite``.
+"""Run PyTorch's own tests of a backend with mpicoll and with Gloo; ``make test-torch-suite``.
 
     python tests/torch_suite/run.py [options]
 
-by a Python that has torch, expecttest and an MPI of MPICH's family: the ranks are started without
-mpiexec. The tests are those of ``torch.testing._internal.distributed.distributed_test``, on a CPU.
+This Python needs torch, expecttest and an MPI of the MPICH family, because the ranks are started
+without mpiexec. The tests in ``torch.testing._internal.distributed.distributed_test`` run on a CPU:
 
-- ``gloo``: as PyTorch runs them with BACKEND=gloo. The outcomes are kept in gloo.txt.
-- ``mpicoll``: with BACKEND=mpicoll. Every test that passes with Gloo has to pass.
-- ``mpi``: with BACKEND=mpi, a name that mpicoll takes over, those that do not pass with Gloo. None
-  may fail, and those that PyTorch runs for this name alone have to pass. With ``--all`` the others
-  too, of which PyTorch asks more for this name than for a plug-in's: events of its profilers.
+- ``gloo``: all tests with BACKEND=gloo. gloo.txt stores the outcomes.
+- ``mpicoll``: all tests with BACKEND=mpicoll. Each test that passes with Gloo must pass.
+- ``mpi``: the tests that do not pass with Gloo, with BACKEND=mpi, a name that mpicoll replaces.
+  None may fail, and each test that PyTorch runs only for this name must pass. With ``--all`` also
+  the tests that pass with Gloo. They check more for this name than for a plug-in: profiler events.
 
-exceptions.txt names those that do not, and why. The exit code is 1 if another one does not, or if
-one of those does. What a test printed is in .cache/torch_suite/BACKEND/WORLD_SIZE/TEST.log.
+exceptions.txt lists the tests that may fail, with reasons. The exit code is 1 if another test fails
+or if a listed test passes. Output: .cache/torch_suite/BACKEND/WORLD_SIZE/TEST.log.
 """
 
 from __future__ import annotations
@@ -42,19 +42,18 @@ LOGS = ROOT / ".cache" / "torch_suite"
 RECORD = HERE / "gloo.txt"
 EXCEPTIONS = HERE / "exceptions.txt"
 
-#: Seconds that a test may take beyond PyTorch's own limit, which can fail to end it.
-BEYOND = 60
+#: Time that a test may take beyond PyTorch's timeout, which does not end every test.
+TIMEOUT_GRACE_S = 60
 
-#: The outcome of a test that is run with BACKEND=mpi alone, and what PyTorch says of it.
-ONLY_MPI = "only-mpi"
-SAYS_ONLY_MPI = "Only MPI supports"
+#: The outcome of a test that PyTorch runs only with BACKEND=mpi, and PyTorch's skip reason for it.
+ONLY_MPI, ONLY_MPI_REASON = "only-mpi", "Only MPI supports"
 
 TORCH = metadata.version("torch").partition("+")[0]
 
 
 @dataclass
 class Pass:
-    """The tests with one backend and number of ranks, and how they went."""
+    """The outcomes of the tests with one backend and number of ranks."""
 
     backend: str
     ranks: int
@@ -62,7 +61,7 @@ class Pass:
     note: str = ""
     seconds: float = 0.0
 
-    def those(self, outcome: str) -> set[str]:
+    def with_outcome(self, outcome: str) -> set[str]:
         return {name for name, each in self.outcomes.items() if each == outcome}
 
     @property
@@ -76,8 +75,8 @@ class Pass:
         head = f"{self.backend:<8} {self.ranks} ranks"
         return f"{head}{cells}{self.seconds:8.0f} s  {self.note}".rstrip()
 
-    def run(self, arguments: argparse.Namespace, left_out: set[str]) -> None:
-        """Run the tests, by several workers at once."""
+    def run(self, arguments: argparse.Namespace, skipped: set[str]) -> None:
+        """Run the tests, with several workers at the same time."""
         start = time.perf_counter()
         self.logs.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="torch-suite-") as scratch:
@@ -85,7 +84,7 @@ class Pass:
             first = Worker(environment, self.logs)
             names: queue.Queue[str] = queue.Queue()
             for name in first.names:
-                if arguments.k.search(name) and name not in left_out:
+                if arguments.k.search(name) and name not in skipped:
                     names.put(name)
 
             def work(worker: Worker | None = None) -> None:
@@ -95,23 +94,23 @@ class Pass:
                     except queue.Empty:
                         break
                     worker = worker or Worker(environment, self.logs)
-                    answer = worker.run(name, arguments.timeout + BEYOND)
+                    answer = worker.run(name, arguments.timeout + TIMEOUT_GRACE_S)
                     if answer is None:
                         worker.end()
                         worker = None
                         answer = {"outcome": "failed", "reason": "No answer.", "seconds": 0.0}
-                    if answer["reason"].startswith(SAYS_ONLY_MPI):
+                    if answer["reason"].startswith(ONLY_MPI_REASON):
                         answer["outcome"] = ONLY_MPI
                     self.outcomes[name] = answer["outcome"]
                     self._print(name, answer, arguments.verbose)
                 if worker:
                     worker.end()
 
-            others = [threading.Thread(target=work, daemon=True) for _ in range(arguments.jobs - 1)]
-            for thread in others:
+            more = [threading.Thread(target=work, daemon=True) for _ in range(arguments.jobs - 1)]
+            for thread in more:
                 thread.start()
             work(first)
-            for thread in others:
+            for thread in more:
                 thread.join()
         self.outcomes = dict(sorted(self.outcomes.items()))
         self.seconds = time.perf_counter() - start
@@ -121,7 +120,7 @@ class Pass:
         environment = os.environ | {
             "BACKEND": self.backend,
             "WORLD_SIZE": str(self.ranks),
-            # Each test gets a file of its own. With env:// PyTorch leaves one test out.
+            # Each test gets its own file. With env://, PyTorch skips one test.
             "INIT_METHOD": f"file://{scratch}/init",
             "SUITE_START": arguments.start,
             "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(arguments.timeout),
@@ -143,7 +142,7 @@ class Pass:
 
 
 class Worker:
-    """A process that runs tests, see worker.py."""
+    """A process that runs tests (worker.py)."""
 
     def __init__(self, environment: dict[str, str], logs: Path) -> None:
         self._process = subprocess.Popen(
@@ -156,7 +155,7 @@ class Worker:
             sys.exit("PyTorch's suite could not be loaded")
 
     def run(self, name: str, timeout: float) -> dict[str, Any] | None:
-        """Return a test's answer, or None if there is none in time."""
+        """Run a test. Return the worker's answer, or None after the timeout."""
         assert self._process.stdin
         try:
             self._process.stdin.write(name + "\n")
@@ -173,7 +172,7 @@ class Worker:
         return json.loads(line) if line else None
 
     def end(self) -> None:
-        """End it and the ranks that it started."""
+        """End the worker and the ranks that it started."""
         assert self._process.stdin
         try:
             self._process.stdin.close()
@@ -184,17 +183,15 @@ class Worker:
 
 
 def read_record() -> dict[int, Pass] | None:
-    """Return Gloo's outcomes, by number of ranks, if they are those of this torch."""
+    """Return Gloo's outcomes by number of ranks, or None if they are of another torch version."""
     if not RECORD.exists():
         return None
     lines = RECORD.read_text().splitlines()
     version, *sizes = lines[1].removeprefix("# torch ").replace(",", "").split()
     if version != TORCH:
-        print(f"{RECORD.name} is of torch {version}, this is {TORCH}: Gloo is run")
+        print(f"{RECORD.name} is of torch {version}, this is torch {TORCH}: running Gloo's tests")
         return None
-    passes = {
-        int(size): Pass("gloo", int(size), note="recorded") for size in sizes if size.isdigit()
-    }
+    passes = {int(s): Pass("gloo", int(s), note="recorded") for s in sizes if s.isdigit()}
     for line in lines[2:]:
         name, *outcomes = line.split()
         for each, outcome in zip(passes.values(), outcomes, strict=True):
@@ -203,22 +200,22 @@ def read_record() -> dict[int, Pass] | None:
 
 
 def write_record(passes: list[Pass], start: str) -> None:
-    """Keep Gloo's outcomes."""
+    """Write Gloo's outcomes to gloo.txt."""
     sizes = " ".join(str(each.ranks) for each in passes)
     lines = [
-        "# Written by run.py --write-record: how PyTorch's suite goes with Gloo on a CPU.",
+        "# Written by run.py --write-record: outcomes with Gloo on a CPU, without skipped tests.",
         f"# torch {TORCH}, {sizes} ranks, {start}",
     ]
     for name in passes[0].outcomes:
-        lines.append(
-            " ".join([f"{name:<72}", *(f"{each.outcomes[name]:<8}" for each in passes)]).rstrip()
-        )
+        outcomes = [each.outcomes[name] for each in passes]
+        if set(outcomes) != {"skipped"}:
+            lines.append(f"{name:<72} " + " ".join(f"{each:<8}" for each in outcomes).rstrip())
     RECORD.write_text("\n".join(lines) + "\n")
 
 
 @dataclass(frozen=True)
-class Excuse:
-    """A test that need not pass."""
+class ExpectedFailure:
+    """A test that may fail."""
 
     backend: str
     name: str
@@ -226,8 +223,8 @@ class Excuse:
     reason: str
 
 
-def read_exceptions() -> Iterator[Excuse]:
-    """Yield what exceptions.txt holds; its head says how it is written."""
+def read_exceptions() -> Iterator[ExpectedFailure]:
+    """Yield the entries of exceptions.txt, which describes its format."""
     text = re.sub(r"\n[ \t]+", " ", EXCEPTIONS.read_text())
     for line in text.splitlines():
         if line and not line.startswith("#"):
@@ -235,39 +232,40 @@ def read_exceptions() -> Iterator[Excuse]:
             backend, name, *limits = head.split()
             before = [each.removeprefix("torch<") for each in limits if each.startswith("torch<")]
             sizes = tuple(int(each) for each in limits if each.isdecimal())
-            if all(numbers(TORCH) < numbers(each) for each in before):
-                yield Excuse(backend, name, sizes, reason.strip())
+            if all(parse_version(TORCH) < parse_version(each) for each in before):
+                yield ExpectedFailure(backend, name, sizes, reason.strip())
 
 
-def numbers(version: str) -> list[int]:
-    """A version to compare with others."""
+def parse_version(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)]
 
 
 @dataclass
 class Verdict:
-    """What a pass comes to: tests that should have passed, and exceptions that hold no more."""
+    """The result of a pass: expected failures with reasons, other failures, and exceptions that are
+    no longer needed.
+    """
 
-    excused: dict[str, str] = field(default_factory=dict)  # and why
-    unexcused: set[str] = field(default_factory=set)
-    stale: set[str] = field(default_factory=set)
+    expected: dict[str, str]
+    unexpected: set[str]
+    stale: set[str]
 
     @classmethod
-    def of(cls, run: Pass, gloo: Pass, exceptions: list[Excuse], whole: bool) -> Verdict:
-        """Judge a pass; a `whole` one ran each test that there is."""
+    def of(cls, run: Pass, gloo: Pass, exceptions: list[ExpectedFailure], whole: bool) -> Verdict:
+        """Return the verdict. whole: the pass ran all tests."""
         reasons = {
             each.name: each.reason
             for each in exceptions
             if each.backend == run.backend and run.ranks in (each.sizes or [run.ranks])
         }
-        wanted = gloo.those(ONLY_MPI if run.backend == "mpi" else "passed")
+        wanted = gloo.with_outcome(ONLY_MPI if run.backend == "mpi" else "passed")
         bad = {
             name
             for name, outcome in run.outcomes.items()
             if outcome == "failed" or (outcome != "passed" and name in wanted)
         }
         if whole:
-            bad |= wanted - set(run.outcomes)  # which this PyTorch does not have, or did not run
+            bad |= wanted - set(run.outcomes)  # this PyTorch does not have or did not run them
         stale = {name for name in reasons if name not in bad and (whole or name in run.outcomes)}
         return cls({name: reasons[name] for name in bad & set(reasons)}, bad - set(reasons), stale)
 
@@ -279,14 +277,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--world-size", type=int, nargs="+", default=[2, 3, 4], metavar="RANKS")
     parser.add_argument(
         "--start", choices=["spawn", "forkserver"], default="forkserver",
-        help="spawn: as PyTorch does, each rank imports torch anew (default: %(default)s)",
+        help="spawn: each rank imports torch again, as in PyTorch (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("-k", type=re.compile, default=re.compile(""), metavar="PATTERN")
     parser.add_argument("--jobs", type=int, default=4, help="tests at a time (%(default)s)")
-    parser.add_argument("--timeout", type=int, default=120, help="seconds a test (%(default)s)")
-    parser.add_argument("--record", action="store_true", help="take Gloo's outcomes from gloo.txt")
+    parser.add_argument("--timeout", type=int, default=120, help="seconds per test (%(default)s)")
+    parser.add_argument("--record", action="store_true", help="read Gloo's outcomes from gloo.txt")
     parser.add_argument("--write-record", action="store_true", help="write gloo.txt")
-    parser.add_argument("--all", action="store_true", help="mpi: also what passes with Gloo")
+    parser.add_argument("--all", action="store_true", help="mpi: also tests that pass with Gloo")
     parser.add_argument("-v", "--verbose", action="store_true", help="print each test")
     return parser.parse_args()
 
@@ -309,8 +307,8 @@ def main() -> int:
         for backend in arguments.backend:
             if backend != "gloo":
                 run = Pass(backend, ranks)
-                others = backend == "mpi" and not arguments.all
-                run.run(arguments, gloo[ranks].those("passed") if others else set())
+                skip = backend == "mpi" and not arguments.all
+                run.run(arguments, gloo[ranks].with_outcome("passed") if skip else set())
                 passes.append(run)
                 verdicts.append((run, Verdict.of(run, gloo[ranks], exceptions, whole)))
                 print(run, flush=True)
@@ -322,16 +320,14 @@ def main() -> int:
         print(each)
     for run, verdict in verdicts:
         where = f"{run.backend} {run.ranks} ranks"
-        for name, reason in sorted(verdict.excused.items()):
+        for name, reason in sorted(verdict.expected.items()):
             print(f"EXCEPTION {where}: {name}: {reason}")
-        for name in sorted(verdict.unexcused):
-            outcome = run.outcomes.get(name, "not run")
-            print(
-                f"WRONG     {where}: {name}: {outcome}, {(run.logs / name).relative_to(ROOT)}.log"
-            )
+        for name in sorted(verdict.unexpected):
+            outcome, log = run.outcomes.get(name, "not run"), (run.logs / name).relative_to(ROOT)
+            print(f"FAILED    {where}: {name}: {outcome}, {log}.log")
         for name in sorted(verdict.stale):
-            print(f"STALE     {where}: {name}: it needs no exception")
-    return int(any(verdict.unexcused or verdict.stale for _, verdict in verdicts))
+            print(f"STALE     {where}: {name}: remove its exception")
+    return int(any(verdict.unexpected or verdict.stale for _, verdict in verdicts))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""PyTorch's own tests of a backend, made into a class as its test_distributed_spawn.py does.
+"""PyTorch's own tests of a backend as a class, as in PyTorch's test_distributed_spawn.py.
 
-Imported in the process that runs the tests and in each of their ranks. BACKEND and WORLD_SIZE are
-PyTorch's settings, SUITE_START is how ranks are started: ``spawn`` or ``forkserver``.
+The process that runs the tests and all ranks import this module. BACKEND and WORLD_SIZE are
+PyTorch's settings. SUITE_START is the start method of ranks: ``spawn`` or ``forkserver``.
 
-PyTorch's module chooses the tests that it runs by the name in BACKEND, when it is imported, and
-knows no plug-in's name. So with BACKEND=mpicoll it chooses as for Gloo, then the name is put right,
-before anything runs. With BACKEND=mpi it is left as it is.
+On import, PyTorch's module selects tests by BACKEND, and does not know names of plug-ins. So with
+BACKEND=mpicoll it is imported with BACKEND=gloo, and the name is changed before any test runs.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ BACKEND = os.environ["BACKEND"]
 START = os.environ["SUITE_START"]
 
 if BACKEND == "mpicoll":
-    # What is asked while tests run.
+    # Tests check these features at run time.
     for feature in "ddp", "subgroup", "plugin":
         common_distributed.DistTestCases.backend_feature[feature].add(BACKEND)
     os.environ["BACKEND"] = "gloo"
@@ -34,8 +33,8 @@ from torch.testing._internal.distributed import distributed_test  # noqa: E402
 os.environ["BACKEND"] = BACKEND
 
 
-class Name(str):
-    """A plug-in's name, which a test that asks for Gloo while it runs takes for Gloo's."""
+class BackendName(str):
+    """The name of a plug-in that is also equal to "gloo", for tests that compare it at run time."""
 
     __hash__ = str.__hash__
 
@@ -46,8 +45,8 @@ class Name(str):
         return not self == other
 
 
-distributed_test.BACKEND = Name(BACKEND) if BACKEND == "mpicoll" else BACKEND
-# Events have the name of who carries a call, mpicoll: tests/pytorch/test_profiler.py checks them.
+distributed_test.BACKEND = BackendName(BACKEND) if BACKEND == "mpicoll" else BACKEND
+# Profiler events have the name mpicoll. tests/pytorch/test_profiler.py checks them.
 distributed_test.PROFILING_SUPPORTED_BACKENDS.remove("mpi")
 
 
@@ -61,7 +60,7 @@ class TestDistributed(
     def _spawn_processes(self) -> None:
         environment = dict(os.environ)
         if BACKEND == "mpi":
-            # mpiexec would start these ranks: torch passes it no init_method, rank or world_size.
+            # torch passes no init_method, rank or world_size for this name.
             environment["MASTER_PORT"] = str(find_free_port())
 
         def process(target: Callable[..., None], args: Any, **options: Any) -> Any:
@@ -76,12 +75,12 @@ class TestDistributed(
             self.skipTest("The group is of ranks 1 and 2")
         return super()._init_group_test(**kwargs)
 
-    #: The file that its ranks write to.
+    #: The output file of the ranks.
     log = os.devnull
 
     def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
         super()._check_return_codes(fn, elapsed_time)
-        # PyTorch looks at the first rank alone.
+        # PyTorch checks only the first rank.
         codes = [process.exitcode for process in self.processes]
         if fn not in self.skip_return_code_checks and fn not in self.special_return_code_checks:
             assert len(set(codes)) == 1, f"the ranks ended with {codes}"
@@ -90,14 +89,14 @@ class TestDistributed(
 def rank(
     environment: dict[str, str], log: str, target: Callable[..., None], *args: Any, **kwargs: Any
 ) -> None:
-    """Be a rank: as if spawned just now, even if forked from an older process."""
+    """Run a rank, with the environment of a spawned process also after a fork."""
     os.environ.update(environment)
     distributed_test.INIT_METHOD = os.environ["INIT_METHOD"]
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    # A rank that is ended, because another failed or because of the time, says where it was.
+    # After a failure of another rank or a timeout, PyTorch sends SIGTERM: print the stack.
     faulthandler.register(signal.SIGTERM, file=2, chain=True)
     target(*args, **kwargs)
 

@@ -1,7 +1,7 @@
-"""Runs tests of PyTorch's suite one after another, for run.py, which starts it.
+"""Run tests of PyTorch's suite one after another. run.py starts this program.
 
-Reads a test's name from each line of standard input and answers with its outcome, in JSON, on
-standard output. What the test and its ranks print goes to NAME.log in the folder given.
+Each line of standard input has the name of a test. The answer on standard output is its outcome in
+JSON. The output of the test and its ranks goes to FOLDER/NAME.log.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import unittest
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
-#: Seconds that the processes of a test may take to end after it.
-GRACE = 5.0
+#: Time for the processes of a test to end after the test.
+EXIT_TIMEOUT_S = 5.0
 
 
 def main() -> None:
-    import suite  # here: a rank that is spawned imports this file, but needs no second torch
+    import suite  # not at module level: a spawned rank imports this file without torch
 
     logs = Path(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     if suite.START == "forkserver":
         multiprocessing.set_forkserver_preload(["suite"])
-    # The processes that a rank leaves behind become children of this one.
+    # Orphaned processes of a rank become children of this process.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
@@ -41,10 +41,10 @@ def main() -> None:
 
 
 def run(kind: type[unittest.TestCase], name: str, logs: Path) -> dict[str, object]:
-    """Run a test; return its outcome, the reason, and the seconds that it took."""
+    """Run a test. Return its outcome, the reason, and the duration in seconds."""
     log = logs / f"{name}.log"
     log.unlink(missing_ok=True)
-    with log.open("a") as output:  # as its ranks do, or one writes over the other
+    with log.open("a") as output:  # the ranks append to the same file
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     case = kind(name)
@@ -62,18 +62,18 @@ def run(kind: type[unittest.TestCase], name: str, logs: Path) -> dict[str, objec
         outcome, reason = "skipped", result.skipped[0][1]
     else:
         outcome, reason = "passed", ""
-    reason += "".join(f"\nA process was left: {each}" for each in end_others())
+    reason += "".join(f"\nA process did not end: {each}" for each in kill_remaining())
     print(reason, flush=True)
     return {"name": name, "outcome": outcome, "reason": reason, "seconds": seconds}
 
 
-def end_others() -> list[str]:
-    """Wait for the processes that a test started; end those that stay and return what they were."""
-    deadline = time.monotonic() + GRACE
-    while others := descendants():
+def kill_remaining() -> list[str]:
+    """Wait for the processes of a test. Kill the remaining ones and return their command lines."""
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
+    while remaining := descendants():
         if time.monotonic() > deadline:
-            commands = [command(pid) for pid in others]
-            for pid in others:
+            commands = [command(pid) for pid in remaining]
+            for pid in remaining:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             return commands
@@ -82,9 +82,8 @@ def end_others() -> list[str]:
 
 
 def descendants() -> list[int]:
-    """Return the processes below this one, without those that multiprocessing keeps."""
-    # Waits for those of its own that have ended.
-    own = {process.pid for process in multiprocessing.active_children()}
+    """Return the descendants of this process, except multiprocessing's permanent processes."""
+    own = {process.pid for process in multiprocessing.active_children()}  # collects exit codes
     kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -102,8 +101,8 @@ def descendants() -> list[int]:
 
 
 def parse(stat: str) -> tuple[int, str, int]:
-    """Return the process, its state and its parent, of a line of /proc/PID/stat."""
-    # The name between may itself have brackets and spaces.
+    """Return the process, its state and its parent from /proc/PID/stat."""
+    # The name of the program may have brackets and spaces.
     state, parent = stat.rpartition(")")[2].split()[:2]
     return int(stat.split()[0]), state, int(parent)
 

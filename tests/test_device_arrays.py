@@ -1,7 +1,7 @@
 """Views of GPU arrays through DLPack, the CUDA array interface and CuPy's attributes.
 
-The array libraries are fakes that follow the standards. The runtime is a stub that maps addresses to
-devices. The tests do not read the memory.
+The array libraries are fakes that follow the standards. The runtime is a stub that knows the device
+of each address. The tests do not read the memory.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Producer:
     """
 
     def __init__(
-        self, shape=(2, 3), version=(1, 0), device=(CUDA, 1), reported_device=None, flags=0, strides=None,
-        address=ADDRESS, offset=0, dtype=(2, 32, 1), name=None,
+        self, shape=(2, 3), version=(1, 0), device=(CUDA, 1), reported_device=None, flags=0,
+        strides=None, address=ADDRESS, offset=0, dtype=(2, 32, 1), name=None,
     ) -> None:  # fmt: skip
         self.__dict__.update(locals())
         self.calls: list[dict[str, object]] = []

@@ -60,7 +60,7 @@ class Ranks:
         )
 
     def start(self, call):
-        """Start ``call(me, number)`` on one thread per rank. Return the threads and their results."""
+        """Start ``call(me, number)`` on one thread per rank. Return the threads and results."""
         self.number += 1
         results = [None] * self.n
 

@@ -18,14 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_device_kernels import (
-    COMPILER,
-    assert_same_bits,
-    in_memory,
-    is_wide,
-    place,
-    random_bits,
-)
+from test_device_kernels import COMPILER, assert_same_bits, in_memory, is_wide, place, random_bits
 
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.kernels import device_kernels, peers, reduction

@@ -9,16 +9,7 @@ import numpy as np
 
 from mpicoll.dtypes import by_name
 from mpicoll.kernels.library import kernels
-from mpicoll.kernels.peers import (
-    ALL,
-    DIFFERS,
-    HEADER,
-    LATE,
-    STEP_BITS,
-    Collective,
-    Failure,
-    Peers,
-)
+from mpicoll.kernels.peers import ALL, DIFFERS, HEADER, LATE, STEP_BITS, Collective, Failure, Peers
 
 #: Nanoseconds between polls of the host's failure word, as in device_peers.cu.
 POLL_INTERVAL_NS = 1_000_000

@@ -255,7 +255,7 @@ FAULTS = {
     "hang-reduction": (OK, OK, "hung"),
     "error-reduction": (OK, OK, "failed: RuntimeError: the fake breaks"),
     "lost-reduction": (OK, OK, "crashed (exit code 3)"),
-    "absent": ("failed: UnsupportedError: the fake is gone", "", ""),
+    "absent": ("failed: UnsupportedError: no fake GPU", "", ""),
 }
 #: Marks the processes of the probes.
 MARK = f"probes of {os.getpid()}"

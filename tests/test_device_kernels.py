@@ -1,8 +1,8 @@
 """CUDA kernels without a GPU: compiled for the host, and by NVRTC if it is installed.
 
 A fake CuPy compiles the source with the C++ compiler and runs one thread after another on NumPy
-arrays. Expected results are those of the NumPy implementation in ``reduction.py``, which does not
-share code with the kernels.
+arrays. The NumPy implementation in ``reduction.py`` gives the expected results. It shares no code
+with the kernels.
 """
 
 import ctypes
@@ -183,7 +183,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def cupy(folder, monkeypatch):
     if COMPILER is None:
-        pytest.skip("there is no C++ compiler")
+        pytest.skip("no C++ compiler")
     fake = FakeCupy(folder)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(reduction, "_compiled", None)
@@ -231,7 +231,7 @@ def tame(array, seed):
 
 
 def assert_same_bits(got, expected, any_nan):
-    """Compare bits, except those of NaN if ``any_nan``."""
+    """Compare bits. ``any_nan``: all NaN are equal."""
     if any_nan:
         parts = got.real.dtype
         got, expected = got.view(parts).copy(), expected.view(parts).copy()

@@ -1,8 +1,8 @@
 """Kernels of route ``peer`` without a GPU: compiled for the host, and by NVRTC if it is installed.
 
 Each GPU thread of each rank is a host thread, and workspaces are host memory. A fake CuPy records
-launches. ``run`` executes the launches of all ranks at the same time, those of one rank in order.
-Expected results are those of the NumPy implementation in ``reduction.py``.
+launches. ``run`` executes the launches of all ranks at the same time and one rank's launches in
+order. The NumPy implementation in ``reduction.py`` gives the expected results.
 """
 
 import ctypes
@@ -206,7 +206,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def cupy(folder, monkeypatch):
     if COMPILER is None:
-        pytest.skip("there is no C++ compiler")
+        pytest.skip("no C++ compiler")
     fake = FakeCupy(folder)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(reduction, "_compiled", None)
@@ -543,7 +543,7 @@ int main()
 
 def test_no_races_under_thread_sanitizer(folder):
     if COMPILER is None:
-        pytest.skip("there is no C++ compiler")
+        pytest.skip("no C++ compiler")
     source = folder / "races.cpp"
     code = device_kernels._source(*device_kernels._PEERS) + "\nALL_REDUCE(float32, 0)\n"
     source.write_text(BEFORE + code + AFTER.replace("NAME", "all_reduce") + RACES)
@@ -569,7 +569,7 @@ def nvrtc():
         pattern = f"libnvrtc-{name}.so.*[0-9]" if name else "libnvrtc.so.*"
         found = sorted(str(each) for p in places for each in Path(p).rglob(pattern))
         if not found:
-            pytest.skip("there is no NVRTC")
+            pytest.skip("NVRTC is not installed")
         loaded = ctypes.CDLL(found[0], mode=ctypes.RTLD_GLOBAL)
     return loaded
 

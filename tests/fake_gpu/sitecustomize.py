@@ -96,7 +96,7 @@ if FAULT and "-S" not in sys.orig_argv:
 
     def get_runtime():
         if FAULT == "absent" and "mpicoll.cuda.probe" in sys.orig_argv:
-            raise UnsupportedError("the fake is gone")
+            raise UnsupportedError("no fake GPU")
         return fake
 
     mpicoll.cuda.runtime.get_runtime = get_runtime

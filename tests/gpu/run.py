@@ -9,14 +9,14 @@ NAME+ucx.
 
 SUITES lists the tests with their arrays, routes and numbers of ranks. For each MPI and number of
 ranks, a job reports the available device routes. The tests run with each of them forced, and with
-automatic selection ("auto"). Each launch has a time limit. A failed launch does not stop the other
-launches. Launches that fill the GPU's memory or measure run alone.
+automatic selection ("auto"). Each launch has a time limit. The run continues after a failed launch.
+Launches that fill the GPU's memory or measure run alone.
 
 With --host, the suites run that need no GPU: on simulated devices and on the host.
 
 The summary lists all launches, reports of tests, and launches that were not run. With --json FILE
 and --resume, a run continues an earlier run that reached its --limit. Exit code: 0 if nothing
-failed or there is no GPU, 3 if the time was over. Needs only Python.
+failed or without a GPU, 3 if the time was over. Needs only Python.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ SUITES = (
         "load", ["tests/mpi/test_device_load.py"], ["cupy", "torch"], ["auto", "staged"],
         part=MPI, alone=True, host="simulated",
     ),
-    # With the torch of the GPU machine, which may be another version than that of `make test`.
+    # With the torch of the GPU machine, which may differ from that of `make test`.
     Suite("pytorch", ["tests/pytorch"], ["torch"], ranks=(2,), part=TORCH, host="torch"),
     Suite(
         "jobs", ["tests/gpu/test_gpu_jobs.py"], ["cupy"], ranks=(0,), alone=True,

@@ -57,7 +57,7 @@ class OnDevice:
 
 
 def assert_same(got, expected, kind, what):
-    """Compare bits, except those of NaN and the rounding of complex products."""
+    """Compare bits. All NaN are equal, and complex products may be rounded differently."""
     if kind is Kind.COMPLEX:
         np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=what)
         return

@@ -1,8 +1,8 @@
 """Kernels of route ``peer`` on one GPU. Each rank is a stream of this process. The GPU runs the
 blocks of all ranks at the same time.
 
-Calls and references are those of tests/test_device_peers.py, which compiles the same source for the
-host. tests/gpu/test_peer.py tests the route, which needs one GPU per rank.
+Calls and expected results come from tests/test_device_peers.py, which compiles the same source for
+the host. tests/gpu/test_peer.py tests the route, which needs one GPU per rank.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def test_destroyed_groups_free_device_memory(n):
 
 
 def blocks(group=None):
-    """Return what the host waits for with the group's route, or ""."""
+    """Return the reason why the group's route blocks the host, or ""."""
     return registry.DEVICE[
         (group or default_group()).resources.find("devices").names[0]
     ].policy.host_waits_for

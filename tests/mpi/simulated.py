@@ -21,11 +21,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import simulated_peers
 
 from mpicoll.cuda.runtime import HANDLE_BYTES, UNKNOWN, Allocation, Memory
@@ -682,3 +683,68 @@ class Arrays:
         graph = self.cuda.captured[array.number] = Graph(self.cuda, array.index, array.number)
         yield graph
         del self.cuda.captured[array.number]
+
+
+def replace_memory(arrays: Arrays, memory: Memory) -> None:
+    """Replace memory by other memory at the same address, as cudaFree and cudaMalloc do."""
+    owner, size = memory._owner, memory._owner.size
+    file = os.memfd_create("replaced")
+    os.ftruncate(file, size)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    access, fixed = mmap.PROT_READ | mmap.PROT_WRITE, 0x10  # MAP_FIXED
+    libc.mmap(memory.address, size, access, mmap.MAP_SHARED | fixed, file, 0)
+    os.close(owner.file)
+    owner.file, owner.buffer = file, next(arrays.cuda.buffers)
+
+
+def record_calls(monkeypatch: pytest.MonkeyPatch, cuda: Any, *names: str) -> list[Any]:
+    """Record calls of a runtime. Return the list of (name, *arguments)."""
+    seen: list[Any] = []
+
+    def recording(name: str, original: Any) -> Any:
+        return lambda *arguments: seen.append((name, *arguments)) or original(*arguments)
+
+    for name in names:
+        monkeypatch.setattr(cuda, name, recording(name, getattr(cuda, name)))
+    return seen
+
+
+class Fault:
+    """Make one call of a runtime function fail: ``with Fault(...) as fault: dist.all_reduce(x)``.
+
+    here:    True on the rank that fails.
+    number:  number of the failing call.
+    counts:  condition on the arguments; other calls are not counted.
+    error:   RuntimeError of the body, which is not raised again.
+    failed:  True if the call has failed.
+    """
+
+    def __init__(
+        self, cuda: Any, name: str, here: bool, number: int = 1,
+        counts: Callable[..., bool] = lambda *arguments: True,
+    ) -> None:  # fmt: skip
+        self.cuda, self.name, self.here, self.number, self.counts = cuda, name, here, number, counts
+        self.calls, self.error = 0, None
+
+    @property
+    def failed(self) -> bool:
+        return self.calls >= self.number
+
+    def __enter__(self) -> Fault:
+        self.original = getattr(self.cuda, self.name)
+        setattr(self.cuda, self.name, self._call)
+        return self
+
+    def _call(self, *arguments: Any) -> Any:
+        if self.here and self.counts(*arguments):
+            self.calls += 1
+            if self.calls == self.number:
+                raise RuntimeError("injected failure")
+        return self.original(*arguments)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        setattr(self.cuda, self.name, self.original)
+        self.error = error
+        return isinstance(error, RuntimeError)

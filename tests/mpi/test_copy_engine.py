@@ -18,7 +18,6 @@ from conftest import team as group_of
 from device_arrays import forced
 from driver import NAMES
 from test_devices import SOME, DeviceCall, got
-from test_shared_gpu import again_at, watched
 
 import mpicoll as dist
 from mpicoll.cuda import capabilities, runtime
@@ -185,7 +184,7 @@ def test_data_is_copied_once_without_host_synchronization(copying, monkeypatch):
     me, n = copying.me, copying.n
     array = copying.array(np.full(n * 300, me, np.float32))
     output = copying.array(np.zeros((n, n * 300), np.float32))
-    seen = watched(monkeypatch, copying.cuda, *_WORK, "synchronize", "is_done")
+    seen = simulated.record_calls(monkeypatch, copying.cuda, *_WORK, "synchronize", "is_done")
     dist.all_gather_single(output, array)
     dist.broadcast(array, n - 1)
     seen = [*seen]
@@ -203,7 +202,7 @@ def test_data_is_copied_once_without_host_synchronization(copying, monkeypatch):
 def test_large_copies_use_several_streams(copying, monkeypatch):
     """Each stream waits until the arrays are ready. Small copies use one stream."""
     n, work = copying.n, copying.part.context.work
-    seen = watched(monkeypatch, copying.cuda, "copy", "wait")
+    seen = simulated.record_calls(monkeypatch, copying.cuda, "copy", "wait")
     for count in (10, LARGE):
         given = copying.array(np.full((n, count), copying.me, np.float32))
         output = copying.array(np.zeros((n, count), np.float32))
@@ -242,7 +241,7 @@ def test_ranks_wait_only_for_ranks_that_they_exchange_data_with(copying, monkeyp
     me, n, root = copying.me, copying.n, copying.n - 1
     given = copying.array(numbers(LARGE, me))
     outputs = [copying.array(np.zeros(LARGE, np.float32)) for _ in range(n)]
-    seen = watched(monkeypatch, copying.cuda, "wait")
+    seen = simulated.record_calls(monkeypatch, copying.cuda, "wait")
     events = copying.part._events
 
     def waits():
@@ -344,7 +343,7 @@ def test_allocation_is_opened_once(copying, monkeypatch):
     first = copying.array(numbers(2 * LARGE, me))
     second = copying.arrays.make(numbers(LARGE, me), copying.index)
     second.memory, second.offset, second.number = first.memory, 4 * LARGE, first.number
-    seen = watched(monkeypatch, copying.cuda, "open", "export_allocation")
+    seen = simulated.record_calls(monkeypatch, copying.cuda, "open", "export_allocation")
     for given in (first, second, first, second):
         given.upload()
         output = copying.array(np.zeros((n, given.host.size), np.float32))
@@ -362,7 +361,7 @@ def test_memory_freed_and_allocated_again_at_the_same_address(copying):
     got(output)
     before = len(copying.cuda.opened)
     for turn in range(3):
-        again_at(copying.arrays, given.memory)
+        simulated.replace_memory(copying.arrays, given.memory)
         given.host[...] = numbers(LARGE, me) + turn
         given.upload()
         dist.all_gather_single(output, given)
@@ -412,7 +411,7 @@ def test_memory_at_an_address_that_is_still_mapped(copying, monkeypatch, mapped_
     for turn in range(4):
         dist.all_gather_single(output, given, group=groups[turn % len(groups)])
         assert (got(output) == [numbers(whole // 4, rank) + turn for rank in range(n)]).all()
-        again_at(copying.arrays, given.memory)
+        simulated.replace_memory(copying.arrays, given.memory)
         given.host[...] = numbers(whole // 4, me) + turn + 1
         given.upload()
     made = [other.resources.find("devices").states["copy_engine"], copying.part]
@@ -499,7 +498,7 @@ def test_input_that_cannot_be_exported_is_copied_on_its_rank(copying, monkeypatc
     given = copying.array(numbers(LARGE, me), kind=kind)
     output = copying.array(np.zeros((n, LARGE), np.float32), kind=kind)
     sent = copying.array(numbers(n * LARGE, me), kind=kind)
-    seen = watched(monkeypatch, copying.cuda, "copy")
+    seen = simulated.record_calls(monkeypatch, copying.cuda, "copy")
     dist.all_gather_single(output, given)
     assert len(seen) == n + (kind == "pool")
     dist.broadcast(sent, 1)
@@ -576,7 +575,7 @@ def test_memory_is_copied_if_its_export_fails(copying, monkeypatch, who):
         return exports(index, found)
 
     monkeypatch.setattr(copying.cuda, "export_allocation", refuses)
-    copies = watched(monkeypatch, copying.cuda, "copy")
+    copies = simulated.record_calls(monkeypatch, copying.cuda, "copy")
     for _ in range(3):
         copies.clear()
         dist.all_gather_single(output, given)
@@ -615,36 +614,27 @@ def test_arrays_on_another_device_are_copied_to_the_groups_device(copying):
     "what",
     ["find_allocation", "export_allocation", "open", "record_again", "wait", "copy", "allocate"],
 )
-def test_failure_of_one_rank(copying, mpi, monkeypatch, what, who, name):
+def test_failure_of_one_rank(copying, mpi, what, who, name):
     """The call fails on all ranks at once. Later calls succeed."""
     me, n, part = copying.me, copying.n, copying.part
     layout = "third" if what == "allocate" else "C"
     given = copying.array(np.full(LARGE // n * n, me, np.float32), layout=layout)
     output = copying.array(np.zeros(given.host.size * (n if "gather" in name else 1), "f4"))
-    original, failed = getattr(copying.cuda, what), []
 
-    def fail_once(*arguments):
-        inner = what not in ("wait", "copy") or part.context.work in arguments
-        if me == who and not failed and inner:
-            failed.append(True)
-            raise RuntimeError(f"{what}: injected failure")
-        return original(*arguments)
+    def counts(*arguments):
+        return what not in ("wait", "copy") or part.context.work in arguments
 
-    monkeypatch.setattr(copying.cuda, what, fail_once)
-    error = None
-    try:
+    with simulated.Fault(copying.cuda, what, me == who, counts=counts) as fault:
         if name == "broadcast":
             dist.broadcast(given, 1)
         else:
             getattr(dist, name)(output, given)
-    except (RuntimeError, DistBackendError) as caught:
-        error = caught
-    monkeypatch.setattr(copying.cuda, what, original)
+    error = fault.error
     copied = what in ("open", "export_allocation")  # such memory is copied
     if what != "wait" and not copied:  # "wait" may follow the last synchronization
         assert len(set(mpi.allgather(error is not None))) == 1
     if me == who:
-        assert (error is not None) == (bool(failed) and not copied)
+        assert (error is not None) == (fault.failed and not copied)
         assert error is None or "injected failure" in str(error)
     else:
         assert error is None or "another rank failed" in str(error)
@@ -670,31 +660,31 @@ def test_mismatch(copying):
 
 
 @pytest.mark.parametrize("what", ["create_shared_event", "open_event", "open"])
-def test_route_is_off_if_ipc_fails_on_one_rank(copying, monkeypatch, what):
+def test_route_is_off_if_ipc_fails_on_one_rank(copying, what):
     """All ranks use another route. Rank 0 warns."""
-    original, calls = getattr(copying.cuda, what), []
-
-    def fail_once(*arguments):
-        calls.append(arguments)
-        if len(calls) == 1 and copying.me == 1:
-            raise RuntimeError("no such thing here")
-        return original(*arguments)
-
     with forced("copy_engine"):
         group = dist.new_group()
-        monkeypatch.setattr(copying.cuda, what, fail_once)
-        with pytest.raises(UnsupportedError, match=r"copy_engine: rank 1: .*no such thing here"):
+        message = r"copy_engine: rank 1: .*injected failure"
+        with (
+            simulated.Fault(copying.cuda, what, copying.me == 1),
+            pytest.raises(UnsupportedError, match=message),
+        ):
             copying.check_all_gather(group=group)
-    calls.clear()
     if what == "create_shared_event":  # no other route needs it
         group = dist.new_group()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with (
+            simulated.Fault(copying.cuda, what, copying.me == 1) as fault,
+            warnings.catch_warnings(record=True, action="always") as caught,
+        ):
             copying.check_all_gather(group=group)
+        assert fault.error is None
         warned = [str(one.message) for one in caught]
         assert any("copy_engine is off: rank 1" in one for one in warned) == (copying.me == 0)
         agreed = group.resources.find("devices")
-        assert "copy_engine" not in agreed.names and "no such" in agreed.describe()["copy_engine"]
+        assert (
+            "copy_engine" not in agreed.names
+            and "injected failure" in agreed.describe()["copy_engine"]
+        )
 
 
 # ---- Graphs --------------------------------------------------------------------------------------
@@ -711,7 +701,7 @@ def test_captured_calls_use_kernels(copying, monkeypatch):
             dist.all_gather_single(output, given)
         return
     copying.cuda.loaded.clear()
-    seen = watched(monkeypatch, copying.cuda, "collective", "copy")
+    seen = simulated.record_calls(monkeypatch, copying.cuda, "collective", "copy")
     dist.all_gather_single(output, given)
     dist.broadcast(given, 1)
     assert {name for name, *_ in seen} == {"copy"} or (me == 1 and n == 2)

@@ -381,40 +381,27 @@ def test_mismatch_raises_on_all_ranks_of_all_clusters(placed):
 @pytest.mark.parametrize(
     ("what", "failing"), [("allocate", 0), ("scale", -1), ("find_allocation", -1), ("pack", 0)]
 )
-def test_failure_of_one_rank_before_or_in_the_first_step(placed, mpi, monkeypatch, what, failing):
+def test_failure_of_one_rank_before_or_in_the_first_step(placed, mpi, what, failing):
     """The call fails on all ranks of all clusters. Later calls succeed."""
     cuda, failing = placed.arrays.cuda, failing % placed.n
-    levels, state = placed.agreed.states["hierarchical"], []
+    levels = placed.agreed.states["hierarchical"]
     narrow = placed.arrays.make(
         np.full(3000, placed.me, by_name["bfloat16"].numpy), placed.index,
         "third" if what == "pack" else "C",
     )  # fmt: skip
     narrow.upload()
     name = "allocate" if what == "pack" else what
-    original = getattr(cuda, name)
-
-    def fail_once(*arguments):
-        if placed.me == failing and not state:
-            state.append(arguments)
-            raise RuntimeError("injected failure")
-        return original(*arguments)
-
     if what in ("allocate", "pack"):  # force an allocation
         levels.context._blocks, levels.context._since = [], []
-    monkeypatch.setattr(cuda, name, fail_once)
-    error = None
-    try:
+    with simulated.Fault(cuda, name, placed.me == failing) as fault:
         dist.all_reduce(narrow, group=placed.group)
-    except RuntimeError as caught:
-        error = caught
-    monkeypatch.setattr(cuda, name, original)
-    outcomes = mpi.allgather((bool(state), str(error)))
+    outcomes = mpi.allgather((fault.failed, str(fault.error)))
     if any(failed for failed, _ in outcomes):
         for rank, (_, message) in enumerate(outcomes):
             assert ("injected failure" if rank == failing else "another rank failed") in message
-        assert isinstance(error, DistBackendError) or placed.me == failing
+        assert isinstance(fault.error, DistBackendError) or placed.me == failing
     else:
-        assert what == "find_allocation" and error is None
+        assert what == "find_allocation" and fault.error is None
     for count in (10, 3000):
         placed.check_all_reduce(count)
 

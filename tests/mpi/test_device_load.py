@@ -11,6 +11,7 @@ from conftest import TIMEOUT
 from conftest import team as group_of
 from device_arrays import LIBRARIES, SIMULATED, devices, forced, routes
 from driver import NAMES, legal_operations
+from simulated import Fault
 from test_devices import DeviceCall, got, serves, uploaded
 
 import mpicoll as dist
@@ -254,40 +255,23 @@ def route_of(arrays, world):
         ("shared_gpu", "combine_for_all", 1, 0),
     ],
 )
-def test_failure_of_one_rank_in_a_call(
-    arrays, selected, world, mpi, monkeypatch, route, call, place, rank
-):  # fmt: skip
+def test_failure_of_one_rank_in_a_call(arrays, selected, world, mpi, route, call, place, rank):
     """All ranks return, with an error or a correct result. Later calls succeed."""
     me, n = world.me, world.size
     if selected != "auto" or n == 1:
         pytest.skip("needs two ranks and no forced route")
-    cuda, calls = runtime.get_runtime(), []
-    original, fails_here = getattr(cuda, call), me == rank % n
-
-    def fail(*arguments):
-        calls.append(arguments)
-        if len(calls) == place:
-            raise RuntimeError("injected failure")
-        return original(*arguments)
-
     with forced(route):
         group = dist.new_group()
         for broken in (False, True, False):
             array = arrays.make(np.full(arrays.sizes[0] // 4, me, np.float32))
             array.upload()
-            if fails_here and broken:
-                monkeypatch.setattr(cuda, call, fail)
-            error = None
-            try:
+            here = broken and me == rank % n
+            with Fault(runtime.get_runtime(), call, here, place) as fault:
                 dist.all_reduce(array.given, group=group)
-            except RuntimeError as caught:
-                error = caught
-            monkeypatch.setattr(cuda, call, original)
-            failed = fails_here and broken
-            assert not failed or len(calls) >= place, f"{call} was not called {place} times"
-            assert (error is not None) == failed or (broken and not fails_here), error
-            assert not failed or "injected failure" in str(error)
-            if error is None:
+            assert fault.failed == here, f"{call} was not called {place} times"
+            assert (fault.error is not None) == here or (broken and not here), fault.error
+            assert not here or "injected failure" in str(fault.error)
+            if fault.error is None:
                 assert (got(array) == sum(range(n))).all()
             mpi.Barrier()
         dist.destroy_process_group(group)

@@ -60,25 +60,12 @@ def test_error_of_one_rank(on, monkeypatch, what, call, count):
     monkeypatch.setattr(ipc, "WHOLE", 64)
     arrays, me, n = on("ipc")
     check_all_reduce(arrays, me, n)
-    original, calls = getattr(arrays.cuda, what), []
-
-    def fail(*arguments):
-        calls.append(arguments)
-        if me == 0 and len(calls) == call:
-            raise RuntimeError(f"{what}: injected failure")
-        return original(*arguments)
-
     array = uploaded(arrays, np.full(count, me, np.float32))
-    monkeypatch.setattr(arrays.cuda, what, fail)
-    error = None
-    try:
+    with simulated.Fault(arrays.cuda, what, me == 0, call) as fault:
         dist.all_reduce(array)
-    except RuntimeError as caught:
-        error = caught
-    failed, seen = me == 0 and len(calls) >= call, str(error)
-    monkeypatch.setattr(arrays.cuda, what, original)
+    error, seen = fault.error, str(fault.error)
     if me == 0:
-        assert (error is not None) == failed and (not failed or "injected failure" in seen)
+        assert (error is not None) == fault.failed == ("injected failure" in seen)
     elif error is not None:
         assert isinstance(error, DistBackendError) and "another rank failed" in seen
     if error is None:
@@ -527,13 +514,7 @@ def test_kernels_get_arrays_of_equal_alignment(on, monkeypatch, route, offset):
     monkeypatch.setattr(device_space.DeviceSpace, "small", 1000)
     monkeypatch.setattr(device_space.DeviceSpace, "chunk", 2048)
     arrays, me, n = on(route)
-    combine, seen = arrays.cuda.combine, []
-
-    def noted(index, by, sources, out, count, *more):
-        seen.append((count, len({one % 16 for one in (*sources, out)})))
-        combine(index, by, sources, out, count, *more)
-
-    arrays.cuda.combine = noted
+    seen = simulated.record_calls(monkeypatch, arrays.cuda, "combine")
     mine = offset if me else 4  # ranks may have different alignments
 
     def shifted(host):
@@ -553,27 +534,22 @@ def test_kernels_get_arrays_of_equal_alignment(on, monkeypatch, route, offset):
             given, output = shifted(np.ones(count, "f4")), shifted(np.zeros(count, "f4"))
             dist.scan(output, given)
             assert (got(output) == me + 1).all()
-    assert seen and {alignments for count, alignments in seen if count} == {1}
-    assert n == 1 or len(seen) > 8
+    assert seen and (n == 1 or len(seen) > 8)
+    for _, _, _, sources, out, count, *_ in seen:
+        assert not count or len({address % 16 for address in (*sources, out)}) == 1
 
 
 def test_ipc_copies_one_or_two_ranges_to_the_slot(on, monkeypatch):
     """A rank copies everything except its own share to its slot."""
     arrays, me, n = on("ipc")
     check_all_reduce(arrays, me, n, 400_000)
-    copy, seen = arrays.cuda.copy, []
-
-    def noted(index, into, source, nbytes, stream):
-        seen.append(nbytes)
-        copy(index, into, source, nbytes, stream)
-
-    arrays.cuda.copy = noted
+    seen = simulated.record_calls(monkeypatch, arrays.cuda, "copy")
     array = uploaded(arrays, np.full(400_000, me, np.float32))
     dist.all_reduce(array)
     assert (got(array) == sum(range(n))).all()
-    given, spread = seen[:-n], seen[-n:]
+    sizes = [nbytes for *_, nbytes, _ in seen]
     if n > 1:
-        assert len(given) == 2 and sum(given) < 1_600_000 and sum(spread) == 1_600_000
+        assert len(sizes) == n + 2 and sum(sizes[:2]) < 1_600_000 == sum(sizes[2:])
 
 
 @pytest.mark.parametrize("slot", [512, 8 << 20])
@@ -681,13 +657,7 @@ def test_messages_of_any_size_use_one_chunk_of_pinned_memory(on, monkeypatch, la
     arrays, me, n = on()
     if n == 1:
         return
-    pinned, allocate = [], arrays.cuda.allocate_pinned
-
-    def noted(index, nbytes):
-        pinned.append(nbytes)
-        return allocate(index, nbytes)
-
-    arrays.cuda.allocate_pinned = noted
+    seen = simulated.record_calls(monkeypatch, arrays.cuda, "allocate_pinned")
     for count in (10, 250, 251, 376, 3000):
         numbers = np.arange(2 * count, dtype=np.float32).reshape(2, count)
         given = arrays.make(numbers + me, layout=layout)
@@ -698,13 +668,13 @@ def test_messages_of_any_size_use_one_chunk_of_pinned_memory(on, monkeypatch, la
         for work in works:
             work.wait()
         assert (got(taken) == numbers + (me - 1) % n).all()
-    assert max(pinned) <= 1000
+    assert max(nbytes for *_, nbytes in seen) <= 1000
 
 
 @pytest.mark.parametrize("route", ["ipc", "shared_gpu"])
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
 @pytest.mark.parametrize("name", ["all_reduce", "all_to_all_single", "premultiplied"])
-def test_failure_of_one_rank_before_the_first_synchronization(on, monkeypatch, route, first, name):
+def test_failure_of_one_rank_before_the_first_synchronization(on, route, first, name):
     """Packing or scaling fails, also in the first call on device memory. The call fails on all
     ranks. Later calls succeed.
     """
@@ -717,25 +687,15 @@ def test_failure_of_one_rank_before_the_first_synchronization(on, monkeypatch, r
     array = arrays.make(np.full(n * 100, me, np.float32), layout="third")
     array.upload()
     output = uploaded(arrays, np.zeros(n * 100, np.float32))
-    allocate, state = arrays.cuda.allocate, []
-
-    def fail_once(index, nbytes):
-        if me == n - 1 and not state:
-            state.append(nbytes)
-            raise RuntimeError("no memory for this rank")
-        return allocate(index, nbytes)
-
-    monkeypatch.setattr(arrays.cuda, "allocate", fail_once)
     context = dist.group.WORLD.resources.find(("device", 0))
     if context is not None:
         context._blocks, context._since = [], []
-    with pytest.raises(RuntimeError) as caught:
+    with simulated.Fault(arrays.cuda, "allocate", me == n - 1) as fault:
         if name == "all_to_all_single":
             dist.all_to_all_single(output, array)
         else:
             dist.all_reduce(array, op)
-    monkeypatch.setattr(arrays.cuda, "allocate", allocate)
-    message = "no memory for this rank" if me == n - 1 else "another rank failed"
-    assert message in str(caught.value), caught.value
+    message = "injected failure" if me == n - 1 else "another rank failed"
+    assert message in str(fault.error), fault.error
     for count in (3, 20000):
         check_all_reduce(arrays, me, n, count)

@@ -1,4 +1,4 @@
-"""Arrays on simulated devices or on those of device_arrays.py, with every route."""
+"""Arrays on devices (simulated, or of the libraries of device_arrays.py), with every route."""
 
 from __future__ import annotations
 

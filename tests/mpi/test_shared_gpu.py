@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
 import time
 import warnings
 
 import numpy as np
 import pytest
+import simulated
 import test_device_trouble
 from test_devices import got, uploaded
 
@@ -45,19 +43,6 @@ def shared(request, on, mpi):
     return arrays, me, n, dist.group.WORLD.resources.find("devices").states["shared_gpu"]
 
 
-def watched(monkeypatch, cuda, *names):
-    """Record calls of the runtime. Return the list of (name, *arguments)."""
-    seen = []
-    for name in names:
-
-        def call(*arguments, name=name, original=getattr(cuda, name)):  # noqa: B008
-            seen.append((name, *arguments))
-            return original(*arguments)
-
-        monkeypatch.setattr(cuda, name, call)
-    return seen
-
-
 # ---- Selection -----------------------------------------------------------------------------------
 
 
@@ -79,29 +64,23 @@ def test_route_is_selected_if_all_arrays_are_on_one_gpu(on, apart):
 
 
 @pytest.mark.parametrize("what", ["create_shared_event", "open_event", "open"])
-def test_route_is_off_if_ipc_fails_on_one_rank(on, monkeypatch, what):
+def test_route_is_off_if_ipc_fails_on_one_rank(on, what):
     """All ranks use another route, and rank 0 warns."""
     arrays, me, n = on()
     if n == 1:
         return
-    original, calls = getattr(arrays.cuda, what), []
-
-    def fail_once(*arguments):
-        calls.append(arguments)
-        if len(calls) == 1 and me == (what == "open_event"):
-            raise RuntimeError("no such thing here")
-        return original(*arguments)
-
-    monkeypatch.setattr(arrays.cuda, what, fail_once)
     array = uploaded(arrays, np.full(10, me, np.float32))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with (
+        simulated.Fault(arrays.cuda, what, me == (what == "open_event")) as fault,
+        warnings.catch_warnings(record=True, action="always") as caught,
+    ):
         dist.all_reduce(array)
+    assert fault.error is None
     assert any("shared_gpu is off: " in str(one.message) for one in caught) == (me == 0)
     assert (got(array) == sum(range(n))).all()
     agreed = dist.group.WORLD.resources.find("devices")
     assert agreed.names == ("copy_engine", "ipc", "staged")
-    assert "no such thing here" in agreed.missing["shared_gpu"]
+    assert "injected failure" in agreed.missing["shared_gpu"]
 
 
 # ---- Copies and synchronization ------------------------------------------------------------------
@@ -112,7 +91,7 @@ def test_rank_0_enqueues_one_kernel_without_host_synchronization(shared, monkeyp
     arrays, me, n, _ = shared
     array = uploaded(arrays, np.full(LARGE, me, np.float32))
     names = ("combine_for_all", "combine", "copy", "synchronize", "is_done")
-    seen = watched(monkeypatch, arrays.cuda, *names)
+    seen = simulated.record_calls(monkeypatch, arrays.cuda, *names)
     dist.all_reduce(array)
     seen = [*seen]  # not what follows
     assert [name for name, *_ in seen] == (["combine_for_all"] if me == 0 else [])
@@ -127,7 +106,9 @@ def test_data_is_copied_once(shared, monkeypatch):
     arrays, me, n, _ = shared
     array = uploaded(arrays, np.full(LARGE, me, np.float32))
     output = uploaded(arrays, np.zeros((n, LARGE), np.float32))
-    seen = watched(monkeypatch, arrays.cuda, "combine_for_all", "copy", "synchronize")
+    seen = simulated.record_calls(
+        monkeypatch, arrays.cuda, "combine_for_all", "copy", "synchronize"
+    )
     dist.all_gather_single(output, array)
     dist.broadcast(array, n - 1)
     seen = [*seen]  # not what follows
@@ -143,7 +124,7 @@ def test_number_of_synchronizations(shared, monkeypatch, small):
     group, calls, agreed = dist.group.WORLD, [], []
     exchange = part._exchange
     monkeypatch.setattr(part, "_exchange", lambda *how: calls.append(how) or exchange(*how))
-    seen = watched(monkeypatch, arrays.cuda, "combine_for_all", "record_again")
+    seen = simulated.record_calls(monkeypatch, arrays.cuda, "combine_for_all", "record_again")
     dist.all_reduce(array)
     assert len(calls) == (1 if small else 2) and bool(seen) is not small
     assert (got(array) == sum(range(n))).all()
@@ -193,47 +174,13 @@ def test_late_device_of_a_receiving_rank_does_not_lose_data(shared):
 # ---- Mapped memory -------------------------------------------------------------------------------
 
 
-def again_at(arrays, memory):
-    """Replace memory by other memory at the same address, as cudaFree and cudaMalloc do."""
-    owner, size = memory._owner, memory._owner.size
-    file = os.memfd_create("again")
-    os.ftruncate(file, size)
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    fixed = 0x10  # MAP_FIXED
-    libc.mmap(
-        memory.address, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | fixed, file, 0
-    )
-    os.close(owner.file)
-    owner.file, owner.buffer = file, next(arrays.cuda.buffers)
-
-
-def test_allocation_is_opened_once(shared, monkeypatch):
-    """Arrays in one allocation share a handle."""
-    arrays, me, n, _ = shared
-    numbers = np.full(LARGE, me, np.float32)
-    first = uploaded(arrays, numbers)
-    second = arrays.make(np.full(LARGE // 2, me, np.float32))
-    second.memory, second.offset = first.memory, 4 * LARGE // 2
-    seen = watched(monkeypatch, arrays.cuda, "open", "export_allocation")
-    for array, sent in ((first, LARGE), (second, LARGE // 2)) * 3:
-        array.host[...] = me
-        array.upload()
-        dist.all_reduce(array)
-        assert (got(array) == sum(range(n))).all() and array.host.size == sent
-    names = [name for name, *_ in seen]
-    assert names.count("open") == (n - 1 if me == 0 else 0)
-    assert names.count("export_allocation") == (me > 0)
-
-
 def test_memory_freed_and_allocated_again_at_the_same_address(shared):
     """It has another buffer id, so it is opened again."""
     arrays, me, n, _ = shared
     array = check_all_reduce(arrays, me, n)
     before = len(arrays.cuda.opened)
     for _ in range(3):
-        again_at(arrays, array.memory)
+        simulated.replace_memory(arrays, array.memory)
         array.host[...] = np.arange(LARGE) % 61 * (me + 1)
         array.upload()
         check_all_reduce(arrays, me, n, LARGE, array)
@@ -258,17 +205,6 @@ def test_number_of_open_allocations_is_limited(shared, monkeypatch):
     assert len(arrays.cuda.opened) <= (5 * n if me == 0 else 0)
     dist.destroy_process_group()
     assert not arrays.cuda.opened
-
-
-def test_new_allocation_replaces_overlapping_allocations_of_its_rank(shared):
-    part = shared[-1]
-    part._opened = {(1, 1000): user_buffers._Opened(100, 5, None)}
-    for rank, base, nbytes, count in (
-        (1, 1050, 10, 1), (1, 900, 101, 1), (1, 0, 5000, 1), (1, 900, 100, 0), (1, 1100, 10, 0),
-        (2, 1050, 10, 0),
-    ):  # fmt: skip
-        assert part._overlapping(rank, base, nbytes) == [(1, 1000)][:count]
-    part._opened = {}
 
 
 def test_destroyed_groups_release_handles_and_streams(shared):
@@ -400,37 +336,27 @@ CALLS = ["all_reduce", "all_gather_single", "all_to_all_single"]
     ["find_allocation", "export_allocation", "load_for_all", "record_again", "wait", "copy",
      "combine_for_all", "allocate"],
 )  # fmt: skip
-def test_failure_of_one_rank(shared, mpi, monkeypatch, what, who, name):
+def test_failure_of_one_rank(shared, mpi, what, who, name):
     """The call fails on all ranks at once. Later calls succeed."""
     arrays, me, n, part = shared
     given = uploaded(arrays, np.full(LARGE // n * n, me, np.float32))
     output = uploaded(arrays, np.zeros(given.host.size * (n if "gather" in name else 1), "f4"))
     third = arrays.make(given.host, layout="third")
     third.upload()
-    original, inner = getattr(arrays.cuda, what), part.context.work
-    state = {"failed": False}
 
-    def fail_once(*arguments):
-        if me == who and not state["failed"] and not (what == "wait" and arguments[1] != inner):
-            state["failed"] = True
-            raise RuntimeError(f"{what}: injected failure")
-        return original(*arguments)
+    def counts(*arguments):
+        return what != "wait" or arguments[1] == part.context.work
 
-    monkeypatch.setattr(arrays.cuda, what, fail_once)
-    error = None
-    try:
+    with simulated.Fault(arrays.cuda, what, me == who, counts=counts) as fault:
         if name == "all_reduce":
             dist.all_reduce(third if what in ("copy_strided", "allocate") else given)
         else:
-            source = third if what == "allocate" else given
-            getattr(dist, name)(output, source)
-    except (RuntimeError, DistBackendError) as caught:
-        error = caught
-    monkeypatch.setattr(arrays.cuda, what, original)
+            getattr(dist, name)(output, third if what == "allocate" else given)
+    error = fault.error
     if (what, who) != ("wait", 1):  # this wait follows the last synchronization
         assert len(set(mpi.allgather(error is not None))) == 1
     if me == who:  # memory that cannot be exported is copied
-        assert (error is not None) == (state["failed"] and what != "export_allocation")
+        assert (error is not None) == (fault.failed and what != "export_allocation")
         assert error is None or "injected failure" in str(error)
     else:
         assert error is None or "another rank failed" in str(error)

@@ -31,7 +31,7 @@ class FakeCuda:
     """Two devices. Context 100 + i is the primary context of device i.
 
     created:       devices with contexts.
-    capturing:     a thread capturing a graph.
+    capturing:     True while a thread captures a graph.
     invalidations: calls that have invalidated the capture.
     acquired, released: handles that were created and destroyed.
     """
@@ -98,19 +98,19 @@ class FakeCuda:
     is_hip = False
     streamNonBlocking, eventDisableTiming = 1, 2
 
-    def _enter(self, what, unsafe=False):
+    def _enter(self, call, unsafe=False):
         """Give a thread without a context one on device 0, as the CUDA runtime does."""
         if not self.stack:
             self.setDevice(0)
         if unsafe and self.capturing and getattr(self.own, "mode", 0) != RELAXED:
-            self.invalidations.append(what)
+            self.invalidations.append(call)
 
     def setDevice(self, index):
         self.created.add(index)
         self.stack[-1:] = [100 + index]
 
-    def _make(self, what, unsafe=False):
-        self._enter(what, unsafe)
+    def _make(self, call, unsafe=False):
+        self._enter(call, unsafe)
         self.acquired.append(1000 + len(self.acquired))
         return self.acquired[-1]
 
@@ -161,15 +161,15 @@ class FakeCuda:
         if status:
             raise self.CUDARuntimeError(status)
 
-    def memcpyAsync(self, *what):
+    def memcpyAsync(self, *arguments):
         self._enter("memcpyAsync")
 
     memcpyDefault = 4
     registered = None
 
-    def hostRegister(self, *what):
+    def hostRegister(self, *arguments):
         self._enter("hostRegister", unsafe=True)
-        self.registered = what
+        self.registered = arguments
 
     def hostUnregister(self, address):
         self._enter("hostUnregister")

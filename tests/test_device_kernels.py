@@ -133,11 +133,11 @@ class FakeCupy(types.ModuleType):
         fake = self
 
         class Current:
-            def __init__(self, what):
-                self.what = what
+            def __init__(self, entered):
+                self.object = entered
 
             def __enter__(self):
-                fake.current.append(self.what)
+                fake.current.append(self.object)
 
             def __exit__(self, *_):
                 fake.current.pop()

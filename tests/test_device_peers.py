@@ -153,11 +153,11 @@ class FakeCupy(types.ModuleType):
         fake, current = self, []
 
         class Current:
-            def __init__(self, what):
-                self.what = what
+            def __init__(self, entered):
+                self.object = entered
 
             def __enter__(self):
-                current.append(self.what)
+                current.append(self.object)
 
             def __exit__(self, *_):
                 current.pop()

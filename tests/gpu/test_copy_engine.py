@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
 import pytest
 
 pytest.importorskip("cupy")
@@ -145,29 +144,3 @@ def test_captured_large_calls_use_peer(n):
         for rank in range(n):
             assert (output[rank] == values(count, rank) + 10).all()
         dist.destroy_process_group(group)
-
-
-@pytest.mark.parametrize("nbytes", [1 << 16, 1 << 18, MIN_BYTES, 1 << 22, 1 << 26, 1 << 28])
-@pytest.mark.parametrize("name", ["all_gather_single", "broadcast", "all_to_all_single"])
-def test_report_duration_of_calls(n, name, nbytes, record_property):
-    """Report the time of a call and of a copy of the same size, until the stream is done."""
-    count = nbytes // 4 // n * n
-    output, stream = cupy.empty(count, cupy.float32), cupy.cuda.get_current_stream()
-    given = cupy.zeros(count // n if "gather" in name else count, cupy.float32)
-    other, took, copied = cupy.zeros(count, cupy.float32), [], []
-    for _ in range(20 if nbytes < 1 << 24 else 8):
-        dist.barrier()
-        begin = time.perf_counter()
-        if name == "broadcast":
-            dist.broadcast(output)
-        else:
-            getattr(dist, name)(output, given)
-        stream.synchronize()
-        took.append(time.perf_counter() - begin)
-        dist.barrier()
-        begin = time.perf_counter()
-        cupy.copyto(output, other)
-        stream.synchronize()
-        copied.append(time.perf_counter() - begin)
-    median, copy = (float(np.median(column)) * 1e6 for column in (took, copied))
-    record_property(f"{name} of {nbytes} B", f"{median:.1f} us; a copy on each rank: {copy:.1f} us")

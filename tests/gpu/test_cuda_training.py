@@ -1,5 +1,5 @@
 """Training with the PyTorch backend on CUDA tensors: futures, hooks, gradient accumulation,
-DTensor, torch.compile, data loaders, and graphs that another thread captures.
+DTensor, torch.compile and data loaders.
 
 Every rank runs every test. The tests also run on the host (conftest.py).
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import shutil
-import threading
 
 import pytest
 
@@ -335,55 +334,3 @@ def test_compiled_ddp(device, compiler):
     for step in range(2):
         found = gradients(compiled, batch(dist.get_rank(), step), device)
         close(found, gradients(network(device), whole(step), device), 1e-3, 1e-5)
-
-
-# ---- Graphs --------------------------------------------------------------------------------------
-
-
-@pytest.mark.on_a_gpu
-@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
-@pytest.mark.parametrize("first", [False, True], ids=["later call", "first call"])
-def test_call_during_the_capture_of_another_thread(device, mode, first):
-    """The call runs on the progress thread and may allocate. The capture stays valid and does not
-    contain the call.
-    """
-    n, me = dist.get_world_size(), dist.get_rank()
-    group = dist.new_group()
-    if not first:
-        dist.all_reduce(torch.ones(LARGE, device=device), group=group)
-    tensor = filled(device, LARGE, me + 1)
-    captured = torch.ones(1000, device=device)
-    graph, started, resume, errors = (
-        torch.cuda.CUDAGraph(),
-        threading.Event(),
-        threading.Event(),
-        [],
-    )
-    torch.cuda.synchronize(device)
-
-    def capture():
-        try:
-            torch.cuda.set_device(device)
-            with torch.cuda.graph(graph, capture_error_mode=mode):
-                captured.mul_(3)
-                started.set()
-                assert resume.wait(50)
-                captured.add_(1)
-        except Exception as error:
-            errors.append(error)
-            started.set()
-
-    thread = threading.Thread(target=capture)
-    thread.start()
-    assert started.wait(50)
-    try:
-        dist.all_reduce(tensor, group=group, async_op=True).wait()
-    finally:
-        resume.set()
-        thread.join()
-    assert not errors, errors
-    assert (tensor * 2 == n * (n + 1)).all()
-    for _ in range(2):
-        graph.replay()
-    assert (captured == 13).all()
-    dist.destroy_process_group(group)

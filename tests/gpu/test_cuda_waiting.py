@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 pytestmark = pytest.mark.on_a_gpu
 
 
-def measure(begin, record_property, what):
+def measure(begin, record_property, name):
     """Report durations of ``begin``, which returns a function that waits and one that checks."""
     took, clock = [], time.perf_counter
     for turn in range(4):
@@ -41,7 +41,7 @@ def measure(begin, record_property, what):
         check()
     call, wait, all_of_it = (min(column) * 1e3 for column in zip(*took, strict=True))
     record_property(
-        what, f"call {call:.3f} ms, wait() {wait:.3f} ms, device done {all_of_it:.3f} ms"
+        name, f"call {call:.3f} ms, wait() {wait:.3f} ms, device done {all_of_it:.3f} ms"
     )
 
 

@@ -38,10 +38,10 @@ from device_arrays import LIBRARIES, devices
 def say(*words):  # one write, so that lines of ranks are not mixed
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 
-def total(arrays, count, value, index=0, **how):
+def all_reduced(arrays, count, value, index=0, **options):
     array = arrays.make(np.full(count, value, np.float32), index)
     array.upload()
-    work = dist.all_reduce(array.given, **how)
+    work = dist.all_reduce(array.given, **options)
     if work is not None:
         work.wait()
     array.host[...] = -1
@@ -89,7 +89,7 @@ from mpicoll.cuda import runtime
 dist.init_process_group(timeout=20)
 me, n = dist.get_rank(), dist.get_world_size()
 with devices(LIBRARIES[0]) as arrays:
-    assert (total(arrays, 10, me + 1) == n * (n + 1) / 2).all()
+    assert (all_reduced(arrays, 10, me + 1) == n * (n + 1) / 2).all()
     say("started")
     cuda, calls = runtime.get_runtime(), []
     original = cuda.CALL
@@ -100,7 +100,7 @@ with devices(LIBRARIES[0]) as arrays:
         return original(*arguments)
     if me == RANK % n:
         cuda.CALL = die
-    total(arrays, 10_000_000, me, async_op=ASYNC)
+    all_reduced(arrays, 10_000_000, me, async_op=ASYNC)
     say("continued")
 """
 
@@ -206,7 +206,7 @@ with devices("cupy") as arrays:
     me, n = dist.get_rank(), dist.get_world_size()
     for count in (10, 10_000_000):
         for async_op in (False, True):
-            assert (total(arrays, count, me + 1, async_op=async_op) == n * (n + 1) / 2).all()
+            assert (all_reduced(arrays, count, me + 1, async_op=async_op) == n * (n + 1) / 2).all()
     say("route", dist.group.WORLD.resources.find("devices").names[0], len(gpus), "GPUs")
     dist.destroy_process_group()
 """
@@ -246,7 +246,7 @@ else:
     assert len(set(named)) == n, named
     with devices("cupy") as arrays:
         for count in (10, 10_000_000):
-            assert (total(arrays, count, me + 1) == n * (n + 1) / 2).all()
+            assert (all_reduced(arrays, count, me + 1) == n * (n + 1) / 2).all()
     say("route", dist.group.WORLD.resources.find("devices").names[0])
 dist.destroy_process_group()
 """

@@ -6,9 +6,6 @@ simulated devices and nodes.
 
 from __future__ import annotations
 
-import time
-
-import numpy as np
 import pytest
 
 pytest.importorskip("cupy")
@@ -70,16 +67,3 @@ def test_results(n, count, async_op):
     call(dist.reduce, array, dst=1)
     if me == 1:
         assert (array == n * (cupy.arange(count) % 1009) + sum(range(n))).all()
-
-
-@pytest.mark.parametrize("nbytes", [MIN_BYTES, 1 << 20, 1 << 24, 1 << 28])
-def test_report_duration_of_calls(n, nbytes, record_property):
-    """Report the time of a call, until the stream is done."""
-    array, stream, took = cupy.zeros(nbytes // 4, cupy.float32), cupy.cuda.get_current_stream(), []
-    for _ in range(10):
-        dist.barrier()
-        begin = time.perf_counter()
-        dist.all_reduce(array)
-        stream.synchronize()
-        took.append(time.perf_counter() - begin)
-    record_property(f"all_reduce of {nbytes} B", f"{float(np.median(took)) * 1e6:.1f} us")

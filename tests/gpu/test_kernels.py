@@ -56,16 +56,16 @@ class OnDevice:
         return self.bytes.get().view(self.dtype)
 
 
-def assert_same(got, expected, kind, what):
+def assert_same(got, expected, kind, case):
     """Compare bits. All NaN are equal, and complex products may be rounded differently."""
     if kind is Kind.COMPLEX:
-        np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=what)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=case)
         return
     if kind in (Kind.FLOAT, Kind.NARROW_FLOAT):
         nan = np.isnan(expected)
-        assert (np.isnan(got) == nan).all(), what
+        assert (np.isnan(got) == nan).all(), case
         got, expected = got[~nan], expected[~nan]
-    assert got.tobytes() == expected.tobytes(), what
+    assert got.tobytes() == expected.tobytes(), case
 
 
 @pytest.mark.parametrize(("op", "dtype"), PAIRS)
@@ -87,9 +87,9 @@ def test_combine(kernels, op, dtype):
             kernels.combine(by, addresses, out.address, count, divisor, stream.ptr)
             kernels.combine(by, addresses, sources[0].address, count, divisor, stream.ptr)
             stream.synchronize()
-            what = f"{count} of {n}, step {step}"
-            assert_same(out.got(), expected, dtype.kind, what)
-            assert_same(sources[0].got(), expected, dtype.kind, f"{what}, in place")
+            case = f"{count} of {n}, step {step}"
+            assert_same(out.got(), expected, dtype.kind, case)
+            assert_same(sources[0].got(), expected, dtype.kind, f"{case}, in place")
 
 
 @pytest.mark.parametrize(("op", "dtype"), PAIRS)
@@ -114,9 +114,9 @@ def test_combine_for_all(kernels, op, dtype):
             kernels.combine_for_all(by, addresses, addresses, count, divisor, stream.ptr)
             stream.synchronize()
             for rank in range(n):
-                what = f"{count} of {n}, step {step}, rank {rank}"
-                assert_same(outs[rank].got(), expected, dtype.kind, what)
-                assert_same(sources[rank].got(), expected, dtype.kind, f"{what}, in place")
+                case = f"{count} of {n}, step {step}, rank {rank}"
+                assert_same(outs[rank].got(), expected, dtype.kind, case)
+                assert_same(sources[rank].got(), expected, dtype.kind, f"{case}, in place")
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=repr)

@@ -158,19 +158,3 @@ def test_kernels_are_aborted_while_a_thread_waits_in_the_driver(n, monkeypatch):
     with pytest.raises(DistBackendError, match="aborted by the test"):
         dist.all_reduce(array, group=group)
     dist.destroy_process_group(group)
-
-
-def test_report_latency(n, record_property):
-    for nbytes in (4, 1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 26):
-        array = cupy.zeros(nbytes // 4, cupy.float32)
-        for _ in range(10):
-            dist.all_reduce(array)
-        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        begin.record()
-        for _ in range(50):
-            dist.all_reduce(array)
-        end.record()
-        end.synchronize()
-        micros = cupy.cuda.get_elapsed_time(begin, end) * 1000 / 50
-        rate = 2 * (n - 1) / n * nbytes / micros / 1e3
-        record_property(f"all_reduce of {nbytes} B", f"{micros:.1f} us, busbw {rate:.1f} GB/s")

@@ -5,9 +5,6 @@ Every rank runs every test on GPU 0.
 
 from __future__ import annotations
 
-import time
-
-import numpy as np
 import pytest
 
 pytest.importorskip("cupy")
@@ -94,25 +91,3 @@ def test_memory_pool_can_be_emptied_while_rank_0_maps_it(n):
     for turn in range(10):
         check_all_reduce(n, cupy.empty(LARGE + turn, cupy.float32))
         pool.free_all_blocks()
-
-
-@pytest.mark.parametrize("nbytes", [4, 1 << 16, 1 << 20, 256 << 20])
-def test_report_duration_of_calls(n, nbytes, record_property):
-    """Report the time of a call and of a copy, until the stream is done."""
-    array, other = cupy.zeros(nbytes // 4, cupy.float32), cupy.empty(nbytes // 4, cupy.float32)
-    stream, took, copied = cupy.cuda.get_current_stream(), [], []
-    for _ in range(30 if nbytes < 1 << 24 else 8):
-        dist.barrier()
-        begin = time.perf_counter()
-        dist.all_reduce(array)
-        stream.synchronize()
-        took.append(time.perf_counter() - begin)
-        dist.barrier()
-        begin = time.perf_counter()
-        cupy.copyto(other, array)
-        stream.synchronize()
-        copied.append(time.perf_counter() - begin)
-    median, copy = (float(np.median(column)) * 1e6 for column in (took, copied))
-    record_property(
-        f"all_reduce of {nbytes} B", f"{median:.1f} us; a copy on each rank: {copy:.1f} us"
-    )

@@ -666,12 +666,12 @@ class Arrays:
         """Limit allocations to ``left`` bytes."""
         allocate = self.cuda.allocate
 
-        def refuse(index: int, nbytes: int) -> Memory:
+        def limited(index: int, nbytes: int) -> Memory:
             if nbytes > left:
                 raise MemoryError(f"{nbytes} bytes of device memory")
             return allocate(index, nbytes)
 
-        self.cuda.allocate = refuse  # type: ignore[method-assign]
+        self.cuda.allocate = limited  # type: ignore[method-assign]
         try:
             yield
         finally:

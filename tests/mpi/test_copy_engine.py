@@ -70,17 +70,17 @@ class Made:
         self.arrays, self.cuda, self.me, self.n = arrays, arrays.cuda, me, n
         self.index = me % arrays.devices
 
-    def array(self, values, beside=None, **how):
+    def array(self, values, beside=None, **options):
         """Return an array with values, in the stream of ``beside``."""
-        made = self.arrays.make(np.array(values), self.index, **how)
+        made = self.arrays.make(np.array(values), self.index, **options)
         if beside is not None:
             made.number = beside.number
         made.upload()
         return made
 
-    def check_all_gather(self, count=LARGE, group=None, **how):
-        given = self.array(numbers(count, self.me), **how)
-        output = self.array(np.zeros((self.n, count), np.float32), **how)
+    def check_all_gather(self, count=LARGE, group=None, **options):
+        given = self.array(numbers(count, self.me), **options)
+        output = self.array(np.zeros((self.n, count), np.float32), **options)
         dist.all_gather_single(output, given, group=group)
         assert (got(output) == [numbers(count, rank) for rank in range(self.n)]).all()
 
@@ -113,8 +113,8 @@ def test_route_serves_data_movement(copying, monkeypatch):
     calls = []
     original = copying.part.work_together
     monkeypatch.setattr(
-        copying.part, "work_together", lambda kind, *how: calls.append(kind.primitive.name)
-        or original(kind, *how)
+        copying.part, "work_together", lambda kind, *arguments: calls.append(kind.primitive.name)
+        or original(kind, *arguments)
     )  # fmt: skip
     for count in (2, LARGE):
         one, many = (copying.array(np.full(k * count, me, np.float32)) for k in (1, n))
@@ -229,7 +229,7 @@ def test_number_of_synchronizations(copying, monkeypatch):
     """A call has two, a broadcast to several ranks has three."""
     array = copying.array(np.full(LARGE, copying.me, np.float32))
     exchange, calls = copying.part._exchange, []
-    monkeypatch.setattr(copying.part, "_exchange", lambda *how: calls.append(how) or exchange(*how))
+    monkeypatch.setattr(copying.part, "_exchange", lambda *a: calls.append(a) or exchange(*a))
     copying.check_all_gather()
     assert len(calls) == 2
     dist.broadcast(array)
@@ -385,8 +385,8 @@ def reject_mapped_addresses(monkeypatch, cuda):
         process, file, size, _ = map(int, words)
         begin, which = int(base), Path(f"/proc/{process}/fd/{file}").stat().st_ino
         mapped[:] = [one for one in mapped if one[0]() is not None]
-        for _, whose, other, start, end in mapped:
-            if whose == process and other != which and begin < end and start < begin + size:
+        for _, exporter, other, start, end in mapped:
+            if exporter == process and other != which and begin < end and start < begin + size:
                 raise RuntimeError("cudaErrorAlreadyMapped")
         memory = open_memory(index, b" ".join(words).ljust(HANDLE_BYTES, b"\0"))
         mapped.append((weakref.ref(memory._owner), process, which, begin, begin + size))
@@ -462,10 +462,10 @@ def test_opened_events_are_closed_before_they_are_destroyed(copying, monkeypatch
         monkeypatch.setattr(copying.cuda, name, recording(getattr(copying.cuda, name), into))
     timed_barrier = user_buffers.timed_barrier
     if fails and copying.me == 0:
-        monkeypatch.setattr(user_buffers, "open_memory", lambda *how: 1 / 0)
+        monkeypatch.setattr(user_buffers, "open_memory", lambda *arguments: 1 / 0)
     monkeypatch.setattr(
         user_buffers, "timed_barrier",
-        lambda *how: seen.append((len(opened), len(made))) or timed_barrier(*how),
+        lambda *arguments: seen.append((len(opened), len(made))) or timed_barrier(*arguments),
     )  # fmt: skip
     with warnings.catch_warnings(action="ignore"):
         copying.check_all_gather(LARGE, group)
@@ -491,10 +491,10 @@ def test_number_of_open_allocations_is_limited(copying, monkeypatch):
         assert (got(output) == [numbers(output.shape[1], rank) for rank in range(n)]).all()
 
 
-@pytest.mark.parametrize("whose", [0, -1])
-def test_input_that_cannot_be_exported_is_copied_on_its_rank(copying, monkeypatch, whose):
+@pytest.mark.parametrize("rank", [0, -1])
+def test_input_that_cannot_be_exported_is_copied_on_its_rank(copying, monkeypatch, rank):
     me, n = copying.me, copying.n
-    kind = "pool" if me == whose % n else "plain"
+    kind = "pool" if me == rank % n else "plain"
     given = copying.array(numbers(LARGE, me), kind=kind)
     output = copying.array(np.zeros((n, LARGE), np.float32), kind=kind)
     sent = copying.array(numbers(n * LARGE, me), kind=kind)
@@ -510,12 +510,12 @@ def test_input_that_cannot_be_exported_is_copied_on_its_rank(copying, monkeypatc
 def test_memory_that_cannot_be_opened_is_copied(copying, mpi, monkeypatch, name):
     """The call is repeated with a copy in memory that can be opened."""
     me, n, part = copying.me, copying.n, copying.part
-    opens, bad = copying.cuda.open, set()
+    original, bad = copying.cuda.open, set()
 
-    def refuses(index, handle):
+    def fail(index, handle):
         if handle in bad or "all" in bad:
             raise RuntimeError("this one cannot be opened")
-        return opens(index, handle)
+        return original(index, handle)
 
     def call(count=LARGE):
         given = copying.array(numbers(count, me))
@@ -530,7 +530,7 @@ def test_memory_that_cannot_be_opened_is_copied(copying, mpi, monkeypatch, name)
             dist.all_gather_single(output, given)
             assert (got(output) == [numbers(count, rank) for rank in range(n)]).all()
 
-    monkeypatch.setattr(copying.cuda, "open", refuses)
+    monkeypatch.setattr(copying.cuda, "open", fail)
     for turn in (1, 2):
         call()
         assert len(part._refused) == (turn if name != "broadcast" or n > 2 or me == 1 else 0)
@@ -538,19 +538,19 @@ def test_memory_that_cannot_be_opened_is_copied(copying, mpi, monkeypatch, name)
     part.close_unused()  # also closes scratch memory
     with pytest.raises(DistBackendError, match=r"cannot map rank \d's|another rank failed"):
         call()
-    monkeypatch.setattr(copying.cuda, "open", opens)
+    monkeypatch.setattr(copying.cuda, "open", original)
     call()
 
 
 def test_scratch_that_cannot_be_opened_is_replaced(copying, mpi, monkeypatch):
-    part, opens, bad = copying.part, copying.cuda.open, set()
+    part, original, bad = copying.part, copying.cuda.open, set()
 
-    def refuses(index, handle):
+    def fail(index, handle):
         if handle in bad:
             raise RuntimeError("this one cannot be opened")
-        return opens(index, handle)
+        return original(index, handle)
 
-    monkeypatch.setattr(copying.cuda, "open", refuses)
+    monkeypatch.setattr(copying.cuda, "open", fail)
     for turn in range(3):
         part.context.begin()
         memory, (_, handle) = part._scratch(LARGE)  # the scratch of the next call
@@ -561,27 +561,27 @@ def test_scratch_that_cannot_be_opened_is_replaced(copying, mpi, monkeypatch):
     copying.check_all_gather()
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_memory_is_copied_if_its_export_fails(copying, monkeypatch, who):
+@pytest.mark.parametrize("failing", [0, 1])
+def test_memory_is_copied_if_its_export_fails(copying, monkeypatch, failing):
     """The driver reports that it can be exported. Later calls copy it without another try."""
-    exports, refused = copying.cuda.export_allocation, []
+    original, failed = copying.cuda.export_allocation, []
     given = copying.array(numbers(LARGE, copying.me))
     output = copying.array(np.zeros((copying.n, LARGE), np.float32))
 
-    def refuses(index, found):
-        if copying.me == who and found.base == given.memory.address:
-            refused.append(found)
+    def fail(index, found):
+        if copying.me == failing and found.base == given.memory.address:
+            failed.append(found)
             raise RuntimeError("no handle of this one")
-        return exports(index, found)
+        return original(index, found)
 
-    monkeypatch.setattr(copying.cuda, "export_allocation", refuses)
+    monkeypatch.setattr(copying.cuda, "export_allocation", fail)
     copies = simulated.record_calls(monkeypatch, copying.cuda, "copy")
     for _ in range(3):
         copies.clear()
         dist.all_gather_single(output, given)
-        assert len(copies) == copying.n + (copying.me == who)
+        assert len(copies) == copying.n + (copying.me == failing)
         assert (got(output) == [numbers(LARGE, rank) for rank in range(copying.n)]).all()
-    assert len(refused) == (copying.me == who)
+    assert len(failed) == (copying.me == failing)
 
 
 def test_scratch_size_is_a_multiple_of_the_block_size(copying):
@@ -609,12 +609,12 @@ def test_arrays_on_another_device_are_copied_to_the_groups_device(copying):
 
 @pytest.mark.parametrize("copying", ["a GPU each"], indirect=True)
 @pytest.mark.parametrize("name", ["broadcast", "all_to_all_single"])
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize(
     "what",
     ["find_allocation", "export_allocation", "open", "record_again", "wait", "copy", "allocate"],
 )
-def test_failure_of_one_rank(copying, mpi, what, who, name):
+def test_failure_of_one_rank(copying, mpi, what, failing, name):
     """The call fails on all ranks at once. Later calls succeed."""
     me, n, part = copying.me, copying.n, copying.part
     layout = "third" if what == "allocate" else "C"
@@ -624,7 +624,7 @@ def test_failure_of_one_rank(copying, mpi, what, who, name):
     def counts(*arguments):
         return what not in ("wait", "copy") or part.context.work in arguments
 
-    with simulated.Fault(copying.cuda, what, me == who, counts=counts) as fault:
+    with simulated.Fault(copying.cuda, what, me == failing, counts=counts) as fault:
         if name == "broadcast":
             dist.broadcast(given, 1)
         else:
@@ -633,7 +633,7 @@ def test_failure_of_one_rank(copying, mpi, what, who, name):
     copied = what in ("open", "export_allocation")  # such memory is copied
     if what != "wait" and not copied:  # "wait" may follow the last synchronization
         assert len(set(mpi.allgather(error is not None))) == 1
-    if me == who:
+    if me == failing:
         assert (error is not None) == (fault.failed and not copied)
         assert error is None or "injected failure" in str(error)
     else:

@@ -114,11 +114,11 @@ class PlacedGroup:
 @pytest.fixture
 def compared(monkeypatch):
     """The signatures of the calls that used the route."""
-    calls, works = [], hierarchical.Levels.compare
+    calls, original = [], hierarchical.Levels.compare
 
     def compare(levels, signature, number, failure):
         calls.append(signature)
-        return works(levels, signature, number, failure)
+        return original(levels, signature, number, failure)
 
     monkeypatch.setattr(hierarchical.Levels, "compare", compare)
     return calls
@@ -139,18 +139,18 @@ def world(arrays):
 
 @pytest.fixture(scope="module", params=list(PLACES))
 def kept(request, arrays, world, patch):
-    where = PlacedGroup(arrays, patch, request.param)
-    yield where
-    dist.destroy_process_group(where.group)
+    placed = PlacedGroup(arrays, patch, request.param)
+    yield placed
+    dist.destroy_process_group(placed.group)
 
 
 @pytest.fixture(params=["two GPUs", "two nodes", "a rank alone"])
 def placed(request, arrays, world, monkeypatch):
     """A group that has made a call."""
-    where = PlacedGroup(arrays, monkeypatch, request.param)
-    where.check_all_reduce()
-    yield where
-    dist.destroy_process_group(where.group)
+    placed = PlacedGroup(arrays, monkeypatch, request.param)
+    placed.check_all_reduce()
+    yield placed
+    dist.destroy_process_group(placed.group)
 
 
 # ---- Calls ---------------------------------------------------------------------------------------
@@ -186,13 +186,13 @@ def test_calls(kept, mpi, compared, name):
 def test_rails_are_staged_if_mpi_does_not_support_device_memory(
     arrays, world, monkeypatch, compared, name
 ):
-    where = PlacedGroup(arrays, monkeypatch, name, cuda="none")
+    placed = PlacedGroup(arrays, monkeypatch, name, cuda="none")
     for count in (1000, 3001):
-        where.check_all_reduce(count)
-    levels = where.agreed.states["hierarchical"]
-    assert compared and where.agreed.names == ("hierarchical", "staged")
+        placed.check_all_reduce(count)
+    levels = placed.agreed.states["hierarchical"]
+    assert compared and placed.agreed.names == ("hierarchical", "staged")
     assert levels.along is None or levels.along.agreement.names == ("staged",)
-    dist.destroy_process_group(where.group)
+    dist.destroy_process_group(placed.group)
 
 
 def test_blocks_of_different_sizes_use_the_next_route(kept, compared):
@@ -272,16 +272,16 @@ def test_groups_without_levels_do_not_use_the_route(arrays, world, monkeypatch, 
     monkeypatch.setitem(PLACES, how, lambda n: list(map(place, range(n))))
     many = simulated.Arrays(4)
     monkeypatch.setattr(runtime, "_runtime", many.cuda)
-    where = PlacedGroup(many, monkeypatch, how)
-    where.check_all_reduce()
-    assert "hierarchical" not in where.agreed.names
-    assert where.agreed.describe()["hierarchical"] == reason
-    dist.destroy_process_group(where.group)
+    placed = PlacedGroup(many, monkeypatch, how)
+    placed.check_all_reduce()
+    assert "hierarchical" not in placed.agreed.names
+    assert placed.agreed.describe()["hierarchical"] == reason
+    dist.destroy_process_group(placed.group)
     with forced("hierarchical"):
-        where = PlacedGroup(many, monkeypatch, how)
+        placed = PlacedGroup(many, monkeypatch, how)
         with pytest.raises(UnsupportedError, match=f"hierarchical: {reason}; unset it"):
-            where.check_all_reduce()
-        dist.destroy_process_group(where.group)
+            placed.check_all_reduce()
+        dist.destroy_process_group(placed.group)
 
 
 @pytest.mark.parametrize("name", ["two GPUs", "two nodes"])
@@ -289,20 +289,20 @@ def test_forced_route_serves_small_calls_and_raises_for_other_primitives(
     arrays, world, monkeypatch, name
 ):
     with forced("hierarchical"):
-        where = PlacedGroup(arrays, monkeypatch, name)
+        placed = PlacedGroup(arrays, monkeypatch, name)
         set_min_bytes(monkeypatch, 4000)
         for count in (0, 10, 3000):
-            where.check_all_reduce(count)
-        assert where.agreed.names == ("hierarchical",)
-        array = where.array(where.n)
+            placed.check_all_reduce(count)
+        assert placed.agreed.names == ("hierarchical",)
+        array = placed.array(placed.n)
         with pytest.raises(UnsupportedError, match="hierarchical does not serve"):
-            dist.scatter(array, [array] * where.n if where.me == 0 else None, group=where.group)
-        counts = [500, *[1] * (where.n - 1)]
-        outputs = [where.array(count) for count in counts]
+            dist.scatter(array, [array] * placed.n if placed.me == 0 else None, group=placed.group)
+        counts = [500, *[1] * (placed.n - 1)]
+        outputs = [placed.array(count) for count in counts]
         with pytest.raises(UnsupportedError, match="hierarchical"):
-            dist.all_gather(outputs, where.array(counts[where.me]), group=where.group)
-        where.check_all_reduce()
-        dist.destroy_process_group(where.group)
+            dist.all_gather(outputs, placed.array(counts[placed.me]), group=placed.group)
+        placed.check_all_reduce()
+        dist.destroy_process_group(placed.group)
 
 
 @pytest.mark.parametrize("name", ["two GPUs", "two nodes"])
@@ -312,19 +312,19 @@ def test_route_is_off_if_a_cluster_cannot_map_memory(arrays, world, monkeypatch,
     def refuse(*arguments):
         raise RuntimeError("no such thing here")
 
-    where = PlacedGroup(arrays, monkeypatch, name)
-    if where.places[where.me] == where.places[0]:
+    placed = PlacedGroup(arrays, monkeypatch, name)
+    if placed.places[placed.me] == placed.places[0]:
         for what in ("open", "open_event"):
             monkeypatch.setattr(arrays.cuda, what, refuse)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        where.check_all_reduce()
+        placed.check_all_reduce()
     warned = [str(one.message) for one in caught if "hierarchical is off" in str(one.message)]
-    if where.n == 4 or name == "two GPUs":
-        assert len(warned) == (where.me == 0)
-        assert "hierarchical" not in where.agreed.names
-        assert "no such thing here" in where.agreed.describe()["hierarchical"]
-    dist.destroy_process_group(where.group)
+    if placed.n == 4 or name == "two GPUs":
+        assert len(warned) == (placed.me == 0)
+        assert "hierarchical" not in placed.agreed.names
+        assert "no such thing here" in placed.agreed.describe()["hierarchical"]
+    dist.destroy_process_group(placed.group)
 
 
 # ---- Stream order --------------------------------------------------------------------------------
@@ -425,42 +425,42 @@ def test_device_errors_are_checked_before_the_comparison(placed, monkeypatch):
 @pytest.mark.parametrize("place", ["two GPUs", "two nodes", "two nodes, staged"])
 def test_failure_of_one_rank_on_a_rail(arrays, world, monkeypatch, mpi, place, name):
     """With any route of the rails, the group fails on all ranks, on rails or not."""
-    where = PlacedGroup(
+    placed = PlacedGroup(
         arrays, monkeypatch, place.split(", ")[0], "none" if "staged" in place else "full"
     )
-    if name in ("reduce_scatter", "all_gather") and not where.even:
-        dist.destroy_process_group(where.group)
+    if name in ("reduce_scatter", "all_gather") and not placed.even:
+        dist.destroy_process_group(placed.group)
         pytest.skip("uses another route")
-    where.check_all_reduce()
-    levels = where.agreed.states["hierarchical"]
+    placed.check_all_reduce()
+    levels = placed.agreed.states["hierarchical"]
     step, start = hierarchical.Step.__call__, time.monotonic()
     failing = [levels.clusters[0][place] for place in levels.lanes[0]][-1]
 
     def fails(self, send, recv, extent, root=0, before=None):
-        if where.me == failing and self._part is levels.along.group:
+        if placed.me == failing and self._part is levels.along.group:
             before = lambda: 1 / 0  # noqa: E731
         step(self, send, recv, extent, root, before)
 
     def call():
-        array = where.array(3000 * where.n)
+        array = placed.array(3000 * placed.n)
         if name == "all_reduce":
-            dist.all_reduce(array, group=where.group)
+            dist.all_reduce(array, group=placed.group)
         elif name == "broadcast":
-            dist.broadcast(array, failing, group=where.group)
+            dist.broadcast(array, failing, group=placed.group)
         elif name == "reduce_scatter":
-            dist.reduce_scatter_single(where.array(3000), array, group=where.group)
+            dist.reduce_scatter_single(placed.array(3000), array, group=placed.group)
         else:
-            dist.all_gather_single(array, where.array(3000), group=where.group)
+            dist.all_gather_single(array, placed.array(3000), group=placed.group)
         got(array)
 
     monkeypatch.setattr(hierarchical.Step, "__call__", fails)
-    if where.me == failing:
+    if placed.me == failing:
         with pytest.raises(ZeroDivisionError):
             call()
     else:
         with pytest.raises(DistBackendError):
             call()
-            while where.group.error is None and time.monotonic() < start + TIMEOUT / 2:
+            while placed.group.error is None and time.monotonic() < start + TIMEOUT / 2:
                 time.sleep(0.01)
             call()
     assert time.monotonic() < start + TIMEOUT / 2
@@ -468,9 +468,9 @@ def test_failure_of_one_rank_on_a_rail(arrays, world, monkeypatch, mpi, place, n
     # The failed rank, or the rank that reported the failure.
     expected = rf"rank {failing}\b.* failed in call 2|rank \d has closed the group, .* has failed"
     with pytest.raises(DistBackendError, match=expected):
-        dist.barrier(group=where.group)
+        dist.barrier(group=placed.group)
     monkeypatch.undo()
-    dist.destroy_process_group(where.group)
+    dist.destroy_process_group(placed.group)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -478,34 +478,34 @@ def test_failure_of_one_rank_after_the_rails(arrays, world, monkeypatch, chunks)
     """The next chunk fails on all ranks. After the last chunk, only the rank's cluster fails. Later
     calls succeed.
     """
-    where = PlacedGroup(arrays, monkeypatch, "two GPUs")
-    where.check_all_reduce()
-    levels = where.agreed.states["hierarchical"]
+    placed = PlacedGroup(arrays, monkeypatch, "two GPUs")
+    placed.check_all_reduce()
+    levels = placed.agreed.states["hierarchical"]
     cluster = max(levels.clusters, key=len)
     if len(cluster) == 1:
-        dist.destroy_process_group(where.group)
+        dist.destroy_process_group(placed.group)
         pytest.skip("no rank shares its GPU")
     step, inside = hierarchical.Step.__call__, []
 
     def fails(self, send, recv, extent, root=0, before=None):
         inside.append(levels.inside is not None and self._part is levels.inside.group)
-        if where.me == cluster[0] and inside[-1] and inside.count(True) == 2:
+        if placed.me == cluster[0] and inside[-1] and inside.count(True) == 2:
             before = lambda: 1 / 0  # noqa: E731
         step(self, send, recv, extent, root, before)
 
     count = chunks * (hierarchical.CHUNK // 4) - 5
     with monkeypatch.context() as patched:
         patched.setattr(hierarchical.Step, "__call__", fails)
-        if where.me == cluster[0]:
+        if placed.me == cluster[0]:
             with pytest.raises(ZeroDivisionError):
-                where.check_all_reduce(count)
-        elif chunks > 1 or where.me in cluster:
+                placed.check_all_reduce(count)
+        elif chunks > 1 or placed.me in cluster:
             with pytest.raises(DistBackendError, match="another rank failed in this call"):
-                where.check_all_reduce(count)
+                placed.check_all_reduce(count)
         else:
-            where.check_all_reduce(count)
-    where.check_all_reduce(count)
-    dist.destroy_process_group(where.group)
+            placed.check_all_reduce(count)
+    placed.check_all_reduce(count)
+    dist.destroy_process_group(placed.group)
 
 
 def test_routes_that_are_off_in_a_cluster_are_reported(arrays, world, monkeypatch):
@@ -514,24 +514,24 @@ def test_routes_that_are_off_in_a_cluster_are_reported(arrays, world, monkeypatc
     def refuse(*arguments):
         raise RuntimeError("no such thing here")
 
-    where = PlacedGroup(arrays, monkeypatch, "two GPUs")
-    last = where.places[-1]
-    alone = where.places.count(last) == 1  # a cluster of one rank has no group
-    cluster = where.places[0] if alone else last
-    if where.places[where.me] == cluster:
+    placed = PlacedGroup(arrays, monkeypatch, "two GPUs")
+    last = placed.places[-1]
+    alone = placed.places.count(last) == 1  # a cluster of one rank has no group
+    cluster = placed.places[0] if alone else last
+    if placed.places[placed.me] == cluster:
         monkeypatch.setattr(arrays.cuda, "create_shared_event", refuse)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        where.check_all_reduce()
-    ranks = [rank for rank, place in enumerate(where.places) if place == cluster]
+        placed.check_all_reduce()
+    ranks = [rank for rank, place in enumerate(placed.places) if place == cluster]
     message = (
         f"ranks {', '.join(map(str, ranks))} use ipc, because shared_gpu is off: rank 0: cannot"
     )
     warned = [str(one.message) for one in caught if "shared_gpu is off" in str(one.message)]
-    assert len(warned) == (where.me == 0) and all(message in each for each in warned)
-    assert where.agreed.names[0] == "hierarchical"
-    assert f"in hierarchical {message}" in where.agreed.describe()["shared_gpu"]
-    dist.destroy_process_group(where.group)
+    assert len(warned) == (placed.me == 0) and all(message in each for each in warned)
+    assert placed.agreed.names[0] == "hierarchical"
+    assert f"in hierarchical {message}" in placed.agreed.describe()["shared_gpu"]
+    dist.destroy_process_group(placed.group)
 
 
 def test_failing_the_group_fails_its_clusters_and_rails(placed, mpi):

@@ -153,7 +153,7 @@ def test_scratch_of_failed_calls_is_freed_with_the_group(on, monkeypatch, whole)
     check_all_reduce(arrays, me, n, group=group)
     third = arrays.make(np.ones(5000, np.float32), 0, "third")
     combine = arrays.cuda.combine
-    monkeypatch.setattr(arrays.cuda, "combine", lambda *what: 1 / 0)
+    monkeypatch.setattr(arrays.cuda, "combine", lambda *arguments: 1 / 0)
     before = len(streams._retained)
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
@@ -336,8 +336,8 @@ def test_destroyed_groups_release_memory_and_streams(on, monkeypatch, can_map):
 def apart(on, monkeypatch):
     """As ``on``, with one node per rank."""
 
-    def begin(route=None, **how):
-        made = on(route, **how)
+    def begin(route=None, **options):
+        made = on(route, **options)
         monkeypatch.setattr(capabilities, "node", lambda: f"node {made[1]}")
         return made
 
@@ -484,7 +484,7 @@ def test_group_of_one_rank_does_not_map_stage_or_synchronize(on, monkeypatch):
     arrays, me, _ = on(cuda="none")
     group = dist.new_group([me], use_local_synchronization=True)
     for name in ("synchronize", "export", "allocate_pinned"):
-        monkeypatch.setattr(arrays.cuda, name, lambda *what: pytest.fail("called"))
+        monkeypatch.setattr(arrays.cuda, name, lambda *arguments: pytest.fail("called"))
     numbers = np.arange(3_000_000, dtype=np.float32)
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM(2.0)):
         array, output = uploaded(arrays, numbers), uploaded(arrays, 0 * numbers)
@@ -568,11 +568,11 @@ def test_chunks_of_staged_fit_the_staging_buffer(on, monkeypatch):
     def noting(kind):
         route = choose(kind)
 
-        def noted(send, recv, extent, root):
+        def run(send, recv, extent, root):
             seen.append(extent)
             route.run(send, recv, extent, root)
 
-        return Implementation(noted)
+        return Implementation(run)
 
     monkeypatch.setattr(select, "choose", noting)
     monkeypatch.setattr(staged, "CHUNK", 4000)

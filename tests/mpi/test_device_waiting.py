@@ -391,14 +391,14 @@ def test_nccl_calls_run_inline(on, monkeypatch):
         dist.all_reduce(world.made(1))
     enqueue, threads = world.cuda.enqueue, []
 
-    def noted(index, stream, task):
+    def recording_enqueue(index, stream, task):
         threads.append(threading.current_thread())
         enqueue(index, stream, task)
 
     array = world.made(1 + world.me)
     others, here = 0, threading.current_thread()
     for turn in range(24):
-        monkeypatch.setattr(world.cuda, "enqueue", noted)
+        monkeypatch.setattr(world.cuda, "enqueue", recording_enqueue)
         work = dist.all_reduce(array, dist.ReduceOp.MAX, async_op=True)
         work.wait()
         monkeypatch.setattr(world.cuda, "enqueue", enqueue)
@@ -433,5 +433,5 @@ def test_mismatch_of_nccl_calls_is_found_at_the_next_comparison(on, monkeypatch)
     with pytest.raises(MismatchError):
         for turn in range(16):
             count = 20 if turn == 3 and world.me == 0 else 10
-            monkeypatch.setattr(world.cuda, "enqueue", lambda *what: None)
+            monkeypatch.setattr(world.cuda, "enqueue", lambda *arguments: None)
             dist.all_reduce(world.made(1, count), async_op=True).wait()

@@ -47,7 +47,7 @@ def fail_on_numpy(*arguments):
     scope="module",
     params=routes("staged", "shared_gpu", "copy_engine", "ipc", "direct", "mpi", "auto"),
 )
-def road(request, arrays):
+def route(request, arrays):
     """The forced device route."""
     with forced(request.param), pytest.MonkeyPatch.context() as patch:
         if request.param == "mpi":
@@ -60,7 +60,7 @@ def road(request, arrays):
 
 
 @pytest.fixture(scope="module")
-def teams(road):
+def teams(route):
     """All ranks, a subset, and all ranks in another order. New groups for each route."""
     dist.init_process_group(timeout=TIMEOUT)
     n = dist.get_world_size()
@@ -75,10 +75,10 @@ def world(teams):
 
 
 @pytest.fixture
-def reducing(road, world):
+def reducing(route, world):
     """Skip routes without reductions."""
-    if road != "auto" and "all_reduce" not in registry.DEVICE[road].serves.primitives:
-        pytest.skip(f"{road} has no reductions")
+    if route != "auto" and "all_reduce" not in registry.DEVICE[route].serves.primitives:
+        pytest.skip(f"{route} has no reductions")
 
 
 @pytest.fixture(autouse=True)
@@ -87,18 +87,18 @@ def working(arrays):
         yield
 
 
-def dtypes_of(road, arrays):
+def dtypes_of(route, arrays):
     """Return all dtypes if mpicoll selects the route, otherwise the sample."""
-    return [row for row in (DTYPES if road == "auto" else SOME) if arrays.serves(row)]
+    return [row for row in (DTYPES if route == "auto" else SOME) if arrays.serves(row)]
 
 
-def serves(road, name, dtype, op):
+def serves(route, name, dtype, op):
     """Return True if the forced route serves the call with the same bits as the reference."""
-    if road == "auto":
+    if route == "auto":
         return True
-    if not registry.DEVICE[road].can_run(NAMES[name], op, dtype):
+    if not registry.DEVICE[route].can_run(NAMES[name], op, dtype):
         return False
-    if road == "nccl" and op is not None:  # different results for NaN and narrow floats
+    if route == "nccl" and op is not None:  # different results for NaN and narrow floats
         return dtype.name in ("int32", "float32") and op in (ReduceOp.SUM, ReduceOp.PRODUCT)
     return True
 
@@ -108,7 +108,7 @@ class DeviceCall(Call):
     own stream.
     """
 
-    def __init__(self, arrays, *what, index=None, layout="C", kind="plain", **how):
+    def __init__(self, arrays, *arguments, index=None, layout="C", kind="plain", **options):
         self.made = []
         index = dist.get_rank() % arrays.devices if index is None else index
 
@@ -118,7 +118,7 @@ class DeviceCall(Call):
             self.made.append(array)
             return array.given, host
 
-        super().__init__(*what, make=make, **how)
+        super().__init__(*arguments, make=make, **options)
 
     def start(self, async_op=False, by_group_rank=False):
         for array in self.made:
@@ -155,8 +155,8 @@ CASES = [
 ]
 
 
-def sweep(road, arrays, teams, mpi, name, dtype, op, turn):
-    if not serves(road, name, dtype, op):
+def sweep(route, arrays, teams, mpi, name, dtype, op, turn):
+    if not serves(route, name, dtype, op):
         return
     for place, (count, which, layout, kind, async_op) in enumerate(CASES):
         if dtype not in SOME and (place + turn) % 2:
@@ -181,25 +181,25 @@ MOVED, REDUCED = (
 
 
 @pytest.mark.parametrize("name", MOVED)
-def test_data_movement(road, arrays, teams, mpi, name):
-    for turn, dtype in enumerate(dtypes_of(road, arrays), MOVED.index(name)):
-        sweep(road, arrays, teams, mpi, name, dtype, None, turn)
+def test_data_movement(route, arrays, teams, mpi, name):
+    for turn, dtype in enumerate(dtypes_of(route, arrays), MOVED.index(name)):
+        sweep(route, arrays, teams, mpi, name, dtype, None, turn)
 
 
 @pytest.mark.parametrize("name", REDUCED)
-def test_reductions(road, arrays, teams, mpi, name):
-    for place, dtype in enumerate(dtypes_of(road, arrays), REDUCED.index(name)):
+def test_reductions(route, arrays, teams, mpi, name):
+    for place, dtype in enumerate(dtypes_of(route, arrays), REDUCED.index(name)):
         for turn, op in enumerate(legal_operations(dtype), place):
             if dtype not in SOME and turn % len(REDUCED):
                 continue  # covered by another primitive
-            sweep(road, arrays, teams, mpi, name, dtype, op, turn)
+            sweep(route, arrays, teams, mpi, name, dtype, op, turn)
 
 
 # ---- Chunks --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", SOME, ids=repr)
-def test_chunk_boundaries(road, arrays, world, monkeypatch, dtype):
+def test_chunk_boundaries(route, arrays, world, monkeypatch, dtype):
     """One or several chunks, with a remainder."""
     if not arrays.serves(dtype):
         pytest.skip(f"the library has no arrays of {dtype}")
@@ -210,22 +210,22 @@ def test_chunk_boundaries(road, arrays, world, monkeypatch, dtype):
     world = group_of("chunks", range(world.size))
     for count in (8, 9, 16, 17, 61):
         for name in MOVED:
-            if serves(road, name, dtype, None):
+            if serves(route, name, dtype, None):
                 DeviceCall(arrays, name, world, dtype, count, None, count % world.size).run()
         for name in REDUCED:
             op = legal_operations(dtype)[count % len(legal_operations(dtype))]
-            if serves(road, name, dtype, op):
+            if serves(route, name, dtype, op):
                 DeviceCall(arrays, name, world, dtype, count, op, count % world.size).run()
         op = legal_operations(dtype)[count % len(legal_operations(dtype))]
-        if serves(road, "reduce_scatter", dtype, op):
+        if serves(route, "reduce_scatter", dtype, op):
             UnevenDeviceCall(arrays, world, dtype, [count, 0, 7, 19], op).run()
 
 
-def test_uneven_blocks(road, arrays, world):
+def test_uneven_blocks(route, arrays, world):
     """all_gather and reduce_scatter of arrays of different sizes, all_to_all_single with splits."""
-    for dtype in dtypes_of(road, arrays):
+    for dtype in dtypes_of(route, arrays):
         for turn, op in enumerate(legal_operations(dtype)):
-            if serves(road, "reduce_scatter", dtype, op):
+            if serves(route, "reduce_scatter", dtype, op):
                 for sizes in ([5, 0, 3, 17], [0, 7, 0, 1], [300, 1, 2, 40]):
                     UnevenDeviceCall(arrays, world, dtype, sizes, op).complete(turn % 2 == 1)
         counts = [5, 0, 3, 17][: world.size]
@@ -235,7 +235,7 @@ def test_uneven_blocks(road, arrays, world):
         for r, output in enumerate(outputs):
             expected = oracle.any_bits(dtype, counts[r], r)
             oracle.same_bits(got(output), expected, f"{r} of {dtype}")
-        if not serves(road, "all_to_all_single", dtype, None):
+        if not serves(route, "all_to_all_single", dtype, None):
             continue
         sends = [world.me + r for r in range(world.size)]
         source = uploaded(arrays, oracle.any_bits(dtype, sum(sends), world.me))
@@ -346,7 +346,7 @@ def test_point_to_point(arrays, world):
 
 
 @pytest.mark.usefixtures("reducing")
-def test_kinds_of_memory(road, arrays, world):
+def test_kinds_of_memory(route, arrays, world):
     """Kinds of memory that some MPI libraries do not support."""
     for kind in arrays.kinds:
         mine = arrays.make(np.full(300, world.me, np.float32), kind=kind)

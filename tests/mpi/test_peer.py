@@ -205,11 +205,11 @@ def test_running_graphs_finish_before_resources_are_freed(arrays, world, monkeyp
     stream, pending = arrays.cuda._find(world.me, array.number), []
     close = workspaces.Workspaces.close
 
-    def end_of_use(*how):
+    def end_of_use(*arguments):
         pending.append(stream.end - stream.done)
         arrays.cuda._run(stream, stream.end)  # otherwise the process exits
         mpi.Barrier()
-        close(*how)
+        close(*arguments)
 
     monkeypatch.setattr(workspaces.Workspaces, "close", end_of_use)
     mpi.Barrier()

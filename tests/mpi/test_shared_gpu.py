@@ -93,7 +93,7 @@ def test_rank_0_enqueues_one_kernel_without_host_synchronization(shared, monkeyp
     names = ("combine_for_all", "combine", "copy", "synchronize", "is_done")
     seen = simulated.record_calls(monkeypatch, arrays.cuda, *names)
     dist.all_reduce(array)
-    seen = [*seen]  # not what follows
+    seen = [*seen]  # without the calls of got()
     assert [name for name, *_ in seen] == (["combine_for_all"] if me == 0 else [])
     if me == 0:
         _, _, _, sources, outs, count, *_ = seen[0]
@@ -111,7 +111,7 @@ def test_data_is_copied_once(shared, monkeypatch):
     )
     dist.all_gather_single(output, array)
     dist.broadcast(array, n - 1)
-    seen = [*seen]  # not what follows
+    seen = [*seen]  # without the calls of got()
     assert [name for name, *_ in seen] == (["copy"] * (n * n + n - 1) if me == 0 else [])
     assert (got(output) == np.arange(n)[:, None]).all() and (got(array) == n - 1).all()
 
@@ -123,7 +123,9 @@ def test_number_of_synchronizations(shared, monkeypatch, small):
     array = uploaded(arrays, np.full(100 if small else LARGE, me, np.float32))
     group, calls, agreed = dist.group.WORLD, [], []
     exchange = part._exchange
-    monkeypatch.setattr(part, "_exchange", lambda *how: calls.append(how) or exchange(*how))
+    monkeypatch.setattr(
+        part, "_exchange", lambda *arguments: calls.append(arguments) or exchange(*arguments)
+    )
     seen = simulated.record_calls(monkeypatch, arrays.cuda, "combine_for_all", "record_again")
     dist.all_reduce(array)
     assert len(calls) == (1 if small else 2) and bool(seen) is not small
@@ -132,7 +134,9 @@ def test_number_of_synchronizations(shared, monkeypatch, small):
     dist.all_reduce(array)
     assert group.compared
     agree = group.agree
-    monkeypatch.setattr(group, "agree", lambda *how: agreed.append(how) or agree(*how))
+    monkeypatch.setattr(
+        group, "agree", lambda *arguments: agreed.append(arguments) or agree(*arguments)
+    )
     dist.all_reduce(array)
     assert len(agreed) == (2 if small else 3)  # the comparison and the synchronizations
     assert (got(array) == sum(range(n)) * n**2).all()
@@ -222,10 +226,10 @@ def test_destroyed_groups_release_handles_and_streams(shared):
     assert len(arrays.cuda.streams) == streams
 
 
-@pytest.mark.parametrize("whose", [0, -1])
-def test_memory_that_cannot_be_exported_is_copied_on_its_rank(shared, whose):
+@pytest.mark.parametrize("rank", [0, -1])
+def test_memory_that_cannot_be_exported_is_copied_on_its_rank(shared, rank):
     arrays, me, n, _ = shared
-    kind = "pool" if me == whose % n else "plain"
+    kind = "pool" if me == rank % n else "plain"
     for layout in ("C", "1", "third"):
         numbers = np.arange(LARGE, dtype=np.float32)
         array = arrays.make(numbers * (me + 1), layout=layout, kind=kind)
@@ -330,13 +334,13 @@ CALLS = ["all_reduce", "all_gather_single", "all_to_all_single"]
 #: Number of earlier calls. From the 65th call on, calls are compared in shared memory.
 @pytest.mark.parametrize("shared", [1, 66], indirect=True)
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize(
     "what",
     ["find_allocation", "export_allocation", "load_for_all", "record_again", "wait", "copy",
      "combine_for_all", "allocate"],
 )  # fmt: skip
-def test_failure_of_one_rank(shared, mpi, what, who, name):
+def test_failure_of_one_rank(shared, mpi, what, failing, name):
     """The call fails on all ranks at once. Later calls succeed."""
     arrays, me, n, part = shared
     given = uploaded(arrays, np.full(LARGE // n * n, me, np.float32))
@@ -347,15 +351,15 @@ def test_failure_of_one_rank(shared, mpi, what, who, name):
     def counts(*arguments):
         return what != "wait" or arguments[1] == part.context.work
 
-    with simulated.Fault(arrays.cuda, what, me == who, counts=counts) as fault:
+    with simulated.Fault(arrays.cuda, what, me == failing, counts=counts) as fault:
         if name == "all_reduce":
             dist.all_reduce(third if what in ("copy_strided", "allocate") else given)
         else:
             getattr(dist, name)(output, third if what == "allocate" else given)
     error = fault.error
-    if (what, who) != ("wait", 1):  # this wait follows the last synchronization
+    if (what, failing) != ("wait", 1):  # this wait follows the last synchronization
         assert len(set(mpi.allgather(error is not None))) == 1
-    if me == who:  # memory that cannot be exported is copied
+    if me == failing:  # memory that cannot be exported is copied
         assert (error is not None) == (fault.failed and what != "export_allocation")
         assert error is None or "injected failure" in str(error)
     else:

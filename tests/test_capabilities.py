@@ -41,8 +41,6 @@ def rank(
     )
 
 
-# --- routes -------------------------------------------------------------------------------------
-
 KINDS = list(itertools.product(CudaSupport, (0, 2), "ab"))
 
 
@@ -95,8 +93,6 @@ def test_forced_route_must_be_equal_on_all_ranks():
 def test_capabilities_as_control_message(own):
     assert control_messages.decode(control_messages.encode(own), Capabilities, 0) == own
 
-
-# --- MPI libraries ------------------------------------------------------------------------------
 
 CRAY = "MPI VERSION    : CRAY MPICH version 8.1.28.29 (ANL base 3.4a2)"
 MPICH = "MPICH Version:      5.0.2"
@@ -180,8 +176,6 @@ def test_ucx_with_cuda_is_detected_by_its_files(tmp_path):
     del held
 
 
-# --- cache of probe outcomes --------------------------------------------------------------------
-
 KEY = {"version": "1", "settings": {"UCX_TLS": "all"}}
 OUTCOME = ProbeOutcome(2, OK, OK, "hung")
 
@@ -224,9 +218,6 @@ def test_unwritable_cache_is_ignored(monkeypatch, tmp_path):
 def test_outcome_without_a_started_probe_is_not_cached(cache):
     probe_cache.store(KEY, ProbeOutcome(2, "failed: no GPU", "", ""))
     assert not cache.exists()
-
-
-# --- probes -------------------------------------------------------------------------------------
 
 
 def test_launcher_variables_are_recognized():
@@ -319,8 +310,6 @@ def test_probe_uses_one_rank_if_two_cannot_be_started(monkeypatch):
             1, OK, OK, OK
         )
 
-
-# --- discovery ----------------------------------------------------------------------------------
 
 PROBE = """
 import os

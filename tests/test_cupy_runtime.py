@@ -241,9 +241,6 @@ def work(cuda: CupyRuntime, index: int) -> None:
     context.close()
 
 
-# ---- Contexts ------------------------------------------------------------------------------------
-
-
 def test_no_context_on_unused_devices(world, cuda):
     """Work on GPU 1 from a new thread does not create a context on GPU 0."""
     on_a_thread(lambda: work(cuda, 1))
@@ -281,9 +278,6 @@ def test_on_restores_the_context_after_an_error(world, cuda):
     assert not world.stack
     with pytest.raises(MpicollError, match=r"cuDeviceGet: .*101"), cuda.on(2):
         pass
-
-
-# ---- mpicoll's own threads -----------------------------------------------------------------------
 
 
 class Polled:
@@ -348,9 +342,6 @@ def test_progress_threads_do_not_invalidate_a_graph_capture(world, cuda, first):
     assert world.invalidations, "the fake does not detect invalidations"
     if not first:
         context.close()
-
-
-# ---- Devices and memory --------------------------------------------------------------------------
 
 
 def test_mig_instances_of_one_gpu_have_different_identities(cuda):

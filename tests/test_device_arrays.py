@@ -74,8 +74,6 @@ def assert_raises(array, message, writable=False, error=UnsupportedError) -> Non
         build_view(array, writable, "broadcast: tensor")
 
 
-# ---- DLPack: capsules as bytes -------------------------------------------------------------------
-
 _new = ctypes.pythonapi.PyCapsule_New
 _new.restype = ctypes.py_object
 _new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
@@ -236,9 +234,6 @@ def test_dlpack_copy_is_rejected_as_output():
     assert build_view(Copying(), False, "x").count == 3
 
 
-# ---- JAX -----------------------------------------------------------------------------------------
-
-
 def test_jax(gpus, monkeypatch):
     """JAX arrays on a GPU are inputs only. Tracers are rejected."""
     jax = types.ModuleType("jax")
@@ -273,9 +268,6 @@ def test_installed_jax():
 
     jax.jit(traced_function)(array)
     assert seen
-
-
-# ---- The CUDA array interface --------------------------------------------------------------------
 
 
 class Interface:
@@ -357,9 +349,6 @@ def test_arrays_of_one_type_with_and_without_the_interface(gpus):
         assert view(Both()).device == 1
         host = np.zeros(5)
         assert build_view(Both(host), True, "x").buffer.ctypes.data == host.ctypes.data
-
-
-# ---- CuPy ----------------------------------------------------------------------------------------
 
 
 def test_cupy(gpus, monkeypatch):

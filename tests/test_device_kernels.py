@@ -27,6 +27,7 @@ from mpicoll.kernels.device_kernels import DeviceKernels
 pytestmark = [pytest.mark.any_mpi, pytest.mark.slow]
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
+FLAGS = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread"]
 STREAM = 4711
 #: Guard bytes before and after every array.
 GUARD_BYTES = 64
@@ -48,7 +49,6 @@ NARROW = [
     if dtype.kind is Kind.NARROW_FLOAT and reduction.find_loop(ReduceOp.SUM, dtype) is not None
 ]
 
-# ---- Fake CuPy -----------------------------------------------------------------------------------
 
 BEFORE = """
 #include <stdint.h>
@@ -101,15 +101,16 @@ extern "C" void run(unsigned blocks, unsigned threads, void **arguments, int flu
 def library(code, folder):
     """Compile one kernel for the host. Undefined behavior aborts the process."""
     name = re.search(r"\n(\w+)\([^\n]*\)\n$", code)[1]
-    source = folder / f"{abs(hash(code))}.cpp"
     kernel = "scale" if name.startswith("SCALE") else name.lower()
-    source.write_text(BEFORE + code + AFTER.replace("NAME", kernel))
+    return compile_library(BEFORE + code + AFTER.replace("NAME", kernel), folder)
+
+
+def compile_library(code, folder):
+    source = folder / f"{abs(hash(code))}.cpp"
+    source.write_text(code)
     made = source.with_suffix(".so")
-    command = [
-        COMPILER, "-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-ffp-contract=off",
-        "-fno-strict-aliasing", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error",
-        "-fno-sanitize=vptr", str(source), "-o", str(made),
-    ]  # fmt: skip
+    checks = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error", "-fno-sanitize=vptr"]
+    command = [COMPILER, *FLAGS, *checks, "-fPIC", "-shared", str(source), "-o", str(made)]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(made))
 
@@ -195,9 +196,6 @@ def kernels(cupy):
     return DeviceKernels(3)
 
 
-# ---- Arrays --------------------------------------------------------------------------------------
-
-
 def place(dtype, count, offset):
     """Return an array ``offset`` numbers after a multiple of 16 bytes, and its memory."""
     size = dtype.itemsize // (2 if dtype.kind == "c" else 1)
@@ -266,8 +264,6 @@ def check(kernels, op, dtype, n, count, offsets, fill, aliased=None, divisor=1):
     for (_, now), before in zip(placed, others, strict=True):
         assert np.array_equal(now, before), "memory outside of the result was written"
 
-
-# ---- Combining -----------------------------------------------------------------------------------
 
 ALIKE, SHIFTED, UNLIKE = [0] * 200, [1] * 200, [0, 1, 2, 3, 5] * 40
 
@@ -389,9 +385,6 @@ def test_loaded_kernels_are_not_compiled_again(kernels, cupy):
         kernels.load(by, 4001)
 
 
-# ---- Scaling and rounding ------------------------------------------------------------------------
-
-
 def scaled(kernels, dtype, factor, count, offsets, fill):
     source, _ = place(dtype.numpy, count, offsets[0])
     out, memory = place(dtype.accumulate, count, offsets[1])
@@ -466,9 +459,6 @@ def test_widening_is_exact_if_subnormals_are_flushed(kernels, cupy, dtype):
     assert_same_bits(out, bits.view(dtype.numpy).astype(np.float32), True)
 
 
-# ---- Errors --------------------------------------------------------------------------------------
-
-
 def test_invalid_arguments_raise(kernels):
     add = reduction.find_loop(ReduceOp.SUM, by_name["float32"])
     for sources, outs in (([], [64]), ([64], [])):
@@ -495,9 +485,6 @@ def test_invalid_arguments_raise(kernels):
     for name in ("float32", "float8_e8m0fnu"):
         with pytest.raises(UnsupportedError, match="no kernel rounds"):
             kernels.narrow(by_name[name], 64, 64, 1, STREAM)
-
-
-# ---- CuPy and NVRTC (no GPU needed) --------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ launches. ``run`` executes the launches of all ranks at the same time and one ra
 order. The NumPy implementation in ``reduction.py`` gives the expected results.
 """
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -18,7 +19,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_device_kernels import COMPILER, assert_same_bits, in_memory, is_wide, place, random_bits
+from test_device_kernels import (
+    COMPILER,
+    FLAGS,
+    assert_same_bits,
+    compile_library,
+    in_memory,
+    is_wide,
+    place,
+    random_bits,
+)  # fmt: skip
 
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.kernels import device_kernels, peers, reduction
@@ -28,7 +38,6 @@ from mpicoll.kernels.peers import ALL, FAILED, HEADER, LATE, Collective, Failure
 # A compiler runs for each kernel.
 pytestmark = [pytest.mark.any_mpi, pytest.mark.slow]
 
-# ---- Fake CuPy -----------------------------------------------------------------------------------
 
 BEFORE = """
 #include <pthread.h>
@@ -114,19 +123,11 @@ extern "C" size_t size_of_header() { return sizeof(Header); }
 extern "C" size_t size_of_peers() { return sizeof(Peers); }
 """
 
-FLAGS = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread"]
-
 
 @functools.cache
 def library(code, name, folder):
     """Compile one kernel for the host. Undefined behavior aborts the process."""
-    source = folder / f"{abs(hash(code))}.cpp"
-    source.write_text(BEFORE + code + AFTER.replace("NAME", name))
-    made = source.with_suffix(".so")
-    checks = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error", "-fno-sanitize=vptr"]
-    command = [COMPILER, *FLAGS, *checks, "-fPIC", "-shared", str(source), "-o", str(made)]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(made))
+    return compile_library(BEFORE + code + AFTER.replace("NAME", name), folder)
 
 
 class Launch:
@@ -152,20 +153,11 @@ class FakeCupy(types.ModuleType):
         self.streams = {}  # launches by stream handle
         fake, current = self, []
 
-        class Current:
-            def __init__(self, entered):
-                self.object = entered
-
-            def __enter__(self):
-                current.append(self.object)
-
-            def __exit__(self, *_):
-                current.pop()
-
-        class Stream:
-            @staticmethod
-            def from_external(stream):
-                return Current(stream.__cuda_stream__()[1])
+        @contextlib.contextmanager
+        def from_external(stream):
+            current.append(stream.__cuda_stream__()[1])
+            yield
+            current.pop()
 
         class RawModule:
             def __init__(self, *, code, options):
@@ -182,7 +174,8 @@ class FakeCupy(types.ModuleType):
                 return kernel
 
         self.RawModule = RawModule
-        self.cuda = types.SimpleNamespace(Stream=Stream)
+        stream = types.SimpleNamespace(from_external=from_external)
+        self.cuda = types.SimpleNamespace(Stream=stream)
 
     def run(self):
         """Execute the launches in all streams."""
@@ -352,9 +345,6 @@ def broadcast(ranks, width, count, root, seed):
     return check
 
 
-# ---- Results -------------------------------------------------------------------------------------
-
-
 def test_structures_have_the_size_of_the_kernels_structures(cupy, folder):
     by = reduction.find_loop(ReduceOp.SUM, by_name["float32"])
     call = Collective("all_reduce", by, 4, 0, 0)
@@ -437,9 +427,6 @@ def test_replayed_launches_use_new_step_numbers(cupy):
     assert ranks.header(0)["steps"][0] == 10
 
 
-# ---- Failures ------------------------------------------------------------------------------------
-
-
 def test_kernels_time_out_if_a_rank_is_missing(cupy):
     """The kernel of the missing rank also fails when it starts."""
     ranks, dtype = Ranks(cupy, 3, limit=0.2), by_name["float32"]
@@ -494,8 +481,6 @@ def test_failures_round_trip_through_64_bits():
         word[0] = reason.pack()
         assert Failure.unpack(int(word[0])) == reason
 
-
-# ---- ThreadSanitizer -----------------------------------------------------------------------------
 
 RACES = """
 #include <stdio.h>
@@ -555,9 +540,6 @@ def test_no_races_under_thread_sanitizer(folder):
     if "unexpected memory mapping" in ran.stderr:
         pytest.skip("ThreadSanitizer does not run on this kernel")
     assert ran.returncode == 0, ran.stdout + ran.stderr[:3000]
-
-
-# ---- NVRTC (no GPU needed) -----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

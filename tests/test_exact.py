@@ -36,9 +36,6 @@ def bits(array):
     return array.view(f"V{array.itemsize}").tobytes()
 
 
-# ---- Reference -----------------------------------------------------------------------------------
-
-
 def is_nearest(dtype, got, terms):
     """Return True if ``got`` is the sum rounded to nearest, ties to even."""
     special = [term for term in terms if not math.isfinite(term)]
@@ -71,9 +68,6 @@ def check(dtype, sources):
         terms = [float(source[i]) for source in sources]
         assert is_nearest(dtype, result, terms), (i, terms, result)
     return got
-
-
-# ---- Summands ------------------------------------------------------------------------------------
 
 
 def any_bits(dtype, count, rng):
@@ -116,9 +110,6 @@ by_kind = pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 def made_of(make, dtype, n, count, seed=0):
     rng = np.random.default_rng([seed, n, dtype.code])
     return [make(dtype, count, rng) for _ in range(n)]
-
-
-# ---- Tests ---------------------------------------------------------------------------------------
 
 
 @by_float

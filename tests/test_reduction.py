@@ -46,9 +46,6 @@ def assert_same_bits(got, expected):
     assert not differ.size, f"{differ.size} differ: {where}: {got[where]}, {expected[where]}"
 
 
-# ---- Reference: float32 arrays, rounded once by astype -------------------------------------------
-
-
 def astype(values, dtype):
     """Convert as NumPy and ml_dtypes do, with one NaN."""
     with warnings.catch_warnings():
@@ -87,9 +84,6 @@ def near_one(dtype, count, seed):
     """Return numbers whose sums and products need rounding and stay finite."""
     values = np.random.default_rng(seed).normal(1, 0.5, count)
     return abs(values).astype(np.float32).astype(dtype.numpy)
-
-
-# ---- Narrow floats -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -135,18 +129,6 @@ def test_out_may_be_a_source(kernels, dtype, count):
             assert_same_bits(sources[aliased], expected)
 
 
-@by_dtype
-def test_sum_is_rounded_once(kernels, dtype):
-    """1 + eps/2 + eps/2 is 1 + eps in float32. Rounding after each addition would give 1."""
-    one = np.array([1], dtype.numpy)
-    ulp = float(ml_dtypes.finfo(dtype.numpy).eps)
-    half = np.array([ulp / 2], np.float32).astype(dtype.numpy)
-    assert float(half[0]) == ulp / 2
-    out = np.empty_like(one)
-    reduction.combine(ReduceOp.SUM, dtype, [one, half, half], out)
-    assert float(out[0]) == 1 + ulp
-
-
 def test_result_is_exact_arithmetic_rounded_once(kernels):
     """Sums of three bfloat16 integers are exact in float32. The reference rounds integers."""
     rng = np.random.default_rng(0)
@@ -189,33 +171,6 @@ def test_special_values(kernels, name):
             out = np.empty(count, dtype.numpy)
             reduction.combine(op, dtype, sources, out)
             assert_same_bits(out, np.full(count, expected, np.float32).astype(dtype.numpy))
-
-
-@by_dtype
-def test_average_divides_before_rounding(kernels, dtype):
-    """The sum of the largest numbers overflows the dtype. Their average does not."""
-    greatest = np.array([ml_dtypes.finfo(dtype.numpy).max] * 9, dtype.numpy)
-    if dtype.name in ("bfloat16", "float8_e8m0fnu"):  # the range of float32
-        greatest = (greatest.astype(np.float32) / 8).astype(dtype.numpy)
-    out = np.empty_like(greatest)
-    reduction.combine(ReduceOp.AVG, dtype, [greatest] * 4, out, 4)
-    assert_same_bits(out, greatest)
-
-
-@by_dtype
-def test_nan_results_are_canonical(kernels, dtype):
-    """For NaN operands of any sign and payload, at any position in a vector."""
-    nan = np.array([np.nan], np.float32).astype(dtype.numpy)
-    everything = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}").view(dtype.numpy)
-    nans = everything[np.isnan(everything.astype(np.float32))]
-    for a, b in itertools.product(nans[[0, len(nans) // 2, -1]], repeat=2):
-        for op in NARROW_OPS:
-            out = np.zeros(37, dtype.numpy)
-            reduction.combine(op, dtype, [np.full(37, a), np.full(37, b)], out)
-            assert set(bits(out)) == set(bits(nan))
-
-
-# ---- Conversions ---------------------------------------------------------------------------------
 
 
 def to_float(name, word):
@@ -295,9 +250,6 @@ def test_combine_is_thread_safe(kernels):
         assert_same_bits(out, reference(ReduceOp.SUM, dtype, sources))
 
 
-# ---- Scaling -------------------------------------------------------------------------------------
-
-
 @by_dtype
 @pytest.mark.parametrize("count", COUNTS)
 def test_scale_narrow(kernels, dtype, count):
@@ -336,9 +288,6 @@ def test_scale_wide():
     assert out.tolist() == [2 + 4j, complex(math.inf, 2), -2j]
     reduction.scale(by_name["complex128"], numbers, 1j, out)
     assert out[0] == -2 + 1j
-
-
-# ---- Wide dtypes ---------------------------------------------------------------------------------
 
 
 def wide_values(dtype, count, seed):
@@ -476,9 +425,6 @@ def test_no_warnings(kernels):
         reduction.combine(ReduceOp.PRODUCT, by_name["float16"], [half, -half], half)
         reduction.narrow(big, half)
         reduction.scale(by_name["float32"], big, 1e300, big)
-
-
-# ---- Errors and choice of implementation ---------------------------------------------------------
 
 
 def test_invalid_arguments_raise():

@@ -34,9 +34,6 @@ def stepping(text):
     return json.dumps({"ranks": {"2": {"all_reduce": {"node": text}}}})
 
 
-# --- rows ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("openmpi", [False, True])
 def test_defaults_are_complete_and_valid_in_a_file(openmpi):
     table = Table(openmpi)
@@ -134,9 +131,6 @@ def test_route_default_uses_the_defaults_of_the_reading_version(monkeypatch):
     assert other.row("all_reduce", 2) == row
 
 
-# --- invalid files ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -182,9 +176,6 @@ def test_invalid_file_raises(text, expected):
     assert expected in message
     assert "MPICOLL_TABLE=0" in message and "python -m mpicoll tune" in message
     assert len(message) < 600
-
-
-# --- paths --------------------------------------------------------------------------------------
 
 
 def test_no_file():
@@ -258,9 +249,6 @@ def test_machine_description(monkeypatch, tmp_path):
     assert machine.describe() == "8 x A: B @ 2 GHz"
     cpuinfo.write_text("processor : 0\nCPU implementer : 0x41\nCPU part : 0xd4f\n\nCPU part : 1\n")
     assert machine.describe() == "8 x an architecture 0x41 0xd4f"
-
-
-# --- writing ------------------------------------------------------------------------------------
 
 
 def test_join_keeps_other_entries(monkeypatch):

@@ -22,9 +22,6 @@ def seed():
     torch.manual_seed(20)
 
 
-# ---- Collectives ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 @pytest.mark.parametrize("count", [1, 1000, 5_000_000])
 def test_all_reduce(device, dtype, count):
@@ -111,9 +108,6 @@ def test_capture_raises_for_routes_that_cannot_be_captured(device):
         pytest.raises(RuntimeError, match="captured"),
     ):
         dist.all_reduce(tensor)
-
-
-# ---- Training ------------------------------------------------------------------------------------
 
 
 def batch(rank, step):

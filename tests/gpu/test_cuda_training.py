@@ -35,9 +35,6 @@ def seed():
     torch.manual_seed(20)
 
 
-# ---- Futures -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [1, 1000, LARGE])
 def test_callbacks_read_the_result(device, count):
     """On the host and in a kernel. The current stream waits for the callback's result."""
@@ -77,9 +74,6 @@ def test_callback_that_makes_a_call(device):
     dist.destroy_process_group(group)
 
 
-# ---- Freed memory --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("count", [1000, LARGE])
 def test_input_may_be_freed_when_the_call_returns(device, async_op, count):
@@ -109,9 +103,6 @@ def test_works_may_be_dropped(device):
     dist.all_reduce(torch.ones(1, device=device))
     for k, tensor in enumerate(tensors):
         assert (tensor == sum(range(n)) + n * k).all()
-
-
-# ---- DDP -----------------------------------------------------------------------------------------
 
 
 def batch(rank, step):
@@ -248,9 +239,6 @@ def test_loaders_in_forked_processes(device, pinned):
     total = torch.ones(1000, device=device)
     dist.all_reduce(total)
     assert (total == dist.get_world_size()).all()
-
-
-# ---- DTensor and torch.compile -------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -82,8 +82,6 @@ def free_bytes() -> int:
     return int(subprocess.check_output([sys.executable, "-c", code]))
 
 
-# ---- Killed ranks --------------------------------------------------------------------------------
-
 KILLED = """
 from mpicoll.cuda import runtime
 dist.init_process_group(timeout=20)
@@ -129,8 +127,6 @@ def test_killed_rank_aborts_the_job_and_frees_memory(tmp_path, route, call, plac
     while ON_A_GPU and free_bytes() < before - SLACK_BYTES:
         assert time.monotonic() < until, f"{(before - free_bytes()) >> 20} MiB were not freed"
 
-
-# ---- Contexts and visible GPUs -------------------------------------------------------------------
 
 CONTEXTS = """
 import ctypes
@@ -262,8 +258,6 @@ def test_mig_instances_count_as_gpus(tmp_path):
         pytest.skip("needs a GPU with two MIG instances")
     assert output.count("route ") == 2 and "shared_gpu" not in output, output
 
-
-# ---- Kernels -------------------------------------------------------------------------------------
 
 UNWRITABLE = """
 import pathlib, shutil, tempfile

@@ -179,9 +179,6 @@ def ranks(request, n):
     return Ranks(DeviceKernels(0) if request.param == "streams" else Together(n), n)
 
 
-# ---- Results -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("op", ["SUM", "AVG", "MAX"])
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int32"])
 def test_reductions(ranks, name, op):
@@ -204,9 +201,6 @@ def test_data_movement(ranks, width):
         checks.append(on_host.all_gather(ranks, width, [count, 0, 2 * count, 5][:n], turn))
         checks.append(on_host.broadcast(ranks, width, count, turn % n, turn))
     ranks.check(checks)
-
-
-# ---- Failures ------------------------------------------------------------------------------------
 
 
 def without_the_last(ranks):

@@ -53,9 +53,6 @@ def made(count, value):
     return late(cupy.empty(count, cupy.float32), value)
 
 
-# ---- Default streams -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("count", [10, LARGE])
 @pytest.mark.parametrize("name", ["null", "ptds"])
@@ -117,8 +114,6 @@ def test_stream_may_be_destroyed_after_the_call(n):
         assert (array.get() == sum(range(n)) + n * turn).all(), turn
 
 
-# ---- Graphs --------------------------------------------------------------------------------------
-
 MODES = ["Global", "ThreadLocal", "Relaxed"]
 
 
@@ -171,9 +166,6 @@ def test_call_during_the_capture_of_another_thread(n, mode, first):
     dist.destroy_process_group(group)
 
 
-# ---- New groups ----------------------------------------------------------------------------------
-
-
 def test_destroyed_groups_free_device_memory(n):
     me = dist.get_rank()
 
@@ -204,9 +196,6 @@ def test_destroyed_groups_free_device_memory(n):
         one()
     lost = before - free()
     assert lost < 48 * MIB, f"30 groups have not freed {lost // MIB} MiB of device memory"
-
-
-# ---- Waiting -------------------------------------------------------------------------------------
 
 
 def blocks(group=None):

@@ -52,9 +52,6 @@ def check_all_reduce(n, count=1000):
     assert (array.get() == sum(range(n))).all()
 
 
-# ---- Memory --------------------------------------------------------------------------------------
-
-
 def fill_pool(left):
     """Fill CuPy's pool with unused memory until ``left`` bytes are free."""
     pool = cupy.get_default_memory_pool()
@@ -102,9 +99,6 @@ def test_error_of_a_full_gpu_has_the_needed_size(n):
     check_all_reduce(n)
 
 
-# ---- Messages ------------------------------------------------------------------------------------
-
-
 def test_messages_are_sent_after_earlier_kernels(n):
     """Messages of host arrays that are sent later do not overtake them."""
     me = dist.get_rank()
@@ -122,9 +116,6 @@ def test_messages_are_sent_after_earlier_kernels(n):
         work.wait()
     for one, added in zip(received, (0, 10, 20), strict=True):
         assert (one == left + added).all()
-
-
-# ---- Contexts ------------------------------------------------------------------------------------
 
 
 def current_context():

@@ -89,9 +89,6 @@ def numbers(count, rank):
     return (np.arange(count) % 61 + 100 * rank).astype(np.float32)
 
 
-# ---- Calls ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ROUTE.serves.primitives)
 def test_calls(copying, name):
     """Small and large calls, in two orders of ranks."""
@@ -104,7 +101,7 @@ def test_calls(copying, name):
             DeviceCall(
                 copying.arrays, name, teams[turn // 2 % 2], dtype, count, None, root, layout=layout,
                 index=copying.index, kind="pool" if turn % 3 == 2 else "plain",
-            ).complete(turn % 3 == 1)  # fmt: skip
+            ).run_and_check(turn % 3 == 1)  # fmt: skip
 
 
 def test_route_serves_data_movement(copying, monkeypatch):
@@ -174,8 +171,6 @@ def test_forced_route_raises_for_reductions(copying):
             dist.all_reduce(copying.array(numbers(LARGE, 0)), group=group)
         copying.check_all_gather(LARGE, group)
 
-
-# ---- Copies and synchronization ------------------------------------------------------------------
 
 _WORK = ("copy", "copy_strided", "combine", "combine_for_all", "collective")
 
@@ -259,9 +254,6 @@ def test_ranks_wait_only_for_ranks_that_they_exchange_data_with(copying, monkeyp
     assert (got(given) == numbers(LARGE, me)).all()
 
 
-# ---- Stream order --------------------------------------------------------------------------------
-
-
 def everything(copying, turn, made):
     """Make calls and overwrite their inputs. Append outputs and expected results to ``made``."""
     me, n = copying.me, copying.n
@@ -332,9 +324,6 @@ def test_input_inside_the_output(copying):
     block.memory, block.offset, block.number = output.memory, 4 * LARGE * me, output.number
     dist.all_gather_single(output, block)
     assert (got(output) == np.arange(n)[:, None]).all()
-
-
-# ---- Memory --------------------------------------------------------------------------------------
 
 
 def test_allocation_is_opened_once(copying, monkeypatch):
@@ -604,9 +593,6 @@ def test_arrays_on_another_device_are_copied_to_the_groups_device(copying):
         copying.check_all_gather()
 
 
-# ---- Failures ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("copying", ["a GPU each"], indirect=True)
 @pytest.mark.parametrize("name", ["broadcast", "all_to_all_single"])
 @pytest.mark.parametrize("failing", [0, 1])
@@ -685,9 +671,6 @@ def test_route_is_off_if_ipc_fails_on_one_rank(copying, what):
             "copy_engine" not in agreed.names
             and "injected failure" in agreed.describe()["copy_engine"]
         )
-
-
-# ---- Graphs --------------------------------------------------------------------------------------
 
 
 def test_captured_calls_use_kernels(copying, monkeypatch):

@@ -153,8 +153,6 @@ def placed(request, arrays, world, monkeypatch):
     dist.destroy_process_group(placed.group)
 
 
-# ---- Calls ---------------------------------------------------------------------------------------
-
 #: Dtypes and operations in turn, so that each place tests different ones.
 KINDS = {
     True: itertools.cycle([(dtype, op) for dtype in SOME for op in legal_operations(dtype)]),
@@ -175,7 +173,7 @@ def test_calls(kept, mpi, compared, name):
             kept.arrays, name, kept.team, dtype, count, op, count % kept.n if row.root else 0,
             index=kept.index, layout=layout if count else "C",
         )  # fmt: skip
-        made.complete(async_op)
+        made.run_and_check(async_op)
         done += [made] if name == "all_reduce" else []
     check_same_bits(mpi, done)
     uses_route = kept.even or name in ("all_reduce", "reduce", "broadcast")
@@ -199,11 +197,9 @@ def test_blocks_of_different_sizes_use_the_next_route(kept, compared):
     for sizes in ([500, 0, 3, 17], [0, 700, 0, 1]):
         UnevenDeviceCall(
             kept.arrays, kept.team, by_name["float32"], sizes, ReduceOp.SUM, index=kept.index
-        ).complete(False)
+        ).run_and_check()
     assert not compared
 
-
-# ---- Selection -----------------------------------------------------------------------------------
 
 #: Routes of the group, of its clusters and of its rails, with four ranks.
 ROUTES = {
@@ -327,9 +323,6 @@ def test_route_is_off_if_a_cluster_cannot_map_memory(arrays, world, monkeypatch,
     dist.destroy_process_group(placed.group)
 
 
-# ---- Stream order --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("eager", [0, 1])
 def test_devices_that_run_ahead_do_not_corrupt_data(placed, eager):
     placed.arrays.cuda.eager = placed.me == eager
@@ -363,9 +356,6 @@ def test_destroyed_groups_release_handles_and_streams(placed, monkeypatch):
         del levels, parts
         gc.collect()
         assert len(cuda.opened) == opened and len(cuda.streams) == streams
-
-
-# ---- Failures ------------------------------------------------------------------------------------
 
 
 def test_mismatch_raises_on_all_ranks_of_all_clusters(placed):

@@ -51,9 +51,6 @@ def working(arrays):
     arrays.release()
 
 
-# ---- Sizes and late ranks ------------------------------------------------------------------------
-
-
 class Ramps:
     """Calls on numbers that the device creates and checks.
 
@@ -149,10 +146,9 @@ def test_odd_addresses(arrays, selected, world, dtype, count):
         ops = [None] if name == "all_gather_single" else legal_operations(dtype)
         op = ops[(count + turn) % len(ops)]
         if serves(selected, name, dtype, op):
-            DeviceCall(arrays, name, world, dtype, count, op, layout=layout).complete(turn == 1)
-
-
-# ---- Groups side by side -------------------------------------------------------------------------
+            DeviceCall(arrays, name, world, dtype, count, op, layout=layout).run_and_check(
+                turn == 1
+            )
 
 
 def test_concurrent_calls_of_two_groups(arrays, world):
@@ -173,9 +169,6 @@ def test_concurrent_calls_of_two_groups(arrays, world):
             assert (got(array) == sum(range(world.size)) + each * world.size).all()
     for group in groups:
         dist.destroy_process_group(group)
-
-
-# ---- Freed memory --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["synchronous", "asynchronous", "dropped"])
@@ -204,9 +197,6 @@ def test_input_may_be_freed_when_the_call_returns(arrays, world, how, count):
         expected = np.arange(world.size)[:, None] + turn
         assert (got(output) == expected).all(), f"turn {turn}"
         assert (got(other) == 77).all(), f"turn {turn}"
-
-
-# ---- Little free memory --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("left", [4 * MIB, 24 * MIB])
@@ -239,9 +229,6 @@ def route_of(arrays, world):
     found = group.resources.find("devices").names[0]
     dist.destroy_process_group(group)
     return found
-
-
-# ---- Failures ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -329,9 +329,6 @@ def test_destroyed_groups_release_memory_and_streams(on, monkeypatch, can_map):
     assert (len(arrays.cuda.streams), len(workspaces.mapped)) == (streams, mapped)
 
 
-# ---- Several nodes -------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def apart(on, monkeypatch):
     """As ``on``, with one node per rank."""
@@ -410,9 +407,6 @@ def test_partners():
             assert all(nodes[one] != nodes[rank] and rank in found[one] for one in partners)
         if len(set(map(nodes.count, nodes))) == 1:
             assert max(map(len, found)) <= 2
-
-
-# ---- Memory --------------------------------------------------------------------------------------
 
 
 def agreed():
@@ -500,9 +494,6 @@ def test_group_of_one_rank_does_not_map_stage_or_synchronize(on, monkeypatch):
     monkeypatch.undo()
     assert group.resources.find("devices").names == ("direct", "staged")
     assert sum(block.nbytes for block in group.resources.find(("device", 0))._blocks) < 40 << 20
-
-
-# ---- Chunks and alignment ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("route", ["ipc", "direct"])
@@ -606,9 +597,6 @@ def test_large_scratch_is_freed_after_some_unused_calls(on):
     context.scratch(10)
     assert context.scratch(large).nbytes == large and sizes == [10, large, large]
     context.close()
-
-
-# ---- Messages ------------------------------------------------------------------------------------
 
 
 def test_messages_do_not_wait_for_the_device(on, monkeypatch):

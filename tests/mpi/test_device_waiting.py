@@ -249,9 +249,6 @@ def test_callbacks_keep_stream_order(on, route):
         assert (got(array) == 8 * world.total).all()
 
 
-# ---- Memory --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["waited for", "in another stream", "never"])
 def test_arrays_are_kept_while_the_device_uses_them(on, how):
     """After a wait in the stream of the call they may be freed, because stream order protects their
@@ -281,9 +278,6 @@ def test_arrays_are_kept_while_the_device_uses_them(on, how):
             dist.all_reduce(world.of_current_stream(0))
     gc.collect()
     assert memory() is None
-
-
-# ---- Failures ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("route", ["ipc", "staged"])
@@ -376,9 +370,6 @@ def test_wait_in_a_captured_stream_raises(on):
         work.wait()
     work.wait()
     assert (got(array) == world.total).all()
-
-
-# ---- NCCL ----------------------------------------------------------------------------------------
 
 
 def test_nccl_calls_run_inline(on, monkeypatch):

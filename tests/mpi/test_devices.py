@@ -131,7 +131,7 @@ class DeviceCall(Call):
             array.download()
         super().check()
 
-    def complete(self, async_op):
+    def run_and_check(self, async_op=False):
         work = self.start(async_op)
         assert work is None or work.wait()
         self.check()
@@ -140,8 +140,6 @@ class DeviceCall(Call):
 class UnevenDeviceCall(DeviceCall, Uneven):
     """A device call with blocks of different sizes."""
 
-
-# ---- All primitives ------------------------------------------------------------------------------
 
 #: Count, index in ``teams``, layout, kind of memory, async_op. Rows 0, 4 and 5 use another group in
 #: each sweep. Dtypes that are not in SOME use every second row.
@@ -169,9 +167,9 @@ def sweep(route, arrays, teams, mpi, name, dtype, op, turn):
             continue
         root = count % team.size if name in ROOTED else 0
         kind = arrays.kinds[turn % len(arrays.kinds)] if kind == "other" else kind
-        DeviceCall(arrays, name, team, dtype, count, op, root, layout=layout, kind=kind).complete(
-            async_op
-        )
+        DeviceCall(
+            arrays, name, team, dtype, count, op, root, layout=layout, kind=kind
+        ).run_and_check(async_op)
 
 
 #: Primitives without their aliases.
@@ -193,9 +191,6 @@ def test_reductions(route, arrays, teams, mpi, name):
             if dtype not in SOME and turn % len(REDUCED):
                 continue  # covered by another primitive
             sweep(route, arrays, teams, mpi, name, dtype, op, turn)
-
-
-# ---- Chunks --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", SOME, ids=repr)
@@ -227,7 +222,7 @@ def test_uneven_blocks(route, arrays, world):
         for turn, op in enumerate(legal_operations(dtype)):
             if serves(route, "reduce_scatter", dtype, op):
                 for sizes in ([5, 0, 3, 17], [0, 7, 0, 1], [300, 1, 2, 40]):
-                    UnevenDeviceCall(arrays, world, dtype, sizes, op).complete(turn % 2 == 1)
+                    UnevenDeviceCall(arrays, world, dtype, sizes, op).run_and_check(turn % 2 == 1)
         counts = [5, 0, 3, 17][: world.size]
         source = uploaded(arrays, oracle.any_bits(dtype, counts[world.me], world.me))
         outputs = [uploaded(arrays, np.zeros(count, dtype.numpy)) for count in counts]
@@ -260,9 +255,6 @@ def got(array):
     array.host.view(np.uint8)[...] = 0x77
     array.download()
     return array.host
-
-
-# ---- Stream order --------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("reducing")
@@ -357,9 +349,6 @@ def test_kinds_of_memory(route, arrays, world):
         dist.all_reduce(mine.given)
         assert (got(output) == np.repeat(np.arange(world.size), 300)).all(), kind
         assert (got(mine) == sum(range(world.size))).all(), kind
-
-
-# ---- Errors --------------------------------------------------------------------------------------
 
 
 def test_arrays_on_different_devices_raise(arrays, world):

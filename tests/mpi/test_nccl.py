@@ -291,7 +291,7 @@ def test_uneven_reduce_scatter_through_nccl(arrays, cuda, world):
     before = cuda.call_count
     for name in ("SUM", "MAX"):
         call = by_name["int32"], [3, 0, 1000, 5], getattr(dist.ReduceOp, name)
-        UnevenDeviceCall(arrays, world, *call).complete(False)
+        UnevenDeviceCall(arrays, world, *call).run_and_check()
     assert cuda.call_count > before, "another route was used"
 
 
@@ -334,9 +334,6 @@ def test_forcing_nccl_without_nccl_raises(world, monkeypatch):
 def test_backend_names_that_request_nccl():
     assert nccl.asked_for("nccl") and nccl.asked_for("cpu:gloo,cuda:nccl")
     assert not nccl.asked_for("mpi") and not nccl.asked_for("cpu:nccl")
-
-
-# ---- Failed initialization -----------------------------------------------------------------------
 
 
 class Alone:
@@ -389,9 +386,6 @@ def test_ranks_blocked_in_nccl_initialization_are_released(arrays, cuda, world, 
         assert "rank 0: no network" in nccl.ROUTE.negotiate(agreed)
     comm.Free()
     dist.destroy_process_group(group)
-
-
-# ---- Failures ------------------------------------------------------------------------------------
 
 
 def group_after_a_call(arrays, world, patch):

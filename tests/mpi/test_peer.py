@@ -90,7 +90,7 @@ def test_calls(arrays, teams, name):
                 DeviceCall(
                     arrays, name, team, dtype, count, op, count % team.size
                     if NAMES[name].root else 0, layout=layout,
-                ).complete(async_op)  # fmt: skip
+                ).run_and_check(async_op)  # fmt: skip
     for team in teams:
         assert team.size == 1 or routes_of(team.group)[0] == "peer"
 
@@ -99,7 +99,7 @@ def test_blocks_of_different_sizes(arrays, world):
     for dtype in SOME:
         for turn, op in enumerate(legal_operations(dtype)):
             for sizes in ([5, 0, 3, 17], [0, 700, 0, 1], [300, 1, 2000, 40]):
-                UnevenDeviceCall(arrays, world, dtype, sizes, op).complete(turn % 2 == 1)
+                UnevenDeviceCall(arrays, world, dtype, sizes, op).run_and_check(turn % 2 == 1)
     counts = [5, 0, 300, 17][: world.size]
     given = uploaded(arrays, np.full(counts[world.me], world.me + 1, "i8"), world.me)
     outputs = [uploaded(arrays, np.zeros(count, "i8"), world.me) for count in counts]
@@ -155,9 +155,6 @@ def test_destroy_frees_workspaces_without_garbage_collection(arrays, world, kept
         assert own() is None
     finally:
         gc.enable()
-
-
-# ---- Graphs --------------------------------------------------------------------------------------
 
 
 def test_capture_and_replay(arrays, world):
@@ -284,9 +281,6 @@ def test_calls_that_cannot_be_captured_raise(arrays, world):
     dist.all_reduce(narrow)
     assert (got(narrow) == world.size**2).all() and (got(array) == world.size).all()
     dist.destroy_process_group(group)
-
-
-# ---- Failures ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["wrong", "late", "cannot be mapped", "fails", "no shared memory"])

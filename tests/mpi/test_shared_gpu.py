@@ -43,9 +43,6 @@ def shared(request, on, mpi):
     return arrays, me, n, dist.group.WORLD.resources.find("devices").states["shared_gpu"]
 
 
-# ---- Selection -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("apart", [False, True])
 def test_route_is_selected_if_all_arrays_are_on_one_gpu(on, apart):
     arrays, me, n = on()
@@ -81,9 +78,6 @@ def test_route_is_off_if_ipc_fails_on_one_rank(on, what):
     agreed = dist.group.WORLD.resources.find("devices")
     assert agreed.names == ("copy_engine", "ipc", "staged")
     assert "injected failure" in agreed.missing["shared_gpu"]
-
-
-# ---- Copies and synchronization ------------------------------------------------------------------
 
 
 def test_rank_0_enqueues_one_kernel_without_host_synchronization(shared, monkeypatch):
@@ -173,9 +167,6 @@ def test_late_device_of_a_receiving_rank_does_not_lose_data(shared):
         dist.broadcast(array, 0)
     for turn, array in enumerate(made):
         assert (got(array) == turn).all()
-
-
-# ---- Mapped memory -------------------------------------------------------------------------------
 
 
 def test_memory_freed_and_allocated_again_at_the_same_address(shared):
@@ -289,9 +280,6 @@ def test_input_inside_the_output(shared):
     assert (got(output) == np.arange(n)[:, None]).all()
 
 
-# ---- Stream order --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("eager", [0, 1, 2])
 def test_devices_that_run_ahead_do_not_corrupt_data(shared, eager):
     arrays, me, n, _ = shared
@@ -325,8 +313,6 @@ def test_two_groups_with_different_first_ranks_do_not_block(shared):
     expected = sum(range(n)) * n**4 * 2.0**5
     assert (got(array) == expected).all() and (got(other) == sum(range(n)) * n**4).all()
 
-
-# ---- Failures ------------------------------------------------------------------------------------
 
 CALLS = ["all_reduce", "all_gather_single", "all_to_all_single"]
 

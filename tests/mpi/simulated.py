@@ -315,11 +315,8 @@ class Simulated:
             memory = at(layout.address + low, high - low + itemsize)
             return np.ndarray(shape, f"V{itemsize}", memory, -low, layout.strides)
 
-        def task() -> None:
-            array(into)[...] = array(source)
-
         if 0 not in shape:
-            self.enqueue(index, stream, task)
+            self.enqueue(index, stream, lambda: np.copyto(array(into), array(source)))
 
     def load(self, index: int, by: Any, n: int) -> None:
         pass
@@ -342,22 +339,15 @@ class Simulated:
     def scale(
         self, index: int, dtype: Any, source: int, factor: Any, out: int, count: int, stream: int
     ) -> None:
-        def task() -> None:
-            reduction.scale(
-                dtype, elements(source, dtype.numpy, count), factor,
-                elements(out, dtype.accumulate, count),
-            )  # fmt: skip
-
-        self.enqueue(index, stream, task)
+        given, scaled = elements(source, dtype.numpy, count), elements(out, dtype.accumulate, count)
+        self.enqueue(index, stream, lambda: reduction.scale(dtype, given, factor, scaled))
 
     def narrow(
         self, index: int, dtype: Any, source: int, out: int, count: int, stream: int
     ) -> None:
-        def task() -> None:
-            wide = elements(source, np.dtype(np.float32), count)
-            reduction.narrow(wide, elements(out, dtype.numpy, count))
-
-        self.enqueue(index, stream, task)
+        wide = elements(source, np.dtype(np.float32), count)
+        rounded = elements(out, dtype.numpy, count)
+        self.enqueue(index, stream, lambda: reduction.narrow(wide, rounded))
 
     def settle(self, index: int) -> None:
         self.settled[threading.get_ident()] = index
@@ -552,20 +542,16 @@ class DeviceArray:
         memory = at(self.memory.address, self.memory.nbytes)
         return np.ndarray(self.shape, self.dtype, memory, self.offset, self.strides)
 
+    def _enqueue(self, task: Any) -> None:
+        self.cuda.enqueue(self.index, self.number, task)
+
     def upload(self, long: bool = False) -> None:
         """Enqueue a kernel that writes the values of ``host``."""
         values = self.host.copy()
-
-        def task() -> None:
-            self._numpy()[...] = values
-
-        self.cuda.enqueue(self.index, self.number, task)
+        self._enqueue(lambda: np.copyto(self._numpy(), values))
 
     def double(self) -> None:
-        def task() -> None:
-            self._numpy()[...] *= 2
-
-        self.cuda.enqueue(self.index, self.number, task)
+        self._enqueue(lambda: np.multiply(self._numpy(), 2, self._numpy()))
 
     def fill(self, slope: int, start: int, long: bool = False) -> None:
         """Enqueue a kernel that sets element i to ``slope * (i % PERIOD) + start``."""
@@ -573,7 +559,7 @@ class DeviceArray:
         def task() -> None:
             self._numpy()[...] = (np.arange(self.host.size) % PERIOD * slope + start).astype("f4")
 
-        self.cuda.enqueue(self.index, self.number, task)
+        self._enqueue(task)
 
     def count_wrong(self, slope: int, start: int, begin: int, end: int, first: int) -> int:
         """Count the elements in [begin, end) that differ from ``fill`` from ``first`` on."""
@@ -583,17 +569,13 @@ class DeviceArray:
             made = np.arange(first, first + end - begin) % PERIOD * slope + start
             found.append(np.count_nonzero(self._numpy()[begin:end].astype("f4") != made))
 
-        self.cuda.enqueue(self.index, self.number, task)
+        self._enqueue(task)
         self.cuda.synchronize(self.cuda.record(self.index, self.number))
         return int(found[0])
 
     def download(self) -> None:
         """Copy to ``host`` in the array's stream and synchronize."""
-
-        def task() -> None:
-            self.host[...] = self._numpy()
-
-        self.cuda.enqueue(self.index, self.number, task)
+        self._enqueue(lambda: np.copyto(self.host, self._numpy()))
         self.cuda.synchronize(self.cuda.record(self.index, self.number))
 
 

@@ -96,17 +96,17 @@ class Communicator:
         self.async_error = ""
         self.rank_missing = False  # a rank is missing, so NCCL blocks
 
-    def _given(self, address, count, kind):
+    def _elements(self, address, count, kind):
         return elements(address, by_name[KINDS[kind]].numpy, count)
 
-    def _later(self, stream, task):
+    def _enqueue(self, stream, task):
         self.cuda.call_count += 1
         if self.rank_missing:
             task = self.aborted.wait
         self.cuda.enqueue(self.index, stream, task)
 
-    def _combined(self, address, count, kind, op):
-        mine = self._given(address, count, kind)
+    def _reduced(self, address, count, kind, op):
+        mine = self._elements(address, count, kind)
         gathered = np.empty((self.comm.size, mine.nbytes), np.uint8)
         self.comm.Allgather(mine.view(np.uint8), gathered)
         every = gathered.view(mine.dtype)
@@ -119,37 +119,34 @@ class Communicator:
             return found.astype(mine.dtype)
 
     def allReduce(self, send, recv, count, kind, op, stream):
-        def task():
-            self._given(recv, count, kind)[...] = self._combined(send, count, kind, op)
-
-        self._later(stream, task)
+        self.reduce(send, recv, count, kind, op, self.comm.rank, stream)
 
     def reduce(self, send, recv, count, kind, op, root, stream):
         def task():
-            found = self._combined(send, count, kind, op)
+            found = self._reduced(send, count, kind, op)
             if self.comm.rank == root:
-                self._given(recv, count, kind)[...] = found
+                self._elements(recv, count, kind)[...] = found
 
-        self._later(stream, task)
+        self._enqueue(stream, task)
 
     def reduceScatter(self, send, recv, count, kind, op, stream):
         def task():
             n, me = self.comm.size, self.comm.rank
-            found = self._combined(send, count * n, kind, op).reshape(n, count)
-            self._given(recv, count, kind)[...] = found[me]
+            found = self._reduced(send, count * n, kind, op).reshape(n, count)
+            self._elements(recv, count, kind)[...] = found[me]
 
-        self._later(stream, task)
+        self._enqueue(stream, task)
 
     def broadcast(self, send, recv, count, kind, root, stream):
         assert send == recv
-        self._later(stream, lambda: self.comm.Bcast(self._given(recv, count, kind), root))
+        self._enqueue(stream, lambda: self.comm.Bcast(self._elements(recv, count, kind), root))
 
     def allGather(self, send, recv, count, kind, stream):
         def task():
-            whole = self._given(recv, count * self.comm.size, kind)
-            self.comm.Allgather(self._given(send, count, kind), whole)
+            whole = self._elements(recv, count * self.comm.size, kind)
+            self.comm.Allgather(self._elements(send, count, kind), whole)
 
-        self._later(stream, task)
+        self._enqueue(stream, task)
 
     def send(self, address, count, kind, rank, stream):
         self._message(address, count, kind, rank, stream, True)
@@ -159,7 +156,7 @@ class Communicator:
 
     def _message(self, address, count, kind, rank, stream, sends):
         self.cuda.call_count += 1
-        memory = self._given(address, count, kind).view(np.uint8)
+        memory = self._elements(address, count, kind).view(np.uint8)
         self.cuda.open_group.append((self.comm, self.index, stream, sends, memory, rank))
 
     def check_async_error(self):
@@ -408,8 +405,8 @@ def wait_until_failed(group):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("observe", ["call", "destroy", "wait", "exception"])
-def test_missing_rank_times_out_and_aborts_nccl(arrays, world, monkeypatch, observe):
+@pytest.mark.parametrize("via", ["call", "destroy", "wait", "exception"])
+def test_missing_rank_times_out_and_aborts_nccl(arrays, world, monkeypatch, via):
     """The error that the caller gets names the call."""
     group, part, array = group_after_a_call(arrays, world, monkeypatch)
     group.timeout = 1.0  # for the following calls
@@ -421,7 +418,7 @@ def test_missing_rank_times_out_and_aborts_nccl(arrays, world, monkeypatch, obse
         return
     part.comm.rank_missing = True
     work = dist.all_reduce(array, group=group, async_op=True)
-    if observe != "destroy":
+    if via != "destroy":
         wait_until_failed(group)
     message = (
         rf"all_reduce of 9 elements of int32, SUM, on a device, on rank {world.me} of .*, call 2: "
@@ -429,11 +426,11 @@ def test_missing_rank_times_out_and_aborts_nccl(arrays, world, monkeypatch, obse
         r"rank [1-9] (failed in|has left|has closed)"
     )
     with pytest.raises(DistBackendError, match=message) as caught:
-        if observe == "call":
+        if via == "call":
             dist.all_reduce(array, group=group)
-        elif observe == "destroy":
+        elif via == "destroy":
             dist.destroy_process_group(group)
-        elif observe == "wait":
+        elif via == "wait":
             work.wait(TIMEOUT)
         else:
             raise work.exception()

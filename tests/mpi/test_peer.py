@@ -343,31 +343,31 @@ def group_to_fail(arrays, world, monkeypatch):
         dist.destroy_process_group(group)
 
 
-def observe(look, group, array, work):
+def observe(via, group, array, work):
     """Get the result of a call, in one of the ways that a program has."""
-    if look == "call":
+    if via == "call":
         dist.all_reduce(array, group=group)
-    elif look == "barrier":
+    elif via == "barrier":
         dist.barrier(group=group)
-    elif look == "wait":
+    elif via == "wait":
         work.wait(timeout=TIMEOUT / 2)
-    elif look == "future":
+    elif via == "future":
         work.get_future().wait()
-    elif look == "destroy":
+    elif via == "destroy":
         dist.destroy_process_group(group)
     else:
         assert work.is_completed() and not work.is_success()
-        if look == "exception":
+        if via == "exception":
             raise work.exception()
         work.synchronize()
 
 
 @pytest.mark.parametrize(
-    "look", ["call", "barrier", "wait", "future", "destroy", "exception", "synchronize"]
+    "via", ["call", "barrier", "wait", "future", "destroy", "exception", "synchronize"]
 )
 @pytest.mark.parametrize("how", ["packs", "compiles", "aborts"])
 def test_failure_of_one_rank_aborts_waiting_kernels(
-    arrays, world, group_to_fail, monkeypatch, mpi, how, look
+    arrays, world, group_to_fail, monkeypatch, mpi, how, via
 ):
     """The rank fails before its kernel is enqueued, or aborts the group. The other ranks get the
     error with the result, or in their next call.
@@ -402,7 +402,7 @@ def test_failure_of_one_rank_aborts_waiting_kernels(
         while work is not None and not work.orders[0].is_done():
             assert time.monotonic() - start < TIMEOUT / 2, "the kernel was ended by its timeout"
         mpi.Barrier()
-        found = look if work is not None else "call"
+        found = via if work is not None else "call"
         message = f"rank {last} failed in call 2, all_reduce: RuntimeError: injected failure"
         with pytest.raises(DistBackendError, match="was aborted" if how == "aborts" else message):
             observe(found, group, array, work)
@@ -493,8 +493,8 @@ def test_failing_the_group_on_one_rank_aborts_waiting_kernels(
         dist.all_reduce(array, group=group_to_fail)
 
 
-@pytest.mark.parametrize("look", ["call", "barrier", "exception"])
-def test_kernel_timeout_fails_the_group_on_all_ranks(arrays, world, monkeypatch, mpi, look):
+@pytest.mark.parametrize("via", ["call", "barrier", "exception"])
+def test_kernel_timeout_fails_the_group_on_all_ranks(arrays, world, monkeypatch, mpi, via):
     """Also on the rank that has not called. The error names the call. Later calls fail."""
     if world.size == 1:
         return
@@ -516,7 +516,7 @@ def test_kernel_timeout_fails_the_group_on_all_ranks(arrays, world, monkeypatch,
     for turn in range(2):
         # The rank that has not called reports only which rank waits for which.
         with pytest.raises(CollectiveTimeoutError, match=message if world.me else message[-30:]):
-            observe(look if world.me and not turn else "call", group, mine, work)
+            observe(via if world.me and not turn else "call", group, mine, work)
     dist.destroy_process_group(group)
 
 

@@ -167,9 +167,9 @@ def test_blocks_of_n_threads(n, flat, slot):
         for call, size in enumerate((0, 1, 37, max_count)):
             root = (call + 1) % n
             for at, (name, plan) in enumerate(plans.items()):
-                # A slot segments n blocks. Five rounds and a remainder are enough.
+                # A slot holds n blocks. Five rounds and a remainder are enough.
                 count = min(size, 5 * slot // (4 * n) + 3) if plan.many_blocks and n > 8 else size
-                # Rank r's block for rank s segments 1000 r + s + 3 i.
+                # Rank r's block for rank s holds 1000 r + s + 3 i.
                 block = 3 * np.arange(count, dtype=np.int32)
                 send = 1000 * me + (ranks + block if plan.many_blocks else block)
                 in_place = name in ("broadcast", "reduce")

@@ -99,8 +99,8 @@ def test_kernels_time_out_if_a_rank_is_missing(n, monkeypatch):
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("observe", ["call", "barrier", "wait", "exception", "destroy"])
-def test_failure_of_one_rank_aborts_waiting_kernels(n, monkeypatch, observe):
+@pytest.mark.parametrize("via", ["call", "barrier", "wait", "exception", "destroy"])
+def test_failure_of_one_rank_aborts_waiting_kernels(n, monkeypatch, via):
     """The other ranks get the error with the result, or in their next call."""
     if n == 1:
         pytest.skip("needs two ranks")
@@ -123,13 +123,13 @@ def test_failure_of_one_rank_aborts_waiting_kernels(n, monkeypatch, observe):
         while not work.is_completed():
             assert time.monotonic() - start < 60, "the kernels hang"
         cupy.cuda.Device().synchronize()
-        if observe == "call":
+        if via == "call":
             dist.all_reduce(array, group=group)
-        elif observe == "barrier":
+        elif via == "barrier":
             dist.barrier(group=group)
-        elif observe == "wait":
+        elif via == "wait":
             work.wait()
-        elif observe == "exception":
+        elif via == "exception":
             raise work.exception()
         else:
             dist.destroy_process_group(group)

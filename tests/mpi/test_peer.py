@@ -40,16 +40,10 @@ pytestmark = pytest.mark.on_3
 PRIMITIVES = registry.DEVICE["peer"].serves.primitives
 
 
-class Arrays(simulated.Arrays):
-    """Four devices, one per rank."""
-
-    devices = 4
-
-
 @pytest.fixture(scope="module")
 def arrays():
     with pytest.MonkeyPatch.context() as patch, forced("auto"):
-        made = Arrays()
+        made = simulated.Arrays(4)
         patch.setattr(runtime, "_runtime", made.cuda)
         patch.setenv("MPICOLL_CUDA_AWARE", "none")
         # Several chunks of each block, and both algorithms with few elements.

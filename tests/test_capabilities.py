@@ -121,10 +121,8 @@ OPENMPI = "Open MPI v5.0.11, package: Open MPI"
         (OPENMPI, {"OMPI_MCA_accelerator": "null"}, "OMPI_MCA_accelerator"),
         (OPENMPI, {"OMPI_MCA_accelerator": "^cuda"}, "OMPI_MCA_accelerator"),
         (OPENMPI, {"OMPI_MCA_opal_cuda_support": "0"}, None),
-        (
-            "Open MPI v4.1.6, package", {"OMPI_MCA_opal_cuda_support": "false"},
-            "OMPI_MCA_opal_cuda_support",
-        ),
+        ("Open MPI v4.1.6, package", {"OMPI_MCA_opal_cuda_support": "false"},
+         "OMPI_MCA_opal_cuda_support"),
     ],
 )  # fmt: skip
 def test_disabled_switch_of_the_mpi_library(version, environment, name):
@@ -139,24 +137,16 @@ def test_disabled_switch_of_the_mpi_library(version, environment, name):
         (("q",), None, CudaSupport.TRANSFER, ""),
         (("q",), ProbeOutcome(2, OK, OK, OK), CudaSupport.FULL, ""),
         ((), ProbeOutcome(2, OK, OK, OK), CudaSupport.FULL, ""),
-        (
-            ("q",),
-            ProbeOutcome(2, OK, OK, "crashed (SIGSEGV)"),
-            CudaSupport.TRANSFER,
-            "reduction crashed",
-        ),
+        (("q",), ProbeOutcome(2, OK, OK, "crashed (SIGSEGV)"), CudaSupport.TRANSFER,
+         "reduction crashed"),
         ((), ProbeOutcome(2, OK, OK, "crashed (SIGSEGV)"), CudaSupport.TRANSFER, ""),
-        (
-            ("q",),
-            ProbeOutcome(1, OK, "hung", ""),
-            CudaSupport.NONE,
-            "tried on one rank: transfer hung",
-        ),
+        (("q",), ProbeOutcome(1, OK, "hung", ""), CudaSupport.NONE,
+         "tried on one rank: transfer hung"),
         ((), ProbeOutcome(2, OK, "crashed (SIGSEGV)", ""), CudaSupport.NONE, ""),
         (("q",), ProbeOutcome(1, "failed: no GPU", "", ""), CudaSupport.TRANSFER, ""),
         ((), ProbeOutcome(1, "failed: no GPU", "", ""), CudaSupport.NONE, ""),
     ],
-)
+)  # fmt: skip
 def test_judge(claims, outcome, cuda, problem):
     found = judge(rank(), claims, outcome)
     assert found.cuda is cuda
@@ -334,19 +324,15 @@ for may_probe in False, True, True:
     [
         ({}, ["NONE|0|True|0|there is no GPU"] * 3),
         ({"MPICOLL_CUDA_AWARE": "Full"}, ["FULL|0|True|0|MPICOLL_CUDA_AWARE=Full"] * 3),
-        (
-            {"FAKE_GPU": "nothing", "FAKE_CLAIM": "1"},
-            ["TRANSFER|1|False|0|fake_query: yes; not tried"]
-            + ["FULL|1|True|1|fake_query: yes; tried between two ranks: transfer ok, reduction ok"]
-            * 2,
-        ),
-        (
-            {"FAKE_GPU": "nothing", "FAKE_CLAIM": "1", "MPICOLL_CUDA_AWARE": "none"},
-            ["NONE|1|True|0|MPICOLL_CUDA_AWARE=none"] * 3,
-        ),
+        ({"FAKE_GPU": "nothing", "FAKE_CLAIM": "1"},
+         ["TRANSFER|1|False|0|fake_query: yes; not tried"]
+         + ["FULL|1|True|1|fake_query: yes; tried between two ranks: transfer ok, reduction ok"]
+         * 2),
+        ({"FAKE_GPU": "nothing", "FAKE_CLAIM": "1", "MPICOLL_CUDA_AWARE": "none"},
+         ["NONE|1|True|0|MPICOLL_CUDA_AWARE=none"] * 3),
         ({"FAKE_GPU": "nothing"}, ["NONE|1|True|0|MPIX_Query_cuda_support"] * 3),
     ],
-)
+)  # fmt: skip
 def test_discover_probes_once_if_needed(environment, expected, tmp_path):
     own = {"PYTHONPATH": str(FAKE), "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(

@@ -576,26 +576,25 @@ def test_chunks_of_staged_fit_the_staging_buffer(on, monkeypatch):
     assert max(seen) == 1000 // (n + 1)
 
 
-def test_large_scratch_is_freed_after_some_unused_calls(on):
+def test_large_scratch_is_freed_after_some_unused_calls(on, monkeypatch):
     """Freeing it synchronizes the device."""
     arrays, *_ = on()
-    context, sizes = streams.DeviceContext(arrays.cuda, 0), []
-    allocate = arrays.cuda.allocate
-    arrays.cuda.allocate = lambda index, nbytes: sizes.append(nbytes) or allocate(index, nbytes)
+    context = streams.DeviceContext(arrays.cuda, 0)
+    seen = simulated.record_calls(monkeypatch, arrays.cuda, "allocate")
     context.LARGE_BYTES, large = 1000, 5000
     for turn in range(6):
         context.begin()
         context.scratch(10)
         if turn % 2 == 0:
             context.scratch(large)
-    assert sizes == [10, large]
+    assert [nbytes for *_, nbytes in seen] == [10, large]
     for _ in range(context.UNUSED_COUNT + 1):
         context.begin()
         context.scratch(10)
     assert [block.nbytes for block in context._blocks] == [10, 0]
     context.begin()
     context.scratch(10)
-    assert context.scratch(large).nbytes == large and sizes == [10, large, large]
+    assert context.scratch(large).nbytes == large and len(seen) == 3
     context.close()
 
 
@@ -610,19 +609,18 @@ def test_messages_do_not_wait_for_the_device(on, monkeypatch):
     monkeypatch.setattr(arrays.cuda, "is_done", lambda event: late.is_set() and is_done(event))
     works = [dist.isend(array, right)]
     works += [dist.isend(np.full(1000, me + k, "f4"), right) for k in (10, 20)]
-    waiting = arrays.cuda.streams[0, array.number].waiting
-    assert waiting, "the host has waited for the stream"
+    assert arrays.cuda.streams[0, array.number].waiting, "the host has waited for the stream"
     assert not any(work.is_completed() for work in works)
-    taken = [np.zeros(1000, "f4") for _ in range(3)]
-    given = [dist.irecv(one, left) for one in taken]
-    landing = uploaded(arrays, np.zeros(7, "f4"))
-    given.append(dist.irecv(landing, left, tag=1))
+    received = [np.zeros(1000, "f4") for _ in range(3)]
+    works += [dist.irecv(one, left) for one in received]
+    on_device = uploaded(arrays, np.zeros(7, "f4"))
+    works.append(dist.irecv(on_device, left, tag=1))
     late.set()
     works.append(dist.isend(np.full(7, me, "f4"), right, tag=1))
-    for work in [*works, *given]:
+    for work in works:
         work.wait()
-    assert [one[-1] for one in taken] == [left, left + 10, left + 20]
-    assert (got(landing) == left).all()
+    assert [one[-1] for one in received] == [left, left + 10, left + 20]
+    assert (got(on_device) == left).all()
     assert not dist.group.WORLD.held_back
 
 

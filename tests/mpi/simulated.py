@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 import simulated_peers
 
 from mpicoll.cuda.runtime import HANDLE_BYTES, UNKNOWN, Allocation, Memory
@@ -681,7 +680,7 @@ def replace_memory(arrays: Arrays, memory: Memory) -> None:
     owner.file, owner.buffer = file, next(arrays.cuda.buffers)
 
 
-def record_calls(monkeypatch: pytest.MonkeyPatch, cuda: Any, *names: str) -> list[Any]:
+def record_calls(monkeypatch: Any, cuda: Any, *names: str) -> list[Any]:
     """Record calls of a runtime. Return the list of (name, *arguments)."""
     seen: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""What is made of what MPI says of itself, and tries with GPUs that are not there."""
+"""CUDA capabilities of MPI: reports, probes on fake GPUs, and the routes that result."""
 
 from __future__ import annotations
 
@@ -26,27 +26,26 @@ from mpicoll.launch import is_launcher_variable
 from mpicoll.routes.device.eligibility import eligible_routes, forced_route
 
 FAKE = Path(__file__).with_name("fake_gpu")
-#: Seconds after which a try counts as hanging. It takes two or three.
-LIMIT = 15.0
+#: Seconds after which a probe counts as hanging. It takes two or three.
+TIMEOUT_S = 15.0
 
 
 def rank(
     cuda: CudaSupport = CudaSupport.NONE, gpus: int = 1, node: str = "a", **more: str
 ) -> Capabilities:
-    """What a rank can do."""
-    why = "as the test says"
-    made = tuple(f"gpu-{i}" for i in range(gpus))
-    none = "" if gpus else "none here"
-    return Capabilities("M", "1", "", cuda, why, node, gpus=made, names=made, no_gpu=none, **more)
+    """Return the capabilities of a rank."""
+    names = tuple(f"gpu-{i}" for i in range(gpus))
+    no_gpu = "" if gpus else "none here"
+    return Capabilities(
+        "M", "1", "", cuda, "as the test says", node, gpus=names, names=names, no_gpu=no_gpu, **more
+    )
 
-
-# --- routes -------------------------------------------------------------------------------------
 
 KINDS = list(itertools.product(CudaSupport, (0, 2), "ab"))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_routes_are_what_all_ranks_can_take(n):
+def test_eligible_routes_are_supported_by_all_ranks(n):
     for kinds in itertools.product(KINDS, repeat=n):
         levels, gpus, nodes = zip(*kinds, strict=True)
         expected = ["copy_engine", "ipc"] if len(set(nodes)) == 1 and 0 not in gpus else []
@@ -66,11 +65,11 @@ def test_routes_are_what_all_ranks_can_take(n):
                     eligible_routes([rank(*kind) for kind in kinds], name)
 
 
-def test_a_forced_route_says_what_is_missing_and_where():
+def test_error_of_a_forced_route_names_requirement_and_ranks():
     ranks = [rank(CudaSupport.FULL), rank(), rank(CudaSupport.TRANSFER, 0, "b"), rank()]
-    told = "direct: each of ranks 1, 3 lacks an MPI that sends and receives device memory (as the t"
+    message = "direct: each of ranks 1, 3 lacks an MPI that sends and receives device memory (as"
     for forced, words in {
-        "direct": [told],
+        "direct": [message],
         "mpi": ["reduces device memory", "ranks 1, 2, 3"],
         "ipc": ["rank 2 lacks a GPU (none here)", "rank 2 is on another node than rank 0"],
         "nccl": ["NCCL"],
@@ -83,7 +82,7 @@ def test_a_forced_route_says_what_is_missing_and_where():
         eligible_routes(ranks, "fast")
 
 
-def test_the_forced_route_is_that_of_all_ranks():
+def test_forced_route_must_be_equal_on_all_ranks():
     assert forced_route([rank(), rank()]) is None
     assert forced_route([rank(forced="ipc")] * 3) == "ipc"
     with pytest.raises(MismatchError, match="rank 0: 'ipc', rank 1: ''"):
@@ -94,8 +93,6 @@ def test_the_forced_route_is_that_of_all_ranks():
 def test_capabilities_as_control_message(own):
     assert control_messages.decode(control_messages.encode(own), Capabilities, 0) == own
 
-
-# --- what MPI says ------------------------------------------------------------------------------
 
 CRAY = "MPI VERSION    : CRAY MPICH version 8.1.28.29 (ANL base 3.4a2)"
 MPICH = "MPICH Version:      5.0.2"
@@ -124,13 +121,11 @@ OPENMPI = "Open MPI v5.0.11, package: Open MPI"
         (OPENMPI, {"OMPI_MCA_accelerator": "null"}, "OMPI_MCA_accelerator"),
         (OPENMPI, {"OMPI_MCA_accelerator": "^cuda"}, "OMPI_MCA_accelerator"),
         (OPENMPI, {"OMPI_MCA_opal_cuda_support": "0"}, None),
-        (
-            "Open MPI v4.1.6, package", {"OMPI_MCA_opal_cuda_support": "false"},
-            "OMPI_MCA_opal_cuda_support",
-        ),
+        ("Open MPI v4.1.6, package", {"OMPI_MCA_opal_cuda_support": "false"},
+         "OMPI_MCA_opal_cuda_support"),
     ],
 )  # fmt: skip
-def test_switches(version, environment, name):
+def test_disabled_switch_of_the_mpi_library(version, environment, name):
     found = mpi_support.find_switch(version, environment)
     assert (found and found.name) == name
 
@@ -142,24 +137,16 @@ def test_switches(version, environment, name):
         (("q",), None, CudaSupport.TRANSFER, ""),
         (("q",), ProbeOutcome(2, OK, OK, OK), CudaSupport.FULL, ""),
         ((), ProbeOutcome(2, OK, OK, OK), CudaSupport.FULL, ""),
-        (
-            ("q",),
-            ProbeOutcome(2, OK, OK, "crashed (SIGSEGV)"),
-            CudaSupport.TRANSFER,
-            "reduction crashed",
-        ),
+        (("q",), ProbeOutcome(2, OK, OK, "crashed (SIGSEGV)"), CudaSupport.TRANSFER,
+         "reduction crashed"),
         ((), ProbeOutcome(2, OK, OK, "crashed (SIGSEGV)"), CudaSupport.TRANSFER, ""),
-        (
-            ("q",),
-            ProbeOutcome(1, OK, "hung", ""),
-            CudaSupport.NONE,
-            "tried on one rank: transfer hung",
-        ),
+        (("q",), ProbeOutcome(1, OK, "hung", ""), CudaSupport.NONE,
+         "tried on one rank: transfer hung"),
         ((), ProbeOutcome(2, OK, "crashed (SIGSEGV)", ""), CudaSupport.NONE, ""),
         (("q",), ProbeOutcome(1, "failed: no GPU", "", ""), CudaSupport.TRANSFER, ""),
         ((), ProbeOutcome(1, "failed: no GPU", "", ""), CudaSupport.NONE, ""),
     ],
-)
+)  # fmt: skip
 def test_judge(claims, outcome, cuda, problem):
     found = judge(rank(), claims, outcome)
     assert found.cuda is cuda
@@ -169,7 +156,7 @@ def test_judge(claims, outcome, cuda, problem):
 
 
 @pytest.mark.skipif(library.kernels is None, reason=library.describe())
-def test_ucx_with_cuda_is_seen_by_its_files(tmp_path):
+def test_ucx_with_cuda_is_detected_by_its_files(tmp_path):
     copied = shutil.copy(library.describe()[len("compiled (") : -1], tmp_path / "libuct.so.0")
     (tmp_path / "ucx").mkdir()
     held = ctypes.CDLL(copied)
@@ -178,8 +165,6 @@ def test_ucx_with_cuda_is_seen_by_its_files(tmp_path):
     assert mpi_support.has_ucx_cuda()
     del held
 
-
-# --- outcomes that are kept ---------------------------------------------------------------------
 
 KEY = {"version": "1", "settings": {"UCX_TLS": "all"}}
 OUTCOME = ProbeOutcome(2, OK, OK, "hung")
@@ -191,12 +176,12 @@ def cache(monkeypatch, tmp_path):
     return tmp_path / "mpicoll"
 
 
-def test_an_outcome_is_kept_for_the_same_key(cache):
+def test_cached_outcome_is_used_for_the_same_key(cache):
     assert probe_cache.load(KEY) is None
     probe_cache.store(KEY, OUTCOME)
     assert probe_cache.load(KEY) == OUTCOME
     assert probe_cache.load({**KEY, "settings": {}}) is None
-    assert len(list(cache.iterdir())) == 1, "a temporary file is left"
+    assert len(list(cache.iterdir())) == 1, "a temporary file was not removed"
 
 
 @pytest.mark.parametrize(
@@ -204,7 +189,7 @@ def test_an_outcome_is_kept_for_the_same_key(cache):
     ["", "{", "[]", "null", '{"key": 1}', "\xff", '{"key": KEY}', '{"key": KEY, "outcome": {}}',
      '{"key": KEY, "outcome": {"ranks": 2, "began": 1, "transfer": "ok", "reduction": "ok"}}'],
 )  # fmt: skip
-def test_a_broken_file_is_ignored(cache, text):
+def test_invalid_cache_file_is_ignored(cache, text):
     probe_cache.store(KEY, OUTCOME)
     (path,) = cache.iterdir()
     path.write_bytes(text.replace("KEY", json.dumps(KEY)).encode("latin-1"))
@@ -213,36 +198,35 @@ def test_a_broken_file_is_ignored(cache, text):
     assert probe_cache.load(KEY) == OUTCOME
 
 
-def test_where_nothing_can_be_written_nothing_is_kept(monkeypatch, tmp_path):
+def test_unwritable_cache_is_ignored(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     probe_cache.store(KEY, OUTCOME)
     assert probe_cache.load(KEY) is None
 
 
-def test_what_did_not_begin_is_not_kept(cache):
+def test_outcome_without_a_started_probe_is_not_cached(cache):
     probe_cache.store(KEY, ProbeOutcome(2, "failed: no GPU", "", ""))
     assert not cache.exists()
 
 
-# --- tries --------------------------------------------------------------------------------------
-
-
-def test_children_get_nothing_of_the_launcher():
-    theirs = [
+def test_launcher_variables_are_recognized():
+    launcher_variables = [
         "PMI_RANK", "PMI_FD", "PMI2_X", "PMIX_NAMESPACE", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID",
         "OMPI_MCA_orte_ess_num_procs", "OMPI_MCA_ess_base_jobid", "RANK", "LOCAL_WORLD_SIZE",
         "MASTER_PORT", "HYDI_CONTROL_FD", "MPI_LOCALRANKID", "PRTE_LAUNCHED", "I_MPI_HYDRA_UUID",
         "PALS_RANKID", "TORCHELASTIC_RUN_ID",
     ]  # fmt: skip
-    mine = [
+    other_variables = [
         "OMPI_MCA_pml", "PRTE_MCA_plm", "PMIX_MCA_psec", "UCX_TLS", "MPIR_CVAR_ENABLE_GPU", "RANKS",
         "I_MPI_OFFLOAD", "PATH", "OMPI_ALLOW_RUN_AS_ROOT", "MPICH_GPU_SUPPORT_ENABLED",
     ]  # fmt: skip
-    assert [name for name in theirs + mine if is_launcher_variable(name)] == theirs
+    assert [
+        name for name in launcher_variables + other_variables if is_launcher_variable(name)
+    ] == launcher_variables
 
 
-#: What goes wrong, and what is told of it.
+#: Faults and the outcome of the probe.
 FAULTS = {
     "nothing": (OK, OK, OK),
     "crash-transfer": (OK, "crashed (SIGSEGV)", ""),
@@ -252,10 +236,10 @@ FAULTS = {
     "hang-reduction": (OK, OK, "hung"),
     "error-reduction": (OK, OK, "failed: RuntimeError: the fake breaks"),
     "lost-reduction": (OK, OK, "crashed (exit code 3)"),
-    "absent": ("failed: UnsupportedError: the fake is gone", "", ""),
+    "absent": ("failed: UnsupportedError: no fake GPU", "", ""),
 }
-#: By which the processes of these tries are known.
-MARK = f"tries of {os.getpid()}"
+#: Marks the processes of the probes.
+MARK = f"probes of {os.getpid()}"
 LIBRARY = subprocess.run(
     [sys.executable, "-c", "import mpi4py; mpi4py.rc.initialize = False\n"
      "from mpi4py import MPI; from mpicoll.launch.mpi_library import find_library\n"
@@ -265,14 +249,14 @@ LIBRARY = subprocess.run(
 
 
 @pytest.fixture(scope="module")
-def trials():
-    """Probes of all that may go wrong: outcomes and seconds."""
+def probes():
+    """Outcome and seconds of a probe with each fault."""
 
     def one(fault):
         start = time.monotonic()
         own = {"FAKE_GPU": fault, "FAKE_GPUS": "2", "PYTHONPATH": str(FAKE), "MARK": MARK}
         environment = os.environ | own
-        found = run_probe(LIBRARY[0] == "Open MPI", Path(LIBRARY[1]), LIMIT, environment)
+        found = run_probe(LIBRARY[0] == "Open MPI", Path(LIBRARY[1]), TIMEOUT_S, environment)
         return found, time.monotonic() - start
 
     with ThreadPoolExecutor(3) as pool:
@@ -281,22 +265,22 @@ def trials():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_try_tells_what_went_wrong(fault, trials):
-    found, seconds = trials[fault]
+def test_probe_reports_the_fault(fault, probes):
+    found, seconds = probes[fault]
     assert found == ProbeOutcome(2, *FAULTS[fault])
     if fault != "hang-reduction":
-        assert seconds < LIMIT, "ended only because the time was over"
+        assert seconds < TIMEOUT_S, "ended by the timeout"
 
 
 @pytest.mark.slow
-def test_no_try_leaves_a_process(trials):
-    moment = time.monotonic() + 10  # one that was killed may take a while to end
-    while (left := processes_of_tries()) and time.monotonic() < moment:
+def test_probes_leave_no_process(probes):
+    deadline = time.monotonic() + 10  # for killed processes to exit
+    while (left := processes_of_probes()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
 
 
-def processes_of_tries():
+def processes_of_probes():
     left = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -304,31 +288,33 @@ def processes_of_tries():
     return left
 
 
-def test_where_two_cannot_be_started_one_tries_alone(monkeypatch):
+def test_probe_uses_one_rank_if_two_cannot_be_started(monkeypatch):
     environment = {**os.environ, "FAKE_GPU": "nothing", "PYTHONPATH": str(FAKE)}
     monkeypatch.setattr("mpicoll.cuda.probe._mpirun", lambda *_: None)
     if LIBRARY[0] == "Open MPI":
-        assert run_probe(True, Path(LIBRARY[1]), LIMIT, environment) == ProbeOutcome(1, OK, OK, OK)
-    else:  # this library, taken for Open MPI without an mpirun
-        assert run_probe(True, Path("/nowhere"), LIMIT, environment) == ProbeOutcome(1, OK, OK, OK)
+        assert run_probe(True, Path(LIBRARY[1]), TIMEOUT_S, environment) == ProbeOutcome(
+            1, OK, OK, OK
+        )
+    else:  # treat the library as Open MPI without mpirun
+        assert run_probe(True, Path("/nowhere"), TIMEOUT_S, environment) == ProbeOutcome(
+            1, OK, OK, OK
+        )
 
-
-# --- the probe ----------------------------------------------------------------------------------
 
 PROBE = """
 import os
 import mpicoll as dist
 dist.init_process_group()
 from mpicoll.cuda import capabilities, mpi_support, probe
-mpi_support.SWITCHES = ()  # some libraries take no device memory unless they are asked
-tries = []
-def run_probe(*what):
-    tries.append(what)
+mpi_support.SWITCHES = ()  # some libraries support device memory only on request
+probes = []
+def run_probe(*arguments):
+    probes.append(arguments)
     return probe.ProbeOutcome(2, "ok", "ok", "ok")
 probe.run_probe = run_probe
-for tries_too in False, True, True:
-    found = capabilities.discover(tries_too)
-    print(found.cuda.name, len(found.gpus), found.settled, len(tries), found.why, sep="|")
+for may_probe in False, True, True:
+    found = capabilities.discover(may_probe)
+    print(found.cuda.name, len(found.gpus), found.settled, len(probes), found.why, sep="|")
 """
 
 
@@ -338,20 +324,16 @@ for tries_too in False, True, True:
     [
         ({}, ["NONE|0|True|0|there is no GPU"] * 3),
         ({"MPICOLL_CUDA_AWARE": "Full"}, ["FULL|0|True|0|MPICOLL_CUDA_AWARE=Full"] * 3),
-        (
-            {"FAKE_GPU": "nothing", "FAKE_CLAIM": "1"},
-            ["TRANSFER|1|False|0|fake_query: yes; not tried"]
-            + ["FULL|1|True|1|fake_query: yes; tried between two ranks: transfer ok, reduction ok"]
-            * 2,
-        ),
-        (
-            {"FAKE_GPU": "nothing", "FAKE_CLAIM": "1", "MPICOLL_CUDA_AWARE": "none"},
-            ["NONE|1|True|0|MPICOLL_CUDA_AWARE=none"] * 3,
-        ),
+        ({"FAKE_GPU": "nothing", "FAKE_CLAIM": "1"},
+         ["TRANSFER|1|False|0|fake_query: yes; not tried"]
+         + ["FULL|1|True|1|fake_query: yes; tried between two ranks: transfer ok, reduction ok"]
+         * 2),
+        ({"FAKE_GPU": "nothing", "FAKE_CLAIM": "1", "MPICOLL_CUDA_AWARE": "none"},
+         ["NONE|1|True|0|MPICOLL_CUDA_AWARE=none"] * 3),
         ({"FAKE_GPU": "nothing"}, ["NONE|1|True|0|MPIX_Query_cuda_support"] * 3),
     ],
-)
-def test_probe(environment, expected, tmp_path):
+)  # fmt: skip
+def test_discover_probes_once_if_needed(environment, expected, tmp_path):
     own = {"PYTHONPATH": str(FAKE), "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", PROBE], env={**os.environ, **own, **environment},

@@ -1,7 +1,7 @@
-"""What the runtime through CuPy does to the threads of a process, with a CUDA that is not there.
+"""CUDA contexts of the process's threads, with a fake CUDA.
 
-``World`` has of CUDA what this is about: the contexts of each thread, on which devices there are
-any, and what captures of graphs forbid. CuPy's functions and the driver's library are its methods.
+``FakeCuda`` models the context stack of each thread, the devices with contexts, and the calls that
+invalidate a graph capture. Its methods are CuPy's functions and the driver library's functions.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ pytestmark = pytest.mark.any_mpi
 RELAXED = 2
 
 
-class World:
-    """CUDA, with two devices. Context 100 + i is the primary one of device i.
+class FakeCuda:
+    """Two devices. Context 100 + i is the primary context of device i.
 
-    created:  devices with contexts.
-    captures: a thread captures a graph.
-    spoilt:   what has invalidated it.
-    taken, given: what was created and destroyed.
+    created:       devices with contexts.
+    capturing:     True while a thread captures a graph.
+    invalidations: calls that have invalidated the capture.
+    acquired, released: handles that were created and destroyed.
     """
 
     def __init__(self) -> None:
         self.own = threading.local()
         self.created: set[int] = set()
-        self.captures = False
-        self.spoilt: list[str] = []
-        self.taken: list[int] = []
-        self.given: list[int] = []
+        self.capturing = False
+        self.invalidations: list[str] = []
+        self.acquired: list[int] = []
+        self.released: list[int] = []
 
     @property
     def stack(self) -> list[int]:
@@ -50,7 +50,7 @@ class World:
             self.own.stack = []
         return self.own.stack
 
-    # --- the driver's library: the addresses of results are ctypes' references
+    # --- driver library; results are ctypes references
 
     def cuInit(self, flags):
         return 0
@@ -98,26 +98,26 @@ class World:
     is_hip = False
     streamNonBlocking, eventDisableTiming = 1, 2
 
-    def _enter(self, what, unsafe=False):
-        """As the runtime does: a thread without a context gets one on its device, the first."""
+    def _enter(self, call, unsafe=False):
+        """Give a thread without a context one on device 0, as the CUDA runtime does."""
         if not self.stack:
             self.setDevice(0)
-        if unsafe and self.captures and getattr(self.own, "mode", 0) != RELAXED:
-            self.spoilt.append(what)
+        if unsafe and self.capturing and getattr(self.own, "mode", 0) != RELAXED:
+            self.invalidations.append(call)
 
     def setDevice(self, index):
         self.created.add(index)
         self.stack[-1:] = [100 + index]
 
-    def _make(self, what, unsafe=False):
-        self._enter(what, unsafe)
-        self.taken.append(1000 + len(self.taken))
-        return self.taken[-1]
+    def _make(self, call, unsafe=False):
+        self._enter(call, unsafe)
+        self.acquired.append(1000 + len(self.acquired))
+        return self.acquired[-1]
 
     def _destroy(self, number):
         self._enter("destroy")
-        assert number in self.taken and number not in self.given
-        self.given.append(number)
+        assert number in self.acquired and number not in self.released
+        self.released.append(number)
 
     def streamCreateWithFlags(self, flags):
         return self._make("streamCreate")
@@ -161,15 +161,15 @@ class World:
         if status:
             raise self.CUDARuntimeError(status)
 
-    def memcpyAsync(self, *what):
+    def memcpyAsync(self, *arguments):
         self._enter("memcpyAsync")
 
     memcpyDefault = 4
     registered = None
 
-    def hostRegister(self, *what):
+    def hostRegister(self, *arguments):
         self._enter("hostRegister", unsafe=True)
-        self.registered = what
+        self.registered = arguments
 
     def hostUnregister(self, address):
         self._enter("hostUnregister")
@@ -184,15 +184,15 @@ class World:
         return 2
 
     def deviceGetPCIBusId(self, index):
-        return "0000:3b:00.0"  # both are MIG instances of one GPU
+        return "0000:3b:00.0"  # two MIG instances of one GPU
 
     def getDeviceProperties(self, index):
         return {"name": b"a GPU"}
 
 
 @pytest.fixture
-def world(monkeypatch) -> World:
-    made = World()
+def world(monkeypatch) -> FakeCuda:
+    made = FakeCuda()
     cupy = types.ModuleType("cupy")
     cupy.cuda = types.SimpleNamespace(
         runtime=made,
@@ -213,7 +213,7 @@ def cuda(world, monkeypatch) -> Iterator[CupyRuntime]:
 
 
 def on_a_thread(task) -> None:
-    """Runs a task on a thread that has used no device, and hands its errors on."""
+    """Run a task on a new thread and raise its error."""
     errors = []
 
     def run():
@@ -230,7 +230,7 @@ def on_a_thread(task) -> None:
 
 
 def work(cuda: CupyRuntime, index: int) -> None:
-    """All that a call does with a device, its memory given back at the end."""
+    """Make every device call of a collective and free all resources."""
     context = DeviceContext(cuda, index)
     context.scratch(100)
     context.after(context.work, context.to_host)
@@ -241,26 +241,23 @@ def work(cuda: CupyRuntime, index: int) -> None:
     context.close()
 
 
-# ---- Contexts ------------------------------------------------------------------------------------
-
-
-def test_a_device_that_is_not_used_gets_no_context(world, cuda):
-    """A rank works on its own GPU from a thread that has used none: GPU 0 stays as it is."""
+def test_no_context_on_unused_devices(world, cuda):
+    """Work on GPU 1 from a new thread does not create a context on GPU 0."""
     on_a_thread(lambda: work(cuda, 1))
     gc.collect()
     assert world.created == {1}
-    assert sorted(world.given) == world.taken, "something is not given back"
+    assert sorted(world.released) == world.acquired, "not all handles were released"
 
 
-def test_what_is_dropped_on_another_thread_sets_nothing_up(world, cuda):
+def test_releasing_on_another_thread_creates_no_context(world, cuda):
     held: list[Memory] = []
     on_a_thread(lambda: held.append(cuda.allocate(1, 10)))
     on_a_thread(held.clear)
     gc.collect()
-    assert world.created == {1} and world.given == world.taken
+    assert world.created == {1} and world.released == world.acquired
 
 
-def test_a_thread_has_afterwards_what_it_had(world, cuda):
+def test_on_restores_the_context_stack(world, cuda):
     def task(before):
         world.stack[:] = before
         with cuda.on(1):
@@ -275,7 +272,7 @@ def test_a_thread_has_afterwards_what_it_had(world, cuda):
         on_a_thread(lambda before=before: task(before))
 
 
-def test_an_error_inside_leaves_the_context(world, cuda):
+def test_on_restores_the_context_after_an_error(world, cuda):
     with pytest.raises(ZeroDivisionError), cuda.on(1):
         1 / 0  # noqa: B018
     assert not world.stack
@@ -283,11 +280,8 @@ def test_an_error_inside_leaves_the_context(world, cuda):
         pass
 
 
-# ---- mpicoll's own threads -----------------------------------------------------------------------
-
-
 class Polled:
-    """Something that the poller tests until it is told to stop."""
+    """A task that the poller calls until ``stops`` is true."""
 
     def __init__(self, task) -> None:
         self.task, self.stops = task, False
@@ -304,26 +298,26 @@ def wait_for(condition) -> None:
         time.sleep(1e-3)
 
 
-def test_threads_have_a_device_from_when_the_process_has_one(world, cuda):
-    """MPI moves device memory on any thread that lets it; none is set up before."""
+def test_progress_threads_use_the_device_of_the_process(world, cuda):
+    """MPI may access device memory on any thread. No context is created before the first use."""
     seen: dict[str, int | None] = {}
 
-    def look(name):
+    def record_context(name):
         seen[name] = world.stack[-1] if world.stack else None
 
     poller, worker = Poller(), Worker("mpicoll-test")
-    polled = Polled(lambda: look("poller"))
+    polled = Polled(lambda: record_context("poller"))
     poller.add(polled)
-    worker.submit(lambda: look("worker"))
+    worker.submit(lambda: record_context("worker"))
     wait_for(lambda: len(seen) == 2)
     assert seen == {"poller": None, "worker": None} and not world.created
     context = DeviceContext(cuda, 1)
-    worker.submit(lambda: look("worker"))
+    worker.submit(lambda: record_context("worker"))
     wait_for(lambda: seen == {"poller": 101, "worker": 101})
     worker.submit(lambda: work(cuda, 0))
-    worker.submit(lambda: look("worker"))
+    worker.submit(lambda: record_context("worker"))
     worker.stop(30)
-    assert seen["worker"] == 101, "calls on another device leave it"
+    assert seen["worker"] == 101, "a call on another device has changed the context"
     polled.stops = True
     poller.stop()
     assert threading.current_thread() is threading.main_thread() and not world.stack
@@ -331,11 +325,11 @@ def test_threads_have_a_device_from_when_the_process_has_one(world, cuda):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_threads_do_not_spoil_the_capture_of_a_graph(world, cuda, first):
-    """first: the thread's call is the first that uses a device."""
+def test_progress_threads_do_not_invalidate_a_graph_capture(world, cuda, first):
+    """first: the thread makes the first device call."""
     if not first:
         context = DeviceContext(cuda, 1)
-    world.captures = True
+    world.capturing = True
     worker, poller = Worker("mpicoll-test"), Poller()
     worker.submit(lambda: work(cuda, 1))
     worker.stop(30)
@@ -343,17 +337,14 @@ def test_threads_do_not_spoil_the_capture_of_a_graph(world, cuda, first):
     done.stops = True
     poller.add(done)
     poller.stop()
-    assert not world.spoilt
+    assert not world.invalidations
     work(cuda, 1)
-    assert world.spoilt, "the program's own threads are its own affair"
+    assert world.invalidations, "the fake does not detect invalidations"
     if not first:
         context.close()
 
 
-# ---- What there is -------------------------------------------------------------------------------
-
-
-def test_instances_of_one_gpu_are_told_apart(cuda):
+def test_mig_instances_of_one_gpu_have_different_identities(cuda):
     assert cuda.pci_bus_id(0) == cuda.pci_bus_id(1)
     assert cuda.identity(0) != cuda.identity(1)
     assert cuda.identity(1) == "0000:3b:00.0 01010101-0101-0101-0101-010101010101"
@@ -365,7 +356,7 @@ def test_cupy_for_rocm_is_not_supported(world, monkeypatch):
         CupyRuntime()
 
 
-def test_cupy_without_the_driver_is_refused(world, monkeypatch):
+def test_cupy_without_the_driver_raises(world, monkeypatch):
     def absent(name, mode=0):
         raise OSError(f"{name}: cannot open shared object file")
 
@@ -374,8 +365,8 @@ def test_cupy_without_the_driver_is_refused(world, monkeypatch):
         CupyRuntime()
 
 
-def test_a_cupy_that_cannot_write_is_refused(monkeypatch):
-    """It makes the folder of its cache when it is imported."""
+def test_cupy_import_error_raises_unsupported(monkeypatch):
+    """CuPy creates its cache folder when it is imported."""
 
     class Broken:
         def find_spec(self, name, path=None, target=None):
@@ -388,7 +379,7 @@ def test_a_cupy_that_cannot_write_is_refused(monkeypatch):
         CupyRuntime()
 
 
-def test_caches_are_emptied_where_memory_is_short(world, cuda, monkeypatch):
+def test_memory_pools_are_emptied_if_memory_is_short(world, cuda, monkeypatch):
     emptied = []
 
     def empty(name):
@@ -407,27 +398,25 @@ def test_caches_are_emptied_where_memory_is_short(world, cuda, monkeypatch):
     assert emptied == [("torch", 101), ("cupy", 101)] and held.nbytes == 1 << 30
     with pytest.raises(DeviceMemoryError, match=r"GPU 1 .* 2048 MiB are needed, 1024 of 1048576"):
         runtime.allocate(cuda, 1, 2 << 30)
-    with pytest.raises(RuntimeError, match="error 700"):  # of something else
+    with pytest.raises(RuntimeError, match="error 700"):  # not out of memory
         runtime.allocate(cuda, 1, 1 << 60)
     assert len(emptied) == 4
 
 
-def test_memory_that_nobody_knows(cuda):
+def test_device_of_unknown_memory_raises(cuda):
     with pytest.raises(UnsupportedError, match="does not know the memory"):
         cuda.device_of(0)
     assert not cuda.is_plain(0)
 
 
-def test_where_a_device_reaches_memory_of_the_host(world, cuda):
-    """On the device that is asked for, and on none afterwards."""
+def test_reach_returns_the_device_address_of_host_memory(world, cuda):
     assert cuda.reach(1, 4096) == 4096 + (1 << 40)
     assert not world.stack and world.created == {1}
     with pytest.raises(MpicollError, match=r"cuMemHostGetDevicePointer_v2: .* error 1"):
         cuda.reach(1, 0)
 
 
-def test_a_device_that_has_failed(world, cuda):
-    """Is no device that is at work for ever: whoever asks is told."""
+def test_is_done_raises_the_error_of_a_failed_device(world, cuda):
     context = DeviceContext(cuda, 1)
     event = context.record()
     world.status = 700  # cudaErrorIllegalAddress
@@ -435,8 +424,7 @@ def test_a_device_that_has_failed(world, cuda):
         cuda.is_done(event)
 
 
-def test_memory_of_the_host_that_kernels_reach(world, cuda):
-    """It is pinned for all devices, and mapped on them."""
+def test_register_pins_and_maps_host_memory(world, cuda):
     portable, mapped = 1, 2
     kept = cuda.register(1, 1 << 20, 4096)
     assert world.registered == (1 << 20, 4096, portable | mapped)
@@ -444,7 +432,6 @@ def test_memory_of_the_host_that_kernels_reach(world, cuda):
     assert world.registered is None
 
 
-def test_a_device_is_waited_for(world, cuda):
-    """The one that is asked for, and no other gets a context."""
+def test_synchronize_device_creates_no_other_context(world, cuda):
     on_a_thread(lambda: cuda.synchronize_device(1))
     assert world.waited == [101] and world.created == {1}

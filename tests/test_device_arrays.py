@@ -1,7 +1,7 @@
-"""Arrays on a GPU as their libraries show them: DLPack, the CUDA array interface, CuPy's own.
+"""Views of GPU arrays through DLPack, the CUDA array interface and CuPy's attributes.
 
-The libraries are fakes that do what the standards say, and the GPU is a stub of the runtime that
-knows whose addresses are on which device. Nothing here reads the memory.
+The array libraries are fakes that follow the standards. The runtime is a stub that knows the device
+of each address. The tests do not read the memory.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ pytestmark = pytest.mark.any_mpi
 
 CPU, CUDA, CUDA_HOST, METAL, ROCM, ROCM_HOST, MANAGED = 1, 2, 3, 8, 10, 11, 13
 READ_ONLY, COPIED = 1, 2
-#: An address on device 1 of the stub, and the device that is current.
-PLACE, CURRENT = 0x7000_0000, 1
+#: An address on device 1 of the stub; the current device.
+ADDRESS, CURRENT = 0x7000_0000, 1
 
 
-class Gpus:
-    """What views ask of a runtime."""
+class StubRuntime:
+    """The functions of a runtime that views call."""
 
     def __init__(self) -> None:
         self.inside: list[int] = []
@@ -43,8 +43,8 @@ class Gpus:
         return 500 + index
 
     def device_of(self, address: int) -> int:
-        assert address, "nobody knows where nothing is"
-        return 1 if address >= PLACE else 0
+        assert address, "the null pointer has no device"
+        return 1 if address >= ADDRESS else 0
 
     def check_stream(self, index: int, stream: int, where: str) -> None:
         pass
@@ -57,8 +57,8 @@ class Gpus:
 
 
 @pytest.fixture
-def gpus(monkeypatch) -> Gpus:
-    made = Gpus()
+def gpus(monkeypatch) -> StubRuntime:
+    made = StubRuntime()
     monkeypatch.setattr(runtime, "_runtime", made)
     return made
 
@@ -69,12 +69,10 @@ def view(array, writable=False) -> DeviceView:
     return found
 
 
-def refused(array, words, writable=False, error=UnsupportedError) -> None:
-    with pytest.raises(error, match=rf"(?s)broadcast: tensor: .*{words}"):
+def assert_raises(array, message, writable=False, error=UnsupportedError) -> None:
+    with pytest.raises(error, match=rf"(?s)broadcast: tensor: .*{message}"):
         build_view(array, writable, "broadcast: tensor")
 
-
-# ---- DLPack: capsules as bytes -------------------------------------------------------------------
 
 _new = ctypes.pythonapi.PyCapsule_New
 _new.restype = ctypes.py_object
@@ -85,23 +83,24 @@ _held: list[object] = []
 
 
 class Producer:
-    """An array that speaks DLPack, of float32 unless it says otherwise.
+    """An array with DLPack, by default of float32.
 
-    says:    (major, minor) of its capsules; None: from before versions.
-    device:  of the capsule; told: of __dlpack_device__.
-    strides: in elements.
+    version:         (major, minor) of its capsules; None: unversioned.
+    device:          device in the capsule.
+    reported_device: result of __dlpack_device__, by default ``device``.
+    strides:         in elements.
     """
 
     def __init__(
-        self, shape=(2, 3), says=(1, 0), device=(CUDA, 1), told=None, flags=0, strides=None,
-        address=PLACE, offset=0, dtype=(2, 32, 1), name=None,
+        self, shape=(2, 3), version=(1, 0), device=(CUDA, 1), reported_device=None, flags=0,
+        strides=None, address=ADDRESS, offset=0, dtype=(2, 32, 1), name=None,
     ) -> None:  # fmt: skip
         self.__dict__.update(locals())
         self.calls: list[dict[str, object]] = []
         self.inside: list[int] = []
 
     def __dlpack_device__(self):
-        return self.told or self.device
+        return self.reported_device or self.device
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
         self.calls.append({"stream": stream, "max_version": max_version, "copy": copy})
@@ -116,12 +115,12 @@ class Producer:
             "=QiiiBBHQQQ", self.address, *self.device, n, *self.dtype, ctypes.addressof(extents),
             ctypes.addressof(steps) if self.strides else 0, self.offset,
         )  # fmt: skip
-        if self.says is None:
+        if self.version is None:
             name, bits = b"dltensor", bits + bytes(16)
         else:
             name, bits = (
                 b"dltensor_versioned",
-                struct.pack("=IIQQQ", *self.says, 0, 0, self.flags) + bits,
+                struct.pack("=IIQQQ", *self.version, 0, 0, self.flags) + bits,
             )
         memory, name = ctypes.create_string_buffer(bits), self.name or name
         _held.append((extents, steps, memory, name))
@@ -129,7 +128,7 @@ class Producer:
 
 
 class OldProducer(Producer):
-    """From before the arguments of DLPack 1.0."""
+    """``__dlpack__`` without the arguments of DLPack 1.0."""
 
     def __dlpack__(self, stream=None):
         self.calls.append({"stream": stream})
@@ -137,53 +136,51 @@ class OldProducer(Producer):
 
 
 def test_dlpack_on_a_device(gpus):
-    """The consumer's arguments, and what it reads."""
     array = Producer(strides=(1, 2), offset=8)
     found = view(array)
-    assert (found.device, found.address, found.shape) == (1, PLACE + 8, (2, 3))
+    assert (found.device, found.address, found.shape) == (1, ADDRESS + 8, (2, 3))
     assert found.strides == (4, 8) and found.buffer is None and found.stream == runtime.UNKNOWN
     assert array.calls == [{"stream": 1, "max_version": (1, 1), "copy": None}]
-    assert array.inside == [1], "the array's device is current meanwhile"
+    assert array.inside == [1], "the array's device is not current"
     view(array, writable=True)
     assert array.calls[-1]["copy"] is False
     plain = view(Producer(shape=(4,), dtype=(4, 16, 1)))
     assert plain.dtype.name == "bfloat16" and plain.buffer is not None and plain.count == 4
 
 
-def test_dlpack_from_before_versions(gpus):
-    for says in (None, (1, 0)):
-        array = OldProducer(says=says)
+def test_dlpack_without_new_arguments(gpus):
+    for version in (None, (1, 0)):
+        array = OldProducer(version=version)
         assert view(array, writable=True).shape == (2, 3)
         assert array.calls == [{"stream": 1}]
 
 
-def test_dlpack_flags(gpus):
-    """What is read-only or a copy is right as an input, and wrong as an output."""
-    for flags, words, error in ((READ_ONLY, "read-only", ArgumentError),
+def test_dlpack_read_only_or_copied_arrays_are_inputs_only(gpus):
+    for flags, message, error in ((READ_ONLY, "read-only", ArgumentError),
                                 (COPIED, "a copy of the array", UnsupportedError)):  # fmt: skip
         assert view(Producer(flags=flags)).count == 6
-        refused(Producer(flags=flags), words, True, error)
+        assert_raises(Producer(flags=flags), message, True, error)
     assert view(Producer(flags=1 << 2), writable=True).count == 6
 
 
 def test_dlpack_of_other_devices_is_rejected(gpus):
     array = Producer(device=(CUDA, 1))
     assert view(array).device == 1
-    assert array.calls[0]["stream"] == 1, "the legacy default stream"
-    refused(Producer(device=(ROCM, 0)), "rocm:0 are not supported; copy to the host")
-    refused(Producer(device=(METAL, 0)), "metal:0 are not supported; copy to the host")
-    refused(Producer(device=(CUDA, 0), told=None, says=(2, 0)), r"DLPack 2\.0 is not supported")
-    refused(Producer(device=(METAL, 0), told=(CUDA, 0)), "capsule is on metal:0")
-    refused(Producer(name=b"used_dltensor", device=(CUDA, 0)), "got b'used_dltensor'")
+    assert array.calls[0]["stream"] == 1, "not the legacy default stream"
+    assert_raises(Producer(device=(ROCM, 0)), "rocm:0 are not supported; copy to the host")
+    assert_raises(Producer(device=(METAL, 0)), "metal:0 are not supported; copy to the host")
+    assert_raises(Producer(device=(CUDA, 0), version=(2, 0)), r"DLPack 2\.0 is not supported")
+    assert_raises(Producer(device=(METAL, 0), reported_device=(CUDA, 0)), "capsule is on metal:0")
+    assert_raises(Producer(name=b"used_dltensor", device=(CUDA, 0)), "got b'used_dltensor'")
 
 
 def test_dlpack_of_managed_memory(gpus):
-    """Its capsules may say any device: the driver knows."""
+    """The capsule may contain any device, so the driver is asked."""
     assert view(Producer(device=(MANAGED, 0))).device == 1
     assert view(Producer(device=(MANAGED, 0), address=0, shape=(0,))).device == 0
 
 
-def test_dlpack_that_refuses(gpus):
+def test_dlpack_errors_of_the_producer(gpus):
     class Sharded(Producer):
         def __dlpack_device__(self):
             raise BufferError("only for unsharded arrays")
@@ -192,14 +189,14 @@ def test_dlpack_that_refuses(gpus):
         def __dlpack__(self, **options):
             raise BufferError("requires grad")
 
-    refused(Sharded(), "Sharded: only for unsharded arrays")
-    refused(Graded(), "Graded: requires grad")
-    refused(Producer(dtype=(2, 32, 4)), "4 lanes")
+    assert_raises(Sharded(), "Sharded: only for unsharded arrays")
+    assert_raises(Graded(), "Graded: requires grad")
+    assert_raises(Producer(dtype=(2, 32, 4)), "4 lanes")
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA_HOST, ROCM_HOST])
 def test_dlpack_on_the_host(device):
-    """Pinned memory of either kind is the host's, with and without a GPU."""
+    """Pinned memory is host memory, with and without a GPU."""
     memory = np.arange(6, dtype=np.float32).reshape(2, 3)
 
     def made(**more):
@@ -213,14 +210,13 @@ def test_dlpack_on_the_host(device):
         build_view(made(flags=READ_ONLY), True, "x")
     assert (build_view(made(flags=READ_ONLY | COPIED), False, "x").array == memory).all()
     with pytest.raises(UnsupportedError, match="the capsule is on cuda:0"):
-        build_view(
-            Producer(address=memory.ctypes.data, device=(CUDA, 0), told=(device, 0)), False, "x"
-        )
+        array = Producer(address=memory.ctypes.data, device=(CUDA, 0), reported_device=(device, 0))
+        build_view(array, False, "x")
 
 
-def test_an_output_is_never_a_copy_that_numpy_makes():
+def test_dlpack_copy_is_rejected_as_output():
     class Copying:
-        """As the standard has it: copies unless that is forbidden."""
+        """Copies unless the consumer forbids it, as the standard allows."""
 
         def __init__(self) -> None:
             self.array = np.zeros(3)
@@ -238,11 +234,8 @@ def test_an_output_is_never_a_copy_that_numpy_makes():
     assert build_view(Copying(), False, "x").count == 3
 
 
-# ---- JAX -----------------------------------------------------------------------------------------
-
-
 def test_jax(gpus, monkeypatch):
-    """On a GPU its arrays are inputs; what has no memory is refused by name."""
+    """JAX arrays on a GPU are inputs only. Tracers are rejected."""
     jax = types.ModuleType("jax")
 
     class Array(Producer):
@@ -256,42 +249,33 @@ def test_jax(gpus, monkeypatch):
     monkeypatch.setitem(sys.modules, "jax", jax)
     array = Array()
     assert view(array).device == 1 and array.calls[0]["stream"] == 1
-    refused(array, "JAX array is read-only", True, ArgumentError)
-    refused(Tracer(), "Tracer: DynamicJaxprTracer has no attribute")
+    assert_raises(array, "JAX array is read-only", True, ArgumentError)
+    assert_raises(Tracer(), "Tracer: DynamicJaxprTracer has no attribute")
 
 
-def test_jax_itself():
-    """The real one, on the host, where it is installed."""
+def test_installed_jax():
     jax = pytest.importorskip("jax")
     array = jax.numpy.arange(6, dtype="bfloat16").reshape(2, 3)
     found = build_view(array, False, "x")
     assert found.dtype.name == "bfloat16" and (found.array == np.asarray(array)).all()
     seen = []
 
-    def look(traced):
+    def traced_function(traced):
         with pytest.raises(UnsupportedError, match="x: DynamicJaxprTracer: "):
             build_view(traced, False, "x")
         seen.append(1)
         return traced
 
-    jax.jit(look)(array)
+    jax.jit(traced_function)(array)
     assert seen
 
 
-# ---- The CUDA array interface --------------------------------------------------------------------
-
-
 class Interface:
-    """As Numba's device arrays: the interface, and a NumPy dtype. Missing: keys to leave out."""
+    """An array with the interface, as Numba's, without the keys in ``missing``."""
 
     def __init__(self, missing=(), **changed) -> None:
-        entries = {
-            "shape": (2, 3),
-            "typestr": "<f4",
-            "data": (PLACE, False),
-            "version": 3,
-            **changed,
-        }
+        entries = {"shape": (2, 3), "typestr": "<f4", "data": (ADDRESS, False), "version": 3}
+        entries |= changed
         self._entries = {name: value for name, value in entries.items() if name not in missing}
 
     @property
@@ -302,7 +286,7 @@ class Interface:
 
 
 class Holder:
-    """What programs write to pass an address on: an attribute of the object, not of its type."""
+    """The interface as an attribute of the object, not of its type."""
 
     def __init__(self, entries) -> None:
         self.__cuda_array_interface__ = entries
@@ -310,7 +294,7 @@ class Holder:
 
 def test_interface(gpus):
     found = view(Interface(strides=[4, 8], shape=[2, 3], descr=[("", "<f4")]), writable=True)
-    assert (found.device, found.address, found.shape, found.strides) == (1, PLACE, (2, 3), (4, 8))
+    assert (found.device, found.address, found.shape, found.strides) == (1, ADDRESS, (2, 3), (4, 8))
     assert found.buffer is None and found.dtype.name == "float32"
     assert view(Interface(data=(16, False))).device == 0
     entries = Interface(strides=None).__cuda_array_interface__
@@ -323,37 +307,36 @@ def test_interface_streams(gpus):
     for stream, expected in ((None, runtime.UNKNOWN), (1, 1), (2, 2), (0xABCD0, 0xABCD0)):
         assert view(Interface(stream=stream)).stream == expected
     assert view(Interface()).stream == runtime.UNKNOWN
-    refused(Interface(stream=0), "has stream 0")
+    assert_raises(Interface(stream=0), "has stream 0")
 
 
 def test_interface_without_elements(gpus):
-    """It has the address 0, which the driver does not know."""
+    """The address is 0, which has no device."""
     found = view(Interface(shape=(0, 3), data=(0, False)), writable=True)
     assert (found.device, found.count) == (CURRENT, 0)
 
 
-def test_interface_refusals(gpus):
-    refused(Interface(mask=Interface()), "masked arrays")
+def test_interface_errors(gpus):
+    assert_raises(Interface(mask=Interface()), "masked arrays")
     assert view(Interface(mask=None)).count == 6
-    refused(Interface(version=4), "version 4 .* is not supported")
-    refused(Interface(data=(PLACE, True)), "read-only", True, ArgumentError)
-    assert view(Interface(data=(PLACE, True))).count == 6
-    refused(Interface(typestr=">f4"), "byte order")
-    refused(Interface(typestr="|V2"), "dtype")
-    refused(Interface(data=(PLACE + 2, False)), "aligned to their size")
-    refused(Interface(strides=(0, 4)), "output share memory", True, ArgumentError)
-    for name in ("shape", "typestr", "data", "version"):
-        if name != "data":
-            refused(Interface(missing=[name]), "must have shape, typestr, data")
-    refused(Interface(data=PLACE), "must have shape, typestr, data")
+    assert_raises(Interface(version=4), "version 4 .* is not supported")
+    assert_raises(Interface(data=(ADDRESS, True)), "read-only", True, ArgumentError)
+    assert view(Interface(data=(ADDRESS, True))).count == 6
+    assert_raises(Interface(typestr=">f4"), "byte order")
+    assert_raises(Interface(typestr="|V2"), "dtype")
+    assert_raises(Interface(data=(ADDRESS + 2, False)), "aligned to their size")
+    assert_raises(Interface(strides=(0, 4)), "output share memory", True, ArgumentError)
+    for name in ("shape", "typestr", "version"):
+        assert_raises(Interface(missing=[name]), "must have shape, typestr, data")
+    assert_raises(Interface(data=ADDRESS), "must have shape, typestr, data")
 
 
 def test_arrays_of_one_type_with_and_without_the_interface(gpus):
-    """As Warp's: those on the host have DLPack alone."""
+    """Warp's host arrays have DLPack only."""
 
     class Both(Interface):
         def __init__(self, host=None) -> None:
-            super().__init__(data=(PLACE, False) if host is None else None)
+            super().__init__(data=(ADDRESS, False) if host is None else None)
             self.host = host
 
         def __dlpack_device__(self):
@@ -368,17 +351,14 @@ def test_arrays_of_one_type_with_and_without_the_interface(gpus):
         assert build_view(Both(host), True, "x").buffer.ctypes.data == host.ctypes.data
 
 
-# ---- CuPy ----------------------------------------------------------------------------------------
-
-
 def test_cupy(gpus, monkeypatch):
-    """By its own attributes: the CUDA array interface has no bfloat16."""
+    """CuPy's attributes are used because the CUDA array interface has no bfloat16."""
     cupy = types.ModuleType("cupy")
 
     class ndarray:
         def __init__(self, shape, dtype, strides) -> None:
             self.shape, self.dtype, self.strides = shape, np.dtype(dtype), strides
-            self.data = types.SimpleNamespace(ptr=PLACE)
+            self.data = types.SimpleNamespace(ptr=ADDRESS)
             self.device = types.SimpleNamespace(id=1)
 
         @property
@@ -390,20 +370,20 @@ def test_cupy(gpus, monkeypatch):
     for dtype in (np.float64, ml_dtypes.bfloat16):
         size = np.dtype(dtype).itemsize
         found = view(ndarray((2, 3), dtype, (3 * size, size)), writable=True)
-        assert (found.device, found.address, found.stream) == (1, PLACE, 501)
+        assert (found.device, found.address, found.stream) == (1, ADDRESS, 501)
         assert found.buffer is not None and found.dtype.numpy == dtype
-    refused(ndarray((2,), np.dtype("M8[s]"), (8,)), "dtype")
+    assert_raises(ndarray((2,), np.dtype("M8[s]"), (8,)), "dtype")
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "bool"])
-def test_cupy_itself(gpus, dtype):
-    """The real one, where it is installed: its arrays need no GPU as long as nobody reads them."""
+def test_installed_cupy(gpus, dtype):
+    """Arrays of unowned memory need no GPU if they are not read."""
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     kind = by_name[dtype].numpy
-    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(PLACE, 4096, None, 1), 0)
+    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(ADDRESS, 4096, None, 1), 0)
     array = cupy.ndarray((2, 3), kind, memory, (kind.itemsize, 2 * kind.itemsize))
     found = view(array, writable=True)
-    assert (found.device, found.address, found.stream) == (1, PLACE, 501)
+    assert (found.device, found.address, found.stream) == (1, ADDRESS, 501)
     assert (found.shape, found.strides, found.dtype.name) == (array.shape, array.strides, dtype)
-    assert view(cupy.ndarray((5,), kind, memory + kind.itemsize)).address == PLACE + kind.itemsize
+    assert view(cupy.ndarray((5,), kind, memory + kind.itemsize)).address == ADDRESS + kind.itemsize
     assert view(cupy.ndarray((0, 5), kind, memory)).count == 0

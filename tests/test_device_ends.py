@@ -1,6 +1,6 @@
-"""How a job ends of which calls on devices end without results, and nobody looks for them.
+"""End of jobs whose device calls time out or lose a rank, if the program does not wait for results.
 
-The devices are simulated, one for each rank, and calls go by the route ``peer``.
+Each rank has a simulated device and uses route ``peer``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ pytestmark = needs_mpiexec
 
 __all__ = ["run"]  # for whole_jobs
 
-#: What a script begins with: it has made a call.
+#: Start of each script, with one successful call.
 BEGIN = f"""
     sys.path.insert(0, {str(Path(__file__).parent / "mpi")!r})
     import simulated
     from mpicoll.cuda import runtime
     from mpicoll.failures import consistency
-    consistency.FIRST = 1  # from then on the hosts do not meet in each call
+    consistency.FIRST = 1  # later calls are not compared
     arrays = simulated.Arrays(4)
     runtime._runtime = arrays.cuda
     os.environ["MPICOLL_CUDA_AWARE"] = "none"
@@ -46,8 +46,9 @@ WAITED = "rank 0's GPU has waited 4.0 s for rank 1's"
 """,
     environment={"MPICOLL_TIMEOUT_GRACE": "1"},
 )
-def test_a_program_that_looks_for_nothing(timeout: int, ended: Ended) -> None:
-    """The watchdog says what has happened, and ends it."""
+def test_watchdog_aborts_a_job_that_does_not_observe_the_timeout(
+    timeout: int, ended: Ended
+) -> None:
     ended.badly(
         "all_reduce of 10 elements of float32, SUM", WAITED, "no call of this program has raised"
     )
@@ -60,15 +61,17 @@ def test_a_program_that_looks_for_nothing(timeout: int, ended: Ended) -> None:
         work = dist.all_reduce(x, async_op=True)
         while work.exception() is None:
             time.sleep(0.1)
-        say("heard:", work.exception())
+        say("error:", work.exception())
     time.sleep(1000)
 """,
     environment={"MPICOLL_TIMEOUT_GRACE": "1"},
 )
-def test_a_program_that_looks(timeout: int, ended: Ended) -> None:
-    """It goes on as it likes; the rank that has not called, and looks for nothing, is ended."""
+def test_watchdog_aborts_a_rank_that_does_not_observe_the_timeout(
+    timeout: int, ended: Ended
+) -> None:
+    """Rank 0 gets the error from its Work and continues. Rank 1 does not and is aborted."""
     ended.badly("no call of this program has raised")
-    assert "heard: all_reduce of 10 elements" in ended.out and WAITED in ended.out
+    assert "error: all_reduce of 10 elements" in ended.out and WAITED in ended.out
 
 
 @pytest.mark.parametrize("timeout", [4])
@@ -78,8 +81,7 @@ def test_a_program_that_looks(timeout: int, ended: Ended) -> None:
     else:
         time.sleep(12)
 """)
-def test_a_program_that_ends(timeout: int, ended: Ended) -> None:
-    """Without a look, and without an end of its groups: it waits for its device, and ends badly."""
+def test_exit_waits_for_the_device_and_reports_the_timeout(timeout: int, ended: Ended) -> None:
     ended.badly(WAITED, "ending the job")
 
 
@@ -88,8 +90,8 @@ def test_a_program_that_ends(timeout: int, ended: Ended) -> None:
     if me == 0:
         dist.all_reduce(x)
 """)
-def test_ranks_that_end_after_different_calls(timeout: int, ended: Ended) -> None:
-    """Nobody waits for a kernel that waits for a rank that has ended."""
+def test_exit_after_different_calls_fails_at_once(timeout: int, ended: Ended) -> None:
+    """Exit does not wait for a kernel that waits for an exited rank."""
     ended.badly("rank 1 ended without making the last calls of this rank")
 
 
@@ -101,7 +103,7 @@ def test_ranks_that_end_after_different_calls(timeout: int, ended: Ended) -> Non
         try:
             dist.barrier()
         except dist.DistBackendError as error:
-            say("heard:", error)
+            say("error:", error)
     else:
         time.sleep(1)
         try:
@@ -110,7 +112,7 @@ def test_ranks_that_end_after_different_calls(timeout: int, ended: Ended) -> Non
         except KeyError:
             time.sleep(6)
 """)
-def test_a_rank_that_leaves_its_block_by_an_exception(timeout: int, ended: Ended) -> None:
-    """The others are told by their devices, and have the time to handle that."""
-    assert "heard: group" in ended.out and "was aborted" in ended.out
+def test_exception_in_the_with_block_aborts_the_group(timeout: int, ended: Ended) -> None:
+    """The other ranks get the error from their devices and can handle it."""
+    assert "error: group" in ended.out and "was aborted" in ended.out
     assert "ended without making" not in ended.out

@@ -1,9 +1,8 @@
-"""The kernels of a CUDA device without one: compiled for the host, and by NVRTC where it is there.
+"""CUDA kernels without a GPU: compiled for the host, and by NVRTC if it is installed.
 
-A CuPy that is no more than what ``device_kernels.py`` uses of it compiles the same source by the
-machine's C++ compiler, takes the arguments as CuPy does, and runs one thread after the other. The
-addresses are then those of NumPy's arrays. The oracle is the NumPy implementation of
-``reduction.py``, which shares no conversion with the kernels.
+A fake CuPy compiles the source with the C++ compiler and runs one thread after another on NumPy
+arrays. The NumPy implementation in ``reduction.py`` gives the expected results. It shares no code
+with the kernels.
 """
 
 import ctypes
@@ -24,13 +23,14 @@ from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpicoll.kernels import device_kernels, reduction
 from mpicoll.kernels.device_kernels import DeviceKernels
 
-#: A compiler runs for each kernel.
+# A compiler runs for each kernel.
 pytestmark = [pytest.mark.any_mpi, pytest.mark.slow]
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
+FLAGS = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread"]
 STREAM = 4711
-#: Bytes around and behind every array.
-GUARD = 64
+#: Guard bytes before and after every array.
+GUARD_BYTES = 64
 
 by_row = pytest.mark.parametrize(
     ("op", "dtype"),
@@ -49,7 +49,6 @@ NARROW = [
     if dtype.kind is Kind.NARROW_FLOAT and reduction.find_loop(ReduceOp.SUM, dtype) is not None
 ]
 
-# ---- A CuPy of the host --------------------------------------------------------------------------
 
 BEFORE = """
 #include <stdint.h>
@@ -100,23 +99,24 @@ extern "C" void run(unsigned blocks, unsigned threads, void **arguments, int flu
 
 @functools.cache
 def library(code, folder):
-    """One kernel as a library of the host; what has no meaning in C++ ends the process."""
+    """Compile one kernel for the host. Undefined behavior aborts the process."""
     name = re.search(r"\n(\w+)\([^\n]*\)\n$", code)[1]
-    source = folder / f"{abs(hash(code))}.cpp"
     kernel = "scale" if name.startswith("SCALE") else name.lower()
-    source.write_text(BEFORE + code + AFTER.replace("NAME", kernel))
+    return compile_library(BEFORE + code + AFTER.replace("NAME", kernel), folder)
+
+
+def compile_library(code, folder):
+    source = folder / f"{abs(hash(code))}.cpp"
+    source.write_text(code)
     made = source.with_suffix(".so")
-    command = [
-        COMPILER, "-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-ffp-contract=off",
-        "-fno-strict-aliasing", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error",
-        "-fno-sanitize=vptr", str(source), "-o", str(made),
-    ]  # fmt: skip
+    checks = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error", "-fno-sanitize=vptr"]
+    command = [COMPILER, *FLAGS, *checks, "-fPIC", "-shared", str(source), "-o", str(made)]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(made))
 
 
 def in_memory(argument):
-    """An argument of a kernel as CuPy takes it: numbers of Python, and of NumPy, and structures."""
+    """Return a kernel argument (a Python or NumPy number or a structure) as an array."""
     if isinstance(argument, int):
         return np.array(argument, np.int64)
     assert isinstance(argument, (np.generic, np.ndarray)), type(argument)
@@ -125,7 +125,7 @@ def in_memory(argument):
 
 
 class FakeCupy(types.ModuleType):
-    """What device_kernels.py uses of CuPy; the names are checked against CuPy below."""
+    """The part of CuPy that device_kernels.py uses. ``test_cupy_api`` checks the names."""
 
     def __init__(self, folder):
         super().__init__("cupy")
@@ -134,11 +134,11 @@ class FakeCupy(types.ModuleType):
         fake = self
 
         class Current:
-            def __init__(self, what):
-                self.what = what
+            def __init__(self, entered):
+                self.object = entered
 
             def __enter__(self):
-                fake.current.append(self.what)
+                fake.current.append(self.object)
 
             def __exit__(self, *_):
                 fake.current.pop()
@@ -184,7 +184,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def cupy(folder, monkeypatch):
     if COMPILER is None:
-        pytest.skip("there is no C++ compiler")
+        pytest.skip("no C++ compiler")
     fake = FakeCupy(folder)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(reduction, "_compiled", None)
@@ -196,41 +196,40 @@ def kernels(cupy):
     return DeviceKernels(3)
 
 
-# ---- Arrays --------------------------------------------------------------------------------------
-
-
 def place(dtype, count, offset):
-    """An array that begins ``offset`` of its numbers behind a multiple of 16 bytes; its memory."""
+    """Return an array ``offset`` numbers after a multiple of 16 bytes, and its memory."""
     size = dtype.itemsize // (2 if dtype.kind == "c" else 1)
-    memory = np.full(count * dtype.itemsize + offset * size + 3 * GUARD, 0xA5, np.uint8)
-    start = -memory.ctypes.data % 16 + GUARD + offset * size
+    memory = np.full(count * dtype.itemsize + offset * size + 3 * GUARD_BYTES, 0xA5, np.uint8)
+    start = -memory.ctypes.data % 16 + GUARD_BYTES + offset * size
     return memory[start : start + count * dtype.itemsize].view(dtype), memory
 
 
 def random_bits(array, seed):
-    """Any bits: NaN, infinities, subnormals and zeros of both signs, and any byte for true."""
+    """Fill with random bits, including NaN, infinities, subnormals and both zeros."""
     rng = np.random.default_rng(seed)
     array.view(np.uint8)[:] = rng.integers(0, 256, array.nbytes, np.uint8)
     if array.dtype == bool:
         array.view(np.uint8)[:] *= rng.integers(0, 2, array.size, np.uint8)
-    elif array.dtype.char in "fdFD":  # few random bits of these are extreme
+    elif array.dtype.char in "fdFD":  # random bits rarely give these
         parts = array.view(array.real.dtype)
         extremes = [0.0, -0.0, np.inf, -np.inf, np.nan, np.finfo(parts.dtype).smallest_subnormal]
         parts[::3] = rng.choice(np.array(extremes, parts.dtype), parts[::3].size)
-    elif by_numpy[array.dtype].kind is Kind.NARROW_FLOAT:  # zeros, of both signs if there are
+    elif (
+        by_numpy[array.dtype].kind is Kind.NARROW_FLOAT
+    ):  # zeros, of both signs if the dtype has them
         words = array.view(f"u{array.itemsize}")
         words[::3] = rng.choice([0, 1 << 8 * array.itemsize - 1], words[::3].size)
 
 
 def tame(array, seed):
-    """Numbers whose results are finite and need rounding."""
+    """Fill with numbers whose results are finite and need rounding."""
     values = 1 + np.random.default_rng(seed).random(array.size) / 2
     with np.errstate(all="ignore"):
         array[:] = values.astype(np.float32).astype(array.dtype)
 
 
 def assert_same_bits(got, expected, any_nan):
-    """Bits are compared; ``any_nan``: but for those of NaN."""
+    """Compare bits. ``any_nan``: all NaN are equal."""
     if any_nan:
         parts = got.real.dtype
         got, expected = got.view(parts).copy(), expected.view(parts).copy()
@@ -238,7 +237,7 @@ def assert_same_bits(got, expected, any_nan):
             array[np.isnan(array)] = np.nan
     differ = np.flatnonzero(got.view(np.uint8) != expected.view(np.uint8)) // got.itemsize
     where = np.unique(differ)[:5]
-    assert not differ.size, f"at {where}: {got[where]} for {expected[where]}"
+    assert not differ.size, f"at {where}: {got[where]}, expected {expected[where]}"
 
 
 def is_wide(dtype):
@@ -246,7 +245,7 @@ def is_wide(dtype):
 
 
 def check(kernels, op, dtype, n, count, offsets, fill, aliased=None, divisor=1):
-    """One call, offsets[k] being where source k begins and offsets[n] where the result does."""
+    """Check one call with source k at offsets[k] and the result at offsets[n]."""
     placed = [place(dtype.numpy, count, offset) for offset in offsets[: n + 1]]
     for seed, (array, _) in enumerate(placed):
         fill(array, seed)
@@ -266,8 +265,6 @@ def check(kernels, op, dtype, n, count, offsets, fill, aliased=None, divisor=1):
         assert np.array_equal(now, before), "memory outside of the result was written"
 
 
-# ---- Combining -----------------------------------------------------------------------------------
-
 ALIKE, SHIFTED, UNLIKE = [0] * 200, [1] * 200, [0, 1, 2, 3, 5] * 40
 
 
@@ -276,7 +273,7 @@ def test_combine(kernels, op, dtype):
     layouts = ALIKE, SHIFTED, UNLIKE
     sizes = [*itertools.product((1, 2, 3, 5), (1, 61, 1001))]
     cases = [(*size, offsets, random_bits) for size in sizes for offsets in layouts]
-    # Each size once, and each number of sources and each count with every layout.
+    # Each size once. Every layout with each number of sources and each count.
     cases += [(*size, layouts[(i + i // 3) % 3], tame) for i, size in enumerate(sizes)]
     for n, count, offsets, fill in cases:
         for divisor in (1, n, 7) if op is ReduceOp.AVG else (1,):
@@ -305,7 +302,7 @@ def test_very_many_sources(kernels, n):
 
 
 def check_for_all(kernels, op, dtype, n, m, count, offsets, aliased=()):
-    """n sources at offsets[:n], m outputs at the next ones; aliased: sources that are outputs."""
+    """Check n sources and m outputs at ``offsets``. The sources ``aliased`` are also outputs."""
     placed = [place(dtype.numpy, count, offset) for offset in offsets[: n + m]]
     for seed, (array, _) in enumerate(placed):
         random_bits(array, seed)
@@ -333,7 +330,7 @@ def check_for_all(kernels, op, dtype, n, m, count, offsets, aliased=()):
      ("SUM", "complex64"), ("MIN", "float64"), ("BXOR", "bool")],
 )  # fmt: skip
 def test_combine_for_all(kernels, op, name):
-    """What combines is what ``test_combine`` has tried for all dtypes and operations."""
+    """A sample of dtypes and operations; ``test_combine`` covers all of them."""
     op, dtype = getattr(ReduceOp, op), by_name[name]
     for turn, (n, count) in enumerate(itertools.product((1, 2, 5), (1, 61, 1001))):
         for m, aliased in ((1, ()), (0, range(n)), (2, (n - 1,))):
@@ -341,8 +338,7 @@ def test_combine_for_all(kernels, op, name):
             check_for_all(kernels, op, dtype, n, m, count, offsets, aliased)
 
 
-def test_outputs_that_lie_in_another_way(kernels, cupy):
-    """Sources are read in pieces all the same."""
+def test_vector_loads_need_equal_alignment_of_the_sources_only(kernels, cupy):
     for offsets, pieces in (([1] * 4, 1024), ([1, 1, 0, 2], 1024), ([1, 0, 1, 1], 0)):
         check_for_all(kernels, ReduceOp.SUM, by_name["float32"], 2, 2, 4099, offsets)
         assert cupy.launched[-1][-2] == pieces
@@ -350,16 +346,14 @@ def test_outputs_that_lie_in_another_way(kernels, cupy):
     assert cupy.loaded[-1] == "combine_for_all"
 
 
-def test_one_grid_goes_over_everything_again_and_again(kernels, cupy):
-    """More elements than threads; few enough threads to run them here."""
+def test_more_elements_than_threads(kernels, cupy):
     cupy.multiprocessors = 1
     for name, offsets in (("float16", ALIKE), ("float16", UNLIKE), ("float64", SHIFTED)):
         check(kernels, ReduceOp.SUM, by_name[name], 2, 100_003, offsets, random_bits)
     assert all(blocks == 32 for _, blocks, *_ in cupy.launched)
 
 
-def test_memory_is_read_in_pieces_where_it_lies_alike(kernels, cupy):
-    """What the bits of a result do not tell."""
+def test_arrays_of_equal_alignment_use_vector_loads(kernels, cupy):
     for name, length in (("int8", 16), ("bfloat16", 8), ("float32", 4), ("complex64", 4)):
         dtype, numbers = by_name[name], 4096 * (2 if name == "complex64" else 1)
         for offsets, head in ((ALIKE, 0), (SHIFTED, length - 1)):
@@ -373,7 +367,7 @@ def test_memory_is_read_in_pieces_where_it_lies_alike(kernels, cupy):
     assert cupy.launched[-1][-3:] == (0, 1024, 4096)
 
 
-def test_nothing_is_launched_for_nothing(kernels, cupy):
+def test_no_launch_without_elements(kernels, cupy):
     by = reduction.find_loop(ReduceOp.SUM, by_name["float32"])
     kernels.combine(by, [64, 64], 64, 0, 1, STREAM)
     kernels.scale(by_name["float32"], 64, 2.0, 64, 0, STREAM)
@@ -381,7 +375,7 @@ def test_nothing_is_launched_for_nothing(kernels, cupy):
     assert not cupy.launched
 
 
-def test_what_is_loaded_before_is_not_compiled_again(kernels, cupy):
+def test_loaded_kernels_are_not_compiled_again(kernels, cupy):
     by = reduction.find_loop(ReduceOp.SUM, by_name["float32"])
     kernels.load(by, 3)
     assert cupy.loaded == ["combine"] and not cupy.launched
@@ -389,9 +383,6 @@ def test_what_is_loaded_before_is_not_compiled_again(kernels, cupy):
     assert cupy.loaded == ["combine"] and cupy.launched
     with pytest.raises(UnsupportedError, match="4000 arrays at most, got 4001"):
         kernels.load(by, 4001)
-
-
-# ---- Scaling and rounding ------------------------------------------------------------------------
 
 
 def scaled(kernels, dtype, factor, count, offsets, fill):
@@ -442,16 +433,16 @@ def test_scale_by_a_complex_factor(kernels, name, offsets):
 @pytest.mark.parametrize("flush", [False, True], ids=["", "flush"])
 @pytest.mark.parametrize("dtype", NARROW, ids=repr)
 def test_narrow(kernels, cupy, dtype, flush):
-    """Also where hardware takes subnormal float32 for zero, as CuPy tells the compiler to."""
+    """Also if subnormal float32 numbers are flushed to zero, as CuPy compiles kernels."""
     if flush and platform.machine() != "x86_64":
-        pytest.skip("only known how to ask x86-64 for")
+        pytest.skip("flushing subnormals is only implemented for x86-64")
     cupy.flush = flush
     for count, offsets in itertools.product((1, 2, 3001), ((0, 0), (4, 4), (1, 2))):
         source, _ = place(np.dtype(np.float32), count, offsets[0])
         out, _ = place(dtype.numpy, count, offsets[1])
         for fill in (random_bits, tame):
             fill(source, 0)
-            source.view(np.uint32)[: count // 9] &= 0x80FFFFFF  # subnormal, and a little above
+            source.view(np.uint32)[: count // 9] &= 0x80FFFFFF  # subnormal or slightly larger
             expected = np.empty_like(out)
             reduction.narrow(source, expected)
             kernels.narrow(dtype, source.ctypes.data, out.ctypes.data, count, STREAM)
@@ -459,8 +450,8 @@ def test_narrow(kernels, cupy, dtype, flush):
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=repr)
-def test_widening_makes_no_subnormals_but_of_bfloat16(kernels, cupy, dtype):
-    """So that it, too, does not mind hardware that has none."""
+def test_widening_is_exact_if_subnormals_are_flushed(kernels, cupy, dtype):
+    """Only bfloat16 has numbers that are subnormal in float32."""
     cupy.flush = dtype.name != "bfloat16" and platform.machine() == "x86_64"
     bits = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}")
     out = np.empty(bits.size, np.float32)
@@ -468,15 +459,11 @@ def test_widening_makes_no_subnormals_but_of_bfloat16(kernels, cupy, dtype):
     assert_same_bits(out, bits.view(dtype.numpy).astype(np.float32), True)
 
 
-# ---- Refusals ------------------------------------------------------------------------------------
-
-
-def test_refusals(kernels):
+def test_invalid_arguments_raise(kernels):
+    add = reduction.find_loop(ReduceOp.SUM, by_name["float32"])
     for sources, outs in (([], [64]), ([64], [])):
         with pytest.raises(ArgumentError, match="one array to combine and one output"):
-            add = reduction.find_loop(ReduceOp.SUM, by_name["float32"])
             kernels.combine_for_all(add, sources, outs, 1, 1, STREAM)
-    add = reduction.find_loop(ReduceOp.SUM, by_name["float32"])
     with pytest.raises(ArgumentError, match="at least one array"):
         kernels.combine(add, [], 64, 1, 1, STREAM)
     with pytest.raises(ArgumentError, match="multiple of 4 bytes"):
@@ -498,9 +485,6 @@ def test_refusals(kernels):
     for name in ("float32", "float8_e8m0fnu"):
         with pytest.raises(UnsupportedError, match="no kernel rounds"):
             kernels.narrow(by_name[name], 64, 64, 1, STREAM)
-
-
-# ---- CuPy and NVRTC, which need no GPU to compile ------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -529,7 +513,7 @@ LINES = [
 
 
 @pytest.mark.parametrize("architecture", [70, 80, 90])
-def test_nvrtc_compiles_to_the_instructions_that_were_meant(nvrtc, architecture):
+def test_nvrtc_generates_the_expected_instructions(nvrtc, architecture):
     oldest = 70 if nvrtc.getVersion() < (13, 0) else 75
     options = (
         *device_kernels._OPTIONS, f"-arch=compute_{max(architecture, oldest)}",
@@ -543,11 +527,11 @@ def test_nvrtc_compiles_to_the_instructions_that_were_meant(nvrtc, architecture)
             pytest.fail(f"{line}: {nvrtc.getProgramLog(program)}")
         text = nvrtc.getPTX(program).decode()
         assert "fma.rn.f" not in text, line
-        if line != "SCALE_COMPLEX(float64)":  # where one element is a piece
+        if line != "SCALE_COMPLEX(float64)":  # one element fills a vector
             assert re.search(r"ld\.global\.v[24]\.", text), line
             assert re.search(r"st\.global\.v[24]\.", text), line
         if "float8" not in line and "float16" not in line.replace("bfloat16", ""):
-            # Of the divisor, a float64, alone; but NaN is told from itself as well.
+            # Only conversions of the float64 divisor and tests for NaN may flush subnormals.
             flushing = set(re.findall(r"\S+\.ftz\S*", text))
             assert flushing <= {"cvt.rn.ftz.f32.f64", "setp.nan.ftz.f32", "setp.neu.ftz.f32"}, line
         if line.startswith("COMBINE(float32, 0"):
@@ -555,7 +539,7 @@ def test_nvrtc_compiles_to_the_instructions_that_were_meant(nvrtc, architecture)
             assert "setp.lt.f32" in text or ", 2, " not in line
 
 
-def test_cupy_has_what_is_used_of_it(nvrtc):
+def test_cupy_api(nvrtc):
     import cupy
 
     assert callable(cupy.RawModule.get_function) and hasattr(cupy.RawKernel, "num_regs")

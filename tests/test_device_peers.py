@@ -1,11 +1,11 @@
-"""Kernels that several devices run together, without a device: threads are the threads of every
-rank's blocks, and workspaces are memory of the host. And by NVRTC, where it is there.
+"""Kernels of route ``peer`` without a GPU: compiled for the host, and by NVRTC if it is installed.
 
-A CuPy that is no more than what ``device_kernels.py`` uses of it keeps what is launched; ``run``
-then carries out the launches of all ranks at once, each rank's in order, as streams do. The oracle
-is the NumPy implementation of ``reduction.py``, which shares no conversion with the kernels.
+Each GPU thread of each rank is a host thread, and workspaces are host memory. A fake CuPy records
+launches. ``run`` executes the launches of all ranks at the same time and one rank's launches in
+order. The NumPy implementation in ``reduction.py`` gives the expected results.
 """
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -21,22 +21,23 @@ import numpy as np
 import pytest
 from test_device_kernels import (
     COMPILER,
+    FLAGS,
     assert_same_bits,
+    compile_library,
     in_memory,
     is_wide,
     place,
     random_bits,
-)
+)  # fmt: skip
 
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.kernels import device_kernels, peers, reduction
 from mpicoll.kernels.device_kernels import DeviceKernels
 from mpicoll.kernels.peers import ALL, FAILED, HEADER, LATE, Collective, Failure, Peers
 
-#: A compiler runs for each kernel.
+# A compiler runs for each kernel.
 pytestmark = [pytest.mark.any_mpi, pytest.mark.slow]
 
-# ---- A CuPy of the host --------------------------------------------------------------------------
 
 BEFORE = """
 #include <pthread.h>
@@ -122,30 +123,22 @@ extern "C" size_t size_of_header() { return sizeof(Header); }
 extern "C" size_t size_of_peers() { return sizeof(Peers); }
 """
 
-FLAGS = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread"]
-
 
 @functools.cache
 def library(code, name, folder):
-    """One kernel as a library of the host; what has no meaning in C++ ends the process."""
-    source = folder / f"{abs(hash(code))}.cpp"
-    source.write_text(BEFORE + code + AFTER.replace("NAME", name))
-    made = source.with_suffix(".so")
-    checks = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error", "-fno-sanitize=vptr"]
-    command = [COMPILER, *FLAGS, *checks, "-fPIC", "-shared", str(source), "-o", str(made)]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(made))
+    """Compile one kernel for the host. Undefined behavior aborts the process."""
+    return compile_library(BEFORE + code + AFTER.replace("NAME", name), folder)
 
 
 class Launch:
-    """A launch that is to be carried out."""
+    """A recorded launch."""
 
     def __init__(self, loaded, name, grid, block, arguments):
         self.library = loaded
         self.name, self.blocks, self.threads = name, grid[0], block[0]
         self.arguments = [in_memory(argument) for argument in arguments]
 
-    def carry_out(self):
+    def execute(self):
         addresses = [each.__array_interface__["data"][0] for each in self.arguments]
         given = (ctypes.c_void_p * len(addresses))(*addresses)
         assert self.library.run(0, 0, given) == len(addresses)
@@ -153,27 +146,18 @@ class Launch:
 
 
 class FakeCupy(types.ModuleType):
-    """What device_kernels.py uses of CuPy for collectives."""
+    """The part of CuPy that device_kernels.py uses for collectives."""
 
     def __init__(self, folder):
         super().__init__("cupy")
-        self.streams = {}  # by handle, what was launched there
+        self.streams = {}  # launches by stream handle
         fake, current = self, []
 
-        class Current:
-            def __init__(self, what):
-                self.what = what
-
-            def __enter__(self):
-                current.append(self.what)
-
-            def __exit__(self, *_):
-                current.pop()
-
-        class Stream:
-            @staticmethod
-            def from_external(stream):
-                return Current(stream.__cuda_stream__()[1])
+        @contextlib.contextmanager
+        def from_external(stream):
+            current.append(stream.__cuda_stream__()[1])
+            yield
+            current.pop()
 
         class RawModule:
             def __init__(self, *, code, options):
@@ -190,20 +174,21 @@ class FakeCupy(types.ModuleType):
                 return kernel
 
         self.RawModule = RawModule
-        self.cuda = types.SimpleNamespace(Stream=Stream)
+        stream = types.SimpleNamespace(from_external=from_external)
+        self.cuda = types.SimpleNamespace(Stream=stream)
 
     def run(self):
-        """Carry out what is in all streams."""
+        """Execute the launches in all streams."""
         streams, self.streams = self.streams, {}
         running = [
-            threading.Thread(target=lambda s=s: [each.carry_out() for each in s], daemon=True)
+            threading.Thread(target=lambda s=s: [each.execute() for each in s], daemon=True)
             for s in streams.values()
         ]
         for thread in running:
             thread.start()
         for thread in running:
             thread.join(60)
-            assert not thread.is_alive(), "the kernels wait for each other"
+            assert not thread.is_alive(), "the kernels hang"
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +199,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def cupy(folder, monkeypatch):
     if COMPILER is None:
-        pytest.skip("there is no C++ compiler")
+        pytest.skip("no C++ compiler")
     fake = FakeCupy(folder)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(reduction, "_compiled", None)
@@ -225,7 +210,7 @@ def cupy(folder, monkeypatch):
 
 
 class Ranks:
-    """Ranks with workspaces; the stream of each is its number."""
+    """Ranks with workspaces. Rank r uses stream 100 + r."""
 
     def __init__(self, cupy, n, room=112, limit=30.0, blocks=2):
         self.cupy, self.n = cupy, n
@@ -263,7 +248,7 @@ def combined(op, dtype, arrays, divisor):
 
 
 class Placed:
-    """Arrays of the ranks, each somewhere in memory; the memory around them may not change."""
+    """One array per rank, at different alignments, with guard memory."""
 
     def __init__(self, dtype, counts, seed, offsets=(0, 1, 5, 2)):
         pairs = [place(dtype.numpy, c, offsets[r % 4]) for r, c in enumerate(counts)]
@@ -284,14 +269,14 @@ class Placed:
         assert np.array_equal(memory, self.before[rank]), "memory outside of the result was written"
 
 
-def calls_of(dtype, op, n):
-    """The kind, and what Collective needs of an array at addresses."""
+def loop_of(dtype, op, n):
+    """Return the loop, the width of a number in bytes and the divisor."""
     by = reduction.find_loop(op, dtype)
     return by, dtype.itemsize // by.elements, n if op is ReduceOp.AVG else 1
 
 
 def reduce_in_place(ranks, dtype, op, count, root, seed):
-    by, width, divisor = calls_of(dtype, op, ranks.n)
+    by, width, divisor = loop_of(dtype, op, ranks.n)
     placed = ranks.place(dtype, [count] * ranks.n, seed)
     for r in range(ranks.n):
         ranks.enqueue(r, Collective(
@@ -300,16 +285,16 @@ def reduce_in_place(ranks, dtype, op, count, root, seed):
         ))  # fmt: skip
     expected = combined(op, dtype, placed.given, divisor)
 
-    def look():
+    def check():
         for r in range(ranks.n):
-            wanted = expected if root in (ALL, r) else placed.given[r]
-            placed.check(r, wanted, is_wide(dtype) and root in (ALL, r))
+            expected_here = expected if root in (ALL, r) else placed.given[r]
+            placed.check(r, expected_here, is_wide(dtype) and root in (ALL, r))
 
-    return look
+    return check
 
 
 def reduce_scatter(ranks, dtype, op, counts, seed):
-    by, width, divisor = calls_of(dtype, op, ranks.n)
+    by, width, divisor = loop_of(dtype, op, ranks.n)
     send = ranks.place(dtype, [sum(counts)] * ranks.n, seed)
     recv = ranks.place(dtype, counts, seed + 9)
     starts = [0, *itertools.accumulate(counts)]
@@ -320,12 +305,12 @@ def reduce_scatter(ranks, dtype, op, counts, seed):
         ))  # fmt: skip
     expected = combined(op, dtype, send.given, divisor)
 
-    def look():
+    def check():
         for r in range(ranks.n):
             send.check(r, send.given[r])
             recv.check(r, expected[starts[r] : starts[r + 1]], is_wide(dtype))
 
-    return look
+    return check
 
 
 def all_gather(ranks, width, counts, seed):
@@ -338,12 +323,12 @@ def all_gather(ranks, width, counts, seed):
             "all_gather", None, width, send.address(r), recv.address(r), starts=starts
         ))  # fmt: skip
 
-    def look():
+    def check():
         for r in range(ranks.n):
             send.check(r, send.given[r])
             recv.check(r, np.concatenate(send.given))
 
-    return look
+    return check
 
 
 def broadcast(ranks, width, count, root, seed):
@@ -353,17 +338,14 @@ def broadcast(ranks, width, count, root, seed):
             "broadcast", None, width, 0, placed.address(r), count=count, root=root
         ))  # fmt: skip
 
-    def look():
+    def check():
         for r in range(ranks.n):
             placed.check(r, placed.given[root])
 
-    return look
+    return check
 
 
-# ---- Results -------------------------------------------------------------------------------------
-
-
-def test_the_structures_are_those_of_the_kernels(cupy, folder):
+def test_structures_have_the_size_of_the_kernels_structures(cupy, folder):
     by = reduction.find_loop(ReduceOp.SUM, by_name["float32"])
     call = Collective("all_reduce", by, 4, 0, 0)
     code = f"{device_kernels._source(*device_kernels._PEERS)}\n{call.line()}\n"
@@ -372,7 +354,7 @@ def test_the_structures_are_those_of_the_kernels(cupy, folder):
     assert loaded.size_of_peers() == len(Peers((1, 2), 0, 0, 0, 0, 0).pack(0))
 
 
-#: Each size, each way through a format, each operation: test_device_kernels.py has all of them.
+#: A sample with each size, format and operation. test_device_kernels.py covers all of them.
 ROWS = [
     ("AVG", "float32"), ("MIN", "float64"), ("AVG", "bfloat16"), ("PRODUCT", "float16"),
     ("SUM", "float8_e4m3fn"), ("BXOR", "int8"), ("MAX", "uint16"), ("SUM", "int64"),
@@ -382,56 +364,56 @@ ROWS = [
 
 @pytest.mark.parametrize(("op", "name"), ROWS)
 def test_reductions(cupy, op, name):
-    """One shot and two, one chunk and several, with a rest; one call behind the other."""
+    """One-shot and two-shot, one or several chunks with a remainder, several calls in order."""
     op, dtype = getattr(ReduceOp, op), by_name[name]
-    ranks, looks = Ranks(cupy, 3), []
+    ranks, checks = Ranks(cupy, 3), []
     for turn, count in enumerate((1, 61, 333)):
         root = (ALL, 1, ALL)[turn]
-        looks.append(reduce_in_place(ranks, dtype, op, count, root, 3 * turn))
-        looks.append(reduce_scatter(ranks, dtype, op, [count // 2, 0, count], 3 * turn))
+        checks.append(reduce_in_place(ranks, dtype, op, count, root, 3 * turn))
+        checks.append(reduce_scatter(ranks, dtype, op, [count // 2, 0, count], 3 * turn))
     cupy.run()
-    for look in looks:
-        look()
+    for check in checks:
+        check()
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 5])
 def test_numbers_of_ranks(cupy, n):
-    dtype, ranks, looks = by_name["float32"], Ranks(cupy, n), []
+    dtype, ranks, checks = by_name["float32"], Ranks(cupy, n), []
     for turn, count in enumerate((1, 7, 150, 151, 1201, 40)):
-        looks.append(reduce_in_place(ranks, dtype, ReduceOp.SUM, count, ALL, turn))
-        looks.append(reduce_in_place(ranks, dtype, ReduceOp.SUM, count, turn % n, turn))
-        looks.append(reduce_scatter(ranks, dtype, ReduceOp.SUM, [count] * n, turn))
+        checks.append(reduce_in_place(ranks, dtype, ReduceOp.SUM, count, ALL, turn))
+        checks.append(reduce_in_place(ranks, dtype, ReduceOp.SUM, count, turn % n, turn))
+        checks.append(reduce_scatter(ranks, dtype, ReduceOp.SUM, [count] * n, turn))
     cupy.run()
-    for look in looks:
-        look()
+    for check in checks:
+        check()
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @pytest.mark.parametrize("n", [2, 3])
-def test_moves(cupy, n, width):
-    ranks, looks = Ranks(cupy, n), []
+def test_data_movement(cupy, n, width):
+    ranks, checks = Ranks(cupy, n), []
     for turn, count in enumerate((1, 7, 150, 151, 1201, 40)):
-        looks.append(all_gather(ranks, width, [count, 0, 2 * count][:n], turn))
-        looks.append(broadcast(ranks, width, count, turn % n, turn))
+        checks.append(all_gather(ranks, width, [count, 0, 2 * count][:n], turn))
+        checks.append(broadcast(ranks, width, count, turn % n, turn))
     cupy.run()
-    for look in looks:
-        look()
+    for check in checks:
+        check()
 
 
-def test_nothing_is_launched_for_nothing(cupy):
+def test_no_launch_without_elements(cupy):
     ranks = Ranks(cupy, 2)
     all_gather(ranks, 4, [0, 0], 0)
     broadcast(ranks, 4, 0, 0, 0)
     assert not cupy.streams
 
 
-def test_steps_are_numbered_on(cupy):
-    """What a graph replays has the same arguments again, and finds the next steps."""
+def test_replayed_launches_use_new_step_numbers(cupy):
+    """A CUDA graph replays launches with the same arguments."""
     ranks, dtype = Ranks(cupy, 2), by_name["int32"]
     placed = Placed(dtype, [50, 50], 0)
     for array in placed.arrays:
         array[...] = 1
-    by, width, _ = calls_of(dtype, ReduceOp.SUM, 2)
+    by, width, _ = loop_of(dtype, ReduceOp.SUM, 2)
     for r in range(2):
         call = Collective("all_reduce", by, width, 0, placed.address(r), count=50)
         for _ in range(5):
@@ -445,11 +427,8 @@ def test_steps_are_numbered_on(cupy):
     assert ranks.header(0)["steps"][0] == 10
 
 
-# ---- Ranks that do not come ----------------------------------------------------------------------
-
-
-def test_a_rank_that_is_missing(cupy):
-    """The others give up, and it too when it comes."""
+def test_kernels_time_out_if_a_rank_is_missing(cupy):
+    """The kernel of the missing rank also fails when it starts."""
     ranks, dtype = Ranks(cupy, 3, limit=0.2), by_name["float32"]
     reduce_in_place(ranks, dtype, ReduceOp.SUM, 300, ALL, 0)
     late = cupy.streams.pop(102)
@@ -461,14 +440,13 @@ def test_a_rank_that_is_missing(cupy):
     cupy.run()
     assert Failure.unpack(int(ranks.reports[2])).why == LATE
     reduce_in_place(ranks, dtype, ReduceOp.SUM, 300, ALL, 0)
-    cupy.run()  # at once
+    cupy.run()
 
 
-def test_calls_that_differ(cupy):
-    """All see it, whatever the limit."""
+def test_all_ranks_report_calls_that_differ(cupy):
     ranks = Ranks(cupy, 3, limit=1000)
     placed = Placed(by_name["float32"], [200] * 3, 0)
-    by, width, _ = calls_of(by_name["float32"], ReduceOp.SUM, 3)
+    by, width, _ = loop_of(by_name["float32"], ReduceOp.SUM, 3)
     for r in range(3):
         ranks.enqueue(r, Collective(
             "all_reduce", by, width, 0, placed.address(r), count=200 if r else 20, call=5 + (r > 0)
@@ -476,38 +454,33 @@ def test_calls_that_differ(cupy):
     cupy.run()
     for report in map(Failure.unpack, ranks.reports.tolist()):
         assert report.why == peers.DIFFERS and 0 in (report.rank, report.other)
-        assert report.call == 5 + (report.rank > 0), "the call of whom has found it"
+        assert report.call == 5 + (report.rank > 0), "not the call of the reporting rank"
 
 
-def test_a_host_that_ends_kernels(cupy):
-    """Those that wait, those that come later, and those that a graph replays, whatever the limit;
-    what the host has said is left as it is.
-    """
+def test_host_aborts_waiting_later_and_replayed_kernels(cupy):
+    """The kernels keep the host's failure word."""
     ranks, dtype = Ranks(cupy, 3, limit=1000), by_name["float32"]
-    said = Failure(0, FAILED, 2, 0).pack()
-    ending = threading.Timer(0.3, lambda: ranks.reports.fill(said))
+    aborted = Failure(0, FAILED, 2, 0).pack()
+    ending = threading.Timer(0.3, lambda: ranks.reports.fill(aborted))
     reduce_in_place(ranks, dtype, ReduceOp.SUM, 300, ALL, 0)
-    cupy.streams.pop(102)  # it has failed
+    cupy.streams.pop(102)  # rank 2 has failed
     waiting = {stream: list(launches) for stream, launches in cupy.streams.items()}
     ending.start()
     cupy.run()
-    assert not ending.is_alive(), "nothing else has ended them"
+    assert not ending.is_alive(), "the kernels ended before the abort"
     cupy.streams = waiting
     cupy.run()
     reduce_in_place(ranks, dtype, ReduceOp.SUM, 300, ALL, 1)
     cupy.run()
-    assert (ranks.reports == said).all()
+    assert (ranks.reports == aborted).all()
 
 
-def test_reasons_are_packed():
-    """In 64 bits, each as large as can be."""
+def test_failures_round_trip_through_64_bits():
     for reason in (Failure(0xFFFF, 1, 15, 0), Failure(0, 4, 0, 15), Failure(0x8000, 3, 1, 2)):
         word = np.zeros(1, np.uint64)
         word[0] = reason.pack()
         assert Failure.unpack(int(word[0])) == reason
 
-
-# ---- ThreadSanitizer -----------------------------------------------------------------------------
 
 RACES = """
 #include <stdio.h>
@@ -553,10 +526,9 @@ int main()
 """
 
 
-def test_there_are_no_races(folder):
-    """ThreadSanitizer knows what releases, acquires and barriers order."""
+def test_no_races_under_thread_sanitizer(folder):
     if COMPILER is None:
-        pytest.skip("there is no C++ compiler")
+        pytest.skip("no C++ compiler")
     source = folder / "races.cpp"
     code = device_kernels._source(*device_kernels._PEERS) + "\nALL_REDUCE(float32, 0)\n"
     source.write_text(BEFORE + code + AFTER.replace("NAME", "all_reduce") + RACES)
@@ -570,19 +542,16 @@ def test_there_are_no_races(folder):
     assert ran.returncode == 0, ran.stdout + ran.stderr[:3000]
 
 
-# ---- NVRTC, which needs no GPU -------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def nvrtc():
-    """NVIDIA's compiler, from its wheel; torch's wheels bring one along."""
+    """NVRTC from its wheel, a dependency of torch's CUDA wheels."""
     spec = find_spec("nvidia")
     places = [] if spec is None else list(spec.submodule_search_locations or ())
-    for name in ("builtins", ""):  # the compiler loads the former by its name alone
+    for name in ("builtins", ""):  # NVRTC loads libnvrtc-builtins by name
         pattern = f"libnvrtc-{name}.so.*[0-9]" if name else "libnvrtc.so.*"
         found = sorted(str(each) for p in places for each in Path(p).rglob(pattern))
         if not found:
-            pytest.skip("there is no NVRTC")
+            pytest.skip("NVRTC is not installed")
         loaded = ctypes.CDLL(found[0], mode=ctypes.RTLD_GLOBAL)
     return loaded
 
@@ -597,14 +566,10 @@ def ptx(nvrtc, line, architecture):
     ]  # fmt: skip
     given = (ctypes.c_char_p * len(options))(*(each.encode() for each in options))
     failed = nvrtc.nvrtcCompileProgram(program, len(options), given)
-    for length, text in (
-        [(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)]
-        if failed
-        else [(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)]
-    ):
-        length(program, ctypes.byref(size))
-        buffer = ctypes.create_string_buffer(size.value)
-        text(program, buffer)
+    result = "ProgramLog" if failed else "PTX"
+    getattr(nvrtc, f"nvrtcGet{result}Size")(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc, f"nvrtcGet{result}")(program, buffer)
     assert not failed, buffer.value.decode()
     return buffer.value.decode()
 
@@ -616,9 +581,7 @@ def ptx(nvrtc, line, architecture):
      "REDUCE_SCATTER(float8_e4m3fn, 3)", "ALL_GATHER(uint64_t)", "BROADCAST(uint8_t)"],
 )  # fmt: skip
 def test_nvrtc(nvrtc, line, architecture):
-    """Flags are released and acquired; data is read and written in pieces, and not by the path of
-    memory that never changes.
-    """
+    """Flags use release and acquire. Data uses vector accesses, and no cache for constant data."""
     text = ptx(nvrtc, line, architecture)
     assert "st.release.sys.u64" in text and "ld.acquire.sys.u64" in text
     assert re.search(r"ld\.(global\.)?v[24]\.", text) and re.search(r"st\.(global\.)?v[24]\.", text)

@@ -1,4 +1,4 @@
-"""Exact sums against fractions: no number is nearer to the sum than the result, in any order."""
+"""Exact sums equal the nearest number to the sum of fractions, in any order of the summands."""
 
 import math
 from fractions import Fraction
@@ -17,8 +17,8 @@ by_float = pytest.mark.parametrize("dtype", FLOATS, ids=repr)
 
 
 @pytest.fixture(params=["compiled", "numpy"], name="kernels", autouse=True)
-def either(request, monkeypatch):
-    """Either implementation in turn."""
+def kernels_fixture(request, monkeypatch):
+    """Run the test with the C library and with NumPy."""
     if request.param == "numpy":
         monkeypatch.setattr(reduction, "_compiled", None)
     elif not library.kernels:
@@ -36,17 +36,14 @@ def bits(array):
     return array.view(f"V{array.itemsize}").tobytes()
 
 
-# ---- The oracle ----------------------------------------------------------------------------------
-
-
 def is_nearest(dtype, got, terms):
-    """Whether no neighbour of ``got`` is nearer to the sum, nor as near and even."""
+    """Return True if ``got`` is the sum rounded to nearest, ties to even."""
     special = [term for term in terms if not math.isfinite(term)]
     if special:
         alike = set(special) in ({math.inf}, {-math.inf})
         return bits(got) == bits(dtype.numpy.type(special[0] if alike else math.nan))
     total, greatest = sum(map(Fraction, terms)), np.finfo(dtype.numpy).max
-    # What would be the number after the greatest.
+    # The number that would follow the largest finite number.
     beyond = 2 * Fraction(float(greatest)) - Fraction(float(np.nextafter(greatest, 0)))
     limit = (Fraction(float(greatest)) + beyond) / 2
     if math.isinf(got):
@@ -73,9 +70,6 @@ def check(dtype, sources):
     return got
 
 
-# ---- Summands ------------------------------------------------------------------------------------
-
-
 def any_bits(dtype, count, rng):
     return np.frombuffer(rng.bytes(count * dtype.itemsize), dtype.numpy).copy()
 
@@ -85,19 +79,19 @@ def similar(dtype, count, rng):
 
 
 def mixed(dtype, count, rng):
-    """Magnitudes over all of float32's range, or as much of float64's."""
+    """Return magnitudes over the range of float32."""
     return (rng.normal(0, 1, count) * 2.0 ** rng.integers(-140, 120, count)).astype(dtype.numpy)
 
 
 def few_bits(dtype, count, rng):
-    """Powers of two of either sign and zeros, so that sums are ties, and cancel."""
+    """Return zeros and powers of two of both signs, so that sums are ties or cancel."""
     digits = np.finfo(dtype.numpy).nmant + 1
     powers = rng.choice([0, 1, 2, digits - 1, digits, digits + 1, 2 * digits, 3 * digits], count)
     return (rng.choice([-1.0, -0.0, 0.0, 1.0], count) * 2.0**-powers).astype(dtype.numpy)
 
 
 def at_the_ends(dtype, count, rng):
-    """The greatest numbers, the least, and infinities."""
+    """Return the largest and smallest numbers and infinities."""
     finite = np.finfo(dtype.numpy)
     greatest, least = finite.max, finite.smallest_subnormal
     ulp = greatest - np.nextafter(greatest, dtype.numpy.type(0))
@@ -118,9 +112,6 @@ def made_of(make, dtype, n, count, seed=0):
     return [make(dtype, count, rng) for _ in range(n)]
 
 
-# ---- Tests ---------------------------------------------------------------------------------------
-
-
 @by_float
 @by_kind
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 40])
@@ -129,8 +120,7 @@ def test_sums_are_the_nearest_numbers(dtype, make, n):
 
 
 @by_float
-def test_thousands_of_summands(dtype):
-    """Of every alignment; their carries go on."""
+def test_thousands_of_summands_of_all_alignments(dtype):
     large = (2.0 ** np.arange(80, 112) * (2 - 2.0**-20)).astype(dtype.numpy)
     small = [np.full(32, size, dtype.numpy) for size in (2.0**-60, 2.0**-140)]
     check(dtype, [large] * 6000 + small)
@@ -138,7 +128,7 @@ def test_thousands_of_summands(dtype):
 
 @by_float
 @by_kind
-def test_neither_order_nor_zeros_matter(dtype, make):
+def test_order_and_zeros_do_not_affect_sums(dtype, make):
     sources = made_of(make, dtype, 5, 3000)
     expected = bits(exact_sum(dtype, sources))
     zeros, rng = np.zeros(3000, dtype.numpy), np.random.default_rng(1)
@@ -147,7 +137,7 @@ def test_neither_order_nor_zeros_matter(dtype, make):
         for _ in range(5):
             order = rng.permutation(len(several))
             assert bits(exact_sum(dtype, [several[k] for k in order])) == expected
-    # One rank alone, and with others that add nothing.
+    # One rank, and one rank with ranks that add zeros.
     for one in sources:
         padded = exact_sum(dtype, [zeros, -zeros, one])
         assert (
@@ -156,8 +146,7 @@ def test_neither_order_nor_zeros_matter(dtype, make):
 
 
 @pytest.mark.parametrize("dtype", ROUNDED, ids=repr)
-def test_every_dtype_in_any_order(dtype, kernels, monkeypatch):
-    """And the C library and NumPy agree; averages and small counts too."""
+def test_every_dtype_in_any_order_in_c_and_numpy(dtype, kernels, monkeypatch):
     rng = np.random.default_rng(dtype.code)
     sources = [any_bits(dtype, 2000, rng) for _ in range(4)]
     if dtype.kind is Kind.COMPLEX:
@@ -174,7 +163,7 @@ def test_every_dtype_in_any_order(dtype, kernels, monkeypatch):
 
 
 def test_narrow_floats_are_sums_of_float32(kernels):
-    """What a sum in rank order would lose stays: 2**30 - 2**30 + 1."""
+    """2**30 + 1 - 2**30 is 1. A sum in rank order gives 0."""
     dtype = by_name["bfloat16"]
     terms = [
         np.full(3, value, np.float32).astype(dtype.numpy) for value in (2.0**30, 1, -(2.0**30))
@@ -204,7 +193,7 @@ def test_out_may_be_a_source(dtype, make, n):
 
 
 @pytest.mark.parametrize("name", ["int32", "uint8", "bool", "float32"])
-def test_what_is_never_rounded_is_combined_as_ever(name):
+def test_exact_does_not_change_operations_without_rounding(name):
     dtype, rng = by_name[name], np.random.default_rng(0)
     sources = [rng.integers(0, 2, 100).astype(dtype.numpy) for _ in range(3)]
     for op in (ReduceOp.MAX, ReduceOp.SUM) if name != "float32" else (ReduceOp.MAX,):

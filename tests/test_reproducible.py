@@ -1,4 +1,4 @@
-"""The variable MPICOLL_REPRODUCIBLE, and torch's pg_options, in jobs of their own."""
+"""Jobs with MPICOLL_REPRODUCIBLE and with torch's pg_options."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["run"]
     ranks=3,
     environment={"MPICOLL_REPRODUCIBLE": "EXACT"},
 )
-def test_the_variable_is_the_default(ended):
+def test_variable_is_the_default(ended):
     ended.in_good_order()
     assert ended.lines == ["exact exact order"] * 3
 
@@ -46,7 +46,7 @@ def test_the_variable_is_the_default(ended):
     """,
     environment={"MPICOLL_REPRODUCIBLE": "exact"},
 )
-def test_the_argument_takes_precedence(ended):
+def test_argument_takes_precedence(ended):
     ended.in_good_order()
     assert ended.lines == ["order"] * 2
 
@@ -62,7 +62,7 @@ def test_the_argument_takes_precedence(ended):
         say(error)
     """
 )
-def test_ranks_whose_variables_differ(ended):
+def test_different_variables_raise_mismatch(ended):
     ended.in_good_order()
     assert ended.lines == [
         "init_process_group: reproducible (or MPICOLL_REPRODUCIBLE): expected the same on all "
@@ -82,9 +82,9 @@ def test_ranks_whose_variables_differ(ended):
     def level(group):
         return group._get_backend(torch.device("cpu")).options.reproducible
 
-    everybody = list(range(c10d.get_world_size()))
-    plain = c10d.new_group(everybody)
-    exact = c10d.new_group(everybody, pg_options=Options(reproducible="exact"))
+    ranks = list(range(c10d.get_world_size()))
+    plain = c10d.new_group(ranks)
+    exact = c10d.new_group(ranks, pg_options=Options(reproducible="exact"))
     say(level(c10d.group.WORLD), level(plain), level(exact))
     x = torch.full((5,), [1e30, 1.0, -1e30][c10d.get_rank()])
     c10d.all_reduce(x, group=exact)
@@ -100,5 +100,5 @@ def test_ranks_whose_variables_differ(ended):
 def test_options_of_torch(ended):
     pytest.importorskip("torch")
     ended.in_good_order()
-    refused = "Options: reproducible: expected 'order' or 'exact', or None for the default, got "
-    assert ended.lines == [refused + "'exactly'"] * 3 + ["order order exact"] * 3
+    message = "Options: reproducible: expected 'order' or 'exact', or None for the default, got "
+    assert ended.lines == [message + "'exactly'"] * 3 + ["order order exact"] * 3

@@ -1,4 +1,4 @@
-"""The C code of shared memory, with threads for ranks: as many as a large node has."""
+"""The shared-memory protocol in C, with threads as ranks: up to 256."""
 
 from __future__ import annotations
 
@@ -16,64 +16,63 @@ from mpicoll.kernels.library import describe, kernels
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.skipif(kernels is None, reason=describe())]
 
-#: Seconds after which a thread that waits for another counts as hanging.
-LIMIT = 60
+#: Seconds after which a blocked thread counts as hanging.
+TIMEOUT_S = 60
 
 
-def kind_of(hold, whole=0, combines=True, **layout):
-    """Sums, or copies."""
+def call_plan(segment, one_shot=0, combines=True, **layout):
+    """Return a plan that sums (``combines``) or copies int32."""
     format = kernels.format(b"int32") if combines else -1
     return kernels.CallPlan(
-        ctypes.addressof(hold), signature=7, divisor=1, size=4, numbers_per_element=1,
-        one_shot_max_count=whole, format=format, **layout,
+        ctypes.addressof(segment), signature=7, divisor=1, size=4, numbers_per_element=1,
+        one_shot_max_count=one_shot, format=format, **layout,
     )  # fmt: skip
 
 
-def holds_of(whole, slot, n, few):
-    """Each thread's hold on the memory, who waits for each other itself if n <= ``few``."""
+def segments_of(memory, slot, n, flat):
+    """Return the segment of each rank. Each rank polls every other rank if n <= ``flat``."""
     return [
-        kernels.Segment(whole.ctypes.data, slot, n, rank, flat_max_ranks=few) for rank in range(n)
+        kernels.Segment(memory.ctypes.data, slot, n, rank, flat_max_ranks=flat) for rank in range(n)
     ]
 
 
 def on_threads(rank, n):
-    """Calls ``rank(me)`` on n threads at once, and waits for all."""
+    """Call ``rank(me)`` on n threads at once and wait for all of them."""
     threads = [threading.Thread(target=rank, args=(me,), daemon=True) for me in range(n)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(LIMIT)
-        assert not thread.is_alive(), "a thread waits for ever"
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive(), "a thread hangs"
 
 
-#: Signals are passed on in log2 n steps, or each rank waits for each other.
-WAYS = [pytest.param(0, id="passed-on"), pytest.param(256, id="each-by-each")]
+#: A dissemination barrier of log2 n steps, or each rank polls every other rank.
+FLAT_MAX_RANKS = [pytest.param(0, id="dissemination"), pytest.param(256, id="flat")]
 
 
 @pytest.mark.parametrize(
-    ("n", "slot", "few"),
+    ("n", "slot", "flat"),
     [
         *itertools.product((1, 2, 3, 5, 8, 13, 33), (64, 640, 4096), (0, 256)),
         pytest.param(65, 4096, 256, marks=pytest.mark.slow),
         pytest.param(256, 4096, 0, marks=pytest.mark.slow),
     ],
 )
-def test_all_reduce_of_n_threads(n, few, slot):
-    """Sums that shares and slots do not divide; what lies behind the segment stays as it is."""
+def test_all_reduce_of_n_threads(n, flat, slot):
+    """Counts that ranks and slots do not divide. Memory after the segment is not written."""
     region = kernels.shared_region(slot, n)
-    memory = mmap.mmap(-1, n * region + 4096)
-    whole = np.frombuffer(memory, np.uint8)
-    whole[n * region :] = 0xA5
-    holds = holds_of(whole, slot, n, few)
+    shared = np.frombuffer(mmap.mmap(-1, n * region + 4096), np.uint8)
+    shared[n * region :] = 0xA5
+    segments = segments_of(shared, slot, n, flat)
     counts = [1, 7, slot // 4, slot // 4 + 1, 3 * slot + 5, 0, 2 * n + 1]
     wrong = []
 
     def rank(me):
-        kinds = [kind_of(holds[me], whole) for whole in (0, 1 << 40)]
+        plans = [call_plan(segments[me], one_shot) for one_shot in (0, 1 << 40)]
         for call, count in enumerate(counts):
-            for split, kind in enumerate(kinds):
+            for split, plan in enumerate(plans):
                 array = np.arange(count, dtype=np.int32) * (me + 1)
-                at = ctypes.addressof(kind)
+                at = ctypes.addressof(plan)
                 done = kernels.shared_all_reduce(at, array.ctypes.data, count, call)
                 expected = np.arange(count, dtype=np.int32) * (n * (n + 1) // 2)
                 if not done or not np.array_equal(array, expected):
@@ -81,33 +80,33 @@ def test_all_reduce_of_n_threads(n, few, slot):
 
     on_threads(rank, n)
     assert not wrong
-    assert (whole[n * region :] == 0xA5).all()
+    assert (shared[n * region :] == 0xA5).all()
 
 
-@pytest.mark.parametrize("few", WAYS)
+@pytest.mark.parametrize("flat", FLAT_MAX_RANKS)
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 8, 9, 16, 33])
-def test_one_rank_in_another_call(n, few):
-    """All hear of it, whoever it is, and whatever else differs; the next call goes well."""
+def test_all_ranks_find_a_mismatch(n, flat):
+    """Any rank may differ, in signature or size. The next call succeeds."""
     slot = 4096
-    whole = np.frombuffer(mmap.mmap(-1, n * kernels.shared_region(slot, n)), np.uint8)
-    holds = holds_of(whole, slot, n, few)
+    shared = np.frombuffer(mmap.mmap(-1, n * kernels.shared_region(slot, n)), np.uint8)
+    segments = segments_of(shared, slot, n, flat)
     results = [[] for _ in range(n)]
 
     def rank(me):
-        at = ctypes.addressof(holds[me])
-        kind = kind_of(holds[me])
+        at = ctypes.addressof(segments[me])
+        plan = call_plan(segments[me])
         for number in range(2 * n):
-            # Of another kind or size, or with several rounds, where the others have one.
+            # Another signature or size, or several rounds instead of one.
             odd, large = me == number % n, number // n
             if large and odd:
                 array = np.ones(3 * slot, np.int32)
-                kind_at = ctypes.addressof(kind)
-                done = kernels.shared_all_reduce(kind_at, array.ctypes.data, array.size, 2 * number)
+                plan_at = ctypes.addressof(plan)
+                done = kernels.shared_all_reduce(plan_at, array.ctypes.data, array.size, 2 * number)
             else:
                 done = kernels.shared_compare(at, 2 * number, 5, number + 10**12 * odd)
             array = np.full(slot, me, np.int32)
             both = kernels.shared_all_reduce(
-                ctypes.addressof(kind), array.ctypes.data, array.size, 2 * number + 1
+                ctypes.addressof(plan), array.ctypes.data, array.size, 2 * number + 1
             )
             results[me].append((done, both, (array == n * (n - 1) // 2).all()))
 
@@ -115,7 +114,7 @@ def test_one_rank_in_another_call(n, few):
     assert results == [[(0, 1, True)] * (2 * n)] * n
 
 
-#: How blocks are laid out, by the names of the collectives.
+#: Layouts of blocks, by collective.
 BLOCKS = {
     "broadcast": {"has_src": 1},
     "reduce": {"has_dst": 1, "combines": True},
@@ -130,24 +129,24 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize(  # a line for each of 256 blocks at least
-    ("n", "slot", "few"),
+    ("n", "slot", "flat"),
     [
         *itertools.product((1, 2, 3, 8), (16384, 65536), (0, 256)),
         pytest.param(65, 16384, 256, marks=pytest.mark.slow),
         pytest.param(256, 65536, 0, marks=pytest.mark.slow),
     ],
 )
-def test_blocks_of_n_threads(n, few, slot):
-    """Every collective with blocks that fill no slot, one, and several."""
+def test_blocks_of_n_threads(n, flat, slot):
+    """Every collective, with blocks smaller than a slot, of one slot and of several slots."""
     region = kernels.shared_region(slot, n)
-    whole = np.frombuffer(mmap.mmap(-1, n * region), np.uint8)
-    holds = holds_of(whole, slot, n, few)
-    # Each thread has arrays of n such blocks: less than a slot where there are many threads.
-    most = (max if n <= 8 else min)(slot // 4 + 3, 3001)
+    shared = np.frombuffer(mmap.mmap(-1, n * region), np.uint8)
+    segments = segments_of(shared, slot, n, flat)
+    # Each thread has arrays of n blocks: blocks smaller than a slot if n is large.
+    max_count = (max if n <= 8 else min)(slot // 4 + 3, 3001)
     wrong = []
     ranks = np.arange(n, dtype=np.int32)[:, None]
     of_all = 1000 * (n * (n - 1) // 2)
-    # What a rank gets, made when it is compared: all of them would need gigabytes.
+    # Computed when compared, because all expected results need gigabytes.
     results = {
         "broadcast": lambda me, root, block: 1000 * root + block,
         "reduce": lambda me, root, block: of_all + n * block,
@@ -163,29 +162,29 @@ def test_blocks_of_n_threads(n, few, slot):
     }
 
     def rank(me):
-        kinds = {name: kind_of(holds[me], **{"combines": False, **layout})
+        plans = {name: call_plan(segments[me], **{"combines": False, **layout})
                  for name, layout in BLOCKS.items()}  # fmt: skip
-        for call, size in enumerate((0, 1, 37, most)):
+        for call, size in enumerate((0, 1, 37, max_count)):
             root = (call + 1) % n
-            for at, (name, kind) in enumerate(kinds.items()):
-                # A slot holds n such blocks at a time: five times and a rest are enough.
-                count = min(size, 5 * slot // (4 * n) + 3) if kind.many_blocks and n > 8 else size
+            for at, (name, plan) in enumerate(plans.items()):
+                # A slot holds n blocks. Five rounds and a remainder are enough.
+                count = min(size, 5 * slot // (4 * n) + 3) if plan.many_blocks and n > 8 else size
                 # Rank r's block for rank s holds 1000 r + s + 3 i.
                 block = 3 * np.arange(count, dtype=np.int32)
-                send = 1000 * me + (ranks + block if kind.many_blocks else block)
+                send = 1000 * me + (ranks + block if plan.many_blocks else block)
                 in_place = name in ("broadcast", "reduce")
                 recv = send if in_place else np.full((n, count), -1, np.int32)
                 done = kernels.shared_blocks(
-                    ctypes.addressof(kind), send.ctypes.data, recv.ctypes.data, count,
-                    root if kind.has_src or kind.has_dst else 0, 9 * call + at,
+                    ctypes.addressof(plan), send.ctypes.data, recv.ctypes.data, count,
+                    root if plan.has_src or plan.has_dst else 0, 9 * call + at,
                 )  # fmt: skip
-                if kind.has_dst and me != root:
-                    right = (recv == (send if in_place else -1)).all()
+                if plan.has_dst and me != root:
+                    correct = (recv == (send if in_place else -1)).all()
                 else:
                     expected = results[name](me, root, block)
                     found = recv.reshape(-1)[: expected.size].reshape(expected.shape)
-                    right = np.array_equal(found, expected)
-                if not done or not right:
+                    correct = np.array_equal(found, expected)
+                if not done or not correct:
                     wrong.append((name, me, count))
 
     on_threads(rank, n)
@@ -193,22 +192,22 @@ def test_blocks_of_n_threads(n, few, slot):
 
 
 @pytest.mark.parametrize("start, extra", [(0, 0), (1, 63), (15, 64), (16, 1), (31, 100)])
-def test_results_that_leave_the_caches(start, extra):
-    """They are written in another way: every byte, wherever it starts, and nothing beside it."""
+def test_non_temporal_stores_write_exactly_the_result(start, extra):
+    """Results larger than the caches are written with non-temporal stores, at any alignment."""
     n, slot, size = 2, 65536, (32 << 20) + extra
     region = kernels.shared_region(slot, n)
-    whole = np.frombuffer(mmap.mmap(-1, n * region), np.uint8)
-    holds = holds_of(whole, slot, n, n)
+    shared = np.frombuffer(mmap.mmap(-1, n * region), np.uint8)
+    segments = segments_of(shared, slot, n, n)
     expected = np.random.default_rng(extra).integers(0, 256, size, np.uint8)
     memory = np.full((n, size + 128), 0xA5, np.uint8)
     arrays = [row[start : start + size] for row in memory]
     arrays[1][:] = expected
 
     def rank(me):
-        kind = kind_of(holds[me], combines=False, has_src=1)
-        kind.size = 1
+        plan = call_plan(segments[me], combines=False, has_src=1)
+        plan.size = 1
         at = arrays[me].ctypes.data
-        assert kernels.shared_blocks(ctypes.addressof(kind), at, at, size, 1, 1)
+        assert kernels.shared_blocks(ctypes.addressof(plan), at, at, size, 1, 1)
 
     on_threads(rank, n)
     for row in memory:
@@ -218,7 +217,7 @@ def test_results_that_leave_the_caches(start, extra):
 
 @pytest.mark.any_mpi
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
-def test_a_mapping_keeps_no_file_open():
+def test_mapping_does_not_keep_its_file_open():
     from mpicoll.routes.host.shared_segment import _mapped
 
     file, size = os.memfd_create("test"), 3 * mmap.PAGESIZE

@@ -1,4 +1,4 @@
-"""The tables that say which route carries which size: their rows, their files, who is refused."""
+"""Tuning tables: rows, files, and rejection of invalid files."""
 
 from __future__ import annotations
 
@@ -19,28 +19,23 @@ pytestmark = pytest.mark.any_mpi
 
 KIB, MIB = 1 << 10, 1 << 20
 MPI = "An MPI 1.2"
-#: What a file may hold.
+#: A valid file.
 GOOD = {"ranks": {"2": {"all_reduce": {"node": [[0, "mpi"], [4096, "shared"]]}}}}
 
 
 @pytest.fixture(autouse=True)
-def nothing_named(monkeypatch, tmp_path):
-    """No table of the user's own."""
+def no_user_table(monkeypatch, tmp_path):
     monkeypatch.delenv("MPICOLL_TABLE", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
 def stepping(text):
-    """A file with these steps of all_reduce on a node."""
+    """Return a file with these steps for all_reduce on one node."""
     return json.dumps({"ranks": {"2": {"all_reduce": {"node": text}}}})
 
 
-# --- rows ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("openmpi", [False, True])
-def test_the_defaults_are_tables(openmpi):
-    """Complete, and such as a file may hold."""
+def test_defaults_are_complete_and_valid_in_a_file(openmpi):
     table = Table(openmpi)
     rows = {kind: table.row(kind, 4) for kind in KINDS}
     assert all(set(row) == set(PLACES) for row in rows.values())
@@ -49,7 +44,7 @@ def test_the_defaults_are_tables(openmpi):
     assert table.describe() == "the defaults"
 
 
-def test_kinds_are_of_primitives():
+def test_kind_names_round_trip():
     for kind in KINDS:
         primitive, others = tuning.parse_kind(kind)
         assert tuning.name_kind(primitive, others) == kind
@@ -72,14 +67,12 @@ def test_kinds_are_of_primitives():
         ("gather", "nodes", "mpi"),
     ],
 )
-def test_what_can_be_named(kind, place, routes):
+def test_eligible_routes(kind, place, routes):
     assert tuning.eligible_routes(kind, place) == tuple(routes.split())
 
 
 def test_kinds_without_a_row():
-    """Shared memory where there is, by one copy if large; else MPI's own; what it does not combine
-    goes by messages.
-    """
+    """On a node: shared memory, or single_copy for large data. Elsewhere: MPI, or exchange."""
     table = Table(False)
     assert table.row("scan", 4) == {
         "node": ((0, "shared"),), "nodes": ((0, "mpi"),), "apart": ((0, "mpi"),)
@@ -94,7 +87,7 @@ def test_kinds_without_a_row():
 
 
 def marked(n):
-    """A row that says with how many ranks it was measured."""
+    """Return a row that contains the number of ranks of its measurement."""
     return {"broadcast": {"node": ((0, "mpi"), (n, "shared"))}}
 
 
@@ -105,26 +98,24 @@ def marked(n):
         (5, [4, 6], 6), (100, [2, 64, 1000], 64), (3, [1, 9], 1), (7, [1, 49], 1), (1, [2, 3], 2),
     ],
 )  # fmt: skip
-def test_the_nearest_number_of_ranks_by_ratio(ranks, measured, nearest):
+def test_row_of_the_nearest_number_of_ranks_by_ratio(ranks, measured, nearest):
     for order in itertools.permutations(measured):
         table = Table(False, {n: marked(n) for n in order})
         assert table.row("broadcast", ranks)["node"] == ((0, "mpi"), (nearest, "shared"))
 
 
-def test_what_was_not_measured_is_the_defaults():
-    """By kind and place: the nearest that has it."""
+def test_kinds_and_places_that_were_not_measured_use_the_defaults():
     others = {"broadcast": {"apart": ((0, "mpi"),)}, "gather": {"node": ((0, "shared"),)}}
     table, default = Table(False, {4: marked(4), 64: others}), Table(False)
     before = dict(default.row("broadcast", 4))
     assert table.row("broadcast", 4) == {**before, **marked(4)["broadcast"]}
-    assert default.row("broadcast", 4) == before, "the defaults are as they were"
+    assert default.row("broadcast", 4) == before, "the defaults have changed"
     assert table.row("gather", 4)["node"] == ((0, "shared"),)
     assert table.row("gather", 4)["nodes"] == default.row("gather", 4)["nodes"]
     assert table.row("scatter", 64) == default.row("scatter", 64)
 
 
-def test_a_file_leaves_sizes_to_the_defaults(monkeypatch):
-    """By the route "default": to those of the version that reads it."""
+def test_route_default_uses_the_defaults_of_the_reading_version(monkeypatch):
     text = stepping([[0, "default"], [512, "mpi"], [4096, "default"], [1 << 20, "mpi"],
                      [1 << 23, "default"]])  # fmt: skip
     later = ((0, "shared"), (64, "exchange"), (8192, "shared"), (1 << 22, "mpi_chunked"))
@@ -140,17 +131,8 @@ def test_a_file_leaves_sizes_to_the_defaults(monkeypatch):
     assert other.row("all_reduce", 2) == row
 
 
-def test_a_file_without_defaults_is_followed_everywhere():
-    """One made by hand, or before there was "default"."""
-    table = tuning_files.build_table(False, "/a/file.json", stepping([[0, "shared"], [99, "mpi"]]))
-    assert table.row("all_reduce", 2)["node"] == ((0, "shared"), (99, "mpi"))
-
-
-# --- files that are refused ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "expected"),
     [
         ("", "Expecting value"),
         ("{", "Expecting"),
@@ -186,17 +168,14 @@ def test_a_file_without_defaults_is_followed_everywhere():
          "all_reduce of others: apart: expected one of exchange, widened, default, got 'mpi'"),
     ],
 )  # fmt: skip
-def test_what_is_no_table_is_refused(text, words):
+def test_invalid_file_raises(text, expected):
     with pytest.raises(ArgumentError) as caught:
         tuning_files.build_table(False, "/a/file.json", text)
     message = str(caught.value)
     assert message.startswith("init_process_group: /a/file.json is not a tuning table: ")
-    assert words in message
+    assert expected in message
     assert "MPICOLL_TABLE=0" in message and "python -m mpicoll tune" in message
     assert len(message) < 600
-
-
-# --- where the file is --------------------------------------------------------------------------
 
 
 def test_no_file():
@@ -205,8 +184,7 @@ def test_no_file():
     assert tuning_files.build_table(True, *found).path == ""
 
 
-def test_the_default_path(monkeypatch, tmp_path):
-    """Of each MPI, and of each kind of machine."""
+def test_default_path_contains_the_mpi_and_the_machine(monkeypatch, tmp_path):
     path = tuning_files.default_path(MPI)
     assert path.parent == tmp_path / "config" / "mpicoll"
     assert path.name.startswith("an-mpi-1.2-on-") and path.suffix == ".json"
@@ -217,7 +195,7 @@ def test_the_default_path(monkeypatch, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "describe", lambda: "64 x Some (R) CPU @ 2/3 GHz")
         assert tuning_files.default_path(MPI).name == "an-mpi-1.2-on-64-x-some-r-cpu-2-3-ghz.json"
-        assert tuning_files.read(MPI) == ("", "", ""), "measured on another machine"
+        assert tuning_files.read(MPI) == ("", "", ""), "used a table of another machine"
     table = tuning_files.build_table(False, *tuning_files.read(MPI))
     assert table.path == str(path) and table.describe() == f"{path} (measured on 2 ranks)"
     assert table.row("all_reduce", 2)["node"] == ((0, "mpi"), (4096, "shared"))
@@ -225,19 +203,21 @@ def test_the_default_path(monkeypatch, tmp_path):
     assert tuning_files.read(MPI) == ("", "", "")
 
 
-def test_the_home_directory(monkeypatch, tmp_path):
+def test_default_path_without_xdg_config_home(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert tuning_files.default_path(MPI).parent == tmp_path / ".config" / "mpicoll"
 
-    def nobody(self):
+    def expanduser(self):
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(Path, "expanduser", nobody)
-    assert tuning_files.read(MPI) == ("", "", ""), "one rank alone reads: nothing may be raised"
+    monkeypatch.setattr(Path, "expanduser", expanduser)
+    assert tuning_files.read(MPI) == ("", "", ""), (
+        "only one rank reads the file, so read may not raise"
+    )
 
 
-def test_a_file_that_is_named(monkeypatch, tmp_path):
+def test_file_named_by_mpicoll_table(monkeypatch, tmp_path):
     named = tmp_path / "named.json"
     monkeypatch.setenv("MPICOLL_TABLE", str(named))
     for problem in ("No such file", "Is a directory"):
@@ -250,19 +230,16 @@ def test_a_file_that_is_named(monkeypatch, tmp_path):
     with pytest.raises(ArgumentError, match="is not a tuning table"):
         tuning_files.build_table(False, *tuning_files.read(MPI))
     named.write_text(json.dumps({**GOOD, "mpi": "Another", "machine": "1 x other"}))
-    assert tuning_files.build_table(False, *tuning_files.read(MPI)).path == str(named), (
-        "the user knows best"
-    )
+    assert tuning_files.build_table(False, *tuning_files.read(MPI)).path == str(named)
 
 
-def test_a_default_file_that_cannot_be_read_is_none(monkeypatch):
+def test_unreadable_default_file_is_ignored(monkeypatch):
     path = tuning_files.default_path(MPI)
     path.mkdir(parents=True)
     assert tuning_files.read(MPI) == ("", "", "")
 
 
-def test_the_machine(monkeypatch, tmp_path):
-    """Its processors, of which the first is told."""
+def test_machine_description(monkeypatch, tmp_path):
     cpuinfo = tmp_path / "cpuinfo"
     monkeypatch.setattr(machine, "Path", lambda name: cpuinfo)
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 8)
@@ -274,11 +251,8 @@ def test_the_machine(monkeypatch, tmp_path):
     assert machine.describe() == "8 x an architecture 0x41 0xd4f"
 
 
-# --- what is written ----------------------------------------------------------------------------
-
-
-def test_what_is_joined_keeps_the_rest(monkeypatch):
-    """Other numbers of ranks, kinds and places, and what people wrote."""
+def test_join_keeps_other_entries(monkeypatch):
+    """Other numbers of ranks, kinds and places, and remarks of the user."""
     monkeypatch.setattr(machine, "describe", lambda: "this")
     text = tuning_files.join("", MPI, 16, marked(16), {"date": "then"})
     text = json.dumps({**json.loads(text), "remark": "slow on Mondays"})
@@ -291,28 +265,31 @@ def test_what_is_joined_keeps_the_rest(monkeypatch):
         16: {"broadcast": {**marked(16)["broadcast"], **apart["broadcast"]},
              "gather": apart["gather"]},
     }  # fmt: skip
-    said = json.loads(text)
-    assert list(said["ranks"]) == ["2", "16"]
-    assert said["remark"] == "slow on Mondays" and (said["mpi"], said["machine"]) == (MPI, "this")
-    assert said["measured"] == {"16": {"date": "later"}, "2": {"date": "again"}}
-    assert '   "gather": {"node": [[0, "shared"]]}\n' in text, "people read it, too"
+    written = json.loads(text)
+    assert list(written["ranks"]) == ["2", "16"]
+    assert written["remark"] == "slow on Mondays" and (written["mpi"], written["machine"]) == (
+        MPI,
+        "this",
+    )
+    assert written["measured"] == {"16": {"date": "later"}, "2": {"date": "again"}}
+    assert '   "gather": {"node": [[0, "shared"]]}\n' in text, "not readable"
     assert tuning_files.join('{"ranks": {}, "measured": 3}', MPI, 2, marked(2), {})
 
 
-def test_what_was_measured_elsewhere_is_told(monkeypatch):
+def test_origin_mismatch_of_tables_of_another_mpi_or_machine(monkeypatch):
     monkeypatch.setattr(machine, "describe", lambda: "this")
     text = tuning_files.join("", MPI, 2, {}, {})
     assert tuning_files.origin_mismatch(text, MPI) == ""
     assert tuning_files.origin_mismatch(text, "An MPI 2") == "An MPI 1.2 on this"
     monkeypatch.setattr(machine, "describe", lambda: "another")
     assert tuning_files.origin_mismatch(text, MPI) == "An MPI 1.2 on this"
-    assert tuning_files.origin_mismatch(json.dumps(GOOD), MPI) == "", "made by hand"
+    assert tuning_files.origin_mismatch(json.dumps(GOOD), MPI) == "", "a file without origin"
 
 
 @pytest.mark.parametrize(
-    ("size", "words"),
+    ("size", "expected"),
     [(0, "0 B"), (1000, "1000 B"), (1024, "1 KiB"), (1536, "1536 B"), (3 * MIB, "3 MiB"),
      (MIB + KIB, "1025 KiB"), (1 << 40, "1024 GiB")],
 )  # fmt: skip
-def test_bytes_in_words(size, words):
-    assert format_bytes(size) == words
+def test_format_bytes(size, expected):
+    assert format_bytes(size) == expected

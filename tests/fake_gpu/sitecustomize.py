@@ -1,9 +1,8 @@
-"""With this folder on PYTHONPATH, and FAKE_GPU set, a process has GPUs: memory of the host.
+"""Fake GPUs in host memory, for processes with this folder on PYTHONPATH and FAKE_GPU set.
 
-FAKE_GPU names what goes wrong: "nothing", "absent" (the children of a trial find no GPU), or
-HOW-STAGE with "crash", "hang", "wrong", "error" or "lost" (whoever has GPU 1 ends), and "transfer"
-or "reduction".
-FAKE_CLAIM=1: MPI says that it takes device memory. FAKE_GPUS: how many there are.
+FAKE_GPU is the fault: "nothing", "absent" (probes find no GPU), or FAULT-STAGE. FAULT is "crash",
+"hang", "wrong", "error" or "lost" (the rank with GPU 1 exits), STAGE "transfer" or "reduction".
+FAKE_CLAIM=1: MPI reports support for device memory. FAKE_GPUS: number of GPUs.
 """
 
 import ctypes
@@ -12,13 +11,13 @@ import sys
 import time
 
 FAULT, _, STAGE = os.environ.get("FAKE_GPU", "").partition("-")
-#: Pieces of device memory that the first stage takes: two messages, sent and received.
-OF_TRANSFER = 4
-NOWHERE = 4096
+#: Allocations of the transfer stage: two messages, sent and received.
+TRANSFER_ALLOCATION_COUNT = 4
+INVALID_ADDRESS = 4096
 
 
 class FakeGpu:
-    """The part of mpicoll.cuda.runtime.Runtime that finding out needs."""
+    """The part of mpicoll.cuda.runtime.Runtime that probes need."""
 
     def __init__(self):
         self.allocated = 0
@@ -59,15 +58,15 @@ class FakeGpu:
         pass
 
     def faulty(self):
-        """In the stage that goes wrong."""
-        stage = "transfer" if self.allocated <= OF_TRANSFER else "reduction"
+        """Return True in the stage that fails."""
+        stage = "transfer" if self.allocated <= TRANSFER_ALLOCATION_COUNT else "reduction"
         return stage == STAGE
 
     def allocate(self, index, nbytes):
         self.allocated += 1
         memory = self.allocate_pinned(index, nbytes)
         if self.faulty() and FAULT == "crash":
-            memory.address = NOWHERE  # in MPI's hands a segmentation fault, or an error of the OS
+            memory.address = INVALID_ADDRESS  # MPI crashes or reports an error
         if self.faulty() and FAULT == "hang":
             time.sleep(1000)
         if self.faulty() and FAULT == "error":
@@ -83,7 +82,7 @@ class FakeGpu:
         return Memory(ctypes.addressof(block), nbytes, block)
 
     def copy(self, index, into, source, nbytes, stream):
-        if NOWHERE not in (into, source):
+        if INVALID_ADDRESS not in (into, source):
             ctypes.memmove(into, source, nbytes)
             if FAULT == "wrong" and self.faulty():
                 ctypes.c_uint8.from_address(into).value = 0x5A
@@ -97,7 +96,7 @@ if FAULT and "-S" not in sys.orig_argv:
 
     def get_runtime():
         if FAULT == "absent" and "mpicoll.cuda.probe" in sys.orig_argv:
-            raise UnsupportedError("the fake is gone")
+            raise UnsupportedError("no fake GPU")
         return fake
 
     mpicoll.cuda.runtime.get_runtime = get_runtime

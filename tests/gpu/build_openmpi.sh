@@ -1,15 +1,15 @@
 #!/bin/sh
-# Builds an Open MPI that takes CUDA's device memory, from Debian's source package:
+# Build a CUDA-aware Open MPI from Debian's source package:
 #
 #     tests/gpu/build_openmpi.sh PREFIX [WORK]
 #
-# Installs it into PREFIX, and builds it in WORK (PREFIX-build if not given). Done before, it is only
-# checked. It needs Debian or a kin of it, apt's lists, a C++ compiler, and cuda.h:
-# that of CUDA_HOME, if it is set, else of the PyPI package nvidia-cuda-runtime, which it downloads.
-# A driver is not needed: where there is no libcuda.so.1, the build is linked with a stub of it.
-# RELEASE names the release whose source package is taken (trixie: 5.0.7). JOBS: processes of make.
+# Builds in WORK (default PREFIX-build) and installs into PREFIX. An existing installation is only
+# checked. Needs Debian or a derivative, apt's lists, a C++ compiler, and cuda.h: from CUDA_HOME if
+# set, else from the PyPI package nvidia-cuda-runtime. Needs no driver: without libcuda.so.1, the
+# build is linked with a stub. RELEASE: Debian release of the source package (trixie: 5.0.7). JOBS:
+# processes of make.
 #
-# Afterwards:
+# Usage after the build:
 #
 #     export LD_LIBRARY_PATH=PREFIX/lib MPI4PY_MPIABI=openmpi OPAL_PREFIX=PREFIX
 #     PREFIX/bin/mpirun -n 2 python -m mpicoll doctor
@@ -27,9 +27,9 @@ jobs=${JOBS:-$(nproc)}
 
 say() { printf '%s\n' "build_openmpi: $*"; }
 
-# The components without which the library does not take device memory, or takes it slowly.
+# Check the components that device memory needs.
 check() {
-    # The stub stands in for a driver that is not here: without any, they could not be loaded.
+    # The components need libcuda. Without a driver, they load the stub.
     found=$(OPAL_PREFIX=$prefix LD_LIBRARY_PATH=$prefix/lib:$work/driver \
         "$prefix/bin/ompi_info" --parsable) || return 1
     for component in accelerator:cuda btl:smcuda coll:cuda; do
@@ -47,7 +47,7 @@ fi
 # ---- The source ----------------------------------------------------------------------------------
 
 if [ ! -e "$work/unpacked" ]; then
-    # A source list and lists of its own: nothing of the machine's is touched.
+    # Use a separate source list, so that the machine's apt configuration does not change.
     apt=$work/apt
     mkdir -p "$apt/lists/partial" "$apt/cache/archives/partial"
     keys=/usr/share/keyrings/debian-archive-keyring.gpg
@@ -56,7 +56,7 @@ if [ ! -e "$work/unpacked" ]; then
     set -- -o "Dir::Etc::sourcelist=$apt/sources.list" -o Dir::Etc::sourceparts=/dev/null \
         -o "Dir::State::lists=$apt/lists" -o "Dir::Cache=$apt/cache" -o APT::Sandbox::User=root
     apt-get -q "$@" update
-    # dpkg-dev, which would unpack, may be missing: tar will do.
+    # dpkg-dev may be missing, so unpack with tar.
     (cd "$work" && apt-get -q "$@" --download-only source openmpi)
     rm -rf "$work/source"
     mkdir "$work/source"
@@ -83,8 +83,8 @@ if [ -n "$driver" ]; then
     ln -sf "$driver" "$work/driver/libcuda.so"
     ln -sf "$driver" "$work/driver/libcuda.so.1"
 else
-    # Every function that cuda.h declares, under the name that the driver exports. Nobody calls
-    # them: configure links with the file, and the library looks for it by its soname.
+    # A stub of every function in cuda.h, with the name that the driver exports. They are never
+    # called: configure links with the file, and the library is found by its soname.
     echo '#include <cuda.h>' | cc -E -I "$cuda/include" - |
         grep -oE '\bcu[A-Z][A-Za-z0-9_]*[[:space:]]*\(' | tr -d '( \t' | sort -u |
         sed 's/.*/int &(void) { return 999; }/' > "$work/driver/stub.c"
@@ -95,7 +95,7 @@ fi
 
 # ---- The build -----------------------------------------------------------------------------------
 
-# Debian's patches are for other platforms and for its own layout: left out.
+# Debian's patches are not needed here.
 cd "$work/source"
 LDFLAGS="-L$work/driver -Wl,-rpath-link,$work/driver" ./configure --prefix="$prefix" \
     --with-cuda="$cuda" --with-cuda-libdir="$work/driver" \

@@ -1,7 +1,7 @@
-"""What the tests here share. tests/gpu/run.py starts them, on ranks: `make test-gpu`.
+"""Fixtures of the GPU tests. `make test-gpu` runs them through tests/gpu/run.py.
 
-TEST_MPICOLL_DEVICE is where arrays are, by torch's name: "cuda"; or "cpu", to try the tests where
-there is no GPU, those at least that do not need one.
+TEST_MPICOLL_DEVICE is torch's device type: "cuda", or "cpu" for the tests that also run without a
+GPU.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ KIND = os.environ.get("TEST_MPICOLL_DEVICE", "")
 
 
 def pytest_collection_modifyitems(items):
-    """Skip all that have not been started on a GPU, or to be tried without one."""
+    """Skip tests without a GPU, unless TEST_MPICOLL_DEVICE is "cpu"."""
     missing = "" if KIND == "cpu" else no_gpu()
-    reason = f"there is no GPU: {missing}" if missing else "make test-gpu starts it"
+    reason = f"no GPU: {missing}" if missing else "run it with make test-gpu"
     for item in items:
         if Path(__file__).parent not in item.path.parents:
             continue
         if missing or not KIND:
             item.add_marker(pytest.mark.skip(reason=reason))
         elif KIND == "cpu" and item.get_closest_marker("on_a_gpu"):
-            item.add_marker(pytest.mark.skip(reason="it has nothing to show without a GPU"))
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 @pytest.fixture(scope="module")
 def device():
-    """torch's device of this rank, with torch's default group of all ranks."""
+    """torch's device of this rank. Initializes torch's default group."""
     import torch
     import torch.distributed as dist
 

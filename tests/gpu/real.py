@@ -1,7 +1,7 @@
-"""Arrays on the GPUs of this machine, for the tests of tests/mpi/test_devices.py.
+"""Arrays on GPUs, with the interface of tests/mpi/simulated.py.
 
-They have the face of tests/mpi/simulated.py's. Values are made by a kernel that takes a while, in
-a stream that waits for no other; so who forgets to order two streams finds garbage.
+A kernel writes the values with delay, in a non-blocking stream, so that missing stream order gives
+wrong values.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from simulated import PERIOD, laid_out
 from mpicoll.cuda import runtime
 from mpicoll.dtypes import by_numpy
 
-#: Nanoseconds that it takes to make values, and where nothing else delays them.
-SHORT, LONG = 200_000, 20_000_000
+#: Delay in nanoseconds before values are written.
+SHORT_NS, LONG_NS = 200_000, 20_000_000
 
 SPIN = """
 extern "C" __global__ void spin(unsigned long long nanoseconds) {
@@ -41,16 +41,16 @@ count_wrong = cupy.ElementwiseKernel(
     "count_wrong",
 )  # fmt: skip
 
-#: What CuPy copies in place of elements that it has no dtype for, by their size.
+#: Dtypes that CuPy copies instead of dtypes that it does not support, by size in bytes.
 CARRIERS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
 class RealArray:
-    """An array on a GPU, which its program works on in one stream.
+    """An array on a GPU, used in one stream.
 
-    given:  what calls get.
-    host:   what ``upload`` puts there and what ``download`` gets.
-    places: CuPy's array of the same elements, as unsigned integers.
+    given:  the argument of calls.
+    host:   source of ``upload`` and target of ``download``.
+    places: CuPy array of the same memory, with a dtype of CARRIERS.
     """
 
     def __init__(
@@ -69,35 +69,34 @@ class RealArray:
         with cupy.cuda.Device(self.index), self.stream:
             yield
 
-    def _carried(self) -> np.ndarray:
+    def _as_carrier(self) -> np.ndarray:
         return self.host.view(CARRIERS[self.host.itemsize])
 
     def upload(self, long: bool = False) -> None:
-        """A kernel that takes a while, then the values, where garbage was."""
+        """Fill with garbage. Enqueue a delay and a copy of ``host``."""
         with cupy.cuda.Device(self.index), quiet(self.index) as stream:
-            room = plain(max(self.host.nbytes, 1))
-            self._values = cupy.ndarray(self.host.shape, self.places.dtype, room)
-            self._values.set(np.ascontiguousarray(self._carried()))
+            memory = plain(max(self.host.nbytes, 1))
+            self._values = cupy.ndarray(self.host.shape, self.places.dtype, memory)
+            self._values.set(np.ascontiguousarray(self._as_carrier()))
             self.places.fill(0xEE)
             stream.synchronize()
         with self._working():
-            spin((1,), (1,), (np.uint64(LONG if long else SHORT),))
+            spin((1,), (1,), (np.uint64(LONG_NS if long else SHORT_NS),))
             self.places[...] = self._values
 
     def double(self) -> None:
-        """A kernel."""
         with self._working():
             numbers = self.places.view(self.host.dtype)
             numbers *= 2
 
     def fill(self, slope: int, start: int, long: bool = False) -> None:
-        """Two kernels: one takes a while, one makes element i ``slope * (i % PERIOD) + start``."""
+        """Enqueue a delay and a kernel that sets element i to ``slope * (i % PERIOD) + start``."""
         with self._working():
-            spin((1,), (1,), (np.uint64(LONG if long else SHORT),))
+            spin((1,), (1,), (np.uint64(LONG_NS if long else SHORT_NS),))
             fill(np.float32(slope), np.float32(start), self.places.view(self.host.dtype))
 
     def count_wrong(self, slope: int, start: int, begin: int, end: int, first: int) -> int:
-        """How many elements from begin to end are not those of ``fill`` from ``first`` on."""
+        """Count the elements in [begin, end) that differ from ``fill`` from ``first`` on."""
         with self._working():
             wrong = cupy.zeros(1, cupy.uint64)
             part = self.places.view(self.host.dtype)[begin:end]
@@ -105,15 +104,14 @@ class RealArray:
             return int(wrong.get()[0])  # waits for the stream
 
     def download(self) -> None:
-        """A consumer in the same stream, and then the host."""
+        """Copy to ``host`` in the array's stream and synchronize."""
         with self._working():
-            seen = self.places.copy()
-            found = seen.get()  # waits for the stream
-        self._carried()[...] = found
+            found = self.places.copy().get()  # waits for the stream
+        self._as_carrier()[...] = found
 
 
 class Interface:
-    """Speaks the CUDA array interface, and tells the stream of its array."""
+    """An object with the CUDA array interface, including the stream."""
 
     def __init__(self, array: RealArray) -> None:
         self.array = array
@@ -134,7 +132,7 @@ class Interface:
 
 
 def plain(nbytes: int) -> Any:
-    """Memory by cudaMalloc, of no pool; giving it back waits until it is not used any more."""
+    """Allocate with cudaMalloc, without a pool. Freeing it synchronizes the device."""
     return cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
 
 
@@ -142,7 +140,7 @@ _quiet: dict[int, cupy.cuda.Stream] = {}
 
 
 def quiet(index: int) -> cupy.cuda.Stream:
-    """A stream of a device that is empty whenever nobody is at work in it."""
+    """Return a stream of a device that is only used for uploads."""
     if index not in _quiet:
         with cupy.cuda.Device(index):
             _quiet[index] = cupy.cuda.Stream(non_blocking=True)
@@ -150,16 +148,13 @@ def quiet(index: int) -> cupy.cuda.Stream:
 
 
 class Arrays:
-    """Where the tests get their arrays from, as in tests/mpi/simulated.py.
+    """A library of device arrays, as in tests/mpi/simulated.py.
 
-    library: "interface": objects that speak the CUDA array interface, each with a stream of its
-             own; "cupy"; "torch". Those have the stream that is current when the call is made,
-             and the tests use them on one device.
+    library: "interface" (CUDA array interface, with one stream per array), "cupy" or "torch" (with
+             the current stream, on one device).
     """
 
-    #: Elements of a float32 array whose copies take long.
     large = 4 << 20
-    #: Bytes of arrays, each several slots of the usual size.
     sizes = (64 << 20, 256 << 20, 1 << 30, 4 << 30)
 
     def __init__(self, library: str) -> None:
@@ -168,7 +163,6 @@ class Arrays:
         several = self.streams and not OWN_GPU
         self.devices = cupy.cuda.runtime.getDeviceCount() if several else 1
         self.kinds = ("expandable",) if library == "torch" else ("async", "managed")
-        #: torch's plain memory is of its pool.
         self.pooled = "plain" if library == "torch" else "pool"
         self._side = {
             index: [self._new_stream(index) for _ in range(8 if self.streams else 1)]
@@ -182,7 +176,7 @@ class Arrays:
             return cupy.cuda.Stream(non_blocking=True)
 
     def serves(self, dtype: Any) -> bool:
-        """The library has arrays of the dtype."""
+        """Return True if the library supports the dtype."""
         if self.library == "torch":
             import torch
 
@@ -198,7 +192,7 @@ class Arrays:
     def make(
         self, host: np.ndarray, index: int = 0, layout: str = "C", kind: str = "plain"
     ) -> RealArray:
-        """An array like ``host``, of ``laid_out``'s layout, in memory of that kind."""
+        """Return an array like ``host`` with a layout of ``laid_out`` and a kind of memory."""
         self._next += 1
         streams = self._side[index]
         stream = streams[self._next % len(streams)]
@@ -242,24 +236,24 @@ class Arrays:
         return array
 
     def _of_expandable(self, index: int, nbytes: int) -> Any:
-        """A piece of one great tensor of torch's expandable segments, one after another."""
+        """Return the next part of a large tensor in torch's expandable segments."""
         import torch
 
         if index not in self._expandable:
             torch.cuda.empty_cache()
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
-            great = torch.empty(256 << 20, dtype=torch.uint8, device=f"cuda:{index}")
+            whole = torch.empty(256 << 20, dtype=torch.uint8, device=f"cuda:{index}")
             torch.cuda.memory._set_allocator_settings("expandable_segments:False")
-            self._expandable[index] = [great, 0]
-        great, start = self._expandable[index]
-        if start + nbytes > great.numel():
+            self._expandable[index] = [whole, 0]
+        whole, start = self._expandable[index]
+        if start + nbytes > whole.numel():
             start = 0
         self._expandable[index][1] = start + -(-nbytes // 512) * 512
-        return great[start : start + nbytes]
+        return whole[start : start + nbytes]
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """In here calls are made, in the library's current stream; in the end all is done."""
+        """Set the library's current stream, and synchronize all devices at the end."""
         with contextlib.ExitStack() as stack:
             if not self.streams:
                 stream = self._side[0][0]
@@ -274,12 +268,12 @@ class Arrays:
             cupy.cuda.Device(index).synchronize()
 
     def free_bytes(self) -> int:
-        """Of the first device."""
+        """Return the free memory of the first device."""
         with cupy.cuda.Device(0):
             return int(cupy.cuda.runtime.memGetInfo()[0])
 
     def release(self) -> None:
-        """Give memory that pools keep back to the driver, from under whoever still uses it."""
+        """Release the memory of pools to the driver, even if a kernel still uses it."""
         gc.collect()
         cupy.get_default_memory_pool().free_all_blocks()
         if self.library == "torch":
@@ -289,7 +283,7 @@ class Arrays:
 
     @contextlib.contextmanager
     def full(self, left: int) -> Iterator[None]:
-        """In here the first device has no more than so many bytes in one piece."""
+        """Allocate memory until less than ``left`` bytes can be allocated on the first device."""
         self.release()
         held, size = [], 16 << 30
         with cupy.cuda.Device(0):
@@ -305,7 +299,7 @@ class Arrays:
 
     @contextlib.contextmanager
     def capturing(self, array: RealArray) -> Iterator[None]:
-        """In here the array's stream is captured into a graph."""
+        """Capture the array's stream into a graph."""
         with array._working():
             array.stream.synchronize()
             array.stream.begin_capture()
@@ -317,7 +311,7 @@ class Arrays:
 
 
 def check_kind(address: int, kind: str) -> None:
-    """Memory of another kind than plain is recognised; that of CuPy's pool is plain."""
+    """Check that the runtime recognizes memory that is not plain. Pool memory is plain."""
     assert kind in ("plain", "pool") or not runtime.get_runtime().is_plain(address), (
-        f"{kind} memory is called plain"
+        f"{kind} memory is reported as plain"
     )

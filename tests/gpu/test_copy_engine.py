@@ -1,4 +1,4 @@
-"""Copies between the arrays of ranks, on GPUs: with a GPU for each rank, or all on one.
+"""Route ``copy_engine`` on GPUs: one GPU per rank, or all ranks on one GPU.
 
 Every rank runs every test.
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
 import pytest
 
 pytest.importorskip("cupy")
 import cupy
 
-pytest.importorskip("device_arrays", reason="make test-gpu starts it, and lets it find tests/mpi")
+pytest.importorskip("device_arrays", reason="run it with make test-gpu")
 from device_arrays import forced
 
 import mpicoll as dist
@@ -27,7 +26,7 @@ LARGE = 5_000_000
 
 @pytest.fixture(scope="module")
 def n():
-    """The number of ranks, in a default group of two or more whose calls are forced to go so."""
+    """The number of ranks (two or more) of a default group with the forced route."""
     with forced("copy_engine"):
         dist.init_process_group(timeout=60)
         binding.bind()
@@ -36,7 +35,7 @@ def n():
             yield ranks
         dist.destroy_process_group()
     if ranks == 1:
-        pytest.skip("one rank copies from nobody")
+        pytest.skip("needs two ranks")
 
 
 def values(count, rank):
@@ -46,7 +45,7 @@ def values(count, rank):
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("count", [1, 1000, 65_537, LARGE])
 def test_calls(n, count, offset):
-    """Wherever the arrays lie; inputs are written again, and given back, right after the call."""
+    """Arrays at any alignment. Inputs are overwritten and freed directly after the call."""
     me = dist.get_rank()
 
     def array(count, rank=None):
@@ -76,8 +75,8 @@ def test_calls(n, count, offset):
         assert (sent == values(count, turn % n)).all() and (part == values(count, me)).all()
 
 
-def test_skewed_ranks(n):
-    """One begins late, on the host and on the device, and the others go on."""
+def test_late_rank(n):
+    """One rank is late, on the host and on the device."""
     me = dist.get_rank()
     outputs = []
     for turn in range(2 * n):
@@ -95,7 +94,7 @@ def test_skewed_ranks(n):
 
 
 def test_memory_that_cannot_be_exported(n):
-    """Managed memory, and that of cudaMallocAsync."""
+    """Managed memory and memory of cudaMallocAsync."""
     me = dist.get_rank()
     for allocate in (cupy.cuda.malloc_managed, cupy.cuda.malloc_async):
         given = cupy.ndarray((LARGE,), cupy.float32, allocate(4 * LARGE))
@@ -107,8 +106,8 @@ def test_memory_that_cannot_be_exported(n):
         assert (given == values(LARGE, 1)).all()
 
 
-def test_memory_that_is_freed_and_allocated_again(n):
-    """At the same address, as the driver likes to give it, and in other sizes."""
+def test_memory_freed_and_allocated_again(n):
+    """The driver often returns the same address, also for another size."""
     me = dist.get_rank()
     for turn in range(30):
         count = LARGE + 1000 * (turn % 3)
@@ -120,11 +119,11 @@ def test_memory_that_is_freed_and_allocated_again(n):
         del given, memory
         assert (output == cupy.stack([values(count, rank + turn) for rank in range(n)])).all()
     part = dist.group.WORLD.resources.find("devices").states["copy_engine"]
-    assert not part._refused, "memory at an address that was mapped was not mapped again"
+    assert not part._refused, "memory at an address that had been mapped could not be mapped"
 
 
-def test_graphs_of_large_calls(n):
-    """Are captured by `peer`, which is chosen beside; needs a GPU for each rank."""
+def test_captured_large_calls_use_peer(n):
+    """Needs one GPU per rank."""
     with forced("auto"):
         group = dist.new_group()
         me, stream = dist.get_rank(), cupy.cuda.Stream(non_blocking=True)
@@ -145,29 +144,3 @@ def test_graphs_of_large_calls(n):
         for rank in range(n):
             assert (output[rank] == values(count, rank) + 10).all()
         dist.destroy_process_group(group)
-
-
-@pytest.mark.parametrize("nbytes", [1 << 16, 1 << 18, MIN_BYTES, 1 << 22, 1 << 26, 1 << 28])
-@pytest.mark.parametrize("name", ["all_gather_single", "broadcast", "all_to_all_single"])
-def test_how_long_calls_take(n, name, nbytes, record_property):
-    """With the wait for the stream, beside a copy of as many bytes: reported, not asserted."""
-    count = nbytes // 4 // n * n
-    output, stream = cupy.empty(count, cupy.float32), cupy.cuda.get_current_stream()
-    given = cupy.zeros(count // n if "gather" in name else count, cupy.float32)
-    other, took, copied = cupy.zeros(count, cupy.float32), [], []
-    for _ in range(20 if nbytes < 1 << 24 else 8):
-        dist.barrier()
-        begin = time.perf_counter()
-        if name == "broadcast":
-            dist.broadcast(output)
-        else:
-            getattr(dist, name)(output, given)
-        stream.synchronize()
-        took.append(time.perf_counter() - begin)
-        dist.barrier()
-        begin = time.perf_counter()
-        cupy.copyto(output, other)
-        stream.synchronize()
-        copied.append(time.perf_counter() - begin)
-    median, copy = (float(np.median(column)) * 1e6 for column in (took, copied))
-    record_property(f"{name} of {nbytes} B", f"{median:.1f} us; a copy by each: {copy:.1f} us")

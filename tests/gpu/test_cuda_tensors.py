@@ -1,6 +1,6 @@
 """The PyTorch backend on CUDA tensors: collectives, streams, DDP and FSDP2.
 
-Every rank runs every test. On the host (conftest.py) the tests themselves can be tried.
+Every rank runs every test. The tests also run on the host (conftest.py).
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ from mpicoll.core.groups import default_group
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(20)
-
-
-# ---- Collectives ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
@@ -47,8 +44,7 @@ def test_asynchronous(device):
     assert all(future.done() for future in futures)
 
 
-def test_a_side_stream(device):
-    """Made, reduced and used in a stream that waits for no other; the next stream is told to."""
+def test_side_stream(device):
     if device.type != "cuda":
         pytest.skip("the host has no streams")
     n, me = dist.get_world_size(), dist.get_rank()
@@ -61,7 +57,7 @@ def test_a_side_stream(device):
     assert (tensor == 3 * n * (n + 1) / 2).all()
 
 
-def test_the_others(device):
+def test_other_collectives(device):
     n, me = dist.get_world_size(), dist.get_rank()
     tensor = filled(device, 10, me)
     dist.broadcast(tensor, n - 1)
@@ -86,25 +82,25 @@ def test_the_others(device):
     dist.barrier()
 
 
-def test_messages(device):
+def test_point_to_point(device):
     n, me = dist.get_world_size(), dist.get_rank()
     if n == 1:
-        pytest.skip("one rank has nobody to send to")
-    given, taken = filled(device, 1000, me), torch.zeros(1000, device=device)
-    works = [dist.irecv(taken, (me - 1) % n), dist.isend(given, (me + 1) % n)]
+        pytest.skip("needs two ranks")
+    sent, received = filled(device, 1000, me), torch.zeros(1000, device=device)
+    works = [dist.irecv(received, (me - 1) % n), dist.isend(sent, (me + 1) % n)]
     for work in works:
         work.wait()
-    assert (taken == (me - 1) % n).all()
+    assert (received == (me - 1) % n).all()
 
 
-def test_capture_is_refused(device):
+def test_capture_raises_for_routes_that_cannot_be_captured(device):
     if device.type != "cuda":
         pytest.skip("the host has no graphs")
     tensor = torch.ones(4, device=device)
     dist.all_reduce(tensor)
     names = default_group().resources.find("devices").names
     if dist.get_world_size() > 1 and names[0] == "peer":
-        pytest.skip("test_peer.py has what can be captured")
+        pytest.skip("test_peer.py tests captures")
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with (
@@ -112,9 +108,6 @@ def test_capture_is_refused(device):
         pytest.raises(RuntimeError, match="captured"),
     ):
         dist.all_reduce(tensor)
-
-
-# ---- Training ------------------------------------------------------------------------------------
 
 
 def batch(rank, step):
@@ -143,7 +136,7 @@ STEPS = 4
 
 @pytest.fixture
 def alone(device):
-    """The parameters after training on all ranks' batches by one process."""
+    """Parameters after training in one process on the batches of all ranks."""
     both = [
         [torch.cat(parts) for parts in zip(*(batch(r, s) for r in range(dist.get_world_size())),
                                            strict=True)]
@@ -156,8 +149,8 @@ def alone(device):
 def test_ddp(device, alone, bucket):
     model = DistributedDataParallel(network().to(device), bucket_cap_mb=bucket)
     train(model, [batch(dist.get_rank(), step) for step in range(STEPS)], device)
-    for found, wanted in zip(model.parameters(), alone, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    for found, expected in zip(model.parameters(), alone, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_fsdp(device, alone):
@@ -171,5 +164,5 @@ def test_fsdp(device, alone):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     train(model, [batch(dist.get_rank(), step) for step in range(STEPS)], device)
-    for found, wanted in zip(model.parameters(), alone, strict=True):
-        torch.testing.assert_close(found.full_tensor(), wanted, rtol=1e-4, atol=1e-6)
+    for found, expected in zip(model.parameters(), alone, strict=True):
+        torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-4, atol=1e-6)

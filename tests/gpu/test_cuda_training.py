@@ -1,8 +1,7 @@
-"""What training does with the PyTorch backend on CUDA tensors, where the order of streams, memory
-that is let go and threads may go wrong: futures, hooks, gradient accumulation, DTensor,
-torch.compile, loaders, graphs that another thread captures.
+"""Training with the PyTorch backend on CUDA tensors: futures, hooks, gradient accumulation,
+DTensor, torch.compile and data loaders.
 
-Every rank runs every test. On the host (conftest.py) the tests themselves can be tried.
+Every rank runs every test. The tests also run on the host (conftest.py).
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import shutil
-import threading
 
 import pytest
 
@@ -27,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 
 LARGE = 5_000_000
-#: So small that the gradients of the model take several buckets.
+#: Several buckets for the gradients of the model.
 BUCKETS = {"bucket_cap_mb": 0.01}
 STEPS = 4
 
@@ -37,12 +35,9 @@ def seed():
     torch.manual_seed(20)
 
 
-# ---- Futures -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [1, 1000, LARGE])
-def test_a_callback_reads_values(device, count):
-    """On the host, and by a kernel of its own, whose result the current stream gets."""
+def test_callbacks_read_the_result(device, count):
+    """On the host and in a kernel. The current stream waits for the callback's result."""
     n, me = dist.get_world_size(), dist.get_rank()
     work = dist.all_reduce(filled(device, count, me + 1), async_op=True)
     future = work.get_future()
@@ -53,8 +48,8 @@ def test_a_callback_reads_values(device, count):
 
 
 @pytest.mark.parametrize("count", [1, LARGE])
-def test_a_callback_of_a_synchronous_call(device, count):
-    """It comes after the call: torch's C++, as in DDP, asks such Works for a Future, too."""
+def test_callback_of_a_synchronous_call(device, count):
+    """torch's C++ code, such as DDP, also gets a Future from the Work of a synchronous call."""
     n, me = dist.get_world_size(), dist.get_rank()
     options = dist.AllreduceOptions()
     options.asyncOp = False
@@ -64,8 +59,8 @@ def test_a_callback_of_a_synchronous_call(device, count):
     assert (found * 2 == n * (n + 1)).all()
 
 
-def test_a_callback_that_calls(device):
-    """The next call from the callback of the last, as hooks do; the ranks do so in one order."""
+def test_callback_that_makes_a_call(device):
+    """DDP hooks make calls in callbacks, in the same order on all ranks."""
     n, me = dist.get_world_size(), dist.get_rank()
     tensor = filled(device, 1000, me + 1)
     group = dist.new_group()
@@ -79,13 +74,10 @@ def test_a_callback_that_calls(device):
     dist.destroy_process_group(group)
 
 
-# ---- Memory that is let go -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("count", [1000, LARGE])
-def test_tensors_that_are_dropped(device, async_op, count):
-    """Right after the call its input is deleted; its memory goes to the next tensor, or back."""
+def test_input_may_be_freed_when_the_call_returns(device, async_op, count):
+    """Its memory is reused or released to the driver."""
     n, me = dist.get_world_size(), dist.get_rank()
     for turn in range(6):
         output = torch.zeros(n, count, device=device)
@@ -101,8 +93,8 @@ def test_tensors_that_are_dropped(device, async_op, count):
         assert (output == expected).all() and (other == 99).all()
 
 
-def test_works_that_are_dropped(device):
-    """Only a later call is waited for, which comes after them."""
+def test_works_may_be_dropped(device):
+    """A later synchronous call orders the current stream after the dropped calls."""
     n, me = dist.get_world_size(), dist.get_rank()
     tensors = [filled(device, 100_000, me + k) for k in range(5)]
     for tensor in tensors:
@@ -113,16 +105,13 @@ def test_works_that_are_dropped(device):
         assert (tensor == sum(range(n)) + n * k).all()
 
 
-# ---- DDP -----------------------------------------------------------------------------------------
-
-
 def batch(rank, step):
     generator = torch.Generator().manual_seed(100 * rank + step)
     return torch.randn(8, 64, generator=generator), torch.randn(8, 4, generator=generator)
 
 
 def whole(step):
-    """The batches of all ranks."""
+    """Return the batches of all ranks, concatenated."""
     parts = zip(*(batch(rank, step) for rank in range(dist.get_world_size())), strict=True)
     return [torch.cat(part) for part in parts]
 
@@ -144,13 +133,13 @@ def gradients(model, pair, device):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def close(found, wanted, rtol=1e-4, atol=1e-6):
-    for one, other in zip(found, wanted, strict=True):
+def close(found, expected, rtol=1e-4, atol=1e-6):
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
 
 
 def own(state, bucket):
-    """Sums where DDP would average, and divides in the callback, after another kernel."""
+    """Reduce with SUM, and divide in the callback after another kernel."""
     future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
 
     def divide(done):
@@ -161,7 +150,7 @@ def own(state, bucket):
 
 
 def unnamed(hook):
-    """DDP refuses the hook of bfloat16, by its name, without NCCL."""
+    """Hide the name of a hook, because DDP requires NCCL for the bfloat16 hook by name."""
     return lambda state, bucket: hook(state, bucket)
 
 
@@ -181,13 +170,12 @@ def test_hooks(device, name, buckets):
     model.register_comm_hook(None, hook)
     for step in range(STEPS):
         found = gradients(model, batch(dist.get_rank(), step), device)
-        wanted = gradients(network(device), whole(step), device)
-        largest = max(one.abs().max().item() for one in wanted)
-        close(found, wanted, rtol, rtol * largest)
+        expected = gradients(network(device), whole(step), device)
+        largest = max(one.abs().max().item() for one in expected)
+        close(found, expected, rtol, rtol * largest)
 
 
 def test_power_sgd(device):
-    """Compresses, and trains."""
     model = DDP(network(device))
     state = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
@@ -210,7 +198,7 @@ def test_power_sgd(device):
 
 
 def test_accumulation_with_no_sync(device):
-    """Two of three backward passes stay on the rank; the third sums all of them."""
+    """Two of three backward passes are local. The third reduces the sum of the gradients."""
     model, alone = DDP(network(device), **BUCKETS), network(device)
     for step in range(STEPS):
         model.zero_grad()
@@ -223,7 +211,7 @@ def test_accumulation_with_no_sync(device):
 
 
 class Numbers(Dataset):
-    """Each rank's batches, made in the loader's processes."""
+    """The batches of a rank."""
 
     def __init__(self, rank):
         self.rank = rank
@@ -237,9 +225,9 @@ class Numbers(Dataset):
 
 @pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
 def test_loaders_in_forked_processes(device, pinned):
-    """They fork from a process that has used its GPU, and end while it works on."""
+    """The loaders are forked from a process that uses its GPU."""
     if pinned and device.type != "cuda":
-        pytest.skip("memory is pinned for a GPU")
+        pytest.skip("needs a GPU")
     model, alone = DDP(network(device)), network(device)
     for _ in range(2):
         loader = DataLoader(
@@ -251,9 +239,6 @@ def test_loaders_in_forked_processes(device, pinned):
     total = torch.ones(1000, device=device)
     dist.all_reduce(total)
     assert (total == dist.get_world_size()).all()
-
-
-# ---- DTensor and torch.compile -------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -280,8 +265,8 @@ def test_redistribute(device, mesh, source, target):
     torch.testing.assert_close(found.to_local(), own)
 
 
-def test_a_product_of_shards(device, mesh):
-    """Columns of one matrix by rows of the other: partial sums, and gradients through them."""
+def test_product_of_sharded_matrices(device, mesh):
+    """Columns times rows gives partial sums. Gradients pass through them."""
     n = dist.get_world_size()
     left, right = torch.randn(8, 16 * n, device=device), torch.randn(16 * n, 8, device=device)
     dist.broadcast(left, 0)
@@ -300,7 +285,7 @@ COMPILERS = [
         "inductor",
         marks=pytest.mark.skipif(
             not (shutil.which("cc") and shutil.which("g++")),
-            reason="inductor needs a C and a C++ compiler, and one is missing",
+            reason="inductor needs a C and a C++ compiler",
         ),
     ),
 ]
@@ -308,7 +293,7 @@ COMPILERS = [
 
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_compiled(device, compiler):
-    """Functional collectives in one graph, with kernels between them; run twice."""
+    """Functional collectives in one graph, with kernels between them."""
     n, me = dist.get_world_size(), dist.get_rank()
     ranks = list(range(n))
 
@@ -337,50 +322,3 @@ def test_compiled_ddp(device, compiler):
     for step in range(2):
         found = gradients(compiled, batch(dist.get_rank(), step), device)
         close(found, gradients(network(device), whole(step), device), 1e-3, 1e-5)
-
-
-# ---- Graphs --------------------------------------------------------------------------------------
-
-
-@pytest.mark.on_a_gpu
-@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
-@pytest.mark.parametrize("first", [False, True], ids=["later call", "first call"])
-def test_a_graph_that_another_thread_captures(device, mode, first):
-    """A call goes on meanwhile, on the group's thread, and may allocate; the capture is not
-    disturbed, and holds nothing of the call.
-    """
-    n, me = dist.get_world_size(), dist.get_rank()
-    group = dist.new_group()
-    if not first:
-        dist.all_reduce(torch.ones(LARGE, device=device), group=group)
-    tensor = filled(device, LARGE, me + 1)
-    captured = torch.ones(1000, device=device)
-    graph, begun, go_on, errors = torch.cuda.CUDAGraph(), threading.Event(), threading.Event(), []
-    torch.cuda.synchronize(device)
-
-    def capture():
-        try:
-            torch.cuda.set_device(device)
-            with torch.cuda.graph(graph, capture_error_mode=mode):
-                captured.mul_(3)
-                begun.set()
-                assert go_on.wait(50)
-                captured.add_(1)
-        except Exception as error:
-            errors.append(error)
-            begun.set()
-
-    thread = threading.Thread(target=capture)
-    thread.start()
-    assert begun.wait(50)
-    try:
-        dist.all_reduce(tensor, group=group, async_op=True).wait()
-    finally:
-        go_on.set()
-        thread.join()
-    assert not errors, errors
-    assert (tensor * 2 == n * (n + 1)).all()
-    for _ in range(2):
-        graph.replay()
-    assert (captured == 13).all()
-    dist.destroy_process_group(group)

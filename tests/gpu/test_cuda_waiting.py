@@ -1,5 +1,4 @@
-"""What calls of the PyTorch backend on CUDA tensors make the host wait for, and how long, which is
-reported, not asserted.
+"""How long calls of the PyTorch backend on CUDA tensors block the host, and stream order.
 
 Every rank runs every test.
 """
@@ -24,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 pytestmark = pytest.mark.on_a_gpu
 
 
-def measure(begin, record_property, what):
-    """Three times, what ``begin`` does: returns a function that waits, and one that checks."""
+def measure(begin, record_property, name):
+    """Report durations of ``begin``, which returns a function that waits and one that checks."""
     took, clock = [], time.perf_counter
     for turn in range(4):
         torch.cuda.synchronize()
@@ -37,21 +36,19 @@ def measure(begin, record_property, what):
         wait()
         waited = clock()
         torch.cuda.synchronize()
-        if turn:  # the first one compiles and allocates
+        if turn:  # the first run compiles and allocates
             took.append((called - start, waited - called, clock() - start))
         check()
     call, wait, all_of_it = (min(column) * 1e3 for column in zip(*took, strict=True))
     record_property(
-        what, f"call {call:.3f} ms, wait() {wait:.3f} ms, device done {all_of_it:.3f} ms"
+        name, f"call {call:.3f} ms, wait() {wait:.3f} ms, device done {all_of_it:.3f} ms"
     )
 
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("count", [1000, 5_000_000, 100_000_000])
-def test_a_call(device, count, async_op, record_property):
-    """Behind 50 ms of other work. Both take microseconds by a route that blocks for nothing; by
-    others the call does if it is asynchronous.
-    """
+def test_report_duration_of_a_call(device, count, async_op, record_property):
+    """The stream has 50 ms of earlier work. Routes that only enqueue work take microseconds."""
     n, me = dist.get_world_size(), dist.get_rank()
 
     def begin():
@@ -78,8 +75,8 @@ def fsdp2(layers):
 
 
 @pytest.mark.parametrize("wrap", [ddp, fsdp2])
-def test_a_step(device, wrap, record_property):
-    """Their run-ahead: backward() returns before the device has done it, where nothing blocks."""
+def test_report_duration_of_a_training_step(device, wrap, record_property):
+    """backward() returns before the device has finished if no call blocks the host."""
     model = wrap(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).to(device))
     x = torch.randn(64, 1024, device=device)
 
@@ -98,8 +95,8 @@ def test_a_step(device, wrap, record_property):
 
 
 @pytest.mark.parametrize("count", [1000, 5_000_000])
-def test_the_stream_that_is_current_at_the_wait(device, count):
-    """It goes on after the call, whichever stream that was made in; so it does after a Future."""
+def test_wait_orders_the_stream_that_is_current_at_the_wait(device, count):
+    """Also the wait of a Future."""
     n, me = dist.get_world_size(), dist.get_rank()
     one, other = torch.cuda.Stream(device), torch.cuda.Stream(device)
     for turn in range(6):
@@ -110,22 +107,22 @@ def test_the_stream_that_is_current_at_the_wait(device, count):
             work.get_future().wait() if turn % 2 else work.wait()
             doubled = tensor * 2
         other.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream(device)):  # which waits for nothing
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # not ordered after other streams
             assert (doubled == 2 * (sum(range(n)) + n * turn)).all()
 
 
-def test_a_wait_with_a_timeout(device):
-    """It waits on the host until the device is done, and is_completed() asks the device."""
+def test_wait_with_a_timeout_synchronizes_the_device(device):
+    """is_completed() queries the device."""
     n, me = dist.get_world_size(), dist.get_rank()
     tensor = filled(device, 1_000_000, float(me + 1))
     work = dist.all_reduce(tensor, async_op=True)
     assert work.wait(timedelta(seconds=50)) and work.is_completed() and work.is_success()
-    with torch.cuda.stream(torch.cuda.Stream(device)):  # which waits for nothing
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # not ordered after other streams
         assert (tensor == n * (n + 1) / 2).all()
 
 
-def test_a_future_holds_up_no_stream(device):
-    """It is made while the call is on its way: only its callbacks' streams wait for the call."""
+def test_future_does_not_block_the_current_stream(device):
+    """Only the streams of its callbacks wait for the call."""
     n, me = dist.get_world_size(), dist.get_rank()
     with torch.cuda.stream(torch.cuda.Stream(device)):
         tensor = torch.full((1000,), float(me + 1), device=device)

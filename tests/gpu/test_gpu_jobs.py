@@ -1,7 +1,6 @@
-"""Whole jobs on GPUs, by mpiexec: which contexts they set up, which GPUs ranks see, what is left of
-a job whose rank is killed.
+"""Jobs on GPUs: contexts, visible devices, and memory after a rank was killed.
 
-The jobs take simulated devices where there is no GPU, as far as that shows something.
+Without a GPU, some of the jobs run on simulated devices.
 """
 
 from __future__ import annotations
@@ -22,27 +21,27 @@ HERE = Path(__file__).resolve().parent
 MPI_TESTS = HERE.parent / "mpi"
 ON_A_GPU = os.environ.get("TEST_MPICOLL_DEVICE") == "cuda"
 #: Seconds after which a job counts as hanging.
-LIMIT = 90
-#: Bytes of the GPU's memory that come and go by themselves.
-SLACK = 64 << 20
+TIMEOUT_S = 90
+#: Fluctuation of the GPU's free memory.
+SLACK_BYTES = 64 << 20
 
-needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC names no mpiexec")
+needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC is not set")
 
 PREAMBLE = f"""
 import faulthandler, os, signal, sys
-faulthandler.register(signal.SIGALRM, chain=True)  # print where all threads are, then die
-signal.alarm({LIMIT})
+faulthandler.register(signal.SIGALRM, chain=True)  # print the stacks of all threads and exit
+signal.alarm({TIMEOUT_S})
 import numpy as np
 import mpicoll as dist
 from device_arrays import LIBRARIES, devices
 
-def say(*words):  # one write, so that ranks do not print into each other's lines
+def say(*words):  # one write, so that lines of ranks are not mixed
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 
-def total(arrays, count, value, index=0, **how):
+def all_reduced(arrays, count, value, index=0, **options):
     array = arrays.make(np.full(count, value, np.float32), index)
     array.upload()
-    work = dist.all_reduce(array.given, **how)
+    work = dist.all_reduce(array.given, **options)
     if work is not None:
         work.wait()
     array.host[...] = -1
@@ -52,7 +51,7 @@ def total(arrays, count, value, index=0, **how):
 
 
 def run(folder: Path, script: str, ranks: int = 2, **environment: str) -> tuple[int, str]:
-    """The exit code of a job, and what it printed. Fails if it does not end."""
+    """Run a job. Return its exit code and output."""
     path = folder / "script.py"
     path.write_text(PREAMBLE + script)
     paths = [str(HERE), str(MPI_TESTS), os.environ.get("PYTHONPATH", "")]
@@ -66,7 +65,7 @@ def run(folder: Path, script: str, ranks: int = 2, **environment: str) -> tuple[
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
-        output, _ = process.communicate(timeout=LIMIT + 10)
+        output, _ = process.communicate(timeout=TIMEOUT_S + 10)
     except subprocess.TimeoutExpired as error:
         pytest.fail(f"the job did not end: {error.output}")
     finally:
@@ -78,31 +77,29 @@ def run(folder: Path, script: str, ranks: int = 2, **environment: str) -> tuple[
 
 
 def free_bytes() -> int:
-    """Of the first GPU, as a process of its own sees it."""
+    """Return the free memory of the first GPU, from a new process."""
     code = "import cupy; print(cupy.cuda.runtime.memGetInfo()[0])"
     return int(subprocess.check_output([sys.executable, "-c", code]))
 
-
-# ---- A rank that is killed -----------------------------------------------------------------------
 
 KILLED = """
 from mpicoll.cuda import runtime
 dist.init_process_group(timeout=20)
 me, n = dist.get_rank(), dist.get_world_size()
 with devices(LIBRARIES[0]) as arrays:
-    assert (total(arrays, 10, me + 1) == n * (n + 1) / 2).all()
-    say("begun")
+    assert (all_reduced(arrays, 10, me + 1) == n * (n + 1) / 2).all()
+    say("started")
     cuda, calls = runtime.get_runtime(), []
-    works = cuda.CALL
-    def dies(*what):
-        calls.append(what)
+    original = cuda.CALL
+    def die(*arguments):
+        calls.append(arguments)
         if len(calls) == PLACE:
             os.kill(os.getpid(), signal.SIGKILL)
-        return works(*what)
+        return original(*arguments)
     if me == RANK % n:
-        cuda.CALL = dies
-    total(arrays, 10_000_000, me, async_op=ASYNC)
-    say("went on")
+        cuda.CALL = die
+    all_reduced(arrays, 10_000_000, me, async_op=ASYNC)
+    say("continued")
 """
 
 
@@ -110,29 +107,26 @@ with devices(LIBRARIES[0]) as arrays:
 @pytest.mark.parametrize(
     ("route", "call", "place", "rank"),
     [
-        # In the middle of a call of several rounds.
+        # In a call of several rounds.
         ("ipc", "copy", 1, -1),
         ("ipc", "copy", 5, -1),
-        # Before the ranks meet; and the one that works for all, whose array the others wait for.
+        # Before the first synchronization; the rank that enqueues the work of all ranks.
         ("shared_gpu", "record_again", 1, -1),
         ("shared_gpu", "combine_for_all", 1, 0),
     ],
 )
 @pytest.mark.parametrize("async_op", [False, True])
-def test_a_rank_that_is_killed(tmp_path, route, call, place, rank, async_op):
-    """The job ends, and its memory comes back."""
+def test_killed_rank_aborts_the_job_and_frees_memory(tmp_path, route, call, place, rank, async_op):
     before = free_bytes() if ON_A_GPU else 0
     script = KILLED
     for word, value in (("CALL", call), ("PLACE", place), ("RANK", rank), ("ASYNC", async_op)):
         script = script.replace(word, str(value))
     code, output = run(tmp_path, script, MPICOLL_DEVICE_ROUTE=route)
-    assert code and output.count("begun") == 2 and "went on" not in output, output
-    until = time.monotonic() + 20  # the driver takes a while to clear up behind a killed process
-    while ON_A_GPU and free_bytes() < before - SLACK:
-        assert time.monotonic() < until, f"{(before - free_bytes()) >> 20} MiB are still taken"
+    assert code and output.count("started") == 2 and "continued" not in output, output
+    until = time.monotonic() + 20  # the driver frees memory of a killed process later
+    while ON_A_GPU and free_bytes() < before - SLACK_BYTES:
+        assert time.monotonic() < until, f"{(before - free_bytes()) >> 20} MiB were not freed"
 
-
-# ---- Contexts and visible GPUs -------------------------------------------------------------------
 
 CONTEXTS = """
 import ctypes
@@ -157,10 +151,10 @@ mine = me % count.value
 x = np.ones(1_000_000)
 dist.all_reduce(x)
 dist.all_reduce(x, async_op=True).wait()
-assert contexts() == [], "calls on host memory have set up a GPU: %s" % contexts()
+assert contexts() == [], "calls on host memory have created contexts: %s" % contexts()
 import cupy
 from mpicoll.cuda import binding
-assert contexts() == [], "loading CuPy has set up a GPU: %s" % contexts()
+assert contexts() == [], "loading CuPy has created contexts: %s" % contexts()
 assert binding.bind() == mine
 with cupy.cuda.Device(mine):
     for count_ in (10, 10_000_000):
@@ -186,8 +180,8 @@ say("contexts", mine)
 @needs_mpiexec
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_contexts(tmp_path, ranks):
-    """None before a call on device memory, then on the GPU of the arrays alone: each context on
-    another takes half a gigabyte there.
+    """No context before a call on device memory, then only on the GPU of the arrays. A context uses
+    half a gigabyte.
     """
     code, output = run(tmp_path, CONTEXTS, ranks)
     assert code == 0 and output.count("contexts") == ranks, output
@@ -208,7 +202,7 @@ with devices("cupy") as arrays:
     me, n = dist.get_rank(), dist.get_world_size()
     for count in (10, 10_000_000):
         for async_op in (False, True):
-            assert (total(arrays, count, me + 1, async_op=async_op) == n * (n + 1) / 2).all()
+            assert (all_reduced(arrays, count, me + 1, async_op=async_op) == n * (n + 1) / 2).all()
     say("route", dist.group.WORLD.resources.find("devices").names[0], len(gpus), "GPUs")
     dist.destroy_process_group()
 """
@@ -217,16 +211,16 @@ with devices("cupy") as arrays:
 @pytest.mark.on_a_gpu
 @needs_mpiexec
 @pytest.mark.parametrize("query", ["index", "uuid"])
-@pytest.mark.parametrize("one", [True, False], ids=["its own", "its own first"])
+@pytest.mark.parametrize("one", [True, False], ids=["own", "own first"])
 def test_visible_devices(tmp_path, record_property, query, one):
-    """Each rank sees its own GPU alone, or all, in another order than the others: device 0 is
-    another GPU on each, where there are several. UUIDs name them as well as numbers.
+    """CUDA_VISIBLE_DEVICES has only the rank's GPU, or all GPUs in another order on each rank. With
+    several GPUs, device 0 differs on each rank.
     """
     script = VISIBLE.replace("QUERY", repr(query)).replace("ONE", str(one))
     code, output = run(tmp_path, script)
-    said = [line for line in output.splitlines() if line.startswith("route ")]
-    assert code == 0 and len(said) == 2 and said[0] == said[1], output
-    record_property("route", said[0].removeprefix("route "))
+    lines = [line for line in output.splitlines() if line.startswith("route ")]
+    assert code == 0 and len(lines) == 2 and lines[0] == lines[1], output
+    record_property("route", lines[0].removeprefix("route "))
 
 
 MIG = """
@@ -248,7 +242,7 @@ else:
     assert len(set(named)) == n, named
     with devices("cupy") as arrays:
         for count in (10, 10_000_000):
-            assert (total(arrays, count, me + 1) == n * (n + 1) / 2).all()
+            assert (all_reduced(arrays, count, me + 1) == n * (n + 1) / 2).all()
     say("route", dist.group.WORLD.resources.find("devices").names[0])
 dist.destroy_process_group()
 """
@@ -256,8 +250,8 @@ dist.destroy_process_group()
 
 @pytest.mark.on_a_gpu
 @needs_mpiexec
-def test_instances_of_one_gpu(tmp_path):
-    """MIG instances, one for each rank: two GPUs, though they have one PCI bus id."""
+def test_mig_instances_count_as_gpus(tmp_path):
+    """The instances have the same PCI bus ID."""
     code, output = run(tmp_path, MIG)
     assert code == 0, output
     if "too few" in output:
@@ -265,19 +259,17 @@ def test_instances_of_one_gpu(tmp_path):
     assert output.count("route ") == 2 and "shared_gpu" not in output, output
 
 
-# ---- Kernels -------------------------------------------------------------------------------------
-
 UNWRITABLE = """
 import pathlib, shutil, tempfile
 kernels = pathlib.Path(tempfile.mkdtemp(dir=os.path.dirname(os.path.abspath(__file__))))
-os.environ["CUPY_CACHE_DIR"] = str(kernels)  # each rank's own, with nothing in it
+os.environ["CUPY_CACHE_DIR"] = str(kernels)  # an empty folder for each rank
 dist.init_process_group(timeout=40)
 me, n = dist.get_rank(), dist.get_world_size()
 with devices("cupy") as arrays:
     array = arrays.make(np.full(1_000_000, me + 1, np.float32))
     array.upload()
-    array.download()  # what CuPy needs of its own kernels is there
-    if me == 0:  # a file in its place, as nothing is forbidden to root; some CuPys asked before
+    array.download()  # CuPy has compiled its own kernels
+    if me == 0:  # root can write to any folder, so use a file
         shutil.rmtree(kernels)
         kernels.touch()
     try:
@@ -293,11 +285,9 @@ with devices("cupy") as arrays:
 @pytest.mark.on_a_gpu
 @needs_mpiexec
 @pytest.mark.parametrize("route", ["shared_gpu", "ipc"])
-def test_a_kernel_that_one_rank_cannot_keep(tmp_path, route):
-    """Where it cannot write the folder of compiled kernels: both ranks have the result, or both an
-    error, and neither waits for the other. By `shared_gpu` only the first rank compiles one.
-    """
+def test_rank_that_cannot_write_the_kernel_cache(tmp_path, route):
+    """Both ranks get the result or both get an error. With `shared_gpu`, only rank 0 compiles."""
     _, output = run(tmp_path, UNWRITABLE, MPICOLL_DEVICE_ROUTE=route)
-    said = [line for line in output.splitlines() if line.startswith(("right", "raised"))]
-    assert [line.split()[0] for line in said] in (["right"] * 2, ["raised"] * 2), output
+    lines = [line for line in output.splitlines() if line.startswith(("right", "raised"))]
+    assert [line.split()[0] for line in lines] in (["right"] * 2, ["raised"] * 2), output
     assert "Timeout" not in output, output

@@ -1,20 +1,17 @@
-"""Several ranks on each of several GPUs: first those that share one, then a rank of each.
+"""Route ``hierarchical`` with several ranks on each of several GPUs.
 
-Every rank runs every test, on its own GPU. tests/mpi/test_device_hierarchical.py has the route on
-simulated devices, and on several nodes.
+Every rank runs every test on its own GPU. tests/mpi/test_device_hierarchical.py tests the route on
+simulated devices and nodes.
 """
 
 from __future__ import annotations
 
-import time
-
-import numpy as np
 import pytest
 
 pytest.importorskip("cupy")
 import cupy
 
-pytest.importorskip("device_arrays", reason="make test-gpu starts it, and lets it find tests/mpi")
+pytest.importorskip("device_arrays", reason="run it with make test-gpu")
 from device_arrays import forced
 
 import mpicoll as dist
@@ -24,13 +21,13 @@ from mpicoll.routes.device.hierarchical import MIN_BYTES
 
 pytestmark = pytest.mark.on_a_gpu
 
-#: The smallest call, one with a rest, and one of several pieces of 64 MiB.
+#: The smallest call, a call with a remainder, and a call of several chunks of 64 MiB.
 COUNTS = [MIN_BYTES // 4, 1_000_003, 40_000_000]
 
 
 @pytest.fixture(scope="module")
 def n():
-    """The number of ranks, in a default group whose calls are forced to go so."""
+    """The number of ranks of a default group with the forced route."""
     missing = ""
     with forced("hierarchical"):
         dist.init_process_group(timeout=60)
@@ -55,8 +52,8 @@ def ramp(count, rank):
 def test_results(n, count, async_op):
     me = dist.get_rank()
 
-    def call(function, *what, **how):
-        work = function(*what, async_op=async_op, **how)
+    def call(function, *arguments, **options):
+        work = function(*arguments, async_op=async_op, **options)
         if async_op:
             work.wait()
 
@@ -70,16 +67,3 @@ def test_results(n, count, async_op):
     call(dist.reduce, array, dst=1)
     if me == 1:
         assert (array == n * (cupy.arange(count) % 1009) + sum(range(n))).all()
-
-
-@pytest.mark.parametrize("nbytes", [MIN_BYTES, 1 << 20, 1 << 24, 1 << 28])
-def test_how_long_calls_take(n, nbytes, record_property):
-    """With the wait for the stream: reported, not asserted."""
-    array, stream, took = cupy.zeros(nbytes // 4, cupy.float32), cupy.cuda.get_current_stream(), []
-    for _ in range(10):
-        dist.barrier()
-        begin = time.perf_counter()
-        dist.all_reduce(array)
-        stream.synchronize()
-        took.append(time.perf_counter() - begin)
-    record_property(f"all_reduce of {nbytes} B", f"{float(np.median(took)) * 1e6:.1f} us")

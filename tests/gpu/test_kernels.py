@@ -1,6 +1,6 @@
-"""The kernels that reduce, on a GPU, beside ``reduction.py`` on the host.
+"""Reduction kernels on a GPU, compared with ``reduction.py`` on the host.
 
-tests/test_device_kernels.py holds the same source against NumPy, compiled for the host.
+tests/test_device_kernels.py compares the assert_same source, compiled for the host, with NumPy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("cupy")
 import cupy
 
-pytest.importorskip("oracle", reason="make test-gpu starts it, and lets it find tests/mpi")
+pytest.importorskip("oracle", reason="run it with make test-gpu")
 from oracle import any_bits, operands
 
 from mpicoll.dtypes import DTYPES, OPERATIONS, Kind, ReduceOp
@@ -33,7 +33,7 @@ NARROW = [
     for row in DTYPES
     if row.kind is Kind.NARROW_FLOAT and reduction.find_loop(ReduceOp.SUM, row) is not None
 ]
-#: Less than a piece; with a rest; more than all threads of a device hold at once.
+#: Less than a vector, with a remainder, and more than the threads of a device.
 COUNTS = [1, 7, 1000, 1_000_003]
 
 
@@ -43,7 +43,7 @@ def kernels():
 
 
 class OnDevice:
-    """Bytes on the device, so many bytes behind a multiple of 256."""
+    """A copy of an array on the device, ``offset`` bytes after a multiple of 256."""
 
     def __init__(self, array, offset=0):
         self.memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(array.nbytes + 256), 0)
@@ -56,16 +56,16 @@ class OnDevice:
         return self.bytes.get().view(self.dtype)
 
 
-def same(got, expected, kind, what):
-    """Equal bits, but for what is left open: which NaN, and how complex products are rounded."""
+def assert_same(got, expected, kind, case):
+    """Compare bits. All NaN are equal, and complex products may be rounded differently."""
     if kind is Kind.COMPLEX:
-        np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=what)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=case)
         return
     if kind in (Kind.FLOAT, Kind.NARROW_FLOAT):
         nan = np.isnan(expected)
-        assert (np.isnan(got) == nan).all(), what
+        assert (np.isnan(got) == nan).all(), case
         got, expected = got[~nan], expected[~nan]
-    assert got.tobytes() == expected.tobytes(), what
+    assert got.tobytes() == expected.tobytes(), case
 
 
 @pytest.mark.parametrize(("op", "dtype"), PAIRS)
@@ -76,33 +76,31 @@ def test_combine(kernels, op, dtype):
             if n == 17 and count > 1000:
                 continue
             arrays = [operands(op, dtype, count, rank) for rank in range(n)]
-            # The sources lie alike in memory, or, with a step, each in a way of its own.
-            given = [OnDevice(array, step * (rank % 3)) for rank, array in enumerate(arrays)]
+            # Sources of equal alignment, or, with a step, of different alignments.
+            sources = [OnDevice(array, step * (rank % 3)) for rank, array in enumerate(arrays)]
             out = OnDevice(np.zeros(count, dtype.numpy))
             divisor = n if op is ReduceOp.AVG else 1
             expected = np.empty(count, dtype.numpy)
             with np.errstate(all="ignore"):
                 reduction.combine(op, dtype, arrays, expected, divisor)
-            addresses = [each.address for each in given]
+            addresses = [each.address for each in sources]
             kernels.combine(by, addresses, out.address, count, divisor, stream.ptr)
-            kernels.combine(by, addresses, given[0].address, count, divisor, stream.ptr)
+            kernels.combine(by, addresses, sources[0].address, count, divisor, stream.ptr)
             stream.synchronize()
-            what = f"{count} of {n}, step {step}"
-            same(out.got(), expected, dtype.kind, what)
-            same(given[0].got(), expected, dtype.kind, f"{what}, in place")
+            case = f"{count} of {n}, step {step}"
+            assert_same(out.got(), expected, dtype.kind, case)
+            assert_same(sources[0].got(), expected, dtype.kind, f"{case}, in place")
 
 
 @pytest.mark.parametrize(("op", "dtype"), PAIRS)
 def test_combine_for_all(kernels, op, dtype):
-    """Into arrays that lie as the sources do or otherwise, then in place, as ranks have it that
-    share a GPU.
-    """
+    """Outputs with the alignment of the sources or another one, then in place."""
     by, stream = reduction.find_loop(op, dtype), cupy.cuda.Stream(non_blocking=True)
     size = dtype.itemsize
     for count in COUNTS:
         for n, step, shift in ((2, 0, 0), (3, 0, size), (4, size, 0)):
             arrays = [operands(op, dtype, count, rank) for rank in range(n)]
-            given = [OnDevice(array, step * rank) for rank, array in enumerate(arrays)]
+            sources = [OnDevice(array, step * rank) for rank, array in enumerate(arrays)]
             outs = [
                 OnDevice(np.zeros(count, dtype.numpy), step * rank + shift) for rank in range(n)
             ]
@@ -110,28 +108,28 @@ def test_combine_for_all(kernels, op, dtype):
             expected = np.empty(count, dtype.numpy)
             with np.errstate(all="ignore"):
                 reduction.combine(op, dtype, arrays, expected, divisor)
-            addresses = [each.address for each in given]
+            addresses = [each.address for each in sources]
             into = [each.address for each in outs]
             kernels.combine_for_all(by, addresses, into, count, divisor, stream.ptr)
             kernels.combine_for_all(by, addresses, addresses, count, divisor, stream.ptr)
             stream.synchronize()
             for rank in range(n):
-                what = f"{count} of {n}, step {step}, rank {rank}"
-                same(outs[rank].got(), expected, dtype.kind, what)
-                same(given[rank].got(), expected, dtype.kind, f"{what}, in place")
+                case = f"{count} of {n}, step {step}, rank {rank}"
+                assert_same(outs[rank].got(), expected, dtype.kind, case)
+                assert_same(sources[rank].got(), expected, dtype.kind, f"{case}, in place")
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=repr)
 def test_narrow(kernels, dtype):
     stream = cupy.cuda.Stream(non_blocking=True)
     wide = any_bits(next(row for row in DTYPES if row.name == "float32"), 1_000_003, 0)
-    given, out = OnDevice(wide), OnDevice(np.zeros(wide.size, dtype.numpy))
+    sources, out = OnDevice(wide), OnDevice(np.zeros(wide.size, dtype.numpy))
     expected = np.empty(wide.size, dtype.numpy)
     with np.errstate(all="ignore"):
         reduction.narrow(wide, expected)
-    kernels.narrow(dtype, given.address, out.address, wide.size, stream.ptr)
+    kernels.narrow(dtype, sources.address, out.address, wide.size, stream.ptr)
     stream.synchronize()
-    same(out.got(), expected, dtype.kind, str(dtype))
+    assert_same(out.got(), expected, dtype.kind, str(dtype))
 
 
 @pytest.mark.parametrize(
@@ -139,15 +137,15 @@ def test_narrow(kernels, dtype):
 )
 def test_scale(kernels, dtype):
     if reduction.find_loop(ReduceOp.PREMUL_SUM, dtype) is None:
-        pytest.skip("no kernel scales it")
+        pytest.skip("no kernel for this dtype")
     stream = cupy.cuda.Stream(non_blocking=True)
     array = operands(ReduceOp.PREMUL_SUM, dtype, 1003, 0)
     factor = 3 if dtype.kind is Kind.INTEGER else 0.5
-    given, out = OnDevice(array), OnDevice(np.zeros(array.size, dtype.accumulate))
+    sources, out = OnDevice(array), OnDevice(np.zeros(array.size, dtype.accumulate))
     expected = np.empty(array.size, dtype.accumulate)
     with np.errstate(all="ignore"):
         reduction.scale(dtype, array, factor, expected)
-    kernels.scale(dtype, given.address, factor, out.address, array.size, stream.ptr)
+    kernels.scale(dtype, sources.address, factor, out.address, array.size, stream.ptr)
     stream.synchronize()
-    same(out.got(), expected, Kind.FLOAT if dtype.kind is Kind.NARROW_FLOAT else dtype.kind,
+    assert_same(out.got(), expected, Kind.FLOAT if dtype.kind is Kind.NARROW_FLOAT else dtype.kind,
          str(dtype))  # fmt: skip

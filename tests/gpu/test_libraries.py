@@ -1,4 +1,4 @@
-"""Arrays on a GPU as their own libraries make them, and how the GPUs are joined, as others say."""
+"""GPU arrays of CuPy, torch, Numba and JAX, and the topology compared with nvidia-smi."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpicoll.errors import ArgumentError  # noqa: E402
 
 
 class Exporter:
-    """Speaks DLPack, and nothing else, for another array."""
+    """An array with DLPack only."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -34,7 +34,7 @@ class Exporter:
 
 
 def check(array: Any, address: int, strides: tuple[int, ...] | None, writable: bool = True) -> None:
-    """Where the library says that its array is."""
+    """Compare the view with the address and strides that the library reports."""
     found = build_view(array, writable, "x")
     assert (found.device, found.address, found.shape) == (0, address, (4, 6))
     if strides is not None:
@@ -81,14 +81,13 @@ def test_jax():
         build_view(array, True, "x")
 
 
-def test_memory_that_is_managed():
-    """Its device is the driver's to say."""
+def test_managed_memory():
     memory = cupy.cuda.malloc_managed(96)
     array = cupy.ndarray((4, 6), "f4", memory)
     check(Exporter(array), memory.ptr, None)
 
 
-def test_every_gpu_is_known():
+def test_topology_finds_every_gpu():
     cuda = runtime.get_runtime()
     addresses = [cuda.pci_bus_id(index) for index in range(cuda.count())]
     known = topology.find(addresses)
@@ -96,18 +95,17 @@ def test_every_gpu_is_known():
         if not Path("/sys/bus/pci/devices", address.lower()).exists():
             pytest.skip(f"this container's /sys does not show {address}")
         gpu = known.gpu(address)
-        assert gpu is not None, f"/sys does not call {address} a GPU"
-        assert gpu.processors, "/sys says nothing of near processors"
+        assert gpu is not None, f"{address} is not a GPU in /sys"
+        assert gpu.processors, "/sys has no local processors"
 
 
-def test_nvidia_smi_says_the_same():
-    """Of all GPUs, as the tool numbers them: by PCI address."""
+def test_topology_agrees_with_nvidia_smi():
     tool = shutil.which("nvidia-smi")
     if tool is None or os.environ.get("CUDA_VISIBLE_DEVICES"):
-        pytest.skip("there is no nvidia-smi, or it sees other GPUs")
+        pytest.skip("no nvidia-smi, or CUDA_VISIBLE_DEVICES is set")
     query = ["--query-gpu=pci.bus_id", "--format=csv,noheader"]
-    said = subprocess.run([tool, *query], capture_output=True, text=True, check=True)
-    known = topology.find(said.stdout.split())
+    listed = subprocess.run([tool, *query], capture_output=True, text=True, check=True)
+    known = topology.find(listed.stdout.split())
     table = subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, check=True).stdout
     plain = re.sub(r"\x1b\[[0-9;]*m", "", table)
     rows = [line.split("\t") for line in plain.splitlines() if re.match(r"GPU\d+\t", line)]

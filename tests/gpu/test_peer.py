@@ -1,4 +1,4 @@
-"""Kernels that wait for each other, a GPU for each rank: sizes, addresses, graphs, and giving up.
+"""Route ``peer`` on GPUs: sizes, alignments, graphs, timeouts and failures.
 
 Every rank runs every test.
 """
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.on_a_gpu
 
 @pytest.fixture(scope="module")
 def n():
-    """The number of ranks, in a default group that goes by ``peer``."""
+    """The number of ranks of a default group that uses ``peer``."""
     dist.init_process_group(timeout=60)
     binding.bind()
     dist.all_reduce(cupy.ones(1, cupy.float32))
     names = dist.group.WORLD.resources.find("devices").names
     if names[0] != "peer":
         dist.destroy_process_group()
-        pytest.skip(f"calls go by {names[0]}: two ranks share a GPU, or cannot reach each other's")
+        pytest.skip(f"route {names[0]} is used: ranks share a GPU or have no peer access")
     yield dist.get_world_size()
     dist.destroy_process_group()
 
@@ -39,7 +39,7 @@ def n():
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["float32", "float16", "int8"])
 def test_sizes(n, kind, offset):
-    """Around those at which something changes, wherever the arrays lie."""
+    """Sizes around the limits of the algorithms, at any alignment."""
     me = dist.get_rank()
     for count in (1, 7, 4096, 65_536, 65_537, 262_145, 1_000_003, 20_000_001):
         whole = cupy.full(count + offset + 8, 77, kind)
@@ -58,8 +58,7 @@ def test_sizes(n, kind, offset):
 
 
 @pytest.mark.parametrize("count", [16, 5_000_000])
-def test_graphs(n, count):
-    """A graph is replayed many times, among other calls."""
+def test_graph_replays_between_other_calls(n, count):
     me, stream = dist.get_rank(), cupy.cuda.Stream(non_blocking=True)
     with stream:
         array = cupy.full(count, 1, cupy.int64)
@@ -81,33 +80,32 @@ def test_graphs(n, count):
         assert (array.get() == value).all()
 
 
-def test_giving_up(n, monkeypatch):
-    """No GPU hangs for a rank that does not come."""
+def test_kernels_time_out_if_a_rank_is_missing(n, monkeypatch):
     if n == 1:
-        pytest.skip("a rank waits for nobody")
-    monkeypatch.setattr(consistency, "FIRST", 1)  # from then on the hosts do not meet in each call
+        pytest.skip("needs two ranks")
+    monkeypatch.setattr(consistency, "FIRST", 1)  # later calls are not compared
     group, me = dist.new_group(timeout=3), dist.get_rank()
     array = cupy.ones(1000, cupy.float32)
     for _ in range(2):
         dist.all_reduce(array, group=group)
-    begun = time.monotonic()
+    start = time.monotonic()
     if me:
         dist.all_reduce(array, group=group)
     cupy.cuda.Device().synchronize()
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - start < 30
     MPI.COMM_WORLD.Barrier()
     with pytest.raises(DistBackendError, match="for rank 0"):
         dist.all_reduce(array, group=group)
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("look", ["call", "barrier", "wait", "exception", "destroy"])
-def test_a_rank_that_fails_alone(n, monkeypatch, look):
-    """The kernels of the others end at once, and whoever looks learns why."""
+@pytest.mark.parametrize("via", ["call", "barrier", "wait", "exception", "destroy"])
+def test_failure_of_one_rank_aborts_waiting_kernels(n, monkeypatch, via):
+    """The other ranks get the error with the result, or in their next call."""
     if n == 1:
-        pytest.skip("a rank waits for nobody")
-    monkeypatch.setattr(consistency, "FIRST", 1)  # from then on the hosts do not meet in each call
-    group, me, begun = dist.new_group(timeout=300), dist.get_rank(), time.monotonic()
+        pytest.skip("needs two ranks")
+    monkeypatch.setattr(consistency, "FIRST", 1)  # later calls are not compared
+    group, me, start = dist.new_group(timeout=300), dist.get_rank(), time.monotonic()
     array, work = cupy.ones(1_000_000, cupy.float32), None
     dist.all_reduce(array, group=group)
     if me:
@@ -115,7 +113,7 @@ def test_a_rank_that_fails_alone(n, monkeypatch, look):
     MPI.COMM_WORLD.Barrier()
     if me == 0:
         runtime = group.resources.find("devices").states["peer"].context.runtime
-        monkeypatch.setattr(runtime, "collective", lambda *what: 1 / 0)
+        monkeypatch.setattr(runtime, "collective", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             dist.all_reduce(array, group=group)
         monkeypatch.undo()
@@ -123,15 +121,15 @@ def test_a_rank_that_fails_alone(n, monkeypatch, look):
         return
     with pytest.raises(DistBackendError, match="rank 0 failed in call 2, all_reduce: ZeroDivision"):
         while not work.is_completed():
-            assert time.monotonic() - begun < 60, "the kernels do not end"
+            assert time.monotonic() - start < 60, "the kernels hang"
         cupy.cuda.Device().synchronize()
-        if look == "call":
+        if via == "call":
             dist.all_reduce(array, group=group)
-        elif look == "barrier":
+        elif via == "barrier":
             dist.barrier(group=group)
-        elif look == "wait":
+        elif via == "wait":
             work.wait()
-        elif look == "exception":
+        elif via == "exception":
             raise work.exception()
         else:
             dist.destroy_process_group(group)
@@ -139,42 +137,24 @@ def test_a_rank_that_fails_alone(n, monkeypatch, look):
         dist.destroy_process_group(group)
 
 
-def test_kernels_are_ended_while_the_driver_waits(n, monkeypatch):
-    """By a store of the host, though another thread waits inside the driver for the kernel."""
+def test_kernels_are_aborted_while_a_thread_waits_in_the_driver(n, monkeypatch):
     if n == 1:
-        pytest.skip("a rank waits for nobody")
+        pytest.skip("needs two ranks")
     monkeypatch.setattr(consistency, "FIRST", 1)
     group, me = dist.new_group(timeout=300), dist.get_rank()
-    array, begun = cupy.ones(1000, cupy.float32), time.monotonic()
+    array, start = cupy.ones(1000, cupy.float32), time.monotonic()
     dist.all_reduce(array, group=group)
     MPI.COMM_WORLD.Barrier()
     if me == 0:
         time.sleep(2)
         peers = group.resources.find("devices").states["peer"]
-        peers.end_kernels(FAILED, "the test has ended them")
+        peers.end_kernels(FAILED, "aborted by the test")
     else:
         memory = cupy.cuda.runtime.malloc(1 << 20)
         dist.all_reduce(array, group=group)
         cupy.cuda.runtime.free(memory)  # waits for the device
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - start < 60
     MPI.COMM_WORLD.Barrier()
-    with pytest.raises(DistBackendError, match="the test has ended them"):
+    with pytest.raises(DistBackendError, match="aborted by the test"):
         dist.all_reduce(array, group=group)
     dist.destroy_process_group(group)
-
-
-def test_latency(n, record_property):
-    """Of a call, on the device: reported, not asserted."""
-    for nbytes in (4, 1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 26):
-        array = cupy.zeros(nbytes // 4, cupy.float32)
-        for _ in range(10):
-            dist.all_reduce(array)
-        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        begin.record()
-        for _ in range(50):
-            dist.all_reduce(array)
-        end.record()
-        end.synchronize()
-        micros = cupy.cuda.get_elapsed_time(begin, end) * 1000 / 50
-        rate = 2 * (n - 1) / n * nbytes / micros / 1e3
-        record_property(f"all_reduce of {nbytes} B", f"{micros:.1f} us, busbw {rate:.1f} GB/s")

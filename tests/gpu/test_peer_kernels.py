@@ -1,8 +1,8 @@
-"""The kernels that GPUs carry out together, on one GPU: each rank is a stream of this process, and
-so few blocks that the GPU holds those of all ranks at once.
+"""Kernels of route ``peer`` on one GPU. Each rank is a stream of this process. The GPU runs the
+blocks of all ranks at the same time.
 
-Calls and oracle are those of tests/test_device_peers.py, which has the same source compiled for the
-host. tests/gpu/test_peer.py has the route, which takes a GPU for each rank.
+Calls and expected results come from tests/test_device_peers.py, which compiles the same source for
+the host. tests/gpu/test_peer.py tests the route, which needs one GPU per rank.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ pytestmark = pytest.mark.on_a_gpu
 
 #: Blocks of a rank: 4 ranks have 8 blocks of 512 threads together.
 BLOCKS = 2
-#: Bytes of an area, of which a long call takes several.
-ROOM = 16 * 1024
-#: Seconds after which kernels give up.
-LIMIT = 60
-#: One block; both, in one shot; one shot or two, by the dtype; two shots.
+#: Size of an area. A long call uses several.
+AREA_BYTES = 16 * 1024
+#: Timeout of kernels.
+TIMEOUT_S = 60
+#: One block; two blocks, one-shot; one-shot or two-shot, depending on the dtype; two-shot.
 COUNTS = (7, 20_000, 100_003, 300_007)
 
-#: Behind the kernels' source: the parts of all ranks as one grid. The second index of a block is
-#: its rank, and the arguments of each rank are in memory.
+#: Appended to the source: one grid for all ranks. The second index of a block is its rank. The
+#: arguments of each rank are in memory.
 TOGETHER = """
 #undef __grid_constant__
 #define __grid_constant__
@@ -69,16 +69,14 @@ extern "C" __global__ void __launch_bounds__(512) together(void *const *argument
 
 
 class Together(DeviceKernels):
-    """All ranks' parts of a call as one launch, which goes well even where kernels run one by one,
-    as something that watches them may have it (compute-sanitizer).
-    """
+    """One launch for all ranks. It also works if a tool serializes kernels."""
 
     def __init__(self, n):
         super().__init__(0)
         self.n, self.parts, self.held = n, [], []
 
     def _kernel(self, name, line, sources):
-        """What takes a rank's part, and launches when it has those of all."""
+        """Return a function that collects the ranks' arguments and launches after the last rank."""
         if line not in self._kernels:
             code = device_kernels._source(*sources)
             code += TOGETHER.replace("LINE", line).replace("PART", name)
@@ -94,7 +92,7 @@ class Together(DeviceKernels):
         return part
 
     def _on_device(self):
-        """The parts' arguments in memory of the device: addresses of each, rank by rank."""
+        """Copy the arguments to the device. Return a table of their addresses, rank by rank."""
         words = [each.tobytes() for part in self.parts for each in part]
         words = [word + bytes(-len(word) % PIECE) for word in words]
         values = cupy.asarray(np.frombuffer(b"".join(words), np.uint8))
@@ -105,13 +103,13 @@ class Together(DeviceKernels):
 
 
 def allocated(nbytes):
-    """Bytes by cudaMalloc: around those of a pool compute-sanitizer sees nothing wrong."""
+    """Allocate with cudaMalloc, because compute-sanitizer does not check pool memory."""
     memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
     return cupy.ndarray((nbytes,), np.uint8, memory)
 
 
 class Placed(on_host.Placed):
-    """Arrays of the ranks on the device, which lie there modulo a piece as they do on the host."""
+    """Device copies of the ranks' arrays with the same alignment."""
 
     def __init__(self, dtype, counts, seed):
         super().__init__(dtype, counts, seed)
@@ -121,7 +119,7 @@ class Placed(on_host.Placed):
             held = allocated(shift + memory.nbytes)[shift:]
             held.set(memory)
             self.held.append(held)
-        cupy.cuda.get_current_stream().synchronize()  # the ranks' streams do not wait for it
+        cupy.cuda.get_current_stream().synchronize()  # the ranks' streams are not ordered after it
 
     def address(self, rank):
         offset = self.arrays[rank].ctypes.data - self.memory[rank].ctypes.data
@@ -133,12 +131,12 @@ class Placed(on_host.Placed):
 
 
 class Ranks:
-    """Ranks with workspaces on one GPU, each with a stream."""
+    """Ranks with workspaces and streams on one GPU."""
 
-    def __init__(self, kernels, n, limit=LIMIT):
+    def __init__(self, kernels, n, limit=TIMEOUT_S):
         self.kernels, self.n = kernels, n
         self.streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(n)]
-        nbytes = HEADER.itemsize + 2 * n * BLOCKS * ROOM
+        nbytes = HEADER.itemsize + 2 * n * BLOCKS * AREA_BYTES
         self.workspaces = [allocated(nbytes) for _ in range(n)]
         for workspace in self.workspaces:
             workspace.fill(0)
@@ -147,7 +145,7 @@ class Ranks:
         self.reports.fill(0)
         addresses = tuple(each.data.ptr for each in self.workspaces)
         self.peers = [
-            Peers(addresses, r, self.pinned.ptr + 8 * r, int(limit * 1e9), ROOM, BLOCKS)
+            Peers(addresses, r, self.pinned.ptr + 8 * r, int(limit * 1e9), AREA_BYTES, BLOCKS)
             for r in range(n)
         ]
         cupy.cuda.get_current_stream().synchronize()
@@ -159,16 +157,16 @@ class Ranks:
         self.kernels.collective(self.peers[rank], collective, self.streams[rank].ptr)
 
     def run(self):
-        """Wait until all is done; returns what the ranks have said of failures."""
+        """Synchronize all streams. Return the failure words of the ranks."""
         for stream in self.streams:
             stream.synchronize()
         return self.reports.tolist()
 
-    def check(self, looks):
-        said = [Failure.unpack(word) for word in self.run() if word]
-        assert not said, f"kernels have given up: {said}"
-        for look in looks:
-            look()
+    def check(self, checks):
+        failures = [Failure.unpack(word) for word in self.run() if word]
+        assert not failures, f"kernels have failed: {failures}"
+        for check in checks:
+            check()
 
 
 @pytest.fixture(params=[2, 4])
@@ -181,40 +179,34 @@ def ranks(request, n):
     return Ranks(DeviceKernels(0) if request.param == "streams" else Together(n), n)
 
 
-# ---- Results -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("op", ["SUM", "AVG", "MAX"])
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int32"])
 def test_reductions(ranks, name, op):
-    """One shot and two, wherever the arrays lie; one call behind the other."""
-    op, dtype, n, looks = getattr(ReduceOp, op), by_name[name], ranks.n, []
+    """One-shot and two-shot, at any alignment, several calls in order."""
+    op, dtype, n, checks = getattr(ReduceOp, op), by_name[name], ranks.n, []
     if dtype.kind not in op.kinds:
         pytest.skip("integers have no averages")
     for turn, count in enumerate(COUNTS):
         for root in (ALL, turn % n):
-            looks.append(on_host.reduce_in_place(ranks, dtype, op, count, root, 10 * turn))
+            checks.append(on_host.reduce_in_place(ranks, dtype, op, count, root, 10 * turn))
         counts = [count // 2, 0, count, 5][:n]
-        looks.append(on_host.reduce_scatter(ranks, dtype, op, counts, 10 * turn))
-    ranks.check(looks)
+        checks.append(on_host.reduce_scatter(ranks, dtype, op, counts, 10 * turn))
+    ranks.check(checks)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
-def test_moves(ranks, width):
-    n, looks = ranks.n, []
+def test_data_movement(ranks, width):
+    n, checks = ranks.n, []
     for turn, count in enumerate(COUNTS):
-        looks.append(on_host.all_gather(ranks, width, [count, 0, 2 * count, 5][:n], turn))
-        looks.append(on_host.broadcast(ranks, width, count, turn % n, turn))
-    ranks.check(looks)
-
-
-# ---- Ranks that do not come ----------------------------------------------------------------------
+        checks.append(on_host.all_gather(ranks, width, [count, 0, 2 * count, 5][:n], turn))
+        checks.append(on_host.broadcast(ranks, width, count, turn % n, turn))
+    ranks.check(checks)
 
 
 def without_the_last(ranks):
-    """An all_reduce that all ranks but one are in, whose kernels are on the GPU."""
+    """Enqueue an all_reduce on all ranks except the last one."""
     dtype = by_name["float32"]
-    by, width, _ = on_host.calls_of(dtype, ReduceOp.SUM, ranks.n)
+    by, width, _ = on_host.loop_of(dtype, ReduceOp.SUM, ranks.n)
     placed = ranks.place(dtype, [1000] * ranks.n, 0)
     for r in range(ranks.n - 1):
         ranks.enqueue(r, on_host.Collective(
@@ -223,19 +215,19 @@ def without_the_last(ranks):
     return placed
 
 
-def test_a_rank_that_is_missing(n):
+def test_kernels_time_out_if_a_rank_is_missing(n):
     ranks = Ranks(DeviceKernels(0), n, limit=2)
     held = without_the_last(ranks)
-    *said, nothing = ranks.run()
-    assert nothing == 0 and held
-    for failure in map(Failure.unpack, said):
+    *failures, last = ranks.run()
+    assert last == 0 and held
+    for failure in map(Failure.unpack, failures):
         assert failure.why == LATE and failure.other == n - 1
 
 
-def test_a_host_that_ends_kernels(n):
-    """By a store to memory of its own; what it has said is left as it is."""
+def test_host_aborts_waiting_kernels(n):
+    """By a store to host memory. The kernels keep the host's failure word."""
     ranks = Ranks(DeviceKernels(0), n)
     held = without_the_last(ranks)
-    said = Failure(0, FAILED, n - 1, 0).pack()
-    ranks.reports.fill(said)
-    assert ranks.run() == [said] * n and held
+    aborted = Failure(0, FAILED, n - 1, 0).pack()
+    ranks.reports.fill(aborted)
+    assert ranks.run() == [aborted] * n and held

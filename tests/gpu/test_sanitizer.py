@@ -1,4 +1,4 @@
-"""The kernels that reduce, and those that GPUs carry out together, under compute-sanitizer."""
+"""Reduction kernels and kernels of route ``peer`` under compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def sanitizer() -> str | None:
     return shutil.which("compute-sanitizer") or next(filter(None, found), None)
 
 
-#: One of each way through the kernels; compute-sanitizer takes its time for each. Of kernels that
-#: wait for each other all are one launch: how many launches run at once is its affair.
+#: A sample, because compute-sanitizer is slow. The kernels of ``peer`` run as one launch, because
+#: compute-sanitizer may serialize launches.
 OPERATIONS, DTYPES = ("SUM", "AVG", "MAX"), ("float32", "bfloat16", "e5m2", "complex64", "int16")
 CHOSEN = {
     "test_kernels.py": (
         f"(combine and ({' or '.join(OPERATIONS)}) and ({' or '.join(DTYPES)}))"
         " or test_narrow or test_scale"
     ),
-    "test_peer_kernels.py": "together and (SUM or test_moves)",
+    "test_peer_kernels.py": "together and (SUM or test_data_movement)",
 }
 
 
@@ -36,9 +36,7 @@ CHOSEN = {
 @pytest.mark.parametrize("tests", CHOSEN)
 @pytest.mark.parametrize("tool", ["memcheck", "initcheck", "racecheck", "synccheck"])
 def test_kernels_under_the_sanitizer(tool, tests):
-    """Nothing is read or written that is not the arrays', nor read before it is written. Of races
-    it sees those in memory that a block shares; tests/test_device_peers.py has ThreadSanitizer.
-    """
+    """racecheck only finds races in shared memory; test_device_peers.py uses ThreadSanitizer."""
     command = [sanitizer(), "--tool", tool, "--error-exitcode", "77", sys.executable]
     command += ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", CHOSEN[tests]]
     command += [str(HERE / tests)]
@@ -48,8 +46,6 @@ def test_kernels_under_the_sanitizer(tool, tests):
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240,
     )  # fmt: skip
     if "Device not supported" in done.stdout:
-        pytest.skip(
-            "compute-sanitizer does not support this device, or what the machine makes of it"
-        )
+        pytest.skip("compute-sanitizer does not support this device")
     assert done.returncode == 0, done.stdout[-5000:]
     assert " passed" in done.stdout, done.stdout[-5000:]

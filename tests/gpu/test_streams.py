@@ -1,4 +1,4 @@
-"""CuPy's streams, threads and graphs beside calls, and groups that come and go, on a GPU.
+"""Streams, threads, graphs and new groups with CuPy on a GPU.
 
 Every rank runs every test.
 """
@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("cupy")
 import cupy
 
-pytest.importorskip("device_arrays", reason="make test-gpu starts it, and lets it find tests/mpi")
+pytest.importorskip("device_arrays", reason="run it with make test-gpu")
 import real
 from device_arrays import forced, routes
 from mpi4py import MPI
@@ -33,7 +33,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module", params=routes("auto", "staged"))
 def n(request):
-    """The number of ranks, in a default group; this rank's GPU is CuPy's current one."""
+    """The number of ranks of a default group. CuPy's current device is this rank's GPU."""
     with forced(request.param):
         dist.init_process_group(timeout=60)
         binding.bind()
@@ -41,8 +41,8 @@ def n(request):
         dist.destroy_process_group()
 
 
-def late(array, value, nanoseconds=real.LONG):
-    """Fill an array in the current stream, after a while, over garbage."""
+def late(array, value, nanoseconds=real.LONG_NS):
+    """Fill an array with garbage, then with a value after a delay, in the current stream."""
     array.fill(77)
     real.spin((1,), (1,), (np.uint64(nanoseconds),))
     array.fill(value)
@@ -53,14 +53,11 @@ def made(count, value):
     return late(cupy.empty(count, cupy.float32), value)
 
 
-# ---- Streams that are another one in each thread -------------------------------------------------
-
-
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("count", [10, LARGE])
 @pytest.mark.parametrize("name", ["null", "ptds"])
 def test_default_streams(n, name, count, async_op):
-    """CUDA's legacy and its per-thread default stream are the caller's current one."""
+    """The current stream is the legacy or the per-thread default stream."""
     me = dist.get_rank()
     with getattr(cupy.cuda.Stream, name):
         for turn in range(5):
@@ -73,9 +70,9 @@ def test_default_streams(n, name, count, async_op):
 
 
 def test_default_streams_of_two_threads(n):
-    """Each thread calls in a group of its own, in its own default stream."""
+    """Each thread uses its own group and its per-thread default stream."""
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        pytest.skip("this MPI lets one thread call at a time")
+        pytest.skip("needs MPI_THREAD_MULTIPLE")
     me, errors = dist.get_rank(), []
     groups = [dist.new_group(), dist.new_group()]
     index = cupy.cuda.Device().id
@@ -84,7 +81,7 @@ def test_default_streams_of_two_threads(n):
         try:
             with cupy.cuda.Device(index), cupy.cuda.Stream.ptds:
                 for turn in range(10):
-                    array = late(cupy.empty(1000, cupy.float32), me + which, real.SHORT)
+                    array = late(cupy.empty(1000, cupy.float32), me + which, real.SHORT_NS)
                     dist.all_reduce(array, group=groups[which])
                     array += turn
                     expected = sum(range(n)) + n * which + turn
@@ -102,8 +99,7 @@ def test_default_streams_of_two_threads(n):
         dist.destroy_process_group(group)
 
 
-def test_streams_that_end(n):
-    """Each call in a stream of its own, which is gone when the next one is made."""
+def test_stream_may_be_destroyed_after_the_call(n):
     me = dist.get_rank()
     kept = []
     for turn in range(20):
@@ -118,16 +114,14 @@ def test_streams_that_end(n):
         assert (array.get() == sum(range(n)) + n * turn).all(), turn
 
 
-# ---- Graphs --------------------------------------------------------------------------------------
-
 MODES = ["Global", "ThreadLocal", "Relaxed"]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("first", [False, True], ids=["later call", "first call"])
-def test_a_graph_that_another_thread_captures(n, mode, first):
-    """A call goes on meanwhile, on the group's thread, and may allocate; the capture is not
-    disturbed, and holds nothing of the call.
+def test_call_during_the_capture_of_another_thread(n, mode, first):
+    """The call runs on the progress thread and may allocate. The capture stays valid and does not
+    contain the call.
     """
     me, index = dist.get_rank(), cupy.cuda.Device().id
     group = dist.new_group()
@@ -135,10 +129,10 @@ def test_a_graph_that_another_thread_captures(n, mode, first):
         dist.all_reduce(made(LARGE, 1), group=group)
     array = made(LARGE, me + 1)
     captured, stream = cupy.ones(1000, cupy.float32), cupy.cuda.Stream(non_blocking=True)
-    captured *= 1  # the kernels are loaded: loading is forbidden while a stream is captured
+    captured *= 1  # loads the kernels, which is not allowed in a capture
     captured += 0
     cupy.cuda.Device().synchronize()
-    begun, go_on, graphs, errors = threading.Event(), threading.Event(), [], []
+    started, resume, graphs, errors = threading.Event(), threading.Event(), [], []
 
     def capture():
         nonlocal captured
@@ -146,21 +140,21 @@ def test_a_graph_that_another_thread_captures(n, mode, first):
             with cupy.cuda.Device(index), stream:
                 stream.begin_capture(getattr(cupy.cuda.runtime, f"streamCaptureMode{mode}"))
                 captured *= 3
-                begun.set()
-                assert go_on.wait(50)
+                started.set()
+                assert resume.wait(50)
                 captured += 1
                 graphs.append(stream.end_capture())
         except Exception as error:
             errors.append(error)
-            begun.set()
+            started.set()
 
     thread = threading.Thread(target=capture)
     thread.start()
-    assert begun.wait(50)
+    assert started.wait(50)
     try:
         dist.all_reduce(array, group=group, async_op=True).wait()
     finally:
-        go_on.set()
+        resume.set()
         thread.join()
     assert not errors, errors
     array *= 2
@@ -172,11 +166,7 @@ def test_a_graph_that_another_thread_captures(n, mode, first):
     dist.destroy_process_group(group)
 
 
-# ---- Groups that come and go ---------------------------------------------------------------------
-
-
-def test_groups_in_a_loop(n):
-    """Nothing of the GPU is left of groups that were destroyed."""
+def test_destroyed_groups_free_device_memory(n):
     me = dist.get_rank()
 
     def one():
@@ -190,7 +180,7 @@ def test_groups_in_a_loop(n):
         dist.destroy_process_group(group)
 
     def free():
-        """Once all ranks have let go of what others of them map."""
+        """Return the free memory after all ranks have closed their mappings."""
         gc.collect()
         cupy.get_default_memory_pool().free_all_blocks()
         cupy.cuda.Device().synchronize()
@@ -205,36 +195,33 @@ def test_groups_in_a_loop(n):
     for _ in range(30):
         one()
     lost = before - free()
-    assert lost < 48 * MIB, f"30 groups have kept {lost // MIB} MiB of device memory"
-
-
-# ---- Waiting -------------------------------------------------------------------------------------
+    assert lost < 48 * MIB, f"30 groups have not freed {lost // MIB} MiB of device memory"
 
 
 def blocks(group=None):
-    """What the route of a group's calls makes the host wait for, "" for nothing."""
+    """Return the reason why the group's route blocks the host, or ""."""
     return registry.DEVICE[
         (group or default_group()).resources.find("devices").names[0]
     ].policy.host_waits_for
 
 
-#: Longer than any host takes to make a call.
-A_SECOND = 1_000_000_000
+#: Longer than the host needs for a call.
+LONG_DELAY_NS = 1_000_000_000
 
 
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("count", [1000, LARGE])
-def test_the_host_goes_on(n, count, async_op):
-    """Where the route says so: the call and wait() return while the stream is held up."""
+def test_call_and_wait_do_not_block_the_host(n, count, async_op):
+    """With a route that only enqueues work, they return while the stream is blocked."""
     me, stream = dist.get_rank(), cupy.cuda.Stream(non_blocking=True)
     with stream:
         array = cupy.empty(count, cupy.float32)
-        for _ in range(70):  # in the first 64 calls of a group the hosts compare each
+        for _ in range(70):  # the first 64 calls of a group are compared on the host
             dist.all_reduce(array)
         if blocks():
             pytest.skip(f"the host waits {blocks()}")
         dist.barrier()
-        late(array, me + 1, A_SECOND)
+        late(array, me + 1, LONG_DELAY_NS)
         passed = stream.record()
         work = dist.all_reduce(array, async_op=async_op)
         if async_op:
@@ -245,8 +232,7 @@ def test_the_host_goes_on(n, count, async_op):
 
 
 @pytest.mark.parametrize("count", [1000, LARGE])
-def test_the_stream_that_is_current_at_the_wait(n, count):
-    """It goes on after the call, whichever stream that was made in."""
+def test_wait_orders_the_stream_that_is_current_at_the_wait(n, count):
     me = dist.get_rank()
     one, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     for turn in range(5):
@@ -259,19 +245,19 @@ def test_the_stream_that_is_current_at_the_wait(n, count):
             assert (array.get() == 2 * (sum(range(n)) + n * turn)).all()
 
 
-def test_a_wait_with_a_timeout(n):
-    """It waits on the host until the device is done, and is_completed() asks the device."""
+def test_wait_with_a_timeout_synchronizes_the_device(n):
+    """is_completed() queries the device."""
     me = dist.get_rank()
     with cupy.cuda.Stream(non_blocking=True):
         array = made(LARGE, me + 1)
         work = dist.all_reduce(array, async_op=True)
         assert work.wait(timeout=50) and work.is_completed() and work.is_success()
-    with cupy.cuda.Stream(non_blocking=True):  # which waits for nothing
+    with cupy.cuda.Stream(non_blocking=True):  # not ordered after other streams
         assert (array.get() == n * (n + 1) / 2).all()
 
 
-def test_callbacks(n):
-    """Their kernels come after the call, in a stream of their own, and its result for who waits."""
+def test_callbacks_keep_stream_order(n):
+    """A callback's kernels run after the call, and wait() orders them before later work."""
     me = dist.get_rank()
     for turn in range(5):
         with cupy.cuda.Stream(non_blocking=True):
@@ -283,10 +269,8 @@ def test_callbacks(n):
 
 
 @pytest.mark.parametrize("wait", [False, True])
-def test_arrays_that_are_dropped(n, wait):
-    """Right after the call, or after a wait in another stream: who gets their memory disturbs no
-    call that goes on.
-    """
+def test_input_may_be_freed_when_the_call_returns(n, wait):
+    """wait: after a wait in another stream. The memory is reused while the call runs."""
     me, other = dist.get_rank(), cupy.cuda.Stream(non_blocking=True)
     for turn in range(10):
         output = cupy.zeros((n, LARGE), cupy.float32)
@@ -302,8 +286,8 @@ def test_arrays_that_are_dropped(n, wait):
 
 
 @pytest.mark.parametrize("count", [1000, LARGE, 20 * LARGE])
-def test_how_long_the_host_is_blocked(n, count, record_property):
-    """By the call and by wait(), behind 50 ms of other work: reported, not asserted."""
+def test_report_how_long_the_host_is_blocked(n, count, record_property):
+    """In the call and in wait(). The stream has 50 ms of earlier work."""
     me, clock = dist.get_rank(), time.perf_counter
     stream = cupy.cuda.Stream(non_blocking=True)
     for async_op in (False, True):
@@ -321,7 +305,7 @@ def test_how_long_the_host_is_blocked(n, count, record_property):
                     work.wait()
                 waited = clock()
                 stream.synchronize()
-                if turn:  # the first one compiles and allocates
+                if turn:  # the first run compiles and allocates
                     took.append((called - begin, waited - called, clock() - begin))
                 assert (array.get() == n * (n + 1) / 2).all()
         call, wait, all_of_it = (min(column) * 1e3 for column in zip(*took, strict=True))

@@ -1,7 +1,6 @@
-"""What is short on a GPU, late, or not the library's: memory that libraries keep unused, a GPU that
-is full, messages that are not due, contexts of threads.
+"""Memory pools, a full GPU, messages of unfinished arrays, and contexts of threads.
 
-Every rank runs every test, on its own GPU if there are as many.
+Every rank runs every test, on its own GPU if there are enough.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import pytest
 pytest.importorskip("cupy")
 import cupy
 
-pytest.importorskip("device_arrays", reason="make test-gpu starts it, and lets it find tests/mpi")
+pytest.importorskip("device_arrays", reason="run it with make test-gpu")
 import real
 from device_arrays import forced, routes
 from mpi4py import MPI
@@ -31,7 +30,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module", params=routes("auto", "staged"))
 def n(request):
-    """The number of ranks, in a default group; this rank's GPU is CuPy's current one."""
+    """The number of ranks of a default group. CuPy's current device is this rank's GPU."""
     with forced(request.param):
         dist.init_process_group(timeout=60)
         binding.bind()
@@ -40,24 +39,21 @@ def n(request):
 
 
 def one_after_another(task):
-    """Ranks may share a GPU, whose memory each of them fills in its turn."""
+    """Run a task on one rank after another, because ranks may share a GPU."""
     for rank in range(dist.get_world_size()):
         if rank == dist.get_rank():
             task()
         MPI.COMM_WORLD.Barrier()
 
 
-def total(n, count=1000):
+def check_all_reduce(n, count=1000):
     array = cupy.full(count, dist.get_rank(), cupy.float32)
     dist.all_reduce(array)
     assert (array.get() == sum(range(n))).all()
 
 
-# ---- Memory --------------------------------------------------------------------------------------
-
-
 def fill_pool(left):
-    """Let CuPy's pool keep all but so many bytes, unused."""
+    """Fill CuPy's pool with unused memory until ``left`` bytes are free."""
     pool = cupy.get_default_memory_pool()
     held, size = [], 16 << 30
     while size >= 16 * MIB:
@@ -73,24 +69,23 @@ def fill_pool(left):
     assert pool.free_bytes() > 0
 
 
-def test_memory_that_libraries_keep_unused(n):
-    """What CuPy's pool keeps is given back to the driver where the library has too little."""
+def test_memory_pools_are_emptied_if_memory_is_short(n):
     index, needed = cupy.cuda.Device().id, 1024 * MIB
 
     def task():
         fill_pool(needed // 2)
         free = cupy.cuda.runtime.memGetInfo()[0]
-        assert free < needed, "the pool keeps too little for this to show something"
+        assert free < needed, "the pool is too small for this test"
         memory = runtime.allocate(runtime.get_runtime(), index, needed)
         assert memory.nbytes == needed
 
     one_after_another(task)
     cupy.get_default_memory_pool().free_all_blocks()
-    total(n)
+    check_all_reduce(n)
 
 
-def test_a_gpu_that_is_full(n):
-    """The error says how much is needed and how much is free; nothing is broken by it."""
+def test_error_of_a_full_gpu_has_the_needed_size(n):
+    """Later calls succeed."""
     index = cupy.cuda.Device().id
 
     def task():
@@ -101,14 +96,11 @@ def test_a_gpu_that_is_full(n):
         assert free
 
     one_after_another(task)
-    total(n)
+    check_all_reduce(n)
 
 
-# ---- Messages ------------------------------------------------------------------------------------
-
-
-def test_messages_that_are_not_due(n):
-    """They arrive with the values of the kernels before them, whatever the rank sends meanwhile."""
+def test_messages_are_sent_after_earlier_kernels(n):
+    """Messages of host arrays that are sent later do not overtake them."""
     me = dist.get_rank()
     if n == 1:
         return
@@ -119,27 +111,22 @@ def test_messages_that_are_not_due(n):
     works = [dist.isend(array, right)]
     works += [dist.isend(np.full(1000, me + k, np.float32), right) for k in (10, 20)]
     assert not any(work.is_completed() for work in works)
-    taken = [np.zeros(1000, np.float32) for _ in range(3)]
-    for work in [*[dist.irecv(one, left) for one in taken], *works]:
+    received = [np.zeros(1000, np.float32) for _ in range(3)]
+    for work in [*[dist.irecv(one, left) for one in received], *works]:
         work.wait()
-    for one, added in zip(taken, (0, 10, 20), strict=True):
+    for one, added in zip(received, (0, 10, 20), strict=True):
         assert (one == left + added).all()
 
 
-# ---- Contexts ------------------------------------------------------------------------------------
-
-
 def current_context():
-    """Of the calling thread, as the driver has it: an address, None where there is none."""
+    """Return the address of the thread's current context, or None."""
     found = ctypes.c_void_p()
     assert ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(found)) == 0
     return found.value
 
 
 def test_threads_keep_their_contexts(n):
-    """A thread that has used no device has none after the library has worked there; one that has
-    used a device has that one.
-    """
+    """After a call of the library, a thread has the same context as before, or none."""
     index, last, seen = cupy.cuda.Device().id, cupy.cuda.runtime.getDeviceCount() - 1, []
 
     def task():
@@ -161,4 +148,4 @@ def test_threads_keep_their_contexts(n):
     assert len(seen) == 4, "the thread has failed"
     assert seen[0] is None and seen[1] is None
     assert seen[2] is not None and seen[3] == seen[2]
-    total(n)
+    check_all_reduce(n)

@@ -1,12 +1,11 @@
-"""CUDA devices that are not there: what `mpicoll.cuda.runtime.Runtime` promises, and no more.
+"""Simulated CUDA devices with the interface of `mpicoll.cuda.runtime.Runtime`.
 
-Memory is the host's. What is put into a stream happens as late as the rules allow: when the host
-waits for an event, just what that event needs is done, in the order of each stream. So whoever
-forgets to order two streams, or to wait before reading on the host, finds old data, every time.
-New memory is full of garbage.
+Device memory is host memory. Work in a stream runs as late as CUDA allows: when the host waits for
+an event, only the work that the event depends on is done. Missing stream order or synchronization
+therefore always gives wrong data. New memory contains garbage.
 
-Devices go on without their hosts: a stream that has come to wait for an event of another process
-has that process run its stream so far, whatever its program is at.
+A stream that waits for an event of another process makes that process run its stream up to the
+event, even if its program is blocked.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,18 +33,17 @@ from mpicoll.dtypes import by_name
 from mpicoll.errors import DeviceMemoryError, UnsupportedError
 from mpicoll.kernels import reduction
 
-#: The stream that CUDA calls legacy; here it is a stream like others.
+#: The legacy default stream, without its implicit synchronization.
 LEGACY = 1
 
-#: Elements after which the numbers of ``fill`` begin again: a prime, so that no slot or chunk has
-#: the numbers of another. The sum of 4 such numbers is exact in float16 and fits into 8 bits.
+#: Period of the numbers of ``fill``: a prime, so that chunks differ. The sum of 4 numbers fits into
+#: 8 bits.
 PERIOD = 61
 
-#: Seconds after which a stream gives up what it waits for.
-PATIENCE = 60
-#: Seconds after which a kernel that waits for other devices begins, even if nothing on the host
-#: waits for it.
-DELAY = 0.003
+#: Seconds after which a waiting stream counts as hanging.
+WAIT_TIMEOUT_S = 60
+#: Seconds after which kernels that synchronize with other devices start without the host.
+KERNEL_DELAY_S = 0.003
 
 
 @dataclass(eq=False)
@@ -55,13 +53,13 @@ class Event:
 
 
 class Stream:
-    """What is still to be done, and how much has been."""
+    """Queued work, and the number of completed tasks."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.waiting: deque[Any] = deque()
         self.done = 0
-        self.running = False  # the first of those that wait is being done
+        self.running = False  # the first queued task is running
 
     @property
     def end(self) -> int:
@@ -69,75 +67,73 @@ class Stream:
 
 
 class Graph:
-    """What a stream got while it was captured."""
+    """The tasks of a captured stream."""
 
     def __init__(self, cuda: Simulated, index: int, stream: int) -> None:
         self.cuda, self.index, self.stream = cuda, index, stream
         self.tasks: list[Any] = []
 
     def launch(self) -> None:
-        """Do all of it, in that stream; a kernel that waits for other devices does not wait for
-        the host.
-        """
         for task in self.tasks:
             self.cuda.enqueue(self.index, self.stream, task)
         self.cuda.begin_later(self.index, self.stream)
 
 
 class SharedEvent:
-    """An event that other processes may wait for, of this process or, ``opened``, of another.
+    """An interprocess event, created in this process or opened from another one.
 
-    counts: in memory that the processes share: how often it was recorded, and the latest record
-            that has come.
+    counts: in shared memory: number of records, and the latest completed record.
     """
 
     def __init__(self, cuda: Simulated, name: str, counts: mmap.mmap, file: int = -1) -> None:
         self.cuda, self.name, self.file = cuda, name, file
         self.counts = np.frombuffer(counts, np.int64)
-        self.places: dict[int, tuple[Stream, int]] = {}  # of each record, in this process
-        self.ear: socket.socket | None = None
+        self.places: dict[int, tuple[Stream, int]] = {}  # by record, in the creating process
+        self.listener: socket.socket | None = None
 
     def listen(self) -> None:
         """Run the stream that a record is in when another process asks for it."""
-        self.ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.ear.bind(f"\0{self.name}")
-        threading.Thread(target=_serve, args=(weakref.ref(self), self.ear), daemon=True).start()
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.listener.bind(f"\0{self.name}")
+        threading.Thread(
+            target=_serve, args=(weakref.ref(self), self.listener), daemon=True
+        ).start()
 
     def await_record(self, record: int) -> None:
-        """Wait for a record, in the place of a device."""
-        limit = time.monotonic() + PATIENCE
+        """Wait for a record, as a device does."""
+        deadline = time.monotonic() + WAIT_TIMEOUT_S
         if self.counts[1] < record:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mouth:
-                mouth.sendto(str(record).encode(), f"\0{self.name}")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
+                client.sendto(str(record).encode(), f"\0{self.name}")
         while self.counts[1] < record:
-            assert time.monotonic() < limit, "another process's event does not come"
+            assert time.monotonic() < deadline, "the event of another process was not recorded"
             time.sleep(2e-5)
 
     def __del__(self) -> None:
-        if self.ear is not None:
+        if self.listener is not None:
             with contextlib.suppress(OSError):
-                self.ear.shutdown(socket.SHUT_RDWR)
-            self.ear.close()
+                self.listener.shutdown(socket.SHUT_RDWR)
+            self.listener.close()
             os.close(self.file)
 
 
-def _serve(weak: weakref.ref[SharedEvent], ear: socket.socket) -> None:
+def _serve(weak: weakref.ref[SharedEvent], listener: socket.socket) -> None:
     while True:
         try:
-            asked = ear.recv(64)
+            request = listener.recv(64)
         except OSError:
             return
         event = weak()
-        if event is None or not asked:
+        if event is None or not request:
             return
-        stream, place = event.places[int(asked)]
-        # Each in a thread of its own: what comes before may ask other processes, and they this one.
+        stream, place = event.places[int(request)]
+        # One thread per request, because streams of several processes may wait for each other.
         threading.Thread(target=event.cuda._run, args=(stream, place), daemon=True).start()
         del event
 
 
 class Simulated:
-    """Some devices of this process."""
+    """The simulated devices of this process."""
 
     def __init__(self, devices: int = 2) -> None:
         self.devices = devices
@@ -148,15 +144,15 @@ class Simulated:
         self.pool: set[int] = set()  # addresses of memory that is not plain
         self.captured: dict[int, Graph] = {}  # by stream
         self.loaded: set[str] = set()
-        self.eager = False  # everything happens as early as can be, instead of as late
+        self.eager = False  # run all work as early as possible
         self.current = 0
-        self.room, self.cached = 1 << 40, 0  # bytes of a device, and of what libraries keep unused
+        self.room, self.cached = 1 << 40, 0  # bytes of a device, and in memory pools
         self.settled: dict[int, int] = {}  # by thread
-        self.given_back: list[Any] = []
+        self.freed: list[Any] = []
         self.allocated: weakref.WeakValueDictionary[int, _Mapped] = weakref.WeakValueDictionary()
         self.opened: weakref.WeakSet[_Mapped] = weakref.WeakSet()
         self.buffers = itertools.count(1)
-        self.here = threading.local()
+        self.local = threading.local()
 
     def _find(self, index: int, stream: int) -> Stream:
         return self.streams[index, stream]
@@ -173,11 +169,11 @@ class Simulated:
             self._run(found, end)
 
     def _run(self, stream: Stream, place: int) -> None:
-        """Do what a stream holds, up to a place. Several threads may, each stream in its order."""
+        """Run a stream's tasks in order up to a place. Thread-safe."""
         while True:
             with self.changed:
                 while stream.running and stream.done < place:
-                    assert self.changed.wait(PATIENCE), "a stream stands still"
+                    assert self.changed.wait(WAIT_TIMEOUT_S), "the stream hangs"
                 if stream.done >= place:
                     return
                 task, stream.running = stream.waiting[0], True
@@ -193,7 +189,7 @@ class Simulated:
                     stream.running = False
                     self.changed.notify_all()
 
-    # --- what Runtime asks for ----------------------------------------------------------------
+    # --- the interface of Runtime -------------------------------------------------------------
 
     def count(self) -> int:
         return self.devices
@@ -235,38 +231,38 @@ class Simulated:
             return number
 
     def current_stream(self, index: int) -> int:
-        """Of each thread, as CuPy's."""
-        return getattr(self.here, "stream", LEGACY)
+        """Return the thread's current stream, as CuPy does."""
+        return getattr(self.local, "stream", LEGACY)
 
     @contextlib.contextmanager
     def using(self, index: int, stream: int) -> Iterator[None]:
-        before, self.here.stream = self.current_stream(index), stream
+        before, self.local.stream = self.current_stream(index), stream
         try:
             yield
         finally:
-            self.here.stream = before
+            self.local.stream = before
 
     def destroy_stream(self, stream: int) -> None:
         key = next(key for key in self.streams if key[1] == stream)
-        assert not self.streams[key].waiting, "given back before all was done"
+        assert not self.streams[key].waiting, "destroyed with queued work"
         del self.streams[key]
 
     def record(self, index: int, stream: int) -> Event:
         with self.lock:
-            assert stream not in self.captured, "the event would belong to the graph"
+            assert stream not in self.captured, "the event would be captured"
             found = self._find(index, stream)
             return Event(found, found.end)
 
     def wait(self, index: int, stream: int, event: Event) -> None:
         if isinstance(event, SharedEvent):
-            record = int(event.counts[0])  # the latest when this is called
+            record = int(event.counts[0])  # the latest record at the time of this call
             self.enqueue(index, stream, lambda: event.await_record(record))
             return
         with self.lock:
             self._find(index, stream).waiting.append(event)
 
     def is_done(self, event: Event) -> bool:
-        """Asked for the first time, it is not, as a program must expect; then it comes."""
+        """Return False for the first query of a pending event, and run its work."""
         done = event.stream.done >= event.place
         self._run(event.stream, event.place)
         return done
@@ -283,16 +279,16 @@ class Simulated:
         self.cached = 0
 
     def allocate(self, index: int, nbytes: int) -> Memory:
-        """As a file without a name, which another process may open."""
+        """Allocate an anonymous file, which another process can open."""
         if nbytes > self.room - self.cached:
             raise DeviceMemoryError(f"{nbytes} bytes are too many")
-        given_back, self.given_back = self.given_back, []
-        if len(given_back) < 16:
-            self.given_back += given_back
+        freed, self.freed = self.freed, []
+        if len(freed) < 16:
+            self.freed += freed
         else:
             for stream in list(self.streams.values()):
                 self._run(stream, stream.end)
-            for file, _ in given_back:
+            for file, _ in freed:
                 os.close(file)
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         file = os.memfd_create("simulated")
@@ -313,17 +309,13 @@ class Simulated:
         self, index: int, into: Any, source: Any, shape: Any, itemsize: int, stream: int
     ) -> None:
         def array(layout: Any) -> Any:
-            """The elements, from the lowest address on."""
             low = sum(min(0, s) * (n - 1) for s, n in zip(layout.strides, shape, strict=True))
             high = sum(max(0, s) * (n - 1) for s, n in zip(layout.strides, shape, strict=True))
             memory = at(layout.address + low, high - low + itemsize)
             return np.ndarray(shape, f"V{itemsize}", memory, -low, layout.strides)
 
-        def task() -> None:
-            array(into)[...] = array(source)
-
         if 0 not in shape:
-            self.enqueue(index, stream, task)
+            self.enqueue(index, stream, lambda: np.copyto(array(into), array(source)))
 
     def load(self, index: int, by: Any, n: int) -> None:
         pass
@@ -346,22 +338,15 @@ class Simulated:
     def scale(
         self, index: int, dtype: Any, source: int, factor: Any, out: int, count: int, stream: int
     ) -> None:
-        def task() -> None:
-            reduction.scale(
-                dtype, elements(source, dtype.numpy, count), factor,
-                elements(out, dtype.accumulate, count),
-            )  # fmt: skip
-
-        self.enqueue(index, stream, task)
+        given, scaled = elements(source, dtype.numpy, count), elements(out, dtype.accumulate, count)
+        self.enqueue(index, stream, lambda: reduction.scale(dtype, given, factor, scaled))
 
     def narrow(
         self, index: int, dtype: Any, source: int, out: int, count: int, stream: int
     ) -> None:
-        def task() -> None:
-            wide = elements(source, np.dtype(np.float32), count)
-            reduction.narrow(wide, elements(out, dtype.numpy, count))
-
-        self.enqueue(index, stream, task)
+        wide = elements(source, np.dtype(np.float32), count)
+        rounded = elements(out, dtype.numpy, count)
+        self.enqueue(index, stream, lambda: reduction.narrow(wide, rounded))
 
     def settle(self, index: int) -> None:
         self.settled[threading.get_ident()] = index
@@ -383,14 +368,14 @@ class Simulated:
         self.load(index, call.by, 0)
 
     def collective(self, index: int, peers: Any, call: Any, stream: int) -> None:
-        """Devices go on without their hosts, for other devices wait for them."""
-        self.enqueue(index, stream, lambda: simulated_peers.carry_out(peers, call))
+        """Enqueue a kernel that starts without the host."""
+        self.enqueue(index, stream, lambda: simulated_peers.execute(peers, call))
         self.begin_later(index, stream)
 
     def begin_later(self, index: int, stream: int) -> None:
         with self.lock:
             found = self._find(index, stream)
-            begin = threading.Timer(DELAY, self._run, (found, found.end))
+            begin = threading.Timer(KERNEL_DELAY_S, self._run, (found, found.end))
         begin.daemon = True
         begin.start()
 
@@ -403,7 +388,7 @@ class Simulated:
         assert len(handle) == HANDLE_BYTES
         process, file, size, nbytes = map(int, handle.rstrip(b"\0").split())
         if process == os.getpid():
-            raise RuntimeError("a process cannot open what it has exported itself")
+            raise RuntimeError("a process cannot open its own handle")
         file = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
         memory = _mapped(self, file, size, nbytes, fill=False)
         self.opened.add(memory._owner)
@@ -417,7 +402,7 @@ class Simulated:
 
     def export_allocation(self, index: int, found: Allocation) -> bytes:
         owner = self.allocated[found.base]
-        assert owner.buffer == found.buffer, "that allocation is no more"
+        assert owner.buffer == found.buffer, "the allocation was freed"
         return self.export(index, Memory(found.base, found.nbytes, owner))
 
     def create_shared_event(self, index: int) -> SharedEvent:
@@ -436,21 +421,21 @@ class Simulated:
     def open_event(self, index: int, handle: bytes) -> SharedEvent:
         process, file, name = handle.rstrip(b"\0").decode().split()
         if int(process) == os.getpid():
-            raise RuntimeError("a process cannot open an event that it has exported itself")
+            raise RuntimeError("a process cannot open its own event")
         opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
         counts = mmap.mmap(opened, mmap.PAGESIZE)
         os.close(opened)
         return SharedEvent(self, name, counts)
 
     def record_again(self, index: int, stream: int, event: SharedEvent) -> None:
-        assert event.ear is not None, "only the process that has made it may record it"
+        assert event.listener is not None, "only the creating process may record the event"
         with self.lock:
             record = int(event.counts[0]) + 1
 
-            def come(counts: Any = event.counts) -> None:
+            def complete(counts: Any = event.counts) -> None:
                 counts[1] = max(counts[1], record)
 
-            self._find(index, stream).waiting.append(come)
+            self._find(index, stream).waiting.append(complete)
             found = self._find(index, stream)
             event.places[record] = found, found.end
             event.counts[0] = record
@@ -470,7 +455,7 @@ class Simulated:
     def combine_for_all(
         self, index: int, by: Any, sources: Any, outs: Any, count: int, divisor: float, stream: int
     ) -> None:
-        """All sources are read before anything is written, of each element at least."""
+        """Reduce to a temporary buffer and copy it to all outputs, which may be sources."""
         size = np.dtype(by_name[by.format].numpy).itemsize * by.elements * count
         between = np.empty(max(size, 1), np.uint8)
         Simulated.combine(self, index, by, sources, between.ctypes.data, count, divisor, stream)
@@ -483,8 +468,8 @@ class Simulated:
 
 
 class _Mapped:
-    """Memory of a device; as in CUDA, giving it back waits until all is done. Closing another
-    process's does not: what uses it then ends the process.
+    """Device memory. As in CUDA, freeing it synchronizes the device. Closing a mapping does
+    not, and later accesses crash the process.
     """
 
     def __init__(
@@ -496,7 +481,7 @@ class _Mapped:
 
     def __del__(self) -> None:
         if self.is_allocated:
-            self.cuda.given_back.append((self.file, self.memory))
+            self.cuda.freed.append((self.file, self.memory))
         else:
             os.close(self.file)
 
@@ -505,7 +490,7 @@ def _mapped(cuda: Simulated, file: int, size: int, nbytes: int, fill: bool) -> M
     memory = mmap.mmap(file, size)
     array = np.frombuffer(memory, np.uint8)
     if fill:
-        array[: 1 << 20] = 0xEE  # no more: what nobody touches takes no memory of the machine
+        array[: 1 << 20] = 0xEE  # untouched pages use no memory
     owner = _Mapped(cuda, file, memory, size, allocated=fill)
     owner.array = array
     if fill:
@@ -523,10 +508,10 @@ def elements(address: int, dtype: Any, count: int) -> Any:
 
 
 class DeviceArray:
-    """An array on a simulated device, which its program works on in one stream.
+    """An array on a simulated device, used in one stream.
 
-    given: what calls get.
-    host:  what ``upload`` puts there and what ``download`` gets.
+    given: the argument of calls.
+    host:  source of ``upload`` and target of ``download``.
     """
 
     def __init__(
@@ -556,62 +541,52 @@ class DeviceArray:
         memory = at(self.memory.address, self.memory.nbytes)
         return np.ndarray(self.shape, self.dtype, memory, self.offset, self.strides)
 
-    def upload(self, long: bool = False) -> None:
-        """A kernel that makes the values; all kernels take as long as they can here."""
-        values = self.host.copy()
-
-        def task() -> None:
-            self._numpy()[...] = values
-
+    def _enqueue(self, task: Any) -> None:
         self.cuda.enqueue(self.index, self.number, task)
+
+    def upload(self, long: bool = False) -> None:
+        """Enqueue a kernel that writes the values of ``host``."""
+        values = self.host.copy()
+        self._enqueue(lambda: np.copyto(self._numpy(), values))
 
     def double(self) -> None:
-        """A kernel."""
-
-        def task() -> None:
-            self._numpy()[...] *= 2
-
-        self.cuda.enqueue(self.index, self.number, task)
+        self._enqueue(lambda: np.multiply(self._numpy(), 2, self._numpy()))
 
     def fill(self, slope: int, start: int, long: bool = False) -> None:
-        """A kernel that makes element i ``slope * (i % PERIOD) + start``."""
+        """Enqueue a kernel that sets element i to ``slope * (i % PERIOD) + start``."""
 
         def task() -> None:
             self._numpy()[...] = (np.arange(self.host.size) % PERIOD * slope + start).astype("f4")
 
-        self.cuda.enqueue(self.index, self.number, task)
+        self._enqueue(task)
 
     def count_wrong(self, slope: int, start: int, begin: int, end: int, first: int) -> int:
-        """How many elements from begin to end are not those of ``fill`` from ``first`` on."""
+        """Count the elements in [begin, end) that differ from ``fill`` from ``first`` on."""
         found = []
 
         def task() -> None:
             made = np.arange(first, first + end - begin) % PERIOD * slope + start
             found.append(np.count_nonzero(self._numpy()[begin:end].astype("f4") != made))
 
-        self.cuda.enqueue(self.index, self.number, task)
+        self._enqueue(task)
         self.cuda.synchronize(self.cuda.record(self.index, self.number))
         return int(found[0])
 
     def download(self) -> None:
-        """A consumer in the same stream, and then the host."""
-
-        def task() -> None:
-            self.host[...] = self._numpy()
-
-        self.cuda.enqueue(self.index, self.number, task)
+        """Copy to ``host`` in the array's stream and synchronize."""
+        self._enqueue(lambda: np.copyto(self.host, self._numpy()))
         self.cuda.synchronize(self.cuda.record(self.index, self.number))
 
 
 def laid_out(host: np.ndarray, layout: str) -> tuple[tuple[int, ...] | None, int, int]:
-    """Strides (None: C order), the first element's offset, and bytes of memory for an array.
+    """Return strides (None: C order), offset of the first element and size in bytes of an array.
 
-    layout: "C"; "third": every third element of a greater array; "F": Fortran's order; a number
-            in digits: so many elements behind where the memory begins.
+    layout: "C", "F" (Fortran order), "third" (every third element of a larger array), or an offset
+            in elements, such as "2".
     """
     if layout.isdigit():
-        behind = int(layout) * host.dtype.itemsize
-        return None, behind, behind + host.nbytes
+        offset = int(layout) * host.dtype.itemsize
+        return None, offset, offset + host.nbytes
     if layout == "third":
         wide = np.empty((*host.shape, 3), host.dtype)
         return wide.strides[: host.ndim], host.dtype.itemsize, wide.nbytes
@@ -619,14 +594,14 @@ def laid_out(host: np.ndarray, layout: str) -> tuple[tuple[int, ...] | None, int
 
 
 class Arrays:
-    """Where the tests get their arrays on devices from; tests/gpu/real.py has those of a GPU.
+    """A library of device arrays. tests/gpu/real.py has the same interface for GPUs.
 
-    devices:  how many there are.
-    kinds:    of memory that not every MPI takes.
-    streams:  each array has a stream of its own, and tells it.
-    large:    elements of a float32 array whose copies take long.
-    sizes:    bytes of arrays that take several slots of the usual size.
-    pooled:   the kind of memory that goes back to a pool when it is freed.
+    devices:  number of devices.
+    kinds:    kinds of memory that some MPI libraries do not support.
+    streams:  True if each array has its own stream and reports it.
+    large:    number of elements of a float32 array that takes long to copy.
+    sizes:    sizes in bytes of arrays that need several slots of the default size.
+    pooled:   the kind of memory that is freed to a pool.
     """
 
     devices = 2
@@ -642,42 +617,42 @@ class Arrays:
 
     @classmethod
     def of_route(cls, name: str, ranks: int) -> Arrays:
-        """As many devices as a route takes for so many ranks."""
+        """Return the number of devices that a route needs."""
         return cls({"shared_gpu": 1, "peer": ranks}.get(name))
 
     def serves(self, dtype: Any) -> bool:
-        """There are arrays of the dtype."""
+        """Return True if the library supports the dtype."""
         return True
 
     def make(
         self, host: np.ndarray, index: int = 0, layout: str = "C", kind: str = "plain"
     ) -> DeviceArray:
-        """An array like ``host``, of ``laid_out``'s layout, in memory of that kind."""
+        """Return an array like ``host`` with a layout of ``laid_out`` and a kind of memory."""
         stream = self.cuda.create_stream(index)
         return DeviceArray(self.cuda, host, index, stream, layout, kind)
 
     def working(self) -> contextlib.AbstractContextManager[Any]:
-        """In here calls are made; leaving it, nothing is under way any more."""
+        """Return a context that waits for all work at its end."""
         return contextlib.nullcontext()
 
     def free_bytes(self) -> int:
-        """Of the first device."""
+        """Return the free memory of the first device."""
         return 1 << 40
 
     def release(self) -> None:
-        """Give memory that pools keep back to the driver."""
+        """Release the memory of pools to the driver."""
 
     @contextlib.contextmanager
     def full(self, left: int) -> Iterator[None]:
-        """In here the devices have no more than so many bytes in one piece."""
+        """Limit allocations to ``left`` bytes."""
         allocate = self.cuda.allocate
 
-        def refuse(index: int, nbytes: int) -> Memory:
+        def limited(index: int, nbytes: int) -> Memory:
             if nbytes > left:
                 raise MemoryError(f"{nbytes} bytes of device memory")
             return allocate(index, nbytes)
 
-        self.cuda.allocate = refuse  # type: ignore[method-assign]
+        self.cuda.allocate = limited  # type: ignore[method-assign]
         try:
             yield
         finally:
@@ -685,7 +660,72 @@ class Arrays:
 
     @contextlib.contextmanager
     def capturing(self, array: DeviceArray) -> Iterator[Graph]:
-        """In here the array's stream is captured into a graph."""
+        """Capture the array's stream into a graph."""
         graph = self.cuda.captured[array.number] = Graph(self.cuda, array.index, array.number)
         yield graph
         del self.cuda.captured[array.number]
+
+
+def replace_memory(arrays: Arrays, memory: Memory) -> None:
+    """Replace memory by other memory at the same address, as cudaFree and cudaMalloc do."""
+    owner, size = memory._owner, memory._owner.size
+    file = os.memfd_create("replaced")
+    os.ftruncate(file, size)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    access, fixed = mmap.PROT_READ | mmap.PROT_WRITE, 0x10  # MAP_FIXED
+    libc.mmap(memory.address, size, access, mmap.MAP_SHARED | fixed, file, 0)
+    os.close(owner.file)
+    owner.file, owner.buffer = file, next(arrays.cuda.buffers)
+
+
+def record_calls(monkeypatch: Any, cuda: Any, *names: str) -> list[Any]:
+    """Record calls of a runtime. Return the list of (name, *arguments)."""
+    seen: list[Any] = []
+
+    def recording(name: str, original: Any) -> Any:
+        return lambda *arguments: seen.append((name, *arguments)) or original(*arguments)
+
+    for name in names:
+        monkeypatch.setattr(cuda, name, recording(name, getattr(cuda, name)))
+    return seen
+
+
+class Fault:
+    """Make one call of a runtime function fail: ``with Fault(...) as fault: dist.all_reduce(x)``.
+
+    here:    True on the rank that fails.
+    number:  number of the failing call.
+    counts:  condition on the arguments; other calls are not counted.
+    error:   RuntimeError of the body, which is not raised again.
+    failed:  True if the call has failed.
+    """
+
+    def __init__(
+        self, cuda: Any, name: str, here: bool, number: int = 1,
+        counts: Callable[..., bool] = lambda *arguments: True,
+    ) -> None:  # fmt: skip
+        self.cuda, self.name, self.here, self.number, self.counts = cuda, name, here, number, counts
+        self.calls, self.error = 0, None
+
+    @property
+    def failed(self) -> bool:
+        return self.calls >= self.number
+
+    def __enter__(self) -> Fault:
+        self.original = getattr(self.cuda, self.name)
+        setattr(self.cuda, self.name, self._call)
+        return self
+
+    def _call(self, *arguments: Any) -> Any:
+        if self.here and self.counts(*arguments):
+            self.calls += 1
+            if self.calls == self.number:
+                raise RuntimeError("injected failure")
+        return self.original(*arguments)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        setattr(self.cuda, self.name, self.original)
+        self.error = error
+        return isinstance(error, RuntimeError)

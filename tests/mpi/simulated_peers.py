@@ -1,6 +1,4 @@
-"""What the kernels of device_peers.cu do together, in Python: each rank's part of a collective, by
-the flags and areas of the workspaces that their processes map.
-"""
+"""The kernels of device_peers.cu in Python, with flags and areas in mapped workspaces."""
 
 from __future__ import annotations
 
@@ -11,27 +9,18 @@ import numpy as np
 
 from mpicoll.dtypes import by_name
 from mpicoll.kernels.library import kernels
-from mpicoll.kernels.peers import (
-    ALL,
-    DIFFERS,
-    HEADER,
-    LATE,
-    STEP_BITS,
-    Collective,
-    Failure,
-    Peers,
-)
+from mpicoll.kernels.peers import ALL, DIFFERS, HEADER, LATE, STEP_BITS, Collective, Failure, Peers
 
-#: As in device_peers.cu.
-LOOK = 1_000_000
+#: Nanoseconds between polls of the host's failure word, as in device_peers.cu.
+POLL_INTERVAL_NS = 1_000_000
 
 
-class GaveUp(Exception):
-    """The kernel ends."""
+class Aborted(Exception):
+    """The kernel has failed."""
 
 
 class _Block:
-    """One block of a kernel, in its steps."""
+    """One block of a kernel, which executes numbered steps."""
 
     def __init__(self, peers: Peers, call: Collective, block: int, chunk: int) -> None:
         self.peers, self.call, self.block, self.chunk = peers, call, block, chunk
@@ -43,10 +32,9 @@ class _Block:
         self.step = int(self.headers[self.me]["steps"][block]) + 1
 
     def area(self, rank: int, source: int) -> int:
-        """The address in a rank's workspace of what a rank pushes in this step."""
-        areas = self.block * 2 + self.step % 2
-        places = areas * self.n + source
-        return self.peers.addresses[rank] + HEADER.itemsize + places * self.peers.room
+        """Return the address of the source rank's area for this step in a rank's workspace."""
+        area = (self.block * 2 + self.step % 2) * self.n + source
+        return self.peers.addresses[rank] + HEADER.itemsize + area * self.peers.room
 
     def push(self, rank: int, address: int, count: int) -> None:
         if rank != self.me:
@@ -59,32 +47,32 @@ class _Block:
     def move(self, into: int, source: int, count: int) -> None:
         ctypes.memmove(into, source, max(count, 0) * self.call.width)
 
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         value, parity = self.call.call << STEP_BITS | self.step, self.step % 2
-        others = [rank for rank in range(self.n) if rank != self.me]
-        for rank in others:
+        peers = [rank for rank in range(self.n) if rank != self.me]
+        for rank in peers:
             self.headers[rank]["signals"][self.block, parity, self.me] = value
-        begun = looked = time.monotonic_ns()
+        start = polled = time.monotonic_ns()
         on_host = ctypes.c_uint64.from_address(self.peers.failure)
-        for rank in others:
+        for rank in peers:
             while True:
                 seen = int(self.headers[self.me]["signals"][self.block, parity, rank])
                 failure = int(self.headers[self.me]["failure"])
                 if failure:
                     on_host.value = on_host.value or failure
-                    raise GaveUp
+                    raise Aborted
                 if seen == value:
                     break
                 now = time.monotonic_ns()
                 if seen & (1 << STEP_BITS) - 1 == self.step:
-                    self.give_up(DIFFERS, rank)
-                elif now - begun > self.peers.limit:
-                    self.give_up(LATE, rank)
-                elif now - looked > LOOK:
-                    self.headers[self.me]["failure"], looked = on_host.value, now
+                    self.fail(DIFFERS, rank)
+                elif now - start > self.peers.limit:
+                    self.fail(LATE, rank)
+                elif now - polled > POLL_INTERVAL_NS:
+                    self.headers[self.me]["failure"], polled = on_host.value, now
                 time.sleep(1e-5)
 
-    def give_up(self, why: int, rank: int) -> None:
+    def fail(self, why: int, rank: int) -> None:
         for header in self.headers:
             header["failure"] = Failure(self.call.call, why, self.me, rank).pack()
 
@@ -105,8 +93,8 @@ class _Block:
         )  # fmt: skip
 
 
-def carry_out(peers: Peers, call: Collective) -> None:
-    """A rank's kernel. Its blocks come one after the other, on all ranks alike."""
+def execute(peers: Peers, call: Collective) -> None:
+    """Execute a rank's kernel. Blocks run one after another, in the same order on all ranks."""
     cut = call.cut(peers)
     for number in range(cut.blocks):
         block = _Block(peers, call, number, cut.chunk)
@@ -115,7 +103,7 @@ def carry_out(peers: Peers, call: Collective) -> None:
                 _out_of_place(block, cut.blocks)
             else:
                 _in_place(block, cut.blocks, cut.shots)
-        except GaveUp:
+        except Aborted:
             return
 
 
@@ -130,7 +118,7 @@ def _out_of_place(block: _Block, blocks: int) -> None:
                 block.push(rank, call.send + first * call.width, lengths[me])
             else:
                 block.push(rank, call.send + (call.starts[rank] + first) * call.width, length)
-        block.meet()
+        block.synchronize()
         if call.by is None:
             block.move(into[me], call.send + first * call.width, lengths[me])
             for rank, length in enumerate(lengths):
@@ -144,15 +132,15 @@ def _out_of_place(block: _Block, blocks: int) -> None:
 def _in_place(block: _Block, blocks: int, shots: int) -> None:
     call, chunk, n, me = block.call, block.chunk, block.n, block.me
     stride = chunk if shots == 1 else n * chunk
-    gives = range(n) if call.root == ALL or call.by is None else [call.root]
+    destinations = range(n) if call.root == ALL or call.by is None else [call.root]
     keeps = call.by is None or call.root in (ALL, me)
     for first in range(block.block * stride, call.count, blocks * stride):
         begin, left = call.recv + first * call.width, call.count - first
         if shots == 1:
             length = min(chunk, left)
-            for rank in gives if call.by is not None or me == call.root else ():
+            for rank in destinations if call.by is not None or me == call.root else ():
                 block.push(rank, begin, length)
-            block.meet()
+            block.synchronize()
             if call.by is None:
                 block.take(call.root, begin, length)
             elif keeps:
@@ -163,7 +151,7 @@ def _in_place(block: _Block, blocks: int, shots: int) -> None:
         lengths = [min(chunk, left - rank * chunk) for rank in range(n)]
         for rank in range(n) if call.by is not None or me == call.root else ():
             block.push(rank, at[rank], lengths[rank])
-        block.meet()
+        block.synchronize()
         made = np.empty(max(lengths[me], 0) * call.width + 1, np.uint8)
         share = made.ctypes.data
         if call.by is not None:
@@ -173,12 +161,12 @@ def _in_place(block: _Block, blocks: int, shots: int) -> None:
         else:
             block.take(call.root, share, lengths[me])
         block.next()
-        for rank in gives:
+        for rank in destinations:
             if call.by is not None or rank != call.root:
                 block.push(rank, share, lengths[me])
         if keeps:
             block.move(at[me], share, lengths[me])
-        block.meet()
+        block.synchronize()
         for rank in range(n) if keeps and (call.by is not None or me != call.root) else ():
             block.take(rank, at[rank], lengths[rank])
         block.next()

@@ -1,4 +1,4 @@
-"""Copies between the arrays of simulated GPUs: each rank gets what it receives from the others."""
+"""Route ``copy_engine`` on simulated GPUs: each rank copies from the other ranks' arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from conftest import team as group_of
 from device_arrays import forced
 from driver import NAMES
 from test_devices import SOME, DeviceCall, got
-from test_shared_gpu import again_at, watched
 
 import mpicoll as dist
 from mpicoll.cuda import capabilities, runtime
@@ -30,38 +29,37 @@ from mpicoll.routes.device import copy_engine, ipc, peer, user_buffers, workspac
 pytestmark = pytest.mark.on_3
 
 ROUTE = registry.DEVICE["copy_engine"]
-#: Bytes from which on calls go by the route here, and elements of float32 that are more than that
-#: for each rank.
-LEAST = 1000
+#: Minimum size in bytes of calls that use the route; a count of float32 above it.
+MIN_BYTES = 1000
 LARGE = 1500
 
 
 @pytest.fixture(params=["a GPU each", "two GPUs"])
 def copying(request, mpi, monkeypatch):
-    """The arrays, this rank, n, and the group's part of the route."""
+    """Arrays, rank, number of ranks, and the state of the route in the default group."""
     if mpi.size == 1:
-        pytest.skip("one rank copies from nobody")
+        pytest.skip("needs two ranks")
     if mpi.size == 2 and request.param == "two GPUs":
-        pytest.skip("that is a GPU each")
+        pytest.skip("the same as a GPU each")
     arrays = simulated.Arrays(4 if request.param == "a GPU each" else 2)
     monkeypatch.setattr(runtime, "_runtime", arrays.cuda)
     monkeypatch.setenv("MPICOLL_CUDA_AWARE", "none")
     monkeypatch.setattr(capabilities, "_known", None)
     monkeypatch.setattr(copy_engine, "LINE", 64)
-    monkeypatch.setattr(copy_engine, "MIN_BYTES", LEAST)
+    monkeypatch.setattr(copy_engine, "MIN_BYTES", MIN_BYTES)
     monkeypatch.setattr(copy_engine, "LANES", 3)
     monkeypatch.setattr(peer, "WORKSPACE", 64 * 1024)
     monkeypatch.setattr(ipc, "SLOT", 4096)
-    policy = replace(ROUTE.policy, min_bytes=dict.fromkeys(ROUTE.policy.min_bytes, LEAST))
+    policy = replace(ROUTE.policy, min_bytes=dict.fromkeys(ROUTE.policy.min_bytes, MIN_BYTES))
     monkeypatch.setitem(registry.DEVICE, "copy_engine", replace(ROUTE, policy=policy))
     dist.init_process_group(timeout=TIMEOUT)
     me, n = dist.get_rank(), dist.get_world_size()
     made = Made(arrays, me, n)
-    made.gathered(10)
+    made.check_all_gather(10)
     made.part = dist.group.WORLD.resources.find("devices").states["copy_engine"]
     yield made
     dist.destroy_process_group()
-    gc.collect()  # frames that errors hold
+    gc.collect()  # frees the frames of caught errors
     assert not arrays.cuda.opened
 
 
@@ -72,18 +70,17 @@ class Made:
         self.arrays, self.cuda, self.me, self.n = arrays, arrays.cuda, me, n
         self.index = me % arrays.devices
 
-    def array(self, values, beside=None, **how):
-        """One with values; beside: in the stream of that array."""
-        made = self.arrays.make(np.array(values), self.index, **how)
+    def array(self, values, beside=None, **options):
+        """Return an array with values, in the stream of ``beside``."""
+        made = self.arrays.make(np.array(values), self.index, **options)
         if beside is not None:
             made.number = beside.number
         made.upload()
         return made
 
-    def gathered(self, count=LARGE, group=None, **how):
-        """An all_gather_single gives what all have sent."""
-        given = self.array(numbers(count, self.me), **how)
-        output = self.array(np.zeros((self.n, count), np.float32), **how)
+    def check_all_gather(self, count=LARGE, group=None, **options):
+        given = self.array(numbers(count, self.me), **options)
+        output = self.array(np.zeros((self.n, count), np.float32), **options)
         dist.all_gather_single(output, given, group=group)
         assert (got(output) == [numbers(count, rank) for rank in range(self.n)]).all()
 
@@ -92,12 +89,9 @@ def numbers(count, rank):
     return (np.arange(count) % 61 + 100 * rank).astype(np.float32)
 
 
-# ---- Calls ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ROUTE.serves.primitives)
 def test_calls(copying, name):
-    """Small and large ones, in two orders of ranks, against what NumPy says."""
+    """Small and large calls, in two orders of ranks."""
     n = copying.n
     teams = [group_of("world", range(n)), group_of("back", range(n)[::-1])]
     for turn, dtype in enumerate(SOME):
@@ -107,17 +101,17 @@ def test_calls(copying, name):
             DeviceCall(
                 copying.arrays, name, teams[turn // 2 % 2], dtype, count, None, root, layout=layout,
                 index=copying.index, kind="pool" if turn % 3 == 2 else "plain",
-            ).complete(turn % 3 == 1)  # fmt: skip
+            ).run_and_check(turn % 3 == 1)  # fmt: skip
 
 
-def test_which_calls_go_by_it(copying, monkeypatch):
-    """Large ones in which nothing is combined; of those that no kernel serves all."""
+def test_route_serves_data_movement(copying, monkeypatch):
+    """Large calls only, except for primitives that route ``peer`` does not serve."""
     me, n = copying.me, copying.n
     calls = []
-    works = copying.part.work_together
+    original = copying.part.work_together
     monkeypatch.setattr(
-        copying.part, "work_together", lambda kind, *how: calls.append(kind.primitive.name)
-        or works(kind, *how)
+        copying.part, "work_together", lambda kind, *arguments: calls.append(kind.primitive.name)
+        or original(kind, *arguments)
     )  # fmt: skip
     for count in (2, LARGE):
         one, many = (copying.array(np.full(k * count, me, np.float32)) for k in (1, n))
@@ -139,8 +133,8 @@ def test_which_calls_go_by_it(copying, monkeypatch):
     assert agreed.describe()["copy_engine"] == ""
 
 
-def test_splits(copying):
-    """Of all_to_all_single, and none for some; all_gather of arrays of different sizes."""
+def test_blocks_of_different_sizes(copying):
+    """all_to_all_single with splits, including 0, and all_gather."""
     me, n = copying.me, copying.n
     for scale in (1, 400):
         sends = [[scale * ((a * 2 + b) % 4) for b in range(n)] for a in range(n)]
@@ -160,8 +154,7 @@ def test_splits(copying):
             assert (got(one) == numbers(counts[rank], rank)).all()
 
 
-def test_a_group_of_one(copying):
-    """Goes by no such route: it copies on its device."""
+def test_group_of_one_rank_does_not_use_the_route(copying):
     groups = [dist.new_group([rank]) for rank in range(copying.n)]
     given, output = copying.array(numbers(LARGE, copying.me)), copying.array(numbers(LARGE, 9))
     dist.all_gather_single(output, given, group=groups[copying.me])
@@ -170,29 +163,26 @@ def test_a_group_of_one(copying):
     assert "copy_engine" not in {*agreed.states, *agreed.names}
 
 
-def test_reductions_are_refused_where_it_is_forced(copying):
+def test_forced_route_raises_for_reductions(copying):
     with forced("copy_engine"):
         group = dist.new_group()
-        copying.gathered(3, group)
+        copying.check_all_gather(3, group)
         with pytest.raises(UnsupportedError, match="=copy_engine does not serve SUM of float32"):
             dist.all_reduce(copying.array(numbers(LARGE, 0)), group=group)
-        copying.gathered(LARGE, group)
+        copying.check_all_gather(LARGE, group)
 
-
-# ---- How much moves, and who waits ---------------------------------------------------------------
 
 _WORK = ("copy", "copy_strided", "combine", "combine_for_all", "collective")
 
 
-def test_copies_and_no_wait(copying, monkeypatch):
-    """What a rank receives is copied once, from the others' arrays; no host waits for a device."""
+def test_data_is_copied_once_without_host_synchronization(copying, monkeypatch):
     me, n = copying.me, copying.n
     array = copying.array(np.full(n * 300, me, np.float32))
     output = copying.array(np.zeros((n, n * 300), np.float32))
-    seen = watched(monkeypatch, copying.cuda, *_WORK, "synchronize", "is_done")
+    seen = simulated.record_calls(monkeypatch, copying.cuda, *_WORK, "synchronize", "is_done")
     dist.all_gather_single(output, array)
     dist.broadcast(array, n - 1)
-    seen = [*seen]  # not what follows
+    seen = [*seen]
     assert {name for name, *_ in seen} <= {"copy"}
     moved = [(into, nbytes) for _, _, into, _, nbytes, _ in seen]
     gathered, rest = moved[:n], moved[n:]
@@ -204,12 +194,10 @@ def test_copies_and_no_wait(copying, monkeypatch):
     assert (got(output) == np.arange(n)[:, None]).all() and (got(array) == n - 1).all()
 
 
-def test_streams(copying, monkeypatch):
-    """Large copies go side by side, as many as there are streams for, each after the waits for the
-    arrays; small ones do not.
-    """
+def test_large_copies_use_several_streams(copying, monkeypatch):
+    """Each stream waits until the arrays are ready. Small copies use one stream."""
     n, work = copying.n, copying.part.context.work
-    seen = watched(monkeypatch, copying.cuda, "copy", "wait")
+    seen = simulated.record_calls(monkeypatch, copying.cuda, "copy", "wait")
     for count in (10, LARGE):
         given = copying.array(np.full((n, count), copying.me, np.float32))
         output = copying.array(np.zeros((n, count), np.float32))
@@ -232,26 +220,23 @@ def test_streams(copying, monkeypatch):
         assert (got(output) == np.arange(n)[:, None]).all()
 
 
-def test_meetings(copying, monkeypatch):
-    """Two; three of a broadcast to several ranks."""
+def test_number_of_synchronizations(copying, monkeypatch):
+    """A call has two, a broadcast to several ranks has three."""
     array = copying.array(np.full(LARGE, copying.me, np.float32))
-    works, met = copying.part._exchange, []
-    monkeypatch.setattr(copying.part, "_exchange", lambda *how: met.append(how) or works(*how))
-    copying.gathered()
-    assert len(met) == 2
+    exchange, calls = copying.part._exchange, []
+    monkeypatch.setattr(copying.part, "_exchange", lambda *a: calls.append(a) or exchange(*a))
+    copying.check_all_gather()
+    assert len(calls) == 2
     dist.broadcast(array)
-    assert len(met) == 2 + (2 if copying.n == 2 else 3)
+    assert len(calls) == 2 + (2 if copying.n == 2 else 3)
     assert (got(array) == 0).all()
 
 
-def test_only_who_is_read_waits(copying, monkeypatch):
-    """The root of a gather waits for those it reads, and nobody for a rank that it has nothing to
-    do with.
-    """
+def test_ranks_wait_only_for_ranks_that_they_exchange_data_with(copying, monkeypatch):
     me, n, root = copying.me, copying.n, copying.n - 1
     given = copying.array(numbers(LARGE, me))
     outputs = [copying.array(np.zeros(LARGE, np.float32)) for _ in range(n)]
-    seen = watched(monkeypatch, copying.cuda, "wait")
+    seen = simulated.record_calls(monkeypatch, copying.cuda, "wait")
     events = copying.part._events
 
     def waits():
@@ -269,11 +254,8 @@ def test_only_who_is_read_waits(copying, monkeypatch):
     assert (got(given) == numbers(LARGE, me)).all()
 
 
-# ---- Order ---------------------------------------------------------------------------------------
-
-
 def everything(copying, turn, made):
-    """Calls whose inputs are written again right behind them; what has to come of them."""
+    """Make calls and overwrite their inputs. Append outputs and expected results to ``made``."""
     me, n = copying.me, copying.n
     spread = np.repeat(np.arange(n), LARGE)
     given, many = (copying.array(np.full(LARGE * k, me + turn, np.float32)) for k in (1, n))
@@ -294,8 +276,7 @@ def everything(copying, turn, made):
 
 
 @pytest.mark.parametrize("slow, eager", [(0, 1), (1, 0), (0, 0), (None, None)])
-def test_skewed_ranks(copying, slow, eager):
-    """Whatever a rank's host or device has done: nothing is read early, or written late."""
+def test_late_hosts_and_devices_that_run_ahead_do_not_corrupt_data(copying, slow, eager):
     copying.cuda.eager = copying.me == eager
     made = []
     for turn in range(4):
@@ -306,8 +287,7 @@ def test_skewed_ranks(copying, slow, eager):
         assert (got(array) == expected).all()
 
 
-def test_chain(copying):
-    """Calls and kernels in one stream, asynchronous ones and those of kernels among them."""
+def test_chain_of_calls_and_kernels_in_one_stream(copying):
     me, n = copying.me, copying.n
     array = copying.array(np.full(LARGE, me + 1, np.float32))
     output = copying.array(np.zeros(n * LARGE, np.float32), array)
@@ -323,8 +303,7 @@ def test_chain(copying):
     assert (got(output) == 4 * expected).all() and (got(array) == 2 * expected * n).all()
 
 
-def test_memory_that_is_used_again_at_once(copying):
-    """The output of one call is the input of the next, and written over."""
+def test_output_is_the_next_input_and_is_then_overwritten(copying):
     me, n = copying.me, copying.n
     output = copying.array(np.zeros((n, LARGE), np.float32))
     block = copying.array(np.full(LARGE, me + 1, np.float32), output)
@@ -338,7 +317,7 @@ def test_memory_that_is_used_again_at_once(copying):
     assert (got(later) == np.arange(n)[:, None] + 1).all()
 
 
-def test_an_input_that_is_a_part_of_the_output(copying):
+def test_input_inside_the_output(copying):
     me, n = copying.me, copying.n
     output = copying.array(np.full((n, LARGE), me, np.float32))
     block = copying.arrays.make(np.zeros(LARGE, np.float32), copying.index)
@@ -347,16 +326,13 @@ def test_an_input_that_is_a_part_of_the_output(copying):
     assert (got(output) == np.arange(n)[:, None]).all()
 
 
-# ---- Memory --------------------------------------------------------------------------------------
-
-
-def test_memory_is_opened_once(copying, monkeypatch):
-    """Two arrays in one allocation, and the same array again, are one handle; outputs need none."""
+def test_allocation_is_opened_once(copying, monkeypatch):
+    """Arrays in one allocation share a handle. Outputs need no handle."""
     me, n = copying.me, copying.n
     first = copying.array(numbers(2 * LARGE, me))
     second = copying.arrays.make(numbers(LARGE, me), copying.index)
     second.memory, second.offset, second.number = first.memory, 4 * LARGE, first.number
-    seen = watched(monkeypatch, copying.cuda, "open", "export_allocation")
+    seen = simulated.record_calls(monkeypatch, copying.cuda, "open", "export_allocation")
     for given in (first, second, first, second):
         given.upload()
         output = copying.array(np.zeros((n, given.host.size), np.float32))
@@ -366,77 +342,77 @@ def test_memory_is_opened_once(copying, monkeypatch):
     assert names.count("open") == n - 1 and names.count("export_allocation") == 1
 
 
-def test_memory_that_is_freed_and_allocated_again(copying):
-    """At the same address, which all others have open: another buffer id, another handle."""
+def test_memory_freed_and_allocated_again_at_the_same_address(copying):
+    """It has another buffer id, so it is opened again."""
     me, n = copying.me, copying.n
     given, output = copying.array(numbers(LARGE, me)), copying.array(np.zeros((n, LARGE), "f4"))
     dist.all_gather_single(output, given)
     got(output)
     before = len(copying.cuda.opened)
     for turn in range(3):
-        again_at(copying.arrays, given.memory)
+        simulated.replace_memory(copying.arrays, given.memory)
         given.host[...] = numbers(LARGE, me) + turn
         given.upload()
         dist.all_gather_single(output, given)
         assert (got(output) == [numbers(LARGE, rank) + turn for rank in range(n)]).all()
     assert len(copying.cuda.opened) <= before + n
     del given, output
-    for _ in range(20):  # what is freed for good, too
-        copying.gathered()
+    for _ in range(20):  # freed memory is closed
+        copying.check_all_gather()
 
 
-def refuses_what_is_mapped_already(monkeypatch, cuda):
-    """From now on memory is refused while other memory of its process is mapped at its address."""
-    export, opens, mapped = cuda.export, cuda.open, []
+def reject_mapped_addresses(monkeypatch, cuda):
+    """Make ``open`` fail while other memory of the process is mapped at the same address."""
+    export, open_memory, mapped = cuda.export, cuda.open, []
 
     def at_its_address(index, memory):
         words = export(index, memory).rstrip(b"\0") + f" {memory.address}".encode()
         return words.ljust(HANDLE_BYTES, b"\0")
 
-    def refuses(index, handle):
+    def open_once(index, handle):
         *words, base = handle.rstrip(b"\0").split()
         process, file, size, _ = map(int, words)
         begin, which = int(base), Path(f"/proc/{process}/fd/{file}").stat().st_ino
         mapped[:] = [one for one in mapped if one[0]() is not None]
-        for _, whose, other, start, end in mapped:
-            if whose == process and other != which and begin < end and start < begin + size:
+        for _, exporter, other, start, end in mapped:
+            if exporter == process and other != which and begin < end and start < begin + size:
                 raise RuntimeError("cudaErrorAlreadyMapped")
-        memory = opens(index, b" ".join(words).ljust(HANDLE_BYTES, b"\0"))
+        memory = open_memory(index, b" ".join(words).ljust(HANDLE_BYTES, b"\0"))
         mapped.append((weakref.ref(memory._owner), process, which, begin, begin + size))
         return memory
 
     monkeypatch.setattr(cuda, "export", at_its_address)
-    monkeypatch.setattr(cuda, "open", refuses)
+    monkeypatch.setattr(cuda, "open", open_once)
 
 
-@pytest.mark.parametrize("who", ["the same group", "another group", "a new group"])
-def test_memory_at_an_address_that_is_still_mapped(copying, monkeypatch, who):
-    """By the group itself, or by another one of the process, which makes no call meanwhile: that is
-    closed, and nothing refused. Users' memory, and that of a new group.
+@pytest.mark.parametrize("mapped_by", ["the same group", "another group", "a new group"])
+def test_memory_at_an_address_that_is_still_mapped(copying, monkeypatch, mapped_by):
+    """The old mapping is closed, also if another group of the process has opened it. The memory is
+    the user's or a new group's workspace.
     """
     me, n, cuda, whole = copying.me, copying.n, copying.cuda, workspaces.BLOCK
-    refuses_what_is_mapped_already(monkeypatch, cuda)
+    reject_mapped_addresses(monkeypatch, cuda)
     other = dist.new_group()
-    copying.gathered(LARGE, other)
+    copying.check_all_gather(LARGE, other)
     given = copying.array(numbers(whole // 4, me))
     output = copying.array(np.zeros((n, whole // 4), "f4"))
-    groups = {"another group": [other, None]}.get(who, [None])
+    groups = {"another group": [other, None]}.get(mapped_by, [None])
     for turn in range(4):
         dist.all_gather_single(output, given, group=groups[turn % len(groups)])
         assert (got(output) == [numbers(whole // 4, rank) + turn for rank in range(n)]).all()
-        again_at(copying.arrays, given.memory)
+        simulated.replace_memory(copying.arrays, given.memory)
         given.host[...] = numbers(whole // 4, me) + turn + 1
         given.upload()
     made = [other.resources.find("devices").states["copy_engine"], copying.part]
-    if who == "a new group":
+    if mapped_by == "a new group":
         allocate, again = cuda.allocate, [given.memory]
 
-        def there(index, nbytes):
+        def allocate_again(index, nbytes):
             return again.pop() if again and nbytes <= whole else allocate(index, nbytes)
 
-        monkeypatch.setattr(cuda, "allocate", there)
+        monkeypatch.setattr(cuda, "allocate", allocate_again)
         group = dist.new_group()
-        copying.gathered(LARGE, group)
+        copying.check_all_gather(LARGE, group)
         assert not again
         agreed = group.resources.find("devices")
         assert not agreed.missing
@@ -444,57 +420,54 @@ def test_memory_at_an_address_that_is_still_mapped(copying, monkeypatch, who):
     assert not any(part._refused for part in made)
 
 
-def test_what_another_thread_uses_stays_open(copying):
-    """A group that is in a call there closes nothing."""
+def test_close_unused_does_not_close_memory_during_a_call_of_another_thread(copying):
     part = copying.part
-    copying.gathered()
+    copying.check_all_gather()
     kept = len(part._opened)
     with part._lock, ThreadPoolExecutor(1) as pool:
         assert pool.submit(part.close_unused).result() is False
     assert len(part._opened) == kept > 0
     assert part.close_unused() and not part._opened
-    copying.gathered()
+    copying.check_all_gather()
 
 
-def noted(works, into):
-    """The function, whose results are noted."""
+def recording(function, results):
+    """Return the function with its results added to ``results``."""
 
-    def makes(*how):
-        made = works(*how)
-        into.add(made)
-        return made
+    def call(*arguments):
+        result = function(*arguments)
+        results.add(result)
+        return result
 
-    return makes
+    return call
 
 
-@pytest.mark.parametrize("copying", ["a GPU each"], indirect=True)  # else parts have events, too
+@pytest.mark.parametrize("copying", ["a GPU each"], indirect=True)  # no other events
 @pytest.mark.parametrize("fails", [False, True])
-def test_events_of_others_are_closed_first(copying, monkeypatch, fails):
-    """No rank destroys an event that another one has opened: at a group's end, and where the ranks
-    cannot map each other's memory.
-    """
+def test_opened_events_are_closed_before_they_are_destroyed(copying, monkeypatch, fails):
+    """When the group is destroyed, and if the ranks cannot map memory."""
     group, opened, made, seen = dist.new_group(), weakref.WeakSet(), weakref.WeakSet(), []
     for name, into in (("open_event", opened), ("create_shared_event", made)):
-        monkeypatch.setattr(copying.cuda, name, noted(getattr(copying.cuda, name), into))
+        monkeypatch.setattr(copying.cuda, name, recording(getattr(copying.cuda, name), into))
     timed_barrier = user_buffers.timed_barrier
     if fails and copying.me == 0:
-        monkeypatch.setattr(user_buffers, "open_memory", lambda *how: 1 / 0)
+        monkeypatch.setattr(user_buffers, "open_memory", lambda *arguments: 1 / 0)
     monkeypatch.setattr(
         user_buffers, "timed_barrier",
-        lambda *how: seen.append((len(opened), len(made))) or timed_barrier(*how),
+        lambda *arguments: seen.append((len(opened), len(made))) or timed_barrier(*arguments),
     )  # fmt: skip
     with warnings.catch_warnings(action="ignore"):
-        copying.gathered(LARGE, group)
+        copying.check_all_gather(LARGE, group)
     assert len(opened) == (0 if fails else 3 * (copying.n - 1))
     dist.destroy_process_group(group)
     assert seen == [(0, 3)]
     end = time.monotonic() + TIMEOUT
-    while made:  # who has asked for one lets go of it a moment later
-        assert time.monotonic() < end, "nothing is left of them"
+    while made:  # the last references are released a moment later
+        assert time.monotonic() < end, "events were not destroyed"
         time.sleep(1e-3)
 
 
-def test_what_is_open_has_a_bound(copying, monkeypatch):
+def test_number_of_open_allocations_is_limited(copying, monkeypatch):
     monkeypatch.setattr(user_buffers, "OPEN", 4)
     me, n, part = copying.me, copying.n, copying.part
     kept = [copying.array(numbers(LARGE + turn, me)) for turn in range(12)]
@@ -507,15 +480,14 @@ def test_what_is_open_has_a_bound(copying, monkeypatch):
         assert (got(output) == [numbers(output.shape[1], rank) for rank in range(n)]).all()
 
 
-@pytest.mark.parametrize("whose", [0, -1])
-def test_memory_that_cannot_be_exported(copying, monkeypatch, whose):
-    """Is copied to memory that can: an input, on the rank that has it alone; no output is."""
+@pytest.mark.parametrize("rank", [0, -1])
+def test_input_that_cannot_be_exported_is_copied_on_its_rank(copying, monkeypatch, rank):
     me, n = copying.me, copying.n
-    kind = "pool" if me == whose % n else "plain"
+    kind = "pool" if me == rank % n else "plain"
     given = copying.array(numbers(LARGE, me), kind=kind)
     output = copying.array(np.zeros((n, LARGE), np.float32), kind=kind)
     sent = copying.array(numbers(n * LARGE, me), kind=kind)
-    seen = watched(monkeypatch, copying.cuda, "copy")
+    seen = simulated.record_calls(monkeypatch, copying.cuda, "copy")
     dist.all_gather_single(output, given)
     assert len(seen) == n + (kind == "pool")
     dist.broadcast(sent, 1)
@@ -524,15 +496,15 @@ def test_memory_that_cannot_be_exported(copying, monkeypatch, whose):
 
 
 @pytest.mark.parametrize("name", ["all_gather_single", "broadcast"])
-def test_memory_that_cannot_be_opened(copying, mpi, monkeypatch, name):
-    """As several readers find out: the call is made again, through memory that can be."""
+def test_memory_that_cannot_be_opened_is_copied(copying, mpi, monkeypatch, name):
+    """The call is repeated with a copy in memory that can be opened."""
     me, n, part = copying.me, copying.n, copying.part
-    opens, bad = copying.cuda.open, set()
+    original, bad = copying.cuda.open, set()
 
-    def refuses(index, handle):
+    def fail(index, handle):
         if handle in bad or "all" in bad:
             raise RuntimeError("this one cannot be opened")
-        return opens(index, handle)
+        return original(index, handle)
 
     def call(count=LARGE):
         given = copying.array(numbers(count, me))
@@ -547,63 +519,62 @@ def test_memory_that_cannot_be_opened(copying, mpi, monkeypatch, name):
             dist.all_gather_single(output, given)
             assert (got(output) == [numbers(count, rank) for rank in range(n)]).all()
 
-    monkeypatch.setattr(copying.cuda, "open", refuses)
+    monkeypatch.setattr(copying.cuda, "open", fail)
     for turn in (1, 2):
         call()
         assert len(part._refused) == (turn if name != "broadcast" or n > 2 or me == 1 else 0)
     bad.add("all")
-    part.close_unused()  # the scratch, too
+    part.close_unused()  # also closes scratch memory
     with pytest.raises(DistBackendError, match=r"cannot map rank \d's|another rank failed"):
         call()
-    monkeypatch.setattr(copying.cuda, "open", opens)
+    monkeypatch.setattr(copying.cuda, "open", original)
     call()
 
 
-def test_scratch_that_cannot_be_opened(copying, mpi, monkeypatch):
-    """It is replaced, in this call and in the next."""
-    part, opens, bad = copying.part, copying.cuda.open, set()
+def test_scratch_that_cannot_be_opened_is_replaced(copying, mpi, monkeypatch):
+    part, original, bad = copying.part, copying.cuda.open, set()
 
-    def refuses(index, handle):
+    def fail(index, handle):
         if handle in bad:
             raise RuntimeError("this one cannot be opened")
-        return opens(index, handle)
+        return original(index, handle)
 
-    monkeypatch.setattr(copying.cuda, "open", refuses)
+    monkeypatch.setattr(copying.cuda, "open", fail)
     for turn in range(3):
         part.context.begin()
-        memory, (_, handle) = part._scratch(LARGE)  # what the call takes
+        memory, (_, handle) = part._scratch(LARGE)  # the scratch of the next call
         bad.update(mpi.allgather(handle))
         assert memory.nbytes % workspaces.BLOCK == 0
-        copying.gathered(kind="pool")
+        copying.check_all_gather(kind="pool")
         assert len(part._refused) == turn + 1
-    copying.gathered()
+    copying.check_all_gather()
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_memory_that_is_not_exported_after_all(copying, monkeypatch, who):
-    """Though the driver says that it can be: it is copied, from then on."""
-    exports, refused = copying.cuda.export_allocation, []
+@pytest.mark.parametrize("failing", [0, 1])
+def test_memory_is_copied_if_its_export_fails(copying, monkeypatch, failing):
+    """The driver reports that it can be exported. Later calls copy it without another try."""
+    original, failed = copying.cuda.export_allocation, []
     given = copying.array(numbers(LARGE, copying.me))
     output = copying.array(np.zeros((copying.n, LARGE), np.float32))
 
-    def refuses(index, found):
-        if copying.me == who and found.base == given.memory.address:
-            refused.append(found)
+    def fail(index, found):
+        if copying.me == failing and found.base == given.memory.address:
+            failed.append(found)
             raise RuntimeError("no handle of this one")
-        return exports(index, found)
+        return original(index, found)
 
-    monkeypatch.setattr(copying.cuda, "export_allocation", refuses)
-    copies = watched(monkeypatch, copying.cuda, "copy")
+    monkeypatch.setattr(copying.cuda, "export_allocation", fail)
+    copies = simulated.record_calls(monkeypatch, copying.cuda, "copy")
     for _ in range(3):
         copies.clear()
         dist.all_gather_single(output, given)
-        assert len(copies) == copying.n + (copying.me == who)
+        assert len(copies) == copying.n + (copying.me == failing)
         assert (got(output) == [numbers(LARGE, rank) for rank in range(copying.n)]).all()
-    assert len(refused) == (copying.me == who)
+    assert len(failed) == (copying.me == failing)
 
 
-def test_scratch_is_of_whole_blocks(copying):
-    """Also where another use has taken a piece of another size."""
+def test_scratch_size_is_a_multiple_of_the_block_size(copying):
+    """Also if scratch of another size exists."""
     part = copying.part
     part.context.begin()
     part.context.scratch(workspaces.BLOCK + 100)
@@ -612,112 +583,98 @@ def test_scratch_is_of_whole_blocks(copying):
     assert memory.nbytes == 2 * workspaces.BLOCK
     part.context.begin()
     assert part.context.scratch(workspaces.BLOCK + 100) is memory
-    copying.gathered()
+    copying.check_all_gather()
 
 
-def test_arrays_on_another_device(copying):
-    """The group is at home where its first call's arrays were; others are copied there."""
+def test_arrays_on_another_device_are_copied_to_the_groups_device(copying):
     home = copying.index
     for index in (1, 0, home):
         copying.index = index
-        copying.gathered()
-
-
-# ---- Failures ------------------------------------------------------------------------------------
+        copying.check_all_gather()
 
 
 @pytest.mark.parametrize("copying", ["a GPU each"], indirect=True)
 @pytest.mark.parametrize("name", ["broadcast", "all_to_all_single"])
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize(
     "what",
     ["find_allocation", "export_allocation", "open", "record_again", "wait", "copy", "allocate"],
 )
-def test_a_rank_that_fails(copying, mpi, monkeypatch, what, who, name):
-    """All leave the call together and at once; the next calls work."""
+def test_failure_of_one_rank(copying, mpi, what, failing, name):
+    """The call fails on all ranks at once. Later calls succeed."""
     me, n, part = copying.me, copying.n, copying.part
     layout = "third" if what == "allocate" else "C"
     given = copying.array(np.full(LARGE // n * n, me, np.float32), layout=layout)
     output = copying.array(np.zeros(given.host.size * (n if "gather" in name else 1), "f4"))
-    works, failed = getattr(copying.cuda, what), []
 
-    def fails(*how):
-        inner = what not in ("wait", "copy") or part.context.work in how
-        if me == who and not failed and inner:
-            failed.append(True)
-            raise RuntimeError(f"{what} cannot be done")
-        return works(*how)
+    def counts(*arguments):
+        return what not in ("wait", "copy") or part.context.work in arguments
 
-    monkeypatch.setattr(copying.cuda, what, fails)
-    error = None
-    try:
+    with simulated.Fault(copying.cuda, what, me == failing, counts=counts) as fault:
         if name == "broadcast":
             dist.broadcast(given, 1)
         else:
             getattr(dist, name)(output, given)
-    except (RuntimeError, DistBackendError) as caught:
-        error = caught
-    monkeypatch.setattr(copying.cuda, what, works)
-    copied = what in ("open", "export_allocation")  # memory that cannot be had is copied
-    if what != "wait" and not copied:  # after the last meeting no rank depends on another
+    error = fault.error
+    copied = what in ("open", "export_allocation")  # such memory is copied
+    if what != "wait" and not copied:  # "wait" may follow the last synchronization
         assert len(set(mpi.allgather(error is not None))) == 1
-    if me == who:
-        assert (error is not None) == (bool(failed) and not copied)
-        assert error is None or "cannot be done" in str(error)
+    if me == failing:
+        assert (error is not None) == (fault.failed and not copied)
+        assert error is None or "injected failure" in str(error)
     else:
         assert error is None or "another rank failed" in str(error)
     for count in (10, LARGE):
-        copying.gathered(count)
+        copying.check_all_gather(count)
 
 
-def test_calls_that_differ(copying):
-    for _ in range(66):  # from the 65th on, the ranks meet in memory that they share
-        copying.gathered(300)
+def test_mismatch(copying):
+    for _ in range(66):  # from the 65th call on, calls are compared in shared memory
+        copying.check_all_gather(300)
     me, n = copying.me, copying.n
     with pytest.raises(MismatchError):
         dist.broadcast(copying.array(np.zeros(LARGE + (me == 0), np.float32)))
     receives = [LARGE] * n
     sends = [LARGE + (me == 0 != rank) for rank in range(n)]
     given, output = (copying.array(np.zeros(sum(c), np.float32)) for c in (sends, receives))
-    words = "other ranks' block" if me == 0 else f"expected {LARGE} elements from rank 0, which sen"
-    with pytest.raises(MismatchError, match=words):
+    message = (
+        "other ranks' block" if me == 0 else f"expected {LARGE} elements from rank 0, which sen"
+    )
+    with pytest.raises(MismatchError, match=message):
         dist.all_to_all_single(output, given, receives, sends)
-    copying.gathered()
+    copying.check_all_gather()
 
 
 @pytest.mark.parametrize("what", ["create_shared_event", "open_event", "open"])
-def test_where_ipc_does_not_work(copying, monkeypatch, what):
-    """All ranks take another route, and say why."""
-    works, calls = getattr(copying.cuda, what), []
-
-    def refuses(*how):
-        calls.append(how)
-        if len(calls) == 1 and copying.me == 1:
-            raise RuntimeError("no such thing here")
-        return works(*how)
-
+def test_route_is_off_if_ipc_fails_on_one_rank(copying, what):
+    """All ranks use another route. Rank 0 warns."""
     with forced("copy_engine"):
         group = dist.new_group()
-        monkeypatch.setattr(copying.cuda, what, refuses)
-        with pytest.raises(UnsupportedError, match=r"copy_engine: rank 1: .*no such thing here"):
-            copying.gathered(group=group)
-    calls.clear()
-    if what == "create_shared_event":  # what no other route needs
+        message = r"copy_engine: rank 1: .*injected failure"
+        with (
+            simulated.Fault(copying.cuda, what, copying.me == 1),
+            pytest.raises(UnsupportedError, match=message),
+        ):
+            copying.check_all_gather(group=group)
+    if what == "create_shared_event":  # no other route needs it
         group = dist.new_group()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            copying.gathered(group=group)
-        said = [str(one.message) for one in caught]
-        assert any("copy_engine is off: rank 1" in one for one in said) == (copying.me == 0)
+        with (
+            simulated.Fault(copying.cuda, what, copying.me == 1) as fault,
+            warnings.catch_warnings(record=True, action="always") as caught,
+        ):
+            copying.check_all_gather(group=group)
+        assert fault.error is None
+        warned = [str(one.message) for one in caught]
+        assert any("copy_engine is off: rank 1" in one for one in warned) == (copying.me == 0)
         agreed = group.resources.find("devices")
-        assert "copy_engine" not in agreed.names and "no such" in agreed.describe()["copy_engine"]
+        assert (
+            "copy_engine" not in agreed.names
+            and "injected failure" in agreed.describe()["copy_engine"]
+        )
 
 
-# ---- Graphs --------------------------------------------------------------------------------------
-
-
-def test_graphs(copying, monkeypatch):
-    """Large calls are captured by kernels, which calls that were none have loaded."""
+def test_captured_calls_use_kernels(copying, monkeypatch):
+    """Large calls outside of a capture load these kernels."""
     me, n = copying.me, copying.n
     given = copying.array(numbers(LARGE, me))
     output = copying.array(np.zeros((n, LARGE), np.float32), given)
@@ -727,7 +684,7 @@ def test_graphs(copying, monkeypatch):
             dist.all_gather_single(output, given)
         return
     copying.cuda.loaded.clear()
-    seen = watched(monkeypatch, copying.cuda, "collective", "copy")
+    seen = simulated.record_calls(monkeypatch, copying.cuda, "collective", "copy")
     dist.all_gather_single(output, given)
     dist.broadcast(given, 1)
     assert {name for name, *_ in seen} == {"copy"} or (me == 1 and n == 2)

@@ -1,4 +1,4 @@
-"""Groups on several simulated nodes, or several ranks on each of several simulated GPUs."""
+"""Route ``hierarchical``: several simulated nodes, or several ranks on each simulated GPU."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from mpicoll.serialized_mpi import plain
 
 pytestmark = pytest.mark.any_mpi
 
-#: Two clusters, one of two ranks, have three.
-LEAST = 3
+#: Two clusters, one with two ranks.
+MIN_RANKS = 3
 ROUTE = registry.DEVICE["hierarchical"]
 
 
@@ -38,7 +38,7 @@ def with_min_bytes(route, min_bytes):
     return replace(route, policy=replace(route.policy, min_bytes=min_bytes))
 
 
-#: Where ranks are: node and GPU of each of n.
+#: Node and GPU of each of n ranks.
 PLACES = {
     "two GPUs": lambda n: [(0, 2 * rank // n) for rank in range(n)],
     "two nodes": lambda n: [(2 * rank // n, rank % 2) for rank in range(n)],
@@ -46,34 +46,34 @@ PLACES = {
     "two nodes, a GPU each": lambda n: [(rank % 2, 0) for rank in range(n)],
     "a rank alone": lambda n: [(int(rank == n - 1), rank % 2) for rank in range(n)],
 }
-#: Those of which all ranks are on rails, if there are as many on each node.
+#: Places where every rank is on a rail, if the nodes have equal numbers of ranks.
 EVEN = ("two nodes", "two nodes across")
 
 
 class ExactOnDevice(DeviceCall, Exact):
-    """A call whose result depends on no order."""
+    """A call whose result does not depend on the order of reductions."""
 
 
 @pytest.fixture(scope="module")
 def arrays():
-    if MPI.COMM_WORLD.Get_size() < LEAST:
-        pytest.skip(f"takes {LEAST} ranks")
+    if MPI.COMM_WORLD.Get_size() < MIN_RANKS:
+        pytest.skip(f"takes {MIN_RANKS} ranks")
     with pytest.MonkeyPatch.context() as patch, forced("auto"):
         made = simulated.Arrays()
         patch.setattr(runtime, "_runtime", made.cuda)
-        # Seams everywhere: several chunks and stripes of few elements, but no small calls.
+        # Several chunks and stripes with few elements.
         patch.setattr(hierarchical, "CHUNK", 4096)
         patch.setattr(hierarchical, "LINE", 64)
         patch.setattr(shared_gpu, "SMALL", 64)
         patch.setattr(peer, "WORKSPACE", 64 * 1024)
         patch.setattr(ipc, "SLOT", 4096)
-        least(patch, 1)
+        set_min_bytes(patch, 1)
         yield made
     gc.collect()
 
 
-def least(patch, nbytes):
-    """Calls of so many bytes go by the route from now on."""
+def set_min_bytes(patch, nbytes):
+    """Select the route for calls of at least ``nbytes``."""
     patch.setitem(
         registry.DEVICE,
         "hierarchical",
@@ -81,10 +81,10 @@ def least(patch, nbytes):
     )
 
 
-class Where:
-    """A group of ranks that are where PLACES says.
+class PlacedGroup:
+    """A group whose ranks have the nodes and GPUs of a row of PLACES.
 
-    cuda: what MPI does with device memory.
+    cuda: MPI's support for device memory.
     """
 
     def __init__(self, arrays, patch, name, cuda="full"):
@@ -105,21 +105,20 @@ class Where:
     def array(self, count=1000, dtype=np.float32):
         return uploaded(self.arrays, np.full(count, self.me, dtype), self.index)
 
-    def total(self, count=1000):
-        """An all_reduce gives the right sum."""
+    def check_all_reduce(self, count=1000):
         array = self.array(count)
         dist.all_reduce(array, group=self.group)
         assert (got(array) == sum(range(self.n))).all()
 
 
 @pytest.fixture
-def met(monkeypatch):
-    """The calls whose ranks have met to go by the route."""
-    calls, works = [], hierarchical.Levels.compare
+def compared(monkeypatch):
+    """The signatures of the calls that used the route."""
+    calls, original = [], hierarchical.Levels.compare
 
     def compare(levels, signature, number, failure):
         calls.append(signature)
-        return works(levels, signature, number, failure)
+        return original(levels, signature, number, failure)
 
     monkeypatch.setattr(hierarchical.Levels, "compare", compare)
     return calls
@@ -140,24 +139,21 @@ def world(arrays):
 
 @pytest.fixture(scope="module", params=list(PLACES))
 def kept(request, arrays, world, patch):
-    """A group for many tests."""
-    where = Where(arrays, patch, request.param)
-    yield where
-    dist.destroy_process_group(where.group)
+    placed = PlacedGroup(arrays, patch, request.param)
+    yield placed
+    dist.destroy_process_group(placed.group)
 
 
 @pytest.fixture(params=["two GPUs", "two nodes", "a rank alone"])
 def placed(request, arrays, world, monkeypatch):
-    """A group that has called."""
-    where = Where(arrays, monkeypatch, request.param)
-    where.total()
-    yield where
-    dist.destroy_process_group(where.group)
+    """A group that has made a call."""
+    placed = PlacedGroup(arrays, monkeypatch, request.param)
+    placed.check_all_reduce()
+    yield placed
+    dist.destroy_process_group(placed.group)
 
 
-# ---- Calls ---------------------------------------------------------------------------------------
-
-#: Dtypes and operations in turn, so that the places have different ones.
+#: Dtypes and operations in turn, so that each place tests different ones.
 KINDS = {
     True: itertools.cycle([(dtype, op) for dtype in SOME for op in legal_operations(dtype)]),
     False: itertools.cycle([(dtype, None) for dtype in SOME]),
@@ -166,8 +162,8 @@ LAYOUTS = itertools.cycle([("C", False), ("third", True), ("1", False), ("C", Tr
 
 
 @pytest.mark.parametrize("name", ROUTE.serves.primitives)
-def test_calls(kept, mpi, met, name):
-    """All that it serves, around the borders of stripes and chunks; any layout."""
+def test_calls(kept, mpi, compared, name):
+    """Every primitive of the route, at boundaries of stripes and chunks, in any layout."""
     row, done = NAMES[name], []
     for count in (0, 17, 1024, 3001):
         dtype, op = next(KINDS[row.reduces])
@@ -177,38 +173,36 @@ def test_calls(kept, mpi, met, name):
             kept.arrays, name, kept.team, dtype, count, op, count % kept.n if row.root else 0,
             index=kept.index, layout=layout if count else "C",
         )  # fmt: skip
-        made.complete(async_op)
+        made.run_and_check(async_op)
         done += [made] if name == "all_reduce" else []
     check_same_bits(mpi, done)
-    takes = kept.even or name in ("all_reduce", "reduce", "broadcast")
-    assert bool(met) == takes, kept.name
+    uses_route = kept.even or name in ("all_reduce", "reduce", "broadcast")
+    assert bool(compared) == uses_route, kept.name
 
 
 @pytest.mark.parametrize("name", ["two nodes", "two nodes, a GPU each"])
-def test_an_mpi_that_takes_no_device_memory(arrays, world, monkeypatch, met, name):
-    """Then the rails are staged."""
-    where = Where(arrays, monkeypatch, name, cuda="none")
+def test_rails_are_staged_if_mpi_does_not_support_device_memory(
+    arrays, world, monkeypatch, compared, name
+):
+    placed = PlacedGroup(arrays, monkeypatch, name, cuda="none")
     for count in (1000, 3001):
-        where.total(count)
-    levels = where.agreed.states["hierarchical"]
-    assert met and where.agreed.names == ("hierarchical", "staged")
+        placed.check_all_reduce(count)
+    levels = placed.agreed.states["hierarchical"]
+    assert compared and placed.agreed.names == ("hierarchical", "staged")
     assert levels.along is None or levels.along.agreement.names == ("staged",)
-    dist.destroy_process_group(where.group)
+    dist.destroy_process_group(placed.group)
 
 
-def test_blocks_of_different_sizes(kept, met):
-    """Go by the next route, on all ranks."""
+def test_blocks_of_different_sizes_use_the_next_route(kept, compared):
     for sizes in ([500, 0, 3, 17], [0, 700, 0, 1]):
         UnevenDeviceCall(
             kept.arrays, kept.team, by_name["float32"], sizes, ReduceOp.SUM, index=kept.index
-        ).complete(False)
-    assert not met
+        ).run_and_check()
+    assert not compared
 
 
-# ---- Which groups take it ------------------------------------------------------------------------
-
-#: Which routes the group takes, its clusters, and its rails, of four ranks.
-TAKEN = {
+#: Routes of the group, of its clusters and of its rails, with four ranks.
+ROUTES = {
     "two GPUs": (("hierarchical", "copy_engine", "ipc", "staged"), "shared_gpu", "peer"),
     "two nodes": (("hierarchical", "direct", "mpi", "staged"), "peer", "direct"),
     "two nodes across": (("hierarchical", "direct", "mpi", "staged"), "peer", "direct"),
@@ -217,10 +211,10 @@ TAKEN = {
 }
 
 
-def test_who_takes_it(kept, monkeypatch, met):
-    """Small calls go by the next route."""
-    names, inside, along = TAKEN[kept.name]
-    kept.total()
+def test_selected_groups_and_sizes(kept, monkeypatch, compared):
+    """Small calls use the next route."""
+    names, inside, along = ROUTES[kept.name]
+    kept.check_all_reduce()
     agreed = kept.agreed
     assert agreed.names == names and not agreed.missing and agreed.describe()["hierarchical"] == ""
     levels, one_gpu = agreed.states["hierarchical"], len(set(kept.places)) == 1
@@ -228,29 +222,28 @@ def test_who_takes_it(kept, monkeypatch, met):
     if kept.n == 4:
         assert levels.inside is None or levels.inside.agreement.names[0] == inside
         assert levels.along is None or levels.along.agreement.names[0] == along
-    least(monkeypatch, 4000)
+    set_min_bytes(monkeypatch, 4000)
     group = dist.new_group()
-    for count, takes in ((999, 0), (1000, 1)):
+    for count, uses_route in ((999, 0), (1000, 1)):
         array = kept.array(count)
-        met.clear()
+        compared.clear()
         dist.all_reduce(array, group=group)
-        assert (got(array) == sum(range(kept.n))).all() and bool(met) == takes
+        assert (got(array) == sum(range(kept.n))).all() and bool(compared) == uses_route
     dist.destroy_process_group(group)
 
 
-def test_copies_inside_a_node(kept, monkeypatch):
-    """Where nothing is combined, the ranks of a node copy from each other's arrays."""
+def test_data_movement_inside_a_node_uses_copy_engine(kept, monkeypatch):
     route = registry.DEVICE["copy_engine"]
     every = with_min_bytes(route, dict.fromkeys(route.policy.min_bytes, 1))
     monkeypatch.setitem(registry.DEVICE, "copy_engine", every)
     group, calls = dist.new_group(), []
-    works = copy_engine.Copiers.work_together
+    original = copy_engine.Copiers.work_together
 
-    def noted(part, kind, *how):
+    def work_together(part, kind, *arguments):
         calls.append((part, kind.primitive.name))
-        return works(part, kind, *how)
+        return original(part, kind, *arguments)
 
-    monkeypatch.setattr(copy_engine.Copiers, "work_together", noted)
+    monkeypatch.setattr(copy_engine.Copiers, "work_together", work_together)
     total, spread = kept.array(3000), kept.array(3000)
     dist.all_reduce(total, group=group)
     dist.broadcast(spread, 0, group=group)
@@ -264,77 +257,74 @@ def test_copies_inside_a_node(kept, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["on one GPU", "with a GPU each", "on a node each"])
-def test_who_does_not(arrays, world, monkeypatch, how):
-    """And why; without levels it is refused where it is forced."""
+def test_groups_without_levels_do_not_use_the_route(arrays, world, monkeypatch, how):
+    """``describe`` has the reason. Forcing the route raises."""
     places = {
         "on one GPU": ("all ranks share a GPU", lambda rank: (0, 0)),
         "with a GPU each": ("each rank has a GPU to itself", lambda rank: (0, rank)),
         "on a node each": ("each rank has a node to itself", lambda rank: (rank, 0)),
     }
-    words, place = places[how]
+    reason, place = places[how]
     monkeypatch.setitem(PLACES, how, lambda n: list(map(place, range(n))))
     many = simulated.Arrays(4)
     monkeypatch.setattr(runtime, "_runtime", many.cuda)
-    where = Where(many, monkeypatch, how)
-    where.total()
-    assert "hierarchical" not in where.agreed.names
-    assert where.agreed.describe()["hierarchical"] == words
-    dist.destroy_process_group(where.group)
+    placed = PlacedGroup(many, monkeypatch, how)
+    placed.check_all_reduce()
+    assert "hierarchical" not in placed.agreed.names
+    assert placed.agreed.describe()["hierarchical"] == reason
+    dist.destroy_process_group(placed.group)
     with forced("hierarchical"):
-        where = Where(many, monkeypatch, how)
-        with pytest.raises(UnsupportedError, match=f"hierarchical: {words}; unset it"):
-            where.total()
-        dist.destroy_process_group(where.group)
+        placed = PlacedGroup(many, monkeypatch, how)
+        with pytest.raises(UnsupportedError, match=f"hierarchical: {reason}; unset it"):
+            placed.check_all_reduce()
+        dist.destroy_process_group(placed.group)
 
 
 @pytest.mark.parametrize("name", ["two GPUs", "two nodes"])
-def test_forced(arrays, world, monkeypatch, name):
-    """Then it takes small calls, too, and refuses by name what it does not serve."""
+def test_forced_route_serves_small_calls_and_raises_for_other_primitives(
+    arrays, world, monkeypatch, name
+):
     with forced("hierarchical"):
-        where = Where(arrays, monkeypatch, name)
-        least(monkeypatch, 4000)
+        placed = PlacedGroup(arrays, monkeypatch, name)
+        set_min_bytes(monkeypatch, 4000)
         for count in (0, 10, 3000):
-            where.total(count)
-        assert where.agreed.names == ("hierarchical",)
-        array = where.array(where.n)
+            placed.check_all_reduce(count)
+        assert placed.agreed.names == ("hierarchical",)
+        array = placed.array(placed.n)
         with pytest.raises(UnsupportedError, match="hierarchical does not serve"):
-            dist.scatter(array, [array] * where.n if where.me == 0 else None, group=where.group)
-        counts = [500, *[1] * (where.n - 1)]
-        outputs = [where.array(count) for count in counts]
+            dist.scatter(array, [array] * placed.n if placed.me == 0 else None, group=placed.group)
+        counts = [500, *[1] * (placed.n - 1)]
+        outputs = [placed.array(count) for count in counts]
         with pytest.raises(UnsupportedError, match="hierarchical"):
-            dist.all_gather(outputs, where.array(counts[where.me]), group=where.group)
-        where.total()
-        dist.destroy_process_group(where.group)
+            dist.all_gather(outputs, placed.array(counts[placed.me]), group=placed.group)
+        placed.check_all_reduce()
+        dist.destroy_process_group(placed.group)
 
 
 @pytest.mark.parametrize("name", ["two GPUs", "two nodes"])
-def test_where_ranks_cannot_map_memory(arrays, world, monkeypatch, name):
-    """Of one cluster: all take another route, and the first rank says why."""
+def test_route_is_off_if_a_cluster_cannot_map_memory(arrays, world, monkeypatch, name):
+    """All ranks use another route, and rank 0 warns."""
 
-    def refuse(*what):
+    def refuse(*arguments):
         raise RuntimeError("no such thing here")
 
-    where = Where(arrays, monkeypatch, name)
-    if where.places[where.me] == where.places[0]:
+    placed = PlacedGroup(arrays, monkeypatch, name)
+    if placed.places[placed.me] == placed.places[0]:
         for what in ("open", "open_event"):
             monkeypatch.setattr(arrays.cuda, what, refuse)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        where.total()
-    told = [str(one.message) for one in caught if "hierarchical is off" in str(one.message)]
-    if where.n == 4 or name == "two GPUs":
-        assert len(told) == (where.me == 0)
-        assert "hierarchical" not in where.agreed.names
-        assert "no such thing here" in where.agreed.describe()["hierarchical"]
-    dist.destroy_process_group(where.group)
-
-
-# ---- Order ---------------------------------------------------------------------------------------
+        placed.check_all_reduce()
+    warned = [str(one.message) for one in caught if "hierarchical is off" in str(one.message)]
+    if placed.n == 4 or name == "two GPUs":
+        assert len(warned) == (placed.me == 0)
+        assert "hierarchical" not in placed.agreed.names
+        assert "no such thing here" in placed.agreed.describe()["hierarchical"]
+    dist.destroy_process_group(placed.group)
 
 
 @pytest.mark.parametrize("eager", [0, 1])
-def test_devices_that_are_ahead(placed, eager):
-    """Whatever a rank's device has done: nothing is read early, or written late."""
+def test_devices_that_run_ahead_do_not_corrupt_data(placed, eager):
     placed.arrays.cuda.eager = placed.me == eager
     array = placed.array(3000)
     array.host[...] = 1
@@ -349,8 +339,7 @@ def test_devices_that_are_ahead(placed, eager):
     placed.arrays.cuda.eager = False
 
 
-def test_groups_leave_nothing_open(placed, monkeypatch):
-    """In a loop of groups."""
+def test_destroyed_groups_release_handles_and_streams(placed, monkeypatch):
     cuda, array = placed.arrays.cuda, placed.array(3000)
     gc.collect()
     opened, streams = len(cuda.opened), len(cuda.streams)
@@ -369,190 +358,173 @@ def test_groups_leave_nothing_open(placed, monkeypatch):
         assert len(cuda.opened) == opened and len(cuda.streams) == streams
 
 
-# ---- Trouble -------------------------------------------------------------------------------------
-
-
-def test_calls_that_differ(placed):
-    """All learn it, whatever cluster they are in, and go on."""
+def test_mismatch_raises_on_all_ranks_of_all_clusters(placed):
+    """Later calls succeed."""
     for _ in range(2):
         with pytest.raises(MismatchError):
             dist.broadcast(placed.array(), 0 if placed.me else 1, group=placed.group)
         with pytest.raises(MismatchError, match=r"(2000|1000) elements"):
             dist.all_reduce(placed.array(2000 if placed.me else 1000), group=placed.group)
-    placed.total(3000)
+    placed.check_all_reduce(3000)
 
 
 @pytest.mark.parametrize(
-    ("what", "who"), [("allocate", 0), ("scale", -1), ("find_allocation", -1), ("pack", 0)]
+    ("what", "failing"), [("allocate", 0), ("scale", -1), ("find_allocation", -1), ("pack", 0)]
 )
-def test_a_rank_that_fails(placed, mpi, monkeypatch, what, who):
-    """Before its first step, or in it: all leave the call, whatever cluster they are in, and the
-    group goes on.
-    """
-    cuda, who = placed.arrays.cuda, who % placed.n
-    levels, state = placed.agreed.states["hierarchical"], []
+def test_failure_of_one_rank_before_or_in_the_first_step(placed, mpi, what, failing):
+    """The call fails on all ranks of all clusters. Later calls succeed."""
+    cuda, failing = placed.arrays.cuda, failing % placed.n
+    levels = placed.agreed.states["hierarchical"]
     narrow = placed.arrays.make(
         np.full(3000, placed.me, by_name["bfloat16"].numpy), placed.index,
         "third" if what == "pack" else "C",
     )  # fmt: skip
     narrow.upload()
     name = "allocate" if what == "pack" else what
-    works = getattr(cuda, name)
-
-    def fails(*how):
-        if placed.me == who and not state:
-            state.append(how)
-            raise RuntimeError("it cannot be done")
-        return works(*how)
-
-    if what in ("allocate", "pack"):  # a group keeps its scratch
+    if what in ("allocate", "pack"):  # force an allocation
         levels.context._blocks, levels.context._since = [], []
-    monkeypatch.setattr(cuda, name, fails)
-    error = None
-    try:
+    with simulated.Fault(cuda, name, placed.me == failing) as fault:
         dist.all_reduce(narrow, group=placed.group)
-    except RuntimeError as caught:
-        error = caught
-    monkeypatch.setattr(cuda, name, works)
-    said = mpi.allgather((bool(state), str(error)))
-    if any(failed for failed, _ in said):
-        for rank, (_, words) in enumerate(said):
-            assert ("it cannot be done" if rank == who else "another rank failed") in words
-        assert isinstance(error, DistBackendError) or placed.me == who
+    outcomes = mpi.allgather((fault.failed, str(fault.error)))
+    if any(failed for failed, _ in outcomes):
+        for rank, (_, message) in enumerate(outcomes):
+            assert ("injected failure" if rank == failing else "another rank failed") in message
+        assert isinstance(fault.error, DistBackendError) or placed.me == failing
     else:
-        assert what == "find_allocation" and error is None
+        assert what == "find_allocation" and fault.error is None
     for count in (10, 3000):
-        placed.total(count)
+        placed.check_all_reduce(count)
 
 
-def test_devices_are_asked_before_the_ranks_meet(placed, monkeypatch):
-    """And not behind that: no rank alone leaves out a step for which others wait."""
-    levels, here, met = placed.agreed.states["hierarchical"], threading.get_ident(), []
+def test_device_errors_are_checked_before_the_comparison(placed, monkeypatch):
+    """After it, an error would make one rank skip a step that other ranks wait for."""
+    levels, here, compared = placed.agreed.states["hierarchical"], threading.get_ident(), []
     compare = levels.compare
 
     def find_failure(wait=False):
-        behind = len(met) == 1 and threading.get_ident() == here
-        return DistBackendError("one that is late") if behind and placed.me == 0 else None
+        after = len(compared) == 1 and threading.get_ident() == here
+        return DistBackendError("late error") if after and placed.me == 0 else None
 
-    monkeypatch.setattr(levels, "compare", lambda *how: compare(*how) or met.append(how))
+    monkeypatch.setattr(levels, "compare", lambda *call: compare(*call) or compared.append(call))
     monkeypatch.setattr(levels, "find_failure", find_failure)
-    placed.total(10)
-    assert len(met) == 2
+    placed.check_all_reduce(10)
+    assert len(compared) == 2
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "reduce_scatter", "all_gather"])
 @pytest.mark.parametrize("place", ["two GPUs", "two nodes", "two nodes, staged"])
-def test_a_rank_that_fails_along_the_rails(arrays, world, monkeypatch, mpi, place, name):
-    """Whatever carries the rails: nobody waits for it, and all learn it, on rails or not."""
-    where = Where(
+def test_failure_of_one_rank_on_a_rail(arrays, world, monkeypatch, mpi, place, name):
+    """With any route of the rails, the group fails on all ranks, on rails or not."""
+    placed = PlacedGroup(
         arrays, monkeypatch, place.split(", ")[0], "none" if "staged" in place else "full"
     )
-    if name in ("reduce_scatter", "all_gather") and not where.even:
-        dist.destroy_process_group(where.group)
-        pytest.skip("goes by another route")
-    where.total()
-    levels = where.agreed.states["hierarchical"]
-    step, begun = hierarchical.Step.__call__, time.monotonic()
-    who = [levels.clusters[0][place] for place in levels.lanes[0]][-1]
+    if name in ("reduce_scatter", "all_gather") and not placed.even:
+        dist.destroy_process_group(placed.group)
+        pytest.skip("uses another route")
+    placed.check_all_reduce()
+    levels = placed.agreed.states["hierarchical"]
+    step, start = hierarchical.Step.__call__, time.monotonic()
+    failing = [levels.clusters[0][place] for place in levels.lanes[0]][-1]
 
     def fails(self, send, recv, extent, root=0, before=None):
-        if where.me == who and self._part is levels.along.group:
+        if placed.me == failing and self._part is levels.along.group:
             before = lambda: 1 / 0  # noqa: E731
         step(self, send, recv, extent, root, before)
 
     def call():
-        array = where.array(3000 * where.n)
+        array = placed.array(3000 * placed.n)
         if name == "all_reduce":
-            dist.all_reduce(array, group=where.group)
+            dist.all_reduce(array, group=placed.group)
         elif name == "broadcast":
-            dist.broadcast(array, who, group=where.group)
+            dist.broadcast(array, failing, group=placed.group)
         elif name == "reduce_scatter":
-            dist.reduce_scatter_single(where.array(3000), array, group=where.group)
+            dist.reduce_scatter_single(placed.array(3000), array, group=placed.group)
         else:
-            dist.all_gather_single(array, where.array(3000), group=where.group)
+            dist.all_gather_single(array, placed.array(3000), group=placed.group)
         got(array)
 
     monkeypatch.setattr(hierarchical.Step, "__call__", fails)
-    if where.me == who:
+    if placed.me == failing:
         with pytest.raises(ZeroDivisionError):
             call()
     else:
         with pytest.raises(DistBackendError):
             call()
-            while where.group.error is None and time.monotonic() < begun + TIMEOUT / 2:
+            while placed.group.error is None and time.monotonic() < start + TIMEOUT / 2:
                 time.sleep(0.01)
             call()
-    assert time.monotonic() < begun + TIMEOUT / 2
+    assert time.monotonic() < start + TIMEOUT / 2
     mpi.Barrier()
-    # Who has heard of it from a rank that knows names that one.
-    meant = rf"rank {who}\b.* failed in call 2|rank \d has closed the group, .* has failed"
-    with pytest.raises(DistBackendError, match=meant):
-        dist.barrier(group=where.group)
+    # The failed rank, or the rank that reported the failure.
+    expected = rf"rank {failing}\b.* failed in call 2|rank \d has closed the group, .* has failed"
+    with pytest.raises(DistBackendError, match=expected):
+        dist.barrier(group=placed.group)
     monkeypatch.undo()
-    dist.destroy_process_group(where.group)
+    dist.destroy_process_group(placed.group)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_a_rank_that_fails_behind_the_rails(arrays, world, monkeypatch, chunks):
-    """Fails the call on all ranks, with the next chunk; of the last one in its cluster alone. The
-    group goes on.
+def test_failure_of_one_rank_after_the_rails(arrays, world, monkeypatch, chunks):
+    """The next chunk fails on all ranks. After the last chunk, only the rank's cluster fails. Later
+    calls succeed.
     """
-    where = Where(arrays, monkeypatch, "two GPUs")
-    where.total()
-    levels = where.agreed.states["hierarchical"]
+    placed = PlacedGroup(arrays, monkeypatch, "two GPUs")
+    placed.check_all_reduce()
+    levels = placed.agreed.states["hierarchical"]
     cluster = max(levels.clusters, key=len)
     if len(cluster) == 1:
-        dist.destroy_process_group(where.group)
+        dist.destroy_process_group(placed.group)
         pytest.skip("no rank shares its GPU")
     step, inside = hierarchical.Step.__call__, []
 
     def fails(self, send, recv, extent, root=0, before=None):
         inside.append(levels.inside is not None and self._part is levels.inside.group)
-        if where.me == cluster[0] and inside[-1] and inside.count(True) == 2:
+        if placed.me == cluster[0] and inside[-1] and inside.count(True) == 2:
             before = lambda: 1 / 0  # noqa: E731
         step(self, send, recv, extent, root, before)
 
     count = chunks * (hierarchical.CHUNK // 4) - 5
     with monkeypatch.context() as patched:
         patched.setattr(hierarchical.Step, "__call__", fails)
-        if where.me == cluster[0]:
+        if placed.me == cluster[0]:
             with pytest.raises(ZeroDivisionError):
-                where.total(count)
-        elif chunks > 1 or where.me in cluster:
+                placed.check_all_reduce(count)
+        elif chunks > 1 or placed.me in cluster:
             with pytest.raises(DistBackendError, match="another rank failed in this call"):
-                where.total(count)
+                placed.check_all_reduce(count)
         else:
-            where.total(count)
-    where.total(count)
-    dist.destroy_process_group(where.group)
+            placed.check_all_reduce(count)
+    placed.check_all_reduce(count)
+    dist.destroy_process_group(placed.group)
 
 
-def test_routes_that_parts_lose(arrays, world, monkeypatch):
-    """Are told by name, on the first rank, and by what ``doctor`` asks."""
+def test_routes_that_are_off_in_a_cluster_are_reported(arrays, world, monkeypatch):
+    """Rank 0 warns, and ``describe`` has the reason."""
 
-    def refuse(*what):
+    def refuse(*arguments):
         raise RuntimeError("no such thing here")
 
-    where = Where(arrays, monkeypatch, "two GPUs")
-    last = where.places[-1]
-    alone = where.places.count(last) == 1  # its cluster has no part
-    meant = where.places[0] if alone else last
-    if where.places[where.me] == meant:
+    placed = PlacedGroup(arrays, monkeypatch, "two GPUs")
+    last = placed.places[-1]
+    alone = placed.places.count(last) == 1  # a cluster of one rank has no group
+    cluster = placed.places[0] if alone else last
+    if placed.places[placed.me] == cluster:
         monkeypatch.setattr(arrays.cuda, "create_shared_event", refuse)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        where.total()
-    ranks = [rank for rank, place in enumerate(where.places) if place == meant]
-    words = f"ranks {', '.join(map(str, ranks))} use ipc, because shared_gpu is off: rank 0: cannot"
-    told = [str(one.message) for one in caught if "shared_gpu is off" in str(one.message)]
-    assert len(told) == (where.me == 0) and all(words in each for each in told)
-    assert where.agreed.names[0] == "hierarchical"
-    assert f"in hierarchical {words}" in where.agreed.describe()["shared_gpu"]
-    dist.destroy_process_group(where.group)
+        placed.check_all_reduce()
+    ranks = [rank for rank, place in enumerate(placed.places) if place == cluster]
+    message = (
+        f"ranks {', '.join(map(str, ranks))} use ipc, because shared_gpu is off: rank 0: cannot"
+    )
+    warned = [str(one.message) for one in caught if "shared_gpu is off" in str(one.message)]
+    assert len(warned) == (placed.me == 0) and all(message in each for each in warned)
+    assert placed.agreed.names[0] == "hierarchical"
+    assert f"in hierarchical {message}" in placed.agreed.describe()["shared_gpu"]
+    dist.destroy_process_group(placed.group)
 
 
-def test_a_group_that_is_broken(placed, mpi):
-    """Its parts are, too: calls that wait there end, and each rank learns it."""
+def test_failing_the_group_fails_its_clusters_and_rails(placed, mpi):
     levels, error = placed.agreed.states["hierarchical"], DistBackendError("a call has timed out")
     parts = [part for part in (levels.inside, levels.along) if part is not None]
     for part in (None, *parts):

@@ -1,6 +1,4 @@
-"""Arrays on devices under load: sizes that slots of the usual size divide, ranks that are late,
-memory that goes as soon as it may, and memory that is short.
-"""
+"""Arrays on devices under load: large sizes, late ranks, freed arrays and little free memory."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ from conftest import TIMEOUT
 from conftest import team as group_of
 from device_arrays import LIBRARIES, SIMULATED, devices, forced, routes
 from driver import NAMES, legal_operations
+from simulated import Fault
 from test_devices import DeviceCall, got, serves, uploaded
 
 import mpicoll as dist
@@ -32,14 +31,14 @@ def arrays(request):
 
 
 @pytest.fixture(scope="module", params=routes("auto", "staged"))
-def road(request, arrays):
+def selected(request, arrays):
     with forced(request.param):
         yield request.param
     gc.collect()
 
 
 @pytest.fixture(scope="module")
-def world(road):
+def world(selected):
     dist.init_process_group(timeout=TIMEOUT)
     yield group_of("world", range(dist.get_world_size()))
     dist.destroy_process_group()
@@ -52,24 +51,21 @@ def working(arrays):
     arrays.release()
 
 
-# ---- Sizes, and ranks that are late --------------------------------------------------------------
-
-
 class Ramps:
-    """Calls on numbers that are made and looked at on the device, one after another.
+    """Calls on numbers that the device creates and checks.
 
-    Element i of rank r's input is ``i % PERIOD + r``; whatever lands elsewhere shows.
+    Element i of rank r's input is ``i % PERIOD + r``, so that misplaced data is found.
     """
 
     def __init__(self, arrays, world, dtype, nbytes):
         self.arrays, self.n, self.me = arrays, world.size, world.me
         self.dtype = np.dtype(dtype)
-        self.block = nbytes // self.dtype.itemsize // self.n - 5  # and no multiple of anything
+        self.block = nbytes // self.dtype.itemsize // self.n - 5  # not a multiple of a slot
         self.all = sum(range(self.n))
 
     def array(self, count, slope, start, long=False):
-        """An array of a kernel's numbers, late."""
-        host = np.zeros(count, self.dtype)  # never touched, and so no memory
+        """Return an array that a kernel fills with delay."""
+        host = np.zeros(count, self.dtype)  # never touched, so the OS allocates no memory
         made = self.arrays.make(host, kind=self.arrays.pooled)
         made.fill(slope, start, long)
         return made
@@ -77,7 +73,7 @@ class Ramps:
     def check(self, array, what, slope, start, begin=0, end=None, first=0):
         end = array.host.size if end is None else end
         wrong = array.count_wrong(slope, start, begin, end, first)
-        assert not wrong, f"{what}: {wrong} of {end - begin} are wrong, from element {begin} on"
+        assert not wrong, f"{what}: {wrong} of {end - begin} elements differ from element {begin}"
 
     def all_reduce(self, late):
         mine = self.array(self.block * self.n, 1, self.me, late)
@@ -115,15 +111,15 @@ class Ramps:
 
 
 CALLS = [name for name in vars(Ramps) if name in NAMES]
-#: Dtypes, and the rank that is late.
+#: Dtype and late rank.
 SKEWED = [(np.float32, 0), (np.float16, 1), (np.uint8, 2)]
 
 
 @pytest.mark.parametrize("place", range(4), ids=["64M", "256M", "1G", "4G"])
 @pytest.mark.parametrize("name", CALLS)
 def test_sizes(arrays, world, mpi, name, place):
-    """Several rounds through slots of the usual size, by ranks of which one is late each time: its
-    host, and with it its device, or its device alone.
+    """Several rounds through slots of the default size. One rank is late: its host and device, or
+    only its device.
     """
     if place >= len(arrays.sizes):
         pytest.skip("the simulated devices have smaller arrays")
@@ -141,34 +137,33 @@ def test_sizes(arrays, world, mpi, name, place):
 
 @pytest.mark.parametrize("dtype", NARROW, ids=repr)
 @pytest.mark.parametrize("count", [1, 13, 1001, 300_001])
-def test_odd_addresses(arrays, road, world, dtype, count):
-    """Narrow floats that begin anywhere, in another place on each rank, and do not fill words."""
+def test_odd_addresses(arrays, selected, world, dtype, count):
+    """Narrow floats at a different odd address on each rank, in counts that do not fill words."""
     if not arrays.serves(dtype):
         pytest.skip(f"the library has no arrays of {dtype}")
     for turn, name in enumerate(("all_reduce", "reduce_scatter_single", "all_gather_single")):
         layout = str((world.me + 1 + turn) % 7 + (world.me == 0))
         ops = [None] if name == "all_gather_single" else legal_operations(dtype)
         op = ops[(count + turn) % len(ops)]
-        if serves(road, name, dtype, op):
-            DeviceCall(arrays, name, world, dtype, count, op, layout=layout).complete(turn == 1)
+        if serves(selected, name, dtype, op):
+            DeviceCall(arrays, name, world, dtype, count, op, layout=layout).run_and_check(
+                turn == 1
+            )
 
 
-# ---- Groups side by side -------------------------------------------------------------------------
-
-
-def test_two_groups_at_once(arrays, world):
-    """Their calls are under way together, and not all ranks begin them in the same order."""
+def test_concurrent_calls_of_two_groups(arrays, world):
+    """Ranks start the calls of the groups in different orders."""
     groups = [dist.new_group(), dist.new_group()]
     order = (0, 1) if world.me % 2 else (1, 0)
     for turn in range(4):
-        begun = []
+        started = []
         for which in order:
             for count in (10, 700_000 + turn):
                 value = 1 + world.me + 10 * which + turn
                 array = uploaded(arrays, np.full(count, value, np.float32))
                 work = dist.all_reduce(array.given, group=groups[which], async_op=True)
-                begun.append((work, array, which))
-        for work, array, which in begun if turn % 2 else reversed(begun):
+                started.append((work, array, which))
+        for work, array, which in started if turn % 2 else reversed(started):
             work.wait()
             each = 1 + 10 * which + turn
             assert (got(array) == sum(range(world.size)) + each * world.size).all()
@@ -176,24 +171,19 @@ def test_two_groups_at_once(arrays, world):
         dist.destroy_process_group(group)
 
 
-# ---- Memory that goes ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["synchronous", "asynchronous", "dropped"])
 @pytest.mark.parametrize("count", [100, 3_000_000])
-def test_memory_that_goes_after_the_call(arrays, world, how, count):
-    """The input is dropped as soon as the call returns, its memory is given back to the driver or
-    written over by who gets it next; so is the Work, in the last case.
-    """
+def test_input_may_be_freed_when_the_call_returns(arrays, world, how, count):
+    """Its memory is released to the driver or reused. "dropped": the Work is also dropped."""
     count = count if not SIMULATED else min(count, 300_000)
     for turn in range(6):
         value = world.me + turn
-        given = arrays.make(np.full(count, value, np.float32), kind=arrays.pooled)
-        given.upload(long=turn == 0)
+        source = arrays.make(np.full(count, value, np.float32), kind=arrays.pooled)
+        source.upload(long=turn == 0)
         output = arrays.make(np.zeros((world.size, count), np.float32), kind=arrays.pooled)
         output.upload()
-        work = dist.all_gather_single(output.given, given.given, async_op=how != "synchronous")
-        del given
+        work = dist.all_gather_single(output.given, source.given, async_op=how != "synchronous")
+        del source
         if turn % 2:
             arrays.release()
         other = arrays.make(np.full(count, 77, np.float32), kind=arrays.pooled)
@@ -209,21 +199,16 @@ def test_memory_that_goes_after_the_call(arrays, world, how, count):
         assert (got(other) == 77).all(), f"turn {turn}"
 
 
-# ---- Memory that is short ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("left", [4 * MIB, 24 * MIB])
-def test_memory_that_is_short(arrays, world, mpi, left):
-    """A group that finds no room for workspaces has right results all the same, by
-    whatever route; and groups that are made when there is room again take the best one.
-    """
+def test_groups_without_memory_for_workspaces_use_another_route(arrays, world, mpi, left):
+    """Groups that are created after memory was freed use the best route again."""
     usual = route_of(arrays, world)
     small = arrays.make(np.full(1000, world.me, np.float32))
     large = arrays.make(np.full(1_000_000, world.me, np.float32))
     columns = arrays.make(np.full((1000, 30), world.me, np.float32), layout="F")
     group = dist.new_group()
     with arrays.full(left):
-        mpi.Barrier()  # nobody has more room, and nobody gives up what it holds
+        mpi.Barrier()  # all ranks have occupied their memory
         for array in (small, large, columns):
             array.upload()
             dist.all_reduce(array.given, group=group)
@@ -236,7 +221,7 @@ def test_memory_that_is_short(arrays, world, mpi, left):
 
 
 def route_of(arrays, world):
-    """The best route of a new group."""
+    """Return the first route of a new group."""
     group = dist.new_group()
     array = uploaded(arrays, np.full(10, world.me, np.float32))
     dist.all_reduce(array.given, group=group)
@@ -246,54 +231,34 @@ def route_of(arrays, world):
     return found
 
 
-# ---- Failure -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("route", "call", "place", "rank"),
     [
         ("ipc", "copy", 1, 0),
         ("ipc", "copy", 3, 0),
         ("ipc", "copy", 6, 0),
-        # On the way to the first meeting; and the one that works for all, on its way to the second.
+        # Before the first synchronization; the rank that enqueues all work, before the second.
         ("shared_gpu", "record_again", 1, -1),
         ("shared_gpu", "combine_for_all", 1, 0),
     ],
 )
-def test_a_rank_that_fails_in_a_call(
-    arrays, road, world, mpi, monkeypatch, route, call, place, rank
-):  # fmt: skip
-    """All leave the call, with an error or a right result, and the next calls are right."""
+def test_failure_of_one_rank_in_a_call(arrays, selected, world, mpi, route, call, place, rank):
+    """All ranks return, with an error or a correct result. Later calls succeed."""
     me, n = world.me, world.size
-    if road != "auto" or n == 1:
-        pytest.skip("another route is forced here, and takes two ranks")
-    cuda, calls = runtime.get_runtime(), []
-    works, fails_here = getattr(cuda, call), me == rank % n
-
-    def fails(*what):
-        calls.append(what)
-        if len(calls) == place:
-            raise RuntimeError("this cannot be done")
-        return works(*what)
-
+    if selected != "auto" or n == 1:
+        pytest.skip("needs two ranks and no forced route")
     with forced(route):
         group = dist.new_group()
         for broken in (False, True, False):
             array = arrays.make(np.full(arrays.sizes[0] // 4, me, np.float32))
             array.upload()
-            if fails_here and broken:
-                monkeypatch.setattr(cuda, call, fails)
-            error = None
-            try:
+            here = broken and me == rank % n
+            with Fault(runtime.get_runtime(), call, here, place) as fault:
                 dist.all_reduce(array.given, group=group)
-            except RuntimeError as caught:
-                error = caught
-            monkeypatch.setattr(cuda, call, works)
-            failed = fails_here and broken
-            assert not failed or len(calls) >= place, f"{call} has not been called so often"
-            assert (error is not None) == failed or (broken and not fails_here), error
-            assert not failed or "this cannot be done" in str(error)
-            if error is None:
+            assert fault.failed == here, f"{call} was not called {place} times"
+            assert (fault.error is not None) == here or (broken and not here), fault.error
+            assert not here or "injected failure" in str(fault.error)
+            if fault.error is None:
                 assert (got(array) == sum(range(n))).all()
             mpi.Barrier()
         dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""Calls on simulated devices that go wrong: what the next calls find, and what is left."""
+"""Failures of calls on simulated devices, the calls after them, and leaks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from mpicoll.core.plan import Implementation
 from mpicoll.cuda import between_nodes, capabilities, mpi_support, probe, runtime, streams
 from mpicoll.cuda.probe import OK, ProbeOutcome
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
-from mpicoll.routes.device import ipc as peer
+from mpicoll.routes.device import ipc, staged, workspaces
 from mpicoll.routes.device import space as device_space
-from mpicoll.routes.device import staged, workspaces
 from mpicoll.routes.host import select
 
 pytestmark = pytest.mark.on_3
@@ -29,12 +28,12 @@ pytestmark = pytest.mark.on_3
 
 @pytest.fixture
 def on(monkeypatch):
-    """Makes the default group, whose calls take a route; gives its arrays, this rank, and n."""
+    """Create the default group with a forced route. Return arrays, rank and number of ranks."""
     made = simulated.Arrays()
 
-    def begin(road=None, cuda="full"):
-        if road is not None:
-            monkeypatch.setenv("MPICOLL_DEVICE_ROUTE", road)
+    def begin(route=None, cuda="full"):
+        if route is not None:
+            monkeypatch.setenv("MPICOLL_DEVICE_ROUTE", route)
         monkeypatch.setenv("MPICOLL_CUDA_AWARE", cuda)
         monkeypatch.setattr(runtime, "_runtime", made.cuda)
         monkeypatch.setattr(capabilities, "_known", None)
@@ -46,8 +45,7 @@ def on(monkeypatch):
         dist.destroy_process_group()
 
 
-def total(arrays, me, n, count=10, group=None):
-    """An all_reduce gives the right sum."""
+def check_all_reduce(arrays, me, n, count=10, group=None):
     array = uploaded(arrays, np.full(count, me, np.float32))
     dist.all_reduce(array, group=group)
     assert (got(array) == sum(range(n))).all()
@@ -56,50 +54,35 @@ def total(arrays, me, n, count=10, group=None):
 @pytest.mark.parametrize("count", [10, 2000])
 @pytest.mark.parametrize("call", [1, 2, 5, 9, 14, 30])
 @pytest.mark.parametrize("what", ["load", "copy", "combine", "synchronize"])
-def test_an_error_of_one_rank(on, monkeypatch, what, call, count):
-    """Wherever it comes, all leave the call together, but for what no other rank depends on; no
-    result is wrong, and the slots stay in step.
-    """
-    monkeypatch.setattr(peer, "SLOT", 512)
-    monkeypatch.setattr(peer, "WHOLE", 64)
+def test_error_of_one_rank(on, monkeypatch, what, call, count):
+    """All ranks return, with an error or a correct result. Later calls succeed."""
+    monkeypatch.setattr(ipc, "SLOT", 512)
+    monkeypatch.setattr(ipc, "WHOLE", 64)
     arrays, me, n = on("ipc")
-    total(arrays, me, n)
-    works, calls = getattr(arrays.cuda, what), []
-
-    def fails(*how):
-        calls.append(how)
-        if me == 0 and len(calls) == call:
-            raise RuntimeError(f"{what} cannot be done")
-        return works(*how)
-
+    check_all_reduce(arrays, me, n)
     array = uploaded(arrays, np.full(count, me, np.float32))
-    monkeypatch.setattr(arrays.cuda, what, fails)
-    error = None
-    try:
+    with simulated.Fault(arrays.cuda, what, me == 0, call) as fault:
         dist.all_reduce(array)
-    except RuntimeError as caught:
-        error = caught
-    failed, seen = me == 0 and len(calls) >= call, str(error)
-    monkeypatch.setattr(arrays.cuda, what, works)
+    error, seen = fault.error, str(fault.error)
     if me == 0:
-        assert (error is not None) == failed and (not failed or "cannot be done" in seen)
+        assert (error is not None) == fault.failed == ("injected failure" in seen)
     elif error is not None:
         assert isinstance(error, DistBackendError) and "another rank failed" in seen
     if error is None:
         assert (got(array) == sum(range(n))).all()
     if what == "load" and call == 1:
-        assert error is not None, "this comes before the first round, on all ranks"
+        assert error is not None, "a failure before the first round must fail on all ranks"
     for length in (3, count, 700):
-        total(arrays, me, n, length)
+        check_all_reduce(arrays, me, n, length)
 
 
-def test_calls_that_differ(on, monkeypatch):
-    """Found after the first calls, too, which are compared in another way; then all goes on."""
-    monkeypatch.setattr(peer, "SLOT", 4096)
-    monkeypatch.setattr(peer, "WHOLE", 64)
+def test_mismatch_after_the_first_calls(on, monkeypatch):
+    """The first calls are compared by messages. Later calls succeed."""
+    monkeypatch.setattr(ipc, "SLOT", 4096)
+    monkeypatch.setattr(ipc, "WHOLE", 64)
     arrays, me, n = on("ipc")
     for _ in range(66):
-        total(arrays, me, n)
+        check_all_reduce(arrays, me, n)
     if n > 1:
         for _ in range(2):
             with pytest.raises(MismatchError, match=rf"broadcast on rank {me} of .*src 1"):
@@ -107,14 +90,13 @@ def test_calls_that_differ(on, monkeypatch):
         with pytest.raises(MismatchError, match="4000 elements of float32, SUM"):
             dist.all_reduce(uploaded(arrays, np.zeros(4000 if me else 10, np.float32)))
     for _ in range(3):
-        total(arrays, me, n, 3000)
+        check_all_reduce(arrays, me, n, 3000)
 
 
 @pytest.mark.parametrize("eager", [0, 1])
-def test_a_device_that_is_ahead_of_another(on, monkeypatch, eager):
-    """Nothing is written over before the others have read it."""
-    monkeypatch.setattr(peer, "SLOT", 512)
-    monkeypatch.setattr(peer, "WHOLE", 0)
+def test_devices_that_run_ahead_do_not_overwrite_unread_data(on, monkeypatch, eager):
+    monkeypatch.setattr(ipc, "SLOT", 512)
+    monkeypatch.setattr(ipc, "WHOLE", 0)
     arrays, me, n = on("ipc")
     arrays.cuda.eager = me % 2 == eager
     for count in (10, 200, 1500, 3, 1500, 700):
@@ -127,34 +109,33 @@ def test_a_device_that_is_ahead_of_another(on, monkeypatch, eager):
         assert (got(output) == numbers + np.arange(n)[:, None]).all()
 
 
-@pytest.mark.parametrize("road", ["direct", "mpi", None])
+@pytest.mark.parametrize("route", ["direct", "mpi", None])
 @pytest.mark.parametrize("reduces", [True, False])
-def test_what_is_forced_is_tried(on, monkeypatch, tmp_path, road, reduces):
-    """MPI says that it takes device memory; that is not believed where a route depends on it."""
+def test_forced_mpi_routes_probe_mpi(on, monkeypatch, tmp_path, route, reduces):
+    """MPI reports support for device memory. Routes that need it probe it first."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(mpi_support, "QUERIES", {"query": lambda: 1})
     monkeypatch.setattr(mpi_support, "SWITCHES", ())
-    tries = []
+    probes = []
 
-    def attempt(*what):
-        tries.append(what)
+    def run_probe(*arguments):
+        probes.append(arguments)
         return ProbeOutcome(2, OK, OK, OK if reduces else "crashed (SIGSEGV)")
 
-    monkeypatch.setattr(probe, "run_probe", attempt)
-    arrays, me, n = on(road, cuda="")
-    if road == "mpi" and not reduces:
+    monkeypatch.setattr(probe, "run_probe", run_probe)
+    arrays, me, n = on(route, cuda="")
+    if route == "mpi" and not reduces:
         with pytest.raises(UnsupportedError, match="SIGSEGV"):
-            total(arrays, me, n)
+            check_all_reduce(arrays, me, n)
     else:
-        total(arrays, me, n)
+        check_all_reduce(arrays, me, n)
         assert dist.group.WORLD.resources.find("devices").names[0] == (
-            road or ("direct" if n == 1 else "shared_gpu")
+            route or ("direct" if n == 1 else "shared_gpu")
         )
-    assert len(tries) == (road is not None and me == 0), "nothing depends on it"
+    assert len(probes) == (route is not None and me == 0)
 
 
-def test_what_is_refused_leaves_nothing_behind(on):
-    """A program that goes on after errors does not lose memory with each."""
+def test_unsupported_calls_do_not_leak(on):
     arrays, _, _ = on("mpi")
     before = len(streams._retained)
     for _ in range(5):
@@ -164,24 +145,22 @@ def test_what_is_refused_leaves_nothing_behind(on):
     assert len(streams._retained) == before
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "broken"])
-def test_what_errors_have_left_behind_goes_with_the_group(on, monkeypatch, whole):
-    """But not if MPI may be in a call yet."""
+@pytest.mark.parametrize("whole", [True, False], ids=["open", "failed"])
+def test_scratch_of_failed_calls_is_freed_with_the_group(on, monkeypatch, whole):
+    """If the group has failed it is kept, because MPI may still use it."""
     arrays, me, n = on("ipc")
     group = dist.new_group()
-    total(arrays, me, n, group=group)
+    check_all_reduce(arrays, me, n, group=group)
     third = arrays.make(np.ones(5000, np.float32), 0, "third")
     combine = arrays.cuda.combine
-    monkeypatch.setattr(arrays.cuda, "combine", lambda *what: 1 / 0)
+    monkeypatch.setattr(arrays.cuda, "combine", lambda *arguments: 1 / 0)
     before = len(streams._retained)
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
             dist.all_reduce(third, group=group)
-    kept = [
-        weakref.ref(one)
-        for some, _ in group.resources.find(("device", 0))._failed_scratch
-        for one in some
-    ]
+    context = group.resources.find(("device", 0))
+    kept = [weakref.ref(block) for blocks, _ in context._failed_scratch for block in blocks]
+    del context
     assert len(kept) >= 3 and len(streams._retained) == before
     monkeypatch.setattr(arrays.cuda, "combine", combine)
     if not whole:
@@ -192,21 +171,20 @@ def test_what_errors_have_left_behind_goes_with_the_group(on, monkeypatch, whole
     del streams._retained[before:]
 
 
-def test_elements_at_odd_addresses(on):
-    """Refused before anything is sent: kernels cannot take them."""
+def test_unaligned_elements_raise_before_anything_is_sent(on):
     arrays, me, n = on()
     array = uploaded(arrays, np.zeros(9, np.float32))
     array.dtype = np.dtype(np.float64)
     array.shape, array.offset = (2,), 4
     with pytest.raises(UnsupportedError, match=r"all_reduce: tensor: .*aligned to their size"):
         dist.all_reduce(array)
-    total(arrays, me, n)
+    check_all_reduce(arrays, me, n)
 
 
-@pytest.mark.parametrize("road", ["ipc", "staged", "direct"])
-def test_the_stream_of_a_thread(on, road):
-    """Stream 2 is another one in each thread, and the group's thread is not the caller's."""
-    arrays, me, n = on(road)
+@pytest.mark.parametrize("route", ["ipc", "staged", "direct"])
+def test_per_thread_default_stream_is_the_callers(on, route):
+    """Stream 2 differs in each thread, and the progress thread is not the caller's thread."""
+    arrays, me, n = on(route)
     cuda, mine, find = arrays.cuda, {}, arrays.cuda._find
 
     def of_thread(index, stream):
@@ -229,13 +207,13 @@ def test_the_stream_of_a_thread(on, road):
         first = made(np.full(20000, me, np.float32))
         array = made(np.full(100, me + i, np.float32))
         work = dist.all_reduce(first, async_op=True)
-        dist.all_reduce(array)  # behind it
+        dist.all_reduce(array)
         assert (got(array) == sum(range(n)) + n * i).all()
         work.wait()
 
 
-def test_an_error_between_pieces(on, monkeypatch):
-    """What is on its way then comes before what the caller does next."""
+def test_error_between_chunks_keeps_stream_order(on, monkeypatch):
+    """Copies that are already enqueued run before the caller's next work."""
     arrays, me, _ = on("staged")
     monkeypatch.setattr(staged, "CHUNK", 400)
     choose, calls = select.choose, []
@@ -246,25 +224,25 @@ def test_an_error_between_pieces(on, monkeypatch):
         def broken(send, recv, extent, root):
             calls.append(recv)
             if len(calls) == 2:
-                raise RuntimeError("the second piece of three fails, everywhere")
+                raise RuntimeError("the second of three chunks fails on all ranks")
             route.run(send, recv, extent, root)
 
         return Implementation(broken)
 
     monkeypatch.setattr(select, "choose", breaking)
     array = uploaded(arrays, np.full(300, me, np.float32))
-    with pytest.raises(RuntimeError, match="second piece"):
+    with pytest.raises(RuntimeError, match="second of three chunks"):
         dist.all_reduce(array)
     array.host[...] = 7
     array.upload()
     assert (got(array) == 7).all()
     for stream in list(arrays.cuda.streams.values()):
-        arrays.cuda._run(stream, stream.end)  # time passes
+        arrays.cuda._run(stream, stream.end)
     assert (array._numpy() == 7).all()
 
 
 class Pool:
-    """Pinned memory that is there for the next who asks at once, as in CuPy's pool."""
+    """A pool of pinned memory that reuses freed memory at once, as CuPy's does."""
 
     def __init__(self):
         self.free = {}
@@ -286,7 +264,7 @@ class _Piece:
         self.free.append(self.array)
 
 
-def test_pinned_memory_that_others_take(on):
+def test_staging_buffers_are_not_freed_while_in_use(on):
     arrays, me, n = on("staged")
     arrays.cuda.allocate_pinned = Pool()
 
@@ -309,8 +287,8 @@ def test_pinned_memory_that_others_take(on):
     assert (got(last) == sum(range(n))).all() and (got(large) == sum(range(n))).all()
 
 
-def test_warnings_may_be_errors(on):
-    """Idle GPUs are told of when nobody waits for this rank."""
+def test_warning_as_error_does_not_block_other_ranks(on):
+    """Rank 0 warns about idle GPUs when no other rank waits for it."""
     arrays, me, n = on()
     array = uploaded(arrays, np.full(10, me, np.float32))
     with warnings.catch_warnings():
@@ -323,17 +301,16 @@ def test_warnings_may_be_errors(on):
     assert (got(array) == sum(range(n))).all()
 
 
-@pytest.mark.parametrize("ipc", [True, False])
-def test_many_groups(on, monkeypatch, ipc):
-    """Nothing is left of those that were destroyed: no memory and no stream."""
+@pytest.mark.parametrize("can_map", [True, False])
+def test_destroyed_groups_release_memory_and_streams(on, monkeypatch, can_map):
     arrays, me, n = on()
-    if not ipc:
+    if not can_map:
 
         def refuse(index, handle):
             raise RuntimeError("no IPC here")
 
         monkeypatch.setattr(arrays.cuda, "open", refuse)
-    monkeypatch.setattr(peer, "SLOT", 4096)
+    monkeypatch.setattr(ipc, "SLOT", 4096)
     array = arrays.make(np.full(10, me, np.float32))
 
     def round():
@@ -352,79 +329,77 @@ def test_many_groups(on, monkeypatch, ipc):
     assert (len(arrays.cuda.streams), len(workspaces.mapped)) == (streams, mapped)
 
 
-# ---- Several nodes -------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def apart(on, monkeypatch):
-    """As ``on``, with each rank on a node of its own; gives the sizes of what each has tried."""
+    """As ``on``, with one node per rank."""
 
-    def begin(road=None, **how):
-        made = on(road, **how)
+    def begin(route=None, **options):
+        made = on(route, **options)
         monkeypatch.setattr(capabilities, "node", lambda: f"node {made[1]}")
         return made
 
     return begin
 
 
-@pytest.mark.parametrize("road", [None, "direct"])
-def test_messages_between_nodes_are_tried_where_they_are_used(apart, monkeypatch, road):
-    """Two processes of one node have not shown what the way between nodes does."""
-    arrays, me, n = apart(road)
-    tried, fill = [], probe.ProbeDevice.fill
+@pytest.mark.parametrize("route", [None, "direct"])
+def test_messages_between_nodes_are_probed_before_use(apart, monkeypatch, route):
+    """A probe in two processes of one node does not test the network."""
+    arrays, me, n = apart(route)
+    sizes, fill = [], probe.ProbeDevice.fill
 
     def filled(place, values):
-        tried.append(values.nbytes)
+        sizes.append(values.nbytes)
         return fill(place, values)
 
     monkeypatch.setattr(probe.ProbeDevice, "fill", filled)
     before = len(arrays.cuda.streams)
-    total(arrays, me, n)
+    check_all_reduce(arrays, me, n)
     assert dist.group.WORLD.resources.find("devices").names[0] == "direct"
-    assert set(tried) == (set() if n == 1 else {64, 4 << 20})
-    tried.clear()
-    total(arrays, me, n)
-    assert not tried
-    assert len(arrays.cuda.streams) <= before + 4, "the streams of two arrays, the group, a try"
+    assert set(sizes) == (set() if n == 1 else {64, 4 << 20})
+    sizes.clear()
+    check_all_reduce(arrays, me, n)
+    assert not sizes
+    # Two arrays, the group, and a probe.
+    assert len(arrays.cuda.streams) <= before + 4
 
 
-@pytest.mark.parametrize("road", [None, "direct"])
+@pytest.mark.parametrize("route", [None, "direct"])
 @pytest.mark.parametrize("how", ["wrong", "failed", "hung"])
-def test_messages_that_fail_between_nodes(apart, monkeypatch, road, how):
-    """The ranks learn it together: another route, or an error that names the rank."""
-    arrays, me, n = apart(road)
+def test_failed_messages_between_nodes(apart, monkeypatch, route, how):
+    """All ranks use another route, or raise an error that names the rank if the route is forced."""
+    arrays, me, n = apart(route)
     monkeypatch.setattr(between_nodes, "LIMIT", 1.0)
     exchange, values = between_nodes.exchange_messages, probe._values
 
-    def spoilt(nbytes, rank):
+    def wrong_values(nbytes, rank):
         found = values(nbytes, rank)
         if nbytes > 64 and rank == me:
             found[-1] += 1
         return found
 
-    def broken(place, partners, limit):
+    def failing_exchange(place, partners, limit):
         if me == n - 1 and how == "failed":
             raise RuntimeError("no such link")
         if me == n - 1 and how == "hung":
             return "hung"
         return exchange(place, partners, limit)
 
-    monkeypatch.setattr(between_nodes, "exchange_messages", broken)
+    monkeypatch.setattr(between_nodes, "exchange_messages", failing_exchange)
     if me == n - 1 and how == "wrong":
-        monkeypatch.setattr(probe, "_values", spoilt)
+        monkeypatch.setattr(probe, "_values", wrong_values)
     if n == 1:
         return
     word = {"wrong": "moved wrong data", "failed": f"no such link (rank {n - 1})", "hung": "hung"}
-    if road is None:
-        total(arrays, me, n)
+    if route is None:
+        check_all_reduce(arrays, me, n)
         assert dist.group.WORLD.resources.find("devices").names == ("staged",)
     else:
         with pytest.raises(UnsupportedError, match=re.escape(word[how])):
-            total(arrays, me, n)
+            check_all_reduce(arrays, me, n)
 
 
 def test_partners():
-    """Both sides know of each other, and are on different nodes."""
+    """Partners are mutual and on different nodes."""
     for nodes in ("ab", "aab", "abab", "aabb", "aaabbc", "abbb", "abcabcab"):
         found = [between_nodes.find_partners(nodes, rank) for rank in range(len(nodes))]
         for rank, partners in enumerate(found):
@@ -434,15 +409,11 @@ def test_partners():
             assert max(map(len, found)) <= 2
 
 
-# ---- Memory --------------------------------------------------------------------------------------
-
-
 def agreed():
     return dist.group.WORLD.resources.find("devices")
 
 
-def test_memory_that_libraries_keep_unused(on):
-    """It is freed where there is too little, and then there is enough."""
+def test_memory_pools_are_emptied_if_memory_is_short(on):
     arrays, me, n = on()
     array = uploaded(arrays, np.full(10, me, np.float32))
     arrays.cuda.room, arrays.cuda.cached = 1 << 30, 1 << 30
@@ -455,16 +426,16 @@ def test_memory_that_libraries_keep_unused(on):
     assert (got(array) == sum(range(n))).all() and (got(third) == sum(range(n))).all()
 
 
-def test_a_rank_without_memory(on):
-    """All take another route, a warning says why, and so does what ``doctor`` prints."""
+def test_rank_without_memory_for_a_workspace(on):
+    """All ranks use another route. Rank 0 warns, and ``describe`` has the reason."""
     arrays, me, n = on(cuda="none")
     array = uploaded(arrays, np.full(10, me, np.float32), me % 2)
     if me == n - 1:
-        arrays.cuda.room = workspaces.BLOCK  # which shows whether others can map memory
+        arrays.cuda.room = workspaces.BLOCK  # enough for the test whether memory can be mapped
     first = "peer" if n == 2 else "ipc"  # a GPU each
-    taken = ("copy_engine", "staged")  # which need no workspace
+    taken = ("copy_engine", "staged")  # need no workspace
     if n > 2:
-        taken = ("hierarchical", *taken)  # whose last rank needs none
+        taken = ("hierarchical", *taken)  # its last rank needs no workspace
     why = rf"{first} is off: rank {n - 1}: no workspace: \d+ bytes are too many"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -482,33 +453,32 @@ def test_a_rank_without_memory(on):
 
 def test_why_routes_are_off(on):
     arrays, me, n = on(cuda="none")
-    total(arrays, me, n)
-    told = agreed().describe()
-    assert {name for name, why in told.items() if not why} == set(agreed().names)
-    assert "lacks NCCL" in told["nccl"]
+    check_all_reduce(arrays, me, n)
+    reasons = agreed().describe()
+    assert {name for name, why in reasons.items() if not why} == set(agreed().names)
+    assert "lacks NCCL" in reasons["nccl"]
     if n > 1:
-        assert "MPICOLL_CUDA_AWARE=none" in told["direct"]
+        assert "MPICOLL_CUDA_AWARE=none" in reasons["direct"]
 
 
-def test_what_is_forced_and_lost(on, monkeypatch):
+def test_forced_route_that_is_off_raises(on, monkeypatch):
     arrays, me, n = on("ipc")
 
     def refuse(index, handle):
-        raise RuntimeError("no peer access")
+        raise RuntimeError("no ipc access")
 
     monkeypatch.setattr(arrays.cuda, "open", refuse)
     if n > 1:
-        words = r"MPICOLL_DEVICE_ROUTE=ipc: rank 0: cannot map another .*no peer access; unset it"
+        words = r"MPICOLL_DEVICE_ROUTE=ipc: rank 0: cannot map another .*no ipc access; unset it"
         with pytest.raises(UnsupportedError, match=words):
-            total(arrays, me, n)
+            check_all_reduce(arrays, me, n)
 
 
-def test_a_group_of_one_rank(on, monkeypatch):
-    """It meets nobody, maps and stages nothing, and no call waits for the device."""
+def test_group_of_one_rank_does_not_map_stage_or_synchronize(on, monkeypatch):
     arrays, me, _ = on(cuda="none")
     group = dist.new_group([me], use_local_synchronization=True)
     for name in ("synchronize", "export", "allocate_pinned"):
-        monkeypatch.setattr(arrays.cuda, name, lambda *what: pytest.fail("not alone"))
+        monkeypatch.setattr(arrays.cuda, name, lambda *arguments: pytest.fail("called"))
     numbers = np.arange(3_000_000, dtype=np.float32)
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM(2.0)):
         array, output = uploaded(arrays, numbers), uploaded(arrays, 0 * numbers)
@@ -526,26 +496,17 @@ def test_a_group_of_one_rank(on, monkeypatch):
     assert sum(block.nbytes for block in group.resources.find(("device", 0))._blocks) < 40 << 20
 
 
-# ---- How calls are cut and placed ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("road", ["ipc", "direct"])
+@pytest.mark.parametrize("route", ["ipc", "direct"])
 @pytest.mark.parametrize("offset", [0, 4, 12])
-def test_kernels_get_arrays_that_lie_alike(on, monkeypatch, road, offset):
-    """Modulo 16 bytes, at which they read in pieces: whatever the address, and odd shares too."""
-    monkeypatch.setattr(peer, "SLOT", 4096)
-    monkeypatch.setattr(peer, "WHOLE", 1000)
+def test_kernels_get_arrays_of_equal_alignment(on, monkeypatch, route, offset):
+    """Equal addresses modulo 16 bytes allow vector loads, for any alignment and count."""
+    monkeypatch.setattr(ipc, "SLOT", 4096)
+    monkeypatch.setattr(ipc, "WHOLE", 1000)
     monkeypatch.setattr(device_space.DeviceSpace, "small", 1000)
     monkeypatch.setattr(device_space.DeviceSpace, "chunk", 2048)
-    arrays, me, n = on(road)
-    combine, seen = arrays.cuda.combine, []
-
-    def noted(index, by, sources, out, count, *more):
-        seen.append((count, len({one % 16 for one in (*sources, out)})))
-        combine(index, by, sources, out, count, *more)
-
-    arrays.cuda.combine = noted
-    mine = offset if me else 4  # a rank's address is its own affair
+    arrays, me, n = on(route)
+    seen = simulated.record_calls(monkeypatch, arrays.cuda, "combine")
+    mine = offset if me else 4  # ranks may have different alignments
 
     def shifted(host):
         array = arrays.make(host, layout="third")
@@ -560,59 +521,53 @@ def test_kernels_get_arrays_that_lie_alike(on, monkeypatch, road, offset):
         dist.reduce(array, 0)
         if me == 0:
             assert (got(array) == n * n * np.arange(count)).all()
-        if n > 1 and count > 100:  # what all ranks get from all is packed
+        if n > 1 and count > 100:  # packed
             given, output = shifted(np.ones(count, "f4")), shifted(np.zeros(count, "f4"))
             dist.scan(output, given)
             assert (got(output) == me + 1).all()
-    assert seen and {alike for count, alike in seen if count} == {1}
-    assert n == 1 or len(seen) > 8
+    assert seen and (n == 1 or len(seen) > 8)
+    for _, _, _, sources, out, count, *_ in seen:
+        assert not count or len({address % 16 for address in (*sources, out)}) == 1
 
 
-def test_few_copies(on, monkeypatch):
-    """A rank's slot gets all but its own share, which is one range or two."""
+def test_ipc_copies_one_or_two_ranges_to_the_slot(on, monkeypatch):
+    """A rank copies everything except its own share to its slot."""
     arrays, me, n = on("ipc")
-    total(arrays, me, n, 400_000)
-    copy, seen = arrays.cuda.copy, []
-
-    def noted(index, into, source, nbytes, stream):
-        seen.append(nbytes)
-        copy(index, into, source, nbytes, stream)
-
-    arrays.cuda.copy = noted
+    check_all_reduce(arrays, me, n, 400_000)
+    seen = simulated.record_calls(monkeypatch, arrays.cuda, "copy")
     array = uploaded(arrays, np.full(400_000, me, np.float32))
     dist.all_reduce(array)
     assert (got(array) == sum(range(n))).all()
-    given, spread = seen[:-n], seen[-n:]
+    sizes = [nbytes for *_, nbytes, _ in seen]
     if n > 1:
-        assert len(given) == 2 and sum(given) < 1_600_000 and sum(spread) == 1_600_000
+        assert len(sizes) == n + 2 and sum(sizes[:2]) < 1_600_000 == sum(sizes[2:])
 
 
 @pytest.mark.parametrize("slot", [512, 8 << 20])
-def test_workspaces_are_whole_blocks(on, monkeypatch, slot):
-    """The driver puts small allocations into one block, all of which a handle opens."""
-    monkeypatch.setattr(peer, "SLOT", slot)
+def test_workspace_size_is_a_multiple_of_2_mib(on, monkeypatch, slot):
+    """The driver puts small allocations into one block. An IPC handle maps the whole block."""
+    monkeypatch.setattr(ipc, "SLOT", slot)
     arrays, me, n = on("ipc")
-    total(arrays, me, n)
+    check_all_reduce(arrays, me, n)
     assert agreed().states["ipc"]._workspaces.all[me].nbytes % (2 << 20) == 0
 
 
-def test_pieces_that_are_staged(on, monkeypatch):
-    """As large as the pinned memory is meant for, whatever the number of ranks."""
+def test_chunks_of_staged_fit_the_staging_buffer(on, monkeypatch):
     arrays, me, n = on("staged")
     choose, seen = select.choose, []
 
     def noting(kind):
         route = choose(kind)
 
-        def noted(send, recv, extent, root):
+        def run(send, recv, extent, root):
             seen.append(extent)
             route.run(send, recv, extent, root)
 
-        return Implementation(noted)
+        return Implementation(run)
 
     monkeypatch.setattr(select, "choose", noting)
     monkeypatch.setattr(staged, "CHUNK", 4000)
-    total(arrays, me, n, 2500)
+    check_all_reduce(arrays, me, n, 2500)
     assert seen == [1000, 1000, 500]
     seen.clear()
     output = uploaded(arrays, np.zeros((n, 1000), np.float32))
@@ -621,34 +576,30 @@ def test_pieces_that_are_staged(on, monkeypatch):
     assert max(seen) == 1000 // (n + 1)
 
 
-def test_large_scratch_stays_while_it_is_used(on):
-    """Giving it back waits for the device."""
+def test_large_scratch_is_freed_after_some_unused_calls(on, monkeypatch):
+    """Freeing it synchronizes the device."""
     arrays, *_ = on()
-    context, taken = streams.DeviceContext(arrays.cuda, 0), []
-    allocate = arrays.cuda.allocate
-    arrays.cuda.allocate = lambda index, nbytes: taken.append(nbytes) or allocate(index, nbytes)
+    context = streams.DeviceContext(arrays.cuda, 0)
+    seen = simulated.record_calls(monkeypatch, arrays.cuda, "allocate")
     context.LARGE_BYTES, large = 1000, 5000
     for turn in range(6):
         context.begin()
         context.scratch(10)
         if turn % 2 == 0:
             context.scratch(large)
-    assert taken == [10, large]
+    assert [nbytes for *_, nbytes in seen] == [10, large]
     for _ in range(context.UNUSED_COUNT + 1):
         context.begin()
         context.scratch(10)
     assert [block.nbytes for block in context._blocks] == [10, 0]
     context.begin()
     context.scratch(10)
-    assert context.scratch(large).nbytes == large and taken == [10, large, large]
+    assert context.scratch(large).nbytes == large and len(seen) == 3
     context.close()
 
 
-# ---- Messages ------------------------------------------------------------------------------------
-
-
 def test_messages_do_not_wait_for_the_device(on, monkeypatch):
-    """isend returns while the array is still being made; what is sent after it comes after it."""
+    """isend returns before the array is complete. Later messages stay behind it."""
     arrays, me, n = on()
     if n == 1:
         return
@@ -658,24 +609,22 @@ def test_messages_do_not_wait_for_the_device(on, monkeypatch):
     monkeypatch.setattr(arrays.cuda, "is_done", lambda event: late.is_set() and is_done(event))
     works = [dist.isend(array, right)]
     works += [dist.isend(np.full(1000, me + k, "f4"), right) for k in (10, 20)]
-    waiting = arrays.cuda.streams[0, array.number].waiting
-    assert waiting, "the host has waited for the stream"
+    assert arrays.cuda.streams[0, array.number].waiting, "the host has waited for the stream"
     assert not any(work.is_completed() for work in works)
-    taken = [np.zeros(1000, "f4") for _ in range(3)]
-    given = [dist.irecv(one, left) for one in taken]
-    landing = uploaded(arrays, np.zeros(7, "f4"))
-    given.append(dist.irecv(landing, left, tag=1))
+    received = [np.zeros(1000, "f4") for _ in range(3)]
+    works += [dist.irecv(one, left) for one in received]
+    on_device = uploaded(arrays, np.zeros(7, "f4"))
+    works.append(dist.irecv(on_device, left, tag=1))
     late.set()
     works.append(dist.isend(np.full(7, me, "f4"), right, tag=1))
-    for work in [*works, *given]:
+    for work in works:
         work.wait()
-    assert [one[-1] for one in taken] == [left, left + 10, left + 20]
-    assert (got(landing) == left).all()
+    assert [one[-1] for one in received] == [left, left + 10, left + 20]
+    assert (got(on_device) == left).all()
     assert not dist.group.WORLD.held_back
 
 
-def test_a_message_that_is_never_due(on, monkeypatch):
-    """It can be given up: MPI has nothing of it."""
+def test_message_that_was_not_started_can_be_abandoned(on, monkeypatch):
     arrays, me, n = on()
     if n == 1:
         return
@@ -684,24 +633,17 @@ def test_a_message_that_is_never_due(on, monkeypatch):
     work = dist.isend(array, (me + 1) % n)
     with pytest.raises(dist.CollectiveTimeoutError):
         work.wait(0.05)
-    work.abandon(RuntimeError("given up"))
+    work.abandon(RuntimeError("abandoned"))
     assert work.is_completed() and not dist.group.WORLD.held_back
 
 
 @pytest.mark.parametrize("layout", ["C", "F"])
-def test_messages_pin_little(on, monkeypatch, layout):
-    """Whatever their size."""
+def test_messages_of_any_size_use_one_chunk_of_pinned_memory(on, monkeypatch, layout):
     monkeypatch.setattr(staged, "CHUNK", 1000)
     arrays, me, n = on()
     if n == 1:
         return
-    pinned, allocate = [], arrays.cuda.allocate_pinned
-
-    def noted(index, nbytes):
-        pinned.append(nbytes)
-        return allocate(index, nbytes)
-
-    arrays.cuda.allocate_pinned = noted
+    seen = simulated.record_calls(monkeypatch, arrays.cuda, "allocate_pinned")
     for count in (10, 250, 251, 376, 3000):
         numbers = np.arange(2 * count, dtype=np.float32).reshape(2, count)
         given = arrays.make(numbers + me, layout=layout)
@@ -712,44 +654,34 @@ def test_messages_pin_little(on, monkeypatch, layout):
         for work in works:
             work.wait()
         assert (got(taken) == numbers + (me - 1) % n).all()
-    assert max(pinned) <= 1000
+    assert max(nbytes for *_, nbytes in seen) <= 1000
 
 
-@pytest.mark.parametrize("road", ["ipc", "shared_gpu"])
+@pytest.mark.parametrize("route", ["ipc", "shared_gpu"])
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
 @pytest.mark.parametrize("name", ["all_reduce", "all_to_all_single", "premultiplied"])
-def test_a_rank_that_fails_on_its_way(on, monkeypatch, road, first, name):
-    """To the first meeting of the ranks, as its array is packed or scaled: the others leave the
-    call with it, and the group goes on; in its first call with device memory, too.
+def test_failure_of_one_rank_before_the_first_synchronization(on, route, first, name):
+    """Packing or scaling fails, also in the first call on device memory. The call fails on all
+    ranks. Later calls succeed.
     """
-    arrays, me, n = on(road)
+    arrays, me, n = on(route)
     if n == 1:
         return
     op = dist.ReduceOp.SUM if name == "all_reduce" else dist.ReduceOp.PREMUL_SUM(2.0)
     if not first:
-        total(arrays, me, n)
+        check_all_reduce(arrays, me, n)
     array = arrays.make(np.full(n * 100, me, np.float32), layout="third")
     array.upload()
     output = uploaded(arrays, np.zeros(n * 100, np.float32))
-    allocate, state = arrays.cuda.allocate, []
-
-    def fails(index, nbytes):
-        if me == n - 1 and not state:
-            state.append(nbytes)
-            raise RuntimeError("no memory for this rank")
-        return allocate(index, nbytes)
-
-    monkeypatch.setattr(arrays.cuda, "allocate", fails)
     context = dist.group.WORLD.resources.find(("device", 0))
     if context is not None:
         context._blocks, context._since = [], []
-    with pytest.raises(RuntimeError) as caught:
+    with simulated.Fault(arrays.cuda, "allocate", me == n - 1) as fault:
         if name == "all_to_all_single":
             dist.all_to_all_single(output, array)
         else:
             dist.all_reduce(array, op)
-    monkeypatch.setattr(arrays.cuda, "allocate", allocate)
-    words = "no memory for this rank" if me == n - 1 else "another rank failed"
-    assert words in str(caught.value), caught.value
+    message = "injected failure" if me == n - 1 else "another rank failed"
+    assert message in str(fault.error), fault.error
     for count in (3, 20000):
-        total(arrays, me, n, count)
+        check_all_reduce(arrays, me, n, count)

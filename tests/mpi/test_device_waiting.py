@@ -1,5 +1,6 @@
-"""Waiting belongs to streams: what blocks the host in calls on devices, and what does not; on
-simulated devices, where nothing is done before somebody asks for it.
+"""Which calls on devices block the host and which only order streams.
+
+Simulated devices execute nothing before a synchronization.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import mpicoll as dist
 from mpicoll.cuda import capabilities, runtime, streams
 from mpicoll.errors import CollectiveTimeoutError, MismatchError, UnsupportedError
 from mpicoll.failures import consistency
-from mpicoll.routes import registry
 from mpicoll.routes.device import ipc, nccl
 
 pytestmark = pytest.mark.on_3
@@ -33,9 +33,7 @@ COUNT = 1000
 
 
 class OfCurrentStream(DeviceArray):
-    """In the place of CuPy's arrays, which belong to no stream: programs work in the thread's
-    current one.
-    """
+    """An array without a stream, as CuPy's: work uses the thread's current stream."""
 
     @property
     def data(self):
@@ -71,8 +69,8 @@ class World:
     def new_stream(self):
         return self.cuda.create_stream(0)
 
-    def begun(self, array):
-        """The Work of an all_reduce, which the group's thread has put into streams."""
+    def start(self, array):
+        """Return the Work of an all_reduce that the progress thread has enqueued."""
         work = dist.all_reduce(array, async_op=True)
         while not work.has_ended():
             time.sleep(1e-3)
@@ -85,14 +83,14 @@ class World:
 
 @pytest.fixture
 def on(monkeypatch):
-    """Makes the default group, whose calls take a route."""
+    """Create the default group with a forced route."""
 
-    def begin(road):
+    def begin(route):
         arrays = simulated.Arrays()
-        # Devices that are not there do their work when somebody asks for it; here nobody may.
+        # Simulated devices work when they are polled. Do not poll.
         monkeypatch.setattr(nccl, "_INTERVAL", 1e9)
-        monkeypatch.setattr(ipc, "SLOT", 64 * 1024)  # dozens of groups, whose memory may stay
-        if road == "nccl":
+        monkeypatch.setattr(ipc, "SLOT", 64 * 1024)  # dozens of groups, whose memory may be kept
+        if route == "nccl":
             arrays.cuda = WithNccl(MPI.COMM_WORLD.rank)
         cupy = types.ModuleType("cupy")
         cupy.ndarray = OfCurrentStream
@@ -101,23 +99,23 @@ def on(monkeypatch):
         monkeypatch.setattr(capabilities, "_known", None)
         monkeypatch.setattr(streams, "_in_use", streams.deque())
         monkeypatch.setenv("MPICOLL_CUDA_AWARE", "full")
-        if road != "nccl":
-            monkeypatch.setenv("MPICOLL_DEVICE_ROUTE", road)
-        return World(arrays, "nccl" if road == "nccl" else "mpi")
+        if route != "nccl":
+            monkeypatch.setenv("MPICOLL_DEVICE_ROUTE", route)
+        return World(arrays, "nccl" if route == "nccl" else "mpi")
 
     yield begin
     if dist.is_initialized():
         dist.destroy_process_group()
     streams._in_use.clear()
-    gc.collect()  # the memory of devices that are not there any more
+    gc.collect()  # memory of the simulated devices
 
 
-ROADS = ["ipc", "nccl", "staged", "direct", "mpi"]
+ROUTES = ["ipc", "nccl", "staged", "direct", "mpi"]
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_the_host_goes_on(on, async_op):
-    """The call and wait() return while the stream is held up; what comes after finds the result."""
+def test_call_and_wait_do_not_block_the_host(on, async_op):
+    """They return while the stream is blocked. Later work in the stream sees the result."""
     world = on("nccl")
     for _ in range(3):
         array, passed = world.made(1 + world.me), []
@@ -131,14 +129,12 @@ def test_the_host_goes_on(on, async_op):
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("road", ROADS)
-def test_the_last_step_is_the_streams(on, road, async_op):
-    """Where MPI or slots move the data the host waits for that, but not for what the device does
-    then.
-    """
-    world = on(road)
-    if world.n == 1 and road == "mpi":
-        pytest.skip("one row is contiguous: MPI writes where it belongs, and nothing is left to do")
+@pytest.mark.parametrize("route", ROUTES)
+def test_host_does_not_wait_for_the_last_device_work(on, route, async_op):
+    """The host may wait for MPI or slots, but not for the device work after them."""
+    world = on(route)
+    if world.n == 1 and route == "mpi":
+        pytest.skip("MPI writes a contiguous row in place, so no device work follows")
     columns = world.arrays.make(np.full((world.n, 10), -1, np.float32), layout="F")
     columns.upload()
     work = dist.all_gather_single(columns, world.made(1 + world.me, 10), async_op=async_op)
@@ -149,12 +145,11 @@ def test_the_last_step_is_the_streams(on, road, async_op):
     assert (got(columns) == 2 * np.arange(1, world.n + 1)[:, None]).all()
 
 
-@pytest.mark.parametrize("road", ["ipc", "nccl"])
-def test_no_stream_is_held_up_before_the_wait(on, road):
-    """What is put into the stream of an asynchronous call meanwhile goes on beside it."""
-    world = on(road)
+@pytest.mark.parametrize("route", ["ipc", "nccl"])
+def test_asynchronous_call_does_not_block_the_stream_before_wait(on, route):
+    world = on(route)
     array, passed = world.made(1 + world.me), []
-    work = world.begun(array)
+    work = world.start(array)
     world.cuda.enqueue(0, array.number, lambda: passed.append(array._numpy().copy()))
     world.cuda.synchronize(world.cuda.record(0, array.number))
     assert (passed[0] == 1 + world.me).all(), "the stream has waited for the call"
@@ -163,8 +158,8 @@ def test_no_stream_is_held_up_before_the_wait(on, road):
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_a_library_without_streams(on, async_op):
-    """Nobody knows what comes after the call: the host waits until the device is done."""
+def test_host_waits_for_arrays_without_streams(on, async_op):
+    """The stream of later work is unknown."""
     world = on("nccl")
     array = DeviceArray(world.cuda, np.full(9, 1 + world.me, "f4"), 0, simulated.LEGACY, "C", "")
     array.upload()
@@ -175,10 +170,10 @@ def test_a_library_without_streams(on, async_op):
     assert (array._numpy() == world.total).all()
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_a_synchronous_call_behind_another(on, road):
-    """It is ordered behind the current stream though the group's thread makes it."""
-    world = on(road)
+@pytest.mark.parametrize("route", ROUTES)
+def test_synchronous_call_after_an_asynchronous_call_keeps_stream_order(on, route):
+    """The progress thread makes the call, ordered after the caller's stream."""
+    world = on(route)
     first, second = world.made(1 + world.me), world.made(1 + world.me)
     work = dist.all_reduce(first, async_op=True)
     dist.all_reduce(second)
@@ -188,10 +183,9 @@ def test_a_synchronous_call_behind_another(on, road):
     assert (got(first) == world.total).all()
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_the_stream_that_is_current_at_the_wait(on, road):
-    """It goes on after the call, whichever stream that was made in."""
-    world = on(road)
+@pytest.mark.parametrize("route", ROUTES)
+def test_wait_orders_the_stream_that_is_current_at_the_wait(on, route):
+    world = on(route)
     for _ in range(2):
         one, other = world.new_stream(), world.new_stream()
         with world.in_stream(one):
@@ -203,24 +197,24 @@ def test_the_stream_that_is_current_at_the_wait(on, road):
             assert (got(array) == 2 * world.total).all()
 
 
-def test_is_completed_asks_the_device(on):
+def test_is_completed_queries_the_device(on):
     world = on("ipc")
     array = world.made(1 + world.me)
-    work = world.begun(array)
-    assert not work.is_completed(), "nobody has waited for the device"
+    work = world.start(array)
+    assert not work.is_completed(), "completed without a synchronization"
     work.wait()
     assert (got(array) == world.total).all()
     assert work.is_completed() and work.is_success() and work.exception() is None
 
 
-@pytest.mark.parametrize("road", ["ipc", "nccl"])
-def test_a_wait_with_a_timeout_waits_for_the_device(on, monkeypatch, road):
-    world = on(road)
+@pytest.mark.parametrize("route", ["ipc", "nccl"])
+def test_wait_with_a_timeout_synchronizes_the_device(on, monkeypatch, route):
+    world = on(route)
     array = world.made(1 + world.me)
     assert dist.all_reduce(array, async_op=True).wait(timeout=TIMEOUT)
-    assert (array._numpy() == world.total).all(), "the host has to wait"
+    assert (array._numpy() == world.total).all(), "the host has not waited"
     array = world.made(1 + world.me)
-    work = world.begun(array)
+    work = world.start(array)
     with monkeypatch.context() as patch:
         patch.setattr(world.cuda, "is_done", lambda event: False)
         with pytest.raises(CollectiveTimeoutError):
@@ -229,10 +223,10 @@ def test_a_wait_with_a_timeout_waits_for_the_device(on, monkeypatch, road):
     assert (got(array) == world.total).all()
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_callbacks_work_in_streams(on, road):
-    """A callback's kernels come after the call, and its result is there for who waits for it."""
-    world = on(road)
+@pytest.mark.parametrize("route", ROUTES)
+def test_callbacks_keep_stream_order(on, route):
+    """A callback's kernels run after the call, and wait() orders them before later work."""
+    world = on(route)
     stream = world.new_stream()
     with world.in_stream(stream):
         array = world.of_current_stream(1 + world.me)
@@ -255,20 +249,17 @@ def test_callbacks_work_in_streams(on, road):
         assert (got(array) == 8 * world.total).all()
 
 
-# ---- Memory --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["waited for", "in another stream", "never"])
-def test_arrays_live_as_long_as_they_are_used(on, how):
-    """Waited for in the stream of the call they may go, as what gets their memory comes after; else
-    they stay until the device is done, which holds up nobody.
+def test_arrays_are_kept_while_the_device_uses_them(on, how):
+    """After a wait in the stream of the call they may be freed, because stream order protects their
+    memory. Otherwise they are kept until the device has finished. The host does not wait.
     """
     world = on("ipc")
     one, other = world.new_stream(), world.new_stream()
     with world.in_stream(one):
         array = world.of_current_stream(1 + world.me)
         memory = weakref.ref(array.memory)
-        work = world.begun(array)
+        work = world.start(array)
     if how != "never":
         with world.in_stream(one if how == "waited for" else other):
             work.wait()
@@ -282,24 +273,21 @@ def test_arrays_live_as_long_as_they_are_used(on, how):
         last = world.of_current_stream(1 + world.me)
         dist.all_reduce(last)
         assert memory() is not None
-        assert (got(last) == world.total).all()  # the device has done both
-        for _ in range(2):  # asked for the first time, an event has not come
+        assert (got(last) == world.total).all()  # both calls have finished
+        for _ in range(2):  # the first query of an event returns "not ready"
             dist.all_reduce(world.of_current_stream(0))
     gc.collect()
     assert memory() is None
 
 
-# ---- What goes wrong -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("road", ["ipc", "staged"])
-def test_a_work_that_is_dropped_before_its_call(on, monkeypatch, road):
-    """As by torch's front, which drops it at once: the arrays live until the device is done."""
-    world = on(road)
+@pytest.mark.parametrize("route", ["ipc", "staged"])
+def test_arrays_of_a_dropped_work_are_kept_until_the_device_has_finished(on, monkeypatch, route):
+    """torch drops a Work before the progress thread has made its call."""
+    world = on(route)
     monkeypatch.setattr(streams, "_in_use", streams.deque())
     gate, group = threading.Event(), dist.group.WORLD
-    world.begun(world.made(1 + world.me)).wait()
-    group.give(gate.wait)  # the group's thread is at something else
+    world.start(world.made(1 + world.me)).wait()
+    group.give(gate.wait)  # blocks the progress thread
     array = world.made(1 + world.me)
     work, memory = dist.all_reduce(array, async_op=True), weakref.ref(array.memory)
     (order,) = work.orders
@@ -310,7 +298,7 @@ def test_a_work_that_is_dropped_before_its_call(on, monkeypatch, road):
     while not work.has_ended() or group.busy():
         time.sleep(1e-3)
     gc.collect()
-    assert memory() is not None, "the device may still be at it"
+    assert memory() is not None, "freed while the device may use it"
     for event in order.events:
         world.cuda.synchronize(event)
     streams.release_finished_arrays()
@@ -318,8 +306,8 @@ def test_a_work_that_is_dropped_before_its_call(on, monkeypatch, road):
     assert memory() is None
 
 
-def test_a_work_that_is_collected_in_a_call(on, monkeypatch):
-    """The collector of garbage drops one wherever Python allocates: in the midst of another."""
+def test_work_collected_during_another_call(on, monkeypatch):
+    """Garbage collection can drop a Work at any allocation."""
     world = on("ipc")
     array, record = world.made(1 + world.me), streams.DeviceContext.record
 
@@ -331,23 +319,23 @@ def test_a_work_that_is_collected_in_a_call(on, monkeypatch):
         gc.collect()
         return event
 
-    world.begun(array).wait()
+    world.start(array).wait()
     gc.disable()
     try:
         for _ in range(3):
             one = Cycle()
-            one.itself, one.work = one, world.begun(array)
+            one.itself, one.work = one, world.start(array)
         del one
         monkeypatch.setattr(streams.DeviceContext, "record", collects)
-        world.begun(array).wait(timeout=TIMEOUT / 2)
+        world.start(array).wait(timeout=TIMEOUT / 2)
     finally:
         gc.enable()
 
 
-@pytest.mark.parametrize("road", ["ipc", "nccl"])
-def test_an_operation_by_other_names(on, monkeypatch, road):
-    """Ranks may name it differently, and in another order: it is the same kind of call."""
-    world = on(road)
+@pytest.mark.parametrize("route", ["ipc", "nccl"])
+def test_ranks_may_mix_mpi_and_mpicoll_operations(on, monkeypatch, route):
+    """MPI.SUM and ReduceOp.SUM have the same call signature."""
+    world = on(route)
     monkeypatch.setattr(consistency, "FIRST", 1)
     names = [dist.ReduceOp.SUM, MPI.SUM, dist.ReduceOp.SUM, MPI.SUM]
     for op in names if world.me else sorted(names, key=names.index):
@@ -356,17 +344,16 @@ def test_an_operation_by_other_names(on, monkeypatch, road):
         assert (got(array) == world.total).all()
 
 
-def test_errors_come_with_the_wait(on, monkeypatch):
-    """And the streams go on after what was begun."""
+def test_wait_raises_the_error_of_the_call(on, monkeypatch):
     world = on("ipc")
     dist.all_reduce(world.made(0))
 
-    def broken(*what):
+    def fail(*arguments):
         raise RuntimeError("the device is broken")
 
     array = world.made(1 + world.me)
     with monkeypatch.context() as patch:
-        patch.setattr(world.cuda, "combine", broken)
+        patch.setattr(world.cuda, "combine", fail)
         work = dist.all_reduce(array, async_op=True)
         with pytest.raises(RuntimeError, match="the device is broken"):
             work.wait()
@@ -374,8 +361,8 @@ def test_errors_come_with_the_wait(on, monkeypatch):
     assert work.is_completed() and not work.is_success()
 
 
-def test_a_stream_that_is_captured_cannot_wait(on):
-    """The capture goes on, and the Work can be waited for later."""
+def test_wait_in_a_captured_stream_raises(on):
+    """The capture stays valid, and a later wait succeeds."""
     world = on("ipc")
     array = world.made(1 + world.me)
     work = dist.all_reduce(array, async_op=True)
@@ -385,13 +372,8 @@ def test_a_stream_that_is_captured_cannot_wait(on):
     assert (got(array) == world.total).all()
 
 
-# ---- NCCL ----------------------------------------------------------------------------------------
-
-
-def test_nccl_is_called_at_once(on, monkeypatch):
-    """By the thread that makes the call, asynchronous or not, but where the ranks' calls are
-    compared.
-    """
+def test_nccl_calls_run_inline(on, monkeypatch):
+    """On the caller's thread, asynchronous or not, except calls that are compared."""
     world = on("nccl")
     monkeypatch.setattr(consistency, "STRIDE", 8)
     for _ in range(consistency.FIRST):
@@ -400,14 +382,14 @@ def test_nccl_is_called_at_once(on, monkeypatch):
         dist.all_reduce(world.made(1))
     enqueue, threads = world.cuda.enqueue, []
 
-    def noted(index, stream, task):
+    def recording_enqueue(index, stream, task):
         threads.append(threading.current_thread())
         enqueue(index, stream, task)
 
     array = world.made(1 + world.me)
     others, here = 0, threading.current_thread()
     for turn in range(24):
-        monkeypatch.setattr(world.cuda, "enqueue", noted)
+        monkeypatch.setattr(world.cuda, "enqueue", recording_enqueue)
         work = dist.all_reduce(array, dist.ReduceOp.MAX, async_op=True)
         work.wait()
         monkeypatch.setattr(world.cuda, "enqueue", enqueue)
@@ -417,8 +399,7 @@ def test_nccl_is_called_at_once(on, monkeypatch):
     assert (got(array) == world.n).all()
 
 
-def test_a_rank_alone_needs_no_thread(on):
-    """Its calls are put into streams at once, whatever the route of other groups."""
+def test_group_of_one_rank_has_no_progress_thread(on):
     world = on("nccl")
     world.cuda.has_nccl = lambda: False
     group = dist.new_group([world.me], use_local_synchronization=True)
@@ -431,11 +412,10 @@ def test_a_rank_alone_needs_no_thread(on):
     assert (got(array) == 2 + 2 * world.me).all()
 
 
-def test_calls_by_nccl_that_differ(on, monkeypatch):
-    """They are found with a stride of calls."""
+def test_mismatch_of_nccl_calls_is_found_at_the_next_comparison(on, monkeypatch):
     world = on("nccl")
     if world.n == 1:
-        pytest.skip("there is nobody to differ from")
+        pytest.skip("needs two ranks")
     monkeypatch.setattr(consistency, "STRIDE", 8)
     for _ in range(consistency.FIRST):
         dist.barrier()
@@ -444,13 +424,5 @@ def test_calls_by_nccl_that_differ(on, monkeypatch):
     with pytest.raises(MismatchError):
         for turn in range(16):
             count = 20 if turn == 3 and world.me == 0 else 10
-            monkeypatch.setattr(world.cuda, "enqueue", lambda *what: None)
+            monkeypatch.setattr(world.cuda, "enqueue", lambda *arguments: None)
             dist.all_reduce(world.made(1, count), async_op=True).wait()
-
-
-# ---- What routes say -----------------------------------------------------------------------------
-
-
-def test_each_route_says_what_blocks_the_host():
-    assert all(route.policy.host_waits_for is not None for route in registry.DEVICE.values())
-    assert all(route.policy.host_waits_for is None for route in registry.HOST.values())

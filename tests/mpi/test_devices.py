@@ -1,4 +1,4 @@
-"""Arrays on devices, by every route; simulated ones, or those of device_arrays.py."""
+"""Arrays on devices (simulated, or of the libraries of device_arrays.py), with every route."""
 
 from __future__ import annotations
 
@@ -23,50 +23,49 @@ from mpicoll.routes.host import mpi as native
 
 pytestmark = pytest.mark.on_3
 
-#: One of each kind, and of each size that is treated in a way of its own.
+#: One dtype of each kind and of each size that has its own code.
 SOME = [row for row in DTYPES if row.name in (
     "bool", "int32", "float32", "bfloat16", "float8_e5m2", "complex64")]  # fmt: skip
 
-#: The rows whose calls name a root.
+#: Primitives with a root.
 ROOTED = {name for row in PRIMITIVES if row.root for name in (row.name, *row.aliases)}
 
 
 @pytest.fixture(scope="module", params=LIBRARIES)
 def arrays(request):
-    """Where arrays come from, and with them the devices of this process."""
+    """The array library, which determines the devices of this process."""
     with devices(request.param) as made:
         yield made
 
 
-def by_numpy(*what):
-    """In the place of what the host does with its own memory alone."""
-    raise AssertionError("NumPy works on device memory")
+def fail_on_numpy(*arguments):
+    """Replacement for functions on host memory."""
+    raise AssertionError("device memory was passed to NumPy")
 
 
 @pytest.fixture(
     scope="module",
     params=routes("staged", "shared_gpu", "copy_engine", "ipc", "direct", "mpi", "auto"),
 )
-def road(request, arrays):
-    """The device route that is forced."""
+def route(request, arrays):
+    """The forced device route."""
     with forced(request.param), pytest.MonkeyPatch.context() as patch:
         if request.param == "mpi":
-            patch.setattr(native, "_divide", by_numpy)
+            patch.setattr(native, "_divide", fail_on_numpy)
         if request.param == "shared_gpu":
             patch.setattr(arrays, "devices", 1)
             patch.setattr(shared_gpu, "SMALL", 64)
         yield request.param
-    gc.collect()  # the memory of the simulated devices, which is open files
+    gc.collect()  # closes the files of simulated device memory
 
 
 @pytest.fixture(scope="module")
-def teams(road):
-    """Groups of their own for each route; all ranks, some, and all in another order."""
+def teams(route):
+    """All ranks, a subset, and all ranks in another order. New groups for each route."""
     dist.init_process_group(timeout=TIMEOUT)
     n = dist.get_world_size()
-    everybody = group_of("world", range(n))
-    some = group_of("subset", range(1, n) if n > 1 else [0])
-    yield [everybody, some, group_of("reordered", range(n)[::-1])]
+    subset = group_of("subset", range(1, n) if n > 1 else [0])
+    yield [group_of("world", range(n)), subset, group_of("reordered", range(n)[::-1])]
     dist.destroy_process_group()
 
 
@@ -76,10 +75,10 @@ def world(teams):
 
 
 @pytest.fixture
-def reducing(road, world):
-    """The route has reductions."""
-    if road != "auto" and "all_reduce" not in registry.DEVICE[road].serves.primitives:
-        pytest.skip(f"{road} combines nothing")
+def reducing(route, world):
+    """Skip routes without reductions."""
+    if route != "auto" and "all_reduce" not in registry.DEVICE[route].serves.primitives:
+        pytest.skip(f"{route} has no reductions")
 
 
 @pytest.fixture(autouse=True)
@@ -88,28 +87,28 @@ def working(arrays):
         yield
 
 
-def dtypes_of(road, arrays):
-    """All of them once, where mpicoll chooses the route; elsewhere one for each way through it."""
-    return [row for row in (DTYPES if road == "auto" else SOME) if arrays.serves(row)]
+def dtypes_of(route, arrays):
+    """Return all dtypes if mpicoll selects the route, otherwise the sample."""
+    return [row for row in (DTYPES if route == "auto" else SOME) if arrays.serves(row)]
 
 
-def serves(road, name, dtype, op):
-    """Whether a route that is forced serves such calls, to the bits that the oracle asks for."""
-    if road == "auto":
+def serves(route, name, dtype, op):
+    """Return True if the forced route serves the call with the same bits as the reference."""
+    if route == "auto":
         return True
-    if not registry.DEVICE[road].can_run(NAMES[name], op, dtype):
+    if not registry.DEVICE[route].can_run(NAMES[name], op, dtype):
         return False
-    if road == "nccl" and op is not None:  # it has rules of its own for NaN and narrow floats
+    if route == "nccl" and op is not None:  # different results for NaN and narrow floats
         return dtype.name in ("int32", "float32") and op in (ReduceOp.SUM, ReduceOp.PRODUCT)
     return True
 
 
 class DeviceCall(Call):
-    """A call whose arrays are on a device, where they are made late, if there can be, in a stream
-    of each one's own.
+    """A call with device arrays. If the library has streams, each array is filled with delay in its
+    own stream.
     """
 
-    def __init__(self, arrays, *what, index=None, layout="C", kind="plain", **how):
+    def __init__(self, arrays, *arguments, index=None, layout="C", kind="plain", **options):
         self.made = []
         index = dist.get_rank() % arrays.devices if index is None else index
 
@@ -119,7 +118,7 @@ class DeviceCall(Call):
             self.made.append(array)
             return array.given, host
 
-        super().__init__(*what, make=make, **how)
+        super().__init__(*arguments, make=make, **options)
 
     def start(self, async_op=False, by_group_rank=False):
         for array in self.made:
@@ -132,22 +131,18 @@ class DeviceCall(Call):
             array.download()
         super().check()
 
-    def complete(self, async_op):
-        """Calls and checks."""
+    def run_and_check(self, async_op=False):
         work = self.start(async_op)
         assert work is None or work.wait()
         self.check()
 
 
 class UnevenDeviceCall(DeviceCall, Uneven):
-    """The same with blocks of different sizes."""
+    """A device call with blocks of different sizes."""
 
 
-# ---- Everything ----------------------------------------------------------------------------------
-
-#: Elements, the place of the group in ``teams``, layout, kind of memory, and whether the call is
-#: asynchronous. The groups of the first and the last rows go on with each sweep. Dtypes that are
-#: not among SOME take every second row.
+#: Count, index in ``teams``, layout, kind of memory, async_op. Rows 0, 4 and 5 use another group in
+#: each sweep. Dtypes that are not in SOME use every second row.
 CASES = [
     (0, 0, "C", "plain", True),
     (1, 1, "C", "plain", False),
@@ -158,8 +153,8 @@ CASES = [
 ]
 
 
-def sweep(road, arrays, teams, mpi, name, dtype, op, turn):
-    if not serves(road, name, dtype, op):
+def sweep(route, arrays, teams, mpi, name, dtype, op, turn):
+    if not serves(route, name, dtype, op):
         return
     for place, (count, which, layout, kind, async_op) in enumerate(CASES):
         if dtype not in SOME and (place + turn) % 2:
@@ -172,78 +167,75 @@ def sweep(road, arrays, teams, mpi, name, dtype, op, turn):
             continue
         root = count % team.size if name in ROOTED else 0
         kind = arrays.kinds[turn % len(arrays.kinds)] if kind == "other" else kind
-        DeviceCall(arrays, name, team, dtype, count, op, root, layout=layout, kind=kind).complete(
-            async_op
-        )
+        DeviceCall(
+            arrays, name, team, dtype, count, op, root, layout=layout, kind=kind
+        ).run_and_check(async_op)
 
 
-#: The primitives, without their other names.
+#: Primitives without their aliases.
 MOVED, REDUCED = (
     [name for name in names if NAMES[name].name == name] for names in (MOVES, REDUCTIONS)
 )
 
 
 @pytest.mark.parametrize("name", MOVED)
-def test_moves(road, arrays, teams, mpi, name):
-    for turn, dtype in enumerate(dtypes_of(road, arrays), MOVED.index(name)):
-        sweep(road, arrays, teams, mpi, name, dtype, None, turn)
+def test_data_movement(route, arrays, teams, mpi, name):
+    for turn, dtype in enumerate(dtypes_of(route, arrays), MOVED.index(name)):
+        sweep(route, arrays, teams, mpi, name, dtype, None, turn)
 
 
 @pytest.mark.parametrize("name", REDUCED)
-def test_reduces(road, arrays, teams, mpi, name):
-    for place, dtype in enumerate(dtypes_of(road, arrays), REDUCED.index(name)):
+def test_reductions(route, arrays, teams, mpi, name):
+    for place, dtype in enumerate(dtypes_of(route, arrays), REDUCED.index(name)):
         for turn, op in enumerate(legal_operations(dtype), place):
             if dtype not in SOME and turn % len(REDUCED):
-                continue  # another primitive has it
-            sweep(road, arrays, teams, mpi, name, dtype, op, turn)
-
-
-# ---- The same with seams everywhere --------------------------------------------------------------
+                continue  # covered by another primitive
+            sweep(route, arrays, teams, mpi, name, dtype, op, turn)
 
 
 @pytest.mark.parametrize("dtype", SOME, ids=repr)
-def test_pieces(road, arrays, world, monkeypatch, dtype):
-    """One, two and more pieces, with a rest."""
+def test_chunk_boundaries(route, arrays, world, monkeypatch, dtype):
+    """One or several chunks, with a remainder."""
     if not arrays.serves(dtype):
         pytest.skip(f"the library has no arrays of {dtype}")
     monkeypatch.setattr(staged, "CHUNK", 16 * dtype.itemsize)
     monkeypatch.setattr(ipc, "SLOT", 64 * world.size)
     monkeypatch.setattr(ipc, "_LINE", 16)
     monkeypatch.setattr(ipc, "WHOLE", 32)
-    world = group_of("seams", range(world.size))
+    world = group_of("chunks", range(world.size))
     for count in (8, 9, 16, 17, 61):
         for name in MOVED:
-            if serves(road, name, dtype, None):
+            if serves(route, name, dtype, None):
                 DeviceCall(arrays, name, world, dtype, count, None, count % world.size).run()
         for name in REDUCED:
             op = legal_operations(dtype)[count % len(legal_operations(dtype))]
-            if serves(road, name, dtype, op):
+            if serves(route, name, dtype, op):
                 DeviceCall(arrays, name, world, dtype, count, op, count % world.size).run()
         op = legal_operations(dtype)[count % len(legal_operations(dtype))]
-        if serves(road, "reduce_scatter", dtype, op):
+        if serves(route, "reduce_scatter", dtype, op):
             UnevenDeviceCall(arrays, world, dtype, [count, 0, 7, 19], op).run()
 
 
-def test_uneven_blocks(road, arrays, world):
+def test_uneven_blocks(route, arrays, world):
     """all_gather and reduce_scatter of arrays of different sizes, all_to_all_single with splits."""
-    for dtype in dtypes_of(road, arrays):
+    for dtype in dtypes_of(route, arrays):
         for turn, op in enumerate(legal_operations(dtype)):
-            if serves(road, "reduce_scatter", dtype, op):
+            if serves(route, "reduce_scatter", dtype, op):
                 for sizes in ([5, 0, 3, 17], [0, 7, 0, 1], [300, 1, 2, 40]):
-                    UnevenDeviceCall(arrays, world, dtype, sizes, op).complete(turn % 2 == 1)
+                    UnevenDeviceCall(arrays, world, dtype, sizes, op).run_and_check(turn % 2 == 1)
         counts = [5, 0, 3, 17][: world.size]
-        given = uploaded(arrays, oracle.any_bits(dtype, counts[world.me], world.me))
+        source = uploaded(arrays, oracle.any_bits(dtype, counts[world.me], world.me))
         outputs = [uploaded(arrays, np.zeros(count, dtype.numpy)) for count in counts]
-        dist.all_gather([output.given for output in outputs], given.given)
+        dist.all_gather([output.given for output in outputs], source.given)
         for r, output in enumerate(outputs):
             expected = oracle.any_bits(dtype, counts[r], r)
             oracle.same_bits(got(output), expected, f"{r} of {dtype}")
-        if not serves(road, "all_to_all_single", dtype, None):
+        if not serves(route, "all_to_all_single", dtype, None):
             continue
         sends = [world.me + r for r in range(world.size)]
-        given = uploaded(arrays, oracle.any_bits(dtype, sum(sends), world.me))
+        source = uploaded(arrays, oracle.any_bits(dtype, sum(sends), world.me))
         output = uploaded(arrays, np.zeros(sum(sends), dtype.numpy))
-        dist.all_to_all_single(output.given, given.given, sends, sends)
+        dist.all_to_all_single(output.given, source.given, sends, sends)
         expected = []
         for r in range(world.size):
             theirs = [r + k for k in range(world.size)]
@@ -265,12 +257,8 @@ def got(array):
     return array.host
 
 
-# ---- Order ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("reducing")
-def test_many_calls_without_a_look(arrays, world):
-    """What one call leaves on its way is not disturbed by the next."""
+def test_several_calls_without_synchronization(arrays, world):
     made = [uploaded(arrays, np.full(1000, world.me + i, np.float32)) for i in range(5)]
     for array in made:
         dist.all_reduce(array.given)
@@ -281,8 +269,7 @@ def test_many_calls_without_a_look(arrays, world):
 
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.usefixtures("reducing")
-def test_one_stream_for_all(arrays, world, async_op):
-    """A chain of calls and kernels in one stream, each of which takes a while."""
+def test_chain_of_calls_and_kernels_in_one_stream(arrays, world, async_op):
     array = arrays.make(np.ones(arrays.large, np.float32))
     array.upload(long=True)
     for _ in range(3):
@@ -293,22 +280,20 @@ def test_one_stream_for_all(arrays, world, async_op):
     assert (got(array) == (2.0 * world.size) ** 3).all()
 
 
-def test_two_streams_in_one_call(arrays, world):
-    """The input is made in one stream, the output is used in another."""
+def test_input_and_output_in_different_streams(arrays, world):
     if not arrays.streams:
-        pytest.skip("arrays of the library have no streams of their own")
-    given = uploaded(arrays, np.full(10, world.me, np.int32))
+        pytest.skip("the library's arrays have no streams")
+    source = uploaded(arrays, np.full(10, world.me, np.int32))
     output = uploaded(arrays, np.zeros(10 * world.size, np.int32))
-    assert given.number != output.number
-    dist.all_gather_single(output.given, given.given)
+    assert source.number != output.number
+    dist.all_gather_single(output.given, source.given)
     assert (np.arange(world.size) == got(output).reshape(world.size, 10).T).all()
 
 
 @pytest.mark.usefixtures("reducing")
-def test_another_device(arrays, world):
-    """A group's ranks may call with one device, and then with another."""
+def test_group_may_change_its_device(arrays, world):
     if arrays.devices < 2:
-        pytest.skip("there is one device, or the tests use one")
+        pytest.skip("needs two devices")
     group = dist.new_group()
     for index in (0, 1, 0):
         array = uploaded(arrays, np.full(50, world.me + index, np.float32), index)
@@ -320,26 +305,26 @@ def test_another_device(arrays, world):
     dist.destroy_process_group(group)
 
 
-def test_messages(arrays, world):
-    """send, recv, isend and irecv; contiguous or not; a device array to a host array."""
+def test_point_to_point(arrays, world):
+    """send, recv, isend, irecv and batches; other layouts; a device array to a host array."""
     if world.size == 1:
         return
     right, left = (world.me + 1) % world.size, (world.me - 1) % world.size
     numbers = np.arange(20, dtype=np.float32).reshape(4, 5)
-    given = uploaded(arrays, numbers + world.me)
-    taken = arrays.make(np.zeros((4, 5), np.float32), layout="F")
-    taken.upload()
-    works = [dist.irecv(taken.given, left), dist.isend(given.given, right)]
+    source = uploaded(arrays, numbers + world.me)
+    target = arrays.make(np.zeros((4, 5), np.float32), layout="F")
+    target.upload()
+    works = [dist.irecv(target.given, left), dist.isend(source.given, right)]
     for work in works:
         work.wait()
-    assert (got(taken) == numbers + left).all()
+    assert (got(target) == numbers + left).all()
     host = np.zeros((4, 5), np.float32)
     if world.me == 0:
-        dist.send(given.given, right)
+        dist.send(source.given, right)
         assert dist.recv(host, left) == left
     else:
         dist.recv(host, left)
-        dist.send(given.given, right)
+        dist.send(source.given, right)
     assert (host == numbers + left).all()
     with_rank = uploaded(arrays, np.full(3, -1, np.int64))
     own = uploaded(arrays, np.full(3, world.me, np.int64))
@@ -353,8 +338,8 @@ def test_messages(arrays, world):
 
 
 @pytest.mark.usefixtures("reducing")
-def test_kinds_of_memory(road, arrays, world):
-    """Memory that not every MPI takes, in and out, in place and not."""
+def test_kinds_of_memory(route, arrays, world):
+    """Kinds of memory that some MPI libraries do not support."""
     for kind in arrays.kinds:
         mine = arrays.make(np.full(300, world.me, np.float32), kind=kind)
         output = arrays.make(np.zeros(300 * world.size, np.float32), kind=kind)
@@ -366,10 +351,7 @@ def test_kinds_of_memory(road, arrays, world):
         assert (got(mine) == sum(range(world.size))).all(), kind
 
 
-# ---- What is refused -----------------------------------------------------------------------------
-
-
-def test_devices_are_not_mixed(arrays, world):
+def test_arrays_on_different_devices_raise(arrays, world):
     zero = uploaded(arrays, np.zeros(4 * world.size, np.float32))
     with pytest.raises(UnsupportedError, match=r"reduce_scatter_single: .*the host.*cuda:0"):
         dist.reduce_scatter_single(np.zeros(4, np.float32), zero.given)
@@ -384,13 +366,12 @@ def test_devices_are_not_mixed(arrays, world):
 
 
 @pytest.mark.usefixtures("reducing")
-def test_capture_is_refused(arrays, world):
-    """By name, where the group's route cannot be a part of a graph."""
+def test_capture_raises_for_routes_that_cannot_be_captured(arrays, world):
     array = uploaded(arrays, np.ones(4, np.float32))
     dist.all_reduce(array.given)
     array.upload()
     if world.size > 1 and world.group.resources.find("devices").names[0] == "peer":
-        pytest.skip("tests/mpi/test_peer.py has what can be captured")
+        pytest.skip("tests/mpi/test_peer.py tests captures")
     with arrays.capturing(array), pytest.raises(UnsupportedError, match="captured"):
         dist.all_reduce(array.given)
     assert (got(array) == 1).all()
@@ -399,8 +380,7 @@ def test_capture_is_refused(arrays, world):
 
 
 @pytest.mark.usefixtures("reducing")
-def test_a_rank_with_host_memory(arrays, world):
-    """The ranks find out together, with the first calls of a group."""
+def test_host_array_on_one_rank_raises_mismatch(arrays, world):
     if world.size == 1:
         return
     group = dist.new_group()
@@ -412,8 +392,7 @@ def test_a_rank_with_host_memory(arrays, world):
 
 @pytest.mark.skipif(not SIMULATED, reason="there is a GPU")
 @pytest.mark.usefixtures("reducing")
-def test_without_a_gpu(arrays, monkeypatch, world):
-    """The error says what is missing, before anything is sent."""
+def test_call_without_a_gpu_raises(arrays, monkeypatch, world):
     array = uploaded(arrays, np.zeros(4, np.float32))
     monkeypatch.setattr(runtime, "_runtime", None)
     with pytest.raises(UnsupportedError, match=r"GPU.*(CuPy|no GPU)"):

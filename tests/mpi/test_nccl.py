@@ -31,17 +31,9 @@ pytestmark = pytest.mark.any_mpi
 
 #: Dtypes by ncclDataType_t.
 KINDS = [
-    "int8",
-    "uint8",
-    "int32",
-    "uint32",
-    "int64",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
+    "int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64",
     "bfloat16",
-]
+]  # fmt: skip
 #: ncclUniqueId as returned by CuPy: bytes since version 14.
 IDENTITY = bytes(range(128))
 #: Operations by ncclRedOp_t.
@@ -54,8 +46,8 @@ class WithNccl(Simulated):
     def __init__(self, me: int) -> None:
         super().__init__()
         self.me = me
-        self.together = None
-        self.asked = 0
+        self.open_group = None
+        self.call_count = 0
 
     def is_done(self, event):
         """Poll without blocking the host: an emulated NCCL kernel may wait for another rank."""
@@ -76,14 +68,14 @@ class WithNccl(Simulated):
 
     def create_nccl(self, index, n, identity, rank):
         assert identity == IDENTITY
-        # NCCL matches ranks by the identity; here it has all ranks of the job.
+        # NCCL matches ranks by the identity. The emulation uses all ranks of the job.
         return Communicator(self, index, MPI.COMM_WORLD.Split(0, rank))
 
     @contextlib.contextmanager
     def nccl_group(self):
-        self.together = []
+        self.open_group = []
         yield
-        messages, self.together = self.together, None
+        messages, self.open_group = self.open_group, None
         if messages:
             comm, index, stream = messages[0][:3]
 
@@ -102,22 +94,22 @@ class Communicator:
         self.cuda, self.index, self.comm = cuda, index, comm
         self.aborted = threading.Event()
         self.async_error = ""
-        self.misses = False  # another rank is missing: NCCL blocks indefinitely
+        self.rank_missing = False  # a rank is missing, so NCCL blocks
 
-    def _given(self, address, count, kind):
+    def _elements(self, address, count, kind):
         return elements(address, by_name[KINDS[kind]].numpy, count)
 
-    def _later(self, stream, task):
-        self.cuda.asked += 1
-        if self.misses:
+    def _enqueue(self, stream, task):
+        self.cuda.call_count += 1
+        if self.rank_missing:
             task = self.aborted.wait
         self.cuda.enqueue(self.index, stream, task)
 
-    def _combined(self, address, count, kind, op):
-        mine = self._given(address, count, kind)
-        everybody = np.empty((self.comm.size, mine.nbytes), np.uint8)
-        self.comm.Allgather(mine.view(np.uint8), everybody)
-        every = everybody.view(mine.dtype)
+    def _reduced(self, address, count, kind, op):
+        mine = self._elements(address, count, kind)
+        gathered = np.empty((self.comm.size, mine.nbytes), np.uint8)
+        self.comm.Allgather(mine.view(np.uint8), gathered)
+        every = gathered.view(mine.dtype)
         if mine.dtype.kind == "f":
             every = every.astype(np.float64)
         with np.errstate(all="ignore"):
@@ -127,37 +119,34 @@ class Communicator:
             return found.astype(mine.dtype)
 
     def allReduce(self, send, recv, count, kind, op, stream):
-        def task():
-            self._given(recv, count, kind)[...] = self._combined(send, count, kind, op)
-
-        self._later(stream, task)
+        self.reduce(send, recv, count, kind, op, self.comm.rank, stream)
 
     def reduce(self, send, recv, count, kind, op, root, stream):
         def task():
-            found = self._combined(send, count, kind, op)
+            found = self._reduced(send, count, kind, op)
             if self.comm.rank == root:
-                self._given(recv, count, kind)[...] = found
+                self._elements(recv, count, kind)[...] = found
 
-        self._later(stream, task)
+        self._enqueue(stream, task)
 
     def reduceScatter(self, send, recv, count, kind, op, stream):
         def task():
             n, me = self.comm.size, self.comm.rank
-            found = self._combined(send, count * n, kind, op).reshape(n, count)
-            self._given(recv, count, kind)[...] = found[me]
+            found = self._reduced(send, count * n, kind, op).reshape(n, count)
+            self._elements(recv, count, kind)[...] = found[me]
 
-        self._later(stream, task)
+        self._enqueue(stream, task)
 
     def broadcast(self, send, recv, count, kind, root, stream):
         assert send == recv
-        self._later(stream, lambda: self.comm.Bcast(self._given(recv, count, kind), root))
+        self._enqueue(stream, lambda: self.comm.Bcast(self._elements(recv, count, kind), root))
 
     def allGather(self, send, recv, count, kind, stream):
         def task():
-            whole = self._given(recv, count * self.comm.size, kind)
-            self.comm.Allgather(self._given(send, count, kind), whole)
+            whole = self._elements(recv, count * self.comm.size, kind)
+            self.comm.Allgather(self._elements(send, count, kind), whole)
 
-        self._later(stream, task)
+        self._enqueue(stream, task)
 
     def send(self, address, count, kind, rank, stream):
         self._message(address, count, kind, rank, stream, True)
@@ -166,9 +155,9 @@ class Communicator:
         self._message(address, count, kind, rank, stream, False)
 
     def _message(self, address, count, kind, rank, stream, sends):
-        self.cuda.asked += 1
-        memory = self._given(address, count, kind).view(np.uint8)
-        self.cuda.together.append((self.comm, self.index, stream, sends, memory, rank))
+        self.cuda.call_count += 1
+        memory = self._elements(address, count, kind).view(np.uint8)
+        self.cuda.open_group.append((self.comm, self.index, stream, sends, memory, rank))
 
     def check_async_error(self):
         if self.async_error:
@@ -225,10 +214,10 @@ def exact(dtype, op):
 @pytest.mark.parametrize("name", MOVES)
 @pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float8_e5m2", "complex128", "int32"])
 def test_data_movement_through_nccl(arrays, cuda, world, name, dtype):
-    before = cuda.asked
+    before = cuda.call_count
     for count in (0, 1, 7, 1000):
         DeviceCall(arrays, name, world, by_name[dtype], count, None, count % world.size).run()
-    assert cuda.asked > before, "another route was used"
+    assert cuda.call_count > before, "another route was used"
 
 
 @pytest.mark.parametrize(
@@ -237,12 +226,12 @@ def test_data_movement_through_nccl(arrays, cuda, world, name, dtype):
 )
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64", "uint64"])
 def test_reductions_through_nccl(arrays, cuda, world, name, dtype):
-    before = cuda.asked
+    before = cuda.call_count
     row = by_name[dtype]
     for op in (op for op in legal_operations(row) if exact(row, op)):
         for count in (0, 1, 7, 1000):
             DeviceCall(arrays, name, world, row, count, op, count % world.size).run()
-    assert cuda.asked > before, "another route was used"
+    assert cuda.call_count > before, "another route was used"
 
 
 def test_average_of_floats_through_nccl(arrays, cuda, world):
@@ -250,10 +239,10 @@ def test_average_of_floats_through_nccl(arrays, cuda, world):
         call = DeviceCall(arrays, "all_reduce", world, by_name[dtype], 8, dist.ReduceOp.AVG)
         for array in call.made:
             array.host[...] = world.me
-        before = cuda.asked
+        before = cuda.call_count
         call.start()
         call.made[0].download()
-        assert (call.made[0].host == (world.size - 1) / 2).all() and cuda.asked > before
+        assert (call.made[0].host == (world.size - 1) / 2).all() and cuda.call_count > before
 
 
 def test_nccl_has_priority_for_any_size(arrays, cuda, world):
@@ -261,10 +250,10 @@ def test_nccl_has_priority_for_any_size(arrays, cuda, world):
     for count in (1000, copy_engine.MIN_BYTES // 4):
         given = uploaded(arrays, np.full(count, world.me, np.float32))
         output = uploaded(arrays, np.zeros((world.size, count), np.float32))
-        before = cuda.asked
+        before = cuda.call_count
         dist.all_gather_single(output, given)
         assert (got(output) == np.arange(world.size)[:, None]).all()
-        assert cuda.asked > before, "another route was used"
+        assert cuda.call_count > before, "another route was used"
 
 
 def test_forked_child_does_not_destroy_the_communicator(arrays, world):
@@ -285,22 +274,22 @@ def test_forked_child_does_not_destroy_the_communicator(arrays, world):
 
 def test_unsupported_reductions_use_another_route(arrays, cuda, world):
     for dtype, op in (("bool", "SUM"), ("int32", "BXOR"), ("float8_e5m2", "SUM"), ("int16", "SUM")):
-        before = cuda.asked
+        before = cuda.call_count
         row, operation = by_name[dtype], getattr(dist.ReduceOp, op)
         DeviceCall(arrays, "all_reduce", world, row, 100, operation).run()
-        assert cuda.asked == before
+        assert cuda.call_count == before
     for name in ("scan", "exscan"):
-        before = cuda.asked
+        before = cuda.call_count
         DeviceCall(arrays, name, world, by_name["int32"], 100, dist.ReduceOp.SUM).run()
-        assert cuda.asked == before
+        assert cuda.call_count == before
 
 
 def test_uneven_reduce_scatter_through_nccl(arrays, cuda, world):
-    before = cuda.asked
+    before = cuda.call_count
     for name in ("SUM", "MAX"):
         call = by_name["int32"], [3, 0, 1000, 5], getattr(dist.ReduceOp, name)
-        UnevenDeviceCall(arrays, world, *call).complete(False)
-    assert cuda.asked > before, "another route was used"
+        UnevenDeviceCall(arrays, world, *call).run_and_check()
+    assert cuda.call_count > before, "another route was used"
 
 
 def test_uneven_all_to_all(arrays, world):
@@ -320,9 +309,9 @@ def test_ranks_that_share_a_gpu_use_another_route(world, monkeypatch):
     shared = WithNccl(0)
     monkeypatch.setattr(runtime, "_runtime", shared)
     group = dist.new_group()
-    alike, row = Team("alike", group, world.ranks, world.me), by_name["int32"]
-    DeviceCall(Arrays(shared), "all_reduce", alike, row, 9, dist.ReduceOp.SUM, index=0).run()
-    assert shared.asked == 0
+    one_gpu, row = Team("one_gpu", group, world.ranks, world.me), by_name["int32"]
+    DeviceCall(Arrays(shared), "all_reduce", one_gpu, row, 9, dist.ReduceOp.SUM, index=0).run()
+    assert shared.call_count == 0
     dist.destroy_process_group(group)
 
 
@@ -344,9 +333,6 @@ def test_backend_names_that_request_nccl():
     assert not nccl.asked_for("mpi") and not nccl.asked_for("cpu:nccl")
 
 
-# ---- Failed initialization -----------------------------------------------------------------------
-
-
 class Alone:
     """A communicator that was created on this rank only."""
 
@@ -359,12 +345,12 @@ class Alone:
 def test_nccl_failure_on_one_rank_disables_the_route(arrays, cuda, world, monkeypatch):
     """All ranks use another route, and communicators created on other ranks are aborted."""
     made = Alone()
-    monkeypatch.setattr(cuda, "create_nccl", lambda *how: 1 / 0 if world.me == 0 else made)
+    monkeypatch.setattr(cuda, "create_nccl", lambda *arguments: 1 / 0 if world.me == 0 else made)
     group = dist.new_group()
     array = uploaded(arrays, np.full(9, world.me, np.int32))
-    before = cuda.asked
+    before = cuda.call_count
     dist.all_reduce(array, group=group)
-    assert (got(array) == sum(range(world.size))).all() and cuda.asked == before
+    assert (got(array) == sum(range(world.size))).all() and cuda.call_count == before
     assert group.resources.find("devices").missing["nccl"] == "rank 0: division by zero"
     assert made.aborted == (world.me != 0)
     dist.destroy_process_group(group)
@@ -375,16 +361,16 @@ def test_ranks_blocked_in_nccl_initialization_are_released(arrays, cuda, world, 
     if world.size == 1:
         pytest.skip("needs 2 ranks")
     monkeypatch.setattr(nccl, "_INIT_TIMEOUT_S", TIMEOUT if world.me else 0.2)
-    begun = mpi.Dup()
+    comm = mpi.Dup()
 
-    def keeps(*how):
-        begun.Barrier()
+    def block(*arguments):
+        comm.Barrier()
         if world.me == 0:
             raise RuntimeError("no network")
-        begun.Barrier()  # until rank 0 has raised
-        raise RuntimeError("it goes on in NCCL, in truth")
+        comm.Barrier()  # until rank 0 has raised
+        raise RuntimeError("released")
 
-    monkeypatch.setattr(cuda, "create_nccl", keeps)
+    monkeypatch.setattr(cuda, "create_nccl", block)
     group = dist.new_group()
     found = simulated.Simulated.create_stream(cuda, 0)
     context = types.SimpleNamespace(runtime=cuda, index=0, work=found)
@@ -392,18 +378,15 @@ def test_ranks_blocked_in_nccl_initialization_are_released(arrays, cuda, world, 
     if world.me == 0:
         with pytest.raises(DistBackendError, match=r"rank 0: no network; .* in ncclCommInitRank"):
             nccl.ROUTE.negotiate(agreed)
-        begun.Barrier()
+        comm.Barrier()
     else:
         assert "rank 0: no network" in nccl.ROUTE.negotiate(agreed)
-    begun.Free()
+    comm.Free()
     dist.destroy_process_group(group)
 
 
-# ---- Failures ------------------------------------------------------------------------------------
-
-
-def trouble(arrays, world, patch):
-    """A group past its first call, its NCCL state, and an array."""
+def group_after_a_call(arrays, world, patch):
+    """Return a group after its first call, its NCCL state, and an array."""
     if world.size == 1:
         pytest.skip("needs 2 ranks")
     patch.setattr(consistency, "FIRST", 1)  # later calls do not synchronize the hosts
@@ -414,7 +397,7 @@ def trouble(arrays, world, patch):
     return group, group.resources.find("devices").states["nccl"], array
 
 
-def wait_until_broken(group):
+def wait_until_failed(group):
     """Wait until the watchdog thread has failed the group."""
     end = time.monotonic() + TIMEOUT / 2
     while group.error is None:
@@ -422,32 +405,32 @@ def wait_until_broken(group):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("look", ["call", "destroy", "wait", "exception"])
-def test_missing_rank_times_out_and_aborts_nccl(arrays, world, monkeypatch, look):
+@pytest.mark.parametrize("via", ["call", "destroy", "wait", "exception"])
+def test_missing_rank_times_out_and_aborts_nccl(arrays, world, monkeypatch, via):
     """The error that the caller gets names the call."""
-    group, part, array = trouble(arrays, world, monkeypatch)
+    group, part, array = group_after_a_call(arrays, world, monkeypatch)
     group.timeout = 1.0  # for the following calls
     if world.me == 0:  # does not make the call, and is notified
-        wait_until_broken(group)
+        wait_until_failed(group)
         with pytest.raises(DistBackendError, match=r"rank [1-9] (failed in|has left|has closed)"):
             dist.all_reduce(array, group=group)
         dist.destroy_process_group(group)
         return
-    part.comm.misses = True
+    part.comm.rank_missing = True
     work = dist.all_reduce(array, group=group, async_op=True)
-    if look != "destroy":
-        wait_until_broken(group)
-    words = (
+    if via != "destroy":
+        wait_until_failed(group)
+    message = (
         rf"all_reduce of 9 elements of int32, SUM, on a device, on rank {world.me} of .*, call 2: "
         r"timed out: NCCL has not done it within the group's timeout of 1 s|"
         r"rank [1-9] (failed in|has left|has closed)"
     )
-    with pytest.raises(DistBackendError, match=words) as caught:
-        if look == "call":
+    with pytest.raises(DistBackendError, match=message) as caught:
+        if via == "call":
             dist.all_reduce(array, group=group)
-        elif look == "destroy":
+        elif via == "destroy":
             dist.destroy_process_group(group)
-        elif look == "wait":
+        elif via == "wait":
             work.wait(TIMEOUT)
         else:
             raise work.exception()
@@ -458,15 +441,15 @@ def test_missing_rank_times_out_and_aborts_nccl(arrays, world, monkeypatch, look
 
 
 def test_nccl_async_error_fails_the_group_on_all_ranks(arrays, world, monkeypatch):
-    group, part, array = trouble(arrays, world, monkeypatch)
-    part.comm.misses = True
+    group, part, array = group_after_a_call(arrays, world, monkeypatch)
+    part.comm.rank_missing = True
     dist.all_reduce(array, group=group)
     if world.me == 0:
         part.comm.async_error = "a remote process has exited"
-    wait_until_broken(group)
+    wait_until_failed(group)
     # Rank 2 may be notified by rank 1 instead of rank 0.
-    words = "NCCL failed: a remote process has exited" if world.me == 0 else "rank [01] .*fail"
-    with pytest.raises(DistBackendError, match=words):
+    message = "NCCL failed: a remote process has exited" if world.me == 0 else "rank [01] .*fail"
+    with pytest.raises(DistBackendError, match=message):
         dist.all_reduce(array, group=group)
     got(array)
     assert part.comm.aborted.wait(TIMEOUT)
@@ -475,14 +458,14 @@ def test_nccl_async_error_fails_the_group_on_all_ranks(arrays, world, monkeypatc
 
 def test_failure_before_the_nccl_call_fails_the_group(arrays, world, monkeypatch):
     """The other ranks are blocked in NCCL kernels until they are notified."""
-    group, part, _ = trouble(arrays, world, monkeypatch)
-    part.comm.misses = True
+    group, part, _ = group_after_a_call(arrays, world, monkeypatch)
+    part.comm.rank_missing = True
     third = arrays.make(np.ones(50, np.float32), 0, "third")
     third.upload()
     if world.me == 0:
         # drop the scratch memory that the group keeps
         part.context._blocks, part.context._since = [], []
-        monkeypatch.setattr(arrays.cuda, "allocate", lambda *what: 1 / 0)
+        monkeypatch.setattr(arrays.cuda, "allocate", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             dist.all_reduce(third, group=group)
     else:
@@ -490,7 +473,7 @@ def test_failure_before_the_nccl_call_fails_the_group(arrays, world, monkeypatch
         got(third)
     # rank 1 may forward the notification
     with pytest.raises(DistBackendError, match=r"rank [01] .*call 2.*"):
-        wait_until_broken(group)
+        wait_until_failed(group)
         dist.all_reduce(third, group=group)
     monkeypatch.undo()
     dist.destroy_process_group(group)

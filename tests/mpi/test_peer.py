@@ -1,4 +1,4 @@
-"""The route of GPUs that reach each other's memory, one for each rank: on simulated devices."""
+"""Route ``peer`` on simulated devices, one GPU per rank."""
 
 from __future__ import annotations
 
@@ -40,19 +40,13 @@ pytestmark = pytest.mark.on_3
 PRIMITIVES = registry.DEVICE["peer"].serves.primitives
 
 
-class Arrays(simulated.Arrays):
-    """Of four devices: each rank has one of its own."""
-
-    devices = 4
-
-
 @pytest.fixture(scope="module")
 def arrays():
     with pytest.MonkeyPatch.context() as patch, forced("auto"):
-        made = Arrays()
+        made = simulated.Arrays(4)
         patch.setattr(runtime, "_runtime", made.cuda)
         patch.setenv("MPICOLL_CUDA_AWARE", "none")
-        # Seams everywhere: several chunks of each block, and both ways for few elements.
+        # Several chunks of each block, and both algorithms with few elements.
         patch.setattr(peer, "WORKSPACE", 16 * 1024)
         patch.setattr(peers, "BLOCK_MIN_BYTES", 256)
         patch.setattr(peers, "ONE_SHOT_MAX_BYTES", 2048)
@@ -73,14 +67,13 @@ def world(teams):
     return teams[0]
 
 
-def taken(group):
-    """The routes of a group that has called."""
+def routes_of(group):
     return group.resources.find("devices").names
 
 
 @pytest.mark.parametrize("name", PRIMITIVES)
 def test_calls(arrays, teams, name):
-    """All that it serves, by the route that mpicoll chooses; any layout, synchronous or not."""
+    """Every primitive of the route, in any layout, with automatic selection."""
     cases = itertools.cycle([("C", False), ("third", True), ("1", False), ("C", True)])
     for dtype in SOME if name == "broadcast" else DTYPES:
         reduces = NAMES[name].reduces
@@ -91,16 +84,16 @@ def test_calls(arrays, teams, name):
                 DeviceCall(
                     arrays, name, team, dtype, count, op, count % team.size
                     if NAMES[name].root else 0, layout=layout,
-                ).complete(async_op)  # fmt: skip
+                ).run_and_check(async_op)  # fmt: skip
     for team in teams:
-        assert team.size == 1 or taken(team.group)[0] == "peer"
+        assert team.size == 1 or routes_of(team.group)[0] == "peer"
 
 
 def test_blocks_of_different_sizes(arrays, world):
     for dtype in SOME:
         for turn, op in enumerate(legal_operations(dtype)):
             for sizes in ([5, 0, 3, 17], [0, 700, 0, 1], [300, 1, 2000, 40]):
-                UnevenDeviceCall(arrays, world, dtype, sizes, op).complete(turn % 2 == 1)
+                UnevenDeviceCall(arrays, world, dtype, sizes, op).run_and_check(turn % 2 == 1)
     counts = [5, 0, 300, 17][: world.size]
     given = uploaded(arrays, np.full(counts[world.me], world.me + 1, "i8"), world.me)
     outputs = [uploaded(arrays, np.zeros(count, "i8"), world.me) for count in counts]
@@ -109,8 +102,7 @@ def test_blocks_of_different_sizes(arrays, world):
         assert (got(output) == rank + 1).all()
 
 
-def test_the_host_meets_nobody(arrays, world, mpi):
-    """A rank goes on while the others have not made the call."""
+def test_host_does_not_wait_for_other_ranks(arrays, world, mpi):
     array = uploaded(arrays, np.full(1000, world.me, np.float32), world.me)
     mpi.Barrier()
     if world.me == 0:
@@ -123,15 +115,14 @@ def test_the_host_meets_nobody(arrays, world, mpi):
     assert (got(array) == sum(range(world.size)) * world.size**2).all()
 
 
-def test_ranks_that_share_a_gpu(arrays, world):
-    """Take another route, without a warning."""
+def test_ranks_that_share_a_gpu_use_another_route(arrays, world):
     if world.size == 1:
         return
     group = dist.new_group()
     array = uploaded(arrays, np.full(10, world.me, np.float32))
     dist.all_reduce(array, group=group)
     assert (got(array) == sum(range(world.size))).all()
-    assert "peer" not in taken(group)
+    assert "peer" not in routes_of(group)
     why = group.resources.find("devices").describe()["peer"]
     assert why == f"ranks {', '.join(map(str, range(world.size)))} share a GPU"
     dist.destroy_process_group(group)
@@ -140,10 +131,10 @@ def test_ranks_that_share_a_gpu(arrays, world):
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_workspaces_go_with_their_group(arrays, world, kept):
-    """Though the program keeps the group's object, and without the help of the collector."""
+def test_destroy_frees_workspaces_without_garbage_collection(arrays, world, kept):
+    """kept: the program keeps a reference to the group."""
     if world.size == 1:
-        pytest.skip("one rank goes by another route")
+        pytest.skip("needs two ranks")
     gc.disable()
     try:
         group = dist.new_group()
@@ -160,13 +151,9 @@ def test_workspaces_go_with_their_group(arrays, world, kept):
         gc.enable()
 
 
-# ---- Graphs --------------------------------------------------------------------------------------
-
-
-def test_graphs(arrays, world):
-    """Calls are captured and replayed, among others; nothing happens in the capture itself."""
+def test_capture_and_replay(arrays, world):
     if world.size == 1:
-        pytest.skip("one rank goes by another route")
+        pytest.skip("needs two ranks")
     count = 700
     array = uploaded(arrays, np.full(count, world.me + 1, np.int64), world.me)
     small = uploaded(arrays, np.full(3, 1, np.float32), world.me)
@@ -194,28 +181,26 @@ def test_graphs(arrays, world):
     assert (got(array) == total).all() and (got(output) == 1).all()
 
 
-@pytest.mark.parametrize("how", ["destroy", "a look that waits"])
-def test_graphs_that_are_under_way_at_the_end(arrays, world, monkeypatch, mpi, how):
-    """Their kernels, which are in no stream of the group's, are done before it gives anything back;
-    so they are at the end of the program, which looks whether devices have failed.
-    """
+@pytest.mark.parametrize("how", ["destroy", "check_device_errors"])
+def test_running_graphs_finish_before_resources_are_freed(arrays, world, monkeypatch, mpi, how):
+    """The kernels of a graph run in a stream of the program. check_device_errors waits for them."""
     if world.size == 1:
-        pytest.skip("one rank goes by another route")
+        pytest.skip("needs two ranks")
     group = dist.new_group()
     array = uploaded(arrays, np.full(100, world.me, np.float32), world.me)
     dist.all_reduce(array, group=group)
     got(array)
     with arrays.capturing(array) as graph:
         dist.all_reduce(array, group=group)
-    monkeypatch.setattr(simulated, "DELAY", 1000.0)  # no kernel begins by itself
-    stream, under_way = arrays.cuda._find(world.me, array.number), []
+    monkeypatch.setattr(simulated, "KERNEL_DELAY_S", 1000.0)  # kernels start only when polled
+    stream, pending = arrays.cuda._find(world.me, array.number), []
     close = workspaces.Workspaces.close
 
-    def end_of_use(*how):
-        under_way.append(stream.end - stream.done)
-        arrays.cuda._run(stream, stream.end)  # else the process would end
+    def end_of_use(*arguments):
+        pending.append(stream.end - stream.done)
+        arrays.cuda._run(stream, stream.end)  # otherwise the process exits
         mpi.Barrier()
-        close(*how)
+        close(*arguments)
 
     monkeypatch.setattr(workspaces.Workspaces, "close", end_of_use)
     mpi.Barrier()
@@ -225,17 +210,17 @@ def test_graphs_that_are_under_way_at_the_end(arrays, world, monkeypatch, mpi, h
         group.check_device_errors(wait=True)
         assert stream.end == stream.done
         graph.launch()
-        group.device_error = None  # as of a group that is broken
+        group.device_error = None  # as in a failed group
     dist.destroy_process_group(group)
-    assert set(under_way) == {0}
+    assert set(pending) == {0}
     launched = 1 if how == "destroy" else 2
     assert (got(array) == sum(range(world.size)) * world.size**launched).all()
 
 
-def test_a_capture_right_behind_an_asynchronous_call(arrays, world, monkeypatch):
-    """Whose Work has been waited for, while the group's thread still is at its end."""
+def test_capture_directly_after_wait(arrays, world, monkeypatch):
+    """The progress thread may still be finishing the asynchronous call."""
     if world.size == 1:
-        pytest.skip("one rank goes by another route")
+        pytest.skip("needs two ranks")
     group = dist.new_group()
     array = uploaded(arrays, np.full(9, world.me, np.float32), world.me)
     dist.all_reduce(array, group=group)
@@ -257,10 +242,10 @@ def test_a_capture_right_behind_an_asynchronous_call(arrays, world, monkeypatch)
     dist.destroy_process_group(group)
 
 
-def test_what_cannot_be_captured(arrays, world):
-    """Is refused by name, on all ranks, and the capture goes on."""
+def test_calls_that_cannot_be_captured_raise(arrays, world):
+    """The capture stays valid."""
     if world.size == 1:
-        pytest.skip("one rank goes by another route")
+        pytest.skip("needs two ranks")
     array = uploaded(arrays, np.full(50, 1, np.float32), world.me)
     narrow = uploaded(arrays, np.full(50, 1, np.int16), world.me)
     third = arrays.make(np.ones(50, np.float32), world.me, "third")
@@ -292,58 +277,57 @@ def test_what_cannot_be_captured(arrays, world):
     dist.destroy_process_group(group)
 
 
-# ---- Trouble -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["wrong", "late", "cannot be mapped", "fails", "no shared memory"])
-def test_a_try_that_fails(arrays, world, monkeypatch, how):
-    """All take another route, and the first rank says why."""
+def test_route_is_off_if_its_test_call_fails(arrays, world, monkeypatch, how):
+    """All ranks use another route, and rank 0 warns."""
     if world.size == 1:
         return
     monkeypatch.setattr(peer, "TRY_LIMIT", TIMEOUT if how == "fails" else 0.3)
     last = world.size - 1
-    works = {name: getattr(arrays.cuda, name) for name in ("collective", "open")}
+    original = {name: getattr(arrays.cuda, name) for name in ("collective", "open")}
     if world.me == last:
         if how == "wrong":
             monkeypatch.setattr(
                 arrays.cuda, "collective",
-                lambda i, p, call, s: works["collective"](i, p, replace(call, send=call.recv), s),
+                lambda i, p, call, s: original["collective"](
+                    i, p, replace(call, send=call.recv), s
+                ),
             )  # fmt: skip
         elif how == "late":
-            monkeypatch.setattr(arrays.cuda, "collective", lambda *what: None)
+            monkeypatch.setattr(arrays.cuda, "collective", lambda *arguments: None)
         elif how == "fails":
-            monkeypatch.setattr(arrays.cuda, "collective", lambda *what: 1 / 0)
+            monkeypatch.setattr(arrays.cuda, "collective", lambda *arguments: 1 / 0)
         elif how == "no shared memory":
-            monkeypatch.setattr(arrays.cuda, "register", lambda *what: 1 / 0)
+            monkeypatch.setattr(arrays.cuda, "register", lambda *arguments: 1 / 0)
         else:
 
-            def refuse(*what):
+            def refuse(*arguments):
                 raise RuntimeError("no peer access")
 
             monkeypatch.setattr(arrays.cuda, "open", refuse)
     group = dist.new_group()
     array = uploaded(arrays, np.full(10, world.me, np.float32), world.me)
-    words = {
+    message = {
         "wrong": "memory is wrong",
         "late": "did not arrive within",
         "fails": f"rank {last}: division by zero|rank 0: another rank failed",
         "no shared memory": f"rank {last}: no memory for the failure word: division",
     }.get(how, "no peer access")
     if world.me == 0:
-        with pytest.warns(RuntimeWarning, match=words):
+        with pytest.warns(RuntimeWarning, match=message):
             dist.all_reduce(array, group=group)
     else:
         dist.all_reduce(array, group=group)
-    assert (got(array) == sum(range(world.size))).all() and "peer" not in taken(group)
+    assert (got(array) == sum(range(world.size))).all() and "peer" not in routes_of(group)
     dist.destroy_process_group(group)
 
 
 @pytest.fixture
-def broken(arrays, world, monkeypatch):
-    """A group that has called, and is to be broken."""
+def group_to_fail(arrays, world, monkeypatch):
+    """A group that has made a call."""
     if world.size == 1:
-        pytest.skip("a rank waits for nobody")
-    monkeypatch.setattr(consistency, "FIRST", 1)  # from then on the hosts do not meet in each call
+        pytest.skip("needs two ranks")
+    monkeypatch.setattr(consistency, "FIRST", 1)  # later calls are not compared
     group = dist.new_group(timeout=TIMEOUT)
     mine = uploaded(arrays, np.full(10, world.me, np.float32), world.me)
     dist.all_reduce(mine, group=group)
@@ -353,65 +337,69 @@ def broken(arrays, world, monkeypatch):
         dist.destroy_process_group(group)
 
 
-def finds(look, group, array, work):
-    """Looks for the result of a call, in one of the ways of a program."""
-    if look == "call":
+def observe(via, group, array, work):
+    """Get the result of a call, in one of the ways that a program has."""
+    if via == "call":
         dist.all_reduce(array, group=group)
-    elif look == "barrier":
+    elif via == "barrier":
         dist.barrier(group=group)
-    elif look == "wait":
+    elif via == "wait":
         work.wait(timeout=TIMEOUT / 2)
-    elif look == "future":
+    elif via == "future":
         work.get_future().wait()
-    elif look == "destroy":
+    elif via == "destroy":
         dist.destroy_process_group(group)
     else:
         assert work.is_completed() and not work.is_success()
-        if look == "exception":
+        if via == "exception":
             raise work.exception()
         work.synchronize()
 
 
 @pytest.mark.parametrize(
-    "look", ["call", "barrier", "wait", "future", "destroy", "exception", "synchronize"]
+    "via", ["call", "barrier", "wait", "future", "destroy", "exception", "synchronize"]
 )
-@pytest.mark.parametrize("how", ["packs", "compiles", "leaves"])
-def test_a_rank_that_fails_alone(arrays, world, broken, monkeypatch, mpi, how, look):
-    """Before its kernel is in a stream, or it leaves the group: kernels of the others that wait for
-    it end at once, and whoever looks for a result, or is late, learns why.
+@pytest.mark.parametrize("how", ["packs", "compiles", "aborts"])
+def test_failure_of_one_rank_aborts_waiting_kernels(
+    arrays, world, group_to_fail, monkeypatch, mpi, how, via
+):
+    """The rank fails before its kernel is enqueued, or aborts the group. The other ranks get the
+    error with the result, or in their next call.
     """
-    group, last, begun = broken, world.size - 1, time.monotonic()
+    group, last, start = group_to_fail, world.size - 1, time.monotonic()
     failing = {"packs": "allocate", "compiles": "load_collective"}.get(how)
     array = arrays.make(np.full(50, 1, np.float32), world.me, "third" if how == "packs" else "C")
     array.upload()
     work = None
-    if world.me not in (last, 0) or (world.me == 0 and how == "leaves"):  # else 0 has not begun
+    if world.me not in (last, 0) or (
+        world.me == 0 and how == "aborts"
+    ):  # otherwise rank 0 has not called yet
         work = dist.all_reduce(array, group=group, async_op=True)
     mpi.Barrier()
     if world.me == last and failing:
-        works = getattr(arrays.cuda, failing)
+        original = getattr(arrays.cuda, failing)
 
-        def fails(*what):
-            raise RuntimeError("it cannot be done")
+        def fail(*arguments):
+            raise RuntimeError("injected failure")
 
-        monkeypatch.setattr(arrays.cuda, failing, fails)
+        monkeypatch.setattr(arrays.cuda, failing, fail)
         context = group.resources.find(("device", world.me))
-        context._blocks, context._since = [], []  # a group keeps its scratch
-        with pytest.raises(RuntimeError, match="cannot be done"):
+        context._blocks, context._since = [], []  # force an allocation
+        with pytest.raises(RuntimeError, match="injected failure"):
             dist.all_reduce(array, group=group)
-        monkeypatch.setattr(arrays.cuda, failing, works)
+        monkeypatch.setattr(arrays.cuda, failing, original)
         with pytest.raises(DistBackendError, match=f"rank {last} failed in call 2"):
             dist.all_reduce(array, group=group)
     elif world.me == last:
         lifecycle.abort(group)
     else:
         while work is not None and not work.orders[0].is_done():
-            assert time.monotonic() - begun < TIMEOUT / 2, "it is not the time that ends this"
+            assert time.monotonic() - start < TIMEOUT / 2, "the kernel was ended by its timeout"
         mpi.Barrier()
-        found = look if work is not None else "call"
-        words = f"rank {last} failed in call 2, all_reduce: RuntimeError: it cannot be done"
-        with pytest.raises(DistBackendError, match="was aborted" if how == "leaves" else words):
-            finds(found, group, array, work)
+        found = via if work is not None else "call"
+        message = f"rank {last} failed in call 2, all_reduce: RuntimeError: injected failure"
+        with pytest.raises(DistBackendError, match="was aborted" if how == "aborts" else message):
+            observe(found, group, array, work)
         if group.closed is None:
             dist.destroy_process_group(group)
     if world.me == last:
@@ -420,22 +408,20 @@ def test_a_rank_that_fails_alone(arrays, world, broken, monkeypatch, mpi, how, l
             dist.destroy_process_group(group)
 
 
-def test_whose_failure_it_is(arrays, world, broken, monkeypatch, mpi):
-    """That of the call that has ended without its result, of the Futures that come after it, and of
-    a wait that has begun before; not that of a Work that is known to have ended well.
-    """
+def test_failed_call_and_its_futures_raise(arrays, world, group_to_fail, monkeypatch, mpi):
+    """Also a wait that started before the failure. A Work that has succeeded keeps its result."""
     array = uploaded(arrays, np.full(50, 1, np.float32), world.me)
-    well = dist.all_reduce(array, group=broken, async_op=True)
-    future = well.get_future()
-    assert well.wait(TIMEOUT) and (got(array) == world.size).all()
+    succeeded = dist.all_reduce(array, group=group_to_fail, async_op=True)
+    future = succeeded.get_future()
+    assert succeeded.wait(TIMEOUT) and (got(array) == world.size).all()
     mpi.Barrier()
     if world.me == 0:
-        time.sleep(0.3)  # the others wait by now
-        monkeypatch.setattr(arrays.cuda, "load_collective", lambda *what: 1 / 0)
+        time.sleep(0.3)  # until the other ranks wait
+        monkeypatch.setattr(arrays.cuda, "load_collective", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            dist.all_reduce(array, group=broken)
+            dist.all_reduce(array, group=group_to_fail)
     else:
-        work = dist.all_reduce(array, group=broken, async_op=True)
+        work = dist.all_reduce(array, group=group_to_fail, async_op=True)
         late = work.get_future()
         follows = [late.then(lambda done: None)]
         with pytest.raises(DistBackendError, match="rank 0 failed in call 3"):
@@ -444,67 +430,66 @@ def test_whose_failure_it_is(arrays, world, broken, monkeypatch, mpi):
         for one in (*follows, follows[0].then(lambda done: None)):
             with pytest.raises(DistBackendError, match="rank 0 failed in call 3"):
                 one.wait(TIMEOUT)
-    assert well.exception() is None and well.is_success() and well.wait() and well.wait(TIMEOUT)
+    assert succeeded.exception() is None and succeeded.is_success()
+    assert succeeded.wait() and succeeded.wait(TIMEOUT)
     assert future.wait(TIMEOUT)[0] is array
     with pytest.raises(DistBackendError, match="rank 0 failed in call 3"):
-        dist.all_reduce(array, group=broken)
+        dist.all_reduce(array, group=group_to_fail)
 
 
-def test_graphs_end_too(arrays, world, broken, monkeypatch, mpi):
-    """Kernels of a graph wait for a rank that fails instead of launching it."""
+def test_failure_aborts_kernels_of_a_graph(arrays, world, group_to_fail, monkeypatch, mpi):
+    """Rank 0 fails instead of launching its graph."""
     array = uploaded(arrays, np.full(50, 1, np.float32), world.me)
-    dist.all_reduce(array, group=broken)
+    dist.all_reduce(array, group=group_to_fail)
     with arrays.capturing(array) as graph:
-        dist.all_reduce(array, group=broken)
-    mpi.Barrier()  # all have captured it
-    begun = time.monotonic()
+        dist.all_reduce(array, group=group_to_fail)
+    mpi.Barrier()  # all ranks have captured the graph
+    start = time.monotonic()
     if world.me:
         graph.launch()
         got(array)
     else:
-        monkeypatch.setattr(arrays.cuda, "load_collective", lambda *what: 1 / 0)
+        monkeypatch.setattr(arrays.cuda, "load_collective", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            dist.all_reduce(array, group=broken)
-    assert time.monotonic() - begun < TIMEOUT / 2
+            dist.all_reduce(array, group=group_to_fail)
+    assert time.monotonic() - start < TIMEOUT / 2
     mpi.Barrier()
     with pytest.raises(DistBackendError, match="rank 0 failed in call 4"):
-        dist.all_reduce(array, group=broken)
+        dist.all_reduce(array, group=group_to_fail)
 
 
-def test_what_is_refused_ends_nothing(arrays, world, broken):
-    """On all ranks alike; no kernel waits."""
+def test_unsupported_capture_does_not_fail_the_group(arrays, world, group_to_fail):
     third = arrays.make(np.ones(50, np.float32), world.me, "third")
     third.upload()
     with arrays.capturing(third), pytest.raises(UnsupportedError, match="captured"):
-        dist.all_reduce(third, group=broken)
-    dist.all_reduce(third, group=broken)
+        dist.all_reduce(third, group=group_to_fail)
+    dist.all_reduce(third, group=group_to_fail)
     assert (got(third) == world.size).all()
 
 
 @pytest.mark.parametrize("how", ["a timeout", "an error"])
-def test_a_group_that_is_broken(arrays, world, broken, mpi, how):
-    """By whatever, on one rank: kernels that wait for it end, with an error of that kind."""
+def test_failing_the_group_on_one_rank_aborts_waiting_kernels(
+    arrays, world, group_to_fail, mpi, how
+):
     array = uploaded(arrays, np.full(50, 1, np.float32), world.me)
-    begun, kind = time.monotonic(), CollectiveTimeoutError if how == "a timeout" else MPIError
+    start, kind = time.monotonic(), CollectiveTimeoutError if how == "a timeout" else MPIError
     if world.me:
-        dist.all_reduce(array, group=broken)
+        dist.all_reduce(array, group=group_to_fail)
     mpi.Barrier()
     if world.me == 0:
-        broken.fail(kind("something else has gone wrong"))
-        broken.resources.leave()
+        group_to_fail.fail(kind("another failure"))
+        group_to_fail.resources.leave()
     got(array)
-    assert time.monotonic() - begun < TIMEOUT / 2
+    assert time.monotonic() - start < TIMEOUT / 2
     mpi.Barrier()
     expected = CollectiveTimeoutError if how == "a timeout" else DistBackendError
-    with pytest.raises(expected, match="something else has gone wrong"):
-        dist.all_reduce(array, group=broken)
+    with pytest.raises(expected, match="another failure"):
+        dist.all_reduce(array, group=group_to_fail)
 
 
-@pytest.mark.parametrize("look", ["call", "barrier", "exception"])
-def test_ranks_that_give_up(arrays, world, monkeypatch, mpi, look):
-    """All learn it, also who has not called, with the name of the call; the group is of no use any
-    more.
-    """
+@pytest.mark.parametrize("via", ["call", "barrier", "exception"])
+def test_kernel_timeout_fails_the_group_on_all_ranks(arrays, world, monkeypatch, mpi, via):
+    """Also on the rank that has not called. The error names the call. Later calls fail."""
     if world.size == 1:
         return
     monkeypatch.setattr(consistency, "FIRST", 1)
@@ -518,30 +503,29 @@ def test_ranks_that_give_up(arrays, world, monkeypatch, mpi, look):
         while not work.orders[0].is_done():
             time.sleep(0.01)
     mpi.Barrier()
-    words = (
+    message = (
         r"all_reduce of 10 elements of float32, SUM, on a device, .*"
         r"rank \d's GPU has waited 2\S* s for rank 0"
     )
     for turn in range(2):
-        # The rank that has not called knows no such call, but who waits for whom.
-        with pytest.raises(CollectiveTimeoutError, match=words if world.me else words[-30:]):
-            finds(look if world.me and not turn else "call", group, mine, work)
+        # The rank that has not called reports only which rank waits for which.
+        with pytest.raises(CollectiveTimeoutError, match=message if world.me else message[-30:]):
+            observe(via if world.me and not turn else "call", group, mine, work)
     dist.destroy_process_group(group)
 
 
-def test_calls_that_differ(arrays, world):
-    """The kernels compare what the hosts have not."""
+def test_kernels_find_a_mismatch_that_the_hosts_have_not_compared(arrays, world):
     if world.size == 1:
         return
     group = dist.new_group(timeout=30)
     array = uploaded(arrays, np.full(10, world.me, np.float32), world.me)
     for _ in range(3):
         dist.all_reduce(array, group=group)
-    found, begun = group.resources.find("devices").states["peer"], time.monotonic()
+    found, start = group.resources.find("devices").states["peer"], time.monotonic()
     call = peer._tried(array.memory.address, array.memory.address, world.size)
     found.carry_out(replace(call, starts=[4 * k for k in range(world.size + 1)], call=world.me + 1))
     found.context.synchronize(found.context.work)
-    assert time.monotonic() - begun < 20, "it is not the time that has ended this"
+    assert time.monotonic() - start < 20, "the kernel was ended by its timeout"
     with pytest.raises(MismatchError, match="collective mismatch"):
         dist.all_reduce(array, group=group)
     dist.destroy_process_group(group)

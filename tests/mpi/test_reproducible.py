@@ -181,7 +181,7 @@ def test_device_routes_are_reproducible(world, monkeypatch, name, level):
             for dtype, op in KINDS:
                 call = OnDevice(arrays, row, team, by_name[dtype], 300, op, 300 % team.size)
                 if route.can_run_kind(CallKind(NAMES[row], team.group, op, by_name[dtype])):
-                    call.complete(False)
+                    call.run_and_check()
                 else:
                     with pytest.raises(UnsupportedError, match=f"{name} does not serve"):
                         call.start()
@@ -197,7 +197,7 @@ def test_device_arrays_use_a_reproducible_route(world, monkeypatch, level):
     team = group_of(level, range(world.size), "any")
     with arrays.working():
         for dtype, op in KINDS:
-            OnDevice(arrays, "all_reduce", team, by_name[dtype], 300, op).complete(False)
+            OnDevice(arrays, "all_reduce", team, by_name[dtype], 300, op).run_and_check()
     dist.destroy_process_group(team.group)
 
 

@@ -119,7 +119,7 @@ def test_device_routes_implement_their_declarations(world, monkeypatch, name, ro
         for dtype, op in kinds_of(row):
             call = DeviceCall(arrays, row.name, team, by_name[dtype], 70, op, 70 % team.size)
             if registry.DEVICE[name].can_run(NAMES[row.name], op, by_name[dtype]):
-                call.complete(False)
+                call.run_and_check()
             else:
                 with pytest.raises(UnsupportedError, match=f"{name} does not serve"):
                     call.start()

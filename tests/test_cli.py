@@ -465,8 +465,7 @@ def test_doctor_with_misspelt_settings(ended: Ended) -> None:
     found = json.loads(ended.out)
     assert ended.code == 1 and not found["ok"], ended
     assert [each["text"] for each in found["advice"] if each["wrong"]] == [
-        "ranks 0-1: MPICOLL_SHARED_MEM: there is no such setting; did you mean "
-        "MPICOLL_SHARED_MEMORY?",
+        "ranks 0-1: MPICOLL_SHARED_MEM: unknown setting; did you mean MPICOLL_SHARED_MEMORY?",
         "ranks 0-1: MPICOLL_CUDA_AWARE: expected none, transfer or full, got 'perhaps'",
     ]
     assert found["routes"]["host"], "the report ends early"

@@ -228,7 +228,7 @@ def test_a_server_that_has_stopped_keeps_nobody(end: str, ended: Ended) -> None:
     os.kill(int((ended.folder / "server").read_text()), signal.SIGKILL)
     ended.in_good_order()
     for rank in range(2):
-        assert f"rank {rank} of 2: the server that rank 0 started has not answered" in ended.err
+        assert f"rank {rank} of 2: rank 0's server has not answered" in ended.err
 
 
 @mpich

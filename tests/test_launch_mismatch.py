@@ -12,7 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll.launch.launchers import LAUNCHERS, Dialect, is_bootstrap_variable, is_launcher_variable
+from mpicoll.launch.launchers import (
+    LAUNCHERS,
+    PmiProtocol,
+    is_bootstrap_variable,
+    is_launcher_variable,
+)
 from mpicoll.launch.mismatch import LIBRARIES, find_foreign, find_mpi, find_stale
 
 MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
@@ -72,9 +77,9 @@ def test_what_is_refused(version: str, environment: dict[str, str], launcher: st
     assert library is not None
     foreign, found = find_foreign(library, environment)
     assert (None if found is None else found.name) == launcher
-    spoken = {Dialect.PMI} if "PMI_RANK" in environment else set()
-    spoken |= {Dialect.PMIX} if "PMIX_RANK" in environment else set()
-    assert foreign == spoken - {library.dialect}
+    spoken = {PmiProtocol.PMI} if "PMI_RANK" in environment else set()
+    spoken |= {PmiProtocol.PMIX} if "PMIX_RANK" in environment else set()
+    assert foreign == spoken - {library.protocol}
 
 
 @pytest.mark.any_mpi
@@ -123,13 +128,13 @@ def foreign() -> dict[str, str]:
     script = (
         "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI\n"
         "from mpicoll.launch.mismatch import find_mpi\n"
-        "found = find_mpi(MPI.Get_library_version()); print(found and found.dialect.name)"
+        "found = find_mpi(MPI.Get_library_version()); print(found and found.protocol.name)"
     )
     spoken = run({}, "-c", script).stdout.strip()
-    if spoken not in Dialect.__members__:
+    if spoken not in PmiProtocol.__members__:
         pytest.skip("this library may understand both")
     pmix = OMPI_MPIRUN | {"PMIX_NAMESPACE": "prterun-there-1@1"}
-    return pmix if Dialect[spoken] is Dialect.PMI else INTEL_MPIRUN
+    return pmix if PmiProtocol[spoken] is PmiProtocol.PMI else INTEL_MPIRUN
 
 
 def test_this_library(foreign: dict[str, str]) -> None:
@@ -155,7 +160,7 @@ def test_rank_0_of_a_launcher_that_gives_no_number(foreign: dict[str, str]) -> N
         pytest.skip("this library understands PRRTE")
     done = run(PRTERUN | {"PMIX_RANK": "0"}, "-c", WORLD_SIZE)
     assert (done.returncode, done.stdout) == (0, "1\n"), done
-    assert "does not say how many ranks" in done.stderr, done
+    assert "does not announce the number of ranks" in done.stderr, done
     meant = {"PMIX_RANK": "0", "MPICOLL_ALLOW_SINGLETON": "1"}
     assert "does not say" not in run(PRTERUN | meant, "-c", WORLD_SIZE).stderr
     done = run(PRTERUN, "-c", WORLD_SIZE)
@@ -187,7 +192,7 @@ def stale() -> dict[str, str]:
 def test_variables_of_a_launcher_that_is_gone(stale: dict[str, str]) -> None:
     """As in a notebook of `srun --pty`: MPI would abort, or crash."""
     done = run(stale, "-c", GONE)
-    assert done.returncode == 0 and "a launcher that does not serve it" in done.stdout, done
+    assert done.returncode == 0 and "a launcher that did not start it" in done.stdout, done
     unset = done.stdout.partition("unset ")[2].partition(";")[0].split()
     assert {"PMI_FD", "PMIX_NAMESPACE"} & set(unset), done
     left = {name: value for name, value in stale.items() if name not in unset}
@@ -211,11 +216,13 @@ def test_a_manager_counts_as_gone_if_its_descriptor_or_port_is(tmp_path: Path) -
             {"PMIX_RANK": "0", "PMIX_SERVER_TMPDIR": str(tmp_path)},
         ]
         for environment in there:
-            assert find_stale(list(Dialect), environment) == {}, environment
+            assert find_stale(list(PmiProtocol), environment) == {}, environment
         used = len([*Path("/proc/self/fd").iterdir()])
         with (tmp_path / "file").open("w") as file:
             for other in (str(server.fileno()), str(file.fileno()), "-1", "none"):
-                assert [*find_stale(list(Dialect), pmi | {"PMI_FD": other})] == ["PMI_FD"], other
+                assert [*find_stale(list(PmiProtocol), pmi | {"PMI_FD": other})] == ["PMI_FD"], (
+                    other
+                )
         assert len([*Path("/proc/self/fd").iterdir()]) == used
     gone = [
         (pmi | {"PMI_FD": "99999"}, "PMI_FD"),
@@ -224,8 +231,8 @@ def test_a_manager_counts_as_gone_if_its_descriptor_or_port_is(tmp_path: Path) -
         ({"PMIX_RANK": "0", "PMIX_SERVER_TMPDIR": str(tmp_path / "no")}, "PMIX_SERVER_TMPDIR"),
     ]
     for environment, name in gone:
-        assert [*find_stale(list(Dialect), environment)] == [name]
-    assert find_stale([Dialect.PMI], pmix) == {}  # which this library does not read
+        assert [*find_stale(list(PmiProtocol), environment)] == [name]
+    assert find_stale([PmiProtocol.PMI], pmix) == {}  # which this library does not read
 
 
 @pytest.mark.any_mpi
@@ -233,4 +240,6 @@ def test_each_family_is_there_once() -> None:
     for version in (MPICH, INTEL, OPENMPI):
         assert find_mpi(version, {}, has=lambda name: False) in LIBRARIES
     names = {each.name for each in LAUNCHERS}
-    assert all({*each.asks, each.deaf} <= names | {""} for each in LIBRARIES)
+    assert all(
+        {*each.flexible_launchers, each.unsupported_launcher} <= names | {""} for each in LIBRARIES
+    )

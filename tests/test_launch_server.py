@@ -140,8 +140,8 @@ class Peer:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A server of two ranks in a thread; its port."""
-    monkeypatch.setattr(server, "_IDENTIFY_TIMEOUT", 1.0)
-    monkeypatch.setattr(server, "_GRACE", 0.5)
+    monkeypatch.setattr(server, "_AUTHENTICATION_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(server, "_CLOSE_DELAY_S", 0.5)
     listener = server.listen("127.0.0.1", 0)
     reader, writer = os.pipe()  # rank 0 is on its way
     one = server.Server(listener, "s", 2, 3.0, starter=reader)
@@ -196,7 +196,7 @@ def test_strangers_are_refused_and_disturb_nobody(served: int) -> None:
 
 def test_a_stranger_that_never_reads_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = server.listen("127.0.0.1", 0)
-    one = server.Server(listener, "s", 2, 3.0, hands_out=True)
+    one = server.Server(listener, "s", 2, 3.0, sends_secret=True)
     with listener, socket.create_connection(listener.getsockname(), 5) as sock, one.selector:
         one._accept()
         (peer,) = one.connections
@@ -208,7 +208,7 @@ def test_a_stranger_that_never_reads_is_dropped(monkeypatch: pytest.MonkeyPatch)
             with contextlib.suppress(OSError):
                 sock.send(b"secret\n" * 100, socket.MSG_DONTWAIT)
             one._read(peer)
-            assert len(peer.outbox) <= 2 * server._SHORT
+            assert len(peer.outbox) <= 2 * server._MAX_UNAUTHENTICATED_LINE_BYTES
         assert not one.connections
 
 
@@ -217,10 +217,10 @@ def test_a_rank_comes_once_and_agrees_on_the_size(served: int) -> None:
     assert first.introduce("watch", 0) == "ok"
     assert Peer(served).introduce("watch", 0) == "taken"
     assert Peer(served).introduce("watch", 2) == "refused"
-    assert first.hear() == "refused there is no rank 2 in a world of 2"
+    assert first.hear() == "refused rank 2 is out of range: world_size is 2"
     late = Peer(served)
     assert late.introduce("watch", 1) == "ok"
-    assert late.hear() == "refused there is no rank 2 in a world of 2"
+    assert late.hear() == "refused rank 2 is out of range: world_size is 2"
 
 
 def test_pmi(served: int) -> None:

@@ -26,23 +26,23 @@ from mpicoll.launch.environment import (
     is_started_by_mpi,
     replace_bootstrap_variables,
 )
-from mpicoll.launch.launchers import LAUNCHERS, Dialect, Launcher
+from mpicoll.launch.launchers import LAUNCHERS, Launcher, PmiProtocol
 
 #: In no list anywhere: that it passes shows that one row is enough.
 MADE_UP = Launcher(
     "the made-up launcher",
-    marks=("MADEUP_JOB",),
+    detected_by=("MADEUP_JOB",),
     rank="MADEUP_RANK",
     size="MADEUP_SIZE",
     local_rank=("MADEUP_LOCAL_RANK",),
     local_size="MADEUP_LOCAL_SIZE",
     remedy="make up another",
-    dialect=Dialect.PMI,
+    protocol=PmiProtocol.PMI,
     bootstrap="MADEUP_(RANK|SIZE)",
     owned="MADEUP_",
     own_gpus="MADEUP_GPUS",
 )
-STARTERS = [*(each for each in LAUNCHERS if each.marks), MADE_UP]
+STARTERS = [*(each for each in LAUNCHERS if each.detected_by), MADE_UP]
 Environment = dict[str, str]
 
 every_launcher = pytest.mark.parametrize("launcher", STARTERS, ids=lambda each: each.name)
@@ -59,7 +59,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def simulate(launcher: Launcher, rank: int = 1, size: int = 4) -> Environment:
     """What the launcher sets on a rank of a job on one node."""
-    found = dict.fromkeys(launcher.marks, "7") | {
+    found = dict.fromkeys(launcher.detected_by, "7") | {
         launcher.rank: str(rank),
         launcher.size: str(size),
         **dict.fromkeys(launcher.local_rank[:1], str(rank)),
@@ -72,7 +72,7 @@ def simulate(launcher: Launcher, rank: int = 1, size: int = 4) -> Environment:
 def test_it_is_found(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = simulate(launcher)
     assert launch.find_launcher(environment) is launcher
-    for mark in launcher.marks:
+    for mark in launcher.detected_by:
         rest = {name: value for name, value in environment.items() if name != mark}
         assert launch.find_launcher(rest) is not launcher
     for name, value in environment.items():
@@ -92,7 +92,7 @@ def test_rank_and_size(launcher: Launcher) -> None:
     assert launch.find_local_rank(environment) == (1 if launcher.local_rank else None)
     assert not cli.is_first_rank(environment) and cli.is_first_rank(simulate(launcher, 0))
     for name in launcher.local_rank:
-        alone = dict.fromkeys(launcher.marks, "7") | {name: "3"}
+        alone = dict.fromkeys(launcher.detected_by, "7") | {name: "3"}
         assert launch.find_local_rank(alone) == 3
 
 
@@ -177,7 +177,7 @@ TOLD: dict[str, tuple[Environment, Environment]] = {
 
 
 def test_what_run_sets_is_tested_for_every_launcher() -> None:
-    assert list(TOLD) == [each.name for each in LAUNCHERS if each.marks]
+    assert list(TOLD) == [each.name for each in LAUNCHERS if each.detected_by]
 
 
 class FakeManager(threading.Thread):
@@ -337,13 +337,13 @@ def test_mpi_sees_one_rank(launcher: Launcher) -> None:
 
 
 @every_launcher
-@pytest.mark.parametrize("dialect", Dialect)
-def test_whether_mpi_understands_it(launcher: Launcher, dialect: Dialect) -> None:
+@pytest.mark.parametrize("protocol", PmiProtocol)
+def test_whether_mpi_understands_it(launcher: Launcher, protocol: PmiProtocol) -> None:
     environment = simulate(launcher)
-    assert is_started_by_mpi(environment) == (launcher.dialect is not None)
-    understood = launcher.dialect is dialect and launcher.size
+    assert is_started_by_mpi(environment) == (launcher.protocol is not None)
+    understood = launcher.protocol is protocol and launcher.size
     expected = Bootstrap.MANAGER if understood else Bootstrap.SERVER
-    assert choose_bootstrap(4, dialect is Dialect.PMIX, environment) is expected
+    assert choose_bootstrap(4, protocol is PmiProtocol.PMIX, environment) is expected
 
 
 @every_launcher
@@ -354,7 +354,7 @@ def test_what_is_hidden_while_mpi_starts(
         monkeypatch.setenv(name, value)
     before = dict(os.environ)
     with replace_bootstrap_variables({"PMI_FD": "9"}):
-        assert (launcher.rank in os.environ) == (launcher.dialect is None)
+        assert (launcher.rank in os.environ) == (launcher.protocol is None)
         assert os.environ["PMI_FD"] == "9"
     assert dict(os.environ) == before
 
@@ -399,23 +399,23 @@ CRAY = {
 
 
 @pytest.mark.parametrize(
-    ("found", "size", "dialect"),
+    ("found", "size", "protocol"),
     [
         (FLUX, "4", None),
-        (FLUX | {"PMI_RANK": "2", "PMI_SIZE": "4"}, "4", Dialect.PMI),
-        (FLUX | {"PMIX_RANK": "2"}, "4", Dialect.PMIX),
+        (FLUX | {"PMI_RANK": "2", "PMI_SIZE": "4"}, "4", PmiProtocol.PMI),
+        (FLUX | {"PMIX_RANK": "2"}, "4", PmiProtocol.PMIX),
         (JSRUN, "4", None),
-        (JSRUN | {"PMIX_RANK": "2"}, "4", Dialect.PMIX),
+        (JSRUN | {"PMIX_RANK": "2"}, "4", PmiProtocol.PMIX),
         (PALS, "?", None),
-        (PALS | {"PMIX_RANK": "2"}, "?", Dialect.PMIX),
+        (PALS | {"PMIX_RANK": "2"}, "?", PmiProtocol.PMIX),
         (CRAY, "4", None),
     ],
 )
 def test_a_launcher_says_the_same_whatever_mpi_learns_its_ranks_by(
-    found: Environment, size: str, dialect: Dialect | None
+    found: Environment, size: str, protocol: PmiProtocol | None
 ) -> None:
     launcher = launch.find_launcher(found)
-    assert launcher is not None and launcher.dialect is dialect
+    assert launcher is not None and launcher.protocol is protocol
     assert launch.announced(found)[:2] == ("2", size)
     assert launch.find_local_rank(found) == 1
 
@@ -444,7 +444,7 @@ def test_there_is_one_table() -> None:
     names = {
         name
         for each in LAUNCHERS
-        for name in (*each.marks, each.rank, each.size, *each.local_rank, each.local_size)
+        for name in (*each.detected_by, each.rank, each.size, *each.local_rank, each.local_size)
         if name and each.name != "torchrun"
     } | {each.own_gpus for each in LAUNCHERS if each.own_gpus}
     known = {"launch/launchers.py": names, "launch/world.py": {"PMI_RANK", "PMI_SIZE"}}

@@ -51,7 +51,7 @@ LATE_ENDS = pytest.mark.parametrize(
     "end", ["sys.exit(0)", "os._exit(0)", "time.sleep(1000)", "time.sleep(8)"]
 )
 LATE_BEGINS = pytest.mark.parametrize("begin", ["dist.init_process_group(timeout=3)"])
-MISSING = "init_process_group: the other ranks did not all come within 3 s (missing: 1)"
+MISSING = "init_process_group: timed out after 3 s waiting for the other ranks (missing: 1)"
 
 
 @compiled

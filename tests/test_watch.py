@@ -140,7 +140,7 @@ def test_what_would_have_saved_a_job_is_known_of_each_launcher() -> None:
     for environment, words in (
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "--with-ft ulfm"),
         (mpiexec | {"HYDI_CONTROL_FD": "7"} | srun, "MPICOLL_SURVIVE=1"),
-        (mpiexec | srun, "srun starts no rank again"),
+        (mpiexec | srun, "srun does not restart ranks"),
         (torchrun | mpiexec, "--max-restarts"),
         ({}, ""),
         (torchrun | {"TORCHELASTIC_MAX_RESTARTS": "3"}, ""),

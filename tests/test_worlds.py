@@ -166,11 +166,11 @@ def test_ranks_of_one_world_form_groups_of_any_of_them(ended: Ended) -> None:
 @job("""
     from mpi4py import MPI
     from mpicoll import launch
-    from mpicoll.launch.serialized_mpi import plain
+    from mpicoll.launch.serialized_mpi import unwrap
     me = MPI.COMM_WORLD.rank
     key = MPI.Comm.Create_keyval(delete_fn=lambda *_: say("freed"))
     def broken(comm):
-        plain(comm).Set_attr(key, None)
+        unwrap(comm).Set_attr(key, None)
         raise OSError("the disk is full")
     def fail(prepare, *rendezvous, **named):
         try:
@@ -214,7 +214,7 @@ PARTS = """
 )
 def test_a_member_of_a_communicator_does_not_come(end: str, ended: Ended) -> None:
     ended.badly(
-        "mpicoll: rank 0 of 2: init_process_group: the other ranks did not all come within 3 s "
+        "mpicoll: rank 0 of 2: init_process_group: timed out after 3 s waiting for the other ranks "
         "(missing: 1)"
     )
     assert "not reached" not in ended.out

@@ -20,7 +20,7 @@ from mpicoll.core.work import parse_timeout
 from mpicoll.dispatch import execute
 from mpicoll.errors import ArgumentError, ArgumentTypeError, MpicollError
 from mpicoll.failures import lost_ranks
-from mpicoll.launch.serialized_mpi import plain
+from mpicoll.launch.serialized_mpi import unwrap
 from mpicoll.output import format_count
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def new_group(
 
 def _members(comm: MPI.Intracomm, world: ProcessGroup, where: str) -> list[int]:
     """Return the global ranks of the members of a communicator, in its order."""
-    found = communicators.translate_ranks(comm, plain(world.inner))
+    found = communicators.translate_ranks(comm, unwrap(world.inner))
     outside = [rank for rank, member in enumerate(found) if member is None]
     if outside:
         raise ArgumentError(

@@ -23,7 +23,7 @@ import mpicoll as dist
 from mpicoll.cuda import capabilities, runtime
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
-from mpicoll.launch.serialized_mpi import plain
+from mpicoll.launch.serialized_mpi import unwrap
 from mpicoll.routes import registry
 from mpicoll.routes.device import copy_engine, hierarchical, ipc, peer, shared_gpu
 
@@ -363,7 +363,7 @@ def test_groups_leave_nothing_open(placed, monkeypatch):
         levels = group.resources.find("devices").states["hierarchical"]
         parts = [part.group for part in (levels.inside, levels.along) if part is not None]
         dist.destroy_process_group(group)
-        assert all(plain(part.inner) == MPI.COMM_NULL for part in parts)
+        assert all(unwrap(part.inner) == MPI.COMM_NULL for part in parts)
         del levels, parts
         gc.collect()
         assert len(cuda.opened) == opened and len(cuda.streams) == streams

@@ -1,4 +1,4 @@
-"""The table of launchers and their environment variables. No other module names a launcher."""
+"""The table of launchers and their environment variables."""
 
 from __future__ import annotations
 

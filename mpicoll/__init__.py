@@ -26,7 +26,7 @@ __version__ = "0.3.0.dev0"
 
 #: Modules of the public names.
 _HOMES = {
-    "core.backends": (
+    "api.backends": (
         "Backend", "get_default_backend_for_device", "is_available", "is_backend_available",
         "is_gloo_available", "is_mpi_available", "is_nccl_available", "is_torchelastic_launched",
         "is_ucc_available", "is_xccl_available",
@@ -103,13 +103,13 @@ if not sys.flags.no_site and any(name.endswith(_RANK_VARIABLES) for name in os.e
     importlib.import_module("mpicoll.launch.exit_hooks").install_in_rank()
 
 if TYPE_CHECKING:
+    from mpicoll.api.backends import *  # noqa: F403
     from mpicoll.api.collectives import *  # noqa: F403
     from mpicoll.api.growing import *  # noqa: F403
     from mpicoll.api.lifecycle import *  # noqa: F403
     from mpicoll.api.objects import *  # noqa: F403
     from mpicoll.api.point_to_point import *  # noqa: F403
     from mpicoll.api.subgroups import *  # noqa: F403
-    from mpicoll.core.backends import *  # noqa: F403
     from mpicoll.core.groups import *  # noqa: F403
     from mpicoll.core.unpickling import restricted_pickle as restricted_pickle
     from mpicoll.core.work import Future as Future

@@ -191,7 +191,9 @@ def test_the_script_and_python_choose_alike(run):
         assert int(done.stdout) == device_for(local_rank, 3, {})
     for launcher in LAUNCHERS:
         if launcher.own_gpus:
-            given = dict.fromkeys([*launcher.detected_by, *launcher.local_rank, launcher.own_gpus], "1")
+            given = dict.fromkeys(
+                [*launcher.detected_by, *launcher.local_rank, launcher.own_gpus], "1"
+            )
             assert run(given, r"0\n1\n").stdout == "unset\n" and device_for(1, 2, given) == 0
             # Inside it, another has started the ranks.
             given["LOCAL_RANK"] = "1"

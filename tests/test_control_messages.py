@@ -225,7 +225,7 @@ from mpi4py import MPI
 from mpicoll import control_messages
 from mpicoll.errors import DistBackendError
 from mpicoll.failures import consistency
-from mpicoll.launch.serialized_mpi import serialize, with_wait
+from mpicoll.serialized_mpi import serialize, with_wait
 
 world = MPI.COMM_WORLD
 me, n = world.Get_rank(), world.Get_size()

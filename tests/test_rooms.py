@@ -22,8 +22,7 @@ ROOMS = [
 ]  # fmt: skip
 GROUND = {
     "communicators", "control_messages", "dtypes", "errors", "line_protocol", "machine", "output",
-    "primitives",
-    "private_files", "settings", "signals",
+    "primitives", "private_files", "serialized_mpi", "settings", "signals",
 }  # fmt: skip
 
 Imports = dict[str, dict[str, bool]]

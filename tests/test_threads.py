@@ -9,7 +9,7 @@ import pytest
 from rank_scripts import Ended, job, needs_mpiexec, run
 
 import mpicoll
-from mpicoll.launch import serialized_mpi
+from mpicoll import serialized_mpi
 
 pytest_plugins = ["whole_jobs"]
 

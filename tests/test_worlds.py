@@ -164,7 +164,7 @@ def test_default_group_of_any_subset_of_the_world(ended: Ended) -> None:
 @job("""
     from mpi4py import MPI
     from mpicoll import launch
-    from mpicoll.launch.serialized_mpi import unwrap
+    from mpicoll.serialized_mpi import unwrap
     me = MPI.COMM_WORLD.rank
     key = MPI.Comm.Create_keyval(delete_fn=lambda *_: say("freed"))
     def broken(comm):

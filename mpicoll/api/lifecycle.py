@@ -14,10 +14,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import communicators, control_messages, launch, settings
-from mpicoll.api import windows
-from mpicoll.core import backends, groups
+from mpicoll.api import backends, windows
+from mpicoll.api.backends import Backend
+from mpicoll.core import groups
 from mpicoll.core import reproducible as levels
-from mpicoll.core.backends import Backend
 from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
 from mpicoll.core.indices import check_index
 from mpicoll.core.work import THREAD_EXIT_TIMEOUT_S, parse_timeout
@@ -37,8 +37,8 @@ from mpicoll.failures import lost_ranks, monitor_client, rank_status
 from mpicoll.failures.termination import end_job
 from mpicoll.failures.watchdog import Watchdog
 from mpicoll.launch.exit_hooks import exit_code, keep_exit_code
-from mpicoll.launch.serialized_mpi import unwrap
 from mpicoll.output import write_lines
+from mpicoll.serialized_mpi import unwrap
 
 if TYPE_CHECKING:
     from mpi4py import MPI

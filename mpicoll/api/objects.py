@@ -25,8 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from mpicoll.arrays.views import Bytes
 from mpicoll.core.groups import ProcessGroup, resolve
-from mpicoll.core.pickles import Bytes, decode, encode
+from mpicoll.core.pickles import decode, encode
 from mpicoll.dispatch import execute
 from mpicoll.dispatch.point_to_point import exchange_bytes
 from mpicoll.errors import ArgumentError, ArgumentTypeError, MismatchError, UnsupportedError

@@ -211,8 +211,8 @@ class Reconfigurable:
                 self._send(rank, uuid, answer, mark)
             if different:
                 raise MismatchError(
-                    f"{_WHERE}: ranks {different} of the job passed other handles than rank "
-                    f"{self.base.rank()}, or another order, for uuid {uuid}"
+                    f"{_WHERE}: ranks {different} of the job and rank {self.base.rank()} passed "
+                    f"different handles, or another order, for uuid {uuid}"
                 )
             if missing:
                 raise CollectiveTimeoutError(

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpicoll import communicators
+from mpicoll.api import backends
+from mpicoll.api.backends import Backend
 from mpicoll.api.lifecycle import abort_group, close_group, node_size, resolve_member
-from mpicoll.core import backends, groups
-from mpicoll.core.backends import Backend
+from mpicoll.core import groups
 from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
 from mpicoll.core.indices import check_index, check_indices
 from mpicoll.core.reproducible import parse as parse_reproducible
@@ -20,8 +21,8 @@ from mpicoll.core.work import parse_timeout
 from mpicoll.dispatch import execute
 from mpicoll.errors import ArgumentError, ArgumentTypeError, MpicollError
 from mpicoll.failures import lost_ranks
-from mpicoll.launch.serialized_mpi import unwrap
 from mpicoll.output import format_count
+from mpicoll.serialized_mpi import unwrap
 
 if TYPE_CHECKING:
     from mpi4py import MPI

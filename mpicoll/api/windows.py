@@ -351,9 +351,9 @@ class _Memory:
     def __init__(self, comm: MPI.Intracomm, view: View, owning: bool) -> None:
         from mpi4py import MPI
 
-        from mpicoll.launch.serialized_mpi import create_window
         from mpicoll.routes import wire
         from mpicoll.routes.host import shared_segment as segment
+        from mpicoll.serialized_mpi import create_window
 
         start = MPI.Get_address(view.buffer) if view.nbytes else 0
         self.rank = comm.Get_rank()

@@ -23,6 +23,7 @@ __all__ = [
     "Array",
     "Buffer",
     "BuildView",
+    "Bytes",
     "DeviceView",
     "FastView",
     "View",
@@ -38,6 +39,9 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, Any]
+
+#: One-dimensional bytes.
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 #: One block of host memory for mpi4py: a NumPy array or an MPI.buffer. The buffer protocol has a
 #: type only from Python 3.12 on, hence Any.

@@ -12,11 +12,11 @@ import numpy as np
 
 from mpicoll import control_messages
 from mpicoll.arrays import views
+from mpicoll.arrays.views import Bytes
 from mpicoll.cli.bench_calls import block_count
 from mpicoll.cli.timing import Call, Effort, Figure, Sample, Taken, Timer, keep
 from mpicoll.cli.tune_steps import Figures
 from mpicoll.core.groups import ProcessGroup
-from mpicoll.core.pickles import Bytes
 from mpicoll.core.plan import CallKind, Run
 from mpicoll.dtypes import DType, ReduceOp, by_name
 from mpicoll.output import format_bytes

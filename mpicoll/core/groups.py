@@ -30,7 +30,7 @@ from mpicoll.errors import (
     NotInitializedError,
 )
 from mpicoll.kernels.calls import Calls
-from mpicoll.launch.serialized_mpi import create_group, unwrap, with_wait
+from mpicoll.serialized_mpi import create_group, unwrap, with_wait
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from mpicoll.arrays.views import Bytes
 from mpicoll.core import unpickling
 from mpicoll.core.array_pickles import get_reducers
 from mpicoll.errors import RefusedPickleError
 
-__all__ = ["Bytes", "decode", "encode"]
+__all__ = ["decode", "encode"]
 
-Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 #: Alignment of buffers, so that arrays on them are aligned.
 _ALIGNMENT_BYTES = 64

@@ -13,15 +13,13 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import repeat
 from types import NoneType, TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
+from mpicoll.arrays.views import Bytes
 from mpicoll.core.array_pickles import rebuild_array, rebuild_dtype, rebuild_scalar
 from mpicoll.errors import ArgumentTypeError, RefusedPickleError, UnsupportedError
-
-if TYPE_CHECKING:
-    from mpicoll.core.pickles import Bytes
 
 __all__ = ["load", "restricted_pickle"]
 

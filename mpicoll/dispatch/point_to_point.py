@@ -13,10 +13,9 @@ import numpy as np
 
 from mpicoll import communicators, launch
 from mpicoll.arrays import adapters
-from mpicoll.arrays.views import DeviceView, View
+from mpicoll.arrays.views import Bytes, DeviceView, View
 from mpicoll.core.groups import ProcessGroup, default_group
 from mpicoll.core.indices import check_index
-from mpicoll.core.pickles import Bytes
 from mpicoll.core.progress import Pollable, Poller
 from mpicoll.core.work import Work, deadline
 from mpicoll.dispatch import execute

@@ -26,8 +26,8 @@ from mpicoll import control_messages
 from mpicoll.core.signature import describe, encode_comparison, with_root
 from mpicoll.errors import MismatchError
 from mpicoll.failures.debug_level import DebugLevel, get_debug_level
-from mpicoll.launch.serialized_mpi import with_wait
 from mpicoll.output import format_count
+from mpicoll.serialized_mpi import with_wait
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup

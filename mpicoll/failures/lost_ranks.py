@@ -29,8 +29,8 @@ from mpicoll.errors import ArgumentError, CollectiveTimeoutError, LostRankError
 from mpicoll.failures import rank_status
 from mpicoll.failures.group_failure import fail_lost, is_ulfm, revoke
 from mpicoll.launch import host_identity
-from mpicoll.launch.serialized_mpi import dissemination_barrier
 from mpicoll.output import warn
+from mpicoll.serialized_mpi import dissemination_barrier
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -106,7 +106,7 @@ def end_ranks(code: int) -> None:
     if mpi is None or not mpi.Is_initialized():
         _abort_by_manager(code)
     elif not mpi.Is_finalized():
-        mpi.COMM_WORLD.Abort(code)  # without the lock of launch.serialized_mpi
+        mpi.COMM_WORLD.Abort(code)  # without the lock of serialized_mpi
 
 
 def _abort_by_manager(code: int) -> None:

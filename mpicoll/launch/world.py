@@ -35,9 +35,9 @@ from mpicoll.launch.launchers import announced
 from mpicoll.launch.mismatch import match_launcher
 from mpicoll.launch.rendezvous import Rendezvous
 from mpicoll.launch.roll_call import call_roll, has_abandoned, run_on_each
-from mpicoll.launch.serialized_mpi import serialize
 from mpicoll.launch.session import Session, current
 from mpicoll.output import warn
+from mpicoll.serialized_mpi import serialize
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -233,7 +233,7 @@ def _is_thread_multiple(mpi: ModuleType, comm: MPI.Intracomm | None) -> bool:
 
 
 def is_serialized() -> bool:
-    """Return whether MPI calls are serialized, see launch/serialized_mpi.py."""
+    """Return whether MPI calls are serialized, see serialized_mpi.py."""
     return _is_serialized
 
 

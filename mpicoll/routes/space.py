@@ -7,8 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mpicoll.arrays.views import Buffer, View, ViewList, empty, from_numpy
-from mpicoll.core.pickles import Bytes
+from mpicoll.arrays.views import Buffer, Bytes, View, ViewList, empty, from_numpy
 from mpicoll.core.plan import Contiguous
 from mpicoll.dtypes import DType, Factor, ReduceOp
 from mpicoll.kernels import reduction

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.arrays.views import Buffer
+from mpicoll.arrays.views import Buffer, Bytes
 from mpicoll.core.groups import state
-from mpicoll.core.pickles import Bytes
 from mpicoll.dtypes import DType, by_name
 from mpicoll.errors import MismatchError, MPIError
 from mpicoll.failures import lost_ranks

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as c10d
 from torch.distributed import distributed_c10d
 
-from mpicoll.core import backends
+from mpicoll.api import backends
 from mpicoll.core.work import parse_timeout
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.torch import NAME, core_groups

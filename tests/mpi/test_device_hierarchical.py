@@ -23,9 +23,9 @@ import mpicoll as dist
 from mpicoll.cuda import capabilities, runtime
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
-from mpicoll.launch.serialized_mpi import unwrap
 from mpicoll.routes import registry
 from mpicoll.routes.device import copy_engine, hierarchical, ipc, peer, shared_gpu
+from mpicoll.serialized_mpi import unwrap
 
 pytestmark = pytest.mark.any_mpi
 

@@ -17,7 +17,8 @@ import pytest
 from mpi4py import MPI
 
 import mpicoll as dist
-from mpicoll.core import backends, groups
+from mpicoll.api import backends
+from mpicoll.core import groups
 
 OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 

@@ -23,9 +23,9 @@ from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.kernels import library
 from mpicoll.kernels.reduction import find_loop
-from mpicoll.launch.serialized_mpi import serialize
 from mpicoll.routes import tuning
 from mpicoll.routes.host import hierarchical, hierarchy, select, shared
+from mpicoll.serialized_mpi import serialize
 
 #: Minimum number of ranks: two nodes, of which one has two ranks.
 LEAST = 3

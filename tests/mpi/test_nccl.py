@@ -439,7 +439,7 @@ def test_missing_rank_times_out_and_aborts_nccl(arrays, world, monkeypatch, look
         wait_until_broken(group)
     words = (
         rf"all_reduce of 9 elements of int32, SUM, on a device, on rank {world.me} of .*, call 2: "
-        r"NCCL has not done it within the group's timeout of 1 s|"
+        r"timed out: NCCL has not done it within the group's timeout of 1 s|"
         r"rank [1-9] (failed in|has left|has closed)"
     )
     with pytest.raises(DistBackendError, match=words) as caught:

@@ -146,7 +146,7 @@ def cut(world):
         patch.setenv("MPICOLL_SHARED_MEMORY", "0")
         patch.setattr(Host, "small", 0)
         patch.setattr(Host, "chunk", 64)  # bytes
-        patch.setattr(native, "CHUNK", 50)  # elements
+        patch.setattr(native, "CHUNK_BYTES", 50)
         for module in (native, wire):
             patch.setattr(module, "INT_MAX", 60)  # longer messages use a derived datatype
         team = group_of("cut", range(world.size))
@@ -259,7 +259,7 @@ def test_premul_sum_of_narrow_floats_adds_in_rank_order(world, monkeypatch, name
 def test_narrow_floats_are_widened_to_float32_for_mpi(world, mpi, monkeypatch, dtype):
     """Other dtypes use exchange. Chunks have a few elements."""
     monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
-    monkeypatch.setattr(native, "CHUNK", 52)
+    monkeypatch.setattr(native, "CHUNK_BYTES", 52)
     rows = {"all_reduce of others": {"apart": ((0, "widened"),)}}
     monkeypatch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
     taken, by_mpi = [], native.build

@@ -10,9 +10,9 @@ from mpicoll import control_messages
 from mpicoll.core.work import deadline
 from mpicoll.cuda.runtime import Memory, allocate
 from mpicoll.cuda.streams import DeviceContext
-from mpicoll.launch.serialized_mpi import dissemination_barrier
 from mpicoll.routes.device.mappings import open_memory
 from mpicoll.routes.device.state import first_problem
+from mpicoll.serialized_mpi import dissemination_barrier
 
 if TYPE_CHECKING:
     from mpi4py import MPI

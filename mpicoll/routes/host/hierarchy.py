@@ -20,11 +20,11 @@ from mpicoll.dtypes import DType, ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.failures import lost_ranks
 from mpicoll.failures.consistency import describe_by_rank
-from mpicoll.launch.serialized_mpi import create_group
 from mpicoll.routes.host import shared
 from mpicoll.routes.host.shared_segment import exchange_words
 from mpicoll.routes.transfers import Get, Put, Transfer
 from mpicoll.routes.wire import scratch
+from mpicoll.serialized_mpi import create_group
 
 if TYPE_CHECKING:
     from mpicoll.routes.host.shared import Shared

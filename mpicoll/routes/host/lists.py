@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.arrays.views import memory_at
+from mpicoll.arrays.views import Bytes, memory_at
 from mpicoll.core.checks import writes
-from mpicoll.core.pickles import Bytes
 from mpicoll.core.plan import CallKind, Extent, Run
 
 __all__ = ["packed"]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpicoll.core.pickles import Bytes
+from mpicoll.arrays.views import Bytes
 from mpicoll.routes.wire import all_gather_bytes, broadcast_bytes
 
 if TYPE_CHECKING:

@@ -22,8 +22,6 @@ from mpicoll.communicators import subset
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpicoll.arrays.views import Buffer
-
 __all__ = [
     "call_together",
     "create_group",
@@ -146,7 +144,7 @@ def create_group(
     return _like(comm, made)
 
 
-def create_window(memory: Buffer, comm: MPI.Intracomm) -> MPI.Win:
+def create_window(memory: Any, comm: MPI.Intracomm) -> MPI.Win:
     """Create a window of ``memory``, in bytes, whose calls are under the lock of ``comm``.
 
     A flush may block under the lock, because it also progresses messages of other threads.

@@ -153,12 +153,12 @@ def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    out, err = (
-        "".join(path.read_text() for path in sorted(folder.glob(f"{kind}-*")))
-        for kind in ("out", "err")
-    )
+
+    def read(kind: str) -> str:
+        return "".join(path.read_text() for path in sorted(folder.glob(f"{kind}-*")))
+
     codes = [process.returncode for process in processes]
-    return Ended(codes, out, err, time.monotonic() - start, folder)
+    return Ended(codes, read("out"), read("err"), time.monotonic() - start, folder)
 
 
 job = made_by(Job, run)

@@ -19,6 +19,7 @@ from mpicoll.launch.launchers import (
 )
 from mpicoll.launch.mismatch import find_foreign, find_mpi, find_stale
 
+PROTOCOLS = tuple(PmiProtocol)
 MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: ..."
@@ -211,11 +212,11 @@ def test_find_stale_checks_descriptor_port_and_folder(tmp_path: Path) -> None:
             {"PMIX_RANK": "0", "PMIX_SERVER_TMPDIR": str(tmp_path)},
         ]
         for environment in valid:
-            assert find_stale(PmiProtocol, environment) == {}, environment
+            assert find_stale(PROTOCOLS, environment) == {}, environment
         used = len([*Path("/proc/self/fd").iterdir()])
         with (tmp_path / "file").open("w") as file:
             for other in (str(server.fileno()), str(file.fileno()), "-1", "none"):
-                assert [*find_stale(PmiProtocol, pmi | {"PMI_FD": other})] == ["PMI_FD"], other
+                assert [*find_stale(PROTOCOLS, pmi | {"PMI_FD": other})] == ["PMI_FD"], other
         assert len([*Path("/proc/self/fd").iterdir()]) == used
     stale = [
         (pmi | {"PMI_FD": "99999"}, "PMI_FD"),
@@ -224,5 +225,5 @@ def test_find_stale_checks_descriptor_port_and_folder(tmp_path: Path) -> None:
         ({"PMIX_RANK": "0", "PMIX_SERVER_TMPDIR": str(tmp_path / "no")}, "PMIX_SERVER_TMPDIR"),
     ]
     for environment, name in stale:
-        assert [*find_stale(PmiProtocol, environment)] == [name]
+        assert [*find_stale(PROTOCOLS, environment)] == [name]
     assert find_stale([PmiProtocol.PMI], pmix) == {}  # a library that does not read it

@@ -94,23 +94,6 @@ def test_sys_exit_ends_the_job(end: str, code: int, word: str, waiting: str, end
     assert "not reached" not in ended.out
 
 
-@job("""
-    dist.init_process_group()
-    def deep():
-        try:
-            sys.exit(5)
-        finally:
-            say("finally")
-    if dist.get_rank() == 1:
-        deep()
-    dist.barrier()
-""")
-def test_sys_exit_runs_finally_blocks(ended: Ended) -> None:
-    ended.badly()
-    assert ended.code == 5
-    assert ended.lines == ["finally"]
-
-
 # The exit hooks do not see a SystemExit that sys.exit did not raise. Waiting ranks detect the end.
 @pytest.mark.parametrize("code", ["3", "0"])
 @job("""

@@ -124,22 +124,6 @@ def test_open_mpi_without_mpirun_raises(method: str, limit: int, ended: Ended) -
         assert "pip install mpich" in line
 
 
-@mpich
-@job("""
-    import json, socket
-    address = {"hosts": ["127.0.0.1"], "port": 1, "secret": "old", "machine": ""}
-    if os.environ["RANK"] == "1":
-        with open("$FOLDER/meet", "w") as file:
-            json.dump(address, file)
-    else:
-        time.sleep(3)
-    dist.init_process_group(init_method="file://$FOLDER/meet", timeout=20)
-    say(total(1))
-""")
-def test_stale_address_in_a_file_is_replaced(ended: Ended) -> None:
-    ended.in_good_order("2.0", "2.0")
-
-
 #: Invalid contents of a store.
 INVALID_ADDRESSES = {
     "text": b"hello",
@@ -173,8 +157,9 @@ def test_address_survives_format_and_parse() -> None:
 @mpich
 @pytest.mark.parametrize(
     "left", [INVALID_ADDRESSES["binary"], INVALID_ADDRESSES["nothing"],
-             b'{"hosts": ["..."], "port": 1, "secret": "", "machine": ""}'],
-    ids=["binary", "nothing", "no host"],
+             b'{"hosts": ["..."], "port": 1, "secret": "", "machine": ""}',
+             b'{"hosts": ["127.0.0.1"], "port": 1, "secret": "old", "machine": ""}'],
+    ids=["binary", "nothing", "no host", "stale"],
 )  # fmt: skip
 @job("""
     if os.environ["RANK"] == "1":
@@ -185,7 +170,7 @@ def test_address_survives_format_and_parse() -> None:
     dist.init_process_group(init_method="file://$FOLDER/meet", timeout=20)
     say(total(1))
 """)
-def test_invalid_file_content_is_replaced(left: bytes, ended: Ended) -> None:
+def test_invalid_or_stale_file_is_replaced(left: bytes, ended: Ended) -> None:
     ended.in_good_order("2.0", "2.0")
 
 

@@ -163,7 +163,7 @@ def _connect_all(
         try:
             address = known or ServerAddress.parse(_read_store(rendezvous))
             found = [_connect(address, role, rendezvous, node) for role in roles]
-            return found, _given_secret() or address.secret
+            return found, settings.SECRET.value() or address.secret
         except RankTakenError as error:
             # The other process may be ending: of an earlier job, or of an earlier attempt.
             if time.monotonic() - start > _CONFLICT_TIMEOUT_S:
@@ -238,15 +238,15 @@ def _start_server(
     The server waits for this rank as long as the standard input of the process is open.
     """
     # The user's secret is not published.
-    published = "" if _given_secret() else secrets.token_hex(32)
+    published = "" if settings.SECRET.value() else secrets.token_hex(32)
     host = loopback(rendezvous.host) or (rendezvous.host and find_own_address(rendezvous.host))
     configuration = {
         "host": host,
         "port": rendezvous.port,
-        "secret": _given_secret() or published,
+        "secret": settings.SECRET.value() or published,
         "size": rendezvous.world_size,
         "limit": limit,
-        "open": bool(rendezvous.port) and not _given_secret(),
+        "open": bool(rendezvous.port) and not settings.SECRET.value(),
     }
     with blocked_job_signals():
         process = subprocess.Popen(
@@ -278,10 +278,6 @@ def _start_server(
     return ServerAddress(hosts, answer["port"], published, machine()), process
 
 
-def _given_secret() -> str:
-    return settings.SECRET.value()
-
-
 # --- connecting ---------------------------------------------------------------------------------
 
 
@@ -298,7 +294,7 @@ def _connect(address: ServerAddress, role: str, rendezvous: Rendezvous, node: st
         try:
             sock = socket.create_connection((host, address.port), _CONNECT_TIMEOUT_S)
             try:
-                _introduce(sock, role, rendezvous, node, _given_secret() or address.secret)
+                _introduce(sock, role, rendezvous, node, settings.SECRET.value() or address.secret)
             except BaseException:
                 sock.close()
                 raise

@@ -6,7 +6,7 @@ import enum
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = [
     "LAUNCHERS",
@@ -119,9 +119,70 @@ _PMIX_REMEDY = (
     "(python -m mpi4py --mpi-library prints the library)"
 )
 
-#: Variables that identify a step of Slurm, and a job of a batch system.
-_SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+#: Variables that identify a job of a batch system.
 _BATCH_JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+
+# Launchers with several rows, which differ in the protocol.
+_SRUN = Launcher(
+    "srun",
+    detected_by=("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    rank="SLURM_PROCID",
+    size="SLURM_STEP_NUM_TASKS",
+    local_rank=("SLURM_LOCALID",),
+    local_sizes="SLURM_STEP_TASKS_PER_NODE",
+    node_rank="SLURM_NODEID",
+    hosts="SLURM_STEP_NODELIST",
+    identity=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    remedy=_SRUN_REMEDY,
+    own_gpus="SLURM_GPUS_PER_TASK",
+)
+_FLUX = Launcher(
+    "Flux",
+    detected_by=("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    rank="FLUX_TASK_RANK",
+    size="FLUX_JOB_SIZE",
+    local_rank=("FLUX_TASK_LOCAL_ID",),
+    node_count="FLUX_JOB_NNODES",
+    identity=("FLUX_JOB_ID",),
+    remedy=_FLUX_REMEDY,
+)
+_PALS = Launcher(
+    "PALS (HPE Cray's mpiexec)",
+    detected_by=("PALS_RANKID",),
+    rank="PALS_RANKID",
+    local_rank=("PALS_LOCAL_RANKID",),
+    local_size="PALS_LOCAL_SIZE",
+    identity=("PALS_APID",),
+)
+_JSRUN = Launcher(
+    "jsrun",
+    detected_by=("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    rank="JSM_NAMESPACE_RANK",
+    size="JSM_NAMESPACE_SIZE",
+    local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
+    local_size="JSM_NAMESPACE_LOCAL_SIZE",
+    identity=_BATCH_JOB,
+    remedy=_JSRUN_REMEDY,
+)
+_HYDRA = Launcher(
+    "MPICH's mpirun",
+    detected_by=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    rank="PMI_RANK",
+    size="PMI_SIZE",
+    local_rank=("MPI_LOCALRANKID",),
+    local_size="MPI_LOCALNRANKS",
+    has_pmi_1=True,
+    remedy=_PMI_REMEDY,
+    protocol=PmiProtocol.PMI,
+)
+_PMIX = Launcher(
+    "a PMIx process manager",
+    detected_by=("PMIX_RANK",),
+    rank="PMIX_RANK",
+    identity=("PMIX_NAMESPACE",),
+    remedy=_PMIX_REMEDY,
+    protocol=PmiProtocol.PMIX,
+)
 
 #: The innermost launcher first: an mpirun inside a Slurm job is an mpirun.
 LAUNCHERS: tuple[Launcher, ...] = (
@@ -157,54 +218,29 @@ LAUNCHERS: tuple[Launcher, ...] = (
         survival="mpirun --with-ft ulfm, with which the other ranks can continue",
         owned=r"(OMPI|PRTE)_(?!MCA_|ALLOW_)|OMPI_MCA_(orte|ess|pmix|initial_wdir|num_procs)",
     ),
-    Launcher(
-        "Intel MPI's mpirun",
+    replace(
+        _HYDRA,
+        name="Intel MPI's mpirun",
         detected_by=("PMI_RANK", "PMI_SIZE", "I_MPI_HYDRA_UUID"),
-        rank="PMI_RANK",
-        size="PMI_SIZE",
-        local_rank=("MPI_LOCALRANKID",),
-        local_size="MPI_LOCALNRANKS",
         identity=("I_MPI_HYDRA_UUID",),
-        has_pmi_1=True,
-        remedy=_PMI_REMEDY,
-        protocol=PmiProtocol.PMI,
     ),
-    Launcher(
-        "MPICH's mpirun",
-        detected_by=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-        rank="PMI_RANK",
-        size="PMI_SIZE",
-        local_rank=("MPI_LOCALRANKID",),
-        local_size="MPI_LOCALNRANKS",
-        has_pmi_1=True,
-        remedy=_PMI_REMEDY,
-        protocol=PmiProtocol.PMI,
-    ),
-    Launcher(
-        "flux run -o pmi=simple",
+    _HYDRA,
+    replace(
+        _FLUX,
+        name="flux run -o pmi=simple",
         detected_by=("PMI_RANK", "PMI_SIZE", "FLUX_TASK_RANK"),
         rank="PMI_RANK",
         size="PMI_SIZE",
-        local_rank=("FLUX_TASK_LOCAL_ID",),
-        node_count="FLUX_JOB_NNODES",
-        identity=("FLUX_JOB_ID",),
         has_pmi_1=True,
-        remedy=_FLUX_REMEDY,
         protocol=PmiProtocol.PMI,
     ),
-    Launcher(
-        "srun --mpi=pmi2",
+    replace(
+        _SRUN,
+        name="srun --mpi=pmi2",
         detected_by=("PMI_RANK", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
         rank="PMI_RANK",
         size="PMI_SIZE",
-        local_rank=("SLURM_LOCALID",),
-        local_sizes="SLURM_STEP_TASKS_PER_NODE",
-        node_rank="SLURM_NODEID",
-        hosts="SLURM_STEP_NODELIST",
-        identity=_SLURM_STEP,
-        remedy=_SRUN_REMEDY,
         protocol=PmiProtocol.PMI,
-        own_gpus="SLURM_GPUS_PER_TASK",
     ),
     Launcher(
         "a PMI process manager",
@@ -238,130 +274,53 @@ LAUNCHERS: tuple[Launcher, ...] = (
         bootstrap="MV2_COMM_WORLD_",
         owned="MV2_COMM_WORLD_",
     ),
-    Launcher(
-        "prterun",
-        detected_by=("PMIX_RANK", "PRTE_LAUNCHED"),
-        rank="PMIX_RANK",
-        identity=("PMIX_NAMESPACE",),
-        remedy=_PMIX_REMEDY,
-        protocol=PmiProtocol.PMIX,
-    ),
-    Launcher(
-        "flux run -o pmi=pmix",
+    replace(_PMIX, name="prterun", detected_by=("PMIX_RANK", "PRTE_LAUNCHED")),
+    replace(
+        _FLUX,
+        name="flux run -o pmi=pmix",
         detected_by=("PMIX_RANK", "FLUX_TASK_RANK"),
         rank="PMIX_RANK",
-        size="FLUX_JOB_SIZE",
-        local_rank=("FLUX_TASK_LOCAL_ID",),
-        node_count="FLUX_JOB_NNODES",
-        identity=("FLUX_JOB_ID",),
-        remedy=_FLUX_REMEDY,
         protocol=PmiProtocol.PMIX,
     ),
-    Launcher(
-        "PALS's mpiexec --pmi=pmix",
+    replace(
+        _PALS,
+        name="PALS's mpiexec --pmi=pmix",
         detected_by=("PMIX_RANK", "PALS_RANKID"),
         rank="PMIX_RANK",
-        local_rank=("PALS_LOCAL_RANKID",),
-        local_size="PALS_LOCAL_SIZE",
-        identity=("PALS_APID",),
         remedy=_PMIX_REMEDY,
         protocol=PmiProtocol.PMIX,
     ),
-    Launcher(
-        "jsrun with PMIx",
+    replace(
+        _JSRUN,
+        name="jsrun with PMIx",
         detected_by=("PMIX_RANK", "JSM_NAMESPACE_RANK"),
         rank="PMIX_RANK",
-        size="JSM_NAMESPACE_SIZE",
-        local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
-        local_size="JSM_NAMESPACE_LOCAL_SIZE",
         identity=("PMIX_NAMESPACE",),
-        remedy=_JSRUN_REMEDY,
         protocol=PmiProtocol.PMIX,
     ),
-    Launcher(
-        "srun --mpi=pmix",
+    replace(
+        _SRUN,
+        name="srun --mpi=pmix",
         detected_by=("PMIX_RANK", "SLURM_STEP_NUM_TASKS"),
         rank="PMIX_RANK",
-        size="SLURM_STEP_NUM_TASKS",
-        local_rank=("SLURM_LOCALID",),
-        local_sizes="SLURM_STEP_TASKS_PER_NODE",
-        node_rank="SLURM_NODEID",
-        hosts="SLURM_STEP_NODELIST",
-        identity=_SLURM_STEP,
-        remedy=_SRUN_REMEDY,
         protocol=PmiProtocol.PMIX,
-        own_gpus="SLURM_GPUS_PER_TASK",
     ),
-    Launcher(
-        "a PMIx process manager",
-        detected_by=("PMIX_RANK",),
-        rank="PMIX_RANK",
-        identity=("PMIX_NAMESPACE",),
-        remedy=_PMIX_REMEDY,
-        protocol=PmiProtocol.PMIX,
-        bootstrap=r"PMIX_|PRTE_LAUNCHED$",
-        owned=r"PMIX_(?!MCA_)",
-    ),
-    Launcher(
-        "Flux",
-        detected_by=("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
-        rank="FLUX_TASK_RANK",
-        size="FLUX_JOB_SIZE",
-        local_rank=("FLUX_TASK_LOCAL_ID",),
-        node_count="FLUX_JOB_NNODES",
-        identity=("FLUX_JOB_ID",),
-        remedy=_FLUX_REMEDY,
-        owned="FLUX_",
-    ),
-    Launcher(
-        "srun --mpi=cray_shasta",
+    replace(_PMIX, bootstrap=r"PMIX_|PRTE_LAUNCHED$", owned=r"PMIX_(?!MCA_)"),
+    replace(_FLUX, owned="FLUX_"),
+    replace(
+        _SRUN,
+        name="srun --mpi=cray_shasta",
         detected_by=("PALS_RANKID", "SLURM_STEP_NUM_TASKS"),
         rank="PALS_RANKID",
-        size="SLURM_STEP_NUM_TASKS",
-        local_rank=("SLURM_LOCALID",),
-        local_sizes="SLURM_STEP_TASKS_PER_NODE",
-        node_rank="SLURM_NODEID",
-        hosts="SLURM_STEP_NODELIST",
-        identity=_SLURM_STEP,
-        remedy=_SRUN_REMEDY,
-        own_gpus="SLURM_GPUS_PER_TASK",
     ),
-    Launcher(
-        "PALS (HPE Cray's mpiexec)",
-        detected_by=("PALS_RANKID",),
-        rank="PALS_RANKID",
-        local_rank=("PALS_LOCAL_RANKID",),
-        local_size="PALS_LOCAL_SIZE",
-        identity=("PALS_APID",),
-        owned="PALS_",
-    ),
-    Launcher(
-        "jsrun",
-        detected_by=("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
-        rank="JSM_NAMESPACE_RANK",
-        size="JSM_NAMESPACE_SIZE",
-        local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
-        local_size="JSM_NAMESPACE_LOCAL_SIZE",
-        identity=_BATCH_JOB,
-        remedy=_JSRUN_REMEDY,
-        owned="JSM_",
-    ),
-    Launcher(
-        "srun",
-        detected_by=("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-        rank="SLURM_PROCID",
-        size="SLURM_STEP_NUM_TASKS",
-        local_rank=("SLURM_LOCALID",),
-        local_sizes="SLURM_STEP_TASKS_PER_NODE",
-        node_rank="SLURM_NODEID",
-        hosts="SLURM_STEP_NODELIST",
-        identity=_SLURM_STEP,
-        remedy=_SRUN_REMEDY,
+    replace(_PALS, owned="PALS_"),
+    replace(_JSRUN, owned="JSM_"),
+    replace(
+        _SRUN,
         survival="a checkpoint, because srun does not restart ranks; or an mpirun in the "
         "allocation, with which the other ranks can continue",
         owned="SLURM",
         job=r"SLURM_(JOB|ARRAY|SUBMIT|CLUSTER|CONF|CPUS|MEM|TMPDIR|RESTART)",
-        own_gpus="SLURM_GPUS_PER_TASK",
     ),
     Launcher(
         "Slurm",

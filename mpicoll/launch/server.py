@@ -393,12 +393,12 @@ class Server:
             self._send(peer, "cmd=put_result rc=0 msg=success")
         elif words["cmd"] == "get":
             found = self.values.get(words["key"])
-            status = (
-                "rc=-1 msg=key_not_found value=unknown" if found is None else "rc=0 msg=success"
+            result = (
+                "rc=-1 msg=key_not_found value=unknown"
+                if found is None
+                else f"rc=0 msg=success value={found}"
             )
-            self._send(
-                peer, f"cmd=get_result {status}" + ("" if found is None else f" value={found}")
-            )
+            self._send(peer, f"cmd=get_result {result}")
         elif words["cmd"] == "barrier_in":
             self.fence.add(peer.rank)
             self._check_fence()
@@ -451,15 +451,8 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files[1], files[1]))  # two connections per rank
-    served = Server(
-        listener,
-        settings["secret"],
-        settings["size"],
-        settings["limit"],
-        settings["open"],
-        sys.stdin.fileno(),
-    )
-    served.serve()
+    options = (settings[name] for name in ("secret", "size", "limit", "open"))
+    Server(listener, *options, sys.stdin.fileno()).serve()
 
 
 if __name__ == "__main__":

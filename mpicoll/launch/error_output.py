@@ -109,23 +109,23 @@ def print_once(error: BaseException, rank: str, extra_lines: Callable[[], list[s
     _LOWER_RANK_TIMEOUT_S. Any other error is printed without delay, because it may be the cause of
     errors on other ranks that end the job. The printing rank holds an abstract socket address,
     which the system frees when the process ends. Other ranks with the same error print at most the
-    location of the error, and wait, because the printing rank ends the job. If that takes too long,
-    or the printing rank has ended alone, the next rank prints the error.
+    location of the error, and wait, because the printing rank ends the job. If the job does not end
+    in time, or the printing rank ends without ending the job, the next rank prints the error.
     """
     name = type(error).__qualname__
     message = re.sub(r"\brank \d+ of ", "", f"{name}: {error}")
-    place = _find_place(error)
+    location = _find_location(error)
     end = time.monotonic() + _PRINTING_TIMEOUT_S
     last = extra_lines()
     if isinstance(error, _SHARED):
         claim(f"{message}\nrank {rank}")  # higher ranks wait for this one
         _await_lower_ranks(message, rank)
     if claim(message):
-        claim(f"{message}\n{place}")
+        claim(f"{message}\n{location}")
     else:
         time.sleep(_CHECK_INTERVAL_S)
-        if claim(f"{message}\n{place}"):
-            write_lines(with_rank(rank, f"{name} {place}: another rank prints the same error"))
+        if claim(f"{message}\n{location}"):
+            write_lines(with_rank(rank, f"{name} {location}: another rank prints the same error"))
         while not claim(message):
             if time.monotonic() > end:
                 break
@@ -150,11 +150,11 @@ def _await_lower_ranks(message: str, rank: str) -> None:
         time.sleep(min(_CHECK_INTERVAL_S, _LOWER_RANK_TIMEOUT_S / 4))
 
 
-def _find_place(error: BaseException) -> str:
+def _find_location(error: BaseException) -> str:
     """Return the file, line and function where an exception was raised."""
     frames = _visible(traceback.extract_tb(error.__traceback__))
     if not frames:
-        return "at an unknown place"
+        return "at an unknown location"
     frame = frames[-1]
     return f'at File "{frame.filename}", line {frame.lineno}, in {frame.name}'
 

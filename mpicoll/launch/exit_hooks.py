@@ -50,7 +50,7 @@ __all__ = [
 INTERRUPTED = 130
 
 #: Set by each rank, so that its child processes know that they are not ranks.
-_MARK = "_MPICOLL_RANK_PROCESS"
+_RANK_VARIABLE = "_MPICOLL_RANK_PROCESS"
 #: Seconds that a process manager has to answer before this rank asks it to end the job.
 _MANAGER_TIMEOUT_S = 2.0
 
@@ -133,10 +133,10 @@ def _is_child_of_rank() -> bool:
     Ranks that an mpiexec inside the job starts have another job or rank.
     """
     this = f"{job_name()} {find_rank()}"
-    process, _, marked = os.environ.get(_MARK, "").partition(" ")
+    process, _, marked = os.environ.get(_RANK_VARIABLE, "").partition(" ")
     if marked == this:
         return process != str(os.getpid())
-    os.environ[_MARK] = f"{os.getpid()} {this}"
+    os.environ[_RANK_VARIABLE] = f"{os.getpid()} {this}"
     return False
 
 

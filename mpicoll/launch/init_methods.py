@@ -205,7 +205,7 @@ class FileStore(Store):
             ) from error
 
     def get(self, key: str) -> bytes:
-        """Return the content, possibly an earlier job's; raise ServerNotFoundError if empty."""
+        """Return the content, maybe an earlier job's; raise ServerNotFoundError without one."""
         try:
             with self._path.open("rb") as file:
                 value = file.read(_MAX_FILE_BYTES)

@@ -281,7 +281,7 @@ def _start_server(
 # --- connecting ---------------------------------------------------------------------------------
 
 
-def _candidates(address: ServerAddress) -> Iterator[str]:
+def _hosts(address: ServerAddress) -> Iterator[str]:
     if address.machine == machine():
         yield from ("127.0.0.1", "::1")
     yield from address.hosts
@@ -290,11 +290,13 @@ def _candidates(address: ServerAddress) -> Iterator[str]:
 def _connect(address: ServerAddress, role: str, rendezvous: Rendezvous, node: str) -> socket.socket:
     """Return a connection to the job's server, through the first host name that works."""
     errors, is_other = [], True
-    for host in _candidates(address):
+    for host in _hosts(address):
         try:
             sock = socket.create_connection((host, address.port), _CONNECT_TIMEOUT_S)
             try:
-                _introduce(sock, role, rendezvous, node, settings.SECRET.value() or address.secret)
+                _authenticate(
+                    sock, role, rendezvous, node, settings.SECRET.value() or address.secret
+                )
             except BaseException:
                 sock.close()
                 raise
@@ -305,7 +307,7 @@ def _connect(address: ServerAddress, role: str, rendezvous: Rendezvous, node: st
     raise ServerNotFoundError("; ".join(errors), is_other)
 
 
-def _introduce(
+def _authenticate(
     sock: socket.socket, role: str, rendezvous: Rendezvous, node: str, secret: str
 ) -> None:
     theirs, mine = read_greeting(sock), nonce()

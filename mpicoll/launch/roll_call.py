@@ -19,7 +19,7 @@ from mpicoll.errors import LaunchError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["call_roll", "has_abandoned", "run_on_each"]
+__all__ = ["agree_or_raise", "has_abandoned", "run_on_each"]
 
 _WHERE = "init_process_group"
 #: A record: whether the rank failed, its requested rank, and the beginning of its error.
@@ -47,10 +47,10 @@ class _Exchange(NamedTuple):
 _abandoned: list[_Exchange] = []
 
 
-def call_roll(
+def agree_or_raise(
     comm: MPI.Intracomm, requested: int | None = None, error: Exception | None = None
 ) -> list[int]:
-    """Exchange the results of each rank's local steps. All ranks call.
+    """Exchange the results of the ranks' local steps; raise if one failed. All ranks call.
 
     requested: the rank that this process was given; None for its rank in ``comm``.
     error: of this rank's local steps, None if they have succeeded.

@@ -451,8 +451,10 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files[1], files[1]))  # two connections per rank
-    options = (settings[name] for name in ("secret", "size", "limit", "open"))
-    Server(listener, *options, sys.stdin.fileno()).serve()
+    Server(
+        listener, settings["secret"], settings["size"], settings["limit"], settings["open"],
+        sys.stdin.fileno(),
+    ).serve()  # fmt: skip
 
 
 if __name__ == "__main__":

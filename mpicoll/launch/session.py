@@ -85,7 +85,7 @@ class Session:
             return line.startswith((b"abort", b"lost ", b"stuck"))
         return False
 
-    def ending(self) -> tuple[str, int] | None:
+    def end_reason(self) -> tuple[str, int] | None:
         """Return the reason and the exit code with which the job ends; None if it continues.
 
         The reason is "" if this rank ends the job itself.
@@ -107,12 +107,12 @@ class Session:
 
     def check(self) -> None:
         """Raise LaunchError if the job has ended already."""
-        found = self.ending()
+        found = self.end_reason()
         if found is not None:
             raise LaunchError(f"init_process_group: rank {self.rank} of {self.size}: {found[0]}")
 
     @contextlib.contextmanager
-    def die_on_ending(self) -> Iterator[None]:
+    def exit_on_message(self) -> Iterator[None]:
         """End this process by SIGIO if the server sends a line while MPI starts.
 
         MPI_Init blocks all threads and waits for ranks that may be lost, so only a signal works.

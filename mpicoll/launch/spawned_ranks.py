@@ -80,36 +80,35 @@ def has_grown() -> bool:
 # --- existing ranks -------------------------------------------------------------------------------
 
 
-def find_program(words: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+def find_program(command: Sequence[str] = ()) -> tuple[list[str], list[str]]:
     """Return the interpreter options of a command line, and the program with its arguments.
 
-    words: the command line, starting with the interpreter; (): of this process.
+    command: the command line, starting with the interpreter; (): of this process.
 
     The program is a script, -m and a module, or -c and code. Raises ArgumentError otherwise.
     """
-    words = [*(words or sys.orig_argv)]
-    place = 1
-    while place < len(words) and words[place].startswith("-") and len(words[place]) > 1:
-        word, place = words[place], place + 1
+    words = [*(command or sys.orig_argv)]
+    index = 1
+    while index < len(words) and words[index].startswith("-") and len(words[index]) > 1:
+        word, index = words[index], index + 1
         if word.startswith("--"):
-            place += word == "--check-hash-based-pycs"
+            index += word == "--check-hash-based-pycs"
             continue
-        for at, letter in enumerate(word[1:], 2):
+        for end, letter in enumerate(word[1:], 2):
             if letter in "cm":
-                value = [word[at:]] if word[at:] else []
-                options = [*words[1 : place - 1], *([word[: at - 1]] if at > 2 else [])]
-                program = [f"-{letter}", *value, *words[place:]]
-                whole = program[:2] == [*_MAIN]
-                return options, program[2:] if whole else program
+                value = [word[end:]] if word[end:] else []
+                options = [*words[1 : index - 1], *([word[: end - 1]] if end > 2 else [])]
+                program = [f"-{letter}", *value, *words[index:]]
+                return options, program[2:] if program[:2] == [*_MAIN] else program
             if letter in "WX":
-                place += not word[at:]
+                index += not word[end:]
                 break
-    if place >= len(words) or words[place] == "-":
+    if index >= len(words) or words[index] == "-":
         raise ArgumentError(
             f"{_WHERE}: this program cannot be started again, because it is not a script, a module "
             f"or -c code: {words}"
         )
-    return words[1:place], words[place:]
+    return words[1:index], words[index:]
 
 
 def find_command(command: Sequence[str] | None, survives: bool) -> tuple[list[str], str]:
@@ -152,13 +151,13 @@ def start(
     info = MPI.Info.Create()
     if folder:
         info.Set("wdir", folder)
-    late = min(_START_TIMEOUT_S, _START_TIMEOUT_S if limit is None else limit)
+    timeout = min(_START_TIMEOUT_S, _START_TIMEOUT_S if limit is None else limit)
     message = (
-        f"mpicoll: {_WHERE}: timed out after {late:g} s: the launcher has not started the new "
+        f"mpicoll: {_WHERE}: timed out after {timeout:g} s: the launcher has not started the new "
         "processes, and MPI_Comm_spawn does not return; ending the job\n"
     )
     try:
-        with end_after(late, message, 1):
+        with end_after(timeout, message, 1):
             name, *arguments = words or [""]
             inter = comm.Spawn(name, arguments, count, info, 0)
     except MPI.Exception as error:
@@ -187,7 +186,7 @@ def wait(
     from mpi4py import MPI
 
     end = time.monotonic() + (float("inf") if limit is None else limit)
-    ends: dict[int, int] = {}  # new rank on this node: its pidfd
+    pidfds: dict[int, int] = {}  # by rank, of new processes on this node
     ready: set[int] = set()
     status = MPI.Status()
     with ExitStack() as stack:
@@ -204,19 +203,19 @@ def wait(
                     where, process = data.decode().split()
                     if where == node():
                         with suppress(OSError, AttributeError):
-                            ends[source] = os.pidfd_open(int(process))
-                            stack.callback(os.close, ends[source])
+                            pidfds[source] = os.pidfd_open(int(process))
+                            stack.callback(os.close, pidfds[source])
             except MPI.Exception as error:  # ULFM reports lost processes
                 reason = error.Get_error_string()
                 return f"a new process ended before it called init_process_group: {reason}"
             poll = select.poll()
-            for descriptor in ends.values():
+            for descriptor in pidfds.values():
                 poll.register(descriptor, select.POLLIN)
-            gone = {descriptor for descriptor, _ in poll.poll(0)}
-            if lost := [rank for rank, descriptor in ends.items() if descriptor in gone]:
+            ended = {descriptor for descriptor, _ in poll.poll(0)}
+            if lost := [rank for rank, descriptor in pidfds.items() if descriptor in ended]:
                 return f"new process {lost[0]} ended before it called init_process_group"
             if time.monotonic() > end:
-                for rank, descriptor in ends.items():
+                for rank, descriptor in pidfds.items():
                     if survives and rank not in ready:  # the launcher would wait for it
                         with suppress(OSError):  # already ended
                             signal.pidfd_send_signal(descriptor, signal.SIGKILL)

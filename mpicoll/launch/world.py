@@ -34,7 +34,7 @@ from mpicoll.launch.joining import exchange_lines, join, send_failure
 from mpicoll.launch.launchers import announced
 from mpicoll.launch.mismatch import match_launcher
 from mpicoll.launch.rendezvous import Rendezvous
-from mpicoll.launch.roll_call import call_roll, has_abandoned, run_on_each
+from mpicoll.launch.roll_call import agree_or_raise, has_abandoned, run_on_each
 from mpicoll.launch.session import Session, current
 from mpicoll.output import warn
 from mpicoll.serialized_mpi import serialize
@@ -105,7 +105,7 @@ def start(
             prepare(everybody)
         except Exception as failure:
             error = failure
-        order = call_roll(everybody, requested, error)
+        order = agree_or_raise(everybody, requested, error)
         renumbered = None
         if order != list(range(len(order))):
             with communicators.subset(everybody, order) as members:
@@ -201,7 +201,7 @@ def notify_failure(
         world = mpi.COMM_WORLD if comm is None else comm
         size = None if given is None else given.world_size
         if not mpi.Is_finalized() and size in (None, world.Get_size()):
-            call_roll(world, None, error)
+            agree_or_raise(world, None, error)
 
 
 #: Seconds for which a failed rank waits for the other ranks to notify them.
@@ -338,7 +338,7 @@ def _with_server(session: Session) -> Iterator[None]:
         "PMI_RANK": str(session.rank),
         "PMI_SIZE": str(session.size),
     }
-    with session.die_on_ending(), replace_bootstrap_variables(variables):
+    with session.exit_on_message(), replace_bootstrap_variables(variables):
         yield
 
 

@@ -81,7 +81,7 @@ def without_launchers() -> dict[str, str]:
 
 
 def marks() -> set[str]:
-    return {name for one in LAUNCHERS for name in (*one.marks, *one.local_rank)}
+    return {name for one in LAUNCHERS for name in (*one.detected_by, *one.local_rank)}
 
 
 @pytest.fixture

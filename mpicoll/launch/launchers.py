@@ -62,7 +62,8 @@ class Launcher:
     owned:   a pattern of the variables that are hidden from processes outside this job.
     job:     a pattern of the owned variables that describe the whole job.
     own_gpus: set if each process has separate GPUs.
-    is_parent: the ranks are children of its process on their node and end with it.
+    is_parent: the ranks are children of its process on their node, whose command is Python, and end
+             with it.
     manager: set on all ranks by a process manager that supports MPI_Comm_spawn.
     survival: the start option with which a job survives a lost rank, "" if unknown.
     restarts: the number of times that it restarts all ranks.
@@ -94,7 +95,7 @@ class Launcher:
 
     def is_present(self, environment: Mapping[str, str] = os.environ) -> bool:
         """Return whether it started this process."""
-        return bool(self.detected_by) and all(mark in environment for mark in self.detected_by)
+        return bool(self.detected_by) and all(name in environment for name in self.detected_by)
 
 
 _SRUN_REMEDY = (

@@ -48,10 +48,10 @@ class _Channel:
         os.set_inheritable(answers, False)
         self._assignment: Any = None
 
-    def receive(self) -> Any:
+    def read(self) -> Any:
         return pickle.load(self._orders)
 
-    def send(self, *message: object) -> None:
+    def write(self, *message: object) -> None:
         data = memoryview(pickle.dumps(message))
         while data:
             data = data[os.write(self._answers, data) :]
@@ -59,11 +59,11 @@ class _Channel:
     def assignment(self) -> Any:
         """Return this rank's assignment; wait for it on the first call."""
         if self._assignment is None:
-            self._assignment = self.receive()
+            self._assignment = self.read()
         return self._assignment
 
     def set(self, key: str, value: str) -> None:
-        self.send("ready", value)
+        self.write("ready", value)
 
     def get(self, key: str) -> bytes:
         address: str = self.assignment()[1]
@@ -73,12 +73,12 @@ class _Channel:
 def main() -> None:
     """Start MPI and run the function."""
     channel = _Channel(int(sys.argv[1]))
-    parent, rank, size, limit, sys.path[:] = channel.receive()
+    parent, rank, size, limit, sys.path[:] = channel.read()
     _end_with(parent)
     try:
         if rank != 0:
             world.load()  # a missing MPI library raises before other ranks wait for this one
-            channel.send("ready", "")
+            channel.write("ready", "")
         with world.start(Rendezvous(channel, rank, size), limit):
             pass
         joined = session.current()
@@ -86,20 +86,20 @@ def main() -> None:
             joined.send("busy")
             threading.Thread(target=_exit_with_job, args=(joined,), daemon=True).start()
         elif rank == 0:  # one rank alone has no server
-            channel.send("ready", "")
+            channel.write("ready", "")
         variables, _, call = channel.assignment()
         os.environ.update(variables)
         dumps, function = pickle.loads(call)
         function, arguments, named = pickle.loads(function)
         value = _dump(function(*arguments, **named), dumps)
     except BaseException as error:
-        channel.send("error", _pickled(error), traceback.format_exc())
+        channel.write("error", _pickled(error), traceback.format_exc())
         sys.excepthook(*sys.exc_info())  # ends the job if there is a process group
         joined = session.current()
         if joined is not None:
             joined.abort(1)
         sys.exit(1)
-    channel.send("value", value)
+    channel.write("value", value)
 
 
 def _end_with(parent: int) -> None:

@@ -732,7 +732,7 @@ print(json.dumps(answers))
     expected = [
         ("LaunchError", ["rank=2", "MPI's own rank, 0", "rank 0 of 1"]),
         ("LaunchError", ["world_size=4", "MPI's own world_size, 1"]),
-        ("LaunchError", ["rank 3 of 4", "a world of its own"]),
+        ("LaunchError", ["rank 3 of 4", "a single rank"]),
         ("LaunchError", ["RANK=3", "MPI's own rank, 0"]),
         ("LaunchError", ["WORLD_SIZE=4", "MPI's own world_size, 1"]),
         ("ArgumentError", ["WORLD_SIZE", "'four'"]),

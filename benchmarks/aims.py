@@ -1,6 +1,6 @@
-"""The results of ``make bench``, from the files that host.py wrote, and the aims for two ranks.
+"""The results of ``make bench``, read from the files of host.py, and the aims for two ranks.
 
-Needs no MPI.
+Does not need MPI.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpicoll.cli.timing import Sample, Times
 from mpicoll.output import format_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
-#: The contestants (contestants.py), and a copy of as many bytes.
+#: Cases: the contestants (contestants.py), and a copy of the same number of bytes.
 MPI4PY, FACADE, TORCH, GLOO, COPY = "mpi4py", "mpicoll", "mpicoll torch", "Gloo", "copy"
 
 Measurement = dict[str, Any]
@@ -25,12 +25,12 @@ Measurement = dict[str, Any]
 
 @dataclass(frozen=True)
 class Aim:
-    """An aim, and what was measured.
+    """An aim, and the measured value.
 
-    measured: None where nothing was, and ``note`` may say why.
-    spread:   half the distance between the quartiles of what was measured.
-    note:     where in what was measured the figure comes from.
-    within:   it is met, too, where the limit is within the spread.
+    measured: None without a measurement; ``note`` may have the reason.
+    spread:   half the distance between the quartiles of the measured value.
+    note:     the point of the measurement, such as a primitive and a size.
+    within:   the aim is also met if the limit is within the spread.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Aim:
 
     @property
     def met(self) -> bool | None:
-        """Whether it is met, by the figures as they are printed; None where that is unknown."""
+        """Return whether the aim is met, by the rounded figures; None if it is not measured."""
         if self.measured is None:
             return None
         limit, measured = round(self.limit, 2), round(self.measured, 2)
@@ -53,13 +53,13 @@ class Aim:
 
     @property
     def asked(self) -> str:
-        """The limit in words."""
+        """The limit as text."""
         text = f"at {'least' if self.at_least else 'most'} {self.limit:g} {self.unit}"
         return f"{text}, or within its spread" if self.within else text
 
     @property
     def verdict(self) -> str:
-        """Whether it is met, in words."""
+        """The result as text."""
         return {None: "not measured", True: "met", False: "MISSED"}[self.met]
 
 
@@ -73,10 +73,10 @@ def times_of(measurement: Measurement) -> Times:
 
 
 class Results:
-    """What was measured with one MPI.
+    """The measurements with one MPI.
 
     records:  the contents of the files.
-    distance: how far the ranks were apart in it; None for all of it.
+    distance: keep only measurements with this distance of the ranks; None keeps all.
     """
 
     def __init__(self, records: Sequence[dict[str, Any]], distance: str | None = None) -> None:
@@ -94,26 +94,26 @@ class Results:
         self.name = self.mpi.rpartition(" ")[0]
 
     def split(self) -> dict[str, Results]:
-        """Return what was measured by how far the ranks were apart, of each that occurred."""
+        """Return the measurements of each distance that occurred."""
         occurred = {each["distance"] for each in self.measurements}
         return {each: Results(self.records, each) for each in DISTANCES if each in occurred}
 
     @property
     def left_out(self) -> list[str]:
-        """What could not be measured."""
+        """The cases that could not be measured, with the reasons."""
         return list(dict.fromkeys(w for record in self.records for w in record.get("left out", ())))
 
     def find(self, **keys: Any) -> list[Measurement]:
-        """Return the measurements that have these values."""
+        """Return the measurements with these values."""
         wanted = keys.items()
         return [each for each in self.measurements if wanted <= each.items()]
 
     def by_size(self, **keys: Any) -> dict[int, Times]:
-        """Return the times of measurements that have these values, by their bytes."""
+        """Return the times of the measurements with these values, by size in bytes."""
         return {each["bytes"]: times_of(each) for each in self.find(**keys)}
 
     def has_spare_processors(self, section: str, ranks: int) -> bool:
-        """Whether each of so many ranks had a second processor, in this section's launch."""
+        """Return whether each rank had a second processor in the launch of this section."""
         for record in self.records:
             measured = record.get("measurements", ())
             if record["ranks"] == ranks and any(each["section"] == section for each in measured):
@@ -123,7 +123,7 @@ class Results:
 
 
 def read(folder: Path) -> list[Results]:
-    """Return the results in each folder of this folder, in the order of their names."""
+    """Return the results of each subfolder, sorted by name."""
     found = []
     for each in sorted(folder.iterdir()):
         records = [json.loads(path.read_text()) for path in sorted(each.glob("*.json"))]
@@ -136,7 +136,7 @@ def read(folder: Path) -> list[Results]:
 
 
 def aims(found: Results) -> list[Aim]:
-    """Return all of them, met or not or not measured, of results of one distance of the ranks."""
+    """Return all aims for results of one distance of the ranks."""
     parts = _large, _small, _moved, _dtypes, _many, _reproducible, _memory, _overlap, _torch
     return [aim for part in parts for aim in part(found)]
 
@@ -145,9 +145,9 @@ def _worst(
     name: str, limit: float, figures: Mapping[str, Times], at_least: bool = True,
     unit: str = "x", scale: float = 1.0, within: bool = False,
 ) -> Aim:  # fmt: skip
-    """Return an aim with the worst of the figures; their names say where each comes from.
+    """Return an aim with the worst of the figures, which are named by their point.
 
-    Where ranks moved so often that hardly two samples of a turn can be compared, there is none.
+    Figures without enough samples are skipped, because ranks have moved between most samples.
     """
     figures = {where: times for where, times in figures.items() if times.is_enough}
     if not figures:
@@ -167,7 +167,7 @@ def _worst(
 def _per(
     above: Mapping[int, Times], below: Mapping[int, Times], least: int = 0, most: float = math.inf
 ) -> dict[str, Times]:
-    """Return the ratio at each size that both have, from ``least`` to ``most``."""
+    """Return the ratios at the common sizes from ``least`` to ``most`` bytes."""
     return {
         format_bytes(size): above[size].over(below[size])
         for size in above
@@ -176,12 +176,12 @@ def _per(
 
 
 def _sizes(found: Results, caller: str, primitive: str) -> dict[int, Times]:
-    """Return the times of one call by its bytes."""
+    """Return the times of one primitive by size in bytes."""
     return found.by_size(section="sizes", case=caller, primitive=primitive)
 
 
 def _large(found: Results) -> list[Aim]:
-    """Compare large all_reduces with those of MPI and of Gloo."""
+    """Compare large all_reduces with MPI and Gloo."""
     own, raw = (_sizes(found, caller, "all_reduce") for caller in (FACADE, MPI4PY))
     torch, gloo = (_sizes(found, caller, "all_reduce") for caller in (TORCH, GLOO))
     collected = []
@@ -202,7 +202,7 @@ def _large(found: Results) -> list[Aim]:
 
 
 def _small(found: Results) -> list[Aim]:
-    """Compare every call with one of mpi4py with a ready buffer, small ones above all."""
+    """Compare every primitive with one call of mpi4py with a prepared buffer."""
     primitives = list(dict.fromkeys(one["primitive"] for one in found.find(section="sizes")))
     collected = []
     for name, least, most in (("up to 16 KiB", 0, 16 * KIB), ("from 64 KiB on", 64 * KIB, 1 << 60)):
@@ -236,7 +236,7 @@ def _small(found: Results) -> list[Aim]:
 
 
 def _moved(found: Results) -> list[Aim]:
-    """Compare what is only moved with MPI's own."""
+    """Compare data movement with MPI."""
     limit = 1.3 if found.distance == NEAR else 1.0
     return [
         _worst(
@@ -265,7 +265,7 @@ def _dtypes(found: Results) -> list[Aim]:
 
 
 def _reproducible(found: Results) -> list[Aim]:
-    """Compare sums that give the same bits again with those that need not."""
+    """Compare reproducible groups with the default."""
     collected = []
     for level, limit in (("order", 1.1), ("exact", 3.0)):
         ratios: dict[str, Times] = {}
@@ -279,7 +279,7 @@ def _reproducible(found: Results) -> list[Aim]:
 
 
 def _many(found: Results) -> list[Aim]:
-    """Compare many calls with one."""
+    """Compare many calls with one coalesced call."""
     collected = []
     for count, size, limit in ((1000, 4 * KIB, 3.5), (16, 256 * KIB, 1.0)):
         keys = {"section": "many", "case": FACADE, "count": count, "bytes": size}
@@ -292,7 +292,7 @@ def _many(found: Results) -> list[Aim]:
 
 
 def _memory(found: Results) -> list[Aim]:
-    """Find the memory besides the arrays, of the collective that takes most."""
+    """Return the maximum memory of a collective besides its arrays."""
     taken = found.find(section="memory", case=FACADE)
     most = max(taken, key=lambda each: each["extra"], default=None)
     name, limit = "memory of a rank besides arrays of 256 MiB", 64.0
@@ -302,8 +302,9 @@ def _memory(found: Results) -> list[Aim]:
 
 
 def hidden(found: Results, caller: str, primitive: str, ranks: int) -> dict[int, Times]:
-    """Return the share of a call that is hidden behind computation, by size, as the OSU benchmarks
-    define it: 1 - (beside - compute) / pure.
+    """Return the overlap of a call with computation by size, as the OSU benchmarks define it.
+
+    Overlap is 1 - (beside - compute) / pure.
     """
     pure, compute, beside = (
         found.by_size(section="overlap", case=caller, primitive=primitive, ranks=ranks, part=part)
@@ -316,7 +317,7 @@ def hidden(found: Results, caller: str, primitive: str, ranks: int) -> dict[int,
 
 
 def _overlap(found: Results) -> list[Aim]:
-    """Find how well calls go on beside computation."""
+    """Compare the overlap of calls with computation."""
     free: dict[str, Times] = {}
     gains: dict[str, Times] = {}
     totals: dict[str, Times] = {}

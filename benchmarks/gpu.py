@@ -1,19 +1,19 @@
-"""Measure everything on device memory; ``make bench-gpu`` and tests/gpu/on_a_gpu.sh call it.
+"""Run all benchmarks on device memory, for ``make bench-gpu`` and tests/gpu/on_a_gpu.sh.
 
     python benchmarks/gpu.py [--ranks 2 4] [--out FOLDER] [options]
 
-Each piece is a launch of ranks, and is done when its file is in FOLDER:
+Each piece is a launch of ranks that writes a file in FOLDER:
 
-    PRIMITIVE-DTYPE-RANKS.json  ``bench --device cuda``, from 4 B to 1 GiB: by the route that
-                                mpicoll chooses, by each that these ranks can take (plain staging
-                                always, NCCL where each has a GPU), and a copy of as many bytes
+    PRIMITIVE-DTYPE-RANKS.json  ``bench --device cuda`` from 4 B to 1 GiB: the route that mpicoll
+                                selects, each route that these ranks support (always staging, NCCL
+                                if each rank has a GPU), and a copy of the same number of bytes
     training-RANKS.json         ``host.py ddp fsdp --device cuda``: steps of DDP and FSDP2 on CUDA
                                 tensors, over mpicoll and over Gloo
 
-What the ranks print is in a file .log beside it. With --resume and --limit a run goes on, piece by
-piece, where the one before was ended. Run it by the Python that the ranks are to run. Let the
-machine do nothing else. Exit code: 0 where all went well, 1 where a piece failed, 3 where the time
-was over.
+The output of the ranks is in a .log file with the same name. --resume skips the pieces whose files
+exist, so that runs with --limit can continue each other. Run the script with the Python of the
+ranks. The machine should be idle. Exit code: 0 on success, 1 if a piece failed, 3 if the time limit
+was reached.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from compare import HERE, ROOT, Launch, run
 
 from mpicoll.primitives import PRIMITIVES
 
-#: What is measured, the most telling first.
+#: Pieces, the most important ones first.
 TRAINING = "training"
 MEASURED = ["all_reduce", TRAINING]
 MEASURED += [row.name for row in PRIMITIVES if row.output and row.name not in MEASURED]
 DTYPES = ["float", "bfloat16"]
-#: Seconds that a piece needs at least, and after which it hangs.
-SHORTEST, LONGEST = 20, 300
+#: Minimum duration and timeout of a piece in seconds.
+SHORTEST_S, LONGEST_S = 20, 300
 
 
 def pieces(options: argparse.Namespace) -> Iterator[Launch]:
-    """Yield what is to be launched."""
+    """Yield all pieces."""
     for n in options.ranks:
         for name in options.only:
             if name == TRAINING:
@@ -55,28 +55,28 @@ def pieces(options: argparse.Namespace) -> Iterator[Launch]:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Launch what has not been measured; return the exit code."""
+    """Launch the pieces without a file. Return the exit code."""
     end, failed, over = time.monotonic() + options.limit, 0, 0
     mpiexec = shlex.split(options.mpiexec)
     left_out = [
         each for each in pieces(options) if not (options.out / f"{each.name}.json").exists()
     ]
-    # What has been begun before comes last, as it may fail again, and slowly.
+    # Pieces that were started before run last, because they may fail again after a long time.
     for piece in sorted(left_out, key=lambda each: (options.out / f"{each.name}.log").exists()):
         left = end - time.monotonic()
-        if left < SHORTEST:
+        if left < SHORTEST_S:
             over += 1
             continue
         print(f"---- {piece.name}", flush=True)
-        wrong = run(piece, Path(sys.executable), mpiexec, options.out, min(left, LONGEST))
+        wrong = run(piece, Path(sys.executable), mpiexec, options.out, min(left, LONGEST_S))
         print((options.out / f"{piece.name}.log").read_text(), flush=True)
-        if wrong.startswith("no end") and left < LONGEST:
+        if wrong.startswith("timed out") and left < LONGEST_S:
             over += 1
         elif wrong:
             failed += 1
             print(f"FAILED {piece.name}: {wrong}", flush=True)
     if over:
-        print(f"NOT RUN {over} pieces: the time was over; --resume goes on with them")
+        print(f"NOT RUN {over} pieces: time limit reached; continue with --resume")
     return 1 if failed else 3 if over else 0
 
 
@@ -85,24 +85,24 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     add = parser.add_argument
     add("--mpiexec", default=str(Path(sys.executable).parent / "mpiexec"),
-        help="what starts ranks (default: %(default)s)")  # fmt: skip
-    add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of them (default: 2 4)")
+        help="the launcher (default: %(default)s)")  # fmt: skip
+    add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)")
     add("--only", nargs="+", choices=MEASURED, default=MEASURED, metavar="NAME",
-        help=f"some of {', '.join(MEASURED)}")  # fmt: skip
+        help=f"any of {', '.join(MEASURED)}")  # fmt: skip
     add("--dtypes", nargs="+", default=DTYPES, metavar="DTYPE",
-        help=f"as bench takes them (default: {' '.join(DTYPES)})")  # fmt: skip
-    add("--largest", default="1G", metavar="SIZE", help="the last size (default: %(default)s)")
-    add("--limit", type=float, default=float("inf"), metavar="SECONDS", help="in all")
+        help=f"dtypes of bench (default: {' '.join(DTYPES)})")  # fmt: skip
+    add("--largest", default="1G", metavar="SIZE", help="maximum size (default: %(default)s)")
+    add("--limit", type=float, default=float("inf"), metavar="SECONDS", help="time limit")
     add("--out", type=lambda text: Path(text).resolve(), default=ROOT / ".cache" / "bench-gpu",
-        metavar="FOLDER", help="for the files (default: %(default)s)")  # fmt: skip
-    add("--resume", action="store_true", help="what is in that folder is not measured again")
+        metavar="FOLDER", help="output folder (default: %(default)s)")  # fmt: skip
+    add("--resume", action="store_true", help="skip pieces with a file in that folder")
     return parser.parse_args()
 
 
 def main() -> int:
-    """Measure."""
+    """Run the pieces."""
     options = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the ranks end, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `run` ends the ranks
     options.out.mkdir(parents=True, exist_ok=True)
     for piece in [] if options.resume else pieces(options):
         for ending in ("json", "log"):

@@ -1,35 +1,34 @@
-"""Collectives on host memory, beside the same calls by others, on the ranks at hand; and steps of
-training, on GPUs as well (--device cuda).
+"""Measure collectives of mpicoll, MPI and Gloo on host memory, and training steps on CPUs or GPUs.
 
     mpirun -n 2 python benchmarks/host.py sizes --json sizes.json
 
 Sections:
 
-    sizes    every collective by size: mpi4py, mpicoll, mpicoll under torch, Gloo, and a copy of as
-             many bytes on every rank at once
+    sizes    every collective by size: mpi4py, mpicoll, mpicoll under torch, Gloo, and a copy of the
+             same number of bytes on all ranks at once
     dtypes   all_reduce of several dtypes by size
-    many     many small all_reduces: one by one, all pending at once, as one call
-    reproducible  all_reduce in groups whose sums give the same bits again
-    overlap  calls that go on beside computation
-    ddp      a step of torch's DistributedDataParallel, on the host or on GPUs
-    fsdp     a step of its FSDP2, likewise
-    growth   a few sizes; to be run with several numbers of ranks
-    memory   what a collective takes besides its arrays; one in a launch
+    many     many small all_reduces: one by one, all pending at once, in one coalesced call
+    reproducible  all_reduce in reproducible groups
+    overlap  asynchronous calls that overlap with computation
+    ddp      a step of torch's DistributedDataParallel, on CPUs or GPUs
+    fsdp     a step of torch's FSDP2, on CPUs or GPUs
+    growth   a few sizes, for several numbers of ranks
+    memory   memory of a collective besides its arrays; one collective per launch
 
-With --json everything is written, every sample too:
+--json writes a file with every sample:
 
-    machine, date, mpi, versions, reductions, ranks, device    what ran
-    left out       what could not be measured, with the reason
-    distance       how far the ranks' processors were apart, in words
+    machine, date, mpi, versions, reductions, ranks, device    versions and machine
+    left out       cases that could not be measured, with the reason
+    distance       distance of the ranks' processors, as text
     measurements   section, case (caller), primitive, ranks, bytes (of the larger array of a rank),
-                   dtype, distance (of the ranks: of a point there is a measurement for each that
-                   occurred), median, spread, seconds (of each repetition), turns (their numbers:
-                   those of one turn are compared), and in some sections more:
+                   dtype, distance (of the ranks; one measurement for each distance that occurred),
+                   median, spread, seconds (of each repetition), turns (number of the turn of each
+                   repetition; samples of one turn are compared), and by section:
                    many: count of tensors, how; reproducible, fsdp: how; overlap: part;
                    ddp: bucket (MB), how;
                    memory: extra (bytes) instead of times
 
-``make bench`` runs all of it; benchmarks/report.py reads the files.
+``make bench`` runs all sections. benchmarks/report.py reads the files.
 """
 
 from __future__ import annotations
@@ -57,15 +56,15 @@ from mpicoll.output import format_bytes
 
 #: From 4 B to 64 MiB.
 SIZES = [4 * 4**i for i in range(13)]
-#: What is measured at every size, and what at every third and at 16 MiB.
+#: Primitives measured at every size, and at every third size and 16 MiB.
 MANY_SIZES = (
     "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "all_to_all_single",
 )  # fmt: skip
 FEW_SIZES = "reduce", "gather", "scatter"
-#: all_reduce is measured at this size besides.
+#: An additional size of all_reduce.
 LARGEST = 256 * MIB
 DTYPES = "float32", "bfloat16", "float16", "int8"
-#: Tensors, and bytes of each.
+#: Number of tensors, and bytes of each tensor.
 TENSORS = [(1000, 4 * KIB), (16, 256 * KIB)]
 OVERLAPPED = [
     ("all_reduce", 64 * KIB), ("all_reduce", MIB), ("all_reduce", 16 * MIB),
@@ -74,7 +73,7 @@ OVERLAPPED = [
     ("reduce_scatter_single", MIB), ("reduce_scatter_single", 16 * MIB),
 ]  # fmt: skip
 GROWTH_SIZES = [8, 64 * KIB, 16 * MIB]
-#: all_reduce is measured at this size besides, by so many ranks at most.
+#: An additional size of all_reduce, and the maximum number of ranks for it.
 GROWTH_LARGEST, GROWTH_RANKS = 64 * MIB, 4
 
 
@@ -84,7 +83,7 @@ GROWTH_LARGEST, GROWTH_RANKS = 64 * MIB, 4
 def by_size(
     session: Session, section: str, primitive: str, sizes: Sequence[int], copies: bool
 ) -> None:
-    """Measure one collective of float32 by all contestants."""
+    """Measure one collective of float32 with all contestants."""
     for size in (size for size in sizes if size <= session.largest):
         case = session.world.case(primitive, size)
         cases: dict[str, Call] = dict(session.calls(case, Buffers(case, PLACE)))
@@ -107,14 +106,14 @@ def sizes(session: Session) -> None:
 
 
 def growth(session: Session) -> None:
-    """Measure a few sizes; for several numbers of ranks."""
+    """Measure a few sizes, for several numbers of ranks."""
     for primitive in MANY_SIZES:
         extra = primitive == "all_reduce" and session.world.n <= GROWTH_RANKS
         by_size(session, "growth", primitive, GROWTH_SIZES + [GROWTH_LARGEST] * extra, False)
 
 
 def dtypes(session: Session) -> None:
-    """Measure all_reduce of several dtypes; all dtypes of a size take turns."""
+    """Measure all_reduce of several dtypes. All dtypes of a size take turns."""
     for size in (size for size in SIZES[4:] if size <= session.largest):
         cases: dict[str, Call] = {}
         labels = {}
@@ -151,7 +150,7 @@ def many(session: Session) -> None:
                     cases[f"{caller} {how}"] = timed
                     labels[f"{caller} {how}"] = caller, how
         one = session.world.case("all_reduce", count * size)
-        for caller in (MPI4PY, FACADE):  # what one call of as many bytes takes, packing left out
+        for caller in (MPI4PY, FACADE):  # one call of the same size, without packing
             cases[f"{caller} fused"] = session.calls(one, Buffers(one, PLACE))[caller]
             labels[f"{caller} fused"] = caller, "fused"
         times = session.measure(cases)
@@ -169,13 +168,13 @@ def in_turn(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def wait_for_all(begins: Sequence[Callable[[], Callable[[], object]]]) -> None:
-    """Begin all, then wait for all."""
+    """Start all calls, then wait for all."""
     for wait in [begin() for begin in begins]:
         wait()
 
 
 class Computation:
-    """Products of small matrices, which let other threads run Python."""
+    """Products of small matrices, which release the interpreter lock."""
 
     def __init__(self, products: int) -> None:
         self._products = range(products)
@@ -188,11 +187,10 @@ class Computation:
 
 
 def overlap(session: Session) -> None:
-    """Measure non-blocking calls beside as much computation, after the OSU benchmarks.
+    """Measure nonblocking calls with computation of the same duration, as the OSU benchmarks do.
 
-    Parts, of each contestant: ``pure``, begun and waited for at once; ``compute``, nothing
-    else; ``beside``, computation between the beginning and the wait; ``in turn``, the blocking call
-    and then the computation.
+    Parts of each contestant: ``pure``, start and wait; ``compute``, only computation; ``beside``,
+    start, compute, wait; ``in turn``, a blocking call followed by computation.
     """
     world = session.world
     for primitive, size in OVERLAPPED:
@@ -230,26 +228,25 @@ def overlap(session: Session) -> None:
 
 
 def beside(begin: Callable[[], Callable[[], object]], compute: Callable[[], object]) -> None:
-    """Begin, compute, wait."""
+    """Start a call, compute, and wait for the call."""
     wait = begin()
     compute()
     wait()
 
 
 def memory(session: Session) -> None:
-    """Measure what a collective takes besides its arrays, at its peak.
+    """Measure the peak memory of a collective besides its arrays.
 
-    The peak is the kernel's: VmHWM of /proc/self/status, brought down to what the process has when
-    the ranks are connected and the arrays are there. It counts pages that the process has touched
-    since, those that it shares with other ranks once for each rank that touched them. The greatest
-    of the ranks counts. Libraries keep what they took: a launch measures one call alone.
+    The peak is VmHWM of /proc/self/status. It is reset after the ranks are connected and the arrays
+    allocated, so it counts pages touched later. A shared page counts for each rank that touched it.
+    The result is the maximum of the ranks. Libraries keep memory, so each launch measures one call.
     """
     world, (primitive, caller) = session.world, session.alone
     case = world.case(primitive, session.largest)
     call = world.contestants[caller].call(case, Buffers(case, PLACE))
     assert call is not None
     world.mpi.Barrier()
-    with suppress(OSError):  # not allowed everywhere; the arrays are most of the peak anyway
+    with suppress(OSError):  # not always permitted; the arrays are most of the peak
         Path("/proc/self/clear_refs").write_text("5")
     before = peak()
     for _ in range(3):
@@ -260,7 +257,7 @@ def memory(session: Session) -> None:
 
 
 def peak() -> int:
-    """Return the most bytes that the process has had."""
+    """Return the peak memory of this process in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -268,7 +265,7 @@ def peak() -> int:
 
 
 def reproducible(session: Session) -> None:
-    """Measure averages, which stay what they are, in groups of each level."""
+    """Measure averages in groups of each level. Averages do not grow from call to call."""
     size = min(16 * MIB, session.largest)
     levels = {"default": None, **{level: level for level in LEVELS}}
     groups: dict[str, Any] = {
@@ -313,14 +310,14 @@ SECTIONS: dict[str, Callable[[Session], None]] = {
     "sizes": sizes, "dtypes": dtypes, "many": many, "reproducible": reproducible,
     "overlap": overlap, "ddp": ddp, "fsdp": fsdp, "growth": growth, "memory": memory,
 }  # fmt: skip
-#: Sections in which torch has no part, and those that GPUs can have one in.
+#: Sections that do not use torch, and sections that can run on GPUs.
 WITHOUT_TORCH = {"growth", "memory", "reproducible"}
 ON_GPUS = {"ddp", "fsdp"}
 
 
 # --- the command --------------------------------------------------------------------------------
 
-#: What --quick measures with.
+#: Effort with --quick.
 QUICK = Effort(seconds=0.15, sample=5e-4, fewest=5, most=15)
 
 
@@ -328,21 +325,21 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("sections", nargs="+", choices=SECTIONS, metavar="SECTION",
-                        help=f"some of {', '.join(SECTIONS)}")  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions, less exact")
+                        help=f"any of {', '.join(SECTIONS)}")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--seconds", type=float, metavar="S",
-                        help="about how long to measure each point")  # fmt: skip
+                        help="approximate seconds per point")  # fmt: skip
     parser.add_argument("--largest", type=int, default=LARGEST, metavar="BYTES",
-                        help="leave greater sizes out (default: %(default)s)")  # fmt: skip
+                        help="maximum size (default: %(default)s)")  # fmt: skip
     parser.add_argument("--alone", nargs=2, default=["all_reduce", FACADE],
-                        metavar=("PRIMITIVE", "WHO"), help="of the section memory")  # fmt: skip
-    parser.add_argument("--without-torch", action="store_true", help="mpi4py and mpicoll alone")
+                        metavar=("PRIMITIVE", "CASE"), help="the call of memory")  # fmt: skip
+    parser.add_argument("--without-torch", action="store_true", help="only mpi4py and mpicoll")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu",
-                        help="of the tensors of ddp and fsdp (default: %(default)s)")  # fmt: skip
+                        help="device of ddp and fsdp (default: %(default)s)")  # fmt: skip
     options = parse(parser)
     if options.device != "cpu" and (options.without_torch or set(options.sections) - ON_GPUS):
         if cli.is_first_rank():
-            print(f"error: --device cuda: {' and '.join(sorted(ON_GPUS))} alone", file=sys.stderr)
+            print(f"error: --device cuda: only {' and '.join(sorted(ON_GPUS))}", file=sys.stderr)
         raise SystemExit(2)
     effort = QUICK if options.quick else Effort()
     effort = effort._replace(seconds=options.seconds or effort.seconds)

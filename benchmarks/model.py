@@ -1,13 +1,13 @@
-"""A cost model of calls by many ranks, and what it says of the default tables of routes.
+"""A cost model of calls by many ranks, compared with the default tables of routes.
 
-    python benchmarks/model.py            # print the table of docs/model.md
-    python benchmarks/model.py --write    # and put it into the page
+    python benchmarks/model.py            # print the tables of docs/model.md
+    python benchmarks/model.py --write    # write them to the page
 
-A message of m bytes takes alpha + beta m, combining m bytes gamma m (Hockney 1994). Three things
-are added. The ranks of a node share its link: if k of them send in a step, each has a k-th of it.
-On a node processors copy messages, so that sending and receiving at once takes as long as both.
-Calls from Python cost. A step lasts as long as its busiest rank. Ranks are numbered node by node;
-nodes, and ranks per node, are powers of two. docs/model.md has the formulas and their sources.
+A message of m bytes takes alpha + beta m; a reduction of m bytes takes gamma m (Hockney 1994). The
+model adds three effects. The ranks of a node share its link: if k ranks send in a step, each gets
+1/k of the bandwidth. Inside a node, processors copy messages, so the times of sending and receiving
+add up. Calls from Python have a cost. A step takes as long as its busiest rank. Ranks are numbered
+node by node. Nodes and ranks per node are powers of two. docs/model.md has formulas and sources.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from mpicoll.routes.tuning import Steps, Table, eligible_routes, route_at
 
 # --- rates ----------------------------------------------------------------------------------------
 
-#: Seconds, see docs/model.md: what mpicoll does before its route begins; a call of MPI from Python;
-#: a message between ranks of a node; a message sent from Python; an exchange of levels on a node,
-#: in Python, and each block in it; a wait in shared memory, and a look how far one rank is.
+#: Seconds, see docs/model.md: mpicoll's work before the route; an MPI call from Python; a message
+#: inside a node; a message sent from Python; a level of the hierarchical route in Python, and each
+#: of its blocks; a wait in shared memory, and a poll of one rank.
 OWN, CALL, MESSAGE, PYTHON = 0.545e-6, 0.283e-6, 1.8e-6, 5.19e-6
-EXCHANGE, ENTRY, WAIT, LOOK = 9e-6, 1.2e-6, 2.58e-6, 0.104e-6
+EXCHANGE, ENTRY, WAIT, POLL = 9e-6, 1.2e-6, 2.58e-6, 0.104e-6
 
 
 class Byte(NamedTuple):
-    """Seconds for a byte in caches and in memory; bytes that memory reads and writes for it."""
+    """Seconds per byte in caches and in DRAM, and DRAM traffic in bytes per byte."""
 
     near: float
     far: float
@@ -46,32 +46,32 @@ class Byte(NamedTuple):
 COPIED, SHARED = Byte(0.0295e-9, 0.102e-9, 2), Byte(0.0596e-9, 0.0685e-9, 1)
 SENT, COMBINED = Byte(0.0677e-9, 0.0801e-9, 2), Byte(0.25e-9, 0.328e-9, 3)
 REDUCED, NARROWED = Byte(0.0856e-9, 0.102e-9, 1), Byte(0.18e-9, 0.125e-9, 1)
-#: Bytes in use of which half are found in caches, as fitted.
+#: Fitted number of bytes in use of which half are in caches.
 CACHE = 8 * MIB
-#: Stated, not measured: bytes a second of a node's memory, and of its link in each direction;
-#: seconds of a message between nodes.
+#: Assumed: bytes per second of a node's memory, and of its link in each direction; latency in
+#: seconds between nodes.
 MEMORY, BANDWIDTH, LATENCY = 200e9, 25e9, 1.5e-6
 
 
 class Place(NamedTuple):
-    """So many nodes with so many ranks each."""
+    """A number of nodes, and of ranks per node."""
 
     nodes: int
     each: int
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """The total number of ranks."""
         return self.nodes * self.each
 
     @property
     def name(self) -> str:
-        """As tables name it."""
+        """The place in tuning tables."""
         return "node" if self.nodes == 1 else "nodes" if self.each > 1 else "apart"
 
 
 def moved(nbytes: float, byte: Byte, reach: float, ranks: int) -> float:
-    """Return the time for bytes, of as many ranks of a node at once, that use ``reach`` bytes."""
+    """Return the time to move bytes on ``ranks`` ranks of a node, with ``reach`` bytes in use."""
     if not nbytes:
         return 0.0
     far = 1 / (1 + (CACHE / reach) ** 2)
@@ -82,8 +82,10 @@ def moved(nbytes: float, byte: Byte, reach: float, ranks: int) -> float:
 
 
 class Step(NamedTuple):
-    """Equal steps: bytes that the busiest rank sends, sends and receives, and combines; ranks of a
-    node that send to others of it, and to other nodes.
+    """A number of equal steps.
+
+    nbytes, both, combined: bytes that the busiest rank sends; sends and receives; and reduces.
+    stay, leave: ranks of a node that send inside the node; and to other nodes.
     """
 
     times: float
@@ -94,19 +96,19 @@ class Step(NamedTuple):
     leave: int
 
 
-#: Of a place and the bytes of a rank's larger array.
+#: Returns the steps for a place and the size in bytes of a rank's larger array.
 Algorithm = Callable[[Place, float], list[Step]]
 
 
 def crossing(place: Place, distance: int, nbytes: float, combined: float = 0) -> Step:
-    """Return the step in which each rank exchanges with the one whose number differs in a bit."""
+    """Return the step in which each rank exchanges data with the rank at this power of two."""
     inside = distance < place.each
     ends = (place.each, 0) if inside else (0, place.each)
     return Step(1, nbytes, 2 * nbytes, combined, *ends)
 
 
 def powers(n: int) -> list[int]:
-    """Return 1, 2, 4 and so on, below n."""
+    """Return the powers of two below n."""
     return [1 << i for i in range((n - 1).bit_length())]
 
 
@@ -123,13 +125,13 @@ def rabenseifner(place: Place, m: float) -> list[Step]:
 
 
 def halving(place: Place, m: float) -> list[Step]:
-    """Reduce_scatter by recursive halving, farthest ranks first, for the blocks to be in order."""
+    """Reduce_scatter by recursive halving, farthest ranks first, which keeps blocks in order."""
     n = place.ranks
     return [crossing(place, d, m * d / n, m * d / n) for d in powers(n)]
 
 
 def pairwise(place: Place, m: float, combines: bool = True) -> list[Step]:
-    """Reduce_scatter by a block from each rank to each other, in n - 1 steps."""
+    """Reduce_scatter by pairwise exchange, in n - 1 steps."""
     n, q, block = place.ranks, place.each, m / place.ranks
     stays = Counter(
         q if place.nodes == 1 else max(0, q - by) + max(0, q - (n - by)) for by in range(1, n)
@@ -152,8 +154,7 @@ def ring(place: Place, m: float, combines: bool = False) -> list[Step]:
     return [Step(n - 1, block, 2 * block, combines * block, *ends)] if n > 1 else []
 
 
-#: MPI's own call takes as long as the best of these: kind to MPI, which has thresholds for few
-#: machines.
+#: MPI takes as long as the best of these. Real thresholds of MPI are rarely optimal.
 ALGORITHMS: dict[str, list[Algorithm]] = {
     "all_reduce": [doubling, rabenseifner],
     "reduce_scatter": [halving, pairwise, lambda place, m: ring(place, m, True)],
@@ -162,7 +163,7 @@ ALGORITHMS: dict[str, list[Algorithm]] = {
 
 
 def messages(place: Place, steps: Iterable[Step], reach: float) -> float:
-    """Return the time of steps on arrays that use ``reach`` bytes."""
+    """Return the time of steps with ``reach`` bytes in use."""
     total = 0.0
     for step in steps:
         inside = MESSAGE + moved(step.both, SENT, reach, step.stay) if step.stay else 0
@@ -173,7 +174,7 @@ def messages(place: Place, steps: Iterable[Step], reach: float) -> float:
 
 
 def best(kind: str, place: Place, m: float, reach: float) -> float:
-    """Return the time of MPI's own call."""
+    """Return the time of MPI's collective."""
     return CALL + min(messages(place, each(place, m), reach) for each in ALGORITHMS[kind])
 
 
@@ -183,12 +184,12 @@ def best(kind: str, place: Place, m: float, reach: float) -> float:
 def by_exchange(
     kind: str, place: Place, m: float, byte: Byte = REDUCED, itemsize: int = 4
 ) -> float:
-    """Return the time of messages from Python, combined by mpicoll."""
+    """Return the time of the route exchange."""
     n, q = place.ranks, place.each
     whole = n * m
     if kind == "all_reduce" and (
         whole <= space.SMALL or (m < n * itemsize and whole <= space.STACK)
-    ):  # each rank gets all arrays, and combines them
+    ):  # each rank gets and reduces all arrays
         gathering = best("all_gather", place, whole, whole)
         return gathering + moved(m, COPIED, whole, q) + moved((n - 1) * m, byte, whole, q)
     pieces = ceil(m / n / min(space.CHUNK, space.STACK // n))
@@ -200,18 +201,18 @@ def by_exchange(
 
 
 def waiting(n: int, rounds: float) -> float:
-    """Return the time for all others of a node to come, so many times."""
-    return rounds * (WAIT + min((n - 1) * LOOK, meeting(n, True)))
+    """Return the time of ``rounds`` barriers of the ranks of a node."""
+    return rounds * (WAIT + min((n - 1) * POLL, barrier(n, True)))
 
 
 def rounds_of(n: int, block: float, places: int) -> int:
-    """Return the rounds in which blocks go through slots of shared memory, so many in a slot."""
+    """Return the number of rounds for blocks in shared memory, with ``places`` blocks per slot."""
     slot = min(shared.SLOT, shared.MAX_SEGMENT_BYTES // (shared._SLOTS * n)) // 64 * 64
     return max(1, ceil(block / (slot // places)))
 
 
 def by_sharing(kind: str, place: Place, m: float, byte: Byte = REDUCED) -> float:
-    """Return the time by memory that the ranks of a node share."""
+    """Return the time of the route shared."""
     n, rest = place.each, m * (1 - 1 / place.each)
 
     def time(put_and_got: float, reduced: float, rounds: float) -> float:
@@ -226,15 +227,15 @@ def by_sharing(kind: str, place: Place, m: float, byte: Byte = REDUCED) -> float
 
 
 def _railed(steps: Iterable[Step], rails: int, reach: float) -> float:
-    """Return the time of steps between nodes by so many ranks of each node at once."""
+    """Return the time of steps between nodes by ``rails`` ranks of each node at once."""
     several = (step._replace(leave=rails * step.leave) for step in steps)
     return messages(Place(2, 1), several, reach)
 
 
 def by_levels(kind: str, place: Place, m: float, factor: int = 1) -> float:
-    """Return the time by the ranks of each node first, then by rails between the nodes.
+    """Return the time of the route hierarchical.
 
-    factor: bytes that travel for a byte of the array: 2 where bfloat16 is widened.
+    factor: bytes sent per byte of the array: 2 if bfloat16 is widened.
     """
     nodes, q = place
 
@@ -272,7 +273,7 @@ def by_levels(kind: str, place: Place, m: float, factor: int = 1) -> float:
 
 
 def route_times(kind: str, place: Place, m: float) -> dict[str, float]:
-    """Return the time of a call on m bytes by each route that a table may name at the place."""
+    """Return the time of a call on m bytes by each eligible route."""
     plain = kind.removesuffix(" of others")
     narrow = plain != kind  # of bfloat16
     byte, itemsize, factor = (NARROWED, 2, 2) if narrow else (REDUCED, 4, 1)
@@ -287,7 +288,7 @@ def route_times(kind: str, place: Place, m: float) -> dict[str, float]:
         "exchange": lambda: by_exchange(plain, place, m, byte, itemsize),
         "widened": lambda: best(plain, place, 2 * m, 2 * m) + moved(4 * m, COPIED, 2 * m, q),
         "shared": lambda: by_sharing(plain, place, m, byte),
-        # At most: it takes to shared memory where that is faster.
+        # An upper bound: single_copy uses slots if they are faster.
         "single_copy": lambda: by_sharing(plain, place, m, byte),
         "hierarchical": lambda: by_levels(plain, place, m, factor),
     }
@@ -296,49 +297,50 @@ def route_times(kind: str, place: Place, m: float) -> dict[str, float]:
 
 # --- many ranks on a node of two sockets ----------------------------------------------------------
 
-#: Measured on two ranks (docs/model.md): seconds of a signal between near and between far ranks,
-#: and of a byte that a rank reads of another.
+#: Measured on two ranks (docs/model.md): seconds per signal between near and far ranks, and per
+#: byte that a rank reads from another rank.
 NEAR_SIGNAL, FAR_SIGNAL, NEAR_BYTE, FAR_BYTE = 45e-9, 165e-9, 1 / 24e9, 1 / 9e9
-#: Stated: passing a signal on; bytes a second between the sockets, in each direction.
+#: Assumed: seconds to forward a signal; bytes per second between sockets in each direction.
 PASSING, LINK = 50e-9, 100e9
 SOCKETS = 2
 
 
-def meeting(n: int, passed: bool) -> float:
-    """Return the time until all have heard of all: each from each, or by signals passed on."""
-    if not passed:
-        return FAR_SIGNAL + (n - 1) * LOOK
+def barrier(n: int, dissemination: bool) -> float:
+    """Return the time of a barrier, in which each rank polls all ranks, or by dissemination."""
+    if not dissemination:
+        return FAR_SIGNAL + (n - 1) * POLL
     inside = [distance < n // SOCKETS for distance in powers(n)]
     return sum(PASSING + (NEAR_SIGNAL if each else FAR_SIGNAL) for each in inside)
 
 
 def on_sockets(n: int, m: float, clusters: bool) -> float:
-    """Return the time of an all_reduce of float32 by the ranks of two sockets, numbered one socket
-    after the other, each rank with each or by a cluster for each socket.
+    """Return the time of an all_reduce of float32 by the ranks of two sockets.
+
+    clusters: one cluster per socket, or a flat algorithm. Ranks are numbered socket by socket.
     """
     q = n // SOCKETS
     rounds = rounds_of(n, m, 1)
     own = m / q if clusters else m / n
-    # What a rank reads: to combine it, and of the result.
+    # Bytes that a rank reads, to reduce them and of the result.
     combined = m * (1 if clusters else 1 - 1 / n)
     far = 2 * m / q if clusters else 2 * m * (1 - 1 / SOCKETS)
     near = combined + m - own - far / 2
     crossing = max(far * FAR_BYTE, far * q / LINK)
     waits = rounds * (
-        meeting(n, n > shared.FLAT_MAX_RANKS) + (SOCKETS + 1 if clusters else 1) * FAR_SIGNAL
+        barrier(n, n > shared.FLAT_MAX_RANKS) + (SOCKETS + 1 if clusters else 1) * FAR_SIGNAL
     )
     copying = moved(m - own, SHARED, m, n) + near * NEAR_BYTE + crossing
     return OWN + copying + moved(combined, REDUCED, m, n) + waits
 
 
 def lines_of_sockets() -> list[str]:
-    """Return the table of many ranks."""
+    """Return the table of many ranks on two sockets."""
     heads = ["ranks", "all meet: each by each", "passed on"]
     sizes = [64 * 1024, MIB, 16 * MIB, 256 * MIB]
     heads += [f"{format_bytes(m)}: flat, clusters, MPI" for m in sizes]
     rows = []
     for n in (8, 16, 32, 64, 128, 192):
-        row = [str(n), f"{1e6 * meeting(n, False):.1f} us", f"{1e6 * meeting(n, True):.1f} us"]
+        row = [str(n), f"{1e6 * barrier(n, False):.1f} us", f"{1e6 * barrier(n, True):.1f} us"]
         for m in sizes:
             usual = best("all_reduce", Place(1, n), m, m)
             times = (on_sockets(n, m, False), on_sockets(n, m, True), usual)
@@ -349,18 +351,17 @@ def lines_of_sockets() -> list[str]:
 
 # --- the default tables ---------------------------------------------------------------------------
 
-#: The kinds of call for which the default tables leave MPI between nodes.
+#: Kinds of calls for which the default tables have other routes than mpi between nodes.
 KINDS = ["all_reduce", "all_reduce of others", "reduce_scatter", "reduce_scatter of others"]
-#: What the rows of the default tables for 2 and for 32 ranks stand for, where nothing is measured.
+#: Places without measurements, for which the default rows of 2 and 32 ranks are used.
 PLACES = [Place(2, 4), Place(8, 1), Place(16, 64), Place(64, 1), Place(1, 64)]
 LARGEST = 1 << 30
-#: A route is left for another that gains a tenth. A default is named where another is 1.5 times as
-#: fast.
+#: Minimum gain for a step to another route. Minimum gain over a default that the table reports.
 WORTHWHILE, WORSE = 1.1, 1.5
 
 
 class Finding(NamedTuple):
-    """The model's steps for a row, and where the default is slowest beside the best route."""
+    """The steps of the model for a row, and the size at which the default is slowest."""
 
     kind: str
     place: Place
@@ -372,7 +373,7 @@ class Finding(NamedTuple):
 
 
 def find(defaults: Table, kind: str, place: Place) -> Finding:
-    """Return what the model says of a kind of call at a place."""
+    """Return the finding for a kind of call at a place."""
     row = defaults.row(kind, place.ranks)[place.name]
     itemsize = 2 if kind.endswith(" of others") else 4
     blocks = kind.startswith("reduce_scatter")
@@ -392,7 +393,7 @@ def find(defaults: Table, kind: str, place: Place) -> Finding:
 
 
 def lines() -> list[str]:
-    """Return the table of the page."""
+    """Return the table of default routes."""
 
     def words(steps: Steps) -> str:
         return "; ".join(
@@ -411,9 +412,9 @@ def lines() -> list[str]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="put it into docs/model.md")
+    parser.add_argument("--write", action="store_true", help="write the tables to docs/model.md")
     tables = {"defaults": lines(), "sockets": lines_of_sockets()}
     print("\n\n".join("\n".join(each) for each in tables.values()))
     if parser.parse_args().write:

@@ -1,21 +1,21 @@
-"""What a call costs, whatever it moves.
+"""Measure the overhead of a call, independent of its size.
 
     python benchmarks/overhead.py [calls]
     mpirun -n 2 python benchmarks/overhead.py comparing|reduction|dispatching|monitoring
 
-calls        microseconds a call of 4 bytes, on one rank by default: mpicoll's functions, and the
-             backend under torch where it is installed. The least of many samples, for what makes a
-             call slower than that is not the call. Gate: no change adds more than 0.1 us. It runs
-             on what PYTHONPATH names, which needs no more than a mpicoll/cli/timing.py
-comparing    all_reduce by the number of calls from one comparison of the ranks' calls to the next
-reduction    two arrays combined on one rank: the C library, NumPy, and plain np.add
-dispatching  the way from PyTorch 2.15 or newer to the backend: as it is, through torch's
-             dispatcher, recorded by its flight recorder, in a group of several backends
-monitoring   all_reduce of 4 bytes: seen by the node monitor, and not; and the share of a
-             processor that the node monitor takes meanwhile
+calls        microseconds per call of 4 bytes, on one rank by default: functions of mpicoll, and the
+             backend of torch if it is installed. The minimum of many samples, because noise only
+             adds time. A change may add at most 0.1 us. Measures the mpicoll on PYTHONPATH, which
+             must have mpicoll/cli/timing.py
+comparing    all_reduce by the number of calls between two comparisons of call records
+reduction    SUM of two arrays on one rank: the C library, NumPy, and np.add
+dispatching  the path from PyTorch 2.15 or newer to the backend: direct, through torch's
+             dispatcher, with torch's flight recorder, in a group with several backends
+monitoring   all_reduce of 4 bytes with and without the node monitor, and the share of a processor
+             that the node monitor uses
 
-Samples take turns, and the slowest rank counts. A figure is the median with half the distance
-between the quartiles, and the same of its ratio to the first line.
+Samples take turns, and the slowest rank counts. A line has the median with half the distance
+between the quartiles, and the ratio to the first line with the same spread.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from mpi4py import MPI
 import mpicoll
 from mpicoll.cli.timing import Call, Effort, Timer, Times
 
-#: As ``Times.split`` names it; ``calls`` runs on what knows no distances.
+#: The name of ``Times.split``. Older versions of mpicoll, which ``calls`` can measure, lack it.
 UNKNOWN = "unknown"
 
 
-def show(what: str, times: Mapping[str, Times]) -> None:
-    """Print, on rank 0, a line for each case, by how far the ranks were apart."""
+def show(title: str, times: Mapping[str, Times]) -> None:
+    """Print a line for each case and distance of the ranks, on rank 0."""
     if MPI.COMM_WORLD.Get_rank() != 0:
         return
     first = next(iter(times.values()))
     for distance in first.split():
-        print(what if distance == UNKNOWN else f"{what}, {distance}")
+        print(title if distance == UNKNOWN else f"{title}, {distance}")
         for name, each in times.items():
             own, ratio = (one.split().get(distance) for one in (each, each.over(first)))
             texts = [own.text(1e-6, 8) if own else "-", ratio.text(1, 6) if ratio else "-"]
@@ -55,7 +55,7 @@ def show(what: str, times: Mapping[str, Times]) -> None:
 
 
 def calls(timer: Timer, effort: Effort) -> None:
-    """Print the least time of each call."""
+    """Print the minimum time of each call."""
     has_torch = importlib.util.find_spec("torch") is not None
     cases: dict[str, Call] = {}
     if has_torch:
@@ -88,7 +88,7 @@ def calls(timer: Timer, effort: Effort) -> None:
 
 
 def comparing(timer: Timer, effort: Effort) -> None:
-    """Print all_reduce of 4 bytes for several strides, in shared memory and by MPI."""
+    """Print all_reduce of 4 bytes for several strides, with shared memory and with MPI."""
     from mpicoll.failures import consistency
 
     mpicoll.init_process_group()
@@ -96,7 +96,7 @@ def comparing(timer: Timer, effort: Effort) -> None:
         os.environ["MPICOLL_SHARED_MEMORY"] = setting
         group = mpicoll.new_group()
         assert isinstance(group, mpicoll.ProcessGroup)
-        mpicoll.all_reduce(np.zeros(1 << 20, np.float32), group=group)  # looks for shared memory
+        mpicoll.all_reduce(np.zeros(1 << 20, np.float32), group=group)  # creates the segment
         for _ in range(consistency.FIRST):
             mpicoll.barrier(group)
         cases = {
@@ -113,7 +113,7 @@ _CALLS = 1024
 
 
 def _compared(group: mpicoll.ProcessGroup, stride: int) -> Call:
-    """Return a loop of calls with this stride; 0 compares nothing."""
+    """Return a loop of calls that are compared with this stride; 0 compares no calls."""
     from mpicoll.failures import consistency
 
     array = np.zeros(1, np.float32)
@@ -121,9 +121,9 @@ def _compared(group: mpicoll.ProcessGroup, stride: int) -> Call:
     def loop() -> None:
         group.next_check = group.sequence + 1
         consistency.STRIDE = stride or 1 << 40
-        for _ in range(_CALLS):  # the first compares, and takes the stride on
+        for _ in range(_CALLS):  # the first call compares and reads the stride
             mpicoll.all_reduce(array, group=group)
-        group.recent = group.recent[:1]  # what was never compared must not fill the memory
+        group.recent = group.recent[:1]  # limits memory without comparisons
 
     return loop
 
@@ -144,15 +144,15 @@ def reduction(timer: Timer, effort: Effort) -> None:
             arrays = [np.ones(count, dtype.numpy) for _ in range(3)]
             cases: dict[str, Call] = {
                 "compiled": partial(combine, compiled, arrays),
-                "NumPy, to the same bits": partial(combine, None, arrays),
-                "np.add, which rounds each time": partial(np.add, *arrays[:2], out=arrays[2]),
+                "NumPy, same bits": partial(combine, None, arrays),
+                "np.add": partial(np.add, *arrays[:2], out=arrays[2]),
             }
             show(f"{count} elements of {dtype}", timer.measure(cases, effort))
     kernels._compiled = compiled
 
 
 def dispatching(timer: Timer, effort: Effort) -> None:
-    """Print torch's all_reduce of 4 bytes, in a group for each way."""
+    """Print all_reduce of 4 bytes under torch, with one group for each path."""
     import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
@@ -171,21 +171,19 @@ def dispatching(timer: Timer, effort: Effort) -> None:
         return lambda: dist.all_reduce(tensor, group=group)
 
     cases = {
-        "as it is": call(plain),
-        "as it is, asynchronous": lambda: dist.all_reduce(
-            tensor, group=plain, async_op=True
-        ).wait(),
-        "dispatched, with a hook in Python": call(hooked),
+        "direct": call(plain),
+        "direct, asynchronous": lambda: dist.all_reduce(tensor, group=plain, async_op=True).wait(),
+        "dispatched, with a Python hook": call(hooked),
         "recorded": call(recorded),
-        "of several backends": call(several),
-        "of several backends, recorded": call(both),
+        "several backends": call(several),
+        "several backends, recorded": call(both),
     }
     show(f"torch {torch.__version__}", timer.measure(cases, effort))
     dist.destroy_process_group()
 
 
 def monitoring(timer: Timer, effort: Effort) -> None:
-    """Print all_reduce of 4 bytes with the node monitor and without."""
+    """Print all_reduce of 4 bytes with and without the node monitor."""
     from mpicoll.failures import monitor_client as own
 
     mpicoll.init_process_group()
@@ -199,20 +197,21 @@ def monitoring(timer: Timer, effort: Effort) -> None:
         def loop() -> None:
             group.publish(address)
             os.kill(monitor, number)
-            for _ in range(_GUARDED):
+            for _ in range(_MONITORED):
                 mpicoll.all_reduce(array, group=group)
             os.kill(monitor, signal.SIGCONT)
 
         return loop
 
-    seen = call(cell, signal.SIGCONT)
+    monitored = call(cell, signal.SIGCONT)
     cases = {
         "without the node monitor": call(0, signal.SIGSTOP),
-        "the same again": call(0, signal.SIGSTOP),
-        "with the node monitor": seen,
+        "without, again": call(0, signal.SIGSTOP),
+        "with the node monitor": monitored,
     }
     times = timer.measure(cases, effort)
-    show("guarded", {name: each.map(lambda took: took / _GUARDED) for name, each in times.items()})
+    per_call = {name: each.map(lambda took: took / _MONITORED) for name, each in times.items()}
+    show("monitored", per_call)
     for name, each in times.items():
         for distance, ratio in each.over(next(iter(times.values()))).split().items():
             if mpicoll.get_rank() == 0:
@@ -223,34 +222,34 @@ def monitoring(timer: Timer, effort: Effort) -> None:
     )
     used, began = _processor_time(monitor), time.monotonic()
     for _ in range(turns):
-        seen()
+        monitored()
     if mpicoll.get_rank() == 0:
         share = (_processor_time(monitor) - used) / (time.monotonic() - began)
         print(f"the node monitor took {share:.3%} of a processor")
     mpicoll.destroy_process_group()
 
 
-#: Calls of a sample, in which the signals to the node monitor count for nothing.
-_GUARDED = 1 << 14
+#: Calls per sample, so that the time of the signals to the node monitor is negligible.
+_MONITORED = 1 << 14
 
 
 def _find_monitor() -> int:
-    """Return the process that monitors this one."""
+    """Return the process id of the node monitor."""
     from mpicoll import line_protocol
     from mpicoll.failures import node_monitor
 
-    end = time.monotonic() + 10  # it takes a moment to start
+    end = time.monotonic() + 10  # while it starts
     while time.monotonic() < end:
         for path in node_monitor.find_folder().glob(f"*{node_monitor.SOCKETS}"):
             with contextlib.suppress(OSError):
                 if os.getpid() in line_protocol.ask(path, {"ask": "job"})["pids"]:
                     return int(path.name.removesuffix(node_monitor.SOCKETS))
         time.sleep(0.1)
-    raise SystemExit("there is no node monitor here; expected Linux with pidfds and memfds")
+    raise SystemExit("no node monitor found; expected Linux with pidfds and memfds")
 
 
 def _processor_time(process: int) -> float:
-    """Return the seconds that a process has computed."""
+    """Return the processor time of a process in seconds."""
     return int(Path(f"/proc/{process}/schedstat").read_text().split()[0]) / 1e9
 
 
@@ -261,7 +260,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("subject", nargs="?", choices=SUBJECTS, default="calls")
-    parser.add_argument("--seconds", type=float, default=20.0, help="about, for what is compared")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="approximate duration (default: %(default)s)"
+    )
     options = parser.parse_args()
     comm = MPI.COMM_WORLD.Dup()
     SUBJECTS[options.subject](Timer(comm), Effort(options.seconds, 4e-3, 15, 200))

@@ -1,9 +1,9 @@
-"""Print what ``make bench`` measured, the MPIs side by side, and draw it. Needs no MPI.
+"""Print and draw the results of ``make bench``, with all MPIs side by side. Does not need MPI.
 
     python benchmarks/report.py .cache/bench --figures .cache/bench/figures
 
-``--pages`` writes the tables of docs/, but only those of which a number moved by more than its
-spread, and draws only the figures of those.
+``--pages`` writes the tables of docs/ in which a number changed by more than its spread, and draws
+only the figures of these tables.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpicoll.output import format_bytes
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
-#: The tables: section, title, and what makes a row of it. Of times: median and spread.
+#: The tables: section, title, and keys of a row. Times are medians with spreads.
 TABLES = (
     ("sizes", "Time of a call, float32: median, spread", ("primitive", "bytes")),
     ("dtypes", "Time of all_reduce: median, spread", ("bytes", "dtype")),
@@ -44,7 +44,7 @@ TABLES = (
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines of Markdown, aligned."""
+    """Return a Markdown table as aligned lines."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -55,14 +55,14 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def aims_table(found: Sequence[Results]) -> list[str]:
-    """Return the aims beside what was measured with each MPI, near and far."""
+    """Return the aims and the measured values by MPI and distance."""
     every = [
         {distance: {aim.name: aim for aim in aims.aims(own)} for distance, own in each.items()}
         for each in (results.split() for results in found)
     ]
     lists = [own for each in every for own in each.values()]
     first: dict[str, Aim] = {}
-    for each in sorted(lists, key=len, reverse=True):  # not all is asked of every MPI
+    for each in sorted(lists, key=len, reverse=True):  # not every distance has all aims
         for name, aim in each.items():
             first.setdefault(name, aim)
     heads = ["two ranks", "distance", "aim", *(results.mpi for results in found)]
@@ -71,18 +71,18 @@ def aims_table(found: Sequence[Results]) -> list[str]:
         cells = {
             distance: [each.get(distance, {}).get(name) for each in every] for distance in DISTANCES
         }
-        told = [d for d, own in cells.items() if any(a and a.met is not None for a in own)]
+        measured = [d for d, own in cells.items() if any(a and a.met is not None for a in own)]
         asked = next(d for d, own in cells.items() if any(own))
-        for distance in told or [asked]:  # where nothing was measured, a row that says so
+        for distance in measured or [asked]:  # one row if nothing was measured
             texts = ["-" if each is None else aim_cell(each) for each in cells[distance]]
-            shown = key_cell("distance", distance if told else UNKNOWN)
+            shown = key_cell("distance", distance if measured else UNKNOWN)
             own = next((each for each in cells[distance] if each), aim)
             rows.append([name, shown, own.asked, *texts])
     return table(heads, rows)
 
 
 def aim_cell(aim: Aim) -> str:
-    """Return what was measured, and the verdict."""
+    """Return the measured value and the verdict."""
     note = f" ({aim.note})" if aim.note else ""
     if aim.measured is None:
         return f"{aim.verdict}{note}"
@@ -91,7 +91,7 @@ def aim_cell(aim: Aim) -> str:
 
 
 def section_table(found: Sequence[Results], section: str, keys: Sequence[str]) -> list[str]:
-    """Return all measurements of a section: median, and the spread in percent of it."""
+    """Return all measurements of a section: medians, and spreads in percent."""
     keys = (*keys, "distance")
     every = [results.find(section=section) for results in found]
     rows = rows_of(every, keys)
@@ -108,8 +108,9 @@ def section_table(found: Sequence[Results], section: str, keys: Sequence[str]) -
 def rows_of(
     measured: Iterable[Iterable[dict[str, Any]]], keys: Sequence[str]
 ) -> list[tuple[Any, ...]]:
-    """Return what names the rows of measurements, in their order; the distances, which are the last
-    of the keys, side by side.
+    """Return the keys of the rows of a table in order.
+
+    Distance is the last key. The distances of a point are consecutive rows.
     """
     rows = dict.fromkeys(tuple(one[key] for key in keys) for each in measured for one in each)
     points = list(dict.fromkeys(row[:-1] for row in rows))
@@ -117,21 +118,21 @@ def rows_of(
 
 
 def cell(one: dict[str, Any]) -> str:
-    """Return a measurement in words."""
+    """Return a measurement as text."""
     if "extra" in one:
         return f"{one['extra'] / MIB:.1f} MiB"
     return f"{format_seconds(one['median'])} {one['spread'] / one['median']:.0%}"
 
 
 def key_cell(key: str, value: Any) -> str:
-    """Return a part of what names a row."""
+    """Return a key of a row as text."""
     if key == "distance" and value == UNKNOWN:
         return "-"
     return format_bytes(value) if key == "bytes" else str(value)
 
 
 def overlap_table(found: Sequence[Results]) -> list[str]:
-    """Return the share of calls that is hidden behind computation."""
+    """Return the table of overlap with computation."""
     keys = ("primitive", "ranks", "bytes", "distance")
     points = rows_of([results.find(section="overlap") for results in found], keys)
     callers = (MPI4PY, FACADE, GLOO)
@@ -155,15 +156,14 @@ def overlap_table(found: Sequence[Results]) -> list[str]:
 
 # --- the pages ----------------------------------------------------------------------------------
 
-#: The sizes that the page shows; the figures show all.
+#: Sizes in bytes that the page shows. The figures show all sizes.
 SHOWN = (4, 16, KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 
 
 def times_table(found: Sequence[Results], keys: Sequence[str], **chosen: Any) -> list[str]:
-    """Return MPI's own time, mpicoll's, and how many times faster that is, by the values of keys
-    and how far the ranks were apart.
+    """Return the times of MPI and mpicoll and their ratio, by keys and distance of the ranks.
 
-    chosen: what the measurements must have.
+    chosen: required values of the measurements.
     """
     keys = (*keys, "distance")
     every = [results.find(**chosen) for results in found]
@@ -184,7 +184,7 @@ def times_table(found: Sequence[Results], keys: Sequence[str], **chosen: Any) ->
 
 
 def beside(results: Results, wanted: dict[str, Any], other: str, caller: str) -> list[str]:
-    """Return another's time, the own, and how many times faster that is, with its spread."""
+    """Return the times of two cases, and their ratio with its spread."""
     above, below = (
         next((aims.times_of(one) for one in results.find(**wanted, case=case)), None)
         for case in (other, caller)
@@ -196,7 +196,7 @@ def beside(results: Results, wanted: dict[str, Any], other: str, caller: str) ->
 
 
 def torch_table(found: Sequence[Results]) -> list[str]:
-    """Return the times of the backend of torch.distributed beside Gloo's."""
+    """Return the times of Gloo and of the backend of torch.distributed."""
     rows: list[tuple[str, dict[str, Any]]] = [
         (
             f"all_reduce {format_bytes(size)}" + f" of {dtype}" * (section == "dtypes"),
@@ -227,7 +227,7 @@ def torch_table(found: Sequence[Results]) -> list[str]:
 
 
 def parts(found: Sequence[Results]) -> dict[str, dict[str, list[str]]]:
-    """Return what the pages of docs/ have from here, by the names of the pages and their marks."""
+    """Return the generated parts of docs/ by page and mark."""
     ran = [f"- {line.strip()}" for results in found for line in about(results)]
     return {
         "measurements.md": {
@@ -245,9 +245,9 @@ def parts(found: Sequence[Results]) -> dict[str, dict[str, list[str]]]:
 
 
 def fill_page(text: str, topic: str, parts: Mapping[str, Sequence[str]]) -> str:
-    """Return the page with what is between its marks written anew.
+    """Return the page with the text between its marks replaced.
 
-    parts: lines, by the names of the marks of this topic. Raises ValueError without a mark.
+    parts: lines by mark of this topic. Raises ValueError if a mark is missing.
     """
     for name, lines in parts.items():
         before, _, after = _around(text, topic, name)
@@ -256,7 +256,7 @@ def fill_page(text: str, topic: str, parts: Mapping[str, Sequence[str]]) -> str:
 
 
 def _around(text: str, topic: str, name: str) -> tuple[str, str, str]:
-    """Split a page at the marks of a part: up to the first, between them, from the second on."""
+    """Split a page at the two marks of a part: text before, between and after them."""
     begin, end = f"<!-- {topic}: {name} -->\n", f"<!-- {topic}: end of {name} -->\n"
     before, found, rest = text.partition(begin)
     body, closed, after = rest.partition(end)
@@ -265,15 +265,15 @@ def _around(text: str, topic: str, name: str) -> tuple[str, str, str]:
     return before + begin, body, end + after
 
 
-#: A number, its unit and its spread, as tables have them: "2.72 +-0.06", "4.42 ms 3%", "6 ms".
+#: A number with unit and spread, such as "2.72 +-0.06", "4.42 ms 3%" and "6 ms".
 _NUMBER = re.compile(r"(-?\d[\d.e-]*)( us| ms| s|%)?(?: (?:\+-|±)([\d.]+)| (\d+)%)?")
 _UNITS = {" us": 1e-6, " ms": 1e-3, " s": 1.0, "%": 1.0, None: 1.0}
-#: The spread of a number that has none beside it, as a part of it.
+#: Relative spread of a number without one.
 _UNKNOWN_SPREAD = 0.25
 
 
 def _number(cell: str) -> tuple[float, float] | None:
-    """Return the number at the beginning of a cell, and its spread; None for other cells."""
+    """Return the number at the start of a cell and its spread, or None without a number."""
     found = _NUMBER.match(cell)
     if found is None:
         return None
@@ -285,7 +285,7 @@ def _number(cell: str) -> tuple[float, float] | None:
 
 
 def _same(before: str, after: str) -> bool:
-    """Whether two cells are the same, or have numbers that differ by no more than both spreads."""
+    """Return whether two cells are equal, or their numbers differ by at most both spreads."""
     if before == after:
         return True
     numbers = _number(before), _number(after)
@@ -296,8 +296,9 @@ def _same(before: str, after: str) -> bool:
 
 
 def find_moved(before: Sequence[str], after: Sequence[str]) -> list[str]:
-    """Return the first cells of rows of a new table with a number that moved; all of them where
-    rows or columns are not those of before.
+    """Return the first cells of the rows in which a number changed by more than its spread.
+
+    If the tables have different rows or columns, return the first cells of all rows.
     """
     old, new = (
         [_cells(line) for line in lines if line.startswith("| ")] for lines in (before, after)
@@ -308,15 +309,15 @@ def find_moved(before: Sequence[str], after: Sequence[str]) -> list[str]:
 
 
 def _cells(line: str) -> list[str]:
-    """Return the cells of a row, without the dashes below the heads."""
+    """Return the cells of a row, without the dashes of the second line."""
     return [cell.strip(" -") or "-" for cell in line.strip("|").split("|")]
 
 
 def publish(found: Sequence[Results], folder: Path) -> set[str]:
-    """Write the parts of pages in which a number moved by more than its spread; return the names of
-    the figures that belong to them.
+    """Write the parts of pages in which a number changed by more than its spread.
 
-    Raises ValueError where a page has no place for a part, or nothing was measured for it.
+    Return the names of the figures of these parts. Raises ValueError if a page lacks the marks of a
+    part, or a part has no measurements.
     """
     every = parts(found)
     empty = [
@@ -326,7 +327,7 @@ def publish(found: Sequence[Results], folder: Path) -> set[str]:
         if lines[0].startswith("|") and not lines[2:]
     ]
     if empty:
-        raise ValueError(f"nothing was measured for {', '.join(empty)}: the pages stay as they are")
+        raise ValueError(f"nothing was measured for {', '.join(empty)}: the pages are unchanged")
     moved: set[str] = set()
     for name, own in every.items():
         text = (folder / name).read_text()
@@ -336,7 +337,7 @@ def publish(found: Sequence[Results], folder: Path) -> set[str]:
             if rows:
                 changed[part] = lines
                 moved |= set(rows) if part == "sizes" else {part}
-        if changed:  # what ran is told of what is written
+        if changed:  # then also update the versions and the machine
             changed |= {part: lines for part, lines in own.items() if part == "ran"}
             (folder / name).write_text(fill_page(text, "bench", changed))
     return moved
@@ -346,7 +347,7 @@ def publish(found: Sequence[Results], folder: Path) -> set[str]:
 
 
 def about(results: Results) -> list[str]:
-    """Return what ran."""
+    """Return the versions, the machine, and the missing cases."""
     first = results.records[0]
     machine = dict(first["machine"])
     load = max(record["machine"]["load before"] for record in results.records)
@@ -354,20 +355,20 @@ def about(results: Results) -> list[str]:
     lines = [
         f"{results.mpi}, {first['date']}: {machine['processors']} processors, "
         f"{machine['processor']}; {versions}; load before at most {load}",
-        *(f"    left out: {what}" for what in results.left_out),
+        *(f"    left out: {reason}" for reason in results.left_out),
         f"    {describe_distances(results)}",
     ]
     if any(record.get("quick") for record in results.records):
-        lines.append("    MEASURED WITH --quick: a look, not to be relied on")
+        lines.append("    MEASURED WITH --quick: not reliable")
     crowded = sorted({r["ranks"] for r in results.records if r["ranks"] > machine["processors"]})
     if crowded:
         ranks = ", ".join(map(str, crowded))
-        lines.append(f"    more ranks than processors, which take turns: {ranks} ranks")
+        lines.append(f"    more ranks than processors: {ranks} ranks")
     return lines
 
 
 def describe_distances(results: Results) -> str:
-    """Return how far the ranks were apart, of all launches."""
+    """Return the distances of the ranks in all launches as text."""
     occurred = Counter(each["distance"] for each in results.measurements if "seconds" in each)
     parts = [f"{d} in {occurred[d]} measurements" for d in DISTANCES if d in occurred]
     parts += [f"{d} did not occur" for d in (NEAR, FAR) if d not in occurred]
@@ -375,13 +376,13 @@ def describe_distances(results: Results) -> str:
 
 
 def report(found: Sequence[Results]) -> list[str]:
-    """Return everything, the aims last."""
+    """Return all tables, with the aims at the end."""
     lines = []
     for section, title, keys in TABLES:
         if any(results.find(section=section) for results in found):
             lines += [title, "", *section_table(found, section, keys), ""]
     if any(results.find(section="overlap") for results in found):
-        lines += ["Share of a call that is hidden behind computation", ""]
+        lines += ["Overlap of calls with computation", ""]
         lines += [*overlap_table(found), ""]
     for results in found:
         lines += about(results)
@@ -389,16 +390,18 @@ def report(found: Sequence[Results]) -> list[str]:
 
 
 def main() -> int:
-    """Print and draw."""
+    """Print the tables and draw the figures."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("folder", type=Path, help="with a folder of files for each MPI")
-    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw SVG images there")
+    parser.add_argument("folder", type=Path, help="has a subfolder with files for each MPI")
+    parser.add_argument(
+        "--figures", type=Path, metavar="FOLDER", help="draw SVG figures in this folder"
+    )
     parser.add_argument("--pages", nargs="?", type=Path, const=DOCS, metavar="FOLDER",
-                        help="write the parts of its pages (default: %(const)s)")  # fmt: skip
+                        help="write the tables of its pages (default: %(const)s)")  # fmt: skip
     options = parser.parse_args()
     found = aims.read(options.folder) if options.folder.is_dir() else []
     if not found:
-        parser.error(f"{options.folder}: there are no results")
+        parser.error(f"{options.folder}: no results found")
     text = "\n".join(report(found))
     print(text)
     (options.folder / "report.md").write_text(f"{text}\n")
@@ -413,7 +416,7 @@ def main() -> int:
         try:
             import figures
         except ImportError as error:
-            print(f"NO FIGURES: they need matplotlib ({error}): pip install matplotlib")
+            print(f"NO FIGURES: matplotlib is missing ({error}): pip install matplotlib")
         else:
             names = figures.draw(found, options.figures, only)
             print(f"\nfigures in {options.figures}: {', '.join(names) or 'none'}")

@@ -1,4 +1,4 @@
-"""What programs that measure on ranks share: calls that work, times, and the file of results."""
+"""A launch of ranks that measure: supported calls, times, and the file of results."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from mpicoll.cli.timing import Call, Effort, Times, format_seconds
 from mpicoll.dtypes import DType
 from mpicoll.primitives import Primitive
 
-#: Bytes of a call that is checked before any of its kind are timed.
+#: Size in bytes of the call that checks a contestant before it is timed.
 CHECKED = 64 * KIB
 
 
 class Session:
-    """A launch of a program that measures.
+    """A launch of ranks that measure.
 
-    largest: greater sizes are left out.
+    largest: maximum size in bytes.
     alone:   the primitive and the contestant of the section memory.
-    results: what ``write`` puts into the file.
+    results: the content of the file.
     """
 
     def __init__(self, world: World, effort: Effort, largest: int, alone: tuple[str, ...]) -> None:
@@ -39,7 +39,7 @@ class Session:
         self._working: dict[tuple[Primitive, DType | None], list[str]] = {}
 
     def calls(self, case: Case, buffers: Buffers) -> dict[str, Call]:
-        """Return the call by all contestants that can make it, on all ranks, with right results."""
+        """Return the call of each contestant that supports it with correct results on all ranks."""
         key = case.row, case.dtype
         if key not in self._working:
             assert case.dtype is not None
@@ -51,10 +51,10 @@ class Session:
         return {name: call for name, call in calls.items() if call is not None}
 
     def _find_working(self, case: Case) -> list[str]:
-        """Return the names of those whose call works.
+        """Return the names of contestants that support the call.
 
-        Results are not checked of Gloo, whose reduce writes on every rank, and of MPI in place of
-        lists, where it has an array of its own.
+        Results of Gloo are not checked, because its reduce writes on every rank. Results of mpi4py
+        are not checked for lists, because it uses one array instead of a list.
         """
         working = []
         for name, contestant in self.world.contestants.items():
@@ -63,7 +63,7 @@ class Session:
             unchecked = name == GLOO or (name == MPI4PY and case.row.listed)
             wrong = ""
             if not works_on_all(call, self.world.mpi) or call is None:
-                wrong = "is refused"
+                wrong = "is not supported"
             elif not unchecked:
                 variant = variants(case.row)[0]
                 found = count_wrong(call, case, buffers, variant, PLACE)
@@ -73,24 +73,24 @@ class Session:
             elif name in (FACADE, TORCH):
                 raise SystemExit(f"{case.row} of {case.dtype} by {name} {wrong}")
             else:
-                self.leave_out(f"{case.row} of {case.dtype} by {name}: it {wrong}")
+                self.leave_out(f"{case.row} of {case.dtype} by {name} {wrong}")
         return working
 
-    def leave_out(self, what: str) -> None:
-        """Say once what is not measured."""
-        if what not in self.results.get("left out", ()):
-            self.line(f"left out: {what}")
-            self.results.setdefault("left out", []).append(what)
+    def leave_out(self, reason: str) -> None:
+        """Print and record a case that is not measured, once."""
+        if reason not in self.results.get("left out", ()):
+            self.line(f"left out: {reason}")
+            self.results.setdefault("left out", []).append(reason)
 
     def measure(self, cases: Mapping[str, Call]) -> dict[str, Times]:
-        """Time the cases with the effort that was asked for."""
+        """Time the cases."""
         return self.world.timer.measure(cases, self.effort)
 
     def record(
         self, section: str, name: str, primitive: str, size: int, dtype: str,
         times: Times | None = None, **more: Any,
     ) -> None:  # fmt: skip
-        """Add a measurement to the file, or one for each distance of the ranks."""
+        """Record a measurement, or one for each distance of the ranks."""
         entry = {"section": section, "case": name, "primitive": primitive, **more}
         entry |= {"ranks": self.world.n, "bytes": size, "dtype": dtype}
         entries = [entry]
@@ -109,26 +109,26 @@ class Session:
         self.results.setdefault("measurements", []).extend(entries)
 
     def line(self, text: str = "") -> None:
-        """Print a line, on rank 0."""
+        """Print a line on rank 0."""
         if self.world.me == 0:
             print(text, flush=True)
 
-    def report(self, what: str, times: Mapping[str, Times]) -> None:
-        """Print a line with the medians of cases, for each distance of the ranks."""
+    def report(self, title: str, times: Mapping[str, Times]) -> None:
+        """Print a line with the medians of all cases for each distance of the ranks."""
         lines: dict[str, list[str]] = {}
         for name, each in times.items():
             for distance, one in each.split().items():
                 text = f"{name} {format_seconds(one.median)}"
                 lines.setdefault(distance, []).append(text)
         for distance, medians in lines.items():
-            head = what if distance == UNKNOWN else f"{what}, {distance}"
+            head = title if distance == UNKNOWN else f"{title}, {distance}"
             if len(medians) <= 5:
                 self.line(f"{head:<36}{'  '.join(medians)}")
             else:
                 self.line("\n    ".join([head, *medians]))
 
     def end(self, path: Path | None) -> None:
-        """Write the file, on rank 0, and end the process group."""
+        """Write the file on rank 0, and destroy the process group."""
         self.results["distance"] = self.world.timer.describe_distances()
         self.line(f"\n{self.results['distance']}")
         if path and self.world.me == 0:
@@ -137,8 +137,8 @@ class Session:
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the command line, with ``--json``; rank 0 alone prints errors."""
-    parser.add_argument("--json", type=_file, metavar="FILE", help="write the figures there")
+    """Add ``--json`` and parse the command line. Only rank 0 prints errors."""
+    parser.add_argument("--json", type=_file, metavar="FILE", help="write the results to this file")
     with contextlib.ExitStack() as quiet:
         if not cli.is_first_rank():
             nowhere = quiet.enter_context(open(os.devnull, "w"))  # noqa: PTH123
@@ -150,5 +150,5 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def _file(text: str) -> Path:
     path = Path(text)
     if not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.absolute().parent}")
+        raise argparse.ArgumentTypeError(f"{text}: no folder {path.absolute().parent}")
     return path

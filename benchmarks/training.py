@@ -1,5 +1,6 @@
-"""The step of a model with 25 MB of parameters under torch's DistributedDataParallel and under its
-FSDP2: over Gloo and over mpicoll, beside the step of one rank alone. On the host, or on GPUs.
+"""Training steps of DistributedDataParallel and FSDP2, over Gloo and mpicoll and on one rank.
+
+The model has 25 MB of parameters. It is on CPUs or GPUs.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from mpicoll.cli.timing import Call
 if TYPE_CHECKING:
     from session import Session
 
-#: Sizes of DDP's buckets in MB: torch's default, which takes the whole model, and small ones.
+#: Sizes of DDP's buckets in MB: torch's default, which holds the whole model, and a small one.
 BUCKETS = [25.0, 4.0]
-#: A step varies more than a call does: so many times as long is measured.
+#: Factor on the duration of a measurement, because steps vary more than calls.
 LONGER = 10
 
 
 def make_step(network: nn.Module, batch: Tensor, divisor: int = 1) -> Call:
-    """Return a training step; it learns next to nothing, so that its numbers stay as they are."""
+    """Return a training step. The learning rate is tiny, so that all steps compute the same."""
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-9)
 
     def step() -> None:
@@ -40,8 +41,8 @@ def make_step(network: nn.Module, batch: Tensor, divisor: int = 1) -> Call:
     return step
 
 
-def reduce_at_once(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses text as annotations
-    """Reduce, as a communication hook, before returning. It adds, as DDP's own does."""
+def reduce_at_once(_, bucket):  # type: ignore[no-untyped-def]  # DDP rejects string annotations
+    """A communication hook that reduces synchronously, with SUM as DDP."""
     gradients = bucket.buffer()
     dist.all_reduce(gradients)
     future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -50,14 +51,14 @@ def reduce_at_once(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses te
 
 
 def reduce_nothing(_, bucket):  # type: ignore[no-untyped-def]
-    """Leave the gradients as they are, as a communication hook: what is left is DDP's own part."""
+    """A communication hook that sends nothing, to measure the overhead of DDP."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
 def same_gradients(one: nn.Module, other: nn.Module) -> bool:
-    """Return whether the gradients are the same to rounding."""
+    """Return whether the gradients are equal except for rounding."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return all(torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-10) for a, b in pairs)
 
@@ -70,21 +71,21 @@ def make_network(session: Session) -> nn.Sequential:
 
 
 def make_batch(session: Session) -> Tensor:
-    """Return what this rank learns from."""
+    """Return the batch of this rank."""
     torch.manual_seed(1 + session.world.me)
     return torch.randn(16, 1024).to(session.world.device)
 
 
 def bytes_of(network: nn.Module) -> int:
-    """Return the bytes of its parameters."""
+    """Return the size of the parameters in bytes."""
     return sum(each.nbytes for each in network.parameters())
 
 
 def ddp(session: Session) -> None:
-    """Measure the step of DDP, for each size of buckets.
+    """Measure a step of DDP for each size of buckets.
 
-    ``how`` in the file: "alone"; "DDP"; "synchronous", DDP with collectives that end before the
-    backward pass goes on; "silent", DDP that sends nothing.
+    ``how`` in the file: "alone", one rank without DDP; "DDP"; "synchronous", DDP with blocking
+    collectives in the backward pass; "silent", DDP that sends nothing.
     """
     network, batch = make_network(session), make_batch(session)
     nbytes = bytes_of(network)
@@ -104,8 +105,8 @@ def ddp(session: Session) -> None:
             ("local", "alone"): make_step(copy.deepcopy(network), batch),
             (GLOO, "DDP"): make_step(over_gloo, batch),
             (TORCH, "DDP"): make_step(over_mpicoll, batch),
-            # DDP's own collective adds gradients that it has divided on the way into the bucket,
-            # for which a hook would need one more pass. So the loss is divided here.
+            # DDP divides gradients while it copies them into the bucket. A hook would need another
+            # pass, so the loss is divided instead.
             (TORCH, "synchronous"): make_step(synchronous, batch, session.world.n),
             (TORCH, "silent"): make_step(silent, batch),
         }
@@ -119,10 +120,10 @@ def ddp(session: Session) -> None:
 
 
 def fsdp(session: Session) -> None:
-    """Measure the step of FSDP2, of which each layer is a unit.
+    """Measure a step of FSDP2, with one unit per layer.
 
-    ``how`` in the file: "alone"; "FSDP2"; "collectives", those of a step alone. Gloo may lack some
-    of them on GPUs.
+    ``how`` in the file: "alone", one rank without FSDP2; "FSDP2"; "collectives", only the
+    collectives of a step. Gloo does not support all of them on GPUs.
     """
     network, batch = make_network(session), make_batch(session)
     nbytes = bytes_of(network)
@@ -143,7 +144,7 @@ def fsdp(session: Session) -> None:
         steps[caller, "collectives"] = make_collectives(network, group)
     for key in [key for key in steps if key[0] == GLOO]:
         if not works_on_all(steps[key], session.world.mpi):
-            session.leave_out(f"fsdp: {', '.join(key)}: it is refused")
+            session.leave_out(f"fsdp: {', '.join(key)}: not supported")
             del steps[key]
     effort = session.effort._replace(seconds=LONGER * session.effort.seconds)
     times = session.world.timer.measure({", ".join(k): s for k, s in steps.items()}, effort)
@@ -156,8 +157,10 @@ def fsdp(session: Session) -> None:
 
 
 def make_collectives(network: nn.Sequential, group: dist.ProcessGroup) -> Call:
-    """Return the collectives of a step: of each layer, its parameters are gathered for the forward
-    and for the backward pass, and the gradients reduced and scattered.
+    """Return the collectives of a step.
+
+    For each layer: two all-gathers of parameters (forward, backward), one reduce-scatter of
+    gradients.
     """
     count, n = sum(each.numel() for each in network[0].parameters()), dist.get_world_size(group)
     part = next(network.parameters()).new_zeros(-(-count // n))
@@ -173,6 +176,6 @@ def make_collectives(network: nn.Sequential, group: dist.ProcessGroup) -> Call:
 
 
 def same_shards(one: nn.Module, other: nn.Module) -> bool:
-    """Return whether this rank's parts of the gradients are the same to rounding."""
+    """Return whether this rank's shards of the gradients are equal except for rounding."""
     parts = [[each.grad.to_local() for each in model.parameters()] for model in (one, other)]
     return all(torch.allclose(a, b, rtol=1e-4, atol=1e-10) for a, b in zip(*parts, strict=True))

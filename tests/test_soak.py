@@ -1,4 +1,4 @@
-"""A small share of the soak; ``make soak`` runs all of it."""
+"""A short soak run. ``make soak`` runs the whole soak."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_nothing_grows() -> None:
+def test_memory_and_files_do_not_grow() -> None:
     done = run("--share", "0.002", "--phases", "works", "objects", "groups")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" | +0 | +0 |") == 3, done.stdout
 
 
-def test_what_grows_is_found(tmp_path: Path) -> None:
-    """A file that every call leaves open."""
-    script = "import mpicoll\nbarrier, kept = mpicoll.barrier, []\n"
-    script += "def leaks(*a):\n    barrier(*a)\n    kept.append(open('/dev/null'))\n"
-    script += "mpicoll.barrier = leaks\n"
+def test_leaked_file_descriptors_are_reported(tmp_path: Path) -> None:
+    """Every barrier leaves a file open."""
+    script = "import mpicoll\nbarrier, files = mpicoll.barrier, []\n"
+    script += "def leak(*a):\n    barrier(*a)\n    files.append(open('/dev/null'))\n"
+    script += "mpicoll.barrier = leak\n"
     (tmp_path / "sitecustomize.py").write_text(script)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = run("--share", "0.002", "--phases", "messages", PYTHONPATH=path)

@@ -1,6 +1,4 @@
-"""python -m mpicoll tune: steps from figures, what is written of them and when, whole jobs and the
-jobs that go by them, refusals.
-"""
+"""python -m mpicoll tune: steps from measurements, tables, whole jobs, and invalid options."""
 
 from __future__ import annotations
 
@@ -16,10 +14,8 @@ from math import log
 from pathlib import Path
 from typing import Any
 
+import cli_jobs
 import pytest
-import test_cli
-from test_cli import needs_mpiexec
-from whole_jobs import made_by
 
 from mpicoll import cli, machine
 from mpicoll.cli import tune
@@ -42,14 +38,15 @@ pytest_plugins = ["whole_jobs"]
 
 pytestmark = pytest.mark.any_mpi
 
-# --- steps from figures -------------------------------------------------------------------------
+# --- steps from measurements --------------------------------------------------------------------
 
 SIZES = [0, *(16 << i for i in range(10))]
 
 
 def figures(spread=0.0, sizes=SIZES, distance="near", **times):
-    """By size, distance and route, from the times of each route in microseconds, one for each
-    size.
+    """Return measurements by size, distance and route.
+
+    times: of each route, a list of microseconds, one for each size.
     """
     return {
         size: {
@@ -63,99 +60,24 @@ def figures(spread=0.0, sizes=SIZES, distance="near", **times):
 
 
 def near_and_far(near, far):
-    """Both, where both were measured."""
+    """Merge the measurements of two distances."""
     return {size: near.get(size, {}) | far.get(size, {}) for size in sorted({*near, *far})}
 
 
 FLAT = [10.0] * 11
 
 
-def test_the_fastest_from_where_it_is():
-    """One step, at the crossing."""
+def test_one_step_where_the_fastest_route_changes():
     found = figures(mpi=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024], shared=[20.0] * 11)
-    assert choose_steps(found, ((0, "mpi"),)) == ((0, "mpi"), (256, "shared"))
-    assert choose_steps(found, ((0, "shared"),)) == ((0, "mpi"), (256, "shared"))
-    assert choose_steps(found, ((0, "mpi"), (32, "shared"), (64, "mpi"))) == (
-        (0, "mpi"),
-        (256, "shared"),
-    )
-
-
-def test_what_makes_no_difference_stays():
-    """Ties, noise below what is clear, times whose middle halves overlap."""
-    usual = ((0, "mpi"), (64, "shared"), (1024, "exchange"))
-    noise = random.Random(1)
-    for spread, by in ((0.0, 1.0), (0.0, CLEAR_RATIO), (0.2, 1.3)):
-        for _ in range(50):
-            times = {
-                name: [took * noise.uniform(1, by) for took in FLAT]
-                for name in ("mpi", "shared", "exchange")
-            }
-            assert choose_steps(figures(spread, **times), usual) == usual
-
-
-def test_what_is_clear_goes():
-    usual = ((0, "mpi"),)
-    slow = [took * CLEAR_RATIO * 1.01 for took in FLAT]
-    assert choose_steps(figures(mpi=slow, shared=FLAT), usual) == ((0, "shared"),)
-    assert choose_steps(figures(0.02, mpi=slow, shared=FLAT), usual) == ((0, "shared"),)
-    assert choose_steps(figures(0.04, mpi=slow, shared=FLAT), usual) == usual
-
-
-@pytest.mark.parametrize("at", range(11))
-@pytest.mark.parametrize("gain", [1.08, 1.12, 100])
-def test_a_size_that_stands_alone(at, gain):
-    """It is never worth the steps there and back; at the end it may be worth the one there."""
-    usual = ((0, "mpi"),)
-    here = [gain * took if i == at else took for i, took in enumerate(FLAT)]
-    slow = [took if i == at else 2 * took for i, took in enumerate(FLAT)]
-    expected = (*usual, (SIZES[at], "shared")) if at == 10 and gain > MIN_GAIN else usual
-    assert choose_steps(figures(mpi=here, shared=slow), usual) == expected
-
-
-@pytest.mark.parametrize("at", range(10))
-def test_two_sizes_side_by_side(at):
-    """They are worth the steps there and back where both together are."""
-    usual = ((0, "mpi"),)
-    for gain, taken in ((MIN_GAIN * 1.02, True), (MIN_GAIN * 0.98, False)):
-        here = [gain * took if i in (at, at + 1) else took for i, took in enumerate(FLAT)]
-        slow = [took if i in (at, at + 1) else 2 * took for i, took in enumerate(FLAT)]
-        found = choose_steps(figures(mpi=here, shared=slow), usual)
-        routes = [[route for least, route in found if least <= size][-1] for size in SIZES]
-        expected = ["shared" if i in (at, at + 1) and (taken or at == 9) else "mpi"
-                    for i in range(11)]  # fmt: skip
-        assert routes == expected
-
-
-def test_a_route_that_is_better_once_and_never_worse():
-    """It has to be worth one step."""
-    usual = ((0, "mpi"),)
-    for gain, expected in (
-        (MIN_GAIN * 1.02, (*usual, (SIZES[5], "shared"))),
-        (MIN_GAIN * 0.98, usual),
-    ):
-        here = [gain * took if i == 5 else took for i, took in enumerate(FLAT)]
-        assert choose_steps(figures(mpi=here, shared=FLAT), usual) == expected
-
-
-def test_noise_makes_no_islands():
-    """Figures that cross once, each off by up to a tenth: two steps at the most."""
-    noise = random.Random(2)
-    ahead = 0
-    for _ in range(200):
-        times = {
-            "mpi": [2.0**i * noise.uniform(0.95, 1.05) for i in range(11)],
-            "shared": [2.0 ** (0.5 * i + 2.5) * noise.uniform(0.95, 1.05) for i in range(11)],
-        }
-        found = choose_steps(figures(0.02, **times), ((0, "mpi"),))
-        assert [route for _, route in found] == ["mpi", "shared"]
-        assert found[1][0] in SIZES[4:8]
-        ahead += found[1][0] == SIZES[5] or found[1][0] == SIZES[6]
-    assert ahead > 150
+    for usual in ((0, "mpi"),), ((0, "shared"),), ((0, "mpi"), (32, "shared"), (64, "mpi")):
+        assert choose_steps(found, usual) == ((0, "mpi"), (256, "shared"))
 
 
 def cost(found, way, usual):
-    """By the words of the rule, of one way through all sizes; and how many are not as usual."""
+    """Return the cost of one route per size, and the number of routes that differ from `usual`.
+
+    An independent implementation of the rule in tune_steps.py.
+    """
     total = 0.0
     for size, route in zip(found, way, strict=True):
         (by_route,) = found[size].values()
@@ -165,13 +87,12 @@ def cost(found, way, usual):
             total += min(log(own.median / best.median), MAX_STEPS * log(MIN_GAIN))
     ways, usuals = (pairwise([usual[0], *each]) for each in (way, usual))
     steps = sum(a != b and (a, b) != old for (a, b), old in zip(ways, usuals, strict=True))
-    return round(total + steps * log(MIN_GAIN), 9), sum(
-        a != b for a, b in zip(way, usual, strict=True)
-    )
+    differing = sum(a != b for a, b in zip(way, usual, strict=True))
+    return round(total + steps * log(MIN_GAIN), 9), differing
 
 
-def test_no_other_way_costs_less():
-    """All ways through five sizes are tried."""
+def test_chosen_steps_have_the_minimum_cost():
+    """Compares with all combinations of routes for five sizes."""
     noise = random.Random(3)
     sizes = SIZES[:5]
     for _ in range(100):
@@ -193,17 +114,7 @@ def test_no_other_way_costs_less():
         assert cost(found, way, usual) == least
 
 
-def test_no_route_that_is_slower_than_the_default():
-    """Not at one size either, where another would spare two steps."""
-    shared = [5.0] * 11
-    shared[5] = 12.0
-    steps = choose_steps(figures(mpi=FLAT, shared=shared), ((0, "mpi"),))
-    assert steps == ((0, "shared"), (SIZES[5], "mpi"), (SIZES[6], "shared"))
-    shared[5] = 10.4  # hardly slower
-    assert choose_steps(figures(mpi=FLAT, shared=shared), ((0, "mpi"),)) == ((0, "shared"),)
-
-
-def test_beyond_what_was_measured_all_stays():
+def test_steps_beyond_the_measured_sizes_stay():
     before = ((0, "exchange"), (64, "mpi"), (512, "shared"), (1 << 20, "mpi"), (1 << 30, "shared"))
     found = figures(sizes=[128, 256, 512, 1024], mpi=[10, 10, 5, 5], shared=[5, 5, 10, 10])
     steps = choose_steps(found, before)
@@ -219,11 +130,11 @@ def test_beyond_what_was_measured_all_stays():
         (0, "mpi"), (1025, "shared"),
     )  # fmt: skip
     tied = figures(sizes=[128, 256], mpi=[10, 10], shared=[10, 9.2])
-    assert choose_steps(tied, ((0, "mpi"),)) == ((128, "mpi"),), "a step away from what is below it"
+    assert choose_steps(tied, ((0, "mpi"),)) == ((128, "mpi"),)
 
 
-def test_routes_that_cannot_be_had_do_not_count():
-    """Where a table names one, the step before it goes on."""
+def test_unavailable_routes_are_ignored():
+    """A step to an unavailable route extends the previous step."""
     before = ((0, "mpi"), (64, "shared"), (256, "exchange"))
     assert choose_steps(figures(mpi=FLAT, exchange=FLAT), before) == ((0, "mpi"), (256, "exchange"))
     assert choose_steps(figures(mpi_chunked=FLAT, hierarchical=[9.0] * 11), before) == (
@@ -231,33 +142,31 @@ def test_routes_that_cannot_be_had_do_not_count():
     )
 
 
-def test_what_changed():
+def test_find_changes():
     found = figures(mpi=[4, 4, 4, *FLAT[3:]], shared=[2, 8, 2, *FLAT[3:]])
     default = ((0, "mpi"), (1024, "shared"))
-    told = find_changes(
-        found, default, ((0, "shared"), (64, "mpi"), (256, "shared"), (4096, "mpi"))
-    )
-    assert told == [
+    steps = ((0, "shared"), (64, "mpi"), (256, "shared"), (4096, "mpi"))
+    assert find_changes(found, default, steps) == [
         Change(0, 64, "mpi", "shared", {"near": pytest.approx(1.26, abs=0.01)}),
         Change(256, 1024, "mpi", "shared", {"near": pytest.approx(1)}),
         Change(4096, None, "shared", "mpi", {"near": pytest.approx(1)}),
     ]
     assert find_changes(found, default, default) == []
-    had = figures(mpi=FLAT, exchange=FLAT)
-    told = find_changes(had, ((0, "shared"), (64, "mpi")), ((0, "exchange"),))
-    assert told == [Change(0, None, "mpi", "exchange", {"near": pytest.approx(1)})]
+    found = figures(mpi=FLAT, exchange=FLAT)
+    changes = find_changes(found, ((0, "shared"), (64, "mpi")), ((0, "exchange"),))
+    assert changes == [Change(0, None, "mpi", "exchange", {"near": pytest.approx(1)})]
 
 
-def test_the_smallest_regret_over_both_distances():
-    """Of routes that the default does not have, since none may be slower than it: here it is slow.
-    At the first five sizes shared is 4 times slower than mpi when far, and mpi 3 times slower than
-    shared when near; from then on the other way round.
+def test_steps_minimize_the_maximum_regret_over_distances():
+    """The default, a, is slow, so that mpi and shared are allowed at every size.
+
+    At the first five sizes, shared is 4 times slower than mpi when far, and mpi is 3 times slower
+    than shared when near. At the next sizes it is the opposite.
     """
     near = figures(a=[90.0] * 11, mpi=[30.0] * 5 + [40.0] * 6, shared=FLAT)
     far = figures(distance="far", a=[90.0] * 11, mpi=FLAT, shared=[40.0] * 5 + [30.0] * 6)
     usual = ((0, "a"),)
-    costly = {size: {**by} for size, by in near_and_far(near, far).items()}
-    # More than MAX_STEPS steps count alike: the ratios have to be small to be told apart.
+    # Costs are limited to MAX_STEPS steps, so the ratios must be small to differ.
     small = {
         size: {
             distance: {
@@ -265,7 +174,7 @@ def test_the_smallest_regret_over_both_distances():
             }
             for distance, by_route in by.items()
         }
-        for size, by in costly.items()
+        for size, by in near_and_far(near, far).items()
     }  # fmt: skip
     assert choose_steps(small, usual) == ((0, "mpi"), (SIZES[5], "shared"))
     assert choose_steps({s: {"near": by["near"]} for s, by in small.items()}, usual) == (
@@ -274,31 +183,21 @@ def test_the_smallest_regret_over_both_distances():
     assert choose_steps({s: {"far": by["far"]} for s, by in small.items()}, usual) == ((0, "mpi"),)
 
 
-def test_never_slower_than_the_default_at_either_distance():
-    """However much faster at the other."""
-    near = figures(mpi=FLAT, shared=[2.0] * 11)
-    far = figures(distance="far", mpi=FLAT, shared=[CLEAR_RATIO * 10.1] * 11)
-    assert choose_steps(near_and_far(near, far), ((0, "mpi"),)) == ((0, "mpi"),)
-    assert choose_steps(near, ((0, "mpi"),)) == ((0, "shared"),)
-    some = near_and_far(near, {size: far[size] for size in SIZES[4:]})
-    assert choose_steps(some, ((0, "mpi"),)) == ((0, "shared"), (SIZES[4], "mpi"))
-
-
-def test_what_changed_at_each_distance():
+def test_changes_have_a_gain_for_each_distance():
     near = figures(mpi=FLAT, shared=[5.0] * 11)
     far = figures(sizes=SIZES[:3], distance="far", mpi=FLAT, shared=[8.0] * 11)
     (change,) = find_changes(near_and_far(near, far), ((0, "mpi"),), ((0, "shared"),))
     assert change.gains == {"near": pytest.approx(2), "far": pytest.approx(1.25)}
 
 
-def test_how_far_times_spread():
+def test_find_noise():
     calm, wild = figures(0.02, mpi=FLAT, shared=FLAT), figures(0.3, mpi=FLAT)
     assert find_noise([calm, wild]) == pytest.approx(0.02)
     assert find_noise([wild]) == pytest.approx(0.3)
     assert find_noise([]) == 0
 
 
-# --- what is written ----------------------------------------------------------------------------
+# --- tables -------------------------------------------------------------------------------------
 
 MPI = "An MPI 1.2"
 SETTING = tune._Setting(MPI, 2, ["here"], "node")
@@ -306,20 +205,20 @@ SETTING = tune._Setting(MPI, 2, ["here"], "node")
 
 @dataclass
 class Written:
-    """A folder for a table and what is measured in it, all of it made up."""
+    """A table that is written from given measurements."""
 
     path: Path
 
     def end(self, by_kind, last, sizes=(8, 8192), **options):
-        """The exit code of the end of a run."""
+        """Finish a run, and return its exit code."""
         given = {"json": None, "force": False, "dry_run": False, "sizes": list(sizes), **options}
-        outcome = Outcome(by_kind, dict.fromkeys(by_kind, last), 5, "distance: told")
+        outcome = Outcome(by_kind, dict.fromkeys(by_kind, last), 5, "distance: near")
         target = tune._Target(self.path, True, True)
         kinds = list(by_kind) or ["gather"]
         return tune._finish(SETTING, outcome, kinds, argparse.Namespace(**given), target)
 
     def table(self):
-        """As jobs have it."""
+        """Return the table that a job reads."""
         return tuning_files.build_table(False, str(self.path), self.path.read_text())
 
 
@@ -330,9 +229,7 @@ def written(tmp_path, monkeypatch):
 
 
 def any_figures(kind, sizes, chance):
-    """Of every route, at random: ties, small and large differences, narrow and wide spreads, one
-    or two distances of the ranks.
-    """
+    """Return random measurements of every route: ties, small and large differences and spreads."""
     return {
         size: {
             distance: {
@@ -348,10 +245,8 @@ def any_figures(kind, sizes, chance):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_no_table_has_a_route_that_was_measured_as_slower(written, monkeypatch, seed):
-    """Whatever the figures: by the file that is written, as jobs read it, at each size measured;
-    at every other size what the defaults of the day have.
-    """
+def test_tables_have_no_slower_routes_and_defaults_at_other_sizes(written, monkeypatch, seed):
+    """At sizes that were not measured, jobs use the current defaults, also if these change."""
     chance = random.Random(seed)
     first, count = chance.choice([0, 64, 4096]), chance.randrange(1, 14)
     sizes = [first, *((first or 8) << i for i in range(1, count))]
@@ -376,10 +271,7 @@ def test_no_table_has_a_route_that_was_measured_as_slower(written, monkeypatch, 
                 assert median[tuning.route_at(steps, size)] <= most
         for size in {0, 98, 99, max(first - 1, 0), last + 1, 2 * last, 1 << 40}:
             if not first <= size <= last:
-                assert tuning.route_at(steps, size) == tuning.route_at(usual[kind], size), (
-                    kind,
-                    size,
-                )
+                assert tuning.route_at(steps, size) == tuning.route_at(usual[kind], size)
     monkeypatch.setattr(tuning, "_DEFAULTS", {False: {2: later}, True: {2: later}})
     for kind in found:
         steps = written.table().row(kind, 2)["node"]
@@ -388,12 +280,12 @@ def test_no_table_has_a_route_that_was_measured_as_slower(written, monkeypatch, 
                 assert tuning.route_at(steps, size) == tuning.route_at(later[kind]["node"], size)
 
 
-#: Of a kind for which the default is memory that the ranks share.
+#: The default is shared.
 CALM = {"all_reduce": figures(0.02, mpi=[5.0] * 11, shared=FLAT)}
 NOISY = {"all_reduce": figures(0.12, mpi=[5.0] * 11, shared=FLAT)}
 
 
-def test_both_distances_are_told(written, capsys):
+def test_output_has_a_column_for_each_distance(written, capsys):
     far = figures(0.02, distance="far", mpi=[8.0] * 11, shared=FLAT)
     both = {"all_reduce": near_and_far(CALM["all_reduce"], far),
             "gather": figures(0.02, mpi=[5.0] * 11, shared=FLAT)}  # fmt: skip
@@ -408,46 +300,39 @@ def test_both_distances_are_told(written, capsys):
 
 
 @pytest.mark.parametrize("before", [None, '{"ranks": {}}'])
-def test_a_noisy_machine_gets_no_table(written, capsys, before):
-    """But what was found is told."""
+def test_noisy_measurements_are_printed_but_not_written(written, capsys, before):
     if before:
         written.path.write_text(before)
     assert written.end(NOISY, 8192) == 3
     assert (written.path.read_text() if written.path.exists() else None) == before
-    told = capsys.readouterr()
-    assert (
-        "all_reduce                0 B        8 KiB      shared       mpi          2.00 x"
-        in told.out
-    )
-    assert "times vary by 12.0%, at most 10%" in told.out and "written" not in told.out
+    shown = capsys.readouterr()
+    row = "all_reduce                0 B        8 KiB      shared       mpi          2.00 x"
+    assert row in shown.out
+    assert "times vary by 12.0%, at most 10%" in shown.out and "written" not in shown.out
     for words in ("error: times vary by 12.0%, more than 10%", "no table was written", "--seconds",
                   "--force"):  # fmt: skip
-        assert words in told.err
+        assert words in shown.err
 
 
-def test_force(written, capsys):
-    """It is told in the table that times varied."""
+def test_force_writes_noisy_measurements(written, capsys):
     assert written.end(NOISY, 8192, force=True) == 0
-    told = capsys.readouterr()
-    assert "times vary by 12.0%" in told.out and f"# written to {written.path}" in told.out
-    assert told.err == ""
+    shown = capsys.readouterr()
+    assert "times vary by 12.0%" in shown.out and f"# written to {written.path}" in shown.out
+    assert shown.err == ""
     assert json.loads(written.path.read_text())["measured"]["2"]["noise"] == "12.0%"
     assert written.table().row("all_reduce", 2)["node"] == ((0, "mpi"), (8193, "shared"))
 
 
 @pytest.mark.parametrize(("found", "code"), [(CALM, 0), (NOISY, 3)])
-def test_a_dry_run(written, capsys, found, code):
-    """What would be, and what would change, against what is in force; nothing is written."""
+def test_dry_run_prints_the_table_and_the_changes(written, capsys, found, code):
     assert written.end(found, 8192, dry_run=True) == code
     assert not written.path.exists()
-    told = capsys.readouterr()
-    assert (
-        "shared       mpi          2.00 x" in told.out
-        and f"written to {written.path}\n" not in told.out
-    )
-    text = told.out[told.out.index("{") : told.out.rindex("}") + 1]
+    shown = capsys.readouterr()
+    assert "shared       mpi          2.00 x" in shown.out
+    assert f"written to {written.path}\n" not in shown.out
+    text = shown.out[shown.out.index("{") : shown.out.rindex("}") + 1]
     assert tuning_files.parse(text)[2]["all_reduce"] == {"node": ((0, "mpi"), (8193, "default"))}
-    assert bool(told.err) == bool(code)
+    assert bool(shown.err) == bool(code)
     assert written.end(CALM, 8192) == 0
     capsys.readouterr()
     kept = written.path.read_text()
@@ -459,7 +344,7 @@ def test_a_dry_run(written, capsys, found, code):
     assert written.path.read_text() == kept
 
 
-def test_what_was_not_measured_is_told(written, capsys):
+def test_output_lists_sizes_that_were_not_measured(written, capsys):
     assert written.end(CALM, 8192, sizes=(8, 16384)) == 0
     out = capsys.readouterr().out
     assert "not measured within --seconds, not changed: all_reduce of more than 8 KiB" in out
@@ -471,7 +356,7 @@ def test_what_was_not_measured_is_told(written, capsys):
     assert written.path.read_text() == kept
 
 
-def test_a_second_run_over_fewer_sizes_keeps_the_rest(written):
+def test_second_run_over_fewer_sizes_keeps_other_steps(written):
     assert written.end(CALM, 8192) == 0
     fewer = figures(0.02, SIZES[:3], mpi=[9.0] * 3, shared=[5.0] * 3)
     assert written.end({"all_reduce": fewer}, SIZES[2]) == 0
@@ -479,11 +364,11 @@ def test_a_second_run_over_fewer_sizes_keeps_the_rest(written):
     assert steps == ((0, "shared"), (SIZES[2] + 1, "mpi"), (8193, "default"))
 
 
-# --- how far it is ------------------------------------------------------------------------------
+# --- progress -----------------------------------------------------------------------------------
 
 
 class Screen(io.StringIO):
-    """A terminal, or where a launcher takes what is said."""
+    """A terminal, or a pipe of a launcher."""
 
     def __init__(self, terminal):
         super().__init__()
@@ -494,10 +379,7 @@ class Screen(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_how_far_it_is(monkeypatch, terminal):
-    """On a terminal a line that goes away again; elsewhere one now and then, where nothing else was
-    said.
-    """
+def test_progress_replaces_a_line_on_terminals_and_is_rare_elsewhere(monkeypatch, terminal):
     screen, now = Screen(terminal), 1000.0
     monkeypatch.setattr(cli.sys, "stderr", screen)
     monkeypatch.setattr(cli.time, "monotonic", lambda: now)
@@ -506,8 +388,8 @@ def test_how_far_it_is(monkeypatch, terminal):
     for seconds, text in after:
         now += seconds
         cli.show_progress(text)
-    told = [f"\r\x1b[K{text}" for _, text in after] if terminal else ["c\n", "f\n"]
-    assert screen.getvalue() == "".join(told)
+    shown = [f"\r\x1b[K{text}" for _, text in after] if terminal else ["c\n", "f\n"]
+    assert screen.getvalue() == "".join(shown)
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -518,75 +400,67 @@ def test_how_far_it_is(monkeypatch, terminal):
     [("8:64", [8, 16, 32, 64]), ("1K:4k", [1024, 2048, 4096]), ("3:20", [3, 6, 12]), ("7", [7]),
      ("0.5K:1K", [512, 1024]), ("8:64M", [8 << i for i in range(24)])],
 )  # fmt: skip
-def test_sizes(text, sizes):
+def test_sizes_are_parsed(text, sizes):
     assert tune._sizes(text) == sizes
 
 
 @dataclass(frozen=True)
-class Job(test_cli.Job):
-    """then: the words of a job after it, on as many ranks; file: $FOLDER/table.json before it."""
+class Job(cli_jobs.Job):
+    """A job, and optionally a second one.
+
+    then: the command line of the second job, on the same number of ranks.
+    file: the content of $FOLDER/table.json before the job.
+    """
 
     then: str = ""
     file: str | None = None
 
 
 @dataclass(frozen=True)
-class Ended(test_cli.Ended):
-    """after: how the job after it ended; folder: what $FOLDER was."""
+class Ended(cli_jobs.Ended):
+    """The result of a job, the result of the second job, and $FOLDER."""
 
-    after: test_cli.Ended | None
+    after: cli_jobs.Ended | None
     folder: Path
 
     @property
     def table(self) -> Path:
         return self.folder / "table.json"
 
-    def refused(self, *words: str, code: int = 2) -> None:
-        """One rank said why, before anything was measured."""
-        assert self.code == code, self
-        assert self.err.count("error: ") == 1 and "Traceback" not in self.err, self
-        assert self.out == "", self
-        assert all(word in self.err for word in words), self
+
+job = cli_jobs.decorator(Job)
 
 
-job = made_by(Job)
-
-
-def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
-    own = {"XDG_CONFIG_HOME": str(folder / "config"), "MPICOLL_TABLE": "", **task.environment}
-    if task.file is not None:
-        (folder / "table.json").write_text(task.file)
-
-    def job_of(words: str) -> test_cli.Ended:
-        words = words.replace("$words", parameters.get("words", ""))
-        words = words.replace("$FOLDER", str(folder))
-        return test_cli.run(dataclasses.replace(task, words=words, environment=own), {}, folder)
-
-    ended = job_of(task.words)
-    after = job_of(task.then) if task.then else None
+def run(job: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
+    own = {"XDG_CONFIG_HOME": str(folder / "config"), "MPICOLL_TABLE": "", **job.environment}
+    job = dataclasses.replace(job, environment=own)
+    if job.file is not None:
+        (folder / "table.json").write_text(job.file)
+    ended = cli_jobs.run(job, parameters, folder)
+    second = dataclasses.replace(job, words=job.then)
+    after = cli_jobs.run(second, parameters, folder) if job.then else None
     return Ended(**vars(ended), after=after, folder=folder)
 
 
-#: Done in a second or two, with time enough where much else is going on. Then --force is needed.
+#: Takes about two seconds, and more on a busy machine, which needs --force.
 FEW = "--quick --force --seconds 20 --sizes 8:64"
 
 
-@needs_mpiexec
 @job(f"tune {FEW} --kinds all_reduce 'all_reduce of others' gather --json $FOLDER/all.json",
      ranks=2, then="doctor --json")  # fmt: skip
-def test_later_jobs_go_by_it(ended: Ended) -> None:
-    assert (ended.code, ended.err) == (0, ""), ended
+def test_later_jobs_use_the_table(ended: Ended) -> None:
+    ended.succeeded()
     (path,) = (ended.folder / "config" / "mpicoll").iterdir()
     assert f"# written to {path}\n" in ended.out and "takes at most" in ended.out
     assert "# times vary by " in ended.out
-    said = json.loads(path.read_text())
+    written = json.loads(path.read_text())
     report = json.loads((ended.folder / "all.json").read_text())
-    assert said["machine"] == machine.describe() == report["machine"]
-    assert said["mpi"] == report["mpi"] and said["measured"]["2"]["mpicoll"] in ended.out
+    assert written["machine"] == machine.describe() == report["machine"]
+    assert written["mpi"] == report["mpi"] and written["measured"]["2"]["mpicoll"] in ended.out
     kinds = ["all_reduce", "all_reduce of others", "gather"]
     rows = tuning_files.parse(path.read_text())
     assert list(rows) == [2] and list(rows[2]) == kinds
-    assert report["steps"] == said["ranks"]["2"]
+    assert report["steps"] == written["ranks"]["2"]
     for kind in kinds:
         (place,) = rows[2][kind]
         assert place == report["place"] in ("node", "apart")
@@ -604,7 +478,7 @@ def test_later_jobs_go_by_it(ended: Ended) -> None:
     words = {"mpi": "MPI", "shared": "shared memory", "mpi_chunked": "MPI in chunks",
              "exchange": "messages over MPI", "single_copy": "one copy by the kernel",
              "widened": "MPI in float32"}  # fmt: skip
-    table = tuning_files.build_table("Open MPI" in said["mpi"], str(path), path.read_text())
+    table = tuning_files.build_table("Open MPI" in written["mpi"], str(path), path.read_text())
     for kind, name in zip(kinds, ("all_reduce (float32)", "all_reduce (bfloat16)", "gather"),
                           strict=True):  # fmt: skip
         (_, first), *others = table.row(kind, 2)[report["place"]]
@@ -612,7 +486,7 @@ def test_later_jobs_go_by_it(ended: Ended) -> None:
         assert found["routes"]["host"][name] == "; ".join([words[first], *steps])
 
 
-#: Made by hand: it does not say for what.
+#: A table without an MPI and a machine, as written by hand.
 OLD = {
     "16": {"scatter": {"node": [[0, "shared"]]}},
     "2": {
@@ -625,38 +499,33 @@ OLD = {
 }
 
 
-@needs_mpiexec
 @job(f"tune {FEW} --kinds gather gather reduce", ranks=2, file=json.dumps({"ranks": OLD}),
      environment={"MPICOLL_TABLE": "$FOLDER/table.json"}, then="doctor")  # fmt: skip
-def test_it_adds_to_what_is_there(ended: Ended) -> None:
-    """To the file that is named, of which what was not measured now stays."""
-    assert (ended.code, ended.err) == (0, ""), ended
+def test_tune_adds_to_an_existing_table(ended: Ended) -> None:
+    """Steps of kinds and sizes that were not measured stay."""
+    ended.succeeded()
     rows = tuning_files.parse(ended.table.read_text())
     assert rows[16] == {"scatter": {"node": ((0, "shared"),)}}
     assert rows[2]["scatter"] == rows[16]["scatter"]
     assert rows[2]["gather"]["apart"] == ((0, "mpi"), (9, "mpi"))
-    assert rows[2]["gather"]["node"][-1] == (1 << 21, "mpi"), "beyond what was measured"
+    assert rows[2]["gather"]["node"][-1] == (1 << 21, "mpi"), "the steps of larger sizes stay"
     assert "reduce" in rows[2] and "reduce" not in rows[16]
     assert sorted(each.name for each in ended.folder.iterdir()) == ["table.json"]
     assert ended.after is not None
     assert f"{ended.table} (measured on 2, 16 ranks)" in ended.after.out, ended.after
 
 
-@needs_mpiexec
 @job("tune --sizes 8:1G --seconds 0.001 --kinds all_reduce -o $FOLDER/table.json", ranks=3)
-def test_it_takes_no_longer_than_it_may(ended: Ended) -> None:
-    """Here that is less than it takes to begin; --force makes no table of nothing."""
+def test_too_few_seconds_write_no_table(ended: Ended) -> None:
     assert ended.code == 3 and "Traceback" not in ended.err, ended
     assert "8 B to 1 GiB: takes at most 0.001 s" in ended.out
     assert ended.err.count("too few measurements") == 1
     assert not ended.table.exists()
 
 
-@needs_mpiexec
 @job("tune --quick --force --seconds 20 --sizes 8:16 --kinds gather -o $FOLDER/table.json", ranks=3,
      environment={"TEST_MPICOLL_PACE": "0"})  # fmt: skip
-def test_one_rank_says_how_far_it_is(ended: Ended) -> None:
-    """Under a launcher, too."""
+def test_one_rank_prints_progress_under_a_launcher(ended: Ended) -> None:
     assert ended.code == 0, ended
     lines = ended.err.splitlines()
     assert all(line.startswith("tune: ") and line.count("tune: ") == 1 for line in lines), ended
@@ -666,9 +535,8 @@ def test_one_rank_says_how_far_it_is(ended: Ended) -> None:
 # --- dry runs and tables that are removed -------------------------------------------------------
 
 
-@needs_mpiexec
 @job("tune --quick --dry-run --seconds 20 --sizes 8:16 --kinds gather", ranks=2)
-def test_a_dry_run_leaves_nothing(ended: Ended) -> None:
+def test_dry_run_writes_no_file(ended: Ended) -> None:
     assert ended.code in (0, 3) and "Traceback" not in ended.err, ended
     text = ended.out[ended.out.index("{") : ended.out.rindex("}") + 1]
     assert list(tuning_files.parse(text)) == [2]
@@ -678,36 +546,34 @@ def test_a_dry_run_leaves_nothing(ended: Ended) -> None:
 MADE = '{"ranks": {"2": {"gather": {"node": [[0, "mpi"]]}}}}'
 
 
-@needs_mpiexec
 @pytest.mark.parametrize("words", ["", "-o $FOLDER/table.json"])
 @job("tune --reset $words", ranks=2, file=MADE, environment={"MPICOLL_TABLE": "$FOLDER/table.json"},
      then="tune --reset $words")  # fmt: skip
-def test_a_table_is_removed(words: str, ended: Ended) -> None:
-    """That which would be written; one rank does it. Another time there is none."""
-    assert (ended.code, ended.err) == (0, ""), ended
+def test_reset_removes_the_table(words: str, ended: Ended) -> None:
+    """One rank removes the file that tune would write. The second job finds none."""
+    ended.succeeded()
     assert ended.out.count(f"# removed {ended.table}") == 1 and not ended.table.exists()
     assert ("unset MPICOLL_TABLE" in ended.out) == (not words)
     assert ended.after is not None
-    assert (ended.after.code, ended.after.err) == (0, ""), ended.after
-    assert ended.after.out == f"# there is no table at {ended.table}\n"
+    ended.after.succeeded()
+    assert f"no table at {ended.table}\n" in ended.after.out
 
 
 @job("tune --reset")
-def test_without_a_launcher(ended: Ended) -> None:
-    """The file of this MPI and machine; its folder is not made."""
-    assert (ended.code, ended.err) == (0, ""), ended
-    assert ended.out.startswith(f"# there is no table at {ended.folder}/config/mpicoll/")
+def test_reset_without_a_launcher_creates_no_folder(ended: Ended) -> None:
+    ended.succeeded()
+    assert f"no table at {ended.folder}/config/mpicoll/" in ended.out
     assert not list(ended.folder.iterdir())
 
 
-def test_the_own_table_is_removed(tmp_path, monkeypatch):
+def test_reset_removes_the_table_of_this_mpi(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     target = tune._target(None, "", MPI)
     target.path.parent.mkdir()
     target.path.write_text(tuning_files.join("", MPI, 2, {}, {}))
     assert tune._remove(target, MPI) == f"# removed {target.path}"
     assert not target.path.exists()
-    assert tune._remove(target, MPI) == f"# there is no table at {target.path}"
+    assert f"no table at {target.path}" in tune._remove(target, MPI)
 
 
 @pytest.mark.parametrize(
@@ -719,7 +585,7 @@ def test_the_own_table_is_removed(tmp_path, monkeypatch):
         ('{"ranks": {}, "mpi": "Our MPI 7"}', "was measured with Our MPI 7"),
     ],
 )
-def test_what_is_no_table_is_not_removed(tmp_path, text, why):
+def test_reset_keeps_files_that_are_not_tables(tmp_path, text, why):
     path = tmp_path / "precious"
     path.write_text(text)
     with pytest.raises(tune.ArgumentError, match=why):
@@ -729,15 +595,14 @@ def test_what_is_no_table_is_not_removed(tmp_path, text, why):
         tune._remove(tune._target(tmp_path, "", MPI), MPI)
 
 
-# --- refusals -----------------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------
 
 
 @job("tune")
-def test_one_rank_has_nothing_to_tune(ended: Ended) -> None:
+def test_tune_on_one_rank_is_an_error(ended: Ended) -> None:
     ended.refused("one rank has only one route")
 
 
-@needs_mpiexec
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -747,10 +612,10 @@ def test_one_rank_has_nothing_to_tune(ended: Ended) -> None:
         ("--seconds 0", "number of seconds, got '0'"),
         ("--seconds inf", "number of seconds, got 'inf'"),
         ("--sizes 8:16T", "GiB are available"),
-        ("-o /nowhere/table.json", "/nowhere/table.json: there is no folder /nowhere"),
+        ("-o /nowhere/table.json", "no folder /nowhere"),
         ("-o /", "/: cannot be read: Is a directory"),
         ("-o /proc/table.json", "/proc/table.json: cannot be written: "),
-        ("--json /nowhere/table.json", "there is no folder /nowhere"),
+        ("--json /nowhere/table.json", "no folder /nowhere"),
         ("--force --dry-run", "argument --dry-run: not allowed with argument --force"),
         ("--reset --dry-run", "argument --dry-run: not allowed with argument --reset"),
         ("--reset -o /", "/: cannot be read: Is a directory"),
@@ -758,13 +623,12 @@ def test_one_rank_has_nothing_to_tune(ended: Ended) -> None:
     ],
 )
 @job("tune $words", ranks=3)
-def test_what_cannot_be_had(words: str, why: str, ended: Ended) -> None:
+def test_invalid_options_end_all_ranks(words: str, why: str, ended: Ended) -> None:
     ended.refused(why)
 
 
-@needs_mpiexec
 @job("tune --kinds gather scatter", ranks=2, environment={"MPICOLL_SHARED_MEMORY": "0"})
-def test_no_choice(ended: Ended) -> None:
+def test_tune_with_only_one_route_is_an_error(ended: Ended) -> None:
     ended.refused("ranks do not share memory: only one route is available for gather, scatter")
 
 
@@ -772,37 +636,31 @@ BROKEN = '{"ranks": {"2": {"gather": {"node": [[8, "mpi"]]}}}}'
 OTHERS = '{"ranks": {}, "mpi": "Our MPI 7", "machine": "9 x A"}'
 
 
-@needs_mpiexec
 @pytest.mark.parametrize("words", ["", "-o $FOLDER/other.json"])
 @job("tune --quick --force --seconds 20 --sizes 8 --kinds all_reduce $words", ranks=2, file=BROKEN,
      environment={"MPICOLL_TABLE": "$FOLDER/table.json"})  # fmt: skip
-def test_a_broken_table(words: str, ended: Ended) -> None:
-    """It is not written to, and not in the way of another."""
+def test_invalid_table_is_kept_and_does_not_prevent_another_one(words: str, ended: Ended) -> None:
     assert ended.table.read_text() == BROKEN
     if words:
-        assert (ended.code, ended.err) == (0, ""), ended
+        ended.succeeded()
         return
-    ended.refused(
-        f"{ended.table} is not a tuning table: gather: node: expected ascending bytes", "remove it"
-    )
+    message = f"{ended.table} is not a tuning table: gather: node: expected "
+    ended.refused(message, "remove it")
 
 
-@needs_mpiexec
 @job("tune --quick --sizes 8 -o $FOLDER/table.json", ranks=2, file=OTHERS)
-def test_a_table_of_another_machine(ended: Ended) -> None:
+def test_table_of_another_machine_is_kept(ended: Ended) -> None:
     ended.refused("was measured with Our MPI 7 on 9 x A, but this is ", "--output")
     assert ended.table.read_text() == OTHERS
 
 
-@needs_mpiexec
 @job("doctor --json", ranks=3, file=BROKEN, environment={"MPICOLL_TABLE": "$FOLDER/table.json"})
-def test_a_job_with_a_broken_table(ended: Ended) -> None:
-    """All ranks refuse to begin, and one says why."""
+def test_job_with_an_invalid_table_fails_with_one_error(ended: Ended) -> None:
     assert ended.code == 1 and "Traceback" not in ended.err, ended
     (advice,) = json.loads(ended.out)["advice"]
     assert advice["wrong"] and f"{ended.table} is not a tuning table: " in advice["text"], ended
 
 
-@job("tune", environment=test_cli.SRUN)
-def test_where_mpi_does_not_see_the_ranks(ended: Ended) -> None:
+@job("tune", environment=cli_jobs.SRUN)
+def test_ranks_that_mpi_does_not_have_are_reported(ended: Ended) -> None:
     ended.refused("srun announces 2 ranks", code=1)

@@ -1,5 +1,6 @@
-"""Becomes the program that follows, with the variables that `srun --mpi=pmi2` would have set beside
-those of PMI, which are the same under mpiexec.
+"""Execute a Python program under mpiexec with the variables that `srun --mpi=pmi2` sets.
+
+The variables of PMI are the same.
 """
 
 import os

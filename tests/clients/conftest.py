@@ -1,4 +1,4 @@
-"""The tests here want libraries that only ``make test-clients`` installs."""
+"""These tests need libraries that only ``make test-clients`` installs."""
 
 from __future__ import annotations
 

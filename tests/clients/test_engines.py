@@ -1,8 +1,7 @@
 """``mpicoll.launch.dask``, ``.ray`` and ``.spark`` with the engines: ``make test-clients``.
 
-Each engine runs on this machine, with three workers, once for all tests but those of the pages'
-blocks, which start it themselves. No test may hang: if one does, this process says where its
-threads are, and ends.
+Each engine runs once on this machine, with three workers. The blocks of the pages start their own
+engines. If a test hangs, this process prints the stacks of its threads and exits.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from mpicoll.errors import ArgumentError, LaunchError
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from page_blocks import Block, engine_blocks
 
-#: Seconds after which a test hangs: with two busy cores Ray takes ten to start two workers.
-LIMIT = 240
+#: Timeout of a test in seconds. On two busy cores, Ray needs ten seconds to start two workers.
+LIMIT_S = 240
 
 Run = Callable[..., list[Any]]
 
 
 @pytest.fixture(autouse=True)
 def no_hang(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
-    faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=sys.__stderr__)
     yield
     faulthandler.cancel_dump_traceback_later()
 
@@ -49,7 +48,7 @@ def on_ray() -> Iterator[Run]:
 
 def needs_java() -> None:
     if not (shutil.which("java") or os.environ.get("JAVA_HOME")):
-        pytest.skip("Spark is NOT tested: it needs Java, apt-get install default-jre-headless")
+        pytest.skip("Spark needs Java: apt-get install default-jre-headless")
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +59,7 @@ def on_spark() -> Iterator[Run]:
     from mpicoll.launch.spark import run
 
     os.environ["PYSPARK_PYTHON"] = sys.executable
-    # Three executors, each with a core and 1024 MiB, in processes of their own.
+    # Three executor processes, each with one core and 1024 MiB.
     builder = SparkSession.builder.master("local-cluster[3,1,1024]")
     session = builder.config("spark.ui.enabled", "false").getOrCreate()
     yield run
@@ -87,8 +86,10 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 def add(factor: float, where: str = "nowhere", how: str = "") -> Callable[[], Any]:
-    """What a rank does. It goes by value, as functions of a script do: the workers do not know
-    this module.
+    """Return the function of a rank, which is pickled by value: workers cannot import this module.
+
+    where: where rank 1 raises. apart: the other ranks use no mpicoll.
+    how: "kill" or "stop" sends that signal.
     """
 
     def work(start: float, step: float = 1.0) -> tuple[Any, ...]:
@@ -122,8 +123,8 @@ def add(factor: float, where: str = "nowhere", how: str = "") -> Callable[[], An
     return work
 
 
-def test_a_world(run: Run) -> None:
-    """Twice: the second finds workers, or their machine, as the first has left them."""
+def test_ranks_return_results(run: Run) -> None:
+    """Twice, because the second job gets the workers that the first one used."""
     for _ in range(2):
         found = run(add(10.0), 3, (5.0,), {"step": 2.0})
         assert found == [(rank, 3, 10.0 * (5 + 7 + 9), (rank, 3)) for rank in range(3)]
@@ -131,21 +132,20 @@ def test_a_world(run: Run) -> None:
 
 
 @pytest.mark.parametrize("where", ["before", "inside", "apart"])
-def test_an_exception(run: Run, where: str) -> None:
-    """The other ranks wait: for this one to come, in a collective, for nothing of ours."""
+def test_exception_of_a_rank_is_raised(run: Run, where: str) -> None:
+    """The other ranks wait in init_process_group, in a collective, or outside mpicoll."""
     with pytest.raises(ValueError, match="of rank 1") as caught:
         run(add(1.0, where), 3, (5.0,))
     assert "on rank 1:\nTraceback" in str(caught.value.__cause__)
     assert "in work" in str(caught.value.__cause__)
 
 
-def test_a_rank_that_is_killed(run: Run) -> None:
+def test_killed_rank_raises_launch_error(run: Run) -> None:
     with pytest.raises(LaunchError, match=r"rank 1 of 2 did not return: .* by signal 9"):
         run(add(1.0, "inside", "kill"), 2, (5.0,))
 
 
-def test_torch(run: Run) -> None:
-    """DDP over the backend gives each rank the mean of the gradients."""
+def test_ddp_averages_gradients(run: Run) -> None:
 
     def train() -> list[float]:
         import torch
@@ -166,17 +166,17 @@ def test_torch(run: Run) -> None:
     assert run(train, 2) == [[-3.0, -3.0], [-3.0, -3.0]]
 
 
-def test_no_ranks(run: Run) -> None:
+def test_zero_ranks_raise(run: Run) -> None:
     with pytest.raises(ArgumentError, match="ranks: expected"):
         run(add(1.0), 0, (5.0,))
 
 
-def test_too_few_workers_of_dask(on_dask: Run) -> None:
+def test_dask_with_too_few_workers_raises(on_dask: Run) -> None:
     with pytest.raises(LaunchError, match="4 ranks need 4 workers, one each, and Dask has 3"):
         on_dask(add(1.0), 4, (5.0,))
 
 
-def test_a_busy_worker_of_dask(on_dask: Run) -> None:
+def test_dask_with_a_busy_worker_times_out(on_dask: Run) -> None:
     from distributed import Event, default_client
 
     free = Event("free")
@@ -186,11 +186,11 @@ def test_a_busy_worker_of_dask(on_dask: Run) -> None:
             on_dask(add(1.0), 3, (5.0,), timeout=3.0)
     finally:
         free.set()
-        busy.result(LIMIT)
+        busy.result(LIMIT_S)
 
 
-def test_workers_of_dask_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that do not hear of anything are killed, each by the worker that has started it."""
+def test_dask_workers_kill_stopped_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers are threads of one process. Each worker kills the rank that it started."""
     from distributed import Client, LocalCluster
 
     from mpicoll.launch import workers
@@ -207,25 +207,25 @@ def test_workers_of_dask_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None
         run(add(1.0, "apart", "stop"), 3, (5.0,), client=client)
 
 
-def test_no_spark_connect() -> None:
+def test_spark_connect_is_not_supported() -> None:
     pytest.importorskip("pyspark")
     from mpicoll.launch.spark import run
 
-    with pytest.raises(LaunchError, match="no sparkContext, as those of Spark Connect"):
+    with pytest.raises(LaunchError, match="no sparkContext"):
         run(add(1.0), 1, (5.0,), spark=object())
 
 
-def test_too_few_workers_of_ray(on_ray: Run) -> None:
+def test_ray_with_too_few_workers_times_out(on_ray: Run) -> None:
     with pytest.raises(LaunchError, match="did not start 4 workers within 3 s"):
         on_ray(add(1.0), 4, (5.0,), timeout=3.0)
 
 
-# --- the blocks of the pages. Last, for they start engines of their own -------------------------
+# --- blocks of the pages. Last, because they start their own engines ----------------------------
 
 
 @pytest.fixture
 def ray_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What ``ray.init()`` finds: room for four ranks of two processors."""
+    """Give ``ray.init()`` eight processors: four ranks with two each."""
     import ray
 
     ray.shutdown()
@@ -262,7 +262,7 @@ def dask_alone() -> Iterator[None]:
     cluster.close()
 
 
-#: By the name that a block gives to its results: what they are.
+#: Expected results by variable name.
 RESULTS = {"squares": [9, 9, 9, 9], "results": [0, 100, 200, 300]}
 
 
@@ -273,11 +273,11 @@ RESULTS = {"squares": [9, 9, 9, 9], "results": [0, 100, 200, 300]}
         for page, engine, block in engine_blocks()
     ],
 )
-def test_a_block_of_the_pages(
+def test_page_block_returns_the_expected_results(
     engine: str, page: str, block: Block, request: pytest.FixtureRequest
 ) -> None:
     request.getfixturevalue(f"{engine}_alone")
-    # The functions of a script go to the workers by value.
+    # Functions of __main__ are pickled by value.
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(block.lined, page, "exec"), names)
     (found,) = names.keys() & RESULTS.keys()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,9 @@ os.environ.setdefault(
 
 #: Timeout of the default group, in seconds. It ends a run in which a rank is missing.
 TIMEOUT = 60
+
+needs_2_ranks = pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="needs 2 ranks")
+on_2_ranks = pytest.mark.skipif(MPI.COMM_WORLD.size != 2, reason="runs on 2 ranks only")
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,21 @@ def team(name: str, ranks: Any) -> Team:
     group = dist.group.WORLD if name == "world" else dist.new_group(list(ranks), sort_ranks=False)
     me = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else None
     return Team(name, group, ranks, me)
+
+
+def members(teams: list[Team], least: int = 1) -> list[Team]:
+    """Return the groups of at least ``least`` ranks that this rank is a member of."""
+    return [team for team in teams if team.me is not None and team.size >= least]
+
+
+def run_threads(*functions: Callable[[], object]) -> None:
+    """Run each function in its own thread, and wait for all of them."""
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 @pytest.fixture

@@ -1,17 +1,18 @@
-"""Calls of the primitives, built from the rows of their table, with the results they must have.
+"""Calls of every primitive with their expected results, built from the table of primitives.
 
-A new row is called without a change here, as long as its layout is known.
+A primitive with a new layout needs a method of ``Call``; any other new primitive needs no change.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
 import oracle
+import pytest
 from conftest import Team
 from oracle import Array, Between
 
@@ -19,14 +20,14 @@ import mpicoll as dist
 from mpicoll.dispatch import execute
 from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.primitives import PRIMITIVES, Layout, Primitive
+from mpicoll.routes import tuning
 
-#: Every public name of a primitive, with its row.
+#: Rows of the table of primitives by public name, including aliases.
 NAMES = {name: row for row in PRIMITIVES for name in (row.name, *row.aliases)}
 MOVES = [n for n, row in NAMES.items() if not row.reduces and row.layout is not Layout.EMPTY]
 REDUCTIONS = [name for name, row in NAMES.items() if row.reduces]
 
-#: Primitives that lists of calls are made of, and how these are called. The façade has no name for
-#: some, which PyTorch's backend uses.
+#: Names of the coalesced calls by primitive. Some exist only in the PyTorch backend.
 COALESCED = {
     "all_reduce": "all_reduce_coalesced",
     "all_gather": "all_gather_coalesced",
@@ -34,39 +35,39 @@ COALESCED = {
     "reduce_scatter_single": "reduce_scatter_single_coalesced",
 }
 
-#: Elements on either side of an array that no call may touch.
-GUARD = 4
+#: Number of elements before and after an array that no call may write.
+GUARD_COUNT = 4
 
-#: Makes an array of that shape: what the call gets, and NumPy's view of its elements.
+#: Creates an array from a shape and a dtype. Returns it and NumPy's view of its elements.
 Maker = Callable[[tuple[int, ...], DType], tuple[Any, Array]]
 
 
 def legal_operations(dtype: DType) -> list[ReduceOp]:
-    """Return the operations that have a meaning for a dtype."""
+    """Return the reduction operations that a dtype supports."""
     return [op for op in OPERATIONS if dtype.kind in op.kinds]
 
 
 def guarded(shape: tuple[int, ...], dtype: DType) -> tuple[Any, Array]:
     """Return a contiguous NumPy array in the middle of a larger one."""
     count = int(np.prod(shape))
-    memory = np.full((count + 2 * GUARD) * dtype.itemsize, 0xA5, np.uint8).view(dtype.numpy)
-    array = memory[GUARD : GUARD + count].reshape(shape)
+    memory = np.full((count + 2 * GUARD_COUNT) * dtype.itemsize, 0xA5, np.uint8).view(dtype.numpy)
+    array = memory[GUARD_COUNT : GUARD_COUNT + count].reshape(shape)
     return array, array
 
 
-def is_unharmed(array: Array) -> bool:
-    """Tell whether nothing was written beside an array that ``guarded`` made."""
+def guard_is_intact(array: Array) -> bool:
+    """Return True if the guard elements around an array of ``guarded`` are unchanged."""
     memory = array
     while isinstance(memory.base, np.ndarray):
         memory = memory.base
-    edge = GUARD * array.dtype.itemsize
+    edge = GUARD_COUNT * array.dtype.itemsize
     ends = memory.view(np.uint8)
     return bool((ends[:edge] == 0xA5).all() and (ends[len(ends) - edge :] == 0xA5).all())
 
 
 @lru_cache(maxsize=512)
 def combined(op: ReduceOp, dtype: DType, count: int, ranks: tuple[int, ...]) -> Between:
-    """Return the result of the operation on the ranks' operands."""
+    """Return the expected result of reducing the operands of these global ranks."""
     by = oracle.factors(dtype, len(ranks)) if op is ReduceOp.PREMUL_SUM else None
     return oracle.reduced(op, dtype, [oracle.operands(op, dtype, count, r) for r in ranks], by)
 
@@ -74,12 +75,13 @@ def combined(op: ReduceOp, dtype: DType, count: int, ranks: tuple[int, ...]) -> 
 class Call:
     """One rank's call of a primitive: ``start`` makes the call, ``check`` compares its results.
 
-    count:  elements of a block: what one rank gives to, or gets from, one other.
-    op:     a row of the table; PREMUL_SUM gets a factor that differs from rank to rank.
-    root:   a rank in the group.
-    make:   makes this rank's arrays.
-    shape:  of one block, in place of (count,).
-    stacked: an array of all blocks has a dimension more; else its first one is longer.
+    count:   number of elements in a block, the data that one rank sends to another.
+    op:      the reduction operation; PREMUL_SUM uses a different factor on each rank.
+    root:    group rank.
+    make:    creates this rank's arrays.
+    shape:   shape of a block; default (count,).
+    stacked: True if an array of all blocks has an additional first dimension, False if its blocks
+             are concatenated.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class Call:
         self._LAYOUTS[row.layout](self, row, mine, rooted)
 
     def given(self, rank: int) -> Array:
-        """Return the input of a rank in the group."""
+        """Return the input of a group rank."""
         many = self.row.layout in (Layout.SCATTERED, Layout.EXCHANGED)
         count = self.count * (self.team.size if many else 1)
         if self.op is None:
@@ -117,24 +119,22 @@ class Call:
 
     @property
     def terms(self) -> range:
-        """The ranks in the group whose operands make this rank's result."""
+        """Group ranks whose operands are reduced to this rank's result."""
         ends = {"scan": self.me + 1, "exscan": self.me}
         return range(ends.get(self.name, self.team.size))
 
     def result(self) -> Between:
-        """Their operands combined."""
+        """Return this rank's expected result of a reduction."""
         assert self.op is not None
         ranks = tuple(self.team.ranks[rank] for rank in self.terms)
         return combined(self.op, self.dtype, self.given(0).size, ranks)
 
-    # --- arrays ---------------------------------------------------------------------------------
-
     def read(self, argument: str, whole: bool, values: Array) -> None:
-        """Pass an array, or a list of one per rank, that must stay as it is."""
+        """Add an input: one array or a list of one per rank, which must not change."""
         self._place(argument, whole, values, Between(values))
 
     def written(self, argument: str, whole: bool, expected: Between) -> None:
-        """Pass an array, or a list of one per rank, that must hold that result."""
+        """Add an output: one array or a list of one per rank, with its expected contents."""
         self._place(argument, whole, None, expected)
 
     def _place(self, argument: str, whole: bool, values: Array | None, expected: Between) -> None:
@@ -168,8 +168,6 @@ class Call:
         self.watched.append((name, alias, expected))
         return array
 
-    # --- layouts --------------------------------------------------------------------------------
-
     def _in_place(self, row: Primitive, mine: Array, rooted: bool) -> None:
         if not row.reduces:
             expected = Between(self.given(self.root))
@@ -199,7 +197,7 @@ class Call:
         self.read(row.input, False, mine)
         if self.terms:
             self.written(row.output, False, self.result())
-        else:  # which stays as it is
+        else:  # the output must not change
             self.read(row.output, False, oracle.any_bits(self.dtype, self.count, self.me))
 
     _LAYOUTS: ClassVar = {
@@ -210,10 +208,8 @@ class Call:
         Layout.EXCHANGED: _exchanged,
     }
 
-    # --- the call -------------------------------------------------------------------------------
-
     def start(self, async_op: bool = False, by_group_rank: bool = False) -> Any:
-        """Make the call; the root is passed as a global rank or as a rank in the group."""
+        """Make the call. Pass the root as a global rank or as a group rank."""
         arguments = dict(self.arguments)
         if self.row.root and by_group_rank:
             arguments[f"group_{self.row.root}"] = self.root
@@ -230,11 +226,11 @@ class Call:
         return work
 
     def check(self) -> None:
-        """Compare all arrays with what they must hold."""
+        """Compare all arrays with their expected contents."""
         for name, array, expected in self.watched:
             what = f"{self.what}: {name}"
             expected.check(np.ascontiguousarray(array).reshape(-1), what)
-            assert self.make is not guarded or is_unharmed(array), f"{what}: written beside it"
+            assert self.make is not guarded or guard_is_intact(array), f"{what}: written beside it"
 
     def run(self, by_group_rank: bool = False) -> None:
         """Make the call and check it."""
@@ -243,22 +239,17 @@ class Call:
 
 
 class Uneven(Call):
-    """reduce_scatter of blocks of different sizes, one for each rank of the group, or more."""
+    """reduce_scatter of blocks of different sizes. Sizes beyond the group's size are ignored."""
 
     def __init__(
-        self,
-        team: Team,
-        dtype: DType,
-        sizes: Sequence[int],
-        op: ReduceOp,
-        make: Maker = guarded,
+        self, team: Team, dtype: DType, sizes: Sequence[int], op: ReduceOp, make: Maker = guarded
     ) -> None:
         self.sizes = list(sizes)[: team.size]
         super().__init__("reduce_scatter", team, dtype, 0, op, make=make)
         self.what += f", sizes {self.sizes}"
 
     def given(self, rank: int) -> Array:
-        """Return the input of a rank in the group."""
+        """Return the input of a group rank."""
         assert self.op is not None
         return oracle.operands(self.op, self.dtype, sum(self.sizes), self.team.ranks[rank])
 
@@ -276,8 +267,8 @@ class Uneven(Call):
 
 
 class Exact(Call):
-    """A call on numbers whose sums and products are exact in any order before they are rounded to a
-    narrow float: they have more digits than it has.
+    """A call with one correct result: sums and products of its narrow floats are exact in float32,
+    in any order, and need rounding to the narrow dtype.
     """
 
     def given(self, rank):
@@ -305,8 +296,16 @@ class Exact(Call):
         return oracle.reduced(self.op, self.dtype, given, None)
 
 
+def use_route(
+    patch: pytest.MonkeyPatch, route: str, place: str = "node", kinds: Iterable[str] = tuning.KINDS
+) -> None:
+    """Use a host route for these kinds of calls, at every size, in groups created from now on."""
+    rows = {kind: {place: ((0, route),)} for kind in kinds}
+    patch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
+
+
 def together(name: str, calls: Sequence[Call], async_op: bool = False) -> Any:
-    """Make calls of one kind as one; return what can be waited for, or None."""
+    """Make one coalesced call of the arrays of ``calls``. Returns a Work, a Future or None."""
     first = calls[0]
     team, op, row = first.team, first.op, NAMES[name]
     if op is ReduceOp.PREMUL_SUM:
@@ -325,7 +324,7 @@ def together(name: str, calls: Sequence[Call], async_op: bool = False) -> Any:
 
 
 def wait_for_all(mpi: Any) -> None:
-    """Wait for all ranks, and leave the cores to those that still compute.
+    """Wait for all ranks without using a core, so that the other ranks can compute.
 
     The ranks outside a group call this while its members make their calls.
     """
@@ -335,9 +334,9 @@ def wait_for_all(mpi: Any) -> None:
 
 
 def check_same_bits(mpi: Any, calls: Sequence[Call]) -> None:
-    """Raise AssertionError unless the members of each group hold the same bits in all results.
+    """Raise AssertionError unless the outputs have equal bits on all members of each group.
 
-    All ranks call this, with the calls in the same order; MPI itself carries the bytes.
+    All ranks must call this, with the calls in the same order. The bytes are compared by mpi4py.
     """
     mine: dict[str, list[bytes]] = {}
     for call in calls:
@@ -352,14 +351,6 @@ def check_same_bits(mpi: Any, calls: Sequence[Call]) -> None:
 
 
 __all__ = [
-    "DTYPES",
-    "MOVES",
-    "NAMES",
-    "REDUCTIONS",
-    "Call",
-    "Kind",
-    "Uneven",
-    "check_same_bits",
-    "legal_operations",
-    "wait_for_all",
-]
+    "DTYPES", "MOVES", "NAMES", "REDUCTIONS", "Call", "Kind", "Uneven", "check_same_bits",
+    "legal_operations", "wait_for_all",
+]  # fmt: skip

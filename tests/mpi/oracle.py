@@ -20,9 +20,6 @@ from mpicoll.dtypes import DType, Kind, ReduceOp
 Array = np.ndarray[Any, Any]
 
 
-# ---- Inputs --------------------------------------------------------------------------------------
-
-
 def frozen(array: Array) -> Array:
     array.flags.writeable = False
     return array
@@ -81,9 +78,6 @@ def factors(dtype: DType, n: int) -> list[Any]:
 def number(factor: Any) -> Any:
     """Convert a factor to a Python number."""
     return factor.item() if hasattr(factor, "item") else factor
-
-
-# ---- Reductions ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

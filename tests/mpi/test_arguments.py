@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import on_2_ranks
 
 import mpicoll as dist
 from mpicoll.api.windows import Window
@@ -385,11 +386,10 @@ def test_every_public_function_has_a_row():
     assert missing == []
 
 
+@on_2_ranks
 @pytest.mark.parametrize("name", ROWS)
 def test_wrong_arguments_leave_the_group_usable(world, name):
     global ME
-    if world.size != 2:
-        pytest.skip("needs 2 ranks")
     ME = world.me
     row = ROWS[name]
     function, _ = row.call()
@@ -420,10 +420,9 @@ def finish(result: Any) -> None:
             one.wait()
 
 
+@on_2_ranks
 @pytest.mark.parametrize("root", [np.int8(1), np.array(1), np.uint64(1), True])
 def test_ranks_may_be_numpy_integers(world, root):
-    if world.size != 2:
-        pytest.skip("needs 2 ranks")
     for given in ({"src": root}, {"group_src": root}):
         value = np.full(2, 7.0 if world.me == 1 else 0.0)
         dist.broadcast(value, **given)
@@ -434,9 +433,8 @@ def test_ranks_may_be_numpy_integers(world, root):
         assert (value == 7).all()
 
 
+@on_2_ranks
 def test_argument_error_on_one_rank_leaves_the_group_usable(world):
-    if world.size != 2:
-        pytest.skip("needs 2 ranks")
     if world.me == 0:
         for root in NO_RANK:
             with pytest.raises(dist.MpicollError):

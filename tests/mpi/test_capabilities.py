@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from mpicoll.cuda import capabilities, mpi_support, probe, runtime
@@ -11,29 +13,12 @@ from mpicoll.errors import ArgumentError
 from mpicoll.routes.device.eligibility import eligible_routes, forced_route
 
 
-class Gpus:
-    """Two GPUs of the same model."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def count(self):
-        return 2
-
-    def name(self, index):
-        return self.model
-
-    def pci_bus_id(self, index):
-        return f"0000:0{index}:00.0"
-
-    def identity(self, index):
-        return self.pci_bus_id(index)
-
-    def driver_version(self):
-        return "1"
-
-    def has_nccl(self):
-        return False
+def two_gpus(model):
+    """A runtime with two GPUs of the same model."""
+    return SimpleNamespace(
+        count=lambda: 2, name=lambda index: model, driver_version=lambda: "1",
+        pci_bus_id="0000:0{}:00.0".format, identity="0000:0{}:00.0".format, has_nccl=lambda: False,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -54,7 +39,7 @@ def fresh(monkeypatch, tmp_path):
 
 
 def of_kind(monkeypatch, kind):
-    monkeypatch.setattr(runtime, "get_runtime", lambda: Gpus(kind))
+    monkeypatch.setattr(runtime, "get_runtime", lambda: two_gpus(kind))
 
 
 def test_one_rank_probes_for_each_gpu_model(mpi, fresh, monkeypatch):

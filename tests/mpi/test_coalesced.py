@@ -6,12 +6,11 @@ a public coalesced function are called through ``execute.run_all``, as the PyTor
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
-import simulated
+from conftest import members, needs_2_ranks
 from conftest import team as group_of
+from device_arrays import devices, forced
 from driver import (
     COALESCED,
     DTYPES,
@@ -20,12 +19,12 @@ from driver import (
     guarded,
     legal_operations,
     together,
+    use_route,
     wait_for_all,
 )
-from test_shared import share_all, sharing_team
+from test_shared import sharing_team
 
 import mpicoll as dist
-from mpicoll.cuda import capabilities, runtime
 from mpicoll.dispatch import execute, fusing
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
@@ -38,20 +37,8 @@ pytestmark = pytest.mark.on_3
 DEADLINE = 60
 #: Block shapes. With 16-byte elements some blocks are too large to fuse and the rest need several
 #: fused calls; with 1-byte elements all blocks are small.
-SHAPES = [
-    (3,),
-    (0,),
-    (1000,),
-    (1,),
-    (30, 7),
-    (2, 0, 3),
-    (),
-    (5000,),
-    *[(900 + i,) for i in range(40)],
-]
-
-
-# ---- Arrays of all kinds -------------------------------------------------------------------------
+SHAPES = [(3,), (0,), (1000,), (1,), (30, 7), (2, 0, 3), (), (5000,)]
+SHAPES += [(900 + i,) for i in range(40)]
 
 
 def strided(shape, dtype):
@@ -93,18 +80,13 @@ def entries(name, team, dtype, op, shapes=SHAPES, makers=MAKERS):
     return found
 
 
-# ---- Results -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 @pytest.mark.parametrize("name", COALESCED)
 def test_coalesced_results_equal_single_calls(teams, mpi, name, dtype):
     """Every dtype, operation and kind of array, with calls pending on all groups at once."""
     for i, op in enumerate(legal_operations(dtype) if primitives[name].reduces else [None]):
         pending = []
-        for team in teams:
-            if team.me is None:
-                continue
+        for team in members(teams):
             calls = entries(name, team, dtype, op, SHAPES if team is teams[0] else SHAPES[:9])
             async_op = (i + dtype.code + len(team.name)) % 2 == 0
             work = together(name, calls, async_op)
@@ -122,49 +104,28 @@ def test_coalesced_results_equal_single_calls(teams, mpi, name, dtype):
             )
 
 
-def test_thousand_small_arrays_keep_their_results(world):
-    """They need several fused calls."""
-    arrays = [np.full(1 + i % 700, 1.0 + i) for i in range(1000)]
-    dist.all_reduce_coalesced(arrays)
-    for i, one in enumerate(arrays):
-        assert (one == world.size * (1 + i)).all(), i
-
-
 def test_inputs_may_be_parts_of_their_outputs(world):
     """The pattern of FSDP: each rank's input is its own block of the output."""
     n, me = world.size, world.me
-    pairs = []
-    for count in (5, 700, 40, 30000):
-        output = np.zeros(n * count, np.float32)
-        mine = output[me * count : (me + 1) * count]
-        mine[...] = np.arange(count) + 10 * me
-        pairs.append((output, mine))
-    execute.run_all(
-        "gather", primitives["all_gather_single"], None, False, *zip(*pairs, strict=True), None
-    )
-    for output, mine in pairs:
-        expected = [np.arange(mine.size) + 10 * rank for rank in range(n)]
-        assert (output == np.concatenate(expected)).all()
-    pairs = []
-    for count in (5, 700, 40, 30000):
-        whole = np.arange(n * count) * (me + 1.0)
-        pairs.append((whole[me * count : (me + 1) * count], whole))
-    row = primitives["reduce_scatter_single"]
-    execute.run_all("scatter", row, None, False, *zip(*pairs, strict=True), ReduceOp.SUM)
-    for mine, _ in pairs:
-        first = me * mine.size
-        assert (mine == (first + np.arange(mine.size)) * n * (n + 1) / 2).all()
+    gather, scatter = primitives["all_gather_single"], primitives["reduce_scatter_single"]
+    outputs = [np.zeros((n, count), np.float32) for count in (5, 700, 40, 30000)]
+    for output in outputs:
+        output[me] = np.arange(output.shape[1]) + 10 * me
+    mine = [output[me] for output in outputs]
+    execute.run_all("gather", gather, None, False, outputs, mine, None)
+    for output in outputs:
+        assert (output == np.arange(output.shape[1]) + 10 * np.arange(n)[:, None]).all()
+    inputs = [np.arange(output.size).reshape(n, -1) * (me + 1.0) for output in outputs]
+    mine = [whole[me] for whole in inputs]
+    execute.run_all("scatter", scatter, None, False, mine, inputs, ReduceOp.SUM)
+    for one in mine:
+        assert (one == (me * one.size + np.arange(one.size)) * n * (n + 1) / 2).all()
 
 
 def test_uneven_blocks_are_not_fused(world):
     """Calls with uneven blocks run separately, between fused calls."""
     n, me = world.size, world.me
-    widths = [
-        [3] * n,
-        [rank + 1 for rank in range(n)],
-        [2] * n,
-        [5 * (rank == 0) for rank in range(n)],
-    ]
+    widths = [[3] * n, list(range(1, n + 1)), [2] * n, [5] + [0] * (n - 1)]
     inputs = [np.arange(row[me]) + 10 * me for row in widths]
     outputs = [[np.zeros(row[rank], int) for row in widths] for rank in range(n)]
     dist.all_gather_coalesced(outputs, inputs)
@@ -198,28 +159,6 @@ def test_pending_coalesced_call_owns_its_arrays(world):
     for i, one in enumerate(future.wait(DEADLINE)):
         assert (one == n * (i + 1.0)).all()
     assert all((one == 77).all() for one in rubbish)
-
-
-# ---- Fusion --------------------------------------------------------------------------------------
-
-
-def test_batches_fuse_small_entries_in_order():
-    """Small entries share the fewest calls that have room; each large entry has its own call."""
-    rng = random.Random(1)
-    small, chunk = fusing.SMALL, fusing.CHUNK
-    for most in (0, 100, small, small + 1, 4 * small):
-        sizes = [rng.randint(0, most) for _ in range(300)]
-        found = fusing.batches(sizes)
-        assert sorted(place for batch in found for place in batch) == list(range(300))
-        assert [batch[0] for batch in found] == sorted(batch[0] for batch in found)
-        packed = [batch for batch in found if sizes[batch[0]] <= small]
-        assert all(len(batch) == 1 for batch in found if batch not in packed)
-        for batch, after in zip(packed, [*packed[1:], []], strict=True):
-            assert list(batch) == sorted(batch) and max(sizes[place] for place in batch) <= small
-            assert sum(sizes[place] for place in batch) <= chunk
-            if after:
-                assert sum(sizes[place] for place in batch) + sizes[after[0]] > chunk
-    assert fusing.batches([]) == []
 
 
 def counted(monkeypatch):
@@ -281,7 +220,7 @@ def test_thousand_arrays_become_eight_calls(apart, monkeypatch):
 def sharing(world):
     """A new group with shared memory, past its first (compared) calls."""
     with pytest.MonkeyPatch.context() as patch:
-        share_all(patch)
+        use_route(patch, "shared")
         made = sharing_team("lists in memory", world)
         yield made
     dist.destroy_process_group(made.group)
@@ -379,9 +318,6 @@ def test_native_and_python_paths_interoperate(sharing, monkeypatch, odd):
                 assert (output.reshape(n, -1) == np.arange(1, n + 1)[:, None]).all()
 
 
-# ---- Failures ------------------------------------------------------------------------------------
-
-
 def in_step(world):
     """Check that the ranks still make the same calls."""
     x = np.ones(3)
@@ -389,10 +325,9 @@ def in_step(world):
     assert (x == world.size).all()
 
 
+@needs_2_ranks
 def test_coalesced_calls_do_not_change_which_calls_are_compared(world, monkeypatch):
     """One call in a stride is compared, regardless of coalesced calls in between."""
-    if world.size == 1:
-        return
     # shared memory compares coalesced calls differently
     monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
     team = group_of("lists and others", range(world.size))
@@ -463,13 +398,17 @@ def test_invalid_array_in_a_list_is_rejected(world):
     in_step(world)
 
 
+@needs_2_ranks
 @pytest.mark.parametrize("async_op", [False, True])
 def test_lists_that_differ_between_ranks_raise_on_all_ranks(world, async_op):
     """They differ in a count, the order, the length, the dtype or the operation."""
-    if world.size == 1:
-        pytest.skip("needs 2 ranks")
     group = dist.new_group()
     last = world.me == world.size - 1
+
+    def reduce(arrays, message, op=ReduceOp.SUM):
+        with pytest.raises(dist.MismatchError, match=message):
+            dist.all_reduce_coalesced(arrays, op, group, async_op).wait(DEADLINE)
+
     for _ in range(70):
         dist.all_reduce(np.ones(1), group=group)
     for mine, others, message in (
@@ -480,38 +419,21 @@ def test_lists_that_differ_between_ranks_raise_on_all_ranks(world, async_op):
         ([20000], [2] * 3, "20000"),
     ):
         arrays = [np.ones(count) for count in (mine if last else others)]
-        with pytest.raises(dist.MismatchError, match=message):
-            found = dist.all_reduce_coalesced(arrays, group=group, async_op=async_op)
-            found.wait(DEADLINE)
+        reduce(arrays, message)
         assert all((one == 1).all() for one in arrays)
     arrays = [np.ones(3, np.int32 if last else np.float32) for _ in range(3)]
-    with pytest.raises(dist.MismatchError, match="int32"):
-        found = dist.all_reduce_coalesced(arrays, group=group, async_op=async_op)
-        found.wait(DEADLINE)
-    with pytest.raises(dist.MismatchError, match="MAX"):
-        op = ReduceOp.MAX if last else ReduceOp.SUM
-        found = dist.all_reduce_coalesced(arrays, op, group, async_op)
-        found.wait(DEADLINE)
+    reduce(arrays, "int32")
+    reduce(arrays, "MAX", ReduceOp.MAX if last else ReduceOp.SUM)
     x = np.ones(3)
     dist.all_reduce(x, group=group)
     assert (x == world.size).all()
     dist.destroy_process_group(group)
 
 
-# ---- Devices -------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module", params=["staged", "ipc", "auto"])
 def arrays(request):
     """Arrays on simulated devices, for several device routes."""
-    with pytest.MonkeyPatch.context() as patch:
-        made = simulated.Arrays()
-        patch.setattr(runtime, "_runtime", made.cuda)
-        patch.setenv("MPICOLL_CUDA_AWARE", "full")
-        patch.setenv("MPICOLL_DEVICE_ROUTE", request.param)
-        if request.param == "auto":
-            patch.delenv("MPICOLL_DEVICE_ROUTE")
-        patch.setattr(capabilities, "_known", None)
+    with devices("simulated") as made, forced(request.param):
         yield made
 
 
@@ -556,9 +478,6 @@ def test_arrays_on_different_devices_are_rejected(arrays, world):
     in_step(world)
 
 
-# ---- Arrays that share memory --------------------------------------------------------------------
-
-
 def columns(n):
     """Columns of one table: interleaved memory without overlap."""
     return list(np.ones((4, n), np.float32).T)
@@ -596,7 +515,7 @@ def test_all_reduce_coalesced_rejects_arrays_that_share_memory(world, case):
 
 @pytest.mark.parametrize("name", ["all_gather", "all_gather_single", "reduce_scatter_single"])
 def test_coalesced_calls_reject_inputs_that_another_call_writes(world, name):
-    """An input may be a part of its own output, as in a single call."""
+    """An input may be a part of the output of the same call."""
     n = world.size
     scatters = name == "reduce_scatter_single"
     group = dist.group.WORLD

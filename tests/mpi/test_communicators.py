@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from conftest import needs_2_ranks
 from mpi4py import MPI
 
 import mpicoll as dist
@@ -68,9 +69,6 @@ def expected(comm):
     return comm.allreduce(2.0**MPI.COMM_WORLD.rank)
 
 
-# --- init_process_group(comm=...) ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", COMMUNICATORS)
 def test_init_uses_the_ranks_of_the_communicator(kind, mpi, threads):
     comm = COMMUNICATORS[kind](mpi)
@@ -106,18 +104,6 @@ def test_ranks_outside_the_communicator_need_not_call(mpi):
     assert mpi.allreduce(1) == mpi.size
 
 
-def test_init_with_all_ranks_after_subsets(mpi):
-    comm = halves(mpi)
-    dist.init_process_group(comm=comm, timeout=TIMEOUT)
-    assert total() == expected(comm)
-    dist.destroy_process_group()
-    comm.Free()
-    dist.init_process_group(timeout=TIMEOUT)
-    assert (dist.get_rank(), dist.get_world_size()) == (mpi.rank, mpi.size)
-    assert dist.group.WORLD.comm == MPI.COMM_WORLD
-    assert total() == expected(mpi)
-
-
 def test_rank_and_world_size_must_agree_with_comm(mpi):
     comm = halves(mpi)
     given = {"comm": comm, "timeout": TIMEOUT}
@@ -150,9 +136,6 @@ def test_rank_variables_are_set_only_for_the_whole_job(mpi, monkeypatch):
     assert os.environ["RANK"] == str(mpi.rank)
     dist.destroy_process_group()
     comm.Free()
-
-
-# --- Messages of the program --------------------------------------------------------------------
 
 
 def neighbours(comm):
@@ -218,9 +201,6 @@ def test_hints_and_attributes_are_not_copied(mpi):
     MPI.Comm.Free_keyval(key)
 
 
-# --- Rejected communicators ---------------------------------------------------------------------
-
-
 def freed(mpi):
     comm = mpi.Dup()
     comm.Free()
@@ -256,9 +236,8 @@ def test_init_rejects_objects_that_are_not_communicators(wrong):
     assert not dist.is_initialized()
 
 
+@needs_2_ranks
 def test_inter_communicators_are_rejected(mpi):
-    if mpi.size < 2:
-        pytest.skip("needs 2 ranks")
     own = mpi.Split(mpi.rank % 2)
     between = own.Create_intercomm(0, mpi, 1 - mpi.rank % 2)
     if mpi.rank == 0:
@@ -274,9 +253,8 @@ def test_inter_communicators_are_rejected(mpi):
         comm.Free()
 
 
+@needs_2_ranks
 def test_new_group_rejects_communicators_with_ranks_outside_the_job(mpi):
-    if mpi.size < 2:
-        pytest.skip("needs 2 ranks")
     comm = halves(mpi)
     outside = [rank for rank in range(mpi.size) if rank % 2 != mpi.rank % 2]
     some = ", ".join(map(str, outside))
@@ -285,9 +263,6 @@ def test_new_group_rejects_communicators_with_ranks_outside_the_job(mpi):
             dist.new_group(mpi)
         assert total() == expected(comm)
     comm.Free()
-
-
-# --- new_group(comm) and group.comm ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", COMMUNICATORS)
@@ -363,8 +338,6 @@ def test_group_comm_without_thread_multiple(mpi, threads):
         assert group.comm.allreduce(1) == mpi.size
 
 
-# --- operations ---------------------------------------------------------------------------------
-
 OPERATIONS = {
     "SUM": np.sum, "PROD": np.prod, "MAX": np.max, "MIN": np.min, "BAND": np.bitwise_and.reduce,
     "BOR": np.bitwise_or.reduce, "BXOR": np.bitwise_xor.reduce,
@@ -398,12 +371,9 @@ def test_mpi_operations_are_accepted(name, mpi, world):
 
 def test_unsupported_mpi_operations_are_rejected(world, mpi):
     own = MPI.Op.Create(lambda a, b, kind: None)
-    refused = [
-        (MPI.LAND, r"MPI\.LAND"), (MPI.LOR, r"MPI\.LOR"), (MPI.LXOR, r"MPI\.LXOR"),
-        (MPI.MAXLOC, r"MPI\.MAXLOC"), (MPI.MINLOC, r"MPI\.MINLOC"), (MPI.REPLACE, r"MPI\.REPLACE"),
-        (MPI.NO_OP, r"MPI\.NO_OP"), (MPI.OP_NULL, r"MPI\.OP_NULL"),
-        (own, r"an operation made by MPI\.Op\.Create"),
-    ]  # fmt: skip
+    names = "LAND", "LOR", "LXOR", "MAXLOC", "MINLOC", "REPLACE", "NO_OP", "OP_NULL"
+    refused = [(getattr(MPI, name), rf"MPI\.{name}") for name in names]
+    refused.append((own, r"an operation made by MPI\.Op\.Create"))
     if mpi.rank == 0:  # no data is sent
         for op, name in refused:
             with pytest.raises(
@@ -421,9 +391,6 @@ def test_unsupported_mpi_operations_are_rejected(world, mpi):
             dist.all_reduce(np.ones(2), MPI.BAND)
     own.Free()
     assert total() == 2.0**mpi.size - 1
-
-
-# --- scalars ------------------------------------------------------------------------------------
 
 
 def test_numpy_scalars_are_rejected(world, mpi):
@@ -451,9 +418,6 @@ def test_numpy_scalars_are_rejected(world, mpi):
     assert x[0] == y == 2.0**mpi.size - 1
 
 
-# --- Context manager ----------------------------------------------------------------------------
-
-
 def test_with_block_destroys_all_groups(mpi):
     for _ in range(2):
         with dist.init_process_group(timeout=TIMEOUT) as group:
@@ -467,6 +431,13 @@ def test_groups_may_be_destroyed_within_the_with_block(mpi):
     with dist.init_process_group(timeout=TIMEOUT):
         dist.destroy_process_group()
     assert not dist.is_initialized()
+
+
+def test_default_group_can_be_recreated_with_the_same_name(mpi):
+    for _ in range(2):
+        with dist.init_process_group(group_name="1", timeout=TIMEOUT):
+            assert total(dist.new_group()) == expected(mpi)
+            assert dist.get_pg_count() == 2
 
 
 def test_groups_outlive_the_return_value_of_init(mpi):
@@ -491,9 +462,6 @@ def test_exception_in_a_with_block_propagates_unchanged(mpi):
         mpi.Barrier()
     with dist.init_process_group(timeout=TIMEOUT):
         assert total() == expected(mpi)
-
-
-# --- Backend name -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["mpicoll", "MPICOLL", "cpu:mpicoll,cuda:mpicoll", "cpu:mpicoll"])

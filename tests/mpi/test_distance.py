@@ -10,14 +10,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from conftest import needs_2_ranks
 
 from mpicoll.cli import distance as distances
 from mpicoll.cli import timing
 from mpicoll.cli.distance import FAR, MIXED, NEAR, UNKNOWN, Distance, classify, measure_pairs
 from mpicoll.cli.timing import ENOUGH_COUNT, Sample, Timer, Times, keep
 from mpicoll.kernels.library import kernels
-
-# --- Measurement --------------------------------------------------------------------------------
 
 
 def crowded(mpi):
@@ -99,9 +98,8 @@ def test_distance_is_not_measured_with_more_ranks_than_processors(comm, mpi):
     assert "more ranks than processors" in Distance(comm).problem
 
 
+@needs_2_ranks
 def test_missing_c_library_on_one_rank_disables_measurement_on_all(comm, monkeypatch):
-    if comm.size == 1:
-        pytest.skip("needs 2 ranks")
     if comm.rank == 1:
         monkeypatch.setattr(distances, "kernels", None)
     assert "C library" in Distance(comm).problem
@@ -147,9 +145,6 @@ def test_rank_0_gets_each_pair_once(comm):
     for pair in found:
         a, b = pair.ranks
         assert a < b and (a ^ b).bit_count() == 1 and 1 <= len(pair.latencies) <= 3
-
-
-# --- Samples ------------------------------------------------------------------------------------
 
 
 class Scripted:
@@ -216,7 +211,7 @@ def test_samples_are_dropped_when_the_distance_changes(comm, monkeypatch):
     own, scripted = timer(comm, monkeypatch, [45.0] * 5 + [165.0])
     found = own.sample(CASES, 7, ONCE)
     # Turn 0 is near; in turn 1 the second sample is not. Near: 2 and 1.
-    assert scripted.measured == 14 * 3, "twice as many as requested"
+    assert scripted.measured == 14 * 3, "twice the requested number"
     assert samples_of(found) == samples_of(found, "b") == {FAR: 12}
     assert "near (45 ns) in 3 of 28" in own.describe_distances()
     assert "dropped: 1" in own.describe_distances()

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from conftest import needs_2_ranks
 
 import mpicoll as dist
 from mpicoll.errors import ArgumentError
@@ -101,9 +102,8 @@ def test_record_lists_calls_of_every_path(world, record):
     dist.destroy_process_group(group)
 
 
+@needs_2_ranks
 def test_record_lists_messages(world, record):
-    if world.size < 2:
-        pytest.skip("needs 2 ranks")
     group = dist.new_group()
     if world.me == 0:
         works = [dist.isend(np.ones(k + 1), 1, group, tag=k) for k in range(3)]
@@ -150,9 +150,8 @@ def test_buffer_size_limits_the_number_of_calls(world, record, monkeypatch, leng
     dist.destroy_process_group(group)
 
 
+@needs_2_ranks
 def test_a_call_that_fails_is_not_complete(world, record, monkeypatch, tmp_path):
-    if world.size < 2:
-        pytest.skip("needs 2 ranks")
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "rank_"))
     group = dist.new_group()
     for _ in range(2):

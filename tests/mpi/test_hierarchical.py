@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import team as group_of
-from driver import DTYPES, NAMES, Call, Exact, check_same_bits, legal_operations
+from driver import DTYPES, NAMES, Call, Exact, check_same_bits, legal_operations, use_route
 from mpi4py import MPI
 
 import mpicoll as dist
@@ -23,7 +23,6 @@ from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.kernels import library
 from mpicoll.kernels.reduction import find_loop
-from mpicoll.routes import tuning
 from mpicoll.routes.host import hierarchical, hierarchy, select, shared
 from mpicoll.serialized_mpi import serialize
 
@@ -36,9 +35,9 @@ needs = pytest.mark.skipif(
 
 #: Node of each of n ranks.
 PLACES = {
-    "one after another": lambda n: [2 * rank // n for rank in range(n)],
-    "in turn": lambda n: [rank % 2 for rank in range(n)],
-    "the first alone": lambda n: [min(rank, 1) for rank in range(n)],
+    "block": lambda n: [2 * rank // n for rank in range(n)],
+    "round robin": lambda n: [rank % 2 for rank in range(n)],
+    "first rank alone": lambda n: [min(rank, 1) for rank in range(n)],
     "three nodes": lambda n: [(rank * 2) % 3 if n > LEAST else rank // 2 for rank in range(n)],
 }
 
@@ -50,9 +49,8 @@ def patch(world):
     """Route every operation with a hierarchical implementation through it."""
     if world.size < LEAST:
         pytest.skip(f"needs {LEAST} ranks")
-    rows = {kind: {"nodes": ((0, "hierarchical"),)} for kind in tuning.KINDS}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
+        use_route(patch, "hierarchical", "nodes")
         yield patch
 
 
@@ -107,7 +105,7 @@ def has_levels(team):
 @needs
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 def test_all_reduce_around_chunk_sizes(cut, mpi, dtype):
-    """Sizes around those of cache lines, slots, shares and chunks, up to many chunks."""
+    """Sizes around the sizes of cache lines, slots, shares and chunks, up to many chunks."""
     line, slot, piece = (size // dtype.itemsize for size in (64, 512, 1024))
     calls = []
     for turn, count in enumerate((0, 1, line + 1, slot - 1, piece, piece + 1, 5 * piece + 7)):
@@ -177,7 +175,7 @@ def test_broadcast_root_may_pass_a_read_only_array(cut):
 @needs
 def test_groups_of_some_ranks(patch, world):
     """Groups in any order, on one node, or with each rank on a different node."""
-    put(patch, "in turn")
+    put(patch, "round robin")
     n = world.size
     for ranks in itertools.permutations(range(n), LEAST):
         team = group_of(f"some, {ranks}", ranks)
@@ -199,7 +197,7 @@ def test_groups_of_some_ranks(patch, world):
 def test_ranks_with_random_delays_keep_the_order_of_calls(patch, world):
     """Different operations in quick succession in two groups."""
     teams = []
-    for name in ("one after another", "the first alone"):
+    for name in ("block", "first rank alone"):
         put(patch, name)
         team = group_of(f"racing {name}", range(world.size))
         assert has_levels(team)
@@ -281,7 +279,7 @@ def test_one_rank_without_shared_memory_disables_the_route(patch, world, mpi):
     """All ranks then use messages."""
     for unable in range(world.size):
         with pytest.MonkeyPatch.context() as failure:
-            put(patch, "one after another")
+            put(patch, "block")
             if unable == world.me:
                 failure.setenv("MPICOLL_SHARED_MEMORY", "0")
             team = group_of(f"without {unable}", range(world.size))
@@ -292,7 +290,7 @@ def test_one_rank_without_shared_memory_disables_the_route(patch, world, mpi):
             for call in calls:
                 call.run()
             check_same_bits(mpi, calls[:1])
-            nodes = PLACES["one after another"](world.size)
+            nodes = PLACES["block"](world.size)
             assert has_levels(team) == (nodes.count(nodes[unable]) == 1)
         dist.destroy_process_group(team.group)
 
@@ -311,7 +309,7 @@ def test_destroyed_groups_release_communicators_and_memory(patch, world, monkeyp
     monkeypatch.setattr(hierarchy, "make_part", noted)
     gc.collect()  # references held by errors of other tests
     before, array = mapped(), np.ones(500, np.float32)
-    put(patch, "one after another")
+    put(patch, "block")
     for number in range(40):
         group = dist.new_group(list(range(world.size)), group_desc=f"one of many, {number}")
         array[:] = 1
@@ -328,7 +326,7 @@ def test_destroyed_groups_release_communicators_and_memory(patch, world, monkeyp
 @needs
 def test_serialized_mpi(patch, world):
     """Communicators derived from a serialized communicator are also serialized."""
-    put(patch, "in turn")
+    put(patch, "round robin")
     team = group_of("serialized", range(world.size))
     team.group.inner = serialize(team.group.inner)
     for name in ROUTED:
@@ -354,7 +352,7 @@ def test_single_node_does_not_use_the_route(world, monkeypatch):
 
 @needs
 def test_signal_handler_that_raises_fails_the_whole_group(patch):
-    put(patch, "one after another")
+    put(patch, "block")
     group = group_of("a handler that raises", range(dist.get_world_size())).group
     dist.all_reduce(np.ones(5), group=group)
     memory = group.resources.find("hierarchical").memory()

@@ -6,15 +6,15 @@ import itertools
 
 import numpy as np
 import pytest
+from conftest import needs_2_ranks
 from conftest import team as group_of
-from driver import Call, legal_operations
+from driver import Call, legal_operations, use_route
 
 import mpicoll as dist
 from mpicoll.arrays.adapters import build_view
 from mpicoll.arrays.views import find_shared
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.primitives import PRIMITIVES
-from mpicoll.routes import tuning
 from mpicoll.routes.host import lists
 
 LISTS = [row for row in PRIMITIVES if row.listed and row.even]
@@ -27,7 +27,6 @@ extents = []
 @pytest.fixture(scope="module")
 def small(world):
     """A group with small pack buffers and the MPI route, which needs contiguous memory."""
-    rows = {kind: {"node": ((0, "mpi"),)} for kind in tuning.KINDS}
     build = lists.packed
 
     def watched(kind, route, takes):
@@ -40,7 +39,7 @@ def small(world):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lists, "LISTED", 160 * world.size)
         patch.setattr(lists, "packed", watched)
-        patch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
+        use_route(patch, "mpi")
         yield group_of("small pieces", range(world.size))
 
 
@@ -89,12 +88,11 @@ def test_reduce_scatter_output_may_overlap_the_inputs(small, shift):
         np.testing.assert_array_equal(one, np.arange(500.0) + 500 + shift + 10000 * rank)
 
 
+@needs_2_ranks
 @pytest.mark.parametrize("name", ["all_gather", "gather", "all_to_all"])
 def test_outputs_that_share_memory_are_rejected(world, name):
     """Also by the native fast path. Interleaved outputs without overlap are accepted."""
     n, me = world.size, world.me
-    if n == 1:
-        pytest.skip("needs 2 ranks")
 
     def run(outputs):
         if name == "all_gather":

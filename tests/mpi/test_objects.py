@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from conftest import members, needs_2_ranks, on_2_ranks
 
 import mpicoll as dist
 from mpicoll.core.pickles import decode, encode
@@ -53,9 +54,7 @@ def test_all_gather_object(teams):
 
 
 def test_gather_object_to_every_root(teams):
-    for team in teams:
-        if team.me is None:
-            continue
+    for team in members(teams):
         for i, root in enumerate(team.ranks):
             for to in ({"dst": root}, {"group_dst": i}):
                 found = ["old"] * team.size if team.me == i else None
@@ -65,9 +64,7 @@ def test_gather_object_to_every_root(teams):
 
 
 def test_broadcast_object_list_from_every_root(teams):
-    for team in teams:
-        if team.me is None:
-            continue
+    for team in members(teams):
         for i, root in enumerate(team.ranks):
             for of in ({"src": root}, {"group_src": i}):
                 mine = [thing(r) if team.me == i else "old" for r in range(3)]
@@ -76,9 +73,7 @@ def test_broadcast_object_list_from_every_root(teams):
 
 
 def test_scatter_object_list_from_every_root(teams):
-    for team in teams:
-        if team.me is None:
-            continue
+    for team in members(teams):
         for i, root in enumerate(team.ranks):
             for of in ({"src": root}, {"group_src": i}):
                 given = [thing(r) for r in team.ranks] if team.me == i else None
@@ -87,9 +82,8 @@ def test_scatter_object_list_from_every_root(teams):
                 assert same(found[0], thing(dist.get_rank())) and found[1] == "kept"
 
 
+@needs_2_ranks
 def test_send_and_recv_object_list(world):
-    if world.size == 1:
-        pytest.skip("needs 2 ranks")
     left, right = (world.me - 1) % world.size, (world.me + 1) % world.size
     for batch in (False, True):
         found = ["old", "old"]
@@ -244,10 +238,9 @@ def test_restricted_pickle_nests(world):
         dist.restricted_pickle("builtins.eval")
 
 
+@on_2_ranks
 @pytest.mark.slow
 def test_object_of_more_than_2_gib(world):
-    if world.size != 2:
-        pytest.skip("runs on 2 ranks only")
     with open("/proc/meminfo") as file:  # noqa: PTH123
         free = {line.split(":")[0]: int(line.split()[1]) for line in file}["MemAvailable"] >> 20
     if free < 14:

@@ -12,6 +12,7 @@ from itertools import count
 
 import numpy as np
 import pytest
+from conftest import needs_2_ranks
 from mpi4py import MPI
 
 import mpicoll as dist
@@ -72,14 +73,6 @@ def test_reconfigure_without_one_rank_and_with_all_again(made, uuid):
         check(one.reconfigure(uuid + 2 * out + 1, handles), everybody)
 
 
-def test_reconfigure_with_one_rank_each_then_all(made, uuid):
-    one, handles = made
-    me = MPI.COMM_WORLD.rank
-    check(one.reconfigure(uuid + me, [one.handle()]), [me])
-    check(one.reconfigure(uuid + 50, handles), list(range(len(handles))))
-    check(one.reconfigure(uuid + 60 + me, {one.handle()}), [me])
-
-
 def test_reconfigure_with_concurrent_halves_then_all(made, uuid):
     one, handles = made
     me, n = MPI.COMM_WORLD.rank, len(handles)
@@ -122,12 +115,11 @@ def test_reconfigure_aborts_pending_calls_of_the_old_group(made, uuid):
         dist.barrier(group)
 
 
+@needs_2_ranks
 def test_missing_member_times_out_and_is_named(made, uuid):
     """The other ranks can continue without it. Its late messages are ignored."""
     one, handles = made
     me, n = MPI.COMM_WORLD.rank, len(handles)
-    if n == 1:
-        pytest.skip("needs 2 ranks")
     everybody = list(range(n))
     group = one.reconfigure(uuid, handles)
     for turn, absent in enumerate((n - 1, 0)):

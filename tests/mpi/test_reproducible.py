@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 import simulated
-from conftest import Team
+from conftest import Team, needs_2_ranks
 from driver import NAMES, Call
 from oracle import Between
 from test_devices import DeviceCall
@@ -284,9 +284,8 @@ def test_invalid_level_is_rejected(world):
             dist.new_group(reproducible=value)
 
 
+@needs_2_ranks
 def test_different_levels_on_ranks_are_a_mismatch(world):
-    if world.size < 2:
-        pytest.skip("needs 2 ranks")
     mine = "order" if world.me == 0 else "exact"
     others = "rank 1" if world.size == 2 else f"ranks {', '.join(map(str, range(1, world.size)))}"
     with pytest.raises(MismatchError, match=f"'order' on rank 0, 'exact' on {others}; pass"):

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import oracle
 import pytest
+from conftest import needs_2_ranks
 from conftest import team as group_of
-from driver import DTYPES, NAMES, Call, check_same_bits, legal_operations
+from driver import DTYPES, NAMES, Call, check_same_bits, legal_operations, use_route
 
 import mpicoll as dist
 from mpicoll.core.signature import encode_kind
@@ -37,12 +38,6 @@ OTHERS = [
 OTHERS = [name for name in OTHERS if name not in ("all_reduce", "all_to_all_single")]
 
 
-def share_all(patch):
-    """Route messages of every size through shared memory."""
-    rows = {kind: {"node": ((0, "shared"),)} for kind in tuning.KINDS}
-    patch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
-
-
 def sharing_team(name, world):
     """A new group with shared memory, past its first calls. All its calls are compared."""
     made = group_of(name, range(world.size))
@@ -53,29 +48,29 @@ def sharing_team(name, world):
     return made
 
 
-def pass_signals_on(patch, world):
+def force_dissemination_barrier(patch, world):
     """Force the dissemination barrier, even with two ranks, and a processor per rank."""
     patch.setattr(shared, "FLAT_MAX_RANKS", 1)
     patch.setattr(shared_segment, "_processors", lambda: set(range(world.size)))
 
 
-@pytest.fixture(params=["each by each", "signals passed on"])
-def waits(world, request, monkeypatch):
+@pytest.fixture(params=["flat", "dissemination"])
+def barrier_kind(world, request, monkeypatch):
     """The barrier algorithm: flat or dissemination."""
-    if request.param == "signals passed on":
-        pass_signals_on(monkeypatch, world)
+    if request.param == "dissemination":
+        force_dissemination_barrier(monkeypatch, world)
     return request.param
 
 
-@pytest.fixture(scope="module", params=["split", "whole", "signals passed on"])
+@pytest.fixture(scope="module", params=["two shots", "one shot", "dissemination"])
 def cut(world, request):
-    """A group with small slots, for each reduction algorithm and the dissemination barrier."""
+    """A group with small slots for each reduction algorithm and for the dissemination barrier."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared, "SLOT", 512)
-        share_all(patch)
-        patch.setattr(shared, "ONE_SHOT_MAX_BYTES", 1 << 40 if request.param == "whole" else 0)
-        if request.param == "signals passed on":
-            pass_signals_on(patch, world)
+        use_route(patch, "shared")
+        patch.setattr(shared, "ONE_SHOT_MAX_BYTES", 1 << 40 if request.param == "one shot" else 0)
+        if request.param == "dissemination":
+            force_dissemination_barrier(patch, world)
         yield group_of("cut", range(world.size))
 
 
@@ -86,7 +81,7 @@ def shares(team):
 @needs
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 def test_all_reduce_around_slot_sizes(cut, mpi, dtype):
-    """Sizes around those of cache lines, slots and shares, and more rounds than slots."""
+    """Sizes around the sizes of cache lines, slots and shares, and more rounds than slots."""
     in_slot = 512 // dtype.itemsize
     counts = (0, 1, 3, 63, 64, 65, in_slot - 1, in_slot, in_slot + 1, 5 * in_slot + 7)
     for op in legal_operations(dtype):
@@ -113,16 +108,16 @@ def test_other_operations_around_slot_sizes(cut, name, dtype):
 
 @needs
 @pytest.mark.parametrize("lengths", ["1", "2", "3", "2,1", "1,2,3", "0"])
-def test_clustered_reductions_have_equal_bits(world, mpi, waits, lengths, monkeypatch):
+def test_clustered_reductions_have_equal_bits(world, mpi, barrier_kind, lengths, monkeypatch):
     """A sum that crosses between clusters once equals the sum without clusters, to the bit."""
     monkeypatch.setattr(shared, "SLOT", 640)
-    share_all(monkeypatch)
+    use_route(monkeypatch, "shared")
     monkeypatch.setattr(shared, "CLUSTERED_MIN_BYTES", 0)
     monkeypatch.setattr(shared, "ONE_SHOT_MAX_BYTES", 0)
     teams = []
     for forced in (lengths, "0"):
         monkeypatch.setenv("MPICOLL_CLUSTERS", forced)
-        teams.append(group_of(f"clusters {forced} of {lengths}, {waits}", range(world.size)))
+        teams.append(group_of(f"clusters {forced} of {lengths}, {barrier_kind}", range(world.size)))
         Call("all_reduce", teams[-1], by_name["float32"], 1, ReduceOp.SUM).run()
     if world.size == 1:
         return
@@ -149,7 +144,7 @@ def test_clustered_reductions_have_equal_bits(world, mpi, waits, lengths, monkey
 
 @needs
 def test_invalid_clusters_setting_raises_on_all_ranks(world, monkeypatch):
-    share_all(monkeypatch)
+    use_route(monkeypatch, "shared")
     if world.size == 1:
         return
     monkeypatch.setenv("MPICOLL_CLUSTERS", "2,x" if world.me == 0 else "")
@@ -198,14 +193,13 @@ def test_async_call_returns_before_other_ranks_call(world, monkeypatch):
             assert (array == sum(range(1, world.size + 1))).all()
 
 
+@needs_2_ranks
 @needs
 def test_failed_async_call_withdraws_its_announcement(world):
     """A rank announces an async call in shared memory.
 
     After a failure it must not count as present.
     """
-    if world.size == 1:
-        return
     team = group_of("asking", range(world.size))
     Call("all_reduce", team, by_name["float32"], 5000, ReduceOp.SUM).run()
     for _ in range(3):
@@ -242,12 +236,11 @@ def test_ranks_may_mix_synchronous_and_asynchronous_calls(world):
         starts_the_others(world, number % world.size)
 
 
+@needs_2_ranks
 @needs
 @pytest.mark.parametrize("per_rank", [0.5, 1, 2])
 def test_async_call_runs_inline_without_spare_processors(world, monkeypatch, per_rank):
     """Provided that all ranks call in time. With spare processors the progress thread runs it."""
-    if world.size == 1:
-        return
     processors = set(range(int(per_rank * world.size)))
     monkeypatch.setattr(shared_segment, "_processors", lambda: processors)
     monkeypatch.setattr(shared, "INLINE_WAIT_S", 20.0)
@@ -312,12 +305,12 @@ def test_async_calls_keep_their_order(world, monkeypatch, processors):
 
 
 @needs
-def test_round_counters_wrap_around(world, waits, monkeypatch):
+def test_round_counters_wrap_around(world, barrier_kind, monkeypatch):
     """After 2**32 rounds."""
     monkeypatch.setattr(shared, "SLOT", 512)
-    share_all(monkeypatch)
+    use_route(monkeypatch, "shared")
     monkeypatch.setattr(shared, "ONE_SHOT_MAX_BYTES", 256)
-    team = group_of(f"late, {waits}", range(world.size))
+    team = group_of(f"late, {barrier_kind}", range(world.size))
     Call("all_reduce", team, by_name["int64"], 40, ReduceOp.SUM).run()
     if team.size == 1:
         return
@@ -334,13 +327,12 @@ def test_round_counters_wrap_around(world, waits, monkeypatch):
     assert hold.round < 100
 
 
+@needs_2_ranks
 @needs
 @pytest.mark.up_to_3
-def test_collective_mismatch_raises_on_all_ranks(world, waits):
+def test_collective_mismatch_raises_on_all_ranks(world, barrier_kind):
     """The error lists the ranks' calls, and the group stays usable."""
-    if world.size == 1:
-        return
-    team = group_of(f"at odds, {waits}", range(world.size))
+    team = group_of(f"at odds, {barrier_kind}", range(world.size))
     for _ in range(130):  # the first calls, and one in a stride, are compared by another method
         dist.barrier(team.group)
     odd = team.me == team.size - 1

@@ -7,12 +7,15 @@ import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from time import sleep
 
 import numpy as np
 import pytest
+from conftest import needs_2_ranks, run_threads
 from conftest import team as group_of
-from test_shared import share_all, sharing_team
+from driver import use_route
+from test_shared import sharing_team
 
 import mpicoll as dist
 from mpicoll.dispatch import execute
@@ -26,7 +29,7 @@ SUM, MAX = ReduceOp.SUM, ReduceOp.MAX
 
 
 @contextmanager
-def python_way():
+def record_python_calls():
     """Record the calls that run the Python implementation."""
     seen = []
 
@@ -40,12 +43,9 @@ def python_way():
     state, group = execute.state, type(dist.group.WORLD)
     later = counting(execute._run_queued)
     ways = calls.Fallbacks(
-        execute._run_cached,
-        execute._run_queued,
-        execute._run_all,
-        execute._finish,
+        execute._run_cached, execute._run_queued, execute._run_all, execute._finish,
         execute._finished_work,
-    )
+    )  # fmt: skip
     counted = replace(ways, run_fast=counting(ways.run_fast), run_later=later)
     calls.bind_fast_path(counted, state, group)
     try:
@@ -58,7 +58,7 @@ def python_way():
 def team(world):
     """A group with shared memory, past its first calls."""
     with pytest.MonkeyPatch.context() as patch:
-        share_all(patch)
+        use_route(patch, "shared")
         made = sharing_team("short", world)
         yield made
     dist.destroy_process_group(made.group)
@@ -66,84 +66,40 @@ def team(world):
 
 def each_call(team, dtype="float32", count=3):
     """Yield each operation that has a native fast path, with its result and the expected result."""
-    n, me = team.size, team.me
-    ranks = np.arange(n)
+    n, me, root = team.size, team.me, team.size - 1
 
-    def blocks(first):
-        return ((np.arange(n * count) + first) % 7).astype(dtype)
+    def blocks(rank):
+        return ((np.arange(n * count) + rank) % 7).astype(dtype)
 
-    one, whole, ones = blocks(me)[:count], np.zeros(n * count, dtype), np.ones(count, dtype)
-    mine, gathered = blocks(me), blocks(0)
-    total = ones * n
-    yield "all_reduce", lambda: dist.all_reduce(ones, group=team.group), (ones, total)
-    root = n - 1
-    array = np.full(count, me, dtype)
-    yield "broadcast", lambda: dist.broadcast(array, group=team.group, group_src=root), (
-        array, np.full(count, root, dtype),
-    )  # fmt: skip
-    part = np.ones(count, dtype)
-    yield "reduce", lambda: dist.reduce(part, group=team.group, group_dst=0), (
-        part, total if me == 0 else np.ones(count, dtype),
-    )  # fmt: skip
-    yield "all_gather_single", lambda: dist.all_gather_single(whole, one, team.group), (
-        whole, np.concatenate([blocks(rank)[:count] for rank in ranks]),
-    )  # fmt: skip
-    piece = np.zeros(count, dtype)
-    summed = sum(blocks(rank)[me * count : (me + 1) * count] for rank in ranks)
-    yield (
-        "reduce_scatter_single",
-        lambda: dist.reduce_scatter_single(piece, mine, group=team.group),
-        (piece, summed),
-    )
-    yield "all_to_all_single", lambda: dist.all_to_all_single(gathered, mine, group=team.group), (
-        gathered, np.concatenate([blocks(rank)[me * count : (me + 1) * count] for rank in ranks]),
-    )  # fmt: skip
-    prefix = np.zeros(count, dtype)
-    yield "scan", lambda: dist.scan(prefix, one, group=team.group), (
-        prefix, sum(blocks(rank)[:count] for rank in range(me + 1)),
-    )  # fmt: skip
-    before = np.full(count, 9, dtype)
-    yield "exscan", lambda: dist.exscan(before, one, group=team.group), (
-        before, sum(blocks(rank)[:count] for rank in range(me)) if me else before.copy(),
-    )  # fmt: skip
-    yield "barrier", lambda: dist.barrier(team.group), (ones, ones)
+    def new(blocks, value=0):
+        return np.full(blocks * count, value, dtype)
 
-    def listed(array):
-        """Copies of the blocks of an array, in a list."""
-        return [block.copy() for block in np.split(array, n)]
-
-    def joined(name, call, arrays, expected):
-        """The same for a list of outputs, which is concatenated after the call."""
-        result = np.zeros_like(expected)
-
-        def both():
-            call()
-            np.concatenate([array.ravel() for array in arrays], out=result)
-
-        return name, both, (result, expected)
-
-    firsts = np.concatenate([blocks(rank)[:count] for rank in ranks])
-    mines = np.concatenate([blocks(rank)[me * count : (me + 1) * count] for rank in ranks])
-    into, out, own = listed(whole), listed(mine), np.zeros(count, dtype)
-    yield joined("all_gather", lambda: dist.all_gather(into, one, team.group), into, firsts)
-    to_root = listed(whole) if me == root else None
-    yield joined(
-        "gather",
-        lambda: dist.gather(one, to_root, group=team.group, group_dst=root),
-        to_root or [one],
-        firsts if me == root else one.copy(),
-    )
-    of_root = tuple(out) if me == root else None
-    yield joined(
-        "scatter",
-        lambda: dist.scatter(own, of_root, group=team.group, group_src=root),
-        [own],
-        blocks(root)[me * count : (me + 1) * count],
-    )
-    yield joined(
-        "reduce_scatter", lambda: dist.reduce_scatter(own, out, group=team.group), [own], summed
-    )
-    yield joined("all_to_all", lambda: dist.all_to_all(into, out, team.group), into, mines)
+    mine, ones, array, part, piece = blocks(me), new(1, 1), new(1, me), new(1, 1), new(1)
+    own, sent, whole, listed = mine[:count], np.split(mine, n), new(n), new(n)
+    into, prefix, before = np.split(listed, n), new(1), new(1, 9)
+    firsts = [blocks(rank)[:count] for rank in range(n)]
+    received = [np.split(blocks(rank), n)[me] for rank in range(n)]
+    gathered, turned, summed = np.concatenate(firsts), np.concatenate(received), sum(received)
+    outputs = np.split(whole, n) if me == root else None
+    inputs = tuple(sent) if me == root else None
+    for name, arrays, options, result, expected in (
+        ("all_reduce", (ones,), {}, ones, new(1, n)),
+        ("broadcast", (array,), {"group_src": root}, array, new(1, root)),
+        ("reduce", (part,), {"group_dst": 0}, part, new(1, n if me == 0 else 1)),
+        ("all_gather_single", (whole, own), {}, whole, gathered),
+        ("reduce_scatter_single", (piece, mine), {}, piece, summed),
+        ("all_to_all_single", (whole, mine), {}, whole, turned),
+        ("scan", (prefix, own), {}, prefix, sum(firsts[: me + 1])),
+        ("exscan", (before, own), {}, before, sum(firsts[:me]) if me else new(1, 9)),
+        ("barrier", (), {}, ones, ones),
+        ("all_gather", (into, own), {}, listed, gathered),
+        ("gather", (own, outputs), {"group_dst": root}, whole, gathered if me == root else turned),
+        ("scatter", (piece, inputs), {"group_src": root}, piece, np.split(blocks(root), n)[me]),
+        ("reduce_scatter", (piece, sent), {}, piece, summed),
+        ("all_to_all", (into, sent), {}, listed, turned),
+    ):
+        call = partial(getattr(dist, name), *arrays, group=team.group, **options)
+        yield name, call, (result, expected)
 
 
 @compiled
@@ -151,7 +107,7 @@ def test_repeated_calls_run_without_python(team):
     for name, call, _ in each_call(team):
         call()
         call()
-        with python_way() as seen:
+        with record_python_calls() as seen:
             call()
         assert not seen, name
 
@@ -344,62 +300,46 @@ def test_invalid_arguments_are_rejected_after_valid_calls(team):
         dist.broadcast(np.ones(4, np.float32), group=team.group, group_src=team.size)
 
 
+@needs_2_ranks
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("all_reduce", "barrier"),
-        ("all_reduce", "broadcast"),
-        ("reduce of rank 0", "reduce of another"),
-        ("sum", "maximum"),
-        ("sum", "sum with a factor"),
-        ("3", "4"),
-        ("3", "300000"),
-        ("float32", "int32"),
-        ("objects", "all_reduce"),
-        ("all_to_all_single", "all_reduce"),
-        ("gather to the last", "gather to the first"),
-        ("gather to the last", "list"),
+        ("sum", "barrier"), ("sum", "broadcast"), ("reduce to the first", "reduce to the last"),
+        ("sum", "maximum"), ("sum", "sum with a factor"), ("sum", "4"), ("sum", "300000"),
+        ("sum", "int32"), ("objects", "sum"), ("all_to_all_single", "sum"),
+        ("gather to the last", "gather to the first"), ("gather to the last", "list"),
     ],
-)
+)  # fmt: skip
 def test_collective_mismatch_raises_for_every_path(world, one, other):
     """Past the first calls, for any pair of paths, no rank blocks and the group stays usable."""
-    if world.size == 1:
-        pytest.skip("needs 2 ranks")
     team = group_of(f"{one} against {other}", range(world.size))
-    arrays = {
-        "int32": np.ones(3, np.int32),
-        "4": np.ones(4, np.float32),
-        "300000": np.ones(300000, np.float32),
+    n, last, group, usual = team.size, team.size - 1, team.group, np.ones(3, np.float32)
+
+    def gather_to(root):
+        into = [np.zeros_like(usual) for _ in range(n)] if team.me == root else None
+        dist.gather(usual, into, group=group, group_dst=root)
+
+    calls_of = {
+        "sum": lambda: dist.all_reduce(usual, SUM, group),
+        "maximum": lambda: dist.all_reduce(usual, MAX, group),
+        "sum with a factor": lambda: dist.all_reduce(usual, ReduceOp.PREMUL_SUM(2.0), group),
+        "4": lambda: dist.all_reduce(np.ones(4, np.float32), SUM, group),
+        "300000": lambda: dist.all_reduce(np.ones(300000, np.float32), SUM, group),
+        "int32": lambda: dist.all_reduce(np.ones(3, np.int32), SUM, group),
+        "barrier": lambda: dist.barrier(group),
+        "broadcast": lambda: dist.broadcast(usual, group=group, group_src=0),
+        "reduce to the first": lambda: dist.reduce(usual, group=group, group_dst=0),
+        "reduce to the last": lambda: dist.reduce(usual, group=group, group_dst=last),
+        "gather to the first": lambda: gather_to(0),
+        "gather to the last": lambda: gather_to(last),
+        "list": lambda: dist.all_reduce_coalesced([usual, usual.copy()], group=group),
+        "all_to_all_single": lambda: dist.all_to_all_single(
+            np.zeros(3 * n), np.ones(3 * n), group=group
+        ),
+        "objects": lambda: dist.all_gather_object([None] * n, "x", group),
     }
-    usual = np.ones(3, np.float32)
-
-    def make(name):
-        if name == "barrier":
-            dist.barrier(team.group)
-        elif name == "broadcast":
-            dist.broadcast(usual, group=team.group, group_src=0)
-        elif name.startswith("reduce of"):
-            root = 0 if name == "reduce of rank 0" else team.size - 1
-            dist.reduce(usual, group=team.group, group_dst=root)
-        elif name.startswith("gather to"):
-            root = 0 if name == "gather to the first" else team.size - 1
-            into = [np.zeros_like(usual) for _ in range(team.size)]
-            dist.gather(usual, into if team.me == root else None, group=team.group, group_dst=root)
-        elif name == "list":
-            dist.all_reduce_coalesced([usual, usual.copy()], group=team.group)
-        elif name == "all_to_all_single":
-            dist.all_to_all_single(
-                np.zeros(3 * team.size), np.ones(3 * team.size), group=team.group
-            )
-        elif name == "objects":
-            dist.all_gather_object([None] * team.size, "x", team.group)
-        else:
-            ops = {"maximum": MAX, "sum with a factor": ReduceOp.PREMUL_SUM(2.0)}
-            op = ops.get(name, SUM)
-            dist.all_reduce(arrays.get(name, usual), op, team.group)
-
     for name in (one, other):
-        make(name)
+        calls_of[name]()
     for _ in range(70):
         dist.barrier(team.group)
     if not team.group.compared:
@@ -407,9 +347,9 @@ def test_collective_mismatch_raises_for_every_path(world, one, other):
     for odd in range(team.size):
         for _ in range(3):
             with pytest.raises(MismatchError, match="collective mismatch"):
-                make(one if team.me == odd else other)
+                calls_of[one if team.me == odd else other]()
         for name in (one, other, one):
-            make(name)
+            calls_of[name]()
     dist.destroy_process_group(team.group)
 
 
@@ -481,11 +421,7 @@ def test_two_threads_may_call_on_one_group(team):
             dist.all_reduce(array, group=team.group)
             results.append(set(array.tolist()))
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    run_threads(work, work)
     assert len(results) == 400 and all(each == {team.size} for each in results)
 
 
@@ -509,7 +445,7 @@ def test_fast_path_is_used_again_when_the_progress_thread_is_idle(team):
     dist.all_reduce(array, MAX, team.group)
     team.group.give(lambda: (waiting.wait(60), order.append("the thread")))
     threading.Timer(0.05, waiting.set).start()
-    with python_way() as seen:
+    with record_python_calls() as seen:
         dist.all_reduce(array, MAX, team.group)
         order.append("the call")
         assert seen == ["all_reduce"] and order == ["the thread", "the call"]
@@ -522,7 +458,7 @@ def test_fast_path_is_used_again_when_the_progress_thread_is_idle(team):
 @pytest.fixture
 def eager(world, monkeypatch):
     """A new group that runs async calls inline once all ranks have called."""
-    share_all(monkeypatch)
+    use_route(monkeypatch, "shared")
     monkeypatch.setattr(shared_segment, "_processors", lambda: set(range(world.size)))
     monkeypatch.setattr(shared, "INLINE_WAIT_S", 30)
     made = sharing_team("eager", world)
@@ -534,28 +470,20 @@ def eager(world, monkeypatch):
 def test_inline_async_calls_run_without_python(eager):
     n, me, group = eager.size, eager.me, eager.group
     for count in (3, 50000):
-        ones, whole, part = (
-            np.ones(count, "f4"),
-            np.zeros(n * count, "f4"),
-            np.full(count, me, "f4"),
-        )
+        ones, whole = np.ones(count, "f4"), np.zeros(n * count, "f4")
+        part = np.full(count, me, "f4")
         blocks = list(whole.reshape(n, count)) if me == 0 else None
         each = {
-            "all_reduce": lambda x=ones: dist.all_reduce(x, group=group, async_op=True),
-            "all_gather_single": lambda out=whole, x=part: dist.all_gather_single(
-                out, x, group, async_op=True
-            ),
-            "scatter": lambda x=part, lists=blocks: dist.scatter(
-                x, lists, group=group, async_op=True, group_src=0
-            ),
-            "gather": lambda x=part, lists=blocks: dist.gather(
-                x, lists, group=group, async_op=True, group_dst=0
-            ),
+            "all_reduce": ((ones,), {}),
+            "all_gather_single": ((whole, part), {}),
+            "scatter": ((part, blocks), {"group_src": 0}),
+            "gather": ((part, blocks), {"group_dst": 0}),
         }
-        for name, call in each.items():
+        for name, (arrays, root) in each.items():
+            call = partial(getattr(dist, name), *arrays, group=group, async_op=True, **root)
             call().wait()
             call().wait()
-            with python_way() as seen:
+            with record_python_calls() as seen:
                 work = call()
             assert not seen and work.is_completed() and work.wait(), name
             assert name in repr(work) and work.get_future().done()
@@ -573,7 +501,7 @@ def test_different_async_calls_are_queued(eager):
             dist.all_reduce(x, MAX, eager.group, async_op=True).wait()
     if eager.size == 1:
         return
-    with python_way() as seen:
+    with record_python_calls() as seen:
         mine = other if eager.me == 0 else array
         work = dist.all_reduce(mine, MAX, eager.group, async_op=True)
     assert seen == ["all_reduce"]
@@ -608,7 +536,7 @@ def test_fast_path_is_dropped_while_ranks_are_checked(eager, monkeypatch):
     with answering(monkeypatch, forget):
         for _ in range(3):
             dist.all_reduce(array, MAX, group)
-        with python_way() as seen:
+        with record_python_calls() as seen:
             dist.all_reduce(array, MAX, group, async_op=True).wait()
     assert seen == ["all_reduce"]
     dist.all_reduce(array, group=group)
@@ -626,7 +554,7 @@ def test_error_of_an_inline_async_call_is_raised_in_wait(eager, monkeypatch):
         for x in (array, other):
             for _ in range(2):
                 dist.all_reduce(x, MAX, group)
-        with python_way() as seen:
+        with record_python_calls() as seen:
             work = dist.all_reduce(other if eager.me == 0 else array, MAX, group, async_op=True)
     assert not seen and work.is_completed() and not work.is_success()
     with pytest.raises(MismatchError, match=r"all_reduce of 4 elements.*of 3 elements"):

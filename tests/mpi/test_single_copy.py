@@ -7,8 +7,9 @@ import itertools
 
 import numpy as np
 import pytest
+from conftest import needs_2_ranks
 from conftest import team as group_of
-from driver import MOVES, NAMES, Call
+from driver import MOVES, NAMES, Call, use_route
 
 import mpicoll as dist
 from mpicoll.dtypes import by_name
@@ -18,12 +19,6 @@ from mpicoll.routes import tuning
 from mpicoll.routes.host import single_copy
 
 KINDS = [kind for kind in tuning.KINDS if not tuning.parse_kind(kind)[0].reduces]
-
-
-def copy_all(patch):
-    """Route data movement of every size through single_copy."""
-    rows = {kind: {"node": ((0, "single_copy"),)} for kind in KINDS}
-    patch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
 
 
 def preferring(way):
@@ -39,7 +34,7 @@ def preferring(way):
 def team(world, request):
     """A group for each method: the kernel's copy, copies through slots, or the measured choice."""
     with pytest.MonkeyPatch.context() as patch:
-        copy_all(patch)
+        use_route(patch, "single_copy", kinds=KINDS)
         if request.param != "either" and kernels is not None:
             way = ("kernel", "slots").index(request.param)
             patch.setattr(single_copy, "_make_histories", lambda: preferring(way))
@@ -157,10 +152,9 @@ def test_mismatched_splits_raise_on_all_ranks(team):
         Call("all_to_all_single", team, by_name["float64"], count).run()
 
 
+@needs_2_ranks
 def test_collective_mismatch_raises_on_all_ranks(team):
     """Different root, size, dtype or operation, after the calls that are always compared."""
-    if team.size == 1:
-        return
     for _ in range(130):
         dist.barrier(team.group)
     odd, count = team.me == team.size - 1, 50000
@@ -198,9 +192,6 @@ def test_async_calls(team):
         assert work.wait() and (array == i % team.size + i).all()
 
 
-# ---- Missing permissions ------------------------------------------------------------------------
-
-
 def may_not_read(patch):
     patch.setattr(single_copy, "_copy", lambda *_: errno.EPERM)
 
@@ -227,7 +218,7 @@ def switched_off(patch):
 )  # fmt: skip
 def test_one_rank_without_permission_disables_the_route(world, mpi, monkeypatch, failure):
     """All ranks then use shared memory, and the rank reports the reason."""
-    copy_all(monkeypatch)
+    use_route(monkeypatch, "single_copy", kinds=KINDS)
     for unable in {0, world.size - 1}:
         with pytest.MonkeyPatch.context() as patch:
             if unable == world.me:

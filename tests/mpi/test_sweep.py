@@ -7,6 +7,7 @@ import time
 import numpy as np
 import oracle
 import pytest
+from conftest import members
 from conftest import team as group_of
 from driver import (
     DTYPES,
@@ -18,13 +19,14 @@ from driver import (
     Uneven,
     check_same_bits,
     legal_operations,
+    use_route,
     wait_for_all,
 )
 
 import mpicoll as dist
 from mpicoll.dtypes import OPERATIONS, Kind, ReduceOp, by_name
-from mpicoll.primitives import PRIMITIVES, Layout
-from mpicoll.routes import tuning, wire
+from mpicoll.primitives import Layout
+from mpicoll.routes import wire
 from mpicoll.routes.host import mpi as native
 from mpicoll.routes.space import Host
 
@@ -85,16 +87,6 @@ def sweep(name, dtype, op, teams, mpi):
             yield call
 
 
-def test_sweep_covers_every_primitive():
-    """Except primitives without arrays."""
-    assert all(callable(getattr(dist, name)) for row in PRIMITIVES for name in row.aliases)
-    empty = [row.name for row in PRIMITIVES if row.layout is Layout.EMPTY]
-    assert {*MOVES, *REDUCTIONS, *empty} == set(NAMES)
-    assert empty == ["barrier"]
-    for dtype in DTYPES:
-        assert len(legal_operations(dtype)) >= 4
-
-
 @pytest.mark.parametrize("name", MOVES)
 @by_dtype
 def test_data_movement_gives_the_right_elements(teams, mpi, name, dtype):
@@ -115,9 +107,7 @@ def test_reductions_give_the_right_results(teams, mpi, name, dtype):
 @by_dtype
 def test_undefined_operations_are_rejected(teams, name, dtype):
     refused = [op for op in OPERATIONS if op not in legal_operations(dtype)]
-    for team in teams:
-        if team.me is None:
-            continue
+    for team in members(teams):
         for op in refused:
             call = Call(name, team, dtype, 7, legal_operations(dtype)[0])
             call.op = op
@@ -134,9 +124,6 @@ def test_undefined_operations_are_rejected(teams, name, dtype):
             with pytest.raises(ValueError, match="factor"):
                 getattr(dist, name)(**arguments)
         Call(name, team, dtype, 7, legal_operations(dtype)[0]).run()
-
-
-# ---- Small chunk sizes ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -156,7 +143,7 @@ def cut(world):
 
 @by_dtype
 def test_calls_around_chunk_sizes(cut, dtype):
-    """Sizes around those of chunks, blocks and derived datatypes."""
+    """Sizes around the sizes of chunks, blocks and derived datatypes."""
     for count in (1, 8, 60, 61, 150, 1003):
         root = count % cut.size
         for name in MOVES:
@@ -216,8 +203,7 @@ def test_premul_sum_of_narrow_floats_adds_in_rank_order(world, monkeypatch, name
     if place != "node":
         monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
     if place == "widened":
-        rows = {"all_reduce of others": {"apart": ((0, "widened"),)}}
-        monkeypatch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
+        use_route(monkeypatch, "widened", "apart", ["all_reduce of others"])
     team, n = group_of(f"{place} {name}", range(world.size)), world.size
     row = NAMES[name]
     for dtype in (one for one in DTYPES if one.kind is Kind.NARROW_FLOAT):
@@ -260,8 +246,7 @@ def test_narrow_floats_are_widened_to_float32_for_mpi(world, mpi, monkeypatch, d
     """Other dtypes use exchange. Chunks have a few elements."""
     monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
     monkeypatch.setattr(native, "CHUNK_BYTES", 52)
-    rows = {"all_reduce of others": {"apart": ((0, "widened"),)}}
-    monkeypatch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
+    use_route(monkeypatch, "widened", "apart", ["all_reduce of others"])
     taken, by_mpi = [], native.build
 
     def noted(kind, *rest):
@@ -281,9 +266,6 @@ def test_narrow_floats_are_widened_to_float32_for_mpi(world, mpi, monkeypatch, d
     check_same_bits(mpi, calls)
     assert (FLOAT32 in taken) == (dtype.kind is Kind.NARROW_FLOAT or dtype == FLOAT32)
     dist.destroy_process_group(team.group)
-
-
-# ---- Other properties ----------------------------------------------------------------------------
 
 
 def test_results_with_nan_and_signed_zeros_have_equal_bits(world, mpi):
@@ -341,9 +323,7 @@ def test_no_rank_leaves_a_barrier_before_all_have_entered(teams, tmp_path_factor
 
 def test_calls_of_outsiders_return_none_and_warn(teams):
     """Their arguments are not inspected."""
-    for team in teams:
-        if team.me is not None:
-            continue
+    for team in (team for team in teams if team.me is None):
         for name, row in NAMES.items():
             arguments = {argument: object() for argument in (row.output, row.input) if argument}
             if row.root:

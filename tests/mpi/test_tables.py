@@ -24,9 +24,8 @@ from mpicoll.routes import registry, tuning, tuning_files
 from mpicoll.routes.host import select
 from mpicoll.routes.host.mpi import reducible
 
-# --- Files (these tests run before the default group is created) --------------------------------
 
-
+# The tests of files run before the default group is created.
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -69,9 +68,6 @@ def test_all_ranks_use_the_table_of_rank_0(mpi, monkeypatch, tmp_path):
     dist.init_process_group(timeout=TIMEOUT)
     assert tuning.job.table.path == ""
     dist.destroy_process_group()
-
-
-# --- Route selection ----------------------------------------------------------------------------
 
 
 def calls_of(kind):
@@ -155,8 +151,6 @@ def test_every_eligible_route_is_available_without_shared_memory(world):
         assert set(tuning.eligible_routes(kind, "apart")) <= set(found)
 
 
-# --- Results ------------------------------------------------------------------------------------
-
 #: Calls that tables list, with dtypes that every route supports and dtypes that only some support.
 CALLS = [
     (row.name, by_name[dtype], op)
@@ -200,8 +194,6 @@ def test_random_tables_give_correct_results(world, mpi, monkeypatch, seed):
     check_same_bits(mpi, [call for call in calls if call.name == "all_reduce"])
     dist.destroy_process_group(team.group)
 
-
-# --- Measurement by tune ------------------------------------------------------------------------
 
 #: Few calls at a time, and a time limit that is never reached.
 EFFORT = Effort(60.0, 1e-5, 3, 25)
@@ -263,9 +255,6 @@ def test_tune_uses_the_time_of_the_slowest_rank(world, mpi):
         for by_route in at_size.values():
             assert 2e-3 <= by_route["mpi"].low <= by_route["mpi"].median <= by_route["mpi"].high
             assert by_route["shared"].low < 2e-3
-
-
-# --- Time limit of tune -------------------------------------------------------------------------
 
 
 class Clock:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from conftest import needs_2_ranks, on_2_ranks
 from mpi4py import MPI
 
 import mpicoll as dist
@@ -23,9 +24,6 @@ def pair(world):
     yield group
     if group.closed is None:
         dist.destroy_process_group(group)
-
-
-# ---- Messages that time out --------------------------------------------------------------------
 
 
 def test_timed_out_receive_does_not_match_a_later_message(pair, world, mpi):
@@ -59,9 +57,6 @@ def test_timed_out_send_is_delivered_intact(pair, world, mpi):
             dist.recv(x, 0, group=pair)
             assert (x == 7).all()
     mpi.Barrier()
-
-
-# ---- Callbacks ---------------------------------------------------------------------------------
 
 
 def test_calls_of_callbacks_run_before_later_calls(world):
@@ -109,13 +104,9 @@ def test_callbacks_may_make_blocking_calls(world, way):
     assert found == (list(range(world.size)) if way == "objects" else [None] * world.size)
 
 
-# ---- Blocks and shapes -------------------------------------------------------------------------
-
-
+@on_2_ranks
 def test_shorter_block_than_expected_raises(world):
     """Rank 1 expects two rows and rank 0 sends one. Only shared memory reports it to the sender."""
-    if world.size != 2:
-        pytest.skip("runs on 2 ranks only")
     shares = select.place(dist.group.WORLD) == "node"
     if world.me == 0:
         words = "other ranks' block sizes differ"
@@ -180,13 +171,10 @@ def test_average_of_complex_infinity(world):
     assert x[0].real == np.inf and x[0].imag == 0 and x[1] == 2 + 4j
 
 
-# ---- Comparison of calls and barriers ----------------------------------------------------------
-
-
-def test_debug_level_applies_from_the_next_comparison(world):
+@needs_2_ranks
+def test_debug_level_applies_from_the_next_comparison(world, monkeypatch):
     """Not from the next call: ranks that set the level at different calls would deadlock."""
-    if world.size == 1:
-        pytest.skip("needs 2 ranks")
+    monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")  # every call in shared memory is compared
     group = dist.new_group()
     for _ in range(70):
         dist.barrier(group)
@@ -210,12 +198,8 @@ def test_timeout_of_monitored_barrier_may_exceed_the_group_timeout(pair, world):
     dist.monitored_barrier(pair, timeout=30)
 
 
-# ---- Groups ------------------------------------------------------------------------------------
-
-
+@needs_2_ranks
 def test_group_stays_usable_after_a_destroy_timeout(world, mpi, monkeypatch):
-    if world.size == 1:
-        pytest.skip("needs 2 ranks")
     from mpicoll.api import lifecycle
 
     group = dist.new_group()

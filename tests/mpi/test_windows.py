@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import team
+from conftest import members, needs_2_ranks, team
 
 import mpicoll as dist
 from mpicoll.api import windows
@@ -28,23 +28,18 @@ def numbers(rank, count, dtype=np.float64, turn=0):
 
 @pytest.fixture
 def window(world):
-    """A window with 1000 float64 elements per rank, and this rank's memory."""
+    """A window of 1000 float64 per rank, this rank's memory, the next and the previous rank."""
     memory = np.full(1000, -1.0)
     made = Window(world.group)
     made.register(memory)
-    yield made, memory
+    yield made, memory, (world.me + 1) % world.size, (world.me - 1) % world.size
     made.deregister()
-
-
-# ---- Put, signal, wait ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_puts_in_a_ring(teams, async_op):
     """Each rank repeatedly puts its data into its own part of the next rank's memory."""
-    for one in teams:
-        if one.me is None:
-            continue
+    for one in members(teams):
         n, me, count = one.size, one.me, 33
         left, right = (me - 1) % n, (me + 1) % n
         memory = np.full(n * count, -1, np.int32)
@@ -99,12 +94,10 @@ def test_dtypes(world, dtype):
 
 def test_noncontiguous_and_empty_puts(world, window):
     """A noncontiguous array is put in index order; an empty array may have any offset."""
-    made, memory = window
-    peer = (world.me + 1) % world.size
-    made.put(numbers(world.me, 60).reshape(6, 10).T[::2], peer, 100, False)
-    made.put(np.empty(0), peer, 1000, False)
-    made.signal(peer, False)
-    left = (world.me - 1) % world.size
+    made, memory, right, left = window
+    made.put(numbers(world.me, 60).reshape(6, 10).T[::2], right, 100, False)
+    made.put(np.empty(0), right, 1000, False)
+    made.signal(right, False)
     made.wait_signal(left, False)
     expected = np.full(1000, -1.0)
     for i in range(5):
@@ -113,11 +106,10 @@ def test_noncontiguous_and_empty_puts(world, window):
     assert (memory == expected).all()
 
 
+@needs_2_ranks
 def test_puts_complete_while_the_target_computes(world, window):
     """The target makes no call. Also for a large put."""
-    made, memory = window
-    if world.size == 1:
-        pytest.skip("needs 2 ranks")
+    made, memory, *_ = window
     large = np.zeros(1 << 20)
     second = Window(world.group)
     second.register(large)
@@ -139,8 +131,7 @@ def test_puts_complete_while_the_target_computes(world, window):
 
 def test_puts_and_signals_while_waits_are_pending(world, window):
     """Waits complete in their order."""
-    made, memory = window
-    right, left = (world.me + 1) % world.size, (world.me - 1) % world.size
+    made, memory, right, left = window
     waits = [made.wait_signal(left, True) for _ in range(3)]
     for turn in range(3):
         made.put(numbers(world.me, 10, turn=turn), right, 10 * turn, False)
@@ -153,9 +144,8 @@ def test_puts_and_signals_while_waits_are_pending(world, window):
 
 def test_signal_arrives_after_earlier_puts(world, window):
     """Large asynchronous puts, followed immediately by a signal."""
-    made, _ = window
-    n, me = world.size, world.me
-    right, left = (me + 1) % n, (me - 1) % n
+    made, _, right, left = window
+    me = world.me
     big = np.zeros(1 << 19)
     second = Window(world.group)
     second.register(big)
@@ -173,8 +163,7 @@ def test_signal_arrives_after_earlier_puts(world, window):
 
 
 def test_each_wait_consumes_one_signal(world, window):
-    made, _ = window
-    right, left = (world.me + 1) % world.size, (world.me - 1) % world.size
+    made, _, right, left = window
     for _ in range(4):
         made.signal(right, True)
     for _ in range(4):
@@ -183,25 +172,22 @@ def test_each_wait_consumes_one_signal(world, window):
         made.wait_signal(left, False, 0.2)
 
 
+@needs_2_ranks
 def test_signals_are_matched_by_rank(world, window):
-    made, _ = window
-    if world.size == 1:
-        pytest.skip("needs 2 ranks")
-    me, n = world.me, world.size
-    made.signal((me + 1) % n, False)
-    if n > 2:
+    made, _, right, left = window
+    made.signal(right, False)
+    if world.size > 2:
         with pytest.raises(dist.CollectiveTimeoutError):
-            made.wait_signal((me + 1) % n, False, 0.2)
-    made.wait_signal((me - 1) % n, False)
+            made.wait_signal(right, False, 0.2)
+    made.wait_signal(left, False)
 
 
 def test_windows_are_independent(world, window):
     """Neither memory nor signals are shared between windows."""
-    made, memory = window
+    made, memory, right, left = window
     other = Window(world.group)
     space = np.zeros(1000)
     other.register(space)
-    right, left = (world.me + 1) % world.size, (world.me - 1) % world.size
     other.put(numbers(world.me, 1000), right, 0, False)
     other.signal(right, False)
     with pytest.raises(dist.CollectiveTimeoutError):
@@ -212,12 +198,8 @@ def test_windows_are_independent(world, window):
     other.deregister()
 
 
-# ---- Timeouts ------------------------------------------------------------------------------------
-
-
 def test_wait_signal_can_be_repeated_after_a_timeout(world, window):
-    made, memory = window
-    right, left = (world.me + 1) % world.size, (world.me - 1) % world.size
+    made, memory, right, left = window
     work = made.wait_signal(left, True, 0.2)
     with pytest.raises(dist.CollectiveTimeoutError):
         work.wait(timedelta(seconds=30))
@@ -228,12 +210,8 @@ def test_wait_signal_can_be_repeated_after_a_timeout(world, window):
     assert (memory[:5] == numbers(left, 5)).all()
 
 
-# ---- Memory --------------------------------------------------------------------------------------
-
-
 def test_deregister_discards_pending_signals(world, window):
-    made, memory = window
-    right, left = (world.me + 1) % world.size, (world.me - 1) % world.size
+    made, memory, right, left = window
     for _ in range(3):
         made.signal(right, False)
     made.wait_signal(left, False)
@@ -301,12 +279,9 @@ def test_allocated_memory_is_released():
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-# ---- Argument errors -----------------------------------------------------------------------------
-
-
 def test_argument_errors_are_raised_locally(world, window):
     """Before data is sent: the window and the memory of all ranks are unchanged."""
-    made, memory = window
+    made, memory, *_ = window
     n = world.size
     x = np.zeros(10)
     for call, error, words in (
@@ -348,9 +323,6 @@ def test_argument_errors_are_raised_locally(world, window):
         empty.register(read_only)
     with pytest.raises(dist.UnsupportedError, match="contiguous"):
         empty.register(np.zeros((4, 4)).T[::2])
-
-
-# ---- Destruction ---------------------------------------------------------------------------------
 
 
 def test_destroying_a_group_closes_its_windows(world):

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
+from conftest import members, needs_2_ranks
 from driver import NAMES, Call, legal_operations, wait_for_all
 
 import mpicoll as dist
@@ -29,14 +30,9 @@ def until(condition):
         assert time.monotonic() < end, "no progress"
 
 
-# ---- Order ---------------------------------------------------------------------------------------
-
-
 def test_synchronous_and_async_calls_keep_their_order(teams):
     """Each call reads the output of the previous call."""
-    for team in teams:
-        if team.me is None:
-            continue
+    for team in members(teams):
         n, root = team.size, team.size - 1
         for way in range(8):
             x = np.full(1001, team.me + 1.0)
@@ -96,11 +92,10 @@ def test_hundreds_of_pending_calls(world):
     assert counter[0] == 5
 
 
+@needs_2_ranks
 def test_groups_make_progress_independently(teams, mpi):
     """A pending call on one group does not block calls on another."""
     world, *_, reordered = teams
-    if world.size == 1:
-        pytest.skip("needs 2 ranks")
     x, y = np.ones(3), np.ones(3)
     early = dist.all_reduce(x, async_op=True) if world.me else None
     dist.all_reduce(y, group=reordered.group)  # returns before rank 0 has joined the pending call
@@ -109,9 +104,6 @@ def test_groups_make_progress_independently(teams, mpi):
     wait_for_all(mpi)
     (early or dist.all_reduce(x, async_op=True)).wait()
     assert (x == world.size).all()
-
-
-# ---- Progress ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2**20])
@@ -132,9 +124,6 @@ def test_messages_progress_while_python_computes(world):
         works = [dist.irecv(got, before), dist.isend(np.arange(count) + float(world.me), after)]
         until(lambda works=works: all(work.is_completed() for work in works))
         assert (got == np.arange(count) + before).all()
-
-
-# ---- Lifetime ------------------------------------------------------------------------------------
 
 
 class Owner(np.ndarray):
@@ -184,9 +173,6 @@ def test_completed_work_keeps_only_its_output(world):
     until(gone)
 
 
-# ---- Work ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def late(world, mpi):
     """A call that rank 0 joins late: the Work, the array, and a function that lets rank 0 join."""
@@ -231,9 +217,7 @@ def test_wait_times_out_and_can_be_repeated(world, late):
 
 def test_work_returns_the_outputs(teams):
     """For every primitive with arrays: the objects that were passed."""
-    for team in teams:
-        if team.me is None:
-            continue
+    for team in members(teams):
         for name, row in NAMES.items():
             if row.layout is Layout.EMPTY:
                 continue
@@ -307,16 +291,6 @@ def test_exceptions_in_callbacks_do_not_fail_the_work(world, capsys):
     assert own.value() == 1 and "KeyError: 'from a callback'" in capsys.readouterr().err
 
 
-def test_callbacks_may_make_async_calls(world):
-    if world.size > 1:
-        dist.barrier()
-    x, y = np.ones(2), np.full(2, 3.0)
-    first = dist.all_reduce(x, async_op=True)
-    second = first.get_future().then(lambda done: dist.all_reduce(y, async_op=True))
-    assert second.wait(DEADLINE).wait() is True
-    assert (x == world.size).all() and (y == 3 * world.size).all()
-
-
 def test_user_created_futures():
     """A Future completes once, and wakes up waiting threads."""
     future = dist.Future()
@@ -370,50 +344,10 @@ def test_callback_may_wait_for_a_later_work(world):
     third.wait(DEADLINE)
 
 
-# ---- Coalesced calls -----------------------------------------------------------------------------
-
-
 def test_coalesced_calls_return_none_or_a_future(teams):
-    for team in teams:
-        if team.me is None:
-            for call in (dist.all_reduce_coalesced, dist.all_gather_coalesced):
-                with pytest.warns(UserWarning, match=call.__name__):
-                    args = ([[np.ones(1)]],) if call is dist.all_gather_coalesced else ()
-                    assert call(*args, [np.ones(1)], group=team.group) is None
-            continue
-        n, me = team.size, team.me
-        for async_op in (False, True):
-            tensors = [np.full(count, me + 1.0)[::step] for count, step in ((3, 1), (0, 1), (9, 2))]
-            found = dist.all_reduce_coalesced(tensors, ReduceOp.SUM, team.group, async_op)
-            if async_op:
-                assert isinstance(found, dist.Future)
-                assert all(a is b for a, b in zip(found.wait(DEADLINE), tensors, strict=True))
-            else:
-                assert found is None
-            assert all((one == n * (n + 1) / 2).all() for one in tensors)
-            inputs = [np.full(count, me + 10 * count) for count in (2, 5)]
-            outputs = [[np.zeros_like(one) for one in inputs] for _ in range(n)]
-            found = dist.all_gather_coalesced(outputs, inputs, team.group, async_op)
-            if async_op:
-                assert isinstance(found, dist.Future) and len(found.wait(DEADLINE)) == 2
-            for r, output in enumerate(outputs):  # [rank][i], as in torch
-                for count, one in zip((2, 5), output, strict=True):
-                    assert one.tolist() == [r + 10 * count] * count
-
-
-def test_invalid_coalesced_arguments_are_rejected(world):
-    x = np.ones(2)
-    with pytest.raises(ValueError, match="different dtypes"):
-        dist.all_reduce_coalesced([x, np.ones(2, int)])
-    with pytest.raises(TypeError, match="all_reduce_coalesced: tensors"):
-        dist.all_reduce_coalesced(x)
-    with pytest.raises(IndexError, match="all_reduce_coalesced: tensors"):
-        dist.all_reduce_coalesced([])
-    with pytest.raises(TypeError, match=r"tensor"):
-        dist.all_reduce_coalesced([x, [1.0]])
-    with pytest.raises(ValueError, match="all_gather_coalesced: output_tensor_lists"):
-        dist.all_gather_coalesced([[x]] * (world.size + 1), [x])
-    with pytest.raises(ValueError, match=r"all_gather_coalesced: output_tensor_lists\[0\]"):
-        dist.all_gather_coalesced([[x, x]] * world.size, [x])
-    dist.all_reduce_coalesced([x])
-    assert (x == world.size).all()
+    for team in members(teams):
+        tensors = [np.full(count, team.me + 1.0) for count in (3, 0)]
+        assert dist.all_reduce_coalesced(tensors, group=team.group) is None
+        future = dist.all_reduce_coalesced(tensors, group=team.group, async_op=True)
+        assert isinstance(future, dist.Future)
+        assert all(a is b for a, b in zip(future.wait(DEADLINE), tensors, strict=True))

@@ -50,9 +50,9 @@ def wheel() -> tuple[str, Requirements]:
     return fields["Version"], needs | {"python": numbers(fields["Requires-Python"])}
 
 
-def expect(what: str, found: object, expected: object) -> None:
+def expect(name: str, found: object, expected: object) -> None:
     if found != expected:
-        raise ValueError(f"{what}: expected {expected}, got {found}")
+        raise ValueError(f"{name}: expected {expected}, got {found}")
 
 
 def check_source(version: str, _: Requirements) -> str:
@@ -77,7 +77,7 @@ def check_conda(version: str, needs: Requirements) -> str:
     folder = PACKAGING / "conda"
     recipe = rattler_build.Stage0Recipe.from_file(folder / "recipe.yaml")
     variants = rattler_build.VariantConfig.from_file(folder / "variants.yaml")
-    said = []
+    packages = []
     for system in ("linux-64", "linux-aarch64"):
         target = rattler_build.PlatformConfig(target_platform=system)
         (rendered,) = recipe.render(variants, rattler_build.RenderConfig(platform=target))
@@ -85,8 +85,8 @@ def check_conda(version: str, needs: Requirements) -> str:
         expect("version", found["package"]["version"], version)
         pairs = (each.split(" ", 1) for each in found["requirements"]["run"])
         expect("run", {name: numbers(oldest) for name, oldest in pairs}, needs)
-        said.append(f"{found['package']['name']} {found['build']['string']} for {system}")
-    return f"py-rattler-build {metadata.version('py-rattler-build')} renders {', '.join(said)}"
+        packages.append(f"{found['package']['name']} {found['build']['string']} for {system}")
+    return f"py-rattler-build {metadata.version('py-rattler-build')} renders {', '.join(packages)}"
 
 
 def check_easybuild(version: str, needs: Requirements) -> str:
@@ -101,11 +101,11 @@ def check_easybuild(version: str, needs: Requirements) -> str:
     # This machine has no environment modules.
     modules.avail_modules_tools = lambda: {"EnvironmentModules": modules.NoModulesTool}
     robot = Path(sys.prefix, "easybuild", "easyconfigs")
-    said = io.StringIO()
+    output = io.StringIO()
     with (
         tempfile.TemporaryDirectory() as prefix,
-        contextlib.redirect_stdout(said),
-        contextlib.redirect_stderr(said),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
     ):
         set_up_configuration(
             ["--modules-tool=EnvironmentModules", "--module-syntax=Tcl", f"--prefix={prefix}",
@@ -114,7 +114,7 @@ def check_easybuild(version: str, needs: Requirements) -> str:
             silent=True,
         )  # fmt: skip
         faults = check_easyconfigs_style([str(path)])
-        expect(f"style: {said.getvalue()}", faults, 0)
+        expect(f"style: {output.getvalue()}", faults, 0)
         easyconfigs = process_easyconfig(str(path), validate=False)
         found = easyconfigs[0]["ec"]
         tool = modules.NoModulesTool(testing=True)
@@ -152,10 +152,10 @@ def check_apptainer(version: str, _: Requirements) -> str:
 
 def check_spack(version: str, needs: Requirements) -> str:
     """Execute the package with a mock of Spack."""
-    said: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
+    calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
 
     def word(name: str) -> Callable[..., None]:
-        return lambda *args, **options: said.setdefault(name, []).append((args, options))
+        return lambda *args, **options: calls.setdefault(name, []).append((args, options))
 
     spack, python = types.ModuleType("spack.package"), types.ModuleType("python")
     for name in ("license", "version", "variant", "depends_on"):
@@ -170,7 +170,7 @@ def check_spack(version: str, needs: Requirements) -> str:
     namespace: dict[str, Any] = {}
     exec(compile(path.read_text(), str(path), "exec"), namespace)
     expect("class", namespace["PyMpicoll"].__name__, "PyMpicoll")
-    always = [args[0] for args, options in said["depends_on"] if "when" not in options]
+    always = [args[0] for args, options in calls["depends_on"] if "when" not in options]
     pairs = [each.partition("@")[::2] for each in always]
     has = {name.removeprefix("py-").replace("-", "_"): numbers(oldest) for name, oldest in pairs}
     expect("depends_on", {name: has.get(name) for name in needs}, needs)
@@ -194,11 +194,11 @@ def main() -> int:
     failed = 0
     for name in chosen:
         try:
-            said = CHECKS[name](*wheel())
+            result = CHECKS[name](*wheel())
         except Exception as error:
             failed += 1
-            said = f"FAILED: {type(error).__name__}: {error}"
-        print(f"{name:10} {said}", flush=True)
+            result = f"FAILED: {type(error).__name__}: {error}"
+        print(f"{name:10} {result}", flush=True)
     print(f"{len(chosen) - failed} passed, {failed} failed")
     return 1 if failed else 0
 

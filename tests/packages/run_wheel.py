@@ -63,9 +63,9 @@ def without_compilers(folder: Path) -> str:
     return str(folder)
 
 
-def advice(said: str) -> list[str] | None:
+def advice(output: str) -> list[str] | None:
     """Return doctor's advice, except on binding and threads."""
-    _, head, listed = said.partition("What to change\n")
+    _, head, listed = output.partition("What to change\n")
     if not head:
         return None
     texts = [" ".join(each.split()) for each in re.split(r"^  (?=\S)", listed, flags=re.MULTILINE)]
@@ -93,23 +93,16 @@ def try_wheel(wheel: Path, mpi: str, python: str, torch: str, folder: Path, prog
 
     folder.mkdir()
     run(python, "-m", "venv", folder)
-    pip: list[str | Path] = [
-        bin / "python",
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-    ]
+    pip = [str(bin / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     run(*pip, "--only-binary", ":all:", wheel, mpi, *filter(None, [torch]), limit=INSTALL_LIMIT)
     ranks: list[str | Path] = [bin / "mpiexec", "-n", "2", bin / "python"]
-    said = run(*ranks, "-m", "mpicoll", "doctor")
-    if "No problems found" not in said and advice(said) != []:
-        raise OSError(f"doctor reports problems:\n{said}")
-    said = run(*ranks, JOB, *["--torch"] * bool(torch))
-    lines = [line for line in said.splitlines() if "ranks, compiled: " in line]
+    output = run(*ranks, "-m", "mpicoll", "doctor")
+    if "No problems found" not in output and advice(output) != []:
+        raise OSError(f"doctor reports problems:\n{output}")
+    output = run(*ranks, JOB, *["--torch"] * bool(torch))
+    lines = [line for line in output.splitlines() if "ranks, compiled: " in line]
     if len(lines) != 1:
-        raise OSError(f"the job printed no result:\n{said}")
+        raise OSError(f"the job printed no result:\n{output}")
     return lines[0]
 
 
@@ -130,14 +123,14 @@ def main() -> int:
         for place, (mpi, version) in enumerate(zip(MPIS, itertools.cycle(pythons))):
             torch = "" if place else arguments.torch
             try:
-                said = try_wheel(
+                result = try_wheel(
                     wheels[0].resolve(), mpi, pythons[version], torch, Path(folder) / str(place),
                     programs,
                 )  # fmt: skip
             except (OSError, subprocess.TimeoutExpired) as error:
                 failed += 1
-                said = f"FAILED: {error}"
-            print(f"{mpi:10} {said}", flush=True)
+                result = f"FAILED: {error}"
+            print(f"{mpi:10} {result}", flush=True)
             shutil.rmtree(Path(folder) / str(place), ignore_errors=True)
     print(f"{len(MPIS) - failed} passed, {failed} failed")
     return 1 if failed else 0

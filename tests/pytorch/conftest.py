@@ -112,9 +112,9 @@ def mesh(world):
     return init_device_mesh("cpu", (world.size,))
 
 
-def members(teams: list[Team]) -> list[Team]:
-    """Return the groups that this rank is a member of."""
-    return [team for team in teams if team.me is not None]
+def members(teams: list[Team], least: int = 1) -> list[Team]:
+    """Return the groups of at least ``least`` ranks that this rank is a member of."""
+    return [team for team in teams if team.me is not None and team.size >= least]
 
 
 @pytest.fixture

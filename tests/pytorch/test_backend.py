@@ -287,18 +287,6 @@ def test_functional_collectives_with_out_argument(world, group):
     assert out.tolist() == [rank + 1.0 for rank in range(n) for _ in range(2)]
 
 
-def test_batches_of_messages_in_both_modes(world, group):
-    n, me = world.size, world.me
-    got, given = torch.zeros(3), torch.full((3,), float(me))
-    ops = [
-        dist.P2POp(dist.irecv, got, (me - 1) % n),
-        dist.P2POp(dist.isend, given, (me + 1) % n),
-    ]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    assert got.tolist() == [float((me - 1) % n)] * 3
-
-
 def test_split_group(world, group):
     halves = [list(range(world.size // 2))[::-1], list(range(world.size // 2, world.size))]
     half = dist.split_group(None, halves, group_desc="half")

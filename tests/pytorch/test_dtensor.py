@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
-from inputs import equal, near, normal
+from inputs import near, normal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import (
@@ -15,12 +14,10 @@ from torch.distributed.tensor import (
     Partial,
     Replicate,
     Shard,
-    distribute_module,
     distribute_tensor,
 )
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
@@ -29,8 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 PLACEMENTS = [Shard(0), Shard(1), Replicate(), Partial()]
 KINDS = ["sum", "avg", "max", "min"]
-#: Placements from which torch can redistribute to Partial; Shard from 2.14 on (others become
-#: zeros).
+#: Placements from which torch can redistribute to Partial.
 SUMMED = (Partial, Shard) if torch.__version__ >= "2.14" else (Partial,)
 
 
@@ -130,18 +126,6 @@ def test_kinds_of_partial(world, mesh, kind):
         near(found.to_local(), local_part(wanted, mesh, [target]))
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64],
-    ids=lambda dtype: str(dtype)[6:],
-)
-def test_redistribute_every_dtype(world, mesh, dtype):
-    full = (normal(0, 8, 8, key="dtype") * 4).to(dtype)
-    for source, target in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
-        tensor = made(full, mesh, [source])
-        equal(tensor.redistribute(mesh, [target]).full_tensor(), full)
-
-
 def test_distribute_tensor_uses_the_tensor_of_rank_0(world, mesh, grid):
     full = normal(0, 9, 6, key="distribute")
     mine = full if world.me == 0 else torch.full_like(full, -7.0)
@@ -149,42 +133,6 @@ def test_distribute_tensor_uses_the_tensor_of_rank_0(world, mesh, grid):
         holds(distribute_tensor(mine.clone(), mesh, [placement]), full, [placement])
     for placements in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
         holds(distribute_tensor(mine.clone(), grid, placements), full, placements)
-
-
-def test_gradient_of_redistribute_has_the_source_placement(world, mesh):
-    full = normal(0, 8, 6, key="gradient")
-    weight = normal(0, 8, 6, key="weight")
-    for source, target in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
-        tensor = distribute_tensor(full.clone(), mesh, [source]).requires_grad_()
-        weights = distribute_tensor(weight.clone(), mesh, [target])
-        (tensor.redistribute(mesh, [target]) * weights).square().sum().full_tensor().backward()
-        near(tensor.grad.full_tensor(), 2 * full * weight**2)
-
-
-OPERATIONS = {
-    "matmul": lambda a, b: a @ b.t(),
-    "add": lambda a, b: a + b,
-    "softmax": lambda a, b: torch.softmax(a, 1),
-    "mean": lambda a, b: (a * b).mean(0),
-    "norm": lambda a, b: torch.linalg.vector_norm(a - b),
-    "max": lambda a, b: a.amax(1),
-    "sum": lambda a, b: b.sum(),
-}
-
-
-@pytest.mark.parametrize("name", list(OPERATIONS))
-def test_operations_on_shards_equal_operations_on_whole_tensors(world, mesh, grid, name):
-    a, b = normal(0, 8, 8, key="a"), normal(0, 8, 8, key="b")
-    wanted = OPERATIONS[name](a, b)
-    for one, two in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
-        pair = distribute_tensor(a, mesh, [one]), distribute_tensor(b, mesh, [two])
-        near(OPERATIONS[name](*pair).full_tensor(), wanted, rtol=1e-4, atol=1e-5)
-    first = distribute_tensor(a, grid, [Shard(0), Shard(1)])
-    second = distribute_tensor(b, grid, [Replicate(), Shard(0)])
-    near(OPERATIONS[name](first, second).full_tensor(), wanted, rtol=1e-4, atol=1e-5)
-
-
-# ---- Tensor parallel -----------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -239,16 +187,6 @@ PLANS = {
         "blocks.*.up": ColwiseParallel(input_layouts=Shard(1)),
         "blocks.*.down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    },
-    "columns-alone": {
-        "blocks.*.up": ColwiseParallel(output_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Replicate()),
-    },
-    "rows-alone": {
-        "blocks.*.down": RowwiseParallel(input_layouts=Replicate()),
-        "head": PrepareModuleInput(
-            input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=True
-        ),
     },
 }
 
@@ -325,12 +263,3 @@ def test_tensor_parallel_inside_fsdp(world, grid):
         theirs.step()
     for mine, full in zip(model.parameters(), alone.parameters(), strict=True):
         near(whole(mine.detach()), full.detach(), rtol=1e-4, atol=1e-5)
-
-
-def test_distribute_module_uses_the_parameters_of_rank_0(world, mesh):
-    torch.manual_seed(world.me)
-    model = distribute_module(nn.Linear(4, 6), mesh)
-    torch.manual_seed(0)
-    wanted = nn.Linear(4, 6)
-    equal(model.weight.full_tensor().detach(), wanted.weight.detach())
-    dist.barrier()

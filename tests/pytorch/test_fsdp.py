@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import not_gloo
 from inputs import equal, near
 from models import (
@@ -66,16 +65,6 @@ def test_hybrid_sharding_trains_like_one_process(world, grid):
     same_parameters(model, trained_alone(world.size, STEPS))
 
 
-def test_gradients(world, mesh):
-    model = sharded(mesh=mesh)
-    loss_of(model, *batch(world.me, 0)).backward()
-    alone = make()
-    loss_of(alone, *batches(world.size, 0)).backward()
-    for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
-        assert found.grad.placements == found.placements
-        near(found.grad.full_tensor(), wanted.grad)
-
-
 def test_gradient_accumulation(world, mesh):
     """With and without reduction of each backward pass."""
     for sync in (False, True):
@@ -114,9 +103,6 @@ def test_user_defined_gradient_divide_factor(world, mesh):
         near(found.grad.full_tensor(), wanted.grad * world.size / 5)
 
 
-# ---- Mixed precision -----------------------------------------------------------------------------
-
-
 def bfloat16_gradients(world, reduced_in):
     """The mean over ranks of bfloat16 gradients, computed in another dtype."""
     each = []
@@ -152,41 +138,6 @@ def test_bfloat16(world, mesh, reduce_dtype):
     same_parameters(model, full, rtol=0.2, atol=0.05)
 
 
-def test_training_in_bfloat16_lowers_the_loss(world, mesh):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = sharded(mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = loss_of(model, *batch(world.me, 0))
-        loss.backward()
-        optimizer.step()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean, dist.ReduceOp.AVG)
-        losses.append(mean.item())
-    assert losses[-1] < 0.8 * losses[0]
-
-
-# ---- State ---------------------------------------------------------------------------------------
-
-
-def test_optimizer_state_is_sharded(world, mesh):
-    model = sharded(mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    train(model, world.me, STEPS, optimizer)
-    alone = make()
-    theirs = torch.optim.AdamW(alone.parameters(), lr=0.01)
-    for step in range(STEPS):
-        theirs.zero_grad()
-        loss_of(alone, *batches(world.size, step)).backward()
-        theirs.step()
-    same_parameters(model, alone, rtol=1e-4, atol=1e-5)
-    for found, wanted in zip(optimizer.state.values(), theirs.state.values(), strict=True):
-        assert isinstance(found["exp_avg"], DTensor)
-        near(found["exp_avg"].full_tensor(), wanted["exp_avg"])
-
-
 def test_unshard_and_reshard_by_hand(world, mesh):
     model = sharded(mesh=mesh)
     handle = model.first.unshard(async_op=True)
@@ -196,9 +147,6 @@ def test_unshard_and_reshard_by_hand(world, mesh):
     assert isinstance(model.first.weight, DTensor)
 
 
-# ---- FSDP1 ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "strategy",
     [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD],
@@ -206,10 +154,7 @@ def test_unshard_and_reshard_by_hand(world, mesh):
 )
 def test_fsdp1_trains_like_one_process(world, strategy):
     model = FullyShardedDataParallel(
-        make(),
-        sharding_strategy=strategy,
-        device_id=torch.device("cpu"),
-        use_orig_params=True,
+        make(), sharding_strategy=strategy, device_id=torch.device("cpu"), use_orig_params=True
     )
     train(model, world.me, STEPS, optimizer_of(model))
     alone = trained_alone(world.size, STEPS)

@@ -323,32 +323,3 @@ def test_process_sets_of_communicators():
         hvd.shutdown()
         split.Free()
         hvd.init()
-
-
-@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16])
-def test_training_equals_one_process(compression):
-    def model():
-        torch.manual_seed(7)
-        return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-
-    own, alone = model(), model()
-    if hvd.rank():
-        torch.nn.init.zeros_(own[0].weight)
-    optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
-    hvd.broadcast_parameters(own.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    optimizer = hvd.DistributedOptimizer(
-        optimizer, named_parameters=own.named_parameters(), compression=compression
-    )
-    reference = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-    for step in range(3):
-        optimizer.zero_grad()
-        own(of(10 * step + hvd.rank(), 6, 4)).square().mean().backward()
-        optimizer.step()
-        reference.zero_grad()
-        batch = torch.cat([of(10 * step + rank, 6, 4) for rank in range(hvd.size())])
-        alone(batch).square().mean().backward()
-        reference.step()
-    tolerance = 1e-6 if compression is hvd.Compression.none else 2e-3
-    for got, expected in zip(own.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)

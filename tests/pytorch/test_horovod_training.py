@@ -33,8 +33,6 @@ def close(got, expected, tolerance=1e-10):
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-# --- SyncBatchNorm -------------------------------------------------------------------------------
-
 #: BatchNorm classes by the number of dimensions of a sample.
 BATCH_NORM = {
     1: torch.nn.BatchNorm1d,
@@ -88,7 +86,7 @@ def test_sync_batch_norm_equals_batch_norm_of_the_whole_batch(shape, options, dt
     alone.eval()
     if options.get("track_running_stats", True):
         close(own(parts[0]), alone(parts[0]), tolerance)
-    else:  # without running statistics: those of the batch of all ranks
+    else:  # statistics of the batch of all ranks
         close(own(parts[hvd.rank()]), alone(torch.cat(parts))[place], tolerance)
 
 
@@ -116,9 +114,6 @@ def test_sync_batch_norm_rejects_invalid_inputs():
         x = torch.ones(int(hvd.rank() == 0), 3)
         with pytest.raises(ValueError, match="2 or more values per channel"):
             hvd.SyncBatchNorm(3)(x)
-
-
-# --- the optimizer -------------------------------------------------------------------------------
 
 
 def network():
@@ -162,6 +157,16 @@ def same(model, expected, tolerance=1e-10):
 def distributed(model, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16])
+def test_training_equals_one_process(compression):
+    model = network()
+    if hvd.rank():
+        torch.nn.init.zeros_(model[0].weight)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    train(distributed(model, compression=compression), model, own_batches())
+    same(model, alone(), 1e-10 if compression is hvd.Compression.none else 2e-3)
 
 
 @pytest.mark.parametrize("factor", [1.0, 3.0])
@@ -277,9 +282,7 @@ def test_sparse_gradients(as_dense):
     whole = copy.deepcopy(own)
     rows = [torch.tensor([rank, rank, 4, 5 - rank]) for rank in range(hvd.size())]
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(own.parameters(), lr=0.5),
-        own.named_parameters(),
-        sparse_as_dense=as_dense,
+        torch.optim.SGD(own.parameters(), lr=0.5), own.named_parameters(), sparse_as_dense=as_dense
     )
     reference = torch.optim.SGD(whole.parameters(), lr=0.5)
     for _ in range(2):
@@ -472,9 +475,6 @@ def test_closure_must_not_zero_pending_gradients():
     optimizer.synchronize()
 
 
-# --- gradients of operations ---------------------------------------------------------------------
-
-
 def weights(rank, *shape):
     """The weights that multiply a rank's result in its loss."""
     return of(50 + rank, *shape)
@@ -548,9 +548,6 @@ def test_allreduce_with_compression_has_gradients():
     close(out, half.half().float(), 2e-3)
     out.sum().backward()
     assert x.grad.dtype == torch.float32 and x.grad.tolist() == [hvd.size()] * 3
-
-
-# --- Build information and timeline --------------------------------------------------------------
 
 
 def test_build_information():

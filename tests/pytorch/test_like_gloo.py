@@ -1,4 +1,4 @@
-"""Groups and Works return the same values as those of Gloo."""
+"""Groups and Works return the same values as Gloo's."""
 
 from __future__ import annotations
 
@@ -182,9 +182,6 @@ def test_groups_and_backends_have_all_attributes_of_gloos(pair):
         assert not missing
 
 
-# ---- merge_remote_group --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("settings", [{}, {"group_name": "joined", "group_desc": "both"}])
 def test_merged_groups_have_the_names_and_timeout_of_gloos(pair, settings):
     """Groups of one rank, because Gloo merges several only in the order of the job."""
@@ -239,9 +236,6 @@ def test_groups_of_several_backends_merge(world, pair):
     dist.all_reduce(x, group=both)
     assert x.item() == world.size
     dist.destroy_process_group(mixed)
-
-
-# ---- device_id -----------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="older torch rejects a CPU device_id")

@@ -1,6 +1,6 @@
 """One-sided windows as defined by torch 2.15: torch.distributed._new_window.
 
-The expected behavior is that of torch's own backends: put, signal and wait_signal, and the tensor
+Windows behave as with torch's own backends: put, signal and wait_signal, and the tensor
 itself from map_remote_tensor of the own rank. (Gloo has no windows in torch 2.15.)
 """
 
@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import BACKEND
+from conftest import BACKEND, members
 from inputs import equal
 
 pytestmark = [
@@ -36,9 +36,7 @@ def test_windows_are_supported(world):
 @pytest.mark.parametrize("async_op", [False, True])
 def test_put_and_signal(teams, dtype, async_op):
     """In a ring: each rank puts its block into the next rank's tensor."""
-    for team in teams:
-        if team.me is None:
-            continue
+    for team in members(teams):
         n, me, count = team.size, team.me, 16
         memory = torch.zeros(n * count, dtype=dtype)
         window = dist._new_window(memory, group=team.group)

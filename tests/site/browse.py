@@ -197,11 +197,13 @@ def main() -> int:
         arguments.pictures.mkdir(parents=True, exist_ok=True)
     with served(arguments.site) as home, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        said = f"{len(names)} pages in {' and '.join(WIDTHS)} windows, Chromium {browser.version}"
+        summary = (
+            f"{len(names)} pages in {' and '.join(WIDTHS)} windows, Chromium {browser.version}"
+        )
         counts = [browse(browser, home, names, each, arguments.pictures) for each in WIDTHS]
         counts.append(search_from_disk(browser, arguments.site))
         browser.close()
-    print(f"{said}: {sum(counts) or 'no'} faults")
+    print(f"{summary}: {sum(counts) or 'no'} faults")
     return 1 if sum(counts) else 0
 
 

@@ -1,7 +1,7 @@
-"""What every library trains here, what comes out of it, and where a rank tells its outcome.
+"""The model and the data of the scripts, and the function that writes a rank's outcome.
 
-The scripts beside are what a user's script is: none says mpicoll. Each step takes the whole set, in
-halves on two ranks, so that how a library shuffles changes nothing.
+The scripts do not mention mpicoll, as scripts of users. Each step uses the whole data set, half of
+it on each of two ranks, so the result does not depend on shuffling.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
-def tell(parameters: Iterable[Tensor], **more: object) -> None:
-    """Writes this rank's outcome: its parameters, and who carried its calls."""
+def write_outcome(parameters: Iterable[Tensor], **more: object) -> None:
+    """Write this rank's outcome: its parameters, and the number of calls of mpicoll's groups."""
     import torch.distributed as dist
 
     from mpicoll.core.groups import state
@@ -42,7 +42,7 @@ def tell(parameters: Iterable[Tensor], **more: object) -> None:
     outcome: Mapping[str, object] = {
         "ranks": dist.get_world_size(),
         "backend": dist.get_backend(),
-        "carried": sum(group.begun for group in state.groups),
+        "calls": sum(group.begun for group in state.groups),
         "parameters": [
             value for p in parameters for value in p.detach().double().flatten().tolist()
         ],

@@ -1,6 +1,6 @@
-"""Accelerate, as its examples are: the launcher's ranks, a prepared model, and metrics gathered.
+"""Accelerate, as in its examples: a prepared model and gathered metrics.
 
-Given the argument "alone" it is not told to look for ranks on the CPU.
+With the argument "alone", Accelerator() gets no cpu=True.
 """
 
 import sys
@@ -24,6 +24,6 @@ for _ in range(task.STEPS):
         optimizer.zero_grad()
 losses = accelerator.gather_for_metrics(loss.detach().reshape(1))
 if accelerator.num_processes > 1:
-    task.tell(accelerator.unwrap_model(model).parameters(), gathered=len(losses))
+    task.write_outcome(accelerator.unwrap_model(model).parameters(), gathered=len(losses))
 accelerator.wait_for_everyone()
 accelerator.end_training()

@@ -1,4 +1,4 @@
-"""DeepSpeed on the CPU, ZeRO stage 1 or the one that is given."""
+"""DeepSpeed on the CPU. The argument is the stage of ZeRO, 1 by default."""
 
 import sys
 
@@ -26,4 +26,4 @@ for _ in range(task.STEPS):
     engine.backward(torch.nn.functional.mse_loss(engine(x), y))
     engine.step()
 with deepspeed.zero.GatheredParameters(list(network.parameters()), enabled=STAGE == 3):
-    task.tell(network.parameters())
+    task.write_outcome(network.parameters())

@@ -1,6 +1,6 @@
-"""Lightning, with a whole number logged as the mean over the ranks.
+"""Lightning, with an integer logged as the mean over the ranks.
 
-Started by plain python it starts the other rank itself, if it is given the argument "plain".
+With the argument "plain", it runs without a launcher and starts the second rank.
 """
 
 import os
@@ -27,7 +27,7 @@ class Module(lightning.LightningModule):
 
     def on_train_end(self):
         mean = float(self.trainer.callback_metrics["samples"])
-        task.tell(self.network.parameters(), mean=mean)
+        task.write_outcome(self.network.parameters(), mean=mean)
 
 
 trainer = lightning.Trainer(

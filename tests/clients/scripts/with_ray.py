@@ -1,4 +1,4 @@
-"""Ray Train, which starts ranks of its own."""
+"""Ray Train, which starts its own ranks."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ def train(settings):
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
-    task.tell(network.parameters())
+    task.write_outcome(network.parameters())
 
 
 ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)

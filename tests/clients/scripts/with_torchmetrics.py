@@ -1,4 +1,4 @@
-"""torchmetrics beside DDP: states of a fixed size, and lists as long as each rank has them."""
+"""torchmetrics with DDP: states of a fixed size, and lists with a different length on each rank."""
 
 import task
 import torch
@@ -22,7 +22,7 @@ for _ in range(task.STEPS):
 mean.update(loss.detach())
 error.update(model(x).detach(), y)
 cat.update(torch.arange(rank + 1))
-task.tell(
+task.write_outcome(
     network.parameters(),
     mean=float(mean.compute()),
     error=float(error.compute()),

@@ -47,4 +47,4 @@ trainer = Trainer(
     eval_dataset=Samples(),
 )
 trainer.train()
-task.tell(model.network.parameters(), evaluated=trainer.evaluate()["eval_loss"])
+task.write_outcome(model.network.parameters(), evaluated=trainer.evaluate()["eval_loss"])

@@ -1,0 +1,111 @@
+"""Run ``python -m mpicoll`` as a job. For modules that use the plugin ``whole_jobs``.
+
+A rank that still runs after LIMIT_S seconds prints its stacks and ends.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_scripts import HUNG, MPIEXEC, needs_mpiexec
+from whole_jobs import ENVIRONMENT, made_by
+
+#: Timeout of a job in seconds. Most jobs take two, with torch four.
+LIMIT_S = 60
+
+#: The command, with a timeout, and without progress messages unless TEST_MPICOLL_PACE is set.
+PROGRAM = f"""
+import faulthandler, os, signal, sys
+faulthandler.register(signal.SIGALRM, chain=True)  # print all stacks, then exit
+signal.alarm({LIMIT_S})
+import runpy
+import mpicoll.cli
+mpicoll.cli.PROGRESS_INTERVAL_S = float(os.environ.get("TEST_MPICOLL_PACE", "inf"))
+runpy.run_module("mpicoll", run_name="__main__")
+"""
+
+#: Variables of srun on the first of two ranks. MPI has only one.
+SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command line, in which $FOLDER and $words are replaced.
+
+    ranks: number of ranks under mpiexec; 0 is a plain process.
+    environment: additional variables, with $FOLDER.
+    site: code that every process runs before the command.
+    """
+
+    words: str
+    ranks: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    site: str = ""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The result of a job."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    def succeeded(self) -> None:
+        """Check that the job exited with 0 and printed nothing to stderr."""
+        assert (self.code, self.err) == (0, ""), self
+
+    def refused(self, *words: str, code: int = 2) -> None:
+        """Check that one rank printed an error with these words and all ranks ended at once."""
+        assert self.code == code and self.out == "", self
+        assert self.err.count("error: ") == 1 and "Traceback" not in self.err, self
+        assert all(word in self.err for word in words), self
+        assert self.seconds < LIMIT_S / 3, self
+
+
+def decorator(kind: type[Job]) -> Callable[..., Callable[[Any], Any]]:
+    """Return a decorator that gives a test its job: ``job(words, ranks=0, every_mpi=False, ...)``.
+
+    every_mpi: run the test with every MPI. By default tests/run.py runs it with one.
+    """
+    with_job = made_by(kind)
+
+    def job(words: str, every_mpi: bool = False, **how: Any) -> Callable[[Any], Any]:
+        def decorate(test: Any) -> Any:
+            test = with_job(words, **how)(test)
+            test = needs_mpiexec(test) if how.get("ranks") else test
+            return test if every_mpi else pytest.mark.any_mpi(test)
+
+        return decorate
+
+    return job
+
+
+def run(job: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
+    paths = [str(folder), job.environment.get("PYTHONPATH"), ENVIRONMENT.get("PYTHONPATH")]
+    own = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder), **job.environment}
+    own["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    own = {name: value.replace("$FOLDER", str(folder)) for name, value in own.items()}
+    if job.site:
+        (folder / "sitecustomize.py").write_text(job.site)
+    words = job.words.replace("$words", str(parameters.get("words", "")))
+    words = words.replace("$FOLDER", str(folder))
+    start = [*MPIEXEC, "-n", str(job.ranks)] if job.ranks else []
+    begin = time.monotonic()
+    done = subprocess.run(
+        [*start, sys.executable, "-c", PROGRAM, *shlex.split(words)],
+        env=ENVIRONMENT | own, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=LIMIT_S + 20, check=False,
+    )  # fmt: skip
+    assert HUNG not in done.stderr, f"a rank hung\n{done.stderr}"
+    return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)

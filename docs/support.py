@@ -95,11 +95,11 @@ def launchers() -> str:
     rows = [
         [
             each.name,
-            ", ".join(f"`{mark}`" for mark in each.marks),
-            each.dialect.value if each.dialect else "",
+            ", ".join(f"`{mark}`" for mark in each.detected_by),
+            each.protocol.value if each.protocol else "",
         ]
         for each in LAUNCHERS
-        if each.marks
+        if each.detected_by
     ]
     return table(["launcher", "variables", "protocol"], rows)
 

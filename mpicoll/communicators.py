@@ -1,4 +1,4 @@
-"""Communicators of mpi4py: checks of the program's communicators, and derived communicators."""
+"""Check communicators of mpi4py, and create derived communicators."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def is_communicator(candidate: object) -> TypeGuard[MPI.Comm]:
 
 
 def checked_communicator(comm: object, where: str) -> MPI.Intracomm:
-    """Return the intra-communicator that a program passes in, checked. Makes no MPI calls.
+    """Check that an argument is a usable intra-communicator and return it. Sends no messages.
 
-    where: operation and argument, for the message ("new_group: ranks").
+    where: operation and argument in error messages ("new_group: ranks").
 
     Raises ArgumentTypeError if it is not a communicator of mpi4py, ArgumentError for COMM_NULL, a
     freed communicator and an inter-communicator, and LaunchError if MPI is not running.
@@ -74,7 +74,7 @@ def create_private(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 
 def translate_ranks(comm: MPI.Comm, among: MPI.Comm) -> Sequence[int | None]:
-    """Return the ranks of one communicator in another, in order; None if it is not a member."""
+    """Return the ranks of ``comm`` as ranks in ``among``, in order; None for a non-member."""
     from mpi4py import MPI
 
     ours, theirs = comm.Get_group(), among.Get_group()
@@ -88,7 +88,7 @@ def translate_ranks(comm: MPI.Comm, among: MPI.Comm) -> Sequence[int | None]:
 
 @contextmanager
 def subset(comm: MPI.Comm, ranks: Sequence[int]) -> Iterator[MPI.Group]:
-    """Yield an MPI group of some ranks of a communicator, in that order, and free it at the end."""
+    """Yield the MPI group of the given ranks of a communicator, in that order; then free it."""
     everybody = comm.Get_group()
     chosen = everybody.Incl(list(ranks))
     try:

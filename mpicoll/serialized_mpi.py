@@ -1,11 +1,11 @@
-"""Communicators for MPI libraries that admit one thread at a time.
+"""Communicators for MPI libraries that provide less than MPI_THREAD_MULTIPLE.
 
-Where MPI gives less than MPI_THREAD_MULTIPLE, one lock serves the whole process. A thread that
-blocked inside MPI would keep the lock from others whose messages it may be waiting for. So
-blocking calls become their non-blocking twins: tested under the lock, waited for outside of it.
+One lock per process serializes all MPI calls. A thread that blocked inside MPI would hold the lock
+while it waits for messages of other threads. So blocking calls become non-blocking calls, which are
+tested under the lock and waited for without it.
 
-Calls that create communicators and windows have no such twin. ``call_together`` makes them when all
-ranks are ready, so that no thread holds the lock for longer than the call's own messages take.
+Calls that create communicators and windows have no non-blocking form. ``call_together`` makes them
+when all ranks are ready, so that no thread holds the lock while it waits for a late rank.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ __all__ = [
     "create_group",
     "create_window",
     "dissemination_barrier",
-    "plain",
     "serialize",
-    "tested",
+    "unwrap",
+    "with_wait",
 ]  # fmt: skip
 
 T = TypeVar("T")
 
 _lock = threading.RLock()
-#: Held by the thread that makes a blocking call with other ranks, or is about to: see
-#: ``call_together``. Unlike the lock it does not keep other threads out of MPI.
+#: Held by the thread that makes a blocking call with other ranks, or is about to, see
+#: ``call_together``. Other threads may call MPI meanwhile.
 _turn = threading.Lock()
 #: The tag of the messages before a blocking call of all ranks of a communicator.
 _TAG = (1 << 14) - 2
-#: Most seconds until a rank asks again whether all ranks are ready for a blocking call.
-_LONGEST_RETRY = 2e-3
-#: Waits for a request, of which it calls ``Test``.
+#: Maximum interval in seconds between attempts to start a blocking call on all ranks.
+_MAX_RETRY_INTERVAL_S = 2e-3
+#: Waits for a request by calling its ``Test``.
 Wait = Callable[["MPI.Request", "MPI.Status | None"], None]
-#: Most seconds between two tests of a request.
-_LONGEST_PAUSE = 200e-6
-#: Bytes of the largest broadcast.
-_PIECE = 2**30
+#: Maximum interval in seconds between two tests of a request.
+_MAX_TEST_INTERVAL_S = 200e-6
+#: Maximum size of a broadcast in bytes.
+_MAX_BCAST_BYTES = 2**30
 
 
 def serialize(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """Return the communicator with every call under the process's one lock."""
+    """Return the communicator with every call under the process-wide lock."""
     return cast("MPI.Intracomm", _Communicator(comm))
 
 
-def plain(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """Return the communicator as mpi4py made it."""
+def unwrap(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """Return mpi4py's communicator."""
     return comm._comm if isinstance(comm, _Communicator) else comm
 
 
@@ -67,19 +67,18 @@ def call_together(
     tag: int = _TAG,
     wait: Wait | None = None,
 ) -> T:
-    """Return ``call()``, a blocking call of MPI, made once all its members are ready for it.
+    """Make a blocking collective MPI call when all members are ready; return its result.
 
-    comm: the communicator that carries the messages before the call.
-    call: what all members call; it needs no other rank and no other thread to return.
-    members: ranks in ``comm``, this rank included; None: all of them.
-    tag: of the messages; differs between calls that two threads make at once on ``comm``.
-    wait: waits for a request, and may raise instead; None: the wait of ``comm``.
+    comm: the communicator of the messages before the call.
+    call: the blocking call. It returns as soon as all members are in it.
+    members: ranks in ``comm``, including this rank; None: all ranks.
+    tag: of the messages. Two threads that call concurrently on ``comm`` need different tags.
+    wait: waits for a request and may raise; None: the wait function of ``comm``.
 
-    A rank in a blocking call keeps its other threads out of MPI, and leaves the call when all
-    members are in it. A member that cannot come, because another of its threads is in a blocking
-    call of other ranks, would make both calls wait for ever. So, once all members are here, each
-    thread takes its process's turn, and the call begins only when all of them have it. If one has
-    not, all give it back and try again, after pauses that differ at random.
+    A rank in a blocking call holds the lock until all members are in the call. If another thread of
+    a member were in a blocking call with other ranks, both calls would deadlock. So each thread
+    acquires its process's turn after a barrier, and the call begins only if all members have it.
+    Otherwise all release it and retry after a random interval.
     """
     lock = _lock_of(comm)
     wait = wait or (comm._wait if isinstance(comm, _Communicator) else _wait)
@@ -96,15 +95,15 @@ def call_together(
         finally:
             if ready:
                 _turn.release()
-        time.sleep(random.uniform(0, _LONGEST_RETRY))
+        time.sleep(random.uniform(0, _MAX_RETRY_INTERVAL_S))
 
 
 def dissemination_barrier(
     comm: MPI.Intracomm, ranks: Sequence[int], tag: int, wait: Wait, ready: bool = True
 ) -> bool:
-    """Return, once all ``ranks`` of ``comm`` have called, whether each of them is ``ready``.
+    """Wait until all ``ranks`` of ``comm`` have called; return whether all of them are ``ready``.
 
-    wait: waits for a request by tests, and may raise instead: then this rank returns early.
+    wait: waits for a request by tests. It may raise; then this rank leaves the barrier.
 
     Hensgen, Finkel, Manber, International J. of Parallel Programming 17(1), 1988.
     """
@@ -113,34 +112,34 @@ def dissemination_barrier(
     distance = 1
     while distance < n:
         theirs = bytearray(1)
-        came = comm.Irecv(theirs, ranks[(me - distance) % n], tag)
-        told = comm.Isend(bytearray([own]), ranks[(me + distance) % n], tag)
+        receive = comm.Irecv(theirs, ranks[(me - distance) % n], tag)
+        send = comm.Isend(bytearray([own]), ranks[(me + distance) % n], tag)
         try:
-            wait(came, None)
-            wait(told, None)
+            wait(receive, None)
+            wait(send, None)
         except BaseException:
-            _unfinished.append((came, told))
+            _abandoned.append((receive, send))
             raise
         own &= theirs[0]
         distance *= 2
     return bool(own)
 
 
-#: Requests of barriers that this rank has left. MPI may still use their buffers.
-_unfinished: list[tuple[MPI.Request, MPI.Request]] = []
+#: Requests of abandoned barriers. MPI may still use their buffers.
+_abandoned: list[tuple[MPI.Request, MPI.Request]] = []
 
 
 def create_group(
     comm: MPI.Intracomm, members: Sequence[int], tag: int, wait: Wait | None = None
 ) -> MPI.Intracomm:
-    """Create the communicator of some ranks of ``comm``, in that order. Only they call.
+    """Create a communicator of the given ranks of ``comm``, in that order. Only members call.
 
-    tag: 0 to 2**14 - 1, another one in each thread that creates a group of ``comm`` now.
-    wait: waits for a request, and may raise instead; None: the wait of ``comm``.
+    tag: 0 to 2**14 - 1. Threads that call concurrently on ``comm`` need different tags.
+    wait: waits for a request and may raise; None: the wait function of ``comm``.
     """
     with subset(comm, members) as chosen:
         made = call_together(
-            comm, lambda: plain(comm).Create_group(chosen, tag), members, 1 << 14 | tag, wait
+            comm, lambda: unwrap(comm).Create_group(chosen, tag), members, 1 << 14 | tag, wait
         )
     return _like(comm, made)
 
@@ -148,11 +147,11 @@ def create_group(
 def create_window(memory: Any, comm: MPI.Intracomm) -> MPI.Win:
     """Create a window of ``memory``, in bytes, whose calls are under the lock of ``comm``.
 
-    A flush moves the messages that others wait for, so blocking in it holds no rank up for good.
+    A flush may block under the lock, because it also progresses messages of other threads.
     """
     from mpi4py import MPI
 
-    made = call_together(comm, lambda: MPI.Win.Create(memory, 1, MPI.INFO_NULL, plain(comm)))
+    made = call_together(comm, lambda: MPI.Win.Create(memory, 1, MPI.INFO_NULL, unwrap(comm)))
     return cast("MPI.Win", _Window(made, comm)) if isinstance(comm, _Communicator) else made
 
 
@@ -163,12 +162,12 @@ def _like(comm: MPI.Intracomm, made: MPI.Intracomm) -> MPI.Intracomm:
     return cast("MPI.Intracomm", _Communicator(made, comm._lock))
 
 
-def tested(comm: MPI.Intracomm, wait: Wait) -> MPI.Intracomm:
-    """Return the communicator with blocking calls that become tested ones, too.
+def with_wait(comm: MPI.Intracomm, wait: Wait) -> MPI.Intracomm:
+    """Return the communicator with another wait function for its blocking calls.
 
-    wait: waits for a request by tests, and may raise instead.
+    wait: waits for a request by tests, and may raise.
     """
-    return cast("MPI.Intracomm", _Communicator(plain(comm), _lock_of(comm), wait))
+    return cast("MPI.Intracomm", _Communicator(unwrap(comm), _lock_of(comm), wait))
 
 
 def _lock_of(comm: MPI.Intracomm) -> AbstractContextManager[Any]:
@@ -179,33 +178,33 @@ def _wait(request: MPI.Request, status: MPI.Status | None) -> None:
     pause = 1e-6
     while not request.Test(status):
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        pause = min(2 * pause, _MAX_TEST_INTERVAL_S)
 
 
 def _pieces(message: object) -> Iterator[object]:
-    """Return a message of contiguous elements as messages of at most 1 GiB.
+    """Split a message of contiguous elements into messages of at most 1 GiB.
 
-    With Intel MPI 2021.18, Ibcast of more than 2 GiB ends with "Invalid communicator" on the ranks
-    that receive, whatever its datatype; no other call does.
+    With Intel MPI 2021.18, Ibcast of more than 2 GiB fails with "Invalid communicator" on the
+    receiving ranks, with any datatype. Other calls are not affected.
     """
     if not isinstance(message, list):
         yield message
         return
     buffer, count, *start, datatype = message
     size = datatype.Get_size()
-    if count * size <= _PIECE:
+    if count * size <= _MAX_BCAST_BYTES:
         yield message
         return
     from mpi4py import MPI
 
     first = MPI.Get_address(buffer) + (start[0] * size if start else 0)
-    for at in range(0, count * size, _PIECE):
-        length = min(_PIECE, count * size - at)
+    for at in range(0, count * size, _MAX_BCAST_BYTES):
+        length = min(_MAX_BCAST_BYTES, count * size - at)
         yield [MPI.buffer.fromaddress(first + at, length), length, MPI.BYTE]
 
 
 class _Request:
-    """A request whose every call is under the lock."""
+    """A request with every call under the lock."""
 
     def __init__(self, request: MPI.Request, lock: AbstractContextManager[Any], wait: Wait) -> None:
         self._request, self._lock, self._wait = request, lock, wait
@@ -223,9 +222,9 @@ class _Request:
 
 
 class _Locked:
-    """An object of MPI whose local calls are under the lock.
+    """An MPI object with its local calls under the lock.
 
-    local: names of the methods that return without another rank. Any other method of the object
+    local: names of the methods that do not wait for other ranks. Any other method of the object
            raises AttributeError, unless the class defines it.
     """
 
@@ -237,8 +236,8 @@ class _Locked:
     def __getattr__(self, name: str) -> Any:
         if name not in self.local:
             raise AttributeError(
-                f"{name}: mpicoll makes no such call where MPI lets one thread in at a time: it "
-                f"would block with the lock held. Add it to {type(self).__name__}"
+                f"{name}: not supported with less than MPI_THREAD_MULTIPLE, because it would block "
+                f"under the lock. Add it to {type(self).__name__}"
             )
         method = getattr(self._inner, name)
 
@@ -250,7 +249,7 @@ class _Locked:
 
 
 class _Window(_Locked):
-    """The calls of a window that mpicoll makes."""
+    """The window calls that mpicoll uses."""
 
     local = frozenset({"Flush", "Get_attr", "Lock_all", "Put", "Sync", "Unlock_all"})
 
@@ -263,10 +262,7 @@ class _Window(_Locked):
 
 
 class _Communicator(_Locked):
-    """The calls of a communicator that mpicoll makes.
-
-    MPI_Comm_free is local in MPICH and Open MPI: it sends nothing.
-    """
+    """The communicator calls that mpicoll uses. MPI_Comm_free is local in MPICH and Open MPI."""
 
     local = frozenset({
         "Free", "Get_attr", "Get_failed", "Get_group", "Get_info", "Get_rank", "Get_size", "Iprobe",

@@ -1,8 +1,7 @@
-"""The environment variables of mpicoll: one row each, checked when a process group is created.
+"""The table of mpicoll's environment variables, checked when a process group is created.
 
-A misspelt variable would have no effect and go unnoticed, so every name that begins with MPICOLL_
-has to be in this table. docs/settings.md and the report of ``python -m mpicoll doctor`` are made
-from it.
+A variable that begins with MPICOLL_ and is not in the table is an error, so that misspelt names do
+not go unnoticed. docs/settings.md and ``python -m mpicoll doctor`` use the table.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ class Setting(NamedTuple):
 
     name:     of the variable.
     values:   the allowed values, in lower case; empty: any text.
-    expected: the allowed values, in words.
-    effect:   what it does.
-    is_list:  it may have several of ``values``, separated by commas.
-    form:     a pattern of the text, if any text is not allowed; init_process_group checks it.
+    expected: description of the allowed values.
+    effect:   description of the effect.
+    is_list:  several of ``values`` may be given, separated by commas.
+    form:     a regular expression of the allowed text; "": any. init_process_group checks it.
     """
 
     name: str
@@ -213,14 +212,14 @@ SETTINGS: tuple[Setting, ...] = (
 
 
 def find_problems(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return what is wrong with the variables that are set, by name."""
+    """Return the errors in the variables that are set, by name."""
     known = [setting.name for setting in SETTINGS]
     found = {}
     for name in sorted(environment):
         if name.startswith(_PREFIX) and name not in known:
             close = difflib.get_close_matches(name.upper(), known, 1)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
-            found[name] = f"{name}: there is no such setting; {hint}"
+            found[name] = f"{name}: unknown setting; {hint}"
     for setting in SETTINGS:
         try:
             text = setting.value(environment)

@@ -1,15 +1,13 @@
-"""Jobs whose ranks no launcher of MPI started: what the tests of launching share.
+"""Jobs of scripts without an MPI launcher, and their results.
 
-The jobs are small scripts. Each is started as plain processes, with RANK and WORLD_SIZE as its test
-says, by torchrun, or by mpiexec. No job may hang: a process that is still there after LIMIT seconds
-prints where it is and ends.
+A script is started as plain processes with RANK and WORLD_SIZE, by torchrun, or by mpiexec. A
+process that still runs after LIMIT seconds prints the stacks of its threads and dies.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -21,16 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_jobs import ENVIRONMENT, made_by
-
-from mpicoll.kernels.library import kernels
+from whole_jobs import ENVIRONMENT, HUNG, MPIEXEC, compiled, made_by, needs_mpiexec, preamble
 
 __all__ = [
-    "LIMIT", "MPIEXEC", "SERVER", "TORCHRUN", "VENDOR", "Ended", "Job", "compiled", "job", "mpich",
-    "run",
+    "LIMIT", "SERVER", "TORCHRUN", "VENDOR", "Ended", "Job", "compiled", "job", "mpich",
+    "needs_mpiexec", "run",
 ]  # fmt: skip
 
-MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 #: Seconds after which a job counts as hanging. Most take two.
 LIMIT = 40
@@ -41,19 +36,9 @@ VENDOR = subprocess.run(
     stdout=subprocess.PIPE, text=True, check=False,
 ).stdout.strip()  # fmt: skip
 
-compiled = pytest.mark.skipif(kernels is None, reason="the limit is the C library's")
-mpich = pytest.mark.skipif(VENDOR == "Open MPI", reason="Open MPI does not speak PMI-1")
+mpich = pytest.mark.skipif(VENDOR == "Open MPI", reason="Open MPI does not support PMI-1")
 
-PREAMBLE = f"""
-import faulthandler, os, signal, sys, threading, time
-faulthandler.register(signal.SIGALRM, chain=True)  # print where all threads are, then die
-signal.alarm({LIMIT})
-import numpy as np
-import mpicoll as dist
-
-def say(*words):  # one write, so that ranks do not print into each other's lines
-    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-
+TOTAL = """
 def total(value):
     x = np.full(3, value, np.float64)
     dist.all_reduce(x)
@@ -63,13 +48,13 @@ def total(value):
 
 @dataclass(frozen=True)
 class Job:
-    """A script and how it is started.
+    """A script and its options.
 
     ranks:       the ranks that are started, of ``size``.
     by:          "hand", "torchrun", "mpiexec" or "one" (a process that starts its ranks).
-    environment: $PORT and $FOLDER are replaced; None takes a variable away.
+    environment: $PORT and $FOLDER are replaced; None removes a variable.
     later:       these ranks start a second later.
-    nodes:       what starts a command on another node, in the order of the ranks.
+    nodes:       commands that run their arguments on the node of each rank.
     """
 
     script: str
@@ -83,7 +68,7 @@ class Job:
 
 @dataclass
 class Ended:
-    """How a job ended: the exit codes by rank, and all that was printed."""
+    """Result of a job: the exit codes by rank, and the output."""
 
     codes: list[int]
     out: str
@@ -100,7 +85,7 @@ class Ended:
         assert self.lines == sorted(lines), self
 
     def badly(self, *codes: int) -> None:
-        assert "(most recent call first)" not in self.err, f"a rank hung\n{self}"
+        assert HUNG not in self.err, f"a rank hung\n{self}"
         assert self.codes == list(codes), self
 
     def __str__(self) -> str:
@@ -110,16 +95,9 @@ class Ended:
         )
 
 
-job = made_by(Job)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
-    port = str(free_port())
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
 
     def fill(text: str) -> str:
         for name, value in {**parameters, "PORT": port, "FOLDER": folder}.items():
@@ -127,7 +105,7 @@ def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
         return text
 
     script = folder / "script.py"
-    script.write_text(PREAMBLE + fill(task.script))
+    script.write_text(preamble(LIMIT) + TOTAL + fill(task.script))
     size = task.size or len(task.ranks)
     common: dict[str, str | None] = {
         "OMP_NUM_THREADS": "1",
@@ -175,24 +153,27 @@ def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    printed, told = (
-        "".join(path.read_text() for path in sorted(folder.glob(f"{kind}-*")))
-        for kind in ("out", "err")
-    )
+
+    def read(kind: str) -> str:
+        return "".join(path.read_text() for path in sorted(folder.glob(f"{kind}-*")))
+
     codes = [process.returncode for process in processes]
-    return Ended(codes, printed, told, time.monotonic() - start, folder)
+    return Ended(codes, read("out"), read("err"), time.monotonic() - start, folder)
 
 
-#: The process of this job's server.
+job = made_by(Job, run)
+
+#: Defines server(), which returns the process ID of this job's server.
 SERVER = """
     def server():
         for _ in range(200):
             for pid in filter(str.isdigit, os.listdir("/proc")):
                 try:
-                    said = [open(f"/proc/{pid}/{what}").read() for what in ("environ", "cmdline")]
+                    environ, cmdline = (open(f"/proc/{pid}/{name}").read()
+                                        for name in ("environ", "cmdline"))
                 except OSError:
                     continue
-                if "TEST_MPICOLL_FOLDER=$FOLDER\\0" in said[0] and "server.py" in said[1]:
+                if "TEST_MPICOLL_FOLDER=$FOLDER\\0" in environ and "server.py" in cmdline:
                     return int(pid)
             time.sleep(0.05)
 """

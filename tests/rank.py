@@ -1,7 +1,6 @@
 """Run pytest on one rank: ``mpiexec -n N python -m mpi4py tests/rank.py LOGS PYTEST_ARGS...``
 
-What pytest prints goes to LOGS/rank-R.log and its results to LOGS/rank-R.xml, so that the ranks do
-not print over one another; ``tests/run.py`` reads both.
+Writes pytest's output to LOGS/rank-R.log and its results to LOGS/rank-R.xml for ``tests/run.py``.
 """
 
 from __future__ import annotations

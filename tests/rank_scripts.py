@@ -1,6 +1,6 @@
-"""Scripts that mpiexec runs on two ranks or more, and how these jobs end.
+"""Jobs of scripts under mpiexec, and their results.
 
-No job may hang: a rank that is still there after LIMIT seconds prints where it is and goes.
+A rank that still runs after LIMIT seconds prints the stacks of its threads and dies.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -19,42 +18,28 @@ from string import Template
 from typing import Any
 
 import pytest
-from whole_jobs import ENVIRONMENT, made_by
+from whole_jobs import ENVIRONMENT, HUNG, MPIEXEC, compiled, made_by, needs_mpiexec, preamble
 
-from mpicoll.kernels.library import kernels
-
-MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
-
-needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC names no mpiexec")
-compiled = pytest.mark.skipif(kernels is None, reason="the limit is the C library's")
+__all__ = [
+    "HUNG", "LIMIT", "MPIEXEC", "WAITING", "Ended", "Job", "compiled", "job", "needs_mpiexec",
+    "run", "run_once",
+]  # fmt: skip
 
 #: Seconds after which a job counts as hanging. Most take two.
 LIMIT = 25
-#: What a rank prints then.
-HUNG = "(most recent call first)"
 
-#: What every script begins with.
-PREAMBLE = f"""
-import faulthandler, os, signal, sys, threading, time
-faulthandler.register(signal.SIGALRM, chain=True)  # print where all threads are, then die
-signal.alarm({LIMIT})
-import numpy as np
-import mpicoll as dist
-
-def say(*words):  # one write, so that ranks do not print into each other's lines
-    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-
+READY = """
 def ready():  # the test may send its signal
-    open(sys.argv[1] + f"/pid-{{dist.get_rank()}}", "w").write(str(os.getpid()))
+    open(sys.argv[1] + f"/pid-{dist.get_rank()}", "w").write(str(os.getpid()))
 """
 
 
 @dataclass(frozen=True)
 class Job:
-    """A script and how it is started.
+    """A script and its options.
 
     options:   of Python.
-    interrupt: who gets SIGINT once all ranks have called ready(): "mpiexec", or a rank's number.
+    interrupt: receiver of a SIGINT after all ranks have called ready(): "mpiexec", or a rank.
     limit:     seconds after which the job counts as hanging.
     """
 
@@ -68,7 +53,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended: mpiexec's exit code, what was printed, and after how long."""
+    """Result of a job: mpiexec's exit code, its output, and its duration."""
 
     code: int
     out: str
@@ -83,7 +68,7 @@ class Ended:
         assert (self.code, self.err) == (0, ""), self
 
     def badly(self, *words: str) -> None:
-        """The job ended at once, with a code that says so, its own words before those of MPI."""
+        """Assert that the job failed without a hang, and printed ``words`` before MPI_Abort's."""
         assert self.code != 0, self
         assert HUNG not in self.err, f"a rank hung\n{self}"
         first = re.split("(?i)MPI_Abort", self.err, maxsplit=1)[0]
@@ -97,10 +82,7 @@ class Ended:
         )
 
 
-job = made_by(Job)
-
-
-#: What Open MPI's launcher says, once in thousands of starts, when it has started no rank.
+#: Error of Open MPI's launcher, once in thousands of starts, before it starts any rank.
 NOT_STARTED = "The PMIx server's listener thread failed to start"
 
 
@@ -109,10 +91,14 @@ def run(task: Job, parameters: dict[str, Any], folder: Path) -> Ended:
     return run_once(task, parameters, folder) if NOT_STARTED in ended.err else ended
 
 
+job = made_by(Job, run)
+
+
 def run_once(task: Job, parameters: dict[str, Any], folder: Path) -> Ended:
     script = folder / "script.py"
-    preamble = PREAMBLE.replace(f"alarm({LIMIT})", f"alarm({task.limit})")
-    script.write_text(preamble + Template(task.script).safe_substitute(parameters))
+    script.write_text(
+        preamble(task.limit) + READY + Template(task.script).safe_substitute(parameters)
+    )
     command = [*MPIEXEC, "-n", str(task.ranks), sys.executable, *task.options, script, folder]
     start = time.monotonic()
     process = subprocess.Popen(
@@ -138,19 +124,19 @@ def run_once(task: Job, parameters: dict[str, Any], folder: Path) -> Ended:
 
 
 def send_interrupt(task: Job, process: subprocess.Popen[str], folder: Path) -> None:
-    marks = [folder / f"pid-{rank}" for rank in range(task.ranks)]
-    while not all(mark.exists() and mark.read_text() for mark in marks):
+    files = [folder / f"pid-{rank}" for rank in range(task.ranks)]
+    while not all(file.exists() and file.read_text() for file in files):
         if process.poll() is not None:
             return
         time.sleep(0.05)
-    time.sleep(1)  # let them reach the call
+    time.sleep(1)  # until the ranks are in their call
     if task.interrupt == "mpiexec":
         process.send_signal(signal.SIGINT)
     else:
-        os.kill(int(marks[int(task.interrupt)].read_text()), signal.SIGINT)
+        os.kill(int(files[int(task.interrupt)].read_text()), signal.SIGINT)
 
 
-#: What the others may be waiting in.
+#: Calls that block until the other rank makes them.
 WAITING = {
     "all_reduce": "dist.all_reduce(x)",
     "recv": "dist.recv(x, 1)",

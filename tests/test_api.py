@@ -65,7 +65,7 @@ def child(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-LAUNCH_VARIABLES = {name for one in LAUNCHERS for name in (*one.marks, *one.local_rank)}
+LAUNCH_VARIABLES = {name for one in LAUNCHERS for name in (*one.detected_by, *one.local_rank)}
 LAUNCH_VARIABLES |= {"LOCAL_RANK", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", SINGLETON}
 
 
@@ -439,7 +439,7 @@ def test_node_local_rank(bare: pytest.MonkeyPatch) -> None:
     "launcher", [one for one in LAUNCHERS if one.local_rank], ids=lambda one: one.name
 )
 def test_node_local_rank_from_the_launcher(launcher, bare: pytest.MonkeyPatch) -> None:
-    for mark in launcher.marks:
+    for mark in launcher.detected_by:
         bare.setenv(mark, "4")
     bare.setenv(launcher.local_rank[0], "2")
     assert dist.get_node_local_rank(0) == find_local_rank() == 2

@@ -1,4 +1,4 @@
-"""Which rank gets which GPU: in Python, and by jobs/bind_gpu.sh before Python starts."""
+"""Assignment of GPUs to ranks: in Python, and by jobs/bind_gpu.sh before Python starts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "3"}
         (3, 4, SRUN | {"SLURM_GPUS_PER_TASK": "4"}, 0),
         (3, 0, SRUN | {"SLURM_GPUS_PER_TASK": "4"}, None),
         (3, 4, SRUN | {"SLURM_GPUS_PER_TASK": ""}, 3),
-        # One torchrun, or one mpirun, on each node has the GPUs, and its ranks share them out.
+        # srun assigns the GPUs to one torchrun or mpirun per node, whose ranks share them.
         (3, 4, SRUN | TORCHRUN | {"SLURM_GPUS_PER_TASK": "4"}, 3),
         (3, 4, SRUN | HYDRA | {"SLURM_GPUS_PER_TASK": "4"}, 3),
         (3, 4, {"SLURM_GPUS_PER_TASK": "4"}, 3),
@@ -59,9 +59,9 @@ class Gpus:
 
 @pytest.fixture
 def alone(monkeypatch):
-    """A process of which no launcher says anything."""
+    """Remove launchers' variables."""
     for launcher in LAUNCHERS:
-        for name in (*launcher.marks, *launcher.local_rank):
+        for name in (*launcher.detected_by, *launcher.local_rank):
             monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
 
@@ -108,7 +108,7 @@ def rank(gpus: str, node: str = "a") -> Capabilities:
         ([], [], {}),
     ],
 )
-def test_idle(ranks, used, expected):
+def test_idle_gpus_are_reported(ranks, used, expected):
     found = describe_idle_gpus(ranks, used)
     assert list(found) == list(expected)
     for node, text in expected.items():
@@ -129,7 +129,7 @@ def test_idle(ranks, used, expected):
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs the script with those variables alone and, perhaps, a nvidia-smi that lists GPUs."""
+    """Run the script with only the given variables, and an nvidia-smi that lists ``gpus``."""
 
     def start(environment, gpus=None, command=("sh", "-c", 'echo "${CUDA_VISIBLE_DEVICES-unset}"')):
         tool = tmp_path / "nvidia-smi"
@@ -172,7 +172,7 @@ def run(tmp_path):
         ({"LOCAL_RANK": "0", "SLURM_LOCALID": "1"}, r"0\n1\n", "0"),
     ],
 )  # fmt: skip
-def test_the_script_chooses(run, environment, gpus, expected):
+def test_script_selects_a_gpu(run, environment, gpus, expected):
     done = run(environment, gpus)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{expected}\n", "")
 
@@ -181,31 +181,33 @@ NAMES = dict.fromkeys(name for launcher in LAUNCHERS for name in launcher.local_
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_script_knows_every_launcher(run, name):
+def test_script_reads_every_local_rank_variable(run, name):
     assert run({name: "2", "CUDA_VISIBLE_DEVICES": "a,b,c"}).stdout == "c\n"
 
 
-def test_the_script_and_python_choose_alike(run):
+def test_script_and_python_select_the_same_gpu(run):
     for local_rank in range(5):
         done = run({"LOCAL_RANK": str(local_rank), "CUDA_VISIBLE_DEVICES": "0,1,2"})
         assert int(done.stdout) == device_for(local_rank, 3, {})
     for launcher in LAUNCHERS:
         if launcher.own_gpus:
-            given = dict.fromkeys([*launcher.marks, *launcher.local_rank, launcher.own_gpus], "1")
+            given = dict.fromkeys(
+                [*launcher.detected_by, *launcher.local_rank, launcher.own_gpus], "1"
+            )
             assert run(given, r"0\n1\n").stdout == "unset\n" and device_for(1, 2, given) == 0
-            # Inside it, another has started the ranks.
+            # Another launcher inside it has started the ranks.
             given["LOCAL_RANK"] = "1"
             assert run(given, r"0\n1\n").stdout == "1\n" and device_for(1, 2, given) == 1
 
 
-def test_the_script_starts_the_command_as_it_is(run):
+def test_script_passes_arguments_and_exit_code(run):
     done = run(
         {"LOCAL_RANK": "0"}, command=("sh", "-c", 'printf "%s|" "$@"; exit 7', "x", "a b", "*")
     )
     assert (done.returncode, done.stdout) == (7, "a b|*|")
 
 
-def test_the_script_refuses_to_guess(run):
+def test_script_fails_without_a_local_rank_or_command(run):
     done = run({}, r"0\n1\n")
     assert done.returncode == 1 and "set LOCAL_RANK" in done.stderr and not done.stdout
     assert run({"LOCAL_RANK": "0"}, command=()).returncode == 2

@@ -213,7 +213,7 @@ from mpi4py import MPI
 from mpicoll import control_messages
 from mpicoll.errors import DistBackendError
 from mpicoll.failures import consistency
-from mpicoll.serialized_mpi import serialize, tested
+from mpicoll.serialized_mpi import serialize, with_wait
 
 world = MPI.COMM_WORLD
 me, n = world.Get_rank(), world.Get_size()
@@ -229,7 +229,7 @@ def error(function, *arguments):
         assert (error.__cause__ is not None) == (me == 2 and "encode" in str(error)), error
         return str(error).partition(" (")[0]
 
-for comm in (world, serialize(world), tested(world, wait), tested(serialize(world), wait)):
+for comm in (world, serialize(world), with_wait(world, wait), with_wait(serialize(world), wait)):
     got = control_messages.allgather(comm, ("x" * me, b"y" * me), tuple[str, bytes])
     assert got == [("x" * rank, b"y" * rank) for rank in range(n)], got
     for root in range(n):

@@ -1,4 +1,4 @@
-"""How jobs end: by exceptions, exits and Ctrl-C, in good order or not."""
+"""Ends of jobs: exceptions, exits, Ctrl-C, and the output of failed ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import re
 import threading
 import time
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_scripts import HUNG, WAITING, Ended, job, needs_mpiexec, run
+from rank_scripts import HUNG, WAITING, Ended, job, needs_mpiexec
 
 import mpicoll
 from mpicoll.failures import termination
@@ -24,10 +23,8 @@ needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch
 
 pytestmark = needs_mpiexec
 
-__all__ = ["run"]  # for whole_jobs
 
-
-# --- a rank that goes ---------------------------------------------------------------------------
+# --- a rank that ends ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("waiting", WAITING.values(), ids=list(WAITING))
@@ -41,10 +38,10 @@ __all__ = ["run"]  # for whole_jobs
     $waiting
     say("not reached")
 """)
-def test_uncaught_exception(waiting: str, ended: Ended) -> None:
+def test_uncaught_exception_ends_the_job(waiting: str, ended: Ended) -> None:
     ended.badly("Traceback (most recent call last)", "script.py", "ValueError: lost my way")
     assert "not reached" not in ended.out
-    # It is the rank that failed that ended the job, not one that waited for it.
+    # The failed rank has ended the job, not a waiting rank.
     assert ended.err.count("Traceback") == 1 and "rank 1 ended" not in ended.err
 
 
@@ -57,7 +54,7 @@ def test_uncaught_exception(waiting: str, ended: Ended) -> None:
     """,
     options=("-m", "mpi4py"),
 )
-def test_uncaught_exception_under_the_runner_of_mpi4py(ended: Ended) -> None:
+def test_uncaught_exception_under_mpi4pys_runner(ended: Ended) -> None:
     ended.badly("Traceback (most recent call last)", "ValueError: lost my way")
 
 
@@ -70,7 +67,7 @@ def test_uncaught_exception_under_the_runner_of_mpi4py(ended: Ended) -> None:
         dist.all_reduce(np.ones(4), group=g)
     dist.barrier()
 """, ranks=3)  # fmt: skip
-def test_uncaught_exception_of_a_rank_that_others_wait_for_later(ended: Ended) -> None:
+def test_uncaught_exception_ends_ranks_in_other_groups(ended: Ended) -> None:
     ended.badly("ValueError: not of the group")
 
 
@@ -91,31 +88,13 @@ def test_uncaught_exception_of_a_rank_that_others_wait_for_later(ended: Ended) -
     $waiting
     say("not reached")
 """)
-def test_sys_exit(end: str, code: int, word: str, waiting: str, ended: Ended) -> None:
+def test_sys_exit_ends_the_job(end: str, code: int, word: str, waiting: str, ended: Ended) -> None:
     ended.badly(word)
     assert ended.code == code and "Traceback" not in ended.err, ended
     assert "not reached" not in ended.out
 
 
-@job("""
-    dist.init_process_group()
-    def deep():
-        try:
-            sys.exit(5)
-        finally:
-            say("finally")
-    if dist.get_rank() == 1:
-        deep()
-    dist.barrier()
-""")
-def test_sys_exit_runs_what_is_to_be_run(ended: Ended) -> None:
-    ended.badly()
-    assert ended.code == 5
-    assert ended.lines == ["finally"]
-
-
-# No hook sees the code of a SystemExit that sys.exit did not raise: the ranks that wait for the
-# one that went notice that it went, whatever its code.
+# The exit hooks do not see a SystemExit that sys.exit did not raise. Waiting ranks detect the end.
 @pytest.mark.parametrize("code", ["3", "0"])
 @job("""
     dist.init_process_group()
@@ -124,7 +103,7 @@ def test_sys_exit_runs_what_is_to_be_run(ended: Ended) -> None:
     dist.all_reduce(np.ones(4))
     say("not reached")
 """)
-def test_raise_system_exit_while_others_wait(code: str, ended: Ended) -> None:
+def test_raise_system_exit_while_other_ranks_wait(code: str, ended: Ended) -> None:
     ended.badly("rank 1 ended without making this call", "dist.all_reduce(np.ones(4))")
     assert "not reached" not in ended.out
 
@@ -138,7 +117,7 @@ def test_raise_system_exit_while_others_wait(code: str, ended: Ended) -> None:
     $waiting
     say("not reached")
 """)
-def test_raise_system_exit_while_others_wait_for_a_message(waiting: str, ended: Ended) -> None:
+def test_raise_system_exit_fails_a_waiting_receive(waiting: str, ended: Ended) -> None:
     ended.badly("Traceback", "DistBackendError", "the other rank has ended", waiting)
     assert "not reached" not in ended.out
 
@@ -148,7 +127,7 @@ def test_raise_system_exit_while_others_wait_for_a_message(waiting: str, ended: 
     dist.all_reduce(np.ones(4))
     raise SystemExit(3)
 """)
-def test_raise_system_exit_everywhere(ended: Ended) -> None:
+def test_raise_system_exit_on_all_ranks_keeps_the_code(ended: Ended) -> None:
     assert ended.code == 3, ended
 
 
@@ -175,7 +154,7 @@ def test_raise_system_exit_everywhere(ended: Ended) -> None:
     $destroy
     $end
 """, options=("-W", "error"))  # fmt: skip
-def test_an_end_in_good_order(end: str, destroy: str, ended: Ended) -> None:
+def test_successful_end(end: str, destroy: str, ended: Ended) -> None:
     ended.in_good_order()
     assert ended.lines == ["done", "done"]
 
@@ -205,7 +184,7 @@ def test_an_end_in_good_order(end: str, destroy: str, ended: Ended) -> None:
     $end
 """)
 @pytest.mark.parametrize("end", ["del kept", "sys.exit(0)", "dist.destroy_process_group()"])
-def test_a_sys_exit_that_was_caught_does_not_end_the_job(end: str, ended: Ended) -> None:
+def test_caught_sys_exit_does_not_end_the_job(end: str, ended: Ended) -> None:
     assert ended.code == 0, ended
     assert ended.lines == ["alive", "alive"]
     assert all("usage:" in line or "error: unrecog" in line for line in ended.err.splitlines())
@@ -220,7 +199,7 @@ def test_a_sys_exit_that_was_caught_does_not_end_the_job(end: str, ended: Ended)
     dist.barrier()
     say("alive")
 """)
-def test_a_thread_may_end_by_sys_exit(ended: Ended) -> None:
+def test_sys_exit_in_a_thread_does_not_end_the_job(ended: Ended) -> None:
     ended.in_good_order()
     assert ended.lines == ["alive", "alive"]
 
@@ -234,7 +213,7 @@ def test_a_thread_may_end_by_sys_exit(ended: Ended) -> None:
         raise ValueError("lost my way")
     dist.barrier()
 """)
-def test_the_hook_of_the_program_is_called_first(ended: Ended) -> None:
+def test_excepthook_of_the_program_is_called_first(ended: Ended) -> None:
     ended.badly()
     assert ended.lines == ["seen ValueError"]
 
@@ -255,7 +234,7 @@ def test_sys_exit_without_a_node_monitor_is_reported(ended: Ended) -> None:
 
 # --- without a process group ----------------------------------------------------------------------
 
-#: How rank 1 fails, the job's exit code, and what rank 1 prints.
+#: How rank 1 fails, the job's exit code, and the output of rank 1.
 EARLY = {
     "exception": ("raise ValueError('lost my way')", 1, "[rank 1] ValueError: lost my way"),
     "bad timeout": ("dist.init_process_group(timeout='soon')", 1, "got str"),
@@ -282,7 +261,7 @@ STARTED = {
     dist.init_process_group()
     say("not reached")
 """, ranks=3)  # fmt: skip
-def test_a_failure_without_a_group_ends_the_job(
+def test_failure_without_a_group_ends_the_job(
     started: str, end: str, code: int, word: str, ended: Ended
 ) -> None:
     ended.badly(word)
@@ -302,12 +281,12 @@ def test_a_failure_without_a_group_ends_the_job(
     dist.barrier()
     say("alive")
 """)
-def test_a_failed_child_of_a_rank_does_not_end_the_job(ended: Ended) -> None:
+def test_failed_child_of_a_rank_does_not_end_the_job(ended: Ended) -> None:
     ended.in_good_order()
     assert ended.lines == ["alive", "alive"]
 
 
-# --- what is printed ------------------------------------------------------------------------------
+# --- printed errors -------------------------------------------------------------------------------
 
 MISMATCH = """
     from mpicoll.launch import error_output
@@ -332,26 +311,24 @@ MISMATCH = """
     [
         ("numpy", 0),
         pytest.param("torch", 0, marks=needs_torch),
-        pytest.param(
-            "torch", 2, marks=needs_torch
-        ),  # hooks of torch and the program over mpicoll's
+        pytest.param("torch", 2, marks=needs_torch),  # hooks of torch call mpicoll's
     ],
 )
 @job(MISMATCH, limit=90)  # torch takes long to load
-def test_an_error_of_all_ranks_is_printed_once(front: str, cycles: int, ended: Ended) -> None:
+def test_error_of_all_ranks_is_printed_once(front: str, cycles: int, ended: Ended) -> None:
     ended.badly("MismatchError", "rank 1: all_reduce of 4 elements", "in step")
     shown = re.split("(?m)^mpicoll: ", ended.err)[0].splitlines()
-    assert shown[0] == "[rank 0] Traceback (most recent call last):", ended  # the lowest
+    assert shown[0] == "[rank 0] Traceback (most recent call last):", ended  # the lowest rank
     assert all(line.startswith("[rank 0]") for line in shown), ended
-    assert "script.py" in shown[1] and len(shown) <= 7, ended  # no frame of a library
+    assert "script.py" in shown[1] and len(shown) <= 7, ended  # without frames of libraries
     assert ended.err.count("collective mismatch") == 1, ended
 
 
-def test_hooks_of_torch_do_not_add_up() -> None:
-    """Each init_process_group of torch installs one, and Python limits the depth of calls."""
+def test_skip_own_skips_repeated_hooks_of_torch() -> None:
+    """Each init_process_group of torch installs a hook, and Python limits the call depth."""
 
     def wrap(old_hook: exit_hooks.Hook) -> exit_hooks.Hook:
-        def _distributed_excepthook(*error: Any) -> None:  # as torch has it
+        def _distributed_excepthook(*error: Any) -> None:  # torch's name
             old_hook(*error)
 
         return _distributed_excepthook
@@ -367,7 +344,7 @@ def test_hooks_of_torch_do_not_add_up() -> None:
 
 @pytest.mark.parametrize(("front", "cycles"), [("numpy", 0)])
 @job(MISMATCH, environment={"MPICOLL_DEBUG": "INFO"})
-def test_mpicoll_debug_shows_the_frames_of_mpicoll(front: str, cycles: int, ended: Ended) -> None:
+def test_mpicoll_debug_prints_frames_of_mpicoll(front: str, cycles: int, ended: Ended) -> None:
     ended.badly("MismatchError", "consistency.py", "in step")
 
 
@@ -377,16 +354,16 @@ def test_mpicoll_debug_shows_the_frames_of_mpicoll(front: str, cycles: int, ende
         dist.all_reduce(np.ones(3))
     dist.all_reduce(np.ones(4))
 """)
-def test_a_rank_that_fails_alike_elsewhere_says_where(ended: Ended) -> None:
+def test_same_error_at_another_line_prints_that_line(ended: Ended) -> None:
     ended.badly("MismatchError")
     assert ended.err.count("collective mismatch") == 1, ended
     assert len({*re.findall(r"script\.py., line (\d+)", ended.err)}) == 2, ended
 
 
-def test_an_error_is_printed_by_somebody(
+def test_next_rank_prints_the_error_after_a_timeout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If the rank that claimed it does not end the job, the next rank prints it."""
+    """If the rank that claimed the error does not end the job, the next rank prints it."""
     monkeypatch.setenv("PMIX_NAMESPACE", f"test-{os.getpid()}")
     monkeypatch.setattr(error_output, "_PRINTING_TIMEOUT_S", 0.2)
     error = ValueError("rank 1 of 3 lost its way")
@@ -398,10 +375,10 @@ def test_an_error_is_printed_by_somebody(
     start = time.monotonic()
     error_output.print_once(error, "1", list)
     assert "[rank 1] ValueError: rank 1 of 3 lost its way\n" in capsys.readouterr().err
-    assert time.monotonic() - start < 0.2  # a claim goes with its process
+    assert time.monotonic() - start < 0.2  # a claim ends with its process
 
 
-def test_a_rank_leaves_an_error_to_a_lower_rank_that_raises_it(
+def test_lower_rank_prints_a_shared_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PMIX_NAMESPACE", f"test-{os.getpid()}-lower")
@@ -411,7 +388,7 @@ def test_a_rank_leaves_an_error_to_a_lower_rank_that_raises_it(
     error, message = mpicoll.LaunchError("lost"), "LaunchError: lost"
     assert error_output.claim(f"{message}\nrank 1")
     thread = threading.Thread(target=error_output.print_once, args=(error, "2", list), daemon=True)
-    with error_output._claims.pop(f"{message}\nrank 1"):  # rank 1 raises, and will print
+    with error_output._claims.pop(f"{message}\nrank 1"):  # rank 1 raises
         thread.start()
         thread.join(0.5)
         assert message not in error_output._claims
@@ -438,7 +415,7 @@ def test_a_rank_leaves_an_error_to_a_lower_rank_that_raises_it(
     $waiting
     say("not reached")
 """, interrupt=0)  # fmt: skip
-def test_ctrl_c_of_one_rank(waiting: str, ended: Ended) -> None:
+def test_ctrl_c_of_one_rank_ends_the_job(waiting: str, ended: Ended) -> None:
     ended.badly("Traceback (most recent call last)", waiting)
     assert re.search("KeyboardInterrupt|interrupted", ended.err), ended
     assert "not reached" not in ended.out
@@ -452,7 +429,7 @@ def test_ctrl_c_of_one_rank(waiting: str, ended: Ended) -> None:
     dist.all_reduce(np.ones(4))
     say("not reached")
 """, interrupt="mpiexec")  # fmt: skip
-def test_ctrl_c_of_mpiexec(ended: Ended) -> None:
+def test_ctrl_c_of_mpiexec_ends_the_job(ended: Ended) -> None:
     assert ended.code != 0 and HUNG not in ended.err, ended
     assert "not reached" not in ended.out
 
@@ -469,12 +446,12 @@ def test_ctrl_c_of_mpiexec(ended: Ended) -> None:
     say("done")
     dist.destroy_process_group()
 """, interrupt=0)  # fmt: skip
-def test_a_ctrl_c_that_is_caught_does_not_end_the_job(ended: Ended) -> None:
+def test_caught_ctrl_c_does_not_end_the_job(ended: Ended) -> None:
     ended.in_good_order()
     assert ended.lines == ["caught", "done", "done"]
 
 
-# --- last words ---------------------------------------------------------------------------------
+# --- messages before the end --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -492,7 +469,7 @@ def test_a_ctrl_c_that_is_caught_does_not_end_the_job(ended: Ended) -> None:
     ],
 )
 @job("""
-    class Stream:  # one line for each time that something is written
+    class Stream:  # prints one line per write
         def write(self, text):
             os.write(1, (repr(text) + "\\n").encode())
         def flush(self):
@@ -504,32 +481,13 @@ def test_a_ctrl_c_that_is_caught_does_not_end_the_job(ended: Ended) -> None:
     sys.stderr = Stream()
     $end
 """)
-def test_last_words_are_written_at_once(end: str, words: list[str], ended: Ended) -> None:
+def test_message_is_written_in_one_call(end: str, words: list[str], ended: Ended) -> None:
     assert ended.code != 0 and len(ended.lines) == 1, ended
     text = ast.literal_eval(ended.lines[0])
     assert text.endswith("\n") and all(word in text for word in words), text
 
 
-def test_nobody_else_writes_last_words() -> None:
-    """Who prints by other means writes a line and its newline apart, in some streams."""
-    root = Path(mpicoll.__file__).parent
-    found = []
-    for path in sorted(root.rglob("*.py")):
-        name = str(path.relative_to(root))
-        for call in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(call, ast.Call):
-                continue
-            text = ast.unparse(call)
-            # The commands print their results on rank 0, and the server is no rank.
-            to_itself = name.startswith("cli/") or name == "launch/server.py"
-            prints = text.startswith("print(") and ("stderr" in text or not to_itself)
-            if prints or "stderr.write" in text:
-                found.append(f"{name}: {text}")
-    # How far a command is, on a terminal, is no line.
-    assert [one.partition(":")[0] for one in found] == ["cli/__init__.py", "output.py"], found
-
-
-# --- a block ------------------------------------------------------------------------------------
+# --- init_process_group as a context manager ----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -550,7 +508,7 @@ def test_nobody_else_writes_last_words() -> None:
         $waiting
         say("not reached")
 """)
-def test_an_exception_in_a_block_ends_the_job(before: str, waiting: str, ended: Ended) -> None:
+def test_exception_in_a_block_ends_the_job(before: str, waiting: str, ended: Ended) -> None:
     ended.badly("KeyError: 'mine'")
     assert "not reached" not in ended.out
 
@@ -565,8 +523,7 @@ def test_an_exception_in_a_block_ends_the_job(before: str, waiting: str, ended: 
     except KeyError:
         say("caught")
 """)
-def test_the_others_hear_of_a_block_that_was_left(ended: Ended) -> None:
-    """By an exception that the program catches, and goes on to its end without them."""
+def test_caught_exception_of_a_block_ends_waiting_ranks(ended: Ended) -> None:
     ended.badly("rank 1 ended without making this call")
     assert "caught" in ended.out and "not reached" not in ended.out
 
@@ -577,36 +534,36 @@ def test_the_others_hear_of_a_block_that_was_left(ended: Ended) -> None:
         work = dist.all_reduce(x, async_op=True)
     say(work.is_completed(), x[0], dist.is_initialized())
 """)
-def test_a_block_in_good_order(ended: Ended) -> None:
+def test_block_completes_pending_work(ended: Ended) -> None:
     ended.in_good_order()
     assert ended.lines == ["True 2.0 False"] * 2
 
 
 class Aborted:
-    def __init__(self, happened: list[str]) -> None:
-        self.happened = happened
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
 
     def abort(self, code: int) -> None:
-        self.happened.append("aborted")
+        self.events.append("aborted")
         raise KeyboardInterrupt
 
 
-def test_the_launcher_reads_what_was_written_before_the_job_ends(
+def test_end_job_waits_until_the_launcher_has_read_the_output(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Open MPI's mpirun prints MPI's own words first if it did not get to the rank's."""
+    """Otherwise Open MPI's mpirun may print MPI's message before the rank's."""
     read, write = os.pipe()
     standard_error = os.dup(2)
     os.write(write, b"our words")
-    happened = []
+    events = []
 
     def sleep(seconds: float) -> None:
-        happened.append(f"{seconds}")
-        if len(happened) == 3:
-            happened.append(os.read(read, 100).decode())
+        events.append(f"{seconds}")
+        if len(events) == 3:
+            events.append(os.read(read, 100).decode())
 
     monkeypatch.setattr(time, "sleep", sleep)
-    monkeypatch.setattr(exit_hooks, "current", lambda: Aborted(happened))
+    monkeypatch.setattr(exit_hooks, "current", lambda: Aborted(events))
     try:
         os.dup2(write, 2)
         with pytest.raises(KeyboardInterrupt):
@@ -615,4 +572,4 @@ def test_the_launcher_reads_what_was_written_before_the_job_ends(
         os.dup2(standard_error, 2)
         for file in (read, write, standard_error):
             os.close(file)
-    assert happened == ["0.01", "0.01", "0.01", "our words", "0.1", "aborted"]
+    assert events == ["0.01", "0.01", "0.01", "our words", "0.1", "aborted"]

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from rank_scripts import Ended, job, needs_mpiexec, run
+from rank_scripts import Ended, job, needs_mpiexec
 
 pytest_plugins = ["whole_jobs"]
 
 pytestmark = needs_mpiexec
 
-__all__ = ["run"]  # for whole_jobs
-
-
-# --- forked children ----------------------------------------------------------------------------
-
 
 @job("""
-    def told(call):
+    def raises(call):
         try:
             call()
         except dist.ForkedError as error:
@@ -32,16 +27,16 @@ __all__ = ["run"]  # for whole_jobs
     if child == 0:
         signal.alarm(10)
         for group in None, w, g:
-            told(lambda: dist.all_reduce(x, group=group))
-            told(lambda: dist.all_reduce(x, group=group, async_op=True))
-            told(lambda: dist.send(x, 1 - rank, group=group))
-            told(lambda: dist.irecv(x, group=group))
-            told(lambda: dist.all_gather_object([None, None], 1, group=group))
-            told(lambda: dist.barrier(group=group))
-        told(dist.init_process_group)
-        told(dist.get_rank)
-        told(dist.new_group)
-        told(dist.destroy_process_group)
+            raises(lambda: dist.all_reduce(x, group=group))
+            raises(lambda: dist.all_reduce(x, group=group, async_op=True))
+            raises(lambda: dist.send(x, 1 - rank, group=group))
+            raises(lambda: dist.irecv(x, group=group))
+            raises(lambda: dist.all_gather_object([None, None], 1, group=group))
+            raises(lambda: dist.barrier(group=group))
+        raises(dist.init_process_group)
+        raises(dist.get_rank)
+        raises(dist.new_group)
+        raises(dist.destroy_process_group)
         os._exit(5)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
     for group in None, g:
@@ -51,7 +46,7 @@ __all__ = ["run"]  # for whole_jobs
     say("done")
     dist.destroy_process_group()
 """)
-def test_a_forked_child(ended: Ended) -> None:
+def test_calls_in_a_forked_child_raise(ended: Ended) -> None:
     assert ended.code == 0, ended
     assert ended.lines == ["done", "done"]
 
@@ -64,14 +59,14 @@ def test_a_forked_child(ended: Ended) -> None:
         except dist.ForkedError:
             queue.put("forked")
     def broken():
-        raise ValueError("of the child alone")
-    def leaves():
+        raise ValueError("in the child")
+    def exits():
         sys.exit(6)
     if __name__ == "__main__":
         dist.init_process_group()
         context = multiprocessing.get_context("fork")
         queue = context.Queue()
-        for target, arguments, code in (load, (queue,), 0), (broken, (), 1), (leaves, (), 6):
+        for target, arguments, code in (load, (queue,), 0), (broken, (), 1), (exits, (), 6):
             child = context.Process(target=target, args=arguments)
             child.start()
             dist.barrier()
@@ -83,10 +78,10 @@ def test_a_forked_child(ended: Ended) -> None:
         say("done", x[0])
         dist.destroy_process_group()
 """)
-def test_multiprocessing_by_fork(ended: Ended) -> None:
+def test_end_of_a_multiprocessing_child_does_not_end_the_rank(ended: Ended) -> None:
     assert ended.code == 0, ended
     assert ended.lines == ["done 2.0", "done 2.0"]
-    assert ended.err.count("ValueError: of the child alone") == 2
+    assert ended.err.count("ValueError: in the child") == 2
 
 
 @job("""
@@ -103,8 +98,7 @@ def test_multiprocessing_by_fork(ended: Ended) -> None:
     dist.destroy_process_group()
 """)
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_forked_child_that_ends_as_python_does(ended: Ended, code: int) -> None:
-    """What is called at its end must not end MPI, which is its parent's."""
+def test_exit_of_a_forked_child_does_not_finalize_mpi(ended: Ended, code: int) -> None:
     assert ended.code == 0, ended
     assert ended.lines == ["done 4.0", "done 4.0"]
 
@@ -117,7 +111,7 @@ def test_a_forked_child_that_ends_as_python_does(ended: Ended, code: int) -> Non
     try:
         dist.all_reduce(np.ones(5000 + dist.get_rank()))
     except dist.MismatchError as error:
-        kept = error  # and with it, in its frames, what the ranks share
+        kept = error  # its frames keep references to the shared segment
     child = os.fork()
     if child == 0:
         signal.alarm(30)
@@ -130,7 +124,7 @@ def test_a_forked_child_that_ends_as_python_does(ended: Ended, code: int) -> Non
     say("done")
     dist.destroy_process_group()
 """)
-def test_a_forked_child_keeps_its_own_memory(ended: Ended) -> None:
-    """Whatever it drops of its parent's."""
+def test_memory_of_a_forked_child_is_not_overwritten(ended: Ended) -> None:
+    """The child releases objects of its parent that refer to the shared segment."""
     assert ended.code == 0, ended
     assert ended.lines == ["done", "done"]

@@ -1,4 +1,4 @@
-"""Ranks that no launcher of MPI started become one world."""
+"""Ranks without an MPI launcher become one MPI world."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launch_jobs import LIMIT, MPIEXEC, TORCHRUN, Ended, Job, job, mpich, run
+from launch_jobs import LIMIT, TORCHRUN, Ended, Job, job, mpich, needs_mpiexec, run
 
 pytestmark = pytest.mark.waits
 
@@ -23,8 +23,7 @@ ROUND = """
     say(dist.get_rank(), dist.get_world_size(), total(dist.get_rank() + 1))
     dist.destroy_process_group()
 """
-PLACE = "rank=int(os.environ['R']), world_size=2"
-#: How the façade is told where to meet, by name.
+#: Arguments of init_process_group.
 METHODS = {
     "nothing": "",
     "env": "init_method='env://'",
@@ -38,7 +37,7 @@ METHODS = {
 @mpich
 @pytest.mark.parametrize("how", METHODS.values(), ids=list(METHODS))
 @job(ROUND)
-def test_methods(how: str, ended: Ended) -> None:
+def test_init_methods(how: str, ended: Ended) -> None:
     ended.in_good_order("0 2 3.0", "1 2 3.0")
     assert ended.err == ""
     assert not (ended.folder / "meet").exists() and not list(ended.folder.glob(".meet*"))
@@ -47,7 +46,7 @@ def test_methods(how: str, ended: Ended) -> None:
 @mpich
 @pytest.mark.parametrize("how", ["", "init_method='file://$FOLDER/meet'"], ids=["env", "file"])
 @job(ROUND, ranks=(3, 0, 1, 2), later=(2,))
-def test_four_ranks_that_come_one_by_one(how: str, ended: Ended) -> None:
+def test_late_rank_joins(how: str, ended: Ended) -> None:
     ended.in_good_order("0 4 10.0", "1 4 10.0", "2 4 10.0", "3 4 10.0")
 
 
@@ -71,11 +70,11 @@ def test_four_ranks_that_come_one_by_one(how: str, ended: Ended) -> None:
     dist.destroy_process_group()
 """, by="torchrun")  # fmt: skip
 @pytest.mark.skipif(not TORCHRUN.exists(), reason="there is no torchrun")
-def test_torchrun_that_starts_the_ranks_twice(ended: Ended) -> None:
+def test_torchrun_restarts_the_ranks(ended: Ended) -> None:
     ended.in_good_order("0 2.0 0 2 0 2 True", "1 2.0 1 2 1 2 True", "again 2.0", "again 2.0")
 
 
-@pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC names no mpiexec")
+@needs_mpiexec
 @job("""
     before = dict(os.environ)
     dist.init_process_group()
@@ -92,10 +91,10 @@ def test_torchrun_that_starts_the_ranks_twice(ended: Ended) -> None:
     say(total(1))
     dist.destroy_process_group()
 """, size=2, by="mpiexec")  # fmt: skip
-def test_the_variables_under_mpiexec(ended: Ended) -> None:
+def test_init_sets_torch_variables_under_mpiexec(ended: Ended) -> None:
     ended.in_good_order("2.0", "2.0")
-    one, other = ((ended.folder / f"master-{rank}").read_text() for rank in range(2))
-    assert one == other and one.startswith("127.0.0.1:")
+    first, second = ((ended.folder / f"master-{rank}").read_text() for rank in range(2))
+    assert first == second and first.startswith("127.0.0.1:")
 
 
 FRONTS = ["facade", *(["torch"] if importlib.util.find_spec("torch") else [])]
@@ -113,7 +112,7 @@ SPAWN = """
             one.join()
         say("codes", *[one.exitcode for one in ranks])
 """
-#: Says at the very end that MPI was finalized.
+#: Prints at the end of the process whether MPI was finalized.
 AFTER = (
     "import multiprocessing.util, mpi4py.MPI as m; multiprocessing.util.Finalize(None, "
     "lambda: say('finalized', m.Is_finalized()), exitpriority=-9)"
@@ -134,7 +133,9 @@ BEGIN = "dist.init_process_group('mpi', 'tcp://127.0.0.1:$PORT', 30, 2, rank)"
     ids=["destroy", "a rank without MPI_Finalize", "none", "exit"],
 )
 @job(SPAWN, by="one")
-def test_multiprocessing(start: str, work: str, codes: str, ended: Ended) -> None:
+def test_multiprocessing_children_are_ranks(
+    start: str, work: str, codes: str, ended: Ended
+) -> None:
     more = ["finalized True"] * 2 if "finalized" in work else []
     ended.in_good_order("2.0", "2.0", *more, f"codes {codes}")
     assert "Traceback" not in ended.err, ended
@@ -144,14 +145,16 @@ def test_multiprocessing(start: str, work: str, codes: str, ended: Ended) -> Non
 @pytest.mark.parametrize("start", ["spawn", "fork"])
 @pytest.mark.parametrize("work", [f"{BEGIN}; rank == 1 and 1 / 0; dist.barrier()"])
 @job(SPAWN, by="one")
-def test_an_exception_in_a_child_of_multiprocessing(start: str, work: str, ended: Ended) -> None:
+def test_exception_in_multiprocessing_child_ends_the_job(
+    start: str, work: str, ended: Ended
+) -> None:
     ended.in_good_order("codes 1 1")
     assert ended.err.count("ZeroDivisionError") == 1, ended
     assert "rank 0: rank 1 of 2 ended the job with exit code 1" in ended.err
     assert ended.seconds < LIMIT / 2
 
 
-#: Workers of a pool, each of which is any rank of any group of them.
+#: Workers of a pool join several groups with different ranks.
 POOL = """
     import multiprocessing, socket
     def work(port, worker, members):
@@ -186,7 +189,7 @@ POOL = """
 @mpich
 @pytest.mark.parametrize("front", FRONTS)
 @job(POOL, by="one")
-def test_workers_of_a_pool_are_any_rank_of_any_group(front: str, ended: Ended) -> None:
+def test_pool_workers_join_groups_with_different_ranks(front: str, ended: Ended) -> None:
     ended.in_good_order("0 3 3", "1 1", "2 2", "3 3 3", "4 3 3")
 
 
@@ -206,15 +209,14 @@ def test_workers_of_a_pool_are_any_rank_of_any_group(front: str, ended: Ended) -
             say(one)
         say(Parallel(n_jobs=2)([delayed(work)(0)]))
 """, by="one")  # fmt: skip
-def test_workers_of_joblib_are_fewer_than_ranks(ended: Ended) -> None:
-    """As docs/launching.md says."""
+def test_fewer_joblib_workers_than_ranks_time_out(ended: Ended) -> None:
     assert not any(ended.codes), ended
-    assert "rank 0 of 3: rank 2 did not come within 3 s" in ended.out, ended
+    assert "rank 0 of 3: timed out after 3 s waiting for rank 2" in ended.out, ended
     assert "[1]" in ended.lines, ended
 
 
 @mpich
-@pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC names no mpiexec")
+@needs_mpiexec
 @pytest.mark.parametrize("start", ["spawn"])
 @pytest.mark.parametrize("work", [f"{BEGIN}; say(total(1)); dist.destroy_process_group()"])
 @job(SPAWN, size=1, by="mpiexec")
@@ -224,23 +226,23 @@ def test_multiprocessing_under_mpiexec(start: str, work: str, ended: Ended) -> N
 
 @job("""
     dist.init_process_group($how)
-    told = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    say(dist.get_rank(), dist.get_world_size(), total(5), *told)
+    say(dist.get_rank(), dist.get_world_size(), total(5),
+        os.environ["RANK"], os.environ["WORLD_SIZE"])
     dist.destroy_process_group()
     dist.init_process_group($how)
     dist.barrier()
 """, ranks=(0,), environment={"MASTER_PORT": None})  # fmt: skip
 @pytest.mark.parametrize("how", ["", "init_method='env://'", "rank=0, world_size=1"])
-def test_alone(how: str, ended: Ended) -> None:
+def test_single_process_is_rank_0_of_1(how: str, ended: Ended) -> None:
     ended.in_good_order("0 1 5.0 0 1")
 
 
-@pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC names no mpiexec")
+@needs_mpiexec
 @job("""
     dist.init_process_group(init_method="tcp://127.0.0.1:1", rank=0, world_size=1)
     say(dist.get_rank(), dist.get_world_size(), total(5))
 """, size=2, by="mpiexec")  # fmt: skip
-def test_each_rank_of_mpiexec_may_be_alone(ended: Ended) -> None:
+def test_ranks_of_mpiexec_make_groups_of_one(ended: Ended) -> None:
     ended.in_good_order("0 1 5.0", "0 1 5.0")
 
 
@@ -260,7 +262,7 @@ def test_each_rank_of_mpiexec_may_be_alone(ended: Ended) -> None:
     assert not any(name.startswith("PMI") for name in os.environ)
     say("done")
 """)
-def test_cycles_in_one_process(ended: Ended) -> None:
+def test_repeated_init_and_destroy_leave_nothing(ended: Ended) -> None:
     ended.in_good_order("done", "done")
     assert ended.err == ""
 
@@ -270,8 +272,8 @@ def test_cycles_in_one_process(ended: Ended) -> None:
 
 @pytest.fixture
 def nodes() -> Iterator[tuple[list[str], ...]]:
-    """What starts a command on each of two nodes: network namespaces with host names of their own,
-    at 10.77.0.1 and 10.77.0.2.
+    """Commands that run their arguments on one of two nodes (network namespaces with different host
+    names, at 10.77.0.1 and 10.77.0.2).
     """
     names = [f"mpicoll-{os.getpid()}-{node}" for node in range(2)]
     links = [f"mc{os.getpid()}{node}" for node in "ab"]
@@ -296,8 +298,8 @@ def nodes() -> Iterator[tuple[list[str], ...]]:
             try:
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
             except (OSError, subprocess.SubprocessError) as error:
-                why = getattr(error, "stderr", "") or error
-                pytest.skip(f"no network namespaces here: {command[0]}: {why}")
+                reason = getattr(error, "stderr", "") or error
+                pytest.skip(f"network namespaces not available: {command[0]}: {reason}")
         yield starts
     finally:
         for name in names:
@@ -309,7 +311,7 @@ def nodes() -> Iterator[tuple[list[str], ...]]:
 @pytest.mark.parametrize(
     "how", ["'tcp://10.77.0.1:$PORT'", "'file://$FOLDER/meet'"], ids=["tcp", "file"]
 )
-def test_two_nodes(how: str, nodes: tuple[list[str], ...], tmp_path: Path) -> None:
+def test_lost_rank_on_two_nodes(how: str, nodes: tuple[list[str], ...], tmp_path: Path) -> None:
     script = f"""
     import socket
     dist.init_process_group(init_method={how}, timeout=30)
@@ -325,9 +327,9 @@ def test_two_nodes(how: str, nodes: tuple[list[str], ...], tmp_path: Path) -> No
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
     """
-    place = {"MASTER_ADDR": None, "MASTER_PORT": None}
     task = Job(
-        textwrap.dedent(script), (0, 1, 2, 3), environment=place,
+        textwrap.dedent(script), (0, 1, 2, 3),
+        environment={"MASTER_ADDR": None, "MASTER_PORT": None},
         nodes=(nodes[0], nodes[0], nodes[1], nodes[1]),
     )  # fmt: skip
     ended = run(task, {}, tmp_path)

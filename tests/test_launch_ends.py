@@ -1,4 +1,4 @@
-"""How jobs end whose ranks no launcher of MPI started."""
+"""Ends of jobs without an MPI launcher: exits, exceptions, lost ranks, and a stopped server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch_jobs import LIMIT, SERVER, Ended, job, mpich, run  # noqa: F401 (whole_jobs calls run)
+from launch_jobs import LIMIT, SERVER, Ended, job, mpich
 
 pytestmark = pytest.mark.waits
 
@@ -34,7 +34,7 @@ pytest_plugins = ["whole_jobs"]
         "os.fork() or os._exit(0)",
     ],
 )
-def test_ends_in_good_order(end: str, ended: Ended) -> None:
+def test_ranks_exit_successfully(end: str, ended: Ended) -> None:
     ended.in_good_order(*["3.0"] * 3)
     assert ended.err == "", ended
 
@@ -49,7 +49,7 @@ def test_ends_in_good_order(end: str, ended: Ended) -> None:
     total(1)
     sys.exit(73)
 """, ranks=(0, 1, 2))  # fmt: skip
-def test_exit_codes(ended: Ended) -> None:
+def test_exit_code_is_kept(ended: Ended) -> None:
     ended.badly(73, 73, 73)
 
 
@@ -66,7 +66,7 @@ def test_exit_codes(ended: Ended) -> None:
     dist.init_process_group()
     say("not reached")
 """, ranks=(0, 1, 2))  # fmt: skip
-def test_a_rank_that_is_lost_while_others_are_inside_mpi_init(ended: Ended) -> None:
+def test_lost_rank_ends_ranks_inside_mpi_init(ended: Ended) -> None:
     ended.badly(-signal.SIGIO, 3, -signal.SIGIO)
     assert ended.seconds < LIMIT / 2
 
@@ -76,12 +76,12 @@ def test_a_rank_that_is_lost_while_others_are_inside_mpi_init(ended: Ended) -> N
     import threading
     from mpicoll.launch import joining
     os.environ["MASTER_PORT"] = "$PORT"
-    def die(*what):  # the server runs, and rank 0 goes without a word
+    def die(*args):  # after the server has started
         os._exit(0)
     joining._connect = die
     dist.init_process_group()
 """, ranks=(0,), size=2)  # fmt: skip
-def test_no_server_is_left_of_a_rank_0_that_never_came(ended: Ended) -> None:
+def test_server_ends_if_rank_0_dies_before_it_connects(ended: Ended) -> None:
     for _ in range(50):
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
@@ -93,11 +93,11 @@ def test_no_server_is_left_of_a_rank_0_that_never_came(ended: Ended) -> None:
         if not found:
             return
         time.sleep(0.1)
-    pytest.fail(f"{found} are still there")
+    pytest.fail(f"{found} still run")
 
 
-#: What a rank does that goes badly, its exit code, that of the others, and what they say.
-BADLY = {
+#: How a rank fails, its exit code, the exit code of the other ranks, and their message.
+FAILURES = {
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", -9, 1, "rank 1 of 3 was lost"),
     "_exit": ("os._exit(0)", 0, 1, "rank 1 of 3 was lost"),
     "exception": ("1 / 0", 1, 1, "rank 1 of 3 ended the job with exit code 1"),
@@ -110,12 +110,12 @@ BADLY = {
 
 
 @mpich
-@pytest.mark.parametrize(("end", "own", "others", "words"), BADLY.values(), ids=list(BADLY))
+@pytest.mark.parametrize(("end", "own", "others", "words"), FAILURES.values(), ids=list(FAILURES))
 @job("""
     dist.init_process_group()
     total(1)
     if dist.get_rank() == 1:
-        child = os.fork()  # keeps nobody from noticing
+        child = os.fork()  # must not keep the connections open
         if child == 0:
             time.sleep(100)
         with open("$FOLDER/child", "w") as file:
@@ -127,16 +127,17 @@ BADLY = {
     dist.barrier()  # in MPI
     say("not reached")
 """, ranks=(0, 1, 2))  # fmt: skip
-def test_a_rank_that_goes_badly(end: str, own: int, others: int, words: str, ended: Ended) -> None:
+def test_failed_rank_ends_the_job(
+    end: str, own: int, others: int, words: str, ended: Ended
+) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(int((ended.folder / "child").read_text()), signal.SIGKILL)
     ended.badly(others, own, others)
     for rank in 0, 2:
         assert f"rank {rank}: {words}" in ended.err, ended
     assert ended.err.count("Traceback") == ("1 / 0" in end), ended
-    # The time that it took, from the end of rank 1 on.
-    left = max((ended.folder / name).stat().st_mtime for name in ("err-0", "err-2"))
-    assert left - float(ended.lines[0]) < 5 and len(ended.lines) == 1, ended
+    last_output = max((ended.folder / name).stat().st_mtime for name in ("err-0", "err-2"))
+    assert last_output - float(ended.lines[0]) < 5 and len(ended.lines) == 1, ended
 
 
 @mpich
@@ -149,7 +150,7 @@ def test_a_rank_that_goes_badly(end: str, own: int, others: int, words: str, end
     dist.init_process_group()
     say("not reached")
 """)
-def test_a_second_cycle_without_a_rank_that_left(ended: Ended) -> None:
+def test_second_init_without_an_ended_rank_raises(ended: Ended) -> None:
     ended.badly(1, 0)
     assert "rank 0: rank 1 of 2 was lost" in ended.err or "rank 0 of 2: rank 1" in ended.err
     assert ended.out == ""
@@ -159,52 +160,53 @@ def test_a_second_cycle_without_a_rank_that_left(ended: Ended) -> None:
 @job("""
     dist.init_process_group()
     import io
-    def collects(*what, before=sys.excepthook):  # as torch.distributed's hook does
-        kept, sys.stderr = sys.stderr, io.StringIO()
+    def collect(*error, previous=sys.excepthook):  # like torch.distributed's hook
+        stderr, sys.stderr = sys.stderr, io.StringIO()
         try:
-            before(*what)
+            previous(*error)
         finally:
-            held, sys.stderr = sys.stderr.getvalue(), kept
-        sys.stderr.write(held)
-    sys.excepthook = collects
+            collected, sys.stderr = sys.stderr.getvalue(), stderr
+        sys.stderr.write(collected)
+    sys.excepthook = collect
     if $destroy:
         dist.destroy_process_group()
     raise ValueError("lost my way")
 """, ranks=(0,))  # fmt: skip
 @pytest.mark.parametrize("destroy", [False, True])
-def test_a_hook_that_collects_what_is_printed(destroy: bool, ended: Ended) -> None:
+def test_traceback_is_printed_once_inside_a_collecting_hook(destroy: bool, ended: Ended) -> None:
     ended.badly(1)
     assert ended.err.count("ValueError: lost my way") == 1, ended
 
 
 @mpich
 @job("""
-    signal.signal(signal.SIGTERM, lambda *what: say("saves"))
+    signal.signal(signal.SIGTERM, lambda *args: say("saves"))
     def processes():
         found = {}
         for pid in filter(str.isdigit, os.listdir("/proc")):
             try:
-                said = [open(f"/proc/{pid}/{what}").read() for what in ("environ", "cmdline")]
+                environ, cmdline = (open(f"/proc/{pid}/{name}").read()
+                                    for name in ("environ", "cmdline"))
             except OSError:
                 continue
-            if "TEST_MPICOLL_FOLDER=$FOLDER\\0" in said[0]:
-                found[int(pid)] = next(word for word in said[1].split("\\0") if ".py" in word)
+            if "TEST_MPICOLL_FOLDER=$FOLDER\\0" in environ:
+                found[int(pid)] = next(word for word in cmdline.split("\\0") if ".py" in word)
         return found
     dist.init_process_group()
     total(1)
     if dist.get_rank() == 0:
-        all_of_them = processes()
-        say(*sorted(map(os.path.basename, all_of_them.values())))
+        before = processes()
+        say(*sorted(map(os.path.basename, before.values())))
         for number in signal.SIGUSR1, signal.SIGTERM:
-            for pid in all_of_them:
+            for pid in before:
                 os.kill(pid, number)
         time.sleep(1)
-        say(processes() == all_of_them)
+        say(processes() == before)
     dist.barrier()
     dist.destroy_process_group()
 """, environment={"TORCH_FR_DUMP_TEMP_FILE": "$FOLDER/record_"})  # fmt: skip
-def test_a_scheduler_that_signals_every_process(ended: Ended) -> None:
-    """As Slurm does: the ranks handle it, and need what runs beside them."""
+def test_server_and_node_monitor_ignore_scheduler_signals(ended: Ended) -> None:
+    """Slurm signals every process of a job. The ranks handle the signal and continue."""
     ended.in_good_order("True", "node_monitor.py script.py script.py server.py", "saves", "saves")
     assert len(list(ended.folder.glob("record_*"))) == 2, ended
 
@@ -224,11 +226,11 @@ def test_a_scheduler_that_signals_every_process(ended: Ended) -> None:
     $end
 """
 )
-def test_a_server_that_has_stopped_keeps_nobody(end: str, ended: Ended) -> None:
+def test_ranks_end_if_the_server_has_stopped(end: str, ended: Ended) -> None:
     os.kill(int((ended.folder / "server").read_text()), signal.SIGKILL)
     ended.in_good_order()
     for rank in range(2):
-        assert f"rank {rank} of 2: the server that rank 0 started has not answered" in ended.err
+        assert f"rank {rank} of 2: rank 0's server has not answered" in ended.err
 
 
 @mpich
@@ -242,13 +244,13 @@ def test_a_server_that_has_stopped_keeps_nobody(end: str, ended: Ended) -> None:
         os._exit(0)
     stopped = server()
     os.kill(stopped, signal.SIGSTOP)
-    for _ in range(1000):  # more than the connection holds
+    for _ in range(1000):  # fill the connection's buffer
         launch.current().send("free" * 1000)
     say("not blocked")
     os.kill(stopped, signal.SIGKILL)
     sys.exit(5)
 """
 )
-def test_a_server_that_has_stopped_blocks_nobody_who_speaks(ended: Ended) -> None:
+def test_send_to_a_stopped_server_does_not_block(ended: Ended) -> None:
     assert ended.lines == ["not blocked"] and ended.codes[0] != 0, ended
     assert "(most recent call first)" not in ended.err, ended

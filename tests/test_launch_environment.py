@@ -1,4 +1,4 @@
-"""What follows from environment variables and arguments."""
+"""Bootstrap and rendezvous from environment variables and arguments."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}
         (4, False, PMI | ENV | TORCH, False, Bootstrap.SERVER),  # torchrun inside a job of mpiexec
         (4, False, PMI, True, Bootstrap.SERVER),  # started by a rank of mpiexec
         (4, False, PMI | {"PMI_SIZE": "1"}, False, Bootstrap.SERVER),
-        (8, False, PMI, False, Bootstrap.MANAGER),  # and MPI then disagrees
+        (8, False, PMI, False, Bootstrap.MANAGER),  # MPI reports the mismatch
         (4, False, SRUN, False, Bootstrap.SERVER),  # --mpi=none
-        (4, False, SRUN | {"PMIX_RANK": "1"}, False, Bootstrap.SERVER),  # not for this library
-        (4, False, OMPI, False, Bootstrap.SERVER),  # likewise
+        (4, False, SRUN | {"PMIX_RANK": "1"}, False, Bootstrap.SERVER),  # not supported
+        (4, False, OMPI, False, Bootstrap.SERVER),  # not supported
         (4, True, OMPI, False, Bootstrap.MANAGER),
         (4, True, SRUN | {"PMIX_RANK": "1"}, False, Bootstrap.MANAGER),
         (4, True, SRUN, False, Bootstrap.SERVER),
@@ -64,7 +64,7 @@ def test_choose_bootstrap(
     [
         ({}, False), (ENV, False), (SRUN, False), (PMI, True), (OMPI, True), (PMI | TORCH, False),
         ({"PMIX_RANK": "0"}, True), ({"PMI_RANK": "0"}, False),
-        (PMI | {"PMI_FD": "987"}, False),  # a descriptor that this process does not have
+        (PMI | {"PMI_FD": "987"}, False),  # not a descriptor of this process
     ],
 )  # fmt: skip
 def test_is_started_by_mpi(environment: dict[str, str], expected: bool) -> None:
@@ -79,7 +79,7 @@ def test_is_started_by_mpi(environment: dict[str, str], expected: bool) -> None:
         (None, None, None, ENV, PortStore),
         (None, None, None, ENV | TORCH, AgentStore),
         (None, None, None, PMI | ENV | TORCH, AgentStore),
-        (None, 0, 4, {}, None),  # nowhere to meet: MPI has to know
+        (None, 0, 4, {}, None),  # without a rendezvous: MPI's ranks
         ("mpi://", None, None, ENV, None),
         ("env://", None, None, {}, None),
         ("env://", None, None, ENV, PortStore),
@@ -93,7 +93,7 @@ def test_is_started_by_mpi(environment: dict[str, str], expected: bool) -> None:
         ("file:///x/y", 0, 2, {}, FileStore),
     ],
 )
-def test_where_to_meet(
+def test_find_rendezvous(
     method: str | None, rank: int | None, size: int | None, environment: dict[str, str], store: Any
 ) -> None:
     found = find_rendezvous(method, read_rank(method, rank, size, environment), 1.0, environment)
@@ -114,7 +114,7 @@ def test_where_to_meet(
         ("env://", 0, 2, {}, ArgumentError, "MASTER_ADDR and MASTER_PORT"),
     ],
 )
-def test_rendezvous_that_cannot_be(
+def test_find_rendezvous_rejects_invalid_arguments(
     method: str, rank: int | None, size: int | None, environment: dict[str, str],
     error: type[Exception], words: str,
 ) -> None:  # fmt: skip
@@ -122,7 +122,7 @@ def test_rendezvous_that_cannot_be(
         find_rendezvous(method, read_rank(method, rank, size, environment), 1.0, environment)
 
 
-def test_missing_variables_are_filled_in() -> None:
+def test_fill_environment_keeps_variables_of_the_user() -> None:
     environment = {"RANK": "7", "MASTER_ADDR": "there"}
     fill_environment(1, 4, 0, 2, "here", 99, environment)
     assert environment == {
@@ -131,7 +131,7 @@ def test_missing_variables_are_filled_in() -> None:
     }  # fmt: skip
 
 
-def test_a_file_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_file_store_accepts_only_files_of_its_user(tmp_path: Path) -> None:
     file = FileStore(tmp_path / "meet")
     with pytest.raises(ServerNotFoundError):
         file.get("k")

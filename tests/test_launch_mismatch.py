@@ -1,4 +1,4 @@
-"""The launcher of one MPI with the library of another."""
+"""A launcher and an MPI library that do not match are detected before MPI_Init."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll.launch.launchers import LAUNCHERS, Dialect, is_bootstrap_variable, is_launcher_variable
-from mpicoll.launch.mismatch import LIBRARIES, find_foreign, find_mpi, find_stale
+from mpicoll.launch.launchers import (
+    PmiProtocol,
+    is_bootstrap_variable,
+    is_launcher_variable,
+)
+from mpicoll.launch.mismatch import find_foreign, find_mpi, find_stale
 
+PROTOCOLS = tuple(PmiProtocol)
 MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: ..."
@@ -45,7 +50,7 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1"}
         (MPICH, PRTERUN, "prterun"),
         (MPICH, OMPI_MPIRUN | SRUN, "Open MPI's mpirun"),
         (INTEL, OMPI_MPIRUN | SRUN, "Open MPI's mpirun"),  # its daemons are started by srun
-        # What works.
+        # Supported pairs:
         (MPICH, HYDRA, None),
         (MPICH, INTEL_MPIRUN, None),
         (INTEL, HYDRA, None),
@@ -57,24 +62,24 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1"}
         (MPICH, HYDRA | PMIX, None),  # mpirun where MpiDefault=pmix
         (OPENMPI, OMPI_MPIRUN | PMI2, None),  # mpirun in a step of --mpi=pmi2
         (MPICH, {}, None),
-        (OPENMPI, SRUN, None),  # --mpi=none: the number of ranks shows it later
+        (OPENMPI, SRUN, None),  # --mpi=none: check_world detects it later
         (MPICH, OMPI_MPIRUN | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
         (OPENMPI, HYDRA | {"PMI_SIZE": "1"}, None),
-        (MPICH, PRTERUN | {"PMIX_RANK": "0"}, None),  # the others' errors end the job
-        (MPICH, PMIX | {"PMIX_RANK": "0"}, "srun --mpi=pmix"),  # which says how many there are
+        (MPICH, PRTERUN | {"PMIX_RANK": "0"}, None),  # errors of other ranks end the job
+        (MPICH, PMIX | {"PMIX_RANK": "0"}, "srun --mpi=pmix"),  # announces the number of ranks
         (MPICH, OMPI_MPIRUN | TORCHRUN, None),
         (MPICH, OMPI_MPIRUN | {"MPICOLL_ALLOW_SINGLETON": "1"}, None),
-        (OPENMPI, HYDRA | {"PMI_FD": "987"}, None),  # the variables were a parent's
+        (OPENMPI, HYDRA | {"PMI_FD": "987"}, None),  # inherited from a parent process
     ],
 )
-def test_what_is_refused(version: str, environment: dict[str, str], launcher: str | None) -> None:
+def test_find_foreign(version: str, environment: dict[str, str], launcher: str | None) -> None:
     library = find_mpi(version, environment, has=lambda name: False)
     assert library is not None
     foreign, found = find_foreign(library, environment)
     assert (None if found is None else found.name) == launcher
-    spoken = {Dialect.PMI} if "PMI_RANK" in environment else set()
-    spoken |= {Dialect.PMIX} if "PMIX_RANK" in environment else set()
-    assert foreign == spoken - {library.dialect}
+    offered = {PmiProtocol.PMI} if "PMI_RANK" in environment else set()
+    offered |= {PmiProtocol.PMIX} if "PMIX_RANK" in environment else set()
+    assert foreign == offered - {library.protocol}
 
 
 @pytest.mark.any_mpi
@@ -83,7 +88,7 @@ def test_what_is_refused(version: str, environment: dict[str, str], launcher: st
     [
         ("Open MPI v4.1.6, package: Debian OpenMPI", {}, ()),  # may be built with PMI-2
         (MPICH, {}, ("PMIx_Init",)),
-        (MPICH, {}, ("PMI2_Init",)),  # Slurm's, or PMIx's own
+        (MPICH, {}, ("PMI2_Init",)),  # of Slurm or PMIx
         (INTEL, {"I_MPI_PMI": "pmix"}, ()),
         (INTEL, {"I_MPI_PMI_LIBRARY": "/usr/lib64/libpmi2.so"}, ()),
         (INTEL, PMIX, ()),
@@ -94,46 +99,42 @@ def test_what_is_refused(version: str, environment: dict[str, str], launcher: st
         ("IBM Spectrum MPI v10.4", {}, ()),
     ],
 )
-def test_what_may_understand_more(
+def test_find_mpi_returns_none_for_unknown_protocols(
     version: str, environment: dict[str, str], functions: tuple[str, ...]
 ) -> None:
     assert find_mpi(version, environment, has=functions.__contains__) is None
 
 
-def run(announced: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python with these variables instead of those of a launcher."""
+def run(variables: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with the given variables and without the launcher's."""
     kept = {
         name: value
         for name, value in os.environ.items()
         if not is_launcher_variable(name) and not is_bootstrap_variable(name)
     }
     return subprocess.run(
-        [sys.executable, *words],
-        env=kept | announced,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+        [sys.executable, *arguments], env=kept | variables, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def foreign() -> dict[str, str]:
-    """What the launcher of the other kind of MPI sets."""
+    """Variables of a launcher whose protocol this MPI does not support."""
     script = (
         "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI\n"
         "from mpicoll.launch.mismatch import find_mpi\n"
-        "found = find_mpi(MPI.Get_library_version()); print(found and found.dialect.name)"
+        "found = find_mpi(MPI.Get_library_version()); print(found and found.protocol.name)"
     )
-    spoken = run({}, "-c", script).stdout.strip()
-    if spoken not in Dialect.__members__:
-        pytest.skip("this library may understand both")
+    supported = run({}, "-c", script).stdout.strip()
+    if supported not in PmiProtocol.__members__:
+        pytest.skip("this library may support both protocols")
     pmix = OMPI_MPIRUN | {"PMIX_NAMESPACE": "prterun-there-1@1"}
-    return pmix if Dialect[spoken] is Dialect.PMI else INTEL_MPIRUN
+    return pmix if PmiProtocol[supported] is PmiProtocol.PMI else INTEL_MPIRUN
 
 
-def test_this_library(foreign: dict[str, str]) -> None:
-    """It neither aborts nor starts alone. What `doctor` prints is this text."""
+def test_foreign_launcher_raises(foreign: dict[str, str]) -> None:
+    """`doctor` prints the same text."""
     done = run(foreign, "-c", "from mpicoll import cli; print(cli.start_group())")
     assert done.returncode == 0, done
     assert "the launcher and the MPI library do not match" in done.stdout, done
@@ -143,26 +144,26 @@ def test_this_library(foreign: dict[str, str]) -> None:
 WORLD_SIZE = "import mpicoll as m; m.init_process_group(); print(m.get_world_size())"
 
 
-def test_one_rank_needs_no_launcher(foreign: dict[str, str]) -> None:
+def test_single_rank_of_a_foreign_launcher_works(foreign: dict[str, str]) -> None:
     alone = {name: "1" if name.endswith("SIZE") else value for name, value in foreign.items()}
     done = run(alone, "-c", WORLD_SIZE)
     assert (done.returncode, done.stdout) == (0, "1\n"), done
 
 
-def test_rank_0_of_a_launcher_that_gives_no_number(foreign: dict[str, str]) -> None:
-    """It may be alone, and is told how to say so; any other rank is not."""
+def test_foreign_launcher_without_a_size_warns_on_rank_0(foreign: dict[str, str]) -> None:
+    """Rank 0 may be alone. Any other rank raises."""
     if "PMIX_NAMESPACE" not in foreign:
-        pytest.skip("this library understands PRRTE")
+        pytest.skip("this library supports PRRTE")
     done = run(PRTERUN | {"PMIX_RANK": "0"}, "-c", WORLD_SIZE)
     assert (done.returncode, done.stdout) == (0, "1\n"), done
-    assert "does not say how many ranks" in done.stderr, done
-    meant = {"PMIX_RANK": "0", "MPICOLL_ALLOW_SINGLETON": "1"}
-    assert "does not say" not in run(PRTERUN | meant, "-c", WORLD_SIZE).stderr
+    assert "does not announce the number of ranks" in done.stderr, done
+    allowed = {"PMIX_RANK": "0", "MPICOLL_ALLOW_SINGLETON": "1"}
+    assert "does not announce" not in run(PRTERUN | allowed, "-c", WORLD_SIZE).stderr
     done = run(PRTERUN, "-c", WORLD_SIZE)
     assert done.returncode != 0 and "do not match" in done.stderr, done
 
 
-GONE = (
+PRINT_SIZE_OR_ERROR = (
     "import mpicoll as m\n"
     "try: m.init_process_group()\n"
     "except m.LaunchError as error: print(error)\n"
@@ -172,65 +173,57 @@ GONE = (
 
 @pytest.fixture(scope="module")
 def stale() -> dict[str, str]:
-    """What this MPI's launcher has left in a process that it does not serve."""
+    """Variables of this MPI's launcher after it has ended."""
     if not MPIEXEC:
         pytest.skip("TEST_MPICOLL_MPIEXEC names no mpiexec")
-    tell = "import json, os; print(json.dumps(dict(os.environ)))"
+    script = "import json, os; print(json.dumps(dict(os.environ)))"
     done = subprocess.run(
-        [*MPIEXEC, "-n", "1", sys.executable, "-c", tell],
+        [*MPIEXEC, "-n", "1", sys.executable, "-c", script],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     found = json.loads(done.stdout)
     return {name: value for name, value in found.items() if is_bootstrap_variable(name)}
 
 
-def test_variables_of_a_launcher_that_is_gone(stale: dict[str, str]) -> None:
-    """As in a notebook of `srun --pty`: MPI would abort, or crash."""
-    done = run(stale, "-c", GONE)
-    assert done.returncode == 0 and "a launcher that does not serve it" in done.stdout, done
+def test_stale_launcher_variables_raise(stale: dict[str, str]) -> None:
+    """For example in a notebook of `srun --pty`. MPI would abort or crash."""
+    done = run(stale, "-c", PRINT_SIZE_OR_ERROR)
+    assert done.returncode == 0 and "a launcher that did not start it" in done.stdout, done
     unset = done.stdout.partition("unset ")[2].partition(";")[0].split()
     assert {"PMI_FD", "PMIX_NAMESPACE"} & set(unset), done
     left = {name: value for name, value in stale.items() if name not in unset}
-    assert run(left, "-c", GONE).stdout == "1\n"
-    assert run(stale | {"MPICOLL_ALLOW_SINGLETON": "1"}, "-c", GONE).stdout == "1\n"
+    assert run(left, "-c", PRINT_SIZE_OR_ERROR).stdout == "1\n"
+    assert run(stale | {"MPICOLL_ALLOW_SINGLETON": "1"}, "-c", PRINT_SIZE_OR_ERROR).stdout == "1\n"
 
 
 @pytest.mark.any_mpi
-def test_a_manager_counts_as_gone_if_its_descriptor_or_port_is(tmp_path: Path) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs, socket.create_server(("127.0.0.1", 0)) as server:
+def test_find_stale_checks_descriptor_port_and_folder(tmp_path: Path) -> None:
+    rank, manager = socket.socketpair()
+    with rank, manager, socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         pmi = {"PMI_RANK": "0", "PMI_SIZE": "1"}
         pmix = {"PMIX_RANK": "0", "PMIX_SERVER_URI41": f"prte-1@0.0;tcp4://127.0.0.1:{port}"}
-        there = [
-            pmi,  # a manager that is found in another way
-            pmi | {"PMI_FD": str(ours.fileno())},
+        valid = [
+            pmi,  # a manager that MPI finds in another way
+            pmi | {"PMI_FD": str(rank.fileno())},
             pmi | {"PMI_PORT": f"127.0.0.1:{port}"},
             pmi | {"PMI_PORT": "elsewhere:1"},
             pmix,
             {"PMIX_RANK": "0", "PMIX_SERVER_TMPDIR": str(tmp_path)},
         ]
-        for environment in there:
-            assert find_stale(list(Dialect), environment) == {}, environment
+        for environment in valid:
+            assert find_stale(PROTOCOLS, environment) == {}, environment
         used = len([*Path("/proc/self/fd").iterdir()])
         with (tmp_path / "file").open("w") as file:
             for other in (str(server.fileno()), str(file.fileno()), "-1", "none"):
-                assert [*find_stale(list(Dialect), pmi | {"PMI_FD": other})] == ["PMI_FD"], other
+                assert [*find_stale(PROTOCOLS, pmi | {"PMI_FD": other})] == ["PMI_FD"], other
         assert len([*Path("/proc/self/fd").iterdir()]) == used
-    gone = [
+    stale = [
         (pmi | {"PMI_FD": "99999"}, "PMI_FD"),
         (pmi | {"PMI_PORT": f"127.0.0.1:{port}"}, "PMI_PORT"),
         (pmix, "PMIX_SERVER_URI41"),
         ({"PMIX_RANK": "0", "PMIX_SERVER_TMPDIR": str(tmp_path / "no")}, "PMIX_SERVER_TMPDIR"),
     ]
-    for environment, name in gone:
-        assert [*find_stale(list(Dialect), environment)] == [name]
-    assert find_stale([Dialect.PMI], pmix) == {}  # which this library does not read
-
-
-@pytest.mark.any_mpi
-def test_each_family_is_there_once() -> None:
-    for version in (MPICH, INTEL, OPENMPI):
-        assert find_mpi(version, {}, has=lambda name: False) in LIBRARIES
-    names = {each.name for each in LAUNCHERS}
-    assert all({*each.asks, each.deaf} <= names | {""} for each in LIBRARIES)
+    for environment, name in stale:
+        assert [*find_stale(PROTOCOLS, environment)] == [name]
+    assert find_stale([PmiProtocol.PMI], pmix) == {}  # a library that does not read it

@@ -1,4 +1,4 @@
-"""The server through which ranks become one world."""
+"""The PMI server: its protocol, authentication, addresses and lifetime."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from launch_jobs import SERVER, TORCHRUN, Ended, job, mpich, run  # noqa: F401 (whole_jobs calls run)
+from launch_jobs import SERVER, TORCHRUN, Ended, job, mpich
 
 from mpicoll.launch import server
 from mpicoll.launch.host_identity import addresses, find_own_address
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.waits
 
 pytest_plugins = ["whole_jobs"]
 
-#: Tells at which addresses the server listens, before all ranks have come.
+#: Prints the addresses at which the server listens before all ranks have connected.
 LISTENS = (
     SERVER
     + """
@@ -41,7 +41,7 @@ LISTENS = (
                 if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
                     yield words[1].partition(":")[0]
     if os.environ["RANK"] == "1":
-        while not (found := list(listens())):  # it is about to
+        while not (found := list(listens())):
             time.sleep(0.05)
         say("listens", *found)
     $begin
@@ -49,7 +49,7 @@ LISTENS = (
 """
 )
 LOOPBACK, ALL = "0100007F", "0" * 32
-#: An IPv4 address by which other hosts reach this one, if there is one.
+#: An IPv4 address by which other hosts reach this one, "" without one.
 OWN = next((each for each in addresses()[:-1] if "." in each), "")
 needs_address = pytest.mark.skipif(not OWN, reason="this host has only a loopback address")
 
@@ -59,9 +59,7 @@ def as_in_proc(address: str) -> str:
 
 
 @needs_address
-def test_the_server_listens_at_the_address_of_its_name_if_this_host_has_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_find_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {
         "own": [OWN], "service": ["203.0.113.7"], "debian": ["127.0.1.1"], "any": ["0.0.0.0"],
         "two": [OWN, "203.0.113.7"], OWN: [OWN],
@@ -89,7 +87,7 @@ def test_the_server_listens_at_the_address_of_its_name_if_this_host_has_it(
 )
 @pytest.mark.parametrize("begin", ["dist.init_process_group('mpi', '$method', 30)"])
 @job(LISTENS)
-def test_where_the_server_listens(method: str, where: str, begin: str, ended: Ended) -> None:
+def test_listening_address(method: str, where: str, begin: str, ended: Ended) -> None:
     ended.in_good_order("done", "done", f"listens {where}")
 
 
@@ -104,7 +102,7 @@ def test_where_the_server_listens(method: str, where: str, begin: str, ended: En
 )
 @job(LISTENS, size=2, by="torchrun")
 @pytest.mark.skipif(not TORCHRUN.exists(), reason="there is no torchrun")
-def test_where_the_server_listens_under_torchrun(begin: str, ended: Ended) -> None:
+def test_listening_address_under_torchrun(begin: str, ended: Ended) -> None:
     ended.in_good_order("done", "done", f"listens {LOOPBACK}")
 
 
@@ -115,23 +113,27 @@ class Peer:
         self.sock = socket.create_connection(("127.0.0.1", port), 5)
         self.file = self.sock.makefile("rwb")
 
-    def say(self, line: str) -> None:
+    def send(self, line: str) -> None:
         self.file.write(line.encode() + b"\n")
         self.file.flush()
 
-    def hear(self) -> str:
+    def receive(self) -> str:
         try:
             return self.file.readline().decode().rstrip("\n")
         except ConnectionError:
             return ""
 
-    def introduce(
+    def close(self) -> None:
+        self.sock.close()
+        self.file.close()
+
+    def authenticate(
         self, role: str, rank: int, size: int = 2, secret: str = "s", node: str = "n"
     ) -> str:
-        nonce = self.hear().removeprefix(server.GREETING + " ")
+        nonce = self.receive().removeprefix(server.GREETING + " ")
         words = [role, rank, size, node, "mine"]
-        self.say(" ".join(map(str, [*words, mac(secret, "rank", nonce, *words)])))
-        answer = self.hear()
+        self.send(" ".join(map(str, [*words, mac(secret, "rank", nonce, *words)])))
+        answer = self.receive()
         if answer.startswith("ok"):
             assert answer == f"ok {mac(secret, 'server', nonce, 'mine')}"
         return answer.partition(" ")[0]
@@ -140,10 +142,10 @@ class Peer:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A server of two ranks in a thread; its port."""
-    monkeypatch.setattr(server, "_IDENTIFY_TIMEOUT", 1.0)
-    monkeypatch.setattr(server, "_GRACE", 0.5)
+    monkeypatch.setattr(server, "_AUTHENTICATION_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(server, "_CLOSE_DELAY_S", 0.5)
     listener = server.listen("127.0.0.1", 0)
-    reader, writer = os.pipe()  # rank 0 is on its way
+    reader, writer = os.pipe()  # open: rank 0 has not connected
     one = server.Server(listener, "s", 2, 3.0, starter=reader)
     thread = threading.Thread(target=one.serve)
     thread.start()
@@ -154,19 +156,19 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     assert not thread.is_alive(), "the server did not end"
 
 
-def all_of(port: int) -> dict[tuple[str, int], Peer]:
+def connect_all(port: int) -> dict[tuple[str, int], Peer]:
     peers = {}
     for role in "pmi", "watch":
         for rank in range(2):
             peers[role, rank] = Peer(port)
-            assert peers[role, rank].introduce(role, rank, node="ab"[rank]) == "ok"
-    assert [peers["watch", rank].hear() for rank in range(2)] == ["go", "go"]
+            assert peers[role, rank].authenticate(role, rank, node="ab"[rank]) == "ok"
+    assert [peers["watch", rank].receive() for rank in range(2)] == ["go", "go"]
     return peers
 
 
-def test_strangers_are_refused_and_disturb_nobody(served: int) -> None:
+def test_unauthenticated_connections_are_closed(served: int) -> None:
     wrong = Peer(served)
-    assert wrong.introduce("pmi", 0, secret="another") == ""
+    assert wrong.authenticate("pmi", 0, secret="another") == ""
     for garbage in (
         "GET / HTTP/1.1",
         "secret",
@@ -178,25 +180,24 @@ def test_strangers_are_refused_and_disturb_nobody(served: int) -> None:
         "[" * 200_000,
     ):
         one = Peer(served)
-        one.hear()
+        one.receive()
         with contextlib.suppress(ConnectionError):
-            one.say(garbage)
-        assert one.hear() == "", garbage
+            one.send(garbage)
+        assert one.receive() == "", garbage
     cut = Peer(served)
     cut.sock.sendall(b"pmi 0")
     silent = Peer(served)
-    assert silent.hear().startswith(server.GREETING)
-    peers = all_of(served)
+    assert silent.receive().startswith(server.GREETING)
+    peers = connect_all(served)
     start = time.monotonic()
-    assert silent.hear() == "" and time.monotonic() - start < 3
+    assert silent.receive() == "" and time.monotonic() - start < 3
     for peer in peers.values():
-        peer.sock.close()
-        peer.file.close()
+        peer.close()
 
 
-def test_a_stranger_that_never_reads_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_peer_that_never_reads_is_dropped() -> None:
     listener = server.listen("127.0.0.1", 0)
-    one = server.Server(listener, "s", 2, 3.0, hands_out=True)
+    one = server.Server(listener, "s", 2, 3.0, sends_secret=True)
     with listener, socket.create_connection(listener.getsockname(), 5) as sock, one.selector:
         one._accept()
         (peer,) = one.connections
@@ -208,31 +209,31 @@ def test_a_stranger_that_never_reads_is_dropped(monkeypatch: pytest.MonkeyPatch)
             with contextlib.suppress(OSError):
                 sock.send(b"secret\n" * 100, socket.MSG_DONTWAIT)
             one._read(peer)
-            assert len(peer.outbox) <= 2 * server._SHORT
+            assert len(peer.outbox) <= 2 * server._MAX_UNAUTHENTICATED_LINE_BYTES
         assert not one.connections
 
 
-def test_a_rank_comes_once_and_agrees_on_the_size(served: int) -> None:
+def test_duplicate_and_invalid_ranks_are_refused(served: int) -> None:
     first = Peer(served)
-    assert first.introduce("watch", 0) == "ok"
-    assert Peer(served).introduce("watch", 0) == "taken"
-    assert Peer(served).introduce("watch", 2) == "refused"
-    assert first.hear() == "refused there is no rank 2 in a world of 2"
+    assert first.authenticate("watch", 0) == "ok"
+    assert Peer(served).authenticate("watch", 0) == "taken"
+    assert Peer(served).authenticate("watch", 2) == "refused"
+    assert first.receive() == "refused rank 2 is out of range: world_size is 2"
     late = Peer(served)
-    assert late.introduce("watch", 1) == "ok"
-    assert late.hear() == "refused there is no rank 2 in a world of 2"
+    assert late.authenticate("watch", 1) == "ok"
+    assert late.receive() == "refused rank 2 is out of range: world_size is 2"
 
 
 def test_pmi(served: int) -> None:
-    peers = all_of(served)
+    peers = connect_all(served)
     zero, one = peers["pmi", 0], peers["pmi", 1]
 
     def ask(line: str, peer: Peer = zero) -> str:
-        peer.say(line)
-        return peer.hear()
+        peer.send(line)
+        return peer.receive()
 
-    peers["watch", 0].say("there")
-    assert peers["watch", 0].hear() == "here"
+    peers["watch", 0].send("there")
+    assert peers["watch", 0].receive() == "here"
     answer = ask("cmd=init pmi_version=1 pmi_subversion=1")
     assert answer == "cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1"
     assert ask("cmd=get_universe_size") == "cmd=universe_size rc=0 size=2"
@@ -245,43 +246,41 @@ def test_pmi(served: int) -> None:
     mapping = ask(f"cmd=get kvsname={name} key=PMI_process_mapping")
     assert mapping.endswith("value=(vector,(0,1,1),(1,1,1))")
     assert "rc=-1" in ask("cmd=publish_name service=x port=y")
-    zero.say("mcmd=spawn\nnprocs=1\nendcmd")
-    assert "rc=-1" in zero.hear()
-    zero.say("cmd=barrier_in")
+    zero.send("mcmd=spawn\nnprocs=1\nendcmd")
+    assert "rc=-1" in zero.receive()
+    zero.send("cmd=barrier_in")
     zero.sock.settimeout(0.3)
     with pytest.raises(TimeoutError):
         zero.sock.recv(1)
     assert ask("cmd=barrier_in", one) == "cmd=barrier_out rc=0"
     zero.sock.settimeout(5)
     assert zero.sock.recv(100) == b"cmd=barrier_out rc=0\n"
-    one.say("cmd=abort exitcode=5 message=abort job")
-    assert [peers["watch", rank].hear() for rank in range(2)] == ["abort 1 5"] * 2
+    one.send("cmd=abort exitcode=5 message=abort job")
+    assert [peers["watch", rank].receive() for rank in range(2)] == ["abort 1 5"] * 2
 
 
-def test_ends_as_the_server_tells_them(served: int) -> None:
-    peers = all_of(served)
+def test_end_is_announced_to_waiting_ranks(served: int) -> None:
+    peers = connect_all(served)
     zero, one = peers["watch", 0], peers["watch", 1]
-    zero.say("busy\nfree\nend")
-    one.say("busy\nfree")
-    peers["pmi", 0].say("cmd=barrier_in")
+    zero.send("busy\nfree\nend")
+    one.send("busy\nfree")
+    peers["pmi", 0].send("cmd=barrier_in")
     for role in "pmi", "watch":  # without MPI_Finalize
-        peers[role, 1].sock.close()
-        peers[role, 1].file.close()
-    assert zero.hear() == "end some"
-    assert peers["pmi", 0].hear() == "cmd=barrier_out rc=0"
+        peers[role, 1].close()
+    assert zero.receive() == "end some"
+    assert peers["pmi", 0].receive() == "cmd=barrier_out rc=0"
 
 
-def test_a_rank_is_lost(served: int) -> None:
-    peers = all_of(served)
-    peers["watch", 0].say("busy")
-    peers["watch", 1].sock.close()
-    peers["watch", 1].file.close()
-    assert peers["watch", 0].hear() == "lost 1"
-    assert peers["pmi", 0].hear() == "", "who is inside MPI has to come out"
+def test_lost_rank_is_reported_and_closes_pmi(served: int) -> None:
+    peers = connect_all(served)
+    peers["watch", 0].send("busy")
+    peers["watch", 1].close()
+    assert peers["watch", 0].receive() == "lost 1"
+    assert peers["pmi", 0].receive() == "", "ranks inside MPI_Init must end"
 
 
-def test_a_server_that_nobody_comes_to_ends(served: int) -> None:
-    assert served
+def test_server_ends_if_no_rank_connects(served: int) -> None:
+    assert served  # the fixture waits for its end
 
 
 def test_mapping() -> None:
@@ -290,19 +289,14 @@ def test_mapping() -> None:
     assert server.mapping(["b", "a", "b"]) == "(vector,(0,1,1),(1,1,1),(0,1,1))"
 
 
-def test_the_server_needs_the_standard_library_alone() -> None:
+def test_server_needs_only_the_standard_library() -> None:
     settings = {
-        "host": "127.0.0.1",
-        "port": 0,
-        "secret": "s",
-        "size": 1,
-        "limit": 0.1,
-        "open": False,
-    }
+        "host": "127.0.0.1", "port": 0, "secret": "s", "size": 1, "limit": 0.1, "open": False,
+    }  # fmt: skip
     start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-I", "-S", str(server.__file__)], input=json.dumps(settings) + "\n",
         capture_output=True, text=True, timeout=20, check=True,
     )  # fmt: skip
     assert json.loads(done.stdout)["port"] > 0 and done.stderr == ""
-    assert time.monotonic() - start < 10, "whoever waits for what it prints waits for the server"
+    assert time.monotonic() - start < 10, "the server has kept its standard output open"

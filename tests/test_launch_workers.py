@@ -1,4 +1,4 @@
-"""Ranks on the workers of an engine; the engine is this process. tests/clients has real ones."""
+"""Ranks on the workers of an engine. This process is the engine; tests/clients has real engines."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ pytestmark = [pytest.mark.any_mpi, pytest.mark.waits]
 
 
 def run(function: Callable[..., Any], ranks: int, *arguments: object) -> list[Any]:
-    """Runs it on workers that are objects here."""
+    """Run a function on workers in this process."""
 
-    def ask(worker: Worker, limit: float | None, method: str, *words: object) -> Any:
-        return getattr(worker, method)(*words)
+    def ask(worker: Worker, limit: float | None, method: str, *arguments: object) -> Any:
+        return getattr(worker, method)(*arguments)
 
     call = dump_call(pickle.dumps, function, arguments, None)
     return run_driven([Worker() for _ in range(ranks)], ask, Worker.kill, call, 30.0, "test")
@@ -38,7 +38,7 @@ def run(function: Callable[..., Any], ranks: int, *arguments: object) -> list[An
 
 @mpich
 def test_two_ranks_form_a_world() -> None:
-    # What pickle finds by name, since the ranks do not know this module.
+    # The ranks cannot import this module, so the function is a builtin.
     script = (
         "(lambda m, os: (m.init_process_group(), m.get_rank(), m.get_world_size(), "
         "os.environ['LOCAL_RANK'])[1:])(__import__('mpicoll'), __import__('os'))"
@@ -47,7 +47,7 @@ def test_two_ranks_form_a_world() -> None:
 
 
 @mpich
-def test_an_exception_of_one_rank_ends_the_others() -> None:
+def test_exception_of_one_rank_ends_the_other_ranks() -> None:
     script = (
         "int('oops') if __import__('os').environ['RANK'] == '1' else "
         "__import__('mpicoll').init_process_group()"
@@ -58,12 +58,12 @@ def test_an_exception_of_one_rank_ends_the_others() -> None:
     assert "on rank 1:" in str(caught.value.__cause__)
 
 
-def test_what_the_ranks_are_told() -> None:
+def test_assign() -> None:
     ready = [Ready(rank, node, f"h{node}", 70 + rank) for rank, node in enumerate("aabab")]
-    told = [variables for variables, *_ in assign(ready, b"")]
-    assert [each["LOCAL_RANK"] for each in told] == ["0", "1", "0", "2", "1"]
-    assert [each["LOCAL_WORLD_SIZE"] for each in told] == ["3", "3", "2", "3", "2"]
-    assert {(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in told} == {("ha", "70")}
+    variables = [each for each, *_ in assign(ready, b"")]
+    assert [each["LOCAL_RANK"] for each in variables] == ["0", "1", "0", "2", "1"]
+    assert [each["LOCAL_WORLD_SIZE"] for each in variables] == ["3", "3", "2", "3", "2"]
+    assert {(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in variables} == {("ha", "70")}
     assert assign(ready[:2], b"")[1][0]["MASTER_ADDR"] == "127.0.0.1"
 
 
@@ -71,7 +71,7 @@ def raised(rank: int, error: Exception) -> Outcome:
     return Outcome(rank, error=pickle.dumps(error), trace=str(error), code=1)
 
 
-def test_which_exception_is_raised() -> None:
+def test_collect_raises_the_most_likely_cause() -> None:
     good = Outcome(0, value=pickle.dumps("a"))
     assert collect([Outcome(1, value=pickle.dumps("b")), good], 2, "w") == ["a", "b"]
     lost = raised(0, LostRankError("rank 2 is lost", ()))
@@ -83,19 +83,20 @@ def test_which_exception_is_raised() -> None:
         collect([good, lost, killed, raised(3, KeyError("mine"))], 4, "w")
     with pytest.raises(LaunchError, match="w: rank 1 of 2 did not return: ValueError: odd"):
         collect([good, Outcome(1, trace="Traceback ...\nValueError: odd", code=1)], 2, "w")
-    with pytest.raises(LaunchError, match="rank 2 of 4 did not return"):  # the others had begun
+    with pytest.raises(LaunchError, match="rank 2 of 4 did not return"):
         collect([killed], 4, "w")
 
 
 @pytest.mark.parametrize("ranks", [0, -1, "2"])
-def test_no_ranks(ranks: Any) -> None:
+def test_invalid_number_of_ranks_raises(ranks: Any) -> None:
     with pytest.raises(ArgumentError, match="ranks: expected"):
         check_ranks(ranks, "w")
 
 
 @mpich
-def test_the_launcher_of_the_engine_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cluster that mpirun or srun has started."""
+def test_ranks_do_not_get_variables_of_the_engines_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name, value in {"PMI_RANK": "3", "PMI_SIZE": "8", "SLURM_PROCID": "3"}.items():
         monkeypatch.setenv(name, value)
     job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "PBS_JOBID": "7.host"}

@@ -1,9 +1,9 @@
-"""What is pending or left when a program destroys its groups, finalises MPI or just ends."""
+"""Pending work and resources when a program destroys its groups, finalizes MPI or ends."""
 
 from __future__ import annotations
 
 import pytest
-from rank_scripts import HUNG, Ended, job, needs_mpiexec, run
+from rank_scripts import HUNG, Ended, job, needs_mpiexec
 
 import mpicoll as dist
 from mpicoll.core.work import Work
@@ -12,10 +12,8 @@ pytest_plugins = ["whole_jobs"]
 
 pytestmark = needs_mpiexec
 
-__all__ = ["run"]  # for whole_jobs
 
-
-# --- work left over -----------------------------------------------------------------------------
+# --- pending work -------------------------------------------------------------------------------
 
 
 @job("""
@@ -25,7 +23,7 @@ __all__ = ["run"]  # for whole_jobs
         sys.exit()
     time.sleep(1000)
 """)
-def test_pending_work_that_nobody_joins(ended: Ended) -> None:
+def test_exit_with_pending_work_is_reported(ended: Ended) -> None:
     ended.badly()
     assert "ends with work pending that other ranks have not joined" in ended.out + ended.err
 
@@ -40,7 +38,7 @@ def test_pending_work_that_nobody_joins(ended: Ended) -> None:
         time.sleep(1)
     say("done")
 """, options=("-W", "error"))  # fmt: skip
-def test_pending_work_that_others_join_ends_in_good_order(ended: Ended) -> None:
+def test_exit_completes_pending_work_of_all_ranks(ended: Ended) -> None:
     ended.in_good_order()
     assert ended.lines == ["done", "done"]
 
@@ -56,7 +54,7 @@ def test_pending_work_that_others_join_ends_in_good_order(ended: Ended) -> None:
             raise
     time.sleep(1000)
 """)
-def test_destroy_with_pending_work_that_nobody_joins(ended: Ended) -> None:
+def test_destroy_with_pending_work_times_out(ended: Ended) -> None:
     ended.badly("CollectiveTimeoutError", "another rank did not make the call")
     assert ended.lines == ["pending: True"]
 
@@ -71,15 +69,15 @@ def test_destroy_with_pending_work_that_nobody_joins(ended: Ended) -> None:
     say("done")
     dist.destroy_process_group()
 """)
-def test_a_dropped_work_that_failed_is_printed(ended: Ended) -> None:
+def test_failed_work_without_wait_is_printed(ended: Ended) -> None:
     assert ended.code == 0, ended
     assert ended.lines == ["done", "done"]
-    # Launchers may put what two ranks write on one line.
-    _, *said = ended.err.split("wait() was not called for")
-    assert len(said) == 2, ended
+    # Launchers may merge lines of two ranks.
+    _, *messages = ended.err.split("wait() was not called for")
+    assert len(messages) == 2, ended
     for rank in range(2):
-        assert sum(f"all_reduce on rank {rank}" in one for one in said) == 1
-    assert all("4 elements" in one and "5 elements" in one for one in said)
+        assert sum(f"all_reduce on rank {rank}" in one for one in messages) == 1
+    assert all("4 elements" in one and "5 elements" in one for one in messages)
 
 
 @job("""
@@ -93,12 +91,12 @@ def test_a_dropped_work_that_failed_is_printed(ended: Ended) -> None:
     del work
     dist.destroy_process_group()
 """, options=("-W", "error"))  # fmt: skip
-def test_a_failed_work_that_was_waited_for_is_not_printed(ended: Ended) -> None:
+def test_failed_work_with_wait_is_not_printed(ended: Ended) -> None:
     ended.in_good_order()
     assert ended.lines == ["caught", "caught"]
 
 
-# --- nothing is left ----------------------------------------------------------------------------
+# --- destroy_process_group ----------------------------------------------------------------------
 
 
 @job("""
@@ -113,7 +111,7 @@ def test_a_failed_work_that_was_waited_for_is_not_printed(ended: Ended) -> None:
         w = dist.isend(x, 1 - dist.get_rank())
         dist.irecv(np.zeros(4)).wait()
         w.wait()
-        dist.irecv(np.zeros(4), tag=3)  # nobody sends it
+        dist.irecv(np.zeros(4), tag=3)  # never matched
         assert len(threading.enumerate()) > len(before)
         dist.destroy_process_group()
         assert threading.enumerate() == before, threading.enumerate()
@@ -125,32 +123,32 @@ def test_a_failed_work_that_was_waited_for_is_not_printed(ended: Ended) -> None:
     assert signal.set_wakeup_fd(-1) == -1
     say("done")
 """, options=("-W", "error"))  # fmt: skip
-def test_destroy_leaves_no_thread_and_no_descriptor(ended: Ended) -> None:
+def test_destroy_stops_threads_and_closes_descriptors(ended: Ended) -> None:
     ended.in_good_order()
     assert ended.lines == ["done", "done"]
 
 
 @job("""
-    def told(call):
+    def say_error(call):
         try:
             call()
         except dist.MpicollError as error:
             say(type(error).__name__, str(error))
     dist.init_process_group()
-    told(dist.init_process_group)
+    say_error(dist.init_process_group)
     g, w = dist.new_group([0, 1]), dist.group.WORLD
     dist.destroy_process_group()
-    told(dist.destroy_process_group)
-    told(dist.barrier)
-    told(lambda: dist.barrier(w))
-    told(lambda: dist.all_reduce(np.ones(3), group=g))
+    say_error(dist.destroy_process_group)
+    say_error(dist.barrier)
+    say_error(lambda: dist.barrier(w))
+    say_error(lambda: dist.all_reduce(np.ones(3), group=g))
     dist.init_process_group()
-    told(lambda: dist.barrier(w))
-    told(lambda: dist.send(np.ones(3), 1 - dist.get_rank(), group=g))
+    say_error(lambda: dist.barrier(w))
+    say_error(lambda: dist.send(np.ones(3), 1 - dist.get_rank(), group=g))
     dist.barrier()
     dist.destroy_process_group()
 """)
-def test_init_and_destroy_twice(ended: Ended) -> None:
+def test_init_and_destroy_twice_raise(ended: Ended) -> None:
     ended.in_good_order()
     expected = [
         *["ArgumentError init_process_group: the default process group exists already"] * 2,
@@ -163,14 +161,14 @@ def test_init_and_destroy_twice(ended: Ended) -> None:
         assert line.startswith(word)
 
 
-# --- the program finalises MPI itself -----------------------------------------------------------
+# --- the program finalizes MPI itself -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("begin", ["from mpi4py import MPI", "pass"])
 @job(
     """
     $begin
-    def told(call):
+    def raises(call):
         try:
             call()
         except dist.NotInitializedError as error:
@@ -186,22 +184,22 @@ def test_init_and_destroy_twice(ended: Ended) -> None:
     for one in (world, group):
         dist.all_reduce(x, group=one)
         work = dist.all_reduce(x, group=one, async_op=True)
-        dist.irecv(np.zeros(4), tag=3, group=one)  # nobody sends it
+        dist.irecv(np.zeros(4), tag=3, group=one)  # never matched
     work.wait()
     MPI.Finalize()
     assert threading.enumerate() == before, threading.enumerate()
     assert not dist.is_initialized()
-    told(dist.barrier)
-    told(dist.get_rank)
-    told(lambda: dist.all_reduce(x, group=group))
-    told(lambda: dist.all_reduce(x, group=world, async_op=True))
-    told(lambda: dist.barrier(group))
-    told(lambda: dist.isend(x, group_dst=1 - rank, group=group))
-    told(lambda: dist.recv(x, group_src=1 - rank, group=world))
-    told(lambda: dist.all_gather_object([None, None], 1, group=group))
-    told(lambda: dist.monitored_barrier(group))
-    told(dist.new_group)
-    told(dist.destroy_process_group)
+    raises(dist.barrier)
+    raises(dist.get_rank)
+    raises(lambda: dist.all_reduce(x, group=group))
+    raises(lambda: dist.all_reduce(x, group=world, async_op=True))
+    raises(lambda: dist.barrier(group))
+    raises(lambda: dist.isend(x, group_dst=1 - rank, group=group))
+    raises(lambda: dist.recv(x, group_src=1 - rank, group=world))
+    raises(lambda: dist.all_gather_object([None, None], 1, group=group))
+    raises(lambda: dist.monitored_barrier(group))
+    raises(dist.new_group)
+    raises(dist.destroy_process_group)
     try:
         dist.init_process_group()
     except dist.LaunchError as error:
@@ -209,7 +207,7 @@ def test_init_and_destroy_twice(ended: Ended) -> None:
 """,
     options=("-W", "error"),
 )
-def test_a_finalize_of_the_program(begin: str, ended: Ended) -> None:
+def test_calls_after_mpi_finalize_raise(begin: str, ended: Ended) -> None:
     ended.in_good_order()
     assert ended.lines == ["done True"] * 2
 
@@ -220,11 +218,12 @@ def test_a_finalize_of_the_program(begin: str, ended: Ended) -> None:
     from mpi4py import MPI
     MPI.Finalize()
     if dist.__name__ and sys.argv:
-        raise ValueError("own words")
+        raise ValueError("after MPI_Finalize")
 """)
-def test_an_exception_after_the_program_has_finalized_mpi(ended: Ended) -> None:
+def test_exception_after_mpi_finalize(ended: Ended) -> None:
     assert ended.code == 1, ended
-    assert "ValueError: own words" in ended.err and "MPI_Abort" not in ended.err, ended
+    assert "ValueError: after MPI_Finalize" in ended.err, ended
+    assert "MPI_Abort" not in ended.err, ended
 
 
 @job("""
@@ -236,21 +235,21 @@ def test_an_exception_after_the_program_has_finalized_mpi(ended: Ended) -> None:
     else:
         dist.all_reduce(np.ones(4))
 """)
-def test_a_finalize_while_another_rank_waits(ended: Ended) -> None:
+def test_mpi_finalize_while_another_rank_waits(ended: Ended) -> None:
     ended.badly("rank 0 ended without making this call")
 
 
 # --- windows --------------------------------------------------------------------------------------
 
-#: How a rank leaves a window in which memory is registered.
-LEAVING = {
+#: How a program ends with a window that has registered memory.
+WINDOW_ENDS = {
     "destroy": "dist.destroy_process_group()",
     "nothing": "",
     "abort": "waiting = window.wait_signal(1 - me, True); lifecycle.abort(dist.group.WORLD)",
 }
 
 
-@pytest.mark.parametrize("leaving", LEAVING.values(), ids=list(LEAVING))
+@pytest.mark.parametrize("end", WINDOW_ENDS.values(), ids=list(WINDOW_ENDS))
 @job("""
     from mpicoll.api import lifecycle
     from mpicoll.api.windows import Window
@@ -262,18 +261,18 @@ LEAVING = {
     window.signal(1 - me, False)
     window.wait_signal(1 - me, False)
     assert memory[3] == 5
-    window.signal(1 - me, False) if "abandon" not in '''$leaving''' else None
-    $leaving
+    window.signal(1 - me, False)
+    $end
     say("end")
 """)
-def test_windows_at_the_end(leaving: str, ended: Ended) -> None:
-    """The MPI library may say that memory is in use; nobody hangs or fails."""
+def test_program_ends_with_a_window(end: str, ended: Ended) -> None:
+    """The MPI library may print that memory is in use, but no rank hangs or fails."""
     assert ended.code == 0 and ended.out.count("end\n") == 2, ended
     assert HUNG not in ended.err and "Traceback" not in ended.err, ended
 
 
 @pytest.mark.any_mpi
-def test_works_that_fail_alike_are_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_repeated_errors_of_works_are_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
     errors = "it is closed", "it is closed", "it is closed", "another", "it is closed"
     for each in errors:
         Work("all_reduce", (), None).finish(dist.DistBackendError(each))

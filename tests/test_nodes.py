@@ -1,5 +1,5 @@
-"""Two nodes of two ranks, made of namespaces: processes of different ones share no memory, as in
-different containers, and MPI speaks TCP. Needs the right to make namespaces.
+"""Two nodes of two ranks. The nodes are namespaces that do not share memory; MPI uses TCP. Needs
+permission to create namespaces.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _can() -> bool:
 
 pytestmark = pytest.mark.skipif(not _can(), reason="needs mpiexec and the right to make namespaces")
 
-#: For MPI, too, the ranks are on nodes of their own.
+#: Disables shared memory in MPI.
 APART = {
     "MPIR_CVAR_NOLOCAL": "1",
     "UCX_TLS": "tcp,self",
@@ -37,7 +37,7 @@ APART = {
     "OMPI_MCA_btl": "tcp,self",
 }
 
-#: What each rank runs: it enters its namespace, of which the first two ranks share one.
+#: Each rank enters its namespace. Ranks 0 and 1 share the first one.
 ENTER = """
 import os, sys
 rank = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
@@ -78,7 +78,7 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def namespaces() -> Iterator[list[str]]:
-    """The first processes of two namespaces."""
+    """The process IDs of the first processes of two namespaces."""
     holders = [
         subprocess.Popen([*NAMESPACE, "sh", "-c", "echo; read line"],
                          stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -86,16 +86,15 @@ def namespaces() -> Iterator[list[str]]:
     ]  # fmt: skip
     inside = []
     for holder in holders:
-        assert holder.stdout is not None and holder.stdout.readline()  # it has begun
-        children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
-        inside += children
+        assert holder.stdout is not None and holder.stdout.readline()  # it has started
+        inside += Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
     yield inside
     for holder in holders:
         holder.communicate(b"\n", timeout=LIMIT)
 
 
 def run(job: str, namespaces: list[str], folder: Path, *options: str) -> Any:
-    """Run a script on four ranks in two namespaces; it gets the folder. options: of mpiexec."""
+    """Run a script with the argument ``folder`` on four ranks. options: of mpiexec."""
     (folder / "job.py").write_text(job)
     program = [sys.executable, "-c", ENTER, *namespaces, str(folder / "job.py"), str(folder)]
     return subprocess.run(
@@ -105,8 +104,7 @@ def run(job: str, namespaces: list[str], folder: Path, *options: str) -> Any:
     )  # fmt: skip
 
 
-def test_two_nodes(namespaces: list[str], tmp_path: Path) -> None:
-    """The ranks find out who is where, and go through levels or not, with the same results."""
+def test_hierarchical_route_on_two_nodes(namespaces: list[str], tmp_path: Path) -> None:
     done = run(JOB, namespaces, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(4)]
@@ -119,20 +117,20 @@ import mpicoll as dist
 
 os.environ |= {"MPICOLL_REPORT_AFTER": "3", "MPICOLL_REPORTS": sys.argv[1]}
 dist.init_process_group(timeout=7)
-def far_away():
+def sleep():
     time.sleep(100)
-dist.barrier() if dist.get_rank() < 3 else far_away()
+dist.barrier() if dist.get_rank() < 3 else sleep()
 """
 
 
 @pytest.mark.any_mpi
-def test_a_hang_on_another_node_is_reported(namespaces: list[str], tmp_path: Path) -> None:
-    """The guard of rank 0's node asks that of the other."""
+def test_hang_on_another_node_is_reported(namespaces: list[str], tmp_path: Path) -> None:
+    """The node monitor of rank 0's node queries the other node monitor."""
     done = run(HANG, namespaces, tmp_path)
     assert done.returncode != 0
     assert "mpicoll: ranks 0-2 of group 0 (4 ranks) wait for 3 s in call 1" in done.stderr
     assert "  rank 3: in Python, after no call of group 0" in done.stderr
-    assert "job.py:8 in far_away" in done.stderr
+    assert "job.py:8 in sleep" in done.stderr
 
 
 LOSS = """
@@ -142,7 +140,7 @@ import mpicoll as dist
 
 dist.init_process_group(timeout=30)
 me, many = dist.get_rank(), np.ones(300_000)
-for _ in range(70):  # from 64 on the ranks share memory, of their nodes, and rails join them
+for _ in range(70):  # after 64 calls they use shared memory on each node, and rails
     many.fill(1)
     dist.all_reduce(many)
 if me == 3:
@@ -153,7 +151,7 @@ try:
 except dist.LostRankError as error:
     assert error.ranks == (3,), error
 else:
-    raise AssertionError("a call of a lost rank ended well")
+    raise AssertionError("a call with a lost rank did not raise")
 dist.shrink_group([3])
 many = np.full(300_000, 2.0**me)
 dist.all_reduce(many)
@@ -163,10 +161,12 @@ dist.destroy_process_group()
 """
 
 
-def test_a_lost_rank_of_another_node_is_survived(namespaces: list[str], tmp_path: Path) -> None:
-    said = subprocess.run([*MPIEXEC, "--version"], capture_output=True, text=True, check=False)
-    if "Open MPI" not in said.stdout:
-        pytest.skip("Open MPI alone survives it")
+def test_ranks_continue_after_a_lost_rank_on_another_node(
+    namespaces: list[str], tmp_path: Path
+) -> None:
+    version = subprocess.run([*MPIEXEC, "--version"], capture_output=True, text=True, check=False)
+    if "Open MPI" not in version.stdout:
+        pytest.skip("needs ULFM of Open MPI")
     done = run(LOSS, namespaces, tmp_path, "--with-ft", "ulfm")
     assert done.returncode == 0, done.stdout + done.stderr
     assert all((tmp_path / str(rank)).exists() for rank in range(3)), done.stdout + done.stderr

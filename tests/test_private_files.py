@@ -1,4 +1,4 @@
-"""Files that only their user may read."""
+"""Files that only their owner may read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.any_mpi
 
 
 @pytest.fixture(autouse=True)
-def usual_umask():
+def default_umask():
     before = os.umask(0o022)
     yield
     os.umask(before)
@@ -23,7 +23,7 @@ def mode(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
-def test_a_file_and_new_folders_are_private(tmp_path):
+def test_files_and_new_folders_are_private(tmp_path):
     tmp_path.chmod(0o755)
     path = tmp_path / "a" / "b" / "file"
     private_files.write(path, b"one")
@@ -36,8 +36,8 @@ def test_a_file_and_new_folders_are_private(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_link_is_replaced(tmp_path):
-    """Another user can make one in a folder that all users can write to."""
+def test_symbolic_link_is_replaced(tmp_path):
+    """Another user can create a link in a folder that all users can write to."""
     target = tmp_path / "target"
     for exists in (False, True):
         if exists:
@@ -50,7 +50,7 @@ def test_a_link_is_replaced(tmp_path):
     assert target.read_text() == "mine"
 
 
-def test_nothing_is_left_where_a_file_cannot_be_written(tmp_path):
+def test_failed_write_leaves_no_file(tmp_path):
     path = tmp_path / "folder"
     path.mkdir()
     with pytest.raises(OSError):

@@ -1,4 +1,4 @@
-"""Threads of the library and of the program, in MPI at once or one at a time."""
+"""Threads of mpicoll and of the program in MPI, with and without MPI_THREAD_MULTIPLE."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from rank_scripts import Ended, job, needs_mpiexec, run
+from rank_scripts import Ended, job, needs_mpiexec
 
 import mpicoll
 from mpicoll import serialized_mpi
@@ -15,10 +15,7 @@ pytest_plugins = ["whole_jobs"]
 
 pytestmark = needs_mpiexec
 
-__all__ = ["run"]  # for whole_jobs
-
-
-# --- one thread at a time -----------------------------------------------------------------------
+SERIALIZED = {"MPI4PY_RC_THREAD_LEVEL": "serialized"}
 
 
 @pytest.mark.parametrize("level", ["serialized", "multiple"])
@@ -49,10 +46,10 @@ __all__ = ["run"]  # for whole_jobs
     say("done", MPI.Query_thread() in (MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE))
     dist.destroy_process_group()
 """)
-def test_work_of_several_groups_at_once(level: str, ended: Ended) -> None:
+def test_concurrent_work_of_several_groups(level: str, ended: Ended) -> None:
     assert ended.code == 0, ended
     assert ended.lines == ["done True"] * 2
-    warned = ended.err.count("the program must not call MPI itself")
+    warned = ended.err.count("before the program calls MPI itself")
     assert warned == (level == "serialized"), ended
 
 
@@ -64,32 +61,31 @@ def test_work_of_several_groups_at_once(level: str, ended: Ended) -> None:
     from mpi4py import MPI
     from mpicoll.failures import rank_status, watchdog
     watchdog._CHECK_INTERVAL_S = watchdog._RECEIVE_INTERVAL_S = 0.01
-    receive, looks = rank_status.receive, []
-    def watched(group):
-        looks.append(threading.current_thread().name)
+    receive, calls = rank_status.receive, []
+    def counted(group):
+        calls.append(threading.current_thread().name)
         receive(group)
-    rank_status.receive = watched
+    rank_status.receive = counted
     dist.init_process_group(timeout=60)
     rank, x = dist.get_rank(), np.full(1000, 1.0)
-    for _ in range(100):  # the program's own calls, beside mpicoll's that are over when they return
+    for _ in range(100):  # calls of MPI by the program, after mpicoll's synchronous calls
         dist.all_reduce(x)
         dist.reduce_scatter_single(np.zeros(500), x)
-        looks.clear()
+        calls.clear()
         time.sleep(0.002)
         if rank == 0:
             MPI.COMM_WORLD.Send(x, 1)
         else:
             MPI.COMM_WORLD.Recv(x, 0)
         x[:] = 1
-    looks.clear()
+    calls.clear()
     time.sleep(0.3)
-    say("done", bool(looks))
+    say("done", bool(calls))
     dist.destroy_process_group()
 """,
     environment={"MPICOLL_SHARED_MEMORY": "0"},
 )
-def test_no_thread_is_in_mpi_beside_the_program(level: str, ended: Ended) -> None:
-    """Where one thread may be there at a time: no thread of an idle group."""
+def test_watchdog_does_not_call_serialized_mpi_for_idle_groups(level: str, ended: Ended) -> None:
     ended.in_good_order()
     assert ended.lines == [f"done {level == 'multiple'}"] * 2
 
@@ -101,8 +97,8 @@ def test_no_thread_is_in_mpi_beside_the_program(level: str, ended: Ended) -> Non
     rank = dist.get_rank()
     g = dist.new_group([0, 1])
     x, y = np.ones(1 << 18), np.ones(1 << 18)
-    # Rank 0 waits for a message while its collectives are on their way: a lock that is held while
-    # it waits would keep them, and the message, from arriving.
+    # Rank 0 waits for a message while its collectives are pending. If it waited under the lock, the
+    # collectives, and so the message, could not complete.
     works = [dist.all_reduce(x, async_op=True), dist.all_reduce(y, group=g, async_op=True)]
     if rank == 0:
         dist.recv(np.zeros(3), 1)
@@ -113,8 +109,8 @@ def test_no_thread_is_in_mpi_beside_the_program(level: str, ended: Ended) -> Non
     dist.all_reduce(x)
     say("done", x[0], y[0])
     dist.destroy_process_group()
-""", environment={"MPI4PY_RC_THREAD_LEVEL": "serialized"})  # fmt: skip
-def test_a_wait_keeps_no_other_thread_from_mpi(ended: Ended) -> None:
+""", environment=SERIALIZED)  # fmt: skip
+def test_waiting_receive_does_not_hold_the_lock(ended: Ended) -> None:
     assert ended.code == 0, ended
     done = [line for line in ended.lines if line.startswith("done")]
     assert done == ["done 4.0 2.0"] * 2, ended
@@ -124,7 +120,7 @@ def test_a_wait_keeps_no_other_thread_from_mpi(ended: Ended) -> None:
     dist.init_process_group(timeout=20)
     rank = dist.get_rank()
     x, y = np.ones(2000, np.float32), np.zeros(1000, np.float32)
-    for _ in range(70):  # the first calls are compared, by a call that keeps no lock
+    for _ in range(70):  # the first 64 calls are compared by a call that does not hold the lock
         dist.reduce_scatter_single(y, x)
     if rank == 0:
         work = dist.reduce_scatter_single(y, x, async_op=True)
@@ -136,8 +132,8 @@ def test_a_wait_keeps_no_other_thread_from_mpi(ended: Ended) -> None:
         dist.reduce_scatter_single(y, x)
     say("done", y[0])
     dist.destroy_process_group()
-""", environment={"MPI4PY_RC_THREAD_LEVEL": "serialized"})  # fmt: skip
-def test_no_collective_keeps_the_lock(ended: Ended) -> None:
+""", environment=SERIALIZED)  # fmt: skip
+def test_waiting_collective_does_not_hold_the_lock(ended: Ended) -> None:
     assert ended.code == 0, ended
     assert [line for line in ended.lines if line.startswith("done")] == ["done 2.0"] * 2, ended
 
@@ -166,7 +162,7 @@ def test_no_collective_keeps_the_lock(ended: Ended) -> None:
         for step in steps:
             x[:] = 1
             work = dist.all_reduce(x, group=busy, async_op=True)
-            if rank == first:  # the other rank is in the step, and has to carry the work on
+            if rank == first:  # the other rank has to progress the work during its step
                 work.wait()
             step()
             work.wait()
@@ -174,7 +170,7 @@ def test_no_collective_keeps_the_lock(ended: Ended) -> None:
     say("done")
     dist.destroy_process_group()
 """, environment={"MPICOLL_SHARED_MEMORY": "0", "MPICOLL_TESTED_CALLS": "1"})  # fmt: skip
-def test_a_new_group_or_window_keeps_no_other_group_from_mpi(level: str, ended: Ended) -> None:
+def test_group_and_window_creation_do_not_hold_the_lock(level: str, ended: Ended) -> None:
     assert ended.code == 0, ended
     assert ended.lines == ["done"] * 2, ended
 
@@ -194,23 +190,21 @@ def test_a_new_group_or_window_keeps_no_other_group_from_mpi(level: str, ended: 
         thread.join()
     say("done")
     dist.destroy_process_group()
-""", environment={"MPI4PY_RC_THREAD_LEVEL": "serialized"})  # fmt: skip
-def test_threads_create_groups_at_once_where_one_is_in_mpi(ended: Ended) -> None:
-    """Each rank may create them in another order."""
+""", environment=SERIALIZED)  # fmt: skip
+def test_threads_create_groups_in_different_orders(ended: Ended) -> None:
     assert ended.code == 0, ended
     assert ended.lines == ["done"] * 2, ended
 
 
-def test_groups_call_nothing_that_would_block_with_the_lock_held() -> None:
-    """Every method of a group's communicators that the library calls is one of the wrapper's."""
-    made = {
+def test_serialized_communicator_has_every_method_in_use() -> None:
+    called = {
         name
         for path in Path(mpicoll.__file__).parent.rglob("*.py")
         for name in re.findall(
             r"\b(?:inner|tested|messages|comm|_comm|world)\.([A-Z]\w+)\(", path.read_text("utf-8")
         )
     }
-    # Of communicators that are not a group's, and constructors.
-    others = {"Abort", "Get_parent", "Is_inter", "Merge", "Create_group", "Get_remote_size"}
+    # Constructors, and methods of other communicators.
+    unwrapped = {"Abort", "Get_parent", "Is_inter", "Merge", "Create_group", "Get_remote_size"}
     known = serialized_mpi._Communicator.local | set(dir(serialized_mpi._Communicator))
-    assert made - others <= known
+    assert called - unwrapped <= known

@@ -1,4 +1,4 @@
-"""How GPUs, network cards and processors are joined, by a /sys and an NVML that are not there."""
+"""Topology of GPUs, network cards and processors, with a simulated /sys and NVML."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mpicoll.cuda.topology import find, find_far
 
 pytestmark = pytest.mark.any_mpi
 
-#: Two sockets. On the first a PCIe switch with two GPUs and a card, another switch behind it with a
-#: GPU; beside it, under the same host bridge, a card. A GPU under another host bridge of the same
-#: NUMA node. On the second socket a GPU and a card.
+#: Two sockets. The first one has a PCIe switch with GPUs A and B, a card, and a second switch with
+#: GPU C; another card under the same host bridge; and GPU D under another host bridge. The second
+#: socket has GPU E and a card.
 A, B, C, D, E = (f"0000:{bus}:00.0" for bus in ("03", "04", "09", "41", "83"))
 SWITCH = "pci0000:00/0000:00:01.0/0000:01:00.0"
 MACHINE = {
@@ -38,7 +38,7 @@ CARDS = {"mlx5_0": "0000:05:00.0", "mlx5_1": "0000:0a:00.0", "mlx5_2": "0000:84:
 
 
 def build(root: Path, machine=MACHINE, cards=CARDS, folder="class/infiniband") -> Path:
-    """A folder like /sys."""
+    """Create a simulated /sys."""
     (root / "bus/pci/devices").mkdir(parents=True)
     for address, (path, numa, processors, kind) in machine.items():
         place = root / "devices" / path
@@ -62,13 +62,13 @@ def sys_folder(tmp_path, monkeypatch) -> Path:
     return build(tmp_path)
 
 
-def absent(name):
-    raise OSError(f"{name}: there is none")
+def raise_not_found(name):
+    raise OSError(f"{name}: not found")
 
 
 @pytest.fixture(autouse=True)
 def no_nvml(monkeypatch):
-    monkeypatch.setattr(ctypes, "CDLL", absent)
+    monkeypatch.setattr(ctypes, "CDLL", raise_not_found)
 
 
 def names(devices) -> list[str]:
@@ -96,22 +96,22 @@ def test_distances(sys_folder):
         assert known.nearest_cards(places[gpu]) == (distance, tuple(places[name] for name in cards))
 
 
-def test_what_sys_does_not_know(sys_folder):
-    """Addresses of no GPU, or of nothing; as NVML and nvidia-smi write them."""
+def test_find_ignores_addresses_that_are_not_gpus(sys_folder):
+    """Addresses may have the formats of NVML and nvidia-smi."""
     assert not find(["0000:00:1f.0", "0000:ff:00.0", "nonsense", ""]).gpus
     assert names(find([A.upper().replace("0000:", "00000000:", 1), A]).gpus) == [A]
     assert find([A]).gpu("00000000:03:00.0").name == A
     assert find([A]).gpus[0].processors == {0, 1, 2, 3, 8}
 
 
-def test_without_anything(tmp_path, monkeypatch):
+def test_empty_sys(tmp_path, monkeypatch):
     monkeypatch.setattr(topology, "_SYS", tmp_path)
     assert find(GPUS) == topology.Topology((), (), {})
     assert find_far(find(GPUS), A, range(4)) == []
 
 
-def test_other_cards(tmp_path, monkeypatch):
-    """Slingshot's; where there is no such thing, those of the system, without virtual ones."""
+def test_slingshot_and_ethernet_cards(tmp_path, monkeypatch):
+    """Without InfiniBand and Slingshot cards, uses network interfaces that have a device."""
     monkeypatch.setattr(topology, "_SYS", tmp_path)
     root = build(tmp_path, cards={"cxi0": "0000:05:00.0"}, folder="class/cxi")
     (root / "class/net/lo").mkdir(parents=True)
@@ -126,7 +126,7 @@ def test_other_cards(tmp_path, monkeypatch):
 
 
 class Nvml:
-    """NVIDIA's management library. links: by GPU where each leads to; None: a switch."""
+    """NVIDIA's management library. links: the peers of each GPU's links; None: a switch."""
 
     def __init__(self, links, fails=0) -> None:
         self.links, self.fails, self.open = links, fails, 0
@@ -162,7 +162,7 @@ class Nvml:
         return 0
 
 
-def test_nvlinks_between_two(sys_folder, monkeypatch):
+def test_direct_nvlinks(sys_folder, monkeypatch):
     links = {A: [B, "down", B], B: [A, A], C: [], D: [E], E: [D]}
     nvml = Nvml(links)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml)
@@ -175,28 +175,27 @@ def test_nvlinks_between_two(sys_folder, monkeypatch):
 
 
 def test_nvlinks_through_switches(sys_folder, monkeypatch):
-    """All that have links to switches reach each other, by as many as both have."""
+    """The number of links between two GPUs is the smaller number of links to switches."""
     nvml = Nvml({A: [None] * 18, B: [None] * 18, C: [None] * 12, D: [], E: ["down"]})
     monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml)
     assert find(GPUS).links == {(A, B): "NV18", (A, C): "NV12", (B, C): "NV12"}
 
 
-def test_an_nvml_that_does_not_start(sys_folder, monkeypatch):
+def test_nvml_that_fails_to_initialize(sys_folder, monkeypatch):
     nvml = Nvml({}, fails=9)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml)
     assert not find(GPUS).links and nvml.open == 0
 
 
-def test_the_structure_is_that_of_nvml_h():
-    """Its size, and where the address is."""
+def test_pci_info_has_the_layout_of_nvml_h():
     assert ctypes.sizeof(topology._PciInfo) == 16 + 5 * 4 + 32
     assert topology._PciInfo.address.offset == 36
 
 
-# ---- What is far ---------------------------------------------------------------------------------
+# ---- warnings ------------------------------------------------------------------------------------
 
 
-def test_processors_that_are_far(sys_folder):
+def test_find_far_processors(sys_folder):
     known = find(GPUS)
     assert find_far(known, A, range(8), {}) == []
     assert find_far(known, A, [2, 5], {}) == []
@@ -218,14 +217,14 @@ def test_processors_that_are_far(sys_folder):
         (E, "mlx5_0:1,mlx5_1:1", "mlx5_2 is nearer (PHB)"), (D, "mlx5_1:1", ""),
     ],
 )  # fmt: skip
-def test_cards_that_are_far(sys_folder, gpu, devices, near):
+def test_find_far_cards(sys_folder, gpu, devices, near):
     found = find_far(find(GPUS), gpu, range(9), {"UCX_NET_DEVICES": devices} if devices else {})
     assert len(found) == bool(near)
     for text in found:
         assert near in text and f"UCX_NET_DEVICES={devices}" in text
 
 
-def test_a_rank_is_warned(sys_folder, monkeypatch):
+def test_rank_warns_of_a_far_gpu(sys_folder, monkeypatch):
     own = Capabilities("M", "1", "", CudaSupport.NONE, "", "a", gpus=(f"{A} u", f"{E} v"))
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {4, 5})
@@ -238,10 +237,10 @@ def test_a_rank_is_warned(sys_folder, monkeypatch):
         warn_of_far_gpu(own, 0, 3)
 
 
-# ---- What is printed -----------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------
 
 
-def test_the_table():
+def test_format_table():
     to = {"b": "NV18", "mlx5_0": "PIX"}
     one = NodeTopology(
         "host", (Row("a", (0, 1, 3), "0-3", to), Row("b", (), "", {"a": "NV18", "mlx5_0": "SYS"})),

@@ -469,7 +469,7 @@ def test_all_ranks_raise_if_one_rank_cannot_open_the_store():
         init("MASTER_PORT: expected a port", 0, MASTER_PORT="x")
         init("RANK: expected a number", 1, RANK="x")
         init("world_size=3 disagrees", 1, WORLD_SIZE="3", RANK="1")
-        init("no such setting", 1, MPICOLL_NOTHING="1")
+        init("unknown setting", 1, MPICOLL_NOTHING="1")
         dist.init_process_group("mpicoll")
         say(dist.get_world_size())
         """,

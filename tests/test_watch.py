@@ -133,7 +133,7 @@ _TORCHRUN = {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "2", "TORCHELASTIC_MAX_RE
     [
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "--with-ft ulfm"),
         (_MPIEXEC | {"HYDI_CONTROL_FD": "7"} | _SRUN, "MPICOLL_SURVIVE=1"),
-        (_MPIEXEC | _SRUN, "srun starts no rank again"),
+        (_MPIEXEC | _SRUN, "srun does not restart ranks"),
         (_TORCHRUN | _MPIEXEC, "--max-restarts"),
         ({}, ""),
         (_TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "3"}, ""),

@@ -1,18 +1,16 @@
-"""Which ranks a job is of: how it is started, parts of the world, a default group that shrinks."""
+"""Ranks of a job: initialization, groups of a subset of the world, a default group that shrinks."""
 
 from __future__ import annotations
 
 import pytest
-from rank_scripts import Ended, compiled, job, needs_mpiexec, run
+from rank_scripts import Ended, compiled, job, needs_mpiexec
 
 pytest_plugins = ["whole_jobs"]
 
 pytestmark = needs_mpiexec
 
-__all__ = ["run"]  # for whole_jobs
 
-
-# --- how jobs are started -----------------------------------------------------------------------
+# --- initialization -----------------------------------------------------------------------------
 
 
 @job("""
@@ -27,9 +25,9 @@ __all__ = ["run"]  # for whole_jobs
     dist.destroy_process_group()
 """, ranks=3)  # fmt: skip
 @pytest.mark.parametrize(("backend", "method"), [("gloo", "env://"), ("nccl", "mpi://")])
-def test_a_script_written_for_torch(backend: str, method: str, ended: Ended) -> None:
+def test_init_accepts_torch_backends_and_methods(backend: str, method: str, ended: Ended) -> None:
     ended.in_good_order()
-    # All on one node; Open MPI may count there in an order of its own.
+    # With Open MPI the order of local ranks may differ.
     assert ended.lines == ["0 3.0", "1 3.0", "2 3.0"]
 
 
@@ -46,17 +44,17 @@ def test_a_script_written_for_torch(backend: str, method: str, ended: Ended) -> 
     dist.barrier()
     dist.destroy_process_group()
 """)
-def test_an_init_that_was_refused_can_be_made_again(ended: Ended) -> None:
+def test_init_can_be_retried_after_an_invalid_rank(ended: Ended) -> None:
     ended.in_good_order()
     assert sum("rank=5 disagrees with MPI's own rank, " in line for line in ended.lines) == 2
     assert sum("world_size=4 disagrees with MPI's own world" in line for line in ended.lines) == 2
 
 
-# --- a rank that fails while a group begins -----------------------------------------------------
+# --- a rank that fails during initialization ----------------------------------------------------
 
 
 @job("""
-    def broken(*words, **named):
+    def broken(*args, **kwargs):
         raise OSError("the disk is full")
     def fail_on(failing, breaks, restores, words, **arguments):
         if failing == me:
@@ -83,7 +81,7 @@ def test_an_init_that_was_refused_can_be_made_again(ended: Ended) -> None:
     fail_on(1, nothing, nothing, "rank=5 disagrees", rank=5)
     fail_on(0, nothing, nothing, "http://there", init_method="http://there")
     fail_on(1, lambda: os.environ.update(MPICOLL_SETTING="1"),
-            lambda: os.environ.pop("MPICOLL_SETTING", None), "no such setting")
+            lambda: os.environ.pop("MPICOLL_SETTING", None), "unknown setting")
     from mpicoll.api import lifecycle
     from mpicoll.routes import tuning_files
     fail_on(1, *patch(lifecycle, "find_facts"), "disk is full")
@@ -95,8 +93,8 @@ def test_an_init_that_was_refused_can_be_made_again(ended: Ended) -> None:
     say("sum", x[0])
     dist.destroy_process_group()
 """)
-def test_a_local_failure_raises_on_all_ranks(ended: Ended) -> None:
-    """The rank that failed raises its own error, the others one that quotes it; all can retry."""
+def test_local_failure_raises_on_all_ranks(ended: Ended) -> None:
+    """The failed rank raises its own error, other ranks raise one that quotes it. All can retry."""
     ended.in_good_order()
     expected = ["True False True", "False True True"] * 9 + ["sum 3"] * 2
     assert ended.lines == sorted(expected), ended
@@ -109,15 +107,15 @@ def test_a_local_failure_raises_on_all_ranks(ended: Ended) -> None:
     rank = os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK")
     if rank == "0":
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
-            name.bind(f"\\0{init_timeout.job_name()}/0")  # as in MPI_Init
+            name.bind(f"\\0{init_timeout.job_name()}/0")  # looks like a rank in MPI_Init
             time.sleep(1000)
     try:
         dist.init_process_group(timeout="long")
     except TypeError:
         say("not reached")
 """)
-def test_a_failed_rank_does_not_wait_in_mpi_init(ended: Ended) -> None:
-    """The other rank counts as waiting in MPI_Init and is not, as if it had ended meanwhile."""
+def test_failed_rank_does_not_wait_in_mpi_init(ended: Ended) -> None:
+    """Rank 0 looks like a rank in MPI_Init, as if it had ended meanwhile."""
     ended.badly("[rank 1] mpicoll.errors.ArgumentTypeError: ", "got str")
     assert ended.out == "", ended
 
@@ -157,7 +155,7 @@ def test_a_failed_rank_does_not_wait_in_mpi_init(ended: Ended) -> None:
         say(error)
     say("done")
 """, ranks=3)  # fmt: skip
-def test_ranks_of_one_world_form_groups_of_any_of_them(ended: Ended) -> None:
+def test_default_group_of_any_subset_of_the_world(ended: Ended) -> None:
     ended.in_good_order()
     assert ended.lines[:3] == ["done"] * 3, ended
     assert all("were given the ranks [0, 0, 0]" in line for line in ended.lines[3:]), ended
@@ -166,11 +164,11 @@ def test_ranks_of_one_world_form_groups_of_any_of_them(ended: Ended) -> None:
 @job("""
     from mpi4py import MPI
     from mpicoll import launch
-    from mpicoll.serialized_mpi import plain
+    from mpicoll.serialized_mpi import unwrap
     me = MPI.COMM_WORLD.rank
     key = MPI.Comm.Create_keyval(delete_fn=lambda *_: say("freed"))
     def broken(comm):
-        plain(comm).Set_attr(key, None)
+        unwrap(comm).Set_attr(key, None)
         raise OSError("the disk is full")
     def fail(prepare, *rendezvous, **named):
         try:
@@ -178,19 +176,19 @@ def test_ranks_of_one_world_form_groups_of_any_of_them(ended: Ended) -> None:
                 broken(comm)
         except OSError:
             say("failed")
-    if me > 0:  # a part of the world
+    if me > 0:  # a subset of the world
         given = launch.GivenRank(me - 1, 2, {})
         fail(broken, launch.find_rendezvous(f"file://{sys.argv[1]}/meet", given, 20))
     fail(lambda comm: None, rank=2 - me)
 """, ranks=3)  # fmt: skip
-def test_a_failed_start_frees_its_communicators(ended: Ended) -> None:
+def test_failed_start_frees_its_communicators(ended: Ended) -> None:
     ended.in_good_order()
     assert ended.lines == ["failed"] * 5 + ["freed"] * 5, ended
 
 
-# --- a part of the world ------------------------------------------------------------------------
+# --- a communicator as default group ------------------------------------------------------------
 
-#: What a program of mpi4py begins with: even ranks and odd ones.
+#: Begins a program of mpi4py with communicators of the even ranks and of the odd ranks.
 PARTS = """
     from mpi4py import MPI
     world = MPI.COMM_WORLD
@@ -212,9 +210,9 @@ PARTS = """
 """,
     ranks=4,
 )
-def test_a_member_of_a_communicator_does_not_come(end: str, ended: Ended) -> None:
+def test_missing_member_of_a_communicator_times_out(end: str, ended: Ended) -> None:
     ended.badly(
-        "mpicoll: rank 0 of 2: init_process_group: the other ranks did not all come within 3 s "
+        "mpicoll: rank 0 of 2: init_process_group: timed out after 3 s waiting for the other ranks "
         "(missing: 1)"
     )
     assert "not reached" not in ended.out
@@ -227,7 +225,7 @@ def test_a_member_of_a_communicator_does_not_come(end: str, ended: Ended) -> Non
         if world.rank == 3:
             part.recv(source=0)
         else:
-            part.send("on my own", 1)
+            part.send("independent", 1)
         say("done")
     else:
         dist.init_process_group(comm=part, timeout=20)
@@ -241,7 +239,7 @@ def test_a_member_of_a_communicator_does_not_come(end: str, ended: Ended) -> Non
     ranks=4,
 )
 @pytest.mark.parametrize("destroy", ["yes", ""])
-def test_the_others_just_go_on(destroy: str, ended: Ended) -> None:
+def test_ranks_outside_the_communicator_continue(destroy: str, ended: Ended) -> None:
     ended.in_good_order()
     assert ended.lines == ["0 2.0", "1 2.0", "done", "done"]
 
@@ -264,13 +262,13 @@ def test_the_others_just_go_on(destroy: str, ended: Ended) -> None:
     if world.rank == 2:
         $end
     if world.rank % 2:
-        time.sleep(1000)  # the coupled program's other half
+        time.sleep(1000)  # the other program of a coupled job
     dist.all_reduce(np.ones(1))
     say("not reached")
 """,
     ranks=4,
 )
-def test_a_lost_rank_of_a_part_ends_the_job(end: str, words: str, ended: Ended) -> None:
+def test_failed_member_ends_the_job(end: str, words: str, ended: Ended) -> None:
     ended.badly(words)
     assert "not reached" not in ended.out
 
@@ -302,32 +300,31 @@ def test_a_lost_rank_of_a_part_ends_the_job(end: str, words: str, ended: Ended) 
     assert (dist.get_rank(), dist.get_world_size()) == ({0: 0, 2: 1}[rank], 2)
     assert dist.get_process_group_ranks(made) == [0, 1]
     assert dist.get_pg_count() == 1
-    for gone in old, other:
+    for destroyed in old, other:
         try:
-            dist.all_reduce(x, group=gone)
+            dist.all_reduce(x, group=destroyed)
         except ValueError as error:
             assert "destroyed" in str(error)
-            say("gone")
+            say("destroyed")
     x[:] = rank
     dist.all_reduce(x)
     assert x[0] == 2
     dist.all_reduce(x, async_op=True).wait()
     dist.send(x, 1) if dist.get_rank() == 0 else dist.recv(x, 0)
-    again = dist.new_group([1])
+    dist.new_group([1])
     say("done", x[0])
     dist.destroy_process_group()
 """, ranks=3)  # fmt: skip
-def test_shrinking_the_default_group(flags: str, ended: Ended) -> None:
+def test_shrink_default_group(flags: str, ended: Ended) -> None:
     ended.in_good_order()
     lines = ended.lines
-    assert lines[:2] == ["done 4.0", "done 4.0"]
-    assert "rank 1 is excluded" in lines[2]
-    assert lines[3:7] == ["gone"] * 4
+    assert lines[:6] == ["destroyed"] * 4 + ["done 4.0"] * 2
+    assert "rank 1 is excluded" in lines[6]
     assert len(lines) == 9
     assert all("ends 1 other group(s)" in line for line in lines[7:])
 
 
-# --- groups that some ranks alone make -----------------------------------------------------------
+# --- groups created by a subset of the ranks -----------------------------------------------------
 
 
 @job("""
@@ -341,6 +338,6 @@ def test_shrinking_the_default_group(flags: str, ended: Ended) -> None:
     say("done")
     dist.destroy_process_group()
 """, ranks=3)  # fmt: skip
-def test_subgroups_of_a_group_are_the_affair_of_its_members(ended: Ended) -> None:
+def test_only_members_create_subgroups_of_a_group(ended: Ended) -> None:
     ended.in_good_order()
     assert ended.lines == ["done"] * 3

@@ -1,13 +1,15 @@
-"""A pytest plugin for tests whose subject is how a whole job goes. (PYTEST_DONT_REWRITE)
+"""A pytest plugin for tests of whole jobs. (PYTEST_DONT_REWRITE)
 
-A test gets its job by a decorator and looks at how it ended, by the fixture ``ended``. All jobs of
-a module begin together, a few at a time, because most of a job's time is spent waiting. The module
-has a function ``run(job, parameters of the test, folder)`` that returns what ``ended`` is to be.
+A test declares its job by a decorator (``made_by``) and checks the result through the fixture
+``ended``. All jobs of a module start together, a few at a time, because most of their time is spent
+waiting. ``run(job, parameters of the test, folder)`` runs a job and returns the result. It is a
+function of the test module, or else the argument of ``made_by``.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import textwrap
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,22 +17,46 @@ from typing import Any
 
 import pytest
 
-#: The environment of all jobs. They start in threads, so they must not read ``os.environ``, which
-#: other tests of the module change.
+from mpicoll.kernels.library import kernels
+
+#: The environment of all jobs. Jobs start in threads, so they must not read ``os.environ``, which
+#: tests of the module change.
 ENVIRONMENT = dict(os.environ)
-#: How many jobs run at a time.
-AT_A_TIME = 3
+#: Maximum number of jobs that run at the same time.
+PARALLEL_JOBS = 3
+
+MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
+needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC names no mpiexec")
+compiled = pytest.mark.skipif(kernels is None, reason="the limit is the C library's")
+#: Printed by a rank that hangs.
+HUNG = "(most recent call first)"
 
 
-def made_by(kind: Callable[..., Any]) -> Callable[..., Callable[[Any], Any]]:
-    """The decorator that gives a test its job: ``kind(script, ...)``.
+def preamble(limit: int) -> str:
+    """Return the beginning of a script. After ``limit`` seconds it prints all stacks and dies."""
+    return f"""
+import faulthandler, os, signal, sys, threading, time
+faulthandler.register(signal.SIGALRM, chain=True)
+signal.alarm({limit})
+import numpy as np
+import mpicoll as dist
 
-    $name in the script is a parameter of the test.
+def say(*words):  # one write, so that lines of ranks do not mix
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+"""
+
+
+def made_by(
+    kind: Callable[..., Any], run: Callable[..., Any] | None = None
+) -> Callable[..., Callable[[Any], Any]]:
+    """Return the decorator that gives a test its job: ``kind(script, ...)``.
+
+    $name in the script is a parameter of the test. run: runs a job; the module's ``run`` precedes.
     """
 
-    def job(script: str, **how: Any) -> Callable[[Any], Any]:
+    def job(script: str, **options: Any) -> Callable[[Any], Any]:
         def decorate(test: Any) -> Any:
-            test.job = kind(textwrap.dedent(script), **how)
+            test.job, test.run = kind(textwrap.dedent(script), **options), run
             return test
 
         return decorate
@@ -40,7 +66,7 @@ def made_by(kind: Callable[..., Any]) -> Callable[..., Callable[[Any], Any]]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that have a job as slow: before tests are chosen by their markers."""
+    """Mark tests with a job as slow, before pytest selects tests by their markers."""
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item.function, "job"):
             item.add_marker("slow")
@@ -50,7 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def jobs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Any]]]:
-    """The jobs of all chosen tests of this module that are not skipped, begun at once."""
+    """Start the jobs of all selected tests of this module that are not skipped."""
     chosen = [
         item
         for item in request.session.items
@@ -59,11 +85,11 @@ def jobs(
         and hasattr(item.function, "job")
         and not any(mark.args[0] for mark in item.iter_markers("skipif"))
     ]
-    pool = ThreadPoolExecutor(AT_A_TIME)
+    pool = ThreadPoolExecutor(PARALLEL_JOBS)
     try:
         yield {
             item.nodeid: pool.submit(
-                request.module.run,
+                getattr(request.module, "run", item.function.run),
                 item.function.job,
                 item.callspec.params if hasattr(item, "callspec") else {},
                 tmp_path_factory.mktemp("job"),
@@ -76,5 +102,5 @@ def jobs(
 
 @pytest.fixture
 def ended(request: pytest.FixtureRequest, jobs: dict[str, Future[Any]]) -> Any:
-    """How the test's job ended."""
+    """The result of the test's job."""
     return jobs[request.node.nodeid].result()

@@ -63,7 +63,7 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
             f"{_WHERE}: command: expected a list of arguments of `python`, such as "
             f"['job.py', '--option'], or None, got {command!r}"
         )
-    if problem := lifecycle.met_elsewhere() or spawned_ranks.why_not():
+    if problem := lifecycle.met_elsewhere() or spawned_ranks.unsupported_reason():
         raise UnsupportedError(
             f"{_WHERE}: not supported in this job: {problem}; start the job with mpirun, or with "
             "all ranks that it may need"
@@ -79,7 +79,7 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
                 wrong = spawned_ranks.wait(inter, count, outlives, old.timeout, old.check_whole)
             except BaseException as error:  # the other ranks wait for the broadcast
                 wrong, raised = f"rank 0: {type(error).__name__}: {error}", error
-        message = np.zeros(spawned_ranks.WORDS, np.uint8)
+        message = np.zeros(spawned_ranks.MAX_FAILURE_BYTES, np.uint8)
         encoded = np.frombuffer(wrong.encode()[: message.size], np.uint8)
         message[: encoded.size] = encoded
         try:
@@ -90,7 +90,7 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
             raise
         finally:
             if old.rank() == 0:
-                spawned_ranks.answer(inter, wrong)
+                spawned_ranks.send_result(inter, wrong)
         wrong = message.tobytes().rstrip(b"\0").decode("utf-8", "replace")
         return spawned_ranks.merge(inter, wrong, raised)
 

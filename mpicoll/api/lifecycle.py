@@ -38,7 +38,7 @@ from mpicoll.failures.termination import end_job
 from mpicoll.failures.watchdog import Watchdog
 from mpicoll.launch.exit_hooks import exit_code, keep_exit_code
 from mpicoll.output import write_lines
-from mpicoll.serialized_mpi import plain
+from mpicoll.serialized_mpi import unwrap
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -241,7 +241,7 @@ def init_process_group(
         backends.check_device(device_id, where)
     except Exception as error:
         if is_known:  # else it is unknown which ranks wait for this one
-            launch.tell_failure(error, init_method, given, comm)
+            launch.notify_failure(error, init_method, given, comm)
         raise
     values = {"rank": given.rank, "world_size": given.world_size}
     expected = {what: (given.names[what], n) for what, n in values.items() if n is not None}
@@ -317,8 +317,8 @@ def begin(
             assert _watchdog is not None
             _discover_node(inner, _watchdog)
             ranks = range(inner.Get_size())
-            is_lent = given is not None or communicators.spans_world(plain(world))
-            lent = plain(world) if is_lent else None  # else it is freed at the end of this block
+            is_lent = given is not None or communicators.spans_world(unwrap(world))
+            lent = unwrap(world) if is_lent else None  # else it is freed at the end of this block
             made = ProcessGroup(
                 inner, messages, ranks, backend, limit, name, "default_pg", lent, level
             )
@@ -345,7 +345,7 @@ def _renumber(world: MPI.Intracomm) -> None:
     global _members
     from mpi4py import MPI
 
-    members = list(communicators.translate_ranks(plain(world), MPI.COMM_WORLD))
+    members = list(communicators.translate_ranks(unwrap(world), MPI.COMM_WORLD))
     has_changed = array("i", [bool(_members) and members != _members])
     world.Allreduce(MPI.IN_PLACE, [has_changed, MPI.INT], MPI.MAX)
     if has_changed[0]:
@@ -399,7 +399,7 @@ def _discover_node(comm: MPI.Intracomm, watchdog: Watchdog) -> None:
         comm, launch.run_on_each(comm, choose), 0, tuple[int | str, tuning_files.Found]
     )
     # The variables describe the whole job.
-    if _met_elsewhere or communicators.spans_world(plain(comm)) or launch.has_grown():
+    if _met_elsewhere or communicators.spans_world(unwrap(comm)) or launch.has_grown():
         launch.fill_environment(comm.Get_rank(), comm.Get_size(), *_node, host, port)
     tuning.job.table = tuning_files.build_table(vendor == "Open MPI", *table)
 

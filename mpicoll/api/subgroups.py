@@ -22,7 +22,7 @@ from mpicoll.dispatch import execute
 from mpicoll.errors import ArgumentError, ArgumentTypeError, MpicollError
 from mpicoll.failures import lost_ranks
 from mpicoll.output import format_count
-from mpicoll.serialized_mpi import plain
+from mpicoll.serialized_mpi import unwrap
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -131,7 +131,7 @@ def new_group(
 
 def _members(comm: MPI.Intracomm, world: ProcessGroup, where: str) -> list[int]:
     """Return the global ranks of the members of a communicator, in its order."""
-    found = communicators.translate_ranks(comm, plain(world.inner))
+    found = communicators.translate_ranks(comm, unwrap(world.inner))
     outside = [rank for rank, member in enumerate(found) if member is None]
     if outside:
         raise ArgumentError(

@@ -30,7 +30,7 @@ from mpicoll.errors import (
     NotInitializedError,
 )
 from mpicoll.kernels.calls import Calls
-from mpicoll.serialized_mpi import create_group, plain, tested
+from mpicoll.serialized_mpi import create_group, unwrap, with_wait
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -116,7 +116,7 @@ class ProcessGroup(Calls):
         for one in (inner, messages):
             return_errors(one)
         if launch.is_serialized() or settings.TESTED_CALLS.is_set_to("1"):
-            inner = tested(inner, self.wait_for)
+            inner = with_wait(inner, self.wait_for)
         self._given = given
         self._lent: MPI.Intracomm | None = None
         self.inner = inner
@@ -191,17 +191,17 @@ class ProcessGroup(Calls):
             self._lent = state.run_task(
                 self, "ProcessGroup.comm", lambda: communicators.create_private(self.inner), root=-1
             )
-        return plain(self._lent)
+        return unwrap(self._lent)
 
     def free(self) -> None:
         """Free the communicators of the group, except one that the program has passed in."""
         from mpi4py import MPI
 
         # The program may have freed the communicator.
-        if self._lent is not None and plain(self._lent) != MPI.COMM_NULL:
+        if self._lent is not None and unwrap(self._lent) != MPI.COMM_NULL:
             self._lent.Free()
         for one in (self.messages, self.inner):
-            if plain(one) != MPI.COMM_NULL and _drain(one):
+            if unwrap(one) != MPI.COMM_NULL and _drain(one):
                 one.Free()
 
     @property
@@ -367,7 +367,7 @@ class ProcessGroup(Calls):
 
         Each call takes about 1 µs longer.
         """
-        return tested(self.inner, self.wait_for)
+        return with_wait(self.inner, self.wait_for)
 
     def failure(self) -> DistBackendError:
         """Return a copy of the group's error, without its traceback, to be raised."""

@@ -27,7 +27,7 @@ from mpicoll.core.signature import describe, encode_comparison, with_root
 from mpicoll.errors import MismatchError
 from mpicoll.failures.debug_level import DebugLevel, get_debug_level
 from mpicoll.output import format_count
-from mpicoll.serialized_mpi import tested
+from mpicoll.serialized_mpi import with_wait
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -156,7 +156,7 @@ def _describe_difference(group: ProcessGroup, calls: tuple[RecordEntry, ...]) ->
     Fails the group if more calls have followed: their results may be wrong, and messages may be
     left in the group's communicator.
     """
-    comm = tested(group.messages, group.wait_for)
+    comm = with_wait(group.messages, group.wait_for)
     own = [digest(calls[: n + 1]) for n in range(len(calls))]
     digests = control_messages.allgather(comm, own, list[int])
     longest, same = max(map(len, digests)), 0

@@ -107,7 +107,7 @@ def _why_not(nodes: int, able: bool) -> str:
     if MPI.get_vendor()[0] == "Open MPI":
         return "with Open MPI start it by `mpirun --with-ft ulfm`"
     if launch.is_serialized():
-        return "MPI lets one thread in at a time"
+        return "MPI provides less than MPI_THREAD_MULTIPLE"
     if launch.current() is not None:
         return "the ranks were not started by MPI; torchrun starts them again (--max-restarts)"
     if nodes > 1:

@@ -282,7 +282,7 @@ def _find_starter(launchers: list[int]) -> int:
     if launched.is_parent:
         # A process that a rank starts inherits its variables, and may outlive it.
         return 0 if launched.is_present(_read_environment(os.getppid())) else os.getppid()
-    return launchers[0] if launchers and launched.dialect else 0
+    return launchers[0] if launchers and launched.protocol else 0
 
 
 def _read_environment(process: int) -> dict[str, str]:

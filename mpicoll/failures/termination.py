@@ -76,7 +76,7 @@ class GroupEnd(RankEnd):
         """Return this rank in the default group."""
         return _find_rank()
 
-    def last_words(self) -> list[str]:
+    def extra_lines(self) -> list[str]:
         """Return the line that says where the flight records are. The rank ends from here on, also
         while it waits for another rank that prints the same error.
         """

@@ -173,7 +173,7 @@ class Watchdog:
             if signal.SIGINT in signals:
                 self._handle_interrupt()
             if session is not None and session.fileno() in ready:
-                self._handle_job_end(session.ending(), session.rank)
+                self._handle_job_end(session.end_reason(), session.rank)
             if monitor_client.end_order():  # the monitor has printed the reason
                 end_job(1)
             self._check_groups(waits)

@@ -33,9 +33,9 @@ from mpicoll.launch.world import (
     finalize_within,
     is_serialized,
     master_address,
+    notify_failure,
     skip_finalize,
     start,
-    tell_failure,
     warn_if_serialized,
 )
 
@@ -67,11 +67,11 @@ __all__ = [
     "join",
     "loopback",
     "master_address",
+    "notify_failure",
     "read_rank",
     "run_on_each",
     "skip_finalize",
     "start",
-    "tell_failure",
     "warn_if_serialized",
     "was_filled",
 ]

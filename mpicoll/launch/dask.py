@@ -1,4 +1,4 @@
-"""Ranks on the workers of Dask: ``mpicoll.launch.dask.run``."""
+"""Run a function on Dask workers as the ranks of one MPI world: ``mpicoll.launch.dask.run``."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def run(
     timeout: float = 300.0,
     client: Any = None,
 ) -> list[Any]:
-    """Run a function on Dask's workers, which are the ranks of one MPI world.
+    """Run a function on Dask workers, one rank per worker.
 
-    function: called as ``function(*args, **kwargs)`` on each rank, in a process of its own beside
-        the worker. It makes its process group itself, like a script under mpirun.
-    args, kwargs: what it is called with; pickled.
-    ranks: how many, at most one a worker. Ranks on one node get numbers in a row.
-    timeout: seconds for the workers to answer, and for the ranks to meet.
-    client: the Client; the current one where None.
+    function: called as ``function(*args, **kwargs)`` on each rank, in a new process next to the
+        worker. It calls init_process_group itself, like a script under mpirun.
+    args, kwargs: the arguments of the function; pickled.
+    ranks: number of ranks, at most the number of workers. Ranks of one node are consecutive.
+    timeout: seconds for the workers to answer and for all ranks to start MPI.
+    client: the Client; None: the current one.
 
-    Returns what the function returned, by rank.
+    Returns the results of the function, by rank.
 
-    Raises the exception of a rank whose function raised one, with the rank's traceback as its
-    cause; the other ranks are ended. LaunchError where Dask has too few workers, where one does not
-    answer, and where a rank ended without an exception. ArgumentError (a ValueError) for an
-    impossible number of ranks.
+    If the function raises on a rank, the other ranks are ended and its exception is raised, with
+    the rank's traceback as the cause. Raises LaunchError if Dask has too few workers, if a worker
+    does not answer, or if a rank ends without an exception. Raises ArgumentError (a ValueError) if
+    ranks is not a positive integer.
     """
     import cloudpickle
     import distributed
@@ -49,13 +49,13 @@ def run(
     if len(found) < ranks:
         raise LaunchError(
             f"{_WHERE}: {ranks} ranks need {ranks} workers, one each, and Dask has {len(found)}: "
-            "ask for fewer ranks, or start more workers"
+            "request fewer ranks or start more workers"
         )
     job = uuid.uuid4().hex
     addresses = found[:ranks]
     actors = {
         address: used.submit(
-            _Found,
+            _RegisteredWorker,
             job,
             address,
             actor=True,
@@ -72,9 +72,9 @@ def run(
             return getattr(actor, method)(*arguments).result(limit)
         except distributed.TimeoutError:
             raise LaunchError(
-                f"{_WHERE}: Dask's worker {address} did not answer within {limit:g} s: see whether "
-                "it is busy with other tasks (its thread has to be free), start more workers, or "
-                "give a longer timeout"
+                f"{_WHERE}: Dask's worker {address} did not answer within {limit:g} s. It may be "
+                "busy with other tasks (its thread has to be free). Start more workers or pass a "
+                "longer timeout"
             ) from None
 
     def kill(address: str) -> None:
@@ -83,14 +83,14 @@ def run(
     return run_driven(addresses, ask, kill, call, timeout, _WHERE)
 
 
-class _Found(Worker):
-    """A worker that is found again: while a method of an actor runs, no other does."""
+class _RegisteredWorker(Worker):
+    """A worker that ``_kill`` finds, because an actor runs only one method at a time."""
 
     def __init__(self, job: str, address: str) -> None:
         _workers[job, address] = self
 
 
-#: By their jobs and the addresses of Dask's workers, several of which may be in one process.
+#: By job and address of the Dask worker. One process may contain several Dask workers.
 _workers: dict[tuple[str, str], Worker] = {}
 
 

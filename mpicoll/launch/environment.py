@@ -1,4 +1,4 @@
-"""Decisions by environment variables: which launcher started this process, and how MPI starts."""
+"""Read environment variables: the launcher of this process, and how MPI starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from mpicoll.errors import LaunchError
 from mpicoll.launch import launchers
 from mpicoll.launch.host_identity import addresses
-from mpicoll.launch.launchers import Dialect
+from mpicoll.launch.launchers import PmiProtocol
 from mpicoll.launch.pmi import PmiClient, PmiError
 from mpicoll.settings import ALLOW_SINGLETON
 
@@ -37,7 +37,7 @@ __all__ = [
     "was_filled",
 ]
 
-#: Set to 1 to run a single rank on purpose where a launcher has announced more.
+#: Set to 1 to run as a single rank although the launcher started several.
 SINGLETON = ALLOW_SINGLETON.name
 #: The variables that torchrun sets on each rank.
 TORCH_VARIABLES = (
@@ -48,52 +48,52 @@ LOOPBACK = "127.0.0.1"
 
 
 def is_started_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether torchrun (torchelastic) started this process."""
+    """Return whether torchrun (torchelastic) started this process."""
     return "TORCHELASTIC_RUN_ID" in environment
 
 
 def is_started_by_mpi(environment: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether a process manager of MPI started this process itself.
+    """Return whether an MPI process manager started this process directly.
 
-    It did not start torchrun's workers inside its job, nor children of its ranks.
+    False for torchrun's workers inside an MPI job, and for children of MPI ranks.
     """
     return (
         not is_started_by_torchrun(environment)
         and not is_inherited(environment)
-        and any(launcher.dialect for launcher in launchers.find_launchers(environment))
+        and any(launcher.protocol for launcher in launchers.find_launchers(environment))
     )
 
 
 def is_inherited(environment: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether a process manager's variables were meant for a parent of this process."""
+    """Return whether this process inherited the process manager's variables from its parent."""
     if multiprocessing.parent_process() is not None:
         return True
     descriptor = environment.get("PMI_FD", "")
     if not descriptor.isdigit():
         return False
-    try:  # a rank seldom passes the connection to its manager on to its children
+    try:  # child processes usually do not inherit the PMI connection itself
         return not stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode)
     except OSError:
         return True
 
 
 def is_child_of_rank(environment: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether one of several ranks of MPI's launcher started this process by multiprocessing.
+    """Return whether a rank of an MPI job with several ranks started this multiprocessing child.
 
-    It is no rank of that job, and only a library of the MPICH family could give it a world.
+    The process is not a rank of that job. Only an MPI of the MPICH family can start in it.
     """
     return (
         multiprocessing.parent_process() is not None
         and not is_started_by_torchrun(environment)
-        and any(_managed_size(dialect, environment) not in (None, 1) for dialect in Dialect)
+        and any(_managed_size(protocol, environment) not in (None, 1) for protocol in PmiProtocol)
     )
 
 
 class Bootstrap(enum.Enum):
     """How the ranks of a job become one MPI world."""
 
-    MANAGER = "through the process manager of MPI that started them"
-    SERVER = "through a rendezvous, and a server of ours as their process manager"
+    MANAGER = "through the MPI process manager that started them"
+    SERVER = "through a rendezvous and mpicoll's PMI server"
     SINGLETON = "there is one rank"
 
 
@@ -103,16 +103,16 @@ def choose_bootstrap(
     environment: Mapping[str, str] = os.environ,
     inherited: bool = False,
 ) -> Bootstrap:
-    """Choose for ranks that know their rank and the size of their world.
+    """Choose how ranks that were given their rank and world size become one MPI world.
 
-    openmpi:   the MPI library is Open MPI; else it is one of the MPICH family.
-    inherited: a process manager's variables mean nothing here, see ``is_inherited``.
+    openmpi:   the MPI library is Open MPI; else one of the MPICH family.
+    inherited: ignore the process manager's variables, see ``is_inherited``.
 
-    A manager that announces another number of ranks is believed: MPI then reports the mismatch.
-    One that announces a single rank only started something on a node.
+    Uses a process manager that announces another number of ranks: MPI then reports the mismatch.
+    Ignores one that announces a single rank, because it only started a process on a node.
     """
-    dialect = Dialect.PMIX if openmpi else Dialect.PMI
-    announced = None if inherited else _managed_size(dialect, environment)
+    protocol = PmiProtocol.PMIX if openmpi else PmiProtocol.PMI
+    announced = None if inherited else _managed_size(protocol, environment)
     if world_size == 1:
         return Bootstrap.MANAGER if announced == 1 else Bootstrap.SINGLETON
     if is_started_by_torchrun(environment) or announced in (None, 1):
@@ -120,10 +120,10 @@ def choose_bootstrap(
     return Bootstrap.MANAGER
 
 
-def _managed_size(dialect: Dialect, environment: Mapping[str, str]) -> int | None:
-    """Return the size of the world that a process manager announces in this dialect, if any."""
+def _managed_size(protocol: PmiProtocol, environment: Mapping[str, str]) -> int | None:
+    """Return the world size that a process manager announces by this protocol; None without one."""
     for launcher in launchers.find_launchers(environment):
-        if launcher.dialect is dialect:
+        if launcher.protocol is protocol:
             size = environment.get(launcher.size, "")
             return int(size) if size.isdigit() else None
     return None
@@ -131,16 +131,17 @@ def _managed_size(dialect: Dialect, environment: Mapping[str, str]) -> int | Non
 
 @contextlib.contextmanager
 def replace_bootstrap_variables(
-    values: Mapping[str, str], dialects: Collection[Dialect] = tuple(Dialect)
+    values: Mapping[str, str], protocols: Collection[PmiProtocol] = tuple(PmiProtocol)
 ) -> Iterator[None]:
-    """Set these variables, and hide those of process managers that speak so, while MPI starts.
+    """Set variables and hide the variables of process managers while MPI starts.
 
-    Afterwards all are as before, for processes that this one starts.
+    protocols: hide only process managers that use these protocols. All variables are restored
+    afterwards, for child processes.
     """
     hidden = {
         name: os.environ.pop(name)
         for name in list(os.environ)
-        if launchers.is_bootstrap_variable(name, dialects)
+        if launchers.is_bootstrap_variable(name, protocols)
     }
     os.environ.update(values)
     try:
@@ -160,9 +161,7 @@ def fill_environment(
     master_port: int | str,
     environment: MutableMapping[str, str] = os.environ,
 ) -> None:
-    """Set TORCH_VARIABLES, which many libraries read, where they are missing, or were filled in
-    before.
-    """
+    """Set each of TORCH_VARIABLES, which many libraries read, unless the user has set it."""
     values = rank, world_size, local_rank, local_world_size, master_addr, master_port
     for name, value in zip(TORCH_VARIABLES, values, strict=True):
         if name not in environment or was_filled(name, environment):
@@ -183,9 +182,8 @@ if isinstance(_option := sys._xoptions.get(RUN_OPTION), str):
 def find_torch_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return TORCH_VARIABLES with torchrun's meaning, from the launcher's variables.
 
-    Needs no MPI. A variable is missing if the launcher does not set its value. Without a launcher
-    all are missing. On several nodes every rank must call if the launcher has PMI-1, because the
-    ranks exchange the address of rank 0.
+    Needs no MPI. Omits variables whose value the launcher does not set. On several nodes every rank
+    must call if the launcher has PMI-1, because the ranks exchange the address of rank 0.
     """
     launcher = launchers.find_launcher(environment)
     if launcher is None or launcher.is_batch or is_inherited(environment):
@@ -216,15 +214,15 @@ def _choose_port(job: str) -> int:
 
 
 def was_filled(name: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether the variable has the value that fill_environment or ``run`` gave it."""
+    """Return whether the variable has the value that fill_environment or ``run`` gave it."""
     return name in _filled and environment.get(name) == _filled[name]
 
 
 def has_own_gpus(environment: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether the launcher has given each rank GPUs of its own.
+    """Return whether the launcher has assigned separate GPUs to each rank.
 
-    The innermost one: what srun gives a torchrun is for all of its workers. So is what it gives any
-    other program that starts ranks of its own, as LOCAL_RANK tells.
+    Only the innermost launcher counts: GPUs that srun assigns to torchrun are shared by torchrun's
+    workers. LOCAL_RANK set by the program means that another program started the ranks.
     """
     launcher = launchers.find_launcher(environment)
     is_inside = "LOCAL_RANK" in environment and not was_filled("LOCAL_RANK", environment)
@@ -232,7 +230,7 @@ def has_own_gpus(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def check_world(size: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise LaunchError where a launcher started several ranks and MPI sees only this one."""
+    """Raise LaunchError if a launcher started several ranks but MPI_COMM_WORLD has one."""
     if size != 1 or environment.get(SINGLETON) == "1":
         return
     present = launchers.find_launchers(environment)
@@ -243,6 +241,6 @@ def check_world(size: int, environment: Mapping[str, str] = os.environ) -> None:
     if announced.isdigit() and int(announced) > 1:
         raise LaunchError(
             f"init_process_group: {launcher.name} announces {announced} ranks ({launcher.size}="
-            f"{announced}), but MPI sees this process alone: {launcher.remedy}. "
-            f"{SINGLETON}=1 runs a single rank all the same"
+            f"{announced}), but MPI sees this process alone: {launcher.remedy}. Set "
+            f"{SINGLETON}=1 to run as a single rank"
         )

@@ -1,5 +1,6 @@
-"""The traceback of a rank that fails: with the rank on each line, without the library's frames, and
-once per node if several ranks raise the same error.
+"""Print the traceback of a failed rank with the rank on each line, without mpicoll's own frames.
+
+An error that several ranks of a node raise is printed once.
 """
 
 from __future__ import annotations
@@ -38,29 +39,28 @@ _HOME = str(Path(mpicoll.__file__).parent) + os.sep
 _WRAPPERS = (
     "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py", "/contextlib.py",
 )  # fmt: skip
-#: Seconds that a rank waits for another one, which prints the same error and then ends the job.
+#: Seconds that a rank waits for the rank that prints the same error and then ends the job.
 _PRINTING_TIMEOUT_S = 10.0
-#: Errors that mpicoll raises on several ranks at a time.
+#: Errors that mpicoll raises on several ranks at the same time.
 _SHARED = (CollectiveTimeoutError, LaunchError, LostRankError, MismatchError)
-#: Seconds that a rank waits for lower ranks to raise the same shared error, and the most that it
-#: waits for one that has raised it and has not begun to print.
+#: Seconds that a rank waits for lower ranks to raise the same shared error, and for a lower rank
+#: that has raised it to begin printing.
 _LOWER_RANK_TIMEOUT_S, _RAISING_TIMEOUT_S = 0.1, 1.0
 _CHECK_INTERVAL_S = 0.05
-#: Seconds that the job may need to end after the rank that prints.
+#: Seconds that the job may need to end after the printing rank has ended.
 _ENDING_TIMEOUT_S = 2.0
 
 
 def with_rank(rank: str, text: str) -> str:
-    """Put the rank in front of every line of a text. rank: "?" if it is unknown."""
+    """Prefix each line of a text with the rank, unless it is "?" (unknown)."""
     return text if rank == "?" else "\n".join(f"[rank {rank}] {x}" for x in text.split("\n"))
 
 
 def format_error(error: BaseException) -> str:
     """Return the traceback of an exception.
 
-    An error that mpicoll raises on purpose is shown without mpicoll's own frames, unless
-    MPICOLL_DEBUG is set. An exception of any other kind may be a fault in mpicoll, and is shown
-    with all of them.
+    Errors that mpicoll raises on purpose are shown without mpicoll's own frames, unless
+    MPICOLL_DEBUG is set. Any other exception may be a bug in mpicoll and is shown with all frames.
     """
     found = traceback.TracebackException.from_exception(error, compact=True)
     if isinstance(error, (MpicollError, KeyboardInterrupt)):
@@ -69,26 +69,26 @@ def format_error(error: BaseException) -> str:
 
 
 def format_stack(frame: FrameType | None) -> str:
-    """Return the stack of a thread, as a traceback has it, without mpicoll's own frames."""
+    """Return the stack of a thread in the format of a traceback, without mpicoll's own frames."""
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame))
     stack.reverse()
     return "".join(traceback.StackSummary.from_list(_visible(stack)).format())
 
 
 def _hide(found: traceback.TracebackException | None) -> None:
-    """Hide mpicoll's frames in an exception and in its causes."""
+    """Remove mpicoll's frames from an exception and its causes."""
     while found is not None:
         found.stack = traceback.StackSummary.from_list(_visible(found.stack))
         found = found.__context__ if found.__cause__ is None else found.__cause__
 
 
 def _visible(stack: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """Return the frames that are neither mpicoll's nor wrappers of torch's that call mpicoll."""
+    """Return the frames without mpicoll's own and torch's wrappers that call mpicoll."""
     frames = list(stack)
     if os.environ.get(DEBUG.name):
         return frames
     kept: list[traceback.FrameSummary] = []
-    is_hidden = False  # whether the frame below, which this one calls, is
+    is_hidden = False  # of the frame that the current frame calls
     for frame in reversed(frames):
         is_wrapper = is_hidden and frame.filename.endswith(_WRAPPERS)
         is_hidden = frame.filename.startswith(_HOME) or is_wrapper
@@ -97,47 +97,46 @@ def _visible(stack: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSum
     return kept[::-1] or frames
 
 
-# --- once for all ranks of a node -----------------------------------------------------------------
+# --- print an error once per node -----------------------------------------------------------------
 
 
-def print_once(error: BaseException, rank: str, last_words: Callable[[], list[str]]) -> None:
+def print_once(error: BaseException, rank: str, extra_lines: Callable[[], list[str]]) -> None:
     """Print an exception that ends the job, unless another rank of this node prints the same one.
 
-    last_words: returns lines to print behind it.
+    extra_lines: returns lines to print after it.
 
-    The first rank prints. An error of _SHARED is printed by the lowest of the ranks that raise it
-    within _LOWER_RANK_TIMEOUT_S. Any other error is printed without delay: it may be the cause of
-    errors on other ranks, which end the job. The rank that prints holds an abstract socket address,
-    which the system frees when the process ends. Another rank with this error prints at most the
-    place where the error was raised, and waits, because the rank that prints ends the job. If that
-    takes too long, or the printing rank has ended alone, the next rank prints the error, so that at
-    least one copy is printed.
+    The first rank prints. An error of _SHARED is printed by the lowest rank that raises it within
+    _LOWER_RANK_TIMEOUT_S. Any other error is printed without delay, because it may be the cause of
+    errors on other ranks that end the job. The printing rank holds an abstract socket address,
+    which the system frees when the process ends. Other ranks with the same error print at most the
+    location of the error, and wait, because the printing rank ends the job. If the job does not end
+    in time, or the printing rank ends without ending the job, the next rank prints the error.
     """
     name = type(error).__qualname__
     message = re.sub(r"\brank \d+ of ", "", f"{name}: {error}")
-    place = _find_place(error)
+    location = _find_location(error)
     end = time.monotonic() + _PRINTING_TIMEOUT_S
-    last = last_words()
+    last = extra_lines()
     if isinstance(error, _SHARED):
         claim(f"{message}\nrank {rank}")  # higher ranks wait for this one
         _await_lower_ranks(message, rank)
     if claim(message):
-        claim(f"{message}\n{place}")
+        claim(f"{message}\n{location}")
     else:
         time.sleep(_CHECK_INTERVAL_S)
-        if claim(f"{message}\n{place}"):
-            write_lines(with_rank(rank, f"{name} {place}: another rank prints the same error"))
+        if claim(f"{message}\n{location}"):
+            write_lines(with_rank(rank, f"{name} {location}: another rank prints the same error"))
         while not claim(message):
             if time.monotonic() > end:
                 break
             time.sleep(_CHECK_INTERVAL_S)
-        else:  # the printing rank has ended, and most often the job ends now
+        else:  # the printing rank has ended, and usually the job ends now
             time.sleep(_ENDING_TIMEOUT_S)
     write_lines("\n".join([with_rank(rank, format_error(error)), *last]))
 
 
 def _await_lower_ranks(message: str, rank: str) -> None:
-    """Give lower ranks that raise the same error the time to claim it first."""
+    """Wait until a lower rank that raises the same error has claimed it, or until the timeout."""
     claimed = _address(message)
     if claimed is None or not rank.isdecimal():
         return
@@ -151,21 +150,21 @@ def _await_lower_ranks(message: str, rank: str) -> None:
         time.sleep(min(_CHECK_INTERVAL_S, _LOWER_RANK_TIMEOUT_S / 4))
 
 
-def _find_place(error: BaseException) -> str:
-    """Return where the program was when an exception was raised."""
+def _find_location(error: BaseException) -> str:
+    """Return the file, line and function where an exception was raised."""
     frames = _visible(traceback.extract_tb(error.__traceback__))
     if not frames:
-        return "at an unknown place"
+        return "at an unknown location"
     frame = frames[-1]
     return f'at File "{frame.filename}", line {frame.lineno}, in {frame.name}'
 
 
-#: The sockets that hold the addresses, by the text: a process keeps them until it ends.
+#: The sockets that hold the addresses, by text, open until the process ends.
 _claims: dict[str, socket.socket] = {}
 
 
 def claim(text: str) -> bool:
-    """Return whether this rank is the first one of its job on this node that claims a text."""
+    """Return True on the first rank of this job and node that claims a text."""
     address = _address(text)
     if address is None or text in _claims:
         return True

@@ -1,9 +1,9 @@
-"""Hooks that end the whole job when this rank fails: an uncaught exception, or sys.exit(1).
+"""Hooks that abort the job when this rank fails: an uncaught exception, or sys.exit(1).
 
-If one rank ends while other ranks wait inside MPI, these ranks wait for ever. ``import mpicoll``
-installs the hooks in each rank of a job, because other ranks may already wait in MPI_Init. A
-process group installs another ``RankEnd`` (``failures/termination.py``). After the groups have been
-destroyed the hooks stay, because other ranks may wait in the next ``init_process_group``.
+Without them, the other ranks would wait forever inside MPI. ``import mpicoll`` installs the hooks
+in each rank of a job, because other ranks may already wait in MPI_Init. A process group installs
+another ``RankEnd`` (``failures/termination.py``). The hooks stay after all groups have been
+destroyed, because other ranks may wait in the next ``init_process_group``.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ __all__ = [
 #: The exit code that a shell reports for a process that ended by SIGINT.
 INTERRUPTED = 130
 
-#: The variable by which a process that a rank starts learns that it is not a rank itself.
-_MARK = "_MPICOLL_RANK_PROCESS"
+#: Set by each rank, so that its child processes know that they are not ranks.
+_RANK_VARIABLE = "_MPICOLL_RANK_PROCESS"
 #: Seconds that a process manager has to answer before this rank asks it to end the job.
 _MANAGER_TIMEOUT_S = 2.0
 
 
 class _Exit(SystemExit):
-    """The SystemExit of sys.exit, which notices whether it ends the interpreter.
+    """The SystemExit of sys.exit. Records its code if it ends the interpreter.
 
-    The interpreter deletes an uncaught SystemExit when no Python code runs any more, before it
-    calls the functions of atexit. A caught one is deleted by Python code.
+    The interpreter deletes an uncaught SystemExit outside any Python frame, before it calls the
+    functions of atexit. A caught one is deleted inside a Python frame.
     """
 
     final_code: object = None
@@ -91,13 +91,13 @@ def exit_code() -> int | None:
     return code if code is None or isinstance(code, int) else 1
 
 
-# --- how the other ranks end ----------------------------------------------------------------------
+# --- abort the job --------------------------------------------------------------------------------
 
 
 def end_ranks(code: int) -> None:
-    """End every rank of the job with an exit code. Returns if this process has no means to do so.
+    """Abort all ranks of the job with an exit code. Returns if this process cannot do so.
 
-    If MPI does not run in this process, its process manager is asked to end the job.
+    Uses MPI_Abort, or the process manager if MPI is not running in this process.
     """
     session = current()
     if session is not None:
@@ -106,14 +106,14 @@ def end_ranks(code: int) -> None:
     if mpi is None or not mpi.Is_initialized():
         _abort_by_manager(code)
     elif not mpi.Is_finalized():
-        mpi.COMM_WORLD.Abort(code)  # not through the lock of serialized_mpi
+        mpi.COMM_WORLD.Abort(code)  # without the lock of serialized_mpi
 
 
 def _abort_by_manager(code: int) -> None:
-    """Ask the process manager to end the job, by PMI-1, before MPI has connected to it.
+    """Send PMI-1's abort to the process manager, before MPI has connected to it.
 
-    MPICH's mpiexec and srun take no notice of a process that exits with an error before MPI_Init,
-    and the other ranks would wait there. Open MPI's mpirun ends the job by itself.
+    MPICH's mpiexec and srun ignore a process that exits with an error before MPI_Init, so the other
+    ranks would wait there. Open MPI's mpirun ends the job by itself.
     """
     if is_inherited() or _is_child_of_rank():
         return
@@ -127,16 +127,16 @@ def _abort_by_manager(code: int) -> None:
 
 
 def _is_child_of_rank() -> bool:
-    """Return whether a rank has started this process, which has inherited the rank's variables.
+    """Return whether this process is a child of a rank that inherited the rank's variables.
 
-    The mark names the process that is the rank, its job and its number: an mpiexec that a rank
-    starts gives its own ranks other ones. The first process that asks is the rank.
+    The mark has the process ID, job and rank of the process that calls first, which is the rank.
+    Ranks that an mpiexec inside the job starts have another job or rank.
     """
     this = f"{job_name()} {find_rank()}"
-    process, _, marked = os.environ.get(_MARK, "").partition(" ")
+    process, _, marked = os.environ.get(_RANK_VARIABLE, "").partition(" ")
     if marked == this:
         return process != str(os.getpid())
-    os.environ[_MARK] = f"{os.getpid()} {this}"
+    os.environ[_RANK_VARIABLE] = f"{os.getpid()} {this}"
     return False
 
 
@@ -145,32 +145,29 @@ def flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    with contextlib.suppress(KeyboardInterrupt):  # another one: it cannot end sooner
+    with contextlib.suppress(KeyboardInterrupt):  # the process is ending already
         _wait_for_launcher()
 
 
-def _wait_for_launcher(seconds: float = 1.0) -> None:
-    """Wait until the launcher has read the output of this process.
-
-    seconds: the longest wait.
+def _wait_for_launcher(timeout: float = 1.0) -> None:
+    """Wait until the launcher has read the output of this process, or until the timeout.
 
     Launchers drop output that is still in the ranks' pipes when the job ends, and may print MPI's
-    own message first. The final 0.1 s are for output that goes to a file, and for the launcher to
-    print its last lines.
+    own message first. The final 0.1 s are for output to files, and for the launcher to print.
     """
-    end = time.monotonic() + seconds
+    end = time.monotonic() + timeout
     while any(_unread(file) for file in (1, 2)) and time.monotonic() < end:
         time.sleep(0.01)
     time.sleep(0.1)
 
 
 def _unread(file: int) -> int:
-    """Return how many bytes of a pipe that this process writes to are still in it."""
+    """Return the number of unread bytes in an output pipe of this process; 0 if not a pipe."""
     try:
         if not stat.S_ISFIFO(os.fstat(file).st_mode):
             return 0
         return int.from_bytes(fcntl.ioctl(file, termios.FIONREAD, bytes(4)), sys.byteorder)
-    except OSError:  # it is closed, or the system cannot say
+    except OSError:  # closed, or FIONREAD is not supported
         return 0
 
 
@@ -178,7 +175,7 @@ def _unread(file: int) -> int:
 
 
 class RankEnd:
-    """The steps by which a rank ends its job. This class is for a rank without a process group."""
+    """The steps by which a rank without a process group aborts its job."""
 
     def rank(self) -> str:
         """Return this rank for messages, "?" if it is unknown."""
@@ -188,14 +185,14 @@ class RankEnd:
             return str(mpi.COMM_WORLD.Get_rank())
         return rank
 
-    def last_words(self) -> list[str]:
-        """Return lines to print behind an error that is about to be printed."""
+    def extra_lines(self) -> list[str]:
+        """Return lines to print after an error."""
         return []
 
     def end_job(self, code: int, explained: bool) -> None:
-        """End every rank of the job, if this process can.
+        """Abort all ranks of the job, if this process can.
 
-        explained: this rank has printed why.
+        explained: this rank has printed the reason.
         """
         if not explained:
             report_exit(self.rank(), code)
@@ -207,7 +204,7 @@ class RankEnd:
 
 
 def report_exit(rank: str, code: int) -> None:
-    """Print, once per node, that a rank ends the job with an exit code and has not printed why."""
+    """Print the exit code with which a rank ends the job, once per node."""
     if error_output.claim(f"exit code {code}"):
         write_lines(f"mpicoll: rank {rank} exited with code {code}; the job ends")
 
@@ -232,7 +229,7 @@ class _ExitHooks:
             )
 
     def take(self, end: RankEnd) -> bool:
-        """Use another RankEnd; return False if the program has put a hook over this one."""
+        """Use another RankEnd; return False if the program has installed another hook since."""
         if sys.excepthook != self._excepthook or self._pid != os.getpid():
             return False
         self.end = end
@@ -242,7 +239,7 @@ class _ExitHooks:
         return True
 
     def remove(self) -> None:
-        """Restore the hooks of before."""
+        """Restore the previous hooks."""
         atexit.unregister(self._exiting)
         if self._finalizer is not None:
             self._finalizer.cancel()
@@ -254,8 +251,8 @@ class _ExitHooks:
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        # Another hook may still call this one after it was removed, and an exception at an
-        # interactive prompt ends nothing.
+        # Another hook may still call this one after it was removed. An exception at an interactive
+        # prompt does not end the process.
         is_rank = os.getpid() == self._pid and not hasattr(sys, "ps1")
         with _written_at_once():
             try:
@@ -263,7 +260,7 @@ class _ExitHooks:
                 if hook is not sys.__excepthook__:
                     hook(kind, error, trace)
                 elif is_rank and _current is not None:
-                    error_output.print_once(error, _current.end.rank(), _current.end.last_words)
+                    error_output.print_once(error, _current.end.rank(), _current.end.extra_lines)
                 else:
                     write_lines(error_output.format_error(error))
             finally:
@@ -319,8 +316,8 @@ def _skip_own(hook: Hook) -> Hook:
 
 @contextlib.contextmanager
 def _written_at_once() -> Iterator[None]:
-    """Write to standard error itself where a hook, as torch.distributed's, collects the output of
-    the hooks that it calls: the job ends before it could write that.
+    """Write to the real standard error inside a hook that collects output, as torch.distributed's
+    does, because the job ends before that hook writes it.
     """
     collected = sys.stderr
     if not isinstance(collected, io.StringIO) or sys.__stderr__ is None:
@@ -341,7 +338,7 @@ _current: _ExitHooks | None = None
 
 
 def install(end: RankEnd) -> None:
-    """Install the hooks; hooks that are already installed use the new RankEnd from now on."""
+    """Install the hooks, or change the RankEnd of installed hooks."""
     global _current
     if _current is None or not _current.take(end):
         if _current is not None:
@@ -350,25 +347,25 @@ def install(end: RankEnd) -> None:
 
 
 def install_in_rank() -> None:
-    """Install the hooks of a rank without a process group, if a launcher has started this process
-    as one of several ranks; else remove the hooks.
+    """Install the hooks of a rank without a process group if this process is one of several ranks;
+    else remove the hooks.
 
-    Not in a test run or at an interactive prompt, which go on after an exception, and not under
-    torchrun, which ends all ranks when one has failed.
+    Does not install them in pytest or at an interactive prompt, which continue after an exception,
+    nor under torchrun, which ends all ranks when one has failed.
     """
     _, size, _ = announced()
     is_rank = not (
         find_launcher() is None or size in ("0", "1") or is_started_by_torchrun() or is_inherited()
     )
-    goes_on = "_pytest" in sys.modules or sys.flags.interactive or hasattr(sys, "ps1")
-    if is_rank and not goes_on and not _is_child_of_rank():
+    continues = "_pytest" in sys.modules or sys.flags.interactive or hasattr(sys, "ps1")
+    if is_rank and not continues and not _is_child_of_rank():
         install(RankEnd())
     else:
         remove()
 
 
 def remove() -> None:
-    """Restore the hooks of before ``install``."""
+    """Remove the hooks; restore the previous ones."""
     global _current
     if _current is not None:
         _current.remove()

@@ -1,4 +1,4 @@
-"""What this host is called, and how others reach it."""
+"""Names and addresses of this host."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 
 __all__ = ["addresses", "find_own_address", "machine", "node"]
 
-#: Asks Linux for the address of an interface.
+#: Linux's ioctl request for the address of an interface.
 _SIOCGIFADDR = 0x8915
 
 
 def addresses() -> list[str]:
-    """Return this host's addresses, those that others most likely reach first."""
+    """Return this host's addresses, most likely reachable from other hosts first."""
     found: dict[str, None] = {}
     name = socket.gethostname()
     with contextlib.suppress(OSError):
         for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
             found[str(info[4][0])] = None
-    # Connecting a datagram socket sends nothing; it asks the kernel which address it would use.
+    # Connecting a datagram socket sends nothing, but sets the source address of the route.
     for family, far in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((far, 9))
@@ -58,7 +58,7 @@ def find_own_address(host: str) -> str:
 
 
 def machine() -> str:
-    """Name what shares a loopback address: a network namespace of a running kernel."""
+    """Identify the network namespace: processes with the same name share the loopback address."""
     boot, inode = "", 0
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -67,7 +67,7 @@ def machine() -> str:
 
 
 def node() -> str:
-    """Name what shares memory: a host, a file system for it, and a namespace of processes."""
+    """Identify the node: processes with the same name share /dev/shm and a PID namespace."""
     words = [socket.gethostname(), machine().partition("/")[0]]
     for path in ("/dev/shm", "/proc/self/ns/pid"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""init_method: the rendezvous of env://, tcp:// and file://."""
+"""Find the rendezvous that ``init_method`` describes: env://, tcp:// or file://."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 __all__ = ["GivenRank", "find_rendezvous", "read_rank"]
 
 _WHERE = "init_process_group"
-#: Bytes of an address at the most: anything else in a file is not read to its end.
-_LARGEST = 1 << 16
+#: Maximum number of bytes that are read from a file.
+_MAX_FILE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class GivenRank:
-    """The rank and the size of the world that this process was given.
+    """The rank and world size that this process was given.
 
-    rank, world_size: None where they were not given.
-    names: how messages call what gave each of them.
+    rank, world_size: None if they were not given.
+    names: the argument or variable that gave each of them, for messages.
     """
 
     rank: int | None
@@ -51,11 +51,11 @@ def read_rank(
     world_size: int | None,
     environment: Mapping[str, str] = os.environ,
 ) -> GivenRank:
-    """Return rank and size by argument, else by the query of the URL, else by RANK and WORLD_SIZE.
+    """Return rank and world size from the arguments, the URL's query, or RANK and WORLD_SIZE.
 
-    The variables count where an init_method needs them; without one, where no process manager of
-    MPI started this process; never where a single rank is asked for, nor where fill_environment
-    has set them. Raises ArgumentError for what is no number, and for values that disagree.
+    Ignores the variables with init_method mpi://, without an init_method under an MPI process
+    manager, with MPICOLL_ALLOW_SINGLETON=1, and if fill_environment has set them. Raises
+    ArgumentError if a value is not a number or if an argument and the URL disagree.
     """
     query = parse_qs(urlsplit(init_method or "").query)
     variables = (
@@ -94,12 +94,12 @@ def find_rendezvous(
     limit: float,
     environment: Mapping[str, str] = os.environ,
 ) -> Rendezvous | None:
-    """Return the ranks' rendezvous; None where MPI's own rank and size are right.
+    """Return the rendezvous of the ranks; None if MPI's own ranks are used.
 
-    limit: seconds for torchrun's store.
+    limit: timeout of torchrun's store in seconds.
 
-    Raises UnsupportedError for an init_method of another kind, ArgumentError for one that lacks
-    something, and for an impossible rank.
+    Raises UnsupportedError for an unknown init_method, and ArgumentError if its address or a rank
+    is missing or invalid.
     """
     scheme, rest = (init_method or "env://").partition("://")[::2]
     if scheme not in ("mpi", "env", "tcp", "file"):
@@ -134,7 +134,7 @@ def find_rendezvous(
         host = environment.get("MASTER_ADDR", "")
         return Rendezvous(AgentStore(environment, limit), rank, size, host=host)
     if "MASTER_PORT" not in environment and (init_method is None or is_started_by_mpi(environment)):
-        return None  # no rendezvous is given: MPI has to know the ranks itself
+        return None  # without a rendezvous, MPI's own ranks are used
     return _at_port(
         environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", ""), rank, size,
         "MASTER_ADDR and MASTER_PORT",
@@ -153,8 +153,8 @@ def _at_port(host: str, port: str, rank: int, size: int, what: str) -> Rendezvou
 class PortStore(Store):
     """The server of rank 0 at a known port.
 
-    It hands the secret to any process that asks, and so is as open as a TCPStore of
-    torch.distributed. Where MPICOLL_SECRET gives the secret to all ranks, none asks.
+    The server sends the secret to any process that requests it, so it is as open as a TCPStore of
+    torch.distributed. Ranks that have MPICOLL_SECRET do not request it.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -162,10 +162,10 @@ class PortStore(Store):
         self._port = port
 
     def set(self, key: str, value: str) -> None:
-        """Do nothing: the server is at its port already."""
+        """Do nothing, because the server's address is known."""
 
     def get(self, key: str) -> bytes:
-        """Return its address and secret; raise ServerNotFoundError where it is not there."""
+        """Return its address and secret; raise ServerNotFoundError if it does not answer."""
         secret = "" if os.environ.get(SECRET) else self._ask_secret()
         return ServerAddress([self._host], self._port, secret, "").format().encode()
 
@@ -179,24 +179,24 @@ class PortStore(Store):
             raise ServerNotFoundError(f"{self._host}:{self._port}: {error}") from None
         if word != "secret":
             raise ServerNotFoundError(
-                f"{self._host}:{self._port} hands out no secret", is_other=True
+                f"{self._host}:{self._port} does not send a secret", is_other=True
             )
         return secret
 
 
 class FileStore(Store):
-    """A file that all ranks see, and that its owner alone may read and write."""
+    """A file on a file system of all ranks. Only its owner may read and write it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def set(self, key: str, value: str) -> None:
-        """Replace the file, in one step: an earlier job may have left one there."""
+        """Replace the file atomically, because an earlier job may have left one."""
         try:
             descriptor, name = tempfile.mkstemp(
                 prefix=f".{self._path.name}-", dir=self._path.parent
             )
-            with os.fdopen(descriptor, "w") as file:  # mkstemp makes it for its owner alone
+            with os.fdopen(descriptor, "w") as file:  # mkstemp sets mode 0600
                 file.write(value)
             Path(name).replace(self._path)
         except OSError as error:
@@ -205,13 +205,10 @@ class FileStore(Store):
             ) from error
 
     def get(self, key: str) -> bytes:
-        """Return its content, which may be an earlier job's.
-
-        Raises ServerNotFoundError while there is none.
-        """
+        """Return the content, maybe an earlier job's; raise ServerNotFoundError without one."""
         try:
             with self._path.open("rb") as file:
-                value = file.read(_LARGEST)
+                value = file.read(_MAX_FILE_BYTES)
                 owner = os.fstat(file.fileno()).st_uid
         except OSError as error:
             raise ServerNotFoundError(f"file://{self._path}: {error.strerror}") from None
@@ -219,18 +216,18 @@ class FileStore(Store):
             raise ServerNotFoundError(f"file://{self._path} is empty")
         if owner != os.geteuid():
             raise LaunchError(
-                f"{_WHERE}: file://{self._path} belongs to user {owner}, not to this one; name "
+                f"{_WHERE}: file://{self._path} belongs to user {owner}, not to this user; use "
                 "another file"
             )
         return value
 
     def remove(self) -> None:
-        """Remove the file, on rank 0, when all ranks have read it."""
+        """Remove the file. Rank 0 calls it when all ranks have read the file."""
         self._path.unlink(missing_ok=True)
 
 
 class AgentStore(Store):
-    """The store of torchrun's agent, under keys of our own."""
+    """The store of torchrun's agent, with a prefix."""
 
     def __init__(self, environment: Mapping[str, str], limit: float) -> None:
         self._environment = environment
@@ -248,8 +245,8 @@ class AgentStore(Store):
                 raise LaunchError(
                     f"{_WHERE}: torchrun's store cannot be reached: {error}"
                 ) from error
-            # The same on every attempt: agents count their restarts each for itself. What an
-            # earlier attempt has left leads to no server, and is looked up again.
+            # The prefix is the same after a restart, because each agent counts restarts separately.
+            # A stale address of an earlier attempt does not connect, and is read again.
             self._opened = PrefixStore("mpicoll", store)
         return self._opened
 
@@ -262,5 +259,5 @@ class AgentStore(Store):
         return bytes(self._store().get(key))
 
 
-#: A single rank needs none.
+#: For a single rank, which does not use its store.
 _NO_STORE = FileStore(Path(os.devnull))

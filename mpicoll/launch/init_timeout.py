@@ -1,4 +1,4 @@
-"""The timeout of initialisation: a rank whose peers do not come reports it, and ends."""
+"""The timeout of initialization: report the missing ranks and end the process."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from mpicoll.launch.rendezvous import Rendezvous
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["await_others", "end_after", "enforce_timeout", "is_bound", "job_name"]
+__all__ = ["await_peers", "end_after", "enforce_timeout", "is_bound", "job_name"]
 
 
 @contextlib.contextmanager
 def enforce_timeout(
     limit: float | None, rendezvous: Rendezvous | None, comm: MPI.Intracomm | None = None
 ) -> Iterator[None]:
-    """End this process with a message if the other ranks do not come in time.
+    """End this process with a message if the block takes longer than the timeout.
 
-    limit: seconds; None: no timeout.
-    comm:  the others are those of this communicator; None: of the whole job.
+    limit: timeout in seconds; None: none.
+    comm:  the communicator whose ranks are expected; None: the whole job.
 
-    MPI_Init keeps the interpreter's lock, so the thread that waits is inside the C library; without
-    that there is no timeout.
+    MPI_Init holds the interpreter lock, so the timer is a C thread. Without the C library the
+    timeout is not enforced.
     """
     if limit is None or kernels is None:
         yield
@@ -45,16 +45,16 @@ def enforce_timeout(
     if rendezvous is not None:
         rank, size = str(rendezvous.rank), str(rendezvous.world_size)
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        sys.stdout.flush()  # what was printed is not lost
+        sys.stdout.flush()  # the C library exits without flushing
     job = job_name() if on_one_node else None
     if comm is not None:
         rank, size = str(comm.Get_rank()), str(comm.Get_size())
-        job = job and _part_name(job, comm)
+        job = job and _subset_name(job, comm)
     before = (
-        f"mpicoll: rank {rank} of {size}: init_process_group: the other ranks did not all come "
-        f"within {limit:g} s"
+        f"mpicoll: rank {rank} of {size}: init_process_group: timed out after {limit:g} s waiting "
+        "for the other ranks"
     )
-    after = ": see what became of them, or give a longer timeout; ending the job\n"
+    after = ". Check these ranks or increase the timeout; ending the job\n"
     with contextlib.ExitStack() as stack:
         if job is not None:
             name = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
@@ -66,13 +66,11 @@ def enforce_timeout(
 
 
 @contextlib.contextmanager
-def await_others(limit: float) -> Iterator[bool]:
-    """Yield whether all ranks of MPI's launcher wait for this one in MPI_Init within ``limit``.
+def await_peers(limit: float) -> Iterator[bool]:
+    """Yield whether all other ranks of the job enter ``enforce_timeout`` within ``limit`` seconds.
 
-    limit: seconds.
-
-    This is known if all of them are on this node, and have a timeout. Meanwhile, and until the
-    context ends, this rank counts as waiting.
+    Yields False if the ranks are on several nodes or have no timeout. Until the context ends, this
+    rank counts as waiting.
     """
     rank, size, on_one_node = announced()
     job = job_name() if on_one_node else None
@@ -85,12 +83,12 @@ def await_others(limit: float) -> Iterator[bool]:
         missing = {other for other in range(int(size)) if str(other) != rank}
         while missing and time.monotonic() < end:
             missing = {other for other in missing if not is_bound(f"\0{job}/{other}")}
-            time.sleep(_PAUSE_S if missing else 0)
+            time.sleep(_CHECK_INTERVAL_S if missing else 0)
         yield not missing
 
 
-#: Seconds between two looks for ranks that do not wait yet.
-_PAUSE_S = 0.01
+#: Seconds between checks for missing ranks.
+_CHECK_INTERVAL_S = 0.01
 
 
 def is_bound(name: str) -> bool:
@@ -104,7 +102,7 @@ def is_bound(name: str) -> bool:
 
 
 def end_after(limit: float, message: str, code: int) -> contextlib.AbstractContextManager[None]:
-    """Return a context that ends this process with a message if it takes so many seconds."""
+    """Return a context that ends this process with a message after ``limit`` seconds."""
     if kernels is None:
         return contextlib.nullcontext()
     return _limited(limit, message.encode(), b"", None, 0, code)
@@ -112,11 +110,11 @@ def end_after(limit: float, message: str, code: int) -> contextlib.AbstractConte
 
 @contextlib.contextmanager
 def _limited(limit: float, *arguments: Any) -> Iterator[None]:
-    """Have the C library end this process after so many seconds; see ``init_timeout.c``."""
+    """Have the C library end this process after ``limit`` seconds; see ``init_timeout.c``."""
     assert kernels is not None
     with contextlib.ExitStack() as stack:
         (reader, writer), (started, starts) = os.pipe(), os.pipe()
-        for each in (reader, writer, started, starts):
+        for each in (reader, writer, started, starts):  # starts: written by the C thread
             stack.callback(os.close, each)
         thread = threading.Thread(
             target=kernels.init_timeout,
@@ -127,12 +125,12 @@ def _limited(limit: float, *arguments: Any) -> Iterator[None]:
         thread.start()
         stack.callback(thread.join)
         stack.callback(os.write, writer, b"\0")
-        os.read(started, 1)  # the thread has left Python for good
+        os.read(started, 1)  # the thread no longer needs the interpreter lock
         yield
 
 
-def _part_name(job: str, comm: MPI.Intracomm) -> str | None:
-    """Name the ranks of a communicator among those of the job, alike on all of them."""
+def _subset_name(job: str, comm: MPI.Intracomm) -> str | None:
+    """Return a name of a communicator's ranks, the same on all of them; None if it has others."""
     from mpi4py import MPI
 
     ranks = communicators.translate_ranks(comm, MPI.COMM_WORLD)
@@ -140,10 +138,10 @@ def _part_name(job: str, comm: MPI.Intracomm) -> str | None:
 
 
 def job_name(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Name this job among those of its node, alike on all of its ranks there; None without a name.
+    """Return a name of this job, unique on its node and the same on its ranks; None if unknown.
 
-    A PMIx manager gives a job a name. A PMI manager has one process on a node, at the other end of
-    each rank's connection.
+    A PMIx manager names the job. A PMI manager is one process per node, the peer of each rank's
+    PMI_FD, so its process ID is used.
     """
     job = environment.get("PMIX_NAMESPACE", "")
     if not job:

@@ -1,4 +1,4 @@
-"""How a rank that no launcher of MPI started joins its job: it finds the server and connects."""
+"""Connect a rank that was not started by an MPI launcher to the server of its job."""
 
 from __future__ import annotations
 
@@ -29,82 +29,82 @@ from mpicoll.launch.session import Session, set_current
 from mpicoll.line_protocol import is_proof, mac, nonce
 from mpicoll.signals import blocked_job_signals
 
-__all__ = ["SECRET", "join", "meet", "read_greeting", "read_line", "send_failure"]
+__all__ = ["SECRET", "exchange_lines", "join", "read_greeting", "read_line", "send_failure"]
 
 _WHERE = "init_process_group"
-#: A secret that all processes may be given when they are started.
+#: The variable with the secret of the job, if the user has set one.
 SECRET = settings.SECRET.name
-#: The key under which rank 0 publishes where its server is.
+#: The key under which rank 0 publishes the address of its server.
 _KEY = "mpicoll"
-#: Seconds for a connection to one address, and for an answer on it.
-_CONNECT, _ANSWER = 3.0, 10.0
-#: Seconds after which whatever answers at the port that was given counts as something else.
-_DOUBT = 10.0
-#: Seconds that a server process needs to start, with plenty to spare.
-_START = 30.0
-#: Seconds that the server has to say which ranks are missing, once this rank has given up.
-_LAST_WORDS = 5.0
-#: Most bytes of a line.
-_LONGEST = 1024
+#: Timeouts of a connection attempt to one address, and of an answer, in seconds.
+_CONNECT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 3.0, 10.0
+#: Seconds for which a rank retries while another program answers at the server's port, or another
+#: process has its rank.
+_CONFLICT_TIMEOUT_S = 10.0
+#: Seconds that the server process may need to start.
+_START_TIMEOUT_S = 30.0
+#: Seconds to wait for the server's list of missing ranks after the timeout.
+_MISSING_TIMEOUT_S = 5.0
+_MAX_LINE_BYTES = 1024
 
 
 def join(rendezvous: Rendezvous, limit: float | None) -> Session:
-    """Connect to the server and wait for the other ranks.
+    """Connect to the server and wait until all ranks have connected.
 
-    limit: seconds to wait for all of them; None: for ever.
+    limit: timeout in seconds; None: none.
 
-    Raises CollectiveTimeoutError where some do not come in time, LaunchError where they disagree.
+    Raises CollectiveTimeoutError if a rank does not connect in time, and LaunchError if the ranks
+    disagree.
     """
     pmi, session = _gather(rendezvous, limit, node())
-    pmi.detach()  # it is the MPI library's from now on
+    pmi.detach()  # the MPI library uses the descriptor from now on
     set_current(session)
     return session
 
 
-def meet(rendezvous: Rendezvous, limit: float | None, text: str) -> list[str]:
-    """Exchange a line of text with the ranks of a rendezvous, whose MPI runs already.
+def exchange_lines(rendezvous: Rendezvous, limit: float | None, text: str) -> list[str]:
+    """All-gather one line of text among the ranks of a rendezvous. MPI runs in all of them already.
 
-    limit: seconds to wait for all of them; None: for ever.
-    text:  at most some 900 characters, in one line.
+    limit: timeout in seconds; None: none.
+    text:  at most about 900 characters, in one line.
 
     Returns the texts by rank.
 
-    Raises CollectiveTimeoutError if a rank does not come in time, and LaunchError if the ranks
+    Raises CollectiveTimeoutError if a rank does not connect in time, and LaunchError if the ranks
     disagree, if one of them has not started MPI, or if one ends meanwhile.
     """
     pmi, session = _gather(rendezvous, limit, server.RUNS_MPI)
     with pmi, session:
-        pmi.settimeout(_ANSWER)
+        pmi.settimeout(_ANSWER_TIMEOUT_S)
         try:
             pmi.sendall(f"cmd=put key=mpi-{session.rank} value={text}\ncmd=barrier_in\n".encode())
-            answers = [read_line(pmi), read_line(pmi)]  # the second one once all have put theirs
+            answers = [read_line(pmi), read_line(pmi)]  # of put, and of the barrier
             for rank in range(session.size):
                 pmi.sendall(f"cmd=get key=mpi-{rank}\n".encode())
                 answers.append(read_line(pmi))
         except (OSError, ServerNotFoundError) as error:
             raise LaunchError(
-                f"{_WHERE}: rank {session.rank} of {session.size}: all ranks had connected, but "
-                f"rank 0's server is gone: {error}"
+                f"{_WHERE}: rank {session.rank} of {session.size}: lost the connection to rank 0's "
+                f"server after all ranks had connected: {error}"
             ) from None
         session.send("free")
     for rank, answer in enumerate(answers[2:]):
         if " rc=0 " not in answer:
-            raise LaunchError(f"{_WHERE}: rank {rank} of {session.size} ended before all had met")
+            raise LaunchError(f"{_WHERE}: rank {rank} of {session.size} ended during the exchange")
     return [answer.partition(" value=")[2] for answer in answers[2:]]
 
 
 def send_failure(rendezvous: Rendezvous, text: str, limit: float) -> None:
-    """Have the ranks of a rendezvous raise, because this one has failed.
+    """Notify the ranks of a rendezvous that this rank has failed, so that they raise.
 
-    It makes one connection only, so that the server does not take it for a rank that has come.
+    Opens only the watch connection, so that the server does not count this rank as connected.
 
-    limit: seconds in which all ranks have to connect. Rank 0, which starts the server, waits for
-           them.
+    limit: seconds for all ranks to connect. Rank 0, which starts the server, waits for them.
     """
     (watch,), _ = _find(rendezvous, limit, time.monotonic() + limit, node(), ["watch"])
     with Session(watch, -1, rendezvous.rank, rendezvous.world_size, "") as session:
         words = " ".join(text.split()).encode("ascii", "backslashreplace").decode()
-        session.send(f"failed {words[: _LONGEST // 2]}")
+        session.send(f"failed {words[: _MAX_LINE_BYTES // 2]}")
         end = time.monotonic() + limit
         while rendezvous.rank == 0 and session.receive(max(0.0, end - time.monotonic())):
             pass
@@ -145,12 +145,12 @@ def _find(
         address = None
         if rendezvous.rank == 0:
             address, process = _start_server(rendezvous, limit)
-            stack.enter_context(process)  # which ends with rank 0 until that is connected to it
+            stack.enter_context(process)  # the server ends if rank 0 ends before it connects
             rendezvous.store.set(_KEY, address.format())
-        return _reach(address, rendezvous, limit, deadline, node, roles)
+        return _connect_all(address, rendezvous, limit, deadline, node, roles)
 
 
-def _reach(
+def _connect_all(
     known: ServerAddress | None,
     rendezvous: Rendezvous,
     limit: float,
@@ -163,19 +163,19 @@ def _reach(
         try:
             address = known or ServerAddress.parse(_read_store(rendezvous))
             found = [_connect(address, role, rendezvous, node) for role in roles]
-            return found, _given_secret() or address.secret
+            return found, settings.SECRET.value() or address.secret
         except RankTakenError as error:
-            # Perhaps by a process that is ending: of an earlier job, or an earlier try of this one.
-            if time.monotonic() - start > _DOUBT:
+            # The other process may be ending: of an earlier job, or of an earlier attempt.
+            if time.monotonic() - start > _CONFLICT_TIMEOUT_S:
                 raise LaunchError(f"{_WHERE}: {error}") from None
         except ServerNotFoundError as error:
             now = time.monotonic()
-            # Another program may have the port that was given; an address found may be out of date.
-            if error.is_other and rendezvous.port and now - start > _DOUBT:
+            # Another program may use a given port. An address from a store may be outdated.
+            if error.is_other and rendezvous.port and now - start > _CONFLICT_TIMEOUT_S:
                 raise LaunchError(
                     f"{_WHERE}: rank {rendezvous.rank} of {rendezvous.world_size}: rank 0's server "
-                    f"is expected at port {rendezvous.port}, but {error}; choose another port, and "
-                    f"give all ranks the same {SECRET}, if any"
+                    f"is expected at port {rendezvous.port}, but {error}. Choose another port, and "
+                    f"set the same {SECRET} on all ranks, if any"
                 ) from None
             reported = error if error.is_other or reported is None else reported
             if now > deadline:
@@ -189,15 +189,15 @@ def _reach(
 
 
 def _read_store(rendezvous: Rendezvous) -> bytes:
-    """Return what rank 0 has published."""
+    """Return the address that rank 0 has published."""
     try:
         return rendezvous.store.get(_KEY)
     except (ServerNotFoundError, MpicollError):
         raise
-    except Exception as error:  # the store may be another library's, with errors of its own
+    except Exception as error:  # any error of another library's store
         raise CollectiveTimeoutError(
-            f"{_WHERE}: rank {rendezvous.rank} of {rendezvous.world_size}: rank 0 has not come to "
-            f"the store: {type(error).__name__}: {error}"
+            f"{_WHERE}: rank {rendezvous.rank} of {rendezvous.world_size}: rank 0 has not "
+            f"published its server in the store: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -206,11 +206,10 @@ def _await_all(session: Session, limit: float, deadline: float) -> None:
     line = session.receive(max(0, deadline - time.monotonic()))
     if line is None:
         session.send("late")
-        line = session.receive(_LAST_WORDS)
+        line = session.receive(_MISSING_TIMEOUT_S)
     if line is None:
         raise CollectiveTimeoutError(
-            f"{_WHERE}: {me}: the server that rank 0 started has stopped: it said nothing within "
-            f"{limit:g} s, nor when it was asked"
+            f"{_WHERE}: {me}: timed out after {limit:g} s: rank 0's server does not answer"
         )
     word, _, rest = line.partition(" ")
     if word == "go":
@@ -218,14 +217,14 @@ def _await_all(session: Session, limit: float, deadline: float) -> None:
     if word == "missing":
         ranks = "ranks" if "," in rest else "rank"
         raise CollectiveTimeoutError(
-            f"{_WHERE}: {me}: {ranks} {rest.replace(',', ', ')} did not come within {limit:g} s; "
-            "see what became of them, or give a longer timeout"
+            f"{_WHERE}: {me}: timed out after {limit:g} s waiting for {ranks} "
+            f"{rest.replace(',', ', ')}. Check these ranks or increase the timeout"
         )
     if word == "lost":
-        raise LaunchError(f"{_WHERE}: {me}: rank {rest} ended before all had come")
+        raise LaunchError(f"{_WHERE}: {me}: rank {rest} ended before all ranks had connected")
     if word == "refused":
         raise LaunchError(f"{_WHERE}: {me}: {rest}")
-    raise LaunchError(f"{_WHERE}: {me}: the server that rank 0 started is gone")
+    raise LaunchError(f"{_WHERE}: {me}: lost the connection to rank 0's server")
 
 
 # --- the server ---------------------------------------------------------------------------------
@@ -234,20 +233,20 @@ def _await_all(session: Session, limit: float, deadline: float) -> None:
 def _start_server(
     rendezvous: Rendezvous, limit: float
 ) -> tuple[ServerAddress, subprocess.Popen[bytes]]:
-    """Start the server; return its address, and the process.
+    """Start the server; return its address and the process.
 
     The server waits for this rank as long as the standard input of the process is open.
     """
-    # A secret that all ranks were given is not published.
-    published = "" if _given_secret() else secrets.token_hex(32)
+    # The user's secret is not published.
+    published = "" if settings.SECRET.value() else secrets.token_hex(32)
     host = loopback(rendezvous.host) or (rendezvous.host and find_own_address(rendezvous.host))
     configuration = {
         "host": host,
         "port": rendezvous.port,
-        "secret": _given_secret() or published,
+        "secret": settings.SECRET.value() or published,
         "size": rendezvous.world_size,
         "limit": limit,
-        "open": bool(rendezvous.port) and not _given_secret(),
+        "open": bool(rendezvous.port) and not settings.SECRET.value(),
     }
     with blocked_job_signals():
         process = subprocess.Popen(
@@ -255,7 +254,7 @@ def _start_server(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # it outlives rank 0, and Ctrl-C is for the ranks
+            start_new_session=True,  # continues after rank 0 and ignores Ctrl-C
             cwd="/",
         )
     assert process.stdin is not None and process.stdout is not None
@@ -264,7 +263,7 @@ def _start_server(
         process.stdin.flush()
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
-    line = process.stdout.readline() if poll.poll(1000 * _START) else b""
+    line = process.stdout.readline() if poll.poll(1000 * _START_TIMEOUT_S) else b""
     answer = json.loads(line or "{}")
     if "port" not in answer:
         process.kill()
@@ -279,38 +278,36 @@ def _start_server(
     return ServerAddress(hosts, answer["port"], published, machine()), process
 
 
-def _given_secret() -> str:
-    return settings.SECRET.value()
-
-
 # --- connecting ---------------------------------------------------------------------------------
 
 
-def _candidates(address: ServerAddress) -> Iterator[str]:
+def _hosts(address: ServerAddress) -> Iterator[str]:
     if address.machine == machine():
         yield from ("127.0.0.1", "::1")
     yield from address.hosts
 
 
 def _connect(address: ServerAddress, role: str, rendezvous: Rendezvous, node: str) -> socket.socket:
-    """Return a connection to the server of this job, by the first host name that leads there."""
+    """Return a connection to the job's server, through the first host name that works."""
     errors, is_other = [], True
-    for host in _candidates(address):
+    for host in _hosts(address):
         try:
-            sock = socket.create_connection((host, address.port), _CONNECT)
+            sock = socket.create_connection((host, address.port), _CONNECT_TIMEOUT_S)
             try:
-                _introduce(sock, role, rendezvous, node, _given_secret() or address.secret)
+                _authenticate(
+                    sock, role, rendezvous, node, settings.SECRET.value() or address.secret
+                )
             except BaseException:
                 sock.close()
                 raise
             return sock
-        except (OSError, UnicodeError, ServerNotFoundError) as error:  # UnicodeError: a bad name
+        except (OSError, UnicodeError, ServerNotFoundError) as error:  # UnicodeError: invalid host
             errors.append(f"{host}: {error}")
             is_other = is_other and getattr(error, "is_other", False)
     raise ServerNotFoundError("; ".join(errors), is_other)
 
 
-def _introduce(
+def _authenticate(
     sock: socket.socket, role: str, rendezvous: Rendezvous, node: str, secret: str
 ) -> None:
     theirs, mine = read_greeting(sock), nonce()
@@ -319,36 +316,36 @@ def _introduce(
     sock.sendall(" ".join([*words, proof]).encode() + b"\n")
     answer, _, rest = read_line(sock).partition(" ")
     if answer == "taken":
-        raise RankTakenError(f"another process says that it is rank {rendezvous.rank} of this job")
+        raise RankTakenError(f"another process has connected as rank {rendezvous.rank} of this job")
     if answer == "refused":
         raise LaunchError(f"{_WHERE}: rank {rendezvous.rank} of {rendezvous.world_size}: {rest}")
     if answer != "ok" or not is_proof(rest, secret, "server", theirs, mine):
-        raise ServerNotFoundError("the server there does not have this job's secret", is_other=True)
+        raise ServerNotFoundError("that server does not have this job's secret", is_other=True)
     sock.settimeout(None)
 
 
 def read_greeting(sock: socket.socket) -> str:
-    """Return the nonce of our server's greeting; raise ServerNotFoundError for any other."""
-    sock.settimeout(_ANSWER)
+    """Return the nonce of the server's greeting; raise ServerNotFoundError for other programs."""
+    sock.settimeout(_ANSWER_TIMEOUT_S)
     server.tune(sock)
     greeting = read_line(sock)
     theirs = greeting.removeprefix(server.GREETING + " ")
     if theirs == greeting:
-        raise ServerNotFoundError("something else listens there", is_other=True)
+        raise ServerNotFoundError("another program listens there", is_other=True)
     return theirs
 
 
 def read_line(sock: socket.socket) -> str:
-    """Read one line byte by byte: what follows is for another reader."""
+    """Read one line byte by byte, because another reader needs the bytes after it."""
     line = bytearray()
     while not line.endswith(b"\n"):
         try:
             byte = sock.recv(1)
         except TimeoutError:
             raise ServerNotFoundError(
-                "whatever listens there says nothing", is_other=True
+                "the program that listens there does not answer", is_other=True
             ) from None
-        if not byte or len(line) > _LONGEST:
-            raise ServerNotFoundError("whatever listens there closed the connection", is_other=True)
+        if not byte or len(line) > _MAX_LINE_BYTES:
+            raise ServerNotFoundError("the peer closed the connection", is_other=True)
         line += byte
     return line.decode("ascii", "replace").rstrip("\n")

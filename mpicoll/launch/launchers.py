@@ -1,4 +1,4 @@
-"""The table of launchers: all that the rest of the code knows of any of them."""
+"""The table of launchers and their environment variables."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import enum
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = [
     "LAUNCHERS",
-    "Dialect",
     "Launcher",
+    "PmiProtocol",
     "announced",
     "find_first_host",
     "find_identity",
@@ -28,53 +28,49 @@ __all__ = [
 ]
 
 
-class Dialect(enum.Enum):
-    """What process managers speak with MPI libraries."""
+class PmiProtocol(enum.Enum):
+    """Protocol between a process manager and MPI libraries."""
 
-    PMI = "PMI"  # libraries of the MPICH family understand it
-    PMIX = "PMIx"  # and Open MPI this
+    PMI = "PMI"  # MPICH family
+    PMIX = "PMIx"  # Open MPI
 
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """One launcher, or process manager, by its environment variables.
+    """One launcher or process manager. Most fields are names of environment variables, "" if the
+    launcher has none. Patterns are regular expressions that match at the start of a name.
 
-    name:    how messages call it.
-    marks:   variables that are all set in every process it starts; none for a batch system, which
-             starts no ranks.
-    rank, size: the variables with the rank and the number of ranks, "" without one.
-    local_rank: those with the rank on the node; the first that is set counts.
-    local_size: the one with the number of ranks on the node, "" without one.
-    local_sizes: the variable with the number of ranks of each node in Slurm's format, such as
-             "4(x2),3". "" without one.
-    node_rank: the variable with the index of this node in local_sizes, "" without one.
-    node_count: the variable with the number of nodes, "" without one.
-    hosts:   the variable with the names of the nodes in Slurm's format, such as "n[1-3],m7". Rank 0
-             runs on the first one by default. "" without one.
+    name:    its name in messages.
+    detected_by: variables that are set in every process it starts. Empty for a batch system.
+    rank, size: the rank and the number of ranks.
+    local_rank: the rank on the node; the first variable that is set is used.
+    local_size: the number of ranks on the node.
+    local_sizes: the number of ranks of each node in Slurm's format, such as "4(x2),3".
+    node_rank: the index of this node in local_sizes.
+    node_count: the number of nodes.
+    hosts:   the names of the nodes in Slurm's format, such as "n[1-3],m7". Rank 0 runs on the first
+             one by default.
     identity: variables whose values are the same on all ranks and differ between jobs. Unset
              variables are skipped.
     has_pmi_1: it answers PMI-1 on the descriptor PMI_FD: ranks can request the job's name and
              exchange values before MPI starts.
-    is_batch: it starts a single process and no ranks.
-    remedy:  advice for the case that MPI does not see the ranks it started.
-    dialect: the protocol between its process manager and MPI; None: MPI finds its ranks otherwise.
-    bootstrap: a pattern of the names by which an MPI library finds its ranks. They are hidden while
-             MPI starts in another way.
-    owned:   a pattern of the names that are hidden from processes outside this job.
-    job:     a pattern of the owned names that describe the whole job, in every process of it.
-    own_gpus: a variable that is set where each process has private GPUs, "" without one.
-    is_parent: the ranks are children of its process on their node, which is named after its
-             programming language, and they end with it.
-    manager: a variable that its process manager sets for all ranks, "" without one. The manager can
-             start further ranks (MPI_Comm_spawn).
+    is_batch: it starts a single process, not ranks.
+    remedy:  advice if MPI does not see the ranks that it started.
+    protocol: the protocol between its process manager and MPI; None: it has no process manager.
+    bootstrap: a pattern of the variables by which an MPI library finds its ranks. They are hidden
+             while MPI starts in another way.
+    owned:   a pattern of the variables that are hidden from processes outside this job.
+    job:     a pattern of the owned variables that describe the whole job.
+    own_gpus: set if each process has separate GPUs.
+    is_parent: the ranks are children of its process on their node, whose command is Python, and end
+             with it.
+    manager: set on all ranks by a process manager that supports MPI_Comm_spawn.
     survival: the start option with which a job survives a lost rank, "" if unknown.
-    restarts: the variable with the number of times that it starts all ranks again.
-
-    Patterns match at the beginning of a name.
+    restarts: the number of times that it restarts all ranks.
     """
 
     name: str
-    marks: tuple[str, ...] = ()
+    detected_by: tuple[str, ...] = ()
     rank: str = ""
     size: str = ""
     local_rank: tuple[str, ...] = ()
@@ -87,7 +83,7 @@ class Launcher:
     has_pmi_1: bool = False
     is_batch: bool = False
     remedy: str = ""
-    dialect: Dialect | None = None
+    protocol: PmiProtocol | None = None
     bootstrap: str = ""
     owned: str = ""
     job: str = ""
@@ -98,48 +94,109 @@ class Launcher:
     restarts: str = ""
 
     def is_present(self, environment: Mapping[str, str] = os.environ) -> bool:
-        """Tell whether it started this process."""
-        return bool(self.marks) and all(mark in environment for mark in self.marks)
+        """Return whether it started this process."""
+        return bool(self.detected_by) and all(name in environment for name in self.detected_by)
 
 
 _SRUN_REMEDY = (
-    "give srun the process manager of the MPI library: --mpi=pmi2 for MPICH and its family, "
-    "--mpi=pmix for Open MPI (srun --mpi=list shows what the site has)"
+    "start srun with the process manager of the MPI library: --mpi=pmi2 for MPICH and its family, "
+    "--mpi=pmix for Open MPI (srun --mpi=list prints the available ones)"
 )
 _FLUX_REMEDY = (
-    "give flux run the process manager of the MPI library: -o pmi=simple for MPICH and its family, "
-    "-o pmi=pmix for Open MPI"
+    "start flux run with the process manager of the MPI library: -o pmi=simple for MPICH and its "
+    "family, -o pmi=pmix for Open MPI"
 )
 _JSRUN_REMEDY = (
-    "jsrun starts the ranks of Spectrum MPI: let mpi4py load that (python -m mpi4py --mpi-library "
-    "shows which it loads)"
+    "jsrun starts ranks of Spectrum MPI: configure mpi4py to load it (python -m mpi4py "
+    "--mpi-library prints the library)"
 )
 _PMI_REMEDY = (
-    "start the job with the mpirun of the MPI library that mpi4py loads (Open MPI's also starts "
-    "with srun --mpi=pmix), or let mpi4py load a library of the MPICH family (python -m mpi4py "
-    "--mpi-library shows which it is)"
+    "start the job with the mpirun of the MPI library that mpi4py loads (for Open MPI also srun "
+    "--mpi=pmix), or configure mpi4py to load a library of the MPICH family (python -m mpi4py "
+    "--mpi-library prints the library)"
 )
 _PMIX_REMEDY = (
-    "use the launcher of the MPI library that mpi4py loads, or let mpi4py load Open MPI "
-    "(python -m mpi4py --mpi-library shows which it is)"
+    "use the launcher of the MPI library that mpi4py loads, or configure mpi4py to load Open MPI "
+    "(python -m mpi4py --mpi-library prints the library)"
 )
 
-#: Variables that identify a step of Slurm, and a job of a batch system.
-_SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+#: Variables that identify a job of a batch system.
 _BATCH_JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+
+# Launchers with several rows, which differ in the protocol.
+_SRUN = Launcher(
+    "srun",
+    detected_by=("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    rank="SLURM_PROCID",
+    size="SLURM_STEP_NUM_TASKS",
+    local_rank=("SLURM_LOCALID",),
+    local_sizes="SLURM_STEP_TASKS_PER_NODE",
+    node_rank="SLURM_NODEID",
+    hosts="SLURM_STEP_NODELIST",
+    identity=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    remedy=_SRUN_REMEDY,
+    own_gpus="SLURM_GPUS_PER_TASK",
+)
+_FLUX = Launcher(
+    "Flux",
+    detected_by=("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    rank="FLUX_TASK_RANK",
+    size="FLUX_JOB_SIZE",
+    local_rank=("FLUX_TASK_LOCAL_ID",),
+    node_count="FLUX_JOB_NNODES",
+    identity=("FLUX_JOB_ID",),
+    remedy=_FLUX_REMEDY,
+)
+_PALS = Launcher(
+    "PALS (HPE Cray's mpiexec)",
+    detected_by=("PALS_RANKID",),
+    rank="PALS_RANKID",
+    local_rank=("PALS_LOCAL_RANKID",),
+    local_size="PALS_LOCAL_SIZE",
+    identity=("PALS_APID",),
+)
+_JSRUN = Launcher(
+    "jsrun",
+    detected_by=("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    rank="JSM_NAMESPACE_RANK",
+    size="JSM_NAMESPACE_SIZE",
+    local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
+    local_size="JSM_NAMESPACE_LOCAL_SIZE",
+    identity=_BATCH_JOB,
+    remedy=_JSRUN_REMEDY,
+)
+_HYDRA = Launcher(
+    "MPICH's mpirun",
+    detected_by=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    rank="PMI_RANK",
+    size="PMI_SIZE",
+    local_rank=("MPI_LOCALRANKID",),
+    local_size="MPI_LOCALNRANKS",
+    has_pmi_1=True,
+    remedy=_PMI_REMEDY,
+    protocol=PmiProtocol.PMI,
+)
+_PMIX = Launcher(
+    "a PMIx process manager",
+    detected_by=("PMIX_RANK",),
+    rank="PMIX_RANK",
+    identity=("PMIX_NAMESPACE",),
+    remedy=_PMIX_REMEDY,
+    protocol=PmiProtocol.PMIX,
+)
 
 #: The innermost launcher first: an mpirun inside a Slurm job is an mpirun.
 LAUNCHERS: tuple[Launcher, ...] = (
     Launcher(
         "torchrun",
-        marks=("TORCHELASTIC_RUN_ID", "WORLD_SIZE"),
+        detected_by=("TORCHELASTIC_RUN_ID", "WORLD_SIZE"),
         rank="RANK",
         size="WORLD_SIZE",
         local_rank=("LOCAL_RANK",),
         local_size="LOCAL_WORLD_SIZE",
-        remedy="let init_process_group find the ranks (init_method='env://' or nothing), and call "
-        "it before mpi4py.MPI is imported",
-        survival="torchrun --max-restarts 3, which starts all ranks again, to go on from a "
+        remedy="call init_process_group with init_method='env://' or without init_method, before "
+        "mpi4py.MPI is imported",
+        survival="torchrun --max-restarts 3, which restarts all ranks, to continue from a "
         "checkpoint",
         restarts="TORCHELASTIC_MAX_RESTARTS",
         owned=r"TORCHELASTIC_|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT))$",
@@ -147,230 +204,128 @@ LAUNCHERS: tuple[Launcher, ...] = (
     ),
     Launcher(
         "Open MPI's mpirun",
-        marks=("OMPI_COMM_WORLD_SIZE",),
+        detected_by=("OMPI_COMM_WORLD_SIZE",),
         rank="OMPI_COMM_WORLD_RANK",
         size="OMPI_COMM_WORLD_SIZE",
         local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
         hosts="SLURM_JOB_NODELIST",
         identity=("PMIX_NAMESPACE",),
-        remedy="use the mpirun of the MPI library that mpi4py loads, or let mpi4py load Open MPI "
-        "(python -m mpi4py --mpi-library shows which it is)",
-        dialect=Dialect.PMIX,
+        remedy="use the mpirun of the MPI library that mpi4py loads, or configure mpi4py to load "
+        "Open MPI (python -m mpi4py --mpi-library prints the library)",
+        protocol=PmiProtocol.PMIX,
         bootstrap="OMPI_COMM_WORLD_",
         manager="OMPI_COMM_WORLD_SIZE",
-        survival="mpirun --with-ft ulfm, with which the other ranks can go on",
+        survival="mpirun --with-ft ulfm, with which the other ranks can continue",
         owned=r"(OMPI|PRTE)_(?!MCA_|ALLOW_)|OMPI_MCA_(orte|ess|pmix|initial_wdir|num_procs)",
     ),
-    Launcher(
-        "Intel MPI's mpirun",
-        marks=("PMI_RANK", "PMI_SIZE", "I_MPI_HYDRA_UUID"),
-        rank="PMI_RANK",
-        size="PMI_SIZE",
-        local_rank=("MPI_LOCALRANKID",),
-        local_size="MPI_LOCALNRANKS",
+    replace(
+        _HYDRA,
+        name="Intel MPI's mpirun",
+        detected_by=("PMI_RANK", "PMI_SIZE", "I_MPI_HYDRA_UUID"),
         identity=("I_MPI_HYDRA_UUID",),
-        has_pmi_1=True,
-        remedy=_PMI_REMEDY,
-        dialect=Dialect.PMI,
     ),
-    Launcher(
-        "MPICH's mpirun",
-        marks=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    _HYDRA,
+    replace(
+        _FLUX,
+        name="flux run -o pmi=simple",
+        detected_by=("PMI_RANK", "PMI_SIZE", "FLUX_TASK_RANK"),
         rank="PMI_RANK",
         size="PMI_SIZE",
-        local_rank=("MPI_LOCALRANKID",),
-        local_size="MPI_LOCALNRANKS",
         has_pmi_1=True,
-        remedy=_PMI_REMEDY,
-        dialect=Dialect.PMI,
+        protocol=PmiProtocol.PMI,
     ),
-    Launcher(
-        "flux run -o pmi=simple",
-        marks=("PMI_RANK", "PMI_SIZE", "FLUX_TASK_RANK"),
+    replace(
+        _SRUN,
+        name="srun --mpi=pmi2",
+        detected_by=("PMI_RANK", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
         rank="PMI_RANK",
         size="PMI_SIZE",
-        local_rank=("FLUX_TASK_LOCAL_ID",),
-        node_count="FLUX_JOB_NNODES",
-        identity=("FLUX_JOB_ID",),
-        has_pmi_1=True,
-        remedy=_FLUX_REMEDY,
-        dialect=Dialect.PMI,
-    ),
-    Launcher(
-        "srun --mpi=pmi2",
-        marks=("PMI_RANK", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
-        rank="PMI_RANK",
-        size="PMI_SIZE",
-        local_rank=("SLURM_LOCALID",),
-        local_sizes="SLURM_STEP_TASKS_PER_NODE",
-        node_rank="SLURM_NODEID",
-        hosts="SLURM_STEP_NODELIST",
-        identity=_SLURM_STEP,
-        remedy=_SRUN_REMEDY,
-        dialect=Dialect.PMI,
-        own_gpus="SLURM_GPUS_PER_TASK",
+        protocol=PmiProtocol.PMI,
     ),
     Launcher(
         "a PMI process manager",
-        marks=("PMI_RANK", "PMI_SIZE"),
+        detected_by=("PMI_RANK", "PMI_SIZE"),
         rank="PMI_RANK",
         size="PMI_SIZE",
         local_rank=("PMI_LOCAL_RANK",),
         local_size="PMI_LOCAL_SIZE",
         identity=("PALS_APID", *_BATCH_JOB),
         remedy=_PMI_REMEDY,
-        dialect=Dialect.PMI,
+        protocol=PmiProtocol.PMI,
         bootstrap=r"PMI2?_|MPI_LOCALRANKID|MPI_LOCALNRANKS"
         r"|(I_MPI_PMI|I_MPI_PMI_LIBRARY|MPIR_CVAR_PMI_VERSION|MPICH_PMI_VERSION)$",
         manager="HYDI_CONTROL_FD",
         survival="on one node, MPICH's mpiexec -disable-auto-cleanup and MPICOLL_SURVIVE=1, with "
-        "which the other ranks can go on",
+        "which the other ranks can continue",
         owned=r"PMI2?_|MPI_LOCAL|HYDI?_|HYDRA_|I_MPI_(HYDRA|INFO|PMI)",
     ),
     Launcher(
         "MVAPICH2's mpirun_rsh",
-        marks=("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+        detected_by=("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
         rank="MV2_COMM_WORLD_RANK",
         size="MV2_COMM_WORLD_SIZE",
         local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
         local_size="MV2_COMM_WORLD_LOCAL_SIZE",
         hosts="SLURM_JOB_NODELIST",
         identity=_BATCH_JOB,
-        remedy="let mpi4py load MVAPICH2 (python -m mpi4py --mpi-library shows which it loads), or "
-        "use the mpirun of the library that it loads",
-        dialect=Dialect.PMI,
+        remedy="configure mpi4py to load MVAPICH2 (python -m mpi4py --mpi-library prints the "
+        "library), or use the mpirun of the library that it loads",
+        protocol=PmiProtocol.PMI,
         bootstrap="MV2_COMM_WORLD_",
         owned="MV2_COMM_WORLD_",
     ),
-    Launcher(
-        "prterun",
-        marks=("PMIX_RANK", "PRTE_LAUNCHED"),
+    replace(_PMIX, name="prterun", detected_by=("PMIX_RANK", "PRTE_LAUNCHED")),
+    replace(
+        _FLUX,
+        name="flux run -o pmi=pmix",
+        detected_by=("PMIX_RANK", "FLUX_TASK_RANK"),
+        rank="PMIX_RANK",
+        protocol=PmiProtocol.PMIX,
+    ),
+    replace(
+        _PALS,
+        name="PALS's mpiexec --pmi=pmix",
+        detected_by=("PMIX_RANK", "PALS_RANKID"),
+        rank="PMIX_RANK",
+        remedy=_PMIX_REMEDY,
+        protocol=PmiProtocol.PMIX,
+    ),
+    replace(
+        _JSRUN,
+        name="jsrun with PMIx",
+        detected_by=("PMIX_RANK", "JSM_NAMESPACE_RANK"),
         rank="PMIX_RANK",
         identity=("PMIX_NAMESPACE",),
-        remedy=_PMIX_REMEDY,
-        dialect=Dialect.PMIX,
+        protocol=PmiProtocol.PMIX,
     ),
-    Launcher(
-        "flux run -o pmi=pmix",
-        marks=("PMIX_RANK", "FLUX_TASK_RANK"),
+    replace(
+        _SRUN,
+        name="srun --mpi=pmix",
+        detected_by=("PMIX_RANK", "SLURM_STEP_NUM_TASKS"),
         rank="PMIX_RANK",
-        size="FLUX_JOB_SIZE",
-        local_rank=("FLUX_TASK_LOCAL_ID",),
-        node_count="FLUX_JOB_NNODES",
-        identity=("FLUX_JOB_ID",),
-        remedy=_FLUX_REMEDY,
-        dialect=Dialect.PMIX,
+        protocol=PmiProtocol.PMIX,
     ),
-    Launcher(
-        "PALS's mpiexec --pmi=pmix",
-        marks=("PMIX_RANK", "PALS_RANKID"),
-        rank="PMIX_RANK",
-        local_rank=("PALS_LOCAL_RANKID",),
-        local_size="PALS_LOCAL_SIZE",
-        identity=("PALS_APID",),
-        remedy=_PMIX_REMEDY,
-        dialect=Dialect.PMIX,
-    ),
-    Launcher(
-        "jsrun with PMIx",
-        marks=("PMIX_RANK", "JSM_NAMESPACE_RANK"),
-        rank="PMIX_RANK",
-        size="JSM_NAMESPACE_SIZE",
-        local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
-        local_size="JSM_NAMESPACE_LOCAL_SIZE",
-        identity=("PMIX_NAMESPACE",),
-        remedy=_JSRUN_REMEDY,
-        dialect=Dialect.PMIX,
-    ),
-    Launcher(
-        "srun --mpi=pmix",
-        marks=("PMIX_RANK", "SLURM_STEP_NUM_TASKS"),
-        rank="PMIX_RANK",
-        size="SLURM_STEP_NUM_TASKS",
-        local_rank=("SLURM_LOCALID",),
-        local_sizes="SLURM_STEP_TASKS_PER_NODE",
-        node_rank="SLURM_NODEID",
-        hosts="SLURM_STEP_NODELIST",
-        identity=_SLURM_STEP,
-        remedy=_SRUN_REMEDY,
-        dialect=Dialect.PMIX,
-        own_gpus="SLURM_GPUS_PER_TASK",
-    ),
-    Launcher(
-        "a PMIx process manager",
-        marks=("PMIX_RANK",),
-        rank="PMIX_RANK",
-        identity=("PMIX_NAMESPACE",),
-        remedy=_PMIX_REMEDY,
-        dialect=Dialect.PMIX,
-        bootstrap=r"PMIX_|PRTE_LAUNCHED$",
-        owned=r"PMIX_(?!MCA_)",
-    ),
-    Launcher(
-        "Flux",
-        marks=("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
-        rank="FLUX_TASK_RANK",
-        size="FLUX_JOB_SIZE",
-        local_rank=("FLUX_TASK_LOCAL_ID",),
-        node_count="FLUX_JOB_NNODES",
-        identity=("FLUX_JOB_ID",),
-        remedy=_FLUX_REMEDY,
-        owned="FLUX_",
-    ),
-    Launcher(
-        "srun --mpi=cray_shasta",
-        marks=("PALS_RANKID", "SLURM_STEP_NUM_TASKS"),
+    replace(_PMIX, bootstrap=r"PMIX_|PRTE_LAUNCHED$", owned=r"PMIX_(?!MCA_)"),
+    replace(_FLUX, owned="FLUX_"),
+    replace(
+        _SRUN,
+        name="srun --mpi=cray_shasta",
+        detected_by=("PALS_RANKID", "SLURM_STEP_NUM_TASKS"),
         rank="PALS_RANKID",
-        size="SLURM_STEP_NUM_TASKS",
-        local_rank=("SLURM_LOCALID",),
-        local_sizes="SLURM_STEP_TASKS_PER_NODE",
-        node_rank="SLURM_NODEID",
-        hosts="SLURM_STEP_NODELIST",
-        identity=_SLURM_STEP,
-        remedy=_SRUN_REMEDY,
-        own_gpus="SLURM_GPUS_PER_TASK",
     ),
-    Launcher(
-        "PALS (HPE Cray's mpiexec)",
-        marks=("PALS_RANKID",),
-        rank="PALS_RANKID",
-        local_rank=("PALS_LOCAL_RANKID",),
-        local_size="PALS_LOCAL_SIZE",
-        identity=("PALS_APID",),
-        owned="PALS_",
-    ),
-    Launcher(
-        "jsrun",
-        marks=("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
-        rank="JSM_NAMESPACE_RANK",
-        size="JSM_NAMESPACE_SIZE",
-        local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
-        local_size="JSM_NAMESPACE_LOCAL_SIZE",
-        identity=_BATCH_JOB,
-        remedy=_JSRUN_REMEDY,
-        owned="JSM_",
-    ),
-    Launcher(
-        "srun",
-        marks=("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-        rank="SLURM_PROCID",
-        size="SLURM_STEP_NUM_TASKS",
-        local_rank=("SLURM_LOCALID",),
-        local_sizes="SLURM_STEP_TASKS_PER_NODE",
-        node_rank="SLURM_NODEID",
-        hosts="SLURM_STEP_NODELIST",
-        identity=_SLURM_STEP,
-        remedy=_SRUN_REMEDY,
-        survival="a checkpoint, as srun starts no rank again; or an mpirun in the allocation, with "
-        "which the other ranks can go on",
+    replace(_PALS, owned="PALS_"),
+    replace(_JSRUN, owned="JSM_"),
+    replace(
+        _SRUN,
+        survival="a checkpoint, because srun does not restart ranks; or an mpirun in the "
+        "allocation, with which the other ranks can continue",
         owned="SLURM",
         job=r"SLURM_(JOB|ARRAY|SUBMIT|CLUSTER|CONF|CPUS|MEM|TMPDIR|RESTART)",
-        own_gpus="SLURM_GPUS_PER_TASK",
     ),
     Launcher(
         "Slurm",
-        marks=("SLURM_JOB_ID", "SLURM_NTASKS"),
+        detected_by=("SLURM_JOB_ID", "SLURM_NTASKS"),
         rank="SLURM_PROCID",
         size="SLURM_NTASKS",
         local_rank=("SLURM_LOCALID",),
@@ -393,8 +348,8 @@ def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher | Non
 
 
 def announced(environment: Mapping[str, str] = os.environ) -> tuple[str, str, bool]:
-    """Return this rank and the number of ranks as the launcher announces them, "?" for what it does
-    not, and whether it announces that all are on this node.
+    """Return this rank and the number of ranks from the launcher's variables, "?" if not set, and
+    whether all ranks are on this node according to the launcher.
     """
     launcher = find_launcher(environment)
     if launcher is None:
@@ -440,7 +395,7 @@ def find_identity(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def find_survival(environment: Mapping[str, str] = os.environ) -> str:
-    """Return what would have saved a job that a lost rank has ended, "" if that is not known."""
+    """Return the start option with which this job would survive a lost rank, "" if unknown."""
     for launcher in find_launchers(environment):
         is_its_own = not launcher.manager or launcher.manager in environment
         if launcher.survival and is_its_own:
@@ -449,13 +404,13 @@ def find_survival(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def find_rank(environment: Mapping[str, str] = os.environ) -> str:
-    """Return this rank by the first variable that any launcher would set, "" where none is set."""
+    """Return the first set rank variable of any launcher, "" if none is set."""
     names = (launcher.rank for launcher in LAUNCHERS)
     return next((environment[name] for name in names if environment.get(name)), "")
 
 
 def find_local_rank(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return this rank on its node, by LOCAL_RANK or by the launcher; None where neither is set."""
+    """Return the local rank from LOCAL_RANK or the launcher's variable; None if neither is set."""
     launcher = find_launcher(environment)
     for name in ("LOCAL_RANK", *(launcher.local_rank if launcher is not None else ())):
         if environment.get(name, "").isdigit():
@@ -463,24 +418,26 @@ def find_local_rank(environment: Mapping[str, str] = os.environ) -> int | None:
     return None
 
 
-def is_bootstrap_variable(name: str, dialects: Collection[Dialect] = tuple(Dialect)) -> bool:
-    """Tell whether MPI libraries that understand these dialects find their ranks by it."""
+def is_bootstrap_variable(
+    name: str, protocols: Collection[PmiProtocol] = tuple(PmiProtocol)
+) -> bool:
+    """Return whether MPI libraries with these protocols read the variable to find their ranks."""
     return any(
-        each.dialect in dialects and each.bootstrap and re.match(each.bootstrap, name)
+        each.protocol in protocols and each.bootstrap and re.match(each.bootstrap, name)
         for each in LAUNCHERS
     )
 
 
 def is_launcher_variable(name: str) -> bool:
-    """Tell whether a launcher sets this variable for the ranks of its own job alone."""
+    """Return whether a launcher sets this variable only for the ranks of its job."""
     return any(each.owned and re.match(each.owned, name) for each in LAUNCHERS)
 
 
 def is_job_variable(name: str) -> bool:
-    """Tell whether a batch system sets this variable for all that runs in a job."""
+    """Return whether a batch system sets this variable for all processes of a job."""
     return any(each.job and re.match(each.job, name) for each in LAUNCHERS)
 
 
 def find_job(environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """Return the numbers of this job and of its step that Slurm gives; "" where there are none."""
+    """Return Slurm's job ID and step ID, "" if not set."""
     return environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_STEP_ID", "")

@@ -1,9 +1,9 @@
-"""The launcher of one MPI with the library of another, found before MPI_Init.
+"""Detect a launcher and an MPI library that do not match, before MPI_Init.
 
-A library that is not told its rank in words that it understands aborts inside MPI_Init (MPICH 5:
-"unsupported PMI version PMIx"), or starts as a world of its own on every rank. What the launcher
-has set is compared with what the library says of itself, which needs no MPI_Init. A library that
-may understand more than is known here is never refused.
+An MPI library that does not support the launcher's protocol aborts inside MPI_Init (MPICH 5:
+"unsupported PMI version PMIx"), or every rank becomes a separate MPI_COMM_WORLD. This module
+compares the launcher's variables with the library's version text, which needs no MPI_Init. It
+accepts libraries whose protocols are unknown.
 """
 
 from __future__ import annotations
@@ -24,49 +24,51 @@ from mpicoll.launch.environment import (
     is_started_by_mpi,
     replace_bootstrap_variables,
 )
-from mpicoll.launch.launchers import Dialect, Launcher
+from mpicoll.launch.launchers import Launcher, PmiProtocol
 from mpicoll.launch.mpi_library import find_function, find_library, find_mpiexec
 from mpicoll.launch.pmi import open_manager
 from mpicoll.launch.rendezvous import loopback
 from mpicoll.output import warn
 
-__all__ = ["LIBRARIES", "Library", "find_foreign", "find_mpi", "find_stale", "understand_manager"]
+__all__ = ["LIBRARIES", "Library", "find_foreign", "find_mpi", "find_stale", "match_launcher"]
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A family of MPI libraries, and the one dialect in which it learns its ranks.
+    """A family of MPI libraries and its built-in protocol.
 
     pattern: of MPI_Get_library_version's text.
-    dialect: the only one that it understands by itself.
-    linked:  functions that it has where it was linked with another's client of process managers,
-             and understands whatever that does.
-    settings: variables by which users give it one.
-    asks:    names of launchers that it asks which dialect they speak.
-    deaf:    the name of one that it does not understand, even inside those; "" without one.
+    protocol: the only protocol that it supports by itself.
+    client_functions: functions that it exports if it was linked with another PMI client library,
+             and so supports other protocols.
+    client_variables: variables that select another PMI client library.
+    flexible_launchers: names of launchers under which it detects the protocol.
+    unsupported_launcher: a launcher that it does not support, even inside these; "" without one.
     """
 
     pattern: str
-    dialect: Dialect
-    linked: tuple[str, ...] = ()
-    settings: tuple[str, ...] = ()
-    asks: tuple[str, ...] = ()
-    deaf: str = ""
+    protocol: PmiProtocol
+    client_functions: tuple[str, ...] = ()
+    client_variables: tuple[str, ...] = ()
+    flexible_launchers: tuple[str, ...] = ()
+    unsupported_launcher: str = ""
 
 
 LIBRARIES: tuple[Library, ...] = (
     # Before 5, Open MPI could be built with PMI-1 and PMI-2.
-    Library(r"Open MPI v([5-9]|\d\d)", Dialect.PMIX),
+    Library(r"Open MPI v([5-9]|\d\d)", PmiProtocol.PMIX),
     Library(
-        r"MPICH Version:", Dialect.PMI, linked=("PMIx_Init", "PMI_Init", "PMI2_Init")
+        r"MPICH Version:",
+        PmiProtocol.PMI,
+        client_functions=("PMIx_Init", "PMI_Init", "PMI2_Init"),
     ),
-    # Under Slurm and PALS it takes PMI-1, PMI-2 or PMIx, as it finds them (2021.18's libmpi.so).
+    # Under Slurm and PALS it detects PMI-1, PMI-2 or PMIx (2021.18's libmpi.so).
     Library(
         r"Intel\(R\) MPI Library",
-        Dialect.PMI,
-        settings=("I_MPI_PMI", "I_MPI_PMI_LIBRARY"),
-        asks=("srun", "PALS (HPE Cray's mpiexec)"),
-        deaf="Open MPI's mpirun",
+        PmiProtocol.PMI,
+        client_variables=("I_MPI_PMI", "I_MPI_PMI_LIBRARY"),
+        flexible_launchers=("srun", "PALS (HPE Cray's mpiexec)"),
+        unsupported_launcher="Open MPI's mpirun",
     ),
 )  # fmt: skip
 
@@ -76,17 +78,20 @@ def find_mpi(
     environment: Mapping[str, str] = os.environ,
     has: Callable[[str], bool] = lambda name: find_function(name) is not None,
 ) -> Library | None:
-    """Return the family of a library; None where it may understand more than one dialect.
+    """Return the family of a library; None if it is unknown or may support more protocols.
 
-    version: MPI_Get_library_version's text. has: tells whether the library has a function.
+    version: MPI_Get_library_version's text. has: returns whether the library exports a function.
     """
     present = {each.name for each in launchers.find_launchers(environment)}
     for each in LIBRARIES:
         if re.match(each.pattern, version):
             has_more = (
-                any(map(has, each.linked))
-                or any(map(environment.get, each.settings))
-                or (each.deaf not in present and not present.isdisjoint(each.asks))
+                any(map(has, each.client_functions))
+                or any(map(environment.get, each.client_variables))
+                or (
+                    each.unsupported_launcher not in present
+                    and not present.isdisjoint(each.flexible_launchers)
+                )
             )
             return None if has_more else each
     return None
@@ -94,20 +99,20 @@ def find_mpi(
 
 def find_foreign(
     library: Library, environment: Mapping[str, str] = os.environ
-) -> tuple[frozenset[Dialect], Launcher | None]:
-    """Return the dialects in which launchers speak to this process and the library does not listen,
-    and the launcher whose several ranks it would never see, None where there is no such launcher.
+) -> tuple[frozenset[PmiProtocol], Launcher | None]:
+    """Return the launchers' protocols that the library does not support, and the launcher whose
+    ranks it would not find, or None.
 
-    Where a launcher that it understands is there too, as where Slurm's MpiDefault=pmix starts the
-    proxies of MPICH's mpirun, that is the one that counts. A launcher of a single rank needs no
-    library that understands it. Where one does not say how many there are, as PRRTE's prterun, rank
-    0 may be alone: the error of the others ends a job that has them.
+    A launcher with a supported protocol takes precedence (Slurm's MpiDefault=pmix starts the
+    proxies of MPICH's mpirun). A launcher of a single rank needs no supported protocol. If the
+    launcher does not announce the number of ranks (PRRTE's prterun), rank 0 may be alone; in a
+    larger job the errors of the other ranks end the job.
     """
-    present = [each for each in launchers.find_launchers(environment) if each.dialect]
-    foreign = frozenset(each.dialect for each in present if each.dialect) - {library.dialect}
+    present = [each for each in launchers.find_launchers(environment) if each.protocol]
+    foreign = frozenset(each.protocol for each in present if each.protocol) - {library.protocol}
     if (
         not foreign
-        or any(each.dialect is library.dialect for each in present)
+        or any(each.protocol is library.protocol for each in present)
         or not is_started_by_mpi(environment)
         or environment.get(SINGLETON) == "1"
     ):
@@ -118,16 +123,16 @@ def find_foreign(
     return foreign, None if is_alone else first
 
 
-def understand_manager(mpi: ModuleType) -> contextlib.AbstractContextManager[None]:
-    """Return the context in which MPI_Init finds the launcher that this library understands.
+def match_launcher(mpi: ModuleType) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which MPI_Init finds the launcher whose protocol this library supports.
 
     mpi: mpi4py.MPI, before MPI_Init.
 
-    Raises LaunchError where the launcher's ranks would each be alone, or abort.
+    Raises LaunchError if each rank would be alone in MPI_COMM_WORLD, or abort.
     """
     library = find_mpi(mpi.Get_library_version())
-    understood = tuple(Dialect) if library is None else (library.dialect,)
-    if stale := find_stale(understood):
+    supported = tuple(PmiProtocol) if library is None else (library.protocol,)
+    if stale := find_stale(supported):
         if os.environ.get(SINGLETON) == "1":
             return replace_bootstrap_variables({})
         raise LaunchError(_explain_stale(stale))
@@ -138,11 +143,11 @@ def understand_manager(mpi: ModuleType) -> contextlib.AbstractContextManager[Non
         raise LaunchError(_explain(mpi, library, launcher))
     if foreign and launchers.announced()[1] == "?" and os.environ.get(SINGLETON) != "1":
         warn(
-            f"the launcher does not say how many ranks there are, and {mpi.get_vendor()[0]} does "
-            f"not understand it: rank 0 runs as a world of its own. {SINGLETON}=1 says that this "
-            "is meant"
+            f"the launcher does not announce the number of ranks, and {mpi.get_vendor()[0]} does "
+            f"not support its protocol: rank 0 runs as a single rank. If this is intended, set "
+            f"{SINGLETON}=1"
         )
-    # MPICH would ask a PMIx that it does not have, where it has been told its rank by PMI as well.
+    # MPICH would try PMIx, which it does not have, even if it has got its rank by PMI.
     return replace_bootstrap_variables({}, foreign) if foreign else contextlib.nullcontext()
 
 
@@ -150,20 +155,20 @@ def understand_manager(mpi: ModuleType) -> contextlib.AbstractContextManager[Non
 
 
 def find_stale(
-    understood: Collection[Dialect], environment: Mapping[str, str] = os.environ
+    supported: Collection[PmiProtocol], environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the variables that lead to a process manager that does not exist, and the reasons;
-    none if a manager exists, or if this cannot be known.
+    """Return the variables that refer to a process manager that does not exist, and the reasons.
+    Returns {} if a manager exists or if this is unknown.
 
-    understood: the dialects of the MPI library. One that finds no manager aborts or crashes.
+    supported: the protocols of the MPI library. A library that finds no manager aborts or crashes.
 
-    Programs that a rank has started have such variables, as a notebook does in ``srun --pty``.
+    Child processes of a rank inherit such variables, for example a notebook in ``srun --pty``.
     """
     stale: dict[str, str] = {}
-    for dialect in {each.dialect for each in launchers.find_launchers(environment)}:
-        if dialect not in understood:
+    for protocol in {each.protocol for each in launchers.find_launchers(environment)}:
+        if protocol not in supported:
             continue
-        for pattern, check in _MANAGERS[dialect].items():
+        for pattern, check in _MANAGERS[protocol].items():
             names = [name for name in environment if re.fullmatch(pattern, name)]
             found = {name: check(environment[name]) for name in names}
             if found:  # MPI uses the first
@@ -177,18 +182,18 @@ def find_stale(
 def _check_descriptor(value: str) -> str:
     with contextlib.suppress(OSError), open_manager(value):
         return ""
-    return f"file descriptor {value} is not a connection of this process"
+    return f"file descriptor {value} is not a connected socket of this process"
 
 
 def _check_port(value: str) -> str:
-    """Check ``...HOST:PORT`` of this machine without connecting, which looks like a rank."""
+    """Check that ``...HOST:PORT`` of this host is in use, without connecting like a rank."""
     port = value.rpartition(":")[2]
     listening = set[str]()
     for path in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(path).read_text().splitlines()[1:]:
                 _, local, _, state, *_ = line.split()
-                if state == _LISTENS:
+                if state == _LISTEN_STATE:
                     listening.add(str(int(local.rpartition(":")[2], 16)))
     if not port.isdigit() or not listening or port in listening:
         return ""
@@ -204,39 +209,39 @@ def _check_folder(value: str) -> str:
     return "" if Path(value).exists() else f"{value} does not exist"
 
 
-#: The state of a socket that listens, in /proc/net/tcp.
-_LISTENS = "0A"
-#: Variables that lead to a process manager, in the order in which libraries use them: a pattern of
+#: The state of a listening socket in /proc/net/tcp.
+_LISTEN_STATE = "0A"
+#: Variables that refer to a process manager, in the order in which libraries use them: a pattern of
 #: the names, and a function of the value that returns the fault, "" if there is none or unknown.
-_MANAGERS: dict[Dialect | None, dict[str, Callable[[str], str]]] = {
-    Dialect.PMI: {r"PMI_FD": _check_descriptor, r"PMI_PORT": _check_local_port},
-    Dialect.PMIX: {r"PMIX_SERVER_URI\d*": _check_port, r"PMIX_SERVER_TMPDIR": _check_folder},
+_MANAGERS: dict[PmiProtocol | None, dict[str, Callable[[str], str]]] = {
+    PmiProtocol.PMI: {r"PMI_FD": _check_descriptor, r"PMI_PORT": _check_local_port},
+    PmiProtocol.PMIX: {r"PMIX_SERVER_URI\d*": _check_port, r"PMIX_SERVER_TMPDIR": _check_folder},
 }
 
 
 def _explain_stale(stale: Mapping[str, str]) -> str:
     names = sorted(filter(launchers.is_bootstrap_variable, os.environ))
     reasons = {missing: name for name, missing in sorted(stale.items(), reverse=True)}
-    told = ", ".join(f"{name} ({missing})" for missing, name in reasons.items())
+    listed = ", ".join(f"{name} ({missing})" for missing, name in reasons.items())
     return (
-        "init_process_group: this process has variables of a launcher that does not serve it: "
-        f"{told}. It was probably started by a process that mpirun or srun had started, as a "
+        "init_process_group: this process has variables of a launcher that did not start it: "
+        f"{listed}. It probably inherited them from a process under mpirun or srun, for example a "
         f"notebook in `srun --pty`. Unset them: unset {' '.join(names)}; or start the job with "
-        f"mpirun or srun. {SINGLETON}=1 runs this process as a world of one rank"
+        f"mpirun or srun; or set {SINGLETON}=1 to run as a single rank"
     )
 
 
 def _explain(mpi: ModuleType, library: Library, launcher: Launcher) -> str:
-    assert launcher.dialect is not None
+    assert launcher.protocol is not None
     vendor, version = mpi.get_vendor()
     own = find_mpiexec()
     size = os.environ.get(launcher.size, "")
     name, value = (launcher.size, size) if size else (launcher.rank, os.environ[launcher.rank])
     return (
         f"init_process_group: the launcher and the MPI library do not match. {launcher.name} "
-        f"started this process{f' as one of {size} ranks' if size else ''} ({name}={value}) and "
-        f"tells it so by {launcher.dialect.value}; mpi4py loads {vendor} "
-        f"{'.'.join(map(str, version))} ({find_library()}), which understands "
-        f"{library.dialect.value} alone{f', and comes with {own}' if own else ''}. "
-        f"To do: {launcher.remedy}. {SINGLETON}=1 runs each process as a world of its own"
+        f"started this process{f' as one of {size} ranks' if size else ''} ({name}={value}) with "
+        f"the protocol {launcher.protocol.value}; mpi4py loads {vendor} "
+        f"{'.'.join(map(str, version))} ({find_library()}), which supports only "
+        f"{library.protocol.value}{f'. Its launcher is {own}' if own else ''}. "
+        f"Remedy: {launcher.remedy}. Set {SINGLETON}=1 to run each process as a single rank"
     )

@@ -1,4 +1,4 @@
-"""The MPI library that mpi4py has loaded: which file it is, and what it has."""
+"""Find the file, the functions and the mpiexec of the MPI library that mpi4py has loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["find_function", "find_library", "find_mpiexec"]
 
 
 def find_function(name: str) -> Any:
-    """Return a function of the MPI library, or of a library that it was linked with; else None."""
+    """Return a function of the MPI library or of its dependencies; None if it does not exist."""
     from mpi4py import MPI
 
     return getattr(ctypes.CDLL(MPI.__file__), name, None)
@@ -38,9 +38,9 @@ def find_library() -> Path:
 
 
 def find_mpiexec() -> Path | None:
-    """Return the mpiexec that was installed with that library; None where none is in its place."""
+    """Return the mpiexec that was installed with the library; None if it is not found."""
     folder = find_library().parent
     found = folder.parent / "bin" / "mpiexec"
-    # Of several that a system has in /usr, the one of this name may be any.
+    # /usr/bin/mpiexec may belong to another MPI of the system.
     is_own = folder.name in ("lib", "lib64") and folder.parent != Path("/usr")
     return found if is_own and found.exists() else None

@@ -40,7 +40,7 @@ def open_manager(descriptor: str) -> socket.socket:
 
 
 class PmiError(Exception):
-    """The process manager gives no answer, or not the expected one."""
+    """The process manager does not answer, or sends an unexpected answer."""
 
 
 class PmiClient:

@@ -1,4 +1,4 @@
-"""Ranks on the workers of Ray: ``mpicoll.launch.ray.run``."""
+"""Run a function on Ray actors as the ranks of one MPI world: ``mpicoll.launch.ray.run``."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ def run(
     timeout: float = 300.0,
     **options: Any,
 ) -> list[Any]:
-    """Run a function on Ray's workers, which are the ranks of one MPI world.
+    """Run a function on Ray actors, one actor per rank.
 
-    function: called as ``function(*args, **kwargs)`` on each rank, in a process of its own on the
-        worker. It makes its process group itself, like a script under mpirun.
-    args, kwargs: what it is called with; pickled.
-    ranks: how many. Ranks on one node get numbers in a row.
-    timeout: seconds for Ray to find room for all of them, and for the ranks to meet.
-    options: of the actors, one a rank, such as ``num_gpus=1``; ``num_cpus`` is 1 unless given.
+    function: called as ``function(*args, **kwargs)`` on each rank, in a new process next to the
+        actor. It calls init_process_group itself, like a script under mpirun.
+    args, kwargs: the arguments of the function; pickled.
+    ranks: number of ranks. Ranks of one node are consecutive.
+    timeout: seconds for Ray to schedule all actors and for all ranks to start MPI.
+    options: of the actors, such as ``num_gpus=1``; ``num_cpus`` is 1 by default.
 
-    Returns what the function returned, by rank.
+    Returns the results of the function, by rank.
 
-    Raises the exception of a rank whose function raised one, with the rank's traceback as its
-    cause; the other ranks are ended. LaunchError where Ray has no room, and where a rank ended
-    without an exception. ArgumentError (a ValueError) for an impossible number of ranks.
+    If the function raises on a rank, the other ranks are ended and its exception is raised, with
+    the rank's traceback as the cause. Raises LaunchError if Ray cannot schedule the actors, or if a
+    rank ends without an exception. Raises ArgumentError (a ValueError) if ranks is not a positive
+    integer.
     """
     import ray
     from ray import cloudpickle
@@ -50,9 +51,9 @@ def run(
             return ray.get(getattr(worker, method).remote(*arguments), timeout=limit)
         except ray.exceptions.GetTimeoutError:
             raise LaunchError(
-                f"{_WHERE}: Ray did not start {ranks} workers within {limit:g} s: each wants "
-                f"{options or {'num_cpus': 1}}, and the cluster has {ray.cluster_resources()}; ask "
-                "for fewer, or give a longer timeout"
+                f"{_WHERE}: Ray did not start {ranks} workers within {limit:g} s: each needs "
+                f"{options or {'num_cpus': 1}}, and the cluster has {ray.cluster_resources()}; "
+                "request fewer ranks or pass a longer timeout"
             ) from None
 
     return run_driven(workers, ask, lambda each: ray.kill(each), call, timeout, _WHERE)

@@ -1,4 +1,4 @@
-"""Where ranks that no launcher of MPI started find each other."""
+"""Rendezvous of ranks that were not started by an MPI launcher."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = [
 
 
 class Store(Protocol):
-    """Keys and values that all ranks see, such as a store of torch.distributed."""
+    """A key-value store that all ranks reach, such as a store of torch.distributed."""
 
     def set(self, key: str, value: str) -> object:
         """Set a key."""
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key, and wait for it until some rank has set it."""
+        """Return the value of a key; wait until a rank has set it."""
 
 
 class ServerNotFoundError(Exception):
-    """Rank 0's server is not there, or not yet.
+    """Rank 0's server does not answer, or not yet.
 
-    is_other: something else was there.
+    is_other: another program answers.
     """
 
     def __init__(self, why: str, is_other: bool = False) -> None:
@@ -40,16 +40,16 @@ class ServerNotFoundError(Exception):
 
 
 class RankTakenError(Exception):
-    """Rank 0's server has this rank already."""
+    """Another process has connected to rank 0's server as this rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where rank 0's server is, as rank 0 publishes it in a store.
+    """Address of rank 0's server, as published in a store.
 
-    hosts, port: its addresses, the likeliest first.
-    secret:  of the job; "" where it is not published.
-    machine: names what shares a loopback address with it, "" where that is unknown.
+    hosts, port: its addresses, most likely reachable first.
+    secret:  of the job; "" if it is not published.
+    machine: processes with the same ``host_identity.machine()`` connect through loopback.
     """
 
     hosts: list[str]
@@ -58,12 +58,12 @@ class ServerAddress:
     machine: str
 
     def format(self) -> str:
-        """Return it as text for a store."""
+        """Return the address as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def parse(cls, value: bytes) -> ServerAddress:
-        """Return the address that a store holds; raise ServerNotFoundError for anything else."""
+        """Return the address from JSON; raise ServerNotFoundError if it is invalid."""
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             address = cls(**json.loads(value))
             texts = [*address.hosts, address.secret, address.machine]
@@ -75,25 +75,25 @@ class ServerAddress:
             ):
                 return address
         raise ServerNotFoundError(
-            f"rank 0 has not written what is there: {value[:40]!r}", is_other=True
+            f"expected the address of rank 0's server, got {value[:40]!r}", is_other=True
         )
 
 
 def loopback(host: str) -> str:
-    """Return the host if it is a loopback address, which this host alone can reach; else ""."""
+    """Return ``host`` if it is a loopback address, else ""."""
     return host if host.startswith("127.") or host in ("::1", "localhost") else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """A store, and this process's place in the job.
+    """A store, and the rank of this process.
 
-    store: reaches all ranks.
-    rank, world_size: as the launcher, or whatever started the processes, announces them.
-    host: name or address of rank 0's host, "" if unknown. The server listens at its address if rank
-          0 resolves it to exactly one of its own, else at all addresses.
+    store: all ranks can read it.
+    rank, world_size: as announced by the program that started the ranks.
+    host: name or address of rank 0's host, "" if unknown. The server listens at this address if
+          rank 0 resolves it to exactly one of its addresses, else at all addresses.
     port: where the server listens, 0 for a free port.
-    after: called on rank 0 when all ranks have come, or will not.
+    after: called on rank 0 when all ranks have connected, or after a failure.
     """
 
     store: Store

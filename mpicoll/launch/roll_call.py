@@ -1,8 +1,8 @@
 """Local steps of initialization: a failure on one rank raises on all ranks.
 
 A rank that raises alone would leave the other ranks inside a collective call of MPI. So each rank
-catches the error of its local steps, the ranks exchange one record, and all of them raise: a failed
-rank raises its own error, and every other rank raises one that quotes the lowest failed rank.
+catches the error of its local steps and the ranks exchange one record. Then a failed rank raises
+its own error, and every other rank raises an error that quotes the lowest failed rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpicoll.errors import LaunchError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["call_roll", "has_left", "run_on_each"]
+__all__ = ["agree_or_raise", "has_abandoned", "run_on_each"]
 
 _WHERE = "init_process_group"
 #: A record: whether the rank failed, its requested rank, and the beginning of its error.
@@ -27,9 +27,9 @@ _RECORD = struct.Struct("<qq496s")
 #: Maximum size of an error message that is sent to the other ranks, in bytes.
 _TEXT_BYTES = 496
 #: Seconds that a failed rank waits until all ranks have its error, before it raises.
-_TELL_TIMEOUT_S = 5.0
-#: Seconds for which a waiting rank only yields the processor, and its pause between later tests.
-_YIELD_S, _PAUSE_S = 0.01, 1e-3
+_NOTIFY_TIMEOUT_S = 5.0
+#: Seconds for which a waiting rank yields the processor between tests, and its later test interval.
+_YIELD_S, _TEST_INTERVAL_S = 0.01, 1e-3
 
 T = TypeVar("T")
 
@@ -39,26 +39,26 @@ class _Exchange(NamedTuple):
 
     comm: MPI.Intracomm
     request: MPI.Request
-    mine: bytes
-    everybody: bytearray
+    send: bytes
+    recv: bytearray
 
 
-#: Exchanges that a failed rank has left before all others had joined, oldest first.
-_left: list[_Exchange] = []
+#: Exchanges that a failed rank has abandoned before all ranks had called, oldest first.
+_abandoned: list[_Exchange] = []
 
 
-def call_roll(
+def agree_or_raise(
     comm: MPI.Intracomm, requested: int | None = None, error: Exception | None = None
 ) -> list[int]:
-    """Exchange the results of each rank's local steps. All ranks call.
+    """Exchange the results of the ranks' local steps; raise if one failed. All ranks call.
 
     requested: the rank that this process was given; None for its rank in ``comm``.
     error: of this rank's local steps, None if they have succeeded.
 
     Returns the ranks in ``comm`` in the order of the requested ranks.
 
-    Raises ``error`` on a failed rank, after a few seconds even if other ranks have not called, and
-    LaunchError on every other rank. Raises LaunchError on all ranks if two requested the same.
+    Raises ``error`` on a failed rank, within _NOTIFY_TIMEOUT_S even if other ranks have not called,
+    and LaunchError on every other rank. Raises LaunchError on all ranks if two requested the same.
     """
     me, size = comm.Get_rank(), comm.Get_size()
     wanted = me if requested is None else requested
@@ -86,39 +86,37 @@ def _exchange(
     """Return all ranks' records; None if this rank has failed and not all ranks call in time."""
     from mpi4py import MPI
 
-    while _left:  # completed by the first calls of other ranks
-        _wait(_left[0].request, None)
-        del _left[0]
-    everybody = bytearray(_RECORD.size * comm.Get_size())
-    request = comm.Iallgather([mine, MPI.BYTE], [everybody, _RECORD.size, MPI.BYTE])
-    if not _wait(request, _TELL_TIMEOUT_S if failed else None):
-        _left.append(_Exchange(comm, request, mine, everybody))
+    while _abandoned:  # completed by the first calls of other ranks
+        _wait(_abandoned[0].request, None)
+        del _abandoned[0]
+    recv = bytearray(_RECORD.size * comm.Get_size())
+    request = comm.Iallgather([mine, MPI.BYTE], [recv, _RECORD.size, MPI.BYTE])
+    if not _wait(request, _NOTIFY_TIMEOUT_S if failed else None):
+        _abandoned.append(_Exchange(comm, request, mine, recv))
         return None
-    return list(_RECORD.iter_unpack(everybody))
+    return list(_RECORD.iter_unpack(recv))
 
 
-def has_left(comm: MPI.Intracomm) -> bool:
-    """Return whether this rank has left an exchange over ``comm`` before all others had joined."""
-    return any(one.comm == comm for one in _left)
+def has_abandoned(comm: MPI.Intracomm) -> bool:
+    """Return whether this rank has abandoned an exchange over ``comm``, whose buffers MPI uses."""
+    return any(one.comm == comm for one in _abandoned)
 
 
 def _wait(request: MPI.Request, limit: float | None) -> bool:
-    """Wait for a request with Python running, so that signals and threads are served."""
+    """Wait for a request by tests, so that Python handles signals and runs other threads."""
     start = time.monotonic()
     while not request.Test():
         waited = time.monotonic() - start
         if limit is not None and waited > limit:
             return False
-        os.sched_yield() if waited < _YIELD_S else time.sleep(_PAUSE_S)
+        os.sched_yield() if waited < _YIELD_S else time.sleep(_TEST_INTERVAL_S)
     return True
 
 
 def run_on_each(comm: MPI.Intracomm, step: Callable[[], T]) -> T:
-    """Run a local step, which must not wait for other ranks. All ranks call.
+    """Run a local step, which must not wait for other ranks; return its result. All ranks call.
 
-    Returns its result.
-
-    Raises its own exception on a rank where it failed, and LaunchError on every other rank.
+    Raises its exception on a rank where it failed, and LaunchError on every other rank.
     """
     from mpi4py import MPI
 

@@ -1,40 +1,41 @@
-"""The process through which ranks that no launcher of MPI started become one MPI world.
+"""PMI server: the process manager of ranks that were not started by an MPI launcher.
 
-Rank 0 starts it as ``python -I -S server.py``: one file, with the standard library alone, starts
-fast. It cannot be a thread of rank 0, because MPI_Init blocks all threads. It reads its settings on
-standard input, one line of JSON, and it answers with its port, one line on standard output.
+Rank 0 starts it as ``python -I -S server.py``, a file that needs only the standard library, so it
+starts fast. It cannot be a thread of rank 0, because MPI_Init blocks all threads. It reads its
+settings as one line of JSON on standard input and prints its port as one line of JSON.
 
-Each rank makes two connections. Its MPI library uses the first one for PMI-1. On the second one,
-the watch, the rank reports its end and receives the ends of other ranks. A connection begins with
+Each rank opens two connections. Its MPI library uses the first one for PMI-1. On the second one,
+the watch connection, the rank reports its state and is notified when the job ends. A connection
+begins with
 
     server  mpicoll 1 NONCE
-    rank    ROLE RANK SIZE NODE NONCE MAC           ROLE: pmi or watch; MAC: of the words before it
-    server  ok MAC, or refused WHY, or taken (by another process that is this rank)
+    rank    ROLE RANK SIZE NODE NONCE MAC           ROLE: pmi or watch; MAC: of the preceding words
+    server  ok MAC, or refused WHY, or taken (another process has connected as this rank)
 
-MACs are HMAC-SHA256 under the secret of the job. Both sides prove that they know it, and neither
-sends it, unless the port is all that ranks are given (``open``): then a rank may ask
+MACs are HMAC-SHA256 under the secret of the job. Both sides prove that they have the secret without
+sending it. If ranks know only the port (``open``), a rank may request the secret
 
     rank    secret
     server  secret SECRET
 
-The words on a watch:
+The messages on a watch connection:
 
-    rank    busy, free        in a process group of all ranks; has left its groups
+    rank    busy, free        in a process group of all ranks; not in any process group
             busy part         in a process group of some ranks
-            failed WHY        cannot begin
-            end               wants to finalise MPI, and waits for the answer
-            abort CODE        ends the job
-            late              will not wait any longer for ranks that have not come
-            there             asks whether the server still runs
+            failed WHY        failed before it started MPI
+            end               wants to finalize MPI, waits for the answer
+            abort CODE        aborts the job
+            late              timed out waiting for ranks to connect
+            there             checks that the server is alive
     server  go                all ranks have connected
-            refused WHY       a rank belongs to a different job
-            stuck RANK,...    these do not come out of MPI_Init
-            missing RANK,...  some rank will not wait any longer for these
-            lost RANK         a rank ended without a word
-            abort RANK CODE   a rank ended the job
-            end all           all ranks are ready to finalise MPI
-            end some          a rank is not
-            here              it runs
+            refused WHY       a rank failed or does not belong to the job
+            stuck RANK,...    these ranks did not return from MPI_Init in time
+            missing RANK,...  a rank timed out waiting for these ranks
+            lost RANK         a rank ended without a message
+            abort RANK CODE   a rank aborted the job
+            end all           all ranks are ready to finalize MPI
+            end some          some ranks are lost: do not finalize MPI
+            here              answer to there
 """
 
 from __future__ import annotations
@@ -58,20 +59,19 @@ from mpicoll.line_protocol import LineConnection, is_proof, mac
 __all__ = ["GREETING", "RUNS_MPI", "Server", "mapping"]
 
 GREETING = "mpicoll 1"
-#: The node of ranks whose MPI runs already: they only exchange values by PMI's put and get.
+#: Node name of ranks in which MPI runs already. They only exchange values by PMI's put and get.
 RUNS_MPI = "runs-mpi"
-#: Seconds within which a connection has to identify itself.
-_IDENTIFY_TIMEOUT = 10.0
-#: Seconds between the news that a rank was lost and the end of the others' connections to PMI: a
-#: rank inside MPI_Init learns it that way.
-_GRACE = 3.0
-#: Most bytes of a line: before and after a connection has identified itself.
-_SHORT, _LONG = 1024, 1 << 16
-#: Most connections that are not identified, bytes that a rank has not read (others: _SHORT), and
-#: bytes that ranks have put.
-_STRANGERS, _UNREAD, _STORED = 4096, 1 << 24, 1 << 28
+#: Seconds within which a connection has to authenticate.
+_AUTHENTICATION_TIMEOUT_S = 10.0
+#: Seconds from the failure of the job until the PMI connections are closed, which ends ranks inside
+#: MPI_Init.
+_CLOSE_DELAY_S = 3.0
+#: Maximum length of a line before and after authentication, in bytes.
+_MAX_UNAUTHENTICATED_LINE_BYTES, _MAX_LINE_BYTES = 1024, 1 << 16
+#: Maximum number of unauthenticated connections, of unread bytes per rank, and of bytes put by PMI.
+_MAX_UNAUTHENTICATED_COUNT, _MAX_UNREAD_BYTES, _MAX_STORED_BYTES = 4096, 1 << 24, 1 << 28
 
-#: PMI-1: commands with an answer that does not depend on the state.
+#: PMI-1: commands with a constant answer.
 _ANSWERS = {
     "init": "cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1",
     "get_maxes": "cmd=maxes rc=0 kvsname_max=64 keylen_max=64 vallen_max=1024",
@@ -83,9 +83,9 @@ _ANSWERS = {
 
 
 def mapping(nodes: list[str]) -> str:
-    """Format which rank is on which node as PMI does, from the nodes' names by rank.
+    """Return PMI_process_mapping from the node names of the ranks.
 
-    Blocks of (number of the first node, nodes, ranks on each).
+    It has blocks of (number of the first node, number of nodes, ranks on each node).
     """
     numbers: dict[str, int] = {}
     blocks: list[list[int]] = []
@@ -99,30 +99,30 @@ def mapping(nodes: list[str]) -> str:
 
 
 class _Connection(LineConnection):
-    """A connection and the rank of its peer."""
+    """A connection and the rank of its peer, -1 before authentication."""
 
     def __init__(self, sock: socket.socket) -> None:
-        super().__init__(sock, _SHORT, _SHORT)
+        super().__init__(sock, _MAX_UNAUTHENTICATED_LINE_BYTES, _MAX_UNAUTHENTICATED_LINE_BYTES)
         self.role = ""
         self.rank = -1
-        self.is_closing = False  # once everything has been sent
+        self.is_closing = False  # close after all data has been sent
 
     def accept_rank(self, role: str, rank: int) -> None:
-        """Record that the peer has proved that it is a rank of the job."""
+        """Record that the peer has authenticated as a rank of the job."""
         self.role, self.rank = role, rank
-        self.max_line_bytes, self.max_unread_bytes = _LONG, _UNREAD
+        self.max_line_bytes, self.max_unread_bytes = _MAX_LINE_BYTES, _MAX_UNREAD_BYTES
 
 
 class Server:
-    """Serves one job until no rank is left.
+    """Serves one job until all ranks have disconnected.
 
     listener: the listening socket.
     secret:   of the job.
     size:     number of ranks.
-    limit:    seconds that ranks which have all come may take to start MPI.
-    hands_out: gives the secret to any process that asks.
-    starter:  a descriptor that is at its end when rank 0 has ended or is connected: without rank 0
-              there is no job.
+    limit:    seconds for MPI_Init after all ranks have connected.
+    sends_secret: send the secret to any process that requests it.
+    starter:  a descriptor that reaches its end when rank 0 has ended or has connected. The server
+              stops if rank 0 ends before it connects.
     """
 
     def __init__(
@@ -131,41 +131,41 @@ class Server:
         secret: str,
         size: int,
         limit: float,
-        hands_out: bool = False,
+        sends_secret: bool = False,
         starter: int | None = None,
     ) -> None:
         self.listener = listener
         self.secret = secret
         self.size = size
         self.limit = limit
-        self.hands_out = hands_out
+        self.sends_secret = sends_secret
         self.starter = starter
-        # MPI libraries name shared memory by it: no other job may have it on any node.
+        # MPI libraries use it in names of shared memory, so it must be unique on every node.
         self.name = f"mpicoll-{secrets.token_hex(8)}"
         self.selector = selectors.DefaultSelector()
         self.connections: set[_Connection] = set()
         self.pmi: dict[int, _Connection] = {}
         self.watch: dict[int, _Connection] = {}
         self.nodes: dict[int, str] = {}
-        self.state: dict[int, str] = {}  # busy, free, end or gone, of each rank that has come
-        self.cycles: dict[int, int] = {}  # how often each rank has become busy
-        self.values: dict[str, str] = {}
-        self.stored = 0
-        self.fence: set[int] = set()  # ranks that wait in PMI's barrier
+        self.state: dict[int, str] = {}  # of each connected rank: busy, free, end or gone
+        self.cycles: dict[int, int] = {}  # number of times that each rank became busy
+        self.values: dict[str, str] = {}  # of PMI's put
+        self.stored_bytes = 0
+        self.fence: set[int] = set()  # ranks in PMI's barrier
         self.starting: set[int] = set()  # ranks inside MPI_Init
         self.ended: set[int] = set()  # ranks in state end or gone
-        self.earliest = -1  # the one of them that was in the fewest process groups
-        self.latest = 0  # the most process groups that any rank was in
-        self.has_announced_end = False  # the ranks know how to end
-        self.is_complete = False  # all ranks have come
-        self.init_deadline = 0.0  # until when ranks may be inside MPI_Init
-        self.why = ""  # why the job ends badly
-        self.cut_off = float("inf")  # when it is cut off
+        self.earliest = -1  # the ended rank with the fewest cycles
+        self.latest = 0  # the largest number of cycles of any rank
+        self.has_announced_end = False
+        self.is_complete = False  # all ranks have connected
+        self.init_deadline = 0.0  # of MPI_Init
+        self.failure = ""  # the message with which the job failed
+        self.close_deadline = float("inf")  # when the server stops after a failure
 
     # --- the loop --------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Serve until all ranks have gone, or none has come."""
+        """Serve until all ranks have disconnected, or rank 0 has ended before it connected."""
         try:
             self._serve()
         finally:
@@ -194,17 +194,19 @@ class Server:
                     self._read(key.data)
             now = time.monotonic()
             for peer in list(self.connections):
-                if not peer.role and now - peer.since > _IDENTIFY_TIMEOUT:
+                if not peer.role and now - peer.since > _AUTHENTICATION_TIMEOUT_S:
                     self._drop(peer)
             if self.starting and now > self.init_deadline:
-                self._end_badly(f"stuck {','.join(map(str, sorted(self.starting)))}")
-            if now > self.cut_off or not (self.pmi or self.watch or self.starter is not None):
+                self._fail(f"stuck {','.join(map(str, sorted(self.starting)))}")
+            if now > self.close_deadline or not (
+                self.pmi or self.watch or self.starter is not None
+            ):
                 return
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             sock, _ = self.listener.accept()
-            if len(self.connections) >= _STRANGERS + 2 * self.size:
+            if len(self.connections) >= _MAX_UNAUTHENTICATED_COUNT + 2 * self.size:
                 sock.close()
                 return
             tune(sock)
@@ -243,7 +245,7 @@ class Server:
                 if line is None:
                     return
                 self._handle(peer, line.decode("ascii").rstrip("\r"))
-        except Exception:  # OSError, or a line that no rank sends
+        except Exception:  # OSError, or an invalid message
             self._drop(peer)
 
     def _drop(self, peer: _Connection) -> None:
@@ -259,7 +261,7 @@ class Server:
         elif peer.role == "watch":
             del self.watch[peer.rank]
             if self.state[peer.rank] == "busy":
-                self._end_badly(f"lost {peer.rank}")
+                self._fail(f"lost {peer.rank}")
             self._set_state(peer.rank, "gone")
 
     def _handle(self, peer: _Connection, line: str) -> None:
@@ -267,30 +269,30 @@ class Server:
             self._handle_pmi(peer, line)
         elif peer.role == "watch":
             self._handle_watch(peer, line)
-        elif line == "secret" and self.hands_out:
+        elif line == "secret" and self.sends_secret:
             self._send(peer, f"secret {self.secret}")
         else:
-            self._identify(peer, line)
+            self._authenticate(peer, line)
 
-    # --- ranks that come -------------------------------------------------------------------------
+    # --- connecting ranks ------------------------------------------------------------------------
 
-    def _identify(self, peer: _Connection, line: str) -> None:
+    def _authenticate(self, peer: _Connection, line: str) -> None:
         *words, proof = line.split(" ")
         if not is_proof(proof, self.secret, "rank", peer.nonce, *words):
             self._drop(peer)
             return
         role, number, size, node, nonce = words
         rank, known = int(number), {"pmi": self.pmi, "watch": self.watch}[role]
-        why = ""
+        failure = ""
         if int(size) != self.size:
-            why = f"rank {rank} has world_size={size}, and rank 0 has world_size={self.size}"
+            failure = f"rank {rank} has world_size={size}, and rank 0 has world_size={self.size}"
         elif not 0 <= rank < self.size:
-            why = f"there is no rank {rank} in a world of {self.size}"
-        if why:
-            self._end_badly(f"refused {why}")
-        if why or rank in known:
+            failure = f"rank {rank} is out of range: world_size is {self.size}"
+        if failure:
+            self._fail(f"refused {failure}")
+        if failure or rank in known:
             peer.is_closing = True
-            self._send(peer, f"refused {why}" if why else "taken")
+            self._send(peer, f"refused {failure}" if failure else "taken")
             return
         peer.accept_rank(role, rank)
         known[rank] = peer
@@ -298,20 +300,20 @@ class Server:
         if role == "watch":
             self.nodes[rank] = node
             self.state[rank] = "busy"
-            self.cycles[rank] = 0  # the first process group is on its way
-            if self.why:
-                self._send(peer, self.why)
+            self.cycles[rank] = 0  # the rank is about to create its first process group
+            if self.failure:
+                self._send(peer, self.failure)
         if len(self.pmi) == len(self.watch) == self.size:
             self._complete()
 
     def _complete(self) -> None:
-        """Let the ranks go on: all have come, and no other connection belongs here."""
+        """Stop listening and notify the ranks that all of them have connected."""
         running = [rank for rank, node in sorted(self.nodes.items()) if node == RUNS_MPI]
         if running and len(running) < self.size:
             fresh = sorted(set(range(self.size)) - set(running))
-            self._end_badly(
-                f"refused MPI runs already on ranks {running}, in a world without ranks {fresh}: "
-                "processes that start later cannot join it"
+            self._fail(
+                f"refused MPI runs already on ranks {running}, and its MPI_COMM_WORLD does not "
+                f"have ranks {fresh}: processes that start later cannot join it"
             )
             return
         self.is_complete = True
@@ -326,7 +328,7 @@ class Server:
         self.values["PMI_process_mapping"] = mapping(nodes)
         self._send_all("go")
 
-    # --- how ranks end ---------------------------------------------------------------------------
+    # --- state of the ranks ----------------------------------------------------------------------
 
     def _handle_watch(self, peer: _Connection, line: str) -> None:
         word, _, rest = line.partition(" ")
@@ -334,12 +336,12 @@ class Server:
             self.cycles[peer.rank] += line == "busy"
             self._set_state(peer.rank, word)
         elif word == "abort":
-            self._end_badly(f"abort {peer.rank} {int(rest)}")
+            self._fail(f"abort {peer.rank} {int(rest)}")
         elif word == "failed":
-            self._end_badly(f"refused rank {peer.rank} failed: {rest}")
+            self._fail(f"refused rank {peer.rank} failed: {rest}")
         elif word == "late" and not self.is_complete:
             missing = [rank for rank in range(self.size) if rank not in self.watch]
-            self._end_badly(f"missing {','.join(map(str, missing))}")
+            self._fail(f"missing {','.join(map(str, missing))}")
         elif word == "there":
             self._send(peer, "here")
 
@@ -347,12 +349,12 @@ class Server:
         for peer in list(self.watch.values()):
             self._send(peer, line)
 
-    def _end_badly(self, why: str) -> None:
-        """Tell all ranks, once: what follows are ranks that end because of it."""
-        if not self.why:
-            self.why = why
-            self.cut_off = time.monotonic() + _GRACE
-            self._send_all(why)
+    def _fail(self, failure: str) -> None:
+        """Send the first failure to all ranks. Later failures are consequences and are ignored."""
+        if not self.failure:
+            self.failure = failure
+            self.close_deadline = time.monotonic() + _CLOSE_DELAY_S
+            self._send_all(failure)
 
     def _set_state(self, rank: int, state: str) -> None:
         self.state[rank] = state
@@ -363,9 +365,9 @@ class Server:
             self.ended.add(rank)
             if self.cycles[rank] < self.cycles.get(self.earliest, self.latest + 1):
                 self.earliest = rank
-        # A later process group lacks a rank that has ended.
+        # An ended rank is missing in a later process group.
         if self.cycles.get(self.earliest, self.latest) < self.latest:
-            self._end_badly(f"lost {self.earliest}")
+            self._fail(f"lost {self.earliest}")
         if len(self.ended) == self.size and not self.has_announced_end:
             self.has_announced_end = True
             self._send_all("end some" if "gone" in self.state.values() else "end all")
@@ -374,39 +376,39 @@ class Server:
 
     def _handle_pmi(self, peer: _Connection, line: str) -> None:
         if not line.startswith("cmd="):
-            if line == "endcmd":  # the end of an mcmd, which is a spawn
+            if line == "endcmd":  # the end of a spawn command (mcmd)
                 self._send(peer, "cmd=spawn_result rc=-1 msg=not_supported")
             return
-        # The value of a put comes last and may hold anything.
+        # The value of a put comes last and may contain any characters.
         line, _, value = line.partition(" value=")
         words = dict(word.split("=", 1) for word in line.split() if "=" in word)
         answer = _ANSWERS.get(words["cmd"])
         if answer is not None:
             self._send(peer, answer.format(size=self.size, name=self.name))
         elif words["cmd"] == "put":
-            self.stored += len(words["key"]) + len(value)
-            if self.stored > _STORED:
-                raise ValueError("too much")
+            self.stored_bytes += len(words["key"]) + len(value)
+            if self.stored_bytes > _MAX_STORED_BYTES:
+                raise ValueError("PMI values exceed the limit")
             self.values[words["key"]] = value
             self._send(peer, "cmd=put_result rc=0 msg=success")
         elif words["cmd"] == "get":
             found = self.values.get(words["key"])
-            status = (
-                "rc=-1 msg=key_not_found value=unknown" if found is None else "rc=0 msg=success"
+            result = (
+                "rc=-1 msg=key_not_found value=unknown"
+                if found is None
+                else f"rc=0 msg=success value={found}"
             )
-            self._send(
-                peer, f"cmd=get_result {status}" + ("" if found is None else f" value={found}")
-            )
+            self._send(peer, f"cmd=get_result {result}")
         elif words["cmd"] == "barrier_in":
             self.fence.add(peer.rank)
             self._check_fence()
         elif words["cmd"] == "abort":
-            self._end_badly(f"abort {peer.rank} {int(words.get('exitcode', 1))}")
+            self._fail(f"abort {peer.rank} {int(words.get('exitcode', 1))}")
         else:
             self._send(peer, f"cmd={words['cmd']}_result rc=-1 msg=not_supported")
 
     def _check_fence(self) -> None:
-        """Release the barrier when all ranks that are left are in it."""
+        """Release the barrier when all connected ranks are in it."""
         if self.fence and len(self.fence) == len(self.pmi) and self.is_complete:
             waiting, self.fence = self.fence, set()
             for peer in [self.pmi[rank] for rank in waiting]:
@@ -414,7 +416,7 @@ class Server:
 
 
 def tune(sock: socket.socket) -> None:
-    """Send small messages at once, and notice a peer whose machine is gone."""
+    """Send small messages immediately, and detect a peer whose host is down."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, seconds in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
@@ -423,7 +425,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket: of peer address, or of all where the host is empty."""
+    """Return a socket that listens at one address, or at all addresses if ``host`` is empty."""
     backlog = 4096
     if not host and socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
@@ -435,7 +437,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def main() -> None:
-    """Read the settings, answer with the port, and serve."""
+    """Read the settings, print the port, and serve."""
     settings = json.loads(sys.stdin.readline())
     try:
         listener = listen(settings["host"], settings["port"])
@@ -443,21 +445,16 @@ def main() -> None:
         print(json.dumps({"error": error.strerror}), flush=True)
         return
     print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
-    if os.fork():  # a child of rank 0 would be found by its os.wait()
+    if os.fork():  # os.wait() of rank 0 must not find this process
         os._exit(0)
     # A reader of rank 0's output must not wait for this process.
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files[1], files[1]))  # two a rank
-    served = Server(
-        listener,
-        settings["secret"],
-        settings["size"],
-        settings["limit"],
-        settings["open"],
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files[1], files[1]))  # two connections per rank
+    Server(
+        listener, settings["secret"], settings["size"], settings["limit"], settings["open"],
         sys.stdin.fileno(),
-    )
-    served.serve()
+    ).serve()  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Ranks on the executors of Spark, by its barrier mode: ``mpicoll.launch.spark.run``."""
+"""Run a function in a Spark barrier stage as one MPI world: ``mpicoll.launch.spark.run``."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def run(
     timeout: float = 300.0,
     spark: Any = None,
 ) -> list[Any]:
-    """Run a function in the tasks of a barrier stage, which are the ranks of one MPI world.
+    """Run a function in the tasks of a barrier stage, one rank per task.
 
-    function: called as ``function(*args, **kwargs)`` on each rank, in a process of its own beside
-        the task. It makes its process group itself, like a script under mpirun.
-    args, kwargs: what it is called with; pickled.
-    ranks: how many; Spark must have as many free slots at once.
-    timeout: seconds for the ranks to meet.
-    spark: the SparkSession; the active one, or a new one, where None.
+    function: called as ``function(*args, **kwargs)`` on each rank, in a new process next to the
+        task. It calls init_process_group itself, like a script under mpirun.
+    args, kwargs: the arguments of the function; pickled.
+    ranks: number of ranks. Spark needs one free slot per rank at the same time.
+    timeout: seconds for all ranks to start MPI.
+    spark: the SparkSession; None: the active one, or a new one.
 
-    Returns what the function returned, by rank.
+    Returns the results of the function, by rank.
 
-    Raises the exception of a rank whose function raised one, with the rank's traceback as its
-    cause; the other ranks are ended. LaunchError where a rank ended without an exception, and for a
-    session of Spark Connect. ArgumentError (a ValueError) for an impossible number of ranks.
-    Spark's own errors, such as too few slots, are not changed.
+    If the function raises on a rank, the other ranks are ended and its exception is raised, with
+    the rank's traceback as the cause. Raises LaunchError if a rank ends without an exception, or
+    for a Spark Connect session. Raises ArgumentError (a ValueError) if ranks is not a positive
+    integer. Errors of Spark, such as too few slots, are passed on.
     """
     from pyspark import cloudpickle
     from pyspark.sql import SparkSession
@@ -48,8 +48,8 @@ def run(
         context = (spark or SparkSession.builder.getOrCreate()).sparkContext
     except AttributeError:
         raise LaunchError(
-            f"{_WHERE}: the session has no sparkContext, as those of Spark Connect: barrier stages "
-            "start from one. Run this where the driver runs, with a session that is made by "
+            f"{_WHERE}: the session has no sparkContext, which barrier stages need (Spark Connect "
+            "sessions have none). Call it in the driver, with a session created by "
             "SparkSession.builder.master(...) or spark-submit"
         ) from None
 
@@ -61,7 +61,7 @@ def run(
 
 
 def _run_rank(size: int, limit: float, call: bytes) -> Outcome:
-    """Run one rank, in its task. Only the tasks reach each other: by allGather."""
+    """Run one rank, in its task. The tasks exchange their ``Ready`` records by allGather."""
     from pyspark import BarrierTaskContext
 
     context = BarrierTaskContext.get()

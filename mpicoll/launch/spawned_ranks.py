@@ -1,8 +1,8 @@
-"""Processes that are started later, and join a job that runs (MPI_Comm_spawn, MPI-4.1 chapter 11).
+"""Start processes that join a running job (MPI_Comm_spawn, MPI-4.1 chapter 11).
 
-MPI_Comm_spawn returns when the new processes have called MPI_Init, and waits for ever for one that
-does not. So each starts here, calls MPI_Init at once, and then runs the program. Until it joins, in
-init_process_group, the ranks that wait for it can hear of its end, and go on without.
+MPI_Comm_spawn returns when the new processes have called MPI_Init, and hangs if one does not. So a
+new process starts in ``main``, which calls MPI_Init immediately and then runs the program. If the
+process ends before it joins in init_process_group, the waiting ranks detect this and continue.
 """
 
 from __future__ import annotations
@@ -31,94 +31,94 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "WORDS",
-    "answer",
+    "MAX_FAILURE_BYTES",
     "find_command",
     "has_grown",
     "join",
     "main",
     "merge",
+    "send_result",
     "start",
+    "unsupported_reason",
     "wait",
-    "why_not",
 ]
 
 _WHERE = "grow_group"
-#: What starts a new process, before the program and its arguments.
+#: Arguments of the interpreter before the program and its arguments.
 _MAIN = ("-c", "from mpicoll.launch.spawned_ranks import main; main()")
-#: A process that ends well whatever the program does; see docs/reliability.md.
+#: A process that exits with code 0 even if the program fails; see docs/reliability.md.
 _SHELL = ("sh", "-c", 'trap "" USR1; "$@"; true', "sh")
-#: Tags of what new processes and the first of the others tell each other.
-_HELLO, _READY, _GO = range(1, 4)
-#: Seconds that a new process has to start and to call MPI_Init, before the program begins; and that
-#: all have to be joined, once all are there.
-_START = 60.0
-_PAUSE = 2e-3
-#: Bytes of what is wrong, at most.
-WORDS = 300
+#: Tags of messages between new processes and rank 0: MPI has started, waiting in
+#: init_process_group, and rank 0's reply.
+_STARTED, _READY, _RESULT = range(1, 4)
+#: Timeout in seconds of MPI_Comm_spawn, and of MPI_Intercomm_merge once all processes are ready.
+_START_TIMEOUT_S = 60.0
+_POLL_INTERVAL_S = 2e-3
+#: Maximum size in bytes of a failure message.
+MAX_FAILURE_BYTES = 300
 
-#: In a new process, until it joins: the processes that have started it.
+#: In a new process, until it joins: the intercommunicator to the ranks that started it.
 _parent: MPI.Intercomm | None = None
-#: All ranks of the job, since it has grown.
-_everybody: MPI.Intracomm | None = None
+#: All ranks of a job that has grown.
+_world: MPI.Intracomm | None = None
 
 
-def why_not() -> str:
-    """Return why no process can be started that joins, "" if one can: the same on all ranks."""
+def unsupported_reason() -> str:
+    """Return why this job cannot start processes that join, "" if it can. The same on all ranks."""
     if world.is_serialized():
-        return "MPI lets one thread in at a time"
+        return "MPI provides less than MPI_THREAD_MULTIPLE"
     if any(each.manager and each.manager in os.environ for each in LAUNCHERS):
         return ""
-    return "the ranks were not started by Open MPI's mpirun or the mpiexec of MPICH's family"
+    return "the ranks were not started by Open MPI's mpirun or an mpiexec of the MPICH family"
 
 
 def has_grown() -> bool:
-    """Return whether the job has more ranks than its launcher knows of."""
-    return _everybody is not None
+    """Return whether the job has more ranks than its launcher started."""
+    return _world is not None
 
 
-# --- those that have been there -------------------------------------------------------------------
+# --- existing ranks -------------------------------------------------------------------------------
 
 
-def find_program(words: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """Return the options of the interpreter that runs this program, and the program itself.
+def find_program(command: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """Return the interpreter options of a command line, and the program with its arguments.
 
-    words: of its command line, from the interpreter on; () are those of this process.
+    command: the command line, starting with the interpreter; (): of this process.
 
-    The program is a script and its arguments, or -m and a module, or -c and code, before them.
-    Raises ArgumentError where it is none of these.
+    The program is a script, -m and a module, or -c and code. Raises ArgumentError otherwise.
     """
-    words = [*(words or sys.orig_argv)]
-    place = 1
-    while place < len(words) and words[place].startswith("-") and len(words[place]) > 1:
-        word, place = words[place], place + 1
+    words = [*(command or sys.orig_argv)]
+    index = 1
+    while index < len(words) and words[index].startswith("-") and len(words[index]) > 1:
+        word, index = words[index], index + 1
         if word.startswith("--"):
-            place += word == "--check-hash-based-pycs"
+            index += word == "--check-hash-based-pycs"
             continue
-        for at, letter in enumerate(word[1:], 2):
+        for end, letter in enumerate(word[1:], 2):
             if letter in "cm":
-                value = [word[at:]] if word[at:] else []
-                options = [*words[1 : place - 1], *([word[: at - 1]] if at > 2 else [])]
-                program = [f"-{letter}", *value, *words[place:]]
-                whole = program[:2] == [*_MAIN]
-                return options, program[2:] if whole else program
+                value = [word[end:]] if word[end:] else []
+                options = [*words[1 : index - 1], *([word[: end - 1]] if end > 2 else [])]
+                program = [f"-{letter}", *value, *words[index:]]
+                return options, program[2:] if program[:2] == [*_MAIN] else program
             if letter in "WX":
-                place += not word[at:]
+                index += not word[end:]
                 break
-    if place >= len(words) or words[place] == "-":
+    if index >= len(words) or words[index] == "-":
         raise ArgumentError(
-            f"{_WHERE}: this program is no file, module or code that can be run again: {words}"
+            f"{_WHERE}: this program cannot be started again, because it is not a script, a module "
+            f"or -c code: {words}"
         )
-    return words[1:place], words[place:]
+    return words[1:index], words[index:]
 
 
-def find_command(command: Sequence[str] | None, outlives: bool) -> tuple[list[str], str]:
-    """Return the words of a new process's command line, and the folder that it begins in.
+def find_command(command: Sequence[str] | None, survives: bool) -> tuple[list[str], str]:
+    """Return the command line of a new process and its working directory.
 
-    command: the program and its arguments; None for this one's.
-    outlives: a lost rank must not end the others.
+    command: the program and its arguments; None: of this process.
+    survives: the other ranks continue after a lost rank.
 
-    Raises ArgumentError where this program cannot be run again, OSError where the folder is gone.
+    Raises ArgumentError if this program cannot be started again, OSError if the working directory
+    does not exist.
     """
     try:
         flags, program = find_program()
@@ -132,38 +132,38 @@ def find_command(command: Sequence[str] | None, outlives: bool) -> tuple[list[st
         for name in ("PYTHONPATH", *(each.name for each in settings.SETTINGS))
         if name in os.environ and name != settings.SECRET.name
     ]
-    return [*(_SHELL if outlives else ()), "env", *kept, *words], str(Path.cwd())
+    return [*(_SHELL if survives else ()), "env", *kept, *words], str(Path.cwd())
 
 
 def start(
     comm: MPI.Intracomm, count: int, words: Sequence[str], folder: str, limit: float | None
 ) -> MPI.Intercomm:
-    """Start new processes; return what connects them: for ``wait``, ``answer`` and ``merge``.
+    """Start new processes; return the intercommunicator to them. All ranks call.
 
-    All ranks call. comm: of all ranks. What follows counts on its first one.
-    count: how many processes. words, folder: as ``find_command`` returns them.
-    limit: seconds, if fewer than they have anyway.
+    comm: all ranks. The other arguments are used on rank 0.
+    count: number of processes. words, folder: from ``find_command``.
+    limit: timeout in seconds, at most _START_TIMEOUT_S.
 
-    Raises MPIError on all ranks where the launcher refuses.
+    Raises MPIError on all ranks if the launcher rejects the request.
     """
     from mpi4py import MPI
 
     info = MPI.Info.Create()
     if folder:
         info.Set("wdir", folder)
-    late = min(_START, _START if limit is None else limit)
+    timeout = min(_START_TIMEOUT_S, _START_TIMEOUT_S if limit is None else limit)
     message = (
-        f"mpicoll: {_WHERE}: the launcher has not started the new processes within {late:g} s, and "
-        "MPI_Comm_spawn does not return; ending the job\n"
+        f"mpicoll: {_WHERE}: timed out after {timeout:g} s: the launcher has not started the new "
+        "processes, and MPI_Comm_spawn does not return; ending the job\n"
     )
     try:
-        with end_after(late, message, 1):
+        with end_after(timeout, message, 1):
             name, *arguments = words or [""]
             inter = comm.Spawn(name, arguments, count, info, 0)
     except MPI.Exception as error:
         raise MPIError(
-            f"{_WHERE} of {count} processes: MPI_Comm_spawn: {error.Get_error_string()}; see what "
-            "the launcher has printed: it may have no slot for another process",
+            f"{_WHERE} of {count} processes: MPI_Comm_spawn: {error.Get_error_string()}. Check the "
+            "output of the launcher; it may need more slots",
             error.Get_error_class(),
         ) from error
     finally:
@@ -173,20 +173,20 @@ def start(
 
 
 def wait(
-    inter: MPI.Intercomm, count: int, outlives: bool, limit: float | None, check: Callable[[], None]
+    inter: MPI.Intercomm, count: int, survives: bool, limit: float | None, check: Callable[[], None]
 ) -> str:
-    """Wait until all new processes are in init_process_group. The first rank calls.
+    """Wait until all new processes are in init_process_group. Rank 0 calls.
 
-    outlives: a lost rank must not end the others.
-    limit: seconds to wait.
-    check: called meanwhile; may raise what ends that.
+    survives: the other ranks continue after a lost rank.
+    limit: timeout in seconds; None: none.
+    check: called repeatedly; may raise.
 
-    Returns "", or what has become of them.
+    Returns the failure, "" without one.
     """
     from mpi4py import MPI
 
     end = time.monotonic() + (float("inf") if limit is None else limit)
-    ends: dict[int, int] = {}  # new processes of this node: the pidfds
+    pidfds: dict[int, int] = {}  # by rank, of new processes on this node
     ready: set[int] = set()
     status = MPI.Status()
     with ExitStack() as stack:
@@ -195,82 +195,82 @@ def wait(
             try:
                 while inter.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
                     source = status.Get_source()
-                    said = bytearray(status.Get_count(MPI.BYTE))
-                    inter.Recv([said, MPI.BYTE], source, status.Get_tag())
+                    data = bytearray(status.Get_count(MPI.BYTE))
+                    inter.Recv([data, MPI.BYTE], source, status.Get_tag())
                     if status.Get_tag() == _READY:
                         ready.add(source)
                         continue
-                    where, process = said.decode().split()
+                    where, process = data.decode().split()
                     if where == node():
                         with suppress(OSError, AttributeError):
-                            ends[source] = os.pidfd_open(int(process))
-                            stack.callback(os.close, ends[source])
-            except MPI.Exception as error:  # with ULFM it knows of the end of any process
-                how = error.Get_error_string()
-                return f"a new process ended before it called init_process_group: {how}"
+                            pidfds[source] = os.pidfd_open(int(process))
+                            stack.callback(os.close, pidfds[source])
+            except MPI.Exception as error:  # ULFM reports lost processes
+                reason = error.Get_error_string()
+                return f"a new process ended before it called init_process_group: {reason}"
             poll = select.poll()
-            for descriptor in ends.values():
+            for descriptor in pidfds.values():
                 poll.register(descriptor, select.POLLIN)
-            gone = {descriptor for descriptor, _ in poll.poll(0)}
-            if lost := [rank for rank, descriptor in ends.items() if descriptor in gone]:
+            ended = {descriptor for descriptor, _ in poll.poll(0)}
+            if lost := [rank for rank, descriptor in pidfds.items() if descriptor in ended]:
                 return f"new process {lost[0]} ended before it called init_process_group"
             if time.monotonic() > end:
-                for rank, descriptor in ends.items():
-                    if outlives and rank not in ready:  # the launcher would wait for it
-                        with suppress(OSError):  # it has just ended
+                for rank, descriptor in pidfds.items():
+                    if survives and rank not in ready:  # the launcher would wait for it
+                        with suppress(OSError):  # already ended
                             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                 missing = sorted(set(range(count)) - ready)
-                return f"new processes {missing} did not call init_process_group in {limit:g} s"
-            time.sleep(_PAUSE)
+                return f"new processes {missing} did not call init_process_group within {limit:g} s"
+            time.sleep(_POLL_INTERVAL_S)
     return ""
 
 
-def answer(inter: MPI.Intercomm, wrong: str) -> None:
-    """Tell the new processes to join, or what is wrong. The first rank calls."""
+def send_result(inter: MPI.Intercomm, failure: str) -> None:
+    """Send the new processes the failure, "" if they may join. Rank 0 calls."""
     from mpi4py import MPI
 
-    box = wrong.encode()[:WORDS]
-    for newcomer in range(inter.Get_remote_size()):
-        # Not waited for where one may be gone: it is small, and MPI copies it.
+    box = failure.encode()[:MAX_FAILURE_BYTES]
+    for rank in range(inter.Get_remote_size()):
+        # A process may be lost, so do not wait. MPI copies a small message.
         with suppress(MPI.Exception):
-            inter.Isend([box, MPI.BYTE], newcomer, _GO).Test()
+            inter.Isend([box, MPI.BYTE], rank, _RESULT).Test()
 
 
-def merge(inter: MPI.Intercomm, wrong: str, raised: BaseException | None) -> MPI.Intracomm:
-    """Make one communicator of all ranks and the new processes, which come last. All ranks call.
+def merge(inter: MPI.Intercomm, failure: str, raised: BaseException | None) -> MPI.Intracomm:
+    """Create the communicator of all ranks, followed by the new processes. All ranks call.
 
-    inter: what ``start`` has returned. wrong: what the first rank has told the others.
-    raised: what ended the first rank's ``wait``, on that rank, if anything did.
+    inter: from ``start``. failure: rank 0's, "" without one.
+    raised: on rank 0, the exception of ``wait``, if any.
 
-    If something is wrong, raises that there, and DistBackendError on all others.
+    After a failure, raises ``raised`` on rank 0, if any, and DistBackendError on all other ranks.
     """
-    if wrong:
-        world.skip_finalize()  # MPI_Finalize may wait for the new processes, too
-        raise raised or DistBackendError(f"{_WHERE}: {wrong}; the group is as it was")
+    if failure:
+        world.skip_finalize()  # MPI_Finalize may wait for the new processes
+        raise raised or DistBackendError(f"{_WHERE}: {failure}; the group is unchanged")
     return _merge(inter, False)
 
 
 def _merge(inter: MPI.Intercomm, is_new: bool) -> MPI.Intracomm:
-    global _everybody
+    global _world
     from mpi4py import MPI
 
     message = (
-        f"mpicoll: {_WHERE}: not all ranks and new processes were joined within {_START:g} s, as "
-        "where one is lost meanwhile, and MPI_Intercomm_merge does not return; ending the job\n"
+        f"mpicoll: {_WHERE}: timed out after {_START_TIMEOUT_S:g} s: MPI_Intercomm_merge does not "
+        "return, probably because a rank or a new process is lost; ending the job\n"
     )
-    with end_after(_START, message, 1):
+    with end_after(_START_TIMEOUT_S, message, 1):
         made = inter.Merge(is_new)
         made.Set_errhandler(MPI.ERRORS_RETURN)
         inter.Free()
-        # MPI_Finalize waits for all processes that are connected.
+        # MPI_Finalize waits for all connected processes.
         skips = any(control_messages.allgather(made, world.skips_finalize(), bool))
     if skips:
         world.skip_finalize()
-    _everybody = made
+    _world = made
     return made
 
 
-# --- those that are new ---------------------------------------------------------------------------
+# --- new processes --------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -278,12 +278,12 @@ def main() -> None:
     global _parent
     program = sys.argv[1:]
     mpi = world.initialize()
-    world.skip_finalize()  # until it has joined: the others may have given it up
+    world.skip_finalize()  # until it has joined, because the other ranks may have timed out
     _parent = mpi.Comm.Get_parent()
     if _parent == mpi.COMM_NULL:
-        raise LaunchError(f"{_WHERE}: MPI does not say who has started this process")
+        raise LaunchError(f"{_WHERE}: MPI_Comm_get_parent returned MPI_COMM_NULL")
     _parent.Set_errhandler(mpi.ERRORS_RETURN)
-    _parent.Send([f"{node()} {os.getpid()}".encode(), mpi.BYTE], 0, _HELLO)
+    _parent.Send([f"{node()} {os.getpid()}".encode(), mpi.BYTE], 0, _STARTED)
     if program[0] == "-c":
         sys.argv[:] = ["-c", *program[2:]]
         sys.path[0] = ""
@@ -300,12 +300,12 @@ def main() -> None:
 
 
 def join(rendezvous: Rendezvous | None, limit: float | None) -> MPI.Intracomm | None:
-    """Return the communicator of all ranks of a job that has grown; None if this one has not.
+    """Return the communicator of all ranks of a job that has grown; None in any other job.
 
-    limit: seconds that a new process waits for the others.
+    limit: seconds for which a new process waits for the existing ranks; None: no timeout.
 
-    Raises, in a new process, LaunchError if it has a rendezvous, and DistBackendError if it was
-    given up, or the others do not come.
+    In a new process, raises LaunchError if it has a rendezvous, and DistBackendError after a
+    failure or the timeout.
     """
     global _parent
     if _parent is None or rendezvous is not None:
@@ -314,24 +314,25 @@ def join(rendezvous: Rendezvous | None, limit: float | None) -> MPI.Intracomm | 
                 "init_process_group: this process was started by grow_group: call without "
                 "init_method, rank and world_size"
             )
-        return _everybody
+        return _world
     from mpi4py import MPI
 
     end = time.monotonic() + (float("inf") if limit is None else limit)
     inter, _parent = _parent, None
     inter.Send([b"", MPI.BYTE], 0, _READY)
     status = MPI.Status()
-    while not inter.Iprobe(0, _GO, status):
+    while not inter.Iprobe(0, _RESULT, status):
         if time.monotonic() > end:
             raise DistBackendError(
-                f"init_process_group: the other ranks did not come in {limit:g} s"
+                f"init_process_group: timed out after {limit:g} s waiting for the ranks that "
+                "called grow_group"
             )
-        time.sleep(_PAUSE)
-    wrong = bytearray(status.Get_count(MPI.BYTE))
-    inter.Recv([wrong, MPI.BYTE], 0, _GO)
-    if wrong:
+        time.sleep(_POLL_INTERVAL_S)
+    failure = bytearray(status.Get_count(MPI.BYTE))
+    inter.Recv([failure, MPI.BYTE], 0, _RESULT)
+    if failure:
         raise DistBackendError(
-            f"init_process_group: this new process was given up: {wrong.decode(errors='replace')}"
+            f"init_process_group: this new process cannot join: {failure.decode(errors='replace')}"
         )
     world.skip_finalize(False)
     return _merge(inter, True)

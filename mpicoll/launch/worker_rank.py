@@ -1,11 +1,11 @@
-"""The process of one rank that an engine's worker has started, see ``workers.py``.
+"""Main module of the process of one rank, started by an engine's worker (``workers.py``).
 
-It reads pickles on standard input, and answers with pickles on the descriptor that it is given:
+It reads pickles from standard input and writes pickles to the descriptor in its argument:
 
-    worker  (process, rank, size, limit, path)   its own number, and sys.path
-    rank    ("ready", ADDRESS)                   of the server, from rank 0; "" from others
+    worker  (PID, rank, size, limit, path)   the worker's process ID, and sys.path
+    rank    ("ready", ADDRESS)               rank 0: the address of the server; other ranks: ""
     worker  (variables, ADDRESS, call)
-    rank    ("value", VALUE) or ("error", ERROR or None, TRACEBACK), pickled once more
+    rank    ("value", VALUE) or ("error", ERROR or None, TRACEBACK); VALUE and ERROR are pickles
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ __all__ = ["main"]
 
 #: prctl's number for the signal that this process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
-#: Seconds between looks for the end of the job, and then until this process ends.
-_PAUSE, _GRACE = 1.0, 3.0
+#: Seconds between checks for the end of the job.
+_CHECK_INTERVAL_S = 1.0
+#: Seconds from the end of the job to the end of this process.
+_EXIT_DELAY_S = 3.0
 
 
 class _Channel:
-    """The pipes to the worker; for ``join`` a store with one key."""
+    """The pipes to the worker, with the interface of ``Store`` for ``join``."""
 
     def __init__(self, answers: int) -> None:
-        # What the function starts, or reads, must not meet what the worker says.
+        # The function and its child processes must not read messages of the worker.
         own = os.dup(0)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
@@ -44,60 +46,60 @@ class _Channel:
         self._orders: BinaryIO = open(own, "rb")  # noqa: PTH123, SIM115
         self._answers = answers
         os.set_inheritable(answers, False)
-        self._told: Any = None
+        self._assignment: Any = None
 
-    def hear(self) -> Any:
+    def read(self) -> Any:
         return pickle.load(self._orders)
 
-    def say(self, *message: object) -> None:
+    def write(self, *message: object) -> None:
         data = memoryview(pickle.dumps(message))
         while data:
             data = data[os.write(self._answers, data) :]
 
-    def told(self) -> Any:
-        """Return what this rank is told of the others, once it is."""
-        if self._told is None:
-            self._told = self.hear()
-        return self._told
+    def assignment(self) -> Any:
+        """Return this rank's assignment; wait for it on the first call."""
+        if self._assignment is None:
+            self._assignment = self.read()
+        return self._assignment
 
     def set(self, key: str, value: str) -> None:
-        self.say("ready", value)
+        self.write("ready", value)
 
     def get(self, key: str) -> bytes:
-        address: str = self.told()[1]
+        address: str = self.assignment()[1]
         return address.encode()
 
 
 def main() -> None:
-    """Join the world, and run the function."""
+    """Start MPI and run the function."""
     channel = _Channel(int(sys.argv[1]))
-    parent, rank, size, limit, sys.path[:] = channel.hear()
+    parent, rank, size, limit, sys.path[:] = channel.read()
     _end_with(parent)
     try:
         if rank != 0:
-            world.load()  # what is missing here is known before others wait for this rank
-            channel.say("ready", "")
+            world.load()  # a missing MPI library raises before other ranks wait for this one
+            channel.write("ready", "")
         with world.start(Rendezvous(channel, rank, size), limit):
             pass
         joined = session.current()
-        if joined is not None:  # one rank alone needs no server
+        if joined is not None:
             joined.send("busy")
-            threading.Thread(target=_listen, args=(joined,), daemon=True).start()
-        elif rank == 0:
-            channel.say("ready", "")
-        variables, _, call = channel.told()
+            threading.Thread(target=_exit_with_job, args=(joined,), daemon=True).start()
+        elif rank == 0:  # one rank alone has no server
+            channel.write("ready", "")
+        variables, _, call = channel.assignment()
         os.environ.update(variables)
         dumps, function = pickle.loads(call)
         function, arguments, named = pickle.loads(function)
         value = _dump(function(*arguments, **named), dumps)
     except BaseException as error:
-        channel.say("error", _pickled(error), traceback.format_exc())
-        sys.excepthook(*sys.exc_info())  # with a process group it ends the job
+        channel.write("error", _pickled(error), traceback.format_exc())
+        sys.excepthook(*sys.exc_info())  # ends the job if there is a process group
         joined = session.current()
         if joined is not None:
             joined.abort(1)
         sys.exit(1)
-    channel.say("value", value)
+    channel.write("value", value)
 
 
 def _end_with(parent: int) -> None:
@@ -107,25 +109,25 @@ def _end_with(parent: int) -> None:
         sys.exit(1)
 
 
-def _listen(joined: session.Session) -> None:
-    """End this process when the job ends. With a process group its watchdog does that sooner; the
-    function may have none, or wait for something else for ever.
+def _exit_with_job(joined: session.Session) -> None:
+    """End this process when the job ends. The watchdog thread of a process group is faster, but the
+    function may have no process group.
     """
-    while not joined.has_bad_news():
-        time.sleep(_PAUSE)
-    time.sleep(_GRACE)
+    while not joined.has_ended_badly():
+        time.sleep(_CHECK_INTERVAL_S)
+    time.sleep(_EXIT_DELAY_S)
     os._exit(1)
 
 
 def _dump(value: object, dumps: Callable[[object], bytes]) -> bytes:
     try:
         return pickle.dumps(value)
-    except Exception:  # a class of the caller's script, for example
+    except Exception:  # for example a class of the caller's script
         return dumps(value)
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """Pickle an exception, if it survives that."""
+    """Pickle an exception; return None if it cannot be pickled or unpickled."""
     try:
         text = pickle.dumps(error)
         pickle.loads(text)

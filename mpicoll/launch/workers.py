@@ -1,11 +1,10 @@
-"""A function on workers of another engine, such as Ray or Spark, as the ranks of one MPI world.
+"""Run a function on the workers of an engine (Ray, Spark, Dask) as the ranks of one MPI world.
 
-Each worker starts its rank as a process of its own (``worker_rank.py``): MPI starts once in a
-process, and a rank that aborts must not take the engine's worker along. What the ranks have to know
-of each other goes over the engine's own channel, and that is little: a worker says where its rank
-runs, rank 0's also where the server is (``server.py``), and all of it goes to every worker.
+Each worker starts its rank in a child process (``worker_rank.py``), because MPI starts only once
+per process and an aborting rank must not end the worker. The engine's channel carries one record
+per rank: its node, and on rank 0 the address of the server (``server.py``).
 
-A rank whose function raises ends the others, as an exception does that nobody catches under mpirun.
+An exception of the function ends all ranks, like an uncaught exception under mpirun.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ __all__ = ["Outcome", "Ready", "RemoteTraceback", "Worker", "assign", "check_ran
 
 W = TypeVar("W")
 
-#: Seconds that the other ranks have to end by themselves once one has failed.
-_GRACE = 10.0
-#: Seconds beyond the time to start that the driver waits for an answer of a worker.
-_SLACK = 30.0
+#: Seconds from the failure of one rank until the workers of the other ranks are killed.
+_EXIT_TIMEOUT_S = 10.0
+#: Seconds beyond the start timeout that the driver waits for the answer of a worker.
+_ANSWER_MARGIN_S = 30.0
 
 
 class RemoteTraceback(Exception):
-    """Where a rank raised its exception: the cause of the same exception in the caller."""
+    """The traceback of a rank: the cause of the same exception in the caller."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended.
+    """Result of one rank.
 
-    value:  what the function returned, pickled; None where it did not return.
-    error:  the exception, pickled; None where there is none, or where it cannot be pickled.
-    trace:  the traceback as text, or what else is known of a rank without a value.
-    code:   the exit code of its process, negative for a signal.
+    value:  the pickled result of the function; None if it did not return.
+    error:  the pickled exception; None without an exception, or if it cannot be pickled.
+    trace:  the traceback as text, or a description of the failure.
+    code:   the exit code of the process, negative for a signal.
     """
 
     rank: int
@@ -60,13 +59,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Ready:
-    """A rank that waits for the others.
+    """Record of a rank that is ready to start MPI.
 
-    node:    names what shares memory.
-    host:    an address of this host that others reach.
-    port:    free on it.
-    address: where the server is, as rank 0 publishes it; "" on other ranks.
-    failure: how it ended, if it did.
+    node:    identifies the node.
+    host:    an address of this host that other hosts reach.
+    port:    a free port of this host.
+    address: the address of the server, on rank 0; "" on other ranks.
+    failure: the outcome of a rank that failed before it was ready.
     """
 
     rank: int
@@ -78,23 +77,23 @@ class Ready:
 
 
 class Worker:
-    """One rank, on the side of the engine's worker that starts it."""
+    """Starts and controls the process of one rank. Runs in the engine's worker."""
 
     _process: subprocess.Popen[bytes] | None = None
 
-    def place(self) -> str:
-        """Return the node."""
+    def node(self) -> str:
+        """Return the identifier of the node."""
         return node()
 
     def start(self, rank: int, size: int, limit: float) -> Ready:
-        """Start the rank's process, and wait until it waits for the others.
+        """Start the rank's process and wait until it is ready.
 
-        limit: seconds for all ranks to meet and to start MPI.
+        limit: seconds for all ranks to connect and to start MPI.
         """
         self._rank = rank
         reader, answers = os.pipe()
         self._answers = os.fdopen(reader, "rb")
-        # The launcher of the engine's workers has told this process nothing of these ranks.
+        # The variables of the launcher that started the engine's worker do not describe this rank.
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -110,22 +109,19 @@ class Worker:
             env=kept,
         )
         os.close(answers)
-        self._tell((os.getpid(), rank, size, limit, sys.path))
-        with socket.create_server(("", 0)) as probe:  # the port is free now, if not for ever
+        self._send((os.getpid(), rank, size, limit, sys.path))
+        with socket.create_server(("", 0)) as probe:  # finds a free port
             port = probe.getsockname()[1]
-        kind, *rest = self._hear()
+        kind, *rest = self._receive()
         where = rank, node(), addresses()[0], port
         if kind == "ready":
             return Ready(*where, address=rest[0])
         return Ready(*where, failure=self._end(kind, rest))
 
-    def finish(self, told: tuple[Mapping[str, str], str, bytes]) -> Outcome:
-        """Tell the rank of the others, and wait until it has ended.
-
-        told: what ``assign`` returns for this rank.
-        """
-        self._tell(told)
-        kind, *rest = self._hear()
+    def finish(self, assignment: tuple[Mapping[str, str], str, bytes]) -> Outcome:
+        """Send the rank its assignment (see ``assign``) and wait until its process has ended."""
+        self._send(assignment)
+        kind, *rest = self._receive()
         return self._end(kind, rest)
 
     def kill(self) -> None:
@@ -134,13 +130,13 @@ class Worker:
             self._process.kill()
             self._process.wait()
 
-    def _tell(self, message: object) -> None:
+    def _send(self, message: object) -> None:
         assert self._process is not None and self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended, and what it answers says why
+        with contextlib.suppress(OSError):  # the process has ended; ``_end`` reports why
             self._process.stdin.write(pickle.dumps(message))
             self._process.stdin.flush()
 
-    def _hear(self) -> tuple[Any, ...]:
+    def _receive(self) -> tuple[Any, ...]:
         try:
             found: tuple[Any, ...] = pickle.load(self._answers)
         except (EOFError, pickle.UnpicklingError):
@@ -167,7 +163,7 @@ class Worker:
 
 
 def check_ranks(ranks: int, where: str) -> None:
-    """Raise ArgumentError for an impossible number of ranks."""
+    """Raise ArgumentError if ``ranks`` is not a positive integer."""
     if not isinstance(ranks, int) or ranks < 1:
         raise ArgumentError(f"{where}: ranks: expected a number of at least 1, got {ranks!r}")
 
@@ -178,16 +174,16 @@ def dump_call(
     args: Sequence[object],
     kwargs: Mapping[str, object] | None,
 ) -> bytes:
-    """Pickle a call, with what pickles its results where pickle cannot."""
+    """Pickle a call, and ``dumps`` for results that pickle does not support."""
     return pickle.dumps((dumps, dumps((function, tuple(args), dict(kwargs or {})))))
 
 
 def assign(
     ready: Sequence[Ready], call: bytes
 ) -> list[tuple[Mapping[str, str], str, bytes]]:  # fmt: skip
-    """Return what each rank is told: variables, where the server is, and the call.
+    """Return the assignment of each rank: variables, address of the server, and the call.
 
-    ready: of all ranks, in their order.
+    ready: the records of all ranks, by rank.
     """
     nodes = [each.node for each in ready]
     host = "127.0.0.1" if len(set(nodes)) == 1 else ready[0].host
@@ -209,18 +205,18 @@ def assign(
 
 
 def collect(outcomes: Sequence[Outcome], size: int, where: str) -> list[Any]:
-    """Return what the function returned, by rank; raise the exception of a rank instead.
+    """Return the results of the function, by rank; raise the exception of a failed rank.
 
-    outcomes: of all ``size`` ranks, or of those that have failed.
+    outcomes: of all ``size`` ranks, or only of the failed ranks.
 
-    Of several exceptions the one that is no consequence of another, see ``_order``. LaunchError
-    where a rank has ended without an exception.
+    If several ranks raised, raises the most likely cause (see ``_order``). Raises LaunchError if a
+    rank ended without an exception.
     """
     found = []
     for one in (each for each in outcomes if each.value is None):
         error: object = None
         if one.error is not None:
-            with contextlib.suppress(Exception):  # a class that is not known here
+            with contextlib.suppress(Exception):  # the class may not exist in this process
                 error = pickle.loads(one.error)
         found.append((one, error))
     for one, error in sorted(found, key=lambda pair: _order(*pair)):
@@ -236,8 +232,8 @@ def collect(outcomes: Sequence[Outcome], size: int, where: str) -> list[Any]:
 
 
 def _order(one: Outcome, error: object) -> int:
-    """Rank what may have ended a job: exceptions of the function before those of mpicoll, which
-    tell of ranks that have gone; then signals, before the exit code with which others end.
+    """Sort key, most likely cause first: an exception of the function, a signal, an exception of
+    mpicoll (it reports other ranks), an exit code (the other ranks end with it).
     """
     if one.error is not None or one.code == 1:
         return 0 if one.error is not None and not isinstance(error, MpicollError) else 2
@@ -252,18 +248,18 @@ def run_driven(
     limit: float,
     where: str,
 ) -> list[Any]:
-    """Run a call on workers that the caller reaches one by one; return the results by rank.
+    """Run a call on the given workers; return the results by rank.
 
-    workers: hold a ``Worker`` each. Ranks on one node get numbers in a row.
+    workers: each has a ``Worker``. Ranks of one node are consecutive.
     ask:     ``ask(worker, seconds or None, method, *arguments)`` calls a method and waits.
-    kill:    ends a worker, so that what waits for it raises.
+    kill:    ends a worker; a pending ``ask`` then raises.
     """
     size = len(workers)
     with futures.ThreadPoolExecutor(size) as pool, _killing(workers, kill):
-        nodes = list(pool.map(lambda each: ask(each, limit, "place"), workers))
+        nodes = list(pool.map(lambda each: ask(each, limit, "node"), workers))
         order = sorted(range(size), key=lambda index: nodes.index(nodes[index]))
         ranked = [workers[index] for index in order]
-        wait = limit + _SLACK
+        wait = limit + _ANSWER_MARGIN_S
         ready: list[Ready] = list(
             pool.map(lambda each: ask(each[1], wait, "start", each[0], size, limit),
                      enumerate(ranked))
@@ -272,12 +268,12 @@ def run_driven(
         if failures:
             collect(failures, size, where)
         pending = {
-            pool.submit(_finish, ask, rank, ranked[rank], told)
-            for rank, told in enumerate(assign(ready, call))
+            pool.submit(_finish, ask, rank, ranked[rank], assignment)
+            for rank, assignment in enumerate(assign(ready, call))
         }
         outcomes: list[Outcome] = []
         while pending:
-            left = _GRACE if any(one.value is None for one in outcomes) else None
+            left = _EXIT_TIMEOUT_S if any(one.value is None for one in outcomes) else None
             done, pending = futures.wait(pending, left, futures.FIRST_COMPLETED)
             outcomes += [one.result() for one in done]
             if not done:
@@ -288,7 +284,7 @@ def run_driven(
 
 @contextlib.contextmanager
 def _killing(workers: Sequence[W], kill: Callable[[W], None]) -> Iterator[None]:
-    """End all workers with the block, however it ends: threads may still wait for them."""
+    """Kill all workers at the end of the block, so that threads stop waiting for them."""
     try:
         yield
     finally:
@@ -296,9 +292,9 @@ def _killing(workers: Sequence[W], kill: Callable[[W], None]) -> Iterator[None]:
             kill(each)
 
 
-def _finish(ask: Callable[..., Any], rank: int, worker: object, told: object) -> Outcome:
+def _finish(ask: Callable[..., Any], rank: int, worker: object, assignment: object) -> Outcome:
     try:
-        outcome: Outcome = ask(worker, None, "finish", told)
-    except Exception as error:  # whatever the engine says of a worker that is gone
-        return Outcome(rank, trace=f"the worker of rank {rank} is gone: {error}")
+        outcome: Outcome = ask(worker, None, "finish", assignment)
+    except Exception as error:  # the engine's error for a lost worker
+        return Outcome(rank, trace=f"the worker of rank {rank} is lost: {error}")
     return outcome

@@ -109,7 +109,7 @@ def _read_rank(url: str) -> launch.GivenRank:
     try:
         return launch.read_rank(url, None, None)
     except Exception as error:
-        launch.tell_failure(error)
+        launch.notify_failure(error)
         raise
 
 

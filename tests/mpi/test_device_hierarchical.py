@@ -25,7 +25,7 @@ from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
 from mpicoll.routes.device import copy_engine, hierarchical, ipc, peer, shared_gpu
-from mpicoll.serialized_mpi import plain
+from mpicoll.serialized_mpi import unwrap
 
 pytestmark = pytest.mark.any_mpi
 
@@ -352,7 +352,7 @@ def test_destroyed_groups_release_handles_and_streams(placed, monkeypatch):
         levels = group.resources.find("devices").states["hierarchical"]
         parts = [part.group for part in (levels.inside, levels.along) if part is not None]
         dist.destroy_process_group(group)
-        assert all(plain(part.inner) == MPI.COMM_NULL for part in parts)
+        assert all(unwrap(part.inner) == MPI.COMM_NULL for part in parts)
         del levels, parts
         gc.collect()
         assert len(cuda.opened) == opened and len(cuda.streams) == streams

@@ -1,21 +1,21 @@
 #!/bin/bash
-# Runs a command on the head of a Slurm cluster that lives as long as the command:
+# Runs a command on the head node of a temporary Slurm cluster:
 #
 #     tests/slurm/cluster.sh NODES CPUS COMMAND [ARGUMENT...]
 #
 # The exit code is the command's. Needs root and Debian's slurmctld, slurmd, slurm-client, munge,
 # libpmix2 and iproute2 (tests/slurm/run.py installs them).
 #
-# The head and each node, node1 and so on, are namespaces: network, processes, mounts, IPC and host
-# name. MPI and mpicoll see machines that share files, but no memory (/dev/shm) and no processes.
-# Where namespaces are forbidden, as in a container without privileges, and with CLUSTER_PLAIN=1,
-# this machine is the one node that there can be.
+# The head and the nodes node1, node2, ... are namespaces: network, processes, mounts, IPC and host
+# name. They share files, but not memory (/dev/shm) and processes. Where namespaces are not
+# permitted, as in an unprivileged container, or with CLUSTER_PLAIN=1, this machine is the only node.
 #
-# The command finds in its environment, beside SLURM_CONF:
+# The environment of the command has, in addition to SLURM_CONF:
 #
-#     CLUSTER         a folder with the logs of Slurm's daemons, which is removed at the end
+#     CLUSTER         a folder with the logs of Slurm's daemons, removed at the end
 #     CLUSTER_NODES   the number of nodes
-#     CLUSTER_FAIL    a command: "$CLUSTER_FAIL" 2 is a power failure of node2, "" where there is one
+#     CLUSTER_FAIL    a command: "$CLUSTER_FAIL" 2 simulates a power failure of node2; "" without
+#                     namespaces
 
 set -euo pipefail
 shopt -s nullglob
@@ -23,17 +23,17 @@ shopt -s nullglob
 self=$(realpath "$0")
 folder=$(dirname "$self")
 subnet=10.77.0
-linked=() # what this has made in the system's folders
+linked=() # links created in the system's folders
 isolate=(unshare --net --uts --ipc --mount --pid --fork --mount-proc --kill-child)
 
-# --- a node, from inside ------------------------------------------------------------------------
+# --- inside a node ------------------------------------------------------------------------------
 
 run_node() { # NUMBER
     local name=node$1
     hostname "$name"
     mount -t tmpfs tmpfs /dev/shm
-    # UCX looks for network devices in /sys, which has to be that of this network namespace. Slurm
-    # wants the cgroups, which a new /sys lacks.
+    # UCX finds network devices in /sys, so /sys must belong to this network namespace. Slurm needs
+    # the cgroups, which a new /sys does not have.
     mkdir -p "$CLUSTER/cgroup.$1"
     mount --rbind /sys/fs/cgroup "$CLUSTER/cgroup.$1"
     mount -t sysfs sysfs /sys
@@ -43,18 +43,18 @@ run_node() { # NUMBER
     ip address add "$subnet.$1/24" dev "$name"
     ip link set "$name" up
     slurmd -N "$name"
-    while true; do sleep 1000; done # as process 1 bash also reaps orphans
+    while true; do sleep 1000; done # process 1: also reaps orphans
 }
 
-fail_node() { # NUMBER: first its cable, so that nobody hears a goodbye
+fail_node() { # NUMBER: the link first, so that no daemon reports the end
     ip link set "port$1" down
     kill -KILL "$(cat "$CLUSTER/node$1.pid")"
 }
 
 # --- the head -----------------------------------------------------------------------------------
 
-# Slurm's plug-in opens libpmix.so, a link that only libpmix-dev brings. Where there are namespaces,
-# the link is seen in those of this cluster alone; other clusters come and go beside it.
+# Slurm's plug-in opens libpmix.so, a link that only libpmix-dev installs. With namespaces, only this
+# cluster sees the link, because other clusters may run at the same time.
 link_pmix() {
     local pmix
     for pmix in /usr/lib/*-linux-gnu/pmix2/lib; do
@@ -99,7 +99,7 @@ configure() { # NODES CPUS
     printf '127.0.0.1 localhost\n::1 localhost\n%s.100 head\n' "$subnet" > "$CLUSTER/hosts"
     for ((i = 1; i <= $1; i++)); do
         name=node$i address=$subnet.$i
-        # Open MPI under PMIx fails on a node that Slurm calls by another name than the host's.
+        # Open MPI under PMIx needs a node name that is the host name.
         [ -z "$CLUSTER_PLAIN" ] || name=$(hostname) address=127.0.0.1
         echo "$address $name" >> "$CLUSTER/hosts"
         mkdir -p "$CLUSTER/spool.$name"
@@ -122,14 +122,14 @@ wait_for_nodes() { # NODES
         [ "$(sinfo -h -N -p main -t idle -o %N 2> /dev/null | wc -l)" != "$1" ] || return 0
         sleep 0.1
     done
-    echo "cluster.sh: the nodes do not come up:" >&2
+    echo "cluster.sh: timed out waiting for the nodes:" >&2
     sinfo >&2 || true
     return 1
 }
 
 stop() {
     local status=$? file process
-    # The namespaces end with their first process. Without them: what has a pid file of ours.
+    # Namespaces end with their first process. Without namespaces, end the daemons by pid file.
     if [ -n "$CLUSTER_PLAIN" ] && [ -e "$CLUSTER/slurmctld.pid" ]; then
         scancel --me 2> /dev/null || true
         sleep 1
@@ -141,9 +141,9 @@ stop() {
     for file in "$CLUSTER"/slurm*.pid "$CLUSTER/munged.pid"; do
         process=$(cat "$file" 2> /dev/null) || continue
         kill "$process" 2> /dev/null || continue
-        # Until then it writes its state into what is removed next.
+        # Wait, because the daemon writes its state into the folder that is removed next.
         for _ in {1..50}; do
-            [ -n "$(tr -d '\0' 2> /dev/null < "/proc/$process/cmdline")" ] || break # or a zombie
+            [ -n "$(tr -d '\0' 2> /dev/null < "/proc/$process/cmdline")" ] || break # ended, or a zombie
             sleep 0.1
         done
     done
@@ -167,7 +167,7 @@ run_head() { # NODES CPUS COMMAND...
     link_pmix
     [ -n "$CLUSTER_PLAIN" ] || start_network
     mkdir -p /run/munge
-    # One for all: its socket is a file, which all nodes see.
+    # One munged for all nodes: its socket is a shared file.
     munged --force --key-file="$CLUSTER/munge.key" --log-file="$CLUSTER/munged.log" \
         --pid-file="$CLUSTER/munged.pid" --seed-file="$CLUSTER/munge.seed"
     slurmctld -c
@@ -203,7 +203,7 @@ case ${1-} in
             exec "${isolate[@]}" "$self" --head "$@"
         fi
         if [ "$1" != 1 ]; then
-            echo "cluster.sh: $1 nodes need namespaces, which are forbidden here: ask for 1" >&2
+            echo "cluster.sh: $1 nodes need namespaces, which are not permitted here: use 1 node" >&2
             exit 2
         fi
         export CLUSTER_PLAIN=1

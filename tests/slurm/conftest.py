@@ -1,4 +1,4 @@
-"""The tests here run on the head of a Slurm cluster: tests/slurm/run.py starts one."""
+"""These tests run on the head node of a Slurm cluster that tests/slurm/run.py starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs on the cluster: what the tests here share."""
+"""Start jobs on the cluster and wait for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = int(os.environ.get("CLUSTER_NODES", "1"))
-#: Two on each node.
 RANKS = 2 * NODES
 #: Seconds after which a job counts as hanging.
 LIMIT = 120
@@ -28,7 +27,7 @@ VENDOR = subprocess.run(
      "from mpi4py import MPI; print(MPI.get_vendor()[0])"],
     stdout=subprocess.PIPE, text=True, check=True,
 ).stdout.strip()  # fmt: skip
-#: What srun has to offer this MPI library.
+#: The value of srun's option --mpi for this MPI library.
 MPI = "pmix" if VENDOR == "Open MPI" else "pmi2"
 
 ENVIRONMENT = {
@@ -38,37 +37,39 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    # The nodes claim processors that the machine does not have.
+    # The nodes have more processors in Slurm's configuration than the machine.
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
 }
 
 
 class Ended(NamedTuple):
-    """How a job ended: Slurm's word for it, and all that it printed."""
+    """Result of a job: Slurm's state, and the output."""
 
     state: str
     out: str
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Of a job: without what says that one may oversubscribe, as Open MPI fills a node then."""
+    """Return a job's environment. Without Open MPI's variables that allow oversubscription, because
+    all ranks would be on the first node.
+    """
     own = {name: value for name, value in os.environ.items() if "rmaps" not in name}
     return own | ENVIRONMENT | variables
 
 
-def wait_until(what: Callable[[], object], seconds: float = LIMIT) -> None:
-    """Wait until something is true."""
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, f"not within {seconds} s"
+def wait_until(condition: Callable[[], object], timeout: float = LIMIT) -> None:
+    """Wait until a condition is true."""
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, f"not within {timeout} s"
         time.sleep(0.2)
 
 
 def submit(
     script: str | Path, folder: Path, *words: str, options: tuple[str, ...] = (), **variables: str
 ) -> str:
-    """Hand a script to sbatch, with two ranks on each node, and return the number of the job."""
+    """Submit a script by sbatch with two ranks on each node; return the job ID."""
     done = subprocess.run(
         ["sbatch", "--parsable", f"--nodes={NODES}", "--ntasks-per-node=2",
          f"--output={folder}/%A.%a.out", *options, ROOT / "jobs" / script, *words],
@@ -79,19 +80,19 @@ def submit(
 
 
 def shown(job: str) -> str:
-    """What Slurm says of a job, all elements of an array."""
+    """Return scontrol's text about a job with all elements of its array."""
     return subprocess.run(
         ["scontrol", "show", "job", job], stdout=subprocess.PIPE, text=True, check=False
     ).stdout
 
 
 def output(job: str, folder: Path) -> str:
-    """What a job has printed so far, all elements of an array."""
+    """Return the output so far of a job with all elements of its array."""
     return "".join(path.read_text() for path in sorted(folder.glob(f"{job}.*.out")))
 
 
 def wait(job: str, folder: Path, seconds: float = LIMIT) -> Ended:
-    """Wait until a job has ended, and is not in the queue again."""
+    """Wait until a job has ended and is not queued again."""
 
     def states() -> set[str]:
         return set(re.findall(r"JobState=(\w+)", shown(job)))
@@ -105,13 +106,13 @@ def wait(job: str, folder: Path, seconds: float = LIMIT) -> Ended:
 
 
 def cancel(job: str) -> None:
-    """Cancel a job and wait until nothing of it runs."""
+    """Cancel a job and wait for its end."""
     subprocess.run(["scancel", job], check=False)
     wait_until(lambda: "COMPLETING" not in shown(job) and "RUNNING" not in shown(job))
 
 
 def start(*words: str | Path, **variables: str) -> subprocess.Popen[str]:
-    """Start srun, beside which the test goes on."""
+    """Start srun in the background."""
     return subprocess.Popen(
         ["srun", *map(str, words)], env=environment(**variables), stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -119,7 +120,7 @@ def start(*words: str | Path, **variables: str) -> subprocess.Popen[str]:
 
 
 def srun(*words: str | Path, **variables: str) -> tuple[int, str]:
-    """Run srun; return its exit code and what was printed."""
+    """Run srun; return its exit code and output."""
     step = start(*words, **variables)
     try:
         out, _ = step.communicate(timeout=LIMIT)

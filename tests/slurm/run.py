@@ -1,13 +1,12 @@
-"""Run the tests of this folder on a Slurm cluster of this machine's own, with each MPI.
+"""Run the tests of this folder on a Slurm cluster on this machine, with each MPI.
 
     python tests/slurm/run.py NAME=ENVIRONMENT ... [--nodes 2] [--quick] [OPTION OF PYTEST ...]
 
-``make test-slurm`` does so with MPICH and Open MPI. Needs root, and Debian's packages of Slurm:
-with apt-get they are installed if they are missing, otherwise this says which are. Nodes are
-namespaces; where these are forbidden, as in a container without privileges, this says so and
-fails, and ``--nodes 1`` runs what one node can show. --quick leaves out the tests marked slow.
-Each MPI gets a cluster of its own, in a second; clusters of namespaces run at the same time, for
-tests mostly wait. If this is interrupted, they end.
+``make test-slurm`` runs MPICH and Open MPI. Needs root and Debian's Slurm packages. With apt-get,
+missing packages are installed; otherwise this prints their names. Nodes are namespaces. If these
+are not permitted, as in an unprivileged container, this fails; use ``--nodes 1`` for the tests of
+one node. --quick skips the tests marked slow. Each MPI has a separate cluster. Clusters of
+namespaces run at the same time, because tests mostly wait. They end if this is interrupted.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 HERE = Path(__file__).resolve().parent
-#: The commands and libraries that are used, and the Debian packages that have them.
+#: Required commands and libraries, and their Debian packages.
 NEEDED = {
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
@@ -36,24 +35,24 @@ NEEDED = {
     "unshare": "util-linux",
     "ps": "procps",
 }
-#: Two ranks on each node, and as many again for a job beside; the machine need not have them.
+#: Processors per node in Slurm's configuration, for two jobs with two ranks on each node.
 CPUS = 4
 
 
-def is_there(what: str) -> bool:
-    """Tell whether a command is on the path or in /usr/sbin, or files match a pattern."""
-    if what.startswith("/"):
-        return any(Path("/").glob(what[1:]))
-    return shutil.which(what, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin") is not None
+def is_installed(name: str) -> bool:
+    """Return whether a command is on the path or in /usr/sbin, or files match a pattern."""
+    if name.startswith("/"):
+        return any(Path("/").glob(name[1:]))
+    return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin") is not None
 
 
 def missing() -> list[str]:
-    """The packages of which something is not there."""
-    return [package for what, package in NEEDED.items() if not is_there(what)]
+    """Return the missing packages."""
+    return [package for name, package in NEEDED.items() if not is_installed(name)]
 
 
 def install(packages: list[str]) -> None:
-    """Install them if that can be done here."""
+    """Install packages with apt-get if this is root."""
     if not packages or os.getuid() != 0 or not shutil.which("apt-get"):
         return
     quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
@@ -63,20 +62,20 @@ def install(packages: list[str]) -> None:
         )
 
 
-def run(clusters: Sequence[tuple[str, list[str | Path], str]], at_once: bool) -> list[str]:
-    """Run a command on a cluster for each MPI, and print its output; return who has failed.
+def run(clusters: Sequence[tuple[str, list[str | Path], str]], parallel: bool) -> list[str]:
+    """Run a command on a cluster for each MPI, and print its output; return the failed names.
 
-    clusters: name, command, and the folder of the commands of its MPI.
+    clusters: name, command, and the bin folder of the MPI.
     """
     failed = []
     with contextlib.ExitStack() as stack:
         started = (stack.enter_context(start(*each[1:])) for each in clusters)
-        runs = list(started) if at_once else started
+        runs = list(started) if parallel else started
         for (name, *_), (process, out) in zip(clusters, runs, strict=True):
             try:
                 if process.wait() != 0:
                     failed.append(name)
-            finally:  # or interrupted
+            finally:  # also after an interrupt
                 out.seek(0)
                 print(f"--- {name}\n{out.read().decode(errors='replace')}", end="", flush=True)
     return failed
@@ -86,7 +85,7 @@ def run(clusters: Sequence[tuple[str, list[str | Path], str]], at_once: bool) ->
 def start(
     command: list[str | Path], bin: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
-    """Start a cluster, which has ended when this is left."""
+    """Start a cluster; end it with the block."""
     variables = os.environ | {"PATH": f"{bin}:{os.environ['PATH']}:/usr/sbin:/sbin"}
     with tempfile.TemporaryFile() as out:
         process = subprocess.Popen(
@@ -96,7 +95,7 @@ def start(
         try:
             yield process, out
         finally:
-            # All of it at once: the command on the head ends, and then the head removes the rest.
+            # The command on the head ends, then the head removes the cluster.
             for number, seconds in ((signal.SIGTERM, 20), (signal.SIGKILL, None)):
                 if process.poll() is None:
                     os.killpg(process.pid, number)
@@ -105,24 +104,24 @@ def start(
 
 
 def end(number: int, frame: object) -> None:
-    """End as by Ctrl-C."""
+    """Exit as after Ctrl-C."""
     sys.exit(128 + number)
 
 
 def main() -> int:
-    """Run, and return 0 if all has passed."""
-    parser = argparse.ArgumentParser(description="Tests on a Slurm cluster of its own.")
+    """Run the tests; return 0 if all have passed."""
+    parser = argparse.ArgumentParser(description="Run tests on a Slurm cluster.")
     parser.add_argument("environments", nargs="+", metavar="NAME=ENVIRONMENT")
     parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="no tests marked slow")
+    parser.add_argument("--quick", action="store_true", help="skip tests marked slow")
     options, pytests = parser.parse_known_args()
     signal.signal(signal.SIGTERM, end)
 
     install(missing())
-    lacking = missing()
-    if os.getuid() != 0 or lacking:
-        wants = f"these Debian packages: {' '.join(lacking)}" if lacking else "root"
-        print(f"tests/slurm/run.py: no Slurm can be started here: that needs {wants}")
+    still_missing = missing()
+    if os.getuid() != 0 or still_missing:
+        needs = f"these Debian packages: {' '.join(still_missing)}" if still_missing else "root"
+        print(f"tests/slurm/run.py: cannot start Slurm, which needs {needs}")
         return 1
 
     clusters = []
@@ -135,8 +134,8 @@ def main() -> int:
             *(["-m", "not slow"] if options.quick else []),
         ]  # fmt: skip
         clusters.append((name, command, str(bin)))
-    # On one node they may be the machine itself, with one munged and one set of ports.
-    failed = run(clusters, at_once=options.nodes > 1)
+    # A cluster of one node may be the machine itself, with one munged and one set of ports.
+    failed = run(clusters, parallel=options.nodes > 1)
     if failed:
         print("failed:", ", ".join(failed))
     return bool(failed)

@@ -1,4 +1,4 @@
-"""The batch scripts and srun, on two nodes of a real Slurm, or on one."""
+"""The batch scripts and srun on one or two nodes of a Slurm cluster."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """A test that fails leaves no job in the next one's way."""
+    """Cancel the jobs of a failed test."""
     yield
     subprocess.run(["scancel", f"--user={os.getuid()}"], check=False)
     wait_until(lambda: not subprocess.run(["squeue", "-h"], stdout=subprocess.PIPE).stdout)
@@ -48,15 +48,22 @@ def nothing_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where jobs are handed in: it has jobs/, as the repository. A failure shows their output."""
+    """The working directory of jobs, with a link to jobs/. Prints the output after a failure."""
     (tmp_path / "jobs").symlink_to(ROOT / "jobs")
     yield tmp_path
     for path in sorted(tmp_path.glob("*.out")):
         print(f"--- {path.name}\n{path.read_text(errors='replace')[-4000:]}")
 
 
+def completed(job: str, folder: Path) -> str:
+    """Wait for a job, assert that it completed, and return its output."""
+    ended = wait(job, folder)
+    assert ended.state == "COMPLETED", ended
+    return ended.out
+
+
 def assert_one_world(out: str) -> None:
-    """A job of all nodes trained with all ranks, two on each node."""
+    """Assert that the job trained with all ranks, two on each node."""
     assert f"digits on {RANKS} ranks" in out, out
     hosts = re.findall(r"^rank \d+ on (\S+):", out, re.MULTILINE)
     assert len(hosts) == RANKS and len(set(hosts)) == NODES, out
@@ -64,40 +71,36 @@ def assert_one_world(out: str) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_slurm_understands_a_script(script: str) -> None:
+def test_sbatch_accepts_the_script(script: str) -> None:
     command = ["sbatch", "--test-only", f"--nodes={NODES}", ROOT / "jobs" / script]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "to start at" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("launch", ["mpirun", f"srun:{MPI}"])
-def test_a_way_to_start_ranks(launch: str, folder: Path) -> None:
-    ended = wait(submit("digits.sbatch", folder, *SHORT, LAUNCH=launch), folder)
-    assert ended.state == "COMPLETED", ended
-    assert_one_world(ended.out)
-    assert "Sorry" not in ended.out, ended.out  # Open MPI's PMIx, without psec
+def test_mpirun_and_srun(launch: str, folder: Path) -> None:
+    out = completed(submit("digits.sbatch", folder, *SHORT, LAUNCH=launch), folder)
+    assert_one_world(out)
+    assert "Sorry" not in out, out  # Open MPI's PMIx, without psec
 
 
 @needs_torch
 @pytest.mark.skipif(OPENMPI, reason="Open MPI needs its own launcher")
 def test_torchrun_on_all_nodes(folder: Path) -> None:
     variables = {"LAUNCH": "torchrun", "JOB": "train_digits_ddp"}
-    ended = wait(submit("digits.sbatch", folder, *SHORT, **variables), folder)
-    assert ended.state == "COMPLETED", ended
-    assert "DDP over mpicoll" in ended.out
-    assert_one_world(ended.out)
+    out = completed(submit("digits.sbatch", folder, *SHORT, **variables), folder)
+    assert "DDP over mpicoll" in out
+    assert_one_world(out)
 
 
 @needs_torch
 def test_ddp(folder: Path) -> None:
     variables = {"LAUNCH": f"srun:{MPI}", "JOB": "train_digits_ddp"}
-    ended = wait(submit("digits.sbatch", folder, *SHORT, **variables), folder)
-    assert ended.state == "COMPLETED", ended
-    assert_one_world(ended.out)
+    assert_one_world(completed(submit("digits.sbatch", folder, *SHORT, **variables), folder))
 
 
-#: Reads what torchrun would have set before it makes a group, and meets at MASTER_ADDR by itself.
-READS = """
+#: A script for torchrun: reads torchrun's variables and creates a store at MASTER_ADDR.
+TORCHRUN_SCRIPT = """
 import os
 import torch
 import torch.distributed as dist
@@ -117,8 +120,8 @@ dist.destroy_process_group()
 
 @needs_torch
 @pytest.mark.parametrize("launch", ["mpirun", "srun"])
-def test_a_script_for_torchrun_as_it_is(launch: str, tmp_path: Path) -> None:
-    (tmp_path / "reads.py").write_text(READS)
+def test_run_executes_a_script_for_torchrun(launch: str, tmp_path: Path) -> None:
+    (tmp_path / "reads.py").write_text(TORCHRUN_SCRIPT)
     words: list[str | Path] = [f"--mpi={MPI}"]
     if launch == "mpirun":
         words = [Path(sys.executable).with_name("mpirun"), "-n", str(RANKS)]
@@ -140,45 +143,40 @@ def test_a_script_for_torchrun_as_it_is(launch: str, tmp_path: Path) -> None:
 @needs_torch
 def test_horovod(folder: Path) -> None:
     variables = {"LAUNCH": f"srun:{MPI}", "JOB": "train_digits_horovod"}
-    ended = wait(submit("digits.sbatch", folder, *SHORT, **variables), folder)
-    assert ended.state == "COMPLETED", ended
-    assert f"on {RANKS} ranks, Horovod's API" in ended.out
+    out = completed(submit("digits.sbatch", folder, *SHORT, **variables), folder)
+    assert f"on {RANKS} ranks, Horovod's API" in out
 
 
-def test_mpirun_where_srun_offers_pmix(folder: Path) -> None:
-    """By default, as ``MpiDefault=pmix``: MPICH's mpirun goes to the nodes by srun."""
+def test_mpirun_with_mpi_default_pmix(folder: Path) -> None:
+    """MPICH's mpirun starts its proxies by srun, which uses PMIx by default."""
     variables = {"LAUNCH": "mpirun", "SLURM_MPI_TYPE": "pmix"}
-    ended = wait(submit("digits.sbatch", folder, *SHORT, **variables), folder)
-    assert ended.state == "COMPLETED", ended
-    assert_one_world(ended.out)
+    assert_one_world(completed(submit("digits.sbatch", folder, *SHORT, **variables), folder))
 
 
-def test_several_nodes(folder: Path) -> None:
-    """Each rank says where it is, then they train."""
-    ended = wait(submit("digits_nodes.sbatch", folder, *SHORT), folder)
-    assert ended.state == "COMPLETED", ended
-    assert_one_world(ended.out)
+def test_placement_of_ranks_is_printed(folder: Path) -> None:
+    out = completed(submit("digits_nodes.sbatch", folder, *SHORT), folder)
+    assert_one_world(out)
     shown = re.findall(
-        r"^rank \d of \d on (\S+), local rank (\d) of 2, .*, bound to (.*)$", ended.out, re.M
+        r"^rank \d of \d on (\S+), local rank (\d) of 2, .*, bound to (.*)$", out, re.M
     )
-    assert len({(host, local) for host, local, _ in shown}) == len(shown) == RANKS, ended.out
-    # This Slurm has no task plug-in, which would bind them.
-    assert {bound for *_, bound in shown} == {f"none of {os.cpu_count()} processors"}, ended.out
+    assert len({(host, local) for host, local, _ in shown}) == len(shown) == RANKS, out
+    # Without a task plug-in, Slurm does not bind ranks.
+    assert {bound for *_, bound in shown} == {f"none of {os.cpu_count()} processors"}, out
 
 
-def test_an_array(folder: Path) -> None:
-    """Each element is a world of its own, with a seed of its own."""
-    ended = wait(submit("digits_array.sbatch", folder, *SHORT, options=("--array=1-2",)), folder)
-    assert ended.state == "COMPLETED", ended
-    losses = re.findall(r"^epoch +1 +loss (\S+)", ended.out, re.M)
-    assert len(losses) == 2 and losses[0] != losses[1], ended.out
-    assert ended.out.count(f"digits on {RANKS} ranks") == 2, ended.out
+def test_array_elements_are_separate_worlds(folder: Path) -> None:
+    """Each element has a different seed."""
+    job = submit("digits_array.sbatch", folder, *SHORT, options=("--array=1-2",))
+    out = completed(job, folder)
+    losses = re.findall(r"^epoch +1 +loss (\S+)", out, re.M)
+    assert len(losses) == 2 and losses[0] != losses[1], out
+    assert out.count(f"digits on {RANKS} ranks") == 2, out
 
 
 @pytest.mark.parametrize("script", ["digits.pbs", "digits.lsf"])
 @pytest.mark.skipif(NODES == 1, reason="needs two nodes")
-def test_the_ways_of_pbs_and_lsf_to_other_nodes(script: str, folder: Path) -> None:
-    """Their commands for that, with srun behind them, and the files that name the hosts."""
+def test_pbs_and_lsf_scripts_start_ranks_on_other_nodes(script: str, folder: Path) -> None:
+    """Their remote commands are simulated by srun."""
     bin = folder / "bin"
     bin.mkdir()
     remote = 'while [[ $1 = -* ]]; do shift; done\nhost=$1; shift\necho "$host" >> "$LOG"\n'
@@ -189,7 +187,7 @@ def test_the_ways_of_pbs_and_lsf_to_other_nodes(script: str, folder: Path) -> No
     hosts, log = folder / "hosts", folder / "log"
     hosts.write_text("".join(f"node{i + 1}\n" * 2 for i in range(NODES)))
     job = folder / "job.sh"
-    # What Slurm has set is not for an mpirun under PBS or LSF, but for srun.
+    # mpirun under PBS or LSF does not see Slurm's variables. srun needs two of them.
     job.write_text(
         "#!/bin/bash\n"
         "for name in ${!SLURM_*}; do [ $name = SLURM_CONF ] || [ $name = SLURM_JOB_ID ] || "
@@ -202,13 +200,11 @@ def test_the_ways_of_pbs_and_lsf_to_other_nodes(script: str, folder: Path) -> No
         "PBS_O_WORKDIR": str(folder), "PBS_JOBID": "7.pbs", "PBS_NODEFILE": str(hosts),
         "LS_SUBCWD": str(folder), "LSB_JOBID": "7", "LSB_DJOB_HOSTFILE": str(hosts),
     }  # fmt: skip
-    ended = wait(submit(job, folder, **variables), folder)
-    assert ended.state == "COMPLETED", ended
-    assert_one_world(ended.out)
+    assert_one_world(completed(submit(job, folder, **variables), folder))
     assert f"node{NODES}" in log.read_text().split()
 
 
-def test_gpus_by_the_rank_on_the_node() -> None:
+def test_bind_gpu_uses_the_local_rank() -> None:
     code, out = srun(
         *ALL, "--mpi=none", ROOT / "jobs" / "bind_gpu.sh", "sh", "-c",
         "echo $SLURM_LOCALID $CUDA_VISIBLE_DEVICES", CUDA_VISIBLE_DEVICES="4,7",
@@ -218,7 +214,7 @@ def test_gpus_by_the_rank_on_the_node() -> None:
 
 @pytest.mark.skipif(OPENMPI, reason="Open MPI has as many slots as the step has tasks: one")
 def test_mpirun_inside_a_step() -> None:
-    """Where the inner srun of MPICH's mpirun may share the processors of the outer one."""
+    """With --overlap, the inner srun of MPICH's mpirun may share the processors of the step."""
     mpirun = Path(sys.executable).with_name("mpirun")
     code, out = srun(
         "--nodes=1", "--ntasks=1", "--cpus-per-task=2", "--mpi=none", mpirun, "-n", "2", *HELLO,
@@ -227,33 +223,32 @@ def test_mpirun_inside_a_step() -> None:
     assert code == 0 and "rank 1 of 2" in out, out
 
 
-# --- what is wrong ------------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrong", sorted({"none", "pmi2", "pmix"} - {MPI}))
-def test_the_wrong_option_is_told_the_right_one(wrong: str) -> None:
-    """Before MPI_Init, which would end without a word that helps."""
+def test_wrong_mpi_option_raises_with_the_right_one(wrong: str) -> None:
     code, out = srun(*ALL, f"--mpi={wrong}", *HELLO)
     assert code != 0 and f"--mpi={MPI}" in out, out
     assert "unsupported PMI version" not in out, out
 
 
 @pytest.mark.parametrize("wrong", sorted({"none", "pmi2", "pmix"} - {MPI}))
-def test_doctor_is_not_ended_by_the_wrong_option(wrong: str) -> None:
+def test_doctor_reports_the_wrong_mpi_option(wrong: str) -> None:
     _, out = srun(*ALL, f"--mpi={wrong}", sys.executable, "-m", "mpicoll", "doctor")
     assert f"--mpi={MPI}" in out and "unsupported PMI version" not in out, out
 
 
 @pytest.mark.parametrize("offered", ["none", "pmi2", "pmix"])
-def test_one_rank_needs_none_of_them(offered: str) -> None:
+def test_single_rank_works_with_any_mpi_option(offered: str) -> None:
     code, out = srun("--nodes=1", "--ntasks=1", f"--mpi={offered}", *HELLO)
     assert code == 0 and "rank 0 of 1 on" in out, out
 
 
 @pytest.mark.skipif(NODES == 1, reason="needs two nodes")
 @pytest.mark.parametrize("fault", ["SIGKILL", "an exception after"])
-def test_what_happens_to_a_rank_on_another_node(fault: str) -> None:
-    """The last of three, on a node of its own: as ``make chaos`` has it."""
+def test_fault_of_a_rank_on_another_node(fault: str) -> None:
+    """Runs a case of ``make chaos``: the last of three ranks is alone on its node."""
     step = f"srun --mpi={MPI} --nodes=2 --distribution=block --kill-on-bad-exit=1"
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "chaos" / "run.py", "--launcher=srun",
@@ -263,8 +258,7 @@ def test_what_happens_to_a_rank_on_another_node(fault: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_a_rank_that_fails_ends_the_step() -> None:
-    """The others wait for it, and are ended at once."""
+def test_failed_rank_ends_the_step() -> None:
     program = (
         "import mpicoll as dist; dist.init_process_group(); dist.barrier()\n"
         "if dist.get_rank() == 1: raise SystemExit('enough')\n"
@@ -285,7 +279,7 @@ while True:
 
 
 def processes(word: str) -> list[str]:
-    """The processes on all nodes, which the head sees, that have this word in their command."""
+    """Return the Python processes on all nodes with this word in their command line."""
     shown = subprocess.run(
         ["ps", "-eww", "-o", "args"], stdout=subprocess.PIPE, text=True, check=True
     )
@@ -295,8 +289,7 @@ def processes(word: str) -> list[str]:
     ]  # fmt: skip
 
 
-def test_a_step_that_is_cancelled(tmp_path: Path) -> None:
-    """Nothing of it is left on any node."""
+def test_cancelled_step_leaves_no_process(tmp_path: Path) -> None:
     job = tmp_path / "calls_of_a_step.py"
     job.write_text(CALLS)
     step = start(*ALL, f"--mpi={MPI}", "--job-name=calls", sys.executable, job)
@@ -314,11 +307,11 @@ def test_a_step_that_is_cancelled(tmp_path: Path) -> None:
     wait_until(lambda: not processes(job.name), 20)
 
 
-# --- jobs that go on ----------------------------------------------------------------------------
+# --- jobs that are requeued ---------------------------------------------------------------------
 
 
 def losses(out: str) -> list[tuple[int, str]]:
-    """The loss after each epoch, as printed."""
+    """Return the printed loss after each epoch."""
     return [
         (int(epoch), loss) for epoch, loss in re.findall(r"^epoch +(\d+)  loss (\S+)", out, re.M)
     ]
@@ -326,7 +319,7 @@ def losses(out: str) -> list[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[int, str]:
-    """The losses of a job that nobody interrupts, on one rank."""
+    """The losses of an uninterrupted job on one rank."""
     done = subprocess.run(
         [sys.executable, ROOT / "jobs" / "train_digits_elastic.py", "--epochs", "60"],
         stdout=subprocess.PIPE, text=True, check=True,
@@ -334,39 +327,37 @@ def undisturbed() -> dict[int, str]:
     return dict(losses(done.stdout))
 
 
-def assert_went_on(out: str, undisturbed: dict[int, str]) -> None:
-    """Each epoch once, and as if nothing had happened."""
+def assert_resumed(out: str, undisturbed: dict[int, str]) -> None:
+    """Assert that a job resumed, ran each epoch once, and printed the losses of ``undisturbed``."""
     stops = re.findall(r"^stops after step (\d+)", out, re.M)
-    beginnings = re.findall(r"^goes on after step (\d+)", out, re.M)
-    assert beginnings and beginnings == stops[: len(beginnings)], out
+    resumed = re.findall(r"^goes on after step (\d+)", out, re.M)
+    assert resumed and resumed == stops[: len(resumed)], out
     found = losses(out)
     assert [epoch for epoch, _ in found] == list(range(1, len(found) + 1)), out
     assert all(undisturbed[epoch] == loss for epoch, loss in found if epoch in undisturbed), out
 
 
 @pytest.mark.slow
-def test_a_signal_before_the_end_of_the_time(folder: Path, undisturbed: dict[int, str]) -> None:
-    """Slurm's own: the ranks save, the job is requeued, and goes on."""
+def test_signal_before_the_time_limit_requeues_the_job(
+    folder: Path, undisturbed: dict[int, str]
+) -> None:
+    """The ranks save a checkpoint, the job is requeued and resumes."""
     options = ("--signal=B:USR2@10",)
     job = submit("digits_requeue.sbatch", folder, "--epochs", "100000", options=options)
     wait_until(lambda: losses(output(job, folder)))
-    # Slurm looks twice a minute for jobs that it signals before it looks again.
+    # Slurm checks the time limits of jobs twice a minute.
     change = ["scontrol", "update", f"JobId={job}", "EndTime=now+40seconds"]
     subprocess.run(change, check=True)
     wait_until(lambda: "goes on after" in output(job, folder))
     before = len(losses(output(job, folder)))
     wait_until(lambda: len(losses(output(job, folder))) > before + 1)
     cancel(job)
-    assert_went_on(output(job, folder), undisturbed)
+    assert_resumed(output(job, folder), undisturbed)
 
 
 @pytest.mark.parametrize("partition", [pytest.param("main", marks=pytest.mark.slow), "graced"])
-def test_a_job_of_a_higher_priority_takes_the_nodes(
-    partition: str, folder: Path, undisturbed: dict[int, str]
-) -> None:
-    """Slurm sends SIGTERM and requeues the job, which goes on once the other one has ended; in a
-    partition with GraceTime the job requeues itself.
-    """
+def test_preempted_job_resumes(partition: str, folder: Path, undisturbed: dict[int, str]) -> None:
+    """Slurm sends SIGTERM and requeues the job. With GraceTime, the job requeues itself."""
     options = ("--exclusive", f"--partition={partition}")
     job = submit("digits_requeue.sbatch", folder, "--epochs", "60", options=options)
     wait_until(lambda: len(losses(output(job, folder))) > 3)
@@ -375,5 +366,5 @@ def test_a_job_of_a_higher_priority_takes_the_nodes(
     assert code == 0, out
     ended = wait(job, folder)
     assert ended.state == "COMPLETED" and "is reached" in ended.out, ended
-    assert_went_on(ended.out, undisturbed)
+    assert_resumed(ended.out, undisturbed)
     assert len(losses(ended.out)) == 60

@@ -1,4 +1,4 @@
-"""A node that is gone from one moment to the next. Comes last: the cluster is of no use then."""
+"""Power failure of a node. Runs last, because the cluster cannot be used afterwards."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from jobs import MPI, NODES, start, wait_until
 
 
 @pytest.mark.skipif(NODES == 1, reason="needs two nodes")
-def test_a_node_that_dies(tmp_path: Path) -> None:
-    """The job ends, and the ranks on the other node with it, once Slurm has given the node up."""
+def test_power_failure_of_a_node_ends_the_job(tmp_path: Path) -> None:
     job = tmp_path / "calls_of_a_node.py"
     job.write_text(CALLS)
     step = start(*ALL, f"--mpi={MPI}", sys.executable, job)

@@ -160,7 +160,7 @@ class Memory:
         """Wait until all calls are done."""
 
     def available(self) -> int:
-        """Return the free bytes."""
+        """Return the free memory in bytes."""
         with suppress(OSError):
             for line in Path("/proc/meminfo").read_text().splitlines():
                 if line.startswith("MemAvailable:"):

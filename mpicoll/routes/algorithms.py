@@ -49,7 +49,7 @@ ALGORITHMS: dict[str, Callable[..., None]] = {
 
 
 def build(kind: CallKind, space: Space) -> Run:
-    """Return what runs a kind of call in ``space``; its caller synchronizes."""
+    """Return the function that runs a kind of call in ``space``. Its caller synchronizes."""
     primitive, group, op, dtype = kind
     assert dtype is not None
     algorithm, n, me = ALGORITHMS[primitive.name], group.size(), group.rank()

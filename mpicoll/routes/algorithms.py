@@ -30,7 +30,8 @@ from mpicoll.routes.space import Space
 
 __all__ = ["ALGORITHMS", "build", "premultiplied"]
 
-#: By the name of the primitive. All take the same arguments.
+#: By the name of the primitive. All take the same arguments. ``exchange`` and ``direct`` declare
+#: these primitives.
 ALGORITHMS: dict[str, Callable[..., None]] = {
     "broadcast": broadcast,
     "all_reduce": all_reduce,

@@ -1,14 +1,15 @@
-"""Write the tables of api.md, architecture.md, gpu.md, launching.md and settings.md from the code,
-and the figure of performance.md from the tables of measurements.md.
+"""Write the tables of api.md, architecture.md, gpu.md, launching.md and settings.md, and the
+variables of jobs/bind_gpu.sh, from the code, and the figure of performance.md from measurements.md.
 
 python docs/support.py          rewrite the text between the marks
-python docs/support.py --check  exit with 1 if a table is out of date
+python docs/support.py --check  list the files that are out of date; exit with 1 if there are any
 """
 
 from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,7 @@ def primitives() -> str:
             ", ".join(f"`{name}`" for name in (row.name, *row.aliases)),
             _ARRAYS[row.layout][row.listed],
             f"`{row.root}`" if row.root else "",
-            f"`MPI_{row.mpi}`",
+            f"`MPI_{row.mpi}`" if row.mpi else "",
         ]
         for row in PRIMITIVES
     ]
@@ -104,6 +105,14 @@ def launchers() -> str:
     return table(["launcher", "variables", "protocol"], rows)
 
 
+def bind_script(text: str) -> str:
+    """Return jobs/bind_gpu.sh with the local rank's variable of each launcher, innermost first."""
+    names = [name for each in LAUNCHERS for name in each.local_rank]
+    names = list(dict.fromkeys(reversed(names)))[::-1]
+    lines = textwrap.wrap(" ".join(names), 84)
+    return re.sub(r"(?<=for name in )[^;]*", lambda _: " \\\n    ".join(lines), text, count=1)
+
+
 def packages() -> str:
     """The table of packages, from top to bottom."""
     return table(
@@ -140,12 +149,15 @@ def main() -> int:
     changed = False
     made: dict[Path, Callable[[str], str]] = {figure.FIGURE: lambda _: figure.drawn()}
     made |= {Path(__file__).with_name(name): partial(page, name) for name in PAGES}
+    made[Path(__file__).parents[1] / "jobs" / "bind_gpu.sh"] = bind_script
     for path, make in made.items():
         old = path.read_text(encoding="utf-8") if path.exists() else ""
         new = make(old)
         changed = changed or new != old
         if "--check" not in sys.argv[1:]:
             path.write_text(new, encoding="utf-8")
+        elif new != old:
+            print(f"{path} is out of date; run python docs/support.py", file=sys.stderr)
     return int(changed and "--check" in sys.argv[1:])
 
 

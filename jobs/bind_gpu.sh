@@ -22,8 +22,9 @@ for gpu in $gpus; do count=$((count + 1)); done
 [ "$count" -gt 1 ] || exec "$@"
 
 local_rank=
-for name in LOCAL_RANK OMPI_COMM_WORLD_LOCAL_RANK MPI_LOCALRANKID MV2_COMM_WORLD_LOCAL_RANK \
-    PMI_LOCAL_RANK PALS_LOCAL_RANKID FLUX_TASK_LOCAL_ID JSM_NAMESPACE_LOCAL_RANK SLURM_LOCALID; do
+for name in LOCAL_RANK OMPI_COMM_WORLD_LOCAL_RANK MPI_LOCALRANKID PMI_LOCAL_RANK \
+    MV2_COMM_WORLD_LOCAL_RANK FLUX_TASK_LOCAL_ID PALS_LOCAL_RANKID \
+    JSM_NAMESPACE_LOCAL_RANK SLURM_LOCALID; do
     eval "value=\${$name-}"
     case $value in
         '' | *[!0-9]*) ;;

@@ -94,7 +94,7 @@ class DeviceMemoryError(MpicollError, MemoryError):
 
 
 class DistBackendError(MpicollError):
-    """A failure between ranks."""
+    """A call failed in communication with other ranks; the group accepts no more calls."""
 
 
 class MPIError(DistBackendError):

@@ -168,7 +168,7 @@ class JsonConnection(LineConnection):
         poll.register(self.sock, select.POLLIN)
         while (message := self.take()) is None:
             if not poll.poll(1000 * max(0.0, end - time.monotonic())):
-                raise TimeoutError(f"timed out: no answer within {seconds:g} s")
+                raise TimeoutError(f"timed out: no message from the peer within {seconds:g} s")
             self.fill()
         return message
 

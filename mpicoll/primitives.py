@@ -43,10 +43,10 @@ class Primitive:
     reduces: elements are combined by a ReduceOp.
     moved:   bus-bandwidth factor of nccl-tests: bytes that the link of each rank must transfer, as
         a multiple of the bytes of the larger array, for n ranks.
-    mpi:     the MPI call that does the same, by its name in mpi4py.
+    mpi:     the MPI collective that does the same, by its name in mpi4py; "" if there is none.
     aliases: other names of the function.
-    combined: for reductions, the ranks whose elements are combined for a rank: a function of this
-        rank and the number of ranks. An empty range means no result.
+    combined: for reductions and the layout ALIKE, the ranks whose inputs make the output of a rank:
+        a function of this rank and the number of ranks. An empty range means no output.
     code:    index in the table, the same on all ranks.
     at_output, at_input: operation and argument, as messages begin ("broadcast: tensor").
     many_in, many_out: the input or the output has one block per rank.

@@ -471,7 +471,7 @@ def test_invalid_arguments_raise(kernels):
     with pytest.raises(UnsupportedError, match="4000 arrays at most, got 4001"):
         kernels.combine(add, [64] * 4001, 64, 1, 1, STREAM)
     integers = reduction.find_loop(ReduceOp.SUM, by_name["int32"])
-    with pytest.raises(UnsupportedError, match=r"division of .* is not supported"):
+    with pytest.raises(UnsupportedError, match="AVG is not defined for"):
         kernels.combine(integers, [64], 64, 1, 2, STREAM)
     for name in ("bool", "float8_e8m0fnu"):
         with pytest.raises(UnsupportedError, match="no kernel scales"):

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from mpicoll import machine
-from mpicoll.errors import ArgumentError
+from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.output import format_bytes
 from mpicoll.primitives import by_name
-from mpicoll.routes import tuning, tuning_files
+from mpicoll.routes import registry, tuning, tuning_files
 from mpicoll.routes.tuning import KINDS, PLACES, Table
 
 pytestmark = pytest.mark.any_mpi
@@ -84,6 +84,13 @@ def test_kinds_without_a_row():
         "node": ((0, "shared"), (16384, "single_copy")),
         "nodes": ((0, "exchange"),), "apart": ((0, "exchange"),),
     }  # fmt: skip
+
+
+def test_kind_without_a_route_is_unsupported(monkeypatch):
+    none = {name: route for name, route in registry.HOST.items() if name == "widened"}
+    monkeypatch.setattr(registry, "HOST", none)
+    with pytest.raises(UnsupportedError, match="exscan: no route for arrays in host"):
+        tuning._of_routes.__wrapped__("exscan")
 
 
 def marked(n):

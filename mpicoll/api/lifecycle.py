@@ -417,8 +417,8 @@ def _check_expected(expected: dict[str, tuple[str, int]], rank: int, size: int, 
         if value != own:
             raise LaunchError(
                 f"init_process_group: {name}{value} disagrees with {whose}'s own {what}, {own} "
-                f"({whose} reports rank {rank} of {size}); leave it out, or start the job so that "
-                "both agree"
+                f"({whose} reports rank {rank} of {size}); omit {name.rstrip('=')}, or start the "
+                "job so that both agree"
             )
 
 

@@ -160,7 +160,7 @@ class Memory:
         """Wait until all calls are done."""
 
     def available(self) -> int:
-        """Return the free bytes."""
+        """Return the free memory in bytes."""
         with suppress(OSError):
             for line in Path("/proc/meminfo").read_text().splitlines():
                 if line.startswith("MemAvailable:"):
@@ -405,6 +405,8 @@ def expected(case: Case) -> Iterator[Expected]:
         return
     if row.layout in (Layout.GATHERED, Layout.EXCHANGED):
         sources = list(range(case.n)) if case.at_root else []
+    elif row.layout is Layout.ALIKE:
+        sources = list(row.combined(case.me, case.n))
     else:  # a reduction does not change the arrays of other ranks
         sources = [case.root if op is None else case.me]
     for source in sources:

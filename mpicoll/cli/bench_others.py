@@ -88,8 +88,12 @@ class Mpi4py(Other):
         self._comm = comm
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
-        """Return the call, or None for averages and narrow floats, which MPI cannot reduce."""
+        """Return the call. None for averages and narrow floats, which MPI cannot reduce, and for
+        primitives without an MPI collective.
+        """
         row, op, dtype = case.row, case.op, case.dtype
+        if not row.mpi:
+            return None
         arguments: list[Any] = [self._ready(case, side) for side in (buffers.input, buffers.output)]
         if row.layout is Layout.EMPTY:
             arguments = []

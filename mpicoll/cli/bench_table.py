@@ -107,7 +107,7 @@ def build_columns(latency: bool, longest: int, others: Sequence[str]) -> list[Co
     """Return the columns.
 
     longest: maximum length of a dtype's name.
-    others:  names of the comparisons.
+    others:  names of the other libraries and routes to compare with.
     """
     built = [
         Column("", "size", "(B)", 14, ("size",)),
@@ -236,11 +236,11 @@ _REPETITION_EFFORT, _LATENCY_EFFORT = Effort(sample=0.01), Effort(seconds=0.2, f
 
 
 class Bench:
-    """The benchmark on one rank. Measures and prints line by line.
+    """The benchmark on one rank. It measures one line of the table at a time; rank 0 prints it.
 
     comm:   a private communicator of all ranks.
     memory: memory of the arrays.
-    others: comparisons by name.
+    others: the other libraries and routes to compare with, by name.
     notes:  lines for the header.
     """
 

@@ -1,4 +1,6 @@
-"""Observers of process groups: the interface by which upper packages follow a group's state.
+"""Observers of process groups: callbacks for changes of a group's state.
+
+Packages above ``core`` implement them, because ``core`` must not import these packages.
 
 The flight recorder and the client of the node monitor are observers (``mpicoll/failures``).
 """

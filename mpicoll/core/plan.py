@@ -88,7 +88,7 @@ class SegmentTable(NamedTuple):
 
 
 class Implementation:
-    """What a route provides for one kind of call in one group.
+    """The functions of a route for one kind of call in one group.
 
     A route that supports more than ``run`` overrides the other methods.
 
@@ -146,7 +146,7 @@ class Wrapper(Implementation):
 
 
 class CallKind(NamedTuple):
-    """What calls with one implementation share. op and dtype are None if the operation has none."""
+    """The properties of calls that share one implementation. op and dtype may be None."""
 
     primitive: Primitive
     group: ProcessGroup

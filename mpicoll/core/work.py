@@ -166,7 +166,7 @@ class Future:
     def _end(self, value: object, error: BaseException | None) -> None:
         with self._condition:
             if self._done:
-                raise ArgumentError("Future: it already has a value")
+                raise ArgumentError("Future: it already has a value or an exception")
             self._value, self._error, self._done = value, error, True
             callbacks, self._callbacks = self._callbacks, []
             self._condition.notify_all()

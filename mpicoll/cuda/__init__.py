@@ -1,1 +1,1 @@
-"""CUDA: the runtime's face with CuPy behind it, what GPUs and MPI can do, rank to GPU."""
+"""CUDA: a runtime interface over CuPy, capabilities of GPUs and MPI, binding of ranks to GPUs."""

@@ -272,13 +272,13 @@ class Runtime(Protocol):
         """Return the number of a device's multiprocessors."""
 
     def load_collective(self, index: int, call: Collective) -> None:
-        """Compile the kernel of ``collective``, unless it is compiled."""
+        """Compile the kernel that ``collective`` runs for a call, unless it is compiled."""
 
     def has_collective(self, index: int, call: Collective) -> bool:
-        """Return whether the kernel of ``collective`` is compiled."""
+        """Return whether the kernel that ``collective`` runs for a call is compiled."""
 
     def collective(self, index: int, peers: Peers, call: Collective, stream: int) -> None:
-        """Enqueue a rank's part of a collective that is one kernel on each rank's device."""
+        """Enqueue this rank's kernel of a collective. Each rank runs one such kernel on its GPU."""
 
     def export(self, index: int, memory: Memory) -> bytes:
         """Return the IPC handle of memory of ``allocate``."""

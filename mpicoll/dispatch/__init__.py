@@ -1,1 +1,1 @@
-"""The way of every call: from checked arguments to its route and, if asked for, its Work."""
+"""The path of a call from its arguments to its route: plan, queue, execution, Work."""

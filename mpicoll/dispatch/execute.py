@@ -122,7 +122,7 @@ def run(
 def _in_stream_order(
     plan: Plan, send: View | None, recv: View | None
 ) -> tuple[Run, Sequence[StreamOrder]]:
-    """Return what runs a call: on a device, in the stream order of the caller."""
+    """Return the function that runs a call and, on a device, the stream order that it keeps."""
     if not plan.on_device:
         return plan.run, ()
     order = packing.stream_order(plan, send, recv)
@@ -343,7 +343,7 @@ def _run_all(
 def _list_in_stream_order(
     plan: Plan, calls: Sequence[checks.Views]
 ) -> tuple[Callable[[], None], list[StreamOrder]]:
-    """Return what runs several calls on a device, each in the stream order of the caller."""
+    """Return the function that runs several calls on a device, and the stream order of each."""
     ordered = [_in_stream_order(plan, send, recv) for send, recv, _ in calls]
 
     def run_calls() -> None:

@@ -23,7 +23,7 @@ __all__ = ["buffers_of", "in_stream_order", "on_views", "stream_order"]
 
 
 def on_views(kind: CallKind, implementation: Implementation, on_device: bool) -> RunOnViews:
-    """Return what runs an implementation on views, with the wrapper that it needs."""
+    """Return a function that runs an implementation on views, and packs them if necessary."""
     primitive, run = kind.primitive, implementation.run
     if primitive.layout is Layout.EMPTY:
         return run

@@ -394,7 +394,7 @@ def begin_message(
 ) -> MessageWork:
     """Begin to send an array to a rank in the group, or to receive one.
 
-    tag: as ``check_tag`` returns it; None for the messages of objects, whose tag is apart.
+    tag: as ``check_tag`` returns it; None for messages of objects, which have a tag of their own.
     """
     group.check_whole()
     view = adapters.build_view(tensor, receives, f"{name}: tensor")
@@ -429,7 +429,7 @@ def _begin_view(
 
 
 def _staging(group: ProcessGroup, device: int) -> HostStaging:
-    """Return what copies messages of a device to the host and back."""
+    """Return the group's staging buffers for messages from and to a device."""
 
     def create() -> HostStaging:
         from mpicoll.routes.device.staged import HostStaging
@@ -463,9 +463,9 @@ def look_after(item: Pollable) -> None:
 def post(
     group: ProcessGroup, name: str, tensor: Any, peer: int | None, tag: int, receives: bool
 ) -> MessageWork:
-    """Begin to send an array to a rank in the group, or to receive one; None: from any rank.
+    """Begin to send an array to a rank in the group, or to receive one.
 
-    peer: as ``find_root`` or ``find_source`` returns it, or None.
+    peer: as ``find_root`` or ``find_source`` returns it. None: receive from any rank.
     """
     tag = check_tag(group, name, tag)
     if peer is None:

@@ -182,7 +182,7 @@ def _describe_difference(group: ProcessGroup, calls: tuple[RecordEntry, ...]) ->
 
 
 def describe_call(call: RecordEntry) -> str:
-    """Describe a call record."""
+    """Describe one entry of a call record."""
     number, kind, sizes, root = call
     if number == 0:
         return "no call"
@@ -194,7 +194,7 @@ _NO_CALL: RecordEntry = (0, 0, 0, 0)
 
 
 def describe_by_rank(texts: Iterable[str]) -> str:
-    """Join the texts of all ranks, given in the order of the ranks; equal texts appear once."""
+    """Join one text per rank, given in rank order, as "ranks 0, 2: TEXT; rank 1: TEXT"."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks_of.setdefault(text, []).append(rank)

@@ -82,7 +82,7 @@ def _find_signal() -> int:
     for number in range(signal.SIGRTMAX - 2, signal.SIGRTMIN + 2, -1):
         if signal.getsignal(number) is signal.SIG_DFL:
             return number
-    raise OSError("all signals are in use")
+    raise OSError("node monitor: every real-time signal has a handler already")
 
 
 def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:

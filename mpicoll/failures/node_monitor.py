@@ -287,7 +287,7 @@ class NodeMonitor:
         self._path: Path | None = None
 
     def serve(self) -> None:
-        """Serve until all ranks of this node have ended or have another monitor."""
+        """Run the monitor until each rank of this node has ended or has a newer monitor."""
         for one in self._ranks:
             if one.page is not None:
                 one.page.set_monitor_pid(os.getpid())

@@ -77,7 +77,7 @@ class DeviceKernels:
         if not sources:
             raise ArgumentError("expected at least one array to combine, got none")
         if divisor != 1 and dtype.kind not in ReduceOp.AVG.kinds:
-            raise UnsupportedError(f"a division of {dtype} is not supported")
+            raise UnsupportedError(f"ReduceOp.AVG is not defined for {dtype}")
         capacity = _capacity(n)
         size = dtype.itemsize
         cut = _cut(count * by.elements, [(out, size), *((source, size) for source in sources)])
@@ -112,7 +112,7 @@ class DeviceKernels:
         if not sources or not outs:
             raise ArgumentError("expected at least one array to combine and one output")
         if divisor != 1 and dtype.kind not in ReduceOp.AVG.kinds:
-            raise UnsupportedError(f"a division of {dtype} is not supported")
+            raise UnsupportedError(f"ReduceOp.AVG is not defined for {dtype}")
         capacity, size = _capacity(n), dtype.itemsize
         numbers = count * by.elements
         read, written = ([(one, size) for one in some] for some in (sources, outs))

@@ -169,5 +169,5 @@ kernels, _description = _load()
 
 
 def describe() -> str:
-    """Return what runs the loops, "compiled" or "numpy", and the reason."""
+    """Return whether the loops run in C ("compiled") or in NumPy ("numpy"), with the reason."""
     return _description

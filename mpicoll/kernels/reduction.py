@@ -86,7 +86,7 @@ def combine(
     if dtype.kind not in op.kinds:
         raise UnsupportedError(f"ReduceOp.{op.name} is not defined for {dtype}")
     if divisor != 1 and dtype.kind not in ReduceOp.AVG.kinds:
-        raise UnsupportedError(f"a division of {dtype} is not supported")
+        raise UnsupportedError(f"ReduceOp.AVG is not defined for {dtype}")
     if not sources:
         raise ArgumentError("expected at least one array to combine, got none")
     count = _check_out(out, dtype.numpy)
@@ -457,14 +457,14 @@ def _bits(array: Array) -> Array:
 
 @cache
 def _widened(dtype: DType) -> Array:
-    """All numbers of a narrow float as float32, indexed by their bits."""
+    """Return a lookup table from the bits of a narrow float to its value in float32."""
     numbers = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}").view(dtype.numpy)
     return numbers.astype(_FLOAT32)
 
 
 @cache
 def _narrowed(dtype: DType) -> Array:
-    """The bits of an 8-bit float, indexed by the leading bits of a float32."""
+    """Return a lookup table from the upper 16 bits of a float32 to the bits of an 8-bit float."""
     leading = np.arange(1 << 16, dtype=_UINT32) << 16
     with np.errstate(all="ignore"):
         return _bits(_normalize_nan(leading.view(_FLOAT32)).astype(dtype.numpy))

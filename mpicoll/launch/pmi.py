@@ -89,7 +89,7 @@ class PmiClient:
         poll.register(self._descriptor, select.POLLIN)
         while not line.endswith(b"\n"):
             if not poll.poll(None if timeout is None else 1000 * timeout):
-                raise PmiError(f"PMI: no answer within {timeout:g} s")
+                raise PmiError(f"PMI: the process manager did not answer within {timeout:g} s")
             byte = os.read(self._descriptor, 1)
             if not byte or len(line) > _MAX_LINE_BYTES:
                 raise PmiError("PMI: the process manager has closed the connection")

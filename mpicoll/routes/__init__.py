@@ -1,1 +1,1 @@
-"""How the bytes move. Importing this package loads no MPI; most of its modules do."""
+"""The routes that move the data. Importing the package does not load MPI; most modules do."""

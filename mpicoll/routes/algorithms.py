@@ -30,7 +30,8 @@ from mpicoll.routes.space import Space
 
 __all__ = ["ALGORITHMS", "build", "premultiplied"]
 
-#: By the name of the primitive. All take the same arguments.
+#: By the name of the primitive. All take the same arguments. ``exchange`` and ``direct`` declare
+#: these primitives.
 ALGORITHMS: dict[str, Callable[..., None]] = {
     "broadcast": broadcast,
     "all_reduce": all_reduce,
@@ -49,7 +50,7 @@ ALGORITHMS: dict[str, Callable[..., None]] = {
 
 
 def build(kind: CallKind, space: Space) -> Run:
-    """Return what runs a kind of call in ``space``; its caller synchronizes."""
+    """Return the function that runs a kind of call in ``space``. Its caller synchronizes."""
     primitive, group, op, dtype = kind
     assert dtype is not None
     algorithm, n, me = ALGORITHMS[primitive.name], group.size(), group.rank()

@@ -75,12 +75,12 @@ Span = tuple[int, int]
 
 
 def spans_of(counts: Sequence[int]) -> list[Span]:
-    """Return where consecutive blocks lie."""
+    """Return the spans of consecutive blocks."""
     return list(zip(accumulate(counts, initial=0), counts, strict=False))
 
 
 def shares_of(count: int, n: int, begin: int = 0) -> list[Span]:
-    """Return each of n ranks' share of ``count`` elements from ``begin`` on; some may be empty."""
+    """Split ``count`` elements from index ``begin`` into n spans; some may be empty."""
     share = -(-count // n)
     edges = [begin + min(count, r * share) for r in range(n + 1)]
     return [(start, end - start) for start, end in pairwise(edges)]

@@ -23,6 +23,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from mpicoll.dtypes import DTYPES, OPERATIONS
+from mpicoll.errors import UnsupportedError
 from mpicoll.primitives import Primitive, by_name
 
 if TYPE_CHECKING:
@@ -164,12 +165,16 @@ def _of_routes(kind: str) -> dict[str, Steps]:
     """Return the row of a kind without an entry in the tables: at each placement the first route
     that requires one, else the first eligible route. Short messages use its fallback on a node, and
     MPI between nodes.
+
+    Raises UnsupportedError if no host route declares the kind.
     """
     from mpicoll.routes import registry
 
     row = {}
     for place in PLACES:
-        first, *others = eligible_routes(kind, place)
+        first, *others = eligible_routes(kind, place) or ("",)
+        if not first:
+            raise UnsupportedError(f"{kind}: no route for arrays in host memory supports it")
         best = next((name for name in others if registry.HOST[name].needs.placement), first)
         short = registry.HOST[best].policy.fallback or best
         if first == "mpi" and place != "node":

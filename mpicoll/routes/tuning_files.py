@@ -134,9 +134,9 @@ _BEFORE = {"pieces": "mpi_chunked", "levels": "hierarchical"}
 def _check(kind: str, place: str, steps: Steps) -> None:
     """Raise ValueError if a name is unknown or sizes are out of order."""
     if kind not in KINDS:
-        raise ValueError(f"expected one of {', '.join(KINDS)}, got {kind!r}")
+        raise ValueError(f"row name: expected one of {', '.join(KINDS)}, got {kind!r}")
     if place not in PLACES:
-        raise ValueError(f"{kind}: expected one of {', '.join(PLACES)}, got {place!r}")
+        raise ValueError(f"{kind}: placement: expected one of {', '.join(PLACES)}, got {place!r}")
     sizes = [least for least, _ in steps]
     if sizes[:1] != [0] or sizes != sorted(set(sizes)):
         raise ValueError(f"{kind}: {place}: expected ascending bytes from 0, got {sizes}")

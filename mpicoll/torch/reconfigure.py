@@ -50,11 +50,11 @@ class ReconfigurableBackend(TorchBackend):
         """Do nothing: ``reconfigure`` sets the current group."""
 
     def rank(self) -> int:
-        """Return the rank in the current group, or in the job before the first group."""
+        """Return the rank in the current group. Before the first ``reconfigure``: in the job."""
         return (self._groups.group or self._groups.base).rank()
 
     def size(self) -> int:
-        """Return the number of ranks of the current group, or of the job before the first group."""
+        """Return the size of the current group. Before the first ``reconfigure``: of the job."""
         return (self._groups.group or self._groups.base).size()
 
     def get_reconfigure_handle(self) -> str:

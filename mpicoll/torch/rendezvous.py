@@ -142,8 +142,8 @@ def open_store(
         for name, value, found in (("rank", rank, own), ("world_size", world_size, world.size)):
             if None not in (value, found) and value != found:
                 raise LaunchError(
-                    f"init_process_group: {name}={value} disagrees with MPI's own, {found}; leave "
-                    "it out"
+                    f"init_process_group: {name}={value} disagrees with MPI's own, {found}; omit "
+                    f"{name}"
                 )
         launch.check_world(world.size)
 

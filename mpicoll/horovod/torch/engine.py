@@ -198,8 +198,8 @@ class Engine:
         # Before locking: the parent's thread may have held the lock during the fork.
         if os.getpid() != self._process:
             raise ForkedError(
-                f"{where}: this process was forked from a rank, and has no thread to run it; "
-                "begin operations in the rank"
+                f"{where}: this process was forked from a rank and has no thread for operations; "
+                f"call {where} in the parent process"
             )
 
     def _check_alive(self, name: str) -> None:

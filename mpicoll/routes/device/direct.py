@@ -9,17 +9,7 @@ from mpicoll.core.reproducible import ORDER
 from mpicoll.cuda.capabilities import CudaSupport
 from mpicoll.routes import algorithms
 from mpicoll.routes.device.space import for_mpi
-from mpicoll.routes.route import (
-    EXCHANGES,
-    MOVES,
-    PREFIXES,
-    REDUCTIONS,
-    Needs,
-    Policy,
-    Route,
-    Serves,
-    has_loop,
-)
+from mpicoll.routes.route import EXCHANGES, Needs, Policy, Route, Serves, has_loop
 
 if TYPE_CHECKING:
     from mpicoll.routes.device.select import Agreement
@@ -36,7 +26,7 @@ ROUTE = Route(
     __name__,
     "MPI's messages of device memory",
     Serves(
-        (*MOVES, *REDUCTIONS, *PREFIXES, *EXCHANGES),
+        tuple(algorithms.ALGORITHMS),
         combines=has_loop,
         reproducible=(ORDER,),
         premultiplies=True,

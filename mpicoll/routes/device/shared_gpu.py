@@ -98,7 +98,7 @@ class Sharers(UserBuffers):
     # ---- Small calls -----------------------------------------------------------------------------
 
     def is_small(self, kind: CallKind, extent: int) -> bool:
-        """Return whether a call uses host memory: the same on all ranks."""
+        """Return whether a call is small enough to run in host memory. Equal on all ranks."""
         primitive, dtype = kind.primitive, kind.dtype
         assert dtype is not None
         if self.halves is None or not primitive.even:

@@ -1,4 +1,4 @@
-"""Device memory, as the algorithms see it, and the wrappers that routes need around them."""
+"""The memory space of a device, and wrappers for implementations on it."""
 
 from __future__ import annotations
 
@@ -107,13 +107,15 @@ class DeviceSpace(Space):
 
 
 class Alone(DeviceSpace):
-    """The same for a group of one rank: as nothing is sent, nothing is cut or waited for."""
+    """A device's memory in a group of one rank. No messages are sent, so arrays are not split into
+    chunks and the host does not wait for the device.
+    """
 
     alone = True
     small = chunk = stack = 1 << 62
 
     def synchronize(self) -> None:
-        """Return at once: no MPI reads or writes."""
+        """Do nothing: MPI does not access the memory."""
 
 
 def on_home_device(home: DeviceContext, inner: Run) -> Run:

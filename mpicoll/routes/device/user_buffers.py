@@ -145,7 +145,7 @@ class UserBuffers(RouteState):
         raise NotImplementedError
 
     def readers_of(self, kind: CallKind, root: int) -> Iterable[int]:
-        """Return the ranks that use this rank's arrays."""
+        """Return the ranks that read or write this rank's arrays through peer memory."""
         raise NotImplementedError
 
     def prepare(self, kind: CallKind) -> None:

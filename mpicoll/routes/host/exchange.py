@@ -19,7 +19,7 @@ from mpicoll.kernels.reduction import combine
 from mpicoll.routes import algorithms
 from mpicoll.routes.messages import Span, shares_of
 from mpicoll.routes.reductions import chunk_of
-from mpicoll.routes.route import EXCHANGES, PREFIXES, REDUCTIONS, Route, Serves
+from mpicoll.routes.route import EXCHANGES, MOVES, Route, Serves
 from mpicoll.routes.space import PooledHost
 from mpicoll.routes.wire import Message, datatype, exchange, message, scratch
 
@@ -171,7 +171,8 @@ ROUTE = Route(
     __name__,
     "messages over MPI",
     Serves(
-        (*REDUCTIONS, *PREFIXES, *EXCHANGES),
+        # Data movement by MPI's own collectives is faster: see the route mpi.
+        tuple(name for name in algorithms.ALGORITHMS if name not in MOVES),
         reproducible=LEVELS,
         uneven=("reduce_scatter", *EXCHANGES),
     ),

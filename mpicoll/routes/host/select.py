@@ -174,7 +174,7 @@ class _Steps:
         ]
 
     def build(self) -> Run:
-        """Return what runs calls, with few instructions for the smallest."""
+        """Return the function that runs calls of any size, optimized for the smallest."""
         small_end, run_small = _smallest(self.before, self.split_count)
         is_known = False
 
@@ -225,8 +225,8 @@ class _BySize(Implementation):
 
 
 def _with_uneven(kind: CallKind, even: Run) -> Run:
-    """Return what runs calls with equal blocks by ``even``, and with different blocks by the first
-    route that serves them, if there is one.
+    """Return the function that runs calls with equal blocks by ``even``, and calls with different
+    blocks by the first route that serves them, if there is one.
     """
     routes = (r for r in registry.HOST.values() if kind.primitive.name in r.serves.uneven)
     route = next((route for route in routes if route.can_run_kind(kind)), None)

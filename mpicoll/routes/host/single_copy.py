@@ -271,7 +271,7 @@ def _copy(pid: Any, writes: bool, word: Any, there: Any) -> int:
 
 
 def get_or_create(group: ProcessGroup) -> SingleCopy | None:
-    """Return what copies between the ranks of a group, or None on all of them. All ranks call."""
+    """Return the ``SingleCopy`` of a group, or None on all its ranks. All ranks call."""
     attempt = group.resources.get_or_create(
         "single_copy", lambda: _create(group), abandon=lambda _: None
     )

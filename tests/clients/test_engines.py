@@ -196,7 +196,7 @@ def test_dask_workers_kill_stopped_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
     from mpicoll.launch import workers
     from mpicoll.launch.dask import run
 
-    monkeypatch.setattr(workers, "_GRACE", 1.0)
+    monkeypatch.setattr(workers, "_EXIT_TIMEOUT_S", 1.0)
     with (
         LocalCluster(
             n_workers=3, threads_per_worker=1, processes=False, dashboard_address=":0"

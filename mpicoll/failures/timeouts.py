@@ -69,7 +69,7 @@ def fail_late_call(group: ProcessGroup, number: int | None = None) -> None:
         return
     _time_out(
         group,
-        f"the other ranks of group {group.group_name} did not all come within its timeout of "
+        f"timed out: not all ranks of group {group.group_name} called within its timeout of "
         f"{group.timeout:g} s",
         RECORDS_TIMEOUT_S,
         number,
@@ -124,8 +124,8 @@ def fail_with_peer(group: ProcessGroup, rank: int) -> None:
     limit = "" if group.timeout is None else f" of {group.timeout:g} s"
     _time_out(
         group,
-        f"rank {group.ranks[rank]} has closed group {group.group_name}: others did not come within "
-        f"its timeout{limit}",
+        f"timed out: rank {group.ranks[rank]} has closed group {group.group_name}, because not all "
+        f"ranks called within its timeout{limit}",
         closer=rank,
     )
 

@@ -145,6 +145,8 @@ def _of_torch(op: object) -> ReduceOp | None:
     if type(op).__module__.partition(".")[0] != "torch":
         return None
     name = getattr(getattr(op, "op", op), "name", "")
+    if not isinstance(name, str):  # a torch tensor has a name, which is None
+        return None
     row: ReduceOp | None = getattr(ReduceOp, name, None)
     return row(op.factor) if row is ReduceOp.PREMUL_SUM and hasattr(op, "factor") else row
 

@@ -58,6 +58,7 @@ NO_SPLITS: list[Any] = [
     5, "11", b"\1\1", [0.5, 1.5], ["1", "1"], [None, None], [2], [-1, 3], [1, 2], object(),
 ]  # fmt: skip
 if torch is not None:
+    NO_OP += [torch.tensor(1), torch.nn.ReLU]
     NO_INDEX += [torch.tensor(0.5), torch.tensor([0, 1]), torch.tensor([])]
     NO_OUTPUT += [
         torch.zeros(1, dtype=torch.float64).expand(2),

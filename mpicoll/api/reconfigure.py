@@ -33,7 +33,7 @@ from mpicoll.errors import (
     MPIError,
     UnsupportedError,
 )
-from mpicoll.failures import lost_ranks
+from mpicoll.failures import lost_ranks, rank_status
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -261,7 +261,7 @@ class Reconfigurable:
         """
         from mpi4py import MPI
 
-        with communicators.subset(self.base.inner, members) as chosen:
+        with communicators.subset(self.base.inner, members) as chosen, rank_status.suspended():
             return MPI.Intracomm.Create_from_group(chosen, f"mpicoll:{self._job}:{name}")
 
     def _end_previous(self, made: ProcessGroup) -> None:

@@ -139,7 +139,7 @@ def check(group: ProcessGroup) -> bool:
     with rank_status.lock:
         if isinstance(group.error, LostRankError):
             return True
-        if group.closed is not None:
+        if group.closed is not None or rank_status.is_suspended():
             return False
         revoked = is_ulfm() and (group.inner.Is_revoked() or group.messages.Is_revoked())
         lost = _find(group, _DETECT_TIMEOUT_S if revoked else 0.0)
@@ -256,8 +256,14 @@ def _create_from_survivors(
 
 
 def _describe(group: ProcessGroup, ranks: list[int]) -> str:
-    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "a rank"
+    """Describe the loss. Without ranks, another rank has revoked the communicator."""
+    name = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    why = (
+        f"has lost {name}, whose process has ended"
+        if ranks
+        else "has lost a rank, or another rank has failed it, whose error has the reason"
+    )
     return (
-        f"group {group.group_name} has lost {who}, whose process has ended; it cannot be used any "
-        "more. Create a group of the survivors with shrink_group, or reconfigure of torch"
+        f"group {group.group_name} {why}; it cannot be used any more. Create a group of the "
+        "survivors with shrink_group, or reconfigure of torch"
     )

@@ -8,10 +8,11 @@ would wait for ever, because neither reaches the comparison of their calls.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 __all__ = [
     "COMPARING", "DESTROYING", "DESTROY_TIMEOUT_S", "DUMPING", "EXITING", "FAILED", "RUNNING",
     "TIMED_OUT", "RankStatus", "compare_after_error", "compare_at_destroy", "describe_mismatch",
-    "dumping", "find_departed", "find_missing", "lock", "neighbours", "receive", "send",
+    "dumping", "find_departed", "find_missing", "is_suspended", "lock", "neighbours", "receive",
+    "send", "suspended",
 ]  # fmt: skip
 
 
@@ -64,6 +66,7 @@ class RankStatus(NamedTuple):
 _pending_sends: list[tuple[MPI.Request, np.ndarray[tuple[int], np.dtype[np.int64]]]] = []
 #: Held while a group's status messages are probed for, and while its communicators are freed.
 lock = threading.Lock()
+_is_suspended = False
 #: Time that a rank in destroy_process_group waits for status messages, in total for all groups.
 DESTROY_TIMEOUT_S = 1.0
 #: Time that a rank waits for the status of other ranks after MPI has reported an error. Their
@@ -93,11 +96,32 @@ def send(
     """
     status = np.array(_build_status(group, state, number), np.int64)
     with lock:
-        if group.closed is not None:
+        if group.closed is not None or _is_suspended:
             return
         for other in neighbours(group) if to is None else to:
             _pending_sends.append((group.messages.Isend(status, other, group.leave_tag), status))
         _pending_sends[:] = [(one, kept) for one, kept in _pending_sends if not one.Test()]
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """Make no calls to MPI on the watchdog thread, neither for status messages nor for losses.
+
+    Open MPI's MPI_Comm_create_from_group may hang on all ranks if another thread makes progress in
+    MPI meanwhile. The group's timeout still ends a call that hangs for another reason.
+    """
+    global _is_suspended
+    with lock:  # no thread is in MPI under this lock from here on
+        _is_suspended = True
+    try:
+        yield
+    finally:
+        _is_suspended = False
+
+
+def is_suspended() -> bool:
+    """Return whether the watchdog thread must make no calls to MPI."""
+    return _is_suspended
 
 
 def neighbours(group: ProcessGroup) -> set[int]:
@@ -126,7 +150,7 @@ def receive(group: ProcessGroup) -> None:
     envelope, asked = MPI.Status(), []
     try:
         with lock:
-            while group.closed is None and group.messages.Iprobe(
+            while not (group.closed or _is_suspended) and group.messages.Iprobe(
                 MPI.ANY_SOURCE, group.leave_tag, envelope
             ):
                 buffer = np.zeros(len(RankStatus._fields), np.int64)

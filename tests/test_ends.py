@@ -460,7 +460,7 @@ def test_caught_ctrl_c_does_not_end_the_job(ended: Ended) -> None:
         ("raise ValueError('lost my way')", ["Traceback", "script.py", "ValueError: lost my way"]),
         (
             "dist.barrier()",
-            ["Traceback", "dist.barrier()", "on rank 0", "the other ranks of group"],
+            ["Traceback", "dist.barrier()", "on rank 0", "not all ranks of group"],
         ),
         (
             "kept.append(dist.all_reduce(np.ones(3), async_op=True))",

@@ -117,7 +117,7 @@ def test_local_failure_raises_on_all_ranks(ended: Ended) -> None:
 def test_failed_rank_does_not_wait_in_mpi_init(ended: Ended) -> None:
     """Rank 0 looks like a rank in MPI_Init, as if it had ended meanwhile."""
     ended.badly("[rank 1] mpicoll.errors.ArgumentTypeError: ", "got str")
-    assert ended.out == "", ended
+    assert "not reached" not in ended.out, ended
 
 
 # --- other ranks and sizes ----------------------------------------------------------------------

@@ -96,7 +96,7 @@ def send(
     """
     status = np.array(_build_status(group, state, number), np.int64)
     with lock:
-        if group.closed is not None or _is_suspended:
+        if group.closed is not None or (_is_suspended and state == RUNNING):
             return
         for other in neighbours(group) if to is None else to:
             _pending_sends.append((group.messages.Isend(status, other, group.leave_tag), status))
@@ -105,7 +105,8 @@ def send(
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """Make no calls to MPI on the watchdog thread, neither for status messages nor for losses.
+    """Make no calls to MPI on the watchdog thread for status messages and losses. A status other
+    than RUNNING, such as FAILED, is still sent.
 
     Open MPI's MPI_Comm_create_from_group may hang on all ranks if another thread makes progress in
     MPI meanwhile. The group's timeout still ends a call that hangs for another reason.

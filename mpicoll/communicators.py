@@ -12,16 +12,6 @@ from mpicoll.errors import ArgumentError, ArgumentTypeError, LaunchError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "checked_communicator",
-    "create_private",
-    "is_communicator",
-    "reports_lost_rank",
-    "spans_world",
-    "subset",
-    "translate_ranks",
-]  # fmt: skip
-
 
 def is_communicator(candidate: object) -> TypeGuard[MPI.Comm]:
     """Return whether ``candidate`` is a communicator of mpi4py, usable or not."""

@@ -36,8 +36,6 @@ from mpicoll.errors import DistBackendError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MAX_MESSAGE_BYTES", "allgather", "bcast", "check_sizes", "decode", "encode"]
-
 #: Maximum length of the message of one rank.
 MAX_MESSAGE_BYTES = 16 * 2**20
 

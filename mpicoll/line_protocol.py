@@ -22,16 +22,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "ANSWER_TIMEOUT_S",
-    "JsonConnection",
-    "LineConnection",
-    "ask",
-    "is_proof",
-    "mac",
-    "nonce",
-]
-
 #: Seconds that a peer has to answer a question, or to identify itself.
 ANSWER_TIMEOUT_S = 5.0
 _NONCE_BYTES = 16

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["describe", "format_ranges"]
-
 
 def describe() -> str:
     """Return number and model of the processors, which measurements depend on."""

@@ -6,8 +6,6 @@ import contextlib
 import sys
 import warnings
 
-__all__ = ["format_bytes", "format_count", "warn", "write_lines"]
-
 
 def write_lines(text: str) -> None:
     """Write lines and the final newline in one call, so that output of ranks does not mix."""

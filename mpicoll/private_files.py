@@ -6,8 +6,6 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["write"]
-
 
 def write(path: Path, data: bytes) -> None:
     """Write a file of mode 0600 atomically.

@@ -22,16 +22,6 @@ from mpicoll.communicators import subset
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "call_together",
-    "create_group",
-    "create_window",
-    "dissemination_barrier",
-    "serialize",
-    "unwrap",
-    "with_wait",
-]  # fmt: skip
-
 T = TypeVar("T")
 
 _lock = threading.RLock()
@@ -57,7 +47,7 @@ def serialize(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 def unwrap(comm: MPI.Intracomm) -> MPI.Intracomm:
     """Return mpi4py's communicator."""
-    return comm._comm if isinstance(comm, _Communicator) else comm
+    return cast("MPI.Intracomm", comm._inner) if isinstance(comm, _Communicator) else comm
 
 
 def call_together(
@@ -230,7 +220,7 @@ class _Locked:
 
     local: frozenset[str]
 
-    def __init__(self, inner: object, lock: AbstractContextManager[Any]) -> None:
+    def __init__(self, inner: Any, lock: AbstractContextManager[Any]) -> None:
         self._inner, self._lock = inner, lock
 
     def __getattr__(self, name: str) -> Any:
@@ -258,11 +248,14 @@ class _Window(_Locked):
         self._comm = cast("MPI.Intracomm", comm)
 
     def Free(self) -> None:
-        call_together(self._comm, self._inner.Free)  # type: ignore[attr-defined]
+        call_together(self._comm, self._inner.Free)
 
 
 class _Communicator(_Locked):
-    """The communicator calls that mpicoll uses. MPI_Comm_free is local in MPICH and Open MPI."""
+    """The communicator calls that mpicoll uses. MPI_Comm_free is local in MPICH and Open MPI.
+
+    The calls with a non-blocking form, and most calls that create communicators, are defined below.
+    """
 
     local = frozenset({
         "Free", "Get_attr", "Get_failed", "Get_group", "Get_info", "Get_rank", "Get_size", "Iprobe",
@@ -278,44 +271,15 @@ class _Communicator(_Locked):
         super().__init__(inner, lock)
         self._wait = wait
 
-    @property
-    def _comm(self) -> MPI.Intracomm:
-        return self._inner  # type: ignore[return-value]
-
-    def _start(self, call: Callable[..., MPI.Request], *args: object) -> _Request:
+    def _start(self, name: str, *args: object) -> _Request:
         with self._lock:
-            return _Request(call(*args), self._lock, self._wait)
+            return _Request(getattr(self._inner, name)(*args), self._lock, self._wait)
 
-    def _together(self, call: Callable[..., MPI.Intracomm], *args: object) -> MPI.Intracomm:
-        own = cast("MPI.Intracomm", self)
-        return _like(own, call_together(own, lambda: call(*args)))
-
-    def Create(self, group: MPI.Group) -> MPI.Intracomm:
-        return self._together(cast("Callable[..., MPI.Intracomm]", self._comm.Create), group)
-
-    def Dup(self) -> MPI.Intracomm:
-        return self._together(self._comm.Dup)
-
-    def Split(self, color: int) -> MPI.Intracomm:
-        return self._together(cast("Callable[..., MPI.Intracomm]", self._comm.Split), color)
-
-    def Split_type(self, kind: int) -> MPI.Intracomm:
-        return self._together(cast("Callable[..., MPI.Intracomm]", self._comm.Split_type), kind)
-
-    def Spawn(self, *args: Any) -> MPI.Intercomm:
-        return call_together(cast("MPI.Intracomm", self), lambda: self._comm.Spawn(*args))
-
-    def Isend(self, *args: object) -> _Request:
-        return self._start(self._comm.Isend, *args)
-
-    def Irecv(self, *args: object) -> _Request:
-        return self._start(self._comm.Irecv, *args)
-
-    def Send(self, *args: object) -> None:
-        self._start(self._comm.Isend, *args).Wait()
+    def Spawn(self, *args: object) -> Any:
+        return call_together(cast("MPI.Intracomm", self), lambda: self._inner.Spawn(*args))
 
     def Recv(self, recv: object, source: int, tag: int, status: MPI.Status) -> None:
-        self._start(self._comm.Irecv, recv, source, tag).Wait(status)
+        self._start("Irecv", recv, source, tag).Wait(status)
 
     def Sendrecv(
         self,
@@ -327,52 +291,36 @@ class _Communicator(_Locked):
         recvtag: int,
         status: MPI.Status | None,
     ) -> None:
-        receive = self._start(self._comm.Irecv, recv, source, recvtag)
-        self._start(self._comm.Isend, send, dest, sendtag).Wait()
+        receive = self._start("Irecv", recv, source, recvtag)
+        self._start("Isend", send, dest, sendtag).Wait()
         receive.Wait(status)
-
-    def Ibarrier(self) -> _Request:
-        return self._start(self._comm.Ibarrier)
-
-    def Barrier(self) -> None:
-        self.Ibarrier().Wait()
 
     def Bcast(self, message: object, root: int) -> None:
         for piece in _pieces(message):
-            self._start(self._comm.Ibcast, piece, root).Wait()
+            self._start("Ibcast", piece, root).Wait()
 
-    def Reduce(self, *args: object) -> None:
-        self._start(self._comm.Ireduce, *args).Wait()
 
-    def Iallreduce(self, *args: object) -> _Request:
-        return self._start(self._comm.Iallreduce, *args)
+def _non_blocking(name: str) -> Callable[..., _Request]:
+    return lambda self, *args: self._start(name, *args)
 
-    def Allreduce(self, *args: object) -> None:
-        self.Iallreduce(*args).Wait()
 
-    def Reduce_scatter_block(self, *args: object) -> None:
-        self._start(self._comm.Ireduce_scatter_block, *args).Wait()
+def _blocking(name: str) -> Callable[..., None]:
+    return lambda self, *args: self._start(name, *args).Wait()
 
-    def Scan(self, *args: object) -> None:
-        self._start(self._comm.Iscan, *args).Wait()
 
-    def Exscan(self, *args: object) -> None:
-        self._start(self._comm.Iexscan, *args).Wait()
+def _creation(name: str) -> Callable[..., MPI.Intracomm]:
+    def create(self: Any, *args: object) -> MPI.Intracomm:
+        return _like(self, call_together(self, lambda: getattr(self._inner, name)(*args)))
 
-    def Alltoall(self, *args: object) -> None:
-        self._start(self._comm.Ialltoall, *args).Wait()
+    return create
 
-    def Gather(self, *args: object) -> None:
-        self._start(self._comm.Igather, *args).Wait()
 
-    def Scatter(self, *args: object) -> None:
-        self._start(self._comm.Iscatter, *args).Wait()
-
-    def Iallgather(self, *args: object) -> _Request:
-        return self._start(self._comm.Iallgather, *args)
-
-    def Allgather(self, *args: object) -> None:
-        self.Iallgather(*args).Wait()
-
-    def Allgatherv(self, *args: object) -> None:
-        self._start(self._comm.Iallgatherv, *args).Wait()
+for _name in ("Iallgather", "Iallreduce", "Ibarrier", "Irecv", "Isend"):
+    setattr(_Communicator, _name, _non_blocking(_name))
+for _name in (
+    "Allgather", "Allgatherv", "Allreduce", "Alltoall", "Barrier", "Exscan", "Gather", "Reduce",
+    "Reduce_scatter_block", "Scan", "Scatter", "Send",
+):  # fmt: skip
+    setattr(_Communicator, _name, _blocking(f"I{_name.lower()}"))
+for _name in ("Create", "Dup", "Split", "Split_type"):
+    setattr(_Communicator, _name, _creation(_name))

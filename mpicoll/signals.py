@@ -6,8 +6,6 @@ import contextlib
 import signal
 from collections.abc import Iterator
 
-__all__ = ["JOB_SIGNALS", "blocked_job_signals"]
-
 #: Names of the signals.
 JOB_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2"})
 

@@ -13,15 +13,14 @@ from launch_jobs import mpich
 from mpicoll.errors import ArgumentError, LaunchError, LostRankError
 from mpicoll.launch.workers import (
     Outcome,
-    Ready,
+    Place,
     RemoteTraceback,
     Worker,
     assign,
-    check_ranks,
     collect,
     dump_call,
     run_driven,
-)
+)  # fmt: skip
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.waits]
 
@@ -32,7 +31,7 @@ def run(function: Callable[..., Any], ranks: int, *arguments: object) -> list[An
     def ask(worker: Worker, limit: float | None, method: str, *arguments: object) -> Any:
         return getattr(worker, method)(*arguments)
 
-    call = dump_call(pickle.dumps, function, arguments, None)
+    call = dump_call("test", ranks, pickle.dumps, function, arguments, None)
     return run_driven([Worker() for _ in range(ranks)], ask, Worker.kill, call, 30.0, "test")
 
 
@@ -44,6 +43,13 @@ def test_two_ranks_form_a_world() -> None:
         "os.environ['LOCAL_RANK'])[1:])(__import__('mpicoll'), __import__('os'))"
     )
     assert run(eval, 2, script) == [(0, 2, "0"), (1, 2, "1")]
+
+
+@mpich
+def test_rank_that_cannot_start_mpi_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPI4PY_MPIABI", "unknown")
+    with pytest.raises(LaunchError, match="cannot load an MPI library"):
+        run(eval, 2, "1")
 
 
 @mpich
@@ -59,12 +65,12 @@ def test_exception_of_one_rank_ends_the_other_ranks() -> None:
 
 
 def test_assign() -> None:
-    ready = [Ready(rank, node, f"h{node}", 70 + rank) for rank, node in enumerate("aabab")]
-    variables = [each for each, *_ in assign(ready, b"")]
+    places = [Place(node, f"h{node}", 70 + rank) for rank, node in enumerate("aabab")]
+    variables = [assign(places, rank)[0] for rank in range(5)]
     assert [each["LOCAL_RANK"] for each in variables] == ["0", "1", "0", "2", "1"]
     assert [each["LOCAL_WORLD_SIZE"] for each in variables] == ["3", "3", "2", "3", "2"]
     assert {(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in variables} == {("ha", "70")}
-    assert assign(ready[:2], b"")[1][0]["MASTER_ADDR"] == "127.0.0.1"
+    assert assign(places[:2], 1)[0]["MASTER_ADDR"] == "127.0.0.1"
 
 
 def raised(rank: int, error: Exception) -> Outcome:
@@ -90,7 +96,7 @@ def test_collect_raises_the_most_likely_cause() -> None:
 @pytest.mark.parametrize("ranks", [0, -1, "2"])
 def test_invalid_number_of_ranks_raises(ranks: Any) -> None:
     with pytest.raises(ArgumentError, match="ranks: expected"):
-        check_ranks(ranks, "w")
+        run(eval, ranks, "")
 
 
 @mpich

@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpicoll.errors import LaunchError
-from mpicoll.launch.workers import Worker, check_ranks, dump_call, run_driven
-
-__all__ = ["run"]
+from mpicoll.launch.workers import Worker, dump_call, run_driven
 
 _WHERE = "mpicoll.launch.dask.run"
 
@@ -42,8 +40,7 @@ def run(
     import cloudpickle
     import distributed
 
-    check_ranks(ranks, _WHERE)
-    call = dump_call(cloudpickle.dumps, function, args, kwargs)
+    call = dump_call(_WHERE, ranks, cloudpickle.dumps, function, args, kwargs)
     used = client or distributed.default_client()
     found = sorted(used.nthreads())
     if len(found) < ranks:

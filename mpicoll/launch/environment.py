@@ -18,25 +18,6 @@ from mpicoll.launch.launchers import PmiProtocol
 from mpicoll.launch.pmi import PmiClient, PmiError
 from mpicoll.settings import ALLOW_SINGLETON
 
-__all__ = [
-    "LOOPBACK",
-    "RUN_OPTION",
-    "SINGLETON",
-    "TORCH_VARIABLES",
-    "Bootstrap",
-    "check_world",
-    "choose_bootstrap",
-    "fill_environment",
-    "find_torch_variables",
-    "has_own_gpus",
-    "is_child_of_rank",
-    "is_inherited",
-    "is_started_by_mpi",
-    "is_started_by_torchrun",
-    "replace_bootstrap_variables",
-    "was_filled",
-]
-
 #: Set to 1 to run as a single rank although the launcher started several.
 SINGLETON = ALLOW_SINGLETON.name
 #: The variables that torchrun sets on each rank.

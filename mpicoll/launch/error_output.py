@@ -31,8 +31,6 @@ from mpicoll.launch.session import current
 from mpicoll.output import write_lines
 from mpicoll.settings import DEBUG
 
-__all__ = ["claim", "format_error", "format_stack", "print_once", "with_rank"]
-
 _HOME = str(Path(mpicoll.__file__).parent) + os.sep
 #: The files of torch's functions that call a backend, of the decorator around them, and of context
 #: managers.

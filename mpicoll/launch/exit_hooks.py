@@ -33,19 +33,6 @@ from mpicoll.launch.pmi import open_manager
 from mpicoll.launch.session import current
 from mpicoll.output import write_lines
 
-__all__ = [
-    "INTERRUPTED",
-    "RankEnd",
-    "end_ranks",
-    "exit_code",
-    "flush_output",
-    "install",
-    "install_in_rank",
-    "keep_exit_code",
-    "remove",
-    "report_exit",
-]
-
 #: The exit code that a shell reports for a process that ended by SIGINT.
 INTERRUPTED = 130
 

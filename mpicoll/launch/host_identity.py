@@ -10,8 +10,6 @@ import socket
 import struct
 from pathlib import Path
 
-__all__ = ["addresses", "find_own_address", "machine", "node"]
-
 #: Linux's ioctl request for the address of an interface.
 _SIOCGIFADDR = 0x8915
 

@@ -25,8 +25,6 @@ from mpicoll.launch.rendezvous import (
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore
 
-__all__ = ["GivenRank", "find_rendezvous", "read_rank"]
-
 _WHERE = "init_process_group"
 #: Maximum number of bytes that are read from a file.
 _MAX_FILE_BYTES = 1 << 16
@@ -129,7 +127,7 @@ def find_rendezvous(
         host, _, port = urlsplit(f"tcp://{rest}").netloc.rpartition(":")
         return _at_port(host.strip("[]"), port, rank, size, repr(init_method))
     if size == 1:
-        return Rendezvous(_NO_STORE, rank, size)
+        return Rendezvous(NO_STORE, rank, size)
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         host = environment.get("MASTER_ADDR", "")
         return Rendezvous(AgentStore(environment, limit), rank, size, host=host)
@@ -260,4 +258,4 @@ class AgentStore(Store):
 
 
 #: For a single rank, which does not use its store.
-_NO_STORE = FileStore(Path(os.devnull))
+NO_STORE = FileStore(Path(os.devnull))

@@ -23,8 +23,6 @@ from mpicoll.launch.rendezvous import Rendezvous
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["await_peers", "end_after", "enforce_timeout", "is_bound", "job_name"]
-
 
 @contextlib.contextmanager
 def enforce_timeout(

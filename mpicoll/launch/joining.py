@@ -29,8 +29,6 @@ from mpicoll.launch.session import Session, set_current
 from mpicoll.line_protocol import is_proof, mac, nonce
 from mpicoll.signals import blocked_job_signals
 
-__all__ = ["SECRET", "exchange_lines", "join", "read_greeting", "read_line", "send_failure"]
-
 _WHERE = "init_process_group"
 #: The variable with the secret of the job, if the user has set one.
 SECRET = settings.SECRET.name
@@ -142,9 +140,11 @@ def _find(
 ) -> tuple[list[socket.socket], str]:
     """Return one connection per role to the server, which rank 0 starts, and the job's secret."""
     with contextlib.ExitStack() as stack:
-        address = None
-        if rendezvous.rank == 0:
-            address, process = _start_server(rendezvous, limit)
+        address = rendezvous.server
+        if rendezvous.rank == 0 and address is None:
+            address, process = start_server(
+                rendezvous.world_size, limit, rendezvous.host, rendezvous.port
+            )
             stack.enter_context(process)  # the server ends if rank 0 ends before it connects
             rendezvous.store.set(_KEY, address.format())
         return _connect_all(address, rendezvous, limit, deadline, node, roles)
@@ -230,23 +230,25 @@ def _await_all(session: Session, limit: float, deadline: float) -> None:
 # --- the server ---------------------------------------------------------------------------------
 
 
-def _start_server(
-    rendezvous: Rendezvous, limit: float
+def start_server(
+    size: int, limit: float, host: str = "", port: int = 0
 ) -> tuple[ServerAddress, subprocess.Popen[bytes]]:
-    """Start the server; return its address and the process.
+    """Start the server of ``size`` ranks; return its address and the process.
 
-    The server waits for this rank as long as the standard input of the process is open.
+    host, port: see ``Rendezvous``. limit: seconds for MPI_Init after all ranks have connected.
+
+    The server waits for rank 0 as long as the standard input of the process is open.
     """
     # The user's secret is not published.
     published = "" if settings.SECRET.value() else secrets.token_hex(32)
-    host = loopback(rendezvous.host) or (rendezvous.host and find_own_address(rendezvous.host))
+    host = loopback(host) or (host and find_own_address(host))
     configuration = {
         "host": host,
-        "port": rendezvous.port,
+        "port": port,
         "secret": settings.SECRET.value() or published,
-        "size": rendezvous.world_size,
+        "size": size,
         "limit": limit,
-        "open": bool(rendezvous.port) and not settings.SECRET.value(),
+        "open": bool(port) and not settings.SECRET.value(),
     }
     with blocked_job_signals():
         process = subprocess.Popen(
@@ -269,7 +271,7 @@ def _start_server(
         process.kill()
         process.communicate()
         raise LaunchError(
-            f"{_WHERE}: rank 0 cannot listen at port {rendezvous.port or '0 (any)'} of "
+            f"{_WHERE}: rank 0 cannot listen at port {port or '0 (any)'} of "
             f"{host or 'this host'}: "
             f"{answer.get('error', 'its server process did not start')}"
         )

@@ -8,25 +8,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-__all__ = [
-    "LAUNCHERS",
-    "Launcher",
-    "PmiProtocol",
-    "announced",
-    "find_first_host",
-    "find_identity",
-    "find_job",
-    "find_launcher",
-    "find_launchers",
-    "find_local_rank",
-    "find_local_size",
-    "find_rank",
-    "find_survival",
-    "is_bootstrap_variable",
-    "is_job_variable",
-    "is_launcher_variable",
-]
-
 
 class PmiProtocol(enum.Enum):
     """Protocol between a process manager and MPI libraries."""

@@ -30,8 +30,6 @@ from mpicoll.launch.pmi import open_manager
 from mpicoll.launch.rendezvous import loopback
 from mpicoll.output import warn
 
-__all__ = ["LIBRARIES", "Library", "find_foreign", "find_mpi", "find_stale", "match_launcher"]
-
 
 @dataclass(frozen=True, slots=True)
 class Library:

@@ -8,8 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["find_function", "find_library", "find_mpiexec"]
-
 
 def find_function(name: str) -> Any:
     """Return a function of the MPI library or of its dependencies; None if it does not exist."""

@@ -11,8 +11,6 @@ import select
 import socket
 import stat
 
-__all__ = ["PmiClient", "PmiError", "open_manager"]
-
 #: Seconds to wait for an answer that needs no other rank.
 _ANSWER_TIMEOUT_S = 10.0
 #: Maximum length of an answer in bytes.

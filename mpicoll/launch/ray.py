@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpicoll.errors import LaunchError
-from mpicoll.launch.workers import Worker, check_ranks, dump_call, run_driven
-
-__all__ = ["run"]
+from mpicoll.launch.workers import Worker, dump_call, run_driven
 
 _WHERE = "mpicoll.launch.ray.run"
 
@@ -41,8 +39,7 @@ def run(
     import ray
     from ray import cloudpickle
 
-    check_ranks(ranks, _WHERE)
-    call = dump_call(cloudpickle.dumps, function, args, kwargs)
+    call = dump_call(_WHERE, ranks, cloudpickle.dumps, function, args, kwargs)
     actor = ray.remote(**{"num_cpus": 1, "max_restarts": 0} | options)(Worker)
     workers = [actor.remote() for _ in range(ranks)]
 

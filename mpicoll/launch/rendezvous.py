@@ -8,15 +8,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-__all__ = [
-    "RankTakenError",
-    "Rendezvous",
-    "ServerAddress",
-    "ServerNotFoundError",
-    "Store",
-    "loopback",
-]
-
 
 class Store(Protocol):
     """A key-value store that all ranks reach, such as a store of torch.distributed."""
@@ -94,6 +85,7 @@ class Rendezvous:
           rank 0 resolves it to exactly one of its addresses, else at all addresses.
     port: where the server listens, 0 for a free port.
     after: called on rank 0 when all ranks have connected, or after a failure.
+    server: the address of the server, if it runs already. Else rank 0 starts and publishes it.
     """
 
     store: Store
@@ -102,3 +94,4 @@ class Rendezvous:
     host: str = ""
     port: int = 0
     after: Callable[[], None] = lambda: None
+    server: ServerAddress | None = None

@@ -19,8 +19,6 @@ from mpicoll.errors import LaunchError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["agree_or_raise", "has_abandoned", "run_on_each"]
-
 _WHERE = "init_process_group"
 #: A record: whether the rank failed, its requested rank, and the beginning of its error.
 _RECORD = struct.Struct("<qq496s")

@@ -56,8 +56,6 @@ if __name__ == "__main__":
 
 from mpicoll.line_protocol import LineConnection, is_proof, mac
 
-__all__ = ["GREETING", "RUNS_MPI", "Server", "mapping"]
-
 GREETING = "mpicoll 1"
 #: Node name of ranks in which MPI runs already. They only exchange values by PMI's put and get.
 RUNS_MPI = "runs-mpi"

@@ -14,8 +14,6 @@ from typing import NoReturn
 from mpicoll.errors import LaunchError
 from mpicoll.output import write_lines
 
-__all__ = ["Session", "current", "set_current"]
-
 #: Before MPI_Finalize: interval of MPI progress, interval of checks that the server is alive, and
 #: timeout of such a check, in seconds.
 _PROGRESS_INTERVAL_S, _CHECK_INTERVAL_S, _CHECK_TIMEOUT_S = 0.02, 2.0, 10.0

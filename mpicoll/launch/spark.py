@@ -7,9 +7,7 @@ from typing import Any
 
 from mpicoll import control_messages
 from mpicoll.errors import LaunchError
-from mpicoll.launch.workers import Outcome, Ready, Worker, assign, check_ranks, collect, dump_call
-
-__all__ = ["run"]
+from mpicoll.launch.workers import Outcome, Place, Worker, assign, collect, dump_call
 
 _WHERE = "mpicoll.launch.spark.run"
 
@@ -42,8 +40,7 @@ def run(
     from pyspark import cloudpickle
     from pyspark.sql import SparkSession
 
-    check_ranks(ranks, _WHERE)
-    call = dump_call(cloudpickle.dumps, function, args, kwargs)
+    call = dump_call(_WHERE, ranks, cloudpickle.dumps, function, args, kwargs)
     try:
         context = (spark or SparkSession.builder.getOrCreate()).sparkContext
     except AttributeError:
@@ -61,19 +58,13 @@ def run(
 
 
 def _run_rank(size: int, limit: float, call: bytes) -> Outcome:
-    """Run one rank, in its task. The tasks exchange their ``Ready`` records by allGather."""
+    """Run one rank, in its task. The tasks exchange their places by allGather."""
     from pyspark import BarrierTaskContext
 
     context = BarrierTaskContext.get()
     rank = context.partitionId()
     worker = Worker()
-    ready = worker.start(rank, size, limit)
-    everybody: list[Ready] = [
-        control_messages.decode(text.encode(), Ready, rank)
-        for rank, text in enumerate(context.allGather(control_messages.encode(ready).decode()))
-    ]
-    if any(each.failure for each in everybody):
-        if ready.failure is None:
-            worker.kill()
-        return ready.failure or Outcome(rank, trace=f"rank {rank} was not needed")
-    return worker.finish(assign(everybody, call)[rank])
+    place = worker.prepare(size if rank == 0 else 0, limit)
+    texts = context.allGather(control_messages.encode(place).decode())
+    places = [control_messages.decode(text.encode(), Place, n) for n, text in enumerate(texts)]
+    return worker.run(*assign(places, rank), limit, call)

@@ -30,19 +30,6 @@ from mpicoll.launch.rendezvous import Rendezvous
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "MAX_FAILURE_BYTES",
-    "find_command",
-    "has_grown",
-    "join",
-    "main",
-    "merge",
-    "send_result",
-    "start",
-    "unsupported_reason",
-    "wait",
-]
-
 _WHERE = "grow_group"
 #: Arguments of the interpreter before the program and its arguments.
 _MAIN = ("-c", "from mpicoll.launch.spawned_ranks import main; main()")

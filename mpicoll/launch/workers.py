@@ -1,8 +1,8 @@
 """Run a function on the workers of an engine (Ray, Spark, Dask) as the ranks of one MPI world.
 
 Each worker starts its rank in a child process (``worker_rank.py``), because MPI starts only once
-per process and an aborting rank must not end the worker. The engine's channel carries one record
-per rank: its node, and on rank 0 the address of the server (``server.py``).
+per process and an aborting rank must not end the worker. First the engine's channel carries one
+record per rank, ``Place``, with the address of the server that the worker of rank 0 has started.
 
 An exception of the function ends all ranks, like an uncaught exception under mpirun.
 """
@@ -23,17 +23,14 @@ from typing import Any, TypeVar
 
 from mpicoll.errors import ArgumentError, LaunchError, MpicollError
 from mpicoll.launch import launchers
+from mpicoll.launch.environment import LOOPBACK, TORCH_VARIABLES
 from mpicoll.launch.host_identity import addresses, node
-
-__all__ = ["Outcome", "Ready", "RemoteTraceback", "Worker", "assign", "check_ranks", "collect",
-           "dump_call", "run_driven"]  # fmt: skip
+from mpicoll.launch.joining import start_server
 
 W = TypeVar("W")
 
 #: Seconds from the failure of one rank until the workers of the other ranks are killed.
 _EXIT_TIMEOUT_S = 10.0
-#: Seconds beyond the start timeout that the driver waits for the answer of a worker.
-_ANSWER_MARGIN_S = 30.0
 
 
 class RemoteTraceback(Exception):
@@ -58,41 +55,45 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """Record of a rank that is ready to start MPI.
+class Place:
+    """Where a rank will run.
 
     node:    identifies the node.
     host:    an address of this host that other hosts reach.
     port:    a free port of this host.
     address: the address of the server, on rank 0; "" on other ranks.
-    failure: the outcome of a rank that failed before it was ready.
     """
 
-    rank: int
     node: str
     host: str
     port: int
     address: str = ""
-    failure: Outcome | None = None
 
 
 class Worker:
     """Starts and controls the process of one rank. Runs in the engine's worker."""
 
+    _server: subprocess.Popen[bytes] | None = None
     _process: subprocess.Popen[bytes] | None = None
 
-    def node(self) -> str:
-        """Return the identifier of the node."""
-        return node()
+    def prepare(self, size: int, limit: float) -> Place:
+        """Return the place of this worker. On rank 0, start the server.
 
-    def start(self, rank: int, size: int, limit: float) -> Ready:
-        """Start the rank's process and wait until it is ready.
-
-        limit: seconds for all ranks to connect and to start MPI.
+        size: number of ranks, on rank 0; 0 on other ranks.
+        limit: seconds for all ranks to start MPI after they have connected.
         """
-        self._rank = rank
-        reader, answers = os.pipe()
-        self._answers = os.fdopen(reader, "rb")
+        address = ""
+        if size > 1:
+            found, self._server = start_server(size, limit)
+            address = found.format()
+        with socket.create_server(("", 0)) as probe:  # finds a free port
+            return Place(node(), addresses()[0], probe.getsockname()[1], address)
+
+    def run(self, variables: Mapping[str, str], address: str, limit: float, call: bytes) -> Outcome:
+        """Run the call on this rank and wait until its process has ended.
+
+        variables, address: see ``assign``. limit: seconds for all ranks to connect.
+        """
         # The variables of the launcher that started the engine's worker do not describe this rank.
         kept = {
             name: value
@@ -102,106 +103,78 @@ class Worker:
         }
         own = str(Path(__file__).parents[2])
         kept["PYTHONPATH"] = os.pathsep.join(filter(None, [kept.get("PYTHONPATH"), own]))
+        reader, writer = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mpicoll.launch.worker_rank", str(answers)],
+            [sys.executable, "-m", "mpicoll.launch.worker_rank", str(writer)],
             stdin=subprocess.PIPE,
-            pass_fds=[answers],
-            env=kept,
+            pass_fds=[writer],
+            env={**kept, **variables},
         )
-        os.close(answers)
-        self._send((os.getpid(), rank, size, limit, sys.path))
-        with socket.create_server(("", 0)) as probe:  # finds a free port
-            port = probe.getsockname()[1]
-        kind, *rest = self._receive()
-        where = rank, node(), addresses()[0], port
-        if kind == "ready":
-            return Ready(*where, address=rest[0])
-        return Ready(*where, failure=self._end(kind, rest))
-
-    def finish(self, assignment: tuple[Mapping[str, str], str, bytes]) -> Outcome:
-        """Send the rank its assignment (see ``assign``) and wait until its process has ended."""
-        self._send(assignment)
-        kind, *rest = self._receive()
-        return self._end(kind, rest)
+        os.close(writer)
+        with os.fdopen(reader, "rb") as answers:
+            with contextlib.suppress(OSError):  # the process has ended
+                self._process.stdin.write(  # type: ignore[union-attr]
+                    pickle.dumps((os.getpid(), address, limit, sys.path, call))
+                )
+                self._process.stdin.close()  # type: ignore[union-attr]
+            try:
+                kind, *rest = pickle.load(answers)
+            except (EOFError, pickle.UnpicklingError):
+                kind, rest = "", []
+            code = self._process.wait()
+        self._close_server()
+        rank = int(variables["RANK"])
+        if kind == "value" and code == 0:
+            return Outcome(rank, value=rest[0])
+        if kind == "error":
+            return Outcome(rank, error=rest[0], trace=rest[1])
+        after = " after its function had returned" if kind == "value" else ""
+        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        where = f"rank {rank} on {socket.gethostname()}"
+        return Outcome(rank, trace=f"{where} ended {how}{after}", code=code)
 
     def kill(self) -> None:
         """End the rank's process, if it runs."""
+        self._close_server()
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
-    def _send(self, message: object) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        with contextlib.suppress(OSError):  # the process has ended; ``_end`` reports why
-            self._process.stdin.write(pickle.dumps(message))
-            self._process.stdin.flush()
-
-    def _receive(self) -> tuple[Any, ...]:
-        try:
-            found: tuple[Any, ...] = pickle.load(self._answers)
-        except (EOFError, pickle.UnpicklingError):
-            return ("nothing",)
-        return found
-
-    def _end(self, kind: str, rest: list[Any]) -> Outcome:
-        assert self._process is not None and self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        code = self._process.wait()
-        self._answers.close()
-        if kind == "value" and code == 0:
-            return Outcome(self._rank, value=rest[0])
-        if kind == "error":
-            return Outcome(self._rank, error=rest[0], trace=rest[1])
-        after = " after its function had returned" if kind == "value" else ""
-        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        return Outcome(
-            self._rank,
-            trace=f"rank {self._rank} on {socket.gethostname()} ended {how}{after}",
-            code=code,
-        )
-
-
-def check_ranks(ranks: int, where: str) -> None:
-    """Raise ArgumentError if ``ranks`` is not a positive integer."""
-    if not isinstance(ranks, int) or ranks < 1:
-        raise ArgumentError(f"{where}: ranks: expected a number of at least 1, got {ranks!r}")
+    def _close_server(self) -> None:
+        """Let the server end with its ranks, or now if rank 0 has not connected."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.communicate()
 
 
 def dump_call(
+    where: str,
+    ranks: int,
     dumps: Callable[[object], bytes],
     function: Callable[..., object],
     args: Sequence[object],
     kwargs: Mapping[str, object] | None,
 ) -> bytes:
-    """Pickle a call, and ``dumps`` for results that pickle does not support."""
+    """Pickle a call, and ``dumps`` for results that pickle does not support.
+
+    Raises ArgumentError if ``ranks`` is not a positive integer.
+    """
+    if not isinstance(ranks, int) or ranks < 1:
+        raise ArgumentError(f"{where}: ranks: expected a number of at least 1, got {ranks!r}")
     return pickle.dumps((dumps, dumps((function, tuple(args), dict(kwargs or {})))))
 
 
-def assign(
-    ready: Sequence[Ready], call: bytes
-) -> list[tuple[Mapping[str, str], str, bytes]]:  # fmt: skip
-    """Return the assignment of each rank: variables, address of the server, and the call.
+def assign(places: Sequence[Place], rank: int) -> tuple[dict[str, str], str]:
+    """Return torchrun's variables for a rank, and the address of the server.
 
-    ready: the records of all ranks, by rank.
+    places: of all ranks, by rank.
     """
-    nodes = [each.node for each in ready]
-    host = "127.0.0.1" if len(set(nodes)) == 1 else ready[0].host
-    return [
-        (
-            {
-                "RANK": str(each.rank),
-                "WORLD_SIZE": str(len(ready)),
-                "LOCAL_RANK": str(nodes[: each.rank].count(each.node)),
-                "LOCAL_WORLD_SIZE": str(nodes.count(each.node)),
-                "MASTER_ADDR": host,
-                "MASTER_PORT": str(ready[0].port),
-            },
-            ready[0].address,
-            call,
-        )
-        for each in ready
-    ]
+    nodes = [each.node for each in places]
+    host = LOOPBACK if len(set(nodes)) == 1 else places[0].host
+    local_rank = nodes[:rank].count(nodes[rank])
+    local_size = nodes.count(nodes[rank])
+    values = rank, len(places), local_rank, local_size, host, places[0].port
+    return dict(zip(TORCH_VARIABLES, map(str, values), strict=True)), places[0].address
 
 
 def collect(outcomes: Sequence[Outcome], size: int, where: str) -> list[Any]:
@@ -256,28 +229,30 @@ def run_driven(
     """
     size = len(workers)
     with futures.ThreadPoolExecutor(size) as pool, _killing(workers, kill):
-        nodes = list(pool.map(lambda each: ask(each, limit, "node"), workers))
+        sizes = [size] + [0] * (size - 1)  # the first worker has rank 0
+        found: list[Place] = list(
+            pool.map(lambda each, n: ask(each, limit, "prepare", n, limit), workers, sizes)
+        )
+        nodes = [each.node for each in found]
         order = sorted(range(size), key=lambda index: nodes.index(nodes[index]))
-        ranked = [workers[index] for index in order]
-        wait = limit + _ANSWER_MARGIN_S
-        ready: list[Ready] = list(
-            pool.map(lambda each: ask(each[1], wait, "start", each[0], size, limit),
-                     enumerate(ranked))
-        )  # fmt: skip
-        failures = [each.failure for each in ready if each.failure is not None]
-        if failures:
-            collect(failures, size, where)
-        pending = {
-            pool.submit(_finish, ask, rank, ranked[rank], assignment)
-            for rank, assignment in enumerate(assign(ready, call))
-        }
+        places = [found[index] for index in order]
+
+        def run_rank(rank: int) -> Outcome:
+            worker = workers[order[rank]]
+            try:
+                outcome: Outcome = ask(worker, None, "run", *assign(places, rank), limit, call)
+            except Exception as error:  # the engine's error for a lost worker
+                return Outcome(rank, trace=f"the worker of rank {rank} is lost: {error}")
+            return outcome
+
+        pending = {pool.submit(run_rank, rank) for rank in range(size)}
         outcomes: list[Outcome] = []
         while pending:
             left = _EXIT_TIMEOUT_S if any(one.value is None for one in outcomes) else None
             done, pending = futures.wait(pending, left, futures.FIRST_COMPLETED)
             outcomes += [one.result() for one in done]
             if not done:
-                for each in ranked:
+                for each in workers:
                     kill(each)
     return collect(outcomes, size, where)
 
@@ -290,11 +265,3 @@ def _killing(workers: Sequence[W], kill: Callable[[W], None]) -> Iterator[None]:
     finally:
         for each in workers:
             kill(each)
-
-
-def _finish(ask: Callable[..., Any], rank: int, worker: object, assignment: object) -> Outcome:
-    try:
-        outcome: Outcome = ask(worker, None, "finish", assignment)
-    except Exception as error:  # the engine's error for a lost worker
-        return Outcome(rank, trace=f"the worker of rank {rank} is lost: {error}")
-    return outcome

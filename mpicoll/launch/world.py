@@ -42,20 +42,6 @@ from mpicoll.serialized_mpi import serialize
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "call_before_finalize",
-    "finalize_within",
-    "initialize",
-    "is_serialized",
-    "load",
-    "master_address",
-    "notify_failure",
-    "skip_finalize",
-    "skips_finalize",
-    "start",
-    "warn_if_serialized",
-]
-
 _WHERE = "init_process_group"
 
 

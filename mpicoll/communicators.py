@@ -33,9 +33,7 @@ def checked_communicator(comm: object, where: str) -> MPI.Intracomm:
         )
     mpi = sys.modules["mpi4py.MPI"]
     if not mpi.Is_initialized() or mpi.Is_finalized():
-        state = (
-            "has not started; call MPI.Init() first" if not mpi.Is_initialized() else "has ended"
-        )
+        state = "has ended" if mpi.Is_initialized() else "has not started; call MPI.Init() first"
         raise LaunchError(f"{where}: MPI {state}")
     if comm == mpi.COMM_NULL:
         raise ArgumentError(
@@ -56,11 +54,8 @@ def create_private(comm: MPI.Intracomm) -> MPI.Intracomm:
     A duplicate could inherit attributes, hints and topology. A hint such as
     mpi_assert_no_any_source would be wrong for these messages.
     """
-    ranks = comm.Get_group()
-    try:
-        return cast("MPI.Intracomm", comm.Create(ranks))
-    finally:
-        ranks.Free()
+    with subset(comm, range(comm.Get_size())) as everybody:
+        return cast("MPI.Intracomm", comm.Create(everybody))
 
 
 def translate_ranks(comm: MPI.Comm, among: MPI.Comm) -> Sequence[int | None]:

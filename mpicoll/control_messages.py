@@ -177,29 +177,13 @@ def _expect(value: Any, kind: type) -> Any:
     return value
 
 
-def _read_float(_: object, value: Any) -> float:
-    return float(value if type(value) is int else _expect(value, float))
-
-
-def _read_list(arguments: Sequence[Any], value: Any) -> list[Any]:
-    return [_read(arguments[0], each) for each in _expect(value, list)]
-
-
-def _read_tuple(arguments: Sequence[Any], value: Any) -> tuple[Any, ...]:
-    if arguments[1:] == (...,):
-        return tuple(_read_list(arguments, value))
-    return tuple(_read_each(arguments, value))
-
-
 def _read_each(kinds: Sequence[Any], value: Any) -> list[Any]:
-    if len(_expect(value, list)) != len(kinds):
-        raise TypeError(f"expected {len(kinds)} values, got {len(value)}")
+    """Convert a list of values of these types; ``kinds`` may be one type and ``...``."""
+    count = len(_expect(value, list))
+    kinds = [kinds[0]] * count if kinds[1:] == (...,) else kinds
+    if count != len(kinds):
+        raise TypeError(f"expected {len(kinds)} values, got {count}")
     return [_read(kind, each) for kind, each in zip(kinds, value, strict=True)]
-
-
-def _read_dict(arguments: Sequence[Any], value: Any) -> dict[Any, Any]:
-    key, of = arguments
-    return {key(name): _read(of, each) for name, each in _expect(value, dict).items()}
 
 
 def _read_union(arguments: Sequence[Any], value: Any) -> Any:
@@ -212,19 +196,18 @@ def _read_union(arguments: Sequence[Any], value: Any) -> Any:
     raise TypeError(f"expected {names}, got {type(value).__name__}")
 
 
-@lru_cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
+_hints = lru_cache(get_type_hints)
 
 _READERS: dict[Any, Any] = {
     Any: lambda _, value: value,
-    float: _read_float,
+    float: lambda _, value: float(value if type(value) is int else _expect(value, float)),
     bytes: lambda _, value: bytes.fromhex(_expect(value, str)),
-    list: _read_list,
-    set: lambda arguments, value: set(_read_list(arguments, value)),
-    tuple: _read_tuple,
-    dict: _read_dict,
+    list: lambda arguments, value: _read_each((*arguments, ...), value),
+    set: lambda arguments, value: set(_read_each((*arguments, ...), value)),
+    tuple: lambda arguments, value: tuple(_read_each(arguments, value)),
+    dict: lambda arguments, value: {
+        arguments[0](name): _read(arguments[1], each) for name, each in _expect(value, dict).items()
+    },
     Union: _read_union,
     UnionType: _read_union,
 }

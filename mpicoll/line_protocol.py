@@ -12,6 +12,7 @@ The standard library is enough, because both processes start without site-packag
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -24,12 +25,11 @@ from typing import Any
 
 #: Seconds that a peer has to answer a question, or to identify itself.
 ANSWER_TIMEOUT_S = 5.0
-_NONCE_BYTES = 16
 
 
 def nonce() -> str:
     """Return a random nonce."""
-    return secrets.token_hex(_NONCE_BYTES)
+    return secrets.token_hex(16)
 
 
 def mac(secret: str, *words: object) -> str:
@@ -83,11 +83,9 @@ class LineConnection:
 
     def flush(self) -> None:
         """Send as much of the outbox as the peer reads now."""
-        try:
+        with contextlib.suppress(BlockingIOError):
             while self.outbox:
                 del self.outbox[: self.sock.send(self.outbox)]
-        except BlockingIOError:
-            pass
 
     def fill(self) -> None:
         """Receive the available bytes. Raises OSError if the peer has closed the connection."""

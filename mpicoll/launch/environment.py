@@ -15,7 +15,7 @@ from mpicoll.errors import LaunchError
 from mpicoll.launch import launchers
 from mpicoll.launch.host_identity import addresses
 from mpicoll.launch.launchers import PmiProtocol
-from mpicoll.launch.pmi import PmiClient, PmiError
+from mpicoll.launch.pmi import PmiClient
 from mpicoll.settings import ALLOW_SINGLETON
 
 #: Set to 1 to run as a single rank although the launcher started several.
@@ -24,6 +24,8 @@ SINGLETON = ALLOW_SINGLETON.name
 TORCH_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
+#: The key of PMI under which rank 0 publishes its address.
+_KEY = "mpicoll-run"
 #: The address of rank 0 if all ranks are on one node.
 LOOPBACK = "127.0.0.1"
 
@@ -174,12 +176,14 @@ def find_torch_variables(environment: Mapping[str, str] = os.environ) -> dict[st
     address = LOOPBACK if is_one_node else launchers.find_first_host(environment)
     descriptor = environment.get("PMI_FD", "")
     if launcher.has_pmi_1 and not (job and address) and descriptor.isdigit():
-        with contextlib.suppress(PmiError):
+        with contextlib.suppress(OSError):
             manager = PmiClient(int(descriptor))
             job = job or manager.job
             if not address:
-                own = environment.get("MASTER_ADDR") or addresses()[0]
-                address = manager.broadcast(own, rank == "0")
+                if rank == "0":
+                    manager.put(_KEY, environment.get("MASTER_ADDR") or addresses()[0])
+                manager.barrier()
+                address = manager.get(_KEY)
     local = launchers.find_local_rank(environment), launchers.find_local_size(environment)
     values = rank, size, *local, address, _choose_port(job) if job else None
     found = zip(TORCH_VARIABLES, values, strict=True)
@@ -214,14 +218,13 @@ def check_world(size: int, environment: Mapping[str, str] = os.environ) -> None:
     """Raise LaunchError if a launcher started several ranks but MPI_COMM_WORLD has one."""
     if size != 1 or environment.get(SINGLETON) == "1":
         return
-    present = launchers.find_launchers(environment)
-    launcher = next((each for each in present if each.size in environment), None)
-    if launcher is None:
+    for launcher in launchers.find_launchers(environment):
+        if (announced := environment.get(launcher.size)) is None:
+            continue
+        if announced.isdigit() and int(announced) > 1:
+            raise LaunchError(
+                f"init_process_group: {launcher.name} announces {announced} ranks ({launcher.size}="
+                f"{announced}), but MPI sees this process alone: {launcher.remedy}. Set "
+                f"{SINGLETON}=1 to run as a single rank"
+            )
         return
-    announced = environment[launcher.size]
-    if announced.isdigit() and int(announced) > 1:
-        raise LaunchError(
-            f"init_process_group: {launcher.name} announces {announced} ranks ({launcher.size}="
-            f"{announced}), but MPI sees this process alone: {launcher.remedy}. Set "
-            f"{SINGLETON}=1 to run as a single rank"
-        )

@@ -61,7 +61,7 @@ def machine() -> str:
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         inode = Path("/proc/self/ns/net").stat().st_ino
-    return f"{socket.gethostname()}/{boot}/{inode}" if not boot else f"{boot}/{inode}"
+    return f"{boot or socket.gethostname()}/{inode}"
 
 
 def node() -> str:

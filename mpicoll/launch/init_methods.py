@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
+from mpicoll import private_files
 from mpicoll.errors import ArgumentError, LaunchError, UnsupportedError
 from mpicoll.launch.environment import SINGLETON, is_started_by_mpi, was_filled
 from mpicoll.launch.joining import SECRET, read_greeting, read_line
-from mpicoll.launch.rendezvous import (
-    Rendezvous,
-    ServerAddress,
-    ServerNotFoundError,
-    Store,
-)
+from mpicoll.launch.rendezvous import Rendezvous, ServerAddress, ServerNotFoundError, Store
 
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore
@@ -61,21 +57,21 @@ def read_rank(
         and not (init_method is None and is_started_by_mpi(environment))
         and environment.get(SINGLETON) != "1"
     )
-    values: dict[str, int | None] = {}
+    values: dict[str, int] = {}
     names: dict[str, str] = {}
     for what, argument in (("rank", rank), ("world_size", world_size)):
-        variable = what.upper()
+        variable, name = what.upper(), what
         asked = _number(f"{what} in {init_method!r}", query[what][-1]) if what in query else None
-        if argument is not None:
-            if asked is not None and asked != argument:
-                raise ArgumentError(
-                    f"{_WHERE}: {what}={argument} disagrees with init_method {init_method!r}"
-                )
-            values[what], names[what] = argument, f"{what}="
-        elif asked is not None:
-            values[what], names[what] = asked, f"{what}="
-        elif variables and variable in environment and not was_filled(variable, environment):
-            values[what], names[what] = _number(variable, environment[variable]), f"{variable}="
+        if argument is not None and asked not in (None, argument):
+            raise ArgumentError(
+                f"{_WHERE}: {what}={argument} disagrees with init_method {init_method!r}"
+            )
+        found = asked if argument is None else argument
+        is_set = variables and variable in environment and not was_filled(variable, environment)
+        if found is None and is_set:
+            found, name = _number(variable, environment[variable]), variable
+        if found is not None:
+            values[what], names[what] = found, f"{name}="
     return GivenRank(values.get("rank"), values.get("world_size"), names)
 
 
@@ -133,10 +129,8 @@ def find_rendezvous(
         return Rendezvous(AgentStore(environment, limit), rank, size, host=host)
     if "MASTER_PORT" not in environment and (init_method is None or is_started_by_mpi(environment)):
         return None  # without a rendezvous, MPI's own ranks are used
-    return _at_port(
-        environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", ""), rank, size,
-        "MASTER_ADDR and MASTER_PORT",
-    )  # fmt: skip
+    host, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+    return _at_port(host, port, rank, size, "MASTER_ADDR and MASTER_PORT")
 
 
 def _at_port(host: str, port: str, rank: int, size: int, what: str) -> Rendezvous:
@@ -156,8 +150,7 @@ class PortStore(Store):
     """
 
     def __init__(self, host: str, port: int) -> None:
-        self._host = host
-        self._port = port
+        self._host, self._port = host, port
 
     def set(self, key: str, value: str) -> None:
         """Do nothing, because the server's address is known."""
@@ -191,16 +184,10 @@ class FileStore(Store):
     def set(self, key: str, value: str) -> None:
         """Replace the file atomically, because an earlier job may have left one."""
         try:
-            descriptor, name = tempfile.mkstemp(
-                prefix=f".{self._path.name}-", dir=self._path.parent
-            )
-            with os.fdopen(descriptor, "w") as file:  # mkstemp sets mode 0600
-                file.write(value)
-            Path(name).replace(self._path)
+            private_files.write(self._path, value.encode())
         except OSError as error:
-            raise LaunchError(
-                f"{_WHERE}: file://{self._path}: rank 0 cannot write: {error}"
-            ) from error
+            message = f"{_WHERE}: file://{self._path}: rank 0 cannot write: {error}"
+            raise LaunchError(message) from error
 
     def get(self, key: str) -> bytes:
         """Return the content, maybe an earlier job's; raise ServerNotFoundError without one."""
@@ -228,33 +215,28 @@ class AgentStore(Store):
     """The store of torchrun's agent, with a prefix."""
 
     def __init__(self, environment: Mapping[str, str], limit: float) -> None:
-        self._environment = environment
-        self._limit = limit
-        self._opened: PrefixStore | None = None
+        self._environment, self._limit = environment, limit
 
+    @cached_property
     def _store(self) -> PrefixStore:
-        if self._opened is None:
-            try:
-                from torch.distributed import PrefixStore, TCPStore
+        try:
+            from torch.distributed import PrefixStore, TCPStore
 
-                host, port = self._environment["MASTER_ADDR"], int(self._environment["MASTER_PORT"])
-                store = TCPStore(host, port, timeout=timedelta(seconds=self._limit))
-            except (ImportError, KeyError, RuntimeError) as error:
-                raise LaunchError(
-                    f"{_WHERE}: torchrun's store cannot be reached: {error}"
-                ) from error
-            # The prefix is the same after a restart, because each agent counts restarts separately.
-            # A stale address of an earlier attempt does not connect, and is read again.
-            self._opened = PrefixStore("mpicoll", store)
-        return self._opened
+            host, port = self._environment["MASTER_ADDR"], int(self._environment["MASTER_PORT"])
+            store = TCPStore(host, port, timeout=timedelta(seconds=self._limit))
+        except (ImportError, KeyError, RuntimeError) as error:
+            raise LaunchError(f"{_WHERE}: torchrun's store cannot be reached: {error}") from error
+        # The prefix is the same after a restart, because each agent counts restarts separately. A
+        # stale address of an earlier attempt does not connect, and is read again.
+        return PrefixStore("mpicoll", store)
 
     def set(self, key: str, value: str) -> None:
         """Set a key."""
-        self._store().set(key, value)
+        self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
         """Return the value of a key, once it is set."""
-        return bytes(self._store().get(key))
+        return bytes(self._store.get(key))
 
 
 #: For a single rank, which does not use its store.

@@ -110,9 +110,9 @@ def end_after(limit: float, message: str, code: int) -> contextlib.AbstractConte
 def _limited(limit: float, *arguments: Any) -> Iterator[None]:
     """Have the C library end this process after ``limit`` seconds; see ``init_timeout.c``."""
     assert kernels is not None
+    (reader, writer), (started, starts) = os.pipe(), os.pipe()  # starts: written by the C thread
     with contextlib.ExitStack() as stack:
-        (reader, writer), (started, starts) = os.pipe(), os.pipe()
-        for each in (reader, writer, started, starts):  # starts: written by the C thread
+        for each in (reader, writer, started, starts):
             stack.callback(os.close, each)
         thread = threading.Thread(
             target=kernels.init_timeout,

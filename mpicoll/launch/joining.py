@@ -12,12 +12,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from mpicoll import settings
 from mpicoll.errors import CollectiveTimeoutError, LaunchError, MpicollError
-from mpicoll.launch import server
+from mpicoll.launch import pmi, server
 from mpicoll.launch.host_identity import addresses, find_own_address, machine, node
+from mpicoll.launch.pmi import ANSWER_TIMEOUT_S, PmiClient
 from mpicoll.launch.rendezvous import (
     RankTakenError,
     Rendezvous,
@@ -34,8 +35,8 @@ _WHERE = "init_process_group"
 SECRET = settings.SECRET.name
 #: The key under which rank 0 publishes the address of its server.
 _KEY = "mpicoll"
-#: Timeouts of a connection attempt to one address, and of an answer, in seconds.
-_CONNECT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 3.0, 10.0
+#: Timeout of a connection attempt to one address, in seconds.
+_CONNECT_TIMEOUT_S = 3.0
 #: Seconds for which a rank retries while another program answers at the server's port, or another
 #: process has its rank.
 _CONFLICT_TIMEOUT_S = 10.0
@@ -43,7 +44,8 @@ _CONFLICT_TIMEOUT_S = 10.0
 _START_TIMEOUT_S = 30.0
 #: Seconds to wait for the server's list of missing ranks after the timeout.
 _MISSING_TIMEOUT_S = 5.0
-_MAX_LINE_BYTES = 1024
+#: Maximum length of the failure that is sent to the other ranks.
+_MAX_FAILURE_BYTES = 512
 
 
 def join(rendezvous: Rendezvous, limit: float | None) -> Session:
@@ -54,8 +56,8 @@ def join(rendezvous: Rendezvous, limit: float | None) -> Session:
     Raises CollectiveTimeoutError if a rank does not connect in time, and LaunchError if the ranks
     disagree.
     """
-    pmi, session = _gather(rendezvous, limit, node())
-    pmi.detach()  # the MPI library uses the descriptor from now on
+    sock, session = _gather(rendezvous, limit, node())
+    sock.detach()  # the MPI library uses the descriptor from now on
     set_current(session)
     return session
 
@@ -64,32 +66,27 @@ def exchange_lines(rendezvous: Rendezvous, limit: float | None, text: str) -> li
     """All-gather one line of text among the ranks of a rendezvous. MPI runs in all of them already.
 
     limit: timeout in seconds; None: none.
-    text:  at most about 900 characters, in one line.
+    text:  at most about 900 characters, without whitespace.
 
     Returns the texts by rank.
 
     Raises CollectiveTimeoutError if a rank does not connect in time, and LaunchError if the ranks
     disagree, if one of them has not started MPI, or if one ends meanwhile.
     """
-    pmi, session = _gather(rendezvous, limit, server.RUNS_MPI)
-    with pmi, session:
-        pmi.settimeout(_ANSWER_TIMEOUT_S)
+    sock, session = _gather(rendezvous, limit, server.RUNS_MPI)
+    with sock, session:
         try:
-            pmi.sendall(f"cmd=put key=mpi-{session.rank} value={text}\ncmd=barrier_in\n".encode())
-            answers = [read_line(pmi), read_line(pmi)]  # of put, and of the barrier
-            for rank in range(session.size):
-                pmi.sendall(f"cmd=get key=mpi-{rank}\n".encode())
-                answers.append(read_line(pmi))
-        except (OSError, ServerNotFoundError) as error:
+            client = PmiClient(sock.fileno())
+            client.put(f"mpi-{session.rank}", text)
+            client.barrier(ANSWER_TIMEOUT_S)
+            found = [client.get(f"mpi-{rank}") for rank in range(session.size)]
+        except OSError as error:
             raise LaunchError(
-                f"{_WHERE}: rank {session.rank} of {session.size}: lost the connection to rank 0's "
-                f"server after all ranks had connected: {error}"
+                f"{_WHERE}: rank {session.rank} of {session.size}: after all ranks had connected, "
+                f"one ended or the connection to rank 0's server was lost: {error}"
             ) from None
         session.send("free")
-    for rank, answer in enumerate(answers[2:]):
-        if " rc=0 " not in answer:
-            raise LaunchError(f"{_WHERE}: rank {rank} of {session.size} ended during the exchange")
-    return [answer.partition(" value=")[2] for answer in answers[2:]]
+    return found
 
 
 def send_failure(rendezvous: Rendezvous, text: str, limit: float) -> None:
@@ -99,10 +96,10 @@ def send_failure(rendezvous: Rendezvous, text: str, limit: float) -> None:
 
     limit: seconds for all ranks to connect. Rank 0, which starts the server, waits for them.
     """
-    (watch,), _ = _find(rendezvous, limit, time.monotonic() + limit, node(), ["watch"])
+    (watch,), _ = _connect_all(rendezvous, limit, node(), ["watch"])
     with Session(watch, -1, rendezvous.rank, rendezvous.world_size, "") as session:
         words = " ".join(text.split()).encode("ascii", "backslashreplace").decode()
-        session.send(f"failed {words[: _MAX_LINE_BYTES // 2]}")
+        session.send(f"failed {words[:_MAX_FAILURE_BYTES]}")
         end = time.monotonic() + limit
         while rendezvous.rank == 0 and session.receive(max(0.0, end - time.monotonic())):
             pass
@@ -120,72 +117,61 @@ def _gather(
     limit = math.inf if limit is None else limit
     deadline = time.monotonic() + limit
     try:
-        (pmi, watch), secret = _find(rendezvous, limit, deadline, node, ["pmi", "watch"])
+        (sock, watch), secret = _connect_all(rendezvous, limit, node, ["pmi", "watch"])
         job = mac(secret, "job")
-        session = Session(watch, pmi.fileno(), rendezvous.rank, rendezvous.world_size, job)
+        session = Session(watch, sock.fileno(), rendezvous.rank, rendezvous.world_size, job)
         try:
             _await_all(session, limit, deadline)
         except BaseException:
             watch.close()
-            pmi.close()
+            sock.close()
             raise
     finally:
         if rendezvous.rank == 0:
             rendezvous.after()
-    return pmi, session
-
-
-def _find(
-    rendezvous: Rendezvous, limit: float, deadline: float, node: str, roles: Sequence[str]
-) -> tuple[list[socket.socket], str]:
-    """Return one connection per role to the server, which rank 0 starts, and the job's secret."""
-    with contextlib.ExitStack() as stack:
-        address = rendezvous.server
-        if rendezvous.rank == 0 and address is None:
-            address, process = start_server(
-                rendezvous.world_size, limit, rendezvous.host, rendezvous.port
-            )
-            stack.enter_context(process)  # the server ends if rank 0 ends before it connects
-            rendezvous.store.set(_KEY, address.format())
-        return _connect_all(address, rendezvous, limit, deadline, node, roles)
+    return sock, session
 
 
 def _connect_all(
-    known: ServerAddress | None,
-    rendezvous: Rendezvous,
-    limit: float,
-    deadline: float,
-    node: str,
-    roles: Sequence[str],
+    rendezvous: Rendezvous, limit: float, node: str, roles: Sequence[str]
 ) -> tuple[list[socket.socket], str]:
+    """Return one connection per role to the server, which rank 0 starts, and the job's secret."""
     start, pause, reported = time.monotonic(), 0.05, None
-    while True:
-        try:
-            address = known or ServerAddress.parse(_read_store(rendezvous))
-            found = [_connect(address, role, rendezvous, node) for role in roles]
-            return found, settings.SECRET.value() or address.secret
-        except RankTakenError as error:
-            # The other process may be ending: of an earlier job, or of an earlier attempt.
-            if time.monotonic() - start > _CONFLICT_TIMEOUT_S:
-                raise LaunchError(f"{_WHERE}: {error}") from None
-        except ServerNotFoundError as error:
-            now = time.monotonic()
-            # Another program may use a given port. An address from a store may be outdated.
-            if error.is_other and rendezvous.port and now - start > _CONFLICT_TIMEOUT_S:
-                raise LaunchError(
-                    f"{_WHERE}: rank {rendezvous.rank} of {rendezvous.world_size}: rank 0's server "
-                    f"is expected at port {rendezvous.port}, but {error}. Choose another port, and "
-                    f"set the same {SECRET} on all ranks, if any"
-                ) from None
-            reported = error if error.is_other or reported is None else reported
-            if now > deadline:
-                raise CollectiveTimeoutError(
-                    f"{_WHERE}: rank {rendezvous.rank} of {rendezvous.world_size} did not reach "
-                    f"rank 0's server within {limit:g} s: {reported}. Is rank 0 running, and can "
-                    "this host reach its host?"
-                ) from None
-        time.sleep(pause)
-        pause = min(2 * pause, 1.0)
+    me = f"{_WHERE}: rank {rendezvous.rank} of {rendezvous.world_size}"
+    known = rendezvous.server
+    with contextlib.ExitStack() as stack:
+        if rendezvous.rank == 0 and known is None:
+            known, process = start_server(
+                rendezvous.world_size, limit, rendezvous.host, rendezvous.port
+            )
+            stack.enter_context(process)  # the server ends if rank 0 ends before it connects
+            rendezvous.store.set(_KEY, known.format())
+        while True:
+            try:
+                address = known or ServerAddress.parse(_read_store(rendezvous))
+                found = [_connect(address, role, rendezvous, node) for role in roles]
+                return found, settings.SECRET.value() or address.secret
+            except RankTakenError as error:
+                # The other process may be ending: of an earlier job, or of an earlier attempt.
+                if time.monotonic() - start > _CONFLICT_TIMEOUT_S:
+                    raise LaunchError(f"{_WHERE}: {error}") from None
+            except ServerNotFoundError as error:
+                waited = time.monotonic() - start
+                # Another program may use a given port. An address from a store may be outdated.
+                if error.is_other and rendezvous.port and waited > _CONFLICT_TIMEOUT_S:
+                    raise LaunchError(
+                        f"{me}: rank 0's server is expected at port {rendezvous.port}, but "
+                        f"{error}. Choose another port, and set the same {SECRET} on all ranks, if "
+                        "any"
+                    ) from None
+                reported = error if error.is_other or reported is None else reported
+                if waited > limit:
+                    raise CollectiveTimeoutError(
+                        f"{me} did not reach rank 0's server within {limit:g} s: {reported}. Is "
+                        "rank 0 running, and can this host reach its host?"
+                    ) from None
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)
 
 
 def _read_store(rendezvous: Rendezvous) -> bytes:
@@ -202,29 +188,25 @@ def _read_store(rendezvous: Rendezvous) -> bytes:
 
 
 def _await_all(session: Session, limit: float, deadline: float) -> None:
-    me = f"rank {session.rank} of {session.size}"
     line = session.receive(max(0, deadline - time.monotonic()))
     if line is None:
         session.send("late")
         line = session.receive(_MISSING_TIMEOUT_S)
-    if line is None:
-        raise CollectiveTimeoutError(
-            f"{_WHERE}: {me}: timed out after {limit:g} s: rank 0's server does not answer"
-        )
-    word, _, rest = line.partition(" ")
+    word, _, rest = ("late" if line is None else line).partition(" ")
     if word == "go":
         return
-    if word == "missing":
-        ranks = "ranks" if "," in rest else "rank"
-        raise CollectiveTimeoutError(
-            f"{_WHERE}: {me}: timed out after {limit:g} s waiting for {ranks} "
-            f"{rest.replace(',', ', ')}. Check these ranks or increase the timeout"
-        )
-    if word == "lost":
-        raise LaunchError(f"{_WHERE}: {me}: rank {rest} ended before all ranks had connected")
-    if word == "refused":
-        raise LaunchError(f"{_WHERE}: {me}: {rest}")
-    raise LaunchError(f"{_WHERE}: {me}: lost the connection to rank 0's server")
+    late = f"timed out after {limit:g} s"
+    kind, text = {
+        "late": (CollectiveTimeoutError, f"{late}: rank 0's server does not answer"),
+        "missing": (
+            CollectiveTimeoutError,
+            f"{late} waiting for rank{'s' * (',' in rest)} "
+            f"{rest.replace(',', ', ')}. Check these ranks or increase the timeout",
+        ),
+        "lost": (LaunchError, f"rank {rest} ended before all ranks had connected"),
+        "refused": (LaunchError, rest),
+    }.get(word, (LaunchError, "lost the connection to rank 0's server"))
+    raise kind(f"{_WHERE}: rank {session.rank} of {session.size}: {text}")
 
 
 # --- the server ---------------------------------------------------------------------------------
@@ -283,22 +265,16 @@ def start_server(
 # --- connecting ---------------------------------------------------------------------------------
 
 
-def _hosts(address: ServerAddress) -> Iterator[str]:
-    if address.machine == machine():
-        yield from ("127.0.0.1", "::1")
-    yield from address.hosts
-
-
 def _connect(address: ServerAddress, role: str, rendezvous: Rendezvous, node: str) -> socket.socket:
     """Return a connection to the job's server, through the first host name that works."""
     errors, is_other = [], True
-    for host in _hosts(address):
+    local = ["127.0.0.1", "::1"] if address.machine == machine() else []
+    secret = settings.SECRET.value() or address.secret
+    for host in [*local, *address.hosts]:
         try:
             sock = socket.create_connection((host, address.port), _CONNECT_TIMEOUT_S)
             try:
-                _authenticate(
-                    sock, role, rendezvous, node, settings.SECRET.value() or address.secret
-                )
+                _authenticate(sock, role, rendezvous, node, secret)
             except BaseException:
                 sock.close()
                 raise
@@ -328,7 +304,7 @@ def _authenticate(
 
 def read_greeting(sock: socket.socket) -> str:
     """Return the nonce of the server's greeting; raise ServerNotFoundError for other programs."""
-    sock.settimeout(_ANSWER_TIMEOUT_S)
+    sock.settimeout(ANSWER_TIMEOUT_S)
     server.tune(sock)
     greeting = read_line(sock)
     theirs = greeting.removeprefix(server.GREETING + " ")
@@ -338,16 +314,8 @@ def read_greeting(sock: socket.socket) -> str:
 
 
 def read_line(sock: socket.socket) -> str:
-    """Read one line byte by byte, because another reader needs the bytes after it."""
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        try:
-            byte = sock.recv(1)
-        except TimeoutError:
-            raise ServerNotFoundError(
-                "the program that listens there does not answer", is_other=True
-            ) from None
-        if not byte or len(line) > _MAX_LINE_BYTES:
-            raise ServerNotFoundError("the peer closed the connection", is_other=True)
-        line += byte
-    return line.decode("ascii", "replace").rstrip("\n")
+    """Read a line of the server; raise ServerNotFoundError without one."""
+    try:
+        return pmi.read_line(sock.fileno(), ANSWER_TIMEOUT_S)
+    except OSError as error:
+        raise ServerNotFoundError(str(error), is_other=True) from None

@@ -18,61 +18,44 @@ class PmiProtocol(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """One launcher or process manager. Most fields are names of environment variables, "" if the
-    launcher has none. Patterns are regular expressions that match at the start of a name.
+    """One launcher or process manager.
 
-    name:    its name in messages.
-    detected_by: variables that are set in every process it starts. Empty for a batch system.
-    rank, size: the rank and the number of ranks.
-    local_rank: the rank on the node; the first variable that is set is used.
-    local_size: the number of ranks on the node.
-    local_sizes: the number of ranks of each node in Slurm's format, such as "4(x2),3".
-    node_rank: the index of this node in local_sizes.
-    node_count: the number of nodes.
-    hosts:   the names of the nodes in Slurm's format, such as "n[1-3],m7". Rank 0 runs on the first
-             one by default.
-    identity: variables whose values are the same on all ranks and differ between jobs. Unset
-             variables are skipped.
-    has_pmi_1: it answers PMI-1 on the descriptor PMI_FD: ranks can request the job's name and
-             exchange values before MPI starts.
-    is_batch: it starts a single process, not ranks.
-    remedy:  advice if MPI does not see the ranks that it started.
-    protocol: the protocol between its process manager and MPI; None: it has no process manager.
-    bootstrap: a pattern of the variables by which an MPI library finds its ranks. They are hidden
-             while MPI starts in another way.
-    owned:   a pattern of the variables that are hidden from processes outside this job.
-    job:     a pattern of the owned variables that describe the whole job.
-    own_gpus: set if each process has separate GPUs.
-    is_parent: the ranks are children of its process on their node, whose command is Python, and end
-             with it.
-    manager: set on all ranks by a process manager that supports MPI_Comm_spawn.
-    survival: the start option with which a job survives a lost rank, "" if unknown.
-    restarts: the number of times that it restarts all ranks.
+    Most fields are names of environment variables, "" if the launcher has none. Patterns are
+    regular expressions that match at the start of a name.
     """
 
-    name: str
+    name: str  # in messages
+    #: Set in every process that it starts. Empty for a batch system.
     detected_by: tuple[str, ...] = ()
     rank: str = ""
-    size: str = ""
-    local_rank: tuple[str, ...] = ()
-    local_size: str = ""
-    local_sizes: str = ""
-    node_rank: str = ""
+    size: str = ""  # the number of ranks
+    local_rank: tuple[str, ...] = ()  # the first one that is set is used
+    local_size: str = ""  # the number of ranks on the node
+    local_sizes: str = ""  # the number of ranks of each node in Slurm's format: "4(x2),3"
+    node_rank: str = ""  # the index of this node in local_sizes
     node_count: str = ""
+    #: The names of the nodes in Slurm's format: "n[1-3],m7". Rank 0 runs on the first by default.
     hosts: str = ""
+    #: The same values on all ranks, other values in another job. Unset variables are skipped.
     identity: tuple[str, ...] = ()
+    #: It answers PMI-1 on the descriptor PMI_FD: ranks can request the job's name and exchange
+    #: values before MPI starts.
     has_pmi_1: bool = False
-    is_batch: bool = False
-    remedy: str = ""
+    is_batch: bool = False  # it starts a single process, not ranks
+    remedy: str = ""  # advice if MPI does not see the ranks that it started
+    #: Between its process manager and MPI; None: it has no process manager.
     protocol: PmiProtocol | None = None
+    #: Pattern of the variables by which an MPI library finds its ranks. They are hidden while MPI
+    #: starts in another way.
     bootstrap: str = ""
-    owned: str = ""
-    job: str = ""
-    own_gpus: str = ""
+    owned: str = ""  # pattern of the variables that are hidden from processes outside this job
+    job: str = ""  # pattern of the owned variables that describe the whole job
+    own_gpus: str = ""  # set if each process has separate GPUs
+    #: The ranks are children of its process on their node, a Python process, and end with it.
     is_parent: bool = False
-    manager: str = ""
-    survival: str = ""
-    restarts: str = ""
+    manager: str = ""  # set on all ranks by a process manager that supports MPI_Comm_spawn
+    survival: str = ""  # the start option with which a job survives a lost rank, "" if unknown
+    restarts: str = ""  # the number of times that it restarts all ranks
 
     def is_present(self, environment: Mapping[str, str] = os.environ) -> bool:
         """Return whether it started this process."""
@@ -316,6 +299,8 @@ LAUNCHERS: tuple[Launcher, ...] = (
     Launcher("PBS", owned="PBS_", job=r"PBS_(JOB|NODEFILE|O_|QUEUE|ARRAY)"),
     Launcher("LSF", owned="LSB_", job=r"LSB_(JOB|HOSTS|MCPU_HOSTS|DJOB_HOSTFILE|QUEUE|SUB)"),
 )
+#: The variables of a process without a launcher: none.
+_NONE = Launcher("")
 
 
 def find_launchers(environment: Mapping[str, str] = os.environ) -> Iterator[Launcher]:
@@ -332,46 +317,36 @@ def announced(environment: Mapping[str, str] = os.environ) -> tuple[str, str, bo
     """Return this rank and the number of ranks from the launcher's variables, "?" if not set, and
     whether all ranks are on this node according to the launcher.
     """
-    launcher = find_launcher(environment)
-    if launcher is None:
-        return "?", "?", False
+    launcher = find_launcher(environment) or _NONE
     rank, size = environment.get(launcher.rank, "?"), environment.get(launcher.size, "?")
     return rank, size, size.isdigit() and find_local_size(environment) == int(size)
 
 
 def find_local_size(environment: Mapping[str, str] = os.environ) -> int | None:
     """Return the number of ranks on this node, None if the launcher does not set it."""
-    launcher = find_launcher(environment)
-    if launcher is None:
-        return None
+    launcher = find_launcher(environment) or _NONE
     found = environment.get(launcher.local_size, "")
     if not found and environment.get(launcher.node_count) == "1":
         found = environment.get(launcher.size, "")
     if not found:
-        sizes = _expand(environment.get(launcher.local_sizes, ""))
+        # "4(x2),3" is 4, 4, 3
+        items = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get(launcher.local_sizes, ""))
+        sizes = [size for size, times in items for _ in range(int(times or 1))]
         node = environment.get(launcher.node_rank, "")
         found = sizes[int(node)] if node.isdigit() and int(node) < len(sizes) else ""
     return int(found) if found.isdigit() else None
 
 
-def _expand(sizes: str) -> list[str]:
-    """Return the items of a list in Slurm's format: "4(x2),3" is 4, 4, 3."""
-    items = re.findall(r"(\d+)(?:\(x(\d+)\))?", sizes)
-    return [size for size, times in items for _ in range(int(times or 1))]
-
-
 def find_first_host(environment: Mapping[str, str] = os.environ) -> str:
     """Return the name of the first host, "" if the launcher does not set a list of hosts."""
-    launcher = find_launcher(environment)
-    hosts = environment.get(launcher.hosts, "") if launcher is not None else ""
+    hosts = environment.get((find_launcher(environment) or _NONE).hosts, "")
     first = re.match(r"([^\[,]|\[[^\]]*\])*", hosts)
     return re.sub(r"\[(\w*)[^\]]*\]", r"\1", first[0]) if first else ""
 
 
 def find_identity(environment: Mapping[str, str] = os.environ) -> str:
     """Return a text that identifies this job, the same on all ranks; "" if there is none."""
-    launcher = find_launcher(environment)
-    names = launcher.identity if launcher is not None else ()
+    names = (find_launcher(environment) or _NONE).identity
     return " ".join(f"{name}={environment[name]}" for name in names if name in environment)
 
 
@@ -392,8 +367,7 @@ def find_rank(environment: Mapping[str, str] = os.environ) -> str:
 
 def find_local_rank(environment: Mapping[str, str] = os.environ) -> int | None:
     """Return the local rank from LOCAL_RANK or the launcher's variable; None if neither is set."""
-    launcher = find_launcher(environment)
-    for name in ("LOCAL_RANK", *(launcher.local_rank if launcher is not None else ())):
+    for name in ("LOCAL_RANK", *(find_launcher(environment) or _NONE).local_rank):
         if environment.get(name, "").isdigit():
             return int(environment[name])
     return None

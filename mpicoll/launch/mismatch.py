@@ -19,11 +19,7 @@ from types import ModuleType
 
 from mpicoll.errors import LaunchError
 from mpicoll.launch import launchers
-from mpicoll.launch.environment import (
-    SINGLETON,
-    is_started_by_mpi,
-    replace_bootstrap_variables,
-)
+from mpicoll.launch.environment import SINGLETON, is_started_by_mpi, replace_bootstrap_variables
 from mpicoll.launch.launchers import Launcher, PmiProtocol
 from mpicoll.launch.mpi_library import find_function, find_library, find_mpiexec
 from mpicoll.launch.pmi import open_manager
@@ -33,33 +29,22 @@ from mpicoll.output import warn
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A family of MPI libraries and its built-in protocol.
+    """A family of MPI libraries and its built-in protocol."""
 
-    pattern: of MPI_Get_library_version's text.
-    protocol: the only protocol that it supports by itself.
-    client_functions: functions that it exports if it was linked with another PMI client library,
-             and so supports other protocols.
-    client_variables: variables that select another PMI client library.
-    flexible_launchers: names of launchers under which it detects the protocol.
-    unsupported_launcher: a launcher that it does not support, even inside these; "" without one.
-    """
-
-    pattern: str
-    protocol: PmiProtocol
+    pattern: str  # of MPI_Get_library_version's text
+    protocol: PmiProtocol  # the only one that it supports by itself
+    #: Functions that it exports if it was linked with another PMI client library, and variables
+    #: that select one. It then supports other protocols.
     client_functions: tuple[str, ...] = ()
     client_variables: tuple[str, ...] = ()
-    flexible_launchers: tuple[str, ...] = ()
-    unsupported_launcher: str = ""
+    flexible_launchers: tuple[str, ...] = ()  # under which it detects the protocol
+    unsupported_launcher: str = ""  # not supported, even inside these
 
 
 LIBRARIES: tuple[Library, ...] = (
     # Before 5, Open MPI could be built with PMI-1 and PMI-2.
     Library(r"Open MPI v([5-9]|\d\d)", PmiProtocol.PMIX),
-    Library(
-        r"MPICH Version:",
-        PmiProtocol.PMI,
-        client_functions=("PMIx_Init", "PMI_Init", "PMI2_Init"),
-    ),
+    Library(r"MPICH Version:", PmiProtocol.PMI, ("PMIx_Init", "PMI_Init", "PMI2_Init")),
     # Under Slurm and PALS it detects PMI-1, PMI-2 or PMIx (2021.18's libmpi.so).
     Library(
         r"Intel\(R\) MPI Library",
@@ -68,7 +53,7 @@ LIBRARIES: tuple[Library, ...] = (
         flexible_launchers=("srun", "PALS (HPE Cray's mpiexec)"),
         unsupported_launcher="Open MPI's mpirun",
     ),
-)  # fmt: skip
+)
 
 
 def find_mpi(
@@ -83,13 +68,11 @@ def find_mpi(
     present = {each.name for each in launchers.find_launchers(environment)}
     for each in LIBRARIES:
         if re.match(each.pattern, version):
+            is_flexible = not present.isdisjoint(each.flexible_launchers)
             has_more = (
                 any(map(has, each.client_functions))
                 or any(map(environment.get, each.client_variables))
-                or (
-                    each.unsupported_launcher not in present
-                    and not present.isdisjoint(each.flexible_launchers)
-                )
+                or (is_flexible and each.unsupported_launcher not in present)
             )
             return None if has_more else each
     return None
@@ -203,17 +186,16 @@ def _check_local_port(value: str) -> str:
     return _check_port(value) if loopback(host) or host == socket.gethostname() else ""
 
 
-def _check_folder(value: str) -> str:
-    return "" if Path(value).exists() else f"{value} does not exist"
-
-
 #: The state of a listening socket in /proc/net/tcp.
 _LISTEN_STATE = "0A"
 #: Variables that refer to a process manager, in the order in which libraries use them: a pattern of
 #: the names, and a function of the value that returns the fault, "" if there is none or unknown.
 _MANAGERS: dict[PmiProtocol | None, dict[str, Callable[[str], str]]] = {
     PmiProtocol.PMI: {r"PMI_FD": _check_descriptor, r"PMI_PORT": _check_local_port},
-    PmiProtocol.PMIX: {r"PMIX_SERVER_URI\d*": _check_port, r"PMIX_SERVER_TMPDIR": _check_folder},
+    PmiProtocol.PMIX: {
+        r"PMIX_SERVER_URI\d*": _check_port,
+        r"PMIX_SERVER_TMPDIR": lambda path: "" if Path(path).exists() else f"{path} does not exist",
+    },
 }
 
 

@@ -12,11 +12,9 @@ import socket
 import stat
 
 #: Seconds to wait for an answer that needs no other rank.
-_ANSWER_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 10.0
 #: Maximum length of an answer in bytes.
 _MAX_LINE_BYTES = 4096
-#: The key under which rank 0 publishes a value.
-_KEY = "mpicoll-run"
 
 
 def open_manager(descriptor: str) -> socket.socket:
@@ -37,10 +35,6 @@ def open_manager(descriptor: str) -> socket.socket:
     return manager
 
 
-class PmiError(Exception):
-    """The process manager does not answer, or sends an unexpected answer."""
-
-
 class PmiClient:
     """A connection to the process manager.
 
@@ -48,7 +42,7 @@ class PmiClient:
 
     Attribute ``job``: the name of the key-value space, the same on all ranks and unique to the job.
 
-    Raises PmiError if the process manager does not answer in PMI-1.
+    Every method raises OSError if the process manager does not answer in PMI-1.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -56,47 +50,51 @@ class PmiClient:
         self._ask("init pmi_version=1 pmi_subversion=1", "response_to_init")
         self.job = self._ask("get_my_kvsname", "my_kvsname")["kvsname"]
 
-    def broadcast(self, value: str, is_root: bool) -> str:
-        """Return the value of the root. Every rank calls, and waits until all ranks have called.
+    def put(self, key: str, value: str) -> None:
+        """Publish a value without whitespace, of at most 255 characters."""
+        self._ask(f"put kvsname={self.job} key={key} value={value}", "put_result")
 
-        value: without whitespace; ignored unless is_root. At most 255 characters.
-        """
-        if is_root:
-            self._ask(f"put kvsname={self.job} key={_KEY} value={value}", "put_result")
-        self._ask("barrier_in", "barrier_out", timeout=None)
-        return self._ask(f"get kvsname={self.job} key={_KEY}", "get_result")["value"]
+    def barrier(self, timeout: float | None = None) -> None:
+        """Wait until all ranks have called."""
+        self._ask("barrier_in", "barrier_out", timeout)
+
+    def get(self, key: str) -> str:
+        """Return a value that a rank has put before the barrier."""
+        return self._ask(f"get kvsname={self.job} key={key}", "get_result")["value"]
 
     def _ask(
-        self, command: str, answer: str, timeout: float | None = _ANSWER_TIMEOUT_S
+        self, command: str, answer: str, timeout: float | None = ANSWER_TIMEOUT_S
     ) -> dict[str, str]:
         """Send a command; return the words of the answer by name."""
-        try:
-            os.write(self._descriptor, f"cmd={command}\n".encode())
-            line = self._read_line(timeout)
-        except OSError as error:
-            raise PmiError(f"PMI: {command}: {error}") from error
+        os.write(self._descriptor, f"cmd={command}\n".encode())
+        line = read_line(self._descriptor, timeout)
         words = _Words(word.partition("=")[::2] for word in line.split())
         if words["cmd"] != answer or words.get("rc", "0") != "0":
-            raise PmiError(f"PMI: {command}: expected {answer}, got {line!r}")
+            raise OSError(f"PMI: {command}: expected {answer}, got {line!r}")
         return words
-
-    def _read_line(self, timeout: float | None) -> str:
-        """Read byte by byte: bytes after the line belong to the MPI library."""
-        line = bytearray()
-        poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
-        while not line.endswith(b"\n"):
-            if not poll.poll(None if timeout is None else 1000 * timeout):
-                raise PmiError(f"PMI: the process manager did not answer within {timeout:g} s")
-            byte = os.read(self._descriptor, 1)
-            if not byte or len(line) > _MAX_LINE_BYTES:
-                raise PmiError("PMI: the process manager has closed the connection")
-            line += byte
-        return line.decode("ascii", "replace")
 
 
 class _Words(dict[str, str]):
-    """Words of an answer by name; a missing one raises PmiError."""
+    """Words of an answer by name."""
 
     def __missing__(self, name: str) -> str:
-        raise PmiError(f"PMI: expected {name}= in the answer, got {dict(self)}")
+        raise OSError(f"PMI: expected {name}= in the answer, got {dict(self)}")
+
+
+def read_line(descriptor: int, timeout: float | None) -> str:
+    """Read one line byte by byte, because another reader needs the bytes after it.
+
+    Raises OSError if the peer has closed the connection, sends more than a line of 4096 bytes, or
+    does not answer within ``timeout`` seconds.
+    """
+    line = bytearray()
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    while not line.endswith(b"\n"):
+        if not poll.poll(None if timeout is None else 1000 * timeout):
+            raise TimeoutError(f"the peer did not answer within {timeout:g} s")
+        byte = os.read(descriptor, 1)
+        if not byte or len(line) > _MAX_LINE_BYTES:
+            raise ConnectionResetError("the peer has closed the connection")
+        line += byte
+    return line.decode("ascii", "replace").rstrip("\n")

@@ -105,11 +105,6 @@ class _Connection(LineConnection):
         self.rank = -1
         self.is_closing = False  # close after all data has been sent
 
-    def accept_rank(self, role: str, rank: int) -> None:
-        """Record that the peer has authenticated as a rank of the job."""
-        self.role, self.rank = role, rank
-        self.max_line_bytes, self.max_unread_bytes = _MAX_LINE_BYTES, _MAX_UNREAD_BYTES
-
 
 class Server:
     """Serves one job until all ranks have disconnected.
@@ -132,12 +127,8 @@ class Server:
         sends_secret: bool = False,
         starter: int | None = None,
     ) -> None:
-        self.listener = listener
-        self.secret = secret
-        self.size = size
-        self.limit = limit
-        self.sends_secret = sends_secret
-        self.starter = starter
+        self.listener, self.secret, self.size, self.limit = listener, secret, size, limit
+        self.sends_secret, self.starter = sends_secret, starter
         # MPI libraries use it in names of shared memory, so it must be unique on every node.
         self.name = f"mpicoll-{secrets.token_hex(8)}"
         self.selector = selectors.DefaultSelector()
@@ -186,7 +177,7 @@ class Server:
                     self.selector.unregister(key.fileobj)
                     self.starter = None
                     continue
-                if events & selectors.EVENT_WRITE:
+                if events & selectors.EVENT_WRITE and key.data in self.connections:
                     self._flush(key.data)
                 if events & selectors.EVENT_READ and key.data in self.connections:
                     self._read(key.data)
@@ -215,17 +206,12 @@ class Server:
 
     def _send(self, peer: _Connection, line: str) -> None:
         if peer in self.connections:
-            try:
-                peer.send_line(line.encode())
-            except OSError:
-                self._drop(peer)
-            self._flush(peer)
+            self._flush(peer, line)
 
-    def _flush(self, peer: _Connection) -> None:
-        if peer not in self.connections:
-            return
+    def _flush(self, peer: _Connection, line: str | None = None) -> None:
+        """Send a line, if any, and what the peer has not read before."""
         try:
-            peer.flush()
+            peer.flush() if line is None else peer.send_line(line.encode())
         except OSError:
             self._drop(peer)
             return
@@ -292,7 +278,8 @@ class Server:
             peer.is_closing = True
             self._send(peer, f"refused {failure}" if failure else "taken")
             return
-        peer.accept_rank(role, rank)
+        peer.role, peer.rank = role, rank
+        peer.max_line_bytes, peer.max_unread_bytes = _MAX_LINE_BYTES, _MAX_UNREAD_BYTES
         known[rank] = peer
         self._send(peer, f"ok {mac(self.secret, 'server', peer.nonce, nonce)}")
         if role == "watch":
@@ -380,30 +367,28 @@ class Server:
         # The value of a put comes last and may contain any characters.
         line, _, value = line.partition(" value=")
         words = dict(word.split("=", 1) for word in line.split() if "=" in word)
-        answer = _ANSWERS.get(words["cmd"])
-        if answer is not None:
-            self._send(peer, answer.format(size=self.size, name=self.name))
-        elif words["cmd"] == "put":
+        command = words["cmd"]
+        if command in _ANSWERS:
+            self._send(peer, _ANSWERS[command].format(size=self.size, name=self.name))
+        elif command == "put":
             self.stored_bytes += len(words["key"]) + len(value)
             if self.stored_bytes > _MAX_STORED_BYTES:
                 raise ValueError("PMI values exceed the limit")
             self.values[words["key"]] = value
             self._send(peer, "cmd=put_result rc=0 msg=success")
-        elif words["cmd"] == "get":
+        elif command == "get":
             found = self.values.get(words["key"])
-            result = (
-                "rc=-1 msg=key_not_found value=unknown"
-                if found is None
-                else f"rc=0 msg=success value={found}"
+            result = "rc=0 msg=success" if found is not None else "rc=-1 msg=key_not_found"
+            self._send(
+                peer, f"cmd=get_result {result} value={'unknown' if found is None else found}"
             )
-            self._send(peer, f"cmd=get_result {result}")
-        elif words["cmd"] == "barrier_in":
+        elif command == "barrier_in":
             self.fence.add(peer.rank)
             self._check_fence()
-        elif words["cmd"] == "abort":
+        elif command == "abort":
             self._fail(f"abort {peer.rank} {int(words.get('exitcode', 1))}")
         else:
-            self._send(peer, f"cmd={words['cmd']}_result rc=-1 msg=not_supported")
+            self._send(peer, f"cmd={command}_result rc=-1 msg=not_supported")
 
     def _check_fence(self) -> None:
         """Release the barrier when all connected ranks are in it."""
@@ -417,9 +402,9 @@ def tune(sock: socket.socket) -> None:
     """Send small messages immediately, and detect a peer whose host is down."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, seconds in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)  # seconds
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
 def listen(host: str, port: int) -> socket.socket:

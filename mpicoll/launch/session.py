@@ -31,13 +31,8 @@ class Session:
     """
 
     def __init__(self, watch: socket.socket, pmi: int, rank: int, size: int, job: str) -> None:
-        self._sock = watch
-        self._inbox = bytearray()
-        self._pid = os.getpid()
-        self.pmi = pmi
-        self.rank = rank
-        self.size = size
-        self.job = job
+        self._sock, self._inbox, self._pid = watch, bytearray(), os.getpid()
+        self.pmi, self.rank, self.size, self.job = pmi, rank, size, job
 
     def __enter__(self) -> Session:
         return self

@@ -135,7 +135,8 @@ def _create_subset(
         "size": world.Get_size(),
         "job": "" if session is None else session.job,
     }
-    members = [json.loads(text) for text in exchange_lines(rendezvous, limit, json.dumps(mine))]
+    line = json.dumps(mine, separators=(",", ":"))
+    members = [json.loads(text) for text in exchange_lines(rendezvous, limit, line)]
     ranks = [member["rank"] for member in members]
     if any(member | {"rank": 0} != mine | {"rank": 0} for member in members) or len(
         set(ranks)

@@ -182,7 +182,7 @@ def test_dask_with_a_busy_worker_times_out(on_dask: Run) -> None:
     free = Event("free")
     busy = default_client().submit(lambda: Event("free").wait())
     try:
-        with pytest.raises(LaunchError, match=r"worker \S+ did not answer within 3 s: .* busy"):
+        with pytest.raises(LaunchError, match=r"worker \S+ did not answer within 3 s\. .* busy"):
             on_dask(add(1.0), 3, (5.0,), timeout=3.0)
     finally:
         free.set()

@@ -7,6 +7,13 @@ import sys
 import warnings
 
 
+def flush_streams() -> None:
+    """Flush standard output and standard error."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
+            stream.flush()
+
+
 def write_lines(text: str) -> None:
     """Write lines and the final newline in one call, so that output of ranks does not mix."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None

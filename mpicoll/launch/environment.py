@@ -88,11 +88,11 @@ def choose_bootstrap(
 ) -> Bootstrap:
     """Choose how ranks that were given their rank and world size become one MPI world.
 
-    openmpi:   the MPI library is Open MPI; else one of the MPICH family.
+    openmpi: the MPI library is Open MPI; else one of the MPICH family.
     inherited: ignore the process manager's variables, see ``is_inherited``.
 
-    Uses a process manager that announces another number of ranks: MPI then reports the mismatch.
-    Ignores one that announces a single rank, because it only started a process on a node.
+    A process manager that announces another number of ranks is used: MPI then reports the mismatch.
+    One that announces a single rank is ignored, because it only started a process on a node.
     """
     protocol = PmiProtocol.PMIX if openmpi else PmiProtocol.PMI
     announced = None if inherited else _managed_size(protocol, environment)

@@ -58,7 +58,7 @@ def format_error(error: BaseException) -> str:
     """Return the traceback of an exception.
 
     Errors that mpicoll raises on purpose are shown without mpicoll's own frames, unless
-    MPICOLL_DEBUG is set. Any other exception may be a bug in mpicoll and is shown with all frames.
+    MPICOLL_DEBUG is set.
     """
     found = traceback.TracebackException.from_exception(error, compact=True)
     if isinstance(error, (MpicollError, KeyboardInterrupt)):
@@ -104,11 +104,10 @@ def print_once(error: BaseException, rank: str, extra_lines: Callable[[], list[s
     extra_lines: returns lines to print after it.
 
     The first rank prints. An error of _SHARED is printed by the lowest rank that raises it within
-    _LOWER_RANK_TIMEOUT_S. Any other error is printed without delay, because it may be the cause of
-    errors on other ranks that end the job. The printing rank holds an abstract socket address,
-    which the system frees when the process ends. Other ranks with the same error print at most the
-    location of the error, and wait, because the printing rank ends the job. If the job does not end
-    in time, or the printing rank ends without ending the job, the next rank prints the error.
+    _LOWER_RANK_TIMEOUT_S; any other error without delay, because it may be the cause of errors on
+    other ranks. The printing rank holds an abstract socket address until its process ends. Other
+    ranks print at most the location of the error and wait, because the printing rank ends the job.
+    If it does not, the next rank prints the error.
     """
     name = type(error).__qualname__
     message = re.sub(r"\brank \d+ of ", "", f"{name}: {error}")
@@ -177,9 +176,7 @@ def claim(text: str) -> bool:
 
 
 def _address(text: str) -> str | None:
-    """Return the socket address of a text in this job on this node; None if the job's ranks cannot
-    be distinguished from the ranks of other jobs.
-    """
+    """Return the socket address of a text in this job on this node; None if the job is unknown."""
     job, launcher, session = job_name(), find_launcher(), current()
     if job is None and launcher is not None and launcher.is_parent:
         job = f"mpicoll/{os.getppid()}"

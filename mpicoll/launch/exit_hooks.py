@@ -31,7 +31,7 @@ from mpicoll.launch.init_timeout import job_name
 from mpicoll.launch.launchers import announced, find_launcher, find_rank
 from mpicoll.launch.pmi import open_manager
 from mpicoll.launch.session import current
-from mpicoll.output import write_lines
+from mpicoll.output import flush_streams, write_lines
 
 #: The exit code that a shell reports for a process that ended by SIGINT.
 INTERRUPTED = 130
@@ -40,13 +40,14 @@ INTERRUPTED = 130
 _RANK_VARIABLE = "_MPICOLL_RANK_PROCESS"
 #: Seconds that a process manager has to answer before this rank asks it to end the job.
 _MANAGER_TIMEOUT_S = 2.0
+#: Seconds that the launcher has to read the output of this rank before the job ends.
+_READING_TIMEOUT_S = 1.0
 
 
 class _Exit(SystemExit):
     """The SystemExit of sys.exit. Records its code if it ends the interpreter.
 
-    The interpreter deletes an uncaught SystemExit outside any Python frame, before it calls the
-    functions of atexit. A caught one is deleted inside a Python frame.
+    An uncaught SystemExit is deleted outside any Python frame, before the functions of atexit run.
     """
 
     final_code: object = None
@@ -99,8 +100,7 @@ def end_ranks(code: int) -> None:
 def _abort_by_manager(code: int) -> None:
     """Send PMI-1's abort to the process manager, before MPI has connected to it.
 
-    MPICH's mpiexec and srun ignore a process that exits with an error before MPI_Init, so the other
-    ranks would wait there. Open MPI's mpirun ends the job by itself.
+    MPICH's mpiexec and srun ignore a process that exits with an error before MPI_Init.
     """
     if is_inherited() or _is_child_of_rank():
         return
@@ -116,8 +116,8 @@ def _abort_by_manager(code: int) -> None:
 def _is_child_of_rank() -> bool:
     """Return whether this process is a child of a rank that inherited the rank's variables.
 
-    The mark has the process ID, job and rank of the process that calls first, which is the rank.
-    Ranks that an mpiexec inside the job starts have another job or rank.
+    The first caller, the rank, marks its process ID, job and rank in the environment. Ranks that an
+    mpiexec inside the job starts have another job or rank.
     """
     this = f"{job_name()} {find_rank()}"
     process, _, marked = os.environ.get(_RANK_VARIABLE, "").partition(" ")
@@ -129,23 +129,14 @@ def _is_child_of_rank() -> bool:
 
 def flush_output() -> None:
     """Flush the output of this process, and wait until the launcher has read it."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
+    flush_streams()
+    # Launchers drop output that is still in the ranks' pipes when the job ends, and may print MPI's
+    # own message first. The final 0.1 s are for output to files, and for the launcher to print.
+    end = time.monotonic() + _READING_TIMEOUT_S
     with contextlib.suppress(KeyboardInterrupt):  # the process is ending already
-        _wait_for_launcher()
-
-
-def _wait_for_launcher(timeout: float = 1.0) -> None:
-    """Wait until the launcher has read the output of this process, or until the timeout.
-
-    Launchers drop output that is still in the ranks' pipes when the job ends, and may print MPI's
-    own message first. The final 0.1 s are for output to files, and for the launcher to print.
-    """
-    end = time.monotonic() + timeout
-    while any(_unread(file) for file in (1, 2)) and time.monotonic() < end:
-        time.sleep(0.01)
-    time.sleep(0.1)
+        while any(_unread(file) for file in (1, 2)) and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.1)
 
 
 def _unread(file: int) -> int:
@@ -285,8 +276,7 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 def _skip_own(hook: Hook) -> Hook:
     """Return the program's hook under earlier hooks of mpicoll and of torch.distributed.
 
-    Each init_process_group of torch installs a hook that calls the current hook and prefixes its
-    output with [rank0], on each rank.
+    Each init_process_group of torch installs a hook that calls the current hook.
     """
     while True:
         code = getattr(hook, "__code__", None)
@@ -303,9 +293,7 @@ def _skip_own(hook: Hook) -> Hook:
 
 @contextlib.contextmanager
 def _written_at_once() -> Iterator[None]:
-    """Write to the real standard error inside a hook that collects output, as torch.distributed's
-    does, because the job ends before that hook writes it.
-    """
+    """Write to the real standard error inside a hook that collects output, as torch's does."""
     collected = sys.stderr
     if not isinstance(collected, io.StringIO) or sys.__stderr__ is None:
         yield
@@ -334,11 +322,10 @@ def install(end: RankEnd) -> None:
 
 
 def install_in_rank() -> None:
-    """Install the hooks of a rank without a process group if this process is one of several ranks;
-    else remove the hooks.
+    """Install the hooks if this process is one of several ranks; else remove the hooks.
 
-    Does not install them in pytest or at an interactive prompt, which continue after an exception,
-    nor under torchrun, which ends all ranks when one has failed.
+    Not in pytest or at an interactive prompt, which continue after an exception, nor under
+    torchrun, which ends all ranks when one has failed.
     """
     _, size, _ = announced()
     is_rank = not (

@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import struct
-import sys
 import threading
 import time
 import zlib
@@ -19,6 +18,7 @@ from mpicoll.launch.host_identity import node
 from mpicoll.launch.launchers import announced
 from mpicoll.launch.pmi import open_manager
 from mpicoll.launch.rendezvous import Rendezvous
+from mpicoll.output import flush_streams
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -42,8 +42,7 @@ def enforce_timeout(
     rank, size, on_one_node = announced()
     if rendezvous is not None:
         rank, size = str(rendezvous.rank), str(rendezvous.world_size)
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        sys.stdout.flush()  # the C library exits without flushing
+    flush_streams()  # the C library exits without flushing
     job = job_name() if on_one_node else None
     if comm is not None:
         rank, size = str(comm.Get_rank()), str(comm.Get_size())

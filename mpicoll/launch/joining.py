@@ -51,10 +51,8 @@ _MAX_FAILURE_BYTES = 512
 def join(rendezvous: Rendezvous, limit: float | None) -> Session:
     """Connect to the server and wait until all ranks have connected.
 
-    limit: timeout in seconds; None: none.
-
-    Raises CollectiveTimeoutError if a rank does not connect in time, and LaunchError if the ranks
-    disagree.
+    limit: timeout in seconds; None: none. Raises CollectiveTimeoutError if a rank does not connect
+    in time, and LaunchError if the ranks disagree.
     """
     sock, session = _gather(rendezvous, limit, node())
     sock.detach()  # the MPI library uses the descriptor from now on
@@ -65,13 +63,10 @@ def join(rendezvous: Rendezvous, limit: float | None) -> Session:
 def exchange_lines(rendezvous: Rendezvous, limit: float | None, text: str) -> list[str]:
     """All-gather one line of text among the ranks of a rendezvous. MPI runs in all of them already.
 
-    limit: timeout in seconds; None: none.
-    text:  at most about 900 characters, without whitespace.
+    limit: timeout in seconds; None: none. text: at most about 900 characters, without whitespace.
 
-    Returns the texts by rank.
-
-    Raises CollectiveTimeoutError if a rank does not connect in time, and LaunchError if the ranks
-    disagree, if one of them has not started MPI, or if one ends meanwhile.
+    Returns the texts by rank. Raises CollectiveTimeoutError if a rank does not connect in time, and
+    LaunchError if the ranks disagree, one has not started MPI, or one ends meanwhile.
     """
     sock, session = _gather(rendezvous, limit, server.RUNS_MPI)
     with sock, session:

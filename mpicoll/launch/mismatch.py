@@ -85,9 +85,8 @@ def find_foreign(
     ranks it would not find, or None.
 
     A launcher with a supported protocol takes precedence (Slurm's MpiDefault=pmix starts the
-    proxies of MPICH's mpirun). A launcher of a single rank needs no supported protocol. If the
-    launcher does not announce the number of ranks (PRRTE's prterun), rank 0 may be alone; in a
-    larger job the errors of the other ranks end the job.
+    proxies of MPICH's mpirun), and a single rank needs none. If the launcher does not announce the
+    number of ranks (prterun), rank 0 may be alone; other ranks raise in a larger job.
     """
     present = [each for each in launchers.find_launchers(environment) if each.protocol]
     foreign = frozenset(each.protocol for each in present if each.protocol) - {library.protocol}
@@ -142,7 +141,6 @@ def find_stale(
     Returns {} if a manager exists or if this is unknown.
 
     supported: the protocols of the MPI library. A library that finds no manager aborts or crashes.
-
     Child processes of a rank inherit such variables, for example a notebook in ``srun --pty``.
     """
     stale: dict[str, str] = {}

@@ -31,10 +31,9 @@ def run(
 
     Returns the results of the function, by rank.
 
-    If the function raises on a rank, the other ranks are ended and its exception is raised, with
-    the rank's traceback as the cause. Raises LaunchError if Ray cannot schedule the actors, or if a
-    rank ends without an exception. Raises ArgumentError (a ValueError) if ranks is not a positive
-    integer.
+    Raises the exception of a rank, after the other ranks were ended, with the rank's traceback as
+    the cause. Raises LaunchError if Ray cannot schedule the actors, or if a
+    rank ends without an exception.
     """
     import ray
     from ray import cloudpickle

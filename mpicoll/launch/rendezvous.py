@@ -77,10 +77,8 @@ def loopback(host: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """A store, and the rank of this process.
+    """A store, and the rank of this process, as announced by the program that started the ranks.
 
-    store: all ranks can read it.
-    rank, world_size: as announced by the program that started the ranks.
     host: name or address of rank 0's host, "" if unknown. The server listens at this address if
           rank 0 resolves it to exactly one of its addresses, else at all addresses.
     port: where the server listens, 0 for a free port.

@@ -53,10 +53,9 @@ def agree_or_raise(
     requested: the rank that this process was given; None for its rank in ``comm``.
     error: of this rank's local steps, None if they have succeeded.
 
-    Returns the ranks in ``comm`` in the order of the requested ranks.
-
-    Raises ``error`` on a failed rank, within _NOTIFY_TIMEOUT_S even if other ranks have not called,
-    and LaunchError on every other rank. Raises LaunchError on all ranks if two requested the same.
+    Returns the ranks in ``comm`` in the order of the requested ranks. Raises ``error`` on a failed
+    rank, within _NOTIFY_TIMEOUT_S even if other ranks have not called, and LaunchError on every
+    other rank, or on all ranks if two requested the same.
     """
     me, size = comm.Get_rank(), comm.Get_size()
     wanted = me if requested is None else requested

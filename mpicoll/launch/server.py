@@ -109,13 +109,10 @@ class _Connection(LineConnection):
 class Server:
     """Serves one job until all ranks have disconnected.
 
-    listener: the listening socket.
-    secret:   of the job.
-    size:     number of ranks.
-    limit:    seconds for MPI_Init after all ranks have connected.
+    limit: seconds for MPI_Init after all ranks have connected.
     sends_secret: send the secret to any process that requests it.
-    starter:  a descriptor that reaches its end when rank 0 has ended or has connected. The server
-              stops if rank 0 ends before it connects.
+    starter: a descriptor that reaches its end when rank 0 has ended or has connected. The server
+             stops if rank 0 ends before it connects.
     """
 
     def __init__(

@@ -24,10 +24,8 @@ _MAX_POLL_S = 1e6
 class Session:
     """The connection on which this rank reports its state and is notified when the job ends.
 
-    watch: the connected socket.
-    pmi:  the descriptor of the connection that the MPI library uses for PMI-1.
-    rank, size: this rank, and the number of ranks.
-    job:  identifies the job.
+    watch: the connected socket. pmi: the descriptor that the MPI library uses for PMI-1.
+    job: identifies the job.
     """
 
     def __init__(self, watch: socket.socket, pmi: int, rank: int, size: int, job: str) -> None:

@@ -32,10 +32,9 @@ def run(
 
     Returns the results of the function, by rank.
 
-    If the function raises on a rank, the other ranks are ended and its exception is raised, with
-    the rank's traceback as the cause. Raises LaunchError if a rank ends without an exception, or
-    for a Spark Connect session. Raises ArgumentError (a ValueError) if ranks is not a positive
-    integer. Errors of Spark, such as too few slots, are passed on.
+    Raises the exception of a rank, after the other ranks were ended, with the rank's traceback as
+    the cause. Raises LaunchError if a rank ends without an exception, or
+    for a Spark Connect session. Errors of Spark, such as too few slots, are passed on.
     """
     from pyspark import cloudpickle
     from pyspark.sql import SparkSession

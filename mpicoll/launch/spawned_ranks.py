@@ -104,8 +104,7 @@ def find_command(command: Sequence[str] | None, survives: bool) -> tuple[list[st
     command: the program and its arguments; None: of this process.
     survives: the other ranks continue after a lost rank.
 
-    Raises ArgumentError if this program cannot be started again, OSError if the working directory
-    does not exist.
+    Raises ArgumentError if this program cannot be started again, OSError without a directory.
     """
     try:
         flags, program = find_program()
@@ -114,11 +113,8 @@ def find_command(command: Sequence[str] | None, survives: bool) -> tuple[list[st
             raise
         flags, program = [], []
     words = [sys.executable, *flags, *_MAIN, *(program if command is None else command)]
-    kept = [
-        f"{name}={os.environ[name]}"
-        for name in ("PYTHONPATH", *(each.name for each in settings.SETTINGS))
-        if name in os.environ and name != settings.SECRET.name
-    ]
+    names = {"PYTHONPATH", *(each.name for each in settings.SETTINGS)} - {settings.SECRET.name}
+    kept = [f"{name}={os.environ[name]}" for name in sorted(names & os.environ.keys())]
     return [*(_SHELL if survives else ()), "env", *kept, *words], str(Path.cwd())
 
 
@@ -127,8 +123,7 @@ def start(
 ) -> MPI.Intercomm:
     """Start new processes; return the intercommunicator to them. All ranks call.
 
-    comm: all ranks. The other arguments are used on rank 0.
-    count: number of processes. words, folder: from ``find_command``.
+    comm: all ranks. The other arguments are used on rank 0; words, folder: from ``find_command``.
     limit: timeout in seconds, at most _START_TIMEOUT_S.
 
     Raises MPIError on all ranks if the launcher rejects the request.
@@ -162,13 +157,10 @@ def start(
 def wait(
     inter: MPI.Intercomm, count: int, survives: bool, limit: float | None, check: Callable[[], None]
 ) -> str:
-    """Wait until all new processes are in init_process_group. Rank 0 calls.
+    """Wait until all new processes are in init_process_group; return the failure, "" without one.
 
-    survives: the other ranks continue after a lost rank.
-    limit: timeout in seconds; None: none.
+    Rank 0 calls. survives: the other ranks continue after a lost rank. limit: timeout in seconds.
     check: called repeatedly; may raise.
-
-    Returns the failure, "" without one.
     """
     from mpi4py import MPI
 
@@ -181,13 +173,11 @@ def wait(
             check()
             try:
                 while inter.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
-                    source = status.Get_source()
-                    data = bytearray(status.Get_count(MPI.BYTE))
-                    inter.Recv([data, MPI.BYTE], source, status.Get_tag())
+                    source, data = status.Get_source(), _receive(inter, status)
                     if status.Get_tag() == _READY:
                         ready.add(source)
                         continue
-                    where, process = data.decode().split()
+                    where, process = data.split()
                     if where == node():
                         with suppress(OSError, AttributeError):
                             pidfds[source] = os.pidfd_open(int(process))
@@ -212,24 +202,30 @@ def wait(
     return ""
 
 
+def _receive(inter: MPI.Intercomm, status: MPI.Status) -> str:
+    """Receive the probed message."""
+    from mpi4py import MPI
+
+    data = bytearray(status.Get_count(MPI.BYTE))
+    inter.Recv([data, MPI.BYTE], status.Get_source(), status.Get_tag())
+    return data.decode(errors="replace")
+
+
 def send_result(inter: MPI.Intercomm, failure: str) -> None:
     """Send the new processes the failure, "" if they may join. Rank 0 calls."""
     from mpi4py import MPI
 
     box = failure.encode()[:MAX_FAILURE_BYTES]
     for rank in range(inter.Get_remote_size()):
-        # A process may be lost, so do not wait. MPI copies a small message.
-        with suppress(MPI.Exception):
+        with suppress(MPI.Exception):  # a lost process. Do not wait: MPI copies a small message
             inter.Isend([box, MPI.BYTE], rank, _RESULT).Test()
 
 
 def merge(inter: MPI.Intercomm, failure: str, raised: BaseException | None) -> MPI.Intracomm:
     """Create the communicator of all ranks, followed by the new processes. All ranks call.
 
-    inter: from ``start``. failure: rank 0's, "" without one.
-    raised: on rank 0, the exception of ``wait``, if any.
-
-    After a failure, raises ``raised`` on rank 0, if any, and DistBackendError on all other ranks.
+    inter: from ``start``. failure: rank 0's, "" without one. It raises ``raised`` on rank 0, if
+    any, and DistBackendError on all other ranks.
     """
     if failure:
         world.skip_finalize()  # MPI_Finalize may wait for the new processes
@@ -274,8 +270,7 @@ def main() -> None:
     if program[0] == "-c":
         sys.argv[:] = ["-c", *program[2:]]
         sys.path[0] = ""
-        space = sys.modules["__main__"].__dict__
-        builtins.exec(compile(program[1], "<string>", "exec"), space)
+        builtins.exec(compile(program[1], "<string>", "exec"), sys.modules["__main__"].__dict__)
     elif program[0] == "-m":
         sys.argv[:] = program[1:]
         sys.path[0] = str(Path.cwd())
@@ -291,17 +286,16 @@ def join(rendezvous: Rendezvous | None, limit: float | None) -> MPI.Intracomm | 
 
     limit: seconds for which a new process waits for the existing ranks; None: no timeout.
 
-    In a new process, raises LaunchError if it has a rendezvous, and DistBackendError after a
-    failure or the timeout.
+    In a new process, raises LaunchError if it has a rendezvous, DistBackendError after a failure.
     """
     global _parent
-    if _parent is None or rendezvous is not None:
-        if _parent is not None:
-            raise LaunchError(
-                "init_process_group: this process was started by grow_group: call without "
-                "init_method, rank and world_size"
-            )
+    if _parent is None:
         return _world
+    if rendezvous is not None:
+        raise LaunchError(
+            "init_process_group: this process was started by grow_group: call without "
+            "init_method, rank and world_size"
+        )
     from mpi4py import MPI
 
     end = time.monotonic() + (float("inf") if limit is None else limit)
@@ -315,11 +309,7 @@ def join(rendezvous: Rendezvous | None, limit: float | None) -> MPI.Intracomm | 
                 "called grow_group"
             )
         time.sleep(_POLL_INTERVAL_S)
-    failure = bytearray(status.Get_count(MPI.BYTE))
-    inter.Recv([failure, MPI.BYTE], 0, _RESULT)
-    if failure:
-        raise DistBackendError(
-            f"init_process_group: this new process cannot join: {failure.decode(errors='replace')}"
-        )
+    if failure := _receive(inter, status):
+        raise DistBackendError(f"init_process_group: this new process cannot join: {failure}")
     world.skip_finalize(False)
     return _merge(inter, True)

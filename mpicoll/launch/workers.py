@@ -15,7 +15,7 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,35 +39,23 @@ class RemoteTraceback(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one rank.
-
-    value:  the pickled result of the function; None if it did not return.
-    error:  the pickled exception; None without an exception, or if it cannot be pickled.
-    trace:  the traceback as text, or a description of the failure.
-    code:   the exit code of the process, negative for a signal.
-    """
+    """Result of one rank."""
 
     rank: int
-    value: bytes | None = None
-    error: bytes | None = None
-    trace: str = ""
-    code: int = 0
+    value: bytes | None = None  # the pickled result of the function; None if it did not return
+    error: bytes | None = None  # the pickled exception, if there is one that can be pickled
+    trace: str = ""  # the traceback, or a description of the failure
+    code: int = 0  # the exit code of the process, negative for a signal
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank will run.
+    """Where a rank will run."""
 
-    node:    identifies the node.
-    host:    an address of this host that other hosts reach.
-    port:    a free port of this host.
-    address: the address of the server, on rank 0; "" on other ranks.
-    """
-
-    node: str
-    host: str
-    port: int
-    address: str = ""
+    node: str  # identifies the node
+    host: str  # an address of this host that other hosts reach
+    port: int  # a free port of this host
+    address: str = ""  # the address of the server, on rank 0
 
 
 class Worker:
@@ -178,12 +166,9 @@ def assign(places: Sequence[Place], rank: int) -> tuple[dict[str, str], str]:
 
 
 def collect(outcomes: Sequence[Outcome], size: int, where: str) -> list[Any]:
-    """Return the results of the function, by rank; raise the exception of a failed rank.
+    """Return the results of the function, by rank; raise the most likely cause of a failure.
 
-    outcomes: of all ``size`` ranks, or only of the failed ranks.
-
-    If several ranks raised, raises the most likely cause (see ``_order``). Raises LaunchError if a
-    rank ended without an exception.
+    outcomes: of all ``size`` ranks. Raises LaunchError if a rank ended without an exception.
     """
     found = []
     for one in (each for each in outcomes if each.value is None):
@@ -228,7 +213,9 @@ def run_driven(
     kill:    ends a worker; a pending ``ask`` then raises.
     """
     size = len(workers)
-    with futures.ThreadPoolExecutor(size) as pool, _killing(workers, kill):
+    with futures.ThreadPoolExecutor(size) as pool, contextlib.ExitStack() as stack:
+        for each in workers:  # at the end, so that threads stop waiting for them
+            stack.callback(kill, each)
         sizes = [size] + [0] * (size - 1)  # the first worker has rank 0
         found: list[Place] = list(
             pool.map(lambda each, n: ask(each, limit, "prepare", n, limit), workers, sizes)
@@ -255,13 +242,3 @@ def run_driven(
                 for each in workers:
                     kill(each)
     return collect(outcomes, size, where)
-
-
-@contextlib.contextmanager
-def _killing(workers: Sequence[W], kill: Callable[[W], None]) -> Iterator[None]:
-    """Kill all workers at the end of the block, so that threads stop waiting for them."""
-    try:
-        yield
-    finally:
-        for each in workers:
-            kill(each)

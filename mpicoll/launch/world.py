@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib
 import json
 import multiprocessing
@@ -36,7 +37,7 @@ from mpicoll.launch.mismatch import match_launcher
 from mpicoll.launch.rendezvous import Rendezvous
 from mpicoll.launch.roll_call import agree_or_raise, has_abandoned, run_on_each
 from mpicoll.launch.session import Session, current
-from mpicoll.output import warn
+from mpicoll.output import flush_streams, warn
 from mpicoll.serialized_mpi import serialize
 
 if TYPE_CHECKING:
@@ -59,7 +60,6 @@ def start(
     rendezvous has fewer ranks than MPI, yields a new communicator and frees it afterwards. With
     less than MPI_THREAD_MULTIPLE, its calls are serialized (``serialized_mpi.py``).
 
-    rendezvous: of ranks that no MPI launcher started; None: use MPI's ranks.
     limit: timeout in seconds of the rendezvous, which raises, and of MPI_Init and the first calls,
            which end this process; None: none.
     comm:  the communicator of all ranks, instead of MPI_COMM_WORLD. MPI runs already.
@@ -67,9 +67,8 @@ def start(
            other ranks. If they fail on one rank, all ranks raise.
     rank:  without a rendezvous, the requested rank of this process; None: MPI's.
 
-    Raises LaunchError if MPI cannot be loaded, was finalized, does not match the launcher, cannot
-    start these ranks, or has started with other ranks, and if ``prepare`` fails on another rank.
-    Raises CollectiveTimeoutError if the rendezvous times out.
+    Raises CollectiveTimeoutError if the rendezvous times out, and LaunchError if MPI cannot start
+    these ranks or if ``prepare`` fails on another rank.
     """
     mpi = load()
     if mpi.Is_finalized():
@@ -109,15 +108,15 @@ def _freed(comm: MPI.Intracomm | None) -> Iterator[None]:
     """
     from mpi4py import MPI
 
+    has_failed = True
     try:
         yield
-    except BaseException:
+        has_failed = False
+    finally:
         if comm is not None and comm != MPI.COMM_SELF and not has_abandoned(comm):
-            with contextlib.suppress(MPI.Exception):  # a rank is lost
+            # after a failure, a rank may be lost
+            with contextlib.suppress(*[MPI.Exception] * has_failed):
                 comm.Free()
-        raise
-    if comm is not None and comm != MPI.COMM_SELF:
-        comm.Free()
 
 
 def _create_subset(
@@ -130,20 +129,14 @@ def _create_subset(
     if size == 1:
         return cast("MPI.Intracomm", mpi.COMM_SELF)
     session = current()
-    mine = {
-        "rank": world.Get_rank(),
-        "size": world.Get_size(),
-        "job": "" if session is None else session.job,
-    }
+    mine = [world.Get_rank(), world.Get_size(), "" if session is None else session.job]
     line = json.dumps(mine, separators=(",", ":"))
     members = [json.loads(text) for text in exchange_lines(rendezvous, limit, line)]
-    ranks = [member["rank"] for member in members]
-    if any(member | {"rank": 0} != mine | {"rank": 0} for member in members) or len(
-        set(ranks)
-    ) < len(ranks):
+    ranks = [member[0] for member in members]
+    if any(member[1:] != mine[1:] for member in members) or len(set(ranks)) < size:
         raise LaunchError(
-            f"{_WHERE}: the {size} processes do not belong to one MPI_COMM_WORLD: {members}. Start "
-            "all of them in one job"
+            f"{_WHERE}: the {size} processes do not belong to one MPI_COMM_WORLD: rank, size and "
+            f"job of each are {members}. Start all of them in one job"
         )
     with communicators.subset(world, ranks) as chosen:
         return cast("MPI.Intracomm", world.Create_group(chosen, _SUBSET_TAG))
@@ -158,12 +151,10 @@ def notify_failure(
     """Notify the ranks that wait for this one in ``start`` of a failure; return within seconds.
 
     error: the error of this rank, raised before MPI started.
-    init_method, given: of this rank, if known.
-    comm: as for ``start``.
+    init_method, given: of this rank, if known. comm: as for ``start``.
 
-    Does nothing if MPI has not started and its ranks are on several nodes or do not all wait within
-    _NOTIFY_TIMEOUT_S. If MPI_Init takes longer, for example because a rank ends meanwhile, this
-    process prints the error and ends.
+    Does nothing if MPI has not started and its ranks are on several nodes or do not all wait. If
+    MPI_Init takes too long, for example because a rank ends, prints the error and ends the process.
     """
     mpi: Any = sys.modules.get("mpi4py.MPI")
     with contextlib.ExitStack() as stack:
@@ -204,9 +195,8 @@ _is_serialized = False
 def _is_thread_multiple(mpi: ModuleType, comm: MPI.Intracomm | None) -> bool:
     """Return whether every rank has MPI_THREAD_MULTIPLE. All ranks call.
 
-    If one rank does not, no rank uses it, because MPI does not match a blocking collective on one
-    rank with a non-blocking one on another. The world exchanges this only once: later a rank may be
-    lost, and no watchdog thread runs yet.
+    If one rank does not, no rank uses it, because MPI does not match a blocking collective with a
+    non-blocking one. The world exchanges this only once: later a rank may be lost.
     """
     global _is_serialized, _world_is_thread_multiple
     if comm is None and _world_is_thread_multiple is not None:
@@ -224,21 +214,20 @@ def is_serialized() -> bool:
     return _is_serialized
 
 
-_has_warned = False
-
-
-def warn_if_serialized(rank: int) -> None:
-    """Warn once, on rank 0, about MPI calls of the program while asynchronous work is pending."""
-    global _has_warned
-    if not is_serialized() or rank != 0 or _has_warned:
-        return
-    _has_warned = True
+@functools.cache
+def _warn_serialized() -> None:
     warn(
         "MPI provides less than MPI_THREAD_MULTIPLE, and mpicoll's progress thread calls MPI for "
         "asynchronous work. Wait for that work before the program calls MPI itself. Request "
         "MPI_THREAD_MULTIPLE (mpi4py.rc.thread_level = 'multiple', the default) or do not use "
         "async_op"
     )
+
+
+def warn_if_serialized(rank: int) -> None:
+    """Warn once, on rank 0, about MPI calls of the program while asynchronous work is pending."""
+    if is_serialized() and rank == 0:
+        _warn_serialized()
 
 
 def master_address(world: MPI.Intracomm) -> str:
@@ -320,11 +309,8 @@ def _bootstrap(
 
 @contextlib.contextmanager
 def _with_server(session: Session) -> Iterator[None]:
-    variables = {
-        "PMI_FD": str(session.pmi),
-        "PMI_RANK": str(session.rank),
-        "PMI_SIZE": str(session.size),
-    }
+    values = {"PMI_FD": session.pmi, "PMI_RANK": session.rank, "PMI_SIZE": session.size}
+    variables = {name: str(value) for name, value in values.items()}
     with session.exit_on_message(), replace_bootstrap_variables(variables):
         yield
 
@@ -349,19 +335,12 @@ def _check(mpi: ModuleType, rendezvous: Rendezvous) -> None:
     )
 
 
-_has_callback = False
-
-
+@functools.cache
 def call_before_finalize(function: Callable[[], None]) -> None:
     """Call ``function`` at the beginning of MPI_Finalize, if Python code calls it. MPI still works.
 
-    Only the first call in a process has an effect. MPI_Finalize first deletes the attributes of
-    MPI_COMM_SELF (MPI-4.1 section 11.2.4).
+    MPI_Finalize first deletes the attributes of MPI_COMM_SELF (MPI-4.1 section 11.2.4).
     """
-    global _has_callback
-    if _has_callback:
-        return
-    _has_callback = True
     mpi = sys.modules["mpi4py.MPI"]
     key = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, value: function())
     mpi.COMM_SELF.Set_attr(key, None)
@@ -406,9 +385,7 @@ def _finalize_in_time(process: int, limit: float, exit_code: Callable[[], int | 
     failed = hasattr(sys, "last_value") if code is None else code
     if failed or os.getpid() != process:
         return  # the exit hooks end the job
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
+    flush_streams()
     message = (
         f"mpicoll: a call has timed out, and MPI_Finalize did not return within {limit:g} s; MPI "
         "is not finalized\n"

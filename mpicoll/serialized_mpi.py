@@ -263,10 +263,7 @@ class _Communicator(_Locked):
     })  # fmt: skip
 
     def __init__(
-        self,
-        inner: MPI.Intracomm,
-        lock: AbstractContextManager[Any] = _lock,
-        wait: Wait = _wait,
+        self, inner: MPI.Intracomm, lock: AbstractContextManager[Any] = _lock, wait: Wait = _wait
     ) -> None:
         super().__init__(inner, lock)
         self._wait = wait

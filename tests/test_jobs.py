@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -17,13 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "jobs" / "train_digits.py"
 TRAIN_DDP = ROOT / "jobs" / "train_digits_ddp.py"
 TRAIN_HOROVOD = ROOT / "jobs" / "train_digits_horovod.py"
+JOBS = [TRAIN, TRAIN_DDP, TRAIN_HOROVOD]
 
-pytestmark = [
-    pytest.mark.any_mpi,
-    pytest.mark.waits,
-    pytest.mark.slow,
-    needs_mpiexec,
-]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.waits, pytest.mark.slow, needs_mpiexec]
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
@@ -61,7 +58,11 @@ def test_training_is_the_same_on_one_and_three_ranks(tmp_path: Path) -> None:
     assert_same(three, one)
     assert len(re.findall(r"^epoch ", output, re.MULTILINE)) == 20
     assert len(re.findall(r"^rank \d", output, re.MULTILINE)) == 3
-    accuracy = re.search(r"^held-out accuracy (.*)%:", output, re.MULTILINE)
+    assert_accurate(output)
+
+
+def assert_accurate(output: str) -> None:
+    accuracy = re.search(r"^held-out accuracy ([\d.]+)%", output, re.MULTILINE)
     assert accuracy and float(accuracy[1]) > 95.0
 
 
@@ -74,31 +75,30 @@ def test_ranks_without_samples_do_not_change_the_result(tmp_path: Path) -> None:
     assert_same(one, four)
 
 
-every_job = pytest.mark.parametrize(
-    "job", [TRAIN, TRAIN_DDP, TRAIN_HOROVOD], ids=["mpicoll", "ddp", "horovod"]
-)
-
-
 def skip_without_packages(job: Path) -> None:
     pytest.importorskip("sklearn")
     if job != TRAIN:
         pytest.importorskip("torch")
 
 
-@every_job
-def test_missed_target_fails_the_job(job: Path) -> None:
+@pytest.mark.parametrize(
+    ("job", "options", "code", "words"),
+    [
+        *((job, "--epochs 1 --target 1.0", 1, "MISSED") for job in JOBS),
+        *((job, "--batch-size 0", 2, "--batch-size must be at least 1") for job in JOBS),
+        (TRAIN_DDP, "--device cuda", 2, "--device cuda: torch finds no GPU"),
+        (TRAIN_DDP, "--backend glue", 1, "glue"),
+    ],
+    ids=lambda value: value.stem if isinstance(value, Path) else None,
+)
+def test_missed_target_or_invalid_option_fails(
+    job: Path, options: str, code: int, words: str
+) -> None:
     skip_without_packages(job)
-    done = launch(2, job, "--epochs", "1", "--target", "1.0")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "MISSED" in done.stdout
-
-
-@every_job
-def test_invalid_option_ends_every_rank(job: Path) -> None:
-    skip_without_packages(job)
-    done = launch(2, job, "--batch-size", "0")
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "--batch-size must be at least 1" in done.stderr
+    if "cuda" in options and importlib.import_module("torch").cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = launch(2, job, *options.split())
+    assert done.returncode == code and words in done.stdout + done.stderr, done
 
 
 class Training:
@@ -142,17 +142,19 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Training:
     return Training(tmp_path_factory.mktemp("short") / "one.pt", ranks(1), *SHORT)
 
 
-def test_ddp_reaches_the_target(tmp_path: Path) -> None:
-    training = Training(tmp_path / "two.pt", ranks(2))
-    assert "on 2 ranks, DDP over mpicoll\n" in training.output
+@pytest.mark.parametrize(
+    ("job", "options"), [(TRAIN_DDP, []), (TRAIN_HOROVOD, ["--fp16"])], ids=["ddp", "horovod"]
+)
+def test_training_reaches_the_target(job: Path, options: list[str], tmp_path: Path) -> None:
+    training = Training(tmp_path / "two.pt", ranks(2), *options, job=job)
     assert len(training.losses) == 10
-    assert len(re.findall(r"^rank \d on ", training.output, re.MULTILINE)) == 2
-    accuracy = re.search(r"^held-out accuracy (.*)%:", training.output, re.MULTILINE)
-    assert accuracy and float(accuracy[1]) > 95.0
+    assert_accurate(training.output)
 
 
 def test_ddp_is_the_same_on_any_number_of_ranks(short: Training, tmp_path: Path) -> None:
-    Training(tmp_path / "ddp.pt", ranks(4), *SHORT).assert_same(short)
+    training = Training(tmp_path / "ddp.pt", ranks(4), *SHORT)
+    assert "on 4 ranks, DDP over mpicoll\n" in training.output
+    training.assert_same(short)
 
 
 def test_fsdp_is_the_same_as_ddp(short: Training, tmp_path: Path) -> None:
@@ -166,13 +168,6 @@ def test_horovod_is_the_same_as_ddp(number: int, short: Training, tmp_path: Path
     training = Training(tmp_path / "horovod.pt", ranks(number), *SHORT, job=TRAIN_HOROVOD)
     assert f"on {number} ranks, Horovod's API\n" in training.output
     training.assert_same(short)
-
-
-def test_horovod_with_compressed_gradients_reaches_the_target(tmp_path: Path) -> None:
-    training = Training(tmp_path / "half.pt", ranks(2), "--fp16", job=TRAIN_HOROVOD)
-    assert len(training.losses) == 10
-    accuracy = re.search(r"^held-out accuracy (.*)% on 2 ranks:", training.output, re.MULTILINE)
-    assert accuracy and float(accuracy[1]) > 95.0
 
 
 def test_gloo_gives_the_same_losses(short: Training, tmp_path: Path) -> None:
@@ -194,24 +189,6 @@ def test_torchrun_starts_the_job_unchanged(short: Training, tmp_path: Path) -> N
 def mpi_library() -> str:
     code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
     return run(sys.executable, "-c", code + "print(MPI.Get_library_version())").stdout
-
-
-def test_missing_gpu_ends_every_rank() -> None:
-    skip_without_packages(TRAIN_DDP)
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    done = launch(2, TRAIN_DDP, "--device", "cuda")
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "--device cuda: torch finds no GPU" in done.stderr
-
-
-def test_unknown_backend_ends_every_rank() -> None:
-    skip_without_packages(TRAIN_DDP)
-    done = launch(2, TRAIN_DDP, "--backend", "glue")
-    assert done.returncode != 0
-    assert "glue" in done.stderr
 
 
 def test_readme_example_prints_the_sum(tmp_path: Path) -> None:

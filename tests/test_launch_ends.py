@@ -41,20 +41,6 @@ def test_ranks_exit_successfully(end: str, ended: Ended) -> None:
 
 @mpich
 @job("""
-    before = sys.excepthook, sys.exit
-    dist.init_process_group()
-    dist.destroy_process_group()
-    assert (sys.excepthook, sys.exit) == before
-    dist.init_process_group()
-    total(1)
-    sys.exit(73)
-""", ranks=(0, 1, 2))  # fmt: skip
-def test_exit_code_is_kept(ended: Ended) -> None:
-    ended.badly(73, 73, 73)
-
-
-@mpich
-@job("""
     from mpicoll.launch import world
     start = world._initialize
     def initialize(mpi):
@@ -101,7 +87,7 @@ FAILURES = {
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", -9, 1, "rank 1 of 3 was lost"),
     "_exit": ("os._exit(0)", 0, 1, "rank 1 of 3 was lost"),
     "exception": ("1 / 0", 1, 1, "rank 1 of 3 ended the job with exit code 1"),
-    "exit": ("sys.exit(7)", 7, 7, "rank 1 of 3 ended the job with exit code 7"),
+    "exit": ("sys.exit(73)", 73, 73, "rank 1 of 3 ended the job with exit code 73"),
     "abort": (
         "from mpi4py import MPI; MPI.COMM_WORLD.Abort(9); time.sleep(100)", 9, 9,
         "rank 1 of 3 ended the job with exit code 9",
@@ -112,6 +98,10 @@ FAILURES = {
 @mpich
 @pytest.mark.parametrize(("end", "own", "others", "words"), FAILURES.values(), ids=list(FAILURES))
 @job("""
+    before = sys.excepthook, sys.exit
+    dist.init_process_group()
+    dist.destroy_process_group()
+    assert (sys.excepthook, sys.exit) == before
     dist.init_process_group()
     total(1)
     if dist.get_rank() == 1:

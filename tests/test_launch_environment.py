@@ -22,26 +22,16 @@ TORCH = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 ENV = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "7"}
 PMI = {"PMI_RANK": "1", "PMI_SIZE": "4"}
 OMPI = {"OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "1"}
-SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}
 
 
 @pytest.mark.parametrize(
     ("world_size", "openmpi", "environment", "inherited", "bootstrap"),
     [
         (4, False, ENV, False, Bootstrap.SERVER),
-        (4, False, ENV | TORCH, False, Bootstrap.SERVER),
-        (4, False, PMI, False, Bootstrap.MANAGER),
         (4, False, PMI | ENV | TORCH, False, Bootstrap.SERVER),  # torchrun inside a job of mpiexec
         (4, False, PMI, True, Bootstrap.SERVER),  # started by a rank of mpiexec
         (4, False, PMI | {"PMI_SIZE": "1"}, False, Bootstrap.SERVER),
         (8, False, PMI, False, Bootstrap.MANAGER),  # MPI reports the mismatch
-        (4, False, SRUN, False, Bootstrap.SERVER),  # --mpi=none
-        (4, False, SRUN | {"PMIX_RANK": "1"}, False, Bootstrap.SERVER),  # not supported
-        (4, False, OMPI, False, Bootstrap.SERVER),  # not supported
-        (4, True, OMPI, False, Bootstrap.MANAGER),
-        (4, True, SRUN | {"PMIX_RANK": "1"}, False, Bootstrap.MANAGER),
-        (4, True, SRUN, False, Bootstrap.SERVER),
-        (4, True, PMI, False, Bootstrap.SERVER),
         (1, False, {}, False, Bootstrap.SINGLETON),
         (1, False, PMI, False, Bootstrap.SINGLETON),
         (1, False, PMI | {"PMI_SIZE": "1"}, False, Bootstrap.MANAGER),
@@ -50,20 +40,16 @@ SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}
     ],
 )
 def test_choose_bootstrap(
-    world_size: int,
-    openmpi: bool,
-    environment: dict[str, str],
-    inherited: bool,
+    world_size: int, openmpi: bool, environment: dict[str, str], inherited: bool,
     bootstrap: Bootstrap,
-) -> None:
+) -> None:  # fmt: skip
     assert choose_bootstrap(world_size, openmpi, environment, inherited) is bootstrap
 
 
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({}, False), (ENV, False), (SRUN, False), (PMI, True), (OMPI, True), (PMI | TORCH, False),
-        ({"PMIX_RANK": "0"}, True), ({"PMI_RANK": "0"}, False),
+        ({}, False), (ENV, False), (PMI | TORCH, False), ({"PMI_RANK": "0"}, False),
         (PMI | {"PMI_FD": "987"}, False),  # not a descriptor of this process
     ],
 )  # fmt: skip

@@ -12,11 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mpicoll.launch.launchers import (
-    PmiProtocol,
-    is_bootstrap_variable,
-    is_launcher_variable,
-)
+from mpicoll.launch.launchers import PmiProtocol, is_bootstrap_variable, is_launcher_variable
 from mpicoll.launch.mismatch import find_foreign, find_mpi, find_stale
 
 PROTOCOLS = tuple(PmiProtocol)

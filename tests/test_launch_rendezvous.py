@@ -172,15 +172,3 @@ def test_address_survives_format_and_parse() -> None:
 """)
 def test_invalid_or_stale_file_is_replaced(left: bytes, ended: Ended) -> None:
     ended.in_good_order("2.0", "2.0")
-
-
-@mpich
-@pytest.mark.parametrize(("method", "limit"), [("file://$FOLDER/meet", 2)])
-@job("""
-    with open("$FOLDER/meet", "w") as file:
-        file.write("a letter")
-""" + INIT, ranks=(1,), size=2)  # fmt: skip
-def test_invalid_file_content_times_out(method: str, limit: int, ended: Ended) -> None:
-    line = ended.lines[0]
-    assert "1 CollectiveTimeoutError" in line and "did not reach rank 0's server" in line, ended
-    assert "expected the address of rank 0's server, got b'a letter'" in line, ended

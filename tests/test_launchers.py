@@ -71,6 +71,7 @@ def simulate(launcher: Launcher, rank: int = 1, size: int = 4) -> Environment:
 def test_find_launcher(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = simulate(launcher)
     assert launch.find_launcher(environment) is launcher
+    assert any(name.endswith(mpicoll._RANK_VARIABLES) for name in environment)
     for missing in launcher.detected_by:
         rest = {name: value for name, value in environment.items() if name != missing}
         assert launch.find_launcher(rest) is not launcher
@@ -116,6 +117,8 @@ JSRUN_3 = {
 }  # fmt: skip
 PMIX_3 = {"PMIX_RANK": "3", "PMIX_NAMESPACE": "job@1"}
 ALL = {"RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
+NO_LOCAL_SIZE = {name: ALL[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+NO_SIZE = {name: ALL[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
 PORT = {"MASTER_PORT": "job"}
 EXPECTED: dict[str, tuple[Environment, Environment]] = {
     "torchrun": (
@@ -135,8 +138,7 @@ EXPECTED: dict[str, tuple[Environment, Environment]] = {
     "MPICH's mpirun": (HYDRA | {"PMI_FD": "PMI"}, ALL | PORT | {"MASTER_ADDR": "10.0.0.8"}),
     "flux run -o pmi=simple": (
         FLUX_3 | PMI_3 | {"PMI_FD": "PMI"},
-        {name: ALL[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | PORT
-        | {"MASTER_ADDR": "10.0.0.8"},
+        NO_LOCAL_SIZE | PORT | {"MASTER_ADDR": "10.0.0.8"},
     ),
     "srun --mpi=pmi2": (STEP | PMI_3, ALL | PORT | {"MASTER_ADDR": "n08"}),
     "a PMI process manager": (
@@ -151,31 +153,19 @@ EXPECTED: dict[str, tuple[Environment, Environment]] = {
         ALL | PORT | {"MASTER_ADDR": "a1"},
     ),
     "prterun": (PMIX_3 | {"PRTE_LAUNCHED": "1"}, {"RANK": "3"} | PORT),
-    "flux run -o pmi=pmix": (
-        FLUX_3 | PMIX_3,
-        {name: ALL[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | PORT,
-    ),
-    "PALS's mpiexec --pmi=pmix": (
-        PALS_3 | PMIX_3,
-        {name: ALL[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} | PORT,
-    ),
+    "flux run -o pmi=pmix": (FLUX_3 | PMIX_3, NO_LOCAL_SIZE | PORT),
+    "PALS's mpiexec --pmi=pmix": (PALS_3 | PMIX_3, NO_SIZE | PORT),
     "jsrun with PMIx": (JSRUN_3 | PMIX_3, ALL | PORT),
     "srun --mpi=pmix": (STEP | PMIX_3, ALL | PORT | {"MASTER_ADDR": "n08"}),
     "a PMIx process manager": (PMIX_3, {"RANK": "3"} | PORT),
-    "Flux": (FLUX_3, {name: ALL[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | PORT),
+    "Flux": (FLUX_3, NO_LOCAL_SIZE | PORT),
     "srun --mpi=cray_shasta": (STEP | PALS_3, ALL | PORT | {"MASTER_ADDR": "n08"}),
-    "PALS (HPE Cray's mpiexec)": (
-        PALS_3, {name: ALL[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} | PORT
-    ),
+    "PALS (HPE Cray's mpiexec)": (PALS_3, NO_SIZE | PORT),
     "jsrun": (JSRUN_3, ALL | PORT),
     "srun": (STEP, ALL | PORT | {"MASTER_ADDR": "n08"}),
     # A batch script is one process.
     "Slurm": ({"SLURM_JOB_ID": "12", "SLURM_NTASKS": "5", "SLURM_PROCID": "0"}, {}),
 }  # fmt: skip
-
-
-def test_expected_has_every_launcher() -> None:
-    assert list(EXPECTED) == [each.name for each in LAUNCHERS if each.detected_by]
 
 
 class FakeManager(threading.Thread):
@@ -203,7 +193,7 @@ class FakeManager(threading.Thread):
             self._own.sendall(f"cmd={answer if self._answers else 'unknown'}\n".encode())
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", [each.name for each in LAUNCHERS if each.detected_by])
 def test_find_torch_variables(name: str) -> None:
     environment, expected = EXPECTED[name]
     manager = FakeManager()
@@ -223,40 +213,33 @@ def test_find_torch_variables(name: str) -> None:
 
 def test_master_port_depends_only_on_the_job() -> None:
     ports = {
-        job: {
-            launch.find_torch_variables(STEP | {"SLURM_PROCID": rank, "SLURM_STEP_ID": job})[
-                "MASTER_PORT"
-            ]
-            for rank in "01234"
-        }
-        for job in "0123"
-    }
-    assert all(len(each) == 1 for each in ports.values())
-    assert len(set.union(*ports.values())) == 4
+        (job, launch.find_torch_variables(STEP | {"SLURM_PROCID": rank, "SLURM_STEP_ID": job})[
+            "MASTER_PORT"
+        ])
+        for rank in "01234" for job in "0123"
+    }  # fmt: skip
+    assert len(ports) == len({port for _, port in ports}) == 4
 
 
 @pytest.mark.parametrize(
-    ("hosts", "first"),
+    ("variable", "value", "node", "name", "expected"),
     [
-        ("n1", "n1"), ("n[1-3,7]", "n1"), ("n[007-012],m", "n007"), ("a,b[1-2]", "a"),
-        ("r[0-1]n[2-3]-ib", "r0n2-ib"), ("", None),
+        *(("SLURM_STEP_NODELIST", hosts, "0", "MASTER_ADDR", first) for hosts, first in (
+            ("n1", "n1"), ("n[1-3,7]", "n1"), ("n[007-012],m", "n007"), ("a,b[1-2]", "a"),
+            ("r[0-1]n[2-3]-ib", "r0n2-ib"), ("", None),
+        )),
+        *(("SLURM_STEP_TASKS_PER_NODE", sizes, node, "LOCAL_WORLD_SIZE", size)
+          for sizes, node, size in (
+            ("5", "0", "5"), ("4(x2),3", "1", "4"), ("4(x2),3", "2", "3"), ("4(x2),3", "3", None),
+            ("3,2(x3)", "1", "2"), ("", "0", None),
+        )),
     ],
 )  # fmt: skip
-def test_master_addr_is_the_first_host_of_slurms_list(hosts: str, first: str | None) -> None:
-    found = launch.find_torch_variables(STEP | {"SLURM_STEP_NODELIST": hosts})
-    assert found.get("MASTER_ADDR") == first
-
-
-@pytest.mark.parametrize(
-    ("sizes", "node", "expected"),
-    [
-        ("5", "0", "5"), ("4(x2),3", "1", "4"), ("4(x2),3", "2", "3"), ("4(x2),3", "3", None),
-        ("3,2(x3)", "1", "2"), ("", "0", None),
-    ],
-)  # fmt: skip
-def test_local_size_from_slurms_list(sizes: str, node: str, expected: str | None) -> None:
-    environment = STEP | {"SLURM_STEP_TASKS_PER_NODE": sizes, "SLURM_NODEID": node}
-    assert launch.find_torch_variables(environment).get("LOCAL_WORLD_SIZE") == expected
+def test_lists_of_slurm(
+    variable: str, value: str, node: str, name: str, expected: str | None
+) -> None:
+    environment = STEP | {variable: value, "SLURM_NODEID": node}
+    assert launch.find_torch_variables(environment).get(name) == expected
 
 
 def test_master_addr_on_one_node_is_loopback() -> None:
@@ -274,14 +257,11 @@ def test_master_addr_on_one_node_is_loopback() -> None:
     assert manager.commands == ["init", "get_my_kvsname"]  # none waits for other ranks
 
 
-def test_manager_without_pmi_1_leaves_master_unset() -> None:
+def test_torch_variables_without_a_manager() -> None:
     manager = FakeManager(answers=False)
     environment = HYDRA | {"PMI_FD": str(manager.rank.fileno())}
     assert launch.find_torch_variables(environment) == ALL
-
-
-def test_inherited_variables_are_ignored() -> None:
-    assert launch.find_torch_variables(HYDRA | {"PMI_FD": "987"}) == {}
+    assert launch.find_torch_variables(HYDRA | {"PMI_FD": "987"}) == {}  # inherited
     assert launch.find_torch_variables({}) == {}
 
 
@@ -313,11 +293,6 @@ def test_import_installs_exit_hooks_in_a_rank(
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.split() == [str(is_hooked)]
-
-
-@every_launcher
-def test_import_recognizes_a_rank(launcher: Launcher) -> None:
-    assert any(name.endswith(mpicoll._RANK_VARIABLES) for name in simulate(launcher))
 
 
 @every_launcher

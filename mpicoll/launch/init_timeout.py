@@ -45,8 +45,12 @@ def enforce_timeout(
     flush_streams()  # the C library exits without flushing
     job = job_name() if on_one_node else None
     if comm is not None:
+        from mpi4py import MPI
+
         rank, size = str(comm.Get_rank()), str(comm.Get_size())
-        job = job and _subset_name(job, comm)
+        ranks = communicators.translate_ranks(comm, MPI.COMM_WORLD)
+        is_known = job is not None and None not in ranks
+        job = f"{job}/{zlib.crc32(repr(ranks).encode())}" if is_known else None
     before = (
         f"mpicoll: rank {rank} of {size}: init_process_group: timed out after {limit:g} s waiting "
         "for the other ranks"
@@ -124,14 +128,6 @@ def _limited(limit: float, *arguments: Any) -> Iterator[None]:
         stack.callback(os.write, writer, b"\0")
         os.read(started, 1)  # the thread no longer needs the interpreter lock
         yield
-
-
-def _subset_name(job: str, comm: MPI.Intracomm) -> str | None:
-    """Return a name of a communicator's ranks, the same on all of them; None if it has others."""
-    from mpi4py import MPI
-
-    ranks = communicators.translate_ranks(comm, MPI.COMM_WORLD)
-    return None if None in ranks else f"{job}/{zlib.crc32(repr(ranks).encode())}"
 
 
 def job_name(environment: Mapping[str, str] = os.environ) -> str | None:

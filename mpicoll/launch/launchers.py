@@ -62,6 +62,7 @@ class Launcher:
         return bool(self.detected_by) and all(name in environment for name in self.detected_by)
 
 
+_PRINTS = "(python -m mpi4py --mpi-library prints the library)"
 _SRUN_REMEDY = (
     "start srun with the process manager of the MPI library: --mpi=pmi2 for MPICH and its family, "
     "--mpi=pmix for Open MPI (srun --mpi=list prints the available ones)"
@@ -70,18 +71,13 @@ _FLUX_REMEDY = (
     "start flux run with the process manager of the MPI library: -o pmi=simple for MPICH and its "
     "family, -o pmi=pmix for Open MPI"
 )
-_JSRUN_REMEDY = (
-    "jsrun starts ranks of Spectrum MPI: configure mpi4py to load it (python -m mpi4py "
-    "--mpi-library prints the library)"
-)
 _PMI_REMEDY = (
     "start the job with the mpirun of the MPI library that mpi4py loads (for Open MPI also srun "
-    "--mpi=pmix), or configure mpi4py to load a library of the MPICH family (python -m mpi4py "
-    "--mpi-library prints the library)"
+    f"--mpi=pmix), or configure mpi4py to load a library of the MPICH family {_PRINTS}"
 )
 _PMIX_REMEDY = (
     "use the launcher of the MPI library that mpi4py loads, or configure mpi4py to load Open MPI "
-    "(python -m mpi4py --mpi-library prints the library)"
+    f"{_PRINTS}"
 )
 
 #: Variables that identify a job of a batch system.
@@ -89,75 +85,41 @@ _BATCH_JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 # Launchers with several rows, which differ in the protocol.
 _SRUN = Launcher(
-    "srun",
-    detected_by=("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-    rank="SLURM_PROCID",
-    size="SLURM_STEP_NUM_TASKS",
-    local_rank=("SLURM_LOCALID",),
-    local_sizes="SLURM_STEP_TASKS_PER_NODE",
-    node_rank="SLURM_NODEID",
-    hosts="SLURM_STEP_NODELIST",
-    identity=("SLURM_JOB_ID", "SLURM_STEP_ID"),
-    remedy=_SRUN_REMEDY,
-    own_gpus="SLURM_GPUS_PER_TASK",
-)
+    "srun", detected_by=("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), rank="SLURM_PROCID",
+    size="SLURM_STEP_NUM_TASKS", local_rank=("SLURM_LOCALID",),
+    local_sizes="SLURM_STEP_TASKS_PER_NODE", node_rank="SLURM_NODEID", hosts="SLURM_STEP_NODELIST",
+    identity=("SLURM_JOB_ID", "SLURM_STEP_ID"), remedy=_SRUN_REMEDY, own_gpus="SLURM_GPUS_PER_TASK",
+)  # fmt: skip
 _FLUX = Launcher(
-    "Flux",
-    detected_by=("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
-    rank="FLUX_TASK_RANK",
-    size="FLUX_JOB_SIZE",
-    local_rank=("FLUX_TASK_LOCAL_ID",),
-    node_count="FLUX_JOB_NNODES",
-    identity=("FLUX_JOB_ID",),
-    remedy=_FLUX_REMEDY,
-)
+    "Flux", detected_by=("FLUX_TASK_RANK", "FLUX_JOB_SIZE"), rank="FLUX_TASK_RANK",
+    size="FLUX_JOB_SIZE", local_rank=("FLUX_TASK_LOCAL_ID",), node_count="FLUX_JOB_NNODES",
+    identity=("FLUX_JOB_ID",), remedy=_FLUX_REMEDY,
+)  # fmt: skip
 _PALS = Launcher(
-    "PALS (HPE Cray's mpiexec)",
-    detected_by=("PALS_RANKID",),
-    rank="PALS_RANKID",
-    local_rank=("PALS_LOCAL_RANKID",),
-    local_size="PALS_LOCAL_SIZE",
-    identity=("PALS_APID",),
-)
+    "PALS (HPE Cray's mpiexec)", detected_by=("PALS_RANKID",), rank="PALS_RANKID",
+    local_rank=("PALS_LOCAL_RANKID",), local_size="PALS_LOCAL_SIZE", identity=("PALS_APID",),
+)  # fmt: skip
 _JSRUN = Launcher(
-    "jsrun",
-    detected_by=("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
-    rank="JSM_NAMESPACE_RANK",
-    size="JSM_NAMESPACE_SIZE",
-    local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
-    local_size="JSM_NAMESPACE_LOCAL_SIZE",
-    identity=_BATCH_JOB,
-    remedy=_JSRUN_REMEDY,
-)
+    "jsrun", detected_by=("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"), rank="JSM_NAMESPACE_RANK",
+    size="JSM_NAMESPACE_SIZE", local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
+    local_size="JSM_NAMESPACE_LOCAL_SIZE", identity=_BATCH_JOB,
+    remedy=f"jsrun starts ranks of Spectrum MPI: configure mpi4py to load it {_PRINTS}",
+)  # fmt: skip
 _HYDRA = Launcher(
-    "MPICH's mpirun",
-    detected_by=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    rank="PMI_RANK",
-    size="PMI_SIZE",
-    local_rank=("MPI_LOCALRANKID",),
-    local_size="MPI_LOCALNRANKS",
-    has_pmi_1=True,
-    remedy=_PMI_REMEDY,
-    protocol=PmiProtocol.PMI,
-)
+    "MPICH's mpirun", detected_by=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"), rank="PMI_RANK",
+    size="PMI_SIZE", local_rank=("MPI_LOCALRANKID",), local_size="MPI_LOCALNRANKS", has_pmi_1=True,
+    remedy=_PMI_REMEDY, protocol=PmiProtocol.PMI,
+)  # fmt: skip
 _PMIX = Launcher(
-    "a PMIx process manager",
-    detected_by=("PMIX_RANK",),
-    rank="PMIX_RANK",
-    identity=("PMIX_NAMESPACE",),
-    remedy=_PMIX_REMEDY,
-    protocol=PmiProtocol.PMIX,
-)
+    "a PMIx process manager", detected_by=("PMIX_RANK",), rank="PMIX_RANK",
+    identity=("PMIX_NAMESPACE",), remedy=_PMIX_REMEDY, protocol=PmiProtocol.PMIX,
+)  # fmt: skip
 
 #: The innermost launcher first: an mpirun inside a Slurm job is an mpirun.
 LAUNCHERS: tuple[Launcher, ...] = (
     Launcher(
-        "torchrun",
-        detected_by=("TORCHELASTIC_RUN_ID", "WORLD_SIZE"),
-        rank="RANK",
-        size="WORLD_SIZE",
-        local_rank=("LOCAL_RANK",),
-        local_size="LOCAL_WORLD_SIZE",
+        "torchrun", detected_by=("TORCHELASTIC_RUN_ID", "WORLD_SIZE"), rank="RANK",
+        size="WORLD_SIZE", local_rank=("LOCAL_RANK",), local_size="LOCAL_WORLD_SIZE",
         remedy="call init_process_group with init_method='env://' or without init_method, before "
         "mpi4py.MPI is imported",
         survival="torchrun --max-restarts 3, which restarts all ranks, to continue from a "
@@ -167,56 +129,34 @@ LAUNCHERS: tuple[Launcher, ...] = (
         is_parent=True,
     ),
     Launcher(
-        "Open MPI's mpirun",
-        detected_by=("OMPI_COMM_WORLD_SIZE",),
-        rank="OMPI_COMM_WORLD_RANK",
-        size="OMPI_COMM_WORLD_SIZE",
-        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-        hosts="SLURM_JOB_NODELIST",
+        "Open MPI's mpirun", detected_by=("OMPI_COMM_WORLD_SIZE",), rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE", local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE", hosts="SLURM_JOB_NODELIST",
         identity=("PMIX_NAMESPACE",),
         remedy="use the mpirun of the MPI library that mpi4py loads, or configure mpi4py to load "
-        "Open MPI (python -m mpi4py --mpi-library prints the library)",
-        protocol=PmiProtocol.PMIX,
-        bootstrap="OMPI_COMM_WORLD_",
-        manager="OMPI_COMM_WORLD_SIZE",
+        f"Open MPI {_PRINTS}",
+        protocol=PmiProtocol.PMIX, bootstrap="OMPI_COMM_WORLD_", manager="OMPI_COMM_WORLD_SIZE",
         survival="mpirun --with-ft ulfm, with which the other ranks can continue",
         owned=r"(OMPI|PRTE)_(?!MCA_|ALLOW_)|OMPI_MCA_(orte|ess|pmix|initial_wdir|num_procs)",
     ),
     replace(
-        _HYDRA,
-        name="Intel MPI's mpirun",
-        detected_by=("PMI_RANK", "PMI_SIZE", "I_MPI_HYDRA_UUID"),
+        _HYDRA, name="Intel MPI's mpirun", detected_by=("PMI_RANK", "PMI_SIZE", "I_MPI_HYDRA_UUID"),
         identity=("I_MPI_HYDRA_UUID",),
     ),
     _HYDRA,
     replace(
-        _FLUX,
-        name="flux run -o pmi=simple",
-        detected_by=("PMI_RANK", "PMI_SIZE", "FLUX_TASK_RANK"),
-        rank="PMI_RANK",
-        size="PMI_SIZE",
-        has_pmi_1=True,
-        protocol=PmiProtocol.PMI,
+        _FLUX, name="flux run -o pmi=simple",
+        detected_by=("PMI_RANK", "PMI_SIZE", "FLUX_TASK_RANK"), rank="PMI_RANK", size="PMI_SIZE",
+        has_pmi_1=True, protocol=PmiProtocol.PMI,
     ),
     replace(
-        _SRUN,
-        name="srun --mpi=pmi2",
-        detected_by=("PMI_RANK", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
-        rank="PMI_RANK",
-        size="PMI_SIZE",
-        protocol=PmiProtocol.PMI,
+        _SRUN, name="srun --mpi=pmi2", detected_by=("PMI_RANK", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
+        rank="PMI_RANK", size="PMI_SIZE", protocol=PmiProtocol.PMI,
     ),
     Launcher(
-        "a PMI process manager",
-        detected_by=("PMI_RANK", "PMI_SIZE"),
-        rank="PMI_RANK",
-        size="PMI_SIZE",
-        local_rank=("PMI_LOCAL_RANK",),
-        local_size="PMI_LOCAL_SIZE",
-        identity=("PALS_APID", *_BATCH_JOB),
-        remedy=_PMI_REMEDY,
-        protocol=PmiProtocol.PMI,
+        "a PMI process manager", detected_by=("PMI_RANK", "PMI_SIZE"), rank="PMI_RANK",
+        size="PMI_SIZE", local_rank=("PMI_LOCAL_RANK",), local_size="PMI_LOCAL_SIZE",
+        identity=("PALS_APID", *_BATCH_JOB), remedy=_PMI_REMEDY, protocol=PmiProtocol.PMI,
         bootstrap=r"PMI2?_|MPI_LOCALRANKID|MPI_LOCALNRANKS"
         r"|(I_MPI_PMI|I_MPI_PMI_LIBRARY|MPIR_CVAR_PMI_VERSION|MPICH_PMI_VERSION)$",
         manager="HYDI_CONTROL_FD",
@@ -225,57 +165,35 @@ LAUNCHERS: tuple[Launcher, ...] = (
         owned=r"PMI2?_|MPI_LOCAL|HYDI?_|HYDRA_|I_MPI_(HYDRA|INFO|PMI)",
     ),
     Launcher(
-        "MVAPICH2's mpirun_rsh",
-        detected_by=("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-        rank="MV2_COMM_WORLD_RANK",
-        size="MV2_COMM_WORLD_SIZE",
-        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
-        local_size="MV2_COMM_WORLD_LOCAL_SIZE",
-        hosts="SLURM_JOB_NODELIST",
-        identity=_BATCH_JOB,
-        remedy="configure mpi4py to load MVAPICH2 (python -m mpi4py --mpi-library prints the "
-        "library), or use the mpirun of the library that it loads",
-        protocol=PmiProtocol.PMI,
-        bootstrap="MV2_COMM_WORLD_",
-        owned="MV2_COMM_WORLD_",
+        "MVAPICH2's mpirun_rsh", detected_by=("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+        rank="MV2_COMM_WORLD_RANK", size="MV2_COMM_WORLD_SIZE",
+        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",), local_size="MV2_COMM_WORLD_LOCAL_SIZE",
+        hosts="SLURM_JOB_NODELIST", identity=_BATCH_JOB,
+        remedy=f"configure mpi4py to load MVAPICH2 {_PRINTS}, or use the mpirun of the library "
+        "that it loads",
+        protocol=PmiProtocol.PMI, bootstrap="MV2_COMM_WORLD_", owned="MV2_COMM_WORLD_",
     ),
     replace(_PMIX, name="prterun", detected_by=("PMIX_RANK", "PRTE_LAUNCHED")),
     replace(
-        _FLUX,
-        name="flux run -o pmi=pmix",
-        detected_by=("PMIX_RANK", "FLUX_TASK_RANK"),
-        rank="PMIX_RANK",
-        protocol=PmiProtocol.PMIX,
+        _FLUX, name="flux run -o pmi=pmix", detected_by=("PMIX_RANK", "FLUX_TASK_RANK"),
+        rank="PMIX_RANK", protocol=PmiProtocol.PMIX,
     ),
     replace(
-        _PALS,
-        name="PALS's mpiexec --pmi=pmix",
-        detected_by=("PMIX_RANK", "PALS_RANKID"),
-        rank="PMIX_RANK",
-        remedy=_PMIX_REMEDY,
-        protocol=PmiProtocol.PMIX,
+        _PALS, name="PALS's mpiexec --pmi=pmix", detected_by=("PMIX_RANK", "PALS_RANKID"),
+        rank="PMIX_RANK", remedy=_PMIX_REMEDY, protocol=PmiProtocol.PMIX,
     ),
     replace(
-        _JSRUN,
-        name="jsrun with PMIx",
-        detected_by=("PMIX_RANK", "JSM_NAMESPACE_RANK"),
-        rank="PMIX_RANK",
-        identity=("PMIX_NAMESPACE",),
-        protocol=PmiProtocol.PMIX,
+        _JSRUN, name="jsrun with PMIx", detected_by=("PMIX_RANK", "JSM_NAMESPACE_RANK"),
+        rank="PMIX_RANK", identity=("PMIX_NAMESPACE",), protocol=PmiProtocol.PMIX,
     ),
     replace(
-        _SRUN,
-        name="srun --mpi=pmix",
-        detected_by=("PMIX_RANK", "SLURM_STEP_NUM_TASKS"),
-        rank="PMIX_RANK",
-        protocol=PmiProtocol.PMIX,
+        _SRUN, name="srun --mpi=pmix", detected_by=("PMIX_RANK", "SLURM_STEP_NUM_TASKS"),
+        rank="PMIX_RANK", protocol=PmiProtocol.PMIX,
     ),
     replace(_PMIX, bootstrap=r"PMIX_|PRTE_LAUNCHED$", owned=r"PMIX_(?!MCA_)"),
     replace(_FLUX, owned="FLUX_"),
     replace(
-        _SRUN,
-        name="srun --mpi=cray_shasta",
-        detected_by=("PALS_RANKID", "SLURM_STEP_NUM_TASKS"),
+        _SRUN, name="srun --mpi=cray_shasta", detected_by=("PALS_RANKID", "SLURM_STEP_NUM_TASKS"),
         rank="PALS_RANKID",
     ),
     replace(_PALS, owned="PALS_"),
@@ -284,21 +202,16 @@ LAUNCHERS: tuple[Launcher, ...] = (
         _SRUN,
         survival="a checkpoint, because srun does not restart ranks; or an mpirun in the "
         "allocation, with which the other ranks can continue",
-        owned="SLURM",
-        job=r"SLURM_(JOB|ARRAY|SUBMIT|CLUSTER|CONF|CPUS|MEM|TMPDIR|RESTART)",
+        owned="SLURM", job=r"SLURM_(JOB|ARRAY|SUBMIT|CLUSTER|CONF|CPUS|MEM|TMPDIR|RESTART)",
     ),
     Launcher(
-        "Slurm",
-        detected_by=("SLURM_JOB_ID", "SLURM_NTASKS"),
-        rank="SLURM_PROCID",
-        size="SLURM_NTASKS",
-        local_rank=("SLURM_LOCALID",),
-        is_batch=True,
+        "Slurm", detected_by=("SLURM_JOB_ID", "SLURM_NTASKS"), rank="SLURM_PROCID",
+        size="SLURM_NTASKS", local_rank=("SLURM_LOCALID",), is_batch=True,
         remedy="the batch script runs once: start the program in it with srun or mpirun",
     ),
     Launcher("PBS", owned="PBS_", job=r"PBS_(JOB|NODEFILE|O_|QUEUE|ARRAY)"),
     Launcher("LSF", owned="LSB_", job=r"LSB_(JOB|HOSTS|MCPU_HOSTS|DJOB_HOSTFILE|QUEUE|SUB)"),
-)
+)  # fmt: skip
 #: The variables of a process without a launcher: none.
 _NONE = Launcher("")
 

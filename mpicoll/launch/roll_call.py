@@ -12,7 +12,7 @@ import struct
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from mpicoll.errors import LaunchError
 
@@ -32,17 +32,9 @@ _YIELD_S, _TEST_INTERVAL_S = 0.01, 1e-3
 T = TypeVar("T")
 
 
-class _Exchange(NamedTuple):
-    """A started exchange of records. MPI uses its buffers and ``comm`` until it has completed."""
-
-    comm: MPI.Intracomm
-    request: MPI.Request
-    send: bytes
-    recv: bytearray
-
-
-#: Exchanges that a failed rank has abandoned before all ranks had called, oldest first.
-_abandoned: list[_Exchange] = []
+#: Exchanges that a failed rank has abandoned before all ranks had called, oldest first. MPI uses
+#: their buffers until the request has completed.
+_abandoned: list[tuple[MPI.Intracomm, MPI.Request, bytes, bytearray]] = []
 
 
 def agree_or_raise(
@@ -84,19 +76,19 @@ def _exchange(
     from mpi4py import MPI
 
     while _abandoned:  # completed by the first calls of other ranks
-        _wait(_abandoned[0].request, None)
+        _wait(_abandoned[0][1], None)
         del _abandoned[0]
     recv = bytearray(_RECORD.size * comm.Get_size())
     request = comm.Iallgather([mine, MPI.BYTE], [recv, _RECORD.size, MPI.BYTE])
     if not _wait(request, _NOTIFY_TIMEOUT_S if failed else None):
-        _abandoned.append(_Exchange(comm, request, mine, recv))
+        _abandoned.append((comm, request, mine, recv))
         return None
     return list(_RECORD.iter_unpack(recv))
 
 
 def has_abandoned(comm: MPI.Intracomm) -> bool:
     """Return whether this rank has abandoned an exchange over ``comm``, whose buffers MPI uses."""
-    return any(one.comm == comm for one in _abandoned)
+    return any(abandoned == comm for abandoned, *_ in _abandoned)
 
 
 def _wait(request: MPI.Request, limit: float | None) -> bool:

@@ -25,6 +25,8 @@ from typing import Any
 
 #: Seconds that a peer has to answer a question, or to identify itself.
 ANSWER_TIMEOUT_S = 5.0
+#: Maximum timeout of poll, which takes milliseconds as an int.
+_MAX_POLL_S = 1e6
 
 
 def nonce() -> str:
@@ -110,6 +112,18 @@ class LineConnection:
         self._scanned = 0
         return line
 
+    def wait_line(self, seconds: float) -> bytes | None:
+        """Wait for the next line; return None after the timeout. Raises the errors of ``fill``."""
+        end = time.monotonic() + seconds
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        while (line := self.take_line()) is None:
+            left = max(0.0, end - time.monotonic())
+            if not poll.poll(1000 * min(left, _MAX_POLL_S)) and left <= _MAX_POLL_S:
+                return None
+            self.fill()
+        return line
+
 
 class JsonConnection(LineConnection):
     """A connection on which each line is a JSON object.
@@ -139,26 +153,23 @@ class JsonConnection(LineConnection):
         Raises OSError for a line that is too long, or is not a JSON object.
         """
         line = self.take_line()
-        if line is None:
-            return None
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
-            raise ConnectionResetError("invalid message: not JSON") from None
-        if not isinstance(found, dict):
-            raise ConnectionResetError("invalid message: not a JSON object")
-        return found
+        return None if line is None else _parse(line)
 
     def receive(self, seconds: float) -> dict[str, Any]:
         """Wait for the next message. Raises OSError if none comes in time or the peer has gone."""
-        end = time.monotonic() + seconds
-        poll = select.poll()
-        poll.register(self.sock, select.POLLIN)
-        while (message := self.take()) is None:
-            if not poll.poll(1000 * max(0.0, end - time.monotonic())):
-                raise TimeoutError(f"timed out: no message from the peer within {seconds:g} s")
-            self.fill()
-        return message
+        if (line := self.wait_line(seconds)) is None:
+            raise TimeoutError(f"timed out: no message from the peer within {seconds:g} s")
+        return _parse(line)
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ConnectionResetError("invalid message: not JSON") from None
+    if not isinstance(found, dict):
+        raise ConnectionResetError("invalid message: not a JSON object")
+    return found
 
 
 def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:

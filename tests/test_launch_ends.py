@@ -203,9 +203,7 @@ def test_server_and_node_monitor_ignore_scheduler_signals(ended: Ended) -> None:
 
 @mpich
 @pytest.mark.parametrize("end", ["pass", "dist.destroy_process_group()"])
-@job(
-    SERVER
-    + """
+@job(SERVER + """
     dist.init_process_group()
     total(1)
     if dist.get_rank() == 0:
@@ -214,8 +212,7 @@ def test_server_and_node_monitor_ignore_scheduler_signals(ended: Ended) -> None:
         os.kill(server(), signal.SIGSTOP)
     dist.barrier()
     $end
-"""
-)
+""")  # fmt: skip
 def test_ranks_end_if_the_server_has_stopped(end: str, ended: Ended) -> None:
     os.kill(int((ended.folder / "server").read_text()), signal.SIGKILL)
     ended.in_good_order()
@@ -224,9 +221,7 @@ def test_ranks_end_if_the_server_has_stopped(end: str, ended: Ended) -> None:
 
 
 @mpich
-@job(
-    SERVER
-    + """
+@job(SERVER + """
     from mpicoll import launch
     dist.init_process_group()
     dist.barrier()
@@ -239,8 +234,7 @@ def test_ranks_end_if_the_server_has_stopped(end: str, ended: Ended) -> None:
     say("not blocked")
     os.kill(stopped, signal.SIGKILL)
     sys.exit(5)
-"""
-)
+""")  # fmt: skip
 def test_send_to_a_stopped_server_does_not_block(ended: Ended) -> None:
     assert ended.lines == ["not blocked"] and ended.codes[0] != 0, ended
     assert "(most recent call first)" not in ended.err, ended

@@ -197,18 +197,14 @@ PARTS = """
 
 
 @compiled
-@job(
-    PARTS
-    + """
+@job(PARTS + """
     if world.rank == 2:
         time.sleep(8)
     if world.rank % 2:
         time.sleep(1000)
     dist.init_process_group(comm=part, timeout=3)
     say("not reached")
-""",
-    ranks=4,
-)
+""", ranks=4)  # fmt: skip
 def test_missing_member_of_a_communicator_times_out(ended: Ended) -> None:
     ended.badly(
         "mpicoll: rank 0 of 2: init_process_group: timed out after 3 s waiting for the other ranks "
@@ -217,9 +213,7 @@ def test_missing_member_of_a_communicator_times_out(ended: Ended) -> None:
     assert "not reached" not in ended.out
 
 
-@job(
-    PARTS
-    + """
+@job(PARTS + """
     if world.rank % 2:
         if world.rank == 3:
             part.recv(source=0)
@@ -234,9 +228,7 @@ def test_missing_member_of_a_communicator_times_out(ended: Ended) -> None:
         if "$destroy":
             dist.destroy_process_group()
     MPI.Finalize() if "$destroy" else None
-""",
-    ranks=4,
-)
+""", ranks=4)  # fmt: skip
 @pytest.mark.parametrize("destroy", ["yes", ""])
 def test_ranks_outside_the_communicator_continue(destroy: str, ended: Ended) -> None:
     ended.in_good_order()
@@ -253,9 +245,7 @@ def test_ranks_outside_the_communicator_continue(destroy: str, ended: Ended) -> 
         ("MPI.COMM_WORLD.Abort(3)", ""),
     ],
 )
-@job(
-    PARTS
-    + """
+@job(PARTS + """
     dist.init_process_group(comm=part, timeout=5)
     dist.barrier()
     if world.rank == 2:
@@ -264,9 +254,7 @@ def test_ranks_outside_the_communicator_continue(destroy: str, ended: Ended) -> 
         time.sleep(1000)  # the other program of a coupled job
     dist.all_reduce(np.ones(1))
     say("not reached")
-""",
-    ranks=4,
-)
+""", ranks=4)  # fmt: skip
 def test_failed_member_ends_the_job(end: str, words: str, ended: Ended) -> None:
     ended.badly(words)
     assert "not reached" not in ended.out

@@ -5,23 +5,23 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import select
 import socket
 import time
 from collections.abc import Iterator
 from typing import NoReturn
 
 from mpicoll.errors import LaunchError
+from mpicoll.line_protocol import LineConnection
 from mpicoll.output import write_lines
 
 #: Before MPI_Finalize: interval of MPI progress, interval of checks that the server is alive, and
 #: timeout of such a check, in seconds.
 _PROGRESS_INTERVAL_S, _CHECK_INTERVAL_S, _CHECK_TIMEOUT_S = 0.02, 2.0, 10.0
-#: Maximum timeout of poll, which takes milliseconds as an int.
-_MAX_POLL_S = 1e6
+#: Maximum size in bytes of a message of the server, and of messages that it has not read.
+_MAX_BYTES = 1 << 20
 
 
-class Session:
+class Session(LineConnection):
     """The connection on which this rank reports its state and is notified when the job ends.
 
     watch: the connected socket. pmi: the descriptor that the MPI library uses for PMI-1.
@@ -29,50 +29,34 @@ class Session:
     """
 
     def __init__(self, watch: socket.socket, pmi: int, rank: int, size: int, job: str) -> None:
-        self._sock, self._inbox, self._pid = watch, bytearray(), os.getpid()
+        super().__init__(watch, _MAX_BYTES, _MAX_BYTES)
+        self._pid = os.getpid()
         self.pmi, self.rank, self.size, self.job = pmi, rank, size, job
 
     def __enter__(self) -> Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._sock.close()
-
-    def fileno(self) -> int:
-        """Return the descriptor, for poll."""
-        return self._sock.fileno()
+        self.sock.close()
 
     def send(self, line: str) -> None:
         """Send a line without waiting; ignore a lost connection."""
         if self._pid == os.getpid():
             with contextlib.suppress(OSError):
-                self._sock.send(line.encode() + b"\n", socket.MSG_DONTWAIT)
+                self.send_line(line.encode())
 
     def receive(self, limit: float) -> str | None:
         """Return the server's next line, "" if the connection is lost, None after the timeout."""
-        deadline = time.monotonic() + limit
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        while b"\n" not in self._inbox:
-            left = max(0, deadline - time.monotonic())
-            if not poll.poll(1000 * min(left, _MAX_POLL_S)):
-                if left > _MAX_POLL_S:
-                    continue
-                return None
-            try:
-                data = self._sock.recv(1 << 16)
-            except OSError:
-                data = b""
-            if not data:
-                return ""
-            self._inbox += data
-        line, _, self._inbox = self._inbox.partition(b"\n")
-        return line.decode("ascii", "replace")
+        try:
+            line = self.wait_line(limit)
+        except OSError:
+            return ""
+        return line if line is None else line.decode("ascii", "replace")
 
     def has_ended_badly(self) -> bool:
         """Return whether an unread message reports the failure of the job."""
         with contextlib.suppress(OSError):
-            line = self._sock.recv(5, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            line = self.sock.recv(5, socket.MSG_PEEK | socket.MSG_DONTWAIT)
             return line.startswith((b"abort", b"lost ", b"stuck"))
         return False
 
@@ -109,14 +93,14 @@ class Session:
         MPI_Init blocks all threads and waits for ranks that may be lost, so only a signal works.
         Raises LaunchError if the job has ended already.
         """
-        flags = fcntl.fcntl(self._sock, fcntl.F_GETFL)
-        fcntl.fcntl(self._sock, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(self._sock, fcntl.F_SETFL, flags | os.O_ASYNC)
+        flags = fcntl.fcntl(self.sock, fcntl.F_GETFL)
+        fcntl.fcntl(self.sock, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(self.sock, fcntl.F_SETFL, flags | os.O_ASYNC)
         try:
             self.check()
             yield
         finally:
-            fcntl.fcntl(self._sock, fcntl.F_SETFL, flags)
+            fcntl.fcntl(self.sock, fcntl.F_SETFL, flags)
 
     def abort(self, code: int) -> NoReturn:
         """End this process and all other ranks with an exit code."""

@@ -259,18 +259,6 @@ def test_pmi(served: int) -> None:
     assert [peers["watch", rank].receive() for rank in range(2)] == ["abort 1 5"] * 2
 
 
-def test_end_is_announced_to_waiting_ranks(served: int) -> None:
-    peers = connect_all(served)
-    zero, one = peers["watch", 0], peers["watch", 1]
-    zero.send("busy\nfree\nend")
-    one.send("busy\nfree")
-    peers["pmi", 0].send("cmd=barrier_in")
-    for role in "pmi", "watch":  # without MPI_Finalize
-        peers[role, 1].close()
-    assert zero.receive() == "end some"
-    assert peers["pmi", 0].receive() == "cmd=barrier_out rc=0"
-
-
 def test_lost_rank_is_reported_and_closes_pmi(served: int) -> None:
     peers = connect_all(served)
     peers["watch", 0].send("busy")

@@ -152,42 +152,38 @@ class Server:
 
     def serve(self) -> None:
         """Serve until all ranks have disconnected, or rank 0 has ended before it connected."""
+        self.listener.setblocking(False)
+        self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
+        if self.starter is not None:
+            self.selector.register(self.starter, selectors.EVENT_READ, self._forget_starter)
         try:
-            self._serve()
+            while self.pmi or self.watch or self.starter is not None:
+                for key, events in self.selector.select(1.0):
+                    if not isinstance(key.data, _Connection):
+                        key.data()
+                        continue
+                    if events & selectors.EVENT_WRITE and key.data in self.connections:
+                        self._flush(key.data)
+                    if events & selectors.EVENT_READ and key.data in self.connections:
+                        self._read(key.data)
+                now = time.monotonic()
+                for peer in list(self.connections):
+                    if not peer.role and now - peer.since > _AUTHENTICATION_TIMEOUT_S:
+                        self._drop(peer)
+                if self.starting and now > self.init_deadline:
+                    self._fail(f"stuck {','.join(map(str, sorted(self.starting)))}")
+                if now > self.close_deadline:
+                    break
         finally:
             for peer in self.connections:
                 peer.sock.close()
             self.listener.close()
             self.selector.close()
 
-    def _serve(self) -> None:
-        self.listener.setblocking(False)
-        self.selector.register(self.listener, selectors.EVENT_READ, None)
-        if self.starter is not None:
-            self.selector.register(self.starter, selectors.EVENT_READ, None)
-        while True:
-            for key, events in self.selector.select(1.0):
-                if key.fileobj is self.listener:
-                    self._accept()
-                    continue
-                if key.data is None:
-                    self.selector.unregister(key.fileobj)
-                    self.starter = None
-                    continue
-                if events & selectors.EVENT_WRITE and key.data in self.connections:
-                    self._flush(key.data)
-                if events & selectors.EVENT_READ and key.data in self.connections:
-                    self._read(key.data)
-            now = time.monotonic()
-            for peer in list(self.connections):
-                if not peer.role and now - peer.since > _AUTHENTICATION_TIMEOUT_S:
-                    self._drop(peer)
-            if self.starting and now > self.init_deadline:
-                self._fail(f"stuck {','.join(map(str, sorted(self.starting)))}")
-            if now > self.close_deadline or not (
-                self.pmi or self.watch or self.starter is not None
-            ):
-                return
+    def _forget_starter(self) -> None:
+        starter, self.starter = self.starter, None
+        if starter is not None:
+            self.selector.unregister(starter)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):

@@ -20,7 +20,7 @@ from rank_scripts import compiled, job, needs_mpiexec, run
 from mpicoll.core.signature import encode_kind
 from mpicoll.dtypes import DTYPES
 from mpicoll.failures import monitor_client, node_monitor, report, watchdog
-from mpicoll.failures.status_page import DONE, ENDING, LEFT, StatusPage
+from mpicoll.failures.status_page import DONE, ENDING, LEFT, RUNNING, StatusPage, parse
 from mpicoll.launch import find_survival
 from mpicoll.launch.launchers import is_launcher_variable
 from mpicoll.line_protocol import JsonConnection, is_proof, mac
@@ -39,7 +39,7 @@ _KIND = encode_kind(PRIMITIVES[0], DTYPES[0], None, 0)
 def _call(number, inside, **changed):
     return {
         "group": 5, "name": "0", "size": 10_000, "number": number, "kind": _KIND, "sizes": 4,
-        "root": 0, "inside": int(inside), "since": 0.0, "messages": 0, "last_message": 0, **changed,
+        "root": 0, "inside": int(inside), "since": 0.0, **changed,
     }  # fmt: skip
 
 
@@ -51,18 +51,18 @@ def _snapshot(rank, number, inside, **changed):
 
 
 @pytest.mark.any_mpi
-def test_hang_report_of_10000_ranks_has_at_most_40_lines_and_lists_small_sets_of_ranks_first():
+def test_hang_report_of_10000_ranks_is_short_and_lists_small_sets_of_ranks_first():
     ranks = [_snapshot(rank, 7, True) for rank in range(0, 10_000, 2)]
     ranks += [_snapshot(rank, 6, False) for rank in range(1, 9_900, 2)]
     for rank in range(9_901, 10_000, 2):  # each with its own stack
         ranks.append(_snapshot(rank, 6, False, stacks={"1": [f"file.py:{rank} in f"] * 9}))
     ranks[-1] |= {"state": "gone", "how": "SIGKILL"}
-    lines = report.describe_hang(ranks, _call(7, True), 61.2, "the last line").splitlines()
-    assert len(lines) <= report.LINES and max(map(len, lines)) < 300
+    lines = report.describe_hang(ranks, _call(7, True), 61.2).splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) < 300
     assert lines[0].startswith("mpicoll: ranks 0, 2, 4, 6, 8, 10, 12, 14, and 4992 more of group 0")
     assert "wait for 61 s in call 7 of group 0" in lines[0]
     assert "rank 9901:" in lines[1] and "file.py:9901 in f" in lines[2]
-    assert "other descriptions" in lines[-2] and lines[-1] == "the last line"
+    assert lines[-1].endswith(": 46 other descriptions")
 
 
 @pytest.mark.any_mpi
@@ -104,18 +104,12 @@ def test_call_of_a_rank_that_mpi_aborted_is_compared_with_the_calls_of_other_ran
 @pytest.mark.any_mpi
 def test_report_of_a_lost_rank_has_its_end_and_its_last_call():
     lost = _snapshot(3, 7, True, state="gone", how="SIGKILL", pid=77)
-    messages = {"messages": 12, "last_message": 2 * 3 + 1}
     text = report.describe_loss([lost], 8)
     name = "mpicoll: lost: rank 3 of 8 (pid 77 on node)"
     assert text.startswith(f"{name} was killed by SIGKILL (kill -9 or out of memory), in call 7 of")
     assert "in call 7 of group 0: " in text
     text = report.describe_loss([lost | {"how": "code 3", "calls": []}], 8)
     assert text.endswith("exited with code 3 and no message, before its first call")
-    text = report.describe_loss([lost | {"calls": [_call(0, False, **messages)]}], 8)
-    assert text.endswith(", after 12 messages of group 0, the last one from rank 2")
-    text = report.describe_loss([lost | {"calls": [_call(7, False, **messages)]}], 8)
-    assert ", after call 7 of group 0: " in text
-    assert text.endswith(" and 12 messages, the last one from rank 2")
     hint = report.describe_survival([lost], "a setting")
     assert hint.startswith("mpicoll: to survive a lost rank: a setting")
     assert report.describe_survival([lost], "") == ""
@@ -164,42 +158,32 @@ def test_status_page_shows_the_state_of_a_rank():
     from mpicoll.kernels.calls import Calls, PythonCalls
 
     page = StatusPage()
-    page.begin(7, 8)
+    page.write(thread=7, listener=8, monitor_pid=9, end_order=1)
     for kind in (Calls, PythonCalls):
         calls = kind(threading.Lock())
         calls.lock.acquire()
         calls.begin(1, 2, 3)
         address = page.take_cell(11, 5000, 4, 2, "née")
         calls.publish(address)
-        page.record_message(address, 2, False)
-        page.record_message(address, -1, True)
-        (cell,) = StatusPage(page.descriptor).cells()
-        assert cell[:8] == (11, 5000, 1, 1, 2, 3, 1, threading.get_ident())
-        assert cell[8:] == (4, 2, "née", 2, 1)
+        cell = parse(StatusPage(page.descriptor).raw_cells()[0])
+        assert cell == (11, 5000, 1, 1, 2, 3, 1, threading.get_ident(), 4, 2, "née")
         calls.end()
         assert not calls.lock.locked()
         calls.begin(4, 5, -1)
-        (cell,) = page.cells()
+        cell = page.cell(address)
         assert (cell.number, cell.kind, cell.sizes, cell.root) == (2, 4, 5, 0xFFFFFFFF)
         assert calls.thread == threading.get_ident()
         calls.publish(0)
         page.free_cell(address)
-        assert page.cells() == [] and calls.thread == threading.get_ident()
-    page.set_signal(15)
+        assert page.cell(address).group == 0 and calls.thread == threading.get_ident()
     page.set_ending(3, explained=False)
     page.set_ending(1, explained=True)  # only the first reason is stored
-    page.set_monitor_pid(9)
-    when = page.header().ending_ns
-    assert page.header() == (ENDING, 3, 1, 7, 8, 15, when, 1, 9) and when <= time.monotonic_ns()
-    page.set_explained()
-    assert page.header().unexplained == 0
     page.set_state(DONE)  # MPI_Abort may do this
-    assert page.header().state == ENDING
-    page.begin(7, 8)
+    when = page.header().ending_ns
+    assert page.header() == (ENDING, 3, 1, 7, 8, when, 1, 9, 1) and when <= time.monotonic_ns()
+    page.write(unexplained=0, state=RUNNING)
     page.set_state(DONE)
-    assert page.header().state == DONE
-    StatusPage(page.descriptor).order_end("ä" * 1000)
-    assert page.end_order().startswith("ää")
+    assert page.header()[:1] + page.header()[6:7] == (DONE, 0)
 
 
 @pytest.mark.any_mpi
@@ -243,7 +227,7 @@ class Node:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             )  # fmt: skip
             self.processes.append(process)
-            start = node_monitor.read_start(process.pid)
+            start = node_monitor.read_stat(process.pid)[19]
             known.append({"rank": first + k, "pid": process.pid, "start": start, "signal": 60,
                           "page": page.descriptor, "stacks": -1, "bell": bell})  # fmt: skip
             os.close(rings)
@@ -255,7 +239,7 @@ class Node:
         self.monitor = node_monitor.NodeMonitor({
             "job": "1", "size": size, "host": "here", "secret": "s", "survives_losses": False,
             "node": f"node{first}", "addresses": [], "listeners": [], "names": [], "command": "",
-            "survival": "", "reports": "", "launcher": 0, "launcher_pidfd": -1,
+            "survival": "", "launcher": 0, "launcher_pidfd": -1,
             "ranks": self._opened.ranks, "epoll": self._opened.epoll, "stderr": stderr, **given,
         })  # fmt: skip
         self.thread = threading.Thread(target=self.monitor.serve)
@@ -629,57 +613,44 @@ def test_call_that_has_completed_does_not_fail_its_group(monkeypatch):
 @needs_mpiexec
 @pytest.mark.waits
 @pytest.mark.parametrize(
-    ("calls", "action", "state", "expected"),
+    ("calls", "action", "expected"),
     [
-        (3, "load()", "running True", ("rank 1: in Python, after call", "in load")),
-        (99, "ctypes.PyDLL(None).sleep(1000)", "running True", ("rank 1: in Python, after call",)),
-        (99, "os.kill(os.getpid(), signal.SIGSTOP)", "stopped False", ("rank 1: stopped",)),
-        (99, "dist.recv(x, 0)", "running True", ("rank 1: in Python, after call", "in recv")),
+        (3, "load()", ("rank 1: in Python, after call", "in load")),
+        (99, "ctypes.PyDLL(None).sleep(1000)", ("rank 1: in Python, after call",)),
+        (99, "os.kill(os.getpid(), signal.SIGSTOP)", ("rank 1: stopped",)),
+        (99, "dist.recv(x, 0)", ("rank 1: in Python, after call", "in recv")),
     ],
     ids=["asleep", "holds the interpreter lock", "stopped", "in a receive"],
 )
 @job("""
     import ctypes
-    def read_report():
-        import glob, json
-        while not (found := glob.glob(sys.argv[1] + "/hang-*.json")):
-            time.sleep(0.1)
-        time.sleep(0.2)
-        report = json.load(open(found[0]))
-        assert os.stat(found[0]).st_mode & 0o777 == 0o600
-        one = report["ranks"][1]
-        say(len(report["ranks"]), report["call"]["number"], one["rank"], one["state"],
-            any("script.py" in frame for frames in one["stacks"].values() for frame in frames))
     def load():
         time.sleep(1000)
-    os.environ |= {"MPICOLL_REPORT_AFTER": "1.5", "MPICOLL_REPORTS": sys.argv[1]}
+    os.environ["MPICOLL_REPORT_AFTER"] = "1.5"
     dist.init_process_group(timeout=5)
     x = np.ones(4)
     for _ in range($calls):
         dist.all_reduce(x)
     if dist.get_rank() == 1:
         $action
-    if dist.get_rank() == 0:
-        threading.Thread(target=read_report).start()
     dist.all_reduce(x)
 """, ranks=3)  # fmt: skip
-def test_hang_is_reported_once_before_the_timeout(calls, action, state, expected, ended):
+def test_hang_is_reported_once_before_the_timeout(calls, action, expected, ended):
     head = "mpicoll: ranks 0, 2 of group 0 (3 ranks) wait for 2 s in call"
     ended.badly(f"{head} {calls + 1} of group 0: all_reduce of 4 elements of float64, SUM",
                 *expected)  # fmt: skip
     assert ended.err.count(head) == 1
-    assert ended.err.count(expected[0]) > 1, "the timeout has the same information"
-    assert ended.lines == [f"3 {calls + 1} 1 {state}"]
+    # The timeout has the same information.
+    assert len(re.findall(r"rank 1: (in Python, )?(after call|stopped)", ended.err)) > 1
 
 
 @needs_mpiexec
 @job("""
-    import glob
-    os.environ |= {"MPICOLL_REPORT_AFTER": "0.2", "MPICOLL_REPORTS": sys.argv[1]}
+    os.environ["MPICOLL_REPORT_AFTER"] = "0.2"
     for turn in range(2):
         dist.init_process_group(timeout=20)
-        while dist.get_rank() == 1 and len(glob.glob(sys.argv[1] + "/hang-*")) <= turn:
-            time.sleep(0.02)
+        if dist.get_rank() == 1:
+            time.sleep(2)
         dist.barrier()
         dist.destroy_process_group()
 """)
@@ -691,7 +662,7 @@ def test_hang_is_reported_again_after_a_second_init(ended):
 @needs_mpiexec
 @pytest.mark.waits
 @job("""
-    os.environ |= {"MPICOLL_REPORT_AFTER": "1.5", "MPICOLL_REPORTS": sys.argv[1]}
+    os.environ["MPICOLL_REPORT_AFTER"] = "1.5"
     dist.init_process_group(timeout=6)
     other = dist.new_group([0, 1])
     x = np.ones(4)
@@ -728,21 +699,6 @@ def test_lost_rank_is_reported_once_with_its_last_call(end, how, ended):
     assert ended.err.count("mpicoll: to survive a lost rank: ") == 1
     assert how in line or "the system does not say how" in line  # before Linux 6.15
     assert "rank 1 of 3 (pid " in line and ended.seconds < 20
-
-
-@needs_mpiexec
-@job("""
-    dist.init_process_group()
-    if dist.get_rank() == 0:
-        dist.recv(np.ones(4), 1)
-    elif dist.get_rank() == 1:
-        dist.send(np.ones(4), 0)
-        time.sleep(0.5)
-        os._exit(5)
-    dist.recv(np.ones(4), 1)
-""", ranks=3)  # fmt: skip
-def test_report_of_a_lost_rank_without_collectives_has_its_messages(ended):
-    ended.badly("exited with code 5", "after 1 message of group 0 to rank 0")
 
 
 @needs_mpiexec
@@ -817,7 +773,6 @@ def test_only_the_rank_that_ends_after_init_is_reported(end, expected, ended):
 """)
 def test_signal_handlers_run_during_a_call(handles, printed, ended):
     assert ended.lines == printed, ended
-    assert len(re.findall(r"mpicoll: rank 0 of 2 \(on .*\) received SIGTERM", ended.err)) == 1
 
 
 @needs_mpiexec

@@ -82,7 +82,6 @@ class Watchdog:
         self._next_receive = time.monotonic() + _RECEIVE_INTERVAL_S
         #: FAILED groups with device work, and since when.
         self._failed: dict[ProcessGroup, float] = {}
-        self._previous_fd = -1
         self._reader, self._writer = os.pipe()
         for end in (self._reader, self._writer):
             os.set_blocking(end, False)
@@ -90,15 +89,10 @@ class Watchdog:
         self._receives_signals = threading.current_thread() is threading.main_thread()
         if self._receives_signals:
             interruptions.attend()
-            self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            if self._previous_fd != -1:  # another library uses it, most likely asyncio
-                signal.set_wakeup_fd(self._previous_fd)
+            previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            if previous_fd != -1:  # another library uses it, most likely asyncio
+                signal.set_wakeup_fd(previous_fd)
                 self._receives_signals = False
-        self._replaces = threading.current_thread() is threading.main_thread() and (
-            signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-        )
-        if self._replaces:
-            signal.signal(signal.SIGUSR1, self._on_usr1)
         _watchdogs.add(self)
         self._thread = threading.Thread(target=self._run, name="mpicoll-watchdog", daemon=True)
         self._thread.start()
@@ -112,12 +106,9 @@ class Watchdog:
         """Remove the group's part of the hooks, and end the thread."""
         exit_hooks.install_in_rank()
         owns_pipe = not self._receives_signals
-        if threading.current_thread() is threading.main_thread():
-            if self._receives_signals:
-                self._stop_receiving_signals()
-                owns_pipe = True
-            if self._owns_usr1():
-                signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        if self._receives_signals and threading.current_thread() is threading.main_thread():
+            self._stop_receiving_signals()
+            owns_pipe = True
         self._stopping = True
         os.write(self._writer, b"\0")
         for thread in (self._thread, *self._failing):
@@ -126,17 +117,6 @@ class Watchdog:
         if owns_pipe:  # else Python still writes to the pipe at each signal
             os.close(self._reader)
             os.close(self._writer)
-
-    def _on_usr1(self, *_: object) -> None:
-        """Handle the signal, which would otherwise end the process. The watchdog thread dumps the
-        flight record; it also receives the signal by the wakeup descriptor if it can.
-        """
-        if not self._receives_signals:
-            os.write(self._writer, bytes([signal.SIGUSR1]))
-
-    def _owns_usr1(self) -> bool:
-        """Return whether SIGUSR1 dumps the flight record: the program has no handler for it."""
-        return self._replaces and signal.getsignal(signal.SIGUSR1) == self._on_usr1
 
     def _stop_receiving_signals(self) -> None:
         current_fd = signal.set_wakeup_fd(-1)
@@ -164,17 +144,11 @@ class Watchdog:
             if self._stopping:
                 return
             signals = os.read(self._reader, 512) if self._reader in ready else b""
-            if signal.SIGUSR1 in signals and self._owns_usr1() and not _may_signal_loss():
-                flight_record.dump("signal SIGUSR1", 0)
-                for line in flight_record.last_words():
-                    write_lines(line)
-            if signal.SIGTERM in signals:  # the program's handlers run during a call
-                monitor_client.report_signal(signal.SIGTERM)
             if signal.SIGINT in signals:
                 self._handle_interrupt()
             if session is not None and session.fileno() in ready:
                 self._handle_job_end(session.end_reason(), session.rank)
-            if monitor_client.end_order():  # the monitor has printed the reason
+            if monitor_client.is_ordered_to_end():
                 end_job(1)
             self._check_groups(waits)
 
@@ -346,16 +320,6 @@ def _fail(group: ProcessGroup, number: int) -> None:
     """Fail a group whose collective has timed out, in a thread for this purpose."""
     use_process_device()
     timeouts.fail_late_call(group, number)
-
-
-def _may_signal_loss() -> bool:
-    """Return whether SIGUSR1 may report a lost rank, which already dumps the records.
-
-    Hydra sends it to the survivors.
-    """
-    return lost_ranks.is_fault_tolerant() and any(
-        lost_ranks.check(group) for group in list(state.groups)
-    )
 
 
 _watchdogs: set[Watchdog] = set()

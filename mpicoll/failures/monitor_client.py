@@ -98,30 +98,29 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
                         state=RUNNING)  # fmt: skip
         given = {
             "rank": world.Get_rank(), "pid": os.getpid(), "node": node(),
-            "start": node_monitor.read_stat(os.getpid())[19], "page": _own.page.descriptor,
-            "stacks": _own.stacks, "signal": _own.signal, "bell": _own.bell,
+            "page": _own.page.descriptor, "bell": _own.bell,
+            "stacks": _own.stacks, "signal": _own.signal,
         }  # fmt: skip
     if not given:
         _own = None
     ranks = control_messages.allgather(here, given, dict[str, int | str])
     # Ranks in different containers of a node cannot see each other: each container has a monitor.
     seen = [one for one in ranks if one and one["node"] == given.get("node")]
-    first = bool(seen) and seen[0]["rank"] == world.Get_rank()
-    key = [(one["rank"], one["pid"]) for one in seen]
-    is_head = world.Get_rank() == 0
+    rank, size = world.Get_rank(), world.Get_size()
+    key = [(one["rank"], one["pid"]) for one in seen], size
     listeners: list[socket.socket] = []
-    if is_head and _own is not None and _own.monitored != (key, world.Get_size(), _own.head):
-        listeners = _make_head(world.Get_size() > len(seen))
-    heads = _own.head if is_head and _own is not None else {}
+    if rank == 0 and _own is not None and _own.monitored != (key, _own.head):
+        listeners = _make_head(size > len(seen))
+    mine = _own.head if _own is not None else {}
     head, beginning = control_messages.bcast(
-        world, (heads, secrets.randbits(64)), 0, tuple[dict[str, Any], int]
+        world, (mine, secrets.randbits(64)), 0, tuple[dict[str, Any], int]
     )
     if _own is not None:
         _own.beginning = beginning
-    if first and _own is not None and head and _own.monitored != (key, world.Get_size(), head):
-        _own.monitored = key, world.Get_size(), head
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            _launch_monitor(seen, world.Get_size(), head, listeners)
+        if head and seen[0]["rank"] == rank and _own.monitored != (key, head):
+            _own.monitored = key, head
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                _launch_monitor(seen, size, head, listeners)
     for sock in listeners:
         sock.close()
     here.Barrier()  # until now all ranks of the node are alive; their ends are seen from here on
@@ -159,13 +158,15 @@ class _Opened:
         self.all: list[int] = []
         self._poll = select.epoll()
         self.epoll = self._poll.fileno()
-        self.ranks = [self._open_rank(each) for each in ranks]
-        self.launcher = -1
+        self.ranks: list[dict[str, Any]] = []
+        for each in ranks:
+            with contextlib.suppress(OSError):  # else the monitor does not see this rank
+                self._open_rank(each)
+        self.launcher, self.stderr = -1, 2
         with contextlib.suppress(OSError):
             if launcher:
                 self.launcher = self._keep(os.pidfd_open(launcher))
                 self._poll.register(self.launcher, select.EPOLLIN)
-        self.stderr = 2
         with contextlib.suppress(OSError):
             if prints:
                 self.stderr = self._keep(_open_stderr(prints))
@@ -174,23 +175,14 @@ class _Opened:
         self.all.append(descriptor)
         return descriptor
 
-    def _open_rank(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return a rank's description; -1 for a descriptor that cannot be opened."""
-        found = given | {"pidfd": -1, "page": -1, "bell": -1}
-        pid, descriptors = given["pid"], Path(f"/proc/{given['pid']}/fd")
-        with contextlib.suppress(OSError):
-            pidfd = self._keep(os.pidfd_open(pid))
-            if node_monitor.read_stat(pid)[19] != given["start"]:
-                return found
-            found["pidfd"] = pidfd
-            self._poll.register(pidfd, select.EPOLLIN)
-            found["page"] = self._keep(os.open(descriptors / str(given["page"]), os.O_RDWR))
-            bell = self._keep(
-                os.open(descriptors / str(given["bell"]), os.O_RDONLY | os.O_NONBLOCK)
-            )
-            self._poll.register(bell, select.EPOLLIN)
-            found["bell"] = bell
-        return found
+    def _open_rank(self, given: dict[str, Any]) -> None:
+        descriptors = Path(f"/proc/{given['pid']}/fd")
+        page = self._keep(os.open(descriptors / str(given["page"]), os.O_RDWR))
+        bell = self._keep(os.open(descriptors / str(given["bell"]), os.O_RDONLY | os.O_NONBLOCK))
+        pidfd = self._keep(os.pidfd_open(given["pid"]))
+        for each in (pidfd, bell):
+            self._poll.register(each, select.EPOLLIN)
+        self.ranks.append(given | {"pidfd": pidfd, "page": page, "bell": bell})
 
     def close(self) -> None:
         """Close the descriptors in this process."""

@@ -84,7 +84,7 @@ class _Rank:
         self.pid: int = given["pid"]
         self.pidfd: int = given["pidfd"]
         self.bell: int = given["bell"]
-        self.page = None if given["page"] < 0 else StatusPage(given["page"])
+        self.page = StatusPage(given["page"])
         self._signal: int = given["signal"]
         self._stacks_path = f"/proc/{self.pid}/fd/{given['stacks']}"
         self._stacks = -1
@@ -95,8 +95,8 @@ class _Rank:
 
     @property
     def state(self) -> int:
-        """The state on its page. A rank without a page is DONE."""
-        return DONE if self.page is None else self.page.header().state
+        """The state on its page."""
+        return self.page.header().state
 
     @property
     def is_quiet(self) -> bool:
@@ -110,12 +110,11 @@ class _Rank:
 
     def update(self, now: float) -> None:
         """Read the page, and record since when each call is unchanged."""
-        if self.page is not None:
-            known = dict(enumerate(self._cells))
-            self._cells = [
-                known[k] if k in known and known[k][0] == raw else (raw, now)
-                for k, raw in enumerate(self.page.raw_cells())
-            ]
+        known = dict(enumerate(self._cells))
+        self._cells = [
+            known[k] if k in known and known[k][0] == raw else (raw, now)
+            for k, raw in enumerate(self.page.raw_cells())
+        ]
 
     def calls(self) -> list[tuple[Cell, float]]:
         """Return each group's cell at the last update, and since when it is unchanged."""
@@ -137,7 +136,7 @@ class _Rank:
 
         The signal goes to a thread of mpicoll, so that it interrupts no system call of the program.
         """
-        if self.page is None or self.pidfd < 0 or _state_of(self.pid) != "running":
+        if self.pidfd < 0 or _state_of(self.pid) != "running":
             return False
         with contextlib.suppress(OSError, ValueError, IndexError):
             if self._stacks < 0:
@@ -154,11 +153,11 @@ class _Rank:
     def snapshot(self, host: str, now: float, stacks: dict[str, list[str]]) -> Snapshot:
         """Return the state of the rank; see report.py."""
         state = "gone" if self.pidfd < 0 else _state_of(self.pid)
-        if self.page is not None and state == "running":
+        if state == "running":
             state = {ENDING: "ending", DONE: "done"}.get(self.state, state)
         return {
             "rank": self.rank, "host": host, "pid": self.pid, "state": state, "how": self.how,
-            "main": 0 if self.page is None else self.page.header().thread, "stacks": stacks,
+            "main": self.page.header().thread, "stacks": stacks,
             "calls": [
                 cell._asdict() | {"since": now - since if cell.inside else 0.0}
                 for cell, since in self.calls()
@@ -167,9 +166,7 @@ class _Rank:
 
 
 def read_stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on: [1] is the parent, [19] the start
-    time, which identifies the process if its pid is reused.
-    """
+    """Return the fields of /proc/PID/stat from the state on. The next one is the parent."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -276,8 +273,7 @@ class NodeMonitor:
     def serve(self) -> None:
         """Run the monitor until each rank of this node has ended or has a newer monitor."""
         for one in self._ranks:
-            if one.page is not None:
-                one.page.write(monitor_pid=os.getpid())
+            one.page.write(monitor_pid=os.getpid())
         try:
             self._listen()
             self._find_head()
@@ -649,7 +645,7 @@ class NodeMonitor:
     def _find_endings(self) -> None:
         """Report the ranks of this node that end the job themselves."""
         for one in self._ranks:
-            if one.page is None or one.state != ENDING or one.rank in self._known_endings:
+            if one.state != ENDING or one.rank in self._known_endings:
                 continue
             self._known_endings.add(one.rank)
             header = one.page.header()
@@ -686,8 +682,7 @@ class NodeMonitor:
                 _print(report.describe_exit(alike, self.size, cause.code), self._stderr)
         if self._is_decided:
             for one in self._ranks:
-                if one.page is not None:
-                    one.page.write(unexplained=0)
+                one.page.write(unexplained=0)
 
     def _report_loss(self, loss: Loss) -> None:
         from mpicoll.failures import report
@@ -736,7 +731,7 @@ class NodeMonitor:
     def _end_ranks(self) -> None:
         """Order the ranks of this node to end."""
         for one in self._ranks:
-            if one.pidfd >= 0 and one.page is not None and not one.is_quiet:
+            if one.pidfd >= 0 and not one.is_quiet:
                 one.page.write(end_order=1)
         self._end_by = time.monotonic() + _KILL_GRACE_S
 

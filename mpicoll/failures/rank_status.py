@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mpicoll import communicators
-from mpicoll.failures.consistency import RecordEntry, describe_by_rank, describe_call, digest
+from mpicoll.failures import consistency
+from mpicoll.failures.consistency import RecordEntry, describe_call, digest
+from mpicoll.failures.debug_level import DETAIL_HINT
+from mpicoll.failures.report import format_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -177,14 +180,15 @@ def find_departed(group: ProcessGroup, states: tuple[int, ...] = (EXITING, DESTR
     return {rank for rank, status in list(group.statuses.items()) if status.state in states}
 
 
-def find_missing(group: ProcessGroup, may_time_out: bool) -> list[int]:
-    """Return the global ranks that have departed before the current collective of this rank.
+def find_missing(group: ProcessGroup, may_time_out: bool) -> str:
+    """Name the global ranks that have departed before the current collective of this rank.
 
     may_time_out: the program may wait with a timeout and continue after it, so that only ranks that
     end count.
     """
     departed = find_departed(group, (EXITING,) if may_time_out else (EXITING, DESTROYING))
-    return [group.ranks[rank] for rank in departed if group.statuses[rank].begun < group.begun]
+    missing = [rank for rank in departed if group.statuses[rank].begun < group.begun]
+    return format_ranks(group.ranks[rank] for rank in missing) if missing else ""
 
 
 def describe_mismatch(group: ProcessGroup) -> str:
@@ -258,10 +262,7 @@ def compare_after_error(group: ProcessGroup) -> str:
     if len({*calls.values()}) == 1:
         return describe_mismatch(group)
     texts = [calls.get(rank, "no answer") for rank in range(group.size())]
-    return (
-        f"rank {me} of group {group.group_name}: collective mismatch: the ranks made different "
-        f"calls as call {number} of the group: {describe_by_rank(texts)}"
-    )
+    return consistency.describe_mismatch(group, number, texts)
 
 
 def compare_at_destroy(group: ProcessGroup, end: float) -> tuple[bool, str]:
@@ -289,7 +290,6 @@ def compare_at_destroy(group: ProcessGroup, end: float) -> tuple[bool, str]:
                 f"rank {group.rank()} of group {group.group_name}: the ranks made different calls "
                 f"after call {mine.since}: the last of rank {rank} is "
                 f"{_describe_call(theirs.last_call)}; here it is {_describe_call(mine.last_call)}. "
-                "The results of these calls may be wrong. "
-                "MPICOLL_DEBUG=DETAIL compares every call before it runs"
+                f"The results of these calls may be wrong. {DETAIL_HINT}"
             )
     return expected <= find_departed(group), ""

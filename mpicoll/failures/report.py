@@ -187,15 +187,16 @@ def describe_mismatch(lost: Snapshot, snapshots: Iterable[Snapshot]) -> str:
     for rank, each in found.items():
         calls.setdefault(_words(each) if is_mismatch else _describe_call(each), []).append(rank)
     texts = "; ".join(f"{format_ranks(ranks)}: {words}" for words, ranks in calls.items())
-    detail = "MPICOLL_DEBUG=DETAIL compares every call before it runs"
+    from mpicoll.failures.debug_level import DETAIL_HINT
+
     if is_mismatch:
         return (
             "mpicoll: collective mismatch: the ranks made different calls as "
-            f"{_describe_call(call).partition(':')[0]}: {texts}. MPI ended the job; {detail}"
+            f"{_describe_call(call).partition(':')[0]}: {texts}. MPI ended the job; {DETAIL_HINT}"
         )
     return (
         "mpicoll: MPI ended the process after an error in a call, most likely a collective "
-        f"mismatch in sizes. The last calls: {texts}. {detail}"
+        f"mismatch in sizes. The last calls: {texts}. {DETAIL_HINT}"
     )
 
 

@@ -25,7 +25,6 @@ from mpicoll.cuda.threads import use_process_device
 from mpicoll.errors import CollectiveTimeoutError, LostRankError
 from mpicoll.failures import (
     flight_record,
-    interruptions,
     lost_ranks,
     monitor_client,
     rank_status,
@@ -33,6 +32,8 @@ from mpicoll.failures import (
 )
 from mpicoll.failures.group_failure import fail_all_ranks, grace
 from mpicoll.failures.termination import GroupEnd, end_job, end_stuck_job
+from mpicoll.kernels.calls import find_signal_handler
+from mpicoll.kernels.library import kernels
 from mpicoll.launch import exit_hooks
 from mpicoll.launch.exit_hooks import INTERRUPTED
 from mpicoll.output import write_lines
@@ -56,18 +57,13 @@ _SEND_AFTER_S, _RECEIVE_INTERVAL_S = 2.0, 10.0
 
 @dataclass(slots=True)
 class _Wait:
-    """A group that is inside a collective.
+    """A group that is inside a collective."""
 
-    number: of the collective. since: when it was first seen inside. has_sent: the rank has sent its
-    status. failing: the thread that fails the group. failed: seconds beyond the timeout when the
-    group was first seen FAILED.
-    """
-
-    number: int
-    since: float
-    has_sent: bool = False
-    failing: threading.Thread | None = None
-    failed: float | None = None
+    number: int  # of the collective
+    since: float  # when it was first seen inside
+    has_sent: bool = False  # the rank has sent its status
+    failing: threading.Thread | None = None  # fails the group
+    failed: float | None = None  # seconds beyond the timeout when the group was first seen FAILED
 
 
 class Watchdog:
@@ -88,7 +84,8 @@ class Watchdog:
         exit_hooks.install(GroupEnd(at_exit))
         self._receives_signals = threading.current_thread() is threading.main_thread()
         if self._receives_signals:
-            interruptions.attend()
+            if kernels is not None:  # a call that waits in C then runs the program's handlers
+                kernels.shared_set_signal_handler(find_signal_handler())
             previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             if previous_fd != -1:  # another library uses it, most likely asyncio
                 signal.set_wakeup_fd(previous_fd)
@@ -196,17 +193,13 @@ class Watchdog:
     def _check_groups(self, waits: dict[ProcessGroup, _Wait]) -> None:
         use_process_device()
         now = time.monotonic()
-        # Status messages for a rank that never waits must not accumulate. If MPI admits one thread
-        # at a time, the program may be inside it now.
-        if now > self._next_receive and not launch.is_serialized():
-            self._next_receive = now + _RECEIVE_INTERVAL_S
+        if not launch.is_serialized():  # else the program may be inside MPI now
+            is_due = now > self._next_receive  # messages for a rank that never waits accumulate
+            if is_due:
+                self._next_receive = now + _RECEIVE_INTERVAL_S
             for group in list(state.groups):
-                rank_status.receive(group)
-                timeouts.receive_failures(group)
-        default = state.default  # another thread may close it meanwhile
-        if default is not None and not launch.is_serialized():
-            rank_status.receive(default)
-            timeouts.receive_failures(default)
+                if is_due or group is state.default:
+                    timeouts.receive_failures(group)
         flight_record.answer()
         if lost_ranks.is_fault_tolerant() and not launch.is_serialized():
             for group in list(state.groups):
@@ -232,7 +225,6 @@ class Watchdog:
         Ends a program that continues to use such results and does not raise the error.
         """
         if not launch.is_serialized():
-            rank_status.receive(group)
             timeouts.receive_failures(group)
         group.check_device_errors()
         if group.error is None and not group.lock.locked():
@@ -241,8 +233,7 @@ class Watchdog:
                 time.sleep(_JOB_END_GRACE_S)
                 group.check_device_errors()
             if missing and group.error is None:
-                who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-                end_stuck_job(f"{who} ended without making the last calls of this rank", 1)
+                end_stuck_job(f"{missing} ended without making the last calls of this rank", 1)
         error = group.error
         if error is None or isinstance(error, LostRankError):
             return
@@ -262,13 +253,11 @@ class Watchdog:
 
     def _check_wait(self, group: ProcessGroup, wait: _Wait, now: float) -> None:
         """Check whether the collective that a group waits in can complete."""
-        rank_status.receive(group)
         timeouts.receive_failures(group)
         ends = isinstance(group.error, (LostRankError, CollectiveTimeoutError))
-        missing = [] if ends else rank_status.find_missing(group, group.keeps_time or group.busy())
+        missing = "" if ends else rank_status.find_missing(group, group.keeps_time or group.busy())
         if missing:
-            who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            end_stuck_job(f"{who} ended without making this call", 1, group.thread)
+            end_stuck_job(f"{missing} ended without making this call", 1, group.thread)
         if not group.keeps_time and not ends:
             soon = min(_SEND_AFTER_S, math.inf if group.timeout is None else group.timeout / 2)
             if not wait.has_sent and now - wait.since > soon:
@@ -300,9 +289,7 @@ class Watchdog:
         if wait.failed is None:
             wait.failed = over
         since = over - wait.failed  # time that calls have had to return early
-        if (
-            since > _CHECK_INTERVAL_S and group.busy()
-        ):  # the progress thread is stuck, callers continue
+        if since > _CHECK_INTERVAL_S and group.busy():  # the progress thread is stuck
             for work in list(group.pending):
                 work.has_timed_out = True
                 work.abandon(group.failure())

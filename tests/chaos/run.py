@@ -68,7 +68,7 @@ class Fault(NamedTuple):
 #: flight records, MPI's grace, and the end of the job.
 SOON_S, TIMEOUT_S = 5.0, 4.0 + 3.0 + 2.0 + 5.0
 
-KILLED = ("lost: rank {rank} of .* killed by SIGKILL",)
+KILLED = ("lost: rank {rank} of .* killed by SIGKILL .*, (after call|before its first call)",)
 RAISED = ("ValueError: the program's own",)
 
 FAULTS = {

@@ -48,7 +48,7 @@ _DETAIL = int(DebugLevel.DETAIL)
 RecordEntry = tuple[int, int, int, int]
 
 
-def digest(calls: tuple[RecordEntry, ...]) -> int:
+def digest(calls: tuple[tuple[int, ...], ...]) -> int:
     """Return a 62-bit hash of call records, the same on every rank.
 
     Python's hash of a tuple of ints depends neither on the process nor, from 3.8 on, the version.
@@ -84,14 +84,10 @@ def check(group: ProcessGroup, look: Callable[[ProcessGroup], None]) -> None:
 
 
 def is_due(group: ProcessGroup) -> bool:
-    """Return whether the group's next call, which only enqueues device work, begins with a
-    comparison, in which it waits for the other ranks.
-    """
-    if group.size() == 1:
-        return False
+    """Return whether the group's next call, which only enqueues device work, compares calls."""
     if group.compared:
-        return len(group.unmet) + 1 >= group.stride
-    return group.sequence + 1 >= group.next_check
+        return group.size() > 1 and len(group.unmet) + 1 >= group.stride
+    return group.size() > 1 and group.sequence + 1 >= group.next_check
 
 
 def agree_later(group: ProcessGroup, kind: int, sizes: int, root: int) -> None:
@@ -105,7 +101,7 @@ def agree_later(group: ProcessGroup, kind: int, sizes: int, root: int) -> None:
     group.unmet.append((kind, sizes, root))
     if len(group.unmet) < group.stride:
         return
-    shared, calls = group.resources.find("shared"), hash(tuple(group.unmet)) & (1 << 62) - 1
+    shared, calls = group.resources.find("shared"), digest(tuple(group.unmet))
     group.unmet = []
     if not shared.compare(encode_comparison(kind, root, 0), calls):
         error = MismatchError(

@@ -128,8 +128,8 @@ def dump_flight_record(path: str | None = None) -> str:
 
     Returns the path. Raises NotInitializedError (a ValueError) before init_process_group,
     ArgumentError (a ValueError) if no record is kept (TORCH_FR_BUFFER_SIZE is 0),
-    ArgumentTypeError (a TypeError) for a path of another type, and OSError if the file cannot be
-    written.
+    ArgumentTypeError (a TypeError) for a path of another type, and the error of the system if the
+    file cannot be written.
     """
     if not isinstance(path, (str, os.PathLike, NoneType)):
         raise ArgumentTypeError(

@@ -232,8 +232,7 @@ _PIDFD_GETFD = 438
 
 
 def _open_stderr(pid: int) -> int:
-    """Return a descriptor of the standard error of the job's launcher, or of this process if it
-    cannot be opened.
+    """Return a descriptor of a launcher's standard error, or of this process if that fails.
 
     A launcher whose rank has died ends within milliseconds, and no longer reads the ranks' pipes.
     """
@@ -261,10 +260,7 @@ def _is_null(descriptor: int) -> bool:
 
 
 def _find_starter(launchers: list[int]) -> int:
-    """Return the process whose end also ends the ranks of this node, 0 if there is none.
-
-    launchers: as _find_launchers returns them.
-    """
+    """Return the process whose end also ends the ranks of this node, 0 if there is none."""
     launched = launch.find_launcher()
     if launched is None:
         return 0

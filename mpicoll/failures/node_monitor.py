@@ -62,7 +62,7 @@ SOCKETS = ".watch"
 
 
 def find_folder() -> Path:
-    """Return the folder of this user's sockets and reports on this host.
+    """Return the folder of this user's sockets on this host.
 
     Raises OSError if it belongs to another user.
     """
@@ -122,10 +122,7 @@ class _Rank:
         return [(cell, since) for cell, since in parsed if cell.group]
 
     def end(self, until: float) -> None:
-        """Record that the process has ended, and how.
-
-        until: time on the monotonic clock until which the system is asked how.
-        """
+        """Record that the process has ended, and how, which the system may know a bit later."""
         self.update(time.monotonic())
         self.how = _read_end(self.pidfd, self.pid, 0.0 if self.is_quiet else until)
         os.close(self.pidfd)

@@ -37,27 +37,18 @@ __all__ = [
 
 
 class RankStatus(NamedTuple):
-    """The position of a rank in a group's sequence of calls. Each field is sent as 64 bits.
+    """The position of a rank in a group's sequence of calls. Each field is sent as 64 bits."""
 
-    group:  hash of the group's name, because a message may be left over from another group.
-    state:  RUNNING, EXITING, DESTROYING, DUMPING, COMPARING, TIMED_OUT or FAILED.
-    begun:  number of collectives that the rank has begun.
-    formed: number of these that are not compared.
-    since:  number of the call at which the ranks' calls were last compared.
-    number, kind, sizes, root: call record of the rank's last compared call.
-    calls:  digest of its calls from ``since`` to ``number``.
-    """
-
-    group: int
-    state: int
-    begun: int
-    formed: int
-    since: int
-    number: int
+    group: int  # hash of the group's name, because a message may be left over from another group
+    state: int  # RUNNING, EXITING, DESTROYING, DUMPING, COMPARING, TIMED_OUT or FAILED
+    begun: int  # number of collectives that the rank has begun
+    formed: int  # number of these that are not compared
+    since: int  # number of the call at which the ranks' calls were last compared
+    number: int  # number, kind, sizes and root: call record of the rank's last compared call
     kind: int
     sizes: int
     root: int
-    calls: int
+    calls: int  # digest of its calls from ``since`` to ``number``
 
     @property
     def last_call(self) -> RecordEntry:
@@ -202,39 +193,30 @@ def describe_mismatch(group: ProcessGroup) -> str:
     for rank, status in list(group.statuses.items()):
         if status.since != calls[0][0] or status.state == COMPARING:  # that rank raises the error
             continue
-        ahead = status.number - calls[-1][0]
+        other, theirs = group.ranks[rank], _describe_call(status.last_call)
+        here, ahead = _describe_call(calls[-1]), status.number - calls[-1][0]
         if ahead * (status.formed - formed) < 0:
-            other, here = _describe_call(status.last_call), _describe_call(calls[-1])
             if ahead < 0:
-                other = f"making another group after {other}"
+                theirs = f"making another group after {theirs}"
             else:
                 here = f"making another group after {here}"
-            return (
-                f"collective mismatch in group {group.group_name}: rank "
-                f"{group.ranks[rank]}: {other}; here: {here}"
-            )
-        if ahead > 0:  # this rank may still make the same calls
+        elif ahead > 0:  # this rank may still make the same calls
             continue
-        if ahead < 0 and group.compared:  # the calls before the last were alike
+        elif ahead < 0 and group.compared:  # the calls before the last were alike
             continue
-        same_calls = tuple(call for call in calls if call[0] <= status.number)
-        if digest(same_calls) != status.calls:
-            return _describe_difference(group, rank, status, same_calls)
+        else:
+            same_calls = tuple(call for call in calls if call[0] <= status.number)
+            if digest(same_calls) == status.calls:
+                continue
+            here = _describe_call(same_calls[-1])
+            if here == theirs:
+                return (
+                    f"rank {other} of group {group.group_name} has made other calls than this rank "
+                    f"between call {status.since} and call {status.number}, {here}"
+                )
+        name = group.group_name
+        return f"collective mismatch in group {name}: rank {other}: {theirs}; here: {here}"
     return ""
-
-
-def _describe_difference(
-    group: ProcessGroup, rank: int, status: RankStatus, calls: tuple[RecordEntry, ...]
-) -> str:
-    theirs = _describe_call(status.last_call)
-    here = _describe_call(calls[-1])
-    other = group.ranks[rank]
-    if here == theirs:
-        return (
-            f"rank {other} of group {group.group_name} has made other calls than this rank between "
-            f"call {status.since} and call {status.number}, {here}"
-        )
-    return f"collective mismatch in group {group.group_name}: rank {other}: {theirs}; here: {here}"
 
 
 def _describe_call(call: RecordEntry) -> str:

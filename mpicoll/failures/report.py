@@ -44,10 +44,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 
 def parse_stacks(text: str) -> dict[str, list[str]]:
-    """Return the frames of each thread, by its number as text, from the output of faulthandler.
-
-    Threads of mpicoll are omitted.
-    """
+    """Return the frames of the program's threads, by number as text, from faulthandler's output."""
     found: dict[str, list[str]] = {}
     frames: list[str] = []
     for line in text.splitlines():
@@ -121,10 +118,10 @@ def _who(ranks: Sequence[Snapshot], size: int) -> str:
 
 
 def describe_loss(lost: Sequence[Snapshot], size: int, is_first_known: bool = True) -> str:
-    """Return the line that names the rank that was lost first, how, and in which call.
+    """Return the line that names the lost rank, how it ended, and in which call.
 
-    lost: ranks of one node that have ended in the same way, in this order.
-    is_first_known: the first one is the cause; else the line names all of them.
+    lost: ranks of one node that have ended in the same way, in this order. The line names all of
+        them unless the first one is known to be the cause.
     """
     if is_first_known or len(lost) == 1:
         first = lost[0]
@@ -149,10 +146,7 @@ def describe_exit(ranks: Sequence[Snapshot], size: int, code: int) -> str:
 
 
 def describe_survival(lost: Sequence[Snapshot], survival: str) -> str:
-    """Return the line with the setting by which the job would have survived, "" if there is none.
-
-    lost: as for describe_loss. survival: see launchers.py. A signal to the whole job has no remedy.
-    """
+    """Return the line with the setting by which the job would have survived, or ""."""
     if not survival or lost[0]["how"] in _FOR_ALL:
         return ""
     return f"mpicoll: to survive a lost rank: {survival} (docs/reliability.md)"
@@ -169,10 +163,7 @@ def is_ended_by_mpi(lost: Snapshot) -> bool:
 
 
 def describe_mismatch(lost: Snapshot, snapshots: Iterable[Snapshot]) -> str:
-    """Return the line that compares the ranks' calls after MPI has ended a rank in one of them.
-
-    lost: that rank. snapshots: of all ranks.
-    """
+    """Return the line that compares the calls of all ranks after MPI has ended one of them."""
     call = _last_call(lost)
     assert call is not None
     found = {
@@ -266,10 +257,7 @@ def describe_rank(snapshot: Snapshot, call: dict[str, Any]) -> str:
 
 
 def describe_hang(snapshots: Sequence[Snapshot], call: dict[str, Any], seconds: float) -> str:
-    """Return the report of a call in which ranks wait.
-
-    call: as in a snapshot. seconds: of waiting so far.
-    """
+    """Return the report of a call in which ranks have waited for some seconds."""
     members = [
         one for one in snapshots if any(each["group"] == call["group"] for each in one["calls"])
     ]

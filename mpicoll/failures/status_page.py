@@ -30,51 +30,33 @@ _PAGE_BYTES = _HEADER.size + MAX_CELLS * _CELL.size
 
 
 class Header(NamedTuple):
-    """The state that a rank publishes.
+    """The state that a rank publishes."""
 
-    state: RUNNING, ENDING, DONE or LEFT.
-    code: exit code with which it ends the job.
-    cells: number of cells that have been used.
-    thread: the main thread, as threading.get_ident returns it.
-    listener: system-wide number of the thread that prints stacks on request.
-    ending_ns: when the rank began to end the job, on the monotonic clock; 0: it has not.
-    unexplained: 1 while the rank waits for the monitor to report its exit code.
-    monitor_pid: process of the monitor, 0 until it runs.
-    end_order: 1 if the monitor orders this rank to end. The monitor prints the reason.
-    """
-
-    state: int
-    code: int
-    cells: int
-    thread: int
-    listener: int
-    ending_ns: int
-    unexplained: int
-    monitor_pid: int
-    end_order: int
+    state: int  # RUNNING, ENDING, DONE or LEFT
+    code: int  # exit code with which it ends the job
+    cells: int  # number of cells that have been used
+    thread: int  # the main thread, as threading.get_ident returns it
+    listener: int  # system-wide number of the thread that prints stacks on request
+    ending_ns: int  # when the rank began to end the job, on the monotonic clock; 0: it has not
+    unexplained: int  # 1 while the rank waits for the monitor to report its exit code
+    monitor_pid: int  # process of the monitor, 0 until it runs
+    end_order: int  # 1 if the monitor orders this rank to end; the monitor prints the reason
 
 
 class Cell(NamedTuple):
-    """The last call of a group.
+    """The last call of a group."""
 
-    group:  number of the group, the same on its ranks; 0 for a free cell.
-    limit:  milliseconds of waiting after which a hang is reported; 0: never.
-    number, kind, sizes, root: of the call, see core/signature.py.
-    inside: 1 until the call has ended. thread: that makes it.
-    size, rank: of the group, and this rank in it. name: of the group.
-    """
-
-    group: int
-    limit: int
-    number: int
+    group: int  # number of the group, the same on its ranks; 0 for a free cell
+    limit: int  # milliseconds of waiting after which a hang is reported; 0: never
+    number: int  # number, kind, sizes and root of the call, see core/signature.py
     kind: int
     sizes: int
     root: int
-    inside: int
-    thread: int
-    size: int
-    rank: int
-    name: str
+    inside: int  # 1 until the call has ended
+    thread: int  # that makes it
+    size: int  # of the group
+    rank: int  # this rank in the group
+    name: str  # of the group
 
 
 class StatusPage:
@@ -104,10 +86,7 @@ class StatusPage:
             self.write(state=state)
 
     def set_ending(self, code: int, explained: bool) -> None:
-        """Record that this rank ends the job with an exit code, now. The first reason counts.
-
-        explained: it has printed the reason.
-        """
+        """Record that this rank ends the job now, and whether it has printed the reason."""
         if self.header().state != ENDING:
             self.write(ending_ns=time.monotonic_ns(), unexplained=not explained)
             self.write(code=code & 0xFF, state=ENDING)

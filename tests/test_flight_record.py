@@ -176,14 +176,6 @@ def test_trace_writes_a_timeline_of_all_ranks(folder):
     assert max(starts) - min(starts) < 100  # µs, although the clocks differ by 5 s
 
 
-def test_align_ignores_hosts_without_completed_calls(folder):
-    records = trace.read_folder(folder)
-    for record in records.values():
-        record.calls[:] = [each for each in record.calls if each["state"] != "completed"]
-    assert trace.align(records) == {"boot0": 0}
-    assert len(list(trace.trace_events(records, {"boot0": 0}))) > 4
-
-
 @pytest.mark.parametrize(
     ("files", "words"),
     [

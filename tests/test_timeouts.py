@@ -67,22 +67,6 @@ def test_init_times_out(start: str, begin: str, end: str, ended: Ended) -> None:
     assert "not reached" not in ended.out
 
 
-@compiled
-@pytest.mark.parametrize(
-    "end",
-    [
-        "time.sleep(1.5); import no_such_module",
-        "time.sleep(1.5); os.environ['MPICOLL_DEBUG'] = 'a lot'",
-    ],
-)
-@pytest.mark.parametrize(("start", "begin"), [("", INIT)])
-@job(LATE)
-def test_failure_before_init_ends_the_job(start: str, begin: str, end: str, ended: Ended) -> None:
-    """The launcher may end the job at once. Open MPI's may hang while other ranks start."""
-    ended.badly("Traceback")
-    assert "not reached" not in ended.out
-
-
 # --- a group fails after a timeout, and the program continues ------------------------------------
 
 #: Without hang reports, which would be printed after half of the short timeouts.

@@ -242,21 +242,16 @@ def _open_stderr(pid: int) -> int:
             found = int(ctypes.CDLL(None).syscall(_PIDFD_GETFD, pidfd, 2, 0))
         finally:
             os.close(pidfd)
+        path = Path(f"/proc/{pid}/fd/2")
+        # A second open of a file would have a separate offset, and overwrite other output.
+        if found < 0 and not stat.S_ISREG(path.stat().st_mode):
+            found = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
         if found >= 0:
-            if not _is_null(found):
+            # A daemon that starts the ranks of a node has /dev/null.
+            if os.fstat(found).st_rdev != Path(os.devnull).stat().st_rdev:
                 return found
             os.close(found)
-            return os.dup(2)
-        # Not a file: a second open would have a separate offset, and overwrite other output.
-        path = Path(f"/proc/{pid}/fd/2")
-        if not stat.S_ISREG(path.stat().st_mode) and path.readlink() != Path(os.devnull):
-            return os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
     return os.dup(2)
-
-
-def _is_null(descriptor: int) -> bool:
-    """Return whether this is /dev/null, as for a daemon that starts the ranks of a node."""
-    return os.fstat(descriptor).st_rdev == Path(os.devnull).stat().st_rdev
 
 
 def _find_starter(launchers: list[int]) -> int:

@@ -200,10 +200,8 @@ def describe_mismatch(group: ProcessGroup) -> str:
                 theirs = f"making another group after {theirs}"
             else:
                 here = f"making another group after {here}"
-        elif ahead > 0:  # this rank may still make the same calls
-            continue
-        elif ahead < 0 and group.compared:  # the calls before the last were alike
-            continue
+        elif ahead > 0 or (ahead < 0 and group.compared):
+            continue  # this rank may still make the same calls; those before the last were alike
         else:
             same_calls = tuple(call for call in calls if call[0] <= status.number)
             if digest(same_calls) == status.calls:

@@ -41,18 +41,11 @@ def differing(me):
         "dtype": (lambda g: dist.all_reduce(ones(4, np.int32 if last else X), group=g), "of int32"),
         "op": (lambda g: dist.all_reduce(ones(), mpi_max if last else mpi_sum, group=g), "MAX"),
         "root": (lambda g: dist.broadcast(ones(), root, group=g), "src 1"),
-        "greater receiver": (lambda g: dist.broadcast(ones(6 if last else 4), 0, group=g), "6"),
         "primitive": (or_all_reduce(lambda g: dist.broadcast(ones(), 0, group=g)), "broadcast"),
         "barrier": (or_all_reduce(dist.barrier), "barrier"),
         "objects": (
             or_all_reduce(lambda g: dist.broadcast_object_list([1], 0, group=g)),
             "broadcast_object_list",
-        ),
-        "gather": (
-            lambda g: dist.all_gather_single(
-                np.zeros(dist.get_world_size() * (4 - last), X), ones(4 - last), group=g
-            ),
-            "3 elements",
         ),
     }
 

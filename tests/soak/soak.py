@@ -136,30 +136,25 @@ def start_threads() -> None:
         dist.all_reduce(np.ones(1), async_op=True).wait()
 
 
-class Phase(NamedTuple):
-    words: str
-    times: int
-    run: Callable[[int], None]
-
-
+#: Description, number of repetitions, and function of each phase.
 PHASES = {
-    "calls": Phase("small calls", 10**7, small_calls),
-    "kinds": Phase("calls of many kinds and sizes", 10**4, kinds_of_calls),
-    "works": Phase("asynchronous calls", 10**5, works),
-    "futures": Phase("asynchronous calls without wait()", 10**5, works_with_futures),
-    "messages": Phase("messages", 10**5, messages),
-    "objects": Phase("object collectives", 10**4, objects),
-    "groups": Phase("groups", 10**4, groups),
-    "init": Phase("init and destroy", 10**3, initializations),
+    "calls": ("small calls", 10**7, small_calls),
+    "kinds": ("calls of many kinds and sizes", 10**4, kinds_of_calls),
+    "works": ("asynchronous calls", 10**5, works),
+    "futures": ("asynchronous calls without wait()", 10**5, works_with_futures),
+    "messages": ("messages", 10**5, messages),
+    "objects": ("object collectives", 10**4, objects),
+    "groups": ("groups", 10**4, groups),
+    "init": ("init and destroy", 10**3, initializations),
 }
 
 
-def soak(phase: Phase, times: int) -> tuple[str, bool]:
+def soak(words: str, times: int, run: Callable[[int], None]) -> tuple[str, bool]:
     """Run a phase. Return its row, and True if no resource has grown on any rank."""
     start_threads()
     usage, start = [], time.monotonic()
     for _ in range(SLICES):
-        phase.run(times // SLICES)
+        run(times // SLICES)
         dist.barrier()  # ranks release resources at different times
         usage.append(Usage.now())
     seconds = time.monotonic() - start
@@ -171,7 +166,7 @@ def soak(phase: Phase, times: int) -> tuple[str, bool]:
     flat = memory <= ALLOWED_BYTES and files <= 0 and threads <= 0
     each = memory / (times * (1 - WARM / SLICES))
     row = (
-        f"| {phase.words} | {times:,} | {seconds:.0f} s | {memory / 1024:+.0f} KiB "
+        f"| {words} | {times:,} | {seconds:.0f} s | {memory / 1024:+.0f} KiB "
         f"| {each:+.2f} B | {files:+d} | {threads:+d} |"
     )
     return row, flat
@@ -194,8 +189,8 @@ def main() -> int:
     if rank == 0:
         print("\n".join(lines), flush=True)
     for chosen in arguments.phases:
-        phase = PHASES[chosen]
-        row, flat = soak(phase, max(SLICES * LIVING, int(phase.times * arguments.share)))
+        words, times, run = PHASES[chosen]
+        row, flat = soak(words, max(SLICES * LIVING, int(times * arguments.share)), run)
         all_flat &= flat
         if rank == 0:
             print(row + ("" if flat else " NOT FLAT"), flush=True)

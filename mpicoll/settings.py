@@ -27,7 +27,6 @@ __all__ = [
     "RECORD_FILE_BEFORE",
     "RECORD_LENGTH",
     "RECORD_LENGTH_BEFORE",
-    "REPORTS",
     "REPORT_AFTER",
     "REPRODUCIBLE",
     "SECRET",
@@ -198,16 +197,12 @@ REPORT_AFTER = Setting(
     "reliability.md",
     form=r"\d+(\.\d+)?",
 )  # fmt: skip
-REPORTS = Setting(
-    "MPICOLL_REPORTS", (), "a folder",
-    "where rank 0's node writes hang reports in full, see reliability.md",
-)  # fmt: skip
 
 SETTINGS: tuple[Setting, ...] = (
     DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, SINGLE_COPY, CLUSTERS, KERNELS, CALLS, REPRODUCIBLE,
     DEVICE_ROUTE, CUDA_AWARE, SURVIVE, SECRET, TESTED_CALLS, TIMEOUT_GRACE, ALLOW_SINGLETON,
     INSTALL_AS, RECORD_LENGTH, RECORD_LENGTH_BEFORE, RECORD_FILE, RECORD_FILE_BEFORE,
-    REPORT_AFTER, REPORTS,
+    REPORT_AFTER,
 )  # fmt: skip
 
 

@@ -95,60 +95,6 @@ def test_torchfrtrace_finds_the_rank_that_caused_a_hang(culprit, shared_memory, 
     assert modes == [0o700] + [0o600] * 3
 
 
-@pytest.mark.any_mpi
-@needs_mpiexec
-@needs_torch
-@job(
-    """
-    dist.init_process_group(timeout=3)
-    x, rank = np.ones(4), dist.get_rank()
-    dist.all_reduce(x)
-    if rank == 0:
-        dist.send(x, 2)
-    if rank == 2:
-        dist.recv(x, 0)
-        dist.recv(x, 1, tag=7)
-    time.sleep(1000)
-    """,
-    ranks=3,
-)
-def test_torchfrtrace_finds_a_message_without_a_send(ended):
-    text = analyze(ended)
-    assert text.count("Not all ranks") == 1
-    assert "messages 1->2, tag 7:from rank 1 to rank 2" in text and "missing ranks: {1}" in text
-
-
-@needs_mpiexec
-@job(
-    """
-    dist.init_process_group()
-    x, rank = np.ones(4), dist.get_rank()
-    dist.all_reduce(x)
-    folder = os.path.dirname(os.environ["TORCH_FR_DUMP_TEMP_FILE"])
-    def watch():  # in a thread, because the main thread is blocked
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        while len([name for name in os.listdir(folder) if name[0] != "."]) < 2:
-            time.sleep(0.05)
-        os._exit(7)
-    if rank == 0:
-        os.makedirs(folder)
-        threading.Thread(target=watch).start()
-        dist.broadcast(x, 1)
-    time.sleep(1000)
-    """
-)
-def test_sigusr1_dumps_the_records_of_all_ranks_while_a_call_is_blocked(ended):
-    assert rank_scripts.HUNG not in ended.err, ended
-    first, other = (pickle.loads((ended.folder / f"rank_{rank}").read_bytes()) for rank in (0, 1))
-    assert first["mpicoll"]["why"] == "signal SIGUSR1"
-    assert other["mpicoll"]["why"] == "requested by rank 0"
-    states = [[each["state"] for each in record["entries"]] for record in (first, other)]
-    assert states == [["completed", "started"], ["completed"]]
-    names = [frame["name"] for frame in first["entries"][1]["frames"]]
-    assert names[1:] == ["<module>"]
-
-
 # --- the timeline -------------------------------------------------------------------------------
 
 
@@ -228,14 +174,6 @@ def test_trace_writes_a_timeline_of_all_ranks(folder):
         assert all(end <= each["ts"] for end, each in zip(ends, shown[1:], strict=False))
     starts = [each["ts"] for each in events if each["ph"] == "X" and each["args"]["number"] == 1]
     assert max(starts) - min(starts) < 100  # µs, although the clocks differ by 5 s
-
-
-def test_align_ignores_hosts_without_completed_calls(folder):
-    records = trace.read_folder(folder)
-    for record in records.values():
-        record.calls[:] = [each for each in record.calls if each["state"] != "completed"]
-    assert trace.align(records) == {"boot0": 0}
-    assert len(list(trace.trace_events(records, {"boot0": 0}))) > 4
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,8 @@ def test_concurrent_work_of_several_groups(level: str, ended: Ended) -> None:
     assert warned == (level == "serialized"), ended
 
 
-@pytest.mark.parametrize("level", ["serialized", "multiple"])
 @job(
     """
-    import mpi4py
-    mpi4py.rc.thread_level = "$level"
     from mpi4py import MPI
     from mpicoll.failures import rank_status, watchdog
     watchdog._CHECK_INTERVAL_S = watchdog._RECEIVE_INTERVAL_S = 0.01
@@ -83,11 +80,11 @@ def test_concurrent_work_of_several_groups(level: str, ended: Ended) -> None:
     say("done", bool(calls))
     dist.destroy_process_group()
 """,
-    environment={"MPICOLL_SHARED_MEMORY": "0"},
+    environment=SERIALIZED | {"MPICOLL_SHARED_MEMORY": "0"},
 )
-def test_watchdog_does_not_call_serialized_mpi_for_idle_groups(level: str, ended: Ended) -> None:
+def test_watchdog_does_not_call_serialized_mpi_for_idle_groups(ended: Ended) -> None:
     ended.in_good_order()
-    assert ended.lines == [f"done {level == 'multiple'}"] * 2
+    assert ended.lines == ["done False"] * 2
 
 
 @job("""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
-from rank_scripts import HUNG, WAITING, Ended, compiled, job, needs_mpiexec
+from rank_scripts import HUNG, Ended, compiled, job, needs_mpiexec
 
 pytest_plugins = ["whole_jobs"]
+
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 
 pytestmark = needs_mpiexec
 
@@ -13,24 +17,10 @@ pytestmark = needs_mpiexec
 # --- a missing or late rank ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("waiting", [WAITING[w] for w in ("all_reduce", "barrier", "objects")])
-@job("""
-    dist.init_process_group(timeout=5)
-    x = np.ones(4)
-    if dist.get_rank() == 1:
-        time.sleep(1000)
-    $waiting
-    say("not reached")
-""")
-def test_blocking_collective_times_out(waiting: str, ended: Ended) -> None:
-    ended.badly("timeout of 5 s", waiting, "rank 0")
-    assert ended.seconds > 5
-    assert "not reached" not in ended.out
-
-
 #: Rank 1 does not call init_process_group, or is late. If it ends, the other ranks wait for its end
 #: first, because Open MPI's launcher would kill them in MPI_Init before they print anything.
 LATE = """
+    $start
     mark = sys.argv[1] + "/pid"
     if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
         open(mark + ".new", "w").write(str(os.getpid()))
@@ -44,142 +34,37 @@ LATE = """
     $begin
     say("not reached")
 """
-#: Code of rank 1. The other ranks time out before 8 seconds.
-LATE_ENDS = pytest.mark.parametrize(
-    "end", ["sys.exit(0)", "os._exit(0)", "time.sleep(1000)", "time.sleep(8)"]
-)
-LATE_BEGINS = pytest.mark.parametrize("begin", ["dist.init_process_group(timeout=3)"])
-MISSING = "init_process_group: timed out after 3 s waiting for the other ranks (missing: 1)"
-
-
-@compiled
-@LATE_ENDS
-@LATE_BEGINS
-@job(LATE, ranks=3)
-def test_init_times_out(end: str, begin: str, ended: Ended) -> None:
-    ended.badly(MISSING)
-    assert "not reached" not in ended.out
-
-
-@pytest.mark.any_mpi
-@compiled
-@LATE_ENDS
-@LATE_BEGINS
-@job(LATE, ranks=3, options=("-m", "mpi4py"))
-def test_init_times_out_after_mpi_init(end: str, begin: str, ended: Ended) -> None:
-    ended.badly(MISSING)
-    assert "not reached" not in ended.out
-
-
-@compiled
-@pytest.mark.parametrize(
-    "end",
-    [
-        "time.sleep(1.5); import no_such_module",
-        "time.sleep(1.5); os.environ['MPICOLL_DEBUG'] = 'a lot'",
-    ],
-)
-@LATE_BEGINS
-@job(LATE)
-def test_failure_before_init_ends_the_job(end: str, begin: str, ended: Ended) -> None:
-    """The launcher may end the job at once. Open MPI's may hang while other ranks start."""
-    ended.badly("Traceback")
-    assert "not reached" not in ended.out
-
-
-TORCH_BEGINS = (
+INIT = "dist.init_process_group(timeout=3)"
+TORCH_INIT = (
     "import torch; from datetime import timedelta; torch.distributed.init_process_group('mpicoll', "
     "{}timeout=timedelta(seconds=3))"
 )
 
 
-@pytest.mark.any_mpi
+#: The other ranks time out before 8 seconds.
+SLEEPS = ["time.sleep(1000)", "time.sleep(8)"]
+
+
 @compiled
-@pytest.mark.parametrize("end", ["time.sleep(1000)", "time.sleep(8)"])
-@pytest.mark.parametrize("begin", [TORCH_BEGINS.format(how) for how in ("", "'mpi://', ")])
+@pytest.mark.parametrize(
+    ("start", "begin", "end"),
+    [
+        *(("", INIT, end) for end in (*SLEEPS, "sys.exit(0)", "os._exit(0)")),
+        *(
+            pytest.param(start, begin, end, marks=[pytest.mark.any_mpi, needs_torch])
+            for start, begin in [
+                ("from mpi4py import MPI", INIT),
+                ("", TORCH_INIT.format("")),
+                ("", TORCH_INIT.format("'mpi://', ")),
+            ]
+            for end in SLEEPS
+        ),
+    ],
+)
 @job(LATE, ranks=3)
-def test_init_of_torch_times_out(end: str, begin: str, ended: Ended) -> None:
-    pytest.importorskip("torch")
-    ended.badly(MISSING)
+def test_init_times_out(start: str, begin: str, end: str, ended: Ended) -> None:
+    ended.badly("init_process_group: timed out after 3 s waiting for the other ranks (missing: 1)")
     assert "not reached" not in ended.out
-
-
-@job("""
-    from datetime import timedelta
-    dist.init_process_group(timeout=timedelta(minutes=30))
-    late = dist.new_group([0, 1], timeout=timedelta(seconds=1))
-    if dist.get_rank() == 0:
-        dist.barrier(group=late)
-    time.sleep(1000)
-""")
-def test_new_group_has_its_own_timeout(ended: Ended) -> None:
-    ended.badly("timeout of 1 s", "dist.barrier(group=late)")
-
-
-@job("""
-    dist.init_process_group(timeout=60)
-    rank, x = dist.get_rank(), np.ones(4)
-    def timed_out(call, *words):
-        start = time.monotonic()
-        try:
-            call()
-        except dist.CollectiveTimeoutError as error:
-            assert isinstance(error, TimeoutError) and isinstance(error, RuntimeError)
-            assert all(word in str(error) for word in words), error
-            assert time.monotonic() - start < 10
-            say("timed out")
-        else:
-            say("not reached")
-    if rank == 0:
-        work = dist.all_reduce(x, async_op=True)
-        assert not work.is_completed()
-        timed_out(lambda: work.wait(0.3), "all_reduce on rank 0", "0.3 s")
-        timed_out(lambda: dist.barrier(timeout=0.5), "barrier on rank 0", "0.5 s")
-        receive = dist.irecv(np.zeros(2), 1, tag=7)
-        timed_out(lambda: receive.wait(0.3), "irecv on rank 0", "0.3 s")
-        timed_out(lambda: work.get_future().wait(0.3))
-        assert not work.is_completed() and work.exception() is None
-        say("checked")
-    else:
-        time.sleep(4)
-        dist.all_reduce(x)
-        dist.barrier()
-        dist.send(np.full(2, 5.0), 0, tag=7)
-    if rank == 0:
-        work.wait()
-        receive.wait()
-    assert x[0] == 2
-    dist.all_reduce(x)
-    assert x[0] == 4
-    say("done")
-    dist.destroy_process_group()
-""")
-def test_timed_out_work_can_be_waited_for_again(ended: Ended) -> None:
-    ended.in_good_order()
-    assert ended.lines == ["checked", "done", "done", *["timed out"] * 4]
-
-
-@pytest.mark.parametrize("wait_all", ["False", "True"])
-@job("""
-    dist.init_process_group()
-    if dist.get_rank() in (1, 3):
-        time.sleep(1000)
-    try:
-        dist.monitored_barrier(timeout=0.5, wait_all_ranks=$wait_all)
-    except dist.CollectiveTimeoutError as error:
-        say(dist.get_rank(), error)
-    if dist.get_rank() == 2:
-        time.sleep(0.5)
-        sys.exit(9)
-    time.sleep(1000)
-""", ranks=4)  # fmt: skip
-def test_monitored_barrier_names_missing_ranks(wait_all: str, ended: Ended) -> None:
-    assert ended.code != 0
-    rank_0, rank_2 = ended.lines
-    missing = "Ranks 1, 3" if wait_all == "True" else "Rank 1"
-    missing += " failed to pass monitoredBarrier: did not arrive within 0.5 s"
-    assert rank_0.startswith("0 ") and missing in rank_0
-    assert rank_2.startswith("2 ") and "2 rank(s) did not arrive in time" in rank_2
 
 
 # --- a group fails after a timeout, and the program continues ------------------------------------

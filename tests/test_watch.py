@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import re
 import signal
@@ -12,17 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 from rank_scripts import compiled, job, needs_mpiexec, run
 
 from mpicoll.core.signature import encode_kind
 from mpicoll.dtypes import DTYPES
-from mpicoll.failures import monitor_client, node_monitor, report, watchdog
-from mpicoll.failures.status_page import DONE, ENDING, LEFT, StatusPage
-from mpicoll.launch import find_survival
-from mpicoll.launch.launchers import is_launcher_variable
+from mpicoll.failures import monitor_client, node_monitor, report
+from mpicoll.failures.status_page import DONE, ENDING, RUNNING, StatusPage, parse
 from mpicoll.line_protocol import JsonConnection, is_proof, mac
 from mpicoll.primitives import PRIMITIVES
 
@@ -39,7 +35,7 @@ _KIND = encode_kind(PRIMITIVES[0], DTYPES[0], None, 0)
 def _call(number, inside, **changed):
     return {
         "group": 5, "name": "0", "size": 10_000, "number": number, "kind": _KIND, "sizes": 4,
-        "root": 0, "inside": int(inside), "since": 0.0, "messages": 0, "last_message": 0, **changed,
+        "root": 0, "inside": int(inside), "since": 0.0, **changed,
     }  # fmt: skip
 
 
@@ -51,18 +47,18 @@ def _snapshot(rank, number, inside, **changed):
 
 
 @pytest.mark.any_mpi
-def test_hang_report_of_10000_ranks_has_at_most_40_lines_and_lists_small_sets_of_ranks_first():
+def test_hang_report_of_10000_ranks_is_short_and_lists_small_sets_of_ranks_first():
     ranks = [_snapshot(rank, 7, True) for rank in range(0, 10_000, 2)]
     ranks += [_snapshot(rank, 6, False) for rank in range(1, 9_900, 2)]
     for rank in range(9_901, 10_000, 2):  # each with its own stack
         ranks.append(_snapshot(rank, 6, False, stacks={"1": [f"file.py:{rank} in f"] * 9}))
     ranks[-1] |= {"state": "gone", "how": "SIGKILL"}
-    lines = report.describe_hang(ranks, _call(7, True), 61.2, "the last line").splitlines()
-    assert len(lines) <= report.LINES and max(map(len, lines)) < 300
+    lines = report.describe_hang(ranks, _call(7, True), 61.2).splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) < 300
     assert lines[0].startswith("mpicoll: ranks 0, 2, 4, 6, 8, 10, 12, 14, and 4992 more of group 0")
     assert "wait for 61 s in call 7 of group 0" in lines[0]
     assert "rank 9901:" in lines[1] and "file.py:9901 in f" in lines[2]
-    assert "other descriptions" in lines[-2] and lines[-1] == "the last line"
+    assert lines[-1].endswith(": 46 other descriptions")
 
 
 @pytest.mark.any_mpi
@@ -101,61 +97,6 @@ def test_call_of_a_rank_that_mpi_aborted_is_compared_with_the_calls_of_other_ran
     assert not words or words in report.describe_mismatch(lost, [lost, other])
 
 
-@pytest.mark.any_mpi
-def test_report_of_a_lost_rank_has_its_end_and_its_last_call():
-    lost = _snapshot(3, 7, True, state="gone", how="SIGKILL", pid=77)
-    messages = {"messages": 12, "last_message": 2 * 3 + 1}
-    text = report.describe_loss([lost], 8)
-    name = "mpicoll: lost: rank 3 of 8 (pid 77 on node)"
-    assert text.startswith(f"{name} was killed by SIGKILL (kill -9 or out of memory), in call 7 of")
-    assert "in call 7 of group 0: " in text
-    text = report.describe_loss([lost | {"how": "code 3", "calls": []}], 8)
-    assert text.endswith("exited with code 3 and no message, before its first call")
-    text = report.describe_loss([lost | {"calls": [_call(0, False, **messages)]}], 8)
-    assert text.endswith(", after 12 messages of group 0, the last one from rank 2")
-    text = report.describe_loss([lost | {"calls": [_call(7, False, **messages)]}], 8)
-    assert ", after call 7 of group 0: " in text
-    assert text.endswith(" and 12 messages, the last one from rank 2")
-    hint = report.describe_survival([lost], "a setting")
-    assert hint.startswith("mpicoll: to survive a lost rank: a setting")
-    assert report.describe_survival([lost], "") == ""
-    assert report.describe_survival([lost | {"how": "SIGTERM"}], "a setting") == ""
-
-
-_MPIEXEC = {"PMI_RANK": "0", "PMI_SIZE": "2"}
-_SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
-_TORCHRUN = {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "0"}
-
-
-@pytest.mark.any_mpi
-@pytest.mark.parametrize(
-    ("environment", "words"),
-    [
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "--with-ft ulfm"),
-        (_MPIEXEC | {"HYDI_CONTROL_FD": "7"} | _SRUN, "MPICOLL_SURVIVE=1"),
-        (_MPIEXEC | _SRUN, "srun does not restart ranks"),
-        (_TORCHRUN | _MPIEXEC, "--max-restarts"),
-        ({}, ""),
-        (_TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "3"}, ""),
-    ],
-)
-def test_find_survival_returns_the_setting_of_the_launcher(environment, words):
-    found = find_survival(environment)
-    assert words in found and bool(words) == bool(found)
-
-
-@pytest.mark.any_mpi
-def test_parse_stacks_reads_the_output_of_faulthandler(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import faulthandler, threading\ndef f():\n    faulthandler.dump_traceback()\n"
-        "threading.Thread(target=f).start()\n"
-    )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
-    stacks = report.parse_stacks(done.stderr)
-    assert any(f"{script}:3 in f" == frames[0] for frames in stacks.values())
-
-
 # --- the status page ----------------------------------------------------------------------------
 
 
@@ -164,51 +105,32 @@ def test_status_page_shows_the_state_of_a_rank():
     from mpicoll.kernels.calls import Calls, PythonCalls
 
     page = StatusPage()
-    page.begin(7, 8)
+    page.write(thread=7, listener=8, monitor_pid=9, end_order=1)
     for kind in (Calls, PythonCalls):
         calls = kind(threading.Lock())
         calls.lock.acquire()
         calls.begin(1, 2, 3)
         address = page.take_cell(11, 5000, 4, 2, "née")
         calls.publish(address)
-        page.record_message(address, 2, False)
-        page.record_message(address, -1, True)
-        (cell,) = StatusPage(page.descriptor).cells()
-        assert cell[:8] == (11, 5000, 1, 1, 2, 3, 1, threading.get_ident())
-        assert cell[8:] == (4, 2, "née", 2, 1)
+        cell = parse(StatusPage(page.descriptor).raw_cells()[0])
+        assert cell == (11, 5000, 1, 1, 2, 3, 1, threading.get_ident(), 4, 2, "née")
         calls.end()
         assert not calls.lock.locked()
         calls.begin(4, 5, -1)
-        (cell,) = page.cells()
+        cell = page.cell(address)
         assert (cell.number, cell.kind, cell.sizes, cell.root) == (2, 4, 5, 0xFFFFFFFF)
         assert calls.thread == threading.get_ident()
         calls.publish(0)
         page.free_cell(address)
-        assert page.cells() == [] and calls.thread == threading.get_ident()
-    page.set_signal(15)
+        assert page.cell(address).group == 0 and calls.thread == threading.get_ident()
     page.set_ending(3, explained=False)
     page.set_ending(1, explained=True)  # only the first reason is stored
-    page.set_monitor_pid(9)
-    when = page.header().ending_ns
-    assert page.header() == (ENDING, 3, 1, 7, 8, 15, when, 1, 9) and when <= time.monotonic_ns()
-    page.set_explained()
-    assert page.header().unexplained == 0
     page.set_state(DONE)  # MPI_Abort may do this
-    assert page.header().state == ENDING
-    page.begin(7, 8)
+    when = page.header().ending_ns
+    assert page.header() == (ENDING, 3, 1, 7, 8, when, 1, 9, 1) and when <= time.monotonic_ns()
+    page.write(unexplained=0, state=RUNNING)
     page.set_state(DONE)
-    assert page.header().state == DONE
-    StatusPage(page.descriptor).order_end("ä" * 1000)
-    assert page.end_order().startswith("ää")
-
-
-@pytest.mark.any_mpi
-def test_status_page_has_cells_for_50_groups():
-    page = StatusPage()
-    addresses = [page.take_cell(k + 1, 0, 1, 0, "g" * 100) for k in range(50)]
-    assert len(set(addresses)) == 50 and 0 not in addresses
-    page.free_cell(addresses[20])
-    assert page.take_cell(99, 0, 1, 0, "g") == addresses[20]
+    assert page.header()[:1] + page.header()[6:7] == (DONE, 0)
 
 
 # --- the node monitor ---------------------------------------------------------------------------
@@ -243,8 +165,7 @@ class Node:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             )  # fmt: skip
             self.processes.append(process)
-            start = node_monitor.read_start(process.pid)
-            known.append({"rank": first + k, "pid": process.pid, "start": start, "signal": 60,
+            known.append({"rank": first + k, "pid": process.pid, "signal": 60,
                           "page": page.descriptor, "stacks": -1, "bell": bell})  # fmt: skip
             os.close(rings)
         self._opened = monitor_client._Opened(known, 0, 0)  # keeps its descriptors open
@@ -255,7 +176,7 @@ class Node:
         self.monitor = node_monitor.NodeMonitor({
             "job": "1", "size": size, "host": "here", "secret": "s", "survives_losses": False,
             "node": f"node{first}", "addresses": [], "listeners": [], "names": [], "command": "",
-            "survival": "", "reports": "", "launcher": 0, "launcher_pidfd": -1,
+            "survival": "", "launcher": 0, "launcher_pidfd": -1,
             "ranks": self._opened.ranks, "epoll": self._opened.epoll, "stderr": stderr, **given,
         })  # fmt: skip
         self.thread = threading.Thread(target=self.monitor.serve)
@@ -363,13 +284,14 @@ def test_rank_that_closed_its_bell_first_is_reported_even_if_it_ends_last(nodes)
 
 
 @pytest.mark.any_mpi
-def test_first_rank_with_a_signal_is_reported_if_the_launcher_then_signals_all_ranks(nodes):
+def test_ranks_that_end_after_a_lost_rank_are_not_reported(nodes):
     node = nodes()
     node.start()
     node.kill(0, TERM, 0)
     node.wait_for("lost: rank 1 of 3")
+    node.pages[0].set_ending(1, explained=False)
     node.kill(TERM, 0, TERM)
-    assert node.end().count("lost: ") == 1
+    assert node.end().count("mpicoll: ") == 1
 
 
 @pytest.mark.any_mpi
@@ -383,17 +305,6 @@ def test_ranks_that_end_after_a_rank_ended_the_job_are_not_reported(nodes, expla
     pid = node.processes[1].pid
     exited = f"mpicoll: rank 1 of 3 (pid {pid} on here) exited with code 3 (sys.exit)"
     assert node.end().partition(";")[0] == ("" if explained else exited)
-
-
-@pytest.mark.any_mpi
-def test_rank_that_was_lost_before_another_rank_ended_the_job_is_reported(nodes):
-    node = nodes()
-    node.start()
-    node.kill(0, 0, KILL)
-    node.wait_for("lost: rank 2 of 3")
-    node.pages[0].set_ending(1, explained=False)
-    node.kill(KILL, KILL, 0)
-    assert node.end().count("mpicoll: ") == 1
 
 
 @pytest.mark.any_mpi
@@ -448,17 +359,12 @@ def test_head_monitor_reports_the_first_lost_rank_of_all_nodes(nodes, first, exp
 
 ATTACKS = {
     "not ASCII": '{"proof": "é"}\n'.encode(),
-    "a surrogate": b'{"proof": "\\ud800"}\n',
     "deep": b"[" * 4000 + b"\n",
-    "very deep": b"[" * 200_000 + b"\n",
     "not an object": b"[1]\n1\nnull\n",
-    "empty": b"\n\n{}\n",
     "not JSON": b"GET / HTTP/1.1\r\n\r\n",
     "not UTF-8": b"\xff\xfe\n",
-    "a number with many digits": b'{"proof": ' + b"9" * 4000 + b"}\n",
     "unusual types": b'{"proof": {"a": []}, "node": 1, "nonce": null, "ranks": "x"}\n',
     "no proof": b'{"lost": [], "alone": true}\n{"ask": "snapshots"}\n{"end": "now"}\n',
-    "half a line": b'{"pro',
     "nothing": b"",
     "a long line": b" " * 10_000_000,
 }
@@ -505,16 +411,6 @@ def test_connection_limits_lines_and_rejects_wrong_proofs():
 
 
 @pytest.mark.any_mpi
-def test_monitor_closes_a_silent_connection(nodes):
-    head, address = _make_head(nodes, ranks=1, size=2)
-    head.start()
-    with socket.create_connection(address[:2]) as silent:
-        silent.settimeout(30)
-        while silent.recv(100):
-            pass  # the monitor's nonce
-
-
-@pytest.mark.any_mpi
 def test_monitor_rejects_a_head_without_the_secret(nodes):
     """A monitor without a head prints its own reports."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -527,159 +423,50 @@ def test_monitor_rejects_a_head_without_the_secret(nodes):
             assert node.end().startswith("mpicoll: lost: rank 1 of 2")
 
 
-@pytest.mark.any_mpi
-def test_find_starter_returns_the_launcher_whose_end_ends_the_ranks(monkeypatch):
-    for name in [name for name in os.environ if is_launcher_variable(name)]:
-        monkeypatch.delenv(name)
-    assert monitor_client._find_starter([7, 8]) == 0
-    for name, value in _SRUN.items():  # ranks of srun that use env://
-        monkeypatch.setenv(name, value)
-    assert monitor_client._find_starter([7, 8]) == 0
-    for name, value in _MPIEXEC.items():
-        monkeypatch.setenv(name, value)
-    assert monitor_client._find_starter([7, 8]) == 7 and monitor_client._find_starter([]) == 0
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert monitor_client._find_starter([7, 8]) == os.getppid()
-
-
-@pytest.mark.any_mpi
-def test_child_process_of_a_rank_has_no_starter(monkeypatch):
-    """It inherits the rank's variables, but its parent is not torchrun."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    parent = subprocess.Popen([sys.executable, "-c", "print(1, flush=True); input()"],
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
-    parent.stdout.readline()
-    monkeypatch.setattr(os, "getppid", lambda: parent.pid)
-    try:
-        assert monitor_client._find_starter([]) == 0
-    finally:
-        parent.communicate(b"\n")
-
-
-@pytest.mark.any_mpi
-def test_renew_creates_a_status_page_and_works_without_a_free_signal(monkeypatch):
-    monkeypatch.setattr(monitor_client, "_own", old := monitor_client._Own())
-    monitor_client.renew()
-    own = monitor_client._own
-    assert own is not None and own is not old and old.page.header().state == LEFT
-    assert faulthandler.unregister(own.signal)
-    monkeypatch.setattr(monitor_client, "_find_signal", lambda: 0)  # register() fails
-    monitor_client.renew()
-    assert monitor_client._own is None
-
-
-@pytest.mark.any_mpi
-def test_watchdog_does_not_wait_for_the_failure_of_a_group(monkeypatch):
-    calls, finish = [], threading.Event()
-
-    def fail_late_call(group, number):
-        calls.append((group, number))
-        finish.wait(30)
-
-    monkeypatch.setattr(watchdog.timeouts, "fail_late_call", fail_late_call)
-    dog = object.__new__(watchdog.Watchdog)
-    dog._failing = []
-    wait, group = watchdog._Wait(1, 0.0), SimpleNamespace(error=None)
-    for _ in range(2):
-        dog._check_time(group, wait, 0.5)
-    assert wait.failing is not None and wait.failing.is_alive()
-    finish.set()
-    wait.failing.join()
-    assert calls == [(group, 1)]
-
-
-@pytest.mark.any_mpi
-def test_grace_of_a_call_begins_when_its_group_has_failed(monkeypatch):
-    ended, interval = [], watchdog._CHECK_INTERVAL_S
-    monkeypatch.setattr(watchdog, "grace", lambda: 2 * interval)
-    monkeypatch.setattr(watchdog, "end_stuck_job", lambda *_: ended.append(_))
-    dog = object.__new__(watchdog.Watchdog)
-    group = SimpleNamespace(error=Exception(), busy=lambda: False, thread=0)
-    wait, first = watchdog._Wait(1, 0.0), 5 * interval
-    for over in (first, first + 1.9 * interval):
-        dog._check_time(group, wait, over)
-    assert not ended
-    monkeypatch.setattr(watchdog, "grace", lambda: 0.0)
-    dog._check_time(group, watchdog._Wait(1, 0.0), first)
-    assert not ended, "the call had no time to return"
-    dog._check_time(group, wait, first + 2.1 * interval)
-    assert ended
-
-
-@pytest.mark.any_mpi
-def test_call_that_has_completed_does_not_fail_its_group(monkeypatch):
-    """Also not if the next call has begun."""
-    failed = []
-    monkeypatch.setattr(watchdog.timeouts.rank_status, "receive", lambda group: None)
-    monkeypatch.setattr(watchdog.timeouts, "_time_out", lambda *given: failed.append(given))
-    group = SimpleNamespace(begun=2, timeout=1.0, group_name="0", lock=threading.Lock())
-    watchdog.timeouts.fail_late_call(group, 2)
-    with group.lock:
-        watchdog.timeouts.fail_late_call(group, 1)
-        assert not failed
-        watchdog.timeouts.fail_late_call(group, 2)
-    assert len(failed) == 1
-
-
 # --- jobs ---------------------------------------------------------------------------------------
 
 
 @needs_mpiexec
 @pytest.mark.waits
 @pytest.mark.parametrize(
-    ("calls", "action", "state", "expected"),
+    ("calls", "action", "expected"),
     [
-        (3, "load()", "running True", ("rank 1: in Python, after call", "in load")),
-        (99, "ctypes.PyDLL(None).sleep(1000)", "running True", ("rank 1: in Python, after call",)),
-        (99, "os.kill(os.getpid(), signal.SIGSTOP)", "stopped False", ("rank 1: stopped",)),
-        (99, "dist.recv(x, 0)", "running True", ("rank 1: in Python, after call", "in recv")),
+        (3, "load()", ("rank 1: in Python, after call", "in load")),
+        (99, "ctypes.PyDLL(None).sleep(1000)", ("rank 1: in Python, after call",)),
+        (99, "os.kill(os.getpid(), signal.SIGSTOP)", ("rank 1: stopped",)),
+        (99, "dist.recv(x, 0)", ("rank 1: in Python, after call", "in recv")),
     ],
     ids=["asleep", "holds the interpreter lock", "stopped", "in a receive"],
 )
 @job("""
     import ctypes
-    def read_report():
-        import glob, json
-        while not (found := glob.glob(sys.argv[1] + "/hang-*.json")):
-            time.sleep(0.1)
-        time.sleep(0.2)
-        report = json.load(open(found[0]))
-        assert os.stat(found[0]).st_mode & 0o777 == 0o600
-        one = report["ranks"][1]
-        say(len(report["ranks"]), report["call"]["number"], one["rank"], one["state"],
-            any("script.py" in frame for frames in one["stacks"].values() for frame in frames))
     def load():
         time.sleep(1000)
-    os.environ |= {"MPICOLL_REPORT_AFTER": "1.5", "MPICOLL_REPORTS": sys.argv[1]}
+    os.environ["MPICOLL_REPORT_AFTER"] = "1.5"
     dist.init_process_group(timeout=5)
     x = np.ones(4)
     for _ in range($calls):
         dist.all_reduce(x)
     if dist.get_rank() == 1:
         $action
-    if dist.get_rank() == 0:
-        threading.Thread(target=read_report).start()
     dist.all_reduce(x)
 """, ranks=3)  # fmt: skip
-def test_hang_is_reported_once_before_the_timeout(calls, action, state, expected, ended):
+def test_hang_is_reported_once_before_the_timeout(calls, action, expected, ended):
     head = "mpicoll: ranks 0, 2 of group 0 (3 ranks) wait for 2 s in call"
     ended.badly(f"{head} {calls + 1} of group 0: all_reduce of 4 elements of float64, SUM",
                 *expected)  # fmt: skip
     assert ended.err.count(head) == 1
-    assert ended.err.count(expected[0]) > 1, "the timeout has the same information"
-    assert ended.lines == [f"3 {calls + 1} 1 {state}"]
+    # The timeout has the same information.
+    assert len(re.findall(r"rank 1: (in Python, )?(after call|stopped)", ended.err)) > 1
 
 
 @needs_mpiexec
 @job("""
-    import glob
-    os.environ |= {"MPICOLL_REPORT_AFTER": "0.2", "MPICOLL_REPORTS": sys.argv[1]}
+    os.environ["MPICOLL_REPORT_AFTER"] = "0.2"
     for turn in range(2):
         dist.init_process_group(timeout=20)
-        while dist.get_rank() == 1 and len(glob.glob(sys.argv[1] + "/hang-*")) <= turn:
-            time.sleep(0.02)
+        if dist.get_rank() == 1:
+            time.sleep(2)
         dist.barrier()
         dist.destroy_process_group()
 """)
@@ -689,27 +476,13 @@ def test_hang_is_reported_again_after_a_second_init(ended):
 
 
 @needs_mpiexec
-@pytest.mark.waits
-@job("""
-    os.environ |= {"MPICOLL_REPORT_AFTER": "1.5", "MPICOLL_REPORTS": sys.argv[1]}
-    dist.init_process_group(timeout=6)
-    other = dist.new_group([0, 1])
-    x = np.ones(4)
-    if dist.get_rank() == 1:
-        dist.all_reduce(x, group=other)
-    dist.broadcast(x, 0)
-""", ranks=3)  # fmt: skip
-def test_hang_report_has_the_call_of_a_rank_in_another_group(ended):
-    ended.badly("rank 1: in call 1 of group ", "all_reduce of 4 elements of float64, SUM")
-
-
-@needs_mpiexec
 @pytest.mark.parametrize(
     ("end", "how"),
     [
+        ("sys.exit(3)", "exited with code 3 (sys.exit)"),
+        ("os._exit(5)", "exited with code 5 and no message"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", "was killed by SIGTERM"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
-        ("os.kill(os.getpid(), signal.SIGABRT)", "was killed by SIGABRT"),
-        ("os._exit(3)", "exited with code 3 and no message"),
     ],
 )
 @job("""
@@ -718,57 +491,20 @@ def test_hang_report_has_the_call_of_a_rank_in_another_group(ended):
     for _ in range(70):
         dist.all_reduce(x)
     if dist.get_rank() == 1:
-        time.sleep(0.5)
-        $end
-    dist.broadcast(x, 0)
-""", ranks=3)  # fmt: skip
-def test_lost_rank_is_reported_once_with_its_last_call(end, how, ended):
-    ended.badly("mpicoll: lost: ", "after call 70 of group 0: all_reduce of 4 elements of float64")
-    (line,) = [line for line in ended.err.splitlines() if "mpicoll: lost: " in line]
-    assert ended.err.count("mpicoll: to survive a lost rank: ") == 1
-    assert how in line or "the system does not say how" in line  # before Linux 6.15
-    assert "rank 1 of 3 (pid " in line and ended.seconds < 20
-
-
-@needs_mpiexec
-@job("""
-    dist.init_process_group()
-    if dist.get_rank() == 0:
-        dist.recv(np.ones(4), 1)
-    elif dist.get_rank() == 1:
-        dist.send(np.ones(4), 0)
-        time.sleep(0.5)
-        os._exit(5)
-    dist.recv(np.ones(4), 1)
-""", ranks=3)  # fmt: skip
-def test_report_of_a_lost_rank_without_collectives_has_its_messages(ended):
-    ended.badly("exited with code 5", "after 1 message of group 0 to rank 0")
-
-
-@needs_mpiexec
-@pytest.mark.parametrize(
-    ("end", "expected"),
-    [
-        ("sys.exit(3)", ["rank 1 of 3 (pid {} on ", " exited with code 3 (sys.exit)"]),
-        ("raise ValueError", ["ValueError"]),
-        ("os._exit(5)", ["lost: rank 1 of 3 (pid {} on ", " exited with code 5"]),
-        ("os.kill(os.getpid(), signal.SIGTERM)", ["lost: rank 1 of 3 (pid {}", "by SIGTERM"]),
-        ("os.kill(os.getpid(), signal.SIGKILL)", ["lost: rank 1 of 3 (pid {}", "by SIGKILL"]),
-    ],
-)
-@job("""
-    dist.init_process_group()
-    if dist.get_rank() == 1:
         say(os.getpid())
         $end
         time.sleep(20)
-    dist.barrier()
+    dist.broadcast(x, 0)
 """, ranks=3)  # fmt: skip
-def test_only_the_rank_that_ends_after_init_is_reported(end, expected, ended):
-    ended.badly(*(words.format(ended.out.split()[0]) for words in expected))
+def test_only_the_rank_that_ended_is_reported(end, how, ended):
+    ended.badly(f"rank 1 of 3 (pid {ended.out.split()[0]} on ")
     lines = [line for line in ended.err.splitlines() if line.startswith("mpicoll: ")]
-    reported = {rank for line in lines for rank in re.findall(r"ranks? [\d, -]+of 3", line)}
-    assert reported == (set() if "raise" in end else {"rank 1 of 3"})
+    (line,) = [line for line in lines if re.search(r"ranks? [\d, -]+of 3", line)]
+    # Before Linux 6.15 the system may not say how.
+    assert how in line or "the system does not say how" in line
+    if "sys.exit" not in how:
+        assert "after call 70 of group 0: all_reduce of 4 elements of float64" in line
+        assert ended.err.count("mpicoll: to survive a lost rank: ") == ("SIGTERM" not in how)
 
 
 @needs_mpiexec
@@ -817,7 +553,6 @@ def test_only_the_rank_that_ends_after_init_is_reported(end, expected, ended):
 """)
 def test_signal_handlers_run_during_a_call(handles, printed, ended):
     assert ended.lines == printed, ended
-    assert len(re.findall(r"mpicoll: rank 0 of 2 \(on .*\) received SIGTERM", ended.err)) == 1
 
 
 @needs_mpiexec
@@ -870,13 +605,6 @@ def test_watch_prints_the_calls_and_stacks_of_a_job(ended):
     assert "2 ranks: " in ended.out and "rank 0: in call 1 of group 0: barrier" in ended.out
     assert "rank 1: in Python, before its first call" in ended.out
     assert "in run" in ended.out and "script.py:" in ended.out
-
-
-@pytest.mark.any_mpi
-def test_watch_fails_without_a_job():
-    command = [sys.executable, "-m", "mpicoll", "watch", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "no job 1 of this user" in done.stderr
 
 
 @pytest.mark.any_mpi

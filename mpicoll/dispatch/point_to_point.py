@@ -27,7 +27,7 @@ from mpicoll.errors import (
     MismatchError,
     MPIError,
 )
-from mpicoll.failures import flight_record, monitor_client, rank_status
+from mpicoll.failures import flight_record, rank_status
 from mpicoll.output import format_count
 
 if TYPE_CHECKING:
@@ -398,7 +398,6 @@ def begin_message(
     """
     group.check_whole()
     view = adapters.build_view(tensor, receives, f"{name}: tensor")
-    monitor_client.record_message(group, peer, receives)
     shown = group.object_tag if tag is None else tag
     entry = flight_record.enter_message(group, peer, shown, receives, view)
     work = _begin_view(group, name, view, peer, tag, receives)

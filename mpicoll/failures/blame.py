@@ -23,29 +23,19 @@ Snapshot = dict[str, Any]
 
 
 class Ending(NamedTuple):
-    """A rank ends the job itself.
+    """A rank ends the job itself."""
 
-    when:     seconds on the monotonic clock of this node.
-    snapshot: of the rank; empty where the launcher has gone.
-    code:     of ``sys.exit``, where the rank has not said why; -1 where it has.
-    """
-
-    when: float
-    snapshot: Snapshot
-    code: int
+    when: float  # seconds on the monotonic clock of this node
+    snapshot: Snapshot  # of the rank; empty if the launcher has ended
+    code: int  # of ``sys.exit``, if the rank has not printed the reason; else -1
 
 
 class Loss(NamedTuple):
-    """Ranks of a node have ended without a message.
+    """Ranks of a node have ended without a message."""
 
-    when:   the first sign of it, in seconds on the monotonic clock of this node.
-    ranks:  as snapshots, in the order of the first signs.
-    alone:  the first one ended by itself: no signal had reached the other ranks of the node.
-    """
-
-    when: float
-    ranks: list[Snapshot]
-    alone: bool
+    when: float  # the first sign of it, in seconds on the monotonic clock of this node
+    ranks: list[Snapshot]  # in the order of the first signs
+    alone: bool  # the first one ended by itself: no signal had reached other ranks of the node
 
 
 def build_loss(when: float, ranks: Sequence[Snapshot], alone: bool) -> Loss:

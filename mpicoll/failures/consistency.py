@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from mpicoll import control_messages
 from mpicoll.core.signature import describe, encode_comparison, with_root
 from mpicoll.errors import MismatchError
-from mpicoll.failures.debug_level import DebugLevel, get_debug_level
+from mpicoll.failures.debug_level import DETAIL_HINT, DebugLevel, get_debug_level
 from mpicoll.output import format_count
 from mpicoll.serialized_mpi import with_wait
 
@@ -33,17 +33,10 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
-    "FIRST",
-    "STRIDE",
-    "RecordEntry",
-    "agree_later",
-    "check",
-    "describe_by_rank",
-    "describe_call",
-    "digest",
-    "drop_last_call",
-    "is_due",
-]
+    "FIRST", "STRIDE", "RecordEntry", "agree_later", "check", "describe_by_rank", "describe_call",
+    "describe_mismatch",
+    "digest", "drop_last_call", "is_due",
+]  # fmt: skip
 
 #: Each of a group's first calls is compared, then the record of each stride of calls.
 FIRST, STRIDE = 64, 64
@@ -55,7 +48,7 @@ _DETAIL = int(DebugLevel.DETAIL)
 RecordEntry = tuple[int, int, int, int]
 
 
-def digest(calls: tuple[RecordEntry, ...]) -> int:
+def digest(calls: tuple[tuple[int, ...], ...]) -> int:
     """Return a 62-bit hash of call records, the same on every rank.
 
     Python's hash of a tuple of ints depends neither on the process nor, from 3.8 on, the version.
@@ -91,14 +84,10 @@ def check(group: ProcessGroup, look: Callable[[ProcessGroup], None]) -> None:
 
 
 def is_due(group: ProcessGroup) -> bool:
-    """Return whether the group's next call, which only enqueues device work, begins with a
-    comparison, in which it waits for the other ranks.
-    """
-    if group.size() == 1:
-        return False
+    """Return whether the group's next call, which only enqueues device work, compares calls."""
     if group.compared:
-        return len(group.unmet) + 1 >= group.stride
-    return group.sequence + 1 >= group.next_check
+        return group.size() > 1 and len(group.unmet) + 1 >= group.stride
+    return group.size() > 1 and group.sequence + 1 >= group.next_check
 
 
 def agree_later(group: ProcessGroup, kind: int, sizes: int, root: int) -> None:
@@ -112,14 +101,14 @@ def agree_later(group: ProcessGroup, kind: int, sizes: int, root: int) -> None:
     group.unmet.append((kind, sizes, root))
     if len(group.unmet) < group.stride:
         return
-    shared, calls = group.resources.find("shared"), hash(tuple(group.unmet)) & (1 << 62) - 1
+    shared, calls = group.resources.find("shared"), digest(tuple(group.unmet))
     group.unmet = []
     if not shared.compare(encode_comparison(kind, root, 0), calls):
         error = MismatchError(
             f"rank {group.rank()} of group {group.group_name}: collective mismatch: the "
             f"ranks made different calls among the latest {group.stride} calls that only enqueue "
             "device work. Their results may be wrong on any rank; the group cannot be used any "
-            "more. MPICOLL_DEBUG=DETAIL compares every call before it runs"
+            f"more. {DETAIL_HINT}"
         )
         group.fail(error)
         shared.leave()
@@ -165,17 +154,13 @@ def _describe_difference(group: ProcessGroup, calls: tuple[RecordEntry, ...]) ->
     mine = calls[same] if same < len(calls) else _NO_CALL
     differing = control_messages.allgather(comm, (mine[0], describe_call(mine)), tuple[int, str])
     number = max(number for number, _ in differing)
-    text = (
-        f"rank {group.rank()} of group {group.group_name}: collective mismatch: the ranks made "
-        f"different calls as call {number} of the group: "
-        f"{describe_by_rank(text for _, text in differing)}"
-    )
+    text = describe_mismatch(group, number, (text for _, text in differing))
     later = longest - same - 1
     if later > 0:
         text += (
             f". It was found {format_count(later, 'call')} later: the results of the group's calls "
             "since then may be wrong on any rank, and the group cannot be used any more. "
-            "MPICOLL_DEBUG=DETAIL compares every call before it runs"
+            f"{DETAIL_HINT}"
         )
         group.fail(MismatchError(text))
     return text
@@ -191,6 +176,14 @@ def describe_call(call: RecordEntry) -> str:
 
 #: The record before the first call.
 _NO_CALL: RecordEntry = (0, 0, 0, 0)
+
+
+def describe_mismatch(group: ProcessGroup, number: int, calls: Iterable[str]) -> str:
+    """Return the message about different calls. calls: one description per rank, in rank order."""
+    return (
+        f"rank {group.rank()} of group {group.group_name}: collective mismatch: the ranks made "
+        f"different calls as call {number} of the group: {describe_by_rank(calls)}"
+    )
 
 
 def describe_by_rank(texts: Iterable[str]) -> str:

@@ -7,7 +7,16 @@ from enum import IntEnum
 from mpicoll import settings
 from mpicoll.errors import ArgumentError
 
-__all__ = ["DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env"]
+__all__ = [
+    "DETAIL_HINT",
+    "DebugLevel",
+    "get_debug_level",
+    "set_debug_level",
+    "set_debug_level_from_env",
+]
+
+#: The end of messages about mismatches that were found late.
+DETAIL_HINT = "MPICOLL_DEBUG=DETAIL compares every call before it runs"
 
 
 class DebugLevel(IntEnum):
@@ -20,11 +29,6 @@ class DebugLevel(IntEnum):
     OFF = 0
     INFO = 1
     DETAIL = 2
-
-
-def _read_env() -> DebugLevel:
-    name = settings.DEBUG.value() or settings.TORCH_DEBUG.value() or DebugLevel.OFF.name
-    return DebugLevel[name.upper()]
 
 
 _level: DebugLevel | None = None
@@ -66,4 +70,5 @@ def set_debug_level_from_env() -> None:
 
     Raises ArgumentError (a ValueError) if the variable has no valid value.
     """
-    set_debug_level(_read_env())
+    name = settings.DEBUG.value() or settings.TORCH_DEBUG.value() or DebugLevel.OFF.name
+    set_debug_level(DebugLevel[name.upper()])

@@ -19,9 +19,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, NoneType
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import __version__, private_files, settings
@@ -48,18 +47,9 @@ if TYPE_CHECKING:
     from mpicoll.dtypes import DType
 
 __all__ = [
-    "RECORDS_TIMEOUT_S",
-    "answer",
-    "complete_message",
-    "dump",
-    "dump_after",
-    "dump_flight_record",
-    "dump_for",
-    "enter_message",
-    "file_prefix",
-    "last_words",
-    "write",
-]
+    "RECORDS_TIMEOUT_S", "answer", "complete_message", "dump", "dump_after", "dump_flight_record",
+    "dump_for", "enter_message", "last_words", "write",
+]  # fmt: skip
 
 #: Version of the format.
 VERSION = "2.10"
@@ -107,9 +97,6 @@ _last = float("-inf")
 _location = ""
 
 
-# --- messages -----------------------------------------------------------------------------------
-
-
 def enter_message(
     group: ProcessGroup, peer: int, tag: int, receives: bool, view: View
 ) -> list[Any] | None:
@@ -128,9 +115,6 @@ def complete_message(entry: list[Any], group: ProcessGroup, source: int) -> None
     entry[6] = time.monotonic_ns()
     if source >= 0:
         entry[0] = group.group_rank(source)
-
-
-# --- dumping ------------------------------------------------------------------------------------
 
 
 def dump_flight_record(path: str | None = None) -> str:
@@ -219,7 +203,7 @@ def write(why: str) -> bool:
         write_lines(f"mpicoll: rank {group.rank()}: cannot write the flight record: {error}")
         return False
     _location = (
-        f"mpicoll: rank {group.rank()}: flight records: {file_prefix()}*; "
+        f"mpicoll: rank {group.rank()}: flight records: {_file_prefix()}*; "
         f"torchfrtrace {path.parent} finds the culprit"
     )
     return True
@@ -244,7 +228,10 @@ def _wait_for_records(group: ProcessGroup, wait_s: float, among: ProcessGroup) -
     """Wait until the neighbours have written their records, and the request has spread."""
     expected = {group.ranks[rank] for rank in rank_status.neighbours(group)} & {*among.ranks}
     end = time.monotonic() + wait_s
-    while not expected <= rank_status.dumping | _departed(group) and time.monotonic() < end:
+    while time.monotonic() < end:
+        departed = {group.ranks[rank] for rank in rank_status.find_departed(group)}
+        if expected <= rank_status.dumping | departed:
+            break
         with contextlib.suppress(Exception):
             rank_status.receive(group)
         time.sleep(0.01)
@@ -254,13 +241,7 @@ def _wait_for_records(group: ProcessGroup, wait_s: float, among: ProcessGroup) -
         time.sleep(min(_HOP_S * (hops - 1), wait_s))
 
 
-def _departed(group: ProcessGroup) -> set[int]:
-    """Return the global ranks that no longer reply: they have ended, or destroyed the group."""
-    gone = rank_status.EXITING, rank_status.DESTROYING
-    return {group.ranks[rank] for rank, one in list(group.statuses.items()) if one.state in gone}
-
-
-def file_prefix() -> str:
+def _file_prefix() -> str:
     """Return the path of the files without the rank at the end."""
     chosen = settings.RECORD_FILE.value() or settings.RECORD_FILE_BEFORE.value()
     if chosen:
@@ -273,7 +254,7 @@ def _write(why: str, given: str | None = None) -> Path:
     """Write the record to a file, atomically; return its path."""
     global _last
     with _lock:
-        path = Path(given or f"{file_prefix()}{default_group().rank()}")
+        path = Path(given or f"{_file_prefix()}{default_group().rank()}")
         private_files.write(path, pickle.dumps(_build(why), protocol=2))
         _last = time.monotonic()
         return path
@@ -296,26 +277,21 @@ class _Recorder(Observer):
 observers.add(_Recorder())
 
 
-# --- the format ---------------------------------------------------------------------------------
-
-
 def _build(why: str) -> dict[str, Any]:
     """Return the record of this rank in torch's format."""
-    world = default_group()
-    built = _Record(time.time_ns() - time.monotonic_ns())
+    built = _Record()
     for number, group in enumerate(list(state.groups)):
         built.add_group(number, group)
+    entries = sorted(built.entries, key=lambda entry: entry["time_created_ns"])
     return {
         "version": VERSION,
         "comm_lib_version": f"mpicoll {__version__}",
         "pg_config": built.config,
         "pg_status": built.status,
-        "entries": [
-            {"record_id": number, **entry} for number, entry in enumerate(_in_order(built.entries))
-        ],
+        "entries": [{"record_id": number, **entry} for number, entry in enumerate(entries)],
         "mpicoll": {
             "why": why,
-            "rank": world.rank(),
+            "rank": default_group().rank(),
             "host": socket.gethostname(),
             "clock": machine().partition("/")[0],
             "time_ns": time.monotonic_ns() + built.offset,
@@ -325,26 +301,23 @@ def _build(why: str) -> dict[str, Any]:
     }
 
 
-def _in_order(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return sorted(entries, key=lambda entry: entry["time_created_ns"])
-
-
 class _Record:
     """The record of all groups. offset: nanoseconds from the monotonic clock to the wall clock."""
 
-    def __init__(self, offset: int) -> None:
+    def __init__(self) -> None:
         self.config: dict[str, dict[str, str]] = {}
         self.status: dict[str, dict[str, int]] = {}
         self.entries: list[dict[str, Any]] = []
         self.messages: list[dict[str, Any]] = []
-        self._pending: dict[str, int] = {}
-        self.offset = offset
+        self.offset = time.time_ns() - time.monotonic_ns()
         self._stacks = sys._current_frames()
         self._threads = {one.ident: one.name for one in threading.enumerate()}
 
     def add_group(self, number: int, group: ProcessGroup) -> None:
         """Add the calls and messages of a group, the ``number``-th open one of this rank."""
-        self._configure(group.group_name, group.group_desc, group.ranks)
+        name = group.group_name
+        ranks = str(list(group.ranks))
+        self.config[name] = {"name": name, "desc": group.group_desc, "ranks": ranks}
         calls = [CallEntry(*entry) for entry in group.history()]
         begun = sorted((call for call in calls if call.place), key=lambda call: call.place)
         last = begun[-1].place if begun else 0
@@ -364,10 +337,7 @@ class _Record:
             if call.place >= first:
                 self.entries.append(self._call(number, group, call, call.place == inside))
         for at, message in enumerate(list(group.message_history)):
-            self._add_message(number, group, message, at)
-
-    def _configure(self, name: str, desc: str, ranks: tuple[int, ...]) -> None:
-        self.config[name] = {"name": name, "desc": desc, "ranks": str(list(ranks))}
+            self.messages.append(self._message(number, group, message, at))
 
     def _call(
         self, number: int, group: ProcessGroup, call: CallEntry, is_inside: bool
@@ -376,86 +346,43 @@ class _Record:
         name, inputs, outputs, dtype = _as_torch_has_it(kind, call.sizes, group.size())
         return self._entry(
             number, group, call.thread, (call.created, call.started, call.completed),
-            name=(group.group_name, group.group_desc),
-            frames=[
-                {
-                    "name": describe(kind, call.sizes),
-                    "filename": f"mpicoll, group {group.group_name}", "line": call.place,
-                },
-                *(self._program_frames(call.thread) if is_inside else ()),
-            ],
-            collective_seq_id=call.place, p2p_seq_id=0, op_id=call.place, profiling_name=name,
-            input_sizes=[[inputs]], input_dtypes=[dtype], output_sizes=[[outputs]],
-            output_dtypes=[dtype], is_p2p=False,
+            describe(kind, call.sizes), call.place,
+            self._program_frames(call.thread) if is_inside else [],
+            collective_seq_id=call.place, p2p_seq_id=0, profiling_name=name, is_p2p=False,
+            input_sizes=[[inputs]], input_dtypes=[dtype],
+            output_sizes=[[outputs]], output_dtypes=[dtype],
         )  # fmt: skip
 
-    def _add_message(self, number: int, group: ProcessGroup, message: list[Any], at: int) -> None:
-        peer, tag, receives, count, dtype, begun, completed, thread = message
-        me = group.rank()
-        known = 0 <= peer < group.size()
-        source, target = (peer, me) if receives else (me, peer)
-        text = (
-            f"recv {target}<-{source if known else '?'}" if receives else f"send {source}->{target}"
-        )
-        entry = self._entry(
-            number, group, thread, (begun, begun, completed),
-            name=(group.group_name, group.group_desc),
-            frames=[
-                {
-                    "name": f"{text}, {format_count(count, 'element')} of {dtype}, tag {tag}",
-                    "filename": f"mpicoll, group {group.group_name}", "line": at,
-                },
-                *(self._program_frames(thread, message) if not completed else ()),
-            ],
-            collective_seq_id=0, p2p_seq_id=at, op_id=at, profiling_name=f"gloo:{text}",
-            input_sizes=[] if receives else [[count]],
-            input_dtypes=[] if receives else [_dtype_name(dtype)],
-            output_sizes=[[count]] if receives else [],
-            output_dtypes=[_dtype_name(dtype)] if receives else [], is_p2p=True,
-        )  # fmt: skip
-        self.messages.append(entry)
-        if not completed and known:
-            self.entries.append(self._between_two(entry, group, source, target, tag))
-
-    def _between_two(
-        self, entry: dict[str, Any], group: ProcessGroup, source: int, target: int, tag: int
+    def _message(
+        self, number: int, group: ProcessGroup, message: list[Any], at: int
     ) -> dict[str, Any]:
-        """Return the entry of an incomplete message as a call of a group of its two ranks.
-
-        torchfrtrace expects an entry on all ranks of a group. Messages of one sender, receiver and
-        tag do not overtake each other (MPI-4.1 section 3.5), so the first incomplete message is the
-        same on both sides.
-        """
-        name = f"{group.group_name}: messages {source}->{target}, tag {tag}"
-        pair = group.ranks[source], group.ranks[target]
-        desc = f"from rank {pair[0]} to rank {pair[1]}"
-        self._configure(name, desc, tuple(sorted(set(pair))))
-        place = self._pending[name] = self._pending.get(name, 0) + 1
-        at, to = (sorted(set(pair)).index(rank) for rank in pair)
-        text = f"recv {to}<-{at}" if "recv" in entry["profiling_name"] else f"send {at}->{to}"
-        sides = {"input_sizes", "output_sizes", "input_dtypes", "output_dtypes"}
-        filled = {side: entry[side] or [[] if "sizes" in side else ""] for side in sides}
-        return (
-            entry
-            | filled
-            | {
-                "process_group": (name, desc),
-                "collective_seq_id": place,
-                "p2p_seq_id": place,
-                "profiling_name": f"gloo:{text}",
-            }
-        )
+        peer, tag, receives, count, dtype, begun, completed, thread = message
+        me, other = group.rank(), peer if 0 <= peer < group.size() else "?"
+        text = f"recv {me}<-{other}" if receives else f"send {me}->{other}"
+        what = [[count]], [_dtype_name(dtype)]
+        inputs, outputs = (([], []), what) if receives else (what, ([], []))
+        return self._entry(
+            number, group, thread, (begun, begun, completed),
+            f"{text}, {format_count(count, 'element')} of {dtype}, tag {tag}", at, [],
+            collective_seq_id=0, p2p_seq_id=at, profiling_name=f"gloo:{text}", is_p2p=True,
+            input_sizes=inputs[0], input_dtypes=inputs[1],
+            output_sizes=outputs[0], output_dtypes=outputs[1],
+        )  # fmt: skip
 
     def _entry(
         self, number: int, group: ProcessGroup, thread: int, times: tuple[int, int, int],
-        *, name: tuple[str, str], **more: Any,
+        text: str, place: int, frames: list[dict[str, Any]], **more: Any,
     ) -> dict[str, Any]:  # fmt: skip
+        """Return an entry. text, place: description and number of the call or message."""
         created, started, completed = (each and each + self.offset for each in times)
+        first = {"name": text, "filename": f"mpicoll, group {group.group_name}", "line": place}
         entry: dict[str, Any] = {
             "pg_id": number,
-            "process_group": name,
+            "process_group": (group.group_name, group.group_desc),
             "thread_name": self._threads.get(thread, ""),
             "thread_id": str(thread),
+            "frames": [first, *frames],
+            "op_id": place,
             **more,
             "time_created_ns": created,
             "state": "completed" if completed else "started" if started else "scheduled",
@@ -468,27 +395,17 @@ class _Record:
             entry["duration_ms"] = (completed - started) / 1e6
         return entry
 
-    def _program_frames(
-        self, thread: int, message: list[Any] | None = None
-    ) -> list[dict[str, Any]]:
-        """Return the program's frames of a thread, innermost first.
-
-        message: an entry; returns [] if the thread does not wait for this message.
-        """
-        frames = list(_walk(self._stacks.get(thread)))
-        if message is not None:
-            waiting = (getattr(each.f_locals.get("self"), "entry", None) for each in frames)
-            if not any(entry is message for entry in waiting):
-                return []
-        return [
-            {
-                "name": each.f_code.co_name,
-                "filename": each.f_code.co_filename,
-                "line": each.f_lineno,
-            }
-            for each in frames
-            if not str(each.f_globals.get("__name__", "")).startswith(_INSIDE)
-        ]
+    def _program_frames(self, thread: int) -> list[dict[str, Any]]:
+        """Return the program's frames of a thread, innermost first."""
+        found, frame = [], self._stacks.get(thread)
+        while frame is not None:
+            if not str(frame.f_globals.get("__name__", "")).startswith(_INSIDE):
+                code = frame.f_code
+                found.append(
+                    {"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno}
+                )
+            frame = frame.f_back
+        return found
 
 
 def _first_kept(last: int, length: int) -> int:
@@ -524,9 +441,3 @@ def _as_torch_has_it(kind: int, sizes: int, n: int) -> tuple[str, int, int, str]
 
 def _dtype_name(dtype: DType) -> str:
     return _DTYPE_NAMES.get(dtype.name, dtype.name.capitalize())
-
-
-def _walk(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

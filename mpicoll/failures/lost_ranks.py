@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import os
 import select
+import signal
+import threading
 import time
 import zlib
 from collections.abc import Collection
@@ -99,6 +101,10 @@ def start(world: MPI.Intracomm) -> None:
             warn(f"{settings.SURVIVE.name} is set, but a lost rank ends the job: {problem}")
         return
     _processes = _Processes(world, pids)
+    # Hydra sends it to the survivors.
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _why_not(nodes: int, able: bool) -> str:

@@ -28,7 +28,7 @@ from mpicoll import control_messages, launch, line_protocol, settings
 from mpicoll.core import observers
 from mpicoll.core.observers import Observer
 from mpicoll.failures import lost_ranks, node_monitor, report
-from mpicoll.failures.status_page import DONE, LEFT, StatusPage
+from mpicoll.failures.status_page import DONE, LEFT, RUNNING, StatusPage
 from mpicoll.launch.host_identity import addresses, node
 from mpicoll.signals import blocked_job_signals
 
@@ -37,10 +37,7 @@ if TYPE_CHECKING:
 
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = [
-    "ask_about", "end_order", "record_message", "renew", "report_ending", "report_signal",
-    "sign_off", "start",
-]  # fmt: skip
+__all__ = ["ask_about", "is_ordered_to_end", "renew", "report_ending", "sign_off", "start"]
 
 #: Default time after which a hang is reported: maximum in seconds, and fraction of the timeout.
 _REPORT_AFTER_S, _TIMEOUT_FRACTION = 60.0, 0.5
@@ -96,35 +93,34 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
     with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
         if _own is None or _own.pid != os.getpid():
             _own = _Own()
-        _own.page.begin(threading.main_thread().ident or 0, listener)
+        main = threading.main_thread().ident or 0
+        _own.page.write(thread=main, listener=listener, ending_ns=0, unexplained=0, end_order=0,
+                        state=RUNNING)  # fmt: skip
         given = {
-            "rank": world.Get_rank(), "pid": os.getpid(),
-            "start": node_monitor.read_start(os.getpid()), "page": _own.page.descriptor,
+            "rank": world.Get_rank(), "pid": os.getpid(), "node": node(),
+            "page": _own.page.descriptor, "bell": _own.bell,
             "stacks": _own.stacks, "signal": _own.signal,
-            "bell": _own.bell,
-            "node": node(),
         }  # fmt: skip
     if not given:
         _own = None
     ranks = control_messages.allgather(here, given, dict[str, int | str])
     # Ranks in different containers of a node cannot see each other: each container has a monitor.
     seen = [one for one in ranks if one and one["node"] == given.get("node")]
-    first = bool(seen) and seen[0]["rank"] == world.Get_rank()
-    key = [(one["rank"], one["pid"]) for one in seen]
-    is_head = world.Get_rank() == 0
+    rank, size = world.Get_rank(), world.Get_size()
+    key = [(one["rank"], one["pid"]) for one in seen], size
     listeners: list[socket.socket] = []
-    if is_head and _own is not None and _own.monitored != (key, world.Get_size(), _own.head):
-        listeners = _make_head(world.Get_size() > len(seen))
-    heads = _own.head if is_head and _own is not None else {}
+    if rank == 0 and _own is not None and _own.monitored != (key, _own.head):
+        listeners = _make_head(size > len(seen))
+    mine = _own.head if _own is not None else {}
     head, beginning = control_messages.bcast(
-        world, (heads, secrets.randbits(64)), 0, tuple[dict[str, Any], int]
+        world, (mine, secrets.randbits(64)), 0, tuple[dict[str, Any], int]
     )
     if _own is not None:
         _own.beginning = beginning
-    if first and _own is not None and head and _own.monitored != (key, world.Get_size(), head):
-        _own.monitored = key, world.Get_size(), head
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            _launch_monitor(seen, world.Get_size(), head, listeners)
+        if head and seen[0]["rank"] == rank and _own.monitored != (key, head):
+            _own.monitored = key, head
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                _launch_monitor(seen, size, head, listeners)
     for sock in listeners:
         sock.close()
     here.Barrier()  # until now all ranks of the node are alive; their ends are seen from here on
@@ -162,13 +158,15 @@ class _Opened:
         self.all: list[int] = []
         self._poll = select.epoll()
         self.epoll = self._poll.fileno()
-        self.ranks = [self._open_rank(each) for each in ranks]
-        self.launcher = -1
+        self.ranks: list[dict[str, Any]] = []
+        for each in ranks:
+            with contextlib.suppress(OSError):  # else the monitor does not see this rank
+                self._open_rank(each)
+        self.launcher, self.stderr = -1, 2
         with contextlib.suppress(OSError):
             if launcher:
                 self.launcher = self._keep(os.pidfd_open(launcher))
                 self._poll.register(self.launcher, select.EPOLLIN)
-        self.stderr = 2
         with contextlib.suppress(OSError):
             if prints:
                 self.stderr = self._keep(_open_stderr(prints))
@@ -177,23 +175,14 @@ class _Opened:
         self.all.append(descriptor)
         return descriptor
 
-    def _open_rank(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return a rank's description; -1 for a descriptor that cannot be opened."""
-        found = given | {"pidfd": -1, "page": -1, "bell": -1}
-        pid, descriptors = given["pid"], Path(f"/proc/{given['pid']}/fd")
-        with contextlib.suppress(OSError):
-            pidfd = self._keep(os.pidfd_open(pid))
-            if node_monitor.read_start(pid) != given["start"]:
-                return found
-            found["pidfd"] = pidfd
-            self._poll.register(pidfd, select.EPOLLIN)
-            found["page"] = self._keep(os.open(descriptors / str(given["page"]), os.O_RDWR))
-            bell = self._keep(
-                os.open(descriptors / str(given["bell"]), os.O_RDONLY | os.O_NONBLOCK)
-            )
-            self._poll.register(bell, select.EPOLLIN)
-            found["bell"] = bell
-        return found
+    def _open_rank(self, given: dict[str, Any]) -> None:
+        descriptors = Path(f"/proc/{given['pid']}/fd")
+        page = self._keep(os.open(descriptors / str(given["page"]), os.O_RDWR))
+        bell = self._keep(os.open(descriptors / str(given["bell"]), os.O_RDONLY | os.O_NONBLOCK))
+        pidfd = self._keep(os.pidfd_open(given["pid"]))
+        for each in (pidfd, bell):
+            self._poll.register(each, select.EPOLLIN)
+        self.ranks.append(given | {"pidfd": pidfd, "page": page, "bell": bell})
 
     def close(self) -> None:
         """Close the descriptors in this process."""
@@ -216,8 +205,8 @@ def _launch_monitor(
         "size": size, "ranks": opened.ranks, "node": f"{node()}-{os.getpid()}",
         "host": socket.gethostname(), "listeners": sockets,
         "survives_losses": lost_ranks.is_fault_tolerant(), "survival": launch.find_survival(),
-        "reports": settings.REPORTS.value(), "launcher": starter,
-        "launcher_pidfd": opened.launcher, "epoll": opened.epoll, "stderr": opened.stderr,
+        "launcher": starter, "launcher_pidfd": opened.launcher,
+        "epoll": opened.epoll, "stderr": opened.stderr,
         "names": [identity, head["job"], *map(str, launchers)],
         "command": " ".join(sys.orig_argv)[:200],
         "path": [entry for entry in sys.path if entry],
@@ -243,8 +232,7 @@ _PIDFD_GETFD = 438
 
 
 def _open_stderr(pid: int) -> int:
-    """Return a descriptor of the standard error of the job's launcher, or of this process if it
-    cannot be opened.
+    """Return a descriptor of a launcher's standard error, or of this process if that fails.
 
     A launcher whose rank has died ends within milliseconds, and no longer reads the ranks' pipes.
     """
@@ -254,28 +242,20 @@ def _open_stderr(pid: int) -> int:
             found = int(ctypes.CDLL(None).syscall(_PIDFD_GETFD, pidfd, 2, 0))
         finally:
             os.close(pidfd)
+        path = Path(f"/proc/{pid}/fd/2")
+        # A second open of a file would have a separate offset, and overwrite other output.
+        if found < 0 and not stat.S_ISREG(path.stat().st_mode):
+            found = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
         if found >= 0:
-            if not _is_null(found):
+            # A daemon that starts the ranks of a node has /dev/null.
+            if os.fstat(found).st_rdev != Path(os.devnull).stat().st_rdev:
                 return found
             os.close(found)
-            return os.dup(2)
-        # Not a file: a second open would have a separate offset, and overwrite other output.
-        path = Path(f"/proc/{pid}/fd/2")
-        if not stat.S_ISREG(path.stat().st_mode) and path.readlink() != Path(os.devnull):
-            return os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
     return os.dup(2)
 
 
-def _is_null(descriptor: int) -> bool:
-    """Return whether this is /dev/null, as for a daemon that starts the ranks of a node."""
-    return os.fstat(descriptor).st_rdev == Path(os.devnull).stat().st_rdev
-
-
 def _find_starter(launchers: list[int]) -> int:
-    """Return the process whose end also ends the ranks of this node, 0 if there is none.
-
-    launchers: as _find_launchers returns them.
-    """
+    """Return the process whose end also ends the ranks of this node, 0 if there is none."""
     launched = launch.find_launcher()
     if launched is None:
         return 0
@@ -301,16 +281,16 @@ def _find_launchers() -> list[int]:
         while process > 1:
             if Path(f"/proc/{process}/comm").read_text().strip() in _LAUNCHERS:
                 found.append(process)
-            text = Path(f"/proc/{process}/stat").read_text()
-            process = int(text.rpartition(")")[2].split()[1])
+            process = int(node_monitor.read_stat(process)[1])
     return found
 
 
 # --- while the monitor runs -----------------------------------------------------------------------
 
 
-def _is_own() -> bool:
-    return _own is not None and _own.pid == os.getpid()
+def _live() -> _Own | None:
+    """Return this process's own state, None without one and in a forked child."""
+    return _own if _own is not None and _own.pid == os.getpid() else None
 
 
 class _Publisher(Observer):
@@ -318,23 +298,22 @@ class _Publisher(Observer):
 
     def group_opened(self, group: ProcessGroup) -> None:
         """Take a cell of the page for the group."""
-        if _own is None or not _is_own():
+        if (own := _live()) is None:
             return
-        text = f"{_own.beginning} {group.group_name} {group.ranks}"
+        text = f"{own.beginning} {group.group_name} {group.ranks}"
         number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-        address = _own.page.take_cell(
+        address = own.page.take_cell(
             number | 1, _limit(group.timeout), group.size(), group.rank(), group.group_name
         )
         if address:
-            _own.cells[group] = address
+            own.cells[group] = address
             group.publish(address)
 
     def group_closed(self, group: ProcessGroup) -> None:
         """Free the group's cell."""
-        address = _own.cells.pop(group, 0) if _own is not None else 0
-        if address and _own is not None:
+        if _own is not None and (address := _own.cells.pop(group, 0)):
             group.publish(0)
-            if _is_own():
+            if _live():
                 _own.page.free_cell(address)
 
 
@@ -355,31 +334,16 @@ def report_ending(code: int, explained: bool = True) -> bool:
 
     explained: the rank has printed the reason; else the monitor prints the exit code.
     """
-    if _own is not None and _is_own():
-        _own.page.set_ending(code, explained)
-        _wake_monitor()
-        # The monitor's output may be lost when the job has ended.
-        end = time.monotonic() + _REPORT_TIMEOUT_S
-        while time.monotonic() < end:
-            header = _own.page.header()
-            if not header.signal and not header.unexplained:
-                break
-            time.sleep(0.01)
-        return bool(_own.page.header().monitor_pid)
-    return False
-
-
-def _wake_monitor() -> None:
-    assert _own is not None
-    with contextlib.suppress(OSError):
-        os.write(_own.rings, b"\0")
-
-
-def report_signal(number: int) -> None:
-    """Report that this rank has received a signal that the program handles and may end it."""
-    if _own is not None and _is_own():
-        _own.page.set_signal(number)
-        _wake_monitor()
+    if (own := _live()) is None:
+        return False
+    own.page.set_ending(code, explained)
+    with contextlib.suppress(OSError):  # wake the monitor
+        os.write(own.rings, b"\0")
+    # The monitor's output may be lost when the job has ended.
+    end = time.monotonic() + _REPORT_TIMEOUT_S
+    while own.page.header().unexplained and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(own.page.header().monitor_pid)
 
 
 def _after_fork() -> None:
@@ -394,15 +358,14 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def sign_off() -> None:
     """Report that no other rank needs this one any more."""
-    if _own is not None and _is_own():
-        _own.page.set_state(DONE)
+    if own := _live():
+        own.page.set_state(DONE)
 
 
 def renew() -> None:
     """Disconnect from the monitor: ``start`` connects to another one. All groups are closed."""
     global _own
-    old = _own
-    if old is None or not _is_own():
+    if (old := _live()) is None:
         return
     _own = None
     old.page.set_state(LEFT)
@@ -415,28 +378,19 @@ def renew() -> None:
         os.close(descriptor)
 
 
-def record_message(group: ProcessGroup, peer: int, receives: bool) -> None:
-    """Record that a message begins; peer: its rank in the group, -1 for any."""
-    if _own is not None and _is_own() and (address := _own.cells.get(group, 0)):
-        _own.page.record_message(address, group.ranks[peer] if peer >= 0 else -1, receives)
-
-
 def ask_about(group: ProcessGroup) -> dict[int, str]:
     """Describe each rank of the group on this node, by global rank, as a hang report does.
 
     This rank waits in the group's last call. Returns {} if the monitor does not answer.
     """
-    own = _own
-    address = own.cells.get(group, 0) if own is not None and _is_own() else 0
-    pid = own.page.header().monitor_pid if own is not None and address else 0
-    if own is None or not pid:
+    own = _live()
+    address = own.cells.get(group, 0) if own else 0
+    if own is None or not address or not (pid := own.page.header().monitor_pid):
         return {}
     call = own.page.cell(address)._asdict()
-    question = {"ask": "snapshots", "stacks": "known", "call": call}
     try:
-        answer = line_protocol.ask(
-            node_monitor.find_folder() / f"{pid}{node_monitor.SOCKETS}", question
-        )
+        path = node_monitor.find_folder() / f"{pid}{node_monitor.SOCKETS}"
+        answer = line_protocol.ask(path, {"ask": "snapshots"})
         return {
             one["rank"]: report.describe_rank(one, call)
             for one in answer["ranks"]
@@ -446,6 +400,7 @@ def ask_about(group: ProcessGroup) -> dict[int, str]:
         return {}
 
 
-def end_order() -> str:
-    """Return the reason for which the monitor orders this rank to end, "" if it does not."""
-    return _own.page.end_order() if _own is not None and _is_own() else ""
+def is_ordered_to_end() -> bool:
+    """Return whether the monitor orders this rank to end. The monitor has printed the reason."""
+    own = _live()
+    return own is not None and own.page.header().end_order != 0

@@ -31,35 +31,38 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent.parent.parent)]
 
 from mpicoll.failures.blame import Ending, Loss, build_loss, find_cause
-from mpicoll.failures.status_page import CALL_BYTES, DONE, ENDING, LEFT, Cell, StatusPage, parse
+from mpicoll.failures.status_page import DONE, ENDING, LEFT, Cell, StatusPage, parse
 from mpicoll.line_protocol import ANSWER_TIMEOUT_S, JsonConnection, is_proof, mac
 
 if TYPE_CHECKING:
     from mpicoll.failures.report import Snapshot
 
-__all__ = ["SOCKETS", "find_folder", "main", "read_start"]
+__all__ = ["SOCKETS", "find_folder", "main", "read_stat"]
 
-#: Maximum time between two checks of the pages, in seconds and as a fraction of the shortest limit.
+#: Maximum time between two checks of the pages, and that time as a fraction of the shortest limit.
 _CHECK_INTERVAL_S, _CHECK_FRACTION = 1.0, 0.2
 #: Time to collect the stacks of all ranks of a node.
 _STACKS_TIMEOUT_S = 2.0
-#: Time for the system to report how a process has ended; times to wait for processes that are
-#: ending, and for reports of other nodes, before the cause is decided; time after which a rank that
-#: was ordered to end is killed.
-_END_TIMEOUT_S, _DYING_TIMEOUT_S, _NODES_TIMEOUT_S, _KILL_GRACE_S = 0.1, 2.0, 0.5, 10.0
-#: Maximum number of connections of each kind that have not identified themselves: the oldest one
-#: makes room for another.
-_MAX_STRANGER_COUNT = 64
-#: Seconds that the head may take to start, before another monitor stops trying to connect.
+#: Time for the system to report how a process has ended.
+_END_TIMEOUT_S = 0.1
+#: Times to wait for ranks that are ending, and for other nodes, before the cause is decided.
+_DYING_TIMEOUT_S, _NODES_TIMEOUT_S = 2.0, 0.5
+#: Time after which a rank that was ordered to end is killed.
+_KILL_GRACE_S = 10.0
+#: Time that the head may take to start.
 _CONNECT_TIMEOUT_S = 30.0
+#: Maximum number of connections of each kind without a handshake: a new one replaces the oldest.
+_MAX_STRANGER_COUNT = 64
 #: Flag of a process that is exiting, in /proc/PID/stat.
 _PF_EXITING = 4
 #: Asks Linux how the process of a pidfd has ended (since 6.15), and where the answer has that.
 _PIDFD_GET_INFO, _INFO_EXIT, _INFO = 0xC040FF0B, 8, struct.Struct("=Q52xi")
+#: Suffix of the name of a monitor's socket.
+SOCKETS = ".watch"
 
 
 def find_folder() -> Path:
-    """Return the folder of this user's sockets and reports on this host.
+    """Return the folder of this user's sockets on this host.
 
     Raises OSError if it belongs to another user.
     """
@@ -73,10 +76,6 @@ def find_folder() -> Path:
     return folder
 
 
-#: Suffix of the name of a monitor's socket.
-SOCKETS = ".watch"
-
-
 class _Rank:
     """A rank of this node."""
 
@@ -85,50 +84,45 @@ class _Rank:
         self.pid: int = given["pid"]
         self.pidfd: int = given["pidfd"]
         self.bell: int = given["bell"]
-        self.page = None if given["page"] < 0 else StatusPage(given["page"])
+        self.page = StatusPage(given["page"])
         self._signal: int = given["signal"]
         self._stacks_path = f"/proc/{self.pid}/fd/{given['stacks']}"
         self._stacks = -1
-        self.how: str | None = None  # how the process has ended
+        self.how = ""  # how the process has ended
         self.sign = 0.0  # time of the first sign of its end, on the monotonic clock
         self.was_alone = False  # no other rank of the node was ending at that time
-        self.printed, self.printed_at = "", float("-inf")  # its stacks, and when it was asked
-        self.seen: list[bytes] = []  # cells at the last check, and since when they are unchanged
-        self.since: list[float] = []
+        self._cells: list[tuple[bytes, float]] = []  # at the last check; unchanged since when
+
+    @property
+    def state(self) -> int:
+        """The state on its page."""
+        return self.page.header().state
 
     @property
     def is_quiet(self) -> bool:
         """Whether no other rank needs this one, or it has reported its end itself."""
-        return self.page is None or self.page.header().state in (ENDING, DONE, LEFT)
+        return self.state in (ENDING, DONE, LEFT)
 
     @property
     def is_here(self) -> bool:
         """Whether it runs and this monitor is responsible for it."""
-        return self.pidfd >= 0 and (self.page is None or self.page.header().state != LEFT)
+        return self.pidfd >= 0 and self.state != LEFT
 
     def update(self, now: float) -> None:
         """Read the page, and record since when each call is unchanged."""
-        if self.page is None:
-            return
-        cells = self.page.raw_cells()
-        self.since = [
-            self.since[k]
-            if k < len(self.seen) and self.seen[k][:CALL_BYTES] == raw[:CALL_BYTES]
-            else now
-            for k, raw in enumerate(cells)
+        known = dict(enumerate(self._cells))
+        self._cells = [
+            known[k] if k in known and known[k][0] == raw else (raw, now)
+            for k, raw in enumerate(self.page.raw_cells())
         ]
-        self.seen = cells
 
     def calls(self) -> list[tuple[Cell, float]]:
-        """Return each group's cell at the last update, and since when its call is unchanged."""
-        parsed = [(parse(raw), since) for raw, since in zip(self.seen, self.since, strict=True)]
+        """Return each group's cell at the last update, and since when it is unchanged."""
+        parsed = [(parse(raw), since) for raw, since in self._cells]
         return [(cell, since) for cell, since in parsed if cell.group]
 
     def end(self, until: float) -> None:
-        """Record that the process has ended, and how.
-
-        until: time on the monotonic clock until which the system is asked how.
-        """
+        """Record that the process has ended, and how, which the system may know a bit later."""
         self.update(time.monotonic())
         self.how = _read_end(self.pidfd, self.pid, 0.0 if self.is_quiet else until)
         os.close(self.pidfd)
@@ -139,7 +133,7 @@ class _Rank:
 
         The signal goes to a thread of mpicoll, so that it interrupts no system call of the program.
         """
-        if self.page is None or self.pidfd < 0 or _state_of(self.pid) != "running":
+        if self.pidfd < 0 or _state_of(self.pid) != "running":
             return False
         with contextlib.suppress(OSError, ValueError, IndexError):
             if self._stacks < 0:
@@ -156,12 +150,11 @@ class _Rank:
     def snapshot(self, host: str, now: float, stacks: dict[str, list[str]]) -> Snapshot:
         """Return the state of the rank; see report.py."""
         state = "gone" if self.pidfd < 0 else _state_of(self.pid)
-        header = None if self.page is None else self.page.header()
-        if header is not None and state == "running":
-            state = {ENDING: "ending", DONE: "done"}.get(header.state, state)
+        if state == "running":
+            state = {ENDING: "ending", DONE: "done"}.get(self.state, state)
         return {
-            "rank": self.rank, "host": host, "pid": self.pid, "state": state, "how": self.how or "",
-            "main": 0 if header is None else header.thread, "stacks": stacks,
+            "rank": self.rank, "host": host, "pid": self.pid, "state": state, "how": self.how,
+            "main": self.page.header().thread, "stacks": stacks,
             "calls": [
                 cell._asdict() | {"since": now - since if cell.inside else 0.0}
                 for cell, since in self.calls()
@@ -169,19 +162,14 @@ class _Rank:
         }  # fmt: skip
 
 
-def read_start(pid: int) -> str:
-    """Return the start time of a process, which identifies it if its pid is reused."""
-    return _stat(pid)[19]
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on."""
+def read_stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on. The next one is the parent."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _state_of(pid: int) -> str:
     with contextlib.suppress(OSError):
-        return "stopped" if _stat(pid)[0] in "Tt" else "running"
+        return "stopped" if read_stat(pid)[0] in "Tt" else "running"
     return "gone"
 
 
@@ -191,7 +179,7 @@ def _is_dying(pid: int) -> bool:
     If any fatal signal ends a process, the kernel has SIGKILL pending for each of its threads.
     """
     try:
-        state = _stat(pid)
+        state = read_stat(pid)
         if state[0] in "ZX" or int(state[6]) & _PF_EXITING:
             return True
         status = Path(f"/proc/{pid}/status").read_text()
@@ -221,7 +209,7 @@ def _read_end(pidfd: int, pid: int, until: float) -> str:
             if mask & _INFO_EXIT:
                 return _name_end(code)
         with contextlib.suppress(OSError, ValueError, IndexError):  # before
-            fields = _stat(pid)
+            fields = read_stat(pid)
             if fields[0] in "ZX":
                 return _name_end(int(fields[-1]))
         if time.monotonic() >= until:
@@ -268,16 +256,9 @@ class NodeMonitor:
         self._lines: dict[int, JsonConnection] = {}
         self._nodes: dict[str, JsonConnection] = {}  # on the head: monitors of other nodes
         self._far_ranks: dict[str, int] = {}  # number of ranks of each of these nodes
-        self._head: JsonConnection | None = None
-        # Connections that may reach the head, with the nonce received on each ("" before), and the
-        # connection on which this monitor has introduced itself.
-        self._dialing: dict[JsonConnection, str] = {}
-        self._introduced: JsonConnection | None = None
-        self._held: list[dict[str, Any]] = []  # messages for the head until it is connected
+        self._head: JsonConnection | None = None  # None: this monitor reports to the user
         self._listeners: dict[int, socket.socket] = {}
         self._reported: set[tuple[int, int]] = set()
-        self._reports = 0
-        self._signalled = False  # a signal that may end the job was reported
         self._dying: list[_Rank] = []  # ranks with a sign of their end, in order, not handled yet
         self._losses: list[Loss] = []
         self._endings: list[Ending] = []
@@ -289,12 +270,10 @@ class NodeMonitor:
     def serve(self) -> None:
         """Run the monitor until each rank of this node has ended or has a newer monitor."""
         for one in self._ranks:
-            if one.page is not None:
-                one.page.set_monitor_pid(os.getpid())
+            one.page.write(monitor_pid=os.getpid())
         try:
             self._listen()
-            if not self._given["listeners"] and self._given["addresses"]:
-                self._dial()
+            self._find_head()
             self._loop()
         finally:
             if self._path is not None:
@@ -346,22 +325,18 @@ class NodeMonitor:
                 self._drop_silent(now)
                 if now > self._launcher_by:
                     self._end_with_launcher()
-                if now > self._end_by:
-                    self._kill()
-                self._kill_stopped()
+                self._kill(now)
 
     def _is_needed(self) -> bool:
         """Return whether a rank runs, or a report is pending."""
-        undecided = self._decide_at < float("inf") or (self._dying and not self._is_decided)
-        return bool(
-            any(one.is_here for one in self._ranks) or undecided or (self._held and self._dialing)
-        )
+        if self._decide_at < float("inf") or (self._dying and not self._is_decided):
+            return True
+        return any(one.is_here for one in self._ranks)
 
     def _pause(self) -> float:
         limits = [cell.limit for one in self._ranks for cell, _ in one.calls() if cell.limit]
-        return max(
-            0.1, min(_CHECK_INTERVAL_S, _CHECK_FRACTION * min(limits, default=1 << 20) / 1000)
-        )
+        shortest_s = min(limits, default=1 << 20) / 1000
+        return max(0.1, min(_CHECK_INTERVAL_S, _CHECK_FRACTION * shortest_s))
 
     # --- hangs -----------------------------------------------------------------------------------
 
@@ -369,92 +344,47 @@ class NodeMonitor:
         """Report calls that have lasted too long."""
         for one in self._ranks:
             one.update(now)
-        self._report_signals()
         for one in self._ranks:
-            if one.pidfd < 0:
+            if one.pidfd < 0 or self._is_decided:
                 continue
             for cell, since in one.calls():
-                if cell.inside and cell.limit and 1000 * (now - since) > cell.limit:
-                    self._report_once(cell, now - since)
+                is_late = cell.inside and cell.limit and 1000 * (now - since) > cell.limit
+                if is_late and (cell.group, cell.number) not in self._reported:
+                    self._tell_head({"hang": cell._asdict(), "seconds": now - since}, now)
+                    self._reported.add((cell.group, cell.number))
 
-    def _report_signals(self) -> None:
-        """Report, once per job, that ranks have received a signal that the program handles."""
-        pages = {one.rank: one.page for one in self._ranks if one.page is not None}
-        came = {rank: number for rank, one in pages.items() if (number := one.header().signal)}
-        if came and not self._signalled:
-            self._signalled = True
-            from mpicoll.failures import report
-
-            name = signal.Signals(next(iter(came.values()))).name
-            text = report.describe_signal(name, list(came), self.size, self.host)
-            if self._is_head:
-                _print(text, self._stderr)
-            else:
-                self._send_to_head({"signal": text})
-        for rank in came:  # the rank may wait for this
-            pages[rank].set_signal(0)
-
-    def _report_once(self, cell: Cell, seconds: float) -> None:
-        if (cell.group, cell.number) in self._reported or self._is_decided:
+    def _report_hang(self, call: dict[str, Any], seconds: float) -> None:
+        """Print a report of a call, once. This monitor is the head."""
+        key = call["group"], call["number"]
+        if key in self._reported or self._is_decided or self._endings:
             return
-        self._reported.add((cell.group, cell.number))
-        call = cell._asdict()
-        if not self._is_head:
-            self._send_to_head({"hang": call, "seconds": seconds})
-        elif not self._endings:
-            self._report(call, seconds)
-
-    def _report(self, call: dict[str, Any], seconds: float) -> None:
-        from mpicoll import private_files
+        self._reported.add(key)
         from mpicoll.failures import report
 
-        snapshots = self._gather({"ask": "snapshots", "stacks": "missing", "call": call})
-        if not any(report.is_there(one, call) for one in snapshots):
-            return  # the call has ended meanwhile
-        self._reports += 1
-        path, last = Path(self._given["reports"]), ""
-        try:
-            path = (path if path.parts else find_folder()) / f"hang-{self.job}-{self._reports}.json"
-            whole = {"job": self.job, "time": time.time(), "seconds": seconds, "call": call,
-                     "words": report.describe_call(call), "ranks": snapshots}  # fmt: skip
-            private_files.write(path, json.dumps(whole, indent=1).encode())
-            last = f"  full report: {path} on {self.host}"
-        except OSError as error:
-            last = f"  the full report cannot be written: {error}"
-        _print(report.describe_hang(snapshots, call, seconds, last))
+        snapshots = self._gather({"ask": "snapshots", "stacks": True, "call": call})
+        if any(report.is_there(one, call) for one in snapshots):  # else it has ended meanwhile
+            _print(report.describe_hang(snapshots, call, seconds))
 
     # --- questions -------------------------------------------------------------------------------
 
     def _gather(self, question: dict[str, Any]) -> list[Snapshot]:
         """Query all monitors; return the snapshots of all ranks."""
-        for line in list(self._nodes.values()):
+        lines = list(self._nodes.values())
+        for line in lines:
             self._send(line, question)
         found = self._snapshots(question)
-        waiting = {line.fileno(): line for line in self._nodes.values()}
-        poll = select.poll()
-        for descriptor in waiting:
-            poll.register(descriptor, select.POLLIN)
         end = time.monotonic() + ANSWER_TIMEOUT_S
         others: list[tuple[JsonConnection, dict[str, Any]]] = []
-        while waiting and (ready := poll.poll(1000 * max(0.0, end - time.monotonic()))):
-            for descriptor, _ in ready:
-                line = waiting[descriptor]
-                try:
-                    line.fill()
-                    while (message := line.take()) is not None and "ranks" not in message:
-                        others.append((line, message))
-                except OSError:
-                    self._drop(line)
-                    message = {"ranks": []}
-                if message is not None:
-                    found += message["ranks"]
-                    poll.unregister(descriptor)
-                    del waiting[descriptor]
-        for line in waiting.values():
-            self._drop(line)
+        for line in lines:
+            try:
+                while "ranks" not in (message := line.receive(end - time.monotonic())):
+                    others.append((line, message))
+                found += message["ranks"]
+            except OSError:
+                self._drop(line)
         for line, message in others:
             self._handle_safely(line, message)
-        for line in list(self._nodes.values()):  # messages that follow the answers
+        for line in lines:  # messages that follow the answers
             self._handle_all(line)
         known = {one["rank"] for one in found}
         found += [
@@ -471,48 +401,60 @@ class NodeMonitor:
         for one in self._ranks:
             one.update(now)
         call = question.get("call")
-        wanted = [one for one in self._ranks if question.get("stacks")]
-        if call:
-            wanted = [
-                one for one in wanted if not report.is_there(one.snapshot(self.host, now, {}), call)
-            ]
-        asked = [one for one in wanted if question["stacks"] != "known" and one.ask_stacks()]
-        for one, text in _read_all_stacks(asked).items():
-            one.printed, one.printed_at = text, now
-        known = [
-            one for one in wanted if one in asked or one.printed_at > max(one.since, default=0)
+        asked = [
+            one
+            for one in self._ranks
+            if question.get("stacks")
+            and not (call and report.is_there(one.snapshot(self.host, now, {}), call))
+            and one.ask_stacks()
         ]
+        stacks = _read_all_stacks(asked)
         return [
-            one.snapshot(self.host, now, report.parse_stacks(one.printed) if one in known else {})
+            one.snapshot(self.host, now, report.parse_stacks(stacks.get(one, "")))
             for one in self._ranks
         ]
 
     # --- connections -----------------------------------------------------------------------------
 
-    @property
-    def _is_head(self) -> bool:
-        """Whether this monitor reports to the user instead of to another monitor."""
-        return self._head is None and not self._dialing
+    def _find_head(self) -> None:
+        """Connect to the head, at the first of its addresses that completes the handshake.
 
-    def _dial(self) -> None:
-        """Connect to all addresses of the head. The first to complete the handshake is used."""
-        for host, port in self._given["addresses"]:
+        Without it, this monitor reports to the user itself.
+        """
+        poll, dialing = select.poll(), {}
+        for host, port in [] if self._given["listeners"] else self._given["addresses"]:
             with contextlib.suppress(OSError):
                 sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
                 sock.setblocking(False)
                 sock.connect_ex((host, port))
-                self._dialing[self._add_line(sock)] = ""
+                dialing[sock.fileno()] = sock
+                poll.register(sock, select.POLLOUT)
+        end = time.monotonic() + _CONNECT_TIMEOUT_S
+        while dialing and (ready := poll.poll(1000 * max(0.0, end - time.monotonic()))):
+            for descriptor, _ in ready:
+                poll.unregister(descriptor)
+                line = JsonConnection(dialing.pop(descriptor))
+                if self._head is not None or not self._introduce(line, end):
+                    line.sock.close()
 
-    def _add_line(self, sock: socket.socket) -> JsonConnection:
-        line = JsonConnection(sock)
+    def _introduce(self, line: JsonConnection, end: float) -> bool:
+        """Exchange proofs with a peer; return whether it is the head."""
+        with contextlib.suppress(OSError, KeyError):
+            nonce = line.receive(end - time.monotonic())["nonce"]
+            line.send({"node": self._given["node"], "nonce": line.nonce, "ranks": len(self._ranks),
+                       "proof": mac(self._secret, "node", nonce)})  # fmt: skip
+            self._check_proof(line, line.receive(end - time.monotonic()), "head")
+            line.accept_peer("head")
+            self._add_line(line)
+            self._head = line
+            return True
+        return False
+
+    def _add_line(self, line: JsonConnection) -> None:
         if not line.is_local:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            line.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._lines[line.fileno()] = line
         self._poll.register(line, select.EPOLLIN)
-        return line
-
-    def _is_stranger(self, line: JsonConnection) -> bool:
-        return not line.peer and line not in self._dialing
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -524,9 +466,10 @@ class NodeMonitor:
             if struct.unpack("=3i", credentials)[1] not in (0, os.getuid()):
                 sock.close()
                 return
-        line = self._add_line(sock)
+        line = JsonConnection(sock)
+        self._add_line(line)
         strangers = [one for one in self._lines.values()
-                     if self._is_stranger(one) and one.is_local == line.is_local]  # fmt: skip
+                     if not one.peer and one.is_local == line.is_local]  # fmt: skip
         if len(strangers) > _MAX_STRANGER_COUNT:
             self._drop(min(strangers, key=lambda one: one.since))
         if not line.is_local:
@@ -535,8 +478,7 @@ class NodeMonitor:
     def _drop_silent(self, now: float) -> None:
         """Drop connections without a handshake or a question in time."""
         for line in list(self._lines.values()):
-            limit = _CONNECT_TIMEOUT_S if line in self._dialing else ANSWER_TIMEOUT_S
-            if not line.peer and now - line.since > limit:
+            if not line.peer and now - line.since > ANSWER_TIMEOUT_S:
                 self._drop(line)
 
     def _send(self, line: JsonConnection, message: dict[str, Any]) -> None:
@@ -558,12 +500,6 @@ class NodeMonitor:
         if line is self._head:
             self._head = None
         line.sock.close()
-        if line in self._dialing:
-            del self._dialing[line]
-            if line is self._introduced:
-                self._introduced = None
-                self._introduce()
-            self._send_held()
 
     def _serve_line(self, line: JsonConnection) -> None:
         try:
@@ -590,21 +526,17 @@ class NodeMonitor:
             self._drop(line)
 
     def _handle(self, line: JsonConnection, message: dict[str, Any]) -> None:
-        if line in self._dialing:
-            self._identify_head(line, message)
-        elif line.is_local:
+        if (line.is_local or line.peer) and "ask" in message:
             self._answer(line, message)
             line.since = time.monotonic()
         elif not line.peer:
             self._identify_node(line, message)
-        elif message.get("ask"):
-            self._answer(line, message)
         elif line is self._head:
             self._is_decided = True  # the head has reported the cause
             if "end" in message:
-                self._end_ranks(str(message["end"]))
+                self._end_ranks()
         else:
-            self._handle_news(message)
+            self._handle_news(message, time.monotonic() - float(message["age"]))
 
     def _identify_node(self, line: JsonConnection, message: dict[str, Any]) -> None:
         self._check_proof(line, message, "node")
@@ -612,103 +544,55 @@ class NodeMonitor:
         self._nodes[line.peer] = line
         self._send(line, {"proof": mac(self._secret, "head", message["nonce"])})
         self._far_ranks[line.peer] = int(message["ranks"])
-        if sum(self._far_ranks.values()) + len(self._ranks) >= self.size:
-            self._stop_listening()
-
-    def _check_proof(self, line: JsonConnection, message: dict[str, Any], role: str) -> None:
-        if not is_proof(message.get("proof"), self._secret, role, line.nonce):
-            raise ConnectionRefusedError("the peer does not know the secret")
-
-    def _stop_listening(self) -> None:
-        """Close the sockets for other nodes, because all have connected."""
-        for descriptor, sock in list(self._listeners.items()):
+        if sum(self._far_ranks.values()) + len(self._ranks) < self.size:
+            return
+        for descriptor, sock in list(self._listeners.items()):  # all nodes have connected
             if sock.family != socket.AF_UNIX:
                 self._poll.unregister(descriptor)
                 del self._listeners[descriptor]
                 sock.close()
 
-    def _introduce(self) -> None:
-        """Send the proof and the name of this node on one of the connections to the head."""
-        line = next((one for one, nonce in self._dialing.items() if nonce), None)
-        if self._introduced is None and line is not None and self._head is None:
-            self._introduced = line
-            proof = mac(self._secret, "node", self._dialing[line])
-            self._send(line, {"node": self._given["node"], "nonce": line.nonce, "proof": proof,
-                              "ranks": len(self._ranks)})  # fmt: skip
+    def _check_proof(self, line: JsonConnection, message: dict[str, Any], role: str) -> None:
+        if not is_proof(message.get("proof"), self._secret, role, line.nonce):
+            raise ConnectionRefusedError("the peer does not know the secret")
 
-    def _identify_head(self, line: JsonConnection, message: dict[str, Any]) -> None:
-        if "proof" not in message:
-            self._dialing[line] = str(message["nonce"])
-            self._introduce()
-            return
-        self._check_proof(line, message, "head")
-        del self._dialing[line]
-        self._head = line
-        line.accept_peer("head")
-        for other in list(self._dialing):
-            self._drop(other)
-        self._send_held()
-
-    def _answer(self, line: JsonConnection, message: dict[str, Any]) -> None:
-        if message.get("ask") == "job":
-            self._send(line, self._describe())
-        elif message.get("ask") == "snapshots":
-            asks_all = line.is_local and self._is_head
-            found = (self._gather if asks_all else self._snapshots)(message)
-            self._send(line, {"ranks": found} | self._describe())
-
-    def _handle_news(self, message: dict[str, Any]) -> None:
-        """Handle a report of another node. This monitor is the head."""
-        when = time.monotonic() - float(message.get("age", 0.0))
-        if "hang" in message:
-            call = message["hang"]
-            if not self._is_decided and (call["group"], call["number"]) not in self._reported:
-                self._reported.add((call["group"], call["number"]))
-                if not self._endings:
-                    self._report(call, message["seconds"])
-        elif "lost" in message:
-            self._add_loss(Loss(when, message["lost"], bool(message["alone"])))
-        elif "ending" in message:
-            self._add_ending(Ending(when, message["ending"], int(message["code"])))
-        elif "signal" in message and not self._signalled:
-            self._signalled = True
-            _print(message["signal"], self._stderr)
-
-    def _send_to_head(self, message: dict[str, Any]) -> None:
-        """Send a message to the head once it is connected. Without one, this monitor is the head.
-
-        ``age`` in the message is a time on the monotonic clock, sent as seconds before now.
-        """
-        self._held.append(message)
-        if not self._dialing:
-            self._send_held()
-
-    def _send_held(self) -> None:
-        """Send the held messages unless connections to the head are still being tried."""
-        if self._dialing:
-            return
-        held, self._held = self._held, []
-        for message in held:
-            if "age" in message:
-                message["age"] = time.monotonic() - message["age"]
-            if self._head is None:
-                self._handle_news(message)
-            else:
-                self._send(self._head, message)
-
-    def _describe(self) -> dict[str, Any]:
-        return {
-            "job": self.job, "size": self.size, "host": self.host, "is_head": self._is_head,
+    def _answer(self, line: JsonConnection, question: dict[str, Any]) -> None:
+        answer = {
+            "job": self.job, "size": self.size, "host": self.host, "is_head": self._head is None,
             "pids": [one.pid for one in self._ranks],
             "names": self._given["names"], "command": self._given["command"],
         }  # fmt: skip
+        if question["ask"] == "snapshots":
+            asks_all = line.is_local and self._head is None
+            answer["ranks"] = (self._gather if asks_all else self._snapshots)(question)
+        self._send(line, answer)
+
+    def _tell_head(self, news: dict[str, Any], when: float) -> None:
+        """Report to the head an event of a time on the monotonic clock."""
+        if self._head is None:
+            self._handle_news(news, when)
+        else:
+            self._send(self._head, news | {"age": time.monotonic() - when})
+
+    def _handle_news(self, news: dict[str, Any], when: float) -> None:
+        """Handle a report of a node. This monitor is the head."""
+        if "hang" in news:
+            self._report_hang(news["hang"], news["seconds"])
+            return
+        if "lost" in news:
+            self._losses.append(Loss(when, news["lost"], bool(news["alone"])))
+        else:
+            self._add_ending(Ending(when, news["ending"], int(news["code"])))
+        # Other nodes have time to report what has happened before.
+        several = self.size > len(self._ranks) and not self._survives_losses
+        wait = _NODES_TIMEOUT_S if several else 0.0
+        self._decide_at = min(self._decide_at, time.monotonic() + wait)
 
     # --- how the job ends ------------------------------------------------------------------------
 
     def _read_bell(self, rank: _Rank) -> None:
         with contextlib.suppress(BlockingIOError):
             if os.read(rank.bell, 512):
-                self._report_signals()
                 return
             # The rank has closed the pipe: the first sign of its end.
             self._poll.unregister(rank.bell)
@@ -730,7 +614,6 @@ class NodeMonitor:
         self._record_sign(rank)
         self._poll.unregister(rank.pidfd)
         rank.end(time.monotonic() + _END_TIMEOUT_S)
-        self._report_signals()
 
     def _find_losses(self) -> None:
         """Report ranks that have ended while other ranks need them, once it is known how."""
@@ -744,55 +627,36 @@ class NodeMonitor:
             return
         dying, self._dying = self._dying, []
         lost = [one for one in dying if not one.is_quiet]
-        snapshots = [one.snapshot(self.host, now, {}) for one in lost]
         if not lost or self._is_decided:
             return
+        snapshots = [one.snapshot(self.host, now, {}) for one in lost]
         if self._survives_losses:  # each of them is reported
-            parts = [
+            losses = [
                 Loss(one.sign, [each], True) for one, each in zip(lost, snapshots, strict=True)
             ]
         else:
-            parts = [build_loss(lost[0].sign, snapshots, lost[0].was_alone)]
-        for loss in parts:
-            if self._is_head:
-                self._add_loss(loss)
-            else:
-                self._send_to_head({"lost": loss.ranks, "alone": loss.alone, "age": loss.when})
+            losses = [build_loss(lost[0].sign, snapshots, lost[0].was_alone)]
+        for loss in losses:
+            self._tell_head({"lost": loss.ranks, "alone": loss.alone}, loss.when)
 
     def _find_endings(self) -> None:
-        """Record the ranks of this node that end the job themselves."""
+        """Report the ranks of this node that end the job themselves."""
         for one in self._ranks:
-            if one.page is None or one.rank in self._known_endings:
-                continue
-            header = one.page.header()
-            if header.state != ENDING:
+            if one.state != ENDING or one.rank in self._known_endings:
                 continue
             self._known_endings.add(one.rank)
-            when = header.ending_ns / 1e9
-            code = header.code if header.unexplained else -1
+            header = one.page.header()
+            when, code = header.ending_ns / 1e9, header.code if header.unexplained else -1
             found = one.snapshot(self.host, time.monotonic(), {})
-            if self._is_head:
+            self._tell_head({"ending": found, "code": code}, when)
+            if self._head is not None:
                 self._add_ending(Ending(when, found, code))
-            else:
-                self._send_to_head({"ending": found, "code": code, "age": when})
-                self._endings.append(Ending(when, found, code))
-                one.page.set_explained()
-
-    def _add_loss(self, loss: Loss) -> None:
-        self._losses.append(loss)
-        self._decide_soon()
+                one.page.write(unexplained=0)
 
     def _add_ending(self, ending: Ending) -> None:
         rank = ending.snapshot["rank"]
-        if all(one.snapshot["rank"] != rank for one in self._endings):
+        if all(one.snapshot.get("rank") != rank for one in self._endings):
             self._endings.append(ending)
-        self._decide_soon()
-
-    def _decide_soon(self) -> None:
-        """Decide the cause after other nodes have had time to report."""
-        several = self.size > len(self._ranks) and not self._survives_losses
-        wait = _NODES_TIMEOUT_S if several else 0.0
-        self._decide_at = min(self._decide_at, time.monotonic() + wait)
 
     def _decide(self) -> None:
         """Report the first cause of the job's end if it is time to decide."""
@@ -815,8 +679,7 @@ class NodeMonitor:
                 _print(report.describe_exit(alike, self.size, cause.code), self._stderr)
         if self._is_decided:
             for one in self._ranks:
-                if one.page is not None:
-                    one.page.set_explained()
+                one.page.write(unexplained=0)
 
     def _report_loss(self, loss: Loss) -> None:
         from mpicoll.failures import report
@@ -826,19 +689,17 @@ class NodeMonitor:
         # The kernel's order of events is valid for one node.
         known = loss.alone or (loss.ranks[0]["how"] == "SIGKILL" and not several)
         why = report.describe_loss(loss.ranks, self.size, known)
-        hint = (
-            ""
-            if self._survives_losses
-            else report.describe_survival(loss.ranks, self._given["survival"])
-        )
+        hint = ""
+        if not self._survives_losses:
+            hint = report.describe_survival(loss.ranks, self._given["survival"])
         if report.is_ended_by_mpi(loss.ranks[0]):
             hint = report.describe_mismatch(loss.ranks[0], self._gather({}))
         _print("\n".join(filter(None, [why, hint])), self._stderr)
         if self._survives_losses:
             return
         for line in list(self._nodes.values()):
-            self._send(line, {"end": why})
-        self._end_ranks(why)
+            self._send(line, {"end": True})
+        self._end_ranks()
 
     def _lose_launcher(self) -> None:
         """Record that the launcher has ended: ranks that end now end because of it."""
@@ -855,41 +716,37 @@ class NodeMonitor:
         alive = [one for one in self._ranks if one.pidfd >= 0]
         if all(one.is_quiet for one in alive) or self._end_by < float("inf"):
             return
-        why = (
-            f"mpicoll: the launcher of this job (process {self._given['launcher']} on "
-            f"{self.host}) has ended; ending its ranks"
-        )
         if not self._known_endings:
             self._is_decided = True
-            _print(why, self._stderr)
-        self._end_ranks(why)
+            _print(
+                f"mpicoll: the launcher of this job (process {self._given['launcher']} on "
+                f"{self.host}) has ended; ending its ranks",
+                self._stderr,
+            )
+        self._end_ranks()
 
-    def _end_ranks(self, why: str) -> None:
-        """Order the ranks of this node to end; kill them after a grace period."""
+    def _end_ranks(self) -> None:
+        """Order the ranks of this node to end."""
         for one in self._ranks:
-            if one.pidfd >= 0 and one.page is not None and not one.is_quiet:
-                one.page.order_end(why)
+            if one.pidfd >= 0 and not one.is_quiet:
+                one.page.write(end_order=1)
         self._end_by = time.monotonic() + _KILL_GRACE_S
 
-    def _kill(self) -> None:
-        for one in self._ranks:
-            if one.is_here and one.page is not None and one.page.header().state != DONE:
-                with contextlib.suppress(OSError):
-                    signal.pidfd_send_signal(one.pidfd, signal.SIGKILL)
-        self._end_by = float("inf")
-
-    def _kill_stopped(self) -> None:
-        """Kill stopped ranks once another rank has ended the job.
+    def _kill(self, now: float) -> None:
+        """Kill ranks that do not end in time, and stopped ranks once a rank has ended the job.
 
         A launcher that sends them SIGTERM would wait for them.
         """
-        if not any(one.pidfd < 0 and one.page and one.page.header().state == ENDING
-                   for one in self._ranks):  # fmt: skip
-            return
+        has_ended = any(one.pidfd < 0 and one.state == ENDING for one in self._ranks)
         for one in self._ranks:
-            if one.pidfd >= 0 and not one.is_quiet and _state_of(one.pid) == "stopped":
+            if not one.is_here or one.state == DONE:
+                continue
+            is_stopped = has_ended and not one.is_quiet and _state_of(one.pid) == "stopped"
+            if now > self._end_by or is_stopped:
                 with contextlib.suppress(OSError):
                     signal.pidfd_send_signal(one.pidfd, signal.SIGKILL)
+        if now > self._end_by:
+            self._end_by = float("inf")
 
 
 def _read_all_stacks(asked: list[_Rank]) -> dict[_Rank, str]:

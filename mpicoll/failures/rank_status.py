@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mpicoll import communicators
-from mpicoll.failures.consistency import RecordEntry, describe_by_rank, describe_call, digest
+from mpicoll.failures import consistency
+from mpicoll.failures.consistency import RecordEntry, describe_call, digest
+from mpicoll.failures.debug_level import DETAIL_HINT
+from mpicoll.failures.report import format_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -34,27 +37,18 @@ __all__ = [
 
 
 class RankStatus(NamedTuple):
-    """The position of a rank in a group's sequence of calls. Each field is sent as 64 bits.
+    """The position of a rank in a group's sequence of calls. Each field is sent as 64 bits."""
 
-    group:  hash of the group's name, because a message may be left over from another group.
-    state:  RUNNING, EXITING, DESTROYING, DUMPING, COMPARING, TIMED_OUT or FAILED.
-    begun:  number of collectives that the rank has begun.
-    formed: number of these that are not compared.
-    since:  number of the call at which the ranks' calls were last compared.
-    number, kind, sizes, root: call record of the rank's last compared call.
-    calls:  digest of its calls from ``since`` to ``number``.
-    """
-
-    group: int
-    state: int
-    begun: int
-    formed: int
-    since: int
-    number: int
+    group: int  # hash of the group's name, because a message may be left over from another group
+    state: int  # RUNNING, EXITING, DESTROYING, DUMPING, COMPARING, TIMED_OUT or FAILED
+    begun: int  # number of collectives that the rank has begun
+    formed: int  # number of these that are not compared
+    since: int  # number of the call at which the ranks' calls were last compared
+    number: int  # number, kind, sizes and root: call record of the rank's last compared call
     kind: int
     sizes: int
     root: int
-    calls: int
+    calls: int  # digest of its calls from ``since`` to ``number``
 
     @property
     def last_call(self) -> RecordEntry:
@@ -177,14 +171,15 @@ def find_departed(group: ProcessGroup, states: tuple[int, ...] = (EXITING, DESTR
     return {rank for rank, status in list(group.statuses.items()) if status.state in states}
 
 
-def find_missing(group: ProcessGroup, may_time_out: bool) -> list[int]:
-    """Return the global ranks that have departed before the current collective of this rank.
+def find_missing(group: ProcessGroup, may_time_out: bool) -> str:
+    """Name the global ranks that have departed before the current collective of this rank.
 
     may_time_out: the program may wait with a timeout and continue after it, so that only ranks that
     end count.
     """
     departed = find_departed(group, (EXITING,) if may_time_out else (EXITING, DESTROYING))
-    return [group.ranks[rank] for rank in departed if group.statuses[rank].begun < group.begun]
+    missing = [rank for rank in departed if group.statuses[rank].begun < group.begun]
+    return format_ranks(group.ranks[rank] for rank in missing) if missing else ""
 
 
 def describe_mismatch(group: ProcessGroup) -> str:
@@ -198,39 +193,28 @@ def describe_mismatch(group: ProcessGroup) -> str:
     for rank, status in list(group.statuses.items()):
         if status.since != calls[0][0] or status.state == COMPARING:  # that rank raises the error
             continue
-        ahead = status.number - calls[-1][0]
+        other, theirs = group.ranks[rank], _describe_call(status.last_call)
+        here, ahead = _describe_call(calls[-1]), status.number - calls[-1][0]
         if ahead * (status.formed - formed) < 0:
-            other, here = _describe_call(status.last_call), _describe_call(calls[-1])
             if ahead < 0:
-                other = f"making another group after {other}"
+                theirs = f"making another group after {theirs}"
             else:
                 here = f"making another group after {here}"
-            return (
-                f"collective mismatch in group {group.group_name}: rank "
-                f"{group.ranks[rank]}: {other}; here: {here}"
-            )
-        if ahead > 0:  # this rank may still make the same calls
-            continue
-        if ahead < 0 and group.compared:  # the calls before the last were alike
-            continue
-        same_calls = tuple(call for call in calls if call[0] <= status.number)
-        if digest(same_calls) != status.calls:
-            return _describe_difference(group, rank, status, same_calls)
+        elif ahead > 0 or (ahead < 0 and group.compared):
+            continue  # this rank may still make the same calls; those before the last were alike
+        else:
+            same_calls = tuple(call for call in calls if call[0] <= status.number)
+            if digest(same_calls) == status.calls:
+                continue
+            here = _describe_call(same_calls[-1])
+            if here == theirs:
+                return (
+                    f"rank {other} of group {group.group_name} has made other calls than this rank "
+                    f"between call {status.since} and call {status.number}, {here}"
+                )
+        name = group.group_name
+        return f"collective mismatch in group {name}: rank {other}: {theirs}; here: {here}"
     return ""
-
-
-def _describe_difference(
-    group: ProcessGroup, rank: int, status: RankStatus, calls: tuple[RecordEntry, ...]
-) -> str:
-    theirs = _describe_call(status.last_call)
-    here = _describe_call(calls[-1])
-    other = group.ranks[rank]
-    if here == theirs:
-        return (
-            f"rank {other} of group {group.group_name} has made other calls than this rank between "
-            f"call {status.since} and call {status.number}, {here}"
-        )
-    return f"collective mismatch in group {group.group_name}: rank {other}: {theirs}; here: {here}"
 
 
 def _describe_call(call: RecordEntry) -> str:
@@ -258,10 +242,7 @@ def compare_after_error(group: ProcessGroup) -> str:
     if len({*calls.values()}) == 1:
         return describe_mismatch(group)
     texts = [calls.get(rank, "no answer") for rank in range(group.size())]
-    return (
-        f"rank {me} of group {group.group_name}: collective mismatch: the ranks made different "
-        f"calls as call {number} of the group: {describe_by_rank(texts)}"
-    )
+    return consistency.describe_mismatch(group, number, texts)
 
 
 def compare_at_destroy(group: ProcessGroup, end: float) -> tuple[bool, str]:
@@ -289,7 +270,6 @@ def compare_at_destroy(group: ProcessGroup, end: float) -> tuple[bool, str]:
                 f"rank {group.rank()} of group {group.group_name}: the ranks made different calls "
                 f"after call {mine.since}: the last of rank {rank} is "
                 f"{_describe_call(theirs.last_call)}; here it is {_describe_call(mine.last_call)}. "
-                "The results of these calls may be wrong. "
-                "MPICOLL_DEBUG=DETAIL compares every call before it runs"
+                f"The results of these calls may be wrong. {DETAIL_HINT}"
             )
     return expected <= find_departed(group), ""

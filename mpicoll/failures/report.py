@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 __all__ = [
-    "LINES", "describe_call", "describe_end", "describe_exit", "describe_hang", "describe_job",
-    "describe_loss", "describe_mismatch", "describe_rank", "describe_signal", "describe_survival",
-    "format_ranks", "is_ended_by_mpi",
+    "describe_end", "describe_exit", "describe_hang", "describe_job", "describe_loss",
+    "describe_mismatch", "describe_rank", "describe_survival", "format_ranks", "is_ended_by_mpi",
     "is_there", "parse_stacks",
 ]  # fmt: skip
 
@@ -22,10 +21,9 @@ __all__ = [
 #: inside), and stacks (frames of each thread, innermost first).
 Snapshot = dict[str, Any]
 
-#: Maximum number of lines of a report.
-LINES = 40
-#: Maximum number of frames of a stack, and of ranges of ranks in a line.
-_FRAMES, _RUNS = 6, 8
+#: Maximum number of descriptions in a report, of frames of a stack, of other threads with a stack,
+#: and of ranges of ranks in a line.
+_DESCRIPTIONS, _FRAMES, _THREADS, _RUNS = 5, 6, 3, 8
 
 #: Likely senders of signals.
 _HINTS = {
@@ -46,10 +44,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 
 def parse_stacks(text: str) -> dict[str, list[str]]:
-    """Return the frames of each thread, by its number as text, from the output of faulthandler.
-
-    Threads of mpicoll are omitted.
-    """
+    """Return the frames of the program's threads, by number as text, from faulthandler's output."""
     found: dict[str, list[str]] = {}
     frames: list[str] = []
     for line in text.splitlines():
@@ -80,7 +75,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' * (len(ordered) != 1)} {', '.join(texts)}"
 
 
-def describe_call(call: dict[str, Any]) -> str:
+def _describe_call(call: dict[str, Any]) -> str:
     """Describe a call: "call 3 of group 0: barrier"."""
     if not call["number"]:
         return f"no call of group {call['name']}"
@@ -88,10 +83,8 @@ def describe_call(call: dict[str, Any]) -> str:
 
 
 def _words(call: dict[str, Any]) -> str:
-    from mpicoll.core.signature import (  # loads NumPy, which the monitor otherwise does not need
-        describe,
-        with_root,
-    )
+    # It loads NumPy, which the monitor otherwise does not need.
+    from mpicoll.core.signature import describe, with_root
 
     return describe(with_root(call["kind"], call["root"]), call["sizes"])
 
@@ -106,11 +99,8 @@ def describe_end(how: str) -> str:
 
 
 def _last_call(snapshot: Snapshot) -> dict[str, Any] | None:
-    """Return the call that a rank is in, else the last call of the group with the most calls.
-
-    The number is 0 if the rank has only sent and received messages.
-    """
-    calls = [call for call in snapshot["calls"] if call["number"] or call["messages"]]
+    """Return the call that a rank is in, else the last call of the group with the most calls."""
+    calls = [call for call in snapshot["calls"] if call["number"]]
     return max(calls, key=lambda call: (call["inside"], call["number"]), default=None)
 
 
@@ -118,19 +108,7 @@ def _where(snapshot: Snapshot) -> str:
     call = _last_call(snapshot)
     if call is None:
         return "before its first call"
-    return f"in {describe_call(call)}" if call["inside"] else _after(call)
-
-
-def _after(call: dict[str, Any]) -> str:
-    """Describe a group's last call and messages: "after call 3 of group 0: ..."."""
-    parts = [describe_call(call)] if call["number"] or not call["messages"] else []
-    if call["messages"]:
-        rank, receives = divmod(call["last_message"], 2)
-        many = f"{call['messages']} message{'s' * (call['messages'] > 1)}"
-        which = f"{', the last one' if call['messages'] > 1 else ''} {'from' if receives else 'to'}"
-        group = "" if parts else f" of group {call['name']}"
-        parts.append(f"{many}{group}{which} {f'rank {rank - 1}' if rank else 'any rank'}")
-    return f"after {' and '.join(parts)}"
+    return f"{'in' if call['inside'] else 'after'} {_describe_call(call)}"
 
 
 def _who(ranks: Sequence[Snapshot], size: int) -> str:
@@ -140,10 +118,10 @@ def _who(ranks: Sequence[Snapshot], size: int) -> str:
 
 
 def describe_loss(lost: Sequence[Snapshot], size: int, is_first_known: bool = True) -> str:
-    """Return the line that names the rank that was lost first, how, and in which call.
+    """Return the line that names the lost rank, how it ended, and in which call.
 
-    lost: ranks of one node that have ended in the same way, in this order.
-    is_first_known: the first one is the cause; else the line names all of them.
+    lost: ranks of one node that have ended in the same way, in this order. The line names all of
+        them unless the first one is known to be the cause.
     """
     if is_first_known or len(lost) == 1:
         first = lost[0]
@@ -168,10 +146,7 @@ def describe_exit(ranks: Sequence[Snapshot], size: int, code: int) -> str:
 
 
 def describe_survival(lost: Sequence[Snapshot], survival: str) -> str:
-    """Return the line with the setting by which the job would have survived, "" if there is none.
-
-    lost: as for describe_loss. survival: see launchers.py. A signal to the whole job has no remedy.
-    """
+    """Return the line with the setting by which the job would have survived, or ""."""
     if not survival or lost[0]["how"] in _FOR_ALL:
         return ""
     return f"mpicoll: to survive a lost rank: {survival} (docs/reliability.md)"
@@ -188,10 +163,7 @@ def is_ended_by_mpi(lost: Snapshot) -> bool:
 
 
 def describe_mismatch(lost: Snapshot, snapshots: Iterable[Snapshot]) -> str:
-    """Return the line that compares the ranks' calls after MPI has ended a rank in one of them.
-
-    lost: that rank. snapshots: of all ranks.
-    """
+    """Return the line that compares the calls of all ranks after MPI has ended one of them."""
     call = _last_call(lost)
     assert call is not None
     found = {
@@ -204,25 +176,18 @@ def describe_mismatch(lost: Snapshot, snapshots: Iterable[Snapshot]) -> str:
     is_mismatch = is_same_call and len({_words(each) for each in found.values()}) > 1
     calls: dict[str, list[int]] = {}
     for rank, each in found.items():
-        calls.setdefault(_words(each) if is_mismatch else describe_call(each), []).append(rank)
+        calls.setdefault(_words(each) if is_mismatch else _describe_call(each), []).append(rank)
     texts = "; ".join(f"{format_ranks(ranks)}: {words}" for words, ranks in calls.items())
-    detail = "MPICOLL_DEBUG=DETAIL compares every call before it runs"
+    from mpicoll.failures.debug_level import DETAIL_HINT
+
     if is_mismatch:
         return (
             "mpicoll: collective mismatch: the ranks made different calls as "
-            f"{describe_call(call).partition(':')[0]}: {texts}. MPI ended the job; {detail}"
+            f"{_describe_call(call).partition(':')[0]}: {texts}. MPI ended the job; {DETAIL_HINT}"
         )
     return (
         "mpicoll: MPI ended the process after an error in a call, most likely a collective "
-        f"mismatch in sizes. The last calls: {texts}. {detail}"
-    )
-
-
-def describe_signal(name: str, ranks: Sequence[int], size: int, host: str) -> str:
-    """Return the line that reports a signal that the program handles."""
-    return (
-        f"mpicoll: {format_ranks(ranks)} of {size} (on {host}) received {name}"
-        f"{_HINTS.get(name, '')}; the program's handler decides whether the job ends"
+        f"mismatch in sizes. The last calls: {texts}. {DETAIL_HINT}"
     )
 
 
@@ -234,10 +199,13 @@ def is_there(snapshot: Snapshot, call: dict[str, Any]) -> bool:
     )
 
 
-def _describe_state(snapshot: Snapshot, call: dict[str, Any] | None, frames: int) -> list[str]:
-    """Describe the state of a rank in lines. The first one follows the list of ranks."""
-    mine = [one for one in snapshot["calls"] if call and one["group"] == call["group"]]
-    last = _after(mine[0]) if mine else _where(snapshot)
+def _describe_state(
+    snapshot: Snapshot, call: dict[str, Any] | None = None, whole: bool = False
+) -> list[str]:
+    """Describe the state of a rank in lines. The first one follows the list of ranks.
+
+    call: other ranks wait in it. whole: with all frames of all threads.
+    """
     if snapshot["state"] == "gone":
         return [f"gone: {describe_end(snapshot['how'])}, {_where(snapshot)}"]
     if snapshot["state"] == "silent":
@@ -247,77 +215,62 @@ def _describe_state(snapshot: Snapshot, call: dict[str, Any] | None, frames: int
         "ending": "is about to end the job, ",
     }.get(snapshot["state"], "")  # fmt: skip
     inside = [one for one in snapshot["calls"] if one["inside"]]
-    text = f"in {describe_call(inside[0])}" if inside else last
-    lines = [f"{state}{text}"]
+    mine = [one for one in snapshot["calls"] if call and one["group"] == call["group"]]
+    if inside:
+        text = f"in {_describe_call(inside[0])}"
+    else:
+        text = f"after {_describe_call(mine[0])}" if mine else _where(snapshot)
     stacks = dict(snapshot["stacks"])
     main = stacks.pop(str(snapshot["main"]), [])
-    if main:
-        if not inside:
-            lines[0] = f"{state}in Python, {text}"
-        lines += [f"    {frame}" for frame in main[:frames]]
-    for others in list(stacks.values())[: 3 if frames == _FRAMES else None]:
-        lines += [f"    another thread: {others[0]}"]
-        lines += [f"      {frame}" for frame in others[1:frames]] if frames != _FRAMES else []
+    python = "in Python, " if main and not inside else ""
+    lines = [f"{state}{python}{text}"]
+    lines += [f"    {frame}" for frame in (main if whole else main[:_FRAMES])]
+    for others in list(stacks.values())[: None if whole else _THREADS]:
+        lines.append(f"    another thread: {others[0]}")
+        lines += [f"      {frame}" for frame in others[1:]] if whole else []
     return lines
 
 
-def _group_by_description(
-    snapshots: Iterable[Snapshot], call: dict[str, Any] | None, frames: int
-) -> list[tuple[list[int], list[str]]]:
-    """Group the ranks by their descriptions; the rarest come first."""
+def _list_states(
+    snapshots: Iterable[Snapshot], call: dict[str, Any] | None = None, whole: bool = False
+) -> list[str]:
+    """Describe the states of ranks; ranks in the same state share a description.
+
+    The rarest come first. Only some are listed unless ``whole``.
+    """
     found: dict[tuple[str, ...], list[int]] = {}
     for one in snapshots:
-        found.setdefault(tuple(_describe_state(one, call, frames)), []).append(one["rank"])
-    return sorted(((ranks, list(lines)) for lines, ranks in found.items()), key=_order)
-
-
-def _order(entry: tuple[list[int], list[str]]) -> tuple[int, int]:
-    return len(entry[0]), min(entry[0])
-
-
-def _fit(entries: list[tuple[list[int], list[str]]], room: int) -> list[str]:
-    """Return the descriptions in at most ``room`` lines."""
-    lines: list[str] = []
-    for k, (ranks, story) in enumerate(entries):
-        left = room - len(lines) - (k + 1 < len(entries))
-        if left < 1:
-            rest = [rank for those, _ in entries[k:] for rank in those]
-            lines.append(f"  {format_ranks(rest)}: {len(entries) - k} other descriptions")
-            break
-        head, *tail = story
-        lines += [f"  {format_ranks(ranks)}: {head}", *(f"  {each}" for each in tail[: left - 1])]
+        found.setdefault(tuple(_describe_state(one, call, whole)), []).append(one["rank"])
+    entries = sorted(found.items(), key=lambda entry: (len(entry[1]), min(entry[1])))
+    shown = entries if whole else entries[:_DESCRIPTIONS]
+    lines = []
+    for (head, *tail), ranks in shown:
+        lines += [f"  {format_ranks(ranks)}: {head}", *(f"  {each}" for each in tail)]
+    if rest := [rank for _, ranks in entries[len(shown) :] for rank in ranks]:
+        lines.append(f"  {format_ranks(rest)}: {len(entries) - len(shown)} other descriptions")
     return lines
 
 
 def describe_rank(snapshot: Snapshot, call: dict[str, Any]) -> str:
     """Describe the state of a rank in one line, while other ranks wait in a call."""
-    return "in this call" if is_there(snapshot, call) else _describe_state(snapshot, call, 0)[0]
+    return "in this call" if is_there(snapshot, call) else _describe_state(snapshot, call)[0]
 
 
-def describe_hang(
-    snapshots: Sequence[Snapshot], call: dict[str, Any], seconds: float, last: str = ""
-) -> str:
-    """Return the report of a call in which ranks wait, in at most LINES lines.
-
-    call: as in a snapshot. seconds: of waiting so far. last: the last line.
-    """
+def describe_hang(snapshots: Sequence[Snapshot], call: dict[str, Any], seconds: float) -> str:
+    """Return the report of a call in which ranks have waited for some seconds."""
     members = [
         one for one in snapshots if any(each["group"] == call["group"] for each in one["calls"])
     ]
     there = [one["rank"] for one in members if is_there(one, call)]
     missing = [one for one in members if not is_there(one, call)]
     missing += [one for one in snapshots if one["state"] == "silent"]
-    lines = [
+    return "\n".join([
         f"mpicoll: {format_ranks(there)} of group {call['name']} ({call['size']} ranks) "
-        f"wait{'s' * (len(there) == 1)} for {seconds:.0f} s in {describe_call(call)}"
-    ]
-    if not missing:
-        lines.append("  all ranks are in this call")
-    lines += _fit(_group_by_description(missing, call, _FRAMES), LINES - 1 - bool(last))
-    return "\n".join([*lines, *([last] if last else [])])
+        f"wait{'s' * (len(there) == 1)} for {seconds:.0f} s in {_describe_call(call)}",
+        *(_list_states(missing, call) or ["  all ranks are in this call"]),
+    ])  # fmt: skip
 
 
 def describe_job(snapshots: Sequence[Snapshot], has_stacks: bool) -> str:
     """Describe all ranks, for ``python -m mpicoll watch``."""
-    entries = _group_by_description(snapshots, None, 1 << 30 if has_stacks else _FRAMES)
-    return "\n".join(_fit(entries, 1 << 30 if has_stacks else LINES))
+    return "\n".join(_list_states(snapshots, None, has_stacks))

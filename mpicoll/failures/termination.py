@@ -77,9 +77,7 @@ class GroupEnd(RankEnd):
         return _find_rank()
 
     def extra_lines(self) -> list[str]:
-        """Return the line that says where the flight records are. The rank ends from here on, also
-        while it waits for another rank that prints the same error.
-        """
+        """Report the end of this rank; return the line that names the flight records."""
         monitor_client.report_ending(1)
         return flight_record.last_words()
 

@@ -17,6 +17,7 @@ from mpicoll import launch
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, MismatchError, MPIError
 from mpicoll.failures import consistency, lost_ranks, monitor_client, rank_status
 from mpicoll.failures.consistency import describe_call
+from mpicoll.failures.debug_level import DETAIL_HINT
 from mpicoll.failures.flight_record import RECORDS_TIMEOUT_S
 from mpicoll.failures.group_failure import fail
 from mpicoll.failures.report import format_ranks
@@ -30,7 +31,6 @@ __all__ = ["check", "compare_after", "fail_late_call", "fail_with_peer", "receiv
 #: not find all of them.
 _PROBE_COUNT = 3
 
-_COMPARES = "MPICOLL_DEBUG=DETAIL compares every call before it runs"
 _CLOSED = "The group takes no more calls; other groups do"
 
 
@@ -48,8 +48,7 @@ def check(group: ProcessGroup) -> None:
 def _check_peers(group: ProcessGroup) -> None:
     if not group.resources.find("shared"):
         for _ in range(_PROBE_COUNT):
-            rank_status.receive(group)
-        receive_failures(group)
+            receive_failures(group)
         if group.error is not None:
             raise group.failure()
 
@@ -91,7 +90,7 @@ def compare_after(error: Exception, group: ProcessGroup) -> Exception:
         return error
     found = MismatchError(
         f"{text}. MPI reported an error in this call, and the group cannot be used any more. "
-        f"{_COMPARES}"
+        f"{DETAIL_HINT}"
     )
     group.fail(found)
     return found
@@ -131,7 +130,8 @@ def fail_with_peer(group: ProcessGroup, rank: int) -> None:
 
 
 def receive_failures(group: ProcessGroup) -> None:
-    """Fail the group if a status message that was received says that another rank has failed it."""
+    """Receive status messages, and fail the group if another rank has failed it."""
+    rank_status.receive(group)
     for rank, status in list(group.statuses.items()):
         if status.state in (rank_status.TIMED_OUT, rank_status.FAILED):
             fail_with_peer(group, rank)
@@ -158,7 +158,7 @@ def _time_out(
     text = (
         f"{name} on rank {group.ranks[group.rank()]}, {where}: {why}: "
         f"{_describe_ranks(group, closer)}. "
-        f"{_CLOSED}{'' if group.compared else f'. {_COMPARES}'}"
+        f"{_CLOSED}{'' if group.compared else f'. {DETAIL_HINT}'}"
     )
     fail(
         group,

@@ -25,7 +25,6 @@ from mpicoll.cuda.threads import use_process_device
 from mpicoll.errors import CollectiveTimeoutError, LostRankError
 from mpicoll.failures import (
     flight_record,
-    interruptions,
     lost_ranks,
     monitor_client,
     rank_status,
@@ -33,6 +32,8 @@ from mpicoll.failures import (
 )
 from mpicoll.failures.group_failure import fail_all_ranks, grace
 from mpicoll.failures.termination import GroupEnd, end_job, end_stuck_job
+from mpicoll.kernels.calls import find_signal_handler
+from mpicoll.kernels.library import kernels
 from mpicoll.launch import exit_hooks
 from mpicoll.launch.exit_hooks import INTERRUPTED
 from mpicoll.output import write_lines
@@ -56,18 +57,13 @@ _SEND_AFTER_S, _RECEIVE_INTERVAL_S = 2.0, 10.0
 
 @dataclass(slots=True)
 class _Wait:
-    """A group that is inside a collective.
+    """A group that is inside a collective."""
 
-    number: of the collective. since: when it was first seen inside. has_sent: the rank has sent its
-    status. failing: the thread that fails the group. failed: seconds beyond the timeout when the
-    group was first seen FAILED.
-    """
-
-    number: int
-    since: float
-    has_sent: bool = False
-    failing: threading.Thread | None = None
-    failed: float | None = None
+    number: int  # of the collective
+    since: float  # when it was first seen inside
+    has_sent: bool = False  # the rank has sent its status
+    failing: threading.Thread | None = None  # fails the group
+    failed: float | None = None  # seconds beyond the timeout when the group was first seen FAILED
 
 
 class Watchdog:
@@ -82,23 +78,18 @@ class Watchdog:
         self._next_receive = time.monotonic() + _RECEIVE_INTERVAL_S
         #: FAILED groups with device work, and since when.
         self._failed: dict[ProcessGroup, float] = {}
-        self._previous_fd = -1
         self._reader, self._writer = os.pipe()
         for end in (self._reader, self._writer):
             os.set_blocking(end, False)
         exit_hooks.install(GroupEnd(at_exit))
         self._receives_signals = threading.current_thread() is threading.main_thread()
         if self._receives_signals:
-            interruptions.attend()
-            self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            if self._previous_fd != -1:  # another library uses it, most likely asyncio
-                signal.set_wakeup_fd(self._previous_fd)
+            if kernels is not None:  # a call that waits in C then runs the program's handlers
+                kernels.shared_set_signal_handler(find_signal_handler())
+            previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            if previous_fd != -1:  # another library uses it, most likely asyncio
+                signal.set_wakeup_fd(previous_fd)
                 self._receives_signals = False
-        self._replaces = threading.current_thread() is threading.main_thread() and (
-            signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-        )
-        if self._replaces:
-            signal.signal(signal.SIGUSR1, self._on_usr1)
         _watchdogs.add(self)
         self._thread = threading.Thread(target=self._run, name="mpicoll-watchdog", daemon=True)
         self._thread.start()
@@ -112,12 +103,9 @@ class Watchdog:
         """Remove the group's part of the hooks, and end the thread."""
         exit_hooks.install_in_rank()
         owns_pipe = not self._receives_signals
-        if threading.current_thread() is threading.main_thread():
-            if self._receives_signals:
-                self._stop_receiving_signals()
-                owns_pipe = True
-            if self._owns_usr1():
-                signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        if self._receives_signals and threading.current_thread() is threading.main_thread():
+            self._stop_receiving_signals()
+            owns_pipe = True
         self._stopping = True
         os.write(self._writer, b"\0")
         for thread in (self._thread, *self._failing):
@@ -126,17 +114,6 @@ class Watchdog:
         if owns_pipe:  # else Python still writes to the pipe at each signal
             os.close(self._reader)
             os.close(self._writer)
-
-    def _on_usr1(self, *_: object) -> None:
-        """Handle the signal, which would otherwise end the process. The watchdog thread dumps the
-        flight record; it also receives the signal by the wakeup descriptor if it can.
-        """
-        if not self._receives_signals:
-            os.write(self._writer, bytes([signal.SIGUSR1]))
-
-    def _owns_usr1(self) -> bool:
-        """Return whether SIGUSR1 dumps the flight record: the program has no handler for it."""
-        return self._replaces and signal.getsignal(signal.SIGUSR1) == self._on_usr1
 
     def _stop_receiving_signals(self) -> None:
         current_fd = signal.set_wakeup_fd(-1)
@@ -164,17 +141,11 @@ class Watchdog:
             if self._stopping:
                 return
             signals = os.read(self._reader, 512) if self._reader in ready else b""
-            if signal.SIGUSR1 in signals and self._owns_usr1() and not _may_signal_loss():
-                flight_record.dump("signal SIGUSR1", 0)
-                for line in flight_record.last_words():
-                    write_lines(line)
-            if signal.SIGTERM in signals:  # the program's handlers run during a call
-                monitor_client.report_signal(signal.SIGTERM)
             if signal.SIGINT in signals:
                 self._handle_interrupt()
             if session is not None and session.fileno() in ready:
                 self._handle_job_end(session.end_reason(), session.rank)
-            if monitor_client.end_order():  # the monitor has printed the reason
+            if monitor_client.is_ordered_to_end():
                 end_job(1)
             self._check_groups(waits)
 
@@ -222,17 +193,13 @@ class Watchdog:
     def _check_groups(self, waits: dict[ProcessGroup, _Wait]) -> None:
         use_process_device()
         now = time.monotonic()
-        # Status messages for a rank that never waits must not accumulate. If MPI admits one thread
-        # at a time, the program may be inside it now.
-        if now > self._next_receive and not launch.is_serialized():
-            self._next_receive = now + _RECEIVE_INTERVAL_S
+        if not launch.is_serialized():  # else the program may be inside MPI now
+            is_due = now > self._next_receive  # messages for a rank that never waits accumulate
+            if is_due:
+                self._next_receive = now + _RECEIVE_INTERVAL_S
             for group in list(state.groups):
-                rank_status.receive(group)
-                timeouts.receive_failures(group)
-        default = state.default  # another thread may close it meanwhile
-        if default is not None and not launch.is_serialized():
-            rank_status.receive(default)
-            timeouts.receive_failures(default)
+                if is_due or group is state.default:
+                    timeouts.receive_failures(group)
         flight_record.answer()
         if lost_ranks.is_fault_tolerant() and not launch.is_serialized():
             for group in list(state.groups):
@@ -258,7 +225,6 @@ class Watchdog:
         Ends a program that continues to use such results and does not raise the error.
         """
         if not launch.is_serialized():
-            rank_status.receive(group)
             timeouts.receive_failures(group)
         group.check_device_errors()
         if group.error is None and not group.lock.locked():
@@ -267,8 +233,7 @@ class Watchdog:
                 time.sleep(_JOB_END_GRACE_S)
                 group.check_device_errors()
             if missing and group.error is None:
-                who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-                end_stuck_job(f"{who} ended without making the last calls of this rank", 1)
+                end_stuck_job(f"{missing} ended without making the last calls of this rank", 1)
         error = group.error
         if error is None or isinstance(error, LostRankError):
             return
@@ -288,13 +253,11 @@ class Watchdog:
 
     def _check_wait(self, group: ProcessGroup, wait: _Wait, now: float) -> None:
         """Check whether the collective that a group waits in can complete."""
-        rank_status.receive(group)
         timeouts.receive_failures(group)
         ends = isinstance(group.error, (LostRankError, CollectiveTimeoutError))
-        missing = [] if ends else rank_status.find_missing(group, group.keeps_time or group.busy())
+        missing = "" if ends else rank_status.find_missing(group, group.keeps_time or group.busy())
         if missing:
-            who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            end_stuck_job(f"{who} ended without making this call", 1, group.thread)
+            end_stuck_job(f"{missing} ended without making this call", 1, group.thread)
         if not group.keeps_time and not ends:
             soon = min(_SEND_AFTER_S, math.inf if group.timeout is None else group.timeout / 2)
             if not wait.has_sent and now - wait.since > soon:
@@ -326,9 +289,7 @@ class Watchdog:
         if wait.failed is None:
             wait.failed = over
         since = over - wait.failed  # time that calls have had to return early
-        if (
-            since > _CHECK_INTERVAL_S and group.busy()
-        ):  # the progress thread is stuck, callers continue
+        if since > _CHECK_INTERVAL_S and group.busy():  # the progress thread is stuck
             for work in list(group.pending):
                 work.has_timed_out = True
                 work.abandon(group.failure())
@@ -346,16 +307,6 @@ def _fail(group: ProcessGroup, number: int) -> None:
     """Fail a group whose collective has timed out, in a thread for this purpose."""
     use_process_device()
     timeouts.fail_late_call(group, number)
-
-
-def _may_signal_loss() -> bool:
-    """Return whether SIGUSR1 may report a lost rank, which already dumps the records.
-
-    Hydra sends it to the survivors.
-    """
-    return lost_ranks.is_fault_tolerant() and any(
-        lost_ranks.check(group) for group in list(state.groups)
-    )
 
 
 _watchdogs: set[Watchdog] = set()

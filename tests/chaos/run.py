@@ -49,26 +49,21 @@ CALLS: dict[str, dict[str, str]] = {
 
 
 class Fault(NamedTuple):
-    """A fault and its expected result.
+    """A fault and its expected result."""
 
-    continues: the job succeeds.
-    within_s:  maximum time from the fault to the end of all processes.
-    patterns:  patterns in the standard error before MPI's messages. {rank} is the faulty rank.
-               Unless one contains "rank {rank} of", no rank may be reported.
-    calls:     the kinds of calls that --chosen runs.
-    """
-
-    continues: bool
-    within_s: float
+    continues: bool  # the job succeeds
+    within_s: float  # maximum time from the fault to the end of all processes
+    #: Patterns in the standard error before MPI's messages. {rank} is the faulty rank. Unless one
+    #: contains "rank {rank} of", no rank may be reported.
     patterns: Sequence[str] = ()
-    calls: Sequence[str] = ("small",)
+    calls: Sequence[str] = ("small",)  # the kinds of calls that --chosen runs
 
 
 #: Maximum times without a timeout, and after a timeout: the timeout of program.py, the exchange of
 #: flight records, MPI's grace, and the end of the job.
 SOON_S, TIMEOUT_S = 5.0, 4.0 + 3.0 + 2.0 + 5.0
 
-KILLED = ("lost: rank {rank} of .* killed by SIGKILL",)
+KILLED = ("lost: rank {rank} of .* killed by SIGKILL .*, (after call|before its first call)",)
 RAISED = ("ValueError: the program's own",)
 
 FAULTS = {
@@ -103,20 +98,13 @@ FAULTS = {
 
 
 class Outcome(NamedTuple):
-    """The end of a job.
+    """The end of a job."""
 
-    code:      the launcher's exit code; None if it had not ended after END_TIMEOUT_S.
-    seconds:   time from the fault to the end of the launcher.
-    completed: number of ranks that ended successfully.
-    words:     output.
-    left:      remaining processes and shared memory of the job.
-    """
-
-    code: int | None
-    seconds: float
-    completed: int
-    words: str
-    left: list[str]
+    code: int | None  # the launcher's exit code; None if it had not ended after END_TIMEOUT_S
+    seconds: float  # time from the fault to the end of the launcher
+    completed: int  # number of ranks that ended successfully
+    words: str  # output
+    left: list[str]  # remaining processes and shared memory of the job
 
 
 def find_command(launcher: str, mpiexec: str, ranks: int) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,9 +32,16 @@ from mpicoll.core.reproducible import LEVELS
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
 from mpicoll.dtypes import Kind, ReduceOp
 from mpicoll.errors import MismatchError
-from mpicoll.failures import interruptions, timeouts
+from mpicoll.failures import timeouts
 from mpicoll.failures.consistency import describe_by_rank
-from mpicoll.kernels.calls import ALL_REDUCE, BLOCKS, COMPARE, FUSED, LISTS
+from mpicoll.kernels.calls import (
+    ALL_REDUCE,
+    BLOCKS,
+    COMPARE,
+    FUSED,
+    LISTS,
+    take_interruption,
+)
 from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.host import clusters
@@ -382,8 +390,9 @@ class Shared:
 
     def failure(self) -> BaseException:
         """Return the error of the last call, and remove the call from the group's log."""
-        interruption = interruptions.take()
-        if interruption is not None:
+        # Signal handlers run on the main thread alone.
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and (interruption := take_interruption()) is not None:
             self._group.fail_after_signal(interruption)
             return interruption
         closer = self.kernels.shared_closed_by(self.pointer)

@@ -68,12 +68,12 @@ def test_all_reduce_of_n_threads(n, flat, slot):
     wrong = []
 
     def rank(me):
-        plans = [call_plan(segments[me], one_shot) for one_shot in (0, 1 << 40)]
+        plans = [call_plan(segments[me], one_shot, in_place=1) for one_shot in (0, 1 << 40)]
         for call, count in enumerate(counts):
             for split, plan in enumerate(plans):
                 array = np.arange(count, dtype=np.int32) * (me + 1)
                 at = ctypes.addressof(plan)
-                done = kernels.shared_all_reduce(at, array.ctypes.data, count, call)
+                done = kernels.shared_blocks(at, None, array.ctypes.data, count, 0, call)
                 expected = np.arange(count, dtype=np.int32) * (n * (n + 1) // 2)
                 if not done or not np.array_equal(array, expected):
                     wrong.append((me, count, split))
@@ -94,19 +94,21 @@ def test_all_ranks_find_a_mismatch(n, flat):
 
     def rank(me):
         at = ctypes.addressof(segments[me])
-        plan = call_plan(segments[me])
+        plan = call_plan(segments[me], in_place=1)
         for number in range(2 * n):
             # Another signature or size, or several rounds instead of one.
             odd, large = me == number % n, number // n
             if large and odd:
                 array = np.ones(3 * slot, np.int32)
                 plan_at = ctypes.addressof(plan)
-                done = kernels.shared_all_reduce(plan_at, array.ctypes.data, array.size, 2 * number)
+                done = kernels.shared_blocks(
+                    plan_at, None, array.ctypes.data, array.size, 0, 2 * number
+                )
             else:
                 done = kernels.shared_compare(at, 2 * number, 5, number + 10**12 * odd)
             array = np.full(slot, me, np.int32)
-            both = kernels.shared_all_reduce(
-                ctypes.addressof(plan), array.ctypes.data, array.size, 2 * number + 1
+            both = kernels.shared_blocks(
+                ctypes.addressof(plan), None, array.ctypes.data, array.size, 0, 2 * number + 1
             )
             results[me].append((done, both, (array == n * (n - 1) // 2).all()))
 

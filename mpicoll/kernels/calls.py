@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from mpicoll.core.progress import Worker
 
 __all__ = [
-    "ALL_REDUCE",
-    "BLOCKS",
     "COMPARE",
     "FUSED",
     "LISTS",
@@ -47,7 +45,7 @@ __all__ = [
 ]
 
 #: The types of functions of the C library that fast paths call; FUSED runs a list of calls.
-ALL_REDUCE, BLOCKS, COMPARE, LISTS, FUSED = range(5)
+LISTS, COMPARE, FUSED = range(3)
 
 #: A call record: call number, signature without the root, number for the sizes, root.
 RecordEntry = tuple[int, int, int, int]

@@ -128,27 +128,17 @@ def _all_to_all(kind: CallKind, send: int, recv: int, extent: Extent, root: int)
     n, me = kind.group.size(), kind.group.rank()
     blocks = Blocks([extent] * n, [extent] * n) if isinstance(extent, int) else extent
     sends, receives = (np.array(side, np.int64) for side in blocks)
-    memory = kind.group.resources.find("shared")
-    exchange = memory.exchange_sizes if memory else _exchange_sizes
-    theirs, most = exchange(kind, sends, receives)
-    if most is None:
+    theirs, comm = np.empty_like(sends), kind.group.tested
+    comm.Alltoall(sends, theirs)
+    most = np.array([sends.max(), (theirs != receives).any()], np.int64)
+    comm.Allreduce(MPI.IN_PLACE, most, MPI.MAX)
+    if most[1]:
         wrong = np.flatnonzero(theirs != receives)
         rank = int(wrong[0]) if len(wrong) else None
         raise misfit(kind, rank, *(() if rank is None else (receives[rank], theirs[rank])))
     puts = [put for _, put in _cut(kind, send, blocks.sends)]
     gets = [Get(rank, me, *put) for rank, put in _cut(kind, recv, blocks.receives)]
-    return Transfer(n, most, 0, puts, gets)
-
-
-def _exchange_sizes(kind: CallKind, sends: Any, receives: Any) -> tuple[Any, int | None]:
-    """Return the sizes that each rank sends to this one, and the maximum size of all blocks or, on
-    all ranks, None if a receiver expects another size. All ranks call.
-    """
-    theirs, comm = np.empty_like(sends), kind.group.tested
-    comm.Alltoall(sends, theirs)
-    most = np.array([sends.max(), (theirs != receives).any()], np.int64)
-    comm.Allreduce(MPI.IN_PLACE, most, MPI.MAX)
-    return theirs, None if most[1] else int(most[0])
+    return Transfer(n, int(most[0]), 0, puts, gets)
 
 
 def misfit(kind: CallKind, rank: int | None, expected: int = 0, sent: int = 0) -> MismatchError:

@@ -29,40 +29,39 @@ static struct {
 
 /* ---- A group's calls ------------------------------------------------------------------------- */
 
-typedef int all_reduce_function(const void *kind, char *array, size_t count, uint32_t number);
-typedef int blocks_function(const void *kind, const char *send, char *recv, size_t count,
-                            uint32_t root, uint32_t number);
-typedef int compare_function(const void *shared, uint32_t number, uint64_t what, uint64_t count);
-typedef int lists_function(const void *kind, const struct block *send, const struct block *recv,
+typedef int lists_function(const void *plan, const struct block *send, const struct block *recv,
                            size_t count, uint32_t root, uint32_t number);
-typedef int all_entered_function(const void *shared, uint32_t number, uint64_t what, uint64_t count,
-                         uint64_t nanoseconds);
-typedef int fused_function(const void *kind, char *const *send, char *const *recv, size_t *ends,
+typedef int compare_function(const void *shared, uint32_t number, uint64_t what, uint64_t count);
+typedef int fused_function(const void *plan, char *const *send, char *const *recv, size_t *ends,
                            size_t n, uint64_t sizes, uint32_t number);
+typedef int all_entered_function(const void *shared, uint32_t number, uint64_t what, uint64_t count,
+                                 uint64_t nanoseconds);
 
 /* Type of the function of a fast path. Each returns 1 if it has run the call, or, FUSED, the calls
  * of a list. */
-enum { ALL_REDUCE, BLOCKS, COMPARE, LISTS, FUSED };
+enum { LISTS, COMPARE, FUSED };
 
-/* How calls of one primitive, dtype, op and range of sizes are run here. */
+/* How calls of one primitive, dtype, op and range of sizes are run here. Numbers have the type that
+ * PyArg_ParseTuple writes. */
 struct fast_path {
     PyObject *primitive, *dtype, *op; /* compared by identity */
     PyObject *owner;                  /* owner of the memory at `argument` */
-    uint64_t signature;               /* of the call, without the root */
-    size_t min_count, end;               /* range of the elements of a block */
-    size_t n, me;                     /* number of ranks, and this rank */
-    void *function;
-    const void *argument;
+    unsigned long long signature;     /* of the call, without the root */
+    unsigned long long min_count, end; /* range of the elements of a block */
+    unsigned long long n, me;          /* number of ranks, and this rank */
+    unsigned long long function, argument; /* addresses of the function and its first argument */
     int type;
     int many_in, many_out; /* the input, or output, has one block per rank */
     int listed;            /* as a list of arrays; None on ranks other than the root if rooted */
     int has_input, even, has_root;
-    uint64_t numbers_per_element; /* numbers that make up an element */
-    all_entered_function
-        *all_entered; /* returns whether all ranks have entered an async call; or NULL */
-    const void *all_entered_argument;
-    uint64_t timeout_ns; /* for all_entered */
+    unsigned long long numbers_per_element; /* numbers that make up an element */
+    /* Addresses of a function that returns whether all ranks have entered an async call, or 0, and
+     * of its first argument; and its timeout. */
+    unsigned long long all_entered, all_entered_argument, timeout_ns;
 };
+
+/* Address of a fast path's function or argument. */
+#define AT(TYPE, ADDRESS) ((TYPE *)(uintptr_t)(ADDRESS))
 
 /* An entry of the call history, see CallEntry in mpicoll/kernels/calls.py. Times are nanoseconds of
  * the monotonic clock; 0: not yet. */
@@ -225,9 +224,9 @@ static int have_all_entered(const Calls *calls, const struct fast_path *path, ui
     int here;
     Py_INCREF(path->owner);
     Py_BEGIN_ALLOW_THREADS;
-    here = path->all_entered(path->all_entered_argument, number,
-                             path->signature | (uint64_t)root << 24,
-                             sizes * path->numbers_per_element, path->timeout_ns);
+    here = AT(all_entered_function, path->all_entered)(
+        AT(void, path->all_entered_argument), number, path->signature | (uint64_t)root << 24,
+        sizes * path->numbers_per_element, path->timeout_ns);
     Py_END_ALLOW_THREADS;
     Py_DECREF(path->owner);
     return here;
@@ -394,22 +393,28 @@ static int run_viewed(Calls *calls, PyObject *const *args, struct operand *out, 
     const uint32_t number = (uint32_t)calls->last->number;
     int result;
     Py_BEGIN_ALLOW_THREADS;
-    if (path.type == ALL_REDUCE)
-        result =
-            ((all_reduce_function *)path.function)(path.argument, out->first.data, count, number);
-    else if (path.type == BLOCKS)
-        result = ((blocks_function *)path.function)(path.argument, given->first.data,
-                                                   out->first.data, count, (uint32_t)root, number);
-    else if (path.type == LISTS)
-        result = ((lists_function *)path.function)(path.argument, given->blocks, out->blocks, count,
-                                                  (uint32_t)root, number);
+    if (path.type == LISTS)
+        result = AT(lists_function, path.function)(AT(void, path.argument), given->blocks,
+                                                   out->blocks, count, (uint32_t)root, number);
     else
-        result = ((compare_function *)path.function)(path.argument, number, path.signature, 0);
+        result = AT(compare_function, path.function)(AT(void, path.argument), number,
+                                                     path.signature, 0);
     Py_END_ALLOW_THREADS;
     const int done = end(calls, &path, result, primitive, out->held ? out->held : args[3],
                          in->held ? in->held : args[4], args[6]);
     /* Other exceptions, such as KeyboardInterrupt, are raised at once. */
     return done < 0 && async_op && PyErr_ExceptionMatches(PyExc_Exception) ? FAILED : done;
+}
+
+/* Releases an operand's tuple, which may free arrays, and keeps the current exception. */
+static void release_held(PyObject *held)
+{
+    PyObject *type, *error, *traceback;
+    if (!held)
+        return;
+    PyErr_Fetch(&type, &error, &traceback);
+    Py_DECREF(held);
+    PyErr_Restore(type, error, traceback);
 }
 
 /* Runs a call. Returns 1 if it did; -1 with an exception; 0 if it is not supported here; else
@@ -427,13 +432,8 @@ static int run_call(Calls *calls, PyObject *const *args, int async_op)
         done = view_operand(&out, args[3]) && view_operand(&in, args[4])
                    ? run_viewed(calls, args, &out, &in, async_op)
                    : 0;
-    PyObject *type = NULL, *error = NULL, *traceback = NULL;
-    if (out.held || in.held) { /* may free an array */
-        PyErr_Fetch(&type, &error, &traceback);
-        Py_XDECREF(out.held);
-        Py_XDECREF(in.held);
-        PyErr_Restore(type, error, traceback);
-    }
+    release_held(out.held);
+    release_held(in.held);
     return done;
 }
 
@@ -468,13 +468,18 @@ static PyObject *finished(Calls *calls, PyObject *primitive, PyObject *output)
     return work;
 }
 
+static int has_arguments(int correct)
+{
+    if (!correct)
+        PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
+    return correct;
+}
+
 static PyObject *run_fast(PyObject *module, PyObject *const *args, Py_ssize_t n)
 {
     (void)module;
-    if (n != 7) {
-        PyErr_Format(PyExc_TypeError, "run_fast takes 7 arguments, not %zd", n);
+    if (!has_arguments(n == 7))
         return NULL;
-    }
     const int async_op = args[2] == python.yes;
     Calls *calls = async_op || args[2] == python.no ? group_of(args[1]) : NULL;
     PyObject *fallback = python.run_fast, *result = NULL;
@@ -672,8 +677,9 @@ static int run_held(Calls *calls, PyObject *primitive, PyObject *op, PyObject *o
             const uint32_t number = (uint32_t)calls->last->number;
             int result;
             Py_BEGIN_ALLOW_THREADS;
-            result = ((fused_function *)path.function)(path.argument, fused.send, fused.recv,
-                                                      fused.ends, fused.n, sizes, number);
+            result = AT(fused_function, path.function)(AT(void, path.argument), fused.send,
+                                                       fused.recv, fused.ends, fused.n, sizes,
+                                                       number);
             Py_END_ALLOW_THREADS;
             calls->sequence += result == 1; /* the comparison of the list, and the data */
             PyObject *root = PyLong_FromUnsignedLong(LIST);
@@ -700,21 +706,16 @@ static int run_list(Calls *calls, PyObject *const *args)
     int done = PyErr_Occurred() ? -1 : 0;
     if (inputs)
         done = run_held(calls, args[1], args[6], outputs, inputs);
-    PyObject *type, *error, *traceback; /* may free an array */
-    PyErr_Fetch(&type, &error, &traceback);
-    Py_XDECREF(outputs);
-    Py_XDECREF(inputs);
-    PyErr_Restore(type, error, traceback);
+    release_held(outputs);
+    release_held(inputs);
     return done;
 }
 
 static PyObject *run_all(PyObject *module, PyObject *const *args, Py_ssize_t n)
 {
     (void)module;
-    if (n != 7) {
-        PyErr_Format(PyExc_TypeError, "run_all takes 7 arguments, not %zd", n);
+    if (!has_arguments(n == 7))
         return NULL;
-    }
     Calls *calls = args[3] == python.no ? group_of(args[2]) : NULL;
     if (calls) {
         const int done = run_list(calls, args);
@@ -820,47 +821,41 @@ static void calls_dealloc(PyObject *self)
     Py_DECREF(type);
 }
 
-/* Parses kind, sizes and root. Returns 0 with an exception if they are invalid. */
-static int parse_call(PyObject *const *args, unsigned long long *kind, unsigned long long *sizes,
-                      uint32_t *root)
+/* The arguments kind, sizes and root of methods. */
+struct call {
+    unsigned long long kind, sizes;
+    uint32_t root;
+};
+
+/* Returns 0 with an exception if they are invalid. */
+static int parse_call(struct call *call, PyObject *const *args, Py_ssize_t n)
 {
-    *kind = PyLong_AsUnsignedLongLong(args[0]);
-    *sizes = PyLong_AsUnsignedLongLong(args[1]);
-    *root = (uint32_t)PyLong_AsUnsignedLongLongMask(args[2]);
+    if (!has_arguments(n == 3))
+        return 0;
+    call->kind = PyLong_AsUnsignedLongLong(args[0]);
+    call->sizes = PyLong_AsUnsignedLongLong(args[1]);
+    call->root = (uint32_t)PyLong_AsUnsignedLongLongMask(args[2]);
     return !PyErr_Occurred();
 }
 
-/* schedule(kind, sizes, root): add a queued call to the history; return its id. */
 static PyObject *calls_schedule(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
-    unsigned long long kind, sizes;
-    uint32_t root;
-    if (n != 3) {
-        PyErr_SetString(PyExc_TypeError, "schedule takes kind, sizes and root");
+    struct call call;
+    if (!parse_call(&call, args, n))
         return NULL;
-    }
-    if (!parse_call(args, &kind, &sizes, &root))
-        return NULL;
-    const struct entry *entry = enter((Calls *)self, kind, sizes, root);
+    const struct entry *entry = enter((Calls *)self, call.kind, call.sizes, call.root);
     return PyLong_FromUnsignedLongLong(entry ? entry->id : 0);
 }
 
-/* begin_uncompared(kind, sizes, root): add a call that begins now and has no call number. */
 static PyObject *calls_begin_uncompared(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
-    unsigned long long kind, sizes;
-    uint32_t root;
-    if (n != 3) {
-        PyErr_SetString(PyExc_TypeError, "begin_uncompared takes kind, sizes and root");
+    struct call call;
+    if (!parse_call(&call, args, n))
         return NULL;
-    }
-    if (!parse_call(args, &kind, &sizes, &root))
-        return NULL;
-    start_now((Calls *)self, kind, sizes, root);
+    start_now((Calls *)self, call.kind, call.sizes, call.root);
     Py_RETURN_NONE;
 }
 
-/* complete(): mark the running call as completed. */
 static PyObject *calls_complete(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -868,7 +863,6 @@ static PyObject *calls_complete(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* history(): return the latest calls, oldest first, as tuples of CallEntry's fields. */
 static PyObject *calls_history(PyObject *self, PyObject *unused)
 {
     const Calls *calls = (Calls *)self;
@@ -892,18 +886,11 @@ static PyObject *calls_history(PyObject *self, PyObject *unused)
     return list;
 }
 
-/* begin(kind, sizes, root, scheduled=0): count a call and record it. Returns whether the records
- * must be compared with the other ranks' now. */
 static PyObject *calls_begin(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
     Calls *calls = (Calls *)self;
-    unsigned long long kind, sizes;
-    uint32_t root;
-    if (n != 3 && n != 4) {
-        PyErr_SetString(PyExc_TypeError, "begin takes kind, sizes, root and scheduled");
-        return NULL;
-    }
-    if (!parse_call(args, &kind, &sizes, &root))
+    struct call call;
+    if (!parse_call(&call, args, n == 4 ? 3 : n))
         return NULL;
     const unsigned long long scheduled = n == 4 ? PyLong_AsUnsignedLongLong(args[3]) : 0;
     if (PyErr_Occurred())
@@ -915,9 +902,9 @@ static PyObject *calls_begin(PyObject *self, PyObject *const *args, Py_ssize_t n
         found->thread = PyThread_get_thread_ident();
         start(calls, found, now());
     } else {
-        start_now(calls, kind, sizes, root);
+        start_now(calls, call.kind, call.sizes, call.root);
     }
-    record_last(calls, kind, sizes, root);
+    record_last(calls, call.kind, call.sizes, call.root);
     if (!calls->compared) {
         PyObject *number = PyLong_FromUnsignedLongLong(calls->sequence);
         PyObject *entry = number ? PyTuple_Pack(4, number, args[0], args[1], args[2]) : NULL;
@@ -962,7 +949,6 @@ static int calls_set_recent(PyObject *self, PyObject *value, void *closure)
     return 0;
 }
 
-/* compare_each(): from now on each call is compared as it runs. */
 static PyObject *calls_compare_each(PyObject *self, PyObject *unused)
 {
     Calls *calls = (Calls *)self;
@@ -973,14 +959,12 @@ static PyObject *calls_compare_each(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* end(): mark the last call as ended; release the lock. */
 static PyObject *calls_end(PyObject *self, PyObject *unused)
 {
     (void)unused;
     return release((Calls *)self);
 }
 
-/* publish(address): keep the last call at this address from now on; 0: in this object. */
 static PyObject *calls_publish(PyObject *self, PyObject *where)
 {
     Calls *calls = (Calls *)self;
@@ -999,7 +983,6 @@ static PyObject *calls_publish(PyObject *self, PyObject *where)
     Py_RETURN_NONE;
 }
 
-/* drop_last(): the last call was a mismatch that has been reported. */
 static PyObject *calls_drop_last(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -1007,37 +990,23 @@ static PyObject *calls_drop_last(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* register_fast_path(primitive, dtype, op, owner, signature, min_count, end_count, n, me, function,
- * argument, flags...): run matching calls here. */
 static PyObject *calls_register(PyObject *self, PyObject *args)
 {
     Calls *calls = (Calls *)self;
     struct fast_path path;
-    unsigned long long signature, min_count, end, n, me, function, argument;
-    unsigned long long numbers_per_element, all_entered, all_entered_argument, timeout_ns;
     if (!PyArg_ParseTuple(args, "OOOOKKKKKKKippppppKKKK", &path.primitive, &path.dtype, &path.op,
-                          &path.owner, &signature, &min_count, &end, &n, &me, &function, &argument,
-                          &path.type, &path.many_in, &path.many_out, &path.listed, &path.has_input,
-                          &path.even, &path.has_root, &numbers_per_element, &all_entered,
-                          &all_entered_argument, &timeout_ns))
+                          &path.owner, &path.signature, &path.min_count, &path.end, &path.n,
+                          &path.me, &path.function, &path.argument, &path.type, &path.many_in,
+                          &path.many_out, &path.listed, &path.has_input, &path.even,
+                          &path.has_root, &path.numbers_per_element, &path.all_entered,
+                          &path.all_entered_argument, &path.timeout_ns))
         return NULL;
-    if (n > MAX_ARRAYS)
+    if (path.n > MAX_ARRAYS)
         Py_RETURN_NONE;
     struct fast_path *paths = PyMem_Realloc(calls->paths, (calls->n_paths + 1) * sizeof path);
     if (!paths)
         return PyErr_NoMemory();
     calls->paths = paths;
-    path.signature = signature;
-    path.min_count = (size_t)min_count;
-    path.end = (size_t)end;
-    path.n = (size_t)n;
-    path.me = (size_t)me;
-    path.function = (void *)(uintptr_t)function;
-    path.argument = (const void *)(uintptr_t)argument;
-    path.numbers_per_element = numbers_per_element;
-    path.all_entered = (all_entered_function *)(uintptr_t)all_entered;
-    path.all_entered_argument = (const void *)(uintptr_t)all_entered_argument;
-    path.timeout_ns = timeout_ns;
     Py_INCREF(path.primitive);
     Py_INCREF(path.dtype);
     Py_INCREF(path.op);
@@ -1165,22 +1134,18 @@ static PyObject *take_interruption(PyObject *module, PyObject *unused)
 
 /* ---- The module ------------------------------------------------------------------------------ */
 
-/* set_up(state, group_type, run_fast, run_later, run_all, finish, finished): call before the first
- * call. */
 static PyObject *set_up(PyObject *module, PyObject *args)
 {
-    PyObject *state, *type, *run_fast, *run_later, *run_all, *finish, *finished;
+    PyObject **const places[] = {&python.state,     &python.group_type, &python.run_fast,
+                                 &python.run_later, &python.run_all,    &python.finish,
+                                 &python.finished};
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOOOOO", &state, &type, &run_fast, &run_later, &run_all, &finish,
-                          &finished))
-        return NULL;
-    set_object(&python.state, state);
-    set_object(&python.group_type, type);
-    set_object(&python.run_fast, run_fast);
-    set_object(&python.run_later, run_later);
-    set_object(&python.run_all, run_all);
-    set_object(&python.finish, finish);
-    set_object(&python.finished, finished);
+    for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
+        PyObject *value = PyTuple_GetItem(args, (Py_ssize_t)i);
+        if (!value)
+            return NULL;
+        set_object(places[i], value);
+    }
     Py_RETURN_NONE;
 }
 

@@ -99,7 +99,7 @@ class _ByPlace(Implementation):
         memory: shared.Shared | None = self._kind.group.resources.find("shared")
         # single_copy has such a first round itself.
         if memory and first == shared.ROUTE.name and last not in (first, single_copy.ROUTE.name):
-            return memory.build_exchange(self._kind, chosen)
+            return shared.Exchange(memory, self._kind, chosen)
         return chosen
 
     def native_calls(self) -> Sequence[NativeCall] | None:

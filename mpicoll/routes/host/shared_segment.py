@@ -26,13 +26,12 @@ __all__ = ["Segment", "allocate", "attach", "exchange_words", "place", "share"]
 
 
 class Segment(NamedTuple):
-    """A segment: its memory, with one region per rank; the number of processors that the ranks may
-    run on; and the processors of this rank.
+    """The memory of a segment, with one region per rank, and the number of processors that the
+    ranks may run on.
     """
 
     memory: mmap.mmap
     processors: int
-    own: set[int]
 
 
 def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
@@ -60,13 +59,12 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
             # Each rank allocates its own region, on its NUMA node. A lack of memory fails here.
             os.posix_fallocate(file, me * region, region)
             memory = _mapped(file, n * region)
-    processors = _processors()
-    everybody = exchange_words(comm, [memory is not None, region, sorted(processors)])
+    everybody = exchange_words(comm, [memory is not None, region, sorted(_processors())])
     if file is not None:  # all ranks have opened it
         os.close(file)
     if memory is None or not all(has and theirs == region for has, theirs, _ in everybody):
         return None
-    return Segment(memory, len(set().union(*(each for *_, each in everybody))), processors)
+    return Segment(memory, len(set().union(*(each for *_, each in everybody))))
 
 
 def exchange_words(comm: MPI.Intracomm, own: list[Any]) -> list[list[Any]]:

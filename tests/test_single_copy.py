@@ -200,7 +200,7 @@ def test_calls_with_different_signatures_fail():
     array = np.zeros(5, np.uint8)
     for signatures in ((7, 8), (7, 7), (9, 8), (8, 8)):
         results = ranks.run(
-            lambda me, k: ranks.all_to_all(  # noqa: B023
+            lambda me, k: ranks.all_to_all(
                 me, k, [array] * 2, [array.copy()] * 2, signatures[me]  # noqa: B023
             )[0]
         )  # fmt: skip

@@ -146,7 +146,7 @@ def test_host_routes_are_reproducible(world, team, monkeypatch, name, apart):
         }
         for kind in tuning.KINDS
     }
-    monkeypatch.setattr(tuning.job, "table", tuning.Table(False, {1: table}))
+    monkeypatch.setattr(tuning.job, "table", tuning.Table({1: table}))
     level, asked, route_named = team.group.reproducible, set(), registry.HOST[name]
     for each, route in registry.HOST.items():
 

@@ -57,7 +57,7 @@ def test_all_ranks_use_the_table_of_rank_0(mpi, monkeypatch, tmp_path):
             monkeypatch.setenv("MPICOLL_TABLE", str(own))
         dist.init_process_group(timeout=TIMEOUT)
         steps = tuning.job.table.row("gather", mpi.size)["node"]
-        usual = tuning.job.table.holding({}).row("gather", mpi.size)["node"]
+        usual = tuning.Table().row("gather", mpi.size)["node"]
         assert steps[:2] == ((0, "mpi"), (77, "shared")) and mpi.bcast(steps, 0) == steps
         for size in (1000, 1 << 15, 1 << 20, 1 << 30):
             assert tuning.route_at(steps, size) == tuning.route_at(usual, size)
@@ -121,7 +121,7 @@ def test_table_selects_the_route(world, monkeypatch, seen, place, unable):
     for kind in tuning.KINDS * 4:
         primitive, *_, dtype = calls_of(kind)
         row = any_row(kind, chance)
-        monkeypatch.setattr(tuning.job, "table", tuning.Table(False, {2: {kind: row}}))
+        monkeypatch.setattr(tuning.job, "table", tuning.Table({2: {kind: row}}))
         route = select.choose(calls_of(kind))
         block = dtype.itemsize * (world.size if primitive.many_in or primitive.many_out else 1)
         steps = [least for steps in row.values() for least, _ in steps]
@@ -176,7 +176,7 @@ def test_random_tables_give_correct_results(world, mpi, monkeypatch, seed):
         for kind in tuning.KINDS
     }
     assert tuning_files.parse(tuning_files.join("", "An MPI", 3, rows, {})) == {3: rows}
-    monkeypatch.setattr(tuning.job, "table", tuning.Table(bool(seed % 2), {3: rows}))
+    monkeypatch.setattr(tuning.job, "table", tuning.Table({3: rows}))
     team = group_of(f"table {seed}", range(world.size))
     calls = []
     for name, dtype, op in CALLS:

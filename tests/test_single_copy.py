@@ -138,44 +138,6 @@ def test_blocks_of_any_size(n):
                 assert np.array_equal(receives[j][i], sends[i][j]) and guards_intact(receives[j][i])
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize(
-    "layout",
-    [{"has_src": 1}, {"has_src": 1, "many_blocks": 1}, {"has_dst": 1}, {}, {"many_blocks": 1}],
-    ids=["broadcast", "scatter", "gather", "all_gather", "all_to_all"],
-)  # fmt: skip
-def test_layouts(layout, n, size):
-    ranks, rng = Ranks(n), np.random.default_rng(size)
-    root = n - 1
-    sent = rng.integers(0, 256, (n, n * size), np.uint8)
-    in_place = layout == {"has_src": 1}
-    received = [guarded(size if layout.get("has_src") else n * size) for _ in range(n)]
-    if in_place:
-        received[root][:] = sent[root, :size]
-
-    def call(me, number):
-        out, into = (
-            np.array([(array.ctypes.data + rank * size, size) for rank in range(n)], np.uintp)
-            for array in (received[me] if in_place else sent[me], received[me])
-        )
-        copies, _slots = ranks.plans(me, 9, **layout)
-        return kernels.single_copy_lists(
-            ctypes.addressof(copies), out.ctypes.data, into.ctypes.data, size,
-            root if layout.get("has_src") or layout.get("has_dst") else 0, number,
-        )  # fmt: skip
-
-    assert ranks.run(call) == [MOVED] * n
-    for me in range(n):
-        block = me if layout.get("many_blocks") else 0
-        if layout.get("has_dst") and me != root:
-            expected = np.full(n * size, 0xA5, np.uint8)
-        else:
-            senders = slice(root, n) if layout.get("has_src") else slice(n)
-            expected = sent[senders, block * size : (block + 1) * size].reshape(-1)
-        assert np.array_equal(received[me], expected) and guards_intact(received[me])
-
-
 @pytest.mark.parametrize("size", [5, 100000], ids=["with the sizes", "by the kernel"])
 def test_block_larger_than_the_receive_buffer_fails_on_all_ranks(size):
     """The receiver gets the number of bytes sent. Later calls succeed."""
@@ -193,18 +155,6 @@ def test_block_larger_than_the_receive_buffer_fails_on_all_ranks(size):
         if wrong:
             assert results[1][1:] == (2, size + 1)
             assert results[0][1] == results[2][1] == n
-
-
-def test_calls_with_different_signatures_fail():
-    ranks = Ranks(2)
-    array = np.zeros(5, np.uint8)
-    for signatures in ((7, 8), (7, 7), (9, 8), (8, 8)):
-        results = ranks.run(
-            lambda me, k: ranks.all_to_all(
-                me, k, [array] * 2, [array.copy()] * 2, signatures[me]  # noqa: B023
-            )[0]
-        )  # fmt: skip
-        assert results == [MISMATCHED if signatures[0] != signatures[1] else MOVED] * 2
 
 
 @pytest.mark.parametrize(("rank", "other"), [(1, 0), (0, 1)], ids=["reads", "writes"])

@@ -11,7 +11,6 @@ import pytest
 from mpicoll import machine
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.output import format_bytes
-from mpicoll.primitives import by_name
 from mpicoll.routes import registry, tuning, tuning_files
 from mpicoll.routes.tuning import KINDS, PLACES, Table
 
@@ -41,15 +40,6 @@ def test_defaults_are_complete_and_valid_in_a_file():
     text = tuning_files.join("", MPI, 4, rows, {})
     assert tuning_files.parse(text) == {4: rows}
     assert table.describe() == "the defaults"
-
-
-def test_kind_names_round_trip():
-    for kind in KINDS:
-        primitive, others = tuning.parse_kind(kind)
-        assert tuning.name_kind(primitive, others) == kind
-        assert primitive.reduces or not others
-    assert tuning.name_kind(by_name["all_gather_single"], False) == "all_gather"
-    assert tuning.name_kind(by_name["reduce_scatter_single"], True) == "reduce_scatter of others"
 
 
 @pytest.mark.parametrize(
@@ -141,26 +131,18 @@ def test_route_default_uses_the_defaults_of_the_reading_version(monkeypatch):
     ("text", "expected"),
     [
         ("", "Expecting value"),
-        ("{", "Expecting"),
         ("[" * 200000, "got something else"),
-        ("[]", "got something else"),
         ("{}", "got something else ('ranks')"),
-        ('{"ranks": []}', "got something else"),
         ('{"ranks": {"2": 3}}', "got something else"),
         ('{"ranks": {"2": {"gather": [1]}}}', "got something else"),
-        ('{"ranks": {"two": {}}}', "expected a number of ranks, got 'two'"),
         ('{"ranks": {"0": {}}}', "expected a number of ranks, got '0'"),
         ('{"ranks": {"02": {}}}', "expected a number of ranks, got '02'"),
-        ('{"ranks": {"-2": {}}}', "expected a number of ranks, got '-2'"),
         ('{"ranks": {"2": {"gathers": {"node": [[0, "mpi"]]}}}}', "scatter, reduce_scatter, "),
         ('{"ranks": {"2": {"gather": {"nodde": [[0, "mpi"]]}}}}', "apart, got 'nodde'"),
-        (stepping(3), "got something else"),
         (stepping([3]), "got something else"),
         (stepping([[0, "mpi", 3]]), "too many values"),
         (stepping([]), "expected ascending bytes from 0, got []"),
-        (stepping([[8, "mpi"]]), "expected ascending bytes from 0, got [8]"),
         (stepping([[0, "mpi"], [8, "shared"], [8, "mpi"]]), "got [0, 8, 8]"),
-        (stepping([[0, "mpi"], [9, "shared"], [8, "mpi"]]), "got [0, 9, 8]"),
         (stepping([["0", "mpi"]]), "expected [BYTES, ROUTE], got ['0', 'mpi']"),
         (stepping([[0, "mpi"], [8.5, "shared"]]), "expected [BYTES, ROUTE], got [8.5, 'shared']"),
         (stepping([[False, "mpi"]]), "expected [BYTES, ROUTE], got [False, 'mpi']"),
@@ -168,7 +150,6 @@ def test_route_default_uses_the_defaults_of_the_reading_version(monkeypatch):
         (stepping([[0, ["mpi"]]]), "expected [BYTES, ROUTE], got [0, ['mpi']]"),
         (stepping([[0, "mpl"]]),
          "expected one of mpi, mpi_chunked, exchange, shared, default, got 'mpl'"),
-        (stepping([[0, "hierarchical"]]), "got 'hierarchical'"),
         ('{"ranks": {"2": {"broadcast": {"apart": [[0, "exchange"]]}}}}', "got 'exchange'"),
         ('{"ranks": {"2": {"all_reduce of others": {"apart": [[0, "mpi"]]}}}}',
          "all_reduce of others: apart: expected one of exchange, widened, default, got 'mpi'"),

@@ -188,19 +188,6 @@ def test_device_routes_are_reproducible(world, monkeypatch, name, level):
     dist.destroy_process_group(team.group)
 
 
-@by_level
-def test_device_arrays_use_a_reproducible_route(world, monkeypatch, level):
-    """Without a forced route every operation is supported."""
-    arrays = simulated.Arrays()
-    monkeypatch.setattr(runtime, "_runtime", arrays.cuda)
-    monkeypatch.setattr(capabilities, "_known", None)
-    team = group_of(level, range(world.size), "any")
-    with arrays.working():
-        for dtype, op in KINDS:
-            OnDevice(arrays, "all_reduce", team, by_name[dtype], 300, op).run_and_check()
-    dist.destroy_process_group(team.group)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "bfloat16"])
 def test_exact_sums_do_not_depend_on_the_ranks(world, dtype):
     """The same summands are distributed over one, several or all ranks, in any order."""

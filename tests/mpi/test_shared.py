@@ -126,24 +126,6 @@ def test_ranks_with_random_delays_keep_the_order_of_calls(cut):
         np.testing.assert_array_equal(array, expected)
 
 
-@needs
-def test_async_call_returns_before_other_ranks_call(world, monkeypatch):
-    """The other ranks call only after a message that rank 0 sends after its own call."""
-    for patience in (0.0, 1e-3):
-        monkeypatch.setattr(shared, "INLINE_WAIT_S", patience)
-        for _ in range(3):
-            array, token = np.full(5000, world.me + 1.0), np.zeros(1)
-            if world.me == 0:
-                work = dist.all_reduce(array, async_op=True)
-                for rank in range(1, world.size):
-                    dist.send(token, rank)
-            else:
-                dist.recv(token, 0)
-                work = dist.all_reduce(array, async_op=True)
-            assert work.wait()
-            assert (array == sum(range(1, world.size + 1))).all()
-
-
 @needs_2_ranks
 @needs
 def test_failed_async_call_withdraws_its_announcement(world):
@@ -317,34 +299,20 @@ def test_collective_mismatch_raises_on_all_ranks(world, barrier_kind):
     Call("broadcast", team, by_name["float32"], (9 << 20) + 1, None, team.size - 1).run()
 
 
-def cannot_make(patch):
-    patch.setattr(shared_segment, "_made", lambda name, size: None)
+def no_memory(*_):
+    raise OSError(28, "No space left on device")
 
 
-def cannot_open(patch):
-    patch.setattr(shared_segment, "_opened", lambda name, where: None)
+FAILURES = {
+    "cannot_make": lambda patch: patch.setattr(shared_segment, "_made", lambda name, size: None),
+    "cannot_open": lambda patch: patch.setattr(shared_segment, "_opened", lambda name, at: None),
+    "no_memory": lambda patch: patch.setattr(os, "posix_fallocate", no_memory),
+    "no_library": lambda patch: patch.setattr(shared, "kernels", None),
+    "switched_off": lambda patch: patch.setenv("MPICOLL_SHARED_MEMORY", "0"),
+}
 
 
-def no_memory(patch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    patch.setattr(os, "posix_fallocate", full)
-
-
-def no_library(patch):
-    patch.setattr(shared, "kernels", None)
-
-
-def switched_off(patch):
-    patch.setenv("MPICOLL_SHARED_MEMORY", "0")
-
-
-@pytest.mark.parametrize(
-    "failure",
-    [cannot_make, cannot_open, no_memory, no_library, switched_off],
-    ids=lambda failure: failure.__name__,
-)
+@pytest.mark.parametrize("failure", FAILURES)
 def test_one_rank_without_shared_memory_disables_the_route(world, mpi, failure):
     """All ranks then use messages, with equal results."""
 
@@ -360,7 +328,7 @@ def test_one_rank_without_shared_memory_disables_the_route(world, mpi, failure):
     for unable in {0, world.size - 1}:
         with pytest.MonkeyPatch.context() as patch:
             if unable == world.me:
-                failure(patch)
+                FAILURES[failure](patch)
             team = group_of(f"without {unable}", range(world.size))
             calls = [
                 Call("all_reduce", team, by_name[name], 20000, ReduceOp.SUM)
@@ -369,7 +337,7 @@ def test_one_rank_without_shared_memory_disables_the_route(world, mpi, failure):
             for call in calls:
                 call.run()
             check_same_bits(mpi, calls)
-        if {cannot_make: unable == 0, cannot_open: unable != 0}.get(failure, True):
+        if {"cannot_make": unable == 0, "cannot_open": unable != 0}.get(failure, True):
             assert not shares(team)
         dist.destroy_process_group(team.group)
         del team, calls

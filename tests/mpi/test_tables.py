@@ -144,13 +144,6 @@ def test_candidates_use_their_own_route(world, seen):
                 assert seen.pop() == name
 
 
-def test_every_eligible_route_is_available_without_shared_memory(world):
-    """So there is always a fallback."""
-    for kind in tuning.KINDS:
-        found = select.candidates(calls_of(kind))
-        assert set(tuning.eligible_routes(kind, "apart")) <= set(found)
-
-
 #: Calls that tables list, with dtypes that every route supports and dtypes that only some support.
 CALLS = [
     (row.name, by_name[dtype], op)
@@ -303,17 +296,6 @@ def test_tune_stops_at_the_time_limit(clock, mpi):
         assert max(figures) == outcome.last[name]
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1.0, 20.0])
-def test_tune_with_little_time_measures_one_size_or_none(clock, mpi, seconds):
-    """A call that begins before the limit may end after it."""
-    kinds = [clock.kind("broadcast", 0.5)]
-    outcome = measured(kinds, SIZES, ONE_BY_ONE._replace(seconds=seconds), clock.spent)
-    assert max(clock.begun, default=0.0) <= seconds
-    assert all(one == outcome for one in mpi.allgather(outcome))
-    assert outcome.last == ({"broadcast": 8} if seconds == 20 else {})
-    assert list(outcome.figures) == list(outcome.last)
-
-
 def test_tune_drops_the_largest_sizes_if_calls_become_slower(clock, mpi):
     """Calls are slower than the first ones, from which the schedule was computed."""
     kind = clock.kind("broadcast", 0.001)
@@ -334,9 +316,3 @@ def test_tune_drops_the_largest_sizes_if_calls_become_slower(clock, mpi):
     assert max(clock.begun) < 100 and outcome.samples >= 3
     assert 0 < outcome.last["broadcast"] < SIZES[-1]
     assert all(one == outcome for one in mpi.allgather(outcome))
-
-
-def test_tune_measures_all_sizes_with_enough_time(clock):
-    outcome = measured([clock.kind("broadcast", 1e-5)], SIZES, ONE_BY_ONE, clock.spent)
-    assert outcome.last == {"broadcast": SIZES[-1]}
-    assert outcome.samples == 25

@@ -127,34 +127,23 @@ static struct mpicoll_plan plan_of(struct rank *rank, int combines)
     };
 }
 
-static void try_all_reduce(struct rank *rank, size_t count, size_t one_shot_max_count)
+enum layout { FROM_ROOT = 1, TO_ROOT = 2, MANY = 4, COMBINED = 8, IN_PLACE = 16 };
+
+/* A collective of one layout, and its result. */
+static void try_blocks(struct rank *rank, size_t count, int layout, size_t one_shot_max_count)
 {
     const uint32_t n = rank->shared.n, me = rank->shared.me;
-    struct mpicoll_plan plan = plan_of(rank, 1);
-    int32_t *array = allocate(count * 4);
-
-    plan.one_shot_max_count = one_shot_max_count, plan.in_place = 1;
-    for (size_t i = 0; i < count; i++)
-        array[i] = element(me, 0, i);
-    CHECK(mpicoll_shared_blocks(&plan, NULL, (char *)array, count, 0, ++rank->number));
-    for (size_t i = 0; i < count; i++)
-        CHECK(array[i] == (int32_t)(1000 * (n * (n - 1) / 2) + 3 * n * i));
-    free(array);
-}
-
-/* Checks `recv`; `to` is this rank or 0. */
-static void blocks(struct rank *rank, size_t count, int has_src, int has_dst, int many,
-                   int combines)
-{
-    const uint32_t n = rank->shared.n, me = rank->shared.me;
+    const int has_src = layout & FROM_ROOT, has_dst = layout & TO_ROOT, many = layout & MANY;
+    const int combines = layout & COMBINED, in_place = layout & IN_PLACE;
     const uint32_t root = has_src || has_dst ? (uint32_t)(count + 1) % n : 0;
     struct mpicoll_plan plan = plan_of(rank, combines);
     const size_t sent = many ? n : 1, got = has_src || combines ? 1 : n;
     const int gives = !has_src || me == root, takes = !has_dst || me == root;
     int32_t *send = gives ? allocate(sent * count * 4) : NULL;
-    int32_t *recv = takes ? allocate(got * count * 4) : NULL;
+    int32_t *recv = in_place ? send : takes ? allocate(got * count * 4) : NULL;
 
     plan.many_blocks = many, plan.has_src = has_src, plan.has_dst = has_dst;
+    plan.in_place = in_place, plan.one_shot_max_count = one_shot_max_count;
     for (size_t to = 0; gives && to < sent; to++)
         for (size_t i = 0; i < count; i++)
             send[to * count + i] = element(me, to, i);
@@ -167,7 +156,8 @@ static void blocks(struct rank *rank, size_t count, int has_src, int has_dst, in
             CHECK(recv[from * count + i] == expected);
         }
     free(send);
-    free(recv);
+    if (!in_place)
+        free(recv);
 }
 
 /* all_to_all with different block sizes: rank r sends r + s + `count` elements to rank s. */
@@ -291,7 +281,7 @@ static void *run_collectives(void *argument)
     for (size_t k = 0; k < sizeof counts / sizeof *counts; k++)
         for (size_t one_shot_max_count = 0; one_shot_max_count < 2; one_shot_max_count++) {
             delay(rank);
-            try_all_reduce(rank, counts[k], one_shot_max_count << 40);
+            try_blocks(rank, counts[k], COMBINED | IN_PLACE, one_shot_max_count << 40);
             try_fused(rank, k + 1, counts[k] / 2, 0, 1, 1);
         }
     if (slot / n < LINE) /* the slots are too small for a block of each rank */
@@ -303,14 +293,14 @@ static void *run_collectives(void *argument)
         if (k % 3 == 0)
             mpicoll_shared_all_entered(&rank->shared, ++rank->number, 7, count, k % 2 ? 0 : 20000);
         CHECK(mpicoll_shared_compare(&rank->shared, ++rank->number, 3, k));
-        blocks(rank, count, 1, 0, 0, 0); /* broadcast */
-        blocks(rank, count, 0, 1, 0, 1); /* reduce */
-        blocks(rank, count, 0, 0, 0, 0); /* all_gather */
+        try_blocks(rank, count, FROM_ROOT, 0); /* broadcast */
+        try_blocks(rank, count, TO_ROOT | COMBINED, 0); /* reduce */
+        try_blocks(rank, count, 0, 0); /* all_gather */
         delay(rank);
-        blocks(rank, count, 0, 1, 0, 0); /* gather */
-        blocks(rank, count, 1, 0, 1, 0); /* scatter */
-        blocks(rank, count, 0, 0, 1, 1); /* reduce_scatter */
-        blocks(rank, count, 0, 0, 1, 0); /* all_to_all */
+        try_blocks(rank, count, TO_ROOT, 0); /* gather */
+        try_blocks(rank, count, FROM_ROOT | MANY, 0); /* scatter */
+        try_blocks(rank, count, MANY | COMBINED, 0); /* reduce_scatter */
+        try_blocks(rank, count, MANY, 0); /* all_to_all */
         try_exchange(rank, count);
         delay(rank);
         try_fused(rank, k % 6 + 1, count, 0, 1, 1); /* all_reduce */

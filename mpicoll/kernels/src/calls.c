@@ -109,47 +109,22 @@ static size_t count_of(const struct fast_path *path, const struct operand *out,
     return path->many_out ? out->first.count / path->n : out->first.count;
 }
 
-static int matches(const struct fast_path *path, PyObject *primitive, PyObject *dtype, PyObject *op,
-                  size_t count)
-{
-    return path->primitive == primitive && path->dtype == dtype && path->op == op &&
-           count >= path->min_count && count < path->end;
-}
-
+/* Returns the fast path of a call; or, without `out`, of a list of calls whose largest has `*count`
+ * elements per block (NULL: any). */
 static const struct fast_path *find_path(const Calls *calls, PyObject *primitive, PyObject *dtype,
-                              PyObject *op, const struct operand *out, const struct operand *in)
+                                         PyObject *op, const struct operand *out,
+                                         const struct operand *in, const size_t *count)
 {
     for (size_t i = 0; i < calls->n_paths; i++) {
         const struct fast_path *path = &calls->paths[i];
-        if (path->type != FUSED && matches(path, primitive, dtype, op, count_of(path, out, in)))
+        if ((path->type == FUSED) != !out || path->primitive != primitive ||
+            path->dtype != dtype || path->op != op)
+            continue;
+        const size_t size = out ? count_of(path, out, in) : count ? *count : path->min_count;
+        if (size >= path->min_count && size < path->end)
             return path;
     }
     return NULL;
-}
-
-/* Returns the fast path of a list of calls whose largest has `*count` elements per block; NULL:
- * any. */
-static const struct fast_path *find_fused(const Calls *calls, PyObject *primitive, PyObject *dtype,
-                                    PyObject *op, const size_t *count)
-{
-    for (size_t i = 0; i < calls->n_paths; i++) {
-        const struct fast_path *path = &calls->paths[i];
-        if (path->type == FUSED &&
-            matches(path, primitive, dtype, op, count ? *count : path->min_count))
-            return path;
-    }
-    return NULL;
-}
-
-/* Returns whether the sizes of an input and an output of one array each match, and both can be
- * split between rows. */
-static int arrays_fit(const struct fast_path *path, const struct view *in, const struct view *out,
-                      size_t count)
-{
-    const size_t n = path->n;
-    return in->count == (path->many_in ? n : 1) * count &&
-           out->count == (path->many_out ? n : 1) * count &&
-           (path->even || (in->rows % n == 0 && out->rows % n == 0));
 }
 
 /* Returns whether an operand is as this rank must pass it: a list if there is one block per rank,
@@ -162,7 +137,7 @@ static int is_expected(const struct fast_path *path, const struct operand *opera
     return many ? operand->held && operand->n == path->n : !operand->held && operand->n == 1;
 }
 
-/* The same as arrays_fit for lists of arrays. */
+/* Returns whether the sizes of lists of arrays match. */
 static int lists_fit(const struct fast_path *path, const struct operand *in,
                      const struct operand *out, unsigned long root)
 {
@@ -172,23 +147,27 @@ static int lists_fit(const struct fast_path *path, const struct operand *in,
     if (path->many_in && path->many_out) /* the block that a rank sends to itself */
         return in->blocks[path->me].count == out->blocks[path->me].count;
     const struct operand *list = path->many_in ? in : out, *own = path->many_in ? out : in;
-    if (list->n == 0)
-        return 1;
-    return list->same_count && list->first.count == own->first.count &&
-           (!path->has_root ||
-            (list->same_shape && have_same_shape(&list->first, &own->first)));
+    return list->n == 0 ||
+           (list->same_count && list->first.count == own->first.count &&
+            (!path->has_root ||
+             (list->same_shape && have_same_shape(&list->first, &own->first))));
 }
 
-/* Returns whether input and output match and do not overlap. */
+/* Returns whether input and output match, do not overlap, and can be split between rows. */
 static int fits(const struct fast_path *path, const struct operand *in, const struct operand *out,
                 unsigned long root, size_t count)
 {
+    const size_t n = path->n;
+    if (!path->has_input)
+        return !in->n && !out->held;
     if (in->n && out->n && (in->first.dtype != out->first.dtype || overlap(in, out)))
         return 0;
     if (path->listed)
         return lists_fit(path, in, out, root);
     return in->n == 1 && !in->held && out->n == 1 && !out->held &&
-           arrays_fit(path, &in->first, &out->first, count);
+           in->first.count == (path->many_in ? n : 1) * count &&
+           out->first.count == (path->many_out ? n : 1) * count &&
+           (path->even || (in->first.rows % n == 0 && out->first.rows % n == 0));
 }
 
 /* Splits an operand of one array into its blocks. */
@@ -355,7 +334,7 @@ static int run_viewed(Calls *calls, PyObject *const *args, struct operand *out, 
 {
     PyObject *primitive = args[0], *op = args[5];
     PyObject *dtype = out->n ? out->first.dtype : in->first.dtype;
-    const struct fast_path *found = find_path(calls, primitive, dtype, op, out, in);
+    const struct fast_path *found = find_path(calls, primitive, dtype, op, out, in, NULL);
     if (!found || !out->first.writable || is_busy(calls))
         return 0;
     struct fast_path path = *found; /* another thread may change the table */
@@ -368,7 +347,7 @@ static int run_viewed(Calls *calls, PyObject *const *args, struct operand *out, 
         }
     }
     const size_t count = count_of(&path, out, in);
-    if (path.has_input ? !fits(&path, in, out, root, count) : in->n || out->held)
+    if (!fits(&path, in, out, root, count))
         return 0;
     if (path.type == LISTS && !path.listed) {
         split_blocks(out, path.many_out ? path.n : 1, count);
@@ -382,7 +361,7 @@ static int run_viewed(Calls *calls, PyObject *const *args, struct operand *out, 
         if (!have_all_entered(calls, &path, sizes, root))
             return QUEUED;
         /* Meanwhile another thread may have closed the group, or queued a task. */
-        found = find_path(calls, primitive, dtype, op, out, in);
+        found = find_path(calls, primitive, dtype, op, out, in, NULL);
         if (!found || is_busy(calls))
             return 0;
         path = *found;
@@ -609,7 +588,7 @@ static int view_calls(const struct fast_path *path, struct fused *fused, PyObjec
             out.first.dtype != fused->dtype || !out.first.writable)
             return 0;
         const size_t count = count_of(path, &out, &in);
-        if (path->has_input ? !fits(path, &in, &out, 0, count) : in.n || out.held)
+        if (!fits(path, &in, &out, 0, count))
             return 0;
         if (!out.held)
             split_blocks(&out, blocks_out, count);
@@ -646,7 +625,7 @@ static int run_held(Calls *calls, PyObject *primitive, PyObject *op, PyObject *o
     struct operand first;
     if (!view_item(&first, outputs, 0) || is_busy(calls))
         return 0;
-    const struct fast_path *found = find_fused(calls, primitive, first.first.dtype, op, NULL);
+    const struct fast_path *found = find_path(calls, primitive, first.first.dtype, op, NULL, NULL, NULL);
     if (!found || found->has_input == (inputs == Py_None))
         return 0;
     struct fast_path path = *found; /* another thread may change the table */
@@ -663,7 +642,8 @@ static int run_held(Calls *calls, PyObject *primitive, PyObject *op, PyObject *o
     fused.recv = table + fused.n * blocks_in;
     fused.ends = (size_t *)(fused.recv + fused.n * blocks_out);
     int done = view_calls(&path, &fused, outputs, inputs);
-    found = done ? find_fused(calls, primitive, fused.dtype, op, &fused.max_count) : NULL;
+    found = done ? find_path(calls, primitive, fused.dtype, op, NULL, NULL, &fused.max_count)
+                 : NULL;
     done = found != NULL;
     if (done) {
         done = overlap_any(&fused, blocks_in, blocks_out, first.first.itemsize);
@@ -1022,27 +1002,20 @@ static PyObject *calls_forget(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyMethodDef calls_methods[] = {
-    {"begin", (PyCFunction)(void (*)(void))calls_begin, METH_FASTCALL,
-     "begin(kind, sizes, root, scheduled=0): count a call; return whether the records must be "
-     "compared now."},
-    {"schedule", (PyCFunction)(void (*)(void))calls_schedule, METH_FASTCALL,
-     "schedule(kind, sizes, root): add a queued call to the history; return its id."},
-    {"begin_uncompared", (PyCFunction)(void (*)(void))calls_begin_uncompared, METH_FASTCALL,
-     "begin_uncompared(kind, sizes, root): add a call without a call number to the history."},
-    {"complete", calls_complete, METH_NOARGS, "complete(): mark the running call as completed."},
-    {"history", calls_history, METH_NOARGS, "history(): return the latest calls, oldest first."},
-    {"end", calls_end, METH_NOARGS, "end(): mark the last call as ended; release the lock."},
-    {"publish", calls_publish, METH_O,
-     "publish(address): keep the last call at this address; 0: in this object."},
-    {"compare_each", calls_compare_each, METH_NOARGS,
-     "compare_each(): from now on each call is compared as it runs."},
-    {"drop_last", calls_drop_last, METH_NOARGS,
-     "drop_last(): the last call was a mismatch that has been reported."},
-    {"register_fast_path", calls_register, METH_VARARGS,
-     "register_fast_path(...): run such calls without Python."},
-    {"forget_fast_paths", calls_forget, METH_NOARGS,
-     "forget_fast_paths(): leave all calls to Python again."},
+#define FAST(FUNCTION) (PyCFunction)(void (*)(void)) FUNCTION, METH_FASTCALL
+
+static PyMethodDef calls_methods[] = { /* see PythonCalls in mpicoll/kernels/calls.py */
+    {"begin", FAST(calls_begin), NULL},
+    {"schedule", FAST(calls_schedule), NULL},
+    {"begin_uncompared", FAST(calls_begin_uncompared), NULL},
+    {"complete", calls_complete, METH_NOARGS, NULL},
+    {"history", calls_history, METH_NOARGS, NULL},
+    {"end", calls_end, METH_NOARGS, NULL},
+    {"publish", calls_publish, METH_O, NULL},
+    {"compare_each", calls_compare_each, METH_NOARGS, NULL},
+    {"drop_last", calls_drop_last, METH_NOARGS, NULL},
+    {"register_fast_path", calls_register, METH_VARARGS, NULL},
+    {"forget_fast_paths", calls_forget, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -1055,14 +1028,12 @@ static PyMemberDef calls_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-/* The thread that ran the last call, as threading.get_ident returns it. */
 static PyObject *calls_get_thread(PyObject *self, void *closure)
 {
     (void)closure;
     return PyLong_FromUnsignedLongLong(((Calls *)self)->last->thread);
 }
 
-/* Whether the last call is still running. */
 static PyObject *calls_get_inside(PyObject *self, void *closure)
 {
     (void)closure;
@@ -1150,20 +1121,17 @@ static PyObject *set_up(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef functions[] = {
-    {"run_fast", (PyCFunction)(void (*)(void))run_fast, METH_FASTCALL,
-     "run_fast(primitive, group, async_op, output, input, op, root)"},
-    {"run_all", (PyCFunction)(void (*)(void))run_all, METH_FASTCALL,
-     "run_all(name, primitive, group, async_op, outputs, inputs, op)"},
+    {"run_fast", FAST(run_fast), "run_fast(primitive, group, async_op, output, input, op, root)"},
+    {"run_all", FAST(run_all), "run_all(name, primitive, group, async_op, outputs, inputs, op)"},
     {"set_up", set_up, METH_VARARGS,
      "set_up(state, group_type, run_fast, run_later, run_all, finish, finished)"},
     {"set_numpy", set_numpy, METH_O, "set_numpy(type)"},
     {"add_dtype", add_dtype, METH_VARARGS, "add_dtype(dtype, numpy_dtype, itemsize, code, bits)"},
     {"add_type", add_type, METH_VARARGS, "add_type(type, exchange_api, is_unusual)"},
     {"view_array", view_array, METH_O, "view_array(array)"},
-    {"signal_handler", signal_handler, METH_NOARGS,
-     "signal_handler(): the address of run_handlers."},
+    {"signal_handler", signal_handler, METH_NOARGS, "Return the address of run_handlers."},
     {"take_interruption", take_interruption, METH_NOARGS,
-     "take_interruption(): return and clear the exception that a handler has raised, or None."},
+     "Return and clear the exception that a handler has raised, or None."},
     {NULL, NULL, 0, NULL},
 };
 

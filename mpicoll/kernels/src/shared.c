@@ -47,20 +47,18 @@
 #include "shared.h"
 
 #include <errno.h>
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #ifdef __SSE2__
 #include <emmintrin.h>
-#endif
-#ifdef __linux__
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 enum { SLOTS = 4, LINE = 64, PAGE = 4096 };
@@ -215,7 +213,6 @@ static char *second_slot(const struct mpicoll_shared *shared, uint32_t rank, uin
 
 /* Sleeping frees the processor for other ranks or threads during long waits; the kernel gives the
  * sleeper a processor again as soon as it is woken. */
-#ifdef __linux__
 /* Returns 1 if the counter still had the value and the sleep timed out or was interrupted. */
 static int sleep_while(struct counter *counter, unsigned value, uint64_t timeout_ns)
 {
@@ -228,20 +225,6 @@ static void wake(struct counter *counter)
 {
     syscall(SYS_futex, &counter->value, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
 }
-#else
-static int sleep_while(struct counter *counter, unsigned value, uint64_t timeout_ns)
-{
-    (void)counter, (void)value, (void)timeout_ns;
-    sched_yield();
-    return 0;
-}
-
-static void wake(struct counter *counter)
-{
-    (void)counter;
-}
-#endif
-
 static void relax(void)
 {
 #if defined(__x86_64__) || defined(__i386__)

@@ -31,12 +31,9 @@
 #include <errno.h>
 #include <stdatomic.h>
 #include <string.h>
-#include <time.h>
-
-#ifdef __linux__
 #include <sys/types.h>
 #include <sys/uio.h>
-#endif
+#include <time.h>
 
 /* Maximum size of a copy between two checks whether the other rank has aborted; minimum size of a
  * block that two ranks share, and of a call whose method is chosen; page size; and size of a block
@@ -130,7 +127,6 @@ EXPORT size_t mpicoll_single_copy_descriptor_size(size_t n)
 /* Copies between this process and another, in either direction. Returns 0 or the error. */
 EXPORT int mpicoll_single_copy_bytes(int64_t pid, int writes, char *here, char *there, size_t size)
 {
-#ifdef __linux__
     while (size) {
         struct iovec own = {here, size}, other = {there, size};
         const ssize_t done = writes ? process_vm_writev((pid_t)pid, &own, 1, &other, 1, 0)
@@ -140,10 +136,6 @@ EXPORT int mpicoll_single_copy_bytes(int64_t pid, int writes, char *here, char *
         here += done, there += done, size -= (size_t)done; /* a copy stops at an unmapped page */
     }
     return 0;
-#else
-    (void)pid, (void)writes, (void)here, (void)there, (void)size;
-    return ENOSYS;
-#endif
 }
 
 static struct descriptor *descriptor(const struct mpicoll_processes *processes, uint32_t rank)

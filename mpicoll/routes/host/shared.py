@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll import settings
+from mpicoll import control_messages, settings
 from mpicoll.arrays.views import Buffer
 from mpicoll.core.plan import (
     Blocks,
@@ -34,7 +34,7 @@ from mpicoll.failures.consistency import describe_by_rank
 from mpicoll.kernels.calls import COMPARE, FUSED, LISTS
 from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop
-from mpicoll.routes.host.shared_segment import Segment, exchange_words, share
+from mpicoll.routes.host.shared_segment import Segment, share
 from mpicoll.routes.route import (
     EXCHANGES,
     MOVES,
@@ -314,8 +314,8 @@ class Shared:
         texts = [describe(kind, count // _parts(kind)) for kind, count in calls]
         name = texts[self._segment.me].partition(" ")[0]
         if any(is_list(kind) for kind, _ in calls):  # only its rank knows the sizes of a list
-            own = [texts[self._segment.me]]
-            texts = [words for (words,) in exchange_words(self._group.tested, own)]
+            own = texts[self._segment.me]
+            texts = control_messages.allgather(self._group.tested, own, str)
         return MismatchError(
             f"{name} on rank {self._segment.me} of group {self._group.group_name}: collective "
             f"mismatch: the ranks made different calls: {describe_by_rank(texts)}"

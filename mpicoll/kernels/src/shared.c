@@ -249,13 +249,6 @@ static int reached(unsigned value, uint32_t target)
     return (int32_t)(value - target) >= 0;
 }
 
-static uint64_t now(void)
-{
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
-}
-
 int mpicoll_is_aborted(const struct mpicoll_shared *shared)
 {
     return atomic_load(&shared->aborted) || atomic_load(&header(shared, 0)->closed_by);
@@ -291,7 +284,7 @@ static int wait_until(const struct mpicoll_shared *shared, struct counter *count
             return 1;
         relax();
     }
-    for (int i = 0; i < YIELD_COUNT && (end == NO_TIMEOUT || now() < end); i++) {
+    for (int i = 0; i < YIELD_COUNT && (end == NO_TIMEOUT || now_ns() < end); i++) {
         sched_yield();
         if (reached(atomic_load_explicit(&counter->value, memory_order_acquire), target))
             return 1;
@@ -300,7 +293,7 @@ static int wait_until(const struct mpicoll_shared *shared, struct counter *count
         const unsigned value = atomic_load(&counter->value);
         if (reached(value, target))
             return 1;
-        const uint64_t time = end == NO_TIMEOUT ? 0 : now();
+        const uint64_t time = end == NO_TIMEOUT ? 0 : now_ns();
         if (time >= end || mpicoll_is_aborted(shared))
             return 0;
         atomic_store(&counter->sleepers, 1);
@@ -519,7 +512,7 @@ static void publish_record(struct header *mine, uint32_t number, uint64_t signat
 EXPORT int mpicoll_shared_all_entered(const struct mpicoll_shared *shared, uint32_t number,
                                       uint64_t signature, uint64_t count, uint64_t timeout_ns)
 {
-    const uint64_t end = now() + timeout_ns;
+    const uint64_t end = now_ns() + timeout_ns;
     struct header *mine = header(shared, shared->me);
     publish_record(mine, number, signature, count);
     for (uint32_t i = 1; i < shared->n; i++) {

@@ -3,25 +3,20 @@
  *
  * Every rank publishes a descriptor in shared memory (shared.h): the addresses of the blocks that
  * it sends to each other rank, and of the destinations of the blocks that it receives. Then
- * process_vm_readv and process_vm_writev copy the blocks; no byte passes through a slot.
+ * process_vm_readv and process_vm_writev copy the blocks. A block is copied by its receiver. If its
+ * sender has less to receive itself, the sender copies a part of it (`written_part`): the root of a
+ * broadcast, or the senders of a gather. (B. Goglin, S. Moreaud, KNEM, J. Parallel and Distributed
+ * Computing 73(2), 2013, where either end of a message copies.)
  *
- * A block is copied by its receiver. If its sender has less to receive itself, the sender copies a
- * part of the block (`written_part`): the root of a broadcast, or the senders of a gather.
- *
- * Copying twice, through slots, may be faster. The kernel must look up every page of the other
- * process, which is cheap for huge pages and costs more than the copy for small ones; and ranks
- * that share a cache can move blocks through slots in it, and past the caches to the destination.
- * So the ranks time both methods from time to time and publish the results for similar calls. All
- * ranks read all descriptors, so all choose the same method (`choose_method`).
+ * Copying twice, through slots, may be faster: the kernel must look up every page of the other
+ * process, which costs more than the copy for small pages; and ranks that share a cache can move
+ * blocks through slots in it. So the ranks time both methods from time to time and publish the
+ * results for similar calls. All ranks read all descriptors, so all choose the same method
+ * (`choose_method`).
  *
  * No rank returns from a call before all other ranks have finished their part, because they read
  * and write its memory. This also holds for a rank that aborts a call after another was lost
- * (`abort_call`).
- *
- * (B. Goglin, S. Moreaud, KNEM: A generic and scalable kernel-assisted intra-node MPI communication
- * framework, J. Parallel and Distributed Computing 73(2), 2013, where either end of a message
- * copies; S. Chakraborty, H. Subramoni, D. K. Panda, Contention-aware kernel-assisted MPI
- * collectives for multi-/many-core systems, IEEE Cluster 2017, where collectives read or write.) */
+ * (`abort_call`). */
 
 #define _GNU_SOURCE /* process_vm_readv */
 
@@ -192,13 +187,6 @@ static size_t written_part(size_t size, const struct descriptor *sender,
     return (size_t)((double)size * part) / PAGE * PAGE;
 }
 
-static uint64_t now(void)
-{
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
-}
-
 static size_t moved(const struct descriptor *descriptor)
 {
     return descriptor->sent > descriptor->received ? descriptor->sent : descriptor->received;
@@ -331,7 +319,7 @@ static int run(const struct mpicoll_copies *plan)
     const int published = mpicoll_round_publish(shared);
     if (published <= 0)
         return published < 0 ? abort_call(processes) : FAILED;
-    const uint64_t start = now();
+    const uint64_t start = now_ns();
     if (choose_method(processes) == BY_SLOTS) {
         mpicoll_round_end(shared);
         mpicoll_round_close(shared);
@@ -352,7 +340,7 @@ static int run(const struct mpicoll_copies *plan)
         if (atomic_load(&descriptor(processes, rank)->error))
             result = NOT_COPIED;
     mpicoll_round_close(shared);
-    record(history, BY_KERNEL, result == NOT_COPIED ? FAILED_NS : now() - start);
+    record(history, BY_KERNEL, result == NOT_COPIED ? FAILED_NS : now_ns() - start);
     return result;
 }
 
@@ -363,9 +351,9 @@ static int finish(const struct mpicoll_copies *plan, int result, mpicoll_lists_f
 {
     if (result != NOT_COPIED)
         return result == DONE ? MOVED : MISMATCHED;
-    const uint64_t start = now();
+    const uint64_t start = now_ns();
     result = by_slots(plan->slots, send, recv, count, root, number);
-    record(plan->histories->last, BY_SLOTS, now() - start);
+    record(plan->histories->last, BY_SLOTS, now_ns() - start);
     return result;
 }
 

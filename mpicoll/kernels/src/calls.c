@@ -22,7 +22,7 @@
 static struct {
     PyObject *state;      /* of mpicoll.core.groups; its attribute `default` is the default group */
     PyObject *group_type; /* ProcessGroup */
-    /* Python functions, see Fallbacks in mpicoll/kernels/calls.py. */
+    /* Python functions, see bind_fast_path in mpicoll/kernels/calls.py. */
     PyObject *run_fast, *run_later, *run_all, *finish, *finished;
     PyObject *default_name, *submitted_name, *finished_name, *no, *yes;
 } python;

@@ -148,7 +148,8 @@ class _BySize(Implementation):
         self._split_count = -(-_split_bytes(row) // self._block_bytes)
         self._before = self._steps_at("apart")
         self._known: list[_Step] | None = None  # the steps, once the placement is known
-        super().__init__(_with_uneven(kind, self._build()))
+        self._small_end, self._run_small = _smallest(self._before, self._split_count)
+        self._uneven = _find_uneven(kind)
 
     def _steps_at(self, placement: str) -> list[_Step]:
         """Return the steps for a placement of the ranks, the last one first."""
@@ -165,26 +166,21 @@ class _BySize(Implementation):
         steps = self._known
         if steps is None and count >= self._split_count:
             steps = self._known = self._steps_at(place(self._kind.group))
+            self._small_end, self._run_small = _smallest(steps, _NEVER)
         return next(step for step in steps or self._before if count >= step.min_count)
 
-    def _build(self) -> Run:
-        """Return the function that runs calls of any size, optimized for the smallest."""
-        small_end, run_small = _smallest(self._before, self._split_count)
-        is_known = False
-
-        def run_by_size(
-            send: Contiguous | None, recv: Contiguous | None, count: int, root: int
-        ) -> None:
-            nonlocal small_end, run_small, is_known
-            if count < small_end:
-                run_small(send, recv, count, root)
-                return
-            step = self._step(count)
-            if not is_known and self._known is not None:
-                is_known, (small_end, run_small) = True, _smallest(self._known, _NEVER)
-            step.implementation.run(send, recv, count, root)
-
-        return run_by_size
+    # A method, not a closure: without a reference cycle, a destroyed group frees memory at once.
+    def run(
+        self, send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
+    ) -> None:
+        """Run one call; the fastest way to the route of the smallest calls."""
+        if not isinstance(extent, int):
+            assert self._uneven is not None
+            self._uneven(send, recv, extent, root)
+        elif extent < self._small_end:
+            self._run_small(send, recv, extent, root)
+        else:
+            self._step(extent).implementation.run(send, recv, extent, root)
 
     def native_calls(self) -> Sequence[NativeCall] | None:
         """Return the native calls of all steps; None until the ranks' placement is known."""
@@ -206,24 +202,17 @@ class _BySize(Implementation):
         return self._step(count).takes_lists
 
 
-def _with_uneven(kind: CallKind, even: Run) -> Run:
-    """Return the function that runs calls with equal blocks by ``even``, and calls with different
-    blocks by the first route that serves them, if there is one.
+def _find_uneven(kind: CallKind) -> Run | None:
+    """Return the function that runs calls with different blocks, by the first route that serves
+    them; None if there is none.
     """
     routes = (r for r in registry.HOST.values() if kind.primitive.name in r.serves.uneven)
     route = next((route for route in routes if route.can_run_kind(kind)), None)
     if route is None:
-        return even
+        return None
     built = route.build(kind)
     assert built is not None
-    uneven = (built if route.policy.compares_calls else _compared(kind, built)).run
-
-    def run_any_extent(
-        send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
-    ) -> None:
-        (even if isinstance(extent, int) else uneven)(send, recv, extent, root)
-
-    return run_any_extent
+    return (built if route.policy.compares_calls else _compared(kind, built)).run
 
 
 def _smallest(steps: list[_Step], end: int) -> tuple[int, Run]:

@@ -28,7 +28,7 @@ import mpicoll as dist
 from mpicoll.arrays import views
 from mpicoll.core.plan import Implementation
 from mpicoll.dtypes import Kind, ReduceOp, by_name
-from mpicoll.primitives import Layout
+from mpicoll.primitives import PRIMITIVES, Layout
 from mpicoll.routes import algorithms, messages, moves, reductions, wire
 from mpicoll.routes.host import lists, select
 from mpicoll.routes.space import Host
@@ -185,6 +185,12 @@ def test_reductions_give_the_right_results(places, mpi, seams, monkeypatch, name
         check_same_bits(mpi, calls)
 
 
+def test_every_primitive_with_arrays_has_an_algorithm():
+    assert set(algorithms.ALGORITHMS) == {
+        row.name for row in PRIMITIVES if row.layout is not Layout.EMPTY
+    }
+
+
 @pytest.mark.parametrize("gathered", [0, 10**6], ids=["ring", "doubling"])
 def test_all_gather_supports_uneven_blocks(places, mpi, monkeypatch, gathered):
     monkeypatch.setattr(moves, "GATHERED", gathered)
@@ -244,6 +250,54 @@ def test_all_to_all_works_in_place(places, mpi):
         assert (array == 10 * np.arange(team.size) + at).all(), team.name
 
 
+@pytest.mark.parametrize("name", ["all_reduce", "reduce", "reduce_scatter_single"])
+def test_reductions_in_several_pieces(late, mpi, monkeypatch, name):
+    monkeypatch.setattr(Host, "chunk", 2**15)
+    for dtype, op in (
+        (by_name["bfloat16"], ReduceOp.PREMUL_SUM),
+        (by_name["float32"], ReduceOp.MAX),
+    ):
+        pieces = 3 * 2**15 // dtype.itemsize
+        blocks = 1 if name == "reduce_scatter_single" else late.size
+        call = Call(name, late, dtype, pieces * blocks + 99, op, late.size - 1)
+        call.run(by_group_rank=True)
+        if name == "all_reduce":
+            check_same_bits(mpi, [call])
+
+
+def test_algorithms_change_at_default_thresholds(late):
+    for name, border in (
+        ("broadcast", late.size * moves.LEAST),
+        ("broadcast", 5 * late.size * moves.LEAST),
+        ("all_gather_single", moves.GATHERED // late.size),
+        ("all_reduce", HOST.small // late.size),
+        ("reduce", HOST.small // late.size),
+    ):
+        op = ReduceOp.SUM if NAMES[name].reduces else None
+        for count in (border // 8, border // 8 + 1):
+            Call(name, late, by_name["float64"], count, op, late.size - 1).run(by_group_rank=True)
+
+
+def test_nan_results_have_equal_bits_on_all_ranks(late, mpi):
+    """Each rank contributes a NaN with a different payload and sign."""
+    for name, word in (("float32", np.uint32), ("complex128", np.uint64), ("bfloat16", np.uint16)):
+        dtype = by_name[name]
+        for count in (5, HOST.small // dtype.itemsize):
+            for op in legal_operations(dtype):
+                if op.op is ReduceOp.PREMUL_SUM:
+                    op = op(2)
+                array = np.ones(count, dtype.numpy)
+                parts = array.view(array.real.dtype)
+                bits = parts.view(word)
+                parts[::3] = np.nan
+                bits[::3] += word(late.me + 1)
+                bits[::6] ^= word(late.me % 2 << (8 * bits.itemsize - 1))
+                dist.all_reduce(array, op, late.group)
+                assert np.isnan(parts[::3]).all()
+                everybody = mpi.allgather(array.tobytes())
+                assert len(set(everybody)) == 1, f"{name} {op} {count}"
+
+
 def test_completed_messages_release_their_memory(late):
     held = len(messages.in_flight)
     for name in ("broadcast", "all_gather", "gather", "scatter"):
@@ -262,8 +316,6 @@ def test_messages_keep_datatypes_evicted_from_the_cache(monkeypatch):
 
 @on_2_ranks
 def test_mismatched_counts_never_return_wrong_results(late, world):
-    for _ in range(130):  # the first calls, and one in a stride, are compared by another method
-        dist.barrier(late.group)
     elements = 7 if world.me == 0 else 5
     for call in (
         lambda: dist.all_reduce(np.ones(elements), group=late.group),

@@ -402,7 +402,7 @@ def lines() -> list[str]:
 
     heads = ["kind of call", "nodes x ranks", "default", "by the model", "default / best"]
     rows = []
-    for each in (find(Table(openmpi=False), kind, place) for kind in KINDS for place in PLACES):
+    for each in (find(Table(), kind, place) for kind in KINDS for place in PLACES):
         worst = f"{each.worst:.1f} at {format_bytes(each.at)} ({each.better})"
         rows.append([
             each.kind, f"{each.place.nodes} x {each.place.each}", words(each.default),

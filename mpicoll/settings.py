@@ -17,7 +17,6 @@ from mpicoll.errors import ArgumentError
 __all__ = [
     "ALLOW_SINGLETON",
     "CALLS",
-    "CLUSTERS",
     "CUDA_AWARE",
     "DEBUG",
     "DEVICE_ROUTE",
@@ -112,11 +111,6 @@ SINGLE_COPY = _one_of(
     "MPICOLL_SINGLE_COPY", ("0", "1"),
     "0 on any rank: no rank reads or writes the memory of another rank, see performance.md",
 )  # fmt: skip
-CLUSTERS = Setting(
-    "MPICOLL_CLUSTERS", (), "0, or numbers of ranks separated by commas",
-    "on rank 0: the numbers of consecutive ranks of a node that share a cache, repeated (64, or "
-    "2,1,3); 0: one cluster; see performance.md", form=r"0|[1-9]\d*(,[1-9]\d*)*",
-)  # fmt: skip
 KERNELS = _one_of(
     "MPICOLL_KERNELS", ("compiled", "numpy"),
     "numpy: NumPy reduces instead of the C library, and ranks share no memory",
@@ -199,7 +193,7 @@ REPORT_AFTER = Setting(
 )  # fmt: skip
 
 SETTINGS: tuple[Setting, ...] = (
-    DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, SINGLE_COPY, CLUSTERS, KERNELS, CALLS, REPRODUCIBLE,
+    DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, SINGLE_COPY, KERNELS, CALLS, REPRODUCIBLE,
     DEVICE_ROUTE, CUDA_AWARE, SURVIVE, SECRET, TESTED_CALLS, TIMEOUT_GRACE, ALLOW_SINGLETON,
     INSTALL_AS, RECORD_LENGTH, RECORD_LENGTH_BEFORE, RECORD_FILE, RECORD_FILE_BEFORE,
     REPORT_AFTER,

@@ -232,14 +232,6 @@ def test_doctor_on_several_ranks(ended: Ended) -> None:
             assert "shared memory" in routes[name]
 
 
-@job("doctor", ranks=3, environment={"MPICOLL_CLUSTERS": "2,1"})
-def test_doctor_prints_clusters(ended: Ended) -> None:
-    assert ended.code == 0, ended
-    if kernels is None:
-        pytest.skip("needs the C library")
-    assert "clusters of near ranks: 2 + 1\n" in ended.out
-
-
 @job("doctor --json", ranks=2, environment={"MPICOLL_SHARED_MEMORY": "0"})
 def test_doctor_without_shared_memory(ended: Ended) -> None:
     found = json.loads(ended.out)

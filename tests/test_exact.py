@@ -175,13 +175,6 @@ def test_narrow_floats_are_sums_of_float32(kernels):
 
 
 @by_float
-def test_averages_divide_the_rounded_sum(dtype):
-    sources = made_of(mixed, dtype, 3, 1000)
-    expected = exact_sum(dtype, sources) / dtype.numpy.type(3)
-    assert bits(exact_sum(dtype, sources, ReduceOp.AVG, 3)) == bits(expected)
-
-
-@by_float
 @by_kind
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_out_may_be_a_source(dtype, make, n):

@@ -101,14 +101,14 @@ def test_page_has_the_tables_of_the_model() -> None:
 )
 def test_default_tables_match_the_model(kind: str, place: Place) -> None:
     """The same routes from about the same sizes. A table with one route is worse."""
-    found = model.find(Table(openmpi=False), kind, place)
+    found = model.find(Table(), kind, place)
     assert found.worst < model.WORSE
     assert [route for _, route in found.model] == [route for _, route in found.default]
     for (own, _), (default, _) in zip(found.model[1:], found.default[1:], strict=True):
         assert default / 4 <= own <= 4 * default
     (_, first), (_, last) = found.default
     for steps in (((0, first),), ((0, last),)):
-        other = Table(False, {place.ranks: {kind: {place.name: steps}}})
+        other = Table({place.ranks: {kind: {place.name: steps}}})
         assert model.find(other, kind, place).worst > model.WORSE
 
 
@@ -117,7 +117,7 @@ def test_find_reports_the_worst_size() -> None:
     exchange: dict[int, Any] = {
         place.ranks: {"all_reduce of others": {"nodes": ((0, "exchange"),)}}
     }
-    found = model.find(Table(False, exchange), "all_reduce of others", place)
+    found = model.find(Table(exchange), "all_reduce of others", place)
     times = model.route_times(found.kind, place, found.at)
     assert found.better == min(times, key=times.__getitem__)
     assert found.worst == times["exchange"] / times[found.better] > 10

@@ -4,7 +4,6 @@ import functools
 import itertools
 import math
 import operator
-import struct
 import threading
 import warnings
 
@@ -127,72 +126,6 @@ def test_out_may_be_a_source(kernels, dtype, count):
             expected = reference(op, dtype, sources)
             reduction.combine(op, dtype, sources, sources[aliased])
             assert_same_bits(sources[aliased], expected)
-
-
-def test_result_is_exact_arithmetic_rounded_once(kernels):
-    """Sums of three bfloat16 integers are exact in float32. The reference rounds integers."""
-    rng = np.random.default_rng(0)
-    sources = [rng.integers(-256, 257, 5000).astype(ml_dtypes.bfloat16) for _ in range(3)]
-    out = np.empty(5000, ml_dtypes.bfloat16)
-    reduction.combine(ReduceOp.SUM, by_name["bfloat16"], sources, out)
-    for *numbers, got in zip(*sources, out, strict=True):
-        exact = sum(int(number) for number in numbers)
-        unit = 1 << max(abs(exact).bit_length() - 8, 0)
-        assert int(got) == round(exact / unit) * unit  # Python rounds ties to even
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "float16"])
-def test_special_values(kernels, name):
-    dtype = by_name[name]
-    nan, inf, big = float("nan"), float("inf"), float(ml_dtypes.finfo(dtype.numpy).max)
-    tiny = float(ml_dtypes.finfo(dtype.numpy).smallest_subnormal)
-    cases = [
-        (ReduceOp.SUM, inf, -inf, nan),
-        (ReduceOp.SUM, big, big, inf),
-        (ReduceOp.SUM, -big, -big, -inf),
-        (ReduceOp.SUM, tiny, tiny, 2 * tiny),
-        (ReduceOp.SUM, -0.0, -0.0, -0.0),
-        (ReduceOp.SUM, -0.0, 0.0, 0.0),
-        (ReduceOp.SUM, big, -big, 0.0),
-        (ReduceOp.PRODUCT, tiny, 0.5, 0.0),  # a tie, to even
-        (ReduceOp.PRODUCT, -tiny, 0.5, -0.0),
-        (ReduceOp.PRODUCT, 3 * tiny, 0.5, 2 * tiny),
-        (ReduceOp.PRODUCT, inf, 0.0, nan),
-        (ReduceOp.MIN, nan, 1.0, nan),
-        (ReduceOp.MIN, 1.0, nan, nan),
-        (ReduceOp.MAX, nan, 1.0, nan),
-        (ReduceOp.MAX, 1.0, nan, nan),
-        (ReduceOp.MIN, -inf, tiny, -inf),
-        (ReduceOp.MAX, -inf, tiny, tiny),
-    ]
-    for count in (1, 40):  # scalar and vector code
-        for op, a, b, expected in cases:
-            sources = [np.full(count, x, np.float32).astype(dtype.numpy) for x in (a, b)]
-            out = np.empty(count, dtype.numpy)
-            reduction.combine(op, dtype, sources, out)
-            assert_same_bits(out, np.full(count, expected, np.float32).astype(dtype.numpy))
-
-
-def to_float(name, word):
-    """Convert the bits of one number to a Python float."""
-    if name == "float16":
-        return struct.unpack("<e", struct.pack("<H", word))[0]
-    return struct.unpack("<f", struct.pack("<I", word << 16))[0]
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "float16"])
-def test_all_16_bit_numbers_round_trip(kernels, name):
-    dtype = by_name[name]
-    numbers = np.arange(1 << 16, dtype=np.uint16).view(dtype.numpy)
-    wide = np.empty(1 << 16, np.float32)
-    reduction.scale(dtype, numbers, 1.0, wide)
-    expected = np.array([to_float(name, word) for word in range(1 << 16)], np.float32)
-    np.testing.assert_array_equal(wide, expected)
-    ordered = ~np.isnan(expected)
-    assert_same_bits(wide[ordered], expected[ordered])
-    back = np.empty_like(numbers)
-    reduction.narrow(wide, back)
-    assert_same_bits(back[ordered], numbers[ordered])
 
 
 @by_dtype
@@ -477,17 +410,3 @@ def test_broken_library_is_not_used(monkeypatch, tmp_path):
     assert "does not load" in library._load()[1]
     monkeypatch.setattr(library.importlib.util, "find_spec", lambda _: None)
     assert "not built" in library._load()[1]
-
-
-def test_new_dtypes_and_operations_use_numpy(monkeypatch):
-    """The C library has no loop for a new dtype or operation. MPI does not reduce it either."""
-    from dataclasses import replace
-
-    from mpicoll.routes.host.mpi import reducible
-
-    made_up = replace(by_name["float64"], name="made_up")
-    assert reduction.find_loop(ReduceOp.SUM, made_up) is None
-    new = ReduceOp("NEW", ReduceOp.SUM.kinds, np.arctan2, None, "SUM", None, 99)
-    for dtype in DTYPES:
-        if dtype.kind in new.kinds:
-            assert reduction.find_loop(new, dtype) is None and not reducible(new, dtype)

@@ -51,10 +51,6 @@ def test_unknown_name_is_reported_with_a_hint(name: str, hint: str) -> None:
         ("TORCH_DISTRIBUTED_DEBUG", "1", "OFF, INFO or DETAIL"),
         ("MPICOLL_SHARED_MEMORY", "no", "0 or 1"),
         *(
-            ("MPICOLL_CLUSTERS", text, "0, or numbers of ranks separated by commas")
-            for text in ("x", "2,", "-1", "2,0", "1.5", "0,2", " 2", "\uff12")
-        ),
-        *(
             ("MPICOLL_TIMEOUT_GRACE", text, "seconds, 10 by default")
             for text in ("x", "-1", ".5", "1e3", "inf")
         ),
@@ -70,7 +66,6 @@ def test_invalid_value_is_reported(name: str, value: str, expected: str) -> None
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_every_documented_value_is_accepted(setting: settings.Setting) -> None:
     free = {
-        "MPICOLL_CLUSTERS": ["0", "64", "2,1,13"],
         "MPICOLL_TIMEOUT_GRACE": ["0", "30", "2.5"],
         "MPICOLL_REPORT_AFTER": ["0", "60", "2.5"],
         "TORCH_FR_BUFFER_SIZE": ["0", "64"],

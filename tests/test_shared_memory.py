@@ -50,39 +50,6 @@ def on_threads(rank, n):
 FLAT_MAX_RANKS = [pytest.param(0, id="dissemination"), pytest.param(256, id="flat")]
 
 
-@pytest.mark.parametrize(
-    ("n", "slot", "flat"),
-    [
-        *itertools.product((1, 2, 3, 5, 8, 13, 33), (64, 640, 4096), (0, 256)),
-        pytest.param(65, 4096, 256, marks=pytest.mark.slow),
-        pytest.param(256, 4096, 0, marks=pytest.mark.slow),
-    ],
-)
-def test_all_reduce_of_n_threads(n, flat, slot):
-    """Counts that ranks and slots do not divide. Memory after the segment is not written."""
-    region = kernels.shared_region(slot, n)
-    shared = np.frombuffer(mmap.mmap(-1, n * region + 4096), np.uint8)
-    shared[n * region :] = 0xA5
-    segments = segments_of(shared, slot, n, flat)
-    counts = [1, 7, slot // 4, slot // 4 + 1, 3 * slot + 5, 0, 2 * n + 1]
-    wrong = []
-
-    def rank(me):
-        plans = [call_plan(segments[me], one_shot) for one_shot in (0, 1 << 40)]
-        for call, count in enumerate(counts):
-            for split, plan in enumerate(plans):
-                array = np.arange(count, dtype=np.int32) * (me + 1)
-                at = ctypes.addressof(plan)
-                done = kernels.shared_all_reduce(at, array.ctypes.data, count, call)
-                expected = np.arange(count, dtype=np.int32) * (n * (n + 1) // 2)
-                if not done or not np.array_equal(array, expected):
-                    wrong.append((me, count, split))
-
-    on_threads(rank, n)
-    assert not wrong
-    assert (shared[n * region :] == 0xA5).all()
-
-
 @pytest.mark.parametrize("flat", FLAT_MAX_RANKS)
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 8, 9, 16, 33])
 def test_all_ranks_find_a_mismatch(n, flat):
@@ -94,19 +61,21 @@ def test_all_ranks_find_a_mismatch(n, flat):
 
     def rank(me):
         at = ctypes.addressof(segments[me])
-        plan = call_plan(segments[me])
+        plan = call_plan(segments[me], in_place=1)
         for number in range(2 * n):
             # Another signature or size, or several rounds instead of one.
             odd, large = me == number % n, number // n
             if large and odd:
                 array = np.ones(3 * slot, np.int32)
                 plan_at = ctypes.addressof(plan)
-                done = kernels.shared_all_reduce(plan_at, array.ctypes.data, array.size, 2 * number)
+                done = kernels.shared_blocks(
+                    plan_at, None, array.ctypes.data, array.size, 0, 2 * number
+                )
             else:
                 done = kernels.shared_compare(at, 2 * number, 5, number + 10**12 * odd)
             array = np.full(slot, me, np.int32)
-            both = kernels.shared_all_reduce(
-                ctypes.addressof(plan), array.ctypes.data, array.size, 2 * number + 1
+            both = kernels.shared_blocks(
+                ctypes.addressof(plan), None, array.ctypes.data, array.size, 0, 2 * number + 1
             )
             results[me].append((done, both, (array == n * (n - 1) // 2).all()))
 
@@ -116,6 +85,7 @@ def test_all_ranks_find_a_mismatch(n, flat):
 
 #: Layouts of blocks, by collective.
 BLOCKS = {
+    "all_reduce": {"in_place": 1, "combines": True},
     "broadcast": {"has_src": 1},
     "reduce": {"has_dst": 1, "combines": True},
     "all_gather": {},
@@ -131,7 +101,7 @@ BLOCKS = {
 @pytest.mark.parametrize(  # a line for each of 256 blocks at least
     ("n", "slot", "flat"),
     [
-        *itertools.product((1, 2, 3, 8), (16384, 65536), (0, 256)),
+        *itertools.product((1, 2, 3, 8, 33), (16384, 65536), (0, 256)),
         pytest.param(65, 16384, 256, marks=pytest.mark.slow),
         pytest.param(256, 65536, 0, marks=pytest.mark.slow),
     ],
@@ -139,7 +109,8 @@ BLOCKS = {
 def test_blocks_of_n_threads(n, flat, slot):
     """Every collective, with blocks smaller than a slot, of one slot and of several slots."""
     region = kernels.shared_region(slot, n)
-    shared = np.frombuffer(mmap.mmap(-1, n * region), np.uint8)
+    shared = np.frombuffer(mmap.mmap(-1, n * region + 4096), np.uint8)
+    shared[n * region :] = 0xA5  # is not written
     segments = segments_of(shared, slot, n, flat)
     # Each thread has arrays of n blocks: blocks smaller than a slot if n is large.
     max_count = (max if n <= 8 else min)(slot // 4 + 3, 3001)
@@ -149,6 +120,7 @@ def test_blocks_of_n_threads(n, flat, slot):
     # Computed when compared, because all expected results need gigabytes.
     results = {
         "broadcast": lambda me, root, block: 1000 * root + block,
+        "all_reduce": lambda me, root, block: of_all + n * block,
         "reduce": lambda me, root, block: of_all + n * block,
         "all_gather": lambda me, root, block: 1000 * ranks + block,
         "gather": lambda me, root, block: 1000 * ranks + block,
@@ -172,11 +144,11 @@ def test_blocks_of_n_threads(n, flat, slot):
                 # Rank r's block for rank s holds 1000 r + s + 3 i.
                 block = 3 * np.arange(count, dtype=np.int32)
                 send = 1000 * me + (ranks + block if plan.many_blocks else block)
-                in_place = name in ("broadcast", "reduce")
+                in_place = name in ("broadcast", "reduce", "all_reduce")
                 recv = send if in_place else np.full((n, count), -1, np.int32)
                 done = kernels.shared_blocks(
                     ctypes.addressof(plan), send.ctypes.data, recv.ctypes.data, count,
-                    root if plan.has_src or plan.has_dst else 0, 9 * call + at,
+                    root if plan.has_src or plan.has_dst else 0, 10 * call + at,
                 )  # fmt: skip
                 if plan.has_dst and me != root:
                     correct = (recv == (send if in_place else -1)).all()
@@ -189,30 +161,7 @@ def test_blocks_of_n_threads(n, flat, slot):
 
     on_threads(rank, n)
     assert not wrong
-
-
-@pytest.mark.parametrize("start, extra", [(0, 0), (1, 63), (15, 64), (16, 1), (31, 100)])
-def test_non_temporal_stores_write_exactly_the_result(start, extra):
-    """Results larger than the caches are written with non-temporal stores, at any alignment."""
-    n, slot, size = 2, 65536, (32 << 20) + extra
-    region = kernels.shared_region(slot, n)
-    shared = np.frombuffer(mmap.mmap(-1, n * region), np.uint8)
-    segments = segments_of(shared, slot, n, n)
-    expected = np.random.default_rng(extra).integers(0, 256, size, np.uint8)
-    memory = np.full((n, size + 128), 0xA5, np.uint8)
-    arrays = [row[start : start + size] for row in memory]
-    arrays[1][:] = expected
-
-    def rank(me):
-        plan = call_plan(segments[me], combines=False, has_src=1)
-        plan.size = 1
-        at = arrays[me].ctypes.data
-        assert kernels.shared_blocks(ctypes.addressof(plan), at, at, size, 1, 1)
-
-    on_threads(rank, n)
-    for row in memory:
-        assert np.array_equal(row[start : start + size], expected)
-        assert (row[:start] == 0xA5).all() and (row[start + size :] == 0xA5).all()
+    assert (shared[n * region :] == 0xA5).all()
 
 
 @pytest.mark.any_mpi

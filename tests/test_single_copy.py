@@ -19,7 +19,9 @@ pytestmark = [pytest.mark.any_mpi, pytest.mark.skipif(kernels is None, reason=de
 
 #: Seconds after which a blocked thread counts as hanging.
 TIMEOUT_S = 60
-FAILED, DONE, UNMOVED, UNFIT = range(4)
+MISMATCHED, MOVED, _, WRONG_SIZE = range(4)
+#: struct history of single_copy.c: of copies by the kernel and of copies through slots.
+HISTORY = np.dtype([("ns", "u8", 2), ("trials", "u4", 2), ("calls_since", "u4", 2)])
 
 
 def join(threads):
@@ -48,16 +50,27 @@ class Ranks:
             )
             for me in range(n)
         ]  # fmt: skip
-        # History: both methods were measured, and slots are far slower.
-        self.histories = np.zeros((n, kernels.single_copy_histories()), np.uint8)
-        each = self.histories[:, : 128 * 32].view(np.uint64).reshape(n, -1, 4)
-        each[:, :, 1], each[:, :, 2] = 1 << 60, 2 | 2 << 32
+        memory = np.zeros((n, kernels.single_copy_histories()), np.uint8)
+        self.histories = memory[:, : 128 * HISTORY.itemsize].view(HISTORY)
+        self.prefer_kernel()
         self.number = 0
 
-    def kind(self, me, signature, **layout):
-        return kernels.Copies(
-            ctypes.addressof(self.all[me]), self.histories[me].ctypes.data, signature, 1, **layout
-        )
+    def prefer_kernel(self):
+        """Both methods were measured, and slots are far slower."""
+        self.histories["ns"] = 1, 1 << 60
+        self.histories["trials"], self.histories["calls_since"] = 2, 0
+
+    def plans(self, me, signature, **layout):
+        """Return the plans of a call, by the kernel and through slots."""
+        slots = kernels.CallPlan(
+            ctypes.addressof(self.segments[me]), signature=signature, divisor=1, size=1,
+            numbers_per_element=1, format=-1, **layout,
+        )  # fmt: skip
+        copies = kernels.Copies(
+            ctypes.addressof(self.all[me]), self.histories[me].ctypes.data, signature, 1,
+            slots=ctypes.addressof(slots), **layout,
+        )  # fmt: skip
+        return copies, slots
 
     def start(self, call):
         """Start ``call(me, number)`` on one thread per rank. Return the threads and results."""
@@ -77,16 +90,21 @@ class Ranks:
         join(threads)
         return results
 
-    def spans(self, me, number, sends, receives, signature=7):
-        """Run one rank's part of a call. A block is an array or (address, bytes)."""
-        both = [
-            (0, 0) if each is None else (each.ctypes.data, each.nbytes)
-            if isinstance(each, np.ndarray) else each
-            for each in (*sends, *receives)
-        ]  # fmt: skip
-        blocks = np.array(both, np.uintp)
-        kind = self.kind(me, signature)
-        return kernels.single_copy_spans(ctypes.addressof(kind), blocks.ctypes.data, 0, 0, number)
+    def all_to_all(self, me, number, sends, receives, signature=7):
+        """Run one rank's part of a call. A block is an array, (address, bytes) or None."""
+        out, into = (
+            np.array([
+                (0, 0) if each is None else (each.ctypes.data, each.nbytes)
+                if isinstance(each, np.ndarray) else each
+                for each in side
+            ], np.uintp)
+            for side in (sends, receives)
+        )  # fmt: skip
+        copies, slots = self.plans(me, signature, many_blocks=1)
+        result = kernels.single_copy_all_to_all(
+            ctypes.addressof(copies), out.ctypes.data, into.ctypes.data, 0, 0, number
+        )
+        return result, slots.mismatch_rank, slots.mismatch_count
 
 
 def guarded(size, start=3):
@@ -113,132 +131,74 @@ def test_blocks_of_any_size(n):
         sizes = rng.choice(SIZES, (n, n))
         sends = [[rng.integers(0, 256, sizes[i, j], np.uint8) for j in range(n)] for i in range(n)]
         receives = [[guarded(sizes[i, j], 1 + i) for i in range(n)] for j in range(n)]
-        results = ranks.run(lambda me, k: ranks.spans(me, k, sends[me], receives[me]))  # noqa: B023
-        assert results == [DONE] * n
+        results = ranks.run(lambda me, k: ranks.all_to_all(me, k, sends[me], receives[me])[0])  # noqa: B023
+        assert results == [MOVED] * n
         for i in range(n):
             for j in range(n):
                 assert np.array_equal(receives[j][i], sends[i][j]) and guards_intact(receives[j][i])
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize(
-    "layout",
-    [{"has_src": 1}, {"has_src": 1, "many_blocks": 1}, {"has_dst": 1}, {}, {"many_blocks": 1}],
-    ids=["broadcast", "scatter", "gather", "all_gather", "all_to_all"],
-)  # fmt: skip
-def test_layouts(layout, n, size):
-    ranks, rng = Ranks(n), np.random.default_rng(size)
-    root = n - 1
-    sent = rng.integers(0, 256, (n, n * size), np.uint8)
-    kinds = [ranks.kind(me, 9, **layout) for me in range(n)]
-    in_place = layout == {"has_src": 1}
-    received = [guarded(size if layout.get("has_src") else n * size) for _ in range(n)]
-    if in_place:
-        received[root][:] = sent[root, :size]
-
-    def call(me, number):
-        send = received[me] if in_place else sent[me]
-        return kernels.single_copy_blocks(
-            ctypes.addressof(kinds[me]), send.ctypes.data, received[me].ctypes.data, size,
-            root if layout.get("has_src") or layout.get("has_dst") else 0, number,
-        )  # fmt: skip
-
-    assert ranks.run(call) == [DONE] * n
-    for me in range(n):
-        if layout.get("has_dst") and me != root:
-            expected = np.full(n * size, 0xA5, np.uint8)
-        elif layout.get("has_src"):
-            block = me if layout.get("many_blocks") else 0
-            expected = sent[root, block * size : (block + 1) * size]
-        else:
-            block = me if layout.get("many_blocks") else 0
-            expected = sent[:, block * size : (block + 1) * size].reshape(-1)
-        assert np.array_equal(received[me], expected) and guards_intact(received[me])
-
-
-def test_block_larger_than_the_receive_buffer_fails_on_all_ranks():
+@pytest.mark.parametrize("size", [5, 100000], ids=["with the sizes", "by the kernel"])
+def test_block_larger_than_the_receive_buffer_fails_on_all_ranks(size):
     """The receiver gets the number of bytes sent. Later calls succeed."""
     n = 3
     ranks = Ranks(n)
-    some, more, into = (np.zeros(size, np.uint8) for size in (5, 6, 5))
+    some, more = np.zeros(size, np.uint8), np.zeros(size + 1, np.uint8)
     for wrong in (False, True, False):
         sends = [[some] * n for _ in range(n)]
         if wrong:
             sends[2] = [some, more, some]
         results = ranks.run(
-            lambda me, k: ranks.spans(me, k, sends[me], [into.copy() for _ in range(n)])  # noqa: B023
+            lambda me, k: ranks.all_to_all(me, k, sends[me], [some.copy() for _ in range(n)])  # noqa: B023
         )
-        assert results == [UNFIT if wrong else DONE] * n
+        assert [result for result, *_ in results] == [WRONG_SIZE if wrong else MOVED] * n
         if wrong:
-            assert ranks.all[1].mismatch_rank == 2 and ranks.all[1].mismatch_bytes == 6
-            assert ranks.all[0].mismatch_rank == ranks.all[2].mismatch_rank == n
+            assert results[1][1:] == (2, size + 1)
+            assert results[0][1] == results[2][1] == n
 
 
-def test_calls_with_different_signatures_fail():
-    ranks = Ranks(2)
-    array = np.zeros(5, np.uint8)
-    for signatures in ((7, 8), (7, 7), (9, 8), (8, 8)):
-        results = ranks.run(
-            lambda me, k: ranks.spans(me, k, [array] * 2, [array.copy()] * 2, signatures[me])  # noqa: B023
-        )
-        assert results == [FAILED if signatures[0] != signatures[1] else DONE] * 2
-
-
-@pytest.mark.parametrize("writes", [False, True])
-def test_copy_from_or_to_an_unmapped_page_fails_on_all_ranks(writes):
+@pytest.mark.parametrize(("rank", "other"), [(1, 0), (0, 1)], ids=["reads", "writes"])
+def test_memory_that_the_kernel_cannot_copy_goes_through_slots(rank, other):
+    """One rank has the number of a process that does not have the other rank's memory."""
     n, size = 3, 2 * PIECE
-    ranks = Ranks(n)
-    hole = mmap.mmap(-1, size)
-    at = np.frombuffer(hole, np.uint8).ctypes.data
-    libc = ctypes.CDLL(None, use_errno=True)
-    page = ctypes.c_void_p(at + (size - PAGE if writes else PAGE))
-    assert libc.mprotect(page, PAGE, 0) == 0  # PROT_NONE
-    good = np.zeros(size, np.uint8)
-    for block in ((at, size), good):
-        # Rank 0 sends the unmapped memory to rank 1 or receives into it.
-        def call(me, number, block=block):
-            pair = {0: block, 1: good}.get(me)
-            sends, receives = [None] * n, [None] * n
-            if me < 2:
-                (sends if (me == 0) != writes else receives)[1 - me] = pair
-            return ranks.spans(me, number, sends, receives)
-
-        assert ranks.run(call) == [DONE if block is good else UNMOVED] * n
-    assert libc.mprotect(page, PAGE, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+    ranks, rng = Ranks(n), np.random.default_rng(rank)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        for pid, fails in ((child.pid, True), (os.getpid(), False)):
+            ranks.pids[rank, other] = pid
+            ranks.prefer_kernel()
+            block, into = rng.integers(0, 256, size, np.uint8), np.zeros(size, np.uint8)
+            sends, receives = ([[None] * n for _ in range(n)] for _ in range(2))
+            sends[0][1], receives[1][0] = block, into
+            results = ranks.run(lambda me, k: ranks.all_to_all(me, k, sends[me], receives[me])[0])  # noqa: B023
+            assert results == [MOVED] * n and (into == block).all()
+            assert ((ranks.histories["ns"][:, :, 0] == 1 << 60).any(1) == fails).all()
+    finally:
+        child.communicate(b"\n")
 
 
 def test_faster_method_is_selected_on_all_ranks():
     """Both methods are measured. The slower one is measured again from time to time."""
-    ranks, sizes = Ranks(2), (1 << 20, 1 << 23)
+    ranks, size = Ranks(2), 1 << 20
+    arrays = np.zeros((2, 4, size), np.uint8)
+
+    def uses_slots():
+        each = [list(side) for side in arrays]
+        assert ranks.run(
+            lambda me, k: ranks.all_to_all(me, k, each[me][:2], each[me][2:])[0]
+        ) == [MOVED] * 2  # fmt: skip
+        used = ranks.histories["calls_since"]
+        last = [row[row.max(1) > 0].argmin() for row in used]
+        assert last[0] == last[1], "the ranks choose differently"
+        return last[0] == 1
+
     ranks.histories[:] = 0
-    arrays = {size: np.zeros((4, size), np.uint8) for size in sizes}
-
-    def run_calls(size, slots_ns, calls):
-        """Return the results of calls. Report ``slots_ns`` as the time through slots."""
-
-        def call(me, number):
-            kind = ranks.kind(me, 7)
-            blocks = np.array([(each.ctypes.data, size) for each in arrays[size]], np.uintp)
-            result = kernels.single_copy_spans(
-                ctypes.addressof(kind), blocks.ctypes.data, 0, 0, number
-            )
-            if result == UNMOVED:
-                kernels.single_copy_record(ctypes.addressof(kind), slots_ns)
-            return result
-
-        found = [ranks.run(call) for _ in range(calls)]
-        assert all(one == other for one, other in found), "the ranks choose differently"
-        return [one for one, _ in found]
-
-    for size in sizes:
-        assert run_calls(size, 10**10, 4) == [DONE, UNMOVED] * 2
-        assert UNMOVED not in run_calls(size, 10**10, 60)
-        assert run_calls(size, 1, 20).count(UNMOVED) >= 1, (
-            "the slower method is never measured again"
-        )
-    received = run_calls(sizes[0], 1, 400)
-    assert received[-1] == UNMOVED and DONE in received[-130:]
+    assert [uses_slots() for _ in range(4)] == [False, True] * 2
+    for ns, slower in (((1, 1 << 60), True), ((1 << 60, 1), False)):
+        ranks.histories["ns"] = ns
+        found = [uses_slots() for _ in range(70)]
+        assert found.count(slower) == 1, "the slower method is measured again once in 64 calls"
+    assert uses_slots() in (True, False)
 
 
 def test_ranks_wait_for_a_lost_process_until_aborted():
@@ -248,8 +208,10 @@ def test_ranks_wait_for_a_lost_process_until_aborted():
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     ranks.pids[0, 2] = child.pid
-    arrays = [[np.zeros(1000, np.uint8) for _ in range(2 * n)] for _ in range(n)]
-    threads, results = ranks.start(lambda me, k: ranks.spans(me, k, arrays[me][:n], arrays[me][n:]))
+    arrays = [[np.zeros(100000, np.uint8) for _ in range(2 * n)] for _ in range(n)]
+    threads, results = ranks.start(
+        lambda me, k: ranks.all_to_all(me, k, arrays[me][:n], arrays[me][n:])[0]
+    )
     time.sleep(0.2)
     assert all(thread.is_alive() for thread in threads)
     ranks.segments[1].aborted = 1
@@ -257,20 +219,22 @@ def test_ranks_wait_for_a_lost_process_until_aborted():
     assert threads[1].is_alive(), "returned while rank 0 may still read its memory"
     ranks.segments[0].aborted = ranks.segments[2].aborted = 1
     join(threads)
-    assert results == [FAILED] * n
+    assert results == [MISMATCHED] * n
 
 
 def test_aborted_ranks_do_not_wait_for_a_missing_rank():
     n = 3
     ranks = Ranks(n)
-    arrays = [[np.zeros(1000, np.uint8) for _ in range(2 * n)] for _ in range(n)]
+    arrays = [[np.zeros(100000, np.uint8) for _ in range(2 * n)] for _ in range(n)]
 
     def call(me, number):
-        return None if me == 2 else ranks.spans(me, number, arrays[me][:n], arrays[me][n:])
+        if me == 2:
+            return None
+        return ranks.all_to_all(me, number, arrays[me][:n], arrays[me][n:])[0]
 
     threads, results = ranks.start(call)
     time.sleep(0.2)
     for segment in ranks.segments:
         segment.aborted = 1
     join(threads)
-    assert results == [FAILED, FAILED, None]
+    assert results == [MISMATCHED, MISMATCHED, None]

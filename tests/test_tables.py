@@ -11,7 +11,6 @@ import pytest
 from mpicoll import machine
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.output import format_bytes
-from mpicoll.primitives import by_name
 from mpicoll.routes import registry, tuning, tuning_files
 from mpicoll.routes.tuning import KINDS, PLACES, Table
 
@@ -34,23 +33,13 @@ def stepping(text):
     return json.dumps({"ranks": {"2": {"all_reduce": {"node": text}}}})
 
 
-@pytest.mark.parametrize("openmpi", [False, True])
-def test_defaults_are_complete_and_valid_in_a_file(openmpi):
-    table = Table(openmpi)
+def test_defaults_are_complete_and_valid_in_a_file():
+    table = Table()
     rows = {kind: table.row(kind, 4) for kind in KINDS}
     assert all(set(row) == set(PLACES) for row in rows.values())
     text = tuning_files.join("", MPI, 4, rows, {})
     assert tuning_files.parse(text) == {4: rows}
     assert table.describe() == "the defaults"
-
-
-def test_kind_names_round_trip():
-    for kind in KINDS:
-        primitive, others = tuning.parse_kind(kind)
-        assert tuning.name_kind(primitive, others) == kind
-        assert primitive.reduces or not others
-    assert tuning.name_kind(by_name["all_gather_single"], False) == "all_gather"
-    assert tuning.name_kind(by_name["reduce_scatter_single"], True) == "reduce_scatter of others"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +62,7 @@ def test_eligible_routes(kind, place, routes):
 
 def test_kinds_without_a_row():
     """On a node: shared memory, or single_copy for large data. Elsewhere: MPI, or exchange."""
-    table = Table(False)
+    table = Table()
     assert table.row("scan", 4) == {
         "node": ((0, "shared"),), "nodes": ((0, "mpi"),), "apart": ((0, "mpi"),)
     }  # fmt: skip
@@ -107,13 +96,13 @@ def marked(n):
 )  # fmt: skip
 def test_row_of_the_nearest_number_of_ranks_by_ratio(ranks, measured, nearest):
     for order in itertools.permutations(measured):
-        table = Table(False, {n: marked(n) for n in order})
+        table = Table({n: marked(n) for n in order})
         assert table.row("broadcast", ranks)["node"] == ((0, "mpi"), (nearest, "shared"))
 
 
 def test_kinds_and_places_that_were_not_measured_use_the_defaults():
     others = {"broadcast": {"apart": ((0, "mpi"),)}, "gather": {"node": ((0, "shared"),)}}
-    table, default = Table(False, {4: marked(4), 64: others}), Table(False)
+    table, default = Table({4: marked(4), 64: others}), Table()
     before = dict(default.row("broadcast", 4))
     assert table.row("broadcast", 4) == {**before, **marked(4)["broadcast"]}
     assert default.row("broadcast", 4) == before, "the defaults have changed"
@@ -128,13 +117,13 @@ def test_route_default_uses_the_defaults_of_the_reading_version(monkeypatch):
     later = ((0, "shared"), (64, "exchange"), (8192, "shared"), (1 << 22, "mpi_chunked"))
     apart = ((0, "exchange"), (8, "mpi"))
     row = {"node": later, "nodes": apart, "apart": apart}
-    monkeypatch.setattr(tuning, "_DEFAULTS", {False: {2: {"all_reduce": row}}})
-    table = tuning_files.build_table(False, "/a/file.json", text)
+    monkeypatch.setattr(tuning, "_DEFAULTS", {2: {"all_reduce": row}})
+    table = tuning_files.build_table("/a/file.json", text)
     assert table.row("all_reduce", 5) == row | {
         "node": ((0, "shared"), (64, "exchange"), (512, "mpi"), (4096, "exchange"),
                  (8192, "shared"), (1 << 20, "mpi"), (1 << 23, "mpi_chunked"))
     }  # fmt: skip
-    other = table.holding({2: {"all_reduce": {"apart": ((0, "default"),)}}})
+    other = Table({2: {"all_reduce": {"apart": ((0, "default"),)}}})
     assert other.row("all_reduce", 2) == row
 
 
@@ -142,26 +131,18 @@ def test_route_default_uses_the_defaults_of_the_reading_version(monkeypatch):
     ("text", "expected"),
     [
         ("", "Expecting value"),
-        ("{", "Expecting"),
         ("[" * 200000, "got something else"),
-        ("[]", "got something else"),
         ("{}", "got something else ('ranks')"),
-        ('{"ranks": []}', "got something else"),
         ('{"ranks": {"2": 3}}', "got something else"),
         ('{"ranks": {"2": {"gather": [1]}}}', "got something else"),
-        ('{"ranks": {"two": {}}}', "expected a number of ranks, got 'two'"),
         ('{"ranks": {"0": {}}}', "expected a number of ranks, got '0'"),
         ('{"ranks": {"02": {}}}', "expected a number of ranks, got '02'"),
-        ('{"ranks": {"-2": {}}}', "expected a number of ranks, got '-2'"),
         ('{"ranks": {"2": {"gathers": {"node": [[0, "mpi"]]}}}}', "scatter, reduce_scatter, "),
         ('{"ranks": {"2": {"gather": {"nodde": [[0, "mpi"]]}}}}', "apart, got 'nodde'"),
-        (stepping(3), "got something else"),
         (stepping([3]), "got something else"),
         (stepping([[0, "mpi", 3]]), "too many values"),
         (stepping([]), "expected ascending bytes from 0, got []"),
-        (stepping([[8, "mpi"]]), "expected ascending bytes from 0, got [8]"),
         (stepping([[0, "mpi"], [8, "shared"], [8, "mpi"]]), "got [0, 8, 8]"),
-        (stepping([[0, "mpi"], [9, "shared"], [8, "mpi"]]), "got [0, 9, 8]"),
         (stepping([["0", "mpi"]]), "expected [BYTES, ROUTE], got ['0', 'mpi']"),
         (stepping([[0, "mpi"], [8.5, "shared"]]), "expected [BYTES, ROUTE], got [8.5, 'shared']"),
         (stepping([[False, "mpi"]]), "expected [BYTES, ROUTE], got [False, 'mpi']"),
@@ -169,7 +150,6 @@ def test_route_default_uses_the_defaults_of_the_reading_version(monkeypatch):
         (stepping([[0, ["mpi"]]]), "expected [BYTES, ROUTE], got [0, ['mpi']]"),
         (stepping([[0, "mpl"]]),
          "expected one of mpi, mpi_chunked, exchange, shared, default, got 'mpl'"),
-        (stepping([[0, "hierarchical"]]), "got 'hierarchical'"),
         ('{"ranks": {"2": {"broadcast": {"apart": [[0, "exchange"]]}}}}', "got 'exchange'"),
         ('{"ranks": {"2": {"all_reduce of others": {"apart": [[0, "mpi"]]}}}}',
          "all_reduce of others: apart: expected one of exchange, widened, default, got 'mpi'"),
@@ -177,7 +157,7 @@ def test_route_default_uses_the_defaults_of_the_reading_version(monkeypatch):
 )  # fmt: skip
 def test_invalid_file_raises(text, expected):
     with pytest.raises(ArgumentError) as caught:
-        tuning_files.build_table(False, "/a/file.json", text)
+        tuning_files.build_table("/a/file.json", text)
     message = str(caught.value)
     assert message.startswith("init_process_group: /a/file.json is not a tuning table: ")
     assert expected in message
@@ -188,7 +168,7 @@ def test_invalid_file_raises(text, expected):
 def test_no_file():
     found = tuning_files.read(MPI)
     assert found == ("", "", "")
-    assert tuning_files.build_table(True, *found).path == ""
+    assert tuning_files.build_table(*found).path == ""
 
 
 def test_default_path_contains_the_mpi_and_the_machine(monkeypatch, tmp_path):
@@ -203,7 +183,7 @@ def test_default_path_contains_the_mpi_and_the_machine(monkeypatch, tmp_path):
         patch.setattr(machine, "describe", lambda: "64 x Some (R) CPU @ 2/3 GHz")
         assert tuning_files.default_path(MPI).name == "an-mpi-1.2-on-64-x-some-r-cpu-2-3-ghz.json"
         assert tuning_files.read(MPI) == ("", "", ""), "used a table of another machine"
-    table = tuning_files.build_table(False, *tuning_files.read(MPI))
+    table = tuning_files.build_table(*tuning_files.read(MPI))
     assert table.path == str(path) and table.describe() == f"{path} (measured on 2 ranks)"
     assert table.row("all_reduce", 2)["node"] == ((0, "mpi"), (4096, "shared"))
     monkeypatch.setenv("MPICOLL_TABLE", "0")
@@ -229,15 +209,15 @@ def test_file_named_by_mpicoll_table(monkeypatch, tmp_path):
     monkeypatch.setenv("MPICOLL_TABLE", str(named))
     for problem in ("No such file", "Is a directory"):
         with pytest.raises(ArgumentError, match=f"init_process_group: .*{problem}.*{named.name}"):
-            tuning_files.build_table(False, *tuning_files.read(MPI))
+            tuning_files.build_table(*tuning_files.read(MPI))
         if not named.exists():
             named.mkdir()
     named.rmdir()
     named.write_bytes(b"\xff\xfe\x00 no text")
     with pytest.raises(ArgumentError, match="is not a tuning table"):
-        tuning_files.build_table(False, *tuning_files.read(MPI))
+        tuning_files.build_table(*tuning_files.read(MPI))
     named.write_text(json.dumps({**GOOD, "mpi": "Another", "machine": "1 x other"}))
-    assert tuning_files.build_table(False, *tuning_files.read(MPI)).path == str(named)
+    assert tuning_files.build_table(*tuning_files.read(MPI)).path == str(named)
 
 
 def test_unreadable_default_file_is_ignored(monkeypatch):

@@ -173,7 +173,7 @@ def test_late_call_raises_with_tested_calls(ended: Ended) -> None:
     dist.init_process_group(timeout=100)
     rank = dist.get_rank()
     rows = {kind: {"nodes": ((0, "hierarchical"),)} for kind in tuning.KINDS}
-    tuning.job.table = tuning.Table(openmpi=False, measured={1: rows})
+    tuning.job.table = tuning.Table({1: rows})
     hierarchy.node_of = lambda: f"node {rank // 2}"
     for root in 0, 3:
         g, x = dist.new_group(timeout=0.7), np.ones(5000)

@@ -219,12 +219,12 @@ class Written:
 
     def table(self):
         """Return the table that a job reads."""
-        return tuning_files.build_table(False, str(self.path), self.path.read_text())
+        return tuning_files.build_table(str(self.path), self.path.read_text())
 
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning.job, "table", tuning.Table(openmpi=False))
+    monkeypatch.setattr(tuning.job, "table", tuning.Table())
     return Written(tmp_path / "table.json")
 
 
@@ -272,7 +272,7 @@ def test_tables_have_no_slower_routes_and_defaults_at_other_sizes(written, monke
         for size in {0, 98, 99, max(first - 1, 0), last + 1, 2 * last, 1 << 40}:
             if not first <= size <= last:
                 assert tuning.route_at(steps, size) == tuning.route_at(usual[kind], size)
-    monkeypatch.setattr(tuning, "_DEFAULTS", {False: {2: later}, True: {2: later}})
+    monkeypatch.setattr(tuning, "_DEFAULTS", {2: later})
     for kind in found:
         steps = written.table().row(kind, 2)["node"]
         for size in {0, 98, 99, max(first - 1, 0), last + 1, 1 << 40}:
@@ -478,7 +478,7 @@ def test_later_jobs_use_the_table(ended: Ended) -> None:
     words = {"mpi": "MPI", "shared": "shared memory", "mpi_chunked": "MPI in chunks",
              "exchange": "messages over MPI", "single_copy": "one copy by the kernel",
              "widened": "MPI in float32"}  # fmt: skip
-    table = tuning_files.build_table("Open MPI" in written["mpi"], str(path), path.read_text())
+    table = tuning_files.build_table(str(path), path.read_text())
     for kind, name in zip(kinds, ("all_reduce (float32)", "all_reduce (bfloat16)", "gather"),
                           strict=True):  # fmt: skip
         (_, first), *others = table.row(kind, 2)[report["place"]]

@@ -401,7 +401,7 @@ def _discover_node(comm: MPI.Intracomm, watchdog: Watchdog) -> None:
     # The variables describe the whole job.
     if _met_elsewhere or communicators.spans_world(unwrap(comm)) or launch.has_grown():
         launch.fill_environment(comm.Get_rank(), comm.Get_size(), *_node, host, port)
-    tuning.job.table = tuning_files.build_table(vendor == "Open MPI", *table)
+    tuning.job.table = tuning_files.build_table(*table)
 
 
 def _index(what: str, value: object) -> int | None:

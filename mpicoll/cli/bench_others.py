@@ -273,7 +273,7 @@ class Route(Other):
         """Force the route for plans that are built in this context."""
         if self._device == "cpu":
             before = tuning.job.table
-            tuning.job.table = before.holding({self._group.size(): _only(self._name)})
+            tuning.job.table = tuning.Table({self._group.size(): _only(self._name)})
             try:
                 yield
             finally:

@@ -75,7 +75,6 @@ def _json(findings: Findings, advice: list[tuple[bool, str]]) -> str:
             "device": findings.device,
             "off": {name: why for name, why in findings.off.items() if why},
         },
-        "clusters": findings.clusters,
         "topology": [asdict(one) for one in findings.topology],
         "advice": [{"wrong": is_error, "text": text} for is_error, text in advice],
     }
@@ -89,9 +88,6 @@ def _text(findings: Findings, advice: list[tuple[bool, str]]) -> str:
     if findings.host:
         lines += ["", "Routes of host arrays"]
         lines += [f"  {name:<34}{route}" for name, route in findings.host.items()]
-        if len(findings.clusters) > 1:
-            each = " + ".join(map(str, findings.clusters))
-            lines += [f"  large sums use clusters of near ranks: {each}"]
         lines += ["", "Routes of device arrays"]
         lines += [f"  {name:<34}{route}" for name, route in findings.device.items()]
         if not findings.device:

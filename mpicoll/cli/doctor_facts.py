@@ -74,7 +74,7 @@ class NodeTopology:
 
 @dataclass
 class Findings:
-    """Findings of all ranks. Lists are indexed by rank, except idle, clusters and topology.
+    """Findings of all ranks. Lists are indexed by rank, except idle and topology.
 
     facts:      facts of each rank.
     problem:    error of init_process_group, or "".
@@ -85,7 +85,6 @@ class Findings:
     bad_route:  error of MPICOLL_DEVICE_ROUTE or MPICOLL_CUDA_AWARE, or "".
     moving:     ranks that move between near and far processors.
     shared:     whether all_reduce uses shared memory; None if unknown or on several nodes.
-    clusters:   sizes of the clusters of near ranks, in rank order.
     no_single_copy: reason why a rank cannot copy from the memory of other ranks, or "".
     host, device: routes of host and device arrays, by primitive.
     off:        reasons why device routes are not used, by name; "" if used.
@@ -102,7 +101,6 @@ class Findings:
     bad_route: str = ""
     moving: set[int] = field(default_factory=set)
     shared: bool | None = None
-    clusters: list[int] = field(default_factory=list)
     no_single_copy: list[str] = field(default_factory=list)
     host: Routes = field(default_factory=dict)
     device: Routes = field(default_factory=dict)
@@ -153,8 +151,7 @@ def examine(before: Facts, misspelled: dict[str, str], again: bool) -> tuple[boo
         findings.bad_route = str(error)
     findings.host = _describe_host_routes(group)
     if n > 1 and len({own.node for own in findings.all_ranks}) == 1:
-        memory = group.resources.find("shared")
-        findings.shared, findings.clusters = bool(memory), memory.clusters if memory else []
+        findings.shared = bool(group.resources.find("shared"))
     findings.no_single_copy = control_messages.allgather(
         group.inner, single_copy.find_obstacle(group), str
     )

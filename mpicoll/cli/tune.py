@@ -398,10 +398,7 @@ def _rows(setting: _Setting, outcome: Outcome, text: str) -> Rows:
 
 def _changes(setting: _Setting, outcome: Outcome, before: str, after: str) -> list[str]:
     """Return the changes from the existing table, or from the defaults."""
-    was, now = (
-        tuning.job.table.holding(tuning_files.parse(text) if text else {})
-        for text in (before, after)
-    )
+    was, now = (tuning.Table(tuning_files.parse(text) if text else {}) for text in (before, after))
     lines, distances = [], _distances(outcome)
     for kind, figures in outcome.figures.items():
         steps = (table.row(kind, setting.ranks)[setting.place] for table in (was, now))

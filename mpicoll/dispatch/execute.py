@@ -31,7 +31,7 @@ from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import ArgumentError, MismatchError, MpicollError, MPIError
 from mpicoll.failures import consistency, flight_record, timeouts
 from mpicoll.failures.group_failure import fail_all_ranks
-from mpicoll.kernels.calls import Fallbacks, bind_fast_path
+from mpicoll.kernels.calls import bind_fast_path
 from mpicoll.output import format_count, warn
 from mpicoll.primitives import Primitive
 
@@ -367,8 +367,9 @@ def _execute_list(
 
 
 _native_run, _native_run_all = bind_fast_path(
-    Fallbacks(_run_cached, _run_queued, _run_all, _finish, _finished_work), state, ProcessGroup
-)
+    _run_cached, _run_all, state, ProcessGroup,
+    run_later=_run_queued, finish=_finish, finished=_finished_work,
+)  # fmt: skip
 
 
 def perform(

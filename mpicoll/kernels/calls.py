@@ -11,11 +11,10 @@ import ctypes
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from threading import get_ident
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,24 +29,12 @@ if TYPE_CHECKING:
     from mpicoll.core.progress import Worker
 
 __all__ = [
-    "ALL_REDUCE",
-    "BLOCKS",
-    "COMPARE",
-    "FUSED",
-    "LISTS",
-    "CallEntry",
-    "Calls",
-    "Fallbacks",
-    "PythonCalls",
-    "add_tensor_type",
-    "bind_fast_path",
-    "describe",
-    "find_signal_handler",
-    "take_interruption",
-]
+    "COMPARE", "FUSED", "LISTS", "CallEntry", "Calls", "PythonCalls", "add_tensor_type",
+    "bind_fast_path", "describe", "find_signal_handler", "take_interruption",
+]  # fmt: skip
 
 #: The types of functions of the C library that fast paths call; FUSED runs a list of calls.
-ALL_REDUCE, BLOCKS, COMPARE, LISTS, FUSED = range(5)
+LISTS, COMPARE, FUSED = range(3)
 
 #: A call record: call number, signature without the root, number for the sizes, root.
 RecordEntry = tuple[int, int, int, int]
@@ -294,45 +281,30 @@ def describe() -> str:
     return f"python ({_missing_reason})" if _module is None else "compiled"
 
 
-@dataclass(frozen=True)
-class Fallbacks(Generic[Fast, All]):  # in Python 3.10 no NamedTuple can be generic
-    """The Python functions that the native fast path replaces or calls.
-
-    run_fast:  runs a call.
-    run_later: runs an asynchronous call that must be queued.
-    run_all:   runs a list of calls.
-    finish:    completes a call whose C function did not return 1, or raises. Takes the group, the
-               fast path's owner, the result, primitive, output, input and root; a list of calls
-               passes all outputs, all inputs and LIST.
-    finished:  returns the Work of an asynchronous call that has run. Takes the group, primitive,
-               output, and the exception that ``finish`` has raised, or None.
-    """
-
-    run_fast: Fast
-    run_later: Fast
-    run_all: All
-    finish: Callable[..., object]
-    finished: Callable[..., object]
-
-
 def bind_fast_path(
-    fallbacks: Fallbacks[Fast, All], state: object, group_type: type
+    run_fast: Fast,
+    run_all: All,
+    state: object,
+    group_type: type,
+    *,
+    run_later: Callable[..., object],
+    finish: Callable[..., object],
+    finished: Callable[..., object],
 ) -> tuple[Fast, All]:
     """Return functions like ``run_fast`` and ``run_all`` that use the native fast path if possible.
 
-    state: its attribute ``default`` is the default group. group_type: type of groups.
+    run_fast:   runs a call. run_all: runs a list of calls.
+    state:      its attribute ``default`` is the default group. group_type: type of groups.
+    run_later:  runs an asynchronous call that must be queued.
+    finish:     completes a call whose C function did not return 1, or raises. Takes the group, the
+                fast path's owner, the result, primitive, output, input and root; a list of calls
+                passes all outputs, all inputs and LIST.
+    finished:   returns the Work of an asynchronous call that has run. Takes the group, primitive,
+                output, and the exception that ``finish`` has raised, or None.
     """
     if _module is None:
-        return fallbacks.run_fast, fallbacks.run_all
-    _module.set_up(
-        state,
-        group_type,
-        fallbacks.run_fast,
-        fallbacks.run_later,
-        fallbacks.run_all,
-        fallbacks.finish,
-        fallbacks.finished,
-    )
+        return run_fast, run_all
+    _module.set_up(state, group_type, run_fast, run_later, run_all, finish, finished)
     return _module.run_fast, _module.run_all
 
 

@@ -12,114 +12,72 @@ from mpicoll import settings
 
 __all__ = ["Kernels", "describe", "kernels"]
 
+#: The C types of struct mpicoll_field in kernels.h, by code of Python's struct module.
+_TYPES: dict[str, Any] = {
+    "P": ctypes.c_void_p, "N": ctypes.c_size_t, "Q": ctypes.c_uint64, "q": ctypes.c_int64,
+    "I": ctypes.c_uint32, "i": ctypes.c_int32, "d": ctypes.c_double, "s": ctypes.c_char_p,
+}  # fmt: skip
 
-if TYPE_CHECKING:
-    _CType = type[ctypes._SimpleCData[Any]]
+#: The functions of the library: the types of the arguments and of the result; see ``src/*.c``.
+_FUNCTIONS = {
+    "format": ("s", "i"),
+    "widen": ("iPPN", ""),
+    "narrow": ("iPPN", ""),
+    "combine": ("iiPNPNd", ""),
+    "pack": ("PPNNNNP", ""),
+    "unpack": ("PPNNNNP", ""),
+    "latency": ("PPiIQ", "I"),
+    "far_ns": ("", "I"),
+    "init_timeout": ("iiqsssii", ""),
+    "shared_region": ("NN", "N"),
+    "shared_all_entered": ("PIQQQ", "i"),
+    "shared_compare": ("PIQQ", "i"),
+    "shared_call": ("PIPP", ""),
+    "shared_close": ("P", ""),
+    "shared_closed_by": ("P", "i"),
+    "shared_last_call": ("PIPP", "I"),
+    "shared_set_signal_handler": ("P", ""),
+    "shared_blocks": ("PPPNII", "i"),
+    "shared_lists": ("PPPNII", "i"),
+    "shared_all_to_all": ("PPPNII", "i"),
+    "shared_all_to_all_by_slots": ("PPPNII", "i"),
+    "shared_fused": ("PPPPNQI", "i"),
+    "shared_exchange": ("PNNPNPNIIQ", "i"),
+    "single_copy_descriptor_size": ("N", "N"),
+    "single_copy_histories": ("", "N"),
+    "single_copy_bytes": ("qiPPN", "i"),
+    "single_copy_lists": ("PPPNII", "i"),
+    "single_copy_all_to_all": ("PPPNII", "i"),
+}
 
 
 class Kernels:
     """The functions of the C library at ``path``; raises OSError or AttributeError if it is not
-    this library. They are documented in ``src/*.c``. ``combine_with_gil`` is combine called with
-    the GIL held. ``Segment``, ``CallPlan``, ``Processes`` and ``Copies`` are the structures
-    ``mpicoll_shared``, ``mpicoll_plan``, ``mpicoll_processes`` and ``mpicoll_copies``.
+    this library. ``combine_with_gil`` is combine called with the GIL held. ``Segment``,
+    ``CallPlan``, ``Processes`` and ``Copies`` are the structures ``mpicoll_shared``,
+    ``mpicoll_plan``, ``mpicoll_processes`` and ``mpicoll_copies``.
     """
 
     def __init__(self, path: str) -> None:
-        library, library_with_gil = ctypes.CDLL(path), ctypes.PyDLL(path)
-        pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
-        sources = pointer, size, pointer, size, ctypes.c_double
-        self.format = _function(library, "format", ctypes.c_char_p, result=integer)
-        self.widen = _function(library, "widen", integer, pointer, pointer, size)
-        self.narrow = _function(library, "narrow", integer, pointer, pointer, size)
-        self.combine = _function(library, "combine", integer, integer, *sources)
-        self.combine_with_gil = _function(library_with_gil, "combine", integer, integer, *sources)
-        blocks = pointer, pointer, size, size, size, size, pointer
-        self.pack = _function(library, "pack", *blocks)
-        self.unpack = _function(library, "unpack", *blocks)
-        self.latency = _function(
-            library, "latency", pointer, pointer, integer, ctypes.c_uint32, ctypes.c_uint64,
-            result=ctypes.c_uint32,
-        )  # fmt: skip
-        self.far_ns = _function(library, "far_ns", result=ctypes.c_uint32)
-        self.shared_region = _function(library, "shared_region", size, size, result=size)
-        self.shared_all_entered = _function(
-            library, "shared_all_entered", pointer, ctypes.c_uint32, ctypes.c_uint64,
-            ctypes.c_uint64, ctypes.c_uint64, result=integer,
-        )  # fmt: skip
-        self.shared_compare = _function(
-            library, "shared_compare", pointer, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint64,
-            result=integer,
-        )  # fmt: skip
-        self.shared_call = _function(
-            library, "shared_call", pointer, ctypes.c_uint32, pointer, pointer
-        )
-        self.shared_close = _function(library, "shared_close", pointer)
-        self.shared_closed_by = _function(library, "shared_closed_by", pointer, result=integer)
-        self.shared_last_call = _function(
-            library, "shared_last_call", pointer, ctypes.c_uint32, pointer, pointer,
-            result=ctypes.c_uint32,
-        )  # fmt: skip
-        self.shared_set_signal_handler = _function(library, "shared_set_signal_handler", pointer)
-        self.shared_measure = _function(library, "shared_measure", pointer, pointer)
-        self.shared_all_reduce = _function(
-            library, "shared_all_reduce", pointer, pointer, size, ctypes.c_uint32, result=integer
-        )
-        self.shared_blocks = _function(
-            library, "shared_blocks", pointer, pointer, pointer, size, ctypes.c_uint32,
-            ctypes.c_uint32, result=integer,
-        )  # fmt: skip
-        lists = pointer, pointer, pointer, size, ctypes.c_uint32, ctypes.c_uint32
-        self.shared_lists = _function(library, "shared_lists", *lists, result=integer)
-        self.shared_all_to_all = _function(library, "shared_all_to_all", *lists, result=integer)
-        self.shared_fused = _function(
-            library, "shared_fused", pointer, pointer, pointer, pointer, size, ctypes.c_uint64,
-            ctypes.c_uint32, result=integer,
-        )  # fmt: skip
-        self.shared_exchange = _function(
-            library, "shared_exchange", pointer, size, size, pointer, size, pointer, size,
-            ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint64, result=integer,
-        )  # fmt: skip
-        self.shared_sizes = _function(
-            library, "shared_sizes", pointer, ctypes.c_uint64, pointer, pointer, pointer,
-            ctypes.c_uint32, result=ctypes.c_int64,
-        )  # fmt: skip
-        self.single_copy_descriptor_size = _function(
-            library, "single_copy_descriptor_size", size, result=size
-        )
-        self.single_copy_histories = _function(library, "single_copy_histories", result=size)
-        self.single_copy_record = _function(library, "single_copy_record", pointer, ctypes.c_uint64)
-        self.single_copy_try = _function(
-            library, "single_copy_try", ctypes.c_int64, integer, pointer, pointer, size,
-            result=integer,
-        )  # fmt: skip
-        self.single_copy_blocks = _function(
-            library, "single_copy_blocks", pointer, pointer, pointer, size, ctypes.c_uint32,
-            ctypes.c_uint32, result=integer,
-        )  # fmt: skip
-        self.single_copy_lists = _function(library, "single_copy_lists", *lists, result=integer)
-        self.single_copy_all_to_all = _function(
-            library, "single_copy_all_to_all", *lists, result=integer
-        )
-        self.single_copy_spans = _function(
-            library, "single_copy_spans", pointer, pointer, ctypes.c_uint32, ctypes.c_uint64,
-            ctypes.c_uint32, result=integer,
-        )  # fmt: skip
+        library = ctypes.CDLL(path)
+        for name in _FUNCTIONS:
+            setattr(self, name, _function(library, name))
+        self.combine_with_gil = _function(ctypes.PyDLL(path), "combine")
         self.Segment = _structure(library, "shared")
         self.CallPlan = _structure(library, "plan")
         self.Processes = _structure(library, "processes")
         self.Copies = _structure(library, "copies")
-        text = ctypes.c_char_p
-        self.init_timeout = _function(
-            library, "init_timeout", integer, integer, ctypes.c_longlong, text, text, text, integer,
-            integer,
-        )  # fmt: skip
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
 
-def _function(
-    library: ctypes.CDLL, name: str, *arguments: _CType, result: _CType | None = None
-) -> Callable[..., Any]:
+def _function(library: ctypes.CDLL, name: str) -> Callable[..., Any]:
     function = library[f"mpicoll_{name}"]
-    function.argtypes, function.restype = arguments, result
+    arguments, result = _FUNCTIONS[name]
+    function.argtypes = [_TYPES[code] for code in arguments]
+    function.restype = _TYPES[result] if result else None
     return function
 
 
@@ -129,24 +87,12 @@ class _Field(ctypes.Structure):
     _fields_ = (("name", ctypes.c_char_p), ("offset", ctypes.c_size_t), ("type", ctypes.c_char))
 
 
-_TYPES = {
-    b"P": ctypes.c_void_p, b"Q": ctypes.c_uint64, b"I": ctypes.c_uint32, b"i": ctypes.c_int32,
-    b"d": ctypes.c_double,
-}  # fmt: skip
-
-
 def _structure(library: ctypes.CDLL, name: str) -> Any:
     """Return a structure of the library, as the library describes it: a ctypes.Structure."""
     described = (_Field * 64).in_dll(library, f"mpicoll_{name}_fields")
     fields = list(itertools.takewhile(lambda field: field.name, described))
-    made = type(
-        name,
-        (ctypes.Structure,),
-        {
-            "__slots__": (),  # no attributes of other names
-            "_fields_": [(field.name.decode(), _TYPES[field.type]) for field in fields],
-        },
-    )
+    members = [(field.name.decode(), _TYPES[field.type.decode()]) for field in fields]
+    made = type(name, (ctypes.Structure,), {"__slots__": (), "_fields_": members})
     if any(getattr(made, field.name.decode()).offset != field.offset for field in fields):
         raise OSError(f"struct mpicoll_{name} has a layout that ctypes does not use")
     return made

@@ -26,14 +26,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mpicoll.dtypes import DTYPES, DType, Factor, Kind, ReduceOp, by_numpy
+from mpicoll.dtypes import DType, Factor, Kind, ReduceOp, by_numpy
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from mpicoll.kernels.library import Kernels, kernels
+from mpicoll.kernels.library import kernels
 
 __all__ = ["Loop", "combine", "factor_of", "find_loop", "narrow", "rounds_sums", "scale"]
 
@@ -41,8 +41,9 @@ Array = npt.NDArray[Any]
 
 _FLOAT32 = np.dtype(np.float32)
 _FLOAT64 = np.dtype(np.float64)
-_INTP = np.dtype(np.intp)
-_UINT32 = np.dtype(np.uint32)
+
+#: The C library; None: NumPy does its work.
+_compiled = kernels
 
 # Size in bytes of one temporary: small enough for all temporaries to fit into a second-level cache,
 # and large enough to make the overhead of NumPy's calls negligible.
@@ -93,13 +94,13 @@ def combine(
     for source in sources:
         _check(source, dtype.numpy, count)
     exact = exact and rounds_sums(op, dtype)
-    by = find_loop(op, dtype, exact)
-    if _compiled is not None and by is not None:
-        _compiled.combine(by, sources, out, divisor)
+    loop = find_loop(op, dtype, exact)
+    if _compiled is not None and loop is not None:
+        _combine_in_c(loop, sources, out, divisor)
     elif exact:
         _sum_exactly(dtype, sources, out, divisor)
     elif dtype.kind is Kind.NARROW_FLOAT:
-        _numpy.combine(op, dtype, sources, out, divisor)
+        _combine_narrow(op, dtype, sources, out, divisor)
     else:
         _combine_wide(op, dtype, sources, out, divisor)
 
@@ -126,13 +127,13 @@ def scale(dtype: DType, source: Array, factor: Factor, out: Array) -> None:
     with np.errstate(all="ignore"):
         number = factor_of(dtype, factor)
         if dtype.kind is Kind.NARROW_FLOAT:
-            converter, scratch = _converter(dtype), _scratch(_ACCUMULATOR)
+            scratch = _scratch(_ACCUMULATOR)
             for block in _blocks(count):
                 target = scratch[: block.stop - block.start] if rounds else out[block]
-                converter.widen(dtype, source[block], target)
+                _widen(dtype, source[block], target)
                 np.multiply(target, number, out=target)
                 if rounds:
-                    converter.narrow(dtype, target, out[block])
+                    _narrow(dtype, target, out[block])
         elif dtype.kind is Kind.COMPLEX and not np.iscomplexobj(number):
             # A real factor must not multiply the imaginary part's zeros: inf * 0 is NaN.
             np.multiply(_parts(source), number, out=_parts(out))
@@ -154,7 +155,7 @@ def narrow(source: Array, out: Array) -> None:
         raise ArgumentTypeError(f"{out.dtype} is not a narrow float")
     _check(source, _FLOAT32, _check_out(out, dtype.numpy))
     with np.errstate(all="ignore"):
-        _converter(dtype).narrow(dtype, source, out)
+        _narrow(dtype, source, out)
 
 
 def _check(array: Array, dtype: np.dtype[Any], count: int) -> None:
@@ -180,13 +181,10 @@ def _blocks(count: int, dtype: np.dtype[Any] = _FLOAT32) -> Iterator[slice]:
 
 
 class _Scratch(threading.local):
-    """Temporaries of a thread, reused because fresh memory from the system is slow.
-
-    They are an accumulator, an operand to convert, and indices.
-    """
+    """An accumulator and an operand of each thread, reused because fresh memory is slow."""
 
     def __init__(self) -> None:
-        self._memory = np.empty((3, _SCRATCH_BYTES), np.uint8)
+        self._memory = np.empty((2, _SCRATCH_BYTES), np.uint8)
 
     def __call__(self, which: int, dtype: np.dtype[Any] = _FLOAT32) -> Array:
         memory: Array = self._memory[which]
@@ -194,7 +192,7 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
-_ACCUMULATOR, _OPERAND, _INDICES = range(3)
+_ACCUMULATOR, _OPERAND = range(2)
 
 
 def _parts(array: Array) -> Array:
@@ -256,79 +254,96 @@ def rounds_sums(op: ReduceOp, dtype: DType) -> bool:
     return op.ufunc is np.add and dtype.kind not in (Kind.BOOL, Kind.INTEGER)
 
 
+def _combine_narrow(
+    op: ReduceOp, dtype: DType, sources: Sequence[Array], out: Array, divisor: int
+) -> None:
+    """``combine`` in NumPy, for narrow floats."""
+    with np.errstate(all="ignore"):
+        for block in _blocks(out.size):
+            length = block.stop - block.start
+            accumulator, operand = _scratch(_ACCUMULATOR)[:length], _scratch(_OPERAND)[:length]
+            _widen(dtype, sources[0][block], accumulator)
+            for source in sources[1:]:
+                _widen(dtype, source[block], operand)
+                op.ufunc(accumulator, operand, out=accumulator)
+            if divisor != 1:
+                np.divide(accumulator, np.float32(divisor), out=accumulator)
+            _narrow(dtype, accumulator, out[block])
+
+
+def _widen(dtype: DType, source: Array, out: Array) -> None:
+    """Convert a narrow float to float32."""
+    if _compiled is None or dtype.name not in FORMATS:
+        np.copyto(out, source, casting="unsafe")
+    else:
+        _compiled.widen(_format(dtype.name), source.ctypes.data, out.ctypes.data, out.size)
+
+
+def _narrow(dtype: DType, source: Array, out: Array) -> None:
+    """Round float32 to a narrow float, with a single form of NaN."""
+    if _compiled is not None and dtype.name in FORMATS:
+        _compiled.narrow(_format(dtype.name), source.ctypes.data, out.ctypes.data, out.size)
+        return
+    for block in _blocks(out.size):
+        some = source[block]
+        np.copyto(out[block], np.where(some != some, _FLOAT32.type(np.nan), some), casting="unsafe")
+
+
+def _combine_in_c(loop: Loop, sources: Sequence[Array], out: Array, divisor: int) -> None:
+    assert _compiled is not None
+    n, count, which = len(sources), out.size * loop.elements, (_format(loop.format), loop.operation)
+    if count <= _GIL_MAX_COUNT:
+        copies = (ctypes.c_char_p * n)(*[source.tobytes() for source in sources])
+        _compiled.combine_with_gil(*which, copies, n, out.ctypes.data, count, divisor)
+    else:
+        addresses = struct.pack(f"{n}P", *[source.ctypes.data for source in sources])
+        _compiled.combine(*which, addresses, n, out.ctypes.data, count, divisor)
+
+
+@cache
+def _format(name: str) -> int:
+    """Return the C library's index of a format."""
+    assert kernels is not None
+    index: int = kernels.format(name.encode())
+    return index
+
+
 def _sum_exactly(dtype: DType, sources: Sequence[Array], out: Array, divisor: int) -> None:
-    """``combine`` for exact sums: the algorithm of ``src/exact.c``, with Python's fractions instead
-    of its integers.
-    """
-    narrow = dtype.kind is Kind.NARROW_FLOAT
+    """``combine`` for exact sums, element by element, with the results of ``src/exact.c``."""
     if dtype.kind is Kind.COMPLEX:
         sources, out = [_parts(source) for source in sources], _parts(out)
     with np.errstate(all="ignore"):
-        for block in _blocks(out.size, _FLOAT64):
-            terms = [_float64_of(dtype, source[block]) for source in sources]
-            total, rest = terms[0], np.zeros_like(terms[0])
-            lost = ~np.isfinite(total)
-            for term in terms[1:]:
-                total, error = _two_sum(total, term)
-                rest, rounded_away = _two_sum(rest, error)
-                lost |= rounded_away != 0  # also for NaN, which infinity produces
-            if lost.any():
-                total, rest = total.copy(), rest.copy()
-                for i in np.flatnonzero(lost):
-                    total[i], rest[i] = _sum_of_fractions([term[i].item() for term in terms])
-            if out.dtype == _FLOAT64:
-                result = total + rest
-            else:
-                result = _rounded_to_odd(*_two_sum(total, rest)).astype(np.float32)
-            result += 0.0  # turns -0.0 into 0.0
-            result[np.isnan(result)] = np.nan
-            if divisor != 1:
-                result /= result.dtype.type(divisor)
-            if narrow:
-                _converter(dtype).narrow(dtype, result, out[block])
-            else:
-                out[block] = result
+        elements = zip(*(source.astype(_FLOAT64).tolist() for source in sources), strict=True)
+        sums = np.array([_exact_sum(terms) for terms in elements], _FLOAT64).reshape(-1, 2)
+        result, error = sums[:, 0], sums[:, 1]
+        if out.dtype != _FLOAT64:
+            # Round to odd first: then the second rounding is that of the exact sum.
+            beyond = np.nextafter(result, np.copysign(np.inf, error))
+            even = np.ascontiguousarray(result).view(np.int64) % 2 == 0
+            result = np.where(even & (error != 0), beyond, result).astype(_FLOAT32)
+        result = np.where(result != result, np.nan, result + 0.0)  # turns -0.0 into 0.0
+        if divisor != 1:
+            result /= result.dtype.type(divisor)
+        if dtype.kind is Kind.NARROW_FLOAT:
+            _narrow(dtype, result, out)
+        else:
+            out[:] = result
 
 
-def _float64_of(dtype: DType, source: Array) -> Array:
-    if dtype.kind is Kind.NARROW_FLOAT:
-        wide = np.empty(source.size, np.float32)
-        _converter(dtype).widen(dtype, source, wide)
-        source = wide
-    return source.astype(np.float64, copy=False)
-
-
-def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """Return the rounded sum and its rounding error."""
-    total = a + b
-    from_b = total - a
-    return total, (a - (total - from_b)) + (b - from_b)
-
-
-def _rounded_to_odd(nearest: Array, correction: Array) -> Array:
-    """Return ``nearest`` if it is exact, else the neighbor of the exact number whose last bit is
-    set.
-    """
-    beyond = np.nextafter(nearest, np.copysign(np.inf, correction))
-    even = nearest.view(np.int64) % 2 == 0
-    return np.where(even & (abs(correction) > 0), beyond, nearest)
-
-
-def _sum_of_fractions(terms: Sequence[float]) -> tuple[float, float]:
-    """Return the correctly rounded sum, and a tiny number with the sign of the rounding error."""
+def _exact_sum(terms: Sequence[float]) -> tuple[float, float]:
+    """Return the correctly rounded sum, and the rounding error or a number with its sign."""
     if not all(map(math.isfinite, terms)):
         return sum(term for term in terms if not math.isfinite(term)), 0.0
-    total = sum(map(Fraction, terms), Fraction())
+    try:
+        nearest = math.fsum(terms)
+        return nearest, math.fsum((*terms, -nearest))
+    except OverflowError:  # of a partial sum
+        total = sum(map(Fraction, terms), Fraction())
     try:
         nearest = float(total)
     except OverflowError:
         return math.inf if total > 0 else -math.inf, 0.0
-    # Rounding to odd needs only the sign of the rounding error.
-    return nearest, ((total > nearest) - (total < nearest)) * _MIN_FLOAT64
-
-
-#: The smallest float64: rounded away when it is added to an inexact sum.
-_MIN_FLOAT64 = math.ulp(0.0)
+    return nearest, float(total - Fraction(nearest))
 
 
 class Loop(NamedTuple):
@@ -355,16 +370,12 @@ def find_loop(op: ReduceOp, dtype: DType, exact: bool = False) -> Loop | None:
     operation = _OPERATIONS.get(op.logical if dtype.kind is Kind.BOOL else op.ufunc)
     if exact and rounds_sums(op, dtype):
         operation = _EXACT_SUM
+    if operation is None:
+        return None
     if dtype.kind is Kind.COMPLEX:
         part = {8: "float32", 16: "float64"}.get(dtype.itemsize)
-        return (
-            Loop(part, operation, 2)
-            if part and operation is not None and op.ufunc is np.add
-            else None
-        )
-    return (
-        None if operation is None or dtype.name not in FORMATS else Loop(dtype.name, operation, 1)
-    )
+        return Loop(part, operation, 2) if part and op.ufunc is np.add else None
+    return Loop(dtype.name, operation, 1) if dtype.name in FORMATS else None
 
 
 #: The formats of ``src/formats.h``. float8_e8m0fnu is not supported: it is a scale rather than a
@@ -390,135 +401,3 @@ _OPERATIONS: dict[np.ufunc | None, int] = {
     np.logical_xor: 6,
 }
 _EXACT_SUM = 7
-
-
-class _Converter(Protocol):
-    """Conversions of narrow floats, with checked arguments."""
-
-    def widen(self, dtype: DType, source: Array, out: Array) -> None:
-        """``out`` is float32."""
-
-    def narrow(self, dtype: DType, source: Array, out: Array) -> None:
-        """``source`` is float32."""
-
-
-def _converter(dtype: DType) -> _Converter:
-    compiled = _compiled is not None and dtype.name in _compiled.formats
-    return _compiled if compiled else _numpy  # type: ignore[return-value]
-
-
-class _NumPy:
-    """Conversions and reductions of narrow floats in NumPy."""
-
-    def combine(
-        self, op: ReduceOp, dtype: DType, sources: Sequence[Array], out: Array, divisor: int
-    ) -> None:
-        accumulators, operands = _scratch(_ACCUMULATOR), _scratch(_OPERAND)
-        with np.errstate(all="ignore"):
-            for block in _blocks(out.size):
-                length = block.stop - block.start
-                accumulator, operand = accumulators[:length], operands[:length]
-                self.widen(dtype, sources[0][block], accumulator)
-                for source in sources[1:]:
-                    self.widen(dtype, source[block], operand)
-                    op.ufunc(accumulator, operand, out=accumulator)
-                if divisor != 1:
-                    np.divide(accumulator, np.float32(divisor), out=accumulator)
-                self.narrow(dtype, accumulator, out[block])
-
-    def widen(self, dtype: DType, source: Array, out: Array) -> None:
-        if dtype.name == "bfloat16":
-            np.copyto(out, source)
-        else:
-            _take_from(_widened(dtype), _bits(source), out)
-
-    def narrow(self, dtype: DType, source: Array, out: Array) -> None:
-        for block in _blocks(out.size):
-            if dtype.itemsize == 1:
-                _take_from(
-                    _narrowed(dtype), _round_to_leading_bits(source[block]), _bits(out[block])
-                )
-            else:
-                np.copyto(out[block], _normalize_nan(source[block]), casting="unsafe")
-
-
-def _take_from(table: Array, indices: Array, out: Array) -> None:
-    """``out = table[indices]``, without NumPy's temporary of pointer-sized indices."""
-    scratch = _scratch(_INDICES, _INTP)
-    for block in _blocks(out.size, _INTP):
-        index = scratch[: block.stop - block.start]
-        np.copyto(index, indices[block])
-        np.take(table, index, out=out[block], mode="wrap")
-
-
-def _bits(array: Array) -> Array:
-    return array.view(f"u{array.itemsize}")
-
-
-@cache
-def _widened(dtype: DType) -> Array:
-    """Return a lookup table from the bits of a narrow float to its value in float32."""
-    numbers = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}").view(dtype.numpy)
-    return numbers.astype(_FLOAT32)
-
-
-@cache
-def _narrowed(dtype: DType) -> Array:
-    """Return a lookup table from the upper 16 bits of a float32 to the bits of an 8-bit float."""
-    leading = np.arange(1 << 16, dtype=_UINT32) << 16
-    with np.errstate(all="ignore"):
-        return _bits(_normalize_nan(leading.view(_FLOAT32)).astype(dtype.numpy))
-
-
-def _round_to_leading_bits(source: Array) -> Array:
-    """The upper 16 bits of float32; the lowest of them is also set if any bit below it is.
-
-    This is rounding to odd. It keeps at least two bits more than an 8-bit float has, which is all
-    the information that a later rounding to nearest needs.
-    """
-    bits = _bits(source)
-    sticky = _scratch(_INDICES, _UINT32)[: bits.size]
-    np.bitwise_and(bits, 0xFFFF, out=sticky)
-    np.minimum(sticky, 1, out=sticky)
-    leading = _scratch(_OPERAND, _UINT32)[: bits.size]
-    np.right_shift(bits, 16, out=leading)
-    return np.bitwise_or(leading, sticky, out=leading)
-
-
-def _normalize_nan(source: Array) -> Array:
-    """``source`` with a single form of NaN."""
-    greatest = np.maximum.reduce(source)
-    if greatest == greatest:  # no element is NaN
-        return source
-    return np.where(np.isnan(source), _FLOAT32.type(np.nan), source)
-
-
-class _Compiled:
-    """The loops of the C library. formats: its indices of dtypes, by name."""
-
-    def __init__(self, library: Kernels) -> None:
-        self._library = library
-        numbers = {dtype.name: library.format(dtype.name.encode()) for dtype in DTYPES}
-        self.formats = {name: number for name, number in numbers.items() if number >= 0}
-
-    def combine(self, by: Loop, sources: Sequence[Array], out: Array, divisor: int) -> None:
-        n, count = len(sources), out.size * by.elements
-        which = self.formats[by.format], by.operation
-        if count <= _GIL_MAX_COUNT:
-            copies = (ctypes.c_char_p * n)(*[source.tobytes() for source in sources])
-            self._library.combine_with_gil(*which, copies, n, out.ctypes.data, count, divisor)
-        else:
-            addresses = struct.pack(f"{n}P", *[source.ctypes.data for source in sources])
-            self._library.combine(*which, addresses, n, out.ctypes.data, count, divisor)
-
-    def widen(self, dtype: DType, source: Array, out: Array) -> None:
-        self._library.widen(self.formats[dtype.name], source.ctypes.data, out.ctypes.data, out.size)
-
-    def narrow(self, dtype: DType, source: Array, out: Array) -> None:
-        self._library.narrow(
-            self.formats[dtype.name], source.ctypes.data, out.ctypes.data, out.size
-        )
-
-
-_numpy = _NumPy()
-_compiled = _Compiled(kernels) if kernels is not None else None

@@ -53,6 +53,8 @@ def build(kind: CallKind, space: Space) -> Run:
     """Return the function that runs a kind of call in ``space``. Its caller synchronizes."""
     primitive, group, op, dtype = kind
     assert dtype is not None
+    if op is not None and op.factor is not None:
+        return premultiplied(kind, space, lambda wide: _synchronized(build(wide, space), space))
     algorithm, n, me = ALGORITHMS[primitive.name], group.size(), group.rank()
     combined = [primitive.combined(rank, n) for rank in range(n)]
     scope = Scope(group, space, op, kind.exact, n, me, combined, primitive.code)
@@ -71,6 +73,16 @@ def build(kind: CallKind, space: Space) -> Run:
         mark = space.mark()
         algorithm(scope, out, into, blocks, root)
         space.release(mark)
+
+    return run
+
+
+def _synchronized(inner: Run, space: Space) -> Run:
+    """Return ``inner`` for buffers that enqueued work writes."""
+
+    def run(send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int) -> None:
+        space.synchronize()
+        inner(send, recv, extent, root)
 
     return run
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from mpicoll.arrays.views import View, ViewList
 from mpicoll.core.plan import Blocks
 from mpicoll.routes.messages import Messages, Scope, Span, spans_of, whole_message
 from mpicoll.routes.wire import Message, exchange
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
 

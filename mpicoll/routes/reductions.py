@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from mpicoll.arrays.views import View
 from mpicoll.core.plan import Blocks
-from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
+from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.routes.messages import Messages, Scope, Span, shares_of, spans_of
 from mpicoll.routes.moves import all_gather
 from mpicoll.routes.space import Space
@@ -46,16 +46,14 @@ def all_reduce(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) 
     elif n <= DIRECT and not space.mpi:
         _Reduction(scope, recv, [_Chunk([(0, count)] * n, recv)]).carry_out()
     elif count:
-        terms = _Terms(scope, recv.dtype)
-        everything = _terms_of_all(scope, terms, recv)
-        terms.combine(everything, everything[me], recv, n)
+        _combine(scope, _everything(scope, recv), recv, n)
 
 
-def _terms_of_all(scope: Scope, terms: _Terms, source: View) -> list[View]:
-    """Return the terms of all ranks, on every rank."""
-    stack = scope.space.empty(terms.dtype, scope.n * source.count)
+def _everything(scope: Scope, source: View) -> list[View]:
+    """Return the elements of all ranks, on every rank."""
+    stack = scope.space.empty(source.dtype, scope.n * source.count)
     parts = [stack.part(r * source.count, source.count) for r in range(scope.n)]
-    terms.take(source, parts[scope.me])
+    scope.space.copy(source, parts[scope.me])
     scope.space.synchronize()
     if scope.space.mpi:
         # mpi4py wants a block's count.
@@ -63,6 +61,13 @@ def _terms_of_all(scope: Scope, terms: _Terms, source: View) -> list[View]:
     else:
         all_gather(scope, None, stack, Blocks((), [source.count] * scope.n), 0)
     return parts
+
+
+def _combine(scope: Scope, sources: Sequence[View], out: View, n: int) -> None:
+    """Combine the elements of n ranks."""
+    assert scope.op is not None
+    divisor = n if scope.op is ReduceOp.AVG else 1
+    scope.space.combine(scope.op, sources, out, divisor, scope.exact)
 
 
 def reduce(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -> None:
@@ -106,7 +111,7 @@ def reduce_scatter(scope: Scope, send: View, recv: View, blocks: Blocks, root: i
     The originals travel: (n - 1) / n times the bytes, as few as there can be, and one latency for a
     chunk (Thakur and others, as above, section 4.4, for long messages).
     """
-    counts, me, step = blocks.sends, scope.me, _step(scope, recv.dtype)
+    counts, me, step = blocks.sends, scope.me, chunk_of(scope.space, scope.n, recv.dtype)
     chunks = []
     for done in range(0, max(counts), step):
         cut = [
@@ -127,41 +132,30 @@ def prefix(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> N
     29(12), 1986, would round narrow floats at each step.)
     """
     n, me, space = scope.n, scope.me, scope.space
-    terms = _Terms(scope, send.dtype)
     if send.nbytes * n <= space.small:
-        everything = _terms_of_all(scope, terms, send)
+        everything = _everything(scope, send)
         mine = [everything[r] for r in scope.combined[me]]
         if mine:
-            terms.combine(mine, everything[me], recv, len(mine))
+            _combine(scope, mine, recv, len(mine))
         return
     cuts = _cuts(scope, send)
     most = max(size for _, size in cuts[0])  # no chunk is larger than the first
-    stack, results = (
-        space.empty(dtype, space.room(n, most)) for dtype in (terms.dtype, send.dtype)
-    )
-    room = space.empty(terms.dtype, n * most) if terms.factor is not None else None
+    stack, results = (space.empty(send.dtype, space.room(n, most)) for _ in range(2))
     for cut in cuts:
-        begin, size = cut[0][0], cut[me][1]
-        products = {span: send.part(*span) for span in cut}
-        if room is not None:
-            for span, source in products.items():
-                products[span] = room.part(span[0] - begin, source.count)
-                terms.take(source, products[span])
-            space.synchronize()
-        sources = space.places(stack, n, size, products[cut[me]])
-        own = sources[me]
-        sources[me] = products[cut[me]]
+        own = send.part(*cut[me])
+        sources = space.places(stack, n, own.count, own)
+        sources[me] = own
         messages = Messages(scope)
         for r in scope.others():
             messages.receive(sources[r], r)
         for r in scope.others():
-            messages.send(products[cut[r]], r)
+            messages.send(send.part(*cut[r]), r)
         messages.finish()
-        out = space.places(results, n, size, sources[me])
+        out = space.places(results, n, own.count, own)
         out[me] = recv.part(*cut[me])
         for r, ranks in enumerate(scope.combined):
             if ranks:
-                terms.combine([sources[s] for s in ranks], own, out[r], len(ranks))
+                _combine(scope, [sources[s] for s in ranks], out[r], len(ranks))
         space.synchronize()
         messages = Messages(scope)
         for r in scope.others():
@@ -189,56 +183,11 @@ def chunk_of(space: Space, n: int, dtype: DType) -> int:
     return max(1, min(space.chunk, space.stack // n) // dtype.itemsize)
 
 
-def _step(scope: Scope, dtype: DType) -> int:
-    """Return the elements of a chunk that one rank combines."""
-    return chunk_of(scope.space, scope.n, _travelling(scope.op, dtype))
-
-
 def _cuts(scope: Scope, view: View) -> list[Cut]:
     """Return the elements in chunks, each shared out to all ranks."""
-    n, step = scope.n, scope.n * _step(scope, view.dtype)
-    found: list[Cut] = []
-    for begin in range(0, view.count, step):
-        found.append(shares_of(min(step, view.count - begin), n, begin))
-    return found
-
-
-def _travelling(op: ReduceOp | None, dtype: DType) -> DType:
-    """Return the dtype sent to be combined; products of narrow floats are not rounded yet."""
-    assert op is not None
-    widened = op.factor is not None and dtype.kind is Kind.NARROW_FLOAT
-    return by_name["float32"] if widened else dtype
-
-
-class _Terms:
-    """The terms of a reduction: the elements, or for PREMUL_SUM their products.
-
-    factor: of the products; None if there are none.
-    dtype:  of the terms.
-    """
-
-    def __init__(self, scope: Scope, dtype: DType) -> None:
-        op = scope.op
-        assert op is not None
-        self._space = scope.space
-        self.factor = op.factor
-        self.dtype = _travelling(op, dtype)
-        self._op = op if op.factor is None else ReduceOp.SUM
-        self._averages, self._exact = op is ReduceOp.AVG, scope.exact
-
-    def take(self, source: View, into: View) -> None:
-        """Write the terms of this rank's elements into ``into``."""
-        if self.factor is None:
-            self._space.copy(source, into)
-        else:
-            self._space.scale(source, self.factor, into)
-
-    def combine(self, terms: Sequence[View], own: View, out: View, n: int) -> None:
-        """Combine the terms of n ranks; if they are widened, ``own`` is overwritten."""
-        target = out if out.dtype is self.dtype else own
-        self._space.combine(self._op, terms, target, n if self._averages else 1, self._exact)
-        if target is not out:
-            self._space.narrow(target, out)
+    n, step = scope.n, scope.n * chunk_of(scope.space, scope.n, view.dtype)
+    begins = range(0, view.count, step)
+    return [shares_of(min(step, view.count - begin), n, begin) for begin in begins]
 
 
 class _Reduction:
@@ -248,62 +197,39 @@ class _Reduction:
     """
 
     def __init__(self, scope: Scope, source: View, chunks: Sequence[_Chunk]) -> None:
-        n, space = scope.n, scope.space
-        self._scope, self._space, self._source, self._chunks = scope, space, source, chunks
-        self._terms = _Terms(scope, source.dtype)
-        dtype, both = self._terms.dtype, range(min(2, len(chunks)))
+        self._scope, self._space, self._source, self._chunks = scope, scope.space, source, chunks
         most = max((chunk.out.count for chunk in chunks), default=0)
-        self._stacks = [space.empty(dtype, space.room(n - 1, most)) for _ in both]
-        if self._terms.factor is not None:
-            products = max((sum(c for _, c in set(chunk.cut)) for chunk in chunks), default=0)
-            self._products = [space.empty(dtype, products) for _ in both]
+        room = scope.space.room(scope.n - 1, most)
+        self._stacks = [scope.space.empty(source.dtype, room) for _ in chunks[:2]]
 
     def carry_out(self, then: Callable[[_Chunk], None] | None = None) -> None:
         """Carry it out; call ``then`` for each chunk, in order, once its result may be sent."""
         chunks, space = self._chunks, self._space
         if not chunks:
             return
-        parts = self._prepared(0)
-        if self._terms.factor is not None:
-            space.synchronize()
-        begun = self._begin(0, parts)
+        begun = self._begin(0)
         for i, chunk in enumerate(chunks):
             messages, sources = begun
-            own = parts[self._scope.me]
             messages.finish()
             more = i + 1 < len(chunks)
-            if more:
-                parts = self._prepared(i + 1)
             if more or (i and then is not None):
                 # The chunk before is combined: its stack is free, and its result may be sent.
                 space.synchronize()
             if more:
-                begun = self._begin(i + 1, parts)
-            self._terms.combine(sources, own, chunk.out, self._scope.n)
+                begun = self._begin(i + 1)
+            _combine(self._scope, sources, chunk.out, self._scope.n)
             if i and then is not None:
                 then(chunks[i - 1])
         if then is not None:
             space.synchronize()
             then(chunks[-1])
 
-    def _prepared(self, i: int) -> list[View]:
-        """Return this rank's terms for each rank."""
-        cut = self._chunks[i].cut
-        found = {span: self._source.part(*span) for span in cut}
-        if self._terms.factor is not None:
-            room, start = self._products[i % 2], 0
-            for span, elements in found.items():
-                found[span] = product = room.part(start, elements.count)
-                self._terms.take(elements, product)
-                start += elements.count
-        return [found[span] for span in cut]
-
-    def _begin(self, i: int, parts: Sequence[View]) -> tuple[Messages, list[View]]:
-        """Begin the messages of a chunk's terms; return where this rank's of all ranks will be."""
-        me, out = self._scope.me, self._chunks[i].out
+    def _begin(self, i: int) -> tuple[Messages, list[View]]:
+        """Begin the messages of a chunk; return where this rank's part of all ranks will be."""
+        cut, out = self._chunks[i]
+        parts = [self._source.part(*span) for span in cut]
         messages, sources = Messages(self._scope), list(parts)
-        beside = out if out.dtype is self._terms.dtype else parts[me]
-        places = self._space.places(self._stacks[i % 2], self._scope.n - 1, out.count, beside)
+        places = self._space.places(self._stacks[i % 2], self._scope.n - 1, out.count, out)
         for place, r in zip(places, self._scope.others(), strict=True):
             sources[r] = place
             messages.receive(place, r)

@@ -12,7 +12,7 @@ from mpicoll.core.plan import Contiguous
 from mpicoll.dtypes import DType, Factor, ReduceOp
 from mpicoll.kernels import reduction
 
-__all__ = ["Host", "PooledHost", "Space"]
+__all__ = ["Host", "Space"]
 
 #: Host values of Space.small, chunk and stack.
 SMALL, CHUNK, STACK = 8 * 1024, 1024 * 1024, 32 * 1024 * 1024
@@ -85,12 +85,20 @@ class Space(Protocol):
 
 
 class Host(Space):
-    """The memory of NumPy arrays; nothing is enqueued."""
+    """The memory of NumPy arrays, for one group. Nothing is enqueued.
+
+    Scratch memory is reused, because fresh memory takes longer to get than to fill. Calls take the
+    same blocks in the same order, so the k-th block of a call is the k-th block of the last call.
+    """
 
     small = SMALL
     chunk = CHUNK
     stack = STACK
     mpi = True
+
+    def __init__(self) -> None:
+        self._blocks: list[Bytes] = []
+        self._taken = 0
 
     def view(self, buffer: Buffer | list[Buffer], dtype: DType, counts: Sequence[int]) -> View:
         """Return the view of what mpi4py takes as a buffer."""
@@ -107,8 +115,24 @@ class Host(Space):
         return view.buffer
 
     def empty(self, dtype: DType, count: int) -> View:
-        """Return new memory."""
-        return empty(dtype, count)
+        """Return memory that is kept for the next call, unless it is large."""
+        nbytes, place = count * dtype.itemsize, self._taken
+        if nbytes > self.stack:
+            return empty(dtype, count)
+        self._taken += 1
+        if place == len(self._blocks):
+            self._blocks.append(np.empty(nbytes, np.uint8))
+        elif self._blocks[place].nbytes < nbytes:
+            self._blocks[place] = np.empty(nbytes, np.uint8)
+        return from_numpy(self._blocks[place][:nbytes].view(dtype.numpy), dtype)
+
+    def mark(self) -> int:
+        """Return the number of blocks in use."""
+        return self._taken
+
+    def release(self, mark: int) -> None:
+        """Reuse the blocks that were returned since then."""
+        self._taken = mark
 
     def combine(
         self, op: ReduceOp, sources: Sequence[View], out: View, divisor: int, exact: bool = False
@@ -127,34 +151,3 @@ class Host(Space):
 
     def synchronize(self) -> None:
         """Return at once: nothing is enqueued."""
-
-
-class PooledHost(Host):
-    """Host memory for one group, with scratch kept: fresh memory takes longer to get than to fill.
-
-    Calls take the same blocks in the same order, so each keeps to its place.
-    """
-
-    def __init__(self) -> None:
-        self._blocks: list[Bytes] = []
-        self._taken = 0
-
-    def empty(self, dtype: DType, count: int) -> View:
-        """Return memory that is kept, unless it is much."""
-        nbytes, place = count * dtype.itemsize, self._taken
-        if nbytes > self.stack:
-            return empty(dtype, count)
-        self._taken += 1
-        if place == len(self._blocks):
-            self._blocks.append(np.empty(nbytes, np.uint8))
-        elif self._blocks[place].nbytes < nbytes:
-            self._blocks[place] = np.empty(nbytes, np.uint8)
-        return from_numpy(self._blocks[place][:nbytes].view(dtype.numpy), dtype)
-
-    def mark(self) -> int:
-        """Return the number of blocks that are taken."""
-        return self._taken
-
-    def release(self, mark: int) -> None:
-        """Take back the blocks given since then."""
-        self._taken = mark

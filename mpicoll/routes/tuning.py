@@ -1,4 +1,4 @@
-"""Tuning tables: the route for each message size, by default for each MPI library or as measured.
+"""Tuning tables: the route for each message size, by default or as measured.
 
 A row of a table maps minimum sizes to routes. There is a row per operation. Reductions have two:
 one for the dtypes and reduce operations that MPI combines correctly and one, like "all_reduce of
@@ -30,19 +30,9 @@ if TYPE_CHECKING:
     from mpicoll.routes.route import Route
 
 __all__ = [
-    "DEFAULT",
-    "KINDS",
-    "PLACES",
-    "Rows",
-    "Steps",
-    "Table",
-    "eligible_routes",
-    "job",
-    "merge_steps",
-    "name_kind",
-    "parse_kind",
-    "route_at",
-]
+    "DEFAULT", "KINDS", "PLACES", "Rows", "Steps", "Table", "eligible_routes", "job",
+    "merge_steps", "name_kind", "parse_kind", "route_at",
+]  # fmt: skip
 
 #: In a file: use the default table's route, because this size was not measured.
 DEFAULT = "default"
@@ -66,9 +56,9 @@ _SHARED: Steps = ((0, "shared"),)
 #: Data movement. single_copy measures whether one copy or slots are faster.
 _MOVED: Steps = ((0, "shared"), (512 * _KIB, "single_copy"))
 
-#: On one node: measured with 2 ranks, with and without a shared cache, with the libraries from
-#: PyPI. Other placements: from the cost model (docs/model.md).
-_OPEN_MPI: Rows = {
+#: On one node: measured with 2 ranks, with and without a shared cache, with MPICH and Open MPI from
+#: PyPI, without a difference. Other placements: from the cost model (docs/model.md).
+_FEW: Rows = {
     "broadcast": _row(_MOVED, _MPI, _MPI),
     "all_reduce": _row(
         _SHARED, ((0, "mpi"), (1 * _MIB, "hierarchical")), ((0, "mpi"), (8 * _MIB, "mpi_chunked"))
@@ -84,17 +74,15 @@ _OPEN_MPI: Rows = {
     ),
     "reduce_scatter of others": _row(_SHARED, _EXCHANGE, _EXCHANGE),
 }
-#: No measured difference.
-_MPICH: Rows = _OPEN_MPI
 
 
-def _for_many(rows: Rows) -> Rows:
+def _for_many() -> Rows:
     """Return the table for many ranks: MPI's trees are faster for short messages than routes with a
     message or a poll per rank.
     """
     least = 16 * _KIB
     many = {}
-    for kind, row in rows.items():
+    for kind, row in _FEW.items():
         steps = row["node"]
         if not kind.endswith(_OTHERS):
             before = [route for size, route in steps if size <= least]
@@ -108,15 +96,10 @@ def _for_many(rows: Rows) -> Rows:
 
 _OTHERS = " of others"
 
-#: Default tables by MPI library (is it Open MPI?) and number of ranks.
-_DEFAULTS = {
-    openmpi: {2: rows, 32: _for_many(rows)}
-    for openmpi, rows in ((False, _MPICH), (True, _OPEN_MPI))
-}
-
-
+#: Default tables by number of ranks.
+_DEFAULTS = {2: _FEW, 32: _for_many()}
 #: The kinds of call.
-KINDS = tuple(_MPICH)
+KINDS = tuple(_FEW)
 
 
 def name_kind(primitive: Primitive, others: bool) -> str:
@@ -194,10 +177,7 @@ class Table:
     path:     the table's file; "" for the defaults.
     """
 
-    def __init__(
-        self, openmpi: bool, measured: Mapping[int, Rows] | None = None, path: str = ""
-    ) -> None:
-        self._openmpi = openmpi
+    def __init__(self, measured: Mapping[int, Rows] | None = None, path: str = "") -> None:
         self._measured = measured or {}
         self.path = path
 
@@ -207,13 +187,9 @@ class Table:
         """
         if kind not in KINDS:
             return _of_routes(kind)
-        usual = _nearest(_DEFAULTS[self._openmpi], kind, ranks)
+        usual = _nearest(_DEFAULTS, kind, ranks)
         measured = _nearest(self._measured, kind, ranks)
         return usual | {place: _filled(steps, usual[place]) for place, steps in measured.items()}
-
-    def holding(self, measured: Mapping[int, Rows]) -> Table:
-        """Return a table for the same MPI library with other measurements."""
-        return Table(self._openmpi, measured)
 
     def describe(self) -> str:
         """Return the origin of the table for messages."""
@@ -226,7 +202,7 @@ class _Job:
     """The table of this job; rank 0's, on every rank."""
 
     def __init__(self) -> None:
-        self.table = Table(openmpi=False)
+        self.table = Table()
 
 
 job = _Job()

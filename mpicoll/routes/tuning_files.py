@@ -14,15 +14,7 @@ from mpicoll import machine, settings
 from mpicoll.errors import ArgumentError
 from mpicoll.routes.tuning import DEFAULT, KINDS, PLACES, Rows, Steps, Table, eligible_routes
 
-__all__ = [
-    "Found",
-    "build_table",
-    "default_path",
-    "join",
-    "origin_mismatch",
-    "parse",
-    "read",
-]
+__all__ = ["Found", "build_table", "default_path", "join", "origin_mismatch", "parse", "read"]
 
 
 def default_path(mpi: str) -> Path:
@@ -68,8 +60,8 @@ def read(mpi: str) -> Found:
         return Found(named, problem=str(error)) if named else Found()
 
 
-def build_table(openmpi: bool, path: str, text: str, problem: str = "") -> Table:
-    """Return the table of an MPI library and a file from ``read``.
+def build_table(path: str, text: str, problem: str = "") -> Table:
+    """Return the table of a file from ``read``.
 
     Raises ArgumentError on all ranks if the file is not a valid table.
     """
@@ -79,9 +71,9 @@ def build_table(openmpi: bool, path: str, text: str, problem: str = "") -> Table
             "name a file that rank 0 can read, or unset MPICOLL_TABLE"
         )
     if not path:
-        return Table(openmpi)
+        return Table()
     try:
-        return Table(openmpi, parse(text), path)
+        return Table(parse(text), path)
     except ValueError as error:
         raise ArgumentError(
             f"init_process_group: {path} is not a tuning table: {error}; remove it and write a new "
@@ -124,11 +116,7 @@ def _step(pair: Iterable[Any]) -> tuple[int, str]:
     least, route = pair
     if type(least) is not int or type(route) is not str:
         raise ValueError(f"expected [BYTES, ROUTE], got {[least, route]}")
-    return least, _BEFORE.get(route, route)
-
-
-#: Names of routes in files of earlier versions.
-_BEFORE = {"pieces": "mpi_chunked", "levels": "hierarchical"}
+    return least, route
 
 
 def _check(kind: str, place: str, steps: Steps) -> None:

@@ -20,17 +20,8 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
-    "INT_MAX",
-    "all_gather_bytes",
-    "broadcast_bytes",
-    "datatype",
-    "exchange",
-    "gather_bytes",
-    "message",
-    "operation",
-    "scatter_bytes",
-    "scratch",
-    "translate_error",
+    "INT_MAX", "all_gather_bytes", "broadcast_bytes", "datatype", "exchange", "gather_bytes",
+    "message", "operation", "scatter_bytes", "scratch", "translate_error",
 ]  # fmt: skip
 
 #: The largest count that every MPI takes (MPI-3 counts are C ints).
@@ -68,12 +59,8 @@ def message(buffer: Buffer, count: int, dtype: DType, start: int = 0) -> Message
     """
     if count <= INT_MAX:
         return [buffer, count, start, datatype(dtype)]
-    if start:
-        from_start = MPI.buffer.fromaddress(
-            MPI.Get_address(buffer) + start * dtype.itemsize, count * dtype.itemsize
-        )
-        return [from_start, 1, _many(dtype, count)]
-    return [buffer, 1, _many(dtype, count)]
+    begin = MPI.Get_address(buffer) + start * dtype.itemsize
+    return [MPI.buffer.fromaddress(begin, count * dtype.itemsize), 1, _many(dtype, count)]
 
 
 def _many(dtype: DType, count: int) -> MPI.Datatype:
@@ -135,10 +122,7 @@ def exchange(
 # --- bytes of sizes that only their sender knows ------------------------------------------------
 
 _BYTE = by_name["uint8"]
-
-
-def _bytes(whole: Bytes | None) -> Message | None:
-    return message(whole, whole.nbytes, _BYTE) if whole is not None and whole.nbytes else None
+_NOTHING = np.empty(0, np.uint8)
 
 
 def broadcast_bytes(comm: MPI.Intracomm, own: Bytes, root: int) -> Bytes:
@@ -154,40 +138,40 @@ def all_gather_bytes(comm: MPI.Intracomm, own: Bytes) -> list[Bytes]:
     """Return the bytes of every rank, on every rank."""
     sizes = np.empty(comm.Get_size(), np.int64)
     comm.Allgather(np.array([own.nbytes], np.int64), sizes)
-    me = comm.Get_rank()
-    found = [own if r == me else np.empty(size, np.uint8) for r, size in enumerate(sizes.tolist())]
-    out = [_bytes(own) if r != me else None for r in range(len(found))]
-    exchange(comm, out, [_bytes(one) if r != me else None for r, one in enumerate(found)])
-    return found
+    return _exchange_bytes(comm, [own] * len(sizes), sizes)
 
 
 def gather_bytes(comm: MPI.Intracomm, own: Bytes, root: int) -> list[Bytes]:
     """Return the bytes of every rank on the root; an empty list on other ranks."""
-    n, me = comm.Get_size(), comm.Get_rank()
-    sizes = np.empty(n, np.int64)
-    comm.Gather(np.array([own.nbytes], np.int64), sizes if me == root else None, root)
-    nothing: list[Message | None] = [None] * n
-    if me != root:
-        exchange(comm, [_bytes(own) if r == root else None for r in range(n)], nothing)
-        return []
-    found = [own if r == me else np.empty(size, np.uint8) for r, size in enumerate(sizes.tolist())]
-    exchange(comm, nothing, [_bytes(one) if r != me else None for r, one in enumerate(found)])
-    return found
+    n, is_root = comm.Get_size(), comm.Get_rank() == root
+    sizes = np.zeros(n, np.int64)
+    comm.Gather(np.array([own.nbytes], np.int64), sizes if is_root else None, root)
+    found = _exchange_bytes(comm, [own if r == root else _NOTHING for r in range(n)], sizes)
+    return found if is_root else []
 
 
 def scatter_bytes(comm: MPI.Intracomm, wholes: Sequence[Bytes] | None, root: int) -> Bytes:
     """Return this rank's entry of the root's list of bytes."""
-    n, me = comm.Get_size(), comm.Get_rank()
-    size = np.empty(1, np.int64)
+    n, size = comm.Get_size(), np.empty(1, np.int64)
     sizes = None if wholes is None else np.array([one.nbytes for one in wholes], np.int64)
     comm.Scatter(sizes, size, root)
-    nothing: list[Message | None] = [None] * n
-    if wholes is not None:
-        exchange(comm, [_bytes(one) if r != me else None for r, one in enumerate(wholes)], nothing)
-        return wholes[me]
-    whole = np.empty(int(size[0]), np.uint8)
-    exchange(comm, nothing, [_bytes(whole) if r == root else None for r in range(n)])
-    return whole
+    outs = [_NOTHING] * n if wholes is None else wholes
+    return _exchange_bytes(comm, outs, [size[0] if r == root else 0 for r in range(n)])[root]
+
+
+def _exchange_bytes(comm: MPI.Intracomm, outs: Sequence[Bytes], sizes: Any) -> list[Bytes]:
+    """Send ``outs[r]`` to each rank r; return the ``sizes[r]`` bytes that it sends to this rank."""
+    me = comm.Get_rank()
+    found = [outs[r] if r == me else np.empty(size, np.uint8) for r, size in enumerate(sizes)]
+    sends, receives = (
+        [
+            message(one, one.nbytes, _BYTE) if one.nbytes and r != me else None
+            for r, one in enumerate(side)
+        ]
+        for side in (outs, found)
+    )
+    exchange(comm, sends, receives)
+    return found
 
 
 def translate_error(error: Exception, name: str, group: ProcessGroup) -> Exception:

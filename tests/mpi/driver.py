@@ -301,7 +301,7 @@ def use_route(
 ) -> None:
     """Use a host route for these kinds of calls, at every size, in groups created from now on."""
     rows = {kind: {place: ((0, route),)} for kind in kinds}
-    patch.setattr(tuning.job, "table", tuning.Table(openmpi=False, measured={1: rows}))
+    patch.setattr(tuning.job, "table", tuning.Table({1: rows}))
 
 
 def together(name: str, calls: Sequence[Call], async_op: bool = False) -> Any:

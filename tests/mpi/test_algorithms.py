@@ -25,6 +25,7 @@ from driver import (
 )
 
 import mpicoll as dist
+from mpicoll.arrays import views
 from mpicoll.core.plan import Implementation
 from mpicoll.dtypes import Kind, ReduceOp, by_name
 from mpicoll.primitives import PRIMITIVES, Layout
@@ -49,10 +50,11 @@ class Late(Host):
     mpi = False
 
     def __init__(self):
+        super().__init__()
         self.enqueued = []
 
     def empty(self, dtype, count):
-        view = HOST.empty(dtype, count)
+        view = views.empty(dtype, count)
         view.flat.view(np.uint8)[...] = 0xAA
         if dtype.kind in (Kind.FLOAT, Kind.NARROW_FLOAT, Kind.COMPLEX):
             view.flat[...] = np.nan

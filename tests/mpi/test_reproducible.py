@@ -146,7 +146,7 @@ def test_host_routes_are_reproducible(world, team, monkeypatch, name, apart):
         }
         for kind in tuning.KINDS
     }
-    monkeypatch.setattr(tuning.job, "table", tuning.Table(False, {1: table}))
+    monkeypatch.setattr(tuning.job, "table", tuning.Table({1: table}))
     level, asked, route_named = team.group.reproducible, set(), registry.HOST[name]
     for each, route in registry.HOST.items():
 
@@ -185,19 +185,6 @@ def test_device_routes_are_reproducible(world, monkeypatch, name, level):
                 else:
                     with pytest.raises(UnsupportedError, match=f"{name} does not serve"):
                         call.start()
-    dist.destroy_process_group(team.group)
-
-
-@by_level
-def test_device_arrays_use_a_reproducible_route(world, monkeypatch, level):
-    """Without a forced route every operation is supported."""
-    arrays = simulated.Arrays()
-    monkeypatch.setattr(runtime, "_runtime", arrays.cuda)
-    monkeypatch.setattr(capabilities, "_known", None)
-    team = group_of(level, range(world.size), "any")
-    with arrays.working():
-        for dtype, op in KINDS:
-            OnDevice(arrays, "all_reduce", team, by_name[dtype], 300, op).run_and_check()
     dist.destroy_process_group(team.group)
 
 

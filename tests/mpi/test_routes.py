@@ -65,7 +65,7 @@ def test_host_routes_implement_their_declarations(world, monkeypatch, name, row)
         assert not can or name in tuning.eligible_routes(table, here)
         if name in tuning.eligible_routes(table, here):
             steps = {1: {table: {here: ((0, name),)}}}
-            monkeypatch.setattr(tuning.job, "table", tuning.Table(False, steps))
+            monkeypatch.setattr(tuning.job, "table", tuning.Table(steps))
         else:
             with pytest.raises(ValueError, match="expected one of"):
                 tuning_files.parse(

@@ -107,55 +107,6 @@ def test_other_operations_around_slot_sizes(cut, name, dtype):
 
 
 @needs
-@pytest.mark.parametrize("lengths", ["1", "2", "3", "2,1", "1,2,3", "0"])
-def test_clustered_reductions_have_equal_bits(world, mpi, barrier_kind, lengths, monkeypatch):
-    """A sum that crosses between clusters once equals the sum without clusters, to the bit."""
-    monkeypatch.setattr(shared, "SLOT", 640)
-    use_route(monkeypatch, "shared")
-    monkeypatch.setattr(shared, "CLUSTERED_MIN_BYTES", 0)
-    monkeypatch.setattr(shared, "ONE_SHOT_MAX_BYTES", 0)
-    teams = []
-    for forced in (lengths, "0"):
-        monkeypatch.setenv("MPICOLL_CLUSTERS", forced)
-        teams.append(group_of(f"clusters {forced} of {lengths}, {barrier_kind}", range(world.size)))
-        Call("all_reduce", teams[-1], by_name["float32"], 1, ReduceOp.SUM).run()
-    if world.size == 1:
-        return
-    found = teams[0].group.resources.find("shared").clusters
-    expected = list(itertools.islice(itertools.cycle(map(int, lengths.split(","))), len(found)))
-    assert sum(found) == world.size
-    assert lengths == "0" or (found[:-1] == expected[:-1] and found[-1] <= expected[-1])
-    rng = np.random.default_rng(world.me)
-    for count in (0, 1, 15, 16, 17, 159, 160, 161, 1000, 3333):
-        for dtype in (by_name["float32"], by_name["int8"], by_name["bfloat16"], by_name["bool"]):
-            for op in legal_operations(dtype):
-                if op is not ReduceOp.PREMUL_SUM:  # on small groups only
-                    Call("all_reduce", teams[0], dtype, count, op).run()
-        for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
-            mine = rng.standard_normal(count) * 10.0 ** rng.integers(-8, 8, count)
-            for dtype in (np.float64, np.float32):
-                arrays = [mine.astype(dtype) for _ in teams]
-                for array, team in zip(arrays, teams, strict=True):
-                    dist.all_reduce(array, op, team.group)
-                assert arrays[0].tobytes() == arrays[1].tobytes(), (count, op)
-                assert len(set(mpi.allgather(arrays[0].tobytes()))) == 1
-        Call("all_gather_single", teams[0], by_name["float32"], count).run()
-
-
-@needs
-def test_invalid_clusters_setting_raises_on_all_ranks(world, monkeypatch):
-    use_route(monkeypatch, "shared")
-    if world.size == 1:
-        return
-    monkeypatch.setenv("MPICOLL_CLUSTERS", "2,x" if world.me == 0 else "")
-    team = group_of("no clusters", range(world.size))
-    with pytest.raises(ValueError, match=r"MPICOLL_CLUSTERS: expected 0, or .*got '2,x'"):
-        dist.all_reduce(np.ones(10), group=team.group)
-    monkeypatch.setenv("MPICOLL_CLUSTERS", "")
-    dist.all_reduce(np.ones(10), group=team.group)
-
-
-@needs
 def test_ranks_with_random_delays_keep_the_order_of_calls(cut):
     """Calls of many sizes in quick succession."""
     rng = np.random.default_rng(7)  # the same sizes on every rank
@@ -173,24 +124,6 @@ def test_ranks_with_random_delays_keep_the_order_of_calls(cut):
     for work, array, expected in pending:
         assert work is None or work.wait()
         np.testing.assert_array_equal(array, expected)
-
-
-@needs
-def test_async_call_returns_before_other_ranks_call(world, monkeypatch):
-    """The other ranks call only after a message that rank 0 sends after its own call."""
-    for patience in (0.0, 1e-3):
-        monkeypatch.setattr(shared, "INLINE_WAIT_S", patience)
-        for _ in range(3):
-            array, token = np.full(5000, world.me + 1.0), np.zeros(1)
-            if world.me == 0:
-                work = dist.all_reduce(array, async_op=True)
-                for rank in range(1, world.size):
-                    dist.send(token, rank)
-            else:
-                dist.recv(token, 0)
-                work = dist.all_reduce(array, async_op=True)
-            assert work.wait()
-            assert (array == sum(range(1, world.size + 1))).all()
 
 
 @needs_2_ranks
@@ -366,34 +299,20 @@ def test_collective_mismatch_raises_on_all_ranks(world, barrier_kind):
     Call("broadcast", team, by_name["float32"], (9 << 20) + 1, None, team.size - 1).run()
 
 
-def cannot_make(patch):
-    patch.setattr(shared_segment, "_made", lambda name, size: None)
+def no_memory(*_):
+    raise OSError(28, "No space left on device")
 
 
-def cannot_open(patch):
-    patch.setattr(shared_segment, "_opened", lambda name, where: None)
+FAILURES = {
+    "cannot_make": lambda patch: patch.setattr(shared_segment, "_made", lambda name, size: None),
+    "cannot_open": lambda patch: patch.setattr(shared_segment, "_opened", lambda name, at: None),
+    "no_memory": lambda patch: patch.setattr(os, "posix_fallocate", no_memory),
+    "no_library": lambda patch: patch.setattr(shared, "kernels", None),
+    "switched_off": lambda patch: patch.setenv("MPICOLL_SHARED_MEMORY", "0"),
+}
 
 
-def no_memory(patch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    patch.setattr(os, "posix_fallocate", full)
-
-
-def no_library(patch):
-    patch.setattr(shared, "kernels", None)
-
-
-def switched_off(patch):
-    patch.setenv("MPICOLL_SHARED_MEMORY", "0")
-
-
-@pytest.mark.parametrize(
-    "failure",
-    [cannot_make, cannot_open, no_memory, no_library, switched_off],
-    ids=lambda failure: failure.__name__,
-)
+@pytest.mark.parametrize("failure", FAILURES)
 def test_one_rank_without_shared_memory_disables_the_route(world, mpi, failure):
     """All ranks then use messages, with equal results."""
 
@@ -409,7 +328,7 @@ def test_one_rank_without_shared_memory_disables_the_route(world, mpi, failure):
     for unable in {0, world.size - 1}:
         with pytest.MonkeyPatch.context() as patch:
             if unable == world.me:
-                failure(patch)
+                FAILURES[failure](patch)
             team = group_of(f"without {unable}", range(world.size))
             calls = [
                 Call("all_reduce", team, by_name[name], 20000, ReduceOp.SUM)
@@ -418,7 +337,7 @@ def test_one_rank_without_shared_memory_disables_the_route(world, mpi, failure):
             for call in calls:
                 call.run()
             check_same_bits(mpi, calls)
-        if {cannot_make: unable == 0, cannot_open: unable != 0}.get(failure, True):
+        if {"cannot_make": unable == 0, "cannot_open": unable != 0}.get(failure, True):
             assert not shares(team)
         dist.destroy_process_group(team.group)
         del team, calls

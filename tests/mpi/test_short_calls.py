@@ -6,7 +6,6 @@ import ctypes
 import sys
 import threading
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from time import sleep
 
@@ -40,18 +39,14 @@ def record_python_calls():
 
         return run
 
-    state, group = execute.state, type(dist.group.WORLD)
-    later = counting(execute._run_queued)
-    ways = calls.Fallbacks(
-        execute._run_cached, execute._run_queued, execute._run_all, execute._finish,
-        execute._finished_work,
-    )  # fmt: skip
-    counted = replace(ways, run_fast=counting(ways.run_fast), run_later=later)
-    calls.bind_fast_path(counted, state, group)
+    before = execute._run_cached, execute._run_all, execute.state, type(dist.group.WORLD)
+    rest = {"finish": execute._finish, "finished": execute._finished_work}
+    later = execute._run_queued
+    calls.bind_fast_path(counting(before[0]), *before[1:], run_later=counting(later), **rest)
     try:
         yield seen
     finally:
-        calls.bind_fast_path(ways, state, group)
+        calls.bind_fast_path(*before, run_later=later, **rest)
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,6 @@ struct rank {
     struct mpicoll_shared shared;
     uint32_t number; /* of the last call */
     uint32_t random;
-    uint32_t cluster_starts[20];
 };
 
 /* Delays random ranks at random calls. */
@@ -96,8 +95,6 @@ static void run_ranks(uint32_t n, uint32_t flat_max_ranks, size_t slot, void *(*
         for (int k = 0; k < MAX_RANK_BITS; k++)
             atomic_store(&mine->ready[k].counter.value, START);
         atomic_store(&mine->combined.value, START);
-        /* As after many calls that do not increment this counter. */
-        atomic_store(&mine->returned.value, START - 0x80000010u);
         atomic_store(&mine->announced.counter.value, START);
     }
     for (uint32_t me = 0; me < n; me++)
@@ -130,35 +127,23 @@ static struct mpicoll_plan plan_of(struct rank *rank, int combines)
     };
 }
 
-static void try_all_reduce(struct rank *rank, size_t count, size_t one_shot_max_count,
-                           size_t clusters_min_count)
+enum layout { FROM_ROOT = 1, TO_ROOT = 2, MANY = 4, COMBINED = 8, IN_PLACE = 16 };
+
+/* A collective of one layout, and its result. */
+static void try_blocks(struct rank *rank, size_t count, int layout, size_t one_shot_max_count)
 {
     const uint32_t n = rank->shared.n, me = rank->shared.me;
-    struct mpicoll_plan plan = plan_of(rank, 1);
-    int32_t *array = allocate(count * 4);
-
-    plan.one_shot_max_count = one_shot_max_count, plan.clusters_min_count = clusters_min_count;
-    for (size_t i = 0; i < count; i++)
-        array[i] = element(me, 0, i);
-    CHECK(mpicoll_shared_all_reduce(&plan, (char *)array, count, ++rank->number));
-    for (size_t i = 0; i < count; i++)
-        CHECK(array[i] == (int32_t)(1000 * (n * (n - 1) / 2) + 3 * n * i));
-    free(array);
-}
-
-/* Checks `recv`; `to` is this rank or 0. */
-static void blocks(struct rank *rank, size_t count, int has_src, int has_dst, int many,
-                   int combines)
-{
-    const uint32_t n = rank->shared.n, me = rank->shared.me;
+    const int has_src = layout & FROM_ROOT, has_dst = layout & TO_ROOT, many = layout & MANY;
+    const int combines = layout & COMBINED, in_place = layout & IN_PLACE;
     const uint32_t root = has_src || has_dst ? (uint32_t)(count + 1) % n : 0;
     struct mpicoll_plan plan = plan_of(rank, combines);
     const size_t sent = many ? n : 1, got = has_src || combines ? 1 : n;
     const int gives = !has_src || me == root, takes = !has_dst || me == root;
     int32_t *send = gives ? allocate(sent * count * 4) : NULL;
-    int32_t *recv = takes ? allocate(got * count * 4) : NULL;
+    int32_t *recv = in_place ? send : takes ? allocate(got * count * 4) : NULL;
 
     plan.many_blocks = many, plan.has_src = has_src, plan.has_dst = has_dst;
+    plan.in_place = in_place, plan.one_shot_max_count = one_shot_max_count;
     for (size_t to = 0; gives && to < sent; to++)
         for (size_t i = 0; i < count; i++)
             send[to * count + i] = element(me, to, i);
@@ -171,7 +156,8 @@ static void blocks(struct rank *rank, size_t count, int has_src, int has_dst, in
             CHECK(recv[from * count + i] == expected);
         }
     free(send);
-    free(recv);
+    if (!in_place)
+        free(recv);
 }
 
 /* all_to_all with different block sizes: rank r sends r + s + `count` elements to rank s. */
@@ -179,7 +165,7 @@ static void try_exchange(struct rank *rank, size_t count)
 {
     const uint32_t n = rank->shared.n, me = rank->shared.me;
     struct mpicoll_plan plan = plan_of(rank, 0);
-    struct mpicoll_put gives[n];
+    struct mpicoll_block gives[n];
     struct mpicoll_get takes[n];
     int32_t *recv[n];
 
@@ -189,7 +175,7 @@ static void try_exchange(struct rank *rank, size_t count)
         for (size_t i = 0; i < length; i++)
             send[i] = element(me, other, i);
         recv[other] = allocate(length * 4);
-        gives[other] = (struct mpicoll_put){(char *)send, length};
+        gives[other] = (struct mpicoll_block){(char *)send, length};
         takes[other] = (struct mpicoll_get){other, me, (char *)recv[other], length};
     }
     CHECK(mpicoll_shared_exchange(&plan, n, 2 * (n - 1) + count, gives, n, takes, n, 0,
@@ -204,7 +190,7 @@ static void try_exchange(struct rank *rank, size_t count)
 
 /* Several calls as one; each of `n_calls` has more elements than the previous one. */
 static void try_fused(struct rank *rank, size_t n_calls, size_t more, int many_in, int combines,
-                      int in_place, size_t clusters_min_count)
+                      int in_place)
 {
     const uint32_t n = rank->shared.n, me = rank->shared.me;
     const size_t sent = many_in ? n : 1, got = many_in || in_place ? 1 : n;
@@ -213,8 +199,7 @@ static void try_fused(struct rank *rank, size_t n_calls, size_t more, int many_i
     size_t ends[n_calls], before = 0;
     const uint64_t sizes = rank->number % 2 ? 0 : 77;
 
-    plan.many_blocks = many_in, plan.in_place = in_place,
-    plan.clusters_min_count = clusters_min_count;
+    plan.many_blocks = many_in, plan.in_place = in_place;
     plan.one_shot_max_count = rank->number % 3 ? 0 : SIZE_MAX;
     for (size_t k = 0; k < n_calls; before = ends[k++])
         ends[k] = before + k * more;
@@ -270,6 +255,7 @@ static void differ(struct rank *rank)
     int32_t array[6] = {0};
     uint64_t signature, count;
 
+    plan.in_place = 1;
     rank->number++;
     if (n == 1)
         return;
@@ -277,7 +263,7 @@ static void differ(struct rank *rank)
     if (me == odd)
         CHECK(!mpicoll_shared_compare(&rank->shared, rank->number, 9, 11));
     else
-        CHECK(!mpicoll_shared_all_reduce(&plan, (char *)array, 6, rank->number));
+        CHECK(!mpicoll_shared_blocks(&plan, NULL, (char *)array, 6, 0, rank->number));
     for (uint32_t other = 0; other < n; other++) {
         mpicoll_shared_call(&rank->shared, other, &signature, &count);
         CHECK(signature == (other == odd ? 9 : 7));
@@ -295,8 +281,8 @@ static void *run_collectives(void *argument)
     for (size_t k = 0; k < sizeof counts / sizeof *counts; k++)
         for (size_t one_shot_max_count = 0; one_shot_max_count < 2; one_shot_max_count++) {
             delay(rank);
-            try_all_reduce(rank, counts[k], one_shot_max_count << 40, SIZE_MAX);
-            try_fused(rank, k + 1, counts[k] / 2, 0, 1, 1, SIZE_MAX);
+            try_blocks(rank, counts[k], COMBINED | IN_PLACE, one_shot_max_count << 40);
+            try_fused(rank, k + 1, counts[k] / 2, 0, 1, 1);
         }
     if (slot / n < LINE) /* the slots are too small for a block of each rank */
         return NULL;
@@ -307,19 +293,19 @@ static void *run_collectives(void *argument)
         if (k % 3 == 0)
             mpicoll_shared_all_entered(&rank->shared, ++rank->number, 7, count, k % 2 ? 0 : 20000);
         CHECK(mpicoll_shared_compare(&rank->shared, ++rank->number, 3, k));
-        blocks(rank, count, 1, 0, 0, 0); /* broadcast */
-        blocks(rank, count, 0, 1, 0, 1); /* reduce */
-        blocks(rank, count, 0, 0, 0, 0); /* all_gather */
+        try_blocks(rank, count, FROM_ROOT, 0); /* broadcast */
+        try_blocks(rank, count, TO_ROOT | COMBINED, 0); /* reduce */
+        try_blocks(rank, count, 0, 0); /* all_gather */
         delay(rank);
-        blocks(rank, count, 0, 1, 0, 0); /* gather */
-        blocks(rank, count, 1, 0, 1, 0); /* scatter */
-        blocks(rank, count, 0, 0, 1, 1); /* reduce_scatter */
-        blocks(rank, count, 0, 0, 1, 0); /* all_to_all */
+        try_blocks(rank, count, TO_ROOT, 0); /* gather */
+        try_blocks(rank, count, FROM_ROOT | MANY, 0); /* scatter */
+        try_blocks(rank, count, MANY | COMBINED, 0); /* reduce_scatter */
+        try_blocks(rank, count, MANY, 0); /* all_to_all */
         try_exchange(rank, count);
         delay(rank);
-        try_fused(rank, k % 6 + 1, count, 0, 1, 1, SIZE_MAX); /* all_reduce */
-        try_fused(rank, k % 5 + 1, count, 0, 0, 0, SIZE_MAX); /* all_gather */
-        try_fused(rank, k % 4 + 1, count, 1, 1, 0, SIZE_MAX); /* reduce_scatter */
+        try_fused(rank, k % 6 + 1, count, 0, 1, 1); /* all_reduce */
+        try_fused(rank, k % 5 + 1, count, 0, 0, 0); /* all_gather */
+        try_fused(rank, k % 4 + 1, count, 1, 1, 0); /* reduce_scatter */
         differ(rank);
     }
     return NULL;
@@ -329,39 +315,6 @@ static void *run_large(void *argument)
 {
     copy_large(argument, 0);
     copy_large(argument, 3);
-    return NULL;
-}
-
-/* Clusters of one or more ranks, of equal and different sizes, between calls by other
- * algorithms. */
-static void *run_clusters(void *argument)
-{
-    struct rank *rank = argument;
-    struct mpicoll_shared *shared = &rank->shared;
-    const uint32_t n = shared->n;
-    const size_t slot = rank->group->slot;
-
-    for (uint32_t shape = 0; shape < 4; shape++) { /* 1, 1, ..; 2, 2, ..; 3, 3, ..; 1, 2, 3, .. */
-        shared->cluster_count = 0;
-        for (uint32_t at = 0, length = 0; at < n; at += length) {
-            length = shape < 3 ? shape + 1 : shared->cluster_count + 1;
-            if (at <= shared->me)
-                shared->cluster = shared->cluster_count;
-            rank->cluster_starts[shared->cluster_count++] = at;
-        }
-        rank->cluster_starts[shared->cluster_count] = n;
-        shared->cluster_starts = rank->cluster_starts;
-        for (size_t k = 0; k < ROUNDS; k++) {
-            delay(rank);
-            try_all_reduce(rank, k % 3 ? k * slot / 8 + 3 * k : k, 0, k % 5 == 4 ? SIZE_MAX : 1);
-            if (k % 4 == 2 && slot / n >= LINE)
-                blocks(rank, slot / 2 + k, 0, 0, 0, 0);
-            if (k % 3 == 1)
-                try_fused(rank, k % 7 + 2, k * slot / 16 + k, 0, 1, 1, 1);
-            if (k % 4 == 3)
-                differ(rank);
-        }
-    }
     return NULL;
 }
 
@@ -495,7 +448,6 @@ int main(void)
             run_ranks(n, flat_max_ranks, 64, run_collectives);
             run_ranks(n, flat_max_ranks, 640, run_collectives);
             run_ranks(n, flat_max_ranks, 4096, run_collectives);
-            run_ranks(n, flat_max_ranks, 640, run_clusters);
         }
         run_ranks(n, n, 4096, run_asks);
     }

@@ -16,7 +16,7 @@ struct numpy_array {
     PyObject_HEAD
     char *data;
     int dimensions;
-    Py_ssize_t *shape, *strides;
+    int64_t *shape, *strides; /* of Py_ssize_t, which has 64 bits */
     PyObject *base, *dtype;
     int flags;
 };
@@ -69,6 +69,18 @@ static struct {
     int n_types;
 } registered;
 
+/* Fills a view of C-contiguous memory; `i` is the index of its dtype. Returns 0 if it is empty. */
+static int fill_view(struct view *view, int i, char *data, const int64_t *shape, int dimensions,
+                     int writable)
+{
+    *view = (struct view){registered.dtypes[i].dtype, data, 1, registered.dtypes[i].itemsize,
+                          dimensions ? (size_t)shape[0] : 1, shape,
+                          (size_t)dimensions * sizeof *shape, writable};
+    for (int k = 0; k < dimensions; k++)
+        view->count *= (size_t)shape[k];
+    return view->count > 0;
+}
+
 static int view_numpy(struct view *view, PyObject *object)
 {
     const struct numpy_array *array = (const struct numpy_array *)object;
@@ -78,17 +90,8 @@ static int view_numpy(struct view *view, PyObject *object)
         const int i = k == 0 ? registered.latest : k <= registered.latest ? k - 1 : k;
         if (array->dtype == registered.dtypes[i].numpy) {
             registered.latest = i;
-            view->dtype = registered.dtypes[i].dtype;
-            view->itemsize = registered.dtypes[i].itemsize;
-            view->data = array->data;
-            view->writable = (array->flags & WRITEABLE) != 0;
-            view->count = 1;
-            for (int k = 0; k < array->dimensions; k++)
-                view->count *= (size_t)array->shape[k];
-            view->rows = array->dimensions ? (size_t)array->shape[0] : 1;
-            view->shape = array->shape;
-            view->shape_size = (size_t)array->dimensions * sizeof *array->shape;
-            return view->count > 0;
+            return fill_view(view, i, array->data, array->shape, array->dimensions,
+                             (array->flags & WRITEABLE) != 0);
         }
     }
     return 0;
@@ -103,24 +106,14 @@ static int view_tensor(struct view *view, PyObject *object, int type)
     }
     if (tensor.device_type != ON_HOST || tensor.lanes != 1 || !tensor.data)
         return 0;
-    size_t count = 1;
-    for (int k = tensor.dimensions - 1; k >= 0; k--) {
-        if (tensor.strides && tensor.shape[k] != 1 && tensor.strides[k] != (int64_t)count)
+    int64_t stride = 1;
+    for (int k = tensor.dimensions - 1; k >= 0; stride *= tensor.shape[k--])
+        if (tensor.strides && tensor.shape[k] != 1 && tensor.strides[k] != stride)
             return 0;
-        count *= (size_t)tensor.shape[k];
-    }
     for (int i = 0; i < registered.n_dtypes; i++)
-        if (tensor.code == registered.dtypes[i].code && tensor.bits == registered.dtypes[i].bits) {
-            view->dtype = registered.dtypes[i].dtype;
-            view->itemsize = registered.dtypes[i].itemsize;
-            view->data = tensor.data + tensor.byte_offset;
-            view->writable = 1;
-            view->count = count;
-            view->rows = tensor.dimensions ? (size_t)tensor.shape[0] : 1;
-            view->shape = tensor.shape;
-            view->shape_size = (size_t)tensor.dimensions * sizeof *tensor.shape;
-            return count > 0;
-        }
+        if (tensor.code == registered.dtypes[i].code && tensor.bits == registered.dtypes[i].bits)
+            return fill_view(view, i, tensor.data + tensor.byte_offset, tensor.shape,
+                             tensor.dimensions, 1);
     return 0;
 }
 
@@ -168,7 +161,6 @@ struct operand {
     size_t n;          /* number of arrays; 0: the argument is None */
     struct view first; /* the first array; writable if all are */
     int same_count, same_shape;
-    int disjoint; /* no block overlaps the address range of the blocks before it */
     char *begin, *end; /* address range of all arrays */
     struct block blocks[MAX_ARRAYS];
 };
@@ -207,7 +199,7 @@ static int view_list(struct operand *operand)
 {
     const Py_ssize_t n = PyTuple_Size(operand->held);
     operand->n = (size_t)n;
-    operand->same_count = operand->same_shape = operand->disjoint = 1;
+    operand->same_count = operand->same_shape = 1;
     for (Py_ssize_t k = 0; k < n; k++) {
         struct view one;
         if (!view_object(&one, PyTuple_GetItem(operand->held, k)))
@@ -225,7 +217,6 @@ static int view_list(struct operand *operand)
         operand->first.writable &= one.writable;
         operand->same_count &= one.count == operand->first.count;
         operand->same_shape &= have_same_shape(&one, &operand->first);
-        operand->disjoint &= one.data >= operand->end || end <= operand->begin;
         operand->begin = one.data < operand->begin ? one.data : operand->begin;
         operand->end = end > operand->end ? end : operand->end;
     }
@@ -250,36 +241,32 @@ static int view_operand(struct operand *operand, PyObject *object)
     return 1;
 }
 
+static int blocks_overlap(const struct block *one, const struct block *other, size_t itemsize)
+{
+    return one->count && other->count &&
+           (uintptr_t)one->data < (uintptr_t)other->data + other->count * itemsize &&
+           (uintptr_t)other->data < (uintptr_t)one->data + one->count * itemsize;
+}
+
 static int overlap(const struct operand *one, const struct operand *other)
 {
     if ((uintptr_t)one->end <= (uintptr_t)other->begin ||
         (uintptr_t)other->end <= (uintptr_t)one->begin)
         return 0;
-    const size_t itemsize = one->first.itemsize;
     for (size_t i = 0; i < one->n; i++)
-        for (size_t k = 0; k < other->n; k++) {
-            const struct block *a = &one->blocks[i], *b = &other->blocks[k];
-            if ((uintptr_t)a->data < (uintptr_t)b->data + b->count * itemsize &&
-                (uintptr_t)b->data < (uintptr_t)a->data + a->count * itemsize)
+        for (size_t k = 0; k < other->n; k++)
+            if (blocks_overlap(&one->blocks[i], &other->blocks[k], one->first.itemsize))
                 return 1;
-        }
     return 0;
 }
 
 /* Returns whether two blocks of a list share memory. */
 static int overlaps_itself(const struct operand *operand)
 {
-    const size_t itemsize = operand->first.itemsize;
-    if (operand->disjoint)
-        return 0;
     for (size_t i = 0; i < operand->n; i++)
-        for (size_t k = 0; k < i; k++) {
-            const struct block *a = &operand->blocks[i], *b = &operand->blocks[k];
-            if (a->count && b->count &&
-                (uintptr_t)a->data < (uintptr_t)b->data + b->count * itemsize &&
-                (uintptr_t)b->data < (uintptr_t)a->data + a->count * itemsize)
+        for (size_t k = 0; k < i; k++)
+            if (blocks_overlap(&operand->blocks[i], &operand->blocks[k], operand->first.itemsize))
                 return 1;
-        }
     return 0;
 }
 
@@ -297,21 +284,22 @@ static void set_object(PyObject **place, PyObject *value)
 static PyObject *add_dtype(PyObject *module, PyObject *args)
 {
     PyObject *dtype, *numpy;
-    unsigned long long itemsize;
+    Py_ssize_t itemsize;
     int code, bits;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOKii", &dtype, &numpy, &itemsize, &code, &bits))
+    if (!PyArg_ParseTuple(args, "OOnii", &dtype, &numpy, &itemsize, &code, &bits))
         return NULL;
     if (registered.n_dtypes == MAX_DTYPES) {
         PyErr_SetString(PyExc_ValueError, "too many dtypes");
         return NULL;
     }
-    const int i = registered.n_dtypes++;
-    set_object(&registered.dtypes[i].dtype, dtype);
-    set_object(&registered.dtypes[i].numpy, numpy);
-    registered.dtypes[i].itemsize = (size_t)itemsize;
-    registered.dtypes[i].code = code;
-    registered.dtypes[i].bits = bits;
+    Py_INCREF(dtype);
+    Py_INCREF(numpy);
+    registered.dtypes[registered.n_dtypes].dtype = dtype;
+    registered.dtypes[registered.n_dtypes].numpy = numpy;
+    registered.dtypes[registered.n_dtypes].itemsize = (size_t)itemsize;
+    registered.dtypes[registered.n_dtypes].code = code;
+    registered.dtypes[registered.n_dtypes++].bits = bits;
     Py_RETURN_NONE;
 }
 

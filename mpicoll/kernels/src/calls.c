@@ -22,47 +22,46 @@
 static struct {
     PyObject *state;      /* of mpicoll.core.groups; its attribute `default` is the default group */
     PyObject *group_type; /* ProcessGroup */
-    /* Python functions, see Fallbacks in mpicoll/kernels/calls.py. */
+    /* Python functions, see bind_fast_path in mpicoll/kernels/calls.py. */
     PyObject *run_fast, *run_later, *run_all, *finish, *finished;
     PyObject *default_name, *submitted_name, *finished_name, *no, *yes;
 } python;
 
 /* ---- A group's calls ------------------------------------------------------------------------- */
 
-typedef int all_reduce_function(const void *kind, char *array, size_t count, uint32_t number);
-typedef int blocks_function(const void *kind, const char *send, char *recv, size_t count,
-                            uint32_t root, uint32_t number);
-typedef int compare_function(const void *shared, uint32_t number, uint64_t what, uint64_t count);
-typedef int lists_function(const void *kind, const struct block *send, const struct block *recv,
+typedef int lists_function(const void *plan, const struct block *send, const struct block *recv,
                            size_t count, uint32_t root, uint32_t number);
-typedef int all_entered_function(const void *shared, uint32_t number, uint64_t what, uint64_t count,
-                         uint64_t nanoseconds);
-typedef int fused_function(const void *kind, char *const *send, char *const *recv, size_t *ends,
+typedef int compare_function(const void *shared, uint32_t number, uint64_t what, uint64_t count);
+typedef int fused_function(const void *plan, char *const *send, char *const *recv, size_t *ends,
                            size_t n, uint64_t sizes, uint32_t number);
+typedef int all_entered_function(const void *shared, uint32_t number, uint64_t what, uint64_t count,
+                                 uint64_t nanoseconds);
 
 /* Type of the function of a fast path. Each returns 1 if it has run the call, or, FUSED, the calls
  * of a list. */
-enum { ALL_REDUCE, BLOCKS, COMPARE, LISTS, FUSED };
+enum { LISTS, COMPARE, FUSED };
 
-/* How calls of one primitive, dtype, op and range of sizes are run here. */
+/* How calls of one primitive, dtype, op and range of sizes are run here. Numbers have the type that
+ * PyArg_ParseTuple writes. */
 struct fast_path {
     PyObject *primitive, *dtype, *op; /* compared by identity */
     PyObject *owner;                  /* owner of the memory at `argument` */
-    uint64_t signature;               /* of the call, without the root */
-    size_t min_count, end;               /* range of the elements of a block */
-    size_t n, me;                     /* number of ranks, and this rank */
-    void *function;
-    const void *argument;
+    unsigned long long signature;     /* of the call, without the root */
+    unsigned long long min_count, end; /* range of the elements of a block */
+    unsigned long long n, me;          /* number of ranks, and this rank */
+    unsigned long long function, argument; /* addresses of the function and its first argument */
     int type;
     int many_in, many_out; /* the input, or output, has one block per rank */
     int listed;            /* as a list of arrays; None on ranks other than the root if rooted */
     int has_input, even, has_root;
-    uint64_t numbers_per_element; /* numbers that make up an element */
-    all_entered_function
-        *all_entered; /* returns whether all ranks have entered an async call; or NULL */
-    const void *all_entered_argument;
-    uint64_t timeout_ns; /* for all_entered */
+    unsigned long long numbers_per_element; /* numbers that make up an element */
+    /* Addresses of a function that returns whether all ranks have entered an async call, or 0, and
+     * of its first argument; and its timeout. */
+    unsigned long long all_entered, all_entered_argument, timeout_ns;
 };
+
+/* Address of a fast path's function or argument. */
+#define AT(TYPE, ADDRESS) ((TYPE *)(uintptr_t)(ADDRESS))
 
 /* An entry of the call history, see CallEntry in mpicoll/kernels/calls.py. Times are nanoseconds of
  * the monotonic clock; 0: not yet. */
@@ -110,47 +109,22 @@ static size_t count_of(const struct fast_path *path, const struct operand *out,
     return path->many_out ? out->first.count / path->n : out->first.count;
 }
 
-static int matches(const struct fast_path *path, PyObject *primitive, PyObject *dtype, PyObject *op,
-                  size_t count)
-{
-    return path->primitive == primitive && path->dtype == dtype && path->op == op &&
-           count >= path->min_count && count < path->end;
-}
-
+/* Returns the fast path of a call; or, without `out`, of a list of calls whose largest has `*count`
+ * elements per block (NULL: any). */
 static const struct fast_path *find_path(const Calls *calls, PyObject *primitive, PyObject *dtype,
-                              PyObject *op, const struct operand *out, const struct operand *in)
+                                         PyObject *op, const struct operand *out,
+                                         const struct operand *in, const size_t *count)
 {
     for (size_t i = 0; i < calls->n_paths; i++) {
         const struct fast_path *path = &calls->paths[i];
-        if (path->type != FUSED && matches(path, primitive, dtype, op, count_of(path, out, in)))
+        if ((path->type == FUSED) != !out || path->primitive != primitive ||
+            path->dtype != dtype || path->op != op)
+            continue;
+        const size_t size = out ? count_of(path, out, in) : count ? *count : path->min_count;
+        if (size >= path->min_count && size < path->end)
             return path;
     }
     return NULL;
-}
-
-/* Returns the fast path of a list of calls whose largest has `*count` elements per block; NULL:
- * any. */
-static const struct fast_path *find_fused(const Calls *calls, PyObject *primitive, PyObject *dtype,
-                                    PyObject *op, const size_t *count)
-{
-    for (size_t i = 0; i < calls->n_paths; i++) {
-        const struct fast_path *path = &calls->paths[i];
-        if (path->type == FUSED &&
-            matches(path, primitive, dtype, op, count ? *count : path->min_count))
-            return path;
-    }
-    return NULL;
-}
-
-/* Returns whether the sizes of an input and an output of one array each match, and both can be
- * split between rows. */
-static int arrays_fit(const struct fast_path *path, const struct view *in, const struct view *out,
-                      size_t count)
-{
-    const size_t n = path->n;
-    return in->count == (path->many_in ? n : 1) * count &&
-           out->count == (path->many_out ? n : 1) * count &&
-           (path->even || (in->rows % n == 0 && out->rows % n == 0));
 }
 
 /* Returns whether an operand is as this rank must pass it: a list if there is one block per rank,
@@ -163,7 +137,7 @@ static int is_expected(const struct fast_path *path, const struct operand *opera
     return many ? operand->held && operand->n == path->n : !operand->held && operand->n == 1;
 }
 
-/* The same as arrays_fit for lists of arrays. */
+/* Returns whether the sizes of lists of arrays match. */
 static int lists_fit(const struct fast_path *path, const struct operand *in,
                      const struct operand *out, unsigned long root)
 {
@@ -173,23 +147,27 @@ static int lists_fit(const struct fast_path *path, const struct operand *in,
     if (path->many_in && path->many_out) /* the block that a rank sends to itself */
         return in->blocks[path->me].count == out->blocks[path->me].count;
     const struct operand *list = path->many_in ? in : out, *own = path->many_in ? out : in;
-    if (list->n == 0)
-        return 1;
-    return list->same_count && list->first.count == own->first.count &&
-           (!path->has_root ||
-            (list->same_shape && have_same_shape(&list->first, &own->first)));
+    return list->n == 0 ||
+           (list->same_count && list->first.count == own->first.count &&
+            (!path->has_root ||
+             (list->same_shape && have_same_shape(&list->first, &own->first))));
 }
 
-/* Returns whether input and output match and do not overlap. */
+/* Returns whether input and output match, do not overlap, and can be split between rows. */
 static int fits(const struct fast_path *path, const struct operand *in, const struct operand *out,
                 unsigned long root, size_t count)
 {
+    const size_t n = path->n;
+    if (!path->has_input)
+        return !in->n && !out->held;
     if (in->n && out->n && (in->first.dtype != out->first.dtype || overlap(in, out)))
         return 0;
     if (path->listed)
         return lists_fit(path, in, out, root);
     return in->n == 1 && !in->held && out->n == 1 && !out->held &&
-           arrays_fit(path, &in->first, &out->first, count);
+           in->first.count == (path->many_in ? n : 1) * count &&
+           out->first.count == (path->many_out ? n : 1) * count &&
+           (path->even || (in->first.rows % n == 0 && out->first.rows % n == 0));
 }
 
 /* Splits an operand of one array into its blocks. */
@@ -225,9 +203,9 @@ static int have_all_entered(const Calls *calls, const struct fast_path *path, ui
     int here;
     Py_INCREF(path->owner);
     Py_BEGIN_ALLOW_THREADS;
-    here = path->all_entered(path->all_entered_argument, number,
-                             path->signature | (uint64_t)root << 24,
-                             sizes * path->numbers_per_element, path->timeout_ns);
+    here = AT(all_entered_function, path->all_entered)(
+        AT(void, path->all_entered_argument), number, path->signature | (uint64_t)root << 24,
+        sizes * path->numbers_per_element, path->timeout_ns);
     Py_END_ALLOW_THREADS;
     Py_DECREF(path->owner);
     return here;
@@ -356,7 +334,7 @@ static int run_viewed(Calls *calls, PyObject *const *args, struct operand *out, 
 {
     PyObject *primitive = args[0], *op = args[5];
     PyObject *dtype = out->n ? out->first.dtype : in->first.dtype;
-    const struct fast_path *found = find_path(calls, primitive, dtype, op, out, in);
+    const struct fast_path *found = find_path(calls, primitive, dtype, op, out, in, NULL);
     if (!found || !out->first.writable || is_busy(calls))
         return 0;
     struct fast_path path = *found; /* another thread may change the table */
@@ -369,7 +347,7 @@ static int run_viewed(Calls *calls, PyObject *const *args, struct operand *out, 
         }
     }
     const size_t count = count_of(&path, out, in);
-    if (path.has_input ? !fits(&path, in, out, root, count) : in->n || out->held)
+    if (!fits(&path, in, out, root, count))
         return 0;
     if (path.type == LISTS && !path.listed) {
         split_blocks(out, path.many_out ? path.n : 1, count);
@@ -383,7 +361,7 @@ static int run_viewed(Calls *calls, PyObject *const *args, struct operand *out, 
         if (!have_all_entered(calls, &path, sizes, root))
             return QUEUED;
         /* Meanwhile another thread may have closed the group, or queued a task. */
-        found = find_path(calls, primitive, dtype, op, out, in);
+        found = find_path(calls, primitive, dtype, op, out, in, NULL);
         if (!found || is_busy(calls))
             return 0;
         path = *found;
@@ -394,22 +372,28 @@ static int run_viewed(Calls *calls, PyObject *const *args, struct operand *out, 
     const uint32_t number = (uint32_t)calls->last->number;
     int result;
     Py_BEGIN_ALLOW_THREADS;
-    if (path.type == ALL_REDUCE)
-        result =
-            ((all_reduce_function *)path.function)(path.argument, out->first.data, count, number);
-    else if (path.type == BLOCKS)
-        result = ((blocks_function *)path.function)(path.argument, given->first.data,
-                                                   out->first.data, count, (uint32_t)root, number);
-    else if (path.type == LISTS)
-        result = ((lists_function *)path.function)(path.argument, given->blocks, out->blocks, count,
-                                                  (uint32_t)root, number);
+    if (path.type == LISTS)
+        result = AT(lists_function, path.function)(AT(void, path.argument), given->blocks,
+                                                   out->blocks, count, (uint32_t)root, number);
     else
-        result = ((compare_function *)path.function)(path.argument, number, path.signature, 0);
+        result = AT(compare_function, path.function)(AT(void, path.argument), number,
+                                                     path.signature, 0);
     Py_END_ALLOW_THREADS;
     const int done = end(calls, &path, result, primitive, out->held ? out->held : args[3],
                          in->held ? in->held : args[4], args[6]);
     /* Other exceptions, such as KeyboardInterrupt, are raised at once. */
     return done < 0 && async_op && PyErr_ExceptionMatches(PyExc_Exception) ? FAILED : done;
+}
+
+/* Releases an operand's tuple, which may free arrays, and keeps the current exception. */
+static void release_held(PyObject *held)
+{
+    PyObject *type, *error, *traceback;
+    if (!held)
+        return;
+    PyErr_Fetch(&type, &error, &traceback);
+    Py_DECREF(held);
+    PyErr_Restore(type, error, traceback);
 }
 
 /* Runs a call. Returns 1 if it did; -1 with an exception; 0 if it is not supported here; else
@@ -427,13 +411,8 @@ static int run_call(Calls *calls, PyObject *const *args, int async_op)
         done = view_operand(&out, args[3]) && view_operand(&in, args[4])
                    ? run_viewed(calls, args, &out, &in, async_op)
                    : 0;
-    PyObject *type = NULL, *error = NULL, *traceback = NULL;
-    if (out.held || in.held) { /* may free an array */
-        PyErr_Fetch(&type, &error, &traceback);
-        Py_XDECREF(out.held);
-        Py_XDECREF(in.held);
-        PyErr_Restore(type, error, traceback);
-    }
+    release_held(out.held);
+    release_held(in.held);
     return done;
 }
 
@@ -468,13 +447,18 @@ static PyObject *finished(Calls *calls, PyObject *primitive, PyObject *output)
     return work;
 }
 
+static int has_arguments(int correct)
+{
+    if (!correct)
+        PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
+    return correct;
+}
+
 static PyObject *run_fast(PyObject *module, PyObject *const *args, Py_ssize_t n)
 {
     (void)module;
-    if (n != 7) {
-        PyErr_Format(PyExc_TypeError, "run_fast takes 7 arguments, not %zd", n);
+    if (!has_arguments(n == 7))
         return NULL;
-    }
     const int async_op = args[2] == python.yes;
     Calls *calls = async_op || args[2] == python.no ? group_of(args[1]) : NULL;
     PyObject *fallback = python.run_fast, *result = NULL;
@@ -604,7 +588,7 @@ static int view_calls(const struct fast_path *path, struct fused *fused, PyObjec
             out.first.dtype != fused->dtype || !out.first.writable)
             return 0;
         const size_t count = count_of(path, &out, &in);
-        if (path->has_input ? !fits(path, &in, &out, 0, count) : in.n || out.held)
+        if (!fits(path, &in, &out, 0, count))
             return 0;
         if (!out.held)
             split_blocks(&out, blocks_out, count);
@@ -641,7 +625,7 @@ static int run_held(Calls *calls, PyObject *primitive, PyObject *op, PyObject *o
     struct operand first;
     if (!view_item(&first, outputs, 0) || is_busy(calls))
         return 0;
-    const struct fast_path *found = find_fused(calls, primitive, first.first.dtype, op, NULL);
+    const struct fast_path *found = find_path(calls, primitive, first.first.dtype, op, NULL, NULL, NULL);
     if (!found || found->has_input == (inputs == Py_None))
         return 0;
     struct fast_path path = *found; /* another thread may change the table */
@@ -658,7 +642,8 @@ static int run_held(Calls *calls, PyObject *primitive, PyObject *op, PyObject *o
     fused.recv = table + fused.n * blocks_in;
     fused.ends = (size_t *)(fused.recv + fused.n * blocks_out);
     int done = view_calls(&path, &fused, outputs, inputs);
-    found = done ? find_fused(calls, primitive, fused.dtype, op, &fused.max_count) : NULL;
+    found = done ? find_path(calls, primitive, fused.dtype, op, NULL, NULL, &fused.max_count)
+                 : NULL;
     done = found != NULL;
     if (done) {
         done = overlap_any(&fused, blocks_in, blocks_out, first.first.itemsize);
@@ -672,8 +657,9 @@ static int run_held(Calls *calls, PyObject *primitive, PyObject *op, PyObject *o
             const uint32_t number = (uint32_t)calls->last->number;
             int result;
             Py_BEGIN_ALLOW_THREADS;
-            result = ((fused_function *)path.function)(path.argument, fused.send, fused.recv,
-                                                      fused.ends, fused.n, sizes, number);
+            result = AT(fused_function, path.function)(AT(void, path.argument), fused.send,
+                                                       fused.recv, fused.ends, fused.n, sizes,
+                                                       number);
             Py_END_ALLOW_THREADS;
             calls->sequence += result == 1; /* the comparison of the list, and the data */
             PyObject *root = PyLong_FromUnsignedLong(LIST);
@@ -700,21 +686,16 @@ static int run_list(Calls *calls, PyObject *const *args)
     int done = PyErr_Occurred() ? -1 : 0;
     if (inputs)
         done = run_held(calls, args[1], args[6], outputs, inputs);
-    PyObject *type, *error, *traceback; /* may free an array */
-    PyErr_Fetch(&type, &error, &traceback);
-    Py_XDECREF(outputs);
-    Py_XDECREF(inputs);
-    PyErr_Restore(type, error, traceback);
+    release_held(outputs);
+    release_held(inputs);
     return done;
 }
 
 static PyObject *run_all(PyObject *module, PyObject *const *args, Py_ssize_t n)
 {
     (void)module;
-    if (n != 7) {
-        PyErr_Format(PyExc_TypeError, "run_all takes 7 arguments, not %zd", n);
+    if (!has_arguments(n == 7))
         return NULL;
-    }
     Calls *calls = args[3] == python.no ? group_of(args[2]) : NULL;
     if (calls) {
         const int done = run_list(calls, args);
@@ -820,47 +801,41 @@ static void calls_dealloc(PyObject *self)
     Py_DECREF(type);
 }
 
-/* Parses kind, sizes and root. Returns 0 with an exception if they are invalid. */
-static int parse_call(PyObject *const *args, unsigned long long *kind, unsigned long long *sizes,
-                      uint32_t *root)
+/* The arguments kind, sizes and root of methods. */
+struct call {
+    unsigned long long kind, sizes;
+    uint32_t root;
+};
+
+/* Returns 0 with an exception if they are invalid. */
+static int parse_call(struct call *call, PyObject *const *args, Py_ssize_t n)
 {
-    *kind = PyLong_AsUnsignedLongLong(args[0]);
-    *sizes = PyLong_AsUnsignedLongLong(args[1]);
-    *root = (uint32_t)PyLong_AsUnsignedLongLongMask(args[2]);
+    if (!has_arguments(n == 3))
+        return 0;
+    call->kind = PyLong_AsUnsignedLongLong(args[0]);
+    call->sizes = PyLong_AsUnsignedLongLong(args[1]);
+    call->root = (uint32_t)PyLong_AsUnsignedLongLongMask(args[2]);
     return !PyErr_Occurred();
 }
 
-/* schedule(kind, sizes, root): add a queued call to the history; return its id. */
 static PyObject *calls_schedule(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
-    unsigned long long kind, sizes;
-    uint32_t root;
-    if (n != 3) {
-        PyErr_SetString(PyExc_TypeError, "schedule takes kind, sizes and root");
+    struct call call;
+    if (!parse_call(&call, args, n))
         return NULL;
-    }
-    if (!parse_call(args, &kind, &sizes, &root))
-        return NULL;
-    const struct entry *entry = enter((Calls *)self, kind, sizes, root);
+    const struct entry *entry = enter((Calls *)self, call.kind, call.sizes, call.root);
     return PyLong_FromUnsignedLongLong(entry ? entry->id : 0);
 }
 
-/* begin_uncompared(kind, sizes, root): add a call that begins now and has no call number. */
 static PyObject *calls_begin_uncompared(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
-    unsigned long long kind, sizes;
-    uint32_t root;
-    if (n != 3) {
-        PyErr_SetString(PyExc_TypeError, "begin_uncompared takes kind, sizes and root");
+    struct call call;
+    if (!parse_call(&call, args, n))
         return NULL;
-    }
-    if (!parse_call(args, &kind, &sizes, &root))
-        return NULL;
-    start_now((Calls *)self, kind, sizes, root);
+    start_now((Calls *)self, call.kind, call.sizes, call.root);
     Py_RETURN_NONE;
 }
 
-/* complete(): mark the running call as completed. */
 static PyObject *calls_complete(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -868,7 +843,6 @@ static PyObject *calls_complete(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* history(): return the latest calls, oldest first, as tuples of CallEntry's fields. */
 static PyObject *calls_history(PyObject *self, PyObject *unused)
 {
     const Calls *calls = (Calls *)self;
@@ -892,18 +866,11 @@ static PyObject *calls_history(PyObject *self, PyObject *unused)
     return list;
 }
 
-/* begin(kind, sizes, root, scheduled=0): count a call and record it. Returns whether the records
- * must be compared with the other ranks' now. */
 static PyObject *calls_begin(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
     Calls *calls = (Calls *)self;
-    unsigned long long kind, sizes;
-    uint32_t root;
-    if (n != 3 && n != 4) {
-        PyErr_SetString(PyExc_TypeError, "begin takes kind, sizes, root and scheduled");
-        return NULL;
-    }
-    if (!parse_call(args, &kind, &sizes, &root))
+    struct call call;
+    if (!parse_call(&call, args, n == 4 ? 3 : n))
         return NULL;
     const unsigned long long scheduled = n == 4 ? PyLong_AsUnsignedLongLong(args[3]) : 0;
     if (PyErr_Occurred())
@@ -915,9 +882,9 @@ static PyObject *calls_begin(PyObject *self, PyObject *const *args, Py_ssize_t n
         found->thread = PyThread_get_thread_ident();
         start(calls, found, now());
     } else {
-        start_now(calls, kind, sizes, root);
+        start_now(calls, call.kind, call.sizes, call.root);
     }
-    record_last(calls, kind, sizes, root);
+    record_last(calls, call.kind, call.sizes, call.root);
     if (!calls->compared) {
         PyObject *number = PyLong_FromUnsignedLongLong(calls->sequence);
         PyObject *entry = number ? PyTuple_Pack(4, number, args[0], args[1], args[2]) : NULL;
@@ -962,7 +929,6 @@ static int calls_set_recent(PyObject *self, PyObject *value, void *closure)
     return 0;
 }
 
-/* compare_each(): from now on each call is compared as it runs. */
 static PyObject *calls_compare_each(PyObject *self, PyObject *unused)
 {
     Calls *calls = (Calls *)self;
@@ -973,14 +939,12 @@ static PyObject *calls_compare_each(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* end(): mark the last call as ended; release the lock. */
 static PyObject *calls_end(PyObject *self, PyObject *unused)
 {
     (void)unused;
     return release((Calls *)self);
 }
 
-/* publish(address): keep the last call at this address from now on; 0: in this object. */
 static PyObject *calls_publish(PyObject *self, PyObject *where)
 {
     Calls *calls = (Calls *)self;
@@ -999,7 +963,6 @@ static PyObject *calls_publish(PyObject *self, PyObject *where)
     Py_RETURN_NONE;
 }
 
-/* drop_last(): the last call was a mismatch that has been reported. */
 static PyObject *calls_drop_last(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -1007,37 +970,23 @@ static PyObject *calls_drop_last(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* register_fast_path(primitive, dtype, op, owner, signature, min_count, end_count, n, me, function,
- * argument, flags...): run matching calls here. */
 static PyObject *calls_register(PyObject *self, PyObject *args)
 {
     Calls *calls = (Calls *)self;
     struct fast_path path;
-    unsigned long long signature, min_count, end, n, me, function, argument;
-    unsigned long long numbers_per_element, all_entered, all_entered_argument, timeout_ns;
     if (!PyArg_ParseTuple(args, "OOOOKKKKKKKippppppKKKK", &path.primitive, &path.dtype, &path.op,
-                          &path.owner, &signature, &min_count, &end, &n, &me, &function, &argument,
-                          &path.type, &path.many_in, &path.many_out, &path.listed, &path.has_input,
-                          &path.even, &path.has_root, &numbers_per_element, &all_entered,
-                          &all_entered_argument, &timeout_ns))
+                          &path.owner, &path.signature, &path.min_count, &path.end, &path.n,
+                          &path.me, &path.function, &path.argument, &path.type, &path.many_in,
+                          &path.many_out, &path.listed, &path.has_input, &path.even,
+                          &path.has_root, &path.numbers_per_element, &path.all_entered,
+                          &path.all_entered_argument, &path.timeout_ns))
         return NULL;
-    if (n > MAX_ARRAYS)
+    if (path.n > MAX_ARRAYS)
         Py_RETURN_NONE;
     struct fast_path *paths = PyMem_Realloc(calls->paths, (calls->n_paths + 1) * sizeof path);
     if (!paths)
         return PyErr_NoMemory();
     calls->paths = paths;
-    path.signature = signature;
-    path.min_count = (size_t)min_count;
-    path.end = (size_t)end;
-    path.n = (size_t)n;
-    path.me = (size_t)me;
-    path.function = (void *)(uintptr_t)function;
-    path.argument = (const void *)(uintptr_t)argument;
-    path.numbers_per_element = numbers_per_element;
-    path.all_entered = (all_entered_function *)(uintptr_t)all_entered;
-    path.all_entered_argument = (const void *)(uintptr_t)all_entered_argument;
-    path.timeout_ns = timeout_ns;
     Py_INCREF(path.primitive);
     Py_INCREF(path.dtype);
     Py_INCREF(path.op);
@@ -1053,27 +1002,20 @@ static PyObject *calls_forget(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyMethodDef calls_methods[] = {
-    {"begin", (PyCFunction)(void (*)(void))calls_begin, METH_FASTCALL,
-     "begin(kind, sizes, root, scheduled=0): count a call; return whether the records must be "
-     "compared now."},
-    {"schedule", (PyCFunction)(void (*)(void))calls_schedule, METH_FASTCALL,
-     "schedule(kind, sizes, root): add a queued call to the history; return its id."},
-    {"begin_uncompared", (PyCFunction)(void (*)(void))calls_begin_uncompared, METH_FASTCALL,
-     "begin_uncompared(kind, sizes, root): add a call without a call number to the history."},
-    {"complete", calls_complete, METH_NOARGS, "complete(): mark the running call as completed."},
-    {"history", calls_history, METH_NOARGS, "history(): return the latest calls, oldest first."},
-    {"end", calls_end, METH_NOARGS, "end(): mark the last call as ended; release the lock."},
-    {"publish", calls_publish, METH_O,
-     "publish(address): keep the last call at this address; 0: in this object."},
-    {"compare_each", calls_compare_each, METH_NOARGS,
-     "compare_each(): from now on each call is compared as it runs."},
-    {"drop_last", calls_drop_last, METH_NOARGS,
-     "drop_last(): the last call was a mismatch that has been reported."},
-    {"register_fast_path", calls_register, METH_VARARGS,
-     "register_fast_path(...): run such calls without Python."},
-    {"forget_fast_paths", calls_forget, METH_NOARGS,
-     "forget_fast_paths(): leave all calls to Python again."},
+#define FAST(FUNCTION) (PyCFunction)(void (*)(void)) FUNCTION, METH_FASTCALL
+
+static PyMethodDef calls_methods[] = { /* see PythonCalls in mpicoll/kernels/calls.py */
+    {"begin", FAST(calls_begin), NULL},
+    {"schedule", FAST(calls_schedule), NULL},
+    {"begin_uncompared", FAST(calls_begin_uncompared), NULL},
+    {"complete", calls_complete, METH_NOARGS, NULL},
+    {"history", calls_history, METH_NOARGS, NULL},
+    {"end", calls_end, METH_NOARGS, NULL},
+    {"publish", calls_publish, METH_O, NULL},
+    {"compare_each", calls_compare_each, METH_NOARGS, NULL},
+    {"drop_last", calls_drop_last, METH_NOARGS, NULL},
+    {"register_fast_path", calls_register, METH_VARARGS, NULL},
+    {"forget_fast_paths", calls_forget, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -1086,14 +1028,12 @@ static PyMemberDef calls_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-/* The thread that ran the last call, as threading.get_ident returns it. */
 static PyObject *calls_get_thread(PyObject *self, void *closure)
 {
     (void)closure;
     return PyLong_FromUnsignedLongLong(((Calls *)self)->last->thread);
 }
 
-/* Whether the last call is still running. */
 static PyObject *calls_get_inside(PyObject *self, void *closure)
 {
     (void)closure;
@@ -1165,40 +1105,33 @@ static PyObject *take_interruption(PyObject *module, PyObject *unused)
 
 /* ---- The module ------------------------------------------------------------------------------ */
 
-/* set_up(state, group_type, run_fast, run_later, run_all, finish, finished): call before the first
- * call. */
 static PyObject *set_up(PyObject *module, PyObject *args)
 {
-    PyObject *state, *type, *run_fast, *run_later, *run_all, *finish, *finished;
+    PyObject **const places[] = {&python.state,     &python.group_type, &python.run_fast,
+                                 &python.run_later, &python.run_all,    &python.finish,
+                                 &python.finished};
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOOOOO", &state, &type, &run_fast, &run_later, &run_all, &finish,
-                          &finished))
-        return NULL;
-    set_object(&python.state, state);
-    set_object(&python.group_type, type);
-    set_object(&python.run_fast, run_fast);
-    set_object(&python.run_later, run_later);
-    set_object(&python.run_all, run_all);
-    set_object(&python.finish, finish);
-    set_object(&python.finished, finished);
+    for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
+        PyObject *value = PyTuple_GetItem(args, (Py_ssize_t)i);
+        if (!value)
+            return NULL;
+        set_object(places[i], value);
+    }
     Py_RETURN_NONE;
 }
 
 static PyMethodDef functions[] = {
-    {"run_fast", (PyCFunction)(void (*)(void))run_fast, METH_FASTCALL,
-     "run_fast(primitive, group, async_op, output, input, op, root)"},
-    {"run_all", (PyCFunction)(void (*)(void))run_all, METH_FASTCALL,
-     "run_all(name, primitive, group, async_op, outputs, inputs, op)"},
+    {"run_fast", FAST(run_fast), "run_fast(primitive, group, async_op, output, input, op, root)"},
+    {"run_all", FAST(run_all), "run_all(name, primitive, group, async_op, outputs, inputs, op)"},
     {"set_up", set_up, METH_VARARGS,
      "set_up(state, group_type, run_fast, run_later, run_all, finish, finished)"},
     {"set_numpy", set_numpy, METH_O, "set_numpy(type)"},
     {"add_dtype", add_dtype, METH_VARARGS, "add_dtype(dtype, numpy_dtype, itemsize, code, bits)"},
     {"add_type", add_type, METH_VARARGS, "add_type(type, exchange_api, is_unusual)"},
     {"view_array", view_array, METH_O, "view_array(array)"},
-    {"signal_handler", signal_handler, METH_NOARGS,
-     "signal_handler(): the address of run_handlers."},
+    {"signal_handler", signal_handler, METH_NOARGS, "Return the address of run_handlers."},
     {"take_interruption", take_interruption, METH_NOARGS,
-     "take_interruption(): return and clear the exception that a handler has raised, or None."},
+     "Return and clear the exception that a handler has raised, or None."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,27 +1,18 @@
 /* Correctly rounded sums: the exact sum rounded once, to nearest even. The bits of the result do
  * not depend on the order of the summands, on zeros among them, or on how a message is split.
  *
- * A sum of two is the processor's addition. For more, an accumulator has two doubles, whose sum is
- * exact as long as no addition to the second one is rounded: the second takes the rounding error of
- * the first (TwoSum: Knuth, The Art of Computer Programming 2, section 4.2.2; cascaded: Ogita,
- * Rump, Oishi, Accurate sum and dot product, SIAM J. Sci. Comput. 26(6), 2005). Summands always fit
- * if their magnitudes differ by less than 2^52, or for float32 2^81, over the number of ranks. The
- * code records for each element whether the second double lost anything. Those few sums are
- * computed again with integers, in a fixed-point number that covers float64's full range (a
- * superaccumulator: Kulisch; in this form Neal, Fast exact summation using small and large
- *                   superaccumulators, 2015). So are sums of infinities and NaN, and sums close to
- *                   the greatest number.
+ * A sum of two is the processor's addition. For more, an accumulator has two doubles: the second
+ * takes the rounding error of the first (TwoSum: Knuth, The Art of Computer Programming 2, section
+ * 4.2.2; cascaded: Ogita, Rump, Oishi, SIAM J. Sci. Comput. 26(6), 2005). Their sum is exact unless
+ * an addition to the second one is rounded, which cannot happen if the magnitudes of the summands
+ * differ by less than 2^52, or for float32 2^81, over the number of ranks. Sums that lost something,
+ * and sums of infinities, NaN or numbers close to the greatest, are computed again with integers, in
+ * a fixed-point number that covers float64's full range (Neal, Fast exact summation using small and
+ * large superaccumulators, 2015).
  *
  * Sums of float32 are first rounded to odd: the last bit records that something was rounded away,
- * so a second rounding to nearest gives the same result as a single one (Boldo, Melquiond,
- * Emulation of FMA and correctly rounded sums, IEEE Trans. Comput. 57(4), 2008). Narrow floats are
- * summed as float32 and then rounded to their format.
- *
- * Binned sums (Demmel, Nguyen, Parallel reproducible summation, IEEE Trans. Comput. 64(7), 2015;
- * Ahrens, Demmel, Nguyen, ACM Trans. Math. Softw. 46(3), 2020) are also independent of the order,
- * and their accumulators can be sent and added. Here one rank has all summands of an element
- * anyway; then this algorithm takes about the same number of operations, and only one for a sum of
- * two.
+ * so a second rounding to nearest gives the same result as a single one (Boldo, Melquiond, IEEE
+ * Trans. Comput. 57(4), 2008). Narrow floats are summed as float32 and then rounded to their format.
  *
  * Two results are fixed: a sum that is zero is 0.0, never -0.0 (which would depend on zeros of
  * other ranks); and NaN has neither sign nor payload.

@@ -6,6 +6,7 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <time.h>
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -16,6 +17,13 @@ void mpicoll_add_narrow(int format, const void *left, const void *right, void *o
                         size_t count);
 EXPORT void mpicoll_combine(int format, int operation, const char *const *sources, size_t n,
                             char *out, size_t count, double divisor);
+
+static inline uint64_t now_ns(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
+}
 
 /* Nanoseconds of latency from which on a rank is far: it does not share a cache with this one. */
 enum { FAR_NS = 80 };

@@ -7,21 +7,12 @@
 
 #include "kernels.h"
 
-#include <time.h>
-
 /* The fastest batch counts: slower batches may have been interrupted. */
 enum { BATCH_COUNT = 3, TURN_COUNT = 4 };
 
 /* Values of a rank's number during one measurement: one to start, one for each turn, and one that
  * says that the rank no longer answers. */
 enum { VALUE_COUNT = BATCH_COUNT * TURN_COUNT + 2 };
-
-static uint64_t now(void)
-{
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
-}
 
 /* Waits for a value. Returns 0 after a timeout, or if the rank no longer answers. */
 static int wait_for_value(const atomic_uint *number, uint32_t value, uint64_t timeout_ns)
@@ -35,8 +26,8 @@ static int wait_for_value(const atomic_uint *number, uint32_t value, uint64_t ti
             return 0;
         if (polls % 64 == 0) {
             if (end == 0)
-                end = now() + timeout_ns;
-            else if (now() > end)
+                end = now_ns() + timeout_ns;
+            else if (now_ns() > end)
                 return 0;
         }
     }
@@ -68,10 +59,10 @@ EXPORT uint32_t mpicoll_latency(atomic_uint *mine, const atomic_uint *other, int
     int answering = turn(mine, other, leads, value, timeout_ns);
 
     for (int batch = 0; answering && batch < BATCH_COUNT; batch++) {
-        const uint64_t start = now();
+        const uint64_t start = now_ns();
         for (int i = 0; answering && i < TURN_COUNT; i++)
             answering = turn(mine, other, leads, ++value, timeout_ns);
-        const uint64_t took = now() - start;
+        const uint64_t took = now_ns() - start;
         least = took < least ? took : least;
     }
     if (!answering) {

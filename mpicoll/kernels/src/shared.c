@@ -47,20 +47,18 @@
 #include "shared.h"
 
 #include <errno.h>
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #ifdef __SSE2__
 #include <emmintrin.h>
-#endif
-#ifdef __linux__
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 enum { SLOTS = 4, LINE = 64, PAGE = 4096 };
@@ -104,17 +102,13 @@ struct signal {
     struct call calls[2];
 };
 
-/* For measuring the latency to the rank whose number differs in one bit. */
-struct echo {
-    _Alignas(LINE) atomic_uint number;
-};
-
 struct header {
     struct signal ready[MAX_RANK_BITS]; /* see `wait_for_all`; the first one means "slot filled" */
     _Alignas(LINE) struct counter combined;
-    _Alignas(LINE) struct counter returned; /* see all_reduce_by_clusters */
     struct signal announced; /* number of the last call announced, begun or not */
-    struct echo echoes[MAX_RANK_BITS];
+    struct {
+        _Alignas(LINE) atomic_uint number; /* for latencies: see mpicoll_latency */
+    } echoes[MAX_RANK_BITS];
     _Alignas(LINE) atomic_uint closed_by; /* of rank 0: 1 + the rank that closed the group, or 0 */
     _Alignas(LINE) uint64_t signature, count; /* of the current call; only its rank uses it */
 };
@@ -129,23 +123,17 @@ struct mpicoll_shared {
     uint32_t spin_count;     /* polls of a counter before the thread yields and sleeps */
     atomic_uint aborted;     /* this rank no longer waits: calls return 0 */
     uint32_t measurements;   /* number of latency measurements */
-    uint32_t latency_ns;     /* to the farthest rank, as last measured; 0: unknown */
     uint32_t far_bits;       /* bit k: the rank whose number differs in bit k is far */
     uint32_t flat_max_ranks; /* up to this many ranks, every rank polls every other rank */
     uint64_t bytes_until_measurement;
-    /* Clusters of neighboring ranks that are near each other: the first rank of each, then n. */
-    const uint32_t *cluster_starts;
-    uint32_t cluster_count, cluster; /* number of clusters, and this rank's */
 };
 
 EXPORT const struct mpicoll_field mpicoll_shared_fields[] = {
     FIELD(mpicoll_shared, base), FIELD(mpicoll_shared, slot), FIELD(mpicoll_shared, n),
     FIELD(mpicoll_shared, me), FIELD(mpicoll_shared, round), FIELD(mpicoll_shared, calls),
     FIELD(mpicoll_shared, spin_count), FIELD(mpicoll_shared, aborted),
-    FIELD(mpicoll_shared, measurements), FIELD(mpicoll_shared, latency_ns),
-    FIELD(mpicoll_shared, far_bits), FIELD(mpicoll_shared, flat_max_ranks),
-    FIELD(mpicoll_shared, bytes_until_measurement), FIELD(mpicoll_shared, cluster_starts),
-    FIELD(mpicoll_shared, cluster_count), FIELD(mpicoll_shared, cluster),
+    FIELD(mpicoll_shared, measurements), FIELD(mpicoll_shared, far_bits),
+    FIELD(mpicoll_shared, flat_max_ranks), FIELD(mpicoll_shared, bytes_until_measurement),
     END_OF_FIELDS,
 };
 
@@ -163,7 +151,6 @@ struct mpicoll_plan {
     int32_t has_src, has_dst;   /* only the root sends; only the root receives */
     int32_t prefix;             /* scan: a rank combines the ranks before it, and itself if 1 */
     int32_t in_place;           /* all_reduce */
-    size_t clusters_min_count;  /* numbers from which on all_reduce works by clusters */
     /* Results. After WRONG_SIZE: the rank whose block for this one has another size, or n, and the
      * elements of that block. After NO_ROOM: elements of the largest block of all ranks. */
     uint32_t mismatch_rank;
@@ -177,8 +164,8 @@ EXPORT const struct mpicoll_field mpicoll_plan_fields[] = {
     FIELD(mpicoll_plan, one_shot_max_count), FIELD(mpicoll_plan, format),
     FIELD(mpicoll_plan, operation), FIELD(mpicoll_plan, many_blocks), FIELD(mpicoll_plan, has_src),
     FIELD(mpicoll_plan, has_dst), FIELD(mpicoll_plan, prefix), FIELD(mpicoll_plan, in_place),
-    FIELD(mpicoll_plan, clusters_min_count), FIELD(mpicoll_plan, mismatch_rank),
-    FIELD(mpicoll_plan, mismatch_count), FIELD(mpicoll_plan, max_count),
+    FIELD(mpicoll_plan, mismatch_rank), FIELD(mpicoll_plan, mismatch_count),
+    FIELD(mpicoll_plan, max_count),
     END_OF_FIELDS,
 };
 
@@ -226,7 +213,6 @@ static char *second_slot(const struct mpicoll_shared *shared, uint32_t rank, uin
 
 /* Sleeping frees the processor for other ranks or threads during long waits; the kernel gives the
  * sleeper a processor again as soon as it is woken. */
-#ifdef __linux__
 /* Returns 1 if the counter still had the value and the sleep timed out or was interrupted. */
 static int sleep_while(struct counter *counter, unsigned value, uint64_t timeout_ns)
 {
@@ -239,20 +225,6 @@ static void wake(struct counter *counter)
 {
     syscall(SYS_futex, &counter->value, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
 }
-#else
-static int sleep_while(struct counter *counter, unsigned value, uint64_t timeout_ns)
-{
-    (void)counter, (void)value, (void)timeout_ns;
-    sched_yield();
-    return 0;
-}
-
-static void wake(struct counter *counter)
-{
-    (void)counter;
-}
-#endif
-
 static void relax(void)
 {
 #if defined(__x86_64__) || defined(__i386__)
@@ -277,16 +249,7 @@ static int reached(unsigned value, uint32_t target)
     return (int32_t)(value - target) >= 0;
 }
 
-static uint64_t now(void)
-{
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
-}
-
-/* Returns 1 if this rank must stop waiting: it was aborted, or a rank has closed the group. Checked
- * only once a wait takes long, so that short waits do not pay for it. */
-static int is_aborted(const struct mpicoll_shared *shared)
+int mpicoll_is_aborted(const struct mpicoll_shared *shared)
 {
     return atomic_load(&shared->aborted) || atomic_load(&header(shared, 0)->closed_by);
 }
@@ -321,7 +284,7 @@ static int wait_until(const struct mpicoll_shared *shared, struct counter *count
             return 1;
         relax();
     }
-    for (int i = 0; i < YIELD_COUNT && (end == NO_TIMEOUT || now() < end); i++) {
+    for (int i = 0; i < YIELD_COUNT && (end == NO_TIMEOUT || now_ns() < end); i++) {
         sched_yield();
         if (reached(atomic_load_explicit(&counter->value, memory_order_acquire), target))
             return 1;
@@ -330,8 +293,8 @@ static int wait_until(const struct mpicoll_shared *shared, struct counter *count
         const unsigned value = atomic_load(&counter->value);
         if (reached(value, target))
             return 1;
-        const uint64_t time = end == NO_TIMEOUT ? 0 : now();
-        if (time >= end || is_aborted(shared))
+        const uint64_t time = end == NO_TIMEOUT ? 0 : now_ns();
+        if (time >= end || mpicoll_is_aborted(shared))
             return 0;
         atomic_store(&counter->sleepers, 1);
         if (atomic_load(&counter->value) == value &&
@@ -369,11 +332,16 @@ enum { MEASURE_INTERVAL_BYTES = 4 << 20, MEASURE_MIN_BYTES = 4096, STREAM_MIN_BY
  * threads need the processor. */
 enum { MEASURE_TIMEOUT_NS = 10 };
 
-/* Writes the latency in nanoseconds for each bit into `latencies` unless it is NULL; 0: unknown. */
-static void measure(struct mpicoll_shared *shared, uint32_t *latencies)
+void mpicoll_measure_if_due(struct mpicoll_shared *shared, size_t bytes)
 {
+    if (bytes < MEASURE_MIN_BYTES)
+        return;
+    if (shared->bytes_until_measurement > bytes) {
+        shared->bytes_until_measurement -= bytes;
+        return;
+    }
+    shared->bytes_until_measurement = MEASURE_INTERVAL_BYTES;
     const uint32_t number = shared->measurements++;
-    uint32_t most = 0;
     for (uint32_t bit = 0; 1u << bit < shared->n; bit++) {
         const uint32_t partner = shared->me ^ 1u << bit;
         if (partner >= shared->n)
@@ -382,38 +350,14 @@ static void measure(struct mpicoll_shared *shared, uint32_t *latencies)
             mpicoll_latency(&header(shared, shared->me)->echoes[bit].number,
                             &header(shared, partner)->echoes[bit].number, shared->me < partner,
                             number, (uint64_t)MEASURE_TIMEOUT_NS * shared->spin_count);
-        if (took > most)
-            most = took;
-        if (latencies)
-            latencies[bit] = took;
         if (took >= FAR_NS)
             shared->far_bits |= 1u << bit;
         else if (took)
             shared->far_bits &= ~(1u << bit);
     }
-    shared->latency_ns = most;
 }
 
-/* Measures the latencies if a measurement is due. All ranks call it in the same round. */
-static void measure_if_due(struct mpicoll_shared *shared, size_t bytes)
-{
-    if (bytes < MEASURE_MIN_BYTES)
-        return;
-    if (shared->bytes_until_measurement <= bytes) {
-        shared->bytes_until_measurement = MEASURE_INTERVAL_BYTES;
-        measure(shared, NULL);
-    } else {
-        shared->bytes_until_measurement -= bytes;
-    }
-}
-
-/* Measures now; all ranks call it at about the same time. latencies: MAX_RANK_BITS zeros. */
-EXPORT void mpicoll_shared_measure(struct mpicoll_shared *shared, uint32_t *latencies)
-{
-    measure(shared, latencies);
-}
-
-static int any_far(const struct mpicoll_shared *shared)
+int mpicoll_is_any_far(const struct mpicoll_shared *shared)
 {
     return shared->far_bits != 0;
 }
@@ -423,8 +367,7 @@ static int is_far(const struct mpicoll_shared *shared, uint32_t rank)
     return ((shared->me ^ rank) & shared->far_bits) != 0;
 }
 
-/* Copies with non-temporal stores, which do not fetch the destination lines. */
-static void copy_past_caches(char *into, const char *from, size_t size)
+void mpicoll_copy_past_caches(char *into, const char *from, size_t size)
 {
 #ifdef __SSE2__
     const size_t before = (size_t)(-(uintptr_t)into % sizeof(__m128i));
@@ -450,7 +393,7 @@ static void copy_past_caches(char *into, const char *from, size_t size)
 static void copy_for(char *into, const char *from, size_t size, int far)
 {
     if (far && size >= STREAM_MIN_BYTES)
-        copy_past_caches(into, from, size);
+        mpicoll_copy_past_caches(into, from, size);
     else
         memcpy(into, from, size);
 }
@@ -507,7 +450,7 @@ static void copy_from_slot(const struct list *list, size_t size, size_t start, s
         char *into = address_of(list, k, size, start);
         if (into != from) {
             if (past_caches)
-                copy_past_caches(into, from, bytes);
+                mpicoll_copy_past_caches(into, from, bytes);
             else
                 memcpy(into, from, bytes);
         }
@@ -569,7 +512,7 @@ static void publish_record(struct header *mine, uint32_t number, uint64_t signat
 EXPORT int mpicoll_shared_all_entered(const struct mpicoll_shared *shared, uint32_t number,
                                       uint64_t signature, uint64_t count, uint64_t timeout_ns)
 {
-    const uint64_t end = now() + timeout_ns;
+    const uint64_t end = now_ns() + timeout_ns;
     struct header *mine = header(shared, shared->me);
     publish_record(mine, number, signature, count);
     for (uint32_t i = 1; i < shared->n; i++) {
@@ -581,8 +524,7 @@ EXPORT int mpicoll_shared_all_entered(const struct mpicoll_shared *shared, uint3
     return 1;
 }
 
-/* Begins a call: sets the record that goes with its first signals. */
-static void begin_call(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
+void mpicoll_round_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
                        uint64_t count)
 {
     struct header *mine = header(shared, shared->me);
@@ -659,22 +601,6 @@ static int wait_for_all(struct mpicoll_shared *shared, uint32_t target)
     return matching ? 1 : end_mismatched(shared, target - 1);
 }
 
-/* A call that only compares the call records. Returns 1 if all ranks match. */
-EXPORT int mpicoll_shared_compare(struct mpicoll_shared *shared, uint32_t number,
-                                  uint64_t signature, uint64_t count)
-{
-    struct header *mine = header(shared, shared->me);
-    const uint32_t base = shared->round;
-
-    begin_call(shared, number, signature, count);
-    signal_filled(shared, base + 1);
-    if (wait_for_all(shared, base + 1) <= 0)
-        return 0;
-    count_up(&mine->combined, base + 1);
-    shared->round = base + 1;
-    return 1;
-}
-
 /* Reads the record of a rank's call after a collective mismatch. */
 EXPORT void mpicoll_shared_call(const struct mpicoll_shared *shared, uint32_t rank,
                                 uint64_t *signature, uint64_t *count)
@@ -735,149 +661,11 @@ static size_t share_start(struct piece piece, size_t size, size_t n, size_t rank
     return rank * share < piece.count ? rank * share : piece.count;
 }
 
-/* Returns the rank of a cluster whose share contains an element, and reduces *end to the end of
- * that share. */
-static uint32_t find_owner(const struct mpicoll_shared *shared, uint32_t cluster,
-                           struct piece piece, size_t size, size_t element, size_t *end)
-{
-    const uint32_t first = shared->cluster_starts[cluster];
-    const size_t share = share_size(piece, size, shared->cluster_starts[cluster + 1] - first);
-    const size_t rank = element / share;
-    if (*end > (rank + 1) * share)
-        *end = (rank + 1) * share;
-    return first + (uint32_t)rank;
-}
-
-/* all_reduce for clusters of ranks that are far from each other: each byte crosses between clusters
- * once on the way to the result and once on the way back. (In `all_reduce` every rank reads from
- * every other rank.)
+/* list = (rank 0's list op rank 1's op ...) / divisor on every rank, of `count` numbers.
  *
- * A rank combines a share of every piece; the number of shares is the number of ranks in its
- * cluster. A cluster starts from the result of the previous cluster and adds its own ranks, so the
- * order is the rank order, and the result has the same bits as in `all_reduce`. (Except for narrow
- * formats, which round only once, from a wider format.) In round k:
- *
- * 1. every rank copies its elements into slot k, except for its own share, and signals;
- * 2. it combines its share of its cluster's slots with the previous cluster's shares once these are
- *    ready. It writes the result into its own slot k, in place of its share, and increments
- *    `combined`;
- * 3. it copies its share of the last cluster's result over its own, and into its array, and
- *    increments `returned`;
- * 4. it copies the shares of the other ranks of its cluster into its array once these have
- *    returned.
- *
- * The steps are interleaved: 4 of round k - 3, 1 of k, 2 of k - 1, 3 of k - 2. A rank waits only
- * for steps that come earlier in this order, or for the same step of a previous cluster, so ranks
- * cannot deadlock.
- *
- * Why four slots are enough: a rank fills slot k after it knows that all ranks have signaled round
- * k - 1, for which they had to finish step 4 of round k - 4, and steps 2 and 3 before it. The
- * shares that step 3 overwrites have been read by the ranks that combine them further: otherwise
- * the last cluster would not have its result. After the last round all ranks synchronize once more,
- * because the next call may fill two slots before it synchronizes. */
-static int all_reduce_by_clusters(const struct mpicoll_plan *plan, const struct list *list,
-                                  size_t count)
-{
-    struct mpicoll_shared *shared = plan->shared;
-    const uint32_t me = shared->me, base = shared->round, mine = shared->cluster;
-    const uint32_t first = shared->cluster_starts[mine],
-                   q = shared->cluster_starts[mine + 1] - first;
-    const uint32_t last = shared->cluster_count - 1;
-    const size_t size = plan->size, step = shared->slot / size;
-    const size_t rounds = (count + step - 1) / step;
-    struct header *own = header(shared, me);
-    _Alignas(LINE) char block[BLOCK_BYTES], beside[BLOCK_BYTES];
-    const char *sources[q + 1];
-
-    /* Other calls do not increment this counter, and after 2^31 rounds it would seem to be ahead.
-     * Ranks that wait for it have synchronized with this rank before, in a round of this call. */
-    count_up(&own->returned, base);
-    for (size_t i = 0; i < rounds + 3; i++) {
-        const uint32_t round = base + (uint32_t)i;
-        if (i >= 3) {
-            const struct piece piece = piece_of(count, step, i - 3);
-            for (uint32_t k = 1; k < q; k++) {
-                const uint32_t member = (me - first + k) % q;
-                const size_t start = share_start(piece, size, q, member);
-                const size_t end = share_start(piece, size, q, member + 1);
-                if (!wait_for(shared, &header(shared, first + member)->returned, round - 2))
-                    return 0;
-                copy_from_slot(list, size, piece.start + start, piece.start + end,
-                            slot(shared, first + member, round - 3) + start * size, 0);
-            }
-        }
-        if (i >= 1 && i <= rounds) {
-            if (wait_for_all(shared, round) <= 0)
-                return 0;
-            measure_if_due(shared, piece_of(count, step, i - 1).count * size);
-        }
-        if (i < rounds) {
-            const struct piece piece = piece_of(count, step, i);
-            for (uint32_t member = 0; member < q; member++) {
-                const size_t start = share_start(piece, size, q, member);
-                const size_t end = share_start(piece, size, q, member + 1);
-                if (first + member != me)
-                    copy_to_slot(slot(shared, me, round) + start * size, list, size,
-                                piece.start + start, piece.start + end,
-                                is_far(shared, first + member));
-            }
-            signal_filled(shared, round + 1);
-        }
-        if (i >= 1 && i <= rounds) {
-            const struct piece piece = piece_of(count, step, i - 1);
-            const size_t end = share_start(piece, size, q, me - first + 1);
-            size_t at = share_start(piece, size, q, me - first);
-            while (at < end) {
-                size_t until = end - at < BLOCK_BYTES / size ? end : at + BLOCK_BYTES / size, n = 0;
-                if (mine > 0) {
-                    const uint32_t from = find_owner(shared, mine - 1, piece, size, at, &until);
-                    if (!wait_for(shared, &header(shared, from)->combined, round))
-                        return 0;
-                    sources[n++] = slot(shared, from, round - 1) + at * size;
-                }
-                const size_t start = piece.start + at;
-                size_t stop = piece.start + until;
-                char *given = gather_numbers(list, size, start, &stop, beside);
-                until = stop - piece.start;
-                for (uint32_t rank = first; rank < first + q; rank++)
-                    sources[n++] = rank == me ? given : slot(shared, rank, round - 1) + at * size;
-                char *out = mine == last ? given : block;
-                mpicoll_combine(plan->format, plan->operation, sources, n, out, until - at,
-                                mine == last ? plan->divisor : 1);
-                copy_for(slot(shared, me, round - 1) + at * size, out, (until - at) * size,
-                    any_far(shared));
-                if (mine == last)
-                    copy_from_slot(list, size, start, stop, out, 0);
-                at = until;
-            }
-            count_up(&own->combined, round);
-        }
-        if (i >= 2 && i <= rounds + 1) {
-            const struct piece piece = piece_of(count, step, i - 2);
-            const size_t end = share_start(piece, size, q, me - first + 1);
-            size_t at = share_start(piece, size, q, me - first);
-            while (mine != last && at < end) {
-                size_t until = end;
-                const uint32_t from = find_owner(shared, last, piece, size, at, &until);
-                if (!wait_for(shared, &header(shared, from)->combined, round - 1))
-                    return 0;
-                char *place = slot(shared, me, round - 2) + at * size;
-                memcpy(place, slot(shared, from, round - 2) + at * size, (until - at) * size);
-                copy_from_slot(list, size, piece.start + at, piece.start + until, place, 0);
-                at = until;
-            }
-            count_up(&own->returned, round - 1);
-        }
-    }
-    signal_filled(shared, base + (uint32_t)rounds + 1);
-    if (wait_for_all(shared, base + (uint32_t)rounds + 1) <= 0)
-        return 0;
-    shared->round = base + (uint32_t)rounds + 1;
-    return 1;
-}
-
-/* list = (rank 0's list op rank 1's op ...) / divisor on every rank, of `count` numbers; see
- * mpicoll_shared_all_reduce. */
+ * number: the group's call number, the same on every rank.
+ * Returns 0 without a result on all ranks after a collective mismatch, and on this rank if it was
+ * aborted, after which it must not use the segment. */
 static int all_reduce(const struct mpicoll_plan *plan, const struct list *list, size_t count,
                       uint32_t number)
 {
@@ -890,9 +678,7 @@ static int all_reduce(const struct mpicoll_plan *plan, const struct list *list, 
     _Alignas(LINE) char beside[BLOCK_BYTES];
     const char *sources[n];
 
-    begin_call(shared, number, plan->signature, count);
-    if (shared->cluster_count > 1 && count >= plan->clusters_min_count)
-        return all_reduce_by_clusters(plan, list, count);
+    mpicoll_round_begin(shared, number, plan->signature, count);
     for (size_t i = 0; i < rounds + (split ? 2 : 1); i++) {
         if (i < rounds) {
             const struct piece piece = piece_of(count, step, i);
@@ -907,7 +693,7 @@ static int all_reduce(const struct mpicoll_plan *plan, const struct list *list, 
                 }
             } else {
                 copy_to_slot(into, list, size, piece.start, piece.start + piece.count,
-                            any_far(shared));
+                            mpicoll_is_any_far(shared));
             }
             signal_filled(shared, base + (uint32_t)i + 1);
         }
@@ -930,7 +716,7 @@ static int all_reduce(const struct mpicoll_plan *plan, const struct list *list, 
             const size_t end = split ? share_start(piece, size, n, me + 1) : piece.count;
             if (wait_for_all(shared, round + 1) <= 0)
                 return 0;
-            measure_if_due(shared, piece.count * size);
+            mpicoll_measure_if_due(shared, piece.count * size);
             for (size_t at = start, until; at < end; at = until) {
                 const size_t from = piece.start + at;
                 size_t to =
@@ -943,7 +729,7 @@ static int all_reduce(const struct mpicoll_plan *plan, const struct list *list, 
                                 plan->divisor);
                 if (split)
                     copy_for(second_slot(shared, me, round) + (at - start) * size, out,
-                        (until - at) * size, any_far(shared));
+                        (until - at) * size, mpicoll_is_any_far(shared));
                 copy_from_slot(list, size, from, to, out, 0);
             }
             count_up(&mine->combined, round + 1);
@@ -953,35 +739,17 @@ static int all_reduce(const struct mpicoll_plan *plan, const struct list *list, 
     return 1;
 }
 
-/* array = (rank 0's array op rank 1's op ...) / divisor on every rank; count elements.
- *
- * number: the group's call number, the same on every rank.
- * Returns 0 without a result on all ranks after a collective mismatch, and on this rank if it was
- * aborted, after which it must not use the segment. */
-EXPORT int mpicoll_shared_all_reduce(const struct mpicoll_plan *plan, char *array, size_t count,
-                                     uint32_t number)
-{
-    const size_t numbers = count * plan->numbers_per_element;
-    const struct list list = {&array, &numbers, 1};
-    return all_reduce(plan, &list, numbers, number);
-}
-
 /* A block that a rank receives: source rank, block index at the source, and destination. */
 struct get {
     size_t rank, place;
     struct list block;
 };
 
-static size_t count_of(const struct list *list)
+/* The numbers of a block that are moved in round i. */
+static struct piece part_of(const struct list *block, size_t step, size_t i)
 {
-    return list->ends[list->n - 1];
-}
-
-/* The numbers of a block that are moved in one round. */
-static struct piece part_of(const struct list *block, size_t start, size_t step)
-{
-    const size_t count = count_of(block);
-    return (struct piece){start, count <= start ? 0 : count - start < step ? count - start : step};
+    const size_t count = block->ends[block->n - 1];
+    return count > i * step ? piece_of(count, step, i) : (struct piece){i * step, 0};
 }
 
 /* The length of a piece from number `at` on, at most `limit`. */
@@ -1029,30 +797,29 @@ static int exchange(const struct mpicoll_plan *plan, size_t places, size_t most,
     _Alignas(LINE) char beside[BLOCK_BYTES], result[BLOCK_BYTES];
     const char *sources[n_gets + 1];
 
-    begin_call(shared, number, signature, total);
+    mpicoll_round_begin(shared, number, signature, total);
     for (size_t i = 0; i <= rounds; i++) {
         if (i < rounds) {
             char *into = slot(shared, me, base + (uint32_t)i);
             for (size_t k = 0; k < n_puts; k++) {
                 if (places == n && n > 1 && k == me)
                     continue; /* no other rank receives it */
-                const struct piece piece = part_of(&puts[k], i * step, step);
+                const struct piece piece = part_of(&puts[k], step, i);
                 copy_to_slot(into + k * room, &puts[k], size, piece.start,
                             piece.start + piece.count,
-                            places == n ? is_far(shared, (uint32_t)k) : any_far(shared));
+                            places == n ? is_far(shared, (uint32_t)k) : mpicoll_is_any_far(shared));
             }
             signal_filled(shared, base + (uint32_t)i + 1);
         }
         if (i < 1)
             continue;
         const uint32_t round = base + (uint32_t)i - 1;
-        const size_t start = (i - 1) * step;
         if (wait_for_all(shared, round + 1) <= 0)
             return 0;
-        measure_if_due(shared, places * (most - start < step ? most - start : step) * size);
+        mpicoll_measure_if_due(shared, places * piece_of(most, step, i - 1).count * size);
         if (plan->format >= 0 && n_gets) {
             const struct list *into = &gets[0].block;
-            const struct piece piece = part_of(into, start, step);
+            const struct piece piece = part_of(into, step, i - 1);
             for (size_t at = 0, until; at < piece.count; at = until) {
                 const size_t from = piece.start + at;
                 size_t to = from + length_of(piece, at, BLOCK_BYTES / size);
@@ -1068,7 +835,7 @@ static int exchange(const struct mpicoll_plan *plan, size_t places, size_t most,
         } else {
             for (size_t k = 0; k < n_gets; k++) {
                 const struct list *into = &gets[k].block;
-                const struct piece piece = part_of(into, start, step);
+                const struct piece piece = part_of(into, step, i - 1);
                 /* This rank's own block may have to be copied to `beside` first. */
                 const size_t length_limit = gets[k].rank == me ? BLOCK_BYTES / size : piece.count;
                 for (size_t at = 0, until; at < piece.count; at = until) {
@@ -1085,46 +852,35 @@ static int exchange(const struct mpicoll_plan *plan, size_t places, size_t most,
     return 1;
 }
 
-/* The maximum number of blocks that a rank publishes, and the numbers of blocks that this rank
- * publishes and receives, if all blocks have the same size. */
-struct sides {
-    size_t places, n_puts, n_gets;
-};
-
-static struct sides sides_of(const struct mpicoll_plan *plan, uint32_t root)
-{
-    const uint32_t n = plan->shared->n, me = plan->shared->me;
-    const size_t places = plan->many_blocks ? n : 1;
-    const size_t combined = plan->prefix ? me + (plan->prefix == 1) : n;
-    return (struct sides){
-        places,
-        plan->has_src && me != root ? 0 : places,
-        plan->has_src ? 1 : plan->has_dst && me != root ? 0 : combined,
-    };
-}
-
 /* The collectives whose blocks all have the same size.
  *
  * send, recv: blocks to publish and destinations, in rank order, of n arrays each. Not read
- *             if this rank does not send or does not receive.
+ *             if this rank does not send or does not receive. all_reduce uses `recv` only.
  * ends:       each array's end, as an index of the block's numbers.
  * root:       for operations with a root; the rest is as in all_reduce. */
 static int exchange_blocks(const struct mpicoll_plan *plan, char *const *send, char *const *recv,
                            const size_t *ends, size_t n, uint32_t root, uint32_t number)
 {
-    const struct sides sides = sides_of(plan, root);
-    const size_t numbers = ends[n - 1];
-    struct list puts[plan->shared->n];
-    struct get gets[plan->shared->n];
+    const uint32_t ranks = plan->shared->n, me = plan->shared->me;
+    const size_t places = plan->many_blocks ? ranks : 1;
+    const size_t combined = plan->prefix ? me + (plan->prefix == 1) : ranks;
+    const size_t n_puts = plan->has_src && me != root ? 0 : places;
+    const size_t n_gets = plan->has_src ? 1 : plan->has_dst && me != root ? 0 : combined;
+    struct list puts[ranks];
+    struct get gets[ranks];
 
-    for (size_t k = 0; k < sides.n_puts; k++)
+    if (plan->in_place) {
+        const struct list list = {recv, ends, n};
+        return all_reduce(plan, &list, ends[n - 1], number);
+    }
+    for (size_t k = 0; k < n_puts; k++)
         puts[k] = (struct list){send + k * n, ends, n};
-    for (size_t k = 0; k < sides.n_gets; k++) /* a combined result has one destination */
+    for (size_t k = 0; k < n_gets; k++) /* a combined result has one destination */
         gets[k] = (struct get){plan->has_src ? root : k,
-                               plan->many_blocks ? plan->shared->me : 0,
+                               plan->many_blocks ? me : 0,
                                {recv + (plan->format >= 0 ? 0 : k * n), ends, n}};
-    return exchange(plan, sides.places, numbers, puts, sides.n_puts, gets, sides.n_gets, number,
-                    plan->signature | (uint64_t)root << 24, numbers);
+    return exchange(plan, places, ends[n - 1], puts, n_puts, gets, n_gets, number,
+                    plan->signature | (uint64_t)root << 24, ends[n - 1]);
 }
 
 /* The same for consecutive blocks of `count` elements; `send` and `recv` are equal for in-place
@@ -1133,74 +889,44 @@ EXPORT int mpicoll_shared_blocks(const struct mpicoll_plan *plan, char *send, ch
                                  size_t count, uint32_t root, uint32_t number)
 {
     const size_t numbers = count * plan->numbers_per_element, bytes = numbers * plan->size;
-    const struct sides sides = sides_of(plan, root);
     char *from[plan->shared->n], *to[plan->shared->n];
 
-    for (size_t k = 0; k < sides.n_puts; k++)
-        from[k] = send + k * bytes;
-    for (size_t k = 0; k < sides.n_gets; k++)
-        to[k] = recv + (plan->format >= 0 ? 0 : k * bytes);
+    for (size_t k = 0; k < plan->shared->n; k++) {
+        from[k] = send ? send + k * bytes : NULL;
+        to[k] = recv ? recv + k * bytes : NULL;
+    }
     return exchange_blocks(plan, from, to, &numbers, 1, root, number);
 }
 
-/* The same for blocks at any address: one for each rank, in rank order, or a single one. A side
- * that this rank does not have is not read. */
-EXPORT int mpicoll_shared_lists(const struct mpicoll_plan *plan, const struct mpicoll_block *send,
+/* The same for blocks at any address: one for each rank, in rank order, or a single one. */
+EXPORT int mpicoll_shared_lists(struct mpicoll_plan *plan, const struct mpicoll_block *send,
                                 const struct mpicoll_block *recv, size_t count, uint32_t root,
                                 uint32_t number)
 {
     const size_t numbers = count * plan->numbers_per_element;
-    const struct sides sides = sides_of(plan, root);
-    char *from[plan->shared->n], *to[plan->shared->n];
+    const uint32_t n = plan->shared->n, me = plan->shared->me;
+    const int gives = !plan->in_place && (!plan->has_src || me == root);
+    const int takes = !plan->has_dst || me == root;
+    char *from[n], *to[n];
 
-    for (size_t k = 0; k < sides.n_puts; k++)
+    for (size_t k = 0; gives && k < (plan->many_blocks ? n : 1); k++)
         from[k] = send[k].data;
-    for (size_t k = 0; k < sides.n_gets; k++)
-        to[k] = recv[plan->format >= 0 ? 0 : k].data;
+    for (size_t k = 0; takes && k < (plan->has_src || plan->format >= 0 ? 1 : n); k++)
+        to[k] = recv[k].data;
     return exchange_blocks(plan, from, to, &numbers, 1, root, number);
 }
 
-/* The root in the signature of a list of calls; mpicoll/core/signature.py mirrors it. */
-#define LIST ((uint64_t)UINT32_MAX)
-
-/* Several calls of one plan without a root, of `n` arrays per block, as one call.
- *
- * send, recv: as in exchange_blocks; all_reduce uses `recv` only.
- * ends:  each array's end, as an index of the block's elements; converted to numbers.
- * sizes: hash of the sizes of the calls, which are then compared first, as call `number`; the data
- *        is moved in the next call. 0: they have been compared.
- * The rest is as in all_reduce. */
-EXPORT int mpicoll_shared_fused(const struct mpicoll_plan *plan, char *const *send,
-                                char *const *recv, size_t *ends, size_t n, uint64_t sizes,
-                                uint32_t number)
-{
-    if (sizes &&
-        !mpicoll_shared_compare(plan->shared, number++, plan->signature | LIST << 24, sizes))
-        return 0;
-    for (size_t k = 0; k < n; k++)
-        ends[k] *= plan->numbers_per_element;
-    if (plan->in_place) {
-        const struct list list = {recv, ends, n};
-        return all_reduce(plan, &list, ends[n - 1], number);
-    }
-    return exchange_blocks(plan, send, recv, ends, n, 0, number);
-}
-
-/* A block that a rank publishes, or receives, in a collective whose blocks may differ in size. */
-struct mpicoll_put {
-    char *data;
-    size_t count; /* numbers */
-};
-
+/* A block that a rank receives: as struct get, with its address and numbers. */
 struct mpicoll_get {
     size_t rank, place;
     char *data;
     size_t count;
 };
 
-/* These collectives: the blocks that this rank publishes and receives. */
+/* The collectives whose blocks may differ in size: the blocks that this rank publishes and
+ * receives. Counts are in numbers; the rest is as in exchange. */
 EXPORT int mpicoll_shared_exchange(const struct mpicoll_plan *plan, size_t places, size_t most,
-                                   const struct mpicoll_put *puts, size_t n_puts,
+                                   const struct mpicoll_block *puts, size_t n_puts,
                                    const struct mpicoll_get *gets, size_t n_gets, uint32_t root,
                                    uint32_t number, uint64_t total)
 {
@@ -1221,20 +947,9 @@ EXPORT int mpicoll_shared_exchange(const struct mpicoll_plan *plan, size_t place
 /* Bytes of a copy for which a rank polls `spin_count` times. */
 enum { SPIN_BYTES = 512 << 10 };
 
-size_t mpicoll_descriptor_size(const struct mpicoll_shared *shared)
-{
-    return shared->slot;
-}
-
 char *mpicoll_descriptor(const struct mpicoll_shared *shared, uint32_t rank)
 {
     return slot(shared, rank, shared->round);
-}
-
-void mpicoll_round_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
-                         uint64_t total)
-{
-    begin_call(shared, number, signature, total);
 }
 
 int mpicoll_round_publish(struct mpicoll_shared *shared)
@@ -1274,64 +989,43 @@ int mpicoll_round_wait(const struct mpicoll_shared *shared, size_t bytes)
     return 1;
 }
 
-int mpicoll_is_any_far(const struct mpicoll_shared *shared)
-{
-    return any_far(shared);
-}
-
-void mpicoll_measure_if_due(struct mpicoll_shared *shared, size_t bytes)
-{
-    measure_if_due(shared, bytes);
-}
-
 void mpicoll_round_close(struct mpicoll_shared *shared)
 {
     shared->round++;
 }
 
-int mpicoll_is_aborted(const struct mpicoll_shared *shared)
+/* A call that only compares the call records. Returns 1 if all ranks match. */
+EXPORT int mpicoll_shared_compare(struct mpicoll_shared *shared, uint32_t number,
+                                  uint64_t signature, uint64_t count)
 {
-    return is_aborted(shared);
-}
-
-void mpicoll_copy_past_caches(char *into, const char *from, size_t size)
-{
-    copy_past_caches(into, from, size);
-}
-
-enum { FAILED = -1, UNFIT = -2 };
-
-/* Exchanges block sizes if each rank knows only its own: the n that it sends, by receiver, and the
- * n that it expects, by sender. Writes the sizes that are sent to this rank into `theirs`. Returns
- * the largest size; UNFIT, on all ranks, if any rank expects another size than it is sent; FAILED
- * where other calls return 0. */
-EXPORT int64_t mpicoll_shared_sizes(struct mpicoll_shared *shared, uint64_t signature,
-                                    const int64_t *sends, const int64_t *receives, int64_t *theirs,
-                                    uint32_t number)
-{
-    const uint32_t n = shared->n, me = shared->me;
-    const size_t bytes = n * sizeof(int64_t);
-    int64_t most = 0;
-
-    mpicoll_round_begin(shared, number, signature, 0);
-    memcpy(mpicoll_descriptor(shared, me), sends, bytes);
-    memcpy(mpicoll_descriptor(shared, me) + bytes, receives, bytes);
+    mpicoll_round_begin(shared, number, signature, count);
     if (mpicoll_round_publish(shared) <= 0)
-        return FAILED;
-    for (uint32_t from = 0; from < n; from++) {
-        const int64_t *sent = (const int64_t *)mpicoll_descriptor(shared, from);
-        theirs[from] = sent[me];
-        for (uint32_t to = 0; to < n; to++) {
-            const int64_t *expected = (const int64_t *)(mpicoll_descriptor(shared, to) + bytes);
-            if (most != UNFIT && sent[to] > most)
-                most = sent[to];
-            if (expected[from] != sent[to])
-                most = UNFIT;
-        }
-    }
+        return 0;
     mpicoll_round_end(shared);
     mpicoll_round_close(shared);
-    return most;
+    return 1;
+}
+
+/* The root in the signature of a list of calls; mpicoll/core/signature.py mirrors it. */
+#define LIST ((uint64_t)UINT32_MAX)
+
+/* Several calls of one plan without a root, of `n` arrays per block, as one call.
+ *
+ * send, recv: as in exchange_blocks.
+ * ends:  each array's end, as an index of the block's elements; converted to numbers.
+ * sizes: hash of the sizes of the calls, which are then compared first, as call `number`; the data
+ *        is moved in the next call. 0: they have been compared.
+ * The rest is as in all_reduce. */
+EXPORT int mpicoll_shared_fused(const struct mpicoll_plan *plan, char *const *send,
+                                char *const *recv, size_t *ends, size_t n, uint64_t sizes,
+                                uint32_t number)
+{
+    if (sizes &&
+        !mpicoll_shared_compare(plan->shared, number++, plan->signature | LIST << 24, sizes))
+        return 0;
+    for (size_t k = 0; k < n; k++)
+        ends[k] *= plan->numbers_per_element;
+    return exchange_blocks(plan, send, recv, ends, n, 0, number);
 }
 
 /* all_to_all if each rank knows only its own block sizes, in one round: every rank publishes the
@@ -1397,7 +1091,7 @@ EXPORT int mpicoll_shared_all_to_all(struct mpicoll_plan *plan, const struct mpi
         }
     }
     if (result == MOVED) {
-        measure_if_due(shared, moved);
+        mpicoll_measure_if_due(shared, moved);
         for (uint32_t from = 0; from < n; from++) {
             const uint64_t *sent = (const uint64_t *)mpicoll_descriptor(shared, from);
             const char *data = (const char *)sent + head;

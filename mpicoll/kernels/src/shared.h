@@ -19,33 +19,27 @@ struct mpicoll_block {
     size_t count; /* elements */
 };
 
-/* Calls through slots, of blocks of `count` elements; and all_to_all. See shared.c. */
-int mpicoll_shared_lists(const struct mpicoll_plan *plan, const struct mpicoll_block *send,
-                         const struct mpicoll_block *recv, size_t count, uint32_t root,
-                         uint32_t number);
-int mpicoll_shared_all_to_all(struct mpicoll_plan *plan, const struct mpicoll_block *send,
-                              const struct mpicoll_block *recv, size_t count, uint32_t root,
-                              uint32_t number);
-int mpicoll_shared_all_to_all_by_slots(struct mpicoll_plan *plan, const struct mpicoll_block *send,
-                                       const struct mpicoll_block *recv, size_t count,
-                                       uint32_t root, uint32_t number);
-
-/* Their results; NO_ROOM and WRONG_SIZE only for all_to_all. */
+/* Results of calls; NO_ROOM and WRONG_SIZE only for all_to_all. */
 enum { MISMATCHED, MOVED, NO_ROOM, WRONG_SIZE };
 
-/* Returns the maximum size of a descriptor in bytes. */
-size_t mpicoll_descriptor_size(const struct mpicoll_shared *shared);
+/* Calls of blocks, in one type: see shared.c. */
+typedef int mpicoll_lists_function(struct mpicoll_plan *plan, const struct mpicoll_block *send,
+                                   const struct mpicoll_block *recv, size_t count, uint32_t root,
+                                   uint32_t number);
+mpicoll_lists_function mpicoll_shared_lists, mpicoll_shared_all_to_all,
+    mpicoll_shared_all_to_all_by_slots;
 
 /* Returns a rank's descriptor in this round. */
 char *mpicoll_descriptor(const struct mpicoll_shared *shared, uint32_t rank);
 
-/* Sets the call record, which must match on all ranks; see mpicoll_shared_all_reduce. */
-void mpicoll_round_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t what,
-                         uint64_t total);
+/* Sets the call record, which must match on all ranks. number: the group's call number, the same on
+ * every rank. */
+void mpicoll_round_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
+                         uint64_t count);
 
 /* Publishes this rank's descriptor and waits until all other ranks have published theirs. Returns
- * 1; 0 on all
- * ranks after a collective mismatch: then the call is over; -1 if this rank was aborted. */
+ * 1; 0 on all ranks after a collective mismatch: then the call is over; -1 if this rank was
+ * aborted. */
 int mpicoll_round_publish(struct mpicoll_shared *shared);
 
 /* Signals that this rank has finished its part. */
@@ -62,15 +56,18 @@ int mpicoll_round_wait(const struct mpicoll_shared *shared, size_t bytes);
 /* Ends the round. */
 void mpicoll_round_close(struct mpicoll_shared *shared);
 
-/* Returns whether any rank was far in the last measurement. And: measures if a measurement is due
- * after `bytes` bytes; all ranks call it once all descriptors are published. */
+/* Returns whether any rank was far in the last measurement. */
 int mpicoll_is_any_far(const struct mpicoll_shared *shared);
+
+/* Measures the latencies if a measurement is due after `bytes` bytes. All ranks call it in the same
+ * round, once all slots are filled. */
 void mpicoll_measure_if_due(struct mpicoll_shared *shared, size_t bytes);
 
-/* Returns whether this rank must stop waiting. */
+/* Returns 1 if this rank must stop waiting: it was aborted, or a rank has closed the group. Checked
+ * only once a wait takes long, so that short waits do not pay for it. */
 int mpicoll_is_aborted(const struct mpicoll_shared *shared);
 
-/* Copies a result that exceeds the caches past them. */
+/* Copies with non-temporal stores, which do not fetch the destination lines. */
 void mpicoll_copy_past_caches(char *into, const char *from, size_t size);
 
 #endif

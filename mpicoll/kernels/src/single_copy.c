@@ -3,25 +3,20 @@
  *
  * Every rank publishes a descriptor in shared memory (shared.h): the addresses of the blocks that
  * it sends to each other rank, and of the destinations of the blocks that it receives. Then
- * process_vm_readv and process_vm_writev copy the blocks; no byte passes through a slot.
+ * process_vm_readv and process_vm_writev copy the blocks. A block is copied by its receiver. If its
+ * sender has less to receive itself, the sender copies a part of it (`written_part`): the root of a
+ * broadcast, or the senders of a gather. (B. Goglin, S. Moreaud, KNEM, J. Parallel and Distributed
+ * Computing 73(2), 2013, where either end of a message copies.)
  *
- * A block is copied by its receiver. If its sender has less to receive itself, the sender copies a
- * part of the block (`written_part`): the root of a broadcast, or the senders of a gather.
- *
- * Copying twice, through slots, may be faster. The kernel must look up every page of the other
- * process, which is cheap for huge pages and costs more than the copy for small ones; and ranks
- * that share a cache can move blocks through slots in it, and past the caches to the destination.
- * So the ranks time both methods from time to time and publish the results for similar calls. All
- * ranks read all descriptors, so all choose the same method (`choose_method`).
+ * Copying twice, through slots, may be faster: the kernel must look up every page of the other
+ * process, which costs more than the copy for small pages; and ranks that share a cache can move
+ * blocks through slots in it. So the ranks time both methods from time to time and publish the
+ * results for similar calls. All ranks read all descriptors, so all choose the same method
+ * (`choose_method`).
  *
  * No rank returns from a call before all other ranks have finished their part, because they read
  * and write its memory. This also holds for a rank that aborts a call after another was lost
- * (`abort_call`).
- *
- * (B. Goglin, S. Moreaud, KNEM: A generic and scalable kernel-assisted intra-node MPI communication
- * framework, J. Parallel and Distributed Computing 73(2), 2013, where either end of a message
- * copies; S. Chakraborty, H. Subramoni, D. K. Panda, Contention-aware kernel-assisted MPI
- * collectives for multi-/many-core systems, IEEE Cluster 2017, where collectives read or write.) */
+ * (`abort_call`). */
 
 #define _GNU_SOURCE /* process_vm_readv */
 
@@ -31,12 +26,9 @@
 #include <errno.h>
 #include <stdatomic.h>
 #include <string.h>
-#include <time.h>
-
-#ifdef __linux__
 #include <sys/types.h>
 #include <sys/uio.h>
-#endif
+#include <time.h>
 
 /* Maximum size of a copy between two checks whether the other rank has aborted; minimum size of a
  * block that two ranks share, and of a call whose method is chosen; page size; and size of a block
@@ -53,12 +45,9 @@ enum {
 enum { BY_KERNEL, BY_SLOTS, METHOD_COUNT };
 enum { TRIAL_COUNT = 2, RETRY_INTERVAL = 64 };
 
-/* Results of a call. */
-enum { FAILED, DONE, NOT_COPIED, UNFIT };
-
-/* A rank's error if the size of a block differs from the expected size; other errors are
- * errno values. */
-enum { SIZE_MISMATCH = -1 };
+/* Results of a call: FAILED where other calls return 0; NOT_COPIED, on all ranks, if a rank could not
+ * copy, or if slots are faster: the call must then be repeated through slots. */
+enum { FAILED, DONE, NOT_COPIED };
 
 /* Address and size in bytes of a block. */
 struct mpicoll_span {
@@ -72,15 +61,11 @@ struct mpicoll_processes {
     const int64_t *pids;
     char *const *tokens; /* by rank, an address at which 8 bytes are readable while it lives */
     uint32_t n, me;
-    /* After UNFIT: the rank whose block for this one has another size, or n, and that size. */
-    uint32_t mismatch_rank;
-    uint64_t mismatch_bytes;
 };
 
 EXPORT const struct mpicoll_field mpicoll_processes_fields[] = {
     FIELD(mpicoll_processes, shared), FIELD(mpicoll_processes, pids),
     FIELD(mpicoll_processes, tokens), FIELD(mpicoll_processes, n), FIELD(mpicoll_processes, me),
-    FIELD(mpicoll_processes, mismatch_rank), FIELD(mpicoll_processes, mismatch_bytes),
     END_OF_FIELDS,
 };
 
@@ -122,7 +107,7 @@ EXPORT const struct mpicoll_field mpicoll_copies_fields[] = {
 /* A rank's published descriptor. */
 struct descriptor {
     atomic_uint aborted;    /* the rank has aborted the call */
-    atomic_int error;       /* reason that the rank could not copy, or 0 */
+    atomic_int error;       /* errno if the rank could not copy, or 0 */
     struct history history; /* of similar calls */
     size_t sent, received;  /* bytes sent to and received from other ranks */
     struct mpicoll_span spans[]; /* n blocks that it sends, by receiver; n received, by sender */
@@ -135,9 +120,8 @@ EXPORT size_t mpicoll_single_copy_descriptor_size(size_t n)
 }
 
 /* Copies between this process and another, in either direction. Returns 0 or the error. */
-static int copy(int64_t pid, int writes, char *here, char *there, size_t size)
+EXPORT int mpicoll_single_copy_bytes(int64_t pid, int writes, char *here, char *there, size_t size)
 {
-#ifdef __linux__
     while (size) {
         struct iovec own = {here, size}, other = {there, size};
         const ssize_t done = writes ? process_vm_writev((pid_t)pid, &own, 1, &other, 1, 0)
@@ -147,16 +131,6 @@ static int copy(int64_t pid, int writes, char *here, char *there, size_t size)
         here += done, there += done, size -= (size_t)done; /* a copy stops at an unmapped page */
     }
     return 0;
-#else
-    (void)pid, (void)writes, (void)here, (void)there, (void)size;
-    return ENOSYS;
-#endif
-}
-
-/* Reads or writes a few bytes of another process, to test whether that is allowed. */
-EXPORT int mpicoll_single_copy_try(int64_t pid, int writes, char *here, char *there, size_t size)
-{
-    return copy(pid, writes, here, there, size);
 }
 
 static struct descriptor *descriptor(const struct mpicoll_processes *processes, uint32_t rank)
@@ -182,8 +156,8 @@ static int abort_call(const struct mpicoll_processes *processes)
         while (rank != processes->me && mpicoll_has_published(processes->shared, rank) &&
                !mpicoll_has_ended(processes->shared, rank) &&
                !atomic_load(&descriptor(processes, rank)->aborted) &&
-               copy(processes->pids[rank], 0, (char *)&word, processes->tokens[rank],
-                    sizeof word) != ESRCH)
+               mpicoll_single_copy_bytes(processes->pids[rank], 0, (char *)&word,
+                                         processes->tokens[rank], sizeof word) != ESRCH)
             sleep_ms();
     return FAILED;
 }
@@ -211,13 +185,6 @@ static size_t written_part(size_t size, const struct descriptor *sender,
     const double ahead = (double)(receiver->received - sender->received);
     const double part = ahead / (ahead + WRITE_COST * (double)sender->sent);
     return (size_t)((double)size * part) / PAGE * PAGE;
-}
-
-static uint64_t now(void)
-{
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
 }
 
 static size_t moved(const struct descriptor *descriptor)
@@ -287,12 +254,6 @@ EXPORT size_t mpicoll_single_copy_histories(void)
     return sizeof(struct mpicoll_histories);
 }
 
-/* Records the duration of the last call, which went through slots. */
-EXPORT void mpicoll_single_copy_record(const struct mpicoll_copies *plan, uint64_t nanoseconds)
-{
-    record(plan->histories->last, BY_SLOTS, nanoseconds);
-}
-
 /* Copies between this rank and another. Returns 0 or the error; ESRCH if the other rank is lost. */
 static int copy_pieces(const struct mpicoll_processes *processes, uint32_t rank, int writes,
                        char *here, char *there, size_t size)
@@ -301,7 +262,8 @@ static int copy_pieces(const struct mpicoll_processes *processes, uint32_t rank,
         const size_t length = size - at < PIECE_BYTES ? size - at : PIECE_BYTES;
         if (atomic_load(&descriptor(processes, rank)->aborted))
             return ESRCH;
-        const int error = copy(processes->pids[rank], writes, here + at, there + at, length);
+        const int error = mpicoll_single_copy_bytes(processes->pids[rank], writes, here + at,
+                                                    there + at, length);
         if (error)
             return error;
     }
@@ -309,19 +271,13 @@ static int copy_pieces(const struct mpicoll_processes *processes, uint32_t rank,
 }
 
 /* Copies this rank's part of the data between it and another. Returns 0 or the error. */
-static int copy_with(struct mpicoll_processes *processes, uint32_t rank)
+static int copy_with(const struct mpicoll_processes *processes, uint32_t rank)
 {
     const uint32_t n = processes->n, me = processes->me;
     const struct descriptor *mine = descriptor(processes, me), *other = descriptor(processes, rank);
     const struct mpicoll_span from = other->spans[me], into = mine->spans[n + rank];
     const struct mpicoll_span out = mine->spans[rank], to = other->spans[n + me];
 
-    if (from.size != into.size) {
-        processes->mismatch_rank = rank, processes->mismatch_bytes = from.size;
-        return SIZE_MISMATCH;
-    }
-    if (out.size != to.size)
-        return SIZE_MISMATCH;
     int error = copy_pieces(processes, rank, 0, into.data, from.data,
                             from.size - written_part(from.size, other, mine));
     if (!error) {
@@ -344,7 +300,7 @@ static void copy_own(struct mpicoll_span into, struct mpicoll_span from)
 /* Runs a call whose blocks are in this rank's descriptor. */
 static int run(const struct mpicoll_copies *plan)
 {
-    struct mpicoll_processes *processes = plan->processes;
+    const struct mpicoll_processes *processes = plan->processes;
     struct mpicoll_shared *shared = processes->shared;
     const uint32_t n = processes->n, me = processes->me;
     struct descriptor *mine = descriptor(processes, me);
@@ -363,13 +319,12 @@ static int run(const struct mpicoll_copies *plan)
     const int published = mpicoll_round_publish(shared);
     if (published <= 0)
         return published < 0 ? abort_call(processes) : FAILED;
-    const uint64_t start = now();
+    const uint64_t start = now_ns();
     if (choose_method(processes) == BY_SLOTS) {
         mpicoll_round_end(shared);
         mpicoll_round_close(shared);
         return NOT_COPIED;
     }
-    processes->mismatch_rank = n;
     for (uint32_t i = 1; i < n && !error; i++)
         error = copy_with(processes, (me + i) % n);
     if (error == ESRCH)
@@ -381,30 +336,39 @@ static int run(const struct mpicoll_copies *plan)
     if (!mpicoll_round_wait(shared, moved(mine)))
         return abort_call(processes);
     int result = DONE;
-    for (uint32_t rank = 0; rank < n; rank++) {
-        const int theirs = atomic_load(&descriptor(processes, rank)->error);
-        if (theirs && result != UNFIT)
-            result = theirs == SIZE_MISMATCH ? UNFIT : NOT_COPIED;
-    }
+    for (uint32_t rank = 0; rank < n; rank++)
+        if (atomic_load(&descriptor(processes, rank)->error))
+            result = NOT_COPIED;
     mpicoll_round_close(shared);
-    record(history, BY_KERNEL, result == NOT_COPIED ? FAILED_NS : now() - start);
+    record(history, BY_KERNEL, result == NOT_COPIED ? FAILED_NS : now_ns() - start);
     return result;
 }
 
-/* The collectives whose blocks all have `count` elements; see mpicoll_shared_lists.
- *
- * Returns, on all ranks, DONE; NOT_COPIED if a rank could not copy, or if slots are faster: the
- * call must then be repeated through slots; FAILED where other calls return 0. */
-static int copy_lists(const struct mpicoll_copies *plan, const struct mpicoll_block *send,
-                      const struct mpicoll_block *recv, size_t count, uint32_t root,
-                      uint32_t number)
+/* Finishes a call after `run`, by the same call through slots if needed. */
+static int finish(const struct mpicoll_copies *plan, int result, mpicoll_lists_function *by_slots,
+                  const struct mpicoll_block *send, const struct mpicoll_block *recv, size_t count,
+                  uint32_t root, uint32_t number)
 {
-    struct mpicoll_processes *processes = plan->processes;
-    const uint32_t n = processes->n, me = processes->me;
+    if (result != NOT_COPIED)
+        return result == DONE ? MOVED : MISMATCHED;
+    const uint64_t start = now_ns();
+    result = by_slots(plan->slots, send, recv, count, root, number);
+    record(plan->histories->last, BY_SLOTS, now_ns() - start);
+    return result;
+}
+
+/* The collectives whose blocks all have `count` elements; see mpicoll_shared_lists. */
+EXPORT int mpicoll_single_copy_lists(const struct mpicoll_copies *plan,
+                                     const struct mpicoll_block *send,
+                                     const struct mpicoll_block *recv, size_t count, uint32_t root,
+                                     uint32_t number)
+{
+    const uint32_t n = plan->processes->n, me = plan->processes->me;
     const size_t bytes = count * plan->size;
 
-    mpicoll_round_begin(processes->shared, number, plan->signature | (uint64_t)root << 24, count);
-    struct mpicoll_span *spans = descriptor(processes, me)->spans;
+    mpicoll_round_begin(plan->processes->shared, number, plan->signature | (uint64_t)root << 24,
+                        count);
+    struct mpicoll_span *spans = descriptor(plan->processes, me)->spans;
     for (uint32_t rank = 0; rank < n; rank++) {
         const int gives = (!plan->has_src || me == root) && (!plan->has_dst || rank == root);
         const int takes = (!plan->has_src || rank == root) && (!plan->has_dst || me == root);
@@ -417,74 +381,27 @@ static int copy_lists(const struct mpicoll_copies *plan, const struct mpicoll_bl
             takes ? bytes : 0,
         };
     }
-    return run(plan);
+    return finish(plan, run(plan), mpicoll_shared_lists, send, recv, count, root, number);
 }
 
-/* The same for consecutive blocks. */
-EXPORT int mpicoll_single_copy_blocks(const struct mpicoll_copies *plan, char *send, char *recv,
-                                      size_t count, uint32_t root, uint32_t number)
-{
-    const uint32_t n = plan->processes->n;
-    const size_t bytes = count * plan->size;
-    struct mpicoll_block from[n], to[n];
-
-    for (uint32_t rank = 0; rank < n; rank++) {
-        from[rank] = (struct mpicoll_block){send ? send + rank * bytes : NULL, count};
-        to[rank] = (struct mpicoll_block){recv ? recv + rank * bytes : NULL, count};
-    }
-    return copy_lists(plan, from, to, count, root, number);
-}
-
-/* The same for blocks at any address, by either method. Returns MOVED or MISMATCHED. */
-EXPORT int mpicoll_single_copy_lists(const struct mpicoll_copies *plan,
-                                     const struct mpicoll_block *send,
-                                     const struct mpicoll_block *recv, size_t count, uint32_t root,
-                                     uint32_t number)
-{
-    const int result = copy_lists(plan, send, recv, count, root, number);
-    if (result != NOT_COPIED)
-        return result == DONE ? MOVED : MISMATCHED;
-    const uint64_t start = now();
-    const int done = mpicoll_shared_lists(plan->slots, send, recv, count, root, number);
-    record(plan->histories->last, BY_SLOTS, now() - start);
-    return done;
-}
-
-/* The collectives whose blocks may differ in size: n that this rank sends, by receiver, then n that
- * it receives, by sender. Returns UNFIT, on all ranks, if any block differs from the size that its
- * receiver expects; the rest is as in mpicoll_single_copy_blocks. */
-EXPORT int mpicoll_single_copy_spans(const struct mpicoll_copies *plan,
-                                     const struct mpicoll_span *spans, uint32_t root,
-                                     uint64_t total, uint32_t number)
-{
-    struct mpicoll_processes *processes = plan->processes;
-
-    mpicoll_round_begin(processes->shared, number, plan->signature | (uint64_t)root << 24, total);
-    memcpy(descriptor(processes, processes->me)->spans, spans, 2 * processes->n * sizeof *spans);
-    return run(plan);
-}
-
-/* all_to_all: small blocks by mpicoll_shared_all_to_all, larger blocks by either method. */
+/* all_to_all: small blocks by mpicoll_shared_all_to_all, which also compares all sizes; larger
+ * blocks by either method. */
 EXPORT int mpicoll_single_copy_all_to_all(const struct mpicoll_copies *plan,
                                           const struct mpicoll_block *send,
                                           const struct mpicoll_block *recv, size_t count,
                                           uint32_t root, uint32_t number)
 {
     const uint32_t n = plan->processes->n;
-    struct mpicoll_span spans[2 * n];
-    int result = mpicoll_shared_all_to_all(plan->slots, send, recv, count, root, number);
+    const int result = mpicoll_shared_all_to_all(plan->slots, send, recv, count, root, number);
 
     if (result != NO_ROOM)
         return result;
+    mpicoll_round_begin(plan->processes->shared, number, plan->signature, 0);
+    struct mpicoll_span *spans = descriptor(plan->processes, plan->processes->me)->spans;
     for (uint32_t rank = 0; rank < n; rank++) {
         spans[rank] = (struct mpicoll_span){send[rank].data, send[rank].count * plan->size};
         spans[n + rank] = (struct mpicoll_span){recv[rank].data, recv[rank].count * plan->size};
     }
-    result = mpicoll_single_copy_spans(plan, spans, root, 0, number);
-    if (result != NOT_COPIED) /* the block sizes match */
-        return result == DONE ? MOVED : MISMATCHED;
-    const uint64_t start = now();
-    result = mpicoll_shared_all_to_all_by_slots(plan->slots, send, recv, count, root, number);
-    record(plan->histories->last, BY_SLOTS, now() - start);
-    return result;
+    return finish(plan, run(plan), mpicoll_shared_all_to_all_by_slots, send, recv, count, root,
+                  number);
 }

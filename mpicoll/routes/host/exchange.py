@@ -20,7 +20,7 @@ from mpicoll.routes import algorithms
 from mpicoll.routes.messages import Span, shares_of
 from mpicoll.routes.reductions import chunk_of
 from mpicoll.routes.route import EXCHANGES, MOVES, Route, Serves
-from mpicoll.routes.space import PooledHost
+from mpicoll.routes.space import Host
 from mpicoll.routes.wire import Message, datatype, exchange, message, scratch
 
 __all__ = ["ROUTE", "build", "get_space"]
@@ -45,15 +45,15 @@ def build(kind: CallKind) -> Implementation:
     return Implementation(run)
 
 
-def get_space(group: ProcessGroup) -> PooledHost:
+def get_space(group: ProcessGroup) -> Host:
     """Return the host's memory for algorithms in a group."""
-    return group.resources.get_or_create("exchange", PooledHost)
+    return group.resources.get_or_create("exchange", Host)
 
 
 class _OneChunk:
     """The common part of the reductions of one chunk."""
 
-    def __init__(self, kind: CallKind, space: PooledHost) -> None:
+    def __init__(self, kind: CallKind, space: Host) -> None:
         assert kind.dtype is not None and kind.op is not None
         self.group, self.dtype, self.op = kind.group, kind.dtype, kind.op
         self.comm, self.n, self.me = kind.group.inner, kind.group.size(), kind.group.rank()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from mpicoll import control_messages
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.plan import CallKind
 from mpicoll.core.signature import describe, encode_kind
@@ -21,7 +22,6 @@ from mpicoll.errors import MismatchError
 from mpicoll.failures import lost_ranks
 from mpicoll.failures.consistency import describe_by_rank
 from mpicoll.routes.host import shared
-from mpicoll.routes.host.shared_segment import exchange_words
 from mpicoll.routes.transfers import Get, Put, Transfer
 from mpicoll.routes.wire import scratch
 from mpicoll.serialized_mpi import create_group
@@ -119,8 +119,8 @@ class Hierarchy:
         try:
             yield call
         except _ApartError:
-            own = [describe(call.signature, count)]
-            words = [each for (each,) in exchange_words(self.group.tested, own)]
+            own = describe(call.signature, count)
+            words = control_messages.allgather(self.group.tested, own, str)
             raise MismatchError(
                 f"{kind.primitive} on rank {self.group.rank()} of group {self.group.group_name}: "
                 f"collective mismatch: the ranks made different calls: {describe_by_rank(words)}"
@@ -157,12 +157,9 @@ def _create(group: ProcessGroup) -> Hierarchy | None:
 
 def _nodes(comm: MPI.Intracomm) -> list[list[int]]:
     """Return the ranks of each node, in order; the nodes in the order of their first ranks."""
-    mine = hashlib.blake2b(node_of().encode(), digest_size=16).digest()
-    everybody = np.empty((comm.Get_size(), len(mine)), np.uint8)
-    comm.Allgather(np.frombuffer(mine, np.uint8), everybody)
-    found: dict[bytes, list[int]] = {}
-    for rank, name in enumerate(everybody):
-        found.setdefault(name.tobytes(), []).append(rank)
+    found: dict[str, list[int]] = {}
+    for rank, name in enumerate(control_messages.allgather(comm, node_of(), str)):
+        found.setdefault(name, []).append(rank)
     return list(found.values())
 
 
@@ -180,11 +177,12 @@ def node_of() -> str:
 
 def _places(nodes: Sequence[Sequence[int]]) -> list[Place]:
     """Return the position of each rank."""
-    found = [Place(0, 0)] * sum(map(len, nodes))
-    for node, ranks in enumerate(nodes):
-        for place, rank in enumerate(ranks):
-            found[rank] = Place(node, place)
-    return found
+    found = {
+        rank: Place(node, place)
+        for node, ranks in enumerate(nodes)
+        for place, rank in enumerate(ranks)
+    }
+    return [found[rank] for rank in range(len(found))]
 
 
 def make_part(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
@@ -236,11 +234,7 @@ class HierarchyCall:
         self._agreed = False
 
     def transfer(
-        self,
-        places: int = 1,
-        most: int = 0,
-        puts: Sequence[Put] = (),
-        gets: Sequence[Get] = (),
+        self, places: int = 1, most: int = 0, puts: Sequence[Put] = (), gets: Sequence[Get] = ()
     ) -> Transfer:
         """Return a rank's part of an exchange on its node; places and most are its node's."""
         return Transfer(places, most, self.number, puts, gets)

@@ -94,26 +94,16 @@ def _all_gather(kind: CallKind, chunk: int) -> Run:
     return all_gather_any if kind.primitive.listed else all_gather
 
 
-def _gather(kind: CallKind, chunk: int) -> Run:
-    """Build MPI_Gather (MPI-4.1 section 6.5)."""
+def _rooted(kind: CallKind, chunk: int) -> Run:
+    """Build MPI_Gather or MPI_Scatter (MPI-4.1 sections 6.5 and 6.6)."""
     dtype, comm = _dtype(kind), kind.group.inner
+    call = comm.Gather if kind.primitive.name == "gather" else comm.Scatter
 
-    def gather(send: Buffer, recv: Buffer | None, count: int, root: int) -> None:
-        into = None if recv is None else message(recv, count, dtype)
-        comm.Gather(message(send, count, dtype), into, root)
+    def rooted(send: Buffer | None, recv: Buffer | None, count: int, root: int) -> None:
+        out, into = (None if one is None else message(one, count, dtype) for one in (send, recv))
+        call(out, into, root)
 
-    return gather
-
-
-def _scatter(kind: CallKind, chunk: int) -> Run:
-    """Build MPI_Scatter (MPI-4.1 section 6.6)."""
-    dtype, comm = _dtype(kind), kind.group.inner
-
-    def scatter(send: Buffer | None, recv: Buffer, count: int, root: int) -> None:
-        out = None if send is None else message(send, count, dtype)
-        comm.Scatter(out, message(recv, count, dtype), root)
-
-    return scatter
+    return rooted
 
 
 def _barrier(kind: CallKind, chunk: int) -> Run:
@@ -244,8 +234,8 @@ _BUILDERS: dict[str, Callable[[CallKind, int], Run]] = {
     "broadcast": _broadcast,
     "all_gather": _all_gather,
     "all_gather_single": _all_gather,
-    "gather": _gather,
-    "scatter": _scatter,
+    "gather": _rooted,
+    "scatter": _rooted,
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,

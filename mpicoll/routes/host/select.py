@@ -19,7 +19,7 @@ from mpicoll.core.plan import (
     Run,
     Wrapper,
     agreed_sizes,
-)
+)  # fmt: skip
 from mpicoll.core.signature import encode_kind, encode_sizes, with_root
 from mpicoll.dtypes import ReduceOp
 from mpicoll.output import format_bytes
@@ -99,7 +99,7 @@ class _ByPlace(Implementation):
         memory: shared.Shared | None = self._kind.group.resources.find("shared")
         # single_copy has such a first round itself.
         if memory and first == shared.ROUTE.name and last not in (first, single_copy.ROUTE.name):
-            return memory.build_exchange(self._kind, chosen)
+            return shared.Exchange(memory, self._kind, chosen)
         return chosen
 
     def native_calls(self) -> Sequence[NativeCall] | None:
@@ -133,115 +133,86 @@ class _Step(NamedTuple):
     takes_lists: bool
 
 
-class _Steps:
-    """The routes of calls with equal blocks, by size."""
-
-    def __init__(self, kind: CallKind, row: dict[str, Steps]) -> None:
-        self._kind = kind
-        primitive, group, _, dtype = kind
-        assert dtype is not None
-        blocks = group.size() if primitive.many_in or primitive.many_out else 1
-        self._block_bytes = dtype.itemsize * blocks
-        self._row = row
-        #: Minimum count for which the placement of the ranks matters.
-        self.split_count = -(-_split_bytes(row) // self._block_bytes)
-        self.known: list[_Step] | None = None  # once the placement is known
-        self.before = self._steps_at("apart")
-
-    def at(self, count: int) -> _Step:
-        """Return the step for a count; inside a call, in the order of the group's calls."""
-        steps = self.known
-        if steps is None:
-            if count < self.split_count:
-                steps = self.before
-            else:
-                steps = self.known = self._steps_at(place(self._kind.group))
-        for step in steps:
-            if count >= step.min_count:
-                return step
-        raise AssertionError(count)
-
-    def _steps_at(self, placement: str) -> list[_Step]:
-        """Return the steps for a placement of the ranks, the last one first."""
-        served = _served(self._kind, self._row, placement)
-        return [
-            _Step(
-                -(-nbytes // self._block_bytes),
-                implementation,
-                registry.HOST[name].serves.buffer_lists,
-            )
-            for nbytes, name, implementation in reversed(served)
-        ]
-
-    def build(self) -> Run:
-        """Return the function that runs calls of any size, optimized for the smallest."""
-        small_end, run_small = _smallest(self.before, self.split_count)
-        is_known = False
-
-        def run_by_size(
-            send: Contiguous | None, recv: Contiguous | None, count: int, root: int
-        ) -> None:
-            nonlocal small_end, run_small, is_known
-            if count < small_end:
-                run_small(send, recv, count, root)
-                return
-            step = self.at(count)
-            if not is_known and self.known is not None:
-                is_known, (small_end, run_small) = True, _smallest(self.known, _NEVER)
-            step.implementation.run(send, recv, count, root)
-
-        return run_by_size
-
-
 class _BySize(Implementation):
     """Calls with equal blocks, each by the route for its size; calls with different blocks, by the
     first route that serves them.
     """
 
     def __init__(self, kind: CallKind, row: dict[str, Steps]) -> None:
-        self._steps = _Steps(kind, row)
-        run = self._steps.build()
-        super().__init__(_with_uneven(kind, run))
+        self._kind, self._row = kind, row
+        primitive, group, _, dtype = kind
+        assert dtype is not None
+        blocks = group.size() if primitive.many_in or primitive.many_out else 1
+        self._block_bytes = dtype.itemsize * blocks
+        #: Minimum count for which the placement of the ranks matters, and the steps below it.
+        self._split_count = -(-_split_bytes(row) // self._block_bytes)
+        self._before = self._steps_at("apart")
+        self._known: list[_Step] | None = None  # the steps, once the placement is known
+        self._small_end, self._run_small = _smallest(self._before, self._split_count)
+        self._uneven = _find_uneven(kind)
+
+    def _steps_at(self, placement: str) -> list[_Step]:
+        """Return the steps for a placement of the ranks, the last one first."""
+        return [
+            _Step(
+                -(-nbytes // self._block_bytes), implementation,
+                registry.HOST[name].serves.buffer_lists,
+            )
+            for nbytes, name, implementation in reversed(_served(self._kind, self._row, placement))
+        ]  # fmt: skip
+
+    def _step(self, count: int) -> _Step:
+        """Return the step for a count; inside a call, in the order of the group's calls."""
+        steps = self._known
+        if steps is None and count >= self._split_count:
+            steps = self._known = self._steps_at(place(self._kind.group))
+            self._small_end, self._run_small = _smallest(steps, _NEVER)
+        return next(step for step in steps or self._before if count >= step.min_count)
+
+    # A method, not a closure: without a reference cycle, a destroyed group frees memory at once.
+    def run(
+        self, send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
+    ) -> None:
+        """Run one call; the fastest way to the route of the smallest calls."""
+        if not isinstance(extent, int):
+            assert self._uneven is not None
+            self._uneven(send, recv, extent, root)
+        elif extent < self._small_end:
+            self._run_small(send, recv, extent, root)
+        else:
+            self._step(extent).implementation.run(send, recv, extent, root)
 
     def native_calls(self) -> Sequence[NativeCall] | None:
         """Return the native calls of all steps; None until the ranks' placement is known."""
-        steps = self._steps.known
-        if steps is None:
+        if self._known is None:
             return None
-        ends = [_NEVER, *(step.min_count for step in steps)]
+        ends = [_NEVER, *(step.min_count for step in self._known)]
         return [
             call._replace(min_count=step.min_count, end_count=end)
-            for step, end in zip(steps, ends, strict=False)
+            for step, end in zip(self._known, ends, strict=False)
             for call in step.implementation.native_calls() or ()
         ]
 
     def fused(self, count: int) -> Run | None:
         """Return ``fused`` of the route for this count."""
-        return self._steps.at(count).implementation.fused(count)
+        return self._step(count).implementation.fused(count)
 
     def takes_lists(self, count: int) -> bool:
-        """Return whether the route for this count takes lists of buffers; see ``_Steps.at``."""
-        return self._steps.at(count).takes_lists
+        """Return whether the route for this count takes lists of buffers."""
+        return self._step(count).takes_lists
 
 
-def _with_uneven(kind: CallKind, even: Run) -> Run:
-    """Return the function that runs calls with equal blocks by ``even``, and calls with different
-    blocks by the first route that serves them, if there is one.
+def _find_uneven(kind: CallKind) -> Run | None:
+    """Return the function that runs calls with different blocks, by the first route that serves
+    them; None if there is none.
     """
     routes = (r for r in registry.HOST.values() if kind.primitive.name in r.serves.uneven)
     route = next((route for route in routes if route.can_run_kind(kind)), None)
     if route is None:
-        return even
+        return None
     built = route.build(kind)
     assert built is not None
-    uneven = (built if route.policy.compares_calls else _compared(kind, built)).run
-
-    def run_any_extent(
-        send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
-    ) -> None:
-        (even if isinstance(extent, int) else uneven)(send, recv, extent, root)
-
-    return run_any_extent
+    return (built if route.policy.compares_calls else _compared(kind, built)).run
 
 
 def _smallest(steps: list[_Step], end: int) -> tuple[int, Run]:
@@ -289,11 +260,8 @@ def _served(
 
 def _split_bytes(row: dict[str, Steps]) -> int:
     """Return the minimum bytes for which the steps of the placements differ."""
-    differ = [
-        min((nbytes for nbytes, _ in set(steps) ^ set(row["apart"])), default=_NEVER)
-        for steps in row.values()
-    ]
-    return min(differ)
+    apart = set(row["apart"])
+    return min((n for steps in row.values() for n, _ in set(steps) ^ apart), default=_NEVER)
 
 
 _NEVER = 1 << 62

@@ -5,9 +5,7 @@ The algorithm, in chunks that stay in the processors' caches, is in ``kernels/sr
 
 from __future__ import annotations
 
-import bisect
 import ctypes
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll import settings
+from mpicoll import control_messages, settings
 from mpicoll.arrays.views import Buffer
 from mpicoll.core.plan import (
     Blocks,
@@ -27,25 +25,17 @@ from mpicoll.core.plan import (
     NativeCall,
     Run,
     SegmentTable,
-)
+)  # fmt: skip
 from mpicoll.core.reproducible import LEVELS
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
-from mpicoll.dtypes import Kind, ReduceOp
+from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError
 from mpicoll.failures import timeouts
 from mpicoll.failures.consistency import describe_by_rank
-from mpicoll.kernels.calls import (
-    ALL_REDUCE,
-    BLOCKS,
-    COMPARE,
-    FUSED,
-    LISTS,
-    take_interruption,
-)
+from mpicoll.kernels.calls import COMPARE, FUSED, LISTS, take_interruption
 from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop
-from mpicoll.routes.host import clusters
-from mpicoll.routes.host.shared_segment import Segment, exchange_words, share
+from mpicoll.routes.host.shared_segment import Segment, share
 from mpicoll.routes.route import (
     EXCHANGES,
     MOVES,
@@ -56,13 +46,13 @@ from mpicoll.routes.route import (
     Route,
     Serves,
     has_loop,
-)
-from mpicoll.routes.transfers import Get, Transfer, addresses, cut, misfit
+)  # fmt: skip
+from mpicoll.routes.transfers import Transfer, addresses, cut, misfit
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["ROUTE", "Shared", "create", "get_or_create"]
+__all__ = ["ROUTE", "Exchange", "Shared", "blocks_of_call", "create", "get_or_create"]
 
 #: Maximum size in bytes of a slot, which is the data of a round, and of all ranks' slots.
 SLOT, MAX_SEGMENT_BYTES = 256 * 1024, 48 * 1024 * 1024
@@ -75,18 +65,14 @@ FLAT_MAX_RANKS = 8
 #: elements: one wait instead of two.
 ONE_SHOT_MAX_BYTES = 16 * 1024
 
-#: Minimum size in bytes of an all_reduce that combines the elements cluster by cluster, so that
-#: each crosses between two clusters once. It costs one more wait per cluster (docs/model.md).
-CLUSTERED_MIN_BYTES = 1024 * 1024
-
 #: Number of polls before a waiting rank sleeps, at about 40 to 140 cycles each; the second number
 #: applies if there are fewer processors than runnable threads.
 SPIN_COUNT, CROWDED_SPIN_COUNT = 2000, 50
 #: Seconds to spin for the other ranks before handing an async call to the progress thread.
 INLINE_WAIT_S = 1e-3
 
-_SLOTS, _FAILED, _BITS = 4, -1, 8  # as in shared.c
-_DIFFERED, _MOVED, _UNMOVED, _MISFIT = range(4)  # results of all_to_all, as in shared.c
+_SLOTS = 4  # as in shared.c
+_MISMATCHED, _MOVED, _NO_ROOM, _WRONG_SIZE = range(4)  # results, as in shared.h
 
 
 class Shared:
@@ -114,23 +100,6 @@ class Shared:
         self._spin_count = self._segment.spin_count = (
             CROWDED_SPIN_COUNT if self._crowded else SPIN_COUNT
         )
-        self.clusters = self._find_clusters(segment)
-        firsts = [0, *itertools.accumulate(self.clusters)]
-        self._cluster_starts = (ctypes.c_uint32 * len(firsts))(*firsts)
-        self._segment.cluster_starts = ctypes.addressof(self._cluster_starts)
-        self._segment.cluster_count = len(self.clusters)
-        self._segment.cluster = bisect.bisect(firsts, group.rank()) - 1
-
-    def _find_clusters(self, segment: Segment) -> list[int]:
-        """Return the number of ranks of each cluster. All ranks call."""
-        comm, latencies = self._group.tested, np.zeros(_BITS, np.uint32)
-        if not self._crowded:
-            comm.Barrier()  # the ranks measure at the same time
-            self.kernels.shared_measure(self.pointer, latencies.ctypes.data)
-        domain = clusters.find_domain(segment.own)
-        seen = clusters.Seen(settings.CLUSTERS.value(), domain, latencies.tolist())
-        everybody = [clusters.Seen(*each) for each in exchange_words(comm, [*seen])]
-        return clusters.choose(everybody, self._crowded, self.kernels.far_ns())
 
     def build(self, kind: CallKind) -> Implementation:
         """Return the implementation for calls of one kind.
@@ -138,30 +107,18 @@ class Shared:
         It raises MismatchError on all ranks if primitive, count, dtype, reduce operation or root
         differ.
         """
-        build = _FUNCTIONS[kind.primitive.name]
-        return build(self, kind)
-
-    def _build_all_reduce(self, kind: CallKind) -> Implementation:
+        if not kind.primitive.even:
+            return Exchange(self, kind)
         at, group, address = ctypes.addressof(self.described(kind)), self._group, MPI.Get_address
-        all_reduce = self.kernels.shared_all_reduce
+        library, fused = self.kernels, self.kernels.shared_fused
+        blocks, lists = library.shared_blocks, library.shared_lists
 
-        def shared_all_reduce(send: None, recv: Buffer, count: int, root: int) -> None:
-            run = all_reduce if group.worker is None else partial(self._run, all_reduce)
-            if not run(at, address(recv), count, group.sequence):
-                raise self.failure()
-
-        return self._implementation(kind, shared_all_reduce, ALL_REDUCE, all_reduce)
-
-    def _build_blocks(self, kind: CallKind) -> Implementation:
-        at, group, address = ctypes.addressof(self.described(kind)), self._group, MPI.Get_address
-        blocks, lists = self.kernels.shared_blocks, self.kernels.shared_lists
-
-        def shared_blocks(
+        def run_blocks(
             send: Buffer | list[Buffer] | None, recv: Buffer | list[Buffer] | None, count: int,
             root: int,
         ) -> None:  # fmt: skip
             if list in (send.__class__, recv.__class__):
-                out, into = _each(send, count), _each(recv, count)
+                out, into = blocks_of_call(kind, send, recv, count)
                 function, there, here = lists, out.ctypes.data, into.ctypes.data
             else:
                 here = None if recv is None else address(recv)
@@ -171,62 +128,28 @@ class Shared:
             if not run(at, there, here, count, root, group.sequence):
                 raise self.failure()
 
-        if kind.primitive.listed:
-            return self._implementation(kind, shared_blocks, LISTS, lists)
-        return self._implementation(kind, shared_blocks, BLOCKS, blocks)
-
-    def _implementation(
-        self, kind: CallKind, run: Run, shape: int, function: Callable[..., Any]
-    ) -> Implementation:
-        """Return an implementation with its native calls, also on segment tables for operations
-        without a root.
-        """
-        at = ctypes.addressof(self.described(kind))
-        native_calls = [self.native_call(shape, function, at)]
-        fused = None
-        if not kind.primitive.root:
-            fused = self._build_fused(at)
-            native_calls.append(self.native_call(FUSED, self.kernels.shared_fused, at))
-        return _Native(run, native_calls, fused)
-
-    def _build_fused(self, at: int) -> Run:
-        function = self.kernels.shared_fused
-
-        def shared_fused(
-            send: SegmentTable | None, recv: SegmentTable, count: int, root: int
-        ) -> None:
+        def run_fused(send: SegmentTable | None, recv: SegmentTable, count: int, root: int) -> None:
             ends = recv.ends.copy()  # the C library converts them in place
             sent = None if send is None else send.addresses.ctypes.data
-            self.call(
-                function, at, sent, recv.addresses.ctypes.data, ends.ctypes.data, len(ends), 0
-            )
+            self.call(fused, at, sent, recv.addresses.ctypes.data, ends.ctypes.data, len(ends), 0)
 
-        return shared_fused
+        native_calls = [self.native_call(self, LISTS, lists, at)]
+        if kind.primitive.root:
+            return _Native(run_blocks, native_calls, None)
+        native_calls.append(self.native_call(self, FUSED, fused, at))
+        return _Native(run_blocks, native_calls, run_fused)
 
-    def native_call(self, shape: int, function: Any, argument: int) -> NativeCall:
+    def native_call(self, owner: Any, shape: int, function: Any, argument: int) -> NativeCall:
         """Return the native call of a function of the C library."""
-        check = (
-            _address(self.kernels.shared_all_entered),
-            self.pointer,
-            round(1e9 * INLINE_WAIT_S),
-        )
-        call = NativeCall(self, shape, _address(function), argument)
-        return (
-            call._replace(inline_check=check) if self._crowded_beside and shape != COMPARE else call
-        )
+        check = _address(self.kernels.shared_all_entered), self.pointer, round(1e9 * INLINE_WAIT_S)
+        if not self._crowded_beside or shape == COMPARE:
+            check = (0, 0, 0)
+        return NativeCall(owner, shape, _address(function), argument, inline_check=check)
 
     @property
     def native_comparison(self) -> NativeCall:
         """Return the native call that compares a call without arrays."""
-        return self.native_call(COMPARE, self.kernels.shared_compare, self.pointer)
-
-    def build_exchange(self, kind: CallKind, large: Implementation | None = None) -> Implementation:
-        """Return the implementation of all_to_all. Its first round sends the sizes of all blocks,
-        and the blocks if they fit.
-
-        large: implementation of larger calls, instead of further rounds.
-        """
-        return _Exchange(self, kind, large)
+        return self.native_call(self, COMPARE, self.kernels.shared_compare, self.pointer)
 
     def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
         """Raise the error of a call that failed on the native fast path; see NativeCall."""
@@ -236,7 +159,7 @@ class Shared:
         """Run this rank's part of a call whose blocks may differ in size; see ``build``."""
         group, described = self._group, self.described(kind)
         parts = described.numbers_per_element
-        puts = np.array([(at, count * parts) for at, count in transfer.puts], _PUT)
+        puts = np.array([(at, count * parts) for at, count in transfer.puts], _BLOCK)
         gets = np.array(
             [(rank, place, at, count * parts) for rank, place, at, count in transfer.gets], _GET
         )
@@ -247,17 +170,6 @@ class Shared:
         )  # fmt: skip
         if not done:
             raise self.failure()
-
-    def exchange_sizes(self, kind: CallKind, sends: Any, receives: Any) -> tuple[Any, int | None]:
-        """Exchange the sizes of blocks; see ``transfers``."""
-        theirs = np.empty_like(sends)
-        most = self._run(
-            self.kernels.shared_sizes, self.pointer, self.described(kind).signature,
-            sends.ctypes.data, receives.ctypes.data, theirs.ctypes.data, self._group.sequence,
-        )  # fmt: skip
-        if most == _FAILED:
-            raise self.failure()
-        return theirs, most if most >= 0 else None
 
     def call(self, function: Callable[..., int], *arguments: Any) -> int:
         """Run the current call by a function of the C library, whose last argument is the call
@@ -283,7 +195,6 @@ class Shared:
         assert dtype is not None
         by = None if op is None else find_loop(op, dtype, kind.exact)
         parts = 1 if by is None else by.elements
-        rounds_once = kind.exact or dtype.kind is Kind.NARROW_FLOAT
         return self.kernels.CallPlan(
             shared=self.pointer,
             signature=encode_kind(primitive, dtype, op, 0),
@@ -301,7 +212,6 @@ class Shared:
             has_dst=primitive.root == "dst",
             prefix=PREFIXES.index(primitive.name) + 1 if primitive.name in PREFIXES else 0,
             in_place=not (primitive.input or primitive.root),
-            clusters_min_count=-1 if rounds_once else CLUSTERED_MIN_BYTES * parts // dtype.itemsize,
         )
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -406,8 +316,8 @@ class Shared:
         texts = [describe(kind, count // _parts(kind)) for kind, count in calls]
         name = texts[self._segment.me].partition(" ")[0]
         if any(is_list(kind) for kind, _ in calls):  # only its rank knows the sizes of a list
-            own = [texts[self._segment.me]]
-            texts = [words for (words,) in exchange_words(self._group.tested, own)]
+            own = texts[self._segment.me]
+            texts = control_messages.allgather(self._group.tested, own, str)
         return MismatchError(
             f"{name} on rank {self._segment.me} of group {self._group.group_name}: collective "
             f"mismatch: the ranks made different calls: {describe_by_rank(texts)}"
@@ -430,70 +340,71 @@ class _Native(Implementation):
         return self._fused
 
 
-class _Exchange(Implementation):
-    """all_to_all: see ``Shared.build_exchange``."""
+class Exchange(Implementation):
+    """all_to_all. The first round sends the sizes of all blocks, and the blocks if they fit.
 
-    def __init__(self, memory: Shared, kind: CallKind, large: Implementation | None) -> None:
-        self._memory = memory
-        self._kind = kind
-        self._large = large
+    large:    implementation of calls that do not fit; None if ``function`` runs them.
+    function: the C library's function, by default through slots.
+    argument: its first argument; ``owner`` keeps the memory alive.
+    """
+
+    def __init__(
+        self, memory: Shared, kind: CallKind, large: Implementation | None = None,
+        function: Callable[..., int] | None = None, argument: int = 0, owner: object = None,
+    ) -> None:  # fmt: skip
+        library, self._described = memory.kernels, memory.described(kind)
+        self._memory, self._kind, self._large, self._owner = memory, kind, large, owner
+        self._argument = argument or ctypes.addressof(self._described)
+        self._function = function or (
+            library.shared_all_to_all if large else library.shared_all_to_all_by_slots
+        )
 
     def native_calls(self) -> Sequence[NativeCall]:
-        """Return the native call of the large implementation or, without one, the first round."""
-        large = self._large.native_calls() if self._large else None
-        if large:
-            return (large[0]._replace(owner=self),)
-        at, function = self._memory.described(self._kind), self._memory.kernels.shared_all_to_all
-        call = self._memory.native_call(LISTS, function, ctypes.addressof(at))
-        return (call._replace(owner=self),)
+        """Return the native call of ``function``."""
+        return (self._memory.native_call(self, LISTS, self._function, self._argument),)
 
     def run(self, send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
         """Run one call."""
-        memory, at = self._memory, ctypes.addressof(self._memory.described(self._kind))
-        n, itemsize = self._kind.group.size(), self._itemsize
-        blocks = Blocks([extent] * n, [extent] * n) if isinstance(extent, int) else extent
-        out = np.array(list(cut(addresses(send), blocks.sends, itemsize)), _PUT)
-        into = np.array(list(cut(addresses(recv), blocks.receives, itemsize)), _PUT)
-        result = memory.call(
-            memory.kernels.shared_all_to_all, at, out.ctypes.data, into.ctypes.data, 0, root
+        n = self._kind.group.size()
+        extent = Blocks([extent] * n, [extent] * n) if isinstance(extent, int) else extent
+        out, into = blocks_of_call(self._kind, send, recv, extent)
+        result = self._memory.call(
+            self._function, self._argument, out.ctypes.data, into.ctypes.data, 0, root
         )
         if result != _MOVED:
-            self.finish(result, send, recv, blocks)
+            self.finish(result, send, recv, extent)
 
     def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
         """Finish a call after its first round: move the blocks that did not fit in it.
 
         Raises MismatchError on all ranks if a block's sizes differ on its sender and receiver.
         """
-        kind, n = self._kind, self._kind.group.size()
         assert isinstance(extent, Blocks)
-        if result == _DIFFERED:
+        if result == _MISMATCHED:
             raise self._memory.failure()
-        at = self._memory.described(kind)
-        if result == _MISFIT:
-            rank = at.mismatch_rank
-            raise misfit(
-                kind, *((rank, extent.receives[rank], at.mismatch_count) if rank < n else (None,))
-            )
-        if self._large is not None:
-            self._large.run(send, recv, extent, 0)
-            return
-        me = kind.group.rank()
-        puts = list(cut(addresses(send), extent.sends, self._itemsize))
-        places = cut(addresses(recv), extent.receives, self._itemsize)
-        gets = [Get(rank, me, *put) for rank, put in enumerate(places)]
-        self._memory.exchange(kind, Transfer(n, at.max_count, 0, puts, gets), 0)
-
-    @property
-    def _itemsize(self) -> int:
-        assert self._kind.dtype is not None
-        return self._kind.dtype.itemsize
+        if result == _WRONG_SIZE:
+            rank = self._described.mismatch_rank
+            if rank == self._kind.group.size():
+                raise misfit(self._kind, None)
+            sent = self._described.mismatch_count
+            raise misfit(self._kind, rank, extent.receives[rank], sent)
+        assert result == _NO_ROOM and self._large is not None
+        self._large.run(send, recv, extent, 0)
 
 
-def _each(buffers: Any, count: int) -> Any:
-    """Return addresses and counts of a list of buffers, one buffer or None."""
-    found = addresses(buffers if isinstance(buffers, list) or buffers is None else [buffers])
-    return np.array([(at, count) for at in found or ()], _PUT)
+def blocks_of_call(kind: CallKind, send: Any, recv: Any, extent: Extent) -> tuple[Any, Any]:
+    """Return the blocks of both sides as arrays of struct mpicoll_block; no blocks for None."""
+    primitive, group, _, dtype = kind
+    assert dtype is not None
+    if isinstance(extent, int):
+        extent = Blocks(*([extent] * (group.size() if many else 1)
+                          for many in (primitive.many_in, primitive.many_out)))  # fmt: skip
+    sides = zip(map(addresses, (send, recv)), extent, strict=True)
+    out, into = (
+        np.array([] if start is None else [*cut(start, counts, dtype.itemsize)], _BLOCK)
+        for start, counts in sides
+    )
+    return out, into
 
 
 def _address(function: Any) -> int:
@@ -508,15 +419,9 @@ def _parts(kind: int) -> int:
     return 1 if is_list(kind) else parts_per_element(kind)
 
 
-#: struct mpicoll_given and struct mpicoll_taken.
-_PUT = np.dtype([("data", np.uintp), ("count", np.uintp)])
+#: struct mpicoll_block and struct mpicoll_get.
+_BLOCK = np.dtype([("data", np.uintp), ("count", np.uintp)])
 _GET = np.dtype([(name, np.uintp) for name in ("rank", "place", "data", "count")])
-
-_FUNCTIONS: dict[str, Callable[[Shared, CallKind], Implementation]] = {
-    "all_reduce": Shared._build_all_reduce,
-    **dict.fromkeys((*MOVES, *REDUCTIONS[1:], *PREFIXES), Shared._build_blocks),
-    **dict.fromkeys(EXCHANGES, Shared.build_exchange),
-}
 
 
 def get_or_create(group: ProcessGroup) -> Shared | None:
@@ -548,7 +453,7 @@ ROUTE = Route(
     __name__,
     "shared memory",
     Serves(
-        tuple(_FUNCTIONS),
+        (*MOVES, *REDUCTIONS, *PREFIXES, *EXCHANGES),
         combines=has_loop,
         reproducible=LEVELS,
         uneven=EXCHANGES,

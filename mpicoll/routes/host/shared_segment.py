@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import os
 import secrets
@@ -16,23 +15,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpicoll.arrays.views import Bytes
-from mpicoll.routes.wire import all_gather_bytes, broadcast_bytes
+from mpicoll import control_messages
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Segment", "allocate", "attach", "exchange_words", "place", "share"]
+__all__ = ["Segment", "allocate", "attach", "place", "share"]
 
 
 class Segment(NamedTuple):
-    """A segment: its memory, with one region per rank; the number of processors that the ranks may
-    run on; and the processors of this rank.
+    """The memory of a segment, with one region per rank, and the number of processors that the
+    ranks may run on.
     """
 
     memory: mmap.mmap
     processors: int
-    own: set[int]
 
 
 def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
@@ -51,7 +48,7 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
     name = f"mpicoll-{secrets.token_hex(16)}"
     file = _made(name, n * region) if me == 0 and able else None
     where = None if file is None else f"/proc/{os.getpid()}/fd/{file}"
-    name, where = _words(broadcast_bytes(comm, _bytes([name, where]), 0))
+    name, where = control_messages.bcast(comm, (name, where), 0, tuple[str, str | None])
     if me != 0 and able and where is not None:
         file = _opened(name, where)
     memory = None
@@ -60,18 +57,13 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
             # Each rank allocates its own region, on its NUMA node. A lack of memory fails here.
             os.posix_fallocate(file, me * region, region)
             memory = _mapped(file, n * region)
-    processors = _processors()
-    everybody = exchange_words(comm, [memory is not None, region, sorted(processors)])
+    own = memory is not None, region, _processors()
+    everybody = control_messages.allgather(comm, own, tuple[bool, int, set[int]])
     if file is not None:  # all ranks have opened it
         os.close(file)
     if memory is None or not all(has and theirs == region for has, theirs, _ in everybody):
         return None
-    return Segment(memory, len(set().union(*(each for *_, each in everybody))), processors)
-
-
-def exchange_words(comm: MPI.Intracomm, own: list[Any]) -> list[list[Any]]:
-    """Return every rank's list of JSON values. All ranks call."""
-    return [_words(each) for each in all_gather_bytes(comm, _bytes(own))]
+    return Segment(memory, len(set().union(*(each for *_, each in everybody))))
 
 
 # --- memory of one rank that others may map -----------------------------------------------------
@@ -158,19 +150,10 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-def _bytes(words: list[Any]) -> Bytes:
-    return np.frombuffer(json.dumps(words).encode(), np.uint8)
-
-
-def _words(words: Bytes) -> list[Any]:
-    found: list[Any] = json.loads(words.tobytes())
-    return found
-
-
 def _made(name: str, size: int) -> int | None:
     try:
         file = os.memfd_create(name)
-    except (AttributeError, OSError):  # not Linux, or not allowed
+    except OSError:
         return None
     with suppress(OSError):
         os.ftruncate(file, size)
@@ -189,5 +172,4 @@ def _opened(name: str, where: str) -> int | None:
 
 def _processors() -> set[int]:
     """Return the processors that this process may run on."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return set(range(os.cpu_count() or 1)) if affinity is None else affinity(0)
+    return os.sched_getaffinity(0)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
-from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,20 +23,16 @@ from mpi4py import MPI
 from mpicoll import settings
 from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation, NativeCall
 from mpicoll.core.signature import encode_kind
-from mpicoll.errors import MismatchError
 from mpicoll.kernels.calls import LISTS
 from mpicoll.kernels.library import kernels
 from mpicoll.routes.host import shared
 from mpicoll.routes.route import EXCHANGES, MOVES, Needs, Policy, Route, Serves
-from mpicoll.routes.transfers import Put, addresses, cut, misfit
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
     from mpicoll.routes.host.shared import Shared
 
 __all__ = ["ROUTE", "SingleCopy", "find_obstacle", "get_or_create"]
-
-_NOT_COPIED, _UNFIT = 2, 3  # as in single_copy.c
 
 
 class SingleCopy:
@@ -48,13 +43,12 @@ class SingleCopy:
     """
 
     def __init__(self, group: ProcessGroup, memory: Shared, peers: _Peers) -> None:
-        assert kernels is not None
         self.memory = memory
-        self._peers = peers  # the C library has the addresses of its arrays
-        self.processes = kernels.Processes(
+        self.processes = memory.kernels.Processes(
             memory.pointer, peers.pids.ctypes.data, peers.tokens.ctypes.data, group.size(),
             group.rank(),
         )  # fmt: skip
+        self._kept: list[Any] = [peers]  # the C library has the addresses of their memory
 
     def build(self, kind: CallKind) -> Implementation:
         """Return the implementation for calls of one kind.
@@ -62,102 +56,51 @@ class SingleCopy:
         It raises MismatchError on all ranks if primitive, count, dtype or root differ, or if a
         block of all_to_all has different sizes on its sender and receiver.
         """
-        copies = _Copying(self, kind)
-        return copies if kind.primitive.even else self.memory.build_exchange(kind, copies)
-
-
-class _Copying(Implementation):
-    """Calls of one kind. all_to_all has a round before, see ``Shared.build_exchange``."""
-
-    def __init__(self, copies: SingleCopy, kind: CallKind) -> None:
         primitive, _, _, dtype = kind
         assert dtype is not None
-        self._kind = kind
-        self._copies = copies
-        self._memory = memory = copies.memory
-        self._kernels = memory.kernels
-        self._by_slots = memory.build(kind).run
-        self._histories = _make_histories()
-        self._described = self._kernels.Copies(
-            ctypes.addressof(copies.processes),
-            self._histories.ctypes.data,
-            encode_kind(primitive, dtype, None, 0),
-            dtype.itemsize,
-            primitive.many_in,
-            primitive.root == "src",
-            primitive.root == "dst",
-            ctypes.addressof(memory.described(kind)),
-        )
-        self._at = ctypes.addressof(self._described)
+        library = self.memory.kernels
+        histories = _make_histories()
+        plan = library.Copies(
+            ctypes.addressof(self.processes), histories.ctypes.data,
+            encode_kind(primitive, dtype, None, 0), dtype.itemsize, primitive.many_in,
+            primitive.root == "src", primitive.root == "dst",
+            ctypes.addressof(self.memory.described(kind)),
+        )  # fmt: skip
+        self._kept += histories, plan
+        at = ctypes.addressof(plan)
+        if primitive.even:
+            return _Copies(self, kind, at)
+        function = library.single_copy_all_to_all
+        return shared.Exchange(self.memory, kind, None, function, at, owner=self)
+
+
+class _Copies(Implementation):
+    """Calls of one kind, except all_to_all."""
+
+    def __init__(self, copies: SingleCopy, kind: CallKind, at: int) -> None:
+        self._copies, self._kind, self._at = copies, kind, at
+        self._memory, self._function = copies.memory, copies.memory.kernels.single_copy_lists
 
     def native_calls(self) -> tuple[NativeCall]:
         """Return the native call."""
-        lists = self._kernels.single_copy_lists
-        function = lists if self._kind.primitive.even else self._kernels.single_copy_all_to_all
-        return (self._memory.native_call(LISTS, function, self._at)._replace(owner=self),)
+        return (self._memory.native_call(self, LISTS, self._function, self._at),)
 
     def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
-        """Raise why a call that was begun without Python was not carried out; see NativeCall."""
+        """Raise why a native call failed; see NativeCall."""
         raise self._memory.failure()
 
     def run(
         self, send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
     ) -> None:
         """Run one call."""
-        kernels, memory, at, address = self._kernels, self._memory, self._at, MPI.Get_address
-        if isinstance(extent, int) and list not in (send.__class__, recv.__class__):
-            here = None if recv is None else address(recv)
-            there = here if send is None else address(send)
-            result = memory.call(kernels.single_copy_blocks, at, there, here, extent, root)
-        else:
-            spans = _spans(self._kind, send, recv, extent, root)
-            total = extent if self._kind.primitive.even else 0
-            result = memory.call(kernels.single_copy_spans, at, spans.ctypes.data, root, total)
-        if result == _NOT_COPIED:
-            start = perf_counter_ns()
-            self._by_slots(send, recv, extent, root)
-            kernels.single_copy_record(at, perf_counter_ns() - start)
-        elif result == _UNFIT:
-            raise self._misfit(extent)
-
-    def _misfit(self, extent: Extent) -> MismatchError:
-        kind, found = self._kind, self._copies.processes
-        if found.mismatch_rank == kind.group.size():
-            return misfit(kind, None)
-        assert kind.dtype is not None
-        expected = extent if isinstance(extent, int) else extent.receives[found.mismatch_rank]
-        return misfit(
-            kind, found.mismatch_rank, expected, found.mismatch_bytes // kind.dtype.itemsize
-        )
+        out, into = shared.blocks_of_call(self._kind, recv if send is None else send, recv, extent)
+        self._memory.call(self._function, self._at, out.ctypes.data, into.ctypes.data, extent, root)
 
 
 def _make_histories() -> Any:
     """Return the memory in which the C library stores measured times of calls."""
     assert kernels is not None
     return np.zeros(kernels.single_copy_histories(), np.uint8)
-
-
-def _spans(kind: CallKind, send: Any, recv: Any, extent: Extent, root: int) -> Any:
-    """Return addresses and sizes in bytes of this rank's sent blocks, by receiver, and received
-    blocks, by sender; 0 where there is no block. Either buffer may be a list with one per rank.
-    """
-    primitive, group, _, dtype = kind
-    assert dtype is not None
-    n, itemsize = group.size(), dtype.itemsize
-    sends, receives = ([extent] * n, [extent] * n) if isinstance(extent, int) else extent
-    everybody = not primitive.root
-    sides = (send, sends, primitive.many_in, everybody), (recv, receives, primitive.many_out, False)
-    found = []
-    for buffers, counts, many, to_all in sides:
-        start = addresses(buffers)
-        if start is None:
-            blocks = [Put(0, 0)] * n
-        elif many:
-            blocks = list(cut(start, counts, itemsize))
-        else:
-            blocks = [Put(start, counts[r] if to_all or r == root else 0) for r in range(n)]
-        found += [(at, count * itemsize) for at, count in blocks]
-    return np.array(found, np.uintp)
 
 
 # --- whether it is allowed ----------------------------------------------------------------------
@@ -219,10 +162,9 @@ def _find_peers(group: ProcessGroup) -> _Peers:
 
 def _allow(memory: Shared, me: int, peers: _Peers) -> str:
     """Return why this rank may not try."""
-    assert kernels is not None
     if settings.SINGLE_COPY.is_set_to("0"):
         return f"{settings.SINGLE_COPY.name}=0"
-    if kernels.single_copy_descriptor_size(len(peers.pids)) > memory.slot:
+    if memory.kernels.single_copy_descriptor_size(len(peers.pids)) > memory.slot:
         return "the shared memory has no room for the addresses of all ranks"
     return ""
 
@@ -264,7 +206,7 @@ def _others(me: int, peers: _Peers) -> list[int]:
 def _copy(pid: Any, writes: bool, word: Any, there: Any) -> int:
     """Copy a word from or to another process; return 0, or the number of the system's error."""
     assert kernels is not None
-    error: int = kernels.single_copy_try(
+    error: int = kernels.single_copy_bytes(
         int(pid), writes, word.ctypes.data, int(there), word.nbytes
     )
     return error

@@ -141,6 +141,11 @@ class DeviceContext:
             self._pinned = self.runtime.allocate_pinned(self.index, max(nbytes, 1))
         return self._pinned
 
+    def copy(self, into: int, source: int, nbytes: int, stream: int | None = None) -> None:
+        """Enqueue a copy in the work stream or another, unless it is in place."""
+        if into != source:
+            self.runtime.copy(self.index, into, source, nbytes, stream or self.work)
+
     def after(self, later: int, earlier: int) -> None:
         """Make later work of one stream wait for the present work of another."""
         self.runtime.wait(self.index, later, self.runtime.record(self.index, earlier))

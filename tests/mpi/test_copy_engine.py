@@ -108,9 +108,9 @@ def test_route_serves_data_movement(copying, monkeypatch):
     """Large calls only, except for primitives that route ``peer`` does not serve."""
     me, n = copying.me, copying.n
     calls = []
-    original = copying.part.work_together
+    original = copying.part._run
     monkeypatch.setattr(
-        copying.part, "work_together", lambda kind, *arguments: calls.append(kind.primitive.name)
+        copying.part, "_run", lambda kind, *arguments: calls.append(kind.primitive.name)
         or original(kind, *arguments)
     )  # fmt: skip
     for count in (2, LARGE):
@@ -172,7 +172,7 @@ def test_forced_route_raises_for_reductions(copying):
         copying.check_all_gather(LARGE, group)
 
 
-_WORK = ("copy", "copy_strided", "combine", "combine_for_all", "collective")
+_WORK = ("copy", "copy_strided", "combine", "collective")
 
 
 def test_data_is_copied_once_without_host_synchronization(copying, monkeypatch):

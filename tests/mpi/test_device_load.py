@@ -239,7 +239,7 @@ def route_of(arrays, world):
         ("ipc", "copy", 6, 0),
         # Before the first synchronization; the rank that enqueues all work, before the second.
         ("shared_gpu", "record_again", 1, -1),
-        ("shared_gpu", "combine_for_all", 1, 0),
+        ("shared_gpu", "combine", 1, 0),
     ],
 )
 def test_failure_of_one_rank_in_a_call(arrays, selected, world, mpi, route, call, place, rank):

@@ -84,11 +84,11 @@ def test_rank_0_enqueues_one_kernel_without_host_synchronization(shared, monkeyp
     """The kernel has n inputs and n outputs. The other ranks enqueue nothing."""
     arrays, me, n, _ = shared
     array = uploaded(arrays, np.full(LARGE, me, np.float32))
-    names = ("combine_for_all", "combine", "copy", "synchronize", "is_done")
+    names = ("combine", "copy", "synchronize", "is_done")
     seen = simulated.record_calls(monkeypatch, arrays.cuda, *names)
     dist.all_reduce(array)
     seen = [*seen]  # without the calls of got()
-    assert [name for name, *_ in seen] == (["combine_for_all"] if me == 0 else [])
+    assert [name for name, *_ in seen] == (["combine"] if me == 0 else [])
     if me == 0:
         _, _, _, sources, outs, count, *_ = seen[0]
         assert list(sources) == list(outs) and len(set(outs)) == n and count == LARGE
@@ -100,9 +100,7 @@ def test_data_is_copied_once(shared, monkeypatch):
     arrays, me, n, _ = shared
     array = uploaded(arrays, np.full(LARGE, me, np.float32))
     output = uploaded(arrays, np.zeros((n, LARGE), np.float32))
-    seen = simulated.record_calls(
-        monkeypatch, arrays.cuda, "combine_for_all", "copy", "synchronize"
-    )
+    seen = simulated.record_calls(monkeypatch, arrays.cuda, "combine", "copy", "synchronize")
     dist.all_gather_single(output, array)
     dist.broadcast(array, n - 1)
     seen = [*seen]  # without the calls of got()
@@ -120,7 +118,7 @@ def test_number_of_synchronizations(shared, monkeypatch, small):
     monkeypatch.setattr(
         part, "_exchange", lambda *arguments: calls.append(arguments) or exchange(*arguments)
     )
-    seen = simulated.record_calls(monkeypatch, arrays.cuda, "combine_for_all", "record_again")
+    seen = simulated.record_calls(monkeypatch, arrays.cuda, "combine", "record_again")
     dist.all_reduce(array)
     assert len(calls) == (1 if small else 2) and bool(seen) is not small
     assert (got(array) == sum(range(n))).all()
@@ -307,8 +305,8 @@ CALLS = ["all_reduce", "all_gather_single", "all_to_all_single"]
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize(
     "what",
-    ["find_allocation", "export_allocation", "load_for_all", "record_again", "wait", "copy",
-     "combine_for_all", "allocate"],
+    ["find_allocation", "export_allocation", "load", "record_again", "wait", "copy",
+     "combine", "allocate"],
 )  # fmt: skip
 def test_failure_of_one_rank(shared, mpi, what, failing, name):
     """The call fails on all ranks at once. Later calls succeed."""
@@ -350,7 +348,7 @@ def test_mismatch(shared):
         check_all_reduce(arrays, me, n, count)
 
 
-@pytest.mark.parametrize("where", ["load_for_all", "open"])
+@pytest.mark.parametrize("where", ["load", "open"])
 def test_arrays_of_ranks_that_timed_out_are_not_written(shared, monkeypatch, where):
     """Rank 0 is late. It finds that the other ranks have timed out and enqueues nothing."""
     arrays, me, n, _ = shared

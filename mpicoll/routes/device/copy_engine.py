@@ -16,10 +16,10 @@ call uses several streams, to use all links where each pair of GPUs has a separa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mpicoll.arrays.views import DeviceView
-from mpicoll.core.plan import CallKind, Extent, Implementation, Run
+from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.primitives import PRIMITIVES, Layout
 from mpicoll.routes.device.jobs import RECV, SEND, Job, Part, Placed, jobs_of
@@ -100,7 +100,8 @@ class Copiers(UserBuffers):
             context.after(lane, context.work)
         try:
             for place, (job, (source,), (out,)) in enumerate(jobs):
-                self.copy(out, source, job.elements * size, streams[place % len(streams)])
+                stream = streams[place % len(streams)]
+                context.copy(out, source, job.elements * size, stream)
         finally:
             for lane in lanes:
                 context.after(context.work, lane)
@@ -111,17 +112,13 @@ def _negotiate(agreement: Agreement) -> Copiers | str:
     return made.connect() or made
 
 
-def _make(copiers: Copiers, kind: CallKind) -> Run:
-    def copy_engine(
-        send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
-    ) -> None:
-        copiers.work_together(kind, send, recv, extent, root)
-
-    return copy_engine
-
-
 def _build(kind: CallKind, agreement: Agreement) -> Implementation:
-    return build_on_home_device(kind, agreement, agreement.state(Copiers), _make)
+    return build_on_home_device(
+        kind,
+        agreement,
+        agreement.state(Copiers),
+        lambda state, kind: partial(state.work_together, kind),
+    )
 
 
 ROUTE = Route(

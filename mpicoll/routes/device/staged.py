@@ -19,6 +19,7 @@ from mpicoll.cuda import runtime
 from mpicoll.cuda.runtime import Event
 from mpicoll.cuda.streams import DeviceContext, StreamOrder
 from mpicoll.primitives import PRIMITIVES, Layout
+from mpicoll.routes.host import select
 from mpicoll.routes.route import Policy, Route, Serves
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _LINE = 64
 
 def _build(kind: CallKind, agreement: Agreement) -> Implementation:
     primitive, group = kind.primitive, kind.group
-    host, n = agreement.on_host(kind).run, group.size()
+    host, n = select.choose(kind).run, group.size()
     sent = n if primitive.layout is Layout.SCATTERED else 1
     received = n if primitive.layout is Layout.GATHERED else 1
     # Only the root's chunks have blocks of all ranks, but all ranks use the same chunks.

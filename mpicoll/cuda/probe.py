@@ -188,7 +188,6 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _read(path: Path) -> dict[str, str]:
-    """Return the outcome that a process has written."""
     lines = path.read_text().splitlines() if path.exists() else []
     return dict(line.partition(" ")[::2] for line in lines)
 
@@ -290,7 +289,6 @@ def _transfer(place: ProbeDevice) -> str:
 
 
 def _reduction(place: ProbeDevice) -> str:
-    """Test MPI_Allreduce, in place and out of place."""
     from mpi4py import MPI
 
     n, right = place.world.Get_size(), True
@@ -313,7 +311,6 @@ STAGES: tuple[tuple[str, Callable[[ProbeDevice], str]], ...] = (
 
 
 def _probe(folder: Path, limit: float, rank: int | None, size: int | None) -> None:
-    """Run one process's part."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, limit)  # exits this process, even inside MPI
     me, stage = rank or 0, "began"

@@ -16,7 +16,7 @@ from test_devices import got, uploaded
 
 import mpicoll as dist
 from mpicoll.core.plan import Implementation
-from mpicoll.cuda import between_nodes, capabilities, mpi_support, probe, runtime, streams
+from mpicoll.cuda import capabilities, mpi_support, probe, runtime, streams
 from mpicoll.cuda.probe import OK, ProbeOutcome
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.routes.device import ipc, staged, workspaces
@@ -368,8 +368,8 @@ def test_messages_between_nodes_are_probed_before_use(apart, monkeypatch, route)
 def test_failed_messages_between_nodes(apart, monkeypatch, route, how):
     """All ranks use another route, or raise an error that names the rank if the route is forced."""
     arrays, me, n = apart(route)
-    monkeypatch.setattr(between_nodes, "LIMIT", 1.0)
-    exchange, values = between_nodes.exchange_messages, probe._values
+    monkeypatch.setattr(capabilities, "BETWEEN_NODES_TIMEOUT_S", 1.0)
+    exchange, values = probe.exchange_messages, probe._values
 
     def wrong_values(nbytes, rank):
         found = values(nbytes, rank)
@@ -384,7 +384,7 @@ def test_failed_messages_between_nodes(apart, monkeypatch, route, how):
             return "hung"
         return exchange(place, partners, limit)
 
-    monkeypatch.setattr(between_nodes, "exchange_messages", failing_exchange)
+    monkeypatch.setattr(probe, "exchange_messages", failing_exchange)
     if me == n - 1 and how == "wrong":
         monkeypatch.setattr(probe, "_values", wrong_values)
     if n == 1:
@@ -401,7 +401,7 @@ def test_failed_messages_between_nodes(apart, monkeypatch, route, how):
 def test_partners():
     """Partners are mutual and on different nodes."""
     for nodes in ("ab", "aab", "abab", "aabb", "aaabbc", "abbb", "abcabcab"):
-        found = [between_nodes.find_partners(nodes, rank) for rank in range(len(nodes))]
+        found = [capabilities.find_partners(nodes, rank) for rank in range(len(nodes))]
         for rank, partners in enumerate(found):
             assert partners, nodes
             assert all(nodes[one] != nodes[rank] and rank in found[one] for one in partners)
@@ -498,7 +498,7 @@ def test_group_of_one_rank_does_not_map_stage_or_synchronize(on, monkeypatch):
 
 @pytest.mark.parametrize("route", ["ipc", "direct"])
 @pytest.mark.parametrize("offset", [0, 4, 12])
-def test_kernels_get_arrays_of_equal_alignment(on, monkeypatch, route, offset):
+def test_kernels_get_sources_of_equal_alignment(on, monkeypatch, route, offset):
     """Equal addresses modulo 16 bytes allow vector loads, for any alignment and count."""
     monkeypatch.setattr(ipc, "SLOT", 4096)
     monkeypatch.setattr(ipc, "WHOLE", 1000)
@@ -526,8 +526,9 @@ def test_kernels_get_arrays_of_equal_alignment(on, monkeypatch, route, offset):
             dist.scan(output, given)
             assert (got(output) == me + 1).all()
     assert seen and (n == 1 or len(seen) > 8)
-    for _, _, _, sources, out, count, *_ in seen:
-        assert not count or len({address % 16 for address in (*sources, out)}) == 1
+    for _, _, _, sources, outs, count, *_ in seen:
+        alike = sources if route == "ipc" else (*sources, *outs)
+        assert not count or len({address % 16 for address in alike}) == 1
 
 
 def test_ipc_copies_one_or_two_ranges_to_the_slot(on, monkeypatch):

@@ -19,30 +19,24 @@
 #endif
 
 #ifdef __CUDA_ARCH__
+#define CALCULATE(PTX, LETTER, OPERATOR)                                                           \
+    asm(PTX " %0, %1, %2;" : "=" LETTER(result) : LETTER(a), LETTER(b))
+#else
+#define CALCULATE(PTX, LETTER, OPERATOR) result = a OPERATOR b
+#endif
 #define ARITHMETIC(NAME, PTX, OPERATOR)                                                            \
     INLINE float NAME(float a, float b)                                                            \
     {                                                                                              \
         float result;                                                                              \
-        asm(PTX ".rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));                            \
+        CALCULATE(PTX ".rn.f32", "f", OPERATOR);                                                   \
         return result;                                                                             \
     }                                                                                              \
     INLINE double NAME(double a, double b)                                                         \
     {                                                                                              \
         double result;                                                                             \
-        asm(PTX ".rn.f64 %0, %1, %2;" : "=d"(result) : "d"(a), "d"(b));                            \
+        CALCULATE(PTX ".rn.f64", "d", OPERATOR);                                                   \
         return result;                                                                             \
     }
-#else
-#define ARITHMETIC(NAME, PTX, OPERATOR)                                                            \
-    INLINE float NAME(float a, float b)                                                            \
-    {                                                                                              \
-        return a OPERATOR b;                                                                       \
-    }                                                                                              \
-    INLINE double NAME(double a, double b)                                                         \
-    {                                                                                              \
-        return a OPERATOR b;                                                                       \
-    }
-#endif
 ARITHMETIC(sum, "add", +)
 ARITHMETIC(difference, "sub", -)
 ARITHMETIC(product, "mul", *)

@@ -30,7 +30,7 @@ from mpicoll.routes.route import EXCHANGES, Needs, Policy, Route, Serves
 if TYPE_CHECKING:
     from mpicoll.routes.device.select import Agreement
 
-__all__ = ["ROUTE", "Copiers"]
+__all__ = ["ROUTE"]
 
 #: Minimum size of a call in bytes for this route, if `peer` serves smaller calls without
 #: synchronizing the hosts; and minimum size in bytes of the data that a rank receives by several
@@ -58,14 +58,12 @@ class Copiers(UserBuffers):
         return is_root or self.n > 2  # a share of the broadcast
 
     def readers_of(self, kind: CallKind, root: int) -> Iterable[int]:
-        """Return the ranks that copy from this one."""
         gathers = kind.primitive.root and kind.primitive.many_out
         return [root] if gathers else self.readers
 
     def steps_of(
         self, kind: CallKind, extent: Extent, root: int, sent: Any
     ) -> Sequence[Iterable[Job]]:
-        """Return the copies into this rank's array."""
         if kind.primitive.layout is Layout.IN_PLACE and self.n > 2:
             assert kind.dtype is not None and isinstance(extent, int)
             return self._broadcast(extent, kind.dtype.itemsize, root)
@@ -90,7 +88,6 @@ class Copiers(UserBuffers):
         return [share(self.me, root)], [share(rank, rank) for rank in others]
 
     def enqueue(self, kind: CallKind, jobs: Sequence[Placed]) -> None:
-        """Enqueue copies; large ones side by side."""
         assert kind.dtype is not None
         context, size = self.context, kind.dtype.itemsize
         large = sum(job.elements for job, _, _ in jobs) * size >= MIN_BYTES

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
     from mpicoll.routes.device.select import Agreement
 
-__all__ = ["ROUTE", "Levels"]
+__all__ = ["ROUTE"]
 
 #: Minimum size of a call in bytes for this route. Not measured.
 MIN_BYTES = 256 * 1024
@@ -104,7 +104,6 @@ class Part:
         return [*own, *agreement.missing_in_parts]
 
     def build(self, name: str, op: ReduceOp | None, dtype: DType) -> Step:
-        """Return the step for a kind of call. All ranks of the subgroup call."""
         kind = CallKind(primitives[name], self.group, op, dtype)
         return Step(self.group, self.agreement.build_in_part(kind), self._context)
 
@@ -115,7 +114,6 @@ class Part:
         lost_ranks.revoke(self.group)
 
     def close(self, limit: float) -> None:
-        """Free the subgroup and its routes. All its ranks call."""
         self.group.resources.close(limit)
         self.group.free()
 
@@ -188,7 +186,6 @@ class Levels(RouteState):
 
     @property
     def here(self) -> Sequence[int]:
-        """Return the ranks of this cluster."""
         return self.clusters[self.place.cluster]
 
     @property
@@ -227,7 +224,6 @@ class Levels(RouteState):
             raise self.mismatch(signature, words)
 
     def notify_failure(self, kind: CallKind, error: Exception) -> None:
-        """Notify the other ranks, unless they know, that this rank failed before a call."""
         if self._met != self.group.sequence:
             with suppress(type(error)):
                 self.compare(signature_of(kind, 0, 0)[0], 0, error)
@@ -255,7 +251,6 @@ class Levels(RouteState):
             raise
 
     def find_failure(self, wait: bool = False) -> DistBackendError | None:
-        """Return the first failure in the subgroups; see RouteState."""
         for part in (self.inside, self.along):
             failure = None if part is None else part.agreement.find_failure(wait)
             if failure is not None:
@@ -263,13 +258,11 @@ class Levels(RouteState):
         return None
 
     def abort(self, error: DistBackendError, alone: bool) -> None:
-        """End waiting calls in the subgroups; see RouteState."""
         for part in (self.inside, self.along):
             if part is not None:
                 part.abort(error, alone)
 
     def close(self, limit: float) -> None:
-        """Free the subgroups. All ranks call."""
         for part in (self.along, self.inside):
             if part is not None:
                 part.close(limit)
@@ -277,13 +270,11 @@ class Levels(RouteState):
 
 
 def _first_of_each_gpu(all_ranks: Sequence[Capabilities], ranks: Sequence[int]) -> list[int]:
-    """Return the indexes of the ranks that are the first ones on their GPUs."""
     used = [all_ranks[rank].used for rank in ranks]
     return [place for place, gpu in enumerate(used) if gpu not in used[:place]]
 
 
 def _negotiate(agreement: Agreement) -> Levels | str:
-    """Return the levels of a group or, on all ranks, the reason why there are none."""
     group, all_ranks, made, problem = agreement.group, agreement.capabilities, Levels(agreement), ""
 
     def part_of(ranks: Sequence[int]) -> Part:
@@ -357,7 +348,6 @@ class _Arithmetic:
         self.widens = self.wide is not dtype
 
     def fill(self, source: DeviceView, into: DeviceView) -> None:
-        """Enqueue a conversion to the wide dtype."""
         if self.widens:
             self._space.scale(source, 1, into)
         else:
@@ -433,7 +423,6 @@ def _like(space: DeviceSpace, view: DeviceView, dtype: DType) -> DeviceView:
 
 
 def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
-    """Build all_reduce and reduce."""
     primitive, group, _, dtype = kind
     assert dtype is not None
     by, everywhere, one_rail = _Arithmetic(kind, space), not primitive.root, levels.rails == 1

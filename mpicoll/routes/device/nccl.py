@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
     from mpicoll.routes.device.select import Agreement
 
-__all__ = ["ROUTE", "Nccl", "asked_for"]
+__all__ = ["ROUTE", "asked_for"]
 
 #: NCCL's operations (ncclRedOp_t) and the dtypes that it computes with (ncclDataType_t).
 _OPERATIONS = {"SUM": 0, "PRODUCT": 1, "MAX": 2, "MIN": 3, "AVG": 4}
@@ -88,7 +88,6 @@ class Nccl(RouteState):
         self._lock = threading.Lock()  # the watchdog thread also checks
 
     def enter(self, kind: CallKind, extent: Extent, root: int) -> None:
-        """Record an enqueued call."""
         number, signature = self.group.sequence, signature_of(kind, extent, root)
         self._pending.append(_Pending(number, signature, time.monotonic(), self.context.record()))
         if len(self._pending) > _MAX_PENDING_COUNT:
@@ -96,7 +95,6 @@ class Nccl(RouteState):
                 self._forget_done()
 
     def _forget_done(self) -> None:
-        """Remove completed calls."""
         while self._pending and self.context.runtime.is_done(self._pending[0].done):
             self._pending.popleft()
 
@@ -154,19 +152,16 @@ class Nccl(RouteState):
         thread.join(_ABORT)
 
     def notify_failure(self, kind: CallKind, error: Exception) -> None:
-        """Make the other ranks abort their communicators: this rank failed before a call."""
         if not isinstance(error, UsageError):
             fail_all_ranks(self.group, error)
 
     def abort(self, error: DistBackendError, alone: bool) -> None:
-        """Abort the communicator of a failed group."""
         with self._lock:
             if self._failure is None:
                 self._failure = error
                 self._abort()
 
     def close(self, limit: float) -> None:
-        """Destroy the communicator after all enqueued work; see find_failure."""
         if self.find_failure(wait=True) is None:
             self.comm.destroy()
 
@@ -282,7 +277,6 @@ def _exchange(nccl: Nccl, sends: Sequence[_Message], receives: Sequence[_Message
 
 
 def _cut(view: DeviceView, counts: Sequence[int]) -> list[_Message]:
-    """Return the blocks of a buffer, one for each rank."""
     size = view.dtype.itemsize
     starts = np.cumsum([0, *counts[:-1]]).tolist()
     return [
@@ -336,7 +330,6 @@ def _all_to_all(
 
 
 def _constants(kind: CallKind) -> tuple[int, int]:
-    """Return NCCL's numbers of the dtype and the operation."""
     assert kind.op is not None and kind.dtype is not None
     return _DTYPES[kind.dtype.name], _OPERATIONS[kind.op.name]
 

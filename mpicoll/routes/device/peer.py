@@ -64,7 +64,7 @@ from mpicoll.routes.route import Needs, Policy, Route, Serves, has_loop
 if TYPE_CHECKING:
     from mpicoll.routes.device.select import Agreement
 
-__all__ = ["ROUTE", "Peers"]
+__all__ = ["ROUTE"]
 
 #: Size of a workspace in bytes, without its header.
 WORKSPACE = 32 * 1024 * 1024
@@ -143,13 +143,11 @@ class Peers(RouteState):
     # ---- Kernels that end without a result -------------------------------------------------------
 
     def check(self) -> None:
-        """Raise if kernels have ended without a result."""
         failure = self.find_failure()
         if failure is not None:
             raise failure
 
     def find_failure(self, wait: bool = False) -> DistBackendError | None:
-        """Return why kernels have ended without a result; see RouteState."""
         whole, ranks = self.group.whole or self.group, self.group.ranks
         if wait:
             try:
@@ -214,7 +212,6 @@ class Peers(RouteState):
             group.fail(failure)
 
     def abort(self, error: DistBackendError, alone: bool) -> None:
-        """End the kernels of all ranks; the group has failed."""
         why = CLOSED if isinstance(error, CollectiveTimeoutError) else FAILED
         self.end_kernels(why, f"rank {self.group.ranks[self.me]} has left the group: {error}")
 
@@ -243,7 +240,6 @@ class Peers(RouteState):
         return f"data that rank {wrong[0]} wrote to this rank's memory is wrong" if wrong else ""
 
     def close(self, limit: float) -> None:
-        """Unmap and free the workspaces; all ranks call. See ``Workspaces.close``."""
         self._synchronize()
         self._workspaces.close(limit)
 
@@ -325,7 +321,6 @@ def _reduce_by(found: Peers, kind: CallKind, call: Collective, extent: Extent, r
 def _reduce(
     found: Peers, kind: CallKind, send: None, view: DeviceView, count: int, root: int
 ) -> None:
-    """Run reduce and all_reduce."""
     call = Collective("all_reduce", None, 0, 0, view.address, view.count)
     rooted = kind.primitive.name == "reduce"
     _reduce_by(found, kind, replace(call, root=root) if rooted else call, count, root)
@@ -390,7 +385,6 @@ class _Loader(Peers):
         vars(self).update(vars(found))
 
     def carry_out(self, call: Collective) -> None:
-        """Compile the kernel of a call."""
         self.context.runtime.load_collective(self.context.index, call)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation, agreed_sizes
-from mpicoll.cuda import between_nodes, binding, capabilities
+from mpicoll.cuda import binding, capabilities
 from mpicoll.cuda.capabilities import Capabilities, CudaSupport
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
@@ -123,7 +123,7 @@ class Agreement:
         context, inner = self.context, self.group.inner
         found = capabilities.exchange(inner, probes=True)
         self._found = eligibility.with_used(found, self._used)
-        tried = between_nodes.try_messages(inner, context.runtime, context.index, self._found)
+        tried = capabilities.try_messages(inner, context.runtime, context.index, self._found)
         if tried != self._found:
             self.missing["direct"] = tried[0].problem
         self._found = tried

@@ -39,7 +39,7 @@ from mpicoll.routes.transfers import TRANSFER_PRIMITIVES
 if TYPE_CHECKING:
     from mpicoll.routes.device.select import Agreement
 
-__all__ = ["ROUTE", "Sharers"]
+__all__ = ["ROUTE"]
 
 #: Maximum size in bytes of a call's largest array for which it uses host memory.
 SMALL = 64 * 1024
@@ -61,21 +61,17 @@ class Sharers(UserBuffers):
     # ---- Large calls -----------------------------------------------------------------------------
 
     def shows(self, kind: CallKind, side: int, extent: Extent, root: int) -> bool:
-        """Return whether rank 0 uses this rank's array."""
         return self.me != 0
 
     def steps_of(
         self, kind: CallKind, extent: Extent, root: int, sent: Any
     ) -> Sequence[Iterable[Job]]:
-        """Return the work of all ranks, which rank 0 does."""
         return [jobs_of(kind, extent, root, sent)]
 
     def readers_of(self, kind: CallKind, root: int) -> Iterable[int]:
-        """Return rank 0."""
         return self.readers
 
     def prepare(self, kind: CallKind) -> None:
-        """Compile the kernel, on rank 0."""
         if self.me == 0 and kind.op is not None:
             assert kind.dtype is not None
             by = find_loop(kind.op, kind.dtype)
@@ -83,7 +79,6 @@ class Sharers(UserBuffers):
             self.context.runtime.load(self.context.index, by, 2 * self.n)
 
     def enqueue(self, kind: CallKind, jobs: Sequence[Placed]) -> None:
-        """Enqueue kernels, or copies."""
         context, op, dtype = self.context, kind.op, kind.dtype
         assert dtype is not None
         by = None if op is None else find_loop(op, dtype)
@@ -101,7 +96,6 @@ class Sharers(UserBuffers):
         self, kind: CallKind, send: DeviceView | None, recv: DeviceView | None, extent: Extent,
         root: int,
     ) -> None:  # fmt: skip
-        """Run a call."""
         if isinstance(extent, int) and self.is_small(kind, extent):
             self.run_on_host(kind, send, recv, extent, root)
         else:
@@ -144,7 +138,6 @@ class Sharers(UserBuffers):
             self._taken[turn] = context.record()
 
     def close(self, limit: float) -> None:
-        """Close everything; see UserBuffers."""
         super().close(limit)
         if not self._events:
             self.pinned = self.halves = None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -283,33 +282,3 @@ def test_input_may_be_freed_when_the_call_returns(n, wait):
         garbage = cupy.full(LARGE, 99, cupy.float32)
         work.wait()
         assert (output == cupy.arange(n)[:, None] + turn).all() and (garbage == 99).all()
-
-
-@pytest.mark.parametrize("count", [1000, LARGE, 20 * LARGE])
-def test_report_how_long_the_host_is_blocked(n, count, record_property):
-    """In the call and in wait(). The stream has 50 ms of earlier work."""
-    me, clock = dist.get_rank(), time.perf_counter
-    stream = cupy.cuda.Stream(non_blocking=True)
-    for async_op in (False, True):
-        took = []
-        for turn in range(4):
-            with stream:
-                array = cupy.full(count, me + 1, cupy.float32)
-                stream.synchronize()
-                dist.barrier()
-                late(array, me + 1, 50_000_000)
-                begin = clock()
-                work = dist.all_reduce(array, async_op=async_op)
-                called = clock()
-                if async_op:
-                    work.wait()
-                waited = clock()
-                stream.synchronize()
-                if turn:  # the first run compiles and allocates
-                    took.append((called - begin, waited - called, clock() - begin))
-                assert (array.get() == n * (n + 1) / 2).all()
-        call, wait, all_of_it = (min(column) * 1e3 for column in zip(*took, strict=True))
-        record_property(
-            f"{'asynchronous' if async_op else 'synchronous'}, {count} elements",
-            f"call {call:.3f} ms, wait() {wait:.3f} ms, device done {all_of_it:.3f} ms",
-        )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from late import filled, late
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -175,28 +175,6 @@ def test_hooks(device, name, buckets):
         close(found, expected, rtol, rtol * largest)
 
 
-def test_power_sgd(device):
-    model = DDP(network(device))
-    state = powerSGD_hook.PowerSGDState(
-        None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
-    )
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        x, y = (part.to(device) for part in batch(dist.get_rank(), 0))
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0] and state.compression_stats()[0] > 1
-    for parameter in model.parameters():
-        others = [torch.zeros_like(parameter) for _ in range(dist.get_world_size())]
-        dist.all_gather(others, parameter.detach())
-        assert all(torch.equal(one, parameter) for one in others)
-
-
 def test_accumulation_with_no_sync(device):
     """Two of three backward passes are local. The third reduces the sum of the gradients."""
     model, alone = DDP(network(device), **BUCKETS), network(device)
@@ -263,20 +241,6 @@ def test_redistribute(device, mesh, source, target):
     torch.testing.assert_close(found.full_tensor(), matrix)
     own = matrix if isinstance(target, Replicate) else matrix.chunk(n, target.dim)[dist.get_rank()]
     torch.testing.assert_close(found.to_local(), own)
-
-
-def test_product_of_sharded_matrices(device, mesh):
-    """Columns times rows gives partial sums. Gradients pass through them."""
-    n = dist.get_world_size()
-    left, right = torch.randn(8, 16 * n, device=device), torch.randn(16 * n, 8, device=device)
-    dist.broadcast(left, 0)
-    dist.broadcast(right, 0)
-    a = distribute_tensor(left, mesh, [Shard(1)]).requires_grad_()
-    b = distribute_tensor(right, mesh, [Shard(0)]).requires_grad_()
-    product = (a @ b).redistribute(mesh, [Replicate()])
-    torch.testing.assert_close(product.to_local(), left @ right, rtol=1e-4, atol=1e-4)
-    product.sum().backward()
-    torch.testing.assert_close(a.grad.full_tensor(), right.sum(1).expand(8, -1))
 
 
 COMPILERS = [

@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 import simulated
 from conftest import TIMEOUT
-from conftest import team as group_of
 from device_arrays import forced
-from driver import NAMES
-from test_devices import SOME, DeviceCall, got
+from test_devices import got
 
 import mpicoll as dist
 from mpicoll.cuda import capabilities, runtime
@@ -127,22 +125,6 @@ def numbers(count, rank):
 
 
 # ---- Selection -----------------------------------------------------------------------------------
-
-
-@on_gpus
-@pytest.mark.parametrize("name", ROUTE.serves.primitives)
-def test_calls_of_copy_engine(world, name):
-    """Small and large calls, in two orders of ranks. test_devices.py tests the forced route."""
-    n = world.n
-    teams = [group_of("world", range(n)), group_of("back", range(n)[::-1])]
-    for turn, dtype in enumerate(SOME):
-        cases = (1, "C"), (37, "third"), (LARGE, "1"), (4 * LARGE + 3, "C")
-        for count, layout in cases[turn % 2 :: 2]:
-            root = (count + turn) % n if NAMES[name].root else 0
-            DeviceCall(
-                world.arrays, name, teams[turn // 2 % 2], dtype, count, None, root, layout=layout,
-                index=world.index, kind="pool" if turn % 3 == 2 else "plain",
-            ).run_and_check(turn % 3 == 1)  # fmt: skip
 
 
 @on_gpus

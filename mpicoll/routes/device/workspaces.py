@@ -31,16 +31,9 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
-    "BLOCK",
-    "RELEASE_TIMEOUT_S",
-    "Workspaces",
-    "map_each_other",
-    "mapped",
-    "open_memory",
-    "register_cache",
-    "share_pages",
-    "timed_barrier",
-]
+    "BLOCK", "RELEASE_TIMEOUT_S", "Workspaces", "map_each_other", "mapped", "open_memory",
+    "register_cache", "share_pages", "timed_barrier",
+]  # fmt: skip
 
 #: Size in bytes of the driver's blocks. Small allocations share a block, and opening one of them
 #: maps the whole block.

@@ -32,7 +32,6 @@ from mpicoll.failures.group_failure import fail_all_ranks
 from mpicoll.launch.host_identity import node
 from mpicoll.routes.device.state import RouteState, build_on_home_device, signature_of
 from mpicoll.routes.route import EXCHANGES, MOVES, REDUCTIONS, Needs, Policy, Route, Serves
-from mpicoll.routes.wire import all_gather_bytes
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -176,11 +175,9 @@ def _negotiate(agreement: Agreement) -> Nccl | str:
     runtime = context.runtime
     able = runtime.has_nccl()
     mine = f"{node()} {runtime.pci_bus_id(context.index)}" if able else ""
-    everybody = [
-        bytes(one) for one in all_gather_bytes(group.inner, np.frombuffer(mine.encode(), np.uint8))
-    ]
+    everybody = control_messages.allgather(group.inner, mine, str)
     if not all(everybody):
-        return f"rank {everybody.index(b'')} has no NCCL"
+        return f"rank {everybody.index('')} has no NCCL"
     if len(set(everybody)) < len(everybody):
         return "two ranks share a GPU"
     identity, problem = b"", ""

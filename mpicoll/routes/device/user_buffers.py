@@ -109,7 +109,7 @@ class UserBuffers(RouteState):
         super().__init__(agreement)
         self.readers = readers
         #: By step and rank: this rank's events and the opened events of the other ranks.
-        self._events: list[list[Event | None]] = [[None] * self.n for _ in range(steps + 1)]
+        self._events: list[list[Any]] = [[None] * self.n for _ in range(steps + 1)]
         self._words: Any = None  # shared host memory, by half and rank
         self._turn = 0  # number of exchanges; they alternate between the halves
         self._met = -1  # call number of the latest exchange
@@ -363,16 +363,14 @@ class UserBuffers(RouteState):
 
     def _record(self, place: int) -> None:
         """Record this rank's event of a step in its work stream."""
-        event, context = self._events[place][self.me], self.context
-        assert event is not None
-        context.runtime.record_again(context.index, context.work, event)
+        context = self.context
+        context.runtime.record_again(context.index, context.work, self._events[place][self.me])
 
     def _wait_for(self, ranks: Iterable[int], place: int) -> None:
         """Make this rank's stream wait for the events of other ranks in a step."""
         for rank in ranks:
-            event, context = self._events[place][rank], self.context
-            assert event is not None
-            context.runtime.wait(context.index, context.work, event)
+            context = self.context
+            context.runtime.wait(context.index, context.work, self._events[place][rank])
 
     # ---- Other ranks' memory ---------------------------------------------------------------------
 

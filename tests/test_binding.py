@@ -130,13 +130,18 @@ A, B, C = "0000:03:00.0", "0000:83:00.0", "0000:84:00.0"
 )  # fmt: skip
 def test_far_gpus_are_reported(tmp_path, monkeypatch, allowed, expected):
     monkeypatch.setattr(binding, "_DEVICES", tmp_path)
-    for address, processors in ((A, "0-3,8\n"), (B, "4-7\n")):
+    card = "0000:85:00.0", "4-7\n", "0x020700"
+    for address, processors, kind in (
+        (A, "0-3,8\n", "0x030200"), (B, "4-7\n", "0x120000"), card,
+    ):  # fmt: skip
         (tmp_path / address).mkdir()
         (tmp_path / address / "local_cpulist").write_text(processors)
-    own = rank([f"{A} u", f"0000{B} v", f"{C} w"])
+        (tmp_path / address / "class").write_text(kind)
+    own = rank([f"{A} u", f"0000{B} v", f"{C} w", f"{card[0]} x"])
     found = describe_far_gpu(own, 0, allowed)
     assert len(found) == bool(expected) and all(text.endswith(expected) for text in found)
     assert not describe_far_gpu(own, 2, allowed), "the kernel does not know the GPU"
+    assert not describe_far_gpu(own, 3, allowed), "the address is not a GPU's"
 
 
 # --- bind_gpu.sh --------------------------------------------------------------------------------

@@ -276,6 +276,7 @@ far = max(os.sched_getaffinity(0)) + 1
 for number, near in (("00", "0-9999"), ("01", str(far))):
     place = root / f"0000:{number}:00.0"
     place.mkdir(parents=True)
+    (place / "class").write_text("0x030200")
     (place / "local_cpulist").write_text(near)
 from mpicoll.cuda import binding
 binding._DEVICES = root

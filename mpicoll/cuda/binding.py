@@ -18,6 +18,8 @@ __all__ = ["bind", "describe_far_gpu", "describe_idle_gpus", "device_for"]
 
 #: The kernel's folders of PCI devices.
 _DEVICES = Path("/sys/bus/pci/devices")
+#: PCI classes of GPUs: display controllers and processing accelerators.
+_GPU_CLASSES = ("0x03", "0x12")
 
 
 def device_for(
@@ -112,7 +114,9 @@ def _near_processors(gpu: str) -> set[int]:
     found: set[int] = set()
     with suppress(OSError, ValueError):
         address = f"{int(domain, 16):04x}:{rest}"  # NVIDIA's tools use 8 digits
-        text = (_DEVICES / address / "local_cpulist").read_text()  # such as 0-3,8
-        for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
-            found.update(range(int(first), int(last or first) + 1))
+        place = _DEVICES / address
+        text = (place / "local_cpulist").read_text()  # such as 0-3,8
+        if (place / "class").read_text().startswith(_GPU_CLASSES):
+            for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+                found.update(range(int(first), int(last or first) + 1))
     return found

@@ -595,7 +595,8 @@ def test_number_of_open_allocations_is_limited(world, monkeypatch):
     for output in outputs:
         world.check_rows(output)
     world.check_all_gather()
-    assert not world.shares or len(world.cuda.opened) <= (5 * n if me == 0 else 0)
+    # The two arrays per rank of the last call may have replaced mappings that are still in use.
+    assert not world.shares or len(world.cuda.opened) <= (6 * n if me == 0 else 0)
 
 
 @on_one_gpu

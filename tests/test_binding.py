@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
-import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from mpicoll.cuda import runtime
-from mpicoll.cuda.binding import bind, describe_idle_gpus, device_for, warn_of_idle_gpus
+from mpicoll.cuda import binding, runtime
+from mpicoll.cuda.binding import bind, describe_far_gpu, describe_idle_gpus, device_for
 from mpicoll.cuda.capabilities import Capabilities, CudaSupport
 from mpicoll.errors import MpicollError, UnsupportedError
 from mpicoll.launch.launchers import LAUNCHERS
@@ -88,7 +89,7 @@ def test_bind_without_a_gpu(alone, monkeypatch):
     assert bind() is None
 
 
-def rank(gpus: str, node: str = "a") -> Capabilities:
+def rank(gpus: Sequence[str], node: str = "a") -> Capabilities:
     return Capabilities("M", "1", "", CudaSupport.NONE, "", node, gpus=tuple(gpus))
 
 
@@ -111,17 +112,36 @@ def rank(gpus: str, node: str = "a") -> Capabilities:
 def test_idle_gpus_are_reported(ranks, used, expected):
     found = describe_idle_gpus(ranks, used)
     assert list(found) == list(expected)
-    for node, text in expected.items():
-        with pytest.warns(RuntimeWarning, match=text):
-            warn_of_idle_gpus(
-                ranks, used, next(r for r, own in enumerate(ranks) if own.node == node)
-            )
-    firsts = {own.node: r for r, own in reversed(list(enumerate(ranks)))}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for r, own in enumerate(ranks):
-            if own.node not in expected or firsts[own.node] != r:
-                warn_of_idle_gpus(ranks, used, r)
+    assert all(re.match(text, found[node]) for node, text in expected.items())
+
+
+A, B, C = "0000:03:00.0", "0000:83:00.0", "0000:84:00.0"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [
+        (range(8), ""), ([2, 5], ""), ([8], ""),
+        ([9], f"GPU {A} is far from the processors that the rank may run on (9): bind the rank to "
+         "processors near it (0-3,8)"),
+        ([5, 6], "may run on (5-6): bind the rank to processors near it (0-3,8), or work on GPU "
+         f"0000{B}"),
+    ],
+)  # fmt: skip
+def test_far_gpus_are_reported(tmp_path, monkeypatch, allowed, expected):
+    monkeypatch.setattr(binding, "_DEVICES", tmp_path)
+    card = "0000:85:00.0", "4-7\n", "0x020700"
+    for address, processors, kind in (
+        (A, "0-3,8\n", "0x030200"), (B, "4-7\n", "0x120000"), card,
+    ):  # fmt: skip
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "local_cpulist").write_text(processors)
+        (tmp_path / address / "class").write_text(kind)
+    own = rank([f"{A} u", f"0000{B} v", f"{C} w", f"{card[0]} x"])
+    found = describe_far_gpu(own, 0, allowed)
+    assert len(found) == bool(expected) and all(text.endswith(expected) for text in found)
+    assert not describe_far_gpu(own, 2, allowed), "the kernel does not know the GPU"
+    assert not describe_far_gpu(own, 3, allowed), "the address is not a GPU's"
 
 
 # --- bind_gpu.sh --------------------------------------------------------------------------------

@@ -260,35 +260,27 @@ def test_doctor_reports_crashes_of_an_mpi_that_reports_cuda_support(ended: Ended
     assert " mpi not used: each of ranks 0, 1 lacks an MPI that sends, receives and" in words
 
 
-#: Two GPUs and a network card near the first one. The second GPU is far from all processors.
+#: Two GPUs. The second one is far from all processors.
 TOPOLOGY = """
 import os, pathlib
 root = pathlib.Path(os.environ["XDG_CACHE_HOME"], f"sys{os.getpid()}")
 far = max(os.sched_getaffinity(0)) + 1
-for number, near in (("00", "0-9999"), ("01", str(far)), ("02", "0-9999")):
-    address = f"0000:{number}:00.0"
-    place = root / "devices/pci0000:00" / address
+for number, near in (("00", "0-9999"), ("01", str(far))):
+    place = root / f"0000:{number}:00.0"
     place.mkdir(parents=True)
     (place / "class").write_text("0x030200")
     (place / "local_cpulist").write_text(near)
-    (root / "bus/pci/devices").mkdir(parents=True, exist_ok=True)
-    (root / "bus/pci/devices" / address).symlink_to(place)
-(root / "class/infiniband/mlx5_9").mkdir(parents=True)
-(root / "class/infiniband/mlx5_9/device").symlink_to(place)
-from mpicoll.cuda import topology
-topology._SYS = root
+from mpicoll.cuda import binding
+binding._DEVICES = root
 import runpy
 runpy.run_path(os.path.join(os.environ["FAKE"], "sitecustomize.py"))
 """
 
 
 @job("doctor", ranks=2, environment=TWO_GPUS, site=TOPOLOGY)
-def test_doctor_prints_the_topology_of_gpus(ended: Ended) -> None:
+def test_doctor_warns_of_a_far_gpu(ended: Ended) -> None:
     assert ended.code == 0, ended
     words = " ".join(ended.out.split())
-    assert f"GPUs and network cards of {socket.gethostname()} GPU0 GPU1 mlx5_9" in words, words
-    assert "GPU0 0000:00:00.0 X PHB PHB 0-9999 0" in words
-    assert re.search(r"GPU1 0000:01:00.0 PHB X PHB \d+ 1 \(NV4: four NVLinks", words)
     assert re.search(r"rank 1: GPU 0000:01:00.0 is far from the processors", words)
     assert "rank 0: GPU" not in words
     loaded = "" if Path("/sys/module/nvidia_peermem").exists() else "not "
@@ -296,10 +288,10 @@ def test_doctor_prints_the_topology_of_gpus(ended: Ended) -> None:
 
 
 @job("hello", ranks=2, environment=TWO_GPUS, site=TOPOLOGY)
-def test_hello_prints_the_nearest_network_card(ended: Ended) -> None:
+def test_hello_warns_of_a_far_gpu(ended: Ended) -> None:
     first, second = ended.out.splitlines()
-    assert first.endswith("device route peer, nearest to mlx5_9 (PHB)"), ended
-    assert "nearest to mlx5_9 (PHB); GPU 0000:01:00.0 is far from the processors" in second
+    assert first.endswith("device route peer"), ended
+    assert "device route peer; GPU 0000:01:00.0 is far from the processors" in second
 
 
 @job("doctor --json", ranks=2, environment={**CLAIMED, "FAKE_GPU": "nothing",

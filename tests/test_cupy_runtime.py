@@ -18,7 +18,7 @@ import pytest
 
 from mpicoll.core.progress import Poller, Worker
 from mpicoll.cuda import runtime, threads
-from mpicoll.cuda.runtime import CupyRuntime, Memory
+from mpicoll.cuda.runtime import Memory, Runtime
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.errors import DeviceMemoryError, MpicollError, UnsupportedError
 
@@ -205,8 +205,8 @@ def world(monkeypatch) -> FakeCuda:
 
 
 @pytest.fixture
-def cuda(world, monkeypatch) -> Iterator[CupyRuntime]:
-    made = CupyRuntime()
+def cuda(world, monkeypatch) -> Iterator[Runtime]:
+    made = Runtime()
     monkeypatch.setattr(runtime, "_runtime", made)
     monkeypatch.setattr(threads, "_device", None)
     yield made
@@ -229,7 +229,7 @@ def on_a_thread(task) -> None:
         raise errors[0]
 
 
-def work(cuda: CupyRuntime, index: int) -> None:
+def work(cuda: Runtime, index: int) -> None:
     """Make every device call of a collective and free all resources."""
     context = DeviceContext(cuda, index)
     context.scratch(100)
@@ -353,7 +353,7 @@ def test_mig_instances_of_one_gpu_have_different_identities(cuda):
 def test_cupy_for_rocm_is_not_supported(world, monkeypatch):
     monkeypatch.setattr(world, "is_hip", True)
     with pytest.raises(UnsupportedError, match="built for ROCm, which is not supported"):
-        CupyRuntime()
+        Runtime()
 
 
 def test_cupy_without_the_driver_raises(world, monkeypatch):
@@ -362,7 +362,7 @@ def test_cupy_without_the_driver_raises(world, monkeypatch):
 
     monkeypatch.setattr(ctypes, "CDLL", absent)
     with pytest.raises(UnsupportedError, match=r"CUDA driver's library, .* libcuda.*cannot"):
-        CupyRuntime()
+        Runtime()
 
 
 def test_cupy_import_error_raises_unsupported(monkeypatch):
@@ -376,7 +376,7 @@ def test_cupy_import_error_raises_unsupported(monkeypatch):
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
     with pytest.raises(UnsupportedError, match=r"cannot be loaded.*/root/.cupy"):
-        CupyRuntime()
+        Runtime()
 
 
 def test_memory_pools_are_emptied_if_memory_is_short(world, cuda, monkeypatch):

@@ -8,7 +8,6 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import NamedTuple
 
 from mpicoll import cli, settings
@@ -18,7 +17,6 @@ from mpicoll.cli.doctor_facts import (
     describe_settings,
     describe_torch,
     examine,
-    format_table,
     name_launcher,
 )
 from mpicoll.cli.doctor_machine import (
@@ -28,7 +26,6 @@ from mpicoll.cli.doctor_machine import (
     find_unbound,
     name_ranks,
 )
-from mpicoll.cuda.topology import LEGEND
 
 __all__ = ["ADVICE", "add_arguments", "advise", "run"]
 
@@ -75,7 +72,6 @@ def _json(findings: Findings, advice: list[tuple[bool, str]]) -> str:
             "device": findings.device,
             "off": {name: why for name, why in findings.off.items() if why},
         },
-        "topology": [asdict(one) for one in findings.topology],
         "advice": [{"wrong": is_error, "text": text} for is_error, text in advice],
     }
     return json.dumps(report, indent=1)
@@ -95,9 +91,6 @@ def _text(findings: Findings, advice: list[tuple[bool, str]]) -> str:
         else:
             lines += ["", "Device routes, best first"]
             lines += _device_routes(findings)
-    for one in findings.topology:
-        lines += ["", f"GPUs and network cards of {one.host}"]
-        lines += [f"  {line}" for line in (*format_table(one), f"({LEGEND})")]
     lines += ["", "What to change" if advice else "No problems found"]
     for is_error, text in advice:
         lines.append(_wrap(text, 100, "  WRONG: " if is_error else "  ", 4))

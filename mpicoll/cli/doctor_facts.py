@@ -1,4 +1,4 @@
-"""Findings of ``python -m mpicoll doctor``: facts of each rank, routes, and topology."""
+"""Findings of ``python -m mpicoll doctor``: facts of each rank, and routes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import platform
 import re
 import socket
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,6 @@ from mpicoll.cli.doctor_machine import (
     find_moving,
 )
 from mpicoll.launch.host_identity import node
-from mpicoll.machine import format_ranges
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -47,34 +45,9 @@ Facts = dict[str, str]
 Routes = dict[str, str]
 
 
-@dataclass(frozen=True)
-class Row:
-    """A GPU and its connections.
-
-    name:  PCI address.
-    ranks: ranks that use it.
-    processors: near processors, as ranges.
-    to:    connection to each GPU and card of the node: NVLink, or the distance on PCIe.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    processors: str
-    to: dict[str, str]
-
-
-@dataclass(frozen=True)
-class NodeTopology:
-    """GPUs and network cards of a host, by name; empty if /sys has no information."""
-
-    host: str
-    gpus: tuple[Row, ...] = ()
-    cards: tuple[str, ...] = ()
-
-
 @dataclass
 class Findings:
-    """Findings of all ranks. Lists are indexed by rank, except idle and topology.
+    """Findings of all ranks. Lists are indexed by rank, except idle.
 
     facts:      facts of each rank.
     problem:    error of init_process_group, or "".
@@ -88,8 +61,7 @@ class Findings:
     no_single_copy: reason why a rank cannot copy from the memory of other ranks, or "".
     host, device: routes of host and device arrays, by primitive.
     off:        reasons why device routes are not used, by name; "" if used.
-    topology:   GPUs and network cards of each node.
-    far:        warnings about a GPU, network card or processors that are far apart.
+    far:        warnings about processors far from a GPU.
     """
 
     facts: list[Facts]
@@ -105,7 +77,6 @@ class Findings:
     host: Routes = field(default_factory=dict)
     device: Routes = field(default_factory=dict)
     off: Routes = field(default_factory=dict)
-    topology: list[NodeTopology] = field(default_factory=list)
     far: list[list[str]] = field(default_factory=list)
 
 
@@ -138,15 +109,15 @@ def examine(before: Facts, misspelled: dict[str, str], again: bool) -> tuple[boo
         ]
         findings.all_ranks = with_used(findings.all_ranks, used)
         findings.idle = list(binding.describe_idle_gpus(findings.all_ranks, used).values())
-        host = socket.gethostname()
-        findings.topology, findings.far = examine_topology(
-            group.inner, findings.all_ranks, used, host
-        )
+        index = used[me]
+        own = findings.all_ranks[me]
+        far = [] if index is None else binding.describe_far_gpu(own, index, os.sched_getaffinity(0))
+        findings.far = control_messages.allgather(group.inner, far, list[str])
         forced = forced_route(findings.all_ranks)
         names = eligible_routes(findings.all_ranks, forced)
         findings.off = describe_routes(names, findings.all_ranks, forced)
         if None not in used:
-            names, findings.off = _try_device_routes(group, used[me] or 0)
+            names, findings.off = _try_device_routes(group, index or 0)
     except MpicollError as error:  # the same on all ranks
         findings.bad_route = str(error)
     findings.host = _describe_host_routes(group)
@@ -332,57 +303,3 @@ def _describe_host_routes(group: ProcessGroup) -> Routes:
             route = describe(CallKind(primitive, group, ReduceOp.SUM, by_name[name]))
             found[f"{primitive.name} ({name})"] = route
     return found
-
-
-# --- topology -----------------------------------------------------------------------------------
-
-
-def examine_topology(
-    comm: MPI.Intracomm, all_ranks: Sequence[Capabilities], used: Sequence[int | None], host: str
-) -> tuple[list[NodeTopology], list[list[str]]]:
-    """Return the topology of each node, and by rank the warnings about far devices.
-
-    All ranks call it. all_ranks: capabilities of each rank; used: GPU number of each rank.
-    """
-    from mpicoll.cuda import topology
-
-    me = comm.Get_rank()
-    own = all_ranks[me]
-    place = {
-        rank: one.gpus[index].partition(" ")[0]
-        for rank, (one, index) in enumerate(zip(all_ranks, used, strict=True))
-        if index is not None and one.node == own.node
-    }
-    seen = [gpu.partition(" ")[0] for one in all_ranks if one.node == own.node for gpu in one.gpus]
-    known = topology.find(seen)
-    rows = []
-    for gpu in known.gpus:
-        others = [one for one in (*known.gpus, *known.cards) if one is not gpu]
-        ranks = tuple(rank for rank, name in place.items() if known.gpu(name) is gpu)
-        to = {one.name: known.between(gpu, one) for one in others}
-        rows.append(Row(gpu.name, ranks, format_ranges(gpu.processors), to))
-    far = []
-    if me in place:
-        others_seen = [gpu.partition(" ")[0] for gpu in own.gpus]
-        far = topology.find_far(known, place[me], os.sched_getaffinity(0), os.environ, others_seen)
-    mine = NodeTopology(host, tuple(rows), tuple(card.name for card in known.cards))
-    gathered = control_messages.allgather(comm, (mine, far), tuple[NodeTopology, list[str]])
-    nodes = [one.node for one in all_ranks]
-    firsts = [gathered[rank][0] for rank, node in enumerate(nodes) if nodes.index(node) == rank]
-    return [one for one in firsts if one.gpus], [texts for _, texts in gathered]
-
-
-def format_table(one: NodeTopology) -> list[str]:
-    """Return the lines of a table, as ``nvidia-smi topo -m`` prints."""
-    names = [*(row.name for row in one.gpus), *one.cards]
-    heads = [f"GPU{i}" for i in range(len(one.gpus))] + list(one.cards)
-    table = [["", *heads, "near processors", "ranks"]]
-    for i, row in enumerate(one.gpus):
-        cells = ["X" if name == row.name else row.to[name] for name in names]
-        ranks = format_ranges(row.ranks) or "none"
-        table.append([f"GPU{i} {row.name}", *cells, row.processors or "unknown", ranks])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in table
-    ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-from collections.abc import Sequence
 
 from mpicoll import cli, control_messages
 from mpicoll.machine import format_ranges
@@ -33,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     import mpicoll as dist
     from mpicoll.api.lifecycle import node_size
     from mpicoll.core.groups import default_group
-    from mpicoll.cuda.binding import device_for
+    from mpicoll.cuda.binding import describe_far_gpu, device_for
     from mpicoll.cuda.capabilities import exchange
     from mpicoll.routes.device.eligibility import eligible_routes, forced_route, with_used
 
@@ -45,7 +44,8 @@ def run(options: argparse.Namespace) -> int:
     route = eligible_routes(all_ranks, forced_route(all_ranks))[0]
     gpu = "no GPU" if index is None else f"GPU {index} ({own.gpus[index]}), device route {route}"
     if index is not None:
-        gpu += _describe_topology(own.gpus, index)
+        far = describe_far_gpu(own, index, os.sched_getaffinity(0))
+        gpu += "".join(f"; {text}" for text in far)
     line = (
         f"rank {dist.get_rank()} of {dist.get_world_size()} on {socket.gethostname()}, "
         f"local rank {local} of {node_size()}, {own.vendor} {own.version}, {gpu}"
@@ -65,18 +65,3 @@ def _describe_binding() -> str:
     if len(allowed) == count:
         return f"bound to none of {count} processors"
     return f"bound to processor{'s' * (len(allowed) > 1)} {format_ranges(allowed)} of {count}"
-
-
-def _describe_topology(gpus: Sequence[str], index: int) -> str:
-    """Describe the nearest network cards of a GPU, and warnings about far devices."""
-    from mpicoll.cuda import topology
-
-    names = [gpu.partition(" ")[0] for gpu in gpus]
-    known = topology.find(names, links=False)
-    gpu = known.gpu(names[index])
-    if gpu is None:
-        return ""
-    distance, cards = known.nearest_cards(gpu)
-    near = f", nearest to {' and '.join(card.name for card in cards)} ({distance})" if cards else ""
-    far = topology.find_far(known, gpu.name, os.sched_getaffinity(0), os.environ, names)
-    return "".join([near, *(f"; {text}" for text in far)])

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from mpicoll import launch
-from mpicoll.cuda import runtime, topology
+from mpicoll.cuda import runtime
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.errors import MpicollError, UnsupportedError
+from mpicoll.machine import format_ranges
 
-__all__ = ["bind", "describe_idle_gpus", "device_for", "warn_of_far_gpu", "warn_of_idle_gpus"]
+__all__ = ["bind", "describe_far_gpu", "describe_idle_gpus", "device_for"]
+
+#: The kernel's folders of PCI devices.
+_DEVICES = Path("/sys/bus/pci/devices")
+#: PCI classes of GPUs: display controllers and processing accelerators.
+_GPU_CLASSES = ("0x03", "0x12")
 
 
 def device_for(
@@ -81,27 +89,34 @@ def describe_idle_gpus(
     return found
 
 
-def warn_of_idle_gpus(
-    all_ranks: Sequence[Capabilities], used: Sequence[int | None], rank: int
-) -> None:
-    """Warn of idle GPUs, on the first rank of each node that has idle GPUs.
+def describe_far_gpu(own: Capabilities, used: int, allowed: Collection[int]) -> list[str]:
+    """Describe if a rank's GPU is far from its processors, and name nearer GPUs.
 
-    rank: this process's rank.
+    used:    number of the GPU that the rank uses.
+    allowed: processors on which the rank may run.
     """
-    node = all_ranks[rank].node
-    text = describe_idle_gpus(all_ranks, used).get(node)
-    if text and rank == next(r for r, own in enumerate(all_ranks) if own.node == node):
-        warnings.warn(f"mpicoll: {text}", RuntimeWarning, stacklevel=3)
+    near = {gpu.partition(" ")[0]: _near_processors(gpu) for gpu in own.gpus}
+    name = own.gpus[used].partition(" ")[0]
+    if not near[name] or not near[name].isdisjoint(allowed):
+        return []
+    better = [gpu for gpu, processors in near.items() if not processors.isdisjoint(allowed)]
+    choice = f", or work on GPU {' or '.join(better)}" if better else ""
+    return [
+        f"GPU {name} is far from the processors that the rank may run on "
+        f"({format_ranges(allowed)}): bind the rank to processors near it "
+        f"({format_ranges(near[name])}){choice}"
+    ]
 
 
-def warn_of_far_gpu(own: Capabilities, used: int, rank: int) -> None:
-    """Warn if this rank's GPU, or the network card that it is configured to use, is far and a
-    nearer one exists.
-
-    used: number of the GPU that the rank uses.
-    """
-    seen = [gpu.partition(" ")[0] for gpu in own.gpus]
-    for text in topology.find_far(
-        topology.find(seen, links=False), seen[used], os.sched_getaffinity(0), os.environ, seen
-    ):
-        warnings.warn(f"mpicoll: rank {rank}: {text}", RuntimeWarning, stacklevel=3)
+def _near_processors(gpu: str) -> set[int]:
+    """Return the processors near a GPU, which starts with its PCI address; empty if unknown."""
+    domain, _, rest = gpu.partition(" ")[0].lower().partition(":")
+    found: set[int] = set()
+    with suppress(OSError, ValueError):
+        address = f"{int(domain, 16):04x}:{rest}"  # NVIDIA's tools use 8 digits
+        place = _DEVICES / address
+        text = (place / "local_cpulist").read_text()  # such as 0-3,8
+        if (place / "class").read_text().startswith(_GPU_CLASSES):
+            for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+                found.update(range(int(first), int(last or first) + 1))
+    return found

@@ -34,9 +34,10 @@ class Driver:
     def __init__(self, library: Any) -> None:
         self._library = library
         self._contexts: dict[int, int] = {}
-        self._call("cuInit", 0)
+        self.call("cuInit", 0)
 
-    def _call(self, name: str, *arguments: object) -> None:
+    def call(self, name: str, *arguments: object) -> None:
+        """Call a function; raises MpicollError if it fails."""
         failed = getattr(self._library, name)(*arguments)
         if failed:
             raise MpicollError(f"{name}: the CUDA driver returns error {failed}")
@@ -49,7 +50,7 @@ class Driver:
         initial device, even if the program does not use it.)
         """
         context, now = self._context(index), ctypes.c_void_p()
-        self._call("cuCtxGetCurrent", ctypes.byref(now))
+        self.call("cuCtxGetCurrent", ctypes.byref(now))
         return _NO_CHANGE if now.value == context else _PushedContext(self, context)
 
     def _context(self, index: int) -> int:
@@ -57,19 +58,11 @@ class Driver:
         found = self._contexts.get(index)
         if found is None:
             device, context = ctypes.c_int(), ctypes.c_void_p()
-            self._call("cuDeviceGet", ctypes.byref(device), index)
-            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            self.call("cuDeviceGet", ctypes.byref(device), index)
+            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
             assert context.value is not None
             found = self._contexts[index] = context.value
         return found
-
-    def push(self, context: int) -> None:
-        """Push a context onto the calling thread's stack."""
-        self._call("cuCtxPushCurrent_v2", ctypes.c_void_p(context))
-
-    def pop(self) -> None:
-        """Pop the context that ``push`` pushed."""
-        self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def relax_capture(self) -> None:
         """Allow the calling thread to make calls that may disturb a graph capture on another
@@ -77,7 +70,7 @@ class Driver:
 
         By default a thread that allocates, or waits for an event, invalidates the capture.
         """
-        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
+        self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
 
     def attribute(self, which: int, address: int) -> int | None:
         """Return an attribute of memory, or None if the driver does not know the memory."""
@@ -104,14 +97,14 @@ class Driver:
     def device_pointer(self, address: int) -> int:
         """Return the address of registered host memory on the current device."""
         found = ctypes.c_uint64()
-        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), ctypes.c_void_p(address), 0)
+        self.call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), ctypes.c_void_p(address), 0)
         return found.value
 
     def uuid(self, index: int) -> str:
         """Return the UUID of a device; for a MIG device, of the instance."""
         device, found = ctypes.c_int(), (ctypes.c_uint8 * 16)()
-        self._call("cuDeviceGet", ctypes.byref(device), index)
-        self._call("cuDeviceGetUuid_v2", ctypes.byref(found), device)
+        self.call("cuDeviceGet", ctypes.byref(device), index)
+        self.call("cuDeviceGetUuid_v2", ctypes.byref(found), device)
         return str(uuid.UUID(bytes=bytes(found)))
 
 
@@ -122,7 +115,7 @@ class _PushedContext:
         self._driver, self._context = driver, context
 
     def __enter__(self) -> None:
-        self._driver.push(self._context)
+        self._driver.call("cuCtxPushCurrent_v2", ctypes.c_void_p(self._context))
 
     def __exit__(self, *error: object) -> None:
-        self._driver.pop()
+        self._driver.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))

@@ -87,18 +87,14 @@ def run_probe(
 def _mpirun(library: Path, environment: dict[str, str]) -> Path | None:
     """Return the mpirun that belongs to an Open MPI library, or None."""
     prefix = environment.get("OPAL_PREFIX")
-    folders = [Path(prefix) / "bin"] if prefix else []
-    folders += [parent / "bin" for parent in library.resolve().parents]
-    for folder in folders:
-        for name in ("mpirun", "mpirun.openmpi"):
-            path = folder / name
-            if os.access(path, os.X_OK) and _is_openmpi(path, environment):
-                return path
-    found = shutil.which("mpirun")
-    return Path(found) if found and _is_openmpi(Path(found), environment) else None
+    folders = [Path(prefix)] if prefix else []
+    folders += library.resolve().parents
+    paths = [str(one / "bin" / name) for one in folders for name in ("mpirun", "mpirun.openmpi")]
+    paths += filter(None, [shutil.which("mpirun")])
+    return next((Path(path) for path in paths if _is_openmpi(path, environment)), None)
 
 
-def _is_openmpi(mpirun: Path, environment: dict[str, str]) -> bool:
+def _is_openmpi(mpirun: str, environment: dict[str, str]) -> bool:
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
             [mpirun, "--version"], env=environment, stdin=subprocess.DEVNULL,
@@ -140,16 +136,12 @@ def _run(
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for arguments in argument_lists:
-                processes.append(
-                    subprocess.Popen(
-                        [*start, *program, *arguments],
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
-                        stderr=subprocess.DEVNULL,
-                        start_new_session=True,
-                    )
-                )
+                command = [*start, *program, *arguments]
+                process = subprocess.Popen(
+                    command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                )  # fmt: skip
+                processes.append(process)
             _wait(processes, limit + _GRACE_S)
             codes = [process.poll() for process in processes]
         except OSError as error:
@@ -188,7 +180,6 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _read(path: Path) -> dict[str, str]:
-    """Return the outcome that a process has written."""
     lines = path.read_text().splitlines() if path.exists() else []
     return dict(line.partition(" ")[::2] for line in lines)
 
@@ -290,7 +281,6 @@ def _transfer(place: ProbeDevice) -> str:
 
 
 def _reduction(place: ProbeDevice) -> str:
-    """Test MPI_Allreduce, in place and out of place."""
     from mpi4py import MPI
 
     n, right = place.world.Get_size(), True
@@ -313,7 +303,6 @@ STAGES: tuple[tuple[str, Callable[[ProbeDevice], str]], ...] = (
 
 
 def _probe(folder: Path, limit: float, rank: int | None, size: int | None) -> None:
-    """Run one process's part."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, limit)  # exits this process, even inside MPI
     me, stage = rank or 0, "began"

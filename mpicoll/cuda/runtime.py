@@ -1,8 +1,8 @@
-"""CUDA: devices, streams, events and memory, behind an interface.
+"""CUDA through CuPy: devices, streams, events and memory.
 
-All other code uses a `Runtime`, without any CUDA-specific calls. `CupyRuntime` implements it
-through CuPy. Addresses and streams are plain numbers, as array libraries return them. Only
-``synchronize_device`` waits for a whole device.
+All other code uses a `Runtime`, without any CUDA-specific calls. The tests replace it. ``index`` is
+the number of a device that this process sees. Addresses and streams are plain numbers, as array
+libraries return them. Only ``synchronize_device`` waits for a whole device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,19 +24,9 @@ from mpicoll.kernels.peers import Collective, Peers
 from mpicoll.kernels.reduction import Loop
 
 __all__ = [
-    "HANDLE_BYTES",
-    "LEGACY",
-    "PER_THREAD",
-    "UNKNOWN",
-    "Allocation",
-    "Event",
-    "Memory",
-    "NcclCommunicator",
-    "Runtime",
-    "StridedMemory",
-    "allocate",
-    "get_runtime",
-]
+    "HANDLE_BYTES", "LEGACY", "PER_THREAD", "UNKNOWN", "Allocation", "Event", "Memory", "Runtime",
+    "StridedMemory", "allocate", "get_runtime",
+]  # fmt: skip
 
 #: Stream numbers: CUDA's legacy default stream, which is ordered with all other streams except
 #: non-blocking ones; the per-thread default stream; and a stream that the array's library does not
@@ -67,24 +57,12 @@ class Memory:
 
     def on_host(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return the bytes as an array that keeps the memory alive; host memory only."""
-        return np.asarray(_OnHost(self))
+        return np.asarray(self)
 
-
-class _OnHost:
-    """Exports host memory to NumPy and keeps it alive."""
-
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
-        self.__array_interface__ = {
-            "data": (memory.address, False),
-            "shape": (memory.nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
-
-
-class Event(Protocol):
-    """An event: a point in a stream's work."""
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        data = (self.address, False)
+        return {"data": data, "shape": (self.nbytes,), "typestr": "|u1", "version": 3}
 
 
 class StridedMemory(NamedTuple):
@@ -107,237 +85,6 @@ class Allocation(NamedTuple):
     buffer: int
 
 
-class NcclCommunicator(Protocol):
-    """CuPy's NCCL communicator: addresses, counts, NCCL's numbers for dtypes and operations, a
-    stream.
-    """
-
-    def send(self, address: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """Enqueue a message to a rank."""
-
-    def recv(self, address: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """Enqueue a receive from a rank."""
-
-    def broadcast(
-        self, send: int, recv: int, count: int, dtype: int, root: int, stream: int
-    ) -> None:
-        """Enqueue a broadcast."""
-
-    def allGather(self, send: int, recv: int, count: int, dtype: int, stream: int) -> None:
-        """Enqueue an all-gather of ``count`` elements from each rank."""
-
-    def allReduce(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None:
-        """Enqueue an all-reduce."""
-
-    def reduce(
-        self, send: int, recv: int, count: int, dtype: int, op: int, root: int, stream: int
-    ) -> None:
-        """Enqueue a reduction to a root."""
-
-    def reduceScatter(
-        self, send: int, recv: int, count: int, dtype: int, op: int, stream: int
-    ) -> None:
-        """Enqueue a reduce-scatter of ``count`` elements to each rank."""
-
-    def check_async_error(self) -> None:
-        """Raise the error of enqueued operations, as far as it is known."""
-
-    def destroy(self) -> None:
-        """Destroy the communicator after the enqueued operations are done."""
-
-    def abort(self) -> None:
-        """Abort the enqueued operations, and destroy the communicator."""
-
-
-class Runtime(Protocol):
-    """Interface to devices. ``index`` is the number of a device that this process sees."""
-
-    def count(self) -> int:
-        """Return the number of devices."""
-
-    def name(self, index: int) -> str:
-        """Return the name of a device's model."""
-
-    def pci_bus_id(self, index: int) -> str:
-        """Return the PCI bus id of the GPU that the device is, or is a part of (MIG)."""
-
-    def identity(self, index: int) -> str:
-        """Return a name of the device that is the same in every process of its host."""
-
-    def driver_version(self) -> str:
-        """Return the versions of the driver and of the libraries above it, as text."""
-
-    def current_device(self) -> int:
-        """Return the calling thread's current device."""
-
-    def device_of(self, address: int) -> int:
-        """Return the device that the memory belongs to."""
-
-    def use(self, index: int) -> None:
-        """Make a device the calling thread's current one."""
-
-    def settle(self, index: int) -> None:
-        """Make a device current for good on the calling thread, a thread of mpicoll, and do not let
-        the thread's calls disturb graph captures of other threads.
-        """
-
-    def on(self, index: int) -> AbstractContextManager[object]:
-        """Return a context in which a device is the calling thread's current one.
-
-        Leaving it restores the previous state, without initialising devices that the thread did not
-        use.
-        """
-
-    def is_captured(self, index: int, stream: int) -> bool:
-        """Return whether a stream is being captured into a graph."""
-
-    def check_stream(self, index: int, stream: int, where: str) -> None:
-        """Raise UnsupportedError if a stream is captured: a call cannot be ordered in it."""
-
-    def current_stream(self, index: int) -> int:
-        """Return CuPy's current stream on a device."""
-
-    def using(self, index: int, stream: int) -> AbstractContextManager[object]:
-        """Return a context in which a stream is CuPy's current one on a device."""
-
-    def create_stream(self, index: int) -> int:
-        """Return a new non-blocking stream."""
-
-    def destroy_stream(self, stream: int) -> None:
-        """Destroy a stream of ``create_stream``."""
-
-    def record(self, index: int, stream: int) -> Event:
-        """Return an event for the present work of a stream."""
-
-    def wait(self, index: int, stream: int, event: Event) -> None:
-        """Make later work of a stream wait for an event of any device."""
-
-    def is_done(self, event: Event) -> bool:
-        """Return whether an event has completed."""
-
-    def synchronize(self, event: Event) -> None:
-        """Block until an event has completed."""
-
-    def synchronize_device(self, index: int) -> None:
-        """Block until the present work of all streams of this process on a device is done."""
-
-    def allocate(self, index: int, nbytes: int) -> Memory:
-        """Allocate device memory that can be exported and that every MPI accepts.
-
-        Raises DeviceMemoryError if the device is out of memory.
-        """
-
-    def free_cached(self, index: int) -> None:
-        """Free unused memory in the caches of array libraries."""
-
-    def allocate_pinned(self, index: int, nbytes: int) -> Memory:
-        """Allocate pinned host memory.
-
-        Freed memory may be reused at once: wait for copies before freeing it.
-        """
-
-    def is_plain(self, address: int) -> bool:
-        """Return whether memory is neither managed nor from a CUDA pool, like ``allocate``."""
-
-    def copy(self, index: int, into: int, source: int, nbytes: int, stream: int) -> None:
-        """Enqueue a copy between any two memories."""
-
-    def copy_strided(
-        self, index: int, into: StridedMemory, source: StridedMemory, shape: Sequence[int],
-        itemsize: int, stream: int,
-    ) -> None:  # fmt: skip
-        """Enqueue a copy of elements between two memories of one device."""
-
-    def load(self, index: int, by: Loop, n: int) -> None:
-        """Compile the kernel of ``combine`` for n sources, unless it is compiled."""
-
-    def combine(
-        self, index: int, by: Loop, sources: Sequence[int], out: int, count: int, divisor: float,
-        stream: int,
-    ) -> None:  # fmt: skip
-        """Enqueue ``out = (source op source ...) / divisor``; see reduction.combine."""
-
-    def scale(
-        self, index: int, dtype: DType, source: int, factor: Factor, out: int, count: int,
-        stream: int,
-    ) -> None:  # fmt: skip
-        """Enqueue ``out = source * factor`` in the dtype of sums; see reduction.scale."""
-
-    def narrow(
-        self, index: int, dtype: DType, source: int, out: int, count: int, stream: int
-    ) -> None:
-        """Enqueue the rounding of float32 to ``dtype``; see reduction.narrow."""
-
-    def multiprocessors(self, index: int) -> int:
-        """Return the number of a device's multiprocessors."""
-
-    def load_collective(self, index: int, call: Collective) -> None:
-        """Compile the kernel that ``collective`` runs for a call, unless it is compiled."""
-
-    def has_collective(self, index: int, call: Collective) -> bool:
-        """Return whether the kernel that ``collective`` runs for a call is compiled."""
-
-    def collective(self, index: int, peers: Peers, call: Collective, stream: int) -> None:
-        """Enqueue this rank's kernel of a collective. Each rank runs one such kernel on its GPU."""
-
-    def export(self, index: int, memory: Memory) -> bytes:
-        """Return the IPC handle of memory of ``allocate``."""
-
-    def open(self, index: int, handle: bytes) -> Memory:
-        """Map another process's memory on a device; it is unmapped with its last reference."""
-
-    def find_allocation(self, address: int) -> Allocation | None:
-        """Return the allocation that contains an address; None if it cannot be exported: it is
-        managed, from a CUDA pool, made of mapped pieces, or another process's.
-        """
-
-    def export_allocation(self, index: int, found: Allocation) -> bytes:
-        """Return the IPC handle of an allocation, from its base on."""
-
-    def create_shared_event(self, index: int) -> Event:
-        """Return an event that other processes of this host can open."""
-
-    def export_event(self, event: Event) -> bytes:
-        """Return the IPC handle of an event of ``create_shared_event``."""
-
-    def open_event(self, index: int, handle: bytes) -> Event:
-        """Return another process's event. A stream that waits for it waits for the latest
-        ``record_again`` before the wait.
-        """
-
-    def record_again(self, index: int, stream: int, event: Event) -> None:
-        """Record an event of ``create_shared_event`` after the present work of a stream."""
-
-    def register(self, index: int, address: int, nbytes: int) -> object:
-        """Pin whole pages of host memory, until the returned object is deleted."""
-
-    def reach(self, index: int, address: int) -> int:
-        """Return the address on a device of host memory that ``register`` has pinned."""
-
-    def load_for_all(self, index: int, by: Loop, n: int) -> None:
-        """Compile the kernel of ``combine_for_all`` for n sources and outputs in total."""
-
-    def combine_for_all(
-        self, index: int, by: Loop, sources: Sequence[int], outs: Sequence[int], count: int,
-        divisor: float, stream: int,
-    ) -> None:  # fmt: skip
-        """Enqueue ``combine`` with the same result for several outputs, each of which may be a
-        source.
-        """
-
-    def has_nccl(self) -> bool:
-        """Return whether NCCL is available."""
-
-    def nccl_unique_id(self) -> bytes:
-        """Return the unique id for the ranks of a new NCCL communicator."""
-
-    def create_nccl(self, index: int, n: int, identity: bytes, rank: int) -> NcclCommunicator:
-        """Create an NCCL communicator; all of its n ranks call."""
-
-    def nccl_group(self) -> AbstractContextManager[None]:
-        """Return a context for ncclGroupStart and ncclGroupEnd."""
-
-
 def allocate(runtime: Runtime, index: int, nbytes: int) -> Memory:
     """Allocate device memory; if it is exhausted, free the caches of array libraries and retry.
 
@@ -350,7 +97,29 @@ def allocate(runtime: Runtime, index: int, nbytes: int) -> Memory:
     return runtime.allocate(index, nbytes)
 
 
-class CupyRuntime:
+class _Handle:
+    """A stream, an event or memory of a device; released with its last reference.
+
+    number: the handle or address. give_back: releases it, with the device current.
+    """
+
+    def __init__(
+        self, runtime: Runtime, index: int, number: int, give_back: Callable[[int], object]
+    ) -> None:
+        self.index, self.number = index, number
+        self._runtime, self._give_back = runtime, give_back
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():  # the driver releases it at exit
+            return
+        with suppress(Exception), self._runtime.on(self.index):
+            self._give_back(self.number)
+
+
+Event = _Handle
+
+
+class Runtime:
     """CUDA through CuPy; raises UnsupportedError without CuPy or without a GPU."""
 
     def __init__(self) -> None:
@@ -380,50 +149,66 @@ class CupyRuntime:
         self._kernels: dict[int, DeviceKernels] = {}
 
     def count(self) -> int:
+        """Return the number of devices."""
         return int(self._api.getDeviceCount())
 
     def name(self, index: int) -> str:
+        """Return the name of a device's model."""
         found: bytes = self._api.getDeviceProperties(index)["name"]
         return found.decode()
 
     def pci_bus_id(self, index: int) -> str:
+        """Return the PCI bus id of the GPU that the device is, or is a part of (MIG)."""
         return str(self._api.deviceGetPCIBusId(index))
 
     def identity(self, index: int) -> str:
-        """PCI bus id, which MIG devices share, and UUID."""
+        """Return a name of the device that is the same in every process of its host."""
         return f"{self.pci_bus_id(index)} {self._driver.uuid(index)}"
 
     def driver_version(self) -> str:
-        versions = [self._api.driverGetVersion(), self._api.runtimeGetVersion()]
+        """Return the versions of the driver and of the libraries above it, as text."""
+        versions = self._api.driverGetVersion(), self._api.runtimeGetVersion()
         driver, runtime = (f"{one // 1000}.{one % 1000 // 10}" for one in versions)
         return f"CUDA {driver} (driver), {runtime} (runtime), CuPy {self._cupy.__version__}"
 
     def current_device(self) -> int:
+        """Return the calling thread's current device."""
         return int(self._api.getDevice())
 
     def device_of(self, address: int) -> int:
+        """Return the device that the memory belongs to."""
         found = self._driver.attribute(ORDINAL, address)
         if found is None:
             raise UnsupportedError(f"the CUDA driver does not know the memory at {address:#x}")
         return found
 
     def use(self, index: int) -> None:
+        """Make a device the calling thread's current one."""
         self._cupy.cuda.Device(index).use()
 
     def settle(self, index: int) -> None:
+        """Make a device current for good on the calling thread, a thread of mpicoll, and do not let
+        the thread's calls disturb graph captures of other threads.
+        """
         self.use(index)
         self._driver.relax_capture()
 
     def on(self, index: int) -> AbstractContextManager[object]:
-        """Device whose primary context is current."""
+        """Return a context in which a device is the calling thread's current one.
+
+        Leaving it restores the previous state, without initialising devices that the thread did not
+        use.
+        """
         return self._driver.on(index)
 
     def is_captured(self, index: int, stream: int) -> bool:
+        """Return whether a stream is being captured into a graph."""
         with self.on(index):
             asked = stream not in (UNKNOWN, LEGACY)
             return asked and bool(self._api.streamIsCapturing(stream))
 
     def check_stream(self, index: int, stream: int, where: str) -> None:
+        """Raise UnsupportedError if a stream is captured: a call cannot be ordered in it."""
         if self.is_captured(index, stream):
             raise UnsupportedError(
                 f"{where}: the current stream is being captured into a CUDA graph, and MPI cannot "
@@ -431,24 +216,28 @@ class CupyRuntime:
             )
 
     def current_stream(self, index: int) -> int:
+        """Return CuPy's current stream on a device."""
         return int(self._cupy.cuda.get_current_stream(index).ptr) or LEGACY
 
     @contextmanager
     def using(self, index: int, stream: int) -> Iterator[None]:
+        """Return a context in which a stream is CuPy's current one on a device."""
         with self.on(index), external_stream(stream):
             yield
 
     def destroy_stream(self, stream: int) -> None:
-        """The stream is destroyed once its work is done."""
+        """Destroy a stream of ``create_stream`` once its work is done."""
         del self._streams[stream]
 
     def create_stream(self, index: int) -> int:
+        """Return a new non-blocking stream."""
         with self.on(index):
             made = self._api.streamCreateWithFlags(self._api.streamNonBlocking)
         self._streams[made] = _Handle(self, index, made, self._api.streamDestroy)
         return int(made)
 
-    def record(self, index: int, stream: int) -> _Handle:
+    def record(self, index: int, stream: int) -> Event:
+        """Return an event for the present work of a stream."""
         with self.on(index):
             made = self._api.eventCreateWithFlags(self._api.eventDisableTiming)
             event = _Handle(self, index, made, self._api.eventDestroy)
@@ -456,16 +245,15 @@ class CupyRuntime:
         return event
 
     def wait(self, index: int, stream: int, event: Event) -> None:
-        assert isinstance(event, _Handle)
+        """Make later work of a stream wait for an event of any device."""
         with self.on(index):
             self._api.streamWaitEvent(stream, event.number)
 
     def is_done(self, event: Event) -> bool:
-        """ "Not ready" remains the thread's last error in the runtime library that CuPy calls, and
-        that CuPy's CUDA wheels do not share. CuPy clears it only when it raises, which takes
-        microseconds.
-        """
-        assert isinstance(event, _Handle)
+        """Return whether an event has completed."""
+        # "Not ready" remains the thread's last error in the runtime library that CuPy calls, and
+        # that CuPy's CUDA wheels do not share. CuPy clears it only when it raises, which takes
+        # microseconds.
         with self.on(event.index):
             status = int(self._api.eventQuery(event.number))
             if status not in (0, _NOT_READY):  # CuPy does not raise here
@@ -473,17 +261,22 @@ class CupyRuntime:
         return status == 0
 
     def synchronize(self, event: Event) -> None:
-        """Releases the GIL."""
-        assert isinstance(event, _Handle)
+        """Block until an event has completed, without the GIL."""
         with self.on(event.index):
             self._api.eventSynchronize(event.number)
 
     def synchronize_device(self, index: int) -> None:
-        """Releases the GIL."""
+        """Block until the present work of all streams of this process on a device is done, without
+        the GIL.
+        """
         with self.on(index):
             self._api.deviceSynchronize()
 
     def allocate(self, index: int, nbytes: int) -> Memory:
+        """Allocate device memory that can be exported and that every MPI accepts.
+
+        Raises DeviceMemoryError if the device is out of memory.
+        """
         with self.on(index):
             try:
                 address = self._api.malloc(nbytes)
@@ -499,6 +292,7 @@ class CupyRuntime:
         return Memory(address, nbytes, _Handle(self, index, address, self._api.free))
 
     def free_cached(self, index: int) -> None:
+        """Free unused memory in the caches of array libraries."""
         torch = sys.modules.get("torch")
         with self.on(index):
             if torch is not None and torch.cuda.is_initialized():
@@ -506,18 +300,21 @@ class CupyRuntime:
             self._cupy.get_default_memory_pool().free_all_blocks()
 
     def allocate_pinned(self, index: int, nbytes: int) -> Memory:
-        """From CuPy's pool."""
+        """Allocate pinned host memory.
+
+        Freed memory may be reused at once: wait for copies before freeing it.
+        """
         with self.on(index):
             memory = self._cupy.cuda.alloc_pinned_memory(nbytes)
         return Memory(memory.ptr, nbytes, memory)
 
     def is_plain(self, address: int) -> bool:
-        """Whether the driver would export the memory by cudaIpcGetMemHandle."""
+        """Return whether memory is neither managed nor from a CUDA pool, like ``allocate``."""
         attribute = self._driver.attribute
         return bool(attribute(EXPORTABLE, address)) and not attribute(MANAGED, address)
 
     def copy(self, index: int, into: int, source: int, nbytes: int, stream: int) -> None:
-        """The addresses determine the kind of copy."""
+        """Enqueue a copy between any two memories."""
         if nbytes:
             with self.on(index):
                 self._api.memcpyAsync(into, source, nbytes, self._api.memcpyDefault, stream)
@@ -526,7 +323,7 @@ class CupyRuntime:
         self, index: int, into: StridedMemory, source: StridedMemory, shape: Sequence[int],
         itemsize: int, stream: int,
     ) -> None:  # fmt: skip
-        """As unsigned integers of the elements' size."""
+        """Enqueue a copy of elements between two memories of one device."""
         cupy = self._cupy
         with self.on(index), external_stream(stream):
             arrays = []
@@ -536,25 +333,31 @@ class CupyRuntime:
                 place = cupy.cuda.MemoryPointer(memory, 0)
                 kind = f"u{itemsize}" if itemsize <= 8 else "c16"
                 arrays.append(cupy.ndarray(tuple(shape), kind, place, tuple(strides)))
-            target, given = arrays
-            target[...] = given
+            arrays[0][...] = arrays[1]
 
     def load(self, index: int, by: Loop, n: int) -> None:
+        """Compile the kernel of ``combine`` for n sources and outputs in total, unless it is
+        compiled.
+        """
         with self.on(index):
             self._kernels_of(index).load(by, n)
 
     def combine(
-        self, index: int, by: Loop, sources: Sequence[int], out: int, count: int, divisor: float,
-        stream: int,
+        self, index: int, by: Loop, sources: Sequence[int], outs: Sequence[int], count: int,
+        divisor: float, stream: int,
     ) -> None:  # fmt: skip
+        """Enqueue ``out = (source op source ...) / divisor`` for each output; see
+        DeviceKernels.combine.
+        """
         if count:
             with self.on(index):
-                self._kernels_of(index).combine(by, sources, out, count, divisor, stream)
+                self._kernels_of(index).combine(by, sources, outs, count, divisor, stream)
 
     def scale(
         self, index: int, dtype: DType, source: int, factor: Factor, out: int, count: int,
         stream: int,
     ) -> None:  # fmt: skip
+        """Enqueue ``out = source * factor`` in the dtype of sums; see reduction.scale."""
         if count:
             with self.on(index):
                 self._kernels_of(index).scale(dtype, source, factor, out, count, stream)
@@ -562,21 +365,26 @@ class CupyRuntime:
     def narrow(
         self, index: int, dtype: DType, source: int, out: int, count: int, stream: int
     ) -> None:
+        """Enqueue the rounding of float32 to ``dtype``; see reduction.narrow."""
         if count:
             with self.on(index):
                 self._kernels_of(index).narrow(dtype, source, out, count, stream)
 
     def multiprocessors(self, index: int) -> int:
+        """Return the number of a device's multiprocessors."""
         return int(self._cupy.cuda.Device(index).attributes["MultiProcessorCount"])
 
     def load_collective(self, index: int, call: Collective) -> None:
+        """Compile the kernel that ``collective`` runs for a call, unless it is compiled."""
         with self.on(index):
             self._kernels_of(index).load_collective(call)
 
     def has_collective(self, index: int, call: Collective) -> bool:
+        """Return whether the kernel that ``collective`` runs for a call is compiled."""
         return self._kernels_of(index).has_collective(call)
 
     def collective(self, index: int, peers: Peers, call: Collective, stream: int) -> None:
+        """Enqueue this rank's kernel of a collective. Each rank runs one such kernel on its GPU."""
         with self.on(index):
             self._kernels_of(index).collective(peers, call, stream)
 
@@ -586,17 +394,21 @@ class CupyRuntime:
         return self._kernels[index]
 
     def export(self, index: int, memory: Memory) -> bytes:
+        """Return the IPC handle of memory of ``allocate``."""
         with self.on(index):
             handle: bytes = self._api.ipcGetMemHandle(memory.address)
         return handle
 
     def open(self, index: int, handle: bytes) -> Memory:
-        """With lazy peer access."""
+        """Map another process's memory on a device; it is unmapped with its last reference."""
         with self.on(index):
             address = self._api.ipcOpenMemHandle(handle)
         return Memory(address, 0, _Handle(self, index, address, self._api.ipcCloseMemHandle))
 
     def find_allocation(self, address: int) -> Allocation | None:
+        """Return the allocation that contains an address; None if it cannot be exported: it is
+        managed, from a CUDA pool, made of mapped pieces, or another process's.
+        """
         exportable, managed, base, nbytes, buffer = self._driver.attributes(
             (EXPORTABLE, MANAGED, START, NBYTES, BUFFER), address
         )
@@ -605,97 +417,72 @@ class CupyRuntime:
         return Allocation(base, nbytes, buffer)
 
     def export_allocation(self, index: int, found: Allocation) -> bytes:
+        """Return the IPC handle of an allocation, from its base on."""
         with self.on(index):
             handle: bytes = self._api.ipcGetMemHandle(found.base)
         return handle
 
-    def create_shared_event(self, index: int) -> _Handle:
-        """Events for other processes must have timing disabled."""
+    def create_shared_event(self, index: int) -> Event:
+        """Return an event that other processes of this host can open."""
         flags = self._api.eventDisableTiming | self._api.eventInterprocess
         with self.on(index):
             made = self._api.eventCreateWithFlags(flags)
         return _Handle(self, index, made, self._api.eventDestroy)
 
     def export_event(self, event: Event) -> bytes:
-        assert isinstance(event, _Handle)
+        """Return the IPC handle of an event of ``create_shared_event``."""
         with self.on(event.index):
             handle: bytes = self._api.ipcGetEventHandle(event.number)
         return handle
 
-    def open_event(self, index: int, handle: bytes) -> _Handle:
+    def open_event(self, index: int, handle: bytes) -> Event:
+        """Return another process's event. A stream that waits for it waits for the latest
+        ``record_again`` before the wait.
+        """
         with self.on(index):
             opened = self._api.ipcOpenEventHandle(handle)
         return _Handle(self, index, opened, self._api.eventDestroy)
 
     def record_again(self, index: int, stream: int, event: Event) -> None:
-        assert isinstance(event, _Handle)
+        """Record an event of ``create_shared_event`` after the present work of a stream."""
         with self.on(index):
             self._api.eventRecord(event.number, stream)
 
-    def register(self, index: int, address: int, nbytes: int) -> _Handle:
-        """For all devices."""
+    def register(self, index: int, address: int, nbytes: int) -> object:
+        """Pin whole pages of host memory, until the returned object is deleted."""
         with self.on(index):
             self._api.hostRegister(address, nbytes, _PORTABLE | _MAPPED)
         return _Handle(self, index, address, self._api.hostUnregister)
 
     def reach(self, index: int, address: int) -> int:
-        """On some machines the address differs from the host's."""
+        """Return the address on a device of host memory that ``register`` has pinned."""
         with self.on(index):
             return self._driver.device_pointer(address)
 
-    def load_for_all(self, index: int, by: Loop, n: int) -> None:
-        with self.on(index):
-            self._kernels_of(index).load_for_all(by, n)
-
-    def combine_for_all(
-        self, index: int, by: Loop, sources: Sequence[int], outs: Sequence[int], count: int,
-        divisor: float, stream: int,
-    ) -> None:  # fmt: skip
-        if count:
-            with self.on(index):
-                self._kernels_of(index).combine_for_all(by, sources, outs, count, divisor, stream)
-
     def has_nccl(self) -> bool:
+        """Return whether NCCL is available."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # CuPy warns if NCCL is missing
             from cupy.cuda import nccl
         return bool(nccl.available)
 
     def nccl_unique_id(self) -> bytes:
-        identity: bytes = self._cupy.cuda.nccl.get_unique_id()
-        return identity
+        """Return the unique id for the ranks of a new NCCL communicator."""
+        return bytes(self._cupy.cuda.nccl.get_unique_id())
 
-    def create_nccl(self, index: int, n: int, identity: bytes, rank: int) -> NcclCommunicator:
+    def create_nccl(self, index: int, n: int, identity: bytes, rank: int) -> Any:
+        """Create an NCCL communicator; all of its n ranks call."""
         with self.on(index):
-            comm: NcclCommunicator = self._cupy.cuda.nccl.NcclCommunicator(n, identity, rank)
-        return comm
+            return self._cupy.cuda.nccl.NcclCommunicator(n, identity, rank)
 
     @contextmanager
     def nccl_group(self) -> Iterator[None]:
+        """Return a context for ncclGroupStart and ncclGroupEnd."""
         self._cupy.cuda.nccl.groupStart()
         try:
             yield
         finally:
             self._cupy.cuda.nccl.groupEnd()
-
-
-class _Handle:
-    """A stream, an event or memory of a device; released with its last reference.
-
-    number: the handle or address. give_back: releases it, with the device current.
-    """
-
-    def __init__(
-        self, runtime: CupyRuntime, index: int, number: int, give_back: Callable[[int], object]
-    ) -> None:
-        self.index, self.number = index, number
-        self._runtime, self._give_back = runtime, give_back
-
-    def __del__(self) -> None:
-        if sys.is_finalizing():  # the driver releases it at exit
-            return
-        with suppress(Exception), self._runtime.on(self.index):
-            self._give_back(self.number)
 
 
 _runtime: Runtime | None = None
@@ -705,5 +492,5 @@ def get_runtime() -> Runtime:
     """Return the CUDA runtime; raises UnsupportedError without a GPU or without CuPy."""
     global _runtime
     if _runtime is None:
-        _runtime = CupyRuntime()
+        _runtime = Runtime()
     return _runtime

@@ -42,21 +42,6 @@ class DeviceContext:
         self._failed_scratch: list[tuple[list[Memory], Memory | None]] = []
         self.captured = False
 
-    @cached_property
-    def to_host(self) -> int:
-        """A stream for copies to the host."""
-        return self._create_stream()
-
-    @cached_property
-    def to_device(self) -> int:
-        """A stream for copies to the device."""
-        return self._create_stream()
-
-    @cached_property
-    def callbacks(self) -> int:
-        """A stream for users' callbacks."""
-        return self._create_stream()
-
     def lanes(self, count: int) -> list[int]:
         """Return streams for concurrent work beside the work stream."""
         while len(self._lanes) < count:
@@ -66,6 +51,11 @@ class DeviceContext:
     def _create_stream(self) -> int:
         self._streams.append(self.runtime.create_stream(self.index))
         return self._streams[-1]
+
+    #: Streams for copies to the host and to the device, and for users' callbacks.
+    to_host = cached_property(_create_stream)
+    to_device = cached_property(_create_stream)
+    callbacks = cached_property(_create_stream)
 
     @contextmanager
     def capturing(self, stream: int) -> Iterator[None]:
@@ -140,6 +130,11 @@ class DeviceContext:
             self._pinned = None  # free it before allocating another
             self._pinned = self.runtime.allocate_pinned(self.index, max(nbytes, 1))
         return self._pinned
+
+    def copy(self, into: int, source: int, nbytes: int, stream: int | None = None) -> None:
+        """Enqueue a copy in the work stream or another, unless it is in place."""
+        if into != source:
+            self.runtime.copy(self.index, into, source, nbytes, stream or self.work)
 
     def after(self, later: int, earlier: int) -> None:
         """Make later work of one stream wait for the present work of another."""

@@ -416,7 +416,7 @@ def _begin_view(
         assert view.device is not None
         staging = _staging(group, view.device)
         packed, order = staging.place(view), staging.stream_order(view)
-        copy = partial(staging.to_device if receives else staging.to_host, view, packed, order)
+        copy = partial(staging.move, view, packed, order, receives)
         fill, land = (None, copy) if receives else (copy, None)
         return make(packed, land, *rest, fill, order.is_due)
     if view.buffer is not None:

@@ -1,8 +1,7 @@
 """Reductions by kernels on a CUDA device, with the same bits as ``reduction.py`` on the host.
 
-The kernels are in ``device.cu``, the kernels of collectives in ``device_peers.cu``. They are
-compiled at
-first use, by NVRTC through CuPy, which caches them on disk for later processes: this takes a
+The kernels are in ``device.cu``, the kernels of collectives in ``device_peers.cu``. NVRTC compiles
+them at first use, through CuPy, which caches them on disk for later processes: this takes a
 fraction of a second for each, and some seconds for an all-reduce.
 
 Bits that ``reduction.py`` leaves undefined may differ: which NaN a sum or product of float32 and
@@ -35,9 +34,9 @@ _THREADS = 256
 #: balance the load.
 _BLOCKS = 32
 
-#: Number of sources for which a kernel's arguments have space. Most calls have few sources. All
-#: devices accept 4 KiB of arguments, from CUDA 12.1 on 32 KiB.
-_CAPACITIES = (16, 500, 4000)
+#: Number of addresses for which a kernel's arguments have space. Most calls have few. All devices
+#: accept 4 KiB of arguments, from CUDA 12.1 on 32 KiB.
+_CAPACITIES = (17, 500, 4000)
 
 _SOURCES = ("formats.h", "device.cu")
 #: Source files of kernels that several devices run together, and threads per block of these
@@ -62,50 +61,20 @@ class DeviceKernels:
         self._kernels: dict[str, Any] = {}
 
     def combine(
-        self, by: Loop, sources: Sequence[int], out: int, count: int, divisor: float, stream: int
-    ) -> None:
-        """Enqueue ``out = ((s0 op s1) op s2 ...) / divisor``, as ``reduction.combine``.
-
-        by:      the result of ``reduction.find_loop`` for the operation and the dtype.
-        sources: addresses of ``count`` elements each.
-        out:     address of the result; it may be one of the sources, and overlaps no other.
-
-        ArgumentError: sources is empty, or an address is not aligned to an element.
-        UnsupportedError: there are more than 4000 sources, or a division of integers.
-        """
-        dtype, n = by_name[by.format], len(sources)
-        if not sources:
-            raise ArgumentError("expected at least one array to combine, got none")
-        if divisor != 1 and dtype.kind not in ReduceOp.AVG.kinds:
-            raise UnsupportedError(f"ReduceOp.AVG is not defined for {dtype}")
-        capacity = _capacity(n)
-        size = dtype.itemsize
-        cut = _cut(count * by.elements, [(out, size), *((source, size) for source in sources)])
-        addresses = struct.pack(f"{n}Q{8 * (capacity - n)}x", *sources)
-        arguments = _by_value(addresses), np.int32(n), out, np.float64(divisor)
-        self._launch("combine", _combine(by, n), arguments, cut, stream)
-
-    def load(self, by: Loop, n: int) -> None:
-        """Compile the kernel that combines n arrays, unless it is compiled.
-
-        UnsupportedError: n is more than 4000.
-        """
-        self._kernel("combine", _combine(by, n))
-
-    def combine_for_all(
         self, by: Loop, sources: Sequence[int], outs: Sequence[int], count: int, divisor: float,
         stream: int,
     ) -> None:  # fmt: skip
-        """Enqueue ``combine`` for several outputs with the same result; each element is read once.
+        """Enqueue ``out = ((s0 op s1) op s2 ...) / divisor`` for each output, as
+        ``reduction.combine``. Each element is read once.
 
+        by:      the result of ``reduction.find_loop`` for the operation and the dtype.
         sources: addresses of ``count`` elements each.
         outs:    addresses of the outputs; each may be one of the sources, and overlaps no other
                  array.
 
         If the sources have the same alignment, they are read in pieces, regardless of the outputs.
 
-        ArgumentError: sources or outs is empty, or an address is not aligned to an
-                       element.
+        ArgumentError: sources or outs is empty, or an address is not aligned to an element.
         UnsupportedError: there are more than 4000 arrays in total, or a division of integers.
         """
         dtype, n = by_name[by.format], len(sources) + len(outs)
@@ -113,25 +82,23 @@ class DeviceKernels:
             raise ArgumentError("expected at least one array to combine and one output")
         if divisor != 1 and dtype.kind not in ReduceOp.AVG.kinds:
             raise UnsupportedError(f"ReduceOp.AVG is not defined for {dtype}")
-        capacity, size = _capacity(n), dtype.itemsize
-        numbers = count * by.elements
-        read, written = ([(one, size) for one in some] for some in (sources, outs))
-        cut = _cut(numbers, read + written)
+        numbers, size = count * by.elements, dtype.itemsize
+        cut = _cut(numbers, [(one, size) for one in (*sources, *outs)])
         alike = cut.pieces > 0
         if not alike:
-            cut = _cut(numbers, read)
-        addresses = struct.pack(f"{n}Q{8 * (capacity - n)}x", *sources, *outs)
-        by_value = np.frombuffer(addresses, f"V{len(addresses)}")
+            cut = _cut(numbers, [(source, size) for source in sources])
+        addresses = struct.pack(f"{n}Q{8 * (_capacity(n) - n)}x", *sources, *outs)
         counts = np.int32(len(sources)), np.int32(n), np.int32(alike)
-        arguments = by_value, *counts, np.float64(divisor)
-        self._launch("combine_for_all", _combine_for_all(by, n), arguments, cut, stream)
+        arguments = _by_value(addresses), *counts, np.float64(divisor)
+        self._launch("combine", _combine(by, n), arguments, cut, stream)
 
-    def load_for_all(self, by: Loop, n: int) -> None:
-        """Compile the kernel of ``combine_for_all`` for n sources and outputs in total.
+    def load(self, by: Loop, n: int) -> None:
+        """Compile the kernel of ``combine`` for n sources and outputs in total, unless it is
+        compiled.
 
         UnsupportedError: n is more than 4000.
         """
-        self._kernel("combine_for_all", _combine_for_all(by, n))
+        self._kernel("combine", _combine(by, n))
 
     def scale(
         self, dtype: DType, source: int, factor: Factor, out: int, count: int, stream: int
@@ -193,10 +160,8 @@ class DeviceKernels:
         if not cut.blocks:
             return
         arguments: list[Any] = [_by_value(peers.pack(collective.call))]
-        if collective.starts:
-            arguments += [collective.send, collective.recv]
-        else:
-            arguments.append(collective.recv)
+        arguments += [collective.send] if collective.starts else []
+        arguments.append(collective.recv)
         if collective.by is not None:
             arguments.append(np.float64(collective.divisor))
         if collective.starts:
@@ -205,8 +170,8 @@ class DeviceKernels:
             starts += starts[-1:] * (RANKS + 1 - len(starts))
             arguments += [_by_value(struct.pack(f"={RANKS + 1}q", *starts)), cut.chunk, most]
         else:
-            arguments += [np.int32(collective.root), np.int32(cut.shots)]
-            arguments += [cut.chunk, collective.count]
+            counts = np.int32(collective.root), np.int32(cut.shots)
+            arguments += [*counts, cut.chunk, collective.count]
         with external_stream(stream):
             kernel = self._kernel(collective.name, collective.line(), _PEERS)
             kernel((cut.blocks,), (_PEER_THREADS,), tuple(arguments))
@@ -242,7 +207,7 @@ class DeviceKernels:
 
 
 def _capacity(n: int) -> int:
-    """Return the capacity of the kernel that combines n sources."""
+    """Return the capacity of the kernel that combines n arrays, with its outputs."""
     for most in _CAPACITIES:
         if n <= most:
             return most
@@ -259,10 +224,6 @@ def _by_value(packed: bytes) -> Any:
 
 def _combine(by: Loop, n: int) -> str:
     return f"COMBINE({by.format}, {by.operation}, {_capacity(n)})"
-
-
-def _combine_for_all(by: Loop, n: int) -> str:
-    return f"COMBINE_FOR_ALL({by.format}, {by.operation}, {_capacity(n)})"
 
 
 def external_stream(stream: int) -> Any:

@@ -31,7 +31,9 @@ def choose(kind: CallKind, on_device: bool) -> Implementation:
             f"and group {kind.group.group_name} has reproducible={EXACT!r}; use a group with "
             f"reproducible={ORDER!r}"
         )
-    return device.choose(kind) if on_device else host.choose(kind, kind.primitive.listed)
+    if on_device:
+        return device.DeviceImplementation(kind)
+    return host.choose(kind, kind.primitive.listed)
 
 
 def share_memory(group: ProcessGroup) -> None:

@@ -102,11 +102,12 @@ SUITES = (
     Suite("trouble", ["tests/gpu/test_trouble.py"], ["cupy"], ["auto", "staged"], alone=True),
     *(
         Suite(
-            name, [f"tests/gpu/test_{route}.py"], ["cupy"], about=route, ranks=(2, 4), alone=True
+            name, [f"tests/gpu/test_{file}.py", "-k", route], ["cupy"], about=route, ranks=(2, 4),
+            alone=True,
         )
-        for name, route in (
-            ("peer", "peer"), ("copies", "copy_engine"), ("shared", "shared_gpu"),
-            ("levels", "hierarchical"),
+        for name, file, route in (
+            ("peer", "peer", "peer"), ("copies", "zero_copy", "copy_engine"),
+            ("shared", "zero_copy", "shared_gpu"), ("levels", "hierarchical", "hierarchical"),
         )
     ),
     Suite(

@@ -1,12 +1,10 @@
-"""Training with the PyTorch backend on CUDA tensors: futures, hooks, gradient accumulation,
-DTensor, torch.compile and data loaders.
+"""Training with the PyTorch backend on CUDA tensors: futures, hooks, torch.compile and loaders.
 
 Every rank runs every test. The tests also run on the host (conftest.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import shutil
 
@@ -18,9 +16,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from late import filled, late
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 
@@ -72,25 +68,6 @@ def test_callback_that_makes_a_call(device):
     found = dist.all_reduce(tensor, async_op=True).get_future().then(again).wait()
     assert (found == n * n * (n + 1) / 2).all()
     dist.destroy_process_group(group)
-
-
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("count", [1000, LARGE])
-def test_input_may_be_freed_when_the_call_returns(device, async_op, count):
-    """Its memory is reused or released to the driver."""
-    n, me = dist.get_world_size(), dist.get_rank()
-    for turn in range(6):
-        output = torch.zeros(n, count, device=device)
-        work = dist.all_gather_into_tensor(
-            output.view(-1), filled(device, count, me + turn), async_op=async_op
-        )
-        if device.type == "cuda" and turn % 2:
-            torch.cuda.empty_cache()
-        other = torch.full((count,), 99.0, device=device)
-        if work is not None:
-            work.wait()
-        expected = torch.arange(n, device=device).unsqueeze(1) + turn
-        assert (output == expected).all() and (other == 99).all()
 
 
 def test_works_may_be_dropped(device):
@@ -175,41 +152,6 @@ def test_hooks(device, name, buckets):
         close(found, expected, rtol, rtol * largest)
 
 
-def test_power_sgd(device):
-    model = DDP(network(device))
-    state = powerSGD_hook.PowerSGDState(
-        None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
-    )
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        x, y = (part.to(device) for part in batch(dist.get_rank(), 0))
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0] and state.compression_stats()[0] > 1
-    for parameter in model.parameters():
-        others = [torch.zeros_like(parameter) for _ in range(dist.get_world_size())]
-        dist.all_gather(others, parameter.detach())
-        assert all(torch.equal(one, parameter) for one in others)
-
-
-def test_accumulation_with_no_sync(device):
-    """Two of three backward passes are local. The third reduces the sum of the gradients."""
-    model, alone = DDP(network(device), **BUCKETS), network(device)
-    for step in range(STEPS):
-        model.zero_grad()
-        alone.zero_grad()
-        for part in range(3):
-            with model.no_sync() if part < 2 else contextlib.nullcontext():
-                backward(model, batch(dist.get_rank(), 10 * step + part), device)
-            backward(alone, whole(10 * step + part), device)
-        close([one.grad for one in model.parameters()], [one.grad for one in alone.parameters()])
-
-
 class Numbers(Dataset):
     """The batches of a rank."""
 
@@ -239,44 +181,6 @@ def test_loaders_in_forked_processes(device, pinned):
     total = torch.ones(1000, device=device)
     dist.all_reduce(total)
     assert (total == dist.get_world_size()).all()
-
-
-@pytest.fixture(scope="module")
-def mesh(device):
-    return init_device_mesh(device.type, (dist.get_world_size(),))
-
-
-PLACES = [Shard(0), Shard(1), Replicate()]
-
-
-@pytest.mark.parametrize("target", PLACES, ids=str)
-@pytest.mark.parametrize("source", [*PLACES, Partial()], ids=str)
-def test_redistribute(device, mesh, source, target):
-    n = dist.get_world_size()
-    matrix = torch.arange(24.0 * n * n, device=device).reshape(6 * n, 4 * n)
-    if isinstance(source, Partial):
-        late(device)
-        given = DTensor.from_local(matrix / n, mesh, [source])
-    else:
-        given = distribute_tensor(matrix, mesh, [source])
-    found = given.redistribute(mesh, [target])
-    torch.testing.assert_close(found.full_tensor(), matrix)
-    own = matrix if isinstance(target, Replicate) else matrix.chunk(n, target.dim)[dist.get_rank()]
-    torch.testing.assert_close(found.to_local(), own)
-
-
-def test_product_of_sharded_matrices(device, mesh):
-    """Columns times rows gives partial sums. Gradients pass through them."""
-    n = dist.get_world_size()
-    left, right = torch.randn(8, 16 * n, device=device), torch.randn(16 * n, 8, device=device)
-    dist.broadcast(left, 0)
-    dist.broadcast(right, 0)
-    a = distribute_tensor(left, mesh, [Shard(1)]).requires_grad_()
-    b = distribute_tensor(right, mesh, [Shard(0)]).requires_grad_()
-    product = (a @ b).redistribute(mesh, [Replicate()])
-    torch.testing.assert_close(product.to_local(), left @ right, rtol=1e-4, atol=1e-4)
-    product.sum().backward()
-    torch.testing.assert_close(a.grad.full_tensor(), right.sum(1).expand(8, -1))
 
 
 COMPILERS = [
@@ -312,13 +216,3 @@ def test_compiled(device, compiler):
             compiled(inputs[me]), ((total * inputs[me] + 1) * n).relu(), rtol=1e-4, atol=1e-5
         )
     dist.barrier()
-
-
-@pytest.mark.parametrize("compiler", COMPILERS)
-def test_compiled_ddp(device, compiler):
-    torch._dynamo.reset()
-    model = DDP(network(device))
-    compiled = torch.compile(model, backend=compiler)
-    for step in range(2):
-        found = gradients(compiled, batch(dist.get_rank(), step), device)
-        close(found, gradients(network(device), whole(step), device), 1e-3, 1e-5)

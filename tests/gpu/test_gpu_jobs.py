@@ -112,7 +112,7 @@ with devices(LIBRARIES[0]) as arrays:
         ("ipc", "copy", 5, -1),
         # Before the first synchronization; the rank that enqueues the work of all ranks.
         ("shared_gpu", "record_again", 1, -1),
-        ("shared_gpu", "combine_for_all", 1, 0),
+        ("shared_gpu", "combine", 1, 0),
     ],
 )
 @pytest.mark.parametrize("async_op", [False, True])

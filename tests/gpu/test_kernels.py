@@ -70,53 +70,33 @@ def assert_same(got, expected, kind, case):
 
 @pytest.mark.parametrize(("op", "dtype"), PAIRS)
 def test_combine(kernels, op, dtype):
-    by, stream = reduction.find_loop(op, dtype), cupy.cuda.Stream(non_blocking=True)
-    for count in COUNTS:
-        for n, step in ((2, 0), (3, dtype.itemsize), (17, 0)):
-            if n == 17 and count > 1000:
-                continue
-            arrays = [operands(op, dtype, count, rank) for rank in range(n)]
-            # Sources of equal alignment, or, with a step, of different alignments.
-            sources = [OnDevice(array, step * (rank % 3)) for rank, array in enumerate(arrays)]
-            out = OnDevice(np.zeros(count, dtype.numpy))
-            divisor = n if op is ReduceOp.AVG else 1
-            expected = np.empty(count, dtype.numpy)
-            with np.errstate(all="ignore"):
-                reduction.combine(op, dtype, arrays, expected, divisor)
-            addresses = [each.address for each in sources]
-            kernels.combine(by, addresses, out.address, count, divisor, stream.ptr)
-            kernels.combine(by, addresses, sources[0].address, count, divisor, stream.ptr)
-            stream.synchronize()
-            case = f"{count} of {n}, step {step}"
-            assert_same(out.got(), expected, dtype.kind, case)
-            assert_same(sources[0].got(), expected, dtype.kind, f"{case}, in place")
-
-
-@pytest.mark.parametrize(("op", "dtype"), PAIRS)
-def test_combine_for_all(kernels, op, dtype):
     """Outputs with the alignment of the sources or another one, then in place."""
     by, stream = reduction.find_loop(op, dtype), cupy.cuda.Stream(non_blocking=True)
     size = dtype.itemsize
     for count in COUNTS:
-        for n, step, shift in ((2, 0, 0), (3, 0, size), (4, size, 0)):
+        for n, outputs, step, shift in (
+            (2, 1, 0, 0), (3, 1, size, 0), (17, 1, 0, 0), (2, 2, 0, 0), (3, 3, 0, size),
+            (4, 4, size, 0),
+        ):  # fmt: skip
+            if n == 17 and count > 1000:
+                continue
             arrays = [operands(op, dtype, count, rank) for rank in range(n)]
             sources = [OnDevice(array, step * rank) for rank, array in enumerate(arrays)]
             outs = [
-                OnDevice(np.zeros(count, dtype.numpy), step * rank + shift) for rank in range(n)
+                OnDevice(np.zeros(count, dtype.numpy), step * rank + shift)
+                for rank in range(outputs)
             ]
             divisor = n if op is ReduceOp.AVG else 1
             expected = np.empty(count, dtype.numpy)
             with np.errstate(all="ignore"):
                 reduction.combine(op, dtype, arrays, expected, divisor)
             addresses = [each.address for each in sources]
-            into = [each.address for each in outs]
-            kernels.combine_for_all(by, addresses, into, count, divisor, stream.ptr)
-            kernels.combine_for_all(by, addresses, addresses, count, divisor, stream.ptr)
+            for into in ([each.address for each in outs], addresses[:outputs]):
+                kernels.combine(by, addresses, into, count, divisor, stream.ptr)
             stream.synchronize()
-            for rank in range(n):
-                case = f"{count} of {n}, step {step}, rank {rank}"
-                assert_same(outs[rank].got(), expected, dtype.kind, case)
-                assert_same(sources[rank].got(), expected, dtype.kind, f"{case}, in place")
+            case = f"{count} of {n}, step {step}"
+            for each in (*outs, *sources[:outputs]):
+                assert_same(each.got(), expected, dtype.kind, case)
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=repr)

@@ -1,12 +1,7 @@
-"""GPU arrays of CuPy, torch, Numba and JAX, and the topology compared with nvidia-smi."""
+"""GPU arrays of CuPy, torch, Numba and JAX."""
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +11,6 @@ pytestmark = pytest.mark.on_a_gpu
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from mpicoll.arrays.adapters import build_view  # noqa: E402
-from mpicoll.cuda import runtime, topology  # noqa: E402
 from mpicoll.errors import ArgumentError  # noqa: E402
 
 
@@ -85,32 +79,3 @@ def test_managed_memory():
     memory = cupy.cuda.malloc_managed(96)
     array = cupy.ndarray((4, 6), "f4", memory)
     check(Exporter(array), memory.ptr, None)
-
-
-def test_topology_finds_every_gpu():
-    cuda = runtime.get_runtime()
-    addresses = [cuda.pci_bus_id(index) for index in range(cuda.count())]
-    known = topology.find(addresses)
-    for address in addresses:
-        if not Path("/sys/bus/pci/devices", address.lower()).exists():
-            pytest.skip(f"this container's /sys does not show {address}")
-        gpu = known.gpu(address)
-        assert gpu is not None, f"{address} is not a GPU in /sys"
-        assert gpu.processors, "/sys has no local processors"
-
-
-def test_topology_agrees_with_nvidia_smi():
-    tool = shutil.which("nvidia-smi")
-    if tool is None or os.environ.get("CUDA_VISIBLE_DEVICES"):
-        pytest.skip("no nvidia-smi, or CUDA_VISIBLE_DEVICES is set")
-    query = ["--query-gpu=pci.bus_id", "--format=csv,noheader"]
-    listed = subprocess.run([tool, *query], capture_output=True, text=True, check=True)
-    known = topology.find(listed.stdout.split())
-    table = subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, check=True).stdout
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", table)
-    rows = [line.split("\t") for line in plain.splitlines() if re.match(r"GPU\d+\t", line)]
-    assert len(rows) == len(known.gpus)
-    for i, one in enumerate(known.gpus):
-        for j, other in enumerate(known.gpus):
-            cell = rows[i][1 + j].strip()
-            assert cell == ("X" if i == j else known.between(one, other)), (one.name, other.name)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -266,50 +265,3 @@ def test_callbacks_keep_stream_order(n):
         with cupy.cuda.Stream(non_blocking=True):
             found = doubled.wait() + 1
             assert (found.get() == 2 * (sum(range(n)) + n * turn) + 1).all()
-
-
-@pytest.mark.parametrize("wait", [False, True])
-def test_input_may_be_freed_when_the_call_returns(n, wait):
-    """wait: after a wait in another stream. The memory is reused while the call runs."""
-    me, other = dist.get_rank(), cupy.cuda.Stream(non_blocking=True)
-    for turn in range(10):
-        output = cupy.zeros((n, LARGE), cupy.float32)
-        given = made(LARGE, me + turn)
-        work = dist.all_gather_single(output, given, async_op=True)
-        del given
-        if wait:
-            with other:
-                work.wait()
-        garbage = cupy.full(LARGE, 99, cupy.float32)
-        work.wait()
-        assert (output == cupy.arange(n)[:, None] + turn).all() and (garbage == 99).all()
-
-
-@pytest.mark.parametrize("count", [1000, LARGE, 20 * LARGE])
-def test_report_how_long_the_host_is_blocked(n, count, record_property):
-    """In the call and in wait(). The stream has 50 ms of earlier work."""
-    me, clock = dist.get_rank(), time.perf_counter
-    stream = cupy.cuda.Stream(non_blocking=True)
-    for async_op in (False, True):
-        took = []
-        for turn in range(4):
-            with stream:
-                array = cupy.full(count, me + 1, cupy.float32)
-                stream.synchronize()
-                dist.barrier()
-                late(array, me + 1, 50_000_000)
-                begin = clock()
-                work = dist.all_reduce(array, async_op=async_op)
-                called = clock()
-                if async_op:
-                    work.wait()
-                waited = clock()
-                stream.synchronize()
-                if turn:  # the first run compiles and allocates
-                    took.append((called - begin, waited - called, clock() - begin))
-                assert (array.get() == n * (n + 1) / 2).all()
-        call, wait, all_of_it = (min(column) * 1e3 for column in zip(*took, strict=True))
-        record_property(
-            f"{'asynchronous' if async_op else 'synchronous'}, {count} elements",
-            f"call {call:.3f} ms, wait() {wait:.3f} ms, device done {all_of_it:.3f} ms",
-        )

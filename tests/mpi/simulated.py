@@ -32,6 +32,7 @@ from mpicoll.cuda.runtime import HANDLE_BYTES, UNKNOWN, Allocation, Memory
 from mpicoll.dtypes import by_name
 from mpicoll.errors import DeviceMemoryError, UnsupportedError
 from mpicoll.kernels import reduction
+from mpicoll.kernels.library import kernels
 
 #: The legacy default stream, without its implicit synchronization.
 LEGACY = 1
@@ -111,8 +112,10 @@ class SharedEvent:
 
     def __del__(self) -> None:
         if self.listener is not None:
-            with contextlib.suppress(OSError):
+            try:  # noqa: SIM105 (at exit, contextlib may be gone)
                 self.listener.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
             self.listener.close()
             os.close(self.file)
 
@@ -321,17 +324,20 @@ class Simulated:
         pass
 
     def combine(
-        self, index: int, by: Any, sources: Any, out: int, count: int, divisor: float, stream: int
+        self, index: int, by: Any, sources: Any, outs: Any, count: int, divisor: float, stream: int
     ) -> None:
-        def task() -> None:
-            from mpicoll.kernels.library import kernels
+        """Reduce to a temporary buffer and copy it to all outputs, which may be sources."""
 
+        def task() -> None:
             assert kernels is not None, "the simulation computes with the C library"
-            addresses = (ctypes.c_void_p * len(sources))(*sources)
-            format = kernels.format(by.format.encode())
+            between = np.empty(by_name[by.format].itemsize * by.elements * count + 1, np.uint8)
             kernels.combine(
-                format, by.operation, addresses, len(sources), out, count * by.elements, divisor
-            )
+                kernels.format(by.format.encode()), by.operation,
+                (ctypes.c_void_p * len(sources))(*sources), len(sources), between.ctypes.data,
+                count * by.elements, divisor,
+            )  # fmt: skip
+            for out in outs:
+                ctypes.memmove(out, between.ctypes.data, between.nbytes - 1)
 
         self.enqueue(index, stream, task)
 
@@ -448,23 +454,6 @@ class Simulated:
 
     def reach(self, index: int, address: int) -> int:
         return address
-
-    def load_for_all(self, index: int, by: Any, n: int) -> None:
-        self.load(index, by, n)
-
-    def combine_for_all(
-        self, index: int, by: Any, sources: Any, outs: Any, count: int, divisor: float, stream: int
-    ) -> None:
-        """Reduce to a temporary buffer and copy it to all outputs, which may be sources."""
-        size = np.dtype(by_name[by.format].numpy).itemsize * by.elements * count
-        between = np.empty(max(size, 1), np.uint8)
-        Simulated.combine(self, index, by, sources, between.ctypes.data, count, divisor, stream)
-
-        def task() -> None:
-            for out in outs:
-                ctypes.memmove(out, between.ctypes.data, size)
-
-        self.enqueue(index, stream, task)
 
 
 class _Mapped:

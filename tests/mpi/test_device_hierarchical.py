@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import threading
 import time
 import warnings
 from dataclasses import replace
@@ -24,7 +23,7 @@ from mpicoll.cuda import capabilities, runtime
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
-from mpicoll.routes.device import copy_engine, hierarchical, ipc, peer, shared_gpu
+from mpicoll.routes.device import hierarchical, ipc, peer, shared_gpu
 from mpicoll.serialized_mpi import unwrap
 
 pytestmark = pytest.mark.any_mpi
@@ -232,30 +231,6 @@ def test_selected_groups_and_sizes(kept, monkeypatch, compared):
     dist.destroy_process_group(group)
 
 
-def test_data_movement_inside_a_node_uses_copy_engine(kept, monkeypatch):
-    route = registry.DEVICE["copy_engine"]
-    every = with_min_bytes(route, dict.fromkeys(route.policy.min_bytes, 1))
-    monkeypatch.setitem(registry.DEVICE, "copy_engine", every)
-    group, calls = dist.new_group(), []
-    original = copy_engine.Copiers.work_together
-
-    def work_together(part, kind, *arguments):
-        calls.append((part, kind.primitive.name))
-        return original(part, kind, *arguments)
-
-    monkeypatch.setattr(copy_engine.Copiers, "work_together", work_together)
-    total, spread = kept.array(3000), kept.array(3000)
-    dist.all_reduce(total, group=group)
-    dist.broadcast(spread, 0, group=group)
-    assert (got(total) == sum(range(kept.n))).all() and (got(spread) == 0).all()
-    levels = group.resources.find("devices").states["hierarchical"]
-    states = {} if levels.inside is None else levels.inside.agreement.states
-    if "copy_engine" in states and "hierarchical" not in states:
-        name = "broadcast" if levels.rails == 1 else "all_gather"
-        assert (states["copy_engine"], name) in calls
-    dist.destroy_process_group(group)
-
-
 @pytest.mark.parametrize("how", ["on one GPU", "with a GPU each", "on a node each"])
 def test_groups_without_levels_do_not_use_the_route(arrays, world, monkeypatch, how):
     """``describe`` has the reason. Forcing the route raises."""
@@ -394,21 +369,6 @@ def test_failure_of_one_rank_before_or_in_the_first_step(placed, mpi, what, fail
         assert what == "find_allocation" and fault.error is None
     for count in (10, 3000):
         placed.check_all_reduce(count)
-
-
-def test_device_errors_are_checked_before_the_comparison(placed, monkeypatch):
-    """After it, an error would make one rank skip a step that other ranks wait for."""
-    levels, here, compared = placed.agreed.states["hierarchical"], threading.get_ident(), []
-    compare = levels.compare
-
-    def find_failure(wait=False):
-        after = len(compared) == 1 and threading.get_ident() == here
-        return DistBackendError("late error") if after and placed.me == 0 else None
-
-    monkeypatch.setattr(levels, "compare", lambda *call: compare(*call) or compared.append(call))
-    monkeypatch.setattr(levels, "find_failure", find_failure)
-    placed.check_all_reduce(10)
-    assert len(compared) == 2
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "reduce_scatter", "all_gather"])

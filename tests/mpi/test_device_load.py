@@ -11,11 +11,9 @@ from conftest import TIMEOUT
 from conftest import team as group_of
 from device_arrays import LIBRARIES, SIMULATED, devices, forced, routes
 from driver import NAMES, legal_operations
-from simulated import Fault
 from test_devices import DeviceCall, got, serves, uploaded
 
 import mpicoll as dist
-from mpicoll.cuda import runtime
 from mpicoll.dtypes import DTYPES, Kind
 
 pytestmark = pytest.mark.on_3
@@ -229,36 +227,3 @@ def route_of(arrays, world):
     found = group.resources.find("devices").names[0]
     dist.destroy_process_group(group)
     return found
-
-
-@pytest.mark.parametrize(
-    ("route", "call", "place", "rank"),
-    [
-        ("ipc", "copy", 1, 0),
-        ("ipc", "copy", 3, 0),
-        ("ipc", "copy", 6, 0),
-        # Before the first synchronization; the rank that enqueues all work, before the second.
-        ("shared_gpu", "record_again", 1, -1),
-        ("shared_gpu", "combine_for_all", 1, 0),
-    ],
-)
-def test_failure_of_one_rank_in_a_call(arrays, selected, world, mpi, route, call, place, rank):
-    """All ranks return, with an error or a correct result. Later calls succeed."""
-    me, n = world.me, world.size
-    if selected != "auto" or n == 1:
-        pytest.skip("needs two ranks and no forced route")
-    with forced(route):
-        group = dist.new_group()
-        for broken in (False, True, False):
-            array = arrays.make(np.full(arrays.sizes[0] // 4, me, np.float32))
-            array.upload()
-            here = broken and me == rank % n
-            with Fault(runtime.get_runtime(), call, here, place) as fault:
-                dist.all_reduce(array.given, group=group)
-            assert fault.failed == here, f"{call} was not called {place} times"
-            assert (fault.error is not None) == here or (broken and not here), fault.error
-            assert not here or "injected failure" in str(fault.error)
-            if fault.error is None:
-                assert (got(array) == sum(range(n))).all()
-            mpi.Barrier()
-        dist.destroy_process_group(group)

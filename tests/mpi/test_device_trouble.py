@@ -16,11 +16,10 @@ from test_devices import got, uploaded
 
 import mpicoll as dist
 from mpicoll.core.plan import Implementation
-from mpicoll.cuda import between_nodes, capabilities, mpi_support, probe, runtime, streams
+from mpicoll.cuda import capabilities, mpi_support, probe, runtime, streams
 from mpicoll.cuda.probe import OK, ProbeOutcome
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.routes.device import ipc, staged, workspaces
-from mpicoll.routes.device import space as device_space
 from mpicoll.routes.host import select
 
 pytestmark = pytest.mark.on_3
@@ -368,8 +367,8 @@ def test_messages_between_nodes_are_probed_before_use(apart, monkeypatch, route)
 def test_failed_messages_between_nodes(apart, monkeypatch, route, how):
     """All ranks use another route, or raise an error that names the rank if the route is forced."""
     arrays, me, n = apart(route)
-    monkeypatch.setattr(between_nodes, "LIMIT", 1.0)
-    exchange, values = between_nodes.exchange_messages, probe._values
+    monkeypatch.setattr(capabilities, "BETWEEN_NODES_TIMEOUT_S", 1.0)
+    exchange, values = probe.exchange_messages, probe._values
 
     def wrong_values(nbytes, rank):
         found = values(nbytes, rank)
@@ -384,7 +383,7 @@ def test_failed_messages_between_nodes(apart, monkeypatch, route, how):
             return "hung"
         return exchange(place, partners, limit)
 
-    monkeypatch.setattr(between_nodes, "exchange_messages", failing_exchange)
+    monkeypatch.setattr(probe, "exchange_messages", failing_exchange)
     if me == n - 1 and how == "wrong":
         monkeypatch.setattr(probe, "_values", wrong_values)
     if n == 1:
@@ -401,7 +400,7 @@ def test_failed_messages_between_nodes(apart, monkeypatch, route, how):
 def test_partners():
     """Partners are mutual and on different nodes."""
     for nodes in ("ab", "aab", "abab", "aabb", "aaabbc", "abbb", "abcabcab"):
-        found = [between_nodes.find_partners(nodes, rank) for rank in range(len(nodes))]
+        found = [capabilities.find_partners(nodes, rank) for rank in range(len(nodes))]
         for rank, partners in enumerate(found):
             assert partners, nodes
             assert all(nodes[one] != nodes[rank] and rank in found[one] for one in partners)
@@ -496,53 +495,6 @@ def test_group_of_one_rank_does_not_map_stage_or_synchronize(on, monkeypatch):
     assert sum(block.nbytes for block in group.resources.find(("device", 0))._blocks) < 40 << 20
 
 
-@pytest.mark.parametrize("route", ["ipc", "direct"])
-@pytest.mark.parametrize("offset", [0, 4, 12])
-def test_kernels_get_arrays_of_equal_alignment(on, monkeypatch, route, offset):
-    """Equal addresses modulo 16 bytes allow vector loads, for any alignment and count."""
-    monkeypatch.setattr(ipc, "SLOT", 4096)
-    monkeypatch.setattr(ipc, "WHOLE", 1000)
-    monkeypatch.setattr(device_space.DeviceSpace, "small", 1000)
-    monkeypatch.setattr(device_space.DeviceSpace, "chunk", 2048)
-    arrays, me, n = on(route)
-    seen = simulated.record_calls(monkeypatch, arrays.cuda, "combine")
-    mine = offset if me else 4  # ranks may have different alignments
-
-    def shifted(host):
-        array = arrays.make(host, layout="third")
-        array.strides, array.offset = None, mine
-        array.upload()
-        return array
-
-    for count in (5, 333, 1001, 3001):
-        array = shifted(np.arange(count, dtype=np.float32))
-        dist.all_reduce(array)
-        assert (got(array) == n * np.arange(count)).all()
-        dist.reduce(array, 0)
-        if me == 0:
-            assert (got(array) == n * n * np.arange(count)).all()
-        if n > 1 and count > 100:  # packed
-            given, output = shifted(np.ones(count, "f4")), shifted(np.zeros(count, "f4"))
-            dist.scan(output, given)
-            assert (got(output) == me + 1).all()
-    assert seen and (n == 1 or len(seen) > 8)
-    for _, _, _, sources, out, count, *_ in seen:
-        assert not count or len({address % 16 for address in (*sources, out)}) == 1
-
-
-def test_ipc_copies_one_or_two_ranges_to_the_slot(on, monkeypatch):
-    """A rank copies everything except its own share to its slot."""
-    arrays, me, n = on("ipc")
-    check_all_reduce(arrays, me, n, 400_000)
-    seen = simulated.record_calls(monkeypatch, arrays.cuda, "copy")
-    array = uploaded(arrays, np.full(400_000, me, np.float32))
-    dist.all_reduce(array)
-    assert (got(array) == sum(range(n))).all()
-    sizes = [nbytes for *_, nbytes, _ in seen]
-    if n > 1:
-        assert len(sizes) == n + 2 and sum(sizes[:2]) < 1_600_000 == sum(sizes[2:])
-
-
 @pytest.mark.parametrize("slot", [512, 8 << 20])
 def test_workspace_size_is_a_multiple_of_2_mib(on, monkeypatch, slot):
     """The driver puts small allocations into one block. An IPC handle maps the whole block."""
@@ -550,30 +502,6 @@ def test_workspace_size_is_a_multiple_of_2_mib(on, monkeypatch, slot):
     arrays, me, n = on("ipc")
     check_all_reduce(arrays, me, n)
     assert agreed().states["ipc"]._workspaces.all[me].nbytes % (2 << 20) == 0
-
-
-def test_chunks_of_staged_fit_the_staging_buffer(on, monkeypatch):
-    arrays, me, n = on("staged")
-    choose, seen = select.choose, []
-
-    def noting(kind):
-        route = choose(kind)
-
-        def run(send, recv, extent, root):
-            seen.append(extent)
-            route.run(send, recv, extent, root)
-
-        return Implementation(run)
-
-    monkeypatch.setattr(select, "choose", noting)
-    monkeypatch.setattr(staged, "CHUNK", 4000)
-    check_all_reduce(arrays, me, n, 2500)
-    assert seen == [1000, 1000, 500]
-    seen.clear()
-    output = uploaded(arrays, np.zeros((n, 1000), np.float32))
-    dist.all_gather_single(output, uploaded(arrays, np.full(1000, me, np.float32)))
-    assert (got(output) == np.arange(n)[:, None]).all()
-    assert max(seen) == 1000 // (n + 1)
 
 
 def test_large_scratch_is_freed_after_some_unused_calls(on, monkeypatch):

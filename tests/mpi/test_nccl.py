@@ -328,11 +328,6 @@ def test_forcing_nccl_without_nccl_raises(world, monkeypatch):
     dist.destroy_process_group(group)
 
 
-def test_backend_names_that_request_nccl():
-    assert nccl.asked_for("nccl") and nccl.asked_for("cpu:gloo,cuda:nccl")
-    assert not nccl.asked_for("mpi") and not nccl.asked_for("cpu:nccl")
-
-
 class Alone:
     """A communicator that was created on this rank only."""
 

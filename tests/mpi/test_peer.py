@@ -458,15 +458,6 @@ def test_failure_aborts_kernels_of_a_graph(arrays, world, group_to_fail, monkeyp
         dist.all_reduce(array, group=group_to_fail)
 
 
-def test_unsupported_capture_does_not_fail_the_group(arrays, world, group_to_fail):
-    third = arrays.make(np.ones(50, np.float32), world.me, "third")
-    third.upload()
-    with arrays.capturing(third), pytest.raises(UnsupportedError, match="captured"):
-        dist.all_reduce(third, group=group_to_fail)
-    dist.all_reduce(third, group=group_to_fail)
-    assert (got(third) == world.size).all()
-
-
 @pytest.mark.parametrize("how", ["a timeout", "an error"])
 def test_failing_the_group_on_one_rank_aborts_waiting_kernels(
     arrays, world, group_to_fail, mpi, how

@@ -6,7 +6,7 @@
  *
  * If all arrays have the same alignment, most elements are read and written in pieces of 16 bytes.
  * A thread reads a piece of all sources before it writes the result, and no other thread accesses
- * it, so the result may be the memory of any source.
+ * it, so a result may be the memory of any source.
  *
  * CuPy compiles everything with -ftz=true, which flushes subnormal float32 to zero. PTX
  * instructions state their own mode and are never contracted, so arithmetic and comparisons of
@@ -19,30 +19,24 @@
 #endif
 
 #ifdef __CUDA_ARCH__
+#define CALCULATE(PTX, LETTER, OPERATOR)                                                           \
+    asm(PTX " %0, %1, %2;" : "=" LETTER(result) : LETTER(a), LETTER(b))
+#else
+#define CALCULATE(PTX, LETTER, OPERATOR) result = a OPERATOR b
+#endif
 #define ARITHMETIC(NAME, PTX, OPERATOR)                                                            \
     INLINE float NAME(float a, float b)                                                            \
     {                                                                                              \
         float result;                                                                              \
-        asm(PTX ".rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));                            \
+        CALCULATE(PTX ".rn.f32", "f", OPERATOR);                                                   \
         return result;                                                                             \
     }                                                                                              \
     INLINE double NAME(double a, double b)                                                         \
     {                                                                                              \
         double result;                                                                             \
-        asm(PTX ".rn.f64 %0, %1, %2;" : "=d"(result) : "d"(a), "d"(b));                            \
+        CALCULATE(PTX ".rn.f64", "d", OPERATOR);                                                   \
         return result;                                                                             \
     }
-#else
-#define ARITHMETIC(NAME, PTX, OPERATOR)                                                            \
-    INLINE float NAME(float a, float b)                                                            \
-    {                                                                                              \
-        return a OPERATOR b;                                                                       \
-    }                                                                                              \
-    INLINE double NAME(double a, double b)                                                         \
-    {                                                                                              \
-        return a OPERATOR b;                                                                       \
-    }
-#endif
 ARITHMETIC(sum, "add", +)
 ARITHMETIC(difference, "sub", -)
 ARITHMETIC(product, "mul", *)
@@ -218,13 +212,13 @@ INLINE void each_place(const Work &work, int64_t head, int64_t pieces, int64_t c
 /* ---- Work ------------------------------------------------------------------------------------ */
 
 /* Addresses passed by value in the kernel's arguments, which are limited to 4 KiB or 32 KiB. */
-template <class Element, int capacity> struct Sources {
+template <class Element, int capacity> struct Addresses {
     const Element *of[capacity];
 };
 
 /* ((s0 op s1) op s2 ...) / divisor, of n elements from `place` on. */
-template <class Format, int operation, int n, class Addresses>
-INLINE Piece<typename Format::element, n> combined(const Addresses &sources, int in_use,
+template <class Format, int operation, int n, class Sources>
+INLINE Piece<typename Format::element, n> combined(const Sources &sources, int in_use,
                                                    double divisor, int64_t place)
 {
     typedef typename Format::element element;
@@ -252,29 +246,14 @@ INLINE Piece<typename Format::element, n> combined(const Addresses &sources, int
     return result;
 }
 
-/* out = the combined sources */
+/* Writes the combined sources to each output. The sources come first, then the outputs, `all`
+ * addresses in total. Outputs are written in pieces if `alike`: they have the alignment of the
+ * sources. */
 template <class Format, int operation, int capacity> struct Combine {
     typedef typename Format::element element;
     enum { length = LENGTH(sizeof(element)) };
 
-    const Sources<element, capacity> &sources;
-    int in_use;
-    element *out;
-    double divisor;
-
-    template <int n> METHOD void at(int64_t place) const
-    {
-        *piece<n>(out, place) = combined<Format, operation, n>(sources, in_use, divisor, place);
-    }
-};
-
-/* The same for several outputs: the sources come first, then the outputs, `all` addresses in total.
- * Outputs are written in pieces if `alike`: they have the alignment of the sources. / */
-template <class Format, int operation, int capacity> struct CombineForAll {
-    typedef typename Format::element element;
-    enum { length = LENGTH(sizeof(element)) };
-
-    const Sources<element, capacity> &addresses;
+    const Addresses<element, capacity> &addresses;
     int sources, all, alike;
     double divisor;
 
@@ -376,20 +355,11 @@ template <class Format> struct Narrow {
 
 #define COMBINE(NAME, OPERATION, CAPACITY)                                                         \
     KERNEL(combine)                                                                                \
-    (const __grid_constant__ Sources<format_##NAME::element, CAPACITY> sources, int n,             \
-     format_##NAME::element *out, double divisor, PLACES)                                          \
-    {                                                                                              \
-        const Combine<format_##NAME, OPERATION, CAPACITY> work = {sources, n, out, divisor};       \
-        each_place(work, head, pieces, count);                                                     \
-    }
-
-#define COMBINE_FOR_ALL(NAME, OPERATION, CAPACITY)                                                 \
-    KERNEL(combine_for_all)                                                                        \
-    (const __grid_constant__ Sources<format_##NAME::element, CAPACITY> addresses, int sources,     \
+    (const __grid_constant__ Addresses<format_##NAME::element, CAPACITY> addresses, int sources,   \
      int all, int alike, double divisor, PLACES)                                                   \
     {                                                                                              \
-        const CombineForAll<format_##NAME, OPERATION, CAPACITY> work = {addresses, sources, all,   \
-                                                                        alike, divisor};           \
+        const Combine<format_##NAME, OPERATION, CAPACITY> work = {addresses, sources, all, alike,  \
+                                                                  divisor};                        \
         each_place(work, head, pieces, count);                                                     \
     }
 

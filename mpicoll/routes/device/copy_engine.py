@@ -16,10 +16,10 @@ call uses several streams, to use all links where each pair of GPUs has a separa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mpicoll.arrays.views import DeviceView
-from mpicoll.core.plan import CallKind, Extent, Implementation, Run
+from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.primitives import PRIMITIVES, Layout
 from mpicoll.routes.device.jobs import RECV, SEND, Job, Part, Placed, jobs_of
@@ -30,7 +30,7 @@ from mpicoll.routes.route import EXCHANGES, Needs, Policy, Route, Serves
 if TYPE_CHECKING:
     from mpicoll.routes.device.select import Agreement
 
-__all__ = ["ROUTE", "Copiers"]
+__all__ = ["ROUTE"]
 
 #: Minimum size of a call in bytes for this route, if `peer` serves smaller calls without
 #: synchronizing the hosts; and minimum size in bytes of the data that a rank receives by several
@@ -58,14 +58,12 @@ class Copiers(UserBuffers):
         return is_root or self.n > 2  # a share of the broadcast
 
     def readers_of(self, kind: CallKind, root: int) -> Iterable[int]:
-        """Return the ranks that copy from this one."""
         gathers = kind.primitive.root and kind.primitive.many_out
         return [root] if gathers else self.readers
 
     def steps_of(
         self, kind: CallKind, extent: Extent, root: int, sent: Any
     ) -> Sequence[Iterable[Job]]:
-        """Return the copies into this rank's array."""
         if kind.primitive.layout is Layout.IN_PLACE and self.n > 2:
             assert kind.dtype is not None and isinstance(extent, int)
             return self._broadcast(extent, kind.dtype.itemsize, root)
@@ -90,7 +88,6 @@ class Copiers(UserBuffers):
         return [share(self.me, root)], [share(rank, rank) for rank in others]
 
     def enqueue(self, kind: CallKind, jobs: Sequence[Placed]) -> None:
-        """Enqueue copies; large ones side by side."""
         assert kind.dtype is not None
         context, size = self.context, kind.dtype.itemsize
         large = sum(job.elements for job, _, _ in jobs) * size >= MIN_BYTES
@@ -100,7 +97,8 @@ class Copiers(UserBuffers):
             context.after(lane, context.work)
         try:
             for place, (job, (source,), (out,)) in enumerate(jobs):
-                self.copy(out, source, job.elements * size, streams[place % len(streams)])
+                stream = streams[place % len(streams)]
+                context.copy(out, source, job.elements * size, stream)
         finally:
             for lane in lanes:
                 context.after(context.work, lane)
@@ -111,17 +109,13 @@ def _negotiate(agreement: Agreement) -> Copiers | str:
     return made.connect() or made
 
 
-def _make(copiers: Copiers, kind: CallKind) -> Run:
-    def copy_engine(
-        send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
-    ) -> None:
-        copiers.work_together(kind, send, recv, extent, root)
-
-    return copy_engine
-
-
 def _build(kind: CallKind, agreement: Agreement) -> Implementation:
-    return build_on_home_device(kind, agreement, agreement.state(Copiers), _make)
+    return build_on_home_device(
+        kind,
+        agreement,
+        agreement.state(Copiers),
+        lambda state, kind: partial(state.work_together, kind),
+    )
 
 
 ROUTE = Route(

@@ -11,13 +11,8 @@ from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
 
 __all__ = [
-    "FORCED",
-    "describe_missing",
-    "describe_routes",
-    "eligible_routes",
-    "forced_route",
-    "with_used",
-]
+    "FORCED", "describe_missing", "describe_routes", "eligible_routes", "forced_route", "with_used",
+]  # fmt: skip
 
 #: The variable that forces a device route.
 FORCED = settings.DEVICE_ROUTE.name
@@ -67,42 +62,34 @@ def describe_missing(name: str, all_ranks: Sequence[Capabilities]) -> str:
         if lack:
             lacking.setdefault(lack, []).append(rank)
     missing = [f"{_describe_ranks(ranks)} lacks {lack}" for lack, ranks in lacking.items()]
-    if route.needs.placement == "levels":
-        return "; ".join(missing + ([] if lacking else _describe_levels(all_ranks)))
-    away = [rank for rank, own in enumerate(all_ranks) if own.node != all_ranks[0].node]
-    if route.needs.placement in ("node", "gpu", "gpus") and away:
+    place, first = route.needs.placement, all_ranks[0]
+    away = [rank for rank, own in enumerate(all_ranks) if own.node != first.node]
+    if place in ("node", "gpu", "gpus") and away:
         missing.append(f"{_describe_ranks(away)} is on another node than rank 0")
-    elif route.needs.placement in ("gpu", "gpus") and not lacking:
-        missing += _describe_gpus(route.needs.placement, all_ranks)
+    elif place in ("levels", "gpu", "gpus") and not lacking:
+        missing += filter(None, [_describe_placement(place, all_ranks, bool(away))])
     return "; ".join(missing)
 
 
-def _describe_levels(all_ranks: Sequence[Capabilities]) -> list[str]:
-    """Describe why the ranks do not form several clusters, one of them with several ranks."""
+def _describe_placement(place: str, all_ranks: Sequence[Capabilities], apart: bool) -> str:
+    """Describe why the ranks do not all use one GPU ("gpu"), one GPU each ("gpus"), or do not form
+    several clusters, one of them with several ranks ("levels"); "" if they do.
+
+    apart: they are on several nodes.
+    """
+    if not apart and any(not own.used for own in all_ranks):
+        return "the ranks have no arrays on GPUs yet"
     clusters = find_clusters(all_ranks)
-    one_node = all(own.node == all_ranks[0].node for own in all_ranks)
-    if one_node and any(not own.used for own in all_ranks):
-        return ["the ranks have no arrays on GPUs yet"]
-    if len(clusters) == 1:
-        return ["all ranks share a GPU" if len(all_ranks) > 1 else "there is one rank"]
-    if len(clusters) == len(all_ranks):
-        return [f"each rank has a {'GPU' if one_node else 'node'} to itself"]
-    return []
-
-
-def _describe_gpus(place: str, all_ranks: Sequence[Capabilities]) -> list[str]:
-    """Describe why the ranks do not all use one GPU (``place`` "gpu") or one GPU each ("gpus")."""
-    by_gpu: dict[str, list[int]] = {}
-    for rank, own in enumerate(all_ranks):
-        by_gpu.setdefault(own.used, []).append(rank)
-    if "" in by_gpu:
-        return ["the ranks have no arrays on GPUs yet"]
+    if place == "levels":
+        if len(clusters) == 1:
+            return "all ranks share a GPU" if len(all_ranks) > 1 else "there is one rank"
+        each = "node" if apart else "GPU"
+        return f"each rank has a {each} to itself" if len(clusters) == len(all_ranks) else ""
     if place == "gpu":
-        apart = [rank for rank, own in enumerate(all_ranks) if own.used != all_ranks[0].used]
-        words = f"{_describe_ranks(apart)} has its arrays on another GPU than rank 0"
-        return [words] if apart else []
-    sharing = next((ranks for ranks in by_gpu.values() if len(ranks) > 1), None)
-    return [f"ranks {', '.join(map(str, sharing))} share a GPU"] if sharing else []
+        away = [rank for rank, own in enumerate(all_ranks) if own.used != all_ranks[0].used]
+        return f"{_describe_ranks(away)} has its arrays on another GPU than rank 0" if away else ""
+    sharing = next((ranks for ranks in clusters if len(ranks) > 1), None)
+    return f"ranks {', '.join(map(str, sharing))} share a GPU" if sharing else ""
 
 
 def describe_routes(

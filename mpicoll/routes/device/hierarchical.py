@@ -28,9 +28,10 @@ from the bits of other routes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -38,20 +39,23 @@ from mpi4py import MPI
 from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView, address
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Run
-from mpicoll.core.signature import decode_primitive, describe
+from mpicoll.core.signature import describe
 from mpicoll.cuda.capabilities import Capabilities, find_clusters
 from mpicoll.cuda.runtime import StridedMemory
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.dtypes import by_name as dtypes
-from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
+from mpicoll.errors import DistBackendError, UnsupportedError
 from mpicoll.failures import lost_ranks
-from mpicoll.failures.consistency import describe_by_rank
 from mpicoll.failures.group_failure import fail_all_ranks
 from mpicoll.primitives import by_name as primitives
 from mpicoll.routes.device.space import DeviceSpace
-from mpicoll.routes.device.state import RouteState, build_on_home_device, exception_of
-from mpicoll.routes.device.user_buffers import signature_of
+from mpicoll.routes.device.state import (
+    RouteState,
+    build_on_home_device,
+    exception_of,
+    signature_of,
+)
 from mpicoll.routes.host.hierarchy import make_part
 from mpicoll.routes.route import Needs, Policy, Route, Serves, has_loop
 
@@ -59,7 +63,7 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
     from mpicoll.routes.device.select import Agreement
 
-__all__ = ["ROUTE", "Levels"]
+__all__ = ["ROUTE"]
 
 #: Minimum size of a call in bytes for this route. Not measured.
 MIN_BYTES = 256 * 1024
@@ -72,7 +76,6 @@ LINE = 256
 _CLOSE_TIMEOUT_S = 5.0
 
 _FLOAT32 = dtypes["float32"]
-_T = TypeVar("_T")
 
 
 class Place(NamedTuple):
@@ -101,9 +104,8 @@ class Part:
         return [*own, *agreement.missing_in_parts]
 
     def build(self, name: str, op: ReduceOp | None, dtype: DType) -> Step:
-        """Return the step for a kind of call. All ranks of the subgroup call."""
         kind = CallKind(primitives[name], self.group, op, dtype)
-        return Step(self.group, self.agreement.on_device(kind), self._context)
+        return Step(self.group, self.agreement.build_in_part(kind), self._context)
 
     def abort(self, error: DistBackendError, alone: bool) -> None:
         """End waiting calls, this rank's (``alone``) or all ranks': the whole group failed."""
@@ -112,7 +114,6 @@ class Part:
         lost_ranks.revoke(self.group)
 
     def close(self, limit: float) -> None:
-        """Free the subgroup and its routes. All its ranks call."""
         self.group.resources.close(limit)
         self.group.free()
 
@@ -166,7 +167,7 @@ class Levels(RouteState):
     can_fail_on_device = True
 
     def __init__(self, agreement: Agreement) -> None:
-        super().__init__(agreement.group, agreement.context)
+        super().__init__(agreement)
         group, all_ranks = self.group, agreement.capabilities
         self.clusters = find_clusters(all_ranks)
         self.places = [Place(0, 0)] * group.size()
@@ -185,7 +186,6 @@ class Levels(RouteState):
 
     @property
     def here(self) -> Sequence[int]:
-        """Return the ranks of this cluster."""
         return self.clusters[self.place.cluster]
 
     @property
@@ -217,29 +217,16 @@ class Levels(RouteState):
         mine = np.array([failure is None, signature, -signature, number, -number], np.int64)
         least = np.empty_like(mine)
         self.group.tested.Allreduce(mine, least, MPI.MIN)
-        name = (
-            f"{decode_primitive(signature)} on rank {self.group.rank()} of group "
-            f"{self.group.group_name}"
-        )
         if not least[0]:
-            raise failure or DistBackendError(
-                f"{name}: another rank failed in this call, see its error; the result is "
-                "incomplete on all ranks"
-            )
+            raise failure or self.failed_elsewhere(signature)
         if least[1] != -least[2] or least[3] != -least[4]:
             words = control_messages.allgather(self.group.tested, describe(signature, number), str)
-            raise MismatchError(
-                f"{name}: collective mismatch: the ranks made different calls: "
-                f"{describe_by_rank(words)}"
-            )
+            raise self.mismatch(signature, words)
 
     def notify_failure(self, kind: CallKind, error: Exception) -> None:
-        """Notify the other ranks, unless they know, that this rank failed before a call."""
         if self._met != self.group.sequence:
-            try:
+            with suppress(type(error)):
                 self.compare(signature_of(kind, 0, 0)[0], 0, error)
-            except type(error):
-                return
 
     def run_rail(
         self,
@@ -264,7 +251,6 @@ class Levels(RouteState):
             raise
 
     def find_failure(self, wait: bool = False) -> DistBackendError | None:
-        """Return the first failure in the subgroups; see RouteState."""
         for part in (self.inside, self.along):
             failure = None if part is None else part.agreement.find_failure(wait)
             if failure is not None:
@@ -272,13 +258,11 @@ class Levels(RouteState):
         return None
 
     def abort(self, error: DistBackendError, alone: bool) -> None:
-        """End waiting calls in the subgroups; see RouteState."""
         for part in (self.inside, self.along):
             if part is not None:
                 part.abort(error, alone)
 
     def close(self, limit: float) -> None:
-        """Free the subgroups. All ranks call."""
         for part in (self.along, self.inside):
             if part is not None:
                 part.close(limit)
@@ -286,13 +270,11 @@ class Levels(RouteState):
 
 
 def _first_of_each_gpu(all_ranks: Sequence[Capabilities], ranks: Sequence[int]) -> list[int]:
-    """Return the indexes of the ranks that are the first ones on their GPUs."""
     used = [all_ranks[rank].used for rank in ranks]
     return [place for place, gpu in enumerate(used) if gpu not in used[:place]]
 
 
 def _negotiate(agreement: Agreement) -> Levels | str:
-    """Return the levels of a group or, on all ranks, the reason why there are none."""
     group, all_ranks, made, problem = agreement.group, agreement.capabilities, Levels(agreement), ""
 
     def part_of(ranks: Sequence[int]) -> Part:
@@ -366,7 +348,6 @@ class _Arithmetic:
         self.widens = self.wide is not dtype
 
     def fill(self, source: DeviceView, into: DeviceView) -> None:
-        """Enqueue a conversion to the wide dtype."""
         if self.widens:
             self._space.scale(source, 1, into)
         else:
@@ -384,24 +365,21 @@ class _Arithmetic:
             self._space.copy(total, out)
 
 
-#: Runs the step before the rails; raises on all ranks if it fails on one.
-_Check = Callable[[Callable[[], None]], None]
-
-
 def _run_chunks(
     levels: Levels,
     kind: CallKind,
     extent: Extent,
     root: int,
     counts: tuple[int, int],
-    prepare: Callable[[int, int], _T],
-    execute: Callable[[_T, _Check], Callable[[], None]],
+    work: Callable[[int, int], Iterator[None]],
+    has_first_step: bool = True,
 ) -> None:
     """Run one call, chunk by chunk.
 
-    counts:  number of elements of the call and of a chunk.
-    prepare: allocates and fills the memory of a chunk, given its first element and count.
-    execute: runs the steps of a chunk up to the rails; returns the last step, in the clusters.
+    counts: number of elements of the call and of a chunk.
+    work:   runs a chunk, given its first element and count: allocates and fills its memory, yields,
+            runs the first step in the clusters (``has_first_step``), yields, runs the step along
+            the rails, yields, and runs the last step in the clusters.
 
     Raises on all ranks if their calls differ or one lacks memory. A failure after the rails is
     reported before the next chunk. In the last chunk only the cluster sees it.
@@ -411,26 +389,27 @@ def _run_chunks(
             f"{kind.primitive.name}: the device route hierarchical takes blocks of one size; use "
             "another route"
         )
-    signature, number = signature_of(kind, extent, root)
+    signature = signature_of(kind, extent, root)
     context, (count, step) = levels.context, counts
-    memory: list[_T] = []
     failed: Exception | None = None
 
-    def take(start: int) -> None:
+    def begin(chunk: Iterator[None]) -> None:
         failure = failed or levels.find_failure()
         if failure is not None:
             raise failure
-        memory[:] = [prepare(start, min(step, count - start))]
-
-    def check(task: Callable[[], None]) -> None:
-        levels.compare(signature, number, exception_of(task))
+        next(chunk)
 
     mark = context.mark()
     for start in range(0, max(count, 1), step):
         context.release(mark)
-        check(partial(take, start))
-        if count:
-            failed = exception_of(execute(memory[0], check))
+        chunk = work(start, min(step, count - start))
+        levels.compare(*signature, exception_of(partial(begin, chunk)))
+        if not count:
+            break
+        if has_first_step:
+            levels.compare(*signature, exception_of(partial(next, chunk)))
+        next(chunk)
+        failed = exception_of(partial(next, chunk, None))
     if failed is not None:
         raise failed
 
@@ -443,25 +422,7 @@ def _like(space: DeviceSpace, view: DeviceView, dtype: DType) -> DeviceView:
     return made
 
 
-class _Reduced(NamedTuple):
-    """The memory of a chunk of a reduction.
-
-    source: elements of the array, in the wide dtype.
-    stripe: this rank's stripe of the sum; with a single rail, the sum overwrites the source.
-    result: the stripe in the dtype of the array.
-    out:    destination of the cluster's results; None if it gathers none.
-    counts: sizes of the stripes of the cluster's ranks.
-    """
-
-    source: DeviceView
-    stripe: DeviceView
-    result: DeviceView
-    out: DeviceView | None
-    counts: list[int]
-
-
 def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
-    """Build all_reduce and reduce."""
     primitive, group, _, dtype = kind
     assert dtype is not None
     by, everywhere, one_rail = _Arithmetic(kind, space), not primitive.root, levels.rails == 1
@@ -479,57 +440,48 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
         may_write = everywhere or group.rank() == root
         gathers = everywhere or levels.place.cluster == home
 
-        def prepare(start: int, count: int) -> _Reduced:
+        def work(start: int, count: int) -> Iterator[None]:
             chunk = source = recv.part(start, count)
             begin, own, counts = levels.shares(count, wide.itemsize)
             overwrites = one_rail and levels.lane is not None
             if by.widens or (overwrites and not may_write):
                 source = _like(space, chunk, wide)
                 by.fill(chunk, source)
+            # This rank's stripe of the sum; with a single rail, the sum overwrites the source.
             stripe = source if one_rail else _like(space, source.part(begin, own), wide)
             out = None
             if gathers:
                 out = chunk if may_write else _like(space, chunk, dtype)
-            result = stripe
+            result = stripe  # in the dtype of the array
             if one_rail:
                 result = stripe if out is None else out
             elif by.widens:
                 result = _like(space, chunk.part(begin, own), dtype)
-            return _Reduced(source, stripe, result, out, counts)
-
-        def execute(memory: _Reduced, check: _Check) -> Callable[[], None]:
-            source, stripe, result, out, counts = memory
+            yield
             own = stripe.count if levels.lane is not None else 0
-
-            def first_step() -> None:
-                if down is not None and one_rail:
-                    down(None, source, source.count, levels.first)
-                elif down is not None:
-                    down(source, stripe, Blocks(counts, [own] * n))
+            if down is not None and one_rail:
+                down(None, source, source.count, levels.first)
+            elif down is not None:
+                down(source, stripe, Blocks(counts, [own] * n))
+            yield
+            gathered: Extent = source.count if one_rail else Blocks([own] * n, counts)
+            if along is not None and own:
+                then = None if up is None or not gathers else (up, gathered)
+                levels.run_rail(along, None, stripe, home, then)
+            yield
 
             def finish() -> None:
                 if own:
                     by.finish(stripe, result)
 
-            check(first_step)
-            gathered: Extent = source.count if one_rail else Blocks([own] * n, counts)
-            if along is not None and own:
-                then = None if up is None or not gathers else (up, gathered)
-                levels.run_rail(along, None, stripe, home, then)
+            if out is not None and up is None:
+                finish()
+            elif out is not None and up is not None and one_rail:
+                up(None, out, gathered, levels.first, finish)
+            elif out is not None and up is not None:
+                up(result, out, gathered, 0, finish)
 
-            def last_step() -> None:
-                if out is None:
-                    return
-                if up is None:
-                    finish()
-                elif one_rail:
-                    up(None, out, gathered, levels.first, finish)
-                else:
-                    up(result, out, gathered, 0, finish)
-
-            return last_step
-
-        _run_chunks(levels, kind, extent, root, (recv.count, step), prepare, execute)
+        _run_chunks(levels, kind, extent, root, (recv.count, step), work)
 
     return run
 
@@ -539,10 +491,10 @@ def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
     dtype = kind.dtype
     assert dtype is not None
     inside, one_rail, n = levels.inside, levels.rails == 1, len(levels.here)
-    spread = gather = along = None
+    spread = last = along = None
     if inside is not None:
         spread = inside.build("broadcast", None, dtype)
-        gather = None if one_rail else inside.build("all_gather", None, dtype)
+        last = spread if one_rail else inside.build("all_gather", None, dtype)
     if levels.along is not None:
         along = levels.along.build("broadcast", None, dtype)
     step = max(1, CHUNK // dtype.itemsize // LINE * LINE)
@@ -551,40 +503,26 @@ def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
         home, place = levels.places[root]
         at_home = levels.place.cluster == home
 
-        def prepare(start: int, count: int) -> tuple[DeviceView, DeviceView, list[int]]:
+        def work(start: int, count: int) -> Iterator[None]:
             chunk = recv.part(start, count)
             begin, own, counts = levels.shares(count, dtype.itemsize)
             stripe = chunk.part(begin, own)
-            return chunk, stripe if at_home or one_rail else _like(space, stripe, dtype), counts
-
-        def execute(
-            memory: tuple[DeviceView, DeviceView, list[int]], check: _Check
-        ) -> Callable[[], None]:
-            chunk, stripe, counts = memory
-
-            def first_step() -> None:
-                if at_home and spread is not None:
-                    spread(None, chunk, chunk.count, place)
-
-            check(first_step)
+            if not (at_home or one_rail):
+                stripe = _like(space, stripe, dtype)
+            yield
+            if at_home and spread is not None:
+                spread(None, chunk, chunk.count, place)
+            yield
             own = stripe.count if levels.lane is not None else 0
-            last = spread if one_rail else gather
             gathered: Extent = chunk.count if one_rail else Blocks([own] * n, counts)
             if along is not None and own:
                 then = None if last is None or at_home else (last, gathered)
                 levels.run_rail(along, None, stripe, home, then)
+            yield
+            if last is not None and not at_home:
+                last(None if one_rail else stripe, chunk, gathered, levels.first if one_rail else 0)
 
-            def last_step() -> None:
-                if last is None or at_home:
-                    return
-                if one_rail:
-                    last(None, chunk, gathered, levels.first)
-                else:
-                    last(stripe, chunk, gathered)
-
-            return last_step
-
-        _run_chunks(levels, kind, extent, root, (recv.count, step), prepare, execute)
+        _run_chunks(levels, kind, extent, root, (recv.count, step), work)
 
     return run
 
@@ -618,10 +556,8 @@ def _blocks(
     for rank, (cluster, place) in enumerate(levels.places):
         theirs_at = address(view) + (rank * count + start) * size
         mine_at = address(packed) + (place * many + cluster) * each * size
-        context.runtime.copy(
-            context.index, *((theirs_at, mine_at) if inward else (mine_at, theirs_at)),
-            each * size, context.work,
-        )  # fmt: skip
+        into, source = (theirs_at, mine_at) if inward else (mine_at, theirs_at)
+        context.copy(into, source, each * size)
 
 
 def _reduce_scatter(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
@@ -635,23 +571,22 @@ def _reduce_scatter(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
     step = max(1, CHUNK // (n * wide.itemsize))
 
     def run(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
-        def prepare(start: int, count: int) -> tuple[DeviceView, ...]:
-            out = recv.part(start, count)
+        def work(start: int, count: int) -> Iterator[None]:
+            out = total = recv.part(start, count)
             rows, packed = space.empty(wide, many * count), space.empty(dtype, n * count)
             _blocks(levels, send, recv.count, start, packed, False)
-            if not by.widens:
-                return out, packed, rows, out
-            source = space.empty(wide, n * count)
-            by.fill(packed, source)
-            return out, source, rows, space.empty(wide, count)
-
-        def execute(memory: tuple[DeviceView, ...], check: _Check) -> Callable[[], None]:
-            out, source, rows, total = memory
-            check(partial(down, source, rows, rows.count))
+            source = packed
+            if by.widens:
+                source, total = space.empty(wide, n * count), space.empty(wide, count)
+                by.fill(packed, source)
+            yield
+            down(source, rows, rows.count)
+            yield
             levels.run_rail(along, rows, total)
-            return partial(by.finish, total, out)
+            yield
+            by.finish(total, out)
 
-        _run_chunks(levels, kind, extent, root, (recv.count, step), prepare, execute)
+        _run_chunks(levels, kind, extent, root, (recv.count, step), work)
 
     return run
 
@@ -666,24 +601,17 @@ def _all_gather(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
     step = max(1, CHUNK // (n * dtype.itemsize))
 
     def run(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
-        def prepare(start: int, count: int) -> tuple[DeviceView, DeviceView, DeviceView]:
+        def work(start: int, count: int) -> Iterator[None]:
             mine = send.part(start, count)
-            return mine, space.empty(dtype, many * count), space.empty(dtype, n * count)
-
-        def execute(
-            memory: tuple[DeviceView, DeviceView, DeviceView], check: _Check
-        ) -> Callable[[], None]:
-            mine, column, packed = memory
+            column, packed = space.empty(dtype, many * count), space.empty(dtype, n * count)
+            yield
             levels.run_rail(along, mine, column, then=(up, column.count))
+            yield
+            up(column, packed, column.count)
+            _blocks(levels, recv, send.count, start, packed, True)
 
-            def last_step() -> None:
-                up(column, packed, column.count)
-                start = (mine.address - send.address) // dtype.itemsize
-                _blocks(levels, recv, send.count, start, packed, True)
-
-            return last_step
-
-        _run_chunks(levels, kind, extent, root, (send.count, step), prepare, execute)
+        counts = send.count, step
+        _run_chunks(levels, kind, extent, root, counts, work, has_first_step=False)
 
     return run
 

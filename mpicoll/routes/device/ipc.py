@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from types import NoneType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,23 +34,20 @@ from mpi4py import MPI
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation, Run
 from mpicoll.core.reproducible import ORDER
-from mpicoll.core.signature import decode_primitive, describe, encode_kind
+from mpicoll.core.signature import describe, encode_kind
 from mpicoll.cuda.capabilities import Capabilities
-from mpicoll.cuda.runtime import Memory
 from mpicoll.dtypes import ReduceOp, by_name
-from mpicoll.errors import DistBackendError, MismatchError
-from mpicoll.failures.consistency import describe_by_rank
 from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.kernels.reduction import Loop, find_loop
 from mpicoll.routes.device.state import RouteState, build_on_home_device, exception_of
 from mpicoll.routes.device.workspaces import Workspaces, map_each_other
 from mpicoll.routes.route import EXCHANGES, Needs, Policy, Route, Serves, has_loop
-from mpicoll.routes.transfers import TRANSFER_PRIMITIVES, Get, transfer_of
+from mpicoll.routes.transfers import TRANSFER_PRIMITIVES, transfer_of
 
 if TYPE_CHECKING:
     from mpicoll.routes.device.select import Agreement
 
-__all__ = ["ROUTE", "Peers"]
+__all__ = ["ROUTE"]
 
 #: Number of turns between the steps of a round; number of slots.
 LAG = 2
@@ -73,20 +69,18 @@ class Peers(RouteState):
     room: size of a slot in bytes.
     """
 
-    def __init__(self, agreement: Agreement, room: int, workspaces: Workspaces[None]) -> None:
-        super().__init__(agreement.group, agreement.context)
+    def __init__(self, agreement: Agreement, room: int, workspaces: Workspaces) -> None:
+        super().__init__(agreement)
         self.room = room
         self._workspaces = workspaces
         self._turn = 0  # the number of the current call's first round
         self._met = -1  # call number of the latest comparison
-        self._between: Memory | None = None  # for results whose destination is not aligned
 
     def slot(self, rank: int, k: int) -> int:
         """Return the address of a rank's slot in round ``k`` of this call."""
         return self._workspaces.all[rank].address + (self._turn + k) % SLOTS * self.room
 
     def second_slot(self, rank: int, k: int) -> int:
-        """Return the address of a rank's second slot in round ``k``."""
         size = _share_slot(self.room, self.n)
         start = self._workspaces.all[rank].address + SLOTS * self.room
         return start + (self._turn + k) % SLOTS * size
@@ -97,12 +91,12 @@ class Peers(RouteState):
         count: int,
         rounds: int,
         steps: Sequence[Callable[[int], None]],
-        prepare: Callable[[], None],
+        load: Callable[[], None],
     ) -> None:
         """Run a call: ``steps[s](k)`` enqueues step s of round k.
 
         kind, count: raises MismatchError on all ranks if these differ.
-        prepare: compiles the kernels and allocates the memory of the steps.
+        load: compiles the kernels.
 
         A rank that fails reports it when the hosts synchronize next: it raises its error, and all
         other ranks raise DistBackendError. After the last time no rank depends on another.
@@ -118,7 +112,7 @@ class Peers(RouteState):
             if turn - lag + 1 >= 0 and turn < turns - 1:
                 context.runtime.synchronize(done[turn - lag + 1])
 
-        failure = exception_of(prepare)
+        failure = exception_of(load)
         for turn in range(turns):
             failure = failure or exception_of(partial(enqueue, turn))
             if turn - lag + 1 >= 0 and turn < turns - 1:
@@ -140,12 +134,9 @@ class Peers(RouteState):
         self._met = self.group.sequence
         self.group.inner.Allgather(np.array(mine, np.int64), everybody)
         if not everybody[:, -1].all():  # checked first: a failed rank may not know its call
-            return self._failed(kind)
+            return self.failed_elsewhere(kind)
         if (everybody[:, :-1] != mine[:-1]).any():
-            return MismatchError(
-                f"{self._name(kind)}: collective mismatch: the ranks made different calls: "
-                f"{describe_by_rank(describe(*row[:2]) for row in everybody.tolist())}"
-            )
+            return self.mismatch(kind, (describe(*row[:2]) for row in everybody.tolist()))
         return None
 
     def enter(self, kind: int) -> None:
@@ -159,25 +150,14 @@ class Peers(RouteState):
             raise problem
 
     def notify_failure(self, kind: CallKind, error: Exception) -> None:
-        """Notify the other ranks, unless they know, that this rank failed before a call."""
         if self._met != self.group.sequence:
             self._compare(encode_kind(kind.primitive, kind.dtype, kind.op, 0), 0, error)
             self._reset()
 
     def _synchronize(self, kind: int, failure: Exception | None) -> Exception | None:
-        """Wait for all ranks; return the error if one of them failed."""
         able = np.array([failure is None])
         self.group.inner.Allreduce(MPI.IN_PLACE, able, MPI.LAND)
-        return None if able[0] else self._failed(kind)
-
-    def _failed(self, kind: int) -> DistBackendError:
-        return DistBackendError(
-            f"{self._name(kind)}: another rank failed in this call, see its error; the result is "
-            "incomplete on all ranks"
-        )
-
-    def _name(self, kind: int) -> str:
-        return f"{decode_primitive(kind)} on rank {self.me} of group {self.group.group_name}"
+        return None if able[0] else self.failed_elsewhere(kind)
 
     def _reset(self) -> None:
         """Wait for all devices and restart with the first slot."""
@@ -186,35 +166,20 @@ class Peers(RouteState):
         self.group.inner.Barrier()
         self._turn = 0
 
-    def copy(self, into: int, source: int, nbytes: int) -> None:
-        """Enqueue a copy."""
-        self.context.runtime.copy(self.context.index, into, source, nbytes, self.context.work)
-
-    def prepare(self, by: Loop | None, n: int, out: int, nbytes: int) -> None:
-        """Compile a kernel that combines n arrays, and allocate its output if needed."""
-        if by is None or not n:
-            return
-        self.context.runtime.load(self.context.index, by, n)
-        self._between = None if out % PIECE == 0 else self.context.scratch(nbytes)
+    def load(self, by: Loop | None, n: int) -> None:
+        """Compile a kernel that combines n arrays."""
+        if by is not None and n:
+            self.context.runtime.load(self.context.index, by, n + 1)
 
     def combine(
         self, by: Loop, sources: Sequence[int], out: int, nbytes: int, divisor: int
     ) -> None:
-        """Enqueue a reduction of slots, as prepared. A result with another alignment than the slots
-        is computed in scratch memory and copied.
-        """
         context, size = self.context, by_name[by.format].itemsize * by.elements
-        if not nbytes:
-            return
-        into = out if self._between is None else self._between.address
         context.runtime.combine(
-            context.index, by, sources, into, nbytes // size, divisor, context.work
+            context.index, by, sources, [out], nbytes // size, divisor, context.work
         )
-        if into != out:
-            self.copy(out, into, nbytes)
 
     def close(self, limit: float) -> None:
-        """Unmap and free the workspaces; all ranks call. See ``Workspaces.close``."""
         self.context.synchronize(self.context.work)
         self._workspaces.close(limit)
 
@@ -226,7 +191,7 @@ def _share_slot(room: int, n: int) -> int:
 
 def _negotiate(agreement: Agreement) -> Peers | str:
     nbytes = SLOTS * (SLOT + _share_slot(SLOT, agreement.group.size()))
-    made = map_each_other(agreement.group, agreement.context, nbytes, lambda own: None, NoneType)
+    made = map_each_other(agreement.group, agreement.context, nbytes, lambda own: 0)
     return made if isinstance(made, str) else Peers(agreement, SLOT, made)
 
 
@@ -270,7 +235,7 @@ def _all_reduce(peers: Peers, kind: CallKind) -> Run:
             parts = [(0, length)] if whole or not aligned else [(0, start), (start + mine, length)]
             for begin, end in parts:
                 into = peers.slot(me, k) + begin * size
-                peers.copy(into, address + begin * size, (end - begin) * size)
+                peers.context.copy(into, address + begin * size, (end - begin) * size)
 
         def combine(k: int) -> None:
             address, length = piece(k)
@@ -286,18 +251,16 @@ def _all_reduce(peers: Peers, kind: CallKind) -> Run:
             address, length = piece(k)
             for r in range(n):
                 start, theirs = share(length, r)
-                peers.copy(address + start * size, peers.second_slot(r, k), theirs * size)
+                peers.context.copy(address + start * size, peers.second_slot(r, k), theirs * size)
 
         steps = [put, combine] if whole else [put, combine, get]
         rounds = _rounds(view.count, step)
-        out, nbytes = (view.address, min(view.nbytes, peers.room)) if whole else (0, 0)
-        peers.run(signature, view.count, rounds, steps, lambda: peers.prepare(by, n, out, nbytes))
+        peers.run(signature, view.count, rounds, steps, partial(peers.load, by, n))
 
     return all_reduce
 
 
 def _transfer(peers: Peers, kind: CallKind) -> Run:
-    """Return the implementation by puts and gets; see ``transfers``."""
     primitive, _, op, dtype = kind
     assert dtype is not None
     size = dtype.itemsize
@@ -319,7 +282,7 @@ def _transfer(peers: Peers, kind: CallKind) -> Run:
         def put(k: int) -> None:
             for place, (address, count) in enumerate(transfer.puts):
                 into = peers.slot(peers.me, k) + place * room
-                peers.copy(into, address + k * step * size, length(count, k) * size)
+                peers.context.copy(into, address + k * step * size, length(count, k) * size)
 
         def get(k: int) -> None:
             sources = [peers.slot(rank, k) + place * room for rank, place, _, _ in transfer.gets]
@@ -329,15 +292,10 @@ def _transfer(peers: Peers, kind: CallKind) -> Run:
                 peers.combine(by, sources, outs[0], nbytes, divisor)
                 return
             for one, source, out in zip(transfer.gets, sources, outs, strict=True):
-                peers.copy(out, source, length(one.elements, k) * size)
+                peers.context.copy(out, source, length(one.elements, k) * size)
 
-        def prepare() -> None:
-            first = transfer.gets[0] if transfer.gets else Get(0, 0, 0, 0)
-            nbytes = length(first.elements, 0) * size
-            peers.prepare(by, len(transfer.gets), first.address, nbytes)
-
-        rounds = _rounds(transfer.most, step)
-        peers.run(signature, transfer.total, rounds, [put, get], prepare)
+        load = partial(peers.load, by, len(transfer.gets))
+        peers.run(signature, transfer.total, _rounds(transfer.most, step), [put, get], load)
 
     return run
 

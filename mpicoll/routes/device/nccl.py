@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,23 +23,21 @@ from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Run
 from mpicoll.core.signature import describe
-from mpicoll.cuda.runtime import Event, NcclCommunicator
+from mpicoll.cuda.runtime import Event
 from mpicoll.cuda.streams import poll_until
 from mpicoll.cuda.threads import use_process_device
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, UsageError
 from mpicoll.failures.group_failure import fail_all_ranks
 from mpicoll.launch.host_identity import node
-from mpicoll.routes.device.state import RouteState, build_on_home_device
-from mpicoll.routes.device.user_buffers import signature_of
+from mpicoll.routes.device.state import RouteState, build_on_home_device, signature_of
 from mpicoll.routes.route import EXCHANGES, MOVES, REDUCTIONS, Needs, Policy, Route, Serves
-from mpicoll.routes.wire import all_gather_bytes
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
     from mpicoll.routes.device.select import Agreement
 
-__all__ = ["ROUTE", "Nccl", "asked_for"]
+__all__ = ["ROUTE", "asked_for"]
 
 #: NCCL's operations (ncclRedOp_t) and the dtypes that it computes with (ncclDataType_t).
 _OPERATIONS = {"SUM": 0, "PRODUCT": 1, "MAX": 2, "MIN": 3, "AVG": 4}
@@ -75,13 +73,13 @@ class _Pending(NamedTuple):
 
 
 class Nccl(RouteState):
-    """A group's NCCL communicator."""
+    """A group's NCCL communicator (CuPy's class)."""
 
     maps_memory = False
     can_fail_on_device = True
 
-    def __init__(self, agreement: Agreement, comm: NcclCommunicator) -> None:
-        super().__init__(agreement.group, agreement.context)
+    def __init__(self, agreement: Agreement, comm: Any) -> None:
+        super().__init__(agreement)
         self.comm = comm
         self._pending: deque[_Pending] = deque()
         self._failure: DistBackendError | None = None
@@ -89,7 +87,6 @@ class Nccl(RouteState):
         self._lock = threading.Lock()  # the watchdog thread also checks
 
     def enter(self, kind: CallKind, extent: Extent, root: int) -> None:
-        """Record an enqueued call."""
         number, signature = self.group.sequence, signature_of(kind, extent, root)
         self._pending.append(_Pending(number, signature, time.monotonic(), self.context.record()))
         if len(self._pending) > _MAX_PENDING_COUNT:
@@ -97,7 +94,6 @@ class Nccl(RouteState):
                 self._forget_done()
 
     def _forget_done(self) -> None:
-        """Remove completed calls."""
         while self._pending and self.context.runtime.is_done(self._pending[0].done):
             self._pending.popleft()
 
@@ -155,19 +151,16 @@ class Nccl(RouteState):
         thread.join(_ABORT)
 
     def notify_failure(self, kind: CallKind, error: Exception) -> None:
-        """Make the other ranks abort their communicators: this rank failed before a call."""
         if not isinstance(error, UsageError):
             fail_all_ranks(self.group, error)
 
     def abort(self, error: DistBackendError, alone: bool) -> None:
-        """Abort the communicator of a failed group."""
         with self._lock:
             if self._failure is None:
                 self._failure = error
                 self._abort()
 
     def close(self, limit: float) -> None:
-        """Destroy the communicator after all enqueued work; see find_failure."""
         if self.find_failure(wait=True) is None:
             self.comm.destroy()
 
@@ -182,11 +175,9 @@ def _negotiate(agreement: Agreement) -> Nccl | str:
     runtime = context.runtime
     able = runtime.has_nccl()
     mine = f"{node()} {runtime.pci_bus_id(context.index)}" if able else ""
-    everybody = [
-        bytes(one) for one in all_gather_bytes(group.inner, np.frombuffer(mine.encode(), np.uint8))
-    ]
+    everybody = control_messages.allgather(group.inner, mine, str)
     if not all(everybody):
-        return f"rank {everybody.index(b'')} has no NCCL"
+        return f"rank {everybody.index('')} has no NCCL"
     if len(set(everybody)) < len(everybody):
         return "two ranks share a GPU"
     identity, problem = b"", ""
@@ -233,13 +224,13 @@ def _first_problem(group: ProcessGroup, problem: str) -> str:
 
 
 def _make(nccl: Nccl, kind: CallKind) -> Run:
-    inner = _FUNCTIONS[kind.primitive.name](nccl, kind)
+    function = _FUNCTIONS[kind.primitive.name]
 
     def carry_out(
         send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
     ) -> None:
         with nccl.context.runtime.on(nccl.context.index):
-            inner(send, recv, extent, root)
+            function(nccl, kind, send, recv, extent, root)
         nccl.enter(kind, extent, root)
 
     return carry_out
@@ -283,7 +274,6 @@ def _exchange(nccl: Nccl, sends: Sequence[_Message], receives: Sequence[_Message
 
 
 def _cut(view: DeviceView, counts: Sequence[int]) -> list[_Message]:
-    """Return the blocks of a buffer, one for each rank."""
     size = view.dtype.itemsize
     starts = np.cumsum([0, *counts[:-1]]).tolist()
     return [
@@ -292,97 +282,83 @@ def _cut(view: DeviceView, counts: Sequence[int]) -> list[_Message]:
     ]
 
 
-def _broadcast(nccl: Nccl, kind: CallKind) -> Run:
-    def broadcast(send: None, recv: DeviceView, extent: Extent, root: int) -> None:
-        moved, unit = _unit(recv.nbytes)
-        count, at = recv.nbytes // unit, recv.address
-        nccl.comm.broadcast(at, at, count, moved, root, nccl.context.work)
-
-    return broadcast
-
-
-def _all_gather(nccl: Nccl, kind: CallKind) -> Run:
-    """Build all_gather; blocks of different sizes are sent as messages."""
-
-    def all_gather(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
-        if isinstance(extent, Blocks):
-            out = [(rank, send.address, send.nbytes) for rank in range(nccl.n)]
-            _exchange(nccl, out, _cut(recv, extent.receives))
-            return
-        moved, unit = _unit(send.nbytes)
-        count = send.nbytes // unit
-        nccl.comm.allGather(send.address, recv.address, count, moved, nccl.context.work)
-
-    return all_gather
+def _broadcast(
+    nccl: Nccl, kind: CallKind, send: None, recv: DeviceView, extent: Extent, root: int
+) -> None:
+    moved, unit = _unit(recv.nbytes)
+    count, at = recv.nbytes // unit, recv.address
+    nccl.comm.broadcast(at, at, count, moved, root, nccl.context.work)
 
 
-def _gather(nccl: Nccl, kind: CallKind) -> Run:
-    def gather(send: DeviceView, recv: DeviceView | None, count: int, root: int) -> None:
-        into = [] if recv is None else _cut(recv, [count] * nccl.n)
-        _exchange(nccl, [(root, send.address, send.nbytes)], into)
-
-    return gather
-
-
-def _scatter(nccl: Nccl, kind: CallKind) -> Run:
-    def scatter(send: DeviceView | None, recv: DeviceView, count: int, root: int) -> None:
-        out = [] if send is None else _cut(send, [count] * nccl.n)
-        _exchange(nccl, out, [(root, recv.address, recv.nbytes)])
-
-    return scatter
+def _all_gather(
+    nccl: Nccl, kind: CallKind, send: DeviceView, recv: DeviceView, extent: Extent, root: int
+) -> None:
+    """Run all_gather; blocks of different sizes are sent as messages."""
+    if isinstance(extent, Blocks):
+        out = [(rank, send.address, send.nbytes) for rank in range(nccl.n)]
+        _exchange(nccl, out, _cut(recv, extent.receives))
+        return
+    moved, unit = _unit(send.nbytes)
+    count = send.nbytes // unit
+    nccl.comm.allGather(send.address, recv.address, count, moved, nccl.context.work)
 
 
-def _all_to_all(nccl: Nccl, kind: CallKind) -> Run:
-    def all_to_all(send: DeviceView, recv: DeviceView, extent: Blocks, root: int) -> None:
-        _exchange(nccl, _cut(send, extent.sends), _cut(recv, extent.receives))
+def _gather(
+    nccl: Nccl, kind: CallKind, send: DeviceView, recv: DeviceView | None, count: int, root: int
+) -> None:
+    into = [] if recv is None else _cut(recv, [count] * nccl.n)
+    _exchange(nccl, [(root, send.address, send.nbytes)], into)
 
-    return all_to_all
+
+def _scatter(
+    nccl: Nccl, kind: CallKind, send: DeviceView | None, recv: DeviceView, count: int, root: int
+) -> None:
+    out = [] if send is None else _cut(send, [count] * nccl.n)
+    _exchange(nccl, out, [(root, recv.address, recv.nbytes)])
+
+
+def _all_to_all(
+    nccl: Nccl, kind: CallKind, send: DeviceView, recv: DeviceView, extent: Blocks, root: int
+) -> None:
+    _exchange(nccl, _cut(send, extent.sends), _cut(recv, extent.receives))
 
 
 # --- reductions ---------------------------------------------------------------------------------
 
 
 def _constants(kind: CallKind) -> tuple[int, int]:
-    """Return NCCL's numbers of the dtype and the operation."""
     assert kind.op is not None and kind.dtype is not None
     return _DTYPES[kind.dtype.name], _OPERATIONS[kind.op.name]
 
 
-def _all_reduce(nccl: Nccl, kind: CallKind) -> Run:
-    dtype, op = _constants(kind)
-
-    def all_reduce(send: None, recv: DeviceView, count: int, root: int) -> None:
-        nccl.comm.allReduce(recv.address, recv.address, count, dtype, op, nccl.context.work)
-
-    return all_reduce
+def _all_reduce(
+    nccl: Nccl, kind: CallKind, send: None, recv: DeviceView, count: int, root: int
+) -> None:
+    address, numbers = recv.address, _constants(kind)
+    nccl.comm.allReduce(address, address, count, *numbers, nccl.context.work)
 
 
-def _reduce(nccl: Nccl, kind: CallKind) -> Run:
-    dtype, op = _constants(kind)
-
-    def reduce(send: None, recv: DeviceView, count: int, root: int) -> None:
-        nccl.comm.reduce(recv.address, recv.address, count, dtype, op, root, nccl.context.work)
-
-    return reduce
+def _reduce(
+    nccl: Nccl, kind: CallKind, send: None, recv: DeviceView, count: int, root: int
+) -> None:
+    address, numbers = recv.address, _constants(kind)
+    nccl.comm.reduce(address, address, count, *numbers, root, nccl.context.work)
 
 
-def _reduce_scatter(nccl: Nccl, kind: CallKind) -> Run:
-    """Build reduce_scatter; blocks of different sizes are reduced one after another."""
-    dtype, op = _constants(kind)
-
-    def reduce_scatter(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
-        stream = nccl.context.work
-        if not isinstance(extent, Blocks):
-            nccl.comm.reduceScatter(send.address, recv.address, extent, dtype, op, stream)
-            return
-        for (rank, address, _), count in zip(_cut(send, extent.sends), extent.sends, strict=True):
-            if count:
-                nccl.comm.reduce(address, recv.address, count, dtype, op, rank, stream)
-
-    return reduce_scatter
+def _reduce_scatter(
+    nccl: Nccl, kind: CallKind, send: DeviceView, recv: DeviceView, extent: Extent, root: int
+) -> None:
+    """Run reduce_scatter; blocks of different sizes are reduced one after another."""
+    numbers, stream = _constants(kind), nccl.context.work
+    if not isinstance(extent, Blocks):
+        nccl.comm.reduceScatter(send.address, recv.address, extent, *numbers, stream)
+        return
+    for (rank, address, _), count in zip(_cut(send, extent.sends), extent.sends, strict=True):
+        if count:
+            nccl.comm.reduce(address, recv.address, count, *numbers, rank, stream)
 
 
-_FUNCTIONS: dict[str, Callable[[Nccl, CallKind], Run]] = {
+_FUNCTIONS: dict[str, Callable[..., None]] = {
     "broadcast": _broadcast,
     "all_gather": _all_gather,
     "all_gather_single": _all_gather,

@@ -17,6 +17,7 @@ import mmap
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from math import gcd
 from typing import TYPE_CHECKING, Any
@@ -51,16 +52,19 @@ from mpicoll.kernels.peers import (
     Failure,
 )
 from mpicoll.kernels.reduction import find_loop
-from mpicoll.routes.device.state import RouteState, build_on_home_device, first_problem
-from mpicoll.routes.device.user_buffers import signature_of
-from mpicoll.routes.device.workspaces import Workspaces, map_each_other
-from mpicoll.routes.host.shared_segment import share
+from mpicoll.routes.device.state import (
+    RouteState,
+    build_on_home_device,
+    first_problem,
+    signature_of,
+)
+from mpicoll.routes.device.workspaces import Workspaces, map_each_other, share_pages
 from mpicoll.routes.route import Needs, Policy, Route, Serves, has_loop
 
 if TYPE_CHECKING:
     from mpicoll.routes.device.select import Agreement
 
-__all__ = ["ROUTE", "Peers"]
+__all__ = ["ROUTE"]
 
 #: Size of a workspace in bytes, without its header.
 WORKSPACE = 32 * 1024 * 1024
@@ -91,12 +95,12 @@ class Peers(RouteState):
     def __init__(
         self,
         agreement: Agreement,
-        workspaces: Workspaces[int],
+        workspaces: Workspaces,
         board: np.ndarray[Any, np.dtype[np.uint8]],
         pinned: object,
         failure: int,
     ) -> None:
-        super().__init__(agreement.group, agreement.context)
+        super().__init__(agreement)
         self._workspaces = workspaces
         self._board, self._pinned = board, pinned
         self._failure = board[0, :8].view(np.uint64)
@@ -139,13 +143,11 @@ class Peers(RouteState):
     # ---- Kernels that end without a result -------------------------------------------------------
 
     def check(self) -> None:
-        """Raise if kernels have ended without a result."""
         failure = self.find_failure()
         if failure is not None:
             raise failure
 
     def find_failure(self, wait: bool = False) -> DistBackendError | None:
-        """Return why kernels have ended without a result; see RouteState."""
         whole, ranks = self.group.whole or self.group, self.group.ranks
         if wait:
             try:
@@ -210,7 +212,6 @@ class Peers(RouteState):
             group.fail(failure)
 
     def abort(self, error: DistBackendError, alone: bool) -> None:
-        """End the kernels of all ranks; the group has failed."""
         why = CLOSED if isinstance(error, CollectiveTimeoutError) else FAILED
         self.end_kernels(why, f"rank {self.group.ranks[self.me]} has left the group: {error}")
 
@@ -239,7 +240,6 @@ class Peers(RouteState):
         return f"data that rank {wrong[0]} wrote to this rank's memory is wrong" if wrong else ""
 
     def close(self, limit: float) -> None:
-        """Unmap and free the workspaces; all ranks call. See ``Workspaces.close``."""
         self._synchronize()
         self._workspaces.close(limit)
 
@@ -273,15 +273,14 @@ def _negotiate(agreement: Agreement) -> Peers | str:
         runtime.load_collective(index, _tried(0, 0, n))
         return min(peers.BLOCKS, runtime.multiprocessors(index))
 
-    workspaces = map_each_other(group, context, HEADER.itemsize + WORKSPACE, prepare, int)
+    workspaces = map_each_other(group, context, HEADER.itemsize + WORKSPACE, prepare)
     if isinstance(workspaces, str):
         return workspaces
     made, problem = None, ""
-    segment = share(group.inner, mmap.PAGESIZE, True)
+    board = share_pages(group, mmap.PAGESIZE)
     try:
-        if segment is None:
+        if board is None:
             raise UnsupportedError("the ranks cannot share host memory")
-        board = np.frombuffer(segment.memory, np.uint8).reshape(n, -1)
         pinned = runtime.register(index, board.ctypes.data, board.nbytes)
         failure = runtime.reach(index, board.ctypes.data)
         made = Peers(agreement, workspaces, board, pinned, failure)
@@ -304,91 +303,63 @@ def _negotiate(agreement: Agreement) -> Peers | str:
 # --- calls --------------------------------------------------------------------------------------
 
 
-def _build(kind: CallKind, agreement: Agreement) -> Implementation:
-    return build_on_home_device(
-        kind, agreement, agreement.state(Peers), _FUNCTIONS[kind.primitive.name]
+def _reduce_by(found: Peers, kind: CallKind, call: Collective, extent: Extent, root: int) -> None:
+    """Enqueue a reduction. The Collective is in units of elements."""
+    assert kind.op is not None and kind.dtype is not None
+    by = find_loop(kind.op, kind.dtype)
+    assert by is not None
+    found.carry_out(
+        replace(
+            call, by=by, width=by_name[by.format].itemsize, count=call.count * by.elements,
+            starts=[start * by.elements for start in call.starts],
+            divisor=found.n if kind.op is ReduceOp.AVG else 1,
+            call=found.digest(kind, extent, root),
+        )
+    )  # fmt: skip
+
+
+def _reduce(
+    found: Peers, kind: CallKind, send: None, view: DeviceView, count: int, root: int
+) -> None:
+    call = Collective("all_reduce", None, 0, 0, view.address, view.count)
+    rooted = kind.primitive.name == "reduce"
+    _reduce_by(found, kind, replace(call, root=root) if rooted else call, count, root)
+
+
+def _reduce_scatter(
+    found: Peers, kind: CallKind, send: DeviceView, recv: DeviceView, extent: Extent, root: int
+) -> None:
+    counts = extent.sends if isinstance(extent, Blocks) else [extent] * found.n
+    starts = list(accumulate(counts, initial=0))
+    call = Collective("reduce_scatter", None, 0, send.address, recv.address, starts=starts)
+    _reduce_by(found, kind, call, extent, 0)
+
+
+def _all_gather(
+    found: Peers, kind: CallKind, send: DeviceView, recv: DeviceView, extent: Extent, root: int
+) -> None:
+    counts = extent.receives if isinstance(extent, Blocks) else [extent] * found.n
+    starts = [each * recv.dtype.itemsize for each in accumulate(counts, initial=0)]
+    width = gcd(8, send.address, recv.address, *starts)
+    found.carry_out(
+        Collective(
+            "all_gather", None, width, send.address, recv.address,
+            starts=[start // width for start in starts], call=found.digest(kind, extent, 0),
+        )
+    )  # fmt: skip
+
+
+def _broadcast(
+    found: Peers, kind: CallKind, send: None, view: DeviceView, count: int, root: int
+) -> None:
+    width, call = gcd(8, view.address, view.nbytes), found.digest(kind, count, root)
+    count = view.nbytes // width
+    found.carry_out(
+        Collective("broadcast", None, width, 0, view.address, count, root=root, call=call)
     )
 
 
-def _reduction(found: Peers, kind: CallKind) -> Callable[[Collective, Extent, int], None]:
-    """Return a function that enqueues a reduction. It takes a Collective in units of elements, the
-    extent and the root.
-    """
-    _, _, op, dtype = kind
-    assert op is not None and dtype is not None
-    by = find_loop(op, dtype)
-    assert by is not None
-    numbers, width = by.elements, by_name[by.format].itemsize
-    divisor = found.n if op is ReduceOp.AVG else 1
-
-    def enqueue(call: Collective, extent: Extent, root: int) -> None:
-        count, starts = call.count * numbers, [start * numbers for start in call.starts]
-        found.carry_out(
-            replace(
-                call, by=by, width=width, divisor=divisor, count=count, starts=starts,
-                call=found.digest(kind, extent, root),
-            )
-        )  # fmt: skip
-
-    return enqueue
-
-
-def _reduce(found: Peers, kind: CallKind) -> Run:
-    """Build reduce and all_reduce."""
-    enqueue, rooted = _reduction(found, kind), kind.primitive.name == "reduce"
-
-    def reduce(send: None, view: DeviceView, count: int, root: int) -> None:
-        call = Collective("all_reduce", None, 0, 0, view.address, view.count)
-        enqueue(replace(call, root=root) if rooted else call, count, root)
-
-    return reduce
-
-
-def _reduce_scatter(found: Peers, kind: CallKind) -> Run:
-    enqueue = _reduction(found, kind)
-
-    def reduce_scatter(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
-        counts = extent.sends if isinstance(extent, Blocks) else [extent] * found.n
-        starts = list(accumulate(counts, initial=0))
-        enqueue(
-            Collective("reduce_scatter", None, 0, send.address, recv.address, starts=starts),
-            extent,
-            0,
-        )
-
-    return reduce_scatter
-
-
-def _all_gather(found: Peers, kind: CallKind) -> Run:
-    def all_gather(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
-        counts = extent.receives if isinstance(extent, Blocks) else [extent] * found.n
-        starts = [each * recv.dtype.itemsize for each in accumulate(counts, initial=0)]
-        width = gcd(8, send.address, recv.address, *starts)
-        found.carry_out(
-            Collective(
-                "all_gather", None, width, send.address, recv.address,
-                starts=[start // width for start in starts],
-                call=found.digest(kind, extent, 0),
-            )
-        )  # fmt: skip
-
-    return all_gather
-
-
-def _broadcast(found: Peers, kind: CallKind) -> Run:
-    def broadcast(send: None, view: DeviceView, count: int, root: int) -> None:
-        width = gcd(8, view.address, view.nbytes)
-        found.carry_out(
-            Collective(
-                "broadcast", None, width, 0, view.address, view.nbytes // width, root=root,
-                call=found.digest(kind, count, root),
-            )
-        )  # fmt: skip
-
-    return broadcast
-
-
-_FUNCTIONS: dict[str, Callable[[Peers, CallKind], Run]] = {
+_FUNCTIONS: dict[str, Callable[..., None]] = {
     "all_reduce": _reduce,
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
@@ -399,6 +370,14 @@ _FUNCTIONS: dict[str, Callable[[Peers, CallKind], Run]] = {
 }
 
 
+def _make(found: Peers, kind: CallKind) -> Run:
+    return partial(_FUNCTIONS[kind.primitive.name], found, kind)
+
+
+def _build(kind: CallKind, agreement: Agreement) -> Implementation:
+    return build_on_home_device(kind, agreement, agreement.state(Peers), _make)
+
+
 class _Loader(Peers):
     """Compiles the kernels of calls without running them."""
 
@@ -406,12 +385,11 @@ class _Loader(Peers):
         vars(self).update(vars(found))
 
     def carry_out(self, call: Collective) -> None:
-        """Compile the kernel of a call."""
         self.context.runtime.load_collective(self.context.index, call)
 
 
 def _build_loader(kind: CallKind, agreement: Agreement) -> Implementation:
-    return Implementation(_FUNCTIONS[kind.primitive.name](_Loader(agreement.state(Peers)), kind))
+    return Implementation(_make(_Loader(agreement.state(Peers)), kind))
 
 
 ROUTE = Route(

@@ -5,6 +5,7 @@ In the group's first call on device memory the ranks exchange their capabilities
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation, agreed_sizes
-from mpicoll.cuda import between_nodes, binding, capabilities
+from mpicoll.cuda import binding, capabilities
 from mpicoll.cuda.capabilities import Capabilities, CudaSupport
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
@@ -21,13 +22,12 @@ from mpicoll.routes import registry
 from mpicoll.routes.device import direct, eligibility, hierarchical, ipc, nccl, peer, shared_gpu
 from mpicoll.routes.device.space import Alone, DeviceSpace
 from mpicoll.routes.device.state import RouteState
-from mpicoll.routes.host import select
 from mpicoll.routes.route import Route
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["Agreement", "agree", "choose"]
+__all__ = ["Agreement", "DeviceImplementation", "agree"]
 
 S = TypeVar("S", bound=RouteState)
 
@@ -123,7 +123,7 @@ class Agreement:
         context, inner = self.context, self.group.inner
         found = capabilities.exchange(inner, probes=True)
         self._found = eligibility.with_used(found, self._used)
-        tried = between_nodes.try_messages(inner, context.runtime, context.index, self._found)
+        tried = capabilities.try_messages(inner, context.runtime, context.index, self._found)
         if tried != self._found:
             self.missing["direct"] = tried[0].problem
         self._found = tried
@@ -179,18 +179,22 @@ class Agreement:
         """Warn of ranks that share a GPU while other GPUs are idle, of a GPU that is far from the
         rank's processors, and of missing routes.
         """
-        binding.warn_of_idle_gpus(self._found, self._used, self._me)
-        binding.warn_of_far_gpu(self._found[self._me], self._used[self._me], self._me)
-        for name, why in self.missing.items():
-            if self._me == 0 and not registry.DEVICE[name].policy.on_request:
-                warnings.warn(
-                    f"mpicoll: arrays on GPUs use {', '.join(self.names)}, because {name} is "
-                    f"off: {why}",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-        for _, words in self.missing_in_parts if self._me == 0 else ():
-            warnings.warn(f"mpicoll: arrays on GPUs: {words}", RuntimeWarning, stacklevel=3)
+        me, own = self._me, self._found[self._me]
+        far = binding.describe_far_gpu(own, self._used[me], os.sched_getaffinity(0))
+        texts = [f"rank {me}: {text}" for text in far]
+        first = next(rank for rank, one in enumerate(self._found) if one.node == own.node)
+        if me == first:
+            idle = binding.describe_idle_gpus(self._found, self._used).get(own.node)
+            texts = [*filter(None, [idle]), *texts]
+        if me == 0:
+            texts += [
+                f"arrays on GPUs use {', '.join(self.names)}, because {name} is off: {why}"
+                for name, why in self.missing.items()
+                if not registry.DEVICE[name].policy.on_request
+            ]
+            texts += [f"arrays on GPUs: {words}" for _, words in self.missing_in_parts]
+        for text in texts:
+            warnings.warn(f"mpicoll: {text}", RuntimeWarning, stacklevel=3)
 
     def describe(self) -> dict[str, str]:
         """Return for each route why the group, or a part of it in ``hierarchical``, does not use
@@ -201,23 +205,13 @@ class Agreement:
             found[name] = "; ".join(filter(None, (found[name], f"in hierarchical {words}")))
         return found
 
-    def on_host(self, kind: CallKind) -> Implementation:
-        """Return the implementation of a kind of call on host memory."""
-        return select.choose(kind)
-
-    def on_device(self, kind: CallKind) -> Implementation:
-        """Return the implementation of a kind of call on device memory."""
-        return choose(kind)
-
     def agree_in(self, part: ProcessGroup, known: Sequence[Capabilities]) -> Agreement:
         """Return the agreement of a part of the group. All ranks of the part call."""
         return agree(part, self.context, known)
 
-    def notify_failure(self, name: str, kind: CallKind, error: Exception) -> None:
-        """Notify the ranks that wait for this one in a call of a route that it has failed."""
-        state = self.states.get(name)
-        if state is not None:
-            state.notify_failure(kind, error)
+    def build_in_part(self, kind: CallKind) -> Implementation:
+        """Return the implementation for calls of a kind. All ranks call."""
+        return DeviceImplementation(kind)
 
     def find_failure(self, wait: bool = False) -> DistBackendError | None:
         """See RouteState."""
@@ -229,9 +223,7 @@ class Agreement:
         error = self.group.error
         if error is None:
             return
-        for state in reversed(
-            self.states.values()
-        ):  # NCCL comes first, and its abort may take long
+        for state in reversed(self.states.values()):  # NCCL is first, and its abort may take long
             state.abort(error, alone)
 
     def abandon(self) -> None:
@@ -267,11 +259,6 @@ def agree(
 _abandoned: list[Agreement] = []
 
 
-def choose(kind: CallKind) -> Implementation:
-    """Return the implementation for calls of this kind on device memory."""
-    return _DeviceImplementation(kind)
-
-
 class _Candidate(NamedTuple):
     """An implementation and its route.
 
@@ -285,7 +272,7 @@ class _Candidate(NamedTuple):
     min_bytes: int
 
 
-class _DeviceImplementation(Implementation):
+class DeviceImplementation(Implementation):
     """The implementation of a kind of call, by the route for the size of each call. The first call
     makes the group's agreement and the implementations.
     """
@@ -346,7 +333,9 @@ class _DeviceImplementation(Implementation):
         agreement = self._kind.group.resources.find("devices")
         if agreement is not None and self._candidates:
             candidate = self._candidate_for(extent, context.captured)
-            agreement.notify_failure(candidate.route.name, self._kind, error)
+            state = agreement.states.get(candidate.route.name)
+            if state is not None:
+                state.notify_failure(self._kind, error)
 
     def only_enqueues(self, extent: Extent | None = None) -> bool:
         """See Implementation; False before the first call."""

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.checks import reads
-from mpicoll.core.plan import CallKind, Extent, Implementation, Run
+from mpicoll.core.plan import CallKind, Extent, Implementation
 from mpicoll.core.reproducible import ORDER
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.cuda.runtime import Event
@@ -29,15 +30,16 @@ from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.kernels import reduction
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.device.jobs import Job, Placed, jobs_of
-from mpicoll.routes.device.state import build_on_home_device, exception_of
-from mpicoll.routes.device.user_buffers import UserBuffers, share_pages, signature_of
+from mpicoll.routes.device.state import build_on_home_device, exception_of, signature_of
+from mpicoll.routes.device.user_buffers import UserBuffers
+from mpicoll.routes.device.workspaces import share_pages
 from mpicoll.routes.route import EXCHANGES, Needs, Policy, Route, Serves, has_loop
 from mpicoll.routes.transfers import TRANSFER_PRIMITIVES
 
 if TYPE_CHECKING:
     from mpicoll.routes.device.select import Agreement
 
-__all__ = ["ROUTE", "Sharers"]
+__all__ = ["ROUTE"]
 
 #: Maximum size in bytes of a call's largest array for which it uses host memory.
 SMALL = 64 * 1024
@@ -59,41 +61,45 @@ class Sharers(UserBuffers):
     # ---- Large calls -----------------------------------------------------------------------------
 
     def shows(self, kind: CallKind, side: int, extent: Extent, root: int) -> bool:
-        """Return whether rank 0 uses this rank's array."""
         return self.me != 0
 
     def steps_of(
         self, kind: CallKind, extent: Extent, root: int, sent: Any
     ) -> Sequence[Iterable[Job]]:
-        """Return the work of all ranks, which rank 0 does."""
         return [jobs_of(kind, extent, root, sent)]
 
     def readers_of(self, kind: CallKind, root: int) -> Iterable[int]:
-        """Return rank 0."""
         return self.readers
 
     def prepare(self, kind: CallKind) -> None:
-        """Compile the kernel, on rank 0."""
         if self.me == 0 and kind.op is not None:
             assert kind.dtype is not None
             by = find_loop(kind.op, kind.dtype)
             assert by is not None
-            self.context.runtime.load_for_all(self.context.index, by, 2 * self.n)
+            self.context.runtime.load(self.context.index, by, 2 * self.n)
 
     def enqueue(self, kind: CallKind, jobs: Sequence[Placed]) -> None:
-        """Enqueue kernels, or copies."""
         context, op, dtype = self.context, kind.op, kind.dtype
         assert dtype is not None
         by = None if op is None else find_loop(op, dtype)
         for job, sources, outs in jobs:
             if by is None:
                 for out in outs:
-                    self.copy(out, sources[0], job.elements * dtype.itemsize)
+                    context.copy(out, sources[0], job.elements * dtype.itemsize)
                 continue
             divisor = len(sources) if op is ReduceOp.AVG else 1
-            context.runtime.combine_for_all(
+            context.runtime.combine(
                 context.index, by, sources, outs, job.elements, divisor, context.work
             )
+
+    def run(
+        self, kind: CallKind, send: DeviceView | None, recv: DeviceView | None, extent: Extent,
+        root: int,
+    ) -> None:  # fmt: skip
+        if isinstance(extent, int) and self.is_small(kind, extent):
+            self.run_on_host(kind, send, recv, extent, root)
+        else:
+            self.work_together(kind, send, recv, extent, root)
 
     # ---- Small calls -----------------------------------------------------------------------------
 
@@ -118,7 +124,7 @@ class Sharers(UserBuffers):
 
         def fetch() -> None:
             if given is not None and reads(kind.primitive, self.group, root):
-                self.copy(data.ctypes.data, given.address, given.nbytes)
+                context.copy(data.ctypes.data, given.address, given.nbytes)
                 context.synchronize(context.work)
                 self._taken = [None, None]
             taken = self._taken[turn]
@@ -128,11 +134,10 @@ class Sharers(UserBuffers):
         failure = exception_of(fetch)
         self._exchange(*signature_of(kind, extent, root), failure)
         if recv is not None and _on_host(kind, half[:, 0], result, extent, root, self.me):
-            self.copy(recv.address, result.ctypes.data, recv.nbytes)
+            context.copy(recv.address, result.ctypes.data, recv.nbytes)
             self._taken[turn] = context.record()
 
     def close(self, limit: float) -> None:
-        """Close everything; see UserBuffers."""
         super().close(limit)
         if not self._events:
             self.pinned = self.halves = None
@@ -178,20 +183,9 @@ def _negotiate(agreement: Agreement) -> Sharers | str:
     return made
 
 
-def _make(sharers: Sharers, kind: CallKind) -> Run:
-    def shared_gpu(
-        send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
-    ) -> None:
-        if isinstance(extent, int) and sharers.is_small(kind, extent):
-            sharers.run_on_host(kind, send, recv, extent, root)
-        else:
-            sharers.work_together(kind, send, recv, extent, root)
-
-    return shared_gpu
-
-
 def _build(kind: CallKind, agreement: Agreement) -> Implementation:
-    return build_on_home_device(kind, agreement, agreement.state(Sharers), _make)
+    sharers = agreement.state(Sharers)
+    return build_on_home_device(kind, agreement, sharers, lambda s, kind: partial(s.run, kind))
 
 
 ROUTE = Route(

@@ -78,21 +78,13 @@ class DeviceSpace(Space):
         context = self.context
         addresses = [address(source) for source in sources]
         context.runtime.combine(
-            context.index, by, addresses, address(out), out.count, divisor, context.work
+            context.index, by, addresses, [address(out)], out.count, divisor, context.work
         )
 
     def scale(self, source: View, factor: Factor, out: View) -> None:
         """Enqueue a kernel."""
-        context = self.context
-        context.runtime.scale(
-            context.index,
-            source.dtype,
-            address(source),
-            factor,
-            address(out),
-            out.count,
-            context.work,
-        )
+        context, places = self.context, (address(source), factor, address(out))
+        context.runtime.scale(context.index, source.dtype, *places, out.count, context.work)
 
     def narrow(self, source: View, out: View) -> None:
         """Enqueue a kernel."""
@@ -136,7 +128,7 @@ def on_home_device(home: DeviceContext, inner: Run) -> Run:
         try:
             inner(out, into, extent, root)
             if recv is not None and into is not None:
-                home.runtime.copy(home.index, address(recv), into.address, recv.nbytes, home.work)
+                home.copy(address(recv), into.address, recv.nbytes)
         finally:
             context.follow(home)
 
@@ -146,7 +138,7 @@ def on_home_device(home: DeviceContext, inner: Run) -> Run:
 def _moved(view: View, home: DeviceContext) -> DeviceView:
     """Return a copy on another device."""
     moved = DeviceSpace(home).empty(view.dtype, view.count)
-    home.runtime.copy(home.index, moved.address, address(view), view.nbytes, home.work)
+    home.copy(moved.address, address(view), view.nbytes)
     return moved
 
 

@@ -19,6 +19,7 @@ from mpicoll.cuda import runtime
 from mpicoll.cuda.runtime import Event
 from mpicoll.cuda.streams import DeviceContext, StreamOrder
 from mpicoll.primitives import PRIMITIVES, Layout
+from mpicoll.routes.host import select
 from mpicoll.routes.route import Policy, Route, Serves
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _LINE = 64
 
 def _build(kind: CallKind, agreement: Agreement) -> Implementation:
     primitive, group = kind.primitive, kind.group
-    host, n = agreement.on_host(kind).run, group.size()
+    host, n = select.choose(kind).run, group.size()
     sent = n if primitive.layout is Layout.SCATTERED else 1
     received = n if primitive.layout is Layout.GATHERED else 1
     # Only the root's chunks have blocks of all ranks, but all ranks use the same chunks.
@@ -124,9 +125,8 @@ class _Side:
         host = place.array.ctypes.data
         for block in range(self.blocks):
             on_device = self.view.address + (block * self.count + chunk[0]) * self.itemsize
-            on_host = host + block * nbytes
-            into, source = (on_device, on_host) if inward else (on_host, on_device)
-            self.context.runtime.copy(self.context.index, into, source, nbytes, stream)
+            ends = on_device, host + block * nbytes
+            self.context.copy(*(ends if inward else ends[::-1]), nbytes, stream)
 
 
 class HostStaging:
@@ -153,22 +153,13 @@ class HostStaging:
         """Return the position of an array's stream at this moment."""
         return StreamOrder(self._context.runtime, self._context.index, {view.stream})
 
-    def to_host(self, view: DeviceView, host: View, order: StreamOrder) -> None:
-        """Copy an array to host memory, and wait for it.
+    def move(self, view: DeviceView, host: View, order: StreamOrder, inward: bool) -> None:
+        """Copy an array to host memory, or back (``inward``), and wait for it.
 
         order: from ``stream_order``; the copy runs after the work that it holds.
         """
-        with self._lock:
-            self._carry(view, host, order, inward=False)
-
-    def to_device(self, view: DeviceView, host: View, order: StreamOrder) -> None:
-        """Copy host memory to an array, and wait for it; as ``to_host``."""
-        with self._lock:
-            self._carry(view, host, order, inward=True)
-
-    def _carry(self, view: DeviceView, host: View, order: StreamOrder, inward: bool) -> None:
-        context = view.context = self._context
-        with context.runtime.on(context.index):
+        with self._lock, self._context.runtime.on(self._context.index):
+            context = view.context = self._context
             context.begin()
             order.enter(context)
             packed = view if view.buffer is not None else view.empty_like()
@@ -186,9 +177,8 @@ class HostStaging:
         """
         context, nbytes = self._context, host.nbytes
         if nbytes <= CHUNK:
-            there, here = address, host.ctypes.data
-            into, source = (there, here) if inward else (here, there)
-            context.runtime.copy(context.index, into, source, nbytes, context.work)
+            ends = address, host.ctypes.data
+            context.copy(*(ends if inward else ends[::-1]), nbytes)
             return
         half = CHUNK // 2
         pinned, done = context.pinned(2 * half).on_host(), [context.record(), context.record()]
@@ -196,9 +186,8 @@ class HostStaging:
         rooms = [pinned[k % 2 * half :][: part.stop - part.start] for k, part in enumerate(parts)]
 
         def begin(k: int) -> None:
-            there, here = address + parts[k].start, rooms[k].ctypes.data
-            into, source = (there, here) if inward else (here, there)
-            context.runtime.copy(context.index, into, source, rooms[k].nbytes, context.work)
+            ends = address + parts[k].start, rooms[k].ctypes.data
+            context.copy(*(ends if inward else ends[::-1]), rooms[k].nbytes)
             done[k % 2] = context.record()
 
         if not inward:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from mpicoll.core.plan import CallKind, Implementation, Run
-from mpicoll.cuda.streams import DeviceContext
-from mpicoll.errors import DistBackendError
+from mpicoll.core.plan import CallKind, Extent, Implementation, Run, agreed_sizes
+from mpicoll.core.signature import decode_primitive, encode_kind, encode_sizes, with_root
+from mpicoll.errors import DistBackendError, MismatchError
+from mpicoll.failures.consistency import describe_by_rank
 from mpicoll.routes.algorithms import premultiplied
 from mpicoll.routes.device.space import on_home_device
 
 if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
     from mpicoll.routes.device.select import Agreement
 
-__all__ = ["RouteState", "build_on_home_device", "exception_of", "first_problem"]
+__all__ = ["RouteState", "build_on_home_device", "exception_of", "first_problem", "signature_of"]
 
 
 class RouteState:
@@ -35,9 +35,9 @@ class RouteState:
     missing_in_parts: Sequence[tuple[str, str]] = ()
     can_fail_on_device = False
 
-    def __init__(self, group: ProcessGroup, context: DeviceContext) -> None:
-        self.group, self.context = group, context
-        self.n, self.me = group.size(), group.rank()
+    def __init__(self, agreement: Agreement) -> None:
+        self.group, self.context = agreement.group, agreement.context
+        self.n, self.me = self.group.size(), self.group.rank()
 
     def notify_failure(self, kind: CallKind, error: Exception) -> None:
         """Notify the other ranks, unless they know, that this rank failed before a call."""
@@ -59,6 +59,27 @@ class RouteState:
         """Free everything; wait at most ``limit`` seconds for other ranks. All ranks call."""
         raise NotImplementedError
 
+    def name_of(self, signature: int) -> str:
+        """Return the name of a call, for messages."""
+        return f"{decode_primitive(signature)} on rank {self.me} of group {self.group.group_name}"
+
+    def failed_elsewhere(self, signature: int) -> DistBackendError:
+        """Return the error of a call in which another rank has failed."""
+        return DistBackendError(
+            f"{self.name_of(signature)}: another rank failed in this call, see its error; the "
+            "result is incomplete on all ranks"
+        )
+
+    def mismatch(self, signature: int, calls: Iterable[str]) -> MismatchError:
+        """Return the error of a call that differs between ranks.
+
+        calls: description of each rank's call.
+        """
+        return MismatchError(
+            f"{self.name_of(signature)}: collective mismatch: the ranks made different calls: "
+            f"{describe_by_rank(calls)}"
+        )
+
 
 S = TypeVar("S", bound=RouteState)
 
@@ -78,7 +99,14 @@ def build_on_home_device(
     return Implementation(build(kind))
 
 
-def exception_of(task: Callable[[], None]) -> Exception | None:
+def signature_of(kind: CallKind, extent: Extent, root: int) -> tuple[int, int]:
+    """Return the signature of a call, which must be the same on all ranks."""
+    primitive, _, op, dtype = kind
+    number = encode_sizes(agreed_sizes(primitive, extent))
+    return with_root(encode_kind(primitive, dtype, op, 0, True), root), number
+
+
+def exception_of(task: Callable[[], object]) -> Exception | None:
     """Run a task; return the exception that it raises, or None."""
     try:
         task()

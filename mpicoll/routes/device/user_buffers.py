@@ -26,7 +26,6 @@ be exported or opened, its rank uses a copy in memory of the group.
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 from collections import deque
@@ -40,32 +39,28 @@ import numpy as np
 from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.checks import reads, writes
-from mpicoll.core.plan import Blocks, CallKind, Extent, agreed_sizes
-from mpicoll.core.signature import (
-    decode_primitive,
-    describe,
-    encode_kind,
-    encode_sizes,
-    encode_task,
-    with_root,
-)
+from mpicoll.core.plan import Blocks, CallKind, Extent
+from mpicoll.core.signature import describe, encode_task
 from mpicoll.cuda.runtime import HANDLE_BYTES, Allocation, Event, Memory
 from mpicoll.cuda.streams import poll_until
-from mpicoll.errors import DistBackendError, MismatchError
-from mpicoll.failures.consistency import describe_by_rank
+from mpicoll.errors import DistBackendError
 from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.routes.device.jobs import RECV, SEND, Job, Placed
-from mpicoll.routes.device.mappings import open_memory, register_cache
-from mpicoll.routes.device.state import RouteState, exception_of, first_problem
-from mpicoll.routes.device.workspaces import BLOCK, RELEASE_TIMEOUT_S, timed_barrier
-from mpicoll.routes.host.shared_segment import share
+from mpicoll.routes.device.state import RouteState, exception_of, first_problem, signature_of
+from mpicoll.routes.device.workspaces import (
+    BLOCK,
+    RELEASE_TIMEOUT_S,
+    open_memory,
+    register_cache,
+    share_pages,
+    timed_barrier,
+)
 from mpicoll.routes.transfers import misfit
 
 if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
     from mpicoll.routes.device.select import Agreement
 
-__all__ = ["UserBuffers", "share_pages", "signature_of"]
+__all__ = ["UserBuffers"]
 
 #: Number of allocations that a reader keeps open for each rank, at least the two of a call; also
 #: the number of own handles that a rank keeps.
@@ -111,10 +106,10 @@ class UserBuffers(RouteState):
 
     def __init__(self, agreement: Agreement, readers: Sequence[int], steps: int) -> None:
         """steps: the maximum number of steps of a call."""
-        super().__init__(agreement.group, agreement.context)
+        super().__init__(agreement)
         self.readers = readers
         #: By step and rank: this rank's events and the opened events of the other ranks.
-        self._events: list[list[Event | None]] = [[None] * self.n for _ in range(steps + 1)]
+        self._events: list[list[Any]] = [[None] * self.n for _ in range(steps + 1)]
         self._words: Any = None  # shared host memory, by half and rank
         self._turn = 0  # number of exchanges; they alternate between the halves
         self._met = -1  # call number of the latest exchange
@@ -184,12 +179,9 @@ class UserBuffers(RouteState):
             return False
         heads = self._rows[:, :_HEAD].tolist()
         if any(head[STATE] == _FAILED for head in heads):
-            raise failure or self._failed(kind)
+            raise failure or self.failed_elsewhere(kind)
         if any(head[:STATE] != heads[self.me][:STATE] for head in heads):
-            raise MismatchError(
-                f"{self._name(kind)}: collective mismatch: the ranks made different calls: "
-                f"{describe_by_rank(describe(*head[:2]) for head in heads)}"
-            )
+            raise self.mismatch(kind, (describe(*head[:2]) for head in heads))
         refused = [head[WHOSE:] for head in heads if head[STATE] == _REFUSED]
         self._refused.update(which for whose, which in refused if whose == self.me)
         return bool(refused)
@@ -199,15 +191,6 @@ class UserBuffers(RouteState):
         if self._met != self.group.sequence:
             with suppress(type(error)):
                 self._exchange(signature_of(kind, 0, 0)[0], 0, error)
-
-    def _failed(self, kind: int) -> DistBackendError:
-        return DistBackendError(
-            f"{self._name(kind)}: another rank failed in this call, see its error; the result is "
-            "incomplete on all ranks"
-        )
-
-    def _name(self, kind: int) -> str:
-        return f"{decode_primitive(kind)} on rank {self.me} of group {self.group.group_name}"
 
     # ---- Calls -----------------------------------------------------------------------------------
 
@@ -235,7 +218,7 @@ class UserBuffers(RouteState):
         if recv is None or copied is None or copied is recv:
             return
         if writes(kind.primitive, self.group, root):
-            self.copy(recv.address, copied.address, recv.nbytes)
+            self.context.copy(recv.address, copied.address, recv.nbytes)
 
     def _run(
         self, kind: CallKind, views: list[DeviceView | None], extent: Extent, root: int
@@ -334,7 +317,7 @@ class UserBuffers(RouteState):
         address = memory.address + (view.address - memory.address) % PIECE
         made = DeviceView(memory, view.dtype, view.device, address, (view.count,), None, 0)
         if filled:
-            self.copy(address, view.address, view.nbytes)
+            self.context.copy(address, view.address, view.nbytes)
         return made, exported
 
     def _compare_sizes(self, kind: CallKind) -> None:
@@ -364,7 +347,10 @@ class UserBuffers(RouteState):
                 addresses = []
                 for rank, side, start in (*job.sources, *job.outs):
                     if (rank, side) not in starts:
-                        starts[rank, side] = self._start(views, rank, side)
+                        view = views[side] if rank == self.me else None
+                        starts[rank, side] = (
+                            self._open(rank, side) if view is None else view.address
+                        )
                     addresses.append(starts[rank, side] + start * kind.dtype.itemsize)
                 split = len(job.sources)
                 placed.append(Placed(job, addresses[:split], addresses[split:]))
@@ -375,32 +361,16 @@ class UserBuffers(RouteState):
         finally:
             self._record(step + 1)
 
-    def _start(self, views: Sequence[DeviceView | None], rank: int, side: int) -> int:
-        """Return the address of an array in this process."""
-        if rank != self.me:
-            return self._open(rank, side)
-        view = views[side]
-        assert view is not None
-        return view.address
-
-    def copy(self, into: int, source: int, nbytes: int, stream: int | None = None) -> None:
-        """Enqueue a copy, in the work stream or another."""
-        context = self.context
-        if into != source:
-            context.runtime.copy(context.index, into, source, nbytes, stream or context.work)
-
     def _record(self, place: int) -> None:
         """Record this rank's event of a step in its work stream."""
-        event, context = self._events[place][self.me], self.context
-        assert event is not None
-        context.runtime.record_again(context.index, context.work, event)
+        context = self.context
+        context.runtime.record_again(context.index, context.work, self._events[place][self.me])
 
     def _wait_for(self, ranks: Iterable[int], place: int) -> None:
         """Make this rank's stream wait for the events of other ranks in a step."""
         for rank in ranks:
-            event, context = self._events[place][rank], self.context
-            assert event is not None
-            context.runtime.wait(context.index, context.work, event)
+            context = self.context
+            context.runtime.wait(context.index, context.work, self._events[place][rank])
 
     # ---- Other ranks' memory ---------------------------------------------------------------------
 
@@ -413,26 +383,23 @@ class UserBuffers(RouteState):
             if found is not None:
                 self._retire(found.memory)
                 found = None  # drop the reference
-            for other in self._overlapping(rank, base, nbytes):
-                self._retire(self._opened.pop(other).memory)
+            stale = [
+                (whose, start)
+                for (whose, start), kept in self._opened.items()
+                if whose == rank and start < base + nbytes and base < start + kept.nbytes
+            ]
+            for key in stale:  # they overlap the new allocation
+                self._retire(self._opened.pop(key).memory)
             try:
                 memory = open_memory(self.context, words[_HANDLE:].tobytes())
             except Exception as error:
-                name = self._name(int(self._own[KIND]))
+                name = self.name_of(int(self._own[KIND]))
                 raise _CannotOpenError(name, rank, buffer, error) from error
             found = _Opened(nbytes, buffer, memory)
         for _, old in _keep(self._opened, (rank, base), found, OPEN * self.n):
             self._retire(old.memory)
         opened: int = found.memory.address + address - base
         return opened
-
-    def _overlapping(self, rank: int, base: int, nbytes: int) -> list[tuple[int, int]]:
-        """Return the keys of mappings of a rank that overlap a new allocation: they are stale."""
-        return [
-            (whose, start)
-            for (whose, start), kept in self._opened.items()
-            if whose == rank and start < base + nbytes and base < start + kept.nbytes
-        ]
 
     def _retire(self, memory: Memory) -> None:
         """Close memory once the work in the stream is done."""
@@ -474,8 +441,8 @@ class UserBuffers(RouteState):
         problem, exported, memory = "", [], b""
         try:
             for events in self._events:
-                events[me] = runtime.create_shared_event(index)
-                exported.append(runtime.export_event(events[me]))
+                events[me] = own = runtime.create_shared_event(index)
+                exported.append(runtime.export_event(own))
             _, (_, memory) = self._scratch(PIECE)
         except Exception as error:
             problem = f"cannot export events and memory (CUDA IPC): {error}"
@@ -531,25 +498,8 @@ def _in_blocks(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK
 
 
-def share_pages(group: ProcessGroup, nbytes: int) -> Any:
-    """Return shared host memory, ``nbytes`` bytes by rank; None if the ranks cannot share memory.
-    All ranks call.
-    """
-    segment = share(group.inner, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, True)
-    if segment is None:
-        return None
-    return np.frombuffer(segment.memory, np.uint8).reshape(group.size(), -1)[:, :nbytes]
-
-
 def _keep(kept: dict[Any, Any], key: Any, value: Any, most: int) -> list[tuple[Any, Any]]:
     """Append an entry; remove and return the oldest entries beyond ``most``."""
     kept[key] = value
     over = list(kept)[: len(kept) - most] if len(kept) > most else []
     return [(each, kept.pop(each)) for each in over]
-
-
-def signature_of(kind: CallKind, extent: Extent, root: int) -> tuple[int, int]:
-    """Return the signature of a call, which must be the same on all ranks."""
-    primitive, _, op, dtype = kind
-    number = encode_sizes(agreed_sizes(primitive, extent))
-    return with_root(encode_kind(primitive, dtype, op, 0, True), root), number

@@ -1,17 +1,28 @@
-"""Device memory that all ranks of a group map, and its release."""
+"""Memory that all ranks of a group map: device memory by CUDA IPC, and pages of the host.
+
+A process that frees memory may get new memory at the same address. CUDA cannot map the new memory
+while the old mapping exists (208, cudaErrorAlreadyMapped). A group closes its own stale mappings,
+but another group of the process may keep one. So if a mapping fails, all groups close the mappings
+that no call uses, and it is tried once more.
+"""
 
 from __future__ import annotations
 
+import mmap
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mpicoll import control_messages
 from mpicoll.core.work import deadline
 from mpicoll.cuda.runtime import Memory, allocate
 from mpicoll.cuda.streams import DeviceContext
-from mpicoll.routes.device.mappings import open_memory
 from mpicoll.routes.device.state import first_problem
+from mpicoll.routes.host.shared_segment import share
 from mpicoll.serialized_mpi import dissemination_barrier
 
 if TYPE_CHECKING:
@@ -20,15 +31,9 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
-    "BLOCK",
-    "RELEASE_TIMEOUT_S",
-    "Workspaces",
-    "map_each_other",
-    "mapped",
-    "timed_barrier",
-]
-
-T = TypeVar("T")
+    "BLOCK", "RELEASE_TIMEOUT_S", "Workspaces", "map_each_other", "mapped", "open_memory",
+    "register_cache", "share_pages", "timed_barrier",
+]  # fmt: skip
 
 #: Size in bytes of the driver's blocks. Small allocations share a block, and opening one of them
 #: maps the whole block.
@@ -40,16 +45,49 @@ RELEASE_TIMEOUT_S = 60.0
 #: Tag of the barrier's messages: above the tags of routes, below those of new groups.
 _TAG = (1 << 14) - 1
 
+#: Objects that keep memory mapped for later calls, with a method ``close_unused``.
+_caches: weakref.WeakSet[Any] = weakref.WeakSet()
+_lock = threading.Lock()  # held while ``_caches`` is read or changed
 
-class Workspaces(Generic[T]):
+
+def register_cache(cache: Any) -> None:
+    """Register a cache (weakly), whose unused memory is closed when memory cannot be mapped."""
+    with _lock:
+        _caches.add(cache)
+
+
+def open_memory(context: DeviceContext, handle: bytes) -> Memory:
+    """Map another process's memory, as ``Runtime.open``. Raises the driver's error."""
+    try:
+        return context.runtime.open(context.index, handle)
+    except Exception:
+        with _lock:
+            caches = list(_caches)
+        closed = [cache.close_unused() for cache in caches]
+        if not any(closed):
+            raise
+    return context.runtime.open(context.index, handle)
+
+
+def share_pages(group: ProcessGroup, nbytes: int) -> Any:
+    """Return shared host memory, ``nbytes`` bytes by rank; None if the ranks cannot share memory.
+    All ranks call.
+    """
+    segment = share(group.inner, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, True)
+    if segment is None:
+        return None
+    return np.frombuffer(segment.memory, np.uint8).reshape(group.size(), -1)[:, :nbytes]
+
+
+class Workspaces:
     """The workspaces of all ranks of a group, which each rank maps.
 
     all:  the workspaces in this process, by rank.
-    said: the values that ``prepare`` returned, by rank.
+    said: the numbers that ``prepare`` returned, by rank.
     """
 
     def __init__(
-        self, group: ProcessGroup, own: Memory, everybody: list[Memory], said: Sequence[T]
+        self, group: ProcessGroup, own: Memory, everybody: list[Memory], said: Sequence[int]
     ) -> None:
         self._group, self._own = group, own
         self.all, self.said = everybody, said
@@ -61,22 +99,17 @@ class Workspaces(Generic[T]):
 
 
 def map_each_other(
-    group: ProcessGroup,
-    context: DeviceContext,
-    nbytes: int,
-    prepare: Callable[[Memory], T],
-    kind: type[T],
-) -> Workspaces[T] | str:
+    group: ProcessGroup, context: DeviceContext, nbytes: int, prepare: Callable[[Memory], int]
+) -> Workspaces | str:
     """Return workspaces of all ranks or, on all of them, the reason why there are none. All ranks
     call.
 
     nbytes:  size of each in bytes, rounded up to whole blocks.
-    prepare: fills this rank's workspace, and returns the data that the other ranks need; called
+    prepare: fills this rank's workspace, and returns a number that the other ranks need; called
              before they map it.
-    kind:    the type of the value that ``prepare`` returns.
     """
     runtime, index, me = context.runtime, context.index, group.rank()
-    own, handle, mine, problem = None, b"", None, ""
+    own, handle, mine, problem = None, b"", 0, ""
     everybody: list[Memory] = []
     try:
         own = allocate(runtime, index, -(-nbytes // BLOCK) * BLOCK)
@@ -85,8 +118,7 @@ def map_each_other(
         mapped.append(own)
     except Exception as error:
         own, problem = None, f"no workspace: {error}"
-    what: Any = tuple[bytes, kind | None, str]  # type: ignore[valid-type]
-    said = control_messages.allgather(group.inner, (handle, mine, problem), what)
+    said = control_messages.allgather(group.inner, (handle, mine, problem), tuple[bytes, int, str])
     why = first_problem([words for *_, words in said])
     if own is not None and not why:
         try:
@@ -98,7 +130,7 @@ def map_each_other(
             problem = f"cannot map another rank's device memory (CUDA IPC): {error}"
         why = first_problem(control_messages.allgather(group.inner, problem, str))
         if not why:
-            return Workspaces(group, own, everybody, [words for _, words, _ in said])
+            return Workspaces(group, own, everybody, [number for _, number, _ in said])
     everybody.clear()
     if own is None:
         timed_barrier(group, RELEASE_TIMEOUT_S)

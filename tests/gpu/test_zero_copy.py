@@ -1,6 +1,6 @@
-"""Route ``copy_engine`` on GPUs: one GPU per rank, or all ranks on one GPU.
+"""Routes ``copy_engine`` and ``shared_gpu`` on GPUs: one GPU per rank, or all ranks on one GPU.
 
-Every rank runs every test.
+Every rank runs every test. shared_gpu uses GPU 0.
 """
 
 from __future__ import annotations
@@ -17,29 +17,52 @@ from device_arrays import forced
 
 import mpicoll as dist
 from mpicoll.cuda import binding
+from mpicoll.cuda.runtime import get_runtime
 from mpicoll.routes.device.copy_engine import MIN_BYTES
 
 pytestmark = pytest.mark.on_a_gpu
 
 LARGE = 5_000_000
+with_copies = pytest.mark.parametrize("route", ["copy_engine"], indirect=True)
 
 
-@pytest.fixture(scope="module")
-def n():
-    """The number of ranks (two or more) of a default group with the forced route."""
-    with forced("copy_engine"):
+@pytest.fixture(scope="module", params=["copy_engine", "shared_gpu"])
+def route(request):
+    """The forced route of a default group with two or more ranks."""
+    with forced(request.param):
         dist.init_process_group(timeout=60)
-        binding.bind()
+        if request.param == "copy_engine":
+            binding.bind()
         ranks = dist.get_world_size()
         if ranks > 1:
-            yield ranks
+            yield request.param
         dist.destroy_process_group()
     if ranks == 1:
         pytest.skip("needs two ranks")
 
 
+@pytest.fixture
+def n(route):
+    """The number of ranks."""
+    return dist.get_world_size()
+
+
 def values(count, rank):
     return cupy.arange(count, dtype=cupy.float32) % 1009 + rank
+
+
+def check_all_gather(n, given, added=0):
+    """Fill an array and gather it."""
+    given[...] = values(given.size, dist.get_rank() + added)
+    output = cupy.empty((n, given.size), cupy.float32)
+    dist.all_gather_single(output, given)
+    given[...] = -1
+    assert (output == cupy.stack([values(given.size, r + added) for r in range(n)])).all()
+
+
+def allocated(nbytes):
+    """Allocate with cudaMalloc, without a pool."""
+    return cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
@@ -106,22 +129,17 @@ def test_memory_that_cannot_be_exported(n):
         assert (given == values(LARGE, 1)).all()
 
 
-def test_memory_freed_and_allocated_again(n):
+@pytest.mark.parametrize("count", [100, LARGE])
+def test_memory_freed_and_allocated_again(n, route, count):
     """The driver often returns the same address, also for another size."""
-    me = dist.get_rank()
     for turn in range(30):
-        count = LARGE + 1000 * (turn % 3)
-        memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(4 * count), 0)
-        given = cupy.ndarray((count,), cupy.float32, memory)
-        given[...] = values(count, me + turn)
-        output = cupy.empty((n, count), cupy.float32)
-        dist.all_gather_single(output, given)
-        del given, memory
-        assert (output == cupy.stack([values(count, rank + turn) for rank in range(n)])).all()
-    part = dist.group.WORLD.resources.find("devices").states["copy_engine"]
+        size = count + 1000 * (turn % 3)
+        check_all_gather(n, cupy.ndarray((size,), cupy.float32, allocated(4 * size)), turn)
+    part = dist.group.WORLD.resources.find("devices").states[route]
     assert not part._refused, "memory at an address that had been mapped could not be mapped"
 
 
+@with_copies
 def test_captured_large_calls_use_peer(n):
     """Needs one GPU per rank."""
     with forced("auto"):
@@ -144,3 +162,40 @@ def test_captured_large_calls_use_peer(n):
         for rank in range(n):
             assert (output[rank] == values(count, rank) + 10).all()
         dist.destroy_process_group(group)
+
+
+def test_buffer_ids(n):
+    """Allocations have different buffer IDs. An address inside gives base and size."""
+    runtime, seen = get_runtime(), set()
+    for _ in range(20):
+        memory = allocated(8 << 20)
+        found = runtime.find_allocation(memory.ptr + 4096)
+        assert found.base == memory.ptr and found.nbytes == 8 << 20
+        assert found.buffer not in seen
+        seen.add(found.buffer)
+        del memory
+    managed = cupy.cuda.malloc_managed(1 << 20)
+    assert runtime.find_allocation(managed.ptr) is None
+
+
+def test_small_allocations_of_one_block(n):
+    """The driver puts them into one block. A handle maps the whole block."""
+    count = 20_000
+    arrays = [cupy.ndarray((count,), cupy.float32, allocated(4 * count)) for _ in range(8)]
+    for array in arrays * 2:
+        check_all_gather(n, array)
+
+
+def test_more_memory_than_the_limit_of_open_allocations(n):
+    for _ in range(2):
+        kept = [cupy.ndarray((LARGE // 8,), cupy.float32, allocated(LARGE)) for _ in range(100)]
+        for array in kept:
+            check_all_gather(n, array)
+        del kept, array
+
+
+def test_memory_pool_can_be_emptied_while_rank_0_maps_it(n):
+    pool = cupy.get_default_memory_pool()
+    for turn in range(10):
+        check_all_gather(n, cupy.empty(LARGE + turn, cupy.float32))
+        pool.free_all_blocks()

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as c10d
 
 from mpicoll import launch
-from mpicoll.api import lifecycle, subgroups
+from mpicoll.api import lifecycle
 from mpicoll.core import groups
 from mpicoll.core.groups import ProcessGroup, state
 from mpicoll.dispatch import execute
@@ -20,7 +20,7 @@ from mpicoll.torch.options import MAX_TIMEOUT_S
 from mpicoll.torch.rendezvous import keep_store
 
 __all__ = [
-    "abort", "create", "create_default", "create_subgroup", "destroy", "merge", "shrink", "split",
+    "abort", "create", "create_default", "create_subgroup", "destroy", "merge", "split",
 ]  # fmt: skip
 
 #: The core's default group if torch's default group has another backend. No torch group uses it, so
@@ -177,18 +177,6 @@ def merge(
         )
     name = store.get(f"{_MERGE}/name").decode()
     return create_subgroup(ranks, limit, f"{_MERGE}/{name}", group.reproducible)
-
-
-def shrink(group: ProcessGroup, excluded: Sequence[int], flags: int) -> ProcessGroup:
-    """Create the group of the remaining ranks of ``group``, which ends; only they call it.
-
-    excluded: ranks in the group.
-    flags: SHRINK_ABORT aborts its pending operations.
-
-    If ``group`` is the default group, the new one replaces it, with new global ranks from 0, in
-    torch and in mpicoll.
-    """
-    return subgroups.shrink_group(list(excluded), group, flags)
 
 
 def destroy(group: ProcessGroup) -> None:

@@ -37,7 +37,6 @@ from mpicoll.horovod.torch.implementations import (
     Signature,
     synchronize_devices,
 )
-from mpicoll.horovod.torch.timeline import TIMELINE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -238,14 +237,11 @@ class Engine:
     def _round(self, requests: dict[str, Request], joined: bool, closing: bool) -> bool:
         """Run one round. Return whether other ranks wait for a request of this rank."""
         own = Status(joined, closing, [request.signature for request in requests.values()])
-        TIMELINE.cycle()
         statuses = self._exchange(own)
         if any(status.closing for status in statuses):
             self._end(None)
             return False
         signature = [{each["name"]: each for each in status.requests} for status in statuses]
-        for rank, each in zip(self.ranks, signature, strict=True):
-            TIMELINE.negotiates(each, rank)
         names = dict.fromkeys(name for each in signature for name in each)
         ready: list[tuple[Request, list[Signature | None]]] = []
         waited_for = False
@@ -259,7 +255,6 @@ class Engine:
             if not missing:
                 request = requests.get(name)
                 ready.append((request or self._placeholder(signatures), signatures))
-                TIMELINE.begins(name)
             else:
                 waited_for |= self.rank in missing
                 self._warn(requests.get(name), missing)
@@ -268,7 +263,6 @@ class Engine:
             for request, _ in ready:
                 self._pending.pop(request.signature["name"], None)
         for request, _ in ready:
-            TIMELINE.done(request.signature["name"])
             request.done.set()
         self._release_joined({rank for rank, status in enumerate(statuses) if status.joined})
         return waited_for

@@ -18,6 +18,8 @@ ValueError), NotInitializedError (a ValueError).
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec
@@ -142,17 +144,23 @@ def _for_one(
 
     begin.__name__ = grouped.__name__.removeprefix("grouped_")
     begin.__doc__ = grouped.__doc__
+    signature = inspect.signature(grouped)
+    first, *others = signature.parameters.values()
+    tensor = first.replace(name="tensor", annotation="Tensor")
+    begin.__signature__ = signature.replace(parameters=[tensor, *others])  # type: ignore[attr-defined]
     return begin  # type: ignore[return-value]  # also accepts tensor as a keyword
 
 
 def _waiting(begin: Callable[P, Request]) -> Callable[P, Any]:
     """Return the form of an operation in place that waits, and returns the tensor or a list."""
 
+    @functools.wraps(begin)
     def run(*args: P.args, **kwargs: P.kwargs) -> Any:
         result = begin(*args, **kwargs).wait()
         return list(result) if isinstance(result, tuple) else result
 
-    run.__name__, run.__doc__ = begin.__name__.replace("_async", ""), _waiting.__doc__
+    run.__name__ = begin.__name__.replace("_async", "")
+    run.__doc__ = (begin.__doc__ or "").replace("Begin", "Run")
     return run
 
 

@@ -161,6 +161,7 @@ def _waiting(begin: Callable[P, Request]) -> Callable[P, Any]:
 
     run.__name__ = begin.__name__.replace("_async", "")
     run.__doc__ = (begin.__doc__ or "").replace("Begin", "Run")
+    run.__signature__ = inspect.signature(begin).replace(return_annotation=Any)  # type: ignore[attr-defined]
     return run
 
 

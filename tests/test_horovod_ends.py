@@ -69,7 +69,7 @@ def test_operations_raise_in_a_forked_child(ended):
     def fail(*arguments):
         raise MemoryError("no room on rank 0")
     if hvd.rank() == 0:
-        implementations._reduce = fail
+        implementations._scale = fail
     @hvd.elastic.run
     def train(state):
         hvd.allreduce(torch.ones(2))

@@ -341,21 +341,6 @@ def test_install_as_replaces_torchs_backends(how):
 
 @pytest.mark.any_mpi
 @needs_mpiexec
-def test_install_as_keeps_other_names():
-    script = """
-    dist.init_process_group("mpi")
-    gloo = dist.new_group(backend="gloo")
-    y = torch.ones(1)
-    dist.all_reduce(y, group=gloo)
-    say(y.tolist(), dist.get_backend(gloo), gloo.name())
-    dist.destroy_process_group()
-    """
-    lines = on_ranks(script, MPICOLL_INSTALL_AS="mpi")
-    assert lines == ["[2.0] gloo gloo"] * 2
-
-
-@pytest.mark.any_mpi
-@needs_mpiexec
 def test_features_that_torch_offers_only_for_gloo_work():
     """monitored_barrier, and an asynchronous checkpoint with its own group."""
     script = """
@@ -511,17 +496,6 @@ def test_processes_without_a_launcher_use_a_file_as_rendezvous(how, tmp_path):
     assert sorted(lines) == [f"{rank} 3 6.0" for rank in range(3)]
 
 
-def test_job_of_one_process_with_a_store():
-    done = python("""
-        dist.init_process_group("mpicoll", store=dist.HashStore(), rank=0, world_size=1)
-        x = torch.ones(1)
-        dist.all_reduce(x)
-        say(dist.get_world_size(), x.item())
-        dist.destroy_process_group()
-    """)
-    assert output_of(done) == "1 1.0\n"
-
-
 # ---- python -m mpicoll run -----------------------------------------------------------------------
 
 
@@ -640,13 +614,6 @@ def test_script_for_torchrun_trains_unchanged_under_mpiexec(tmp_path):
     for job in jobs:
         assert sorted(output_of(job.result()).splitlines()) == expected_lines("gloo")
         assert job.result().stderr == ""
-
-
-@pytest.mark.any_mpi
-@needs_mpiexec
-def test_is_mpi_available_with_backend_mpi(tmp_path):
-    done = mpicoll_run(TORCHRUN_SCRIPT, tmp_path, ON_2_RANKS, "--backend", "mpi", "train.py")
-    assert sorted(output_of(done).splitlines()) == expected_lines("mpi")
 
 
 @needs_mpiexec

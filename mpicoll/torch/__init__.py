@@ -17,9 +17,9 @@ from mpicoll.errors import ArgumentError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions
+    from torch.distributed import ProcessGroup
 
-    from mpicoll.torch.backend import BackedGroup, TorchBackend
-    from mpicoll.torch.group import TorchGroup
+    from mpicoll.torch.backend import TorchBackend
 
 __all__ = ["NAME", "REQUIREMENT", "autoload", "install_as", "register"]
 
@@ -88,9 +88,7 @@ def install_as(names: str) -> None:
     aliases.install(set(valid.split(",")))
 
 
-def _create(
-    options: _DistributedBackendOptions, pg_options: object
-) -> TorchGroup | BackedGroup | TorchBackend:
+def _create(options: _DistributedBackendOptions, pg_options: object) -> ProcessGroup | TorchBackend:
     from mpicoll.torch.creation import create
 
     return create(options, pg_options)

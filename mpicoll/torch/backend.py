@@ -1,9 +1,10 @@
-"""The backend and its process group from torch 2.15 on, which supports Python backends.
+"""torch's process groups. Before torch 2.15, a group is a ``TorchGroup``.
 
-torch's ProcessGroup passes a call to its dispatcher, which implements fake tensors, the counts of
-``CommDebugMode``, hooks and the flight recorder. The dispatcher calls the backend of the tensors'
-device, here ``TorchBackend``. A group with several backends is torch's own ProcessGroup. A group
-with this backend only is a ``BackedGroup``, which
+From torch 2.15 on, which supports Python backends, torch's ProcessGroup passes a call to its
+dispatcher, which implements fake tensors, the counts of ``CommDebugMode``, hooks and the flight
+recorder. The dispatcher calls the backend of the tensors' device, here ``TorchBackend``. A group
+with several backends is torch's own ProcessGroup. A group with this backend only is a
+``BackedGroup``, which
 
 - returns the Work of the backend. torch's own Work only has wait() and the future: it never
 completes and has no source rank;
@@ -15,25 +16,28 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as c10d
 from torch import Tensor
 
+from mpicoll.api import subgroups
 from mpicoll.core.groups import ProcessGroup
+from mpicoll.core.work import parse_timeout
+from mpicoll.errors import UnsupportedError
 from mpicoll.torch import core_groups
 from mpicoll.torch.collectives import Collectives
-from mpicoll.torch.group import DerivedGroups
-from mpicoll.torch.internals import device_types, disable_compile
+from mpicoll.torch.internals import device_types, disable_compile, is_recording
 from mpicoll.torch.options import get_seconds
-from mpicoll.torch.profiling import is_recording
 from mpicoll.torch.windows import TorchWindow
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend
 
-__all__ = ["HAS_PYTHON_BACKENDS", "SUCCESS", "BackedGroup", "TorchBackend"]
+__all__ = [
+    "HAS_PYTHON_BACKENDS", "SUCCESS", "BackedGroup", "TorchBackend", "TorchGroup", "build_group",
+]  # fmt: skip
 
 
 C: Any = torch._C._distributed_c10d  # untyped, because the stubs depend on the installed torch
@@ -44,28 +48,94 @@ SUCCESS = C.ErrorType.SUCCESS
 #: Whether torch supports Python backends. 2.14 does, but recurses endlessly in ``supports_...``.
 HAS_PYTHON_BACKENDS = hasattr(C.Backend, "supports_completion_hooks")
 
+
+def build_group(
+    core: ProcessGroup, store: c10d.Store, device: torch.device | None = None
+) -> c10d.ProcessGroup:
+    """Return torch's process group for a group of the core.
+
+    store: torch's store of the group.
+    device: the ``device_id`` of ``init_process_group`` or ``new_group``; unused.
+    """
+    if HAS_PYTHON_BACKENDS:
+        return BackedGroup(TorchBackend(core), store, device)
+    return TorchGroup(core, store, device)
+
+
+@disable_compile
+class DerivedGroups:
+    """Methods of a process group, of any torch, that create another group from it."""
+
+    #: Number of groups that were split from this one.
+    split_count = 0
+
+    def split_group(
+        self: Any,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Backend.Options | None = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> Any:
+        """Create a subgroup; only its members call it. Returns None on other ranks.
+
+        new_ranks: ranks in this group, in the order of the new one.
+        """
+        if self.core.rank() not in new_ranks:
+            return None
+        limit = parse_timeout(timeout, self.core.timeout, "split_group")
+        name = group_name or f"{self.group_name}:split:{sorted(new_ranks)}"
+        description = group_desc or f"{self.group_desc}:split:{self.split_count}"
+        store = c10d.PrefixStore(f"{name}/", self.get_group_store())
+        core = core_groups.split(self.core, new_ranks, limit, name)
+        self.split_count += 1
+        return _name(build_group(core, store), name, description)
+
+    def merge_remote_group(
+        self: Any,
+        store: c10d.Store,
+        size: int,
+        timeout: timedelta = c10d.default_pg_timeout,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+    ) -> Any:
+        """Create one group of all members of several groups, in the order of their calls.
+
+        store: the same for all of them, not used by an earlier merge.
+        size: number of all members.
+        timeout: time to wait for the members, and timeout of the new group.
+
+        All of them are ranks of one MPI job. Raises CollectiveTimeoutError (a RuntimeError) if
+        fewer than ``size`` call in time, and ArgumentError (a ValueError) if more call.
+        """
+        limit = parse_timeout(timeout, None, "merge_remote_group")
+        rank = store.add("mergeGroupRank", 1) - 1  # as torch does it for backends in C++
+        group = build_group(core_groups.merge(self.core, store, rank, size, limit), store)
+        name, description = f"{self.group_name}:merge", f"{self.group_desc}:merge"
+        return _name(group, group_name or name, group_desc or description)
+
+
+def _name(group: Any, name: str, description: str) -> Any:
+    group._set_group_name(name)
+    group._set_group_desc(description)
+    return group
+
+
+# --- from torch 2.15 on ---------------------------------------------------------------------------
+
 #: The calls that torch's dispatcher passes to a backend.
 _CALLS = (
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "gather",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "scatter",
-    "send",
-)
+    "all_gather_single", "all_gather_single_coalesced", "all_to_all_single", "allgather",
+    "allgather_coalesced", "allreduce", "allreduce_coalesced", "alltoall", "barrier", "broadcast",
+    "gather", "recv", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_single_coalesced", "scatter", "send",
+)  # fmt: skip
+#: Methods of a group that call its backend. ``getBackendName`` is ``name`` in C++.
+_DELEGATED = (
+    "abort", "getBackendName", "monitored_barrier", "name", "new_window", "register_abort_hook",
+    "shutdown", "unregister_abort_hook",
+)  # fmt: skip
 
 
 class _DispatchedCall:
@@ -158,7 +228,7 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
 
         flags: 1 aborts pending operations.
         """
-        return TorchBackend(core_groups.shrink(self.core, excluded, flags))
+        return TorchBackend(subgroups.shrink_group(list(excluded), self.core, flags))
 
 
 def _build_backend_method(name: str) -> Callable[..., Any]:
@@ -193,6 +263,16 @@ def _build_group_method(name: str) -> Callable[..., Any]:
     method.__doc__ = call.__doc__
     # C++ calls the Python method of the same name, unless the caller has this name.
     method.__code__ = method.__code__.replace(co_name=name)
+    return method
+
+
+def _build_delegate(name: str) -> Callable[..., Any]:
+    """Build a method of the group that calls the backend's method."""
+
+    def method(self: BackedGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.backend, name)(*args, **kwargs)
+
+    method.__doc__ = getattr(TorchBackend, name).__doc__
     return method
 
 
@@ -235,28 +315,8 @@ class BackedGroup(DerivedGroups, C.ProcessGroup):  # type: ignore[misc]
         """Unregister a hook."""
         self._hooks.discard(key)
 
-    def name(self) -> str:
-        """Return the name of the backend, even if the program used an alias."""
-        return self.backend.name()
-
-    getBackendName = name  # for C++
-
-    def shutdown(self) -> None:
-        """Wait for pending operations and end the group. For the default group, end all groups."""
-        self.backend.shutdown()
-
-    def abort(self) -> None:
-        """End the group without waiting for pending operations."""
-        self.backend.abort()
-
     # It calls ``gather``, because torch's dispatcher has gather_single only for C++ backends.
     gather_single = gather_into_tensor = Collectives.gather_single
-
-    def monitored_barrier(
-        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
-    ) -> None:
-        """Wait for all ranks, or raise an error with the missing ranks."""
-        self.backend.monitored_barrier(timeout, wait_all_ranks)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self.backend.start_coalescing()
@@ -264,38 +324,13 @@ class BackedGroup(DerivedGroups, C.ProcessGroup):  # type: ignore[misc]
     def _end_coalescing(self, device: torch.device) -> c10d.Work:
         return self.backend.end_coalescing()
 
-    def _build_group(self, core: ProcessGroup, store: c10d.Store) -> BackedGroup:
-        return BackedGroup(TorchBackend(core), store)
-
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: every group starts at 0."""
 
-    def new_window(self, tensor: Tensor | None = None) -> TorchWindow:
-        """Create a window for one-sided communication; every member calls it."""
-        return self.backend.new_window(tensor)
-
-    @property
-    def supports_reconfigure(self) -> bool:
-        """Whether the members of the group can change."""
-        return self.backend.supports_reconfigure
-
-    @property
-    def supports_window(self) -> bool:
-        """Whether the group has windows for one-sided communication."""
-        return self.backend.supports_window
-
-    @property
-    def supports_abort_hooks(self) -> bool:
-        """Whether abort hooks are supported: always."""
-        return self.backend.supports_abort_hooks
-
-    def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
-        """Call ``hook`` before the group is aborted."""
-        self.backend.register_abort_hook(hook_id, hook)
-
-    def unregister_abort_hook(self, hook_id: int) -> None:
-        """Remove a hook."""
-        self.backend.unregister_abort_hook(hook_id)
+    # torch reads these from the group.
+    supports_abort_hooks = property(lambda self: self.backend.supports_abort_hooks)
+    supports_reconfigure = property(lambda self: self.backend.supports_reconfigure)
+    supports_window = property(lambda self: self.backend.supports_window)
 
     def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
         """Call ``hook`` before each operation."""
@@ -318,14 +353,112 @@ class BackedGroup(DerivedGroups, C.ProcessGroup):  # type: ignore[misc]
         self.forget_hook(("post", hook_id))
 
 
-for _name in _CALLS:
-    setattr(TorchBackend, _name, _build_backend_method(_name))
+for _call in _CALLS:
+    setattr(TorchBackend, _call, _build_backend_method(_call))
+for _method in _DELEGATED:
+    setattr(BackedGroup, _method, _build_delegate(_method))
 if HAS_PYTHON_BACKENDS:  # else BackedGroup is unused, and torch's group may lack these names
-    for _name in _CALLS:
-        setattr(BackedGroup, _name, _build_group_method(_name))
+    for _call in _CALLS:
+        setattr(BackedGroup, _call, _build_group_method(_call))
     # Older names that C++ does not map to new ones. For names that it maps, a Python method would
     # replace its dispatcher.
     BackedGroup._allgather_base = BackedGroup.all_gather_single
     BackedGroup._reduce_scatter_base = BackedGroup.reduce_scatter_single
 disable_compile(TorchBackend)
 disable_compile(BackedGroup)
+
+
+# --- before torch 2.15 ---------------------------------------------------------------------------
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: TorchGroup, *_: object, **__: object) -> NoReturn:
+        raise UnsupportedError(
+            f"{name}: not supported by torch {torch.__version__} for Python backends; expected "
+            "torch 2.15 or newer"
+        )
+
+    refuse.__doc__ = "Not supported."
+    return refuse
+
+
+@disable_compile
+class TorchGroup(Collectives, DerivedGroups, c10d.ProcessGroup):  # type: ignore[misc]
+    """The process group before torch 2.15, on a group of the core.
+
+    It is its own backend, because torch's C++ finds no other.
+
+    store: torch's store of the group.
+    device: the ``device_id`` of ``init_process_group`` or ``new_group``; unused.
+    """
+
+    # torch checks these before it calls anything but collectives.
+    supports_splitting = True
+    supports_shrinking = supports_coalescing = False
+    supports_time_estimate = _supports_time_estimate = supports_tensor_alloc = False
+    supports_abort_hooks = supports_completion_hooks = supports_reconfigure = False
+    supports_window = True
+    #: Whether symmetric memory finds its peers through the group. False is torch's default.
+    use_pg_for_symm_mem_rendezvous = False
+
+    # The inherited methods need a C++ backend, or store hooks that are never called.
+    _register_on_completion_hook = _refusal("_register_on_completion_hook")
+    register_pre_hook = _refusal("register_pre_hook")
+    register_post_hook = _refusal("register_post_hook")
+    register_abort_hook = _refusal("register_abort_hook")
+    note_hook = _refusal("C++ hooks")
+    get_reconfigure_handle = _refusal("get_reconfigure_handle")
+    reconfigure = _refusal("reconfigure")
+
+    def __init__(
+        self, core: ProcessGroup, store: c10d.Store, device: torch.device | None = None
+    ) -> None:
+        super().__init__(core)
+        self.store = store
+        self.bound_device_id = device
+        self._name = core.group_name
+        self._description = core.group_desc
+
+    def getGroupName(self) -> str:
+        """Return torch's name of the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """Set torch's name of the group."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        """Return the description of the group."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        """Set the description of the group."""
+        self._description = description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The device types whose tensors are served."""
+        return [torch.device(kind) for kind in device_types()]
+
+    def _get_backend(self, device: torch.device) -> TorchGroup:
+        """Return this group, which is its own backend for all device types that it serves."""
+        if torch.device(device).type not in device_types():
+            raise UnsupportedError(
+                f"mpicoll: device {device} is not supported; expected one of "
+                f"{', '.join(device_types())}"
+            )
+        return self
+
+    def get_group_store(self) -> c10d.Store:
+        """Return torch's store of the group."""
+        return self.store
+
+    def new_window(self, tensor: torch.Tensor | None = None) -> TorchWindow:
+        """Create a window for one-sided communication, as torch does from 2.14 on."""
+        return TorchWindow(self.core, tensor)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.start_coalescing()
+
+    def _end_coalescing(self, device: torch.device) -> c10d.Work:
+        return self.end_coalescing()

@@ -25,7 +25,7 @@ from mpicoll.errors import ArgumentError, EmptyListError
 from mpicoll.output import format_count
 from mpicoll.primitives import Primitive, by_name
 from mpicoll.torch import NAME, core_groups, sparse
-from mpicoll.torch.internals import disable_compile
+from mpicoll.torch.internals import Event, disable_compile, is_recording
 from mpicoll.torch.options import (
     OPERATION_BY_HASH,
     CallOptions,
@@ -39,7 +39,6 @@ from mpicoll.torch.options import (
     unwrap_list,
     unwrap_tensor,
 )
-from mpicoll.torch.profiling import Event, is_recording
 from mpicoll.torch.works import (
     CompletedWork,
     Outputs,

@@ -1,4 +1,8 @@
-"""Create and destroy the core's groups below torch's groups."""
+"""Create and destroy the core's groups below torch's groups. Only the members of a group call.
+
+limit: seconds after which an operation fails, None for never.
+reproducible: level of the group, None for the default.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as c10d
 
 from mpicoll import launch
-from mpicoll.api import lifecycle, subgroups
+from mpicoll.api import lifecycle
 from mpicoll.core import groups
 from mpicoll.core.groups import ProcessGroup, state
 from mpicoll.dispatch import execute
@@ -20,7 +24,7 @@ from mpicoll.torch.options import MAX_TIMEOUT_S
 from mpicoll.torch.rendezvous import keep_store
 
 __all__ = [
-    "abort", "create", "create_default", "create_subgroup", "destroy", "merge", "shrink", "split",
+    "abort", "create", "create_default", "create_subgroup", "destroy", "merge", "split",
 ]  # fmt: skip
 
 #: The core's default group if torch's default group has another backend. No torch group uses it, so
@@ -38,11 +42,7 @@ def create_default(
     name: str,
     reproducible: str | None = None,
 ) -> ProcessGroup:
-    """Create the group of all ranks. The first one starts MPI.
-
-    limit: seconds after which an operation fails, None for never.
-    reproducible: level of the group, None for the default.
-    """
+    """Create the group of all ranks. The first one starts MPI."""
     if state.default is not None:
         return create_subgroup(range(size), limit, name, reproducible)
     if rank == 0:
@@ -66,11 +66,7 @@ def _find_host(store: c10d.Store) -> str:
 def create_subgroup(
     ranks: Sequence[int], limit: float | None, name: str, reproducible: str | None = None
 ) -> ProcessGroup:
-    """Create a group of global ranks of the core; only they call it.
-
-    name: the same on all of them.
-    reproducible: level of the group, None for that of the default group.
-    """
+    """Create a group of global ranks of the core, with the same name on all of them."""
     default = groups.default_group()
     return execute.run_in_order(  # type: ignore[no-any-return]
         default,
@@ -97,9 +93,7 @@ def create(
     name: str,
     reproducible: str | None = None,
 ) -> ProcessGroup:
-    """Create a group of global ranks of torch; only they call it.
-
-    reproducible: level of the group, None for the default.
+    """Create a group of global ranks of torch.
 
     Raises UnsupportedError if it is the first group, which starts MPI, and does not contain all
     ranks.
@@ -121,11 +115,7 @@ def create(
 def split(
     group: ProcessGroup, ranks: Sequence[int], limit: float | None, name: str
 ) -> ProcessGroup:
-    """Create a subgroup of ``group``; only its members call it.
-
-    ranks: ranks in the group, in the order of the new one.
-    limit: seconds after which an operation fails, None for never.
-    name:  name of the new group, the same on all members.
+    """Create a subgroup of ``group`` from ranks in it, in the order of the new one.
 
     Raises ArgumentError if this rank is not a member.
     """
@@ -141,13 +131,13 @@ def split(
 def merge(
     group: ProcessGroup, store: c10d.Store, rank: int, size: int, limit: float | None
 ) -> ProcessGroup:
-    """Create the group of the processes that call with the same store; only they call it.
+    """Create the group of the processes that call with the same store, which no earlier merge has
+    used.
 
     group: a group of this process, whose reproducible level the new one has.
-    store: store of torch, not used by an earlier merge.
-    rank:  rank of this process in the new group, different on each of them.
-    size:  number of processes.
-    limit: seconds to wait for the processes, and timeout of the new group; None for never.
+    rank: rank of this process in the new group.
+    size: number of processes.
+    limit: also of the wait for the processes.
 
     Raises ArgumentError for a rank that is not below ``size``, and if a process is of another job;
     CollectiveTimeoutError if processes are missing.
@@ -177,18 +167,6 @@ def merge(
         )
     name = store.get(f"{_MERGE}/name").decode()
     return create_subgroup(ranks, limit, f"{_MERGE}/{name}", group.reproducible)
-
-
-def shrink(group: ProcessGroup, excluded: Sequence[int], flags: int) -> ProcessGroup:
-    """Create the group of the remaining ranks of ``group``, which ends; only they call it.
-
-    excluded: ranks in the group.
-    flags: SHRINK_ABORT aborts its pending operations.
-
-    If ``group`` is the default group, the new one replaces it, with new global ranks from 0, in
-    torch and in mpicoll.
-    """
-    return subgroups.shrink_group(list(excluded), group, flags)
 
 
 def destroy(group: ProcessGroup) -> None:

@@ -1,21 +1,26 @@
-"""Creation of the groups that torch.distributed requests."""
+"""Creation of the groups that torch.distributed requests. The import replaces torch functions that
+would bypass Python groups: C++ hooks and FP16_COMPRESS.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as c10d
 from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 
 from mpicoll.api import backends
 from mpicoll.core.work import parse_timeout
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.torch import NAME, core_groups
-from mpicoll.torch.backend import HAS_PYTHON_BACKENDS, BackedGroup, TorchBackend
-from mpicoll.torch.group import TorchGroup
-from mpicoll.torch.hooks import replace_builtin_hook, watch_attaching
+from mpicoll.torch.backend import HAS_PYTHON_BACKENDS, TorchBackend, build_group
+from mpicoll.torch.collectives import Collectives
 from mpicoll.torch.internals import find_variable
 from mpicoll.torch.options import GroupOptions, Options
 
@@ -27,7 +32,7 @@ __all__ = ["create"]
 
 def create(
     options: _DistributedBackendOptions, pg_options: object
-) -> TorchGroup | BackedGroup | TorchBackend:
+) -> c10d.ProcessGroup | TorchBackend:
     """Create the group for torch's ``_DistributedBackendOptions``; only members call it.
 
     If the group also has other backends, return only mpicoll's backend. Only mpicoll's own
@@ -54,19 +59,19 @@ def create(
     else:
         core = core_groups.create_default(options.store, rank, size, limit, group, level)
     device = find_variable("_new_process_group_helper", "device_id")
-    if not HAS_PYTHON_BACKENDS:
-        return TorchGroup(core, options.store, device)
-    if options.enable_reconfigure:
+    if HAS_PYTHON_BACKENDS and options.enable_reconfigure:
         from mpicoll.torch.reconfigure import ReconfigurableBackend, ReconfigurableGroup
 
         return ReconfigurableGroup(ReconfigurableBackend(core), options.store, device)
-    backend = TorchBackend(core)
     if not mixed:
-        return BackedGroup(backend, options.store, device)
+        return build_group(core, options.store, device)
+    backend = TorchBackend(core)
     if c10d.get_debug_level() == c10d.DebugLevel.DETAIL:
         _wrapped.append(backend)
     return backend
 
+
+C: Any = torch._C._distributed_c10d  # older versions lack the hooks, in their stubs as well
 
 #: Backends in a C++ wrapper of torch, kept alive because the wrapper holds only their C++ half.
 _wrapped: list[TorchBackend] = []
@@ -101,5 +106,76 @@ def _is_mixed(requested: str) -> bool:
     return mixed
 
 
-watch_attaching()
-replace_builtin_hook()
+# --- torch functions that would bypass Python groups ---------------------------------------------
+
+
+def _watch_attaching() -> None:
+    """Call ``note_hook`` of a group when torch attaches a C++ hook, and ``forget_hook`` at its end.
+
+    torch attaches hooks such as ``NanCheckHook`` without calling the Python class. Groups with
+    these methods bypass torch's dispatcher, which calls the hooks, unless a hook is noted.
+    """
+    for name in "NanCheckHook", "FlightRecorderHook":
+        if hasattr(C, name):  # from torch 2.15 on
+            _wrap(getattr(C, name))
+
+
+def _wrap(kind: Any) -> None:
+    attach, remove = kind.attach, kind.remove
+    # For each hook, its group and the key that the group has noted.
+    noted: weakref.WeakKeyDictionary[Any, tuple[Callable[[], Any], object]]
+    noted = weakref.WeakKeyDictionary()
+
+    @functools.wraps(attach)
+    def attach_noted(pg: Any, *args: Any, **kwargs: Any) -> Any:
+        key = object()
+        note = getattr(pg, "note_hook", None)
+        if note is not None:
+            note(key)
+        try:
+            hook = attach(pg, *args, **kwargs)
+        except BaseException:
+            if note is not None:
+                pg.forget_hook(key)
+            raise
+        if note is not None:
+            noted[hook] = weakref.ref(pg), key
+        return hook
+
+    @functools.wraps(remove)
+    def remove_noted(self: Any) -> None:
+        remove(self)
+        find_group, key = noted.pop(self, (lambda: None, None))
+        group = find_group()
+        if group is not None:
+            group.forget_hook(key)
+
+    kind.attach, kind.remove = staticmethod(attach_noted), remove_noted
+
+
+def _replace_builtin_hook() -> None:
+    """Make DDP's built-in hook FP16_COMPRESS use its Python version, for models on mpicoll groups.
+
+    The hook in C++ needs a future that holds C++ tensors. A future that Python completes holds a
+    Python object.
+    """
+    register = DistributedDataParallel._register_builtin_comm_hook
+
+    @functools.wraps(register)
+    def register_hook(self: DistributedDataParallel, comm_hook_type: object) -> None:
+        backend = self.process_group._get_backend(torch.device(self.device_type))
+        if comm_hook_type != c10d.BuiltinCommHookType.FP16_COMPRESS or not isinstance(
+            backend, Collectives
+        ):
+            register(self, comm_hook_type)
+            return
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        self.logger._set_comm_hook_name(str(comm_hook_type))
+        c10d._register_comm_hook(self.reducer, self.process_group, fp16_compress_hook)
+
+    DistributedDataParallel._register_builtin_comm_hook = register_hook
+
+
+_watch_attaching()
+_replace_builtin_hook()

@@ -1,20 +1,32 @@
-"""Dependencies on the installed torch: version, device types, torch.compile, local variables."""
+"""Dependencies on the installed torch: version, device types, torch.compile, local variables,
+profilers.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from functools import cache
-from types import CodeType, FrameType, FunctionType
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any, TypeVar
 
 import torch
 import torch._C._dynamo.eval_frame
+from torch.autograd import (
+    _profiler_enabled,
+    _record_function_with_args_enter,
+    _record_function_with_args_exit,
+)
 
-from mpicoll.torch import REQUIREMENT
+from mpicoll.torch import NAME, REQUIREMENT
 
-__all__ = ["device_types", "disable_compile", "find_variable", "warn_if_newer"]
+__all__ = [
+    "Event", "device_types", "disable_compile", "find_variable", "is_recording", "warn_if_newer",
+]  # fmt: skip
 
 #: Newest version of torch that was tested.
 _NEWEST = 2, 15
@@ -81,3 +93,50 @@ def find_variable(function: str, name: str) -> Any:
             return frame.f_locals.get(name)
         frame = frame.f_back
     return None
+
+
+# --- profilers: the time that the calling thread spends in calls --------------------------------
+
+
+def _find_check() -> Callable[[], bool]:
+    """Return ``at::hasCallbacks`` of C++, or the closest function of Python.
+
+    ``_profiler_enabled`` ignores ``ExecutionTraceObserver`` and profilers that another thread
+    started.
+    """
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        check = ctypes.PyDLL(str(path))._ZN2at12hasCallbacksEv
+    except (OSError, AttributeError):  # another build of torch
+        return _profiler_enabled  # type: ignore[no-any-return]
+    check.argtypes, check.restype = (), ctypes.c_bool
+    return check
+
+
+#: Return whether any profiler or observer records this thread's calls. Takes 70 ns.
+is_recording: Callable[[], bool] = _find_check()
+
+
+class Event:
+    """A context manager that records an event "mpicoll:name" with the shapes of the inputs.
+
+    The event ends with the ``with`` statement. torch cannot end an event on a Python thread, and an
+    event that ends after the profiler crashes the process.
+    """
+
+    __slots__ = ("_handle", "_inputs", "_name")
+
+    def __init__(self, name: str, inputs: list[torch.Tensor]) -> None:
+        self._name = f"{NAME}:{name}"
+        self._inputs = inputs
+
+    def __enter__(self) -> None:
+        self._handle: Any = _record_function_with_args_enter(self._name, *self._inputs)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _record_function_with_args_exit(self._handle)

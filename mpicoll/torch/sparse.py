@@ -9,7 +9,7 @@ from mpicoll.core.work import Work
 from mpicoll.dispatch import execute
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError, UnsupportedError
-from mpicoll.primitives import Primitive, by_name
+from mpicoll.primitives import by_name
 
 __all__ = ["all_reduce"]
 
@@ -59,7 +59,7 @@ def _gather_counts(group: ProcessGroup, own: torch.Tensor) -> list[int]:
     """Check that the tensors of all ranks agree, and return the number of entries of each rank."""
     mine = torch.tensor([own._nnz(), own.sparse_dim(), own.dense_dim(), *own.shape])
     table = torch.empty(group.size(), len(mine), dtype=torch.int64)
-    _run(group, _ALL_GATHER_SINGLE, table, mine)
+    execute.run(_ALL_GATHER_SINGLE, group, False, table, mine)
     shapes = table[:, 1:]
     if not bool((shapes == shapes[0]).all()):
         listed = "; ".join(f"rank {r}: {row.tolist()}" for r, row in enumerate(shapes))
@@ -73,14 +73,5 @@ def _gather_counts(group: ProcessGroup, own: torch.Tensor) -> list[int]:
 def _gather(group: ProcessGroup, own: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """Return the rows of all ranks, in rank order."""
     rows = own.new_empty(sum(counts), *own.shape[1:])
-    _run(group, _ALL_GATHER, list(rows.split(counts)), own)
+    execute.run(_ALL_GATHER, group, False, list(rows.split(counts)), own)
     return rows
-
-
-def _run(
-    group: ProcessGroup,
-    primitive: Primitive,
-    output: torch.Tensor | list[torch.Tensor],
-    input: torch.Tensor,
-) -> None:
-    execute.run(primitive, group, False, output, input)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import secrets
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch.distributed as c10d
 from torchft.process_group import ProcessGroupWrapper
@@ -18,11 +17,7 @@ from torchft.process_group import ProcessGroupWrapper
 from mpicoll.api import lifecycle
 from mpicoll.api.reconfigure import Reconfigurable
 from mpicoll.core.groups import state
-from mpicoll.torch.backend import HAS_PYTHON_BACKENDS, BackedGroup, TorchBackend
-from mpicoll.torch.group import TorchGroup
-
-if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
+from mpicoll.torch.backend import build_group
 
 __all__ = ["ProcessGroupMpicoll"]
 
@@ -53,7 +48,7 @@ class ProcessGroupMpicoll(ProcessGroupWrapper):  # type: ignore[misc]
         core = self._groups.reconfigure(int(store.get("mpicoll/uuid")), handles, self._timeout)
         core.timeout = self._timeout.total_seconds()
         self._aborted = None
-        return _build_torch_group(core, store)
+        return build_group(core, store)
 
     def errored(self) -> Exception | None:
         """Return the reason why the group must be configured again, or None."""
@@ -84,10 +79,3 @@ class ProcessGroupMpicoll(ProcessGroupWrapper):  # type: ignore[misc]
     def getBackendName(self) -> str:
         """Return the name that torchft and torch show."""
         return "torchft-mpicoll"
-
-
-def _build_torch_group(core: ProcessGroup, store: c10d.Store) -> c10d.ProcessGroup:
-    """Return torch's process group for a group of the core."""
-    if HAS_PYTHON_BACKENDS:
-        return BackedGroup(TorchBackend(core), store)
-    return TorchGroup(core, store)

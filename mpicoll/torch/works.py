@@ -62,19 +62,48 @@ _dropped: deque[PendingWork] = deque(maxlen=64)
 _MAX_KEPT_BYTES = 1 << 16
 
 
-class _NamedWork(TorchWork):  # type: ignore[misc]
-    """A Work that has the name of its call."""
+@disable_compile
+class _Work(TorchWork):  # type: ignore[misc]
+    """Methods that completed and pending calls have in common."""
 
     #: Name of the call, as a profiler records it; "" unless it is a collective or a message.
     name = ""
+    #: The core's Works that have to end.
+    _works: Sequence[core.Work] = ()
 
     def _get_op_type(self) -> int:
         """Return the number of torch's OpType of the call."""
         return _OP_TYPES.get(self.name, int(_OpType.UNKNOWN))
 
+    def synchronize(self) -> None:
+        """Wait as ``wait()`` does."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Wait as ``wait()`` does."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether the call has ended, with success or an error. Queries the device."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Return whether the call has ended with success."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """Return the error of the call, or None."""
+        errors = (work.exception() for work in self._works)
+        return next((error for error in errors if error is not None), None)
+
+    def get_future_result(self) -> Any:
+        """Return a torch.futures.Future of the WorkResult: SUCCESS, TIMEOUT or COMM_ERROR."""
+        works = self._works
+        return self.get_future().then(lambda _: _find_result(works))
+
 
 @disable_compile
-class PendingWork(_NamedWork):
+class PendingWork(_Work):
     """A pending call: one Work of the core, or several that were started together.
 
     outputs: the tensors that the call fills.
@@ -118,27 +147,6 @@ class PendingWork(_NamedWork):
             work.wait(timeout or None)
         return True
 
-    def synchronize(self) -> None:
-        """Wait as ``wait()`` does."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """Wait as ``wait()`` does."""
-        self.wait()
-
-    def is_completed(self) -> bool:
-        """Return whether the call has ended, with success or an error. Queries the device."""
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        """Return whether the call has ended with success."""
-        return all(work.is_success() for work in self._works)
-
-    def exception(self) -> BaseException | None:
-        """Return the error of the call, or None."""
-        errors = (work.exception() for work in self._works)
-        return next((error for error in errors if error is not None), None)
-
     def result(self) -> list[Tensor]:
         """Wait, and return the output tensors."""
         self.wait()
@@ -149,11 +157,6 @@ class PendingWork(_NamedWork):
         if self._future is None:
             self._future = _build_future(self._works, list(self._outputs))
         return self._future
-
-    def get_future_result(self) -> Any:
-        """Return a torch.futures.Future of the WorkResult: SUCCESS, TIMEOUT or COMM_ERROR."""
-        works = self._works
-        return self.get_future().then(lambda _: _find_result(works))
 
     @property
     def timeout(self) -> timedelta:
@@ -186,8 +189,10 @@ class ReceiveWork(PendingWork):
 
 
 @disable_compile
-class CompletedWork(_NamedWork):
-    """A synchronous call. Later work on the current stream sees its result."""
+class CompletedWork(_Work):
+    """A synchronous call, which raises its errors. Later work on the current stream sees its
+    result.
+    """
 
     #: The output of the call: a tensor, or a list of tensors.
     output: Outputs = ()
@@ -195,24 +200,6 @@ class CompletedWork(_NamedWork):
     def wait(self, timeout: timedelta = _ZERO) -> bool:
         """Return True."""
         return True
-
-    def synchronize(self) -> None:
-        """Return: the call is complete."""
-
-    def block_current_stream(self) -> None:
-        """Return: the call is complete."""
-
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
-
-    def is_success(self) -> bool:
-        """Return True: a synchronous call raises its errors."""
-        return True
-
-    def exception(self) -> BaseException | None:
-        """Return None: a synchronous call raises its errors."""
-        return None
 
     def result(self) -> list[Tensor]:
         """Return the output tensors."""
@@ -224,10 +211,6 @@ class CompletedWork(_NamedWork):
         Its callbacks run after work that the current streams of their devices hold now.
         """
         return _build_future((), self.result())
-
-    def get_future_result(self) -> Any:
-        """Return a torch.futures.Future of WorkResult.SUCCESS."""
-        return self.get_future().then(lambda _: _WorkResult.SUCCESS)
 
 
 def join_works(pending: Sequence[PendingWork]) -> PendingWork:

@@ -37,7 +37,6 @@ FILES = [
     "test/parallel/test_adasum_pytorch.py",
     "test/parallel/test_process_sets_multi_comm.py",
     "test/parallel/test_process_sets_static.py",
-    "test/parallel/test_timeline.py",
     "test/single/test_torch_elastic.py",
 ]
 #: By test: passed, failed or skipped on any rank, and why.

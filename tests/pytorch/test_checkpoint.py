@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from inputs import equal, near, normal
+from inputs import equal, near
 from models import batches, loss_of, make, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -16,9 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 
 def sharded(seed=7):
@@ -73,31 +71,6 @@ def test_training_resumes_from_a_checkpoint(world, mesh, folder, asynchronous):
         optimizer.step()
     for found, wanted in zip(second.parameters(), straight.parameters(), strict=True):
         near(found.full_tensor().detach(), wanted.full_tensor().detach())
-
-
-def test_checkpoint_loads_into_other_layouts(world, mesh, folder):
-    """Sharded by rows or columns, replicated, and on a two-dimensional mesh."""
-    grid = init_device_mesh("cpu", (world.size // 2, 2))
-    full = normal(0, 10, 7, key="layouts")
-    layouts = [
-        (mesh, [Shard(0)]),
-        (mesh, [Shard(1)]),
-        (mesh, [Replicate()]),
-        (grid, [Shard(0), Shard(1)]),
-        (grid, [Replicate(), Shard(0)]),
-    ]
-    for number, (on, placements) in enumerate(layouts):
-        saved = distribute_tensor(full.clone(), on, placements)
-        place = folder / str(number)
-        dcp.save({"x": saved}, checkpoint_id=place)
-        dist.barrier()
-        for other, targets in layouts:
-            into = distribute_tensor(torch.zeros_like(full), other, targets)
-            dcp.load({"x": into}, checkpoint_id=place)
-            equal(into.full_tensor(), full)
-        plain = torch.zeros_like(full)
-        dcp.load({"x": plain}, checkpoint_id=place)
-        equal(plain, full)
 
 
 def test_full_state_dict_is_gathered_and_broadcast(world, mesh):

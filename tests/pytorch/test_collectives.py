@@ -147,21 +147,6 @@ def test_all_gather_of_uneven_parts(teams, async_op):
 
 
 @ASYNC
-@EACH_OPERATION
-def test_reduce_scatter_of_uneven_parts(teams, name, async_op):
-    if name == "PREMUL_SUM":
-        not_gloo(name)
-    for team, dtype in each(teams, name):
-        sizes = [2 * rank for rank in range(team.size)]
-        parts = inputs(team, dtype, sum(sizes), 3)
-        wanted = combined(name, parts).split(sizes)[team.me]
-        output, op = torch.zeros(sizes[team.me], 3, dtype=dtype), reduce_op(name, dtype)
-        blocks = list(parts[team.me].split(sizes))
-        done(dist.reduce_scatter(output, blocks, op, team.group, async_op), async_op)
-        check(name, output, wanted)
-
-
-@ASYNC
 def test_gather(teams, async_op):
     for team, dtype in each(teams):
         if BACKEND == "gloo" and dtype.is_complex:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from inputs import near, normal
@@ -14,18 +12,15 @@ from torch.distributed.tensor import (
     Partial,
     Replicate,
     Shard,
-    distribute_tensor,
 )
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,
     parallelize_module,
 )
 
 PLACEMENTS = [Shard(0), Shard(1), Replicate(), Partial()]
-KINDS = ["sum", "avg", "max", "min"]
 #: Placements from which torch can redistribute to Partial.
 SUMMED = (Partial, Shard) if torch.__version__ >= "2.14" else (Partial,)
 
@@ -97,42 +92,6 @@ def test_redistribute_between_all_placements(world, mesh, source, target, shape)
     holds(tensor.redistribute(mesh, [target]), full, [target])
     found = tensor.redistribute(mesh, [target], async_op=True)
     near(found.full_tensor(), full)
-
-
-@pytest.mark.parametrize("source", list(itertools.product(PLACEMENTS, repeat=2)), ids=named)
-def test_redistribute_on_a_grid(world, grid, source):
-    """To every pair of placements."""
-    full = normal(0, 8, 7, key="grid")
-    tensor = made(full, grid, source)
-    for target in itertools.product(PLACEMENTS, repeat=2):
-        if reachable(source, target):
-            holds(tensor.redistribute(grid, target), full, target)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_kinds_of_partial(world, mesh, kind):
-    parts = [normal(rank, 8, 6, key=kind) for rank in range(world.size)]
-    stacked = torch.stack(parts)
-    wanted = {
-        "sum": stacked.sum(0),
-        "avg": stacked.mean(0),
-        "max": stacked.amax(0),
-        "min": stacked.amin(0),
-    }[kind]
-    tensor = DTensor.from_local(parts[world.me], mesh, [Partial(kind)], run_check=False)
-    near(tensor.full_tensor(), wanted)
-    for target in (Shard(0), Shard(1), Replicate()):
-        found = tensor.redistribute(mesh, [target])
-        near(found.to_local(), local_part(wanted, mesh, [target]))
-
-
-def test_distribute_tensor_uses_the_tensor_of_rank_0(world, mesh, grid):
-    full = normal(0, 9, 6, key="distribute")
-    mine = full if world.me == 0 else torch.full_like(full, -7.0)
-    for placement in (Shard(0), Shard(1), Replicate()):
-        holds(distribute_tensor(mine.clone(), mesh, [placement]), full, [placement])
-    for placements in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2):
-        holds(distribute_tensor(mine.clone(), grid, placements), full, placements)
 
 
 class Block(nn.Module):
@@ -222,22 +181,6 @@ def test_tensor_parallel_training_equals_one_process(world, mesh, name):
         near(whole(mine.grad), full.grad, rtol=1e-4, atol=1e-5)
         near(whole(mine.detach()), full.detach(), rtol=1e-4, atol=1e-5)
     assert divided
-
-
-def test_loss_parallel(world, mesh):
-    """Cross entropy of logits that are sharded by class."""
-    plan = {"head": ColwiseParallel(use_local_output=False)}
-    model, alone = parallelize_module(network(), mesh, plan), network()
-    with loss_parallel():
-        output = model(tokens(0))
-        assert output.placements == (Shard(2),)
-        loss = nn.functional.cross_entropy(output.flatten(0, 1), tokens(100).flatten())
-        loss.backward()
-    wanted = nn.functional.cross_entropy(alone(tokens(0)).flatten(0, 1), tokens(100).flatten())
-    wanted.backward()
-    near(loss.full_tensor().detach(), wanted.detach())
-    near(model.head.weight.grad.full_tensor(), alone.head.weight.grad)
-    near(whole(model.embed.weight.grad), alone.embed.weight.grad)
 
 
 def test_tensor_parallel_inside_fsdp(world, grid):

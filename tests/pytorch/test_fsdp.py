@@ -65,30 +65,6 @@ def test_hybrid_sharding_trains_like_one_process(world, grid):
     same_parameters(model, trained_alone(world.size, STEPS))
 
 
-def test_gradient_accumulation(world, mesh):
-    """With and without reduction of each backward pass."""
-    for sync in (False, True):
-        model = sharded(mesh=mesh)
-        alone = make()
-        for part in range(3):
-            model.set_requires_gradient_sync(sync or part == 2)
-            loss_of(model, *batch(world.me, part)).backward()
-            loss_of(alone, *batches(world.size, part)).backward()
-        for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
-            near(found.grad.full_tensor(), wanted.grad)
-
-
-def test_clipping(world, mesh):
-    model, alone = sharded(mesh=mesh), make()
-    loss_of(model, *batch(world.me, 0)).backward()
-    loss_of(alone, *batches(world.size, 0)).backward()
-    found = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    wanted = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-    near(found.full_tensor(), wanted)
-    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
-        near(one.grad.full_tensor(), other.grad)
-
-
 def test_user_defined_gradient_divide_factor(world, mesh):
     """FSDP2 uses PREMUL_SUM, or SUM between two divisions."""
     not_gloo("does not support PREMUL_SUM")
@@ -136,15 +112,6 @@ def test_bfloat16(world, mesh, reduce_dtype):
     train(model, world.me, STEPS)
     full = trained_alone(world.size, STEPS)
     same_parameters(model, full, rtol=0.2, atol=0.05)
-
-
-def test_unshard_and_reshard_by_hand(world, mesh):
-    model = sharded(mesh=mesh)
-    handle = model.first.unshard(async_op=True)
-    handle.wait()
-    equal(model.first.weight.detach(), make().first.weight.detach())
-    model.first.reshard()
-    assert isinstance(model.first.weight, DTensor)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as autograd
 from inputs import equal, near, normal
 from models import make, same_parameters, train, trained_alone
-from torch.distributed.device_mesh import init_device_mesh
 
 
 def leaves(world, *shape):
@@ -205,35 +204,6 @@ def test_unused_functional_results(world):
     one = funcol.all_reduce(torch.ones(3), "sum", list(range(world.size)))
     equal(funcol.wait_tensor(one) + 0, torch.full((3,), float(world.size)))
     dist.barrier()
-
-
-def test_gradients_of_functional_collectives(world):
-    n = world.size
-    group = list(range(n))
-    check_gradient(
-        world,
-        lambda x: funcol.all_gather_tensor_autograd(x, 0, group) + 0,
-        lambda inputs: [torch.cat(inputs)] * n,
-    )
-    check_gradient(
-        world,
-        lambda x: funcol.reduce_scatter_tensor_autograd(x, "sum", 0, group) + 0,
-        lambda inputs: list(sum(inputs).chunk(n)),
-        shape=(2 * n, 3),
-    )
-    check_gradient(
-        world,
-        lambda x: funcol.all_to_all_single_autograd(x, [2] * n, [2] * n, group) + 0,
-        lambda inputs: [torch.cat([x.chunk(n)[rank] for x in inputs]) for rank in range(n)],
-        shape=(2 * n, 3),
-    )
-
-
-def test_functional_collectives_on_a_mesh(world):
-    grid = init_device_mesh("cpu", (world.size // 2, 2))
-    mine = normal(world.me, 4)
-    row = world.me // 2
-    near(funcol.all_reduce(mine, "sum", (grid, 1)) + 0, normal(2 * row, 4) + normal(2 * row + 1, 4))
 
 
 COMPILERS = [

@@ -201,12 +201,6 @@ def test_grouped_and_gathered():
     assert mine.tolist() == [x * n for x in ([0, 1] if me == 0 else [me + 1])]
 
 
-def test_gradients():
-    x = of(hvd.rank(), 3).requires_grad_()
-    hvd.allreduce(x, op=hvd.Sum).backward(torch.ones(3))
-    assert x.grad.tolist() == [hvd.size()] * 3
-
-
 def test_zeros_of_a_joined_rank_are_on_its_gpu():
     """The engine thread creates them, and its current device can differ from the program's."""
     facts = {

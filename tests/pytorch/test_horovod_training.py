@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import warnings
 
 import numpy as np
@@ -555,33 +554,3 @@ def test_build_information():
     assert not any([hvd.gloo_built(), hvd.gloo_enabled(), hvd.ddl_built(), hvd.ccl_built()])
     assert hvd.nccl_built() == 0
     assert hvd.cuda_built() == torch.backends.cuda.is_built()
-
-
-def test_timeline_records_operations(tmp_path):
-    """Each operation has a negotiation with one tick per rank, then the operation itself."""
-    file = tmp_path / "timeline.json"
-    hvd.start_timeline(str(file), mark_cycles=True)
-    for name in "a", "b", "a":
-        hvd.allreduce(torch.ones(2), name=name)
-    hvd.allgather(torch.ones(2), name="a")
-    hvd.stop_timeline()
-    hvd.allreduce(torch.ones(2), name="later")
-    if hvd.rank() > 0:
-        assert not file.exists()
-        return
-    assert file.stat().st_mode & 0o777 == 0o600
-    events = json.loads(file.read_text())
-    assert events[0]["name"] == "start_time_since_epoch_in_micros"
-    rows = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
-    assert set(rows) == {"allreduce.a", "allreduce.b", "allgather.a"}
-    cycle = [("NEGOTIATE_ALLREDUCE", "B"), ("NEGOTIATE_ALLREDUCE", "E")]
-    cycle += [("ALLREDUCE", "B"), ("ALLREDUCE", "E")]
-    for name, turns in ("allreduce.a", 2), ("allreduce.b", 1):
-        of_it = [e for e in events if e.get("pid") == rows[name] and e["ph"] in "BEX"]
-        assert [(e["name"], e["ph"]) for e in of_it if e["ph"] != "X"] == cycle * turns
-        ticks = sorted(e["name"] for e in of_it if e["ph"] == "X")
-        assert ticks == sorted([str(rank) for rank in range(hvd.size())] * turns)
-        times = [e["ts"] for e in of_it]
-        assert times == sorted(times)
-    assert sum(e["name"] == "CYCLE_START" for e in events) >= 4
-    assert np.isfinite(events[0]["args"]["time"])

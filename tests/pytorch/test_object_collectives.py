@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.distributed as dist
 from conftest import members
 from inputs import equal, normal
@@ -69,12 +68,3 @@ def test_object_messages(world, use_batch):
             assert who == partner
             same(objects[0], partner)
             assert objects[1] == 5
-
-
-def test_pickled_tensors_keep_their_dtype(world):
-    objects = [None] * world.size
-    mine = normal(world.me, 2, dtype=torch.bfloat16).requires_grad_()
-    dist.all_gather_object(objects, mine)
-    for rank, found in enumerate(objects):
-        equal(found.detach(), normal(rank, 2, dtype=torch.bfloat16))
-        assert found.requires_grad

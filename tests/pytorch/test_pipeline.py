@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from inputs import near, normal
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -123,25 +122,3 @@ def test_two_stages_per_rank(world, kind):
     assert bool(losses) == last
     check(mine, model, output, losses, wanted, exact)
     dist.barrier()
-
-
-def test_pipeline_and_data_parallel_on_a_mesh(world):
-    """Stages along columns, data parallel along rows."""
-    grid = init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("data", "stages"))
-    group, place = grid.get_group("stages"), grid.get_local_rank("stages")
-    rows, row = grid.size(0), grid.get_local_rank("data")
-    module = network(2).layers[place]
-    stage = PipelineStage(module, place, 2, torch.device("cpu"), group=group)
-    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=loss_fn)
-    x, y = data(row)
-    if place == 0:
-        schedule.step(x)
-    else:
-        schedule.step(target=y)
-    full = network(2)
-    for each in range(rows):
-        x, y = data(each)
-        (loss_fn(full(x), y) / rows).backward()
-    for found, wanted in zip(module.parameters(), full.layers[place].parameters(), strict=True):
-        dist.all_reduce(found.grad, dist.ReduceOp.AVG, grid.get_group("data"))
-        near(found.grad, wanted.grad, rtol=1e-4, atol=1e-6)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from conftest import BACKEND, NUMBERS_AS_LISTED, not_gloo, start
 from inputs import equal
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from mpicoll.torch.backend import HAS_PYTHON_BACKENDS
 
@@ -120,18 +120,6 @@ def test_mesh_of_two_dimensions(world):
     assert sum_of_ranks(mesh["shard"].get_group()) == 4 * row + 1
     flat = mesh._flatten("flat")
     assert sum_of_ranks(flat.get_group()) == sum(range(world.size))
-
-
-def test_mesh_over_a_table_of_ranks_and_from_groups(world):
-    table = torch.arange(world.size).flip(0).view(2, -1)
-    mesh = DeviceMesh("cpu", table, mesh_dim_names=("a", "b"))
-    place = (table == world.me).nonzero()[0].tolist()
-    assert list(mesh.get_coordinate()) == place
-    assert sum_of_ranks(mesh.get_group("b")) == int(table[place[0]].sum())
-    assert sum_of_ranks(mesh.get_group("a")) == int(table[:, place[1]].sum())
-    group = dist.new_group(list(range(world.size)))
-    again = DeviceMesh.from_group(group, "cpu")
-    assert sum_of_ranks(again.get_group()) == sum(range(world.size))
 
 
 # From here on each test creates its own default group; the module's group is destroyed first.

@@ -37,7 +37,6 @@ from mpicoll.horovod.torch.implementations import (
     Signature,
     synchronize_devices,
 )
-from mpicoll.horovod.torch.timeline import TIMELINE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,11 +68,6 @@ class Request:
     began: float = field(default_factory=time.monotonic)
     _has_warned: bool = False
 
-    def fail(self, error: HorovodInternalError) -> None:
-        """Complete the request with an error."""
-        self.error = error
-        self.done.set()
-
     def wait(self) -> Any:
         """Wait for the operation; return its result. Raises HorovodInternalError if it failed.
 
@@ -96,6 +90,10 @@ class Request:
             self._has_warned = True
             name = self.signature.get("name", self.call.operation)
             warnings.warn(f"horovod: {name} {text}", stacklevel=3)
+
+
+#: A request, and each rank's signature of it; None for ranks that have joined.
+Ready = tuple[Request, list[Signature | None]]
 
 
 class Status(NamedTuple):
@@ -129,8 +127,7 @@ class Engine:
         self._last_joined = -1
         self._thread: threading.Thread | None = None
 
-    # --- on the threads of the program
-    # --------------------------------------------------------------
+    # --- on the threads of the program -----------------------------------------------------------
 
     def submit(self, call: Call, name: str | None, **signature: Any) -> Request:
         """Begin an operation.
@@ -213,8 +210,7 @@ class Engine:
             self._thread.start()
         self._condition.notify_all()
 
-    # --- on the engine thread
-    # -----------------------------------------------------------------------
+    # --- on the engine thread --------------------------------------------------------------------
 
     def _run(self) -> None:
         waited_for = False
@@ -238,16 +234,13 @@ class Engine:
     def _round(self, requests: dict[str, Request], joined: bool, closing: bool) -> bool:
         """Run one round. Return whether other ranks wait for a request of this rank."""
         own = Status(joined, closing, [request.signature for request in requests.values()])
-        TIMELINE.cycle()
         statuses = self._exchange(own)
         if any(status.closing for status in statuses):
             self._end(None)
             return False
         signature = [{each["name"]: each for each in status.requests} for status in statuses]
-        for rank, each in zip(self.ranks, signature, strict=True):
-            TIMELINE.negotiates(each, rank)
         names = dict.fromkeys(name for each in signature for name in each)
-        ready: list[tuple[Request, list[Signature | None]]] = []
+        ready: list[Ready] = []
         waited_for = False
         for name in names:
             signatures = [each.get(name) for each in signature]
@@ -257,9 +250,7 @@ class Engine:
                 if each is None and not statuses[rank].joined
             ]
             if not missing:
-                request = requests.get(name)
-                ready.append((request or self._placeholder(signatures), signatures))
-                TIMELINE.begins(name)
+                ready.append((requests.get(name) or self._placeholder(signatures), signatures))
             else:
                 waited_for |= self.rank in missing
                 self._warn(requests.get(name), missing)
@@ -268,7 +259,6 @@ class Engine:
             for request, _ in ready:
                 self._pending.pop(request.signature["name"], None)
         for request, _ in ready:
-            TIMELINE.done(request.signature["name"])
             request.done.set()
         self._release_joined({rank for rank, status in enumerate(statuses) if status.joined})
         return waited_for
@@ -298,9 +288,9 @@ class Engine:
         signature = next(each for each in signatures if each is not None)
         return Request(Call.placeholder(signature, self._gpu), signature)
 
-    def _run_ready(self, ready: list[tuple[Request, list[Signature | None]]]) -> None:
+    def _run_ready(self, ready: list[Ready]) -> None:
         """Run operations in order, fused where possible; operations that do not match fail."""
-        batch: list[tuple[Request, list[Signature | None]]] = []
+        batch: list[Ready] = []
         for request, signatures in ready:
             problem = _find_mismatch(signatures, self.ranks)
             if problem:
@@ -314,18 +304,19 @@ class Engine:
             self._run_batch(batch)
 
     @staticmethod
-    def _can_fuse(batch: list[tuple[Request, list[Signature | None]]], request: Request) -> bool:
-        fusion_key = OPERATIONS[request.call.operation].fusion_key(request.signature)
+    def _can_fuse(batch: list[Ready], request: Request) -> bool:
         first = batch[0][0]
+        operation = OPERATIONS[request.call.operation]
+        fusion_key = operation.fusion_key(request.signature)
+        nbytes = sum(each.call.nbytes() for each, _ in batch) + request.call.nbytes()
         return (
             fusion_key is not None
             and first.call.operation == request.call.operation
-            and fusion_key == OPERATIONS[first.call.operation].fusion_key(first.signature)
-            and sum(each.call.nbytes() for each, _ in batch) + request.call.nbytes()
-            <= _FUSION_MAX_BYTES
+            and fusion_key == operation.fusion_key(first.signature)
+            and nbytes <= _FUSION_MAX_BYTES
         )
 
-    def _run_batch(self, batch: list[tuple[Request, list[Signature | None]]]) -> None:
+    def _run_batch(self, batch: list[Ready]) -> None:
         try:
             calls = [request.call for request, _ in batch]
             OPERATIONS[calls[0].operation].run(self._members, calls, batch[0][1])
@@ -367,9 +358,10 @@ class Engine:
             left = [*self._pending.values(), *([self._join] if self._join else [])]
             self._pending, self._join = {}, None
         for request in left:
-            raised = HorovodInternalError(f"{request.signature.get('name', 'join')}: {failure}")
-            raised.__cause__ = failure
-            request.fail(raised)
+            name = request.signature.get("name", "join")
+            request.error = HorovodInternalError(f"{name}: {failure}")
+            request.error.__cause__ = failure
+            request.done.set()
 
 
 def _find_mismatch(signatures: list[Signature | None], ranks: list[int]) -> str | None:

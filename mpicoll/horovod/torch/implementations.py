@@ -15,20 +15,9 @@ from torch import Tensor
 import mpicoll as dist
 
 __all__ = [
-    "OPERATIONS",
-    "REDUCE_OPS",
-    "Adasum",
-    "Average",
-    "Call",
-    "Max",
-    "Min",
-    "Product",
-    "Ranks",
-    "Signature",
-    "Sum",
-    "scale",
-    "synchronize_devices",
-]
+    "OPERATIONS", "REDUCE_OPS", "Adasum", "Average", "Call", "Max", "Min", "Product", "Ranks",
+    "Signature", "Sum", "synchronize_devices",
+]  # fmt: skip
 
 #: A rank's description of a request, sent to the other ranks as JSON.
 Signature = dict[str, Any]
@@ -142,18 +131,12 @@ def _rows(signature: Signature, index: int) -> int:
 
 
 def _all_reduce(ranks: Ranks, calls: Sequence[Call], signatures: Signatures) -> None:
-    signature = _any_signature(signatures)
-    outputs = []
-    for call in calls:
-        outputs += call.buffers()
-    _reduce(ranks, outputs, signature)
-
-
-def _reduce(ranks: Ranks, tensors: Sequence[Tensor], signature: Signature) -> None:
     """Scale, reduce and scale tensors in place."""
+    signature = _any_signature(signatures)
+    tensors = [tensor for call in calls for tensor in call.buffers()]
     op = signature["op"]
     for tensor in tensors:
-        scale(tensor, signature["prescale"])
+        _scale(tensor, signature["prescale"])
     if op == Adasum:
         for tensor in tensors:
             _adasum(tensor, ranks.group)
@@ -163,7 +146,7 @@ def _reduce(ranks: Ranks, tensors: Sequence[Tensor], signature: Signature) -> No
             dist.all_reduce_coalesced(alike, _reduce_op(op, alike[0]), ranks.group)
     for tensor in tensors:
         _divide(tensor, op, ranks.size)
-        scale(tensor, signature["postscale"])
+        _scale(tensor, signature["postscale"])
 
 
 def _reduce_op(op: str, tensor: Tensor) -> Any:
@@ -180,7 +163,7 @@ def _is_inexact(tensor: Tensor) -> bool:
     return bool(tensor.is_floating_point() or tensor.is_complex())
 
 
-def scale(tensor: Tensor, factor: float) -> None:
+def _scale(tensor: Tensor, factor: float) -> None:
     """Multiply in place; integers and 8-bit floats in float64; integers round towards zero."""
     if factor == 1:
         return
@@ -245,12 +228,12 @@ def _reduce_scatter(ranks: Ranks, calls: Sequence[Call], signatures: Signatures)
         own = tensor.contiguous()
         if signature["prescale"] != 1:
             own = own.clone()
-            scale(own, signature["prescale"])
+            _scale(own, signature["prescale"])
         parts = list(own.split(_split_rows(len(own), ranks.size)))
         output = torch.empty_like(parts[ranks.rank])
         dist.reduce_scatter(output, parts, _reduce_op(op, own), ranks.group)
         _divide(output, op, ranks.size)
-        scale(output, signature["postscale"])
+        _scale(output, signature["postscale"])
         outputs.append(output)
     call.outputs = outputs
 
@@ -313,10 +296,6 @@ def _all_except_rows(signature: Signature) -> Signature:
 # --- local checks -------------------------------------------------------------------------------
 
 
-def _no_check(signature: Signature, size: int) -> str | None:
-    return None
-
-
 def _check_rows(signature: Signature, size: int) -> str | None:
     if not all(signature["shapes"]):
         return "tensor: expected one dimension or more, got a scalar"
@@ -360,7 +339,7 @@ class Operation:
 
     run: Callable[[Ranks, Sequence[Call], Signatures], None]
     must_match: Callable[[Signature], Signature]
-    check: Callable[[Signature, int], str | None] = _no_check
+    check: Callable[[Signature, int], str | None] = lambda signature, size: None
     fusion_key: Callable[[Signature], Any] = lambda signature: None
     allows_joined: Callable[[Signature], bool] = lambda signature: False
 

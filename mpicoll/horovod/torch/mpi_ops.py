@@ -6,34 +6,23 @@ from __future__ import annotations
 
 import torch
 
-from mpicoll.horovod.torch.implementations import Adasum, Average, Max, Min, Product, Sum  # noqa: F401
+from mpicoll.horovod.torch import operations, process_sets
+from mpicoll.horovod.torch.implementations import Adasum, Average, Max, Min, Product, Sum
 from mpicoll.horovod.torch.operations import *  # noqa: F403
-from mpicoll.horovod.torch.process_sets import (  # noqa: F401
-    ProcessSet,
-    cross_rank,
-    cross_size,
-    current,
-    global_process_set,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+from mpicoll.horovod.torch.process_sets import *  # noqa: F403
+from mpicoll.horovod.torch.process_sets import current
+
+__all__ = [
+    "Adasum", "Average", "Max", "Min", "Product", "Sum", "ccl_built", "cuda_built", "ddl_built",
+    "gloo_built", "gloo_enabled", "mpi_built", "mpi_enabled", "mpi_threads_supported",
+    "nccl_built", "rocm_built",
+]  # fmt: skip
+__all__ += operations.__all__
+__all__ += process_sets.__all__
 
 
 def mpi_built(verbose: bool = False) -> bool:
     """Return True: all operations run over MPI."""
-    return True
-
-
-def mpi_enabled() -> bool:
-    """Return True."""
     return True
 
 
@@ -53,31 +42,15 @@ def cuda_built(verbose: bool = False) -> bool:
     return torch.version.cuda is not None
 
 
-def rocm_built(verbose: bool = False) -> bool:
-    """Return False: ROCm is not supported."""
-    return False
-
-
 def nccl_built(verbose: bool = False) -> int:
     """Return 0: operations do not use NCCL. Scripts choose Adasum's learning rate by it."""
     return 0
 
 
-def gloo_built(verbose: bool = False) -> bool:
-    """Return False."""
+def rocm_built(verbose: bool = False) -> bool:
+    """Return False: not supported."""
     return False
 
 
-def gloo_enabled() -> bool:
-    """Return False."""
-    return False
-
-
-def ddl_built(verbose: bool = False) -> bool:
-    """Return False."""
-    return False
-
-
-def ccl_built(verbose: bool = False) -> bool:
-    """Return False."""
-    return False
+mpi_enabled = mpi_built
+gloo_built = gloo_enabled = ddl_built = ccl_built = rocm_built

@@ -18,9 +18,11 @@ ValueError), NotInitializedError (a ValueError).
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
@@ -38,35 +40,15 @@ from mpicoll.horovod.torch.process_sets import (
 )
 
 __all__ = [
-    "allgather",
-    "allgather_async",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "join",
-    "poll",
-    "reducescatter",
-    "reducescatter_async",
-    "sparse_allreduce_async",
-    "synchronize",
-]
+    "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async",
+    "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
+    "broadcast_async", "broadcast_async_", "grouped_allgather", "grouped_allgather_async",
+    "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
+    "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "join",
+    "poll", "reducescatter", "reducescatter_async", "sparse_allreduce_async", "synchronize",
+]  # fmt: skip
 
+P = ParamSpec("P")
 #: Argument of synchronize; the sum of sparse tensors is a function, computed when it is waited for.
 Handle = Request | Callable[[], Tensor]
 
@@ -150,6 +132,39 @@ def _submit(
     return engine.submit(call, name, **signature)
 
 
+def _for_one(
+    grouped: Callable[Concatenate[Sequence[Tensor], P], Request],
+) -> Callable[Concatenate[Tensor, P], Request]:
+    """Return the form of a grouped operation for one tensor."""
+
+    def begin(tensor: Tensor, *args: P.args, **kwargs: P.kwargs) -> Request:
+        request = grouped([tensor], *args, **kwargs)
+        request.call.single = True
+        return request
+
+    begin.__name__ = grouped.__name__.removeprefix("grouped_")
+    begin.__doc__ = grouped.__doc__
+    signature = inspect.signature(grouped)
+    first, *others = signature.parameters.values()
+    tensor = first.replace(name="tensor", annotation="Tensor")
+    begin.__signature__ = signature.replace(parameters=[tensor, *others])  # type: ignore[attr-defined]
+    return begin  # type: ignore[return-value]  # also accepts tensor as a keyword
+
+
+def _waiting(begin: Callable[P, Request]) -> Callable[P, Any]:
+    """Return the form of an operation in place that waits, and returns the tensor or a list."""
+
+    @functools.wraps(begin)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Any:
+        result = begin(*args, **kwargs).wait()
+        return list(result) if isinstance(result, tuple) else result
+
+    run.__name__ = begin.__name__.replace("_async", "")
+    run.__doc__ = (begin.__doc__ or "").replace("Begin", "Run")
+    run.__signature__ = inspect.signature(begin).replace(return_annotation=Any)  # type: ignore[attr-defined]
+    return run
+
+
 def _resolve(op: str | None, average: bool | None, where: str) -> str:
     """Return the operation; ``average`` is a deprecated form of ``op``."""
     if average is not None:
@@ -165,42 +180,23 @@ def _resolve(op: str | None, average: bool | None, where: str) -> str:
     return op
 
 
-def _reduction(
-    op: str | None, average: bool | None, prescale: float, postscale: float, ps: ProcessSet
-) -> dict[str, Any]:
-    """Return the reduction fields of an allreduce's signature."""
+def _begin_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None,
+    name: str | None,
+    op: str | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    in_place: bool,
+) -> Request:
     op = _resolve(op, average, "allreduce")
-    if op == Adasum and ps is not global_process_set:
+    if op == Adasum and process_set is not global_process_set:
         raise NotImplementedError("allreduce: Adasum is only supported in the set of all ranks")
-    return {"op": op, "prescale": float(prescale), "postscale": float(postscale)}
-
-
-def allreduce_async(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Request:
-    """Begin an allreduce; see allreduce."""
-    signature = _reduction(op, average, prescale_factor, postscale_factor, process_set)
-    return _submit("allreduce", [tensor], process_set, name, **signature)
-
-
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Request:
-    """Begin an allreduce in place; see allreduce."""
-    signature = _reduction(op, average, prescale_factor, postscale_factor, process_set)
-    return _submit("allreduce", [tensor], process_set, name, in_place=True, **signature)
+    return _submit(
+        "allreduce", tensors, process_set, name, in_place=in_place, single=False,
+        op=op, prescale=float(prescale), postscale=float(postscale),
+    )  # fmt: skip
 
 
 def grouped_allreduce_async(
@@ -212,9 +208,10 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Request:
-    """Begin to allreduce tensors, once all ranks have all of them; see allreduce."""
-    signature = _reduction(op, average, prescale_factor, postscale_factor, process_set)
-    return _submit("allreduce", tensors, process_set, name, single=False, **signature)
+    """Begin an allreduce, once all ranks have all tensors; see allreduce."""
+    return _begin_allreduce(
+        tensors, average, name, op, prescale_factor, postscale_factor, process_set, False
+    )
 
 
 def grouped_allreduce_async_(
@@ -226,18 +223,16 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Request:
-    """Begin to allreduce tensors in place; see allreduce."""
-    signature = _reduction(op, average, prescale_factor, postscale_factor, process_set)
-    return _submit(
-        "allreduce", tensors, process_set, name, in_place=True, single=False, **signature
+    """Begin an allreduce in place, once all ranks have all tensors; see allreduce."""
+    return _begin_allreduce(
+        tensors, average, name, op, prescale_factor, postscale_factor, process_set, True
     )
 
 
-def allgather_async(
-    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Request:
-    """Begin an allgather; see allgather."""
-    return _submit("allgather", [tensor], process_set, name)
+allreduce_async = _for_one(grouped_allreduce_async)
+allreduce_async_ = _for_one(grouped_allreduce_async_)
+allreduce_ = _waiting(allreduce_async_)
+grouped_allreduce_ = _waiting(grouped_allreduce_async_)
 
 
 def grouped_allgather_async(
@@ -245,18 +240,23 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Request:
-    """Begin to allgather each of several tensors; see allgather."""
+    """Begin an allgather; see allgather."""
     return _submit("allgather", tensors, process_set, name, single=False)
 
 
-def _root(root_rank: int, process_set: ProcessSet) -> int:
+allgather_async = _for_one(grouped_allgather_async)
+
+
+def _begin_broadcast(
+    tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool
+) -> Request:
     root = check_index(root_rank, "broadcast: root_rank")
     if root not in process_set.ranks:
         engine_of(process_set, "broadcast")
         raise ArgumentError(
             f"broadcast: root_rank: expected a rank of {process_set.ranks}, got {root_rank}"
         )
-    return root
+    return _submit("broadcast", [tensor], process_set, name, in_place=in_place, root=root)
 
 
 def broadcast_async(
@@ -266,8 +266,7 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> Request:
     """Begin a broadcast; see broadcast."""
-    root = _root(root_rank, process_set)
-    return _submit("broadcast", [tensor], process_set, name, root=root)
+    return _begin_broadcast(tensor, root_rank, name, process_set, False)
 
 
 def broadcast_async_(
@@ -277,8 +276,10 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Request:
     """Begin a broadcast in place; see broadcast."""
-    root = _root(root_rank, process_set)
-    return _submit("broadcast", [tensor], process_set, name, in_place=True, root=root)
+    return _begin_broadcast(tensor, root_rank, name, process_set, True)
+
+
+broadcast_ = _waiting(broadcast_async_)
 
 
 def alltoall_async(
@@ -297,19 +298,6 @@ def alltoall_async(
     return _submit("alltoall", [tensor], process_set, name, single=False, splits=numbers)
 
 
-def reducescatter_async(
-    tensor: Tensor,
-    name: str | None = None,
-    op: str = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Request:
-    """Begin a reducescatter; see reducescatter."""
-    signature = _scatter_reduction(op, prescale_factor, postscale_factor)
-    return _submit("reducescatter", [tensor], process_set, name, **signature)
-
-
 def grouped_reducescatter_async(
     tensors: Sequence[Tensor],
     name: str | None = None,
@@ -318,17 +306,17 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Request:
-    """Begin to reducescatter each of several tensors; see reducescatter."""
-    signature = _scatter_reduction(op, prescale_factor, postscale_factor)
-    return _submit("reducescatter", tensors, process_set, name, single=False, **signature)
-
-
-def _scatter_reduction(op: str, prescale: float, postscale: float) -> dict[str, Any]:
-    """Return the reduction fields of a reducescatter's signature."""
+    """Begin a reducescatter; see reducescatter."""
     op = _resolve(op, None, "reducescatter")
     if op == Adasum:
         raise ArgumentError("reducescatter: op: Adasum is only supported in allreduce")
-    return {"op": op, "prescale": float(prescale), "postscale": float(postscale)}
+    return _submit(
+        "reducescatter", tensors, process_set, name, single=False,
+        op=op, prescale=float(prescale_factor), postscale=float(postscale_factor),
+    )  # fmt: skip
+
+
+reducescatter_async = _for_one(grouped_reducescatter_async)
 
 
 def sparse_allreduce_async(
@@ -363,51 +351,6 @@ def sparse_allreduce_async(
         return torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape)
 
     return finish
-
-
-# --- in place -------------------------------------------------------------------------------------
-
-
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """Allreduce a tensor in place, and return it; see allreduce."""
-    return allreduce_async_(
-        tensor, average, name, op, prescale_factor, postscale_factor, process_set
-    ).wait()
-
-
-def grouped_allreduce_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
-    """Allreduce tensors in place, and return them; see allreduce."""
-    return list(
-        grouped_allreduce_async_(
-            tensors, average, name, op, prescale_factor, postscale_factor, process_set
-        ).wait()
-    )
-
-
-def broadcast_(
-    tensor: Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """Broadcast a tensor in place, and return it; see broadcast."""
-    return broadcast_async_(tensor, root_rank, name, process_set).wait()
 
 
 # --- differentiable -----------------------------------------------------------------------------

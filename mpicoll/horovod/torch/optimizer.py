@@ -38,34 +38,25 @@ class _Begun(NamedTuple):
 
 
 class _Distributed:
-    """Mixin in front of the original optimizer's class."""
+    """Mixin in front of the original optimizer's class.
+
+    ``DistributedOptimizer`` sets _parameter_names, _compression and _groups, the lists of
+    parameters whose gradients are reduced together.
+    """
 
     def _distribute(
-        self: Any,
-        named: list[tuple[str, Tensor]],
-        compression: Any,
-        passes: int,
-        op: str,
-        predivide: float,
-        groups: list[list[Tensor]],
-        sparse_as_dense: bool,
-        process_set: ProcessSet,
+        self: Any, op: str, predivide: float, sparse_as_dense: bool, process_set: ProcessSet
     ) -> None:
-        self._parameter_names = {tensor: name for name, tensor in named}
-        self._compression, self._op, self._predivide = compression, op, predivide
+        self._op, self._predivide = op, predivide
         self._as_dense, self._process_set = sparse_as_dense, process_set
-        self.backward_passes_per_step = passes
-        self._left = dict.fromkeys(self._parameter_names, passes)
         self._begun: dict[int, list[_Begun]] = {}
         self._synchronized, self._skip = False, False
-        self._groups: list[list[Tensor]] = []
-        self._waiting: list[int] = []
-        if process_set.included() and (process_set.size() or 1) > 1:
-            self._groups = groups
-            self._expect()
-            for index, group in enumerate(groups):
-                for p in group:
-                    p.register_post_accumulate_grad_hook(partial(self._count, index))
+        if not process_set.included() or (process_set.size() or 1) == 1:
+            self._groups: list[list[Tensor]] = []
+        self._expect()
+        for index, group in enumerate(self._groups):
+            for p in group:
+                p.register_post_accumulate_grad_hook(partial(self._count, index))
 
     def _expect(self: Any) -> None:
         """Reset the counts of gradients for the next step."""
@@ -223,17 +214,6 @@ class _Adasum:
     each rank steps with its own gradients, and the differences are combined.
     """
 
-    def _distribute(
-        self: Any,
-        named: list[tuple[str, Tensor]],
-        compression: Any,
-        passes: int,
-        groups: list[list[Tensor]],
-    ) -> None:
-        self._parameter_names = {tensor: name for name, tensor in named}
-        self._compression, self._groups = compression, groups
-        self.backward_passes_per_step = passes
-
     def set_backward_passes_per_step(self: Any, passes: int) -> None:
         """Set the number of backward passes per step, which has no effect: gradients are not
         reduced.
@@ -335,13 +315,11 @@ def DistributedOptimizer(
             f"{where}: num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2
         )
     together = _group(with_gradient, num_groups if groups is None else groups)
-    if adasum:
-        distributed._distribute(named, compression, backward_passes_per_step, together)
-    else:
-        distributed._distribute(
-            named, compression, backward_passes_per_step, op, gradient_predivide_factor,
-            together, sparse_as_dense, process_set,
-        )  # fmt: skip
+    distributed._parameter_names = {tensor: name for name, tensor in named}
+    distributed._compression, distributed._groups = compression, together
+    distributed.backward_passes_per_step = backward_passes_per_step
+    if not adasum:
+        distributed._distribute(op, gradient_predivide_factor, sparse_as_dense, process_set)
     return distributed
 
 

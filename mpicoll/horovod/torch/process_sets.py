@@ -24,34 +24,18 @@ from mpicoll.errors import (
 )
 from mpicoll.horovod.common.exceptions import HorovodInternalError
 from mpicoll.horovod.torch.engine import Engine
-from mpicoll.horovod.torch.timeline import TIMELINE, start_from_environment
 from mpicoll.launch import host_identity
 from mpicoll.launch.exit_hooks import exit_code
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+#: The public names. Other modules also import the functions of the job.
 __all__ = [
-    "ProcessSet",
-    "add_process_set",
-    "cross_rank",
-    "cross_size",
-    "current",
-    "engine_of",
-    "global_process_set",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "rank",
-    "remove_process_set",
-    "restart",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
-]
+    "ProcessSet", "add_process_set", "cross_rank", "cross_size", "global_process_set", "init",
+    "is_homogeneous", "is_initialized", "local_rank", "local_size", "rank", "remove_process_set",
+    "shutdown", "size",
+]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -139,7 +123,6 @@ def _find() -> _Job | None:
         return _job
     if _job.world is not dist.group.WORLD:
         _close(_job)
-        TIMELINE.stop()
         _forget()
     return _job
 
@@ -186,8 +169,6 @@ def init(
         if multiprocessing.parent_process() is not None:
             multiprocessing.util.Finalize(None, _leave, exitpriority=1)
         global_process_set.mpi_comm = given
-        if rank() == 0:
-            start_from_environment()
     if process_sets is not None and not isinstance(process_sets, str):
         _add_all([each for each in process_sets if each.process_set_id is None])
 
@@ -298,7 +279,7 @@ def shutdown() -> None:
     """Shut down after all operations that this rank has begun are done. Every rank calls.
 
     Operations that other ranks have begun and this rank has not fail there. Destroys mpicoll's
-    default group if init has created it, and closes the timeline.
+    default group if init has created it.
     """
     job = _find()
     if job is None:
@@ -310,7 +291,6 @@ def shutdown() -> None:
                 dist.destroy_process_group(process_set._engine.group)
         else:
             remove_process_set(process_set)
-    TIMELINE.stop()
     _forget()
     atexit.unregister(_leave)
     if job.owns:
@@ -325,7 +305,6 @@ def _leave() -> None:
     job = _find()
     if job is not None and job.process == os.getpid() and not exit_code():
         _close(job)
-        TIMELINE.stop()
 
 
 def restart() -> bool:
@@ -400,26 +379,6 @@ def engine_of(process_set: ProcessSet, where: str) -> Engine:
     if process_set._engine is None:
         raise HorovodInternalError(f"{where}: process_set: rank {rank()} is not in {process_set}")
     return process_set._engine
-
-
-def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Start a timeline of operations on rank 0, and end the previous one.
-
-    file_path: file in Chrome's trace format, for chrome://tracing and ui.perfetto.dev. The
-               environment variable HOROVOD_TIMELINE starts a timeline in init.
-    mark_cycles: also record the rounds in which ranks exchange their requests.
-
-    Raises NotInitializedError (a ValueError) before init.
-    """
-    current("start_timeline")
-    if rank() == 0:
-        TIMELINE.start(file_path, mark_cycles)
-
-
-def stop_timeline() -> None:
-    """Close the timeline. Raises NotInitializedError (a ValueError) before init."""
-    current("stop_timeline")
-    TIMELINE.stop()
 
 
 # --- ranks and sizes ----------------------------------------------------------------------------

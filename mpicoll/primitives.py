@@ -47,6 +47,8 @@ class Primitive:
     aliases: other names of the function.
     combined: for reductions and the layout ALIKE, the ranks whose inputs make the output of a rank:
         a function of this rank and the number of ranks. An empty range means no output.
+    recorded_as: name in flight records, if PyTorch's torchfrtrace does not support ``name``: a name
+        that it supports and that no other call has.
     code:    index in the table, the same on all ranks.
     at_output, at_input: operation and argument, as messages begin ("broadcast: tensor").
     many_in, many_out: the input or the output has one block per rank.
@@ -64,6 +66,7 @@ class Primitive:
     mpi: str
     aliases: tuple[str, ...] = ()
     combined: Callable[[int, int], range] = lambda rank, n: range(n)
+    recorded_as: str = ""
     code: int = -1
 
     at_output: str = field(init=False)
@@ -127,9 +130,9 @@ _TABLE = (
     Primitive("all_to_all_single", _EXCHANGED, "output", "input", False, "", False, _others,
               "Alltoall"),
     Primitive("scan", Layout.ALIKE, "output", "input", False, "", True, _once, "Scan",
-              combined=lambda rank, n: range(rank + 1)),
+              combined=lambda rank, n: range(rank + 1), recorded_as="_reduce_oop"),
     Primitive("exscan", Layout.ALIKE, "output", "input", False, "", True, _once, "Exscan",
-              combined=lambda rank, n: range(rank)),
+              combined=lambda rank, n: range(rank), recorded_as="_broadcast_oop"),
     Primitive("barrier", Layout.EMPTY, "", "", False, "", False, _nothing, "Barrier"),
 )  # fmt: skip
 

@@ -12,7 +12,6 @@ from mpicoll.output import warn
 
 __all__ = [
     "Backend",
-    "check_device",
     "get_default_backend_for_device",
     "is_available",
     "is_backend_available",
@@ -22,8 +21,6 @@ __all__ = [
     "is_torchelastic_launched",
     "is_ucc_available",
     "is_xccl_available",
-    "parse_backend",
-    "warn_about_options",
 ]
 
 

@@ -44,11 +44,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "abort",
-    "abort_group",
-    "begin",
-    "begin_again",
-    "close_group",
     "destroy_process_group",
     "get_backend",
     "get_backend_config",
@@ -56,9 +51,6 @@ __all__ = [
     "get_pg_count",
     "init_process_group",
     "is_initialized",
-    "met_elsewhere",
-    "node_size",
-    "resolve_member",
 ]
 
 #: Default timeout of an operation.

@@ -120,8 +120,7 @@ class Call:
     @property
     def terms(self) -> range:
         """Group ranks whose operands are reduced to this rank's result."""
-        ends = {"scan": self.me + 1, "exscan": self.me}
-        return range(ends.get(self.name, self.team.size))
+        return self.row.combined(self.me, self.team.size)
 
     def result(self) -> Between:
         """Return this rank's expected result of a reduction."""

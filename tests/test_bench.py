@@ -519,11 +519,7 @@ def routes_of(ended: Ended) -> dict[str, dict[str, Any]]:
     ended.succeeded()
     results = ended.report["results"]
     for result in results:
-        own = (
-            result["in_place"]
-            if result["in_place"] and not result["out_of_place"]
-            else result["out_of_place"]
-        )
+        own = result["out_of_place"] or result["in_place"]
         for name, timing in result["compare"].items():
             if timing is not None:
                 assert timing["ratio"] == pytest.approx(timing["time"] / own["time"])

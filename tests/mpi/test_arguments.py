@@ -115,9 +115,8 @@ TO_0 = {"dst": lambda: 0}
 def row_of(name: str) -> Row:
     """Return the row of a primitive."""
     row = NAMES[name]
-    wrong: Values = {"": {"group": NO_GROUP}, "src": ROOT, "dst": TARGET}[row.root] | MORE.get(
-        name, {}
-    )
+    wrong: Values = {"": {"group": NO_GROUP}, "src": ROOT, "dst": TARGET}[row.root]
+    wrong = wrong | MORE.get(name, {})
     at: dict[int, Values] = {0: {}, 1: {}}
     valid: dict[str, Callable[[], Any]] = {row.root: lambda: 0} if row.root else {}
     if row.reduces:

@@ -102,12 +102,7 @@ def _nothing(n: int) -> float:
     return 0.0
 
 
-_IN_PLACE, _GATHERED, _SCATTERED, _EXCHANGED = (
-    Layout.IN_PLACE,
-    Layout.GATHERED,
-    Layout.SCATTERED,
-    Layout.EXCHANGED,
-)
+_IN_PLACE, _GATHERED, _SCATTERED, _EXCHANGED, _ALIKE, _EMPTY = Layout
 
 # name, layout, output, input, listed, root, reduces, bus factor, MPI call, aliases
 _TABLE = (
@@ -129,11 +124,11 @@ _TABLE = (
               _others, "Alltoall"),
     Primitive("all_to_all_single", _EXCHANGED, "output", "input", False, "", False, _others,
               "Alltoall"),
-    Primitive("scan", Layout.ALIKE, "output", "input", False, "", True, _once, "Scan",
+    Primitive("scan", _ALIKE, "output", "input", False, "", True, _once, "Scan",
               combined=lambda rank, n: range(rank + 1), recorded_as="_reduce_oop"),
-    Primitive("exscan", Layout.ALIKE, "output", "input", False, "", True, _once, "Exscan",
+    Primitive("exscan", _ALIKE, "output", "input", False, "", True, _once, "Exscan",
               combined=lambda rank, n: range(rank), recorded_as="_broadcast_oop"),
-    Primitive("barrier", Layout.EMPTY, "", "", False, "", False, _nothing, "Barrier"),
+    Primitive("barrier", _EMPTY, "", "", False, "", False, _nothing, "Barrier"),
 )  # fmt: skip
 
 PRIMITIVES: tuple[Primitive, ...] = tuple(

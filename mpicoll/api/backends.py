@@ -11,17 +11,10 @@ from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.output import warn
 
 __all__ = [
-    "Backend",
-    "get_default_backend_for_device",
-    "is_available",
-    "is_backend_available",
-    "is_gloo_available",
-    "is_mpi_available",
-    "is_nccl_available",
-    "is_torchelastic_launched",
-    "is_ucc_available",
-    "is_xccl_available",
-]
+    "Backend", "get_default_backend_for_device", "is_available", "is_backend_available",
+    "is_gloo_available", "is_mpi_available", "is_nccl_available", "is_torchelastic_launched",
+    "is_ucc_available", "is_xccl_available",
+]  # fmt: skip
 
 
 class Backend(str):

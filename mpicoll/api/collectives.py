@@ -31,36 +31,27 @@ from datetime import timedelta
 
 from mpicoll.arrays.protocols import AnyArray
 from mpicoll.core.checks import find_operation
-from mpicoll.core.groups import ProcessGroup, resolve
+from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.work import Future, Work, parse_timeout
-from mpicoll.dispatch.execute import find_root, run, run_all, run_fast, run_in_order, warn_outside
+from mpicoll.dispatch.execute import (
+    find_root,
+    resolve_or_warn,
+    run,
+    run_all,
+    run_fast,
+    run_in_order,
+)  # fmt: skip
 from mpicoll.dtypes import Kind, ReduceOp
 from mpicoll.errors import ArgumentError, ArgumentTypeError, EmptyListError
 from mpicoll.output import format_count
 from mpicoll.primitives import by_name
 
 __all__ = [
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "exscan",
-    "gather",
-    "monitored_barrier",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "scan",
-    "scatter",
-    "supports_complex",
-]
+    "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_single",
+    "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast",
+    "exscan", "gather", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_tensor", "scan", "scatter", "supports_complex",
+]  # fmt: skip
 
 _ALL_GATHER = by_name["all_gather"]
 _ALL_GATHER_SINGLE = by_name["all_gather_single"]
@@ -116,9 +107,8 @@ def scan(
 ) -> Work | None:
     """Reduce the arrays of ranks 0 to this rank, elementwise (MPI_Scan).
 
-    output: array of any shape, with the dtype and size of ``input``. May be ``input`` itself.
-    input: array of any shape.
-    op: as in all_reduce. AVG divides by the number of ranks that were reduced.
+    output, input: arrays of any shape, of the same dtype and size. May be the same array.
+    op: AVG divides by the number of ranks that were reduced.
     """
     return run_fast(_SCAN, group, async_op, output, input, op, 0)
 
@@ -132,10 +122,8 @@ def exscan(
 ) -> Work | None:
     """Reduce the arrays of all ranks before this rank, elementwise (MPI_Exscan).
 
-    output: array of any shape, with the dtype and size of ``input``. May be ``input`` itself. Rank
-        0 of the group leaves it unchanged.
-    input: array of any shape.
-    op: as in all_reduce. AVG divides by the number of ranks that were reduced.
+    output, input: as in scan. Rank 0 of the group leaves ``output`` unchanged.
+    op: AVG divides by the number of ranks that were reduced.
     """
     return run_fast(_EXSCAN, group, async_op, output, input, op, 0)
 
@@ -188,17 +176,8 @@ def all_gather_single(
     return run_fast(_ALL_GATHER_SINGLE, group, async_op, output_tensor, input_tensor, None, 0)
 
 
-def all_gather_into_tensor(
-    output_tensor: AnyArray,
-    input_tensor: AnyArray,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Work | None:
-    """Call all_gather_single, under its older name in torch.
-
-    output_tensor, input_tensor: as in all_gather_single.
-    """
-    return all_gather_single(output_tensor, input_tensor, group, async_op)
+#: The older name in torch.
+all_gather_into_tensor = all_gather_single
 
 
 def gather(
@@ -271,18 +250,8 @@ def reduce_scatter_single(
     return run_fast(_REDUCE_SCATTER_SINGLE, group, async_op, output, input, op, 0)
 
 
-def reduce_scatter_tensor(
-    output: AnyArray,
-    input: AnyArray,
-    op: ReduceOp = ReduceOp.SUM,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Work | None:
-    """Call reduce_scatter_single, under its older name in torch.
-
-    output, input: as in reduce_scatter_single.
-    """
-    return reduce_scatter_single(output, input, op, group, async_op)
+#: The older name in torch.
+reduce_scatter_tensor = reduce_scatter_single
 
 
 def all_to_all_single(
@@ -366,9 +335,8 @@ def monitored_barrier(
     from mpicoll.api.monitored_barrier import wait_for_ranks
 
     given = parse_timeout(timeout, None, "monitored_barrier")
-    member = resolve(group)
+    member = resolve_or_warn(group, "monitored_barrier")
     if member is None:
-        warn_outside("monitored_barrier")
         return
     limit = given if given is not None else member.timeout
     run_in_order(
@@ -421,7 +389,8 @@ def all_reduce_coalesced(
     """
     name = "all_reduce_coalesced"
     _check_list(name, "tensors", tensors)
-    return _future(run_all(name, _ALL_REDUCE, group, async_op, tensors, None, op))
+    work = run_all(name, _ALL_REDUCE, group, async_op, tensors, None, op)
+    return None if work is None else work.get_future()
 
 
 def all_gather_coalesced(
@@ -442,12 +411,12 @@ def all_gather_coalesced(
     Raises EmptyListError (a ValueError and an IndexError) for an empty list.
     """
     name = "all_gather_coalesced"
-    member = resolve(group)
+    member = resolve_or_warn(group, name)
     if member is None:
-        warn_outside(name)
         return None
     outputs = coalesced_outputs(name, output_tensor_lists, input_tensor_list, member)
-    return _future(run_all(name, _ALL_GATHER, member, async_op, outputs, input_tensor_list, None))
+    work = run_all(name, _ALL_GATHER, member, async_op, outputs, input_tensor_list, None)
+    return None if work is None else work.get_future()
 
 
 def coalesced_outputs(
@@ -472,8 +441,3 @@ def coalesced_outputs(
                 f"{format_count(len(inputs), 'input')}, got {len(outputs)}"
             )
     return [[outputs[i] for outputs in output_lists] for i in range(len(inputs))]
-
-
-def _future(work: Work | None) -> Future | None:
-    """Return the Future that torch's coalesced functions return instead of a Work."""
-    return None if work is None else work.get_future()

@@ -44,14 +44,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "destroy_process_group",
-    "get_backend",
-    "get_backend_config",
-    "get_node_local_rank",
-    "get_pg_count",
-    "init_process_group",
-    "is_initialized",
-]
+    "destroy_process_group", "get_backend", "get_backend_config", "get_node_local_rank",
+    "get_pg_count", "init_process_group", "is_initialized",
+]  # fmt: skip
 
 #: Default timeout of an operation.
 DEFAULT_TIMEOUT_S = 1800.0

@@ -28,14 +28,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "SHRINK_ABORT",
-    "SHRINK_DEFAULT",
-    "new_group",
-    "new_subgroups",
-    "new_subgroups_by_enumeration",
-    "shrink_group",
-    "split_group",
-]
+    "SHRINK_ABORT", "SHRINK_DEFAULT", "new_group", "new_subgroups", "new_subgroups_by_enumeration",
+    "shrink_group", "split_group",
+]  # fmt: skip
 
 SHRINK_DEFAULT, SHRINK_ABORT = 0, 1
 

@@ -17,26 +17,10 @@ from mpicoll.dtypes import DType
 from mpicoll.errors import UnsupportedError
 
 __all__ = [
-    "CARRIERS",
-    "Adapter",
-    "Alias",
-    "Array",
-    "Buffer",
-    "BuildView",
-    "Bytes",
-    "DeviceView",
-    "FastView",
-    "View",
-    "ViewList",
-    "address",
-    "empty",
-    "find_conflict",
-    "find_overlapping",
-    "find_shared",
-    "from_numpy",
-    "memory_at",
-    "overlaps",
-]
+    "CARRIERS", "Adapter", "Alias", "Array", "Buffer", "BuildView", "Bytes", "DeviceView",
+    "FastView", "View", "ViewList", "address", "empty", "find_conflict", "find_overlapping",
+    "find_shared", "from_numpy", "memory_at", "overlaps",
+]  # fmt: skip
 
 Array = np.ndarray[Any, Any]
 

@@ -118,10 +118,7 @@ class Alias(View):
         buffer: Buffer | None,
         make: Callable[[Any], Array],
     ) -> None:
-        self.owner = owner
-        self.dtype = dtype
-        self.count = count
-        self.buffer = buffer
+        super().__init__(owner, dtype, count, buffer)
         self._make = make
 
     @property
@@ -159,9 +156,7 @@ class DeviceView(View):
     ) -> None:
         plain = contiguous_strides(shape, dtype.itemsize)
         count = math.prod(shape)
-        self.owner = owner
-        self.dtype = dtype
-        self.count = count
+        super().__init__(owner, dtype, count, None)
         self.device = device
         self.address = address
         self._shape = shape
@@ -169,7 +164,6 @@ class DeviceView(View):
         self.stream = stream
         self.library = library
         self._context: DeviceContext | None = None
-        self.buffer = None
         if not count or all(
             own == step or extent == 1
             for own, step, extent in zip(self.strides, plain, shape, strict=True)

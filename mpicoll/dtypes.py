@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -113,13 +113,6 @@ _DIVISIBLE = frozenset({Kind.FLOAT, Kind.NARROW_FLOAT, Kind.COMPLEX})
 Factor = int | float | complex
 
 
-class SupportsItem(Protocol):
-    """An array of one element, or a NumPy scalar."""
-
-    def item(self) -> Any:
-        """Return the element as a Python number."""
-
-
 @dataclass(eq=False, repr=False, slots=True)
 class ReduceOp:
     """A reduce operation: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM(factor).
@@ -158,7 +151,7 @@ class ReduceOp:
     def __post_init__(self) -> None:
         self.op = self.op or self
 
-    def __call__(self, factor: Factor | SupportsItem) -> ReduceOp:
+    def __call__(self, factor: Any) -> ReduceOp:
         """Make PREMUL_SUM with a factor.
 
         factor: a number, or an array of one element; an integer for integer dtypes. Ranks may have

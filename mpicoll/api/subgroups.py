@@ -1,7 +1,7 @@
 """Groups derived from groups: new_group, new_subgroups, split_group, shrink_group.
 
-timeout: seconds or a timedelta; None is the timeout of the default group, or of the parent.
-backend: a name as in init_process_group; None is the backend of the default group, or of the parent.
+timeout: seconds or a timedelta. None: as in the default group, or in the parent.
+backend: a name as in init_process_group. None: as in the default group, or in the parent.
 pg_options: ignored with a warning.
 group_desc: a description of each new group, for humans.
 

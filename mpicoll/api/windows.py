@@ -174,10 +174,10 @@ class Window:
                 f"{view.dtype}; convert it first"
             )
         offset = check_index(offset, f"{where}: target_offset_nelems")
-        if not 0 <= offset <= theirs.count - view.count:
+        if not 0 <= offset <= theirs.size - view.count:
             raise ArgumentError(
                 f"{where}: target_offset_nelems: {format_count(view.count, 'element')} do not fit "
-                f"at element {offset} of the {theirs.count} that rank {dst} has registered"
+                f"at element {offset} of the {theirs.size} that rank {dst} has registered"
             )
         if view.buffer is None:
             view = view.contiguous()
@@ -329,7 +329,7 @@ class _Registration(NamedTuple):
     unified: bool
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         return math.prod(self.shape)
 
 
@@ -382,7 +382,7 @@ class _Memory:
                 )
             self._maps[rank] = found
         start = theirs.place[2]  # type: ignore[index]
-        nbytes = theirs.count * by_name[theirs.dtype].itemsize
+        nbytes = theirs.size * by_name[theirs.dtype].itemsize
         whole = np.frombuffer(self._maps[rank], np.uint8)
         return whole[start : start + nbytes], theirs.dtype, tuple(theirs.shape)
 

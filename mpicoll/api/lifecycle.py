@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -286,10 +286,8 @@ def begin(
             agree(world, facts)
             lost_ranks.start(world)
             levels.agree(world, level, "init_process_group")
-            inner, messages = (
-                communicators.create_private(world),
-                communicators.create_private(world),
-            )
+            inner = communicators.create_private(world)
+            messages = communicators.create_private(world)
             assert _watchdog is not None
             _discover_node(inner, _watchdog)
             ranks = range(inner.Get_size())
@@ -417,23 +415,18 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     for one in state.groups if chosen is default else (chosen,):
         one.check_outside("destroy_process_group")
     if chosen is not default:
+        ending = [chosen]
         close_group(chosen)
-        _raise_pending_errors([chosen])
-        return
-    until = time.monotonic() + rank_status.DESTROY_TIMEOUT_S
-    living = [*(one for one in reversed(list(state.groups)) if one is not default), default]
-    wrong = [close_group(one, until=until) for one in living]
-    _forget_groups()
-    if any(wrong):
-        raise MismatchError(f"destroy_process_group: {' | '.join(filter(None, wrong))}")
-    _raise_pending_errors(living)
-
-
-def _raise_pending_errors(groups: Sequence[ProcessGroup]) -> None:
-    """Raise the pending device error of a group that has ended, if any."""
-    found = [_found_at_end.pop(group) for group in groups if group in _found_at_end]
-    if found:
-        raise found[0]
+    else:
+        until = time.monotonic() + rank_status.DESTROY_TIMEOUT_S
+        ending = [*(one for one in reversed(list(state.groups)) if one is not default), default]
+        wrong = [close_group(one, until=until) for one in ending]
+        _forget_groups()
+        if any(wrong):
+            raise MismatchError(f"destroy_process_group: {' | '.join(filter(None, wrong))}")
+    pending_errors = [_found_at_end.pop(one) for one in ending if one in _found_at_end]
+    if pending_errors:
+        raise pending_errors[0]
 
 
 @contextmanager
@@ -527,7 +520,7 @@ def close_group(
             group.resources.leave()  # do not wait for ranks that have left
         group.resources.close(limit)
     finally:
-        clean, wrong = (not group.error, "")
+        clean, wrong = not group.error, ""
         if until is not None and clean and sys.exc_info()[1] is None:
             clean, wrong = rank_status.compare_at_destroy(group, until)
         rank_status.receive(group)

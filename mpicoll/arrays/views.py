@@ -96,13 +96,19 @@ class View:
 
     def copy_to(self, packed: View) -> None:
         """Copy the elements to a contiguous view of the same size."""
-        array = self.array
-        packed.flat.reshape(array.shape)[...] = array
+        self._copy(packed, False)
 
     def copy_from(self, packed: View) -> None:
         """Copy the elements from a contiguous view of the same size."""
+        self._copy(packed, True)
+
+    def _copy(self, packed: View, inward: bool) -> None:
         array = self.array
-        array[...] = packed.flat.reshape(array.shape)
+        other = packed.flat.reshape(array.shape)
+        if inward:
+            array[...] = other
+        else:
+            other[...] = array
 
 
 class Alias(View):
@@ -209,15 +215,7 @@ class DeviceView(View):
     def context(self, context: DeviceContext) -> None:
         self._context = context
 
-    def copy_to(self, packed: View) -> None:
-        """Copy the elements to a contiguous view of the same size."""
-        self._move(packed, False)
-
-    def copy_from(self, packed: View) -> None:
-        """Copy the elements from a contiguous view of the same size."""
-        self._move(packed, True)
-
-    def _move(self, packed: View, inward: bool) -> None:
+    def _copy(self, packed: View, inward: bool) -> None:
         assert isinstance(packed, DeviceView)
         context, size = self.context, self.dtype.itemsize
         own = StridedMemory(self.address, self.strides)
@@ -260,15 +258,10 @@ class ViewList(View):
             first.new_empty(self.count) if isinstance(first, DeviceView) else super().empty_like()
         )
 
-    def copy_to(self, packed: View) -> None:
-        """Copy the elements to a contiguous view of the same size."""
+    def _copy(self, packed: View, inward: bool) -> None:
         for part, start in zip(self._parts, self.starts, strict=True):
-            part.copy_to(packed.part(start, part.count))
-
-    def copy_from(self, packed: View) -> None:
-        """Copy the elements from a contiguous view of the same size."""
-        for part, start in zip(self._parts, self.starts, strict=True):
-            part.copy_from(packed.part(start, part.count))
+            copy = part.copy_from if inward else part.copy_to
+            copy(packed.part(start, part.count))
 
     @property
     def starts(self) -> list[int]:

@@ -18,7 +18,7 @@ from oracle import Array, Between
 
 import mpicoll as dist
 from mpicoll.dispatch import execute
-from mpicoll.dtypes import OPERATIONS, DType, Kind, ReduceOp
+from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.primitives import PRIMITIVES, Layout, Primitive
 from mpicoll.routes import tuning
 
@@ -350,3 +350,9 @@ def check_same_bits(mpi: Any, calls: Sequence[Call]) -> None:
             assert everybody[rank][call.team.name] == mine[call.team.name], (
                 f"{call.name} of {call.dtype}: ranks {rank} and {mpi.rank} hold different bits"
             )
+
+
+__all__ = [
+    "DTYPES", "MOVES", "NAMES", "REDUCTIONS", "Call", "Kind", "Uneven", "check_same_bits",
+    "legal_operations", "wait_for_all",
+]  # fmt: skip

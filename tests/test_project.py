@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html.parser
 import json
 import re
 import subprocess
@@ -10,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata, util
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -69,28 +68,14 @@ def test_index_links_all_pages() -> None:
     assert found | {index} >= set(PAGES)
 
 
-class Links(html.parser.HTMLParser):
-    """Collect the links and anchors of a page of the site."""
-
-    def __init__(self, page: Path) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.anchors: set[str] = set()
-        self.feed(page.read_text())
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        for name, value in attributes:
-            if name in ("href", "src") and value:
-                self.links.append(value)
-            elif name == "id" and value:
-                self.anchors.add(value)
-
-
 @pytest.mark.skipif(
     not all(map(util.find_spec, ("material", "mkdocstrings_handlers"))),
     reason="needs the packages that `make docs` installs",
 )
 def test_site_builds_without_broken_links(tmp_path: Path) -> None:
+    """``--strict`` fails at broken links and anchors (mkdocs.yml: validation)."""
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    assert [page.name for page in PAGES if f" {page.name}\n" not in navigation] == []
     compiled = DOCS / "__pycache__" / "of_a_test.pyc"
     compiled.parent.mkdir(exist_ok=True)
     compiled.touch()
@@ -98,24 +83,11 @@ def test_site_builds_without_broken_links(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     compiled.unlink()
     assert done.returncode == 0, done.stderr
-    pages = {page.resolve(): Links(page) for page in tmp_path.glob("*.html")}
+    pages = list(tmp_path.glob("*.html"))
     assert {page.stem for page in PAGES} <= {page.stem for page in pages}
-    navigation = {Path(link).stem for link in pages[(tmp_path / "api.html").resolve()].links}
-    assert {page.stem for page in PAGES} <= navigation, "mkdocs.yml: nav"
     assert (tmp_path / "search/search_index.js").is_file(), "the search index for file://"
     assert not list(tmp_path.rglob("__pycache__")) and not list(tmp_path.rglob("*.py"))
-    for page, found in pages.items():
-        assert not any("unpkg.com" in link for link in found.links), page.name
-        if page.name == "404.html":
-            continue
-        for link in found.links:
-            parts = urlsplit(link)
-            if parts.scheme or parts.netloc:
-                continue
-            target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
-            assert target.is_file(), f"{page.name}: {link}"
-            if parts.fragment and target in pages:
-                assert parts.fragment in pages[target].anchors, f"{page.name}: {link}"
+    assert not any("unpkg.com" in page.read_text() for page in pages)
 
 
 def test_no_text_installs_mpicoll_from_pypi() -> None:

@@ -266,13 +266,13 @@ ROWS: dict[str, Row] = {
         of(dist.supports_complex, reduceOp=lambda: dist.ReduceOp.SUM),
         {"reduceOp": [op for op in NO_OP if op is not dist.ReduceOp.PREMUL_SUM]},
     ),
-    "get_rank": Row(of(dist.get_rank), {"group": NO_GROUP}),
-    "get_world_size": Row(of(dist.get_world_size), {"group": NO_GROUP}),
-    "get_backend": Row(of(dist.get_backend), {"group": NO_GROUP}),
-    "get_backend_config": Row(of(dist.get_backend_config), {"group": NO_GROUP}),
-    "get_process_group_ranks": Row(
-        of(dist.get_process_group_ranks, group=lambda: None), {"group": NO_GROUP}
-    ),
+    **{
+        query.__name__: Row(of(query, group=lambda: None), {"group": NO_GROUP})
+        for query in (
+            dist.get_rank, dist.get_world_size, dist.get_backend, dist.get_backend_config,
+            dist.get_process_group_ranks,
+        )
+    },
     "get_group_rank": Row(
         of(dist.get_group_rank, group=lambda: None, global_rank=lambda: np.array(1)),
         {"group": NO_GROUP, "global_rank": [*NO_RANK, None]},

@@ -39,10 +39,6 @@ def transposed(shape, dtype):
     return np.zeros(shape[::-1], dtype.numpy).T
 
 
-def fortran(shape, dtype):
-    return np.zeros(shape, dtype.numpy, order="F")
-
-
 def inner(shape, dtype):
     """A block in the middle of a larger array."""
     whole = np.zeros([extent + 2 for extent in shape], dtype.numpy)
@@ -53,13 +49,17 @@ def column(shape, dtype):
     return np.zeros((*shape, 3), dtype.numpy)[..., 1]
 
 
+def plain(shape, dtype):
+    return np.zeros(shape, dtype.numpy)
+
+
 def unaligned(shape, dtype):
     count = int(np.prod(shape))
     memory = np.zeros(count * dtype.itemsize + 1, np.uint8)
     return memory[1:].view(dtype.numpy).reshape(shape)
 
 
-LAYOUTS = [strided, backwards, transposed, fortran, inner, column, unaligned]
+LAYOUTS = [strided, backwards, transposed, inner, column, unaligned]
 SHAPES = [(6,), (4, 3), (2, 3, 4), (1, 5), (0, 3), (2, 0), ()]
 
 
@@ -136,15 +136,15 @@ def test_torch_tensors_of_every_dtype(world, torch, dtype):
     """Every primitive, contiguous and other layouts, with NumPy arrays on some ranks."""
     if not hasattr(torch, dtype.name):
         pytest.skip(f"torch has no {dtype}")
-    layouts = [strided, transposed, fortran, inner, column]
+    layouts = [strided, transposed, inner, column]
     for i, row in enumerate(ROWS):
-        kinds = [maker(layouts[(i + world.me) % 5], lambda made: as_torch(torch, made)), guarded]
-        plain = maker(lambda s, d: np.zeros(s, d.numpy), lambda made: as_torch(torch, made))
-        for make in (kinds[0], [*kinds, plain][(world.me + i) % 3]):
+        kinds = [maker(layouts[(i + world.me) % 4], lambda made: as_torch(torch, made)), guarded]
+        dense = maker(plain, lambda made: as_torch(torch, made))
+        for make in (kinds[0], [*kinds, dense][(world.me + i) % 3]):
             for call in calls_of(row, world, dtype, make):
                 call.run()
         for op in legal_operations(dtype) if row.reduces else [None]:
-            Call(row.name, world, dtype, 3001, op, 0, plain).run()
+            Call(row.name, world, dtype, 3001, op, 0, dense).run()
 
 
 def test_autograd_tensors_are_modified_without_autograd(world, torch):
@@ -302,7 +302,7 @@ class OldExporter(Exporter):
 def test_dlpack_exporters_of_numpy_arrays(world, kind):
     for row in ROWS:
         for name in ("float64", "bool"):
-            for of in (transposed, lambda s, d: np.zeros(s, d.numpy)):
+            for of in (transposed, plain):
                 for call in calls_of(row, world, by_name[name], maker(of, kind)):
                     call.run()
 
@@ -314,31 +314,24 @@ def test_dlpack_exporters_of_torch_tensors(world, torch, kind, dtype):
     if not hasattr(torch, dtype.name):
         pytest.skip(f"torch has no {dtype}")
     for row in ROWS[:: len(ROWS) // 4]:
-        for of in (strided, lambda s, d: np.zeros(s, d.numpy)):
+        for of in (strided, plain):
             make = maker(of, lambda made: kind(as_torch(torch, made)))
             for call in calls_of(row, world, dtype, make):
                 call.run()
 
 
-def test_dlpack_arrays_on_unsupported_devices_are_rejected(world):
-    for device, why in (
-        ((8, 0), "metal:0 are not supported"),
-        ((10, 0), "rocm:0 are not supported"),
-        ((2, 1), r"arrays on a GPU.*(CuPy|no GPU)"),
-        ((13, 0), r"arrays on a GPU.*(CuPy|no GPU)"),
+def test_dlpack_arrays_without_a_gpu_are_rejected(world):
+    """test_device_arrays.py has other devices."""
+    for call in (
+        lambda a: dist.all_reduce(a),
+        lambda a: dist.all_gather_single(np.zeros(3 * world.size), a),
+        lambda a: dist.isend(a, (world.me + 1) % world.size),
     ):
-        there = Exporter(np.zeros(3), device)
-        for call in (
-            lambda a: dist.all_reduce(a),
-            lambda a: dist.all_gather_single(np.zeros(3 * world.size), a),
-            lambda a: dist.isend(a, (world.me + 1) % world.size),
-        ):
-            with pytest.raises(ValueError, match=rf": (tensor|input_tensor): .*{why}"):
-                call(there)
-    frozen = np.zeros(3)
-    frozen.flags.writeable = False
+        for kind in (2, 13):
+            with pytest.raises(ValueError, match=r"tensor: .*arrays on a GPU.*(CuPy|no GPU)"):
+                call(Exporter(np.zeros(3), (kind, 1)))
     with pytest.raises(ValueError, match="all_reduce: tensor"):
-        dist.all_reduce(Exporter(frozen))
+        dist.all_reduce(Exporter(np.broadcast_to(np.zeros(1), 3)))
 
 
 def test_jax_arrays_are_read_only_inputs(world):

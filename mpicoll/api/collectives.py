@@ -8,7 +8,7 @@ all ranks.
 group: the process group; None is the default group. On a rank outside the group, a call warns and
     returns None.
 async_op: if True, return a Work immediately. The arrays must stay unchanged until it completes.
-src, dst: root rank, as a global rank.
+src, dst: root rank, as a global rank; 0 by default, except in reduce.
 group_src, group_dst: root rank, as a rank in the group. Use instead of ``src`` or ``dst``.
 op: ReduceOp.SUM (default), AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, or PREMUL_SUM(factor). float16,
     bfloat16 and float8 types accumulate in float32 and round once.
@@ -79,7 +79,6 @@ def broadcast(
     """Copy the array of the root to all ranks.
 
     tensor: array of any shape; input on the root, output on the other ranks.
-    src, group_src: root; global rank 0 by default.
     """
     root = find_root("broadcast", group, "src", src, group_src, default=0)
     return run_fast(_BROADCAST, group, async_op, tensor, None, None, root)
@@ -193,7 +192,6 @@ def gather(
     tensor: input; the same shape on all ranks.
     gather_list: on the root, one output for each rank, in rank order, with the shape of ``tensor``.
         None on other ranks.
-    dst, group_dst: root; global rank 0 by default.
     """
     root = find_root("gather", group, "dst", dst, group_dst, default=0)
     return run_fast(_GATHER, group, async_op, gather_list, tensor, None, root)
@@ -212,7 +210,6 @@ def scatter(
     tensor: output; the same shape on all ranks.
     scatter_list: on the root, one input for each rank, in rank order, with the shape of ``tensor``.
         None on other ranks.
-    src, group_src: root; global rank 0 by default.
     """
     root = find_root("scatter", group, "src", src, group_src, default=0)
     return run_fast(_SCATTER, group, async_op, tensor, scatter_list, None, root)
@@ -264,11 +261,10 @@ def all_to_all_single(
 ) -> Work | None:
     """Send one block of the input to each of the n ranks, and receive one from each.
 
-    output: the received blocks in rank order, concatenated along dimension 0.
-    input: the blocks to send in rank order, with the dtype of ``output``.
-    output_split_sizes: number of rows (dimension 0) to receive from each rank. None or empty: n
-        equal blocks.
-    input_split_sizes: number of rows to send to each rank. None or empty: n equal blocks.
+    output, input: the received blocks, and the blocks to send, of one dtype. In rank order,
+        concatenated along dimension 0.
+    output_split_sizes, input_split_sizes: number of rows (dimension 0) to receive from each rank,
+        and to send to it. None or empty: n equal blocks.
 
     Raises ArgumentError (a ValueError) if the split sizes do not add up to the number of rows.
     """
@@ -348,18 +344,11 @@ def monitored_barrier(
 
 
 def supports_complex(reduceOp: ReduceOp) -> bool:
-    """Check whether a reduce operation supports complex dtypes.
+    """Return whether a reduce operation supports complex dtypes.
 
     reduceOp: a ReduceOp.
-
-    Returns True or False.
-
-    Raises ArgumentTypeError (a TypeError) if it is not a ReduceOp.
     """
     return Kind.COMPLEX in find_operation(reduceOp, "supports_complex: reduceOp").kinds
-
-
-# --- lists of arrays ----------------------------------------------------------------------------
 
 
 def _check_list(name: str, argument: str, tensors: object) -> None:

@@ -6,7 +6,7 @@ buffers, without a copy into the pickle. Sizes are not limited to 2 GiB.
 
 group: the process group; None is the default group. On a rank outside the group, a call warns and
     returns.
-src, dst: root, or the other rank of a message, as a global rank.
+src, dst: root (0 by default), or the other rank of a message, as a global rank.
 group_src, group_dst: the same, as a rank in the group. Use instead of ``src`` or ``dst``.
 device: None or "cpu". Objects are sent in host memory.
 use_batch: ignored.
@@ -91,7 +91,6 @@ def gather_object(
     obj: any object that can be pickled.
     object_gather_list: on the root, a list with one entry for each rank. The entries are replaced,
         in rank order. None on other ranks.
-    dst, group_dst: root; global rank 0 by default.
     """
     name = "gather_object"
     root = execute.find_root(name, group, "dst", dst, group_dst, default=0)
@@ -128,7 +127,6 @@ def broadcast_object_list(
 
     object_list: list of the same length on all ranks. On ranks other than the root, the entries are
         replaced.
-    src, group_src: root; global rank 0 by default.
 
     Raises MismatchError if the lengths differ.
     """
@@ -171,7 +169,6 @@ def scatter_object_list(
     scatter_object_output_list: list with at least one entry. The first entry is replaced.
     scatter_object_input_list: on the root, one object for each rank, in rank order. Ignored on
         other ranks.
-    src, group_src: root; global rank 0 by default.
     """
     name = "scatter_object_list"
     root = execute.find_root(name, group, "src", src, group_src, default=0)

@@ -5,9 +5,9 @@ This module does not load MPI. MPI datatypes and operations are stored by name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -15,16 +15,9 @@ import numpy as np
 from mpicoll.errors import ArgumentTypeError
 
 __all__ = [
-    "DTYPES",
-    "OPERATIONS",
-    "DType",
-    "Factor",
-    "Kind",
-    "ReduceOp",
-    "by_dlpack",
-    "by_name",
+    "DTYPES", "OPERATIONS", "DType", "Factor", "Kind", "ReduceOp", "by_dlpack", "by_name",
     "by_numpy",
-]
+]  # fmt: skip
 
 
 class Kind(Enum):
@@ -120,30 +113,29 @@ _DIVISIBLE = frozenset({Kind.FLOAT, Kind.NARROW_FLOAT, Kind.COMPLEX})
 Factor = int | float | complex
 
 
-class SupportsItem(Protocol):
-    """An array of one element, or a NumPy scalar."""
-
-    def item(self) -> Any:
-        """Return the element as a Python number."""
-
-
+@dataclass(eq=False, repr=False, slots=True)
 class ReduceOp:
     """A reduce operation: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM(factor).
 
     ``ReduceOp.PREMUL_SUM(factor)`` multiplies the input of each rank by its factor, then sums.
     """
 
-    # name:    name in torch.
-    # kinds:   supported kinds of dtypes.
-    # ufunc:   NumPy function that combines two elements.
-    # logical: NumPy function for bool (True + True is True).
-    # mpi:     MPI operation (an attribute of mpi4py.MPI).
-    # mpi_logical: MPI operation for bool, on bytes that are 0 or 1.
-    # code:    index in the table, the same on all ranks and the same as in torch.
-    # op:      row of the table (for PREMUL_SUM(factor): PREMUL_SUM).
-    # factor:  factor of PREMUL_SUM, a plain number; None for other operations.
-
-    __slots__ = ("code", "factor", "kinds", "logical", "mpi", "mpi_logical", "name", "op", "ufunc")
+    #: Name in torch.
+    name: str
+    #: Supported kinds of dtypes.
+    kinds: frozenset[Kind]
+    #: NumPy function that combines two elements; the one for bool (True + True is True).
+    ufunc: np.ufunc
+    logical: np.ufunc | None
+    #: MPI operation (an attribute of mpi4py.MPI); the one for bool, on bytes that are 0 or 1.
+    mpi: str
+    mpi_logical: str | None
+    #: Index in the table, the same on all ranks and the same as in torch.
+    code: int
+    #: Factor of PREMUL_SUM, a plain number; None for other operations.
+    factor: Factor | None = None
+    #: Row of the table (for PREMUL_SUM(factor): PREMUL_SUM).
+    op: ReduceOp = None  # type: ignore[assignment]
 
     SUM: ClassVar[ReduceOp]
     AVG: ClassVar[ReduceOp]
@@ -156,29 +148,10 @@ class ReduceOp:
     PREMUL_SUM: ClassVar[ReduceOp]
     RedOpType: ClassVar[type[ReduceOp]]
 
-    def __init__(
-        self,
-        name: str,
-        kinds: frozenset[Kind],
-        ufunc: np.ufunc,
-        logical: np.ufunc | None,
-        mpi: str,
-        mpi_logical: str | None,
-        code: int,
-        factor: Factor | None = None,
-        op: ReduceOp | None = None,
-    ) -> None:
-        self.name = name
-        self.kinds = kinds
-        self.ufunc = ufunc
-        self.logical = logical
-        self.mpi = mpi
-        self.mpi_logical = mpi_logical
-        self.code = code
-        self.factor = factor
-        self.op = self if op is None else op
+    def __post_init__(self) -> None:
+        self.op = self.op or self
 
-    def __call__(self, factor: Factor | SupportsItem) -> ReduceOp:
+    def __call__(self, factor: Any) -> ReduceOp:
         """Make PREMUL_SUM with a factor.
 
         factor: a number, or an array of one element; an integer for integer dtypes. Ranks may have
@@ -197,10 +170,7 @@ class ReduceOp:
             raise ArgumentTypeError(
                 f"ReduceOp.PREMUL_SUM: expected a number or an array of one, got {factor!r}"
             )
-        return ReduceOp(
-            self.name, self.kinds, self.ufunc, self.logical, self.mpi, self.mpi_logical, self.code,
-            number, self,
-        )  # fmt: skip
+        return replace(self, factor=number)
 
     def __repr__(self) -> str:
         factor = "" if self.factor is None else f"({self.factor!r})"

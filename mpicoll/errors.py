@@ -30,24 +30,11 @@ import pickle
 from collections.abc import Sequence
 
 __all__ = [
-    "ArgumentError",
-    "ArgumentTypeError",
-    "CollectiveTimeoutError",
-    "DeviceMemoryError",
-    "DistBackendError",
-    "DistError",
-    "EmptyListError",
-    "ForkedError",
-    "LaunchError",
-    "LostRankError",
-    "MPIError",
-    "MismatchError",
-    "MpicollError",
-    "NotInitializedError",
-    "RefusedPickleError",
-    "UnsupportedError",
-    "UsageError",
-]
+    "ArgumentError", "ArgumentTypeError", "CollectiveTimeoutError", "DeviceMemoryError",
+    "DistBackendError", "DistError", "EmptyListError", "ForkedError", "LaunchError",
+    "LostRankError", "MPIError", "MismatchError", "MpicollError", "NotInitializedError",
+    "RefusedPickleError", "UnsupportedError", "UsageError",
+]  # fmt: skip
 
 
 class MpicollError(RuntimeError):
@@ -104,9 +91,6 @@ class MPIError(DistBackendError):
         super().__init__(message)
         self.error_class = error_class
 
-    def __reduce__(self) -> tuple[type[MPIError], tuple[str, int]]:
-        return type(self), (str(self), self.error_class)
-
 
 class LostRankError(DistBackendError):
     """A rank of the group is lost, and MPI continues. See ``mpirun --with-ft ulfm`` of Open MPI.
@@ -117,9 +101,6 @@ class LostRankError(DistBackendError):
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
-
-    def __reduce__(self) -> tuple[type[LostRankError], tuple[str, tuple[int, ...]]]:
-        return type(self), (str(self), self.ranks)
 
 
 class MismatchError(DistBackendError):

@@ -47,6 +47,8 @@ class Primitive:
     aliases: other names of the function.
     combined: for reductions and the layout ALIKE, the ranks whose inputs make the output of a rank:
         a function of this rank and the number of ranks. An empty range means no output.
+    recorded_as: name in flight records, if PyTorch's torchfrtrace does not support ``name``: a name
+        that it supports and that no other call has.
     code:    index in the table, the same on all ranks.
     at_output, at_input: operation and argument, as messages begin ("broadcast: tensor").
     many_in, many_out: the input or the output has one block per rank.
@@ -64,6 +66,7 @@ class Primitive:
     mpi: str
     aliases: tuple[str, ...] = ()
     combined: Callable[[int, int], range] = lambda rank, n: range(n)
+    recorded_as: str = ""
     code: int = -1
 
     at_output: str = field(init=False)
@@ -99,12 +102,7 @@ def _nothing(n: int) -> float:
     return 0.0
 
 
-_IN_PLACE, _GATHERED, _SCATTERED, _EXCHANGED = (
-    Layout.IN_PLACE,
-    Layout.GATHERED,
-    Layout.SCATTERED,
-    Layout.EXCHANGED,
-)
+_IN_PLACE, _GATHERED, _SCATTERED, _EXCHANGED, _ALIKE, _EMPTY = Layout
 
 # name, layout, output, input, listed, root, reduces, bus factor, MPI call, aliases
 _TABLE = (
@@ -126,11 +124,11 @@ _TABLE = (
               _others, "Alltoall"),
     Primitive("all_to_all_single", _EXCHANGED, "output", "input", False, "", False, _others,
               "Alltoall"),
-    Primitive("scan", Layout.ALIKE, "output", "input", False, "", True, _once, "Scan",
-              combined=lambda rank, n: range(rank + 1)),
-    Primitive("exscan", Layout.ALIKE, "output", "input", False, "", True, _once, "Exscan",
-              combined=lambda rank, n: range(rank)),
-    Primitive("barrier", Layout.EMPTY, "", "", False, "", False, _nothing, "Barrier"),
+    Primitive("scan", _ALIKE, "output", "input", False, "", True, _once, "Scan",
+              combined=lambda rank, n: range(rank + 1), recorded_as="_reduce_oop"),
+    Primitive("exscan", _ALIKE, "output", "input", False, "", True, _once, "Exscan",
+              combined=lambda rank, n: range(rank), recorded_as="_broadcast_oop"),
+    Primitive("barrier", _EMPTY, "", "", False, "", False, _nothing, "Barrier"),
 )  # fmt: skip
 
 PRIMITIVES: tuple[Primitive, ...] = tuple(

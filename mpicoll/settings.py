@@ -15,33 +15,12 @@ from typing import NamedTuple
 from mpicoll.errors import ArgumentError
 
 __all__ = [
-    "ALLOW_SINGLETON",
-    "CALLS",
-    "CUDA_AWARE",
-    "DEBUG",
-    "DEVICE_ROUTE",
-    "INSTALL_AS",
-    "KERNELS",
-    "RECORD_FILE",
-    "RECORD_FILE_BEFORE",
-    "RECORD_LENGTH",
-    "RECORD_LENGTH_BEFORE",
-    "REPORT_AFTER",
-    "REPRODUCIBLE",
-    "SECRET",
-    "SETTINGS",
-    "SHARED_MEMORY",
-    "SINGLE_COPY",
-    "SURVIVE",
-    "TABLE",
-    "TESTED_CALLS",
-    "TIMEOUT_GRACE",
-    "TORCH_DEBUG",
-    "Setting",
-    "check",
-    "find_problems",
-    "list_set",
-]
+    "ALLOW_SINGLETON", "CALLS", "CUDA_AWARE", "DEBUG", "DEVICE_ROUTE", "INSTALL_AS",
+    "KERNELS", "RECORD_FILE", "RECORD_FILE_BEFORE", "RECORD_LENGTH", "RECORD_LENGTH_BEFORE",
+    "REPORT_AFTER", "REPRODUCIBLE", "SECRET", "SETTINGS", "SHARED_MEMORY", "SINGLE_COPY",
+    "SURVIVE", "TABLE", "TESTED_CALLS", "TIMEOUT_GRACE", "TORCH_DEBUG", "Setting", "check",
+    "find_problems", "list_set",
+]  # fmt: skip
 
 _PREFIX = "MPICOLL_"
 

@@ -111,6 +111,8 @@ class Launch:
     """One run of pytest, on one or several ranks, and its result."""
 
     mpi: str
+    python: Path
+    mpiexec: list[str]
     ranks: int  # 0: plain pytest
     part: str = PLAIN
     marks: str = ""  # expression of markers that selects its tests
@@ -126,20 +128,18 @@ class Launch:
 
     @property
     def name(self) -> str:
-        ranks = "plain" if self.ranks == 0 else f"{self.ranks} rank{'s' * (self.ranks > 1)}"
-        part = self.part if self.part in (TORCH, WAITS) else ""
-        return f"{self.mpi:<8}{ranks:<8}{part:<7}"
+        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}" if self.ranks else ""
+        return f"{self.mpi:<8}{ranks:<8}{self.part:<7}"
 
     @property
     def logs(self) -> Path:
-        ranks = "plain" if self.ranks == 0 else str(self.ranks)
-        return LOGS / self.mpi / (ranks + (f"-{self.part}" if self.part in (TORCH, WAITS) else ""))
+        return LOGS / self.mpi / f"{self.ranks or ''}{self.part}"
 
     def __str__(self) -> str:
         counts = f"{self.passed:6} passed {self.failed:4} failed {self.skipped:5} skipped"
         return f"{self.name}{counts} {self.seconds:7.1f} s  {self.problem}".rstrip()
 
-    def run(self, python: Path, mpiexec: list[str], timeout: float, arguments: list[str]) -> None:
+    def run(self, timeout: float, arguments: list[str]) -> Launch:
         """Start the ranks, wait for them and read their results."""
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
@@ -156,16 +156,19 @@ class Launch:
         options += [*others, *chosen]
         if self.ranks == 0:
             report = f"--junitxml={self.logs / 'rank-0.xml'}"
-            command = [str(python), "-m", "pytest", report, *options]
+            command = [str(self.python), "-m", "pytest", report, *options]
         else:
-            command = [*mpiexec, "-n", str(self.ranks), str(python), "-m", "mpi4py"]
+            command = [*self.mpiexec, "-n", str(self.ranks), str(self.python), "-m", "mpi4py"]
             command += ["tests/rank.py", str(self.logs), "--exitfirst", *options]
-        environment = os.environ | ENVIRONMENT | {"TEST_MPICOLL_MPIEXEC": shlex.join(mpiexec)}
+        environment = os.environ | ENVIRONMENT | {"TEST_MPICOLL_MPIEXEC": shlex.join(self.mpiexec)}
         environment |= self.settings
         start = time.perf_counter()
         code = self._wait(command, environment, timeout)
         self.seconds = time.perf_counter() - start
         self._read(code)
+        if self.problem == "NO TESTS" and arguments:
+            self.problem = ""  # the arguments may select no test of this launch
+        return self
 
     def _wait(self, command: list[str], environment: dict[str, str], timeout: float) -> int | None:
         """Run a command and return its exit code, or None if it timed out."""
@@ -257,8 +260,9 @@ def choose_marks(part: str, number: int, first: bool, arguments: argparse.Namesp
 
 
 def plan_launches(
-    mpi: str, first: bool, torch: bool, arguments: argparse.Namespace
-) -> list[Launch]:
+    mpi: str, python: Path, mpiexec: list[str], first: bool, torch: bool,
+    arguments: argparse.Namespace,
+) -> list[Launch]:  # fmt: skip
     """Return the launches with one MPI, of the parts that pytest's arguments name, or of all."""
     chosen = RANKS[FIRST if first else INTEL if mpi == "impi" else OTHER]
     if arguments.quick or arguments.full:
@@ -274,8 +278,8 @@ def plan_launches(
         if number in chosen.mpi:
             parts |= {PLAIN, WAITS} if number == 0 else {MPI}
         launches += [
-            Launch(mpi, number, part, choose_marks(part, number, first, arguments),
-                   chosen.settings if number else {})
+            Launch(mpi, python, mpiexec, number, part,
+                   choose_marks(part, number, first, arguments), chosen.settings if number else {})
             for part in PARTS
             if part in parts & named
         ]  # fmt: skip
@@ -323,61 +327,42 @@ def read_versions(python: Path, mpiexec: list[str]) -> list[str]:
     return done.stdout.splitlines()
 
 
-@dataclass
-class Environment:
-    """One MPI and its launches."""
-
-    mpi: str
-    python: Path
-    mpiexec: list[str]
-    launches: list[Launch]
-
-    def run(self, launch: Launch, arguments: argparse.Namespace) -> Launch:
-        """Run a launch and return it."""
-        launch.run(self.python, self.mpiexec, arguments.timeout, arguments.pytest)
-        if launch.problem == "NO TESTS" and arguments.pytest:
-            launch.problem = ""  # the arguments may select no test of this launch
-        return launch
-
-
 def prepare_environment(
     mpi: str, venv: Path, first: bool, arguments: argparse.Namespace, left_out: list[str]
-) -> Environment | None:
-    """Return the launches in a virtual environment, or None if it does not exist."""
+) -> list[Launch]:
+    """Return the launches in a virtual environment, none if it does not exist."""
     python = venv / "bin" / "python"
     mpiexec = shlex.split(arguments.mpiexec) or [str(venv / "bin" / "mpiexec")]
     if not python.exists():
         left_out.append(f"{mpi}: {venv.relative_to(ROOT)} does not exist")
-        return None
+        return []
     try:
         versions = read_versions(python, mpiexec)
     except (OSError, subprocess.SubprocessError) as error:
-        broken = Launch(mpi, 1, problem=f"DID NOT START: {error}")
-        return Environment(mpi, python, mpiexec, [broken])
+        return [Launch(mpi, python, mpiexec, 1, problem=f"DID NOT START: {error}")]
     print(f"{mpi}: {', '.join(reversed(versions))}", flush=True)
     torch = "torch missing" not in versions
     if not torch:
         left_out.append(f"{mpi}: tests with torch, which is not installed")
-    return Environment(mpi, python, mpiexec, plan_launches(mpi, first, torch, arguments))
+    return plan_launches(mpi, python, mpiexec, first, torch, arguments)
 
 
-def run_all(environments: list[Environment], arguments: argparse.Namespace) -> Iterator[Launch]:
+def run_all(launches: list[Launch], arguments: argparse.Namespace) -> Iterator[Launch]:
     """Yield the launches as they end. Launches on one processor run first, AT_A_TIME at a time."""
-    pairs = [(environment, launch) for environment in environments
-             for launch in environment.launches]  # fmt: skip
-    yield from (launch for _, launch in pairs if launch.problem)
-    pairs = [pair for pair in pairs if not pair[1].problem]
+    options = (arguments.timeout, arguments.pytest)
+    yield from (launch for launch in launches if launch.problem)
+    launches = [launch for launch in launches if not launch.problem]
     # The longest ones first.
-    small = sorted((pair for pair in pairs if pair[1].ranks < 2), key=lambda pair: pair[1].ranks)
+    small = sorted((one for one in launches if one.ranks < 2), key=lambda one: one.ranks)
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        begun = [pool.submit(environment.run, launch, arguments) for environment, launch in small]
+        begun = [pool.submit(launch.run, *options) for launch in small]
         try:
             yield from (done.result() for done in as_completed(begun))
         finally:
             pool.shutdown(cancel_futures=True)
-    for environment, launch in pairs:
+    for launch in launches:
         if launch.ranks > 1:
-            yield environment.run(launch, arguments)
+            yield launch.run(*options)
 
 
 def main() -> int:
@@ -389,11 +374,12 @@ def main() -> int:
     if arguments.quick:
         pairs = pairs[:1]
         left_out.append("tests marked slow, other numbers of ranks and other MPIs (--quick)")
-    environments = [
-        prepare_environment(mpi, ROOT / venv, i == 0, arguments, left_out)
+    planned = [
+        launch
         for i, (mpi, _, venv) in enumerate(pairs)
+        for launch in prepare_environment(mpi, ROOT / venv, i == 0, arguments, left_out)
     ]
-    for launch in run_all([each for each in environments if each], arguments):
+    for launch in run_all(planned, arguments):
         launches.append(launch)
         print(launch, flush=True)
         if launch.problem:

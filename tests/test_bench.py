@@ -27,7 +27,7 @@ from mpicoll.cli import bench, bench_calls, bench_table
 from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.dtypes import by_name as dtype_of
 from mpicoll.kernels import reduction
-from mpicoll.primitives import PRIMITIVES, by_name
+from mpicoll.primitives import PRIMITIVES, Layout, by_name
 
 pytest_plugins = ["whole_jobs"]
 
@@ -72,13 +72,13 @@ Distance._share = lambda self, n: ""
 """
 #: busbw / algbw by number of ranks: nccl-tests, doc/PERFORMANCE.md.
 FACTORS: dict[str, Callable[[int], float]] = {
-    **dict.fromkeys(("broadcast", "reduce", "scan", "exscan"), lambda n: 1),
+    "broadcast": lambda n: 1,
+    "reduce": lambda n: 1,
     "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
 }
-IN_PLACE = ("broadcast", "all_reduce", "reduce")
-ALIKE = ("scan", "exscan")
-EXCHANGED = ("all_to_all", "all_to_all_single")
-ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 def check_table(ended: Ended, n: int, itemsize: int, sizes: list[int], root: int) -> None:
@@ -91,7 +91,8 @@ def check_table(ended: Ended, n: int, itemsize: int, sizes: list[int], root: int
     for cells, result in zip(ended.lines, report["results"], strict=True):
         name = result["primitive"]
         assert cells[:5] == [str(result[key]) for key in ("size", "count", "type", "redop", "root")]
-        assert result["root"] == (root if name in ROOTED else -1)
+        row = by_name[name]
+        assert result["root"] == (root if row.root else -1)
         assert cells[-1] == result["distance"] == "near"
         own = [result["out_of_place"], result["in_place"]]
         for timing, shown in zip(own, (cells[5:9], cells[9:13]), strict=True):
@@ -104,15 +105,15 @@ def check_table(ended: Ended, n: int, itemsize: int, sizes: list[int], root: int
             time, algbw, busbw = numbers
             assert time == statistics.median(timing["times"]) > 0
             assert algbw == pytest.approx(result["size"] / (time * 1e-6) / 1e9)
-            factor = FACTORS[name](n) if name in FACTORS else (n - 1) / n
+            factor = FACTORS.get(name.removesuffix("_single"), row.moved)(n)
             assert busbw == pytest.approx(algbw * factor)
         if name == "barrier":
             assert (result["size"], result["count"], result["type"]) == (0, 0, "none")
             continue
-        blocks = 1 if name in (*IN_PLACE, *ALIKE) else n
+        blocks = n if row.many_in or row.many_out else 1
         assert result["size"] == result["count"] * blocks * itemsize
-        assert (own[0] is None) == (name in IN_PLACE)
-        assert (own[1] is None) == (name in (*EXCHANGED, *ALIKE))
+        assert (own[0] is None) == (row.layout is Layout.IN_PLACE)
+        assert (own[1] is None) == (row.layout in (Layout.EXCHANGED, Layout.ALIKE))
     for row in PRIMITIVES:
         lines = [result for result in report["results"] if result["primitive"] == row.name]
         every = [one["busbw"] for line in lines for one in (line["out_of_place"], line["in_place"])
@@ -123,7 +124,7 @@ def check_table(ended: Ended, n: int, itemsize: int, sizes: list[int], root: int
             }
             assert f"# Avg bus bandwidth    : {sum(every) / len(every):.4g}\n" in ended.out
             rounded = [line["size"] for line in lines]
-            blocks = 1 if row.name in (*IN_PLACE, *ALIKE) else n
+            blocks = n if row.many_in or row.many_out else 1
             assert rounded == [max(1, size // (blocks * itemsize)) * blocks * itemsize
                                for size in sizes]  # fmt: skip
     assert ended.out.count("Out of bounds values : 0 OK") == len(PRIMITIVES)
@@ -349,7 +350,7 @@ bench_calls.own_call = own_call
 #: Primitives without lists: mpi4py copies lists to arrays.
 ONE_ARRAY = "broadcast all_reduce reduce all_gather_single reduce_scatter_single all_to_all_single"
 #: Without reduce: Gloo writes its result on every rank.
-NO_REDUCE = " ".join(row.name for row in PRIMITIVES if row.name not in ("reduce", *ALIKE))
+NO_REDUCE = " ".join(row.name for row in PRIMITIVES if row.name not in ("reduce", "scan", "exscan"))
 
 
 @job(f"bench {ONE_ARRAY} -b 12 -e 80K -f 64 -d int32 -r 1 -c -n 1", ranks=3,
@@ -518,7 +519,7 @@ def routes_of(ended: Ended) -> dict[str, dict[str, Any]]:
     ended.succeeded()
     results = ended.report["results"]
     for result in results:
-        own = result["in_place"] if result["primitive"] in IN_PLACE else result["out_of_place"]
+        own = result["out_of_place"] or result["in_place"]
         for name, timing in result["compare"].items():
             if timing is not None:
                 assert timing["ratio"] == pytest.approx(timing["time"] / own["time"])

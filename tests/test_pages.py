@@ -202,22 +202,6 @@ def test_skipped_engine_blocks_run_in_tests_clients() -> None:
 
 # --- commands -----------------------------------------------------------------------------------
 
-#: Options of external programs that pages may use.
-EXTERNAL_OPTIONS = {
-    "mpirun": "-n --with-ft --mca --host --hostfile --map-by --oversubscribe -f -hosts -ppn",
-    "mpiexec": "-n --bind-to -disable-auto-cleanup -genv -hosts -ppn",
-    "srun": "-n -N --mpi --ntasks --nodes --ntasks-per-node --overlap --kill-on-bad-exit --pty "
-    "--cpu-bind --cpus-per-task --gpus-per-node",
-    "sbatch": "--nodes --ntasks --ntasks-per-node --export --array",
-    "torchrun": "-m --nproc-per-node --nnodes --node-rank --master-addr --master-port "
-    "--rdzv-endpoint --rdzv-backend --max-restarts",
-    "pip": "-e -d -w --no-deps --no-index --only-binary --no-binary --python-version --platform "
-    "--index-url",
-}
-#: Other programs that pages may use.
-EXTERNAL = {"python", "make", "git", "cd", "sh", "export", "module", "torchrun", "torchfrtrace",
-            "qsub", "bsub", "flux", "cat", "kill", "ulimit", "df"}  # fmt: skip
-
 
 def commands(block: Block) -> Iterator[list[str]]:
     """Yield the words of each command: each line of shell blocks, and prompts in other blocks."""
@@ -229,79 +213,44 @@ def commands(block: Block) -> Iterator[list[str]]:
             yield shlex.split(line.removeprefix("$ "), comments=True)
 
 
-def split(words: list[str]) -> Iterator[list[str]]:
-    """Yield each program of a command line with its options."""
-    start: list[str] = []
-    for word in words:
-        program = word.rpartition("/")[2]
-        if start and (program in EXTERNAL_OPTIONS or program in ("python", "sh", "env")):
-            yield start
-            start = []
-        start.append(word)
-    if start:
-        yield start
-
-
 def wrong(words: list[str]) -> Iterator[str]:
-    """Yield the errors of a command line."""
-    while words and re.match(r"[A-Z_0-9]+=", words[0]):
-        variable = words.pop(0).partition("=")[0]
-        if variable.startswith("MPICOLL_") and variable not in {s.name for s in settings.SETTINGS}:
-            yield f"{variable} is not a setting"
-    if not words:
-        return
-    for part in split(words):
-        program, *rest = part
-        program = program.rpartition("/")[2]
-        if program in EXTERNAL_OPTIONS:
-            known = EXTERNAL_OPTIONS[program].split()
-            for word in rest:
-                if word in ("jobs", "-c") or word.endswith(".py"):
-                    break
-                if word.startswith("-") and word.partition("=")[0] not in known:
-                    yield f"{program} {word}"
-        elif program not in EXTERNAL and not (ROOT / part[0]).is_file() and program != "env":
-            yield f"{program}: an unknown program"
-        if program == "python" or program == "torchrun":
-            yield from wrong_python(rest)
-        if program == "python" and rest[:2] == ["-m", "pip"]:
-            yield from wrong(["pip", *rest[2:]])
-        if program == "pip":
-            for extra in re.findall(r"\[(\w+)\]", " ".join(rest)):
-                if not re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.M):
-                    yield f"unknown extra {extra}"
-        if program == "make":
-            for target in (word for word in rest if re.fullmatch(r"[a-z-]+", word)):
-                if not re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE):
-                    yield f"make {target}"
-
-
-def wrong_python(words: list[str]) -> Iterator[str]:
-    """Yield the errors in arguments of python or torchrun."""
+    """Yield the errors of a command line in variables, options, scripts and targets of mpicoll."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for i, word in enumerate(words):
-        if word == "-m" and words[i + 1 : i + 2] == ["mpicoll"]:
+        rest = words[i + 1 :]
+        variable = re.match(r"(MPICOLL_\w+)=", word)
+        if variable and variable[1] not in {setting.name for setting in settings.SETTINGS}:
+            yield f"{variable[1]} is not a setting"
+        for extra in re.findall(r"\.\[(\w+)\]", word):
+            if not re.search(rf"^{extra} = \[", project, re.MULTILINE):
+                yield f"unknown extra {extra}"
+        if word == "make":
+            for target in (one for one in rest if re.fullmatch(r"[a-z-]+", one)):
+                if not re.search(rf"^{target}:", makefile, re.MULTILINE):
+                    yield f"make {target}"
+        if word == "-m" and rest[:1] == ["mpicoll"]:
             try:
-                cli._parser().parse_args(words[i + 2 :])
+                cli._parser().parse_args(rest[1:])
             except SystemExit as end:
                 if end.code:
-                    yield f"python -m mpicoll {' '.join(words[i + 2 :])}"
+                    yield f"python -m mpicoll {' '.join(rest[1:])}"
             return
-        if re.match(r"(jobs|tests|benchmarks|docs)/", word):
-            script = ROOT / word
+        if re.match(r"(jobs|tests|benchmarks|docs)/", word) and not word.endswith("/"):
+            script = ROOT / word.partition("::")[0]
             if not script.exists():
                 yield f"{word} does not exist"
             elif script.suffix == ".py" and "/test_" not in word:
                 text = script.read_text(encoding="utf-8")
-                options = [option for option in words[i + 1 :] if option.startswith("--")]
+                options = [option for option in rest if option.startswith("--")]
                 yield from (f"{word} {one}" for one in options if f'"{one}"' not in text)
-            return
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_commands_exist(page: Path) -> None:
     for block in found(page):
         for words in commands(block):
-            assert list(wrong(list(words))) == [], f"line {block.line}: {shlex.join(words)}"
+            assert list(wrong(words)) == [], f"line {block.line}: {shlex.join(words)}"
 
 
 #: Commands to run, which take seconds. Other commands install packages, need a batch system or a
@@ -353,22 +302,17 @@ def test_commands_run(line: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_invalid_commands_are_detected() -> None:
+    for line in (
         "mpirun -n 2 python -m mpicoll bench all_reduce --no-such-option",
         "python -m mpicoll dotcor",
         "MPICOLL_DEBUGG=DETAIL mpirun -n 2 python job.py",
         "make no-such-target",
         "pip install '.[nothing]'",
-        "srun --mpo=pmix python job.py",
         "python jobs/train_digits.py --no-such-option",
         "python jobs/no_such_file.py",
-        "nosuchprogram",
-    ],
-)
-def test_invalid_commands_are_detected(line: str) -> None:
-    assert list(wrong(shlex.split(line)))
+    ):
+        assert list(wrong(shlex.split(line))), line
 
 
 # --- the reference ------------------------------------------------------------------------------
@@ -385,7 +329,8 @@ def examples(page: str) -> dict[str, str]:
 def test_reference_has_an_example_for_every_public_name() -> None:
     text = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
     shown = examples("docs/reference.md")
-    expected = set(mpicoll.__all__) - set(mpicoll.errors.__all__)
+    names = set(mpicoll.__all__)  # type: ignore[attr-defined]  # made on demand
+    expected = names - set(mpicoll.errors.__all__)
     constants = {"SHRINK_ABORT", "SHRINK_DEFAULT"}
     assert set(shown) == expected - constants | {"errors"}
     for constant in constants:
@@ -451,10 +396,6 @@ def test_quoted_messages_match_the_code() -> None:
 def test_list_of_messages_has_every_error_class() -> None:
     found = messages().messages()
     assert set(found) >= {"ArgumentError", "LaunchError", "MismatchError", "warning"}
-    assert sum(map(len, found.values())) > 250
-    assert "there is no default process group; call init_process_group() first" in found[
-        "NotInitializedError"
-    ]  # fmt: skip
     assert any(text.startswith("this process was forked") for text in found["ForkedError"])
     assert messages().listed().count("\n- ``") == sum(map(len, found.values()))
     assert "<!-- all messages -->" in (ROOT / "docs/troubleshooting.md").read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,28 +36,18 @@ MODULES = {_name(path): path for path in HOME.rglob("*.py")}
 
 
 def _imports(path: Path) -> dict[str, bool]:
-    """Return the modules of mpicoll that a module imports, and whether it does so at import time.
-
-    Imports under TYPE_CHECKING are skipped.
-    """
+    """Return the modules of mpicoll that a module imports: whether it does so at import time."""
     found: dict[str, bool] = {}
-
-    def visit(node: ast.AST, at_import: bool) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-                continue
-            names: list[str] = []
-            if isinstance(child, ast.ImportFrom) and child.module:
-                inside = [f"{child.module}.{each.name}" for each in child.names]
-                names = [each if each in MODULES else child.module for each in inside]
-            elif isinstance(child, ast.Import):
-                names = [each.name for each in child.names]
-            for each in names:
-                if each.split(".")[0] == "mpicoll":
-                    found[each] = found.get(each, False) or at_import
-            visit(child, at_import and not isinstance(child, (ast.FunctionDef, ast.Lambda)))
-
-    visit(ast.parse(path.read_text("utf-8")), True)
+    for node, at_import in _walk(ast.parse(path.read_text("utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            inside = [f"{node.module}.{each.name}" for each in node.names]
+            names = [each if each in MODULES else node.module for each in inside]
+        elif isinstance(node, ast.Import):
+            names = [each.name for each in node.names]
+        for each in names:
+            if each.split(".")[0] == "mpicoll":
+                found[each] = found.get(each, False) or at_import
     return found
 
 
@@ -92,6 +83,16 @@ def test_imports_at_import_time_have_no_cycles(imports: Imports) -> None:
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
+def _walk(node: ast.AST, at_import: bool = True) -> Iterator[tuple[ast.AST, bool]]:
+    """Yield all nodes below a node, and whether they run at import time. Skips TYPE_CHECKING."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child, at_import
+        is_function = isinstance(child, (ast.FunctionDef, ast.Lambda))
+        yield from _walk(child, at_import and not is_function)
+
+
 def _patches(path: Path) -> list[str]:
     """Return the assignments to attributes of names that a module imports from mpicoll.
 
@@ -105,18 +106,13 @@ def _patches(path: Path) -> list[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "mpicoll"
         for each in node.names
     }
-
-    def visit(node: ast.AST, at_import: bool) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Attribute) and isinstance(child.ctx, (ast.Store, ast.Del)):
-                owner = child.value
-                while at_import and isinstance(owner, ast.Attribute):
-                    owner = owner.value
-                if isinstance(owner, ast.Name) and owner.id in imported:
-                    found.append(f"{_name(path)}:{child.lineno} {ast.unparse(child)}")
-            visit(child, at_import and not isinstance(child, (ast.FunctionDef, ast.Lambda)))
-
-    visit(module, True)
+    for node, at_import in _walk(module):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            owner = node.value
+            while at_import and isinstance(owner, ast.Attribute):
+                owner = owner.value
+            if isinstance(owner, ast.Name) and owner.id in imported:
+                found.append(f"{_name(path)}:{node.lineno} {ast.unparse(node)}")
     return found
 
 

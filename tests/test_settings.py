@@ -117,40 +117,29 @@ def test_values_of_cuda_aware_match_the_enumeration() -> None:
 # --- whole jobs ---------------------------------------------------------------------------------
 
 
-def run(init: str, **environment: str) -> str:
-    """Return the output of two ranks that run `init` and print its ValueError.
-
-    A rank prints with one write, so that lines of two ranks do not mix.
-    """
+@pytest.mark.parametrize(
+    "init",
+    [
+        "import mpicoll; mpicoll.init_process_group()",
+        "import torch.distributed as d; d.init_process_group('mpicoll', init_method='mpi://')",
+    ],
+    ids=["mpicoll", "torch"],
+)
+@needs_mpiexec
+def test_init_raises_on_every_rank(init: str) -> None:
+    if "torch" in init:
+        pytest.importorskip("torch")
+    # A rank prints with one write, so that lines of two ranks do not mix.
     program = f"import os\ntry:\n    {init}\nexcept ValueError as error:\n"
     program += "    os.write(1, f'{type(error).__name__} {error}\\n'.encode())\n"
+    wrong = {"MPICOLL_DEUBG": "DETAIL", "MPICOLL_SHARED_MEMORY": "off"}
     done = subprocess.run(
-        [*MPIEXEC, "-n", "2", sys.executable, "-c", program], env=os.environ | environment,
+        [*MPIEXEC, "-n", "2", sys.executable, "-c", program], env=os.environ | wrong,
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done
-    return done.stdout
-
-
-@needs_mpiexec
-def test_init_raises_on_every_rank() -> None:
-    output = run(
-        "import mpicoll; mpicoll.init_process_group()",
-        MPICOLL_DEUBG="DETAIL", MPICOLL_SHARED_MEMORY="off",
-    )  # fmt: skip
-    assert len(re.findall(
+    line = (
         r"ArgumentError environment: MPICOLL_DEUBG: .*; did you mean MPICOLL_DEBUG\?; "
-        "MPICOLL_SHARED_MEMORY: expected 0 or 1, got 'off'\n", output
-    )) == 2, output  # fmt: skip
-
-
-@needs_mpiexec
-def test_torch_backend_raises_on_every_rank() -> None:
-    pytest.importorskip("torch")
-    output = run(
-        "import torch.distributed as dist; "
-        "dist.init_process_group('mpicoll', init_method='mpi://')",
-        MPICOLL_KERNEL="numpy",
+        "MPICOLL_SHARED_MEMORY: expected 0 or 1, got 'off'\n"
     )
-    line = r"environment: MPICOLL_KERNEL: .*; did you mean MPICOLL_KERNELS\?\n"
-    assert len(re.findall(line, output)) == 2, output
+    assert len(re.findall(line, done.stdout)) == 2, done.stdout

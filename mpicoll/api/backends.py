@@ -11,20 +11,10 @@ from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.output import warn
 
 __all__ = [
-    "Backend",
-    "check_device",
-    "get_default_backend_for_device",
-    "is_available",
-    "is_backend_available",
-    "is_gloo_available",
-    "is_mpi_available",
-    "is_nccl_available",
-    "is_torchelastic_launched",
-    "is_ucc_available",
-    "is_xccl_available",
-    "parse_backend",
-    "warn_about_options",
-]
+    "Backend", "get_default_backend_for_device", "is_available", "is_backend_available",
+    "is_gloo_available", "is_mpi_available", "is_nccl_available", "is_torchelastic_launched",
+    "is_ucc_available", "is_xccl_available",
+]  # fmt: skip
 
 
 class Backend(str):
@@ -143,13 +133,14 @@ def is_available() -> bool:
 
 
 def is_mpi_available() -> bool:
-    """Return whether mpi4py is installed. It may still fail to load an MPI library."""
+    """Return whether mpi4py is installed, which backends "mpi" and "gloo" need.
+
+    It may still fail to load an MPI library.
+    """
     return importlib.util.find_spec("mpi4py") is not None
 
 
-def is_gloo_available() -> bool:
-    """Return whether mpi4py is installed, because backend "gloo" runs over MPI."""
-    return is_mpi_available()
+is_gloo_available = is_mpi_available
 
 
 def is_nccl_available() -> bool:
@@ -164,13 +155,11 @@ def is_nccl_available() -> bool:
 
 
 def is_ucc_available() -> bool:
-    """Return False: backend "ucc" is not supported."""
+    """Return False: backends "ucc" and "xccl" are not supported."""
     return False
 
 
-def is_xccl_available() -> bool:
-    """Return False: backend "xccl" is not supported."""
-    return False
+is_xccl_available = is_ucc_available
 
 
 def is_backend_available(backend: str) -> bool:

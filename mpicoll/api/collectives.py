@@ -8,7 +8,7 @@ all ranks.
 group: the process group; None is the default group. On a rank outside the group, a call warns and
     returns None.
 async_op: if True, return a Work immediately. The arrays must stay unchanged until it completes.
-src, dst: root rank, as a global rank.
+src, dst: root rank, as a global rank; 0 by default, except in reduce.
 group_src, group_dst: root rank, as a rank in the group. Use instead of ``src`` or ``dst``.
 op: ReduceOp.SUM (default), AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, or PREMUL_SUM(factor). float16,
     bfloat16 and float8 types accumulate in float32 and round once.
@@ -31,36 +31,27 @@ from datetime import timedelta
 
 from mpicoll.arrays.protocols import AnyArray
 from mpicoll.core.checks import find_operation
-from mpicoll.core.groups import ProcessGroup, resolve
+from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.work import Future, Work, parse_timeout
-from mpicoll.dispatch.execute import find_root, run, run_all, run_fast, run_in_order, warn_outside
+from mpicoll.dispatch.execute import (
+    find_root,
+    resolve_or_warn,
+    run,
+    run_all,
+    run_fast,
+    run_in_order,
+)  # fmt: skip
 from mpicoll.dtypes import Kind, ReduceOp
 from mpicoll.errors import ArgumentError, ArgumentTypeError, EmptyListError
 from mpicoll.output import format_count
 from mpicoll.primitives import by_name
 
 __all__ = [
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "exscan",
-    "gather",
-    "monitored_barrier",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "scan",
-    "scatter",
-    "supports_complex",
-]
+    "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_single",
+    "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast",
+    "exscan", "gather", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_tensor", "scan", "scatter", "supports_complex",
+]  # fmt: skip
 
 _ALL_GATHER = by_name["all_gather"]
 _ALL_GATHER_SINGLE = by_name["all_gather_single"]
@@ -88,7 +79,6 @@ def broadcast(
     """Copy the array of the root to all ranks.
 
     tensor: array of any shape; input on the root, output on the other ranks.
-    src, group_src: root; global rank 0 by default.
     """
     root = find_root("broadcast", group, "src", src, group_src, default=0)
     return run_fast(_BROADCAST, group, async_op, tensor, None, None, root)
@@ -116,9 +106,8 @@ def scan(
 ) -> Work | None:
     """Reduce the arrays of ranks 0 to this rank, elementwise (MPI_Scan).
 
-    output: array of any shape, with the dtype and size of ``input``. May be ``input`` itself.
-    input: array of any shape.
-    op: as in all_reduce. AVG divides by the number of ranks that were reduced.
+    output, input: arrays of any shape, of the same dtype and size. May be the same array.
+    op: AVG divides by the number of ranks that were reduced.
     """
     return run_fast(_SCAN, group, async_op, output, input, op, 0)
 
@@ -132,10 +121,8 @@ def exscan(
 ) -> Work | None:
     """Reduce the arrays of all ranks before this rank, elementwise (MPI_Exscan).
 
-    output: array of any shape, with the dtype and size of ``input``. May be ``input`` itself. Rank
-        0 of the group leaves it unchanged.
-    input: array of any shape.
-    op: as in all_reduce. AVG divides by the number of ranks that were reduced.
+    output, input: as in scan. Rank 0 of the group leaves ``output`` unchanged.
+    op: AVG divides by the number of ranks that were reduced.
     """
     return run_fast(_EXSCAN, group, async_op, output, input, op, 0)
 
@@ -188,17 +175,8 @@ def all_gather_single(
     return run_fast(_ALL_GATHER_SINGLE, group, async_op, output_tensor, input_tensor, None, 0)
 
 
-def all_gather_into_tensor(
-    output_tensor: AnyArray,
-    input_tensor: AnyArray,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Work | None:
-    """Call all_gather_single, under its older name in torch.
-
-    output_tensor, input_tensor: as in all_gather_single.
-    """
-    return all_gather_single(output_tensor, input_tensor, group, async_op)
+#: The older name in torch.
+all_gather_into_tensor = all_gather_single
 
 
 def gather(
@@ -214,7 +192,6 @@ def gather(
     tensor: input; the same shape on all ranks.
     gather_list: on the root, one output for each rank, in rank order, with the shape of ``tensor``.
         None on other ranks.
-    dst, group_dst: root; global rank 0 by default.
     """
     root = find_root("gather", group, "dst", dst, group_dst, default=0)
     return run_fast(_GATHER, group, async_op, gather_list, tensor, None, root)
@@ -233,7 +210,6 @@ def scatter(
     tensor: output; the same shape on all ranks.
     scatter_list: on the root, one input for each rank, in rank order, with the shape of ``tensor``.
         None on other ranks.
-    src, group_src: root; global rank 0 by default.
     """
     root = find_root("scatter", group, "src", src, group_src, default=0)
     return run_fast(_SCATTER, group, async_op, tensor, scatter_list, None, root)
@@ -271,18 +247,8 @@ def reduce_scatter_single(
     return run_fast(_REDUCE_SCATTER_SINGLE, group, async_op, output, input, op, 0)
 
 
-def reduce_scatter_tensor(
-    output: AnyArray,
-    input: AnyArray,
-    op: ReduceOp = ReduceOp.SUM,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Work | None:
-    """Call reduce_scatter_single, under its older name in torch.
-
-    output, input: as in reduce_scatter_single.
-    """
-    return reduce_scatter_single(output, input, op, group, async_op)
+#: The older name in torch.
+reduce_scatter_tensor = reduce_scatter_single
 
 
 def all_to_all_single(
@@ -295,11 +261,10 @@ def all_to_all_single(
 ) -> Work | None:
     """Send one block of the input to each of the n ranks, and receive one from each.
 
-    output: the received blocks in rank order, concatenated along dimension 0.
-    input: the blocks to send in rank order, with the dtype of ``output``.
-    output_split_sizes: number of rows (dimension 0) to receive from each rank. None or empty: n
-        equal blocks.
-    input_split_sizes: number of rows to send to each rank. None or empty: n equal blocks.
+    output, input: the received blocks, and the blocks to send, of one dtype. In rank order,
+        concatenated along dimension 0.
+    output_split_sizes, input_split_sizes: number of rows (dimension 0) to receive from each rank,
+        and to send to it. None or empty: n equal blocks.
 
     Raises ArgumentError (a ValueError) if the split sizes do not add up to the number of rows.
     """
@@ -366,9 +331,8 @@ def monitored_barrier(
     from mpicoll.api.monitored_barrier import wait_for_ranks
 
     given = parse_timeout(timeout, None, "monitored_barrier")
-    member = resolve(group)
+    member = resolve_or_warn(group, "monitored_barrier")
     if member is None:
-        warn_outside("monitored_barrier")
         return
     limit = given if given is not None else member.timeout
     run_in_order(
@@ -380,18 +344,11 @@ def monitored_barrier(
 
 
 def supports_complex(reduceOp: ReduceOp) -> bool:
-    """Check whether a reduce operation supports complex dtypes.
+    """Return whether a reduce operation supports complex dtypes.
 
     reduceOp: a ReduceOp.
-
-    Returns True or False.
-
-    Raises ArgumentTypeError (a TypeError) if it is not a ReduceOp.
     """
     return Kind.COMPLEX in find_operation(reduceOp, "supports_complex: reduceOp").kinds
-
-
-# --- lists of arrays ----------------------------------------------------------------------------
 
 
 def _check_list(name: str, argument: str, tensors: object) -> None:
@@ -421,7 +378,8 @@ def all_reduce_coalesced(
     """
     name = "all_reduce_coalesced"
     _check_list(name, "tensors", tensors)
-    return _future(run_all(name, _ALL_REDUCE, group, async_op, tensors, None, op))
+    work = run_all(name, _ALL_REDUCE, group, async_op, tensors, None, op)
+    return None if work is None else work.get_future()
 
 
 def all_gather_coalesced(
@@ -442,12 +400,12 @@ def all_gather_coalesced(
     Raises EmptyListError (a ValueError and an IndexError) for an empty list.
     """
     name = "all_gather_coalesced"
-    member = resolve(group)
+    member = resolve_or_warn(group, name)
     if member is None:
-        warn_outside(name)
         return None
     outputs = coalesced_outputs(name, output_tensor_lists, input_tensor_list, member)
-    return _future(run_all(name, _ALL_GATHER, member, async_op, outputs, input_tensor_list, None))
+    work = run_all(name, _ALL_GATHER, member, async_op, outputs, input_tensor_list, None)
+    return None if work is None else work.get_future()
 
 
 def coalesced_outputs(
@@ -472,8 +430,3 @@ def coalesced_outputs(
                 f"{format_count(len(inputs), 'input')}, got {len(outputs)}"
             )
     return [[outputs[i] for outputs in output_lists] for i in range(len(inputs))]
-
-
-def _future(work: Work | None) -> Future | None:
-    """Return the Future that torch's coalesced functions return instead of a Work."""
-    return None if work is None else work.get_future()

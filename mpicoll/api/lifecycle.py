@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -44,22 +44,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "abort",
-    "abort_group",
-    "begin",
-    "begin_again",
-    "close_group",
-    "destroy_process_group",
-    "get_backend",
-    "get_backend_config",
-    "get_node_local_rank",
-    "get_pg_count",
-    "init_process_group",
-    "is_initialized",
-    "met_elsewhere",
-    "node_size",
-    "resolve_member",
-]
+    "destroy_process_group", "get_backend", "get_backend_config", "get_node_local_rank",
+    "get_pg_count", "init_process_group", "is_initialized",
+]  # fmt: skip
 
 #: Default timeout of an operation.
 DEFAULT_TIMEOUT_S = 1800.0
@@ -74,20 +61,15 @@ _name, _met_elsewhere = "0", False
 
 
 def is_initialized() -> bool:
-    """Check whether the default process group exists.
-
-    Returns True between init_process_group and destroy_process_group.
-    """
+    """Return True between init_process_group and destroy_process_group."""
     return state.default is not None
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """Get the rank of this process among the ranks of its node.
+    """Return the rank of this process among the ranks of its node.
 
-    fallback_rank: returned if neither LOCAL_RANK nor a variable of the launcher is set.
-
-    Returns the first of these that is known: LOCAL_RANK, the variable of the launcher,
-    fallback_rank, the rank by MPI (after init_process_group).
+    fallback_rank: returned if neither LOCAL_RANK nor a variable of the launcher is set. None: the
+        rank by MPI, after init_process_group.
 
     Raises MpicollError (a RuntimeError) if none is known.
     """
@@ -105,11 +87,9 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
 
 def get_backend(group: ProcessGroup | None = None) -> Backend:
-    """Get the name of the backend.
+    """Return the name of the backend that was requested, as a Backend in lower case.
 
     group: the process group; None is the default group.
-
-    Returns the name that was requested, as a Backend in lower case.
 
     Raises NotInitializedError (a ValueError) before init_process_group and ArgumentError (a
     ValueError) on a rank outside the group.
@@ -118,24 +98,18 @@ def get_backend(group: ProcessGroup | None = None) -> Backend:
 
 
 def get_backend_config(group: ProcessGroup | None = None) -> str:
-    """Get the backend of each device type.
+    """Return the backend of each device type, such as "cpu:mpi,cuda:mpi".
 
     group: the process group; None is the default group.
 
-    Returns a string such as "cpu:mpi,cuda:mpi".
-
-    Raises NotInitializedError (a ValueError) before init_process_group and ArgumentError (a
-    ValueError) on a rank outside the group.
+    Raises the errors of get_backend: NotInitializedError and ArgumentError.
     """
     backend = resolve_member(group, "get_backend_config").backend
     return backend if ":" in backend else f"cpu:{backend},cuda:{backend}"
 
 
 def get_pg_count() -> int:
-    """Get the number of open process groups on this rank.
-
-    Returns the number, 0 before init_process_group.
-    """
+    """Return the number of open process groups on this rank, 0 before init_process_group."""
     return len(state.groups)
 
 
@@ -224,8 +198,10 @@ def init_process_group(
                 )
             init_method = "mpi://"
         is_known = True
+        rank = check_index(rank, f"{where}: rank")
+        world_size = check_index(world_size, f"{where}: world_size")
         given = launch.read_rank(
-            init_method, _index("rank", rank), _index("world_size", world_size)
+            init_method, None if rank == -1 else rank, None if world_size == -1 else world_size
         )
         limit = parse_timeout(timeout, DEFAULT_TIMEOUT_S, where)
         wait = DEFAULT_TIMEOUT_S if limit is None else limit
@@ -310,10 +286,8 @@ def begin(
             agree(world, facts)
             lost_ranks.start(world)
             levels.agree(world, level, "init_process_group")
-            inner, messages = (
-                communicators.create_private(world),
-                communicators.create_private(world),
-            )
+            inner = communicators.create_private(world)
+            messages = communicators.create_private(world)
             assert _watchdog is not None
             _discover_node(inner, _watchdog)
             ranks = range(inner.Get_size())
@@ -404,12 +378,6 @@ def _discover_node(comm: MPI.Intracomm, watchdog: Watchdog) -> None:
     tuning.job.table = tuning_files.build_table(*table)
 
 
-def _index(what: str, value: object) -> int | None:
-    """Return a rank or size as an int, None for -1. Raises ArgumentTypeError for another type."""
-    number = check_index(value, f"init_process_group: {what}")
-    return None if number == -1 else number
-
-
 def _check_expected(expected: dict[str, tuple[str, int]], rank: int, size: int, whose: str) -> None:
     """Raise LaunchError if rank and size, of MPI or of comm, are not as expected."""
     for what, own in (("rank", rank), ("world_size", size)):
@@ -447,23 +415,18 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     for one in state.groups if chosen is default else (chosen,):
         one.check_outside("destroy_process_group")
     if chosen is not default:
+        ending = [chosen]
         close_group(chosen)
-        _raise_pending_errors([chosen])
-        return
-    until = time.monotonic() + rank_status.DESTROY_TIMEOUT_S
-    living = [*(one for one in reversed(list(state.groups)) if one is not default), default]
-    wrong = [close_group(one, until=until) for one in living]
-    _forget_groups()
-    if any(wrong):
-        raise MismatchError(f"destroy_process_group: {' | '.join(filter(None, wrong))}")
-    _raise_pending_errors(living)
-
-
-def _raise_pending_errors(groups: Sequence[ProcessGroup]) -> None:
-    """Raise the pending device error of a group that has ended, if any."""
-    found = [_found_at_end.pop(group) for group in groups if group in _found_at_end]
-    if found:
-        raise found[0]
+    else:
+        until = time.monotonic() + rank_status.DESTROY_TIMEOUT_S
+        ending = [*(one for one in reversed(list(state.groups)) if one is not default), default]
+        wrong = [close_group(one, until=until) for one in ending]
+        _forget_groups()
+        if any(wrong):
+            raise MismatchError(f"destroy_process_group: {' | '.join(filter(None, wrong))}")
+    pending_errors = [_found_at_end.pop(one) for one in ending if one in _found_at_end]
+    if pending_errors:
+        raise pending_errors[0]
 
 
 @contextmanager
@@ -499,7 +462,6 @@ def _forget_groups() -> None:
 
 
 def _reset() -> None:
-    """Reset the module state of groups."""
     global _node
     state.reset()
     _node = None
@@ -508,7 +470,7 @@ def _reset() -> None:
 
 
 def _sign_off() -> None:
-    """Notify the launch server, if any, and the node monitor that this rank is finished."""
+    """Notify the node monitor and the launch server, if any, that this rank is finished."""
     monitor_client.sign_off()
     session = launch.current()
     if session is not None:
@@ -558,7 +520,7 @@ def close_group(
             group.resources.leave()  # do not wait for ranks that have left
         group.resources.close(limit)
     finally:
-        clean, wrong = (not group.error, "")
+        clean, wrong = not group.error, ""
         if until is not None and clean and sys.exc_info()[1] is None:
             clean, wrong = rank_status.compare_at_destroy(group, until)
         rank_status.receive(group)
@@ -587,28 +549,18 @@ def abort(group: ProcessGroup) -> None:
         _forget_groups()
 
 
-def _fail_pending(group: ProcessGroup, why: str) -> None:
-    """Fail the pending work of a group."""
-    error = DistBackendError(f"process group {group.group_name!r} {why}")
-    for work in [*group.pending, *group.in_flight]:
-        work.abandon(error)
-
-
 def abort_group(group: ProcessGroup, why: str = "was aborted") -> None:
-    """End a group without waiting for pending work, whose waiters get an error."""
-    group.close()  # first, so that no further call begins
-    _fail_pending(group, why)
-    _drop(group)
-
-
-def _drop(group: ProcessGroup) -> None:
-    """Remove a group without waiting for its pending work.
+    """End a group without waiting for pending work, whose waiters get an error.
 
     A thread that is blocked in MPI stays there. MPI cannot be finalized, so the process exits
     without it.
     """
+    group.close()  # first, so that no further call begins
+    error = DistBackendError(f"process group {group.group_name!r} {why}")
+    for work in [*group.pending, *group.in_flight]:
+        work.abandon(error)
     group.resources.abandon()
-    group.close()
+    group.close()  # again, because a call of another thread may have ended since
     state.groups.remove(group)
     if not group.finish(THREAD_EXIT_TIMEOUT_S):
         launch.skip_finalize()

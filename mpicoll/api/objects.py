@@ -6,7 +6,7 @@ buffers, without a copy into the pickle. Sizes are not limited to 2 GiB.
 
 group: the process group; None is the default group. On a rank outside the group, a call warns and
     returns.
-src, dst: root, or the other rank of a message, as a global rank.
+src, dst: root (0 by default), or the other rank of a message, as a global rank.
 group_src, group_dst: the same, as a rank in the group. Use instead of ``src`` or ``dst``.
 device: None or "cpu". Objects are sent in host memory.
 use_batch: ignored.
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.arrays.views import Bytes
-from mpicoll.core.groups import ProcessGroup, resolve
+from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.pickles import decode, encode
 from mpicoll.dispatch import execute
 from mpicoll.dispatch.point_to_point import exchange_bytes
@@ -34,13 +34,9 @@ from mpicoll.errors import ArgumentError, ArgumentTypeError, MismatchError, Unsu
 from mpicoll.output import format_count
 
 __all__ = [
-    "all_gather_object",
-    "broadcast_object_list",
-    "gather_object",
-    "recv_object_list",
-    "scatter_object_list",
-    "send_object_list",
-]
+    "all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list",
+    "scatter_object_list", "send_object_list",
+]  # fmt: skip
 
 
 def _check_list(name: str, argument: str, value: object, length: int | None = None) -> list[Any]:
@@ -61,10 +57,6 @@ def _check_device(name: str, device: object) -> None:
         raise UnsupportedError(f"{name}: device: expected None or 'cpu', got {device!r}")
 
 
-def _empty(size: int) -> Bytes:
-    return np.empty(size, np.uint8)
-
-
 def all_gather_object(
     object_list: list[Any], obj: object, group: ProcessGroup | None = None
 ) -> None:
@@ -74,20 +66,17 @@ def all_gather_object(
     obj: any object that can be pickled.
     """
     name = "all_gather_object"
-    member = resolve(group)
+    member = execute.resolve_or_warn(group, name)
     if member is None:
-        execute.warn_outside(name)
         return
     found = _check_list(name, "object_list", object_list, member.size())
     own = encode(obj)
-    wholes = execute.run_in_order(member, name, lambda: _all_gather(member, own), root=-1)
-    found[: len(wholes)] = [decode(whole) for whole in wholes]
-
-
-def _all_gather(group: ProcessGroup, own: Bytes) -> list[Bytes]:
     from mpicoll.routes.wire import all_gather_bytes
 
-    return all_gather_bytes(group.tested, own)
+    wholes = execute.run_in_order(
+        member, name, lambda: all_gather_bytes(member.tested, own), root=-1
+    )
+    found[: len(wholes)] = [decode(whole) for whole in wholes]
 
 
 def gather_object(
@@ -102,13 +91,11 @@ def gather_object(
     obj: any object that can be pickled.
     object_gather_list: on the root, a list with one entry for each rank. The entries are replaced,
         in rank order. None on other ranks.
-    dst, group_dst: root; global rank 0 by default.
     """
     name = "gather_object"
     root = execute.find_root(name, group, "dst", dst, group_dst, default=0)
-    member = resolve(group)
+    member = execute.resolve_or_warn(group, name)
     if member is None:
-        execute.warn_outside(name)
         return
     if (member.rank() == root) != (object_gather_list is not None):
         raise ArgumentError(
@@ -120,12 +107,11 @@ def gather_object(
         _check_list(name, "object_gather_list", found, member.size())
     own = encode(obj)
 
-    def move() -> list[Bytes]:
-        from mpicoll.routes.wire import gather_bytes
+    from mpicoll.routes.wire import gather_bytes
 
-        return gather_bytes(member.tested, own, root)
-
-    wholes = execute.run_in_order(member, name, move, root=root)
+    wholes = execute.run_in_order(
+        member, name, lambda: gather_bytes(member.tested, own, root), root=root
+    )
     if found is not None:
         found[: len(wholes)] = [decode(whole) for whole in wholes]
 
@@ -141,26 +127,23 @@ def broadcast_object_list(
 
     object_list: list of the same length on all ranks. On ranks other than the root, the entries are
         replaced.
-    src, group_src: root; global rank 0 by default.
 
     Raises MismatchError if the lengths differ.
     """
     name = "broadcast_object_list"
     root = execute.find_root(name, group, "src", src, group_src, default=0)
-    member = resolve(group)
+    member = execute.resolve_or_warn(group, name)
     if member is None:
-        execute.warn_outside(name)
         return
     _check_list(name, "object_list", object_list)
     _check_device(name, device)
-    own = encode(object_list) if member.rank() == root else _empty(0)
+    own = encode(object_list) if member.rank() == root else np.empty(0, np.uint8)
 
-    def move() -> Bytes:
-        from mpicoll.routes.wire import broadcast_bytes
+    from mpicoll.routes.wire import broadcast_bytes
 
-        return broadcast_bytes(member.tested, own, root)
-
-    whole = execute.run_in_order(member, name, move, root=root)
+    whole = execute.run_in_order(
+        member, name, lambda: broadcast_bytes(member.tested, own, root), root=root
+    )
     if member.rank() != root:
         _replace_entries(name, object_list, decode(whole), root)
 
@@ -186,13 +169,11 @@ def scatter_object_list(
     scatter_object_output_list: list with at least one entry. The first entry is replaced.
     scatter_object_input_list: on the root, one object for each rank, in rank order. Ignored on
         other ranks.
-    src, group_src: root; global rank 0 by default.
     """
     name = "scatter_object_list"
     root = execute.find_root(name, group, "src", src, group_src, default=0)
-    member = resolve(group)
+    member = execute.resolve_or_warn(group, name)
     if member is None:
-        execute.warn_outside(name)
         return
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
         raise ArgumentError(
@@ -214,12 +195,11 @@ def scatter_object_list(
             )
         wholes = [encode(obj) for obj in given]
 
-    def move() -> Bytes:
-        from mpicoll.routes.wire import scatter_bytes
+    from mpicoll.routes.wire import scatter_bytes
 
-        return scatter_bytes(member.tested, wholes, root)
-
-    whole = execute.run_in_order(member, name, move, root=root)
+    whole = execute.run_in_order(
+        member, name, lambda: scatter_bytes(member.tested, wholes, root), root=root
+    )
     scatter_object_output_list[0] = decode(whole)
 
 
@@ -239,9 +219,8 @@ def send_object_list(
     """
     name = "send_object_list"
     peer = execute.find_root(name, group, "dst", dst, group_dst)
-    member = resolve(group)
+    member = execute.resolve_or_warn(group, name)
     if member is None:
-        execute.warn_outside(name)
         return
     _check_list(name, "object_list", object_list)
     _check_device(name, device)
@@ -268,9 +247,8 @@ def recv_object_list(
     Raises MismatchError if the lengths differ.
     """
     name = "recv_object_list"
-    member = resolve(group)
+    member = execute.resolve_or_warn(group, name)
     if member is None:
-        execute.warn_outside(name)
         return -1
     _check_list(name, "object_list", object_list)
     _check_device(name, device)

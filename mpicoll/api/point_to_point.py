@@ -30,14 +30,8 @@ from mpicoll.dispatch.point_to_point import begin_message, check_tag, find_sourc
 from mpicoll.errors import ArgumentError, ArgumentTypeError, EmptyListError
 
 __all__ = [
-    "P2POp",
-    "batch_isend_irecv",
-    "irecv",
-    "isend",
-    "recv",
-    "recv_async",
-    "send",
-]
+    "P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "recv_async", "send",
+]  # fmt: skip
 
 
 def send(
@@ -52,9 +46,8 @@ def send(
     Raises ArgumentError (a ValueError) if the receiver is this rank.
     """
     peer = execute.find_root("send", group, "dst", dst, group_dst)
-    member = resolve(group)
+    member = execute.resolve_or_warn(group, "send")
     if member is None:
-        execute.warn_outside("send")
         return
     if peer == member.rank():
         raise ArgumentError(f"send: dst: rank {peer} is this rank; use isend to send to itself")
@@ -74,9 +67,8 @@ def recv(
 
     Raises MPIError if the message has another size, and MismatchError if it has another dtype.
     """
-    member = resolve(group)
+    member = execute.resolve_or_warn(group, "recv")
     if member is None:
-        execute.warn_outside("recv")
         return -1
     peer = find_source("recv", member, src, group_src)
     work = begin_message(member, "recv", tensor, peer, check_tag(member, "recv", tag), True)
@@ -96,9 +88,8 @@ def isend(
     Returns a Work. The array must not change until it completes.
     """
     peer = execute.find_root("isend", group, "dst", dst, group_dst)
-    member = resolve(group)
+    member = execute.resolve_or_warn(group, "isend")
     if member is None:
-        execute.warn_outside("isend")
         return None
     return post(member, "isend", tensor, peer, tag, False)
 
@@ -115,9 +106,8 @@ def irecv(
     Returns a Work, whose ``source_rank()`` is the global rank of the sender. The array is filled
     when the Work completes. ``wait()`` also raises the errors of recv.
     """
-    member = resolve(group)
+    member = execute.resolve_or_warn(group, "irecv")
     if member is None:
-        execute.warn_outside("irecv")
         return None
     peer = find_source("irecv", member, src, group_src)
     return post(member, "irecv", tensor, peer, tag, True)

@@ -68,22 +68,18 @@ class Reconfigurable:
         self.group: ProcessGroup | None = None
         self._comm: MPI.Intracomm = execute.run_in_order(base, _WHERE, base.inner.Dup)
         groups.return_errors(self._comm)
+        token = secrets.token_hex(8)
         self._job = execute.run_in_order(
-            base,
-            _WHERE,
-            lambda: control_messages.bcast(base.inner, secrets.token_hex(8), 0, str),
+            base, _WHERE, lambda: control_messages.bcast(base.inner, token, 0, str)
         )
         self._used: set[int] = set()
         self._uuid = -1  # of the current group
         self._received: dict[tuple[int, int], tuple[int, int]] = {}
         self._sent: list[tuple[MPI.Request, npt.NDArray[np.int64]]] = []
 
-    def handle(self) -> str:
-        """Return the handle of this process, constant during its lifetime."""
-        return self._handle(self.base.rank())
-
-    def _handle(self, rank: int) -> str:
-        return f"mpicoll:{self._job}:{rank}"
+    def handle(self, rank: int | None = None) -> str:
+        """Return the handle of a process, by default of this one, constant during its lifetime."""
+        return f"mpicoll:{self._job}:{self.base.rank() if rank is None else rank}"
 
     def reconfigure(
         self, uuid: int, handles: Collection[str], timeout: timedelta | float | None = None
@@ -116,7 +112,7 @@ class Reconfigurable:
             self._wait_for_members(uuid, members, limit)
             # As a call of the base group, so that the watchdog enforces its timeout.
             made: ProcessGroup = execute.run_in_order(
-                self.base, _WHERE, lambda: self._make(uuid, members), everybody=False
+                self.base, _WHERE, lambda: self._create(uuid, members), everybody=False
             )
             self._end_previous(made)
         except MPI.Exception as error:
@@ -135,7 +131,7 @@ class Reconfigurable:
                 f"{_WHERE}: handles: expected a list or a set of handles, got "
                 f"{type(handles).__name__}"
             )
-        known = {self._handle(rank): rank for rank in range(self.base.size())}
+        known = {self.handle(rank): rank for rank in range(self.base.size())}
         for one in handles:
             if one not in known:
                 raise ArgumentError(
@@ -153,8 +149,6 @@ class Reconfigurable:
                 "members may call"
             )
         return members if isinstance(handles, Sequence) else sorted(members)
-
-    # --- handshake of the members -----------------------------------------------------------------
 
     def _wait_for_members(self, uuid: int, members: list[int], limit: float | None) -> None:
         """Return once all members have called. If one is missing, raise on all of them.
@@ -235,34 +229,26 @@ class Reconfigurable:
                 uuid, word, mark = box.tolist()
                 self._received[source, uuid] = word, mark
 
-    # --- the groups -------------------------------------------------------------------------------
+    def _create(self, uuid: int, members: list[int]) -> ProcessGroup:
+        name, inner = f"{self.base.group_name}:{uuid}", None
+        if lost_ranks.is_fault_tolerant():
+            # A lost rank breaks every communicator that contains it, and survivors notice at
+            # different times, so this one is not derived from a communicator (MPI-4).
+            from mpi4py import MPI
 
-    def _make(self, uuid: int, members: list[int]) -> ProcessGroup:
-        name = f"{self.base.group_name}:{uuid}"
+            with communicators.subset(self.base.inner, members) as chosen, rank_status.suspended():
+                inner = MPI.Intracomm.Create_from_group(chosen, f"mpicoll:{self._job}:{name}")
         return groups.create(
             self.base,
             members,
             range(len(members)),
-            inner=self._create_from_group(members, name)
-            if lost_ranks.is_fault_tolerant()
-            else None,
+            inner=inner,
             backend=self.base.backend,
             timeout=self.base.timeout,
             reproducible=self.base.reproducible,
             name=name,
             description=self.base.group_desc,
         )
-
-    def _create_from_group(self, members: list[int], name: str) -> MPI.Intracomm:
-        """Create a communicator of the members only (MPI_Comm_create_from_group, MPI-4).
-
-        A lost rank breaks every communicator that contains it, and survivors notice at different
-        times. The new communicator must therefore not be derived from a broken one.
-        """
-        from mpi4py import MPI
-
-        with communicators.subset(self.base.inner, members) as chosen, rank_status.suspended():
-            return MPI.Intracomm.Create_from_group(chosen, f"mpicoll:{self._job}:{name}")
 
     def _end_previous(self, made: ProcessGroup) -> None:
         """End the previous group.

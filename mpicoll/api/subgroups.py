@@ -1,4 +1,14 @@
-"""Groups derived from groups: new_group, new_subgroups, split_group, shrink_group."""
+"""Groups derived from groups: new_group, new_subgroups, split_group, shrink_group.
+
+timeout: seconds or a timedelta. None: as in the default group, or in the parent.
+backend: a name as in init_process_group. None: as in the default group, or in the parent.
+pg_options: ignored with a warning.
+group_desc: a description of each new group, for humans.
+
+Raises NotInitializedError (a ValueError) before init_process_group; ArgumentTypeError (a TypeError)
+for ranks that are not ints; ArgumentError (a ValueError) for ranks that are unknown or in two
+groups, and for an unknown backend.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +38,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "SHRINK_ABORT",
-    "SHRINK_DEFAULT",
-    "new_group",
-    "new_subgroups",
-    "new_subgroups_by_enumeration",
-    "shrink_group",
-    "split_group",
-]
+    "SHRINK_ABORT", "SHRINK_DEFAULT", "new_group", "new_subgroups", "new_subgroups_by_enumeration",
+    "shrink_group", "split_group",
+]  # fmt: skip
 
 SHRINK_DEFAULT, SHRINK_ABORT = 0, 1
 
@@ -60,11 +65,7 @@ def new_group(
 
     ranks: global ranks, None for all. Or a communicator of mpi4py: only its members call, and it
         defines their order. It becomes ``comm`` of the group and is never freed.
-    timeout: seconds or a timedelta; None is the timeout of the default group.
-    backend: a name as in init_process_group; None is the backend of the default group.
-    pg_options: ignored with a warning.
     use_local_synchronization: if True, only members need to call. Other ranks that call get None.
-    group_desc: a description for humans.
     device_id: GPU of this process, such as 1 or "cuda:1". Checked, otherwise ignored.
     sort_ranks: if True, order the members by global rank. If False, keep the order of ``ranks``.
     reproducible: "order" or "exact", as in init_process_group; None is the level of the default
@@ -72,11 +73,9 @@ def new_group(
 
     Returns the group, or GroupMember.NON_GROUP_MEMBER on a rank that is not a member.
 
-    Raises NotInitializedError (a ValueError) before init_process_group; ArgumentError (a
-    ValueError) for duplicate or unknown ranks, for a communicator without this process, with ranks
-    outside the default group or between two groups, and for an unknown backend or level;
-    ArgumentTypeError (a TypeError) for ranks that are not ints; MismatchError on all members if
-    reproducible differs.
+    Raises ArgumentError (a ValueError) also for a communicator without this process, with ranks
+    outside the default group or between two groups; MismatchError on all members if reproducible
+    differs.
     """
     where = "new_group"
     world = default_group()
@@ -85,23 +84,19 @@ def new_group(
     level = parse_reproducible(reproducible, world.reproducible, where)
     backends.warn_about_options(pg_options, where)
     backends.check_device(device_id, where)
-    size = world.size()
-    given = None
+    given, members = None, list(range(world.size()))
     if communicators.is_communicator(ranks):
         given = communicators.checked_communicator(ranks, f"{where}: ranks")
         members = _members(given, world, where)
         use_local_synchronization, sort_ranks = True, False
-    else:
-        members = list(range(size))
-        if ranks is not None:
-            members = _ranks(ranks, size, f"{where}: ranks")
+    elif ranks is not None:
+        members = _ranks(ranks, world.size(), f"{where}: ranks")
     if len(set(members)) != len(members):
         raise ArgumentError(f"{where}: ranks: duplicate rank in {members}")
     if sort_ranks:
         members.sort()
     if use_local_synchronization:
-        # Other ranks may not call, so the number of groups may differ: derive the name from the
-        # members.
+        # Other ranks may not call, so the number of groups may differ.
         same = state.local[tuple(members)] = state.local.get(tuple(members), 0) + 1
         name = f"local:{','.join(map(str, members))}:{same}"
     else:
@@ -143,7 +138,7 @@ def _members(comm: MPI.Intracomm, world: ProcessGroup, where: str) -> list[int]:
 
 
 def _ranks(ranks: object, size: int, where: str) -> list[int]:
-    """Return ranks as ints, checked against the number of ranks."""
+    """Return ranks as ints from 0 to ``size`` - 1."""
     found = check_indices(ranks, where)
     for rank in found:
         if not 0 <= rank < size:
@@ -152,7 +147,7 @@ def _ranks(ranks: object, size: int, where: str) -> list[int]:
 
 
 def _rank_lists(lists: object, size: int, where: str) -> list[list[int]]:
-    """Return lists of ranks as ints, checked against the number of ranks. At least one list."""
+    """Return at least one list of such ranks."""
     try:
         items = list(lists)  # type: ignore[call-overload]
     except TypeError:
@@ -177,16 +172,11 @@ def new_subgroups(
 
     group_size: number of ranks per subgroup; None is the number of ranks per node.
     group: the process group; None is the default group.
-    timeout: seconds or a timedelta; None is the timeout of the default group.
-    backend: a name as in init_process_group; None is the backend of the default group.
-    pg_options: ignored with a warning.
-    group_desc: a description of each subgroup, for humans.
 
     Returns the subgroup of this rank and the list of all subgroups. In the list, subgroups without
     this rank are GroupMember.NON_GROUP_MEMBER.
 
-    Raises ArgumentError (a ValueError) if the size does not divide the size of the group, and the
-    errors of new_group.
+    Raises ArgumentError (a ValueError) also if the size does not divide the size of the group.
     """
     where = "new_subgroups"
     ranks = groups.get_process_group_ranks(group)
@@ -226,16 +216,11 @@ def new_subgroups_by_enumeration(
     """Create one group for each list of global ranks. Every rank calls it.
 
     ranks_per_subgroup_list: lists of global ranks that do not overlap.
-    timeout: seconds or a timedelta; None is the timeout of the default group.
-    backend: a name as in init_process_group; None is the backend of the default group.
-    pg_options: ignored with a warning.
-    group_desc: a description of each group, for humans.
 
     Returns the group of this rank (None if it is in no list) and the list of all groups. In the
     list, groups without this rank are GroupMember.NON_GROUP_MEMBER.
 
-    Raises ArgumentError (a ValueError) for an empty list and for lists that overlap, before any
-    group is created, and the errors of new_group.
+    Raises ArgumentError (a ValueError) also for an empty list, before any group is created.
     """
     where = "new_subgroups_by_enumeration"
     size = default_group().size()
@@ -279,15 +264,10 @@ def split_group(
 
     parent_pg: the group to split; None is the default group.
     split_ranks: lists of ranks in the parent group that do not overlap. Each is sorted.
-    timeout: seconds or a timedelta; None is the timeout of the parent.
-    pg_options: ignored with a warning.
-    group_desc: a description of each group, for humans.
-    backend: a name as in init_process_group; None is the backend of the parent.
 
     Returns the new group of this rank, or None if it is in no list.
 
-    Raises ArgumentError (a ValueError) for lists that are empty, overlap or contain unknown ranks,
-    and ArgumentTypeError (a TypeError) for ranks that are not ints.
+    Raises ArgumentError (a ValueError) also for empty lists.
     """
     where = "split_group"
     parent = resolve_member(parent_pg, where)
@@ -340,12 +320,10 @@ def shrink_group(
     group: the process group; None is the default group.
     shrink_flags: SHRINK_DEFAULT, or SHRINK_ABORT to abort pending work of the old group instead of
         waiting for it.
-    pg_options: ignored with a warning.
 
     Returns the new group.
 
-    Raises ArgumentTypeError (a TypeError) if the list is not a list of ints; ArgumentError (a
-    ValueError) for ranks that are unknown, duplicate, all ranks, or not the lost ranks;
+    Raises ArgumentError (a ValueError) also for all ranks, or if they are not the lost ranks;
     MpicollError (a RuntimeError) on a rank that is excluded.
     """
     where = "shrink_group"
@@ -364,10 +342,7 @@ def shrink_group(
     size = old.size()
     if size < 2:
         raise ArgumentError(f"{where}: a group of {size} cannot shrink")
-    ranks_to_exclude = check_indices(ranks_to_exclude, f"{where}: ranks_to_exclude")
-    for rank in ranks_to_exclude:
-        if not 0 <= rank < size:
-            raise ArgumentError(f"{where}: ranks_to_exclude: rank {rank} is not in 0 to {size - 1}")
+    ranks_to_exclude = _ranks(ranks_to_exclude, size, f"{where}: ranks_to_exclude")
     excluded = set(ranks_to_exclude)
     if len(excluded) != len(ranks_to_exclude) or len(excluded) == size:
         raise ArgumentError(

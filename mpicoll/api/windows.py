@@ -19,10 +19,11 @@ device memory, and CollectiveTimeoutError if the call timed out.
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
 
 import numpy as np
 
@@ -84,8 +85,6 @@ class Window:
         self._received = np.zeros(group.size(), np.int64)  # signals from each rank
         group.windows.append(self)
 
-    # --- memory -----------------------------------------------------------------------------------
-
     def register(self, tensor: AnyArray, owning: bool = True) -> None:
         """Let other ranks write into an array. Every member calls it, with its own array.
 
@@ -96,7 +95,7 @@ class Window:
         Raises ArgumentError for a read-only array and if one is registered already.
         """
         where = "tensor_register"
-        self._check_open()
+        self.group.check_open()
         if self._memory is not None:
             raise ArgumentError(
                 f"{where}: tensor: the window has a tensor already; call tensor_deregister first, "
@@ -154,8 +153,6 @@ class Window:
                 self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
         return False
 
-    # --- calls ------------------------------------------------------------------------------------
-
     def put(
         self, tensor: AnyArray, dst: int, offset: int, async_op: bool, limit: float | None = None
     ) -> Work | None:
@@ -177,10 +174,10 @@ class Window:
                 f"{view.dtype}; convert it first"
             )
         offset = check_index(offset, f"{where}: target_offset_nelems")
-        if not 0 <= offset <= theirs.count - view.count:
+        if not 0 <= offset <= theirs.size - view.count:
             raise ArgumentError(
                 f"{where}: target_offset_nelems: {format_count(view.count, 'element')} do not fit "
-                f"at element {offset} of the {theirs.count} that rank {dst} has registered"
+                f"at element {offset} of the {theirs.size} that rank {dst} has registered"
             )
         if view.buffer is None:
             view = view.contiguous()
@@ -277,8 +274,6 @@ class Window:
             lambda buffer: begin(buffer, peer, _SIGNAL_TAG),
         )  # fmt: skip
 
-    # --- memory of other ranks --------------------------------------------------------------------
-
     def mapped(self, rank: int) -> tuple[Array, str, tuple[int, ...]]:
         """Map the memory of another rank of this node, allocated by ``allocate``.
 
@@ -287,22 +282,15 @@ class Window:
         Raises UnsupportedError if the memory cannot be mapped.
         """
         where = "map_remote_tensor"
-        memory = self._registered(where)
-        rank = self._rank(where, "rank", rank)
-        return memory.mapped(where, rank)
+        return self._registered(where).mapped(where, self._rank(where, "rank", rank))
 
     def unified(self, rank: int) -> bool:
         """Return whether puts are visible on a rank without another call: MPI_WIN_UNIFIED."""
         memory = self._registered("get_attr")
         return memory.of[self._rank("get_attr", "peer_rank", rank)].unified
 
-    # --- checks -----------------------------------------------------------------------------------
-
-    def _check_open(self) -> None:
-        self.group.check_open()
-
     def _registered(self, where: str) -> _Memory:
-        self._check_open()
+        self.group.check_open()
         if self._memory is None:
             raise ArgumentError(
                 f"{where}: the window has no tensor; call tensor_register on every rank first"
@@ -328,21 +316,21 @@ def _check_host(view: View, where: str) -> View:
     return view
 
 
-class _Registration:
+class _Registration(NamedTuple):
     """Registered memory of a rank.
 
-    dtype, shape, count: of the array. place: how another process maps its memory (name, path, start
-        in bytes), None if it cannot. unified: memory model of MPI on that rank.
+    dtype, shape: of the array. place: how another process maps its memory (name, path, start in
+        bytes), None if it cannot. unified: memory model of MPI on that rank.
     """
 
-    def __init__(
-        self, dtype: str, shape: list[int], place: tuple[str, str, int] | None, unified: bool
-    ):
-        self.dtype = dtype
-        self.shape = tuple(shape)
-        self.count = int(np.prod(shape, dtype=np.int64))
-        self.place = place
-        self.unified = unified
+    dtype: str
+    shape: list[int]
+    place: tuple[str, str, int] | None
+    unified: bool
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
 
 
 class _Memory:
@@ -394,9 +382,9 @@ class _Memory:
                 )
             self._maps[rank] = found
         start = theirs.place[2]  # type: ignore[index]
-        nbytes = theirs.count * by_name[theirs.dtype].itemsize
+        nbytes = theirs.size * by_name[theirs.dtype].itemsize
         whole = np.frombuffer(self._maps[rank], np.uint8)
-        return whole[start : start + nbytes], theirs.dtype, theirs.shape
+        return whole[start : start + nbytes], theirs.dtype, tuple(theirs.shape)
 
     def free(self) -> None:
         self.window.Unlock_all()

@@ -9,6 +9,7 @@ follow the array API standard, 2024.12
 from __future__ import annotations
 
 import ctypes
+import struct
 import sys
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from mpicoll.errors import ArgumentError, UnsupportedError
 __all__ = ["build_view", "find_adapter", "find_jax_adapter"]
 
 #: kDLCPU, kDLCUDAHost and kDLROCMHost: memory that the host can read and write.
-HOST_DEVICES = frozenset({1, 3, 11})
+_HOST_DEVICES = frozenset({1, 3, 11})
 #: kDLCUDA, and kDLCUDAManaged: memory of any device.
 _CUDA, _MANAGED = 2, 13
 _DEVICE_NAMES = {
@@ -66,14 +67,14 @@ def build_view(array: SupportsDlpack, writable: bool, where: str) -> View:
         kind, index = (int(word) for word in array.__dlpack_device__())
     except Exception as error:  # such as an array on several devices
         raise UnsupportedError(f"{prefix}: {error}") from error
-    if kind in HOST_DEVICES:
+    if kind in _HOST_DEVICES:
         try:
-            alias = to_numpy(array, writable)
+            alias = _to_numpy(array, writable)
         except Exception as error:  # any exception of the producer
             raise UnsupportedError(f"{prefix}: {error}") from error
         inner = numpy_arrays.build_view(alias, writable, where)
         return Alias(array, inner.dtype, inner.count, inner.buffer, lambda _: alias)
-    name = device_name(kind, index)
+    name = _device_name(kind, index)
     if kind not in (_CUDA, _MANAGED):
         raise UnsupportedError(
             f"{where}: arrays on {name} are not supported; copy to the host or to a GPU first"
@@ -82,11 +83,11 @@ def build_view(array: SupportsDlpack, writable: bool, where: str) -> View:
     try:
         with runtime.on(index):  # producers may require it to be the current device
             # The producer makes its work visible to this stream.
-            found = open_capsule(array, writable, stream=LEGACY)
+            found = _open_capsule(array, writable, stream=LEGACY)
         if found.device[0] not in (_CUDA, _MANAGED):
             raise UnsupportedError(
                 f"__dlpack_device__() returned {name}, but the capsule is on "
-                f"{device_name(*found.device)}"
+                f"{_device_name(*found.device)}"
             )
     except Exception as error:  # any exception of the producer
         raise UnsupportedError(f"{prefix}: {error}") from error
@@ -101,40 +102,10 @@ def build_view(array: SupportsDlpack, writable: bool, where: str) -> View:
 # --- capsules -----------------------------------------------------------------------------------
 
 
-class _Device(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int32), ("id", ctypes.c_int32))
-
-
-class _DataType(ctypes.Structure):
-    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
-
-
-class _Tensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device", _Device),
-        ("ndim", ctypes.c_int32),
-        ("dtype", _DataType),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class _ManagedTensor(ctypes.Structure):
-    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
-
-
-class _VersionedTensor(ctypes.Structure):
-    _fields_ = (
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("context", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-        ("flags", ctypes.c_uint64),
-        ("tensor", _Tensor),
-    )
-
+#: DLTensor: data, device (type, number), ndim, dtype (code, bits, lanes), shape, strides, offset.
+_TENSOR = struct.Struct("=QiiiBBHQQQ")
+#: The fields before the DLTensor in a versioned capsule: version, context, deleter, flags.
+_VERSIONED = struct.Struct("=IIQQQ")
 
 _capsule_name = ctypes.pythonapi.PyCapsule_GetName
 _capsule_name.restype = ctypes.c_char_p
@@ -144,13 +115,10 @@ _capsule_pointer.restype = ctypes.c_void_p
 _capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
-def device_name(kind: int, index: int) -> str:
-    """Return the name of a device, such as ``cpu`` or ``cuda:1``.
-
-    kind, index: DLPack type and number.
-    """
+def _device_name(kind: int, index: int) -> str:
+    """Return the name of a device from its DLPack type and number, such as ``cuda:1``."""
     name = _DEVICE_NAMES.get(kind, f"device type {kind}")
-    return name if kind in HOST_DEVICES else f"{name}:{index}"
+    return name if kind in _HOST_DEVICES else f"{name}:{index}"
 
 
 class _Memory:
@@ -161,7 +129,7 @@ class _Memory:
         self.__array_interface__ = interface
 
 
-class DlpackArray(NamedTuple):
+class _DlpackArray(NamedTuple):
     """Contents of a capsule. Strides are in bytes; None means C order.
 
     device: DLPack type and number.
@@ -176,7 +144,7 @@ class DlpackArray(NamedTuple):
     device: tuple[int, int]
 
 
-def open_capsule(array: SupportsDlpack, writable: bool, **stream: int) -> DlpackArray:
+def _open_capsule(array: SupportsDlpack, writable: bool, **stream: int) -> _DlpackArray:
     """Return the array behind a DLPack object. Its memory lives as long as the capsule.
 
     writable: the array is an output, so a copy is rejected.
@@ -190,48 +158,48 @@ def open_capsule(array: SupportsDlpack, writable: bool, **stream: int) -> Dlpack
         capsule = array.__dlpack__(max_version=_VERSION, **copy, **stream)
     except TypeError:  # a producer from before DLPack 1.0
         capsule = array.__dlpack__(**stream)
-    name, flags = _capsule_name(capsule), 0
-    if name == b"dltensor_versioned":
-        versioned = _VersionedTensor.from_address(_capsule_pointer(capsule, name))
-        if versioned.major != _VERSION[0]:  # the layout of the structure may differ
-            raise UnsupportedError(
-                f"DLPack {versioned.major}.{versioned.minor} is not supported; expected "
-                f"{_VERSION[0]}.x"
-            )
-        tensor, flags = versioned.tensor, versioned.flags
-    elif name == b"dltensor":
-        tensor = _ManagedTensor.from_address(_capsule_pointer(capsule, name)).tensor
-    else:  # used_dltensor: the capsule is already consumed
+    name, flags, start = _capsule_name(capsule), 0, 0
+    if name not in (b"dltensor", b"dltensor_versioned"):  # used_dltensor: already consumed
         raise UnsupportedError(f"expected a capsule named dltensor, got {name!r}")
+    memory = _capsule_pointer(capsule, name)
+    if name == b"dltensor_versioned":
+        major, minor, *_, flags = _VERSIONED.unpack(ctypes.string_at(memory, _VERSIONED.size))
+        if major != _VERSION[0]:  # the layout of the structure may differ
+            raise UnsupportedError(
+                f"DLPack {major}.{minor} is not supported; expected {_VERSION[0]}.x"
+            )
+        start = _VERSIONED.size
+    data, kind, index, ndim, code, bits, lanes, extents, steps, offset = _TENSOR.unpack(
+        ctypes.string_at(memory + start, _TENSOR.size)
+    )
     if writable and flags & _COPIED:
         raise UnsupportedError(
             "DLPack returned a copy of the array, so the output would be lost; pass an array that "
             "can be shared"
         )
-    code, bits, lanes = tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes
     row = by_dlpack.get((code, bits))
     if row is None or lanes != 1:
         raise UnsupportedError(
             f"DLPack type code {code} with {bits} bits and {lanes} lanes is not supported"
         )
-    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+    numbers = ctypes.c_int64 * ndim
+    shape = tuple(numbers.from_address(extents)) if ndim else ()
     strides = None
-    if tensor.strides:
-        strides = tuple(tensor.strides[i] * row.itemsize for i in range(tensor.ndim))
-    address = (tensor.data or 0) + tensor.byte_offset
-    device = tensor.device.type, tensor.device.id
-    return DlpackArray(capsule, row, address, shape, strides, bool(flags & _READ_ONLY), device)
+    if steps:
+        strides = tuple(step * row.itemsize for step in numbers.from_address(steps))
+    return _DlpackArray(
+        capsule, row, data + offset, shape, strides, bool(flags & _READ_ONLY), (kind, index)
+    )
 
 
-def to_numpy(array: SupportsDlpack, writable: bool) -> Array:
+def _to_numpy(array: SupportsDlpack, writable: bool) -> Array:
     """Return a NumPy array on the memory of ``array``, a DLPack object on the host.
 
-    It is read-only if the producer reports that. The memory lives as long as the result. Raises the
-    errors of `open_capsule`.
+    It is read-only if the producer reports that. The memory lives as long as the result.
     """
-    found = open_capsule(array, writable)
-    if found.device[0] not in HOST_DEVICES:
-        raise UnsupportedError(f"the capsule is on {device_name(*found.device)}")
+    found = _open_capsule(array, writable)
+    if found.device[0] not in _HOST_DEVICES:
+        raise UnsupportedError(f"the capsule is on {_device_name(*found.device)}")
     row = found.dtype
     if 0 in found.shape:
         return np.empty(found.shape, row.numpy)

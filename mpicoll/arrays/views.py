@@ -17,26 +17,10 @@ from mpicoll.dtypes import DType
 from mpicoll.errors import UnsupportedError
 
 __all__ = [
-    "CARRIERS",
-    "Adapter",
-    "Alias",
-    "Array",
-    "Buffer",
-    "BuildView",
-    "Bytes",
-    "DeviceView",
-    "FastView",
-    "View",
-    "ViewList",
-    "address",
-    "empty",
-    "find_conflict",
-    "find_overlapping",
-    "find_shared",
-    "from_numpy",
-    "memory_at",
-    "overlaps",
-]
+    "CARRIERS", "Adapter", "Alias", "Array", "Buffer", "BuildView", "Bytes", "DeviceView",
+    "FastView", "View", "ViewList", "address", "empty", "find_conflict", "find_overlapping",
+    "find_shared", "from_numpy", "memory_at", "overlaps",
+]  # fmt: skip
 
 Array = np.ndarray[Any, Any]
 
@@ -112,13 +96,19 @@ class View:
 
     def copy_to(self, packed: View) -> None:
         """Copy the elements to a contiguous view of the same size."""
-        array = self.array
-        packed.flat.reshape(array.shape)[...] = array
+        self._copy(packed, False)
 
     def copy_from(self, packed: View) -> None:
         """Copy the elements from a contiguous view of the same size."""
+        self._copy(packed, True)
+
+    def _copy(self, packed: View, inward: bool) -> None:
         array = self.array
-        array[...] = packed.flat.reshape(array.shape)
+        other = packed.flat.reshape(array.shape)
+        if inward:
+            array[...] = other
+        else:
+            other[...] = array
 
 
 class Alias(View):
@@ -134,10 +124,7 @@ class Alias(View):
         buffer: Buffer | None,
         make: Callable[[Any], Array],
     ) -> None:
-        self.owner = owner
-        self.dtype = dtype
-        self.count = count
-        self.buffer = buffer
+        super().__init__(owner, dtype, count, buffer)
         self._make = make
 
     @property
@@ -175,9 +162,7 @@ class DeviceView(View):
     ) -> None:
         plain = contiguous_strides(shape, dtype.itemsize)
         count = math.prod(shape)
-        self.owner = owner
-        self.dtype = dtype
-        self.count = count
+        super().__init__(owner, dtype, count, None)
         self.device = device
         self.address = address
         self._shape = shape
@@ -185,7 +170,6 @@ class DeviceView(View):
         self.stream = stream
         self.library = library
         self._context: DeviceContext | None = None
-        self.buffer = None
         if not count or all(
             own == step or extent == 1
             for own, step, extent in zip(self.strides, plain, shape, strict=True)
@@ -231,15 +215,7 @@ class DeviceView(View):
     def context(self, context: DeviceContext) -> None:
         self._context = context
 
-    def copy_to(self, packed: View) -> None:
-        """Copy the elements to a contiguous view of the same size."""
-        self._move(packed, False)
-
-    def copy_from(self, packed: View) -> None:
-        """Copy the elements from a contiguous view of the same size."""
-        self._move(packed, True)
-
-    def _move(self, packed: View, inward: bool) -> None:
+    def _copy(self, packed: View, inward: bool) -> None:
         assert isinstance(packed, DeviceView)
         context, size = self.context, self.dtype.itemsize
         own = StridedMemory(self.address, self.strides)
@@ -282,15 +258,10 @@ class ViewList(View):
             first.new_empty(self.count) if isinstance(first, DeviceView) else super().empty_like()
         )
 
-    def copy_to(self, packed: View) -> None:
-        """Copy the elements to a contiguous view of the same size."""
+    def _copy(self, packed: View, inward: bool) -> None:
         for part, start in zip(self._parts, self.starts, strict=True):
-            part.copy_to(packed.part(start, part.count))
-
-    def copy_from(self, packed: View) -> None:
-        """Copy the elements from a contiguous view of the same size."""
-        for part, start in zip(self._parts, self.starts, strict=True):
-            part.copy_from(packed.part(start, part.count))
+            copy = part.copy_from if inward else part.copy_to
+            copy(packed.part(start, part.count))
 
     @property
     def starts(self) -> list[int]:

@@ -37,19 +37,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GroupMember",
-    "GroupState",
     "ProcessGroup",
-    "create",
-    "default_group",
     "get_global_rank",
     "get_group_rank",
     "get_process_group_ranks",
     "get_rank",
     "get_world_size",
     "group",
-    "register",
-    "resolve",
-    "state",
 ]
 
 

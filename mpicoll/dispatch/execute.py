@@ -35,7 +35,7 @@ from mpicoll.kernels.calls import bind_fast_path
 from mpicoll.output import format_count, warn
 from mpicoll.primitives import Primitive
 
-__all__ = ["find_root", "run", "run_all", "run_fast", "run_in_order", "submit", "warn_outside"]
+__all__ = ["find_root", "resolve_or_warn", "run", "run_all", "run_fast", "run_in_order", "submit"]
 
 
 def run_fast(
@@ -93,9 +93,8 @@ def run(
     """
     member: Any = state.default if group is None else group
     if member.__class__ is not ProcessGroup:
-        member = resolve(group)
+        member = resolve_or_warn(group, primitive.name)
         if member is None:
-            warn_outside(primitive.name)
             return None
     send, recv, extent = checks.build_views(primitive, member, output, input, root, splits)
     first = send if recv is None else recv
@@ -318,9 +317,8 @@ def _run_all(
     op: ReduceOp | None,
 ) -> Work | None:
     """Run a list of calls; see ``run_all``."""
-    member = resolve(group)
+    member = resolve_or_warn(group, name)
     if member is None:
-        warn_outside(name)
         return None
     outputs = list(outputs)  # the caller may change its list
     waits = not async_op and not member.busy()
@@ -594,10 +592,13 @@ def _perform_unrecorded(
 set_task_runner(run_in_order)
 
 
-def warn_outside(name: str) -> None:
-    """Warn, as torch does, that a rank outside the group made the call."""
-    rank = default_group().rank()
-    warn(f"{name}: global rank {rank} is not in the group it was called with; nothing is done")
+def resolve_or_warn(group: object, name: str) -> ProcessGroup | None:
+    """Return the group of an argument. On a rank outside the group, warn as torch does."""
+    member = resolve(group)
+    if member is None:
+        rank = default_group().rank()
+        warn(f"{name}: global rank {rank} is not in the group it was called with; nothing is done")
+    return member
 
 
 def find_root(

@@ -60,8 +60,6 @@ RECORDS_TIMEOUT_S = 3.0
 #: rank to rank.
 _QUIET_S, _HOP_S = 10.0, 1.5
 
-#: Primitives that torchfrtrace does not support: each has a name that no other call uses.
-_OTHER_NAMES = {"scan": "_reduce_oop", "exscan": "_broadcast_oop"}
 #: Names of lists of calls.
 _LIST_NAMES = {
     "all_reduce": "allreduce_coalesced",
@@ -428,7 +426,7 @@ def _as_torch_has_it(kind: int, sizes: int, n: int) -> tuple[str, int, int, str]
     if call.primitive is None:
         return f"{library}:{_TASK_NAMES.get(call.task, _ANY_TASK)}", 0, 0, "Byte"
     row = call.primitive
-    name = _OTHER_NAMES.get(row.name, row.name)
+    name = row.recorded_as or row.name
     if call.is_list:
         name = _LIST_NAMES.get(row.name, name)
     return (

@@ -23,30 +23,22 @@ from mpicoll.arrays.views import View
 from mpicoll.core.checks import writes
 from mpicoll.core.plan import Blocks, CallKind, Contiguous, Extent, Run
 from mpicoll.dtypes import Kind, ReduceOp, by_name
+from mpicoll.primitives import PRIMITIVES
+from mpicoll.routes import moves, reductions
 from mpicoll.routes.messages import Scope
-from mpicoll.routes.moves import all_gather, all_to_all, broadcast, gather, scatter
-from mpicoll.routes.reductions import all_reduce, prefix, reduce, reduce_scatter
 from mpicoll.routes.space import Space
 
 __all__ = ["ALGORITHMS", "build", "premultiplied"]
 
-#: By the name of the primitive. All take the same arguments. ``exchange`` and ``direct`` declare
-#: these primitives.
+#: By the name of the primitive: the function of this name, without "_single", in ``reductions`` or
+#: ``moves``. All take the same arguments. ``exchange`` and ``direct`` declare these primitives.
 ALGORITHMS: dict[str, Callable[..., None]] = {
-    "broadcast": broadcast,
-    "all_reduce": all_reduce,
-    "reduce": reduce,
-    "all_gather": all_gather,
-    "all_gather_single": all_gather,
-    "gather": gather,
-    "scatter": scatter,
-    "reduce_scatter": reduce_scatter,
-    "reduce_scatter_single": reduce_scatter,
-    "scan": prefix,
-    "exscan": prefix,
-    "all_to_all": all_to_all,
-    "all_to_all_single": all_to_all,
-}
+    row.name: algorithm
+    for row in PRIMITIVES
+    if (algorithm := getattr(
+        reductions if row.reduces else moves, row.name.removesuffix("_single"), None
+    ))
+}  # fmt: skip
 
 
 def build(kind: CallKind, space: Space) -> Run:

@@ -15,7 +15,7 @@ from mpicoll.routes.moves import all_gather
 from mpicoll.routes.space import Space
 from mpicoll.routes.wire import message
 
-__all__ = ["all_reduce", "chunk_of", "prefix", "reduce", "reduce_scatter"]
+__all__ = ["all_reduce", "chunk_of", "exscan", "reduce", "reduce_scatter", "scan"]
 
 #: Ranks up to which small data goes from each to each, without a copy first.
 DIRECT = 8
@@ -122,7 +122,7 @@ def reduce_scatter(scope: Scope, send: View, recv: View, blocks: Blocks, root: i
     _Reduction(scope, send, chunks).carry_out()
 
 
-def prefix(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> None:
+def scan(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> None:
     """Combine on each rank the elements of all ranks before it, with its own for scan.
 
     Few bytes: every rank receives everything and combines its result. Many: as in all_reduce, each
@@ -165,6 +165,9 @@ def prefix(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> N
             if scope.combined[r]:
                 messages.send(out[r], r)
         messages.finish()
+
+
+exscan = scan
 
 
 #: The part of some elements that each rank combines.

@@ -66,9 +66,12 @@ def guard_is_intact(array: Array) -> bool:
 
 
 @lru_cache(maxsize=512)
-def combined(op: ReduceOp, dtype: DType, count: int, ranks: tuple[int, ...]) -> Between:
-    """Return the expected result of reducing the operands of these global ranks."""
-    by = oracle.factors(dtype, len(ranks)) if op is ReduceOp.PREMUL_SUM else None
+def combined(
+    op: ReduceOp, dtype: DType, count: int, ranks: tuple[int, ...], terms: range
+) -> Between:
+    """Return the expected result of reducing the operands of global ranks; terms: group ranks."""
+    premul = op is ReduceOp.PREMUL_SUM
+    by = oracle.factors(dtype, terms.stop)[terms.start :] if premul else None
     return oracle.reduced(op, dtype, [oracle.operands(op, dtype, count, r) for r in ranks], by)
 
 
@@ -120,14 +123,13 @@ class Call:
     @property
     def terms(self) -> range:
         """Group ranks whose operands are reduced to this rank's result."""
-        ends = {"scan": self.me + 1, "exscan": self.me}
-        return range(ends.get(self.name, self.team.size))
+        return self.row.combined(self.me, self.team.size)
 
     def result(self) -> Between:
         """Return this rank's expected result of a reduction."""
         assert self.op is not None
         ranks = tuple(self.team.ranks[rank] for rank in self.terms)
-        return combined(self.op, self.dtype, self.given(0).size, ranks)
+        return combined(self.op, self.dtype, self.given(0).size, ranks, self.terms)
 
     def read(self, argument: str, whole: bool, values: Array) -> None:
         """Add an input: one array or a list of one per rank, which must not change."""

@@ -28,7 +28,7 @@ import mpicoll as dist
 from mpicoll.arrays import views
 from mpicoll.core.plan import Implementation
 from mpicoll.dtypes import Kind, ReduceOp, by_name
-from mpicoll.primitives import PRIMITIVES, Layout
+from mpicoll.primitives import Layout
 from mpicoll.routes import algorithms, messages, moves, reductions, wire
 from mpicoll.routes.host import lists, select
 from mpicoll.routes.space import Host
@@ -183,12 +183,6 @@ def test_reductions_give_the_right_results(places, mpi, seams, monkeypatch, name
     assert calls
     if name == "all_reduce":
         check_same_bits(mpi, calls)
-
-
-def test_every_primitive_with_arrays_has_an_algorithm():
-    assert set(algorithms.ALGORITHMS) == {
-        row.name for row in PRIMITIVES if row.layout is not Layout.EMPTY
-    }
 
 
 @pytest.mark.parametrize("gathered", [0, 10**6], ids=["ring", "doubling"])

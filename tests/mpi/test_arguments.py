@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import on_2_ranks
+from driver import NAMES
 
 import mpicoll as dist
 from mpicoll.api.windows import Window
+from mpicoll.primitives import Layout
 
 try:
     import torch
@@ -96,12 +98,50 @@ def of(function: Callable[..., Any], **arguments: Callable[[], Any]) -> Any:
     return lambda: (function, {name: make() for name, make in arguments.items()})
 
 
+def pair_on_0() -> Any:
+    return pair() if ME == 0 else None
+
+
+def four() -> Any:
+    return np.zeros(4)
+
+
 ROOT = {"src": NO_RANK, "group": NO_GROUP, "group_src": NO_RANK}
 TARGET = {"dst": NO_RANK, "group": NO_GROUP, "group_dst": NO_RANK}
 FROM_0 = {"src": lambda: 0}
 TO_0 = {"dst": lambda: 0}
-BOTH = {"output": lambda: np.zeros(2), "input": x}
-REDUCES: Values = {"op": NO_OP, "group": NO_GROUP}
+
+
+def row_of(name: str) -> Row:
+    """Return the row of a primitive."""
+    row = NAMES[name]
+    wrong: Values = {"": {"group": NO_GROUP}, "src": ROOT, "dst": TARGET}[row.root]
+    wrong = wrong | MORE.get(name, {})
+    at: dict[int, Values] = {0: {}, 1: {}}
+    valid: dict[str, Callable[[], Any]] = {row.root: lambda: 0} if row.root else {}
+    if row.reduces:
+        wrong["op"] = NO_OP
+    for argument, is_many in ((row.output, row.many_out), (row.input, row.many_in)):
+        if is_many and row.listed and row.root:
+            valid[argument] = pair_on_0
+            at[0][argument], at[1][argument] = NO_LIST, [pair(), 5]
+        elif is_many and row.listed:
+            valid[argument], wrong[argument] = pair, NO_LIST
+        elif argument:
+            valid[argument], wrong[argument] = four if is_many else x, NO_ARRAY
+    if row.output in wrong and wrong[row.output] is NO_ARRAY:
+        for rank in range(2):
+            is_read = row.layout is Layout.IN_PLACE and row.root == ("src", "dst")[rank]
+            if row.combined(rank, 2) and not is_read:
+                at[rank][row.output] = NO_OUTPUT
+    return Row(of(getattr(dist, name), **valid), wrong, at)
+
+
+#: Invalid values of arguments that the table of primitives does not have.
+MORE: dict[str, Values] = {
+    "all_to_all_single": {"output_split_sizes": NO_SPLITS, "input_split_sizes": NO_SPLITS},
+    "barrier": {"timeout": NO_TIMEOUT},
+}
 
 
 def other() -> int:
@@ -145,28 +185,10 @@ def windowed(name: str, **arguments: Any) -> Any:
 _windows: dict[str, Window] = {}
 
 ROWS: dict[str, Row] = {
-    "broadcast": Row(
-        of(dist.broadcast, tensor=x, **FROM_0),
-        {"tensor": NO_ARRAY, **ROOT},
-        {1: {"tensor": NO_OUTPUT}},
-    ),
-    "all_reduce": Row(of(dist.all_reduce, tensor=x), {"tensor": NO_OUTPUT, **REDUCES}),
+    **{name: row_of(name) for name in NAMES},
     "all_reduce_coalesced": Row(
         of(dist.all_reduce_coalesced, tensors=lambda: [x(), x()]),
-        {"tensors": [*NO_LIST, [x(), np.zeros(2, np.int8)]], **REDUCES},
-    ),
-    "reduce": Row(of(dist.reduce, tensor=x, **TO_0), {"tensor": NO_ARRAY, **TARGET, **REDUCES}),
-    "all_gather": Row(
-        of(dist.all_gather, tensor_list=pair, tensor=x),
-        {"tensor_list": NO_LIST, "tensor": NO_ARRAY, "group": NO_GROUP},
-    ),
-    "all_gather_single": Row(
-        of(dist.all_gather_single, output_tensor=lambda: np.zeros(4), input_tensor=x),
-        {"output_tensor": NO_OUTPUT, "input_tensor": NO_ARRAY, "group": NO_GROUP},
-    ),
-    "all_gather_into_tensor": Row(
-        of(dist.all_gather_into_tensor, output_tensor=lambda: np.zeros(4), input_tensor=x),
-        {"output_tensor": NO_OUTPUT, "input_tensor": NO_ARRAY, "group": NO_GROUP},
+        {"tensors": [*NO_LIST, [x(), np.zeros(2, np.int8)]], "op": NO_OP, "group": NO_GROUP},
     ),
     "all_gather_coalesced": Row(
         of(
@@ -176,42 +198,6 @@ ROWS: dict[str, Row] = {
         ),
         {"output_tensor_lists": NO_LIST, "input_tensor_list": NO_LIST, "group": NO_GROUP},
     ),
-    "gather": Row(
-        of(dist.gather, tensor=x, gather_list=lambda: pair() if ME == 0 else None, **TO_0),
-        {"tensor": NO_ARRAY, **TARGET},
-        {0: {"gather_list": NO_LIST}, 1: {"gather_list": [pair(), 5]}},
-    ),
-    "scatter": Row(
-        of(dist.scatter, tensor=x, scatter_list=lambda: pair() if ME == 0 else None, **FROM_0),
-        {"tensor": NO_OUTPUT, **ROOT},
-        {0: {"scatter_list": NO_LIST}, 1: {"scatter_list": [pair(), 5]}},
-    ),
-    "reduce_scatter": Row(
-        of(dist.reduce_scatter, output=x, input_list=pair),
-        {"output": NO_OUTPUT, "input_list": NO_LIST, **REDUCES},
-    ),
-    "reduce_scatter_single": Row(
-        of(dist.reduce_scatter_single, output=x, input=lambda: np.zeros(4)),
-        {"output": NO_OUTPUT, "input": NO_ARRAY, **REDUCES},
-    ),
-    "reduce_scatter_tensor": Row(
-        of(dist.reduce_scatter_tensor, output=x, input=lambda: np.zeros(4)),
-        {"output": NO_OUTPUT, "input": NO_ARRAY, **REDUCES},
-    ),
-    "all_to_all": Row(
-        of(dist.all_to_all, output_tensor_list=pair, input_tensor_list=pair),
-        {"output_tensor_list": NO_LIST, "input_tensor_list": NO_LIST, "group": NO_GROUP},
-    ),
-    "all_to_all_single": Row(
-        of(dist.all_to_all_single, **BOTH),
-        {
-            "output": NO_OUTPUT, "input": NO_ARRAY, "group": NO_GROUP,
-            "output_split_sizes": NO_SPLITS, "input_split_sizes": NO_SPLITS,
-        },
-    ),
-    "scan": Row(of(dist.scan, **BOTH), {"output": NO_OUTPUT, "input": NO_ARRAY, **REDUCES}),
-    "exscan": Row(of(dist.exscan, **BOTH), {"input": NO_ARRAY, **REDUCES}),
-    "barrier": Row(of(dist.barrier), {"group": NO_GROUP, "timeout": NO_TIMEOUT}),
     "monitored_barrier": Row(
         of(dist.monitored_barrier), {"group": NO_GROUP, "timeout": NO_TIMEOUT}
     ),
@@ -280,13 +266,13 @@ ROWS: dict[str, Row] = {
         of(dist.supports_complex, reduceOp=lambda: dist.ReduceOp.SUM),
         {"reduceOp": [op for op in NO_OP if op is not dist.ReduceOp.PREMUL_SUM]},
     ),
-    "get_rank": Row(of(dist.get_rank), {"group": NO_GROUP}),
-    "get_world_size": Row(of(dist.get_world_size), {"group": NO_GROUP}),
-    "get_backend": Row(of(dist.get_backend), {"group": NO_GROUP}),
-    "get_backend_config": Row(of(dist.get_backend_config), {"group": NO_GROUP}),
-    "get_process_group_ranks": Row(
-        of(dist.get_process_group_ranks, group=lambda: None), {"group": NO_GROUP}
-    ),
+    **{
+        query.__name__: Row(of(query, group=lambda: None), {"group": NO_GROUP})
+        for query in (
+            dist.get_rank, dist.get_world_size, dist.get_backend, dist.get_backend_config,
+            dist.get_process_group_ranks,
+        )
+    },
     "get_group_rank": Row(
         of(dist.get_group_rank, group=lambda: None, global_rank=lambda: np.array(1)),
         {"group": NO_GROUP, "global_rank": [*NO_RANK, None]},

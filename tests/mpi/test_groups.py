@@ -547,7 +547,7 @@ def test_shrink_group_rejects_invalid_ranks(world):
     group = dist.new_group()
     for wrong, error, word in (
         ([], ValueError, "at least one rank"),
-        ([n], ValueError, f"rank {n} is not in 0 to {n - 1}"),
+        ([n], ValueError, f"rank {n} is out of range 0 to {n - 1}"),
         ([-1], ValueError, "rank -1"),
         ([1, 1], ValueError, "each rank once"),
         (list(range(n)), ValueError, "not all ranks"),

@@ -36,6 +36,7 @@ KINDS = [
 ]  # fmt: skip
 #: ncclUniqueId as returned by CuPy: bytes since version 14.
 IDENTITY = bytes(range(128))
+SERVED = registry.DEVICE["nccl"].serves.primitives
 #: Operations by ncclRedOp_t.
 OPS = ["SUM", "PRODUCT", "MAX", "MIN", "AVG"]
 
@@ -211,7 +212,7 @@ def exact(dtype, op):
     return dtype.kind.value == "integer" and op.name in OPS
 
 
-@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("name", [name for name in MOVES if NAMES[name].name in SERVED])
 @pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float8_e5m2", "complex128", "int32"])
 def test_data_movement_through_nccl(arrays, cuda, world, name, dtype):
     before = cuda.call_count
@@ -220,10 +221,7 @@ def test_data_movement_through_nccl(arrays, cuda, world, name, dtype):
     assert cuda.call_count > before, "another route was used"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name for name in REDUCTIONS if NAMES[name].name in registry.DEVICE["nccl"].serves.primitives],
-)
+@pytest.mark.parametrize("name", [name for name in REDUCTIONS if NAMES[name].name in SERVED])
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64", "uint64"])
 def test_reductions_through_nccl(arrays, cuda, world, name, dtype):
     before = cuda.call_count

@@ -91,24 +91,16 @@ def test_reconfigure_waits_for_a_late_rank(made, uuid):
         check(one.reconfigure(uuid + late, handles), list(range(len(handles))))
 
 
-def test_reconfigure_after_abort(made, uuid):
-    """Pending calls of the aborted group fail, and the next group works."""
+@pytest.mark.parametrize("aborted", [False, True])
+def test_reconfigure_fails_pending_calls_of_the_old_group(made, uuid, aborted):
     one, handles = made
-    n = len(handles)
+    everybody = list(range(len(handles)))
     group = one.reconfigure(uuid, handles)
-    check(group, list(range(n)))
+    check(group, everybody)
     pending = dist.irecv(np.zeros(1), group_src=0, group=group, tag=7)
-    lifecycle.abort(group)
-    with pytest.raises(dist.DistBackendError, match="aborted"):
-        pending.wait()
-    check(one.reconfigure(uuid + 1, handles), list(range(n)))
-
-
-def test_reconfigure_aborts_pending_calls_of_the_old_group(made, uuid):
-    one, handles = made
-    group = one.reconfigure(uuid, handles)
-    pending = dist.irecv(np.zeros(1), group_src=0, group=group, tag=7)
-    check(one.reconfigure(uuid + 1, handles), list(range(len(handles))))
+    if aborted:
+        lifecycle.abort(group)
+    check(one.reconfigure(uuid + 1, handles), everybody)
     with pytest.raises(dist.DistBackendError, match="aborted"):
         pending.wait()
     with pytest.raises(dist.ArgumentError, match="destroyed"):

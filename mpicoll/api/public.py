@@ -1,0 +1,18 @@
+"""The public names. ``mpicoll`` resolves them here on first use."""
+
+# ruff: noqa: F403
+from mpicoll.api.backends import *
+from mpicoll.api.collectives import *
+from mpicoll.api.growing import *
+from mpicoll.api.lifecycle import *
+from mpicoll.api.objects import *
+from mpicoll.api.point_to_point import *
+from mpicoll.api.subgroups import *
+from mpicoll.core.groups import *
+from mpicoll.core.unpickling import restricted_pickle as restricted_pickle
+from mpicoll.core.work import Future as Future
+from mpicoll.core.work import Work as Work
+from mpicoll.dtypes import ReduceOp as ReduceOp
+from mpicoll.errors import *
+from mpicoll.failures.debug_level import *
+from mpicoll.failures.flight_record import dump_flight_record as dump_flight_record

@@ -35,6 +35,10 @@ OWN, CALL, MESSAGE, PYTHON = 0.545e-6, 0.283e-6, 1.8e-6, 5.19e-6
 EXCHANGE, ENTRY, WAIT, POLL = 9e-6, 1.2e-6, 2.58e-6, 0.104e-6
 
 
+#: Seconds of a signal: near and far ranks, measured; to forward it, assumed.
+NEAR, FAR, FORWARD = 45e-9, 165e-9, 50e-9
+
+
 class Byte(NamedTuple):
     """Seconds per byte in caches and in DRAM, and DRAM traffic in bytes per byte."""
 
@@ -200,9 +204,14 @@ def by_exchange(
     return pieces * (sending + moved((n - 1) * block, byte, m, q))
 
 
+def dissemination(n: int) -> float:
+    """Return the time of a barrier by dissemination among the ranks of a node of two sockets."""
+    return sum(FORWARD + (NEAR if distance < n // 2 else FAR) for distance in powers(n))
+
+
 def waiting(n: int, rounds: float) -> float:
     """Return the time of ``rounds`` barriers of the ranks of a node."""
-    return rounds * (WAIT + min((n - 1) * POLL, barrier(n, True)))
+    return rounds * (WAIT + min((n - 1) * POLL, dissemination(n)))
 
 
 def rounds_of(n: int, block: float, places: int) -> int:
@@ -295,60 +304,6 @@ def route_times(kind: str, place: Place, m: float) -> dict[str, float]:
     return {route: OWN + ways[route]() for route in eligible_routes(kind, place.name)}
 
 
-# --- many ranks on a node of two sockets ----------------------------------------------------------
-
-#: Measured on two ranks (docs/model.md): seconds per signal between near and far ranks, and per
-#: byte that a rank reads from another rank.
-NEAR_SIGNAL, FAR_SIGNAL, NEAR_BYTE, FAR_BYTE = 45e-9, 165e-9, 1 / 24e9, 1 / 9e9
-#: Assumed: seconds to forward a signal; bytes per second between sockets in each direction.
-PASSING, LINK = 50e-9, 100e9
-SOCKETS = 2
-
-
-def barrier(n: int, dissemination: bool) -> float:
-    """Return the time of a barrier, in which each rank polls all ranks, or by dissemination."""
-    if not dissemination:
-        return FAR_SIGNAL + (n - 1) * POLL
-    inside = [distance < n // SOCKETS for distance in powers(n)]
-    return sum(PASSING + (NEAR_SIGNAL if each else FAR_SIGNAL) for each in inside)
-
-
-def on_sockets(n: int, m: float, clusters: bool) -> float:
-    """Return the time of an all_reduce of float32 by the ranks of two sockets.
-
-    clusters: one cluster per socket, or a flat algorithm. Ranks are numbered socket by socket.
-    """
-    q = n // SOCKETS
-    rounds = rounds_of(n, m, 1)
-    own = m / q if clusters else m / n
-    # Bytes that a rank reads, to reduce them and of the result.
-    combined = m * (1 if clusters else 1 - 1 / n)
-    far = 2 * m / q if clusters else 2 * m * (1 - 1 / SOCKETS)
-    near = combined + m - own - far / 2
-    crossing = max(far * FAR_BYTE, far * q / LINK)
-    waits = rounds * (
-        barrier(n, n > shared.FLAT_MAX_RANKS) + (SOCKETS + 1 if clusters else 1) * FAR_SIGNAL
-    )
-    copying = moved(m - own, SHARED, m, n) + near * NEAR_BYTE + crossing
-    return OWN + copying + moved(combined, REDUCED, m, n) + waits
-
-
-def lines_of_sockets() -> list[str]:
-    """Return the table of many ranks on two sockets."""
-    heads = ["ranks", "all meet: each by each", "passed on"]
-    sizes = [64 * 1024, MIB, 16 * MIB, 256 * MIB]
-    heads += [f"{format_bytes(m)}: flat, clusters, MPI" for m in sizes]
-    rows = []
-    for n in (8, 16, 32, 64, 128, 192):
-        row = [str(n), f"{1e6 * barrier(n, False):.1f} us", f"{1e6 * barrier(n, True):.1f} us"]
-        for m in sizes:
-            usual = best("all_reduce", Place(1, n), m, m)
-            times = (on_sockets(n, m, False), on_sockets(n, m, True), usual)
-            row.append(" / ".join(f"{1e6 * t:.3g}" for t in times) + " us")
-        rows.append(row)
-    return table(heads, rows)
-
-
 # --- the default tables ---------------------------------------------------------------------------
 
 #: Kinds of calls for which the default tables have other routes than mpi between nodes.
@@ -415,7 +370,7 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the tables to docs/model.md")
-    tables = {"defaults": lines(), "sockets": lines_of_sockets()}
+    tables = {"defaults": lines()}
     print("\n\n".join("\n".join(each) for each in tables.values()))
     if parser.parse_args().write:
         page = DOCS / "model.md"

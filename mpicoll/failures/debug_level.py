@@ -8,7 +8,6 @@ from mpicoll import settings
 from mpicoll.errors import ArgumentError
 
 __all__ = [
-    "DETAIL_HINT",
     "DebugLevel",
     "get_debug_level",
     "set_debug_level",

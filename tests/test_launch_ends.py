@@ -194,11 +194,10 @@ def test_traceback_is_printed_once_inside_a_collecting_hook(destroy: bool, ended
         say(processes() == before)
     dist.barrier()
     dist.destroy_process_group()
-""", environment={"TORCH_FR_DUMP_TEMP_FILE": "$FOLDER/record_"})  # fmt: skip
+""")  # fmt: skip
 def test_server_and_node_monitor_ignore_scheduler_signals(ended: Ended) -> None:
     """Slurm signals every process of a job. The ranks handle the signal and continue."""
     ended.in_good_order("True", "node_monitor.py script.py script.py server.py", "saves", "saves")
-    assert len(list(ended.folder.glob("record_*"))) == 2, ended
 
 
 @mpich

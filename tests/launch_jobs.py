@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -95,9 +96,16 @@ class Ended:
         )
 
 
+def find_free_port() -> str:
+    """Return a free port below Linux's ephemeral ports, which other processes get meanwhile."""
+    while True:
+        port = random.randrange(16384, 32768)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return str(port)
+
+
 def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = find_free_port()
 
     def fill(text: str) -> str:
         for name, value in {**parameters, "PORT": port, "FOLDER": folder}.items():

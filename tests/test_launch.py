@@ -146,7 +146,7 @@ def test_multiprocessing_children_are_ranks(
 
 #: Workers of a pool join several groups with different ranks.
 POOL = """
-    import multiprocessing, socket
+    import multiprocessing
     def work(port, worker, members):
         rank, size = members.index(worker), len(members)
         x = np.array([2.0**worker])
@@ -163,8 +163,7 @@ POOL = """
         return int(x[0])
     if __name__ == "__main__":
         pools = [multiprocessing.get_context("spawn").Pool(1) for _ in range(2)]
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = $PORT
         for turn, members in enumerate([(0, 1), (0,), (1,), (1, 0), (0, 1)]):
             calls = [pools[worker].apply_async(work, (port, worker, members))
                      for worker in members]

@@ -99,6 +99,7 @@ class SharedEvent:
         threading.Thread(
             target=_serve, args=(weakref.ref(self), self.listener), daemon=True
         ).start()
+        weakref.finalize(self, _close, self.listener, self.file)
 
     def await_record(self, record: int) -> None:
         """Wait for a record, as a device does."""
@@ -110,14 +111,12 @@ class SharedEvent:
             assert time.monotonic() < deadline, "the event of another process was not recorded"
             time.sleep(2e-5)
 
-    def __del__(self) -> None:
-        if self.listener is not None:
-            try:  # noqa: SIM105 (at exit, contextlib may be gone)
-                self.listener.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
-            self.listener.close()
-            os.close(self.file)
+
+def _close(listener: socket.socket, file: int) -> None:
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    os.close(file)
 
 
 def _serve(weak: weakref.ref[SharedEvent], listener: socket.socket) -> None:

@@ -52,7 +52,7 @@ def test_calls_before_the_first_reconfigure_raise(handles):
         lambda: dist.barrier(async_op=True),
         lambda: dist.send(torch.ones(1), (dist.get_rank() + 1) % dist.get_world_size()),
     ):
-        with pytest.raises(DistBackendError, match=r"no members: .*_reconfigure"):
+        with pytest.raises(DistBackendError, match=r"no members; .*_reconfigure"):
             call()
 
 

@@ -33,8 +33,6 @@ from mpicoll.routes.tuning import Steps, Table, eligible_routes, route_at
 #: of its blocks; a wait in shared memory, and a poll of one rank.
 OWN, CALL, MESSAGE, PYTHON = 0.545e-6, 0.283e-6, 1.8e-6, 5.19e-6
 EXCHANGE, ENTRY, WAIT, POLL = 9e-6, 1.2e-6, 2.58e-6, 0.104e-6
-
-
 #: Seconds of a signal: near and far ranks, measured; to forward it, assumed.
 NEAR, FAR, FORWARD = 45e-9, 165e-9, 50e-9
 

@@ -42,10 +42,8 @@ def wait_for_ranks(group: ProcessGroup, limit: float, wait_all: bool) -> None:
             _send(group, rank, _REPLY, len(missing))
         if missing:
             named = [group.ranks[rank] for rank in (missing if wait_all else missing[:1])]
-            # The text includes that of torch's message, because programs search logs for it.
-            early = (
-                "" if limit > 0 else "; Rank 0 timed out in monitoredBarrier before it could look"
-            )
+            # The text includes torch's message, because programs search logs for it.
+            early = "; Rank 0 timed out in monitoredBarrier before it could look"
             raise CollectiveTimeoutError(
                 f"{where}: {'Ranks' if len(named) > 1 else 'Rank'} {', '.join(map(str, named))} "
                 f"failed to pass monitoredBarrier: did not arrive within {limit:g} s"

@@ -583,7 +583,7 @@ class NodeMonitor:
             self._losses.append(Loss(when, news["lost"], bool(news["alone"])))
         else:
             self._add_ending(Ending(when, news["ending"], int(news["code"])))
-        # Other nodes have time to report what has happened before.
+        # Other nodes have time to report earlier events.
         several = self.size > len(self._ranks) and not self._survives_losses
         wait = _NODES_TIMEOUT_S if several else 0.0
         self._decide_at = min(self._decide_at, time.monotonic() + wait)

@@ -236,7 +236,7 @@ def _list_states(
 ) -> list[str]:
     """Describe the states of ranks; ranks in the same state share a description.
 
-    The rarest come first. Only some are listed unless ``whole``.
+    The rarest come first. Lists at most ``_DESCRIPTIONS`` unless ``whole``.
     """
     found: dict[tuple[str, ...], list[int]] = {}
     for one in snapshots:

@@ -317,7 +317,7 @@ def _sum_exactly(dtype: DType, sources: Sequence[Array], out: Array, divisor: in
         sums = np.array([_exact_sum(terms) for terms in elements], _FLOAT64).reshape(-1, 2)
         result, error = sums[:, 0], sums[:, 1]
         if out.dtype != _FLOAT64:
-            # Round to odd first: then the second rounding is that of the exact sum.
+            # Round to odd first: then the second rounding rounds the exact sum.
             beyond = np.nextafter(result, np.copysign(np.inf, error))
             even = np.ascontiguousarray(result).view(np.int64) % 2 == 0
             result = np.where(even & (error != 0), beyond, result).astype(_FLOAT32)

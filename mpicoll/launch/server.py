@@ -202,7 +202,7 @@ class Server:
             self._flush(peer, line)
 
     def _flush(self, peer: _Connection, line: str | None = None) -> None:
-        """Send a line, if any, and what the peer has not read before."""
+        """Send a line, if any, after the data that the peer has not read yet."""
         try:
             peer.flush() if line is None else peer.send_line(line.encode())
         except OSError:

@@ -85,7 +85,7 @@ class Space(Protocol):
 
 
 class Host(Space):
-    """The memory of NumPy arrays, for one group. Nothing is enqueued.
+    """Host memory of one group: NumPy arrays. Nothing is enqueued.
 
     Scratch memory is reused, because fresh memory takes longer to get than to fill. Calls take the
     same blocks in the same order, so the k-th block of a call is the k-th block of the last call.

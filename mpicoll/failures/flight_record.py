@@ -299,6 +299,18 @@ def _build(why: str) -> dict[str, Any]:
     }
 
 
+def _offset() -> int:
+    """Return the wall clock minus the monotonic clock, from the pair of readings closest in time.
+
+    A rank may lose its processor for milliseconds between two readings.
+    """
+    pairs = []
+    for _ in range(5):
+        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        pairs.append((after - before, wall - (before + after) // 2))
+    return min(pairs)[1]
+
+
 class _Record:
     """The record of all groups. offset: nanoseconds from the monotonic clock to the wall clock."""
 
@@ -307,7 +319,7 @@ class _Record:
         self.status: dict[str, dict[str, int]] = {}
         self.entries: list[dict[str, Any]] = []
         self.messages: list[dict[str, Any]] = []
-        self.offset = time.time_ns() - time.monotonic_ns()
+        self.offset = _offset()
         self._stacks = sys._current_frames()
         self._threads = {one.ident: one.name for one in threading.enumerate()}
 

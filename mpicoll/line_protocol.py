@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import hmac
 import json
-import secrets
+import os
 import select
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 #: Seconds that a peer has to answer a question, or to identify itself.
 ANSWER_TIMEOUT_S = 5.0
@@ -29,21 +29,30 @@ ANSWER_TIMEOUT_S = 5.0
 _MAX_POLL_S = 1e6
 
 
-def nonce() -> str:
-    """Return a random nonce."""
-    return secrets.token_hex(16)
-
-
 def mac(secret: str, *words: object) -> str:
     """Return the proof that the sender of these words knows the secret."""
+    import hmac  # most ranks do not need it
+
     message = " ".join(map(str, words)).encode()
     return hmac.new(secret.encode(), message, hashlib.sha256).hexdigest()
 
 
 def is_proof(proof: object, secret: str, *words: object) -> bool:
     """Return whether a peer has proved that it knows the secret."""
+    import hmac
+
     text = str(proof).encode("utf-8", "replace")
     return hmac.compare_digest(text, mac(secret, *words).encode())
+
+
+def tune(sock: socket.socket) -> None:
+    """Send small messages of TCP immediately, and detect a peer whose host is down."""
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)  # seconds
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
 class LineConnection:
@@ -51,12 +60,16 @@ class LineConnection:
 
     max_line_bytes: maximum size of a line that the peer may send.
     max_unread_bytes: maximum size of the data that the peer has not read.
+
+    Attribute ``peer``: name of the peer, "" before the handshake.
     """
 
     def __init__(self, sock: socket.socket, max_line_bytes: int, max_unread_bytes: int) -> None:
         sock.setblocking(False)
         self.sock = sock
-        self.nonce = nonce()
+        self.peer = ""
+        self.is_closing = False  # close after all data has been sent
+        self.nonce = os.urandom(16).hex()
         self.since = time.monotonic()
         self.max_line_bytes = max_line_bytes
         self.max_unread_bytes = max_unread_bytes
@@ -126,17 +139,13 @@ class LineConnection:
 
 
 class JsonConnection(LineConnection):
-    """A connection on which each line is a JSON object.
-
-    peer: name of the peer, "" before the handshake.
-    """
+    """A connection on which each line is a JSON object."""
 
     #: Maximum size of a line before and after the handshake.
     STRANGER_BYTES, PEER_BYTES = 4096, 1 << 28
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock, self.STRANGER_BYTES, self.PEER_BYTES)
-        self.peer = ""
         self.is_local = sock.family == socket.AF_UNIX
 
     def accept_peer(self, name: str) -> None:
@@ -170,6 +179,115 @@ def _parse(line: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConnectionResetError("invalid message: not a JSON object")
     return found
+
+
+Connection = TypeVar("Connection", bound=LineConnection)
+
+
+class LineServer(Generic[Connection]):
+    """Accepts connections and handles their lines. An error closes its connection only.
+
+    poll: the epoll of the process.
+    max_stranger_count: maximum number of connections without a handshake: a new one replaces the
+        oldest.
+    """
+
+    #: Seconds within which a connection has to identify itself, or ask.
+    stranger_timeout_s = 10.0
+
+    def __init__(self, poll: select.epoll, max_stranger_count: int) -> None:
+        self.poll, self._max_stranger_count = poll, max_stranger_count
+        self.listeners: dict[int, socket.socket] = {}
+        self.lines: dict[int, Connection] = {}  # by descriptor
+
+    def welcome(self, sock: socket.socket) -> None:
+        """Add an accepted connection, and greet the peer."""
+        raise NotImplementedError
+
+    def handle_next(self, line: Connection) -> bool:
+        """Handle the next complete line; return False if there is none."""
+        raise NotImplementedError
+
+    def dropped(self, line: Connection) -> None:
+        """Called when a connection was closed."""
+
+    def listen(self, sock: socket.socket) -> None:
+        """Accept connections of a listening socket."""
+        sock.setblocking(False)
+        self.listeners[sock.fileno()] = sock
+        self.poll.register(sock, select.EPOLLIN)
+
+    def close_listener(self, sock: socket.socket) -> None:
+        """Accept no more connections of a listening socket."""
+        self.poll.unregister(sock)
+        del self.listeners[sock.fileno()]
+        sock.close()
+
+    def add(self, line: Connection) -> None:
+        """Serve a connection."""
+        tune(line.sock)
+        self.lines[line.fileno()] = line
+        self.poll.register(line, select.EPOLLIN)
+        if len(self.lines) > self._max_stranger_count:
+            strangers = [one for one in self.lines.values() if not one.peer]
+            if len(strangers) > self._max_stranger_count:
+                self.drop(min(strangers, key=lambda one: one.since))
+
+    def serve_descriptor(self, descriptor: int) -> None:
+        """Handle an event of a listener or connection."""
+        if listener := self.listeners.get(descriptor):
+            with contextlib.suppress(OSError):
+                self.welcome(listener.accept()[0])
+        elif line := self.lines.get(descriptor):
+            with self.checked(line):
+                line.flush()
+                line.fill()
+                self._watch(line)
+                self.handle_all(line)
+
+    def handle_all(self, line: Connection) -> None:
+        """Handle the complete lines."""
+        while self._is_open(line) and not line.is_closing and self.handle_next(line):
+            pass
+
+    @contextlib.contextmanager
+    def checked(self, line: Connection) -> Iterator[None]:
+        """Drop the connection after an exception, which is most likely of an invalid message."""
+        try:
+            yield
+        except Exception:
+            self.drop(line)
+
+    def send(self, line: Connection, text: bytes) -> None:
+        """Send a line. Drops the connection if that fails."""
+        if self._is_open(line):
+            with self.checked(line):
+                line.send_line(text)
+                self._watch(line)
+
+    def drop(self, line: Connection) -> None:
+        """Close a connection."""
+        if self._is_open(line):
+            del self.lines[line.fileno()]
+            self.poll.unregister(line)
+            line.sock.close()
+            self.dropped(line)
+
+    def drop_silent(self) -> None:
+        """Drop connections that have not identified themselves in time."""
+        last = time.monotonic() - self.stranger_timeout_s
+        for line in [one for one in self.lines.values() if not one.peer and one.since < last]:
+            self.drop(line)
+
+    def _is_open(self, line: Connection) -> bool:
+        return self.lines.get(line.fileno()) is line
+
+    def _watch(self, line: Connection) -> None:
+        """Wait for the peer to read if there is unsent data."""
+        if line.is_closing and not line.has_unsent:
+            self.drop(line)
+        else:
+            self.poll.modify(line, select.EPOLLIN | (select.EPOLLOUT if line.has_unsent else 0))
 
 
 def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:

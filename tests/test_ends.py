@@ -285,12 +285,10 @@ def test_failed_child_of_a_rank_does_not_end_the_job(ended: Ended) -> None:
 # --- printed errors -------------------------------------------------------------------------------
 
 MISMATCH = """
-    from mpicoll.launch import error_output
     if "$front" == "torch":
         import torch, torch.distributed as dist
     else:
         import numpy as torch
-    error_output._LOWER_RANK_TIMEOUT_S = 20.0  # on a busy machine ranks may raise late
     for _ in range($cycles):
         dist.init_process_group("mpicoll")
         sys.excepthook = lambda *error, hook=sys.excepthook: hook(*error)
@@ -314,8 +312,8 @@ MISMATCH = """
 def test_error_of_all_ranks_is_printed_once(front: str, cycles: int, ended: Ended) -> None:
     ended.badly("MismatchError", "rank 1: all_reduce of 4 elements", "in step")
     shown = re.split("(?m)^mpicoll: ", ended.err)[0].splitlines()
-    assert shown[0] == "[rank 0] Traceback (most recent call last):", ended  # the lowest rank
-    assert all(line.startswith("[rank 0]") for line in shown), ended
+    assert shown[0].endswith("] Traceback (most recent call last):"), ended
+    assert {line[:8] for line in shown} in ({"[rank 0]"}, {"[rank 1]"}), ended
     assert "script.py" in shown[1] and len(shown) <= 7, ended  # without frames of libraries
     assert ended.err.count("collective mismatch") == 1, ended
 

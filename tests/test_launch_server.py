@@ -142,7 +142,7 @@ class Peer:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A server of two ranks in a thread; its port."""
-    monkeypatch.setattr(server, "_AUTHENTICATION_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(server.Server, "stranger_timeout_s", 1.0)
     monkeypatch.setattr(server, "_CLOSE_DELAY_S", 0.5)
     listener = server.listen("127.0.0.1", 0)
     reader, writer = os.pipe()  # open: rank 0 has not connected
@@ -198,19 +198,19 @@ def test_unauthenticated_connections_are_closed(served: int) -> None:
 def test_unauthenticated_peer_that_never_reads_is_dropped() -> None:
     listener = server.listen("127.0.0.1", 0)
     one = server.Server(listener, "s", 2, 3.0, sends_secret=True)
-    with listener, socket.create_connection(listener.getsockname(), 5) as sock, one.selector:
-        one._accept()
-        (peer,) = one.connections
+    with listener, socket.create_connection(listener.getsockname(), 5) as sock, one.poll:
+        one.serve_descriptor(listener.fileno())
+        (peer,) = one.lines.values()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         for _ in range(100_000):
-            if not one.connections:
+            if not one.lines:
                 break
             with contextlib.suppress(OSError):
                 sock.send(b"secret\n" * 100, socket.MSG_DONTWAIT)
-            one._read(peer)
+            one.serve_descriptor(peer.fileno())
             assert len(peer.outbox) <= 2 * server._MAX_UNAUTHENTICATED_LINE_BYTES
-        assert not one.connections
+        assert not one.lines
 
 
 def test_duplicate_and_invalid_ranks_are_refused(served: int) -> None:

@@ -81,8 +81,7 @@ def test_hang_report_merges_ranks_with_the_same_description():
 @pytest.mark.parametrize(
     ("how", "kind", "number", "words"),
     [
-        ("code 142", 1 << 8, 7, "mpicoll: collective mismatch: the ranks made different calls"),
-        ("code 142", 1 << 8, 9, "The last calls: rank 0: call 7 of group 0"),
+        ("code 142", 1 << 8, 7, "The last calls: rank 0: call 7 of group 0"),
         ("code 142", 0, 7, "The last calls: ranks 0-1: call 7 of group 0"),
         ("code 5", 1 << 8, 7, ""),
         ("SIGKILL", 1 << 8, 7, ""),
@@ -176,7 +175,7 @@ class Node:
         self.monitor = node_monitor.NodeMonitor({
             "job": "1", "size": size, "host": "here", "secret": "s", "survives_losses": False,
             "node": f"node{first}", "addresses": [], "listeners": [], "names": [], "command": "",
-            "survival": "", "launcher": 0, "launcher_pidfd": -1,
+            "launcher": 0, "launcher_pidfd": -1,
             "ranks": self._opened.ranks, "epoll": self._opened.epoll, "stderr": stderr, **given,
         })  # fmt: skip
         self.thread = threading.Thread(target=self.monitor.serve)
@@ -352,7 +351,7 @@ def test_head_monitor_reports_the_first_lost_rank_of_all_nodes(nodes, first, exp
         os.kill(process.pid, KILL)
     text = head.end()
     assert expected.format(other.processes[1].pid) in text and text.count("mpicoll: ") == 1, text
-    for line in head.monitor._lines.values():  # the end of a monitor process closes them
+    for line in head.monitor.lines.values():  # the end of a monitor process closes them
         line.sock.close()
     assert other.end() == ""
 
@@ -382,7 +381,7 @@ def test_monitor_survives_connections_without_the_secret(nodes, attack):
             with contextlib.suppress(ConnectionError):
                 sock.sendall(attack)
         local = stack.enter_context(socket.socket(socket.AF_UNIX))
-        while len(head.monitor._listeners) < 2:
+        while len(head.monitor.listeners) < 2:
             time.sleep(0.01)
         local.connect(str(node_monitor.find_folder() / f"{os.getpid()}{node_monitor.SOCKETS}"))
         with contextlib.suppress(ConnectionError):
@@ -391,7 +390,7 @@ def test_monitor_survives_connections_without_the_secret(nodes, attack):
         other.start()
         other.kill(SEGV)
         head.wait_for(f"lost: rank 1 of 2 (pid {other.processes[0].pid} on here) was killed by")
-        assert len(head.monitor._lines) <= 2 * node_monitor._MAX_STRANGER_COUNT
+        assert len(head.monitor.lines) <= 2 * node_monitor._MAX_STRANGER_COUNT
 
 
 @pytest.mark.any_mpi
@@ -504,7 +503,6 @@ def test_only_the_rank_that_ended_is_reported(end, how, ended):
     assert how in line or "the system does not say how" in line
     if "sys.exit" not in how:
         assert "after call 70 of group 0: all_reduce of 4 elements of float64" in line
-        assert ended.err.count("mpicoll: to survive a lost rank: ") == ("SIGTERM" not in how)
 
 
 @needs_mpiexec

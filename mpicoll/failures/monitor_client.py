@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import json
 import os
-import secrets
 import select
 import signal
 import socket
@@ -68,7 +67,7 @@ class _Own:
         self.monitored: object = None
         self.head: dict[str, Any] = {}
         #: Random number of this init_process_group: groups of another one have the same names.
-        self.beginning = 0
+        self.beginning = ""
 
 
 _own: _Own | None = None
@@ -113,7 +112,7 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
         listeners = _make_head(size > len(seen))
     mine = _own.head if _own is not None else {}
     head, beginning = control_messages.bcast(
-        world, (mine, secrets.randbits(64)), 0, tuple[dict[str, Any], int]
+        world, (mine, os.urandom(8).hex()), 0, tuple[dict[str, Any], str]
     )
     if _own is not None:
         _own.beginning = beginning
@@ -142,7 +141,7 @@ def _make_head(several: bool) -> list[socket.socket]:
             with contextlib.suppress(OSError):  # one of an interface that is down
                 found.append(socket.create_server((host, 0), family=family))
     _own.head = {
-        "job": job, "secret": secrets.token_hex(32),
+        "job": job, "secret": os.urandom(32).hex(),
         "addresses": [list(sock.getsockname()[:2]) for sock in found],
     }  # fmt: skip
     return found
@@ -204,7 +203,7 @@ def _launch_monitor(
     given = head | {
         "size": size, "ranks": opened.ranks, "node": f"{node()}-{os.getpid()}",
         "host": socket.gethostname(), "listeners": sockets,
-        "survives_losses": lost_ranks.is_fault_tolerant(), "survival": launch.find_survival(),
+        "survives_losses": lost_ranks.is_fault_tolerant(),
         "launcher": starter, "launcher_pidfd": opened.launcher,
         "epoll": opened.epoll, "stderr": opened.stderr,
         "names": [identity, head["job"], *map(str, launchers)],

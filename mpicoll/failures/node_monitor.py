@@ -32,7 +32,7 @@ if __name__ == "__main__":
 
 from mpicoll.failures.blame import Ending, Loss, build_loss, find_cause
 from mpicoll.failures.status_page import DONE, ENDING, LEFT, Cell, StatusPage, parse
-from mpicoll.line_protocol import ANSWER_TIMEOUT_S, JsonConnection, is_proof, mac
+from mpicoll.line_protocol import ANSWER_TIMEOUT_S, JsonConnection, LineServer, is_proof, mac
 
 if TYPE_CHECKING:
     from mpicoll.failures.report import Snapshot
@@ -51,7 +51,7 @@ _DYING_TIMEOUT_S, _NODES_TIMEOUT_S = 2.0, 0.5
 _KILL_GRACE_S = 10.0
 #: Time that the head may take to start.
 _CONNECT_TIMEOUT_S = 30.0
-#: Maximum number of connections of each kind without a handshake: a new one replaces the oldest.
+#: Maximum number of connections without a handshake.
 _MAX_STRANGER_COUNT = 64
 #: Flag of a process that is exiting, in /proc/PID/stat.
 _PF_EXITING = 4
@@ -236,13 +236,14 @@ def _tgkill(pid: int, thread: int, number: int) -> bool:
     return True
 
 
-class NodeMonitor:
+class NodeMonitor(LineServer[JsonConnection]):
     """The monitor of a node.
 
     given: the configuration that ``monitor_client`` has built.
     """
 
     def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__(select.epoll.fromfd(given["epoll"]), _MAX_STRANGER_COUNT)
         self.job: str = given["job"]
         self.size: int = given["size"]
         self.host: str = given["host"]
@@ -252,12 +253,9 @@ class NodeMonitor:
         self._ranks = [_Rank(each) for each in given["ranks"]]
         self._stderr: int = given["stderr"]
         self._launcher: int = given["launcher_pidfd"]
-        self._poll = select.epoll.fromfd(given["epoll"])
-        self._lines: dict[int, JsonConnection] = {}
         self._nodes: dict[str, JsonConnection] = {}  # on the head: monitors of other nodes
         self._far_ranks: dict[str, int] = {}  # number of ranks of each of these nodes
         self._head: JsonConnection | None = None  # None: this monitor reports to the user
-        self._listeners: dict[int, socket.socket] = {}
         self._reported: set[tuple[int, int]] = set()
         self._dying: list[_Rank] = []  # ranks with a sign of their end, in order, not handled yet
         self._losses: list[Loss] = []
@@ -287,21 +285,16 @@ class NodeMonitor:
             sock.bind(str(path))
             self._path = path
             sock.listen()
-            self._add_listener(sock)
+            self.listen(sock)
         for descriptor in self._given["listeners"]:
-            self._add_listener(socket.socket(fileno=descriptor))
-
-    def _add_listener(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        self._listeners[sock.fileno()] = sock
-        self._poll.register(sock, select.EPOLLIN)
+            self.listen(socket.socket(fileno=descriptor))
 
     def _loop(self) -> None:
         next_check = 0.0
         while self._is_needed():
             pause = self._pause()
             wait = min(next_check, self._decide_at) - time.monotonic()
-            ready = [descriptor for descriptor, _ in self._poll.poll(max(0.0, wait))]
+            ready = [descriptor for descriptor, _ in self.poll.poll(max(0.0, wait))]
             ends = {one.pidfd: one for one in self._ranks if one.pidfd >= 0}
             bells = {one.bell: one for one in self._ranks if one.bell >= 0}
             for descriptor in ready:
@@ -313,16 +306,13 @@ class NodeMonitor:
                     self._lose_launcher()
             self._find_losses()
             for descriptor in ready:
-                if descriptor in self._listeners:
-                    self._accept(self._listeners[descriptor])
-                elif descriptor in self._lines:
-                    self._serve_line(self._lines[descriptor])
+                self.serve_descriptor(descriptor)
             self._decide()
             now = time.monotonic()
             if now >= next_check:
                 next_check = now + pause
                 self._check_hangs(now)
-                self._drop_silent(now)
+                self.drop_silent()
                 if now > self._launcher_by:
                     self._end_with_launcher()
                 self._kill(now)
@@ -376,16 +366,16 @@ class NodeMonitor:
         end = time.monotonic() + ANSWER_TIMEOUT_S
         others: list[tuple[JsonConnection, dict[str, Any]]] = []
         for line in lines:
-            try:
+            with self.checked(line):
                 while "ranks" not in (message := line.receive(end - time.monotonic())):
                     others.append((line, message))
                 found += message["ranks"]
-            except OSError:
-                self._drop(line)
         for line, message in others:
-            self._handle_safely(line, message)
+            with self.checked(line):
+                self._handle(line, message)
         for line in lines:  # messages that follow the answers
-            self._handle_all(line)
+            with self.checked(line):
+                self.handle_all(line)
         known = {one["rank"] for one in found}
         found += [
             {"rank": rank, "host": "", "pid": 0, "state": "silent", "how": "", "main": 0,
@@ -445,85 +435,38 @@ class NodeMonitor:
                        "proof": mac(self._secret, "node", nonce)})  # fmt: skip
             self._check_proof(line, line.receive(end - time.monotonic()), "head")
             line.accept_peer("head")
-            self._add_line(line)
+            self.add(line)
             self._head = line
             return True
         return False
 
-    def _add_line(self, line: JsonConnection) -> None:
-        if not line.is_local:
-            line.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._lines[line.fileno()] = line
-        self._poll.register(line, select.EPOLLIN)
-
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            sock, _ = listener.accept()
-        except OSError:
-            return
+    def welcome(self, sock: socket.socket) -> None:
+        """Add an accepted connection. A connection of another node gets a nonce."""
         if sock.family == socket.AF_UNIX:
             credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             if struct.unpack("=3i", credentials)[1] not in (0, os.getuid()):
                 sock.close()
                 return
         line = JsonConnection(sock)
-        self._add_line(line)
-        strangers = [one for one in self._lines.values()
-                     if not one.peer and one.is_local == line.is_local]  # fmt: skip
-        if len(strangers) > _MAX_STRANGER_COUNT:
-            self._drop(min(strangers, key=lambda one: one.since))
+        self.add(line)
         if not line.is_local:
             self._send(line, {"nonce": line.nonce})
 
-    def _drop_silent(self, now: float) -> None:
-        """Drop connections without a handshake or a question in time."""
-        for line in list(self._lines.values()):
-            if not line.peer and now - line.since > ANSWER_TIMEOUT_S:
-                self._drop(line)
-
     def _send(self, line: JsonConnection, message: dict[str, Any]) -> None:
-        try:
-            line.send(message)
-            self._watch_output(line)
-        except OSError:
-            self._drop(line)
+        self.send(line, json.dumps(message).encode())
 
-    def _watch_output(self, line: JsonConnection) -> None:
-        self._poll.modify(line, select.EPOLLIN | (select.EPOLLOUT if line.has_unsent else 0))
-
-    def _drop(self, line: JsonConnection) -> None:
-        if self._lines.get(line.fileno()) is not line:
-            return
-        del self._lines[line.fileno()]
-        self._poll.unregister(line)
+    def dropped(self, line: JsonConnection) -> None:
+        """Forget the connection of a monitor."""
         self._nodes = {node: one for node, one in self._nodes.items() if one is not line}
         if line is self._head:
             self._head = None
-        line.sock.close()
 
-    def _serve_line(self, line: JsonConnection) -> None:
-        try:
-            line.flush()
-            line.fill()
-            self._watch_output(line)
-        except OSError:
-            self._drop(line)
-        self._handle_all(line)
-
-    def _handle_all(self, line: JsonConnection) -> None:
-        """Handle the complete messages."""
-        try:
-            while line.sock.fileno() >= 0 and (message := line.take()) is not None:
-                self._handle_safely(line, message)
-        except OSError:
-            self._drop(line)
-
-    def _handle_safely(self, line: JsonConnection, message: dict[str, Any]) -> None:
-        """Handle a message. An invalid one closes this connection only."""
-        try:
-            self._handle(line, message)
-        except Exception:
-            self._drop(line)
+    def handle_next(self, line: JsonConnection) -> bool:
+        """Handle the next message."""
+        if (message := line.take()) is None:
+            return False
+        self._handle(line, message)
+        return True
 
     def _handle(self, line: JsonConnection, message: dict[str, Any]) -> None:
         if (line.is_local or line.peer) and "ask" in message:
@@ -546,11 +489,9 @@ class NodeMonitor:
         self._far_ranks[line.peer] = int(message["ranks"])
         if sum(self._far_ranks.values()) + len(self._ranks) < self.size:
             return
-        for descriptor, sock in list(self._listeners.items()):  # all nodes have connected
+        for sock in list(self.listeners.values()):  # all nodes have connected
             if sock.family != socket.AF_UNIX:
-                self._poll.unregister(descriptor)
-                del self._listeners[descriptor]
-                sock.close()
+                self.close_listener(sock)
 
     def _check_proof(self, line: JsonConnection, message: dict[str, Any], role: str) -> None:
         if not is_proof(message.get("proof"), self._secret, role, line.nonce):
@@ -595,7 +536,7 @@ class NodeMonitor:
             if os.read(rank.bell, 512):
                 return
             # The rank has closed the pipe: the first sign of its end.
-            self._poll.unregister(rank.bell)
+            self.poll.unregister(rank.bell)
             os.close(rank.bell)
             rank.bell = -1
             if _is_dying(rank.pid):
@@ -612,7 +553,7 @@ class NodeMonitor:
     def _record_end(self, rank: _Rank) -> None:
         """Record that the process of a rank has ended."""
         self._record_sign(rank)
-        self._poll.unregister(rank.pidfd)
+        self.poll.unregister(rank.pidfd)
         rank.end(time.monotonic() + _END_TIMEOUT_S)
 
     def _find_losses(self) -> None:
@@ -689,12 +630,9 @@ class NodeMonitor:
         # The kernel's order of events is valid for one node.
         known = loss.alone or (loss.ranks[0]["how"] == "SIGKILL" and not several)
         why = report.describe_loss(loss.ranks, self.size, known)
-        hint = ""
-        if not self._survives_losses:
-            hint = report.describe_survival(loss.ranks, self._given["survival"])
         if report.is_ended_by_mpi(loss.ranks[0]):
-            hint = report.describe_mismatch(loss.ranks[0], self._gather({}))
-        _print("\n".join(filter(None, [why, hint])), self._stderr)
+            why += "\n" + report.describe_mismatch(loss.ranks[0], self._gather({}))
+        _print(why, self._stderr)
         if self._survives_losses:
             return
         for line in list(self._nodes.values()):
@@ -703,7 +641,7 @@ class NodeMonitor:
 
     def _lose_launcher(self) -> None:
         """Record that the launcher has ended: ranks that end now end because of it."""
-        self._poll.unregister(self._launcher)
+        self.poll.unregister(self._launcher)
         os.close(self._launcher)
         self._launcher = -1
         now = time.monotonic()

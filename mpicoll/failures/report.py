@@ -12,8 +12,8 @@ from typing import Any
 
 __all__ = [
     "describe_end", "describe_exit", "describe_hang", "describe_job", "describe_loss",
-    "describe_mismatch", "describe_rank", "describe_survival", "format_ranks", "is_ended_by_mpi",
-    "is_there", "parse_stacks",
+    "describe_mismatch", "describe_rank", "format_ranks", "is_ended_by_mpi", "is_there",
+    "parse_stacks",
 ]  # fmt: skip
 
 #: State of a rank: rank, host, pid, main (its main thread), state (running, stopped, ending, done,
@@ -32,9 +32,6 @@ _HINTS = {
     "SIGHUP": " (its terminal was closed)",
     "SIGINT": " (Ctrl-C)",
 }
-
-#: Signals that are usually sent to a whole job.
-_FOR_ALL = _HINTS.keys() - {"SIGKILL"}
 
 #: Added to the class of the error in the exit code with which MPICH ends a process.
 _MPI_ERROR = 128
@@ -79,14 +76,11 @@ def _describe_call(call: dict[str, Any]) -> str:
     """Describe a call: "call 3 of group 0: barrier"."""
     if not call["number"]:
         return f"no call of group {call['name']}"
-    return f"call {call['number']} of group {call['name']}: {_words(call)}"
-
-
-def _words(call: dict[str, Any]) -> str:
     # It loads NumPy, which the monitor otherwise does not need.
     from mpicoll.core.signature import describe, with_root
 
-    return describe(with_root(call["kind"], call["root"]), call["sizes"])
+    words = describe(with_root(call["kind"], call["root"]), call["sizes"])
+    return f"call {call['number']} of group {call['name']}: {words}"
 
 
 def describe_end(how: str) -> str:
@@ -145,13 +139,6 @@ def describe_exit(ranks: Sequence[Snapshot], size: int, code: int) -> str:
     return f"mpicoll: {_who(ranks, size)} exited with code {code} (sys.exit); the job ends"
 
 
-def describe_survival(lost: Sequence[Snapshot], survival: str) -> str:
-    """Return the line with the setting by which the job would have survived, or ""."""
-    if not survival or lost[0]["how"] in _FOR_ALL:
-        return ""
-    return f"mpicoll: to survive a lost rank: {survival} (docs/reliability.md)"
-
-
 def is_ended_by_mpi(lost: Snapshot) -> bool:
     """Return whether MPI has ended a rank after an error in a collective.
 
@@ -166,28 +153,17 @@ def describe_mismatch(lost: Snapshot, snapshots: Iterable[Snapshot]) -> str:
     """Return the line that compares the calls of all ranks after MPI has ended one of them."""
     call = _last_call(lost)
     assert call is not None
-    found = {
-        snapshot["rank"]: one
-        for snapshot in snapshots
-        for one in snapshot["calls"]
-        if one["group"] == call["group"]
-    }
-    is_same_call = {each["number"] for each in found.values()} == {call["number"]}
-    is_mismatch = is_same_call and len({_words(each) for each in found.values()}) > 1
     calls: dict[str, list[int]] = {}
-    for rank, each in found.items():
-        calls.setdefault(_words(each) if is_mismatch else _describe_call(each), []).append(rank)
+    for one in snapshots:
+        for each in one["calls"]:
+            if each["group"] == call["group"]:
+                calls.setdefault(_describe_call(each), []).append(one["rank"])
     texts = "; ".join(f"{format_ranks(ranks)}: {words}" for words, ranks in calls.items())
     from mpicoll.failures.debug_level import DETAIL_HINT
 
-    if is_mismatch:
-        return (
-            "mpicoll: collective mismatch: the ranks made different calls as "
-            f"{_describe_call(call).partition(':')[0]}: {texts}. MPI ended the job; {DETAIL_HINT}"
-        )
     return (
         "mpicoll: MPI ended the process after an error in a call, most likely a collective "
-        f"mismatch in sizes. The last calls: {texts}. {DETAIL_HINT}"
+        f"mismatch. The last calls: {texts}. {DETAIL_HINT}"
     )
 
 

@@ -175,23 +175,10 @@ def _describe_ranks(group: ProcessGroup, closer: int | None = None) -> str:
     closer: group rank that failed the group. It has continued since, so that the node monitor
         does not know where it waited.
     """
-    known: dict[int, tuple[int, str]] = {}
-    for name in ("shared", "hierarchical"):
-        memory = group.resources.find(name)
-        if memory:
-            known |= memory.last_calls()
     texts = {}
     for rank, status in list(group.statuses.items()):
         call = describe_call(status.last_call)
         texts[rank] = f"waits in call {status.begun - status.formed} or after it, {call}"
-    for rank, (number, call) in known.items():
-        here = number - group.sequence & 0xFFFFFFFF < 1 << 31
-        if number and not here:
-            texts[rank] = f"not in this call, last in call {number}, {call}"
-        elif not number:
-            texts.setdefault(rank, "not in this call, and no call before it")
-        else:
-            texts[rank] = "in this call"
     # The node monitor knows all ranks of the node.
     for rank, text in monitor_client.ask_about(group).items():
         if group.ranks.index(rank) != closer:

@@ -35,7 +35,6 @@ _FUNCTIONS = {
     "shared_call": ("PIPP", ""),
     "shared_close": ("P", ""),
     "shared_closed_by": ("P", "i"),
-    "shared_last_call": ("PIPP", "I"),
     "shared_set_signal_handler": ("P", ""),
     "shared_blocks": ("PPPNII", "i"),
     "shared_lists": ("PPPNII", "i"),

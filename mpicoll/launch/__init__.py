@@ -21,7 +21,6 @@ from mpicoll.launch.launchers import (
     find_launcher,
     find_local_rank,
     find_rank,
-    find_survival,
     is_launcher_variable,
 )
 from mpicoll.launch.rendezvous import Rendezvous, loopback
@@ -43,7 +42,7 @@ __all__ = [
     "RUN_OPTION", "TORCH_VARIABLES", "GivenRank", "Rendezvous", "announced",
     "call_before_finalize", "check_world", "current", "fill_environment", "finalize_within",
     "find_job", "find_launcher", "find_local_rank", "find_rank", "find_rendezvous",
-    "find_survival", "find_torch_variables", "has_grown", "has_own_gpus", "is_child_of_rank",
+    "find_torch_variables", "has_grown", "has_own_gpus", "is_child_of_rank",
     "is_launcher_variable", "is_serialized", "is_started_by_mpi", "is_started_by_torchrun",
     "join", "loopback", "master_address", "notify_failure", "read_rank", "run_on_each",
     "skip_finalize", "start", "warn_if_serialized", "was_filled",

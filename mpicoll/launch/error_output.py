@@ -17,15 +17,9 @@ from pathlib import Path
 from types import FrameType
 
 import mpicoll
-from mpicoll.errors import (
-    CollectiveTimeoutError,
-    LaunchError,
-    LostRankError,
-    MismatchError,
-    MpicollError,
-)
+from mpicoll.errors import MpicollError
 from mpicoll.launch.host_identity import node
-from mpicoll.launch.init_timeout import is_bound, job_name
+from mpicoll.launch.init_timeout import job_name
 from mpicoll.launch.launchers import find_launcher
 from mpicoll.launch.session import current
 from mpicoll.output import write_lines
@@ -39,11 +33,6 @@ _WRAPPERS = (
 )  # fmt: skip
 #: Seconds that a rank waits for the rank that prints the same error and then ends the job.
 _PRINTING_TIMEOUT_S = 10.0
-#: Errors that mpicoll raises on several ranks at the same time.
-_SHARED = (CollectiveTimeoutError, LaunchError, LostRankError, MismatchError)
-#: Seconds that a rank waits for lower ranks to raise the same shared error, and for a lower rank
-#: that has raised it to begin printing.
-_LOWER_RANK_TIMEOUT_S, _RAISING_TIMEOUT_S = 0.1, 1.0
 _CHECK_INTERVAL_S = 0.05
 #: Seconds that the job may need to end after the printing rank has ended.
 _ENDING_TIMEOUT_S = 2.0
@@ -103,20 +92,15 @@ def print_once(error: BaseException, rank: str, extra_lines: Callable[[], list[s
 
     extra_lines: returns lines to print after it.
 
-    The first rank prints. An error of _SHARED is printed by the lowest rank that raises it within
-    _LOWER_RANK_TIMEOUT_S; any other error without delay, because it may be the cause of errors on
-    other ranks. The printing rank holds an abstract socket address until its process ends. Other
-    ranks print at most the location of the error and wait, because the printing rank ends the job.
-    If it does not, the next rank prints the error.
+    The first rank prints. It holds an abstract socket address until its process ends. Other ranks
+    print at most the location of the error and wait, because the printing rank ends the job. If it
+    does not, the next rank prints the error.
     """
     name = type(error).__qualname__
     message = re.sub(r"\brank \d+ of ", "", f"{name}: {error}")
     location = _find_location(error)
     end = time.monotonic() + _PRINTING_TIMEOUT_S
     last = extra_lines()
-    if isinstance(error, _SHARED):
-        claim(f"{message}\nrank {rank}")  # higher ranks wait for this one
-        _await_lower_ranks(message, rank)
     if claim(message):
         claim(f"{message}\n{location}")
     else:
@@ -130,21 +114,6 @@ def print_once(error: BaseException, rank: str, extra_lines: Callable[[], list[s
         else:  # the printing rank has ended, and usually the job ends now
             time.sleep(_ENDING_TIMEOUT_S)
     write_lines("\n".join([with_rank(rank, format_error(error)), *last]))
-
-
-def _await_lower_ranks(message: str, rank: str) -> None:
-    """Wait until a lower rank that raises the same error has claimed it, or until the timeout."""
-    claimed = _address(message)
-    if claimed is None or not rank.isdecimal():
-        return
-    raising = [_address(f"{message}\nrank {lower}") for lower in range(int(rank))]
-    start = time.monotonic()
-    while raising and not is_bound(claimed):
-        waited = time.monotonic() - start
-        limit = _RAISING_TIMEOUT_S if any(map(is_bound, filter(None, raising))) else 0.0
-        if waited > max(limit, _LOWER_RANK_TIMEOUT_S):
-            break
-        time.sleep(min(_CHECK_INTERVAL_S, _LOWER_RANK_TIMEOUT_S / 4))
 
 
 def _find_location(error: BaseException) -> str:

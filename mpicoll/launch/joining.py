@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import secrets
 import select
 import socket
 import subprocess
@@ -27,7 +26,7 @@ from mpicoll.launch.rendezvous import (
     loopback,
 )
 from mpicoll.launch.session import Session, set_current
-from mpicoll.line_protocol import is_proof, mac, nonce
+from mpicoll.line_protocol import is_proof, mac, tune
 from mpicoll.signals import blocked_job_signals
 
 _WHERE = "init_process_group"
@@ -217,7 +216,7 @@ def start_server(
     The server waits for rank 0 as long as the standard input of the process is open.
     """
     # The user's secret is not published.
-    published = "" if settings.SECRET.value() else secrets.token_hex(32)
+    published = "" if settings.SECRET.value() else os.urandom(32).hex()
     host = loopback(host) or (host and find_own_address(host))
     configuration = {
         "host": host,
@@ -283,7 +282,7 @@ def _connect(address: ServerAddress, role: str, rendezvous: Rendezvous, node: st
 def _authenticate(
     sock: socket.socket, role: str, rendezvous: Rendezvous, node: str, secret: str
 ) -> None:
-    theirs, mine = read_greeting(sock), nonce()
+    theirs, mine = read_greeting(sock), os.urandom(16).hex()
     words = [role, str(rendezvous.rank), str(rendezvous.world_size), node, mine]
     proof = mac(secret, "rank", theirs, *words)
     sock.sendall(" ".join([*words, proof]).encode() + b"\n")
@@ -300,7 +299,7 @@ def _authenticate(
 def read_greeting(sock: socket.socket) -> str:
     """Return the nonce of the server's greeting; raise ServerNotFoundError for other programs."""
     sock.settimeout(ANSWER_TIMEOUT_S)
-    server.tune(sock)
+    tune(sock)
     greeting = read_line(sock)
     theirs = greeting.removeprefix(server.GREETING + " ")
     if theirs == greeting:

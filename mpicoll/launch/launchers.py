@@ -54,8 +54,6 @@ class Launcher:
     #: The ranks are children of its process on their node, a Python process, and end with it.
     is_parent: bool = False
     manager: str = ""  # set on all ranks by a process manager that supports MPI_Comm_spawn
-    survival: str = ""  # the start option with which a job survives a lost rank, "" if unknown
-    restarts: str = ""  # the number of times that it restarts all ranks
 
     def is_present(self, environment: Mapping[str, str] = os.environ) -> bool:
         """Return whether it started this process."""
@@ -122,9 +120,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
         size="WORLD_SIZE", local_rank=("LOCAL_RANK",), local_size="LOCAL_WORLD_SIZE",
         remedy="call init_process_group with init_method='env://' or without init_method, before "
         "mpi4py.MPI is imported",
-        survival="torchrun --max-restarts 3, which restarts all ranks, to continue from a "
-        "checkpoint",
-        restarts="TORCHELASTIC_MAX_RESTARTS",
         owned=r"TORCHELASTIC_|((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT))$",
         is_parent=True,
     ),
@@ -136,7 +131,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
         remedy="use the mpirun of the MPI library that mpi4py loads, or configure mpi4py to load "
         f"Open MPI {_PRINTS}",
         protocol=PmiProtocol.PMIX, bootstrap="OMPI_COMM_WORLD_", manager="OMPI_COMM_WORLD_SIZE",
-        survival="mpirun --with-ft ulfm, with which the other ranks can continue",
         owned=r"(OMPI|PRTE)_(?!MCA_|ALLOW_)|OMPI_MCA_(orte|ess|pmix|initial_wdir|num_procs)",
     ),
     replace(
@@ -160,8 +154,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
         bootstrap=r"PMI2?_|MPI_LOCALRANKID|MPI_LOCALNRANKS"
         r"|(I_MPI_PMI|I_MPI_PMI_LIBRARY|MPIR_CVAR_PMI_VERSION|MPICH_PMI_VERSION)$",
         manager="HYDI_CONTROL_FD",
-        survival="on one node, MPICH's mpiexec -disable-auto-cleanup and MPICOLL_SURVIVE=1, with "
-        "which the other ranks can continue",
         owned=r"PMI2?_|MPI_LOCAL|HYDI?_|HYDRA_|I_MPI_(HYDRA|INFO|PMI)",
     ),
     Launcher(
@@ -200,8 +192,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
     replace(_JSRUN, owned="JSM_"),
     replace(
         _SRUN,
-        survival="a checkpoint, because srun does not restart ranks; or an mpirun in the "
-        "allocation, with which the other ranks can continue",
         owned="SLURM", job=r"SLURM_(JOB|ARRAY|SUBMIT|CLUSTER|CONF|CPUS|MEM|TMPDIR|RESTART)",
     ),
     Launcher(
@@ -261,15 +251,6 @@ def find_identity(environment: Mapping[str, str] = os.environ) -> str:
     """Return a text that identifies this job, the same on all ranks; "" if there is none."""
     names = (find_launcher(environment) or _NONE).identity
     return " ".join(f"{name}={environment[name]}" for name in names if name in environment)
-
-
-def find_survival(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the start option with which this job would survive a lost rank, "" if unknown."""
-    for launcher in find_launchers(environment):
-        is_its_own = not launcher.manager or launcher.manager in environment
-        if launcher.survival and is_its_own:
-            return launcher.survival if environment.get(launcher.restarts, "0") == "0" else ""
-    return ""
 
 
 def find_rank(environment: Mapping[str, str] = os.environ) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import struct
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -49,17 +48,17 @@ def agree_or_raise(
     rank, within _NOTIFY_TIMEOUT_S even if other ranks have not called, and LaunchError on every
     other rank, or on all ranks if two requested the same.
     """
-    me, size = comm.Get_rank(), comm.Get_size()
-    wanted = me if requested is None else requested
-    if size > 1:
-        records = _exchange(comm, _pack(wanted, error), error is not None)
-    else:
-        records = [_RECORD.unpack(_pack(wanted, error))]
+    size = comm.Get_size()
+    wanted = comm.Get_rank() if requested is None else requested
+    text = "" if error is None else f"{type(error).__name__}: {error}"
+    mine = _RECORD.pack(error is not None, wanted, text.encode("utf-8", "replace")[:_TEXT_BYTES])
+    records = _exchange(comm, mine, error is not None) if size > 1 else [_RECORD.unpack(mine)]
     if error is not None:
         raise error
-    for failed, place, text in records or ():
+    for failed, place, quoted in records or ():
         if failed:
-            raise _quote(place, text)
+            words = quoted.rstrip(b"\0").decode("utf-8", "ignore")
+            raise LaunchError(f"{_WHERE}: rank {place} failed: {words}")
     places = [place for _, place, _ in records or ()]
     if sorted(places) != list(range(size)):
         raise LaunchError(
@@ -107,28 +106,10 @@ def run_on_each(comm: MPI.Intracomm, step: Callable[[], T]) -> T:
 
     Raises its exception on a rank where it failed, and LaunchError on every other rank.
     """
-    from mpi4py import MPI
-
     result, error = None, None
     try:
         result = step()
     except Exception as failure:
         error = failure
-    me, size = comm.Get_rank(), comm.Get_size()
-    first = array("i", [size if error is None else me])
-    comm.Allreduce(MPI.IN_PLACE, [first, MPI.INT], MPI.MIN)
-    if first[0] == size:
-        return result  # type: ignore[return-value]
-    box = bytearray(_pack(me, error))
-    comm.Bcast([box, MPI.BYTE], first[0])
-    raise error or _quote(first[0], _RECORD.unpack(box)[2])
-
-
-def _pack(wanted: int, error: Exception | None) -> bytes:
-    text = "" if error is None else f"{type(error).__name__}: {error}"
-    return _RECORD.pack(error is not None, wanted, text.encode("utf-8", "replace")[:_TEXT_BYTES])
-
-
-def _quote(rank: int, text: bytes) -> LaunchError:
-    words = text.rstrip(b"\0").decode("utf-8", "ignore")
-    return LaunchError(f"{_WHERE}: rank {rank} failed: {words}")
+    agree_or_raise(comm, None, error)
+    return result  # type: ignore[return-value]

@@ -44,8 +44,7 @@ import contextlib
 import json
 import os
 import resource
-import secrets
-import selectors
+import select
 import socket
 import sys
 import time
@@ -54,13 +53,11 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent.parent.parent)]
 
-from mpicoll.line_protocol import LineConnection, is_proof, mac
+from mpicoll.line_protocol import LineConnection, LineServer, is_proof, mac
 
 GREETING = "mpicoll 1"
 #: Node name of ranks in which MPI runs already. They only exchange values by PMI's put and get.
 RUNS_MPI = "runs-mpi"
-#: Seconds within which a connection has to authenticate.
-_AUTHENTICATION_TIMEOUT_S = 10.0
 #: Seconds from the failure of the job until the PMI connections are closed, which ends ranks inside
 #: MPI_Init.
 _CLOSE_DELAY_S = 3.0
@@ -97,16 +94,14 @@ def mapping(nodes: list[str]) -> str:
 
 
 class _Connection(LineConnection):
-    """A connection and the rank of its peer, -1 before authentication."""
+    """A connection and the rank of its peer. ``peer`` is its role, "pmi" or "watch"."""
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock, _MAX_UNAUTHENTICATED_LINE_BYTES, _MAX_UNAUTHENTICATED_LINE_BYTES)
-        self.role = ""
         self.rank = -1
-        self.is_closing = False  # close after all data has been sent
 
 
-class Server:
+class Server(LineServer[_Connection]):
     """Serves one job until all ranks have disconnected.
 
     limit: seconds for MPI_Init after all ranks have connected.
@@ -124,12 +119,12 @@ class Server:
         sends_secret: bool = False,
         starter: int | None = None,
     ) -> None:
-        self.listener, self.secret, self.size, self.limit = listener, secret, size, limit
+        super().__init__(select.epoll(), _MAX_UNAUTHENTICATED_COUNT + 2 * size)
+        self.listen(listener)
+        self.secret, self.size, self.limit = secret, size, limit
         self.sends_secret, self.starter = sends_secret, starter
         # MPI libraries use it in names of shared memory, so it must be unique on every node.
-        self.name = f"mpicoll-{secrets.token_hex(8)}"
-        self.selector = selectors.DefaultSelector()
-        self.connections: set[_Connection] = set()
+        self.name = f"mpicoll-{os.urandom(8).hex()}"
         self.pmi: dict[int, _Connection] = {}
         self.watch: dict[int, _Connection] = {}
         self.nodes: dict[int, str] = {}
@@ -152,111 +147,69 @@ class Server:
 
     def serve(self) -> None:
         """Serve until all ranks have disconnected, or rank 0 has ended before it connected."""
-        self.listener.setblocking(False)
-        self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
         if self.starter is not None:
-            self.selector.register(self.starter, selectors.EVENT_READ, self._forget_starter)
+            self.poll.register(self.starter, select.EPOLLIN)
         try:
             while self.pmi or self.watch or self.starter is not None:
-                for key, events in self.selector.select(1.0):
-                    if not isinstance(key.data, _Connection):
-                        key.data()
-                        continue
-                    if events & selectors.EVENT_WRITE and key.data in self.connections:
-                        self._flush(key.data)
-                    if events & selectors.EVENT_READ and key.data in self.connections:
-                        self._read(key.data)
+                for descriptor, _ in self.poll.poll(1.0):
+                    if descriptor == self.starter:
+                        self.poll.unregister(descriptor)
+                        self.starter = None
+                    else:
+                        self.serve_descriptor(descriptor)
+                self.drop_silent()
                 now = time.monotonic()
-                for peer in list(self.connections):
-                    if not peer.role and now - peer.since > _AUTHENTICATION_TIMEOUT_S:
-                        self._drop(peer)
                 if self.starting and now > self.init_deadline:
                     self._fail(f"stuck {','.join(map(str, sorted(self.starting)))}")
                 if now > self.close_deadline:
                     break
         finally:
-            for peer in self.connections:
-                peer.sock.close()
-            self.listener.close()
-            self.selector.close()
-
-    def _forget_starter(self) -> None:
-        starter, self.starter = self.starter, None
-        if starter is not None:
-            self.selector.unregister(starter)
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            sock, _ = self.listener.accept()
-            if len(self.connections) >= _MAX_UNAUTHENTICATED_COUNT + 2 * self.size:
+            for sock in (*(one.sock for one in self.lines.values()), *self.listeners.values()):
                 sock.close()
-                return
-            tune(sock)
-            peer = _Connection(sock)
-            self.connections.add(peer)
-            self.selector.register(sock, selectors.EVENT_READ, peer)
-            self._send(peer, f"{GREETING} {peer.nonce}")
+            self.poll.close()
+
+    def welcome(self, sock: socket.socket) -> None:
+        """Add an accepted connection, and send the greeting."""
+        peer = _Connection(sock)
+        self.add(peer)
+        self._send(peer, f"{GREETING} {peer.nonce}")
 
     def _send(self, peer: _Connection, line: str) -> None:
-        if peer in self.connections:
-            self._flush(peer, line)
+        self.send(peer, line.encode())
 
-    def _flush(self, peer: _Connection, line: str | None = None) -> None:
-        """Send a line, if any, after the data that the peer has not read yet."""
-        try:
-            peer.flush() if line is None else peer.send_line(line.encode())
-        except OSError:
-            self._drop(peer)
-            return
-        if peer.is_closing and not peer.has_unsent:
-            self._drop(peer)
-            return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_unsent else 0)
-        self.selector.modify(peer.sock, events, peer)
-
-    def _read(self, peer: _Connection) -> None:
-        try:
-            peer.fill()
-            while peer in self.connections and not peer.is_closing:
-                line = peer.take_line()
-                if line is None:
-                    return
-                self._handle(peer, line.decode("ascii").rstrip("\r"))
-        except Exception:  # OSError, or an invalid message
-            self._drop(peer)
-
-    def _drop(self, peer: _Connection) -> None:
-        if peer not in self.connections:
-            return
-        self.connections.discard(peer)
-        self.selector.unregister(peer.sock)
-        peer.sock.close()
-        if peer.role == "pmi":
+    def dropped(self, peer: _Connection) -> None:
+        """Record that a rank has closed a connection."""
+        if peer.peer == "pmi":
             self.fence.discard(peer.rank)
             del self.pmi[peer.rank]
             self._check_fence()
-        elif peer.role == "watch":
+        elif peer.peer == "watch":
             del self.watch[peer.rank]
             if self.state[peer.rank] == "busy":
                 self._fail(f"lost {peer.rank}")
             self._set_state(peer.rank, "gone")
 
-    def _handle(self, peer: _Connection, line: str) -> None:
-        if peer.role == "pmi":
+    def handle_next(self, peer: _Connection) -> bool:
+        """Handle the next line of a rank."""
+        if (data := peer.take_line()) is None:
+            return False
+        line = data.decode("ascii").rstrip("\r")
+        if peer.peer == "pmi":
             self._handle_pmi(peer, line)
-        elif peer.role == "watch":
+        elif peer.peer == "watch":
             self._handle_watch(peer, line)
         elif line == "secret" and self.sends_secret:
             self._send(peer, f"secret {self.secret}")
         else:
             self._authenticate(peer, line)
+        return True
 
     # --- connecting ranks ------------------------------------------------------------------------
 
     def _authenticate(self, peer: _Connection, line: str) -> None:
         *words, proof = line.split(" ")
         if not is_proof(proof, self.secret, "rank", peer.nonce, *words):
-            self._drop(peer)
+            self.drop(peer)
             return
         role, number, size, node, nonce = words
         rank, known = int(number), {"pmi": self.pmi, "watch": self.watch}[role]
@@ -271,7 +224,7 @@ class Server:
             peer.is_closing = True
             self._send(peer, f"refused {failure}" if failure else "taken")
             return
-        peer.role, peer.rank = role, rank
+        peer.peer, peer.rank = role, rank
         peer.max_line_bytes, peer.max_unread_bytes = _MAX_LINE_BYTES, _MAX_UNREAD_BYTES
         known[rank] = peer
         self._send(peer, f"ok {mac(self.secret, 'server', peer.nonce, nonce)}")
@@ -295,11 +248,10 @@ class Server:
             )
             return
         self.is_complete = True
-        self.selector.unregister(self.listener)
-        self.listener.close()
-        for peer in list(self.connections):
-            if not peer.role:
-                self._drop(peer)
+        for sock in list(self.listeners.values()):
+            self.close_listener(sock)
+        for peer in [one for one in self.lines.values() if not one.peer]:
+            self.drop(peer)
         self.init_deadline = time.monotonic() + self.limit
         self.starting = set(range(self.size))
         nodes = [self.nodes[rank] for rank in range(self.size)]
@@ -389,15 +341,6 @@ class Server:
             waiting, self.fence = self.fence, set()
             for peer in [self.pmi[rank] for rank in waiting]:
                 self._send(peer, "cmd=barrier_out rc=0")
-
-
-def tune(sock: socket.socket) -> None:
-    """Send small messages immediately, and detect a peer whose host is down."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)  # seconds
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -625,18 +625,6 @@ EXPORT int mpicoll_shared_closed_by(const struct mpicoll_shared *shared)
     return (int)atomic_load(&header(shared, 0)->closed_by) - 1;
 }
 
-/* Returns the number of the last call that a rank has announced (0: none) and its record. For
- * reports only: the rank may proceed in the meantime. */
-EXPORT uint32_t mpicoll_shared_last_call(const struct mpicoll_shared *shared, uint32_t rank,
-                                         uint64_t *signature, uint64_t *count)
-{
-    const struct signal *announced = &header(shared, rank)->announced;
-    const uint32_t number = atomic_load(&announced->counter.value);
-    *signature = load(&announced->calls[number % 2].signature);
-    *count = load(&announced->calls[number % 2].count);
-    return number;
-}
-
 /* The part of a message that is moved in one round. */
 struct piece {
     size_t start, count;

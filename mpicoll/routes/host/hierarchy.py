@@ -97,11 +97,6 @@ class Hierarchy:
         if self.rail is not None:
             lost_ranks.revoke(self.rail)
 
-    def last_calls(self) -> dict[int, tuple[int, str]]:
-        """Return ``Shared.last_calls`` for the ranks of this node, without descriptions."""
-        calls = {} if self._memory is None else self._memory.last_calls()
-        return {self.here[place]: (number, "") for place, (number, _) in calls.items()}
-
     def scratch(self, nbytes: int) -> int:
         """Return the address of ``nbytes`` bytes of the group's scratch memory."""
         return scratch(self.group, nbytes).ctypes.data

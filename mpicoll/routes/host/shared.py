@@ -267,16 +267,13 @@ class Shared:
 
     def _calls(self) -> list[tuple[int, int]]:
         """Return kind and count of each rank's call, after a mismatch."""
-        return [(kind, count) for _, kind, count in self._read_calls(self.kernels.shared_call)]
-
-    def _read_calls(self, read: Callable[..., Any]) -> list[tuple[Any, int, int]]:
-        """Call a getter of the C library for each rank; return its results and outputs."""
-        what, count = ctypes.c_uint64(), ctypes.c_uint64()
-        at = ctypes.addressof(what), ctypes.addressof(count)
-        return [
-            (read(self.pointer, rank, *at), what.value, count.value)
-            for rank in range(self._segment.n)
-        ]
+        kind, count = ctypes.c_uint64(), ctypes.c_uint64()
+        found = []
+        for rank in range(self._segment.n):
+            at = ctypes.addressof(kind), ctypes.addressof(count)
+            self.kernels.shared_call(self.pointer, rank, *at)
+            found.append((kind.value, count.value))
+        return found
 
     def leave(self) -> None:
         """Stop waiting for other ranks: current and later calls raise the group's error."""
@@ -289,14 +286,6 @@ class Shared:
     def leave_or_close(self, alone: bool) -> None:
         """Leave, or make all ranks leave if not ``alone``."""
         self.leave() if alone else self.close()
-
-    def last_calls(self) -> dict[int, tuple[int, str]]:
-        """Return the number of each rank's latest call, 0 for none, and its description."""
-        calls = self._read_calls(self.kernels.shared_last_call)
-        return {
-            rank: (number, describe(kind, count // _parts(kind)) if number else "")
-            for rank, (number, kind, count) in enumerate(calls)
-        }
 
     def failure(self) -> BaseException:
         """Return the error of the last call, and remove the call from the group's log."""

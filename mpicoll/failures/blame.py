@@ -17,17 +17,9 @@ from typing import Any, NamedTuple
 
 from mpicoll.signals import JOB_SIGNALS
 
-__all__ = ["Ending", "Loss", "build_loss", "find_cause"]
+__all__ = ["Loss", "build_loss", "find_cause"]
 
 Snapshot = dict[str, Any]
-
-
-class Ending(NamedTuple):
-    """A rank ends the job itself."""
-
-    when: float  # seconds on the monotonic clock of this node
-    snapshot: Snapshot  # of the rank; empty if the launcher has ended
-    code: int  # of ``sys.exit``, if the rank has not printed the reason; else -1
 
 
 class Loss(NamedTuple):
@@ -53,12 +45,13 @@ def build_loss(when: float, ranks: Sequence[Snapshot], alone: bool) -> Loss:
     return Loss(when, [ranks[0]] if alone else alike, alone)
 
 
-def find_cause(losses: Sequence[Loss], endings: Sequence[Ending]) -> Loss | Ending | None:
-    """Return the first cause, as far as it is known.
+def find_cause(losses: Sequence[Loss], ended_at: float) -> Loss | None:
+    """Return the loss that is the first cause, as far as it is known; None if there is none.
+
+    ended_at: when the first rank began to end the job itself, or the launcher has ended.
 
     A rank that ended alone counts before ranks of another node that ended together, because a
     launcher kills the ranks of the other nodes together.
     """
-    ending = min(endings, key=lambda one: one.when, default=None)
-    before = [one for one in losses if ending is None or one.when < ending.when]
-    return min(before, key=lambda one: (not one.alone, one.when), default=ending)
+    before = [one for one in losses if one.when < ended_at]
+    return min(before, key=lambda one: (not one.alone, one.when), default=None)

@@ -19,7 +19,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +39,6 @@ __all__ = ["ask_about", "is_ordered_to_end", "renew", "report_ending", "sign_off
 
 #: Default time after which a hang is reported: maximum in seconds, and fraction of the timeout.
 _REPORT_AFTER_S, _TIMEOUT_FRACTION = 60.0, 0.5
-#: Time that this rank waits for the report of the monitor before it ends the job.
-_REPORT_TIMEOUT_S = 0.5
 #: Names of processes that start and end the ranks of a node.
 _LAUNCHERS = {
     "hydra_pmi_proxy", "mpiexec", "mpiexec.hydra", "mpirun", "orted", "orterun", "prte", "prted",
@@ -93,8 +90,7 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
         if _own is None or _own.pid != os.getpid():
             _own = _Own()
         main = threading.main_thread().ident or 0
-        _own.page.write(thread=main, listener=listener, ending_ns=0, unexplained=0, end_order=0,
-                        state=RUNNING)  # fmt: skip
+        _own.page.write(thread=main, listener=listener, ending_ns=0, end_order=0, state=RUNNING)
         given = {
             "rank": world.Get_rank(), "pid": os.getpid(), "node": node(),
             "page": _own.page.descriptor, "bell": _own.bell,
@@ -328,21 +324,12 @@ def _limit(timeout: float | None) -> int:
     return int(1000 * min(_REPORT_AFTER_S, after))
 
 
-def report_ending(code: int, explained: bool = True) -> bool:
-    """Report that this rank ends the job with an exit code. Return False without a node monitor.
-
-    explained: the rank has printed the reason; else the monitor prints the exit code.
-    """
-    if (own := _live()) is None:
-        return False
-    own.page.set_ending(code, explained)
-    with contextlib.suppress(OSError):  # wake the monitor
-        os.write(own.rings, b"\0")
-    # The monitor's output may be lost when the job has ended.
-    end = time.monotonic() + _REPORT_TIMEOUT_S
-    while own.page.header().unexplained and time.monotonic() < end:
-        time.sleep(0.01)
-    return bool(own.page.header().monitor_pid)
+def report_ending() -> None:
+    """Report that this rank ends the job, and prints the reason itself."""
+    if own := _live():
+        own.page.set_ending()
+        with contextlib.suppress(OSError):  # wake the monitor
+            os.write(own.rings, b"\0")
 
 
 def _after_fork() -> None:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent.parent.parent)]
 
-from mpicoll.failures.blame import Ending, Loss, build_loss, find_cause
+from mpicoll.failures.blame import Loss, build_loss, find_cause
 from mpicoll.failures.status_page import DONE, ENDING, LEFT, Cell, StatusPage, parse
 from mpicoll.line_protocol import ANSWER_TIMEOUT_S, JsonConnection, LineServer, is_proof, mac
 
@@ -259,8 +259,8 @@ class NodeMonitor(LineServer[JsonConnection]):
         self._reported: set[tuple[int, int]] = set()
         self._dying: list[_Rank] = []  # ranks with a sign of their end, in order, not handled yet
         self._losses: list[Loss] = []
-        self._endings: list[Ending] = []
-        self._known_endings: set[int] = set()  # the ranks of this node among them
+        self._ended_at = float("inf")  # when the first rank began to end the job itself
+        self._known_endings: set[int] = set()  # the ranks of this node that have done so
         self._is_decided = False  # the cause of the job's end was reported
         self._decide_at = self._end_by = self._launcher_by = float("inf")
         self._path: Path | None = None
@@ -346,7 +346,7 @@ class NodeMonitor(LineServer[JsonConnection]):
     def _report_hang(self, call: dict[str, Any], seconds: float) -> None:
         """Print a report of a call, once. This monitor is the head."""
         key = call["group"], call["number"]
-        if key in self._reported or self._is_decided or self._endings:
+        if key in self._reported or self._is_decided or self._ended_at < float("inf"):
             return
         self._reported.add(key)
         from mpicoll.failures import report
@@ -523,7 +523,7 @@ class NodeMonitor(LineServer[JsonConnection]):
         if "lost" in news:
             self._losses.append(Loss(when, news["lost"], bool(news["alone"])))
         else:
-            self._add_ending(Ending(when, news["ending"], int(news["code"])))
+            self._ended_at = min(self._ended_at, when)
         # Other nodes have time to report earlier events.
         several = self.size > len(self._ranks) and not self._survives_losses
         wait = _NODES_TIMEOUT_S if several else 0.0
@@ -586,41 +586,23 @@ class NodeMonitor(LineServer[JsonConnection]):
             if one.state != ENDING or one.rank in self._known_endings:
                 continue
             self._known_endings.add(one.rank)
-            header = one.page.header()
-            when, code = header.ending_ns / 1e9, header.code if header.unexplained else -1
-            found = one.snapshot(self.host, time.monotonic(), {})
-            self._tell_head({"ending": found, "code": code}, when)
-            if self._head is not None:
-                self._add_ending(Ending(when, found, code))
-                one.page.write(unexplained=0)
-
-    def _add_ending(self, ending: Ending) -> None:
-        rank = ending.snapshot["rank"]
-        if all(one.snapshot.get("rank") != rank for one in self._endings):
-            self._endings.append(ending)
+            when = one.page.header().ending_ns / 1e9
+            self._ended_at = min(self._ended_at, when)
+            self._tell_head({"ending": one.rank}, when)
 
     def _decide(self) -> None:
         """Report the first cause of the job's end if it is time to decide."""
         if time.monotonic() < self._decide_at:
             return
         self._decide_at = float("inf")
-        from mpicoll.failures import report
-
         losses, self._losses = self._losses, []
-        while not self._is_decided and (cause := find_cause(losses, self._endings)) is not None:
-            if isinstance(cause, Loss):
-                losses.remove(cause)
-                self._report_loss(cause)
-                continue
+        while not self._is_decided and (cause := find_cause(losses, self._ended_at)):
+            losses.remove(cause)
+            self._report_loss(cause)
+        if self._ended_at < float("inf") and not self._is_decided:
             self._is_decided = True
             for line in list(self._nodes.values()):
                 self._send(line, {"decided": True})
-            if cause.code >= 0:
-                alike = [one.snapshot for one in self._endings if one.code == cause.code]
-                _print(report.describe_exit(alike, self.size, cause.code), self._stderr)
-        if self._is_decided:
-            for one in self._ranks:
-                one.page.write(unexplained=0)
 
     def _report_loss(self, loss: Loss) -> None:
         from mpicoll.failures import report
@@ -645,7 +627,7 @@ class NodeMonitor(LineServer[JsonConnection]):
         os.close(self._launcher)
         self._launcher = -1
         now = time.monotonic()
-        self._endings.append(Ending(now, {}, -1))
+        self._ended_at = min(self._ended_at, now)
         self._launcher_by = now + _CHECK_INTERVAL_S
 
     def _end_with_launcher(self) -> None:

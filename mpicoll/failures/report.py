@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 __all__ = [
-    "describe_end", "describe_exit", "describe_hang", "describe_job", "describe_loss",
-    "describe_mismatch", "describe_rank", "format_ranks", "is_ended_by_mpi", "is_there",
-    "parse_stacks",
+    "describe_end", "describe_hang", "describe_job", "describe_loss", "describe_mismatch",
+    "describe_rank", "format_ranks", "is_ended_by_mpi", "is_there", "parse_stacks",
 ]  # fmt: skip
 
 #: State of a rank: rank, host, pid, main (its main thread), state (running, stopped, ending, done,
@@ -132,11 +131,6 @@ def describe_loss(lost: Sequence[Snapshot], size: int, is_first_known: bool = Tr
 
 def _plural(words: str) -> str:
     return re.sub("^has ", "have ", re.sub("^was ", "were ", words))
-
-
-def describe_exit(ranks: Sequence[Snapshot], size: int, code: int) -> str:
-    """Return the line that names the ranks of one node that end the job by ``sys.exit``."""
-    return f"mpicoll: {_who(ranks, size)} exited with code {code} (sys.exit); the job ends"
 
 
 def is_ended_by_mpi(lost: Snapshot) -> bool:

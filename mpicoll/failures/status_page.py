@@ -23,7 +23,7 @@ RUNNING, ENDING, DONE, LEFT = range(4)
 MAX_CELLS = 4096
 NAME_BYTES = 56
 
-_HEADER = struct.Struct("=9Q56x")
+_HEADER = struct.Struct("=7Q72x")
 #: The first 64 bytes are ``struct last_call`` of calls.c.
 _CELL = struct.Struct(f"=8Q2I{NAME_BYTES}s")
 _PAGE_BYTES = _HEADER.size + MAX_CELLS * _CELL.size
@@ -33,12 +33,10 @@ class Header(NamedTuple):
     """The state that a rank publishes."""
 
     state: int  # RUNNING, ENDING, DONE or LEFT
-    code: int  # exit code with which it ends the job
     cells: int  # number of cells that have been used
     thread: int  # the main thread, as threading.get_ident returns it
     listener: int  # system-wide number of the thread that prints stacks on request
     ending_ns: int  # when the rank began to end the job, on the monotonic clock; 0: it has not
-    unexplained: int  # 1 while the rank waits for the monitor to report its exit code
     monitor_pid: int  # process of the monitor, 0 until it runs
     end_order: int  # 1 if the monitor orders this rank to end; the monitor prints the reason
 
@@ -85,11 +83,10 @@ class StatusPage:
         if self.header().state != ENDING:
             self.write(state=state)
 
-    def set_ending(self, code: int, explained: bool) -> None:
-        """Record that this rank ends the job now, and whether it has printed the reason."""
+    def set_ending(self) -> None:
+        """Record that this rank ends the job now."""
         if self.header().state != ENDING:
-            self.write(ending_ns=time.monotonic_ns(), unexplained=not explained)
-            self.write(code=code & 0xFF, state=ENDING)
+            self.write(ending_ns=time.monotonic_ns(), state=ENDING)
 
     def take_cell(self, group: int, limit: int, size: int, rank: int, name: str) -> int:
         """Take a free cell for a group; return its address, 0 if there is none."""

@@ -17,23 +17,17 @@ from mpicoll.launch.exit_hooks import (
     RankEnd,
     end_ranks,
     flush_output,
-    report_exit,
 )
 from mpicoll.output import write_lines
 
 __all__ = ["GroupEnd", "end_job", "end_stuck_job"]
 
 
-def end_job(code: int, explained: bool = True) -> None:
-    """End every rank of the job with an exit code, after flushing the output.
-
-    explained: this rank has printed the reason; else the node monitor, or this rank if there is no
-    monitor, prints the exit code.
-    """
+def end_job(code: int) -> None:
+    """End every rank of the job with an exit code, after flushing the output."""
     for line in flight_record.last_words():
         write_lines(line)
-    if not monitor_client.report_ending(code, explained) and not explained:
-        report_exit(_find_rank(), code)
+    monitor_client.report_ending()
     flush_output()
     end_ranks(code)
 
@@ -78,12 +72,12 @@ class GroupEnd(RankEnd):
 
     def extra_lines(self) -> list[str]:
         """Report the end of this rank; return the line that names the flight records."""
-        monitor_client.report_ending(1)
+        monitor_client.report_ending()
         return flight_record.last_words()
 
-    def end_job(self, code: int, explained: bool) -> None:
+    def end_job(self, code: int) -> None:
         """End every rank of the job, and notify the node's monitor."""
-        end_job(code, explained)
+        end_job(code)
 
     def at_exit(self) -> None:
         """End the groups."""

@@ -178,7 +178,7 @@ class Watchdog:
             return
         why, code = ending
         if not why:  # MPI_Abort in this process relies on the launcher to end it
-            monitor_client.report_ending(code)
+            monitor_client.report_ending()
             os._exit(code)
         time.sleep(_JOB_END_GRACE_S)
         if not self._stopping:
@@ -187,7 +187,7 @@ class Watchdog:
             write_lines("\n".join([f"mpicoll: rank {rank}: {why}; ending too", *records]))
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
-            monitor_client.report_ending(code)
+            monitor_client.report_ending()
             os._exit(code)
 
     def _check_groups(self, waits: dict[ProcessGroup, _Wait]) -> None:

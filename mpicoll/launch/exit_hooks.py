@@ -167,24 +167,13 @@ class RankEnd:
         """Return lines to print after an error."""
         return []
 
-    def end_job(self, code: int, explained: bool) -> None:
-        """Abort all ranks of the job, if this process can.
-
-        explained: this rank has printed the reason.
-        """
-        if not explained:
-            report_exit(self.rank(), code)
+    def end_job(self, code: int) -> None:
+        """Abort all ranks of the job, if this process can."""
         flush_output()
         end_ranks(code)
 
     def at_exit(self) -> None:
         """Called when the interpreter ends with success."""
-
-
-def report_exit(rank: str, code: int) -> None:
-    """Print the exit code with which a rank ends the job, once per node."""
-    if error_output.claim(f"exit code {code}"):
-        write_lines(f"mpicoll: rank {rank} exited with code {code}; the job ends")
 
 
 class _ExitHooks:
@@ -244,15 +233,24 @@ class _ExitHooks:
             finally:
                 if is_rank and self is _current:
                     code = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
-                    self.end.end_job(code, explained=True)
+                    self.end.end_job(code)
 
     def _exiting(self) -> None:
         if os.getpid() != self._pid:
             return
-        code = exit_code()
-        if code:
-            self.end.end_job(code, explained=not isinstance(_Exit.final_code, int))
+        if exit_code():
+            self._end_by_exit(_Exit.final_code)
         self.end.at_exit()
+
+    def _end_by_exit(self, status: object) -> None:
+        """End the job because of ``sys.exit(status)``. Print an exit code once per node."""
+        if not isinstance(status, int):  # a message, which the interpreter prints
+            self.end.end_job(1)
+            return
+        if error_output.claim(f"exit code {status}"):
+            rank = self.end.rank()
+            write_lines(f"mpicoll: rank {rank} exited with code {status} (sys.exit); the job ends")
+        self.end.end_job(status)
 
     def _child_exiting(self) -> None:
         """End the job if an exception ends a child of multiprocessing."""
@@ -262,9 +260,8 @@ class _ExitHooks:
         if isinstance(error, SystemExit):
             if isinstance(error.code, str):
                 write_lines(error.code)
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
-            if code:
-                self.end.end_job(code, explained=not isinstance(error.code, int))
+            if error.code not in (None, 0):
+                self._end_by_exit(error.code)
         elif error is not None:
             self._excepthook(type(error), error, error.__traceback__)
         self._exiting()

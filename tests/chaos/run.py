@@ -74,7 +74,7 @@ FAULTS = {
     "SIGTERM": Fault(False, SOON_S, (
         "lost: rank {rank} of .* by SIGTERM|lost together: .* rank {rank} first",)),
     "exit": Fault(False, SOON_S, ("lost: rank {rank} of .* exited with code 3",)),
-    "sys.exit": Fault(False, SOON_S, ("mpicoll: rank {rank} of .* exited with code 3",)),
+    "sys.exit": Fault(False, SOON_S, ("mpicoll: rank {rank} exited with code 3",)),
     "SIGSTOP": Fault(False, TIMEOUT_S, ("rank {rank}: stopped", "timeout of 4 s"),
                      ("small", "small,mpi")),
     "a pause": Fault(True, SOON_S, (), ("asynchronous",)),

@@ -258,7 +258,7 @@ class LineServer(Generic[Connection]):
         except Exception:
             self.drop(line)
 
-    def send(self, line: Connection, text: bytes) -> None:
+    def send_to(self, line: Connection, text: bytes) -> None:
         """Send a line. Drops the connection if that fails."""
         if self._is_open(line):
             with self.checked(line):

@@ -64,8 +64,10 @@ class Ended:
     def lines(self) -> list[str]:
         return sorted(self.out.split("\n"))[1:]
 
-    def in_good_order(self) -> None:
+    def in_good_order(self, *lines: str) -> None:
+        """Assert that the job succeeded without errors. lines: its output, in any order."""
         assert (self.code, self.err) == (0, ""), self
+        assert not lines or self.lines == sorted(lines), self
 
     def badly(self, *words: str) -> None:
         """Assert that the job failed without a hang, and printed ``words`` before MPI_Abort's."""

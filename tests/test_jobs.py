@@ -178,14 +178,6 @@ def test_gloo_gives_the_same_losses(short: Training, tmp_path: Path) -> None:
     training.assert_same(short)
 
 
-def test_torchrun_starts_the_job_unchanged(short: Training, tmp_path: Path) -> None:
-    if "Open MPI" in mpi_library():
-        pytest.skip("Open MPI does not start without its own mpirun")
-    training = Training(tmp_path / "torchrun.pt", TORCHRUN, *SHORT)
-    assert "on 2 ranks, DDP over mpicoll\n" in training.output
-    training.assert_same(short)
-
-
 def mpi_library() -> str:
     code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
     return run(sys.executable, "-c", code + "print(MPI.Get_library_version())").stdout

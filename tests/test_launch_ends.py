@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch_jobs import LIMIT, SERVER, Ended, job, mpich
+from launch_jobs import LIMIT, Ended, job, mpich
 
 pytestmark = pytest.mark.waits
 
@@ -148,28 +148,6 @@ def test_second_init_without_an_ended_rank_raises(ended: Ended) -> None:
 
 @mpich
 @job("""
-    dist.init_process_group()
-    import io
-    def collect(*error, previous=sys.excepthook):  # like torch.distributed's hook
-        stderr, sys.stderr = sys.stderr, io.StringIO()
-        try:
-            previous(*error)
-        finally:
-            collected, sys.stderr = sys.stderr.getvalue(), stderr
-        sys.stderr.write(collected)
-    sys.excepthook = collect
-    if $destroy:
-        dist.destroy_process_group()
-    raise ValueError("lost my way")
-""", ranks=(0,))  # fmt: skip
-@pytest.mark.parametrize("destroy", [False, True])
-def test_traceback_is_printed_once_inside_a_collecting_hook(destroy: bool, ended: Ended) -> None:
-    ended.badly(1)
-    assert ended.err.count("ValueError: lost my way") == 1, ended
-
-
-@mpich
-@job("""
     signal.signal(signal.SIGTERM, lambda *args: say("saves"))
     def processes():
         found = {}
@@ -198,42 +176,3 @@ def test_traceback_is_printed_once_inside_a_collecting_hook(destroy: bool, ended
 def test_server_and_node_monitor_ignore_scheduler_signals(ended: Ended) -> None:
     """Slurm signals every process of a job. The ranks handle the signal and continue."""
     ended.in_good_order("True", "node_monitor.py script.py script.py server.py", "saves", "saves")
-
-
-@mpich
-@pytest.mark.parametrize("end", ["pass", "dist.destroy_process_group()"])
-@job(SERVER + """
-    dist.init_process_group()
-    total(1)
-    if dist.get_rank() == 0:
-        with open("$FOLDER/server", "w") as file:
-            file.write(str(server()))
-        os.kill(server(), signal.SIGSTOP)
-    dist.barrier()
-    $end
-""")  # fmt: skip
-def test_ranks_end_if_the_server_has_stopped(end: str, ended: Ended) -> None:
-    os.kill(int((ended.folder / "server").read_text()), signal.SIGKILL)
-    ended.in_good_order()
-    for rank in range(2):
-        assert f"rank {rank} of 2: rank 0's server has not answered" in ended.err
-
-
-@mpich
-@job(SERVER + """
-    from mpicoll import launch
-    dist.init_process_group()
-    dist.barrier()
-    if dist.get_rank() == 1:
-        os._exit(0)
-    stopped = server()
-    os.kill(stopped, signal.SIGSTOP)
-    for _ in range(1000):  # fill the connection's buffer
-        launch.current().send("free" * 1000)
-    say("not blocked")
-    os.kill(stopped, signal.SIGKILL)
-    sys.exit(5)
-""")  # fmt: skip
-def test_send_to_a_stopped_server_does_not_block(ended: Ended) -> None:
-    assert ended.lines == ["not blocked"] and ended.codes[0] != 0, ended
-    assert "(most recent call first)" not in ended.err, ended

@@ -13,7 +13,6 @@ from mpicoll.launch.environment import (
     Bootstrap,
     choose_bootstrap,
     fill_environment,
-    is_started_by_mpi,
 )
 from mpicoll.launch.init_methods import AgentStore, FileStore, PortStore, find_rendezvous, read_rank
 from mpicoll.launch.rendezvous import ServerNotFoundError
@@ -44,17 +43,6 @@ def test_choose_bootstrap(
     bootstrap: Bootstrap,
 ) -> None:  # fmt: skip
     assert choose_bootstrap(world_size, openmpi, environment, inherited) is bootstrap
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, False), (ENV, False), (PMI | TORCH, False), ({"PMI_RANK": "0"}, False),
-        (PMI | {"PMI_FD": "987"}, False),  # not a descriptor of this process
-    ],
-)  # fmt: skip
-def test_is_started_by_mpi(environment: dict[str, str], expected: bool) -> None:
-    assert is_started_by_mpi(environment) is expected
 
 
 @pytest.mark.parametrize(

@@ -149,11 +149,6 @@ def test_parse_rejects_invalid_addresses(value: bytes) -> None:
     assert caught.value.is_other
 
 
-def test_address_survives_format_and_parse() -> None:
-    address = ServerAddress(["h", "::1"], 7, "s", "m")
-    assert ServerAddress.parse(address.format().encode()) == address
-
-
 @mpich
 @pytest.mark.parametrize(
     "left", [INVALID_ADDRESSES["binary"], INVALID_ADDRESSES["nothing"],

@@ -232,8 +232,6 @@ def test_pmi(served: int) -> None:
         peer.send(line)
         return peer.receive()
 
-    peers["watch", 0].send("there")
-    assert peers["watch", 0].receive() == "here"
     answer = ask("cmd=init pmi_version=1 pmi_subversion=1")
     assert answer == "cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1"
     assert ask("cmd=get_universe_size") == "cmd=universe_size rc=0 size=2"

@@ -27,8 +27,7 @@ pytestmark = needs_mpiexec
     say("done")
 """, options=("-W", "error"))  # fmt: skip
 def test_exit_completes_pending_work_of_all_ranks(ended: Ended) -> None:
-    ended.in_good_order()
-    assert ended.lines == ["done", "done"]
+    ended.in_good_order("done", "done")
 
 
 @job("""
@@ -99,8 +98,7 @@ def test_failed_work_is_printed_unless_the_program_waits(waits: bool, ended: End
     say("done")
 """, options=("-W", "error"))  # fmt: skip
 def test_destroy_stops_threads_and_closes_descriptors(ended: Ended) -> None:
-    ended.in_good_order()
-    assert ended.lines == ["done", "done"]
+    ended.in_good_order("done", "done")
 
 
 # --- the program finalizes MPI itself -----------------------------------------------------------
@@ -150,8 +148,7 @@ def test_destroy_stops_threads_and_closes_descriptors(ended: Ended) -> None:
     options=("-W", "error"),
 )
 def test_calls_after_mpi_finalize_raise(begin: str, ended: Ended) -> None:
-    ended.in_good_order()
-    assert ended.lines == ["done True"] * 2
+    ended.in_good_order(*["done True"] * 2)
 
 
 @job("""

@@ -138,8 +138,7 @@ CLOSED = f"""
 @pytest.mark.parametrize(("before", "sizes"), [("0", "(4,)"), ("66", "(4, 300000)")])
 @job(CLOSED, ranks=3, environment=QUIET)
 def test_late_call_raises_on_all_ranks(before: str, sizes: str, ended: Ended) -> None:
-    ended.in_good_order()
-    assert ended.lines == ["done"] * 3
+    ended.in_good_order(*["done"] * 3)
 
 
 @job(
@@ -186,8 +185,7 @@ def test_late_call_raises_with_tested_calls(ended: Ended) -> None:
     dist.destroy_process_group()
 """, ranks=4, environment=QUIET)  # fmt: skip
 def test_late_call_raises_on_all_nodes(ended: Ended) -> None:
-    ended.in_good_order()
-    assert ended.lines == ["done"] * 4
+    ended.in_good_order(*["done"] * 4)
 
 
 @job("""
@@ -210,8 +208,7 @@ def test_late_call_raises_on_all_nodes(ended: Ended) -> None:
     dist.destroy_process_group()
 """, ranks=3)  # fmt: skip
 def test_new_group_times_out(ended: Ended) -> None:
-    ended.in_good_order()
-    assert ended.lines == ["done"] * 3
+    ended.in_good_order(*["done"] * 3)
 
 
 @job("""

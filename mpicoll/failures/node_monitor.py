@@ -453,7 +453,7 @@ class NodeMonitor(LineServer[JsonConnection]):
             self._send(line, {"nonce": line.nonce})
 
     def _send(self, line: JsonConnection, message: dict[str, Any]) -> None:
-        self.send(line, json.dumps(message).encode())
+        self.send_to(line, json.dumps(message).encode())
 
     def dropped(self, line: JsonConnection) -> None:
         """Forget the connection of a monitor."""

@@ -119,18 +119,9 @@ def describe_loss(lost: Sequence[Snapshot], size: int, is_first_known: bool = Tr
     if is_first_known or len(lost) == 1:
         first = lost[0]
         return f"mpicoll: lost: {_who([first], size)} {describe_end(first['how'])}, {_where(first)}"
-    how = _plural(describe_end(lost[0]["how"]))
-    text = f"mpicoll: lost together: {_who(lost, size)} {how}, rank {lost[0]['rank']} first"
-    calls: dict[str, list[int]] = {}
-    for one in lost:
-        calls.setdefault(_where(one), []).append(one["rank"])
-    several = len(calls) > 1
-    parts = [f"{format_ranks(those)} {call}" if several else call for call, those in calls.items()]
-    return f"{text}, {'; '.join(parts[:_RUNS])}{'; ...' * (len(parts) > _RUNS)}"
-
-
-def _plural(words: str) -> str:
-    return re.sub("^has ", "have ", re.sub("^was ", "were ", words))
+    how = re.sub("^has ", "have ", re.sub("^was ", "were ", describe_end(lost[0]["how"])))
+    first = f"rank {lost[0]['rank']} first, {_where(lost[0])}"
+    return f"mpicoll: lost together: {_who(lost, size)} {how}, {first}"
 
 
 def is_ended_by_mpi(lost: Snapshot) -> bool:

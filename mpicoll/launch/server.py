@@ -26,7 +26,6 @@ The messages on a watch connection:
             end               wants to finalize MPI, waits for the answer
             abort CODE        aborts the job
             late              timed out waiting for ranks to connect
-            there             checks that the server is alive
     server  go                all ranks have connected
             refused WHY       a rank failed or does not belong to the job
             stuck RANK,...    these ranks did not return from MPI_Init in time
@@ -35,7 +34,6 @@ The messages on a watch connection:
             abort RANK CODE   a rank aborted the job
             end all           all ranks are ready to finalize MPI
             end some          some ranks are lost: do not finalize MPI
-            here              answer to there
 """
 
 from __future__ import annotations
@@ -175,7 +173,7 @@ class Server(LineServer[_Connection]):
         self._send(peer, f"{GREETING} {peer.nonce}")
 
     def _send(self, peer: _Connection, line: str) -> None:
-        self.send(peer, line.encode())
+        self.send_to(peer, line.encode())
 
     def dropped(self, peer: _Connection) -> None:
         """Record that a rank has closed a connection."""
@@ -272,8 +270,6 @@ class Server(LineServer[_Connection]):
         elif word == "late" and not self.is_complete:
             missing = [rank for rank in range(self.size) if rank not in self.watch]
             self._fail(f"missing {','.join(map(str, missing))}")
-        elif word == "there":
-            self._send(peer, "here")
 
     def _send_all(self, line: str) -> None:
         for peer in list(self.watch.values()):

@@ -6,17 +6,14 @@ import contextlib
 import fcntl
 import os
 import socket
-import time
 from collections.abc import Iterator
 from typing import NoReturn
 
 from mpicoll.errors import LaunchError
 from mpicoll.line_protocol import LineConnection
-from mpicoll.output import write_lines
 
-#: Before MPI_Finalize: interval of MPI progress, interval of checks that the server is alive, and
-#: timeout of such a check, in seconds.
-_PROGRESS_INTERVAL_S, _CHECK_INTERVAL_S, _CHECK_TIMEOUT_S = 0.02, 2.0, 10.0
+#: Before MPI_Finalize: interval of MPI progress, in seconds.
+_PROGRESS_INTERVAL_S = 0.02
 #: Maximum size in bytes of a message of the server, and of messages that it has not read.
 _MAX_BYTES = 1 << 20
 
@@ -111,23 +108,12 @@ class Session(LineConnection):
     def finalize(self) -> bool:
         """Wait until all ranks are ready to finalize MPI.
 
-        Returns False if a rank is lost or the server does not answer: MPI_Finalize would hang.
+        Returns False if a rank or the server is lost: MPI_Finalize would hang.
         """
         from mpi4py import MPI
 
         self.send("end")
-        asked, answered = time.monotonic(), True
-        while (line := self.receive(_PROGRESS_INTERVAL_S)) in (None, "here"):
-            now, answered = time.monotonic(), answered or line == "here"
-            if answered and now - asked > _CHECK_INTERVAL_S:
-                asked, answered = now, False
-                self.send("there")
-            elif not answered and now - asked > _CHECK_TIMEOUT_S:
-                write_lines(
-                    f"mpicoll: rank {self.rank} of {self.size}: rank 0's server has not answered "
-                    f"for {_CHECK_TIMEOUT_S:g} s; MPI is not finalized"
-                )
-                return False
+        while (line := self.receive(_PROGRESS_INTERVAL_S)) is None:
             MPI.COMM_WORLD.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)  # progresses pending messages
         return line == "end all"
 

@@ -215,19 +215,15 @@ def is_serialized() -> bool:
 
 
 @functools.cache
-def _warn_serialized() -> None:
-    warn(
-        "MPI provides less than MPI_THREAD_MULTIPLE, and mpicoll's progress thread calls MPI for "
-        "asynchronous work. Wait for that work before the program calls MPI itself. Request "
-        "MPI_THREAD_MULTIPLE (mpi4py.rc.thread_level = 'multiple', the default) or do not use "
-        "async_op"
-    )
-
-
 def warn_if_serialized(rank: int) -> None:
     """Warn once, on rank 0, about MPI calls of the program while asynchronous work is pending."""
     if is_serialized() and rank == 0:
-        _warn_serialized()
+        warn(
+            "MPI provides less than MPI_THREAD_MULTIPLE, and mpicoll's progress thread calls MPI "
+            "for asynchronous work. Wait for that work before the program calls MPI itself. "
+            "Request MPI_THREAD_MULTIPLE (mpi4py.rc.thread_level = 'multiple', the default) or do "
+            "not use async_op"
+        )
 
 
 def master_address(world: MPI.Intracomm) -> str:

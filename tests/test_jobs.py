@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from launch_jobs import VENDOR
 from rank_scripts import MPIEXEC, needs_mpiexec
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,7 +133,6 @@ def ranks(number: int) -> list[str]:
     return [*MPIEXEC, "-n", str(number), sys.executable]
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 # Batches of 205, not a multiple of 4 ranks. The last batch of 3 leaves one rank without samples.
 SHORT = ["--epochs", "2", "--target", "0", "--batch-size", "205"]
 
@@ -171,16 +171,11 @@ def test_horovod_is_the_same_as_ddp(number: int, short: Training, tmp_path: Path
 
 
 def test_gloo_gives_the_same_losses(short: Training, tmp_path: Path) -> None:
-    if "Open MPI" in mpi_library():
+    if VENDOR == "Open MPI":
         pytest.skip("Gloo does not use MPI: tested with another MPI")
     training = Training(tmp_path / "gloo.pt", ranks(2), "--backend", "gloo", *SHORT)
     assert "over gloo\n" in training.output
     training.assert_same(short)
-
-
-def mpi_library() -> str:
-    code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
-    return run(sys.executable, "-c", code + "print(MPI.Get_library_version())").stdout
 
 
 def test_readme_example_prints_the_sum(tmp_path: Path) -> None:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from whole_jobs import MPIEXEC
 
 from mpicoll.launch.launchers import PmiProtocol, is_bootstrap_variable, is_launcher_variable
 from mpicoll.launch.mismatch import find_foreign, find_mpi, find_stale
 
 PROTOCOLS = tuple(PmiProtocol)
-MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: ..."
 INTEL = "Intel(R) MPI Library 2021.18.1 for Linux* OS\n"

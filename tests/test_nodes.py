@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -15,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch_jobs import VENDOR
+from whole_jobs import MPIEXEC
 
-MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 LIMIT = 60
 NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc"]
 
@@ -164,8 +164,7 @@ dist.destroy_process_group()
 def test_ranks_continue_after_a_lost_rank_on_another_node(
     namespaces: list[str], tmp_path: Path
 ) -> None:
-    version = subprocess.run([*MPIEXEC, "--version"], capture_output=True, text=True, check=False)
-    if "Open MPI" not in version.stdout:
+    if VENDOR != "Open MPI":
         pytest.skip("needs ULFM of Open MPI")
     done = run(LOSS, namespaces, tmp_path, "--with-ft", "ulfm")
     assert done.returncode == 0, done.stdout + done.stderr

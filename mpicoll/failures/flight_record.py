@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RECORDS_TIMEOUT_S", "answer", "complete_message", "dump", "dump_after", "dump_flight_record",
-    "dump_for", "enter_message", "last_words", "write",
+    "enter_message", "last_words", "write",
 ]  # fmt: skip
 
 #: Version of the format.
@@ -86,8 +86,8 @@ _DTYPE_NAMES = {
 #: Modules whose frames do not belong to the program.
 _INSIDE = ("mpicoll.", "torch.", "threading")
 
-#: For each group, the kinds of failures for which the record was dumped: once for each kind.
-_dumped: weakref.WeakKeyDictionary[ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
+#: For each group, the errors for which the record was dumped: once for each class.
+_dumped: weakref.WeakKeyDictionary[ProcessGroup, set[type]] = weakref.WeakKeyDictionary()
 #: Held during a dump; and the time of the last dump, by time.monotonic.
 _lock = threading.RLock()
 _last = float("-inf")
@@ -143,28 +143,15 @@ def dump_flight_record(path: str | None = None) -> str:
 
 def dump_after(error: Exception, group: ProcessGroup) -> None:
     """Dump the record after a call has failed, if the record helps to find the cause."""
+    known = _dumped.setdefault(group, set())
     if isinstance(error, CollectiveTimeoutError):
         if group.error is None:  # as in monitored_barrier: the group stays OPEN
             dump(str(error))
-        else:
-            dump_for(group, "closed", str(error))
-    elif isinstance(error, LostRankError):
-        dump_for(group, "lost", str(error), 0)
-    elif isinstance(error, MismatchError):
-        dump_for(group, "mismatch", str(error), among=group)  # all of its ranks raise it
-
-
-def dump_for(
-    group: ProcessGroup,
-    kind: str,
-    why: str,
-    wait_s: float = RECORDS_TIMEOUT_S,
-    among: ProcessGroup | None = None,
-) -> None:
-    """Dump the record as ``dump`` does, once for each group and kind of failure."""
-    if kind not in (known := _dumped.setdefault(group, set())):
-        known.add(kind)
-        dump(why, wait_s, among)
+    elif isinstance(error, (LostRankError, MismatchError)) and type(error) not in known:
+        known.add(type(error))
+        is_lost = isinstance(error, LostRankError)
+        # All ranks of the group raise a mismatch.
+        dump(str(error), 0 if is_lost else RECORDS_TIMEOUT_S, None if is_lost else group)
 
 
 def dump(why: str, wait_s: float = RECORDS_TIMEOUT_S, among: ProcessGroup | None = None) -> None:
@@ -264,7 +251,7 @@ class _Recorder(Observer):
     def group_failing(self, group: ProcessGroup, error: DistBackendError, wait_s: float) -> None:
         """Dump the record if a call has timed out. Other errors are dumped by the call."""
         if isinstance(error, CollectiveTimeoutError):
-            dump_for(group, "closed", str(error), wait_s)
+            dump(str(error), wait_s)
 
     def work_timed_out(self, why: str) -> None:
         """Dump the record, unless it was dumped just now: works time out one after another."""

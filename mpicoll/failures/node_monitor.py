@@ -138,7 +138,7 @@ class _Rank:
         with contextlib.suppress(OSError, ValueError, IndexError):
             if self._stacks < 0:
                 self._stacks = os.open(self._stacks_path, os.O_RDWR)
-            if _catches(self.pid, self._signal):
+            if _is_in_set(self.pid, "SigCgt", self._signal):
                 os.ftruncate(self._stacks, 0)
                 return _tgkill(self.pid, self.page.header().listener, self._signal)
         return False
@@ -182,21 +182,17 @@ def _is_dying(pid: int) -> bool:
         state = read_stat(pid)
         if state[0] in "ZX" or int(state[6]) & _PF_EXITING:
             return True
-        status = Path(f"/proc/{pid}/status").read_text()
-        pending = [int(status.split(f"{name}:")[1].split()[0], 16) for name in ("SigPnd", "ShdPnd")]
-        return any(one >> (signal.SIGKILL - 1) & 1 for one in pending)
+        return any(_is_in_set(pid, name, signal.SIGKILL) for name in ("SigPnd", "ShdPnd"))
     except OSError:
         return True
     except (ValueError, IndexError):
         return False
 
 
-def _catches(pid: int, number: int) -> bool:
-    """Return whether a live process has a handler for a signal."""
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        status = Path(f"/proc/{pid}/status").read_text()
-        return bool(int(status.split("SigCgt:")[1].split()[0], 16) >> (number - 1) & 1)
-    return False
+def _is_in_set(pid: int, name: str, number: int) -> bool:
+    """Return whether a signal is in a set of /proc/PID/status, such as SigCgt (handled)."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(status.split(f"{name}:")[1].split()[0], 16) >> (number - 1) & 1)
 
 
 def _read_end(pidfd: int, pid: int, until: float) -> str:

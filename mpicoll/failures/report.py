@@ -120,8 +120,8 @@ def describe_loss(lost: Sequence[Snapshot], size: int, is_first_known: bool = Tr
         first = lost[0]
         return f"mpicoll: lost: {_who([first], size)} {describe_end(first['how'])}, {_where(first)}"
     how = re.sub("^has ", "have ", re.sub("^was ", "were ", describe_end(lost[0]["how"])))
-    first = f"rank {lost[0]['rank']} first, {_where(lost[0])}"
-    return f"mpicoll: lost together: {_who(lost, size)} {how}, {first}"
+    order = f"rank {lost[0]['rank']} first, {_where(lost[0])}"
+    return f"mpicoll: lost together: {_who(lost, size)} {how}, {order}"
 
 
 def is_ended_by_mpi(lost: Snapshot) -> bool:

@@ -240,7 +240,7 @@ class Watchdog:
         if group not in self._failed:
             self._failed[group] = now
             if group.pending_error is not None:
-                flight_record.dump_for(group, "devices", str(error), 0)
+                flight_record.dump(str(error), 0)
                 write_lines(f"mpicoll: {error}")
             fail_all_ranks(group, error)  # some devices may not have notified their ranks
         elif group.pending_error is not None and now - self._failed[group] > grace():

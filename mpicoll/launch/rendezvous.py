@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Protocol
+
+from mpicoll import control_messages
+from mpicoll.errors import DistBackendError
 
 
 class Store(Protocol):
@@ -50,20 +52,14 @@ class ServerAddress:
 
     def format(self) -> str:
         """Return the address as JSON."""
-        return json.dumps(asdict(self))
+        return control_messages.encode(self).decode()
 
     @classmethod
     def parse(cls, value: bytes) -> ServerAddress:
         """Return the address from JSON; raise ServerNotFoundError if it is invalid."""
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
-            address = cls(**json.loads(value))
-            texts = [*address.hosts, address.secret, address.machine]
-            if (
-                isinstance(address.hosts, list)
-                and all(isinstance(text, str) for text in texts)
-                and type(address.port) is int
-                and 0 < address.port < 1 << 16
-            ):
+        with contextlib.suppress(DistBackendError):
+            address: ServerAddress = control_messages.decode(value, cls, 0)
+            if 0 < address.port < 1 << 16:
                 return address
         raise ServerNotFoundError(
             f"expected the address of rank 0's server, got {value[:40]!r}", is_other=True

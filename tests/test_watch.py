@@ -331,7 +331,7 @@ def _make_head(nodes, **given):
 )
 def test_head_monitor_reports_the_first_lost_rank_of_all_nodes(nodes, first, expected):
     head, address = _make_head(nodes, ranks=2, size=4)
-    # Its monitor connects to all addresses and uses one connection.
+    # Nothing listens at the first address.
     other = nodes(first=2, ranks=2, size=4, addresses=[["127.0.0.1", 1], address, address])
     for node in (head, other):
         node.start()

@@ -128,7 +128,7 @@ def _make_head(several: bool) -> list[socket.socket]:
     if there are none. The monitor closes these sockets once all nodes have connected.
     """
     assert _own is not None
-    job = launch.find_job()[0] or str([*_find_launchers(), os.getpid()][0])
+    job = os.environ.get("SLURM_JOB_ID") or str([*_find_launchers(), os.getpid()][0])
     found: list[socket.socket] = []
     if several:
         *hosts, _ = addresses()  # the last one is a name
@@ -190,7 +190,7 @@ def _launch_monitor(
     ranks: list[dict[str, Any]], size: int, head: dict[str, Any], listeners: list[socket.socket]
 ) -> None:
     """Start the monitor, not as a child of this process, so that os.wait() does not return it."""
-    step = launch.find_job()[1]
+    step = os.environ.get("SLURM_STEP_ID")
     identity = f"{head['job']}.{step}" if step else head["job"]
     launchers = _find_launchers()
     starter = _find_starter(launchers)

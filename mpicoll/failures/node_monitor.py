@@ -49,9 +49,9 @@ _END_TIMEOUT_S = 0.1
 _DYING_TIMEOUT_S, _NODES_TIMEOUT_S = 2.0, 0.5
 #: Time after which a rank that was ordered to end is killed.
 _KILL_GRACE_S = 10.0
-#: Time that the head may take to start.
-_CONNECT_TIMEOUT_S = 30.0
-#: Maximum number of connections without a handshake.
+#: Timeout of a connection to one address of the head, and time that the head may take to start.
+_CONNECT_TIMEOUT_S, _START_TIMEOUT_S = 3.0, 30.0
+#: Maximum number of connections without a handshake, in addition to those of all nodes.
 _MAX_STRANGER_COUNT = 64
 #: Flag of a process that is exiting, in /proc/PID/stat.
 _PF_EXITING = 4
@@ -239,7 +239,8 @@ class NodeMonitor(LineServer[JsonConnection]):
     """
 
     def __init__(self, given: dict[str, Any]) -> None:
-        super().__init__(select.epoll.fromfd(given["epoll"]), _MAX_STRANGER_COUNT)
+        # All nodes may connect at the same time.
+        super().__init__(select.epoll.fromfd(given["epoll"]), _MAX_STRANGER_COUNT + given["size"])
         self.job: str = given["job"]
         self.size: int = given["size"]
         self.host: str = given["host"]
@@ -407,34 +408,20 @@ class NodeMonitor(LineServer[JsonConnection]):
 
         Without it, this monitor reports to the user itself.
         """
-        poll, dialing = select.poll(), {}
-        for host, port in [] if self._given["listeners"] else self._given["addresses"]:
-            with contextlib.suppress(OSError):
-                sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-                sock.setblocking(False)
-                sock.connect_ex((host, port))
-                dialing[sock.fileno()] = sock
-                poll.register(sock, select.POLLOUT)
-        end = time.monotonic() + _CONNECT_TIMEOUT_S
-        while dialing and (ready := poll.poll(1000 * max(0.0, end - time.monotonic()))):
-            for descriptor, _ in ready:
-                poll.unregister(descriptor)
-                line = JsonConnection(dialing.pop(descriptor))
-                if self._head is not None or not self._introduce(line, end):
-                    line.sock.close()
-
-    def _introduce(self, line: JsonConnection, end: float) -> bool:
-        """Exchange proofs with a peer; return whether it is the head."""
-        with contextlib.suppress(OSError, KeyError):
-            nonce = line.receive(end - time.monotonic())["nonce"]
-            line.send({"node": self._given["node"], "nonce": line.nonce, "ranks": len(self._ranks),
-                       "proof": mac(self._secret, "node", nonce)})  # fmt: skip
-            self._check_proof(line, line.receive(end - time.monotonic()), "head")
-            line.accept_peer("head")
-            self.add(line)
-            self._head = line
-            return True
-        return False
+        for address in [] if self._given["listeners"] else self._given["addresses"]:
+            with contextlib.suppress(OSError, KeyError), contextlib.ExitStack() as stack:
+                sock = socket.create_connection(tuple(address), _CONNECT_TIMEOUT_S)
+                line = JsonConnection(stack.enter_context(sock))
+                nonce = line.receive(_START_TIMEOUT_S)["nonce"]
+                line.send({"node": self._given["node"], "nonce": line.nonce,
+                           "ranks": len(self._ranks),
+                           "proof": mac(self._secret, "node", nonce)})  # fmt: skip
+                self._check_proof(line, line.receive(_START_TIMEOUT_S), "head")
+                line.accept_peer("head")
+                self.add(line)
+                self._head = line
+                stack.pop_all()
+                return
 
     def welcome(self, sock: socket.socket) -> None:
         """Add an accepted connection. A connection of another node gets a nonce."""
@@ -566,14 +553,10 @@ class NodeMonitor(LineServer[JsonConnection]):
         lost = [one for one in dying if not one.is_quiet]
         if not lost or self._is_decided:
             return
-        snapshots = [one.snapshot(self.host, now, {}) for one in lost]
-        if self._survives_losses:  # each of them is reported
-            losses = [
-                Loss(one.sign, [each], True) for one, each in zip(lost, snapshots, strict=True)
-            ]
-        else:
-            losses = [build_loss(lost[0].sign, snapshots, lost[0].was_alone)]
-        for loss in losses:
+        alone = self._survives_losses  # each of them is reported
+        for ranks in [[one] for one in lost] if alone else [lost]:
+            snapshots = [one.snapshot(self.host, now, {}) for one in ranks]
+            loss = build_loss(ranks[0].sign, snapshots, alone or ranks[0].was_alone)
             self._tell_head({"lost": loss.ranks, "alone": loss.alone}, loss.when)
 
     def _find_endings(self) -> None:

@@ -7,12 +7,10 @@ of the job from the launch server and the node monitor.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -36,7 +34,7 @@ from mpicoll.kernels.calls import find_signal_handler
 from mpicoll.kernels.library import kernels
 from mpicoll.launch import exit_hooks
 from mpicoll.launch.exit_hooks import INTERRUPTED
-from mpicoll.output import write_lines
+from mpicoll.output import flush_streams, write_lines
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -185,8 +183,7 @@ class Watchdog:
             flight_record.write(why)
             records = flight_record.last_words() if rank == 0 else []
             write_lines("\n".join([f"mpicoll: rank {rank}: {why}; ending too", *records]))
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                sys.stdout.flush()
+            flush_streams()
             monitor_client.report_ending()
             os._exit(code)
 

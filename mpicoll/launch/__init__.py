@@ -17,7 +17,6 @@ from mpicoll.launch.environment import (
 from mpicoll.launch.init_methods import GivenRank, find_rendezvous, read_rank
 from mpicoll.launch.launchers import (
     announced,
-    find_job,
     find_launcher,
     find_local_rank,
     find_rank,
@@ -41,9 +40,9 @@ from mpicoll.launch.world import (
 __all__ = [
     "RUN_OPTION", "TORCH_VARIABLES", "GivenRank", "Rendezvous", "announced",
     "call_before_finalize", "check_world", "current", "fill_environment", "finalize_within",
-    "find_job", "find_launcher", "find_local_rank", "find_rank", "find_rendezvous",
-    "find_torch_variables", "has_grown", "has_own_gpus", "is_child_of_rank",
-    "is_launcher_variable", "is_serialized", "is_started_by_mpi", "is_started_by_torchrun",
-    "join", "loopback", "master_address", "notify_failure", "read_rank", "run_on_each",
-    "skip_finalize", "start", "warn_if_serialized", "was_filled",
+    "find_launcher", "find_local_rank", "find_rank", "find_rendezvous", "find_torch_variables",
+    "has_grown", "has_own_gpus", "is_child_of_rank", "is_launcher_variable", "is_serialized",
+    "is_started_by_mpi", "is_started_by_torchrun", "join", "loopback", "master_address",
+    "notify_failure", "read_rank", "run_on_each", "skip_finalize", "start", "warn_if_serialized",
+    "was_filled",
 ]  # fmt: skip

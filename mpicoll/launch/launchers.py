@@ -285,8 +285,3 @@ def is_launcher_variable(name: str) -> bool:
 def is_job_variable(name: str) -> bool:
     """Return whether a batch system sets this variable for all processes of a job."""
     return any(each.job and re.match(each.job, name) for each in LAUNCHERS)
-
-
-def find_job(environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """Return Slurm's job ID and step ID, "" if not set."""
-    return environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_STEP_ID", "")

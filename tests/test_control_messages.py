@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from rank_scripts import job, needs_mpiexec, run
+from rank_scripts import job, needs_mpiexec
 
 import mpicoll
 from mpicoll import control_messages
 from mpicoll.errors import DistBackendError
 
 pytest_plugins = ["whole_jobs"]
-
-__all__ = ["run"]  # for whole_jobs
 
 HOME = Path(mpicoll.__file__).parent
 

@@ -13,7 +13,7 @@ import threading
 import time
 
 import pytest
-from rank_scripts import compiled, job, needs_mpiexec, run
+from rank_scripts import compiled, job, needs_mpiexec
 
 from mpicoll.core.signature import encode_kind
 from mpicoll.dtypes import DTYPES
@@ -23,8 +23,6 @@ from mpicoll.line_protocol import JsonConnection, is_proof, mac
 from mpicoll.primitives import PRIMITIVES
 
 pytest_plugins = ["whole_jobs"]
-
-__all__ = ["run"]  # for whole_jobs
 
 
 # --- reports ------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from mpicoll.launch.environment import (
     has_own_gpus,
     is_child_of_rank,
     is_started_by_mpi,
-    is_started_by_torchrun,
     was_filled,
 )
 from mpicoll.launch.init_methods import GivenRank, find_rendezvous, read_rank
@@ -42,7 +41,6 @@ __all__ = [
     "call_before_finalize", "check_world", "current", "fill_environment", "finalize_within",
     "find_launcher", "find_local_rank", "find_rank", "find_rendezvous", "find_torch_variables",
     "has_grown", "has_own_gpus", "is_child_of_rank", "is_launcher_variable", "is_serialized",
-    "is_started_by_mpi", "is_started_by_torchrun", "join", "loopback", "master_address",
-    "notify_failure", "read_rank", "run_on_each", "skip_finalize", "start", "warn_if_serialized",
-    "was_filled",
+    "is_started_by_mpi", "join", "loopback", "master_address", "notify_failure", "read_rank",
+    "run_on_each", "skip_finalize", "start", "warn_if_serialized", "was_filled",
 ]  # fmt: skip

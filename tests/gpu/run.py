@@ -9,31 +9,28 @@ NAME+ucx.
 
 SUITES lists the tests with their arrays, routes and numbers of ranks. For each MPI and number of
 ranks, a job reports the available device routes. The tests run with each of them forced, and with
-automatic selection ("auto"). Each launch has a time limit. The run continues after a failed launch.
-Launches that fill the GPU's memory or measure run alone.
+automatic selection ("auto"). On ranks, a test that fails, crashes or hangs ends its launch. The
+next launch leaves out the tests that have run (result_log.py).
 
 With --host, the suites run that need no GPU: on simulated devices and on the host.
 
-The summary lists all launches, reports of tests, and launches that were not run. With --json FILE
-and --resume, a run continues an earlier run that reached its --limit. Exit code: 0 if nothing
-failed or without a GPU, 3 if the time was over. Needs only Python.
+The summary lists all launches, failed tests, and launches that were not run. The logs of the ranks
+are in .cache/tests/gpu. Exit code: 0 if nothing failed or without a GPU, 3 if the time was over.
+Needs only Python.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import signal
+import shutil
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from machine import no_gpu
@@ -42,7 +39,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE.parent))
 
-from run import ENVIRONMENT, MPI, PLAIN, TORCH, Launch, read_report  # noqa: E402
+from run import ENVIRONMENT, LOGS, MPI, PLAIN, TORCH, Launch  # noqa: E402
 
 ROUTES = [
     "auto", "shared_gpu", "peer", "hierarchical", "copy_engine", "ipc", "staged", "direct", "mpi",
@@ -53,6 +50,11 @@ GPU_EACH = "peer", "nccl"
 RANKS = [2, 1, 4]
 #: Timeout of the job that reports the routes. Probing an MPI takes up to one minute.
 ROUTES_TIMEOUT_S = 120
+#: Outcomes of a test. The first one on any rank counts.
+OUTCOMES = "failed", "passed", "skipped"
+OVER = "TIME WAS OVER"
+#: Maximum number of launches for the tests of a task, and the shortest useful one.
+MAX_LAUNCHES, SHORTEST_S = 8, 20
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,13 @@ class Suite:
     """Tests that are launched together.
 
     tests:     test files and further arguments of pytest.
-    libraries: array libraries, each with one row of the table. One may be missing.
+    libraries: array libraries. One may be missing.
     routes:    routes to force, if available.
     about:     the route that the tests force themselves. --routes with it selects the suite.
     ranks:     supported numbers of ranks; 0: without mpiexec.
     part:      part of tests/run.py that the files belong to.
-    alone:     the tests fill the GPU's memory or measure.
     host:      replacement of the libraries without a GPU; "" if there is none.
+    seconds:   timeout of a test.
     """
 
     name: str
@@ -76,54 +78,50 @@ class Suite:
     about: str = ""
     ranks: Sequence[int] = (1, 2, 4)
     part: str = PLAIN
-    alone: bool = False
     host: str = ""
+    seconds: int = 120
 
 
-#: In order of importance, because the time may be limited.
+#: The suites that tell most run first, because the time may be limited.
 SUITES = (
-    Suite(
-        "kernels",
-        [f"tests/gpu/test_{name}.py" for name in ("kernels", "peer_kernels", "libraries")],
-        ["cupy"], ranks=(0,),
+    *(
+        Suite(name, [f"tests/gpu/test_{file}.py", "-k", route], ["cupy"], about=route, ranks=(2, 4))
+        for name, file, route in (
+            ("shared", "zero_copy", "shared_gpu"), ("peer", "peer", "peer"),
+            ("copies", "zero_copy", "copy_engine"), ("levels", "hierarchical", "hierarchical"),
+        )
     ),
     Suite(
-        "facade", ["tests/mpi/test_devices.py"], ["cupy", "interface", "torch"],
-        [name for name in ROUTES if name != "hierarchical"], part=MPI, host="simulated",
+        "streams", ["tests/gpu/test_streams.py", "tests/gpu/test_cuda_waiting.py"], ["cupy"],
+        ["auto", "staged", "nccl"],
+    ),
+    Suite("trouble", ["tests/gpu/test_trouble.py"], ["cupy"], ["auto", "staged"]),
+    Suite(
+        "kernels",
+        [f"tests/gpu/test_{name}.py" for name in ("peer_kernels", "libraries", "kernels")],
+        ["cupy"], ranks=(0,),
     ),
     Suite(
         "backend", ["tests/gpu/test_cuda_tensors.py", "tests/gpu/test_cuda_training.py"],
         ["torch"], ["auto", "shared_gpu", "ipc", "staged", "direct", "nccl"], host="torch",
     ),
     Suite(
-        "streams", ["tests/gpu/test_streams.py", "tests/gpu/test_cuda_waiting.py"], ["cupy"],
-        ["auto", "staged", "nccl"], alone=True,
-    ),
-    Suite("trouble", ["tests/gpu/test_trouble.py"], ["cupy"], ["auto", "staged"], alone=True),
-    *(
-        Suite(
-            name, [f"tests/gpu/test_{file}.py", "-k", route], ["cupy"], about=route, ranks=(2, 4),
-            alone=True,
-        )
-        for name, file, route in (
-            ("peer", "peer", "peer"), ("copies", "zero_copy", "copy_engine"),
-            ("shared", "zero_copy", "shared_gpu"), ("levels", "hierarchical", "hierarchical"),
-        )
+        "facade", ["tests/mpi/test_devices.py"], ["cupy", "interface", "torch"],
+        [name for name in ROUTES if name != "hierarchical"], part=MPI, host="simulated",
     ),
     Suite(
         "load", ["tests/mpi/test_device_load.py"], ["cupy", "torch"], ["auto", "staged"],
-        part=MPI, alone=True, host="simulated",
+        part=MPI, host="simulated", seconds=300,
+    ),
+    Suite("jobs", ["tests/gpu/test_gpu_jobs.py"], ["cupy"], ranks=(0,), host="simulated"),
+    *(
+        Suite(
+            tool, ["tests/gpu/test_sanitizer.py", "-k", tool], ["cupy"], ranks=(0,), seconds=300
+        )
+        for tool in ("memcheck", "racecheck", "initcheck", "synccheck")
     ),
     # With the torch of the GPU machine, which may differ from that of `make test`.
     Suite("pytorch", ["tests/pytorch"], ["torch"], ranks=(2,), part=TORCH, host="torch"),
-    Suite(
-        "jobs", ["tests/gpu/test_gpu_jobs.py"], ["cupy"], ranks=(0,), alone=True,
-        host="simulated",
-    ),
-    *(
-        Suite(tool, ["tests/gpu/test_sanitizer.py", "-k", tool], ["cupy"], ranks=(0,))
-        for tool in ("memcheck", "racecheck", "initcheck", "synccheck")
-    ),
 )  # fmt: skip
 #: Routes without a GPU. There are fewer simulated devices than ranks.
 HOST_ROUTES = {
@@ -176,47 +174,36 @@ class Site:
     variables: dict[str, str] = field(default_factory=dict)
 
 
+def loader_path(folder: Path) -> str:
+    """Return the loader's search path with a folder in front."""
+    return f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
+
+
 def sites_of(environments: list[str], left_out: list[str]) -> Iterator[Site]:
     """Yield the MPIs of the environments."""
     python = None
     for environment in environments:
         name, _, path = environment.partition("=")
         folder = (ROOT / path).absolute()
-        own = folder / "bin" / "python"
+        own, mpiexec = folder / "bin" / "python", folder / "bin" / "mpiexec"
         if own.exists():
             python = python or own
-            yield Site(name, own, folder / "bin" / "mpiexec")
-            yield from on_ucx(name, folder, left_out)
+            yield Site(name, own, mpiexec)
+            ucx = sorted(folder.glob("lib/python*/site-packages/libucx/lib"))
+            if ucx and name in ON_UCX:
+                variables = ON_UCX[name] | {"LD_LIBRARY_PATH": loader_path(ucx[0])}
+                yield Site(f"{name}+ucx", own, mpiexec, variables)
+            else:
+                left_out.append(f"{name}+ucx: no libucx-cu13 (or -cu12) in {folder.name}")
         elif (folder / "bin" / "mpirun").exists() and python is not None:
-            libraries = f"{folder / 'lib'}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
             variables = {
                 "MPI4PY_MPIABI": "openmpi",
                 "OPAL_PREFIX": str(folder),
-                "LD_LIBRARY_PATH": libraries,
+                "LD_LIBRARY_PATH": loader_path(folder / "lib"),
             }
             yield Site(name, python, folder / "bin" / "mpirun", variables)
         else:
             left_out.append(f"{name}: no environment and no MPI in {path}")
-
-
-def on_ucx(name: str, folder: Path, left_out: list[str]) -> Iterator[Site]:
-    """Yield the environment's MPI with a UCX that was built with CUDA."""
-    if name not in ON_UCX:
-        return
-    found = sorted(folder.glob("lib/python*/site-packages/libucx/lib"))
-    if not found:
-        left_out.append(f"{name}+ucx: no libucx-cu13 (or -cu12) in {folder.name}")
-        return
-    libraries = f"{found[0]}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
-    yield Site(
-        f"{name}+ucx", folder / "bin" / "python", folder / "bin" / "mpiexec",
-        ON_UCX[name] | {"LD_LIBRARY_PATH": libraries},
-    )  # fmt: skip
-
-
-def without_route() -> dict[str, str]:
-    """Return the environment variables without a forced route."""
-    return {name: value for name, value in os.environ.items() if name != "MPICOLL_DEVICE_ROUTE"}
 
 
 def has(python: Path, module: str) -> bool:
@@ -226,250 +213,163 @@ def has(python: Path, module: str) -> bool:
 
 
 def routes_of(site: Site, ranks: int) -> dict[str, str]:
-    """Return, by route, "" or the missing requirement. Raises RuntimeError if the job fails."""
+    """Return, by route, "" or the missing requirement. If the job fails, no route is available."""
     names = [name for name in ROUTES if name != "auto"]
     command = [
-        str(site.mpiexec),
-        "-n",
-        str(ranks),
-        str(site.python),
-        "-m",
-        "mpi4py",
-        "-c",
-        ROUTES_SCRIPT,
-    ]
-    environment = without_route() | ENVIRONMENT | site.variables
-    process = subprocess.Popen(
-        [*command, *names], env=environment, cwd=ROOT, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        "timeout", str(ROUTES_TIMEOUT_S), site.mpiexec, "-n", str(ranks), site.python, "-m",
+        "mpi4py", "-c", ROUTES_SCRIPT, *names,
+    ]  # fmt: skip
+    environment = os.environ | ENVIRONMENT | site.variables | {"MPICOLL_DEVICE_ROUTE": ""}
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=ROUTES_TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"the ranks did not report routes in {ROUTES_TIMEOUT_S} s") from error
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # remaining ranks
-    for line in output.splitlines():
+    lines = done.stdout.splitlines()
+    for line in lines:
         if line.startswith("ROUTES "):
             found: dict[str, str] = json.loads(line.removeprefix("ROUTES "))
             return found
-    raise RuntimeError(" / ".join(output.splitlines()[-6:]) or f"exit code {process.returncode}")
+    words = " / ".join(lines[-6:])
+    return dict.fromkeys(ROUTES, f"no ranks: exit code {done.returncode}: {words}")
+
+
+def read_results(folder: Path, over: bool) -> dict[str, tuple[str, str]]:
+    """Return the outcome and a message of each test that a launch has run on all ranks.
+
+    If no test failed, the first test without an end has crashed or hung.
+
+    over: the launch was stopped by the total time limit.
+    """
+    begun: list[str] = []
+    running: Counter[str] = Counter()
+    seen: dict[str, dict[str, str]] = {}
+    for path in folder.glob("*.tsv"):
+        lines = [line.split("\t") for line in path.read_text().splitlines()]
+        begun = max(begun, [test for event, test, _ in lines if event == "began"], key=len)
+        for event, test, message in lines:
+            if event in ("began", "ended"):
+                running[test] += 1 if event == "began" else -1
+            else:
+                seen.setdefault(test, {})[event] = message
+    found = {}
+    for test in begun:
+        outcome = next((one for one in OUTCOMES if one in seen.get(test, ())), "")
+        if outcome == "failed" or (outcome and not running[test]):
+            found[test] = outcome, seen[test][outcome]
+    failed = any(outcome == "failed" for outcome, _ in found.values())
+    stuck = next((test for test in begun if running[test]), "")
+    if stuck and not failed and not over:
+        found[stuck] = "failed", "did not end: a rank has crashed or hung"
+    return found
 
 
 @dataclass
-class Row:
-    """One row of the table: the tests of a suite with one library, in one launch."""
-
-    mpi: str
-    suite: str
-    library: str
-    route: str
-    ranks: int
-    passed: int = 0
-    failed: int = 0
-    skipped: int = 0
-    seconds: float = 0.0
-    problem: str = ""
-
-    def __str__(self) -> str:
-        ranks = self.ranks or "plain"
-        return (
-            f"{self.mpi:<16}{self.suite:<10}{self.library:<10}{self.route:<12}{ranks:>5}"
-            f"{self.passed:>8}{self.failed:>8}{self.skipped:>8}{self.seconds:>8.0f}  {self.problem}"
-        ).rstrip()
-
-
-HEAD = (
-    f"{'MPI':<16}{'tests':<10}{'arrays':<10}{'route':<12}{'ranks':>5}{'passed':>8}{'failed':>8}"
-    f"{'skipped':>8}{'s':>8}"
-)
-
-
-@dataclass(frozen=True)
 class Task:
-    """A planned launch."""
+    """A suite with one MPI, one route and one number of ranks, and its results."""
 
     site: Site
     suite: Suite
-    libraries: tuple[str, ...]
+    libraries: Sequence[str]
     route: str
     ranks: int
+    results: dict[str, tuple[str, str]] = field(default_factory=dict)
+    seconds: float = 0
+    problem: str = ""
 
     @property
     def key(self) -> str:
-        """Name in the JSON file and of the folder of the logs."""
-        return f"{self.site.name}/{self.suite.name}/{self.route}/{self.ranks}"
+        return f"{self.site.name}/{self.suite.name}/{self.route}/{self.ranks or 'plain'}"
 
-    def run(self, options: argparse.Namespace, end: float) -> Outcome:
-        """Run the launch until ``end`` at the latest."""
+    def __str__(self) -> str:
+        counts = Counter(outcome for outcome, _ in self.results.values())
+        text = " ".join(f"{counts[one]:>5} {one}" for one in OUTCOMES)
+        return f"{self.key:<36}{text} {self.seconds:>5.0f} s  {self.problem}".rstrip()
+
+    def run(self, options: argparse.Namespace, end: float) -> None:
+        """Launch the tests until all have run, until ``end`` at the latest."""
+        begin, folder = time.monotonic(), LOGS / "gpu" / self.key
+        shutil.rmtree(folder, ignore_errors=True)
+        for number in range(MAX_LAUNCHES):
+            left = end - time.monotonic()
+            if left < SHORTEST_S:
+                self.problem = OVER
+                break
+            results = folder / f"results-{number}"
+            results.mkdir(parents=True)
+            launch = self._launch(number, results, options, min(left, options.timeout))
+            over = launch.problem == "TIMED OUT" and left < options.timeout
+            new = read_results(results, over)
+            self.results |= new
+            failed = {test: text for test, (outcome, text) in new.items() if outcome == "failed"}
+            for test, message in failed.items():
+                print(f"FAILED {self.key} {test}: {message}", flush=True)
+            if over:
+                self.problem = OVER
+                break
+            if launch.problem not in ("", "NO TESTS") and not failed:
+                self.problem = launch.problem
+            if not failed or (launch.problem == "FAILED" and self.ranks == 0):
+                break
+        else:
+            self.problem = f"STOPPED AFTER {MAX_LAUNCHES} LAUNCHES"
+        self.seconds = time.monotonic() - begin
+
+    def _launch(
+        self, number: int, results: Path, options: argparse.Namespace, timeout: float
+    ) -> Launch:
+        done = results.parent / "done"
+        done.write_text("".join(f"{test}\n" for test in self.results))
+        paths = [str(HERE), str(ROOT / "tests" / "mpi"), os.environ.get("PYTHONPATH", "")]
         variables = dict(self.site.variables) | {
-            "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT / "tests" / "mpi")]),
+            "PYTHONPATH": os.pathsep.join(paths),
+            "TEST_MPICOLL_RESULTS": str(results),
+            "TEST_MPICOLL_DONE": str(done),
+            "TEST_MPICOLL_SECONDS": str(self.suite.seconds),
             "TEST_MPICOLL_ROUTES": self.route,
             "TEST_MPICOLL_DEVICES": ",".join(self.libraries),
             "TEST_MPICOLL_DEVICE": "cpu" if options.host else "cuda",
             "TEST_MPICOLL_OWN_GPU": "1" if self.route in GPU_EACH else "",
             "MPICOLL_DEVICE_ROUTE": "" if self.route == "auto" else self.route,
         }
-        launch = Launch(f"gpu/{self.key}", self.ranks, self.suite.part, settings=variables)
-        left = end - time.monotonic()
-        arguments = [*self.suite.tests, *options.pytest]
-        mpiexec = [str(self.site.mpiexec)]
-        launch.run(self.site.python, mpiexec, max(min(options.timeout, left), 1), arguments)
-        if launch.problem == "TIMED OUT" and left < options.timeout:
-            return Outcome([], [], False)
-        if launch.problem:
-            launch.show_logs()
-        return Outcome(self._rows(launch), list(self._reports(launch)), True)
-
-    def _rows(self, launch: Launch) -> list[Row]:
-        """Return one row per library. A test fails if it fails on any rank."""
-        names = self.libraries
-        outcomes: dict[tuple[str, str], set[str]] = {}
-        for report in launch.logs.glob("rank-*.xml"):
-            for test, outcome, _ in read_report(report):
-                mine = [name for name in names if f"[{name}-" in test or f"[{name}]" in test]
-                outcomes.setdefault((mine[0] if mine else names[0], test), set()).add(outcome)
-        rows = []
-        for name in names:
-            counts = Counter(
-                next(each for each in ("failed", "passed", "skipped") if each in found)
-                for (library, _), found in outcomes.items()
-                if library == name
-            )
-            row = Row(launch.mpi.split("/")[1], self.suite.name, name, self.route, self.ranks)
-            row.passed, row.failed, row.skipped = (
-                counts[each] for each in ("passed", "failed", "skipped")
-            )
-            row.seconds = launch.seconds / len(names)
-            row.problem = launch.problem
-            if launch.problem == "FAILED" and not row.failed:
-                # With --exitfirst, the tests after a failed test did not run.
-                row.problem = "CUT OFF"
-            rows.append(row)
-        return rows
-
-    def _reports(self, launch: Launch) -> Iterator[str]:
-        """Yield the properties recorded by the tests of rank 0."""
-        for report in launch.logs.glob("rank-0.xml"):
-            for case in ElementTree.parse(report).iter("testcase"):
-                for each in case.iter("property"):
-                    yield f"{self.key} {case.get('name')}: {each.get('name')} {each.get('value')}"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Result of a launch. ended: False if the total time limit stopped it."""
-
-    rows: list[Row]
-    reports: list[str]
-    ended: bool
+        launch = Launch(
+            f"gpu/{self.key}/{number}", self.site.python, [str(self.site.mpiexec)], self.ranks,
+            self.suite.part, settings=variables,
+        )  # fmt: skip
+        plugins = ["-presult_log", "-pno:faulthandler"]
+        return launch.run(timeout, [*self.suite.tests, *plugins, *options.pytest])
 
 
 def plan(options: argparse.Namespace, left_out: list[str]) -> list[Task]:
-    """Return all launches in order of importance."""
+    """Return all tasks, the most important ones first."""
     tasks = []
     for site in sites_of(options.environments, left_out):
-        if options.only and site.name not in options.only:
-            continue
         missing = {name for name in ("cupy", "torch") if not has(site.python, name)}
         left_out += [f"{site.name}: no {name}" for name in sorted(missing)]
-        missing |= {name for suite in SUITES for name in suite.libraries} - {*options.libraries}
-        missing_for = Requirements(site, options.host)
+        routes: dict[int, dict[str, str]] = {}  # by number of ranks
         for suite in SUITES:
-            if suite.name not in options.suites or (options.host and not suite.host):
-                continue
             libraries = [suite.host] if options.host else suite.libraries
-            chosen = tuple(name for name in libraries if name not in missing)
-            if not chosen or ("cupy" in missing and not options.host):
+            libraries = [name for name in libraries if name not in missing]
+            ready = suite.host if options.host else libraries and "cupy" not in missing
+            if suite.name not in options.suites or not ready:
                 continue
-            for ranks in (0,) if 0 in suite.ranks else options.ranks:
+            for ranks in suite.ranks:
+                if ranks and ranks not in options.ranks:
+                    continue
                 for route in suite.routes:
-                    task = Task(site, suite, chosen, route, ranks)
-                    chosen_route = {route, suite.about} & {*options.routes}
-                    if not chosen_route or ranks not in suite.ranks:
+                    if not {route, suite.about} & {*options.routes}:
                         continue
-                    if lack := missing_for(task):
+                    task, lack = Task(site, suite, libraries, route, ranks), ""
+                    if options.host:
+                        lack = "" if route in HOST_ROUTES[suite.host] else "needs a GPU"
+                    elif ranks:
+                        if ranks not in routes:
+                            routes[ranks] = routes_of(site, ranks)
+                        lack = routes[ranks][route]
+                    if lack:
                         left_out.append(f"{task.key}: {lack}")
                     else:
                         tasks.append(task)
     return tasks
-
-
-class Requirements:
-    """Return the missing requirement of a route, or "". Runs one job per number of ranks."""
-
-    def __init__(self, site: Site, host: bool) -> None:
-        self.site, self.host = site, host
-        self.answers: dict[int, dict[str, str] | str] = {}
-
-    def __call__(self, task: Task) -> str:
-        if self.host:
-            return "" if task.route in HOST_ROUTES[task.suite.host] else "needs a GPU"
-        if not task.ranks:
-            return ""
-        if task.ranks not in self.answers:
-            try:
-                self.answers[task.ranks] = routes_of(self.site, task.ranks)
-            except RuntimeError as error:
-                self.answers[task.ranks] = f"no ranks: {error}"
-        found = self.answers[task.ranks]
-        return found if isinstance(found, str) else found[task.route]
-
-
-@dataclass
-class Table:
-    """Results by task, also written to the JSON file."""
-
-    file: Path | None
-    rows: dict[str, list[Row]] = field(default_factory=dict)
-    reports: dict[str, list[str]] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-
-    def resume(self) -> None:
-        """Read the results of an earlier run."""
-        if self.file is None or not self.file.exists():
-            return
-        found = json.loads(self.file.read_text())
-        self.rows = {key: [Row(**row) for row in rows] for key, rows in found["rows"].items()}
-        self.reports = found["reports"]
-
-    def add(self, task: Task, outcome: Outcome) -> None:
-        """Add the result of a launch."""
-        self.rows[task.key], self.reports[task.key] = outcome.rows, outcome.reports
-        for row in outcome.rows:
-            print(row, flush=True)
-        self.write()
-
-    def write(self) -> None:
-        """Write the JSON file."""
-        if self.file is not None:
-            rows = {key: [asdict(row) for row in rows] for key, rows in self.rows.items()}
-            table = {"rows": rows, "reports": self.reports, "not run": self.left_out}
-            self.file.write_text(json.dumps(table, indent=1) + "\n")
-
-
-def run(tasks: list[Task], options: argparse.Namespace, end: float, table: Table) -> bool:
-    """Run the launches without results. Return True if ``end`` came before all had run."""
-    over = []
-
-    def attempt(task: Task) -> tuple[Task, Outcome | None]:
-        # Less time than this is not useful.
-        return task, task.run(options, end) if end - time.monotonic() > 20 else None
-
-    waiting = [task for task in tasks if task.key not in table.rows]
-    for alone in (False, True):
-        with ThreadPoolExecutor(1 if alone else options.jobs) as pool:
-            chosen = [task for task in waiting if task.suite.alone == alone]
-            for done in as_completed([pool.submit(attempt, task) for task in chosen]):
-                task, outcome = done.result()
-                if outcome is None or not outcome.ended:
-                    over.append(task.key)
-                else:
-                    table.add(task, outcome)
-    table.left_out += [f"{key}: the time was over" for key in over]
-    table.write()
-    return bool(over)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -478,18 +378,12 @@ def parse_arguments() -> argparse.Namespace:
     add("environments", nargs="*", metavar="NAME=FOLDER")
     add("--look", action="store_true", help="only report whether there is a GPU")
     add("--host", action="store_true", help="run without a GPU: simulated devices and the host")
-    add("--only", nargs="+", metavar="NAME", help="test only these MPIs")
     add("--ranks", type=int, nargs="+", default=RANKS)
     add("--routes", nargs="+", choices=ROUTES, default=ROUTES)
     names = [suite.name for suite in SUITES]
     add("--suites", nargs="+", choices=names, default=names)
-    libraries = sorted({name for suite in SUITES for name in suite.libraries})
-    add("--libraries", nargs="+", choices=libraries, default=libraries)
-    add("--jobs", type=int, default=1, help="number of parallel launches (%(default)s)")
     add("--timeout", type=float, default=400, help="seconds per launch (%(default)s)")
     add("--limit", type=float, default=7200, help="seconds in all (%(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write the table there")
-    add("--resume", action="store_true", help="do not repeat the launches in that file")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options = parser.parse_args(sys.argv[1:split])
     options.pytest = sys.argv[split + 1 :]
@@ -498,35 +392,38 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = parse_arguments()
+    end = time.monotonic() + options.limit
     reason = "" if options.host else no_gpu()
     if reason:
         print(f"SKIPPED: no GPU: {reason}")
-        return 1 if options.look else 0
-    if options.look:
-        return 0
-    end = time.monotonic() + options.limit
-    table = Table(options.json)
-    if options.resume:
-        table.resume()
-    tasks = plan(options, table.left_out)
-    print(f"{len(tasks)} launches, {sum(task.key in table.rows for task in tasks)} of them done")
-    print(HEAD, flush=True)
-    over = run(tasks, options, end, table)
-    rows = [row for rows in table.rows.values() for row in rows]
-    print(f"\n---- summary\n{HEAD}")
-    for row in rows:
-        print(row)
-    for reports in table.reports.values():
-        for line in reports:
-            print(f"REPORTED {line}")
-    for line in table.left_out:
+    if reason or options.look:
+        return 1 if reason and options.look else 0
+    left_out: list[str] = []
+    tasks = plan(options, left_out)
+    print(f"{len(tasks)} tasks", flush=True)
+    for task in tasks:
+        task.run(options, end)
+        print(task, flush=True)
+    print("\n---- summary")
+    outcomes: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    for task in tasks:
+        print(task)
+        for test, (outcome, message) in task.results.items():
+            outcomes[outcome] += 1
+            if outcome == "failed":
+                print(f"    FAILED {test}: {message}")
+            elif outcome == "skipped":
+                reasons[message] += 1
+    for reason, count in reasons.most_common():
+        print(f"skipped {count:5}: {reason}")
+    for line in left_out:
         print(f"NOT RUN {line}")
-    passed, skipped = sum(row.passed for row in rows), sum(row.skipped for row in rows)
-    failed = sum(max(row.failed, bool(row.problem)) for row in rows)
-    print(f"{passed} passed, {failed} failed, {skipped} skipped")
-    if failed or not passed:
+    print(", ".join(f"{outcomes[one]} {one}" for one in OUTCOMES))
+    problems = {task.problem for task in tasks} - {""}
+    if outcomes["failed"] or not outcomes["passed"] or problems - {OVER}:
         return 1
-    return 3 if over else 0
+    return 3 if problems else 0
 
 
 if __name__ == "__main__":

@@ -166,6 +166,17 @@ def test_ucx_with_cuda_is_detected_by_its_files(tmp_path):
     del held
 
 
+def test_failed_transfers_by_ucx_have_a_remedy(monkeypatch):
+    failed, right = ProbeOutcome(2, OK, "moved wrong data", ""), ProbeOutcome(2, OK, OK, OK)
+    monkeypatch.setattr(mpi_support, "has_ucx_cuda", lambda: False)
+    assert judge(rank(), (), failed).remedy == ""
+    monkeypatch.setattr(mpi_support, "has_ucx_cuda", lambda: True)
+    assert "UCX_MEMTYPE_CACHE=n" in judge(rank(), (), failed).remedy
+    assert judge(rank(), (), right).remedy == ""
+    monkeypatch.setenv("UCX_MEMTYPE_CACHE", "n")
+    assert judge(rank(), (), failed).remedy == ""
+
+
 KEY = {"version": "1", "settings": {"UCX_TLS": "all"}}
 OUTCOME = ProbeOutcome(2, OK, OK, "hung")
 

@@ -77,8 +77,12 @@ class FakeCuda:
         return 0
 
     def cuThreadExchangeStreamCaptureMode(self, mode):
-        self.own.mode = mode._obj.value
+        mode._obj.value, self.own.mode = self.mode, mode._obj.value
         return 0
+
+    @property
+    def mode(self):
+        return getattr(self.own, "mode", 0)
 
     def cuPointerGetAttribute(self, into, which, address):
         into._obj.value = {9: 1, 10: 1, 8: 0}[which]
@@ -102,7 +106,7 @@ class FakeCuda:
         """Give a thread without a context one on device 0, as the CUDA runtime does."""
         if not self.stack:
             self.setDevice(0)
-        if unsafe and self.capturing and getattr(self.own, "mode", 0) != RELAXED:
+        if unsafe and self.capturing and self.mode != RELAXED:
             self.invalidations.append(call)
 
     def setDevice(self, index):
@@ -114,8 +118,8 @@ class FakeCuda:
         self.acquired.append(1000 + len(self.acquired))
         return self.acquired[-1]
 
-    def _destroy(self, number):
-        self._enter("destroy")
+    def _destroy(self, number, unsafe=False):
+        self._enter("destroy", unsafe)
         assert number in self.acquired and number not in self.released
         self.released.append(number)
 
@@ -138,9 +142,18 @@ class FakeCuda:
         return self._make("malloc", unsafe=True)
 
     def memGetInfo(self):
+        self._enter("memGetInfo", unsafe=True)
         return self.room, 1 << 40
 
-    streamDestroy = eventDestroy = free = _destroy
+    streamDestroy = eventDestroy = _destroy
+
+    def free(self, address):
+        self._destroy(address, unsafe=True)
+
+    def ipcOpenMemHandle(self, handle):
+        return self._make("ipcOpenMemHandle", unsafe=True)
+
+    ipcCloseMemHandle = free
 
     def eventRecord(self, event, stream):
         self._enter("eventRecord")
@@ -172,7 +185,7 @@ class FakeCuda:
         self.registered = arguments
 
     def hostUnregister(self, address):
-        self._enter("hostUnregister")
+        self._enter("hostUnregister", unsafe=True)
         assert self.registered[0] == address
         self.registered = None
 
@@ -342,6 +355,78 @@ def test_progress_threads_do_not_invalidate_a_graph_capture(world, cuda, first):
     assert world.invalidations, "the fake does not detect invalidations"
     if not first:
         context.close()
+
+
+def test_memory_may_be_released_on_a_thread_that_captures_a_graph(world, cuda):
+    """The garbage collector runs on any thread."""
+    held = [cuda.allocate(1, 10), cuda.open(1, b""), cuda.register(1, 1 << 20, 4096)]
+    world.capturing = True
+    held.clear()
+    gc.collect()
+    assert len(world.released) == 2 and world.registered is None
+    assert not world.invalidations and world.mode == 0
+
+
+def test_captured_call_may_query_the_memory(world, cuda):
+    """CuPy calls cudaMemGetInfo at a thread's first launch."""
+    context = DeviceContext(cuda, 1)
+    world.capturing = True
+    with context.capturing(7):
+        world.memGetInfo()
+    assert not world.invalidations and world.mode == 0
+    world.capturing = False
+    context.close()
+
+
+def test_kernels_are_loaded_by_the_driver_if_it_can(world, cuda, monkeypatch):
+    """cuFuncLoad needs CUDA 12.4."""
+    loaded = []
+    cuda._driver.load_kernel(5)
+    monkeypatch.setattr(world, "cuFuncLoad", lambda it: loaded.append(it.value) or 0, raising=False)
+    cuda._driver.load_kernel(5)
+    assert loaded == [5]
+
+
+class Stream:
+    """CuPy's Stream: ``with`` restores the stream of an outer ``with``, not that of use()."""
+
+    def __init__(self, number):
+        self.ptr = number
+
+    def use(self):
+        Stream.current = self
+        return self
+
+    def __enter__(self):
+        Stream.stack.append(self)
+        Stream.current = self
+
+    def __exit__(self, *error):
+        Stream.stack.pop()
+        Stream.current = Stream.stack[-1]
+
+    @staticmethod
+    def from_external(given):
+        return Stream(given.__cuda_stream__()[1])
+
+
+def test_the_users_current_stream_is_restored(cuda, monkeypatch):
+    """Also after Stream.use(), and within the context if the caller enters another stream."""
+    null = Stream(0)
+    monkeypatch.setattr(Stream, "stack", [null], raising=False)
+    monkeypatch.setattr(Stream, "current", null, raising=False)
+    found = sys.modules["cupy"].cuda
+    found.Stream, found.get_current_stream = Stream, lambda index: Stream.current
+    used = Stream(4711).use()
+    with cuda.using(1, 5):
+        assert cuda.current_stream(1) == 5
+        with Stream(6):
+            pass
+        assert cuda.current_stream(1) == 5
+    assert Stream.current is used
+    with pytest.raises(ZeroDivisionError), cuda.using(1, 5):
+        1 / 0  # noqa: B018
+    assert Stream.current is used and Stream.stack == [null]
 
 
 def test_mig_instances_of_one_gpu_have_different_identities(cuda):

@@ -130,20 +130,13 @@ class FakeCupy(types.ModuleType):
     def __init__(self, folder):
         super().__init__("cupy")
         self.multiprocessors, self.flush = 1, False
-        self.current, self.launched, self.loaded = [], [], []
+        self.launched, self.loaded = [], []
         fake = self
 
-        class Current:
-            def __init__(self, entered):
-                self.object = entered
+        class Device:
+            def __init__(self, index):
+                assert index == 3
 
-            def __enter__(self):
-                fake.current.append(self.object)
-
-            def __exit__(self, *_):
-                fake.current.pop()
-
-        class Device(Current):
             @property
             def attributes(self):
                 return {"MultiProcessorCount": fake.multiprocessors}
@@ -151,7 +144,7 @@ class FakeCupy(types.ModuleType):
         class Stream:
             @staticmethod
             def from_external(stream):
-                return Current(stream.__cuda_stream__())
+                return stream.__cuda_stream__()
 
         class RawModule:
             def __init__(self, *, code, options):
@@ -159,8 +152,8 @@ class FakeCupy(types.ModuleType):
                 self.library = library(code, folder)
 
             def get_function(self, name):
-                def kernel(grid, block, arguments):
-                    assert fake.current == [(0, STREAM)]
+                def kernel(grid, block, arguments, *, stream):
+                    assert stream == (0, STREAM)
                     assert self.library.count_arguments() == len(arguments)
                     held = [in_memory(argument) for argument in arguments]
                     addresses = [each.__array_interface__["data"][0] for each in held]
@@ -168,8 +161,7 @@ class FakeCupy(types.ModuleType):
                     fake.launched.append((name, grid[0], *arguments[-3:]))
                     self.library.run(grid[0], block[0], given, fake.flush)
 
-                kernel.num_regs = 1
-                fake.loaded.append(name)
+                kernel.num_regs, kernel.kernel = 1, types.SimpleNamespace(ptr=name)
                 return kernel
 
         self.RawModule = RawModule
@@ -193,7 +185,7 @@ def cupy(folder, monkeypatch):
 
 @pytest.fixture
 def kernels(cupy):
-    return DeviceKernels(3)
+    return DeviceKernels(3, cupy.loaded.append)
 
 
 def place(dtype, count, offset):

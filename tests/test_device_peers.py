@@ -5,7 +5,6 @@ launches. ``run`` executes the launches of all ranks at the same time and one ra
 order. The NumPy implementation in ``reduction.py`` gives the expected results.
 """
 
-import contextlib
 import ctypes
 import functools
 import itertools
@@ -151,13 +150,10 @@ class FakeCupy(types.ModuleType):
     def __init__(self, folder):
         super().__init__("cupy")
         self.streams = {}  # launches by stream handle
-        fake, current = self, []
+        fake = self
 
-        @contextlib.contextmanager
         def from_external(stream):
-            current.append(stream.__cuda_stream__()[1])
-            yield
-            current.pop()
+            return stream.__cuda_stream__()[1]
 
         class RawModule:
             def __init__(self, *, code, options):
@@ -166,9 +162,9 @@ class FakeCupy(types.ModuleType):
             def get_function(self, name):
                 loaded = library(self.code, name, folder)
 
-                def kernel(grid, block, arguments):
+                def kernel(grid, block, arguments, *, stream):
                     launch = Launch(loaded, name, grid, block, arguments)
-                    fake.streams.setdefault(current[-1], []).append(launch)
+                    fake.streams.setdefault(stream, []).append(launch)
 
                 kernel.num_regs = 1
                 return kernel

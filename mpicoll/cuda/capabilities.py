@@ -191,10 +191,13 @@ def judge(found: Capabilities, claims: Sequence[str], outcome: ProbeOutcome | No
     cuda = CudaSupport.NONE
     if outcome.transfer == OK:
         cuda = CudaSupport.FULL if outcome.reduction == OK else CudaSupport.TRANSFER
-    problem = ""
+    problem, remedy = "", ""
+    if cuda is CudaSupport.NONE:
+        remedy = mpi_support.find_ucx_remedy(os.environ)
     if claims and cuda is not CudaSupport.FULL:
         problem = f"MPI says that it takes device memory ({says}), but {tried}: {details}"
-    return replace(found, cuda=cuda, why=f"{says}; {tried}: {details}", problem=problem)
+    why = f"{says}; {tried}: {details}"
+    return replace(found, cuda=cuda, why=why, problem=problem, remedy=remedy)
 
 
 def find_clusters(all_ranks: Sequence[Capabilities]) -> list[list[int]]:
@@ -237,8 +240,9 @@ def exchange(
         if not each.settled and each.key in settled:
             like = settled[each.key]
             found[rank] = replace(
-                each, cuda=like.cuda, why=like.why, problem=like.problem, settled=True
-            )
+                each, cuda=like.cuda, why=like.why, problem=like.problem, remedy=like.remedy,
+                settled=True,
+            )  # fmt: skip
     _known = found[me]
     return tuple(found)
 

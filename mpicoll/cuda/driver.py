@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import uuid
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from mpicoll.errors import MpicollError
@@ -64,13 +64,34 @@ class Driver:
             found = self._contexts[index] = context.value
         return found
 
-    def relax_capture(self) -> None:
-        """Allow the calling thread to make calls that may disturb a graph capture on another
-        thread.
+    def relax_capture(self) -> int:
+        """Allow the calling thread to make calls that may disturb a graph capture, of this thread
+        or another one. Return its previous mode.
 
-        By default a thread that allocates, or waits for an event, invalidates the capture.
+        By default a thread that allocates, frees or waits for an event invalidates the capture.
         """
-        self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
+        return self._exchange_capture_mode(_RELAXED)
+
+    @contextmanager
+    def relaxed(self) -> Iterator[None]:
+        """Context in which ``relax_capture`` applies to the calling thread."""
+        before = self.relax_capture()
+        try:
+            yield
+        finally:
+            self._exchange_capture_mode(before)
+
+    def _exchange_capture_mode(self, mode: int) -> int:
+        value = ctypes.c_int(mode)
+        self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(value))
+        return value.value
+
+    def load_kernel(self, function: int) -> None:
+        """Load a kernel, which CUDA may defer to its first launch. Without effect before CUDA 12.4,
+        where a query of its attributes loads it.
+        """
+        if hasattr(self._library, "cuFuncLoad"):
+            self.call("cuFuncLoad", ctypes.c_void_p(function))
 
     def attribute(self, which: int, address: int) -> int | None:
         """Return an attribute of memory, or None if the driver does not know the memory."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from mpicoll.launch.mpi_library import find_function
 
-__all__ = ["QUERIES", "SWITCHES", "find_switch", "has_ucx_cuda"]
+__all__ = ["QUERIES", "SWITCHES", "find_switch", "find_ucx_remedy", "has_ucx_cuda"]
 
 
 class Switch(NamedTuple):
@@ -112,3 +112,12 @@ def has_ucx_cuda() -> bool:
             if any(Path(path).parent.glob("ucx/libuct_cuda.so*")):
                 return True
     return False
+
+
+def find_ucx_remedy(environment: Mapping[str, str]) -> str:
+    """Return advice for a UCX that fails with device memory, or "". CuPy's wheels contain the CUDA
+    runtime, and UCX may not notice allocations of a runtime that is not a shared library.
+    """
+    if "UCX_MEMTYPE_CACHE" in environment or not has_ucx_cuda():
+        return ""
+    return "set UCX_MEMTYPE_CACHE=n: UCX may take CuPy's device memory for host memory"

@@ -98,9 +98,9 @@ def allocate(runtime: Runtime, index: int, nbytes: int) -> Memory:
 
 
 class _Handle:
-    """A stream, an event or memory of a device; released with its last reference.
+    """A stream or an event of a device; released with its last reference.
 
-    number: the handle or address. give_back: releases it, with the device current.
+    number: the handle. give_back: releases it, with the device current.
     """
 
     def __init__(
@@ -113,10 +113,23 @@ class _Handle:
         if sys.is_finalizing():  # the driver releases it at exit
             return
         with suppress(Exception), self._runtime.on(self.index):
-            self._give_back(self.number)
+            self._release()
+
+    def _release(self) -> None:
+        self._give_back(self.number)
 
 
 Event = _Handle
+
+
+class _HeldMemory(_Handle):
+    """Memory of a device, by its address. The garbage collector may release it on a thread that
+    captures a graph, which the release must not disturb.
+    """
+
+    def _release(self) -> None:
+        with self._runtime.relaxed():
+            self._give_back(self.number)
 
 
 class Runtime:
@@ -193,6 +206,10 @@ class Runtime:
         self.use(index)
         self._driver.relax_capture()
 
+    def relaxed(self) -> AbstractContextManager[object]:
+        """Return a context in which the calling thread's calls do not disturb graph captures."""
+        return self._driver.relaxed()
+
     def on(self, index: int) -> AbstractContextManager[object]:
         """Return a context in which a device is the calling thread's current one.
 
@@ -221,9 +238,18 @@ class Runtime:
 
     @contextmanager
     def using(self, index: int, stream: int) -> Iterator[None]:
-        """Return a context in which a stream is CuPy's current one on a device."""
-        with self.on(index), external_stream(stream):
-            yield
+        """Return a context in which a stream is CuPy's current one on a device.
+
+        Leaving CuPy's own context restores the stream of an outer ``with``, also if Stream.use()
+        has set another one since.
+        """
+        before = self._cupy.cuda.get_current_stream(index)
+        try:
+            with self.on(index), external_stream(stream):
+                yield
+        finally:
+            with self.on(index):
+                before.use()
 
     def destroy_stream(self, stream: int) -> None:
         """Destroy a stream of ``create_stream`` once its work is done."""
@@ -289,7 +315,7 @@ class Runtime:
                     f"{free >> 20} of {total >> 20} MiB are free; destroy unused groups or free "
                     "memory"
                 ) from error
-        return Memory(address, nbytes, _Handle(self, index, address, self._api.free))
+        return Memory(address, nbytes, _HeldMemory(self, index, address, self._api.free))
 
     def free_cached(self, index: int) -> None:
         """Free unused memory in the caches of array libraries."""
@@ -325,7 +351,7 @@ class Runtime:
     ) -> None:  # fmt: skip
         """Enqueue a copy of elements between two memories of one device."""
         cupy = self._cupy
-        with self.on(index), external_stream(stream):
+        with self.using(index, stream):
             arrays = []
             for address, strides in (into, source):
                 # The view keeps the memory alive.
@@ -390,7 +416,7 @@ class Runtime:
 
     def _kernels_of(self, index: int) -> DeviceKernels:
         if index not in self._kernels:
-            self._kernels[index] = DeviceKernels(index)
+            self._kernels[index] = DeviceKernels(index, self._driver.load_kernel)
         return self._kernels[index]
 
     def export(self, index: int, memory: Memory) -> bytes:
@@ -403,7 +429,7 @@ class Runtime:
         """Map another process's memory on a device; it is unmapped with its last reference."""
         with self.on(index):
             address = self._api.ipcOpenMemHandle(handle)
-        return Memory(address, 0, _Handle(self, index, address, self._api.ipcCloseMemHandle))
+        return Memory(address, 0, _HeldMemory(self, index, address, self._api.ipcCloseMemHandle))
 
     def find_allocation(self, address: int) -> Allocation | None:
         """Return the allocation that contains an address; None if it cannot be exported: it is
@@ -452,7 +478,7 @@ class Runtime:
         """Pin whole pages of host memory, until the returned object is deleted."""
         with self.on(index):
             self._api.hostRegister(address, nbytes, _PORTABLE | _MAPPED)
-        return _Handle(self, index, address, self._api.hostUnregister)
+        return _HeldMemory(self, index, address, self._api.hostUnregister)
 
     def reach(self, index: int, address: int) -> int:
         """Return the address on a device of host memory that ``register`` has pinned."""

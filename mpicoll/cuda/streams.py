@@ -62,7 +62,8 @@ class DeviceContext:
         """Context in which calls enqueue into a stream that is being captured into a graph."""
         work, self.work, self.captured = self.work, stream, True
         try:
-            yield
+            with self.runtime.relaxed():  # CuPy queries the memory at a thread's first launch
+                yield
         finally:
             self.work, self.captured = work, False
 

@@ -12,7 +12,7 @@ sum).
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
 from itertools import pairwise
@@ -49,15 +49,18 @@ _OPTIONS = ("--fmad=false", "--std=c++17")
 
 
 class DeviceKernels:
-    """The kernels of one CUDA device, with CuPy's number ``device``; callers make it current.
+    """The kernels of one CUDA device; callers make it current.
+
+    device: CuPy's number of the device.
+    load:   loads the kernel with a handle of the driver, which CUDA may defer to its first launch.
 
     Addresses are numbers, of memory that the device can access, and multiples of the element size.
     Streams are handles of cudaStream_t; work is only enqueued, never waited for. Methods may be
     called from several threads at once.
     """
 
-    def __init__(self, device: int) -> None:
-        self._device = device
+    def __init__(self, device: int, load: Callable[[int], object] | None = None) -> None:
+        self._device, self._load = device, load
         self._kernels: dict[str, Any] = {}
 
     def combine(
@@ -172,9 +175,9 @@ class DeviceKernels:
         else:
             counts = np.int32(collective.root), np.int32(cut.shots)
             arguments += [*counts, cut.chunk, collective.count]
-        with external_stream(stream):
-            kernel = self._kernel(collective.name, collective.line(), _PEERS)
-            kernel((cut.blocks,), (_PEER_THREADS,), tuple(arguments))
+        kernel = self._kernel(collective.name, collective.line(), _PEERS)
+        grid, block = (cut.blocks,), (_PEER_THREADS,)
+        kernel(grid, block, tuple(arguments), stream=external_stream(stream))
 
     def _launch(
         self, name: str, line: str, arguments: Sequence[Any], cut: _Cut, stream: int
@@ -186,10 +189,9 @@ class DeviceKernels:
             return
         device = cupy.cuda.Device(self._device)
         most = _BLOCKS * device.attributes["MultiProcessorCount"]
-        blocks = min(-(-cut.steps // _THREADS), most)
-        with external_stream(stream):
-            kernel = self._kernel(name, line)
-            kernel((blocks,), (_THREADS,), (*arguments, cut.head, cut.pieces, cut.elements))
+        grid, block = (min(-(-cut.steps // _THREADS), most),), (_THREADS,)
+        arguments = (*arguments, cut.head, cut.pieces, cut.elements)
+        self._kernel(name, line)(grid, block, arguments, stream=external_stream(stream))
 
     def _kernel(self, name: str, line: str, sources: Sequence[str] = _SOURCES) -> Any:
         """Return the kernel that ``line`` defines after the source files. It is for the current
@@ -201,7 +203,10 @@ class DeviceKernels:
         if kernel is None:
             code = f"{_source(*sources)}\n{line}\n"
             kernel = cupy.RawModule(code=code, options=_OPTIONS).get_function(name)
-            _ = kernel.num_regs  # loads the kernel, which CUDA may defer to its first launch
+            # Compile it. The first launch may be in a capture, or beside kernels that wait for it.
+            _ = kernel.num_regs
+            if self._load is not None:
+                self._load(kernel.kernel.ptr)
             self._kernels[line] = kernel
         return kernel
 

@@ -83,10 +83,11 @@ class Together(DeviceKernels):
             module = cupy.RawModule(code=code, options=device_kernels._OPTIONS)
             self._kernels[line] = module.get_function("together")
 
-        def part(grid, block, arguments):
+        def part(grid, block, arguments, *, stream):
             self.parts.append([on_host.in_memory(each) for each in arguments])
             if len(self.parts) == self.n:
-                self._kernels[line]((*grid, self.n), block, (self._on_device(),))
+                with stream:
+                    self._kernels[line]((*grid, self.n), block, (self._on_device(),))
                 self.parts = []
 
         return part

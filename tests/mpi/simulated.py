@@ -359,6 +359,9 @@ class Simulated:
     def on(self, index: int) -> Any:
         return contextlib.nullcontext()
 
+    def relaxed(self) -> Any:
+        return contextlib.nullcontext()
+
     def has_nccl(self) -> bool:
         return False
 

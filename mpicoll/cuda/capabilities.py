@@ -90,11 +90,7 @@ class Capabilities:
 
     def words(self) -> dict[str, Any]:
         """Return the fields as values for JSON."""
-        return asdict(self) | {
-            "cuda": self.cuda.name.lower(),
-            "gpus": list(self.gpus),
-            "names": list(self.names),
-        }
+        return asdict(self) | {"cuda": self.cuda.name.lower()}
 
 
 _EVERYTHING = "sends, receives and reduces"

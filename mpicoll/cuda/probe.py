@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,7 @@ import numpy as np
 
 from mpicoll import control_messages, launch
 from mpicoll.cuda import runtime
+from mpicoll.cuda.streams import poll_until
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -254,6 +256,8 @@ def exchange_messages(place: ProbeDevice, partners: Iterable[int], limit: float 
 
     Returns "ok", or a description of the problem. Raises errors of MPI and CUDA.
     """
+    from mpi4py import MPI
+
     world, right = place.world, True
     for nbytes in SIZES:
         send = place.fill(_values(nbytes, world.Get_rank()))
@@ -264,11 +268,9 @@ def exchange_messages(place: ProbeDevice, partners: Iterable[int], limit: float 
             requests.append(world.Irecv(_message(recv), rank))
         for rank in taken:
             requests.append(world.Isend(_message(send), rank))
-        moment = time.monotonic() + limit
-        while not all(request.Test() for request in requests):
-            if time.monotonic() > moment:
-                return HUNG
-            time.sleep(1e-4)
+        all_done = partial(MPI.Request.Testall, requests)
+        if not poll_until(all_done, time.monotonic() + limit):
+            return HUNG
         _in_flight.pop()
         right &= all(place.holds(recv, _values(nbytes, rank)) for rank, recv in taken.items())
     return OK if right else "moved wrong data"

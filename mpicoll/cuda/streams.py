@@ -331,7 +331,8 @@ class StreamOrder(Point):
         for one in self._streams:
             runtime.check_stream(index, one, where)
         self._before = [runtime.record(index, one or LEGACY) for one in self._streams]
-        release_finished_arrays()
+        if self._streams:  # a query of an event is not allowed in a capture
+            release_finished_arrays()
 
     def is_due(self) -> bool:
         """Return whether the earlier work of the caller's streams is done."""
@@ -395,10 +396,9 @@ class CapturedOrder(StreamOrder):
     """
 
     def __init__(self, runtime: Runtime, index: int, stream: int, where: str) -> None:
-        Point.__init__(self, runtime, index, (stream,), ())
+        super().__init__(runtime, index, (), named=(stream,), where=where)
         self._stream, self._where = stream, where
         self._capture = ExitStack()
-        self.held, self._dropped = None, False
 
     @property
     def asynchronous(self) -> bool:
@@ -407,14 +407,11 @@ class CapturedOrder(StreamOrder):
 
     @asynchronous.setter
     def asynchronous(self, wanted: bool) -> None:
-        raise UnsupportedError(
-            f"{self._where}: the current stream is being captured into a CUDA graph: call without "
-            "async_op, and not before the group's asynchronous calls have ended"
-        )
-
-    def is_due(self) -> bool:
-        """Return True."""
-        return True
+        if wanted:
+            raise UnsupportedError(
+                f"{self._where}: the current stream is being captured into a CUDA graph: call "
+                "without async_op, and not before the group's asynchronous calls have ended"
+            )
 
     def enter(self, context: DeviceContext) -> None:
         """Make the context enqueue into the captured stream."""
@@ -423,14 +420,6 @@ class CapturedOrder(StreamOrder):
     def leave(self, context: DeviceContext) -> None:
         """Make the context enqueue into its own stream again."""
         self._capture.close()
-
-    def join(self, where: str) -> set[int]:
-        """Return the captured stream."""
-        return {self._stream}
-
-    def in_callbacks(self) -> AbstractContextManager[object]:
-        """Return an empty context."""
-        return nullcontext()
 
 
 #: Held while a call is dropped and while it gets its events, which may happen on two threads.

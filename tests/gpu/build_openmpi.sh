@@ -64,7 +64,6 @@ if [ ! -e "$work/unpacked" ]; then
     touch "$work/unpacked"
 fi
 say "the source is in $work/source"
-[ -z "${UNPACK_ONLY:-}" ] || exit 0
 
 # ---- CUDA's header and driver --------------------------------------------------------------------
 

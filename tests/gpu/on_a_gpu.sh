@@ -14,8 +14,8 @@
 # Then, on the GPU machine, in this order. Copy the repository with the folder wheels. Each command
 # ends within 600 s, creates what it needs on a new machine, and prints its results while it runs:
 #
-#     tests/gpu/on_a_gpu.sh first      # first_light.py, the machine, the environment, doctor
-#     tests/gpu/on_a_gpu.sh kernels    # route shared_gpu, then the kernels
+#     tests/gpu/on_a_gpu.sh first      # first_light.py, environment, doctor, route shared_gpu
+#     tests/gpu/on_a_gpu.sh kernels    # kernels, killed ranks, CUDA_VISIBLE_DEVICES
 #     tests/gpu/on_a_gpu.sh streams    # streams, memory, and the PyTorch backend
 #     tests/gpu/on_a_gpu.sh facade     # every call on every route, compute-sanitizer
 #     tests/gpu/on_a_gpu.sh bench      # measurements: benchmarks/gpu.py
@@ -63,8 +63,7 @@ environment() {
     pwd > "$site/mpicoll.pth"
     cp -r "$state"/mpicoll/mpicoll-*.dist-info "$site" || return 1
     for package in mpi4py ml_dtypes pytest pytest_mpi pluggy iniconfig packaging pygments; do
-        "$venv/bin/python" -c "import importlib.util as u; raise SystemExit(not u.find_spec('$package'))" ||
-            missing+=("$package")
+        "$venv/bin/python" -c "import $package" 2> /dev/null || missing+=("$package")
     done
     say "installs mpich ${missing[*]}"
     "$python" "${pip[0]}/pip" --python "$venv/bin/python" install -q --no-deps --no-index \
@@ -108,7 +107,7 @@ run() {
             bounded "$venv/bin/mpiexec" -n 2 "$venv/bin/python" -m mpi4py -m mpicoll doctor
             gpu_tests --suites shared
             ;;
-        kernels) gpu_tests --suites shared kernels ;;
+        kernels) gpu_tests --suites kernels jobs ;;
         streams) gpu_tests --suites streams trouble backend --routes auto staged ;;
         facade) gpu_tests --suites facade memcheck --timeout 150 ;;
         bench)

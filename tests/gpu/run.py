@@ -233,12 +233,12 @@ def routes_of(site: Site, ranks: int) -> dict[str, str]:
     return dict.fromkeys(ROUTES, f"no ranks: exit code {done.returncode}: {words}")
 
 
-def read_results(folder: Path, over: bool) -> dict[str, tuple[str, str]]:
+def read_results(folder: Path, timed_out: bool) -> dict[str, tuple[str, str]]:
     """Return the outcome and a message of each test that a launch has run on all ranks.
 
     If no test failed, the first test without an end has crashed or hung.
 
-    over: the launch was stopped by the total time limit.
+    timed_out: the launch was stopped, not a test: each test has its own timeout.
     """
     begun: list[str] = []
     running: Counter[str] = Counter()
@@ -258,7 +258,7 @@ def read_results(folder: Path, over: bool) -> dict[str, tuple[str, str]]:
             found[test] = outcome, seen[test][outcome]
     failed = any(outcome == "failed" for outcome, _ in found.values())
     stuck = next((test for test in begun if running[test]), "")
-    if stuck and not failed and not over:
+    if stuck and not failed and not timed_out:
         found[stuck] = "failed", "did not end: a rank has crashed or hung"
     return found
 
@@ -297,14 +297,14 @@ class Task:
             results = folder / f"results-{number}"
             results.mkdir(parents=True)
             launch = self._launch(number, results, options, min(left, options.timeout))
-            over = launch.problem == "TIMED OUT" and left < options.timeout
-            new = read_results(results, over)
+            timed_out = launch.problem == "TIMED OUT"
+            new = read_results(results, timed_out)
             self.results |= new
             failed = {test: text for test, (outcome, text) in new.items() if outcome == "failed"}
             for test, message in failed.items():
                 print(f"FAILED {self.key} {test}: {message}", flush=True)
-            if over:
-                self.problem = OVER
+            if timed_out:
+                self.problem = OVER if left < options.timeout else launch.problem
                 break
             if launch.problem not in ("", "NO TESTS") and not failed:
                 self.problem = launch.problem
@@ -382,7 +382,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--routes", nargs="+", choices=ROUTES, default=ROUTES)
     names = [suite.name for suite in SUITES]
     add("--suites", nargs="+", choices=names, default=names)
-    add("--timeout", type=float, default=400, help="seconds per launch (%(default)s)")
+    add("--timeout", type=float, default=1800, help="seconds per launch (%(default)s)")
     add("--limit", type=float, default=7200, help="seconds in all (%(default)s)")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options = parser.parse_args(sys.argv[1:split])

@@ -1,4 +1,4 @@
-"""The PyTorch backend on CUDA tensors: collectives, streams, DDP and FSDP2.
+"""The PyTorch backend on CUDA tensors: collectives and streams.
 
 Every rank runs every test. The tests also run on the host (conftest.py).
 """
@@ -11,8 +11,6 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 from late import filled
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from mpicoll.core.groups import default_group
 
@@ -108,61 +106,3 @@ def test_capture_raises_for_routes_that_cannot_be_captured(device):
         pytest.raises(RuntimeError, match="captured"),
     ):
         dist.all_reduce(tensor)
-
-
-def batch(rank, step):
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    x = torch.randn(8, 32, generator=generator)
-    return x, torch.randn(8, 4, generator=generator)
-
-
-def network():
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(),
-                         nn.Linear(64, 4))  # fmt: skip
-
-
-def train(model, batches, device):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in batches:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x.to(device)), y.to(device)).backward()
-        optimizer.step()
-    return model
-
-
-STEPS = 4
-
-
-@pytest.fixture
-def alone(device):
-    """Parameters after training in one process on the batches of all ranks."""
-    both = [
-        [torch.cat(parts) for parts in zip(*(batch(r, s) for r in range(dist.get_world_size())),
-                                           strict=True)]
-        for s in range(STEPS)
-    ]  # fmt: skip
-    return list(train(network().to(device), both, device).parameters())
-
-
-@pytest.mark.parametrize("bucket", [25, 0.001], ids=["one bucket", "many buckets"])
-def test_ddp(device, alone, bucket):
-    model = DistributedDataParallel(network().to(device), bucket_cap_mb=bucket)
-    train(model, [batch(dist.get_rank(), step) for step in range(STEPS)], device)
-    for found, expected in zip(model.parameters(), alone, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_fsdp(device, alone):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = network().to(device)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    train(model, [batch(dist.get_rank(), step) for step in range(STEPS)], device)
-    for found, expected in zip(model.parameters(), alone, strict=True):
-        torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-4, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Training with the PyTorch backend on CUDA tensors: futures, hooks, torch.compile and loaders.
+"""Training with the PyTorch backend on CUDA tensors: DDP, FSDP2, futures, torch.compile, loaders.
 
 Every rank runs every test. The tests also run on the host (conftest.py).
 """
@@ -132,6 +132,7 @@ def unnamed(hook):
 
 
 HOOKS = {
+    "none": (None, 1e-4),
     "allreduce": (default_hooks.allreduce_hook, 1e-4),
     "float16": (default_hooks.fp16_compress_hook, 5e-3),
     "bfloat16": (unnamed(default_hooks.bf16_compress_hook), 4e-2),
@@ -144,12 +145,29 @@ HOOKS = {
 def test_hooks(device, name, buckets):
     hook, rtol = HOOKS[name]
     model = DDP(network(device), **buckets)
-    model.register_comm_hook(None, hook)
+    if hook is not None:
+        model.register_comm_hook(None, hook)
     for step in range(STEPS):
         found = gradients(model, batch(dist.get_rank(), step), device)
         expected = gradients(network(device), whole(step), device)
         largest = max(one.abs().max().item() for one in expected)
         close(found, expected, rtol, rtol * largest)
+
+
+def test_fsdp(device):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = network(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for step in range(STEPS):
+        found = gradients(model, batch(dist.get_rank(), step), device)
+        expected = gradients(network(device), whole(step), device)
+        close([each.full_tensor() for each in found], expected)
 
 
 class Numbers(Dataset):

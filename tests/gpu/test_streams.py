@@ -98,6 +98,21 @@ def test_default_streams_of_two_threads(n):
         dist.destroy_process_group(group)
 
 
+def test_stream_of_use_stays_current(n):
+    """Without a ``with``: CuPy's contexts do not restore such a stream."""
+    me, stream = dist.get_rank(), cupy.cuda.Stream(non_blocking=True).use()
+    try:
+        array = made(LARGE, me)
+        future = dist.all_reduce(array, async_op=True).get_future()
+        doubled = future.then(lambda done: done.value()[0] * 2).wait()
+        dist.all_reduce(array)
+        assert cupy.cuda.get_current_stream() == stream
+        assert (doubled.get() == 2 * sum(range(n))).all()
+    finally:
+        stream.synchronize()
+        cupy.cuda.Stream.null.use()
+
+
 def test_stream_may_be_destroyed_after_the_call(n):
     me = dist.get_rank()
     kept = []

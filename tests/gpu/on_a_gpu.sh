@@ -21,8 +21,8 @@
 #     tests/gpu/on_a_gpu.sh bench      # measurements: benchmarks/gpu.py
 #     tests/gpu/on_a_gpu.sh tests OPTION...   # any other tests: options of tests/gpu/run.py
 #
-# Environment variables and defaults: PYTHON (python3), WHEELS (wheels), STATE (/tmp/mpicoll-gpu, for
-# the environment and compiled kernels), OUT (STATE, for log.txt and logs.tar.gz), SECONDS_LEFT (570).
+# Environment variables and defaults: PYTHON (python3), WHEELS (wheels), STATE (/tmp/mpicoll-gpu:
+# environment and compiled kernels), OUT (STATE: log.txt and logs.tar.gz), SECONDS_LEFT (570).
 #
 # For Open MPI, or an MPI of the site: see tests/gpu/run.py. Exit code: 0 if nothing failed.
 
@@ -74,10 +74,11 @@ environment() {
 # Take the compiled modules from the wheel of mpicoll: they work with every Python from 3.10 on.
 modules() {
     "$python" -m zipfile -e "$wheels"/mpicoll-*.whl "$state/mpicoll" &&
-        cp "$state"/mpicoll/mpicoll/kernels/*.so mpicoll/kernels/ || say "NO COMPILED MODULES"
+        cp --remove-destination "$state"/mpicoll/mpicoll/kernels/*.so mpicoll/kernels/ ||
+        say "NO COMPILED MODULES"
 }
 
-# Set CUDA_PATH and LD_LIBRARY_PATH if CuPy does not find NVRTC. NVRTC loads a library by the second.
+# Set CUDA_PATH if CuPy does not find NVRTC, and LD_LIBRARY_PATH, by which NVRTC loads a library.
 nvrtc() {
     local folder path=${LD_LIBRARY_PATH:-}
     "$python" tests/gpu/machine.py compile && return

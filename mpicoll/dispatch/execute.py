@@ -35,7 +35,10 @@ from mpicoll.kernels.calls import bind_fast_path
 from mpicoll.output import format_count, warn
 from mpicoll.primitives import Primitive
 
-__all__ = ["find_root", "resolve_or_warn", "run", "run_all", "run_fast", "run_in_order", "submit"]
+__all__ = [
+    "describe", "find_root", "resolve_or_warn", "run", "run_all", "run_fast", "run_in_order",
+    "submit", "to_mpi_error",
+]  # fmt: skip
 
 
 def run_fast(
@@ -295,14 +298,14 @@ def _finish(
         flight_record.dump_after(error, group)
         raise
     except Exception as error:
-        raise _to_mpi_error(error, primitive.name, group) from error
+        raise to_mpi_error(error, primitive.name, group) from error
 
 
 def _finished_work(
     group: ProcessGroup, primitive: Primitive, output: Any, error: BaseException | None
 ) -> Work:
     """Return the Work of an async call that ran natively."""
-    work = Work(_describe(primitive.name, group), _as_output_list(output), group.timeout)
+    work = Work(describe(primitive.name, group), _as_output_list(output), group.timeout)
     work.finish(error)
     return work
 
@@ -405,7 +408,7 @@ def perform(
             _unrecord_mismatch(error, call)
             flight_record.dump_after(error, group)
             raise
-        told = timeouts.compare_after(_to_mpi_error(error, call.name, group), group)
+        told = timeouts.compare_after(to_mpi_error(error, call.name, group), group)
         _unrecord_mismatch(error, call)
         flight_record.dump_after(told, group)
         if isinstance(told, MismatchError):
@@ -473,13 +476,14 @@ def _plan(
     return plan
 
 
-def _to_mpi_error(error: Exception, name: str, group: ProcessGroup) -> Exception:
+def to_mpi_error(error: Exception, name: str, group: ProcessGroup) -> Exception:
+    """Return an exception of MPI as MPIError with operation and rank; any other as it is."""
     from mpicoll.routes.wire import translate_error
 
     return translate_error(error, name, group)
 
 
-def _describe(name: str, group: ProcessGroup) -> str:
+def describe(name: str, group: ProcessGroup) -> str:
     """Return the description of a Work for messages."""
     return f"{name} on rank {group.rank()} of group {group.group_name}"
 
@@ -495,7 +499,7 @@ def submit(
     """Queue a task on the group's progress thread, or run it now if ``inline``."""
     group.check_outside(name)
     expire = partial(timeouts.fail_late_call, group)
-    work = Work(_describe(name, group), outputs, group.timeout, orders, expire)
+    work = Work(describe(name, group), outputs, group.timeout, orders, expire)
     if inline or (group.worker is not None and group.worker.is_current):
         # A callback of an earlier Work, on the progress thread, runs its calls right away.
         try:
@@ -586,7 +590,7 @@ def _perform_unrecorded(
         flight_record.dump_after(error, group)
         raise
     except Exception as error:
-        raise _to_mpi_error(error, name, group) from error
+        raise to_mpi_error(error, name, group) from error
 
 
 set_task_runner(run_in_order)

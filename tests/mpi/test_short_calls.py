@@ -41,7 +41,7 @@ def record_python_calls():
 
     before = execute._run_cached, execute._run_all, execute.state, type(dist.group.WORLD)
     rest = {"finish": execute._finish, "finished": execute._finished_work}
-    later = execute._run_queued
+    later = partial(execute.run, may_inline=False)
     calls.bind_fast_path(counting(before[0]), *before[1:], run_later=counting(later), **rest)
     try:
         yield seen

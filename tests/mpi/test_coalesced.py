@@ -165,8 +165,8 @@ def counted(monkeypatch):
     """Record the element count of each call's output."""
     found = []
 
-    def views_of(self, batch, inner=fusing.Entries._views_of):
-        views = inner(self, batch)
+    def views_of(*arguments, inner=fusing.Entries._views_of):
+        views = inner(*arguments)
         found.append(views[1].count)
         return views
 

@@ -214,12 +214,6 @@ def test_message_of_another_size_raises(world, mpi, count, change, blocking):
     test_messages_are_matched_by_tag(world)
 
 
-def test_messages_reject_lists(world):
-    for call in (dist.isend, dist.irecv):
-        with pytest.raises(TypeError, match=f"{call.__name__}: tensor"):
-            call([1.0, 2.0], (world.me + 1) % world.size)
-
-
 def batch(team, count, order):
     """Every rank sends to and receives from every rank, including itself, with two tags."""
     kinds = [dist.isend, dist.irecv]
@@ -276,18 +270,11 @@ def test_invalid_batches_are_rejected(teams):
         dist.batch_isend_irecv([])
     with pytest.raises(ValueError, match="the group of p2p_op_list"):
         dist.batch_isend_irecv([good, dist.P2POp(dist.irecv, x, world.me, reordered.group)])
-    for wrong in ([good, "no"], (1,), good, None):
+    for wrong in ([good, "no"], good):
         with pytest.raises(TypeError, match="batch_isend_irecv"):
             dist.batch_isend_irecv(wrong)
-    for op in (dist.send, dist.recv, dist.broadcast, "isend"):
-        with pytest.raises(ValueError, match="P2POp: op"):
-            dist.P2POp(op, x, world.me)
-    with pytest.raises(TypeError, match="P2POp: tensor"):
-        dist.P2POp(dist.isend, [1.0], world.me)
     with pytest.raises(ValueError, match="peer"):
         dist.P2POp(dist.isend, x)
-    with pytest.raises(ValueError, match="peer"):
-        dist.P2POp(dist.isend, x, world.size)
 
 
 def test_messages_complete_after_their_works_are_dropped(world):

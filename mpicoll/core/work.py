@@ -198,14 +198,6 @@ class Work:
     For an operation on devices, the host part ends when all work is enqueued in streams.
     """
 
-    # description:   the operation, for messages.
-    # outputs:       output arrays, as the caller passed them.
-    # limit:         default timeout of ``wait()`` in seconds.
-    # has_timed_out: a ``wait()`` has raised CollectiveTimeoutError.
-    # expire:        called when a ``wait()`` without a timeout has lasted ``limit``.
-    # worker:        the progress thread that runs the operation, or None.
-    # orders:        stream orders of an operation on a device.
-
     __slots__ = (
         "__weakref__", "_error", "_error_seen", "_finished", "_future", "_gate", "description",
         "expire", "has_timed_out", "limit", "orders", "outputs", "worker",
@@ -219,18 +211,18 @@ class Work:
         orders: Sequence[StreamOrder] = (),
         expire: Callable[[], None] | None = None,
     ) -> None:
-        self.expire = expire
-        self.description = description
-        self.outputs = outputs
-        self.limit = limit
-        self.orders = orders
+        self.expire = expire  # called when a ``wait()`` without a timeout has lasted ``limit``
+        self.description = description  # the operation, for messages
+        self.outputs = outputs  # as the caller passed them
+        self.limit = limit  # default timeout of ``wait()`` in seconds
+        self.orders = orders  # stream orders of an operation on a device
         self._gate = threading.Lock()  # held until the work is done
         self._gate.acquire()
         self._finished = False
         self._error: BaseException | None = None
         self._error_seen = False
-        self.has_timed_out = False
-        self.worker: Worker | None = None
+        self.has_timed_out = False  # a ``wait()`` has raised CollectiveTimeoutError
+        self.worker: Worker | None = None  # the progress thread that runs the operation
         self._future: Future | None = None
 
     def set_limit(self, limit: float | None) -> None:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from mpicoll.arrays.adapters import fast_views
 from mpicoll.arrays.protocols import Arrays
-from mpicoll.arrays.views import View
 from mpicoll.core import checks
 from mpicoll.core.groups import ProcessGroup, default_group, resolve, set_task_runner, state
 from mpicoll.core.indices import check_index
@@ -70,7 +69,7 @@ def run(
         plan = _plan(primitive, member, op, None, False)
     else:
         plan = _plan(primitive, member, op, first.dtype, first.device is not None)
-    execute, orders = _in_stream_order(plan, send, recv)
+    execute, orders = packing.in_stream_order(plan, send, recv)
     sizes = encode_sizes(agreed_sizes(primitive, extent))
     if (
         (first is None or (primitive.listed and not plan.on_device))
@@ -83,16 +82,6 @@ def run(
         return None
     call = _Call(plan, sizes, root, execute, send, recv, extent)
     return _start(call, async_op, plan.name, output, orders, may_inline)
-
-
-def _in_stream_order(
-    plan: Plan, send: View | None, recv: View | None
-) -> tuple[Run, Sequence[StreamOrder]]:
-    """Return the function that runs a call and, on a device, the stream order that it keeps."""
-    if not plan.on_device:
-        return plan.run, ()
-    order = packing.stream_order(plan, send, recv)
-    return partial(packing.in_stream_order, plan, order), (order,)
 
 
 class _Call(NamedTuple):
@@ -286,7 +275,7 @@ def _run_all(
     entries = fusing.Entries(name, primitive, member, outputs, inputs, held=waits)
     plan = _plan(primitive, member, op, entries.dtype, entries.on_device)
     calls = entries.packed() if plan.on_device else []
-    ordered = [_in_stream_order(plan, send, recv) for send, recv, _ in calls]
+    ordered = [packing.in_stream_order(plan, send, recv) for send, recv, _ in calls]
     if not plan.on_device and member.compared and not plan.fast_path_registered:
         _register_fast_path(plan, op)
 

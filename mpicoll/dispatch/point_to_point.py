@@ -160,23 +160,19 @@ class MessageWork(Work):
         return self._finished
 
     def _complete(self, message: Message) -> None:
-        if self._receives:
-            self._source = self._group.ranks[self._status.Get_source()]
-            self._check_size()
-            message.copy()
-        self._end(None)
-
-    def _check_size(self) -> None:
         from mpi4py import MPI
 
-        got = self._status.Get_count(MPI.BYTE)
-        expected = self._nbytes
-        if got != expected and not (got < 0 and expected > 2**31 - 1):
-            raise MPIError(
-                f"{self.description}: the message from rank {self._source} has "
-                f"{format_count(got, 'byte')}, the array {expected}: sender and receiver must give "
-                "arrays of one size"
-            )
+        if self._receives:
+            self._source = self._group.ranks[self._status.Get_source()]
+            got, expected = self._status.Get_count(MPI.BYTE), self._nbytes
+            if got != expected and not (got < 0 and expected > 2**31 - 1):
+                raise MPIError(
+                    f"{self.description}: the message from rank {self._source} has "
+                    f"{format_count(got, 'byte')}, the array {expected}: sender and receiver must "
+                    "give arrays of one size"
+                )
+            message.copy()
+        self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
         self._group.in_flight.discard(self)

@@ -27,7 +27,6 @@ PICKLE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marsha
 #: The files that may pickle, and the objects that they pickle.
 PICKLES = {
     "core/pickles.py": "users' objects, which object collectives send",
-    "core/unpickling.py": "the same objects, with restricted_pickle",
     "core/array_pickles.py": "arrays inside these objects",
     "errors.py": "the base class of RefusedPickleError",
     "failures/flight_record.py": "writes torch's format of flight records, into a file",

@@ -320,7 +320,7 @@ def test_progress_threads_use_the_device_of_the_process(world, cuda):
 
     poller, worker = Poller(), Worker("mpicoll-test")
     polled = Polled(lambda: record_context("poller"))
-    poller.add(polled)
+    poller.add(polled.poll)
     worker.submit(lambda: record_context("worker"))
     wait_for(lambda: len(seen) == 2)
     assert seen == {"poller": None, "worker": None} and not world.created
@@ -348,7 +348,7 @@ def test_progress_threads_do_not_invalidate_a_graph_capture(world, cuda, first):
     worker.stop(30)
     done = Polled(lambda: work(cuda, 1))
     done.stops = True
-    poller.add(done)
+    poller.add(done.poll)
     poller.stop()
     assert not world.invalidations
     work(cuda, 1)

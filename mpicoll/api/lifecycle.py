@@ -281,7 +281,7 @@ def begin(
     try:
         with launch.start(rendezvous, limit, given, prepare) as world:
             has_begun = True
-            level = levels.from_environment() if reproducible is None else reproducible
+            level = reproducible or settings.REPRODUCIBLE.value() or None
             _renumber(world)
             agree(world, facts)
             lost_ranks.start(world)

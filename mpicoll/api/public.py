@@ -9,7 +9,7 @@ from mpicoll.api.objects import *
 from mpicoll.api.point_to_point import *
 from mpicoll.api.subgroups import *
 from mpicoll.core.groups import *
-from mpicoll.core.unpickling import restricted_pickle as restricted_pickle
+from mpicoll.core.pickles import restricted_pickle as restricted_pickle
 from mpicoll.core.work import Future as Future
 from mpicoll.core.work import Work as Work
 from mpicoll.dtypes import ReduceOp as ReduceOp

@@ -97,8 +97,7 @@ def new_group(
         members.sort()
     if use_local_synchronization:
         # Other ranks may not call, so the number of groups may differ.
-        same = state.local[tuple(members)] = state.local.get(tuple(members), 0) + 1
-        name = f"local:{','.join(map(str, members))}:{same}"
+        name = f"local:{','.join(map(str, members))}:{state.count_group(tuple(members))}"
     else:
         name = str(state.count_group())
     if world.rank() not in members:

@@ -34,7 +34,7 @@ from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.indices import check_index
 from mpicoll.core.work import Work
 from mpicoll.dispatch import execute
-from mpicoll.dispatch.point_to_point import MessageWork, in_background, look_after
+from mpicoll.dispatch.point_to_point import Message, MessageWork, in_background, keep_polling
 from mpicoll.dtypes import by_name
 from mpicoll.errors import (
     ArgumentError,
@@ -114,7 +114,7 @@ class Window:
         with self._lock:
             was_polled, self._is_polled = self._is_polled, True
         if not was_polled:
-            look_after(self)
+            keep_polling(self.group, self.poll)
 
     def deregister(self) -> None:
         """End registration; every member calls it. Signals without a wait are dropped."""
@@ -249,9 +249,7 @@ class Window:
             except MpicollError:
                 raise
             except Exception as error:
-                from mpicoll.routes.wire import translate_error
-
-                raise translate_error(error, name, self.group) from error
+                raise execute.to_mpi_error(error, name, self.group) from error
 
         if not async_op and limit is None:
             run()
@@ -270,7 +268,7 @@ class Window:
         name = "wait_signal" if receives else "signal"
         empty = adapters.build_view(np.empty(0, np.uint8), receives, name)
         return MessageWork(
-            self.group, name, empty, empty, None, receives, peer,
+            self.group, name, Message(empty, empty), receives, peer,
             lambda buffer: begin(buffer, peer, _SIGNAL_TAG),
         )  # fmt: skip
 

@@ -1,12 +1,9 @@
-"""Arguments of collective calls as views, checked before anything is sent.
-
-Layouts of the table of primitives with the same checks share one function.
-"""
+"""Arguments of collective calls as views, checked before anything is sent."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from mpicoll.arrays import adapters
@@ -23,13 +20,7 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
-    "Splits",
-    "Views",
-    "build_views",
-    "check_operation",
-    "find_operation",
-    "reads",
-    "writes",
+    "Splits", "Views", "build_views", "check_operation", "find_operation", "reads", "writes",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -55,7 +46,24 @@ def build_views(
     (ValueError) for a wrong size, and UnsupportedError (ValueError) for a dtype, layout or device
     that is not supported.
     """
-    return _LAYOUTS[primitive.layout](primitive, group, output, input, root, splits)
+    layout = primitive.layout
+    if layout is Layout.EMPTY:
+        return None, None, 0
+    if layout in (Layout.GATHERED, Layout.SCATTERED):
+        return _blocks_of_ranks(primitive, group, output, input, root)
+    if layout is Layout.EXCHANGED:
+        return _exchanged(primitive, group, output, input, splits or (None, None))
+    recv = adapters.build_view(output, writes(primitive, group, root), primitive.at_output)
+    if layout is Layout.IN_PLACE:
+        return None, recv, recv.count
+    send = adapters.build_view(input, False, primitive.at_input)
+    _check_same_dtype(primitive, send, recv)
+    if recv.count != send.count:
+        raise ArgumentError(
+            f"{primitive.name}: {primitive.output} has {format_count(recv.count, 'element')}, "
+            f"{primitive.input} {send.count}; expected the same number"
+        )
+    return send, recv, send.count
 
 
 def writes(primitive: Primitive, group: ProcessGroup, root: int) -> bool:
@@ -110,16 +118,9 @@ def find_operation(op: object, where: str) -> ReduceOp:
     found = op if isinstance(op, ReduceOp) else _of_torch(op) or _of_mpi(op, where)
     if found is None:
         raise ArgumentTypeError(
-            f"{where}: expected a mpicoll.ReduceOp such as {_similar(op)!r}, got "
-            f"{describe_value(op)}"
+            f"{where}: expected a mpicoll.ReduceOp such as ReduceOp.SUM, got {describe_value(op)}"
         )
     return found
-
-
-def _similar(op: object) -> ReduceOp:
-    """Return the operation that a wrong argument such as "sum" may mean, or SUM."""
-    name = op.upper() if isinstance(op, str) and op else "SUM"
-    return next((row for row in OPERATIONS if row.name.startswith(name)), ReduceOp.SUM)
 
 
 def _of_mpi(op: object, where: str) -> ReduceOp | None:
@@ -164,15 +165,6 @@ def _check_same_dtype(primitive: Primitive, send: View, recv: View) -> None:
     adapters.check_same_device(primitive.name, primitive.input, send, primitive.output, recv)
 
 
-def _check_same_shapes(primitive: Primitive, name: str, parts: ViewList, one: View) -> None:
-    for i, part in enumerate(parts.parts):
-        if part.shape != one.shape:
-            raise ArgumentError(
-                f"{primitive.name}: {name}: invalid tensor size: [{i}] has shape {part.shape}, "
-                f"this rank's array {one.shape}; different shapes are not supported"
-            )
-
-
 def _check_disjoint(where: str, outputs: ViewList) -> None:
     if shared := find_shared(outputs.parts):
         raise ArgumentError(
@@ -181,46 +173,17 @@ def _check_disjoint(where: str, outputs: ViewList) -> None:
         )
 
 
-def _check_multiple(
-    primitive: Primitive, whole: View, names: tuple[str, str], one: View, n: int
-) -> None:
-    if whole.count != n * one.count:
-        raise ArgumentError(
-            f"{primitive.name}: {names[0]} has {format_count(whole.count, 'element')}, {names[1]} "
-            f"{one.count}; in a group of {format_count(n, 'rank')} expected {n} x {one.count} = "
-            f"{n * one.count}{_ORDER * (one.count == n * whole.count)}"
-        )
-
-
-def _in_place(
-    primitive: Primitive,
-    group: ProcessGroup,
-    output: Arrays,
-    input: Arrays,
-    root: int,
-    splits: Splits | None,
-) -> Views:
-    recv = adapters.build_view(output, writes(primitive, group, root), primitive.at_output)
-    return None, recv, recv.count
-
-
 def _blocks_of_ranks(
-    primitive: Primitive,
-    group: ProcessGroup,
-    output: Arrays,
-    input: Arrays,
-    root: int,
-    splits: Splits | None,
+    primitive: Primitive, group: ProcessGroup, output: Arrays, input: Arrays, root: int
 ) -> Views:
     """Check the block of this rank, and the blocks of all ranks if this rank has them."""
-    n = group.size()
+    n, me = group.size(), group.rank()
     gathers = primitive.layout is Layout.GATHERED
-    where, whole, side = (
-        (primitive.at_output, output, "output") if gathers else (primitive.at_input, input, "input")
+    of_output = output, primitive.at_output, primitive.output
+    of_input = input, primitive.at_input, primitive.input
+    (whole, where, of_whole), (block, at_block, of_own) = (
+        (of_output, of_input) if gathers else (of_input, of_output)
     )
-    names = primitive.output, primitive.input
-    of_whole, of_own = names if gathers else names[::-1]
-    block, at_block = (input, primitive.at_input) if gathers else (output, primitive.at_output)
     if isinstance(block, (list, tuple)) and not primitive.root:
         raise ArgumentTypeError(
             f"{at_block}: expected an array, got {type(block).__name__}"
@@ -231,160 +194,110 @@ def _blocks_of_ranks(
     def in_order(blocks: T) -> tuple[View | T, View | T]:
         return (own, blocks) if gathers else (blocks, own)
 
-    if primitive.root and root != group.rank():
+    if primitive.root and root != me:
         if whole is not None and not (isinstance(whole, (list, tuple)) and not whole):
             raise ArgumentError(
-                f"{where}: requires empty {side} on non-root ranks: expected None, because the "
-                f"root is rank {root}"
+                f"{where}: requires empty {'output' if gathers else 'input'} on non-root ranks: "
+                f"expected None, because the root is rank {root}"
             )
         return *in_order(None), own.count
     if not primitive.listed:
         one = adapters.build_view(whole, gathers, where)
         _check_same_dtype(primitive, *in_order(one))
-        _check_multiple(primitive, one, (of_whole, of_own), own, n)
+        if one.count != n * own.count:
+            raise ArgumentError(
+                f"{primitive.name}: {of_whole} has {format_count(one.count, 'element')}, {of_own} "
+                f"{own.count}; in a group of {format_count(n, 'rank')} expected {n} x {own.count} "
+                f"= {n * own.count}{_ORDER * (own.count == n * one.count)}"
+            )
         return *in_order(one), own.count
     if whole is None:
         raise ArgumentError(f"{where}: must be given on the root, rank {root}")
     listed = adapters.build_view_list(whole, gathers, where, n)
     _check_same_dtype(primitive, *in_order(listed))
-    counts: Sequence[int] = ()
+    counts = listed.counts
     if primitive.root:
-        _check_same_shapes(primitive, of_whole, listed, own)
-    else:
-        counts = _block_counts(primitive, group, listed, where, own, of_own)
+        for i, part in enumerate(listed.parts):
+            if part.shape != own.shape:
+                raise ArgumentError(
+                    f"{primitive.name}: {of_whole}: invalid tensor size: [{i}] has shape "
+                    f"{part.shape}, this rank's array {own.shape}; different shapes are not "
+                    "supported"
+                )
+    elif counts[me] != own.count:
+        raise ArgumentError(
+            f"{where}: invalid tensor size: [{me}] has shape {listed.parts[me].shape}, expected "
+            f"{own.shape}, the shape of this rank's {of_own}"
+        )
     if gathers:
         _check_disjoint(where, listed)
-    if not counts:
+    if primitive.root or len(set(counts)) == 1:
         return *in_order(listed), own.count
     equal = [own.count] * n
     return *in_order(listed), Blocks(equal, counts) if gathers else Blocks(counts, equal)
 
 
-def _block_counts(
-    primitive: Primitive, group: ProcessGroup, listed: ViewList, where: str, own: View, name: str
-) -> Sequence[int]:
-    """Return the sizes of the blocks of a list, or () if all are equal.
-
-    Raises ArgumentError if the block of this rank does not have the size of ``own``.
-    """
-    counts, me = listed.counts, group.rank()
-    if counts[me] != own.count:
-        raise ArgumentError(
-            f"{where}: invalid tensor size: [{me}] has shape {listed.parts[me].shape}, expected "
-            f"{own.shape}, the shape of this rank's {name}"
-        )
-    return counts if len(set(counts)) > 1 else ()
-
-
-def _alike(
-    primitive: Primitive,
-    group: ProcessGroup,
-    output: Arrays,
-    input: Arrays,
-    root: int,
-    splits: Splits | None,
-) -> Views:
-    recv = adapters.build_view(output, writes(primitive, group, root), primitive.at_output)
-    send = adapters.build_view(input, False, primitive.at_input)
-    _check_same_dtype(primitive, send, recv)
-    if recv.count != send.count:
-        raise ArgumentError(
-            f"{primitive.name}: {primitive.output} has {format_count(recv.count, 'element')}, "
-            f"{primitive.input} {send.count}; expected the same number"
-        )
-    return send, recv, send.count
-
-
 def _exchanged(
-    primitive: Primitive,
-    group: ProcessGroup,
-    output: Arrays,
-    input: Arrays,
-    root: int,
-    splits: Splits | None,
+    primitive: Primitive, group: ProcessGroup, output: Arrays, input: Arrays, splits: Splits
 ) -> Views:
-    n = group.size()
+    """Check the blocks that this rank sends to and receives from each rank."""
+    n, me = group.size(), group.rank()
     of_output, of_input = primitive.at_output, primitive.at_input
+    send: View
+    recv: View
     if primitive.listed:
-        to = adapters.build_view_list(output, True, of_output, n)
-        out = adapters.build_view_list(input, False, of_input, n)
-        _check_same_dtype(primitive, out, to)
-        _check_disjoint(of_output, to)
-        return out, to, _check_own_block(primitive, group, Blocks(out.counts, to.counts))
-    recv = adapters.build_view(output, True, of_output)
-    send = adapters.build_view(input, False, of_input)
-    _check_same_dtype(primitive, send, recv)
-    of_both = splits or (None, None)
-    names = f"{of_output}: output_split_sizes", f"{of_input}: input_split_sizes"
-    of_recv, of_send = (
-        check_indices(() if sizes is None else sizes, name)
-        for sizes, name in zip(of_both, names, strict=True)
-    )
-    fits_swapped = (sum(of_recv), sum(of_send)) == (_rows(send), _rows(recv))
-    receives = _blocks(recv, of_recv, n, of_output, "output_split_sizes", fits_swapped)
-    sends = _blocks(send, of_send, n, of_input, "input_split_sizes", fits_swapped)
-    return send, recv, _check_own_block(primitive, group, Blocks(sends, receives))
-
-
-def _check_own_block(primitive: Primitive, group: ProcessGroup, blocks: Blocks) -> Blocks:
-    me = group.rank()
+        recv = listed = adapters.build_view_list(output, True, of_output, n)
+        send = sent = adapters.build_view_list(input, False, of_input, n)
+        _check_same_dtype(primitive, send, recv)
+        _check_disjoint(of_output, listed)
+        blocks = Blocks(sent.counts, listed.counts)
+    else:
+        recv = adapters.build_view(output, True, of_output)
+        send = adapters.build_view(input, False, of_input)
+        _check_same_dtype(primitive, send, recv)
+        names = f"{of_output}: output_split_sizes", f"{of_input}: input_split_sizes"
+        of_recv, of_send = (
+            check_indices(() if sizes is None else sizes, name)
+            for sizes, name in zip(splits, names, strict=True)
+        )
+        fits_swapped = (sum(of_recv), sum(of_send)) == (_rows(send), _rows(recv))
+        receives = _blocks(recv, of_recv, n, names[0], fits_swapped)
+        blocks = Blocks(_blocks(send, of_send, n, names[1], fits_swapped), receives)
     if blocks.sends[me] != blocks.receives[me]:
         raise ArgumentError(
             f"{primitive.name}: rank {me} sends itself {format_count(blocks.sends[me], 'element')} "
             f"and expects {blocks.receives[me]}"
         )
-    return blocks
+    return send, recv, blocks
 
 
 def _rows(view: View) -> int:
     return view.shape[0] if view.shape else 1
 
 
-def _blocks(
-    view: View, sizes: list[int], n: int, where: str, name: str, fits_swapped: bool
-) -> list[int]:
+def _blocks(view: View, sizes: list[int], n: int, name: str, fits_swapped: bool) -> list[int]:
     """Return the number of elements for each rank, from split sizes in rows of dimension 0.
 
+    name: operation, array and argument.
     fits_swapped: the split sizes would fit if the caller exchanged output and input.
     """
     rows = _rows(view)
     if not sizes:
         if rows % n:
+            where, _, argument = name.rpartition(": ")
             raise ArgumentError(
                 f"{where}: dimension 0 has {format_count(rows, 'row')}, which is not divisible by "
-                f"{n} ranks; pass {name}"
+                f"{n} ranks; pass {argument}"
             )
         return [view.count // n] * n
     if len(sizes) != n:
         raise ArgumentError(
-            f"{where}: {name}: expected {format_count(n, 'size')}, one for each rank, got "
-            f"{len(sizes)}"
+            f"{name}: expected {format_count(n, 'size')}, one for each rank, got {len(sizes)}"
         )
     if min(sizes) < 0 or sum(sizes) != rows:
         raise ArgumentError(
-            f"{where}: {name}: split sizes {sizes} do not add up to the "
+            f"{name}: split sizes {sizes} do not add up to the "
             f"{format_count(rows, 'row')} of dimension 0{_ORDER * fits_swapped}"
         )
     row = view.count // rows if rows else 0
     return [size * row for size in sizes]
-
-
-def _empty(
-    primitive: Primitive,
-    group: ProcessGroup,
-    output: Arrays,
-    input: Arrays,
-    root: int,
-    splits: Splits | None,
-) -> Views:
-    return None, None, 0
-
-
-_LAYOUTS: dict[Layout, Callable[..., Views]] = {
-    Layout.IN_PLACE: _in_place,
-    Layout.GATHERED: _blocks_of_ranks,
-    Layout.SCATTERED: _blocks_of_ranks,
-    Layout.EXCHANGED: _exchanged,
-    Layout.ALIKE: _alike,
-    Layout.EMPTY: _empty,
-}

@@ -7,10 +7,9 @@ import sys
 import threading
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from copy import copy
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import communicators, launch, settings
@@ -36,23 +35,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "GroupMember",
-    "ProcessGroup",
-    "get_global_rank",
-    "get_group_rank",
-    "get_process_group_ranks",
-    "get_rank",
-    "get_world_size",
-    "group",
-]
-
-
-class GroupState(Enum):
-    """The state of a group on this rank: OPEN, then FAILED after an error, then CLOSED."""
-
-    OPEN = "open"
-    FAILED = "failed"
-    CLOSED = "closed"
+    "GroupMember", "ProcessGroup", "get_global_rank", "get_group_rank", "get_process_group_ranks",
+    "get_rank", "get_world_size", "group",
+]  # fmt: skip
 
 
 class ProcessGroup(Calls):
@@ -62,36 +47,6 @@ class ProcessGroup(Calls):
     timeout: seconds after which an operation fails; None for never.
     reproducible: level of reproducible reductions: None, "order" or "exact".
     """
-
-    # See Calls for attributes of calls. In addition:
-    #
-    # inner:    communicator of collectives, including their internal exchanges.
-    # tested:   the same communicator, with calls that raise if the group fails.
-    # messages: communicator of the user's messages, so that tags do not collide.
-    # message_history: latest messages of the user; see failures/flight_record.py.
-    # in_flight: incomplete messages of the user.
-    # held_back: messages to send, in order, while the first is not ready.
-    # pending:  incomplete async collectives.
-    # statuses: latest status messages of other ranks; see failures/rank_status.py.
-    # object_tag, leave_tag: tags of object messages and of status messages; the user's tags are
-    #           lower.
-    # plans:    cached plans by (primitive, dtype, operation).
-    # resources: resources of routes; see resources.py.
-    # windows:  one-sided windows; see windows.py.
-    # formed:   number of groups created from this group.
-    # keeps_time: the running collective enforces its own timeout.
-    # unmet:    calls that only enqueue work in streams, since the latest comparison.
-    # stride:   number of calls that are compared together.
-    # agree:    compares one call (kind, sizes) with the other ranks' calls in shared memory; None
-    #           if the ranks share no memory. See ``compare_by``.
-    # error:    why the group is FAILED; None while it is OPEN. See ``fail``.
-    # closed:   the class of the error that calls raise on a CLOSED group; None before.
-    # device_error: returns the error of device work that ended without its results, None if none
-    #           is known; takes whether to wait for the devices. None if the group has no such work.
-    # pending_error: an error of devices that no call has raised yet; None for none.
-    # whole:    the user's group, if this is an internal group of a route; else None.
-    # doing, doing_on: description ("" if idle) and thread of a running call without a call record.
-    # monitored, splits: number of monitored barriers and of splits, used in their names.
 
     def __init__(
         self,
@@ -105,7 +60,10 @@ class ProcessGroup(Calls):
         given: MPI.Intracomm | None = None,
         reproducible: str | None = None,
     ) -> None:
-        kept = _record_length()
+        from mpi4py import MPI
+
+        length = settings.RECORD_LENGTH.value() or settings.RECORD_LENGTH_BEFORE.value()
+        kept = int(length or 2000)  # as in torch
         super().__init__(threading.Lock(), kept)
         for one in (inner, messages):
             return_errors(one)
@@ -113,42 +71,51 @@ class ProcessGroup(Calls):
             inner = with_wait(inner, self.wait_for)
         self._given = given
         self._lent: MPI.Intracomm | None = None
-        self.inner = inner
-        self.messages = messages
+        self.inner = inner  # communicator of collectives and of their internal exchanges
+        self.messages = messages  # of the user's messages, so that tags do not collide
         self.ranks = tuple(ranks)
         self.backend = backend
         self.timeout = timeout
         self.reproducible = reproducible
         self.group_name = name
         self.group_desc = description
-        self._giving = threading.Lock()
-        self.plans: dict[Any, Any] = {}
-        self.resources = Resources()
-        self.windows: list[Any] = []
-        self.unmet: list[tuple[int, int, int]] = []
-        self.stride = 1
-        self.agree: Callable[[int, int], None] | None = None
-        self.formed = 0
-        self.keeps_time = False
-        self.error: DistBackendError | None = None
-        self._failing = threading.Lock()
-        self.device_error: Callable[[bool], DistBackendError | None] | None = None
-        self.pending_error: DistBackendError | None = None
-        self.whole: ProcessGroup | None = None
-        self.doing, self.doing_on = "", 0
-        self.monitored = 0
-        self.splits = 0
-        self.closed: type[Exception] | None = None
-        self.message_history: deque[list[Any]] = deque(maxlen=kept)
-        self.in_flight: set[Any] = set()
-        self.held_back: deque[Any] = deque()
-        self.pending: set[Any] = set()
-        self.statuses: dict[int, Any] = {}
-        self.object_tag = greatest_tag()
-        self.leave_tag = self.object_tag - 1
         self._rank = inner.Get_rank()
         self._size = inner.Get_size()
         self._group_ranks = {rank: i for i, rank in enumerate(self.ranks)}
+        self.whole: ProcessGroup | None = None  # user's group of an internal group of a route
+        self.plans: dict[Any, Any] = {}  # by primitive, dtype and operation
+        self.resources = Resources()
+        self.windows: list[Any] = []  # see api/windows.py
+        #: Numbers of groups created from this one, and of splits and monitored barriers.
+        self.formed = self.splits = self.monitored = 0
+
+        #: Why the group is FAILED, and the class of the errors of a CLOSED group.
+        self.error: DistBackendError | None = None
+        self.closed: type[Exception] | None = None
+        self._failing = threading.Lock()
+        #: Returns the error of device work that ended without its results, if it is known; takes
+        #: whether to wait for the devices. None if the group has no such work.
+        self.device_error: Callable[[bool], DistBackendError | None] | None = None
+        self.pending_error: DistBackendError | None = None  # of devices, not raised by a call yet
+        self.statuses: dict[int, Any] = {}  # of other ranks; see failures/rank_status.py
+
+        self._giving = threading.Lock()
+        self.pending: set[Any] = set()  # incomplete async collectives
+        self.keeps_time = False  # the running collective enforces its own timeout
+        self.doing, self.doing_on = "", 0  # running call without a call record, and its thread
+        #: Compares one call (kind, sizes) in memory that the ranks share; else None.
+        self.agree: Callable[[int, int], None] | None = None
+        #: Calls that only enqueue work in streams, and how many of them are compared together.
+        self.unmet: list[tuple[int, int, int]] = []
+        self.stride = 1
+
+        self.message_history: deque[list[Any]] = deque(maxlen=kept)
+        self.in_flight: set[Any] = set()  # incomplete messages of the user
+        self.held_back: deque[Any] = deque()  # messages to send, in order, until the first is due
+        greatest_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+        assert isinstance(greatest_tag, int)
+        #: Tags of object messages and of status messages; the user's tags are lower.
+        self.object_tag, self.leave_tag = greatest_tag, greatest_tag - 1
 
     def rank(self) -> int:
         """Return this process's rank in the group."""
@@ -265,13 +232,6 @@ class ProcessGroup(Calls):
         if isinstance(self.error, CollectiveTimeoutError):
             raise self.failure()
 
-    @property
-    def state(self) -> GroupState:
-        """Return the group's state on this rank."""
-        if self.closed is not None:
-            return GroupState.CLOSED
-        return GroupState.OPEN if self.error is None else GroupState.FAILED
-
     def fail(self, error: DistBackendError, pending: bool = False) -> bool:
         """Change the state from OPEN to FAILED: every later call raises a copy of ``error``.
 
@@ -372,7 +332,7 @@ class ProcessGroup(Calls):
     def compare_by(self, agree: Callable[[int, int], None]) -> None:
         """Compare each call in shared memory from now on, and keep no record of calls.
 
-        agree: compares a call of a kind and sizes with the other ranks' calls.
+        agree: see the attribute.
         """
         self.agree = agree
         self.compare_each()
@@ -383,7 +343,7 @@ class ProcessGroup(Calls):
         self.plans = {}
         self.agree = None
         if self.device_error is not None:
-            self.device_error = _no_device_error  # the old function holds device memory
+            self.device_error = lambda wait: None  # the old function holds device memory
         self.forget_fast_paths()
         for observer in observers:
             observer.group_closed(self)
@@ -393,16 +353,6 @@ class ProcessGroup(Calls):
             f"<mpicoll.ProcessGroup {self.group_name!r}: rank {self._rank} of {self._size}, "
             f"global ranks {list(self.ranks)}>"
         )
-
-
-def _no_device_error(wait: bool) -> None:
-    return None
-
-
-def _record_length() -> int:
-    """Return the maximum number of calls in the history of a group, as torch does."""
-    text = settings.RECORD_LENGTH.value() or settings.RECORD_LENGTH_BEFORE.value()
-    return int(text or 2000)
 
 
 #: Number of tests of a request before the rank yields its core, time after which it sleeps between
@@ -448,29 +398,16 @@ def return_errors(comm: MPI.Intracomm) -> None:
     comm.Set_errhandler(MPI.ERRORS_RETURN)
 
 
-def greatest_tag() -> int:
-    """Return the maximum tag of MPI (MPI_TAG_UB), an attribute of MPI_COMM_WORLD."""
-    from mpi4py import MPI
-
-    found = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-    assert isinstance(found, int)
-    return found
-
-
-_FORKED = (
-    "this process was forked from a rank, and MPI belongs to the parent. Start it with the 'spawn' "
-    "method of multiprocessing, or fork before init_process_group"
-)
-
-
-_FINALIZED = (
-    "the program has finalized MPI, which has ended all process groups; call MPI.Finalize after "
-    "the last use of mpicoll, or leave it to mpicoll"
-)
 #: Messages of errors that end all groups.
 _WITHOUT_MPI: dict[type[Exception], str] = {
-    ForkedError: _FORKED,
-    NotInitializedError: _FINALIZED,
+    ForkedError: (
+        "this process was forked from a rank, and MPI belongs to the parent. Start it with the "
+        "'spawn' method of multiprocessing, or fork before init_process_group"
+    ),
+    NotInitializedError: (
+        "the program has finalized MPI, which has ended all process groups; call MPI.Finalize "
+        "after the last use of mpicoll, or leave it to mpicoll"
+    ),
 }
 
 
@@ -480,8 +417,9 @@ class _State:
     def __init__(self) -> None:
         self.default: ProcessGroup | None = None
         self.groups: list[ProcessGroup] = []
-        self.local: dict[tuple[int, ...], int] = {}  # number of groups made by members only
-        self.made = 0  # number of other groups, also those without this rank
+        #: Number of groups by members if only these have called; else by (), also those without
+        #: this rank.
+        self._made: Counter[tuple[int, ...]] = Counter()
         self.forked = False
         self.finalized = False
         self.run_task: Callable[..., Any]  # see set_task_runner
@@ -494,18 +432,20 @@ class _State:
         """Forget all groups: the default group is closed."""
         self.default = None
         self.groups.clear()
-        self.local.clear()
-        self.made = 0
+        self._made.clear()
 
     def finalize(self) -> None:
         """Forget all groups because the program has finalized MPI."""
         self.reset()
         self.finalized = True
 
-    def count_group(self) -> int:
-        """Count a new group; return its number since init, from 1 on."""
-        self.made += 1
-        return self.made
+    def count_group(self, members: tuple[int, ...] = ()) -> int:
+        """Count a new group; return its number since init, from 1 on.
+
+        members: given if only they have called.
+        """
+        self._made[members] += 1
+        return self._made[members]
 
 
 state = _State()
@@ -539,9 +479,9 @@ def default_group() -> ProcessGroup:
     """Return the group of all ranks. Raises NotInitializedError if there is none."""
     if state.default is None:
         if state.forked:
-            raise ForkedError(_FORKED)
+            raise ForkedError(_WITHOUT_MPI[ForkedError])
         if state.finalized:
-            raise NotInitializedError(_FINALIZED)
+            raise NotInitializedError(_WITHOUT_MPI[NotInitializedError])
         raise NotInitializedError(
             "there is no default process group; call init_process_group() first"
         )

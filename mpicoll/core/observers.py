@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
     from mpicoll.errors import DistBackendError
 
-__all__ = ["Observer", "add", "observers"]
+__all__ = ["Observer", "observers"]
 
 
 class Observer:
@@ -35,10 +35,5 @@ class Observer:
         """Called when the wait for a Work has exceeded its group's timeout."""
 
 
-#: In the order in which they were added.
+#: Observers of this process; they are never removed.
 observers: list[Observer] = []
-
-
-def add(observer: Observer) -> None:
-    """Add an observer for the life of the process."""
-    observers.append(observer)

@@ -1,22 +1,33 @@
 """Objects as bytes: protocol-5 pickles, with large buffers next to the pickle, not inside.
 
-Unpickling can run any code that the sender chooses; ``unpickling.restricted_pickle`` limits it.
+Unpickling can run any code that the sender chooses. ``restricted_pickle`` limits it to classes and
+functions that the receiver allows.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from typing import Any
+import sys
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import repeat
+from types import NoneType
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
 from mpicoll.arrays.views import Bytes
-from mpicoll.core import unpickling
-from mpicoll.core.array_pickles import get_reducers
-from mpicoll.errors import RefusedPickleError
+from mpicoll.core.array_pickles import (
+    get_reducers,
+    rebuild_array,
+    rebuild_dtype,
+    rebuild_scalar,
+)
+from mpicoll.errors import ArgumentTypeError, RefusedPickleError, UnsupportedError
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "restricted_pickle"]
 
 
 #: Alignment of buffers, so that arrays on them are aligned.
@@ -57,7 +68,17 @@ def decode(whole: Bytes) -> Any:
     allow. Without a restriction, raises any exception of unpickling.
     """
     data, *buffers = _split(whole)
-    return unpickling.load(data, buffers)
+    allowed = _allowed  # read once: another thread may lift it
+    if allowed is None:
+        return pickle.loads(data.data, buffers=buffers)
+    try:
+        return _RestrictedUnpickler(data.tobytes(), buffers, allowed).load()
+    except RefusedPickleError:
+        raise
+    except Exception as error:
+        raise RefusedPickleError(
+            f"a received object cannot be rebuilt: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _split(whole: Bytes) -> list[Bytes]:
@@ -76,3 +97,284 @@ def _split(whole: Bytes) -> list[Bytes]:
     if len(chunks) != count or not count or start != whole.nbytes:
         raise RefusedPickleError(f"the {whole.nbytes} bytes received are not an object of mpicoll")
     return chunks
+
+
+#: Classes and functions by module and name.
+Names = dict[tuple[str, str], Any]
+
+#: Allowed names of received pickles; None without a restriction.
+_allowed: Names | None = None
+
+_NUMPY = (np.ndarray, np.generic, np.dtype)
+#: Names in pickles of NumPy's types.
+_ARRAY_NAMES: Names = {
+    (one.__module__, one.__qualname__): one
+    for one in (rebuild_array, rebuild_scalar, rebuild_dtype)
+}
+#: Builtins in pickles that are always allowed.
+_SAFE_BUILTINS: Names = {(one.__module__, one.__qualname__): one for one in (complex, range, slice)}
+
+
+#: Maximum nesting of objects, the same as the recursion limit of Python's pickler. Hashing and
+#: freeing some types recurses in C, without a limit.
+MAX_DEPTH = 1000
+#: Types whose objects contain no other objects.
+_ATOMS = frozenset((bool, bytearray, bytes, complex, float, int, NoneType, range, str))
+
+
+class _RestrictedUnpickler(pickle._Unpickler):
+    """An unpickler for allowed types, with four rules.
+
+    1. Names are looked up only among the allowed ones; nothing is imported.
+    2. Only allowed classes and functions are called.
+    3. Only objects that the pickle has created are changed (filled, or their state set). Classes,
+    functions, NumPy objects and objects with other references, such as members of an Enum, are
+    never changed.
+    4. Objects are nested at most MAX_DEPTH deep when they are built. An object that is changed
+    after it was put into another object may be deeper, because it is not hashed in C and is freed
+    without recursion.
+
+    Only opcodes of protocol 5 are allowed. An older opcode, for extensions, would look up objects
+    without ``find_class``.
+    """
+
+    # Inherited attributes, for type checkers.
+    dispatch: ClassVar[dict[int, Opcode]]
+    stack: list[Any]
+    metastack: list[list[Any]]
+    append: Callable[[Any], None]
+    read: Callable[[int], bytes]
+
+    def __init__(self, data: bytes, buffers: Sequence[Bytes], allowed: Names) -> None:
+        super().__init__(io.BytesIO(data), buffers=[buffer.data for buffer in buffers])
+        self._names = allowed
+        self._callable_ids = {id(one) for one in allowed.values()}
+        self._created: dict[int, Any] = {}  # by id; held, so that no other object gets the id
+        self._depths: dict[int, int] = {}  # by id, of objects that hold others that hold others
+        self._deep: list[Any] = []  # these objects, held
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return self._names[module, name]
+        except KeyError:
+            raise RefusedPickleError(_describe_refusal(module, name)) from None
+
+    def add_created(self, obj: object) -> None:
+        """Allow the pickle to change an object."""
+        self._created[id(obj)] = obj
+
+    def check(self, obj: object) -> None:
+        """Raise RefusedPickleError for an object that the pickle must not change."""
+        if id(obj) not in self._created:
+            what = obj.__name__ if isinstance(obj, type) else f"an object: {type(obj).__name__}"
+            raise RefusedPickleError(f"a received pickle changes {what}, which it has not created")
+
+    def nest(self, obj: object, children: Collection[Any]) -> None:
+        """Record that an object holds others. Raises RefusedPickleError if the nesting is too deep.
+
+        The children are complete. Without recursion, an object is one level deeper than its deepest
+        child.
+        """
+        deepest = max(map(self._depths.get, map(id, children), repeat(0)), default=0)
+        if not deepest:
+            deepest = int(not _ATOMS.issuperset(map(type, children)))
+        if deepest >= MAX_DEPTH:
+            raise RefusedPickleError(
+                f"a received pickle nests objects more than {MAX_DEPTH} deep, which could overflow "
+                "the stack; send a flatter object"
+            )
+        if deepest and deepest >= self._depths.get(id(obj), 0) and type(obj) not in _ATOMS:
+            self._depths[id(obj)] = deepest + 1
+            self._deep.append(obj)
+
+    def call(self, named: object, function: Callable[..., Any], args: object, kwargs: Any) -> Any:
+        """Return ``function(*args, **kwargs)``; ``named`` is the callable in the pickle."""
+        if id(named) not in self._callable_ids or type(args) is not tuple:
+            raise RefusedPickleError(
+                f"a received pickle calls an object of type {type(named).__name__}; only classes "
+                "and functions that restricted_pickle allows are called"
+            )
+        result, references = _call(function, args, kwargs)
+        if references <= _SOLE_REFERENCE and not isinstance(result, _NUMPY):
+            self.add_created(result)
+        self.nest(result, (args, kwargs) if kwargs else (args,))
+        return result
+
+    def load_reduce(self) -> None:
+        args = self.stack.pop()
+        named = self.stack.pop()
+        self.append(self.call(named, named, args, {}))
+
+    def load_newobj(self) -> None:
+        args = self.stack.pop()
+        cls = self.stack.pop()
+        self.append(self.call(cls, partial(cls.__new__, cls), args, {}))
+
+    def load_newobj_ex(self) -> None:
+        kwargs = self.stack.pop()
+        args = self.stack.pop()
+        cls = self.stack.pop()
+        self.append(self.call(cls, partial(cls.__new__, cls), args, kwargs))
+
+    def load_bytearray8(self) -> None:
+        """Load a bytearray. The inherited method allocates the size that the pickle claims."""
+        self.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))
+
+    def refuse(self) -> None:
+        """Reject an opcode that protocol 5 does not write."""
+        raise RefusedPickleError("the bytes received are not a pickle of protocol 5")
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> tuple[Any, int]:
+    """Return the result of a function, and the number of references to it."""
+    result = function(*args, **kwargs)
+    return result, sys.getrefcount(result)
+
+
+#: The number of references to an object that only ``_call`` refers to.
+_SOLE_REFERENCE = _call(object, (), {})[1]
+
+
+def _describe_refusal(module: str, name: str) -> str:
+    what = f"{module}.{name}"
+    if (module, name) in _ARRAY_NAMES:
+        what = "numpy.ndarray"
+    elif module.partition(".")[0] == "numpy":
+        return (
+            f"a received object needs {what}, which cannot be allowed; of NumPy, only arrays of "
+            "class numpy.ndarray, scalars and dtypes without objects can be received"
+        )
+    return (
+        f"a received object needs {what}, which restricted_pickle does not allow; add it if you "
+        "trust the sender"
+    )
+
+
+Opcode = Callable[[Any], None]
+_LOADERS: dict[int, Opcode] = cast("Any", pickle._Unpickler).dispatch
+
+
+def _build_creating(opcode: bytes) -> Opcode:
+    """Build the loader of an opcode that creates the object on top of the stack."""
+    load = _LOADERS[opcode[0]]
+
+    def create(self: _RestrictedUnpickler) -> None:
+        load(self)
+        self.add_created(self.stack[-1])
+
+    return create
+
+
+def _build_nesting(opcode: bytes) -> Opcode:
+    """Build the loader of an opcode that makes a tuple or frozenset of objects on the stack."""
+    load = _LOADERS[opcode[0]]
+
+    def create(self: _RestrictedUnpickler) -> None:
+        load(self)
+        self.nest(self.stack[-1], self.stack[-1])
+
+    return create
+
+
+def _build_changing(opcode: bytes, children: int) -> Opcode:
+    """Build the loader of an opcode that puts objects on top of the stack into the one below.
+
+    children: number of objects; 0 means all since the last mark.
+    """
+    load = _LOADERS[opcode[0]]
+
+    def change(self: _RestrictedUnpickler) -> None:
+        target = self.stack[-1 - children] if children else self.metastack[-1][-1]
+        self.check(target)
+        self.nest(target, self.stack[-children:])
+        load(self)
+
+    return change
+
+
+_SAFE_OPCODES = (
+    pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK,
+    pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET,
+    pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2,
+    pickle.LONG1, pickle.LONG4, pickle.BINFLOAT,
+    pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8,
+    pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.BINBYTES8,
+    pickle.NEXT_BUFFER, pickle.READONLY_BUFFER,
+    pickle.EMPTY_TUPLE, pickle.STACK_GLOBAL,
+)  # fmt: skip
+_NESTING = pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.FROZENSET
+_CONTAINERS = pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET
+_RestrictedUnpickler.dispatch = {
+    **dict.fromkeys(range(256), _RestrictedUnpickler.refuse),
+    **{opcode[0]: _LOADERS[opcode[0]] for opcode in _SAFE_OPCODES},
+    **{opcode[0]: _build_creating(opcode) for opcode in _CONTAINERS},
+    **{opcode[0]: _build_nesting(opcode) for opcode in _NESTING},
+    pickle.APPEND[0]: _build_changing(pickle.APPEND, 1),
+    pickle.SETITEM[0]: _build_changing(pickle.SETITEM, 2),
+    pickle.APPENDS[0]: _build_changing(pickle.APPENDS, 0),
+    pickle.SETITEMS[0]: _build_changing(pickle.SETITEMS, 0),
+    pickle.ADDITEMS[0]: _build_changing(pickle.ADDITEMS, 0),
+    pickle.BUILD[0]: _build_changing(pickle.BUILD, 1),
+    pickle.REDUCE[0]: _RestrictedUnpickler.load_reduce,
+    pickle.NEWOBJ[0]: _RestrictedUnpickler.load_newobj,
+    pickle.NEWOBJ_EX[0]: _RestrictedUnpickler.load_newobj_ex,
+    pickle.BYTEARRAY8[0]: _RestrictedUnpickler.load_bytearray8,
+}
+
+
+class restricted_pickle(AbstractContextManager["restricted_pickle"]):
+    """Reject received objects of other types, from now on or inside a with statement.
+
+    types: classes and functions that received pickles may name. Numbers, strings, bytes, None,
+        tuples, lists, dicts, sets, ranges and slices are always allowed. numpy.ndarray, or any
+        other NumPy type, allows arrays of class ndarray, scalars and dtypes, unless they hold
+        objects. Arrays of subclasses cannot be allowed.
+
+    ::
+
+        with dist.restricted_pickle(np.ndarray, MyConfig):
+            dist.broadcast_object_list(objects, src=0)
+
+    A pickle may call an allowed function with any arguments. It may create instances of an allowed
+    class, with or without its constructor, and set any state, with ``__setstate__`` if the class
+    has it. Other names are neither imported nor called. The pickle changes only objects that it has
+    created: no attributes of classes, no members of an Enum. Objects are nested at most 1000 deep,
+    so that no pickle overflows the stack of the receiver. A sender can still waste time and memory
+    of the receiver.
+
+    The restriction applies to all threads, until the with statement ends or ``lift()`` is called.
+    Received objects other than arrays are then rebuilt in Python, which is slower.
+
+    Rejected objects, and bytes that are not an object, raise RefusedPickleError on the receiving
+    rank. restricted_pickle itself raises ArgumentTypeError (a TypeError) for a type that is neither
+    class nor function, and UnsupportedError (a ValueError) for a subclass of numpy.ndarray.
+    """
+
+    def __init__(self, *types: Callable[..., Any]) -> None:
+        global _allowed
+        allowed = dict(_SAFE_BUILTINS)
+        for one in types:
+            module, name = getattr(one, "__module__", None), getattr(one, "__qualname__", None)
+            if not (callable(one) and isinstance(module, str) and isinstance(name, str)):
+                raise ArgumentTypeError(
+                    f"restricted_pickle: expected classes and functions, got {one!r}"
+                )
+            if not isinstance(one, type) or not issubclass(one, _NUMPY):
+                allowed[module, name] = one
+            elif issubclass(one, np.ndarray) and one is not np.ndarray:
+                raise UnsupportedError(
+                    f"restricted_pickle: {one.__qualname__}: arrays of subclasses of numpy.ndarray "
+                    "cannot be rebuilt safely; send them as numpy.ndarray"
+                )
+            else:
+                allowed.update(_ARRAY_NAMES)
+        self._before = _allowed
+        _allowed = allowed
+
+    def __exit__(self, *error: object) -> None:
+        self.lift()
+
+    def lift(self) -> None:
+        """Restore the previous restriction."""
+        global _allowed
+        _allowed = self._before

@@ -15,20 +15,9 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
-    "Blocks",
-    "CallKind",
-    "Contiguous",
-    "Extent",
-    "Implementation",
-    "NativeCall",
-    "Plan",
-    "Run",
-    "RunOnViews",
-    "SegmentTable",
-    "Task",
-    "Wrapper",
-    "agreed_sizes",
-]
+    "Blocks", "CallKind", "Contiguous", "Extent", "Implementation", "NativeCall", "Plan", "Run",
+    "RunOnViews", "SegmentTable", "Task", "Wrapper", "agreed_sizes",
+]  # fmt: skip
 
 
 class Blocks(NamedTuple):

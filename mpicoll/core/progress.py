@@ -10,11 +10,10 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from mpicoll.cuda.threads import use_process_device
 
-__all__ = ["Pollable", "Poller", "Worker"]
+__all__ = ["Poller", "Worker"]
 
 
 #: A function that a Worker runs; it must not raise.
@@ -94,13 +93,6 @@ class Worker:
         return threading.current_thread() is self._thread
 
 
-class Pollable(Protocol):
-    """An operation that a Poller tests."""
-
-    def poll(self) -> bool:
-        """Test the operation; return whether it has ended."""
-
-
 class Poller:
     """The thread that tests pending messages, so that MPI progresses them while no rank waits.
 
@@ -111,15 +103,15 @@ class Poller:
     MIN_INTERVAL_S, MAX_INTERVAL_S = 50e-6, 2e-3
 
     def __init__(self) -> None:
-        self._new: deque[Pollable] = deque()
+        self._new: deque[Callable[[], bool]] = deque()
         self._wake = threading.Event()
         self._stopping = False
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def add(self, item: Pollable) -> None:
-        """Test ``item`` until it has ended, and keep it alive."""
-        self._new.append(item)
+    def add(self, poll: Callable[[], bool]) -> None:
+        """Call ``poll()``, which tests an operation, until it returns True: it has ended."""
+        self._new.append(poll)
         if not self._wake.is_set():
             self._wake.set()
         with self._starting:
@@ -130,7 +122,7 @@ class Poller:
                 self._thread.start()
 
     def _run(self) -> None:
-        pending: list[Pollable] = []
+        pending: list[Callable[[], bool]] = []
         pause = self.MIN_INTERVAL_S
         sleep = threading.Event().wait
         while True:
@@ -148,7 +140,7 @@ class Poller:
             sleep(pause)
             use_process_device()
             before = len(pending)
-            pending = [item for item in pending if not item.poll()]
+            pending = [poll for poll in pending if not poll()]
             if self._stopping:
                 return
             pause = (
@@ -158,8 +150,10 @@ class Poller:
             )
 
     def stop(self) -> None:
-        """End the thread; pending operations are no longer tested."""
-        self._stopping = True
-        self._wake.set()
+        """End the thread; pending operations are no longer tested. ``add`` starts it again."""
         if self._thread is not None:
+            self._stopping = True
+            self._wake.set()
             self._thread.join()
+            self._new.clear()
+            self._thread, self._stopping = None, False

@@ -21,7 +21,7 @@ from mpicoll.errors import ArgumentError, MismatchError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["EXACT", "LEVELS", "ORDER", "agree", "from_environment", "needed", "parse"]
+__all__ = ["EXACT", "LEVELS", "ORDER", "agree", "needed", "parse"]
 
 ORDER, EXACT = "order", "exact"
 LEVELS = (ORDER, EXACT)
@@ -52,11 +52,6 @@ def parse(given: object, default: str | None, where: str) -> str | None:
             f"default, got {given!r}"
         )
     return str(level)
-
-
-def from_environment() -> str | None:
-    """Return the level in MPICOLL_REPRODUCIBLE, or None if it is not set."""
-    return settings.REPRODUCIBLE.value() or None
 
 
 def agree(comm: MPI.Intracomm, level: str | None, where: str) -> None:

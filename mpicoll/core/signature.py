@@ -19,20 +19,10 @@ from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.primitives import PRIMITIVES, Primitive
 
 __all__ = [
-    "LIST",
-    "decode_primitive",
-    "describe",
-    "encode_comparison",
-    "encode_kind",
-    "encode_list",
-    "encode_sizes",
-    "encode_task",
-    "is_comparison",
-    "is_list",
-    "parts_per_element",
-    "read_call",
+    "LIST", "decode_primitive", "describe", "encode_comparison", "encode_kind", "encode_list",
+    "encode_sizes", "encode_task", "is_comparison", "is_list", "parts_per_element", "read_call",
     "with_root",
-]
+]  # fmt: skip
 
 #: Root of a list of calls.
 LIST = 0xFFFFFFFF
@@ -120,15 +110,6 @@ def encode_task(name: str) -> tuple[int, int]:
     return _NONE << _PRIMITIVE | _NONE << _DTYPE | _NONE, number
 
 
-def _find_public(number: int) -> str:
-    """Return the public function with a number that this process has not encoded, or ""."""
-    names = sys.modules["mpicoll"].__all__
-    return next((name for name in names if zlib.crc32(name.encode()) == number), "")
-
-
-_UNKNOWN = "a call that is not a collective of arrays"
-
-
 def with_root(kind: int, root: int) -> int:
     """Return a kind with a root added."""
     return kind | (root & 0xFFFFFFFF) << _ROOT
@@ -179,25 +160,26 @@ def read_call(kind: int, number: int) -> Call:
 
 def parts_per_element(kind: int) -> int:
     """Return the number of separately combined numbers per element: 2 for complex, else 1."""
-    dtype = kind >> _DTYPE & 0xFF
-    is_complex = dtype != _NONE and DTYPES[dtype].kind is Kind.COMPLEX
+    dtype = read_call(kind, 0).dtype
+    is_complex = dtype is not None and dtype.kind is Kind.COMPLEX
     return 2 if is_complex and kind & 0xFF != _NONE else 1
 
 
 def describe(kind: int, number: int) -> str:
     """Return a description of a call. A list has its sizes if this process has stored them."""
     root = kind >> _ROOT & 0xFFFFFFFF
-    if kind >> _PRIMITIVE & 0xFF == _NONE:
-        name = _names.get(number) or _find_public(number) or _UNKNOWN
+    primitive, name, dtype, listed, on_device = read_call(kind, number)
+    if primitive is None:
+        public = sys.modules["mpicoll"].__all__  # if this process has not called the task
+        names = (one for one in public if zlib.crc32(one.encode()) == number)
+        name = name or next(names, "a call that is not a collective of arrays")
         return name if root == LIST else f"{name} with root {root}"
-    primitive = decode_primitive(kind)
     words = [str(primitive)]
-    if kind >> _DTYPE & 0xFF != _NONE:
-        dtype = DTYPES[kind >> _DTYPE & 0xFF]
+    if dtype is not None:
         # A comparison has another number. If blocks differ by rank, the number is unknown.
         known = primitive.even and not is_comparison(kind)
         sizes = _sizes.get(number) if known else None
-        if is_list(kind):
+        if listed:
             words[0] += f" of a list of {dtype}"
             if sizes is not None:
                 runs = (f"{len(list(run))} x {size}" for size, run in groupby(sizes))
@@ -211,6 +193,6 @@ def describe(kind: int, number: int) -> str:
         words.append(OPERATIONS[kind & 0xFF].name)
     if primitive.root:
         words.append(f"{primitive.root} {root}")
-    if kind >> _DEVICE & 1:
+    if on_device:
         words.append("on a device")
     return ", ".join(words)

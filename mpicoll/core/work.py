@@ -198,14 +198,6 @@ class Work:
     For an operation on devices, the host part ends when all work is enqueued in streams.
     """
 
-    # description:   the operation, for messages.
-    # outputs:       output arrays, as the caller passed them.
-    # limit:         default timeout of ``wait()`` in seconds.
-    # has_timed_out: a ``wait()`` has raised CollectiveTimeoutError.
-    # expire:        called when a ``wait()`` without a timeout has lasted ``limit``.
-    # worker:        the progress thread that runs the operation, or None.
-    # orders:        stream orders of an operation on a device.
-
     __slots__ = (
         "__weakref__", "_error", "_error_seen", "_finished", "_future", "_gate", "description",
         "expire", "has_timed_out", "limit", "orders", "outputs", "worker",
@@ -219,18 +211,18 @@ class Work:
         orders: Sequence[StreamOrder] = (),
         expire: Callable[[], None] | None = None,
     ) -> None:
-        self.expire = expire
-        self.description = description
-        self.outputs = outputs
-        self.limit = limit
-        self.orders = orders
+        self.expire = expire  # called when a ``wait()`` without a timeout has lasted ``limit``
+        self.description = description  # the operation, for messages
+        self.outputs = outputs  # as the caller passed them
+        self.limit = limit  # default timeout of ``wait()`` in seconds
+        self.orders = orders  # stream orders of an operation on a device
         self._gate = threading.Lock()  # held until the work is done
         self._gate.acquire()
         self._finished = False
         self._error: BaseException | None = None
         self._error_seen = False
-        self.has_timed_out = False
-        self.worker: Worker | None = None
+        self.has_timed_out = False  # a ``wait()`` has raised CollectiveTimeoutError
+        self.worker: Worker | None = None  # the progress thread that runs the operation
         self._future: Future | None = None
 
     def set_limit(self, limit: float | None) -> None:
@@ -253,21 +245,16 @@ class Work:
             future = self._future
         try:
             if future is not None:
-                self._settle_in_streams(future)
+                with ExitStack() as stack:  # on devices, callbacks run in streams after this
+                    for order in self.orders:
+                        stack.enter_context(order.in_callbacks())
+                    self._settle(future)
+        except Exception as failure:  # a device that has failed
+            self._error = self._error or failure
+            if future is not None and not future.done():
+                self._settle(future)
         finally:
             self._gate.release()
-
-    def _settle_in_streams(self, future: Future) -> None:
-        """Complete the Future. On devices, callbacks run in streams after the operation."""
-        try:
-            with ExitStack() as stack:
-                for order in self.orders:
-                    stack.enter_context(order.in_callbacks())
-                self._settle_future(future)
-        except Exception as error:  # a device that has failed
-            self._error = self._error or error
-            if not future.done():
-                self._settle_future(future)
 
     def abandon(self, error: BaseException) -> None:
         """End the Work with an error, while the operation may continue inside MPI.
@@ -344,17 +331,14 @@ class Work:
     def _record_timeout(self, limit: float | None) -> CollectiveTimeoutError:
         """Record a wait that timed out; return the error."""
         self.has_timed_out = True
-        error = self._timeout_error(limit)
+        error = CollectiveTimeoutError(
+            f"{self.description}: timed out: not complete within {limit:g} s; another rank has not "
+            "made this call, or has not reached it yet"
+        )
         if limit == self.limit:  # not a shorter timeout, after which the program may wait again
             for observer in observers:
                 observer.work_timed_out(str(error))
         return error
-
-    def _timeout_error(self, limit: float | None) -> CollectiveTimeoutError:
-        return CollectiveTimeoutError(
-            f"{self.description}: timed out: not complete within {limit:g} s; another rank has not "
-            "made this call, or has not reached it yet"
-        )
 
     def _check_error(self) -> bool:
         self._error_seen = True
@@ -415,12 +399,7 @@ class Work:
         """
         self.wait()
 
-    def block_current_stream(self) -> None:
-        """Wait as ``wait()`` does.
-
-        Raises the errors of ``wait()``.
-        """
-        self.wait()
+    block_current_stream = synchronize
 
     def get_future(self) -> Future:
         """Return the Future of the list of output arrays, always the same object.
@@ -435,10 +414,10 @@ class Work:
             future.points = self.orders
             finished = self._finished
         if finished:
-            self._settle_future(future)
+            self._settle(future)
         return future
 
-    def _settle_future(self, future: Future) -> None:
+    def _settle(self, future: Future) -> None:
         if self._error is not None:
             self._error_seen = True
             future.set_exception(self._error)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from mpicoll.arrays.adapters import fast_views
 from mpicoll.arrays.protocols import Arrays
-from mpicoll.arrays.views import View
 from mpicoll.core import checks
 from mpicoll.core.groups import ProcessGroup, default_group, resolve, set_task_runner, state
 from mpicoll.core.indices import check_index
@@ -35,42 +34,10 @@ from mpicoll.kernels.calls import bind_fast_path
 from mpicoll.output import format_count, warn
 from mpicoll.primitives import Primitive
 
-__all__ = ["find_root", "resolve_or_warn", "run", "run_all", "run_fast", "run_in_order", "submit"]
-
-
-def run_fast(
-    primitive: Primitive,
-    group: ProcessGroup | None,
-    async_op: bool,
-    output: Any,
-    input: Any,
-    op: ReduceOp | None,
-    root: int,
-) -> Work | None:
-    """Run a call as ``run`` does, without Python if the group has a native call for it
-    (``kernels/src/calls.c``), else by ``_run_cached``.
-    """
-    return _native_run(primitive, group, async_op, output, input, op, root)
-
-
-def run_all(
-    name: str,
-    primitive: Primitive,
-    group: ProcessGroup | None,
-    async_op: bool,
-    outputs: Sequence[Arrays],
-    inputs: Sequence[Arrays] | None,
-    op: ReduceOp | None,
-) -> Work | None:
-    """Check a collective call on each output and its input, then run all of them as one Work.
-
-    name:   the public function, for messages.
-    inputs: one per output; None for calls in place. See ``run`` for the other arguments, and
-            ``fusing`` for which calls run as one. The ranks compare the list as a whole.
-
-    Raises UnsupportedError if dtypes or devices differ in the list.
-    """
-    return _native_run_all(name, primitive, group, async_op, outputs, inputs, op)
+__all__ = [
+    "describe", "find_root", "resolve_or_warn", "run", "run_all", "run_fast", "run_in_order",
+    "submit", "to_mpi_error",
+]  # fmt: skip
 
 
 def run(
@@ -102,13 +69,12 @@ def run(
         plan = _plan(primitive, member, op, None, False)
     else:
         plan = _plan(primitive, member, op, first.dtype, first.device is not None)
-    execute, orders = _in_stream_order(plan, send, recv)
+    execute, orders = packing.in_stream_order(plan, send, recv)
     sizes = encode_sizes(agreed_sizes(primitive, extent))
     if (
         (first is None or (primitive.listed and not plan.on_device))
         and member.compared
         and not plan.fast_path_registered
-        and isinstance(op, Hashable)  # it is part of the fast path's key
     ):
         _register_fast_path(plan, op)
     if not async_op and not member.busy():
@@ -116,16 +82,6 @@ def run(
         return None
     call = _Call(plan, sizes, root, execute, send, recv, extent)
     return _start(call, async_op, plan.name, output, orders, may_inline)
-
-
-def _in_stream_order(
-    plan: Plan, send: View | None, recv: View | None
-) -> tuple[Run, Sequence[StreamOrder]]:
-    """Return the function that runs a call and, on a device, the stream order that it keeps."""
-    if not plan.on_device:
-        return plan.run, ()
-    order = packing.stream_order(plan, send, recv)
-    return partial(packing.in_stream_order, plan, order), (order,)
 
 
 class _Call(NamedTuple):
@@ -238,29 +194,16 @@ def _run_cached(
         return None
     call = _Call(plan, sizes, root, implementation.run, send, recv, count)
     if not _should_run_inline(call):  # a fast view does not keep the memory of the arrays alive
-        return _run_queued(primitive, group, async_op, output, input, op, root)
+        return run(primitive, group, async_op, output, input, op, root, may_inline=False)
     return submit(member, partial(perform, *call), plan.name, (output,), True)
 
 
 _NO_VIEW = None, None, 0
 
 
-def _run_queued(
-    primitive: Primitive,
-    group: ProcessGroup | None,
-    async_op: bool,
-    output: Any,
-    input: Any,
-    op: ReduceOp | None,
-    root: int,
-) -> Work | None:
-    """Run an async call that should not run inline."""
-    return run(primitive, group, async_op, output, input, op, root, may_inline=False)
-
-
 def _register_fast_path(plan: Plan, op: ReduceOp | None) -> None:
     """Register the native calls of a plan with its group; op: as the caller passed it."""
-    if plan.group.error is not None:
+    if plan.group.error is not None or not isinstance(op, Hashable):  # op is part of the key
         return
     primitive, native_calls = plan.primitive, plan.implementation.native_calls()
     plan.fast_path_registered = native_calls is not None
@@ -295,14 +238,14 @@ def _finish(
         flight_record.dump_after(error, group)
         raise
     except Exception as error:
-        raise _to_mpi_error(error, primitive.name, group) from error
+        raise to_mpi_error(error, primitive.name, group) from error
 
 
 def _finished_work(
     group: ProcessGroup, primitive: Primitive, output: Any, error: BaseException | None
 ) -> Work:
     """Return the Work of an async call that ran natively."""
-    work = Work(_describe(primitive.name, group), _as_output_list(output), group.timeout)
+    work = Work(describe(primitive.name, group), _as_output_list(output), group.timeout)
     work.finish(error)
     return work
 
@@ -316,7 +259,14 @@ def _run_all(
     inputs: Sequence[Arrays] | None,
     op: ReduceOp | None,
 ) -> Work | None:
-    """Run a list of calls; see ``run_all``."""
+    """Check a collective call on each output and its input, then run all of them as one Work.
+
+    name:   the public function, for messages.
+    inputs: one per output; None for calls in place. See ``run`` for the other arguments, and
+            ``fusing`` for which calls run as one. The ranks compare the list as a whole.
+
+    Raises UnsupportedError if dtypes or devices differ in the list.
+    """
     member = resolve_or_warn(group, name)
     if member is None:
         return None
@@ -324,49 +274,34 @@ def _run_all(
     waits = not async_op and not member.busy()
     entries = fusing.Entries(name, primitive, member, outputs, inputs, held=waits)
     plan = _plan(primitive, member, op, entries.dtype, entries.on_device)
-    orders: list[StreamOrder] = []
-    task: Callable[[], None] = partial(entries.run, plan)
-    if plan.on_device:
-        task, orders = _list_in_stream_order(plan, entries.packed())
-    elif member.compared and not plan.fast_path_registered and isinstance(op, Hashable):
+    calls = entries.packed() if plan.on_device else []
+    ordered = [packing.in_stream_order(plan, send, recv) for send, recv, _ in calls]
+    if not plan.on_device and member.compared and not plan.fast_path_registered:
         _register_fast_path(plan, op)
-    sizes = encode_list(entries.counts)
-    call = _Call(plan, sizes, LIST, _execute_list, None, None, (member, task))
+
+    def execute(*unused: object) -> None:
+        # All ranks must fuse the same calls, so the list is compared if it has not just been.
+        if not member.compared and len(member.recent) > 1:
+            timeouts.check(member)
+        if not plan.on_device:
+            entries.run(plan)
+        for (run_call, _), (send, recv, extent) in zip(ordered, calls, strict=True):
+            member.sequence += 1
+            run_call(send, recv, extent, 0)
+
+    call = _Call(plan, encode_list(entries.counts), LIST, execute, None, None, None)
     if waits:
         perform(*call)
         return None
+    orders = [order for _, own in ordered for order in own]
     return _start(call, async_op, name, outputs, orders)
 
 
-def _list_in_stream_order(
-    plan: Plan, calls: Sequence[checks.Views]
-) -> tuple[Callable[[], None], list[StreamOrder]]:
-    """Return the function that runs several calls on a device, and the stream order of each."""
-    ordered = [_in_stream_order(plan, send, recv) for send, recv, _ in calls]
-
-    def run_calls() -> None:
-        for (execute, _), (send, recv, extent) in zip(ordered, calls, strict=True):
-            plan.group.sequence += 1
-            execute(send, recv, extent, 0)
-
-    return run_calls, [order for _, orders in ordered for order in orders]
-
-
-def _execute_list(
-    send: None, recv: None, extent: tuple[ProcessGroup, Callable[[], None]], root: int
-) -> None:
-    """Run the task of a list of calls after comparing the list with the other ranks: all ranks must
-    fuse the same calls.
-    """
-    group, task = extent
-    if not group.compared and len(group.recent) > 1:  # it has not just been compared
-        timeouts.check(group)
-    task()
-
-
-_native_run, _native_run_all = bind_fast_path(
+#: Run a call as ``run`` does, or a list of calls as ``_run_all`` does: without Python if the group
+#: has a native call for it (``kernels/src/calls.c``), else by ``_run_cached`` or ``_run_all``.
+run_fast, run_all = bind_fast_path(
     _run_cached, _run_all, state, ProcessGroup,
-    run_later=_run_queued, finish=_finish, finished=_finished_work,
+    run_later=partial(run, may_inline=False), finish=_finish, finished=_finished_work,
 )  # fmt: skip
 
 
@@ -405,7 +340,7 @@ def perform(
             _unrecord_mismatch(error, call)
             flight_record.dump_after(error, group)
             raise
-        told = timeouts.compare_after(_to_mpi_error(error, call.name, group), group)
+        told = timeouts.compare_after(to_mpi_error(error, call.name, group), group)
         _unrecord_mismatch(error, call)
         flight_record.dump_after(told, group)
         if isinstance(told, MismatchError):
@@ -473,13 +408,14 @@ def _plan(
     return plan
 
 
-def _to_mpi_error(error: Exception, name: str, group: ProcessGroup) -> Exception:
+def to_mpi_error(error: Exception, name: str, group: ProcessGroup) -> Exception:
+    """Return an exception of MPI as MPIError with operation and rank; any other as it is."""
     from mpicoll.routes.wire import translate_error
 
     return translate_error(error, name, group)
 
 
-def _describe(name: str, group: ProcessGroup) -> str:
+def describe(name: str, group: ProcessGroup) -> str:
     """Return the description of a Work for messages."""
     return f"{name} on rank {group.rank()} of group {group.group_name}"
 
@@ -495,7 +431,7 @@ def submit(
     """Queue a task on the group's progress thread, or run it now if ``inline``."""
     group.check_outside(name)
     expire = partial(timeouts.fail_late_call, group)
-    work = Work(_describe(name, group), outputs, group.timeout, orders, expire)
+    work = Work(describe(name, group), outputs, group.timeout, orders, expire)
     if inline or (group.worker is not None and group.worker.is_current):
         # A callback of an earlier Work, on the progress thread, runs its calls right away.
         try:
@@ -540,21 +476,15 @@ def run_in_order(
     group.check_whole()
     result: list[Any] = []
 
-    def execute(send: Any = None, recv: Any = None, extent: Any = None, root: int = 0) -> None:
-        group.keeps_time = keeps_time
-        try:
-            result.append(task())
-        finally:
-            group.keeps_time = False
+    def execute(*_: object) -> None:
+        result.append(task())
 
-    kind, sizes = encode_task(name)
     if root is None:
         if everybody and not keeps_time:
             group.formed += 1
-        # Calls of some members only are not in the flight record, whose positions all ranks share.
-        logged = (kind, sizes, -1) if keeps_time else None
-        whole = partial(_perform_unrecorded, group, name, execute, logged)
+        whole = partial(_perform_uncompared, group, name, execute, keeps_time)
     else:
+        kind, sizes = encode_task(name)
         whole = partial(perform, Task(group, name, kind), sizes, root, execute, None, None, None)
     if group.busy():
         submit(group, whole, name, ()).wait()
@@ -563,30 +493,27 @@ def run_in_order(
     return result[0]
 
 
-def _perform_unrecorded(
-    group: ProcessGroup, name: str, execute: Callable[[], None], logged: tuple[int, int, int] | None
+def _perform_uncompared(
+    group: ProcessGroup, name: str, task: Callable[[], None], keeps_time: bool
 ) -> None:
-    """Run a task that is not compared: only some members call, or it checks its own timeout.
-
-    logged: kind, sizes and root for the flight record; None to leave it out.
-    """
+    """Run a task that is not compared: only some members call, or it checks its own timeout."""
     group.check_outside(name)
     try:
         with group.lock:
-            group.doing_on, group.doing = get_ident(), name
+            group.doing_on, group.doing, group.keeps_time = get_ident(), name, keeps_time
             try:
-                if logged is not None:
-                    group.begin_uncompared(*logged)
-                execute()
-                if logged is not None:
+                if keeps_time:  # else not in the flight record, whose positions all ranks share
+                    group.begin_uncompared(*encode_task(name), -1)
+                task()
+                if keeps_time:
                     group.complete()
             finally:
-                group.doing = ""
+                group.doing, group.keeps_time = "", False
     except MpicollError as error:
         flight_record.dump_after(error, group)
         raise
     except Exception as error:
-        raise _to_mpi_error(error, name, group) from error
+        raise to_mpi_error(error, name, group) from error
 
 
 set_task_runner(run_in_order)

@@ -12,8 +12,7 @@ import sys
 import threading
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from ctypes import memmove
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
@@ -22,10 +21,10 @@ import numpy as np
 
 from mpicoll.arrays import views
 from mpicoll.arrays.adapters import check_same_device, fast_views
-from mpicoll.arrays.views import CARRIERS, Alias, Array, Buffer, DeviceView, View, ViewList
+from mpicoll.arrays.views import Array, Buffer, DeviceView, FastView, View, ViewList
 from mpicoll.core import checks
 from mpicoll.core.checks import Views
-from mpicoll.core.plan import Plan, Run, SegmentTable, agreed_sizes
+from mpicoll.core.plan import Plan, SegmentTable, agreed_sizes
 from mpicoll.dtypes import DType, by_numpy
 from mpicoll.errors import ArgumentError, MpicollError, UnsupportedError
 from mpicoll.kernels.library import kernels
@@ -96,8 +95,12 @@ class Entries:
             self.on_device = False
             self._check_apart(name)
             return
-        looks = {} if not in_place else fast_views if held else _HOLDING
-        seen: list[Any] = [looks.get(one.__class__, _nothing)(one) for one in outputs]
+        looks: dict[type, FastView] = {}
+        if in_place:  # the buffers of NumPy keep the memory alive, even if the caller resizes it
+            looks = fast_views if held else {np.ndarray: fast_views[np.ndarray]}
+        seen: list[Any] = [
+            looks[one.__class__](one) if one.__class__ in looks else None for one in outputs
+        ]
         for place, output in enumerate(outputs):
             if seen[place] is None:
                 input = None if inputs is None else inputs[place]
@@ -151,16 +154,14 @@ class Entries:
         largest takes segment tables.
         """
         even = all(count.__class__ is int for count in self.counts)
-        if fused := plan.implementation.fused(max(self.counts)) if even else None:
-            made: list[Sequence[int]] = [range(len(self.counts))]
-        else:
-            made = batches(self._sizes())
-        for batch in made:
+        fused = plan.implementation.fused(max(self.counts)) if even else None
+        for batch in [range(len(self.counts))] if fused else batches(self._sizes()):
             plan.group.sequence += 1
-            send, recv, extent = self._views_of(batch)
+            send, recv, extent = self._views_of(batch, fused is not None)
             if fused and isinstance(recv, _OnHost):
-                assert isinstance(extent, int)
-                _run_on_tables(fused, send, recv, extent)
+                assert send is None or isinstance(send, _OnHost)
+                fused(None if send is None else send.table(), recv.table(), extent, 0)
+                recv.write_back()
             else:
                 plan.run(send, recv, extent, 0)
 
@@ -171,28 +172,36 @@ class Entries:
             return [unit * count for count in self.counts]
         return [unit * n if n.__class__ is int else SMALL + 1 for n in self.counts]
 
-    def _views_of(self, batch: Sequence[int]) -> Views:
-        """Return the views of the calls at these places, made as one."""
+    def _views_of(self, batch: Sequence[int], apart: bool = False) -> Views:
+        """Return the views of the calls at these places, made as one.
+
+        apart: copy inputs that overlap outputs.
+        """
         first = batch[0]
         if len(batch) == 1:
             return self._views.get(first) or (None, self._output(first), self.counts[first])
         widths, outputs = _at(batch, self.counts), _at(batch, self._outputs)
-        extent = sum(widths)
-        if self._layout is Layout.IN_PLACE:
-            return None, _side(outputs, widths, 1, self.dtype), extent
-        inputs = [self._views[place][0] for place in batch]
-        outward, inward = 1, self._ranks
+        if kernels is None:
+            outputs = [self._output(place) for place in batch]
+        rows_in = rows_out = 1
         if self._layout is Layout.SCATTERED:
-            outward, inward = inward, outward
-        send = _side(inputs, widths, outward, self.dtype)
-        return send, _side(outputs, widths, inward, self.dtype), extent
+            rows_in = self._ranks
+        else:
+            rows_out = self._ranks
+        send = None
+        if self._layout is not Layout.IN_PLACE:
+            inputs = [self._views[place][0] for place in batch]
+            send = _side(inputs, widths, rows_in, self.dtype, outputs if apart else ())
+        return send, _side(outputs, widths, rows_out, self.dtype), sum(widths)
 
     def _output(self, place: int) -> View:
         output, dtype = self._outputs[place], self.dtype
         if isinstance(output, View):
             return output
         count: int = self.counts[place]
-        return Alias(output, dtype, count, output, lambda it: _carried(it, dtype).view(dtype.numpy))
+        return views.Alias(
+            output, dtype, count, output, lambda it: _carried(it, dtype).view(dtype.numpy)
+        )
 
 
 def _at(places: Sequence[int], items: Sequence[Any]) -> Sequence[Any]:
@@ -230,85 +239,113 @@ def _find_overlap(
     return tuple(sorted(order[found[0] : found[0] + 2].tolist())) if len(found) else None
 
 
-#: Fast views whose buffers keep the memory alive, even if the caller resizes the array.
-_HOLDING = {np.ndarray: fast_views[np.ndarray]}
-
-
-def _nothing(array: object) -> None:
-    """Return None: an array of this kind has no fast view."""
-
-
 def _carried(buffer: Buffer, dtype: DType) -> Array:
     """Return the elements in a buffer, as NumPy's buffers have them."""
     if isinstance(buffer, np.ndarray):
         return buffer
-    return np.frombuffer(buffer, dtype.numpy if dtype.buffers else CARRIERS[dtype.itemsize])
+    return np.frombuffer(buffer, dtype.numpy if dtype.buffers else views.CARRIERS[dtype.itemsize])
 
 
-# --- packing ------------------------------------------------------------------------------------
-
-
-def _side(items: Sequence[Any], widths: Sequence[int], rows: int, dtype: DType) -> View:
+def _side(
+    items: Sequence[Any],
+    widths: Sequence[int],
+    rows: int,
+    dtype: DType,
+    outputs: Sequence[View] = (),
+) -> View:
     """Return one side of several calls as one side of a single call.
 
     items:  of each call the view, or a buffer, of ``rows`` blocks, or the view of a list of blocks.
     widths: of each call the count of a block.
+    outputs: views that the items must not overlap.
     """
     lines: Sequence[Sequence[Any]] = [items]
     if isinstance(items[0], ViewList):
         lines, rows = list(zip(*(item.parts for item in items), strict=True)), 1
-    first = lines[0][0]
-    if isinstance(first, DeviceView):
-        return _OnDevice(lines, widths, rows, dtype, first.device)
-    return _OnHost(lines, widths, rows, dtype)
+    parts = [part for line in lines for part in line]
+    if kernels is None or isinstance(parts[0], DeviceView):
+        return _Side(parts, widths, len(lines), rows, dtype)
+    return _OnHost(parts, widths, len(lines), rows, dtype, outputs)
 
 
 class _Side(View):
     """A table of blocks: a column for each call and, where ranks have blocks, a row for each rank.
 
-    lines:  views, or buffers, of one block each, row by row; or one line of some with a block in
+    parts:  views of one block each, ``lines`` rows of them; or one line of views with a block in
             each of ``rows`` rows.
     widths: elements of a block, column by column.
     """
 
-    __slots__ = ("_lines", "_rows", "_widths", "device")
+    __slots__ = ("_lines", "_parts", "_rows", "_widths", "device")
 
     def __init__(
-        self,
-        lines: Sequence[Sequence[Any]],
-        widths: Sequence[int],
-        rows: int,
-        dtype: DType,
-        device: int | None = None,
+        self, parts: Sequence[Any], widths: Sequence[int], lines: int, rows: int, dtype: DType
     ) -> None:
-        self._lines = lines
-        self._widths = widths
-        self._rows = rows
-        super().__init__(lines, dtype, len(lines) * rows * sum(widths), None)
-        self.device = device
+        self._parts, self._widths, self._lines, self._rows = parts, widths, lines, rows
+        super().__init__(parts, dtype, lines * rows * sum(widths), None)
+        self.device = parts[0].device if isinstance(parts[0], View) else None
+
+    @property
+    def parts(self) -> Sequence[View]:
+        """Return the views of arrays on a device, whose streams they have; else this view."""
+        return (self,) if self.device is None else self._parts
+
+    def empty_like(self) -> View:
+        """Return an uninitialised view of the same size and device, valid until the call ends."""
+        first = self._parts[0]
+        if isinstance(first, DeviceView):
+            return first.new_empty(self.count)
+        return views.empty(self.dtype, self.count)
+
+    def _copy(self, packed: View, inward: bool) -> None:
+        starts, rows, width = [0, *accumulate(self._widths)], self._rows, sum(self._widths)
+        for i, one in enumerate(self._parts):
+            line, column = divmod(i, len(self._widths))
+            size = self._widths[column]
+            has_blocks = rows == 1 or one.buffer is not None
+            whole = one if has_blocks else one.empty_like() if inward else one.contiguous()
+            for row in range(rows):
+                block = whole if rows == 1 else whole.part(row * size, size)
+                place = packed.part((line * rows + row) * width + starts[column], size)
+                (block.copy_from if inward else block.copy_to)(place)
+            if inward and whole is not one:
+                one.copy_from(whole)
 
 
 class _OnHost(_Side):
-    """A side on the host. A view that is not contiguous has a contiguous copy beside it."""
+    """A side on the host, packed and unpacked by the C library. Parts may also be buffers.
 
-    __slots__ = ("_addresses", "_counts", "_scattered")
+    A view that is not contiguous, or overlaps an output, has a contiguous copy beside it.
+    """
 
-    def __init__(self, *table: Any) -> None:
-        super().__init__(*table)
-        self._scattered: list[tuple[View, View]] = []
+    __slots__ = ("_addresses", "_copies", "_counts")
+
+    def __init__(
+        self,
+        parts: Sequence[Any],
+        widths: Sequence[int],
+        lines: int,
+        rows: int,
+        dtype: DType,
+        outputs: Sequence[View],
+    ) -> None:
+        super().__init__(parts, widths, lines, rows, dtype)
+        self._copies: list[tuple[View, View]] = []
+        into = [part for one in outputs for part in one.parts if part.buffer is not None]
+        plain = [one for one in parts if one.buffer is not None] if into else []
+        overlaps = zip(plain, views.find_overlapping(plain, into), strict=True)
+        apart = {id(one) for one, overlapping in overlaps if overlapping}
         buffers = [
-            self._buffer(one) if isinstance(one, View) else one
-            for line in self._lines
-            for one in line
+            self._buffer(one, id(one) in apart) if isinstance(one, View) else one for one in parts
         ]
         # MPI is loaded, because there is a group.
         self._addresses = array("L", map(sys.modules["mpi4py.MPI"].Get_address, buffers))
-        self._counts = array("L", self._widths)
+        self._counts = array("L", widths)
 
-    def _buffer(self, one: View) -> Buffer:
-        if one.buffer is None:
+    def _buffer(self, one: View, apart: bool) -> Buffer:
+        if one.buffer is None or apart:
             beside = views.empty(self.dtype, one.count)
-            self._scattered.append((one, beside))
+            self._copies.append((one, beside))
             one = beside
         return one.buffer
 
@@ -322,141 +359,36 @@ class _OnHost(_Side):
         self.copy_to(into)
         return into
 
-    def copy_to(self, packed: View) -> None:
-        """Copy the elements into a contiguous view of the same size."""
-        for one, beside in self._scattered:
-            one.copy_to(beside)
-        self._move(packed, inward=False)
+    def _copy(self, packed: View, inward: bool) -> None:
+        assert kernels is not None
+        if not inward:
+            self._read_copies()
+        move = kernels.unpack if inward else kernels.pack
+        move(
+            self._addresses.buffer_info()[0], self._counts.buffer_info()[0], len(self._counts),
+            self._lines, self._rows, self.dtype.itemsize, views.address(packed),
+        )  # fmt: skip
+        if inward:
+            self.write_back()
 
-    def copy_from(self, packed: View) -> None:
-        """Copy the elements from a contiguous view of the same size."""
-        self._move(packed, inward=True)
-        for one, beside in self._scattered:
+    def _read_copies(self) -> None:
+        for one, beside in self._copies:
+            one.copy_to(beside)
+
+    def write_back(self) -> None:
+        """Write the contiguous copies back."""
+        for one, beside in self._copies:
             one.copy_from(beside)
 
-    def _move(self, packed: View, inward: bool) -> None:
-        at = sys.modules["mpi4py.MPI"].Get_address(packed.buffer)
-        addresses, counts, n = self._addresses, self._counts, len(self._counts)
-        rows, size = self._rows, self.dtype.itemsize
-        if kernels is not None:
-            move = kernels.unpack if inward else kernels.pack
-            starts = addresses.buffer_info()[0], counts.buffer_info()[0]
-            move(*starts, n, len(self._lines), rows, size, at)
-            return
-        for start in range(0, len(addresses), n):
-            for row in range(rows):
-                for begin, count in zip(addresses[start : start + n], counts, strict=True):
-                    place = begin + row * count * size
-                    memmove(*((place, at) if inward else (at, place)), count * size)
-                    at += count * size
-
-    def read(self) -> SegmentTable:
-        """Return the table of the blocks, after updating the contiguous copies."""
-        for one, beside in self._scattered:
-            one.copy_to(beside)
-        return self.table()
-
     def table(self) -> SegmentTable:
-        """Return the table of the blocks, or of their contiguous copies."""
+        """Return the table of the blocks, or of their contiguous copies, which are updated."""
+        self._read_copies()
         counts = np.frombuffer(self._counts, np.uintp)
-        starts = np.frombuffer(self._addresses, np.uintp).reshape(len(self._lines), 1, -1)
+        starts = np.frombuffer(self._addresses, np.uintp).reshape(self._lines, 1, -1)
         rows = np.arange(self._rows, dtype=np.uintp).reshape(1, -1, 1)
         return SegmentTable(
             (starts + rows * (counts * self.dtype.itemsize)).ravel(), np.cumsum(counts)
         )
-
-    def apart(self) -> _OnHost:
-        """Return a copy of all blocks."""
-        beside, width = views.empty(self.dtype, self.count), sum(self._widths)
-        self.copy_to(beside)
-        starts = [0, *accumulate(self._widths)]
-        parts = [
-            beside.part(row + start, count)
-            for row in range(0, self.count, max(width, 1))
-            for start, count in zip(starts, self._widths, strict=False)
-        ]
-        n = len(self._widths)
-        lines = [parts[at : at + n] for at in range(0, len(parts), n)]
-        return _OnHost(lines, self._widths, 1, self.dtype)
-
-    def write_back(self) -> None:
-        """Write the contiguous copies back."""
-        for one, beside in self._scattered:
-            one.copy_from(beside)
-
-
-def _run_on_tables(fused: Run, send: View | None, recv: _OnHost, extent: int) -> None:
-    """Run calls on segment tables. Inputs that overlap outputs are copied first."""
-    if send is None:
-        fused(None, recv.read(), extent, 0)
-    else:
-        assert isinstance(send, _OnHost)
-        given, taken = send.read(), recv.table()
-        beside = None  # kept until the end
-        if _overlap(given, taken, send.dtype.itemsize):
-            beside = send.apart()
-            given = beside.table()
-        fused(given, taken, extent, 0)
-    recv.write_back()
-
-
-def _overlap(one: SegmentTable, other: SegmentTable, itemsize: int) -> bool:
-    """Return whether any segment of one table overlaps a segment of the second table."""
-    sizes = np.diff(one.ends, prepend=np.uintp(0)) * itemsize
-    begins = np.concatenate([one.addresses, other.addresses])
-    ends = begins + np.tile(sizes, len(begins) // len(sizes))
-    order = np.argsort(begins, kind="stable")
-    begins, ends, first = begins[order], ends[order], order < len(one.addresses)
-    latest, latest_other = (
-        np.maximum.accumulate(np.where(those, ends, 0)) for those in (first, ~first)
-    )
-    before = np.where(first[1:], latest_other[:-1], latest[:-1])
-    return bool((begins[1:] < before).any())
-
-
-class _OnDevice(_Side):
-    """A side on a device: each block is copied by itself."""
-
-    __slots__ = ()
-
-    @property
-    def parts(self) -> Sequence[View]:
-        """Return the views of the arrays."""
-        return [one for line in self._lines for one in line]
-
-    def empty_like(self) -> View:
-        """Return an uninitialised view of the same size and device, valid until the call ends."""
-        room: View = self._lines[0][0].new_empty(self.count)
-        return room
-
-    def copy_to(self, packed: View) -> None:
-        """Copy the elements into a contiguous view of the same size."""
-        wholes = [one if self._has_blocks(one) else one.contiguous() for one in self.parts]
-        for block, place in self._blocks(wholes, packed):
-            block.copy_to(place)
-
-    def copy_from(self, packed: View) -> None:
-        """Copy the elements from a contiguous view of the same size."""
-        wholes = [one if self._has_blocks(one) else one.empty_like() for one in self.parts]
-        for block, place in self._blocks(wholes, packed):
-            block.copy_from(place)
-        for one, whole in zip(self.parts, wholes, strict=True):
-            if whole is not one:
-                one.copy_from(whole)
-
-    def _has_blocks(self, one: View) -> bool:
-        """Return whether its blocks are available as views."""
-        return self._rows == 1 or one.buffer is not None
-
-    def _blocks(self, wholes: Sequence[View], packed: View) -> Iterator[tuple[View, View]]:
-        """Yield each block, and its place among the packed ones."""
-        starts, rows, width = [0, *accumulate(self._widths)], self._rows, sum(self._widths)
-        for i, whole in enumerate(wholes):
-            line, column = divmod(i, len(self._widths))
-            size = self._widths[column]
-            for row in range(rows):
-                block = whole if rows == 1 else whole.part(row * size, size)
-                yield block, packed.part((line * rows + row) * width + starts[column], size)
 
 
 class _Rooms(threading.local):

@@ -7,19 +7,19 @@ arrays, and outputs that overlap inputs. They are composed when a plan is made.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from mpicoll.arrays import views
 from mpicoll.arrays.views import DeviceView, View, ViewList
 from mpicoll.core import checks
-from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.plan import CallKind, Extent, Implementation, Plan, Run, RunOnViews
 from mpicoll.cuda import runtime
 from mpicoll.cuda.streams import CapturedOrder, DeviceContext, StreamOrder
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.primitives import Layout
 
-__all__ = ["buffers_of", "in_stream_order", "on_views", "stream_order"]
+__all__ = ["buffers_of", "in_stream_order", "on_views"]
 
 
 def on_views(kind: CallKind, implementation: Implementation, on_device: bool) -> RunOnViews:
@@ -87,7 +87,17 @@ def buffers_of(view: View | None) -> Any:
     return _buffers(view, () if view is None else view.parts)
 
 
-def stream_order(plan: Plan, send: View | None, recv: View | None) -> StreamOrder:
+def in_stream_order(
+    plan: Plan, send: View | None, recv: View | None
+) -> tuple[Run, Sequence[StreamOrder]]:
+    """Return the function that runs a call and, on a device, the stream order that it keeps."""
+    if not plan.on_device:
+        return plan.run, ()
+    order = _stream_order(plan, send, recv)
+    return partial(_run_in_order, plan, order), (order,)
+
+
+def _stream_order(plan: Plan, send: View | None, recv: View | None) -> StreamOrder:
     """Return the stream order of a call on a device: after all work now on the caller's streams.
 
     Raises UnsupportedError if a stream is being captured into a graph and the call cannot be.
@@ -114,11 +124,18 @@ def stream_order(plan: Plan, send: View | None, recv: View | None) -> StreamOrde
     return order
 
 
-def in_stream_order(
+def _run_in_order(
     plan: Plan, order: StreamOrder, send: View | None, recv: View | None, extent: Extent, root: int
 ) -> None:
     """Run a call on a device in its stream order."""
-    context = _context(plan.group, order.index)
+    group = plan.group
+    context = group.resources.get_or_create(
+        ("device", order.index),
+        lambda: DeviceContext(runtime.get_runtime(), order.index),
+        # After all ranks have closed an unbroken group, MPI holds no buffer of its calls.
+        close=lambda context, limit: context.close(limit, keep=group.error is not None),
+        abandon=DeviceContext.abandon,
+    )
     for view in (send, recv):
         for part in () if view is None else view.parts:
             assert isinstance(part, DeviceView)
@@ -139,14 +156,3 @@ def in_stream_order(
             raise
         finally:  # also after an error: enqueued work continues
             order.leave(context)
-
-
-def _context(group: ProcessGroup, index: int) -> DeviceContext:
-    """Return the device context of a group's collectives."""
-    return group.resources.get_or_create(
-        ("device", index),
-        lambda: DeviceContext(runtime.get_runtime(), index),
-        # After all ranks have closed an unbroken group, MPI holds no buffer of its calls.
-        close=lambda context, limit: context.close(limit, keep=group.error is not None),
-        abandon=DeviceContext.abandon,
-    )

@@ -1,4 +1,4 @@
-"""Messages on their way: the Work of a message, the thread that polls, and their end."""
+"""Messages on their way: the Work of a message, and its end."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
 from mpicoll import communicators, launch
 from mpicoll.arrays import adapters
 from mpicoll.arrays.views import Bytes, DeviceView, View
-from mpicoll.core.groups import ProcessGroup, default_group
+from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.indices import check_index
-from mpicoll.core.progress import Pollable, Poller
+from mpicoll.core.progress import Poller
 from mpicoll.core.work import Work, deadline
 from mpicoll.dispatch import execute
 from mpicoll.dtypes import DTYPES, DType
@@ -36,22 +36,14 @@ if TYPE_CHECKING:
     from mpicoll.routes.device.staged import HostStaging
 
 __all__ = [
-    "MessageWork",
-    "begin_message",
-    "check_tag",
-    "drain",
-    "exchange_bytes",
-    "find_source",
-    "in_background",
-    "look_after",
-    "post",
-    "stop_polling",
-]
+    "Message", "MessageWork", "begin_message", "check_tag", "drain", "exchange_bytes",
+    "find_source", "in_background", "keep_polling", "post", "stop_polling",
+]  # fmt: skip
 
-_poller: Poller | None = None
-_poller_lock = threading.Lock()
+#: Tests pending messages, so that MPI progresses them while Python computes.
+_poller = Poller()
 #: Messages to ranks that have exited, with their buffers, which MPI may still read.
-_unsent: list[tuple[MPI.Request, View | None]] = []
+_unsent: list[tuple[MPI.Request, View]] = []
 #: Number of tests before a waiting thread sleeps between tests.
 _SPINS = 200
 _PAUSE = 100e-6
@@ -63,75 +55,50 @@ _TAGS = 32
 assert len(DTYPES) <= _TAGS
 
 
-def stop_polling() -> None:
-    """End the thread that polls pending messages, if there is one."""
-    global _poller
-    with _poller_lock:
-        if _poller is not None:
-            _poller.stop()
-            _poller = None
+class Message(NamedTuple):
+    """The array of a message, and the memory that MPI reads or writes.
+
+    copy:   copies the array to this memory before a send, or back after a receive, if needed.
+    is_due: returns whether the array may be read or written now.
+    """
+
+    view: View
+    packed: View
+    copy: Callable[[], None] = lambda: None
+    is_due: Callable[[], bool] = lambda: True
 
 
 class MessageWork(Work):
     """A pending message. ``entry`` is its entry in the flight record, if any.
 
-    It ends when a test of its request, by a waiting thread or by the poller, finds it complete.
-
-    view: the array. packed: the buffer that MPI reads or writes. fill: copies the array into it
-    before a send; land: copies it into the array after a receive; None if no copy is needed.
-    is_due: returns whether the array may be read or written now; None if it may.
-
-    A message that is not due is sent later, and delays later messages of its group.
+    It ends when a test of its request, by a waiting thread or by the poller, finds it complete. A
+    send that is not due is started later, and delays later sends of its group.
 
     tag: the user's tag; None for a message of the library, which has a separate tag.
     """
 
     __slots__ = (
-        "_arrived",
-        "_fill",
-        "_group",
-        "_is_due",
-        "_land",
-        "_lock",
-        "_nbytes",
-        "_next_check",
-        "_packed",
-        "_peer",
-        "_post",
-        "_receives",
-        "_request",
-        "_source",
-        "_status",
-        "_tag",
-        "_view",
-        "entry",
-    )
+        "_arrived", "_group", "_lock", "_message", "_nbytes", "_next_check", "_peer", "_post",
+        "_receives", "_request", "_source", "_status", "_tag", "entry",
+    )  # fmt: skip
 
     def __init__(
         self,
         group: ProcessGroup,
         name: str,
-        view: View,
-        packed: View,
-        land: Callable[[], None] | None,
+        message: Message,
         receives: bool,
         peer: int,
         post: Callable[[list[Any]], MPI.Request],
-        fill: Callable[[], None] | None = None,
-        is_due: Callable[[], bool] | None = None,
         tag: int | None = None,
     ) -> None:
         from mpi4py import MPI
 
-        outputs = (view.owner,) if receives else ()
-        super().__init__(
-            f"{name} on rank {group.rank()} of group {group.group_name}", outputs, group.timeout
-        )
+        outputs = (message.view.owner,) if receives else ()
+        super().__init__(execute.describe(name, group), outputs, group.timeout)
         self._group = group
-        self._view: View | None = view
-        self._packed: View | None = packed
-        self._land = land
-        self._nbytes = view.nbytes
+        self._message: Message | None = message
+        self._nbytes = message.view.nbytes
         self._receives = receives
         self._peer = peer
         self._tag = tag
@@ -139,104 +106,82 @@ class MessageWork(Work):
         self._next_check = time.monotonic() + _LOOK
         self._source = -1
         self._status = MPI.Status()
-        self._fill, self._is_due, self._post = fill, is_due, post
+        self._post = post
         self._request: MPI.Request | None = None
         self._arrived = False
         self.entry: list[Any] | None = None
-        if not receives and (group.held_back or not (is_due is None or is_due())):
+        if not receives and (group.held_back or not message.is_due()):
             group.held_back.append(self)
             return
         try:
-            self._begin()
+            self._begin(message)
         except MPI.Exception as error:
-            raise self._explained(error) from error
+            raise self._explain(error) from error
 
-    def _begin(self) -> None:
-        from mpicoll.routes.wire import message
+    def _begin(self, message: Message) -> None:
+        from mpicoll.routes import wire
 
-        packed = self._packed
-        assert packed is not None
-        if self._fill is not None:
-            self._fill()
-        self._request = self._post(message(packed.buffer, packed.count, packed.dtype))
-
-    def _has_begun(self) -> bool:
-        """Start a delayed send if it is the first in the queue and due; return whether it has
-        started.
-        """
-        if self._request is None:
-            waiting = self._group.held_back
-            if waiting[0] is not self or not (self._is_due is None or self._is_due()):
-                return False
-            try:
-                self._begin()
-            finally:
-                waiting.popleft()
-        return True
+        if not self._receives:
+            message.copy()
+        packed = message.packed
+        self._request = self._post(wire.message(packed.buffer, packed.count, packed.dtype))
 
     def poll(self) -> bool:
         """Test the request, unless another thread does; True once the message is complete.
 
         At intervals, also look for a message that has another dtype, and end with an error.
         """
-        if self._test():
-            return True
-        if self._receives and (now := time.monotonic()) > self._next_check:
+        if not self._test() and self._receives and (now := time.monotonic()) > self._next_check:
             self._next_check = now + _LOOK
             self._check_dtype()
         return self._finished
 
     def _test(self) -> bool:
-        """Test the request, unless another thread does; True once the message is complete."""
+        """Start a held send if it is due, test the request, and end a complete message."""
         if self._finished or not self._lock.acquire(blocking=False):
             return self._finished
         try:
-            if not self._finished and self._has_arrived() and self._may_land():
-                self._complete()
+            message, waiting = self._message, self._group.held_back
+            if message is None:
+                return True
+            if self._request is None and waiting[0] is self and message.is_due():
+                try:
+                    self._begin(message)
+                finally:
+                    waiting.popleft()
+            if self._request is not None and not self._arrived:  # later its status is empty
+                self._arrived = self._request.Test(self._status)
+            if self._arrived and (not self._receives or message.is_due()):
+                self._complete(message)
         except Exception as error:
-            self._end(self._explained(error))
+            self._end(self._explain(error))
         finally:
             self._lock.release()
         return self._finished
 
-    def _has_arrived(self) -> bool:
-        """Test the request until it is complete: after that its status would be empty."""
-        if not self._arrived and self._has_begun():
-            assert self._request is not None
-            self._arrived = self._request.Test(self._status)
-        return self._arrived
-
-    def _may_land(self) -> bool:
-        return self._land is None or self._is_due is None or self._is_due()
-
-    def _complete(self) -> None:
-        if self._receives:
-            self._source = self._group.ranks[self._status.Get_source()]
-            self._check_size()
-            if self._land is not None:
-                self._land()
-        self._end(None)
-
-    def _check_size(self) -> None:
+    def _complete(self, message: Message) -> None:
         from mpi4py import MPI
 
-        got = self._status.Get_count(MPI.BYTE)
-        expected = self._nbytes
-        if got != expected and not (got < 0 and expected > 2**31 - 1):
-            raise MPIError(
-                f"{self.description}: the message from rank {self._source} has "
-                f"{format_count(got, 'byte')}, the array {expected}: sender and receiver must give "
-                "arrays of one size"
-            )
+        if self._receives:
+            self._source = self._group.ranks[self._status.Get_source()]
+            got, expected = self._status.Get_count(MPI.BYTE), self._nbytes
+            if got != expected and not (got < 0 and expected > 2**31 - 1):
+                raise MPIError(
+                    f"{self.description}: the message from rank {self._source} has "
+                    f"{format_count(got, 'byte')}, the array {expected}: sender and receiver must "
+                    "give arrays of one size"
+                )
+            message.copy()
+        self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
         self._group.in_flight.discard(self)
-        self._view = self._packed = self._land = self._fill = self._is_due = None
+        self._message = None
         if error is None and self.entry is not None:
             flight_record.complete_message(self.entry, self._group, self._source)
         self.finish(error)
 
-    def _explained(self, error: Exception) -> Exception:
+    def _explain(self, error: Exception) -> Exception:
         from mpi4py import MPI
 
         if isinstance(error, MPI.Exception) and error.Get_error_class() == MPI.ERR_TRUNCATE:
@@ -246,9 +191,7 @@ class MessageWork(Work):
                 "one size",
                 MPI.ERR_TRUNCATE,
             )
-        from mpicoll.routes.wire import translate_error
-
-        return translate_error(error, self.description, self._group)
+        return execute.to_mpi_error(error, self.description, self._group)
 
     def _wait_finished(self, limit: float | None) -> bool:
         moment = deadline(limit)
@@ -287,38 +230,33 @@ class MessageWork(Work):
 
     def _check_dtype(self) -> None:
         """End the wait for a message if one with the same tag is here that has another dtype."""
-        view = self._view
-        if not self._receives or self._tag is None or view is None:
+        message = self._message
+        if not self._receives or self._tag is None or message is None:
             return
         from mpi4py import MPI
 
-        status = MPI.Status()
+        group, status = self._group, MPI.Status()
         try:
-            arrived = next(
-                (
-                    dtype
-                    for dtype in DTYPES
-                    if dtype is not view.dtype
-                    and self._group.closed is None
-                    and self._group.messages.Iprobe(
-                        self._peer, _with_dtype(self._tag, dtype), status
-                    )
-                ),
-                None,
-            )
+            for dtype in DTYPES:
+                if (
+                    dtype is not message.view.dtype
+                    and group.closed is None
+                    and group.messages.Iprobe(self._peer, _with_dtype(self._tag, dtype), status)
+                ):
+                    break
+            else:
+                return
         except MPI.Exception as error:
             if not communicators.reports_lost_rank(error):  # lost_ranks.check handles losses
                 raise
             return
-        if arrived is not None:
-            sender = self._group.ranks[status.Get_source()]
-            self._give_up(
-                MismatchError(
-                    f"{self.description}: expected a message of {view.dtype} with tag "
-                    f"{self._tag}, got one of {arrived} from rank {sender}: sender and receiver "
-                    "must give arrays of one dtype"
-                )
+        self._give_up(
+            MismatchError(
+                f"{self.description}: expected a message of {message.view.dtype} with tag "
+                f"{self._tag}, got one of {dtype} from rank {group.ranks[status.Get_source()]}: "
+                "sender and receiver must give arrays of one dtype"
             )
+        )
 
     def _give_up(self, error: BaseException) -> None:
         """End with an error, unless the message is complete after all.
@@ -326,35 +264,26 @@ class MessageWork(Work):
         MPI cannot cancel a send, so its buffer is kept alive.
         """
         with self._lock:
-            if self._finished:
+            message = self._message
+            if message is None:
                 return
             if self._request is None:
                 self._group.held_back.remove(self)
-            elif self._arrived:
-                self._complete()
-                return
-            elif self._receives:
+            elif self._receives and not self._arrived:
                 self._request.Cancel()
                 self._request.Wait(self._status)
-                if not self._status.Is_cancelled():
-                    self._complete()
-                    return
+                self._arrived = not self._status.Is_cancelled()
+            elif not self._arrived:
+                _unsent.append((self._request, message.packed))
+            if self._arrived:
+                self._complete(message)
             else:
-                _unsent.append((self._request, self._packed))
-            self._end(error)
+                self._end(error)
 
     def abandon(self, error: BaseException) -> None:
         """End the message with an error; MPI may still read the buffer of a send."""
         self._error_seen = True
         self._give_up(error)
-
-    def cancel(self) -> bool:
-        """Cancel a receive without a message; return False for a send, which MPI cannot cancel."""
-        if not self._receives:
-            return False
-        self._error_seen = True
-        self._give_up(CollectiveTimeoutError(f"{self.description}: the group was destroyed"))
-        return True
 
     def finish_now(self) -> None:
         """Wait for the message. After an exception, MPI no longer uses the caller's memory."""
@@ -390,41 +319,40 @@ def _with_dtype(tag: int, dtype: DType) -> int:
 
 
 def begin_message(
-    group: ProcessGroup, name: str, tensor: Any, peer: int, tag: int | None, receives: bool
+    group: ProcessGroup, name: str, tensor: Any, peer: int | None, tag: int | None, receives: bool
 ) -> MessageWork:
-    """Begin to send an array to a rank in the group, or to receive one.
+    """Begin to send an array to a rank in the group, or to receive one (peer None: from any rank).
 
     tag: as ``check_tag`` returns it; None for messages of objects, which have a tag of their own.
     """
+    from mpi4py import MPI
+
     group.check_whole()
     view = adapters.build_view(tensor, receives, f"{name}: tensor")
-    shown = group.object_tag if tag is None else tag
-    entry = flight_record.enter_message(group, peer, shown, receives, view)
-    work = _begin_view(group, name, view, peer, tag, receives)
+    peer = MPI.ANY_SOURCE if peer is None else peer
+    sent = group.object_tag if tag is None else _with_dtype(tag, view.dtype)
+    entry = flight_record.enter_message(group, peer, sent if tag is None else tag, receives, view)
+    begin = group.messages.Irecv if receives else group.messages.Isend
+    work = MessageWork(
+        group, name, _build_message(group, view, receives), receives, peer,
+        lambda buffer: begin(buffer, peer, sent), tag,
+    )  # fmt: skip
     work.entry = entry
     return work
 
 
-def _begin_view(
-    group: ProcessGroup, name: str, view: View, peer: int, tag: int | None, receives: bool
-) -> MessageWork:
-    begin = group.messages.Irecv if receives else group.messages.Isend
-    make = partial(MessageWork, group, name, view, tag=tag)
-    sent = group.object_tag if tag is None else _with_dtype(tag, view.dtype)
-    rest = receives, peer, lambda what: begin(what, peer, sent)
+def _build_message(group: ProcessGroup, view: View, receives: bool) -> Message:
     if isinstance(view, DeviceView):
-        assert view.device is not None
         staging = _staging(group, view.device)
         packed, order = staging.place(view), staging.stream_order(view)
         copy = partial(staging.move, view, packed, order, receives)
-        fill, land = (None, copy) if receives else (copy, None)
-        return make(packed, land, *rest, fill, order.is_due)
+        return Message(view, packed, copy, order.is_due)
     if view.buffer is not None:
-        return make(view, None, *rest)
+        return Message(view, view)
     if not receives:
-        return make(view.contiguous(), None, *rest)
+        return Message(view, view.contiguous())
     packed = view.empty_like()
-    return make(packed, partial(view.copy_from, packed), *rest)
+    return Message(view, packed, partial(view.copy_from, packed))
 
 
 def _staging(group: ProcessGroup, device: int) -> HostStaging:
@@ -444,31 +372,29 @@ def in_background(work: MessageWork) -> MessageWork:
     """Hand a message to the poller, which progresses it and holds its arrays meanwhile."""
     if not work.poll():
         work._group.in_flight.add(work)
-        look_after(work)
+        keep_polling(work._group, work.poll)
     return work
 
 
-def look_after(item: Pollable) -> None:
-    """Hand an item that needs calls of MPI to the poller."""
-    global _poller
-    if _poller is None:
-        with _poller_lock:
-            if _poller is None:
-                launch.warn_if_serialized(default_group().rank())
-                _poller = Poller()
-    _poller.add(item)
+def keep_polling(group: ProcessGroup, poll: Callable[[], bool]) -> None:
+    """Call a function, which calls MPI, on the poller's thread until it returns True."""
+    launch.warn_if_serialized(group.ranks[group.rank()])
+    _poller.add(poll)
+
+
+def stop_polling() -> None:
+    """End the thread that polls pending messages, if there is one."""
+    _poller.stop()
 
 
 def post(
     group: ProcessGroup, name: str, tensor: Any, peer: int | None, tag: int, receives: bool
 ) -> MessageWork:
-    """Begin to send an array to a rank in the group, or to receive one.
+    """Begin to send an array to a rank in the group, or to receive one (peer None: from any rank).
 
-    peer: as ``find_root`` or ``find_source`` returns it. None: receive from any rank.
+    The poller progresses the message.
     """
     tag = check_tag(group, name, tag)
-    if peer is None:
-        peer = find_source(name, group, None, None)
     return in_background(begin_message(group, name, tensor, peer, tag, receives))
 
 
@@ -478,7 +404,10 @@ def drain(group: ProcessGroup, limit: float) -> None:
     Raises CollectiveTimeoutError where a send is not received within ``limit`` seconds.
     """
     for work in list(group.in_flight):
-        if not work.cancel() and not work._wait_finished(limit):
+        if work._receives:
+            why = f"{work.description}: the group was destroyed"
+            work.abandon(CollectiveTimeoutError(why))
+        elif not work._wait_finished(limit):
             raise CollectiveTimeoutError(
                 f"{work.description}: timed out: the message was not received within {limit:g} s"
             )
@@ -486,12 +415,10 @@ def drain(group: ProcessGroup, limit: float) -> None:
 
 def find_source(
     name: str, group: ProcessGroup | None, src: int | None, group_src: int | None
-) -> int:
-    """Return the rank in the group to receive from; MPI_ANY_SOURCE if none is given."""
+) -> int | None:
+    """Return the rank in the group to receive from; None, for any rank, if none is given."""
     if src is None and group_src is None:
-        from mpi4py import MPI
-
-        return MPI.ANY_SOURCE
+        return None
     return execute.find_root(name, group, "src", src, group_src)
 
 
@@ -504,18 +431,13 @@ def exchange_bytes(
     separate tag.
     """
     if whole is not None:
-        assert peer is not None
         for part in (np.array([whole.nbytes], np.int64), whole):
             begin_message(group, name, part, peer, None, False).finish_now()
         return whole, group.ranks[group.rank()]
-    if peer is None:
-        peer = find_source(name, group, None, None)
     size = np.zeros(1, np.int64)
     work = begin_message(group, name, size, peer, None, True)
     work.finish_now()
     source = work.source_rank()
-    peer = group.group_rank(source)
-    assert peer is not None
     whole = np.empty(int(size[0]), np.uint8)
-    begin_message(group, name, whole, peer, None, True).finish_now()
+    begin_message(group, name, whole, group.group_rank(source), None, True).finish_now()
     return whole, source

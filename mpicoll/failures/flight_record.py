@@ -24,9 +24,8 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import __version__, private_files, settings
-from mpicoll.core import observers
 from mpicoll.core.groups import default_group, state
-from mpicoll.core.observers import Observer
+from mpicoll.core.observers import Observer, observers
 from mpicoll.core.signature import describe, read_call, with_root
 from mpicoll.errors import (
     ArgumentError,
@@ -259,7 +258,7 @@ class _Recorder(Observer):
             dump(why)
 
 
-observers.add(_Recorder())
+observers.append(_Recorder())
 
 
 def _build(why: str) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mpicoll import launch, settings
-from mpicoll.core.groups import GroupState
 from mpicoll.core.observers import observers
 from mpicoll.errors import DistBackendError, LostRankError
 from mpicoll.failures import rank_status
@@ -75,7 +74,7 @@ def fail(
     """
     if group.closed is not None or group.error not in (None, error):
         return False
-    if group.state is GroupState.OPEN:
+    if group.error is None:
         for observer in observers:
             observer.group_failing(group, error, wait_s)
         if is_current is not None and not is_current():

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import control_messages, launch, line_protocol, settings
-from mpicoll.core import observers
-from mpicoll.core.observers import Observer
+from mpicoll.core.observers import Observer, observers
 from mpicoll.failures import lost_ranks, node_monitor, report
 from mpicoll.failures.status_page import DONE, LEFT, RUNNING, StatusPage
 from mpicoll.launch.host_identity import addresses, node
@@ -312,7 +311,7 @@ class _Publisher(Observer):
                 _own.page.free_cell(address)
 
 
-observers.add(_Publisher())
+observers.append(_Publisher())
 
 
 def _limit(timeout: float | None) -> int:

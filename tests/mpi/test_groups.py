@@ -111,26 +111,7 @@ def test_new_group_contains_all_ranks_by_default(world):
     for group in dist.new_group(), dist.new_group(None), dist.new_group(range(world.size)):
         assert group is not dist.group.WORLD
         assert_works(group, range(world.size))
-
-
-def test_new_group_accepts_an_empty_list(world):
     assert_outside(dist.new_group([]), [])
-
-
-def test_new_group_rejects_invalid_ranks(world):
-    n = world.size
-    for wrong in ([0, 0], [*range(n), n - 1]):
-        with pytest.raises(ValueError, match="duplicate rank"):
-            dist.new_group(wrong)
-    for wrong in ([n], [-1], [0, n + 5]):
-        with pytest.raises(ValueError, match=f"rank {wrong[-1]} is out of range 0 to {n - 1}"):
-            dist.new_group(wrong)
-    for wrong in (["one"], [None], [[0]]):
-        with pytest.raises(TypeError, match="ranks"):
-            dist.new_group(wrong)
-    # No group was created, and the ranks still agree on the number of groups.
-    assert dist.get_pg_count() == 1
-    assert_works(dist.new_group(), range(n))
 
 
 def test_pg_options_are_ignored_with_one_warning(world, monkeypatch):
@@ -147,16 +128,14 @@ def test_pg_options_are_ignored_with_one_warning(world, monkeypatch):
         dist.destroy_process_group(group)
 
 
-def test_new_group_rejects_invalid_options(world):
+def test_invalid_options_are_rejected(world):
     with pytest.raises(ValueError, match="device_id"):
         dist.new_group(device_id=0)
     with pytest.raises(ValueError, match="'ucc' is not available"):
         dist.new_group(backend="ucc")
-    for wrong in ("5", [1], True):
-        with pytest.raises(TypeError, match="timeout"):
-            dist.new_group(timeout=wrong)
-    with pytest.raises(ValueError, match="timeout"):
-        dist.new_group(timeout=-1)
+    if world.size == 1:
+        with pytest.raises(ValueError, match="a group of 1 cannot shrink"):
+            dist.shrink_group([0])
     assert dist.get_pg_count() == 1
     assert_works(dist.new_group(), range(world.size))
 
@@ -335,13 +314,8 @@ def test_calls_of_outsiders_with_a_global_root_raise(alone, world):
     calls = {
         "broadcast": lambda: dist.broadcast(x, 0, group=alone),
         "reduce": lambda: dist.reduce(x, 0, group=alone),
-        "scatter": lambda: dist.scatter(x, None, 0, group=alone),
         "gather_object": lambda: dist.gather_object(1, None, 0, group=alone),
-        "broadcast_object_list": lambda: dist.broadcast_object_list([1], 0, group=alone),
-        "scatter_object_list": lambda: dist.scatter_object_list([1], None, 0, group=alone),
-        "send": lambda: dist.send(x, 0, group=alone),
         "isend": lambda: dist.isend(x, 0, group=alone),
-        "send_object_list": lambda: dist.send_object_list([1], 0, group=alone),
     }
     if world.me == 0:
         assert_works(alone, [0])
@@ -381,11 +355,7 @@ def test_roots_outside_the_group_are_rejected(world):
     for call, word in (
         (lambda: dist.broadcast(x, 1, group=group), "src: global rank 1"),
         (lambda: dist.broadcast(x, group_src=1, group=group), "group_src: rank 1"),
-        (lambda: dist.broadcast(x, group_src=-1, group=group), "group_src: rank -1"),
         (lambda: dist.reduce(x, 1, group=group), "dst: global rank 1"),
-        (lambda: dist.gather(x, [x], 1, group=group), "dst: global rank 1"),
-        (lambda: dist.scatter(x, [x], 1, group=group), "src: global rank 1"),
-        (lambda: dist.send(x, 1, group=group), "dst: global rank 1"),
         (lambda: dist.recv(x, 1, group=group), "src: global rank 1"),
         (lambda: dist.broadcast_object_list([1], 1, group=group), "src: global rank 1"),
         (lambda: dist.broadcast(x, 0, group_src=0, group=group), "not both"),
@@ -395,14 +365,6 @@ def test_roots_outside_the_group_are_rejected(world):
         with pytest.raises(ValueError, match=word):
             call()
     assert_works(group, [0])
-
-
-def test_rank_translation_rejects_ranks_outside_the_group(world):
-    for rank in (world.size, -1):
-        with pytest.raises(ValueError, match=f"global rank {rank} is not in the group"):
-            dist.get_group_rank(dist.group.WORLD, rank)
-        with pytest.raises(ValueError, match=f"group rank {rank} is not in the group"):
-            dist.get_global_rank(dist.group.WORLD, rank)
 
 
 def test_new_subgroups_of_every_size(world):
@@ -436,13 +398,6 @@ def test_new_subgroups_divides_a_group(world):
     mine, made = dist.new_subgroups(half, group)
     assert len(made) == world.size // half
     assert_works(mine, sorted(order[:half] if world.me in order[:half] else order[half:]))
-
-
-def test_new_subgroups_rejects_invalid_sizes(world):
-    for size in (0, -1, world.size + 1, 2 * world.size):
-        with pytest.raises(ValueError, match="group_size"):
-            dist.new_subgroups(size)
-    assert dist.get_pg_count() == 1
 
 
 def test_new_subgroups_by_enumeration(world):
@@ -496,22 +451,6 @@ def test_split_ranks_are_group_ranks_of_the_parent(world):
     assert_works(parent, order)
 
 
-def test_split_group_rejects_invalid_lists(world):
-    n = world.size
-    for lists, word in (
-        (None, "at least one list"),
-        ([], "at least one list"),
-        ([[]], "non-empty lists"),
-        ([[0], [0]], "each rank at most once"),
-        ([[0, 0]], "each rank at most once"),
-        ([[n]], f"rank {n} is out of range"),
-        ([[-1]], "rank -1 is out of range"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            dist.split_group(None, lists)
-    assert dist.get_pg_count() == 1
-
-
 @pytest.mark.parametrize("flags", [dist.SHRINK_DEFAULT, dist.SHRINK_ABORT])
 def test_shrink_group_excludes_ranks(world, flags):
     """Another job tests the default group, because shrinking it destroys all other groups."""
@@ -536,31 +475,6 @@ def test_shrink_group_excludes_ranks(world, flags):
     elif len(staying) > 1:
         with pytest.raises(RuntimeError, match="excluded"):
             dist.shrink_group(list(range(1, len(staying))), made)
-
-
-def test_shrink_group_rejects_invalid_ranks(world):
-    n = world.size
-    if n == 1:
-        with pytest.raises(ValueError, match="a group of 1 cannot shrink"):
-            dist.shrink_group([0])
-        return
-    group = dist.new_group()
-    for wrong, error, word in (
-        ([], ValueError, "at least one rank"),
-        ([n], ValueError, f"rank {n} is out of range 0 to {n - 1}"),
-        ([-1], ValueError, "rank -1"),
-        ([1, 1], ValueError, "each rank once"),
-        (list(range(n)), ValueError, "not all ranks"),
-        (1, TypeError, "expected a list"),
-        ((1,), TypeError, "expected a list"),
-        (["1"], TypeError, "expected an int"),
-        ([1.0], TypeError, "expected an int"),
-    ):
-        with pytest.raises(error, match=word):
-            dist.shrink_group(wrong, group)
-    with pytest.raises(ValueError, match="shrink_flags"):
-        dist.shrink_group([1], group, shrink_flags=2)
-    assert_works(group, range(n))
 
 
 def test_calls_on_a_destroyed_group_raise(world):
@@ -594,15 +508,6 @@ def test_calls_on_a_destroyed_group_raise(world):
             pytest.fail(f"call {i} was not refused")
     assert dist.get_pg_count() == 2
     assert_works(kept, range(world.size))
-    assert_works(dist.group.WORLD, range(world.size))
-
-
-def test_destroy_rejects_objects_that_are_not_groups(world):
-    for wrong in ("0", 7, object(), [dist.group.WORLD]):
-        with pytest.raises((TypeError, ValueError), match="group"):
-            dist.destroy_process_group(wrong)
-    assert dist.destroy_process_group(OUTSIDE) is None
-    assert dist.is_initialized()
     assert_works(dist.group.WORLD, range(world.size))
 
 

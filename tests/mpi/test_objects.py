@@ -10,7 +10,7 @@ import pytest
 from conftest import members, needs_2_ranks, on_2_ranks
 
 import mpicoll as dist
-from mpicoll.core.pickles import decode, encode
+from mpicoll.core.pickles import encode
 
 
 class Named:
@@ -53,33 +53,26 @@ def test_all_gather_object(teams):
         assert all(same(a, thing(r)) for a, r in zip(found, team.ranks, strict=True))
 
 
-def test_gather_object_to_every_root(teams):
+@pytest.mark.parametrize("by_group_rank", [False, True])
+def test_object_collectives_with_every_root(teams, by_group_rank):
     for team in members(teams):
         for i, root in enumerate(team.ranks):
-            for to in ({"dst": root}, {"group_dst": i}):
-                found = ["old"] * team.size if team.me == i else None
-                dist.gather_object(thing(dist.get_rank()), found, group=team.group, **to)
-                if found is not None:
-                    assert all(same(a, thing(r)) for a, r in zip(found, team.ranks, strict=True))
-
-
-def test_broadcast_object_list_from_every_root(teams):
-    for team in members(teams):
-        for i, root in enumerate(team.ranks):
-            for of in ({"src": root}, {"group_src": i}):
-                mine = [thing(r) if team.me == i else "old" for r in range(3)]
-                dist.broadcast_object_list(mine, group=team.group, **of)
-                assert all(same(a, thing(r)) for r, a in enumerate(mine))
-
-
-def test_scatter_object_list_from_every_root(teams):
-    for team in members(teams):
-        for i, root in enumerate(team.ranks):
-            for of in ({"src": root}, {"group_src": i}):
-                given = [thing(r) for r in team.ranks] if team.me == i else None
-                found = ["old", "kept"]
-                dist.scatter_object_list(found, given, group=team.group, **of)
-                assert same(found[0], thing(dist.get_rank())) and found[1] == "kept"
+            src, dst = (
+                {f"group_{end}": i, "group": team.group} if by_group_rank
+                else {end: root, "group": team.group}
+                for end in ("src", "dst")
+            )  # fmt: skip
+            found = ["old"] * team.size if team.me == i else None
+            dist.gather_object(thing(dist.get_rank()), found, **dst)
+            if found is not None:
+                assert all(same(a, thing(r)) for a, r in zip(found, team.ranks, strict=True))
+            mine = [thing(r) if team.me == i else "old" for r in range(3)]
+            dist.broadcast_object_list(mine, **src)
+            assert all(same(a, thing(r)) for r, a in enumerate(mine))
+            given = [thing(r) for r in team.ranks] if team.me == i else None
+            found = ["old", "kept"]
+            dist.scatter_object_list(found, given, **src)
+            assert same(found[0], thing(dist.get_rank())) and found[1] == "kept"
 
 
 @needs_2_ranks
@@ -122,13 +115,6 @@ def test_arrays_inside_objects_arrive_writable_and_aligned(world):
     assert np.array_equal(sent["a"], np.arange(3)) and np.array_equal(sent["b"], np.arange(5))
 
 
-def test_large_buffers_stay_out_of_the_pickle():
-    array = np.ones(1 << 20)
-    whole = encode({"array": array})
-    assert array.nbytes < whole.nbytes < array.nbytes + 4096
-    assert np.shares_memory(decode(whole)["array"], whole)
-
-
 def test_objects_are_not_padded_to_the_largest(world, monkeypatch):
     """Counts the bytes that are sent and received."""
     from mpicoll.routes import wire
@@ -162,15 +148,9 @@ def test_pickling_errors_are_raised_before_data_is_sent(world):
 
 
 def test_object_lists_of_the_wrong_length_are_rejected(world):
-    with pytest.raises(ValueError, match="object_list"):
-        dist.all_gather_object([None] * (world.size - 1), 1)
-    with pytest.raises(TypeError, match="object_list"):
-        dist.all_gather_object((None,) * world.size, 1)
-    with pytest.raises(ValueError, match="scatter_object_output_list"):
-        dist.scatter_object_list([], [1] * world.size)
-    with pytest.raises(ValueError, match="gather"):
-        dist.gather_object(1, None if world.me == 0 else [None] * world.size)
     if world.me == 0:
+        with pytest.raises(ValueError, match="gather_object: object_gather_list"):
+            dist.gather_object(1, None)
         with pytest.raises(ValueError, match="scatter_object_input_list"):
             dist.scatter_object_list([None], None)
     if world.size > 1:
@@ -193,39 +173,14 @@ def test_object_collectives_reject_cuda_devices(world):
     assert objects == [0]
 
 
-def test_restricted_pickle_rejects_types_that_are_not_listed(world):
-    plain = {"a": [1, 2.5, "x", b"y", None, True, (1,), {3}, frozenset({4}), 1j, bytearray(b"z")]}
-    for obj, allowed, refused in (
-        (plain, (), None),
-        (Fraction(1, 3), (), "Fraction"),
-        (Fraction(1, 3), (Fraction,), None),
-        (np.arange(3.0), (), "numpy"),
-        (np.arange(3.0), (np.ndarray,), None),
-        ([np.float32(2), np.arange(3)[::2]], (np.ndarray,), None),
-        (print, (np.ndarray,), "print"),
-        (Named(1), (Fraction,), "Named"),
-    ):
-        found = [None] * world.size
-        with dist.restricted_pickle(*allowed):
-            if refused:
-                with pytest.raises(dist.RefusedPickleError, match=refused):
-                    dist.all_gather_object(found, obj)
-                with pytest.raises(pickle.UnpicklingError):
-                    dist.all_gather_object(found, obj)
-            else:
-                dist.all_gather_object(found, obj)
-                assert repr(found) == repr([obj] * world.size)
-    dist.all_gather_object(found, Named(2))  # not restricted outside the context
-    assert found == [Named(2)] * world.size
-
-
 def test_restricted_pickle_nests(world):
     found = [None] * world.size
     outer = dist.restricted_pickle(Fraction)
     try:
         with dist.restricted_pickle(Named):
-            with pytest.raises(dist.RefusedPickleError):
+            with pytest.raises(pickle.UnpicklingError, match="Fraction") as caught:
                 dist.all_gather_object(found, Fraction(1, 2))
+            assert caught.type is dist.RefusedPickleError
             dist.all_gather_object(found, Named(1))
         dist.all_gather_object(found, Fraction(1, 2))
         with pytest.raises(dist.RefusedPickleError):

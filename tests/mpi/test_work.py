@@ -154,25 +154,6 @@ def test_dropped_works_complete_and_are_collected(world):
     until(gone)
 
 
-def test_completed_work_keeps_only_its_output(world):
-    """After the Work is dropped, the output is collected."""
-    x = np.ones(10).view(Owner)
-    ref = weakref.ref(x)
-    work = dist.all_reduce(x, async_op=True)
-    del x
-    work.wait()
-    (kept,) = work.result()
-    assert kept is ref() and (kept == world.size).all()
-    del kept, work
-    dist.barrier(async_op=True).wait()
-
-    def gone():
-        gc.collect()
-        return ref() is None
-
-    until(gone)
-
-
 @pytest.fixture
 def late(world, mpi):
     """A call that rank 0 joins late: the Work, the array, and a function that lets rank 0 join."""
@@ -315,10 +296,6 @@ def test_argument_errors_of_async_calls_are_raised_immediately(world):
     frozen.flags.writeable = False
     with pytest.raises(ValueError, match=r"all_reduce: tensor: .*read-only"):
         dist.all_reduce(frozen, async_op=True)
-    with pytest.raises(TypeError, match="all_gather: tensor_list"):
-        dist.all_gather(np.ones(3), np.ones(3), async_op=True)
-    with pytest.raises(ValueError, match="AVG"):
-        dist.all_reduce(np.ones(3, int), ReduceOp.AVG, async_op=True)
     x = np.ones(1)
     dist.all_reduce(x, async_op=True).wait()
     assert x[0] == world.size
@@ -342,12 +319,3 @@ def test_callback_may_wait_for_a_later_work(world):
     assert future.wait(DEADLINE) is True
     assert (y == world.size).all()
     third.wait(DEADLINE)
-
-
-def test_coalesced_calls_return_none_or_a_future(teams):
-    for team in members(teams):
-        tensors = [np.full(count, team.me + 1.0) for count in (3, 0)]
-        assert dist.all_reduce_coalesced(tensors, group=team.group) is None
-        future = dist.all_reduce_coalesced(tensors, group=team.group, async_op=True)
-        assert isinstance(future, dist.Future)
-        assert all(a is b for a, b in zip(future.wait(DEADLINE), tensors, strict=True))

@@ -93,7 +93,7 @@ class Hierarchy:
             if part is not None:
                 part.fail(error)
         if self._memory is not None:
-            self._memory.leave_or_close(alone)
+            self._memory.leave(alone)
         if self.rail is not None:
             lost_ranks.revoke(self.rail)
 

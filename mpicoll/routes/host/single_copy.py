@@ -22,7 +22,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll import settings
-from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation, NativeCall
+from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation
 from mpicoll.core.signature import encode_kind
 from mpicoll.kernels.calls import LISTS
 from mpicoll.kernels.library import kernels
@@ -48,10 +48,8 @@ class SingleCopy:
         self._kept: list[Any] = [peers]  # the C library has the addresses of their memory
 
     def build(self, kind: CallKind) -> Implementation:
-        """Return the implementation for calls of one kind.
-
-        It raises MismatchError on all ranks if primitive, count, dtype or root differ, or if a
-        block of all_to_all has different sizes on its sender and receiver.
+        """Return the implementation, which raises MismatchError on all ranks if primitive, count,
+        dtype or root differ, or if a block of all_to_all has two sizes.
         """
         primitive, _, _, dtype = kind
         assert dtype is not None
@@ -65,33 +63,22 @@ class SingleCopy:
         )  # fmt: skip
         self._kept += histories, plan
         at = ctypes.addressof(plan)
-        if primitive.even:
-            return _Copies(self, kind, at)
-        function = library.single_copy_all_to_all
-        return shared.Exchange(self.memory, kind, None, function, at, owner=self)
+        if not primitive.even:
+            function = library.single_copy_all_to_all
+            return shared.Exchange(self.memory, kind, None, function, at, owner=self)
+        function = library.single_copy_lists
 
+        def run(
+            send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
+        ) -> None:
+            out, into = shared.blocks_of_call(kind, recv if send is None else send, recv, extent)
+            self.memory.call(function, at, out.ctypes.data, into.ctypes.data, extent, root)
 
-class _Copies(Implementation):
-    """Calls of one kind, except all_to_all."""
-
-    def __init__(self, copies: SingleCopy, kind: CallKind, at: int) -> None:
-        self._copies, self._kind, self._at = copies, kind, at
-        self._memory, self._function = copies.memory, copies.memory.kernels.single_copy_lists
-
-    def native_calls(self) -> tuple[NativeCall]:
-        """Return the native call."""
-        return (self._memory.native_call(self, LISTS, self._function, self._at),)
+        return shared.Native(run, [self.memory.native_call(self, LISTS, function, at)])
 
     def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
-        """Raise why a native call failed; see NativeCall."""
-        raise self._memory.failure()
-
-    def run(
-        self, send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
-    ) -> None:
-        """Run one call."""
-        out, into = shared.blocks_of_call(self._kind, recv if send is None else send, recv, extent)
-        self._memory.call(self._function, self._at, out.ctypes.data, into.ctypes.data, extent, root)
+        """Raise the error of a failed native call."""
+        raise self.memory.failure()
 
 
 def _make_histories() -> Any:

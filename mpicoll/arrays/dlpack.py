@@ -17,7 +17,7 @@ import numpy as np
 
 from mpicoll.arrays import cuda_arrays, numpy_arrays
 from mpicoll.arrays.protocols import SupportsDlpack
-from mpicoll.arrays.views import Adapter, Alias, Array, View
+from mpicoll.arrays.views import Adapter, Array, View
 from mpicoll.cuda.runtime import LEGACY, UNKNOWN
 from mpicoll.dtypes import DType, by_dlpack
 from mpicoll.errors import ArgumentError, UnsupportedError
@@ -73,7 +73,7 @@ def build_view(array: SupportsDlpack, writable: bool, where: str) -> View:
         except Exception as error:  # any exception of the producer
             raise UnsupportedError(f"{prefix}: {error}") from error
         inner = numpy_arrays.build_view(alias, writable, where)
-        return Alias(array, inner.dtype, inner.count, inner.buffer, lambda _: alias)
+        return View(array, inner.dtype, inner.count, inner.buffer, lambda _: alias)
     name = _device_name(kind, index)
     if kind not in (_CUDA, _MANAGED):
         raise UnsupportedError(

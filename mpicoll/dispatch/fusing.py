@@ -22,7 +22,7 @@ import numpy as np
 
 from mpicoll.arrays import views
 from mpicoll.arrays.adapters import check_same_device, fast_views
-from mpicoll.arrays.views import CARRIERS, Alias, Array, Buffer, DeviceView, View, ViewList
+from mpicoll.arrays.views import CARRIERS, Array, Buffer, DeviceView, View, ViewList
 from mpicoll.core import checks
 from mpicoll.core.checks import Views
 from mpicoll.core.plan import Plan, Run, SegmentTable, agreed_sizes
@@ -192,7 +192,7 @@ class Entries:
         if isinstance(output, View):
             return output
         count: int = self.counts[place]
-        return Alias(output, dtype, count, output, lambda it: _carried(it, dtype).view(dtype.numpy))
+        return View(output, dtype, count, output, lambda it: _carried(it, dtype).view(dtype.numpy))
 
 
 def _at(places: Sequence[int], items: Sequence[Any]) -> Sequence[Any]:

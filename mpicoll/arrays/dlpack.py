@@ -130,10 +130,7 @@ class _Memory:
 
 
 class _DlpackArray(NamedTuple):
-    """Contents of a capsule. Strides are in bytes; None means C order.
-
-    device: DLPack type and number.
-    """
+    """Contents of a capsule. Strides are in bytes, or None for C order; device: type, number."""
 
     capsule: object
     dtype: DType
@@ -147,11 +144,8 @@ class _DlpackArray(NamedTuple):
 def _open_capsule(array: SupportsDlpack, writable: bool, **stream: int) -> _DlpackArray:
     """Return the array behind a DLPack object. Its memory lives as long as the capsule.
 
-    writable: the array is an output, so a copy is rejected.
-    stream:   for arrays on a device, the stream on which the producer's work must be visible.
-
     Raises UnsupportedError for an unsupported dtype or version of DLPack, and for a copy of an
-    output. Raises any exception of the producer.
+    output (``writable``); and any exception of the producer. stream: for arrays on a device.
     """
     copy = {"copy": False} if writable else {}
     try:
@@ -193,9 +187,8 @@ def _open_capsule(array: SupportsDlpack, writable: bool, **stream: int) -> _Dlpa
 
 
 def _to_numpy(array: SupportsDlpack, writable: bool) -> Array:
-    """Return a NumPy array on the memory of ``array``, a DLPack object on the host.
-
-    It is read-only if the producer reports that. The memory lives as long as the result.
+    """Return a NumPy array on the memory of a DLPack object on the host, which it keeps alive. It
+    is read-only if the producer reports that.
     """
     found = _open_capsule(array, writable)
     if found.device[0] not in _HOST_DEVICES:

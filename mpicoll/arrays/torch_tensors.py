@@ -47,10 +47,7 @@ def _build_adapter(torch: ModuleType) -> Adapter:
     plain_types = _plain_types(torch)
 
     def alias(tensor: Tensor) -> Array:
-        """Return a NumPy array on the memory of a tensor.
-
-        Not Tensor.numpy(): afterwards, the storage can no longer be resized, which FSDP does.
-        """
+        # Not Tensor.numpy(): afterwards, the storage can no longer be resized, which FSDP does.
         row, shape = rows[tensor.dtype], tuple(tensor.shape)
         if not tensor.numel():
             return np.empty(shape, row.numpy)

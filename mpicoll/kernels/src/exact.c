@@ -15,9 +15,7 @@
  * Trans. Comput. 57(4), 2008). Narrow floats are summed as float32 and then rounded to their format.
  *
  * Two results are fixed: a sum that is zero is 0.0, never -0.0 (which would depend on zeros of
- * other ranks); and NaN has neither sign nor payload.
- *
- * This is plain C for ctypes: it does not include Python.h and defines no module. */
+ * other ranks); and NaN has neither sign nor payload. */
 
 #include "kernels.h"
 #include "vectors.h"

@@ -2,10 +2,7 @@
  *
  * The loops are branch-free and generic: a format is a few constants, which the compiler folds
  * into a separate vectorised loop for each format. (GCC vectorises these loops only with
- * -fno-trapping-math: otherwise it must preserve floating point's exception flags.)
- *
- * This is plain C for ctypes: it does not include Python.h and defines no module.
- */
+ * -fno-trapping-math: otherwise it must preserve floating point's exception flags.) */
 
 #include "formats.h"
 #include "kernels.h"

@@ -20,7 +20,9 @@
 static int wait_readable(int descriptor, long long timeout_ms)
 {
     struct pollfd one = {.fd = descriptor, .events = POLLIN};
-    const uint64_t end = now_ns() + (uint64_t)timeout_ms * 1000000;
+    const long long most_ms = INT64_MAX / 1000000; /* 292 years */
+    const uint64_t end =
+        now_ns() + (uint64_t)(timeout_ms < most_ms ? timeout_ms : most_ms) * 1000000;
     for (;;) {
         const uint64_t now = now_ns(), left_ms = now < end ? (end - now) / 1000000 : 0;
         const int found = poll(&one, 1, left_ms > INT_MAX ? INT_MAX : (int)left_ms);

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import groupby
 from operator import itemgetter
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from mpicoll.dtypes import DTYPES, OPERATIONS
@@ -192,8 +191,12 @@ class Table:
         return f"{self.path} (measured on {', '.join(map(str, sorted(self._measured)))} ranks)"
 
 
+class _Job:
+    table = Table()
+
+
 #: Holds the table of this job: rank 0's, on every rank.
-job = SimpleNamespace(table=Table())
+job = _Job()
 
 
 def _nearest(known: Mapping[int, Rows], kind: str, ranks: int) -> dict[str, Steps]:

@@ -420,18 +420,6 @@ def test_two_threads_may_call_on_one_group(team):
     assert len(results) == 400 and all(each == {team.size} for each in results)
 
 
-def test_synchronous_call_runs_after_pending_calls(team):
-    array = np.ones(3, np.float32)
-    for _ in range(3):
-        dist.all_reduce(array, group=team.group)
-    array[:] = 1
-    works = [dist.all_reduce(array, group=team.group, async_op=True) for _ in range(3)]
-    dist.all_reduce(array, group=team.group)
-    assert (array == float(team.size) ** 4).all()
-    for work in works:
-        work.wait()
-
-
 @compiled
 def test_fast_path_is_used_again_when_the_progress_thread_is_idle(team):
     """Until then calls are queued behind its work."""

@@ -707,20 +707,6 @@ def test_memory_is_copied_if_its_export_fails(world, monkeypatch, failing):
     assert len(failed) == (world.me == failing)
 
 
-@on_own_gpus
-def test_scratch_size_is_a_multiple_of_the_block_size(world):
-    """Also if scratch of another size exists."""
-    context = world.part.context
-    context.begin()
-    context.scratch(workspaces.BLOCK + 100)
-    context.begin()
-    memory, _ = world.part._scratch(100)
-    assert memory.nbytes == 2 * workspaces.BLOCK
-    context.begin()
-    assert context.scratch(workspaces.BLOCK + 100) is memory
-    world.check_all_gather()
-
-
 def test_arrays_on_another_device_are_copied_to_the_groups_device(world):
     home = world.index
     for index in (1, world.me % 2, home):

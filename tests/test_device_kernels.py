@@ -14,6 +14,8 @@ import shutil
 import subprocess
 import sys
 import types
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,13 +65,17 @@ BEFORE = """
 static struct { unsigned x; } threadIdx, blockIdx, blockDim, gridDim;
 """
 
-AFTER = """
+THREAD = """
 template <class... P, size_t... I>
 static void thread(void (*kernel)(P...), void **arguments, std::index_sequence<I...>)
 {
     kernel(*(P *)arguments[I]...);
 }
+"""
 
+AFTER = (
+    THREAD
+    + """
 template <class... P> static int arguments_of(void (*)(P...)) { return sizeof...(P); }
 
 template <class... P> static void launch(void (*kernel)(P...), void **arguments)
@@ -95,17 +101,12 @@ extern "C" void run(unsigned blocks, unsigned threads, void **arguments, int flu
 #endif
 }
 """
+)
 
 
 @functools.cache
-def library(code, folder):
-    """Compile one kernel for the host. Undefined behavior aborts the process."""
-    name = re.search(r"\n(\w+)\([^\n]*\)\n$", code)[1]
-    kernel = "scale" if name.startswith("SCALE") else name.lower()
-    return compile_library(BEFORE + code + AFTER.replace("NAME", kernel), folder)
-
-
 def compile_library(code, folder):
+    """Compile code for the host. Undefined behavior aborts the process."""
     source = folder / f"{abs(hash(code))}.cpp"
     source.write_text(code)
     made = source.with_suffix(".so")
@@ -124,8 +125,16 @@ def in_memory(argument):
     return np.ascontiguousarray(argument)
 
 
+def addresses_of(arguments):
+    """Return the addresses of arrays as a C array."""
+    addresses = [each.__array_interface__["data"][0] for each in arguments]
+    return (ctypes.c_void_p * len(arguments))(*addresses)
+
+
 class FakeCupy(types.ModuleType):
     """The part of CuPy that device_kernels.py uses. ``test_cupy_api`` checks the names."""
+
+    before, after = BEFORE, AFTER
 
     def __init__(self, folder):
         super().__init__("cupy")
@@ -135,31 +144,24 @@ class FakeCupy(types.ModuleType):
 
         class Device:
             def __init__(self, index):
-                assert index == 3
-
-            @property
-            def attributes(self):
-                return {"MultiProcessorCount": fake.multiprocessors}
+                self.attributes = {"MultiProcessorCount": fake.multiprocessors}
 
         class Stream:
             @staticmethod
             def from_external(stream):
-                return stream.__cuda_stream__()
+                return stream.__cuda_stream__()[1]
 
         class RawModule:
             def __init__(self, *, code, options):
                 assert "--fmad=false" in options
-                self.library = library(code, folder)
+                self.code = code
 
             def get_function(self, name):
+                code = fake.before + self.code + fake.after.replace("NAME", name)
+                loaded = compile_library(code, folder)
+
                 def kernel(grid, block, arguments, *, stream):
-                    assert stream == (0, STREAM)
-                    assert self.library.count_arguments() == len(arguments)
-                    held = [in_memory(argument) for argument in arguments]
-                    addresses = [each.__array_interface__["data"][0] for each in held]
-                    given = (ctypes.c_void_p * len(held))(*addresses)
-                    fake.launched.append((name, grid[0], *arguments[-3:]))
-                    self.library.run(grid[0], block[0], given, fake.flush)
+                    fake.launch(loaded, name, grid[0], block[0], arguments, stream)
 
                 kernel.num_regs, kernel.kernel = 1, types.SimpleNamespace(ptr=name)
                 return kernel
@@ -167,20 +169,32 @@ class FakeCupy(types.ModuleType):
         self.RawModule = RawModule
         self.cuda = types.SimpleNamespace(Device=Device, Stream=Stream)
 
+    def launch(self, loaded, name, blocks, threads, arguments, stream):
+        """Run a kernel."""
+        assert stream == STREAM
+        assert loaded.count_arguments() == len(arguments)
+        held = [in_memory(argument) for argument in arguments]
+        self.launched.append((name, blocks, *arguments[-3:]))
+        loaded.run(blocks, threads, addresses_of(held), self.flush)
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("kernels")
 
 
-@pytest.fixture
-def cupy(folder, monkeypatch):
+def installed(fake, monkeypatch):
+    """Use a fake CuPy."""
     if COMPILER is None:
         pytest.skip("no C++ compiler")
-    fake = FakeCupy(folder)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(reduction, "_compiled", None)
     return fake
+
+
+@pytest.fixture
+def cupy(folder, monkeypatch):
+    return installed(FakeCupy(folder), monkeypatch)
 
 
 @pytest.fixture
@@ -458,16 +472,36 @@ def test_invalid_arguments_raise(kernels):
             kernels.narrow(by_name[name], 64, 64, 1, STREAM)
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def nvrtc():
-    pytest.importorskip("cupy", reason="CuPy is not installed")
-    from cupy.cuda import nvrtc
+    """Return NVRTC from its wheel, a dependency of CuPy's and torch's CUDA wheels, or skip."""
+    spec = find_spec("nvidia")
+    places = [] if spec is None else list(spec.submodule_search_locations or ())
+    for pattern in ("libnvrtc-builtins.so.*[0-9]", "libnvrtc.so.*"):  # it loads the first by name
+        found = sorted(str(each) for p in places for each in Path(p).rglob(pattern))
+        if not found:
+            pytest.skip("NVRTC is not installed")
+        loaded = ctypes.CDLL(found[0], mode=ctypes.RTLD_GLOBAL)
+    return loaded
 
-    try:
-        nvrtc.getVersion()
-    except Exception as error:
-        pytest.skip(f"CuPy finds no NVRTC: {error}")
-    return nvrtc
+
+def ptx(source, line, architecture):
+    """Compile a kernel for a GPU."""
+    library, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+    code = f"{source}\n{line}\n".encode()
+    assert not library.nvrtcCreateProgram(ctypes.byref(program), code, b"k.cu", 0, None, None)
+    options = [
+        *device_kernels._OPTIONS, "-ftz=true", "--device-as-default-execution-space",
+        f"-arch=compute_{architecture}",
+    ]  # fmt: skip
+    given = (ctypes.c_char_p * len(options))(*(each.encode() for each in options))
+    failed = library.nvrtcCompileProgram(program, len(options), given)
+    result = "ProgramLog" if failed else "PTX"
+    getattr(library, f"nvrtcGet{result}Size")(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    getattr(library, f"nvrtcGet{result}")(program, buffer)
+    assert not failed, f"{line}: {buffer.value.decode()}"
+    return buffer.value.decode()
 
 
 LINES = [
@@ -482,20 +516,11 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize("architecture", [70, 80, 90])
-def test_nvrtc_generates_the_expected_instructions(nvrtc, architecture):
-    oldest = 70 if nvrtc.getVersion() < (13, 0) else 75
-    options = (
-        *device_kernels._OPTIONS, f"-arch=compute_{max(architecture, oldest)}",
-        "--device-as-default-execution-space", "-ftz=true",  # as CuPy adds
-    )  # fmt: skip
+@pytest.mark.parametrize("architecture", [75, 80, 90])
+def test_nvrtc_generates_the_expected_instructions(architecture):
+    pytest.importorskip("cupy", reason="CuPy is not installed")
     for line in LINES:
-        program = nvrtc.createProgram(f"{device_kernels._source()}\n{line}\n", "k.cu", [], [])
-        try:
-            nvrtc.compileProgram(program, options)
-        except Exception:
-            pytest.fail(f"{line}: {nvrtc.getProgramLog(program)}")
-        text = nvrtc.getPTX(program).decode()
+        text = ptx(device_kernels._source(), line, architecture)
         assert "fma.rn.f" not in text, line
         if line != "SCALE_COMPLEX(float64)":  # one element fills a vector
             assert re.search(r"ld\.global\.v[24]\.", text), line
@@ -509,9 +534,8 @@ def test_nvrtc_generates_the_expected_instructions(nvrtc, architecture):
             assert "setp.lt.f32" in text or ", 2, " not in line
 
 
-def test_cupy_api(nvrtc):
-    import cupy
-
+def test_cupy_api():
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     assert callable(cupy.RawModule.get_function) and hasattr(cupy.RawKernel, "num_regs")
     assert isinstance(cupy.cuda.Device.attributes, types.GetSetDescriptorType | property)
     assert callable(cupy.cuda.Stream.from_external)

@@ -5,27 +5,26 @@ launches. ``run`` executes the launches of all ranks at the same time and one ra
 order. The NumPy implementation in ``reduction.py`` gives the expected results.
 """
 
-import ctypes
-import functools
 import itertools
 import re
 import subprocess
-import sys
 import threading
-import types
-from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
 from test_device_kernels import (
     COMPILER,
     FLAGS,
+    THREAD,
+    FakeCupy,
+    addresses_of,
     assert_same_bits,
     compile_library,
     in_memory,
+    installed,
     is_wide,
     place,
+    ptx,
     random_bits,
 )  # fmt: skip
 
@@ -81,13 +80,9 @@ static uint64_t nanoseconds()
 static void relax() { sched_yield(); }
 """
 
-AFTER = """
-template <class... P, size_t... I>
-static void thread(void (*kernel)(P...), void **arguments, std::index_sequence<I...>)
-{
-    kernel(*(P *)arguments[I]...);
-}
-
+AFTER = (
+    THREAD
+    + """
 template <class... P>
 static int launch(void (*kernel)(P...), unsigned blocks, unsigned threads, void **arguments)
 {
@@ -121,63 +116,33 @@ extern "C" int run(unsigned blocks, unsigned threads, void **arguments)
 extern "C" size_t size_of_header() { return sizeof(Header); }
 extern "C" size_t size_of_peers() { return sizeof(Peers); }
 """
+)
 
 
-@functools.cache
-def library(code, name, folder):
-    """Compile one kernel for the host. Undefined behavior aborts the process."""
-    return compile_library(BEFORE + code + AFTER.replace("NAME", name), folder)
+class Recorder(FakeCupy):
+    """Records launches, by stream."""
 
-
-class Launch:
-    """A recorded launch."""
-
-    def __init__(self, loaded, name, grid, block, arguments):
-        self.library = loaded
-        self.name, self.blocks, self.threads = name, grid[0], block[0]
-        self.arguments = [in_memory(argument) for argument in arguments]
-
-    def execute(self):
-        addresses = [each.__array_interface__["data"][0] for each in self.arguments]
-        given = (ctypes.c_void_p * len(addresses))(*addresses)
-        assert self.library.run(0, 0, given) == len(addresses)
-        self.library.run(self.blocks, self.threads, given)
-
-
-class FakeCupy(types.ModuleType):
-    """The part of CuPy that device_kernels.py uses for collectives."""
+    before, after = BEFORE, AFTER
 
     def __init__(self, folder):
-        super().__init__("cupy")
-        self.streams = {}  # launches by stream handle
-        fake = self
+        super().__init__(folder)
+        self.streams = {}
 
-        def from_external(stream):
-            return stream.__cuda_stream__()[1]
+    def launch(self, loaded, name, blocks, threads, arguments, stream):
+        held = [in_memory(argument) for argument in arguments]
 
-        class RawModule:
-            def __init__(self, *, code, options):
-                self.code = code
+        def execute():
+            given = addresses_of(held)
+            assert loaded.run(0, 0, given) == len(held)
+            loaded.run(blocks, threads, given)
 
-            def get_function(self, name):
-                loaded = library(self.code, name, folder)
-
-                def kernel(grid, block, arguments, *, stream):
-                    launch = Launch(loaded, name, grid, block, arguments)
-                    fake.streams.setdefault(stream, []).append(launch)
-
-                kernel.num_regs = 1
-                return kernel
-
-        self.RawModule = RawModule
-        stream = types.SimpleNamespace(from_external=from_external)
-        self.cuda = types.SimpleNamespace(Stream=stream)
+        self.streams.setdefault(stream, []).append(execute)
 
     def run(self):
         """Execute the launches in all streams."""
         streams, self.streams = self.streams, {}
         running = [
-            threading.Thread(target=lambda s=s: [each.execute() for each in s], daemon=True)
+            threading.Thread(target=lambda s=s: [execute() for execute in s], daemon=True)
             for s in streams.values()
         ]
         for thread in running:
@@ -194,11 +159,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def cupy(folder, monkeypatch):
-    if COMPILER is None:
-        pytest.skip("no C++ compiler")
-    fake = FakeCupy(folder)
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr(reduction, "_compiled", None)
+    fake = installed(Recorder(folder), monkeypatch)
     monkeypatch.setattr(device_kernels, "_PEER_THREADS", 3)
     monkeypatch.setattr(peers, "BLOCK_MIN_BYTES", 64)
     monkeypatch.setattr(peers, "ONE_SHOT_MAX_BYTES", 600)
@@ -345,7 +306,7 @@ def test_structures_have_the_size_of_the_kernels_structures(cupy, folder):
     by = reduction.find_loop(ReduceOp.SUM, by_name["float32"])
     call = Collective("all_reduce", by, 4, 0, 0)
     code = f"{device_kernels._source(*device_kernels._PEERS)}\n{call.line()}\n"
-    loaded = library(code, "all_reduce", folder)
+    loaded = compile_library(BEFORE + code + AFTER.replace("NAME", "all_reduce"), folder)
     assert loaded.size_of_header() == HEADER.itemsize
     assert loaded.size_of_peers() == len(Peers((1, 2), 0, 0, 0, 0, 0).pack(0))
 
@@ -471,13 +432,6 @@ def test_host_aborts_waiting_later_and_replayed_kernels(cupy):
     assert (ranks.reports == aborted).all()
 
 
-def test_failures_round_trip_through_64_bits():
-    for reason in (Failure(0xFFFF, 1, 15, 0), Failure(0, 4, 0, 15), Failure(0x8000, 3, 1, 2)):
-        word = np.zeros(1, np.uint64)
-        word[0] = reason.pack()
-        assert Failure.unpack(int(word[0])) == reason
-
-
 RACES = """
 #include <stdio.h>
 #include <stdlib.h>
@@ -538,47 +492,15 @@ def test_no_races_under_thread_sanitizer(folder):
     assert ran.returncode == 0, ran.stdout + ran.stderr[:3000]
 
 
-@pytest.fixture(scope="module")
-def nvrtc():
-    """NVRTC from its wheel, a dependency of torch's CUDA wheels."""
-    spec = find_spec("nvidia")
-    places = [] if spec is None else list(spec.submodule_search_locations or ())
-    for name in ("builtins", ""):  # NVRTC loads libnvrtc-builtins by name
-        pattern = f"libnvrtc-{name}.so.*[0-9]" if name else "libnvrtc.so.*"
-        found = sorted(str(each) for p in places for each in Path(p).rglob(pattern))
-        if not found:
-            pytest.skip("NVRTC is not installed")
-        loaded = ctypes.CDLL(found[0], mode=ctypes.RTLD_GLOBAL)
-    return loaded
-
-
-def ptx(nvrtc, line, architecture):
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    code = f"{device_kernels._source(*device_kernels._PEERS)}\n{line}\n".encode()
-    assert not nvrtc.nvrtcCreateProgram(ctypes.byref(program), code, b"k.cu", 0, None, None)
-    options = [
-        *device_kernels._OPTIONS, "-ftz=true", "--device-as-default-execution-space",
-        f"-arch=compute_{architecture}",
-    ]  # fmt: skip
-    given = (ctypes.c_char_p * len(options))(*(each.encode() for each in options))
-    failed = nvrtc.nvrtcCompileProgram(program, len(options), given)
-    result = "ProgramLog" if failed else "PTX"
-    getattr(nvrtc, f"nvrtcGet{result}Size")(program, ctypes.byref(size))
-    buffer = ctypes.create_string_buffer(size.value)
-    getattr(nvrtc, f"nvrtcGet{result}")(program, buffer)
-    assert not failed, buffer.value.decode()
-    return buffer.value.decode()
-
-
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize(
     "line",
     ["ALL_REDUCE(float32, 0)", "ALL_REDUCE(bfloat16, 0)", "REDUCE_SCATTER(int64, 6)",
      "REDUCE_SCATTER(float8_e4m3fn, 3)", "ALL_GATHER(uint64_t)", "BROADCAST(uint8_t)"],
 )  # fmt: skip
-def test_nvrtc(nvrtc, line, architecture):
+def test_nvrtc(line, architecture):
     """Flags use release and acquire. Data uses vector accesses, and no cache for constant data."""
-    text = ptx(nvrtc, line, architecture)
+    text = ptx(device_kernels._source(*device_kernels._PEERS), line, architecture)
     assert "st.release.sys.u64" in text and "ld.acquire.sys.u64" in text
     assert re.search(r"ld\.(global\.)?v[24]\.", text) and re.search(r"st\.(global\.)?v[24]\.", text)
     assert "ld.global.nc" not in text and "fma.rn.f" not in text

@@ -26,9 +26,8 @@ _VERSION = 3
 
 
 def find_adapter(array: object) -> Adapter | None:
-    """Return the adapter if the array is CuPy's or has the interface.
-
-    Whether it has the interface is checked for each array: a host array may lack it.
+    """Return the adapter if the array is CuPy's or has the interface, which is checked for each
+    array: a host array may lack it.
     """
     if isinstance(array, getattr(sys.modules.get("cupy"), "ndarray", ())):
         return Adapter(_build_cupy_view)
@@ -38,10 +37,7 @@ def find_adapter(array: object) -> Adapter | None:
 
 
 def _build_cupy_view(array: Any, writable: bool, where: str) -> View:
-    """Build the view from CuPy's own attributes.
-
-    The interface lacks bfloat16, and its stream is the one of the current device.
-    """
+    # The interface lacks bfloat16, and its stream is the one of the current device.
     index = array.device.id
     stream = get_runtime(where).current_stream(index)
     return build_device_view(

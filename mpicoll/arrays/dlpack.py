@@ -17,7 +17,7 @@ import numpy as np
 
 from mpicoll.arrays import cuda_arrays, numpy_arrays
 from mpicoll.arrays.protocols import SupportsDlpack
-from mpicoll.arrays.views import Adapter, Alias, Array, View
+from mpicoll.arrays.views import Adapter, Array, View
 from mpicoll.cuda.runtime import LEGACY, UNKNOWN
 from mpicoll.dtypes import DType, by_dlpack
 from mpicoll.errors import ArgumentError, UnsupportedError
@@ -73,7 +73,7 @@ def build_view(array: SupportsDlpack, writable: bool, where: str) -> View:
         except Exception as error:  # any exception of the producer
             raise UnsupportedError(f"{prefix}: {error}") from error
         inner = numpy_arrays.build_view(alias, writable, where)
-        return Alias(array, inner.dtype, inner.count, inner.buffer, lambda _: alias)
+        return View(array, inner.dtype, inner.count, inner.buffer, lambda _: alias)
     name = _device_name(kind, index)
     if kind not in (_CUDA, _MANAGED):
         raise UnsupportedError(
@@ -130,10 +130,7 @@ class _Memory:
 
 
 class _DlpackArray(NamedTuple):
-    """Contents of a capsule. Strides are in bytes; None means C order.
-
-    device: DLPack type and number.
-    """
+    """Contents of a capsule. Strides are in bytes, or None for C order; device: type, number."""
 
     capsule: object
     dtype: DType
@@ -147,11 +144,8 @@ class _DlpackArray(NamedTuple):
 def _open_capsule(array: SupportsDlpack, writable: bool, **stream: int) -> _DlpackArray:
     """Return the array behind a DLPack object. Its memory lives as long as the capsule.
 
-    writable: the array is an output, so a copy is rejected.
-    stream:   for arrays on a device, the stream on which the producer's work must be visible.
-
     Raises UnsupportedError for an unsupported dtype or version of DLPack, and for a copy of an
-    output. Raises any exception of the producer.
+    output (``writable``); and any exception of the producer. stream: for arrays on a device.
     """
     copy = {"copy": False} if writable else {}
     try:
@@ -193,9 +187,8 @@ def _open_capsule(array: SupportsDlpack, writable: bool, **stream: int) -> _Dlpa
 
 
 def _to_numpy(array: SupportsDlpack, writable: bool) -> Array:
-    """Return a NumPy array on the memory of ``array``, a DLPack object on the host.
-
-    It is read-only if the producer reports that. The memory lives as long as the result.
+    """Return a NumPy array on the memory of a DLPack object on the host, which it keeps alive. It
+    is read-only if the producer reports that.
     """
     found = _open_capsule(array, writable)
     if found.device[0] not in _HOST_DEVICES:

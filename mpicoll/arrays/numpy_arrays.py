@@ -6,7 +6,7 @@ import numpy as np
 
 from mpicoll.arrays.checks import check_distinct_elements, dtype_error, read_only_error
 from mpicoll.arrays.protocols import SupportsBuffer
-from mpicoll.arrays.views import CARRIERS, Adapter, Alias, Array, Buffer, View, from_numpy
+from mpicoll.arrays.views import CARRIERS, Adapter, Array, Buffer, View, from_numpy
 from mpicoll.dtypes import DType, by_numpy
 from mpicoll.errors import ArgumentTypeError, UnsupportedError
 
@@ -78,4 +78,4 @@ def find_buffer_adapter(array: object) -> Adapter | None:
 
 def _build_buffer_view(array: SupportsBuffer, writable: bool, where: str) -> View:
     inner = build_view(np.asarray(memoryview(array)), writable, where)
-    return Alias(array, inner.dtype, inner.count, inner.buffer, lambda _: inner.array)
+    return View(array, inner.dtype, inner.count, inner.buffer, lambda _: inner.array)

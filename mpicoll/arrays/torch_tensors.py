@@ -11,7 +11,7 @@ import numpy as np
 
 from mpicoll.arrays.checks import check_distinct_elements
 from mpicoll.arrays.cuda_arrays import build_device_view
-from mpicoll.arrays.views import Adapter, Alias, Array, Buffer, View
+from mpicoll.arrays.views import Adapter, Array, Buffer, View
 from mpicoll.cuda.runtime import LEGACY
 from mpicoll.cuda.streams import CurrentStreams
 from mpicoll.dtypes import DType, Kind, by_name
@@ -47,10 +47,7 @@ def _build_adapter(torch: ModuleType) -> Adapter:
     plain_types = _plain_types(torch)
 
     def alias(tensor: Tensor) -> Array:
-        """Return a NumPy array on the memory of a tensor.
-
-        Not Tensor.numpy(): afterwards, the storage can no longer be resized, which FSDP does.
-        """
+        # Not Tensor.numpy(): afterwards, the storage can no longer be resized, which FSDP does.
         row, shape = rows[tensor.dtype], tuple(tensor.shape)
         if not tensor.numel():
             return np.empty(shape, row.numpy)
@@ -135,7 +132,7 @@ def _build_adapter(torch: ModuleType) -> Adapter:
         else:
             row, buffer, count = seen
         held = tensor.detach()  # keeps the memory even if tensor.data is assigned
-        return Alias(tensor, row, count, buffer, lambda _: alias(held))
+        return View(tensor, row, count, buffer, lambda _: alias(held))
 
     for kind in plain_types:
         exchange = getattr(kind, "__dlpack_c_exchange_api__", None)

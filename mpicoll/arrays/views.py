@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
@@ -17,7 +16,7 @@ from mpicoll.dtypes import DType
 from mpicoll.errors import UnsupportedError
 
 __all__ = [
-    "CARRIERS", "Adapter", "Alias", "Array", "Buffer", "BuildView", "Bytes", "DeviceView",
+    "CARRIERS", "Adapter", "Array", "Buffer", "BuildView", "Bytes", "DeviceView",
     "FastView", "View", "ViewList", "address", "empty", "find_conflict", "find_overlapping",
     "find_shared", "from_numpy", "memory_at", "overlaps",
 ]  # fmt: skip
@@ -42,23 +41,29 @@ class View:
     dtype:  a row of the dtype table.
     count:  number of elements.
     buffer: buffer for mpi4py; None if the elements are not contiguous in C order and must be packed
-        first.
+            first.
+    make:   makes the NumPy array of an owner of another library, on demand.
     device: number of the CUDA device; None on the host.
     """
 
-    __slots__ = ("buffer", "count", "dtype", "owner")
+    __slots__ = ("_array", "_make", "buffer", "count", "dtype", "owner")
     device: int | None = None
 
-    def __init__(self, owner: object, dtype: DType, count: int, buffer: Buffer | None) -> None:
-        self.owner = owner
-        self.dtype = dtype
-        self.count = count
-        self.buffer = buffer
+    def __init__(
+        self, owner: object, dtype: DType, count: int, buffer: Buffer | None,
+        make: Callable[[Any], Array] | None = None,
+    ) -> None:  # fmt: skip
+        self.owner, self.dtype, self.count, self.buffer = owner, dtype, count, buffer
+        self._array: Any = owner if make is None else None
+        self._make = make
 
     @property
     def array(self) -> Array:
         """NumPy array of the owner's shape on the owner's memory."""
-        return self.owner  # type: ignore[return-value]
+        if self._array is None and self._make is not None:
+            self._array = self._make(self.owner)
+        array: Array = self._array
+        return array
 
     @property
     def flat(self) -> Array:
@@ -111,32 +116,6 @@ class View:
             other[...] = array
 
 
-class Alias(View):
-    """The elements of an array of another library. Its NumPy array is built on demand."""
-
-    __slots__ = ("_array", "_make")
-
-    def __init__(
-        self,
-        owner: object,
-        dtype: DType,
-        count: int,
-        buffer: Buffer | None,
-        make: Callable[[Any], Array],
-    ) -> None:
-        super().__init__(owner, dtype, count, buffer)
-        self._make = make
-
-    @property
-    def array(self) -> Array:
-        """NumPy array of the owner's shape on the owner's memory."""
-        try:
-            return self._array
-        except AttributeError:
-            self._array: Array = self._make(self.owner)
-            return self._array
-
-
 class DeviceView(View):
     """The elements of an array on a CUDA device.
 
@@ -150,25 +129,14 @@ class DeviceView(View):
     device: int
 
     def __init__(
-        self,
-        owner: object,
-        dtype: DType,
-        device: int,
-        address: int,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...] | None,
-        stream: int,
-        library: CurrentStreams | None = None,
-    ) -> None:
-        plain = contiguous_strides(shape, dtype.itemsize)
-        count = math.prod(shape)
+        self, owner: object, dtype: DType, device: int, address: int, shape: tuple[int, ...],
+        strides: tuple[int, ...] | None, stream: int, library: CurrentStreams | None = None,
+    ) -> None:  # fmt: skip
+        plain, count = contiguous_strides(shape, dtype.itemsize), math.prod(shape)
         super().__init__(owner, dtype, count, None)
-        self.device = device
-        self.address = address
-        self._shape = shape
+        self.device, self.address, self._shape = device, address, shape
         self.strides = plain if strides is None else strides
-        self.stream = stream
-        self.library = library
+        self.stream, self.library = stream, library
         self._context: DeviceContext | None = None
         if not count or all(
             own == step or extent == 1
@@ -301,19 +269,10 @@ def overlaps(one: View, other: View) -> bool:
 
 
 def find_overlapping(views: Sequence[View], others: Sequence[View]) -> list[bool]:
-    """Return for each of ``views`` whether its memory overlaps any of ``others``.
-
-    All are contiguous.
-    """
-    spans = sorted((address(one), address(one) + one.nbytes) for one in others)
-    begins = [begin for begin, _ in spans]
-    ends = list(accumulate((end for _, end in spans), max))
-    found = []
-    for one in views:
-        begin = address(one)
-        before = bisect_left(begins, begin + one.nbytes)
-        found.append(before > 0 and ends[before - 1] > begin)
-    return found
+    """Return for each of ``views`` whether it overlaps any of ``others``. All are contiguous."""
+    begins, ends = np.array([_span(one) for one in others], np.uint64).reshape(-1, 2).T
+    spans = ((address(one), address(one) + one.nbytes) for one in views)
+    return [bool(((begins < end) & (begin < ends)).any()) for begin, end in spans]
 
 
 def find_shared(views: Sequence[View]) -> tuple[int, int] | None:

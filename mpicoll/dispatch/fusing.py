@@ -199,9 +199,7 @@ class Entries:
         if isinstance(output, View):
             return output
         count: int = self.counts[place]
-        return views.Alias(
-            output, dtype, count, output, lambda it: _carried(it, dtype).view(dtype.numpy)
-        )
+        return View(output, dtype, count, output, lambda it: _carried(it, dtype).view(dtype.numpy))
 
 
 def _at(places: Sequence[int], items: Sequence[Any]) -> Sequence[Any]:

@@ -49,9 +49,8 @@ class CallEntry(NamedTuple):
     id:      number, from 1 on, in the order in which calls were made or queued.
     place:   number, from 1 on, in the order in which calls began, which is the same on all ranks;
              0: not begun.
-    number: the call number, or the latest call number if this call has none.
-    kind, sizes, root: as in the call record.
-    created, started, completed: when the call was made or queued, when it began and when it ended.
+    number:  the call number, or the latest call number if this call has none.
+    created: when the call was made or queued.
     thread:  the thread that runs the call, or has queued it.
     """
 
@@ -81,15 +80,12 @@ class PythonCalls:
     """The calls of one group.
 
     lock:     held while a collective runs.
+    length:   number of calls in the history; 0: no history is kept.
     sequence: call number of the last collective; only calls that are compared between the ranks
               count.
     worker:   the group's progress thread; None before the first asynchronous call.
     next_check: call number at which the ranks' records are compared next.
     compared: each call is compared as it runs, so only the last record is kept.
-
-    length:   number of calls in the history, as CallEntry; 0: no history is kept.
-    thread:   the thread that ran the last call, as threading.get_ident returns it.
-    inside:   whether the last call is still running.
     """
 
     def __init__(self, lock: threading.Lock, length: int = 0) -> None:
@@ -107,9 +103,8 @@ class PythonCalls:
         self._last = self._own
 
     def begin(self, kind: int, sizes: int, root: int, scheduled: int = 0) -> bool:
-        """Count a call and record it; return whether the records must be compared now.
-
-        scheduled: the id of its entry if the call is already in the history.
+        """Count a call and record it; return whether the records must be compared now. scheduled:
+        the id of its entry if the call is already in the history.
         """
         self.sequence += 1
         if self._length:
@@ -263,9 +258,8 @@ else:
 
 
 def find_signal_handler() -> int:
-    """Return the address of the C function that runs pending signal handlers, or 0.
-
-    It is called without the GIL, on the main thread, and returns whether a handler has raised.
+    """Return the address of the C function that runs pending signal handlers, or 0. It is called
+    without the GIL, on the main thread, and returns whether a handler has raised.
     """
     return 0 if _module is None else int(_module.signal_handler())
 
@@ -309,10 +303,8 @@ def bind_fast_path(
 
 
 def add_tensor_type(kind: type, exchange: object, is_unusual: Callable[[Any], bool]) -> None:
-    """Support tensors of a type in the native fast path.
-
-    exchange:   the capsule of DLPack's exchange API (DLPack 1.3); None if the type has none.
-    is_unusual: returns whether a tensor's memory is not its value.
+    """Support tensors of a type in the native fast path. exchange: the capsule of DLPack's exchange
+    API (DLPack 1.3), or None. is_unusual: returns whether a tensor's memory is not its value.
     """
     if _module is not None and exchange is not None:
         _module.add_type(kind, exchange, is_unusual)

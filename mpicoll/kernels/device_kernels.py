@@ -54,9 +54,9 @@ class DeviceKernels:
     device: CuPy's number of the device.
     load:   loads the kernel with a handle of the driver, which CUDA may defer to its first launch.
 
-    Addresses are numbers, of memory that the device can access, and multiples of the element size.
-    Streams are handles of cudaStream_t; work is only enqueued, never waited for. Methods may be
-    called from several threads at once.
+    Addresses are numbers, of memory that the device can access; ArgumentError if one is not a
+    multiple of the size of a number. Streams are handles of cudaStream_t; work is only enqueued.
+    Methods may be called from several threads at once.
     """
 
     def __init__(self, device: int, load: Callable[[int], object] | None = None) -> None:
@@ -71,14 +71,12 @@ class DeviceKernels:
         ``reduction.combine``. Each element is read once.
 
         by:      the result of ``reduction.find_loop`` for the operation and the dtype.
-        sources: addresses of ``count`` elements each.
+        sources: addresses of ``count`` elements each. If they have the same alignment, they are
+                 read in pieces.
         outs:    addresses of the outputs; each may be one of the sources, and overlaps no other
                  array.
 
-        If the sources have the same alignment, they are read in pieces, regardless of the outputs.
-
-        ArgumentError: sources or outs is empty, or an address is not aligned to an element.
-        UnsupportedError: there are more than 4000 arrays in total, or a division of integers.
+        Raises UnsupportedError for more than 4000 arrays in total.
         """
         dtype, n = by_name[by.format], len(sources) + len(outs)
         if not sources or not outs:
@@ -96,26 +94,16 @@ class DeviceKernels:
         self._launch("combine", _combine(by, n), arguments, cut, stream)
 
     def load(self, by: Loop, n: int) -> None:
-        """Compile the kernel of ``combine`` for n sources and outputs in total, unless it is
-        compiled.
-
-        UnsupportedError: n is more than 4000.
-        """
+        """Compile the kernel of ``combine`` for n sources and outputs in total."""
         self._kernel("combine", _combine(by, n))
 
     def scale(
         self, dtype: DType, source: int, factor: Factor, out: int, count: int, stream: int
     ) -> None:
-        """Enqueue ``out = source * factor``, as ``reduction.scale``.
+        """Enqueue ``out = source * factor``, as ``reduction.scale``, for ``count`` elements.
 
-        source: address of ``count`` elements of ``dtype``.
-        factor: a factor for ``reduction.scale``.
-        out:    address of ``count`` elements of ``dtype.accumulate``; it may be ``source`` if the
-                dtypes are the same, and does not overlap it otherwise.
-
-        ArgumentError: an address is not aligned to an element.
-        ArgumentTypeError: the factor is invalid.
-        UnsupportedError: no kernel supports ``dtype``.
+        out: address of elements of ``dtype.accumulate``; it may be ``source`` if that is ``dtype``,
+             and does not overlap it otherwise.
         """
         has_meaning = dtype.kind in ReduceOp.PREMUL_SUM.kinds
         by = find_loop(ReduceOp.PREMUL_SUM, dtype) if has_meaning else None
@@ -135,14 +123,7 @@ class DeviceKernels:
         self._launch("scale", line, (source, *factors, out), cut, stream)
 
     def narrow(self, dtype: DType, source: int, out: int, count: int, stream: int) -> None:
-        """Enqueue the rounding of float32 to a narrow float, as ``reduction.narrow``.
-
-        source: address of ``count`` float32.
-        out:    address of ``count`` elements of ``dtype``; it does not overlap ``source``.
-
-        ArgumentError: an address is not aligned to an element.
-        UnsupportedError: no kernel supports ``dtype``.
-        """
+        """Enqueue the rounding of ``count`` float32 to ``dtype``, as ``reduction.narrow``."""
         by = find_loop(ReduceOp.SUM, dtype)
         if dtype.kind is not Kind.NARROW_FLOAT or by is None:
             raise UnsupportedError(f"no kernel rounds to {dtype}")
@@ -150,7 +131,7 @@ class DeviceKernels:
         self._launch("narrow", f"NARROW({by.format})", (source, out), cut, stream)
 
     def load_collective(self, collective: Collective) -> None:
-        """Compile the kernel of a collective, unless it is compiled."""
+        """Compile the kernel of a collective."""
         self._kernel(collective.name, collective.line(), _PEERS)
 
     def has_collective(self, collective: Collective) -> bool:
@@ -194,9 +175,7 @@ class DeviceKernels:
         self._kernel(name, line)(grid, block, arguments, stream=external_stream(stream))
 
     def _kernel(self, name: str, line: str, sources: Sequence[str] = _SOURCES) -> Any:
-        """Return the kernel that ``line`` defines after the source files. It is for the current
-        device.
-        """
+        """Return the kernel that ``line`` defines after the source files."""
         import cupy
 
         kernel = self._kernels.get(line)
@@ -264,14 +243,11 @@ class _Cut(NamedTuple):
 
 
 def _cut(count: int, arrays: Sequence[tuple[int, int]], parts: int = 1) -> _Cut:
-    """Split ``count`` elements into pieces; into none if the alignments of the arrays differ.
+    """Split ``count`` elements into pieces, which have 16 bytes in the array with the largest
+    elements; into none if the alignments of the arrays differ.
 
     arrays: address and element size in bytes of each array.
     parts:  numbers that make up an element.
-
-    A piece has 16 bytes in the array with the largest elements.
-
-    ArgumentError: an address is not aligned to a number.
     """
     length = PIECE // max(size for _, size in arrays)
     heads = set()

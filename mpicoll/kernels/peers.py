@@ -71,12 +71,8 @@ class Peers(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Reason that kernels have been aborted, encoded in 64 bits.
-
-    call:  the call field of the Collective that a device has aborted.
-    why:   LATE or DIFFERS, set by a device; FAILED or CLOSED, set by a host.
-    rank:  rank of that device or host.
-    other: the rank that the device has waited for.
+    """Reason that kernels have been aborted, encoded in 64 bits: the call field of the Collective,
+    the reason, the rank that has aborted it, and the rank that its device has waited for.
     """
 
     call: int
@@ -100,9 +96,7 @@ def room_of(nbytes: int, ranks: int, blocks: int) -> int:
 
 
 class Cut(NamedTuple):
-    """How a call is split: blocks of the kernel, shots, and elements that a block processes at
-    once.
-    """
+    """How a call is split: blocks of the kernel, shots, and elements that a block does at once."""
 
     blocks: int
     shots: int

@@ -66,23 +66,19 @@ def combine(
     """Reduce ``sources`` into ``out``: ``((s0 op s1) op s2) ...``, then divide by ``divisor``.
 
     op:      the operation. PREMUL_SUM means SUM here: its factor has already been applied.
-    dtype:   the dtype of all arrays.
-    sources: one or more arrays of shape (count,), C-contiguous.
-    out:     shape (count,), C-contiguous, writeable. It may be the memory of one source; it must
-             not partially overlap any.
-    divisor: the number of ranks for AVG; for floats and complex numbers only. The division happens
-             before the rounding.
+    sources: one or more arrays of ``dtype`` and shape (count,), C-contiguous.
+    out:     the same, writeable. It may be the memory of one source; it must not partially overlap
+             any.
+    divisor: the number of ranks for AVG; it divides before the rounding.
     exact:   round sums of floats and complex numbers correctly; narrow floats are summed to a
-             correctly rounded float32 first. A divisor divides the sum rounded to
-             ``dtype.accumulate``. No effect on other dtypes and operations.
+             correctly rounded float32 first. A divisor divides the rounded sum.
 
     Narrow floats are accumulated in float32 and rounded once, to nearest even. Integers wrap. bool
     uses the logical operations. MIN and MAX propagate NaN; of 0.0 and -0.0 they return the later
     (for float32 and float64 the one that NumPy returns, which is the same on x86-64).
 
-    ArgumentError: sources is empty, or a shape or memory layout is wrong.
-    ArgumentTypeError: an array has another dtype.
-    UnsupportedError: ``op``, or a divisor, is not supported for ``dtype``.
+    Raises ArgumentError or ArgumentTypeError for an invalid array, and UnsupportedError if ``op``,
+    or a divisor, is not supported for ``dtype``.
     """
     if dtype.kind not in op.kinds:
         raise UnsupportedError(f"ReduceOp.{op.name} is not defined for {dtype}")
@@ -111,13 +107,11 @@ def scale(dtype: DType, source: Array, factor: Factor, out: Array) -> None:
     source: shape (count,), C-contiguous, of ``dtype``.
     factor: a number. For integers an integer, and the product wraps; otherwise it is first rounded
             to ``dtype.accumulate``. Only complex arrays accept a complex factor.
-    out:    shape (count,), C-contiguous, writeable, of ``dtype`` or of ``dtype.accumulate``:
-            products of narrow floats are float32, and are rounded if ``out`` is narrow. It may be
-            the memory of ``source`` if it has its dtype; it must not overlap it otherwise.
+    out:    as source, writeable, of ``dtype`` or of ``dtype.accumulate``: products of narrow floats
+            are float32, and are rounded if ``out`` is narrow. It may be the memory of ``source`` if
+            it has its dtype; it must not overlap it otherwise.
 
-    ArgumentError: a shape or memory layout is wrong.
-    ArgumentTypeError: an array has another dtype, or the factor is invalid.
-    UnsupportedError: ``dtype`` is bool.
+    Raises errors as ``combine`` does, and ArgumentTypeError for an invalid factor.
     """
     if dtype.kind not in ReduceOp.PREMUL_SUM.kinds:
         raise UnsupportedError(f"{dtype} cannot be scaled")
@@ -142,13 +136,8 @@ def scale(dtype: DType, source: Array, factor: Factor, out: Array) -> None:
 
 
 def narrow(source: Array, out: Array) -> None:
-    """Round float32 to the narrow float of ``out``: to nearest even, NaN without its sign.
-
-    source: shape (count,), C-contiguous, float32.
-    out:    shape (count,), C-contiguous, writeable, of a narrow float. It does not overlap source.
-
-    ArgumentError: a shape or memory layout is wrong.
-    ArgumentTypeError: ``source`` is not float32 or ``out`` is not a narrow float.
+    """Round float32 to the narrow float of ``out``: to nearest even, NaN without its sign. Both
+    have shape (count,), are C-contiguous and do not overlap. Raises errors as ``combine`` does.
     """
     dtype = by_numpy.get(out.dtype)
     if dtype is None or dtype.kind is not Kind.NARROW_FLOAT:
@@ -201,9 +190,8 @@ def _parts(array: Array) -> Array:
 
 
 def factor_of(dtype: DType, factor: Factor) -> Any:
-    """Return the factor in the type by which numbers of ``dtype`` are multiplied.
-
-    Raises ArgumentTypeError if the factor is invalid.
+    """Return the factor in the type by which numbers of ``dtype`` are multiplied, or raise
+    ArgumentTypeError.
     """
     try:
         if dtype.kind is Kind.INTEGER:
@@ -248,9 +236,7 @@ def _combine_wide(
 
 
 def rounds_sums(op: ReduceOp, dtype: DType) -> bool:
-    """Return whether ``op`` adds elements of ``dtype`` and may round, so exact sums make a
-    difference.
-    """
+    """Return whether ``op`` adds elements of ``dtype`` and may round."""
     return op.ufunc is np.add and dtype.kind not in (Kind.BOOL, Kind.INTEGER)
 
 
@@ -347,11 +333,8 @@ def _exact_sum(terms: Sequence[float]) -> tuple[float, float]:
 
 
 class Loop(NamedTuple):
-    """A loop of the C library.
-
-    format:    name of the dtype of its numbers.
-    operation: index of the operation.
-    elements:  numbers of that dtype that make up one element.
+    """A loop of the C library: the name of the dtype of its numbers, the index of the operation,
+    and how many numbers make up an element.
     """
 
     format: str
@@ -361,11 +344,8 @@ class Loop(NamedTuple):
 
 @cache
 def find_loop(op: ReduceOp, dtype: DType, exact: bool = False) -> Loop | None:
-    """Return the C library's loop for ``op`` on ``dtype``; None: NumPy combines them.
-
-    exact: sums that round are exact; see ``combine``.
-
-    The result is the same on every rank, with or without the library.
+    """Return the C library's loop for ``op`` on ``dtype``, also without the library; None: NumPy
+    combines them. exact: see ``combine``.
     """
     operation = _OPERATIONS.get(op.logical if dtype.kind is Kind.BOOL else op.ufunc)
     if exact and rounds_sums(op, dtype):

@@ -105,9 +105,7 @@ def _compare_sizes(kind: CallKind, blocks: Blocks) -> int:
 
 
 def misfit(kind: CallKind, rank: int | None, expected: int = 0, sent: int = 0) -> MismatchError:
-    """Return the error for a block from ``rank`` to this rank, or between other ranks (None), whose
-    sizes differ on its sender and receiver.
-    """
+    """Return the error for a block from ``rank``, or between other ranks (None), with two sizes."""
     words = (
         "collective mismatch: other ranks' block sizes differ from the sizes sent"
         if rank is None

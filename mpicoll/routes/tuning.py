@@ -77,9 +77,7 @@ _FEW: Rows = {
 
 
 def _for_many() -> Rows:
-    """Return the table for many ranks: MPI's trees are faster for short messages than routes with a
-    message or a poll per rank.
-    """
+    # MPI's trees are faster for short messages than routes with a message or a poll per rank.
     least = 16 * _KIB
     many = {}
     for kind, row in _FEW.items():
@@ -103,10 +101,7 @@ KINDS = tuple(_FEW)
 
 
 def name_kind(primitive: Primitive, others: bool) -> str:
-    """Return the kind of a call. Lists of arrays and single arrays are one kind.
-
-    others: it is a reduction that MPI does not compute correctly.
-    """
+    """Return the kind of a call; others: a reduction that MPI does not compute correctly."""
     return primitive.name.removesuffix("_single") + _OTHERS * others
 
 
@@ -116,8 +111,8 @@ def parse_kind(kind: str) -> tuple[Primitive, bool]:
 
 
 def eligible_routes(kind: str, place: str) -> tuple[str, ...]:
-    """Return the routes that a table may name for a kind of call and a placement: all that serve
-    at least one dtype of it, in the order of the registry.
+    """Return the routes that a table may name, in the order of the registry: all that serve a dtype
+    of this kind.
     """
     from mpicoll.routes import registry  # loads MPI, which importing this module must not
 
@@ -148,8 +143,6 @@ def _of_routes(kind: str) -> dict[str, Steps]:
     """Return the row of a kind without an entry in the tables: at each placement the first route
     that requires one, else the first eligible route. Short messages use its fallback on a node, and
     MPI between nodes.
-
-    Raises UnsupportedError if no host route declares the kind.
     """
     from mpicoll.routes import registry
 
@@ -199,12 +192,10 @@ class Table:
 
 
 class _Job:
-    """The table of this job; rank 0's, on every rank."""
-
-    def __init__(self) -> None:
-        self.table = Table()
+    table = Table()
 
 
+#: Holds the table of this job: rank 0's, on every rank.
 job = _Job()
 
 

@@ -18,10 +18,8 @@ __all__ = ["Found", "build_table", "default_path", "join", "origin_mismatch", "p
 
 
 def default_path(mpi: str) -> Path:
-    """Return the default path of the table for an MPI library on this machine.
-
-    mpi: name and version. The path also names the type of the machine, because a home directory may
-         be shared by different ones. Raises RuntimeError for a user without a home directory.
+    """Return the default path of the table for an MPI library (name and version) on this type of
+    machine. Raises RuntimeError for a user without a home directory.
     """
     base = os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()
     name = re.sub(r"[^\w.]+", "-", f"{mpi} on {machine.describe()}").strip("-").lower()
@@ -33,11 +31,7 @@ _MAX_FILE_BYTES = 2**20
 
 
 class Found(NamedTuple):
-    """A file and its text.
-
-    path:    "" if there is none.
-    problem: why a file requested by name cannot be read; "" if it can.
-    """
+    """A file (path "": none), its text, and why a file requested by name cannot be read."""
 
     path: str = ""
     text: str = ""
@@ -61,10 +55,7 @@ def read(mpi: str) -> Found:
 
 
 def build_table(path: str, text: str, problem: str = "") -> Table:
-    """Return the table of a file from ``read``.
-
-    Raises ArgumentError on all ranks if the file is not a valid table.
-    """
+    """Return the table of a file from ``read``, or raise ArgumentError, on all ranks."""
     if problem:
         raise ArgumentError(
             f"init_process_group: the file that MPICOLL_TABLE names cannot be read: {problem}; "
@@ -147,10 +138,8 @@ def _origin(mpi: str) -> dict[str, str]:
 
 
 def join(text: str, mpi: str, ranks: int, rows: Rows, about: Mapping[str, Any]) -> str:
-    """Return the text of a file with the rows measured on this machine with ``ranks`` ranks.
-
-    text:  the old text, whose other rows are kept; "" for a new file.
-    about: notes on the measurement.
+    """Return the text of a file with the rows measured on this machine with ``ranks`` ranks, and
+    notes on the measurement. text: the old text, whose other rows are kept.
     """
     said: dict[str, Any] = json.loads(text or "{}")
     every = said.get("ranks", {})

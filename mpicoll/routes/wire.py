@@ -53,9 +53,8 @@ def operation(name: str) -> MPI.Op:
 
 
 def message(buffer: Buffer, count: int, dtype: DType, start: int = 0) -> Message:
-    """Return ``count`` elements of ``buffer`` from element ``start`` on, as mpi4py takes them.
-
-    A count beyond a C int becomes one element of a derived datatype, which every MPI moves.
+    """Return ``count`` elements of ``buffer`` from element ``start`` on, as mpi4py takes them. A
+    count beyond a C int becomes one element of a derived datatype, which every MPI moves.
     """
     if count <= INT_MAX:
         return [buffer, count, start, datatype(dtype)]

@@ -390,15 +390,6 @@ def test_late_rank_reads_before_other_ranks_overwrite(world, monkeypatch, slow):
         assert (got(given) == turn % n + turn).all()
 
 
-@on_one_gpu
-def test_late_device_of_a_receiving_rank_does_not_lose_data(world):
-    made = [world.full(world.me + turn, 100) for turn in range(6)]
-    for array in made:
-        dist.broadcast(array, 0)
-    for turn, array in enumerate(made):
-        assert (got(array) == turn).all()
-
-
 @in_turn
 def test_chain_of_calls_and_kernels_in_one_stream(world):
     me, n = world.me, world.n
@@ -714,20 +705,6 @@ def test_memory_is_copied_if_its_export_fails(world, monkeypatch, failing):
         assert len(copies) == world.n + (world.me == failing)
         world.check_rows(output)
     assert len(failed) == (world.me == failing)
-
-
-@on_own_gpus
-def test_scratch_size_is_a_multiple_of_the_block_size(world):
-    """Also if scratch of another size exists."""
-    context = world.part.context
-    context.begin()
-    context.scratch(workspaces.BLOCK + 100)
-    context.begin()
-    memory, _ = world.part._scratch(100)
-    assert memory.nbytes == 2 * workspaces.BLOCK
-    context.begin()
-    assert context.scratch(workspaces.BLOCK + 100) is memory
-    world.check_all_gather()
 
 
 def test_arrays_on_another_device_are_copied_to_the_groups_device(world):

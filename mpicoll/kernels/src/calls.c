@@ -431,20 +431,36 @@ static Calls *group_of(PyObject *group)
     return (Calls *)group;
 }
 
-/* Returns the Work of an async call that has run, or that has failed with the current exception. */
-static PyObject *finished(Calls *calls, PyObject *primitive, PyObject *output)
+/* Clears the current exception and returns it as a new reference; NULL if there is none. */
+static PyObject *take_exception(void)
 {
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
     PyErr_NormalizeException(&type, &error, &traceback);
     if (error && traceback)
         PyException_SetTraceback(error, traceback);
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    return error;
+}
+
+/* Returns the Work of an async call that has run, or that has failed with the current exception. */
+static PyObject *finished(Calls *calls, PyObject *primitive, PyObject *output)
+{
+    PyObject *error = take_exception();
     PyObject *work = PyObject_CallFunctionObjArgs(python.finished, (PyObject *)calls, primitive,
                                                   output, error ? error : Py_None, NULL);
-    Py_XDECREF(type);
     Py_XDECREF(error);
-    Py_XDECREF(traceback);
     return work;
+}
+
+/* Calls a Python function with the arguments of run_fast or run_all, unless there is an exception. */
+static PyObject *call_python(PyObject *function, PyObject *const *args)
+{
+    return PyErr_Occurred() ? NULL
+                            : PyObject_CallFunctionObjArgs(function, args[0], args[1], args[2],
+                                                           args[3], args[4], args[5], args[6],
+                                                           NULL);
 }
 
 static int has_arguments(int correct)
@@ -474,10 +490,7 @@ static PyObject *run_fast(PyObject *module, PyObject *const *args, Py_ssize_t n)
         if (result)
             return result;
     }
-    return PyErr_Occurred() ? NULL
-                            : PyObject_CallFunctionObjArgs(fallback, args[0], args[1], args[2],
-                                                           args[3], args[4], args[5], args[6],
-                                                           NULL);
+    return call_python(fallback, args);
 }
 
 /* ---- Lists of calls -------------------------------------------------------------------------- */
@@ -703,10 +716,7 @@ static PyObject *run_all(PyObject *module, PyObject *const *args, Py_ssize_t n)
         if (done)
             return done < 0 ? NULL : (Py_INCREF(Py_None), Py_None);
     }
-    return PyErr_Occurred() ? NULL
-                            : PyObject_CallFunctionObjArgs(python.run_all, args[0], args[1],
-                                                           args[2], args[3], args[4], args[5],
-                                                           args[6], NULL);
+    return call_python(python.run_all, args);
 }
 
 /* ---- The type -------------------------------------------------------------------------------- */
@@ -1028,21 +1038,16 @@ static PyMemberDef calls_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyObject *calls_get_thread(PyObject *self, void *closure)
+/* Returns the field of the last call at an offset. */
+static PyObject *calls_get_last(PyObject *self, void *offset)
 {
-    (void)closure;
-    return PyLong_FromUnsignedLongLong(((Calls *)self)->last->thread);
-}
-
-static PyObject *calls_get_inside(PyObject *self, void *closure)
-{
-    (void)closure;
-    return PyBool_FromLong(((Calls *)self)->last->running != 0);
+    const char *last = (const char *)((Calls *)self)->last;
+    return PyLong_FromUnsignedLongLong(*(const uint64_t *)(last + (uintptr_t)offset));
 }
 
 static PyGetSetDef calls_attributes[] = {
-    {"thread", calls_get_thread, NULL, NULL, NULL},
-    {"inside", calls_get_inside, NULL, NULL, NULL},
+    {"thread", calls_get_last, NULL, NULL, (void *)offsetof(struct last_call, thread)},
+    {"inside", calls_get_last, NULL, NULL, (void *)offsetof(struct last_call, running)},
     {"recent", calls_get_recent, calls_set_recent, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -1074,15 +1079,8 @@ static int run_handlers(void)
     PyGILState_STATE state = PyGILState_Ensure();
     const int raised = PyErr_CheckSignals() != 0;
     if (raised) {
-        PyObject *type, *error, *traceback;
-        PyErr_Fetch(&type, &error, &traceback);
-        PyErr_NormalizeException(&type, &error, &traceback);
-        if (error && traceback)
-            PyException_SetTraceback(error, traceback);
-        Py_XDECREF(type);
-        Py_XDECREF(traceback);
         PyObject *before = interruption;
-        interruption = error;
+        interruption = take_exception();
         Py_XDECREF(before);
     }
     PyGILState_Release(state);

@@ -15,9 +15,7 @@
  * Trans. Comput. 57(4), 2008). Narrow floats are summed as float32 and then rounded to their format.
  *
  * Two results are fixed: a sum that is zero is 0.0, never -0.0 (which would depend on zeros of
- * other ranks); and NaN has neither sign nor payload.
- *
- * This is plain C for ctypes: it does not include Python.h and defines no module. */
+ * other ranks); and NaN has neither sign nor payload. */
 
 #include "kernels.h"
 #include "vectors.h"
@@ -161,43 +159,34 @@ enum { BELOW = 2, LIMBS = BELOW + 68 };
 
 struct fixed {
     int64_t limbs[LIMBS];
-    int low, high;                    /* the range of nonzero limbs */
-    int nan, infinite, less_infinite; /* among the summands */
+    int low, high;  /* the range of nonzero limbs */
+    double special; /* the sum of the infinities and NaN, or 0 */
 };
 
 static void fixed_add(struct fixed *fixed, double value)
 {
     const uint64_t bits = bits_of_double(value), fraction = bits & ((UINT64_C(1) << 52) - 1);
-    const int exponent = (int)(bits >> 52 & 0x7ff), negative = (int)(bits >> 63);
+    const int exponent = (int)(bits >> 52 & 0x7ff), shift = exponent ? exponent - 1 : 0;
+    const int64_t mantissa = (int64_t)(exponent ? fraction | UINT64_C(1) << 52 : fraction);
+    const int at = BELOW + shift / 32;
 
-    if (exponent == 0x7ff) {
-        if (fraction)
-            fixed->nan = 1;
-        else if (negative)
-            fixed->less_infinite = 1;
-        else
-            fixed->infinite = 1;
+    if (exponent == 0x7ff)
+        fixed->special += value;
+    if (exponent == 0x7ff || !mantissa)
         return;
-    }
-    const uint64_t mantissa = exponent ? fraction | UINT64_C(1) << 52 : fraction;
-    const int shift = exponent ? exponent - 1 : 0, at = BELOW + shift / 32;
-    const uint64_t lower = (mantissa & 0xffffffff) << shift % 32;
-    const uint64_t upper = (mantissa >> 32) << shift % 32;
-    const int64_t parts[3] = {(int64_t)(lower & 0xffffffff),
-                              (int64_t)((lower >> 32) + (upper & 0xffffffff)),
-                              (int64_t)(upper >> 32)};
-    if (!mantissa)
-        return;
-    for (int i = 0; i < 3; i++)
-        fixed->limbs[at + i] += negative ? -parts[i] : parts[i];
+    /* Shifts of negative numbers are arithmetic in all known compilers. */
+    const __int128 number =
+        (__int128)(value < 0 ? -mantissa : mantissa) * (INT64_C(1) << shift % 32);
+    fixed->limbs[at] += (int64_t)(number & 0xffffffff);
+    fixed->limbs[at + 1] += (int64_t)(number >> 32 & 0xffffffff);
+    fixed->limbs[at + 2] += (int64_t)(number >> 64);
     if (at < fixed->low)
         fixed->low = at;
     if (at + 3 > fixed->high)
         fixed->high = at + 3; /* the limb that carries can reach */
 }
 
-/* Reduces limbs to 32 bits; returns the carry out of the highest. Assumes arithmetic shifts of
- * negative numbers, as in all known compilers. */
+/* Reduces limbs to 32 bits; returns the carry out of the highest. */
 static int64_t carry(struct fixed *fixed, int64_t sign)
 {
     int64_t carried = 0;
@@ -209,11 +198,6 @@ static int64_t carry(struct fixed *fixed, int64_t sign)
     return carried;
 }
 
-static double power_of_two(int exponent)
-{
-    return double_of_bits((uint64_t)(exponent + 1023) << 52);
-}
-
 /* Returns the number as a double, rounded to nearest even or to odd. */
 static double fixed_rounded(struct fixed *fixed, int to_odd)
 {
@@ -221,10 +205,8 @@ static double fixed_rounded(struct fixed *fixed, int to_odd)
     uint64_t mantissa, rest;
     int top, shift;
 
-    if (fixed->nan || (fixed->infinite && fixed->less_infinite))
-        return NAN;
-    if (fixed->infinite || fixed->less_infinite)
-        return fixed->infinite ? INFINITY : -INFINITY;
+    if (fixed->special != 0) /* infinite or NaN */
+        return fixed->special;
     if (carry(fixed, 1)) { /* the two's complement of a negative number: use its magnitude */
         sign = -1;
         carry(fixed, -1);
@@ -244,10 +226,8 @@ static double fixed_rounded(struct fixed *fixed, int to_odd)
     mantissa |= rest != 0;
     if (to_odd)
         mantissa = (mantissa & ~UINT64_C(0x7ff)) | (UINT64_C(0x800) * ((mantissa & 0x7ff) != 0));
-    /* In two steps, because 2^-1137 is not a double. Nothing is rounded: sums are multiples of
-     * 2^-1074. */
-    const int exponent = 32 * (top - 1 - BELOW) - shift - 1074, half = exponent / 2;
-    return sign * (double)mantissa * power_of_two(half) * power_of_two(exponent - half);
+    /* ldexp rounds nothing: sums are multiples of 2^-1074. */
+    return sign * ldexp((double)mantissa, 32 * (top - 1 - BELOW) - shift - 1074);
 }
 
 /* ---- All formats ----------------------------------------------------------------------------- */
@@ -287,7 +267,8 @@ static void repair(struct sums *sums, int format, const char *const *sources, si
         while (fixed.low <= fixed.high)
             fixed.limbs[fixed.low++] = 0;
         fixed.low = LIMBS;
-        fixed.high = fixed.nan = fixed.infinite = fixed.less_infinite = 0;
+        fixed.high = 0;
+        fixed.special = 0;
     }
 }
 

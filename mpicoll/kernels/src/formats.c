@@ -2,10 +2,7 @@
  *
  * The loops are branch-free and generic: a format is a few constants, which the compiler folds
  * into a separate vectorised loop for each format. (GCC vectorises these loops only with
- * -fno-trapping-math: otherwise it must preserve floating point's exception flags.)
- *
- * This is plain C for ctypes: it does not include Python.h and defines no module.
- */
+ * -fno-trapping-math: otherwise it must preserve floating point's exception flags.) */
 
 #include "formats.h"
 #include "kernels.h"
@@ -150,23 +147,6 @@ AVX512 static void add_bfloat16_avx512(const void *left, const void *right, void
     add_loop_bfloat16(a, b, to, divisor, count);
 }
 
-AVX512 static void add_float16_avx512(const void *left, const void *right, void *out, float divisor,
-                                      size_t count)
-{
-    const __m512 nan = _mm512_set1_ps(float_of(QUIET_NAN)), divisors = _mm512_set1_ps(divisor);
-    const word16 *a = left, *b = right;
-    word16 *to = out;
-    for (; count >= 16; count -= 16, a += 16, b += 16, to += 16) {
-        __m512 sum = _mm512_add_ps(_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)a)),
-                                   _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)b)));
-        if (divisor != 1)
-            sum = _mm512_div_ps(sum, divisors);
-        sum = _mm512_mask_mov_ps(sum, _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q), nan);
-        _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph(sum, _MM_FROUND_TO_NEAREST_INT));
-    }
-    add_loop_float16(a, b, to, divisor, count);
-}
-
 __attribute__((constructor)) static void choose(void)
 {
     __builtin_cpu_init();
@@ -175,10 +155,8 @@ __attribute__((constructor)) static void choose(void)
     narrow_formats[INDEX_float16].widen = widen_f16c;
     narrow_formats[INDEX_float16].narrow = narrow_f16c;
     narrow_formats[INDEX_float16].add = add_f16c;
-    if (!__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl"))
-        return;
-    narrow_formats[INDEX_float16].add = add_float16_avx512;
-    narrow_formats[INDEX_bfloat16].add = add_bfloat16_avx512;
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+        narrow_formats[INDEX_bfloat16].add = add_bfloat16_avx512;
 }
 #endif
 

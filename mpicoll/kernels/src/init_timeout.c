@@ -9,7 +9,6 @@
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/un.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "kernels.h"
@@ -21,20 +20,16 @@
 static int wait_readable(int descriptor, long long timeout_ms)
 {
     struct pollfd one = {.fd = descriptor, .events = POLLIN};
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    const long long start = now.tv_sec * 1000LL + now.tv_nsec / 1000000, end = start + timeout_ms;
-    for (long long left = timeout_ms;;) {
-        int found = poll(&one, 1, left > INT_MAX ? INT_MAX : (int)left);
-        if (found > 0)
-            return 1;
-        if (found < 0 && errno != EINTR)
+    const long long most_ms = INT64_MAX / 1000000; /* 292 years */
+    const uint64_t end =
+        now_ns() + (uint64_t)(timeout_ms < most_ms ? timeout_ms : most_ms) * 1000000;
+    for (;;) {
+        const uint64_t now = now_ns(), left_ms = now < end ? (end - now) / 1000000 : 0;
+        const int found = poll(&one, 1, left_ms > INT_MAX ? INT_MAX : (int)left_ms);
+        if (found > 0 || (found < 0 && errno != EINTR))
             return 1; /* on an error: no timeout rather than a wrong one */
-        clock_gettime(CLOCK_MONOTONIC, &now);
-        left = end - (now.tv_sec * 1000LL + now.tv_nsec / 1000000);
-        if (left <= 0 && found == 0)
+        if (found == 0 && left_ms <= INT_MAX)
             return 0;
-        left = left < 0 ? 0 : left;
     }
 }
 

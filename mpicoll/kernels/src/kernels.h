@@ -1,4 +1,5 @@
-/* Functions that the files of the C library use of each other. */
+/* Functions that the files of the C library use of each other. All of them except calls.c are plain C
+ * for ctypes: they do not include Python.h and define no module. */
 
 #ifndef MPICOLL_KERNELS_H
 #define MPICOLL_KERNELS_H

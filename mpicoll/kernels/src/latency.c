@@ -1,9 +1,7 @@
 /* Latency between the processors of two ranks: the time that a cache line takes between them. It is
  * about 25 to 60 ns within one last-level cache and 80 to 200 ns between two. It is measured
  * because the system's description of its caches may be wrong, especially in virtual machines,
- * whose processors also move.
- *
- * This is plain C for ctypes: it does not include Python.h and defines no module. */
+ * whose processors also move. */
 
 #include "kernels.h"
 

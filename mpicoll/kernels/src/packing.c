@@ -1,6 +1,4 @@
-/* Copies separate blocks into one buffer and back, to run a list of small arrays as one call.
- *
- * This is plain C for ctypes: it does not include Python.h and defines no module. */
+/* Copies separate blocks into one buffer and back, to run a list of small arrays as one call. */
 
 #include "kernels.h"
 

@@ -4,9 +4,7 @@
  * Narrow floats are rounded once, to nearest even, block by block: a block of every source is
  * widened and folded into an accumulator in the first-level cache, which is then narrowed into the
  * result. A block of the result is written after the same block of all sources has been read, so
- * the result may be the memory of any source.
- *
- * This is plain C for ctypes: it does not include Python.h and defines no module. */
+ * the result may be the memory of any source. */
 
 #include "formats.h"
 #include "kernels.h"

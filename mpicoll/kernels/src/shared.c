@@ -39,9 +39,7 @@
  *
  * Round numbers continue from call to call, so a rank may begin a call while other ranks still
  * finish the previous one. Counters have 32 bits and wrap around; they are compared by their
- * difference.
- *
- * This is plain C for ctypes: it does not include Python.h and defines no module. */
+ * difference. */
 
 #include "kernels.h"
 #include "shared.h"

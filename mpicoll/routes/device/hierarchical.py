@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from mpi4py import MPI
@@ -43,12 +43,11 @@ from mpicoll.core.signature import describe
 from mpicoll.cuda.capabilities import Capabilities, find_clusters
 from mpicoll.cuda.runtime import StridedMemory
 from mpicoll.cuda.streams import DeviceContext
-from mpicoll.dtypes import DType, Kind, ReduceOp
-from mpicoll.dtypes import by_name as dtypes
+from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import DistBackendError, UnsupportedError
 from mpicoll.failures import lost_ranks
 from mpicoll.failures.group_failure import fail_all_ranks
-from mpicoll.primitives import by_name as primitives
+from mpicoll.primitives import by_name
 from mpicoll.routes.device.space import DeviceSpace
 from mpicoll.routes.device.state import (
     RouteState,
@@ -56,7 +55,7 @@ from mpicoll.routes.device.state import (
     exception_of,
     signature_of,
 )
-from mpicoll.routes.host.hierarchy import make_part
+from mpicoll.routes.host.hierarchy import level_arithmetic, make_part, places_of
 from mpicoll.routes.route import Needs, Policy, Route, Serves, has_loop
 
 if TYPE_CHECKING:
@@ -74,15 +73,6 @@ LINE = 256
 
 #: Seconds to wait for the other ranks to free their state when negotiation fails.
 _CLOSE_TIMEOUT_S = 5.0
-
-_FLOAT32 = dtypes["float32"]
-
-
-class Place(NamedTuple):
-    """The position of a rank: the number of its cluster, and its index in the cluster."""
-
-    cluster: int
-    place: int
 
 
 class Part:
@@ -104,7 +94,7 @@ class Part:
         return [*own, *agreement.missing_in_parts]
 
     def build(self, name: str, op: ReduceOp | None, dtype: DType) -> Step:
-        kind = CallKind(primitives[name], self.group, op, dtype)
+        kind = CallKind(by_name[name], self.group, op, dtype)
         return Step(self.group, self.agreement.build_in_part(kind), self._context)
 
     def abort(self, error: DistBackendError, alone: bool) -> None:
@@ -155,8 +145,7 @@ class Levels(RouteState):
     """The clusters and rails of a group.
 
     clusters: ranks of each cluster.
-    places:   position of each rank.
-    place:    position of this rank.
+    places, place: position of each rank, and of this one.
     rails:    number of rails.
     lanes:    for each cluster, the index in it of each rail's rank.
     lane:     this rank's rail; None if it is not on a rail.
@@ -168,30 +157,34 @@ class Levels(RouteState):
 
     def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
-        group, all_ranks = self.group, agreement.capabilities
+        all_ranks = agreement.capabilities
         self.clusters = find_clusters(all_ranks)
-        self.places = [Place(0, 0)] * group.size()
-        for cluster, ranks in enumerate(self.clusters):
-            for place, rank in enumerate(ranks):
-                self.places[rank] = Place(cluster, place)
+        self.places = places_of(self.clusters)
         self.place = self.places[self.me]
-        lanes = [_first_of_each_gpu(all_ranks, ranks) for ranks in self.clusters]
+        used = [[all_ranks[rank].used for rank in ranks] for ranks in self.clusters]
+        lanes = [  # the first rank on each GPU
+            [place for place, gpu in enumerate(gpus) if gpu not in gpus[:place]] for gpus in used
+        ]
         self.rails = min(map(len, lanes))
         self.lanes = [places[: self.rails] for places in lanes]
-        here = self.lanes[self.place.cluster]
+        here = self.lanes[self.place.node]
         self.lane = here.index(self.place.place) if self.place.place in here else None
         self.inside: Part | None = None
         self.along: Part | None = None
         self._met = -1  # call number of the latest comparison
 
     @property
+    def parts(self) -> list[Part]:
+        return [part for part in (self.inside, self.along) if part is not None]
+
+    @property
     def here(self) -> Sequence[int]:
-        return self.clusters[self.place.cluster]
+        return self.clusters[self.place.node]
 
     @property
     def first(self) -> int:
         """Return the index in the cluster of the rank on the first rail."""
-        return self.lanes[self.place.cluster][0]
+        return self.lanes[self.place.node][0]
 
     @property
     def even(self) -> bool:
@@ -204,7 +197,7 @@ class Levels(RouteState):
         """
         each = -(-count * itemsize // (self.rails * LINE)) * LINE // itemsize
         counts, begin, own = [0] * len(self.here), 0, 0
-        for rail, place in enumerate(self.lanes[self.place.cluster]):
+        for rail, place in enumerate(self.lanes[self.place.node]):
             start = min(count, rail * each)
             counts[place] = min(each, count - start)
             if rail == self.lane:
@@ -251,27 +244,17 @@ class Levels(RouteState):
             raise
 
     def find_failure(self, wait: bool = False) -> DistBackendError | None:
-        for part in (self.inside, self.along):
-            failure = None if part is None else part.agreement.find_failure(wait)
-            if failure is not None:
-                return failure
-        return None
+        failures = (part.agreement.find_failure(wait) for part in self.parts)
+        return next(filter(None, failures), None)
 
     def abort(self, error: DistBackendError, alone: bool) -> None:
-        for part in (self.inside, self.along):
-            if part is not None:
-                part.abort(error, alone)
+        for part in self.parts:
+            part.abort(error, alone)
 
     def close(self, limit: float) -> None:
-        for part in (self.along, self.inside):
-            if part is not None:
-                part.close(limit)
+        for part in reversed(self.parts):
+            part.close(limit)
         self.along = self.inside = None
-
-
-def _first_of_each_gpu(all_ranks: Sequence[Capabilities], ranks: Sequence[int]) -> list[int]:
-    used = [all_ranks[rank].used for rank in ranks]
-    return [place for place, gpu in enumerate(used) if gpu not in used[:place]]
 
 
 def _negotiate(agreement: Agreement) -> Levels | str:
@@ -302,12 +285,8 @@ def _negotiate(agreement: Agreement) -> Levels | str:
         made.along = part_of(
             [ranks[places[rail]] for ranks, places in zip(made.clusters, made.lanes, strict=True)]
         )
-    parts = [part for part in (made.inside, made.along) if part is not None]
-    lists = control_messages.allgather(
-        group.inner,
-        [lost for part in parts for lost in part.describe_lost()],
-        list[tuple[str, str]],
-    )
+    own = [lost for part in made.parts for lost in part.describe_lost()]
+    lists = control_messages.allgather(group.inner, own, list[tuple[str, str]])
     made.missing_in_parts = list(dict.fromkeys(lost for each in lists for lost in each))
     return made
 
@@ -325,26 +304,25 @@ def _build(kind: CallKind, agreement: Agreement) -> Implementation | None:
         return None
 
     def make(levels: Levels, kind: CallKind) -> Run:
-        return _BUILDERS[kind.primitive.name](levels, kind, agreement.space)
+        step, work = _BUILDERS[kind.primitive.name](levels, kind, agreement.space)
+
+        def run(send: DeviceView | None, recv: DeviceView, extent: Extent, root: int) -> None:
+            _run_chunks(levels, kind, extent, root, step, partial(work, send, recv, root))
+
+        return run
 
     return build_on_home_device(kind, agreement, levels, make)
 
 
 class _Arithmetic:
-    """The arithmetic of a dtype on both levels.
-
-    wide: the dtype that is sent.
-    op:   the operation that combines it.
-    """
+    """The arithmetic of a dtype on both levels; see ``level_arithmetic``."""
 
     def __init__(self, kind: CallKind, space: DeviceSpace) -> None:
         op, dtype = kind.op, kind.dtype
         assert op is not None and dtype is not None
         self._n, self._space = kind.group.size(), space
         self._averages = op is ReduceOp.AVG
-        exact = op in (ReduceOp.MIN, ReduceOp.MAX)
-        self.wide = _FLOAT32 if dtype.kind is Kind.NARROW_FLOAT and not exact else dtype
-        self.op = ReduceOp.SUM if op is ReduceOp.AVG else op
+        self.wide, self.op = level_arithmetic(dtype, op)
         self.widens = self.wide is not dtype
 
     def fill(self, source: DeviceView, into: DeviceView) -> None:
@@ -365,21 +343,22 @@ class _Arithmetic:
             self._space.copy(total, out)
 
 
+#: Elements of a chunk, and the function that runs one, given the call's input and output, root, and
+#: the chunk's first element and count: it allocates and fills its memory, yields, runs the first
+#: step in the clusters, yields, runs the step along the rails, yields, and runs the last step in
+#: the clusters.
+_Chunks = tuple[int, Callable[..., Iterator[None]]]
+
+
 def _run_chunks(
     levels: Levels,
     kind: CallKind,
     extent: Extent,
     root: int,
-    counts: tuple[int, int],
+    step: int,
     work: Callable[[int, int], Iterator[None]],
-    has_first_step: bool = True,
 ) -> None:
     """Run one call, chunk by chunk.
-
-    counts: number of elements of the call and of a chunk.
-    work:   runs a chunk, given its first element and count: allocates and fills its memory, yields,
-            runs the first step in the clusters (``has_first_step``), yields, runs the step along
-            the rails, yields, and runs the last step in the clusters.
 
     Raises on all ranks if their calls differ or one lacks memory. A failure after the rails is
     reported before the next chunk. In the last chunk only the cluster sees it.
@@ -389,8 +368,9 @@ def _run_chunks(
             f"{kind.primitive.name}: the device route hierarchical takes blocks of one size; use "
             "another route"
         )
+    has_first_step = not kind.primitive.name.startswith("all_gather")
     signature = signature_of(kind, extent, root)
-    context, (count, step) = levels.context, counts
+    context, count = levels.context, extent
     failed: Exception | None = None
 
     def begin(chunk: Iterator[None]) -> None:
@@ -422,7 +402,7 @@ def _like(space: DeviceSpace, view: DeviceView, dtype: DType) -> DeviceView:
     return made
 
 
-def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
+def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
     primitive, group, _, dtype = kind
     assert dtype is not None
     by, everywhere, one_rail = _Arithmetic(kind, space), not primitive.root, levels.rails == 1
@@ -435,58 +415,54 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
         along = levels.along.build(primitive.name, by.op, wide)
     step = max(1, CHUNK // wide.itemsize // LINE * LINE)
 
-    def run(send: None, recv: DeviceView, extent: Extent, root: int) -> None:
-        home = levels.places[root].cluster
+    def work(send: None, recv: DeviceView, root: int, start: int, count: int) -> Iterator[None]:
+        home = levels.places[root].node
         may_write = everywhere or group.rank() == root
-        gathers = everywhere or levels.place.cluster == home
+        gathers = everywhere or levels.place.node == home
+        chunk = source = recv.part(start, count)
+        begin, own, counts = levels.shares(count, wide.itemsize)
+        overwrites = one_rail and levels.lane is not None
+        if by.widens or (overwrites and not may_write):
+            source = _like(space, chunk, wide)
+            by.fill(chunk, source)
+        # This rank's stripe of the sum; with a single rail, the sum overwrites the source.
+        stripe = source if one_rail else _like(space, source.part(begin, own), wide)
+        out = None
+        if gathers:
+            out = chunk if may_write else _like(space, chunk, dtype)
+        result = stripe  # in the dtype of the array
+        if one_rail:
+            result = stripe if out is None else out
+        elif by.widens:
+            result = _like(space, chunk.part(begin, own), dtype)
+        yield
+        own = stripe.count if levels.lane is not None else 0
+        if down is not None and one_rail:
+            down(None, source, source.count, levels.first)
+        elif down is not None:
+            down(source, stripe, Blocks(counts, [own] * n))
+        yield
+        gathered: Extent = source.count if one_rail else Blocks([own] * n, counts)
+        if along is not None and own:
+            then = None if up is None or not gathers else (up, gathered)
+            levels.run_rail(along, None, stripe, home, then)
+        yield
 
-        def work(start: int, count: int) -> Iterator[None]:
-            chunk = source = recv.part(start, count)
-            begin, own, counts = levels.shares(count, wide.itemsize)
-            overwrites = one_rail and levels.lane is not None
-            if by.widens or (overwrites and not may_write):
-                source = _like(space, chunk, wide)
-                by.fill(chunk, source)
-            # This rank's stripe of the sum; with a single rail, the sum overwrites the source.
-            stripe = source if one_rail else _like(space, source.part(begin, own), wide)
-            out = None
-            if gathers:
-                out = chunk if may_write else _like(space, chunk, dtype)
-            result = stripe  # in the dtype of the array
-            if one_rail:
-                result = stripe if out is None else out
-            elif by.widens:
-                result = _like(space, chunk.part(begin, own), dtype)
-            yield
-            own = stripe.count if levels.lane is not None else 0
-            if down is not None and one_rail:
-                down(None, source, source.count, levels.first)
-            elif down is not None:
-                down(source, stripe, Blocks(counts, [own] * n))
-            yield
-            gathered: Extent = source.count if one_rail else Blocks([own] * n, counts)
-            if along is not None and own:
-                then = None if up is None or not gathers else (up, gathered)
-                levels.run_rail(along, None, stripe, home, then)
-            yield
+        def finish() -> None:
+            if own:
+                by.finish(stripe, result)
 
-            def finish() -> None:
-                if own:
-                    by.finish(stripe, result)
+        if out is not None and up is None:
+            finish()
+        elif out is not None and up is not None and one_rail:
+            up(None, out, gathered, levels.first, finish)
+        elif out is not None and up is not None:
+            up(result, out, gathered, 0, finish)
 
-            if out is not None and up is None:
-                finish()
-            elif out is not None and up is not None and one_rail:
-                up(None, out, gathered, levels.first, finish)
-            elif out is not None and up is not None:
-                up(result, out, gathered, 0, finish)
-
-        _run_chunks(levels, kind, extent, root, (recv.count, step), work)
-
-    return run
+    return step, work
 
 
-def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
+def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
     """Broadcast in the root's cluster, then stripes along the rails; gather in other clusters."""
     dtype = kind.dtype
     assert dtype is not None
@@ -499,32 +475,28 @@ def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
         along = levels.along.build("broadcast", None, dtype)
     step = max(1, CHUNK // dtype.itemsize // LINE * LINE)
 
-    def run(send: None, recv: DeviceView, extent: Extent, root: int) -> None:
+    def work(send: None, recv: DeviceView, root: int, start: int, count: int) -> Iterator[None]:
         home, place = levels.places[root]
-        at_home = levels.place.cluster == home
+        at_home = levels.place.node == home
+        chunk = recv.part(start, count)
+        begin, own, counts = levels.shares(count, dtype.itemsize)
+        stripe = chunk.part(begin, own)
+        if not (at_home or one_rail):
+            stripe = _like(space, stripe, dtype)
+        yield
+        if at_home and spread is not None:
+            spread(None, chunk, chunk.count, place)
+        yield
+        own = stripe.count if levels.lane is not None else 0
+        gathered: Extent = chunk.count if one_rail else Blocks([own] * n, counts)
+        if along is not None and own:
+            then = None if last is None or at_home else (last, gathered)
+            levels.run_rail(along, None, stripe, home, then)
+        yield
+        if last is not None and not at_home:
+            last(None if one_rail else stripe, chunk, gathered, levels.first if one_rail else 0)
 
-        def work(start: int, count: int) -> Iterator[None]:
-            chunk = recv.part(start, count)
-            begin, own, counts = levels.shares(count, dtype.itemsize)
-            stripe = chunk.part(begin, own)
-            if not (at_home or one_rail):
-                stripe = _like(space, stripe, dtype)
-            yield
-            if at_home and spread is not None:
-                spread(None, chunk, chunk.count, place)
-            yield
-            own = stripe.count if levels.lane is not None else 0
-            gathered: Extent = chunk.count if one_rail else Blocks([own] * n, counts)
-            if along is not None and own:
-                then = None if last is None or at_home else (last, gathered)
-                levels.run_rail(along, None, stripe, home, then)
-            yield
-            if last is not None and not at_home:
-                last(None if one_rail else stripe, chunk, gathered, levels.first if one_rail else 0)
-
-        _run_chunks(levels, kind, extent, root, (recv.count, step), work)
-
-    return run
+    return step, work
 
 
 def _blocks(
@@ -560,7 +532,7 @@ def _blocks(
         context.copy(into, source, each * size)
 
 
-def _reduce_scatter(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
+def _reduce_scatter(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
     """Reduce and scatter in each cluster, then along the rails."""
     dtype = kind.dtype
     assert dtype is not None and levels.inside is not None and levels.along is not None
@@ -570,28 +542,27 @@ def _reduce_scatter(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
     along = levels.along.build(single, by.op, wide)
     step = max(1, CHUNK // (n * wide.itemsize))
 
-    def run(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
-        def work(start: int, count: int) -> Iterator[None]:
-            out = total = recv.part(start, count)
-            rows, packed = space.empty(wide, many * count), space.empty(dtype, n * count)
-            _blocks(levels, send, recv.count, start, packed, False)
-            source = packed
-            if by.widens:
-                source, total = space.empty(wide, n * count), space.empty(wide, count)
-                by.fill(packed, source)
-            yield
-            down(source, rows, rows.count)
-            yield
-            levels.run_rail(along, rows, total)
-            yield
-            by.finish(total, out)
+    def work(
+        send: DeviceView, recv: DeviceView, root: int, start: int, count: int
+    ) -> Iterator[None]:
+        out = total = recv.part(start, count)
+        rows, packed = space.empty(wide, many * count), space.empty(dtype, n * count)
+        _blocks(levels, send, recv.count, start, packed, False)
+        source = packed
+        if by.widens:
+            source, total = space.empty(wide, n * count), space.empty(wide, count)
+            by.fill(packed, source)
+        yield
+        down(source, rows, rows.count)
+        yield
+        levels.run_rail(along, rows, total)
+        yield
+        by.finish(total, out)
 
-        _run_chunks(levels, kind, extent, root, (recv.count, step), work)
-
-    return run
+    return step, work
 
 
-def _all_gather(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
+def _all_gather(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
     """Gather along the rails, then in each cluster."""
     dtype = kind.dtype
     assert dtype is not None and levels.inside is not None and levels.along is not None
@@ -600,23 +571,21 @@ def _all_gather(levels: Levels, kind: CallKind, space: DeviceSpace) -> Run:
     up = levels.inside.build(single, None, dtype)
     step = max(1, CHUNK // (n * dtype.itemsize))
 
-    def run(send: DeviceView, recv: DeviceView, extent: Extent, root: int) -> None:
-        def work(start: int, count: int) -> Iterator[None]:
-            mine = send.part(start, count)
-            column, packed = space.empty(dtype, many * count), space.empty(dtype, n * count)
-            yield
-            levels.run_rail(along, mine, column, then=(up, column.count))
-            yield
-            up(column, packed, column.count)
-            _blocks(levels, recv, send.count, start, packed, True)
+    def work(
+        send: DeviceView, recv: DeviceView, root: int, start: int, count: int
+    ) -> Iterator[None]:
+        mine = send.part(start, count)
+        column, packed = space.empty(dtype, many * count), space.empty(dtype, n * count)
+        yield
+        levels.run_rail(along, mine, column, then=(up, column.count))
+        yield
+        up(column, packed, column.count)
+        _blocks(levels, recv, send.count, start, packed, True)
 
-        counts = send.count, step
-        _run_chunks(levels, kind, extent, root, counts, work, has_first_step=False)
-
-    return run
+    return step, work
 
 
-_BUILDERS: dict[str, Callable[[Levels, CallKind, DeviceSpace], Run]] = {
+_BUILDERS: dict[str, Callable[[Levels, CallKind, DeviceSpace], _Chunks]] = {
     "all_reduce": _reduction,
     "reduce": _reduction,
     "broadcast": _broadcast,

@@ -6,7 +6,7 @@ have a faster version for NumPy arrays here, with the same steps and the same bi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,10 +30,10 @@ def build(kind: CallKind) -> Implementation:
     """Return the implementation of a kind of call."""
     space = get_space(kind.group)
     general = algorithms.build(kind, space)
-    build_one_chunk = _ONE_CHUNK.get(kind.primitive.name)
-    if build_one_chunk is None or kind.dtype is None:
+    name, n = kind.primitive.name.removesuffix("_single"), kind.group.size()
+    if name not in ("all_reduce", "reduce", "reduce_scatter") or kind.dtype is None:
         return Implementation(general)
-    one_chunk, n = build_one_chunk(_OneChunk(kind, space)), kind.group.size()
+    one_chunk: Run = getattr(_OneChunk(kind, space), name)
     limit = chunk_of(space, n, kind.dtype) * (1 if kind.primitive.many_in else n)
 
     def run(send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int) -> None:
@@ -51,7 +51,7 @@ def get_space(group: ProcessGroup) -> Host:
 
 
 class _OneChunk:
-    """The common part of the reductions of one chunk."""
+    """The reductions of one chunk, by the names of their primitives."""
 
     def __init__(self, kind: CallKind, space: Host) -> None:
         assert kind.dtype is not None and kind.op is not None
@@ -61,9 +61,9 @@ class _OneChunk:
         self.divisor = self.n if kind.op is ReduceOp.AVG else 1
         self.small, self.stack, self.tag = space.small, space.stack, kind.primitive.code
 
-    def array(self, buffer: Buffer, count: int) -> Array:
-        """Return the elements of a buffer."""
-        return np.frombuffer(buffer, self.dtype.numpy, count)
+    def array(self, buffer: Buffer, start: int, count: int) -> Array:
+        """Return ``count`` elements of a buffer from element ``start`` on."""
+        return np.frombuffer(buffer, self.dtype.numpy, count, start * self.dtype.itemsize)
 
     def everything(self, buffer: Buffer, count: int) -> list[Array]:
         """Return the elements of all ranks, on every rank."""
@@ -84,8 +84,8 @@ class _OneChunk:
             for r, (start, count) in enumerate(cut)
         ]
 
-    def combine_own(self, buffer: Buffer, whole: Array, cut: Sequence[Span], out: Array) -> None:
-        """Send each rank its share of a buffer, and combine this rank's of all into ``out``."""
+    def share(self, buffer: Buffer, cut: Sequence[Span], out: Array | None = None) -> None:
+        """Send each rank its share of a buffer, and combine this rank's, by default in place."""
         me, dtype = self.me, self.dtype
         start, mine = cut[me]
         memory = scratch(self.group, self.n * mine * dtype.itemsize)
@@ -96,76 +96,48 @@ class _OneChunk:
             self.tag,
         )
         if mine:
-            stack = memory.view(dtype.numpy)
+            stack, own = memory.view(dtype.numpy), self.array(buffer, start, mine)
             sources = [stack[r * mine : (r + 1) * mine] for r in range(self.n)]
-            sources[me] = whole[start : start + mine]
-            self.combine(sources, out)
+            sources[me] = own
+            self.combine(sources, own if out is None else out)
 
-
-def _all_reduce(chunk: _OneChunk) -> Run:
-    n, me, dtype = chunk.n, chunk.me, chunk.dtype
-
-    def all_reduce(send: None, recv: Buffer, count: int, root: int) -> None:
+    def all_reduce(self, send: None, recv: Buffer, count: int, root: int) -> None:
+        n, nbytes = self.n, self.n * count * self.dtype.itemsize
         if not count:
             return
-        whole, nbytes = chunk.array(recv, count), n * count * dtype.itemsize
-        if nbytes <= chunk.small or (count < n and nbytes <= chunk.stack):
-            chunk.combine(chunk.everything(recv, count), whole)
+        if nbytes <= self.small or (count < n and nbytes <= self.stack):
+            self.combine(self.everything(recv, count), self.array(recv, 0, count))
             return
         cut = shares_of(count, n)
-        start, mine = cut[me]
-        chunk.combine_own(recv, whole, cut, whole[start : start + mine])
-        going = chunk.messages(recv, [(start, mine)] * n)
-        exchange(chunk.comm, going, chunk.messages(recv, cut), chunk.tag)
+        self.share(recv, cut)
+        own = self.messages(recv, [cut[self.me]] * n)
+        exchange(self.comm, own, self.messages(recv, cut), self.tag)
 
-    return all_reduce
-
-
-def _reduce(chunk: _OneChunk) -> Run:
-    n, me, dtype = chunk.n, chunk.me, chunk.dtype
-
-    def reduce(send: None, recv: Buffer, count: int, root: int) -> None:
+    def reduce(self, send: None, recv: Buffer, count: int, root: int) -> None:
+        n, me, dtype = self.n, self.me, self.dtype
         if not count:
             return
-        whole = chunk.array(recv, count)
-        if n * count * dtype.itemsize <= chunk.small:
-            cut = [(0, count if r == root else 0) for r in range(n)]
-            chunk.combine_own(recv, whole, cut, whole[: cut[me][1]])
+        if n * count * dtype.itemsize <= self.small:
+            self.share(recv, [(0, count if r == root else 0) for r in range(n)])
             return
         cut = shares_of(count, n)
-        start, mine = cut[me]
+        going: list[Message | None] = [None] * n
+        coming: list[Message | None] = [None] * n
         if me == root:
-            chunk.combine_own(recv, whole, cut, whole[start : start + mine])
-            exchange(chunk.comm, [None] * n, chunk.messages(recv, cut), chunk.tag)
+            self.share(recv, cut)
+            coming = self.messages(recv, cut)
         else:
-            out = np.empty(mine, dtype.numpy)
-            chunk.combine_own(recv, whole, cut, out)
-            own = message(out.view(np.uint8), mine, dtype) if mine else None
-            going = [own if r == root else None for r in range(n)]
-            exchange(chunk.comm, going, [None] * n, chunk.tag)
+            out = np.empty(cut[me][1], dtype.numpy)
+            self.share(recv, cut, out)
+            if out.size:
+                going[root] = message(out.view(np.uint8), out.size, dtype)
+        exchange(self.comm, going, coming, self.tag)
 
-    return reduce
-
-
-def _reduce_scatter(chunk: _OneChunk) -> Run:
-    n = chunk.n
-
-    def reduce_scatter(send: Buffer, recv: Buffer, count: int, root: int) -> None:
+    def reduce_scatter(self, send: Buffer, recv: Buffer, count: int, root: int) -> None:
         if count:
-            cut = [(r * count, count) for r in range(n)]
-            whole = chunk.array(send, n * count)
-            chunk.combine_own(send, whole, cut, chunk.array(recv, count))
+            cut = [(r * count, count) for r in range(self.n)]
+            self.share(send, cut, self.array(recv, 0, count))
 
-    return reduce_scatter
-
-
-#: By the name of the primitive.
-_ONE_CHUNK: dict[str, Callable[[_OneChunk], Run]] = {
-    "all_reduce": _all_reduce,
-    "reduce": _reduce,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_single": _reduce_scatter,
-}
 
 ROUTE = Route(
     __name__,

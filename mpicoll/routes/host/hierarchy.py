@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,7 +17,7 @@ from mpicoll import control_messages
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.plan import CallKind
 from mpicoll.core.signature import describe, encode_kind
-from mpicoll.dtypes import DType, ReduceOp, by_name
+from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.failures import lost_ranks
 from mpicoll.failures.consistency import describe_by_rank
@@ -29,14 +29,17 @@ from mpicoll.serialized_mpi import create_group
 if TYPE_CHECKING:
     from mpicoll.routes.host.shared import Shared
 
-__all__ = ["Hierarchy", "HierarchyCall", "get_or_create", "make_part", "node_of"]
+__all__ = [
+    "ApartError", "Hierarchy", "HierarchyCall", "Place", "get_or_create", "level_arithmetic",
+    "make_part", "node_of", "places_of",
+]  # fmt: skip
 
 #: Minimum size in bytes of a rail's share; short messages use fewer rails.
 SHARE = 4 * 1024
 
 
 class Place(NamedTuple):
-    """The position of a rank: the number of its node, and its index among the node's ranks."""
+    """The position of a rank: the number of its node or cluster, and its index in it."""
 
     node: int
     place: int
@@ -62,7 +65,7 @@ class Hierarchy:
     ) -> None:
         self.group = group
         self.nodes = nodes
-        self.places = _places(nodes)
+        self.places = places_of(nodes)
         self.me = self.places[group.rank()]
         self.rails = min(map(len, nodes))
         self.even = self.rails == max(map(len, nodes))
@@ -93,12 +96,12 @@ class Hierarchy:
             if part is not None:
                 part.fail(error)
         if self._memory is not None:
-            self._memory.leave_or_close(alone)
+            self._memory.leave(alone)
         if self.rail is not None:
             lost_ranks.revoke(self.rail)
 
     def scratch(self, nbytes: int) -> int:
-        """Return the address of ``nbytes`` bytes of the group's scratch memory."""
+        """Return the address of ``nbytes`` bytes of scratch memory."""
         return scratch(self.group, nbytes).ctypes.data
 
     def shares(self, count: int, itemsize: int) -> list[tuple[int, int]]:
@@ -106,20 +109,6 @@ class Hierarchy:
         share = max(-(-count // self.rails), SHARE // itemsize)
         starts = [min(count, rail * share) for rail in range(self.rails)]
         return [(start, min(share, count - start)) for start in starts]
-
-    @contextmanager
-    def call(self, kind: CallKind, root: int, count: int) -> Iterator[HierarchyCall]:
-        """Run one call of the group; raise MismatchError on all ranks if their calls differ."""
-        call = HierarchyCall(self, kind, root, count)
-        try:
-            yield call
-        except _ApartError:
-            own = describe(call.signature, count)
-            words = control_messages.allgather(self.group.tested, own, str)
-            raise MismatchError(
-                f"{kind.primitive} on rank {self.group.rank()} of group {self.group.group_name}: "
-                f"collective mismatch: the ranks made different calls: {describe_by_rank(words)}"
-            ) from None
 
 
 def get_or_create(group: ProcessGroup) -> Hierarchy | None:
@@ -141,7 +130,7 @@ def _create(group: ProcessGroup) -> Hierarchy | None:
     largest = max(map(len, nodes))
     if len(nodes) == 1 or not 1 < largest <= shared.MAX_RANKS:
         return None
-    ranks = nodes[_places(nodes)[group.rank()].node]
+    ranks = nodes[places_of(nodes)[group.rank()].node]
     node = make_part(group, ranks)
     memory = shared.create(node) if len(ranks) > 1 else None
     node.inner.Free()  # ranks that share memory need no messages
@@ -170,14 +159,23 @@ def node_of() -> str:
         return ""
 
 
-def _places(nodes: Sequence[Sequence[int]]) -> list[Place]:
-    """Return the position of each rank."""
+def places_of(nodes: Sequence[Sequence[int]]) -> list[Place]:
+    """Return the position of each rank, given the ranks of each node."""
     found = {
         rank: Place(node, place)
         for node, ranks in enumerate(nodes)
         for place, rank in enumerate(ranks)
     }
     return [found[rank] for rank in range(len(found))]
+
+
+def level_arithmetic(dtype: DType, op: ReduceOp) -> tuple[DType, ReduceOp]:
+    """Return the dtype that both levels send, and the operation by which they combine it: sums and
+    products of narrow floats are float32, and an average is a sum that is divided at the end.
+    """
+    exact = op in (ReduceOp.MIN, ReduceOp.MAX)
+    wide = by_name["float32"] if dtype.kind is Kind.NARROW_FLOAT and not exact else dtype
+    return wide, ReduceOp.SUM if op is ReduceOp.AVG else op
 
 
 def make_part(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
@@ -208,65 +206,59 @@ def _freed_with() -> int:
 # --- one call -----------------------------------------------------------------------------------
 
 
-class _ApartError(Exception):
+class ApartError(Exception):
     """A collective mismatch that all ranks have detected."""
 
 
 class HierarchyCall:
     """The common part of all calls.
 
-    signature: of the call; must be the same on all ranks.
-    number:    hash of signature and count.
+    number: hash of signature and count.
     """
 
     def __init__(self, hierarchy: Hierarchy, kind: CallKind, root: int, count: int) -> None:
-        self.signature = encode_kind(kind.primitive, kind.dtype, kind.op, root)
-        words = f"{self.signature} {count}".encode()
-        self.number = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big")
-        self._kind = kind
-        self._hierarchy = hierarchy
+        self.root, self.count = root, count
+        self._signature = encode_kind(kind.primitive, kind.dtype, kind.op, root)
+        words = f"{self._signature} {count}".encode()
+        self._number = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big")
+        self._kind, self._hierarchy = kind, hierarchy
         self._memory = hierarchy.memory()
         self._agreed = False
 
-    def transfer(
-        self, places: int = 1, most: int = 0, puts: Sequence[Put] = (), gets: Sequence[Get] = ()
-    ) -> Transfer:
-        """Return a rank's part of an exchange on its node; places and most are its node's."""
-        return Transfer(places, most, self.number, puts, gets)
-
-    def exchange(self, transfer: Transfer, dtype: DType, op: ReduceOp | None = None) -> None:
-        """Carry out this rank's part of an exchange on its node: all its ranks call.
+    def exchange(
+        self, dtype: DType, places: int = 1, most: int = 0, puts: Sequence[Put] = (),
+        gets: Sequence[Get] = (), op: ReduceOp | None = None,
+    ) -> None:  # fmt: skip
+        """Run this rank's part of an exchange on its node; see Transfer. All its ranks call.
 
         op: the blocks got are combined into the place of the first; None: they are copied.
         """
-        if self._memory is None:  # alone: what there is to get was put here
-            for _, place, to, count in transfer.gets:
-                ctypes.memmove(to, transfer.puts[place].address, count * dtype.itemsize)
+        if self._memory is None:  # alone: it gets its own blocks
+            for _, place, to, count in gets:
+                ctypes.memmove(to, puts[place].address, count * dtype.itemsize)
             return
         try:
+            transfer = Transfer(places, most, self._number, puts, gets)
             self._memory.exchange(self._kind._replace(dtype=dtype, op=op), transfer, 0)
         except MismatchError:
             if not self._agreed:
                 self._compare(0)
-            raise _ApartError from None
+            raise ApartError from None
 
     def agree(self) -> None:
-        """Agree on a call, after its first exchange and before its first message to another node.
-
-        Ranks that are on no rail learn from the next exchange that the nodes do not agree.
+        """Compare the nodes' calls, after the first exchange and before the first message to
+        another node. Ranks that are on no rail detect a mismatch in the next exchange.
         """
-        if self._agreed or self._compare(self.number):
+        if self._agreed or self._compare(self._number):
             return
         if self._memory is not None and self._hierarchy.rails != len(self._hierarchy.here):
-            with suppress(MismatchError):
-                other = self.transfer()._replace(total=0)
-                self._memory.exchange(
-                    self._kind._replace(dtype=by_name["float32"], op=None), other, 0
-                )
-        raise _ApartError
+            self._number = 0
+            with suppress(ApartError):
+                self.exchange(by_name["float32"])
+        raise ApartError
 
     def _compare(self, number: int) -> bool:
-        """Return whether all nodes have this number; 0 is none: the ranks of this node differ."""
+        """Return whether all nodes have this number; 0: the calls on this node differ."""
         self._agreed = True
         if self._hierarchy.rail is None:
             return True
@@ -274,3 +266,12 @@ class HierarchyCall:
         rail = self._hierarchy.rail
         rail.wait_for(rail.inner.Iallreduce(MPI.IN_PLACE, least, MPI.MIN))
         return bool(least[0] == -least[1])
+
+    def mismatch(self) -> MismatchError:
+        """Return the error that lists the calls. All ranks call."""
+        group, own = self._hierarchy.group, describe(self._signature, self.count)
+        words = control_messages.allgather(group.tested, own, str)
+        return MismatchError(
+            f"{self._kind.primitive} on rank {group.rank()} of group {group.group_name}: "
+            f"collective mismatch: the ranks made different calls: {describe_by_rank(words)}"
+        )

@@ -53,9 +53,7 @@ def packed(kind: CallKind, inner: Run, takes_lists: Callable[[int], bool]) -> Ru
 
 
 def _chunks(extent: Extent, step: int, itemsize: int) -> Iterator[tuple[Extent, slice]]:
-    """Yield the extent of each chunk, and where in the bytes of a block it is; blocks of different
-    sizes are one chunk.
-    """
+    # Blocks of different sizes are one chunk.
     if not isinstance(extent, int):
         yield extent, slice(None)
         return

@@ -108,9 +108,7 @@ class _ByPlace(Implementation):
 
 
 def _compared(kind: CallKind, inner: Implementation) -> Implementation:
-    """Return an implementation that first compares the ranks' calls, in a group that compares every
-    call.
-    """
+    """Return ``inner`` preceded by the comparison of calls, in a group that compares every call."""
     primitive, group, op, dtype = kind
     if group.size() == 1:
         return inner
@@ -203,9 +201,7 @@ class _BySize(Implementation):
 
 
 def _find_uneven(kind: CallKind) -> Run | None:
-    """Return the function that runs calls with different blocks, by the first route that serves
-    them; None if there is none.
-    """
+    """Return the function that runs calls with different blocks, or None."""
     routes = (r for r in registry.HOST.values() if kind.primitive.name in r.serves.uneven)
     route = next((route for route in routes if route.can_run_kind(kind)), None)
     if route is None:

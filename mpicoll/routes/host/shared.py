@@ -52,7 +52,7 @@ from mpicoll.routes.transfers import Transfer, addresses, cut, misfit
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["ROUTE", "Exchange", "Shared", "blocks_of_call", "create", "get_or_create"]
+__all__ = ["ROUTE", "Exchange", "Native", "Shared", "blocks_of_call", "create", "get_or_create"]
 
 #: Maximum size in bytes of a slot, which is the data of a round, and of all ranks' slots.
 SLOT, MAX_SEGMENT_BYTES = 256 * 1024, 48 * 1024 * 1024
@@ -65,8 +65,8 @@ FLAT_MAX_RANKS = 8
 #: elements: one wait instead of two.
 ONE_SHOT_MAX_BYTES = 16 * 1024
 
-#: Number of polls before a waiting rank sleeps, at about 40 to 140 cycles each; the second number
-#: applies if there are fewer processors than runnable threads.
+#: Number of polls, of 40 to 140 cycles each, before a waiting rank sleeps; the second one applies
+#: if there are fewer processors than runnable threads.
 SPIN_COUNT, CROWDED_SPIN_COUNT = 2000, 50
 #: Seconds to spin for the other ranks before handing an async call to the progress thread.
 INLINE_WAIT_S = 1e-3
@@ -76,12 +76,7 @@ _MISMATCHED, _MOVED, _NO_ROOM, _WRONG_SIZE = range(4)  # results, as in shared.h
 
 
 class Shared:
-    """The shared-memory segment of a group.
-
-    kernels: the C library.
-    pointer: address of its description of the segment.
-    slot:    size of a slot in bytes.
-    """
+    """The shared-memory segment of a group; ``pointer`` is the address of its C structure."""
 
     def __init__(self, group: ProcessGroup, segment: Segment, slot: int) -> None:
         assert kernels is not None
@@ -102,10 +97,8 @@ class Shared:
         )
 
     def build(self, kind: CallKind) -> Implementation:
-        """Return the implementation for calls of one kind.
-
-        It raises MismatchError on all ranks if primitive, count, dtype, reduce operation or root
-        differ.
+        """Return the implementation, which raises MismatchError on all ranks if primitive, count,
+        dtype, reduce operation or root differ.
         """
         if not kind.primitive.even:
             return Exchange(self, kind)
@@ -135,9 +128,9 @@ class Shared:
 
         native_calls = [self.native_call(self, LISTS, lists, at)]
         if kind.primitive.root:
-            return _Native(run_blocks, native_calls, None)
+            return Native(run_blocks, native_calls)
         native_calls.append(self.native_call(self, FUSED, fused, at))
-        return _Native(run_blocks, native_calls, run_fused)
+        return Native(run_blocks, native_calls, run_fused)
 
     def native_call(self, owner: Any, shape: int, function: Any, argument: int) -> NativeCall:
         """Return the native call of a function of the C library."""
@@ -152,11 +145,11 @@ class Shared:
         return self.native_call(self, COMPARE, self.kernels.shared_compare, self.pointer)
 
     def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
-        """Raise the error of a call that failed on the native fast path; see NativeCall."""
+        """Raise the error of a failed native call."""
         raise self.failure()
 
     def exchange(self, kind: CallKind, transfer: Transfer, root: int) -> None:
-        """Run this rank's part of a call whose blocks may differ in size; see ``build``."""
+        """Run this rank's part of a call whose blocks may differ in size."""
         group, described = self._group, self.described(kind)
         parts = described.numbers_per_element
         puts = np.array([(at, count * parts) for at, count in transfer.puts], _BLOCK)
@@ -173,9 +166,7 @@ class Shared:
 
     def call(self, function: Callable[..., int], *arguments: Any) -> int:
         """Run the current call by a function of the C library, whose last argument is the call
-        number; return its result.
-
-        A result of 0 raises MismatchError on all ranks, or the group's error if it has failed.
+        number; raise the error if its result is 0.
         """
         result: int = self._run(function, *arguments, self._group.sequence)
         if not result:
@@ -195,16 +186,14 @@ class Shared:
         assert dtype is not None
         by = None if op is None else find_loop(op, dtype, kind.exact)
         parts = 1 if by is None else by.elements
+        one_shot = ONE_SHOT_MAX_BYTES // max(1, self._segment.n - 1)
         return self.kernels.CallPlan(
             shared=self.pointer,
             signature=encode_kind(primitive, dtype, op, 0),
             divisor=max(1, len(kind.combined)) if op is ReduceOp.AVG else 1,
             size=dtype.itemsize // parts,
             numbers_per_element=parts,
-            one_shot_max_count=ONE_SHOT_MAX_BYTES
-            // max(1, self._segment.n - 1)
-            * parts
-            // dtype.itemsize,
+            one_shot_max_count=one_shot * parts // dtype.itemsize,
             format=-1 if by is None else self.kernels.format(by.format.encode()),
             operation=0 if by is None else by.operation,
             many_blocks=primitive.many_in,
@@ -228,40 +217,34 @@ class Shared:
             self._segment.spin_count = self._spin_count
 
     def should_run_inline(self, kind: int, count: int) -> bool:
-        """Return True if an async call should run inline: every rank has entered it, and the
-        progress thread has no free processor.
-
-        kind: from ``encode_kind``; count: number of elements, or another number to compare.
+        """Return whether every rank has entered an async call, and the progress thread has no free
+        processor. The call is given by ``encode_kind`` and its count, or another number.
         """
         if not self._crowded_beside:
             return False
         number = (self._group.sequence + 1) & 0xFFFFFFFF
-        count *= _parts(kind)
         wait_ns = round(1e9 * INLINE_WAIT_S)
-        return bool(self.kernels.shared_all_entered(self.pointer, number, kind, count, wait_ns))
+        asks, count = self.kernels.shared_all_entered, count * _parts(kind)
+        return bool(asks(self.pointer, number, kind, count, wait_ns))
 
     def agree(self, kind: int, count: int) -> None:
-        """Compare the ranks' calls; when this returns, all ranks have entered theirs.
-
-        kind: with the root; count: number of elements, or another number to compare.
-        Raises MismatchError on all ranks if the calls differ.
+        """Wait until all ranks have entered their calls; raise MismatchError on all of them if the
+        calls differ in ``kind``, with the root, or ``count``.
         """
-        count *= _parts(kind)
         agree, number = self.kernels.shared_compare, self._group.sequence
-        if not self._run(agree, self.pointer, number, kind, count):
+        if not self._run(agree, self.pointer, number, kind, count * _parts(kind)):
             raise self.failure()
 
     def compare(self, kind: int, number: int) -> bool:
-        """Compare two numbers on all ranks; see ``signature.compared``.
-
-        Returns False on all ranks if they differ. Raises MismatchError on all ranks if one of them
-        runs another call on this segment instead.
+        """Return whether two numbers are the same on all ranks; see ``signature.compared``. Raises
+        MismatchError on all ranks if one of them runs another call on this segment instead.
         """
         agree, call = self.kernels.shared_compare, self._group.sequence
         if self._run(agree, self.pointer, call, kind, number):
             return True
         left = self._segment.aborted or self.kernels.shared_closed_by(self.pointer) >= 0
-        if not left and all(is_comparison(each) for each, _ in self._calls()):
+        calls = self._calls()
+        if not left and all(is_comparison(each) for each, _ in calls):
             return False
         raise self.failure()
 
@@ -275,17 +258,14 @@ class Shared:
             found.append((kind.value, count.value))
         return found
 
-    def leave(self) -> None:
-        """Stop waiting for other ranks: current and later calls raise the group's error."""
-        self._segment.aborted = 1
-
-    def close(self) -> None:
-        """Make all ranks leave."""
-        self.kernels.shared_close(self.pointer)
-
-    def leave_or_close(self, alone: bool) -> None:
-        """Leave, or make all ranks leave if not ``alone``."""
-        self.leave() if alone else self.close()
+    def leave(self, alone: bool = True) -> None:
+        """Make this rank (``alone``) or all ranks stop waiting: current and later calls raise the
+        group's error.
+        """
+        if alone:
+            self._segment.aborted = 1
+        else:
+            self.kernels.shared_close(self.pointer)
 
     def failure(self) -> BaseException:
         """Return the error of the last call, and remove the call from the group's log."""
@@ -303,20 +283,22 @@ class Shared:
             self._group.drop_last()
         calls = self._calls()
         texts = [describe(kind, count // _parts(kind)) for kind, count in calls]
-        name = texts[self._segment.me].partition(" ")[0]
+        own = texts[self._segment.me]
         if any(is_list(kind) for kind, _ in calls):  # only its rank knows the sizes of a list
-            own = texts[self._segment.me]
             texts = control_messages.allgather(self._group.tested, own, str)
+        rank = f"rank {self._segment.me} of group {self._group.group_name}"
         return MismatchError(
-            f"{name} on rank {self._segment.me} of group {self._group.group_name}: collective "
-            f"mismatch: the ranks made different calls: {describe_by_rank(texts)}"
+            f"{own.partition(' ')[0]} on {rank}: collective mismatch: the ranks made different "
+            f"calls: {describe_by_rank(texts)}"
         )
 
 
-class _Native(Implementation):
-    """Calls through slots, with their native calls."""
+class Native(Implementation):
+    """``run`` with its native calls, and its version for segment tables."""
 
-    def __init__(self, run: Run, native_calls: Sequence[NativeCall], fused: Run | None) -> None:
+    def __init__(
+        self, run: Run, native_calls: Sequence[NativeCall], fused: Run | None = None
+    ) -> None:
         super().__init__(run)
         self._native_calls, self._fused = native_calls, fused
 
@@ -364,9 +346,8 @@ class Exchange(Implementation):
             self.finish(result, send, recv, extent)
 
     def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
-        """Finish a call after its first round: move the blocks that did not fit in it.
-
-        Raises MismatchError on all ranks if a block's sizes differ on its sender and receiver.
+        """Move the blocks that did not fit in the first round. Raises MismatchError on all ranks if
+        a block's sizes differ on its sender and receiver.
         """
         assert isinstance(extent, Blocks)
         if result == _MISMATCHED:
@@ -397,7 +378,6 @@ def blocks_of_call(kind: CallKind, send: Any, recv: Any, extent: Extent) -> tupl
 
 
 def _address(function: Any) -> int:
-    """Return the address of a function of the C library."""
     found = ctypes.cast(function, ctypes.c_void_p).value
     assert found is not None
     return found
@@ -419,7 +399,7 @@ def get_or_create(group: ProcessGroup) -> Shared | None:
         "shared",
         lambda: create(group) if 1 < group.size() <= MAX_RANKS else None,
         abandon=lambda _: None,
-        leave=Shared.leave_or_close,
+        leave=Shared.leave,
     )
 
 

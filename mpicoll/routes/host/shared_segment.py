@@ -73,9 +73,8 @@ _allocated: dict[int, tuple[int, str, int]] = {}
 
 
 def allocate(nbytes: int) -> mmap.mmap | None:
-    """Return zeroed memory that other processes of this node can map; None if that fails.
-
-    As in ``share`` it is a file, which stays open as long as the memory is used.
+    """Return zeroed memory that other processes of this node can map, or None. It is a file, which
+    stays open as long as the memory is used.
     """
     name, size = f"mpicoll-{secrets.token_hex(16)}", max(nbytes, 1)
     file = _made(name, size)
@@ -99,9 +98,7 @@ def _forget(start: int, file: int) -> None:
 
 
 def place(start: int, nbytes: int) -> list[Any] | None:
-    """Return file name, path and offset of an address in memory of ``allocate``; None for other
-    memory.
-    """
+    """Return file name, path and offset of an address in memory of ``allocate``, or None."""
     for begin, (size, name, file) in list(_allocated.items()):
         if begin <= start and start + nbytes <= begin + size:
             return [name, f"/proc/{os.getpid()}/fd/{file}", start - begin]
@@ -122,12 +119,10 @@ def attach(name: str, where: str) -> mmap.mmap | None:
 
 
 def _mapped(file: int, size: int) -> mmap.mmap:
-    """Map a file without keeping its descriptor open. Raises OSError.
-
-    Before Python 3.13, mmap always keeps it open, so map the file over anonymous memory.
-    """
+    """Map a file without keeping its descriptor open. Raises OSError."""
     if sys.version_info >= (3, 13):
         return mmap.mmap(file, size, trackfd=False)
+    # Before Python 3.13, mmap keeps it open: map the file over anonymous memory.
     memory = mmap.mmap(-1, size)
     place = np.frombuffer(memory, np.uint8).ctypes.data
     shared = mmap.MAP_SHARED | _MAP_FIXED
@@ -171,5 +166,4 @@ def _opened(name: str, where: str) -> int | None:
 
 
 def _processors() -> set[int]:
-    """Return the processors that this process may run on."""
     return os.sched_getaffinity(0)

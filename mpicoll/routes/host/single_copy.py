@@ -15,13 +15,14 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from mpicoll import settings
-from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation, NativeCall
+from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation
 from mpicoll.core.signature import encode_kind
 from mpicoll.kernels.calls import LISTS
 from mpicoll.kernels.library import kernels
@@ -36,11 +37,7 @@ __all__ = ["ROUTE", "SingleCopy", "find_obstacle", "get_or_create"]
 
 
 class SingleCopy:
-    """A group whose ranks can read and write each other's memory.
-
-    memory:    their shared-memory segment.
-    processes: the C library's description of the ranks' processes.
-    """
+    """A group whose ranks can read and write each other's memory."""
 
     def __init__(self, group: ProcessGroup, memory: Shared, peers: _Peers) -> None:
         self.memory = memory
@@ -51,10 +48,8 @@ class SingleCopy:
         self._kept: list[Any] = [peers]  # the C library has the addresses of their memory
 
     def build(self, kind: CallKind) -> Implementation:
-        """Return the implementation for calls of one kind.
-
-        It raises MismatchError on all ranks if primitive, count, dtype or root differ, or if a
-        block of all_to_all has different sizes on its sender and receiver.
+        """Return the implementation, which raises MismatchError on all ranks if primitive, count,
+        dtype or root differ, or if a block of all_to_all has two sizes.
         """
         primitive, _, _, dtype = kind
         assert dtype is not None
@@ -68,37 +63,25 @@ class SingleCopy:
         )  # fmt: skip
         self._kept += histories, plan
         at = ctypes.addressof(plan)
-        if primitive.even:
-            return _Copies(self, kind, at)
-        function = library.single_copy_all_to_all
-        return shared.Exchange(self.memory, kind, None, function, at, owner=self)
+        if not primitive.even:
+            function = library.single_copy_all_to_all
+            return shared.Exchange(self.memory, kind, None, function, at, owner=self)
+        function = library.single_copy_lists
 
+        def run(
+            send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
+        ) -> None:
+            out, into = shared.blocks_of_call(kind, recv if send is None else send, recv, extent)
+            self.memory.call(function, at, out.ctypes.data, into.ctypes.data, extent, root)
 
-class _Copies(Implementation):
-    """Calls of one kind, except all_to_all."""
-
-    def __init__(self, copies: SingleCopy, kind: CallKind, at: int) -> None:
-        self._copies, self._kind, self._at = copies, kind, at
-        self._memory, self._function = copies.memory, copies.memory.kernels.single_copy_lists
-
-    def native_calls(self) -> tuple[NativeCall]:
-        """Return the native call."""
-        return (self._memory.native_call(self, LISTS, self._function, self._at),)
+        return shared.Native(run, [self.memory.native_call(self, LISTS, function, at)])
 
     def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
-        """Raise why a native call failed; see NativeCall."""
-        raise self._memory.failure()
-
-    def run(
-        self, send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
-    ) -> None:
-        """Run one call."""
-        out, into = shared.blocks_of_call(self._kind, recv if send is None else send, recv, extent)
-        self._memory.call(self._function, self._at, out.ctypes.data, into.ctypes.data, extent, root)
+        """Raise the error of a failed native call."""
+        raise self.memory.failure()
 
 
 def _make_histories() -> Any:
-    """Return the memory in which the C library stores measured times of calls."""
     assert kernels is not None
     return np.zeros(kernels.single_copy_histories(), np.uint8)
 
@@ -118,9 +101,8 @@ class _Peers(NamedTuple):
 
 
 class _Attempt(NamedTuple):
-    """The result of ``_create``: ``copies`` is None on all ranks or on none.
-
-    why: the reason why this rank cannot copy; "" if it can.
+    """The result of ``_create``: ``copies`` is None on all ranks or on none; ``why`` is the reason
+    why this rank cannot copy, or "".
     """
 
     copies: SingleCopy | None
@@ -139,9 +121,7 @@ def _create(group: ProcessGroup) -> _Attempt:
     if memory is None:
         return _Attempt(None, "the ranks share no memory")
     peers = _find_peers(group)
-    # Reads first, because a process id may belong to another process in another namespace.
-    for attempt in (_allow, _read, _write, _compare):
-        why = attempt(memory, group.rank(), peers)
+    for why in _try(memory, group.rank(), peers):
         able = np.array([not why], np.uint8)
         group.tested.Allreduce(MPI.IN_PLACE, able, MPI.MIN)
         if not able[0]:
@@ -160,55 +140,41 @@ def _find_peers(group: ProcessGroup) -> _Peers:
     return _Peers(pids, words, tokens, own)
 
 
-def _allow(memory: Shared, me: int, peers: _Peers) -> str:
-    """Return why this rank may not try."""
+def _try(memory: Shared, me: int, peers: _Peers) -> Iterator[str]:
+    """Yield after each step why this rank failed, or "". If one rank fails, no rank continues."""
+    why, n = "", len(peers.pids)
+    others = [rank for rank in range(n) if rank != me]
     if settings.SINGLE_COPY.is_set_to("0"):
-        return f"{settings.SINGLE_COPY.name}=0"
-    if memory.kernels.single_copy_descriptor_size(len(peers.pids)) > memory.slot:
-        return "the shared memory has no room for the addresses of all ranks"
-    return ""
-
-
-def _read(memory: Shared, me: int, peers: _Peers) -> str:
-    """Return why this rank cannot read another rank's word."""
+        why = f"{settings.SINGLE_COPY.name}=0"
+    elif memory.kernels.single_copy_descriptor_size(n) > memory.slot:
+        why = "the shared memory has no room for the addresses of all ranks"
+    yield why
+    # Reads first, because a process id may belong to another process in another namespace.
     word = np.zeros(1, np.uint64)
-    for rank in _others(me, peers):
+    for rank in others:
         error = _copy(peers.pids[rank], False, word, peers.tokens[rank])
         if error:
-            return f"rank {rank}'s memory cannot be read: {os.strerror(error)}"
-        if word[0] != peers.words[rank]:
-            return f"rank {rank} has another process number here: they are in different containers"
-    return ""
-
-
-def _write(memory: Shared, me: int, peers: _Peers) -> str:
-    """Return why this rank cannot write its word into another's place for it."""
-    for rank in _others(me, peers):
+            why = f"rank {rank}'s memory cannot be read: {os.strerror(error)}"
+        elif word[0] != peers.words[rank]:
+            why = f"rank {rank} has another process number here: they are in different containers"
+    yield why
+    for rank in others:
         place = peers.tokens[rank] + np.uint64(8 * me) - np.uint64(8 * rank)
         error = _copy(peers.pids[rank], True, peers.own[me : me + 1], place)
         if error:
-            return f"rank {rank}'s memory cannot be written: {os.strerror(error)}"
-    return ""
-
-
-def _compare(memory: Shared, me: int, peers: _Peers) -> str:
-    """Return which word was not written into this rank's memory."""
-    for rank in _others(me, peers):
+            why = f"rank {rank}'s memory cannot be written: {os.strerror(error)}"
+    yield why
+    for rank in others:
         if peers.own[rank] != peers.words[rank]:
-            return f"what rank {rank} has written into this rank's memory is not there"
-    return ""
-
-
-def _others(me: int, peers: _Peers) -> list[int]:
-    return [rank for rank in range(len(peers.pids)) if rank != me]
+            why = f"the word that rank {rank} has written into this rank's memory is not there"
+    yield why
 
 
 def _copy(pid: Any, writes: bool, word: Any, there: Any) -> int:
     """Copy a word from or to another process; return 0, or the number of the system's error."""
     assert kernels is not None
-    error: int = kernels.single_copy_bytes(
-        int(pid), writes, word.ctypes.data, int(there), word.nbytes
-    )
+    copy, address = kernels.single_copy_bytes, word.ctypes.data
+    error: int = copy(int(pid), writes, address, int(there), word.nbytes)
     return error
 
 

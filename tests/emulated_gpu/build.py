@@ -30,6 +30,8 @@ import urllib.parse
 import urllib.request
 from pathlib import Path
 
+from write_stubs import write_stubs
+
 HERE = Path(__file__).resolve().parent
 REQUIREMENTS = ("cython", "nvidia-cuda-runtime", "nvidia-cuda-crt", "nvidia-cuda-nvrtc")
 PACKAGES = ("cupy", "cupy_backends", "cupyx")
@@ -52,7 +54,7 @@ cudaError_t cudaProfilerStop(void);
 }
 #endif
 """
-#: Prints the folder of the packages, CuPy's version and the index that pip uses.
+#: Prints the folders of the packages and of Python's headers, and CuPy's version.
 INSPECT = """
 import sysconfig
 from importlib import metadata
@@ -164,7 +166,7 @@ def compile_library(environment: Environment, folder: Path, sources: list[Path])
     definitions = {
         "PYTHON": str(environment.python.absolute()),
         "TRANSLATOR": str(HERE / "ptx.py"),
-        "TRANSLATOR_VERSION": digest(*sorted(HERE.glob("ptx*")))[:16],
+        "TRANSLATOR_VERSION": digest(*sorted([*HERE.glob("ptx*"), HERE / "kernel.h"]))[:16],
     }
     options = [*CFLAGS, *(f'-D{name}="{value}"' for name, value in definitions.items())]
     stamp = Stamp(folder, "library", *options, *sources, *sorted(HERE.glob("*.h")))
@@ -240,7 +242,10 @@ def main() -> None:
     environment, folder = Environment(Path(sys.argv[1]).absolute()), Path(sys.argv[2]).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     source = download_source(environment, folder)
-    library = compile_library(environment, folder, sorted(HERE.glob("*.c")))
+    sources = sorted(HERE.glob("*.c"))
+    stubs = folder / "stubs.c"
+    write_stubs(source, stubs, sources)
+    library = compile_library(environment, folder, [*sources, stubs])
     module = compile_module(environment, folder, source, library)
     site = assemble_site(environment, folder, module)
     print(f"the emulated device is ready: . {write_variables(folder, site)}")

@@ -12,10 +12,19 @@ import re
 from collections import ChainMap
 from collections.abc import Callable
 
-from ptx import (
-    SIZES, Block, Function, Instruction, Label, Module, UnsupportedError, Variable, declared, place,
+from ptx_parser import (
+    SIZES,
+    Block,
+    Function,
+    Instruction,
+    Label,
+    Module,
+    UnsupportedError,
+    Variable,
+    declared,
+    place,
     split_operands,
-)  # fmt: skip
+)
 
 SPACES = ("const", "global", "local", "param", "shared")
 ORDERS = {
@@ -37,6 +46,16 @@ COMPARISONS = {
     "hi": ">", "hs": ">=",
 }  # fmt: skip
 LOGIC = {"and": "&", "or": "|", "xor": "^"}
+COMPARISON_MODIFIERS = {
+    *COMPARISONS,
+    *(f"{one}u" for one in COMPARISONS),
+    "num",
+    "nan",
+    *LOGIC,
+    "ftz",
+}
+ATOMIC_OPERATIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
+ATOMIC_MODIFIERS = {*ATOMIC_OPERATIONS, "noftz", *ORDERS, *MEMORY, *SCOPES}
 FORMATS = ("f16", "bf16", "tf32", "e4m3", "e5m2")
 SPECIAL = {
     "%laneid": "(thread->number % 32)",
@@ -372,7 +391,7 @@ class FunctionWriter:
             return self.write(one.operands[0], one.type, value)
         # Signed integers wrap around like unsigned ones.
         if one.opcode in ("add", "sub"):
-            x, y = self._reads(one, bits_type("b%d" % (8 * SIZES[one.type])))
+            x, y = self._reads(one, f"u{8 * SIZES[one.type]}")
             return self.write(one.operands[0], one.type, f"{x} {'+-'[one.opcode == 'sub']} {y}")
         value, type = self._product(one)
         if len(one.operands) > 3:
@@ -616,9 +635,7 @@ class FunctionWriter:
             return f"({unordered} || {x} {COMPARISONS[name[:-1]]} {y})"
         return f"(!{unordered} && {x} {COMPARISONS[name]} {y})"
 
-    COMPARED = {*COMPARISONS, *(f"{one}u" for one in COMPARISONS), "num", "nan", *LOGIC, "ftz"}
-
-    @instruction("setp", "set", allows=COMPARED)
+    @instruction("setp", "set", allows=COMPARISON_MODIFIERS)
     def setp(self, one: Instruction) -> str:
         found, code = self._comparison(one, one.type), ""
         logic = next((part for part in one.parts[2:] if part in LOGIC), None)
@@ -802,15 +819,10 @@ class FunctionWriter:
             code += store if order else f"into[{i}] = {value}; "
         return code + "}"
 
-    ATOMIC = {
-        "add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec", "noftz", *ORDERS,
-    } | MEMORY | SCOPES  # fmt: skip
-
-    @instruction("atom", "red", allows=ATOMIC)
+    @instruction("atom", "red", allows=ATOMIC_MODIFIERS)
     def atom(self, one: Instruction) -> str:
         destination, place, *sources = ["_"] * (one.opcode == "red") + one.operands
-        operations = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
-        operation = next(part for part in one.parts if part in operations)
+        operation = next(part for part in one.parts if part in ATOMIC_OPERATIONS)
         order, type = self._order(one) or ORDERS["relaxed"], one.type
         checks, address = self._access(one, place, SIZES[type])
         code = self._poll(one) if one.has("acquire", "acq_rel") else ""

@@ -68,7 +68,7 @@ static char **plain_environment(void)
 
 static int run_translator(char *source, char *output, const char *log)
 {
-    char *const arguments[] = {PYTHON, "-P", TRANSLATOR, source, output, NULL};
+    char *const arguments[] = {PYTHON, TRANSLATOR, source, output, NULL};
     char **const variables = plain_environment();
     posix_spawn_file_actions_t actions;
     pid_t child;

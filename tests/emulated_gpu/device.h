@@ -184,6 +184,8 @@ cudaError_t check_capture_safe(void);
 cudaError_t refuse_if_capturing(struct stream *stream, cudaError_t error);
 /* Return cudaErrorStreamCaptureImplicit if the legacy stream would wait for a captured stream. */
 cudaError_t check_legacy_capture(struct stream *stream);
+/* End the capture of a stream that is destroyed. */
+void abandon_capture(struct stream *stream);
 cudaError_t capture_work(struct stream *stream, cudaError_t (*run)(void *), const void *argument,
                          size_t bytes, unsigned flags);
 /* Events recorded in a capture: a copy of the stream's latest nodes. */

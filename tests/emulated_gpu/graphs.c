@@ -302,6 +302,20 @@ static void end_capture(struct capture *capture)
     capture->state = NOT_CAPTURING;
 }
 
+void abandon_capture(struct stream *stream)
+{
+    struct capture *capture = stream->capture;
+
+    if (!capture)
+        return;
+    invalidate(capture);
+    stream->capture = NULL;
+    if (capture->origin == stream) {
+        end_capture(capture);
+        release_graph(capture->graph);
+    }
+}
+
 static cudaError_t check_end(const struct stream *stream)
 {
     const struct capture *capture = stream->capture;

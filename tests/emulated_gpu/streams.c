@@ -377,9 +377,8 @@ EXPORT cudaError_t cudaStreamDestroy(cudaStream_t handle)
     stream = find_stream(handle);
     if (!stream || stream->is_legacy || handle == cudaStreamPerThread)
         error = cudaErrorInvalidResourceHandle;
-    else
-        error = refuse_if_capturing(stream, cudaErrorStreamCaptureUnsupported);
     if (!error) {
+        abandon_capture(stream);
         stream->is_destroyed = 1;
         unlink_if_finished(stream);
     }

@@ -400,7 +400,8 @@ cudaError_t execute_launch(void *argument)
     const struct kernel *const kernel = launch->kernel;
     const uint32_t *const grid = launch->grid_dim, *const dim = launch->block_dim;
     const uint64_t count = (uint64_t)grid[0] * grid[1] * grid[2];
-    const uint64_t active = kernel->flags & POLLS_MEMORY || launch->is_cooperative ? count : 1;
+    const int together = kernel->flags & POLLS_MEMORY || launch->is_cooperative;
+    const uint64_t active = kernel->flags & SUSPENDS && together ? count : 1;
     struct execution run = {.launch = launch, .kernel = kernel, .error = cudaSuccess};
 
     run.threads = dim[0] * dim[1] * dim[2];

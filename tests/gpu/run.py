@@ -303,19 +303,23 @@ class Task:
 
     def run(self, options: argparse.Namespace, end: float) -> Outcome:
         """Run the launch until ``end`` at the latest."""
+        inherited = filter(None, [os.environ.get("PYTHONPATH")])
         variables = dict(self.site.variables) | {
-            "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT / "tests" / "mpi")]),
+            "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT / "tests" / "mpi"), *inherited]),
             "TEST_MPICOLL_ROUTES": self.route,
             "TEST_MPICOLL_DEVICES": ",".join(self.libraries),
             "TEST_MPICOLL_DEVICE": "cpu" if options.host else "cuda",
             "TEST_MPICOLL_OWN_GPU": "1" if self.route in GPU_EACH else "",
             "MPICOLL_DEVICE_ROUTE": "" if self.route == "auto" else self.route,
         }
-        launch = Launch(f"gpu/{self.key}", self.ranks, self.suite.part, settings=variables)
+        mpiexec = [str(self.site.mpiexec)]
+        launch = Launch(
+            f"gpu/{self.key}", self.site.python, mpiexec, self.ranks, self.suite.part,
+            settings=variables,
+        )  # fmt: skip
         left = end - time.monotonic()
         arguments = [*self.suite.tests, *options.pytest]
-        mpiexec = [str(self.site.mpiexec)]
-        launch.run(self.site.python, mpiexec, max(min(options.timeout, left), 1), arguments)
+        launch.run(max(min(options.timeout, left), 1), arguments)
         if launch.problem == "TIMED OUT" and left < options.timeout:
             return Outcome([], [], False)
         if launch.problem:

@@ -39,7 +39,7 @@ MODULE = "cupy_backends/cuda/api/runtime"
 #: CUDA version of the API that the emulated device implements.
 CUDA_VERSION = 13020
 CFLAGS = (
-    "-O1", "-g", "-Wall", "-Wextra", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden",
+    "-O2", "-g", "-Wall", "-Wextra", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden",
     "-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic",
 )  # fmt: skip
 #: The wheel nvidia-cuda-runtime lacks this header.

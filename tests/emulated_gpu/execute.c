@@ -33,16 +33,25 @@ struct execution {
     cudaError_t error;
 };
 
-static void init_thread(const struct execution *run, struct thread *thread, uint32_t number)
+/* Prepare the frames of a block's threads in order. `index` is the next thread's: fewer divisions
+ * than computing it from its number. */
+static void init_thread(const struct execution *run, struct thread *thread, uint32_t number,
+                        uint32_t index[3])
 {
     const uint32_t *const dim = run->launch->block_dim;
 
-    memset(thread, 0, sizeof *thread);
+    thread->resume = 0;
     thread->state = YIELDED;
+    thread->polls = 0;
     thread->number = number;
-    thread->index[0] = number % dim[0];
-    thread->index[1] = number / dim[0] % dim[1];
-    thread->index[2] = number / dim[0] / dim[1];
+    memcpy(thread->index, index, sizeof thread->index);
+    if (++index[0] < dim[0])
+        return;
+    index[0] = 0;
+    if (++index[1] < dim[1])
+        return;
+    index[1] = 0;
+    index[2]++;
 }
 
 static void init_block(const struct execution *run, struct block *block, uint64_t number,
@@ -320,8 +329,9 @@ static void start_block(struct execution *run, struct active_block *active, uint
     init_block(run, &active->block, number, active->block.shared);
     active->live = run->threads;
     memset(active->arrived, 0, sizeof active->arrived);
+    uint32_t index[3] = {0};
     for (uint32_t i = 0; i < run->threads; i++)
-        init_thread(run, thread_of(run, active, i), i);
+        init_thread(run, thread_of(run, active, i), i, index);
 }
 
 /* Run blocks by turns until all their threads have exited. */
@@ -356,10 +366,11 @@ static void run_together(struct execution *run, struct active_block *blocks, uin
 static void run_independent(struct execution *run, struct active_block *active, uint64_t number)
 {
     struct thread *const thread = (struct thread *)active->frames;
+    uint32_t index[3] = {0};
 
     init_block(run, &active->block, number, active->block.shared);
     for (uint32_t i = 0; i < run->threads && !run->error; i++) {
-        init_thread(run, thread, i);
+        init_thread(run, thread, i, index);
         if (run->kernel->step(thread, &active->block) == FAULTED)
             report_fault(run, thread);
     }

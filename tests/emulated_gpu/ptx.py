@@ -4,7 +4,7 @@
 
 A kernel becomes a function that runs one thread until it exits or waits for other threads. Where it
 waits, it returns, and later calls resume there: see kernel.h for the interface, execute.c for the
-caller, ptx_parser.py for the parser and ptx_instructions.py for the instructions.
+caller, ptx_parser.py for the parser, ptx_functions.py and ptx_instructions.py for the C code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ptx_instructions import FunctionWriter
+from ptx_instructions import InstructionWriter
 from ptx_parser import Block, Module, UnsupportedError, parse
 
 HERE = Path(__file__).resolve().parent
@@ -31,7 +31,7 @@ OPTIMIZED_WAITING_INSTRUCTIONS = 1500
 def to_c(module: Module) -> str:
     """Return the C source of a module."""
     lines = ['#include "ptx.h"']
-    writers = [FunctionWriter(module, function) for function in module.functions]
+    writers = [InstructionWriter(module, function) for function in module.functions]
     lines += [writer.prototype() + ";" for writer in writers]
     for writer in writers:
         lines.append(writer.definition())

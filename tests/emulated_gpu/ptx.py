@@ -22,10 +22,8 @@ CFLAGS = (
     "-w", "-shared", "-fPIC", "-std=gnu11", "-fno-strict-aliasing", "-fwrapv",
     "-ffp-contract=off", "-fno-math-errno",
 )  # fmt: skip
-#: Modules with more instructions are compiled without optimization, which would take too long. It
-#: takes several times as long if threads wait for each other: their registers are in memory.
-OPTIMIZED_INSTRUCTIONS = 6000
-OPTIMIZED_WAITING_INSTRUCTIONS = 1500
+#: Larger functions are compiled without optimization, which would take too long.
+OPTIMIZED_INSTRUCTIONS = 20_000
 
 
 def to_c(module: Module) -> str:
@@ -69,12 +67,10 @@ def instruction_count(block: Block) -> int:
 def compile_ptx(text: str, output: Path) -> None:
     """Translate PTX, and compile it to a shared library."""
     module = parse(text)
-    code = to_c(module)
     source = output.with_suffix(".c")
-    source.write_text(code)
+    source.write_text(to_c(module))
     count = max((instruction_count(one.body) for one in module.functions), default=0)
-    limit = OPTIMIZED_WAITING_INSTRUCTIONS if "SUSPEND(" in code else OPTIMIZED_INSTRUCTIONS
-    level = "-O1" if count <= limit else "-O0"
+    level = "-O1" if count <= OPTIMIZED_INSTRUCTIONS else "-O0"
     command = ["gcc", level, *CFLAGS, f"-I{HERE}", "-o", output, source, "-lm"]
     subprocess.run([str(each) for each in command], check=True)
 

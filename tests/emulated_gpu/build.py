@@ -229,6 +229,7 @@ def write_variables(folder: Path, site: Path) -> Path:
         "CUPY_ACCELERATORS": "",
         "CUPY_CACHE_DIR": str(folder / "cupy"),
         "EMULATED_GPU_CACHE": str(folder / "kernels"),
+        "CUDA_VISIBLE_DEVICES": "${CUDA_VISIBLE_DEVICES:-0,1}",  # there is no nvidia-smi to ask
     }
     (folder / "kernels").mkdir(exist_ok=True)
     file = folder / "env.sh"

@@ -2,9 +2,11 @@
 #include "device.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #define DRIVER_VERSION 13020
 #define MAX_DEPTH 64
@@ -151,9 +153,11 @@ cudaError_t device_error(int device)
 
 void set_device_error(int device, cudaError_t error)
 {
-    int none = 0;
-    __atomic_compare_exchange_n((int *)&sticky[device], &none, error, 0, __ATOMIC_SEQ_CST,
-                                __ATOMIC_SEQ_CST);
+    int none = cudaSuccess;
+
+    if (atomic_compare_exchange_strong(&sticky[device], &none, (int)error))
+        fprintf(stderr, "emulated GPU: process %d, device %d: all later calls return %s\n",
+                getpid(), device, cudaGetErrorName(error));
 }
 
 void push_device(int device)

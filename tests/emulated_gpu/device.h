@@ -79,6 +79,8 @@ struct allocation *find_allocation(const void *address);
 /* The table of allocations, for loops. */
 struct allocation *first_allocation(void);
 struct allocation *end_of_allocations(void);
+/* Allocate memory of the current device for a module's variables; NULL if it is out of memory. */
+void *allocate_variables(size_t bytes);
 /* Map memory of another process. `handle` holds its process, object, sizes and device. Returns
  * NULL if the memory was freed. */
 struct allocation *import_allocation(const struct allocation *handle);

@@ -1,6 +1,7 @@
 /* Events: records in streams of this process, and of other processes through ipc.c. */
 #include "device.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -40,7 +41,11 @@ struct event_handle {
 static struct event *find_event(cudaEvent_t handle)
 {
     struct event *found = (struct event *)handle;
-    return found && found->magic == EVENT_MAGIC ? found : NULL;
+
+    if (found && found->magic == EVENT_MAGIC)
+        return found;
+    fprintf(stderr, "emulated GPU: %p is not an event, or was destroyed\n", (void *)handle);
+    return NULL;
 }
 
 static int is_imported(const struct event *event)

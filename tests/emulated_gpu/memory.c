@@ -273,6 +273,13 @@ static cudaError_t begin_allocation(void)
     return error ? error : check_capture_safe();
 }
 
+void *allocate_variables(size_t bytes)
+{
+    void *address;
+    allocate(&address, bytes, current_device(), DEVICE_MEMORY);
+    return address;
+}
+
 EXPORT cudaError_t cudaMalloc(void **address, size_t bytes)
 {
     cudaError_t error = begin_allocation();

@@ -55,8 +55,13 @@ static CUresult load_module(struct CUmod_st **module, const char *text)
     struct CUmod_st *const found = calloc(1, sizeof *found);
     found->image = image;
     found->device = current_device();
-    found->globals = aligned_alloc(64, (image->globals_bytes + 64u) / 64 * 64);
-    memcpy(found->globals, image->globals, image->globals_bytes);
+    found->globals = allocate_variables(image->globals_bytes);
+    if (image->globals_bytes && !found->globals) {
+        free(found);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    if (image->globals_bytes)
+        memcpy(found->globals, image->globals, image->globals_bytes);
     found->functions = calloc(image->kernel_count + 1, sizeof *found->functions);
     for (uint32_t i = 0; i < image->kernel_count; i++) {
         found->functions[i].kernel = &image->kernels[i];
@@ -112,8 +117,10 @@ static CUresult load_file(struct CUmod_st **module, const char *path)
 
 EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image)
 {
-    const CUresult result = (CUresult)ensure_context();
+    CUresult result = (CUresult)begin_call();
 
+    if (!result)
+        result = (CUresult)check_capture_safe();
     return result ? result : load_module(module, image);
 }
 

@@ -27,6 +27,8 @@ NOT_READY = 600
 N = 1000
 
 SOURCE = r"""
+__device__ int variable = 5;
+extern "C" __global__ void read(int* array) { array[0] = variable; }
 extern "C" __global__ void store(int* array, int value, int index) { array[index] = value; }
 extern "C" __global__ void fill(int* array, int value, int count) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -189,7 +191,11 @@ def test_legacy_stream_waits_for_blocking_streams_only():
 
 
 def test_blocking_stream_waits_for_the_legacy_stream():
-    for stream, expected in ((cupy.cuda.Stream(), 7), (new_stream(), 0), (cupy.cuda.Stream.ptds, 7)):
+    for stream, expected in (
+        (cupy.cuda.Stream(), 7),
+        (new_stream(), 0),
+        (cupy.cuda.Stream.ptds, 7),
+    ):
         array, host = zeros(), pinned()
         enqueue_fill(array, 7, cupy.cuda.Stream.null)
         enqueue_copy(host, array, stream)
@@ -473,6 +479,16 @@ def test_addresses_are_reused_on_request():
     assert Process(code, EMULATED_GPU_REUSE="1").end()[0] == "True\n"
 
 
+def test_variable_of_a_module():
+    pointer, array, host = module.get_global("variable"), zeros(1), pinned(1)
+    value = np.full(1, 7, np.int32)
+    runtime.memcpy(pointer.ptr, value.ctypes.data, 4, runtime.memcpyHostToDevice)
+    module.get_function("read")((1,), (1,), (array,))
+    enqueue_copy(host, array, cupy.cuda.Stream.null)
+    runtime.deviceSynchronize()
+    assert host[0] == 7
+
+
 # ---- devices -------------------------------------------------------------------------------------
 
 
@@ -506,9 +522,7 @@ def test_kernel_in_a_stream_of_another_device_is_refused():
     with cupy.cuda.Device(1):
         stream = new_stream()
     with pytest.raises(cupy.cuda.driver.CUDADriverError, match="INVALID_HANDLE"):
-        store(
-            (1,), (1,), (zeros(), np.int32(1), np.int32(0)), stream=stream
-        )
+        store((1,), (1,), (zeros(), np.int32(1), np.int32(0)), stream=stream)
 
 
 def test_forked_process_cannot_use_the_device():
@@ -566,9 +580,7 @@ def test_memory_that_cannot_be_exported():
 
 def test_access_to_memory_that_its_process_has_freed_is_reported():
     array = zeros()
-    process = Process(
-        OPEN, "input()\narray.fill(8)\nwith error(700): runtime.deviceSynchronize()"
-    )
+    process = Process(OPEN, "input()\narray.fill(8)\nwith error(700): runtime.deviceSynchronize()")
     process.write(runtime.ipcGetMemHandle(array.data.ptr).hex())
     assert process.read() == "open"
     del array
@@ -771,6 +783,14 @@ def test_legacy_stream_in_capture():
     stream.end_capture()
     with error(CAPTURE_UNSUPPORTED):
         runtime.streamBeginCapture(0, GLOBAL)
+
+
+def test_module_cannot_be_loaded_in_capture():
+    stream = new_stream()
+    other = cupy.RawModule(code='extern "C" __global__ void other(int* x) { *x = 12345; }')
+    with invalidated(stream):
+        with pytest.raises(cupy.cuda.driver.CUDADriverError, match="CAPTURE_UNSUPPORTED"):
+            other.get_function("other")
 
 
 def test_merge_of_captures():

@@ -110,7 +110,7 @@ void report_access(const char *access, const void *address);
 /* streams.c: queues of commands. */
 
 enum work_flags {
-    SPINS = 1,       /* the work waits for memory that other devices write: it starts soon, unasked */
+    SPINS = 1,       /* waits for memory that other devices write: it starts soon, unasked */
     SAME_DEVICE = 2, /* the stream must belong to the current device, as for kernels */
     ALWAYS = 4,      /* the work also runs after a device error; a graph cannot contain it */
     HOST_CODE = 8,   /* a function of the program, whose faults are its own */

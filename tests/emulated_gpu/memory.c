@@ -204,7 +204,8 @@ static cudaError_t allocate(void **address, size_t bytes, int device, enum memor
     if (!bytes)
         return cudaSuccess;
     lock_device();
-    if (bytes > ARENA_BYTES / 2 || (is_on_device && used_bytes[device] + page_bytes > device_bytes())
+    if (bytes > ARENA_BYTES / 2
+        || (is_on_device && used_bytes[device] + page_bytes > device_bytes())
         || !(made = add_entry(bytes, page_bytes))) {
         unlock_device();
         return cudaErrorMemoryAllocation;

@@ -1,5 +1,7 @@
 """The rules of the emulated device: lazy streams, events, memory, IPC, capture and errors.
 
+They need the environment that build.py makes:
+
     python tests/emulated_gpu/build.py VENV FOLDER
     . FOLDER/env.sh && VENV/bin/python -m pytest tests/emulated_gpu/test_device.py
 """
@@ -14,6 +16,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -92,7 +95,7 @@ class Process:
 
     def __init__(self, *statements, **variables):
         code = "from test_device import *\n" + "\n".join(map(textwrap.dedent, statements))
-        path = [os.path.dirname(__file__), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(path)}
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE,
@@ -788,9 +791,9 @@ def test_legacy_stream_in_capture():
 def test_module_cannot_be_loaded_in_capture():
     stream = new_stream()
     other = cupy.RawModule(code='extern "C" __global__ void other(int* x) { *x = 12345; }')
-    with invalidated(stream):
-        with pytest.raises(cupy.cuda.driver.CUDADriverError, match="CAPTURE_UNSUPPORTED"):
-            other.get_function("other")
+    unsupported = pytest.raises(cupy.cuda.driver.CUDADriverError, match="CAPTURE_UNSUPPORTED")
+    with invalidated(stream), unsupported:
+        other.get_function("other")
 
 
 def test_merge_of_captures():

@@ -22,8 +22,8 @@ CFLAGS = (
     "-w", "-shared", "-fPIC", "-std=gnu11", "-fno-strict-aliasing", "-fwrapv",
     "-ffp-contract=off", "-fno-math-errno",
 )  # fmt: skip
-#: Larger modules are compiled without optimization, which would take too long: for the large kernels
-#: of collectives, of which tests use many with small arrays, more than twice the time.
+#: Larger modules are compiled without optimization: gcc needs more than twice the time for the
+#: largest kernels of collectives, and the tests use many of them with small arrays only.
 OPTIMIZED_INSTRUCTIONS = 6000
 
 

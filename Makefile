@@ -66,6 +66,7 @@ export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo torch test test-clients test-docs test-site test-slurm test-gpu test-horovod
+.PHONY: test-gpu-emulated
 .PHONY: test-torch-latest test-torch-suite test-nightly lint bench bench-gpu docs wheel test-wheel test-packages sanitize random
 .PHONY: chaos soak coverage environment bench-environment
 .PHONY: gpu-environment clean
@@ -117,6 +118,20 @@ test-gpu:  ## the tests that need a GPU, with MPICH and Open MPI; CUDA_MPI=FOLDE
 	        $(MAKE) --no-print-directory gpu-environment MPI=$$mpi || exit 1; done; \
 	    $(PYTHON) tests/gpu/run.py $(foreach mpi,$(GPU_TESTED),$(mpi)=$(call venv,$(mpi))) \
 	        $(if $(CUDA_MPI),cuda-mpi=$(CUDA_MPI)) $(ARGS); }
+
+# tests/emulated_gpu/ runs CuPy's code on the CPU. Each MPI has an environment of its own, without
+# torch, which brings no PTX.
+EMULATED := cupy-cuda13x cython nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-crt
+test-gpu-emulated:  ## the tests that need a GPU, on an emulated device, on 2 ranks; ARGS='--suites kernels'
+	@for mpi in $(GPU_TESTED); do \
+	    venv=.venv-emulated-$$mpi; built=$(CURDIR)/.cache/emulated_gpu/$$mpi; \
+	    $(MAKE) --no-print-directory environment MPI=$$mpi VENV=$$venv TORCH= && \
+	    $$venv/bin/python -m pip install --quiet --disable-pip-version-check $(EMULATED) && \
+	    $(PYTHON) tests/emulated_gpu/build.py $$venv $$built && ( . $$built/env.sh && \
+	        $$venv/bin/python -m pytest -q tests/emulated_gpu && \
+	        $(PYTHON) tests/gpu/run.py $$mpi=$$venv --ranks 2 --timeout 1200 \
+	            --libraries cupy interface $(ARGS) \
+	    ) || exit 1; done
 
 # The ranks start without mpiexec, which wants a library of the MPICH family.
 test-torch-suite: environment  ## PyTorch's own tests of a backend, beside Gloo; ARGS='--help'

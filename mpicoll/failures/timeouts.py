@@ -110,8 +110,9 @@ def fail_with_peer(group: ProcessGroup, rank: int) -> None:
         rank_status.receive(group)
     theirs = group.statuses.get(rank)
     if theirs is not None and theirs.state == rank_status.FAILED:
+        group.check_device_errors()  # the rank stored the reason for the devices first, if for any
         number = theirs.begun - theirs.formed
-        error = DistBackendError(
+        error = group.error or DistBackendError(
             f"rank {group.ranks[group.rank()]} of group {group.group_name}: rank "
             f"{group.ranks[rank]} has closed the group, in or after call {number}, "
             f"{describe_call(theirs.last_call)}: a call has failed on it, or on a rank that it "

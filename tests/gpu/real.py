@@ -207,6 +207,8 @@ class Arrays:
                 "managed": cupy.cuda.malloc_managed,
             }[kind]
             array = RealArray(host, index, stream, make(nbytes), layout)
+            if kind == "async":
+                stream.synchronize()  # uploads use another stream, which is not ordered after it
             check_kind(array.places.data.ptr, kind)
             if self.streams:
                 array.given = Interface(array)

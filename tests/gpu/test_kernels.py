@@ -49,6 +49,7 @@ class OnDevice:
         self.memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(array.nbytes + 256), 0)
         self.bytes = cupy.ndarray(array.nbytes, "u1", self.memory + offset)
         self.bytes.set(np.frombuffer(array.tobytes(), np.uint8))
+        cupy.cuda.get_current_stream().synchronize()  # the tests' streams are not ordered after it
         self.address = self.bytes.data.ptr
         self.dtype = array.dtype
 

@@ -1,0 +1,520 @@
+/* Devices, the context stack of each thread, peer access, and error state. */
+#include "device.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define DRIVER_VERSION 13020
+#define MAX_DEPTH 64
+
+struct context {
+    int device;
+};
+
+static struct context primary[MAX_DEVICES];
+static _Atomic int sticky[MAX_DEVICES];
+static unsigned char peer_enabled[MAX_DEVICES][MAX_DEVICES];
+static int machine[MAX_DEVICES], visible_count; /* visible device -> device of the machine */
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static int is_forked;
+
+static _Thread_local struct context *stack[MAX_DEPTH];
+static _Thread_local int depth;
+static _Thread_local int chosen; /* device of cudaSetDevice, before the thread has a context */
+static _Thread_local cudaError_t last_error;
+static _Thread_local int is_call_forbidden;
+
+long read_variable(const char *name, long otherwise)
+{
+    const char *text = getenv(name);
+    return text && *text ? strtol(text, NULL, 0) : otherwise;
+}
+
+static void note_fork(void)
+{
+    is_forked = 1;
+}
+
+static void read_devices(void)
+{
+    int count = (int)read_variable("EMULATED_GPU_DEVICES", 2);
+    const char *list = getenv("CUDA_VISIBLE_DEVICES");
+    char *end;
+
+    count = count > MAX_DEVICES ? MAX_DEVICES : count;
+    for (int k = 0; k < MAX_DEVICES; k++)
+        primary[k].device = k;
+    if (!list) {
+        for (visible_count = 0; visible_count < count; visible_count++)
+            machine[visible_count] = visible_count;
+    }
+    /* As in CUDA, the list ends at the first invalid number. */
+    for (; list && *list && visible_count < count; list = *end == ',' ? end + 1 : end) {
+        long device = strtol(list, &end, 10);
+        if (end == list || device < 0 || device >= count)
+            break;
+        machine[visible_count++] = (int)device;
+    }
+    pthread_atfork(NULL, NULL, note_fork);
+}
+
+int visible_device_count(void)
+{
+    pthread_once(&once, read_devices);
+    return visible_count;
+}
+
+static int is_device(int device)
+{
+    return device >= 0 && device < visible_device_count();
+}
+
+int machine_device(int device)
+{
+    return is_device(device) ? machine[device] : -1;
+}
+
+int visible_device(int number)
+{
+    for (int k = 0; k < visible_device_count(); k++)
+        if (machine[k] == number)
+            return k;
+    return -1;
+}
+
+int has_peer_access(int device, int peer)
+{
+    const char *pairs = getenv("EMULATED_GPU_PEERS");
+    int a, b, length;
+
+    if (device == peer || !pairs)
+        return 1;
+    device = machine_device(device), peer = machine_device(peer);
+    for (; sscanf(pairs, "%d-%d%n", &a, &b, &length) == 2; pairs += length + (pairs[length] == ','))
+        if ((a == device && b == peer) || (a == peer && b == device))
+            return 1;
+    return 0;
+}
+
+/* ---- context stack and errors ---- */
+
+int current_device(void)
+{
+    return depth && stack[depth - 1] ? stack[depth - 1]->device : chosen;
+}
+
+static void set_current(struct context *context)
+{
+    if (!context) {
+        depth -= depth > 0;
+        return;
+    }
+    depth += depth == 0;
+    stack[depth - 1] = context;
+}
+
+cudaError_t ensure_context(void)
+{
+    if (!visible_device_count())
+        return cudaErrorNoDevice;
+    if (is_forked)
+        return cudaErrorInitializationError;
+    if (!depth)
+        set_current(&primary[chosen]);
+    return cudaSuccess;
+}
+
+cudaError_t begin_call(void)
+{
+    cudaError_t error = is_call_forbidden ? cudaErrorNotPermitted : ensure_context();
+    return error ? error : device_error(current_device());
+}
+
+void forbid_calls(int is_forbidden)
+{
+    is_call_forbidden = is_forbidden;
+}
+
+cudaError_t failed(cudaError_t error)
+{
+    if (error)
+        last_error = error;
+    return error;
+}
+
+cudaError_t device_error(int device)
+{
+    return (cudaError_t)sticky[device];
+}
+
+void set_device_error(int device, cudaError_t error)
+{
+    int none = cudaSuccess;
+
+    if (atomic_compare_exchange_strong(&sticky[device], &none, (int)error))
+        fprintf(stderr, "emulated GPU: process %d, device %d: all later calls return %s\n",
+                getpid(), device, cudaGetErrorName(error));
+}
+
+void push_device(int device)
+{
+    if (depth == MAX_DEPTH)
+        abort();
+    stack[depth++] = &primary[device];
+}
+
+void pop_device(void)
+{
+    depth -= depth > 0;
+}
+
+EXPORT cudaError_t cudaGetLastError(void)
+{
+    cudaError_t error = last_error;
+    last_error = cudaSuccess;
+    return error;
+}
+
+EXPORT cudaError_t cudaPeekAtLastError(void)
+{
+    return last_error;
+}
+
+/* ---- device attributes ---- */
+
+static const struct {
+    int attribute, value;
+} attributes[] = {
+    {cudaDevAttrMaxThreadsPerBlock, 1024},
+    {cudaDevAttrMaxBlockDimX, 1024},
+    {cudaDevAttrMaxBlockDimY, 1024},
+    {cudaDevAttrMaxBlockDimZ, 64},
+    {cudaDevAttrMaxGridDimX, 2147483647},
+    {cudaDevAttrMaxGridDimY, 65535},
+    {cudaDevAttrMaxGridDimZ, 65535},
+    {cudaDevAttrMaxSharedMemoryPerBlock, 49152},
+    {cudaDevAttrMaxSharedMemoryPerBlockOptin, 232448},
+    {cudaDevAttrMaxSharedMemoryPerMultiprocessor, 233472},
+    {cudaDevAttrTotalConstantMemory, 65536},
+    {cudaDevAttrWarpSize, 32},
+    {cudaDevAttrMaxPitch, 2147483647},
+    {cudaDevAttrMaxRegistersPerBlock, 65536},
+    {cudaDevAttrMaxRegistersPerMultiprocessor, 65536},
+    {cudaDevAttrClockRate, 1980000},
+    {cudaDevAttrMemoryClockRate, 2619000},
+    {cudaDevAttrTextureAlignment, 512},
+    {cudaDevAttrCanMapHostMemory, 1},
+    {cudaDevAttrConcurrentKernels, 1},
+    {cudaDevAttrL2CacheSize, 52428800},
+    {cudaDevAttrMaxThreadsPerMultiProcessor, 2048},
+    {cudaDevAttrMaxBlocksPerMultiprocessor, 32},
+    {cudaDevAttrAsyncEngineCount, 3},
+    {cudaDevAttrUnifiedAddressing, 1},
+    {cudaDevAttrComputeCapabilityMajor, 9},
+    {cudaDevAttrComputeCapabilityMinor, 0},
+    {cudaDevAttrStreamPrioritiesSupported, 1},
+    {cudaDevAttrManagedMemory, 1},
+    {cudaDevAttrConcurrentManagedAccess, 1},
+    {cudaDevAttrCanUseHostPointerForRegisteredMem, 1},
+    {cudaDevAttrHostRegisterSupported, 1},
+    {cudaDevAttrCooperativeLaunch, 1},
+    {cudaDevAttrMemoryPoolsSupported, 1},
+    {cudaDevAttrIpcEventSupport, 1},
+};
+
+EXPORT cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device)
+{
+    if (!is_device(device))
+        return failed(cudaErrorInvalidDevice);
+    *value = 0;
+    if (attribute == cudaDevAttrMultiProcessorCount)
+        *value = (int)read_variable("EMULATED_GPU_MULTIPROCESSORS", 4);
+    if (attribute == cudaDevAttrPciBusId)
+        *value = machine_device(device) + 1;
+    for (size_t k = 0; k < sizeof attributes / sizeof *attributes; k++)
+        if (attributes[k].attribute == (int)attribute)
+            *value = attributes[k].value;
+    return cudaSuccess;
+}
+
+static int attribute_of(enum cudaDeviceAttr attribute, int device)
+{
+    int value = 0;
+    cudaDeviceGetAttribute(&value, attribute, device);
+    return value;
+}
+
+static void write_uuid(void *uuid, int device)
+{
+    memset(uuid, 0xE0 + machine_device(device), 16);
+}
+
+EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *found, int device)
+{
+    if (!is_device(device))
+        return failed(cudaErrorInvalidDevice);
+    memset(found, 0, sizeof *found);
+    snprintf(found->name, sizeof found->name, "Emulated GPU");
+    write_uuid(&found->uuid, device);
+    found->totalGlobalMem = (size_t)read_variable("EMULATED_GPU_MEMORY_BYTES", 16L << 30);
+    found->sharedMemPerBlock = attribute_of(cudaDevAttrMaxSharedMemoryPerBlock, device);
+    found->sharedMemPerBlockOptin = attribute_of(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    found->regsPerBlock = attribute_of(cudaDevAttrMaxRegistersPerBlock, device);
+    found->warpSize = attribute_of(cudaDevAttrWarpSize, device);
+    found->maxThreadsPerBlock = attribute_of(cudaDevAttrMaxThreadsPerBlock, device);
+    for (int k = 0; k < 3; k++) {
+        found->maxThreadsDim[k] = attribute_of(cudaDevAttrMaxBlockDimX + k, device);
+        found->maxGridSize[k] = attribute_of(cudaDevAttrMaxGridDimX + k, device);
+    }
+    found->major = attribute_of(cudaDevAttrComputeCapabilityMajor, device);
+    found->minor = attribute_of(cudaDevAttrComputeCapabilityMinor, device);
+    found->multiProcessorCount = attribute_of(cudaDevAttrMultiProcessorCount, device);
+    found->maxThreadsPerMultiProcessor =
+        attribute_of(cudaDevAttrMaxThreadsPerMultiProcessor, device);
+    found->l2CacheSize = attribute_of(cudaDevAttrL2CacheSize, device);
+    found->pciBusID = attribute_of(cudaDevAttrPciBusId, device);
+    found->concurrentKernels = found->canMapHostMemory = found->unifiedAddressing = 1;
+    found->managedMemory = found->concurrentManagedAccess = found->cooperativeLaunch = 1;
+    found->memoryPoolsSupported = found->ipcEventSupported = 1;
+    return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaDeviceGetPCIBusId(char *text, int length, int device)
+{
+    if (!is_device(device))
+        return failed(cudaErrorInvalidDevice);
+    snprintf(text, (size_t)length, "0000:%02X:00.0", machine_device(device) + 1);
+    return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaDeviceGetByPCIBusId(int *device, const char *text)
+{
+    unsigned domain, bus;
+    if (sscanf(text, "%x:%x", &domain, &bus) != 2)
+        return failed(cudaErrorInvalidValue);
+    *device = visible_device((int)bus - 1);
+    return failed(*device < 0 ? cudaErrorInvalidDevice : cudaSuccess);
+}
+
+/* ---- devices, runtime ---- */
+
+EXPORT cudaError_t cudaDriverGetVersion(int *version)
+{
+    *version = DRIVER_VERSION;
+    return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaRuntimeGetVersion(int *version)
+{
+    *version = DRIVER_VERSION;
+    return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaGetDeviceCount(int *count)
+{
+    *count = visible_device_count();
+    return failed(*count ? cudaSuccess : cudaErrorNoDevice);
+}
+
+EXPORT cudaError_t cudaGetDevice(int *device)
+{
+    *device = current_device();
+    return failed(visible_device_count() ? cudaSuccess : cudaErrorNoDevice);
+}
+
+EXPORT cudaError_t cudaSetDevice(int device)
+{
+    if (!is_device(device))
+        return failed(cudaErrorInvalidDevice);
+    chosen = device;
+    set_current(&primary[device]);
+    return failed(ensure_context());
+}
+
+EXPORT cudaError_t cudaDeviceSynchronize(void)
+{
+    cudaError_t error = begin_call();
+    if (!error)
+        error = check_capture_safe();
+    if (error)
+        return failed(error);
+    run_device(current_device());
+    return failed(device_error(current_device()));
+}
+
+EXPORT cudaError_t cudaDeviceGetLimit(size_t *value, enum cudaLimit limit)
+{
+    *value = limit == cudaLimitStackSize ? 1024 : 8 << 20;
+    return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaDeviceSetLimit(enum cudaLimit limit, size_t value)
+{
+    (void)limit, (void)value;
+    return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer)
+{
+    if (!is_device(device) || !is_device(peer))
+        return failed(cudaErrorInvalidDevice);
+    *can = device != peer && has_peer_access(device, peer);
+    return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags)
+{
+    int device = current_device();
+
+    if (!is_device(peer) || peer == device)
+        return failed(cudaErrorInvalidDevice);
+    if (flags)
+        return failed(cudaErrorInvalidValue);
+    if (!has_peer_access(device, peer))
+        return failed(cudaErrorPeerAccessUnsupported);
+    if (peer_enabled[device][peer])
+        return failed(cudaErrorPeerAccessAlreadyEnabled);
+    peer_enabled[device][peer] = 1;
+    return failed(begin_call());
+}
+
+EXPORT cudaError_t cudaDeviceDisablePeerAccess(int peer)
+{
+    int device = current_device();
+
+    if (!is_device(peer))
+        return failed(cudaErrorInvalidDevice);
+    if (!peer_enabled[device][peer])
+        return failed(cudaErrorPeerAccessNotEnabled);
+    peer_enabled[device][peer] = 0;
+    return failed(begin_call());
+}
+
+EXPORT cudaError_t cudaProfilerStart(void)
+{
+    return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaProfilerStop(void)
+{
+    return cudaSuccess;
+}
+
+/* ---- devices and contexts, driver ---- */
+
+EXPORT CUresult cuInit(unsigned flags)
+{
+    if (flags)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (is_forked)
+        return CUDA_ERROR_NOT_INITIALIZED;
+    return visible_device_count() ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
+}
+
+EXPORT CUresult cuDriverGetVersion(int *version)
+{
+    *version = DRIVER_VERSION;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDeviceGetCount(int *count)
+{
+    *count = visible_device_count();
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDeviceGet(CUdevice *device, int ordinal)
+{
+    *device = ordinal;
+    return is_device(ordinal) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+}
+
+EXPORT CUresult cuDeviceGetName(char *name, int length, CUdevice device)
+{
+    snprintf(name, (size_t)length, "Emulated GPU");
+    return is_device(device) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+}
+
+EXPORT CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device)
+{
+    if (!is_device(device))
+        return CUDA_ERROR_INVALID_DEVICE;
+    write_uuid(uuid, device);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device)
+{
+    return (CUresult)cudaDeviceGetAttribute(value, (enum cudaDeviceAttr)attribute, device);
+}
+
+EXPORT CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer)
+{
+    return (CUresult)cudaDeviceCanAccessPeer(can, device, peer);
+}
+
+EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
+{
+    if (!is_device(device))
+        return CUDA_ERROR_INVALID_DEVICE;
+    *context = (CUcontext)&primary[device];
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
+{
+    return is_device(device) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+}
+
+EXPORT CUresult cuCtxGetCurrent(CUcontext *context)
+{
+    *context = depth ? (CUcontext)stack[depth - 1] : NULL;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxSetCurrent(CUcontext context)
+{
+    set_current((struct context *)context);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxPushCurrent_v2(CUcontext context)
+{
+    if (!context)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    push_device(((struct context *)context)->device);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxPopCurrent_v2(CUcontext *context)
+{
+    if (!depth)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    if (context)
+        *context = (CUcontext)stack[depth - 1];
+    pop_device();
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxGetDevice(CUdevice *device)
+{
+    *device = current_device();
+    return depth ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
+}
+
+EXPORT CUresult cuCtxSynchronize(void)
+{
+    return depth ? (CUresult)cudaDeviceSynchronize() : CUDA_ERROR_INVALID_CONTEXT;
+}
+
+/* NVRTC asks for private tables of the driver, and works without them. */
+EXPORT CUresult cuGetExportTable(const void **table, const CUuuid *id)
+{
+    (void)id;
+    *table = NULL;
+    return CUDA_ERROR_NOT_FOUND;
+}

@@ -1,0 +1,84 @@
+/* What a translated kernel and the code that executes it share. */
+#ifndef KERNEL_H
+#define KERNEL_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Why a thread's function has returned. */
+enum outcome { EXITED, AT_BARRIER, AT_WARP, YIELDED, FAULTED };
+
+enum barrier_operation { BARRIER_SYNC, BARRIER_ARRIVE, BARRIER_AND, BARRIER_OR, BARRIER_POPC };
+
+enum warp_operation {
+    WARP_SYNC, SHFL_UP, SHFL_DOWN, SHFL_BFLY, SHFL_IDX, VOTE_ALL, VOTE_ANY, VOTE_UNI, VOTE_BALLOT,
+    MATCH_ANY, MATCH_ALL, REDUX_ADD, REDUX_MIN_S, REDUX_MAX_S, REDUX_MIN_U, REDUX_MAX_U, REDUX_AND,
+    REDUX_OR, REDUX_XOR, ELECT,
+};
+
+/* A block of threads as its threads see it. */
+struct block {
+    uint32_t block_dim[3], index[3], grid_dim[3];
+    char *parameters; /* of the kernel */
+    char *globals;    /* the module's variables */
+    char *shared;
+    uint32_t shared_bytes;         /* variables, then dynamic memory */
+    uint32_t dynamic_shared_bytes; /* given at launch */
+    uint64_t grid_id;
+    char *grid_workspace; /* of a cooperative launch, zeroed */
+};
+
+/* The start of each thread's frame. Its registers follow. */
+struct thread {
+    int resume; /* number of the suspension point where the thread goes on */
+    int state;  /* the last outcome */
+    uint32_t index[3], number;
+    unsigned polls;
+    int fault; /* cudaError_t */
+    uint64_t fault_address;
+    const char *fault_instruction;
+    /* The operation that the thread waits for, its operands and its result. */
+    int operation;
+    uint32_t barrier, expected; /* id; number of threads, or 0 for all */
+    uint32_t mask;
+    uint64_t operand;
+    uint32_t lane, clamp;
+    uint64_t result;
+    int predicate;
+};
+
+/* A parameter's place in the parameter memory. */
+struct parameter {
+    uint32_t offset, bytes;
+};
+
+enum kernel_flags {
+    SUSPENDS = 1,      /* its threads wait for each other: each needs a frame */
+    POLLS_MEMORY = 2,  /* it waits for memory that other blocks or devices write */
+};
+
+struct kernel {
+    const char *name;
+    int (*step)(struct thread *thread, const struct block *block);
+    size_t frame_bytes;
+    uint32_t shared_bytes, parameter_bytes, local_bytes, registers, max_threads;
+    int flags;
+    uint32_t parameter_count;
+    const struct parameter *parameters;
+};
+
+/* A variable of the module. */
+struct variable {
+    const char *name;
+    uint32_t offset, bytes;
+};
+
+/* The symbol "emulated_module" of a compiled module. */
+struct module_image {
+    uint32_t kernel_count, variable_count, globals_bytes;
+    const struct kernel *kernels;
+    const struct variable *variables;
+    const unsigned char *globals; /* initial contents */
+};
+
+#endif

@@ -1,0 +1,831 @@
+"""PTX instructions on the emulated device, compared with NumPy and with exact arithmetic.
+
+Run it with `make test-gpu-emulated`, or after build.py with the variables of its env.sh.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+if not os.environ.get("EMULATED_GPU_CACHE"):
+    pytest.skip("run it with make test-gpu-emulated", allow_module_level=True)
+
+HERE = Path(__file__).resolve().parent
+HEADER = ".version 8.5\n.target sm_90\n.address_size 64\n"
+COUNT = 2048
+THREADS = 128
+
+INVALID_VALUE, NOT_FOUND, INVALID_PTX, NO_BINARY = 1, 500, 218, 209
+ILLEGAL_ADDRESS, LAUNCH_TIMEOUT, ASSERTION, MISALIGNED, LAUNCH_FAILURE = 700, 702, 710, 716, 719
+COOPERATIVE_TOO_LARGE = 720
+
+
+class Driver:
+    """The driver API of the emulated device."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL("libcuda.so.1")
+        self.check(self.library.cudaSetDevice(0))
+
+    def check(self, code: int) -> None:
+        assert code == 0, f"CUDA error {code}"
+
+    def load(self, text: str) -> ctypes.c_void_p:
+        module = ctypes.c_void_p()
+        self.check(self.library.cuModuleLoadData(ctypes.byref(module), (HEADER + text).encode()))
+        return module
+
+    def function(self, module: ctypes.c_void_p, name: str = "kernel") -> ctypes.c_void_p:
+        found = ctypes.c_void_p()
+        self.check(self.library.cuModuleGetFunction(ctypes.byref(found), module, name.encode()))
+        return found
+
+    def put(self, array: np.ndarray[Any, Any]) -> int:
+        """Return the address of a device copy."""
+        place, nbytes = ctypes.c_void_p(), ctypes.c_size_t(array.nbytes)
+        self.check(self.library.cudaMalloc(ctypes.byref(place), nbytes))
+        self.check(self.library.cudaMemcpy(place, ctypes.c_void_p(array.ctypes.data), nbytes, 1))
+        return int(place.value or 0)
+
+    def get(self, address: int, count: int, dtype: Any) -> np.ndarray[Any, Any]:
+        found = np.empty(count, dtype)
+        into, nbytes = ctypes.c_void_p(found.ctypes.data), ctypes.c_size_t(found.nbytes)
+        self.check(self.library.cudaMemcpy(into, ctypes.c_void_p(address), nbytes, 2))
+        return found
+
+    def launch(
+        self, function: ctypes.c_void_p, addresses: Sequence[int], grid: Any = (1, 1, 1),
+        block: Any = (THREADS, 1, 1), shared: int = 0, cooperative: bool = False,
+    ) -> int:  # fmt: skip
+        """Launch a kernel whose parameters are addresses. Return the error code."""
+        values = [ctypes.c_uint64(each) for each in addresses]
+        table = (ctypes.c_void_p * max(len(values), 1))(*map(ctypes.addressof, values))
+        arguments = [function, *grid, *block, shared, None, table]
+        if cooperative:
+            return int(self.library.cuLaunchCooperativeKernel(*arguments))
+        return int(self.library.cuLaunchKernel(*arguments, None))
+
+    def synchronize(self) -> int:
+        return int(self.library.cudaDeviceSynchronize())
+
+
+@pytest.fixture(scope="module")
+def driver() -> Driver:
+    return Driver()
+
+
+# ---- Instructions on numbers ---------------------------------------------------------------------
+
+
+class Format(NamedTuple):
+    """A float format: bits of the mantissa, exponent of the least normal number, largest number."""
+
+    mantissa: int
+    least: int
+    largest: Fraction
+
+
+F32 = Format(23, -126, Fraction(2 - Fraction(1, 1 << 23)) * (1 << 127))
+F64 = Format(52, -1022, Fraction(2 - Fraction(1, 1 << 52)) * (1 << 1023))
+FORMATS = {np.dtype(np.float32): F32, np.dtype(np.float64): F64}
+
+
+def rounded(value: Fraction, form: Format, mode: str) -> float:
+    """Round an exact number to a format. The result is exact in float64."""
+    magnitude = abs(value)
+    if magnitude == 0:
+        return 0.0
+    exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
+    exponent -= magnitude < Fraction(2) ** exponent
+    unit = Fraction(2) ** (max(exponent, form.least) - form.mantissa)
+    whole, rest = divmod(magnitude, unit)
+    negative = value < 0
+    up = {
+        "rn": rest * 2 > unit or (rest * 2 == unit and whole % 2 == 1), "rz": False,
+        "rm": negative and rest > 0, "rp": not negative and rest > 0,
+    }[mode]  # fmt: skip
+    result = (whole + up) * unit
+    if result > form.largest:
+        is_infinite = mode == "rn" or mode == ("rm" if negative else "rp")
+        found = math.inf if is_infinite else float(form.largest)
+    else:
+        found = float(result)
+    return -found if negative else found
+
+
+def exactly(
+    operation: Callable[..., Fraction], mode: str, special: Callable[..., Any]
+) -> Callable[..., np.ndarray[Any, Any]]:
+    """Return an oracle by exact arithmetic, and by NumPy where a result is not finite or zero."""
+
+    def oracle(*arrays: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        found = special(*arrays)
+        form = FORMATS[found.dtype]
+        for i, values in enumerate(zip(*arrays, strict=True)):
+            if not all(np.isfinite(value) for value in values):
+                continue
+            try:
+                exact = operation(*(Fraction(float(value)) for value in values))
+            except ZeroDivisionError:
+                continue
+            if exact:
+                found[i] = rounded(exact, form, mode)
+        return found
+
+    return oracle
+
+
+def signed_zero_sum(mode: str) -> Callable[..., np.ndarray[Any, Any]]:
+    """Return the special cases of a sum: x - x is -0 if it is rounded down."""
+
+    def special(a: Any, b: Any) -> Any:
+        found = a + b
+        cancels = np.isfinite(found) & (a == -b) & (a != 0)
+        found[cancels] = -0.0 if mode == "rm" else 0.0
+        mixed = (a == 0) & (b == 0) & (np.signbit(a) != np.signbit(b))
+        found[mixed] = -0.0 if mode == "rm" else 0.0
+        return found
+
+    return special
+
+
+def bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return array.view(f"u{array.itemsize}")
+
+
+def flushed(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    small = np.abs(array) < np.float32(2.0**-126)
+    return np.where(small, np.copysign(np.float32(0), array), array)
+
+
+def with_ftz(oracle: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arrays: flushed(oracle(*map(flushed, arrays)))
+
+
+def minimum(a: Any, b: Any) -> Any:
+    less = (a < b) | ((a == b) & np.signbit(a)) | np.isnan(b)
+    return np.where(less & ~np.isnan(a), a, b)
+
+
+def to_integer(dtype: Any, rounding: Any, of_nan: int) -> Callable[[Any], Any]:
+    limits = np.iinfo(dtype)
+
+    def oracle(a: Any) -> Any:
+        found = []
+        for value in rounding(a.astype(np.float64)):
+            if np.isnan(value):
+                found.append(of_nan)
+            elif np.isinf(value):
+                found.append(limits.max if value > 0 else limits.min)
+            else:
+                found.append(min(max(int(value), limits.min), limits.max))
+        return np.array(found, dtype)
+
+    return oracle
+
+
+def each(function: Callable[..., int]) -> Callable[..., Any]:
+    """Return an oracle that applies a function of Python integers. The result wraps around."""
+
+    def oracle(*arrays: Any) -> Any:
+        found = [function(*map(int, values)) for values in zip(*arrays, strict=True)]
+        return np.array([one % 2**64 for one in found], np.uint64)
+
+    return oracle
+
+
+def permuted(a: int, b: int, selectors: int) -> int:
+    source, result = a | b << 32, 0
+    for i in range(4):
+        selector = selectors >> 4 * i & 15
+        byte = source >> 8 * (selector & 7) & 255
+        result |= ((255 if byte & 128 else 0) if selector & 8 else byte) << 8 * i
+    return result
+
+
+def narrow(dtype: Any) -> Callable[[Any], Any]:
+    """Return an oracle of conversions. NVIDIA's NaN has all bits but the sign."""
+
+    def oracle(a: Any) -> Any:
+        found = a.astype(dtype)
+        found.view("u2")[np.isnan(a)] = 0x7FFF
+        return found.view("u2")
+
+    return oracle
+
+
+def pair_of_fp8(dtype: Any, largest: float) -> Callable[..., Any]:
+    """Return an oracle of saturating conversions. The first operand is the upper half."""
+
+    def half(a: Any) -> Any:
+        with np.errstate(invalid="ignore"):
+            found = np.clip(a, -largest, largest).astype(dtype).view("u1").astype(np.uint16)
+        found[np.isnan(a)] = 0x7F
+        return found
+
+    return lambda a, b: half(a) << 8 | half(b)
+
+
+def narrow_fma(dtype: Any, form: Format) -> Callable[..., Any]:
+    """Return an oracle for the fma of 16-bit floats."""
+
+    def oracle(*arrays: Any) -> Any:
+        a, b, c = (array.view(dtype).astype(np.float64) for array in arrays)
+        found = a * b + c
+        for i, (x, y, z) in enumerate(zip(a, b, c, strict=True)):
+            if np.isfinite([x, y, z]).all():
+                exact = Fraction(x) * Fraction(y) + Fraction(z)
+                found[i] = rounded(exact, form, "rn") if exact else found[i]
+        result = found.astype(dtype).view("u2").copy()
+        result[np.isnan(found)] = 0x7FFF
+        return result
+
+    return oracle
+
+
+F16 = Format(10, -14, Fraction(65504))
+BF16 = Format(7, -126, Fraction(2 - Fraction(1, 1 << 7)) * (1 << 127))
+QUOTIENT = exactly(lambda a, b: a / b, "rn", lambda a, b: a / b)
+FMA_32 = exactly(lambda a, b, c: a * b + c, "rn", lambda a, b, c: a * b + c)
+FMA_64 = exactly(lambda a, b, c: a * b + c, "rn", lambda a, b, c: a * b + c)
+
+
+def ordered(test: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda a, b: test(a, b) & ~(np.isnan(a) | np.isnan(b))
+
+
+def unordered(test: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda a, b: test(a, b) | np.isnan(a) | np.isnan(b)
+
+
+def shifted(a: Any, n: Any) -> Any:
+    return np.where(n > 31, 0, a << np.minimum(n, 31))
+
+
+#: PTX on %a, %b and %c with the result in %d; dtypes of the operands and of the result; oracle.
+CASES = [
+    ("add.s32 %d, %a, %b;", "i4 i4 i4", lambda a, b: a + b),
+    ("sub.u64 %d, %a, %b;", "u8 u8 u8", lambda a, b: a - b),
+    ("add.sat.s32 %d, %a, %b;", "i4 i4 i4",
+     each(lambda a, b: min(max(a + b, -(2**31)), 2**31 - 1))),
+    ("mul.lo.s64 %d, %a, %b;", "i8 i8 i8", lambda a, b: a * b),
+    ("mul.lo.u16 %d, %a, %b;", "u2 u2 u2", lambda a, b: a * b),
+    ("mul.hi.s32 %d, %a, %b;", "i4 i4 i4", each(lambda a, b: a * b >> 32)),
+    ("mul.hi.u64 %d, %a, %b;", "u8 u8 u8", each(lambda a, b: a * b >> 64)),
+    ("mul.wide.s32 %d, %a, %b;", "i4 i4 i8", each(lambda a, b: a * b)),
+    ("mul.wide.u16 %d, %a, %b;", "u2 u2 u4", each(lambda a, b: a * b)),
+    ("mad.lo.s32 %d, %a, %b, %c;", "i4 i4 i4 i4", lambda a, b, c: a * b + c),
+    ("mad.wide.u32 %d, %a, %b, %c;", "u4 u4 u8 u8",
+     each(lambda a, b, c: (a * b + c) % 2**64)),
+    ("div.s32 %d, %a, %b;", "i4 i4 i4",
+     each(lambda a, b: -1 if b == 0 else (abs(a) // abs(b) * (1 if a * b > 0 else -1) + 2**31)
+          % 2**32 - 2**31)),
+    ("rem.u64 %d, %a, %b;", "u8 u8 u8", each(lambda a, b: a % b if b else a)),
+    ("min.s16 %d, %a, %b;", "i2 i2 i2", np.minimum),
+    ("max.u32 %d, %a, %b;", "u4 u4 u4", np.maximum),
+    ("abs.s32 %d, %a;", "i4 i4", np.abs),
+    ("neg.s64 %d, %a;", "i8 i8", np.negative),
+    ("sad.u32 %d, %a, %b, %c;", "u4 u4 u4 u4",
+     each(lambda a, b, c: (abs(a - b) + c) % 2**32)),
+    ("and.b32 %d, %a, %b;", "u4 u4 u4", np.bitwise_and),
+    ("xor.b64 %d, %a, %b;", "u8 u8 u8", np.bitwise_xor),
+    ("not.b32 %d, %a;", "u4 u4", np.invert),
+    ("lop3.b32 %d, %a, %b, %c, 0x1b;", "u4 u4 u4 u4",
+     lambda a, b, c: (~a & ~b & ~c) | (~a & ~b & c) | (~a & b & c) | (a & ~b & ~c)),
+    ("shl.b32 %d, %a, %b;", "u4 s4 u4", shifted),
+    ("shr.s32 %d, %a, %b;", "i4 s4 i4", lambda a, n: a >> np.minimum(n, 31)),
+    ("shf.l.wrap.b32 %d, %a, %b, %c;", "u4 u4 u4 u4",
+     each(lambda a, b, c: ((b << 32 | a) << (c & 31) >> 32) % 2**32)),
+    ("shf.r.clamp.b32 %d, %a, %b, %c;", "u4 u4 s4 u4",
+     each(lambda a, b, c: ((b << 32 | a) >> min(c, 32)) % 2**32)),
+    ("popc.b64 %d, %a;", "u8 u4", each(lambda a: a.bit_count())),
+    ("clz.b32 %d, %a;", "u4 u4", each(lambda a: 32 - a.bit_length())),
+    ("brev.b32 %d, %a;", "u4 u4", each(lambda a: int(f"{a:032b}"[::-1], 2))),
+    ("bfind.s32 %d, %a;", "i4 u4",
+     each(lambda a: ((a if a >= 0 else ~a).bit_length() - 1) % 2**32)),
+    ("bfe.u32 %d, %a, %b, 5;", "u4 s4 u4",
+     each(lambda a, n: a >> n & 31 if n < 32 else 0)),
+    ("bfe.s32 %d, %a, 3, 7;", "i4 i4", each(lambda a: ((a >> 3 & 127) + 64) % 128 - 64)),
+    ("bfi.b32 %d, %a, %b, 9, 6;", "u4 u4 u4",
+     each(lambda a, b: b & ~(63 << 9) | (a & 63) << 9)),
+    ("prmt.b32 %d, %a, %b, %c;", "u4 u4 u4 u4", each(permuted)),
+    ("dp4a.s32.s32 %d, %a, %b, %c;", "i4 i4 i4 i4",
+     lambda a, b, c: sum(
+         a.view("i1").reshape(-1, 4)[:, i].astype("i4") * b.view("i1").reshape(-1, 4)[:, i]
+         for i in range(4)
+     ) + c),
+    ("add.cc.u32 %t0, %a, %b; addc.u32 %d, %c, 0;", "u4 u4 u4 u4",
+     each(lambda a, b, c: (c + (a + b >> 32)) % 2**32)),
+    ("sub.cc.u64 %w0, %a, %b; subc.u64 %d, %c, 1;", "u8 u8 u8 u8",
+     each(lambda a, b, c: (c - 1 - (a < b)) % 2**64)),
+    # Floats.
+    ("add.f32 %d, %a, %b;", "f4 f4 f4", np.add),
+    ("add.ftz.f32 %d, %a, %b;", "f4 f4 f4", with_ftz(np.add)),
+    ("mul.rn.f32 %d, %a, %b;", "f4 f4 f4", np.multiply),
+    ("mul.ftz.f32 %d, %a, %b;", "f4 f4 f4", with_ftz(np.multiply)),
+    ("sub.sat.f32 %d, %a, %b;", "f4 f4 f4",
+     lambda a, b: np.where(np.isnan(a - b) | (a - b <= 0), 0, np.minimum(a - b, 1))),
+    *((f"add.{mode}.f32 %d, %a, %b;", "f4 f4 f4",
+       exactly(lambda a, b: a + b, mode, signed_zero_sum(mode))) for mode in ("rz", "rm", "rp")),
+    *((f"mul.{mode}.f64 %d, %a, %b;", "f8 f8 f8",
+       exactly(lambda a, b: a * b, mode, np.multiply)) for mode in ("rz", "rm", "rp")),
+    ("div.rn.f32 %d, %a, %b;", "f4 f4 f4", QUOTIENT),
+    ("div.rz.f32 %d, %a, %b;", "f4 f4 f4",
+     exactly(lambda a, b: a / b, "rz", np.divide)),
+    ("div.rn.f64 %d, %a, %b;", "f8 f8 f8", np.divide),
+    ("rcp.rn.f64 %d, %a;", "f8 f8", lambda a: 1 / a),
+    ("sqrt.rn.f32 %d, %a;", "f4 f4", np.sqrt),
+    ("sqrt.rn.f64 %d, %a;", "f8 f8", np.sqrt),
+    ("fma.rn.f32 %d, %a, %b, %c;", "f4 f4 f4 f4", FMA_32),
+    ("fma.rz.f32 %d, %a, %b, %c;", "n4 n4 n4 f4",
+     exactly(lambda a, b, c: a * b + c, "rz", lambda a, b, c: a * b + c)),
+    ("fma.rn.f64 %d, %a, %b, %c;", "f8 f8 f8 f8", FMA_64),
+    ("min.f32 %d, %a, %b;", "f4 f4 f4", minimum),
+    ("max.f64 %d, %a, %b;", "f8 f8 f8", lambda a, b: -minimum(-a, -b)),
+    ("min.NaN.f32 %d, %a, %b;", "f4 f4 f4",
+     lambda a, b: np.where(np.isnan(a) | np.isnan(b), np.float32(np.nan), minimum(a, b))),
+    ("neg.f32 %d, %a;", "f4 f4", np.negative),
+    ("abs.f64 %d, %a;", "f8 f8", np.abs),
+    ("copysign.f32 %d, %a, %b;", "f4 f4 f4", lambda a, b: np.copysign(b, a)),
+    # Comparisons.
+    *((f"setp.{name}.f32 %p, %a, %b; selp.b32 %d, 1, 0, %p;", "f4 f4 u4",
+       ordered(test))
+      for name, test in (("eq", np.equal), ("ne", np.not_equal), ("lt", np.less),
+                         ("ge", np.greater_equal))),
+    *((f"setp.{name}.f64 %p, %a, %b; selp.b32 %d, 1, 0, %p;", "f8 f8 u4",
+       unordered(test))
+      for name, test in (("equ", np.equal), ("neu", np.not_equal), ("gtu", np.greater))),
+    ("setp.nan.f32 %p, %a, %b; selp.b32 %d, 1, 0, %p;", "f4 f4 u4",
+     lambda a, b: np.isnan(a) | np.isnan(b)),
+    ("setp.eq.ftz.f32 %p, %a, %b; selp.b32 %d, 1, 0, %p;", "f4 f4 u4",
+     lambda a, b: flushed(a) == flushed(b)),
+    ("setp.lt.s32 %p|%q, %a, %b; selp.b32 %t0, 1, 0, %p; selp.b32 %t1, 2, 0, %q; "
+     "or.b32 %d, %t0, %t1;", "i4 i4 u4", lambda a, b: np.where(a < b, 1, 2)),
+    ("setp.ne.u32 %q, %c, 0; setp.hi.and.u32 %p, %a, %b, !%q; selp.b32 %d, 1, 0, %p;",
+     "u4 u4 s4 u4", lambda a, b, c: (a > b) & (c == 0)),
+    ("set.lt.u32.f32 %d, %a, %b;", "f4 f4 u4", lambda a, b: np.where(a < b, 2**32 - 1, 0)),
+    ("slct.b32.s32 %d, %a, %b, %c;", "u4 u4 i4 u4", lambda a, b, c: np.where(c >= 0, a, b)),
+    ("testp.subnormal.f32 %p, %a; selp.b32 %d, 1, 0, %p;", "f4 u4",
+     lambda a: (a != 0) & (np.abs(a) < np.float32(2.0**-126))),
+    # Conversions.
+    ("cvt.s64.s32 %d, %a;", "i4 i8", lambda a: a.astype("i8")),
+    ("cvt.u32.u8 %d, %a;", "u4 u4", lambda a: a & 255),
+    ("cvt.s32.s8 %d, %a;", "i4 i4", lambda a: a.astype("i1").astype("i4")),
+    ("cvt.sat.u8.s32 %t0, %a; cvt.u32.u8 %d, %t0;", "i4 u4", lambda a: np.clip(a, 0, 255)),
+    ("cvt.rzi.s32.f32 %d, %a;", "f4 i4", to_integer("i4", np.trunc, 0)),
+    ("cvt.rni.u32.f32 %d, %a;", "f4 u4", to_integer("u4", np.rint, 0)),
+    ("cvt.rmi.s64.f64 %d, %a;", "f8 i8", to_integer("i8", np.floor, -(2**63))),
+    ("cvt.rpi.u64.f32 %d, %a;", "f4 u8", to_integer("u8", np.ceil, 2**63)),
+    ("cvt.rn.f32.s64 %d, %a;", "i8 f4", lambda a: a.astype("f4")),
+    ("cvt.rz.f32.u32 %d, %a;", "u4 f4",
+     lambda a: np.array([rounded(Fraction(int(x)), F32, "rz") for x in a], "f4")),
+    ("cvt.rp.f64.u64 %d, %a;", "u8 f8",
+     lambda a: np.array([rounded(Fraction(int(x)), F64, "rp") for x in a])),
+    ("cvt.rn.f32.f64 %d, %a;", "f8 f4", lambda a: a.astype("f4")),
+    ("cvt.rm.f32.f64 %d, %a;", "n8 f4",
+     lambda a: np.array([rounded(Fraction(float(x)), F32, "rm") for x in a], "f4")),
+    ("cvt.rn.ftz.f32.f64 %d, %a;", "f8 f4", lambda a: flushed(a.astype("f4"))),
+    ("cvt.f64.f32 %d, %a;", "f4 f8", lambda a: a.astype("f8")),
+    ("cvt.rzi.f32.f32 %d, %a;", "f4 f4", np.trunc),
+    ("cvt.rn.f16.f32 %d, %a;", "f4 u2", narrow(np.float16)),
+    ("cvt.rn.bf16.f32 %d, %a;", "f4 u2", narrow(ml_dtypes.bfloat16)),
+    ("cvt.rz.f16.f32 %d, %a;", "n4 u2",
+     lambda a: np.array([rounded(Fraction(float(x)), F16, "rz") for x in a], "f2").view("u2")),
+    ("cvt.f32.f16 %d, %a;", "u2 f4", lambda a: a.view("f2").astype("f4")),
+    ("cvt.f32.bf16 %d, %a;", "u2 f4", lambda a: (a.astype("u4") << 16).view("f4")),
+    ("cvt.rn.satfinite.e4m3x2.f32 %d, %a, %b;", "f4 f4 u2",
+     pair_of_fp8(ml_dtypes.float8_e4m3fn, 448)),
+    ("cvt.rn.satfinite.e5m2x2.f32 %d, %a, %b;", "f4 f4 u2",
+     pair_of_fp8(ml_dtypes.float8_e5m2, 57344)),
+    ("fma.rn.f16 %d, %a, %b, %c;", "u2 u2 u2 u2", narrow_fma(np.float16, F16)),
+    ("fma.rn.bf16 %d, %a, %b, %c;", "u2 u2 u2 u2", narrow_fma(ml_dtypes.bfloat16, BF16)),
+    ("mov.b32 {%h0, %h1}, %a; mov.b32 %d, {%h1, %h0};", "u4 u4", lambda a: a << 16 | a >> 16),
+    ("mov.b64 %d, {%a, %b};", "u4 u4 u8",
+     lambda a, b: a.astype("u8") | b.astype("u8") << np.uint64(32)),
+]  # fmt: skip
+
+
+def operands(kind: str, place: int) -> np.ndarray[Any, Any]:
+    """Return numbers with random bits and special ones; s: small; n: finite and of one size."""
+    random = np.random.default_rng(place)
+    size = int(kind[1])
+    if kind[0] == "s":
+        return random.integers(0, 40, COUNT).astype(f"u{size}")
+    if kind[0] == "n":
+        return (random.standard_normal(COUNT) * 2.0 ** random.integers(-30, 14, COUNT)).astype(
+            f"f{size}"
+        )
+    found = np.frombuffer(random.bytes(COUNT * size), f"u{size}").copy()
+    if kind[0] == "f":
+        found = found.view(kind)
+        normal = (random.standard_normal(COUNT // 2) * 8).astype(kind)
+        found[: COUNT // 2] = normal
+        tiny = np.finfo(kind)
+        special = [
+            0.0,
+            -0.0,
+            1.0,
+            -1.0,
+            0.5,
+            np.inf,
+            -np.inf,
+            np.nan,
+            tiny.max,
+            tiny.tiny,
+            1.5,
+            2.5,
+        ]
+        special += [tiny.smallest_subnormal, -tiny.smallest_subnormal, 2.0**31, -(2.0**31), 2.0**63]
+    else:
+        special = [0, 1, 2, 3, 2 ** (8 * size) - 1, 2 ** (8 * size - 1), 2 ** (8 * size - 1) - 1]
+    # All pairs of special numbers, in the order of a different digit for each operand.
+    n = len(special)
+    order = [i // n**place % n for i in range(n * n)]
+    found[: n * n] = np.array(special, found.dtype)[order]
+    return found if kind[0] == "f" else found.view(kind)
+
+
+def entry(name: str, code: str, types: Sequence[str]) -> str:
+    """Return a kernel that computes %d from %a, %b and %c for each thread."""
+    *sources, result = types
+    letters = "abc"[: len(sources)]
+    parameters = ", ".join(f".param .u64 p_{letter}" for letter in f"{letters}d")
+    lines = [f".reg .b{8 * int(kind[1])} %{x};" for x, kind in zip(letters, sources, strict=True)]
+    lines.append(f".reg .b{8 * int(result[1])} %d;")
+    lines.append(".reg .b64 %w<8>; .reg .b32 %t<4>; .reg .b16 %h<4>; .reg .pred %p, %q;")
+    lines.append("mov.u32 %t0, %ctaid.x; mov.u32 %t1, %ntid.x; mov.u32 %t2, %tid.x;")
+    lines.append("mad.lo.u32 %t3, %t0, %t1, %t2;")
+    for letter, kind in zip(letters, sources, strict=True):
+        size = int(kind[1])
+        lines.append(f"ld.param.u64 %w1, [p_{letter}]; mad.wide.u32 %w2, %t3, {size}, %w1;")
+        lines.append(f"ld.global.b{8 * size} %{letter}, [%w2];")
+    size = int(result[1])
+    lines.append(f"{code}\nld.param.u64 %w1, [p_d]; mad.wide.u32 %w2, %t3, {size}, %w1;")
+    lines.append(f"st.global.b{8 * size} [%w2], %d; ret;")
+    return f".visible .entry {name}({parameters})\n{{\n" + "\n".join(lines) + "\n}\n"
+
+
+@pytest.fixture(scope="module")
+def instructions(driver: Driver) -> ctypes.c_void_p:
+    """The module with the kernels of all cases."""
+    kernels = [entry(f"case_{i}", code, types.split()) for i, (code, types, _) in enumerate(CASES)]
+    return driver.load("".join(kernels))
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[case[0] for case in CASES])
+def test_instruction_matches_oracle(driver, instructions, case):
+    code, types, oracle = CASES[case]
+    *sources, result = types.split()
+    arrays = [operands(kind, place) for place, kind in enumerate(sources)]
+    output = driver.put(np.zeros(COUNT, result))
+    addresses = [*map(driver.put, arrays), output]
+    function = driver.function(instructions, f"case_{case}")
+    assert driver.launch(function, addresses, (COUNT // THREADS, 1, 1)) == 0
+    got = driver.get(output, COUNT, result)
+    with np.errstate(all="ignore"):
+        expected = np.asarray(oracle(*arrays)).astype(result)
+    if result[0] == "f":
+        is_sign_operation = code.startswith(("neg", "abs", "copysign"))
+        nan = np.isnan(expected)
+        assert (np.isnan(got) == nan).all()
+        if result == "f4" and not is_sign_operation:
+            assert (bits(got)[nan] == 0x7FFFFFFF).all(), "not NVIDIA's NaN"
+        got, expected = got[~nan], expected[~nan]
+        arrays = [array[~nan] for array in arrays]
+    wrong = np.flatnonzero(bits(got) != bits(expected))
+    assert not wrong.size, [
+        (*(array[i] for array in arrays), got[i], expected[i]) for i in wrong[:5]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("ex2", np.exp2), ("lg2", np.log2), ("sin", np.sin), ("cos", np.cos), ("rsqrt", None)],
+)
+def test_approximations_are_within_their_error(driver, name, function):
+    function = function or (lambda a: 1 / np.sqrt(a))
+    module = driver.load(entry("kernel", f"{name}.approx.f32 %d, %a;", ["f4", "f4"]))
+    array = np.linspace(0.01, 3, COUNT, dtype="f4")
+    output = driver.put(np.zeros(COUNT, "f4"))
+    grid = (COUNT // THREADS, 1, 1)
+    assert driver.launch(driver.function(module), [driver.put(array), output], grid) == 0
+    expected = function(array.astype("f8"))
+    np.testing.assert_allclose(driver.get(output, COUNT, "f4"), expected, 1e-6, 1e-6)
+
+
+# ---- Memory, threads and control -----------------------------------------------------------------
+
+#: Registers, the number of the thread in its block in %t0, and the address of its word of the
+#: output in %w2.
+BEGIN = """.visible .entry kernel(.param .u64 out)
+{
+.reg .b64 %w<16>; .reg .b32 %t<32>; .reg .pred %p<8>; .reg .b16 %h<4>; .reg .f32 %f<8>;
+mov.u32 %t0, %tid.x; mov.u32 %t1, %ctaid.x; mov.u32 %t2, %ntid.x; mad.lo.u32 %t3, %t1, %t2, %t0;
+ld.param.u64 %w1, [out]; mad.wide.u32 %w2, %t3, 4, %w1;
+"""
+END = "st.global.u32 [%w2], %t9; ret; }"
+
+
+def run_threads(
+    driver: Driver, code: str, count: int = THREADS, before: str = "", initial: Any = None,
+    **options: Any,
+) -> np.ndarray[Any, Any]:  # fmt: skip
+    """Run code that sets %t9 in each thread. Return the results of all threads."""
+    function = driver.function(driver.load(before + BEGIN + code + END))
+    output = driver.put(np.zeros(count, "u4") if initial is None else initial)
+    assert driver.launch(function, [output], **options) == 0
+    assert driver.synchronize() == 0
+    return driver.get(output, count, "u4")
+
+
+THREAD = np.arange(THREADS, dtype=np.uint32)
+LANE = THREAD % 32
+
+
+def test_shared_memory_and_barrier(driver):
+    code = """.shared .align 4 .b8 words[512];
+    mov.u32 %t4, words; shl.b32 %t5, %t0, 2; add.u32 %t6, %t4, %t5; st.shared.u32 [%t6], %t0;
+    bar.sync 0; sub.u32 %t7, 508, %t5; add.u32 %t7, %t4, %t7; ld.shared.u32 %t9, [%t7];"""
+    assert (run_threads(driver, code) == THREAD[::-1]).all()
+
+
+def test_dynamic_shared_memory_follows_static_variables(driver):
+    code = """.shared .align 4 .b8 words[512];
+    mov.u32 %t4, dynamic; shl.b32 %t5, %t0, 2; add.u32 %t6, %t4, %t5; cvt.u64.u32 %w3, %t6;
+    cvta.shared.u64 %w4, %w3; st.u32 [%w4], %t0; bar.sync 0;
+    sub.u32 %t7, 508, %t5; add.u32 %t7, %t4, %t7; ld.shared.u32 %t9, [%t7];
+    mov.u32 %t10, %dynamic_smem_size; add.u32 %t9, %t9, %t10; add.u32 %t9, %t9, %t4;"""
+    before = ".extern .shared .align 16 .b8 dynamic[];\n"
+    got = run_threads(driver, code, before=before, shared=512)
+    assert (got == THREAD[::-1] + 1024).all()
+
+
+def test_barrier_reductions(driver):
+    code = """setp.lt.u32 %p1, %t0, 5; bar.red.popc.u32 %t4, 0, %p1;
+    bar.red.or.pred %p2, 0, %p1; bar.red.and.pred %p3, 0, %p1;
+    selp.b32 %t5, 100, 0, %p2; selp.b32 %t6, 1000, 0, %p3;
+    add.u32 %t9, %t4, %t5; add.u32 %t9, %t9, %t6;"""
+    assert (run_threads(driver, code) == 105).all()
+
+
+def test_named_barriers_with_arrive(driver):
+    """The first half writes and arrives; the second half waits and reads."""
+    code = """.shared .align 4 .b8 words[256];
+    mov.u32 %t4, words; and.b32 %t5, %t0, 63; shl.b32 %t5, %t5, 2; add.u32 %t6, %t4, %t5;
+    setp.ge.u32 %p1, %t0, 64; mov.u32 %t9, 7; @%p1 bra READ;
+    st.shared.u32 [%t6], %t0; bar.arrive 1, 128; bra DONE;
+    READ: bar.sync 1, 128; ld.shared.u32 %t9, [%t6];
+    DONE:"""
+    assert (run_threads(driver, code) == np.where(THREAD < 64, 7, THREAD - 64)).all()
+
+
+def test_exited_threads_count_as_arrived(driver):
+    code = """setp.lt.u32 %p1, %t0, 40; @%p1 ret; bar.sync 0; mov.u32 %t9, 1;"""
+    assert (run_threads(driver, code) == (THREAD >= 40)).all()
+
+
+@pytest.mark.parametrize(
+    ("mode", "lane", "source", "ok"),
+    [
+        ("up", "3, 0", np.where(LANE < 3, LANE, LANE - 3), LANE >= 3),
+        ("down", "3, 31", np.where(LANE > 28, LANE, LANE + 3), LANE <= 28),
+        ("bfly", "5, 31", LANE ^ 5, LANE >= 0),
+        ("idx", "2, 0x181f", LANE & 24 | 2, LANE >= 0),
+    ],
+)
+def test_shuffles(driver, mode, lane, source, ok):
+    code = f"""mul.lo.u32 %t4, %t0, 3; shfl.sync.{mode}.b32 %t5|%p1, %t4, {lane}, 0xffffffff;
+    selp.b32 %t6, 1, 0, %p1; mad.lo.u32 %t9, %t5, 2, %t6;"""
+    assert (run_threads(driver, code) == (THREAD - LANE + source) * 6 + ok).all()
+
+
+def test_votes_and_matches(driver):
+    code = """and.b32 %t4, %t0, 3; setp.eq.u32 %p1, %t4, 2;
+    vote.sync.ballot.b32 %t5, %p1, 0xffffffff; vote.sync.any.pred %p2, %p1, 0xffffffff;
+    vote.sync.all.pred %p3, %p1, 0xffffffff; match.any.sync.b32 %t6, %t4, 0xffffffff;
+    selp.b32 %t7, 1, 0, %p2; selp.b32 %t8, 2, 0, %p3; redux.sync.max.u32 %t10, %t0, 0xffffffff;
+    xor.b32 %t9, %t5, %t6; add.u32 %t9, %t9, %t7; add.u32 %t9, %t9, %t8; add.u32 %t9, %t9, %t10;"""
+    same = np.uint32(0x11111111) << (LANE & 3)
+    expected = (np.uint32(0x44444444) ^ same) + 1 + (THREAD | 31)
+    assert (run_threads(driver, code) == expected).all()
+
+
+def test_warp_operations_of_part_of_a_warp(driver):
+    code = """and.b32 %t4, %t0, 31; setp.ge.u32 %p1, %t4, 16; mov.u32 %t9, 9; @%p1 bra DONE;
+    redux.sync.add.u32 %t9, %t4, 0xffff; bar.warp.sync 0xffff;
+    DONE:"""
+    assert (run_threads(driver, code) == np.where(LANE < 16, 120, 9)).all()
+
+
+def test_special_registers(driver):
+    code = """mov.u32 %t4, %laneid; mov.u32 %t5, %warpid; mad.lo.u32 %t9, %t5, 32, %t4;
+    mov.u32 %t6, %lanemask_lt; popc.b32 %t7, %t6; mad.lo.u32 %t9, %t7, 1000, %t9;"""
+    assert (run_threads(driver, code) == THREAD + 1000 * LANE).all()
+
+
+def test_three_dimensions(driver):
+    code = """mov.u32 %t4, %tid.y; mov.u32 %t5, %tid.z; mov.u32 %t6, %ctaid.y;
+    mov.u32 %t7, %nctaid.y; mad.lo.u32 %t8, %t5, 4, %t4; mad.lo.u32 %t8, %t8, 8, %t0;
+    mad.lo.u32 %t9, %t6, 64, %t8;
+    mad.wide.u32 %w2, %t9, 4, %w1; add.u32 %t9, %t9, %t7;"""
+    got = run_threads(driver, code, 192, grid=(1, 3, 1), block=(8, 4, 2))
+    assert (got == np.arange(192) + 3).all()
+
+
+@pytest.mark.parametrize(
+    ("operation", "initial", "expected"),
+    [
+        ("add.u32 %t9, [%w1], 2", 10, 266), ("min.s32 %t9, [%w1], -5", 10, 2**32 - 5),
+        ("max.u32 %t9, [%w1], %t0", 10, 127), ("or.b32 %t9, [%w1], %t0", 0, 127),
+        ("and.b32 %t9, [%w1], 12", 255, 12), ("exch.b32 %t9, [%w1], 77", 0, 77),
+        ("inc.u32 %t9, [%w1], 99", 0, 28), ("dec.u32 %t9, [%w1], 99", 0, 72),
+        ("cas.b32 %t9, [%w1], 10, 33", 10, 33),
+        ("add.f32 %t9, [%w1], 0f40000000", 0, np.float32(256).view("u4")),
+        ("add.noftz.f16x2 %t9, [%w1], 0x3c004000", 0, 0x58005C00),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("scope", ["", "release.sys.", "acq_rel.gpu."])
+def test_atomics(driver, operation, initial, expected, scope):
+    code = f"atom.{scope}global.{operation}; bar.sync 0; add.u64 %w2, %w2, 512;"
+    values = np.full(2 * THREADS, initial, "u4")
+    assert run_threads(driver, code, 2 * THREADS, initial=values)[0] == expected
+
+
+def test_atomics_of_other_widths(driver):
+    code = """atom.global.add.u64 %w3, [%w1], 0x100000000;
+    atom.global.add.f64 %w4, [%w1+8], 0d3FF0000000000000;
+    atom.global.cas.b16 %h1, [%w1+16], 0, 5; bar.sync 0; add.u64 %w2, %w2, 512;"""
+    found = run_threads(driver, code, 2 * THREADS)
+    assert found[1] == THREADS
+    assert found[2:4].view("f8")[0] == THREADS
+    assert found[4] == 5
+
+
+def test_vector_accesses_and_sub_words(driver):
+    code = """.local .align 16 .b8 frame[16]; .reg .b16 %k<4>;
+    mov.u64 %w3, frame; add.u32 %t4, %t0, 1; cvta.local.u64 %w4, %w3;
+    st.local.v4.u32 [%w3], {%t0, %t4, %t0, %t4}; ld.v2.u64 {%w5, %w6}, [%w4];
+    ld.local.u8 %k0, [%w3+4]; cvt.u32.u16 %t5, %k0; cvt.u32.u64 %t6, %w6; add.u32 %t9, %t5, %t6;
+    st.local.s8 [%w3], -2; ld.local.s8 %t7, [%w3]; sub.u32 %t9, %t9, %t7;"""
+    assert (run_threads(driver, code) == 2 * THREAD + 3).all()
+
+
+def test_function_calls_and_module_variables(driver):
+    before = """.global .align 4 .u32 table[3] = {5, 6, 0x10};
+    .const .align 8 .f64 factor = 0d4000000000000000;
+    .func (.param .b32 result) twice(.param .b32 given)
+    { .reg .b32 %r<3>; ld.param.u32 %r1, [given]; setp_free: add.u32 %r2, %r1, %r1;
+      st.param.b32 [result], %r2; ret; }
+    """
+    code = """{ .param .b32 param0; .param .b32 retval0; st.param.b32 [param0+0], %t0;
+    call.uni (retval0), twice, (param0); ld.param.b32 %t9, [retval0+0]; }
+    ld.global.u32 %t4, [table+8]; mov.u64 %w3, table; ld.global.u32 %t5, [%w3];
+    ld.const.u32 %t6, [factor+4]; add.u32 %t9, %t9, %t4; add.u32 %t9, %t9, %t5;
+    add.u32 %t9, %t9, %t6;"""
+    got = run_threads(driver, code, before=before)
+    assert (got == 2 * THREAD + 21 + 0x40000000).all()
+
+
+def test_names_in_nested_blocks_hide_outer_ones(driver):
+    code = """mov.u32 %t4, 1; { .reg .b32 %t4; mov.u32 %t4, 5; LOOP: sub.u32 %t4, %t4, 1;
+    setp.ne.u32 %p1, %t4, 0; @%p1 bra LOOP; }
+    { .reg .b32 x; LOOP: mov.u32 x, 3; add.u32 %t4, %t4, x; } mov.u32 %t9, %t4;"""
+    assert (run_threads(driver, code) == 4).all()
+
+
+def test_indexed_branches(driver):
+    code = """TABLE: .branchtargets ZERO, ONE, TWO; rem.u32 %t4, %t0, 3; brx.idx %t4, TABLE;
+    ZERO: mov.u32 %t9, 10; bra DONE; ONE: mov.u32 %t9, 11; bra DONE; TWO: mov.u32 %t9, 12;
+    DONE:"""
+    assert (run_threads(driver, code) == THREAD % 3 + 10).all()
+
+
+def test_blocks_wait_for_each_other(driver):
+    """Each block waits for the flag of the next one, and the last block sets the first flag."""
+    code = """add.u32 %t4, %t1, 1; mad.wide.u32 %w3, %t4, 4, %w1; mov.u32 %t5, %nctaid.x;
+    setp.eq.u32 %p1, %t4, %t5; @%p1 bra SET;
+    WAIT: ld.acquire.gpu.global.u32 %t6, [%w3+64]; setp.eq.u32 %p2, %t6, 0; @%p2 bra WAIT;
+    SET: add.u64 %w4, %w2, 64; st.release.gpu.global.u32 [%w4], 1; mov.u32 %t9, 8;"""
+    got = run_threads(driver, code, 32, grid=(8, 1, 1), block=(1, 1, 1))
+    assert (got[:8] == 8).all() and (got[16:24] == 1).all()
+
+
+# ---- Errors --------------------------------------------------------------------------------------
+
+
+def error_of(code: str, before: str = "", block: int = 32) -> str:
+    """Return the error of a kernel, by name, from a process of its own: errors are sticky."""
+    text = before + BEGIN + code + END
+    program = f"""
+import sys
+sys.path.insert(0, {str(HERE)!r})
+import numpy as np, test_ptx
+driver = test_ptx.Driver()
+function = driver.function(driver.load({text!r}))
+output = driver.put(np.zeros(4096, "u4"))
+print(driver.launch(function, [output], block=({block}, 1, 1)) or driver.synchronize())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    return done.stdout.strip() + " " + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("ld.global.u32 %t9, [%w2+2];", MISALIGNED),
+        ("ld.global.v4.u32 {%t4, %t5, %t6, %t9}, [%w2];", MISALIGNED),
+        ("st.global.u64 [%w2+4], %w1;", MISALIGNED),
+        ("atom.global.add.u32 %t9, [%w2+1], 1;", MISALIGNED),
+        ("mov.u64 %w3, 64; ld.global.u32 %t9, [%w3];", ILLEGAL_ADDRESS),
+        ("mov.u32 %t4, 4096; ld.shared.u32 %t9, [%t4];", ILLEGAL_ADDRESS),
+        ("trap;", LAUNCH_FAILURE),
+        ("setp.eq.u32 %p1, %t0, 0; @%p1 bra ONE; bar.sync 1, 32; ONE: bar.sync 2, 32;",
+         LAUNCH_TIMEOUT),
+    ],
+)  # fmt: skip
+def test_faults(code, error):
+    assert error_of(code).split()[0] == str(error)
+
+
+def test_failed_assertion():
+    before = """.extern .func __assertfail(.param .b64 a, .param .b64 b, .param .b32 c,
+    .param .b64 d, .param .b64 e);\n"""
+    code = """{ .param .b64 param0; .param .b64 param1; .param .b32 param2; .param .b64 param3;
+    .param .b64 param4; call.uni __assertfail, (param0, param1, param2, param3, param4); }"""
+    assert error_of(code, before).split()[0] == str(ASSERTION)
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["tanh.approx.f16 %h1, %h2;", "add.rn.f32x2 %w3, %w4, %w5;", "wgmma.fence.sync.aligned;"],
+)
+def test_unsupported_instructions_are_named(code):
+    found = error_of(code)
+    assert f"CUDA error {INVALID_PTX}" in found
+    assert f"unsupported instruction: {code[:-1]}" in found
+
+
+def test_other_images_are_refused(driver):
+    module = ctypes.c_void_p()
+    image = ctypes.create_string_buffer(b"\x7fELF and more")
+    assert driver.library.cuModuleLoadData(ctypes.byref(module), image) == NO_BINARY
+
+
+def test_launch_limits(driver):
+    text = BEGIN.replace("\n{", "\n.maxntid 256, 1, 1\n{") + "mov.u32 %t9, 1;" + END
+    module = driver.load(".extern .shared .align 16 .b8 dynamic[];\n" + text)
+    function, out = driver.function(module), driver.put(np.zeros(4096, "u4"))
+    launch, set_attribute = driver.launch, driver.library.cuFuncSetAttribute
+    assert launch(function, [out], block=(256, 1, 1)) == 0
+    for block in ((257, 1, 1), (1025, 1, 1), (0, 1, 1), (1, 1, 65)):
+        assert launch(function, [out], block=block) == INVALID_VALUE
+    for grid in ((0, 1, 1), (1, 65536, 1), (1, 1, 65536)):
+        assert launch(function, [out], grid) == INVALID_VALUE
+    assert launch(function, [out], shared=(48 << 10) + 1) == INVALID_VALUE
+    assert set_attribute(function, 8, 100 << 10) == 0
+    assert launch(function, [out], shared=100 << 10) == 0
+    assert set_attribute(function, 8, 228 << 10) == INVALID_VALUE
+    assert launch(function, [out], (1000, 1, 1), cooperative=True) == COOPERATIVE_TOO_LARGE
+    assert launch(function, [out], (2, 1, 1), cooperative=True) == 0
+    missing = ctypes.c_void_p()
+    find = driver.library.cuModuleGetFunction
+    assert find(ctypes.byref(missing), module, b"other") == NOT_FOUND
+    assert driver.synchronize() == 0
+
+
+def test_function_attributes(driver):
+    text = BEGIN.replace("\n{", "\n.maxntid 8, 4, 2\n{")
+    code = ".shared .align 4 .b8 words[512]; .local .b8 frame[24]; mov.u32 %t9, words;"
+    function, value = driver.function(driver.load(text + code + END)), ctypes.c_int()
+    for attribute, expected in ((0, 64), (1, 512), (3, 24)):
+        driver.check(driver.library.cuFuncGetAttribute(ctypes.byref(value), attribute, function))
+        assert value.value == expected
+    driver.check(driver.library.cuFuncGetAttribute(ctypes.byref(value), 4, function))
+    assert 16 <= value.value <= 255
+
+
+def test_two_processes_compile_once(tmp_path):
+    """The second process finds the module of the first in the cache."""
+    text = f"// {os.urandom(8).hex()}\n" + BEGIN + "mov.u32 %t9, 1;" + END
+    program = f"""
+import sys
+sys.path.insert(0, {str(HERE)!r})
+import test_ptx
+test_ptx.Driver().load({text!r})
+"""
+    variables = os.environ | {"EMULATED_GPU_CACHE": str(tmp_path)}
+    ranks = [subprocess.Popen([sys.executable, "-c", program], env=variables) for _ in range(3)]
+    assert [rank.wait() for rank in ranks] == [0, 0, 0]
+    assert len([*tmp_path.glob("*.so")]) == len([*tmp_path.glob("*.c")]) == 1

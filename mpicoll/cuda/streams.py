@@ -348,12 +348,10 @@ class StreamOrder(Point):
         caller's streams wait for it.
         """
         self._context = context
-        events = (context.record(),)
-        with _drop_lock:
-            self.events = events
-            if self._dropped:
-                self._hold_while_in_use()
-        if not self.asynchronous:
+        self.events = (context.record(),)
+        if self.asynchronous:
+            _unfinished.append(self)
+        else:
             self._make_wait(self._streams)
             self.held = None
 
@@ -378,15 +376,13 @@ class StreamOrder(Point):
         """Keep the arrays until the device no longer uses them, because the caller does not wait.
         The call may not have begun yet.
         """
-        with _drop_lock:
-            self._dropped = True
-            if self.events:
-                self._hold_while_in_use()
+        self._dropped = True
 
-    def _hold_while_in_use(self) -> None:
-        held, self.held = self.held, None
-        if held is not None:
-            _in_use.append((self, held))
+    def holds(self) -> bool:
+        """Return whether the arrays must be kept: the caller may still wait, or the device may
+        still use them.
+        """
+        return self.held is not None and not (self._dropped and self.is_done())
 
 
 class CapturedOrder(StreamOrder):
@@ -422,19 +418,20 @@ class CapturedOrder(StreamOrder):
         self._capture.close()
 
 
-#: Held while a call is dropped and while it gets its events, which may happen on two threads.
-#: Reentrant, because the garbage collector may drop a Work while the lock is held.
-_drop_lock = threading.RLock()
-#: Arrays of calls that were never waited for, while the device may use them.
-_in_use: deque[tuple[StreamOrder, object]] = deque()
+#: Asynchronous calls that nobody may have waited for. They are kept from their start, and not once
+#: their Work is gone: if the garbage collector frees a Work in a reference cycle, it may have
+#: destroyed the events already.
+_unfinished: deque[StreamOrder] = deque()
 
 
 def release_finished_arrays() -> None:
     """Release arrays that the device no longer uses; called in each call."""
-    for _ in range(len(_in_use)):
+    for _ in range(len(_unfinished)):
         try:
-            order, held = _in_use.popleft()
+            order = _unfinished.popleft()
         except IndexError:  # another thread runs this function as well
             return
-        if not order.is_done():
-            _in_use.append((order, held))
+        if order.holds():
+            _unfinished.append(order)
+        else:
+            order.held = None

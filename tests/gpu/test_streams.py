@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -280,3 +281,22 @@ def test_callbacks_keep_stream_order(n):
         with cupy.cuda.Stream(non_blocking=True):
             found = doubled.wait() + 1
             assert (found.get() == 2 * (sum(range(n)) + n * turn) + 1).all()
+
+
+def test_work_in_a_reference_cycle(n):
+    """The garbage collector may destroy the Work's events before the Work."""
+    array = made(LARGE, 1)
+    gc.disable()
+    try:
+        cycle = [dist.all_reduce(array, async_op=True)]
+        cycle.append(cycle)
+        while not cycle[0].has_ended():
+            time.sleep(1e-3)
+        del cycle
+        gc.collect()
+    finally:
+        gc.enable()
+    dist.all_reduce(array)  # releases the arrays of finished calls
+    cupy.cuda.runtime.deviceSynchronize()
+    dist.all_reduce(array)
+    assert (array.get() == n**3).all()

@@ -97,7 +97,7 @@ def on(monkeypatch):
         monkeypatch.setitem(sys.modules, "cupy", cupy)
         monkeypatch.setattr(runtime, "_runtime", arrays.cuda)
         monkeypatch.setattr(capabilities, "_known", None)
-        monkeypatch.setattr(streams, "_in_use", streams.deque())
+        monkeypatch.setattr(streams, "_unfinished", streams.deque())
         monkeypatch.setenv("MPICOLL_CUDA_AWARE", "full")
         if route != "nccl":
             monkeypatch.setenv("MPICOLL_DEVICE_ROUTE", route)
@@ -106,7 +106,7 @@ def on(monkeypatch):
     yield begin
     if dist.is_initialized():
         dist.destroy_process_group()
-    streams._in_use.clear()
+    streams._unfinished.clear()
     gc.collect()  # memory of the simulated devices
 
 
@@ -284,7 +284,7 @@ def test_arrays_are_kept_while_the_device_uses_them(on, how):
 def test_arrays_of_a_dropped_work_are_kept_until_the_device_has_finished(on, monkeypatch, route):
     """torch drops a Work before the progress thread has made its call."""
     world = on(route)
-    monkeypatch.setattr(streams, "_in_use", streams.deque())
+    monkeypatch.setattr(streams, "_unfinished", streams.deque())
     gate, group = threading.Event(), dist.group.WORLD
     world.start(world.made(1 + world.me)).wait()
     group.give(gate.wait)  # blocks the progress thread

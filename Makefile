@@ -83,7 +83,7 @@ demo: $(VENV)/.demo  ## train a small network on 2 to 4 ranks, then compare all_
 	@$(START) -n $(RANKS) $(VENV)/bin/python jobs/train_digits.py
 	@echo 'timing all_reduce on $(RANKS) ranks (python -m mpicoll bench)'
 	@$(START) -n $(RANKS) $(VENV)/bin/python -m mpicoll bench all_reduce -b 1K -e 4M -f 64 \
-	    -d float,bfloat16 --compare all --short
+	    -d float,bfloat16 --compare all
 	@echo 'Try next: OMP_NUM_THREADS=1 $(BOUND) -n $(RANKS) $(VENV)/bin/python -m mpicoll doctor'
 
 torch: $(VENV)/.demo  ## add PyTorch, which is large, to what `make demo` installs

@@ -9,11 +9,12 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import sub, truediv
 from pathlib import Path
 from typing import Any
 
 from mpicoll.cli.distance import DISTANCES, FAR, NEAR, UNKNOWN
-from mpicoll.cli.timing import Sample, Times
+from mpicoll.cli.timing import ENOUGH_COUNT, Times
 from mpicoll.output import format_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -66,10 +67,20 @@ class Aim:
 def times_of(measurement: Measurement) -> Times:
     """Return the samples of a measurement."""
     seconds = measurement["seconds"]
-    turns = measurement.get("turns", range(len(seconds)))
-    return Times(
-        [Sample(*each, measurement["distance"]) for each in zip(seconds, turns, strict=True)]
-    )
+    return Times(zip(measurement.get("turns", range(len(seconds))), seconds, strict=True))
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a time in a suitable unit."""
+    for unit, name in ((1e-6, "us"), (1e-3, "ms")):
+        if seconds < 999.5 * unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds:.3g} s"
+
+
+def is_enough(times: Times) -> bool:
+    """Return whether there are enough samples for a figure."""
+    return len(times) >= ENOUGH_COUNT
 
 
 class Results:
@@ -149,17 +160,17 @@ def _worst(
 
     Figures without enough samples are skipped, because ranks have moved between most samples.
     """
-    figures = {where: times for where, times in figures.items() if times.is_enough}
+    figures = {where: times for where, times in figures.items() if is_enough(times)}
     if not figures:
         return Aim(name, limit, None, unit, at_least, within=within)
 
     def figure(where: str) -> float:
-        times = figures[where]
-        slack = times.spread if within else 0.0
-        return -times.median - slack if at_least else times.median - slack
+        own = figures[where].figure
+        slack = own.spread if within else 0.0
+        return -own.median - slack if at_least else own.median - slack
 
     where = max(figures, key=figure)
-    worst, note = figures[where], where if len(figures) > 1 else ""
+    worst, note = figures[where].figure, where if len(figures) > 1 else ""
     measured, spread = scale * worst.median, scale * worst.spread
     return Aim(name, limit, measured, unit, at_least, spread, note, within)
 
@@ -169,7 +180,7 @@ def _per(
 ) -> dict[str, Times]:
     """Return the ratios at the common sizes from ``least`` to ``most`` bytes."""
     return {
-        format_bytes(size): above[size].over(below[size])
+        format_bytes(size): above[size].pair(below[size], truediv)
         for size in above
         if size in below and least <= size <= most
     }
@@ -218,7 +229,7 @@ def _small(found: Results) -> list[Aim]:
     for primitive in ("gather", "scatter"):
         own, raw = (_sizes(found, caller, primitive) for caller in (FACADE, MPI4PY))
         more = {
-            format_bytes(size): own[size].minus(raw[size])
+            format_bytes(size): own[size].pair(raw[size], sub)
             for size in own
             if size in raw and size <= 16 * KIB
         }
@@ -310,9 +321,9 @@ def hidden(found: Results, caller: str, primitive: str, ranks: int) -> dict[int,
         found.by_size(section="overlap", case=caller, primitive=primitive, ranks=ranks, part=part)
         for part in ("pure", "compute", "beside")
     )
+    shown = {size: beside[size].pair(compute[size], sub).pair(pure[size], truediv) for size in pure}
     return {
-        size: beside[size].minus(compute[size]).over(pure[size]).map(lambda shown: 1 - shown)
-        for size in pure
+        size: Times({turn: 1 - share for turn, share in own.items()}) for size, own in shown.items()
     }
 
 
@@ -328,9 +339,9 @@ def _overlap(found: Results) -> list[Aim]:
         beside, in_turn = (found.by_size(**keys, part=part) for part in ("beside", "in turn"))
         for size, share in own.items():
             point = f"{primitive} {format_bytes(size)}, {ranks} ranks"
-            totals[point] = beside[size].over(in_turn[size])
+            totals[point] = beside[size].pair(in_turn[size], truediv)
             if size in raw:
-                gains[point] = share.minus(raw[size])
+                gains[point] = share.pair(raw[size], sub)
             if found.has_spare_processors("overlap", ranks):
                 free[point] = share
     collected = [
@@ -363,7 +374,7 @@ def _torch(found: Results) -> list[Aim]:
         )  # fmt: skip
         if bucket == 25.0:
             above, other = (
-                {size: each.minus(local[size]) for size, each in times.items()}
+                {size: each.pair(local[size], sub) for size, each in times.items()}
                 for times in (own, gloo)
             )
             name = "DDP step above the local step: mpicoll torch / Gloo"

@@ -93,8 +93,8 @@ def _curve(
     sizes = sorted(times)
     if not sizes:
         return
-    axis.plot(sizes, [value(size, times[size].median) for size in sizes], **style)
     figures = [(size, times[size].figure) for size in sizes]
+    axis.plot(sizes, [value(size, each.median) for size, each in figures], **style)
     low = [value(size, each.low) for size, each in figures]
     high = [value(size, each.high) for size, each in figures]
     axis.fill_between(sizes, low, high, color=style["color"], alpha=0.12, linewidth=0)

@@ -22,5 +22,5 @@ done
 export OMP_NUM_THREADS=1 MPICOLL_TABLE=0 PMIX_MCA_psec=native OMPI_MCA_mpi_yield_when_idle=1
 # Ranks compare each of the first 64 calls of a group. 100 warm-up calls exclude them.
 srun "--mpi=$mpi" --nodes=2 --ntasks-per-node=2 "$environment/bin/python" -m mpicoll bench \
-    all_reduce -b 4 -e 16M -f 8 -w 100 --repetitions 21 --short --compare mpi4py \
+    all_reduce -b 4 -e 16M -f 8 -w 100 --repetitions 21 --compare mpi4py \
     --routes mpi,hierarchical "$@"

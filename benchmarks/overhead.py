@@ -5,8 +5,7 @@
 
 calls        microseconds per call of 4 bytes, on one rank by default: functions of mpicoll, and the
              backend of torch if it is installed. The minimum of many samples, because noise only
-             adds time. A change may add at most 0.1 us. Measures the mpicoll on PYTHONPATH, which
-             must have mpicoll/cli/timing.py
+             adds time. A change may add at most 0.1 us. Measures the mpicoll on PYTHONPATH
 comparing    all_reduce by the number of calls between two comparisons of call records
 reduction    SUM of two arrays on one rank: the C library, NumPy, and np.add
 dispatching  the path from PyTorch 2.15 or newer to the backend: direct, through torch's
@@ -28,6 +27,7 @@ import signal
 import time
 from collections.abc import Mapping
 from functools import partial
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +37,24 @@ from mpi4py import MPI
 import mpicoll
 from mpicoll.cli.timing import Call, Effort, Timer, Times
 
-#: The name of ``Times.split``. Older versions of mpicoll, which ``calls`` can measure, lack it.
-UNKNOWN = "unknown"
 
-
-def show(title: str, times: Mapping[str, Times]) -> None:
-    """Print a line for each case and distance of the ranks, on rank 0."""
+def show(title: str, found: Mapping[str, Mapping[str, Times]], count: int = 1) -> None:
+    """Print a line for each case and distance of the ranks, on rank 0. count: calls of a case."""
     if MPI.COMM_WORLD.Get_rank() != 0:
         return
-    first = next(iter(times.values()))
-    for distance in first.split():
-        print(title if distance == UNKNOWN else f"{title}, {distance}")
+    for distance, times in found.items():
+        print(f"{title}, {distance}")
+        first = next(iter(times.values()))
         for name, each in times.items():
-            own, ratio = (one.split().get(distance) for one in (each, each.over(first)))
-            texts = [own.text(1e-6, 8) if own else "-", ratio.text(1, 6) if ratio else "-"]
-            print(f"{name:34}{' us  '.join(texts)}", flush=True)
+            ratio = each.pair(first, truediv)
+            print(f"{name:34}{_text(each, 1e-6 * count, 8)} us  {_text(ratio, 1, 6)}", flush=True)
+
+
+def _text(times: Times, unit: float, width: int) -> str:
+    """Format median and spread."""
+    median, spread = times.figure.median / unit, times.figure.spread / unit
+    digits = 2 if median < 100 else 0
+    return f"{median:>{width}.{digits}f} +-{spread:5.{digits}f}"
 
 
 def calls(timer: Timer, effort: Effort) -> None:
@@ -80,11 +83,16 @@ def calls(timer: Timer, effort: Effort) -> None:
         "barrier": mpicoll.barrier,
         **cases,
     }
-    times = timer.measure(cases, effort)
+    timer.once(cases)
+    end, least = time.monotonic() + effort.seconds, dict.fromkeys(cases, float("inf"))
+    while MPI.COMM_WORLD.bcast(time.monotonic() < end):
+        for name, case in cases.items():
+            (took,) = timer.combine([timer.time(case, _CALLS)])
+            least[name] = min(least[name], took)
     if mpicoll.get_rank() == 0:
         print(f"mpicoll in {Path(mpicoll.__file__).parent}, {mpicoll.get_world_size()} ranks")
-        for name, each in times.items():
-            print(f"{name:34}{1e6 * min(each.seconds):8.2f} us")
+        for name, took in least.items():
+            print(f"{name:34}{1e6 * took:8.2f} us")
 
 
 def comparing(timer: Timer, effort: Effort) -> None:
@@ -103,9 +111,8 @@ def comparing(timer: Timer, effort: Effort) -> None:
             f"every {stride}" if stride else "never": _compared(group, stride)
             for stride in (0, 1, 8, 16, 32, 64, 128)
         }
-        times = timer.measure(cases, effort)
-        per_call = {name: each.map(lambda took: took / _CALLS) for name, each in times.items()}
-        show("shared memory" if group.resources.find("shared") else "by MPI", per_call)
+        title = "shared memory" if group.resources.find("shared") else "by MPI"
+        show(title, timer.measure(cases, effort), _CALLS)
     mpicoll.destroy_process_group()
 
 
@@ -209,17 +216,16 @@ def monitoring(timer: Timer, effort: Effort) -> None:
         "without, again": call(0, signal.SIGSTOP),
         "with the node monitor": monitored,
     }
-    times = timer.measure(cases, effort)
-    per_call = {name: each.map(lambda took: took / _MONITORED) for name, each in times.items()}
-    show("monitored", per_call)
-    for name, each in times.items():
-        for distance, ratio in each.over(next(iter(times.values()))).split().items():
+    found = timer.measure(cases, effort)
+    show("monitored", found, _MONITORED)
+    for distance, times in found.items():
+        for name, each in times.items():
+            ratio = each.pair(next(iter(times.values())), truediv)
             if mpicoll.get_rank() == 0:
-                print(f"{name}: {ratio.median - 1:+.2%} +- {ratio.spread:.2%} in each of "
-                      f"{len(ratio.samples)} pairs ({distance})")  # fmt: skip
-    turns = MPI.COMM_WORLD.bcast(
-        int(effort.seconds / 2 / max(times["with the node monitor"].seconds))
-    )
+                print(f"{name}: {ratio.figure.median - 1:+.2%} +- {ratio.figure.spread:.2%} in "
+                      f"each of {len(ratio)} pairs ({distance})")  # fmt: skip
+    slowest = max(max(times["with the node monitor"].values()) for times in found.values())
+    turns = MPI.COMM_WORLD.bcast(int(effort.seconds / 2 / slowest))
     used, began = _processor_time(monitor), time.monotonic()
     for _ in range(turns):
         monitored()

@@ -13,14 +13,14 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
 import aims
-from aims import FACADE, GLOO, KIB, MIB, MPI4PY, TORCH, Aim, Results
+from aims import FACADE, GLOO, KIB, MIB, MPI4PY, TORCH, Aim, Results, format_seconds
 
 from mpicoll.cli.distance import DISTANCES, FAR, NEAR, UNKNOWN
-from mpicoll.cli.timing import format_seconds
 from mpicoll.output import format_bytes
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -146,8 +146,8 @@ def overlap_table(found: Sequence[Results]) -> list[str]:
             for caller in callers:
                 shares = aims.hidden(results, caller, primitive, ranks) if results else {}
                 share = shares.get(size)
-                if share is not None and share.is_enough:
-                    row.append(f"{share.median:.0%} +-{share.spread:.0%}")
+                if share is not None and aims.is_enough(share):
+                    row.append(f"{share.figure.median:.0%} +-{share.figure.spread:.0%}")
                 else:
                     row.append("-")
         rows.append(row)
@@ -189,10 +189,10 @@ def beside(results: Results, wanted: dict[str, Any], other: str, caller: str) ->
         next((aims.times_of(one) for one in results.find(**wanted, case=case)), None)
         for case in (other, caller)
     )
-    cells = ["-" if each is None else format_seconds(each.median) for each in (above, below)]
-    if above is None or below is None or not (ratio := above.over(below)).is_enough:
+    cells = ["-" if each is None else format_seconds(each.figure.median) for each in (above, below)]
+    if above is None or below is None or not aims.is_enough(ratio := above.pair(below, truediv)):
         return [*cells, "-"]
-    return [*cells, f"{ratio.median:.2f} ±{ratio.spread:.2f}"]
+    return [*cells, f"{ratio.figure.median:.2f} ±{ratio.figure.spread:.2f}"]
 
 
 def torch_table(found: Sequence[Results]) -> list[str]:

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from aims import FACADE, GLOO, KIB, MPI4PY, TORCH
+from aims import FACADE, GLOO, KIB, MPI4PY, TORCH, format_seconds
 from contestants import PLACE, World
 
 from mpicoll import cli
 from mpicoll.cli.bench_calls import Buffers, Case, count_wrong, variants
 from mpicoll.cli.bench_others import works_on_all
 from mpicoll.cli.distance import UNKNOWN
-from mpicoll.cli.timing import Call, Effort, Times, format_seconds
+from mpicoll.cli.timing import Call, Effort, Times
 from mpicoll.dtypes import DType
 from mpicoll.primitives import Primitive
 
@@ -82,13 +82,16 @@ class Session:
             self.line(f"left out: {reason}")
             self.results.setdefault("left out", []).append(reason)
 
-    def measure(self, cases: Mapping[str, Call]) -> dict[str, Times]:
-        """Time the cases."""
-        return self.world.timer.measure(cases, self.effort)
+    def measure(
+        self, cases: Mapping[str, Call], effort: Effort | None = None
+    ) -> dict[str, dict[str, Times]]:
+        """Time the cases. Return the times of each one by distance of the ranks."""
+        found = self.world.timer.measure(cases, effort or self.effort)
+        return {name: {distance: own[name] for distance, own in found.items()} for name in cases}
 
     def record(
         self, section: str, name: str, primitive: str, size: int, dtype: str,
-        times: Times | None = None, **more: Any,
+        times: Mapping[str, Times] | None = None, **more: Any,
     ) -> None:  # fmt: skip
         """Record a measurement, or one for each distance of the ranks."""
         entry = {"section": section, "case": name, "primitive": primitive, **more}
@@ -99,12 +102,12 @@ class Session:
                 {
                     **entry,
                     "distance": distance,
-                    "median": one.median,
-                    "spread": one.spread,
-                    "seconds": [float(f"{second:.4g}") for second in one.seconds],
-                    "turns": [sample.turn for sample in one.samples],
+                    "median": one.figure.median,
+                    "spread": one.figure.spread,
+                    "seconds": [float(f"{second:.4g}") for second in one.values()],
+                    "turns": list(one),
                 }
-                for distance, one in times.split().items()
+                for distance, one in times.items()
             ]
         self.results.setdefault("measurements", []).extend(entries)
 
@@ -113,12 +116,12 @@ class Session:
         if self.world.me == 0:
             print(text, flush=True)
 
-    def report(self, title: str, times: Mapping[str, Times]) -> None:
+    def report(self, title: str, times: Mapping[str, Mapping[str, Times]]) -> None:
         """Print a line with the medians of all cases for each distance of the ranks."""
         lines: dict[str, list[str]] = {}
         for name, each in times.items():
-            for distance, one in each.split().items():
-                text = f"{name} {format_seconds(one.median)}"
+            for distance, one in each.items():
+                text = f"{name} {format_seconds(one.figure.median)}"
                 lines.setdefault(distance, []).append(text)
         for distance, medians in lines.items():
             head = title if distance == UNKNOWN else f"{title}, {distance}"

@@ -110,7 +110,7 @@ def ddp(session: Session) -> None:
             (TORCH, "synchronous"): make_step(synchronous, batch, session.world.n),
             (TORCH, "silent"): make_step(silent, batch),
         }
-        times = session.world.timer.measure({", ".join(k): s for k, s in steps.items()}, effort)
+        times = session.measure({", ".join(k): s for k, s in steps.items()}, effort)
         for other in (over_gloo, synchronous):
             if not same_gradients(over_mpicoll, other):
                 raise SystemExit("the gradients differ")
@@ -147,7 +147,7 @@ def fsdp(session: Session) -> None:
             session.leave_out(f"fsdp: {', '.join(key)}: not supported")
             del steps[key]
     effort = session.effort._replace(seconds=LONGER * session.effort.seconds)
-    times = session.world.timer.measure({", ".join(k): s for k, s in steps.items()}, effort)
+    times = session.measure({", ".join(k): s for k, s in steps.items()}, effort)
     both = [models[caller, "FSDP2"] for caller in (GLOO, TORCH) if (caller, "FSDP2") in steps]
     if len(both) == 2 and not same_shards(*both):
         raise SystemExit("the gradients differ")

@@ -25,5 +25,5 @@ job=$(flux getattr jobid)
 start=(flux run --nodes=2 --ntasks=8 --cores-per-task=1 -o "pmi=$MPI" -o cpu-affinity=per-task
     -o exit-on-error)
 
-"${start[@]}" "$VENV/bin/python" -m mpicoll hello --binding # prints the node of each rank
+"${start[@]}" "$VENV/bin/python" -m mpicoll hello # prints the node and processors of each rank
 "${start[@]}" "$VENV/bin/python" jobs/train_digits.py --save "digits-$job.npz" "$@"

@@ -5,13 +5,14 @@ A rank that still runs after LIMIT_S seconds prints its stacks and ends.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,22 +45,42 @@ class Job:
     ranks: number of ranks under mpiexec; 0 is a plain process.
     environment: additional variables, with $FOLDER.
     site: code that every process runs before the command.
+    table: the content of $FOLDER/table.json before the job.
+    then: the command line of a second job.
     """
 
     words: str
     ranks: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     site: str = ""
+    table: str | None = None
+    then: str = ""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The result of a job."""
+    """The result of a job, $FOLDER, and the result of the second job."""
 
     code: int
     out: str
     err: str
     seconds: float
+    folder: Path
+    after: Ended | None = None
+
+    @property
+    def table(self) -> Path:
+        return self.folder / "table.json"
+
+    @property
+    def lines(self) -> list[list[str]]:
+        """The cells of the lines that are not comments."""
+        return [line.split() for line in self.out.splitlines() if not line.startswith("#")]
+
+    @property
+    def report(self) -> Any:
+        """The content of $FOLDER/report.json."""
+        return json.loads((self.folder / "report.json").read_text())
 
     def succeeded(self) -> None:
         """Check that the job exited with 0 and printed nothing to stderr."""
@@ -73,31 +94,16 @@ class Ended:
         assert self.seconds < LIMIT_S / 3, self
 
 
-def decorator(kind: type[Job]) -> Callable[..., Callable[[Any], Any]]:
-    """Return a decorator that gives a test its job: ``job(words, ranks=0, every_mpi=False, ...)``.
-
-    every_mpi: run the test with every MPI. By default tests/run.py runs it with one.
-    """
-    with_job = made_by(kind)
-
-    def job(words: str, every_mpi: bool = False, **how: Any) -> Callable[[Any], Any]:
-        def decorate(test: Any) -> Any:
-            test = with_job(words, **how)(test)
-            test = needs_mpiexec(test) if how.get("ranks") else test
-            return test if every_mpi else pytest.mark.any_mpi(test)
-
-        return decorate
-
-    return job
-
-
 def run(job: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
     paths = [str(folder), job.environment.get("PYTHONPATH"), ENVIRONMENT.get("PYTHONPATH")]
-    own = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder), **job.environment}
+    own = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": "$FOLDER", "MPICOLL_TABLE": ""}
+    own |= {"XDG_CONFIG_HOME": "$FOLDER/config", **job.environment}
     own["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     own = {name: value.replace("$FOLDER", str(folder)) for name, value in own.items()}
     if job.site:
         (folder / "sitecustomize.py").write_text(job.site)
+    if job.table is not None:
+        (folder / "table.json").write_text(job.table)
     words = job.words.replace("$words", str(parameters.get("words", "")))
     words = words.replace("$FOLDER", str(folder))
     start = [*MPIEXEC, "-n", str(job.ranks)] if job.ranks else []
@@ -108,4 +114,21 @@ def run(job: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
         timeout=LIMIT_S + 20, check=False,
     )  # fmt: skip
     assert HUNG not in done.stderr, f"a rank hung\n{done.stderr}"
-    return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
+    took = time.monotonic() - begin
+    second = replace(job, words=job.then, then="", table=None)
+    after = run(second, parameters, folder) if job.then else None
+    return Ended(done.returncode, done.stdout, done.stderr, took, folder, after)
+
+
+_with_job = made_by(Job, run)
+
+
+def job(words: str, every_mpi: bool = False, **how: Any) -> Callable[[Any], Any]:
+    """Give a test its job. every_mpi: run it with every MPI. By default tests/run.py uses one."""
+
+    def decorate(test: Any) -> Any:
+        test = _with_job(words, **how)(test)
+        test = needs_mpiexec(test) if how.get("ranks") else test
+        return test if every_mpi else pytest.mark.any_mpi(test)
+
+    return decorate

@@ -167,7 +167,7 @@ def test_script_starts_the_requested_ranks(script: str, tmp_path: Path) -> None:
             assert start.option("--cpus-per-task") == str(asked.cores_per_rank)
             assert start.option("--kill-on-bad-exit") == "1"
     *shown, job = starts
-    assert all(start.program[1:] == ["-m", "mpicoll", "hello", "--binding"] for start in shown)
+    assert all(start.program[1:] == ["-m", "mpicoll", "hello"] for start in shown)
     assert len(shown) == (script not in ("digits_array.sbatch", "digits_requeue.sbatch"))
     assert job.program[-2:] == options
     program = ROOT / job.program[1]

@@ -138,10 +138,12 @@ def test_far_gpus_are_reported(tmp_path, monkeypatch, allowed, expected):
         (tmp_path / address / "local_cpulist").write_text(processors)
         (tmp_path / address / "class").write_text(kind)
     own = rank([f"{A} u", f"0000{B} v", f"{C} w", f"{card[0]} x"])
-    found = describe_far_gpu(own, 0, allowed)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(allowed))
+    found = describe_far_gpu(own, 0)
     assert len(found) == bool(expected) and all(text.endswith(expected) for text in found)
-    assert not describe_far_gpu(own, 2, allowed), "the kernel does not know the GPU"
-    assert not describe_far_gpu(own, 3, allowed), "the address is not a GPU's"
+    assert not describe_far_gpu(own, 2), "the kernel does not know the GPU"
+    assert not describe_far_gpu(own, 3), "the address is not a GPU's"
+    assert not describe_far_gpu(own, None)
 
 
 # --- bind_gpu.sh --------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 
 import mpicoll
 from mpicoll import cli, launch
-from mpicoll.cli.doctor_facts import name_launcher
+from mpicoll.cli.doctor import name_launcher
 from mpicoll.cuda import probe
 from mpicoll.cuda.binding import device_for
 from mpicoll.errors import ArgumentError, LaunchError

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib
 import os
 import re
@@ -18,23 +17,21 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from mpicoll import __version__, control_messages, launch
+from mpicoll import __version__, launch
 from mpicoll.errors import MpicollError
 from mpicoll.launch import exit_hooks
 from mpicoll.launch.exit_hooks import INTERRUPTED
 from mpicoll.output import write_lines
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 __all__ = [
     "COMMANDS",
     "end_group",
+    "find_write_problem",
     "is_first_rank",
     "main",
-    "out_of_memory",
     "parse_size",
     "refuse",
     "show_progress",
@@ -83,19 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(_module(options.command).run(options))
 
 
-class _Parser(argparse.ArgumentParser):
-    """Suggests the closest command for a misspelled one."""
-
-    def _check_value(self, action: argparse.Action, value: str) -> None:
-        if isinstance(action, argparse._SubParsersAction) and value not in COMMANDS:
-            close = difflib.get_close_matches(value, COMMANDS, 1)
-            hint = f"did you mean {close[0]}?" if close else f"expected {', '.join(COMMANDS)}"
-            self.error(f"{value}: unknown command; {hint}")
-        super()._check_value(action, value)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m mpicoll", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m mpicoll", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"mpicoll {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, text in COMMANDS.items():
@@ -126,25 +112,6 @@ def start_group() -> str:
     return ""
 
 
-def out_of_memory(comm: MPI.Intracomm, pool: str, needed: int, available: int) -> str:
-    """Return why a memory cannot hold the arrays of its ranks, or "". The same on all ranks.
-
-    pool: name of the memory of this rank. needed, available: bytes.
-    """
-    users: dict[str, list[tuple[int, int]]] = {}
-    gathered = control_messages.allgather(comm, (pool, needed, available), tuple[str, int, int])
-    for name, own_needed, own_available in gathered:
-        users.setdefault(name, []).append((own_needed, own_available))
-    for name, uses in users.items():
-        total, free = sum(use[0] for use in uses), min(use[1] for use in uses)
-        if total > free:
-            return (
-                f"needs {total / 2**30:.1f} GiB on {name} for its {len(uses)} ranks, "
-                f"{free / 2**30:.1f} GiB are available"
-            )
-    return ""
-
-
 def end_group() -> None:
     """Destroy all groups and restore Python's exit hooks for the rest of the command."""
     import mpicoll as dist
@@ -170,6 +137,21 @@ def parse_size(text: str) -> int:
             f"expected a number of bytes, at least 1, optionally with K, M, G or T, got {text!r}"
         )
     return nbytes
+
+
+def find_write_problem(path: Path) -> str:
+    """Return why a file cannot be written, or ""."""
+    folder = path.absolute().parent
+    try:
+        if not folder.is_dir():
+            return f"{path}: there is no folder {folder}"
+        exists = path.exists()
+        path.open("a").close()
+        if not exists:
+            path.unlink()
+    except OSError as error:
+        return f"{path}: cannot be written: {error.strerror}"
+    return ""
 
 
 def show_progress(text: str) -> None:

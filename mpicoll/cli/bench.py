@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from mpicoll.primitives import PRIMITIVES, Layout, Primitive, by_name
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpicoll.cli.bench_calls import Case, Memory
+    from mpicoll.cli.bench_calls import Case
     from mpicoll.dtypes import DType, ReduceOp
 
 __all__ = ["add_arguments", "run"]
@@ -48,11 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "default: 8)")  # fmt: skip
     add("-e", "--maxbytes", type=cli.parse_size, default="64M", metavar="SIZE",
         help="largest size (default: 64M)")  # fmt: skip
-    steps = parser.add_mutually_exclusive_group()
-    steps.add_argument("-f", "--stepfactor", type=_number_from(2), default="2", metavar="FACTOR",
-                       help="factor between sizes (default: 2)")  # fmt: skip
-    steps.add_argument("-i", "--stepbytes", type=cli.parse_size, metavar="SIZE",
-                       help="increment between sizes, instead of a factor")  # fmt: skip
+    add("-f", "--stepfactor", type=_number_from(2), default="2", metavar="FACTOR",
+        help="factor between sizes (default: 2)")  # fmt: skip
     add("-d", "--datatype", type=_dtypes, default="float", metavar="DTYPE",
         help="all, or a list such as float,half: names of mpicoll or nccl-tests "
         "(default: float)")  # fmt: skip
@@ -68,9 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="repetitions; the median is printed (default: 7)")  # fmt: skip
     add("-c", "--check", type=int, choices=(0, 1), nargs="?", const=1, default=0,
         help="count wrong elements; exit code 1 if there are any")  # fmt: skip
-    add("-a", "--average", type=int, choices=(0, 1, 2, 3), default=3,
-        help="rank whose time is printed: 0 rank 0, 1 the mean, 2 the fastest, 3 the slowest "
-        "(default: 3)")  # fmt: skip
     add("--latency", action="store_true",
         help="time single calls: minimum, percentiles and maximum")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), default="cpu", help="memory of arrays (default: cpu)")
@@ -80,7 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "mpi4py, and gloo if torch is installed")  # fmt: skip
     add("--routes", default="", metavar="ROUTES",
         help="also time these routes, as in mpi,shared; all: all available routes")  # fmt: skip
-    add("--short", action="store_true", help="print a smaller table: times and ratios only")
     add("-J", "--json", "--output_file", type=Path, metavar="FILE", help="write the table as JSON")
 
 
@@ -146,8 +139,6 @@ def _contradiction(options: argparse.Namespace) -> str:
 
     if options.minbytes > options.maxbytes:
         return f"--minbytes {options.minbytes} is more than --maxbytes {options.maxbytes}"
-    if options.short and options.latency:
-        return "--short has no percentiles: omit --latency"
     if options.device != "cpu" and set(options.compare) - {"copy"}:
         return "--compare requires --device cpu, because MPI may crash with device memory"
     known = route_names(options.device)
@@ -187,7 +178,7 @@ def _with_ranks(options: argparse.Namespace) -> int:
     from mpi4py import MPI
 
     import mpicoll as dist
-    from mpicoll.cli.bench_calls import MEMORIES
+    from mpicoll.cli.bench_calls import MEMORIES, find_memory_problem
     from mpicoll.cli.bench_others import OTHERS, Other, Route
     from mpicoll.cli.bench_table import Bench
     from mpicoll.failures.consistency import FIRST
@@ -201,7 +192,10 @@ def _with_ranks(options: argparse.Namespace) -> int:
         return cli.refuse("bench", problem, first, 2)
     memory = MEMORIES[options.device]()
     routes, notes, problem = _routes(options)
-    problem = problem or _out_of_memory(options, comm, memory, len(routes))
+    if not problem:
+        largest = _cases(options, comm, [options.maxbytes])
+        problem = find_memory_problem(comm, memory, largest, options.compare, len(routes))
+        problem = f"--maxbytes {options.maxbytes}: {problem}" if problem else ""
     if problem:
         return cli.refuse("bench", problem, first, 2)
     for _ in range(FIRST):  # the first calls of a group are compared between ranks
@@ -210,7 +204,10 @@ def _with_ranks(options: argparse.Namespace) -> int:
         name: OTHERS[name](comm, memory) for name in dict.fromkeys(options.compare)
     }
     others |= {name: Route(name, options.device, options.waits) for name in routes}
-    report = Bench(options, comm, memory, others, notes).run(_cases(options, comm, _sizes(options)))
+    sizes = [options.minbytes]
+    while sizes[-1] * options.stepfactor <= options.maxbytes:
+        sizes.append(sizes[-1] * options.stepfactor)
+    report = Bench(options, comm, memory, others, notes).run(_cases(options, comm, sizes))
     for other in others.values():
         other.close()
     comm.Free()
@@ -254,47 +251,17 @@ def _find_problem(options: argparse.Namespace, comm: MPI.Intracomm) -> str:
         return f"--device {options.device}: {error}"
     problems = [missing(name) for name in options.compare]
     if comm.Get_rank() == 0 and options.json:
-        problems.append(_unwritable(options.json))
+        problems.append(cli.find_write_problem(options.json))
     return next(filter(None, problems), "")
 
 
-def _unwritable(path: Path) -> str:
-    """Return the reason why a file cannot be written, or ""."""
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        return f"{path}: there is no folder {folder}"
-    exists = path.exists()
-    try:
-        path.open("a").close()
-    except OSError as error:
-        return f"{path}: cannot be written: {error.strerror}"
-    if not exists:
-        path.unlink()
-    return ""
-
-
-def _out_of_memory(
-    options: argparse.Namespace, comm: MPI.Intracomm, memory: Memory, routes: int
-) -> str:
-    """Return which arrays exceed the free memory, the same on all ranks, or ""."""
-    from mpicoll.cli.bench_calls import needed_bytes
-
-    needed, name = max(
-        (needed_bytes(case, options.compare, routes), case.row.name)
-        for case in _cases(options, comm, [options.maxbytes])
-    )
-    problem = cli.out_of_memory(comm, memory.pool, needed, memory.available())
-    return f"--maxbytes {options.maxbytes}: {name} {problem}" if problem else ""
-
-
 def _cases(
-    options: argparse.Namespace, comm: MPI.Intracomm, sizes: Iterable[int]
+    options: argparse.Namespace, comm: MPI.Intracomm, sizes: Sequence[int]
 ) -> Iterator[Case]:
     """Yield the lines of the table. Sizes with the same number of elements are one line."""
     from mpicoll.cli.bench_calls import Case, block_count
 
     n, me, root = comm.Get_size(), comm.Get_rank(), options.root
-    sizes = list(sizes)
     for row in dict.fromkeys(itertools.chain(*options.primitives)):
         if row.layout is Layout.EMPTY:
             yield Case(row, None, None, 0, n, me, root)
@@ -305,10 +272,3 @@ def _cases(
                     continue
                 for count in dict.fromkeys(block_count(row, dtype, n, size) for size in sizes):
                     yield Case(row, dtype, op, count, n, me, root)
-
-
-def _sizes(options: argparse.Namespace) -> Iterator[int]:
-    size = options.minbytes
-    while size <= options.maxbytes:
-        yield size
-        size = size + options.stepbytes if options.stepbytes else size * options.stepfactor

@@ -5,18 +5,19 @@ from __future__ import annotations
 import inspect
 import os
 import socket
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import ml_dtypes
 import numpy as np
 
 import mpicoll
+from mpicoll import control_messages
 from mpicoll.arrays.views import Array
 from mpicoll.cli.timing import Call
 from mpicoll.cuda import binding, runtime
@@ -25,6 +26,8 @@ from mpicoll.errors import UnsupportedError
 from mpicoll.primitives import Layout, Primitive
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
@@ -32,7 +35,6 @@ __all__ = [
     "PERIOD",
     "Buffers",
     "Case",
-    "Expected",
     "Memory",
     "MemoryArray",
     "Side",
@@ -42,8 +44,8 @@ __all__ = [
     "count_wrong",
     "expected",
     "fill",
+    "find_memory_problem",
     "named_call",
-    "needed_bytes",
     "op_name",
     "own_call",
     "variants",
@@ -72,11 +74,9 @@ class Case:
     @property
     def size(self) -> int:
         """Size of the larger array in bytes."""
-        return 0 if self.dtype is None else self.count * _blocks(self.row, self.n) * self._item
-
-    @property
-    def _item(self) -> int:
-        return 0 if self.dtype is None else self.dtype.itemsize
+        if self.dtype is None:
+            return 0
+        return self.count * _blocks(self.row, self.n) * self.dtype.itemsize
 
     @property
     def at_root(self) -> bool:
@@ -84,26 +84,16 @@ class Case:
         return not self.row.root or self.me == self.root
 
 
-class _Kinds(NamedTuple):
-    """Kinds of input and output: "one" block, "all" (a block per rank), or "" if missing."""
-
-    input: str
-    output: str
-
-
-_KINDS = {
-    Layout.IN_PLACE: _Kinds("", "one"),
-    Layout.GATHERED: _Kinds("one", "all"),
-    Layout.SCATTERED: _Kinds("all", "one"),
-    Layout.EXCHANGED: _Kinds("all", "all"),
-    Layout.ALIKE: _Kinds("one", "one"),
-    Layout.EMPTY: _Kinds("", ""),
-}
+def _kinds(row: Primitive) -> tuple[str, str]:
+    """Return the kinds of input and output: "one" block, "all" (a block per rank), or ""."""
+    sides = ((row.input, row.many_in), (row.output, row.many_out))
+    one, other = ("" if not name else "all" if many else "one" for name, many in sides)
+    return one, other
 
 
 def _blocks(row: Primitive, n: int) -> int:
     """Return the number of blocks of the larger array."""
-    return n if "all" in _KINDS[row.layout] else 1
+    return n if row.many_in or row.many_out else 1
 
 
 def block_count(row: Primitive, dtype: DType, n: int, size: int) -> int:
@@ -230,16 +220,15 @@ class Buffers:
     """
 
     def __init__(self, case: Case, memory: Memory) -> None:
-        kinds = _KINDS[case.row.layout]
-        self.input, self.output = (_side(kind, case, memory) for kind in kinds)
+        self.input, self.output = (_side(kind, case, memory) for kind in _kinds(case.row))
 
     def of(self, case: Case, variant: str) -> tuple[Side | None, Side | None]:
         """Return input and output. In place, one is this rank's block in the other array."""
-        kinds = _KINDS[case.row.layout]
-        if variant == "in_place" and self.input and self.output and "one" in kinds:
-            block = (self.input if kinds.input == "all" else self.output).blocks[case.me]
+        row = case.row
+        if variant == "in_place" and self.input and self.output and row.many_in != row.many_out:
+            block = (self.input if row.many_in else self.output).blocks[case.me]
             own = Side(block, [block])
-            return (own, self.output) if kinds.input == "one" else (self.input, own)
+            return (self.input, own) if row.many_in else (own, self.output)
         return self.input, self.output
 
 
@@ -266,12 +255,34 @@ def allocate_zeros(count: int, dtype: DType, memory: Memory) -> MemoryArray:
 _SCRATCH_BYTES = 64 << 20
 
 
-def needed_bytes(case: Case, others: Sequence[str], routes: int = 0) -> int:
-    """Return the maximum memory of a case on this rank; ``routes``: number of additional routes."""
+def find_memory_problem(
+    comm: MPI.Intracomm, memory: Memory, cases: Iterable[Case], others: Sequence[str], routes: int
+) -> str:
+    """Return why a memory cannot hold the arrays of its ranks, the same on all ranks, or "".
+
+    others, routes: names of other libraries, and number of routes, that are also called.
+    """
+    needed, name = max((_needed_bytes(case, others, routes), case.row.name) for case in cases)
+    own = memory.pool, needed, memory.available()
+    users: dict[str, list[tuple[int, int]]] = {}
+    for pool, *use in control_messages.allgather(comm, own, tuple[str, int, int]):
+        users.setdefault(pool, []).append((use[0], use[1]))
+    for pool, uses in users.items():
+        total, free = sum(use[0] for use in uses), min(use[1] for use in uses)
+        if total > free:
+            return (
+                f"{name} needs {total / 2**30:.1f} GiB on {pool} for its {len(uses)} ranks, "
+                f"{free / 2**30:.1f} GiB are available"
+            )
+    return ""
+
+
+def _needed_bytes(case: Case, others: Sequence[str], routes: int) -> int:
+    """Return the maximum memory of a case on this rank."""
     block = case.size // _blocks(case.row, case.n)
     sides = [
         (case.n if kind == "all" else 1) * block
-        for kind in _KINDS[case.row.layout]
+        for kind in _kinds(case.row)
         if kind and (kind == "one" or case.at_root)
     ]
     own = sum(sides) if case.row.listed and "mpi4py" in others else 0
@@ -329,17 +340,11 @@ def named_call(
 # An array repeats a pattern of PERIOD elements. The period is prime, so an element from a wrong
 # position differs, unless their distance is a multiple of it. Only one period has to be computed.
 #
-# - Calls that move data: random bits, which must all arrive.
-# - Integers: random bits, reduced modulo 2**64. Bools are counted. Both are exact.
-# - MIN and MAX: exact.
-# - Sums and products of floating point: magnitudes from 1/2 to 2 with random signs (complex:
-#   directions), reduced as long doubles. With n numbers added in any order, and a rounding error of
-#   at most eps / 2 per addition, the error is at most (n - 1) eps / 2 times the sum of the
-#   magnitudes, to first order (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed.,
-#   section 4.2). The same holds for products with the product of the magnitudes, and for complex
-#   products with a factor of sqrt(5) (Brent, Percival, Zimmermann, Math. Comp. 76, 2007). AVG adds
-#   one division. The tolerance is therefore 2 n eps times that magnitude, with the eps of the dtype
-#   in which the reduction is computed. Both ends are rounded to the dtype, as the result is.
+# - Calls that move data, and reductions of bools and integers: random bits.
+# - Reductions of floating point: random integers, so small that a sum of all ranks is exact in the
+#   dtype, in any order. For PRODUCT, all ranks but the first have 1 and -1.
+#
+# Results must therefore be exact, except for an AVG that does not divide the exact sum.
 
 #: Number of elements after which inputs repeat.
 PERIOD = 8191
@@ -347,61 +352,56 @@ PERIOD = 8191
 _FOR_EACH = (Layout.SCATTERED, Layout.EXCHANGED)
 #: Number of periods compared at a time.
 _COMPARED_COUNT = 64
+_finfo: Any = ml_dtypes.finfo  # of NumPy's dtypes, too; has no types
 
 
-class Expected(NamedTuple):
-    """Expected results of one period: between ``low`` and ``high``, or the bits of ``low``.
-
-    An end that exceeds the dtype is its infinity.
-    """
-
-    low: Array
-    high: Array | None = None
-
-
-def _pattern(op: ReduceOp | None, dtype: DType, source: int, block: int, count: int) -> Array:
+def _pattern(case: Case, source: int, block: int) -> Array:
     """Return the contents of a block of rank ``source``, at most one period."""
-    length = min(count, PERIOD)
+    op, dtype, length = case.op, case.dtype, min(case.count, PERIOD)
+    assert dtype is not None
     rng = np.random.default_rng([dtype.code, source, block])
     if dtype.kind is Kind.BOOL:
         return rng.integers(0, 2, length).astype(np.bool_)
     if op is None or dtype.kind is Kind.INTEGER:
         bits: Array = np.frombuffer(rng.bytes(length * dtype.itemsize), dtype.numpy)
         return bits
-    size = np.exp2(rng.uniform(-1, 1, length))
-    if dtype.kind is Kind.COMPLEX:
-        number: Array = size * np.exp(2j * np.pi * rng.uniform(0, 1, length))
-        return number.astype(dtype.numpy)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pattern: Array = (size * rng.choice([-1.0, 1.0], length)).astype(dtype.numpy)
-        unsigned = np.isnan(pattern.astype(float))  # float8_e8m0fnu
-    pattern[unsigned] = size[unsigned].astype(dtype.numpy)
+    is_factor = op is ReduceOp.PRODUCT and source > 0
+    limit = 1 if is_factor else max(1, 2 ** _finfo(dtype.numpy).nmant // case.n)
+    number: Any = rng.integers(1, limit, length, endpoint=True)
+    if op is not ReduceOp.AVG and dtype.name != "float8_e8m0fnu":  # which has no sign
+        number = number * rng.choice((-1, 1), length)
+    if dtype.kind is Kind.COMPLEX and not is_factor:
+        number = number + 1j * rng.integers(1, limit, length, endpoint=True)
+    pattern: Array = number.astype(dtype.accumulate).astype(dtype.numpy)
     return pattern
 
 
 def contents(case: Case) -> Iterator[Array]:
     """Yield the contents of each block that this rank reads."""
-    assert case.dtype is not None
     if case.row.layout is Layout.IN_PLACE and case.row.root == "src" and not case.at_root:
         return
     for block in range(case.n if case.row.layout in _FOR_EACH and case.at_root else 1):
-        yield _pattern(case.op, case.dtype, case.me, block, case.count)
+        yield _pattern(case, case.me, block)
 
 
-def expected(case: Case) -> Iterator[Expected]:
-    """Yield the expected contents of each block of this rank's output."""
+def expected(case: Case) -> Iterator[Array]:
+    """Yield the expected contents of each block of this rank's output, at most one period."""
     row, op, dtype = case.row, case.op, case.dtype
     assert dtype is not None
     block = case.me if row.layout in _FOR_EACH else 0
     if op is not None and case.at_root:
         ranks = row.combined(case.me, case.n)
-        terms = (_pattern(op, dtype, rank, block, case.count) for rank in ranks)
-        if ranks:
-            yield _reduced(op, dtype, terms)
-        else:  # the output keeps its zeros
-            nothing = np.zeros(min(case.count, PERIOD) * dtype.itemsize, np.uint8)
-            yield Expected(nothing.view(dtype.numpy))
+        if not ranks:  # the output keeps its zeros
+            yield np.zeros(min(case.count, PERIOD) * dtype.itemsize, np.uint8).view(dtype.numpy)
+            return
+        combine = op.logical if dtype.kind is Kind.BOOL else op.ufunc
+        assert combine is not None
+        with np.errstate(all="ignore"):
+            terms = (_pattern(case, rank, block).astype(dtype.accumulate) for rank in ranks)
+            total = reduce(combine, terms)
+            if op is ReduceOp.AVG:
+                total = total / total.dtype.type(len(ranks))
+            yield total.astype(dtype.numpy)
         return
     if row.layout in (Layout.GATHERED, Layout.EXCHANGED):
         sources = list(range(case.n)) if case.at_root else []
@@ -410,59 +410,7 @@ def expected(case: Case) -> Iterator[Expected]:
     else:  # a reduction does not change the arrays of other ranks
         sources = [case.root if op is None else case.me]
     for source in sources:
-        yield Expected(_pattern(op, dtype, source, block, case.count))
-
-
-_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
-    "SUM": np.add,
-    "AVG": np.add,
-    "PRODUCT": np.multiply,
-    "MIN": np.minimum,
-    "MAX": np.maximum,
-    "BAND": np.bitwise_and,
-    "BOR": np.bitwise_or,
-    "BXOR": np.bitwise_xor,
-}
-
-_COUNTED: dict[str, Callable[[Array, int], Array]] = {
-    **dict.fromkeys(("SUM", "MAX", "BOR"), lambda true, n: true > 0),
-    **dict.fromkeys(("PRODUCT", "MIN", "BAND"), lambda true, n: true == n),
-    "BXOR": lambda true, n: true % 2 == 1,
-}
-
-
-def _reduced(op: ReduceOp, dtype: DType, terms: Iterable[Array]) -> Expected:
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
-        if dtype.kind is Kind.BOOL:
-            counts = [term.astype(int) for term in terms]
-            return Expected(_COUNTED[op.name](np.sum(counts, axis=0), len(counts)))
-        if dtype.kind is not Kind.INTEGER and op.name not in ("MIN", "MAX"):
-            return _between(op, dtype, terms)
-        exact: Array | None = None
-        for term in terms:
-            if op.name not in ("MIN", "MAX"):
-                term = term.astype(np.uint64)
-            exact = term if exact is None else _COMBINE[op.name](exact, term)
-        assert exact is not None
-        return Expected(exact.astype(dtype.numpy))
-
-
-def _between(op: ReduceOp, dtype: DType, terms: Iterable[Array]) -> Expected:
-    wide: Any = np.clongdouble if dtype.kind is Kind.COMPLEX else np.longdouble
-    combine = _COMBINE[op.name]
-    n, total, size = 0, np.array(op.name == "PRODUCT", wide), np.longdouble(op.name == "PRODUCT")
-    for term in terms:
-        operand = term.astype(dtype.accumulate).astype(wide)
-        n, total, size = n + 1, combine(total, operand), combine(size, abs(operand))
-    if op.name == "AVG":
-        total, size = total / n, size / n
-    slack = (2 * n * np.finfo(dtype.accumulate).eps * size).astype(wide)
-    if dtype.kind is Kind.COMPLEX:
-        slack = slack * wide(1 + 1j)
-    low, high = (end.astype(dtype.accumulate).astype(dtype.numpy)
-                 for end in (total - slack, total + slack))  # fmt: skip
-    return Expected(low, high)
+        yield _pattern(case, source, block)
 
 
 def _words(array: MemoryArray, dtype: DType) -> MemoryArray:
@@ -482,49 +430,34 @@ def fill(
     words[whole:] = period[: len(words) - whole]
 
 
-def wrong(
-    array: MemoryArray, right: Expected, dtype: DType, get: Callable[[MemoryArray], Array]
-) -> int:
+def wrong(array: MemoryArray, right: Array, case: Case, get: Callable[[MemoryArray], Array]) -> int:
     """Return the number of wrong elements. ``get`` copies a part of the array to the host."""
+    assert case.dtype is not None
     step = _COMPARED_COUNT * PERIOD
     found = 0
     for start in range(0, len(array), step):
-        part = get(_words(array[start : start + step], dtype)).view(dtype.numpy)
+        part = get(_words(array[start : start + step], case.dtype)).view(case.dtype.numpy)
         whole = len(part) - len(part) % PERIOD
         if whole:
-            found += _different(part[:whole].reshape(-1, PERIOD), right, dtype)
+            found += _different(part[:whole].reshape(-1, PERIOD), right, case)
         if whole < len(part):
-            rest = len(part) - whole
-            high = None if right.high is None else right.high[:rest]
-            found += _different(part[None, whole:], Expected(right.low[:rest], high), dtype)
+            found += _different(part[None, whole:], right[: len(part) - whole], case)
     return found
 
 
-def _different(got: Array, right: Expected, dtype: DType) -> int:
+def _different(got: Array, right: Array, case: Case) -> int:
     """Return the number of wrong elements in an array of shape (periods, elements)."""
-    if right.high is None:
-        shape = (*got.shape, -1)
-        bits = np.ascontiguousarray(got).view(np.uint8).reshape(shape)
-        differs = bits != np.ascontiguousarray(right.low).view(np.uint8).reshape(shape[1:])
-        return int(np.count_nonzero(differs.any(axis=-1)))
-    got, low, high = (_numbers(one, dtype) for one in (got, right.low, right.high))
-    with np.errstate(invalid="ignore"):
-        beyond = np.isnan(low) | np.isnan(high)  # for dtypes with NaN instead of inf
-        inside: Any = (np.where(np.isnan(low), -np.inf, low) <= got) & (
-            got <= np.where(np.isnan(high), np.inf, high)
-        )
-        inside |= beyond & np.isnan(got)
-    if dtype.kind is Kind.COMPLEX:
-        inside = inside.reshape(*inside.shape[:-1], -1, 2).all(axis=-1)
-    return int(np.count_nonzero(~inside))
-
-
-def _numbers(array: Array, dtype: DType) -> Array:
-    """Return comparable numbers: complex as two parts, narrow floats as float32."""
-    array = np.ascontiguousarray(array)
-    if dtype.kind is Kind.COMPLEX:
-        return array.view(array.real.dtype)
-    return array.astype(dtype.accumulate) if dtype.kind is Kind.NARROW_FLOAT else array
+    dtype = case.dtype
+    assert dtype is not None
+    bits = [
+        np.ascontiguousarray(one).view(np.uint8).reshape(*one.shape, -1) for one in (got, right)
+    ]
+    differs: Any = (bits[0] != bits[1]).any(axis=-1)
+    if case.op is ReduceOp.AVG:
+        wide = got.astype(dtype.accumulate), right.astype(dtype.accumulate)
+        eps = float(_finfo(dtype.numpy).eps), np.finfo(dtype.accumulate).eps * case.n
+        differs &= ~np.isclose(*wide, rtol=max(eps), atol=0)
+    return int(np.count_nonzero(differs))
 
 
 def count_wrong(call: Call, case: Case, buffers: Buffers, variant: str, memory: Memory) -> int:
@@ -540,4 +473,4 @@ def count_wrong(call: Call, case: Case, buffers: Buffers, variant: str, memory: 
     call()
     memory.settle()
     pairs = zip(output.blocks if output else (), expected(case), strict=True)
-    return sum(wrong(block, right, case.dtype, memory.get) for block, right in pairs)
+    return sum(wrong(block, right, case, memory.get) for block, right in pairs)

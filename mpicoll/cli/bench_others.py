@@ -30,6 +30,7 @@ from mpicoll.core.plan import CallKind
 from mpicoll.cuda import binding, capabilities
 from mpicoll.dtypes import Kind, ReduceOp
 from mpicoll.errors import MpicollError
+from mpicoll.failures.consistency import FIRST
 from mpicoll.primitives import Layout
 from mpicoll.routes import registry, tuning
 from mpicoll.routes.device import eligibility
@@ -248,6 +249,10 @@ class Route(Other):
         group = mpicoll.new_group()
         assert isinstance(group, mpicoll.ProcessGroup)
         self._group = group
+        self._works: dict[CallKind, bool] = {}
+        self._table = tuning.Table({group.size(): _only(name)} if device == "cpu" else None)
+        for _ in range(FIRST):  # the first calls of a group are compared between ranks
+            mpicoll.barrier(group)
 
     def close(self) -> None:
         """Destroy the group."""
@@ -255,25 +260,25 @@ class Route(Other):
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
         """Return the call, or None if the route does not support it. All ranks call it."""
-        if case.dtype is None or (self._device == "cpu" and not self._serves(case)):
+        if case.dtype is None:
             return None
-        variant = variants(case.row)[0]
-        with self._forced():  # the first call builds the plan
-            first = own_call(case, buffers, variant, group=self._group)
-            if not works_on_all(first, default_group().inner):
-                return None
+        variant, kind = variants(case.row)[0], CallKind(case.row, self._group, case.op, case.dtype)
+        if kind not in self._works:
+            self._works[kind] = self._device != "cpu" or self._name in select.candidates(kind)
+            if self._works[kind]:
+                with self._forced():  # the first call builds the plan
+                    first = own_call(case, buffers, variant, group=self._group)
+                    self._works[kind] = works_on_all(first, default_group().inner)
+        if not self._works[kind]:
+            return None
         return own_call(case, buffers, variant, self._waits, self._group)
-
-    def _serves(self, case: Case) -> bool:
-        assert case.dtype is not None
-        return self._name in select.candidates(CallKind(case.row, self._group, case.op, case.dtype))
 
     @contextlib.contextmanager
     def _forced(self) -> Iterator[None]:
         """Force the route for plans that are built in this context."""
         if self._device == "cpu":
             before = tuning.job.table
-            tuning.job.table = tuning.Table({self._group.size(): _only(self._name)})
+            tuning.job.table = self._table
             try:
                 yield
             finally:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import platform
 import statistics
 import sys
-import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mpi4py
@@ -18,7 +16,6 @@ from mpi4py import MPI
 
 import mpicoll
 from mpicoll import cli, control_messages, machine
-from mpicoll.cli import doctor_machine
 from mpicoll.cli.bench_calls import (
     Buffers,
     Case,
@@ -29,49 +26,21 @@ from mpicoll.cli.bench_calls import (
     variants,
 )
 from mpicoll.cli.bench_others import Other, Route, works_on_all
-from mpicoll.cli.distance import DISTANCES, UNKNOWN
-from mpicoll.cli.timing import MAX_SPREAD, Call, Effort, Timer, Times
+from mpicoll.cli.distance import DISTANCES
+from mpicoll.cli.timing import MAX_SPREAD, ByDistance, Call, Effort, Timer, Times
 from mpicoll.kernels import library
-from mpicoll.output import format_bytes
+from mpicoll.primitives import Primitive
 
-__all__ = [
-    "PERCENTILES",
-    "Bench",
-    "Column",
-    "Result",
-    "average_busbw",
-    "build_columns",
-    "foot",
-    "heads",
-    "median_spread",
-    "noise_warning",
-    "short_columns",
-    "wrong_count",
-]
+__all__ = ["Bench", "Result", "build_columns", "foot", "heads"]
 
 #: A line of the table, or the measurements of one call in it.
 Result = dict[str, Any]
 
 #: Percentiles of --latency, by name.
-PERCENTILES = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
-
-#: Headings of comparisons; a route has its own name.
-_NAMES = {"mpi4py": "mpi4py", "gloo": "Gloo", "copy": "copy"}
+_PERCENTILES = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
 
 _BANDWIDTH = (("time", "(us)"), ("algbw", "(GB/s)"), ("busbw", "(GB/s)"))
-_LATENCY = tuple((name, "(us)") for name in PERCENTILES)
-
-
-def _form(value: object) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
-def _form_distance(value: str) -> str:
-    return "-" if value == UNKNOWN else value
-
-
-def _form_share(value: float) -> str:
-    return f"{value:.0%}"
+_LATENCY = tuple((name, "(us)") for name in _PERCENTILES)
 
 
 class Column(NamedTuple):
@@ -79,8 +48,6 @@ class Column(NamedTuple):
 
     group: heading above the title.
     path:  keys of the value in a line.
-    form:  formats the value.
-    none:  printed instead of a missing value.
     """
 
     group: str
@@ -88,61 +55,45 @@ class Column(NamedTuple):
     unit: str
     width: int
     path: tuple[str, ...]
-    form: Callable[[Any], str] = _form
-    none: str = "-"
 
     def text(self, result: Result) -> str:
         """Return the cell."""
         value: Any = result
         for name in self.path:
             value = (value or {}).get(name)
-        return (self.none if value is None else self.form(value)).rjust(self.width)
+        if isinstance(value, float):
+            value = f"{value:.0%}" if self.title == "spread" else f"{value:.2f}"
+        return ("-" if value is None else str(value)).rjust(self.width)
 
 
-#: The last column, so that columns of nccl-tests keep their positions.
-_DISTANCE = Column("", "distance", "", 10, ("distance",), _form_distance)
+def build_columns(
+    options: argparse.Namespace, row: Primitive, others: Iterable[str]
+) -> list[Column]:
+    """Return the columns for a primitive.
 
-
-def build_columns(latency: bool, longest: int, others: Sequence[str]) -> list[Column]:
-    """Return the columns.
-
-    longest: maximum length of a dtype's name.
-    others:  names of the other libraries and routes to compare with.
+    others: names of the other libraries and routes to compare with.
     """
+    longest = max(len(dtype.name) for dtype in options.datatype)
     built = [
-        Column("", "size", "(B)", 14, ("size",)),
-        Column("", "count", "(elements)", 13, ("count",)),
-        Column("", "type", "", max(10, longest + 2), ("type",)),
+        Column("", "size", "(B)", 12, ("size",)),
+        Column("", "count", "(elements)", 12, ("count",)),
+        Column("", "type", "", max(9, longest + 2), ("type",)),
         Column("", "redop", "", 7, ("redop",)),
         Column("", "root", "", 6, ("root",)),
     ]
-    times = _LATENCY if latency else _BANDWIDTH
-    for name in ("out_of_place", "in_place"):
+    for name in variants(row):
         group = name.replace("_", "-")
+        times = _LATENCY if options.latency else _BANDWIDTH
         built += [Column(group, title, unit, 10, (name, title)) for title, unit in times]
-        built.append(Column(group, "#wrong", "", 8, (name, "wrong")))
-    title = "p50" if latency else "time"
+        if options.check:
+            built.append(Column(group, "#wrong", "", 8, (name, "wrong")))
+    title = "p50" if options.latency else "time"
     for name in others:
         built.append(Column(name, title, "(us)", 11, ("compare", name, title)))
         built.append(Column(name, "ratio", "", 8, ("compare", name, "ratio")))
-    if not latency:
-        built.append(Column("", "spread", "", 8, ("spread",), _form_share))
-    return [*built, _DISTANCE]
-
-
-def short_columns(variant: str, longest: int, others: Sequence[str]) -> list[Column]:
-    """Return the columns of --short: the time of one variant, and the comparisons."""
-    built = [
-        Column("", "size", "", 10, ("size",), format_bytes),
-        Column("", "type", "", max(10, longest + 2), ("type",)),
-        Column("mpicoll", "time", "(us)", 12, (variant, "time")),
-        Column("mpicoll", "spread", "", 8, ("spread",), _form_share),
-    ]
-    for name in others:
-        path = ("compare", name, "time")
-        built.append(Column(_NAMES.get(name, name), "time", "(us)", 12, path, none="-"))
-        built.append(Column(_NAMES.get(name, name), "ratio", "", 8, ("compare", name, "ratio")))
-    return [*built, _DISTANCE]
+    if not options.latency:
+        built.append(Column("", "spread", "", 8, ("spread",)))
+    return [*built, Column("", "distance", "", 10, ("distance",))]
 
 
 def heads(columns: Sequence[Column]) -> list[str]:
@@ -156,66 +107,25 @@ def heads(columns: Sequence[Column]) -> list[str]:
     return [f"#{line[1:].rstrip()}" for line in lines]
 
 
-def foot(results: Sequence[Result], check: bool, short: bool) -> list[str]:
+def foot(results: Sequence[Result], check: bool) -> list[str]:
     """Return the lines below the table."""
-    found = sum(wrong_count(result) for result in results)
-    lines = [f"# Out of bounds values : {found} {'FAILED' if found else 'OK'}"] if check else []
-    if short:
-        return lines + _refused(results)
-    means = average_busbw(results)
-    return lines + [
-        f"# Avg bus bandwidth    : {mean:.4g}" + f" ({distance})" * (len(means) > 1)
+    found = sum(map(_count_wrong, results))
+    means = _average_busbw(results)
+    lines = [f"Out of bounds values : {found} {'FAILED' if found else 'OK'}"] if check else []
+    lines += [
+        f"Avg bus bandwidth    : {mean:.4g}" + f" ({distance})" * (len(means) > 1)
         for distance, mean in means.items()
     ]
+    return [f"# {line}" for line in lines]
 
 
-def _refused(results: Sequence[Result]) -> list[str]:
-    """Return a line for each comparison that lacks a dtype."""
-    missing: dict[str, dict[str, None]] = {}
-    for result in results:
-        for name, found in result["compare"].items():
-            if found is None:
-                missing.setdefault(name, {})[result["type"]] = None
-    primitive = results[0]["primitive"]
-    return [
-        f"# not supported: {primitive} of {', '.join(dtypes)} by {_NAMES.get(name, name)}"
-        for name, dtypes in missing.items()
-    ]
-
-
-def wrong_count(result: Result) -> int:
+def _count_wrong(result: Result) -> int:
     """Return the number of wrong elements of a line."""
     others = [found for found in result["compare"].values() if found]
     return sum(found.get("wrong") or 0 for found in (*_own(result), *others))
 
 
-def median_spread(results: Sequence[Result]) -> float:
-    """Return the median of the spreads of mpicoll's times; 0 with --latency."""
-    spreads = [one["spread"] for one in results if one.get("spread") is not None]
-    return statistics.median(spreads) if spreads else 0.0
-
-
-#: Maximum load average per processor. A job that has just ended on all processors leaves up to 1.
-_MAX_LOAD = 1.5
-
-
-def noise_warning(noise: float, load: float, crowded: bool) -> list[str]:
-    """Return a warning if the times are not reliable.
-
-    noise:   median of the spreads.
-    load:    load average before the start, per processor of the busiest node.
-    crowded: whether there are more ranks than processors.
-    """
-    if noise <= MAX_SPREAD and load <= _MAX_LOAD:
-        return []
-    reasons = [f"times vary by {noise:.0%}, more than {MAX_SPREAD:.0%}"] * (noise > MAX_SPREAD)
-    if load > _MAX_LOAD:
-        reasons.append(f"the load average was {load:.1f} per processor before the start")
-    remedy = "Start at most one rank per processor" if crowded else "Stop other programs"
-    return [f"NOT RELIABLE: {' and '.join(reasons)}. {remedy}, and run bench again"]
-
-
-def average_busbw(results: Sequence[Result]) -> dict[str, float]:
+def _average_busbw(results: Sequence[Result]) -> dict[str, float]:
     """Return the mean bus bandwidth of all lines, by distance of the ranks."""
     found: dict[str, list[float]] = {distance: [] for distance in DISTANCES}
     for result in results:
@@ -264,25 +174,29 @@ class Bench:
         """Print a table for each primitive; return the data of --json, on all ranks."""
         facts = self._facts()
         self._print(self._header(facts))
-        longest = max(len(dtype.name) for dtype in self._options.datatype)
-        others, short = list(self._others), self._options.short
-        columns = build_columns(self._options.latency, longest, others)
         results: list[Result] = []
         averages = {}
         for row, lines in itertools.groupby(cases, lambda case: case.row):
-            if short:
-                columns = short_columns(variants(row)[0], longest, others)
+            columns = build_columns(self._options, row, self._others)
             self._print(["#", f"# {row.name}", *heads(columns)])
             start = len(results)
             for case in lines:
                 found = self._lines(case)
                 results += found
                 self._print(["".join(column.text(one) for column in columns) for one in found])
-            self._print(foot(results[start:], self._options.check, short))
-            averages[row.name] = average_busbw(results[start:])
-        distance, noise = self._timer.describe_distances(), median_spread(results)
-        warning = noise_warning(noise, facts["load"], bool(facts["crowded"]))
-        self._print(self._comments([distance, *warning]))
+            self._print(foot(results[start:], self._options.check))
+            averages[row.name] = _average_busbw(results[start:])
+        spreads = [one["spread"] for one in results if one["spread"] is not None]
+        noise = statistics.median(spreads) if spreads else 0.0
+        distance = self._timer.describe_distances()
+        self._print([f"# {distance}"])
+        if noise > MAX_SPREAD:
+            self._print(
+                [
+                    f"# NOT RELIABLE: times vary by {noise:.0%}, more than {MAX_SPREAD:.0%}. Stop "
+                    "other programs, start at most one rank per processor, and run bench again"
+                ]
+            )
         return {
             **facts,
             "distance": distance,
@@ -290,23 +204,20 @@ class Bench:
             "latency": self._options.latency,
             "results": results,
             "average_busbw": averages,
-            "wrong": sum(map(wrong_count, results)),
+            "wrong": sum(map(_count_wrong, results)),
         }
 
     def _print(self, lines: Sequence[str]) -> None:
         if self._first and lines:
-            self._progress("")
+            cli.show_progress("")
             print("\n".join(lines), flush=True)
-
-    def _progress(self, text: str) -> None:
-        if self._first:
-            cli.show_progress(text)
 
     # --- one case -------------------------------------------------------------------------------
 
     def _lines(self, case: Case) -> list[Result]:
         """Return a line for each distance of the ranks that occurred."""
-        self._progress(f"{case.row.name} of {case.size} bytes")
+        if self._first:
+            cli.show_progress(f"{case.row.name} of {case.size} bytes")
         buffers = Buffers(case, self._memory)
         own = variants(case.row)
         calls: dict[str, Call] = {
@@ -316,18 +227,17 @@ class Bench:
             call = other.call(case, buffers)
             if works_on_all(call, self._comm) and call is not None:
                 calls[name] = call
-        lines: dict[str, dict[str, Result]] = {}
-        for name, times in self._measure(calls).items():
-            for distance, one in times.split().items():
-                lines.setdefault(distance, {})[name] = self._figures(case, one)
-        first, *_ = lines.values()
+        lines = [
+            (distance, {name: self._figures(case, one) for name, one in times.items()})
+            for distance, times in self._measure(calls).items()
+        ]
         if self._options.check and case.dtype is not None:
             routes = [name for name, other in self._others.items() if isinstance(other, Route)]
             for name in (*own, *(name for name in routes if name in calls)):
                 variant = name if name in own else own[0]
                 found = count_wrong(calls[name], case, buffers, variant, self._memory)
-                first[name]["wrong"] = sum(control_messages.allgather(self._comm, found, int))
-        return [self._line(case, *line) for line in lines.items()]
+                lines[0][1][name]["wrong"] = sum(control_messages.allgather(self._comm, found, int))
+        return [self._line(case, *line) for line in lines]
 
     def _line(self, case: Case, distance: str, figures: Mapping[str, Result]) -> Result:
         typical = "p50" if self._options.latency else "time"
@@ -349,32 +259,26 @@ class Bench:
             "compare": {name: figures.get(name) for name in self._others},
         }
 
-    def _measure(self, calls: Mapping[str, Call]) -> dict[str, Times]:
-        once = {name: self._warm_up(call) for name, call in calls.items()}
-        samples, loops = control_messages.bcast(
-            self._comm, self._plan(once), 0, tuple[int, dict[str, int]]
-        )
-        return self._timer.sample(calls, samples, loops, self._options.average)
-
-    def _plan(self, once: Mapping[str, float]) -> tuple[int, dict[str, int]]:
-        """Return the numbers of repetitions and of calls in each; ``once``: seconds of a call."""
-        given = self._options.iters
+    def _measure(self, calls: Mapping[str, Call]) -> ByDistance:
+        given, warm = self._options.iters, self._options.warmup_iters
+        warm = warm or (0 if given else 1)
+        once = {
+            name: min((self._timer.time(call) for _ in range(warm)), default=0.0)
+            for name, call in calls.items()
+        }
+        once = control_messages.bcast(self._comm, once, 0, dict[str, float])
         if self._options.latency:
-            return given or _LATENCY_EFFORT.samples(sum(once.values())), dict.fromkeys(once, 1)
-        calls = {name: given or _REPETITION_EFFORT.calls(took) for name, took in once.items()}
-        return self._options.repetitions, calls
-
-    def _warm_up(self, call: Call) -> float:
-        """Warm up, and return the minimum time of a call in seconds."""
-        warm = self._options.warmup_iters or (0 if self._options.iters else 1)
-        return min((self._timer.time(call) for _ in range(warm)), default=0.0)
+            count = given or _LATENCY_EFFORT.samples(sum(once.values()))
+            return self._timer.sample(calls, count, dict.fromkeys(once, 1))
+        loops = {name: given or _REPETITION_EFFORT.calls(took) for name, took in once.items()}
+        return self._timer.sample(calls, self._options.repetitions, loops)
 
     def _figures(self, case: Case, times: Times) -> Result:
         """Return the figures of one call."""
-        every = [1e6 * seconds for seconds in times.seconds]
+        every = [1e6 * seconds for seconds in times.values()]
         if self._options.latency:
-            percentiles = np.percentile(every, list(PERCENTILES.values())).tolist()
-            return dict(zip(PERCENTILES, percentiles, strict=True))
+            percentiles = np.percentile(every, list(_PERCENTILES.values())).tolist()
+            return dict(zip(_PERCENTILES, percentiles, strict=True))
         took = statistics.median(every)
         found: Result = {"time": took, "algbw": None, "busbw": None, "times": every}
         found["spread"] = times.figure.relative_spread
@@ -388,17 +292,12 @@ class Bench:
     def _facts(self) -> Result:
         """Return machine and versions of rank 0, on all ranks."""
         nodes = control_messages.allgather(self._comm, platform.node(), str)
-        load = max(
-            control_messages.allgather(
-                self._comm, os.getloadavg()[0] / (os.cpu_count() or 1), float
-            )
-        )
         name, version = MPI.get_vendor()
         facts = {
             "command": " ".join(sys.argv[1:]),
             "ranks": len(nodes),
             "nodes": list(dict.fromkeys(nodes)),
-            "machine": f"{machine.describe()}, {len(os.sched_getaffinity(0))} for rank 0",
+            "machine": machine.describe(),
             "MPI": f"{name} {'.'.join(map(str, version))}",
             "mpicoll": mpicoll.__version__,
             "mpi4py": mpi4py.__version__,
@@ -406,46 +305,27 @@ class Bench:
             "Python": platform.python_version(),
             "reductions": library.describe(),
             "arrays": self._memory.name,
-            "load": load,
-            "crowded": doctor_machine.find_crowded(
-                control_messages.allgather(
-                    self._comm, doctor_machine.Placement.find(), doctor_machine.Placement
-                )
-            ),
         }
         return control_messages.bcast(self._comm, facts, 0, Result)
 
     def _header(self, facts: Result) -> list[str]:
         options, nodes = self._options, facts["nodes"]
         where = nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes ({nodes[0]}, ...)"
+        calls = f"{options.iters} calls" if options.iters else ""
         if options.latency:
-            calls = (
-                f"{options.iters} calls" if options.iters else f"for {_LATENCY_EFFORT.seconds:g} s"
-            )
-            method = f"single calls ({calls})"
+            method = f"single calls ({calls or f'for {_LATENCY_EFFORT.seconds:g} s'})"
         else:
-            calls = (
-                f"{options.iters} calls" if options.iters else f"{_REPETITION_EFFORT.sample:g} s"
-            )
+            calls = calls or f"{_REPETITION_EFFORT.sample:g} s"
             method = f"median of {options.repetitions} repetitions of {calls} each"
-        whose = ("rank 0", "the mean of the ranks", "the fastest rank", "the slowest rank")
         versions = ", ".join(f"{x} {facts[x]}" for x in ("mpicoll", "mpi4py", "NumPy", "Python"))
         lines = [
+            f"mpicoll {facts['command']}",
             f"{facts['ranks']} ranks on {where}: {facts['machine']}",
             f"{facts['MPI']}, {versions}",
+            f"arrays: {facts['arrays']}; reductions: {facts['reductions']}",
+            f"time: {method}, after a barrier, of the slowest rank"
+            + ("; async_op=True and wait()" if options.waits else ""),
         ]
-        if not options.short:
-            lines.insert(0, f"mpicoll {facts['command']}")
-            lines.append(f"arrays: {facts['arrays']}; reductions: {facts['reductions']}")
-        lines.append(
-            f"time: {method}, after a barrier, of {whose[options.average]}"
-            + ("; async_op=True and wait()" if options.waits else "")
-        )
         if self._others:
             lines.append("ratio: time of the comparison / time of mpicoll")
-        return self._comments([*lines, *self._notes, *facts["crowded"]])
-
-    def _comments(self, lines: Sequence[str]) -> list[str]:
-        if self._options.short:
-            lines = [part for line in lines for part in textwrap.wrap(line, 98)]
-        return [f"# {line}" for line in lines]
+        return [f"# {line}" for line in (*lines, *self._notes)]

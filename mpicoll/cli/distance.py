@@ -12,7 +12,8 @@ import mmap
 import statistics
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,9 +30,8 @@ __all__ = [
     "NEAR",
     "UNKNOWN",
     "Distance",
-    "Pair",
     "classify",
-    "measure_pairs",
+    "describe_farthest",
 ]
 
 #: Distances. ``MIXED``: it changed so often that no samples of one distance are left.
@@ -104,41 +104,33 @@ class Distance:
         return found
 
 
-class Pair(NamedTuple):
-    """Two ranks, and the measured nanoseconds between them."""
+def describe_farthest(comm: MPI.Intracomm, ranks: Sequence[int], times: int = 20) -> str:
+    """Return the distance of the partners that are farthest from each other.
 
-    ranks: tuple[int, int]
-    latencies: list[float]
-
-    @property
-    def median(self) -> float:
-        """Median of the nanoseconds."""
-        return statistics.median(self.latencies)
-
-    @property
-    def moves(self) -> bool:
-        """Whether the distance changes. A single measurement may have been disturbed."""
-        found = Counter(classify(each, each) for each in self.latencies)
-        return min(found[NEAR], found[FAR]) > 1
-
-
-def measure_pairs(comm: MPI.Intracomm, times: int = 20, pause: float = 5e-3) -> list[Pair] | str:
-    """Return the measured pairs of ranks, or the reason why there are none.
-
-    All ranks call it, with the same ``times``.
+    All ranks call it, with the same ``times``: the number of measurements, 5 ms apart, because the
+    distance of ranks that move changes. ranks: names of the ranks of the communicator.
     """
     distance, own = Distance(comm), list[dict[int, float]]()
     for _ in range(times):
         own.append(distance.measure_partners())
-        time.sleep(pause)
+        time.sleep(5e-3)
     found: dict[tuple[int, int], list[float]] = {}
     everybody = control_messages.allgather(comm, own, list[dict[int, float]])
     for rank, measured in enumerate(everybody):
         for partner, latency in (item for each in measured for item in each.items()):
             if rank < partner and latency:
                 found.setdefault((rank, partner), []).append(latency)
-    pairs = [Pair(ranks, latencies) for ranks, latencies in found.items()]
-    return pairs or distance.problem or "no rank answered in time: the processors are busy"
+    if not found:
+        why = distance.problem or "no rank answered in time: the processors are busy"
+        return f"unknown: {why}"
+    (a, b), latencies = max(found.items(), key=lambda item: statistics.median(item[1]))
+    median = statistics.median(latencies)
+    counts = Counter(classify(each, each) for each in latencies)
+    if min(counts[NEAR], counts[FAR]) > 1:  # a single measurement may have been disturbed
+        text = f"{NEAR} and {FAR} in turn, so they move between processors"
+    else:
+        text = classify(median, median)
+    return f"{median:.0f} ns between ranks {ranks[a]} and {ranks[b]}, the farthest: {text}"
 
 
 def classify(most: float, least: float) -> str:

@@ -11,7 +11,7 @@ import json
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,20 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the timeline; return 0, or 1 without records."""
+    output = options.output or options.folder / "trace.json"
     try:
         records = read_folder(options.folder, options.prefix)
+        offsets = align(records)
+        whole = {"traceEvents": list(trace_events(records, offsets)), "displayTimeUnit": "ns"}
+        private_files.write(output, json.dumps(whole).encode())
     except (OSError, ValueError) as error:
-        return cli.refuse("trace", str(error), cli.is_first_rank(), 1)
-    offsets = align(records)
-    output = options.output or options.folder / "trace.json"
-    whole = {"traceEvents": list(trace_events(records, offsets)), "displayTimeUnit": "ns"}
-    text = json.dumps(whole)
-    try:
-        if options.output is None:
-            private_files.write(output, text.encode())
-        else:
-            output.write_text(text)
-    except OSError as error:
         return cli.refuse("trace", str(error), cli.is_first_rank(), 1)
     hosts = {record.clock for record in records.values()}
     apart = sorted(record.host for record in records.values() if record.clock not in offsets)
@@ -63,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     if apart:
         write_lines(
             f"cannot align the clocks of {', '.join(dict.fromkeys(apart))}, which have no common "
-            "call with other ranks; their time of day is used"
+            "call with the first host; their time of day is used"
         )
     return 0
 
@@ -149,28 +142,20 @@ def align(records: Mapping[int, Record]) -> dict[str, int]:
     No rank completes an all_reduce before all ranks have started it. Each such call therefore
     bounds the offset of two clocks from both sides, as an exchange of two messages does (F.
     Cristian, Probabilistic clock synchronization, Distributed Computing 3, 1989). The offset is the
-    middle of the narrowest bounds. A clock without a common call with the first clock is aligned
-    through another clock. Clocks without common calls are omitted.
+    middle of the narrowest bounds. Clocks without a common call with the first one are omitted.
     """
-    calls = _find_synchronizing(records)
-    offsets: dict[str, int] = {}
-    queue = [records[min(records)].clock]
-    offsets[queue[0]] = 0
-    while queue:
-        here = queue.pop(0)
-        bounds: dict[str, tuple[int, int]] = {}
-        for spans in calls:
-            if here not in spans:
-                continue
-            begun, ended = spans[here]
+    first = records[min(records)].clock
+    bounds: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for spans in _find_synchronizing(records):
+        if first in spans:
+            begun, ended = spans[first]
             for clock, (their_begun, their_ended) in spans.items():
-                least, most = bounds.get(clock, (their_begun - ended, their_ended - begun))
-                bounds[clock] = max(least, their_begun - ended), min(most, their_ended - begun)
-        for clock, (least, most) in bounds.items():
-            if clock not in offsets:
-                offsets[clock] = offsets[here] + (least + most) // 2
-                queue.append(clock)
-    return offsets
+                bounds[clock].append((their_begun - ended, their_ended - begun))
+    offsets = {
+        clock: (max(least for least, _ in own) + min(most for _, most in own)) // 2
+        for clock, own in bounds.items()
+    }
+    return offsets | {first: 0}
 
 
 def _find_synchronizing(records: Mapping[int, Record]) -> list[dict[str, tuple[int, int]]]:
@@ -215,9 +200,20 @@ def trace_events(
             if group not in rows:
                 rows[group] = len(rows)
                 yield _named("thread_name", f"group {group} {desc}", rank, rows[group])
-            yield _call_event(call, rank, rows[group], begin, record.written)
-        for number, message in enumerate(record.messages):
-            yield from _message_events(message, rank, number, begin, record.written)
+            event = _event(call, "collective", rank, rows[group])
+            started = call["time_discovered_started_ns"]
+            if started:
+                ended = call["time_discovered_completed_ns"] or max(record.written, started)
+                span = {"ph": "X", "dur": (ended - started) / 1000}
+            else:  # queued: the row shows the running call
+                span = {"ph": "i", "s": "t"}
+            yield event | span | {"ts": ((started or call["time_created_ns"]) - begin) / 1000}
+        for number, message in enumerate(record.messages):  # they may overlap
+            event = _event(message, "message", rank, 0) | {"id": f"{rank}.{number}"}
+            created = message["time_created_ns"]
+            ended = message["time_discovered_completed_ns"] or max(record.written, created)
+            yield event | {"ph": "b", "ts": (created - begin) / 1000}
+            yield event | {"ph": "e", "ts": (ended - begin) / 1000}
 
 
 def _named(what: str, name: str, pid: int, tid: int = 0) -> dict[str, Any]:
@@ -229,52 +225,8 @@ def _name(entry: Mapping[str, Any]) -> str:
     return name
 
 
-def _call_event(
-    call: Mapping[str, Any], rank: int, row: int, begin: int, written: int
-) -> dict[str, Any]:
-    started = call["time_discovered_started_ns"]
-    name = _name(call) + ("" if call["state"] == "completed" else f" ({call['state']})")
-    event: dict[str, Any] = {
-        "name": name,
-        "cat": "collective",
-        "pid": rank,
-        "tid": row,
-        "args": _arguments(call),
-    }
-    if not started:  # queued: the row shows the running call
-        return event | {"ph": "i", "s": "t", "ts": _microseconds(call["time_created_ns"] - begin)}
-    ended = call["time_discovered_completed_ns"] or max(written, started)
-    return event | {
-        "ph": "X",
-        "ts": _microseconds(started - begin),
-        "dur": _microseconds(ended - started),
-    }
-
-
-def _message_events(
-    message: Mapping[str, Any], rank: int, number: int, begin: int, written: int
-) -> Iterable[dict[str, Any]]:
-    """Return the start and end events of a message, which may overlap other messages."""
-    created = message["time_created_ns"]
-    ended = message["time_discovered_completed_ns"] or max(written, created)
-    event: dict[str, Any] = {
-        "name": _name(message) + ("" if message["state"] == "completed" else " (started)"),
-        "cat": "message",
-        "id": f"{rank}.{number}",
-        "pid": rank,
-        "tid": 0,
-    }
-    yield event | {
-        "ph": "b",
-        "ts": _microseconds(created - begin),
-        "args": _arguments(message),
-    }
-    yield event | {"ph": "e", "ts": _microseconds(ended - begin)}
-
-
-def _arguments(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the details of an entry for Perfetto."""
-    frames = entry.get("frames") or []
+def _event(entry: Mapping[str, Any], category: str, rank: int, row: int) -> dict[str, Any]:
+    """Return an event without its times."""
     shown: dict[str, Any] = {
         "number": entry["collective_seq_id"],
         "state": entry["state"],
@@ -283,11 +235,8 @@ def _arguments(entry: Mapping[str, Any]) -> dict[str, Any]:
         "thread": entry.get("thread_name", ""),
     }
     if started := entry["time_discovered_started_ns"]:
-        shown["queued_us"] = _microseconds(started - entry["time_created_ns"])
-    for number, frame in enumerate(frames):
+        shown["queued_us"] = (started - entry["time_created_ns"]) / 1000
+    for number, frame in enumerate(entry.get("frames") or []):
         shown[f"frame {number}"] = f"{frame['name']} at {frame['filename']}:{frame['line']}"
-    return shown
-
-
-def _microseconds(nanoseconds: int) -> float:
-    return nanoseconds / 1000
+    name = _name(entry) + ("" if entry["state"] == "completed" else f" ({entry['state']})")
+    return {"name": name, "cat": category, "pid": rank, "tid": row, "args": shown}

@@ -4,36 +4,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from itertools import groupby
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import NamedTuple
 
-from mpicoll.cli.timing import Figure, typical_spread
+from mpicoll.cli.timing import Figure
 from mpicoll.routes.tuning import Steps, merge_steps, route_at
 
-__all__ = [
-    "CLEAR_RATIO",
-    "MAX_STEPS",
-    "MIN_GAIN",
-    "Change",
-    "Figures",
-    "choose_steps",
-    "find_changes",
-    "find_noise",
-    "splice",
-]
+__all__ = ["CLEAR_RATIO", "Change", "Figures", "choose_steps", "find_changes", "splice"]
 
-#: Minimum ratio of times at which a route is slower than another one, if the interquartile ranges
-#: of their times do not overlap. A route that is slower than the default by this ratio is not used.
+#: Ratio of times above which a route is slower than another one, if the interquartile ranges of
+#: their times do not overlap. A route slower than the default by this ratio is never used.
 CLEAR_RATIO = 1.05
-#: Minimum speedup of a new step, as a product over its sizes.
-MIN_GAIN = 1.10
-#: Maximum cost of a size, in steps, so that a single size is not worth two steps.
-MAX_STEPS = 1.9
-#: Additional cost of a route other than the default, to break ties.
-_TIE_COST = 1e-9
-
 
 #: Figures by route.
 ByRoute = Mapping[str, Figure]
@@ -42,32 +25,39 @@ Figures = Mapping[int, Mapping[str, ByRoute]]
 
 
 def choose_steps(figures: Figures, default: Steps) -> Steps:
-    """Return the best steps for the figures, starting at the smallest size.
+    """Return the steps for the figures, starting at the smallest size.
 
-    default: steps to keep unless others are better.
+    default: steps to keep unless others are faster.
 
-    At each size, a route costs the logarithm of its slowdown relative to the fastest route, at most
-    ``MAX_STEPS`` steps, and nothing if it is not clearly slower. With several distances of the
-    ranks, the distance with the highest cost counts, because a job cannot know its distance in
-    advance. Each step between routes that the default does not have costs the logarithm of
-    ``MIN_GAIN``. Dynamic programming over the last route (R. Bellman, Dynamic Programming, 1957)
-    finds the cheapest sequence, among routes that are nowhere slower than the default.
+    A size has the route of the previous size, or else the default's, unless it is slower than the
+    fastest route by ``CLEAR_RATIO``. Otherwise it has the fastest one. With several distances of
+    the ranks, the distance at which a route is slowest counts, because a job cannot know its
+    distance in advance.
     """
-    sizes = sorted(figures)
-    below = _in_force(default, max(sizes[0] - 1, 0), _routes(figures[sizes[0]]))
-    best: dict[str | None, tuple[float, list[str]]] = {below: (0.0, [])}
-    for size in sizes:
-        usual = _in_force(default, size, _routes(figures[size]))
-        ways: dict[str | None, tuple[float, list[str]]] = {}
-        for route in _no_slower(figures[size], usual):
-            here = _slower(figures[size], route) + _TIE_COST * (route != usual)
-            ways[route] = min(
-                (cost + _step((last, route), (below, usual)) + here, [*way, route])
-                for last, (cost, way) in best.items()
-            )
-        best, below = ways, usual
-    _, way = min(best.values())
-    return merge_steps(zip(sizes, way, strict=True))
+    steps: list[tuple[int, str]] = []
+    previous = None  # unless it is the default
+    for size in sorted(figures):
+        every = [*figures[size].values()]
+        usual = _route_of(default, size, every[0])
+        regrets = {
+            route: max(_regret(by_route, route) for by_route in every)
+            for route in every[0]
+            if usual is None
+            or all(one[route].median <= CLEAR_RATIO * one[usual].median for one in every)
+        }
+        route = min(regrets, key=lambda route: (regrets[route], route != usual))
+        for kept in (usual, previous):
+            if kept is not None and regrets.get(kept, math.inf) <= CLEAR_RATIO:
+                route = kept
+        previous = None if route == usual else route
+        steps.append((size, route))
+    return merge_steps(steps)
+
+
+def _regret(by_route: ByRoute, route: str) -> float:
+    """Return the slowdown relative to the fastest route, or 1 if their quartiles overlap."""
+    own, best = by_route[route], min(by_route.values(), key=lambda one: one.median)
+    return own.median / best.median if own.low > best.high else 1.0
 
 
 def splice(before: Steps, steps: Steps, last: int) -> Steps:
@@ -82,44 +72,7 @@ def splice(before: Steps, steps: Steps, last: int) -> Steps:
     )
 
 
-def _routes(at_size: Mapping[str, ByRoute]) -> list[str]:
-    """Return the routes that were measured at a size."""
-    first, *_ = at_size.values()
-    return list(first)
-
-
-def _no_slower(at_size: Mapping[str, ByRoute], usual: str | None) -> list[str]:
-    """Return the routes that are not clearly slower than the default at any distance."""
-    routes = _routes(at_size)
-    if usual is None:
-        return routes
-    return [
-        route
-        for route in routes
-        if all(one[route].median <= CLEAR_RATIO * one[usual].median for one in at_size.values())
-    ]
-
-
-def _step(step: tuple[str | None, str], usual: tuple[str | None, str | None]) -> float:
-    """Return the cost of a step between routes, if the default has the step ``usual``."""
-    return 0.0 if step[0] in (None, step[1]) or step == usual else math.log(MIN_GAIN)
-
-
-def _slower(at_size: Mapping[str, ByRoute], route: str) -> float:
-    """Return the cost of a route at a size."""
-    return max(_slower_at(by_route, route) for by_route in at_size.values())
-
-
-def _slower_at(by_route: ByRoute, route: str) -> float:
-    """Return the cost of a route at one distance of the ranks."""
-    own, best = by_route[route], min(by_route.values(), key=attrgetter("median"))
-    clearly = own.median > CLEAR_RATIO * best.median and own.low > best.high
-    return (
-        min(math.log(own.median / best.median), MAX_STEPS * math.log(MIN_GAIN)) if clearly else 0.0
-    )
-
-
-def _in_force(steps: Steps, size: int, routes: Collection[str]) -> str | None:
+def _route_of(steps: Steps, size: int, routes: Collection[str]) -> str | None:
     """Return the route of a size by these steps if only ``routes`` exist, or None."""
     had = [(least, route) for least, route in steps if route in routes]
     return next(
@@ -132,21 +85,23 @@ class Change(NamedTuple):
 
     first, end: bytes, ``end`` excluded; None is the largest measured size.
     was, now:   the routes.
-    gains:      speedup, the geometric mean over the sizes, by distance of the ranks.
+    gain:       speedup, the geometric mean over the sizes, at the distance where it is least.
     """
 
     first: int
     end: int | None
     was: str
     now: str
-    gains: dict[str, float]
+    gain: float
 
 
 def find_changes(figures: Figures, before: Steps, after: Steps) -> list[Change]:
     """Return the differences between steps, among the measured sizes."""
     sizes = sorted(figures)
     routes = [
-        tuple(_in_force(steps, size, _routes(figures[size])) for steps in (before, after))
+        tuple(
+            _route_of(steps, size, next(iter(figures[size].values()))) for steps in (before, after)
+        )
         for size in sizes
     ]
     found = []
@@ -158,18 +113,7 @@ def find_changes(figures: Figures, before: Steps, after: Steps) -> list[Change]:
         for size in span:
             for distance, one in figures[size].items():
                 gains.setdefault(distance, []).append(one[was].median / one[now].median)
-        end = next((s for s in sizes if s > span[-1]), None)
-        means = {distance: statistics.geometric_mean(own) for distance, own in gains.items()}
-        found.append(Change(span[0], end, was, now, means))
+        end = next((size for size in sizes if size > span[-1]), None)
+        gain = min(map(statistics.geometric_mean, gains.values()))
+        found.append(Change(span[0], end, was, now, gain))
     return found
-
-
-def find_noise(figures: Iterable[Figures]) -> float:
-    """Return the median of the relative spreads of all times, or 0 without times."""
-    return typical_spread(
-        one
-        for by_size in figures
-        for at_size in by_size.values()
-        for by_route in at_size.values()
-        for one in by_route.values()
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -89,12 +89,14 @@ def describe_idle_gpus(
     return found
 
 
-def describe_far_gpu(own: Capabilities, used: int, allowed: Collection[int]) -> list[str]:
-    """Describe if a rank's GPU is far from its processors, and name nearer GPUs.
+def describe_far_gpu(own: Capabilities, used: int | None) -> list[str]:
+    """Describe if this rank's GPU is far from its processors, and name nearer GPUs.
 
-    used:    number of the GPU that the rank uses.
-    allowed: processors on which the rank may run.
+    used: number of the GPU that the rank uses.
     """
+    if used is None:
+        return []
+    allowed = os.sched_getaffinity(0)
     near = {gpu.partition(" ")[0]: _near_processors(gpu) for gpu in own.gpus}
     name = own.gpus[used].partition(" ")[0]
     if not near[name] or not near[name].isdisjoint(allowed):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
-import statistics
 import time
-from collections import Counter
+from operator import truediv
 
 import numpy as np
 import pytest
@@ -14,8 +12,8 @@ from conftest import needs_2_ranks
 
 from mpicoll.cli import distance as distances
 from mpicoll.cli import timing
-from mpicoll.cli.distance import FAR, MIXED, NEAR, UNKNOWN, Distance, classify, measure_pairs
-from mpicoll.cli.timing import ENOUGH_COUNT, Sample, Timer, Times, keep
+from mpicoll.cli.distance import FAR, MIXED, NEAR, UNKNOWN, Distance, classify, describe_farthest
+from mpicoll.cli.timing import Timer, Times
 from mpicoll.kernels.library import kernels
 
 
@@ -103,8 +101,8 @@ def test_missing_c_library_on_one_rank_disables_measurement_on_all(comm, monkeyp
     if comm.rank == 1:
         monkeypatch.setattr(distances, "kernels", None)
     assert "C library" in Distance(comm).problem
-    pairs = measure_pairs(comm, times=2)
-    assert comm.rank != 0 or "C library" in pairs
+    found = describe_farthest(comm, range(comm.size), times=2)
+    assert comm.rank or "C library" in found
 
 
 def test_distance_is_unknown_while_a_partner_does_not_answer(comm, monkeypatch, mpi):
@@ -136,15 +134,20 @@ def test_latencies_are_classified_as_near_or_far():
     assert classify(limit, 0) == classify(limit, 1) == FAR
 
 
-def test_rank_0_gets_each_pair_once(comm):
-    """Otherwise it gets a reason."""
-    found = measure_pairs(comm, times=3)
-    if comm.rank or isinstance(found, str):
-        return
-    assert len({pair.ranks for pair in found}) == len(found)
-    for pair in found:
-        a, b = pair.ranks
-        assert a < b and (a ^ b).bit_count() == 1 and 1 <= len(pair.latencies) <= 3
+@pytest.mark.parametrize(
+    ("latencies", "expected"),
+    [
+        ([0.0], "unknown: "),
+        ([44.0, 45.0, 170.0], "45 ns between ranks b and a, the farthest: near"),
+        ([165.0, 165.0, 165.0, 40.0], "165 ns between ranks b and a, the farthest: far"),
+        ([45.0, 160.0, 44.0, 165.0], "102 ns between ranks b and a, the farthest: near and far in"),
+    ],
+)
+def test_farthest_ranks_are_described(comm, monkeypatch, latencies, expected):
+    script = [{1: latency} for latency in latencies] if comm.rank == 0 else [{}] * len(latencies)
+    monkeypatch.setattr(Distance, "measure_partners", lambda self: script.pop(0))
+    found = describe_farthest(comm, "bacdefgh", len(latencies))
+    assert comm.rank or kernels is None or found.startswith(expected)
 
 
 class Scripted:
@@ -166,120 +169,87 @@ def timer(comm, monkeypatch, script):
     return Timer(comm), own
 
 
-def samples_of(found, name="a"):
-    return Counter(sample.distance for sample in found[name].samples)
-
-
 CASES = {"a": lambda: None, "b": lambda: None}
 ONCE = dict.fromkeys(CASES, 1)
+
+
+def counts_of(found):
+    """Return the number of samples by distance, which is the same for all cases."""
+    counts = {distance: {len(times) for times in own.values()} for distance, own in found.items()}
+    assert all(len(each) == 1 for each in counts.values())
+    return {distance: each.pop() for distance, each in counts.items()}
 
 
 def test_samples_with_a_constant_distance(comm, monkeypatch):
     """The number of samples is as requested.
 
-    Distance is measured around each sample: three times per turn of two cases. One distant rank
-    makes the sample far.
+    Distance is measured around each turn. One distant rank makes the turn far.
     """
     last = comm.rank == comm.size - 1
     for script, expected in (([45.0], NEAR), ([165.0 if last else 45.0], FAR), ([0.0], UNKNOWN)):
         own, scripted = timer(comm, monkeypatch, script)
         found = own.sample(CASES, 7, ONCE)
-        assert samples_of(found) == samples_of(found, "b") == {expected: 7}
-        assert scripted.measured == 7 * 3
-        assert [each.turn for each in found["a"].samples] == list(range(7))
+        assert counts_of(found) == {expected: 7}
+        assert scripted.measured == 7 + 1
+        assert list(found[expected]["a"]) == list(range(7))
 
 
-def test_sample_time_is_the_maximum_over_ranks_by_default(comm, monkeypatch):
+def test_sample_time_is_the_maximum_over_ranks(comm, monkeypatch):
     """Both for near and for far samples."""
 
     def call():
         if comm.rank == comm.size - 1:
             time.sleep(2e-3)
 
-    own, _ = timer(comm, monkeypatch, [45.0] * 10 + [165.0])
-    found = own.sample({"a": call}, 10, {"a": 1})
-    near, far = found["a"].split().values()
-    assert min(near.seconds) >= 2e-3 and min(far.seconds) >= 2e-3
+    own, _ = timer(comm, monkeypatch, [45.0] * 6 + [165.0])
+    found = own.sample({"a": call}, 11, {"a": 1})
+    assert counts_of(found) == {NEAR: 5, FAR: 5}
+    assert min(min(times["a"].values()) for times in found.values()) >= 2e-3
     assert all(each == found for each in comm.allgather(found))
-    if comm.size > 1:
-        fast = own.sample({"a": call}, 5, {"a": 1}, timing.FASTEST)["a"]
-        assert fast.median < 2e-3
 
 
-def test_samples_are_dropped_when_the_distance_changes(comm, monkeypatch):
-    """Dropped samples are replaced. A distance with too few samples is left out."""
+def test_turns_are_dropped_when_the_distance_changes(comm, monkeypatch):
+    """More turns replace them. A distance with too few turns is left out."""
     own, scripted = timer(comm, monkeypatch, [45.0] * 5 + [165.0])
     found = own.sample(CASES, 7, ONCE)
-    # Turn 0 is near; in turn 1 the second sample is not. Near: 2 and 1.
-    assert scripted.measured == 14 * 3, "twice the requested number"
-    assert samples_of(found) == samples_of(found, "b") == {FAR: 12}
-    assert "near (45 ns) in 3 of 28" in own.describe_distances()
-    assert "dropped: 1" in own.describe_distances()
+    assert counts_of(found) == {FAR: 9} and list(found[FAR]["b"]) == list(range(5, 14))
+    assert scripted.measured == 14 + 3, "twice the requested number, in three parts"
+    expected = "distance of the ranks: changed in 1, far in 9, near in 4 of 14 turns"
+    assert own.describe_distances() == expected
 
 
 def test_samples_are_split_by_distance(comm, monkeypatch):
-    own, scripted = timer(comm, monkeypatch, [45.0] * 3 * 6 + [165.0])
+    own, _ = timer(comm, monkeypatch, [45.0] * 6 + [165.0])
     found = own.sample(CASES, 7, ONCE)
-    assert scripted.measured == 12 * 3, "until there are enough of both"
-    assert samples_of(found) == samples_of(found, "b") == {NEAR: 6, FAR: 6}
-    with pytest.raises(ValueError, match="several distances: near, far"):
-        found["a"].median  # noqa: B018
-    assert list(found["a"].split()) == [NEAR, FAR]
-    near = found["a"].split()[NEAR]
-    assert near.median == statistics.median(each.seconds for each in near.samples)
+    assert counts_of(found) == {NEAR: 5, FAR: 6}, "more turns than requested: enough of both"
+    assert list(found) == [NEAR, FAR]
 
 
 def test_samples_are_mixed_when_the_distance_keeps_changing(comm, monkeypatch):
     """Sampling stops after twice the requested number, and all samples are kept as mixed."""
-    chance = random.Random(1)
-    script = [[45.0, 165.0][i % 2] for i in range(1000)]
-    own, scripted = timer(comm, monkeypatch, script)
-    found = own.sample(CASES, 7, ONCE)
-    assert samples_of(found) == {MIXED: 14} and scripted.measured == 14 * 3
-    assert "dropped: 28" in own.describe_distances()
-    script = [chance.choice([45.0, 165.0, 0.0]) for _ in range(1000)]
-    found = timer(comm, monkeypatch, script)[0].sample(CASES, 3, ONCE)
-    assert set(samples_of(found)) <= {NEAR, FAR, UNKNOWN, MIXED}
+    own, _ = timer(comm, monkeypatch, [[45.0, 165.0][i % 2] for i in range(1000)])
+    assert counts_of(own.sample(CASES, 7, ONCE)) == {MIXED: 14}
 
 
-def test_unknown_samples_are_kept_only_without_known_samples():
-    def turns(*distances):
-        return [[Sample(float(i), distance=d)] for i, d in enumerate(distances)]
-
-    (times,) = keep(turns(*[UNKNOWN] * 5, NEAR), 5)
-    assert [each.distance for each in times.samples] == [UNKNOWN] * 5
-    (times,) = keep(turns(*[UNKNOWN] * 9, *[NEAR] * 5, "moved"), 5)
-    assert [each[1:] for each in times.samples] == [(turn, NEAR) for turn in range(9, 14)]
-    (times,) = keep(turns(*[UNKNOWN] * 4, *[NEAR] * 4), 5)
-    assert [each.distance for each in times.samples] == [MIXED] * 8
+def test_turns_of_unknown_distance_are_kept_only_without_known_ones(comm, monkeypatch):
+    own, _ = timer(comm, monkeypatch, [0.0] * 5 + [45.0])
+    assert counts_of(own.sample(CASES, 10, ONCE)) == {NEAR: 5}
+    own, _ = timer(comm, monkeypatch, [45.0] * 3 + [0.0])
+    assert counts_of(own.sample(CASES, 5, ONCE)) == {UNKNOWN: 7}
 
 
-def test_a_distance_is_dropped_if_one_case_lacks_it():
-    """Figures printed side by side must have the same distance."""
-    turns = [[Sample(1.0, distance=NEAR), Sample(1.0, distance=NEAR if i else FAR)]
-             for i in range(5)]  # fmt: skip
-    assert [samples_of({"a": each}) for each in keep(turns, 5)] == [{MIXED: 5}] * 2
-    assert [samples_of({"a": each}) for each in keep(turns, 4)] == [{NEAR: 5}, {NEAR: 4}]
-
-
-def test_samples_are_compared_within_one_turn_and_distance():
-    one = Times([Sample(float(i + 1), i, NEAR if i < 4 else FAR) for i in range(6)])
-    other = Times([Sample(2.0, i, FAR if i in (0, 5) else NEAR) for i in (0, 1, 2, 5)])
-    assert one.over(other).samples == [
-        Sample(1.0, 1, NEAR), Sample(1.5, 2, NEAR), Sample(3.0, 5, FAR),
-    ]  # fmt: skip
-    assert one.minus(other).seconds == [0.0, 1.0, 4.0]
-    assert not one.over(other).is_enough and Times(one.samples[:ENOUGH_COUNT]).is_enough
-    assert one.map(lambda took: 2 * took).samples[5] == Sample(12.0, 5, FAR)
-    assert Times([Sample(3.0)]).figure == (3.0, 3.0, 3.0)
+def test_samples_are_compared_within_one_turn():
+    one = Times({turn: turn + 1.0 for turn in range(6)})
+    other = Times(dict.fromkeys((1, 2, 5, 9), 2.0))
+    assert one.pair(other, truediv) == {1: 1.0, 2: 1.5, 5: 3.0}
+    assert Times({7: 3.0}).figure == (3.0, 3.0, 3.0)
+    assert one.figure == (2.25, 3.5, 4.75)
 
 
 def test_description_states_why_the_distance_is_unknown(comm, monkeypatch):
     own, scripted = timer(comm, monkeypatch, [0.0])
     own.sample(CASES, 5, ONCE)
-    told = own.describe_distances()
-    for words in ("near did not occur", "far did not occur", "unknown in 10 (timed out)"):
-        assert words in told
+    assert own.describe_distances() == "distance of the ranks: unknown in 5 of 5 turns"
     scripted.problem = "there is one rank"
     assert own.describe_distances() == "distance of the ranks: unknown, because there is one rank"
 
@@ -287,7 +257,6 @@ def test_description_states_why_the_distance_is_unknown(comm, monkeypatch):
 def test_timer_with_the_real_distance(comm):
     array, own = np.zeros(1000), Timer(comm)
     found = own.measure({"a": lambda: array.sum(), "b": comm.Barrier}, timing.Effort(0.01))
-    for times in found.values():
-        assert set(samples_of({"a": times})) <= {NEAR, FAR, UNKNOWN, MIXED}
-        assert all(one.figure.low > 0 for one in times.split().values())
+    assert set(found) <= {NEAR, FAR, UNKNOWN, MIXED}
+    assert all(times.figure.low > 0 for own in found.values() for times in own.values())
     assert all(each == found for each in comm.allgather(found))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -188,131 +188,48 @@ def test_random_tables_give_correct_results(world, mpi, monkeypatch, seed):
     dist.destroy_process_group(team.group)
 
 
-#: Few calls at a time, and a time limit that is never reached.
-EFFORT = Effort(60.0, 1e-5, 3, 25)
-
-
-def measured(kinds, sizes, effort=EFFORT, spent=lambda: 0.0):
-    """Measure, by default with a clock that does not advance."""
-    return tune_measure.measure(default_group(), kinds, sizes, effort, spent, str)
-
-
-def test_tune_calls_every_kind_and_size(world):
-    """Arrays have the requested number of bytes, and the root is rank 0."""
-    n, me, sizes = world.size, world.me, [8 << i for i in range(8)]
-    for name in tuning.KINDS:
-        primitive, _, _, dtype = calls_of(name)
-        called = set()
-
-        def direct(send, recv, count, root, called=called):
-            called.add((send is not None and send.nbytes, recv is not None and recv.nbytes, count))
-            assert root == 0
-
-        kind = tune_measure.Kind(name, primitive, dtype, {"mpi": direct})
-        outcome = measured([kind], sizes)
-        many = primitive.many_in or primitive.many_out
-        whole = primitive.root != "src" or me == 0, primitive.root != "dst" or me == 0
-        expected, points = set(), []
-        for size in sizes:
-            count = max(1, size // dtype.itemsize // (n if many else 1))
-            block = count * dtype.itemsize
-            if primitive.input == "":
-                expected.add((False, block, count))
-            elif primitive.many_in:
-                expected.add((whole[0] and n * block, block, count))
-            else:
-                expected.add((block, whole[1] and n * block, count))
-            if not points or count > 1:
-                points.append(size if count > 1 and size > 8 else 0)
-        assert called == expected, name
-        assert list(outcome.figures) == [name] and list(outcome.figures[name]) == points
-        assert outcome.last == {name: sizes[-1]}
-        assert outcome.samples == 25
-
-
-def test_tune_uses_the_time_of_the_slowest_rank(world, mpi):
-    """All ranks have the same figures."""
-
-    def slow(send, recv, count, root):
-        if world.me == world.size - 1:
-            time.sleep(2e-3)
-
-    def fast(send, recv, count, root):
-        pass
-
-    primitive, _, _, dtype = calls_of("gather")
-    kind = tune_measure.Kind("gather", primitive, dtype, {"mpi": slow, "shared": fast})
-    outcome = measured([kind], [8, 16])
-    assert all(one == outcome for one in mpi.allgather(outcome))
-    for at_size in outcome.figures["gather"].values():
-        for by_route in at_size.values():
-            assert 2e-3 <= by_route["mpi"].low <= by_route["mpi"].median <= by_route["mpi"].high
-            assert by_route["shared"].low < 2e-3
-
-
-class Clock:
-    """A simulated clock, advanced by calls on rank 0. The clocks of other ranks are ignored."""
-
-    def __init__(self, me):
-        self.me, self.now, self.begun = me, 0.0, []
-
-    def spent(self):
-        return self.now if self.me == 0 else 1e9
-
-    def kind(self, name, seconds):
-        """A call with two routes that take this time per element."""
-        primitive, _, _, dtype = calls_of(name)
-
-        def direct(send, recv, count, root):
-            self.begun.append(self.now)
-            self.now += seconds * count
-
-        routes = dict.fromkeys(("mpi", "shared"), direct)
-        return tune_measure.Kind(name, primitive, dtype, routes)
-
-
-#: Times one call at a time, because calls are slow by the simulated clock.
-ONE_BY_ONE = Effort(100.0, 1e-12, 3, 25)
 SIZES = [8 << i for i in range(8)]
 
 
-@pytest.fixture
-def clock(world):
-    return Clock(world.me)
+def measured(points, seconds, spent):
+    """Measure with few calls at a time."""
+    return tune_measure.measure(default_group().inner, points, Effort(seconds, 1e-5, 3, 5), spent)
 
 
-def test_tune_stops_at_the_time_limit(clock, mpi):
-    """No call begins after the limit. Slow kinds of calls end at smaller sizes.
-
-    Reported figures have at least three samples and are equal on all ranks.
-    """
-    kinds = [clock.kind("broadcast", 0.1), clock.kind("all_reduce", 0.0001)]
-    outcome = measured(kinds, SIZES, ONE_BY_ONE, clock.spent)
-    assert max(clock.begun) < 100
+def test_tune_measures_every_kind_and_size(world, mpi):
+    """All ranks have the same figures."""
+    points = tune_measure.find_points(tuning.KINDS, SIZES, default_group())
+    outcome = measured(points, 60.0, lambda: 0.0)
     assert all(one == outcome for one in mpi.allgather(outcome))
-    assert outcome.last["broadcast"] < outcome.last["all_reduce"] == SIZES[-1]
-    assert outcome.samples >= 3
-    for name, figures in outcome.figures.items():
-        assert max(figures) == outcome.last[name]
+    place = select.place(default_group())
+    for kind in tuning.KINDS:
+        routes = tuning.eligible_routes(kind, place)
+        own = [point for point in points if point.kind == kind]
+        assert len(own) > 1 or len(routes) < 2 or world.size == 1
+        assert list(outcome.figures.get(kind, {})) == [point.least for point in own]
+        for point, after in itertools.pairwise(own):
+            assert point.last < after.least == after.last and point.case.count < after.case.count
+        if own:
+            assert own[0].least == 0 and own[-1].last == outcome.last[kind] >= SIZES[-1]
+            assert own[-1].case.size == SIZES[-1] or own[-1].case.count == 1
+        for at_size in outcome.figures.get(kind, {}).values():
+            for by_route in at_size.values():
+                assert set(by_route) <= set(routes) and len(by_route) > 1
+                assert all(0 < one.low <= one.median <= one.high for one in by_route.values())
 
 
-def test_tune_drops_the_largest_sizes_if_calls_become_slower(clock, mpi):
-    """Calls are slower than the first ones, from which the schedule was computed."""
-    kind = clock.kind("broadcast", 0.001)
-    calls = kind.candidates["mpi"]
+def test_tune_stops_at_the_time_limit(world, mpi):
+    """Large sizes are left out. Only the clock of rank 0 counts."""
+    now = 0.0
 
-    def slower(send, recv, count, root):
-        calls(send, recv, count, root)
-        if clock.slow:
-            clock.now += 0.1 * count
+    def spent():
+        nonlocal now
+        now += 1.0
+        return now if world.me == 0 else 1e9
 
-    kind = kind._replace(candidates=dict.fromkeys(kind.candidates, slower))
-    clock.slow = False
-
-    def told(text):
-        clock.slow = text.startswith("repetition")
-
-    outcome = tune_measure.measure(default_group(), [kind], SIZES, ONE_BY_ONE, clock.spent, told)
-    assert max(clock.begun) < 100 and outcome.samples >= 3
-    assert 0 < outcome.last["broadcast"] < SIZES[-1]
+    points = tune_measure.find_points(tuning.KINDS, SIZES, default_group())
+    outcome = measured(points, 20.0, spent)
     assert all(one == outcome for one in mpi.allgather(outcome))
+    found = sum(len(figures) for figures in outcome.figures.values())
+    assert now < 21 and found == min(len(points), 17)
+    assert all(max(figures) < SIZES[-1] for figures in outcome.figures.values())

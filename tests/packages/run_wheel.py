@@ -69,7 +69,7 @@ def advice(output: str) -> list[str] | None:
     if not head:
         return None
     texts = [" ".join(each.split()) for each in re.split(r"^  (?=\S)", listed, flags=re.MULTILINE)]
-    here = re.compile("near and far processors|not bound to processors|OMP_NUM_THREADS")
+    here = re.compile("not bound to processors|OMP_NUM_THREADS")
     return [each for each in texts if each and not here.search(each)]
 
 

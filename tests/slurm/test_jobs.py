@@ -28,6 +28,7 @@ from jobs import (
     wait,
     wait_until,
 )
+from mpicoll.machine import format_ranges
 
 OPENMPI = VENDOR == "Open MPI"
 SCRIPTS = sorted(path.name for path in (ROOT / "jobs").glob("*.sbatch"))
@@ -154,12 +155,12 @@ def test_mpirun_with_mpi_default_pmix(folder: Path) -> None:
 def test_placement_of_ranks_is_printed(folder: Path) -> None:
     out = completed(submit("digits_nodes.sbatch", folder, *SHORT), folder)
     assert_one_world(out)
-    shown = re.findall(
-        r"^rank \d of \d on (\S+), local rank (\d) of 2, .*, bound to (.*)$", out, re.M
-    )
-    assert len({(host, local) for host, local, _ in shown}) == len(shown) == RANKS, out
+    line = r"^rank \d of \d on (\S+), local rank (\d) of 2, on processors (\S+) of (\d+), "
+    shown = re.findall(line, out, re.M)
+    assert len({each[:2] for each in shown}) == len(shown) == RANKS, out
     # Without a task plug-in, Slurm does not bind ranks.
-    assert {bound for *_, bound in shown} == {f"none of {os.cpu_count()} processors"}, out
+    every = format_ranges(os.sched_getaffinity(0))
+    assert {each[2:] for each in shown} == {(every, str(os.cpu_count()))}, out
 
 
 def test_array_elements_are_separate_worlds(folder: Path) -> None:

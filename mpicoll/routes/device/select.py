@@ -5,7 +5,6 @@ In the group's first call on device memory the ranks exchange their capabilities
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -180,7 +179,7 @@ class Agreement:
         rank's processors, and of missing routes.
         """
         me, own = self._me, self._found[self._me]
-        far = binding.describe_far_gpu(own, self._used[me], os.sched_getaffinity(0))
+        far = binding.describe_far_gpu(own, self._used[me])
         texts = [f"rank {me}: {text}" for text in far]
         first = next(rank for rank, one in enumerate(self._found) if one.node == own.node)
         if me == first:

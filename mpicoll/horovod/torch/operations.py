@@ -422,10 +422,10 @@ def broadcast(
     """
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [broadcast_async(*tensors, root_rank, name, process_set).wait()]
+        return [broadcast_async(tensors[0], root_rank, name, process_set).wait()]
 
     def run_backward(gradients: Sequence[Tensor]) -> list[Tensor]:
-        averaged = allreduce_async(*gradients, process_set=process_set).wait()
+        averaged = allreduce_async(gradients[0], process_set=process_set).wait()
         return [averaged if rank() == root_rank else torch.zeros_like(averaged)]
 
     (output,) = _Differentiable.apply(run, run_backward, tensor)
@@ -450,11 +450,11 @@ def alltoall(
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         nonlocal received
-        output, received = alltoall_async(*tensors, splits, name, process_set).wait()
+        output, received = alltoall_async(tensors[0], splits, name, process_set).wait()
         return [output]
 
     def run_backward(gradients: Sequence[Tensor]) -> list[Tensor]:
-        own, _ = alltoall_async(*gradients, received, process_set=process_set).wait()
+        own, _ = alltoall_async(gradients[0], received, process_set=process_set).wait()
         # Rows that were not sent have no gradient.
         rest = own.new_zeros((rows - len(own), *own.shape[1:]))
         return [torch.cat([own, rest]) if len(rest) else own]

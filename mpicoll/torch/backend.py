@@ -90,36 +90,10 @@ class DerivedGroups:
         store = c10d.PrefixStore(f"{name}/", self.get_group_store())
         core = core_groups.split(self.core, new_ranks, limit, name)
         self.split_count += 1
-        return _name(build_group(core, store), name, description)
-
-    def merge_remote_group(
-        self: Any,
-        store: c10d.Store,
-        size: int,
-        timeout: timedelta = c10d.default_pg_timeout,
-        group_name: str | None = None,
-        group_desc: str | None = None,
-    ) -> Any:
-        """Create one group of all members of several groups, in the order of their calls.
-
-        store: the same for all of them, not used by an earlier merge.
-        size: number of all members.
-        timeout: time to wait for the members, and timeout of the new group.
-
-        All of them are ranks of one MPI job. Raises CollectiveTimeoutError (a RuntimeError) if
-        fewer than ``size`` call in time, and ArgumentError (a ValueError) if more call.
-        """
-        limit = parse_timeout(timeout, None, "merge_remote_group")
-        rank = store.add("mergeGroupRank", 1) - 1  # as torch does it for backends in C++
-        group = build_group(core_groups.merge(self.core, store, rank, size, limit), store)
-        name, description = f"{self.group_name}:merge", f"{self.group_desc}:merge"
-        return _name(group, group_name or name, group_desc or description)
-
-
-def _name(group: Any, name: str, description: str) -> Any:
-    group._set_group_name(name)
-    group._set_group_desc(description)
-    return group
+        group: Any = build_group(core, store)
+        group._set_group_name(name)
+        group._set_group_desc(description)
+        return group
 
 
 # --- from torch 2.15 on ---------------------------------------------------------------------------
@@ -216,10 +190,6 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
         """Create the backend of a subgroup, for torch's split_group."""
         limit, name = (get_seconds(opts), opts.group_name) if opts else (self.core.timeout, "")
         return TorchBackend(core_groups.split(self.core, ranks, limit, name))
-
-    def merge(self, store: c10d.Store, opts: Backend.Options, rank: int, size: int) -> TorchBackend:
-        """Create the backend of a merged group, for torch's merge_remote_group."""
-        return TorchBackend(core_groups.merge(self.core, store, rank, size, get_seconds(opts)))
 
     def shrink(
         self, excluded: Sequence[int], flags: int = 0, opts: Backend.Options | None = None

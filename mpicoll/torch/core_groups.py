@@ -6,9 +6,7 @@ reproducible: level of the group, None for the default.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch.distributed as c10d
 
@@ -17,21 +15,18 @@ from mpicoll.api import lifecycle
 from mpicoll.core import groups
 from mpicoll.core.groups import ProcessGroup, state
 from mpicoll.dispatch import execute
-from mpicoll.errors import ArgumentError, CollectiveTimeoutError, UnsupportedError
+from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.torch import NAME
 from mpicoll.torch.internals import warn_if_newer
-from mpicoll.torch.options import MAX_TIMEOUT_S
 from mpicoll.torch.rendezvous import keep_store
 
 __all__ = [
-    "abort", "create", "create_default", "create_subgroup", "destroy", "merge", "split",
+    "abort", "create", "create_default", "create_subgroup", "destroy", "split",
 ]  # fmt: skip
 
 #: The core's default group if torch's default group has another backend. No torch group uses it, so
 #: that every group can end alone.
 _base: ProcessGroup | None = None
-#: Prefix of the keys of a merge in its store.
-_MERGE = "mpicoll/merge"
 
 
 def create_default(
@@ -126,47 +121,6 @@ def split(
         )
     global_ranks = [group.ranks[rank] for rank in ranks]
     return create_subgroup(global_ranks, limit, name, group.reproducible)
-
-
-def merge(
-    group: ProcessGroup, store: c10d.Store, rank: int, size: int, limit: float | None
-) -> ProcessGroup:
-    """Create the group of the processes that call with the same store, which no earlier merge has
-    used.
-
-    group: a group of this process, whose reproducible level the new one has.
-    rank: rank of this process in the new group.
-    size: number of processes.
-    limit: also of the wait for the processes.
-
-    Raises ArgumentError for a rank that is not below ``size``, and if a process is of another job;
-    CollectiveTimeoutError if processes are missing.
-    """
-    if not 0 <= rank < size:
-        raise ArgumentError(
-            f"merge_remote_group: size: expected the number of calling processes, got {size} for "
-            f"process {rank + 1}; pass a new store, such as a PrefixStore, to each merge"
-        )
-    keys = [f"{_MERGE}/{other}" for other in range(size)]
-    if rank == 0:  # the first process names the group
-        store.set(f"{_MERGE}/name", secrets.token_hex(8))
-    store.set(keys[rank], str(groups.default_group().rank()))
-    waiting = timedelta(seconds=MAX_TIMEOUT_S if limit is None else limit)
-    try:
-        store.wait([*keys, f"{_MERGE}/name"], waiting)
-    except RuntimeError as error:
-        arrived = sum(store.check([key]) for key in keys)
-        raise CollectiveTimeoutError(
-            f"merge_remote_group: timed out: only {arrived} of {size} processes called; make all "
-            "of them call with the same store, or increase the timeout"
-        ) from error
-    ranks = [int(store.get(key)) for key in keys]
-    if len(set(ranks)) < size or max(ranks) >= groups.default_group().size():
-        raise ArgumentError(
-            f"merge_remote_group: expected different ranks of one MPI job, got global ranks {ranks}"
-        )
-    name = store.get(f"{_MERGE}/name").decode()
-    return create_subgroup(ranks, limit, f"{_MERGE}/{name}", group.reproducible)
 
 
 def destroy(group: ProcessGroup) -> None:

@@ -24,35 +24,6 @@ Outputs: TypeAlias = "Tensor | Sequence[Outputs] | None"
 
 _ZERO = timedelta(0)
 _WorkResult = torch._C._distributed_c10d.WorkResult
-_OpType = torch._C._distributed_c10d.OpType
-
-#: torch's OpType of each call, as a number: the one of Gloo, else of NCCL.
-_OP_TYPES = {
-    name: int(kind)
-    for name, kind in {
-        "broadcast": _OpType.BROADCAST,
-        "all_reduce": _OpType.ALLREDUCE,
-        "sparse_all_reduce": _OpType._ALLREDUCE_SPARSE,
-        "all_reduce_coalesced": _OpType.ALLREDUCE,
-        "reduce": _OpType.REDUCE,
-        "all_gather": _OpType.ALLGATHER,
-        "all_gather_single": _OpType.ALLGATHER,
-        "all_gather_coalesced": _OpType.ALLGATHER_COALESCED,
-        "all_gather_single_coalesced": _OpType.ALLGATHER_COALESCED,
-        "gather": _OpType.GATHER,
-        "scatter": _OpType.SCATTER,
-        "reduce_scatter": _OpType.REDUCE_SCATTER,
-        "reduce_scatter_single": _OpType._REDUCE_SCATTER_BASE,
-        "reduce_scatter_single_coalesced": _OpType.REDUCE_SCATTER_TENSOR_COALESCED,
-        "all_to_all": _OpType.ALLTOALL,
-        "all_to_all_single": _OpType.ALLTOALL,
-        "barrier": _OpType.BARRIER,
-        "send": _OpType.SEND,
-        "recv": _OpType.RECV,
-        "recvAnySource": _OpType.RECVANYSOURCE,
-        "coalesced": _OpType.COALESCED,
-    }.items()
-}
 
 
 #: Latest Works that Python has dropped without a wait. C++ may still hold them: DDP's reducer keeps
@@ -70,10 +41,6 @@ class _Work(TorchWork):  # type: ignore[misc]
     name = ""
     #: The core's Works that have to end.
     _works: Sequence[core.Work] = ()
-
-    def _get_op_type(self) -> int:
-        """Return the number of torch's OpType of the call."""
-        return _OP_TYPES.get(self.name, int(_OpType.UNKNOWN))
 
     def synchronize(self) -> None:
         """Wait as ``wait()`` does."""

@@ -34,8 +34,6 @@ LOGS = ROOT / ".cache" / "horovod"
 LEFT_OUT = HERE / "left_out.txt"
 FILES = [
     "test/parallel/test_torch.py",
-    "test/parallel/test_adasum_pytorch.py",
-    "test/parallel/test_process_sets_multi_comm.py",
     "test/parallel/test_process_sets_static.py",
     "test/single/test_torch_elastic.py",
 ]

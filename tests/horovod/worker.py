@@ -32,7 +32,6 @@ from mpicoll.horovod.torch.process_sets import current
 MODULES = {
     "horovod": "mpicoll.horovod",
     "horovod.common": "mpicoll.horovod.common",
-    "horovod.common.elastic": "mpicoll.horovod.common.elastic",
     "horovod.common.exceptions": "mpicoll.horovod.common.exceptions",
     "horovod.torch": "mpicoll.horovod.torch",
     "horovod.torch.elastic": "mpicoll.horovod.torch.elastic",

@@ -183,27 +183,6 @@ def test_function_may_fail_repeatedly_between_commits():
     assert train(hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0)) == 4
 
 
-@pytest.mark.parametrize("update", hvd.elastic.HostUpdateResult)
-def test_host_update_interrupts_a_commit(update):
-    """Uncommitted state is kept. State is broadcast, except if ranks were only removed."""
-    calls = []
-
-    @hvd.elastic.run
-    def train(state):
-        calls.append((state.step, state.own))
-        if len(calls) > 1:
-            return
-        state.step, state.own = 7, 10 + hvd.rank()
-        if hvd.rank() == 0:  # only the notification of rank 0 counts
-            state.on_hosts_updated(1, update)
-        state.commit()
-
-    state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0, own=0)
-    train(state)
-    removed = update == hvd.elastic.HostUpdateResult.removed
-    assert calls == [(0, 0), (7, 10 + hvd.rank() * removed)]
-
-
 def test_sampler_memory_does_not_depend_on_the_number_of_ranks():
     sampler = hvd.elastic.ElasticSampler(range(3), shuffle=False)
     sampler.num_replicas, sampler.rank, sampler.total_size = 10**12, 10**12 - 1, 10**12

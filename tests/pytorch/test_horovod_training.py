@@ -309,46 +309,6 @@ def test_invalid_parameter_names_are_rejected():
     train(hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)), model, [])
 
 
-def adasum(a, b):
-    """Adasum of two vectors, as defined in the paper."""
-    dot = a @ b
-    return (1 - dot / (2 * (a @ a))) * a + (1 - dot / (2 * (b @ b))) * b
-
-
-def test_adasum_combines_steps():
-    if hvd.size() == 3:
-        with pytest.raises(ValueError, match="power of 2, got 3"):
-            hvd.allreduce(torch.ones(1), op=hvd.Adasum)
-        return
-    model = network()
-    train(distributed(model, op=hvd.Adasum), model, own_batches(2))
-    expected = [network() for _ in range(hvd.size())]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in expected]
-    for turn in range(2):
-        start = [p.detach().clone() for p in expected[0].parameters()]
-        for rank, (each, optimizer) in enumerate(zip(expected, optimizers, strict=True)):
-            train(optimizer, each, [of(100 * turn + rank, 6, 4)])
-        alike = zip(*(each.parameters() for each in expected), strict=True)
-        for at, parameters in zip(start, alike, strict=True):
-            steps = [(p.detach() - at).numpy().ravel() for p in parameters]
-            while len(steps) > 1:
-                steps = [adasum(*pair) for pair in zip(steps[::2], steps[1::2], strict=True)]
-            for p in parameters:
-                with torch.no_grad():
-                    p.copy_(at + torch.from_numpy(steps[0]).view_as(p))
-    same(model, expected[0])
-
-
-def test_adasum_rejects_unsupported_options():
-    model = network()
-    if hvd.size() in (2, 4):
-        with pytest.raises(AssertionError, match="skip_synchronize"):
-            distributed(model, op=hvd.Adasum).skip_synchronize()
-    some = hvd.ProcessSet([0])
-    with pytest.raises(NotImplementedError, match="Adasum"):
-        distributed(model, op=hvd.Adasum, process_set=some)
-
-
 def test_step_after_synchronize_warns():
     model = network()
     optimizer = distributed(model)

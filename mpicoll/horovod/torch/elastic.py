@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
-from mpicoll.horovod.common.elastic import HostUpdateResult, ObjectState, State, run_fn
+from mpicoll.errors import LostRankError
+from mpicoll.horovod.common.exceptions import HorovodInternalError
 from mpicoll.horovod.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,
@@ -24,7 +25,94 @@ from mpicoll.horovod.torch.functions import (
 from mpicoll.horovod.torch.operations import barrier
 from mpicoll.horovod.torch.process_sets import is_initialized, rank, restart, size
 
-__all__ = ["ElasticSampler", "HostUpdateResult", "ObjectState", "State", "TorchState", "run"]
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
+
+
+class State:
+    """A state that training can continue from. Subclasses implement save, restore and sync.
+
+    bcast_object: broadcasts an object from rank 0.
+    get_rank: ignored.
+    """
+
+    def __init__(
+        self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int] | None = None
+    ) -> None:
+        self._bcast_object = bcast_object
+        self._commits = 0
+        self._reset_callbacks: list[Callable[[], Any]] = []
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
+        """Register functions without arguments that are called after each change of the ranks,
+        before sync.
+
+        callbacks: such as a function that adapts the learning rate to the number of ranks.
+        """
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Adapt to the new ranks: call ``reset``, then the callbacks."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def commit(self) -> None:
+        """Save the state. All ranks call."""
+        self.save()
+        self._commits += 1
+
+    def check_host_updates(self) -> None:
+        """Do nothing: new hosts are not discovered."""
+
+    def save(self) -> None:
+        """Save the state in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Restore the last saved state."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Broadcast rank 0's state. All ranks call."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Adapt to the new ranks; does nothing by default."""
+
+
+class ObjectState(State):
+    """Picklable objects as attributes of a state.
+
+    kwargs: their names and initial values.
+    """
+
+    def __init__(
+        self,
+        bcast_object: Callable[[Any], Any],
+        get_rank: Callable[[], int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._saved_state = copy.deepcopy(kwargs)
+        self._set(kwargs)
+
+    def save(self) -> None:
+        """Save copies of the attributes."""
+        self._saved_state = copy.deepcopy({name: getattr(self, name) for name in self._saved_state})
+
+    def restore(self) -> None:
+        """Restore the attributes from the last save."""
+        self._set(copy.deepcopy(self._saved_state))
+
+    def sync(self) -> None:
+        """Set the attributes to rank 0's last save, and save them."""
+        if self._saved_state:
+            self._saved_state = self._bcast_object(self._saved_state)
+            self.restore()
+
+    def _set(self, attributes: dict[str, Any]) -> None:
+        for name, value in attributes.items():
+            setattr(self, name, value)
 
 
 class ElasticSampler(Sampler):  # type: ignore[misc]
@@ -169,19 +257,36 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator of a function that restarts from the last commit after ranks are lost.
 
     func: its first argument is a State, such as TorchState. Rank 0's state is sent to all ranks
-          before each call.
+          before each call. After a HorovodInternalError, or a LostRankError of mpicoll's calls, the
+          state is restored before that.
 
     Returns a function that returns the result of ``func`` once it has returned on all ranks:
     finished ranks restart together with a rank that finds a loss at the end.
 
-    Added process sets are removed when ``func`` restarts; their ``process_set_id`` is None.
+    An error that occurs again without a commit in between and without lost ranks is an error of the
+    program, and is raised. Added process sets are removed when ``func`` restarts; their
+    ``process_set_id`` is None.
     """
 
     @functools.wraps(func)
-    def with_all(*arguments: Any, **options: Any) -> Any:
-        result = func(*arguments, **options)
-        if is_initialized():
-            barrier()
-        return result
+    def run_with_restarts(state: State, *arguments: Any, **options: Any) -> Any:
+        failed: Exception | None = None
+        last_commits = None  # number of commits at the last error without lost ranks
+        while True:
+            if failed is not None and not restart():  # first: then no operation is pending
+                if last_commits == state._commits:
+                    raise failed
+                last_commits = state._commits
+            try:
+                if failed is not None:
+                    state.restore()
+                    state.on_reset()
+                state.sync()
+                result = func(state, *arguments, **options)
+                if is_initialized():
+                    barrier()
+                return result
+            except (HorovodInternalError, LostRankError) as error:
+                failed = error
 
-    return run_fn(with_all, restart)
+    return run_with_restarts

@@ -15,13 +15,14 @@ equal, as in most training steps, no other message is needed.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import threading
 import time
 import warnings
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,16 +33,12 @@ from mpicoll.errors import ArgumentError, ForkedError, UsageError
 from mpicoll.horovod.common.exceptions import HorovodInternalError
 from mpicoll.horovod.torch.implementations import (
     OPERATIONS,
-    Call,
-    Ranks,
+    Request,
     Signature,
     synchronize_devices,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-__all__ = ["Engine", "Request"]
+__all__ = ["Engine"]
 
 #: Interval in seconds between rounds on a rank for which other ranks wait, while it has no new
 #: requests.
@@ -51,45 +48,6 @@ _STALL_WARNING_S = 60.0
 #: Maximum size in bytes of requests that are fused into one call of mpicoll.
 _FUSION_MAX_BYTES = 64 * 2**20
 _DIGEST_BYTES = 16
-
-
-@dataclass(eq=False)
-class Request:
-    """An operation that has begun, for ``poll`` and ``synchronize``.
-
-    call: this rank's part of it.
-    signature: sent to the other ranks.
-    """
-
-    call: Call
-    signature: Signature
-    done: threading.Event = field(default_factory=threading.Event)
-    error: HorovodInternalError | None = None
-    began: float = field(default_factory=time.monotonic)
-    _has_warned: bool = False
-
-    def wait(self) -> Any:
-        """Wait for the operation; return its result. Raises HorovodInternalError if it failed.
-
-        Warns after a minute.
-        """
-        if not self.done.wait(_STALL_WARNING_S):
-            # The engine thread may be blocked by a rank without requests, so it cannot name that
-            # rank.
-            self.warn(
-                f"has not completed within {_STALL_WARNING_S:.0f} s; a rank may not have begun it"
-            )
-            self.done.wait()
-        if self.error is not None:
-            raise HorovodInternalError(str(self.error)) from self.error.__cause__
-        return self.call.result()
-
-    def warn(self, text: str) -> None:
-        """Warn once why the operation is delayed. text: follows its name."""
-        if not self._has_warned:
-            self._has_warned = True
-            name = self.signature.get("name", self.call.operation)
-            warnings.warn(f"horovod: {name} {text}", stacklevel=3)
 
 
 #: A request, and each rank's signature of it; None for ranks that have joined.
@@ -108,13 +66,11 @@ class Engine:
     """The requests of this rank in one process set.
 
     group: a process group that only this engine uses.
-    ranks: the global ranks of its members, in its order.
     """
 
-    def __init__(self, group: Any, ranks: Sequence[int]) -> None:
-        self.group, self.ranks = group, list(ranks)
-        self.size, self.rank = len(self.ranks), dist.get_rank(group)
-        self._members = Ranks(group, self.ranks, self.size, self.rank)
+    def __init__(self, group: Any) -> None:
+        self.group, self.ranks = group, group.ranks
+        self.size, self.rank = group.size(), group.rank()
         self.failure: Exception | None = None
         self._process = os.getpid()
         self._pending: dict[str, Request] = {}
@@ -129,35 +85,32 @@ class Engine:
 
     # --- on the threads of the program -----------------------------------------------------------
 
-    def submit(self, call: Call, name: str | None, **signature: Any) -> Request:
-        """Begin an operation.
+    def submit(self, request: Request, name: str | None) -> Request:
+        """Begin an operation, and return the request.
 
         name: matches requests between ranks; None: the number of calls of this operation so far.
-        signature: see ``Call.signature``.
 
         Raises ArgumentError (a ValueError) if this rank's arguments are invalid, or if a request of
         this operation and name is pending; HorovodInternalError after the end; ForkedError (a
         RuntimeError) in a forked child.
         """
-        self._check_process(call.operation)
-        synchronize_devices([call])
+        operation = request.signature["operation"]
+        self._check_process(operation)
+        synchronize_devices([request])
         with self._condition:
-            is_counted = name is None
-            if name is None:
-                name = f"noname.{self._counts[call.operation]}"
-            name = f"{call.operation}.{name}"
-            request = Request(call, call.signature(name, **signature))
-            self._check_alive(name)
-            if problem := OPERATIONS[call.operation].check(request.signature, self.size):
-                raise ArgumentError(f"{call.operation}: {problem}")
-            if name in self._pending:
+            given = f"noname.{self._counts[operation]}" if name is None else name
+            request.signature["name"] = f"{operation}.{given}"
+            self._check_alive(request.name)
+            if problem := OPERATIONS[operation].check(request.signature, self.size):
+                raise ArgumentError(f"{operation}: {problem}")
+            if request.name in self._pending:
                 raise ArgumentError(
-                    f"{call.operation}: name: an operation named {name} is pending; "
+                    f"{operation}: name: an operation named {request.name} is pending; "
                     "use another name, or call synchronize() first"
                 )
             # A rejected call is not counted: the other ranks wait for the next one.
-            self._counts[call.operation] += is_counted
-            self._pending[name] = request
+            self._counts[operation] += name is None
+            self._pending[request.name] = request
             self._wake_thread()
         return request
 
@@ -174,7 +127,7 @@ class Engine:
             if self._join is not None:
                 raise HorovodInternalError("join: this rank has already joined")
             self._gpu = gpu
-            request = self._join = Request(Call("join", []), {})
+            request = self._join = Request.build("join", [])
             self._wake_thread()
         request.wait()
         return self._last_joined
@@ -250,14 +203,18 @@ class Engine:
                 if each is None and not statuses[rank].joined
             ]
             if not missing:
-                ready.append((requests.get(name) or self._placeholder(signatures), signatures))
+                own_request = requests.get(name)
+                if own_request is None:  # this rank has joined
+                    known = next(each for each in signatures if each is not None)
+                    own_request = Request.placeholder(known, self._gpu)
+                ready.append((own_request, signatures))
             else:
                 waited_for |= self.rank in missing
                 self._warn(requests.get(name), missing)
         self._run_ready(ready)
         with self._condition:
             for request, _ in ready:
-                self._pending.pop(request.signature["name"], None)
+                self._pending.pop(request.name, None)
         for request, _ in ready:
             request.done.set()
         self._release_joined({rank for rank, status in enumerate(statuses) if status.joined})
@@ -283,18 +240,13 @@ class Engine:
             control_messages.decode(each.tobytes(), Status, rank) for rank, each in enumerate(texts)
         ]
 
-    def _placeholder(self, signatures: list[Signature | None]) -> Request:
-        """Return the part of a rank that has joined in an operation of the other ranks."""
-        signature = next(each for each in signatures if each is not None)
-        return Request(Call.placeholder(signature, self._gpu), signature)
-
     def _run_ready(self, ready: list[Ready]) -> None:
         """Run operations in order, fused where possible; operations that do not match fail."""
         batch: list[Ready] = []
         for request, signatures in ready:
             problem = _find_mismatch(signatures, self.ranks)
             if problem:
-                request.error = HorovodInternalError(f"{request.signature['name']}: {problem}")
+                request.fail(problem)
                 continue
             if batch and not self._can_fuse(batch, request):
                 self._run_batch(batch)
@@ -305,26 +257,26 @@ class Engine:
 
     @staticmethod
     def _can_fuse(batch: list[Ready], request: Request) -> bool:
-        first = batch[0][0]
-        operation = OPERATIONS[request.call.operation]
+        first = batch[0][0].signature
+        operation = OPERATIONS[request.signature["operation"]]
         fusion_key = operation.fusion_key(request.signature)
-        nbytes = sum(each.call.nbytes() for each, _ in batch) + request.call.nbytes()
+        nbytes = sum(each.nbytes() for each, _ in batch) + request.nbytes()
         return (
             fusion_key is not None
-            and first.call.operation == request.call.operation
-            and fusion_key == operation.fusion_key(first.signature)
+            and first["operation"] == request.signature["operation"]
+            and fusion_key == operation.fusion_key(first)
             and nbytes <= _FUSION_MAX_BYTES
         )
 
     def _run_batch(self, batch: list[Ready]) -> None:
+        requests = [request for request, _ in batch]
         try:
-            calls = [request.call for request, _ in batch]
-            OPERATIONS[calls[0].operation].run(self._members, calls, batch[0][1])
-            synchronize_devices(calls)
+            run = OPERATIONS[requests[0].signature["operation"]].run
+            run(self.group, requests, batch[0][1])
+            synchronize_devices(requests)
         except UsageError as error:  # raised on every rank before anything was sent
-            for request, _ in batch:
-                request.error = HorovodInternalError(f"{request.signature['name']}: {error}")
-                request.error.__cause__ = error
+            for request in requests:
+                request.fail(error)
 
     def _release_joined(self, joined: set[int]) -> None:
         """Record which rank joined last; complete ``join`` once all ranks have joined."""
@@ -342,12 +294,17 @@ class Engine:
             request.done.set()
 
     def _warn(self, request: Request | None, missing: list[int]) -> None:
+        """Warn once about ranks that have begun other operations, so that no call of mpicoll
+        blocks and no hang report is printed.
+        """
         if request is None or time.monotonic() - request.began < _STALL_WARNING_S:
             return
+        request.began = math.inf
         who = ", ".join(str(self.ranks[rank]) for rank in missing)
-        request.warn(
-            f"waits for rank{'s' * (len(missing) > 1)} {who}, which "
-            f"{'have' if len(missing) > 1 else 'has'} not begun it for {_STALL_WARNING_S:.0f} s"
+        warnings.warn(
+            f"horovod: {request.name} waits for rank{'s' * (len(missing) > 1)} {who}, which "
+            f"{'have' if len(missing) > 1 else 'has'} not begun it for {_STALL_WARNING_S:.0f} s",
+            stacklevel=1,
         )
 
     def _end(self, error: BaseException | None) -> None:
@@ -358,13 +315,11 @@ class Engine:
             left = [*self._pending.values(), *([self._join] if self._join else [])]
             self._pending, self._join = {}, None
         for request in left:
-            name = request.signature.get("name", "join")
-            request.error = HorovodInternalError(f"{name}: {failure}")
-            request.error.__cause__ = failure
+            request.fail(failure)
             request.done.set()
 
 
-def _find_mismatch(signatures: list[Signature | None], ranks: list[int]) -> str | None:
+def _find_mismatch(signatures: list[Signature | None], ranks: Sequence[int]) -> str | None:
     """Describe the collective mismatch of an operation, the same on all ranks, or return None."""
     present = {
         ranks[i]: signature for i, signature in enumerate(signatures) if signature is not None

@@ -1,116 +1,127 @@
 """Horovod's operations: the signature that must match on all ranks, and the implementation.
 
-The engine knows an operation only by its row in ``OPERATIONS``.
+The engine knows an operation only by its row in ``OPERATIONS``. Implementations take the process
+group of a process set, requests (several if they are fused), and each rank's signature.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import mpicoll as dist
+from mpicoll.horovod.common.exceptions import HorovodInternalError
 
 __all__ = [
-    "OPERATIONS", "REDUCE_OPS", "Adasum", "Average", "Call", "Max", "Min", "Product", "Ranks",
-    "Signature", "Sum", "synchronize_devices",
+    "OPERATIONS", "REDUCE_OPS", "Average", "Max", "Min", "Product", "Request", "Signature", "Sum",
+    "synchronize_devices",
 ]  # fmt: skip
 
 #: A rank's description of a request, sent to the other ranks as JSON.
 Signature = dict[str, Any]
 
-Average, Sum, Adasum, Min, Max, Product = "Average", "Sum", "Adasum", "Min", "Max", "Product"
+Average, Sum, Min, Max, Product = "Average", "Sum", "Min", "Max", "Product"
 
 REDUCE_OPS = {
     Average: dist.ReduceOp.AVG,
     Sum: dist.ReduceOp.SUM,
-    Adasum: None,
     Min: dist.ReduceOp.MIN,
     Max: dist.ReduceOp.MAX,
     Product: dist.ReduceOp.PRODUCT,
 }
 
 
-class Ranks(NamedTuple):
-    """The ranks of a process set.
-
-    group: a process group that only the set's engine uses.
-    global_ranks: the global ranks of its members, in its order.
-    size, rank: of the group.
-    """
-
-    group: Any
-    global_ranks: Sequence[int]
-    size: int
-    rank: int
-
-
 @dataclass(eq=False)
-class Call:
-    """One rank's part of an operation.
+class Request:
+    """An operation that this rank has begun, for ``poll`` and ``synchronize``.
 
-    operation: a key of ``OPERATIONS``.
     inputs: its tensors.
+    signature: name, operation (a key of ``OPERATIONS``), dtypes, shapes, device, and, depending on
+        the operation, op, prescale, postscale, root (a global rank), splits.
     in_place: the tensors to change in place, of which the inputs are detached; None: new outputs.
+    single: the result is the first output, not a tuple.
     outputs: the results, once the operation is done.
-    single: the result is the first output, not a list.
     """
 
-    operation: str
     inputs: Sequence[Tensor]
+    signature: Signature
     in_place: Sequence[Tensor] | None = None
-    single: bool = True
+    single: bool = False
     outputs: Sequence[Any] | None = None
-
-    def buffers(self) -> list[Tensor]:
-        """Return the tensors to reduce in place: the inputs, or copies of them."""
-        if self.in_place is not None:
-            self.outputs = self.in_place
-            return list(self.inputs)
-        self.outputs = [tensor.clone() for tensor in self.inputs]
-        return list(self.outputs)
-
-    def signature(self, name: str, **more: Any) -> Signature:
-        """Return the signature.
-
-        more: op, prescale, postscale, root (a global rank), splits.
-        """
-        return {
-            "name": name,
-            "operation": self.operation,
-            "dtypes": [str(tensor.dtype) for tensor in self.inputs],
-            "shapes": [list(tensor.shape) for tensor in self.inputs],
-            "device": self.inputs[0].device.type if self.inputs else "cpu",
-            **more,
-        }
+    done: threading.Event = field(default_factory=threading.Event)
+    error: HorovodInternalError | None = None
+    began: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def placeholder(cls, signature: Signature, gpu: int | None) -> Call:
+    def build(
+        cls,
+        operation: str,
+        inputs: Sequence[Tensor],
+        in_place: Sequence[Tensor] | None = None,
+        **more: Any,
+    ) -> Request:
+        """Build a request without a name. more: further fields of the signature."""
+        signature = {
+            "name": operation,
+            "operation": operation,
+            "dtypes": [str(tensor.dtype) for tensor in inputs],
+            "shapes": [list(tensor.shape) for tensor in inputs],
+            "device": inputs[0].device.type if inputs else "cpu",
+            **more,
+        }
+        return cls(inputs, signature, in_place)
+
+    @classmethod
+    def placeholder(cls, signature: Signature, gpu: int | None) -> Request:
         """Return the part of a rank that has joined: zeros, on its GPU for CUDA tensors."""
         device = torch.device(signature["device"], gpu if signature["device"] == "cuda" else None)
         inputs = [
             torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
             for shape, dtype in zip(signature["shapes"], signature["dtypes"], strict=True)
         ]
-        return cls(signature["operation"], inputs, inputs)
+        return cls(inputs, signature, inputs)
+
+    @property
+    def name(self) -> str:
+        """Operation and name, which match requests between ranks."""
+        return str(self.signature["name"])
 
     def nbytes(self) -> int:
         """Return the size of the inputs in bytes."""
         return sum(tensor.nbytes for tensor in self.inputs)
 
-    def result(self) -> Any:
-        """Return the only output, or a tuple of all outputs; None without outputs."""
+    def buffers(self) -> list[Tensor]:
+        """Return the tensors to change in place: the inputs, or copies of them."""
+        if self.in_place is not None:
+            self.outputs = self.in_place
+            return list(self.inputs)
+        self.outputs = [tensor.clone() for tensor in self.inputs]
+        return list(self.outputs)
+
+    def fail(self, cause: BaseException | str) -> None:
+        """Make ``wait`` raise HorovodInternalError."""
+        self.error = HorovodInternalError(f"{self.name}: {cause}")
+        self.error.__cause__ = cause if isinstance(cause, BaseException) else None
+
+    def wait(self) -> Any:
+        """Wait for the operation; return its result. Raises HorovodInternalError if it failed."""
+        self.done.wait()
+        if self.error is not None:
+            raise HorovodInternalError(str(self.error)) from self.error.__cause__
         if self.outputs is None:
             return None
         return self.outputs[0] if self.single else tuple(self.outputs)
 
 
-def synchronize_devices(calls: Sequence[Call]) -> None:
-    """Wait for the current streams of this thread on all devices of the calls."""
-    for device in {tensor.device for call in calls for tensor in call.inputs if tensor.is_cuda}:
+def synchronize_devices(requests: Sequence[Request]) -> None:
+    """Wait for the current streams of this thread on all devices of the requests."""
+    for device in {tensor.device for each in requests for tensor in each.inputs if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
 
@@ -130,22 +141,18 @@ def _rows(signature: Signature, index: int) -> int:
 # --- allreduce -----------------------------------------------------------------------------------
 
 
-def _all_reduce(ranks: Ranks, calls: Sequence[Call], signatures: Signatures) -> None:
+def _all_reduce(group: Any, requests: Sequence[Request], signatures: Signatures) -> None:
     """Scale, reduce and scale tensors in place."""
     signature = _any_signature(signatures)
-    tensors = [tensor for call in calls for tensor in call.buffers()]
+    tensors = [tensor for request in requests for tensor in request.buffers()]
     op = signature["op"]
     for tensor in tensors:
         _scale(tensor, signature["prescale"])
-    if op == Adasum:
-        for tensor in tensors:
-            _adasum(tensor, ranks.group)
-    else:
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-            dist.all_reduce_coalesced(alike, _reduce_op(op, alike[0]), ranks.group)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        dist.all_reduce_coalesced(alike, _reduce_op(op, alike[0]), group)
     for tensor in tensors:
-        _divide(tensor, op, ranks.size)
+        _divide(tensor, op, group.size())
         _scale(tensor, signature["postscale"])
 
 
@@ -173,45 +180,6 @@ def _scale(tensor: Tensor, factor: float) -> None:
         tensor.copy_(tensor.double() * factor)
 
 
-# --- Adasum --------------------------------------------------------------------------------------
-
-
-def _adasum(tensor: Tensor, group: Any) -> None:
-    """Combine the ranks' tensors in place; the number of ranks is a power of 2, the dtype a float.
-
-    Adasum is a sum that does not count twice the common part of gradients (S. Maleki et al.,
-    "Scaling distributed training with adaptive summation", MLSys 2021). Of two gradients it is ``(1
-    - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b``: their sum if they are orthogonal, and their mean if
-    they are equal. More gradients are combined in pairs, then pairs of pairs, and so on.
-
-    In step k two ranks whose numbers differ in bit k exchange their results. Both combine them in
-    rank order, so all ranks get the same bits.
-    """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    distance = 1
-    while distance < size:
-        peer = rank ^ distance
-        own, other = (
-            tensor.contiguous(),
-            torch.empty_like(tensor, memory_format=torch.contiguous_format),
-        )
-        sending = dist.isend(own, group=group, group_dst=peer)
-        dist.recv(other, group=group, group_src=peer)
-        assert sending is not None
-        sending.wait()
-        tensor.copy_(_add_pair(own, other) if rank < peer else _add_pair(other, own))
-        distance *= 2
-
-
-def _add_pair(a: Tensor, b: Tensor) -> Tensor:
-    wide = torch.promote_types(a.dtype, torch.float32)
-    a, b = a.to(wide), b.to(wide)
-    # As in the paper, dot products use float64, because they sum a large number of elements.
-    x, y = a.double().flatten(), b.double().flatten()
-    dot, aa, bb = float(x @ y), float(x @ x), float(y @ y)
-    return a * (1 - dot / (2 * aa) if aa else 1.0) + b * (1 - dot / (2 * bb) if bb else 1.0)
-
-
 # --- reducescatter -------------------------------------------------------------------------------
 
 
@@ -220,41 +188,41 @@ def _split_rows(rows: int, size: int) -> list[int]:
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
-def _reduce_scatter(ranks: Ranks, calls: Sequence[Call], signatures: Signatures) -> None:
-    (call,), signature = calls, _any_signature(signatures)
+def _reduce_scatter(group: Any, requests: Sequence[Request], signatures: Signatures) -> None:
+    (request,), signature = requests, _any_signature(signatures)
     op, outputs = signature["op"], []
-    for tensor in call.inputs:
+    for tensor in request.inputs:
         # A copy only if it is scaled; otherwise the input is only read.
         own = tensor.contiguous()
         if signature["prescale"] != 1:
             own = own.clone()
             _scale(own, signature["prescale"])
-        parts = list(own.split(_split_rows(len(own), ranks.size)))
-        output = torch.empty_like(parts[ranks.rank])
-        dist.reduce_scatter(output, parts, _reduce_op(op, own), ranks.group)
-        _divide(output, op, ranks.size)
+        parts = list(own.split(_split_rows(len(own), group.size())))
+        output = torch.empty_like(parts[group.rank()])
+        dist.reduce_scatter(output, parts, _reduce_op(op, own), group)
+        _divide(output, op, group.size())
         _scale(output, signature["postscale"])
         outputs.append(output)
-    call.outputs = outputs
+    request.outputs = outputs
 
 
 # --- data movement ------------------------------------------------------------------------------
 
 
-def _all_gather(ranks: Ranks, calls: Sequence[Call], signatures: Signatures) -> None:
-    (call,), outputs = calls, []
-    for index, tensor in enumerate(call.inputs):
+def _all_gather(group: Any, requests: Sequence[Request], signatures: Signatures) -> None:
+    (request,), outputs = requests, []
+    for index, tensor in enumerate(request.inputs):
         rows = [_rows(signature, index) for signature in signatures if signature is not None]
         output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
-        dist.all_gather(list(output.split(rows)), tensor.contiguous(), ranks.group)
+        dist.all_gather(list(output.split(rows)), tensor.contiguous(), group)
         outputs.append(output)
-    call.outputs = outputs
+    request.outputs = outputs
 
 
-def _broadcast(ranks: Ranks, calls: Sequence[Call], signatures: Signatures) -> None:
-    (call,), root = calls, ranks.global_ranks.index(_any_signature(signatures)["root"])
-    (target,) = call.buffers()
-    dist.broadcast(target, group=ranks.group, group_src=root)
+def _broadcast(group: Any, requests: Sequence[Request], signatures: Signatures) -> None:
+    (target,) = requests[0].buffers()
+    root = group.ranks.index(_any_signature(signatures)["root"])
+    dist.broadcast(target, group=group, group_src=root)
 
 
 def _splits(signature: Signature, size: int) -> list[int]:
@@ -262,20 +230,20 @@ def _splits(signature: Signature, size: int) -> list[int]:
     return signature["splits"] or [_rows(signature, 0) // size] * size
 
 
-def _all_to_all(ranks: Ranks, calls: Sequence[Call], signatures: Signatures) -> None:
-    (call,) = calls
-    (tensor,) = call.inputs
-    splits = [_splits(signature, ranks.size) for signature in signatures if signature is not None]
-    sent, received = splits[ranks.rank], [each[ranks.rank] for each in splits]
+def _all_to_all(group: Any, requests: Sequence[Request], signatures: Signatures) -> None:
+    (request,) = requests
+    (tensor,) = request.inputs
+    size, rank = group.size(), group.rank()
+    splits = [_splits(signature, size) for signature in signatures if signature is not None]
+    sent, received = splits[rank], [each[rank] for each in splits]
     output = tensor.new_empty((sum(received), *tensor.shape[1:]))
     rows = tensor[: sum(sent)].contiguous()
-    dist.all_to_all_single(output, rows, received, sent, ranks.group)
-    call.outputs = [output, torch.tensor(received, dtype=torch.int32)]
+    dist.all_to_all_single(output, rows, received, sent, group)
+    request.outputs = [output, torch.tensor(received, dtype=torch.int32)]
 
 
-def _barrier(ranks: Ranks, calls: Sequence[Call], signatures: Signatures) -> None:
+def _barrier(group: Any, requests: Sequence[Request], signatures: Signatures) -> None:
     """Do nothing: all ranks have begun it."""
-    calls[0].outputs = None
 
 
 # --- fields that must match ---------------------------------------------------------------------
@@ -305,12 +273,6 @@ def _check_rows(signature: Signature, size: int) -> str | None:
 def _check_reduction(signature: Signature, size: int) -> str | None:
     if signature["op"] == Average and "torch.bool" in signature["dtypes"]:
         return "tensor: Average: expected numbers, got torch.bool"
-    if signature["op"] != Adasum:
-        return None
-    if size & (size - 1):
-        return f"op: Adasum: expected a number of ranks that is a power of 2, got {size}"
-    if any("float" not in dtype for dtype in signature["dtypes"]):
-        return f"tensor: Adasum: expected floats, got {', '.join(signature['dtypes'])}"
     return None
 
 
@@ -330,14 +292,14 @@ def _check_splits(signature: Signature, size: int) -> str | None:
 class Operation:
     """A row of ``OPERATIONS``.
 
-    run: runs the calls of this rank; several calls if they are fused.
+    run: runs the requests of this rank; several if they are fused.
     must_match: selects the fields of the signature that must be equal on all ranks.
     check: describes an error in a rank's signature on ``size`` ranks, or returns None.
     fusion_key: requests with equal keys are fused; None: never.
     allows_joined: whether the operation may run without ranks that have joined.
     """
 
-    run: Callable[[Ranks, Sequence[Call], Signatures], None]
+    run: Callable[[Any, Sequence[Request], Signatures], None]
     must_match: Callable[[Signature], Signature]
     check: Callable[[Signature, int], str | None] = lambda signature, size: None
     fusion_key: Callable[[Signature], Any] = lambda signature: None

@@ -7,13 +7,13 @@ from __future__ import annotations
 import torch
 
 from mpicoll.horovod.torch import operations, process_sets
-from mpicoll.horovod.torch.implementations import Adasum, Average, Max, Min, Product, Sum
+from mpicoll.horovod.torch.implementations import Average, Max, Min, Product, Sum
 from mpicoll.horovod.torch.operations import *  # noqa: F403
 from mpicoll.horovod.torch.process_sets import *  # noqa: F403
 from mpicoll.horovod.torch.process_sets import current
 
 __all__ = [
-    "Adasum", "Average", "Max", "Min", "Product", "Sum", "ccl_built", "cuda_built", "ddl_built",
+    "Average", "Max", "Min", "Product", "Sum", "ccl_built", "cuda_built", "ddl_built",
     "gloo_built", "gloo_enabled", "mpi_built", "mpi_enabled", "mpi_threads_supported",
     "nccl_built", "rocm_built",
 ]  # fmt: skip
@@ -43,7 +43,7 @@ def cuda_built(verbose: bool = False) -> bool:
 
 
 def nccl_built(verbose: bool = False) -> int:
-    """Return 0: operations do not use NCCL. Scripts choose Adasum's learning rate by it."""
+    """Return 0: operations do not use NCCL."""
     return 0
 
 

@@ -18,10 +18,9 @@ ValueError), NotInitializedError (a ValueError).
 
 from __future__ import annotations
 
-import functools
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec
 
 import torch
@@ -30,8 +29,7 @@ from torch import Tensor
 from mpicoll.core.indices import check_index
 from mpicoll.errors import ArgumentError
 from mpicoll.horovod.torch.compression import Compression
-from mpicoll.horovod.torch.engine import Request
-from mpicoll.horovod.torch.implementations import REDUCE_OPS, Adasum, Average, Call, Sum
+from mpicoll.horovod.torch.implementations import REDUCE_OPS, Average, Request, Sum
 from mpicoll.horovod.torch.process_sets import (
     ProcessSet,
     engine_of,
@@ -96,25 +94,22 @@ def join(device: int = -1) -> int:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of the set have called."""
-    _submit("barrier", [], process_set, None).wait()
+    _begin("barrier", [], process_set, None).wait()
 
 
 # --- asynchronous ---------------------------------------------------------------------------------
 
 
-def _submit(
+def _begin(
     operation: str,
     tensors: Sequence[Tensor],
     process_set: ProcessSet,
     name: str | None,
-    *,
     in_place: bool = False,
-    single: bool = True,
     **signature: Any,
 ) -> Request:
-    """Begin an operation."""
+    """Begin an operation. signature: see ``Request``."""
     engine = engine_of(process_set, operation)
-    inputs = []
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise ArgumentError(
@@ -125,11 +120,11 @@ def _submit(
                 f"{operation}: tensor: expected a dense tensor, got {tensor.layout}; "
                 "sparse_allreduce_async accepts sparse tensors"
             )
-        inputs.append(tensor.detach())
-    if not single and not inputs:
+    if not tensors and operation != "barrier":
         raise ArgumentError(f"grouped_{operation}: tensors: expected at least one, got none")
-    call = Call(operation, inputs, tensors if in_place else None, single)
-    return engine.submit(call, name, **signature)
+    inputs = [tensor.detach() for tensor in tensors]
+    request = Request.build(operation, inputs, tensors if in_place else None, **signature)
+    return engine.submit(request, name)
 
 
 def _for_one(
@@ -137,31 +132,23 @@ def _for_one(
 ) -> Callable[Concatenate[Tensor, P], Request]:
     """Return the form of a grouped operation for one tensor."""
 
+    @wraps(grouped)
     def begin(tensor: Tensor, *args: P.args, **kwargs: P.kwargs) -> Request:
         request = grouped([tensor], *args, **kwargs)
-        request.call.single = True
+        request.single = True
         return request
 
-    begin.__name__ = grouped.__name__.removeprefix("grouped_")
-    begin.__doc__ = grouped.__doc__
-    signature = inspect.signature(grouped)
-    first, *others = signature.parameters.values()
-    tensor = first.replace(name="tensor", annotation="Tensor")
-    begin.__signature__ = signature.replace(parameters=[tensor, *others])  # type: ignore[attr-defined]
     return begin  # type: ignore[return-value]  # also accepts tensor as a keyword
 
 
 def _waiting(begin: Callable[P, Request]) -> Callable[P, Any]:
     """Return the form of an operation in place that waits, and returns the tensor or a list."""
 
-    @functools.wraps(begin)
+    @wraps(begin)
     def run(*args: P.args, **kwargs: P.kwargs) -> Any:
         result = begin(*args, **kwargs).wait()
         return list(result) if isinstance(result, tuple) else result
 
-    run.__name__ = begin.__name__.replace("_async", "")
-    run.__doc__ = (begin.__doc__ or "").replace("Begin", "Run")
-    run.__signature__ = inspect.signature(begin).replace(return_annotation=Any)  # type: ignore[attr-defined]
     return run
 
 
@@ -175,28 +162,9 @@ def _resolve(op: str | None, average: bool | None, where: str) -> str:
     op = Average if op is None else op
     if op not in REDUCE_OPS:
         raise ArgumentError(
-            f"{where}: op: expected hvd.Average, Sum, Adasum, Min, Max or Product, got {op!r}"
+            f"{where}: op: expected hvd.Average, Sum, Min, Max or Product, got {op!r}"
         )
     return op
-
-
-def _begin_allreduce(
-    tensors: Sequence[Tensor],
-    average: bool | None,
-    name: str | None,
-    op: str | None,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    in_place: bool,
-) -> Request:
-    op = _resolve(op, average, "allreduce")
-    if op == Adasum and process_set is not global_process_set:
-        raise NotImplementedError("allreduce: Adasum is only supported in the set of all ranks")
-    return _submit(
-        "allreduce", tensors, process_set, name, in_place=in_place, single=False,
-        op=op, prescale=float(prescale), postscale=float(postscale),
-    )  # fmt: skip
 
 
 def grouped_allreduce_async(
@@ -207,32 +175,21 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    *,
+    in_place: bool = False,
 ) -> Request:
     """Begin an allreduce, once all ranks have all tensors; see allreduce."""
-    return _begin_allreduce(
-        tensors, average, name, op, prescale_factor, postscale_factor, process_set, False
-    )
+    return _begin(
+        "allreduce", tensors, process_set, name, in_place, op=_resolve(op, average, "allreduce"),
+        prescale=float(prescale_factor), postscale=float(postscale_factor),
+    )  # fmt: skip
 
 
-def grouped_allreduce_async_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Request:
-    """Begin an allreduce in place, once all ranks have all tensors; see allreduce."""
-    return _begin_allreduce(
-        tensors, average, name, op, prescale_factor, postscale_factor, process_set, True
-    )
-
-
+grouped_allreduce_async_ = partial(grouped_allreduce_async, in_place=True)
+grouped_allreduce_ = _waiting(grouped_allreduce_async_)
 allreduce_async = _for_one(grouped_allreduce_async)
 allreduce_async_ = _for_one(grouped_allreduce_async_)
 allreduce_ = _waiting(allreduce_async_)
-grouped_allreduce_ = _waiting(grouped_allreduce_async_)
 
 
 def grouped_allgather_async(
@@ -241,22 +198,10 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Request:
     """Begin an allgather; see allgather."""
-    return _submit("allgather", tensors, process_set, name, single=False)
+    return _begin("allgather", tensors, process_set, name)
 
 
 allgather_async = _for_one(grouped_allgather_async)
-
-
-def _begin_broadcast(
-    tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool
-) -> Request:
-    root = check_index(root_rank, "broadcast: root_rank")
-    if root not in process_set.ranks:
-        engine_of(process_set, "broadcast")
-        raise ArgumentError(
-            f"broadcast: root_rank: expected a rank of {process_set.ranks}, got {root_rank}"
-        )
-    return _submit("broadcast", [tensor], process_set, name, in_place=in_place, root=root)
 
 
 def broadcast_async(
@@ -264,21 +209,22 @@ def broadcast_async(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
+    *,
+    in_place: bool = False,
 ) -> Request:
     """Begin a broadcast; see broadcast."""
-    return _begin_broadcast(tensor, root_rank, name, process_set, False)
+    root = check_index(root_rank, "broadcast: root_rank")
+    if root not in process_set.ranks:
+        engine_of(process_set, "broadcast")
+        raise ArgumentError(
+            f"broadcast: root_rank: expected a rank of {process_set.ranks}, got {root_rank}"
+        )
+    request = _begin("broadcast", [tensor], process_set, name, in_place, root=root)
+    request.single = True
+    return request
 
 
-def broadcast_async_(
-    tensor: Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Request:
-    """Begin a broadcast in place; see broadcast."""
-    return _begin_broadcast(tensor, root_rank, name, process_set, True)
-
-
+broadcast_async_ = partial(broadcast_async, in_place=True)
 broadcast_ = _waiting(broadcast_async_)
 
 
@@ -291,11 +237,11 @@ def alltoall_async(
     """Begin an alltoall; see alltoall."""
     numbers = splits
     if isinstance(splits, Tensor):
-        if splits.is_floating_point() or splits.dtype not in (torch.int32, torch.int64):
+        if splits.dtype not in (torch.int32, torch.int64):
             raise ArgumentError(f"alltoall: splits: expected int32 or int64, got {splits.dtype}")
         numbers = splits.tolist()
     numbers = [int(number) for number in numbers] if numbers is not None else None
-    return _submit("alltoall", [tensor], process_set, name, single=False, splits=numbers)
+    return _begin("alltoall", [tensor], process_set, name, splits=numbers)
 
 
 def grouped_reducescatter_async(
@@ -307,12 +253,9 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Request:
     """Begin a reducescatter; see reducescatter."""
-    op = _resolve(op, None, "reducescatter")
-    if op == Adasum:
-        raise ArgumentError("reducescatter: op: Adasum is only supported in allreduce")
-    return _submit(
-        "reducescatter", tensors, process_set, name, single=False,
-        op=op, prescale=float(prescale_factor), postscale=float(postscale_factor),
+    return _begin(
+        "reducescatter", tensors, process_set, name, op=_resolve(op, None, "reducescatter"),
+        prescale=float(prescale_factor), postscale=float(postscale_factor),
     )  # fmt: skip
 
 
@@ -355,95 +298,29 @@ def sparse_allreduce_async(
 
 # --- differentiable -----------------------------------------------------------------------------
 
+#: A function of tensors that returns tensors, one or more.
+_Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
-class _AllReduce(torch.autograd.Function):  # type: ignore[misc]
+
+class _Differentiable(torch.autograd.Function):  # type: ignore[misc]
+    """Runs ``run`` on tensors, and ``run_backward`` on the gradients of its results."""
+
     @staticmethod
-    def forward(ctx: Any, name: str | None, options: dict[str, Any], *tensors: Tensor) -> Any:
-        ctx.options = options
-        return grouped_allreduce_async(list(tensors), name=name, **options).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, *grouped_allreduce_async(list(gradients), **ctx.options).wait()
-
-
-class _AllGather(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> Any:
-        gathered = grouped_allgather_async(list(tensors), name, process_set).wait()
-        ctx.rows, ctx.process_set = [len(tensor) for tensor in tensors], process_set
-        return gathered
+    def forward(ctx: Any, run: _Run, run_backward: _Run, *tensors: Tensor) -> Any:
+        ctx.run_backward = run_backward
+        return tuple(run(tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        averaged = grouped_allreduce_async(list(gradients), process_set=ctx.process_set)
-        rows = allgather_async(torch.tensor([ctx.rows]), process_set=ctx.process_set).wait()
-        before = rows[: ctx.process_set.rank()].sum(0).tolist()
-        own = [
-            gradient.narrow(0, start, count)
-            for gradient, start, count in zip(averaged.wait(), before, ctx.rows, strict=True)
-        ]
-        return None, None, *own
-
-
-class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
-    ) -> Tensor:
-        ctx.root, ctx.process_set = root_rank, process_set
-        return broadcast_async(tensor, root_rank, name, process_set).wait()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        averaged = allreduce_async(gradient, process_set=ctx.process_set).wait()
-        return averaged if rank() == ctx.root else torch.zeros_like(averaged), None, None, None
-
-
-class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet
-    ) -> Any:
-        output, received = alltoall_async(tensor, splits, name, process_set).wait()
-        ctx.rows, ctx.received, ctx.process_set = len(tensor), received, process_set
-        ctx.mark_non_differentiable(received)
-        return output, received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Any) -> Any:
-        own, _ = alltoall_async(gradient, ctx.received, process_set=ctx.process_set).wait()
-        # Rows that were not sent have no gradient.
-        rest = own.new_zeros((ctx.rows - len(own), *own.shape[1:]))
-        return torch.cat([own, rest]) if len(rest) else own, None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(ctx: Any, name: str | None, options: dict[str, Any], *tensors: Tensor) -> Any:
-        ctx.options = options
-        return grouped_reducescatter_async(list(tensors), name, **options).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        options, process_set = ctx.options, ctx.options["process_set"]
-        factor = options["prescale_factor"] * options["postscale_factor"]
-        if options["op"] == Sum:
-            factor *= process_set.size()
-        scaled = [gradient * factor for gradient in gradients]
-        return None, None, *grouped_allgather_async(scaled, process_set=process_set).wait()
+        return None, None, *ctx.run_backward(gradients)
 
 
 def _compressed(
-    function: type[torch.autograd.Function],
-    name: str | None,
-    options: dict[str, Any],
-    tensors: Sequence[Tensor],
-    compression: Any,
+    run: _Run, run_backward: _Run, tensors: Sequence[Tensor], compression: Any
 ) -> list[Tensor]:
-    """Apply an autograd function to compressed tensors; return its decompressed results."""
+    """Run a differentiable function on compressed tensors; return its decompressed results."""
     compressed = [compression.compress(tensor) for tensor in tensors]
-    outputs = function.apply(name, options, *(tensor for tensor, _ in compressed))
+    outputs = _Differentiable.apply(run, run_backward, *(tensor for tensor, _ in compressed))
     return [
         compression.decompress(output, context)
         for output, (_, context) in zip(outputs, compressed, strict=True)
@@ -461,13 +338,13 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Allreduce each of several tensors; see allreduce. Returns a list."""
-    options = {
-        "op": _resolve(op, average, "allreduce"),
-        "prescale_factor": prescale_factor,
-        "postscale_factor": postscale_factor,
-        "process_set": process_set,
-    }
-    return _compressed(_AllReduce, name, options, tensors, compression)
+    op = _resolve(op, average, "allreduce")
+
+    def run(tensors: Sequence[Tensor], name: str | None = None) -> Any:
+        factors = prescale_factor, postscale_factor
+        return grouped_allreduce_async(tensors, None, name, op, *factors, process_set).wait()
+
+    return _compressed(partial(run, name=name), run, tensors, compression)
 
 
 def allreduce(
@@ -485,8 +362,7 @@ def allreduce(
     tensor: of the same dtype and shape on all ranks; not modified.
     average: deprecated; True is Average, False Sum.
     compression: Compression.none, or fp16: floats are sent as float16.
-    op: Average (default), Sum, Min, Max, Product, or Adasum, for floats on a power of 2 ranks.
-        Averages of integers are rounded towards zero.
+    op: Average (default), Sum, Min, Max or Product. Averages of integers are rounded towards zero.
     prescale_factor, postscale_factor: factors of inputs and results.
 
     Returns a new tensor.
@@ -502,7 +378,21 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Allgather each of several tensors; see allgather. Returns a list."""
-    return list(_AllGather.apply(name, process_set, *tensors))
+    own_rows: list[int] = []
+
+    def run(tensors: Sequence[Tensor]) -> Any:
+        gathered = grouped_allgather_async(tensors, name, process_set).wait()
+        own_rows.extend(map(len, tensors))
+        return gathered
+
+    def run_backward(gradients: Sequence[Tensor]) -> list[Tensor]:
+        averaged = grouped_allreduce_async(gradients, process_set=process_set)
+        rows = allgather_async(torch.tensor([own_rows]), process_set=process_set).wait()
+        before = rows[: process_set.rank()].sum(0).tolist()
+        places = zip(averaged.wait(), before, own_rows, strict=True)
+        return [gradient.narrow(0, start, count) for gradient, start, count in places]
+
+    return list(_Differentiable.apply(run, run_backward, *tensors))
 
 
 def allgather(
@@ -530,7 +420,16 @@ def broadcast(
 
     Returns a new tensor. Raises ArgumentError (a ValueError) for a root outside the set.
     """
-    return _Broadcast.apply(tensor, root_rank, name, process_set)
+
+    def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [broadcast_async(tensors[0], root_rank, name, process_set).wait()]
+
+    def run_backward(gradients: Sequence[Tensor]) -> list[Tensor]:
+        averaged = allreduce_async(gradients[0], process_set=process_set).wait()
+        return [averaged if rank() == root_rank else torch.zeros_like(averaged)]
+
+    (output,) = _Differentiable.apply(run, run_backward, tensor)
+    return output
 
 
 def alltoall(
@@ -547,7 +446,21 @@ def alltoall(
     Returns the received rows, in rank order; with splits, also the number of rows from each rank
     (an int32 tensor).
     """
-    output, received = _AllToAll.apply(tensor, splits, name, process_set)
+    received = torch.empty(0)
+
+    def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+        nonlocal received
+        output, received = alltoall_async(tensors[0], splits, name, process_set).wait()
+        return [output]
+
+    def run_backward(gradients: Sequence[Tensor]) -> list[Tensor]:
+        own, _ = alltoall_async(gradients[0], received, process_set=process_set).wait()
+        # Rows that were not sent have no gradient.
+        rest = own.new_zeros((rows - len(own), *own.shape[1:]))
+        return [torch.cat([own, rest]) if len(rest) else own]
+
+    (output,) = _Differentiable.apply(run, run_backward, tensor)
+    rows = len(tensor)
     return output if splits is None else (output, received)
 
 
@@ -561,13 +474,19 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Reducescatter each of several tensors; see reducescatter. Returns a list."""
-    options = {
-        "op": op,
-        "prescale_factor": prescale_factor,
-        "postscale_factor": postscale_factor,
-        "process_set": process_set,
-    }
-    return _compressed(_ReduceScatter, name, options, tensors, compression)
+
+    def run(tensors: Sequence[Tensor]) -> Any:
+        factors = prescale_factor, postscale_factor
+        return grouped_reducescatter_async(tensors, name, op, process_set, *factors).wait()
+
+    def run_backward(gradients: Sequence[Tensor]) -> Any:
+        factor = prescale_factor * postscale_factor
+        if op == Sum:
+            factor *= process_set.size() or 1
+        scaled = [gradient * factor for gradient in gradients]
+        return grouped_allgather_async(scaled, process_set=process_set).wait()
+
+    return _compressed(run, run_backward, tensors, compression)
 
 
 def reducescatter(

@@ -16,7 +16,7 @@ from torch import Tensor
 from mpicoll.errors import ArgumentError
 from mpicoll.horovod.common.exceptions import HorovodInternalError
 from mpicoll.horovod.torch.compression import Compression
-from mpicoll.horovod.torch.implementations import Adasum, Average, Sum
+from mpicoll.horovod.torch.implementations import Average, Sum
 from mpicoll.horovod.torch.operations import (
     Handle,
     allreduce_async_,
@@ -24,7 +24,7 @@ from mpicoll.horovod.torch.operations import (
     sparse_allreduce_async,
     synchronize,
 )
-from mpicoll.horovod.torch.process_sets import ProcessSet, global_process_set, size
+from mpicoll.horovod.torch.process_sets import ProcessSet, global_process_set
 
 __all__ = ["DistributedOptimizer"]
 
@@ -207,48 +207,6 @@ class _Distributed:
         super().load_state_dict(*arguments, **options)  # type: ignore[misc]
 
 
-class _Adasum:
-    """Mixin for Adasum, which combines the ranks' parameter updates instead of their gradients.
-
-    S. Maleki et al., "Scaling distributed training with adaptive summation", MLSys 2021, section 3:
-    each rank steps with its own gradients, and the differences are combined.
-    """
-
-    def set_backward_passes_per_step(self: Any, passes: int) -> None:
-        """Set the number of backward passes per step, which has no effect: gradients are not
-        reduced.
-        """
-        self.backward_passes_per_step = passes
-
-    def synchronize(self: Any) -> None:
-        """Do nothing: gradients are not reduced."""
-
-    def skip_synchronize(self: Any) -> None:
-        """Not supported: a step without the other ranks would not be Adasum.
-
-        Raises AssertionError, always.
-        """
-        raise AssertionError("skip_synchronize: not supported with Adasum, which combines steps")
-
-    def step(self: Any, closure: Any = None) -> Any:
-        """Step with Adasum of the ranks' updates."""
-        parameters = [p for group in self._groups for p in group]
-        before = [p.detach().clone() for p in parameters]
-        for p in parameters:
-            if p.grad is None:  # other ranks may have a gradient
-                p.grad = torch.zeros_like(p)
-        result = super().step(closure)  # type: ignore[misc]
-        begun = []
-        for p, start in zip(parameters, before, strict=True):
-            compressed, context = self._compression.compress(p.detach() - start)
-            name = self._parameter_names[p]
-            begun.append((allreduce_async_(compressed, name=name, op=Adasum), context))
-        with torch.no_grad():
-            for p, start, (handle, context) in zip(parameters, before, begun, strict=True):
-                p.copy_(start + self._compression.decompress(handle.wait(), context))
-        return result
-
-
 def DistributedOptimizer(
     optimizer: Any,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
@@ -268,7 +226,7 @@ def DistributedOptimizer(
                       names match gradients between ranks.
     compression: compression of gradients, as in allreduce.
     backward_passes_per_step: passes that accumulate gradients before they are reduced.
-    op: as in allreduce. Adasum combines the updates of all ranks, not gradients.
+    op: as in allreduce.
     gradient_predivide_factor: with Average: divisor of gradients before the sum.
     groups: lists of parameters whose gradients are reduced in one operation once all are ready, or
             the number of such lists to form; None or 0: each gradient is reduced once it is ready,
@@ -277,12 +235,9 @@ def DistributedOptimizer(
     sparse_as_dense: reduce sparse gradients as dense gradients.
     process_set: the ranks whose gradients are reduced.
 
-    Raises ArgumentError (a ValueError) for invalid arguments, NotImplementedError for Adasum in a
-    process set.
+    Raises ArgumentError (a ValueError) for invalid arguments.
     """
     where = "DistributedOptimizer"
-    if op == Adasum and process_set is not global_process_set:
-        raise NotImplementedError(f"{where}: op: Adasum is only supported in the set of all ranks")
     if gradient_predivide_factor != 1 and op != Average:
         raise ArgumentError(f"{where}: gradient_predivide_factor: expected 1 unless op is Average")
     if backward_passes_per_step <= 0:
@@ -301,9 +256,7 @@ def DistributedOptimizer(
         raise ArgumentError(f"{where}: named_parameters: names given twice: {', '.join(again)}")
     if {id(p) for p in parameters} - {id(p) for _, p in named}:
         raise ArgumentError(f"{where}: named_parameters: a parameter of the optimizer has no name")
-    adasum = op == Adasum and size() > 1
-    mixin = _Adasum if adasum else _Distributed
-    made: Any = type(type(optimizer).__name__, (mixin, type(optimizer)), {})
+    made: Any = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {})
     distributed: Any = made.__new__(made)
     # Share groups and state, but not a step method that a scheduler has wrapped.
     distributed.__dict__.update(
@@ -318,8 +271,7 @@ def DistributedOptimizer(
     distributed._parameter_names = {tensor: name for name, tensor in named}
     distributed._compression, distributed._groups = compression, together
     distributed.backward_passes_per_step = backward_passes_per_step
-    if not adasum:
-        distributed._distribute(op, gradient_predivide_factor, sparse_as_dense, process_set)
+    distributed._distribute(op, gradient_predivide_factor, sparse_as_dense, process_set)
     return distributed
 
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import mpicoll as dist
 from mpicoll import communicators, control_messages
@@ -37,8 +37,6 @@ __all__ = [
     "shutdown", "size",
 ]  # fmt: skip
 
-T = TypeVar("T")
-
 #: Horovod's operations do not time out: one rank may evaluate while the other ranks wait.
 _NO_LIMIT = timedelta(days=3650)
 
@@ -46,24 +44,17 @@ _NO_LIMIT = timedelta(days=3650)
 class ProcessSet:
     """A subset of the ranks. Pass it to init or add_process_set, then to operations.
 
-    ranks_or_comm: global ranks, or, only for init, a communicator of mpi4py. Each rank passes a
-                   communicator that contains it; the communicators of one Split make one set each.
+    ranks: global ranks.
 
     Raises ArgumentTypeError (a TypeError) if ranks are not ints.
     """
 
     #: An int while the set can be used, otherwise None.
     process_set_id: int | None = None
-    mpi_comm: MPI.Intracomm | None = None
 
-    def __init__(self, ranks_or_comm: Iterable[int] | MPI.Intracomm) -> None:
+    def __init__(self, ranks: Iterable[int]) -> None:
         self._engine: Engine | None = None
-        self.ranks: list[int] = []
-        given: Any = ranks_or_comm
-        if communicators.is_communicator(given):
-            self.mpi_comm = cast("MPI.Intracomm", given)
-            return
-        self.ranks = sorted(check_indices(given, "ProcessSet: ranks_or_comm"))
+        self.ranks = sorted(check_indices(ranks, "ProcessSet: ranks"))
 
     def size(self) -> int | None:
         """Return the number of ranks; None if the set cannot be used."""
@@ -168,26 +159,15 @@ def init(
         atexit.register(_leave)
         if multiprocessing.parent_process() is not None:
             multiprocessing.util.Finalize(None, _leave, exitpriority=1)
-        global_process_set.mpi_comm = given
     if process_sets is not None and not isinstance(process_sets, str):
-        _add_all([each for each in process_sets if each.process_set_id is None])
-
-
-def _add_all(process_sets: Sequence[ProcessSet]) -> None:
-    """Create all sets, or none after an error."""
-    job = current("init")
-    before, made = set(job.sets), job.made
-    try:
-        for process_set in process_sets:
-            if process_set.mpi_comm is None:
-                add_process_set(process_set)
-            else:
-                _add_of_communicator(process_set)
-    except ArgumentError:
-        for number in sorted(job.sets.keys() - before):
-            remove_process_set(job.sets[number])
-        job.made = made
-        raise
+        job = current("init")
+        known = [each.ranks for each in job.sets.values()]
+        new = [each for each in process_sets if each.process_set_id is None]
+        for process_set in new:
+            _check_ranks(process_set.ranks, known, "init")
+            known.append(process_set.ranks)
+        for process_set in new:
+            _add(job, process_set)
 
 
 def _begin(owns: bool) -> None:
@@ -196,29 +176,10 @@ def _begin(owns: bool) -> None:
     _job = _Job(owns, dist.group.WORLD, dist.get_rank(), dist.get_world_size())
     global_process_set.ranks = list(range(dist.get_world_size()))
     _add(_job, global_process_set)
-    _job.nodes = _exchange(host_identity.node(), str)
-
-
-def _exchange(value: T, kind: type[T]) -> list[T]:
-    """Return every rank's value. All ranks call, before any of them begins an operation."""
     group = engine_of(global_process_set, "init").group
-    return execute.run_in_order(  # type: ignore[no-any-return]
-        group, "init", lambda: control_messages.allgather(group.tested, value, kind)
+    _job.nodes = execute.run_in_order(
+        group, "init", lambda: control_messages.allgather(group.tested, host_identity.node(), str)
     )
-
-
-def _add_of_communicator(process_set: ProcessSet) -> None:
-    """Create the sets of the communicators that the ranks have passed, ordered by first rank."""
-    group = engine_of(global_process_set, "init").group
-    assert process_set.mpi_comm is not None
-    process_set.ranks = sorted(
-        rank
-        for rank in communicators.translate_ranks(process_set.mpi_comm, group.messages)
-        if rank is not None
-    )
-    gathered = _exchange(process_set.ranks, list[int])
-    for ranks in [each for at, each in enumerate(gathered) if each not in gathered[:at]]:
-        add_process_set(process_set if ranks == process_set.ranks else ProcessSet(ranks))
 
 
 def _add(job: _Job, process_set: ProcessSet) -> None:
@@ -227,7 +188,17 @@ def _add(job: _Job, process_set: ProcessSet) -> None:
     job.sets[job.made] = process_set
     job.made += 1
     if dist.get_rank() in process_set.ranks:
-        process_set._engine = Engine(group, process_set.ranks)
+        process_set._engine = Engine(group)
+
+
+def _check_ranks(ranks: list[int], known: Iterable[list[int]], where: str) -> None:
+    """Raise ArgumentError for invalid ranks, and for those of a known set."""
+    if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size())):
+        raise ArgumentError(
+            f"{where}: ranks: expected distinct ranks of 0 to {size() - 1}, got {ranks}"
+        )
+    if ranks in known:
+        raise ArgumentError(f"{where}: a set of the ranks {ranks} already exists")
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -241,17 +212,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     job = current("add_process_set")
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    if process_set.mpi_comm is not None and not process_set.ranks:
-        raise NotImplementedError(
-            "add_process_set: sets of communicators are only supported in init; pass ranks here"
-        )
-    ranks = process_set.ranks
-    if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size())):
-        raise ArgumentError(
-            f"add_process_set: ranks: expected distinct ranks of 0 to {size() - 1}, got {ranks}"
-        )
-    if any(each.ranks == ranks for each in job.sets.values()):
-        raise ArgumentError(f"add_process_set: a set of the ranks {ranks} already exists")
+    known = (each.ranks for each in job.sets.values())
+    _check_ranks(process_set.ranks, known, "add_process_set")
     _add(job, process_set)
     return process_set
 

@@ -241,6 +241,22 @@ def find_routes(names: Sequence[str], device: str) -> dict[str, str]:
     return reasons
 
 
+class _Table(tuning.Table):
+    """A table with one route, where it is eligible."""
+
+    def __init__(self, route: str) -> None:
+        super().__init__()
+        self._route = route
+
+    def row(self, kind: str, ranks: int) -> dict[str, tuning.Steps]:
+        """Return the steps by placement."""
+        return super().row(kind, ranks) | {
+            place: ((0, self._route),)
+            for place in tuning.PLACES
+            if self._route in tuning.eligible_routes(kind, place)
+        }
+
+
 class Route(Other):
     """Calls of mpicoll in a separate group, forced to one route."""
 
@@ -250,7 +266,6 @@ class Route(Other):
         assert isinstance(group, mpicoll.ProcessGroup)
         self._group = group
         self._works: dict[CallKind, bool] = {}
-        self._table = tuning.Table({group.size(): _only(name)} if device == "cpu" else None)
         for _ in range(FIRST):  # the first calls of a group are compared between ranks
             mpicoll.barrier(group)
 
@@ -278,7 +293,7 @@ class Route(Other):
         """Force the route for plans that are built in this context."""
         if self._device == "cpu":
             before = tuning.job.table
-            tuning.job.table = self._table
+            tuning.job.table = _Table(self._name)
             try:
                 yield
             finally:
@@ -294,15 +309,3 @@ class Route(Other):
             del os.environ[eligibility.FORCED]
             if before_value is not None:
                 os.environ[eligibility.FORCED] = before_value
-
-
-def _only(route: str) -> tuning.Rows:
-    """Return the rows of a table with this route only, if it is eligible."""
-    return {
-        kind: {
-            place: ((0, route),)
-            for place in tuning.PLACES
-            if route in tuning.eligible_routes(kind, place)
-        }
-        for kind in tuning.KINDS
-    }

@@ -2,15 +2,12 @@
 
 Every rank runs every test, in the same order. Expected values are computed without communication:
 every rank can create the inputs of all ranks (``inputs.py``), or train the model alone on the whole
-batch. The tests also run with Gloo, which shows that they test PyTorch's behavior::
-
-    TEST_MPICOLL_BACKEND=gloo mpiexec -n 2 python -m mpi4py tests/rank.py LOGS tests/pytorch
+batch.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -23,8 +20,6 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch.distributed.device_mesh import init_device_mesh
-
-BACKEND = os.environ.get("TEST_MPICOLL_BACKEND", "mpicoll")
 
 #: Timeout of the default group. It ends a run in which a rank is missing.
 TIMEOUT = timedelta(seconds=120)
@@ -65,18 +60,7 @@ class Team:
 
 def start() -> None:
     """Create the default group of all ranks."""
-    if BACKEND == "mpicoll":
-        dist.init_process_group("mpicoll", timeout=TIMEOUT)
-        return
-    world = MPI.COMM_WORLD
-    folder = world.bcast(tempfile.mkdtemp() if world.rank == 0 else None)
-    dist.init_process_group(
-        BACKEND,
-        init_method=f"file://{folder}/store",
-        rank=world.rank,
-        world_size=world.size,
-        timeout=TIMEOUT,
-    )
+    dist.init_process_group("mpicoll", timeout=TIMEOUT)
 
 
 def team(name: str, ranks: Any) -> Team:
@@ -137,9 +121,3 @@ def folder(mpi):
 def seed():
     """Seed torch equally on all ranks before each test."""
     torch.manual_seed(20)
-
-
-def not_gloo(reason: str) -> None:
-    """Skip a test that Gloo does not support."""
-    if BACKEND == "gloo":
-        pytest.skip(f"Gloo: {reason}")

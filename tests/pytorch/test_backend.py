@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import not_gloo, team
+from conftest import team
 from torch._subclasses import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor.debug import CommDebugMode
@@ -24,7 +24,6 @@ pytestmark = pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="needs torch 2.1
 
 @pytest.fixture
 def group(world):
-    not_gloo("is written in C++")
     return c10d._get_default_group()
 
 
@@ -186,7 +185,6 @@ def test_hooks_may_make_calls(world, group):
 
 def test_nan_check_variable_is_supported(world, monkeypatch):
     """torch attaches its check to every group if the variable is set."""
-    not_gloo("tested by PyTorch")
     monkeypatch.setenv("TORCH_DIST_NAN_CHECK", "1")
     checked = dist.new_group(list(range(world.size)))
     monkeypatch.delenv("TORCH_DIST_NAN_CHECK")
@@ -197,7 +195,6 @@ def test_nan_check_variable_is_supported(world, monkeypatch):
 
 
 def test_attached_nan_check_finds_nan(world):
-    not_gloo("tested by PyTorch")
     checked, n = dist.new_group(), world.size
     hook = C.NanCheckHook.attach(checked)
     bad, root = torch.tensor([float("nan")]), dist.GatherOptions()
@@ -221,7 +218,6 @@ def test_attached_nan_check_finds_nan(world):
 
 
 def test_attached_flight_recorder_records_calls(world):
-    not_gloo("tested by PyTorch")
     recorded = dist.new_group()
     C._reset_fr_trace(backend="mpicoll")
     hook = C.FlightRecorderHook.attach(recorded, list(range(world.size)))
@@ -306,7 +302,6 @@ def test_split_group(world, group):
 
 def test_group_with_one_backend_per_device(world):
     """It is torch's ProcessGroup, with mpicoll for the CPU."""
-    not_gloo("has the same backend for all devices")
     mixed = dist.new_group(backend="cpu:mpicoll,cuda:gloo")
     assert type(mixed) is dist.ProcessGroup
     total(mixed)
@@ -327,7 +322,6 @@ def test_group_with_one_backend_per_device(world):
 
 
 def test_abort_hooks(world):
-    not_gloo("has no abort hooks")
     called = []
     gone = dist.new_group(list(range(world.size)))
     for number in (1, 2):

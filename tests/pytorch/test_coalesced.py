@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import BACKEND, not_gloo
 from inputs import FLOATS, combined, equal, legal, near, normal, reduce_op, whole
 from torch.distributed.distributed_c10d import _coalescing_manager
 
@@ -56,7 +55,6 @@ def calls_made():
     ids=str,
 )
 def test_all_reduce_coalesced(world, dtype, name, async_op):
-    not_gloo("does not support AVG, PREMUL_SUM or noncontiguous tensors")
     parts = lists(world, dtype)
     mine = laid_out(parts[world.me])
     future = dist.all_reduce_coalesced(mine, reduce_op(name, dtype), async_op=async_op)
@@ -68,7 +66,6 @@ def test_all_reduce_coalesced(world, dtype, name, async_op):
 
 @ASYNC
 def test_all_gather_coalesced(world, async_op):
-    not_gloo("does not support noncontiguous tensors")
     parts = lists(world, torch.bfloat16)
     mine = laid_out(parts[world.me])
     outputs = [laid_out([torch.zeros_like(one) for one in parts[0]]) for _ in parts]
@@ -84,8 +81,6 @@ def test_all_gather_coalesced(world, async_op):
 @pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["", "device"])
 def test_coalescing_manager(world, async_op, device):
     """All three supported operations, with and without the older device argument."""
-    if device is not None:
-        not_gloo("has no startCoalescing")
     n, me = world.size, world.me
     parts = [[normal(rank, n * (i + 1), key=i) for rank in range(n)] for i in range(200)]
     mine = [part[me].clone() for part in parts]
@@ -107,8 +102,7 @@ def test_coalescing_manager(world, async_op, device):
             dist.reduce_scatter_tensor(output, part[me])
     for each in (reductions, gathers, scatters):
         each.wait()
-    if BACKEND == "mpicoll":
-        assert calls_made() < begun + 30
+    assert calls_made() < begun + 30
     for i, part in enumerate(parts):
         near(mine[i], sum(part))
         equal(gathered[i], torch.cat(part))
@@ -150,7 +144,6 @@ def test_pending_coalesced_call_owns_its_memory(world, mpi):
 
 def test_invalid_coalesced_arguments_are_rejected(world):
     """No data is sent, and the ranks still make the same calls."""
-    not_gloo("has other error messages")
     begun = calls_made()
     group = dist.distributed_c10d._get_default_group()
     mine = [torch.ones(3) for _ in range(9)]

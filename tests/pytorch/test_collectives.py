@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import BACKEND, members, not_gloo
+from conftest import members
 from inputs import DTYPES, NAMES, combined, equal, legal, near, normal, reduce_op, whole
 
 ASYNC = pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
@@ -21,7 +21,7 @@ def done(work, async_op):
         return
     assert isinstance(work, dist.Work)
     work.wait()
-    assert work.is_completed() or BACKEND == "gloo"
+    assert work.is_completed()
 
 
 def inputs(team, dtype, *shape, key=0):
@@ -37,20 +37,13 @@ def each(teams, name=""):
     """Groups of this rank with every dtype that supports the operation."""
     for team in members(teams):
         for dtype in DTYPES:
-            if name and not legal(name, dtype):
-                continue
-            if BACKEND == "gloo" and (
-                dtype is torch.int16 or (name and (dtype is torch.bool or dtype.is_complex))
-            ):
-                continue
-            yield team, dtype
+            if not name or legal(name, dtype):
+                yield team, dtype
 
 
 @ASYNC
 @EACH_OPERATION
 def test_all_reduce(teams, name, async_op):
-    if name == "PREMUL_SUM":
-        not_gloo(name)
     for team, dtype in each(teams, name):
         parts = inputs(team, dtype, 5, 3)
         mine = parts[team.me].clone()
@@ -61,8 +54,6 @@ def test_all_reduce(teams, name, async_op):
 @ASYNC
 @EACH_OPERATION
 def test_reduce(teams, name, async_op):
-    if name == "PREMUL_SUM":
-        not_gloo(name)
     for team, dtype in each(teams, name):
         for root in range(team.size):
             parts = inputs(team, dtype, 7)
@@ -78,8 +69,6 @@ def test_reduce(teams, name, async_op):
 @ASYNC
 @EACH_OPERATION
 def test_reduce_scatter(teams, name, async_op):
-    if name == "PREMUL_SUM":
-        not_gloo(name)
     for team, dtype in each(teams, name):
         parts = inputs(team, dtype, team.size, 4, 2)
         wanted = combined(name, parts)[team.me]
@@ -126,7 +115,6 @@ def test_all_gather(teams, async_op):
 @ASYNC
 def test_all_gather_stacks(teams, async_op):
     """If the output has an additional dimension."""
-    not_gloo("joins along the first dimension only")
     for team in members(teams):
         parts = inputs(team, torch.float32, 3, 2)
         for call in (dist.all_gather_single, dist.all_gather_into_tensor):
@@ -137,7 +125,6 @@ def test_all_gather_stacks(teams, async_op):
 
 @ASYNC
 def test_all_gather_of_uneven_parts(teams, async_op):
-    not_gloo("does not support uneven parts")
     for team in members(teams):
         parts = [whole(torch.float32, rank, 3 * rank, 2) for rank in range(team.size)]
         outputs = [torch.zeros_like(part) for part in parts]
@@ -149,8 +136,6 @@ def test_all_gather_of_uneven_parts(teams, async_op):
 @ASYNC
 def test_gather(teams, async_op):
     for team, dtype in each(teams):
-        if BACKEND == "gloo" and dtype.is_complex:
-            continue
         for root in range(team.size):
             parts = inputs(team, dtype, 2, 3)
             outputs = [torch.zeros(2, 3, dtype=dtype) for _ in parts] if team.me == root else None
@@ -206,7 +191,6 @@ def test_all_to_all_single_with_splits(teams, async_op):
 
 @ASYNC
 def test_all_to_all(teams, async_op):
-    not_gloo("does not support uneven parts")
     for team, dtype in each(teams):
         ranks = range(team.size)
         sent = [block(team.me, other, dtype=dtype) for other in ranks]
@@ -233,7 +217,6 @@ def test_no_rank_leaves_a_barrier_before_all_have_entered(teams, folder, async_o
 @ASYNC
 def test_transposed_and_strided_tensors(world, async_op):
     """Elements are matched by index, independent of the memory layout."""
-    not_gloo("reduces or sends in memory order")
     parts = [normal(rank, 4, 6) for rank in range(world.size)]
     for layout in range(3):
         mine = parts[world.me].clone()
@@ -289,8 +272,6 @@ def refusals(n):
 @pytest.mark.parametrize("name", list(refusals(2)))
 def test_invalid_arguments_raise_on_every_rank(world, name):
     """The group stays usable."""
-    if name == "all_to_all_single, not divisible":
-        not_gloo("does not check divisibility")
     call = refusals(world.size)[name]
     with pytest.raises((RuntimeError, ValueError)) as caught:
         call()

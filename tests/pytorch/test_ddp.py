@@ -7,7 +7,6 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import not_gloo
 from inputs import equal, near
 from models import (
     batch,
@@ -206,7 +205,6 @@ def test_compression_to_half(world, dtype, hook):
 @pytest.mark.parametrize("kind", ["ALLREDUCE", "FP16_COMPRESS"])
 @pytest.mark.parametrize("settings", [{}, BUCKETS], ids=["plain", "buckets"])
 def test_builtin_hooks_train_as_with_gloo(world, kind, settings):
-    not_gloo("the reference of this test")
     trained = []
     for backend in "mpicoll", "gloo":
         model = DDP(make(), process_group=dist.new_group(backend=backend), **settings)
@@ -257,7 +255,6 @@ def test_zero_redundancy_optimizer(world):
 
 def test_zero_within_the_hook(world):
     """The optimizer step overlaps with the backward pass."""
-    not_gloo("does not support this")
     model = DDP(make(), static_graph=False)
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.05

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import not_gloo
 from inputs import equal, near
 from models import (
     batch,
@@ -67,7 +66,6 @@ def test_hybrid_sharding_trains_like_one_process(world, grid):
 
 def test_user_defined_gradient_divide_factor(world, mesh):
     """FSDP2 uses PREMUL_SUM, or SUM between two divisions."""
-    not_gloo("does not support PREMUL_SUM")
     model = sharded(mesh=mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -10,8 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import BACKEND, not_gloo
-from inputs import combined, equal, near, normal
+from inputs import combined, equal, normal
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
@@ -52,27 +51,11 @@ def finish(work):
     assert isinstance(work, dist.Work)
     work.wait()
     # Not work.is_completed(). Under the older names torch returns a Work that only has a future.
-    assert work.get_future().done() or BACKEND == "gloo"
+    assert work.get_future().done()
 
 
 def parts_of(world, *shape, key=0):
     return [normal(rank, *shape, key=key) for rank in range(world.size)]
-
-
-@ASYNC
-def test_allreduce(world, group, async_op):
-    parts = parts_of(world, 5)
-    for op, wanted in ((ReduceOp.SUM, sum(parts)), (ReduceOp.AVG, sum(parts) / world.size)):
-        mine = parts[world.me].clone()
-        finish(group.allreduce([mine], options(AllreduceOptions, async_op, reduceOp=op)))
-        near(mine, wanted)
-    for call, name in (
-        (lambda x: group.allreduce(x, ReduceOp.MAX), "MAX"),
-        (lambda x: group.allreduce([x]), "SUM"),
-    ):
-        mine = parts[world.me].clone()
-        finish(call(mine))
-        near(mine, combined(name, parts))
 
 
 def test_error_messages_equal_those_of_gloo(world, group):
@@ -134,59 +117,66 @@ def test_error_messages_equal_those_of_gloo(world, group):
 EMPTY = "requires non-empty tensor list", "expected at least one array", "no tensor arguments"
 
 
-@ASYNC
-def test_broadcast(world, group, async_op):
-    parts = parts_of(world, 4)
-    for root in (options(BroadcastOptions, async_op, rootRank=1, rootTensor=0), 1):
-        mine = parts[world.me].clone()
-        finish(group.broadcast([mine] if root != 1 else mine, root))
-        equal(mine, parts[1])
-
-
-@ASYNC
-def test_allgather(world, group, async_op):
-    parts = parts_of(world, 2, 3)
-    mine, opts = parts[world.me], options(AllgatherOptions, async_op)
-    for call in (
-        lambda outputs: group.allgather([outputs], [mine], opts),
-        lambda outputs: group.allgather(outputs, mine),
-    ):
-        outputs = [torch.zeros(2, 3) for _ in parts]
-        finish(call(outputs))
-        equal(torch.stack(outputs), torch.stack(parts))
-
-
-@ASYNC
-def test_all_gather_single(world, group, async_op):
-    parts = parts_of(world, 2, 3)
+def calls(world, group, async_op):
+    """Yield the Work, the output and its expected value of each call."""
+    n, me = world.size, world.me
+    parts = parts_of(world, 2 * n, 3)
+    mine, total = parts[me], sum(parts)
+    gathered, own = options(AllgatherOptions, async_op), total.chunk(n)[me]
+    for arguments, name in ((ReduceOp.MAX,), "MAX"), ((), "SUM"):
+        x = mine.clone()
+        yield group.allreduce(x, *arguments), x, combined(name, parts)
+    x = mine.clone()
+    yield group.broadcast(x, 1), x, parts[1]
+    outputs = [torch.zeros_like(mine) for _ in parts]
+    yield group.allgather(outputs, mine), outputs, parts
     for call in method(group, "_allgather_base", "all_gather_single"):
-        output = torch.zeros(2 * world.size, 3)
-        finish(call(output, parts[world.me], options(AllgatherOptions, async_op)))
-        equal(output, torch.cat(parts))
+        output = torch.zeros(2 * n * n, 3)
+        yield call(output, mine, gathered), output, torch.cat(parts)
         # As FSDP2 calls it: the input is this rank's block of the output.
-        output = torch.zeros(2 * world.size, 3)
-        mine = output[2 * world.me : 2 * world.me + 2]
-        mine.copy_(parts[world.me])
-        finish(call(output, mine, options(AllgatherOptions, async_op)))
-        equal(output, torch.cat(parts))
-
-
-@ASYNC
-def test_all_gather_single_coalesced(world, group, async_op):
-    parts = [parts_of(world, 2 + i, key=i) for i in range(3)]
+        output = torch.zeros(2 * n * n, 3)
+        block = output.chunk(n)[me].copy_(mine)
+        yield call(output, block, gathered), output, torch.cat(parts)
     names = "allgather_into_tensor_coalesced", "all_gather_single_coalesced"
     for call in method(group, *names):
-        outputs = [torch.zeros(world.size * len(part[0])) for part in parts]
-        mine = [part[world.me] for part in parts]
-        finish(call(outputs, mine, options(AllgatherOptions, async_op)))
-        for output, part in zip(outputs, parts, strict=True):
-            equal(output, torch.cat(part))
+        outputs = [torch.zeros(2 * n * n, 3), torch.zeros(n)]
+        inputs = [mine, torch.full((1,), float(me))]
+        wanted = [torch.cat(parts), torch.arange(float(n))]
+        yield call(outputs, inputs, gathered), outputs, wanted
+    for call in method(group, "_reduce_scatter_base", "reduce_scatter_single"):
+        for op, wanted in (ReduceOp.SUM, own), (ReduceOp.AVG, own / n):
+            output = torch.zeros(2, 3)
+            opts = options(ReduceScatterOptions, async_op, reduceOp=op)
+            yield call(output, mine, opts), output, wanted
+    names = "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"
+    for call in method(group, *names):
+        outputs, opts = [torch.zeros(2, 3), torch.zeros(1)], options(ReduceScatterOptions, async_op)
+        yield call(outputs, [mine, torch.ones(n)], opts), outputs, [own, torch.full((1,), float(n))]
+    opts = options(AllToAllOptions, async_op)
+    wanted = torch.cat([part.chunk(n)[me] for part in parts])
+    outputs = [torch.zeros(2, 3) for _ in parts]
+    yield group.alltoall(outputs, list(mine.chunk(n)), opts), outputs, list(wanted.chunk(n))
+    for call in method(group, "alltoall_base", "all_to_all_single"):
+        output = torch.zeros(2 * n, 3)
+        yield call(output, mine, [], [], opts), output, wanted
+        # Rank r sends its first d + 1 rows to rank d.
+        rows = parts_of(world, n * (n + 1) // 2, 2)
+        sent, received = [d + 1 for d in range(n)], [me + 1] * n
+        output = torch.zeros(n * (me + 1), 2)
+        work = call(output, rows[me], received, sent, opts)
+        yield work, output, torch.cat([one.split(sent)[me] for one in rows])
+
+
+@ASYNC
+def test_separate_arguments_and_older_names(world, group, async_op):
+    for work, found, wanted in calls(world, group, async_op):
+        finish(work)
+        torch.testing.assert_close(found, wanted)
 
 
 @ASYNC
 def test_gather_single(world, group, async_op):
     """torch.distributed has it from 2.15 on. Ranks other than the root have no output."""
-    not_gloo("has no gather_single")
     for root in range(world.size):
         parts = parts_of(world, 3, 2, key=root)
         at_root = world.me == root
@@ -208,67 +198,16 @@ def test_gather_single(world, group, async_op):
             equal(output, torch.arange(world.size).float())
 
 
-@ASYNC
-def test_reduce_scatter(world, group, async_op):
-    parts = parts_of(world, world.size, 3)
-    output = torch.zeros(3)
-    opts = options(ReduceScatterOptions, async_op, reduceOp=ReduceOp.SUM)
-    finish(group.reduce_scatter([output], [list(parts[world.me])], opts))
-    near(output, sum(parts)[world.me])
-    for call in method(group, "_reduce_scatter_base", "reduce_scatter_single"):
-        for op, divisor in ((ReduceOp.SUM, 1), (ReduceOp.AVG, world.size)):
-            output = torch.zeros(1, 3)
-            opts = options(ReduceScatterOptions, async_op, reduceOp=op)
-            finish(call(output, parts[world.me], opts))
-            near(output[0], sum(parts)[world.me] / divisor)
-
-
-@ASYNC
-def test_reduce_scatter_coalesced(world, group, async_op):
-    parts = [parts_of(world, world.size * (i + 1), key=i) for i in range(3)]
-    names = "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"
-    for call in method(group, *names):
-        outputs = [torch.zeros(i + 1) for i in range(3)]
-        mine = [part[world.me] for part in parts]
-        opts = options(ReduceScatterOptions, async_op, reduceOp=ReduceOp.SUM)
-        finish(call(outputs, mine, opts))
-        for output, part in zip(outputs, parts, strict=True):
-            near(output, sum(part).chunk(world.size)[world.me])
-
-
-@ASYNC
-def test_alltoall(world, group, async_op):
-    n, me = world.size, world.me
-    parts = parts_of(world, n, 2)
-    wanted = torch.stack([part[me] for part in parts])
-    outputs = [torch.zeros(2) for _ in parts]
-    finish(group.alltoall(outputs, list(parts[me]), options(AllToAllOptions, async_op)))
-    equal(torch.stack(outputs), wanted)
-    for call in method(group, "alltoall_base", "all_to_all_single"):
-        output = torch.zeros(n, 2)
-        finish(call(output, parts[me], [], [], options(AllToAllOptions, async_op)))
-        equal(output, wanted)
-        # Rank r sends its first d + 1 rows to rank d.
-        rows = [normal(rank, n * (n + 1) // 2, 2) for rank in range(n)]
-        sent = [d + 1 for d in range(n)]
-        received = [me + 1] * n
-        output = torch.zeros(n * (me + 1), 2)
-        finish(call(output, rows[me], received, sent, options(AllToAllOptions, async_op)))
-        equal(output, torch.cat([one.split(sent)[me] for one in rows]))
-
-
 def test_group_properties(world, group):
     assert dist.is_initialized()
     assert group.rank() == dist.get_rank() == world.me
     assert group.size() == dist.get_world_size() == world.size
-    assert dist.get_backend() == BACKEND
-    assert dist.get_backend(group) == BACKEND
-    assert group.name() == BACKEND
-    assert BACKEND in dist.get_backend_config(group)
+    assert dist.get_backend() == dist.get_backend(group) == group.name() == "mpicoll"
+    assert "mpicoll" in dist.get_backend_config(group)
     assert dist.get_process_group_ranks(group) == list(range(world.size))
     assert isinstance(group.group_name, str)
     assert dist.distributed_c10d._resolve_process_group(group.group_name) is group
-    assert dist.is_backend_available(BACKEND)
+    assert dist.is_backend_available("mpicoll")
     other = dist.new_group(group_desc="a description")
     assert other.group_desc == "a description"
     assert other.group_name != group.group_name
@@ -294,7 +233,6 @@ def test_sequence_numbers_count_collectives(world, group, mpi):
 
 
 def test_messages_do_not_change_sequence_numbers(world, group, mpi):
-    not_gloo("also counts messages")
     if world.me == 0:
         dist.send(torch.ones(1), 1)
     elif world.me == 1:

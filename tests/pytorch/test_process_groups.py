@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import BACKEND, NUMBERS_AS_LISTED, not_gloo, start
+from conftest import NUMBERS_AS_LISTED, start
 from inputs import equal
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -178,10 +178,7 @@ def test_shutdown_and_abort_of_groups(nothing, mpi):
     other.shutdown()
     assert sum_of_ranks(None) == sum(range(mpi.size))
     mpi.Barrier()
-    if BACKEND == "gloo":
-        dist.destroy_process_group()
-    else:
-        dist.distributed_c10d._abort_process_group()
+    dist.distributed_c10d._abort_process_group()
     assert not dist.is_initialized()
     start()
     assert sum_of_ranks(None) == sum(range(mpi.size))
@@ -189,7 +186,6 @@ def test_shutdown_and_abort_of_groups(nothing, mpi):
 
 
 def test_rank_and_world_size_must_agree_with_mpi(nothing, mpi):
-    not_gloo("does not use MPI ranks")
     wrong = {"world_size": mpi.size + 1, "rank": mpi.rank}
     with pytest.raises((ValueError, RuntimeError)):
         dist.init_process_group("mpicoll", store=dist.HashStore(), **wrong)
@@ -206,7 +202,6 @@ def test_rank_and_world_size_must_agree_with_mpi(nothing, mpi):
 @pytest.mark.skipif(HAS_PYTHON_BACKENDS, reason="torch 2.15 supports most of these features")
 def test_unsupported_features_of_older_torch_are_rejected(world):
     """torch checks the supports_ properties before it uses a feature."""
-    not_gloo("supports some of these features")
     group = dist.distributed_c10d._get_default_group()
     asked = {name for name in dir(group) if name.lstrip("_").startswith("supports_")}
     offered = {"supports_window", "supports_splitting"}

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import BACKEND
 from inputs import equal
 
 from mpicoll import MpicollError
@@ -83,7 +82,6 @@ def methods(group):
     }
 
 
-@pytest.mark.skipif(BACKEND == "gloo", reason="Gloo's methods take Options only")
 def test_group_methods_reject_invalid_ranks(world):
     group = dist.distributed_c10d._get_default_group()
     for name, call in methods(group).items():

@@ -7,7 +7,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import BACKEND, not_gloo
 from mpi4py import MPI
 from torch.distributed import distributed_c10d as c10d
 
@@ -20,9 +19,8 @@ pytestmark = pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="needs torch 2.1
 @pytest.fixture
 def handles(mpi):
     """A default group without members yet. Yields the handles of all processes of the job."""
-    not_gloo("tested by PyTorch")
     dist.init_process_group(
-        BACKEND, init_method="mpi://", enable_reconfigure=True, timeout=timedelta(seconds=60)
+        "mpicoll", init_method="mpi://", enable_reconfigure=True, timeout=timedelta(seconds=60)
     )
     yield mpi.allgather(dist._get_reconfigure_handle())
     mpi.Barrier()

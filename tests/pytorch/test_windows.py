@@ -11,13 +11,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import BACKEND, members
+from conftest import members
 from inputs import equal
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(dist, "_new_window"), reason="torch before 2.15 has no windows"),
-    pytest.mark.skipif(BACKEND == "gloo", reason="Gloo has no windows"),
-]
+pytestmark = pytest.mark.skipif(
+    not hasattr(dist, "_new_window"), reason="torch before 2.15 has no windows"
+)
 
 
 def options(kind, seconds):

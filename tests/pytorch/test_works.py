@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import BACKEND, members, not_gloo
+from conftest import members
 from inputs import equal, normal
 
 #: Timeout in seconds for any step here, even on a busy machine.
@@ -43,8 +43,6 @@ def test_calls_keep_their_order(teams):
                 dist.broadcast(x, group_src=root, group=team.group, async_op=bool(way & 2)),
                 dist.all_reduce(x, dist.ReduceOp.MAX, team.group, bool(way & 4)),
             ]
-            if BACKEND == "gloo":  # Gloo runs asynchronous calls in parallel
-                return
             last = dist.all_reduce(x, group=team.group, async_op=True)
             last.wait()
             assert all(work is None or work.is_completed() for work in works)
@@ -65,8 +63,7 @@ def test_dropped_works_complete(world):
     dist.barrier()
     for one in filled:
         equal(one, torch.full((10_000,), 7.0))
-    if BACKEND != "gloo":  # Gloo runs asynchronous calls in parallel
-        equal(kept, torch.full((1000,), float(world.size)))
+    equal(kept, torch.full((1000,), float(world.size)))
     sent = dist.isend(torch.full((5000,), 3.0), world.me ^ 1)
     theirs = torch.zeros(5000)
     dist.recv(theirs, world.me ^ 1)
@@ -114,7 +111,6 @@ class StreamFuture:
         return found
 
 
-@pytest.mark.skipif(BACKEND == "gloo", reason="mpicoll only")
 def test_callbacks_of_a_synchronous_device_call_follow_the_call(monkeypatch):
     """The callbacks are ordered after the work on the caller's stream, which includes the call."""
     from mpicoll.torch import works
@@ -159,7 +155,6 @@ def in_new_stream(stream):
     StreamFuture.current = outside
 
 
-@pytest.mark.skipif(BACKEND == "gloo", reason="mpicoll only")
 @pytest.mark.parametrize("early", [False, True])
 def test_callbacks_of_an_async_device_call_do_not_block_streams(monkeypatch, early):
     """The callbacks are ordered after the call only, and no stream of the program waits."""
@@ -227,11 +222,9 @@ def test_future_of_every_collective_holds_the_outputs(world):
         ),
     ]
     for work, found, wanted in calls:
-        if BACKEND != "gloo":  # Gloo's reduce_scatter has no future
-            work.get_future().wait()
+        work.get_future().wait()
         work.wait()
         equal(found(), wanted.contiguous())
-    not_gloo("a barrier has no future")
     work = dist.barrier(async_op=True)
     work.get_future().wait()
     assert work.is_completed()
@@ -253,7 +246,6 @@ def test_wait_times_out_and_can_be_repeated(world, mpi):
 
 
 def test_wait_for_a_message_times_out(world, mpi):
-    not_gloo("closes the connection after a timeout")
     partner = world.me ^ 1
     value = torch.zeros(3)
     work = dist.irecv(value, partner, tag=6)
@@ -270,7 +262,6 @@ def test_wait_for_a_message_times_out(world, mpi):
     reason="barrier has a timeout argument from torch 2.13 on",
 )
 def test_barrier_timeout_overrides_the_group_timeout(world, mpi):
-    not_gloo("a barrier that timed out cannot complete")
     group = dist.new_group(timeout=timedelta(seconds=DEADLINE))
     if world.me == 0:
         start = time.monotonic()
@@ -308,7 +299,6 @@ def test_threads_with_separate_groups(world):
 
 def test_pending_call_uses_the_original_memory(world):
     """The tensor gets other memory while the call is pending."""
-    not_gloo("writes to the current memory of the tensor")
     numbers = 1_000_000
     tensor = torch.full((numbers,), 1.0)
     dist.all_reduce(tensor.clone())  # registers the native fast path

@@ -129,8 +129,7 @@ test-gpu-emulated:  ## the tests that need a GPU, on an emulated device, on 2 ra
 	    $$venv/bin/python -m pip install --quiet --disable-pip-version-check $(EMULATED) && \
 	    $(PYTHON) tests/emulated_gpu/build.py $$venv $$built && ( . $$built/env.sh && \
 	        $$venv/bin/python -m pytest -q tests/emulated_gpu && \
-	        $(PYTHON) tests/gpu/run.py $$mpi=$$venv --ranks 2 --timeout 1200 \
-	            --libraries cupy interface $(ARGS) \
+	        $(PYTHON) tests/gpu/run.py $$mpi=$$venv --ranks 2 --timeout 1200 $(ARGS) \
 	    ) || exit 1; done
 
 # The ranks start without mpiexec, which wants a library of the MPICH family.

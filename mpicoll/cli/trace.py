@@ -139,7 +139,7 @@ def _read(path: Path, rank: int) -> Record:
 def align(records: Mapping[int, Record]) -> dict[str, int]:
     """Return the offset of each clock to the clock of the first rank, in nanoseconds.
 
-    No rank completes an all_reduce before all ranks have started it. Each such call therefore
+    No rank completes an all_reduce before all ranks have started it. Each all_reduce therefore
     bounds the offset of two clocks from both sides, as an exchange of two messages does (F.
     Cristian, Probabilistic clock synchronization, Distributed Computing 3, 1989). The offset is the
     middle of the narrowest bounds. Clocks without a common call with the first one are omitted.

@@ -418,9 +418,9 @@ class CapturedOrder(StreamOrder):
         self._capture.close()
 
 
-#: Asynchronous calls that nobody may have waited for. They are kept from their start, and not once
-#: their Work is gone: if the garbage collector frees a Work in a reference cycle, it may have
-#: destroyed the events already.
+#: Asynchronous calls for which the program has perhaps not waited. They are added when they start.
+#: When a Work is dropped it is too late: the garbage collector may have destroyed the events of a
+#: Work in a reference cycle before.
 _unfinished: deque[StreamOrder] = deque()
 
 

@@ -27,7 +27,7 @@
 
 long read_variable(const char *name, long otherwise);
 int visible_device_count(void);
-/* Convert between a device's number in this process and its number on the machine. The latter
+/* Convert between a device's number in this process and its number on the machine. `visible_device`
  * returns -1 for a device that the process does not see. */
 int machine_device(int device);
 int visible_device(int machine_device);

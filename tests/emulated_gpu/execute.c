@@ -1,7 +1,7 @@
 /* The execution of a launch, in the calling thread.
  *
- * The threads of a block take turns: each runs until it waits or exits. Blocks run one after the
- * other, or, if the kernel waits for memory, by turns: other blocks may write that memory. */
+ * The threads of a block take turns: each runs until it waits or exits. Blocks run in sequence.
+ * If the kernel waits for memory, they run by turns, because another block may write it. */
 #include "modules.h"
 
 #include <sched.h>

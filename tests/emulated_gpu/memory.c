@@ -281,30 +281,29 @@ void *allocate_variables(size_t bytes)
     return address;
 }
 
-EXPORT cudaError_t cudaMalloc(void **address, size_t bytes)
+static cudaError_t allocate_now(void **address, size_t bytes, enum memory_kind kind)
 {
     cudaError_t error = begin_allocation();
     if (!error)
-        error = allocate(address, bytes, current_device(), DEVICE_MEMORY);
+        error = allocate(address, bytes, current_device(), kind);
     return failed(error);
+}
+
+EXPORT cudaError_t cudaMalloc(void **address, size_t bytes)
+{
+    return allocate_now(address, bytes, DEVICE_MEMORY);
 }
 
 EXPORT cudaError_t cudaMallocManaged(void **address, size_t bytes, unsigned flags)
 {
-    cudaError_t error = begin_allocation();
     (void)flags;
-    if (!error)
-        error = allocate(address, bytes, current_device(), MANAGED_MEMORY);
-    return failed(error);
+    return allocate_now(address, bytes, MANAGED_MEMORY);
 }
 
 EXPORT cudaError_t cudaHostAlloc(void **address, size_t bytes, unsigned flags)
 {
-    cudaError_t error = begin_allocation();
     (void)flags;
-    if (!error)
-        error = allocate(address, bytes, current_device(), PINNED_MEMORY);
-    return failed(error);
+    return allocate_now(address, bytes, PINNED_MEMORY);
 }
 
 EXPORT cudaError_t cudaMallocHost(void **address, size_t bytes)

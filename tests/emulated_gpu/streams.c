@@ -453,13 +453,21 @@ EXPORT cudaError_t cudaStreamQuery(cudaStream_t handle)
     return failed(error ? error : device_error(stream->device));
 }
 
-EXPORT cudaError_t cudaStreamGetFlags(cudaStream_t handle, unsigned *flags)
+/* Find a stream for a call that only reads it. */
+static struct stream *look_up(cudaStream_t handle)
 {
     struct stream *stream;
 
     lock_device();
     stream = find_stream(handle);
     unlock_device();
+    return stream;
+}
+
+EXPORT cudaError_t cudaStreamGetFlags(cudaStream_t handle, unsigned *flags)
+{
+    struct stream *stream = look_up(handle);
+
     if (stream)
         *flags = stream->flags;
     return failed(stream ? cudaSuccess : cudaErrorInvalidResourceHandle);
@@ -467,11 +475,8 @@ EXPORT cudaError_t cudaStreamGetFlags(cudaStream_t handle, unsigned *flags)
 
 EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t handle, int *priority)
 {
-    struct stream *stream;
+    struct stream *stream = look_up(handle);
 
-    lock_device();
-    stream = find_stream(handle);
-    unlock_device();
     if (stream)
         *priority = stream->priority;
     return failed(stream ? cudaSuccess : cudaErrorInvalidResourceHandle);
@@ -479,11 +484,8 @@ EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t handle, int *priority)
 
 EXPORT CUresult cuStreamGetCtx(CUstream handle, CUcontext *context)
 {
-    struct stream *stream;
+    struct stream *stream = look_up(handle);
 
-    lock_device();
-    stream = find_stream(handle);
-    unlock_device();
     if (!stream)
         return CUDA_ERROR_INVALID_HANDLE;
     return cuDevicePrimaryCtxRetain(context, stream->device);

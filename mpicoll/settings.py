@@ -106,8 +106,7 @@ REPRODUCIBLE = _one_of(
 #: The values name the modules of routes/device, best first: routes/registry.py loads them.
 DEVICE_ROUTE = _one_of(
     "MPICOLL_DEVICE_ROUTE", (
-        "shared_gpu", "peer", "hierarchical", "copy_engine", "ipc", "direct", "mpi", "staged",
-        "nccl",
+        "peer", "hierarchical", "ipc", "direct", "mpi", "staged", "nccl",
     ),
     "on all ranks: the route for device memory, see gpu.md",
 )  # fmt: skip

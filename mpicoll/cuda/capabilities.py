@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "Capabilities", "CudaSupport", "discover", "exchange", "find_clusters", "find_partners",
+    "Capabilities", "CudaSupport", "discover", "exchange", "find_nodes", "find_partners",
     "judge", "try_messages",
 ]  # fmt: skip
 
@@ -196,14 +196,11 @@ def judge(found: Capabilities, claims: Sequence[str], outcome: ProbeOutcome | No
     return replace(found, cuda=cuda, why=why, problem=problem, remedy=remedy)
 
 
-def find_clusters(all_ranks: Sequence[Capabilities]) -> list[list[int]]:
-    """Return the ranks of each node, or, on a single node, of each GPU that their arrays are on.
-    Clusters are in the order of their first ranks.
-    """
-    apart = any(own.node != all_ranks[0].node for own in all_ranks)
+def find_nodes(all_ranks: Sequence[Capabilities]) -> list[list[int]]:
+    """Return the ranks of each node, in the order of their first ranks."""
     found: dict[str, list[int]] = {}
     for rank, own in enumerate(all_ranks):
-        found.setdefault(own.node if apart else own.used, []).append(rank)
+        found.setdefault(own.node, []).append(rank)
     return list(found.values())
 
 

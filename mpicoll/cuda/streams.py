@@ -34,19 +34,12 @@ class DeviceContext:
         set_process_device(runtime, index)
         self._streams = [runtime.create_stream(index)]
         self.work = self._streams[0]
-        self._lanes: list[int] = []
         self._blocks: list[Memory] = []
         self._since: list[int] = []  # number of calls since the last use of each block
         self._taken = 0
         self._pinned: Memory | None = None
         self._failed_scratch: list[tuple[list[Memory], Memory | None]] = []
         self.captured = False
-
-    def lanes(self, count: int) -> list[int]:
-        """Return streams for concurrent work beside the work stream."""
-        while len(self._lanes) < count:
-            self._lanes.append(self._create_stream())
-        return self._lanes[:count]
 
     def _create_stream(self) -> int:
         self._streams.append(self.runtime.create_stream(self.index))

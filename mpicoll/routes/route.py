@@ -80,8 +80,6 @@ class Policy:
     compares_calls: its protocol compares the ranks' calls where the group compares every call.
     fallback:       (host) route to use where the group cannot use this one; "" for the route of
                     smaller messages.
-    superseded_by:  (device) routes that serve all its calls better; it is not negotiated in a group
-                    that has one of them.
     on_request:     (device) it is used only if the program requests it.
     min_bytes:      (device) minimum size in bytes of a rank's larger array, by operation. Smaller
                     calls use the next route.
@@ -94,7 +92,6 @@ class Policy:
 
     compares_calls: bool = False
     fallback: str = ""
-    superseded_by: tuple[str, ...] = ()
     on_request: bool = False
     min_bytes: Mapping[str, int] = field(default_factory=dict)
     host_waits_for: str | None = None

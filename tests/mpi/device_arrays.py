@@ -18,7 +18,7 @@ import simulated
 
 from mpicoll import launch
 from mpicoll.cuda import capabilities, runtime
-from mpicoll.routes.device import user_buffers
+from mpicoll.routes.device import ipc
 
 LIBRARIES = os.environ.get("TEST_MPICOLL_DEVICES", "simulated").split(",")
 #: True if devices are simulated.
@@ -48,8 +48,8 @@ def devices(library: str) -> Iterator[Any]:
             made = real.Arrays(library)
         yield made
     # No device writes to the memory kept for failed calls any more, so release it.
-    user_buffers._left_behind.clear()
-    user_buffers._in_use.clear()
+    ipc._left_behind.clear()
+    ipc._in_use.clear()
 
 
 def see_own_gpu_first() -> None:

@@ -18,7 +18,7 @@ from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes import registry
-from mpicoll.routes.device import ipc, shared_gpu, staged
+from mpicoll.routes.device import staged
 from mpicoll.routes.host import mpi as native
 
 pytestmark = pytest.mark.on_3
@@ -45,16 +45,13 @@ def fail_on_numpy(*arguments):
 
 @pytest.fixture(
     scope="module",
-    params=routes("staged", "shared_gpu", "copy_engine", "ipc", "direct", "mpi", "auto"),
+    params=routes("staged", "ipc", "direct", "mpi", "auto"),
 )
 def route(request, arrays):
     """The forced device route."""
     with forced(request.param), pytest.MonkeyPatch.context() as patch:
         if request.param == "mpi":
             patch.setattr(native, "_divide", fail_on_numpy)
-        if request.param == "shared_gpu":
-            patch.setattr(arrays, "devices", 1)
-            patch.setattr(shared_gpu, "SMALL", 64)
         yield request.param
     gc.collect()  # closes the files of simulated device memory
 
@@ -199,9 +196,6 @@ def test_chunk_boundaries(route, arrays, world, monkeypatch, dtype):
     if not arrays.serves(dtype):
         pytest.skip(f"the library has no arrays of {dtype}")
     monkeypatch.setattr(staged, "CHUNK", 16 * dtype.itemsize)
-    monkeypatch.setattr(ipc, "SLOT", 64 * world.size)
-    monkeypatch.setattr(ipc, "_LINE", 16)
-    monkeypatch.setattr(ipc, "WHOLE", 32)
     world = group_of("chunks", range(world.size))
     for count in (8, 9, 16, 17, 61):
         for name in MOVED:

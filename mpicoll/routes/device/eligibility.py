@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mpicoll import settings
-from mpicoll.cuda.capabilities import Capabilities, find_clusters
+from mpicoll.cuda.capabilities import Capabilities, find_nodes
 from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
 
@@ -64,32 +64,25 @@ def describe_missing(name: str, all_ranks: Sequence[Capabilities]) -> str:
     missing = [f"{_describe_ranks(ranks)} lacks {lack}" for lack, ranks in lacking.items()]
     place, first = route.needs.placement, all_ranks[0]
     away = [rank for rank, own in enumerate(all_ranks) if own.node != first.node]
-    if place in ("node", "gpu", "gpus") and away:
+    if place in ("node", "gpus") and away:
         missing.append(f"{_describe_ranks(away)} is on another node than rank 0")
-    elif place in ("levels", "gpu", "gpus") and not lacking:
-        missing += filter(None, [_describe_placement(place, all_ranks, bool(away))])
+    elif place == "nodes" and not away:
+        missing.append("all ranks are on one node")
+    elif place == "nodes" and len(find_nodes(all_ranks)) == len(all_ranks):
+        missing.append("each rank has a node to itself")
+    elif place == "gpus" and not lacking:
+        missing += filter(None, [_describe_sharing(all_ranks)])
     return "; ".join(missing)
 
 
-def _describe_placement(place: str, all_ranks: Sequence[Capabilities], apart: bool) -> str:
-    """Describe why the ranks do not all use one GPU ("gpu"), one GPU each ("gpus"), or do not form
-    several clusters, one of them with several ranks ("levels"); "" if they do.
-
-    apart: they are on several nodes.
-    """
-    if not apart and any(not own.used for own in all_ranks):
+def _describe_sharing(all_ranks: Sequence[Capabilities]) -> str:
+    """Describe why the ranks do not use one GPU each; "" if they do."""
+    used = [own.used for own in all_ranks]
+    if not all(used):
         return "the ranks have no arrays on GPUs yet"
-    clusters = find_clusters(all_ranks)
-    if place == "levels":
-        if len(clusters) == 1:
-            return "all ranks share a GPU" if len(all_ranks) > 1 else "there is one rank"
-        each = "node" if apart else "GPU"
-        return f"each rank has a {each} to itself" if len(clusters) == len(all_ranks) else ""
-    if place == "gpu":
-        away = [rank for rank, own in enumerate(all_ranks) if own.used != all_ranks[0].used]
-        return f"{_describe_ranks(away)} has its arrays on another GPU than rank 0" if away else ""
-    sharing = next((ranks for ranks in clusters if len(ranks) > 1), None)
-    return f"ranks {', '.join(map(str, sharing))} share a GPU" if sharing else ""
+    sharing = next((gpu for gpu in used if used.count(gpu) > 1), None)
+    ranks = ", ".join(str(rank) for rank, gpu in enumerate(used) if gpu == sharing)
+    return f"ranks {ranks} share a GPU" if sharing else ""
 
 
 def describe_routes(

@@ -1,14 +1,12 @@
-"""Hierarchical collectives on device memory: inside clusters of ranks, then between clusters.
+"""Hierarchical collectives on device memory: inside each node, then between nodes.
 
-The clusters of a group are its nodes or, on one node, the GPUs that several ranks share. Each
-cluster is a subgroup with its own route: `shared_gpu` on one GPU, `peer` with a GPU per rank, or
-`hierarchical` again. In each cluster one rank per GPU is on a *rail*; all clusters use the same
-number of rails. A rail is a subgroup of one rank per cluster, which uses `direct` or `staged`
-between nodes and `peer` between GPUs of one node. An all_reduce
+The ranks of each node are a subgroup with its own route, `peer` or `ipc`. A *rail* is a subgroup of
+one rank per node, which uses `direct` or `staged`: rail i joins the i-th ranks of all nodes. There
+are as many rails as the smallest node has ranks. An all_reduce
 
-1. reduces and scatters in each cluster: each rail's rank gets a stripe of the sum;
+1. reduces and scatters in each node: each rail's rank gets a stripe of the sum;
 2. reduces each stripe along its rail, on all rails at once;
-3. gathers in each cluster.
+3. gathers in each node.
 
 With a single rail, steps 1 and 3 are a reduce and a broadcast. A node sends only as much data as
 one rank, spread over the network cards of all its GPUs. (Host: `routes/host/hierarchical.py`. Cho,
@@ -19,10 +17,10 @@ PCCL, The big send-off: high performance collectives on GPU-based supercomputers
 All steps run in one stream. The host waits as each step's route requires. Before each chunk, and
 again before its step along the rails, all ranks *synchronize* with an MPI reduction of 40 bytes on
 the host: it compares their calls and reports a rank that failed. A rank that fails along its rail
-notifies its cluster and fails the group on all ranks (``fail_all_ranks``).
+notifies its node and fails the group on all ranks (``fail_all_ranks``).
 
 Sums and products of narrow floats are computed and sent as float32 and rounded once. Sums are in
-rank order in each cluster, then over the clusters: the same bits on all ranks, but they may differ
+rank order in each node, then over the nodes: the same bits on all ranks, but they may differ
 from the bits of other routes.
 """
 
@@ -40,9 +38,8 @@ from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView, address
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Run
 from mpicoll.core.signature import describe
-from mpicoll.cuda.capabilities import Capabilities, find_clusters
+from mpicoll.cuda.capabilities import Capabilities, find_nodes
 from mpicoll.cuda.runtime import StridedMemory
-from mpicoll.cuda.streams import DeviceContext
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import DistBackendError, UnsupportedError
 from mpicoll.failures import lost_ranks
@@ -59,7 +56,6 @@ from mpicoll.routes.host.hierarchy import level_arithmetic, make_part, places_of
 from mpicoll.routes.route import Needs, Policy, Route, Serves, has_loop
 
 if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
     from mpicoll.routes.device.select import Agreement
 
 __all__ = ["ROUTE"]
@@ -75,44 +71,12 @@ LINE = 256
 _CLOSE_TIMEOUT_S = 5.0
 
 
-class Part:
-    """A subgroup with its own routes."""
-
-    def __init__(self, group: ProcessGroup, agreement: Agreement, context: DeviceContext) -> None:
-        self.group = group
-        self.agreement = agreement
-        self._context = context
-
-    def describe_lost(self) -> list[tuple[str, str]]:
-        """Return name and reason of each route that the subgroup should have and lacks."""
-        agreement = self.agreement
-        ranks = ", ".join(map(str, self.group.ranks))
-        own = [
-            (name, f"ranks {ranks} use {agreement.names[0]}, because {name} is off: {why}")
-            for name, why in agreement.missing.items()
-        ]
-        return [*own, *agreement.missing_in_parts]
-
-    def build(self, name: str, op: ReduceOp | None, dtype: DType) -> Step:
-        kind = CallKind(by_name[name], self.group, op, dtype)
-        return Step(self.group, self.agreement.build_in_part(kind), self._context)
-
-    def abort(self, error: DistBackendError, alone: bool) -> None:
-        """End waiting calls, this rank's (``alone``) or all ranks': the whole group failed."""
-        self.group.fail(error)
-        self.group.resources.leave(alone)
-        lost_ranks.revoke(self.group)
-
-    def close(self, limit: float) -> None:
-        self.group.resources.close(limit)
-        self.group.free()
-
-
 class Step:
     """Calls of one kind in a subgroup, as a step of the whole group's calls."""
 
-    def __init__(self, part: ProcessGroup, inner: Implementation, context: DeviceContext) -> None:
-        self._part, self._inner, self._context = part, inner, context
+    def __init__(self, part: Agreement, name: str, op: ReduceOp | None, dtype: DType) -> None:
+        self._part, self._context = part.group, part.context
+        self._inner = part.build_in_part(CallKind(by_name[name], part.group, op, dtype))
 
     def __call__(
         self,
@@ -142,67 +106,47 @@ class Step:
 
 
 class Levels(RouteState):
-    """The clusters and rails of a group.
+    """The nodes and rails of a group.
 
-    clusters: ranks of each cluster.
+    nodes:   ranks of each node.
     places, place: position of each rank, and of this one.
-    rails:    number of rails.
-    lanes:    for each cluster, the index in it of each rail's rank.
-    lane:     this rank's rail; None if it is not on a rail.
-    inside:   subgroup of this rank's cluster; None if it has one rank.
-    along:    subgroup of this rank's rail; None if it is not on a rail.
+    here:    the ranks of this rank's node.
+    rails:   number of rails.
+    on_rail: this rank is on a rail: the one with the number of its place on its node.
+    even:    all ranks are on rails.
+    inside:  subgroup of this rank's node; None if it has one rank.
+    along:   subgroup of this rank's rail; None if it is not on a rail.
     """
 
     can_fail_on_device = True
 
     def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
-        all_ranks = agreement.capabilities
-        self.clusters = find_clusters(all_ranks)
-        self.places = places_of(self.clusters)
+        self.nodes = find_nodes(agreement.capabilities)
+        self.places = places_of(self.nodes)
         self.place = self.places[self.me]
-        used = [[all_ranks[rank].used for rank in ranks] for ranks in self.clusters]
-        lanes = [  # the first rank on each GPU
-            [place for place, gpu in enumerate(gpus) if gpu not in gpus[:place]] for gpus in used
-        ]
-        self.rails = min(map(len, lanes))
-        self.lanes = [places[: self.rails] for places in lanes]
-        here = self.lanes[self.place.node]
-        self.lane = here.index(self.place.place) if self.place.place in here else None
-        self.inside: Part | None = None
-        self.along: Part | None = None
+        self.here = self.nodes[self.place.node]
+        self.rails = min(map(len, self.nodes))
+        self.on_rail = self.place.place < self.rails
+        self.even = self.rails == max(map(len, self.nodes))
+        self.inside: Agreement | None = None
+        self.along: Agreement | None = None
         self._met = -1  # call number of the latest comparison
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> Sequence[Agreement]:
         return [part for part in (self.inside, self.along) if part is not None]
-
-    @property
-    def here(self) -> Sequence[int]:
-        return self.clusters[self.place.node]
-
-    @property
-    def first(self) -> int:
-        """Return the index in the cluster of the rank on the first rail."""
-        return self.lanes[self.place.node][0]
-
-    @property
-    def even(self) -> bool:
-        """Return whether all ranks are on rails."""
-        return all(len(ranks) == self.rails for ranks in self.clusters)
 
     def shares(self, count: int, itemsize: int) -> tuple[int, int, list[int]]:
         """Return first element and count of this rank's stripe of ``count`` elements, and the
-        counts of all ranks of the cluster: 0 for ranks that are not on a rail.
+        counts of all ranks of the node: 0 for ranks that are not on a rail.
         """
         each = -(-count * itemsize // (self.rails * LINE)) * LINE // itemsize
-        counts, begin, own = [0] * len(self.here), 0, 0
-        for rail, place in enumerate(self.lanes[self.place.node]):
-            start = min(count, rail * each)
-            counts[place] = min(each, count - start)
-            if rail == self.lane:
-                begin, own = start, counts[place]
-        return begin, own, counts
+        starts = [min(count, place * each) for place in range(self.rails)]
+        counts = [min(each, count - start) for start in starts]
+        counts += [0] * (len(self.here) - self.rails)
+        place = self.place.place
+        return starts[place] if self.on_rail else 0, counts[place], counts
 
     def compare(self, signature: int, number: int, failure: Exception | None) -> None:
         """Synchronize all ranks. Raises on all of them if their calls differ or one failed."""
@@ -231,7 +175,7 @@ class Levels(RouteState):
     ) -> None:
         """Run a step along this rank's rail. If it fails, notify the ranks that wait for this one.
 
-        then: the next step in the cluster and its extent.
+        then: the next step in the node and its extent.
         """
         block = recv if send is None or recv.count < send.count else send
         try:
@@ -244,50 +188,43 @@ class Levels(RouteState):
             raise
 
     def find_failure(self, wait: bool = False) -> DistBackendError | None:
-        failures = (part.agreement.find_failure(wait) for part in self.parts)
+        failures = (part.find_failure(wait) for part in self.parts)
         return next(filter(None, failures), None)
 
     def abort(self, error: DistBackendError, alone: bool) -> None:
         for part in self.parts:
-            part.abort(error, alone)
+            part.group.fail(error)
+            part.group.resources.leave(alone)
+            lost_ranks.revoke(part.group)
 
     def close(self, limit: float) -> None:
         for part in reversed(self.parts):
-            part.close(limit)
+            part.group.resources.close(limit)
+            part.group.free()
         self.along = self.inside = None
 
 
 def _negotiate(agreement: Agreement) -> Levels | str:
     group, all_ranks, made, problem = agreement.group, agreement.capabilities, Levels(agreement), ""
 
-    def part_of(ranks: Sequence[int]) -> Part:
+    def part_of(ranks: Sequence[int]) -> Agreement:
         part = make_part(group, ranks)
         if ranks != made.here:
             part.inner = part.tested  # so that a rank can leave its rail after a failure
-        return Part(
-            part, agreement.agree_in(part, [all_ranks[rank] for rank in ranks]), agreement.context
-        )
+        return agreement.agree_in(part, [all_ranks[rank] for rank in ranks])
 
     if len(made.here) > 1:
         made.inside = part_of(made.here)
-        if not made.inside.agreement.maps_memory:
-            reasons = "; ".join(
-                f"{name}: {why}" for name, why in made.inside.agreement.missing.items()
-            )
+        if not made.inside.states:
+            reasons = "; ".join(f"{name}: {why}" for name, why in made.inside.missing.items())
             ranks = ", ".join(map(str, made.here))
             problem = f"ranks {ranks} map no memory of each other ({reasons})"
     why = next(filter(None, control_messages.allgather(group.inner, problem, str)), "")
     if why:
         made.close(_CLOSE_TIMEOUT_S)
         return why
-    if made.lane is not None:
-        rail = made.lane
-        made.along = part_of(
-            [ranks[places[rail]] for ranks, places in zip(made.clusters, made.lanes, strict=True)]
-        )
-    own = [lost for part in made.parts for lost in part.describe_lost()]
-    lists = control_messages.allgather(group.inner, own, list[tuple[str, str]])
-    made.missing_in_parts = list(dict.fromkeys(lost for each in lists for lost in each))
+    if made.on_rail:
+        made.along = part_of([ranks[made.place.place] for ranks in made.nodes])
     return made
 
 
@@ -345,8 +282,8 @@ class _Arithmetic:
 
 #: Elements of a chunk, and the function that runs one, given the call's input and output, root, and
 #: the chunk's first element and count: it allocates and fills its memory, yields, runs the first
-#: step in the clusters, yields, runs the step along the rails, yields, and runs the last step in
-#: the clusters.
+#: step in the nodes, yields, runs the step along the rails, yields, and runs the last step in the
+#: nodes.
 _Chunks = tuple[int, Callable[..., Iterator[None]]]
 
 
@@ -361,7 +298,7 @@ def _run_chunks(
     """Run one call, chunk by chunk.
 
     Raises on all ranks if their calls differ or one lacks memory. A failure after the rails is
-    reported before the next chunk. In the last chunk only the cluster sees it.
+    reported before the next chunk. In the last chunk only the node sees it.
     """
     if not isinstance(extent, int):
         raise UnsupportedError(
@@ -409,10 +346,10 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
     wide, inside, n = by.wide, levels.inside, len(levels.here)
     down = up = along = None
     if inside is not None:
-        down = inside.build("reduce" if one_rail else "reduce_scatter", by.op, wide)
-        up = inside.build("broadcast" if one_rail else "all_gather", None, dtype)
+        down = Step(inside, "reduce" if one_rail else "reduce_scatter", by.op, wide)
+        up = Step(inside, "broadcast" if one_rail else "all_gather", None, dtype)
     if levels.along is not None:
-        along = levels.along.build(primitive.name, by.op, wide)
+        along = Step(levels.along, primitive.name, by.op, wide)
     step = max(1, CHUNK // wide.itemsize // LINE * LINE)
 
     def work(send: None, recv: DeviceView, root: int, start: int, count: int) -> Iterator[None]:
@@ -421,7 +358,7 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
         gathers = everywhere or levels.place.node == home
         chunk = source = recv.part(start, count)
         begin, own, counts = levels.shares(count, wide.itemsize)
-        overwrites = one_rail and levels.lane is not None
+        overwrites = one_rail and levels.on_rail
         if by.widens or (overwrites and not may_write):
             source = _like(space, chunk, wide)
             by.fill(chunk, source)
@@ -436,9 +373,9 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
         elif by.widens:
             result = _like(space, chunk.part(begin, own), dtype)
         yield
-        own = stripe.count if levels.lane is not None else 0
+        own = stripe.count if levels.on_rail else 0
         if down is not None and one_rail:
-            down(None, source, source.count, levels.first)
+            down(None, source, source.count, 0)
         elif down is not None:
             down(source, stripe, Blocks(counts, [own] * n))
         yield
@@ -455,7 +392,7 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
         if out is not None and up is None:
             finish()
         elif out is not None and up is not None and one_rail:
-            up(None, out, gathered, levels.first, finish)
+            up(None, out, gathered, 0, finish)
         elif out is not None and up is not None:
             up(result, out, gathered, 0, finish)
 
@@ -463,16 +400,16 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
 
 
 def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
-    """Broadcast in the root's cluster, then stripes along the rails; gather in other clusters."""
+    """Broadcast in the root's node, then stripes along the rails; gather in the other nodes."""
     dtype = kind.dtype
     assert dtype is not None
     inside, one_rail, n = levels.inside, levels.rails == 1, len(levels.here)
     spread = last = along = None
     if inside is not None:
-        spread = inside.build("broadcast", None, dtype)
-        last = spread if one_rail else inside.build("all_gather", None, dtype)
+        spread = Step(inside, "broadcast", None, dtype)
+        last = spread if one_rail else Step(inside, "all_gather", None, dtype)
     if levels.along is not None:
-        along = levels.along.build("broadcast", None, dtype)
+        along = Step(levels.along, "broadcast", None, dtype)
     step = max(1, CHUNK // dtype.itemsize // LINE * LINE)
 
     def work(send: None, recv: DeviceView, root: int, start: int, count: int) -> Iterator[None]:
@@ -487,14 +424,14 @@ def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
         if at_home and spread is not None:
             spread(None, chunk, chunk.count, place)
         yield
-        own = stripe.count if levels.lane is not None else 0
+        own = stripe.count if levels.on_rail else 0
         gathered: Extent = chunk.count if one_rail else Blocks([own] * n, counts)
         if along is not None and own:
             then = None if last is None or at_home else (last, gathered)
             levels.run_rail(along, None, stripe, home, then)
         yield
         if last is not None and not at_home:
-            last(None if one_rail else stripe, chunk, gathered, levels.first if one_rail else 0)
+            last(None if one_rail else stripe, chunk, gathered, 0)
 
     return step, work
 
@@ -503,15 +440,14 @@ def _blocks(
     levels: Levels, view: DeviceView, count: int, start: int, packed: DeviceView, inward: bool
 ) -> None:
     """Enqueue copies of a part of all ranks' blocks of ``count`` elements, from element ``start``
-    on: from rank order to the order by place and cluster, or back (``inward``).
+    on: from rank order to the order by place and node, or back (``inward``).
     """
-    context, clusters, size = levels.context, levels.clusters, view.dtype.itemsize
-    many, each = len(clusters), packed.count // levels.group.size()
-    first, after, beside = clusters[0][0], clusters[1][0] - clusters[0][0], 0
-    beside = clusters[0][1] - first
+    context, nodes, size = levels.context, levels.nodes, view.dtype.itemsize
+    many, each = len(nodes), packed.count // levels.group.size()
+    first, after, beside = nodes[0][0], nodes[1][0] - nodes[0][0], nodes[0][1] - nodes[0][0]
     lie_regularly = all(
-        rank == first + cluster * after + place * beside
-        for cluster, ranks in enumerate(clusters)
+        rank == first + node * after + place * beside
+        for node, ranks in enumerate(nodes)
         for place, rank in enumerate(ranks)
     )
     if lie_regularly:
@@ -525,21 +461,21 @@ def _blocks(
             (levels.rails, many, each), size, context.work,
         )  # fmt: skip
         return
-    for rank, (cluster, place) in enumerate(levels.places):
+    for rank, (node, place) in enumerate(levels.places):
         theirs_at = address(view) + (rank * count + start) * size
-        mine_at = address(packed) + (place * many + cluster) * each * size
+        mine_at = address(packed) + (place * many + node) * each * size
         into, source = (theirs_at, mine_at) if inward else (mine_at, theirs_at)
         context.copy(into, source, each * size)
 
 
 def _reduce_scatter(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
-    """Reduce and scatter in each cluster, then along the rails."""
+    """Reduce and scatter in each node, then along the rails."""
     dtype = kind.dtype
     assert dtype is not None and levels.inside is not None and levels.along is not None
-    by, many, n = _Arithmetic(kind, space), len(levels.clusters), kind.group.size()
+    by, many, n = _Arithmetic(kind, space), len(levels.nodes), kind.group.size()
     wide, single = by.wide, "reduce_scatter_single"
-    down = levels.inside.build(single, by.op, wide)
-    along = levels.along.build(single, by.op, wide)
+    down = Step(levels.inside, single, by.op, wide)
+    along = Step(levels.along, single, by.op, wide)
     step = max(1, CHUNK // (n * wide.itemsize))
 
     def work(
@@ -563,12 +499,12 @@ def _reduce_scatter(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chun
 
 
 def _all_gather(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
-    """Gather along the rails, then in each cluster."""
+    """Gather along the rails, then in each node."""
     dtype = kind.dtype
     assert dtype is not None and levels.inside is not None and levels.along is not None
-    many, n, single = len(levels.clusters), kind.group.size(), "all_gather_single"
-    along = levels.along.build(single, None, dtype)
-    up = levels.inside.build(single, None, dtype)
+    many, n, single = len(levels.nodes), kind.group.size(), "all_gather_single"
+    along = Step(levels.along, single, None, dtype)
+    up = Step(levels.inside, single, None, dtype)
     step = max(1, CHUNK // (n * dtype.itemsize))
 
     def work(
@@ -599,21 +535,19 @@ _NEED_RAILS = ("reduce_scatter", "reduce_scatter_single", "all_gather", "all_gat
 
 ROUTE = Route(
     __name__,
-    "GPU by GPU or node by node, then between them",
+    "node by node, then between them",
     Serves(tuple(_BUILDERS), combines=has_loop, premultiplies=True),
     _build,
     Needs(
-        "levels",
-        "several nodes, or several GPUs on one, at least one of them with several ranks, which map "
-        "memory of each other by CUDA IPC",
+        "nodes",
+        "several nodes, at least one with several ranks, and CUDA IPC in each",
         Capabilities.lacks_gpu,
     ),
     Policy(
         min_bytes=dict.fromkeys(_BUILDERS, MIN_BYTES),
         host_waits_for=(
             "for the other ranks' hosts, twice for each 64 MiB of the message, and as the routes "
-            "of its steps do: `shared_gpu`, `peer` or `copy_engine` in each node or GPU, and "
-            "`direct` or `staged` between nodes, `peer` between GPUs"
+            "of its steps do: `peer` or `ipc` in each node, `direct` or `staged` between nodes"
         ),
     ),
     negotiate=_negotiate,

@@ -1,310 +1,451 @@
-"""Collectives through device memory that the ranks of a node map by CUDA IPC. The hosts synchronize
-by MPI. Several ranks may share a device.
+"""The users' device arrays, which the processes of a node map by CUDA IPC: nothing is staged.
 
-Each rank has a workspace with SLOTS slots for its input and SLOTS second slots for its results. A
-call has rounds of at most one slot. Each round has two or three steps:
+Every rank exports the memory of its arrays, and the ranks that work on them, the *workers*, map it.
+No host waits for a device:
 
-  1. Each rank copies elements of its array to its slot k.
-  2. It copies or combines all ranks' slots k into its array. In a large all_reduce it combines only
-     its share, into its second slot k.
-  3. In a large all_reduce it copies all ranks' second slots k into its array.
+  1. Every rank records its event READY after the work in its stream. The hosts exchange their
+     call's signature, and base, size, buffer id, address and handle of their arrays.
+  2. Each worker maps new memory, makes its stream wait for READY of the ranks whose arrays it uses,
+     enqueues its work, and records its event DONE. The hosts exchange again. A rank whose arrays
+     were used makes its stream wait for the workers' DONE.
 
-In turn t a rank enqueues step 1 of round t, step 2 of round t - LAG and step 3 of round t - 2 LAG.
-Then each host waits for turn t - LAG + 1 on its device, and for the other hosts. So data is read
-LAG turns after it was written, and the devices work on the latest turn while the hosts wait. A call
-of one round uses a lag of 1.
+Data is copied once, from array to array, to the rank that receives it. (NCCL 2.28 and PyTorch's
+symmetric memory call these copies CE collectives.) A rank that receives a reduction combines the
+arrays of all ranks in one kernel; in an all_reduce or reduce, each rank combines its share and
+writes it to the arrays of all ranks or the root. If all ranks share a GPU, rank 0 is the only
+worker, because kernels of different processes on a GPU are time-sliced. Elements are combined in
+rank order, once: the same bits on all ranks and on the host.
 
-2 LAG slots are enough: slot k is read in turn k + LAG, which is complete on all ranks at the end of
-turn k + 2 LAG - 1, and is written again in the next turn. The same holds for second slots. Rounds
-are numbered across calls, so that no call waits for its last turn.
-
-Elements are combined in rank order, once: the same bits on all ranks.
+Events are reused in each call. A wait for another process's event waits for its latest record at
+the time of the wait. READY is recorded before the first exchange and waited for before the second,
+DONE before the second and waited for before the first of the next call, so no record is overtaken.
+Work that a rank enqueues after the call runs after all work on its arrays, so the rank may
+overwrite the memory, or free it in stream order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mpi4py import MPI
 
+from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
-from mpicoll.core.plan import CallKind, Extent, Implementation, Run
+from mpicoll.core.checks import reads, writes
+from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
 from mpicoll.core.reproducible import ORDER
-from mpicoll.core.signature import describe, encode_kind
+from mpicoll.core.signature import describe, encode_task
 from mpicoll.cuda.capabilities import Capabilities
-from mpicoll.dtypes import ReduceOp, by_name
+from mpicoll.cuda.runtime import HANDLE_BYTES, Allocation, Memory
+from mpicoll.dtypes import ReduceOp
+from mpicoll.errors import DistBackendError
 from mpicoll.kernels.device_kernels import PIECE
-from mpicoll.kernels.reduction import Loop, find_loop
-from mpicoll.routes.device.state import RouteState, build_on_home_device, exception_of
-from mpicoll.routes.device.workspaces import Workspaces, map_each_other
+from mpicoll.kernels.reduction import find_loop
+from mpicoll.routes.device.jobs import RECV, SEND, Job, Part, jobs_of
+from mpicoll.routes.device.mappings import BLOCK, Mappings, open_memory
+from mpicoll.routes.device.state import (
+    RouteState,
+    build_on_home_device,
+    exception_of,
+    first_problem,
+    signature_of,
+)
+from mpicoll.routes.device.workspaces import RELEASE_TIMEOUT_S, share_pages, timed_barrier
 from mpicoll.routes.route import EXCHANGES, Needs, Policy, Route, Serves, has_loop
-from mpicoll.routes.transfers import TRANSFER_PRIMITIVES, transfer_of
+from mpicoll.routes.transfers import TRANSFER_PRIMITIVES, misfit
 
 if TYPE_CHECKING:
     from mpicoll.routes.device.select import Agreement
 
 __all__ = ["ROUTE"]
 
-#: Number of turns between the steps of a round; number of slots.
-LAG = 2
-SLOTS = 2 * LAG
-#: Size of a slot in bytes.
-SLOT = 8 * 1024 * 1024
-#: Maximum size in bytes of a message for which every rank combines all elements, to save a turn.
-WHOLE = 256 * 1024
-_LINE = 256
+#: Minimum size of a call in bytes: two exchanges and a mapping take longer than the copies of
+#: `staged`. Not measured.
+MIN_BYTES = 64 * 1024
+#: Number of allocations of each rank that stay mapped, and of own handles that a rank keeps.
+OPEN = 64
+#: Alignment of the shares of a reduction, in elements.
+LINE = 256
+
+#: Layout of the message of an exchange, in words of 8 bytes: the call, and whether the rank has
+#: failed. Then for each array base, size, buffer id, address (0: no array) and handle. Then the
+#: element counts to and from each rank.
+KIND, NUMBER, CALL, FAILED, _HEAD = range(5)
+BASE, NBYTES, BUFFER, ADDRESS, _HANDLE = range(5)
+_SIDE = _HANDLE + HANDLE_BYTES // 8
+_SIZES = _HEAD + 2 * _SIDE
+#: Signature of an exchange through shared host memory.
+_EXCHANGE = encode_task("an exchange of ranks that map each other's arrays")
+#: The events of a rank in a call.
+READY, DONE = range(2)
 
 
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // _LINE) * _LINE
+class MappedArrays(RouteState):
+    """The mapped memory and the events of a group's ranks.
 
-
-class Peers(RouteState):
-    """A group's workspaces.
-
-    room: size of a slot in bytes.
+    shares_gpu: all ranks use one GPU.
     """
 
-    def __init__(self, agreement: Agreement, room: int, workspaces: Workspaces) -> None:
+    def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
-        self.room = room
-        self._workspaces = workspaces
-        self._turn = 0  # the number of the current call's first round
-        self._met = -1  # call number of the latest comparison
+        self.shares_gpu = len({own.used for own in agreement.capabilities}) == 1
+        #: By READY or DONE, then rank: this rank's event and the opened events of the other ranks.
+        self._events: list[list[Any]] = [[None] * self.n for _ in (READY, DONE)]
+        self._words: Any = None  # shared host memory, by half and rank
+        self._turn = 0  # number of exchanges; they alternate between the halves
+        self._met = -1  # call number of the latest exchange
+        self._own = np.zeros(_SIZES + 2 * self.n, np.int64)
+        self._rows = np.zeros((self.n, len(self._own)), np.int64)
+        self._handles: dict[Allocation, bytes] = {}
+        self._shown = False  # other ranks may use this rank's arrays in the call
+        self._mappings = Mappings(self.context, OPEN * self.n)
 
-    def slot(self, rank: int, k: int) -> int:
-        """Return the address of a rank's slot in round ``k`` of this call."""
-        return self._workspaces.all[rank].address + (self._turn + k) % SLOTS * self.room
+    # ---- The work of the ranks -------------------------------------------------------------------
 
-    def second_slot(self, rank: int, k: int) -> int:
-        size = _share_slot(self.room, self.n)
-        start = self._workspaces.all[rank].address + SLOTS * self.room
-        return start + (self._turn + k) % SLOTS * size
+    def _shows(self, kind: CallKind, side: int, root: int) -> bool:
+        """Return whether other ranks use this rank's array of a side, if it has one."""
+        primitive, is_root = kind.primitive, self.me == root
+        if self.shares_gpu:
+            return self.me != 0
+        if side != (SEND if primitive.input else RECV):
+            return False
+        return primitive.reduces or not primitive.root or is_root is not primitive.many_out
+
+    def _workers(self, kind: CallKind, root: int) -> Iterable[int]:
+        """Return the ranks that work on the arrays of other ranks."""
+        if self.shares_gpu:
+            return [0]
+        gathers = kind.primitive.root and kind.primitive.many_out
+        return [root] if gathers else range(self.n)
+
+    def _jobs(self, kind: CallKind, extent: Extent, root: int) -> Iterable[Job]:
+        """Return this rank's work."""
+        sent = self._rows[:, _SIZES : _SIZES + self.n]
+        if self.shares_gpu:
+            return jobs_of(kind, extent, root, sent)
+        primitive, me = kind.primitive, self.me
+        if not primitive.input and primitive.reduces:
+            (whole,) = jobs_of(kind, extent, root)
+            return [_share(whole, me, self.n)]
+        jobs = jobs_of(kind, extent, root, sent, [me])
+        # Each rank starts with the next one, so that no GPU is read by all at once.
+        return sorted(jobs, key=lambda job: (job.sources[0].rank - me - 1) % self.n)
+
+    def _load(self, kind: CallKind) -> None:
+        """Compile the kernel of a reduction."""
+        if kind.op is not None and not (self.shares_gpu and self.me):
+            assert kind.dtype is not None
+            by = find_loop(kind.op, kind.dtype)
+            assert by is not None
+            self.context.runtime.load(self.context.index, by, 2 * self.n)
+
+    def _enqueue(self, kind: CallKind, job: Job, sources: list[int], outs: list[int]) -> None:
+        context, op, dtype = self.context, kind.op, kind.dtype
+        assert dtype is not None
+        if op is None:
+            for out in outs:
+                context.copy(out, sources[0], job.elements * dtype.itemsize)
+            return
+        by, divisor = find_loop(op, dtype), len(sources) if op is ReduceOp.AVG else 1
+        assert by is not None
+        context.runtime.combine(
+            context.index, by, sources, outs, job.elements, divisor, context.work
+        )
+
+    # ---- Calls -----------------------------------------------------------------------------------
 
     def run(
-        self,
-        kind: int,
-        count: int,
-        rounds: int,
-        steps: Sequence[Callable[[int], None]],
-        load: Callable[[], None],
+        self, kind: CallKind, send: DeviceView | None, recv: DeviceView | None, extent: Extent,
+        root: int,
+    ) -> None:  # fmt: skip
+        """Run a call on the users' arrays; see the module.
+
+        A rank that fails before an exchange reports it there: it raises its error, and all other
+        ranks raise DistBackendError. After the second exchange no rank depends on another.
+        """
+        views: list[DeviceView | None] = [send, recv]
+        with self._mappings.in_use():
+            try:
+                self._run(kind, views, extent, root)
+            except BaseException:
+                if self.group.error is not None and self._shown:  # a worker may still start
+                    _in_use.append([send, recv, *views])
+                raise
+        copied = views[RECV]
+        if recv is None or copied is None or copied is recv:
+            return
+        if writes(kind.primitive, self.group, root):
+            self.context.copy(recv.address, copied.address, recv.nbytes)
+
+    def _run(
+        self, kind: CallKind, views: list[DeviceView | None], extent: Extent, root: int
     ) -> None:
-        """Run a call: ``steps[s](k)`` enqueues step s of round k.
+        """Run a call. Views that cannot be exported are replaced by copies."""
+        signature, workers = signature_of(kind, extent, root), self._workers(kind, root)
+        failure = exception_of(partial(self._get_ready, kind, views, extent, root))
+        self._exchange(*signature, failure)
+        self._compare_sizes(kind)
+        if self.me in workers:
+            failure = exception_of(partial(self._work, kind, views, extent, root))
+        try:
+            self._exchange(*signature, failure)
+        finally:  # after a failure, enqueued work still runs
+            if self._shown:
+                self._wait_for(set(workers) - {self.me}, DONE)
 
-        kind, count: raises MismatchError on all ranks if these differ.
-        load: compiles the kernels.
-
-        A rank that fails reports it when the hosts synchronize next: it raises its error, and all
-        other ranks raise DistBackendError. After the last time no rank depends on another.
-        """
-        context, lag = self.context, LAG if rounds > 1 else 1
-        turns, done = rounds + lag * (len(steps) - 1), []
-
-        def enqueue(turn: int) -> None:
-            for s, step in enumerate(steps):
-                if 0 <= turn - lag * s < rounds:
-                    step(turn - lag * s)
-            done.append(context.runtime.record(context.index, context.work))
-            if turn - lag + 1 >= 0 and turn < turns - 1:
-                context.runtime.synchronize(done[turn - lag + 1])
-
-        failure = exception_of(load)
-        for turn in range(turns):
-            failure = failure or exception_of(partial(enqueue, turn))
-            if turn - lag + 1 >= 0 and turn < turns - 1:
-                if turn - lag + 1 == 0:
-                    problem = self._compare(kind, count, failure)
-                else:
-                    problem = self._synchronize(kind, failure)
-                if problem is not None:
-                    self._reset()
-                    raise failure or problem
-        self._turn += rounds
-        if failure is not None:
-            raise failure
-
-    def _compare(self, kind: int, count: int, failure: Exception | None) -> Exception | None:
-        """Wait for all ranks; return the error if their calls differ or one of them failed."""
-        mine = [kind, count, self.group.sequence, self._turn % SLOTS, failure is None]
-        everybody = np.empty((self.n, len(mine)), np.int64)
+    def _exchange(self, kind: int, number: int, failure: Exception | None) -> None:
+        """Exchange words. Raises on all ranks if their calls differ or one of them has failed."""
+        mine = self._own
+        mine[:_HEAD] = kind, number, self.group.sequence, failure is not None
         self._met = self.group.sequence
-        self.group.inner.Allgather(np.array(mine, np.int64), everybody)
-        if not everybody[:, -1].all():  # checked first: a failed rank may not know its call
-            return self.failed_elsewhere(kind)
-        if (everybody[:, :-1] != mine[:-1]).any():
-            return self.mismatch(kind, (describe(*row[:2]) for row in everybody.tolist()))
-        return None
-
-    def enter(self, kind: int) -> None:
-        """Compare the ranks' calls before they exchange block sizes; all ranks call.
-
-        Raises DistBackendError if one has failed before, and MismatchError if they differ.
-        """
-        problem = self._compare(kind, 0, None)
-        if problem is not None:
-            self._reset()
-            raise problem
+        if self.group.agree is None or self._words is None:
+            self.group.inner.Allgather(mine, self._rows)
+        else:  # faster than MPI
+            words = self._words[self._turn % 2]
+            words[self.me] = mine
+            self.group.agree(*_EXCHANGE)
+            self._rows[:] = words
+        self._turn += 1
+        heads = self._rows[:, :_HEAD]
+        if heads[:, FAILED].any():
+            raise failure or self.failed_elsewhere(kind)
+        if (heads != mine[:_HEAD]).any():
+            raise self.mismatch(kind, (describe(*head[:2]) for head in heads.tolist()))
 
     def notify_failure(self, kind: CallKind, error: Exception) -> None:
         if self._met != self.group.sequence:
-            self._compare(encode_kind(kind.primitive, kind.dtype, kind.op, 0), 0, error)
-            self._reset()
+            with suppress(type(error)):
+                self._exchange(signature_of(kind, 0, 0)[0], 0, error)
 
-    def _synchronize(self, kind: int, failure: Exception | None) -> Exception | None:
-        able = np.array([failure is None])
-        self.group.inner.Allreduce(MPI.IN_PLACE, able, MPI.LAND)
-        return None if able[0] else self.failed_elsewhere(kind)
-
-    def _reset(self) -> None:
-        """Wait for all devices and restart with the first slot."""
-        with suppress(Exception):  # a failed device
-            self.context.synchronize(self.context.work)
-        self.group.inner.Barrier()
-        self._turn = 0
-
-    def load(self, by: Loop | None, n: int) -> None:
-        """Compile a kernel that combines n arrays."""
-        if by is not None and n:
-            self.context.runtime.load(self.context.index, by, n + 1)
-
-    def combine(
-        self, by: Loop, sources: Sequence[int], out: int, nbytes: int, divisor: int
+    def _get_ready(
+        self, kind: CallKind, views: list[DeviceView | None], extent: Extent, root: int
     ) -> None:
-        context, size = self.context, by_name[by.format].itemsize * by.elements
-        context.runtime.combine(
-            context.index, by, sources, [out], nbytes // size, divisor, context.work
+        """Describe this rank's arrays, or copies of them, for the exchange; record READY."""
+        primitive = kind.primitive
+        self._shown = False
+        for side, view in enumerate(views):
+            words = self._own[_HEAD + side * _SIDE :][:_SIDE]
+            words[ADDRESS] = 0
+            if view is None or not view.nbytes or not self._shows(kind, side, root):
+                continue
+            exported = self._export(view.address)
+            if exported is None:
+                in_place = side == RECV and not primitive.input
+                filled = side == SEND or (in_place and reads(primitive, self.group, root))
+                view, exported = self._copied(view, filled)
+                views[side] = view
+            found, handle = exported
+            words[:_HANDLE] = (*found, view.address)
+            words[_HANDLE:].view(np.uint8)[:] = np.frombuffer(handle, np.uint8)
+            self._shown = True
+        if not primitive.even:
+            alike = [extent] * self.n if isinstance(extent, int) else []
+            blocks = Blocks(alike, alike) if isinstance(extent, int) else extent
+            self._own[_SIZES:] = (*blocks.sends, *blocks.receives)
+        self._load(kind)
+        self._record(READY)
+
+    def _export(self, address: int) -> tuple[Allocation, bytes] | None:
+        """Return the allocation of an array and its handle; None if it cannot be exported."""
+        context, kept = self.context, self._handles
+        found = context.runtime.find_allocation(address)
+        if found is None:
+            return None
+        handle = kept.get(found)
+        if handle is None:
+            try:
+                handle = context.runtime.export_allocation(context.index, found)
+            except Exception:  # any error of the driver
+                return None
+            kept[found] = handle
+            if len(kept) > OPEN:
+                del kept[next(iter(kept))]
+        return found, handle
+
+    def _scratch(self, nbytes: int) -> tuple[Memory, tuple[Allocation, bytes]]:
+        """Return scratch memory that other ranks can map, for the rest of the call, and the result
+        of ``_export``. It is a multiple of BLOCK, so it shares no block with user memory.
+        """
+        context, nbytes = self.context, -(-nbytes // BLOCK) * BLOCK
+        memory = context.scratch(nbytes)
+        exported = self._export(memory.address)
+        if exported is None or memory.nbytes % BLOCK:
+            memory = context.replace_scratch(-(-max(nbytes, memory.nbytes) // BLOCK) * BLOCK)
+            exported = self._export(memory.address)
+        if exported is None:
+            raise DistBackendError("the driver does not export the memory that it has allocated")
+        return memory, exported
+
+    def _copied(
+        self, view: DeviceView, filled: bool
+    ) -> tuple[DeviceView, tuple[Allocation, bytes]]:
+        """Return memory for a copy of an array, with its alignment (modulo PIECE), and the result
+        of ``_export``.
+        """
+        memory, exported = self._scratch(view.nbytes + PIECE)
+        address = memory.address + (view.address - memory.address) % PIECE
+        made = DeviceView(memory, view.dtype, view.device, address, (view.count,), None, 0)
+        if filled:
+            self.context.copy(address, view.address, view.nbytes)
+        return made, exported
+
+    def _compare_sizes(self, kind: CallKind) -> None:
+        """Raise MismatchError on all ranks if a block's sizes differ on its sender and receiver."""
+        if kind.primitive.even:
+            return
+        n, me = self.n, self.me
+        sent, received = self._rows[:, _SIZES : _SIZES + n], self._rows[:, _SIZES + n :]
+        if (received == sent.T).all():
+            return
+        wrong = np.flatnonzero(sent[:, me] != received[me])
+        rank = int(wrong[0]) if len(wrong) else None
+        raise misfit(kind, rank, *(() if rank is None else (received[me][rank], sent[rank][me])))
+
+    def _work(
+        self, kind: CallKind, views: Sequence[DeviceView | None], extent: Extent, root: int
+    ) -> None:
+        """Enqueue this rank's work and record DONE; fail before any of it."""
+        assert kind.dtype is not None
+        self._mappings.close_retired()
+        starts: dict[tuple[int, int], int] = {}
+        try:
+            jobs = [job for job in self._jobs(kind, extent, root) if job.elements]
+            for job in jobs:
+                for rank, side, _ in (*job.sources, *job.outs):
+                    view = views[side] if rank == self.me else None
+                    if (rank, side) not in starts:
+                        starts[rank, side] = (
+                            self._open(rank, side) if view is None else view.address
+                        )
+            self._wait_for({rank for rank, _ in starts} - {self.me}, READY)
+            if self.group.error is not None:  # other ranks' arrays may be gone
+                raise self.group.failure()
+            for job in jobs:
+                sources, outs = (
+                    [starts[r, side] + start * kind.dtype.itemsize for r, side, start in parts]
+                    for parts in (job.sources, job.outs)
+                )
+                self._enqueue(kind, job, sources, outs)
+        finally:
+            self._record(DONE)
+
+    def _open(self, rank: int, side: int) -> int:
+        """Return the address of another rank's array in this process."""
+        words = self._rows[rank, _HEAD + side * _SIDE :][:_SIDE]
+        base, nbytes, buffer, address = words[:_HANDLE].tolist()
+        try:
+            mapped = self._mappings.get(
+                rank, Allocation(base, nbytes, buffer), words[_HANDLE:].tobytes()
+            )
+        except Exception as error:
+            raise DistBackendError(
+                f"{self.name_of(int(self._own[KIND]))}: cannot map rank {rank}'s device memory "
+                f"(CUDA IPC): {error}; use another route (MPICOLL_DEVICE_ROUTE)"
+            ) from error
+        return int(mapped + address - base)
+
+    def _record(self, event: int) -> None:
+        """Record this rank's event in its work stream."""
+        context = self.context
+        context.runtime.record_again(context.index, context.work, self._events[event][self.me])
+
+    def _wait_for(self, ranks: Iterable[int], event: int) -> None:
+        """Make this rank's stream wait for an event of other ranks."""
+        context = self.context
+        for rank in ranks:
+            context.runtime.wait(context.index, context.work, self._events[event][rank])
+
+    # ---- Beginning and end -----------------------------------------------------------------------
+
+    def connect(self) -> str:
+        """Open the other ranks' events and, as a test, some memory of each. Return "" or, on all
+        ranks, the reason why that failed. All ranks call.
+        """
+        runtime, index, me = self.context.runtime, self.context.index, self.me
+        problem, exported, memory = "", [], b""
+        try:
+            for events in self._events:
+                events[me] = own = runtime.create_shared_event(index)
+                exported.append(runtime.export_event(own))
+            _, (_, memory) = self._scratch(PIECE)
+        except Exception as error:
+            problem = f"cannot export events and memory (CUDA IPC): {error}"
+        received = control_messages.allgather(
+            self.group.inner, (problem, exported, memory), tuple[str, list[bytes], bytes]
         )
+        why = first_problem([problem for problem, *_ in received])
+        if not why:
+            try:
+                for rank, (_, handles, memory) in enumerate(received):
+                    if rank == me:
+                        continue
+                    for events, handle in zip(self._events, handles, strict=True):
+                        events[rank] = runtime.open_event(index, handle)
+                    open_memory(self.context, memory)
+            except Exception as error:
+                problem = f"cannot map another rank's events and device memory (CUDA IPC): {error}"
+            why = first_problem(control_messages.allgather(self.group.inner, problem, str))
+        if why:
+            self._release_events(RELEASE_TIMEOUT_S)
+            return why
+        segment = share_pages(self.group, 2 * self._own.nbytes)
+        if segment is not None:
+            self._words = segment.view(np.int64).reshape(self.n, 2, -1).swapaxes(0, 1)
+        return ""
 
     def close(self, limit: float) -> None:
+        """Close all mappings and events. All ranks call. Events stay allocated for good if a rank
+        does not call within ``limit`` seconds.
+        """
         self.context.synchronize(self.context.work)
-        self._workspaces.close(limit)
+        self._mappings.clear()
+        self._release_events(limit)
+
+    def _release_events(self, limit: float) -> None:
+        """Close the other ranks' events, then destroy this rank's once no rank has them open."""
+        for events in self._events:
+            events[:] = [one if rank == self.me else None for rank, one in enumerate(events)]
+        if timed_barrier(self.group, limit):
+            self._events, self._words = [], None
+        else:
+            _left_behind.append(self)
 
 
-def _share_slot(room: int, n: int) -> int:
-    """Return the size of a second slot in bytes: the largest share of a slot."""
-    return _rounded(-(-room // n)) + _LINE
+#: Objects that other ranks may still use: states of closed groups, arrays of aborted calls.
+_left_behind: list[MappedArrays] = []
+_in_use: list[list[DeviceView | None]] = []
 
 
-def _negotiate(agreement: Agreement) -> Peers | str:
-    nbytes = SLOTS * (SLOT + _share_slot(SLOT, agreement.group.size()))
-    made = map_each_other(agreement.group, agreement.context, nbytes, lambda own: 0)
-    return made if isinstance(made, str) else Peers(agreement, SLOT, made)
+def _share(whole: Job, rank: int, n: int) -> Job:
+    """Return a rank's share of a reduction in place: whole lines of elements."""
+    each = -(-whole.elements // (n * LINE)) * LINE
+    start = min(whole.elements, rank * each)
+    sources, outs = ([Part(r, side, start) for r, side, _ in parts] for parts in whole[:2])
+    return Job(sources, outs, min(each, whole.elements - start))
+
+
+def _negotiate(agreement: Agreement) -> MappedArrays | str:
+    made = MappedArrays(agreement)
+    return made.connect() or made
 
 
 def _build(kind: CallKind, agreement: Agreement) -> Implementation:
-    make = _all_reduce if kind.primitive.name == "all_reduce" else _transfer
-    return build_on_home_device(kind, agreement, agreement.state(Peers), make)
+    arrays = agreement.state(MappedArrays)
+    return build_on_home_device(
+        kind, agreement, arrays, lambda arrays, kind: partial(arrays.run, kind)
+    )
 
 
-def _rounds(count: int, step: int) -> int:
-    """Return the number of rounds of ``step`` elements; at least 1, to compare empty calls."""
-    return max(1, -(-count // step))
-
-
-def _all_reduce(peers: Peers, kind: CallKind) -> Run:
-    primitive, _, op, dtype = kind
-    assert op is not None and dtype is not None
-    by, n, me, size = find_loop(op, dtype), peers.n, peers.me, dtype.itemsize
-    assert by is not None
-    divisor = n if op is ReduceOp.AVG else 1
-    signature = encode_kind(primitive, dtype, op, 0)
-
-    def all_reduce(send: None, view: DeviceView, extent: Extent, root: int) -> None:
-        step = peers.room // size
-        whole = view.nbytes <= WHOLE or n == 1
-
-        def piece(k: int) -> tuple[int, int]:
-            return view.address + k * step * size, min(step, view.count - k * step)
-
-        def share(length: int, rank: int) -> tuple[int, int]:
-            """Return first element and count of a rank's share: whole lines."""
-            each = _rounded(-(-length // n) * size) // size
-            start = min(length, rank * each)
-            return start, min(length, start + each) - start
-
-        aligned = view.address % PIECE == 0
-
-        def put(k: int) -> None:
-            address, length = piece(k)
-            start, mine = share(length, me)
-            # No other rank reads this one's share.
-            parts = [(0, length)] if whole or not aligned else [(0, start), (start + mine, length)]
-            for begin, end in parts:
-                into = peers.slot(me, k) + begin * size
-                peers.context.copy(into, address + begin * size, (end - begin) * size)
-
-        def combine(k: int) -> None:
-            address, length = piece(k)
-            start, mine = (0, length) if whole else share(length, me)
-            at = start * size
-            sources = [peers.slot(r, k) + at for r in range(n)]
-            if aligned:
-                sources[me] = address + at
-            out = address if whole else peers.second_slot(me, k)
-            peers.combine(by, sources, out, mine * size, divisor)
-
-        def get(k: int) -> None:
-            address, length = piece(k)
-            for r in range(n):
-                start, theirs = share(length, r)
-                peers.context.copy(address + start * size, peers.second_slot(r, k), theirs * size)
-
-        steps = [put, combine] if whole else [put, combine, get]
-        rounds = _rounds(view.count, step)
-        peers.run(signature, view.count, rounds, steps, partial(peers.load, by, n))
-
-    return all_reduce
-
-
-def _transfer(peers: Peers, kind: CallKind) -> Run:
-    primitive, _, op, dtype = kind
-    assert dtype is not None
-    size = dtype.itemsize
-    by = None if op is None else find_loop(op, dtype)
-    divisor = max(1, len(kind.combined)) if op is ReduceOp.AVG else 1
-
-    def run(send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int) -> None:
-        out, into = (None if one is None else one.address for one in (send, recv))
-        signature = encode_kind(primitive, dtype, op, root)
-        if not primitive.even:
-            peers.enter(signature)  # transfer_of exchanges the sizes
-        transfer = transfer_of(kind, out, into, extent, root)
-        room = peers.room // transfer.places // _LINE * _LINE
-        step = room // size
-
-        def length(count: int, k: int) -> int:
-            return max(0, min(step, count - k * step))
-
-        def put(k: int) -> None:
-            for place, (address, count) in enumerate(transfer.puts):
-                into = peers.slot(peers.me, k) + place * room
-                peers.context.copy(into, address + k * step * size, length(count, k) * size)
-
-        def get(k: int) -> None:
-            sources = [peers.slot(rank, k) + place * room for rank, place, _, _ in transfer.gets]
-            outs = [one.address + k * step * size for one in transfer.gets]
-            if by is not None and transfer.gets:
-                nbytes = length(transfer.gets[0].elements, k) * size
-                peers.combine(by, sources, outs[0], nbytes, divisor)
-                return
-            for one, source, out in zip(transfer.gets, sources, outs, strict=True):
-                peers.context.copy(out, source, length(one.elements, k) * size)
-
-        load = partial(peers.load, by, len(transfer.gets))
-        peers.run(signature, transfer.total, _rounds(transfer.most, step), [put, get], load)
-
-    return run
-
+_SERVED = "all_reduce", *TRANSFER_PRIMITIVES
 
 ROUTE = Route(
     __name__,
-    "device memory that the ranks of a node map",
+    "the arrays of the ranks of a node, mapped by CUDA IPC",
     Serves(
-        ("all_reduce", *TRANSFER_PRIMITIVES),
+        _SERVED,
         combines=has_loop,
         reproducible=(ORDER,),
         premultiplies=True,
@@ -313,11 +454,8 @@ ROUTE = Route(
     _build,
     Needs("node", "all ranks on one node, and CUDA IPC between them", Capabilities.lacks_gpu),
     Policy(
-        superseded_by=("shared_gpu",),
-        host_waits_for=(
-            "until the device has done all earlier work and all of the call but its last step; the "
-            "hosts synchronize for each slot (8 MiB) of the message"
-        ),
+        min_bytes=dict.fromkeys(_SERVED, MIN_BYTES),
+        host_waits_for="for the other ranks' hosts, twice, and not for the device",
     ),
     negotiate=_negotiate,
 )

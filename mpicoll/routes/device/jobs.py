@@ -10,7 +10,7 @@ import numpy as np
 
 from mpicoll.core.plan import CallKind, Extent
 
-__all__ = ["RECV", "SEND", "Job", "Part", "Placed", "jobs_of"]
+__all__ = ["RECV", "SEND", "Job", "Part", "jobs_of"]
 
 #: The sides of a call: the input and the output array of a rank. Calls in place have only RECV.
 SEND, RECV = 0, 1
@@ -30,14 +30,6 @@ class Job(NamedTuple):
     sources: Sequence[Part]
     outs: Sequence[Part]
     elements: int
-
-
-class Placed(NamedTuple):
-    """A job, with the addresses of its sources and outputs in this process."""
-
-    job: Job
-    sources: Sequence[int]
-    outs: Sequence[int]
 
 
 def jobs_of(

@@ -77,7 +77,6 @@ class _Pending(NamedTuple):
 class Nccl(RouteState):
     """A group's NCCL communicator (CuPy's class)."""
 
-    maps_memory = False
     can_fail_on_device = True
 
     def __init__(self, agreement: Agreement, comm: Any) -> None:

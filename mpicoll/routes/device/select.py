@@ -6,7 +6,7 @@ In the group's first call on device memory the ranks exchange their capabilities
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -18,7 +18,7 @@ from mpicoll.cuda.capabilities import Capabilities, CudaSupport
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
-from mpicoll.routes.device import direct, eligibility, hierarchical, ipc, nccl, peer, shared_gpu
+from mpicoll.routes.device import direct, eligibility, hierarchical, ipc, nccl
 from mpicoll.routes.device.space import Alone, DeviceSpace
 from mpicoll.routes.device.state import RouteState
 from mpicoll.routes.route import Route
@@ -30,6 +30,9 @@ __all__ = ["Agreement", "DeviceImplementation", "agree"]
 
 S = TypeVar("S", bound=RouteState)
 
+#: Values of MPICOLL_DEVICE_ROUTE with which calls may pass device memory to MPI.
+_BY_MPI = None, "direct", "mpi", "hierarchical"
+
 
 class Agreement:
     """The device routes that the ranks of a group have agreed on.
@@ -37,7 +40,7 @@ class Agreement:
     names:   the routes of the group, best first.
     missing: the routes that should be among them, with the reason why they are not.
     states:  RouteState by the name of its route.
-    capabilities: capabilities of each rank, as probed; subgroups do not probe again.
+    capabilities: capabilities of each rank; subgroups do not probe again.
     space:   this rank's device memory.
     """
 
@@ -58,12 +61,12 @@ class Agreement:
         self._forced: str | None = None
         self._used: list[int] = []
         if known is not None:
-            self.capabilities = self._found = tuple(known)
-            self._negotiate(eligibility.eligible_routes(self._found), in_part=True)
+            self.capabilities = tuple(known)
+            self._negotiate(eligibility.eligible_routes(self.capabilities))
             self._set_names()
             return
-        self._found = capabilities.exchange(group.inner)
-        self._forced = forced = eligibility.forced_route(self._found)
+        found = capabilities.exchange(group.inner)
+        self._forced = forced = eligibility.forced_route(found)
         mine = (context.index, nccl.asked_for(group.backend))
         said = control_messages.allgather(group.inner, mine, tuple[int, bool])
         if len({asked for _, asked in said}) > 1:
@@ -72,34 +75,28 @@ class Agreement:
                 f"none; this rank's backend is {group.backend!r}"
             )
         self._used = [index for index, _ in said]
-        self._found = eligibility.with_used(self._found, self._used)
+        self.capabilities = eligibility.with_used(found, self._used)
         if forced == nccl.ROUTE.name or mine[1]:
             self._negotiate_route(nccl.ROUTE)
         if group.size() == 1 and forced is None and not self.states:
             # A group of one rank needs no MPI messages and no negotiation.
             self.space, self.names = Alone(context), ("direct", "staged")
             return
-        self._negotiate((forced,) if forced else eligibility.eligible_routes(self._found))
-        self.capabilities = self._probe_messages()
+        self._negotiate((forced,) if forced else eligibility.eligible_routes(self.capabilities))
+        self._probe_messages()
         self._set_names()
 
-    def _negotiate(self, wanted: Sequence[str], in_part: bool = False) -> None:
+    def _negotiate(self, wanted: Sequence[str]) -> None:
         """Negotiate the wanted routes, except routes that need agreements of subgroups. All ranks
         call.
-
-        in_part: this is a part of another group, which needs ``ipc`` only without ``peer``.
         """
         routes = [route for name, route in registry.DEVICE.items() if name in wanted]
         routes = [route for route in routes if route.negotiate and not route.policy.on_request]
-        routes = [route for route in routes if route.needs.placement != "levels"]
+        routes = [route for route in routes if route.needs.placement != "nodes"]
         if routes:
-            eligibility.eligible_routes(self._found, self._forced)  # raises
+            eligibility.eligible_routes(self.capabilities, self._forced)  # raises
         for route in routes:
-            better = route.policy.superseded_by
-            if in_part and route is ipc.ROUTE:
-                better = *better, peer.ROUTE.name
-            if not any(name in self.states for name in better):
-                self._negotiate_route(route)
+            self._negotiate_route(route)
 
     def _negotiate_route(self, route: Route) -> None:
         """Make the group's state for a route, or note why there is none. All ranks call."""
@@ -110,46 +107,35 @@ class Agreement:
         else:
             self.states[route.name] = made
 
-    def _probe_messages(self) -> Sequence[Capabilities]:
-        """Probe what MPI does with device memory, if a route needs it. Return the capabilities of
-        the ranks. All ranks call.
-        """
-        apart = len({own.node for own in self._found}) > 1
-        if self._mapping_serves_all or not (
-            self._forced in (None, "direct", "mpi") or (self._forced == "hierarchical" and apart)
-        ):
-            return [replace(own, cuda=CudaSupport.NONE, why="not tried") for own in self._found]
+    def _probe_messages(self) -> None:
+        """Probe what MPI does with device memory, if a route needs it. All ranks call."""
+        why = f"not tried, because {ipc.ROUTE.name} serves large calls"
+        if ipc.ROUTE.name in self.states or self._forced not in _BY_MPI:
+            self.capabilities = [
+                replace(own, cuda=CudaSupport.NONE, why=why) for own in self.capabilities
+            ]
+            return
         context, inner = self.context, self.group.inner
-        found = capabilities.exchange(inner, probes=True)
-        self._found = eligibility.with_used(found, self._used)
-        tried = capabilities.try_messages(inner, context.runtime, context.index, self._found)
-        if tried != self._found:
-            self.missing["direct"] = tried[0].problem
-        self._found = tried
-        return list(tried)
-
-    @property
-    def _mapping_serves_all(self) -> bool:
-        """Return whether routes over mapped memory serve all calls."""
-        return shared_gpu.ROUTE.name in self.states or ipc.ROUTE.name in self.states
+        found = eligibility.with_used(capabilities.exchange(inner, probes=True), self._used)
+        self.capabilities = capabilities.try_messages(inner, context.runtime, context.index, found)
+        if self.capabilities != found:
+            self.missing["direct"] = self.capabilities[0].problem
 
     def _set_names(self) -> None:
         """Set the routes of the group. All ranks call."""
         forced = self._forced
-        eligible = eligibility.eligible_routes(self._found, forced)
+        eligible = eligibility.eligible_routes(self.capabilities, forced)
         if hierarchical.ROUTE.name in eligible:
             self._negotiate_route(hierarchical.ROUTE)
         if forced in self.missing:
             raise UnsupportedError(
                 f"{eligibility.FORCED}={forced}: {self.missing[forced]}; unset it"
             )
-        unprobed = ("direct", "mpi") if self._mapping_serves_all else ()
         requested = [name for name in self.states if registry.DEVICE[name].policy.on_request]
         self.names = tuple(
             name
             for name in (*(() if forced else requested), *eligible)
             if name not in self.missing
-            and name not in unprobed
             and (not registry.DEVICE[name].negotiate or name in self.states)
         )
         if any(state.can_fail_on_device for state in self.states.values()):
@@ -164,45 +150,36 @@ class Agreement:
         """Return the group's state of this type."""
         return next(state for state in self.states.values() if isinstance(state, kind))
 
-    @property
-    def maps_memory(self) -> bool:
-        """Return whether the ranks map memory of each other."""
-        return any(state.maps_memory for state in self.states.values())
-
-    @property
-    def missing_in_parts(self) -> Sequence[tuple[str, str]]:
-        """Return the routes that parts of the group should have and lack: names and reasons."""
-        return [each for state in self.states.values() for each in state.missing_in_parts]
-
     def warn(self) -> None:
         """Warn of ranks that share a GPU while other GPUs are idle, of a GPU that is far from the
         rank's processors, and of missing routes.
         """
-        me, own = self._me, self._found[self._me]
+        me, found, own = self._me, self.capabilities, self.capabilities[self._me]
         far = binding.describe_far_gpu(own, self._used[me])
         texts = [f"rank {me}: {text}" for text in far]
-        first = next(rank for rank, one in enumerate(self._found) if one.node == own.node)
+        first = next(rank for rank, one in enumerate(found) if one.node == own.node)
         if me == first:
-            idle = binding.describe_idle_gpus(self._found, self._used).get(own.node)
+            idle = binding.describe_idle_gpus(found, self._used).get(own.node)
             texts = [*filter(None, [idle]), *texts]
-        if me == 0:
-            texts += [
-                f"arrays on GPUs use {', '.join(self.names)}, because {name} is off: {why}"
-                for name, why in self.missing.items()
-                if not registry.DEVICE[name].policy.on_request
-            ]
-            texts += [f"arrays on GPUs: {words}" for _, words in self.missing_in_parts]
-        for text in texts:
+        for text in (*texts, *self._describe_missing()):
             warnings.warn(f"mpicoll: {text}", RuntimeWarning, stacklevel=3)
 
+    def _describe_missing(self) -> Iterator[str]:
+        """Describe the missing routes on the first rank of the group and of each of its parts."""
+        whole, ranks = self.group.whole, ", ".join(map(str, self.group.ranks))
+        arrays = "arrays on GPUs" if whole is None else f"arrays on the GPUs of ranks {ranks}"
+        for name, why in self.missing.items():
+            if self._me == 0 and not registry.DEVICE[name].policy.on_request:
+                yield f"{arrays} use {', '.join(self.names)}, because {name} is off: {why}"
+        for state in self.states.values():
+            for part in state.parts:
+                yield from part._describe_missing()
+
     def describe(self) -> dict[str, str]:
-        """Return for each route why the group, or a part of it in ``hierarchical``, does not use
-        it; "" for a route in use.
-        """
-        found = eligibility.describe_routes(self.names, self._found, self._forced, self.missing)
-        for name, words in self.missing_in_parts:
-            found[name] = "; ".join(filter(None, (found[name], f"in hierarchical {words}")))
-        return found
+        """Return for each route why the group does not use it; "" for a route in use."""
+        return eligibility.describe_routes(
+            self.names, self.capabilities, self._forced, self.missing
+        )
 
     def agree_in(self, part: ProcessGroup, known: Sequence[Capabilities]) -> Agreement:
         """Return the agreement of a part of the group. All ranks of the part call."""

@@ -25,19 +25,20 @@ class RouteState:
     group:   its ranks.
     n, me:   number of ranks, and this rank.
     context: this rank's device context.
-    maps_memory: the ranks map memory of each other.
-    missing_in_parts: routes that a part of the group should have and lacks: name and reason.
     can_fail_on_device: calls wait for other ranks on devices, so that they can end there without a
              result; ``find_failure`` returns the reason.
     """
 
-    maps_memory = True
-    missing_in_parts: Sequence[tuple[str, str]] = ()
     can_fail_on_device = False
 
     def __init__(self, agreement: Agreement) -> None:
         self.group, self.context = agreement.group, agreement.context
         self.n, self.me = self.group.size(), self.group.rank()
+
+    @property
+    def parts(self) -> Sequence[Agreement]:
+        """Return the agreements of this rank's subgroups."""
+        return ()
 
     def notify_failure(self, kind: CallKind, error: Exception) -> None:
         """Notify the other ranks, unless they know, that this rank failed before a call."""

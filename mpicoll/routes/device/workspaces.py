@@ -1,17 +1,9 @@
-"""Memory that all ranks of a group map: device memory by CUDA IPC, and pages of the host.
-
-A process that frees memory may get new memory at the same address. CUDA cannot map the new memory
-while the old mapping exists (208, cudaErrorAlreadyMapped). A group closes its own stale mappings,
-but another group of the process may keep one. So if a mapping fails, all groups close the mappings
-that no call uses, and it is tried once more.
-"""
+"""Memory that all ranks of a group map: device memory by CUDA IPC, and pages of the host."""
 
 from __future__ import annotations
 
 import mmap
-import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +13,7 @@ from mpicoll import control_messages
 from mpicoll.core.work import deadline
 from mpicoll.cuda.runtime import Memory, allocate
 from mpicoll.cuda.streams import DeviceContext
+from mpicoll.routes.device.mappings import BLOCK, open_memory
 from mpicoll.routes.device.state import first_problem
 from mpicoll.routes.host.shared_segment import share
 from mpicoll.serialized_mpi import dissemination_barrier
@@ -31,42 +24,15 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
-    "BLOCK", "RELEASE_TIMEOUT_S", "Workspaces", "map_each_other", "mapped", "open_memory",
-    "register_cache", "share_pages", "timed_barrier",
+    "RELEASE_TIMEOUT_S", "Workspaces", "map_each_other", "mapped", "share_pages", "timed_barrier",
 ]  # fmt: skip
 
-#: Size in bytes of the driver's blocks. Small allocations share a block, and opening one of them
-#: maps the whole block.
-BLOCK = 2 * 1024 * 1024
 #: Workspaces that other ranks may have mapped, which must not be freed.
 mapped: list[Memory] = []
 #: Seconds to wait for the other ranks to close their mappings when negotiation fails.
 RELEASE_TIMEOUT_S = 60.0
 #: Tag of the barrier's messages: above the tags of routes, below those of new groups.
 _TAG = (1 << 14) - 1
-
-#: Objects that keep memory mapped for later calls, with a method ``close_unused``.
-_caches: weakref.WeakSet[Any] = weakref.WeakSet()
-_lock = threading.Lock()  # held while ``_caches`` is read or changed
-
-
-def register_cache(cache: Any) -> None:
-    """Register a cache (weakly), whose unused memory is closed when memory cannot be mapped."""
-    with _lock:
-        _caches.add(cache)
-
-
-def open_memory(context: DeviceContext, handle: bytes) -> Memory:
-    """Map another process's memory, as ``Runtime.open``. Raises the driver's error."""
-    try:
-        return context.runtime.open(context.index, handle)
-    except Exception:
-        with _lock:
-            caches = list(_caches)
-        closed = [cache.close_unused() for cache in caches]
-        if not any(closed):
-            raise
-    return context.runtime.open(context.index, handle)
 
 
 def share_pages(group: ProcessGroup, nbytes: int) -> Any:

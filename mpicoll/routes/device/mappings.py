@@ -1,0 +1,138 @@
+"""Device memory of other processes, mapped by CUDA IPC.
+
+A process that frees memory may get new memory at the same address. CUDA cannot map the new memory
+while the old mapping exists (208, cudaErrorAlreadyMapped). A group closes its own stale mappings,
+but another group of the process may keep one. So if a mapping fails, all groups close the mappings
+that no call uses, and it is tried once more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+from mpicoll.cuda.runtime import Allocation, Event, Memory
+from mpicoll.cuda.streams import DeviceContext, poll_until
+
+__all__ = ["BLOCK", "Mappings", "open_memory"]
+
+#: Size in bytes of the driver's blocks. Small allocations share a block, and opening one of them
+#: maps the whole block.
+BLOCK = 2 * 1024 * 1024
+#: Seconds to wait for a stream to finish with a mapping that blocks another one.
+_CLOSE_TIMEOUT_S = 1.0
+
+_all: weakref.WeakSet[Mappings] = weakref.WeakSet()
+_lock = threading.Lock()  # held while ``_all`` is read or changed
+
+
+def open_memory(context: DeviceContext, handle: bytes) -> Memory:
+    """Map another process's memory, as ``Runtime.open``. Raises the driver's error."""
+    try:
+        return context.runtime.open(context.index, handle)
+    except Exception:
+        with _lock:
+            groups = list(_all)
+        closed = [mappings.close_unused() for mappings in groups]
+        if not any(closed):
+            raise
+    return context.runtime.open(context.index, handle)
+
+
+class _Mapped(NamedTuple):
+    nbytes: int
+    buffer: int
+    memory: Memory
+
+
+class Mappings:
+    """A group's mappings of other ranks' allocations, which it keeps for later calls.
+
+    A buffer id is never reused, so memory at the same address with another id is opened again, and
+    the old mapping is closed once the stream no longer uses it. (UCX's cuda_ipc cache also keeps
+    freed memory mapped until then.)
+    """
+
+    def __init__(self, context: DeviceContext, limit: int) -> None:
+        """limit: maximum number of mappings; the least recently used ones are closed."""
+        self._context, self._limit = context, limit
+        self._open: dict[tuple[int, int], _Mapped] = {}  # by rank and base, in LRU order
+        self._retired: deque[tuple[Event, Memory]] = deque()
+        self._lock = threading.RLock()  # held in a call
+        self._in_call = False
+        with _lock:
+            _all.add(self)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Context of a call, in which only retired memory is closed."""
+        with self._lock:
+            self._in_call = True
+            try:
+                yield
+            finally:
+                self._in_call = False
+
+    def get(self, rank: int, found: Allocation, handle: bytes) -> int:
+        """Return the address in this process of another rank's allocation.
+
+        Raises the driver's error if it cannot be mapped.
+        """
+        base, nbytes, buffer = found
+        mapped = self._open.pop((rank, base), None)
+        if mapped is None or mapped.buffer != buffer:
+            if mapped is not None:
+                self._retire(mapped.memory)
+                mapped = None  # drop the reference
+            stale = [
+                (whose, start)
+                for (whose, start), old in self._open.items()
+                if whose == rank and start < base + nbytes and base < start + old.nbytes
+            ]
+            for key in stale:  # they overlap the new allocation
+                self._retire(self._open.pop(key).memory)
+            mapped = _Mapped(nbytes, buffer, open_memory(self._context, handle))
+        self._open[rank, base] = mapped
+        if len(self._open) > self._limit:
+            self._retire(self._open.pop(next(iter(self._open))).memory)
+        return mapped.memory.address
+
+    def _retire(self, memory: Memory) -> None:
+        """Close memory once the work in the stream is done."""
+        self._retired.append((self._context.record(), memory))
+
+    def close_retired(self, moment: float = 0.0) -> None:
+        """Close the retired memory that the stream no longer uses, waiting until ``moment``
+        (monotonic).
+        """
+        while self._retired and poll_until(
+            partial(self._context.runtime.is_done, self._retired[0][0]), moment
+        ):
+            self._retired.popleft()
+
+    def close_unused(self) -> bool:
+        """Close memory that no call uses, unless another thread is in a call; return whether any
+        was closed. In a call of this thread, close only retired memory.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            while self._open and not self._in_call:
+                self._retire(self._open.popitem()[1].memory)
+            before = len(self._retired)
+            self.close_retired(time.monotonic() + _CLOSE_TIMEOUT_S)
+            return len(self._retired) < before
+        finally:
+            self._lock.release()
+
+    def clear(self) -> None:
+        """Close all mappings; the stream has finished."""
+        with self._lock:
+            self._open.clear()
+            self._retired.clear()

@@ -14,7 +14,7 @@
 # Then, on the GPU machine, in this order. Copy the repository with the folder wheels. Each command
 # ends within 600 s, creates what it needs on a new machine, and prints its results while it runs:
 #
-#     tests/gpu/on_a_gpu.sh first      # first_light.py, environment, doctor, route shared_gpu
+#     tests/gpu/on_a_gpu.sh first      # first_light.py, environment, doctor, route ipc
 #     tests/gpu/on_a_gpu.sh kernels    # kernels, killed ranks, CUDA_VISIBLE_DEVICES
 #     tests/gpu/on_a_gpu.sh streams    # streams, memory, and the PyTorch backend
 #     tests/gpu/on_a_gpu.sh facade     # every call on every route, compute-sanitizer
@@ -106,7 +106,7 @@ run() {
     case $step in
         first)
             bounded "$venv/bin/mpiexec" -n 2 "$venv/bin/python" -m mpi4py -m mpicoll doctor
-            gpu_tests --suites shared
+            gpu_tests --suites ipc
             ;;
         kernels) gpu_tests --suites kernels jobs ;;
         streams) gpu_tests --suites streams trouble backend --routes auto staged ;;

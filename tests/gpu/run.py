@@ -42,7 +42,7 @@ sys.path.insert(0, str(HERE.parent))
 from run import ENVIRONMENT, LOGS, MPI, PLAIN, TORCH, Launch  # noqa: E402
 
 ROUTES = [
-    "auto", "shared_gpu", "peer", "hierarchical", "copy_engine", "ipc", "staged", "direct", "mpi",
+    "auto", "peer", "hierarchical", "ipc", "staged", "direct", "mpi",
     "nccl",
 ]  # fmt: skip
 #: Routes that need one GPU per rank.
@@ -87,8 +87,8 @@ SUITES = (
     *(
         Suite(name, [f"tests/gpu/test_{file}.py", "-k", route], ["cupy"], about=route, ranks=(2, 4))
         for name, file, route in (
-            ("shared", "zero_copy", "shared_gpu"), ("peer", "peer", "peer"),
-            ("copies", "zero_copy", "copy_engine"), ("levels", "hierarchical", "hierarchical"),
+            ("ipc", "zero_copy", "ipc"), ("peer", "peer", "peer"),
+            ("levels", "hierarchical", "hierarchical"),
         )
     ),
     Suite(
@@ -103,7 +103,7 @@ SUITES = (
     ),
     Suite(
         "backend", ["tests/gpu/test_cuda_tensors.py", "tests/gpu/test_cuda_training.py"],
-        ["torch"], ["auto", "shared_gpu", "ipc", "staged", "direct", "nccl"], host="torch",
+        ["torch"], ["auto", "ipc", "staged", "direct", "nccl"], host="torch",
     ),
     Suite(
         "facade", ["tests/mpi/test_devices.py"], ["cupy", "interface", "torch"],

@@ -106,13 +106,13 @@ REPRODUCIBLE = _one_of(
 #: The values name the modules of routes/device, best first: routes/registry.py loads them.
 DEVICE_ROUTE = _one_of(
     "MPICOLL_DEVICE_ROUTE", (
-        "peer", "hierarchical", "ipc", "direct", "mpi", "staged", "nccl",
+        "peer", "hierarchical", "ipc", "direct", "staged", "nccl",
     ),
     "on all ranks: the route for device memory, see gpu.md",
 )  # fmt: skip
 CUDA_AWARE = _one_of(
-    "MPICOLL_CUDA_AWARE", ("none", "transfer", "full"),
-    "which calls of the MPI library accept device memory; mpicoll then does not probe it, see "
+    "MPICOLL_CUDA_AWARE", ("0", "1"),
+    "whether the MPI library sends and receives device memory; mpicoll then does not probe it, see "
     "gpu.md",
 )  # fmt: skip
 SURVIVE = _one_of(

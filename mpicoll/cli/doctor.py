@@ -363,7 +363,7 @@ def _describe_mpi(findings: Findings, me: int) -> Facts:
         "ranks": f"{len(findings.all_ranks)} on {nodes} node{'s' * (nodes > 1)}",
         "GPUs": "; ".join(f"{i}: {name} ({gpu})" for i, (name, gpu) in enumerate(gpus))
         or f"none: {own.no_gpu}",
-        "CUDA in MPI": f"{own.cuda.name.lower()} ({own.why})",
+        "CUDA in MPI": f"{'yes' if own.cuda else 'no'} ({own.why})",
     }
 
 
@@ -529,20 +529,18 @@ def _advise_on_cupy(findings: Findings) -> str:
 
 def _advise_on_device_routes(findings: Findings) -> list[str]:
     """Advise how to get a better device route."""
-    from mpicoll.cuda.capabilities import CudaSupport
-
     all_ranks = findings.all_ranks
     remedies = {f"{own.why}: {own.remedy}" for own in all_ranks if own.remedy}
     tls = os.environ.get("UCX_TLS", "")
     if any(own.gpus for own in all_ranks) and tls and not re.search(r"cuda|all|^\^", tls):
         remedies.add(f"UCX_TLS={tls} excludes cuda: add cuda_copy,cuda_ipc if MPI uses UCX")
     several = len({own.node for own in all_ranks}) > 1
-    plain = any(own.gpus and own.cuda is CudaSupport.NONE and not own.remedy for own in all_ranks)
+    plain = any(own.gpus and not own.cuda and not own.remedy for own in all_ranks)
     if several and plain:
         remedies.add(
             "between nodes, device memory is copied through the host, because MPI does not support "
             "it: a CUDA-aware MPI avoids the copies (a module of your site, or a build with CUDA); "
-            "if MPI is CUDA-aware, set MPICOLL_CUDA_AWARE=transfer or full"
+            "if MPI is CUDA-aware, set MPICOLL_CUDA_AWARE=1"
         )
     return sorted(remedies)
 

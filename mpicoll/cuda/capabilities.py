@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import control_messages, settings
@@ -20,25 +19,14 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "Capabilities", "CudaSupport", "discover", "exchange", "find_nodes", "find_partners",
+    "Capabilities", "discover", "exchange", "find_nodes", "find_partners",
     "judge", "try_messages",
 ]  # fmt: skip
 
-#: Support for device memory set by the site: none, transfer or full.
+#: Support for device memory set by the site.
 OVERRIDE = settings.CUDA_AWARE.name
 #: Timeout in seconds for the messages between nodes.
 BETWEEN_NODES_TIMEOUT_S = 30.0
-
-
-class CudaSupport(IntEnum):
-    """Support of an MPI library for device memory."""
-
-    #: None: device memory must be copied to the host.
-    NONE = 0
-    #: Sends and receives device memory.
-    TRANSFER = 1
-    #: Also reduces device memory, and has collectives of it.
-    FULL = 2
 
 
 @dataclass(frozen=True)
@@ -47,7 +35,7 @@ class Capabilities:
 
     vendor, version: of the MPI library.
     library: file of the MPI library.
-    cuda:    MPI's support for device memory.
+    cuda:    whether MPI sends and receives device memory.
     why:     source of that value.
     problem: how the support falls short of the library's claims; "" if it does not.
     remedy:  advice for better support, if known.
@@ -65,7 +53,7 @@ class Capabilities:
     vendor: str
     version: str
     library: str
-    cuda: CudaSupport
+    cuda: bool
     why: str
     node: str
     problem: str = ""
@@ -79,10 +67,9 @@ class Capabilities:
     forced: str = ""
     used: str = ""
 
-    def lacks_mpi(self, least: CudaSupport) -> str:
+    def lacks_mpi(self) -> str:
         """Return the missing MPI support as text; "" if it is sufficient."""
-        does = "sends and receives" if least is CudaSupport.TRANSFER else _EVERYTHING
-        return "" if self.cuda >= least else f"an MPI that {does} device memory ({self.why})"
+        return "" if self.cuda else f"an MPI that sends and receives device memory ({self.why})"
 
     def lacks_gpu(self) -> str:
         """Return the reason that this process has no GPU; "" if it has one."""
@@ -90,10 +77,8 @@ class Capabilities:
 
     def words(self) -> dict[str, Any]:
         """Return the fields as values for JSON."""
-        return asdict(self) | {"cuda": self.cuda.name.lower()}
+        return asdict(self)
 
-
-_EVERYTHING = "sends, receives and reduces"
 
 _known: Capabilities | None = None
 
@@ -112,7 +97,7 @@ def discover(probes: bool = False, again: bool = False) -> Capabilities:
             probes for all equal ranks.
     again:  ignore the outcomes of earlier probes.
 
-    Raises ArgumentError if MPICOLL_CUDA_AWARE is not none, transfer or full.
+    Raises ArgumentError if MPICOLL_CUDA_AWARE is not 0 or 1.
     """
     global _known
     if _known is None or not _known.settled or again:
@@ -129,7 +114,7 @@ def _discover(probes: bool, again: bool) -> Capabilities:
         vendor=vendor,
         version=".".join(map(str, numbers)),
         library=str(library),
-        cuda=CudaSupport.NONE,
+        cuda=False,
         why="",
         node=node(),
         forced=os.environ.get(settings.DEVICE_ROUTE.name, ""),
@@ -144,9 +129,7 @@ def _discover(probes: bool, again: bool) -> Capabilities:
         found = replace(found, gpus=gpus, names=names, nccl=cuda.has_nccl())
     override = settings.CUDA_AWARE.value()
     if override:
-        return replace(
-            found, cuda=CudaSupport[override.upper()], why=f"{OVERRIDE}={os.environ[OVERRIDE]}"
-        )
+        return replace(found, cuda=override == "1", why=f"{OVERRIDE}={override}")
     if not found.gpus:
         return found
     switch = mpi_support.find_switch(version, os.environ)
@@ -174,25 +157,18 @@ def judge(found: Capabilities, claims: Sequence[str], outcome: ProbeOutcome | No
     outcome: None without a probe.
     """
     says = f"{' and '.join(claims)}: yes" if claims else "MPI does not say that it takes any"
-    # Trust only point-to-point: libraries with false claims fail in reductions.
-    believed = CudaSupport.TRANSFER if claims else CudaSupport.NONE
     if outcome is None:
-        return replace(found, cuda=believed, why=f"{says}; not tried", settled=False)
+        return replace(found, cuda=bool(claims), why=f"{says}; not tried", settled=False)
     tried = f"tried {'between two ranks' if outcome.ranks == 2 else 'on one rank'}"
     if outcome.began != OK:
         why = f"{says}; could not be tried: {outcome.began}"
-        return replace(found, cuda=believed, why=why)
-    stages = {"transfer": outcome.transfer, "reduction": outcome.reduction}
-    details = ", ".join(f"{stage} {how}" for stage, how in stages.items() if how)
-    cuda = CudaSupport.NONE
-    if outcome.transfer == OK:
-        cuda = CudaSupport.FULL if outcome.reduction == OK else CudaSupport.TRANSFER
-    problem, remedy = "", ""
-    if cuda is CudaSupport.NONE:
+        return replace(found, cuda=bool(claims), why=why)
+    cuda, problem, remedy = outcome.transfer == OK, "", ""
+    if not cuda:
         remedy = mpi_support.find_ucx_remedy(os.environ)
-    if claims and cuda is not CudaSupport.FULL:
-        problem = f"MPI says that it takes device memory ({says}), but {tried}: {details}"
-    why = f"{says}; {tried}: {details}"
+    if claims and not cuda:
+        problem = f"MPI says that it takes device memory ({says}), but {tried}: transfer {outcome.transfer}"
+    why = f"{says}; {tried}: transfer {outcome.transfer}"
     return replace(found, cuda=cuda, why=why, problem=problem, remedy=remedy)
 
 
@@ -281,7 +257,7 @@ def try_messages(
     all_ranks: capabilities of each rank by itself.
     """
     nodes = [own.node for own in all_ranks]
-    if len(set(nodes)) == 1 or any(own.cuda is CudaSupport.NONE for own in all_ranks):
+    if len(set(nodes)) == 1 or not all(own.cuda for own in all_ranks):
         return tuple(all_ranks)
     apart = comm.Dup()  # so that undelivered messages do not match later ones
     place = probe.ProbeDevice(apart, cuda, index, cuda.create_stream(index))
@@ -301,6 +277,5 @@ def try_messages(
     rank = next((one for one in bad if said[one] != probe.HUNG), bad[0])
     told = f"tried between nodes: {said[rank]} (rank {rank})"
     return tuple(
-        replace(own, cuda=CudaSupport.NONE, why=f"{own.why}; {told}", problem=told)
-        for own in all_ranks
+        replace(own, cuda=False, why=f"{own.why}; {told}", problem=told) for own in all_ranks
     )

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpicoll import control_messages, launch
+from mpicoll import launch
 from mpicoll.cuda import runtime
 from mpicoll.cuda.streams import poll_until
 
@@ -46,13 +46,12 @@ class ProbeOutcome(NamedTuple):
 
     ranks: number of ranks it ran on.
     began: "ok" if MPI and the device were available, else the error.
-    transfer, reduction: "ok", or the error; "" if the stage was not reached.
+    transfer: "ok", or the error; "" if messages were not tried.
     """
 
     ranks: int
     began: str
     transfer: str
-    reduction: str
 
 
 # --- in the calling process ---------------------------------------------------------------------
@@ -64,7 +63,7 @@ def run_probe(
     limit: float = LIMIT,
     environment: Mapping[str, str] = os.environ,
 ) -> ProbeOutcome:
-    """Move and reduce device memory between two processes with a separate MPI world.
+    """Move device memory between two processes with a separate MPI world.
 
     If two processes cannot be started, a single one is probed.
 
@@ -147,16 +146,12 @@ def _run(
             _wait(processes, limit + _GRACE_S)
             codes = [process.poll() for process in processes]
         except OSError as error:
-            return ProbeOutcome(ranks, str(error), "", "")
+            return ProbeOutcome(ranks, str(error), "")
         finally:
             _end(processes)
         notes = [_read(Path(folder, f"rank-{rank}")) for rank in range(ranks)]
-    verdicts = []
-    for stage in ("began", *(name for name, _ in STAGES)):
-        verdicts.append(_verdict(stage, notes, codes))
-        if verdicts[-1] != OK:
-            break
-    return ProbeOutcome(ranks, *(*verdicts, "", "", "")[:3])
+    began = _verdict("began", notes, codes)
+    return ProbeOutcome(ranks, began, _verdict("transfer", notes, codes) if began == OK else "")
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], limit: float) -> None:
@@ -234,7 +229,7 @@ class ProbeDevice(NamedTuple):
 
 
 def _values(nbytes: int, rank: int) -> np.ndarray[Any, Any]:
-    """Return float32 values whose sums over two ranks are exact."""
+    """Return a message that tells its rank."""
     return (np.arange(nbytes // 4) % 251 + 1000 * rank).astype(np.float32)
 
 
@@ -276,43 +271,16 @@ def exchange_messages(place: ProbeDevice, partners: Iterable[int], limit: float 
     return OK if right else "moved wrong data"
 
 
-def _transfer(place: ProbeDevice) -> str:
-    """Test messages around a ring of ranks."""
-    me, n = place.world.Get_rank(), place.world.Get_size()
-    return exchange_messages(place, {(me - 1) % n, (me + 1) % n})
-
-
-def _reduction(place: ProbeDevice) -> str:
-    from mpi4py import MPI
-
-    n, right = place.world.Get_size(), True
-    for nbytes in SIZES:
-        own = _values(nbytes, place.world.Get_rank())
-        total = np.stack([_values(nbytes, rank) for rank in range(n)]).sum(0, np.float32)
-        both = place.fill(own)
-        place.world.Allreduce(MPI.IN_PLACE, _message(both), MPI.SUM)
-        send, recv = place.fill(own), place.fill(-own)
-        place.world.Allreduce(_message(send), _message(recv), MPI.SUM)
-        right &= place.holds(both, total) and place.holds(recv, total)
-    return OK if right else "moved wrong data"
-
-
-#: The stages of a probe, in order.
-STAGES: tuple[tuple[str, Callable[[ProbeDevice], str]], ...] = (
-    ("transfer", _transfer),
-    ("reduction", _reduction),
-)
-
-
 def _probe(folder: Path, limit: float, rank: int | None, size: int | None) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, limit)  # exits this process, even inside MPI
-    me, stage = rank or 0, "began"
+    me = rank or 0
 
-    def note(how: str) -> None:
+    def note(stage: str, how: str) -> None:
         with Path(folder, f"rank-{me}").open("a") as file:
             file.write(f"{stage} {' '.join(how.split())}\n")
 
+    stage = "began"
     try:
         rendezvous = None
         if rank is not None:
@@ -326,15 +294,13 @@ def _probe(folder: Path, limit: float, rank: int | None, size: int | None) -> No
             cuda.use(index)
             place = ProbeDevice(world, cuda, index, cuda.create_stream(index))
             world.Barrier()
-        note(OK)
-        for stage, test in STAGES:  # noqa: B007 (note reads it)
-            how = test(place)
-            everywhere = all(one == OK for one in control_messages.allgather(world, how, str))
-            note(how)
-            if not everywhere:
-                break
+            stage = "transfer"
+            note("began", OK)
+            n = world.Get_size()
+            note(stage, exchange_messages(place, {(me - 1) % n, (me + 1) % n}))
+            world.Barrier()
     except Exception as error:
-        note(f"failed: {type(error).__name__}: {error}")
+        note(stage, f"failed: {type(error).__name__}: {error}")
         os._exit(1)  # the other ranks are waiting
 
 

@@ -42,7 +42,7 @@ sys.path.insert(0, str(HERE.parent))
 from run import ENVIRONMENT, LOGS, MPI, PLAIN, TORCH, Launch  # noqa: E402
 
 ROUTES = [
-    "auto", "peer", "hierarchical", "ipc", "staged", "direct", "mpi",
+    "auto", "peer", "hierarchical", "ipc", "staged", "direct",
     "nccl",
 ]  # fmt: skip
 #: Routes that need one GPU per rank.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.core.reproducible import ORDER
-from mpicoll.cuda.capabilities import CudaSupport
+from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.routes import algorithms
 from mpicoll.routes.device.space import for_mpi
 from mpicoll.routes.route import EXCHANGES, Needs, Policy, Route, Serves, has_loop
@@ -33,10 +33,7 @@ ROUTE = Route(
         uneven=("all_gather", "reduce_scatter", *EXCHANGES),
     ),
     _build,
-    Needs(
-        description="MPI that sends and receives device memory",
-        missing_reason=lambda own: own.lacks_mpi(CudaSupport.TRANSFER),
-    ),
+    Needs("", "MPI that sends and receives device memory", Capabilities.lacks_mpi),
     Policy(
         host_waits_for=(
             "until the device has done all earlier work, and MPI has moved all data; not for the "

@@ -14,7 +14,7 @@ from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.plan import CallKind, Extent, Implementation, agreed_sizes
 from mpicoll.cuda import binding, capabilities
-from mpicoll.cuda.capabilities import Capabilities, CudaSupport
+from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
@@ -31,7 +31,7 @@ __all__ = ["Agreement", "DeviceImplementation", "agree"]
 S = TypeVar("S", bound=RouteState)
 
 #: Values of MPICOLL_DEVICE_ROUTE with which calls may pass device memory to MPI.
-_BY_MPI = None, "direct", "mpi", "hierarchical"
+_BY_MPI = None, "direct", "hierarchical"
 
 
 class Agreement:
@@ -111,9 +111,7 @@ class Agreement:
         """Probe what MPI does with device memory, if a route needs it. All ranks call."""
         why = f"not tried, because {ipc.ROUTE.name} serves large calls"
         if ipc.ROUTE.name in self.states or self._forced not in _BY_MPI:
-            self.capabilities = [
-                replace(own, cuda=CudaSupport.NONE, why=why) for own in self.capabilities
-            ]
+            self.capabilities = [replace(own, cuda=False, why=why) for own in self.capabilities]
             return
         context, inner = self.context, self.group.inner
         found = eligibility.with_used(capabilities.exchange(inner, probes=True), self._used)

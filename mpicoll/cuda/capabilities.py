@@ -164,11 +164,12 @@ def judge(found: Capabilities, claims: Sequence[str], outcome: ProbeOutcome | No
         why = f"{says}; could not be tried: {outcome.began}"
         return replace(found, cuda=bool(claims), why=why)
     cuda, problem, remedy = outcome.transfer == OK, "", ""
+    verdict = f"transfer {outcome.transfer}"
     if not cuda:
         remedy = mpi_support.find_ucx_remedy(os.environ)
     if claims and not cuda:
-        problem = f"MPI says that it takes device memory ({says}), but {tried}: transfer {outcome.transfer}"
-    why = f"{says}; {tried}: transfer {outcome.transfer}"
+        problem = f"MPI says that it takes device memory ({says}), but {tried}: {verdict}"
+    why = f"{says}; {tried}: {verdict}"
     return replace(found, cuda=cuda, why=why, problem=problem, remedy=remedy)
 
 

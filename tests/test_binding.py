@@ -12,7 +12,7 @@ import pytest
 
 from mpicoll.cuda import binding, runtime
 from mpicoll.cuda.binding import bind, describe_far_gpu, describe_idle_gpus, device_for
-from mpicoll.cuda.capabilities import Capabilities, CudaSupport
+from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.errors import MpicollError, UnsupportedError
 from mpicoll.launch.launchers import LAUNCHERS
 
@@ -90,7 +90,7 @@ def test_bind_without_a_gpu(alone, monkeypatch):
 
 
 def rank(gpus: Sequence[str], node: str = "a") -> Capabilities:
-    return Capabilities("M", "1", "", CudaSupport.NONE, "", node, gpus=tuple(gpus))
+    return Capabilities("M", "1", "", False, "", node, gpus=tuple(gpus))
 
 
 @pytest.mark.parametrize(

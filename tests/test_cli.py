@@ -20,7 +20,7 @@ import mpicoll
 from mpicoll import cli
 from mpicoll.cli import doctor
 from mpicoll.cli.doctor import Findings, Placement, advise
-from mpicoll.cuda.capabilities import Capabilities, CudaSupport
+from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.launch.exit_hooks import INTERRUPTED
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes.registry import DEVICE
@@ -298,7 +298,7 @@ def test_doctor_reports_invalid_settings(ended: Ended) -> None:
     name, value = (each["text"] for each in found["advice"] if each["wrong"])
     assert name.startswith("ranks 0-1: MPICOLL_SHARED_MEM: ")
     assert name.endswith("did you mean MPICOLL_SHARED_MEMORY?")
-    assert value == "ranks 0-1: MPICOLL_CUDA_AWARE: expected none, transfer or full, got 'perhaps'"
+    assert value == "ranks 0-1: MPICOLL_CUDA_AWARE: expected 0 or 1, got 'perhaps'"
     assert found["routes"]["host"], "the report is incomplete"
     settings = (
         "MPICOLL_DEBUG=INFO; MPICOLL_TABLE=0; MPICOLL_CUDA_AWARE=perhaps; MPICOLL_SECRET=(set)"
@@ -448,7 +448,7 @@ def test_doctor_finds_no_problems_only_without_advice() -> None:
 def test_advice_on_ucx(
     gpus: tuple[str, ...], tls: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = Capabilities("M", "1", "", CudaSupport.FULL, "", "a", gpus=gpus)
+    own = Capabilities("M", "1", "", True, "", "a", gpus=gpus)
     monkeypatch.setenv("UCX_TLS", tls)
     advice = [text for _, text in advise(Findings([facts()], all_ranks=(own,)))]
     assert len(advice) == bool(words) and all(words in text for text in advice), advice

@@ -12,7 +12,6 @@ import pytest
 from rank_scripts import MPIEXEC, needs_mpiexec
 
 from mpicoll import settings
-from mpicoll.cuda import capabilities
 from mpicoll.errors import ArgumentError
 from mpicoll.settings import SETTINGS
 
@@ -107,11 +106,6 @@ def test_project_uses_only_names_of_the_table() -> None:
             text = path.read_text() if path.is_file() else ""
             found = set(re.findall(r"(?<![\w#])MPICOLL_[A-Z_]+\b(?!\.h)", text))
             assert found <= NAMES, path
-
-
-def test_values_of_cuda_aware_match_the_enumeration() -> None:
-    levels = [level.name.lower() for level in capabilities.CudaSupport]
-    assert sorted(settings.CUDA_AWARE.values) == sorted(levels)
 
 
 # --- whole jobs ---------------------------------------------------------------------------------

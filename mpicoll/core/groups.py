@@ -86,8 +86,7 @@ class ProcessGroup(Calls):
         self.plans: dict[Any, Any] = {}  # by primitive, dtype and operation
         self.resources = Resources()
         self.windows: list[Any] = []  # see api/windows.py
-        #: Numbers of groups created from this one, and of splits and monitored barriers.
-        self.formed = self.splits = self.monitored = 0
+        self.formed = self.splits = 0  # numbers of groups created from this one, and of splits
 
         #: Why the group is FAILED, and the class of the errors of a CLOSED group.
         self.error: DistBackendError | None = None

@@ -112,33 +112,23 @@ def find_operation(op: object, where: str) -> ReduceOp:
 
     where: operation and argument, for error messages.
 
-    Raises ArgumentTypeError for anything else, and UnsupportedError for an MPI operation without a
-    counterpart.
+    Raises ArgumentTypeError for anything else.
     """
-    found = op if isinstance(op, ReduceOp) else _of_torch(op) or _of_mpi(op, where)
+    found = op if isinstance(op, ReduceOp) else _of_torch(op) or _of_mpi(op)
     if found is None:
         raise ArgumentTypeError(
-            f"{where}: expected a mpicoll.ReduceOp such as ReduceOp.SUM, got {describe_value(op)}"
+            f"{where}: expected a mpicoll.ReduceOp such as ReduceOp.SUM, or an operation of mpi4py "
+            f"that has a counterpart, such as MPI.SUM, got {describe_value(op)}"
         )
     return found
 
 
-def _of_mpi(op: object, where: str) -> ReduceOp | None:
-    """Return the first row of the table for an MPI operation, or None."""
+def _of_mpi(op: object) -> ReduceOp | None:
+    """Return the first row of the table for an operation of mpi4py, or None."""
     mpi = sys.modules.get("mpi4py.MPI")  # if it is not loaded, ``op`` is not an MPI operation
     if mpi is None or not isinstance(op, mpi.Op):
         return None
-    for row in OPERATIONS:
-        if op == getattr(mpi, row.mpi):
-            return row
-    named = (
-        f"MPI.{name}" for name, one in vars(mpi).items() if isinstance(one, mpi.Op) and one == op
-    )
-    raise UnsupportedError(
-        f"{where}: {next(named, 'an operation made by MPI.Op.Create')} has no counterpart; "
-        "expected a mpicoll.ReduceOp, or one of "
-        f"{', '.join(dict.fromkeys(f'MPI.{row.mpi}' for row in OPERATIONS))}"
-    )
+    return next((row for row in OPERATIONS if op == getattr(mpi, row.mpi)), None)
 
 
 def _of_torch(op: object) -> ReduceOp | None:

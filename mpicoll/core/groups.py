@@ -85,7 +85,6 @@ class ProcessGroup(Calls):
         self.whole: ProcessGroup | None = None  # user's group of an internal group of a route
         self.plans: dict[Any, Any] = {}  # by primitive, dtype and operation
         self.resources = Resources()
-        self.windows: list[Any] = []  # see api/windows.py
         self.formed = self.splits = 0  # numbers of groups created from this one, and of splits
 
         #: Why the group is FAILED, and the class of the errors of a CLOSED group.

@@ -10,7 +10,8 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpicoll import communicators, launch, settings
 from mpicoll.core import reproducible as levels
@@ -38,6 +39,17 @@ __all__ = [
     "GroupMember", "ProcessGroup", "get_global_rank", "get_group_rank", "get_process_group_ranks",
     "get_rank", "get_world_size", "group",
 ]  # fmt: skip
+
+
+class RunningTask(NamedTuple):
+    """A call without a call record: its name, its thread, and whether it checks its own timeout."""
+
+    name: str
+    thread: int
+    keeps_time: bool
+
+
+NO_TASK = RunningTask("", 0, False)
 
 
 class ProcessGroup(Calls):
@@ -69,8 +81,7 @@ class ProcessGroup(Calls):
             return_errors(one)
         if launch.is_serialized() or settings.TESTED_CALLS.is_set_to("1"):
             inner = with_wait(inner, self.wait_for)
-        self._given = given
-        self._lent: MPI.Intracomm | None = None
+        self._given = given  # see comm
         self.inner = inner  # communicator of collectives and of their internal exchanges
         self.messages = messages  # of the user's messages, so that tags do not collide
         self.ranks = tuple(ranks)
@@ -90,17 +101,15 @@ class ProcessGroup(Calls):
         #: Why the group is FAILED, and the class of the errors of a CLOSED group.
         self.error: DistBackendError | None = None
         self.closed: type[Exception] | None = None
-        self._failing = threading.Lock()
+        self._changing = threading.Lock()  # held while the group fails or gets a progress thread
         #: Returns the error of device work that ended without its results, if it is known; takes
         #: whether to wait for the devices. None if the group has no such work.
         self.device_error: Callable[[bool], DistBackendError | None] | None = None
         self.pending_error: DistBackendError | None = None  # of devices, not raised by a call yet
         self.statuses: dict[int, Any] = {}  # of other ranks; see failures/rank_status.py
 
-        self._giving = threading.Lock()
         self.pending: set[Any] = set()  # incomplete async collectives
-        self.keeps_time = False  # the running collective enforces its own timeout
-        self.doing, self.doing_on = "", 0  # running call without a call record, and its thread
+        self.task = NO_TASK  # running call without a call record
         #: Compares one call (kind, sizes) in memory that the ranks share; else None.
         self.agree: Callable[[int, int], None] | None = None
         #: Calls that only enqueue work in streams, and how many of them are compared together.
@@ -110,10 +119,8 @@ class ProcessGroup(Calls):
         self.message_history: deque[list[Any]] = deque(maxlen=kept)
         self.in_flight: set[Any] = set()  # incomplete messages of the user
         self.held_back: deque[Any] = deque()  # messages to send, in order, until the first is due
-        greatest_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-        assert isinstance(greatest_tag, int)
-        #: Tags of object messages and of status messages; the user's tags are lower.
-        self.object_tag, self.leave_tag = greatest_tag, greatest_tag - 1
+        #: Tag of status messages. Object messages have the next one, the user's have lower ones.
+        self.status_tag: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) - 1  # type: ignore[operator]
 
     def rank(self) -> int:
         """Return this process's rank in the group."""
@@ -146,19 +153,22 @@ class ProcessGroup(Calls):
         self.check_open()
         if self._given is not None:
             return self._given
-        if self._lent is None:
-            self._lent = state.run_task(
-                self, "ProcessGroup.comm", lambda: communicators.create_private(self.inner), root=-1
-            )
-        return unwrap(self._lent)
+
+        def create() -> MPI.Intracomm:
+            return communicators.create_private(self.inner)
+
+        def free(comm: MPI.Intracomm, limit: float) -> None:
+            # The program may have freed it. After an error it may receive a late message.
+            if self.error is None and unwrap(comm) != sys.modules["mpi4py.MPI"].COMM_NULL:
+                comm.Free()
+
+        run = partial(state.run_task, self, "ProcessGroup.comm", create, root=-1)
+        return unwrap(self.resources.get_or_create("comm", run, close=free))
 
     def free(self) -> None:
-        """Free the communicators of the group, except one that the program has passed in."""
+        """Free the group's own communicators."""
         from mpi4py import MPI
 
-        # The program may have freed the communicator.
-        if self._lent is not None and unwrap(self._lent) != MPI.COMM_NULL:
-            self._lent.Free()
         for one in (self.messages, self.inner):
             if unwrap(one) != MPI.COMM_NULL and _drain(one):
                 one.Free()
@@ -183,7 +193,7 @@ class ProcessGroup(Calls):
 
     def give(self, task: Callable[[], None]) -> Worker:
         """Submit a task to the progress thread, and return that Worker."""
-        with self._giving:
+        with self._changing:
             if self.worker is None:
                 launch.warn_if_serialized(self.ranks[self._rank])
                 self.worker = Worker(f"mpicoll-{self.group_name}")
@@ -213,12 +223,12 @@ class ProcessGroup(Calls):
 
         name: of the call to make.
         """
-        inside = self.doing_on if self.doing else self.thread if self.inside else 0
+        inside = self.task.thread if self.task.name else self.thread if self.inside else 0
         if inside == threading.get_ident() and self.lock.locked():
             raise ArgumentError(
-                f"{name}: this thread is inside {self.doing or f'call {self.sequence}'} of group "
-                f"{self.group_name}, as in a signal handler; set a flag in the handler, and call "
-                f"{name} after the call has returned"
+                f"{name}: this thread is inside {self.task.name or f'call {self.sequence}'} of "
+                f"group {self.group_name}, as in a signal handler; set a flag in the handler, and "
+                f"call {name} after the call has returned"
             )
 
     def check_whole(self) -> None:
@@ -241,7 +251,7 @@ class ProcessGroup(Calls):
 
         Returns False if nothing has changed: the group was FAILED or CLOSED before.
         """
-        with self._failing:
+        with self._changing:
             known = self.error
             if self.closed is not None or (
                 known is not None
@@ -396,18 +406,12 @@ def return_errors(comm: MPI.Intracomm) -> None:
     comm.Set_errhandler(MPI.ERRORS_RETURN)
 
 
-_FORKED = (
-    "this process was forked from a rank, and MPI belongs to the parent. Start it with the 'spawn' "
-    "method of multiprocessing, or fork before init_process_group"
-)
-_FINALIZED = (
-    "the program has finalized MPI, which has ended all process groups; call MPI.Finalize after "
-    "the last use of mpicoll, or leave it to mpicoll"
-)
 #: Messages of errors that end all groups.
 _WITHOUT_MPI: dict[type[Exception], str] = {
-    ForkedError: _FORKED,
-    NotInitializedError: _FINALIZED,
+    ForkedError: "this process was forked from a rank, and MPI belongs to the parent. Start it "
+    "with the 'spawn' method of multiprocessing, or fork before init_process_group",
+    NotInitializedError: "the program has finalized MPI, which has ended all process groups; call "
+    "MPI.Finalize after the last use of mpicoll, or leave it to mpicoll",
 }
 
 
@@ -479,9 +483,9 @@ def default_group() -> ProcessGroup:
     """Return the group of all ranks. Raises NotInitializedError if there is none."""
     if state.default is None:
         if state.forked:
-            raise ForkedError(_FORKED)
+            raise ForkedError(_WITHOUT_MPI[ForkedError])
         if state.finalized:
-            raise NotInitializedError(_FINALIZED)
+            raise NotInitializedError(_WITHOUT_MPI[NotInitializedError])
         raise NotInitializedError(
             "there is no default process group; call init_process_group() first"
         )

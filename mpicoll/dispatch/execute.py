@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 from mpicoll.arrays.adapters import fast_views
 from mpicoll.arrays.protocols import Arrays
 from mpicoll.core import checks
-from mpicoll.core.groups import ProcessGroup, default_group, resolve, set_task_runner, state
+from mpicoll.core.groups import (
+    NO_TASK,
+    ProcessGroup,
+    RunningTask,
+    default_group,
+    resolve,
+    set_task_runner,
+    state,
+)
 from mpicoll.core.indices import check_index
 from mpicoll.core.plan import CallKind, Plan, Run, Task, agreed_sizes
 from mpicoll.core.signature import (
@@ -500,7 +508,7 @@ def _perform_uncompared(
     group.check_outside(name)
     try:
         with group.lock:
-            group.doing_on, group.doing, group.keeps_time = get_ident(), name, keeps_time
+            group.task = RunningTask(name, get_ident(), keeps_time)
             try:
                 if keeps_time:  # else not in the flight record, whose positions all ranks share
                     group.begin_uncompared(*encode_task(name), -1)
@@ -508,7 +516,7 @@ def _perform_uncompared(
                 if keeps_time:
                     group.complete()
             finally:
-                group.doing, group.keeps_time = "", False
+                group.task = NO_TASK
     except MpicollError as error:
         flight_record.dump_after(error, group)
         raise

@@ -307,7 +307,7 @@ class MessageWork(Work):
 def check_tag(group: ProcessGroup, name: str, tag: SupportsIndex) -> int:
     """Return a tag as a number; raise where it is none that messages may have."""
     number = check_index(tag, f"{name}: tag")
-    end = group.leave_tag // _TAGS
+    end = group.status_tag // _TAGS
     if not 0 <= number < end:
         raise ArgumentError(f"{name}: tag: expected 0 to {end - 1}, got {number}")
     return number
@@ -330,7 +330,7 @@ def begin_message(
     group.check_whole()
     view = adapters.build_view(tensor, receives, f"{name}: tensor")
     peer = MPI.ANY_SOURCE if peer is None else peer
-    sent = group.object_tag if tag is None else _with_dtype(tag, view.dtype)
+    sent = group.status_tag + 1 if tag is None else _with_dtype(tag, view.dtype)
     entry = flight_record.enter_message(group, peer, sent if tag is None else tag, receives, view)
     begin = group.messages.Irecv if receives else group.messages.Isend
     work = MessageWork(

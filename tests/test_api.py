@@ -488,7 +488,6 @@ REJECTED = [
     ('rank="0"', "ArgumentTypeError", ["rank", "str"]),
     ("timeout=-1", "ArgumentError", ["timeout", "-1"]),
     ("store=object()", "UnsupportedError", ["store"]),
-    ("device_id=0", "UnsupportedError", ["device_id"]),
 ]  # fmt: skip
 
 

@@ -163,7 +163,7 @@ def init_process_group(
     store: not supported; must be None.
     group_name: name of the default group.
     pg_options: ignored with a warning.
-    device_id: GPU of this process, such as 1 or "cuda:1". Checked, otherwise ignored.
+    device_id: ignored.
     _ranks: not supported; must be None.
     comm: a communicator of mpi4py whose ranks become the ranks of the job, in the same order. Only
         these ranks call. None is all ranks of MPI. mpicoll duplicates the communicator and never
@@ -214,7 +214,6 @@ def init_process_group(
                 "leave them out"
             )
         backends.warn_about_options(pg_options, where)
-        backends.check_device(device_id, where)
     except Exception as error:
         if is_known:  # else it is unknown which ranks wait for this one
             launch.notify_failure(error, init_method, given, comm)

@@ -26,7 +26,7 @@ from mpicoll.arrays.protocols import AnyArray
 from mpicoll.core.groups import ProcessGroup, default_group, resolve
 from mpicoll.core.work import Work
 from mpicoll.dispatch import execute
-from mpicoll.dispatch.point_to_point import begin_message, check_tag, find_source, post
+from mpicoll.dispatch.point_to_point import begin_message, check_tag, find_source, in_background
 from mpicoll.errors import ArgumentError, ArgumentTypeError, EmptyListError
 
 __all__ = [
@@ -51,7 +51,7 @@ def send(
         return
     if peer == member.rank():
         raise ArgumentError(f"send: dst: rank {peer} is this rank; use isend to send to itself")
-    begin_message(member, "send", tensor, peer, check_tag(member, "send", tag), False).finish_now()
+    begin_message(member, "send", tensor, peer, tag, False).finish_now()
 
 
 def recv(
@@ -71,7 +71,7 @@ def recv(
     if member is None:
         return -1
     peer = find_source("recv", member, src, group_src)
-    work = begin_message(member, "recv", tensor, peer, check_tag(member, "recv", tag), True)
+    work = begin_message(member, "recv", tensor, peer, tag, True)
     work.finish_now()
     return work.source_rank()
 
@@ -91,7 +91,7 @@ def isend(
     member = execute.resolve_or_warn(group, "isend")
     if member is None:
         return None
-    return post(member, "isend", tensor, peer, tag, False)
+    return in_background(begin_message(member, "isend", tensor, peer, tag, False))
 
 
 def irecv(
@@ -110,7 +110,7 @@ def irecv(
     if member is None:
         return None
     peer = find_source("irecv", member, src, group_src)
-    return post(member, "irecv", tensor, peer, tag, True)
+    return in_background(begin_message(member, "irecv", tensor, peer, tag, True))
 
 
 recv_async = irecv

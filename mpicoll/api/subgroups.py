@@ -66,7 +66,7 @@ def new_group(
     ranks: global ranks, None for all. Or a communicator of mpi4py: only its members call, and it
         defines their order. It becomes ``comm`` of the group and is never freed.
     use_local_synchronization: if True, only members need to call. Other ranks that call get None.
-    device_id: GPU of this process, such as 1 or "cuda:1". Checked, otherwise ignored.
+    device_id: ignored.
     sort_ranks: if True, order the members by global rank. If False, keep the order of ``ranks``.
     reproducible: "order" or "exact", as in init_process_group; None is the level of the default
         group. The same on all members.
@@ -83,7 +83,6 @@ def new_group(
     limit = parse_timeout(timeout, world.timeout, where)
     level = parse_reproducible(reproducible, world.reproducible, where)
     backends.warn_about_options(pg_options, where)
-    backends.check_device(device_id, where)
     given, members = None, list(range(world.size()))
     if communicators.is_communicator(ranks):
         given = communicators.checked_communicator(ranks, f"{where}: ranks")

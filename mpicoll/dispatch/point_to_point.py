@@ -33,11 +33,9 @@ from mpicoll.output import format_count
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpicoll.routes.device.staged import HostStaging
-
 __all__ = [
     "Message", "MessageWork", "begin_message", "check_tag", "drain", "exchange_bytes",
-    "find_source", "in_background", "keep_polling", "post", "stop_polling",
+    "find_source", "in_background", "keep_polling", "stop_polling",
 ]  # fmt: skip
 
 #: Tests pending messages, so that MPI progresses them while Python computes.
@@ -319,14 +317,20 @@ def _with_dtype(tag: int, dtype: DType) -> int:
 
 
 def begin_message(
-    group: ProcessGroup, name: str, tensor: Any, peer: int | None, tag: int | None, receives: bool
+    group: ProcessGroup,
+    name: str,
+    tensor: Any,
+    peer: int | None,
+    tag: SupportsIndex | None,
+    receives: bool,
 ) -> MessageWork:
     """Begin to send an array to a rank in the group, or to receive one (peer None: from any rank).
 
-    tag: as ``check_tag`` returns it; None for messages of objects, which have a tag of their own.
+    tag: the user's; None for messages of objects, which have a separate tag.
     """
     from mpi4py import MPI
 
+    tag = None if tag is None else check_tag(group, name, tag)
     group.check_whole()
     view = adapters.build_view(tensor, receives, f"{name}: tensor")
     peer = MPI.ANY_SOURCE if peer is None else peer
@@ -343,7 +347,12 @@ def begin_message(
 
 def _build_message(group: ProcessGroup, view: View, receives: bool) -> Message:
     if isinstance(view, DeviceView):
-        staging = _staging(group, view.device)
+        from mpicoll.routes.device.staged import HostStaging
+
+        device = view.device
+        staging = group.resources.get_or_create(
+            ("staging", device), lambda: HostStaging(device), lambda made, _: made.close()
+        )
         packed, order = staging.place(view), staging.stream_order(view)
         copy = partial(staging.move, view, packed, order, receives)
         return Message(view, packed, copy, order.is_due)
@@ -353,19 +362,6 @@ def _build_message(group: ProcessGroup, view: View, receives: bool) -> Message:
         return Message(view, view.contiguous())
     packed = view.empty_like()
     return Message(view, packed, partial(view.copy_from, packed))
-
-
-def _staging(group: ProcessGroup, device: int) -> HostStaging:
-    """Return the group's staging buffers for messages from and to a device."""
-
-    def create() -> HostStaging:
-        from mpicoll.routes.device.staged import HostStaging
-
-        return HostStaging(device)
-
-    return group.resources.get_or_create(
-        ("staging", device), create, close=lambda staging, _: staging.close()
-    )
 
 
 def in_background(work: MessageWork) -> MessageWork:
@@ -385,17 +381,6 @@ def keep_polling(group: ProcessGroup, poll: Callable[[], bool]) -> None:
 def stop_polling() -> None:
     """End the thread that polls pending messages, if there is one."""
     _poller.stop()
-
-
-def post(
-    group: ProcessGroup, name: str, tensor: Any, peer: int | None, tag: int, receives: bool
-) -> MessageWork:
-    """Begin to send an array to a rank in the group, or to receive one (peer None: from any rank).
-
-    The poller progresses the message.
-    """
-    tag = check_tag(group, name, tag)
-    return in_background(begin_message(group, name, tensor, peer, tag, receives))
 
 
 def drain(group: ProcessGroup, limit: float) -> None:

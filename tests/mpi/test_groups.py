@@ -129,8 +129,6 @@ def test_pg_options_are_ignored_with_one_warning(world, monkeypatch):
 
 
 def test_invalid_options_are_rejected(world):
-    with pytest.raises(ValueError, match="device_id"):
-        dist.new_group(device_id=0)
     with pytest.raises(ValueError, match="'ucc' is not available"):
         dist.new_group(backend="ucc")
     if world.size == 1:

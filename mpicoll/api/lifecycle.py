@@ -94,7 +94,7 @@ def get_backend(group: ProcessGroup | None = None) -> Backend:
     Raises NotInitializedError (a ValueError) before init_process_group and ArgumentError (a
     ValueError) on a rank outside the group.
     """
-    return Backend(resolve_member(group, "get_backend").backend)
+    return Backend(groups.find_open(group, "get_backend").backend)
 
 
 def get_backend_config(group: ProcessGroup | None = None) -> str:
@@ -104,22 +104,13 @@ def get_backend_config(group: ProcessGroup | None = None) -> str:
 
     Raises the errors of get_backend: NotInitializedError and ArgumentError.
     """
-    backend = resolve_member(group, "get_backend_config").backend
+    backend = groups.find_open(group, "get_backend_config").backend
     return backend if ":" in backend else f"cpu:{backend},cuda:{backend}"
 
 
 def get_pg_count() -> int:
     """Return the number of open process groups on this rank, 0 before init_process_group."""
     return len(state.groups)
-
-
-def resolve_member(group: object, where: str) -> ProcessGroup:
-    """Return the group of an argument. Raises ArgumentError if this rank is not in it."""
-    default_group()
-    found = groups.resolve(group)
-    if found is None or found.closed is not None:
-        raise ArgumentError(f"{where}: {group!r} is not a group that this rank is in")
-    return found
 
 
 def node_size() -> int:

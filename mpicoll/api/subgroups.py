@@ -15,14 +15,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from mpicoll import communicators
+from mpicoll import communicators, control_messages
 from mpicoll.api import backends
 from mpicoll.api.backends import Backend
-from mpicoll.api.lifecycle import abort_group, close_group, node_size, resolve_member
+from mpicoll.api.lifecycle import abort_group, close_group, node_size
 from mpicoll.core import groups
 from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
 from mpicoll.core.indices import check_index, check_indices
@@ -180,10 +179,8 @@ def new_subgroups(
     ranks = groups.get_process_group_ranks(group)
     if group_size is None:
         world = default_group()
-        everybody = np.empty(world.size(), np.int64)
-        own = np.array([node_size()], np.int64)
-        execute.run_in_order(world, where, lambda: world.tested.Allgather(own, everybody))
-        sizes = set(everybody.tolist())
+        gather = partial(control_messages.allgather, world.tested, node_size(), int)
+        sizes = set(execute.run_in_order(world, where, gather))
         if len(sizes) != 1:
             raise ArgumentError(
                 f"{where}: the nodes run different numbers of ranks, {sorted(sizes)}; give "
@@ -268,7 +265,7 @@ def split_group(
     Raises ArgumentError (a ValueError) also for empty lists.
     """
     where = "split_group"
-    parent = resolve_member(parent_pg, where)
+    parent = groups.find_open(parent_pg, where)
     given = [] if split_ranks is None else split_ranks
     lists = [sorted(one) for one in _rank_lists(given, parent.size(), f"{where}: split_ranks")]
     backends.warn_about_options(pg_options, where)
@@ -325,7 +322,7 @@ def shrink_group(
     MpicollError (a RuntimeError) on a rank that is excluded.
     """
     where = "shrink_group"
-    old = resolve_member(group, where)
+    old = groups.find_open(group, where)
     if not isinstance(ranks_to_exclude, list):
         raise ArgumentTypeError(
             f"{where}: ranks_to_exclude: expected a list, got {type(ranks_to_exclude).__name__}"

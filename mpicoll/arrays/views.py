@@ -125,7 +125,7 @@ class DeviceView(View):
     context: the group's resources on the device, set when the call starts.
     """
 
-    __slots__ = ("_context", "_shape", "address", "device", "library", "stream", "strides")
+    __slots__ = ("_shape", "address", "context", "device", "library", "stream", "strides")
     device: int
 
     def __init__(
@@ -137,7 +137,7 @@ class DeviceView(View):
         self.device, self.address, self._shape = device, address, shape
         self.strides = plain if strides is None else strides
         self.stream, self.library = stream, library
-        self._context: DeviceContext | None = None
+        self.context: DeviceContext = None  # type: ignore[assignment]  # not before the call
         if not count or all(
             own == step or extent == 1
             for own, step, extent in zip(self.strides, plain, shape, strict=True)
@@ -170,18 +170,8 @@ class DeviceView(View):
 
     def _same_device(self, address: int, count: int, dtype: DType) -> DeviceView:
         found = DeviceView(self.owner, dtype, self.device, address, (count,), None, self.stream)
-        found._context = self._context
+        found.context = self.context
         return found
-
-    @property
-    def context(self) -> DeviceContext:
-        """The group's resources on the device, once the call has started."""
-        assert self._context is not None
-        return self._context
-
-    @context.setter
-    def context(self, context: DeviceContext) -> None:
-        self._context = context
 
     def _copy(self, packed: View, inward: bool) -> None:
         assert isinstance(packed, DeviceView)

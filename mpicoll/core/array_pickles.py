@@ -75,21 +75,14 @@ _REDUCERS: dict[type, Callable[[Any], Any]] = {np.ndarray: _reduce_array}
 for _one in (*_DTYPES.values(), *map(np.dtype, ("S", "U", "V", "M8", "m8", "q", "Q"))):
     _REDUCERS[_one.type] = _reduce_scalar
     _REDUCERS[type(_one)] = _reduce_dtype
-_copyreg_reducers: dict[type, Callable[[Any], Any]] = {}
-_all_reducers = _REDUCERS
 
 
 def get_reducers() -> dict[type, Callable[[Any], Any]]:
-    """Return these reducers and copyreg's, which the program may extend, in one dict.
+    """Return these reducers and copyreg's, which the program may extend.
 
     A pickler is slower with a ChainMap.
     """
-    global _copyreg_reducers, _all_reducers
-    if copyreg.dispatch_table != _copyreg_reducers:
-        others = dict(copyreg.dispatch_table)
-        _all_reducers = {**others, **_REDUCERS}
-        _copyreg_reducers = others  # assigned last, because other threads read it first
-    return _all_reducers
+    return {**copyreg.dispatch_table, **_REDUCERS}
 
 
 def _describe_dtype(dtype: np.dtype[Any]) -> Any:

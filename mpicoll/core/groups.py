@@ -572,7 +572,9 @@ def create(
     return register(made)
 
 
-def _open_group(candidate: object, where: str) -> ProcessGroup:
+def find_open(candidate: object, where: str) -> ProcessGroup:
+    """Return the group of an argument. Raises ArgumentError if this rank is not in it."""
+    default_group()
     found = resolve(candidate)
     if found is None or found.closed is not None:
         raise ArgumentError(f"{where}: {candidate!r} is not a group that this rank is in")
@@ -618,7 +620,7 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
     Raises ArgumentError (a ValueError) if the group has ended or does not contain the rank, and
     ArgumentTypeError (a TypeError) for a rank that is not an int.
     """
-    found = _open_group(group, "get_group_rank")
+    found = find_open(group, "get_group_rank")
     rank = found.group_rank(check_index(global_rank, "get_group_rank: global_rank"))
     if rank is None:
         raise ArgumentError(
@@ -639,7 +641,7 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
     Raises ArgumentError (a ValueError) if the group has ended or does not contain the rank, and
     ArgumentTypeError (a TypeError) for a rank that is not an int.
     """
-    found = _open_group(group, "get_global_rank")
+    found = find_open(group, "get_global_rank")
     group_rank = check_index(group_rank, "get_global_rank: group_rank")
     if not 0 <= group_rank < found.size():
         raise ArgumentError(
@@ -658,4 +660,4 @@ def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
 
     Raises ArgumentError (a ValueError) for a group that has ended or does not contain this rank.
     """
-    return list(_open_group(group, "get_process_group_ranks").ranks)
+    return list(find_open(group, "get_process_group_ranks").ranks)

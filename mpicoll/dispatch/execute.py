@@ -440,26 +440,21 @@ def submit(
     group.check_outside(name)
     expire = partial(timeouts.fail_late_call, group)
     work = Work(describe(name, group), outputs, group.timeout, orders, expire)
-    if inline or (group.worker is not None and group.worker.is_current):
-        # A callback of an earlier Work, on the progress thread, runs its calls right away.
-        try:
-            task()
-        except Exception as caught:  # Ctrl-C is for the program
-            work.finish(caught)
-        else:
-            work.finish()
-        return work
 
-    def run_task() -> None:
+    def run_task(catches: type[BaseException] = BaseException) -> None:
         error: BaseException | None = None
         try:
             task()
-        except BaseException as caught:
+        except catches as caught:
             error = caught
         group.pending.discard(work)
         # Calls of callbacks run right after the task, before calls queued behind it.
         work.finish(error)
 
+    if inline or (group.worker is not None and group.worker.is_current):
+        # A callback of an earlier Work, on the progress thread, runs its calls right away.
+        run_task(Exception)  # Ctrl-C is for the program
+        return work
     group.pending.add(work)
     work.worker = group.give(run_task)
     return work

@@ -17,7 +17,7 @@ import pytest
 import mpicoll as dist
 from mpicoll import errors
 from mpicoll.kernels.calls import PythonCalls
-from mpicoll.launch.environment import SINGLETON, check_world
+from mpicoll.launch.environment import SINGLETON
 from mpicoll.launch.launchers import LAUNCHERS, find_local_rank
 from mpicoll.primitives import PRIMITIVES
 
@@ -422,23 +422,6 @@ def test_init_of_one_rank_under_a_launcher_of_several_raises(launcher: str) -> N
     code = "import mpicoll; mpicoll.init_process_group(); print(mpicoll.get_world_size())"
     done = child(code, **environment, **{SINGLETON: "1"})
     assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr
-
-
-SBATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [
-        SBATCH | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
-        SBATCH | {"OMPI_COMM_WORLD_SIZE": "1"},
-        SBATCH | {"PMI_RANK": "0", "PMI_SIZE": "1"},
-        {"WORLD_SIZE": "4", "RANK": "0"},  # no launcher
-        {"OMPI_COMM_WORLD_SIZE": "many"},
-    ],
-)
-def test_world_of_one_rank_is_accepted(environment: dict[str, str]) -> None:
-    check_world(1, environment)
 
 
 # --- init_process_group -------------------------------------------------------------------------

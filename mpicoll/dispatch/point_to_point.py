@@ -316,30 +316,35 @@ def _with_dtype(tag: int, dtype: DType) -> int:
     return tag * _TAGS + dtype.code
 
 
+#: Tag of messages of objects, which MPI sends with a separate one.
+_OBJECTS: Any = object()
+
+
 def begin_message(
     group: ProcessGroup,
     name: str,
     tensor: Any,
     peer: int | None,
-    tag: SupportsIndex | None,
+    tag: SupportsIndex,
     receives: bool,
 ) -> MessageWork:
     """Begin to send an array to a rank in the group, or to receive one (peer None: from any rank).
 
-    tag: the user's; None for messages of objects, which have a separate tag.
+    tag: the user's, or _OBJECTS.
     """
     from mpi4py import MPI
 
-    tag = None if tag is None else check_tag(group, name, tag)
+    number = None if tag is _OBJECTS else check_tag(group, name, tag)
     group.check_whole()
     view = adapters.build_view(tensor, receives, f"{name}: tensor")
     peer = MPI.ANY_SOURCE if peer is None else peer
-    sent = group.status_tag + 1 if tag is None else _with_dtype(tag, view.dtype)
-    entry = flight_record.enter_message(group, peer, sent if tag is None else tag, receives, view)
+    sent = group.status_tag + 1 if number is None else _with_dtype(number, view.dtype)
+    shown = sent if number is None else number
+    entry = flight_record.enter_message(group, peer, shown, receives, view)
     begin = group.messages.Irecv if receives else group.messages.Isend
     work = MessageWork(
         group, name, _build_message(group, view, receives), receives, peer,
-        lambda buffer: begin(buffer, peer, sent), tag,
+        lambda buffer: begin(buffer, peer, sent), number,
     )  # fmt: skip
     work.entry = entry
     return work
@@ -417,12 +422,12 @@ def exchange_bytes(
     """
     if whole is not None:
         for part in (np.array([whole.nbytes], np.int64), whole):
-            begin_message(group, name, part, peer, None, False).finish_now()
+            begin_message(group, name, part, peer, _OBJECTS, False).finish_now()
         return whole, group.ranks[group.rank()]
     size = np.zeros(1, np.int64)
-    work = begin_message(group, name, size, peer, None, True)
+    work = begin_message(group, name, size, peer, _OBJECTS, True)
     work.finish_now()
     source = work.source_rank()
     whole = np.empty(int(size[0]), np.uint8)
-    begin_message(group, name, whole, group.group_rank(source), None, True).finish_now()
+    begin_message(group, name, whole, group.group_rank(source), _OBJECTS, True).finish_now()
     return whole, source

@@ -373,31 +373,6 @@ def test_other_operations_are_rejected(world, mpi):
     assert total() == 2.0**mpi.size - 1
 
 
-def test_numpy_scalars_are_rejected(world, mpi):
-    array = np.ones(1)
-    calls = [
-        ("all_reduce: tensor", lambda x: dist.all_reduce(x)),
-        ("broadcast: tensor", lambda x: dist.broadcast(x, 0)),
-        ("isend: tensor", lambda x: dist.isend(x, 0)),
-        ("irecv: tensor", lambda x: dist.irecv(x, 0)),
-        (r"all_gather: tensor_list\[0\]", lambda x: dist.all_gather([x] * mpi.size, array)),
-        ("all_gather: tensor", lambda x: dist.all_gather([array] * mpi.size, x)),
-        ("all_gather_single: input_tensor", lambda x: dist.all_gather_single(np.ones(mpi.size), x)),
-    ]
-    if mpi.rank == 0:  # no data is sent
-        for scalar in (np.float32(3), np.sum(array), np.int8(1), np.bool_(True)):
-            kind = type(scalar).__name__
-            for where, call in calls:
-                words = rf"{where}: .*NumPy scalar, {kind}, .*np\.array\(x\), or x\.reshape\(1\)"
-                with pytest.raises(TypeError, match=words):
-                    call(scalar)
-    x = np.float64(2.0**mpi.rank).reshape(1)
-    dist.all_reduce(x)
-    y = np.array(np.float64(2.0**mpi.rank))
-    dist.all_reduce(y)
-    assert x[0] == y == 2.0**mpi.size - 1
-
-
 def test_with_block_destroys_all_groups(mpi):
     for _ in range(2):
         with dist.init_process_group(timeout=TIMEOUT) as group:
@@ -407,25 +382,13 @@ def test_with_block_destroys_all_groups(mpi):
         assert not dist.is_initialized() and dist.get_pg_count() == 0
 
 
-def test_groups_may_be_destroyed_within_the_with_block(mpi):
-    with dist.init_process_group(timeout=TIMEOUT):
-        dist.destroy_process_group()
-    assert not dist.is_initialized()
-
-
 def test_default_group_can_be_recreated_with_the_same_name(mpi):
     for _ in range(2):
         with dist.init_process_group(group_name="1", timeout=TIMEOUT):
             assert total(dist.new_group()) == expected(mpi)
             assert dist.get_pg_count() == 2
-
-
-def test_groups_outlive_the_return_value_of_init(mpi):
-    import gc
-
-    dist.init_process_group(timeout=TIMEOUT)
-    gc.collect()
-    assert dist.is_initialized() and total() == expected(mpi)
+            dist.destroy_process_group()  # also within the block
+        assert not dist.is_initialized()
 
 
 def test_exception_in_a_with_block_propagates_unchanged(mpi):

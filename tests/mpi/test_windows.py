@@ -228,24 +228,17 @@ def test_window_keeps_registered_memory_alive(world):
 def test_argument_errors_are_raised_locally(world, window):
     """Before data is sent: the memory of all ranks is unchanged. See also test_arguments.py."""
     made, memory, *_ = window
-    n, x = world.size, np.zeros(10)
+    x = np.zeros(10)
     empty = Window(world.group)
     no_tensor = "tensor_register"
     for call, words in (
-        (lambda: made.put(x, n, 0, False), f"put: dst_rank: rank {n} is not in"),
         (lambda: made.put(x, 0, 991, True), "10 elements do not fit at element 991"),
-        (lambda: made.put(x, 0, 0.5, False), "put: target_offset_nelems"),
         (lambda: made.put(x.astype("f4"), 0, 0, False), "float64.*float32"),
-        (lambda: made.put([1.0], 0, 0, False), "put: tensor"),
-        (lambda: made.signal(n, False), "signal: peer_rank"),
-        (lambda: made.wait_signal(-1, True), "wait_signal: peer_rank"),
-        (lambda: made.unified(n), "get_attr: peer_rank"),
         (lambda: made.register(x), "has a tensor already"),
         (lambda: empty.put(x, 0, 0, False), no_tensor),
         (lambda: empty.signal(0, False), no_tensor),
         (lambda: empty.wait_signal(0, False), no_tensor),
         (empty.deregister, no_tensor),
-        (lambda: empty.register(bytes(8)), "tensor_register: tensor: .*read-only"),
         (lambda: empty.register(np.zeros((4, 4)).T[::2]), "contiguous"),
     ):
         with pytest.raises(dist.UsageError, match=words):

@@ -82,14 +82,6 @@ def test_hundreds_of_pending_calls(world):
         assert work.wait() is True
     assert all(work.is_completed() and work.is_success() for work in works)
     assert all((one == i * n).all() for i, one in enumerate(arrays))
-    counter = np.zeros(1, np.int64)
-    for i in range(500):
-        counter_work = dist.all_reduce(counter, ReduceOp.MAX, async_op=True)
-        if i % 100 == 50:
-            counter_work.wait()
-            counter += 1
-    counter_work.wait()
-    assert counter[0] == 5
 
 
 @needs_2_ranks

@@ -17,8 +17,8 @@ from mpicoll.errors import UnsupportedError
 
 __all__ = [
     "CARRIERS", "Adapter", "Array", "Buffer", "BuildView", "Bytes", "DeviceView",
-    "FastView", "View", "ViewList", "address", "empty", "find_conflict", "find_overlapping",
-    "find_shared", "from_numpy", "memory_at", "overlaps",
+    "FastView", "View", "ViewList", "address", "array_at", "contiguous_strides", "empty",
+    "find_conflict", "find_overlapping", "find_shared", "from_numpy", "memory_at", "overlaps",
 ]  # fmt: skip
 
 Array = np.ndarray[Any, Any]
@@ -335,24 +335,38 @@ def _span(view: View) -> tuple[int, int]:
         begin = address(view)
         return begin, begin + view.nbytes
     if isinstance(view, DeviceView):
-        begin, strides = view.address, view.strides
-    else:
-        begin, strides = view.array.__array_interface__["data"][0], view.array.strides
-    steps = [(extent - 1) * step for extent, step in zip(view.shape, strides, strict=True)]
+        return _strided_span(view.address, view.shape, view.strides, view.dtype.itemsize)
+    array = view.array
+    start = array.__array_interface__["data"][0]
+    return _strided_span(start, array.shape, array.strides, array.itemsize)
+
+
+def _strided_span(
+    start: int, shape: Sequence[int], strides: Sequence[int], itemsize: int
+) -> tuple[int, int]:
+    steps = [(extent - 1) * step for extent, step in zip(shape, strides, strict=True)]
     before, behind = (sum(f(step, 0) for step in steps) for f in (min, max))
-    return begin + before, begin + behind + view.dtype.itemsize
+    return start + before, start + behind + itemsize
+
+
+def array_at(start: int, shape: Sequence[int], strides: Sequence[int], dtype: DType) -> Array:
+    """Return a NumPy array on memory that the caller keeps alive. On a device, it must not be read.
+
+    start, strides: address of the first element, and the bytes between neighbors.
+    """
+    if 0 in shape:
+        return np.empty(shape, dtype.numpy)
+    begin, end = _strided_span(start, shape, strides, dtype.itemsize)
+    memory = memory_at(begin, end - begin)
+    found: Array = np.ndarray(shape, dtype.numpy, memory, start - begin, strides)
+    return found
 
 
 def _strided(view: View) -> Array:
     """Return a NumPy array of a view's elements. On a device, they must not be read."""
     if not isinstance(view, DeviceView):
         return view.array
-    begin, end = _span(view)
-    memory = memory_at(begin, end - begin)
-    found: Array = np.ndarray(
-        view.shape, view.dtype.numpy, memory, view.address - begin, strides=view.strides
-    )
-    return found
+    return array_at(view.address, view.shape, view.strides, view.dtype)
 
 
 def address(view: View) -> int:

@@ -79,11 +79,7 @@ def run(
         plan = _plan(primitive, member, op, first.dtype, first.device is not None)
     execute, orders = packing.in_stream_order(plan, send, recv)
     sizes = encode_sizes(agreed_sizes(primitive, extent))
-    if (
-        (first is None or (primitive.listed and not plan.on_device))
-        and member.compared
-        and not plan.fast_path_registered
-    ):
+    if member.compared and not (plan.on_device or plan.fast_path_registered):
         _register_fast_path(plan, op)
     if not async_op and not member.busy():
         perform(plan, sizes, root, execute, send, recv, extent)
@@ -158,14 +154,14 @@ def _run_cached(
     op: ReduceOp | None,
     root: int,
 ) -> Work | None:
-    """Run a call as ``run`` does, with fewer steps if its plan exists, nothing is pending, and a
-    fast view shows that each array is one block of memory.
+    """Run a call as ``run`` does, with fewer steps for a synchronous call if its plan exists,
+    nothing is pending, and a fast view shows that each array is one block of memory.
 
     Registers the native calls of the plan. Anything else, errors included, falls back to ``run``.
     """
     member: Any = state.default if group is None else group
     send = implementation = None
-    fast_view = None if primitive.listed else fast_views.get(output.__class__)
+    fast_view = None if async_op or primitive.listed else fast_views.get(output.__class__)
     seen = None if fast_view is None else fast_view(output)
     try:
         if seen is not None:
@@ -197,13 +193,8 @@ def _run_cached(
     sizes = count if plan.even else 0
     if not plan.fast_path_registered and member.compared:
         _register_fast_path(plan, op)
-    if not async_op:
-        perform(plan, sizes, root, implementation.run, send, recv, count)
-        return None
-    call = _Call(plan, sizes, root, implementation.run, send, recv, count)
-    if not _should_run_inline(call):  # a fast view does not keep the memory of the arrays alive
-        return run(primitive, group, async_op, output, input, op, root, may_inline=False)
-    return submit(member, partial(perform, *call), plan.name, (output,), True)
+    perform(plan, sizes, root, implementation.run, send, recv, count)
+    return None
 
 
 _NO_VIEW = None, None, 0

@@ -90,14 +90,10 @@ def test_public_names() -> None:
 
 
 def test_unknown_name_raises_with_a_hint() -> None:
-    with pytest.raises(AttributeError) as caught:
-        dist.all_reduse  # noqa: B018
-    hint = "module 'mpicoll' has no attribute 'all_reduse'; did you mean 'all_reduce'?"
-    assert (str(caught.value), caught.value.name) == (hint, "all_reduse")
-    with pytest.raises(AttributeError, match=r"no attribute 'zzz'$"):
+    with pytest.raises(AttributeError, match=r"^module 'mpicoll' has no attribute 'zzz'$"):
         dist.zzz  # noqa: B018
     done = child("import mpicoll; mpicoll.all_reduse")
-    assert done.stderr.lower().count("did you mean") == 1
+    assert "has no attribute 'all_reduse'. Did you mean: 'all_reduce'?" in done.stderr
 
 
 #: Functions that raise no errors of mpicoll.

@@ -41,6 +41,7 @@ from mpicoll.dispatch.execute import (
     run_all,
     run_fast,
     run_in_order,
+    wait_unless,
 )  # fmt: skip
 from mpicoll.dtypes import Kind, ReduceOp
 from mpicoll.errors import (
@@ -304,10 +305,7 @@ def barrier(
     if work is None:
         return None
     work.set_limit(limit)
-    if async_op:
-        return work
-    work.wait()
-    return None
+    return wait_unless(async_op, work)
 
 
 def monitored_barrier(
@@ -373,13 +371,12 @@ def supports_complex(reduceOp: ReduceOp) -> bool:
     return Kind.COMPLEX in find_operation(reduceOp, "supports_complex: reduceOp").kinds
 
 
-def _check_list(name: str, argument: str, tensors: object) -> None:
-    if not isinstance(tensors, (list, tuple)):
-        raise ArgumentTypeError(
-            f"{name}: {argument}: expected a list, got {type(tensors).__name__}"
-        )
-    if not tensors:
-        raise EmptyListError(f"{name}: {argument}: expected at least one array")
+def check_list(where: str, value: object, items: str = "array") -> None:
+    """Raise ArgumentTypeError unless a value is a list or tuple, EmptyListError if it is empty."""
+    if not isinstance(value, (list, tuple)):
+        raise ArgumentTypeError(f"{where}: expected a list of {items}s, got {type(value).__name__}")
+    if not value:
+        raise EmptyListError(f"{where}: expected at least one {items}")
 
 
 def all_reduce_coalesced(
@@ -399,7 +396,7 @@ def all_reduce_coalesced(
     rejected, nothing is sent.
     """
     name = "all_reduce_coalesced"
-    _check_list(name, "tensors", tensors)
+    check_list(f"{name}: tensors", tensors)
     work = run_all(name, _ALL_REDUCE, group, async_op, tensors, None, op)
     return None if work is None else work.get_future()
 
@@ -437,15 +434,15 @@ def coalesced_outputs(
     group: ProcessGroup,
 ) -> list[list[AnyArray]]:
     """Return, for each input, its outputs of all ranks: transpose ``output_lists``."""
-    _check_list(name, "input_tensor_list", inputs)
-    _check_list(name, "output_tensor_lists", output_lists)
+    check_list(f"{name}: input_tensor_list", inputs)
+    check_list(f"{name}: output_tensor_lists", output_lists)
     if len(output_lists) != group.size():
         raise ArgumentError(
             f"{name}: output_tensor_lists: expected one list for each of the group's "
             f"{format_count(group.size(), 'rank')}, got {len(output_lists)}"
         )
     for rank, outputs in enumerate(output_lists):
-        _check_list(name, f"output_tensor_lists[{rank}]", outputs)
+        check_list(f"{name}: output_tensor_lists[{rank}]", outputs)
         if len(outputs) != len(inputs):
             raise ArgumentError(
                 f"{name}: output_tensor_lists[{rank}]: expected one array for each of the "

@@ -21,13 +21,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mpicoll.api.collectives import check_list
 from mpicoll.arrays import adapters
 from mpicoll.arrays.protocols import AnyArray
 from mpicoll.core.groups import ProcessGroup, default_group, resolve
 from mpicoll.core.work import Work
 from mpicoll.dispatch import execute
 from mpicoll.dispatch.point_to_point import begin_message, check_tag, find_source, in_background
-from mpicoll.errors import ArgumentError, ArgumentTypeError, EmptyListError
+from mpicoll.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
     "P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "recv_async", "send",
@@ -170,12 +171,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     P2POp.
     """
     where = "batch_isend_irecv"
-    if not isinstance(p2p_op_list, (list, tuple)):
-        raise ArgumentTypeError(
-            f"{where}: p2p_op_list: expected a list of P2POp, got {type(p2p_op_list).__name__}"
-        )
-    if not p2p_op_list:
-        raise EmptyListError(f"{where}: p2p_op_list: expected at least one P2POp")
+    check_list(f"{where}: p2p_op_list", p2p_op_list, "P2POp")
     for i, one in enumerate(p2p_op_list):
         if not isinstance(one, P2POp):
             raise ArgumentTypeError(

@@ -327,22 +327,18 @@ def shrink_group(
         raise ArgumentTypeError(
             f"{where}: ranks_to_exclude: expected a list, got {type(ranks_to_exclude).__name__}"
         )
-    if not ranks_to_exclude:
-        raise ArgumentError(f"{where}: ranks_to_exclude: expected at least one rank")
     if shrink_flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
         raise ArgumentError(
             f"{where}: shrink_flags: expected SHRINK_DEFAULT or SHRINK_ABORT, got {shrink_flags}"
         )
     backends.warn_about_options(pg_options, where)
     size = old.size()
-    if size < 2:
-        raise ArgumentError(f"{where}: a group of {size} cannot shrink")
     ranks_to_exclude = _ranks(ranks_to_exclude, size, f"{where}: ranks_to_exclude")
     excluded = set(ranks_to_exclude)
-    if len(excluded) != len(ranks_to_exclude) or len(excluded) == size:
+    if not 0 < len(excluded) == len(ranks_to_exclude) < size:
         raise ArgumentError(
-            f"{where}: ranks_to_exclude: expected each rank once and not all ranks, got "
-            f"{ranks_to_exclude}"
+            f"{where}: ranks_to_exclude: expected at least one rank, each once, and not all "
+            f"{format_count(size, 'rank')}, got {ranks_to_exclude}"
         )
     if old.rank() in excluded:
         raise MpicollError(f"{where}: rank {old.rank()} is excluded and must not call; it can exit")

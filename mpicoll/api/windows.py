@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from mpicoll import control_messages
 from mpicoll.arrays import adapters
 from mpicoll.arrays.protocols import AnyArray
 from mpicoll.arrays.views import View, memory_at
-from mpicoll.core.groups import ProcessGroup
+from mpicoll.core.groups import ProcessGroup, check_group_rank
 from mpicoll.core.indices import check_index
 from mpicoll.core.work import Work
 from mpicoll.dispatch import execute
@@ -160,7 +160,7 @@ class Window:
         """
         where = "put"
         memory = self._registered(where)
-        dst = self._rank(where, "dst_rank", dst)
+        dst = check_group_rank(self.group, dst, f"{where}: dst_rank")
         view = _check_host(adapters.build_view(tensor, False, f"{where}: tensor"), where)
         theirs = memory.of[dst]
         if view.dtype.name != theirs.dtype:
@@ -182,7 +182,7 @@ class Window:
         """Notify a rank that all earlier puts are complete. Each signal is for one wait."""
         where = "signal"
         self._registered(where)
-        peer = self._rank(where, "peer_rank", peer)
+        peer = check_group_rank(self.group, peer, f"{where}: peer_rank")
 
         def send() -> None:
             in_background(self._signal(peer, receives=False))  # MPI may wait for the receiver
@@ -200,7 +200,7 @@ class Window:
         """
         where = "wait_signal"
         memory = self._registered(where)
-        peer = self._rank(where, "peer_rank", peer)
+        peer = check_group_rank(self.group, peer, f"{where}: peer_rank")
         limit = self.group.timeout if limit is None else limit
 
         def wait() -> None:
@@ -225,10 +225,7 @@ class Window:
             return None
         work = self._waits = execute.submit(self.group, wait, where, ())
         work.set_limit(None if limit is None else limit + _GRACE_S)
-        if async_op:
-            return work
-        work.wait()
-        return None
+        return execute.wait_unless(async_op, work)
 
     def _call(
         self, name: str, task: Callable[[], None], async_op: bool, limit: float | None
@@ -253,10 +250,7 @@ class Window:
         work = self._last = execute.submit(self.group, run, name, ())
         if limit is not None:
             work.set_limit(limit)
-        if async_op:
-            return work
-        work.wait()
-        return None
+        return execute.wait_unless(async_op, work)
 
     def _signal(self, peer: int, receives: bool) -> MessageWork:
         begin = self._comm.Irecv if receives else self._comm.Isend
@@ -269,8 +263,8 @@ class Window:
 
     def unified(self, rank: int) -> bool:
         """Return whether puts are visible on a rank without another call: MPI_WIN_UNIFIED."""
-        where = "get_attr"
-        return self._registered(where).of[self._rank(where, "peer_rank", rank)].unified
+        memory = self._registered("get_attr")
+        return memory.of[check_group_rank(self.group, rank, "get_attr: peer_rank")].unified
 
     def _registered(self, where: str) -> _Memory:
         self.group.check_open()
@@ -279,15 +273,6 @@ class Window:
                 f"{where}: the window has no tensor; call tensor_register on every rank first"
             )
         return self._memory
-
-    def _rank(self, where: str, argument: str, rank: SupportsIndex) -> int:
-        number, size = check_index(rank, f"{where}: {argument}"), self.group.size()
-        if not 0 <= number < size:
-            raise ArgumentError(
-                f"{where}: {argument}: rank {number} is not in the group of "
-                f"{format_count(size, 'rank')}"
-            )
-        return number
 
 
 def _check_host(view: View, where: str) -> View:

@@ -292,16 +292,13 @@ def find_conflict(
             read_before = [one for one in read_before if one[0] > begin]
         for _, before in [*written_before, *(read_before if writes else ())]:
             other, other_view, other_writes = accesses[before]
-            if (other != call or (writes and other_writes)) and _shares_memory(other_view, view):
+            contiguous = view.buffer is not None and other_view.buffer is not None
+            if (other != call or (writes and other_writes)) and (
+                contiguous or np.shares_memory(_strided(other_view), _strided(view))
+            ):
                 return min(other, call), max(other, call)
         (written_before if writes else read_before).append((end, i))
     return None
-
-
-def _shares_memory(one: View, other: View) -> bool:
-    """Return whether two views share memory, whose spans do."""
-    contiguous = one.buffer is not None and other.buffer is not None
-    return contiguous or np.shares_memory(_strided(one), _strided(other))
 
 
 def _are_columns(views: Sequence[View]) -> bool:

@@ -30,6 +30,7 @@ from mpicoll.errors import (
     NotInitializedError,
 )
 from mpicoll.kernels.calls import Calls
+from mpicoll.output import format_count
 from mpicoll.serialized_mpi import create_group, unwrap, with_wait
 
 if TYPE_CHECKING:
@@ -337,14 +338,6 @@ class ProcessGroup(Calls):
         self.pending_error = None
         return copy(self.error)
 
-    def compare_by(self, agree: Callable[[int, int], None]) -> None:
-        """Compare each call in shared memory from now on, and keep no record of calls.
-
-        agree: see the attribute.
-        """
-        self.agree = agree
-        self.compare_each()
-
     def close(self, error: type[Exception] = ArgumentError) -> None:
         """Change the state to CLOSED: every later call raises ``error``."""
         self.closed = error
@@ -581,6 +574,16 @@ def find_open(candidate: object, where: str) -> ProcessGroup:
     return found
 
 
+def check_group_rank(group: ProcessGroup, rank: object, where: str) -> int:
+    """Return a rank in a group as an int. where: operation and argument, for the message."""
+    number = check_index(rank, where)
+    if not 0 <= number < group.size():
+        raise ArgumentError(
+            f"{where}: rank {number} is not in the group of {format_count(group.size(), 'rank')}"
+        )
+    return number
+
+
 def get_rank(group: ProcessGroup | None = None) -> int:
     """Return the rank of this process in a group.
 
@@ -642,13 +645,7 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
     ArgumentTypeError (a TypeError) for a rank that is not an int.
     """
     found = find_open(group, "get_global_rank")
-    group_rank = check_index(group_rank, "get_global_rank: group_rank")
-    if not 0 <= group_rank < found.size():
-        raise ArgumentError(
-            f"get_global_rank: group rank {group_rank} is not in the group; expected 0 to "
-            f"{found.size() - 1}"
-        )
-    return found.ranks[group_rank]
+    return found.ranks[check_group_rank(found, group_rank, "get_global_rank: group_rank")]
 
 
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:

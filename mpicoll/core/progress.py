@@ -25,9 +25,6 @@ class Worker:
     The thread starts with the first task.
     """
 
-    #: Number of unfinished tasks from which the Worker is crowded.
-    CROWD_COUNT = 8
-
     def __init__(self, name: str) -> None:
         self._name = name
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
@@ -43,11 +40,6 @@ class Worker:
         False on the thread itself, because calls of a task's callbacks run right after that task.
         """
         return self.submitted != self.finished and not self.is_current
-
-    @property
-    def is_crowded(self) -> bool:
-        """Whether at least ``CROWD_COUNT`` tasks are unfinished."""
-        return self.submitted - self.finished >= self.CROWD_COUNT
 
     def submit(self, task: Task) -> None:
         """Run ``task()`` after all earlier tasks. Only one thread at a time may call this."""

@@ -16,6 +16,7 @@ from mpicoll.core.groups import (
     NO_TASK,
     ProcessGroup,
     RunningTask,
+    check_group_rank,
     default_group,
     resolve,
     set_task_runner,
@@ -39,12 +40,12 @@ from mpicoll.errors import ArgumentError, MismatchError, MpicollError, MPIError
 from mpicoll.failures import consistency, flight_record, timeouts
 from mpicoll.failures.group_failure import fail_all_ranks
 from mpicoll.kernels.calls import bind_fast_path
-from mpicoll.output import format_count, warn
+from mpicoll.output import warn
 from mpicoll.primitives import Primitive
 
 __all__ = [
     "describe", "find_root", "resolve_or_warn", "run", "run_all", "run_fast", "run_in_order",
-    "submit", "to_mpi_error",
+    "submit", "to_mpi_error", "wait_unless",
 ]  # fmt: skip
 
 
@@ -117,7 +118,11 @@ def _start(
     group = call.plan.group
     scheduled = group.schedule(call.plan.kind, call.sizes, call.root)
     task = partial(perform, *call, scheduled)
-    work = submit(group, task, name, _as_output_list(output), inline, orders)
+    return wait_unless(async_op, submit(group, task, name, _as_output_list(output), inline, orders))
+
+
+def wait_unless(async_op: bool, work: Work) -> Work | None:
+    """Return a Work if ``async_op``; else wait for it and return None."""
     if async_op:
         return work
     work.wait()
@@ -541,13 +546,10 @@ def find_root(
     if group_rank is not None:
         if global_rank is not None:
             raise ArgumentError(f"{name}: give {argument} or group_{argument}, not both")
-        group_rank = check_index(group_rank, f"{name}: group_{argument}")
-        if member is not None and not 0 <= group_rank < member.size():
-            raise ArgumentError(
-                f"{name}: group_{argument}: rank {group_rank} is not in the group of "
-                f"{format_count(member.size(), 'rank')}"
-            )
-        return group_rank
+        where = f"{name}: group_{argument}"
+        if member is None:
+            return check_index(group_rank, where)
+        return check_group_rank(member, group_rank, where)
     if global_rank is None:
         if default is None:
             raise ArgumentError(f"{name}: one of {argument} and group_{argument} must be given")

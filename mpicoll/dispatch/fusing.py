@@ -369,16 +369,12 @@ class _OnHost(_Side):
         )
 
 
-class _Rooms(threading.local):
-    """Kept memory for packing and unpacking: fresh memory takes longer to get than to fill."""
-
-    def __init__(self) -> None:
-        self.memory = np.empty((2, CHUNK), np.uint8)
-
-
-_rooms = _Rooms()
+#: Kept memory for packing and unpacking: fresh memory takes longer to get than to fill.
+_rooms = threading.local()
 
 
 def _room(which: int, dtype: DType, count: int) -> View:
+    if not hasattr(_rooms, "memory"):
+        _rooms.memory = np.empty((2, CHUNK), np.uint8)
     flat = _rooms.memory[which, : count * dtype.itemsize].view(dtype.numpy)
     return views.from_numpy(flat, dtype)

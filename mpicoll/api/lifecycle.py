@@ -18,7 +18,7 @@ from mpicoll.api import backends, windows
 from mpicoll.api.backends import Backend
 from mpicoll.core import groups
 from mpicoll.core import reproducible as levels
-from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
+from mpicoll.core.groups import GroupMember, Options, ProcessGroup, default_group, state
 from mpicoll.core.indices import check_index
 from mpicoll.core.work import THREAD_EXIT_TIMEOUT_S, parse_timeout
 from mpicoll.dispatch import point_to_point
@@ -211,15 +211,7 @@ def init_process_group(
         raise
     values = {"rank": given.rank, "world_size": given.world_size}
     expected = {what: (given.names[what], n) for what, n in values.items() if n is not None}
-    begin(
-        chosen,
-        limit,
-        group_name or "0",
-        rendezvous=rendezvous,
-        expected=expected,
-        comm=comm,
-        reproducible=level,
-    )
+    begin(chosen, limit, group_name or "0", rendezvous, expected, comm, level)
     return _until_the_end()
 
 
@@ -227,7 +219,6 @@ def begin(
     backend: str,
     limit: float | None,
     name: str,
-    *,
     rendezvous: launch.Rendezvous | None = None,
     expected: dict[str, tuple[str, int]] | None = None,
     comm: MPI.Intracomm | None = None,
@@ -244,7 +235,7 @@ def begin(
     If a local step fails on a rank, raises its exception on that rank, and a LaunchError that
     quotes the exception on every other rank.
     """
-    global _watchdog, _name, _met_elsewhere
+    global _name, _met_elsewhere
     _name, _met_elsewhere = name, rendezvous is not None
     given = launch.join(rendezvous, limit) if comm is None else comm
     has_begun, facts = False, dict[str, str]()
@@ -263,8 +254,7 @@ def begin(
         if session is not None:
             session.check()
             session.send("busy" if world.Get_size() == session.size else "busy part")
-        if _watchdog is not None:  # left by a group that an exception has destroyed
-            _watchdog.remove()
+        _remove_watchdog()  # left by a group that an exception has destroyed
         _watchdog = Watchdog(_close_quietly)  # from now on, a lost rank ends the job
         launch.call_before_finalize(_finalizing)
 
@@ -283,16 +273,13 @@ def begin(
             ranks = range(inner.Get_size())
             is_lent = given is not None or communicators.spans_world(unwrap(world))
             lent = unwrap(world) if is_lent else None  # else it is freed at the end of this block
-            made = ProcessGroup(
-                inner, messages, ranks, backend, limit, name, "default_pg", lent, level
-            )
+            options = Options(backend, limit, level)
+            made = ProcessGroup(inner, messages, ranks, options, name, "default_pg", lent)
             groups.register(made)
             state.set_default(made)
     except BaseException:
         lost_ranks.stop()
-        if _watchdog is not None:
-            _watchdog.remove()
-            _watchdog = None
+        _remove_watchdog()
         session = launch.current()
         if session is not None and not has_begun:  # all ranks have raised
             session.send("free")
@@ -441,14 +428,18 @@ def _until_the_end() -> Iterator[ProcessGroup]:
 
 def _forget_groups() -> None:
     """Reset module state after all groups have ended, when no other rank is needed any longer."""
-    global _watchdog
     _reset()
     if sys.exc_info()[1] is not None:
         return  # the exception may still end this process, and then other ranks must be notified
     _sign_off()
-    if _watchdog is not None:
-        _watchdog.remove()
-        _watchdog = None
+    _remove_watchdog()
+
+
+def _remove_watchdog() -> None:
+    global _watchdog
+    watchdog, _watchdog = _watchdog, None
+    if watchdog is not None:
+        watchdog.remove()
 
 
 def _reset() -> None:

@@ -167,17 +167,8 @@ class Reconfigurable:
 
             with communicators.subset(self.base.inner, members) as chosen, rank_status.suspended():
                 inner = MPI.Intracomm.Create_from_group(chosen, f"mpicoll:{self._job}:{name}")
-        return groups.create(
-            self.base,
-            members,
-            range(len(members)),
-            inner=inner,
-            backend=self.base.backend,
-            timeout=self.base.timeout,
-            reproducible=self.base.reproducible,
-            name=name,
-            description=self.base.group_desc,
-        )
+        base, ranks = self.base, range(len(members))
+        return groups.create(base, members, ranks, base.options, name, base.group_desc, inner=inner)
 
     def _end_previous(self, made: ProcessGroup) -> None:
         """End the previous group.

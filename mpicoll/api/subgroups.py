@@ -23,7 +23,7 @@ from mpicoll.api import backends
 from mpicoll.api.backends import Backend
 from mpicoll.api.lifecycle import abort_group, close_group, node_size
 from mpicoll.core import groups
-from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
+from mpicoll.core.groups import GroupMember, Options, ProcessGroup, default_group, state
 from mpicoll.core.indices import check_index, check_indices
 from mpicoll.core.reproducible import parse as parse_reproducible
 from mpicoll.core.work import parse_timeout
@@ -103,22 +103,30 @@ def new_group(
             return None
         world.formed += 1
         return GroupMember.NON_GROUP_MEMBER
-    return execute.run_in_order(  # type: ignore[no-any-return]
-        world,
-        where,
-        lambda: groups.create(
-            world,
-            members,
-            members,
-            backend=chosen,
-            timeout=limit,
-            reproducible=level,
-            name=name,
-            description=group_desc or "undefined",
-            given=given,
-        ),
-        everybody=not use_local_synchronization,
+    options, everybody = Options(chosen, limit, level), not use_local_synchronization
+    return create_in_order(
+        where, world, members, members, options, name, group_desc or "undefined", given, everybody
     )
+
+
+def create_in_order(
+    where: str,
+    parent: ProcessGroup,
+    members: Sequence[int],
+    ranks: Sequence[int],
+    options: Options,
+    name: str,
+    description: str,
+    given: MPI.Intracomm | None = None,
+    everybody: bool = True,
+) -> ProcessGroup:
+    """Create a group (see ``groups.create``) in the order of the collectives of its parent.
+
+    everybody: all ranks of the parent call, or count the group in ``formed``.
+    """
+    create = partial(groups.create, parent, members, ranks, options, name, description, given)
+    made: ProcessGroup = execute.run_in_order(parent, where, create, everybody=everybody)
+    return made
 
 
 def _members(comm: MPI.Intracomm, world: ProcessGroup, where: str) -> list[int]:
@@ -283,20 +291,10 @@ def split_group(
         parent.formed += 1
         return None
     name = f"{parent.group_name}:split:{parent.splits}:{mine[0]}"
-    return execute.run_in_order(  # type: ignore[no-any-return]
-        parent,
-        where,
-        lambda: groups.create(
-            parent,
-            mine,
-            [parent.ranks[r] for r in mine],
-            backend=chosen,
-            timeout=limit,
-            reproducible=parent.reproducible,
-            name=name,
-            description=group_desc or f"{parent.group_desc}:split:{parent.splits - 1}",
-        ),
-    )
+    description = group_desc or f"{parent.group_desc}:split:{parent.splits - 1}"
+    options = Options(chosen, limit, parent.reproducible)
+    ranks = [parent.ranks[r] for r in mine]
+    return create_in_order(where, parent, mine, ranks, options, name, description)
 
 
 def shrink_group(
@@ -353,25 +351,17 @@ def shrink_group(
         )
     lost = lost_ranks.is_fault_tolerant() and lost_ranks.check(old)
 
-    def make() -> ProcessGroup:
-        return groups.create(
-            old,
-            staying,
-            range(len(staying)) if is_default else [old.ranks[r] for r in staying],
-            inner=lost_ranks.shrink(old, excluded, where) if lost else None,
-            backend=old.backend,
-            timeout=old.timeout,
-            reproducible=old.reproducible,
-            name=f"{old.group_name}:shrunk:{old.splits + 1}",
-            description="default:shrunken" if is_default else f"{old.group_name}:shrunk",
-        )
-
-    made: ProcessGroup = (
-        make()
-        if lost or shrink_flags == SHRINK_ABORT
-        else execute.run_in_order(old, where, make, everybody=False)
-    )
     old.splits += 1
+    ranks = range(len(staying)) if is_default else [old.ranks[r] for r in staying]
+    name = f"{old.group_name}:shrunk:{old.splits}"
+    description = "default:shrunken" if is_default else f"{old.group_name}:shrunk"
+    if lost or shrink_flags == SHRINK_ABORT:
+        inner = lost_ranks.shrink(old, excluded, where) if lost else None
+        made = groups.create(old, staying, ranks, old.options, name, description, inner=inner)
+    else:
+        made = create_in_order(
+            where, old, staying, ranks, old.options, name, description, everybody=False
+        )
     for one in [*others, old] if is_default else [old]:
         if shrink_flags == SHRINK_ABORT:
             abort_group(one)

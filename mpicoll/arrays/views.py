@@ -282,22 +282,17 @@ def find_conflict(
         return None
     accesses = [*((*one, True) for one in written), *((*one, False) for one in read)]
     spans = sorted((*_span(one[1]), i) for i, one in enumerate(accesses) if one[1].count)
-    #: The end of each span that may reach into the next one, and its access.
-    written_before: list[tuple[int, int]] = []
-    read_before: list[tuple[int, int]] = []
+    active: list[tuple[int, int]] = []  # spans that may reach into the next one: end and access
     for begin, end, i in spans:
         call, view, writes = accesses[i]
-        written_before = [one for one in written_before if one[0] > begin]
-        if writes:
-            read_before = [one for one in read_before if one[0] > begin]
-        for _, before in [*written_before, *(read_before if writes else ())]:
+        active = [one for one in active if one[0] > begin]
+        for _, before in active:
             other, other_view, other_writes = accesses[before]
             contiguous = view.buffer is not None and other_view.buffer is not None
-            if (other != call or (writes and other_writes)) and (
-                contiguous or np.shares_memory(_strided(other_view), _strided(view))
-            ):
+            conflicts = (writes and other_writes) or (call != other and (writes or other_writes))
+            if conflicts and (contiguous or np.shares_memory(_strided(other_view), _strided(view))):
                 return min(other, call), max(other, call)
-        (written_before if writes else read_before).append((end, i))
+        active.append((end, i))
     return None
 
 

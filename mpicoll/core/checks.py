@@ -250,9 +250,8 @@ def _exchanged(
             check_indices(() if sizes is None else sizes, name)
             for sizes, name in zip(splits, names, strict=True)
         )
-        fits_swapped = (sum(of_recv), sum(of_send)) == (_rows(send), _rows(recv))
-        receives = _blocks(recv, of_recv, n, names[0], fits_swapped)
-        blocks = Blocks(_blocks(send, of_send, n, names[1], fits_swapped), receives)
+        receives = _blocks(recv, of_recv, n, names[0])
+        blocks = Blocks(_blocks(send, of_send, n, names[1]), receives)
     if blocks.sends[me] != blocks.receives[me]:
         raise ArgumentError(
             f"{primitive.name}: rank {me} sends itself {format_count(blocks.sends[me], 'element')} "
@@ -261,17 +260,12 @@ def _exchanged(
     return send, recv, blocks
 
 
-def _rows(view: View) -> int:
-    return view.shape[0] if view.shape else 1
-
-
-def _blocks(view: View, sizes: list[int], n: int, name: str, fits_swapped: bool) -> list[int]:
+def _blocks(view: View, sizes: list[int], n: int, name: str) -> list[int]:
     """Return the number of elements for each rank, from split sizes in rows of dimension 0.
 
     name: operation, array and argument.
-    fits_swapped: the split sizes would fit if the caller exchanged output and input.
     """
-    rows = _rows(view)
+    rows = view.shape[0] if view.shape else 1
     if not sizes:
         if rows % n:
             where, _, argument = name.rpartition(": ")
@@ -287,7 +281,7 @@ def _blocks(view: View, sizes: list[int], n: int, name: str, fits_swapped: bool)
     if min(sizes) < 0 or sum(sizes) != rows:
         raise ArgumentError(
             f"{name}: split sizes {sizes} do not add up to the "
-            f"{format_count(rows, 'row')} of dimension 0{_ORDER * fits_swapped}"
+            f"{format_count(rows, 'row')} of dimension 0"
         )
     row = view.count // rows if rows else 0
     return [size * row for size in sizes]

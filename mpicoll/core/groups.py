@@ -53,6 +53,14 @@ class RunningTask(NamedTuple):
 NO_TASK = RunningTask("", 0, False)
 
 
+class Options(NamedTuple):
+    """Options of a group: name of the backend, timeout in seconds, level of reproducibility."""
+
+    backend: str
+    timeout: float | None
+    reproducible: str | None
+
+
 class ProcessGroup(Calls):
     """A group of ranks that call collectives together. Created by init_process_group and new_group.
 
@@ -66,12 +74,10 @@ class ProcessGroup(Calls):
         inner: MPI.Intracomm,
         messages: MPI.Intracomm,
         ranks: Sequence[int],
-        backend: str,
-        timeout: float | None,
+        options: Options,
         name: str,
         description: str,
         given: MPI.Intracomm | None = None,
-        reproducible: str | None = None,
     ) -> None:
         from mpi4py import MPI
 
@@ -86,9 +92,7 @@ class ProcessGroup(Calls):
         self.inner = inner  # communicator of collectives and of their internal exchanges
         self.messages = messages  # of the user's messages, so that tags do not collide
         self.ranks = tuple(ranks)
-        self.backend = backend
-        self.timeout = timeout
-        self.reproducible = reproducible
+        self.backend, self.timeout, self.reproducible = options
         self.group_name = name
         self.group_desc = description
         self._rank = inner.Get_rank()
@@ -134,6 +138,11 @@ class ProcessGroup(Calls):
     def name(self) -> str:
         """Return the name of the backend that was requested."""
         return self.backend
+
+    @property
+    def options(self) -> Options:
+        """The options of the group."""
+        return Options(self.backend, self.timeout, self.reproducible)
 
     def group_rank(self, global_rank: int) -> int | None:
         """Return the rank in the group for a global rank, or None if it is not a member.
@@ -531,10 +540,7 @@ def create(
     parent: ProcessGroup,
     members: Sequence[int],
     ranks: Sequence[int],
-    *,
-    backend: str,
-    timeout: float | None,
-    reproducible: str | None,
+    options: Options,
     name: str,
     description: str,
     given: MPI.Intracomm | None = None,
@@ -546,7 +552,7 @@ def create(
         inner: communicator of the group, if it already exists. Only members call it, with the same
         arguments (MPI_Comm_create_group, MPI-4.1 section 7.4.2).
 
-    Raises MismatchError on all members if ``reproducible`` differs.
+    Raises MismatchError on all members if the level of reproducibility differs.
     """
     if inner is None:
         # The tag separates groups that two threads create from the same parent. The wait for all
@@ -554,15 +560,12 @@ def create(
         tag = zlib.crc32(name.encode()) & 0x3FFF
         inner = create_group(parent.inner, members, tag, parent.wait_for)
     try:
-        levels.agree(inner, reproducible, f"group {name}")
+        levels.agree(inner, options.reproducible, f"group {name}")
         messages = inner.Dup()
     except (MismatchError, sys.modules["mpi4py.MPI"].Exception):
         inner.Free()
         raise
-    made = ProcessGroup(
-        inner, messages, ranks, backend, timeout, name, description, given, reproducible
-    )
-    return register(made)
+    return register(ProcessGroup(inner, messages, ranks, options, name, description, given))
 
 
 def find_open(candidate: object, where: str) -> ProcessGroup:

@@ -351,9 +351,8 @@ def shrink_group(
         )
     lost = lost_ranks.is_fault_tolerant() and lost_ranks.check(old)
 
-    old.splits += 1
     ranks = range(len(staying)) if is_default else [old.ranks[r] for r in staying]
-    name = f"{old.group_name}:shrunk:{old.splits}"
+    name = f"{old.group_name}:shrunk:{old.splits + 1}"
     description = "default:shrunken" if is_default else f"{old.group_name}:shrunk"
     if lost or shrink_flags == SHRINK_ABORT:
         inner = lost_ranks.shrink(old, excluded, where) if lost else None
@@ -362,6 +361,7 @@ def shrink_group(
         made = create_in_order(
             where, old, staying, ranks, old.options, name, description, everybody=False
         )
+    old.splits += 1
     for one in [*others, old] if is_default else [old]:
         if shrink_flags == SHRINK_ABORT:
             abort_group(one)

@@ -155,33 +155,21 @@ class _RestrictedUnpickler(pickle._Unpickler):
             what = obj.__name__ if isinstance(obj, type) else f"an object: {type(obj).__name__}"
             raise RefusedPickleError(f"a received pickle changes {what}, which it has not created")
 
-    def call(self, named: object, function: Callable[..., Any], args: object, kwargs: Any) -> Any:
-        """Return ``function(*args, **kwargs)``; ``named`` is the callable in the pickle."""
+    def load_call(self, creates: bool = False, has_kwargs: bool = False) -> None:
+        """Load the result of an allowed function, or of ``__new__`` of a class if ``creates``."""
+        kwargs = self.stack.pop() if has_kwargs else {}
+        args = self.stack.pop()
+        named = self.stack.pop()
         if id(named) not in self._callable_ids or type(args) is not tuple:
             raise RefusedPickleError(
                 f"a received pickle calls an object of type {type(named).__name__}; only classes "
                 "and functions that restricted_pickle allows are called"
             )
+        function = partial(named.__new__, named) if creates else named
         result, references = _call(function, args, kwargs)
         if references <= _SOLE_REFERENCE and not isinstance(result, _NUMPY):
             self.add_created(result)
-        return result
-
-    def load_reduce(self) -> None:
-        args = self.stack.pop()
-        named = self.stack.pop()
-        self.append(self.call(named, named, args, {}))
-
-    def load_newobj(self) -> None:
-        args = self.stack.pop()
-        cls = self.stack.pop()
-        self.append(self.call(cls, partial(cls.__new__, cls), args, {}))
-
-    def load_newobj_ex(self) -> None:
-        kwargs = self.stack.pop()
-        args = self.stack.pop()
-        cls = self.stack.pop()
-        self.append(self.call(cls, partial(cls.__new__, cls), args, kwargs))
+        self.append(result)
 
     def load_bytearray8(self) -> None:
         """Load a bytearray. The inherited method allocates the size that the pickle claims."""
@@ -268,9 +256,9 @@ _RestrictedUnpickler.dispatch = {
     **{opcode[0]: _LOADERS[opcode[0]] for opcode in _SAFE_OPCODES},
     **{opcode[0]: _build_creating(opcode) for opcode in _CONTAINERS},
     **{opcode[0]: _build_changing(opcode, n) for opcode, n in _CHANGING.items()},
-    pickle.REDUCE[0]: _RestrictedUnpickler.load_reduce,
-    pickle.NEWOBJ[0]: _RestrictedUnpickler.load_newobj,
-    pickle.NEWOBJ_EX[0]: _RestrictedUnpickler.load_newobj_ex,
+    pickle.REDUCE[0]: _RestrictedUnpickler.load_call,
+    pickle.NEWOBJ[0]: lambda self: self.load_call(creates=True),
+    pickle.NEWOBJ_EX[0]: lambda self: self.load_call(creates=True, has_kwargs=True),
     pickle.BYTEARRAY8[0]: _RestrictedUnpickler.load_bytearray8,
 }
 

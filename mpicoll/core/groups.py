@@ -106,7 +106,7 @@ class ProcessGroup(Calls):
         #: Why the group is FAILED, and the class of the errors of a CLOSED group.
         self.error: DistBackendError | None = None
         self.closed: type[Exception] | None = None
-        self._changing = threading.Lock()  # held while the group fails or gets a progress thread
+        self._changing = threading.RLock()  # held while the group fails or gets a progress thread
         #: Returns the error of device work that ended without its results, if it is known; takes
         #: whether to wait for the devices. None if the group has no such work.
         self.device_error: Callable[[bool], DistBackendError | None] | None = None

@@ -342,18 +342,18 @@ def _wait_for_ranks(group: ProcessGroup, limit: float | None, wait_all: bool) ->
     if outcome == COMPLETE:
         return
     missing = [group.ranks[rank] for rank in ranks]
-    within = "did not arrive in time" if limit is None else f"did not arrive within {limit:g} s"
+    seconds = float("inf") if limit is None else limit
     if group.rank() == 0:
         # The text includes torch's messages, because programs search logs for them.
         named = missing if wait_all else missing[:1]
         text = (
             f"{'Ranks' if len(named) > 1 else 'Rank'} {', '.join(map(str, named))} failed to pass "
-            f"monitoredBarrier: {within}, or timed out before"
+            f"monitoredBarrier: did not arrive within {seconds:g} s, or timed out before"
             + ("" if wait_all else "; wait_all_ranks=True names every missing rank")
-            + ("" if limit != 0 else "; Rank 0 timed out in monitoredBarrier before it could look")
+            + ("" if seconds else "; Rank 0 timed out in monitoredBarrier before it could look")
         )
     elif missing:
-        text = f"rank 0 (global rank {missing[0]}) {within}"
+        text = f"rank 0 (global rank {missing[0]}) did not arrive within {seconds:g} s"
     else:
         text = (
             f"Rank {group.ranks[group.rank()]} successfully reached monitoredBarrier, but received "

@@ -408,12 +408,18 @@ def return_errors(comm: MPI.Intracomm) -> None:
     comm.Set_errhandler(MPI.ERRORS_RETURN)
 
 
+_FORKED = (
+    "this process was forked from a rank, and MPI belongs to the parent. Start it with the 'spawn' "
+    "method of multiprocessing, or fork before init_process_group"
+)
+_FINALIZED = (
+    "the program has finalized MPI, which has ended all process groups; call MPI.Finalize after "
+    "the last use of mpicoll, or leave it to mpicoll"
+)
 #: Messages of errors that end all groups.
 _WITHOUT_MPI: dict[type[Exception], str] = {
-    ForkedError: "this process was forked from a rank, and MPI belongs to the parent. Start it "
-    "with the 'spawn' method of multiprocessing, or fork before init_process_group",
-    NotInitializedError: "the program has finalized MPI, which has ended all process groups; call "
-    "MPI.Finalize after the last use of mpicoll, or leave it to mpicoll",
+    ForkedError: _FORKED,
+    NotInitializedError: _FINALIZED,
 }
 
 
@@ -485,9 +491,9 @@ def default_group() -> ProcessGroup:
     """Return the group of all ranks. Raises NotInitializedError if there is none."""
     if state.default is None:
         if state.forked:
-            raise ForkedError(_WITHOUT_MPI[ForkedError])
+            raise ForkedError(_FORKED)
         if state.finalized:
-            raise NotInitializedError(_WITHOUT_MPI[NotInitializedError])
+            raise NotInitializedError(_FINALIZED)
         raise NotInitializedError(
             "there is no default process group; call init_process_group() first"
         )

@@ -31,7 +31,6 @@ else:
 
     def __getattr__(name: str) -> Any:
         """Return a public name or ``__all__``."""
-        hint = ""
         # ``from mpicoll import core`` also calls this function.
         is_module = PathFinder.find_spec(f"mpicoll.{name}", __path__)  # noqa: F405
         if name == "__all__" or not (is_module or name.startswith("_")):
@@ -42,12 +41,9 @@ else:
                     return names[name]
             if name == "__all__":
                 return sorted(names)
-            import difflib
-
-            close = difflib.get_close_matches(name, names, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-        # Without ``obj``, tracebacks do not repeat the suggestion.
-        raise AttributeError(f"module 'mpicoll' has no attribute {name!r}{hint}", name=name)
+        # With ``obj``, tracebacks suggest a similar name.
+        module = sys.modules[__name__]
+        raise AttributeError(f"module 'mpicoll' has no attribute {name!r}", name=name, obj=module)
 
 
 def _public_names(home: str) -> dict[str, Any]:

@@ -86,21 +86,15 @@ class Primitive:
         return self.name
 
 
+def _shares(times: int) -> Callable[[int], float]:
+    return lambda n: times * (n - 1) / n
+
+
 def _once(n: int) -> float:
     return 1.0
 
 
-def _twice(n: int) -> float:
-    return 2.0 * (n - 1) / n
-
-
-def _others(n: int) -> float:
-    return (n - 1) / n
-
-
-def _nothing(n: int) -> float:
-    return 0.0
-
+_nothing, _others, _twice = _shares(0), _shares(1), _shares(2)
 
 _IN_PLACE, _GATHERED, _SCATTERED, _EXCHANGED, _ALIKE, _EMPTY = Layout
 

@@ -17,7 +17,7 @@ import pytest
 import mpicoll as dist
 from mpicoll import errors
 from mpicoll.kernels.calls import PythonCalls
-from mpicoll.launch.environment import SINGLETON, check_world
+from mpicoll.launch.environment import SINGLETON
 from mpicoll.launch.launchers import LAUNCHERS, find_local_rank
 from mpicoll.primitives import PRIMITIVES
 
@@ -90,14 +90,10 @@ def test_public_names() -> None:
 
 
 def test_unknown_name_raises_with_a_hint() -> None:
-    with pytest.raises(AttributeError) as caught:
-        dist.all_reduse  # noqa: B018
-    hint = "module 'mpicoll' has no attribute 'all_reduse'; did you mean 'all_reduce'?"
-    assert (str(caught.value), caught.value.name) == (hint, "all_reduse")
-    with pytest.raises(AttributeError, match=r"no attribute 'zzz'$"):
+    with pytest.raises(AttributeError, match=r"^module 'mpicoll' has no attribute 'zzz'$"):
         dist.zzz  # noqa: B018
     done = child("import mpicoll; mpicoll.all_reduse")
-    assert done.stderr.lower().count("did you mean") == 1
+    assert "has no attribute 'all_reduse'. Did you mean: 'all_reduce'?" in done.stderr
 
 
 #: Functions that raise no errors of mpicoll.
@@ -424,23 +420,6 @@ def test_init_of_one_rank_under_a_launcher_of_several_raises(launcher: str) -> N
     assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr
 
 
-SBATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [
-        SBATCH | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
-        SBATCH | {"OMPI_COMM_WORLD_SIZE": "1"},
-        SBATCH | {"PMI_RANK": "0", "PMI_SIZE": "1"},
-        {"WORLD_SIZE": "4", "RANK": "0"},  # no launcher
-        {"OMPI_COMM_WORLD_SIZE": "many"},
-    ],
-)
-def test_world_of_one_rank_is_accepted(environment: dict[str, str]) -> None:
-    check_world(1, environment)
-
-
 # --- init_process_group -------------------------------------------------------------------------
 
 TRY_INIT = """
@@ -488,7 +467,6 @@ REJECTED = [
     ('rank="0"', "ArgumentTypeError", ["rank", "str"]),
     ("timeout=-1", "ArgumentError", ["timeout", "-1"]),
     ("store=object()", "UnsupportedError", ["store"]),
-    ("device_id=0", "UnsupportedError", ["device_id"]),
 ]  # fmt: skip
 
 

@@ -91,27 +91,6 @@ def parse_backend(name: str | None, where: str) -> str:
     return backend
 
 
-def check_device(device_id: object, where: str) -> None:
-    """Raise unless ``device_id`` ("cuda:1", 1, a torch.device) is a GPU of this process.
-
-    The value is otherwise unused, because every array has its device.
-    """
-    if device_id is None:
-        return
-    kind, _, number = str(device_id).rpartition(":")
-    if kind not in ("", "cuda") or not number.isdecimal():
-        raise ArgumentError(
-            f"{where}: device_id: expected the number of a GPU, or a device such as 'cuda:0', got "
-            f"{device_id!r}"
-        )
-    try:
-        count = runtime.get_runtime().count()
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{where}: device_id: {error}") from error
-    if int(number) >= count:
-        raise ArgumentError(f"{where}: device_id: expected 0 to {count - 1}, got {device_id!r}")
-
-
 _warned_about_options = False
 
 

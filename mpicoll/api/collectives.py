@@ -34,17 +34,24 @@ from mpicoll.core.checks import find_operation
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.work import Future, Work, parse_timeout
 from mpicoll.dispatch.execute import (
+    describe,
     find_root,
     resolve_or_warn,
     run,
     run_all,
     run_fast,
     run_in_order,
+    wait_unless,
 )  # fmt: skip
 from mpicoll.dtypes import Kind, ReduceOp
-from mpicoll.errors import ArgumentError, ArgumentTypeError, EmptyListError
+from mpicoll.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CollectiveTimeoutError,
+    EmptyListError,
+)
 from mpicoll.output import format_count
-from mpicoll.primitives import by_name
+from mpicoll.primitives import PRIMITIVES
 
 __all__ = [
     "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_single",
@@ -53,20 +60,11 @@ __all__ = [
     "reduce_scatter_tensor", "scan", "scatter", "supports_complex",
 ]  # fmt: skip
 
-_ALL_GATHER = by_name["all_gather"]
-_ALL_GATHER_SINGLE = by_name["all_gather_single"]
-_ALL_REDUCE = by_name["all_reduce"]
-_ALL_TO_ALL = by_name["all_to_all"]
-_ALL_TO_ALL_SINGLE = by_name["all_to_all_single"]
-_BARRIER = by_name["barrier"]
-_BROADCAST = by_name["broadcast"]
-_EXSCAN = by_name["exscan"]
-_GATHER = by_name["gather"]
-_REDUCE = by_name["reduce"]
-_REDUCE_SCATTER = by_name["reduce_scatter"]
-_REDUCE_SCATTER_SINGLE = by_name["reduce_scatter_single"]
-_SCAN = by_name["scan"]
-_SCATTER = by_name["scatter"]
+(
+    _BROADCAST, _ALL_REDUCE, _REDUCE, _ALL_GATHER, _ALL_GATHER_SINGLE, _GATHER, _SCATTER,
+    _REDUCE_SCATTER, _REDUCE_SCATTER_SINGLE, _ALL_TO_ALL, _ALL_TO_ALL_SINGLE, _SCAN, _EXSCAN,
+    _BARRIER,
+) = PRIMITIVES  # fmt: skip
 
 
 def broadcast(
@@ -307,10 +305,7 @@ def barrier(
     if work is None:
         return None
     work.set_limit(limit)
-    if async_op:
-        return work
-    work.wait()
-    return None
+    return wait_unless(async_op, work)
 
 
 def monitored_barrier(
@@ -328,19 +323,44 @@ def monitored_barrier(
     Raises CollectiveTimeoutError on all ranks if a rank is missing. The message of rank 0 of the
     group has the global ranks that are missing.
     """
-    from mpicoll.api.monitored_barrier import wait_for_ranks
+    name = "monitored_barrier"
+    given = parse_timeout(timeout, None, name)
+    member = resolve_or_warn(group, name)
+    if member is not None:
+        limit = given if given is not None else member.timeout
+        run_in_order(
+            member, name, lambda: _wait_for_ranks(member, limit, wait_all_ranks), keeps_time=True
+        )
 
-    given = parse_timeout(timeout, None, "monitored_barrier")
-    member = resolve_or_warn(group, "monitored_barrier")
-    if member is None:
+
+def _wait_for_ranks(group: ProcessGroup, limit: float | None, wait_all: bool) -> None:
+    from mpicoll.api.handshakes import COMPLETE, Handshakes
+
+    found = group.resources.get_or_create("handshakes", lambda: Handshakes(group.inner))
+    found.count += 1
+    outcome, ranks = found.join(found.count, range(group.size()), 0, limit)
+    if outcome == COMPLETE:
         return
-    limit = given if given is not None else member.timeout
-    run_in_order(
-        member,
-        "monitored_barrier",
-        lambda: wait_for_ranks(member, float("inf") if limit is None else limit, wait_all_ranks),
-        keeps_time=True,
-    )
+    missing = [group.ranks[rank] for rank in ranks]
+    seconds = float("inf") if limit is None else limit
+    if group.rank() == 0:
+        # The text includes torch's messages, because programs search logs for them.
+        named = missing if wait_all else missing[:1]
+        text = (
+            f"{'Ranks' if len(named) > 1 else 'Rank'} {', '.join(map(str, named))} failed to pass "
+            f"monitoredBarrier: did not arrive within {seconds:g} s, or timed out before"
+            + ("" if wait_all else "; wait_all_ranks=True names every missing rank")
+            + ("" if seconds else "; Rank 0 timed out in monitoredBarrier before it could look")
+        )
+    elif missing:
+        text = f"rank 0 (global rank {missing[0]}) did not arrive within {seconds:g} s"
+    else:
+        text = (
+            f"Rank {group.ranks[group.rank()]} successfully reached monitoredBarrier, but received "
+            "errors while waiting for send/recv from rank 0: a rank did not arrive in time; rank "
+            "0's error names it"
+        )
+    raise CollectiveTimeoutError(f"{describe('monitored_barrier', group)}: {text}")
 
 
 def supports_complex(reduceOp: ReduceOp) -> bool:
@@ -351,13 +371,12 @@ def supports_complex(reduceOp: ReduceOp) -> bool:
     return Kind.COMPLEX in find_operation(reduceOp, "supports_complex: reduceOp").kinds
 
 
-def _check_list(name: str, argument: str, tensors: object) -> None:
-    if not isinstance(tensors, (list, tuple)):
-        raise ArgumentTypeError(
-            f"{name}: {argument}: expected a list, got {type(tensors).__name__}"
-        )
-    if not tensors:
-        raise EmptyListError(f"{name}: {argument}: expected at least one array")
+def check_list(where: str, value: object, items: str = "array") -> None:
+    """Raise ArgumentTypeError unless a value is a list or tuple, EmptyListError if it is empty."""
+    if not isinstance(value, (list, tuple)):
+        raise ArgumentTypeError(f"{where}: expected a list of {items}s, got {type(value).__name__}")
+    if not value:
+        raise EmptyListError(f"{where}: expected at least one {items}")
 
 
 def all_reduce_coalesced(
@@ -377,7 +396,7 @@ def all_reduce_coalesced(
     rejected, nothing is sent.
     """
     name = "all_reduce_coalesced"
-    _check_list(name, "tensors", tensors)
+    check_list(f"{name}: tensors", tensors)
     work = run_all(name, _ALL_REDUCE, group, async_op, tensors, None, op)
     return None if work is None else work.get_future()
 
@@ -415,15 +434,15 @@ def coalesced_outputs(
     group: ProcessGroup,
 ) -> list[list[AnyArray]]:
     """Return, for each input, its outputs of all ranks: transpose ``output_lists``."""
-    _check_list(name, "input_tensor_list", inputs)
-    _check_list(name, "output_tensor_lists", output_lists)
+    check_list(f"{name}: input_tensor_list", inputs)
+    check_list(f"{name}: output_tensor_lists", output_lists)
     if len(output_lists) != group.size():
         raise ArgumentError(
             f"{name}: output_tensor_lists: expected one list for each of the group's "
             f"{format_count(group.size(), 'rank')}, got {len(output_lists)}"
         )
     for rank, outputs in enumerate(output_lists):
-        _check_list(name, f"output_tensor_lists[{rank}]", outputs)
+        check_list(f"{name}: output_tensor_lists[{rank}]", outputs)
         if len(outputs) != len(inputs):
             raise ArgumentError(
                 f"{name}: output_tensor_lists[{rank}]: expected one array for each of the "

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from mpicoll import control_messages
 from mpicoll.api import lifecycle
 from mpicoll.core.groups import ProcessGroup, default_group, state
 from mpicoll.core.indices import check_index
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["grow_group"]
 
 _WHERE = "grow_group"
-#: States of a rank before processes are started.
-_READY, _PENDING, _NO_PROGRAM, _NO_FOLDER = range(4)
 
 
 def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessGroup:
@@ -79,11 +76,8 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
                 wrong = spawned_ranks.wait(inter, count, outlives, old.timeout, old.check_whole)
             except BaseException as error:  # the other ranks wait for the broadcast
                 wrong, raised = f"rank 0: {type(error).__name__}: {error}", error
-        message = np.zeros(spawned_ranks.MAX_FAILURE_BYTES, np.uint8)
-        encoded = np.frombuffer(wrong.encode()[: message.size], np.uint8)
-        message[: encoded.size] = encoded
         try:
-            old.tested.Bcast(message, 0)
+            failure = control_messages.bcast(old.tested, wrong, 0, str)
             old.tested.Barrier()  # raises for a lost rank, which the merge would wait for
         except BaseException:
             wrong = "a rank is lost"
@@ -91,15 +85,9 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
         finally:
             if old.rank() == 0:
                 spawned_ranks.send_result(inter, wrong)
-        wrong = message.tobytes().rstrip(b"\0").decode("utf-8", "replace")
-        return spawned_ranks.merge(inter, wrong, raised)
+        return spawned_ranks.merge(inter, failure, raised)
 
     return lifecycle.begin_again(execute.run_in_order(old, _WHERE, grow, keeps_time=True))
-
-
-def _remaining_s(end: float) -> float | None:
-    """Return the seconds until a deadline, at least the exit time of a thread, or None."""
-    return None if end == math.inf else max(THREAD_EXIT_TIMEOUT_S, end - time.monotonic())
 
 
 def _agree_to_start(
@@ -109,38 +97,36 @@ def _agree_to_start(
 
     Returns the result of ``spawned_ranks.find_command`` on rank 0, elsewhere an empty command.
     """
-    own_state, words, folder, end = _READY, list[str](), "", deadline(group.timeout)
+    words, folder, problem, end = list[str](), "", "", deadline(group.timeout)
     others = [one for one in state.groups if one is not group]
-    if not all(
-        one.finish(THREAD_EXIT_TIMEOUT_S if one.error else _remaining_s(end)) for one in others
-    ):
-        own_state = _PENDING
-    elif group.rank() == 0:
+    limits = (0 if one.error else end - time.monotonic() for one in others)
+    is_pending = not all(
+        one.finish(min(max(limit, THREAD_EXIT_TIMEOUT_S), threading.TIMEOUT_MAX))
+        for one, limit in zip(others, limits, strict=True)
+    )
+    if group.rank() == 0 and not is_pending:
         try:
             words, folder = spawned_ranks.find_command(command, outlives)
-        except ArgumentError:
-            own_state = _NO_PROGRAM
-        except OSError:
-            own_state = _NO_FOLDER
-    own, gathered = np.array([count, own_state]), np.empty((group.size(), 2), np.int64)
-    execute.run_in_order(group, _WHERE, lambda: group.tested.Allgather(own, gathered))
-    counts, states = gathered.T.tolist()
+        except ArgumentError as error:
+            problem = f"{error}; pass a list of arguments of `python`: ['job.py', '--option']"
+        except OSError as error:
+            problem = (
+                f"{_WHERE}: the working directory of rank 0, in which new processes start, does "
+                f"not exist; call os.chdir first ({error})"
+            )
+    own = count, is_pending, problem
+    facts = execute.run_in_order(
+        group, _WHERE, lambda: control_messages.allgather(group.tested, own, tuple[int, bool, str])
+    )
+    counts, pending, problems = zip(*facts, strict=True)
     if len(set(counts)) > 1:
         raise MismatchError(f"{_WHERE}: count: expected the same on all ranks, got {counts}")
-    if _NO_PROGRAM in states:
-        raise ArgumentError(
-            f"{_WHERE}: command: the program of rank 0 cannot be started again, got None; pass a "
-            "list of arguments of `python`: ['job.py', '--option']"
-        )
-    if _NO_FOLDER in states:
-        raise ArgumentError(
-            f"{_WHERE}: the working directory of rank 0, in which new processes start, does not "
-            "exist; call os.chdir first"
-        )
-    if _PENDING in states:
-        late = [rank for rank, one in enumerate(states) if one == _PENDING]
+    if any(pending):
+        late = [rank for rank, one in enumerate(pending) if one]
         raise DistBackendError(
             f"{_WHERE}: async work of ranks {late} is still pending in other groups, which end "
             "now; wait for every Work before the call"
         )
+    if problems[0]:
+        raise ArgumentError(problems[0])
     return words, folder

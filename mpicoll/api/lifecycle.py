@@ -18,7 +18,7 @@ from mpicoll.api import backends, windows
 from mpicoll.api.backends import Backend
 from mpicoll.core import groups
 from mpicoll.core import reproducible as levels
-from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
+from mpicoll.core.groups import GroupMember, Options, ProcessGroup, default_group, state
 from mpicoll.core.indices import check_index
 from mpicoll.core.work import THREAD_EXIT_TIMEOUT_S, parse_timeout
 from mpicoll.dispatch import point_to_point
@@ -94,7 +94,7 @@ def get_backend(group: ProcessGroup | None = None) -> Backend:
     Raises NotInitializedError (a ValueError) before init_process_group and ArgumentError (a
     ValueError) on a rank outside the group.
     """
-    return Backend(resolve_member(group, "get_backend").backend)
+    return Backend(groups.find_open(group, "get_backend").backend)
 
 
 def get_backend_config(group: ProcessGroup | None = None) -> str:
@@ -104,22 +104,13 @@ def get_backend_config(group: ProcessGroup | None = None) -> str:
 
     Raises the errors of get_backend: NotInitializedError and ArgumentError.
     """
-    backend = resolve_member(group, "get_backend_config").backend
+    backend = groups.find_open(group, "get_backend_config").backend
     return backend if ":" in backend else f"cpu:{backend},cuda:{backend}"
 
 
 def get_pg_count() -> int:
     """Return the number of open process groups on this rank, 0 before init_process_group."""
     return len(state.groups)
-
-
-def resolve_member(group: object, where: str) -> ProcessGroup:
-    """Return the group of an argument. Raises ArgumentError if this rank is not in it."""
-    default_group()
-    found = groups.resolve(group)
-    if found is None or found.closed is not None:
-        raise ArgumentError(f"{where}: {group!r} is not a group that this rank is in")
-    return found
 
 
 def node_size() -> int:
@@ -163,7 +154,7 @@ def init_process_group(
     store: not supported; must be None.
     group_name: name of the default group.
     pg_options: ignored with a warning.
-    device_id: GPU of this process, such as 1 or "cuda:1". Checked, otherwise ignored.
+    device_id: ignored.
     _ranks: not supported; must be None.
     comm: a communicator of mpi4py whose ranks become the ranks of the job, in the same order. Only
         these ranks call. None is all ranks of MPI. mpicoll duplicates the communicator and never
@@ -214,22 +205,13 @@ def init_process_group(
                 "leave them out"
             )
         backends.warn_about_options(pg_options, where)
-        backends.check_device(device_id, where)
     except Exception as error:
         if is_known:  # else it is unknown which ranks wait for this one
             launch.notify_failure(error, init_method, given, comm)
         raise
     values = {"rank": given.rank, "world_size": given.world_size}
     expected = {what: (given.names[what], n) for what, n in values.items() if n is not None}
-    begin(
-        chosen,
-        limit,
-        group_name or "0",
-        rendezvous=rendezvous,
-        expected=expected,
-        comm=comm,
-        reproducible=level,
-    )
+    begin(chosen, limit, group_name or "0", rendezvous, expected, comm, level)
     return _until_the_end()
 
 
@@ -237,7 +219,6 @@ def begin(
     backend: str,
     limit: float | None,
     name: str,
-    *,
     rendezvous: launch.Rendezvous | None = None,
     expected: dict[str, tuple[str, int]] | None = None,
     comm: MPI.Intracomm | None = None,
@@ -254,7 +235,7 @@ def begin(
     If a local step fails on a rank, raises its exception on that rank, and a LaunchError that
     quotes the exception on every other rank.
     """
-    global _watchdog, _name, _met_elsewhere
+    global _name, _met_elsewhere
     _name, _met_elsewhere = name, rendezvous is not None
     given = launch.join(rendezvous, limit) if comm is None else comm
     has_begun, facts = False, dict[str, str]()
@@ -273,8 +254,7 @@ def begin(
         if session is not None:
             session.check()
             session.send("busy" if world.Get_size() == session.size else "busy part")
-        if _watchdog is not None:  # left by a group that an exception has destroyed
-            _watchdog.remove()
+        _remove_watchdog()  # left by a group that an exception has destroyed
         _watchdog = Watchdog(_close_quietly)  # from now on, a lost rank ends the job
         launch.call_before_finalize(_finalizing)
 
@@ -293,16 +273,13 @@ def begin(
             ranks = range(inner.Get_size())
             is_lent = given is not None or communicators.spans_world(unwrap(world))
             lent = unwrap(world) if is_lent else None  # else it is freed at the end of this block
-            made = ProcessGroup(
-                inner, messages, ranks, backend, limit, name, "default_pg", lent, level
-            )
+            options = Options(backend, limit, level)
+            made = ProcessGroup(inner, messages, ranks, options, name, "default_pg", lent)
             groups.register(made)
             state.set_default(made)
     except BaseException:
         lost_ranks.stop()
-        if _watchdog is not None:
-            _watchdog.remove()
-            _watchdog = None
+        _remove_watchdog()
         session = launch.current()
         if session is not None and not has_begun:  # all ranks have raised
             session.send("free")
@@ -451,14 +428,18 @@ def _until_the_end() -> Iterator[ProcessGroup]:
 
 def _forget_groups() -> None:
     """Reset module state after all groups have ended, when no other rank is needed any longer."""
-    global _watchdog
     _reset()
     if sys.exc_info()[1] is not None:
         return  # the exception may still end this process, and then other ranks must be notified
     _sign_off()
-    if _watchdog is not None:
-        _watchdog.remove()
-        _watchdog = None
+    _remove_watchdog()
+
+
+def _remove_watchdog() -> None:
+    global _watchdog
+    watchdog, _watchdog = _watchdog, None
+    if watchdog is not None:
+        watchdog.remove()
 
 
 def _reset() -> None:

@@ -20,8 +20,8 @@ CollectiveTimeoutError if the call timed out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -29,21 +29,28 @@ from mpicoll.arrays.views import Bytes
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.pickles import decode, encode
 from mpicoll.dispatch import execute
-from mpicoll.dispatch.point_to_point import exchange_bytes
+from mpicoll.dispatch.point_to_point import exchange_bytes, find_source
 from mpicoll.errors import ArgumentError, ArgumentTypeError, MismatchError, UnsupportedError
 from mpicoll.output import format_count
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = [
     "all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list",
     "scatter_object_list", "send_object_list",
 ]  # fmt: skip
 
+T = TypeVar("T")
 
-def _check_list(name: str, argument: str, value: object, length: int | None = None) -> list[Any]:
-    """Return a list argument. Raises if it is not a list of at least ``length`` entries."""
+
+def _check_list(
+    name: str, argument: str, value: object, length: int = 0, exact: bool = False
+) -> list[Any]:
+    """Return a list argument. Raises if it is not a list of (at least) ``length`` entries."""
     if not isinstance(value, list):
         raise ArgumentTypeError(f"{name}: {argument}: expected a list, got {type(value).__name__}")
-    if length is not None and len(value) < length:
+    if len(value) < length or (exact and len(value) > length):
         raise ArgumentError(
             f"{name}: {argument}: expected {format_count(length, 'object')}, one for each rank, "
             f"got {len(value)}"
@@ -55,6 +62,15 @@ def _check_device(name: str, device: object) -> None:
     kind = getattr(device, "type", device)
     if kind is not None and str(kind).partition(":")[0] != "cpu":
         raise UnsupportedError(f"{name}: device: expected None or 'cpu', got {device!r}")
+
+
+def _run(group: ProcessGroup, name: str, root: int, task: Callable[[Any, MPI.Intracomm], T]) -> T:
+    """Call ``task(wire, comm)`` in the order of the group's collectives."""
+    from mpicoll.routes import wire  # loads MPI, which importing this module must not
+
+    return execute.run_in_order(  # type: ignore[no-any-return]
+        group, name, lambda: task(wire, group.tested), root=root
+    )
 
 
 def all_gather_object(
@@ -71,11 +87,7 @@ def all_gather_object(
         return
     found = _check_list(name, "object_list", object_list, member.size())
     own = encode(obj)
-    from mpicoll.routes.wire import all_gather_bytes
-
-    wholes = execute.run_in_order(
-        member, name, lambda: all_gather_bytes(member.tested, own), root=-1
-    )
+    wholes = _run(member, name, -1, lambda wire, comm: wire.all_gather_bytes(comm, own))
     found[: len(wholes)] = [decode(whole) for whole in wholes]
 
 
@@ -106,12 +118,7 @@ def gather_object(
     if found is not None:
         _check_list(name, "object_gather_list", found, member.size())
     own = encode(obj)
-
-    from mpicoll.routes.wire import gather_bytes
-
-    wholes = execute.run_in_order(
-        member, name, lambda: gather_bytes(member.tested, own, root), root=root
-    )
+    wholes = _run(member, name, root, lambda wire, comm: wire.gather_bytes(comm, own, root))
     if found is not None:
         found[: len(wholes)] = [decode(whole) for whole in wholes]
 
@@ -138,12 +145,7 @@ def broadcast_object_list(
     _check_list(name, "object_list", object_list)
     _check_device(name, device)
     own = encode(object_list) if member.rank() == root else np.empty(0, np.uint8)
-
-    from mpicoll.routes.wire import broadcast_bytes
-
-    whole = execute.run_in_order(
-        member, name, lambda: broadcast_bytes(member.tested, own, root), root=root
-    )
+    whole = _run(member, name, root, lambda wire, comm: wire.broadcast_bytes(comm, own, root))
     if member.rank() != root:
         _replace_entries(name, object_list, decode(whole), root)
 
@@ -185,21 +187,10 @@ def scatter_object_list(
             raise ArgumentError(
                 f"{name}: scatter_object_input_list: must be given on the root, rank {root}"
             )
-        given = _check_list(
-            name, "scatter_object_input_list", scatter_object_input_list, member.size()
-        )
-        if len(given) != member.size():
-            raise ArgumentError(
-                f"{name}: scatter_object_input_list: expected "
-                f"{format_count(member.size(), 'object')}, one for each rank, got {len(given)}"
-            )
+        argument = "scatter_object_input_list"
+        given = _check_list(name, argument, scatter_object_input_list, member.size(), exact=True)
         wholes = [encode(obj) for obj in given]
-
-    from mpicoll.routes.wire import scatter_bytes
-
-    whole = execute.run_in_order(
-        member, name, lambda: scatter_bytes(member.tested, wholes, root), root=root
-    )
+    whole = _run(member, name, root, lambda wire, comm: wire.scatter_bytes(comm, wholes, root))
     scatter_object_output_list[0] = decode(whole)
 
 
@@ -252,9 +243,7 @@ def recv_object_list(
         return -1
     _check_list(name, "object_list", object_list)
     _check_device(name, device)
-    peer = None
-    if src is not None or group_src is not None:
-        peer = execute.find_root(name, group, "src", src, group_src)
+    peer = find_source(name, member, src, group_src)
     whole, source = exchange_bytes(member, name, None, peer)
     assert whole is not None
     _replace_entries(name, object_list, decode(whole), source)

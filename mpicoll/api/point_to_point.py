@@ -21,13 +21,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mpicoll.api.collectives import check_list
 from mpicoll.arrays import adapters
 from mpicoll.arrays.protocols import AnyArray
 from mpicoll.core.groups import ProcessGroup, default_group, resolve
 from mpicoll.core.work import Work
 from mpicoll.dispatch import execute
-from mpicoll.dispatch.point_to_point import begin_message, check_tag, find_source, post
-from mpicoll.errors import ArgumentError, ArgumentTypeError, EmptyListError
+from mpicoll.dispatch.point_to_point import begin_message, check_tag, find_source, in_background
+from mpicoll.errors import ArgumentError, ArgumentTypeError
 
 __all__ = [
     "P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "recv_async", "send",
@@ -51,7 +52,7 @@ def send(
         return
     if peer == member.rank():
         raise ArgumentError(f"send: dst: rank {peer} is this rank; use isend to send to itself")
-    begin_message(member, "send", tensor, peer, check_tag(member, "send", tag), False).finish_now()
+    begin_message(member, "send", tensor, peer, tag, False).finish_now()
 
 
 def recv(
@@ -71,7 +72,7 @@ def recv(
     if member is None:
         return -1
     peer = find_source("recv", member, src, group_src)
-    work = begin_message(member, "recv", tensor, peer, check_tag(member, "recv", tag), True)
+    work = begin_message(member, "recv", tensor, peer, tag, True)
     work.finish_now()
     return work.source_rank()
 
@@ -91,7 +92,7 @@ def isend(
     member = execute.resolve_or_warn(group, "isend")
     if member is None:
         return None
-    return post(member, "isend", tensor, peer, tag, False)
+    return in_background(begin_message(member, "isend", tensor, peer, tag, False))
 
 
 def irecv(
@@ -110,7 +111,7 @@ def irecv(
     if member is None:
         return None
     peer = find_source("irecv", member, src, group_src)
-    return post(member, "irecv", tensor, peer, tag, True)
+    return in_background(begin_message(member, "irecv", tensor, peer, tag, True))
 
 
 recv_async = irecv
@@ -170,12 +171,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     P2POp.
     """
     where = "batch_isend_irecv"
-    if not isinstance(p2p_op_list, (list, tuple)):
-        raise ArgumentTypeError(
-            f"{where}: p2p_op_list: expected a list of P2POp, got {type(p2p_op_list).__name__}"
-        )
-    if not p2p_op_list:
-        raise EmptyListError(f"{where}: p2p_op_list: expected at least one P2POp")
+    check_list(f"{where}: p2p_op_list", p2p_op_list, "P2POp")
     for i, one in enumerate(p2p_op_list):
         if not isinstance(one, P2POp):
             raise ArgumentTypeError(

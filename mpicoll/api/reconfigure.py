@@ -9,21 +9,20 @@ arrive costs the other members the timeout, but does not end the job.
 from __future__ import annotations
 
 import secrets
-import time
 import zlib
 from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from mpicoll import communicators, control_messages, launch
 from mpicoll.api import lifecycle
+from mpicoll.api.handshakes import DIFFERENT, INCOMPLETE, Handshakes
 from mpicoll.core import groups
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.indices import check_index
-from mpicoll.core.work import deadline, parse_timeout
+from mpicoll.core.work import parse_timeout
 from mpicoll.dispatch import execute
 from mpicoll.errors import (
     ArgumentError,
@@ -41,12 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["Reconfigurable"]
 
 _WHERE = "reconfigure"
-#: Messages to the first member (_HERE, _AWAY), and its replies (_AWAY, _GO, _DIFFERENT).
-_HERE, _AWAY, _GO, _DIFFERENT = range(1, 5)
-_TAG = 0
-#: Time that a rank, after its timeout, waits for the reply of the first member, which may be "go".
-_REPLY_TIMEOUT_S = 1.0
-_POLL_INTERVAL_S = 200e-6
 
 
 class Reconfigurable:
@@ -66,16 +59,15 @@ class Reconfigurable:
             )
         self.base = base
         self.group: ProcessGroup | None = None
-        self._comm: MPI.Intracomm = execute.run_in_order(base, _WHERE, base.inner.Dup)
-        groups.return_errors(self._comm)
+        comm: MPI.Intracomm = execute.run_in_order(base, _WHERE, base.inner.Dup)
+        groups.return_errors(comm)
+        self._handshakes = Handshakes(comm)
         token = secrets.token_hex(8)
         self._job = execute.run_in_order(
             base, _WHERE, lambda: control_messages.bcast(base.inner, token, 0, str)
         )
         self._used: set[int] = set()
         self._uuid = -1  # of the current group
-        self._received: dict[tuple[int, int], tuple[int, int]] = {}
-        self._sent: list[tuple[MPI.Request, npt.NDArray[np.int64]]] = []
 
     def handle(self, rank: int | None = None) -> str:
         """Return the handle of a process, by default of this one, constant during its lifetime."""
@@ -151,83 +143,20 @@ class Reconfigurable:
         return members if isinstance(handles, Sequence) else sorted(members)
 
     def _wait_for_members(self, uuid: int, members: list[int], limit: float | None) -> None:
-        """Return once all members have called. If one is missing, raise on all of them.
-
-        Each member notifies the first member, which replies to all. A rank that times out
-        withdraws, and waits for the reply, which may still be "go".
-        """
+        """Return once all members have called. If one is missing, raise on all of them."""
         mark = zlib.crc32(repr(members).encode())
-        me, first = self.base.rank(), members[0]
-        end = deadline(limit)
-        others = [rank for rank in members if rank != me]
-        if me == first:
-            self._reply_to_members(uuid, mark, others, limit, end)
-            return
-        self._send(first, uuid, _HERE, mark)
-        has_withdrawn = False
-        while True:
-            self._receive_all(others)
-            answer = self._received.pop((first, uuid), (0, 0))[0]
-            if answer == _GO:
-                return
-            if answer == _DIFFERENT:
-                raise MismatchError(
-                    f"{_WHERE}: ranks passed different handles, or another order, for uuid {uuid}"
-                )
-            if answer == _AWAY or time.monotonic() > end:
-                if answer == _AWAY or has_withdrawn:
-                    raise CollectiveTimeoutError(
-                        f"{_WHERE}: timed out: not all of ranks {members} called within {limit:g} s"
-                        + ("" if answer == _AWAY else f"; rank {first} did not")
-                    )
-                has_withdrawn, end = True, time.monotonic() + _REPLY_TIMEOUT_S
-                self._send(first, uuid, _AWAY, mark)
-            time.sleep(_POLL_INTERVAL_S)
-
-    def _reply_to_members(
-        self, uuid: int, mark: int, others: list[int], limit: float | None, end: float
-    ) -> None:
-        while True:
-            self._receive_all(others)
-            received = {rank: self._received.get((rank, uuid), (0, 0)) for rank in others}
-            different = [
-                rank for rank, (word, theirs) in received.items() if word and theirs != mark
-            ]
-            missing = [rank for rank, (word, _) in received.items() if word != _HERE]
-            # A rank that has withdrawn does not call again with this uuid.
-            has_failed = different or any(word == _AWAY for word, _ in received.values())
-            if missing and not has_failed and time.monotonic() < end:
-                time.sleep(_POLL_INTERVAL_S)
-                continue
-            answer = _DIFFERENT if different else _AWAY if missing else _GO
-            for rank in others:
-                self._received.pop((rank, uuid), None)
-                self._send(rank, uuid, answer, mark)
-            if different:
-                raise MismatchError(
-                    f"{_WHERE}: ranks {different} of the job and rank {self.base.rank()} passed "
-                    f"different handles, or another order, for uuid {uuid}"
-                )
-            if missing:
-                raise CollectiveTimeoutError(
-                    f"{_WHERE}: timed out: ranks {missing} of the job did not call within "
-                    f"{limit:g} s, or have withdrawn"
-                )
-            return
-
-    def _send(self, rank: int, *words: int) -> None:
-        box = np.array(words, np.int64)
-        self._sent = [one for one in self._sent if not one[0].Test()]
-        self._sent.append((self._comm.Isend(box, rank, _TAG), box))
-
-    def _receive_all(self, sources: list[int]) -> None:
-        """Receive messages from each source separately, because a lost rank sends nothing more."""
-        for source in sources:
-            while self._comm.Iprobe(source, _TAG):
-                box = np.zeros(3, np.int64)
-                self._comm.Irecv(box, source, _TAG).Wait()
-                uuid, word, mark = box.tolist()
-                self._received[source, uuid] = word, mark
+        outcome, ranks = self._handshakes.join(uuid, members, mark, limit)
+        if outcome == DIFFERENT:
+            raise MismatchError(
+                f"{_WHERE}: ranks passed different handles, or another order, for uuid {uuid}"
+                + (f"; ranks {ranks} and {members[0]} of the job differ" if ranks else "")
+            )
+        if outcome == INCOMPLETE:
+            within = "in time" if limit is None else f"within {limit:g} s"
+            raise CollectiveTimeoutError(
+                f"{_WHERE}: timed out: not all of ranks {members} called {within}"
+                + (f"; ranks {ranks} of the job did not, or have withdrawn" if ranks else "")
+            )
 
     def _create(self, uuid: int, members: list[int]) -> ProcessGroup:
         name, inner = f"{self.base.group_name}:{uuid}", None
@@ -238,17 +167,8 @@ class Reconfigurable:
 
             with communicators.subset(self.base.inner, members) as chosen, rank_status.suspended():
                 inner = MPI.Intracomm.Create_from_group(chosen, f"mpicoll:{self._job}:{name}")
-        return groups.create(
-            self.base,
-            members,
-            range(len(members)),
-            inner=inner,
-            backend=self.base.backend,
-            timeout=self.base.timeout,
-            reproducible=self.base.reproducible,
-            name=name,
-            description=self.base.group_desc,
-        )
+        base, ranks = self.base, range(len(members))
+        return groups.create(base, members, ranks, base.options, name, base.group_desc, inner=inner)
 
     def _end_previous(self, made: ProcessGroup) -> None:
         """End the previous group.

@@ -15,16 +15,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from mpicoll import communicators
+from mpicoll import communicators, control_messages
 from mpicoll.api import backends
 from mpicoll.api.backends import Backend
-from mpicoll.api.lifecycle import abort_group, close_group, node_size, resolve_member
+from mpicoll.api.lifecycle import abort_group, close_group, node_size
 from mpicoll.core import groups
-from mpicoll.core.groups import GroupMember, ProcessGroup, default_group, state
+from mpicoll.core.groups import GroupMember, Options, ProcessGroup, default_group, state
 from mpicoll.core.indices import check_index, check_indices
 from mpicoll.core.reproducible import parse as parse_reproducible
 from mpicoll.core.work import parse_timeout
@@ -66,7 +65,7 @@ def new_group(
     ranks: global ranks, None for all. Or a communicator of mpi4py: only its members call, and it
         defines their order. It becomes ``comm`` of the group and is never freed.
     use_local_synchronization: if True, only members need to call. Other ranks that call get None.
-    device_id: GPU of this process, such as 1 or "cuda:1". Checked, otherwise ignored.
+    device_id: ignored.
     sort_ranks: if True, order the members by global rank. If False, keep the order of ``ranks``.
     reproducible: "order" or "exact", as in init_process_group; None is the level of the default
         group. The same on all members.
@@ -83,7 +82,6 @@ def new_group(
     limit = parse_timeout(timeout, world.timeout, where)
     level = parse_reproducible(reproducible, world.reproducible, where)
     backends.warn_about_options(pg_options, where)
-    backends.check_device(device_id, where)
     given, members = None, list(range(world.size()))
     if communicators.is_communicator(ranks):
         given = communicators.checked_communicator(ranks, f"{where}: ranks")
@@ -105,22 +103,30 @@ def new_group(
             return None
         world.formed += 1
         return GroupMember.NON_GROUP_MEMBER
-    return execute.run_in_order(  # type: ignore[no-any-return]
-        world,
-        where,
-        lambda: groups.create(
-            world,
-            members,
-            members,
-            backend=chosen,
-            timeout=limit,
-            reproducible=level,
-            name=name,
-            description=group_desc or "undefined",
-            given=given,
-        ),
-        everybody=not use_local_synchronization,
+    options, everybody = Options(chosen, limit, level), not use_local_synchronization
+    return create_in_order(
+        where, world, members, members, options, name, group_desc or "undefined", given, everybody
     )
+
+
+def create_in_order(
+    where: str,
+    parent: ProcessGroup,
+    members: Sequence[int],
+    ranks: Sequence[int],
+    options: Options,
+    name: str,
+    description: str,
+    given: MPI.Intracomm | None = None,
+    everybody: bool = True,
+) -> ProcessGroup:
+    """Create a group (see ``groups.create``) in the order of the collectives of its parent.
+
+    everybody: all ranks of the parent call, or count the group in ``formed``.
+    """
+    create = partial(groups.create, parent, members, ranks, options, name, description, given)
+    made: ProcessGroup = execute.run_in_order(parent, where, create, everybody=everybody)
+    return made
 
 
 def _members(comm: MPI.Intracomm, world: ProcessGroup, where: str) -> list[int]:
@@ -181,10 +187,8 @@ def new_subgroups(
     ranks = groups.get_process_group_ranks(group)
     if group_size is None:
         world = default_group()
-        everybody = np.empty(world.size(), np.int64)
-        own = np.array([node_size()], np.int64)
-        execute.run_in_order(world, where, lambda: world.tested.Allgather(own, everybody))
-        sizes = set(everybody.tolist())
+        gather = partial(control_messages.allgather, world.tested, node_size(), int)
+        sizes = set(execute.run_in_order(world, where, gather))
         if len(sizes) != 1:
             raise ArgumentError(
                 f"{where}: the nodes run different numbers of ranks, {sorted(sizes)}; give "
@@ -269,7 +273,7 @@ def split_group(
     Raises ArgumentError (a ValueError) also for empty lists.
     """
     where = "split_group"
-    parent = resolve_member(parent_pg, where)
+    parent = groups.find_open(parent_pg, where)
     given = [] if split_ranks is None else split_ranks
     lists = [sorted(one) for one in _rank_lists(given, parent.size(), f"{where}: split_ranks")]
     backends.warn_about_options(pg_options, where)
@@ -287,20 +291,10 @@ def split_group(
         parent.formed += 1
         return None
     name = f"{parent.group_name}:split:{parent.splits}:{mine[0]}"
-    return execute.run_in_order(  # type: ignore[no-any-return]
-        parent,
-        where,
-        lambda: groups.create(
-            parent,
-            mine,
-            [parent.ranks[r] for r in mine],
-            backend=chosen,
-            timeout=limit,
-            reproducible=parent.reproducible,
-            name=name,
-            description=group_desc or f"{parent.group_desc}:split:{parent.splits - 1}",
-        ),
-    )
+    description = group_desc or f"{parent.group_desc}:split:{parent.splits - 1}"
+    options = Options(chosen, limit, parent.reproducible)
+    ranks = [parent.ranks[r] for r in mine]
+    return create_in_order(where, parent, mine, ranks, options, name, description)
 
 
 def shrink_group(
@@ -326,27 +320,23 @@ def shrink_group(
     MpicollError (a RuntimeError) on a rank that is excluded.
     """
     where = "shrink_group"
-    old = resolve_member(group, where)
+    old = groups.find_open(group, where)
     if not isinstance(ranks_to_exclude, list):
         raise ArgumentTypeError(
             f"{where}: ranks_to_exclude: expected a list, got {type(ranks_to_exclude).__name__}"
         )
-    if not ranks_to_exclude:
-        raise ArgumentError(f"{where}: ranks_to_exclude: expected at least one rank")
     if shrink_flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
         raise ArgumentError(
             f"{where}: shrink_flags: expected SHRINK_DEFAULT or SHRINK_ABORT, got {shrink_flags}"
         )
     backends.warn_about_options(pg_options, where)
     size = old.size()
-    if size < 2:
-        raise ArgumentError(f"{where}: a group of {size} cannot shrink")
     ranks_to_exclude = _ranks(ranks_to_exclude, size, f"{where}: ranks_to_exclude")
     excluded = set(ranks_to_exclude)
-    if len(excluded) != len(ranks_to_exclude) or len(excluded) == size:
+    if not 0 < len(excluded) == len(ranks_to_exclude) < size:
         raise ArgumentError(
-            f"{where}: ranks_to_exclude: expected each rank once and not all ranks, got "
-            f"{ranks_to_exclude}"
+            f"{where}: ranks_to_exclude: expected at least one rank, each once, and not all "
+            f"{format_count(size, 'rank')}, got {ranks_to_exclude}"
         )
     if old.rank() in excluded:
         raise MpicollError(f"{where}: rank {old.rank()} is excluded and must not call; it can exit")
@@ -361,24 +351,16 @@ def shrink_group(
         )
     lost = lost_ranks.is_fault_tolerant() and lost_ranks.check(old)
 
-    def make() -> ProcessGroup:
-        return groups.create(
-            old,
-            staying,
-            range(len(staying)) if is_default else [old.ranks[r] for r in staying],
-            inner=lost_ranks.shrink(old, excluded, where) if lost else None,
-            backend=old.backend,
-            timeout=old.timeout,
-            reproducible=old.reproducible,
-            name=f"{old.group_name}:shrunk:{old.splits + 1}",
-            description="default:shrunken" if is_default else f"{old.group_name}:shrunk",
+    ranks = range(len(staying)) if is_default else [old.ranks[r] for r in staying]
+    name = f"{old.group_name}:shrunk:{old.splits + 1}"
+    description = "default:shrunken" if is_default else f"{old.group_name}:shrunk"
+    if lost or shrink_flags == SHRINK_ABORT:
+        inner = lost_ranks.shrink(old, excluded, where) if lost else None
+        made = groups.create(old, staying, ranks, old.options, name, description, inner=inner)
+    else:
+        made = create_in_order(
+            where, old, staying, ranks, old.options, name, description, everybody=False
         )
-
-    made: ProcessGroup = (
-        make()
-        if lost or shrink_flags == SHRINK_ABORT
-        else execute.run_in_order(old, where, make, everybody=False)
-    )
     old.splits += 1
     for one in [*others, old] if is_default else [old]:
         if shrink_flags == SHRINK_ABORT:

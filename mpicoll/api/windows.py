@@ -18,24 +18,22 @@ device memory, and CollectiveTimeoutError if the call timed out.
 
 from __future__ import annotations
 
-import json
-import math
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from mpicoll import control_messages
 from mpicoll.arrays import adapters
 from mpicoll.arrays.protocols import AnyArray
-from mpicoll.arrays.views import Array, View
-from mpicoll.core.groups import ProcessGroup
+from mpicoll.arrays.views import View, memory_at
+from mpicoll.core.groups import ProcessGroup, check_group_rank
 from mpicoll.core.indices import check_index
 from mpicoll.core.work import Work
 from mpicoll.dispatch import execute
 from mpicoll.dispatch.point_to_point import Message, MessageWork, in_background, keep_polling
-from mpicoll.dtypes import by_name
 from mpicoll.errors import (
     ArgumentError,
     CollectiveTimeoutError,
@@ -46,11 +44,9 @@ from mpicoll.errors import (
 from mpicoll.output import format_count
 
 if TYPE_CHECKING:
-    import mmap
-
     from mpi4py import MPI
 
-__all__ = ["Window", "allocate", "free_all"]
+__all__ = ["Window", "free_all"]
 
 #: Tag of signals, on a communicator without other messages.
 _SIGNAL_TAG = 0
@@ -59,8 +55,8 @@ _SIGNAL_TAG = 0
 _PROGRESS_COUNT = 32
 #: Additional time of an async wait, so that it can report the rank that did not signal.
 _GRACE_S = 1.0
-#: Windows with registered memory, kept alive because other ranks may write into it.
-_registered: set[Window] = set()
+#: All windows in the order of their creation. Other ranks may write into their memory.
+_windows: list[Window] = []
 
 
 class Window:
@@ -83,7 +79,7 @@ class Window:
         self._waits: Work | None = None  # the last asynchronous wait
         self._sent = np.zeros(group.size(), np.int64)  # signals to each rank
         self._received = np.zeros(group.size(), np.int64)  # signals from each rank
-        group.windows.append(self)
+        _windows.append(self)
 
     def register(self, tensor: AnyArray, owning: bool = True) -> None:
         """Let other ranks write into an array. Every member calls it, with its own array.
@@ -110,7 +106,6 @@ class Window:
         self._memory = execute.run_in_order(
             self.group, where, lambda: _Memory(self._comm, view, owning)
         )
-        _registered.add(self)
         with self._lock:
             was_polled, self._is_polled = self._is_polled, True
         if not was_polled:
@@ -132,7 +127,6 @@ class Window:
                 self._signal(rank, receives=True).finish_now()
         self._sent[:] = self._received[:] = 0
         memory.free()
-        _registered.discard(self)
 
     def free(self) -> None:
         """Free all resources; every member calls it."""
@@ -140,6 +134,7 @@ class Window:
             self._release()
         with self._lock:
             self._comm.Free()
+        _windows.remove(self)
 
     def poll(self) -> bool:
         """Progress incoming puts in MPI. Returns True when no memory is registered."""
@@ -165,7 +160,7 @@ class Window:
         """
         where = "put"
         memory = self._registered(where)
-        dst = self._rank(where, "dst_rank", dst)
+        dst = check_group_rank(self.group, dst, f"{where}: dst_rank")
         view = _check_host(adapters.build_view(tensor, False, f"{where}: tensor"), where)
         theirs = memory.of[dst]
         if view.dtype.name != theirs.dtype:
@@ -187,7 +182,7 @@ class Window:
         """Notify a rank that all earlier puts are complete. Each signal is for one wait."""
         where = "signal"
         self._registered(where)
-        peer = self._rank(where, "peer_rank", peer)
+        peer = check_group_rank(self.group, peer, f"{where}: peer_rank")
 
         def send() -> None:
             in_background(self._signal(peer, receives=False))  # MPI may wait for the receiver
@@ -205,7 +200,7 @@ class Window:
         """
         where = "wait_signal"
         memory = self._registered(where)
-        peer = self._rank(where, "peer_rank", peer)
+        peer = check_group_rank(self.group, peer, f"{where}: peer_rank")
         limit = self.group.timeout if limit is None else limit
 
         def wait() -> None:
@@ -230,10 +225,7 @@ class Window:
             return None
         work = self._waits = execute.submit(self.group, wait, where, ())
         work.set_limit(None if limit is None else limit + _GRACE_S)
-        if async_op:
-            return work
-        work.wait()
-        return None
+        return execute.wait_unless(async_op, work)
 
     def _call(
         self, name: str, task: Callable[[], None], async_op: bool, limit: float | None
@@ -258,10 +250,7 @@ class Window:
         work = self._last = execute.submit(self.group, run, name, ())
         if limit is not None:
             work.set_limit(limit)
-        if async_op:
-            return work
-        work.wait()
-        return None
+        return execute.wait_unless(async_op, work)
 
     def _signal(self, peer: int, receives: bool) -> MessageWork:
         begin = self._comm.Irecv if receives else self._comm.Isend
@@ -272,20 +261,10 @@ class Window:
             lambda buffer: begin(buffer, peer, _SIGNAL_TAG),
         )  # fmt: skip
 
-    def mapped(self, rank: int) -> tuple[Array, str, tuple[int, ...]]:
-        """Map the memory of another rank of this node, allocated by ``allocate``.
-
-        Returns it as a uint8 array, the name of its dtype, and its shape.
-
-        Raises UnsupportedError if the memory cannot be mapped.
-        """
-        where = "map_remote_tensor"
-        return self._registered(where).mapped(where, self._rank(where, "rank", rank))
-
     def unified(self, rank: int) -> bool:
         """Return whether puts are visible on a rank without another call: MPI_WIN_UNIFIED."""
         memory = self._registered("get_attr")
-        return memory.of[self._rank("get_attr", "peer_rank", rank)].unified
+        return memory.of[check_group_rank(self.group, rank, "get_attr: peer_rank")].unified
 
     def _registered(self, where: str) -> _Memory:
         self.group.check_open()
@@ -294,15 +273,6 @@ class Window:
                 f"{where}: the window has no tensor; call tensor_register on every rank first"
             )
         return self._memory
-
-    def _rank(self, where: str, argument: str, rank: SupportsIndex) -> int:
-        number, size = check_index(rank, f"{where}: {argument}"), self.group.size()
-        if not 0 <= number < size:
-            raise ArgumentError(
-                f"{where}: {argument}: rank {number} is not in the group of "
-                f"{format_count(size, 'rank')}"
-            )
-        return number
 
 
 def _check_host(view: View, where: str) -> View:
@@ -315,20 +285,11 @@ def _check_host(view: View, where: str) -> View:
 
 
 class _Registration(NamedTuple):
-    """Registered memory of a rank.
-
-    dtype, shape: of the array. place: how another process maps its memory (name, path, start in
-        bytes), None if it cannot. unified: memory model of MPI on that rank.
-    """
+    """Registered memory of a rank: dtype, number of elements, and the memory model of MPI."""
 
     dtype: str
-    shape: list[int]
-    place: tuple[str, str, int] | None
+    size: int
     unified: bool
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
 
 
 class _Memory:
@@ -337,22 +298,15 @@ class _Memory:
     def __init__(self, comm: MPI.Intracomm, view: View, owning: bool) -> None:
         from mpi4py import MPI
 
-        from mpicoll.routes import wire
-        from mpicoll.routes.host import shared_segment as segment
         from mpicoll.serialized_mpi import create_window
 
-        start = MPI.Get_address(view.buffer) if view.nbytes else 0
-        self.rank = comm.Get_rank()
         self.owner = view if owning else None
-        block = MPI.buffer.fromaddress(start, view.nbytes) if view.nbytes else None
+        block = memory_at(MPI.Get_address(view.buffer), view.nbytes) if view.nbytes else None
         self.window = create_window(block, comm)
         self.window.Lock_all(MPI.MODE_NOCHECK)
         unified = self.window.Get_attr(MPI.WIN_MODEL) == MPI.WIN_UNIFIED
-        place = segment.place(start, view.nbytes)
-        own = json.dumps([view.dtype.name, list(view.shape), place, unified]).encode()
-        gathered = wire.all_gather_bytes(comm, np.frombuffer(own, np.uint8))
-        self.of = [_Registration(*json.loads(one.tobytes())) for one in gathered]
-        self._maps: dict[int, mmap.mmap] = {}
+        own = _Registration(view.dtype.name, view.count, unified)
+        self.of = control_messages.allgather(comm, own, _Registration)
 
     def put(self, view: View, dst: int, offset: int) -> None:
         from mpicoll.routes.wire import message
@@ -362,56 +316,18 @@ class _Memory:
             self.window.Put(source, dst, [offset * view.dtype.itemsize, source[1], source[-1]])
             self.window.Flush(dst)
 
-    def mapped(self, where: str, rank: int) -> tuple[Array, str, tuple[int, ...]]:
-        from mpicoll.routes.host import shared_segment as segment
-
-        theirs = self.of[rank]
-        if rank not in self._maps:
-            found = None if theirs.place is None else segment.attach(*theirs.place[:2])
-            if found is None:
-                why = (
-                    "it is on another node"
-                    if theirs.place is not None
-                    else "its memory is private to its process; register a tensor that "
-                    "allocate_tensor has returned"
-                )
-                raise UnsupportedError(
-                    f"{where}: rank {rank}: its tensor cannot be mapped here: {why}, or use put"
-                )
-            self._maps[rank] = found
-        start = theirs.place[2]  # type: ignore[index]
-        nbytes = theirs.size * by_name[theirs.dtype].itemsize
-        whole = np.frombuffer(self._maps[rank], np.uint8)
-        return whole[start : start + nbytes], theirs.dtype, tuple(theirs.shape)
-
     def free(self) -> None:
         self.window.Unlock_all()
         self.window.Free()
 
 
-def allocate(nbytes: int) -> Array:
-    """Allocate zeroed memory that other processes of this node can map once it is registered.
-
-    Returns a page-aligned uint8 array of ``nbytes`` bytes. Raises UnsupportedError if the
-    allocation fails.
-    """
-    from mpicoll.routes.host import shared_segment as segment
-
-    memory = segment.allocate(nbytes)
-    if memory is None:
-        raise UnsupportedError(
-            f"allocate_tensor: cannot allocate {nbytes} bytes of shared memory (memfd_create, "
-            "Linux); use torch.empty, and put instead of map_remote_tensor"
-        )
-    return np.frombuffer(memory, np.uint8)[:nbytes]
-
-
 def free_all(group: ProcessGroup) -> None:
     """Free the windows of a group that ends; every member calls it."""
+    ending = [window for window in _windows if window.group is group]
 
     def free() -> None:
-        while group.windows:
-            group.windows.pop(0).free()
+        for window in ending:
+            window.free()
 
-    if group.windows:
+    if ending:
         execute.run_in_order(group, "destroy_process_group", free)

@@ -29,7 +29,7 @@ def build_view(array: object, writable: bool, where: str) -> View:
     Raises ArgumentTypeError if it is not an array, ArgumentError for a read-only output, and
     UnsupportedError for a dtype, device or layout that is not supported.
     """
-    return _builders[array.__class__](array, writable, where)
+    return _builders.get(array.__class__, _find_and_build)(array, writable, where)
 
 
 def build_view_list(arrays: object, writable: bool, where: str, length: int) -> ViewList:
@@ -84,14 +84,8 @@ ADAPTERS: tuple[Callable[[object], Adapter | None], ...] = (
 )
 
 
-class _Builders(dict[type, BuildView]):
-    """``build_view`` of the adapters by type of array, filled on first use of a type."""
-
-    def __missing__(self, kind: type) -> BuildView:
-        return _find_and_build
-
-
-_builders = _Builders({np.ndarray: numpy_arrays.build_view})
+#: ``build_view`` of the adapters by type of array, filled on first use of a type.
+_builders: dict[type, BuildView] = {np.ndarray: numpy_arrays.build_view}
 #: ``fast_view`` of the adapters by type of array.
 fast_views: dict[type, FastView] = {np.ndarray: numpy_arrays.fast_view}
 

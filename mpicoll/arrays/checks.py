@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -40,33 +39,19 @@ def read_only_error(where: str) -> ArgumentError:
 def check_distinct_elements(
     shape: Sequence[int], strides: Sequence[int], itemsize: int, where: str
 ) -> None:
-    """Raise ArgumentError if elements of an output share memory, as in an expanded array.
+    """Raise ArgumentError if elements of an output may share memory, as in an expanded array.
+
+    They do not if each dimension steps over the whole dimension with the next smaller stride, as in
+    all slices and transpositions of contiguous arrays.
 
     strides: distance between neighbors, in the unit of ``itemsize``, the size of an element.
     """
-    if _has_overlap(shape, strides, itemsize):
-        raise ArgumentError(
-            f"{where}: elements of the output share memory (an expanded, broadcast or overlapping "
-            "view); pass a copy"
-        )
-
-
-def _has_overlap(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    if 0 in shape:
-        return False
-    dimensions = sorted(
-        (abs(step), extent) for extent, step in zip(shape, strides, strict=True) if extent > 1
-    )
-    span, is_nested = itemsize, True  # span: up to the end of the last element
-    for step, extent in dimensions:
-        is_nested = is_nested and step >= span  # the parts do not overlap, as in most arrays
+    dimensions = zip(map(abs, strides), shape, strict=True)
+    span = itemsize  # up to the end of the last element
+    for step, extent in sorted(one for one in dimensions if one[1] > 1 and 0 not in shape):
+        if step < span:
+            raise ArgumentError(
+                f"{where}: elements of the output share memory (an expanded, broadcast or "
+                "overlapping view); pass a copy"
+            )
         span += (extent - 1) * step
-    if is_nested:
-        return False
-    if math.prod(shape) * itemsize > span:  # more elements than the memory can hold
-        return True
-    starts = np.zeros(1, np.int64)
-    for step, extent in dimensions:
-        starts = np.add.outer(starts, np.arange(extent, dtype=np.int64) * step).ravel()
-    starts.sort()
-    return bool((np.diff(starts) < itemsize).any())

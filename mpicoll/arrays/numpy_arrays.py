@@ -20,7 +20,8 @@ def find_adapter(array: object) -> Adapter | None:
     if isinstance(array, np.ndarray):
         if type(array) is np.ndarray:
             return Adapter(build_view, fast_view)
-        return Adapter(_build_subclass_view)
+        # A subclass, such as numpy.memmap or numpy.matrix.
+        return Adapter(lambda one, *others: build_view(one.view(np.ndarray), *others))
     return Adapter(_refuse_scalar) if isinstance(array, np.generic) else None
 
 
@@ -46,11 +47,6 @@ def build_view(array: Array, writable: bool, where: str) -> View:
             raise read_only_error(where)
         check_distinct_elements(array.shape, array.strides, dtype.itemsize, where)
     return View(array, dtype, array.size, None)
-
-
-def _build_subclass_view(array: Array, writable: bool, where: str) -> View:
-    """Build the view of a subclass, such as numpy.memmap or numpy.matrix."""
-    return build_view(array.view(np.ndarray), writable, where)
 
 
 def _refuse_scalar(array: object, writable: bool, where: str) -> View:

@@ -7,11 +7,9 @@ from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from mpicoll.arrays.checks import check_distinct_elements
 from mpicoll.arrays.cuda_arrays import build_device_view
-from mpicoll.arrays.views import Adapter, Array, Buffer, View
+from mpicoll.arrays.views import Adapter, Array, Buffer, View, array_at
 from mpicoll.cuda.runtime import LEGACY
 from mpicoll.cuda.streams import CurrentStreams
 from mpicoll.dtypes import DType, Kind, by_name
@@ -48,15 +46,9 @@ def _build_adapter(torch: ModuleType) -> Adapter:
 
     def alias(tensor: Tensor) -> Array:
         # Not Tensor.numpy(): afterwards, the storage can no longer be resized, which FSDP does.
-        row, shape = rows[tensor.dtype], tuple(tensor.shape)
-        if not tensor.numel():
-            return np.empty(shape, row.numpy)
-        steps = tensor.stride()
-        last = sum((extent - 1) * step for extent, step in zip(shape, steps, strict=True))
-        memory: Buffer = from_address(tensor.data_ptr(), (last + 1) * row.itemsize)
-        strides = [step * row.itemsize for step in steps]
-        found: Array = np.ndarray(shape, row.numpy, memory, strides=strides)
-        return found
+        row = rows[tensor.dtype]
+        strides = [step * row.itemsize for step in tensor.stride()]
+        return array_at(tensor.data_ptr(), tuple(tensor.shape), strides, row)
 
     def refuse(tensor: Tensor, where: str, writable: bool) -> None:
         kind = type(tensor)

@@ -17,8 +17,8 @@ from mpicoll.errors import UnsupportedError
 
 __all__ = [
     "CARRIERS", "Adapter", "Array", "Buffer", "BuildView", "Bytes", "DeviceView",
-    "FastView", "View", "ViewList", "address", "empty", "find_conflict", "find_overlapping",
-    "find_shared", "from_numpy", "memory_at", "overlaps",
+    "FastView", "View", "ViewList", "address", "array_at", "contiguous_strides", "empty",
+    "find_conflict", "find_overlapping", "find_shared", "from_numpy", "memory_at", "overlaps",
 ]  # fmt: skip
 
 Array = np.ndarray[Any, Any]
@@ -125,7 +125,7 @@ class DeviceView(View):
     context: the group's resources on the device, set when the call starts.
     """
 
-    __slots__ = ("_context", "_shape", "address", "device", "library", "stream", "strides")
+    __slots__ = ("_shape", "address", "context", "device", "library", "stream", "strides")
     device: int
 
     def __init__(
@@ -137,7 +137,7 @@ class DeviceView(View):
         self.device, self.address, self._shape = device, address, shape
         self.strides = plain if strides is None else strides
         self.stream, self.library = stream, library
-        self._context: DeviceContext | None = None
+        self.context: DeviceContext = None  # type: ignore[assignment]  # not before the call
         if not count or all(
             own == step or extent == 1
             for own, step, extent in zip(self.strides, plain, shape, strict=True)
@@ -170,18 +170,8 @@ class DeviceView(View):
 
     def _same_device(self, address: int, count: int, dtype: DType) -> DeviceView:
         found = DeviceView(self.owner, dtype, self.device, address, (count,), None, self.stream)
-        found._context = self._context
+        found.context = self.context
         return found
-
-    @property
-    def context(self) -> DeviceContext:
-        """The group's resources on the device, once the call has started."""
-        assert self._context is not None
-        return self._context
-
-    @context.setter
-    def context(self, context: DeviceContext) -> None:
-        self._context = context
 
     def _copy(self, packed: View, inward: bool) -> None:
         assert isinstance(packed, DeviceView)
@@ -292,26 +282,18 @@ def find_conflict(
         return None
     accesses = [*((*one, True) for one in written), *((*one, False) for one in read)]
     spans = sorted((*_span(one[1]), i) for i, one in enumerate(accesses) if one[1].count)
-    #: The end of each span that may reach into the next one, and its access.
-    written_before: list[tuple[int, int]] = []
-    read_before: list[tuple[int, int]] = []
+    active: list[tuple[int, int]] = []  # spans that may reach into the next one: end and access
     for begin, end, i in spans:
         call, view, writes = accesses[i]
-        written_before = [one for one in written_before if one[0] > begin]
-        if writes:
-            read_before = [one for one in read_before if one[0] > begin]
-        for _, before in [*written_before, *(read_before if writes else ())]:
+        active = [one for one in active if one[0] > begin]
+        for _, before in active:
             other, other_view, other_writes = accesses[before]
-            if (other != call or (writes and other_writes)) and _shares_memory(other_view, view):
+            contiguous = view.buffer is not None and other_view.buffer is not None
+            conflicts = (writes and other_writes) or (call != other and (writes or other_writes))
+            if conflicts and (contiguous or np.shares_memory(_strided(other_view), _strided(view))):
                 return min(other, call), max(other, call)
-        (written_before if writes else read_before).append((end, i))
+        active.append((end, i))
     return None
-
-
-def _shares_memory(one: View, other: View) -> bool:
-    """Return whether two views share memory, whose spans do."""
-    contiguous = one.buffer is not None and other.buffer is not None
-    return contiguous or np.shares_memory(_strided(one), _strided(other))
 
 
 def _are_columns(views: Sequence[View]) -> bool:
@@ -345,24 +327,38 @@ def _span(view: View) -> tuple[int, int]:
         begin = address(view)
         return begin, begin + view.nbytes
     if isinstance(view, DeviceView):
-        begin, strides = view.address, view.strides
-    else:
-        begin, strides = view.array.__array_interface__["data"][0], view.array.strides
-    steps = [(extent - 1) * step for extent, step in zip(view.shape, strides, strict=True)]
+        return _strided_span(view.address, view.shape, view.strides, view.dtype.itemsize)
+    array = view.array
+    start = array.__array_interface__["data"][0]
+    return _strided_span(start, array.shape, array.strides, array.itemsize)
+
+
+def _strided_span(
+    start: int, shape: Sequence[int], strides: Sequence[int], itemsize: int
+) -> tuple[int, int]:
+    steps = [(extent - 1) * step for extent, step in zip(shape, strides, strict=True)]
     before, behind = (sum(f(step, 0) for step in steps) for f in (min, max))
-    return begin + before, begin + behind + view.dtype.itemsize
+    return start + before, start + behind + itemsize
+
+
+def array_at(start: int, shape: Sequence[int], strides: Sequence[int], dtype: DType) -> Array:
+    """Return a NumPy array on memory that the caller keeps alive. On a device, it must not be read.
+
+    start, strides: address of the first element, and the bytes between neighbors.
+    """
+    if 0 in shape:
+        return np.empty(shape, dtype.numpy)
+    begin, end = _strided_span(start, shape, strides, dtype.itemsize)
+    memory = memory_at(begin, end - begin)
+    found: Array = np.ndarray(shape, dtype.numpy, memory, start - begin, strides)
+    return found
 
 
 def _strided(view: View) -> Array:
     """Return a NumPy array of a view's elements. On a device, they must not be read."""
     if not isinstance(view, DeviceView):
         return view.array
-    begin, end = _span(view)
-    memory = memory_at(begin, end - begin)
-    found: Array = np.ndarray(
-        view.shape, view.dtype.numpy, memory, view.address - begin, strides=view.strides
-    )
-    return found
+    return array_at(view.address, view.shape, view.strides, view.dtype)
 
 
 def address(view: View) -> int:

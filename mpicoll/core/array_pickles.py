@@ -22,17 +22,15 @@ from mpicoll.errors import RefusedPickleError
 __all__ = ["get_reducers", "rebuild_array", "rebuild_dtype", "rebuild_scalar"]
 
 
-def _find_dtypes() -> dict[str, np.dtype[Any]]:
-    """Return the dtypes of fixed size of NumPy and ml_dtypes, by unique names."""
-    codes = "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
-    dtypes = {np.dtype(code).str: np.dtype(code) for code in codes}
-    for one in vars(ml_dtypes).values():
-        if isinstance(one, type) and issubclass(one, np.generic):
-            dtypes[one.__name__] = np.dtype(one)  # its ``str`` is often a void type
-    return dtypes
-
-
-_DTYPES = _find_dtypes()
+#: The dtypes of fixed size of NumPy and ml_dtypes, by unique names.
+_DTYPES: dict[str, np.dtype[Any]] = {
+    np.dtype(code).str: np.dtype(code)
+    for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
+} | {
+    one.__name__: np.dtype(one)  # its ``str`` is often a void type
+    for one in vars(ml_dtypes).values()
+    if isinstance(one, type) and issubclass(one, np.generic)
+}
 _SPECS = {dtype: spec for spec, dtype in _DTYPES.items()}
 #: ``str`` of NumPy's dtypes whose elements are plain bytes, not pointers ("O"). Units of time have
 #: no denominator: NumPy never writes one, but divides by one that it reads.
@@ -75,21 +73,14 @@ _REDUCERS: dict[type, Callable[[Any], Any]] = {np.ndarray: _reduce_array}
 for _one in (*_DTYPES.values(), *map(np.dtype, ("S", "U", "V", "M8", "m8", "q", "Q"))):
     _REDUCERS[_one.type] = _reduce_scalar
     _REDUCERS[type(_one)] = _reduce_dtype
-_copyreg_reducers: dict[type, Callable[[Any], Any]] = {}
-_all_reducers = _REDUCERS
 
 
 def get_reducers() -> dict[type, Callable[[Any], Any]]:
-    """Return these reducers and copyreg's, which the program may extend, in one dict.
+    """Return these reducers and copyreg's, which the program may extend.
 
     A pickler is slower with a ChainMap.
     """
-    global _copyreg_reducers, _all_reducers
-    if copyreg.dispatch_table != _copyreg_reducers:
-        others = dict(copyreg.dispatch_table)
-        _all_reducers = {**others, **_REDUCERS}
-        _copyreg_reducers = others  # assigned last, because other threads read it first
-    return _all_reducers
+    return {**copyreg.dispatch_table, **_REDUCERS}
 
 
 def _describe_dtype(dtype: np.dtype[Any]) -> Any:

@@ -112,33 +112,23 @@ def find_operation(op: object, where: str) -> ReduceOp:
 
     where: operation and argument, for error messages.
 
-    Raises ArgumentTypeError for anything else, and UnsupportedError for an MPI operation without a
-    counterpart.
+    Raises ArgumentTypeError for anything else.
     """
-    found = op if isinstance(op, ReduceOp) else _of_torch(op) or _of_mpi(op, where)
+    found = op if isinstance(op, ReduceOp) else _of_torch(op) or _of_mpi(op)
     if found is None:
         raise ArgumentTypeError(
-            f"{where}: expected a mpicoll.ReduceOp such as ReduceOp.SUM, got {describe_value(op)}"
+            f"{where}: expected a mpicoll.ReduceOp such as ReduceOp.SUM, or an operation of mpi4py "
+            f"that has a counterpart, such as MPI.SUM, got {describe_value(op)}"
         )
     return found
 
 
-def _of_mpi(op: object, where: str) -> ReduceOp | None:
-    """Return the first row of the table for an MPI operation, or None."""
+def _of_mpi(op: object) -> ReduceOp | None:
+    """Return the first row of the table for an operation of mpi4py, or None."""
     mpi = sys.modules.get("mpi4py.MPI")  # if it is not loaded, ``op`` is not an MPI operation
     if mpi is None or not isinstance(op, mpi.Op):
         return None
-    for row in OPERATIONS:
-        if op == getattr(mpi, row.mpi):
-            return row
-    named = (
-        f"MPI.{name}" for name, one in vars(mpi).items() if isinstance(one, mpi.Op) and one == op
-    )
-    raise UnsupportedError(
-        f"{where}: {next(named, 'an operation made by MPI.Op.Create')} has no counterpart; "
-        "expected a mpicoll.ReduceOp, or one of "
-        f"{', '.join(dict.fromkeys(f'MPI.{row.mpi}' for row in OPERATIONS))}"
-    )
+    return next((row for row in OPERATIONS if op == getattr(mpi, row.mpi)), None)
 
 
 def _of_torch(op: object) -> ReduceOp | None:
@@ -260,9 +250,8 @@ def _exchanged(
             check_indices(() if sizes is None else sizes, name)
             for sizes, name in zip(splits, names, strict=True)
         )
-        fits_swapped = (sum(of_recv), sum(of_send)) == (_rows(send), _rows(recv))
-        receives = _blocks(recv, of_recv, n, names[0], fits_swapped)
-        blocks = Blocks(_blocks(send, of_send, n, names[1], fits_swapped), receives)
+        receives = _blocks(recv, of_recv, n, names[0])
+        blocks = Blocks(_blocks(send, of_send, n, names[1]), receives)
     if blocks.sends[me] != blocks.receives[me]:
         raise ArgumentError(
             f"{primitive.name}: rank {me} sends itself {format_count(blocks.sends[me], 'element')} "
@@ -271,17 +260,12 @@ def _exchanged(
     return send, recv, blocks
 
 
-def _rows(view: View) -> int:
-    return view.shape[0] if view.shape else 1
-
-
-def _blocks(view: View, sizes: list[int], n: int, name: str, fits_swapped: bool) -> list[int]:
+def _blocks(view: View, sizes: list[int], n: int, name: str) -> list[int]:
     """Return the number of elements for each rank, from split sizes in rows of dimension 0.
 
     name: operation, array and argument.
-    fits_swapped: the split sizes would fit if the caller exchanged output and input.
     """
-    rows = _rows(view)
+    rows = view.shape[0] if view.shape else 1
     if not sizes:
         if rows % n:
             where, _, argument = name.rpartition(": ")
@@ -297,7 +281,7 @@ def _blocks(view: View, sizes: list[int], n: int, name: str, fits_swapped: bool)
     if min(sizes) < 0 or sum(sizes) != rows:
         raise ArgumentError(
             f"{name}: split sizes {sizes} do not add up to the "
-            f"{format_count(rows, 'row')} of dimension 0{_ORDER * fits_swapped}"
+            f"{format_count(rows, 'row')} of dimension 0"
         )
     row = view.count // rows if rows else 0
     return [size * row for size in sizes]

@@ -10,7 +10,8 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpicoll import communicators, launch, settings
 from mpicoll.core import reproducible as levels
@@ -29,6 +30,7 @@ from mpicoll.errors import (
     NotInitializedError,
 )
 from mpicoll.kernels.calls import Calls
+from mpicoll.output import format_count
 from mpicoll.serialized_mpi import create_group, unwrap, with_wait
 
 if TYPE_CHECKING:
@@ -38,6 +40,25 @@ __all__ = [
     "GroupMember", "ProcessGroup", "get_global_rank", "get_group_rank", "get_process_group_ranks",
     "get_rank", "get_world_size", "group",
 ]  # fmt: skip
+
+
+class RunningTask(NamedTuple):
+    """A call without a call record: its name, its thread, and whether it checks its own timeout."""
+
+    name: str
+    thread: int
+    keeps_time: bool
+
+
+NO_TASK = RunningTask("", 0, False)
+
+
+class Options(NamedTuple):
+    """Options of a group: name of the backend, timeout in seconds, level of reproducibility."""
+
+    backend: str
+    timeout: float | None
+    reproducible: str | None
 
 
 class ProcessGroup(Calls):
@@ -53,12 +74,10 @@ class ProcessGroup(Calls):
         inner: MPI.Intracomm,
         messages: MPI.Intracomm,
         ranks: Sequence[int],
-        backend: str,
-        timeout: float | None,
+        options: Options,
         name: str,
         description: str,
         given: MPI.Intracomm | None = None,
-        reproducible: str | None = None,
     ) -> None:
         from mpi4py import MPI
 
@@ -69,14 +88,11 @@ class ProcessGroup(Calls):
             return_errors(one)
         if launch.is_serialized() or settings.TESTED_CALLS.is_set_to("1"):
             inner = with_wait(inner, self.wait_for)
-        self._given = given
-        self._lent: MPI.Intracomm | None = None
+        self._given = given  # see comm
         self.inner = inner  # communicator of collectives and of their internal exchanges
         self.messages = messages  # of the user's messages, so that tags do not collide
         self.ranks = tuple(ranks)
-        self.backend = backend
-        self.timeout = timeout
-        self.reproducible = reproducible
+        self.backend, self.timeout, self.reproducible = options
         self.group_name = name
         self.group_desc = description
         self._rank = inner.Get_rank()
@@ -85,24 +101,20 @@ class ProcessGroup(Calls):
         self.whole: ProcessGroup | None = None  # user's group of an internal group of a route
         self.plans: dict[Any, Any] = {}  # by primitive, dtype and operation
         self.resources = Resources()
-        self.windows: list[Any] = []  # see api/windows.py
-        #: Numbers of groups created from this one, and of splits and monitored barriers.
-        self.formed = self.splits = self.monitored = 0
+        self.formed = self.splits = 0  # numbers of groups created from this one, and of splits
 
         #: Why the group is FAILED, and the class of the errors of a CLOSED group.
         self.error: DistBackendError | None = None
         self.closed: type[Exception] | None = None
-        self._failing = threading.Lock()
+        self._changing = threading.RLock()  # held while the group fails or gets a progress thread
         #: Returns the error of device work that ended without its results, if it is known; takes
         #: whether to wait for the devices. None if the group has no such work.
         self.device_error: Callable[[bool], DistBackendError | None] | None = None
         self.pending_error: DistBackendError | None = None  # of devices, not raised by a call yet
         self.statuses: dict[int, Any] = {}  # of other ranks; see failures/rank_status.py
 
-        self._giving = threading.Lock()
         self.pending: set[Any] = set()  # incomplete async collectives
-        self.keeps_time = False  # the running collective enforces its own timeout
-        self.doing, self.doing_on = "", 0  # running call without a call record, and its thread
+        self.task = NO_TASK  # running call without a call record
         #: Compares one call (kind, sizes) in memory that the ranks share; else None.
         self.agree: Callable[[int, int], None] | None = None
         #: Calls that only enqueue work in streams, and how many of them are compared together.
@@ -112,10 +124,8 @@ class ProcessGroup(Calls):
         self.message_history: deque[list[Any]] = deque(maxlen=kept)
         self.in_flight: set[Any] = set()  # incomplete messages of the user
         self.held_back: deque[Any] = deque()  # messages to send, in order, until the first is due
-        greatest_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-        assert isinstance(greatest_tag, int)
-        #: Tags of object messages and of status messages; the user's tags are lower.
-        self.object_tag, self.leave_tag = greatest_tag, greatest_tag - 1
+        #: Tag of status messages. Object messages have the next one, the user's have lower ones.
+        self.status_tag: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) - 1  # type: ignore[operator]
 
     def rank(self) -> int:
         """Return this process's rank in the group."""
@@ -128,6 +138,11 @@ class ProcessGroup(Calls):
     def name(self) -> str:
         """Return the name of the backend that was requested."""
         return self.backend
+
+    @property
+    def options(self) -> Options:
+        """The options of the group."""
+        return Options(self.backend, self.timeout, self.reproducible)
 
     def group_rank(self, global_rank: int) -> int | None:
         """Return the rank in the group for a global rank, or None if it is not a member.
@@ -148,19 +163,22 @@ class ProcessGroup(Calls):
         self.check_open()
         if self._given is not None:
             return self._given
-        if self._lent is None:
-            self._lent = state.run_task(
-                self, "ProcessGroup.comm", lambda: communicators.create_private(self.inner), root=-1
-            )
-        return unwrap(self._lent)
+
+        def create() -> MPI.Intracomm:
+            return communicators.create_private(self.inner)
+
+        def free(comm: MPI.Intracomm, limit: float) -> None:
+            # The program may have freed it. After an error it may receive a late message.
+            if self.error is None and unwrap(comm) != sys.modules["mpi4py.MPI"].COMM_NULL:
+                comm.Free()
+
+        run = partial(state.run_task, self, "ProcessGroup.comm", create, root=-1)
+        return unwrap(self.resources.get_or_create("comm", run, close=free))
 
     def free(self) -> None:
-        """Free the communicators of the group, except one that the program has passed in."""
+        """Free the group's own communicators."""
         from mpi4py import MPI
 
-        # The program may have freed the communicator.
-        if self._lent is not None and unwrap(self._lent) != MPI.COMM_NULL:
-            self._lent.Free()
         for one in (self.messages, self.inner):
             if unwrap(one) != MPI.COMM_NULL and _drain(one):
                 one.Free()
@@ -185,7 +203,7 @@ class ProcessGroup(Calls):
 
     def give(self, task: Callable[[], None]) -> Worker:
         """Submit a task to the progress thread, and return that Worker."""
-        with self._giving:
+        with self._changing:
             if self.worker is None:
                 launch.warn_if_serialized(self.ranks[self._rank])
                 self.worker = Worker(f"mpicoll-{self.group_name}")
@@ -215,12 +233,12 @@ class ProcessGroup(Calls):
 
         name: of the call to make.
         """
-        inside = self.doing_on if self.doing else self.thread if self.inside else 0
+        inside = self.task.thread if self.task.name else self.thread if self.inside else 0
         if inside == threading.get_ident() and self.lock.locked():
             raise ArgumentError(
-                f"{name}: this thread is inside {self.doing or f'call {self.sequence}'} of group "
-                f"{self.group_name}, as in a signal handler; set a flag in the handler, and call "
-                f"{name} after the call has returned"
+                f"{name}: this thread is inside {self.task.name or f'call {self.sequence}'} of "
+                f"group {self.group_name}, as in a signal handler; set a flag in the handler, and "
+                f"call {name} after the call has returned"
             )
 
     def check_whole(self) -> None:
@@ -243,7 +261,7 @@ class ProcessGroup(Calls):
 
         Returns False if nothing has changed: the group was FAILED or CLOSED before.
         """
-        with self._failing:
+        with self._changing:
             known = self.error
             if self.closed is not None or (
                 known is not None
@@ -328,14 +346,6 @@ class ProcessGroup(Calls):
         assert self.error is not None
         self.pending_error = None
         return copy(self.error)
-
-    def compare_by(self, agree: Callable[[int, int], None]) -> None:
-        """Compare each call in shared memory from now on, and keep no record of calls.
-
-        agree: see the attribute.
-        """
-        self.agree = agree
-        self.compare_each()
 
     def close(self, error: type[Exception] = ArgumentError) -> None:
         """Change the state to CLOSED: every later call raises ``error``."""
@@ -536,10 +546,7 @@ def create(
     parent: ProcessGroup,
     members: Sequence[int],
     ranks: Sequence[int],
-    *,
-    backend: str,
-    timeout: float | None,
-    reproducible: str | None,
+    options: Options,
     name: str,
     description: str,
     given: MPI.Intracomm | None = None,
@@ -551,7 +558,7 @@ def create(
         inner: communicator of the group, if it already exists. Only members call it, with the same
         arguments (MPI_Comm_create_group, MPI-4.1 section 7.4.2).
 
-    Raises MismatchError on all members if ``reproducible`` differs.
+    Raises MismatchError on all members if the level of reproducibility differs.
     """
     if inner is None:
         # The tag separates groups that two threads create from the same parent. The wait for all
@@ -559,22 +566,31 @@ def create(
         tag = zlib.crc32(name.encode()) & 0x3FFF
         inner = create_group(parent.inner, members, tag, parent.wait_for)
     try:
-        levels.agree(inner, reproducible, f"group {name}")
+        levels.agree(inner, options.reproducible, f"group {name}")
         messages = inner.Dup()
     except (MismatchError, sys.modules["mpi4py.MPI"].Exception):
         inner.Free()
         raise
-    made = ProcessGroup(
-        inner, messages, ranks, backend, timeout, name, description, given, reproducible
-    )
-    return register(made)
+    return register(ProcessGroup(inner, messages, ranks, options, name, description, given))
 
 
-def _open_group(candidate: object, where: str) -> ProcessGroup:
+def find_open(candidate: object, where: str) -> ProcessGroup:
+    """Return the group of an argument. Raises ArgumentError if this rank is not in it."""
+    default_group()
     found = resolve(candidate)
     if found is None or found.closed is not None:
         raise ArgumentError(f"{where}: {candidate!r} is not a group that this rank is in")
     return found
+
+
+def check_group_rank(group: ProcessGroup, rank: object, where: str) -> int:
+    """Return a rank in a group as an int. where: operation and argument, for the message."""
+    number = check_index(rank, where)
+    if not 0 <= number < group.size():
+        raise ArgumentError(
+            f"{where}: rank {number} is not in the group of {format_count(group.size(), 'rank')}"
+        )
+    return number
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:
@@ -616,7 +632,7 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
     Raises ArgumentError (a ValueError) if the group has ended or does not contain the rank, and
     ArgumentTypeError (a TypeError) for a rank that is not an int.
     """
-    found = _open_group(group, "get_group_rank")
+    found = find_open(group, "get_group_rank")
     rank = found.group_rank(check_index(global_rank, "get_group_rank: global_rank"))
     if rank is None:
         raise ArgumentError(
@@ -637,14 +653,8 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
     Raises ArgumentError (a ValueError) if the group has ended or does not contain the rank, and
     ArgumentTypeError (a TypeError) for a rank that is not an int.
     """
-    found = _open_group(group, "get_global_rank")
-    group_rank = check_index(group_rank, "get_global_rank: group_rank")
-    if not 0 <= group_rank < found.size():
-        raise ArgumentError(
-            f"get_global_rank: group rank {group_rank} is not in the group; expected 0 to "
-            f"{found.size() - 1}"
-        )
-    return found.ranks[group_rank]
+    found = find_open(group, "get_global_rank")
+    return found.ranks[check_group_rank(found, group_rank, "get_global_rank: group_rank")]
 
 
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
@@ -656,4 +666,4 @@ def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
 
     Raises ArgumentError (a ValueError) for a group that has ended or does not contain this rank.
     """
-    return list(_open_group(group, "get_process_group_ranks").ranks)
+    return list(find_open(group, "get_process_group_ranks").ranks)

@@ -9,11 +9,9 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import repeat
-from types import NoneType
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -115,24 +113,14 @@ _ARRAY_NAMES: Names = {
 _SAFE_BUILTINS: Names = {(one.__module__, one.__qualname__): one for one in (complex, range, slice)}
 
 
-#: Maximum nesting of objects, the same as the recursion limit of Python's pickler. Hashing and
-#: freeing some types recurses in C, without a limit.
-MAX_DEPTH = 1000
-#: Types whose objects contain no other objects.
-_ATOMS = frozenset((bool, bytearray, bytes, complex, float, int, NoneType, range, str))
-
-
 class _RestrictedUnpickler(pickle._Unpickler):
-    """An unpickler for allowed types, with four rules.
+    """An unpickler for allowed types, with three rules.
 
     1. Names are looked up only among the allowed ones; nothing is imported.
     2. Only allowed classes and functions are called.
     3. Only objects that the pickle has created are changed (filled, or their state set). Classes,
     functions, NumPy objects and objects with other references, such as members of an Enum, are
     never changed.
-    4. Objects are nested at most MAX_DEPTH deep when they are built. An object that is changed
-    after it was put into another object may be deeper, because it is not hashed in C and is freed
-    without recursion.
 
     Only opcodes of protocol 5 are allowed. An older opcode, for extensions, would look up objects
     without ``find_class``.
@@ -150,8 +138,6 @@ class _RestrictedUnpickler(pickle._Unpickler):
         self._names = allowed
         self._callable_ids = {id(one) for one in allowed.values()}
         self._created: dict[int, Any] = {}  # by id; held, so that no other object gets the id
-        self._depths: dict[int, int] = {}  # by id, of objects that hold others that hold others
-        self._deep: list[Any] = []  # these objects, held
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -169,52 +155,21 @@ class _RestrictedUnpickler(pickle._Unpickler):
             what = obj.__name__ if isinstance(obj, type) else f"an object: {type(obj).__name__}"
             raise RefusedPickleError(f"a received pickle changes {what}, which it has not created")
 
-    def nest(self, obj: object, children: Collection[Any]) -> None:
-        """Record that an object holds others. Raises RefusedPickleError if the nesting is too deep.
-
-        The children are complete. Without recursion, an object is one level deeper than its deepest
-        child.
-        """
-        deepest = max(map(self._depths.get, map(id, children), repeat(0)), default=0)
-        if not deepest:
-            deepest = int(not _ATOMS.issuperset(map(type, children)))
-        if deepest >= MAX_DEPTH:
-            raise RefusedPickleError(
-                f"a received pickle nests objects more than {MAX_DEPTH} deep, which could overflow "
-                "the stack; send a flatter object"
-            )
-        if deepest and deepest >= self._depths.get(id(obj), 0) and type(obj) not in _ATOMS:
-            self._depths[id(obj)] = deepest + 1
-            self._deep.append(obj)
-
-    def call(self, named: object, function: Callable[..., Any], args: object, kwargs: Any) -> Any:
-        """Return ``function(*args, **kwargs)``; ``named`` is the callable in the pickle."""
+    def load_call(self, creates: bool = False, has_kwargs: bool = False) -> None:
+        """Load the result of an allowed function, or of ``__new__`` of a class if ``creates``."""
+        kwargs = self.stack.pop() if has_kwargs else {}
+        args = self.stack.pop()
+        named = self.stack.pop()
         if id(named) not in self._callable_ids or type(args) is not tuple:
             raise RefusedPickleError(
                 f"a received pickle calls an object of type {type(named).__name__}; only classes "
                 "and functions that restricted_pickle allows are called"
             )
+        function = partial(named.__new__, named) if creates else named
         result, references = _call(function, args, kwargs)
         if references <= _SOLE_REFERENCE and not isinstance(result, _NUMPY):
             self.add_created(result)
-        self.nest(result, (args, kwargs) if kwargs else (args,))
-        return result
-
-    def load_reduce(self) -> None:
-        args = self.stack.pop()
-        named = self.stack.pop()
-        self.append(self.call(named, named, args, {}))
-
-    def load_newobj(self) -> None:
-        args = self.stack.pop()
-        cls = self.stack.pop()
-        self.append(self.call(cls, partial(cls.__new__, cls), args, {}))
-
-    def load_newobj_ex(self) -> None:
-        kwargs = self.stack.pop()
-        args = self.stack.pop()
-        cls = self.stack.pop()
-        self.append(self.call(cls, partial(cls.__new__, cls), args, kwargs))
+        self.append(result)
 
     def load_bytearray8(self) -> None:
         """Load a bytearray. The inherited method allocates the size that the pickle claims."""
@@ -265,17 +220,6 @@ def _build_creating(opcode: bytes) -> Opcode:
     return create
 
 
-def _build_nesting(opcode: bytes) -> Opcode:
-    """Build the loader of an opcode that makes a tuple or frozenset of objects on the stack."""
-    load = _LOADERS[opcode[0]]
-
-    def create(self: _RestrictedUnpickler) -> None:
-        load(self)
-        self.nest(self.stack[-1], self.stack[-1])
-
-    return create
-
-
 def _build_changing(opcode: bytes, children: int) -> Opcode:
     """Build the loader of an opcode that puts objects on top of the stack into the one below.
 
@@ -284,9 +228,7 @@ def _build_changing(opcode: bytes, children: int) -> Opcode:
     load = _LOADERS[opcode[0]]
 
     def change(self: _RestrictedUnpickler) -> None:
-        target = self.stack[-1 - children] if children else self.metastack[-1][-1]
-        self.check(target)
-        self.nest(target, self.stack[-children:])
+        self.check(self.stack[-1 - children] if children else self.metastack[-1][-1])
         load(self)
 
     return change
@@ -300,24 +242,23 @@ _SAFE_OPCODES = (
     pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8,
     pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.BINBYTES8,
     pickle.NEXT_BUFFER, pickle.READONLY_BUFFER,
-    pickle.EMPTY_TUPLE, pickle.STACK_GLOBAL,
+    pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3,
+    pickle.FROZENSET, pickle.STACK_GLOBAL,
 )  # fmt: skip
-_NESTING = pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.FROZENSET
 _CONTAINERS = pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET
+#: Opcodes that change an object, and the number of objects above it on the stack (0: since a mark).
+_CHANGING = {
+    pickle.APPEND: 1, pickle.SETITEM: 2, pickle.BUILD: 1,
+    pickle.APPENDS: 0, pickle.SETITEMS: 0, pickle.ADDITEMS: 0,
+}  # fmt: skip
 _RestrictedUnpickler.dispatch = {
     **dict.fromkeys(range(256), _RestrictedUnpickler.refuse),
     **{opcode[0]: _LOADERS[opcode[0]] for opcode in _SAFE_OPCODES},
     **{opcode[0]: _build_creating(opcode) for opcode in _CONTAINERS},
-    **{opcode[0]: _build_nesting(opcode) for opcode in _NESTING},
-    pickle.APPEND[0]: _build_changing(pickle.APPEND, 1),
-    pickle.SETITEM[0]: _build_changing(pickle.SETITEM, 2),
-    pickle.APPENDS[0]: _build_changing(pickle.APPENDS, 0),
-    pickle.SETITEMS[0]: _build_changing(pickle.SETITEMS, 0),
-    pickle.ADDITEMS[0]: _build_changing(pickle.ADDITEMS, 0),
-    pickle.BUILD[0]: _build_changing(pickle.BUILD, 1),
-    pickle.REDUCE[0]: _RestrictedUnpickler.load_reduce,
-    pickle.NEWOBJ[0]: _RestrictedUnpickler.load_newobj,
-    pickle.NEWOBJ_EX[0]: _RestrictedUnpickler.load_newobj_ex,
+    **{opcode[0]: _build_changing(opcode, n) for opcode, n in _CHANGING.items()},
+    pickle.REDUCE[0]: _RestrictedUnpickler.load_call,
+    pickle.NEWOBJ[0]: lambda self: self.load_call(creates=True),
+    pickle.NEWOBJ_EX[0]: lambda self: self.load_call(creates=True, has_kwargs=True),
     pickle.BYTEARRAY8[0]: _RestrictedUnpickler.load_bytearray8,
 }
 
@@ -338,9 +279,8 @@ class restricted_pickle(AbstractContextManager["restricted_pickle"]):
     A pickle may call an allowed function with any arguments. It may create instances of an allowed
     class, with or without its constructor, and set any state, with ``__setstate__`` if the class
     has it. Other names are neither imported nor called. The pickle changes only objects that it has
-    created: no attributes of classes, no members of an Enum. Objects are nested at most 1000 deep,
-    so that no pickle overflows the stack of the receiver. A sender can still waste time and memory
-    of the receiver.
+    created: no attributes of classes, no members of an Enum. A sender can still waste time and
+    memory of the receiver, or end its process with very deeply nested objects.
 
     The restriction applies to all threads, until the with statement ends or ``lift()`` is called.
     Received objects other than arrays are then rebuilt in Python, which is slower.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable
 
 from mpicoll.cuda.threads import use_process_device
@@ -26,9 +25,6 @@ class Worker:
     The thread starts with the first task.
     """
 
-    #: Number of unfinished tasks from which the Worker is crowded.
-    CROWD_COUNT = 8
-
     def __init__(self, name: str) -> None:
         self._name = name
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
@@ -44,11 +40,6 @@ class Worker:
         False on the thread itself, because calls of a task's callbacks run right after that task.
         """
         return self.submitted != self.finished and not self.is_current
-
-    @property
-    def is_crowded(self) -> bool:
-        """Whether at least ``CROWD_COUNT`` tasks are unfinished."""
-        return self.submitted - self.finished >= self.CROWD_COUNT
 
     def submit(self, task: Task) -> None:
         """Run ``task()`` after all earlier tasks. Only one thread at a time may call this."""
@@ -103,17 +94,13 @@ class Poller:
     MIN_INTERVAL_S, MAX_INTERVAL_S = 50e-6, 2e-3
 
     def __init__(self) -> None:
-        self._new: deque[Callable[[], bool]] = deque()
-        self._wake = threading.Event()
-        self._stopping = False
+        self._new: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def add(self, poll: Callable[[], bool]) -> None:
         """Call ``poll()``, which tests an operation, until it returns True: it has ended."""
-        self._new.append(poll)
-        if not self._wake.is_set():
-            self._wake.set()
+        self._new.put(poll)
         with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -126,23 +113,16 @@ class Poller:
         pause = self.MIN_INTERVAL_S
         sleep = threading.Event().wait
         while True:
-            if not pending and not self._new:
-                self._wake.clear()
-                if not self._new:
-                    if self._stopping:
-                        return
-                    self._wake.wait()
-                continue
-            if self._new:
+            while not pending or not self._new.empty():
+                poll = self._new.get()
+                if poll is None:
+                    return
+                pending.append(poll)
                 pause = self.MIN_INTERVAL_S
-                while self._new:
-                    pending.append(self._new.popleft())
             sleep(pause)
             use_process_device()
             before = len(pending)
             pending = [poll for poll in pending if not poll()]
-            if self._stopping:
-                return
             pause = (
                 self.MIN_INTERVAL_S
                 if len(pending) < before
@@ -152,8 +132,6 @@ class Poller:
     def stop(self) -> None:
         """End the thread; pending operations are no longer tested. ``add`` starts it again."""
         if self._thread is not None:
-            self._stopping = True
-            self._wake.set()
+            self._new.put(None)
             self._thread.join()
-            self._new.clear()
-            self._thread, self._stopping = None, False
+            self._thread = None

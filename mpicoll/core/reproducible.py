@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpicoll import settings
+from mpicoll import control_messages, settings
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.errors import ArgumentError, MismatchError
 
@@ -59,19 +59,14 @@ def agree(comm: MPI.Intracomm, level: str | None, where: str) -> None:
 
     Different levels would select different routes, and the ranks would hang.
     """
-    mine = np.array([0 if level is None else 1 + LEVELS.index(level)], np.int64)
-    gathered = np.empty(comm.Get_size(), np.int64)
-    comm.Allgather(mine, gathered)
-    if (gathered == mine[0]).all():
-        return
-    levels = [(None, *LEVELS)[number] for number in gathered.tolist()]
+    levels = control_messages.allgather(comm, level, str | None)
     by_level = {each: [r for r, one in enumerate(levels) if one == each] for each in levels}
-    raise MismatchError(
-        f"{where}: reproducible (or {settings.REPRODUCIBLE.name}): expected the same on all ranks, "
-        "got "
-        + ", ".join(
+    if len(by_level) > 1:
+        listed = (
             f"{each!r} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
             for each, ranks in by_level.items()
         )
-        + "; pass the same on every rank"
-    )
+        raise MismatchError(
+            f"{where}: reproducible (or {settings.REPRODUCIBLE.name}): expected the same on all "
+            f"ranks, got {', '.join(listed)}; pass the same on every rank"
+        )

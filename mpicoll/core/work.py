@@ -177,8 +177,8 @@ class Future:
                 traceback.print_exc()  # nothing waits for the callback's result
 
 
-#: Time that a thread sleeps before it waits for a Work if many Works are queued.
-CROWDED_PAUSE_S = 50e-6
+#: Number of queued Works from which a thread sleeps before it waits for one, and the time.
+CROWD_COUNT, CROWDED_PAUSE_S = 8, 50e-6
 
 #: Time within which a Work fails after its group is closed, unless it is blocked in MPI.
 THREAD_EXIT_TIMEOUT_S = 0.5
@@ -287,7 +287,7 @@ class Work:
             if worker.is_current:
                 # A callback of an earlier Work waits, on the thread that must run this Work.
                 worker.run_until(self.has_ended)
-            elif worker.is_crowded:
+            elif worker.submitted - worker.finished >= CROWD_COUNT:
                 # A caller that waits for one Work after another would be woken for each and take
                 # the core from the progress thread. After a pause, several Works are done.
                 time.sleep(CROWDED_PAUSE_S)

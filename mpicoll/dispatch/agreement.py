@@ -32,7 +32,7 @@ _MODULES = (
     "control_messages", "core.array_pickles", "core.pickles", "core.signature", "dispatch.fusing",
     "dispatch.packing", "dtypes", "primitives",
 )  # fmt: skip
-_WATCHING = ("failures.consistency", "failures.rank_status", "api.monitored_barrier")
+_WATCHING = ("failures.consistency", "failures.rank_status", "api.handshakes")
 
 
 def agree(comm: MPI.Intracomm, mine: Mapping[str, str]) -> None:

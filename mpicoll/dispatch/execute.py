@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 from mpicoll.arrays.adapters import fast_views
 from mpicoll.arrays.protocols import Arrays
 from mpicoll.core import checks
-from mpicoll.core.groups import ProcessGroup, default_group, resolve, set_task_runner, state
+from mpicoll.core.groups import (
+    NO_TASK,
+    ProcessGroup,
+    RunningTask,
+    check_group_rank,
+    default_group,
+    resolve,
+    set_task_runner,
+    state,
+)
 from mpicoll.core.indices import check_index
 from mpicoll.core.plan import CallKind, Plan, Run, Task, agreed_sizes
 from mpicoll.core.signature import (
@@ -31,12 +40,12 @@ from mpicoll.errors import ArgumentError, MismatchError, MpicollError, MPIError
 from mpicoll.failures import consistency, flight_record, timeouts
 from mpicoll.failures.group_failure import fail_all_ranks
 from mpicoll.kernels.calls import bind_fast_path
-from mpicoll.output import format_count, warn
+from mpicoll.output import warn
 from mpicoll.primitives import Primitive
 
 __all__ = [
     "describe", "find_root", "resolve_or_warn", "run", "run_all", "run_fast", "run_in_order",
-    "submit", "to_mpi_error",
+    "submit", "to_mpi_error", "wait_unless",
 ]  # fmt: skip
 
 
@@ -71,11 +80,7 @@ def run(
         plan = _plan(primitive, member, op, first.dtype, first.device is not None)
     execute, orders = packing.in_stream_order(plan, send, recv)
     sizes = encode_sizes(agreed_sizes(primitive, extent))
-    if (
-        (first is None or (primitive.listed and not plan.on_device))
-        and member.compared
-        and not plan.fast_path_registered
-    ):
+    if member.compared and not (plan.on_device or plan.fast_path_registered):
         _register_fast_path(plan, op)
     if not async_op and not member.busy():
         perform(plan, sizes, root, execute, send, recv, extent)
@@ -113,7 +118,11 @@ def _start(
     group = call.plan.group
     scheduled = group.schedule(call.plan.kind, call.sizes, call.root)
     task = partial(perform, *call, scheduled)
-    work = submit(group, task, name, _as_output_list(output), inline, orders)
+    return wait_unless(async_op, submit(group, task, name, _as_output_list(output), inline, orders))
+
+
+def wait_unless(async_op: bool, work: Work) -> Work | None:
+    """Return a Work if ``async_op``; else wait for it and return None."""
     if async_op:
         return work
     work.wait()
@@ -150,14 +159,14 @@ def _run_cached(
     op: ReduceOp | None,
     root: int,
 ) -> Work | None:
-    """Run a call as ``run`` does, with fewer steps if its plan exists, nothing is pending, and a
-    fast view shows that each array is one block of memory.
+    """Run a call as ``run`` does, with fewer steps for a synchronous call if its plan exists,
+    nothing is pending, and a fast view shows that each array is one block of memory.
 
     Registers the native calls of the plan. Anything else, errors included, falls back to ``run``.
     """
     member: Any = state.default if group is None else group
     send = implementation = None
-    fast_view = None if primitive.listed else fast_views.get(output.__class__)
+    fast_view = None if async_op or primitive.listed else fast_views.get(output.__class__)
     seen = None if fast_view is None else fast_view(output)
     try:
         if seen is not None:
@@ -189,13 +198,8 @@ def _run_cached(
     sizes = count if plan.even else 0
     if not plan.fast_path_registered and member.compared:
         _register_fast_path(plan, op)
-    if not async_op:
-        perform(plan, sizes, root, implementation.run, send, recv, count)
-        return None
-    call = _Call(plan, sizes, root, implementation.run, send, recv, count)
-    if not _should_run_inline(call):  # a fast view does not keep the memory of the arrays alive
-        return run(primitive, group, async_op, output, input, op, root, may_inline=False)
-    return submit(member, partial(perform, *call), plan.name, (output,), True)
+    perform(plan, sizes, root, implementation.run, send, recv, count)
+    return None
 
 
 _NO_VIEW = None, None, 0
@@ -432,26 +436,21 @@ def submit(
     group.check_outside(name)
     expire = partial(timeouts.fail_late_call, group)
     work = Work(describe(name, group), outputs, group.timeout, orders, expire)
-    if inline or (group.worker is not None and group.worker.is_current):
-        # A callback of an earlier Work, on the progress thread, runs its calls right away.
-        try:
-            task()
-        except Exception as caught:  # Ctrl-C is for the program
-            work.finish(caught)
-        else:
-            work.finish()
-        return work
 
-    def run_task() -> None:
+    def run_task(catches: type[BaseException] = BaseException) -> None:
         error: BaseException | None = None
         try:
             task()
-        except BaseException as caught:
+        except catches as caught:
             error = caught
         group.pending.discard(work)
         # Calls of callbacks run right after the task, before calls queued behind it.
         work.finish(error)
 
+    if inline or (group.worker is not None and group.worker.is_current):
+        # A callback of an earlier Work, on the progress thread, runs its calls right away.
+        run_task(Exception)  # Ctrl-C is for the program
+        return work
     group.pending.add(work)
     work.worker = group.give(run_task)
     return work
@@ -500,7 +499,7 @@ def _perform_uncompared(
     group.check_outside(name)
     try:
         with group.lock:
-            group.doing_on, group.doing, group.keeps_time = get_ident(), name, keeps_time
+            group.task = RunningTask(name, get_ident(), keeps_time)
             try:
                 if keeps_time:  # else not in the flight record, whose positions all ranks share
                     group.begin_uncompared(*encode_task(name), -1)
@@ -508,7 +507,7 @@ def _perform_uncompared(
                 if keeps_time:
                     group.complete()
             finally:
-                group.doing, group.keeps_time = "", False
+                group.task = NO_TASK
     except MpicollError as error:
         flight_record.dump_after(error, group)
         raise
@@ -547,13 +546,10 @@ def find_root(
     if group_rank is not None:
         if global_rank is not None:
             raise ArgumentError(f"{name}: give {argument} or group_{argument}, not both")
-        group_rank = check_index(group_rank, f"{name}: group_{argument}")
-        if member is not None and not 0 <= group_rank < member.size():
-            raise ArgumentError(
-                f"{name}: group_{argument}: rank {group_rank} is not in the group of "
-                f"{format_count(member.size(), 'rank')}"
-            )
-        return group_rank
+        where = f"{name}: group_{argument}"
+        if member is None:
+            return check_index(group_rank, where)
+        return check_group_rank(member, group_rank, where)
     if global_rank is None:
         if default is None:
             raise ArgumentError(f"{name}: one of {argument} and group_{argument} must be given")

@@ -14,7 +14,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from mpicoll.arrays.views import Array, Buffer, DeviceView, FastView, View, View
 from mpicoll.core import checks
 from mpicoll.core.checks import Views
 from mpicoll.core.plan import Plan, SegmentTable, agreed_sizes
-from mpicoll.dtypes import DType, by_numpy
+from mpicoll.dtypes import DType
 from mpicoll.errors import ArgumentError, MpicollError, UnsupportedError
 from mpicoll.kernels.library import kernels
 from mpicoll.primitives import Layout, Primitive
@@ -88,21 +88,14 @@ class Entries:
         self._ranks = 1 if in_place else group.size()
         #: Views of the entries without a fast view. The output of other entries is a buffer.
         self._views: dict[int, Views] = {}
-        self._outputs = outputs
-        if in_place and _all_plain(self._outputs):
-            self.dtype = by_numpy[self._outputs[0].dtype]
-            self.counts: Sequence[Any] = list(map(_size, self._outputs))
-            self.on_device = False
-            self._check_apart(name)
-            return
         looks: dict[type, FastView] = {}
         if in_place:  # the buffers of NumPy keep the memory alive, even if the caller resizes it
             looks = fast_views if held else {np.ndarray: fast_views[np.ndarray]}
-        seen: list[Any] = [
-            looks[one.__class__](one) if one.__class__ in looks else None for one in outputs
-        ]
+        seen: list[Any] = []
         for place, output in enumerate(outputs):
-            if seen[place] is None:
+            look = looks.get(output.__class__)
+            entry: Any = None if look is None else look(output)
+            if entry is None:
                 input = None if inputs is None else inputs[place]
                 try:
                     found = checks.build_views(primitive, group, output, input, 0, None)
@@ -110,7 +103,8 @@ class Entries:
                     raise type(error)(f"{name}: [{place}]: {error}") from error
                 _, recv, extent = self._views[place] = found
                 assert recv is not None
-                seen[place] = recv.dtype, recv, agreed_sizes(primitive, extent)
+                entry = recv.dtype, recv, agreed_sizes(primitive, extent)
+            seen.append(entry)
         dtypes, self._outputs, self.counts = zip(*seen, strict=True)
         self.dtype = dtypes[0]
         for place, dtype in enumerate(dtypes):
@@ -206,20 +200,6 @@ def _at(places: Sequence[int], items: Sequence[Any]) -> Sequence[Any]:
     if isinstance(places, range):
         return items[places.start : places.stop]
     return [items[place] for place in places]
-
-
-def _all_plain(arrays: Sequence[Any]) -> bool:
-    """Return whether all are contiguous, writable NumPy arrays of one dtype that buffers know."""
-    if set(map(type, arrays)) != {np.ndarray}:
-        return False
-    known = by_numpy.get(arrays[0].dtype)
-    if known is None or not known.buffers:
-        return False
-    return len(set(map(_dtype, arrays))) == 1 and all(map(_plain, arrays))
-
-
-#: C-contiguous, aligned and writeable, in one look.
-_dtype, _plain, _size = attrgetter("dtype"), attrgetter("flags.carray"), attrgetter("size")
 
 
 def _find_overlap(
@@ -389,16 +369,12 @@ class _OnHost(_Side):
         )
 
 
-class _Rooms(threading.local):
-    """Kept memory for packing and unpacking: fresh memory takes longer to get than to fill."""
-
-    def __init__(self) -> None:
-        self.memory = np.empty((2, CHUNK), np.uint8)
-
-
-_rooms = _Rooms()
+#: Kept memory for packing and unpacking: fresh memory takes longer to get than to fill.
+_rooms = threading.local()
 
 
 def _room(which: int, dtype: DType, count: int) -> View:
+    if not hasattr(_rooms, "memory"):
+        _rooms.memory = np.empty((2, CHUNK), np.uint8)
     flat = _rooms.memory[which, : count * dtype.itemsize].view(dtype.numpy)
     return views.from_numpy(flat, dtype)

@@ -33,11 +33,9 @@ from mpicoll.output import format_count
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpicoll.routes.device.staged import HostStaging
-
 __all__ = [
     "Message", "MessageWork", "begin_message", "check_tag", "drain", "exchange_bytes",
-    "find_source", "in_background", "keep_polling", "post", "stop_polling",
+    "find_source", "in_background", "keep_polling", "stop_polling",
 ]  # fmt: skip
 
 #: Tests pending messages, so that MPI progresses them while Python computes.
@@ -307,7 +305,7 @@ class MessageWork(Work):
 def check_tag(group: ProcessGroup, name: str, tag: SupportsIndex) -> int:
     """Return a tag as a number; raise where it is none that messages may have."""
     number = check_index(tag, f"{name}: tag")
-    end = group.leave_tag // _TAGS
+    end = group.status_tag // _TAGS
     if not 0 <= number < end:
         raise ArgumentError(f"{name}: tag: expected 0 to {end - 1}, got {number}")
     return number
@@ -318,24 +316,35 @@ def _with_dtype(tag: int, dtype: DType) -> int:
     return tag * _TAGS + dtype.code
 
 
+#: Tag of messages of objects, which MPI sends with a separate one.
+_OBJECTS: Any = object()
+
+
 def begin_message(
-    group: ProcessGroup, name: str, tensor: Any, peer: int | None, tag: int | None, receives: bool
+    group: ProcessGroup,
+    name: str,
+    tensor: Any,
+    peer: int | None,
+    tag: SupportsIndex,
+    receives: bool,
 ) -> MessageWork:
     """Begin to send an array to a rank in the group, or to receive one (peer None: from any rank).
 
-    tag: as ``check_tag`` returns it; None for messages of objects, which have a tag of their own.
+    tag: the user's, or _OBJECTS.
     """
     from mpi4py import MPI
 
+    number = None if tag is _OBJECTS else check_tag(group, name, tag)
     group.check_whole()
     view = adapters.build_view(tensor, receives, f"{name}: tensor")
     peer = MPI.ANY_SOURCE if peer is None else peer
-    sent = group.object_tag if tag is None else _with_dtype(tag, view.dtype)
-    entry = flight_record.enter_message(group, peer, sent if tag is None else tag, receives, view)
+    sent = group.status_tag + 1 if number is None else _with_dtype(number, view.dtype)
+    shown = sent if number is None else number
+    entry = flight_record.enter_message(group, peer, shown, receives, view)
     begin = group.messages.Irecv if receives else group.messages.Isend
     work = MessageWork(
         group, name, _build_message(group, view, receives), receives, peer,
-        lambda buffer: begin(buffer, peer, sent), tag,
+        lambda buffer: begin(buffer, peer, sent), number,
     )  # fmt: skip
     work.entry = entry
     return work
@@ -343,7 +352,12 @@ def begin_message(
 
 def _build_message(group: ProcessGroup, view: View, receives: bool) -> Message:
     if isinstance(view, DeviceView):
-        staging = _staging(group, view.device)
+        from mpicoll.routes.device.staged import HostStaging
+
+        device = view.device
+        staging = group.resources.get_or_create(
+            ("staging", device), lambda: HostStaging(device), lambda made, _: made.close()
+        )
         packed, order = staging.place(view), staging.stream_order(view)
         copy = partial(staging.move, view, packed, order, receives)
         return Message(view, packed, copy, order.is_due)
@@ -353,19 +367,6 @@ def _build_message(group: ProcessGroup, view: View, receives: bool) -> Message:
         return Message(view, view.contiguous())
     packed = view.empty_like()
     return Message(view, packed, partial(view.copy_from, packed))
-
-
-def _staging(group: ProcessGroup, device: int) -> HostStaging:
-    """Return the group's staging buffers for messages from and to a device."""
-
-    def create() -> HostStaging:
-        from mpicoll.routes.device.staged import HostStaging
-
-        return HostStaging(device)
-
-    return group.resources.get_or_create(
-        ("staging", device), create, close=lambda staging, _: staging.close()
-    )
 
 
 def in_background(work: MessageWork) -> MessageWork:
@@ -385,17 +386,6 @@ def keep_polling(group: ProcessGroup, poll: Callable[[], bool]) -> None:
 def stop_polling() -> None:
     """End the thread that polls pending messages, if there is one."""
     _poller.stop()
-
-
-def post(
-    group: ProcessGroup, name: str, tensor: Any, peer: int | None, tag: int, receives: bool
-) -> MessageWork:
-    """Begin to send an array to a rank in the group, or to receive one (peer None: from any rank).
-
-    The poller progresses the message.
-    """
-    tag = check_tag(group, name, tag)
-    return in_background(begin_message(group, name, tensor, peer, tag, receives))
 
 
 def drain(group: ProcessGroup, limit: float) -> None:
@@ -432,12 +422,12 @@ def exchange_bytes(
     """
     if whole is not None:
         for part in (np.array([whole.nbytes], np.int64), whole):
-            begin_message(group, name, part, peer, None, False).finish_now()
+            begin_message(group, name, part, peer, _OBJECTS, False).finish_now()
         return whole, group.ranks[group.rank()]
     size = np.zeros(1, np.int64)
-    work = begin_message(group, name, size, peer, None, True)
+    work = begin_message(group, name, size, peer, _OBJECTS, True)
     work.finish_now()
     source = work.source_rank()
     whole = np.empty(int(size[0]), np.uint8)
-    begin_message(group, name, whole, group.group_rank(source), None, True).finish_now()
+    begin_message(group, name, whole, group.group_rank(source), _OBJECTS, True).finish_now()
     return whole, source

@@ -80,7 +80,8 @@ def check(group: ProcessGroup, look: Callable[[ProcessGroup], None]) -> None:
     if not agreed:
         raise MismatchError(_describe_difference(group, calls))
     if shared := group.resources.find("shared"):
-        group.compare_by(shared.agree)
+        group.agree = shared.agree
+        group.compare_each()
 
 
 def is_due(group: ProcessGroup) -> bool:

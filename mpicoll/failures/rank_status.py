@@ -93,7 +93,7 @@ def send(
         if group.closed is not None or (_is_suspended and state == RUNNING):
             return
         for other in neighbours(group) if to is None else to:
-            _pending_sends.append((group.messages.Isend(status, other, group.leave_tag), status))
+            _pending_sends.append((group.messages.Isend(status, other, group.status_tag), status))
         _pending_sends[:] = [(one, kept) for one, kept in _pending_sends if not one.Test()]
 
 
@@ -146,11 +146,11 @@ def receive(group: ProcessGroup) -> None:
     try:
         with lock:
             while not (group.closed or _is_suspended) and group.messages.Iprobe(
-                MPI.ANY_SOURCE, group.leave_tag, envelope
+                MPI.ANY_SOURCE, group.status_tag, envelope
             ):
                 buffer = np.zeros(len(RankStatus._fields), np.int64)
                 source = envelope.Get_source()
-                group.messages.Irecv(buffer, source, group.leave_tag).Wait()
+                group.messages.Irecv(buffer, source, group.status_tag).Wait()
                 status = RankStatus(*buffer.tolist())
                 if status.group == _hash_name(group):
                     if status.state == COMPARING:

@@ -154,8 +154,8 @@ def _time_out(
     call = f"call {group.sequence}, {describe_call(group.recent[-1])}"
     recorded, kind, *_ = group.recent[-1]
     known = recorded and kind >= 0
-    name = group.doing or (call.split()[2] if known else "a call")
-    where = f"after {call}" if group.doing else f"in {call}"
+    name = group.task.name or (call.split()[2] if known else "a call")
+    where = f"after {call}" if group.task.name else f"in {call}"
     text = (
         f"{name} on rank {group.ranks[group.rank()]}, {where}: {why}: "
         f"{_describe_ranks(group, closer)}. "

@@ -252,10 +252,12 @@ class Watchdog:
         """Check whether the collective that a group waits in can complete."""
         timeouts.receive_failures(group)
         ends = isinstance(group.error, (LostRankError, CollectiveTimeoutError))
-        missing = "" if ends else rank_status.find_missing(group, group.keeps_time or group.busy())
+        missing = (
+            "" if ends else rank_status.find_missing(group, group.task.keeps_time or group.busy())
+        )
         if missing:
             end_stuck_job(f"{missing} ended without making this call", 1, group.thread)
-        if not group.keeps_time and not ends:
+        if not group.task.keeps_time and not ends:
             soon = min(_SEND_AFTER_S, math.inf if group.timeout is None else group.timeout / 2)
             if not wait.has_sent and now - wait.since > soon:
                 wait.has_sent = True
@@ -263,7 +265,7 @@ class Watchdog:
             mismatch = rank_status.describe_mismatch(group)
             if mismatch:
                 end_stuck_job(mismatch, 1, group.thread)
-        if group.timeout is not None and not group.keeps_time:
+        if group.timeout is not None and not group.task.keeps_time:
             self._check_time(group, wait, now - wait.since - group.timeout)
 
     def _check_time(self, group: ProcessGroup, wait: _Wait, over: float) -> None:

@@ -552,7 +552,9 @@ class Collectives:
             if peer is not None:
                 argument = "dst" if name == "send" else "src"
                 peer = execute.find_root(name, self.core, argument, None, peer)
-            work = point_to_point.post(self.core, name, tensor, peer, tag, name != "send")
+            work = point_to_point.in_background(
+                point_to_point.begin_message(self.core, name, tensor, peer, tag, name != "send")
+            )
         pending = ReceiveWork(self.core, work, work.outputs, name)
         self._add_to_batch(pending)
         return pending

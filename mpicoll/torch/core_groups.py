@@ -12,9 +12,9 @@ import torch.distributed as c10d
 
 from mpicoll import launch
 from mpicoll.api import lifecycle
+from mpicoll.api.subgroups import create_in_order
 from mpicoll.core import groups
 from mpicoll.core.groups import ProcessGroup, state
-from mpicoll.dispatch import execute
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.torch import NAME
 from mpicoll.torch.internals import warn_if_newer
@@ -63,20 +63,9 @@ def create_subgroup(
 ) -> ProcessGroup:
     """Create a group of global ranks of the core, with the same name on all of them."""
     default = groups.default_group()
-    return execute.run_in_order(  # type: ignore[no-any-return]
-        default,
-        "new_group",
-        lambda: groups.create(
-            default,
-            ranks,
-            ranks,
-            backend=NAME,
-            timeout=limit,
-            reproducible=default.reproducible if reproducible is None else reproducible,
-            name=f"torch:{name}",
-            description="undefined",
-        ),
-        everybody=False,
+    options = groups.Options(NAME, limit, reproducible or default.reproducible)
+    return create_in_order(
+        "new_group", default, ranks, ranks, options, f"torch:{name}", "undefined", everybody=False
     )
 
 

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from mpicoll.api import windows
-from mpicoll.arrays.views import Array
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.work import Work
-from mpicoll.errors import ArgumentError
+from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.torch.internals import disable_compile
 from mpicoll.torch.works import CompletedWork, PendingWork
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
         WindowAttr,
     )
 
-__all__ = ["TorchWindow", "allocate_tensor"]
+__all__ = ["TorchWindow"]
 
 _UNSET = timedelta(0)
 
@@ -90,22 +89,22 @@ class TorchWindow:
         return _wrap(self._core.wait_signal(peer_rank, async_op, _parse_limit(opts)))
 
     def map_remote_tensor(self, rank: int) -> Tensor:
-        """Return the registered tensor of a rank.
+        """Return the registered tensor of this rank. Tensors of other ranks cannot be mapped.
 
-        This is the tensor of this rank, or one of another rank on this node that
-        ``allocate_tensor`` has allocated.
+        Raises UnsupportedError (a ValueError) for another rank.
         """
-        if rank == self._core.group.rank():
-            self._core.unified(rank)  # raises if nothing is registered
-            own = self._get_own()
-            if own is None:
-                raise ArgumentError(
-                    "map_remote_tensor: the tensor of this rank, registered with owning=False, was "
-                    "deleted; keep it until tensor_deregister"
-                )
-            return own
-        memory, dtype, shape = self._core.mapped(rank)
-        return _build_tensor(memory, getattr(torch, dtype), shape)
+        self._core.unified(rank)  # raises if nothing is registered, and for an unknown rank
+        if rank != self._core.group.rank():
+            raise UnsupportedError(
+                f"map_remote_tensor: the tensor of rank {rank} cannot be mapped here; use put"
+            )
+        own = self._get_own()
+        if own is None:
+            raise ArgumentError(
+                "map_remote_tensor: the tensor of this rank, registered with owning=False, was "
+                "deleted; keep it until tensor_deregister"
+            )
+        return own
 
     def get_attr(self, peer_rank: int) -> WindowAttr:
         """Return a WindowAttr with the memory model of MPI on that rank."""
@@ -114,22 +113,6 @@ class TorchWindow:
         unified = self._core.unified(peer_rank)
         attributes.access_type = kinds.UNIFIED if unified else kinds.SEPARATE
         return attributes
-
-
-def allocate_tensor(size: int, dtype: torch.dtype) -> Tensor:
-    """Return a one-dimensional host tensor of zeros that other ranks of the node can map.
-
-    size: number of elements.
-    """
-    nbytes = size * dtype.itemsize
-    return _build_tensor(windows.allocate(nbytes), dtype, (size,))
-
-
-def _build_tensor(memory: Array, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor on the memory. An empty tensor has no memory."""
-    if not memory.nbytes:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _parse_limit(opts: PutOptions | SignalOptions | WaitSignalOptions | None) -> float | None:

@@ -330,9 +330,6 @@ ROWS: dict[str, Row] = {
     "wait_signal": Row(
         lambda: (only_wrong(window().wait_signal, async_op=False), {}), {"peer": [*NO_RANK, None]}
     ),
-    "mapped": Row(
-        lambda: (only_wrong(window().mapped), {}), {"rank": [*NO_RANK, None]}
-    ),
     "unified": Row(windowed("unified", rank=1), {"rank": [*NO_RANK, None]}),
     "register": Row(
         lambda: (only_wrong(window("bare").register), {}),

@@ -161,19 +161,6 @@ def test_pending_coalesced_call_owns_its_arrays(world):
     assert all((one == 77).all() for one in rubbish)
 
 
-def counted(monkeypatch):
-    """Record the element count of each call's output."""
-    found = []
-
-    def views_of(*arguments, inner=fusing.Entries._views_of):
-        views = inner(*arguments)
-        found.append(views[1].count)
-        return views
-
-    monkeypatch.setattr(fusing.Entries, "_views_of", views_of)
-    return found
-
-
 @pytest.fixture(scope="module")
 def apart(world):
     """A group without shared memory, where MPI needs one contiguous buffer."""
@@ -187,26 +174,23 @@ def apart(world):
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_small_arrays_are_packed_and_large_arrays_are_not(apart, monkeypatch, async_op):
+def test_small_arrays_are_packed_and_large_arrays_are_not(apart, async_op):
     n, limit = apart.size, fusing.SMALL // 4
-    found = counted(monkeypatch)
     counts = [1, limit, limit + 1, 100, 70000, 0, *[1024] * 200]
     arrays = [np.ones(count, np.float32) for count in counts]
     before = apart.group.sequence
     future = dist.all_reduce_coalesced(arrays, group=apart.group, async_op=async_op)
     if async_op:
         future.wait(DEADLINE)
-    # A packed call has at most 512 KiB.
-    first = 1 + limit + 100 + 1024 * 123
-    assert found == [first, limit + 1, 70000, 1024 * 77]
-    assert apart.group.sequence == before + 5  # plus the compared call record of the list
+    # The call record of the list, two large arrays, and two packed calls of at most 512 KiB
+    assert apart.group.sequence == before + 5
     assert all((one == n).all() for one in arrays)
-    found.clear()
+    before = apart.group.sequence
     limit //= n  # the larger of input and output counts
     inputs = [np.full(count, apart.me, np.float32) for count in (1, limit, limit + 1, 100)]
     outputs = [[np.zeros_like(one) for one in inputs] for _ in range(n)]
     dist.all_gather_coalesced(outputs, inputs, apart.group)
-    assert found == [n * (1 + limit + 100), n * (limit + 1)]
+    assert apart.group.sequence == before + 3
     assert all((one == rank).all() for rank in range(n) for one in outputs[rank])
 
 
@@ -234,10 +218,9 @@ LISTS = [
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64", "int8"])
 @pytest.mark.parametrize("counts", LISTS, ids=len)
-def test_shared_memory_does_not_pack_arrays(sharing, monkeypatch, counts, dtype, async_op):
+def test_shared_memory_does_not_pack_arrays(sharing, counts, dtype, async_op):
     """Any sizes run as one call, with or without the native fast path."""
     n, me, row = sharing.size, sharing.me, by_name[dtype]
-    found = counted(monkeypatch)
     whole = np.arange(sum(counts)) % 5
 
     def parts(of):
@@ -260,7 +243,6 @@ def test_shared_memory_does_not_pack_arrays(sharing, monkeypatch, counts, dtype,
     for rank in range(n):
         for one, expected in zip(outputs[rank], parts(whole + rank), strict=True):
             assert (one == expected).all()
-    assert set(found) <= {len(whole), n * len(whole)}
 
 
 @pytest.mark.skipif(short._module is None, reason="needs the compiled module")

@@ -348,74 +348,29 @@ OPERATIONS = {
 def test_mpi_operations_are_accepted(name, mpi, world):
     op, n = getattr(MPI, name), mpi.size
     every = np.array([[rank + 1, 6 - rank, 12] for rank in range(n)])
-    total = OPERATIONS[name](every, axis=0)
-    for wait in (False, True, False):
-        x = every[mpi.rank].copy()
-        work = dist.all_reduce(x, op, async_op=wait)
-        if wait:
-            work.wait()
-        assert x.tolist() == total.tolist()
-    x = every[mpi.rank].copy()
-    dist.reduce(x, 0, op)
-    assert mpi.rank != 0 or x.tolist() == total.tolist()
-    own = np.zeros(3, np.int64)
-    dist.reduce_scatter_single(own, np.tile(every[mpi.rank], n), op)
-    assert own.tolist() == total.tolist()
-    own = np.zeros(3, np.int64)
-    dist.reduce_scatter(own, [every[mpi.rank]] * n, op)
-    assert own.tolist() == total.tolist()
-    several = [every[mpi.rank].copy(), every[mpi.rank].copy() * 1]
+    total = OPERATIONS[name](every, axis=0).tolist()
+    x, y, *several = (every[mpi.rank].copy() for _ in range(4))
+    dist.all_reduce(x, op)
+    dist.all_reduce(y, op, async_op=True).wait()
     dist.all_reduce_coalesced(several, op)
-    assert [x.tolist() for x in several] == [total.tolist()] * 2
+    assert [one.tolist() for one in (x, y, *several)] == [total] * 4
 
 
-def test_unsupported_mpi_operations_are_rejected(world, mpi):
+def test_other_operations_are_rejected(world, mpi):
     own = MPI.Op.Create(lambda a, b, kind: None)
     names = "LAND", "LOR", "LXOR", "MAXLOC", "MINLOC", "REPLACE", "NO_OP", "OP_NULL"
-    refused = [(getattr(MPI, name), rf"MPI\.{name}") for name in names]
-    refused.append((own, r"an operation made by MPI\.Op\.Create"))
+    others = [own, *(getattr(MPI, name) for name in names)]
     if mpi.rank == 0:  # no data is sent
-        for op, name in refused:
-            with pytest.raises(
-                ValueError, match=f"all_reduce: op: {name} has no .*MPI.SUM, MPI.PROD"
-            ):
-                dist.all_reduce(np.ones(2), op)
-            with pytest.raises(dist.UnsupportedError, match=f": op: {name} has no counterpart"):
-                dist.all_reduce_coalesced([np.ones(2)], op)
-        for wrong in ([dist.ReduceOp.SUM], "sum", np.ones(1)):
-            kind = type(wrong).__name__
-            words = f"all_reduce: op: expected a mpicoll.ReduceOp such as ReduceOp.SUM, got {kind}"
+        for wrong in (*others, [dist.ReduceOp.SUM], "sum", np.ones(1)):
+            words = f"all_reduce: op: expected a .*ReduceOp.SUM, .*got {type(wrong).__name__}"
             with pytest.raises(TypeError, match=words):
                 dist.all_reduce(np.ones(2), wrong)
+        with pytest.raises(TypeError, match=r"all_reduce: op: .*such as MPI\.SUM, got Op"):
+            dist.all_reduce_coalesced([np.ones(2)], own)
         with pytest.raises(ValueError, match="BAND is not supported for float64"):
             dist.all_reduce(np.ones(2), MPI.BAND)
     own.Free()
     assert total() == 2.0**mpi.size - 1
-
-
-def test_numpy_scalars_are_rejected(world, mpi):
-    array = np.ones(1)
-    calls = [
-        ("all_reduce: tensor", lambda x: dist.all_reduce(x)),
-        ("broadcast: tensor", lambda x: dist.broadcast(x, 0)),
-        ("isend: tensor", lambda x: dist.isend(x, 0)),
-        ("irecv: tensor", lambda x: dist.irecv(x, 0)),
-        (r"all_gather: tensor_list\[0\]", lambda x: dist.all_gather([x] * mpi.size, array)),
-        ("all_gather: tensor", lambda x: dist.all_gather([array] * mpi.size, x)),
-        ("all_gather_single: input_tensor", lambda x: dist.all_gather_single(np.ones(mpi.size), x)),
-    ]
-    if mpi.rank == 0:  # no data is sent
-        for scalar in (np.float32(3), np.sum(array), np.int8(1), np.bool_(True)):
-            kind = type(scalar).__name__
-            for where, call in calls:
-                words = rf"{where}: .*NumPy scalar, {kind}, .*np\.array\(x\), or x\.reshape\(1\)"
-                with pytest.raises(TypeError, match=words):
-                    call(scalar)
-    x = np.float64(2.0**mpi.rank).reshape(1)
-    dist.all_reduce(x)
-    y = np.array(np.float64(2.0**mpi.rank))
-    dist.all_reduce(y)
-    assert x[0] == y == 2.0**mpi.size - 1
 
 
 def test_with_block_destroys_all_groups(mpi):
@@ -427,25 +382,13 @@ def test_with_block_destroys_all_groups(mpi):
         assert not dist.is_initialized() and dist.get_pg_count() == 0
 
 
-def test_groups_may_be_destroyed_within_the_with_block(mpi):
-    with dist.init_process_group(timeout=TIMEOUT):
-        dist.destroy_process_group()
-    assert not dist.is_initialized()
-
-
 def test_default_group_can_be_recreated_with_the_same_name(mpi):
     for _ in range(2):
         with dist.init_process_group(group_name="1", timeout=TIMEOUT):
             assert total(dist.new_group()) == expected(mpi)
             assert dist.get_pg_count() == 2
-
-
-def test_groups_outlive_the_return_value_of_init(mpi):
-    import gc
-
-    dist.init_process_group(timeout=TIMEOUT)
-    gc.collect()
-    assert dist.is_initialized() and total() == expected(mpi)
+            dist.destroy_process_group()  # also within the block
+        assert not dist.is_initialized()
 
 
 def test_exception_in_a_with_block_propagates_unchanged(mpi):

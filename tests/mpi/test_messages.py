@@ -53,9 +53,9 @@ def test_messages_in_a_ring(teams, dtype):
 def test_messages_are_matched_by_tag(world):
     """The receiver may use another order of tags. Messages with equal tags keep their order."""
     after, before = ring(world)
-    tags = [5, 0, 7, 5, 5]
+    tags = [5, 0, 1022, 5, 5]
     works = [dist.isend(np.array([i, world.me]), after, tag=tag) for i, tag in enumerate(tags)]
-    for tag, place in ((7, 2), (5, 0), (0, 1), (5, 3), (5, 4)):
+    for tag, place in ((1022, 2), (5, 0), (0, 1), (5, 3), (5, 4)):
         got = np.zeros(2, np.int64)
         assert dist.recv(got, before, tag=tag) == before
         assert got.tolist() == [place, before]
@@ -117,23 +117,6 @@ def test_messages_to_the_own_rank(teams):
 
 
 @needs_2_ranks
-def test_all_ranks_may_isend_large_messages_before_receiving(world):
-    """MPI does not buffer messages of 8 MiB."""
-    after, before = ring(world)
-    out = np.arange(LARGE // 8) + world.me
-    works = [dist.isend(out, after)]
-    got = np.zeros(LARGE // 8, np.int64)
-    assert dist.recv(got, before) == before
-    assert (got == np.arange(LARGE // 8) + before).all()
-    works[0].wait()
-    # the Work owns the temporary array
-    works = [dist.irecv(got, before), dist.isend(out + 1, after)]
-    for work in reversed(works):
-        assert work.wait()
-    assert (got == np.arange(LARGE // 8) + before + 1).all()
-
-
-@needs_2_ranks
 def test_messages_of_noncontiguous_arrays(world):
     """Strided, transposed, 0-d and empty arrays, with different layouts on sender and receiver."""
     after, before = ring(world)
@@ -158,32 +141,6 @@ def test_messages_of_noncontiguous_arrays(world):
     dist.recv(scalar, before)
     sending.wait()
     assert scalar == before
-    for shape in ((0,), (0, 3), (2, 0)):
-        sending = dist.isend(np.zeros(shape), after, tag=9)
-        assert dist.recv(np.zeros(shape), before, tag=9) == before
-        sending.wait()
-
-
-@needs_2_ranks
-def test_messages_of_torch_tensors(world):
-    torch = pytest.importorskip("torch")
-    after, before = ring(world)
-    for dtype in (torch.bfloat16, torch.float32, torch.float8_e5m2, torch.complex64, torch.bool):
-        out = torch.arange(6).reshape(2, 3).remainder(world.me + 2).to(dtype)
-        expected = torch.arange(6).reshape(2, 3).remainder(before + 2).to(dtype)
-        for got in (torch.zeros(2, 3, dtype=dtype), torch.zeros(3, 2, dtype=dtype).T):
-            sending = dist.isend(out.T.contiguous().T, after)
-            assert dist.recv(got, before) == before
-            sending.wait()
-            assert torch.equal(got.float(), expected.float())
-    conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
-    got = torch.zeros(2, dtype=conjugate.dtype)
-    sending = dist.isend(conjugate, after)
-    dist.recv(got, before)
-    sending.wait()
-    assert got.tolist() == [1 - 2j, 3 + 4j]
-    with pytest.raises(ValueError, match=r"recv: tensor: .*conj"):
-        dist.recv(conjugate, before)
 
 
 @needs_2_ranks
@@ -265,11 +222,6 @@ def test_invalid_batches_are_rejected(teams):
         dist.batch_isend_irecv([])
     with pytest.raises(ValueError, match="the group of p2p_op_list"):
         dist.batch_isend_irecv([good, dist.P2POp(dist.irecv, x, world.me, reordered.group)])
-    for wrong in ([good, "no"], good):
-        with pytest.raises(TypeError, match="batch_isend_irecv"):
-            dist.batch_isend_irecv(wrong)
-    with pytest.raises(ValueError, match="peer"):
-        dist.P2POp(dist.isend, x)
 
 
 def test_messages_complete_after_their_works_are_dropped(world):
@@ -339,13 +291,3 @@ def test_message_of_another_dtype_raises(world, count, how):
     dist.recv(got, before, tag=9)
     sending.wait()
     assert (got == np.arange(count) + before).all()
-
-
-@pytest.mark.parametrize("tag", [0, 1022])
-def test_first_and_last_tag(world, tag):
-    after, before = ring(world)
-    sending = dist.isend(np.full(3, world.me), after, tag=tag)
-    got = np.zeros(3, np.int64)
-    dist.irecv(got, before, tag=tag).wait()
-    sending.wait()
-    assert (got == before).all()

@@ -10,7 +10,6 @@ import pytest
 from conftest import members, needs_2_ranks, on_2_ranks
 
 import mpicoll as dist
-from mpicoll.core.pickles import encode
 
 
 class Named:
@@ -113,28 +112,6 @@ def test_arrays_inside_objects_arrive_writable_and_aligned(world):
             array += 1  # writable, and not shared with another object
     # A rank's own entry is also a copy, so the sent object is unchanged.
     assert np.array_equal(sent["a"], np.arange(3)) and np.array_equal(sent["b"], np.arange(5))
-
-
-def test_objects_are_not_padded_to_the_largest(world, monkeypatch):
-    """Counts the bytes that are sent and received."""
-    from mpicoll.routes import wire
-
-    moved = []
-    original = wire.exchange
-
-    def counted(comm, sends, receives):
-        moved.extend(m[1] for m in [*sends, *receives] if m is not None)
-        return original(comm, sends, receives)
-
-    monkeypatch.setattr(wire, "exchange", counted)
-    mine = b"x" * (100 if world.me else 100000)
-    dist.all_gather_object([None] * world.size, mine)
-    small, large = encode(b"x" * 100).nbytes, encode(b"x" * 100000).nbytes
-    others = world.size - 1
-    if world.me == 0:
-        assert sorted(moved) == sorted([large] * others + [small] * others)
-    else:
-        assert sorted(moved) == sorted([small] * others + [large] + [small] * (others - 1))
 
 
 def test_pickling_errors_are_raised_before_data_is_sent(world):

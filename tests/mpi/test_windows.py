@@ -1,4 +1,4 @@
-"""Windows: puts, signals, argument errors, timeouts, mapped memory, and destruction.
+"""Windows: puts, signals, argument errors, timeouts and destruction.
 
 Data depends on the sender's rank, so each rank can compute the data that it should receive.
 """
@@ -9,7 +9,6 @@ import gc
 import time
 import weakref
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -226,64 +225,20 @@ def test_window_keeps_registered_memory_alive(world):
         assert held() is None
 
 
-def test_mapped_memory_can_be_accessed_by_other_ranks(world):
-    """Memory must come from ``allocate``; other memory is rejected."""
-    n, me = world.size, world.me
-    whole = windows.allocate(4096 * 2 + 24).view(np.int64)
-    memory = whole[3:].reshape(2, -1)
-    window = Window(world.group)
-    window.register(memory)
-    memory[:] = 10 * me
-    dist.barrier()
-    for r in range(n):
-        found, dtype, shape = window.mapped(r)
-        theirs = found.view(dtype).reshape(shape)
-        assert (dtype, shape) == ("int64", (2, 512))
-        assert theirs[1, 5 + n] == 10 * r
-        theirs[1, me] = 100 * r + me
-    dist.barrier()
-    assert memory[1, :n].tolist() == [100 * me + r for r in range(n)]
-    window.put(np.array([7, 8]), (me + 1) % n, 0, False)
-    dist.barrier()
-    assert window.mapped((me + 1) % n)[0].view(np.int64)[:2].tolist() == [7, 8]
-    window.deregister()
-    window.register(np.zeros(3))
-    with pytest.raises(dist.UnsupportedError, match=r"map_remote_tensor.*allocate_tensor"):
-        window.mapped((me + 1) % n)
-    window.deregister()
-
-
-def test_allocated_memory_is_released():
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    for _ in range(5):
-        assert not windows.allocate(10_000).any()
-    gc.collect()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
 def test_argument_errors_are_raised_locally(world, window):
     """Before data is sent: the memory of all ranks is unchanged. See also test_arguments.py."""
     made, memory, *_ = window
-    n, x = world.size, np.zeros(10)
+    x = np.zeros(10)
     empty = Window(world.group)
     no_tensor = "tensor_register"
     for call, words in (
-        (lambda: made.put(x, n, 0, False), f"put: dst_rank: rank {n} is not in"),
         (lambda: made.put(x, 0, 991, True), "10 elements do not fit at element 991"),
-        (lambda: made.put(x, 0, 0.5, False), "put: target_offset_nelems"),
         (lambda: made.put(x.astype("f4"), 0, 0, False), "float64.*float32"),
-        (lambda: made.put([1.0], 0, 0, False), "put: tensor"),
-        (lambda: made.signal(n, False), "signal: peer_rank"),
-        (lambda: made.wait_signal(-1, True), "wait_signal: peer_rank"),
-        (lambda: made.mapped(n), "map_remote_tensor: rank"),
-        (lambda: made.unified(n), "get_attr: peer_rank"),
         (lambda: made.register(x), "has a tensor already"),
         (lambda: empty.put(x, 0, 0, False), no_tensor),
         (lambda: empty.signal(0, False), no_tensor),
         (lambda: empty.wait_signal(0, False), no_tensor),
-        (lambda: empty.mapped(0), no_tensor),
         (empty.deregister, no_tensor),
-        (lambda: empty.register(bytes(8)), "tensor_register: tensor: .*read-only"),
         (lambda: empty.register(np.zeros((4, 4)).T[::2]), "contiguous"),
     ):
         with pytest.raises(dist.UsageError, match=words):
@@ -302,7 +257,7 @@ def test_destroying_a_group_closes_its_windows(world):
     for one in window, unused:
         with pytest.raises(dist.ArgumentError, match="was destroyed"):
             one.put(np.zeros(1), 0, 0, False)
-    assert window not in windows._registered
+    assert window not in windows._windows
 
 
 def test_many_windows(world):
@@ -312,4 +267,3 @@ def test_many_windows(world):
         window.put(np.full(1, float(i)), 0, 0, False)
         window.deregister()
         window.free()
-        world.group.windows.remove(window)

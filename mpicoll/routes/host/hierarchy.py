@@ -184,9 +184,8 @@ def make_part(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
     """
     comm = create_group(group.inner, ranks, 0)
     members = [group.ranks[rank] for rank in ranks]
-    part = ProcessGroup(
-        comm, comm, members, group.backend, group.timeout, group.group_name, group.group_desc
-    )
+    options = group.options._replace(reproducible=None)
+    part = ProcessGroup(comm, comm, members, options, group.group_name, group.group_desc)
     part.whole = group
     return part
 

@@ -7,11 +7,10 @@ import mmap
 import os
 import secrets
 import sys
-import weakref
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from mpicoll import control_messages
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Segment", "allocate", "attach", "place", "share"]
+__all__ = ["Segment", "share"]
 
 
 class Segment(NamedTuple):
@@ -64,58 +63,6 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
     if memory is None or not all(has and theirs == region for has, theirs, _ in everybody):
         return None
     return Segment(memory, len(set().union(*(each for *_, each in everybody))))
-
-
-# --- memory of one rank that others may map -----------------------------------------------------
-
-#: Memory of ``allocate`` by address: its size, and its file's name and descriptor.
-_allocated: dict[int, tuple[int, str, int]] = {}
-
-
-def allocate(nbytes: int) -> mmap.mmap | None:
-    """Return zeroed memory that other processes of this node can map, or None. It is a file, which
-    stays open as long as the memory is used.
-    """
-    name, size = f"mpicoll-{secrets.token_hex(16)}", max(nbytes, 1)
-    file = _made(name, size)
-    if file is None:
-        return None
-    try:
-        os.posix_fallocate(file, 0, size)
-        memory = _mapped(file, size)
-    except OSError:
-        os.close(file)
-        return None
-    start = np.frombuffer(memory, np.uint8).ctypes.data
-    _allocated[start] = (size, name, file)
-    weakref.finalize(memory, _forget, start, file).atexit = False
-    return memory
-
-
-def _forget(start: int, file: int) -> None:
-    del _allocated[start]
-    os.close(file)
-
-
-def place(start: int, nbytes: int) -> list[Any] | None:
-    """Return file name, path and offset of an address in memory of ``allocate``, or None."""
-    for begin, (size, name, file) in list(_allocated.items()):
-        if begin <= start and start + nbytes <= begin + size:
-            return [name, f"/proc/{os.getpid()}/fd/{file}", start - begin]
-    return None
-
-
-def attach(name: str, where: str) -> mmap.mmap | None:
-    """Map memory that another process has allocated; None if it is not on this node."""
-    file = _opened(name, where)
-    if file is None:
-        return None
-    try:
-        return _mapped(file, os.fstat(file).st_size)
-    except OSError:
-        return None
-    finally:
-        os.close(file)
 
 
 def _mapped(file: int, size: int) -> mmap.mmap:

@@ -18,7 +18,7 @@ __all__ = [
     "ALLOW_SINGLETON", "CALLS", "CUDA_AWARE", "DEBUG", "DEVICE_ROUTE", "INSTALL_AS",
     "KERNELS", "RECORD_FILE", "RECORD_FILE_BEFORE", "RECORD_LENGTH", "RECORD_LENGTH_BEFORE",
     "REPORT_AFTER", "REPRODUCIBLE", "SECRET", "SETTINGS", "SHARED_MEMORY", "SINGLE_COPY",
-    "SURVIVE", "TABLE", "TESTED_CALLS", "TIMEOUT_GRACE", "TORCH_DEBUG", "Setting", "check",
+    "TABLE", "TESTED_CALLS", "TIMEOUT_GRACE", "TORCH_DEBUG", "Setting", "check",
     "find_problems", "list_set",
 ]  # fmt: skip
 
@@ -115,11 +115,6 @@ CUDA_AWARE = _one_of(
     "which calls of the MPI library accept device memory; mpicoll then does not probe it, see "
     "gpu.md",
 )  # fmt: skip
-SURVIVE = _one_of(
-    "MPICOLL_SURVIVE", ("0", "1"),
-    "1 on rank 0: the other ranks of an MPICH job on one node continue after a lost rank, see "
-    "reliability.md",
-)  # fmt: skip
 SECRET = Setting(
     "MPICOLL_SECRET", (), "any text, the same on all ranks",
     "the secret that ranks need to connect by `env://` or `tcp://`, see launching.md",
@@ -172,7 +167,7 @@ REPORT_AFTER = Setting(
 
 SETTINGS: tuple[Setting, ...] = (
     DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, SINGLE_COPY, KERNELS, CALLS, REPRODUCIBLE,
-    DEVICE_ROUTE, CUDA_AWARE, SURVIVE, SECRET, TESTED_CALLS, TIMEOUT_GRACE, ALLOW_SINGLETON,
+    DEVICE_ROUTE, CUDA_AWARE, SECRET, TESTED_CALLS, TIMEOUT_GRACE, ALLOW_SINGLETON,
     INSTALL_AS, RECORD_LENGTH, RECORD_LENGTH_BEFORE, RECORD_FILE, RECORD_FILE_BEFORE,
     REPORT_AFTER,
 )  # fmt: skip

@@ -185,7 +185,6 @@ def test_mismatch_of_sizes_that_mpi_rejects_is_reported(ranks, tmp_path):
     named = sum(f"all_reduce of {3 + rank}00000 elements" in line for rank in range(ranks))
     # All ranks, or two ranks if a waiting rank has found the mismatch first.
     assert "call 70" in line and named >= 2, ended
-    assert "MPICOLL_SURVIVE" not in ended.err and "with-ft" not in ended.err, ended
 
 
 @trained("""

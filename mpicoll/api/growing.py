@@ -21,7 +21,6 @@ from mpicoll.errors import (
     MismatchError,
     UnsupportedError,
 )
-from mpicoll.failures import lost_ranks
 from mpicoll.launch import spawned_ranks
 
 if TYPE_CHECKING:
@@ -68,15 +67,14 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
             f"{_WHERE}: not supported in this job: {problem}; start the job with mpirun, or with "
             "all ranks that it may need"
         )
-    outlives = lost_ranks.is_watching()
-    words, folder = _agree_to_start(old, count, command, outlives)
+    words, folder = _agree_to_start(old, count, command)
 
     def grow() -> MPI.Intracomm:
         inter = spawned_ranks.start(old.inner, count, words, folder, old.timeout)
         wrong, raised = "", None
         if old.rank() == 0:
             try:
-                wrong = spawned_ranks.wait(inter, count, outlives, old.timeout, old.check_whole)
+                wrong = spawned_ranks.wait(inter, count, old.timeout, old.check_whole)
             except BaseException as error:  # the other ranks wait for the broadcast
                 wrong, raised = f"rank 0: {type(error).__name__}: {error}", error
         message = np.zeros(spawned_ranks.MAX_FAILURE_BYTES, np.uint8)
@@ -103,7 +101,7 @@ def _remaining_s(end: float) -> float | None:
 
 
 def _agree_to_start(
-    group: ProcessGroup, count: int, command: Sequence[str] | None, outlives: bool
+    group: ProcessGroup, count: int, command: Sequence[str] | None
 ) -> tuple[list[str], str]:
     """Wait for all ranks and check that they can continue. Raises on all ranks if one cannot.
 
@@ -117,7 +115,7 @@ def _agree_to_start(
         own_state = _PENDING
     elif group.rank() == 0:
         try:
-            words, folder = spawned_ranks.find_command(command, outlives)
+            words, folder = spawned_ranks.find_command(command)
         except ArgumentError:
             own_state = _NO_PROGRAM
         except OSError:

@@ -284,7 +284,6 @@ def begin(
             level = reproducible or settings.REPRODUCIBLE.value() or None
             _renumber(world)
             agree(world, facts)
-            lost_ranks.start(world)
             levels.agree(world, level, "init_process_group")
             inner = communicators.create_private(world)
             messages = communicators.create_private(world)
@@ -299,7 +298,6 @@ def begin(
             groups.register(made)
             state.set_default(made)
     except BaseException:
-        lost_ranks.stop()
         if _watchdog is not None:
             _watchdog.remove()
             _watchdog = None
@@ -466,7 +464,6 @@ def _reset() -> None:
     state.reset()
     _node = None
     point_to_point.stop_polling()
-    lost_ranks.stop()
 
 
 def _sign_off() -> None:

@@ -4,7 +4,7 @@ These sources call it:
 
 - timeouts.py: a call has exceeded the group's timeout on this rank
 - rank_status.py: a status message says that another rank has failed the group
-- lost_ranks.py: the process of another rank has ended (ULFM or pidfds)
+- lost_ranks.py: the process of another rank has ended (ULFM)
 - routes and dispatch: a call has failed on this rank, so that other ranks may wait for it
 - the watchdog: device work has ended without results
 
@@ -16,41 +16,26 @@ finds in the same comparison, and a signal handler that raises an exception in a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mpicoll import launch, settings
 from mpicoll.core.observers import observers
-from mpicoll.errors import DistBackendError, LostRankError
+from mpicoll.errors import DistBackendError
 from mpicoll.failures import rank_status
+from mpicoll.failures.lost_ranks import is_fault_tolerant, revoke
 from mpicoll.launch.exit_hooks import exit_code, keep_exit_code
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["fail", "fail_all_ranks", "fail_lost", "grace", "is_ulfm", "revoke"]
-
 #: Seconds that a blocking call of MPI has to return after its group has failed.
 _GRACE_S = 10.0
-_FT_VARIABLE = "OMPI_MCA_mpi_ft_enable"
 
 
 def grace() -> float:
     """Return the seconds that a blocking call of MPI has to return after its group has failed."""
     return float(settings.TIMEOUT_GRACE.value() or _GRACE_S)
-
-
-def is_ulfm() -> bool:
-    """Return whether MPI continues when a rank is lost and can revoke communicators (ULFM)."""
-    return os.environ.get(_FT_VARIABLE, "").lower() in ("1", "true", "yes")
-
-
-def revoke(group: ProcessGroup) -> None:
-    """Make pending MPI calls of a failed group return on all ranks, if MPI has ULFM."""
-    if is_ulfm():
-        for comm in (group.inner, group.messages):
-            comm.Revoke()
 
 
 def fail(
@@ -86,7 +71,7 @@ def fail(
     group.fail(error, pending)
     if group.closed is not None or group.error is not error:
         return False
-    if not is_ulfm():
+    if not is_fault_tolerant():
         rank_status.send(group, status)  # before ranks that share memory look for the reason
     group.resources.leave()
     revoke(group)
@@ -102,14 +87,3 @@ def fail_all_ranks(group: ProcessGroup, error: Exception) -> None:
     name = f"rank {group.ranks[group.rank()]} of group {group.group_name}"
     words = f"{name} failed in call {group.sequence}, and the group takes no more calls: {error}"
     fail(group, group.error or DistBackendError(words))
-
-
-def fail_lost(group: ProcessGroup, error: LostRankError) -> None:
-    """Fail a group on this rank because a rank is lost. Each survivor does so.
-
-    The caller holds ``rank_status.lock``.
-    """
-    group.fail(error)
-    revoke(group)
-    group.resources.leave(alone=True)
-    launch.skip_finalize()  # MPI_Finalize may wait for the lost rank

@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 import time
-from array import array
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -282,7 +281,6 @@ def begin(
         with launch.start(rendezvous, limit, given, prepare) as world:
             has_begun = True
             level = reproducible or settings.REPRODUCIBLE.value() or None
-            _renumber(world)
             agree(world, facts)
             levels.agree(world, level, "init_process_group")
             inner = communicators.create_private(world)
@@ -308,23 +306,6 @@ def begin(
     return made
 
 
-#: Ranks in MPI_COMM_WORLD of the latest default group, in its order.
-_members: list[int | None] = []
-
-
-def _renumber(world: MPI.Intracomm) -> None:
-    """Disconnect from the node monitor if the new group renumbers a process. All ranks call."""
-    global _members
-    from mpi4py import MPI
-
-    members = list(communicators.translate_ranks(unwrap(world), MPI.COMM_WORLD))
-    has_changed = array("i", [bool(_members) and members != _members])
-    world.Allreduce(MPI.IN_PLACE, [has_changed, MPI.INT], MPI.MAX)
-    if has_changed[0]:
-        monitor_client.renew()
-    _members = members
-
-
 def met_elsewhere() -> str:
     """Return a phrase saying that the ranks did not connect through MPI, or "" if they did."""
     return "its ranks connected by an init_method or torch.distributed" if _met_elsewhere else ""
@@ -339,8 +320,6 @@ def begin_again(comm: MPI.Intracomm) -> ProcessGroup:
     for group in reversed(list(state.groups)):
         close_group(group)
     _reset()
-    monitor_client.renew()
-    _members.clear()
     return begin(old.backend, old.timeout, _name, comm=comm, reproducible=old.reproducible)
 
 

@@ -150,9 +150,7 @@ def start(
     return inter
 
 
-def wait(
-    inter: MPI.Intercomm, count: int, limit: float | None, check: Callable[[], None]
-) -> str:
+def wait(inter: MPI.Intercomm, count: int, limit: float | None, check: Callable[[], None]) -> str:
     """Wait until all new processes are in init_process_group; return the failure, "" without one.
 
     Rank 0 calls. limit: timeout in seconds. check: called repeatedly; may raise.

@@ -33,8 +33,7 @@ from mpicoll.errors import (
     UnsupportedError,
 )
 from mpicoll.failures import lost_ranks, monitor_client, rank_status
-from mpicoll.failures.termination import end_job
-from mpicoll.failures.watchdog import Watchdog
+from mpicoll.failures.watchdog import Watchdog, end_job
 from mpicoll.launch.exit_hooks import exit_code, keep_exit_code
 from mpicoll.output import write_lines
 from mpicoll.serialized_mpi import unwrap

@@ -13,6 +13,8 @@ point-to-point messages, so that they cannot match the data of ranks in another 
 Ranks that share memory compare every call there before it begins, and keep no record: the route
 does it if it uses this memory, else ``group.agree``. Calls that only enqueue device work do
 not wait for other hosts: a stride of them is compared together.
+
+``DebugLevel`` is as in torch.distributed: how often the ranks' calls are compared.
 """
 
 from __future__ import annotations
@@ -20,32 +22,80 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Iterable
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from mpicoll import control_messages
+from mpicoll import control_messages, settings
 from mpicoll.core.signature import describe, encode_comparison, with_root
-from mpicoll.errors import MismatchError
-from mpicoll.failures.debug_level import DETAIL_HINT, DebugLevel, get_debug_level
+from mpicoll.errors import ArgumentError, MismatchError
+from mpicoll.failures.report import DETAIL_HINT
+from mpicoll.kernels.calls import RecordEntry
 from mpicoll.output import format_count
 from mpicoll.serialized_mpi import with_wait
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = [
-    "FIRST", "STRIDE", "RecordEntry", "agree_later", "check", "describe_by_rank", "describe_call",
-    "describe_mismatch",
-    "digest", "drop_last_call", "is_due",
-]  # fmt: skip
-
-#: Each of a group's first calls is compared, then the record of each stride of calls.
+#: Each of a group's first calls is compared, then the record of each stride of calls. The first
+#: entry of a record is the last call before it, or the digest of all earlier calls.
 FIRST, STRIDE = 64, 64
+#: The record before the first call.
+_NO_CALL: RecordEntry = (0, 0, 0, 0)
 
-_DETAIL = int(DebugLevel.DETAIL)
 
-#: One call: its number in the group, its kind without the root, the number of its sizes, the root.
-#: The first entry of a record is the last call before it, or the digest of all earlier calls.
-RecordEntry = tuple[int, int, int, int]
+class DebugLevel(IntEnum):
+    """How often the ranks' calls are compared.
+
+    OFF and INFO: in each of a group's first calls, and in a sample of the later ones. DETAIL: in
+    every call.
+    """
+
+    OFF = 0
+    INFO = 1
+    DETAIL = 2
+
+
+_level: DebugLevel | None = None
+
+
+def get_debug_level() -> DebugLevel:
+    """Return the debug level: how often the ranks' calls are compared.
+
+    Returns the level that set_debug_level has set, else the value of MPICOLL_DEBUG, else of
+    TORCH_DISTRIBUTED_DEBUG, else OFF.
+
+    Raises ArgumentError (a ValueError) if the variable has no valid value.
+    """
+    if _level is None:
+        set_debug_level_from_env()
+    assert _level is not None
+    return _level
+
+
+def set_debug_level(level: DebugLevel) -> None:
+    """Set the debug level: how often the ranks' calls are compared.
+
+    level: a DebugLevel, or its number. The highest level of all ranks is used. A group adopts it in
+           the next call that it compares, so the ranks need not set it at the same call.
+
+    Raises ArgumentError (a ValueError) for anything else.
+    """
+    global _level
+    try:
+        _level = DebugLevel(level)
+    except ValueError:
+        raise ArgumentError(
+            f"set_debug_level: level: expected a mpicoll.DebugLevel, got {level!r}"
+        ) from None
+
+
+def set_debug_level_from_env() -> None:
+    """Set the debug level from MPICOLL_DEBUG or TORCH_DISTRIBUTED_DEBUG.
+
+    Raises ArgumentError (a ValueError) if the variable has no valid value.
+    """
+    name = settings.DEBUG.value() or settings.TORCH_DEBUG.value() or DebugLevel.OFF.name
+    set_debug_level(DebugLevel[name.upper()])
 
 
 def digest(calls: tuple[tuple[int, ...], ...]) -> int:
@@ -56,7 +106,7 @@ def digest(calls: tuple[tuple[int, ...], ...]) -> int:
     return hash(calls) & (1 << 62) - 1
 
 
-def check(group: ProcessGroup, look: Callable[[ProcessGroup], None]) -> None:
+def check(group: ProcessGroup, look: Callable[[], None]) -> None:
     """Compare the calls since the last comparison on all ranks.
 
     look: called after the exchange: ranks that have timed out have sent their part before.
@@ -72,10 +122,9 @@ def check(group: ProcessGroup, look: Callable[[ProcessGroup], None]) -> None:
     agreed = True
     if group.size() > 1:
         agreed, level = _compare(group, calls, level)
-        look(group)
-    every = number < FIRST or level == _DETAIL
-    group.stride = 1 if level == _DETAIL else STRIDE
-    group.next_check = number + (1 if every else STRIDE)
+        look()
+    group.stride = 1 if level == DebugLevel.DETAIL else STRIDE
+    group.next_check = number + (1 if number < FIRST else group.stride)
     group.recent = [calls[-1] if agreed else (number, -1, 0, 0)]
     if not agreed:
         raise MismatchError(_describe_difference(group, calls))
@@ -172,10 +221,6 @@ def describe_call(call: RecordEntry) -> str:
     if number == 0:
         return "no call"
     return "a call that differed" if kind < 0 else describe(with_root(kind, root), sizes)
-
-
-#: The record before the first call.
-_NO_CALL: RecordEntry = (0, 0, 0, 0)
 
 
 def describe_mismatch(group: ProcessGroup, number: int, calls: Iterable[str]) -> str:

@@ -10,16 +10,13 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = [
-    "describe_end", "describe_hang", "describe_job", "describe_loss", "describe_mismatch",
-    "describe_rank", "format_ranks", "is_ended_by_mpi", "is_there", "parse_stacks",
-]  # fmt: skip
-
 #: State of a rank: rank, host, pid, main (its main thread), state (running, stopped, ending, done,
 #: gone, silent), how (it has ended), calls (status_page.Cell of each group, with ``since``, seconds
 #: inside), and stacks (frames of each thread, innermost first).
 Snapshot = dict[str, Any]
 
+#: The end of messages about mismatches that were found late.
+DETAIL_HINT = "MPICOLL_DEBUG=DETAIL compares every call before it runs"
 #: Maximum number of descriptions in a report, of frames of a stack, of other threads with a stack,
 #: and of ranges of ranks in a line.
 _DESCRIPTIONS, _FRAMES, _THREADS, _RUNS = 5, 6, 3, 8
@@ -144,8 +141,6 @@ def describe_mismatch(lost: Snapshot, snapshots: Iterable[Snapshot]) -> str:
             if each["group"] == call["group"]:
                 calls.setdefault(_describe_call(each), []).append(one["rank"])
     texts = "; ".join(f"{format_ranks(ranks)}: {words}" for words, ranks in calls.items())
-    from mpicoll.failures.debug_level import DETAIL_HINT
-
     return (
         "mpicoll: MPI ended the process after an error in a call, most likely a collective "
         f"mismatch. The last calls: {texts}. {DETAIL_HINT}"

@@ -3,6 +3,9 @@
 A thread that is blocked inside MPI runs no Python. So the watchdog thread handles Ctrl-C, checks
 for calls that exceed their group's timeout or wait for a rank that has ended, and receives the end
 of the job from the launch server and the node monitor.
+
+A rank that ends the job prints its message first, then writes its flight record and notifies the
+node monitor.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import math
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,25 +25,17 @@ from mpicoll import launch, settings
 from mpicoll.core.groups import state
 from mpicoll.cuda.threads import use_process_device
 from mpicoll.errors import CollectiveTimeoutError, LostRankError
-from mpicoll.failures import (
-    flight_record,
-    lost_ranks,
-    monitor_client,
-    rank_status,
-    timeouts,
-)
+from mpicoll.failures import flight_record, lost_ranks, monitor_client, rank_status, timeouts
 from mpicoll.failures.group_failure import fail_all_ranks, grace
-from mpicoll.failures.termination import GroupEnd, end_job, end_stuck_job
 from mpicoll.kernels.calls import find_signal_handler
 from mpicoll.kernels.library import kernels
 from mpicoll.launch import exit_hooks
-from mpicoll.launch.exit_hooks import INTERRUPTED
+from mpicoll.launch.error_output import format_stack, with_rank
+from mpicoll.launch.exit_hooks import INTERRUPTED, RankEnd, end_ranks, flush_output
 from mpicoll.output import flush_streams, write_lines
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
-
-__all__ = ["Watchdog"]
 
 #: Time between checks of the groups.
 _CHECK_INTERVAL_S = 1.0
@@ -53,6 +49,40 @@ _JOB_END_GRACE_S = 0.5
 _SEND_AFTER_S, _RECEIVE_INTERVAL_S = 2.0, 10.0
 
 
+def end_job(code: int) -> None:
+    """End every rank of the job with an exit code, after flushing the output."""
+    for line in flight_record.last_words():
+        write_lines(line)
+    monitor_client.report_ending()
+    flush_output()
+    end_ranks(code)
+
+
+def end_stuck_job(why: str, code: int, thread: int = 0) -> None:
+    """End the job from another thread, with the stack of one that is inside MPI.
+
+    An exception cannot be raised in a thread that is blocked inside MPI. All ranks write their
+    flight records first, unless the user has interrupted the job.
+
+    thread: that one, as threading.get_ident returns it; 0: the main thread.
+    """
+    if code != INTERRUPTED:
+        flight_record.dump(why)
+    frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
+    stack = "" if frame is None else format_stack(frame)
+    rank = _find_rank()
+    told = f"mpicoll: rank {rank}: {why} (in the call above); ending the job"
+    text = with_rank(rank, f"Traceback (most recent call last):\n{stack}{told}")
+    write_lines("\n".join((text, *flight_record.last_words())))
+    end_job(code)
+
+
+def _find_rank() -> str:
+    """Return this rank in the default group, else in the job, "?" if it is unknown."""
+    default = state.default  # another thread may end it meanwhile
+    return RankEnd().rank() if default is None else str(default.rank())
+
+
 @dataclass(slots=True)
 class _Wait:
     """A group that is inside a collective."""
@@ -64,13 +94,15 @@ class _Wait:
     failed: float | None = None  # seconds beyond the timeout when the group was first seen FAILED
 
 
-class Watchdog:
-    """The watchdog thread and the exit hooks, from init_process_group to destroy_process_group.
+class Watchdog(RankEnd):
+    """The watchdog thread, from init_process_group to destroy_process_group. As a RankEnd, the
+    steps by which this rank ends its job.
 
     at_exit: called when the interpreter ends with success, without a destroy.
     """
 
     def __init__(self, at_exit: Callable[[], None]) -> None:
+        self._at_exit = at_exit
         self._stopping = False
         self._failing: list[threading.Thread] = []
         self._next_receive = time.monotonic() + _RECEIVE_INTERVAL_S
@@ -79,7 +111,7 @@ class Watchdog:
         self._reader, self._writer = os.pipe()
         for end in (self._reader, self._writer):
             os.set_blocking(end, False)
-        exit_hooks.install(GroupEnd(at_exit))
+        exit_hooks.install(self)
         self._receives_signals = threading.current_thread() is threading.main_thread()
         if self._receives_signals:
             if kernels is not None:  # a call that waits in C then runs the program's handlers
@@ -88,7 +120,7 @@ class Watchdog:
             if previous_fd != -1:  # another library uses it, most likely asyncio
                 signal.set_wakeup_fd(previous_fd)
                 self._receives_signals = False
-        _watchdogs.add(self)
+        _current[:] = [self]
         self._thread = threading.Thread(target=self._run, name="mpicoll-watchdog", daemon=True)
         self._thread.start()
 
@@ -100,30 +132,40 @@ class Watchdog:
     def remove(self) -> None:
         """Remove the group's part of the hooks, and end the thread."""
         exit_hooks.install_in_rank()
-        owns_pipe = not self._receives_signals
-        if self._receives_signals and threading.current_thread() is threading.main_thread():
-            self._stop_receiving_signals()
-            owns_pipe = True
         self._stopping = True
         os.write(self._writer, b"\0")
         for thread in (self._thread, *self._failing):
             thread.join()
-        _watchdogs.discard(self)
-        if owns_pipe:  # else Python still writes to the pipe at each signal
-            os.close(self._reader)
-            os.close(self._writer)
-
-    def _stop_receiving_signals(self) -> None:
-        current_fd = signal.set_wakeup_fd(-1)
-        if current_fd not in (self._writer, -1):
-            signal.set_wakeup_fd(current_fd)
+        _current.clear()
+        # On another thread, Python would still write to the pipe at each signal.
+        if not self._receives_signals or threading.current_thread() is threading.main_thread():
+            self.forget()
 
     def forget(self) -> None:
-        """Close the pipe in a forked child, because it belongs to the parent."""
+        """Close the pipe; a forked child also does so, because it belongs to the parent."""
         if self._receives_signals:
-            self._stop_receiving_signals()
+            current_fd = signal.set_wakeup_fd(-1)
+            if current_fd not in (self._writer, -1):
+                signal.set_wakeup_fd(current_fd)
         os.close(self._reader)
         os.close(self._writer)
+
+    def rank(self) -> str:
+        """Return this rank in the default group, else in the job, "?" if it is unknown."""
+        return _find_rank()
+
+    def extra_lines(self) -> list[str]:
+        """Report the end of this rank; return the line that names the flight records."""
+        monitor_client.report_ending()
+        return flight_record.last_words()
+
+    def end_job(self, code: int) -> None:
+        """End every rank of the job."""
+        end_job(code)
+
+    def at_exit(self) -> None:
+        """End the groups."""
+        self._at_exit()
 
     # --- the thread ------------------------------------------------------------------------------
 
@@ -301,17 +343,17 @@ class Watchdog:
 
 
 def _fail(group: ProcessGroup, number: int) -> None:
-    """Fail a group whose collective has timed out, in a thread for this purpose."""
     use_process_device()
     timeouts.fail_late_call(group, number)
 
 
-_watchdogs: set[Watchdog] = set()
+#: The watchdog of this process.
+_current: list[Watchdog] = []
 
 
 def _after_fork() -> None:
-    while _watchdogs:
-        _watchdogs.pop().forget()
+    while _current:
+        _current.pop().forget()
 
 
 os.register_at_fork(after_in_child=_after_fork)

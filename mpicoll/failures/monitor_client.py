@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import control_messages, launch, line_protocol, settings
+from mpicoll.core.groups import state
 from mpicoll.core.observers import Observer, observers
 from mpicoll.failures import lost_ranks, node_monitor, report
 from mpicoll.failures.status_page import RUNNING, Cell, map_page
@@ -57,15 +58,13 @@ class _Own:
         self.cells: dict[ProcessGroup, Cell] = {}
         stacks = os.memfd_create("mpicoll-stacks")
         fcntl.fcntl(stacks, fcntl.F_SETFL, os.O_APPEND)
-        number = _find_signal()
+        signals = range(signal.SIGRTMAX - 2, signal.SIGRTMIN + 2, -1)
+        number = next(one for one in signals if signal.getsignal(one) is signal.SIG_DFL)
         faulthandler.register(number, file=stacks, all_threads=True, chain=False)
         #: A byte in this pipe wakes the monitor. The system closes it first when the rank ends.
         bell, self.rings = os.pipe()
         os.set_blocking(self.rings, False)
-        self.pid = os.getpid()
-        self.given = {
-            "pid": self.pid, "page": descriptor, "stacks": stacks, "signal": number, "bell": bell,
-        }  # fmt: skip
+        self.given = {"page": descriptor, "stacks": stacks, "signal": number, "bell": bell}
         #: The secret of the monitors. It also distinguishes groups of the same name: those of
         #: another init_process_group.
         self.secret = ""
@@ -75,15 +74,8 @@ class _Own:
             os.write(self.rings, b"\0")
 
 
+#: None before the first init_process_group, without a node monitor, and in a forked child.
 _own: _Own | None = None
-
-
-def _find_signal() -> int:
-    """Return a real-time signal without a handler."""
-    for number in range(signal.SIGRTMAX - 2, signal.SIGRTMIN + 2, -1):
-        if signal.getsignal(number) is signal.SIG_DFL:
-            return number
-    raise OSError("node monitor: every real-time signal has a handler already")
 
 
 def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
@@ -95,16 +87,15 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
     global _own
     rank, size = world.Get_rank(), world.Get_size()
     given: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
-        if _own is None or _own.pid != os.getpid():
-            _own = _Own()
+    with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError, StopIteration):
+        _own = _own or _Own()
         page = _own.page
         # A monitor of an earlier init_process_group ends.
         page.monitor_pid = page.ending_ns = page.end_order = 0
         page.main_thread, page.listener = threading.main_thread().ident or 0, listener
         page.state = RUNNING
         _own.ring()
-        given = _own.given | {"rank": rank, "node": node()}
+        given = _own.given | {"rank": rank, "pid": os.getpid(), "node": node()}
     ranks = control_messages.allgather(here, given, dict[str, int | str])
     # Ranks in different containers of a node cannot see each other: each container has a monitor.
     seen = [one for one in ranks if one and one["node"] == given.get("node")]
@@ -260,34 +251,29 @@ def _find_launchers() -> list[int]:
 # --- while the monitor runs -----------------------------------------------------------------------
 
 
-def _live() -> _Own | None:
-    """Return this process's own state, None without one and in a forked child."""
-    return _own if _own is not None and _own.pid == os.getpid() else None
-
-
 class _Publisher(Observer):
     """Publishes the last call of each OPEN or FAILED group on the status page."""
 
     def group_opened(self, group: ProcessGroup) -> None:
         """Take a cell of the page for the group."""
-        if (own := _live()) is None:
+        if _own is None:
             return
-        text = f"{own.secret} {group.group_name} {group.ranks}"
+        text = f"{_own.secret} {group.group_name} {group.ranks}"
         number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
         timeout = _REPORT_AFTER_S if group.timeout is None else _TIMEOUT_FRACTION * group.timeout
         after = float(settings.REPORT_AFTER.value() or min(_REPORT_AFTER_S, timeout))
-        cell = own.page.take_cell(
+        cell = _own.page.take_cell(
             number | 1, int(1000 * after), group.size(), group.rank(), group.group_name
         )
         if cell is not None:
-            own.cells[group] = cell
+            _own.cells[group] = cell
             group.publish(ctypes.addressof(cell))
 
     def group_closed(self, group: ProcessGroup) -> None:
         """Free the group's cell."""
         if _own is not None and (cell := _own.cells.pop(group, None)) is not None:
             group.publish(0)
-            if _live():
+            if not state.forked:  # else it is the parent's
                 cell.group = 0
 
 
@@ -296,26 +282,34 @@ observers.append(_Publisher())
 
 def report_ending() -> None:
     """Report that this rank ends the job, and prints the reason itself."""
-    if own := _live():
-        own.page.set_ending()
-        own.ring()
-
-
-def _after_fork() -> None:
-    """Close the pipe in a forked child: the monitor takes its closing for the end of this rank."""
-    if _own is not None and _own.rings >= 0:
-        os.close(_own.rings)
-        _own.rings = -1
-
-
-os.register_at_fork(after_in_child=_after_fork)
+    if _own is not None:
+        _own.page.set_ending()
+        _own.ring()
 
 
 def sign_off() -> None:
     """Report that no other rank needs this one. The last one of a node ends the monitor."""
-    if own := _live():
-        own.page.set_done()
-        own.ring()
+    if _own is not None:
+        _own.page.set_done()
+        _own.ring()
+
+
+def is_ordered_to_end() -> bool:
+    """Return whether the monitor orders this rank to end. The monitor has printed the reason."""
+    return _own is not None and _own.page.end_order != 0
+
+
+def _after_fork() -> None:
+    """Leave the page and the pipe, whose closing means the end of the rank, to the parent."""
+    global _own
+    if _own is not None:
+        os.close(_own.rings)
+        for group in _own.cells:
+            group.publish(0)
+        _own = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def ask_about(group: ProcessGroup) -> dict[int, str]:
@@ -323,9 +317,8 @@ def ask_about(group: ProcessGroup) -> dict[int, str]:
 
     This rank waits in the group's last call. Returns {} if the monitor does not answer.
     """
-    own = _live()
-    cell = own.cells.get(group) if own else None
-    if own is None or cell is None or not (pid := own.page.monitor_pid):
+    cell = None if _own is None else _own.cells.get(group)
+    if _own is None or cell is None or not (pid := _own.page.monitor_pid):
         return {}
     call = cell.as_dict()
     try:
@@ -338,9 +331,3 @@ def ask_about(group: ProcessGroup) -> dict[int, str]:
         }
     except (OSError, KeyError, TypeError):  # the monitor has exited
         return {}
-
-
-def is_ordered_to_end() -> bool:
-    """Return whether the monitor orders this rank to end. The monitor has printed the reason."""
-    own = _live()
-    return own is not None and own.page.end_order != 0

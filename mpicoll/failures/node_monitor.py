@@ -246,7 +246,7 @@ class NodeMonitor(LineServer[JsonConnection]):
             self._handlers[one.pidfd] = partial(self._record_end, one)
             self._handlers[one.bell] = partial(self._read_bell, one)
         self._nodes: dict[str, JsonConnection] = {}  # on the head: monitors of other nodes
-        self._far_ranks: dict[str, int] = {}  # number of ranks of each of these nodes
+        self._seen = len(self._ranks)  # number of ranks of this node and these nodes
         self._head: JsonConnection | None = None  # None: this monitor reports to the user
         self._later: list[tuple[JsonConnection, dict[str, Any]]] = []  # messages to handle
         self._reported: set[tuple[int, int]] = set()  # late calls: group and number
@@ -460,12 +460,10 @@ class NodeMonitor(LineServer[JsonConnection]):
         line.accept_peer(str(message["node"]))
         self._nodes[line.peer] = line
         self._send(line, {"proof": mac(self._given["secret"], "head", message["nonce"])})
-        self._far_ranks[line.peer] = int(message["ranks"])
-        if sum(self._far_ranks.values()) + len(self._ranks) < self.size:
-            return
-        for sock in list(self.listeners.values()):  # all nodes have connected
-            if sock.family != socket.AF_UNIX:
-                self.close_listener(sock)
+        self._seen += int(message["ranks"])
+        for sock in list(self.listeners.values()):
+            if self._seen >= self.size and sock.family != socket.AF_UNIX:
+                self.close_listener(sock)  # all nodes have connected
 
     def _check_proof(self, line: JsonConnection, message: dict[str, Any], role: str) -> None:
         if not is_proof(message.get("proof"), self._given["secret"], role, line.nonce):
@@ -587,7 +585,11 @@ class NodeMonitor(LineServer[JsonConnection]):
         known = loss.alone or (loss.ranks[0]["how"] == "SIGKILL" and not several)
         why = report.describe_loss(loss.ranks, self.size, known)
         if report.is_ended_by_mpi(loss.ranks[0]):
-            why += "\n" + report.describe_mismatch(loss.ranks[0], self._gather({}))
+            why += (
+                "\nmpicoll: MPI ended the process after an error in a call, most likely a "
+                f"collective mismatch. {report.DETAIL_HINT}. All ranks:\n"
+                + report.describe_states(self._gather({"ask": "snapshots"}))
+            )
         _print(why, self._given["stderr"])
         if not self._survives_losses:
             self._send_all({"end": True})

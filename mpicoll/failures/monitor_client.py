@@ -295,7 +295,7 @@ def sign_off() -> None:
 
 
 def is_ordered_to_end() -> bool:
-    """Return whether the monitor orders this rank to end. The monitor has printed the reason."""
+    """Return whether the monitor orders this rank to end."""
     return _own is not None and _own.page.end_order != 0
 
 

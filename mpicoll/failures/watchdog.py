@@ -58,31 +58,6 @@ def end_job(code: int) -> None:
     end_ranks(code)
 
 
-def end_stuck_job(why: str, code: int, thread: int = 0) -> None:
-    """End the job from another thread, with the stack of one that is inside MPI.
-
-    An exception cannot be raised in a thread that is blocked inside MPI. All ranks write their
-    flight records first, unless the user has interrupted the job.
-
-    thread: that one, as threading.get_ident returns it; 0: the main thread.
-    """
-    if code != INTERRUPTED:
-        flight_record.dump(why)
-    frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
-    stack = "" if frame is None else format_stack(frame)
-    rank = _find_rank()
-    told = f"mpicoll: rank {rank}: {why} (in the call above); ending the job"
-    text = with_rank(rank, f"Traceback (most recent call last):\n{stack}{told}")
-    write_lines("\n".join((text, *flight_record.last_words())))
-    end_job(code)
-
-
-def _find_rank() -> str:
-    """Return this rank in the default group, else in the job, "?" if it is unknown."""
-    default = state.default  # another thread may end it meanwhile
-    return RankEnd().rank() if default is None else str(default.rank())
-
-
 @dataclass(slots=True)
 class _Wait:
     """A group that is inside a collective."""
@@ -91,7 +66,7 @@ class _Wait:
     since: float  # when it was first seen inside
     has_sent: bool = False  # the rank has sent its status
     failing: threading.Thread | None = None  # fails the group
-    failed: float | None = None  # seconds beyond the timeout when the group was first seen FAILED
+    failed: float = 0.0  # when the group was first seen FAILED, after the timeout
 
 
 class Watchdog(RankEnd):
@@ -123,11 +98,7 @@ class Watchdog(RankEnd):
         _current[:] = [self]
         self._thread = threading.Thread(target=self._run, name="mpicoll-watchdog", daemon=True)
         self._thread.start()
-
-    @property
-    def native_id(self) -> int:
-        """System-wide number of the thread."""
-        return self._thread.native_id or 0
+        self.native_id = self._thread.native_id or 0
 
     def remove(self) -> None:
         """Remove the group's part of the hooks, and end the thread."""
@@ -152,7 +123,8 @@ class Watchdog(RankEnd):
 
     def rank(self) -> str:
         """Return this rank in the default group, else in the job, "?" if it is unknown."""
-        return _find_rank()
+        default = state.default  # another thread may end it meanwhile
+        return super().rank() if default is None else str(default.rank())
 
     def extra_lines(self) -> list[str]:
         """Report the end of this rank; return the line that names the flight records."""
@@ -167,6 +139,23 @@ class Watchdog(RankEnd):
         """End the groups."""
         self._at_exit()
 
+    def _end_stuck_job(self, why: str, code: int, thread: int = 0) -> None:
+        """End the job with the stack of a thread that is inside MPI, in which nothing can raise.
+
+        All ranks write their flight records first, unless the user has interrupted the job.
+
+        thread: that one, as threading.get_ident returns it; 0: the main thread.
+        """
+        if code != INTERRUPTED:
+            flight_record.dump(why)
+        frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
+        stack = "" if frame is None else format_stack(frame)
+        rank = self.rank()
+        told = f"mpicoll: rank {rank}: {why} (in the call above); ending the job"
+        text = with_rank(rank, f"Traceback (most recent call last):\n{stack}{told}")
+        write_lines("\n".join((text, *flight_record.last_words())))
+        end_job(code)
+
     # --- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -177,7 +166,9 @@ class Watchdog(RankEnd):
         if session is not None:
             poll.register(session, select.POLLIN)
         while True:
-            ready = [descriptor for descriptor, _ in poll.poll(1000 * self._pause())]
+            timeouts_s = [group.timeout for group in list(state.groups) if group.timeout]
+            pause = min([_CHECK_INTERVAL_S, *(max(each / 5, 0.1) for each in timeouts_s)])
+            ready = [descriptor for descriptor, _ in poll.poll(1000 * pause)]
             if self._stopping:
                 return
             signals = os.read(self._reader, 512) if self._reader in ready else b""
@@ -185,16 +176,9 @@ class Watchdog(RankEnd):
                 self._handle_interrupt()
             if session is not None and session.fileno() in ready:
                 self._handle_job_end(session.end_reason(), session.rank)
-            if monitor_client.is_ordered_to_end():
+            if monitor_client.is_ordered_to_end():  # the monitor has printed the reason
                 end_job(1)
             self._check_groups(waits)
-
-    def _pause(self) -> float:
-        """Return the seconds until the next check: fewer if timeouts are short."""
-        shortest = min(
-            (g.timeout for g in list(state.groups) if g.timeout), default=_CHECK_INTERVAL_S
-        )
-        return min(_CHECK_INTERVAL_S, max(shortest / 5, _CHECK_INTERVAL_S / 10))
 
     def _find_groups_inside(self) -> list[ProcessGroup]:
         """Return the groups that are inside a collective."""
@@ -210,7 +194,7 @@ class Watchdog(RankEnd):
         before = {group: group.begun for group in self._find_groups_inside() if not group.busy()}
         time.sleep(_INTERRUPT_GRACE_S)
         if any(before.get(group) == group.begun for group in self._find_groups_inside()):
-            end_stuck_job("interrupted while it waited for other ranks", INTERRUPTED)
+            self._end_stuck_job("interrupted while it waited for other ranks", INTERRUPTED)
 
     def _handle_job_end(self, ending: tuple[str, int] | None, rank: int) -> None:
         """End this rank because the launch server reports the end of the job."""
@@ -272,7 +256,9 @@ class Watchdog(RankEnd):
                 time.sleep(_JOB_END_GRACE_S)
                 group.check_device_errors()
             if missing and group.error is None:
-                end_stuck_job(f"{missing} ended without making the last calls of this rank", 1)
+                self._end_stuck_job(
+                    f"{missing} ended without making the last calls of this rank", 1
+                )
         error = group.error
         if error is None or isinstance(error, LostRankError):
             return
@@ -291,12 +277,12 @@ class Watchdog(RankEnd):
             end_job(1)
 
     def _check_wait(self, group: ProcessGroup, wait: _Wait, now: float) -> None:
-        """Check whether the collective that a group waits in can complete."""
+        """Check whether the collective that a group waits in can complete, and its timeout."""
         timeouts.receive_failures(group)
         ends = isinstance(group.error, (LostRankError, CollectiveTimeoutError))
         missing = "" if ends else rank_status.find_missing(group, group.keeps_time or group.busy())
         if missing:
-            end_stuck_job(f"{missing} ended without making this call", 1, group.thread)
+            self._end_stuck_job(f"{missing} ended without making this call", 1, group.thread)
         if not group.keeps_time and not ends:
             soon = min(_SEND_AFTER_S, math.inf if group.timeout is None else group.timeout / 2)
             if not wait.has_sent and now - wait.since > soon:
@@ -304,16 +290,8 @@ class Watchdog(RankEnd):
                 rank_status.send(group)
             mismatch = rank_status.describe_mismatch(group)
             if mismatch:
-                end_stuck_job(mismatch, 1, group.thread)
-        if group.timeout is not None and not group.keeps_time:
-            self._check_time(group, wait, now - wait.since - group.timeout)
-
-    def _check_time(self, group: ProcessGroup, wait: _Wait, over: float) -> None:
-        """Fail a group whose collective has timed out. End the job if the call is stuck in MPI.
-
-        over: seconds beyond the group's timeout.
-        """
-        if over <= 0:
+                self._end_stuck_job(mismatch, 1, group.thread)
+        if group.timeout is None or group.keeps_time or now - wait.since <= group.timeout:
             return
         if group.error is None:
             # In another thread, because it waits for the flight records of other ranks.
@@ -325,15 +303,14 @@ class Watchdog(RankEnd):
                 self._failing.append(wait.failing)
                 wait.failing.start()
             return
-        if wait.failed is None:
-            wait.failed = over
-        since = over - wait.failed  # time that calls have had to return early
+        wait.failed = wait.failed or now
+        since = now - wait.failed  # time that calls have had to return early
         if since > _CHECK_INTERVAL_S and group.busy():  # the progress thread is stuck
             for work in list(group.pending):
                 work.has_timed_out = True
                 work.abandon(group.failure())
         elif since > max(grace(), _CHECK_INTERVAL_S):
-            end_stuck_job(
+            self._end_stuck_job(
                 f"{group.error}. This call is blocked inside MPI and has not returned within "
                 f"{grace():g} s more ({settings.TIMEOUT_GRACE.name}). With "
                 f"{settings.TESTED_CALLS.name}=1 it would have raised this error",

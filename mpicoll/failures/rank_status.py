@@ -217,16 +217,16 @@ def compare_at_destroy(group: ProcessGroup, end: float) -> tuple[bool, str]:
     description of a mismatch, "" for none.
     """
     send(group, DESTROYING)
-    expected = neighbours(group)
-    pause = 1e-6
+    expected, pause = neighbours(group), 1e-6
     while True:
         receive(group)
-        if expected <= find_departed(group) or time.monotonic() > end:
+        departed = find_departed(group)
+        if expected <= departed or time.monotonic() > end:
             break
         time.sleep(pause)
         pause = min(2 * pause, 1e-3)
     mine = _build_status(group, DESTROYING)
-    for rank in sorted(find_departed(group)):
+    for rank in sorted(departed):
         theirs = group.statuses[rank]
         if theirs.since == mine.since and theirs[5:] != mine[5:]:
             return False, (
@@ -235,4 +235,4 @@ def compare_at_destroy(group: ProcessGroup, end: float) -> tuple[bool, str]:
                 f"{_describe_call(theirs.last_call)}; here it is {_describe_call(mine.last_call)}. "
                 f"The results of these calls may be wrong. {DETAIL_HINT}"
             )
-    return expected <= find_departed(group), ""
+    return expected <= departed, ""

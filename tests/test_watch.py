@@ -464,38 +464,6 @@ def test_hang_is_reported_again_after_a_second_init(ended):
 
 
 @needs_mpiexec
-@pytest.mark.parametrize(
-    ("end", "how"),
-    [
-        ("sys.exit(3)", "mpicoll: rank 1 exited with code 3 (sys.exit)"),
-        ("os._exit(5)", "exited with code 5 and no message"),
-        ("os.kill(os.getpid(), signal.SIGTERM)", "was killed by SIGTERM"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
-    ],
-)
-@job("""
-    dist.init_process_group()
-    x = np.ones(4)
-    for _ in range(70):
-        dist.all_reduce(x)
-    if dist.get_rank() == 1:
-        say(os.getpid())
-        $end
-        time.sleep(20)
-    dist.broadcast(x, 0)
-""", ranks=3)  # fmt: skip
-def test_only_the_rank_that_ended_is_reported(end, how, ended):
-    lines = [line for line in ended.err.splitlines() if line.startswith("mpicoll: ")]
-    (line,) = [line for line in lines if re.search(r"ranks? [\d, -]+(of 3|exited)", line)]
-    ended.badly()
-    # Before Linux 6.15 the system may not say how.
-    assert how in line or "the system does not say how" in line
-    if "sys.exit" not in how:
-        assert f"rank 1 of 3 (pid {ended.out.split()[0]} on " in line
-        assert "after call 70 of group 0: all_reduce of 4 elements of float64" in line
-
-
-@needs_mpiexec
 @compiled
 @pytest.mark.parametrize(
     ("handles", "printed"),

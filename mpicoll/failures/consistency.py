@@ -2,9 +2,8 @@
 
 MPI does not check that ranks agree on operation, dtype, reduction, root and count. Some libraries
 abort, some reduce integers as floats, some deliver the message of one call to another call. So
-every rank keeps a record of its calls, and at intervals all ranks compare a digest of the calls
-since the last comparison. A mismatch is found within ``STRIDE`` calls at almost no cost
-(docs/performance.md).
+every rank keeps a record of its calls, and at intervals (``STRIDE``) all ranks compare a digest of
+the calls since the last comparison.
 
 Which calls begin with a comparison depends only on data that all ranks share: the call number and
 the debug level that the previous comparison has agreed on. Comparisons use the communicator of

@@ -1,17 +1,10 @@
 """One path for failures: ``fail`` changes a group's state from OPEN to FAILED.
 
-These sources call it:
-
-- timeouts.py: a call has exceeded the group's timeout on this rank
-- rank_status.py: a status message says that another rank has failed the group
-- lost_ranks.py: the process of another rank has ended (ULFM)
-- routes and dispatch: a call has failed on this rank, so that other ranks may wait for it
-- the watchdog: device work has ended without results
-
-Observers (``core/observers.py``) run first: the flight recorder waits for the records of other
-ranks, because the job may end as soon as a call raises the error. Two sources need no message to
-other ranks and change the state by ``ProcessGroup.fail``: a collective mismatch, which every rank
-finds in the same comparison, and a signal handler that raises an exception in a call.
+docs/architecture.md lists its sources. Observers (``core/observers.py``) run first: the flight
+recorder waits for the records of other ranks, because the job may end as soon as a call raises the
+error. Three sources need no message to other ranks and change the state by ``ProcessGroup.fail``: a
+collective mismatch, which every rank finds in the same comparison, a lost rank, and a signal
+handler that raises an exception in a call.
 """
 
 from __future__ import annotations
@@ -46,7 +39,7 @@ def fail(
     wait_s: float = 0.0,
     pending: bool = False,
     is_current: Callable[[], bool] | None = None,
-) -> bool:
+) -> None:
     """Fail a group on all its ranks. On this rank, present and later calls raise ``error``.
 
     status: FAILED or TIMED_OUT, for the status message to the other ranks.
@@ -55,27 +48,26 @@ def fail(
     is_current: whether the reason is still valid once the observers have returned.
 
     Does nothing if the group has failed with another error, or is closed. If it has failed with
-    this error, only the other ranks are notified. Returns whether they were.
+    this error, only the other ranks are notified.
     """
     if group.closed is not None or group.error not in (None, error):
-        return False
+        return
     if group.error is None:
         for observer in observers:
             observer.group_failing(group, error, wait_s)
         if is_current is not None and not is_current():
-            return False
+            return
     # MPI_Finalize waits for all ranks, and a missing one may never end. This comes first because
     # the program may end as soon as another thread raises the error.
     keep_exit_code()
     launch.finalize_within(grace(), exit_code)
     group.fail(error, pending)
     if group.closed is not None or group.error is not error:
-        return False
+        return
     if not is_fault_tolerant():
         rank_status.send(group, status)  # before ranks that share memory look for the reason
     group.resources.leave()
     revoke(group)
-    return True
 
 
 def fail_all_ranks(group: ProcessGroup, error: Exception) -> None:

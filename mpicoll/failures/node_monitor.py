@@ -569,31 +569,30 @@ class NodeMonitor(LineServer[JsonConnection]):
         self._decide_at = _NEVER
         losses = [one for one in self._losses if one.when < self._ended_at]
         self._losses = []
+        several = self.size > len(self._ranks)
+        from mpicoll.failures import report
+
         for loss in sorted(losses, key=lambda one: (not one.alone, one.when)):
-            if not self._is_decided:
-                self._report_loss(loss)
+            if self._is_decided:
+                break
+            self._is_decided = not self._survives_losses
+            first = loss.ranks[0]
+            # The kernel's order of events is valid for one node.
+            known = loss.alone or (first["how"] == "SIGKILL" and not several)
+            why = report.describe_loss(loss.ranks, self.size, known)
+            if report.is_ended_by_mpi(first):
+                why += (
+                    "\nmpicoll: MPI ended the process after an error in a call, most likely a "
+                    f"collective mismatch. {report.DETAIL_HINT}. All ranks:\n"
+                    + report.describe_states(self._gather({"ask": "snapshots"}))
+                )
+            _print(why, self._given["stderr"])
+            if self._is_decided:
+                self._send_all({"end": True})
+                self._end_ranks()
         if self._ended_at < _NEVER and not self._is_decided:
             self._is_decided = True
             self._send_all({"decided": True})
-
-    def _report_loss(self, loss: _Loss) -> None:
-        from mpicoll.failures import report
-
-        self._is_decided = not self._survives_losses
-        several = self.size > len(self._ranks)
-        # The kernel's order of events is valid for one node.
-        known = loss.alone or (loss.ranks[0]["how"] == "SIGKILL" and not several)
-        why = report.describe_loss(loss.ranks, self.size, known)
-        if report.is_ended_by_mpi(loss.ranks[0]):
-            why += (
-                "\nmpicoll: MPI ended the process after an error in a call, most likely a "
-                f"collective mismatch. {report.DETAIL_HINT}. All ranks:\n"
-                + report.describe_states(self._gather({"ask": "snapshots"}))
-            )
-        _print(why, self._given["stderr"])
-        if not self._survives_losses:
-            self._send_all({"end": True})
-            self._end_ranks()
 
     def _lose_launcher(self) -> None:
         """Record that the launcher has ended: ranks that end now end because of it."""

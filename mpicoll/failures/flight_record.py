@@ -223,8 +223,7 @@ def _request_records() -> None:
 def _file_prefix() -> str:
     """Return the path of the files without the rank at the end."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    chosen = settings.RECORD_FILE.value() or settings.RECORD_FILE_BEFORE.value()
-    return chosen or f"{cache}/torch/comm_lib_trace_rank_"
+    return settings.RECORD_FILE.value() or f"{cache}/torch/comm_lib_trace_rank_"
 
 
 def _write(why: str, given: str | None = None) -> Path:

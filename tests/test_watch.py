@@ -155,7 +155,7 @@ class Node:
             )  # fmt: skip
             self.processes.append(process)
             known.append({"rank": first + k, "pid": process.pid, "signal": 60, "page": page,
-                          "stacks": stacks, "bell": bell})  # fmt: skip
+                          "stacks": stacks, "bell": bell, "generation": 0})  # fmt: skip
             os.close(rings)
         self._poll = select.epoll()
         opened = monitor_client.open_ranks(known, self._poll, lambda descriptor: descriptor)
@@ -461,6 +461,22 @@ def test_hang_is_reported_once_before_the_timeout(calls, action, expected, ended
 def test_hang_is_reported_again_after_a_second_init(ended):
     assert ended.code == 0, ended
     assert ended.err.count("mpicoll: rank 0 of group 0 (2 ranks) waits for") == 2
+
+
+@needs_mpiexec
+@job("""
+    for _ in range(3):  # monitors may start after the next init_process_group
+        dist.init_process_group()
+        dist.barrier()
+        dist.destroy_process_group()
+    dist.init_process_group()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+""", ranks=3)  # fmt: skip
+def test_only_the_latest_monitor_reports_a_lost_rank(ended):
+    assert re.findall(r"mpicoll: lost.*? of 3", ended.err) == ["mpicoll: lost: rank 1 of 3"], ended
 
 
 @needs_mpiexec

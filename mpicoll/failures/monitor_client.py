@@ -63,7 +63,8 @@ class _Own:
         faulthandler.register(number, file=stacks, all_threads=True, chain=False)
         #: A byte in this pipe wakes the monitor. The system closes it first when the rank ends.
         bell, self.rings = os.pipe()
-        os.set_blocking(self.rings, False)
+        for end in (bell, self.rings):
+            os.set_blocking(end, False)
         self.given = {"page": descriptor, "stacks": stacks, "signal": number, "bell": bell}
         #: The secret of the monitors. It also distinguishes groups of the same name: those of
         #: another init_process_group.
@@ -90,12 +91,14 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
     with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError, StopIteration):
         _own = _own or _Own()
         page = _own.page
-        # A monitor of an earlier init_process_group ends.
+        with contextlib.suppress(BlockingIOError):  # else it would signal before the rank ends
+            os.read(_own.given["bell"], 512)
+        page.generation += 1
         page.monitor_pid = page.ending_ns = page.end_order = 0
         page.main_thread, page.listener = threading.main_thread().ident or 0, listener
         page.state = RUNNING
-        _own.ring()
         given = _own.given | {"rank": rank, "pid": os.getpid(), "node": node()}
+        given["generation"] = page.generation
     ranks = control_messages.allgather(here, given, dict[str, int | str])
     # Ranks in different containers of a node cannot see each other: each container has a monitor.
     seen = [one for one in ranks if one and one["node"] == given.get("node")]

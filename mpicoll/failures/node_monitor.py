@@ -157,6 +157,7 @@ class _Rank:
         self.pidfd: int = given["pidfd"]
         self.bell: int = given["bell"]
         self.page = map_page(given["page"])
+        self._generation: int = given["generation"]
         self._signal: int = given["signal"]
         self.stacks: int = given["stacks"]
         self.is_alive = True
@@ -169,14 +170,15 @@ class _Rank:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no other rank needs this one, or it has reported its end itself."""
-        return self.page.state in (ENDING, DONE)
+        """Whether no other rank needs it, it has reported its end, or it has a newer monitor."""
+        is_newest = self.page.generation == self._generation
+        return self.page.state in (ENDING, DONE) or not is_newest
 
     @property
     def needs_monitor(self) -> bool:
         """Whether it runs, has not destroyed its groups, and has no newer monitor."""
-        mine = self.page.monitor_pid == os.getpid()
-        return self.is_alive and mine and self.page.state != DONE
+        is_newest = self.page.generation == self._generation
+        return self.is_alive and is_newest and self.page.state != DONE
 
     def update(self, now: float) -> None:
         """Read the page, and record since when each call is unchanged."""
@@ -261,7 +263,8 @@ class NodeMonitor(LineServer[JsonConnection]):
     def serve(self) -> None:
         """Run the monitor until no rank of this node needs it."""
         for one in self._ranks:
-            one.page.monitor_pid = os.getpid()
+            if one.needs_monitor:
+                one.page.monitor_pid = os.getpid()
         path: Path | None = None
         try:
             with contextlib.suppress(OSError):  # else `mpicoll watch` finds no monitor

@@ -58,15 +58,15 @@ class StatusPage(ctypes.Structure):
     main_thread: int  # as threading.get_ident returns it
     listener: int  # system-wide number of the thread that prints stacks on request
     ending_ns: int  # when the rank began to end the job, on the monotonic clock; 0: it has not
+    generation: int  # number of the monitor, counted by init_process_group: earlier ones end
     monitor_pid: int  # process of the monitor, 0 until it runs
     end_order: int  # 1 if the monitor orders this rank to end; the monitor prints the reason
     cells: ctypes.Array[Cell]
 
     _fields_ = [
         ("cells", Cell * MAX_CELLS),  # first: each begins a cache line
-        *_words(
-            "state", "used", "main_thread", "listener", "ending_ns", "monitor_pid", "end_order"
-        ),
+        *_words("state", "used", "main_thread", "listener", "ending_ns"),
+        *_words("generation", "monitor_pid", "end_order"),
     ]
 
     def set_ending(self) -> None:

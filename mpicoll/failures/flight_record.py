@@ -62,13 +62,10 @@ _LIST_NAMES = {
 }
 #: Names of calls without a row in primitives.py.
 _TASK_NAMES = {
-    "all_gather_object": "all_gather",
-    "gather_object": "gather",
-    "scatter_object_list": "scatter",
-    "broadcast_object_list": "broadcast",
-    "monitored_barrier": "barrier",
-    "new_window": "new_window",
-}
+    "all_gather_object": "all_gather", "gather_object": "gather",
+    "scatter_object_list": "scatter", "broadcast_object_list": "broadcast",
+    "monitored_barrier": "barrier", "new_window": "new_window",
+}  # fmt: skip
 _ANY_TASK = "split"
 #: torch's names of dtypes (c10::toString).
 _DTYPE_NAMES = {

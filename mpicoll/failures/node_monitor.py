@@ -169,16 +169,19 @@ class _Rank:
         self.calls: list[tuple[Cell, float]] = []
 
     @property
+    def has_newer_monitor(self) -> bool:
+        """Whether a later init_process_group has started one."""
+        return self.page.generation != self._generation
+
+    @property
     def is_quiet(self) -> bool:
         """Whether no other rank needs it, it has reported its end, or it has a newer monitor."""
-        is_newest = self.page.generation == self._generation
-        return self.page.state in (ENDING, DONE) or not is_newest
+        return self.page.state in (ENDING, DONE) or self.has_newer_monitor
 
     @property
     def needs_monitor(self) -> bool:
         """Whether it runs, has not destroyed its groups, and has no newer monitor."""
-        is_newest = self.page.generation == self._generation
-        return self.is_alive and is_newest and self.page.state != DONE
+        return self.is_alive and self.page.state != DONE and not self.has_newer_monitor
 
     def update(self, now: float) -> None:
         """Read the page, and record since when each call is unchanged."""

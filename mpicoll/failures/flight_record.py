@@ -31,7 +31,6 @@ from mpicoll.errors import (
     ArgumentError,
     ArgumentTypeError,
     CollectiveTimeoutError,
-    DistBackendError,
     LostRankError,
     MismatchError,
 )
@@ -234,12 +233,7 @@ def _write(why: str, given: str | None = None) -> Path:
 
 
 class _Recorder(Observer):
-    """Dumps the record when a group or a Work times out."""
-
-    def group_failing(self, group: ProcessGroup, error: DistBackendError, wait_s: float) -> None:
-        """Dump the record if a call has timed out. Other errors are dumped by the call."""
-        if isinstance(error, CollectiveTimeoutError):
-            dump(str(error), wait_s)
+    """Dumps the record when a Work times out."""
 
     def work_timed_out(self, why: str) -> None:
         """Dump the record, unless it was dumped just now: works time out one after another."""

@@ -1,10 +1,10 @@
 """One path for failures: ``fail`` changes a group's state from OPEN to FAILED.
 
-docs/architecture.md lists its sources. Observers (``core/observers.py``) run first: the flight
-recorder waits for the records of other ranks, because the job may end as soon as a call raises the
-error. Three sources need no message to other ranks and change the state by ``ProcessGroup.fail``: a
-collective mismatch, which every rank finds in the same comparison, a lost rank, and a signal
-handler that raises an exception in a call.
+docs/architecture.md lists its sources. After a timeout it writes the flight record and waits for
+the records of other ranks first, because the job may end as soon as a call raises the error. Three
+sources need no message to other ranks and change the state by ``ProcessGroup.fail``: a collective
+mismatch, which every rank finds in the same comparison, a lost rank, and a signal handler that
+raises an exception in a call.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mpicoll import launch, settings
-from mpicoll.core.observers import observers
-from mpicoll.errors import DistBackendError
-from mpicoll.failures import rank_status
+from mpicoll.errors import CollectiveTimeoutError, DistBackendError
+from mpicoll.failures import flight_record, rank_status
 from mpicoll.failures.lost_ranks import is_fault_tolerant, revoke
 from mpicoll.launch.exit_hooks import exit_code, keep_exit_code
 
@@ -43,9 +42,9 @@ def fail(
     """Fail a group on all its ranks. On this rank, present and later calls raise ``error``.
 
     status: FAILED or TIMED_OUT, for the status message to the other ranks.
-    wait_s: seconds that the flight recorder waits for the records of other ranks.
+    wait_s: seconds to wait for the flight records of other ranks.
     pending: the error is of devices, and no call waits that would raise it.
-    is_current: whether the reason is still valid once the observers have returned.
+    is_current: whether the reason is still valid once the records are written.
 
     Does nothing if the group has failed with another error, or is closed. If it has failed with
     this error, only the other ranks are notified.
@@ -53,8 +52,8 @@ def fail(
     if group.closed is not None or group.error not in (None, error):
         return
     if group.error is None:
-        for observer in observers:
-            observer.group_failing(group, error, wait_s)
+        if isinstance(error, CollectiveTimeoutError):  # calls dump other errors themselves
+            flight_record.dump(str(error), wait_s)
         if is_current is not None and not is_current():
             return
     # MPI_Finalize waits for all ranks, and a missing one may never end. This comes first because

@@ -77,6 +77,7 @@ class Watchdog(RankEnd):
     """
 
     def __init__(self, at_exit: Callable[[], None]) -> None:
+        global _current
         self._at_exit = at_exit
         self._stopping = False
         self._failing: list[threading.Thread] = []
@@ -95,19 +96,20 @@ class Watchdog(RankEnd):
             if previous_fd != -1:  # another library uses it, most likely asyncio
                 signal.set_wakeup_fd(previous_fd)
                 self._receives_signals = False
-        _current[:] = [self]
+        _current = self
         self._thread = threading.Thread(target=self._run, name="mpicoll-watchdog", daemon=True)
         self._thread.start()
         self.native_id = self._thread.native_id or 0
 
     def remove(self) -> None:
         """Remove the group's part of the hooks, and end the thread."""
+        global _current
         exit_hooks.install_in_rank()
         self._stopping = True
         os.write(self._writer, b"\0")
         for thread in (self._thread, *self._failing):
             thread.join()
-        _current.clear()
+        _current = None
         # On another thread, Python would still write to the pipe at each signal.
         if not self._receives_signals or threading.current_thread() is threading.main_thread():
             self.forget()
@@ -325,12 +327,14 @@ def _fail(group: ProcessGroup, number: int) -> None:
 
 
 #: The watchdog of this process.
-_current: list[Watchdog] = []
+_current: Watchdog | None = None
 
 
 def _after_fork() -> None:
-    while _current:
-        _current.pop().forget()
+    global _current
+    if _current is not None:
+        _current.forget()
+        _current = None
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -158,8 +158,6 @@ def _launch_monitor(
     ranks: list[dict[str, Any]], size: int, head: dict[str, Any], listeners: list[socket.socket]
 ) -> None:
     """Start the monitor, not as a child of this process, so that os.wait() does not return it."""
-    step = os.environ.get("SLURM_STEP_ID")
-    identity = f"{head['job']}.{step}" if step else head["job"]
     launchers = _find_launchers()
     starter, pidfd, stderr = _find_starter(launchers), -1, 2
     with contextlib.ExitStack() as stack:
@@ -186,7 +184,7 @@ def _launch_monitor(
             "survives_losses": lost_ranks.is_fault_tolerant(),
             "launcher": starter, "launcher_pidfd": pidfd,
             "epoll": poll.fileno(), "stderr": stderr,
-            "names": [identity, head["job"], *map(str, launchers)],
+            "names": [head["job"], *map(str, launchers)],
             "command": " ".join(sys.orig_argv)[:200],
             "path": [entry for entry in sys.path if entry],
         }  # fmt: skip

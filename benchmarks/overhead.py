@@ -191,12 +191,15 @@ def dispatching(timer: Timer, effort: Effort) -> None:
 
 def monitoring(timer: Timer, effort: Effort) -> None:
     """Print all_reduce of 4 bytes with and without the node monitor."""
+    from ctypes import addressof
+
     from mpicoll.failures import monitor_client as own
 
     mpicoll.init_process_group()
     group = mpicoll.new_group()
     assert isinstance(group, mpicoll.ProcessGroup) and own._own is not None
-    array, cell, monitor = np.zeros(1, np.float32), own._own.cells[group], _find_monitor()
+    array, monitor = np.zeros(1, np.float32), _find_monitor()
+    cell = addressof(own._own.cells[group])
     for _ in range(_CALLS):
         mpicoll.all_reduce(array, group=group)
 

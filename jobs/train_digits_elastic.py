@@ -1,9 +1,7 @@
-r"""Training of a small network on handwritten digits that continues after lost ranks.
+"""Training of a small network on handwritten digits that continues after lost ranks.
 
     mpirun --with-ft ulfm --prtemca state_base_recoverable 1 -n 4 \
-        python jobs/train_digits_elastic.py --kill-at 100 --grow                    # Open MPI
-    mpiexec -disable-auto-cleanup -n 4 -genv MPICOLL_SURVIVE 1 \
-        sh -c 'trap "" USR1; "$@"; true' sh python jobs/train_digits_elastic.py     # MPICH
+        python jobs/train_digits_elastic.py --kill-at 100 --grow
 
 It trains the network of ``train_digits.py``. Every rank keeps the parameters before and after the
 last step in memory. In step 100 (counted from 1) the last rank kills itself. The other ranks raise

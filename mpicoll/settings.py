@@ -15,11 +15,10 @@ from typing import NamedTuple
 from mpicoll.errors import ArgumentError
 
 __all__ = [
-    "ALLOW_SINGLETON", "CALLS", "CUDA_AWARE", "DEBUG", "DEVICE_ROUTE", "INSTALL_AS",
-    "KERNELS", "RECORD_FILE", "RECORD_FILE_BEFORE", "RECORD_LENGTH", "RECORD_LENGTH_BEFORE",
-    "REPORT_AFTER", "REPRODUCIBLE", "SECRET", "SETTINGS", "SHARED_MEMORY", "SINGLE_COPY",
-    "SURVIVE", "TABLE", "TESTED_CALLS", "TIMEOUT_GRACE", "TORCH_DEBUG", "Setting", "check",
-    "find_problems", "list_set",
+    "ALLOW_SINGLETON", "CALLS", "CUDA_AWARE", "DEBUG", "DEVICE_ROUTE", "INSTALL_AS", "KERNELS",
+    "RECORD_FILE", "RECORD_LENGTH", "REPORT_AFTER", "REPRODUCIBLE", "SECRET", "SETTINGS",
+    "SHARED_MEMORY", "SINGLE_COPY", "TABLE", "TESTED_CALLS", "TIMEOUT_GRACE", "TORCH_DEBUG",
+    "Setting", "check", "find_problems", "list_set",
 ]  # fmt: skip
 
 _PREFIX = "MPICOLL_"
@@ -115,11 +114,6 @@ CUDA_AWARE = _one_of(
     "whether the MPI library sends and receives device memory; mpicoll then does not probe it, see "
     "gpu.md",
 )  # fmt: skip
-SURVIVE = _one_of(
-    "MPICOLL_SURVIVE", ("0", "1"),
-    "1 on rank 0: the other ranks of an MPICH job on one node continue after a lost rank, see "
-    "reliability.md",
-)  # fmt: skip
 SECRET = Setting(
     "MPICOLL_SECRET", (), "any text, the same on all ranks",
     "the secret that ranks need to connect by `env://` or `tcp://`, see launching.md",
@@ -149,18 +143,10 @@ RECORD_LENGTH = Setting(
     "number of calls, and of messages, that the flight record keeps of each group; 0: no record; "
     "see flight_record.md", form=r"\d+",
 )  # fmt: skip
-RECORD_LENGTH_BEFORE = Setting(
-    "TORCH_NCCL_TRACE_BUFFER_SIZE", (), "a number of calls",
-    "the same; ignored if TORCH_FR_BUFFER_SIZE is set", form=r"\d+",
-)  # fmt: skip
 RECORD_FILE = Setting(
     "TORCH_FR_DUMP_TEMP_FILE", (), "a path prefix",
     "path of the flight record without the rank, by default "
     "`~/.cache/torch/comm_lib_trace_rank_`",
-)  # fmt: skip
-RECORD_FILE_BEFORE = Setting(
-    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", (), "a path prefix",
-    "the same; ignored if TORCH_FR_DUMP_TEMP_FILE is set",
 )  # fmt: skip
 
 REPORT_AFTER = Setting(
@@ -172,9 +158,8 @@ REPORT_AFTER = Setting(
 
 SETTINGS: tuple[Setting, ...] = (
     DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, SINGLE_COPY, KERNELS, CALLS, REPRODUCIBLE,
-    DEVICE_ROUTE, CUDA_AWARE, SURVIVE, SECRET, TESTED_CALLS, TIMEOUT_GRACE, ALLOW_SINGLETON,
-    INSTALL_AS, RECORD_LENGTH, RECORD_LENGTH_BEFORE, RECORD_FILE, RECORD_FILE_BEFORE,
-    REPORT_AFTER,
+    DEVICE_ROUTE, CUDA_AWARE, SECRET, TESTED_CALLS, TIMEOUT_GRACE, ALLOW_SINGLETON,
+    INSTALL_AS, RECORD_LENGTH, RECORD_FILE, REPORT_AFTER,
 )  # fmt: skip
 
 

@@ -1,8 +1,7 @@
-"""Jobs that continue after a rank is killed: with Open MPI's ULFM, or MPICH and MPICOLL_SURVIVE."""
+"""Jobs that continue after a rank is killed, with Open MPI's ULFM."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,36 +9,25 @@ from pathlib import Path
 import pytest
 from rank_scripts import MPIEXEC
 
-#: By MPI: options of mpiexec, words before the program, environment variables. MPICH's mpiexec
-#: kills all ranks if one fails, so a shell exits with success instead.
-_SETUPS: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
-    "Open MPI": (["--with-ft", "ulfm", "--prtemca", "state_base_recoverable", "1"], [], {}),
-    "HYDRA": (
-        ["-disable-auto-cleanup"],
-        ["sh", "-c", 'trap "" USR1; "$@"; true', "sh"],
-        {"MPICOLL_SURVIVE": "1"},
-    ),
-}
+_OPTIONS = ["--with-ft", "ulfm", "--prtemca", "state_base_recoverable", "1"]
 
 
-def _find_mpi() -> str:
+def _has_ulfm() -> bool:
     if not MPIEXEC:
-        return ""
+        return False
     done = subprocess.run([*MPIEXEC, "--version"], capture_output=True, text=True, check=False)
-    return next((name for name in _SETUPS if name in done.stdout), "")
+    return "Open MPI" in done.stdout
 
 
-_MPI = _find_mpi()
-needs_survival = pytest.mark.skipif(not _MPI, reason="needs an MPI that outlives a lost rank")
+needs_survival = pytest.mark.skipif(not _has_ulfm(), reason="needs Open MPI's ULFM")
 
 
 def launch(
     ranks: int, *program: str | Path, timeout_s: int, survives: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python program on ranks. survives: the job continues without lost ranks."""
-    options, before, variables = _SETUPS[_MPI] if survives else ([], [], {})
+    options = _OPTIONS if survives else []
     return subprocess.run(
-        [*MPIEXEC, *options, "-n", str(ranks), *before, sys.executable, *program],
-        env=os.environ | variables, capture_output=True, text=True, errors="replace",
-        timeout=timeout_s, check=False,
+        [*MPIEXEC, *options, "-n", str(ranks), sys.executable, *program],
+        capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False,
     )  # fmt: skip

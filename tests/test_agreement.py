@@ -181,11 +181,10 @@ dist.barrier()
 def test_mismatch_of_sizes_that_mpi_rejects_is_reported(ranks, tmp_path):
     ended = run(Job(SIZES, ranks, environment=MESSAGES), {}, tmp_path)
     assert ended.code != 0 and HUNG not in ended.err, ended
-    line = next(line for line in ended.err.splitlines() if "collective mismatch" in line)
-    named = sum(f"all_reduce of {3 + rank}00000 elements" in line for rank in range(ranks))
+    _, found, text = ended.err.partition("collective mismatch")
+    named = sum(f"all_reduce of {3 + rank}00000 elements" in text for rank in range(ranks))
     # All ranks, or two ranks if a waiting rank has found the mismatch first.
-    assert "call 70" in line and named >= 2, ended
-    assert "MPICOLL_SURVIVE" not in ended.err and "with-ft" not in ended.err, ended
+    assert found and "call 70" in text and named >= 2, ended
 
 
 @trained("""
@@ -226,15 +225,6 @@ for i in range(64):
 )  # fmt: skip
 def test_mismatch_ends_the_job_before_the_timeout(ended, script, words):
     ended.badly("collective mismatch", words)
-
-
-@trained("""
-for i in range(1 + rank):
-    dist.broadcast(np.ones(3), 0)
-dist.destroy_process_group()
-""")
-def test_call_after_another_rank_destroyed_its_groups_fails_before_the_timeout(ended):
-    ended.badly("rank 0 ended without making this call")
 
 
 @trained("""

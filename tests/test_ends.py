@@ -19,22 +19,44 @@ pytestmark = needs_mpiexec
 # --- a rank that ends ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("waiting", WAITING.values(), ids=list(WAITING))
+RAISED = ("Traceback (most recent call last)", "script.py", "ValueError: lost my way")
+#: The exit hooks do not see a SystemExit that sys.exit did not raise. Waiting ranks detect the end.
+UNSEEN = ("rank 1 ended without making this call", WAITING["all_reduce"])
+CLOSED = ("Traceback", "DistBackendError", "the other rank has ended")
+
+
+@pytest.mark.parametrize(
+    ("end", "waiting", "words", "code", "traces"),
+    [
+        *(("raise ValueError('lost my way')", WAITING[name], RAISED, 0, 1) for name in WAITING),
+        ("sys.exit(1)", WAITING["all_reduce"], (), 1, 0),
+        ("sys.exit('there is no such file')", WAITING["async"], ("there is no such file",), 1, 0),
+        ("sys.exit(77)", WAITING["recv"], (), 77, 0),
+        ("raise SystemExit(3)", WAITING["all_reduce"], UNSEEN, 0, 1),
+        ("raise SystemExit(0)", WAITING["all_reduce"], UNSEEN, 0, 1),
+        ("raise SystemExit(3)", WAITING["recv"], (*CLOSED, WAITING["recv"]), 0, 1),
+        ("raise SystemExit(3)", WAITING["irecv"], (*CLOSED, WAITING["irecv"]), 0, 1),
+    ],
+)
 @job("""
     dist.init_process_group()
     x = np.ones(4)
     dist.all_reduce(x)
     if dist.get_rank() == 1:
         time.sleep(0.5)
-        raise ValueError("lost my way")
+        $end
     $waiting
     say("not reached")
 """)
-def test_uncaught_exception_ends_the_job(waiting: str, ended: Ended) -> None:
-    ended.badly("Traceback (most recent call last)", "script.py", "ValueError: lost my way")
-    assert "not reached" not in ended.out
-    # The failed rank has ended the job, not a waiting rank.
-    assert ended.err.count("Traceback") == 1 and "rank 1 ended" not in ended.err
+def test_end_of_a_rank_ends_the_job(
+    end: str, waiting: str, words: tuple[str, ...], code: int, traces: int, ended: Ended
+) -> None:
+    """code: of the job; 0: any code but 0."""
+    ended.badly(*words)
+    assert not code or ended.code == code, ended
+    assert "not reached" not in ended.out and ended.err.count("Traceback") == traces, ended
+    # A rank that raises or calls sys.exit ends the job itself, not a waiting rank.
+    assert (words is UNSEEN) == ("rank 1 ended" in ended.err), ended
 
 
 @job(
@@ -48,57 +70,6 @@ def test_uncaught_exception_ends_the_job(waiting: str, ended: Ended) -> None:
 )
 def test_uncaught_exception_under_mpi4pys_runner(ended: Ended) -> None:
     ended.badly("Traceback (most recent call last)", "ValueError: lost my way")
-
-
-@pytest.mark.parametrize(
-    ("end", "code", "word", "waiting"),
-    [
-        ("sys.exit(1)", 1, "", WAITING["all_reduce"]),
-        ("sys.exit('there is no such file')", 1, "there is no such file", WAITING["async"]),
-        ("sys.exit(77)", 77, "", WAITING["recv"]),
-    ],
-)
-@job("""
-    dist.init_process_group()
-    x = np.ones(4)
-    if dist.get_rank() == 1:
-        time.sleep(0.5)
-        $end
-    $waiting
-    say("not reached")
-""")
-def test_sys_exit_ends_the_job(end: str, code: int, word: str, waiting: str, ended: Ended) -> None:
-    ended.badly(word)
-    assert ended.code == code and "Traceback" not in ended.err, ended
-    assert "not reached" not in ended.out
-
-
-# The exit hooks do not see a SystemExit that sys.exit did not raise. Waiting ranks detect the end.
-@pytest.mark.parametrize("code", ["3", "0"])
-@job("""
-    dist.init_process_group()
-    if dist.get_rank() == 1:
-        raise SystemExit($code)
-    dist.all_reduce(np.ones(4))
-    say("not reached")
-""")
-def test_raise_system_exit_while_other_ranks_wait(code: str, ended: Ended) -> None:
-    ended.badly("rank 1 ended without making this call", "dist.all_reduce(np.ones(4))")
-    assert "not reached" not in ended.out
-
-
-@pytest.mark.parametrize("waiting", [WAITING["recv"], WAITING["irecv"]])
-@job("""
-    dist.init_process_group()
-    x = np.ones(4)
-    if dist.get_rank() == 1:
-        raise SystemExit(3)
-    $waiting
-    say("not reached")
-""")
-def test_raise_system_exit_fails_a_waiting_receive(waiting: str, ended: Ended) -> None:
-    ended.badly("Traceback", "DistBackendError", "the other rank has ended", waiting)
-    assert "not reached" not in ended.out
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,6 @@ def test_every_documented_value_is_accepted(setting: settings.Setting) -> None:
         "MPICOLL_TIMEOUT_GRACE": ["0", "30", "2.5"],
         "MPICOLL_REPORT_AFTER": ["0", "60", "2.5"],
         "TORCH_FR_BUFFER_SIZE": ["0", "64"],
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": ["0", "64"],
     }
     assert not setting.form or setting.name in free
     for value in setting.values or free.get(setting.name, ["anything"]):

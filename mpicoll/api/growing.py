@@ -20,7 +20,6 @@ from mpicoll.errors import (
     MismatchError,
     UnsupportedError,
 )
-from mpicoll.failures import lost_ranks
 from mpicoll.launch import spawned_ranks
 
 if TYPE_CHECKING:
@@ -65,15 +64,14 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
             f"{_WHERE}: not supported in this job: {problem}; start the job with mpirun, or with "
             "all ranks that it may need"
         )
-    outlives = lost_ranks.is_watching()
-    words, folder = _agree_to_start(old, count, command, outlives)
+    words, folder = _agree_to_start(old, count, command)
 
     def grow() -> MPI.Intracomm:
         inter = spawned_ranks.start(old.inner, count, words, folder, old.timeout)
         wrong, raised = "", None
         if old.rank() == 0:
             try:
-                wrong = spawned_ranks.wait(inter, count, outlives, old.timeout, old.check_whole)
+                wrong = spawned_ranks.wait(inter, count, old.timeout, old.check_whole)
             except BaseException as error:  # the other ranks wait for the broadcast
                 wrong, raised = f"rank 0: {type(error).__name__}: {error}", error
         try:
@@ -91,7 +89,7 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
 
 
 def _agree_to_start(
-    group: ProcessGroup, count: int, command: Sequence[str] | None, outlives: bool
+    group: ProcessGroup, count: int, command: Sequence[str] | None
 ) -> tuple[list[str], str]:
     """Wait for all ranks and check that they can continue. Raises on all ranks if one cannot.
 
@@ -106,7 +104,7 @@ def _agree_to_start(
     )
     if group.rank() == 0 and not is_pending:
         try:
-            words, folder = spawned_ranks.find_command(command, outlives)
+            words, folder = spawned_ranks.find_command(command)
         except ArgumentError as error:
             problem = f"{error}; pass a list of arguments of `python`: ['job.py', '--option']"
         except OSError as error:

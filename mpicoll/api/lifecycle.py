@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 import time
-from array import array
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -34,8 +33,7 @@ from mpicoll.errors import (
     UnsupportedError,
 )
 from mpicoll.failures import lost_ranks, monitor_client, rank_status
-from mpicoll.failures.termination import end_job
-from mpicoll.failures.watchdog import Watchdog
+from mpicoll.failures.watchdog import Watchdog, end_job
 from mpicoll.launch.exit_hooks import exit_code, keep_exit_code
 from mpicoll.output import write_lines
 from mpicoll.serialized_mpi import unwrap
@@ -262,9 +260,7 @@ def begin(
         with launch.start(rendezvous, limit, given, prepare) as world:
             has_begun = True
             level = reproducible or settings.REPRODUCIBLE.value() or None
-            _renumber(world)
             agree(world, facts)
-            lost_ranks.start(world)
             levels.agree(world, level, "init_process_group")
             inner = communicators.create_private(world)
             messages = communicators.create_private(world)
@@ -278,30 +274,12 @@ def begin(
             groups.register(made)
             state.set_default(made)
     except BaseException:
-        lost_ranks.stop()
         _remove_watchdog()
         session = launch.current()
         if session is not None and not has_begun:  # all ranks have raised
             session.send("free")
         raise
     return made
-
-
-#: Ranks in MPI_COMM_WORLD of the latest default group, in its order.
-_members: list[int | None] = []
-
-
-def _renumber(world: MPI.Intracomm) -> None:
-    """Disconnect from the node monitor if the new group renumbers a process. All ranks call."""
-    global _members
-    from mpi4py import MPI
-
-    members = list(communicators.translate_ranks(unwrap(world), MPI.COMM_WORLD))
-    has_changed = array("i", [bool(_members) and members != _members])
-    world.Allreduce(MPI.IN_PLACE, [has_changed, MPI.INT], MPI.MAX)
-    if has_changed[0]:
-        monitor_client.renew()
-    _members = members
 
 
 def met_elsewhere() -> str:
@@ -318,8 +296,6 @@ def begin_again(comm: MPI.Intracomm) -> ProcessGroup:
     for group in reversed(list(state.groups)):
         close_group(group)
     _reset()
-    monitor_client.renew()
-    _members.clear()
     return begin(old.backend, old.timeout, _name, comm=comm, reproducible=old.reproducible)
 
 
@@ -447,7 +423,6 @@ def _reset() -> None:
     state.reset()
     _node = None
     point_to_point.stop_polling()
-    lost_ranks.stop()
 
 
 def _sign_off() -> None:

@@ -14,5 +14,8 @@ from mpicoll.core.work import Future as Future
 from mpicoll.core.work import Work as Work
 from mpicoll.dtypes import ReduceOp as ReduceOp
 from mpicoll.errors import *
-from mpicoll.failures.debug_level import *
+from mpicoll.failures.consistency import DebugLevel as DebugLevel
+from mpicoll.failures.consistency import get_debug_level as get_debug_level
+from mpicoll.failures.consistency import set_debug_level as set_debug_level
+from mpicoll.failures.consistency import set_debug_level_from_env as set_debug_level_from_env
 from mpicoll.failures.flight_record import dump_flight_record as dump_flight_record

@@ -200,7 +200,7 @@ def _listen(reader: int) -> None:
     try:
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-            from mpicoll.failures.termination import end_job
+            from mpicoll.failures.watchdog import end_job
 
             end_job(INTERRUPTED)
     finally:

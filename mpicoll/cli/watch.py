@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     part = "" if job["is_head"] else f", those on {job['host']}"
     print(f"job {job['job']}, {job['size']} ranks{part}: {job['command']}")
-    print(report.describe_job(answer["ranks"], options.stacks))
+    print(report.describe_states(answer["ranks"], whole=options.stacks))
     return 0
 
 

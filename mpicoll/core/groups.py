@@ -81,8 +81,7 @@ class ProcessGroup(Calls):
     ) -> None:
         from mpi4py import MPI
 
-        length = settings.RECORD_LENGTH.value() or settings.RECORD_LENGTH_BEFORE.value()
-        kept = int(length or 2000)  # as in torch
+        kept = int(settings.RECORD_LENGTH.value() or 2000)  # as in torch
         super().__init__(threading.Lock(), kept)
         for one in (inner, messages):
             return_errors(one)

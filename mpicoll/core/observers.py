@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
-    from mpicoll.errors import DistBackendError
 
 __all__ = ["Observer", "observers"]
 
@@ -21,12 +20,6 @@ class Observer:
 
     def group_opened(self, group: ProcessGroup) -> None:
         """Called when a group is OPEN, before its first call."""
-
-    def group_failing(self, group: ProcessGroup, error: DistBackendError, wait_s: float) -> None:
-        """Called before a group is FAILED: its calls do not raise the error yet.
-
-        wait_s: seconds that the observer may wait for the other ranks.
-        """
 
     def group_closed(self, group: ProcessGroup) -> None:
         """Called when a group is CLOSED. It may be in a forked child."""

@@ -2,9 +2,8 @@
 
 MPI does not check that ranks agree on operation, dtype, reduction, root and count. Some libraries
 abort, some reduce integers as floats, some deliver the message of one call to another call. So
-every rank keeps a record of its calls, and at intervals all ranks compare a digest of the calls
-since the last comparison. A mismatch is found within ``STRIDE`` calls at almost no cost
-(docs/performance.md).
+every rank keeps a record of its calls, and at intervals (``STRIDE``) all ranks compare a digest of
+the calls since the last comparison.
 
 Which calls begin with a comparison depends only on data that all ranks share: the call number and
 the debug level that the previous comparison has agreed on. Comparisons use the communicator of
@@ -13,6 +12,8 @@ point-to-point messages, so that they cannot match the data of ranks in another 
 Ranks that share memory compare every call there before it begins, and keep no record: the route
 does it if it uses this memory, else ``group.agree``. Calls that only enqueue device work do
 not wait for other hosts: a stride of them is compared together.
+
+``DebugLevel`` is as in torch.distributed: how often the ranks' calls are compared.
 """
 
 from __future__ import annotations
@@ -20,32 +21,80 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Iterable
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from mpicoll import control_messages
+from mpicoll import control_messages, settings
 from mpicoll.core.signature import describe, encode_comparison, with_root
-from mpicoll.errors import MismatchError
-from mpicoll.failures.debug_level import DETAIL_HINT, DebugLevel, get_debug_level
+from mpicoll.errors import ArgumentError, MismatchError
+from mpicoll.failures.report import DETAIL_HINT
+from mpicoll.kernels.calls import RecordEntry
 from mpicoll.output import format_count
 from mpicoll.serialized_mpi import with_wait
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = [
-    "FIRST", "STRIDE", "RecordEntry", "agree_later", "check", "describe_by_rank", "describe_call",
-    "describe_mismatch",
-    "digest", "drop_last_call", "is_due",
-]  # fmt: skip
-
-#: Each of a group's first calls is compared, then the record of each stride of calls.
+#: Each of a group's first calls is compared, then the record of each stride of calls. The first
+#: entry of a record is the last call before it, or the digest of all earlier calls.
 FIRST, STRIDE = 64, 64
+#: The record before the first call.
+_NO_CALL: RecordEntry = (0, 0, 0, 0)
 
-_DETAIL = int(DebugLevel.DETAIL)
 
-#: One call: its number in the group, its kind without the root, the number of its sizes, the root.
-#: The first entry of a record is the last call before it, or the digest of all earlier calls.
-RecordEntry = tuple[int, int, int, int]
+class DebugLevel(IntEnum):
+    """How often the ranks' calls are compared.
+
+    OFF and INFO: in each of a group's first calls, and in a sample of the later ones. DETAIL: in
+    every call.
+    """
+
+    OFF = 0
+    INFO = 1
+    DETAIL = 2
+
+
+_level: DebugLevel | None = None
+
+
+def get_debug_level() -> DebugLevel:
+    """Return the debug level: how often the ranks' calls are compared.
+
+    Returns the level that set_debug_level has set, else the value of MPICOLL_DEBUG, else of
+    TORCH_DISTRIBUTED_DEBUG, else OFF.
+
+    Raises ArgumentError (a ValueError) if the variable has no valid value.
+    """
+    if _level is None:
+        set_debug_level_from_env()
+    assert _level is not None
+    return _level
+
+
+def set_debug_level(level: DebugLevel) -> None:
+    """Set the debug level: how often the ranks' calls are compared.
+
+    level: a DebugLevel, or its number. The highest level of all ranks is used. A group adopts it in
+           the next call that it compares, so the ranks need not set it at the same call.
+
+    Raises ArgumentError (a ValueError) for anything else.
+    """
+    global _level
+    try:
+        _level = DebugLevel(level)
+    except ValueError:
+        raise ArgumentError(
+            f"set_debug_level: level: expected a mpicoll.DebugLevel, got {level!r}"
+        ) from None
+
+
+def set_debug_level_from_env() -> None:
+    """Set the debug level from MPICOLL_DEBUG or TORCH_DISTRIBUTED_DEBUG.
+
+    Raises ArgumentError (a ValueError) if the variable has no valid value.
+    """
+    name = settings.DEBUG.value() or settings.TORCH_DEBUG.value() or DebugLevel.OFF.name
+    set_debug_level(DebugLevel[name.upper()])
 
 
 def digest(calls: tuple[tuple[int, ...], ...]) -> int:
@@ -56,7 +105,7 @@ def digest(calls: tuple[tuple[int, ...], ...]) -> int:
     return hash(calls) & (1 << 62) - 1
 
 
-def check(group: ProcessGroup, look: Callable[[ProcessGroup], None]) -> None:
+def check(group: ProcessGroup, look: Callable[[], None]) -> None:
     """Compare the calls since the last comparison on all ranks.
 
     look: called after the exchange: ranks that have timed out have sent their part before.
@@ -69,17 +118,24 @@ def check(group: ProcessGroup, look: Callable[[ProcessGroup], None]) -> None:
     calls = tuple(group.recent)
     number = calls[-1][0]
     level = int(get_debug_level())
-    agreed = True
+    agreed, mine, shared = True, digest(calls), group.resources.find("shared")
+    # Shared memory takes a third of the time of MPI.
     if group.size() > 1:
-        agreed, level = _compare(group, calls, level)
-        look(group)
-    every = number < FIRST or level == _DETAIL
-    group.stride = 1 if level == _DETAIL else STRIDE
-    group.next_check = number + (1 if every else STRIDE)
+        if not shared or not shared.compare(
+            encode_comparison(calls[-1][1], calls[-1][3], level), mine
+        ):
+            MPI = sys.modules["mpi4py.MPI"]  # an import statement takes as long as the rest
+            # One reduction: if all digests are equal, the greatest is also the least.
+            both = array("q", (mine, -mine, level))  # NumPy takes three times as long
+            group.wait_for(group.messages.Iallreduce(MPI.IN_PLACE, [both, 3, MPI.INT64_T], MPI.MAX))
+            agreed, level = both[0] == -both[1], both[2]
+        look()
+    group.stride = 1 if level == DebugLevel.DETAIL else STRIDE
+    group.next_check = number + (1 if number < FIRST else group.stride)
     group.recent = [calls[-1] if agreed else (number, -1, 0, 0)]
     if not agreed:
         raise MismatchError(_describe_difference(group, calls))
-    if shared := group.resources.find("shared"):
+    if shared:
         group.agree = shared.agree
         group.compare_each()
 
@@ -126,25 +182,10 @@ def drop_last_call(group: ProcessGroup) -> None:
         group.recent = [(number, -1, digest(tuple(calls)), 0)]
 
 
-def _compare(group: ProcessGroup, calls: tuple[RecordEntry, ...], level: int) -> tuple[bool, int]:
-    """Return whether all ranks have made the same calls, and the highest of their levels."""
-    mine = digest(calls)
-    if shared := group.resources.find("shared"):  # takes a third of the time of MPI
-        _, kind, _, root = calls[-1]
-        if shared.compare(encode_comparison(kind, root, level), mine):
-            return True, level
-    MPI = sys.modules["mpi4py.MPI"]  # an import statement takes as long as the rest
-    # One reduction: if all digests are equal, the greatest is also the least.
-    both = array("q", (mine, -mine, level))  # NumPy takes three times as long
-    group.wait_for(group.messages.Iallreduce(MPI.IN_PLACE, [both, 3, MPI.INT64_T], MPI.MAX))
-    return both[0] == -both[1], both[2]
-
-
 def _describe_difference(group: ProcessGroup, calls: tuple[RecordEntry, ...]) -> str:
     """Describe the first call that differs between the ranks.
 
-    Fails the group if more calls have followed: their results may be wrong, and messages may be
-    left in the group's communicator.
+    Fails the group if more calls have followed: their results may be wrong.
     """
     comm = with_wait(group.messages, group.wait_for)
     own = [digest(calls[: n + 1]) for n in range(len(calls))]
@@ -173,10 +214,6 @@ def describe_call(call: RecordEntry) -> str:
     if number == 0:
         return "no call"
     return "a call that differed" if kind < 0 else describe(with_root(kind, root), sizes)
-
-
-#: The record before the first call.
-_NO_CALL: RecordEntry = (0, 0, 0, 0)
 
 
 def describe_mismatch(group: ProcessGroup, number: int, calls: Iterable[str]) -> str:

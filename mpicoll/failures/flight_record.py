@@ -31,7 +31,6 @@ from mpicoll.errors import (
     ArgumentError,
     ArgumentTypeError,
     CollectiveTimeoutError,
-    DistBackendError,
     LostRankError,
     MismatchError,
 )
@@ -44,11 +43,6 @@ if TYPE_CHECKING:
     from mpicoll.arrays.views import View
     from mpicoll.core.groups import ProcessGroup
     from mpicoll.dtypes import DType
-
-__all__ = [
-    "RECORDS_TIMEOUT_S", "answer", "complete_message", "dump", "dump_after", "dump_flight_record",
-    "enter_message", "last_words", "write",
-]  # fmt: skip
 
 #: Version of the format.
 VERSION = "2.10"
@@ -67,13 +61,10 @@ _LIST_NAMES = {
 }
 #: Names of calls without a row in primitives.py.
 _TASK_NAMES = {
-    "all_gather_object": "all_gather",
-    "gather_object": "gather",
-    "scatter_object_list": "scatter",
-    "broadcast_object_list": "broadcast",
-    "monitored_barrier": "barrier",
-    "new_window": "new_window",
-}
+    "all_gather_object": "all_gather", "gather_object": "gather",
+    "scatter_object_list": "scatter", "broadcast_object_list": "broadcast",
+    "monitored_barrier": "barrier", "new_window": "new_window",
+}  # fmt: skip
 _ANY_TASK = "split"
 #: torch's names of dtypes (c10::toString).
 _DTYPE_NAMES = {
@@ -85,13 +76,16 @@ _DTYPE_NAMES = {
 #: Modules whose frames do not belong to the program.
 _INSIDE = ("mpicoll.", "torch.", "threading")
 
+#: The shapes and dtypes of the inputs or outputs of a call.
+_Shapes = tuple[list[list[int]], list[str]]
+
 #: For each group, the errors for which the record was dumped: once for each class.
 _dumped: weakref.WeakKeyDictionary[ProcessGroup, set[type]] = weakref.WeakKeyDictionary()
 #: Held during a dump; and the time of the last dump, by time.monotonic.
 _lock = threading.RLock()
 _last = float("-inf")
 #: The line that ``last_words`` returns.
-_location = ""
+_location: list[str] = []
 
 
 def enter_message(
@@ -156,13 +150,28 @@ def dump_after(error: Exception, group: ProcessGroup) -> None:
 def dump(why: str, wait_s: float = RECORDS_TIMEOUT_S, among: ProcessGroup | None = None) -> None:
     """Write this rank's record, and request the records of other ranks.
 
-    wait_s: seconds to wait for them. among: wait only for the ranks of this group.
+    wait_s: seconds to wait for its neighbours to write theirs, and for the request to spread.
+    among: wait only for the ranks of this group.
     """
     written, default = write(why), state.default  # another thread may close it meanwhile
-    if written and default is not None and default.size() > 1:
-        _request_records()
-        _wait_for_records(default, wait_s, among or default)
-        rank_status.dumping.clear()
+    if not written or default is None or default.size() == 1:
+        return
+    _request_records()
+    expected = {default.ranks[rank] for rank in rank_status.neighbours(default)}
+    expected &= {*(among or default).ranks}
+    end = time.monotonic() + wait_s
+    while time.monotonic() < end:
+        departed = {default.ranks[rank] for rank in rank_status.find_departed(default)}
+        if expected <= rank_status.dumping | departed:
+            break
+        with contextlib.suppress(Exception):
+            rank_status.receive(default)
+        time.sleep(0.01)
+    # Neighbours are at distances of powers of two in both directions.
+    hops = (default.size().bit_length() + 1) // 2
+    if wait_s and among in (None, default) and len(expected) < default.size() - 1:
+        time.sleep(min(_HOP_S * (hops - 1), wait_s))
+    rank_status.dumping.clear()
 
 
 def answer() -> None:
@@ -177,7 +186,6 @@ def answer() -> None:
 
 def write(why: str) -> bool:
     """Write this rank's record if one is kept; return whether it was written. Never raises."""
-    global _location
     group = state.default
     if group is None or not group.message_history.maxlen:
         return False
@@ -186,18 +194,18 @@ def write(why: str) -> bool:
     except Exception as error:  # includes errors from inspecting the program's stack
         write_lines(f"mpicoll: rank {group.rank()}: cannot write the flight record: {error}")
         return False
-    _location = (
+    _location[:] = [
         f"mpicoll: rank {group.rank()}: flight records: {_file_prefix()}*; "
         f"torchfrtrace {path.parent} finds the culprit"
-    )
+    ]
     return True
 
 
 def last_words() -> list[str]:
     """Return the line with the path of the records, once after each dump."""
-    global _location
-    text, _location = _location, ""
-    return [text] if text else []
+    found = list(_location)
+    _location.clear()
+    return found
 
 
 def _request_records() -> None:
@@ -208,30 +216,10 @@ def _request_records() -> None:
         rank_status.send(group, rank_status.DUMPING)
 
 
-def _wait_for_records(group: ProcessGroup, wait_s: float, among: ProcessGroup) -> None:
-    """Wait until the neighbours have written their records, and the request has spread."""
-    expected = {group.ranks[rank] for rank in rank_status.neighbours(group)} & {*among.ranks}
-    end = time.monotonic() + wait_s
-    while time.monotonic() < end:
-        departed = {group.ranks[rank] for rank in rank_status.find_departed(group)}
-        if expected <= rank_status.dumping | departed:
-            break
-        with contextlib.suppress(Exception):
-            rank_status.receive(group)
-        time.sleep(0.01)
-    # Neighbours are at distances of powers of two in both directions.
-    hops = (group.size().bit_length() + 1) // 2
-    if wait_s and among is group and len(expected) < group.size() - 1:
-        time.sleep(min(_HOP_S * (hops - 1), wait_s))
-
-
 def _file_prefix() -> str:
     """Return the path of the files without the rank at the end."""
-    chosen = settings.RECORD_FILE.value() or settings.RECORD_FILE_BEFORE.value()
-    if chosen:
-        return chosen
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
-    return f"{cache}/torch/comm_lib_trace_rank_"
+    cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return settings.RECORD_FILE.value() or f"{cache}/torch/comm_lib_trace_rank_"
 
 
 def _write(why: str, given: str | None = None) -> Path:
@@ -239,18 +227,13 @@ def _write(why: str, given: str | None = None) -> Path:
     global _last
     with _lock:
         path = Path(given or f"{_file_prefix()}{default_group().rank()}")
-        private_files.write(path, pickle.dumps(_build(why), protocol=2))
+        private_files.write(path, pickle.dumps(_Record().build(why), protocol=2))
         _last = time.monotonic()
         return path
 
 
 class _Recorder(Observer):
-    """Dumps the record when a group or a Work times out."""
-
-    def group_failing(self, group: ProcessGroup, error: DistBackendError, wait_s: float) -> None:
-        """Dump the record if a call has timed out. Other errors are dumped by the call."""
-        if isinstance(error, CollectiveTimeoutError):
-            dump(str(error), wait_s)
+    """Dumps the record when a Work times out."""
 
     def work_timed_out(self, why: str) -> None:
         """Dump the record, unless it was dumped just now: works time out one after another."""
@@ -261,56 +244,43 @@ class _Recorder(Observer):
 observers.append(_Recorder())
 
 
-def _build(why: str) -> dict[str, Any]:
-    """Return the record of this rank in torch's format."""
-    built = _Record()
-    for number, group in enumerate(list(state.groups)):
-        built.add_group(number, group)
-    entries = sorted(built.entries, key=lambda entry: entry["time_created_ns"])
-    return {
-        "version": VERSION,
-        "comm_lib_version": f"mpicoll {__version__}",
-        "pg_config": built.config,
-        "pg_status": built.status,
-        "entries": [{"record_id": number, **entry} for number, entry in enumerate(entries)],
-        "mpicoll": {
-            "why": why,
-            "rank": default_group().rank(),
-            "host": socket.gethostname(),
-            "clock": machine().partition("/")[0],
-            "time_ns": time.monotonic_ns() + built.offset,
-            "offset_ns": built.offset,
-            "messages": built.messages,
-        },
-    }
-
-
-def _offset() -> int:
-    """Return the wall clock minus the monotonic clock, from the pair of readings closest in time.
-
-    A rank may lose its processor for milliseconds between two readings.
-    """
-    pairs = []
-    for _ in range(5):
-        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
-        pairs.append((after - before, wall - (before + after) // 2))
-    return min(pairs)[1]
-
-
 class _Record:
-    """The record of all groups. offset: nanoseconds from the monotonic clock to the wall clock."""
+    """The record of all groups in torch's format. Each entry is a call or a message."""
 
     def __init__(self) -> None:
+        self.offset = time.time_ns() - time.monotonic_ns()
         self.config: dict[str, dict[str, str]] = {}
         self.status: dict[str, dict[str, int]] = {}
         self.entries: list[dict[str, Any]] = []
         self.messages: list[dict[str, Any]] = []
-        self.offset = _offset()
         self._stacks = sys._current_frames()
         self._threads = {one.ident: one.name for one in threading.enumerate()}
+        for number, group in enumerate(list(state.groups)):
+            self._add_calls(number, group)
+            for at, message in enumerate(list(group.message_history)):
+                self._add_message(number, group, message, at)
+        self.entries.sort(key=lambda entry: entry["time_created_ns"])
 
-    def add_group(self, number: int, group: ProcessGroup) -> None:
-        """Add the calls and messages of a group, the ``number``-th open one of this rank."""
+    def build(self, why: str) -> dict[str, Any]:
+        """Return the contents of the file."""
+        return {
+            "version": VERSION,
+            "comm_lib_version": f"mpicoll {__version__}",
+            "pg_config": self.config,
+            "pg_status": self.status,
+            "entries": [{"record_id": k, **entry} for k, entry in enumerate(self.entries)],
+            "mpicoll": {
+                "why": why,
+                "rank": default_group().rank(),
+                "host": socket.gethostname(),
+                "clock": machine().partition("/")[0],
+                "time_ns": time.monotonic_ns() + self.offset,
+                "offset_ns": self.offset,
+                "messages": self.messages,
+            },
+        }
+
+    def _add_calls(self, number: int, group: ProcessGroup) -> None:
         name = group.group_name
         ranks = str(list(group.ranks))
         self.config[name] = {"name": name, "desc": group.group_desc, "ranks": ranks}
@@ -330,56 +300,53 @@ class _Record:
         first = _first_kept(last, group.message_history.maxlen or 0)
         inside = last if group.lock.locked() else 0
         for call in (*begun, *queued):
-            if call.place >= first:
-                self.entries.append(self._call(number, group, call, call.place == inside))
-        for at, message in enumerate(list(group.message_history)):
-            self.messages.append(self._message(number, group, message, at))
+            if call.place < first:
+                continue
+            kind, place = with_root(call.kind, call.root), call.place
+            profiling_name, *shapes = _as_torch_has_it(kind, call.sizes, group.size())
+            entry = self._entry(
+                number, group, call.thread, (call.created, call.started, call.completed),
+                describe(kind, call.sizes), place, profiling_name, False, *shapes,
+            )  # fmt: skip
+            if place == inside:
+                entry["frames"] += self._program_frames(call.thread)
+            self.entries.append(entry)
 
-    def _call(
-        self, number: int, group: ProcessGroup, call: CallEntry, is_inside: bool
-    ) -> dict[str, Any]:
-        kind = with_root(call.kind, call.root)
-        name, inputs, outputs, dtype = _as_torch_has_it(kind, call.sizes, group.size())
-        return self._entry(
-            number, group, call.thread, (call.created, call.started, call.completed),
-            describe(kind, call.sizes), call.place,
-            self._program_frames(call.thread) if is_inside else [],
-            collective_seq_id=call.place, p2p_seq_id=0, profiling_name=name, is_p2p=False,
-            input_sizes=[[inputs]], input_dtypes=[dtype],
-            output_sizes=[[outputs]], output_dtypes=[dtype],
-        )  # fmt: skip
-
-    def _message(
-        self, number: int, group: ProcessGroup, message: list[Any], at: int
-    ) -> dict[str, Any]:
+    def _add_message(self, number: int, group: ProcessGroup, message: list[Any], at: int) -> None:
         peer, tag, receives, count, dtype, begun, completed, thread = message
         me, other = group.rank(), peer if 0 <= peer < group.size() else "?"
         text = f"recv {me}<-{other}" if receives else f"send {me}->{other}"
-        what = [[count]], [_dtype_name(dtype)]
-        inputs, outputs = (([], []), what) if receives else (what, ([], []))
-        return self._entry(
+        what: _Shapes = [[count]], [_dtype_name(dtype)]
+        nothing: _Shapes = [], []
+        self.messages.append(self._entry(
             number, group, thread, (begun, begun, completed),
-            f"{text}, {format_count(count, 'element')} of {dtype}, tag {tag}", at, [],
-            collective_seq_id=0, p2p_seq_id=at, profiling_name=f"gloo:{text}", is_p2p=True,
-            input_sizes=inputs[0], input_dtypes=inputs[1],
-            output_sizes=outputs[0], output_dtypes=outputs[1],
-        )  # fmt: skip
+            f"{text}, {format_count(count, 'element')} of {dtype}, tag {tag}", at,
+            f"gloo:{text}", True, *((nothing, what) if receives else (what, nothing)),
+        ))  # fmt: skip
 
     def _entry(
-        self, number: int, group: ProcessGroup, thread: int, times: tuple[int, int, int],
-        text: str, place: int, frames: list[dict[str, Any]], **more: Any,
+        self, number: int, group: ProcessGroup, thread: int, times: tuple[int, int, int], text: str,
+        place: int, profiling_name: str, is_p2p: bool, inputs: _Shapes, outputs: _Shapes,
     ) -> dict[str, Any]:  # fmt: skip
         """Return an entry. text, place: description and number of the call or message."""
         created, started, completed = (each and each + self.offset for each in times)
-        first = {"name": text, "filename": f"mpicoll, group {group.group_name}", "line": place}
         entry: dict[str, Any] = {
             "pg_id": number,
             "process_group": (group.group_name, group.group_desc),
             "thread_name": self._threads.get(thread, ""),
             "thread_id": str(thread),
-            "frames": [first, *frames],
+            "frames": [
+                {"name": text, "filename": f"mpicoll, group {group.group_name}", "line": place}
+            ],
             "op_id": place,
-            **more,
+            "collective_seq_id": 0 if is_p2p else place,
+            "p2p_seq_id": place if is_p2p else 0,
+            "profiling_name": profiling_name,
+            "is_p2p": is_p2p,
+            "input_sizes": inputs[0],
+            "input_dtypes": inputs[1],
+            "output_sizes": outputs[0],
+            "output_dtypes": outputs[1],
             "time_created_ns": created,
             "state": "completed" if completed else "started" if started else "scheduled",
             "time_discovered_started_ns": started or None,
@@ -417,22 +384,19 @@ def _first_kept(last: int, length: int) -> int:
     return ((last - length) // half + 1) * half + 1
 
 
-def _as_torch_has_it(kind: int, sizes: int, n: int) -> tuple[str, int, int, str]:
-    """Return the name of a call, the elements of its input and its output, and its dtype's name."""
+def _as_torch_has_it(kind: int, sizes: int, n: int) -> tuple[str, _Shapes, _Shapes]:
+    """Return the name of a call, and the shapes and dtypes of its input and its output."""
     call = read_call(kind, sizes)
     library = "nccl" if call.on_device else "gloo"
-    if call.primitive is None:
-        return f"{library}:{_TASK_NAMES.get(call.task, _ANY_TASK)}", 0, 0, "Byte"
     row = call.primitive
-    name = row.recorded_as or row.name
-    if call.is_list:
-        name = _LIST_NAMES.get(row.name, name)
-    return (
-        f"{library}:{name}",
-        sizes * (n if row.many_in else 1),
-        sizes * (n if row.many_out else 1),
-        "Byte" if call.dtype is None else _dtype_name(call.dtype),
-    )
+    if row is None:
+        nothing: _Shapes = [[0]], ["Byte"]
+        return f"{library}:{_TASK_NAMES.get(call.task, _ANY_TASK)}", nothing, nothing
+    name = _LIST_NAMES.get(row.name) if call.is_list else None
+    dtype = ["Byte" if call.dtype is None else _dtype_name(call.dtype)]
+    inputs, outputs = (sizes * (n if many else 1) for many in (row.many_in, row.many_out))
+    profiling_name = f"{library}:{name or row.recorded_as or row.name}"
+    return profiling_name, ([[inputs]], dtype), ([[outputs]], dtype)
 
 
 def _dtype_name(dtype: DType) -> str:

@@ -1,18 +1,28 @@
 """Node monitor: one process per node that reports the state of its ranks, also of dead ones.
 
 It reads the ranks' status pages, prints their stacks by a signal handler that needs no lock of
-Python, and notices their end by their pidfds. The monitor of rank 0's node, the head,
-queries the monitors of the other nodes, decides which rank caused the end of the job
-(``blame.py``), and writes to the launcher's standard error. It ends with its ranks.
+Python, and notices their end by their pidfds. The monitor of rank 0's node, the head, queries the
+monitors of the other nodes, decides which rank caused the end of the job, and writes to the
+launcher's standard error. A monitor ends when no rank of its node needs it: a rank has ended, has
+destroyed its groups, or has a newer monitor, because each init_process_group starts one.
 
 The rank that starts the monitor opens the pidfds and pages of all ranks of the node, and an epoll
 with their events, before ``init_process_group`` returns on any rank. So no event is lost while the
 monitor starts. It runs as a file, and imports a module only when it needs it.
+
+**Cause of the end of a job.** Ranks that end after the first one are its victims: a launcher that
+sees one rank end kills the remaining ranks within milliseconds, often before the system has
+reported the end of the first rank. So the monitor uses the first sign of each end: the closing of
+the rank's bell (a pipe). A launcher cannot react before it, and the kernel reports such events in
+their order. A rank that ends the job itself, by an exception or ``sys.exit``, first writes the time
+into its page. If a signal was sent to one rank, the other ranks of the node are alive at the first
+sign; else it was sent to all ranks, as by a scheduler.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import mmap
@@ -24,20 +34,20 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent.parent.parent)]
 
-from mpicoll.failures.blame import Loss, build_loss, find_cause
-from mpicoll.failures.status_page import DONE, ENDING, LEFT, Cell, StatusPage, parse
+from mpicoll.failures.status_page import DONE, ENDING, Cell, map_page
 from mpicoll.line_protocol import ANSWER_TIMEOUT_S, JsonConnection, LineServer, is_proof, mac
+from mpicoll.signals import JOB_SIGNALS
 
 if TYPE_CHECKING:
     from mpicoll.failures.report import Snapshot
-
-__all__ = ["SOCKETS", "find_folder", "main", "read_stat"]
 
 #: Maximum time between two checks of the pages, and that time as a fraction of the shortest limit.
 _CHECK_INTERVAL_S, _CHECK_FRACTION = 1.0, 0.2
@@ -59,6 +69,7 @@ _PF_EXITING = 4
 _PIDFD_GET_INFO, _INFO_EXIT, _INFO = 0xC040FF0B, 8, struct.Struct("=Q52xi")
 #: Suffix of the name of a monitor's socket.
 SOCKETS = ".watch"
+_NEVER = float("inf")
 
 
 def find_folder() -> Path:
@@ -76,90 +87,7 @@ def find_folder() -> Path:
     return folder
 
 
-class _Rank:
-    """A rank of this node."""
-
-    def __init__(self, given: dict[str, Any]) -> None:
-        self.rank: int = given["rank"]
-        self.pid: int = given["pid"]
-        self.pidfd: int = given["pidfd"]
-        self.bell: int = given["bell"]
-        self.page = StatusPage(given["page"])
-        self._signal: int = given["signal"]
-        self._stacks_path = f"/proc/{self.pid}/fd/{given['stacks']}"
-        self._stacks = -1
-        self.how = ""  # how the process has ended
-        self.sign = 0.0  # time of the first sign of its end, on the monotonic clock
-        self.was_alone = False  # no other rank of the node was ending at that time
-        self._cells: list[tuple[bytes, float]] = []  # at the last check; unchanged since when
-
-    @property
-    def state(self) -> int:
-        """The state on its page."""
-        return self.page.header().state
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether no other rank needs this one, or it has reported its end itself."""
-        return self.state in (ENDING, DONE, LEFT)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it runs and this monitor is responsible for it."""
-        return self.pidfd >= 0 and self.state != LEFT
-
-    def update(self, now: float) -> None:
-        """Read the page, and record since when each call is unchanged."""
-        known = dict(enumerate(self._cells))
-        self._cells = [
-            known[k] if k in known and known[k][0] == raw else (raw, now)
-            for k, raw in enumerate(self.page.raw_cells())
-        ]
-
-    def calls(self) -> list[tuple[Cell, float]]:
-        """Return each group's cell at the last update, and since when it is unchanged."""
-        parsed = [(parse(raw), since) for raw, since in self._cells]
-        return [(cell, since) for cell, since in parsed if cell.group]
-
-    def end(self, until: float) -> None:
-        """Record that the process has ended, and how, which the system may know a bit later."""
-        self.update(time.monotonic())
-        self.how = _read_end(self.pidfd, self.pid, 0.0 if self.is_quiet else until)
-        os.close(self.pidfd)
-        self.pidfd = -1
-
-    def ask_stacks(self) -> bool:
-        """Make the process print its stacks; return whether it will.
-
-        The signal goes to a thread of mpicoll, so that it interrupts no system call of the program.
-        """
-        if self.pidfd < 0 or _state_of(self.pid) != "running":
-            return False
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            if self._stacks < 0:
-                self._stacks = os.open(self._stacks_path, os.O_RDWR)
-            if _is_in_set(self.pid, "SigCgt", self._signal):
-                os.ftruncate(self._stacks, 0)
-                return _tgkill(self.pid, self.page.header().listener, self._signal)
-        return False
-
-    def read_stacks(self) -> str:
-        """Return the stacks printed so far."""
-        return os.pread(self._stacks, 1 << 20, 0).decode("utf-8", "replace")
-
-    def snapshot(self, host: str, now: float, stacks: dict[str, list[str]]) -> Snapshot:
-        """Return the state of the rank; see report.py."""
-        state = "gone" if self.pidfd < 0 else _state_of(self.pid)
-        if state == "running":
-            state = {ENDING: "ending", DONE: "done"}.get(self.state, state)
-        return {
-            "rank": self.rank, "host": host, "pid": self.pid, "state": state, "how": self.how,
-            "main": self.page.header().thread, "stacks": stacks,
-            "calls": [
-                cell._asdict() | {"since": now - since if cell.inside else 0.0}
-                for cell, since in self.calls()
-            ],
-        }  # fmt: skip
+# --- processes ------------------------------------------------------------------------------------
 
 
 def read_stat(pid: int) -> list[str]:
@@ -214,22 +142,92 @@ def _read_end(pidfd: int, pid: int, until: float) -> str:
 
 
 def _name_end(status: int) -> str:
-    if number := status & 0x7F:
-        try:
-            return signal.Signals(number).name
-        except ValueError:
-            return f"signal {number}"
-    return f"code {status >> 8 & 0xFF}"
+    code = os.waitstatus_to_exitcode(status)
+    with contextlib.suppress(ValueError):  # a real-time signal has no name
+        return f"code {code}" if code >= 0 else signal.Signals(-code).name
+    return f"signal {-code}"
 
 
-def _tgkill(pid: int, thread: int, number: int) -> bool:
-    import ctypes
+class _Rank:
+    """A rank of this node."""
 
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "tgkill"):
-        return bool(libc.tgkill(pid, thread, number) == 0)
-    os.kill(pid, number)
-    return True
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.rank: int = given["rank"]
+        self.pid: int = given["pid"]
+        self.pidfd: int = given["pidfd"]
+        self.bell: int = given["bell"]
+        self.page = map_page(given["page"])
+        self._generation: int = given["generation"]
+        self._signal: int = given["signal"]
+        self.stacks: int = given["stacks"]
+        self.is_alive = True
+        self.how = ""  # how the process has ended
+        self.sign = 0.0  # time of the first sign of its end, on the monotonic clock
+        self.was_alone = False  # no other rank of the node was ending at that time
+        #: The memory of the cells, and the call of each group. Each: unchanged since when.
+        self._cells: dict[int, tuple[bytes, float]] = {}
+        self.calls: list[tuple[Cell, float]] = []
+
+    @property
+    def has_newer_monitor(self) -> bool:
+        """Whether a later init_process_group has started one."""
+        return self.page.generation != self._generation
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no other rank needs it, it has reported its end, or it has a newer monitor."""
+        return self.page.state in (ENDING, DONE) or self.has_newer_monitor
+
+    @property
+    def needs_monitor(self) -> bool:
+        """Whether it runs, has not destroyed its groups, and has no newer monitor."""
+        return self.is_alive and self.page.state != DONE and not self.has_newer_monitor
+
+    def update(self, now: float) -> None:
+        """Read the page, and record since when each call is unchanged."""
+        known = self._cells
+        self._cells = {
+            k: known[k] if k in known and known[k][0] == raw else (raw, now)
+            for k, raw in enumerate(self.page.raw_cells())
+        }
+        parsed = [(Cell.from_buffer_copy(raw), since) for raw, since in self._cells.values()]
+        self.calls = [(cell, since) for cell, since in parsed if cell.group]
+
+    def ask_stacks(self) -> bool:
+        """Make the process print its stacks; return whether it will.
+
+        The signal goes to a thread of mpicoll, so that it interrupts no system call of the program.
+        """
+        if not self.is_alive or _state_of(self.pid) != "running":
+            return False
+        with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):
+            if _is_in_set(self.pid, "SigCgt", self._signal):
+                os.ftruncate(self.stacks, 0)
+                libc = ctypes.CDLL(None)
+                return bool(libc.tgkill(self.pid, self.page.listener, self._signal) == 0)
+        return False
+
+    def snapshot(self, host: str, now: float, stacks: dict[str, list[str]]) -> Snapshot:
+        """Return the state of the rank; see report.py."""
+        state = _state_of(self.pid) if self.is_alive else "gone"
+        if state == "running":
+            state = {ENDING: "ending", DONE: "done"}.get(self.page.state, state)
+        return {
+            "rank": self.rank, "host": host, "pid": self.pid, "state": state, "how": self.how,
+            "main": self.page.main_thread, "stacks": stacks,
+            "calls": [
+                cell.as_dict() | {"since": now - since if cell.inside else 0.0}
+                for cell, since in self.calls
+            ],
+        }  # fmt: skip
+
+
+class _Loss(NamedTuple):
+    """Ranks of a node have ended without a message."""
+
+    when: float  # the first sign of it, in seconds on the monotonic clock of this node
+    ranks: list[Snapshot]  # in the order of the first signs
+    alone: bool  # the first one ended by itself: no signal had reached other ranks of the node
 
 
 class NodeMonitor(LineServer[JsonConnection]):
@@ -241,109 +239,107 @@ class NodeMonitor(LineServer[JsonConnection]):
     def __init__(self, given: dict[str, Any]) -> None:
         # All nodes may connect at the same time.
         super().__init__(select.epoll.fromfd(given["epoll"]), _MAX_STRANGER_COUNT + given["size"])
-        self.job: str = given["job"]
         self.size: int = given["size"]
         self.host: str = given["host"]
-        self._secret: str = given["secret"]
         self._survives_losses: bool = given["survives_losses"]
         self._given = given
         self._ranks = [_Rank(each) for each in given["ranks"]]
-        self._stderr: int = given["stderr"]
-        self._launcher: int = given["launcher_pidfd"]
+        self._handlers: dict[int, Callable[[], None]] = {
+            given["launcher_pidfd"]: self._lose_launcher
+        }
+        for one in self._ranks:
+            self._handlers[one.pidfd] = partial(self._record_end, one)
+            self._handlers[one.bell] = partial(self._read_bell, one)
         self._nodes: dict[str, JsonConnection] = {}  # on the head: monitors of other nodes
-        self._far_ranks: dict[str, int] = {}  # number of ranks of each of these nodes
+        self._seen = len(self._ranks)  # number of ranks of this node and these nodes
         self._head: JsonConnection | None = None  # None: this monitor reports to the user
-        self._reported: set[tuple[int, int]] = set()
+        self._later: list[tuple[JsonConnection, dict[str, Any]]] = []  # messages to handle
+        self._reported: set[tuple[int, int]] = set()  # late calls: group and number
         self._dying: list[_Rank] = []  # ranks with a sign of their end, in order, not handled yet
-        self._losses: list[Loss] = []
-        self._ended_at = float("inf")  # when the first rank began to end the job itself
+        self._losses: list[_Loss] = []
+        self._ended_at = _NEVER  # when the first rank began to end the job itself
         self._known_endings: set[int] = set()  # the ranks of this node that have done so
         self._is_decided = False  # the cause of the job's end was reported
-        self._decide_at = self._end_by = self._launcher_by = float("inf")
-        self._path: Path | None = None
+        # Times to decide the cause, to kill the ranks, and to end them without their launcher.
+        self._decide_at = self._kill_at = self._end_at = _NEVER
 
     def serve(self) -> None:
-        """Run the monitor until each rank of this node has ended or has a newer monitor."""
+        """Run the monitor until no rank of this node needs it."""
         for one in self._ranks:
-            one.page.write(monitor_pid=os.getpid())
+            if one.needs_monitor:
+                one.page.monitor_pid = os.getpid()
+        path: Path | None = None
         try:
-            self._listen()
+            with contextlib.suppress(OSError):  # else `mpicoll watch` finds no monitor
+                path = find_folder() / f"{os.getpid()}{SOCKETS}"
+                sock = socket.socket(socket.AF_UNIX)
+                sock.bind(str(path))
+                sock.listen()
+                self.listen(sock)
+            for descriptor in self._given["listeners"]:
+                self.listen(socket.socket(fileno=descriptor))
             self._find_head()
             self._loop()
         finally:
-            if self._path is not None:
-                with contextlib.suppress(OSError):
-                    self._path.unlink()
-
-    def _listen(self) -> None:
-        with contextlib.suppress(OSError):  # else `mpicoll watch` finds no monitor
-            path = find_folder() / f"{os.getpid()}{SOCKETS}"
-            sock = socket.socket(socket.AF_UNIX)
-            sock.bind(str(path))
-            self._path = path
-            sock.listen()
-            self.listen(sock)
-        for descriptor in self._given["listeners"]:
-            self.listen(socket.socket(fileno=descriptor))
+            if path is not None:
+                path.unlink(missing_ok=True)
 
     def _loop(self) -> None:
         next_check = 0.0
-        while self._is_needed():
-            pause = self._pause()
-            wait = min(next_check, self._decide_at) - time.monotonic()
+        while (
+            self._decide_at < _NEVER
+            or (self._dying and not self._is_decided)
+            or any(one.needs_monitor for one in self._ranks)
+        ):
+            wait = 0 if self._later else min(next_check, self._decide_at) - time.monotonic()
             ready = [descriptor for descriptor, _ in self.poll.poll(max(0.0, wait))]
-            ends = {one.pidfd: one for one in self._ranks if one.pidfd >= 0}
-            bells = {one.bell: one for one in self._ranks if one.bell >= 0}
             for descriptor in ready:
-                if descriptor in bells:
-                    self._read_bell(bells[descriptor])
-                elif descriptor in ends:
-                    self._record_end(ends[descriptor])
-                elif descriptor == self._launcher:
-                    self._lose_launcher()
+                if handler := self._handlers.get(descriptor):
+                    handler()
             self._find_losses()
             for descriptor in ready:
                 self.serve_descriptor(descriptor)
+            later, self._later = self._later, []
+            for line, message in later:
+                with self.checked(line):
+                    self._handle(line, message)
             self._decide()
             now = time.monotonic()
             if now >= next_check:
-                next_check = now + pause
-                self._check_hangs(now)
+                next_check = now + self._check_hangs(now)
                 self.drop_silent()
-                if now > self._launcher_by:
+                if now > self._end_at:
                     self._end_with_launcher()
                 self._kill(now)
 
-    def _is_needed(self) -> bool:
-        """Return whether a rank runs, or a report is pending."""
-        if self._decide_at < float("inf") or (self._dying and not self._is_decided):
-            return True
-        return any(one.is_here for one in self._ranks)
-
-    def _pause(self) -> float:
-        limits = [cell.limit for one in self._ranks for cell, _ in one.calls() if cell.limit]
-        shortest_s = min(limits, default=1 << 20) / 1000
-        return max(0.1, min(_CHECK_INTERVAL_S, _CHECK_FRACTION * shortest_s))
+    def _close(self, descriptor: int) -> None:
+        """Close a descriptor with a handler."""
+        del self._handlers[descriptor]
+        self.poll.unregister(descriptor)
+        os.close(descriptor)
 
     # --- hangs -----------------------------------------------------------------------------------
 
-    def _check_hangs(self, now: float) -> None:
-        """Report calls that have lasted too long."""
+    def _check_hangs(self, now: float) -> float:
+        """Report calls that have lasted too long. Return the time until the next check."""
+        shortest_ms = 1 << 20
         for one in self._ranks:
             one.update(now)
-        for one in self._ranks:
-            if one.pidfd < 0 or self._is_decided:
-                continue
-            for cell, since in one.calls():
-                is_late = cell.inside and cell.limit and 1000 * (now - since) > cell.limit
-                if is_late and (cell.group, cell.number) not in self._reported:
-                    self._tell_head({"hang": cell._asdict(), "seconds": now - since}, now)
-                    self._reported.add((cell.group, cell.number))
+            for cell, since in one.calls:
+                if not cell.limit:
+                    continue
+                shortest_ms = min(shortest_ms, cell.limit)
+                is_late = cell.inside and 1000 * (now - since) > cell.limit and one.is_alive
+                key = cell.group, cell.number
+                if is_late and key not in self._reported and not self._is_decided:
+                    self._tell_head({"hang": cell.as_dict(), "seconds": now - since}, now)
+                    self._reported.add(key)
+        return max(0.1, min(_CHECK_INTERVAL_S, _CHECK_FRACTION * shortest_ms / 1000))
 
     def _report_hang(self, call: dict[str, Any], seconds: float) -> None:
         """Print a report of a call, once. This monitor is the head."""
         key = call["group"], call["number"]
-        if key in self._reported or self._is_decided or self._ended_at < float("inf"):
+        if key in self._reported or self._is_decided or self._ended_at < _NEVER:
             return
         self._reported.add(key)
         from mpicoll.failures import report
@@ -361,18 +357,13 @@ class NodeMonitor(LineServer[JsonConnection]):
             self._send(line, question)
         found = self._snapshots(question)
         end = time.monotonic() + ANSWER_TIMEOUT_S
-        others: list[tuple[JsonConnection, dict[str, Any]]] = []
         for line in lines:
             with self.checked(line):
                 while "ranks" not in (message := line.receive(end - time.monotonic())):
-                    others.append((line, message))
+                    self._later.append((line, message))
                 found += message["ranks"]
-        for line, message in others:
-            with self.checked(line):
-                self._handle(line, message)
-        for line in lines:  # messages that follow the answers
-            with self.checked(line):
-                self.handle_all(line)
+                while (following := line.take()) is not None:
+                    self._later.append((line, following))
         known = {one["rank"] for one in found}
         found += [
             {"rank": rank, "host": "", "pid": 0, "state": "silent", "how": "", "main": 0,
@@ -382,24 +373,31 @@ class NodeMonitor(LineServer[JsonConnection]):
         return sorted(found, key=lambda one: int(one["rank"]))
 
     def _snapshots(self, question: dict[str, Any]) -> list[Snapshot]:
+        """Return the snapshots of this node's ranks, with the stacks of those not in the call."""
         from mpicoll.failures import report
 
         now = time.monotonic()
         for one in self._ranks:
             one.update(now)
+        found = {one: one.snapshot(self.host, now, {}) for one in self._ranks}
         call = question.get("call")
-        asked = [
-            one
-            for one in self._ranks
-            if question.get("stacks")
-            and not (call and report.is_there(one.snapshot(self.host, now, {}), call))
-            and one.ask_stacks()
-        ]
-        stacks = _read_all_stacks(asked)
-        return [
-            one.snapshot(self.host, now, report.parse_stacks(stacks.get(one, "")))
-            for one in self._ranks
-        ]
+        if question.get("stacks"):
+            asked = [
+                one
+                for one, snapshot in found.items()
+                if not (call and report.is_there(snapshot, call)) and one.ask_stacks()
+            ]
+            texts, end = dict.fromkeys(asked, b""), time.monotonic() + _STACKS_TIMEOUT_S
+            while asked and time.monotonic() < end:  # stacks are complete when they stop growing
+                time.sleep(0.02)
+                for one in list(asked):
+                    text = os.pread(one.stacks, 1 << 20, 0)
+                    if text and text == texts[one]:
+                        asked.remove(one)
+                    texts[one] = text
+            for one, text in texts.items():
+                found[one]["stacks"] = report.parse_stacks(text.decode("utf-8", "replace"))
+        return list(found.values())
 
     # --- connections -----------------------------------------------------------------------------
 
@@ -415,7 +413,7 @@ class NodeMonitor(LineServer[JsonConnection]):
                 nonce = line.receive(_START_TIMEOUT_S)["nonce"]
                 line.send({"node": self._given["node"], "nonce": line.nonce,
                            "ranks": len(self._ranks),
-                           "proof": mac(self._secret, "node", nonce)})  # fmt: skip
+                           "proof": mac(self._given["secret"], "node", nonce)})  # fmt: skip
                 self._check_proof(line, line.receive(_START_TIMEOUT_S), "head")
                 line.accept_peer("head")
                 self.add(line)
@@ -425,11 +423,6 @@ class NodeMonitor(LineServer[JsonConnection]):
 
     def welcome(self, sock: socket.socket) -> None:
         """Add an accepted connection. A connection of another node gets a nonce."""
-        if sock.family == socket.AF_UNIX:
-            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            if struct.unpack("=3i", credentials)[1] not in (0, os.getuid()):
-                sock.close()
-                return
         line = JsonConnection(sock)
         self.add(line)
         if not line.is_local:
@@ -437,6 +430,10 @@ class NodeMonitor(LineServer[JsonConnection]):
 
     def _send(self, line: JsonConnection, message: dict[str, Any]) -> None:
         self.send_to(line, json.dumps(message).encode())
+
+    def _send_all(self, message: dict[str, Any]) -> None:
+        for line in list(self._nodes.values()):
+            self._send(line, message)
 
     def dropped(self, line: JsonConnection) -> None:
         """Forget the connection of a monitor."""
@@ -468,24 +465,19 @@ class NodeMonitor(LineServer[JsonConnection]):
         self._check_proof(line, message, "node")
         line.accept_peer(str(message["node"]))
         self._nodes[line.peer] = line
-        self._send(line, {"proof": mac(self._secret, "head", message["nonce"])})
-        self._far_ranks[line.peer] = int(message["ranks"])
-        if sum(self._far_ranks.values()) + len(self._ranks) < self.size:
-            return
-        for sock in list(self.listeners.values()):  # all nodes have connected
-            if sock.family != socket.AF_UNIX:
-                self.close_listener(sock)
+        self._send(line, {"proof": mac(self._given["secret"], "head", message["nonce"])})
+        self._seen += int(message["ranks"])
+        for sock in list(self.listeners.values()):
+            if self._seen >= self.size and sock.family != socket.AF_UNIX:
+                self.close_listener(sock)  # all nodes have connected
 
     def _check_proof(self, line: JsonConnection, message: dict[str, Any], role: str) -> None:
-        if not is_proof(message.get("proof"), self._secret, role, line.nonce):
+        if not is_proof(message.get("proof"), self._given["secret"], role, line.nonce):
             raise ConnectionRefusedError("the peer does not know the secret")
 
     def _answer(self, line: JsonConnection, question: dict[str, Any]) -> None:
-        answer = {
-            "job": self.job, "size": self.size, "host": self.host, "is_head": self._head is None,
-            "pids": [one.pid for one in self._ranks],
-            "names": self._given["names"], "command": self._given["command"],
-        }  # fmt: skip
+        answer = {name: self._given[name] for name in ("job", "size", "host", "names", "command")}
+        answer |= {"is_head": self._head is None, "pids": [one.pid for one in self._ranks]}
         if question["ask"] == "snapshots":
             asks_all = line.is_local and self._head is None
             answer["ranks"] = (self._gather if asks_all else self._snapshots)(question)
@@ -504,7 +496,7 @@ class NodeMonitor(LineServer[JsonConnection]):
             self._report_hang(news["hang"], news["seconds"])
             return
         if "lost" in news:
-            self._losses.append(Loss(when, news["lost"], bool(news["alone"])))
+            self._losses.append(_Loss(when, news["lost"], bool(news["alone"])))
         else:
             self._ended_at = min(self._ended_at, when)
         # Other nodes have time to report earlier events.
@@ -516,14 +508,10 @@ class NodeMonitor(LineServer[JsonConnection]):
 
     def _read_bell(self, rank: _Rank) -> None:
         with contextlib.suppress(BlockingIOError):
-            if os.read(rank.bell, 512):
-                return
-            # The rank has closed the pipe: the first sign of its end.
-            self.poll.unregister(rank.bell)
-            os.close(rank.bell)
-            rank.bell = -1
-            if _is_dying(rank.pid):
-                self._record_sign(rank)
+            if not os.read(rank.bell, 512):  # closed: the first sign of its end
+                self._close(rank.bell)
+                if _is_dying(rank.pid):
+                    self._record_sign(rank)
 
     def _record_sign(self, rank: _Rank) -> None:
         """Record the first sign of a rank's end, and whether other ranks were also ending."""
@@ -534,132 +522,123 @@ class NodeMonitor(LineServer[JsonConnection]):
             self._dying.append(rank)
 
     def _record_end(self, rank: _Rank) -> None:
-        """Record that the process of a rank has ended."""
+        """Record that the process of a rank has ended, and how, which may be known a bit later."""
         self._record_sign(rank)
-        self.poll.unregister(rank.pidfd)
-        rank.end(time.monotonic() + _END_TIMEOUT_S)
+        now = time.monotonic()
+        rank.update(now)
+        rank.how = _read_end(rank.pidfd, rank.pid, 0.0 if rank.is_quiet else now + _END_TIMEOUT_S)
+        rank.is_alive = False
+        self._close(rank.pidfd)
 
     def _find_losses(self) -> None:
-        """Report ranks that have ended while other ranks need them, once it is known how."""
-        self._find_endings()
+        """Report ranks that end the job themselves, and ranks that have ended while others need
+        them, once it is known how.
+        """
+        for one in self._ranks:
+            if one.page.state == ENDING and one.rank not in self._known_endings:
+                self._known_endings.add(one.rank)
+                when = one.page.ending_ns / 1e9
+                self._ended_at = min(self._ended_at, when)
+                self._tell_head({"ending": one.rank}, when)
         if not self._dying:
             return
         now = time.monotonic()
         if now < self._dying[0].sign + _DYING_TIMEOUT_S and any(
-            one.pidfd >= 0 and _is_dying(one.pid) for one in self._ranks if not one.is_quiet
+            one.is_alive and _is_dying(one.pid) for one in self._ranks if not one.is_quiet
         ):
             return
-        dying, self._dying = self._dying, []
-        lost = [one for one in dying if not one.is_quiet]
+        lost, self._dying = [one for one in self._dying if not one.is_quiet], []
         if not lost or self._is_decided:
             return
-        alone = self._survives_losses  # each of them is reported
-        for ranks in [[one] for one in lost] if alone else [lost]:
-            snapshots = [one.snapshot(self.host, now, {}) for one in ranks]
-            loss = build_loss(ranks[0].sign, snapshots, alone or ranks[0].was_alone)
-            self._tell_head({"lost": loss.ranks, "alone": loss.alone}, loss.when)
-
-    def _find_endings(self) -> None:
-        """Report the ranks of this node that end the job themselves."""
-        for one in self._ranks:
-            if one.state != ENDING or one.rank in self._known_endings:
-                continue
-            self._known_endings.add(one.rank)
-            when = one.page.header().ending_ns / 1e9
-            self._ended_at = min(self._ended_at, when)
-            self._tell_head({"ending": one.rank}, when)
+        for ranks in [[one] for one in lost] if self._survives_losses else [lost]:
+            first = ranks[0]
+            alike = [one for one in ranks if one.how == first.how]
+            # A launcher does not end processes by exit codes or crashes. The first fatal signal
+            # that is sent to a process decides how it ends: if others have ended by another one,
+            # this one was not sent to them before.
+            is_sent = first.how == "SIGKILL" or first.how in JOB_SIGNALS
+            alone = first.was_alone or not is_sent or (len(alike) == 1 and len(ranks) > 1)
+            alone = alone or self._survives_losses
+            snapshots = [
+                one.snapshot(self.host, now, {}) for one in (ranks[:1] if alone else alike)
+            ]
+            self._tell_head({"lost": snapshots, "alone": alone}, first.sign)
 
     def _decide(self) -> None:
-        """Report the first cause of the job's end if it is time to decide."""
+        """Report the first cause of the job's end if it is time to decide.
+
+        A rank that ended alone counts before ranks of another node that ended together, because a
+        launcher kills the ranks of the other nodes together.
+        """
         if time.monotonic() < self._decide_at:
             return
-        self._decide_at = float("inf")
-        losses, self._losses = self._losses, []
-        while not self._is_decided and (cause := find_cause(losses, self._ended_at)):
-            losses.remove(cause)
-            self._report_loss(cause)
-        if self._ended_at < float("inf") and not self._is_decided:
-            self._is_decided = True
-            for line in list(self._nodes.values()):
-                self._send(line, {"decided": True})
-
-    def _report_loss(self, loss: Loss) -> None:
+        self._decide_at = _NEVER
+        losses = [one for one in self._losses if one.when < self._ended_at]
+        self._losses = []
+        several = self.size > len(self._ranks)
         from mpicoll.failures import report
 
-        self._is_decided = not self._survives_losses
-        several = self.size > len(self._ranks)
-        # The kernel's order of events is valid for one node.
-        known = loss.alone or (loss.ranks[0]["how"] == "SIGKILL" and not several)
-        why = report.describe_loss(loss.ranks, self.size, known)
-        if report.is_ended_by_mpi(loss.ranks[0]):
-            why += "\n" + report.describe_mismatch(loss.ranks[0], self._gather({}))
-        _print(why, self._stderr)
-        if self._survives_losses:
-            return
-        for line in list(self._nodes.values()):
-            self._send(line, {"end": True})
-        self._end_ranks()
+        for loss in sorted(losses, key=lambda one: (not one.alone, one.when)):
+            if self._is_decided:
+                break
+            self._is_decided = not self._survives_losses
+            first = loss.ranks[0]
+            # The kernel's order of events is valid for one node.
+            known = loss.alone or (first["how"] == "SIGKILL" and not several)
+            why = report.describe_loss(loss.ranks, self.size, known)
+            if report.is_ended_by_mpi(first):
+                why += (
+                    "\nmpicoll: MPI ended the process after an error in a call, most likely a "
+                    f"collective mismatch. {report.DETAIL_HINT}. All ranks:\n"
+                    + report.describe_states(self._gather({"ask": "snapshots"}))
+                )
+            _print(why, self._given["stderr"])
+            if self._is_decided:
+                self._send_all({"end": True})
+                self._end_ranks()
+        if self._ended_at < _NEVER and not self._is_decided:
+            self._is_decided = True
+            self._send_all({"decided": True})
 
     def _lose_launcher(self) -> None:
         """Record that the launcher has ended: ranks that end now end because of it."""
-        self.poll.unregister(self._launcher)
-        os.close(self._launcher)
-        self._launcher = -1
+        self._close(self._given["launcher_pidfd"])
         now = time.monotonic()
         self._ended_at = min(self._ended_at, now)
-        self._launcher_by = now + _CHECK_INTERVAL_S
+        self._end_at = now + _CHECK_INTERVAL_S
 
     def _end_with_launcher(self) -> None:
         """End the ranks because their launcher, which would end them, has ended."""
-        self._launcher_by = float("inf")
-        alive = [one for one in self._ranks if one.pidfd >= 0]
-        if all(one.is_quiet for one in alive) or self._end_by < float("inf"):
+        self._end_at = _NEVER
+        if all(one.is_quiet for one in self._ranks if one.is_alive) or self._kill_at < _NEVER:
             return
         if not self._known_endings:
             self._is_decided = True
             _print(
                 f"mpicoll: the launcher of this job (process {self._given['launcher']} on "
                 f"{self.host}) has ended; ending its ranks",
-                self._stderr,
+                self._given["stderr"],
             )
         self._end_ranks()
 
     def _end_ranks(self) -> None:
         """Order the ranks of this node to end."""
         for one in self._ranks:
-            if one.pidfd >= 0 and not one.is_quiet:
-                one.page.write(end_order=1)
-        self._end_by = time.monotonic() + _KILL_GRACE_S
+            if one.is_alive and not one.is_quiet:
+                one.page.end_order = 1
+        self._kill_at = time.monotonic() + _KILL_GRACE_S
 
     def _kill(self, now: float) -> None:
         """Kill ranks that do not end in time, and stopped ranks once a rank has ended the job.
 
         A launcher that sends them SIGTERM would wait for them.
         """
-        has_ended = any(one.pidfd < 0 and one.state == ENDING for one in self._ranks)
+        has_ended = any(not one.is_alive and one.page.state == ENDING for one in self._ranks)
         for one in self._ranks:
-            if not one.is_here or one.state == DONE:
-                continue
             is_stopped = has_ended and not one.is_quiet and _state_of(one.pid) == "stopped"
-            if now > self._end_by or is_stopped:
+            if one.needs_monitor and (now > self._kill_at or is_stopped):
                 with contextlib.suppress(OSError):
                     signal.pidfd_send_signal(one.pidfd, signal.SIGKILL)
-        if now > self._end_by:
-            self._end_by = float("inf")
-
-
-def _read_all_stacks(asked: list[_Rank]) -> dict[_Rank, str]:
-    """Return the stacks that each rank prints. They are complete when they stop growing."""
-    found = dict.fromkeys(asked, "")
-    growing, end = list(asked), time.monotonic() + _STACKS_TIMEOUT_S
-    while growing and time.monotonic() < end:
-        time.sleep(0.02)
-        for one in list(growing):
-            text = one.read_stacks()
-            if text and text == found[one]:
-                growing.remove(one)
-            found[one] = text
-    return found
 
 
 def _print(text: str, descriptor: int = 2) -> None:

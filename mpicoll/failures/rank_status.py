@@ -18,22 +18,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mpicoll import communicators
-from mpicoll.failures import consistency
-from mpicoll.failures.consistency import RecordEntry, describe_call, digest
-from mpicoll.failures.debug_level import DETAIL_HINT
-from mpicoll.failures.report import format_ranks
+from mpicoll.failures.consistency import describe_call, digest
+from mpicoll.failures.report import DETAIL_HINT, format_ranks
+from mpicoll.kernels.calls import RecordEntry
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpicoll.core.groups import ProcessGroup
-
-__all__ = [
-    "COMPARING", "DESTROYING", "DESTROY_TIMEOUT_S", "DUMPING", "EXITING", "FAILED", "RUNNING",
-    "TIMED_OUT", "RankStatus", "compare_after_error", "compare_at_destroy", "describe_mismatch",
-    "dumping", "find_departed", "find_missing", "is_suspended", "lock", "neighbours", "receive",
-    "send", "suspended",
-]  # fmt: skip
 
 
 class RankStatus(NamedTuple):
@@ -63,10 +55,6 @@ lock = threading.Lock()
 _is_suspended = False
 #: Time that a rank in destroy_process_group waits for status messages, in total for all groups.
 DESTROY_TIMEOUT_S = 1.0
-#: Time that a rank waits for the status of other ranks after MPI has reported an error. Their
-#: watchdogs answer within a second.
-ANSWER_TIMEOUT_S = 4.0
-
 #: State of a rank: it makes more calls in the group; it ends without destroying its groups; it
 #: destroys them; it has written its flight record and requests the others; MPI has
 #: reported an error in its last call and it requests the status of other ranks; it has failed the
@@ -187,7 +175,7 @@ def describe_mismatch(group: ProcessGroup) -> str:
 
     Returns "" if no difference is known.
     """
-    formed, calls = group.formed, tuple(group.recent)
+    formed, calls, name = group.formed, tuple(group.recent), group.group_name
     if formed != group.formed:  # another thread makes calls just now
         return ""
     for rank, status in list(group.statuses.items()):
@@ -209,40 +197,15 @@ def describe_mismatch(group: ProcessGroup) -> str:
             here = _describe_call(same_calls[-1])
             if here == theirs:
                 return (
-                    f"rank {other} of group {group.group_name} has made other calls than this rank "
-                    f"between call {status.since} and call {status.number}, {here}"
+                    f"rank {other} of group {name} has made other calls than this rank between "
+                    f"call {status.since} and call {status.number}, {here}"
                 )
-        name = group.group_name
         return f"collective mismatch in group {name}: rank {other}: {theirs}; here: {here}"
     return ""
 
 
 def _describe_call(call: RecordEntry) -> str:
     return f"call {call[0]}, {describe_call(call)}"
-
-
-def compare_after_error(group: ProcessGroup) -> str:
-    """Compare the calls of all ranks after MPI has reported an error in this rank's last call.
-
-    The watchdogs of the other ranks answer. Returns the difference, "" if there is none.
-    """
-    number, me = group.recent[-1][0], group.rank()
-    others = {*range(group.size())} - {me}
-    send(group, COMPARING, others)
-    end = time.monotonic() + ANSWER_TIMEOUT_S
-    while True:
-        receive(group)
-        known = {rank: group.statuses[rank] for rank in others & group.statuses.keys()}
-        known = {rank: status for rank, status in known.items() if status.number == number}
-        if len(known) == len(others) or time.monotonic() > end:
-            break
-        time.sleep(1e-3)
-    calls = {rank: describe_call(status.last_call) for rank, status in known.items()}
-    calls[me] = describe_call(group.recent[-1])
-    if len({*calls.values()}) == 1:
-        return describe_mismatch(group)
-    texts = [calls.get(rank, "no answer") for rank in range(group.size())]
-    return consistency.describe_mismatch(group, number, texts)
 
 
 def compare_at_destroy(group: ProcessGroup, end: float) -> tuple[bool, str]:
@@ -254,16 +217,16 @@ def compare_at_destroy(group: ProcessGroup, end: float) -> tuple[bool, str]:
     description of a mismatch, "" for none.
     """
     send(group, DESTROYING)
-    expected = neighbours(group)
-    pause = 1e-6
+    expected, pause = neighbours(group), 1e-6
     while True:
         receive(group)
-        if expected <= find_departed(group) or time.monotonic() > end:
+        departed = find_departed(group)
+        if expected <= departed or time.monotonic() > end:
             break
         time.sleep(pause)
         pause = min(2 * pause, 1e-3)
     mine = _build_status(group, DESTROYING)
-    for rank in sorted(find_departed(group)):
+    for rank in sorted(departed):
         theirs = group.statuses[rank]
         if theirs.since == mine.since and theirs[5:] != mine[5:]:
             return False, (
@@ -272,4 +235,4 @@ def compare_at_destroy(group: ProcessGroup, end: float) -> tuple[bool, str]:
                 f"{_describe_call(theirs.last_call)}; here it is {_describe_call(mine.last_call)}. "
                 f"The results of these calls may be wrong. {DETAIL_HINT}"
             )
-    return expected <= find_departed(group), ""
+    return expected <= departed, ""

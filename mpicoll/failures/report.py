@@ -10,19 +10,16 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = [
-    "describe_end", "describe_hang", "describe_job", "describe_loss", "describe_mismatch",
-    "describe_rank", "format_ranks", "is_ended_by_mpi", "is_there", "parse_stacks",
-]  # fmt: skip
-
 #: State of a rank: rank, host, pid, main (its main thread), state (running, stopped, ending, done,
 #: gone, silent), how (it has ended), calls (status_page.Cell of each group, with ``since``, seconds
 #: inside), and stacks (frames of each thread, innermost first).
 Snapshot = dict[str, Any]
 
-#: Maximum number of descriptions in a report, of frames of a stack, of other threads with a stack,
-#: and of ranges of ranks in a line.
-_DESCRIPTIONS, _FRAMES, _THREADS, _RUNS = 5, 6, 3, 8
+#: The end of messages about mismatches that were found late.
+DETAIL_HINT = "MPICOLL_DEBUG=DETAIL compares every call before it runs"
+#: Maximum number of descriptions in a report, of frames of a stack, and of ranges of ranks in a
+#: line.
+_DESCRIPTIONS, _FRAMES, _RUNS = 5, 6, 8
 
 #: Likely senders of signals.
 _HINTS = {
@@ -104,24 +101,19 @@ def _where(snapshot: Snapshot) -> str:
     return f"{'in' if call['inside'] else 'after'} {_describe_call(call)}"
 
 
-def _who(ranks: Sequence[Snapshot], size: int) -> str:
-    """Describe ranks of one node: "rank 1 of 3 (pid 77 on node)"."""
-    pid = f"pid {ranks[0]['pid']} " if len(ranks) == 1 else ""
-    return f"{format_ranks(one['rank'] for one in ranks)} of {size} ({pid}on {ranks[0]['host']})"
-
-
 def describe_loss(lost: Sequence[Snapshot], size: int, is_first_known: bool = True) -> str:
     """Return the line that names the lost rank, how it ended, and in which call.
 
     lost: ranks of one node that have ended in the same way, in this order. The line names all of
         them unless the first one is known to be the cause.
     """
+    first, end = lost[0], describe_end(lost[0]["how"])
     if is_first_known or len(lost) == 1:
-        first = lost[0]
-        return f"mpicoll: lost: {_who([first], size)} {describe_end(first['how'])}, {_where(first)}"
-    how = re.sub("^has ", "have ", re.sub("^was ", "were ", describe_end(lost[0]["how"])))
-    order = f"rank {lost[0]['rank']} first, {_where(lost[0])}"
-    return f"mpicoll: lost together: {_who(lost, size)} {how}, {order}"
+        who = f"rank {first['rank']} of {size} (pid {first['pid']} on {first['host']})"
+        return f"mpicoll: lost: {who} {end}, {_where(first)}"
+    who = f"{format_ranks(one['rank'] for one in lost)} of {size} (on {first['host']})"
+    end = re.sub("^has ", "have ", re.sub("^was ", "were ", end))
+    return f"mpicoll: lost together: {who} {end}, rank {first['rank']} first, {_where(first)}"
 
 
 def is_ended_by_mpi(lost: Snapshot) -> bool:
@@ -134,24 +126,6 @@ def is_ended_by_mpi(lost: Snapshot) -> bool:
     return is_error and call is not None and bool(call["inside"])
 
 
-def describe_mismatch(lost: Snapshot, snapshots: Iterable[Snapshot]) -> str:
-    """Return the line that compares the calls of all ranks after MPI has ended one of them."""
-    call = _last_call(lost)
-    assert call is not None
-    calls: dict[str, list[int]] = {}
-    for one in snapshots:
-        for each in one["calls"]:
-            if each["group"] == call["group"]:
-                calls.setdefault(_describe_call(each), []).append(one["rank"])
-    texts = "; ".join(f"{format_ranks(ranks)}: {words}" for words, ranks in calls.items())
-    from mpicoll.failures.debug_level import DETAIL_HINT
-
-    return (
-        "mpicoll: MPI ended the process after an error in a call, most likely a collective "
-        f"mismatch. The last calls: {texts}. {DETAIL_HINT}"
-    )
-
-
 def is_there(snapshot: Snapshot, call: dict[str, Any]) -> bool:
     """Return whether a rank is inside this call."""
     same = "group", "number", "kind", "root"
@@ -160,9 +134,7 @@ def is_there(snapshot: Snapshot, call: dict[str, Any]) -> bool:
     )
 
 
-def _describe_state(
-    snapshot: Snapshot, call: dict[str, Any] | None = None, whole: bool = False
-) -> list[str]:
+def _describe_state(snapshot: Snapshot, call: dict[str, Any] | None, whole: bool) -> list[str]:
     """Describe the state of a rank in lines. The first one follows the list of ranks.
 
     call: other ranks wait in it. whole: with all frames of all threads.
@@ -186,15 +158,14 @@ def _describe_state(
     python = "in Python, " if main and not inside else ""
     lines = [f"{state}{python}{text}"]
     lines += [f"    {frame}" for frame in (main if whole else main[:_FRAMES])]
-    for others in list(stacks.values())[: None if whole else _THREADS]:
-        lines.append(f"    another thread: {others[0]}")
-        lines += [f"      {frame}" for frame in others[1:]] if whole else []
+    for first, *rest in stacks.values() if whole else ():
+        lines += [f"    another thread: {first}", *(f"      {frame}" for frame in rest)]
     return lines
 
 
-def _list_states(
+def describe_states(
     snapshots: Iterable[Snapshot], call: dict[str, Any] | None = None, whole: bool = False
-) -> list[str]:
+) -> str:
     """Describe the states of ranks; ranks in the same state share a description.
 
     The rarest come first. Lists at most ``_DESCRIPTIONS`` unless ``whole``.
@@ -209,12 +180,12 @@ def _list_states(
         lines += [f"  {format_ranks(ranks)}: {head}", *(f"  {each}" for each in tail)]
     if rest := [rank for _, ranks in entries[len(shown) :] for rank in ranks]:
         lines.append(f"  {format_ranks(rest)}: {len(entries) - len(shown)} other descriptions")
-    return lines
+    return "\n".join(lines)
 
 
 def describe_rank(snapshot: Snapshot, call: dict[str, Any]) -> str:
     """Describe the state of a rank in one line, while other ranks wait in a call."""
-    return "in this call" if is_there(snapshot, call) else _describe_state(snapshot, call)[0]
+    return "in this call" if is_there(snapshot, call) else _describe_state(snapshot, call, False)[0]
 
 
 def describe_hang(snapshots: Sequence[Snapshot], call: dict[str, Any], seconds: float) -> str:
@@ -225,13 +196,8 @@ def describe_hang(snapshots: Sequence[Snapshot], call: dict[str, Any], seconds: 
     there = [one["rank"] for one in members if is_there(one, call)]
     missing = [one for one in members if not is_there(one, call)]
     missing += [one for one in snapshots if one["state"] == "silent"]
-    return "\n".join([
+    return (
         f"mpicoll: {format_ranks(there)} of group {call['name']} ({call['size']} ranks) "
-        f"wait{'s' * (len(there) == 1)} for {seconds:.0f} s in {_describe_call(call)}",
-        *(_list_states(missing, call) or ["  all ranks are in this call"]),
-    ])  # fmt: skip
-
-
-def describe_job(snapshots: Sequence[Snapshot], has_stacks: bool) -> str:
-    """Describe all ranks, for ``python -m mpicoll watch``."""
-    return "\n".join(_list_states(snapshots, None, has_stacks))
+        f"wait{'s' * (len(there) == 1)} for {seconds:.0f} s in {_describe_call(call)}\n"
+        + (describe_states(missing, call) or "  all ranks are in this call")
+    )

@@ -11,22 +11,23 @@ come; then the job ends.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from mpicoll import launch
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, MismatchError, MPIError
 from mpicoll.failures import consistency, lost_ranks, monitor_client, rank_status
 from mpicoll.failures.consistency import describe_call
-from mpicoll.failures.debug_level import DETAIL_HINT
 from mpicoll.failures.flight_record import RECORDS_TIMEOUT_S
 from mpicoll.failures.group_failure import fail
-from mpicoll.failures.report import format_ranks
+from mpicoll.failures.report import DETAIL_HINT, format_ranks
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["check", "compare_after", "fail_late_call", "fail_with_peer", "receive_failures"]
-
+#: Time that a rank waits for the status of other ranks after MPI has reported an error. Their
+#: watchdogs answer within a second.
+_ANSWER_TIMEOUT_S = 4.0
 #: Number of times that a rank probes for status messages that were sent before: a single probe does
 #: not find all of them.
 _PROBE_COUNT = 3
@@ -40,17 +41,15 @@ def check(group: ProcessGroup) -> None:
     A late rank would pass the comparison by messages that ranks sent before they timed out. So it
     checks for their status messages before it enters a call in which it could not return early.
     """
-    if group.error is not None:
-        raise group.failure()
-    consistency.check(group, _check_peers)
 
+    def check_peers() -> None:
+        if not group.resources.find("shared"):
+            for _ in range(_PROBE_COUNT):
+                receive_failures(group)
+            if group.error is not None:
+                raise group.failure()
 
-def _check_peers(group: ProcessGroup) -> None:
-    if not group.resources.find("shared"):
-        for _ in range(_PROBE_COUNT):
-            receive_failures(group)
-        if group.error is not None:
-            raise group.failure()
+    consistency.check(group, check_peers)
 
 
 def fail_late_call(group: ProcessGroup, number: int | None = None) -> None:
@@ -79,13 +78,28 @@ def compare_after(error: Exception, group: ProcessGroup) -> Exception:
     """Return a MismatchError in place of an error of MPI if the ranks have made different calls.
 
     The group has then failed, because MPI has carried out a part of the call. The caller holds the
-    group's lock, and fails the group on the other ranks.
+    group's lock, and fails the group on the other ranks, whose watchdogs send their status.
     """
     if not isinstance(error, MPIError) or group.size() == 1 or launch.is_serialized():
         return error
     if lost_ranks.is_fault_tolerant():  # the error may be of a lost rank, which does not answer
         return error
-    text = rank_status.compare_after_error(group)
+    number, me = group.recent[-1][0], group.rank()
+    others = {*range(group.size())} - {me}
+    rank_status.send(group, rank_status.COMPARING, others)
+    end = time.monotonic() + _ANSWER_TIMEOUT_S
+    known: dict[int, rank_status.RankStatus] = {}
+    while len(known) < len(others) and time.monotonic() < end:
+        time.sleep(1e-3)
+        rank_status.receive(group)
+        known = {rank: one for rank, one in list(group.statuses.items()) if one.number == number}
+    calls = {rank: describe_call(status.last_call) for rank, status in known.items()}
+    calls[me] = describe_call(group.recent[-1])
+    if len({*calls.values()}) == 1:
+        text = rank_status.describe_mismatch(group)
+    else:
+        texts = [calls.get(rank, "no answer") for rank in range(group.size())]
+        text = consistency.describe_mismatch(group, number, texts)
     if not text:
         return error
     found = MismatchError(
@@ -139,23 +153,19 @@ def receive_failures(group: ProcessGroup) -> None:
 
 
 def _time_out(
-    group: ProcessGroup,
-    why: str,
-    wait_s: float = 0.0,
-    number: int | None = None,
+    group: ProcessGroup, why: str, wait_s: float = 0.0, number: int | None = None,
     closer: int | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Fail a group with a CollectiveTimeoutError.
 
     wait_s: seconds to wait for the flight records of the other ranks.
     number: of the late call: nothing happens if it ends meanwhile. None: the group fails anyway.
     closer: group rank that has failed the group first, if not this one.
     """
-    call = f"call {group.sequence}, {describe_call(group.recent[-1])}"
     recorded, kind, *_ = group.recent[-1]
-    known = recorded and kind >= 0
-    name = group.task.name or (call.split()[2] if known else "a call")
-    where = f"after {call}" if group.task.name else f"in {call}"
+    words = describe_call(group.recent[-1])
+    name = group.task.name or (words.split()[0] if recorded and kind >= 0 else "a call")
+    where = f"{'after' if group.task.name else 'in'} call {group.sequence}, {words}"
     text = (
         f"{name} on rank {group.ranks[group.rank()]}, {where}: {why}: "
         f"{_describe_ranks(group, closer)}. "

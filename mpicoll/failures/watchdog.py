@@ -3,6 +3,9 @@
 A thread that is blocked inside MPI runs no Python. So the watchdog thread handles Ctrl-C, checks
 for calls that exceed their group's timeout or wait for a rank that has ended, and receives the end
 of the job from the launch server and the node monitor.
+
+A rank that ends the job prints its message first, then writes its flight record and notifies the
+node monitor.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import math
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,25 +25,17 @@ from mpicoll import launch, settings
 from mpicoll.core.groups import state
 from mpicoll.cuda.threads import use_process_device
 from mpicoll.errors import CollectiveTimeoutError, LostRankError
-from mpicoll.failures import (
-    flight_record,
-    lost_ranks,
-    monitor_client,
-    rank_status,
-    timeouts,
-)
+from mpicoll.failures import flight_record, lost_ranks, monitor_client, rank_status, timeouts
 from mpicoll.failures.group_failure import fail_all_ranks, grace
-from mpicoll.failures.termination import GroupEnd, end_job, end_stuck_job
 from mpicoll.kernels.calls import find_signal_handler
 from mpicoll.kernels.library import kernels
 from mpicoll.launch import exit_hooks
-from mpicoll.launch.exit_hooks import INTERRUPTED
+from mpicoll.launch.error_output import format_stack, with_rank
+from mpicoll.launch.exit_hooks import INTERRUPTED, RankEnd, end_ranks, flush_output
 from mpicoll.output import flush_streams, write_lines
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
-
-__all__ = ["Watchdog"]
 
 #: Time between checks of the groups.
 _CHECK_INTERVAL_S = 1.0
@@ -53,6 +49,15 @@ _JOB_END_GRACE_S = 0.5
 _SEND_AFTER_S, _RECEIVE_INTERVAL_S = 2.0, 10.0
 
 
+def end_job(code: int) -> None:
+    """End every rank of the job with an exit code, after flushing the output."""
+    for line in flight_record.last_words():
+        write_lines(line)
+    monitor_client.report_ending()
+    flush_output()
+    end_ranks(code)
+
+
 @dataclass(slots=True)
 class _Wait:
     """A group that is inside a collective."""
@@ -61,16 +66,19 @@ class _Wait:
     since: float  # when it was first seen inside
     has_sent: bool = False  # the rank has sent its status
     failing: threading.Thread | None = None  # fails the group
-    failed: float | None = None  # seconds beyond the timeout when the group was first seen FAILED
+    failed: float = 0.0  # when the group was first seen FAILED, after the timeout
 
 
-class Watchdog:
-    """The watchdog thread and the exit hooks, from init_process_group to destroy_process_group.
+class Watchdog(RankEnd):
+    """The watchdog thread, from init_process_group to destroy_process_group. As a RankEnd, the
+    steps by which this rank ends its job.
 
     at_exit: called when the interpreter ends with success, without a destroy.
     """
 
     def __init__(self, at_exit: Callable[[], None]) -> None:
+        global _current
+        self._at_exit = at_exit
         self._stopping = False
         self._failing: list[threading.Thread] = []
         self._next_receive = time.monotonic() + _RECEIVE_INTERVAL_S
@@ -79,7 +87,7 @@ class Watchdog:
         self._reader, self._writer = os.pipe()
         for end in (self._reader, self._writer):
             os.set_blocking(end, False)
-        exit_hooks.install(GroupEnd(at_exit))
+        exit_hooks.install(self)
         self._receives_signals = threading.current_thread() is threading.main_thread()
         if self._receives_signals:
             if kernels is not None:  # a call that waits in C then runs the program's handlers
@@ -88,42 +96,67 @@ class Watchdog:
             if previous_fd != -1:  # another library uses it, most likely asyncio
                 signal.set_wakeup_fd(previous_fd)
                 self._receives_signals = False
-        _watchdogs.add(self)
+        _current = self
         self._thread = threading.Thread(target=self._run, name="mpicoll-watchdog", daemon=True)
         self._thread.start()
-
-    @property
-    def native_id(self) -> int:
-        """System-wide number of the thread."""
-        return self._thread.native_id or 0
+        self.native_id = self._thread.native_id or 0
 
     def remove(self) -> None:
         """Remove the group's part of the hooks, and end the thread."""
+        global _current
         exit_hooks.install_in_rank()
-        owns_pipe = not self._receives_signals
-        if self._receives_signals and threading.current_thread() is threading.main_thread():
-            self._stop_receiving_signals()
-            owns_pipe = True
         self._stopping = True
         os.write(self._writer, b"\0")
         for thread in (self._thread, *self._failing):
             thread.join()
-        _watchdogs.discard(self)
-        if owns_pipe:  # else Python still writes to the pipe at each signal
-            os.close(self._reader)
-            os.close(self._writer)
-
-    def _stop_receiving_signals(self) -> None:
-        current_fd = signal.set_wakeup_fd(-1)
-        if current_fd not in (self._writer, -1):
-            signal.set_wakeup_fd(current_fd)
+        _current = None
+        # On another thread, Python would still write to the pipe at each signal.
+        if not self._receives_signals or threading.current_thread() is threading.main_thread():
+            self.forget()
 
     def forget(self) -> None:
-        """Close the pipe in a forked child, because it belongs to the parent."""
+        """Close the pipe; a forked child also does so, because it belongs to the parent."""
         if self._receives_signals:
-            self._stop_receiving_signals()
+            current_fd = signal.set_wakeup_fd(-1)
+            if current_fd not in (self._writer, -1):
+                signal.set_wakeup_fd(current_fd)
         os.close(self._reader)
         os.close(self._writer)
+
+    def rank(self) -> str:
+        """Return this rank in the default group, else in the job, "?" if it is unknown."""
+        default = state.default  # another thread may end it meanwhile
+        return super().rank() if default is None else str(default.rank())
+
+    def extra_lines(self) -> list[str]:
+        """Report the end of this rank; return the line that names the flight records."""
+        monitor_client.report_ending()
+        return flight_record.last_words()
+
+    def end_job(self, code: int) -> None:
+        """End every rank of the job."""
+        end_job(code)
+
+    def at_exit(self) -> None:
+        """End the groups."""
+        self._at_exit()
+
+    def _end_stuck_job(self, why: str, code: int, thread: int = 0) -> None:
+        """End the job with the stack of a thread that is inside MPI, in which nothing can raise.
+
+        All ranks write their flight records first, unless the user has interrupted the job.
+
+        thread: that one, as threading.get_ident returns it; 0: the main thread.
+        """
+        if code != INTERRUPTED:
+            flight_record.dump(why)
+        frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
+        stack = "" if frame is None else format_stack(frame)
+        rank = self.rank()
+        told = f"mpicoll: rank {rank}: {why} (in the call above); ending the job"
+        text = with_rank(rank, f"Traceback (most recent call last):\n{stack}{told}")
+        write_lines("\n".join((text, *flight_record.last_words())))
+        end_job(code)
 
     # --- the thread ------------------------------------------------------------------------------
 
@@ -135,7 +168,9 @@ class Watchdog:
         if session is not None:
             poll.register(session, select.POLLIN)
         while True:
-            ready = [descriptor for descriptor, _ in poll.poll(1000 * self._pause())]
+            timeouts_s = [group.timeout for group in list(state.groups) if group.timeout]
+            pause = min([_CHECK_INTERVAL_S, *(max(each / 5, 0.1) for each in timeouts_s)])
+            ready = [descriptor for descriptor, _ in poll.poll(1000 * pause)]
             if self._stopping:
                 return
             signals = os.read(self._reader, 512) if self._reader in ready else b""
@@ -143,16 +178,9 @@ class Watchdog:
                 self._handle_interrupt()
             if session is not None and session.fileno() in ready:
                 self._handle_job_end(session.end_reason(), session.rank)
-            if monitor_client.is_ordered_to_end():
+            if monitor_client.is_ordered_to_end():  # the monitor has printed the reason
                 end_job(1)
             self._check_groups(waits)
-
-    def _pause(self) -> float:
-        """Return the seconds until the next check: fewer if timeouts are short."""
-        shortest = min(
-            (g.timeout for g in list(state.groups) if g.timeout), default=_CHECK_INTERVAL_S
-        )
-        return min(_CHECK_INTERVAL_S, max(shortest / 5, _CHECK_INTERVAL_S / 10))
 
     def _find_groups_inside(self) -> list[ProcessGroup]:
         """Return the groups that are inside a collective."""
@@ -168,7 +196,7 @@ class Watchdog:
         before = {group: group.begun for group in self._find_groups_inside() if not group.busy()}
         time.sleep(_INTERRUPT_GRACE_S)
         if any(before.get(group) == group.begun for group in self._find_groups_inside()):
-            end_stuck_job("interrupted while it waited for other ranks", INTERRUPTED)
+            self._end_stuck_job("interrupted while it waited for other ranks", INTERRUPTED)
 
     def _handle_job_end(self, ending: tuple[str, int] | None, rank: int) -> None:
         """End this rank because the launch server reports the end of the job."""
@@ -230,7 +258,9 @@ class Watchdog:
                 time.sleep(_JOB_END_GRACE_S)
                 group.check_device_errors()
             if missing and group.error is None:
-                end_stuck_job(f"{missing} ended without making the last calls of this rank", 1)
+                self._end_stuck_job(
+                    f"{missing} ended without making the last calls of this rank", 1
+                )
         error = group.error
         if error is None or isinstance(error, LostRankError):
             return
@@ -249,14 +279,14 @@ class Watchdog:
             end_job(1)
 
     def _check_wait(self, group: ProcessGroup, wait: _Wait, now: float) -> None:
-        """Check whether the collective that a group waits in can complete."""
+        """Check whether the collective that a group waits in can complete, and its timeout."""
         timeouts.receive_failures(group)
         ends = isinstance(group.error, (LostRankError, CollectiveTimeoutError))
         missing = (
             "" if ends else rank_status.find_missing(group, group.task.keeps_time or group.busy())
         )
         if missing:
-            end_stuck_job(f"{missing} ended without making this call", 1, group.thread)
+            self._end_stuck_job(f"{missing} ended without making this call", 1, group.thread)
         if not group.task.keeps_time and not ends:
             soon = min(_SEND_AFTER_S, math.inf if group.timeout is None else group.timeout / 2)
             if not wait.has_sent and now - wait.since > soon:
@@ -264,16 +294,8 @@ class Watchdog:
                 rank_status.send(group)
             mismatch = rank_status.describe_mismatch(group)
             if mismatch:
-                end_stuck_job(mismatch, 1, group.thread)
-        if group.timeout is not None and not group.task.keeps_time:
-            self._check_time(group, wait, now - wait.since - group.timeout)
-
-    def _check_time(self, group: ProcessGroup, wait: _Wait, over: float) -> None:
-        """Fail a group whose collective has timed out. End the job if the call is stuck in MPI.
-
-        over: seconds beyond the group's timeout.
-        """
-        if over <= 0:
+                self._end_stuck_job(mismatch, 1, group.thread)
+        if group.timeout is None or group.task.keeps_time or now - wait.since <= group.timeout:
             return
         if group.error is None:
             # In another thread, because it waits for the flight records of other ranks.
@@ -285,15 +307,14 @@ class Watchdog:
                 self._failing.append(wait.failing)
                 wait.failing.start()
             return
-        if wait.failed is None:
-            wait.failed = over
-        since = over - wait.failed  # time that calls have had to return early
+        wait.failed = wait.failed or now
+        since = now - wait.failed  # time that calls have had to return early
         if since > _CHECK_INTERVAL_S and group.busy():  # the progress thread is stuck
             for work in list(group.pending):
                 work.has_timed_out = True
                 work.abandon(group.failure())
         elif since > max(grace(), _CHECK_INTERVAL_S):
-            end_stuck_job(
+            self._end_stuck_job(
                 f"{group.error}. This call is blocked inside MPI and has not returned within "
                 f"{grace():g} s more ({settings.TIMEOUT_GRACE.name}). With "
                 f"{settings.TESTED_CALLS.name}=1 it would have raised this error",
@@ -303,17 +324,19 @@ class Watchdog:
 
 
 def _fail(group: ProcessGroup, number: int) -> None:
-    """Fail a group whose collective has timed out, in a thread for this purpose."""
     use_process_device()
     timeouts.fail_late_call(group, number)
 
 
-_watchdogs: set[Watchdog] = set()
+#: The watchdog of this process.
+_current: Watchdog | None = None
 
 
 def _after_fork() -> None:
-    while _watchdogs:
-        _watchdogs.pop().forget()
+    global _current
+    if _current is not None:
+        _current.forget()
+        _current = None
 
 
 os.register_at_fork(after_in_child=_after_fork)

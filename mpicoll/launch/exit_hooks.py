@@ -2,7 +2,7 @@
 
 Without them, the other ranks would wait forever inside MPI. ``import mpicoll`` installs the hooks
 in each rank of a job, because other ranks may already wait in MPI_Init. A process group installs
-another ``RankEnd`` (``failures/termination.py``). The hooks stay after all groups have been
+another ``RankEnd`` (``failures/watchdog.py``). The hooks stay after all groups have been
 destroyed, because other ranks may wait in the next ``init_process_group``.
 """
 

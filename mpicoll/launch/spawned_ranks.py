@@ -11,7 +11,6 @@ import builtins
 import os
 import runpy
 import select
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 _WHERE = "grow_group"
 #: Arguments of the interpreter before the program and its arguments.
 _MAIN = ("-c", "from mpicoll.launch.spawned_ranks import main; main()")
-#: A process that exits with code 0 even if the program fails; see docs/reliability.md.
-_SHELL = ("sh", "-c", 'trap "" USR1; "$@"; true', "sh")
 #: Tags of messages between new processes and rank 0: MPI has started, waiting in
 #: init_process_group, and rank 0's reply.
 _STARTED, _READY, _RESULT = range(1, 4)
@@ -98,11 +95,10 @@ def find_program(command: Sequence[str] = ()) -> tuple[list[str], list[str]]:
     return words[1:index], words[index:]
 
 
-def find_command(command: Sequence[str] | None, survives: bool) -> tuple[list[str], str]:
+def find_command(command: Sequence[str] | None) -> tuple[list[str], str]:
     """Return the command line of a new process and its working directory.
 
     command: the program and its arguments; None: of this process.
-    survives: the other ranks continue after a lost rank.
 
     Raises ArgumentError if this program cannot be started again, OSError without a directory.
     """
@@ -115,7 +111,7 @@ def find_command(command: Sequence[str] | None, survives: bool) -> tuple[list[st
     words = [sys.executable, *flags, *_MAIN, *(program if command is None else command)]
     names = {"PYTHONPATH", *(each.name for each in settings.SETTINGS)} - {settings.SECRET.name}
     kept = [f"{name}={os.environ[name]}" for name in sorted(names & os.environ.keys())]
-    return [*(_SHELL if survives else ()), "env", *kept, *words], str(Path.cwd())
+    return ["env", *kept, *words], str(Path.cwd())
 
 
 def start(
@@ -154,13 +150,10 @@ def start(
     return inter
 
 
-def wait(
-    inter: MPI.Intercomm, count: int, survives: bool, limit: float | None, check: Callable[[], None]
-) -> str:
+def wait(inter: MPI.Intercomm, count: int, limit: float | None, check: Callable[[], None]) -> str:
     """Wait until all new processes are in init_process_group; return the failure, "" without one.
 
-    Rank 0 calls. survives: the other ranks continue after a lost rank. limit: timeout in seconds.
-    check: called repeatedly; may raise.
+    Rank 0 calls. limit: timeout in seconds. check: called repeatedly; may raise.
     """
     from mpi4py import MPI
 
@@ -192,10 +185,6 @@ def wait(
             if lost := [rank for rank, descriptor in pidfds.items() if descriptor in ended]:
                 return f"new process {lost[0]} ended before it called init_process_group"
             if time.monotonic() > end:
-                for rank, descriptor in pidfds.items():
-                    if survives and rank not in ready:  # the launcher would wait for it
-                        with suppress(OSError):  # already ended
-                            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                 missing = sorted(set(range(count)) - ready)
                 return f"new processes {missing} did not call init_process_group within {limit:g} s"
             time.sleep(_POLL_INTERVAL_S)

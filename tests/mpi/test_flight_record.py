@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import time
-import types
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from conftest import needs_2_ranks
 
 import mpicoll as dist
 from mpicoll.errors import ArgumentError
-from mpicoll.failures import flight_record
 from mpicoll.kernels import calls as calls_module
 
 SHARED = {"frames", "pg_id", "process_group", "record_id", "thread_name", "thread_id", "state"}
@@ -202,15 +200,3 @@ def test_native_and_python_histories_are_equal(length):
         assert first == other, (step, what)
         assert len(first) <= length
     assert queued[0] == queued[1]
-
-
-@pytest.mark.any_mpi
-def test_times_are_right_when_a_rank_loses_its_processor(monkeypatch):
-    """The wall clock is read again when the rank stood still between two readings of the clocks."""
-    late = [0, 10**6, 10**6]  # the second reading is 1 ms late
-    now = iter([*late, *[2 * 10**6] * 3, *late * 3])
-    clock = types.SimpleNamespace(
-        monotonic_ns=lambda: next(now), time_ns=lambda: next(now) + 10**15
-    )
-    monkeypatch.setattr(flight_record, "time", clock)
-    assert flight_record._Record().offset == 10**15

@@ -83,14 +83,6 @@ def test_reconfigure_with_concurrent_halves_then_all(made, uuid):
         check(one.reconfigure(uuid + 2 * turn + 1, handles), list(range(n)))
 
 
-def test_reconfigure_waits_for_a_late_rank(made, uuid):
-    one, handles = made
-    for late in range(len(handles)):
-        if MPI.COMM_WORLD.rank == late:
-            time.sleep(0.3)
-        check(one.reconfigure(uuid + late, handles), list(range(len(handles))))
-
-
 @pytest.mark.parametrize("aborted", [False, True])
 def test_reconfigure_fails_pending_calls_of_the_old_group(made, uuid, aborted):
     one, handles = made

@@ -21,9 +21,10 @@ import cupy
 from mpi4py import MPI
 
 import mpicoll as dist
+from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.cuda import binding, capabilities, runtime
 from mpicoll.routes import registry
-from mpicoll.routes.device import staged
+from mpicoll.routes.host import select
 
 ROUTES = "peer", "ipc", "direct", "staged"
 CALLS = "all_reduce", "all_gather_single", "all_to_all_single"
@@ -35,45 +36,41 @@ counts: Counter[str] = Counter()
 class CountingRuntime(runtime.Runtime):
     """Counts the work of calls."""
 
-    def combine(self, index, by, sources, outs, count, divisor, stream):
+    def combine(self, *arguments: Any) -> None:
         """See Runtime."""
+        _, by, sources, outs, count, *_ = arguments
         counts["kernels"] += 1
         size = 4 * by.elements * count  # float32
         counts["read"] += len(sources) * size
         counts["written"] += len(outs) * size
-        super().combine(index, by, sources, outs, count, divisor, stream)
+        super().combine(*arguments)
 
-    def copy(self, index, into, source, nbytes, stream):
+    def copy(self, *arguments: Any) -> None:
         """See Runtime."""
+        *_, nbytes, _ = arguments
         counts["copies"] += 1
         counts["read"] += nbytes
         counts["written"] += nbytes
-        super().copy(index, into, source, nbytes, stream)
+        super().copy(*arguments)
 
-    def collective(self, index, peers, call, stream):
+    def collective(self, *arguments: Any) -> None:
         """See Runtime."""
         counts["kernels"] += 1
-        super().collective(index, peers, call, stream)
+        super().collective(*arguments)
 
-    def synchronize(self, event):
+    def synchronize(self, *arguments: Any) -> None:
         """See Runtime."""
         counts["waits"] += 1
-        super().synchronize(event)
+        super().synchronize(*arguments)
 
 
 class CountingComm(MPI.Intracomm):
     """Counts collectives and messages."""
 
-    def _counted(name: str) -> Any:
-        def call(self, *arguments, **options):
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("Allgather", "Allreduce", "Irecv", "Isendrecv", "Sendrecv"):
             counts["meetings"] += 1
-            return getattr(MPI.Intracomm, name)(self, *arguments, **options)
-
-        return call
-
-    Allgather, Allreduce, Irecv, Isendrecv, Sendrecv = map(
-        _counted, ("Allgather", "Allreduce", "Irecv", "Isendrecv", "Sendrecv")
-    )
+        return super().__getattribute__(name)
 
 
 @contextmanager
@@ -81,7 +78,7 @@ def a_group(route: str) -> Iterator[Any]:
     """Yield a group that uses a route."""
     os.environ["MPICOLL_DEVICE_ROUTE"] = route
     capabilities.forget()
-    group = dist.new_group()
+    group: Any = dist.new_group()
     yield group
     dist.destroy_process_group(group)
 
@@ -90,20 +87,19 @@ def main() -> None:
     """Print a row for each call and route."""
     runtime._runtime = CountingRuntime()
     os.environ["MPICOLL_CUDA_AWARE"] = "1"  # on an emulated device, memory is the host's
-    choose = staged.select.choose
+    choose = select.choose
 
-    def counted_choose(kind):
-        found = choose(kind)
+    def counted_choose(kind: CallKind, lists: bool = False) -> Implementation:
+        found = choose(kind, lists)
         run = found.run
 
-        def call(*arguments):
+        def call(*arguments: Any) -> None:
             counts["meetings"] += 1
             run(*arguments)
 
-        found.run = call
-        return found
+        return Implementation(call)
 
-    staged.select.choose = counted_choose
+    select.choose = counted_choose
     dist.init_process_group(timeout=300)
     binding.bind()
     n = dist.get_world_size()

@@ -166,13 +166,16 @@ def test_late_call_raises_with_tested_calls(ended: Ended) -> None:
     rows = {kind: {"nodes": ((0, "hierarchical"),)} for kind in tuning.KINDS}
     tuning.job.table = tuning.Table({1: rows})
     hierarchy.node_of = lambda: f"node {rank // 2}"
-    for root in 0, 3:
-        g, x = dist.new_group(timeout=0.7), np.ones(5000)
+    for scatters in False, True:
+        g, x, block = dist.new_group(timeout=0.7), np.ones(5000), np.ones(1250)
         for _ in range(70):
             dist.all_reduce(x, group=g)
         if rank < 3:
             try:
-                dist.broadcast(x, root, group=g) if root else dist.all_reduce(x, group=g)
+                if scatters:
+                    dist.reduce_scatter_single(block, x, group=g)
+                else:
+                    dist.all_reduce(x, group=g)
             except dist.CollectiveTimeoutError as error:
                 assert "timeout of 0.7 s" in str(error), error
                 known = r"ranks? [^:;]*3: (no status received|in call )"

@@ -1,8 +1,8 @@
 """Reductions by kernels on a CUDA device, with the same bits as ``reduction.py`` on the host.
 
 The kernels are in ``device.cu``, the kernels of collectives in ``device_peers.cu``. NVRTC compiles
-them at first use, through CuPy, which caches them on disk for later processes: this takes a
-fraction of a second for each, and some seconds for an all-reduce.
+them at first use, in less than half a second each, through CuPy, which caches them on disk
+(``CUPY_CACHE_DIR``) for later processes.
 
 Bits that ``reduction.py`` leaves undefined may differ: which NaN a sum or product of float32 and
 float64 is, and how products of complex numbers are rounded (here each product once, then their

@@ -19,12 +19,10 @@ All functions may be called from several threads at once.
 from __future__ import annotations
 
 import ctypes
-import math
 import operator
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -40,7 +38,6 @@ __all__ = ["Loop", "combine", "factor_of", "find_loop", "narrow", "rounds_sums",
 Array = npt.NDArray[Any]
 
 _FLOAT32 = np.dtype(np.float32)
-_FLOAT64 = np.dtype(np.float64)
 
 #: The C library; None: NumPy does its work.
 _compiled = kernels
@@ -70,15 +67,15 @@ def combine(
     out:     the same, writeable. It may be the memory of one source; it must not partially overlap
              any.
     divisor: the number of ranks for AVG; it divides before the rounding.
-    exact:   round sums of floats and complex numbers correctly; narrow floats are summed to a
-             correctly rounded float32 first. A divisor divides the rounded sum.
+    exact:   round sums of floats and complex numbers correctly, in C only; narrow floats are summed
+             to a correctly rounded float32 first. A divisor divides the rounded sum.
 
     Narrow floats are accumulated in float32 and rounded once, to nearest even. Integers wrap. bool
     uses the logical operations. MIN and MAX propagate NaN; of 0.0 and -0.0 they return the later
     (for float32 and float64 the one that NumPy returns, which is the same on x86-64).
 
     Raises ArgumentError or ArgumentTypeError for an invalid array, and UnsupportedError if ``op``,
-    or a divisor, is not supported for ``dtype``.
+    or a divisor, is not supported for ``dtype``, or if exact sums need the C library.
     """
     if dtype.kind not in op.kinds:
         raise UnsupportedError(f"ReduceOp.{op.name} is not defined for {dtype}")
@@ -94,7 +91,12 @@ def combine(
     if _compiled is not None and loop is not None:
         _combine_in_c(loop, sources, out, divisor)
     elif exact:
-        _sum_exactly(dtype, sources, out, divisor)
+        if _compiled is None:
+            raise UnsupportedError("exact sums need the C library; see python -m mpicoll doctor")
+        total = np.empty(count, _FLOAT32)  # only float8_e8m0fnu has no loop
+        wide = [source.astype(_FLOAT32) for source in sources]
+        combine(op, by_numpy[_FLOAT32], wide, total, divisor, exact)
+        _narrow(dtype, total, out)
     elif dtype.kind is Kind.NARROW_FLOAT:
         _combine_narrow(op, dtype, sources, out, divisor)
     else:
@@ -292,44 +294,6 @@ def _format(name: str) -> int:
     assert kernels is not None
     index: int = kernels.format(name.encode())
     return index
-
-
-def _sum_exactly(dtype: DType, sources: Sequence[Array], out: Array, divisor: int) -> None:
-    """``combine`` for exact sums, element by element, with the results of ``src/exact.c``."""
-    if dtype.kind is Kind.COMPLEX:
-        sources, out = [_parts(source) for source in sources], _parts(out)
-    with np.errstate(all="ignore"):
-        elements = zip(*(source.astype(_FLOAT64).tolist() for source in sources), strict=True)
-        sums = np.array([_exact_sum(terms) for terms in elements], _FLOAT64).reshape(-1, 2)
-        result, error = sums[:, 0], sums[:, 1]
-        if out.dtype != _FLOAT64:
-            # Round to odd first: then the second rounding rounds the exact sum.
-            beyond = np.nextafter(result, np.copysign(np.inf, error))
-            even = np.ascontiguousarray(result).view(np.int64) % 2 == 0
-            result = np.where(even & (error != 0), beyond, result).astype(_FLOAT32)
-        result = np.where(result != result, np.nan, result + 0.0)  # turns -0.0 into 0.0
-        if divisor != 1:
-            result /= result.dtype.type(divisor)
-        if dtype.kind is Kind.NARROW_FLOAT:
-            _narrow(dtype, result, out)
-        else:
-            out[:] = result
-
-
-def _exact_sum(terms: Sequence[float]) -> tuple[float, float]:
-    """Return the correctly rounded sum, and the rounding error or a number with its sign."""
-    if not all(map(math.isfinite, terms)):
-        return sum(term for term in terms if not math.isfinite(term)), 0.0
-    try:
-        nearest = math.fsum(terms)
-        return nearest, math.fsum((*terms, -nearest))
-    except OverflowError:  # of a partial sum
-        total = sum(map(Fraction, terms), Fraction())
-    try:
-        nearest = float(total)
-    except OverflowError:
-        return math.inf if total > 0 else -math.inf, 0.0
-    return nearest, float(total - Fraction(nearest))
 
 
 class Loop(NamedTuple):

@@ -10,20 +10,20 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from mpicoll import settings
-from mpicoll.routes.route import MemoryKind, Route
+from mpicoll.routes.route import Route
 
 __all__ = ["DEVICE", "HOST", "ROUTES"]
 
 
-def _load(memory: MemoryKind, names: Sequence[str]) -> dict[str, Route]:
-    package = f"mpicoll.routes.{memory.value}"
+def _load(memory: str, names: Sequence[str]) -> dict[str, Route]:
+    package = f"mpicoll.routes.{memory}"
     return {name: import_module(f"{package}.{name}").ROUTE for name in names}
 
 
 #: Routes by name. A host route and a device route may have the same name.
 HOST = _load(
-    MemoryKind.HOST,
+    "host",
     ("mpi", "mpi_chunked", "exchange", "widened", "single_copy", "shared", "hierarchical"),
 )
-DEVICE = _load(MemoryKind.DEVICE, settings.DEVICE_ROUTE.values)
+DEVICE = _load("device", settings.DEVICE_ROUTE.values)
 ROUTES: tuple[Route, ...] = (*HOST.values(), *DEVICE.values())

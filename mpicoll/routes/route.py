@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from mpicoll.core.plan import CallKind, Implementation
@@ -14,16 +13,9 @@ from mpicoll.kernels.reduction import find_loop
 from mpicoll.primitives import Primitive
 
 __all__ = [
-    "EXCHANGES", "MOVES", "PREFIXES", "REDUCTIONS", "MemoryKind", "Needs", "Policy", "Route",
+    "EXCHANGES", "MOVES", "PREFIXES", "REDUCTIONS", "Needs", "Policy", "Route",
     "Serves", "has_loop",
 ]  # fmt: skip
-
-
-class MemoryKind(Enum):
-    """The kind of memory of a call's buffers."""
-
-    HOST = "host"
-    DEVICE = "device"
 
 
 #: Names of operations that several routes serve.
@@ -125,11 +117,6 @@ class Route:
     def name(self) -> str:
         """Return the name in tuning tables, settings and messages: the last part of ``module``."""
         return self.module.rpartition(".")[2]
-
-    @property
-    def memory(self) -> MemoryKind:
-        """Return the kind of memory that the route serves, from the module's package."""
-        return MemoryKind(self.module.split(".")[-2])
 
     def can_run(
         self,

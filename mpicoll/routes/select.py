@@ -8,6 +8,7 @@ from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.core.reproducible import EXACT, ORDER
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import UnsupportedError
+from mpicoll.kernels import library
 from mpicoll.kernels.reduction import rounds_sums
 from mpicoll.routes.device import select as device
 from mpicoll.routes.host import select as host
@@ -22,14 +23,19 @@ __all__ = ["choose", "share_memory"]
 def choose(kind: CallKind, on_device: bool) -> Implementation:
     """Return the implementation of a kind of call on host or device memory.
 
-    Raises UnsupportedError for a reduction that depends on the order, in a group with
-    reproducible="exact".
+    In a group with reproducible="exact", raises UnsupportedError for a reduction that depends on
+    the order, and without the C library.
     """
     if kind.exact and not _is_exact(kind.op, kind.dtype):
         raise UnsupportedError(
             f"{kind.primitive.name}: {kind.op} of {kind.dtype} is rounded at every rank in turn, "
             f"and group {kind.group.group_name} has reproducible={EXACT!r}; use a group with "
             f"reproducible={ORDER!r}"
+        )
+    if kind.exact and library.kernels is None:
+        raise UnsupportedError(
+            f"{kind.primitive.name}: reproducible={EXACT!r} needs the C library, but this rank "
+            f"uses {library.describe()}; see python -m mpicoll doctor"
         )
     if on_device:
         return device.DeviceImplementation(kind)

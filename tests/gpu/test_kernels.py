@@ -1,9 +1,8 @@
-"""Reduction kernels on a GPU, compared with ``reduction.py`` on the host.
-
-tests/test_device_kernels.py compares the assert_same source, compiled for the host, with NumPy.
-"""
+"""Reduction kernels on a GPU, compared with ``reduction.py`` on the host."""
 
 from __future__ import annotations
+
+import re
 
 import numpy as np
 import pytest
@@ -14,9 +13,10 @@ import cupy
 pytest.importorskip("oracle", reason="run it with make test-gpu")
 from oracle import any_bits, operands
 
-from mpicoll.dtypes import DTYPES, OPERATIONS, Kind, ReduceOp
+from mpicoll.dtypes import DTYPES, OPERATIONS, Kind, ReduceOp, by_name
+from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpicoll.kernels import reduction
-from mpicoll.kernels.device_kernels import DeviceKernels
+from mpicoll.kernels.device_kernels import _OPTIONS, _PEERS, DeviceKernels, _source
 
 pytestmark = pytest.mark.on_a_gpu
 
@@ -35,6 +35,8 @@ NARROW = [
 ]
 #: Less than a vector, with a remainder, and more than the threads of a device.
 COUNTS = [1, 7, 1000, 1_000_003]
+#: Guard bytes before and after every array; a multiple of 256.
+GUARD_BYTES = 256
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +45,26 @@ def kernels():
 
 
 class OnDevice:
-    """A copy of an array on the device, ``offset`` bytes after a multiple of 256."""
+    """A copy of an array on the device, ``offset`` bytes after a multiple of 256, with guards."""
 
     def __init__(self, array, offset=0):
-        self.memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(array.nbytes + 256), 0)
-        self.bytes = cupy.ndarray(array.nbytes, "u1", self.memory + offset)
-        self.bytes.set(np.frombuffer(array.tobytes(), np.uint8))
-        cupy.cuda.get_current_stream().synchronize()  # the tests' streams are not ordered after it
-        self.address = self.bytes.data.ptr
         self.dtype = array.dtype
+        self.inside = slice(GUARD_BYTES + offset, GUARD_BYTES + offset + array.nbytes)
+        self.before = np.full(self.inside.stop + GUARD_BYTES, 0xA5, np.uint8)
+        self.before[self.inside] = np.frombuffer(array.tobytes(), np.uint8)
+        # Memory of cudaMalloc: compute-sanitizer does not check memory of a pool.
+        memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(self.before.size), 0)
+        self.memory = cupy.ndarray(self.before.size, "u1", memory)
+        self.memory.set(self.before)
+        cupy.cuda.get_current_stream().synchronize()  # the tests' streams are not ordered after it
+        self.address = self.memory.data.ptr + self.inside.start
 
     def got(self):
-        return self.bytes.get().view(self.dtype)
+        after = self.memory.get()
+        result = after[self.inside].tobytes()
+        after[self.inside] = self.before[self.inside]
+        assert np.array_equal(after, self.before), "memory outside of the array was written"
+        return np.frombuffer(result, self.dtype)
 
 
 def assert_same(got, expected, kind, case):
@@ -63,8 +73,9 @@ def assert_same(got, expected, kind, case):
         np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=case)
         return
     if kind in (Kind.FLOAT, Kind.NARROW_FLOAT):
-        nan = np.isnan(expected)
-        assert (np.isnan(got) == nan).all(), case
+        with np.errstate(all="ignore"):
+            nan = np.isnan(expected)
+            assert (np.isnan(got) == nan).all(), case
         got, expected = got[~nan], expected[~nan]
     assert got.tobytes() == expected.tobytes(), case
 
@@ -130,3 +141,72 @@ def test_scale(kernels, dtype):
     stream.synchronize()
     assert_same(out.got(), expected, Kind.FLOAT if dtype.kind is Kind.NARROW_FLOAT else dtype.kind,
          str(dtype))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["complex64", "complex128"])
+def test_scale_by_a_complex_factor(kernels, name):
+    dtype, factor, stream = by_name[name], 0.3 - 1.7j, cupy.cuda.Stream(non_blocking=True)
+    array = operands(ReduceOp.SUM, dtype, 501, 0)
+    for offset in (0, dtype.itemsize // 2):
+        sources, out = OnDevice(array, offset), OnDevice(np.zeros_like(array), offset)
+        kernels.scale(dtype, sources.address, factor, out.address, array.size, stream.ptr)
+        stream.synchronize()
+        assert_same(out.got(), array * dtype.numpy.type(factor), dtype.kind, name)
+
+
+@pytest.mark.parametrize("n", [499, 500, 3999])
+def test_many_sources(kernels, n):
+    """Up to the capacities of the kernels' arguments."""
+    dtype, stream = by_name["bfloat16"], cupy.cuda.Stream(non_blocking=True)
+    arrays = [operands(ReduceOp.SUM, dtype, 19, rank % 7) for rank in range(n)]
+    held = [OnDevice(array, 2 * (rank % 2)) for rank, array in enumerate(arrays[:7])]
+    out, expected = OnDevice(np.zeros(19, dtype.numpy)), np.empty(19, dtype.numpy)
+    with np.errstate(all="ignore"):
+        reduction.combine(ReduceOp.AVG, dtype, arrays, expected, n)
+    by, sources = reduction.find_loop(ReduceOp.AVG, dtype), [held[r % 7].address for r in range(n)]
+    kernels.combine(by, sources, [out.address], 19, n, stream.ptr)
+    stream.synchronize()
+    assert_same(out.got(), expected, dtype.kind, str(n))
+
+
+def test_invalid_arguments_raise(kernels):
+    add = reduction.find_loop(ReduceOp.SUM, by_name["float32"])
+    integers = reduction.find_loop(ReduceOp.SUM, by_name["int32"])
+    for error, message, method, *arguments in (
+        (ArgumentError, "one array to combine and one", kernels.combine, add, [], [64], 1, 1, 0),
+        (ArgumentError, "multiple of 4 bytes", kernels.combine, add, [64, 66], [64], 1, 1, 0),
+        (UnsupportedError, "got 4001", kernels.combine, add, [64] * 4000, [64], 1, 1, 0),
+        (UnsupportedError, "AVG is not defined", kernels.combine, integers, [64], [64], 1, 2, 0),
+        (UnsupportedError, "no kernel scales", kernels.scale, by_name["bool"], 64, 1, 64, 1, 0),
+        (ArgumentTypeError, None, kernels.scale, by_name["int32"], 64, 0.5, 64, 1, 0),
+        (ArgumentTypeError, None, kernels.scale, by_name["float16"], 64, 1j, 64, 1, 0),
+        (ArgumentError, "of 8 bytes", kernels.scale, by_name["complex128"], 68, 1j, 64, 1, 0),
+        (UnsupportedError, "no kernel rounds", kernels.narrow, by_name["float32"], 64, 64, 1, 0),
+    ):
+        with pytest.raises(error, match=message):
+            method(*arguments)
+
+
+LINES = [
+    *(f"COMBINE({name}, 0, 17)" for name in ("bfloat16", "float32", "float64", "uint8")),
+    "COMBINE(float32, 2, 4000)", "SCALE(float64)", "SCALE_COMPLEX(float32)", "NARROW(bfloat16)",
+    "ALL_REDUCE(float32, 0)", "ALL_REDUCE(bfloat16, 0)", "REDUCE_SCATTER(int64, 6)",
+    "ALL_GATHER(uint64_t)", "BROADCAST(uint8_t)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", [75, 80, 90])
+@pytest.mark.parametrize("line", LINES)
+def test_compiled_instructions(line, architecture):
+    """Vector accesses, no contraction, no flushing of subnormals, and few system fences."""
+    code = f"{_source(*_PEERS)}\n{line}\n"
+    options = (*_OPTIONS, "-ftz=true", f"-arch=compute_{architecture}")
+    text = cupy.cuda.compiler._NVRTCProgram(code).compile(options)[0].decode()
+    assert "fma.rn.f" not in text
+    assert re.search(r"ld\.(global\.)?v[24]\.", text) and re.search(r"st\.(global\.)?v[24]\.", text)
+    # Only conversions of the float64 divisor and tests for NaN may flush subnormals.
+    flushing = set(re.findall(r"\S+\.ftz\S*", text))
+    assert flushing <= {"cvt.rn.ftz.f32.f64", "setp.nan.ftz.f32", "setp.neu.ftz.f32"}
+    if line.startswith(("ALL_", "REDUCE_", "BROADCAST")):
+        assert 0 < text.count("st.release.sys.u64") < 5 and "ld.acquire.sys.u64" in text
+        assert "ld.global.nc" not in text  # other GPUs write to the memory

@@ -36,7 +36,7 @@ CHOSEN = {
 @pytest.mark.parametrize("tests", CHOSEN)
 @pytest.mark.parametrize("tool", ["memcheck", "initcheck", "racecheck", "synccheck"])
 def test_kernels_under_the_sanitizer(tool, tests):
-    """racecheck only finds races in shared memory; test_device_peers.py uses ThreadSanitizer."""
+    """racecheck only finds races in shared memory; ``make sanitize`` finds races between ranks."""
     command = [sanitizer(), "--tool", tool, "--error-exitcode", "77", sys.executable]
     command += ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", CHOSEN[tests]]
     command += [str(HERE / tests)]

@@ -41,7 +41,7 @@ PLACES = {
     "three nodes": lambda n: [(rank * 2) % 3 if n > LEAST else rank // 2 for rank in range(n)],
 }
 
-ROUTED = [name for name in NAMES if name in hierarchical._BUILDERS]
+ROUTED = [name for name in NAMES if name in hierarchical.ROUTE.serves.primitives]
 
 
 @pytest.fixture(scope="module")
@@ -123,19 +123,9 @@ def test_all_reduce_around_chunk_sizes(cut, mpi, dtype):
 def test_other_operations_around_chunk_sizes(cut, name, dtype):
     line, slot, piece = (size // dtype.itemsize for size in (64, 512, 1024))
     for turn, count in enumerate((0, line + 1, slot - 1, slot + 1, 2 * piece + 7)):
-        ops = served(dtype)[turn % 3 :: 3] if NAMES[name].reduces else [None]
-        for op in ops:
-            Exact(name, cut, dtype, count, op, turn % cut.size).run()
+        for op in served(dtype)[turn % 3 :: 3]:
+            Exact(name, cut, dtype, count, op).run()
     assert has_levels(cut)
-
-
-@needs
-def test_every_root(cut):
-    for root, count in itertools.product(range(cut.size), (1, 40, 5000)):
-        for name in ("broadcast", "reduce"):
-            op = ReduceOp.AVG if name == "reduce" else None
-            Exact(name, cut, by_name["float32"], count, op, root).run()
-            Exact(name, cut, by_name["bfloat16"], count, op, root).run()
 
 
 @needs
@@ -145,21 +135,12 @@ def test_large_messages_with_default_chunks(placed, name):
     block = 5 * hierarchical.CHUNK // dtype.itemsize // n + 123
     given = [(np.arange(n * block) % 11 + rank).astype(dtype) for rank in range(n)]
     total = np.sum(given, axis=0, dtype=np.float32).astype(dtype)
-    for root in (0, n - 1):
-        array = given[me].copy()
-        dist.reduce(array, group=group, group_dst=root)
-        assert (array == (total if me == root else given[me])).all()
-        dist.broadcast(array, group=group, group_src=root)
-        assert (array == total).all()
     array = given[me].copy()
     dist.all_reduce(array, group=group)
     assert (array == total).all()
     part = np.empty(block, dtype)
     dist.reduce_scatter_single(part, given[me], group=group)
     assert (part == total[me * block :][:block]).all()
-    array[:] = 0
-    dist.all_gather_single(array, part, group=group)
-    assert (array == total).all()
     assert has_levels(placed)
 
 
@@ -173,8 +154,7 @@ def test_groups_of_some_ranks(patch, world):
         if team.me is None:
             continue
         for name in ROUTED:
-            op = ReduceOp.SUM if NAMES[name].reduces else None
-            Exact(name, team, by_name["bfloat16"], 3000, op, 1).run()
+            Exact(name, team, by_name["bfloat16"], 3000, ReduceOp.SUM).run()
         dist.destroy_process_group(team.group)
     for ranks in ([0, 2], [0, 1], [0, 2, 4][: 1 + (n + 1) // 2 - 1]):
         team = group_of(f"without, {ranks}", ranks)
@@ -200,9 +180,8 @@ def test_ranks_with_random_delays_keep_the_order_of_calls(patch, world):
         name = str(rng.choice(ROUTED))
         count = int(rng.choice([1, 7, 500, 5000, 70000]))
         dtype = by_name[str(rng.choice(["float32", "bfloat16", "int16"]))]
-        op = ReduceOp.SUM if NAMES[name].reduces else None
         team = teams[int(rng.integers(2))]
-        call = Exact(name, team, dtype, count, op, int(rng.integers(world.size)))
+        call = Exact(name, team, dtype, count, ReduceOp.SUM)
         if mine.random() < 0.05:
             time.sleep(mine.random() / 500)
         pending.append((call, call.start(async_op=number % 3 == 0)))
@@ -240,15 +219,6 @@ def test_collective_mismatch_raises_on_all_ranks(placed):
                 again = np.ones(300000, f32)
                 dist.all_reduce(again, group=team.group)
                 assert (again == team.size).all()
-        root = int(mine)
-        with pytest.raises(MismatchError, match=f"broadcast on rank {team.me} of .*, src 1"):
-            dist.broadcast(np.ones(900, f32), group=team.group, group_src=root)
-        with pytest.raises(MismatchError, match="reduce of 900 elements of float32, SUM, dst 1"):
-            dist.reduce(np.ones(900, f32), group=team.group, group_dst=root)
-        with pytest.raises(MismatchError, match=f"ranks? .*{team.me}.*: all_reduce of 900 ele"):
-            if mine:
-                dist.broadcast(np.ones(900, f32), group=team.group, group_src=0)
-            dist.all_reduce(np.ones(900, f32), group=team.group)
         if not hierarchy.get_or_create(team.group).even:
             continue
         count = 900 + mine
@@ -256,13 +226,14 @@ def test_collective_mismatch_raises_on_all_ranks(placed):
             dist.reduce_scatter_single(
                 np.empty(count, np.int32), np.ones(count * team.size, np.int32), group=team.group
             )
-        with pytest.raises(MismatchError, match="all_gather_single of"):
-            dist.all_gather_single(
-                np.empty(count * team.size, np.int32), np.ones(count, np.int32), group=team.group
-            )
+        with pytest.raises(MismatchError, match=f"ranks? .*{team.me}.*: all_reduce of 900 ele"):
+            if mine:
+                dist.reduce_scatter_single(
+                    np.empty(900, f32), np.ones(900 * team.size, f32), group=team.group
+                )
+            dist.all_reduce(np.ones(900, f32), group=team.group)
     for name in ROUTED:
-        op = SUM if NAMES[name].reduces else None
-        Exact(name, team, world, 3000, op, 1).run()
+        Exact(name, team, world, 3000, SUM).run()
 
 
 @needs
@@ -321,8 +292,7 @@ def test_serialized_mpi(patch, world):
     team = group_of("serialized", range(world.size))
     team.group.inner = serialize(team.group.inner)
     for name in ROUTED:
-        op = ReduceOp.MAX if NAMES[name].reduces else None
-        Exact(name, team, by_name["float32"], 3000, op, 1).run()
+        Exact(name, team, by_name["float32"], 3000, ReduceOp.MAX).run()
     rail = hierarchy.get_or_create(team.group).rail
     assert rail is None or type(rail.inner) is type(team.group.inner)
     dist.destroy_process_group(team.group)
@@ -337,5 +307,5 @@ def test_single_node_does_not_use_the_route(world, monkeypatch):
     assert hierarchy.get_or_create(world.group) is None
 
     for name in ROUTED:
-        op = ReduceOp.SUM if NAMES[name].reduces else None
-        assert hierarchical._build(CallKind(NAMES[name], world.group, op, by_name["int8"])) is None
+        kind = CallKind(NAMES[name], world.group, ReduceOp.SUM, by_name["int8"])
+        assert hierarchical._build(kind) is None

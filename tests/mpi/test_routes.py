@@ -81,7 +81,7 @@ def test_host_routes_implement_their_declarations(world, monkeypatch, name, row)
 
 
 @pytest.mark.parametrize(
-    "route", registry.ROUTES, ids=lambda route: f"{route.memory.value}-{route.name}"
+    "route", registry.ROUTES, ids=lambda route: route.module.removeprefix("mpicoll.routes.")
 )
 def test_route_declarations_are_complete(route):
     """A declaration names existing primitives, and each has at least one supported dtype."""

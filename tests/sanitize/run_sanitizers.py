@@ -5,6 +5,8 @@
 VENV is an environment with the requirements of the tests. ``make sanitize`` calls this program.
 
 - ``kernels_test.c``, whose threads are the ranks of a group, runs under all three sanitizers.
+- ``device_peers_test.cpp`` runs kernels of route ``peer`` as host threads under ThreadSanitizer,
+  with ``$CXX`` or c++.
 - Python tests of the C library run on processes, with a library built for AddressSanitizer and
   UndefinedBehaviorSanitizer.
 
@@ -32,6 +34,7 @@ MODULE = SOURCES / "calls.c"
 BUILD = ROOT / ".cache" / "sanitize"
 
 COMPILER = shlex.split(os.environ.get("CC", "cc"))
+CXX = shlex.split(os.environ.get("CXX", "c++"))
 FLAGS = ["-std=gnu11", "-g", "-fno-omit-frame-pointer", "-ffp-contract=off", "-fno-trapping-math"]
 ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 THREAD = ["-fsanitize=thread"]
@@ -113,6 +116,14 @@ def run_threads(name: str, flags: list[str]) -> None:
     run([str(program)], env=os.environ | OPTIONS, preexec_fn=keep_addresses)
 
 
+def run_device_threads() -> None:
+    """Build device_peers_test.cpp with ThreadSanitizer and run it."""
+    program, source = BUILD / "device_peers_test", Path(__file__).parent / "device_peers_test.cpp"
+    options = ["-std=c++17", "-g", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    run([*CXX, *options, *THREAD, "-pthread", f"-I{SOURCES}", str(source), "-o", str(program)])
+    run([str(program)], env=os.environ | OPTIONS, preexec_fn=keep_addresses)
+
+
 def run_tests(python: Path, mpiexec: list[str]) -> None:
     """Run tests in Python with a copy of the package whose C library is built with sanitizers."""
     package = BUILD / "package" / "mpicoll"
@@ -160,6 +171,8 @@ def main() -> int:
             skipped.append(f"SKIPPED {flags[0]}: {shlex.join(COMPILER)} has no runtime: {missing}")
             continue
         run_threads(name, flags)
+        if name == "thread":
+            run_device_threads()
         if name == "address":
             first, *options = shlex.split(arguments.mpiexec or str(bin / "mpiexec"))
             if "/" in first:  # the tests run in another folder

@@ -2,7 +2,7 @@
  *
  * device_kernels.py puts formats.h before this text, and one line after it that defines the
  * requested kernel: COMBINE(...) or another macro at the end of this file. NVRTC compiles the
- * result; so does any C++ compiler with definitions of CUDA's thread variables.
+ * result.
  *
  * If all arrays have the same alignment, most elements are read and written in pieces of 16 bytes.
  * A thread reads a piece of all sources before it writes the result, and no other thread accesses
@@ -262,10 +262,13 @@ template <class Format, int operation, int capacity> struct Combine {
         const Piece<element, n> result =
             combined<Format, operation, n>(addresses, sources, divisor, place);
 
+#pragma unroll 1
         for (int k = sources; k < all; k++) {
             element *out = (element *)addresses.of[k];
+
             if (alike) {
-                *piece<n>(out, place) = result;
+                /* With `out + place`, compilers store the elements one by one. */
+                *(Piece<element, n> *)((size_t)out + place * sizeof(element)) = result;
                 continue;
             }
 #pragma unroll

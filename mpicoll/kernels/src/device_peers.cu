@@ -1,8 +1,7 @@
 /* Collectives of GPUs that can access each other's memory: each is one kernel on every rank's GPU.
  *
  * device_kernels.py puts this text after device.cu, and one line after it that defines a kernel,
- * such as ALL_REDUCE(...) at the end. Any C++ compiler with definitions of CUDA's thread variables
- * and __syncthreads compiles it as well.
+ * such as ALL_REDUCE(...) at the end. tests/sanitize/device_peers_test.cpp compiles it for the host.
  *
  * Every rank has a workspace to which the kernels of all ranks write: a Header, and two areas for
  * each block. Block b of a rank communicates only with block b of the other ranks. It works in
@@ -102,9 +101,6 @@ METHOD uint64_t nanoseconds()
     return now;
 }
 
-METHOD void relax()
-{
-}
 #else
 METHOD void store_release(uint64_t *flag, uint64_t value)
 {
@@ -117,64 +113,18 @@ METHOD uint64_t load_acquire(const uint64_t *flag)
 }
 #endif
 
-/* ---- Unaligned memory ------------------------------------------------------------------------ */
-
-template <int n, class Element> METHOD bool is_aligned(const Element *array)
-{
-    return n == 1 || (size_t)array % sizeof(Piece<Element, n>) == 0;
-}
-
-template <int n, class Element> METHOD Piece<Element, n> load(const Element *array)
-{
-    if (is_aligned<n>(array))
-        return *piece<n>(array, 0);
-    Piece<Element, n> loaded;
-#pragma unroll
-    for (int i = 0; i < n; i++)
-        loaded.of[i] = array[i];
-    return loaded;
-}
-
-template <int n, class Element> METHOD void store(Element *array, const Piece<Element, n> &stored)
-{
-    if (is_aligned<n>(array)) {
-        *piece<n>(array, 0) = stored;
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < n; i++)
-        array[i] = stored.of[i];
-}
-
-/* Moves `count` elements from work.get to work.put, by the threads of one block. Each thread gets
- * several pieces before it puts the first, to have more loads in flight. */
-template <class Work> METHOD void in_block(const Work &work, int64_t count)
-{
-    enum { n = Work::length, batch = 4 };
-    const int64_t pieces = count / n, threads = blockDim.x;
-    int64_t i = threadIdx.x;
-
-    for (; i + (batch - 1) * threads < pieces; i += batch * threads) {
-        Piece<typename Work::element, n> got[batch];
-#pragma unroll
-        for (int k = 0; k < batch; k++)
-            got[k] = work.template get<n>((i + k * threads) * n);
-#pragma unroll
-        for (int k = 0; k < batch; k++)
-            work.put((i + k * threads) * n, got[k]);
-    }
-    for (; i < pieces; i += threads)
-        work.put(i * n, work.template get<n>(i * n));
-    for (i = pieces * n + threadIdx.x; i < count; i += threads)
-        work.put(i, work.template get<1>(i));
-}
-
 /* ---- Steps ----------------------------------------------------------------------------------- */
 
-/* The current step of a block. */
+/* Ranks, by bit. */
+METHOD uint32_t bit(int rank)
+{
+    return (uint32_t)1 << rank;
+}
+
+/* The steps of a block. */
 struct Steps {
     const Peers &peers;
-    uint64_t step; /* current step number */
+    uint64_t step; /* the step in which this rank pushes next */
 
     METHOD explicit Steps(const Peers &peers)
         : peers(peers), step(header(peers.me)->steps[blockIdx.x] + 1)
@@ -186,41 +136,45 @@ struct Steps {
         return (Header *)peers.of[rank];
     }
 
-    /* Offset in a workspace of the area for the data that `source` pushes in this step. */
-    METHOD int64_t offset(int source) const
+    /* Offset in a workspace of the area for the data that `source` pushes in a step. */
+    METHOD int64_t offset(int source, uint64_t in) const
     {
-        const int64_t areas = blockIdx.x * 2 + step % 2;
+        const int64_t areas = blockIdx.x * 2 + in % 2;
         return (int64_t)sizeof(Header) + (areas * peers.n + source) * peers.room;
     }
 
-    /* Address at which this rank pushes data to another rank. */
+    /* Address to which this rank pushes data for another rank. */
     template <class Element> METHOD Element *into(int rank) const
     {
-        return (Element *)(peers.of[rank] + offset(peers.me));
+        return (Element *)(peers.of[rank] + offset(peers.me, step));
     }
 
-    /* Address of the data that another rank has pushed. */
+    /* Address of the data that another rank has pushed in the latest step. */
     template <class Element> METHOD const Element *from(int rank) const
     {
-        return (const Element *)(peers.of[peers.me] + offset(rank));
+        return (const Element *)(peers.of[peers.me] + offset(rank, step - 1));
     }
 
-    /* Signals to all ranks that this rank has pushed, and waits for their signals. Returns false if
-     * a rank has aborted. */
-    METHOD bool exchange_signals() const
+    METHOD uint32_t others() const
+    {
+        return (bit(peers.n) - 1) & ~bit(peers.me);
+    }
+
+    /* Signals to all ranks that this rank has pushed, waits for their signals, and begins the next
+     * step. Returns false if a rank has aborted. Thread i communicates with rank i. */
+    METHOD bool exchange_signals()
     {
         const uint64_t value = peers.call << STEP_BITS | step;
-        const int parity = (int)(step % 2);
+        const int parity = (int)(step % 2), rank = threadIdx.x;
         bool failed = false;
 
         __syncthreads();
-        for (int rank = threadIdx.x; rank < peers.n; rank += blockDim.x)
-            if (rank != peers.me)
-                store_release(&header(rank)->signals[blockIdx.x][parity][peers.me], value);
-        for (int rank = threadIdx.x; rank < peers.n; rank += blockDim.x)
-            if (rank != peers.me)
-                failed |= !wait_for_signal(
-                    rank, &header(peers.me)->signals[blockIdx.x][parity][rank], value);
+        if (rank < peers.n && rank != peers.me) {
+            store_release(&header(rank)->signals[blockIdx.x][parity][peers.me], value);
+            failed = !wait_for_signal(rank, &header(peers.me)->signals[blockIdx.x][parity][rank],
+                                      value);
+        }
+        step++;
         return !__syncthreads_or(failed);
     }
 
@@ -240,40 +194,26 @@ struct Steps {
             if (seen == value)
                 return true;
             const uint64_t now = nanoseconds();
-            if ((seen & STEP_MASK) == step)
-                abort_all(FAILURE(peers.call, DIFFERS, peers.me, rank));
-            else if (now - start > peers.limit)
-                abort_all(FAILURE(peers.call, LATE, peers.me, rank));
+            const bool differs = (seen & STEP_MASK) == step;
+            if (differs || now - start > peers.limit)
+                abort_all(FAILURE(peers.call, differs ? DIFFERS : LATE, peers.me, rank));
             else if (now - last_poll > HOST_POLL_NS) {
                 const uint64_t host_failure = load_acquire(peers.failure);
                 if (host_failure)
                     store_release(&header(peers.me)->failure, host_failure);
                 last_poll = now;
-            } else
-                relax();
+            }
         }
     }
 
     METHOD void abort_all(uint64_t why) const
     {
+#pragma unroll 1
         for (int rank = 0; rank < peers.n; rank++)
             store_release(&header(rank)->failure, why);
     }
 
-    METHOD Steps after() const
-    {
-        Steps next = *this;
-
-        next.step++;
-        return next;
-    }
-
-    METHOD void next()
-    {
-        step++;
-    }
-
-    /* Ends the call; every step has been followed by `next`. */
+    /* Ends the call, after the last exchange of signals. */
     METHOD void end() const
     {
         __syncthreads();
@@ -282,104 +222,157 @@ struct Steps {
     }
 };
 
-/* ---- Work of a block ------------------------------------------------------------------------- */
+/* ---- Moves ----------------------------------------------------------------------------------- */
 
-enum { NO_RANK = -2, ALL = -1 };
+/* The operation of kernels that do not combine, and the root of calls without one (peers.py has
+ * the same). */
+enum { COPY = -1, ALL = -1 };
 
-template <class Element> struct Copy {
-    typedef Element element;
-    enum { length = LENGTH(sizeof(element)) };
-
-    const element *source;
-    element *out;
-
-    template <int n> METHOD Piece<element, n> get(int64_t place) const
-    {
-        return load<n>(source + place);
-    }
-    template <int n> METHOD void put(int64_t place, const Piece<element, n> &got) const
-    {
-        store<n>(out + place, got);
-    }
+/* Reads `count` elements and writes them to `out`, memory of this rank or null, and to the areas of
+ * the ranks in `to`. If `combines`, the elements are combined with those that all other ranks have
+ * pushed. */
+template <class Element> struct Move {
+    const Element *source;
+    int count;
+    Element *out = 0;
+    uint32_t to = 0;
+    bool combines = false;
 };
 
-/* Pushes the same data to all other ranks except `but`, which may be NO_RANK. */
-template <class Element> struct Spread {
-    typedef Element element;
-    enum { length = LENGTH(sizeof(element)) };
+template <int n, class Element> METHOD bool is_aligned(const Element *array)
+{
+    return (size_t)array % sizeof(Piece<Element, n>) == 0;
+}
 
-    const Steps steps;
-    const element *source;
-    int but;
-
-    template <int n> METHOD Piece<element, n> get(int64_t place) const
-    {
-        return load<n>(source + place);
-    }
-    template <int n> METHOD void put(int64_t place, const Piece<element, n> &got) const
-    {
-        for (int rank = 0; rank < steps.peers.n; rank++)
-            if (rank != steps.peers.me && rank != but)
-                *piece<n>(steps.into<element>(rank), place) = got;
-    }
-};
-
-/* Combines this rank's elements with the data that the other ranks have pushed. Pushes the result,
- * as data of the next step, to a rank, to ALL other ranks, or to NO_RANK. */
-template <class Format, int operation> struct Fold {
+/* Moves the elements from `first` to `end` in pieces of n, by the threads of one block. Each thread
+ * reads `batch` pieces before it writes them, to have more loads in flight. */
+template <class Format, int operation, int n, int batch>
+METHOD void move_pieces(const Steps &steps, const Move<typename Format::element> &move,
+                        double divisor, int first, int end)
+{
     typedef typename Format::element element;
-    typedef typename Format::number number;
-    enum { length = LENGTH(sizeof(element)) };
+    const int stride = blockDim.x * n;
 
-    const Steps steps;
-    const element *own;
-    element *out; /* may be `own`; null: this rank does not keep the result */
-    double divisor;
-    int to;
+#pragma unroll 1
+    for (int begin = first + threadIdx.x * n; begin < end; begin += batch * stride) {
+        Piece<element, n> got[batch];
 
-    template <int n> METHOD Piece<element, n> get(int64_t place) const
-    {
-        number numbers[n];
-
-        for (int rank = 0; rank < steps.peers.n; rank++) {
-            const Piece<element, n> next = rank == steps.peers.me
-                                               ? load<n>(own + place)
-                                               : *piece<n>(steps.from<element>(rank), place);
+        const auto read = [&](const element *from) {
 #pragma unroll
-            for (int i = 0; i < n; i++) {
-                const number widened = Format::widen(next.of[i]);
-                numbers[i] = rank ? Format::template fold<operation>(numbers[i], widened) : widened;
+            for (int k = 0; k < batch; k++)
+                if (begin + k * stride < end)
+                    got[k] = *piece<n>(from, begin + k * stride);
+        };
+        const auto write = [&](element *out) {
+#pragma unroll
+            for (int k = 0; k < batch; k++)
+                if (begin + k * stride < end)
+                    *piece<n>(out, begin + k * stride) = got[k];
+        };
+        if (!move.combines)
+            read(move.source);
+        else if constexpr (operation != COPY) {
+            typename Format::number numbers[batch * n];
+
+#pragma unroll 1
+            for (int rank = 0; rank < steps.peers.n; rank++) {
+                read(rank == steps.peers.me ? move.source : steps.from<element>(rank));
+#pragma unroll
+                for (int i = 0; i < batch * n; i++) {
+                    const auto next = Format::widen(got[i / n].of[i % n]);
+                    numbers[i] = rank ? Format::template fold<operation>(numbers[i], next) : next;
+                }
             }
-        }
-        Piece<element, n> result;
 #pragma unroll
-        for (int i = 0; i < n; i++)
-            result.of[i] =
-                Format::narrow(divisor == 1 ? numbers[i] : Format::divided(numbers[i], divisor));
-        return result;
-    }
-    template <int n> METHOD void put(int64_t place, const Piece<element, n> &got) const
-    {
-        const Steps after = steps.after();
-
-        if (out)
-            store<n>(out + place, got);
+            for (int i = 0; i < batch * n; i++)
+                got[i / n].of[i % n] = Format::narrow(
+                    divisor == 1 ? numbers[i] : Format::divided(numbers[i], divisor));
+        }
+        if (move.out)
+            write(move.out);
+#pragma unroll 1
         for (int rank = 0; rank < steps.peers.n; rank++)
-            if (rank != steps.peers.me && (to == ALL || to == rank))
-                *piece<n>(after.into<element>(rank), place) = got;
+            if (move.to & bit(rank))
+                write(steps.into<element>(rank));
     }
-};
+}
+
+/* Moves in pieces of 16 bytes if this rank's memory is aligned, else element by element. */
+template <class Format, int operation>
+METHOD void execute(const Steps &steps, const Move<typename Format::element> &move, double divisor)
+{
+    enum { n = LENGTH(sizeof(typename Format::element)) };
+    enum { batch = operation == COPY || n < 4 ? 4 : 16 / n }; /* limited by the registers */
+
+    if (!move.out && !move.to)
+        return;
+    const bool aligned = is_aligned<n>(move.source) && is_aligned<n>(move.out);
+    const int inside = aligned ? move.count / n * n : 0;
+    move_pieces<Format, operation, n, batch>(steps, move, divisor, 0, inside);
+    move_pieces<Format, operation, 1, 4>(steps, move, divisor, inside, move.count);
+}
 
 /* ---- Collectives ------------------------------------------------------------------------------
  *
  * Block b processes the chunks b, b + blocks, ..., of `chunk` elements, which fit into an area.
  * With two shots it processes a chunk for each rank at once. All ranks have as many blocks.
+ *
+ * A chunk is processed in phases, with an exchange of signals before each except the first. In a
+ * phase, a rank executes one move, for its own part, or one move for each other rank.
+ *
+ * A plan returns one move, and `run` is the only place that executes moves and exchanges signals:
+ * the compiler inlines everything, and each further place makes a kernel larger by hundreds of
+ * instructions.
  */
 
-METHOD int64_t part(int64_t left, int64_t before, int64_t chunk)
+METHOD int part(int64_t left, int64_t before, int64_t chunk)
 {
     left -= before;
-    return left < 0 ? 0 : left < chunk ? left : chunk;
+    return (int)(left < 0 ? 0 : left < chunk ? left : chunk);
+}
+
+/* plan(phase, rank, first): the move for a rank in the chunk that begins at element `first`.
+ * own: the phases, by bit, with one move for this rank. */
+template <class Format, int operation, class Plan>
+METHOD void run(Steps &steps, int phases, uint32_t own, int64_t stride, int64_t count,
+                double divisor, const Plan &plan)
+{
+    const int me = steps.peers.me, n = steps.peers.n;
+
+#pragma unroll 1
+    for (int64_t first = blockIdx.x * stride; first < count; first += gridDim.x * stride)
+#pragma unroll 1
+        for (int phase = 0; phase < phases; phase++) {
+            const int begin = own & bit(phase) ? 0 : 1, end = begin ? n : 1;
+
+            if (phase && !steps.exchange_signals())
+                return;
+#pragma unroll 1
+            for (int k = begin; k < end; k++) {
+                const int rank = me + k < n ? me + k : me + k - n;
+                execute<Format, operation>(steps, plan(phase, rank, first), divisor);
+            }
+        }
+    steps.end();
+}
+
+/* Runs a collective on one array. plan(move, phase, rank): completes a move, whose source is the
+ * rank's chunk of the array, or with one shot the only chunk. */
+template <class Format, int operation, class Plan>
+METHOD void run_in_place(Steps &steps, typename Format::element *array, double divisor, int shots,
+                         int64_t chunk, int64_t count, const Plan &plan)
+{
+    const int64_t stride = shots == 1 ? chunk : steps.peers.n * chunk;
+    const uint32_t own = shots == 1 ? bit(0) | bit(1) : bit(1);
+
+    const auto complete = [&](int phase, int rank, int64_t first) {
+        const int64_t before = shots == 1 ? 0 : rank * chunk;
+        Move<typename Format::element> move = {array + first + before,
+                                               part(count - first, before, chunk)};
+        plan(move, phase, rank);
+        return move;
+    };
+    run<Format, operation>(steps, shots + 1, own, stride, count, divisor, complete);
 }
 
 /* root: the rank that receives the result, or ALL. */
@@ -389,96 +382,21 @@ METHOD void reduce_in_place(const Peers &peers, typename Format::element *array,
 {
     typedef typename Format::element element;
     Steps steps(peers);
-    const int me = peers.me, n = peers.n;
-    const bool keeps = root == ALL || root == me;
-    const int64_t stride = shots == 1 ? chunk : n * chunk;
+    const bool keeps = root == ALL || root == peers.me;
+    const uint32_t receivers = steps.others() & (root == ALL ? ~0u : bit(root));
 
-    for (int64_t first = blockIdx.x * stride; first < count; first += gridDim.x * stride) {
-        element *const begin = array + first;
-        const int64_t left = count - first;
-
-        if (shots == 1) {
-            if (root == ALL)
-                in_block(Spread<element>{steps, begin, NO_RANK}, part(left, 0, chunk));
-            else if (!keeps)
-                in_block(Copy<element>{begin, steps.into<element>(root)}, part(left, 0, chunk));
-            if (!steps.exchange_signals())
-                return;
-            if (keeps)
-                in_block(Fold<Format, operation>{steps, begin, begin, divisor, NO_RANK},
-                         part(left, 0, chunk));
-            steps.next();
-            continue;
-        }
-        for (int k = 1; k < n; k++) {
-            const int rank = (me + k) % n;
-            in_block(Copy<element>{begin + rank * chunk, steps.into<element>(rank)},
-                     part(left, rank * chunk, chunk));
-        }
-        if (!steps.exchange_signals())
-            return;
-        element *const mine = begin + me * chunk;
-        in_block(Fold<Format, operation>{steps, mine, keeps ? mine : 0, divisor, root},
-                 part(left, me * chunk, chunk));
-        steps.next();
-        if (!steps.exchange_signals())
-            return;
-        for (int k = 1; keeps && k < n; k++) {
-            const int rank = (me + k) % n;
-            in_block(Copy<element>{steps.from<element>(rank), begin + rank * chunk},
-                     part(left, rank * chunk, chunk));
-        }
-        steps.next();
-    }
-    steps.end();
-}
-
-template <class Format, int operation>
-METHOD void scatter_reduced(const Peers &peers, const typename Format::element *send,
-                            typename Format::element *recv, double divisor, const Starts &starts,
-                            int64_t chunk, int64_t most)
-{
-    typedef typename Format::element element;
-    Steps steps(peers);
-    const int me = peers.me, n = peers.n;
-
-    for (int64_t first = blockIdx.x * chunk; first < most; first += gridDim.x * chunk) {
-        for (int k = 1; k < n; k++) {
-            const int rank = (me + k) % n;
-            in_block(Copy<element>{send + starts.of[rank] + first, steps.into<element>(rank)},
-                     part(starts.count(rank), first, chunk));
-        }
-        if (!steps.exchange_signals())
-            return;
-        const element *const own = send + starts.of[me] + first;
-        in_block(Fold<Format, operation>{steps, own, recv + first, divisor, NO_RANK},
-                 part(starts.count(me), first, chunk));
-        steps.next();
-    }
-    steps.end();
-}
-
-template <class Element>
-METHOD void gather_to_all(const Peers &peers, const Element *send, Element *recv,
-                          const Starts &starts, int64_t chunk, int64_t most)
-{
-    Steps steps(peers);
-    const int me = peers.me, n = peers.n;
-
-    for (int64_t first = blockIdx.x * chunk; first < most; first += gridDim.x * chunk) {
-        const int64_t mine = part(starts.count(me), first, chunk);
-        in_block(Spread<Element>{steps, send + first, NO_RANK}, mine);
-        in_block(Copy<Element>{send + first, recv + starts.of[me] + first}, mine);
-        if (!steps.exchange_signals())
-            return;
-        for (int k = 1; k < n; k++) {
-            const int rank = (me + k) % n;
-            in_block(Copy<Element>{steps.from<Element>(rank), recv + starts.of[rank] + first},
-                     part(starts.count(rank), first, chunk));
-        }
-        steps.next();
-    }
-    steps.end();
+    const auto plan = [&](Move<element> &move, int phase, int rank) {
+        if (phase && keeps)
+            move.out = (element *)move.source;
+        if (phase == 0)
+            move.to = shots == 1 ? receivers : bit(rank);
+        else if (phase == 1) {
+            move.combines = true;
+            move.to = shots == 1 ? 0 : receivers;
+        } else
+            move.source = steps.from<element>(rank);
+    };
+    run_in_place<Format, operation>(steps, array, divisor, shots, chunk, count, plan);
 }
 
 /* With two shots, the root scatters a chunk for each rank, and each rank sends its chunk to all. */
@@ -487,52 +405,62 @@ METHOD void spread_from(const Peers &peers, Element *array, int root, int shots,
                         int64_t count)
 {
     Steps steps(peers);
-    const int me = peers.me, n = peers.n;
-    const int64_t stride = shots == 1 ? chunk : n * chunk;
 
-    for (int64_t first = blockIdx.x * stride; first < count; first += gridDim.x * stride) {
-        Element *const begin = array + first;
-        const int64_t left = count - first;
+    const auto plan = [&](Move<Element> &move, int phase, int rank) {
+        if (phase && peers.me != root) {
+            move.out = (Element *)move.source;
+            move.source = steps.from<Element>(phase == 1 ? root : rank);
+        }
+        if (phase == 0 && peers.me == root)
+            move.to = shots == 1 ? steps.others() : bit(rank);
+        if (phase == 1 && shots == 2)
+            move.to = steps.others() & ~bit(root);
+    };
+    run_in_place<Plain<Element>, COPY>(steps, array, 1, shots, chunk, count, plan);
+}
 
-        if (shots == 1) {
-            if (me == root)
-                in_block(Spread<Element>{steps, begin, NO_RANK}, part(left, 0, chunk));
-            if (!steps.exchange_signals())
-                return;
-            if (me != root)
-                in_block(Copy<Element>{steps.from<Element>(root), begin}, part(left, 0, chunk));
-            steps.next();
-            continue;
+template <class Format, int operation>
+METHOD void scatter_reduced(const Peers &peers, const typename Format::element *send,
+                            typename Format::element *recv, double divisor, const Starts &starts,
+                            int64_t chunk, int64_t most)
+{
+    Steps steps(peers);
+
+    const auto plan = [&](int phase, int rank, int64_t first) {
+        Move<typename Format::element> move = {send + starts.of[rank] + first,
+                                               part(starts.count(rank), first, chunk)};
+        if (phase == 0)
+            move.to = bit(rank);
+        else {
+            move.combines = true;
+            move.out = recv + first;
         }
-        for (int k = 1; me == root && k < n; k++) {
-            const int rank = (me + k) % n;
-            in_block(Copy<Element>{begin + rank * chunk, steps.into<Element>(rank)},
-                     part(left, rank * chunk, chunk));
-        }
-        if (!steps.exchange_signals())
-            return;
-        Element *const mine = begin + me * chunk;
-        const int64_t length = part(left, me * chunk, chunk);
-        const Element *const given = me == root ? mine : steps.from<Element>(root);
-        in_block(Spread<Element>{steps.after(), given, root}, length);
-        if (me != root)
-            in_block(Copy<Element>{given, mine}, length);
-        steps.next();
-        if (!steps.exchange_signals())
-            return;
-        for (int k = 1; me != root && k < n; k++) {
-            const int rank = (me + k) % n;
-            in_block(Copy<Element>{steps.from<Element>(rank), begin + rank * chunk},
-                     part(left, rank * chunk, chunk));
-        }
-        steps.next();
-    }
-    steps.end();
+        return move;
+    };
+    run<Format, operation>(steps, 2, bit(1), chunk, most, divisor, plan);
+}
+
+template <class Element>
+METHOD void gather_to_all(const Peers &peers, const Element *send, Element *recv,
+                          const Starts &starts, int64_t chunk, int64_t most)
+{
+    Steps steps(peers);
+
+    const auto plan = [&](int phase, int rank, int64_t first) {
+        Move<Element> move = {send + first, part(starts.count(rank), first, chunk)};
+        move.out = recv + starts.of[rank] + first;
+        if (phase == 0)
+            move.to = steps.others();
+        else
+            move.source = steps.from<Element>(rank);
+        return move;
+    };
+    run<Plain<Element>, COPY>(steps, 2, bit(0), chunk, most, 1, plan);
 }
 
 /* ---- Kernels --------------------------------------------------------------------------------- */
 
-#define PEER_KERNEL(NAME) extern "C" __global__ void __launch_bounds__(512) NAME
+#define PEER_KERNEL(NAME) extern "C" __global__ void __launch_bounds__(512, 1) NAME
 
 #define ALL_REDUCE(NAME, OPERATION)                                                                \
     PEER_KERNEL(all_reduce)                                                                        \

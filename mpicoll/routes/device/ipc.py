@@ -54,8 +54,18 @@ from mpicoll.routes.device.state import (
     signature_of,
 )
 from mpicoll.routes.device.workspaces import RELEASE_TIMEOUT_S, share_pages, timed_barrier
-from mpicoll.routes.route import EXCHANGES, Needs, Policy, Route, Serves, has_loop
-from mpicoll.routes.transfers import TRANSFER_PRIMITIVES, misfit
+from mpicoll.routes.route import (
+    EXCHANGES,
+    MOVES,
+    PREFIXES,
+    REDUCTIONS,
+    Needs,
+    Policy,
+    Route,
+    Serves,
+    has_loop,
+)  # fmt: skip
+from mpicoll.routes.transfers import misfit
 
 if TYPE_CHECKING:
     from mpicoll.routes.device.select import Agreement
@@ -439,7 +449,7 @@ def _build(kind: CallKind, agreement: Agreement) -> Implementation:
     )
 
 
-_SERVED = "all_reduce", *TRANSFER_PRIMITIVES
+_SERVED = (*MOVES, *REDUCTIONS, *PREFIXES, *EXCHANGES)
 
 ROUTE = Route(
     __name__,

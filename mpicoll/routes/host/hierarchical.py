@@ -1,4 +1,4 @@
-"""Hierarchical collectives for groups on several nodes: shared memory inside a node, MPI between.
+"""Hierarchical reductions for groups on several nodes: shared memory inside a node, MPI between.
 
 A *rail* is a communicator of one rank per node: rail i joins the i-th ranks of all nodes. There are
 as many rails as the smallest node has ranks, and each sends a share of the message. Every chunk
@@ -39,7 +39,6 @@ from mpicoll.routes.host.hierarchy import (
 )  # fmt: skip
 from mpicoll.routes.route import Needs, Route, Serves, has_loop
 from mpicoll.routes.transfers import Get, Put
-from mpicoll.routes.wire import INT_MAX, datatype
 
 __all__ = ["ROUTE"]
 
@@ -56,20 +55,17 @@ _Work = Callable[[HierarchyCall, int, int, int, int], None]
 def _build(kind: CallKind) -> Implementation | None:
     """Return the implementation for calls of this kind. All ranks call.
 
-    None if the group has no hierarchy, or the operation needs equally many ranks on every node.
+    None if the group has no hierarchy, or if reduce_scatter would need equally many ranks on every
+    node.
     """
     hierarchy = get_or_create(kind.group)
-    if hierarchy is None or not (hierarchy.even or kind.primitive.name in _ANY_NODES):
+    build = _all_reduce if kind.primitive.name == "all_reduce" else _reduce_scatter
+    if hierarchy is None or not (hierarchy.even or build is _all_reduce):
         return None
-    step, work = _BUILDERS[kind.primitive.name](hierarchy, kind)
-    most = INT_MAX // kind.group.size()  # displacements are C ints in most MPIs
-    larger = mpi.build(kind).run if kind.primitive.name.startswith("all_gather") else None
+    step, work = build(hierarchy, kind)
 
     def run(send: Buffer | None, recv: Buffer, count: int, root: int) -> None:
-        if larger is not None and count > most:
-            larger(send, recv, count, root)
-            return
-        call = HierarchyCall(hierarchy, kind, root, count)
+        call = HierarchyCall(hierarchy, kind, count)
         source, into = 0 if send is None else MPI.Get_address(send), MPI.Get_address(recv)
         try:
             for start in range(0, max(count, 1), step):
@@ -107,11 +103,10 @@ def _array(at: int, dtype: DType, count: int) -> Array:
     return np.frombuffer(memory_at(at, count * dtype.itemsize), dtype.numpy, count)
 
 
-def _reduction(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
-    """Build all_reduce and reduce."""
+def _all_reduce(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
     primitive, _, op, dtype = kind
     assert op is not None and dtype is not None
-    by, everywhere = _Arithmetic(hierarchy, dtype, op), not primitive.root
+    by = _Arithmetic(hierarchy, dtype, op)
     wide, n, mine = by.wide, len(hierarchy.here), hierarchy.me.place
     along = None
     if hierarchy.rail is not None:
@@ -119,66 +114,32 @@ def _reduction(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
         along = build(CallKind(primitive, hierarchy.rail, by.op, wide)).run
 
     def work(call: HierarchyCall, send: int, recv: int, start: int, size: int) -> None:
-        home, place = hierarchy.places[call.root]
-        gathers = everywhere or hierarchy.me.node == home
         at = recv + start * dtype.itemsize
         shares = hierarchy.shares(size, wide.itemsize)
         begin, own = (0, 0) if along is None else shares[mine]
-        # The chunk is widened to scratch. This rank's share is combined, and its result is made, in
-        # the array, or in scratch.
-        whole = size * wide.itemsize if by.widens else 0
-        scratch = hierarchy.scratch(whole + (0 if everywhere else own * wide.itemsize))
-        source = scratch if by.widens else at
-        result = at + begin * dtype.itemsize if everywhere else scratch + whole
-        into = source + begin * wide.itemsize if by.widens else result
+        # The chunk is widened to scratch. This rank's share is combined there, else in the array.
+        source, result = at, at + begin * dtype.itemsize
         if by.widens:
+            source = hierarchy.scratch(size * wide.itemsize)
             by.widen(at, source, size)
+        into = source + begin * wide.itemsize
         puts = [Put(source + s * wide.itemsize, some) for s, some in shares]
         gets = [Get(r, mine, into, own) for r in range(n)] if along else []
         most = shares[0][1]
         call.exchange(wide, hierarchy.rails, most, puts, gets, by.op)
         call.agree()
         if along is not None and own:
-            along(None, memory_at(into, own * wide.itemsize), own, home)
-            if gathers:
-                by.finish(into, result, own)
+            along(None, memory_at(into, own * wide.itemsize), own, 0)
+            by.finish(into, result, own)
         gets = [
             Get(r, 0, at + s * dtype.itemsize, some)
             for r, (s, some) in enumerate(shares)
-            if (r != mine if everywhere else hierarchy.me == (home, place))
+            if r != mine
         ]
-        puts = [Put(result, own)] if gathers and along else []
-        call.exchange(dtype, 1, most if gathers else 0, puts, gets)
+        call.exchange(dtype, 1, most, [Put(result, own)] if along else [], gets)
 
-    return _step(hierarchy, wide, hierarchy.rails), work
-
-
-def _broadcast(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
-    """Scatter shares on the root's node, broadcast them along the rails, gather them on all."""
-    dtype = kind.dtype
-    assert dtype is not None
-    rail, mine, width = hierarchy.rail, hierarchy.me.place, dtype.itemsize
-
-    def work(call: HierarchyCall, send: int, recv: int, start: int, size: int) -> None:
-        home, place = hierarchy.places[call.root]
-        rooted = hierarchy.me == (home, place)
-        shares = hierarchy.shares(size, width)
-        spans = [Put(recv + (start + s) * width, some) for s, some in shares]
-        own = spans[mine] if rail is not None else None
-        most = shares[0][1]
-        if hierarchy.me.node == home:
-            gets = [Get(place, mine, *own)] if own is not None and not rooted else []
-            call.exchange(dtype, hierarchy.rails, most, spans if rooted else (), gets)
-        else:
-            call.exchange(dtype)
-        call.agree()
-        if rail is not None and own is not None and own.elements:
-            whole = memory_at(own.address, own.elements * width)
-            rail.inner.Bcast([whole, own.elements, datatype(dtype)], home)
-        gets = [Get(r, 0, *span) for r, span in enumerate(spans) if r != mine]
-        call.exchange(dtype, 1, most, () if own is None else (own,), () if rooted else gets)
-
-    return _step(hierarchy, dtype, hierarchy.rails), work
+    nbytes = min(hierarchy.rails * CHUNK, TOGETHER)
+    return max(1, nbytes // wide.itemsize), work
 
 
 def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
@@ -211,53 +172,14 @@ def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
             along(memory_at(rows, len(nodes) * width), memory_at(out, width), size, 0)
             by.finish(out, result, size)
 
-    return _step(hierarchy, wide), work
+    blocks = max(len(nodes), n)
+    return max(1, min(CHUNK, TOGETHER // blocks) // wide.itemsize), work
 
-
-def _all_gather(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
-    """Gather the blocks of each rail along it; then all blocks on each node."""
-    rail, nodes, mine, dtype = hierarchy.rail, hierarchy.nodes, hierarchy.me.place, kind.dtype
-    assert rail is not None and dtype is not None
-    element, width, n = datatype(dtype), dtype.itemsize, kind.group.size()
-
-    def work(call: HierarchyCall, send: int, recv: int, start: int, size: int) -> None:
-        call.exchange(dtype)
-        call.agree()
-        own = [memory_at(send + start * width, size * width), size, element]
-        whole = memory_at(recv, n * call.count * width)
-        places = [ranks[mine] * call.count + start for ranks in nodes]
-        rail.inner.Allgatherv(own, [whole, ([size] * len(nodes), places), element])
-        for ranks in nodes:
-            spans = [Put(recv + (rank * call.count + start) * width, size) for rank in ranks]
-            gets = [Get(r, 0, *span) for r, span in enumerate(spans) if r != mine]
-            call.exchange(dtype, 1, size, [spans[mine]], gets)
-
-    return _step(hierarchy, dtype), work
-
-
-def _step(hierarchy: Hierarchy, dtype: DType, rails: int = 0) -> int:
-    """Return the elements of a chunk that is split between rails, or (0) of each block."""
-    blocks = max(len(hierarchy.nodes), len(hierarchy.here))
-    nbytes = min(rails * CHUNK, TOGETHER) if rails else min(CHUNK, TOGETHER // blocks)
-    return max(1, nbytes // dtype.itemsize)
-
-
-_BUILDERS: dict[str, Callable[[Hierarchy, CallKind], tuple[int, _Work]]] = {
-    "all_reduce": _reduction,
-    "reduce": _reduction,
-    "broadcast": _broadcast,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_single": _reduce_scatter,
-    "all_gather": _all_gather,
-    "all_gather_single": _all_gather,
-}
-#: Operations for nodes with different numbers of ranks.
-_ANY_NODES = ("all_reduce", "reduce", "broadcast")
 
 ROUTE = Route(
     __name__,
     "node by node, then between them",
-    Serves(tuple(_BUILDERS), combines=has_loop),
+    Serves(("all_reduce", "reduce_scatter", "reduce_scatter_single"), combines=has_loop),
     _build,
     Needs("nodes", "several nodes, at least one with several ranks, and the C library"),
 )

@@ -215,9 +215,9 @@ class HierarchyCall:
     number: hash of signature and count.
     """
 
-    def __init__(self, hierarchy: Hierarchy, kind: CallKind, root: int, count: int) -> None:
-        self.root, self.count = root, count
-        self._signature = encode_kind(kind.primitive, kind.dtype, kind.op, root)
+    def __init__(self, hierarchy: Hierarchy, kind: CallKind, count: int) -> None:
+        self.count = count
+        self._signature = encode_kind(kind.primitive, kind.dtype, kind.op, 0)
         words = f"{self._signature} {count}".encode()
         self._number = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big")
         self._kind, self._hierarchy = kind, hierarchy

@@ -307,7 +307,7 @@ def _describe_distance(comm: MPI.Intracomm) -> str:
     nodes = control_messages.allgather(comm, node(), str)
     own = nodes[comm.Get_rank()]
     here = cast("MPI.Intracomm", comm.Split(nodes.index(own)))
-    text = describe_farthest(here, [rank for rank, name in enumerate(nodes) if name == own])
+    text = describe_farthest(here)
     text = control_messages.bcast(here, text, 0, str)
     here.Free()
     return text

@@ -185,13 +185,10 @@ def test_doctor_on_several_ranks(ended: Ended) -> None:
     assert each["host"] == socket.gethostname() and platform.release() in each["system"]
     allowed = len(os.sched_getaffinity(0))
     assert each["may run on"].startswith(f"{allowed} of them: 0") == (0 in os.sched_getaffinity(0))
-    assert " free" in each["/dev/shm"] or each["/dev/shm"] == "none"
+    assert re.fullmatch(r"[\d.]+ (GiB|MiB)|none", each["/dev/shm"])
     assert each["NumPy"] == np.__version__ and each["ml_dtypes"] == ml_dtypes.__version__
     crowded = any("they share processors" in each["text"] for each in found["advice"])
     assert crowded == (allowed < 3)
-    (distance,) = {each["distance"] for each in found["ranks"]}
-    expected = " ns" if not crowded else "unknown: there are more ranks than processors"
-    assert expected in distance or "C library" in distance or "busy" in distance
     assert not any("the only rank" in each["text"] for each in found["advice"])
     assert found["routes"]["device"] == {}
     routes = found["routes"]["host"]

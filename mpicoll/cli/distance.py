@@ -9,14 +9,10 @@ so do unbound ranks.
 from __future__ import annotations
 
 import mmap
-import statistics
-import time
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpicoll import control_messages
 from mpicoll.kernels.library import kernels
 
 if TYPE_CHECKING:
@@ -30,7 +26,6 @@ __all__ = [
     "UNKNOWN",
     "Distance",
     "classify",
-    "describe_farthest",
 ]
 
 #: Distances. ``MIXED``: it changed so often that no samples of one distance are left.
@@ -96,32 +91,6 @@ class Distance:
         self._measurements += _TRY_COUNT
         most = max(found, default=0)
         return most if all(found) or classify(most, 0) == FAR else 0
-
-
-def describe_farthest(comm: MPI.Intracomm, times: int = 20) -> str:
-    """Return the distance of the ranks. All ranks call it, and rank 0 knows why it is unknown.
-
-    times: number of measurements, 5 ms apart, because the distance of ranks that move changes.
-    """
-    distance, own = Distance(comm), list[float]()
-    for _ in range(times):
-        own.append(distance.measure())
-        time.sleep(5e-3)
-    everybody = control_messages.allgather(comm, own, list[float])
-    known = [
-        max(each)
-        for each in zip(*everybody, strict=True)
-        if classify(max(each), min(each)) != UNKNOWN
-    ]
-    if not known:
-        return f"unknown: {distance.problem or 'no rank answered in time: the processors are busy'}"
-    median = statistics.median(known)
-    counts = Counter(classify(each, each) for each in known)
-    if min(counts[NEAR], counts[FAR]) > 1:  # a single measurement may have been disturbed
-        text = f"{NEAR} and {FAR} in turn, so they move between processors"
-    else:
-        text = classify(median, median)
-    return f"{median:.0f} ns between the farthest ranks of the node: {text}"
 
 
 def classify(most: float, least: float) -> str:

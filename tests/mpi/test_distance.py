@@ -12,7 +12,7 @@ from conftest import needs_2_ranks
 
 from mpicoll.cli import distance as distances
 from mpicoll.cli import timing
-from mpicoll.cli.distance import FAR, MIXED, NEAR, UNKNOWN, Distance, classify, describe_farthest
+from mpicoll.cli.distance import FAR, MIXED, NEAR, UNKNOWN, Distance, classify
 from mpicoll.cli.timing import Timer, Times
 from mpicoll.kernels.library import kernels
 
@@ -93,8 +93,6 @@ def test_missing_c_library_on_one_rank_disables_measurement_on_all(comm, monkeyp
     if comm.rank == 1:
         monkeypatch.setattr(distances, "kernels", None)
     assert "C library" in Distance(comm).problem
-    found = describe_farthest(comm, times=2)
-    assert comm.rank or "C library" in found
 
 
 def test_distance_is_unknown_while_a_partner_does_not_answer(comm, monkeypatch, mpi):
@@ -124,25 +122,6 @@ def test_latencies_are_classified_as_near_or_far():
     assert classify(limit - 1, limit - 1) == NEAR and classify(limit, limit) == FAR
     assert classify(limit - 1, 0) == classify(0, 0) == UNKNOWN
     assert classify(limit, 0) == classify(limit, 1) == FAR
-
-
-@pytest.mark.parametrize(
-    ("latencies", "expected"),
-    [
-        ([0.0], "unknown: "),
-        ([44.0, 45.0, 170.0], "45 ns between the farthest ranks of the node: near"),
-        ([165.0, 165.0, 165.0, 40.0], "165 ns between the farthest ranks of the node: far"),
-        (
-            [45.0, 160.0, 44.0, 165.0],
-            "102 ns between the farthest ranks of the node: near and far in",
-        ),
-    ],
-)
-def test_farthest_ranks_are_described(comm, monkeypatch, latencies, expected):
-    script = [latency if comm.rank == 0 else min(latency, 44.0) for latency in latencies]
-    monkeypatch.setattr(Distance, "measure", lambda self: script.pop(0))
-    found = describe_farthest(comm, len(latencies))
-    assert comm.rank or kernels is None or found.startswith(expected)
 
 
 class Scripted:

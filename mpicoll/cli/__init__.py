@@ -43,7 +43,6 @@ COMMANDS: dict[str, str] = {
     "doctor": "report the installation, the routes of calls, and what to change",
     "hello": "print one line from each rank",
     "run": "run an unmodified PyTorch script with mpicoll as its backend",
-    "trace": "convert flight records of all ranks to a timeline for Perfetto",
     "tune": "measure the fastest route for each message size, and save it for later jobs",
     "watch": "show the state of the ranks of a running job",
 }

@@ -66,8 +66,7 @@ class Aim:
 
 def times_of(measurement: Measurement) -> Times:
     """Return the samples of a measurement."""
-    seconds = measurement["seconds"]
-    return Times(zip(measurement.get("turns", range(len(seconds))), seconds, strict=True))
+    return Times(measurement["seconds"])
 
 
 def format_seconds(seconds: float) -> str:
@@ -322,9 +321,7 @@ def hidden(found: Results, caller: str, primitive: str, ranks: int) -> dict[int,
         for part in ("pure", "compute", "beside")
     )
     shown = {size: beside[size].pair(compute[size], sub).pair(pure[size], truediv) for size in pure}
-    return {
-        size: Times({turn: 1 - share for turn, share in own.items()}) for size, own in shown.items()
-    }
+    return {size: Times(1 - share for share in own) for size, own in shown.items()}
 
 
 def _overlap(found: Results) -> list[Aim]:

@@ -21,9 +21,8 @@ Sections:
     left out       cases that could not be measured, with the reason
     distance       distance of the ranks' processors, as text
     measurements   section, case (caller), primitive, ranks, bytes (of the larger array of a rank),
-                   dtype, distance (of the ranks; one measurement for each distance that occurred),
-                   median, spread, seconds (of each repetition), turns (number of the turn of each
-                   repetition; samples of one turn are compared), and by section:
+                   dtype, distance (of the ranks), median, spread, seconds (of each repetition;
+                   cases that were measured together have their turns in common), and by section:
                    many: count of tensors, how; reproducible, fsdp: how; overlap: part;
                    ddp: bucket (MB), how;
                    memory: extra (bytes) instead of times

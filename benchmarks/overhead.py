@@ -25,7 +25,6 @@ import importlib.util
 import os
 import signal
 import time
-from collections.abc import Mapping
 from functools import partial
 from operator import truediv
 from pathlib import Path
@@ -35,19 +34,18 @@ import numpy as np
 from mpi4py import MPI
 
 import mpicoll
-from mpicoll.cli.timing import Call, Effort, Timer, Times
+from mpicoll.cli.timing import Call, Effort, Samples, Timer, Times
 
 
-def show(title: str, found: Mapping[str, Mapping[str, Times]], count: int = 1) -> None:
-    """Print a line for each case and distance of the ranks, on rank 0. count: calls of a case."""
+def show(title: str, found: Samples, count: int = 1) -> None:
+    """Print a line for each case, on rank 0. count: calls of a case."""
     if MPI.COMM_WORLD.Get_rank() != 0:
         return
-    for distance, times in found.items():
-        print(f"{title}, {distance}")
-        first = next(iter(times.values()))
-        for name, each in times.items():
-            ratio = each.pair(first, truediv)
-            print(f"{name:34}{_text(each, 1e-6 * count, 8)} us  {_text(ratio, 1, 6)}", flush=True)
+    print(f"{title}, {found.distance}")
+    first = next(iter(found.times.values()))
+    for name, each in found.times.items():
+        ratio = each.pair(first, truediv)
+        print(f"{name:34}{_text(each, 1e-6 * count, 8)} us  {_text(ratio, 1, 6)}", flush=True)
 
 
 def _text(times: Times, unit: float, width: int) -> str:
@@ -221,13 +219,12 @@ def monitoring(timer: Timer, effort: Effort) -> None:
     }
     found = timer.measure(cases, effort)
     show("monitored", found, _MONITORED)
-    for distance, times in found.items():
-        for name, each in times.items():
-            ratio = each.pair(next(iter(times.values())), truediv)
-            if mpicoll.get_rank() == 0:
-                print(f"{name}: {ratio.figure.median - 1:+.2%} +- {ratio.figure.spread:.2%} in "
-                      f"each of {len(ratio)} pairs ({distance})")  # fmt: skip
-    slowest = max(max(times["with the node monitor"].values()) for times in found.values())
+    for name, each in found.times.items():
+        ratio = each.pair(next(iter(found.times.values())), truediv)
+        if mpicoll.get_rank() == 0:
+            print(f"{name}: {ratio.figure.median - 1:+.2%} +- {ratio.figure.spread:.2%} in "
+                  f"each of {len(ratio)} pairs ({found.distance})")  # fmt: skip
+    slowest = max(found.times["with the node monitor"])
     turns = MPI.COMM_WORLD.bcast(int(effort.seconds / 2 / slowest))
     used, began = _processor_time(monitor), time.monotonic()
     for _ in range(turns):

@@ -84,51 +84,44 @@ class Session:
 
     def measure(
         self, cases: Mapping[str, Call], effort: Effort | None = None
-    ) -> dict[str, dict[str, Times]]:
-        """Time the cases. Return the times of each one by distance of the ranks."""
-        found = self.world.timer.measure(cases, effort or self.effort)
-        return {name: {distance: own[name] for distance, own in found.items()} for name in cases}
+    ) -> dict[str, tuple[str, Times]]:
+        """Time the cases. Return the distance of the ranks and the times of each case."""
+        distance, found = self.world.timer.measure(cases, effort or self.effort)
+        return {name: (distance, times) for name, times in found.items()}
 
     def record(
         self, section: str, name: str, primitive: str, size: int, dtype: str,
-        times: Mapping[str, Times] | None = None, **more: Any,
+        measured: tuple[str, Times] | None = None, **more: Any,
     ) -> None:  # fmt: skip
-        """Record a measurement, or one for each distance of the ranks."""
+        """Record a measurement."""
         entry = {"section": section, "case": name, "primitive": primitive, **more}
         entry |= {"ranks": self.world.n, "bytes": size, "dtype": dtype}
-        entries = [entry]
-        if times is not None:
-            entries = [
-                {
-                    **entry,
-                    "distance": distance,
-                    "median": one.figure.median,
-                    "spread": one.figure.spread,
-                    "seconds": [float(f"{second:.4g}") for second in one.values()],
-                    "turns": list(one),
-                }
-                for distance, one in times.items()
-            ]
-        self.results.setdefault("measurements", []).extend(entries)
+        if measured is not None:
+            distance, times = measured
+            entry |= {
+                "distance": distance,
+                "median": times.figure.median,
+                "spread": times.figure.spread,
+                "seconds": [float(f"{second:.4g}") for second in times],
+            }
+        self.results.setdefault("measurements", []).append(entry)
 
     def line(self, text: str = "") -> None:
         """Print a line on rank 0."""
         if self.world.me == 0:
             print(text, flush=True)
 
-    def report(self, title: str, times: Mapping[str, Mapping[str, Times]]) -> None:
-        """Print a line with the medians of all cases for each distance of the ranks."""
-        lines: dict[str, list[str]] = {}
-        for name, each in times.items():
-            for distance, one in each.items():
-                text = f"{name} {format_seconds(one.figure.median)}"
-                lines.setdefault(distance, []).append(text)
-        for distance, medians in lines.items():
-            head = title if distance == UNKNOWN else f"{title}, {distance}"
-            if len(medians) <= 5:
-                self.line(f"{head:<36}{'  '.join(medians)}")
-            else:
-                self.line("\n    ".join([head, *medians]))
+    def report(self, title: str, found: Mapping[str, tuple[str, Times]]) -> None:
+        """Print a line with the distance of the ranks and the medians of all cases."""
+        distance = next(iter(found.values()))[0]
+        head = title if distance == UNKNOWN else f"{title}, {distance}"
+        medians = [
+            f"{name} {format_seconds(one.figure.median)}" for name, (_, one) in found.items()
+        ]
+        if len(medians) <= 5:
+            self.line(f"{head:<36}{'  '.join(medians)}")
+        else:
+            self.line("\n    ".join([head, *medians]))
 
     def end(self, path: Path | None) -> None:
         """Write the file on rank 0, and destroy the process group."""

@@ -23,14 +23,12 @@ from whole_jobs import ENVIRONMENT, made_by
 #: Timeout of a job in seconds. Most jobs take two, with torch four.
 LIMIT_S = 60
 
-#: The command, with a timeout, and without progress messages unless TEST_MPICOLL_PACE is set.
+#: The command, with a timeout.
 PROGRAM = f"""
-import faulthandler, os, signal, sys
+import faulthandler, signal
 faulthandler.register(signal.SIGALRM, chain=True)  # print all stacks, then exit
 signal.alarm({LIMIT_S})
 import runpy
-import mpicoll.cli
-mpicoll.cli.PROGRESS_INTERVAL_S = float(os.environ.get("TEST_MPICOLL_PACE", "inf"))
 runpy.run_module("mpicoll", run_name="__main__")
 """
 

@@ -151,7 +151,7 @@ def test_hello_on_ranks_with_gpus(ended: Ended) -> None:
     for rank, line in enumerate(lines):
         gpu = rank % 2
         assert line.startswith(f"rank {rank} of 3 on {socket.gethostname()}, local rank {rank} of")
-        assert line.endswith(f"GPU {gpu} (0000:{gpu:02x}:00.0), device route hierarchical"), ended
+        assert line.endswith(f"GPU {gpu} (0000:{gpu:02x}:00.0), device route ipc"), ended
 
 
 @job("hello", environment=SRUN)
@@ -185,13 +185,10 @@ def test_doctor_on_several_ranks(ended: Ended) -> None:
     assert each["host"] == socket.gethostname() and platform.release() in each["system"]
     allowed = len(os.sched_getaffinity(0))
     assert each["may run on"].startswith(f"{allowed} of them: 0") == (0 in os.sched_getaffinity(0))
-    assert " free" in each["/dev/shm"] or each["/dev/shm"] == "none"
+    assert re.fullmatch(r"[\d.]+ (GiB|MiB)|none", each["/dev/shm"])
     assert each["NumPy"] == np.__version__ and each["ml_dtypes"] == ml_dtypes.__version__
     crowded = any("they share processors" in each["text"] for each in found["advice"])
     assert crowded == (allowed < 3)
-    (distance,) = {each["distance"] for each in found["ranks"]}
-    expected = " ns" if not crowded else "unknown: there are more ranks than processors"
-    assert expected in distance or "C library" in distance or "busy" in distance
     assert not any("the only rank" in each["text"] for each in found["advice"])
     assert found["routes"]["device"] == {}
     routes = found["routes"]["host"]
@@ -227,7 +224,10 @@ def test_doctor_reports_crashes_of_an_mpi_that_reports_cuda_support(ended: Ended
     assert "fake_query: yes; tried between two ranks: transfer ok, reduction crash" in words
     assert "WRONG: MPI says that it takes device memory (fake_query: yes), but tried" in words
     assert words.count("Python") == 1, "every rank prints"
-    assert " ipc not used: rank 0: no workspace: 'FakeGpu' object has no attribute" in words, words
+    assert (
+        " ipc not used: rank 0: cannot export events and memory (CUDA IPC): 'FakeGpu' object"
+        in words
+    ), words
     assert " nccl not used: each of ranks 0, 1 lacks NCCL" in words
     for name in ("direct", "staged"):
         assert f" {name} used; the host waits {DEVICE[name].policy.host_waits_for}" in words

@@ -30,7 +30,6 @@ PICKLES = {
     "core/array_pickles.py": "arrays inside these objects",
     "errors.py": "the base class of RefusedPickleError",
     "failures/flight_record.py": "writes torch's format of flight records, into a file",
-    "cli/trace.py": "reads these files, by an unpickler that allows no name",
     "launch/workers.py": "users' functions and results, between a worker and its child process",
     "launch/worker_rank.py": "the same, in the worker",
     "launch/spark.py": "users' functions, by Spark",

@@ -34,7 +34,6 @@ __all__ = [
     "main",
     "parse_size",
     "refuse",
-    "show_progress",
     "start_group",
 ]
 
@@ -44,7 +43,6 @@ COMMANDS: dict[str, str] = {
     "doctor": "report the installation, the routes of calls, and what to change",
     "hello": "print one line from each rank",
     "run": "run an unmodified PyTorch script with mpicoll as its backend",
-    "trace": "convert flight records of all ranks to a timeline for Perfetto",
     "tune": "measure the fastest route for each message size, and save it for later jobs",
     "watch": "show the state of the ranks of a running job",
 }
@@ -54,8 +52,6 @@ COMMANDS: dict[str, str] = {
 EXIT_DELAY_S = 2.0
 #: Time to wait for missing ranks in init_process_group.
 INIT_TIMEOUT_S = 120.0
-#: Time between lines of progress without a terminal.
-PROGRESS_INTERVAL_S = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,28 +150,6 @@ def find_write_problem(path: Path) -> str:
     return ""
 
 
-def show_progress(text: str) -> None:
-    """Show progress in a terminal line that the next call replaces; "" removes it.
-
-    Without a terminal, as under mpirun, print a line if the last one is at least
-    ``PROGRESS_INTERVAL_S`` seconds old; "" counts as a line.
-    """
-    global _last_shown
-    now = time.monotonic()
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{text}")
-        sys.stderr.flush()
-    elif not text or _last_shown is None:
-        _last_shown = now
-    elif now - _last_shown >= PROGRESS_INTERVAL_S:
-        _last_shown = now
-        write_lines(text)
-
-
-#: Time of the latest line of ``show_progress``.
-_last_shown: float | None = None
-
-
 def _end_quietly() -> None:
     """Make Ctrl-C end the job with one line, even if this rank is blocked.
 
@@ -194,7 +168,6 @@ def _listen(reader: int) -> None:
         pass
     if not is_first_rank():
         time.sleep(EXIT_DELAY_S)  # if rank 0 was also interrupted, it prints and ends the job
-    show_progress("")
     write_lines("interrupted")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide messages of MPI libraries about MPI_Abort
     try:

@@ -76,29 +76,31 @@ class Case:
         """Size of the larger array in bytes."""
         if self.dtype is None:
             return 0
-        return self.count * _blocks(self.row, self.n) * self.dtype.itemsize
+        return self.count * _larger(self.row, self.n) * self.dtype.itemsize
 
     @property
     def at_root(self) -> bool:
         """Whether this rank has the array that only the root has, if there is one."""
         return not self.row.root or self.me == self.root
 
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Number of blocks of this rank's input and output."""
+        row, many = self.row, self.n if self.at_root else 0
+        return (
+            (many if row.many_in else 1) if row.input else 0,
+            (many if row.many_out else 1) if row.output else 0,
+        )
 
-def _kinds(row: Primitive) -> tuple[str, str]:
-    """Return the kinds of input and output: "one" block, "all" (a block per rank), or ""."""
-    sides = ((row.input, row.many_in), (row.output, row.many_out))
-    one, other = ("" if not name else "all" if many else "one" for name, many in sides)
-    return one, other
 
-
-def _blocks(row: Primitive, n: int) -> int:
+def _larger(row: Primitive, n: int) -> int:
     """Return the number of blocks of the larger array."""
     return n if row.many_in or row.many_out else 1
 
 
 def block_count(row: Primitive, dtype: DType, n: int, size: int) -> int:
     """Return the elements of a block for a size of the larger array, at least 1."""
-    return max(1, size // (_blocks(row, n) * dtype.itemsize))
+    return max(1, size // (_larger(row, n) * dtype.itemsize))
 
 
 def op_name(op: ReduceOp) -> str:
@@ -220,7 +222,9 @@ class Buffers:
     """
 
     def __init__(self, case: Case, memory: Memory) -> None:
-        self.input, self.output = (_side(kind, case, memory) for kind in _kinds(case.row))
+        row, (read, written) = case.row, case.blocks
+        self.input = _side(case, read, row.many_in, memory)
+        self.output = _side(case, written, row.many_out, memory)
 
     def of(self, case: Case, variant: str) -> tuple[Side | None, Side | None]:
         """Return input and output. In place, one is this rank's block in the other array."""
@@ -232,16 +236,15 @@ class Buffers:
         return self.input, self.output
 
 
-def _side(kind: str, case: Case, memory: Memory) -> Side | None:
-    if not kind or (kind == "all" and not case.at_root):
+def _side(case: Case, blocks: int, many: bool, memory: Memory) -> Side | None:
+    if not blocks:
         return None
     assert case.dtype is not None
-    if kind == "all" and case.row.listed:
-        arrays = [allocate_zeros(case.count, case.dtype, memory) for _ in range(case.n)]
+    if many and case.row.listed:
+        arrays = [allocate_zeros(case.count, case.dtype, memory) for _ in range(blocks)]
         return Side(arrays, arrays)
-    n = case.n if kind == "all" else 1
-    whole = allocate_zeros(n * case.count, case.dtype, memory)
-    return Side(whole, [whole[i * case.count :][: case.count] for i in range(n)])
+    whole = allocate_zeros(blocks * case.count, case.dtype, memory)
+    return Side(whole, [whole[i * case.count :][: case.count] for i in range(blocks)])
 
 
 def allocate_zeros(count: int, dtype: DType, memory: Memory) -> MemoryArray:
@@ -279,43 +282,25 @@ def find_memory_problem(
 
 def _needed_bytes(case: Case, others: Sequence[str], routes: int) -> int:
     """Return the maximum memory of a case on this rank."""
-    block = case.size // _blocks(case.row, case.n)
-    sides = [
-        (case.n if kind == "all" else 1) * block
-        for kind in _kinds(case.row)
-        if kind and (kind == "one" or case.at_root)
-    ]
-    own = sum(sides) if case.row.listed and "mpi4py" in others else 0
-    own += 2 * case.size if "copy" in others else 0
-    return sum(sides) + own + (1 + routes) * min(case.size, _SCRATCH_BYTES)
+    if case.dtype is None:
+        return 0
+    arrays = sum(case.blocks) * case.count * case.dtype.itemsize
+    arrays *= 1 + (case.row.listed and "mpi4py" in others)
+    copies = 2 * case.size * ("copy" in others)
+    return arrays + copies + (1 + routes) * min(case.size, _SCRATCH_BYTES)
 
 
 # --- calls --------------------------------------------------------------------------------------
 
 
-def own_call(
-    case: Case,
-    buffers: Buffers,
-    variant: str,
-    waits: bool = False,
-    group: ProcessGroup | None = None,
-) -> Call:
-    """Return a call of mpicoll. ``waits``: with async_op and wait()."""
+def own_call(case: Case, buffers: Buffers, variant: str, group: ProcessGroup | None = None) -> Call:
+    """Return a call of mpicoll."""
     input, output = buffers.of(case, variant)
-    sides = input and input.given, output and output.given
-    call = named_call(mpicoll, case, *sides, waits, group)
-    if not waits:
-        return call
-    return lambda: call().wait()
+    return named_call(mpicoll, case, input and input.given, output and output.given, group)
 
 
 def named_call(
-    api: ModuleType,
-    case: Case,
-    input: object,
-    output: object,
-    waits: bool = False,
-    group: object = None,
+    api: ModuleType, case: Case, input: object, output: object, group: object = None
 ) -> partial[Any]:
     """Return a call of a module with the names of torch.distributed."""
     row = case.row
@@ -325,8 +310,6 @@ def named_call(
     named.pop("", None)
     if group is not None:
         named["group"] = group
-    if waits:
-        named["async_op"] = True
     names = (row.name, *row.aliases)
     function = getattr(api, next((name for name in names if hasattr(api, name)), row.name))
     bound = inspect.signature(function).bind(**named)  # by position, as most programs call
@@ -350,8 +333,8 @@ def named_call(
 PERIOD = 8191
 #: Layouts with a block per rank.
 _FOR_EACH = (Layout.SCATTERED, Layout.EXCHANGED)
-#: Number of periods compared at a time.
-_COMPARED_COUNT = 64
+#: Number of elements that are written or compared at a time.
+_STEP = 64 * PERIOD
 _finfo: Any = ml_dtypes.finfo  # of NumPy's dtypes, too; has no types
 
 
@@ -422,42 +405,27 @@ def fill(
     array: MemoryArray, pattern: Array, dtype: DType, put: Callable[[Array], MemoryArray]
 ) -> None:
     """Fill an array with a pattern. ``put`` copies it to the memory of the array."""
-    words, period = _words(array, dtype), put(_words(pattern, dtype))
-    if not len(period):
-        return
-    whole = len(words) - len(words) % len(period)
-    words[:whole].reshape(-1, len(period))[:] = period
-    words[whole:] = period[: len(words) - whole]
+    words, own = _words(array, dtype), _words(pattern, dtype)
+    for start in range(0, len(words), _STEP):
+        part = words[start : start + _STEP]
+        part[:] = put(np.resize(own, len(part)))
 
 
 def wrong(array: MemoryArray, right: Array, case: Case, get: Callable[[MemoryArray], Array]) -> int:
     """Return the number of wrong elements. ``get`` copies a part of the array to the host."""
-    assert case.dtype is not None
-    step = _COMPARED_COUNT * PERIOD
-    found = 0
-    for start in range(0, len(array), step):
-        part = get(_words(array[start : start + step], case.dtype)).view(case.dtype.numpy)
-        whole = len(part) - len(part) % PERIOD
-        if whole:
-            found += _different(part[:whole].reshape(-1, PERIOD), right, case)
-        if whole < len(part):
-            found += _different(part[None, whole:], right[: len(part) - whole], case)
-    return found
-
-
-def _different(got: Array, right: Array, case: Case) -> int:
-    """Return the number of wrong elements in an array of shape (periods, elements)."""
-    dtype = case.dtype
+    dtype, found = case.dtype, 0
     assert dtype is not None
-    bits = [
-        np.ascontiguousarray(one).view(np.uint8).reshape(*one.shape, -1) for one in (got, right)
-    ]
-    differs: Any = (bits[0] != bits[1]).any(axis=-1)
-    if case.op is ReduceOp.AVG:
-        wide = got.astype(dtype.accumulate), right.astype(dtype.accumulate)
-        eps = float(_finfo(dtype.numpy).eps), np.finfo(dtype.accumulate).eps * case.n
-        differs &= ~np.isclose(*wide, rtol=max(eps), atol=0)
-    return int(np.count_nonzero(differs))
+    for start in range(0, len(array), _STEP):
+        got = get(_words(array[start : start + _STEP], dtype)).view(dtype.numpy)
+        expected = np.resize(right, len(got))
+        bits = [one.view(np.uint8).reshape(len(got), -1) for one in (got, expected)]
+        differs: Any = (bits[0] != bits[1]).any(axis=-1)
+        if case.op is ReduceOp.AVG:
+            wide = got.astype(dtype.accumulate), expected.astype(dtype.accumulate)
+            eps = float(_finfo(dtype.numpy).eps), np.finfo(dtype.accumulate).eps * case.n
+            differs &= ~np.isclose(*wide, rtol=max(eps), atol=0)
+        found += int(np.count_nonzero(differs))
+    return found
 
 
 def count_wrong(call: Call, case: Case, buffers: Buffers, variant: str, memory: Memory) -> int:

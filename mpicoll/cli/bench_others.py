@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -48,7 +47,6 @@ __all__ = [
     "Route",
     "TorchApi",
     "find_routes",
-    "missing",
     "route_names",
     "works_on_all",
 ]
@@ -142,7 +140,7 @@ class TorchApi(Other):
             return None
         sides = buffers.of(case, variants(case.row)[0])
         input, output = (self._tensors(case, side and side.given) for side in sides)
-        return named_call(self.api, case, input, output, group=self.group)
+        return named_call(self.api, case, input, output, self.group)
 
     def _tensors(self, case: Case, given: MemoryArray | list[MemoryArray] | None) -> Any:
         if isinstance(given, list):
@@ -197,13 +195,6 @@ OTHERS: dict[str, Callable[[MPI.Intracomm, Memory], Other]] = {
 }  # fmt: skip
 
 
-def missing(name: str) -> str:
-    """Return the reason why a comparison is not available, or ""."""
-    if name == "gloo" and importlib.util.find_spec("torch") is None:
-        return "--compare gloo needs torch, which is not installed: pip install torch"
-    return ""
-
-
 # --- routes -------------------------------------------------------------------------------------
 
 
@@ -219,11 +210,10 @@ def find_routes(names: Sequence[str], device: str) -> dict[str, str]:
     """
     if device == "cpu":
         place = select.place(default_group())
-        placements = {name: route.needs.placement for name, route in registry.HOST.items()}
-        eligible = {name for name, needed in placements.items() if needed in ("", place)}
+        needs = {name: registry.HOST[name].needs for name in names}
         return {
-            name: "" if name in eligible else f"it needs {registry.HOST[name].needs.description}"
-            for name in names
+            name: "" if own.placement in ("", place) else f"it needs {own.description}"
+            for name, own in needs.items()
         }
     comm = default_group().inner
     found = capabilities.exchange(comm, probes=True)
@@ -232,12 +222,11 @@ def find_routes(names: Sequence[str], device: str) -> dict[str, str]:
     )
     reasons = {}
     for name in names:
+        reasons[name] = ""
         try:
             eligibility.eligible_routes(found, name)
         except MpicollError as error:
             reasons[name] = str(error)
-        else:
-            reasons[name] = ""
     return reasons
 
 
@@ -260,8 +249,8 @@ class _Table(tuning.Table):
 class Route(Other):
     """Calls of mpicoll in a separate group, forced to one route."""
 
-    def __init__(self, name: str, device: str, waits: bool) -> None:
-        self._name, self._device, self._waits = name, device, waits
+    def __init__(self, name: str, device: str) -> None:
+        self._name, self._device = name, device
         group = mpicoll.new_group()
         assert isinstance(group, mpicoll.ProcessGroup)
         self._group = group
@@ -282,11 +271,11 @@ class Route(Other):
             self._works[kind] = self._device != "cpu" or self._name in select.candidates(kind)
             if self._works[kind]:
                 with self._forced():  # the first call builds the plan
-                    first = own_call(case, buffers, variant, group=self._group)
+                    first = own_call(case, buffers, variant, self._group)
                     self._works[kind] = works_on_all(first, default_group().inner)
         if not self._works[kind]:
             return None
-        return own_call(case, buffers, variant, self._waits, self._group)
+        return own_call(case, buffers, variant, self._group)
 
     @contextlib.contextmanager
     def _forced(self) -> Iterator[None]:

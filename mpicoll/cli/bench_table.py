@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpicoll
-from mpicoll import cli, control_messages, machine
+from mpicoll import control_messages, machine
 from mpicoll.cli.bench_calls import (
     Buffers,
     Case,
@@ -26,21 +26,17 @@ from mpicoll.cli.bench_calls import (
     variants,
 )
 from mpicoll.cli.bench_others import Other, Route, works_on_all
-from mpicoll.cli.distance import DISTANCES
-from mpicoll.cli.timing import MAX_SPREAD, ByDistance, Call, Effort, Timer, Times
+from mpicoll.cli.timing import MAX_SPREAD, Call, Effort, Samples, Timer
 from mpicoll.kernels import library
 from mpicoll.primitives import Primitive
 
-__all__ = ["Bench", "Result", "build_columns", "foot", "heads"]
+__all__ = ["Bench", "Result"]
 
 #: A line of the table, or the measurements of one call in it.
 Result = dict[str, Any]
 
-#: Percentiles of --latency, by name.
-_PERCENTILES = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
-
-_BANDWIDTH = (("time", "(us)"), ("algbw", "(GB/s)"), ("busbw", "(GB/s)"))
-_LATENCY = tuple((name, "(us)") for name in _PERCENTILES)
+#: Effort of a repetition without -n.
+_REPETITION_EFFORT = Effort(sample=0.01)
 
 
 class Column(NamedTuple):
@@ -66,7 +62,7 @@ class Column(NamedTuple):
         return ("-" if value is None else str(value)).rjust(self.width)
 
 
-def build_columns(
+def _build_columns(
     options: argparse.Namespace, row: Primitive, others: Iterable[str]
 ) -> list[Column]:
     """Return the columns for a primitive.
@@ -83,20 +79,20 @@ def build_columns(
     ]
     for name in variants(row):
         group = name.replace("_", "-")
-        times = _LATENCY if options.latency else _BANDWIDTH
-        built += [Column(group, title, unit, 10, (name, title)) for title, unit in times]
+        built += [
+            Column(group, title, unit, 10, (name, title))
+            for title, unit in (("time", "(us)"), ("algbw", "(GB/s)"), ("busbw", "(GB/s)"))
+        ]
         if options.check:
             built.append(Column(group, "#wrong", "", 8, (name, "wrong")))
-    title = "p50" if options.latency else "time"
     for name in others:
-        built.append(Column(name, title, "(us)", 11, ("compare", name, title)))
+        built.append(Column(name, "time", "(us)", 11, ("compare", name, "time")))
         built.append(Column(name, "ratio", "", 8, ("compare", name, "ratio")))
-    if not options.latency:
-        built.append(Column("", "spread", "", 8, ("spread",)))
+    built.append(Column("", "spread", "", 8, ("spread",)))
     return [*built, Column("", "distance", "", 10, ("distance",))]
 
 
-def heads(columns: Sequence[Column]) -> list[str]:
+def _heads(columns: Sequence[Column]) -> list[str]:
     """Return the lines above the table."""
     groups = itertools.groupby(columns, lambda column: column.group)
     lines = [
@@ -107,42 +103,21 @@ def heads(columns: Sequence[Column]) -> list[str]:
     return [f"#{line[1:].rstrip()}" for line in lines]
 
 
-def foot(results: Sequence[Result], check: bool) -> list[str]:
-    """Return the lines below the table."""
-    found = sum(map(_count_wrong, results))
-    means = _average_busbw(results)
-    lines = [f"Out of bounds values : {found} {'FAILED' if found else 'OK'}"] if check else []
-    lines += [
-        f"Avg bus bandwidth    : {mean:.4g}" + f" ({distance})" * (len(means) > 1)
-        for distance, mean in means.items()
-    ]
-    return [f"# {line}" for line in lines]
-
-
 def _count_wrong(result: Result) -> int:
     """Return the number of wrong elements of a line."""
     others = [found for found in result["compare"].values() if found]
     return sum(found.get("wrong") or 0 for found in (*_own(result), *others))
 
 
-def _average_busbw(results: Sequence[Result]) -> dict[str, float]:
-    """Return the mean bus bandwidth of all lines, by distance of the ranks."""
-    found: dict[str, list[float]] = {distance: [] for distance in DISTANCES}
-    for result in results:
-        every = [one.get("busbw") for one in _own(result)]
-        found[result["distance"]] += [one for one in every if one is not None]
-    return {distance: statistics.fmean(every) for distance, every in found.items() if every}
+def _average_busbw(results: Sequence[Result]) -> float | None:
+    """Return the mean bus bandwidth of all lines, or None without arrays."""
+    every = [one["busbw"] for result in results for one in _own(result)]
+    return statistics.fmean(every) if None not in every else None
 
 
 def _own(result: Result) -> list[Result]:
     """Return the measurements of mpicoll's calls."""
     return [result[name] for name in ("out_of_place", "in_place") if result[name]]
-
-
-# --- measuring ----------------------------------------------------------------------------------
-
-#: Effort of a repetition without -n, and of all calls of a line with --latency.
-_REPETITION_EFFORT, _LATENCY_EFFORT = Effort(sample=0.01), Effort(seconds=0.2, fewest=20, most=2000)
 
 
 class Bench:
@@ -168,83 +143,75 @@ class Bench:
         self._others = others
         self._notes = notes
         self._timer = Timer(comm, memory.settle)
-        self._first = comm.Get_rank() == 0
 
     def run(self, cases: Iterable[Case]) -> Result:
         """Print a table for each primitive; return the data of --json, on all ranks."""
         facts = self._facts()
-        self._print(self._header(facts))
+        self._print(*self._header(facts))
         results: list[Result] = []
         averages = {}
         for row, lines in itertools.groupby(cases, lambda case: case.row):
-            columns = build_columns(self._options, row, self._others)
-            self._print(["#", f"# {row.name}", *heads(columns)])
+            columns = _build_columns(self._options, row, self._others)
+            self._print("#", f"# {row.name}", *_heads(columns))
             start = len(results)
             for case in lines:
-                found = self._lines(case)
-                results += found
-                self._print(["".join(column.text(one) for column in columns) for one in found])
-            self._print(foot(results[start:], self._options.check))
-            averages[row.name] = _average_busbw(results[start:])
-        spreads = [one["spread"] for one in results if one["spread"] is not None]
-        noise = statistics.median(spreads) if spreads else 0.0
+                results.append(self._line(case))
+                self._print("".join(column.text(results[-1]) for column in columns))
+            if self._options.check:
+                found = sum(map(_count_wrong, results[start:]))
+                self._print(f"# Out of bounds values : {found} {'FAILED' if found else 'OK'}")
+            averages[row.name] = mean = _average_busbw(results[start:])
+            if mean is not None:
+                self._print(f"# Avg bus bandwidth    : {mean:.4g}")
+        noise = statistics.median(one["spread"] for one in results)
         distance = self._timer.describe_distances()
-        self._print([f"# {distance}"])
+        self._print(f"# {distance}")
         if noise > MAX_SPREAD:
             self._print(
-                [
-                    f"# NOT RELIABLE: times vary by {noise:.0%}, more than {MAX_SPREAD:.0%}. Stop "
-                    "other programs, start at most one rank per processor, and run bench again"
-                ]
+                f"# NOT RELIABLE: times vary by {noise:.0%}, more than {MAX_SPREAD:.0%}. Stop "
+                "other programs, start at most one rank per processor, and run bench again"
             )
         return {
             **facts,
             "distance": distance,
             "noise": noise,
-            "latency": self._options.latency,
             "results": results,
             "average_busbw": averages,
             "wrong": sum(map(_count_wrong, results)),
         }
 
-    def _print(self, lines: Sequence[str]) -> None:
-        if self._first and lines:
-            cli.show_progress("")
+    def _print(self, *lines: str) -> None:
+        if self._comm.Get_rank() == 0:
             print("\n".join(lines), flush=True)
 
-    # --- one case -------------------------------------------------------------------------------
-
-    def _lines(self, case: Case) -> list[Result]:
-        """Return a line for each distance of the ranks that occurred."""
-        if self._first:
-            cli.show_progress(f"{case.row.name} of {case.size} bytes")
+    def _line(self, case: Case) -> Result:
+        """Measure a case."""
         buffers = Buffers(case, self._memory)
         own = variants(case.row)
-        calls: dict[str, Call] = {
-            name: own_call(case, buffers, name, self._options.waits) for name in own
-        }
+        calls: dict[str, Call] = {name: own_call(case, buffers, name) for name in own}
         for name, other in self._others.items():
             call = other.call(case, buffers)
             if works_on_all(call, self._comm) and call is not None:
                 calls[name] = call
-        lines = [
-            (distance, {name: self._figures(case, one) for name, one in times.items()})
-            for distance, times in self._measure(calls).items()
-        ]
-        if self._options.check and case.dtype is not None:
-            routes = [name for name, other in self._others.items() if isinstance(other, Route)]
-            for name in (*own, *(name for name in routes if name in calls)):
+        samples = self._measure(calls)
+        found: dict[str, Result] = {name: {} for name in calls}
+        for name, times in samples.times.items():
+            every = [1e6 * seconds for seconds in times]
+            took = statistics.median(every)
+            algbw = case.size / took / 1e3 if case.size else None  # MB/s to GB/s
+            found[name] = {
+                "time": took,
+                "algbw": algbw,
+                "busbw": None if algbw is None else algbw * case.row.moved(case.n),
+                "times": every,
+                "spread": times.figure.relative_spread,
+            }
+            if name not in own:
+                found[name]["ratio"] = took / found[own[0]]["time"]
+            if self._options.check and case.dtype and (name in own or self._is_route(name)):
                 variant = name if name in own else own[0]
-                found = count_wrong(calls[name], case, buffers, variant, self._memory)
-                lines[0][1][name]["wrong"] = sum(control_messages.allgather(self._comm, found, int))
-        return [self._line(case, *line) for line in lines]
-
-    def _line(self, case: Case, distance: str, figures: Mapping[str, Result]) -> Result:
-        typical = "p50" if self._options.latency else "time"
-        first = variants(case.row)[0]
-        for name in self._others:
-            if name in figures:
-                figures[name]["ratio"] = figures[name][typical] / figures[first][typical]
+                wrong = count_wrong(calls[name], case, buffers, variant, self._memory)
+                found[name]["wrong"] = sum(control_messages.allgather(self._comm, wrong, int))
         return {
             "primitive": case.row.name,
             "size": case.size,
@@ -252,14 +219,17 @@ class Bench:
             "type": case.dtype.name if case.dtype else "none",
             "redop": op_name(case.op) if case.op else "none",
             "root": case.root if case.row.root else -1,
-            "distance": distance,
-            "spread": figures[first].get("spread"),
-            "out_of_place": figures.get("out_of_place"),
-            "in_place": figures.get("in_place"),
-            "compare": {name: figures.get(name) for name in self._others},
+            "distance": samples.distance,
+            "spread": found[own[0]]["spread"],
+            "out_of_place": found.get("out_of_place"),
+            "in_place": found.get("in_place"),
+            "compare": {name: found.get(name) for name in self._others},
         }
 
-    def _measure(self, calls: Mapping[str, Call]) -> ByDistance:
+    def _is_route(self, name: str) -> bool:
+        return isinstance(self._others[name], Route)
+
+    def _measure(self, calls: Mapping[str, Call]) -> Samples:
         given, warm = self._options.iters, self._options.warmup_iters
         warm = warm or (0 if given else 1)
         once = {
@@ -267,27 +237,8 @@ class Bench:
             for name, call in calls.items()
         }
         once = control_messages.bcast(self._comm, once, 0, dict[str, float])
-        if self._options.latency:
-            count = given or _LATENCY_EFFORT.samples(sum(once.values()))
-            return self._timer.sample(calls, count, dict.fromkeys(once, 1))
         loops = {name: given or _REPETITION_EFFORT.calls(took) for name, took in once.items()}
         return self._timer.sample(calls, self._options.repetitions, loops)
-
-    def _figures(self, case: Case, times: Times) -> Result:
-        """Return the figures of one call."""
-        every = [1e6 * seconds for seconds in times.values()]
-        if self._options.latency:
-            percentiles = np.percentile(every, list(_PERCENTILES.values())).tolist()
-            return dict(zip(_PERCENTILES, percentiles, strict=True))
-        took = statistics.median(every)
-        found: Result = {"time": took, "algbw": None, "busbw": None, "times": every}
-        found["spread"] = times.figure.relative_spread
-        if case.size:
-            found["algbw"] = case.size / took / 1e3  # MB/s to GB/s
-            found["busbw"] = found["algbw"] * case.row.moved(case.n)
-        return found
-
-    # --- the header -----------------------------------------------------------------------------
 
     def _facts(self) -> Result:
         """Return machine and versions of rank 0, on all ranks."""
@@ -311,20 +262,15 @@ class Bench:
     def _header(self, facts: Result) -> list[str]:
         options, nodes = self._options, facts["nodes"]
         where = nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes ({nodes[0]}, ...)"
-        calls = f"{options.iters} calls" if options.iters else ""
-        if options.latency:
-            method = f"single calls ({calls or f'for {_LATENCY_EFFORT.seconds:g} s'})"
-        else:
-            calls = calls or f"{_REPETITION_EFFORT.sample:g} s"
-            method = f"median of {options.repetitions} repetitions of {calls} each"
+        calls = f"{options.iters} calls" if options.iters else f"{_REPETITION_EFFORT.sample:g} s"
         versions = ", ".join(f"{x} {facts[x]}" for x in ("mpicoll", "mpi4py", "NumPy", "Python"))
         lines = [
             f"mpicoll {facts['command']}",
             f"{facts['ranks']} ranks on {where}: {facts['machine']}",
             f"{facts['MPI']}, {versions}",
             f"arrays: {facts['arrays']}; reductions: {facts['reductions']}",
-            f"time: {method}, after a barrier, of the slowest rank"
-            + ("; async_op=True and wait()" if options.waits else ""),
+            f"time: median of {options.repetitions} repetitions of {calls} each, after a "
+            "barrier, of the slowest rank",
         ]
         if self._others:
             lines.append("ratio: time of the comparison / time of mpicoll")

@@ -9,15 +9,10 @@ so do unbound ranks.
 from __future__ import annotations
 
 import mmap
-import statistics
-import time
-from collections import Counter
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpicoll import control_messages
 from mpicoll.kernels.library import kernels
 
 if TYPE_CHECKING:
@@ -31,7 +26,6 @@ __all__ = [
     "UNKNOWN",
     "Distance",
     "classify",
-    "describe_farthest",
 ]
 
 #: Distances. ``MIXED``: it changed so often that no samples of one distance are left.
@@ -79,17 +73,11 @@ class Distance:
 
     def measure(self) -> float:
         """Return the nanoseconds to the farthest partner, or 0 if unknown."""
-        found = self.measure_partners().values()
-        most = max(found, default=0)
-        return most if all(found) or classify(most, 0) == FAR else 0
-
-    def measure_partners(self) -> dict[int, float]:
-        """Return the nanoseconds to each partner, or 0 if it timed out."""
-        found: dict[int, float] = {}
         if self._memory is None or kernels is None:
-            return found
+            return 0
         self._comm.Barrier()
         start = self._memory.ctypes.data
+        found: list[float] = []
         for bit in self._bits:
             partner = self._me ^ 1 << bit
             own, other = (
@@ -99,38 +87,10 @@ class Distance:
                 kernels.latency(own, other, self._me < partner, self._measurements + i, _TIMEOUT_NS)
                 for i in range(_TRY_COUNT)
             ]
-            found[partner] = min(filter(None, tries), default=0)
+            found.append(min(filter(None, tries), default=0))
         self._measurements += _TRY_COUNT
-        return found
-
-
-def describe_farthest(comm: MPI.Intracomm, ranks: Sequence[int], times: int = 20) -> str:
-    """Return the distance of the partners that are farthest from each other.
-
-    All ranks call it, with the same ``times``: the number of measurements, 5 ms apart, because the
-    distance of ranks that move changes. ranks: names of the ranks of the communicator.
-    """
-    distance, own = Distance(comm), list[dict[int, float]]()
-    for _ in range(times):
-        own.append(distance.measure_partners())
-        time.sleep(5e-3)
-    found: dict[tuple[int, int], list[float]] = {}
-    everybody = control_messages.allgather(comm, own, list[dict[int, float]])
-    for rank, measured in enumerate(everybody):
-        for partner, latency in (item for each in measured for item in each.items()):
-            if rank < partner and latency:
-                found.setdefault((rank, partner), []).append(latency)
-    if not found:
-        why = distance.problem or "no rank answered in time: the processors are busy"
-        return f"unknown: {why}"
-    (a, b), latencies = max(found.items(), key=lambda item: statistics.median(item[1]))
-    median = statistics.median(latencies)
-    counts = Counter(classify(each, each) for each in latencies)
-    if min(counts[NEAR], counts[FAR]) > 1:  # a single measurement may have been disturbed
-        text = f"{NEAR} and {FAR} in turn, so they move between processors"
-    else:
-        text = classify(median, median)
-    return f"{median:.0f} ns between ranks {ranks[a]} and {ranks[b]}, the farthest: {text}"
+        most = max(found, default=0)
+        return most if all(found) or classify(most, 0) == FAR else 0
 
 
 def classify(most: float, least: float) -> str:

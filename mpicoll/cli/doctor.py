@@ -12,24 +12,20 @@ import socket
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpicoll import cli, control_messages, launch, machine, settings
-from mpicoll.cli.distance import describe_farthest
-from mpicoll.launch.host_identity import node
 from mpicoll.machine import format_ranges
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from mpicoll.core.groups import ProcessGroup
     from mpicoll.cuda.capabilities import Capabilities
 
-__all__ = ["Findings", "Placement", "add_arguments", "advise", "name_launcher", "run"]
+__all__ = ["Findings", "Placement", "add_arguments", "advise", "run"]
 
 Facts = dict[str, str]
 Routes = dict[str, str]
@@ -66,13 +62,6 @@ class Placement(NamedTuple):
         processors = max(os.cpu_count() or 1, len(allowed))
         threads = os.environ.get("OMP_NUM_THREADS", "")
         return cls(socket.gethostname(), processors, allowed, shared, free, threads)
-
-    @property
-    def memory(self) -> str:
-        """Description of /dev/shm."""
-        if self.shared is None or self.free is None:
-            return "none"
-        return f"{_format_bytes(self.shared)}, {_format_bytes(self.free)} free"
 
 
 @dataclass
@@ -120,7 +109,8 @@ def run(options: argparse.Namespace) -> int:
     """Print the report on rank 0; return 0, or 1 if there is an error."""
     # Read these before init_process_group, which sets variables and rejects misspelled ones.
     in_use = "; ".join(f"{name}={value}" for name, value in settings.list_set().items())
-    before = {"launcher": name_launcher(), "settings": in_use or "none"}
+    launcher = launch.find_launcher()
+    before = {"launcher": launcher.name if launcher else "none", "settings": in_use or "none"}
     misspelled = settings.find_problems()
     for name in misspelled:
         del os.environ[name]
@@ -234,6 +224,7 @@ def _examine(before: Facts, misspelled: dict[str, str], again: bool) -> tuple[bo
     group, me = default_group(), dist.get_rank()
     comm, findings = group.inner, Findings([])
     names: tuple[str, ...] = ()
+    far: list[str] = []
     try:
         findings.all_ranks = exchange(comm, probes=True, again=again)
         index = binding.device_for(dist.get_node_local_rank(), len(findings.all_ranks[me].gpus))
@@ -241,7 +232,6 @@ def _examine(before: Facts, misspelled: dict[str, str], again: bool) -> tuple[bo
         findings.all_ranks = eligibility.with_used(findings.all_ranks, used)
         findings.idle = list(binding.describe_idle_gpus(findings.all_ranks, used).values())
         far = binding.describe_far_gpu(findings.all_ranks[me], index)
-        findings.far = control_messages.allgather(comm, far, list[str])
         forced = eligibility.forced_route(findings.all_ranks)
         names = eligibility.eligible_routes(findings.all_ranks, forced)
         findings.off = eligibility.describe_routes(names, findings.all_ranks, forced)
@@ -252,9 +242,6 @@ def _examine(before: Facts, misspelled: dict[str, str], again: bool) -> tuple[bo
     findings.host = _describe_host_routes(group)
     if group.size() > 1 and len({own.node for own in findings.all_ranks}) == 1:
         findings.shared = bool(group.resources.find("shared"))
-    findings.no_single_copy = control_messages.allgather(
-        comm, single_copy.find_obstacle(group), str
-    )
     if any(own.gpus for own in findings.all_ranks) and names:
         findings.device = {
             row.name: next((n for n in names if row.name in DEVICE[n].serves.primitives), "refused")
@@ -262,20 +249,18 @@ def _examine(before: Facts, misspelled: dict[str, str], again: bool) -> tuple[bo
             if row.layout is not Layout.EMPTY
         }
     facts = _describe_process() | before | _describe_mpi(findings, me)
-    facts["distance"] = _describe_distance(comm)
     # By rank 0 only, because importing torch is slow.
     torch = control_messages.bcast(comm, _describe_torch() if me == 0 else "", 0, str)
     if torch.startswith(facts["torch"]):
         facts["torch"] = torch
+    own = facts, Placement.find(), misspelled, far, single_copy.find_obstacle(group)
     gathered = control_messages.allgather(
-        comm, (facts, Placement.find(), misspelled), tuple[Facts, Placement, dict[str, str]]
+        comm, own, tuple[Facts, Placement, dict[str, str], list[str], str]
     )
-    findings.facts, findings.placements, findings.misspelled = map(
-        list, zip(*gathered, strict=True)
-    )
-    first: dict[str, Placement] = {}  # of each host, so that its ranks have the same text
-    for each, place in zip(findings.facts, findings.placements, strict=True):
-        each[_SHARED] = first.setdefault(place.host, place).memory
+    (
+        findings.facts, findings.placements, findings.misspelled, findings.far,
+        findings.no_single_copy,
+    ) = map(list, zip(*gathered, strict=True))  # fmt: skip
     cli.end_group()
     return me == 0, findings
 
@@ -302,17 +287,6 @@ def _try_device_routes(group: ProcessGroup, index: int) -> tuple[tuple[str, ...]
     return agreed.names, agreed.describe()
 
 
-def _describe_distance(comm: MPI.Intracomm) -> str:
-    """Return the distance of the farthest ranks of this node. All ranks call it."""
-    nodes = control_messages.allgather(comm, node(), str)
-    own = nodes[comm.Get_rank()]
-    here = cast("MPI.Intracomm", comm.Split(nodes.index(own)))
-    text = describe_farthest(here, [rank for rank, name in enumerate(nodes) if name == own])
-    text = control_messages.bcast(here, text, 0, str)
-    here.Free()
-    return text
-
-
 def _describe_process() -> Facts:
     """Return facts that need no MPI."""
     import mpicoll
@@ -326,7 +300,7 @@ def _describe_process() -> Facts:
         "system": f"{name}, {platform.system()} {platform.release()} {platform.machine()}",
         "processors": machine.describe(),
         "may run on": f"{len(place.allowed)} of them: {format_ranges(place.allowed)}",
-        _SHARED: place.memory,
+        _SHARED: "none" if place.shared is None else _format_bytes(place.shared),
         "Python": f"{platform.python_version()} ({sys.executable})",
         "mpicoll": f"{mpicoll.__version__} ({Path(mpicoll.__file__).parent})",
         "settings": "",
@@ -334,7 +308,6 @@ def _describe_process() -> Facts:
         "MPI": "not running",
         "launcher": "",
         "ranks": "",
-        "distance": "",
         "threads": "",
         "NumPy": _find_version("numpy"),
         "ml_dtypes": _find_version("ml_dtypes"),
@@ -365,12 +338,6 @@ def _describe_mpi(findings: Findings, me: int) -> Facts:
         or f"none: {own.no_gpu}",
         "CUDA in MPI": f"{'yes' if own.cuda else 'no'} ({own.why})",
     }
-
-
-def name_launcher() -> str:
-    """Return the name of the launcher of this process, or "none"."""
-    launcher = launch.find_launcher()
-    return "none" if launcher is None else launcher.name
 
 
 def _find_version(*names: str) -> str:
@@ -442,94 +409,74 @@ _ON_FACTS = (
 
 def advise(findings: Findings) -> list[tuple[bool, str]]:
     """Return the advice, errors first: whether it is an error, and the text."""
-    placements = findings.placements
-    errors = [
-        findings.problem,
-        *_by_text([each.values() for each in findings.misspelled]),
-        *(
-            f"{name} differs between ranks: use the same on all"
-            for name in ("mpicoll", "MPI")
-            if len({facts.get(name, "").partition(" (")[0] for facts in findings.facts}) > 1
-        ),
-        *_advise_on_facts(findings, True),
-        findings.bad_route,
-        *sorted({own.problem for own in findings.all_ranks}),
-    ]
-    suggestions = [
-        *_advise_on_facts(findings, False),
-        _advise_on_shared_memory(findings),
-        _advise_on_single_copy(findings),
-        _advise_on_cupy(findings),
-        *_advise_on_device_routes(findings),
-        *findings.idle,
-        *_by_text(findings.far),
-        *_advise_on_hosts(placements),
-    ]
-    unbound = _find_unbound(placements)
-    if unbound:
-        suggestions.append(
-            f"{_name_ranks(unbound)}: not bound to processors, so they may move away from the "
-            "contents of their caches, and between near and far processors, where calls through "
-            f"shared memory take longer: {_BIND}"
-        )
-    if not findings.problem and [facts.get("launcher") for facts in findings.facts] == ["none"]:
-        suggestions.append(
-            "this process is the only rank, because no launcher started it: to examine a job, "
-            "start all its ranks (mpirun -n 4 python -m mpicoll doctor, or srun)"
-        )
-    return [
-        *((True, text) for text in errors if text),
-        *((False, text) for text in suggestions if text),
-    ]
+    errors = [(True, text) for text in _find_errors(findings) if text]
+    return [*errors, *((False, text) for text in _suggest(findings))]
 
 
-def _advise_on_facts(findings: Findings, errors: bool) -> list[str]:
-    found = []
-    for is_error, name, pattern, text in _ON_FACTS:
-        if is_error is errors:
-            matches = [re.search(pattern, facts.get(name, "")) for facts in findings.facts]
-            found += _by_text([[text] if match else [] for match in matches])
-    return found
+def _find_errors(findings: Findings) -> Iterator[str]:
+    yield findings.problem
+    yield from _by_text([each.values() for each in findings.misspelled])
+    for name in ("mpicoll", "MPI"):
+        if len({facts.get(name, "").partition(" (")[0] for facts in findings.facts}) > 1:
+            yield f"{name} differs between ranks: use the same on all"
+    yield from _advise_on_facts(findings, True)
+    yield findings.bad_route
+    yield from sorted({own.problem for own in findings.all_ranks})
 
 
-def _advise_on_shared_memory(findings: Findings) -> str:
-    if findings.shared is not False:
-        return ""
-    if settings.SHARED_MEMORY.is_set_to("0"):
-        return "MPICOLL_SHARED_MEMORY=0 disables shared memory: unset it"
-    return (
-        "the ranks are on one node but do not share memory, which is several times faster: they "
-        "need the C library, one user, and one container"
-    )
-
-
-def _advise_on_single_copy(findings: Findings) -> str:
-    reasons = _by_text([[why] for why in findings.no_single_copy])
-    if not findings.shared or not reasons:
-        return ""
-    if any(settings.SINGLE_COPY.name in reason for reason in reasons):
-        remedy = f"unset {settings.SINGLE_COPY.name}"
-    else:
+def _suggest(findings: Findings) -> Iterator[str]:
+    yield from _advise_on_facts(findings, False)
+    if findings.shared is False:
+        if settings.SHARED_MEMORY.is_set_to("0"):
+            yield "MPICOLL_SHARED_MEMORY=0 disables shared memory: unset it"
+        else:
+            yield (
+                "the ranks are on one node but do not share memory, which is several times faster: "
+                "they need the C library, one user, and one container"
+            )
+    reasons = "; ".join(_by_text([[why] for why in findings.no_single_copy]))
+    if findings.shared and reasons:
         remedy = (
             "the node must allow process_vm_readv and process_vm_writev between processes of one "
             "user: kernel.yama.ptrace_scope=0 (sysctl), and in a container no seccomp filter "
             "against them (docker run --cap-add=SYS_PTRACE) and one PID namespace"
         )
-    return (
-        "large messages without a reduction are copied twice instead of once "
-        f"({'; '.join(reasons)}): {remedy}"
-    )
-
-
-def _advise_on_cupy(findings: Findings) -> str:
-    has_driver = any(re.search(r"\d", facts.get("driver", "")) for facts in findings.facts)
+        if settings.SINGLE_COPY.name in reasons:
+            remedy = f"unset {settings.SINGLE_COPY.name}"
+        yield (
+            "large messages without a reduction are copied twice instead of once "
+            f"({reasons}): {remedy}"
+        )
     missing = [own.no_gpu for own in findings.all_ranks if not own.gpus and own.no_gpu]
-    return f"a driver is installed, but {missing[0]}" if has_driver and missing else ""
+    if missing and any(re.search(r"\d", facts.get("driver", "")) for facts in findings.facts):
+        yield f"a driver is installed, but {missing[0]}"
+    yield from _advise_on_device_routes(findings.all_ranks)
+    yield from findings.idle
+    yield from _by_text(findings.far)
+    yield from _advise_on_hosts(findings.placements)
+    unbound = _find_unbound(findings.placements)
+    if unbound:
+        yield (
+            f"{_name_ranks(unbound)}: not bound to processors, so they may move away from the "
+            "contents of their caches, and between near and far processors, where calls through "
+            f"shared memory take longer: {_BIND}"
+        )
+    if not findings.problem and [facts.get("launcher") for facts in findings.facts] == ["none"]:
+        yield (
+            "this process is the only rank, because no launcher started it: to examine a job, "
+            "start all its ranks (mpirun -n 4 python -m mpicoll doctor, or srun)"
+        )
 
 
-def _advise_on_device_routes(findings: Findings) -> list[str]:
+def _advise_on_facts(findings: Findings, errors: bool) -> Iterator[str]:
+    for is_error, name, pattern, text in _ON_FACTS:
+        if is_error is errors:
+            matches = [re.search(pattern, facts.get(name, "")) for facts in findings.facts]
+            yield from _by_text([[text] if match else [] for match in matches])
+
+
+def _advise_on_device_routes(all_ranks: Sequence[Capabilities]) -> list[str]:
     """Advise how to get a better device route."""
-    all_ranks = findings.all_ranks
     remedies = {f"{own.why}: {own.remedy}" for own in all_ranks if own.remedy}
     tls = os.environ.get("UCX_TLS", "")
     if any(own.gpus for own in all_ranks) and tls and not re.search(r"cuda|all|^\^", tls):

@@ -4,8 +4,8 @@ A sample is the time of some calls of one case after a barrier. Samples are take
 each case in random order, so that a disturbance affects all cases. The time of the slowest rank
 counts. Figures are medians with quartiles.
 
-The distance of the ranks (``distance``) is measured between turns. Figures are from turns of one
-distance. A turn during which the distance changed is dropped.
+The distance of the ranks (``distance``) is measured between turns. Figures are from turns of the
+distance that occurred most often.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ __all__ = [
     "Call",
     "Effort",
     "Figure",
+    "Samples",
     "Timer",
     "Times",
 ]
@@ -40,7 +41,7 @@ Call = Callable[[], object]
 
 #: Minimum and maximum number of calls in a sample.
 CALL_COUNTS = (1, 1000)
-#: Minimum number of turns of a distance for a figure.
+#: Minimum number of turns of one distance.
 ENOUGH_COUNT = 5
 #: Maximum median spread of reliable times, relative to the median time.
 MAX_SPREAD = 0.1
@@ -66,21 +67,24 @@ class Figure(NamedTuple):
         return self.spread / self.median
 
 
-class Times(dict[int, float]):
-    """Samples of a call in seconds, by turn."""
+class Times(list[float]):
+    """Samples of a call in seconds. Cases that were sampled together have their turns in common."""
 
     @property
     def figure(self) -> Figure:
         """Median and quartiles, interpolated between samples."""
-        return Figure(*np.percentile(list(self.values()), (25, 50, 75)).tolist())
+        return Figure(*np.percentile(self, (25, 50, 75)).tolist())
 
     def pair(self, other: Times, combine: Callable[[float, float], float]) -> Times:
         """Combine samples with those of another call in the same turns."""
-        return Times({turn: combine(self[turn], other[turn]) for turn in self if turn in other})
+        return Times(combine(*both) for both in zip(self, other, strict=True))
 
 
-#: Samples by distance of the ranks and name of the call.
-ByDistance = dict[str, dict[str, Times]]
+class Samples(NamedTuple):
+    """Samples of calls by name, and the distance of the ranks in their turns."""
+
+    distance: str
+    times: dict[str, Times]
 
 
 class Effort(NamedTuple):
@@ -148,12 +152,11 @@ class Timer:
         found: list[float] = numbers.tolist()
         return found
 
-    def sample(self, cases: Mapping[str, Call], turns: int, calls: Mapping[str, int]) -> ByDistance:
-        """Return ``turns`` samples of every case, by distance of the ranks.
+    def sample(self, cases: Mapping[str, Call], turns: int, calls: Mapping[str, int]) -> Samples:
+        """Return ``turns`` samples of every case, fewer if the distance of the ranks changed.
 
-        Takes up to twice the number to have ``ENOUGH_COUNT`` turns of each distance that occurs.
-        Distances with fewer turns are dropped. Without enough turns of near or of far ranks, turns
-        of unknown distance are used, and if these are too few as well, all turns as mixed.
+        Keeps the turns of the most frequent distance. Takes up to twice the number of turns, until
+        this distance has ``ENOUGH_COUNT``. If it still has fewer, all turns are kept as mixed.
 
         calls: number of calls of each case in a sample.
         """
@@ -164,23 +167,12 @@ class Timer:
             more = self._take_turns(cases, calls, range(len(found), len(found) + missing))
             found += more[0]
             samples += more[1]
-            counts = Counter(found)
-            short = any(counts[d] < enough for d in {NEAR, FAR} & {*counts} or {UNKNOWN})
-            missing = min(enough, 2 * turns - len(found)) if short else 0
-        kept = [distance for distance in (NEAR, FAR) if counts[distance] >= enough]
-        return {
-            distance: {
-                name: Times(
-                    {
-                        turn: seconds
-                        for turn, seconds in enumerate(own)
-                        if distance in (found[turn], MIXED)
-                    }
-                )
-                for name, own in zip(cases, zip(*samples, strict=True), strict=True)
-            }
-            for distance in kept or [UNKNOWN if counts[UNKNOWN] >= enough else MIXED]
-        }
+            most = max((NEAR, FAR, UNKNOWN), key=found.count)
+            is_enough = found.count(most) >= enough
+            missing = 0 if is_enough else min(enough, 2 * turns - len(found))
+        distance = most if is_enough else MIXED
+        kept = [own for own, each in zip(samples, found, strict=True) if distance in (each, MIXED)]
+        return Samples(distance, dict(zip(cases, map(Times, zip(*kept, strict=True)), strict=True)))
 
     def _take_turns(
         self, cases: Mapping[str, Call], calls: Mapping[str, int], numbers: Sequence[int]
@@ -223,8 +215,8 @@ class Timer:
         medians = map(statistics.median, zip(*took, strict=True))
         return dict(zip(cases, medians, strict=True))
 
-    def measure(self, cases: Mapping[str, Call], effort: Effort) -> ByDistance:
-        """Return samples of the cases within the effort, by distance of the ranks."""
+    def measure(self, cases: Mapping[str, Call], effort: Effort) -> Samples:
+        """Return samples of the cases within the effort."""
         once = self.once(cases)
         calls = {name: effort.calls(took) for name, took in once.items()}
         turn = sum(took * (calls[name] + 1) for name, took in once.items())

@@ -114,8 +114,8 @@ def dump_flight_record(path: str | None = None) -> str:
     path: the file; by default the rank behind what TORCH_FR_DUMP_TEMP_FILE says, else behind
         "~/.cache/torch/comm_lib_trace_rank_".
 
-    PyTorch's torchfrtrace reads a folder of such files, as does ``python -m mpicoll trace``. Other
-    ranks write their files only if they also call this.
+    PyTorch's torchfrtrace reads a folder of such files. Other ranks write their files only if they
+    also call this.
 
     Returns the path. Raises NotInitializedError (a ValueError) before init_process_group,
     ArgumentError (a ValueError) if no record is kept (TORCH_FR_BUFFER_SIZE is 0),

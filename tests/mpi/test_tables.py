@@ -13,7 +13,7 @@ from conftest import team as group_of
 from driver import NAMES, Exact, check_same_bits
 
 import mpicoll as dist
-from mpicoll.cli import tune_measure
+from mpicoll.cli import tune
 from mpicoll.cli.timing import Effort
 from mpicoll.core.groups import default_group
 from mpicoll.core.plan import CallKind, Implementation
@@ -193,12 +193,12 @@ SIZES = [8 << i for i in range(8)]
 
 def measured(points, seconds, spent):
     """Measure with few calls at a time."""
-    return tune_measure.measure(default_group().inner, points, Effort(seconds, 1e-5, 3, 5), spent)
+    return tune.measure(default_group().inner, points, Effort(seconds, 1e-5, 3, 5), spent)
 
 
 def test_tune_measures_every_kind_and_size(world, mpi):
     """All ranks have the same figures."""
-    points = tune_measure.find_points(tuning.KINDS, SIZES, default_group())
+    points = tune.find_points(tuning.KINDS, SIZES, default_group())
     outcome = measured(points, 60.0, lambda: 0.0)
     assert all(one == outcome for one in mpi.allgather(outcome))
     place = select.place(default_group())
@@ -213,10 +213,9 @@ def test_tune_measures_every_kind_and_size(world, mpi):
             assert own[0].least == 0 and own[-1].last == outcome.last[kind] >= SIZES[-1]
             rounding = own[-1].case.dtype.itemsize * world.size
             assert 0 <= SIZES[-1] - own[-1].case.size < rounding
-        for at_size in outcome.figures.get(kind, {}).values():
-            for by_route in at_size.values():
-                assert set(by_route) <= set(routes) and len(by_route) > 1
-                assert all(0 < one.low <= one.median <= one.high for one in by_route.values())
+        for by_route in outcome.figures.get(kind, {}).values():
+            assert set(by_route) <= set(routes) and len(by_route) > 1
+            assert all(0 < one.low <= one.median <= one.high for one in by_route.values())
 
 
 def test_tune_stops_at_the_time_limit(world, mpi):
@@ -228,7 +227,7 @@ def test_tune_stops_at_the_time_limit(world, mpi):
         now += 1.0
         return now if world.me == 0 else 1e9
 
-    points = tune_measure.find_points(tuning.KINDS, SIZES, default_group())
+    points = tune.find_points(tuning.KINDS, SIZES, default_group())
     outcome = measured(points, 20.0, spent)
     assert all(one == outcome for one in mpi.allgather(outcome))
     found = sum(len(figures) for figures in outcome.figures.values())

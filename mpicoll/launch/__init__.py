@@ -13,7 +13,6 @@ from mpicoll.launch.environment import (
     is_started_by_mpi,
     was_filled,
 )
-from mpicoll.launch.init_methods import GivenRank, find_rendezvous, read_rank
 from mpicoll.launch.launchers import (
     announced,
     find_launcher,
@@ -21,7 +20,13 @@ from mpicoll.launch.launchers import (
     find_rank,
     is_launcher_variable,
 )
-from mpicoll.launch.rendezvous import Rendezvous, loopback
+from mpicoll.launch.rendezvous import (
+    GivenRank,
+    Rendezvous,
+    find_rendezvous,
+    loopback,
+    read_rank,
+)
 from mpicoll.launch.roll_call import run_on_each
 from mpicoll.launch.session import current
 from mpicoll.launch.spawned_ranks import has_grown, join

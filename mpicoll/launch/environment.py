@@ -8,14 +8,14 @@ import hashlib
 import multiprocessing
 import os
 import stat
+import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 
 from mpicoll.errors import LaunchError
 from mpicoll.launch import launchers
-from mpicoll.launch.host_identity import addresses
+from mpicoll.launch.host_identity import job_name
 from mpicoll.launch.launchers import PmiProtocol
-from mpicoll.launch.pmi import PmiClient
 from mpicoll.settings import ALLOW_SINGLETON
 
 #: Set to 1 to run as a single rank although the launcher started several.
@@ -24,8 +24,6 @@ SINGLETON = ALLOW_SINGLETON.name
 TORCH_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
-#: The key of PMI under which rank 0 publishes its address.
-_KEY = "mpicoll-run"
 #: The address of rank 0 if all ranks are on one node.
 LOOPBACK = "127.0.0.1"
 
@@ -151,6 +149,12 @@ def fill_environment(
             environment[name] = _filled[name] = str(value)
 
 
+def interpreter_options() -> list[str]:
+    """Return the options of this interpreter, for another one."""
+    options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [*options, *["-u"] * getattr(sys.stdout, "write_through", False)]
+
+
 #: The -X option with which ``python -m mpicoll run`` starts the interpreter of a script. Its value
 #: lists the variables that the command has set: NAME=VALUE,NAME=VALUE. Child processes do not
 #: inherit the option.
@@ -165,25 +169,14 @@ if isinstance(_option := sys._xoptions.get(RUN_OPTION), str):
 def find_torch_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return TORCH_VARIABLES with torchrun's meaning, from the launcher's variables.
 
-    Needs no MPI. Omits variables whose value the launcher does not set. On several nodes every rank
-    must call if the launcher has PMI-1, because the ranks exchange the address of rank 0.
+    Needs no MPI. Omits variables whose value the launcher does not set.
     """
     launcher = launchers.find_launcher(environment)
     if launcher is None or launcher.is_batch or is_inherited(environment):
         return {}
     rank, size, is_one_node = launchers.announced(environment)
-    job = launchers.find_identity(environment)
+    job = launchers.find_identity(environment) or (is_one_node and job_name(environment))
     address = LOOPBACK if is_one_node else launchers.find_first_host(environment)
-    descriptor = environment.get("PMI_FD", "")
-    if launcher.has_pmi_1 and not (job and address) and descriptor.isdigit():
-        with contextlib.suppress(OSError):
-            manager = PmiClient(int(descriptor))
-            job = job or manager.job
-            if not address:
-                if rank == "0":
-                    manager.put(_KEY, environment.get("MASTER_ADDR") or addresses()[0])
-                manager.barrier()
-                address = manager.get(_KEY)
     local = launchers.find_local_rank(environment), launchers.find_local_size(environment)
     values = rank, size, *local, address, _choose_port(job) if job else None
     found = zip(TORCH_VARIABLES, values, strict=True)

@@ -18,8 +18,7 @@ from types import FrameType
 
 import mpicoll
 from mpicoll.errors import MpicollError
-from mpicoll.launch.host_identity import node
-from mpicoll.launch.init_timeout import job_name
+from mpicoll.launch.host_identity import job_name, node
 from mpicoll.launch.launchers import find_launcher
 from mpicoll.launch.session import current
 from mpicoll.output import write_lines

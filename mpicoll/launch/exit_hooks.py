@@ -27,9 +27,8 @@ from typing import NoReturn
 
 from mpicoll.launch import error_output
 from mpicoll.launch.environment import is_inherited, is_started_by_torchrun
-from mpicoll.launch.init_timeout import job_name
+from mpicoll.launch.host_identity import job_name, open_manager
 from mpicoll.launch.launchers import announced, find_launcher, find_rank
-from mpicoll.launch.pmi import open_manager
 from mpicoll.launch.session import current
 from mpicoll.output import flush_streams, write_lines
 

@@ -38,9 +38,6 @@ class Launcher:
     hosts: str = ""
     #: The same values on all ranks, other values in another job. Unset variables are skipped.
     identity: tuple[str, ...] = ()
-    #: It answers PMI-1 on the descriptor PMI_FD: ranks can request the job's name and exchange
-    #: values before MPI starts.
-    has_pmi_1: bool = False
     is_batch: bool = False  # it starts a single process, not ranks
     remedy: str = ""  # advice if MPI does not see the ranks that it started
     #: Between its process manager and MPI; None: it has no process manager.
@@ -97,15 +94,9 @@ _PALS = Launcher(
     "PALS (HPE Cray's mpiexec)", detected_by=("PALS_RANKID",), rank="PALS_RANKID",
     local_rank=("PALS_LOCAL_RANKID",), local_size="PALS_LOCAL_SIZE", identity=("PALS_APID",),
 )  # fmt: skip
-_JSRUN = Launcher(
-    "jsrun", detected_by=("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"), rank="JSM_NAMESPACE_RANK",
-    size="JSM_NAMESPACE_SIZE", local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
-    local_size="JSM_NAMESPACE_LOCAL_SIZE", identity=_BATCH_JOB,
-    remedy=f"jsrun starts ranks of Spectrum MPI: configure mpi4py to load it {_PRINTS}",
-)  # fmt: skip
 _HYDRA = Launcher(
     "MPICH's mpirun", detected_by=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"), rank="PMI_RANK",
-    size="PMI_SIZE", local_rank=("MPI_LOCALRANKID",), local_size="MPI_LOCALNRANKS", has_pmi_1=True,
+    size="PMI_SIZE", local_rank=("MPI_LOCALRANKID",), local_size="MPI_LOCALNRANKS",
     remedy=_PMI_REMEDY, protocol=PmiProtocol.PMI,
 )  # fmt: skip
 _PMIX = Launcher(
@@ -141,7 +132,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
     replace(
         _FLUX, name="flux run -o pmi=simple",
         detected_by=("PMI_RANK", "PMI_SIZE", "FLUX_TASK_RANK"), rank="PMI_RANK", size="PMI_SIZE",
-        has_pmi_1=True, protocol=PmiProtocol.PMI,
+        protocol=PmiProtocol.PMI,
     ),
     replace(
         _SRUN, name="srun --mpi=pmi2", detected_by=("PMI_RANK", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
@@ -175,10 +166,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
         rank="PMIX_RANK", remedy=_PMIX_REMEDY, protocol=PmiProtocol.PMIX,
     ),
     replace(
-        _JSRUN, name="jsrun with PMIx", detected_by=("PMIX_RANK", "JSM_NAMESPACE_RANK"),
-        rank="PMIX_RANK", identity=("PMIX_NAMESPACE",), protocol=PmiProtocol.PMIX,
-    ),
-    replace(
         _SRUN, name="srun --mpi=pmix", detected_by=("PMIX_RANK", "SLURM_STEP_NUM_TASKS"),
         rank="PMIX_RANK", protocol=PmiProtocol.PMIX,
     ),
@@ -189,7 +176,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
         rank="PALS_RANKID",
     ),
     replace(_PALS, owned="PALS_"),
-    replace(_JSRUN, owned="JSM_"),
     replace(
         _SRUN,
         owned="SLURM", job=r"SLURM_(JOB|ARRAY|SUBMIT|CLUSTER|CONF|CPUS|MEM|TMPDIR|RESTART)",

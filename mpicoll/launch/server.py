@@ -28,7 +28,6 @@ The messages on a watch connection:
             late              timed out waiting for ranks to connect
     server  go                all ranks have connected
             refused WHY       a rank failed or does not belong to the job
-            stuck RANK,...    these ranks did not return from MPI_Init in time
             missing RANK,...  a rank timed out waiting for these ranks
             lost RANK         a rank ended without a message
             abort RANK CODE   a rank aborted the job
@@ -54,8 +53,6 @@ if __name__ == "__main__":
 from mpicoll.line_protocol import LineConnection, LineServer, is_proof, mac
 
 GREETING = "mpicoll 1"
-#: Node name of ranks in which MPI runs already. They only exchange values by PMI's put and get.
-RUNS_MPI = "runs-mpi"
 #: Seconds from the failure of the job until the PMI connections are closed, which ends ranks inside
 #: MPI_Init.
 _CLOSE_DELAY_S = 3.0
@@ -102,7 +99,6 @@ class _Connection(LineConnection):
 class Server(LineServer[_Connection]):
     """Serves one job until all ranks have disconnected.
 
-    limit: seconds for MPI_Init after all ranks have connected.
     sends_secret: send the secret to any process that requests it.
     starter: a descriptor that reaches its end when rank 0 has ended or has connected. The server
              stops if rank 0 ends before it connects.
@@ -113,13 +109,12 @@ class Server(LineServer[_Connection]):
         listener: socket.socket,
         secret: str,
         size: int,
-        limit: float,
         sends_secret: bool = False,
         starter: int | None = None,
     ) -> None:
         super().__init__(select.epoll(), _MAX_UNAUTHENTICATED_COUNT + 2 * size)
         self.listen(listener)
-        self.secret, self.size, self.limit = secret, size, limit
+        self.secret, self.size = secret, size
         self.sends_secret, self.starter = sends_secret, starter
         # MPI libraries use it in names of shared memory, so it must be unique on every node.
         self.name = f"mpicoll-{os.urandom(8).hex()}"
@@ -131,13 +126,11 @@ class Server(LineServer[_Connection]):
         self.values: dict[str, str] = {}  # of PMI's put
         self.stored_bytes = 0
         self.fence: set[int] = set()  # ranks in PMI's barrier
-        self.starting: set[int] = set()  # ranks inside MPI_Init
         self.ended: set[int] = set()  # ranks in state end or gone
         self.earliest = -1  # the ended rank with the fewest cycles
         self.latest = 0  # the largest number of cycles of any rank
         self.has_announced_end = False
         self.is_complete = False  # all ranks have connected
-        self.init_deadline = 0.0  # of MPI_Init
         self.failure = ""  # the message with which the job failed
         self.close_deadline = float("inf")  # when the server stops after a failure
 
@@ -156,10 +149,7 @@ class Server(LineServer[_Connection]):
                     else:
                         self.serve_descriptor(descriptor)
                 self.drop_silent()
-                now = time.monotonic()
-                if self.starting and now > self.init_deadline:
-                    self._fail(f"stuck {','.join(map(str, sorted(self.starting)))}")
-                if now > self.close_deadline:
+                if time.monotonic() > self.close_deadline:
                     break
         finally:
             for sock in (*(one.sock for one in self.lines.values()), *self.listeners.values()):
@@ -237,21 +227,11 @@ class Server(LineServer[_Connection]):
 
     def _complete(self) -> None:
         """Stop listening and notify the ranks that all of them have connected."""
-        running = [rank for rank, node in sorted(self.nodes.items()) if node == RUNS_MPI]
-        if running and len(running) < self.size:
-            fresh = sorted(set(range(self.size)) - set(running))
-            self._fail(
-                f"refused MPI runs already on ranks {running}, and its MPI_COMM_WORLD does not "
-                f"have ranks {fresh}: processes that start later cannot join it"
-            )
-            return
         self.is_complete = True
         for sock in list(self.listeners.values()):
             self.close_listener(sock)
         for peer in [one for one in self.lines.values() if not one.peer]:
             self.drop(peer)
-        self.init_deadline = time.monotonic() + self.limit
-        self.starting = set(range(self.size))
         nodes = [self.nodes[rank] for rank in range(self.size)]
         self.values["PMI_process_mapping"] = mapping(nodes)
         self._send_all("go")
@@ -285,7 +265,6 @@ class Server(LineServer[_Connection]):
     def _set_state(self, rank: int, state: str) -> None:
         self.state[rank] = state
         if state == "busy":
-            self.starting.discard(rank)
             self.latest = max(self.latest, self.cycles[rank])
         elif state in ("end", "gone"):
             self.ended.add(rank)
@@ -367,9 +346,8 @@ def main() -> None:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files[1], files[1]))  # two connections per rank
     Server(
-        listener, settings["secret"], settings["size"], settings["limit"], settings["open"],
-        sys.stdin.fileno(),
-    ).serve()  # fmt: skip
+        listener, settings["secret"], settings["size"], settings["open"], sys.stdin.fileno()
+    ).serve()
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class Session(LineConnection):
         """Return whether an unread message reports the failure of the job."""
         with contextlib.suppress(OSError):
             line = self.sock.recv(5, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            return line.startswith((b"abort", b"lost ", b"stuck"))
+            return line.startswith((b"abort", b"lost "))
         return False
 
     def end_reason(self) -> tuple[str, int] | None:
@@ -73,8 +73,6 @@ class Session(LineConnection):
             mine = int(rank) == self.rank
             why = "" if mine else f"rank {rank} of {self.size} ended the job with exit code {code}"
             return why, _exit_status(int(code))
-        if word == "stuck":
-            return f"MPI_Init timed out on ranks {rest}", 1
         return "lost the connection to rank 0's server", 1
 
     def check(self) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from mpicoll import control_messages, settings
 from mpicoll.errors import ArgumentError, DistBackendError, LaunchError, MPIError
 from mpicoll.launch import world
+from mpicoll.launch.environment import interpreter_options
 from mpicoll.launch.host_identity import node
 from mpicoll.launch.init_timeout import end_after
 from mpicoll.launch.launchers import LAUNCHERS
@@ -67,54 +68,25 @@ def has_grown() -> bool:
 # --- existing ranks -------------------------------------------------------------------------------
 
 
-def find_program(command: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """Return the interpreter options of a command line, and the program with its arguments.
-
-    command: the command line, starting with the interpreter; (): of this process.
-
-    The program is a script, -m and a module, or -c and code. Raises ArgumentError otherwise.
-    """
-    words = [*(command or sys.orig_argv)]
-    index = 1
-    while index < len(words) and words[index].startswith("-") and len(words[index]) > 1:
-        word, index = words[index], index + 1
-        if word.startswith("--"):
-            index += word == "--check-hash-based-pycs"
-            continue
-        for end, letter in enumerate(word[1:], 2):
-            if letter in "cm":
-                value = [word[end:]] if word[end:] else []
-                options = [*words[1 : index - 1], *([word[: end - 1]] if end > 2 else [])]
-                program = [f"-{letter}", *value, *words[index:]]
-                return options, program[2:] if program[:2] == [*_MAIN] else program
-            if letter in "WX":
-                index += not word[end:]
-                break
-    if index >= len(words) or words[index] == "-":
-        raise ArgumentError(
-            f"{_WHERE}: this program cannot be started again, because it is not a script, a module "
-            f"or -c code: {words}"
-        )
-    return words[1:index], words[index:]
-
-
 def find_command(command: Sequence[str] | None, survives: bool) -> tuple[list[str], str]:
     """Return the command line of a new process and its working directory.
 
-    command: the program and its arguments; None: of this process.
+    command: the program and its arguments; None: of this process, a script or a module.
     survives: the other ranks continue after a lost rank.
 
     Raises ArgumentError if this program cannot be started again, OSError without a directory.
     """
-    try:
-        flags, program = find_program()
-    except ArgumentError:
-        if command is None:
-            raise
-        flags, program = [], []
-    words = [sys.executable, *flags, *_MAIN, *(program if command is None else command)]
+    if command is None:
+        module = getattr(sys.modules["__main__"].__spec__, "name", "__main__")
+        if module != "__main__":
+            command = ["-m", module.removesuffix(".__main__"), *sys.argv[1:]]
+        elif sys.argv[0] in ("", "-", "-c"):
+            raise ArgumentError(f"{_WHERE}: this program is neither a script nor a module")
+        else:
+            command = sys.argv
     names = {"PYTHONPATH", *(each.name for each in settings.SETTINGS)} - {settings.SECRET.name}
     kept = [f"{name}={os.environ[name]}" for name in sorted(names & os.environ.keys())]
+    words = [sys.executable, *interpreter_options(), *_MAIN, *command]
     return [*(_SHELL if survives else ()), "env", *kept, *words], str(Path.cwd())
 
 

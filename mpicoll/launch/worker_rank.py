@@ -21,7 +21,6 @@ import traceback
 from collections.abc import Callable
 
 from mpicoll.launch import session, world
-from mpicoll.launch.init_methods import NO_STORE
 from mpicoll.launch.joining import send_failure
 from mpicoll.launch.rendezvous import Rendezvous, ServerAddress
 
@@ -45,7 +44,7 @@ def main() -> None:
         sys.exit(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     server = ServerAddress.parse(address.encode()) if address else None
-    rendezvous = Rendezvous(NO_STORE, rank, size, server=server)
+    rendezvous = Rendezvous(None, rank, size, server=server)
     try:
         with world.start(rendezvous, limit):
             pass

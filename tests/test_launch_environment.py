@@ -10,7 +10,6 @@ import pytest
 from mpicoll.errors import ArgumentError, LaunchError, UnsupportedError
 from mpicoll.launch import rendezvous
 from mpicoll.launch.environment import (
-    Bootstrap,
     choose_bootstrap,
     fill_environment,
 )
@@ -23,25 +22,24 @@ OMPI = {"OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "1"}
 
 
 @pytest.mark.parametrize(
-    ("world_size", "openmpi", "environment", "inherited", "bootstrap"),
+    ("world_size", "openmpi", "environment", "bootstrap"),
     [
-        (4, False, ENV, False, Bootstrap.SERVER),
-        (4, False, PMI | ENV | TORCH, False, Bootstrap.SERVER),  # torchrun inside a job of mpiexec
-        (4, False, PMI, True, Bootstrap.SERVER),  # started by a rank of mpiexec
-        (4, False, PMI | {"PMI_SIZE": "1"}, False, Bootstrap.SERVER),
-        (8, False, PMI, False, Bootstrap.MANAGER),  # MPI reports the mismatch
-        (1, False, {}, False, Bootstrap.SINGLETON),
-        (1, False, PMI, False, Bootstrap.SINGLETON),
-        (1, False, PMI | {"PMI_SIZE": "1"}, False, Bootstrap.MANAGER),
-        (1, True, OMPI, False, Bootstrap.SINGLETON),
-        (1, False, TORCH, False, Bootstrap.SINGLETON),
+        (4, False, ENV, "server"),
+        (4, False, PMI | ENV | TORCH, "server"),  # torchrun inside a job of mpiexec
+        (4, False, PMI | {"PMI_FD": "987"}, "server"),  # started by a rank of mpiexec
+        (4, False, PMI | {"PMI_SIZE": "1"}, "server"),
+        (8, False, PMI, "manager"),  # MPI reports the mismatch
+        (1, False, {}, "single"),
+        (1, False, PMI, "single"),
+        (1, False, PMI | {"PMI_SIZE": "1"}, "manager"),
+        (1, True, OMPI, "single"),
+        (1, False, TORCH, "single"),
     ],
 )
 def test_choose_bootstrap(
-    world_size: int, openmpi: bool, environment: dict[str, str], inherited: bool,
-    bootstrap: Bootstrap,
-) -> None:  # fmt: skip
-    assert choose_bootstrap(world_size, openmpi, environment, inherited) is bootstrap
+    world_size: int, openmpi: bool, environment: dict[str, str], bootstrap: str
+) -> None:
+    assert choose_bootstrap(world_size, openmpi, environment) == bootstrap
 
 
 @pytest.mark.parametrize(

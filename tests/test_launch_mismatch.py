@@ -58,8 +58,7 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1"}
         (OPENMPI, SRUN, None),  # --mpi=none: check_world detects it later
         (MPICH, OMPI_MPIRUN | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
         (OPENMPI, HYDRA | {"PMI_SIZE": "1"}, None),
-        (MPICH, PRTERUN | {"PMIX_RANK": "0"}, None),  # errors of other ranks end the job
-        (MPICH, PMIX | {"PMIX_RANK": "0"}, "srun --mpi=pmix"),  # announces the number of ranks
+        (MPICH, PMIX | {"PMIX_RANK": "0"}, "srun --mpi=pmix"),
         (MPICH, OMPI_MPIRUN | TORCHRUN, None),
         (MPICH, OMPI_MPIRUN | {"MPICOLL_ALLOW_SINGLETON": "1"}, None),
         (OPENMPI, HYDRA | {"PMI_FD": "987"}, None),  # inherited from a parent process
@@ -143,17 +142,13 @@ def test_single_rank_of_a_foreign_launcher_works(foreign: dict[str, str]) -> Non
     assert (done.returncode, done.stdout) == (0, "1\n"), done
 
 
-def test_foreign_launcher_without_a_size_warns_on_rank_0(foreign: dict[str, str]) -> None:
-    """Rank 0 may be alone. Any other rank raises."""
+def test_foreign_launcher_without_a_size_raises(foreign: dict[str, str]) -> None:
     if "PMIX_NAMESPACE" not in foreign:
         pytest.skip("this library supports PRRTE")
-    done = run(PRTERUN | {"PMIX_RANK": "0"}, "-c", WORLD_SIZE)
-    assert (done.returncode, done.stdout) == (0, "1\n"), done
-    assert "does not announce the number of ranks" in done.stderr, done
-    allowed = {"PMIX_RANK": "0", "MPICOLL_ALLOW_SINGLETON": "1"}
-    assert "does not announce" not in run(PRTERUN | allowed, "-c", WORLD_SIZE).stderr
-    done = run(PRTERUN, "-c", WORLD_SIZE)
+    rank_0 = PRTERUN | {"PMIX_RANK": "0"}
+    done = run(rank_0, "-c", WORLD_SIZE)
     assert done.returncode != 0 and "do not match" in done.stderr, done
+    assert run(rank_0 | {"MPICOLL_ALLOW_SINGLETON": "1"}, "-c", WORLD_SIZE).stdout == "1\n"
 
 
 PRINT_SIZE_OR_ERROR = (

@@ -36,7 +36,7 @@ from mpicoll.errors import (
 from mpicoll.failures import lost_ranks, monitor_client, rank_status
 from mpicoll.failures.termination import end_job
 from mpicoll.failures.watchdog import Watchdog
-from mpicoll.launch.exit_hooks import exit_code, keep_exit_code
+from mpicoll.launch.exit_hooks import exit_code
 from mpicoll.output import write_lines
 from mpicoll.serialized_mpi import unwrap
 
@@ -570,7 +570,6 @@ def abort_group(group: ProcessGroup, why: str = "was aborted") -> None:
 
 def _leave_out_mpi(why: str = "") -> None:
     """Exit the process before mpi4py can finalize MPI."""
-    keep_exit_code()
     atexit.register(_end_without_mpi, why)
 
 

@@ -24,7 +24,6 @@ from mpicoll import launch, settings
 from mpicoll.core.observers import observers
 from mpicoll.errors import DistBackendError, LostRankError
 from mpicoll.failures import rank_status
-from mpicoll.launch.exit_hooks import exit_code, keep_exit_code
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -81,8 +80,7 @@ def fail(
             return False
     # MPI_Finalize waits for all ranks, and a missing one may never end. This comes first because
     # the program may end as soon as another thread raises the error.
-    keep_exit_code()
-    launch.finalize_within(grace(), exit_code)
+    launch.finalize_within(grace())
     group.fail(error, pending)
     if group.closed is not None or group.error is not error:
         return False

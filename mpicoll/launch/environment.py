@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import hashlib
 import multiprocessing
 import os
@@ -11,6 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from typing import Literal
 
 from mpicoll.errors import LaunchError
 from mpicoll.launch import launchers
@@ -70,35 +70,24 @@ def is_child_of_rank(environment: Mapping[str, str] = os.environ) -> bool:
     )
 
 
-class Bootstrap(enum.Enum):
-    """How the ranks of a job become one MPI world."""
-
-    MANAGER = "through the MPI process manager that started them"
-    SERVER = "through a rendezvous and mpicoll's PMI server"
-    SINGLETON = "there is one rank"
-
-
 def choose_bootstrap(
-    world_size: int,
-    openmpi: bool,
-    environment: Mapping[str, str] = os.environ,
-    inherited: bool = False,
-) -> Bootstrap:
-    """Choose how ranks that were given their rank and world size become one MPI world.
+    world_size: int, openmpi: bool, environment: Mapping[str, str] = os.environ
+) -> Literal["manager", "server", "single"]:
+    """Return how ranks that were given their rank and world size become one MPI world.
 
     openmpi: the MPI library is Open MPI; else one of the MPICH family.
-    inherited: ignore the process manager's variables, see ``is_inherited``.
 
+    "manager": by the process manager that started them; "server": by mpicoll's PMI server.
     A process manager that announces another number of ranks is used: MPI then reports the mismatch.
     One that announces a single rank is ignored, because it only started a process on a node.
     """
     protocol = PmiProtocol.PMIX if openmpi else PmiProtocol.PMI
-    announced = None if inherited else _managed_size(protocol, environment)
+    announced = None if is_inherited(environment) else _managed_size(protocol, environment)
     if world_size == 1:
-        return Bootstrap.MANAGER if announced == 1 else Bootstrap.SINGLETON
+        return "manager" if announced == 1 else "single"
     if is_started_by_torchrun(environment) or announced in (None, 1):
-        return Bootstrap.SERVER
-    return Bootstrap.MANAGER
+        return "server"
+    return "manager"
 
 
 def _managed_size(protocol: PmiProtocol, environment: Mapping[str, str]) -> int | None:

@@ -82,7 +82,8 @@ def send_failure(rendezvous: Rendezvous, text: str, limit: float) -> None:
     limit: seconds for all ranks to connect. Rank 0, which starts the server, waits for them.
     """
     (watch,), _ = _connect_all(rendezvous, limit, ["watch"])
-    with Session(watch, -1, rendezvous.rank, rendezvous.world_size, "") as session:
+    with watch:
+        session = Session(watch, -1, rendezvous.rank, rendezvous.world_size, "")
         words = " ".join(text.split()).encode("ascii", "backslashreplace").decode()
         session.send(f"failed {words[:_MAX_FAILURE_BYTES]}")
         end = time.monotonic() + limit

@@ -46,7 +46,6 @@ class Launcher:
     #: starts in another way.
     bootstrap: str = ""
     owned: str = ""  # pattern of the variables that are hidden from processes outside this job
-    job: str = ""  # pattern of the owned variables that describe the whole job
     own_gpus: str = ""  # set if each process has separate GPUs
     #: The ranks are children of its process on their node, a Python process, and end with it.
     is_parent: bool = False
@@ -176,17 +175,14 @@ LAUNCHERS: tuple[Launcher, ...] = (
         rank="PALS_RANKID",
     ),
     replace(_PALS, owned="PALS_"),
-    replace(
-        _SRUN,
-        owned="SLURM", job=r"SLURM_(JOB|ARRAY|SUBMIT|CLUSTER|CONF|CPUS|MEM|TMPDIR|RESTART)",
-    ),
+    replace(_SRUN, owned="SLURM"),
     Launcher(
         "Slurm", detected_by=("SLURM_JOB_ID", "SLURM_NTASKS"), rank="SLURM_PROCID",
         size="SLURM_NTASKS", local_rank=("SLURM_LOCALID",), is_batch=True,
         remedy="the batch script runs once: start the program in it with srun or mpirun",
     ),
-    Launcher("PBS", owned="PBS_", job=r"PBS_(JOB|NODEFILE|O_|QUEUE|ARRAY)"),
-    Launcher("LSF", owned="LSB_", job=r"LSB_(JOB|HOSTS|MCPU_HOSTS|DJOB_HOSTFILE|QUEUE|SUB)"),
+    Launcher("PBS", owned="PBS_"),
+    Launcher("LSF", owned="LSB_"),
 )  # fmt: skip
 #: The variables of a process without a launcher: none.
 _NONE = Launcher("")
@@ -266,8 +262,3 @@ def is_bootstrap_variable(
 def is_launcher_variable(name: str) -> bool:
     """Return whether a launcher sets this variable only for the ranks of its job."""
     return any(each.owned and re.match(each.owned, name) for each in LAUNCHERS)
-
-
-def is_job_variable(name: str) -> bool:
-    """Return whether a batch system sets this variable for all processes of a job."""
-    return any(each.job and re.match(each.job, name) for each in LAUNCHERS)

@@ -21,7 +21,6 @@ from mpicoll.launch.environment import SINGLETON, is_started_by_mpi, replace_boo
 from mpicoll.launch.host_identity import open_manager
 from mpicoll.launch.launchers import Launcher, PmiProtocol
 from mpicoll.launch.mpi_library import find_function, find_library, find_mpiexec
-from mpicoll.output import warn
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +81,7 @@ def find_foreign(
     ranks it would not find, or None.
 
     A launcher with a supported protocol takes precedence (Slurm's MpiDefault=pmix starts the
-    proxies of MPICH's mpirun), and a single rank needs none. If the launcher does not announce the
-    number of ranks (prterun), rank 0 may be alone; other ranks raise in a larger job.
+    proxies of MPICH's mpirun), and a single rank needs none.
     """
     present = [each for each in launchers.find_launchers(environment) if each.protocol]
     foreign = frozenset(each.protocol for each in present if each.protocol) - {library.protocol}
@@ -94,10 +92,8 @@ def find_foreign(
         or environment.get(SINGLETON) == "1"
     ):
         return foreign, None
-    first = present[0]
     size = next((environment.get(each.size) for each in present if each.size), None)
-    is_alone = size == "1" if size is not None else environment.get(first.rank) == "0"
-    return foreign, None if is_alone else first
+    return foreign, None if size == "1" else present[0]
 
 
 def match_launcher(mpi: ModuleType) -> contextlib.AbstractContextManager[None]:
@@ -108,9 +104,8 @@ def match_launcher(mpi: ModuleType) -> contextlib.AbstractContextManager[None]:
     Raises LaunchError if each rank would be alone in MPI_COMM_WORLD, or abort.
     """
     library = find_mpi(mpi.Get_library_version())
-    may_be_single = os.environ.get(SINGLETON) == "1"
     if (library is None or library.protocol is PmiProtocol.PMI) and is_stale():
-        if may_be_single:
+        if os.environ.get(SINGLETON) == "1":
             return replace_bootstrap_variables({})
         raise LaunchError(_explain_stale())
     if library is None:
@@ -118,12 +113,6 @@ def match_launcher(mpi: ModuleType) -> contextlib.AbstractContextManager[None]:
     foreign, launcher = find_foreign(library)
     if launcher is not None:
         raise LaunchError(_explain(mpi, library, launcher))
-    if foreign and launchers.announced()[1] == "?" and not may_be_single:
-        warn(
-            f"the launcher does not announce the number of ranks, and {mpi.get_vendor()[0]} does "
-            f"not support its protocol: rank 0 runs as a single rank. If this is intended, set "
-            f"{SINGLETON}=1"
-        )
     # MPICH would try PMIx, which it does not have, even if it has got its rank by PMI.
     return replace_bootstrap_variables({}, foreign) if foreign else contextlib.nullcontext()
 

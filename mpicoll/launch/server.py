@@ -58,8 +58,8 @@ GREETING = "mpicoll 1"
 _CLOSE_DELAY_S = 3.0
 #: Maximum length of a line before and after authentication, in bytes.
 _MAX_UNAUTHENTICATED_LINE_BYTES, _MAX_LINE_BYTES = 1024, 1 << 16
-#: Maximum number of unauthenticated connections, of unread bytes per rank, and of bytes put by PMI.
-_MAX_UNAUTHENTICATED_COUNT, _MAX_UNREAD_BYTES, _MAX_STORED_BYTES = 4096, 1 << 24, 1 << 28
+#: Maximum number of unauthenticated connections, and of unread bytes per rank.
+_MAX_UNAUTHENTICATED_COUNT, _MAX_UNREAD_BYTES = 4096, 1 << 24
 
 #: PMI-1: commands with a constant answer.
 _ANSWERS = {
@@ -124,10 +124,8 @@ class Server(LineServer[_Connection]):
         self.state: dict[int, str] = {}  # of each connected rank: busy, free, end or gone
         self.cycles: dict[int, int] = {}  # number of times that each rank became busy
         self.values: dict[str, str] = {}  # of PMI's put
-        self.stored_bytes = 0
         self.fence: set[int] = set()  # ranks in PMI's barrier
         self.ended: set[int] = set()  # ranks in state end or gone
-        self.earliest = -1  # the ended rank with the fewest cycles
         self.latest = 0  # the largest number of cycles of any rank
         self.has_announced_end = False
         self.is_complete = False  # all ranks have connected
@@ -264,15 +262,15 @@ class Server(LineServer[_Connection]):
 
     def _set_state(self, rank: int, state: str) -> None:
         self.state[rank] = state
+        changed = {rank}
         if state == "busy":
             self.latest = max(self.latest, self.cycles[rank])
+            changed = self.ended
         elif state in ("end", "gone"):
             self.ended.add(rank)
-            if self.cycles[rank] < self.cycles.get(self.earliest, self.latest + 1):
-                self.earliest = rank
         # An ended rank is missing in a later process group.
-        if self.cycles.get(self.earliest, self.latest) < self.latest:
-            self._fail(f"lost {self.earliest}")
+        if missing := [each for each in changed & self.ended if self.cycles[each] < self.latest]:
+            self._fail(f"lost {min(missing, key=self.cycles.__getitem__)}")
         if len(self.ended) == self.size and not self.has_announced_end:
             self.has_announced_end = True
             self._send_all("end some" if "gone" in self.state.values() else "end all")
@@ -291,9 +289,6 @@ class Server(LineServer[_Connection]):
         if command in _ANSWERS:
             self._send(peer, _ANSWERS[command].format(size=self.size, name=self.name))
         elif command == "put":
-            self.stored_bytes += len(words["key"]) + len(value)
-            if self.stored_bytes > _MAX_STORED_BYTES:
-                raise ValueError("PMI values exceed the limit")
             self.values[words["key"]] = value
             self._send(peer, "cmd=put_result rc=0 msg=success")
         elif command == "get":

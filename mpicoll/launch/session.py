@@ -30,12 +30,6 @@ class Session(LineConnection):
         self._pid = os.getpid()
         self.pmi, self.rank, self.size, self.job = pmi, rank, size, job
 
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.sock.close()
-
     def send(self, line: str) -> None:
         """Send a line without waiting; ignore a lost connection."""
         if self._pid == os.getpid():

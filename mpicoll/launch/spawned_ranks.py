@@ -232,7 +232,8 @@ def main() -> None:
     """Start MPI, then run the program that the command line names."""
     global _parent
     program = sys.argv[1:]
-    mpi = world.initialize()
+    mpi = world.load()
+    world.initialize(mpi)
     world.skip_finalize()  # until it has joined, because the other ranks may have timed out
     _parent = mpi.Comm.Get_parent()
     if _parent == mpi.COMM_NULL:

@@ -86,7 +86,7 @@ class Worker:
         kept = {
             name: value
             for name, value in os.environ.items()
-            if (launchers.is_job_variable(name) or not launchers.is_launcher_variable(name))
+            if not launchers.is_launcher_variable(name)
             and not launchers.is_bootstrap_variable(name)
         }
         own = str(Path(__file__).parents[2])

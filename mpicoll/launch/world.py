@@ -19,13 +19,12 @@ from mpicoll import communicators, control_messages
 from mpicoll.errors import LaunchError
 from mpicoll.launch.environment import (
     LOOPBACK,
-    Bootstrap,
     choose_bootstrap,
-    is_inherited,
     is_started_by_mpi,
     replace_bootstrap_variables,
     was_filled,
 )
+from mpicoll.launch.exit_hooks import exit_code
 from mpicoll.launch.host_identity import addresses
 from mpicoll.launch.init_timeout import end_after, enforce_timeout
 from mpicoll.launch.joining import join, send_failure
@@ -72,7 +71,7 @@ def start(
     if not mpi.Is_initialized():
         bootstrap = _bootstrap(mpi, rendezvous, limit)
         with enforce_timeout(limit, rendezvous, comm), bootstrap:
-            _initialize(mpi)
+            initialize(mpi)
     size = mpi.COMM_WORLD.Get_size()
     if comm is None and rendezvous is not None and rendezvous.world_size < size:
         if rendezvous.world_size > 1:
@@ -204,14 +203,6 @@ def master_address(world: MPI.Intracomm) -> str:
     return control_messages.bcast(world, found, 0, str)
 
 
-def initialize() -> ModuleType:
-    """Start MPI, if it has not started, and return ``mpi4py.MPI``."""
-    mpi = load()
-    if not mpi.Is_initialized():
-        _initialize(mpi)
-    return mpi
-
-
 def load() -> ModuleType:
     """Import mpi4py.MPI and return it. mpi4py calls neither MPI_Init nor MPI_Finalize, which it
     would call also in forked children.
@@ -230,7 +221,7 @@ def load() -> ModuleType:
         ) from error
 
 
-def _initialize(mpi: ModuleType) -> None:
+def initialize(mpi: ModuleType) -> None:
     """Call MPI_Init_thread with the level of mpi4py.rc; call MPI_Finalize when the process ends."""
     import mpi4py
 
@@ -248,13 +239,13 @@ def _bootstrap(
     """Connect the ranks; return the context in which MPI_Init makes them one MPI_COMM_WORLD."""
     if rendezvous is None:
         return match_launcher(mpi)
-    size, vendor = rendezvous.world_size, mpi.get_vendor()[0]
-    bootstrap = choose_bootstrap(size, vendor == "Open MPI", os.environ, is_inherited())
-    if bootstrap is Bootstrap.MANAGER:
+    size, openmpi = rendezvous.world_size, mpi.get_vendor()[0] == "Open MPI"
+    bootstrap = choose_bootstrap(size, openmpi)
+    if bootstrap == "manager":
         return match_launcher(mpi)
-    if bootstrap is Bootstrap.SINGLETON:
+    if bootstrap == "single":
         return replace_bootstrap_variables({})
-    if vendor == "Open MPI":
+    if openmpi:
         raise LaunchError(
             f"{_WHERE}: Open MPI cannot make one world of {size} processes that its own mpirun did "
             f"not start: start them with 'mpirun -n {size} python script.py' (or srun --mpi=pmix), "
@@ -321,22 +312,16 @@ def skip_finalize(skips: bool = True) -> bool:
     return sys.modules["mpi4py"].rc.finalize is not False
 
 
-#: A call has timed out: its missing rank may never call MPI_Finalize.
-_finalizes_within = False
-
-
-def finalize_within(limit: float, exit_code: Callable[[], int | None]) -> None:
+@functools.cache
+def finalize_within(limit: float) -> None:
     """End this process with its own exit code if MPI_Finalize takes longer than ``limit`` seconds.
 
-    exit_code: returns the code of the sys.exit that ends the interpreter, None without one.
+    A call has timed out: its missing rank may never call MPI_Finalize.
     """
-    global _finalizes_within
-    if not _finalizes_within:
-        _finalizes_within = True
-        atexit.register(_finalize_in_time, os.getpid(), limit, exit_code)
+    atexit.register(_finalize_in_time, os.getpid(), limit)
 
 
-def _finalize_in_time(process: int, limit: float, exit_code: Callable[[], int | None]) -> None:
+def _finalize_in_time(process: int, limit: float) -> None:
     code = exit_code()
     failed = hasattr(sys, "last_value") if code is None else code
     if failed or os.getpid() != process:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import mpicoll
-from mpicoll import cli, launch
+from mpicoll import cli
 from mpicoll.cli.doctor import name_launcher
 from mpicoll.cuda import probe
 from mpicoll.cuda.binding import device_for
@@ -20,10 +20,20 @@ from mpicoll.launch import launchers
 from mpicoll.launch.environment import (
     check_world,
     choose_bootstrap,
+    fill_environment,
+    find_torch_variables,
     is_started_by_mpi,
     replace_bootstrap_variables,
 )
-from mpicoll.launch.launchers import LAUNCHERS, Launcher, PmiProtocol
+from mpicoll.launch.launchers import (
+    LAUNCHERS,
+    Launcher,
+    PmiProtocol,
+    announced,
+    find_launcher,
+    find_local_rank,
+    is_launcher_variable,
+)
 
 #: A row that no other code knows: its tests pass, so one row is enough for a new launcher.
 MADE_UP = Launcher(
@@ -68,17 +78,17 @@ def simulate(launcher: Launcher, rank: int = 1, size: int = 4) -> Environment:
 @every_launcher
 def test_find_launcher(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = simulate(launcher)
-    assert launch.find_launcher(environment) is launcher
+    assert find_launcher(environment) is launcher
     assert any(name.endswith(mpicoll._RANK_VARIABLES) for name in environment)
     for missing in launcher.detected_by:
         rest = {name: value for name, value in environment.items() if name != missing}
-        assert launch.find_launcher(rest) is not launcher
+        assert find_launcher(rest) is not launcher
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert name_launcher() == launcher.name
     assert not cli.is_first_rank(environment) and cli.is_first_rank(simulate(launcher, 0))
     on_one_node = bool(launcher.size and launcher.local_size)
-    assert launch.announced(environment) == ("1", "4" if launcher.size else "?", on_one_node)
+    assert announced(environment) == ("1", "4" if launcher.size else "?", on_one_node)
 
 
 #: Variables that each launcher documents, on rank 3 of 5, which is local rank 1 of 3 on the second
@@ -148,21 +158,21 @@ EXPECTED: dict[str, tuple[Environment, Environment]] = {
 @pytest.mark.parametrize("name", [each.name for each in LAUNCHERS if each.detected_by])
 def test_find_torch_variables(name: str) -> None:
     environment, expected = EXPECTED[name]
-    launcher = launch.find_launcher(environment)
+    launcher = find_launcher(environment)
     assert launcher is not None and launcher.name == name
-    found = launch.find_torch_variables(environment)
+    found = find_torch_variables(environment)
     if name == "torchrun":  # sets all six itself
         found = {key: value for key, value in found.items() if key not in environment} | ALL
     if "MASTER_PORT" in found:
         assert 1 << 14 <= int(found["MASTER_PORT"]) < 1 << 15
-        assert found == launch.find_torch_variables(environment)
+        assert found == find_torch_variables(environment)
         found["MASTER_PORT"] = "job"
     assert found == expected
 
 
 def test_master_port_depends_only_on_the_job() -> None:
     ports = {
-        (job, launch.find_torch_variables(STEP | {"SLURM_PROCID": rank, "SLURM_STEP_ID": job})[
+        (job, find_torch_variables(STEP | {"SLURM_PROCID": rank, "SLURM_STEP_ID": job})[
             "MASTER_PORT"
         ])
         for rank in "01234" for job in "0123"
@@ -188,7 +198,7 @@ def test_lists_of_slurm(
     variable: str, value: str, node: str, name: str, expected: str | None
 ) -> None:
     environment = STEP | {variable: value, "SLURM_NODEID": node}
-    assert launch.find_torch_variables(environment).get(name) == expected
+    assert find_torch_variables(environment).get(name) == expected
 
 
 def test_master_addr_on_one_node_is_loopback() -> None:
@@ -198,17 +208,17 @@ def test_master_addr_on_one_node_is_loopback() -> None:
         FLUX_3 | {"FLUX_JOB_NNODES": "1"},
         hydra,
     ):
-        found = launch.find_torch_variables(environment)
+        found = find_torch_variables(environment)
         assert found["MASTER_ADDR"] == "127.0.0.1" and found["LOCAL_WORLD_SIZE"] == "5"
     rank, manager = socket.socketpair()
     with rank, manager:  # the job's name is derived from the process ID of the manager
-        found = launch.find_torch_variables(hydra | {"PMI_FD": str(rank.fileno())})
+        found = find_torch_variables(hydra | {"PMI_FD": str(rank.fileno())})
     assert "MASTER_PORT" in found
 
 
 def test_no_torch_variables_in_a_child_or_without_a_launcher() -> None:
-    assert launch.find_torch_variables(HYDRA | {"PMI_FD": "987"}) == {}  # inherited
-    assert launch.find_torch_variables({}) == {}
+    assert find_torch_variables(HYDRA | {"PMI_FD": "987"}) == {}  # inherited
+    assert find_torch_variables({}) == {}
 
 
 HOME = str(Path(mpicoll.__file__).parent.parent)
@@ -295,30 +305,30 @@ def test_device_of_a_rank_with_separate_gpus(
         # It has started torchrun or another program that starts the ranks.
         assert device_for(3, 4, own | simulate(LAUNCHERS[0])) == 3
         assert device_for(3, 4, own | {"LOCAL_RANK": "3"}) == 3
-        monkeypatch.setattr(launch.environment, "_filled", {})
-        launch.fill_environment(3, 4, 3, 4, "here", 1, own)
+        monkeypatch.setattr("mpicoll.launch.environment._filled", {})
+        fill_environment(3, 4, 3, 4, "here", 1, own)
         assert device_for(3, 4, own) == 0
 
 
 @pytest.mark.parametrize("name", ["PBS_JOBID", "LSB_JOBID"])
 def test_batch_systems_are_not_launchers(name: str) -> None:
-    assert launch.find_launcher({name: "7"}) is None
-    assert launch.is_launcher_variable(name)
+    assert find_launcher({name: "7"}) is None
+    assert is_launcher_variable(name)
 
 
 @pytest.mark.parametrize("outer", [FLUX_3, PALS_3, STEP | PALS_3])
 def test_prterun_inside_a_step_of_another_launcher(outer: Environment) -> None:
     """The step has one process per node, so its local rank is not the local rank of prterun's."""
     environment = outer | {"PMIX_RANK": "4", "PRTE_LAUNCHED": "1"}
-    launcher = launch.find_launcher(environment)
+    launcher = find_launcher(environment)
     assert launcher is not None and launcher.name == "prterun"
-    assert launch.announced(environment)[:2] == ("4", "?")
-    assert launch.find_local_rank(environment) is None
+    assert announced(environment)[:2] == ("4", "?")
+    assert find_local_rank(environment) is None
 
 
 def test_launcher_without_a_size_inside_slurm() -> None:
     environment = {"PMIX_RANK": "1", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
-    assert launch.announced(environment) == ("1", "?", False)
+    assert announced(environment) == ("1", "?", False)
     assert not cli.is_first_rank(environment)
     with pytest.raises(LaunchError, match="Slurm announces 4 ranks"):
         check_world(1, environment)

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from mpicoll import cli, control_messages, launch, machine, settings
+from mpicoll import cli, control_messages, machine, settings
 from mpicoll.cli.distance import describe_farthest
 from mpicoll.launch.host_identity import node
+from mpicoll.launch.launchers import find_launcher
 from mpicoll.machine import format_ranges
 
 if TYPE_CHECKING:
@@ -369,7 +370,7 @@ def _describe_mpi(findings: Findings, me: int) -> Facts:
 
 def name_launcher() -> str:
     """Return the name of the launcher of this process, or "none"."""
-    launcher = launch.find_launcher()
+    launcher = find_launcher()
     return "none" if launcher is None else launcher.name
 
 

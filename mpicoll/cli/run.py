@@ -6,9 +6,8 @@ import argparse
 import os
 import sys
 
-from mpicoll import launch
 from mpicoll.cli import is_first_rank, refuse
-from mpicoll.launch.environment import interpreter_options
+from mpicoll.launch.environment import RUN_OPTION, find_torch_variables, interpreter_options
 from mpicoll.settings import INSTALL_AS
 
 __all__ = ["add_arguments", "run"]
@@ -52,11 +51,9 @@ def run(options: argparse.Namespace) -> int:
         return refuse("run", why, is_first_rank(), 2)
     module = ["-m"] if options.m else []
     filled = {
-        name: value
-        for name, value in launch.find_torch_variables().items()
-        if name not in os.environ
+        name: value for name, value in find_torch_variables().items() if name not in os.environ
     }
-    mark = launch.RUN_OPTION + (
+    mark = RUN_OPTION + (
         "=" + ",".join("=".join(pair) for pair in filled.items()) if filled else ""
     )
     words = [sys.executable, *interpreter_options(), "-X", mark, *module, *options.script]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from mpicoll import communicators, launch, settings
+from mpicoll import communicators, settings
 from mpicoll.core import reproducible as levels
 from mpicoll.core.indices import check_index
 from mpicoll.core.observers import observers
@@ -29,6 +29,7 @@ from mpicoll.errors import (
     NotInitializedError,
 )
 from mpicoll.kernels.calls import Calls
+from mpicoll.launch.world import is_serialized, warn_if_serialized
 from mpicoll.serialized_mpi import create_group, unwrap, with_wait
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class ProcessGroup(Calls):
         super().__init__(threading.Lock(), kept)
         for one in (inner, messages):
             return_errors(one)
-        if launch.is_serialized() or settings.TESTED_CALLS.is_set_to("1"):
+        if is_serialized() or settings.TESTED_CALLS.is_set_to("1"):
             inner = with_wait(inner, self.wait_for)
         self._given = given
         self._lent: MPI.Intracomm | None = None
@@ -187,7 +188,7 @@ class ProcessGroup(Calls):
         """Submit a task to the progress thread, and return that Worker."""
         with self._giving:
             if self.worker is None:
-                launch.warn_if_serialized(self.ranks[self._rank])
+                warn_if_serialized(self.ranks[self._rank])
                 self.worker = Worker(f"mpicoll-{self.group_name}")
             self.worker.submit(task)
             return self.worker

@@ -20,10 +20,11 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mpicoll import launch, settings
+from mpicoll import settings
 from mpicoll.core.observers import observers
 from mpicoll.errors import DistBackendError, LostRankError
 from mpicoll.failures import rank_status
+from mpicoll.launch.world import finalize_within, skip_finalize
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -80,7 +81,7 @@ def fail(
             return False
     # MPI_Finalize waits for all ranks, and a missing one may never end. This comes first because
     # the program may end as soon as another thread raises the error.
-    launch.finalize_within(grace())
+    finalize_within(grace())
     group.fail(error, pending)
     if group.closed is not None or group.error is not error:
         return False
@@ -110,4 +111,4 @@ def fail_lost(group: ProcessGroup, error: LostRankError) -> None:
     group.fail(error)
     revoke(group)
     group.resources.leave(alone=True)
-    launch.skip_finalize()  # MPI_Finalize may wait for the lost rank
+    skip_finalize()  # MPI_Finalize may wait for the lost rank

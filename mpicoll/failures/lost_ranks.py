@@ -24,13 +24,15 @@ import zlib
 from collections.abc import Collection
 from typing import TYPE_CHECKING, cast
 
-from mpicoll import communicators, control_messages, launch, settings
+from mpicoll import communicators, control_messages, settings
 from mpicoll.core import groups
 from mpicoll.core.work import deadline
 from mpicoll.errors import ArgumentError, CollectiveTimeoutError, LostRankError
 from mpicoll.failures import rank_status
 from mpicoll.failures.group_failure import fail_lost, is_ulfm, revoke
 from mpicoll.launch import host_identity
+from mpicoll.launch.session import current_session
+from mpicoll.launch.world import is_serialized
 from mpicoll.output import warn
 from mpicoll.serialized_mpi import dissemination_barrier
 
@@ -112,9 +114,9 @@ def _why_not(nodes: int, able: bool) -> str:
 
     if MPI.get_vendor()[0] == "Open MPI":
         return "with Open MPI start it by `mpirun --with-ft ulfm`"
-    if launch.is_serialized():
+    if is_serialized():
         return "MPI provides less than MPI_THREAD_MULTIPLE"
-    if launch.current() is not None:
+    if current_session() is not None:
         return "the ranks were not started by MPI; torchrun starts them again (--max-restarts)"
     if nodes > 1:
         return f"its ranks are on {nodes} nodes, and this works on one"

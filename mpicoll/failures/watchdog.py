@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpicoll import launch, settings
+from mpicoll import settings
 from mpicoll.core.groups import state
 from mpicoll.cuda.threads import use_process_device
 from mpicoll.errors import CollectiveTimeoutError, LostRankError
@@ -34,6 +34,8 @@ from mpicoll.kernels.calls import find_signal_handler
 from mpicoll.kernels.library import kernels
 from mpicoll.launch import exit_hooks
 from mpicoll.launch.exit_hooks import INTERRUPTED
+from mpicoll.launch.session import current_session
+from mpicoll.launch.world import is_serialized
 from mpicoll.output import flush_streams, write_lines
 
 if TYPE_CHECKING:
@@ -131,7 +133,7 @@ class Watchdog:
         waits: dict[ProcessGroup, _Wait] = {}
         poll = select.poll()
         poll.register(self._reader, select.POLLIN)
-        session = launch.current()
+        session = current_session()
         if session is not None:
             poll.register(session, select.POLLIN)
         while True:
@@ -190,7 +192,7 @@ class Watchdog:
     def _check_groups(self, waits: dict[ProcessGroup, _Wait]) -> None:
         use_process_device()
         now = time.monotonic()
-        if not launch.is_serialized():  # else the program may be inside MPI now
+        if not is_serialized():  # else the program may be inside MPI now
             is_due = now > self._next_receive  # messages for a rank that never waits accumulate
             if is_due:
                 self._next_receive = now + _RECEIVE_INTERVAL_S
@@ -198,7 +200,7 @@ class Watchdog:
                 if is_due or group is state.default:
                     timeouts.receive_failures(group)
         flight_record.answer()
-        if lost_ranks.is_fault_tolerant() and not launch.is_serialized():
+        if lost_ranks.is_fault_tolerant() and not is_serialized():
             for group in list(state.groups):
                 lost_ranks.check(group)
         for group in self._failed.keys() - state.groups:
@@ -221,7 +223,7 @@ class Watchdog:
 
         Ends a program that continues to use such results and does not raise the error.
         """
-        if not launch.is_serialized():
+        if not is_serialized():
             timeouts.receive_failures(group)
         group.check_device_errors()
         if group.error is None and not group.lock.locked():

@@ -29,7 +29,7 @@ from mpicoll.launch import error_output
 from mpicoll.launch.environment import is_inherited, is_started_by_torchrun
 from mpicoll.launch.host_identity import job_name, open_manager
 from mpicoll.launch.launchers import announced, find_launcher, find_rank
-from mpicoll.launch.session import current
+from mpicoll.launch.session import current_session
 from mpicoll.output import flush_streams, write_lines
 
 #: The exit code that a shell reports for a process that ended by SIGINT.
@@ -77,7 +77,7 @@ def end_ranks(code: int) -> None:
 
     Uses MPI_Abort, or the process manager if MPI is not running in this process.
     """
-    session = current()
+    session = current_session()
     if session is not None:
         session.abort(code)
     mpi = sys.modules.get("mpi4py.MPI")

@@ -120,7 +120,7 @@ class Session(LineConnection):
 _session: Session | None = None
 
 
-def current() -> Session | None:
+def current_session() -> Session | None:
     """Return the session of this process, None without one."""
     return _session
 

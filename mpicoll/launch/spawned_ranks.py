@@ -254,7 +254,7 @@ def main() -> None:
         runpy.run_path(program[0], run_name="__main__")
 
 
-def join(rendezvous: Rendezvous | None, limit: float | None) -> MPI.Intracomm | None:
+def join_grown_job(rendezvous: Rendezvous | None, limit: float | None) -> MPI.Intracomm | None:
     """Return the communicator of all ranks of a job that has grown; None in any other job.
 
     limit: seconds for which a new process waits for the existing ranks; None: no timeout.

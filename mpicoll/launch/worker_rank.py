@@ -46,9 +46,9 @@ def main() -> None:
     server = ServerAddress.parse(address.encode()) if address else None
     rendezvous = Rendezvous(None, rank, size, server=server)
     try:
-        with world.start(rendezvous, limit):
+        with world.start_mpi(rendezvous, limit):
             pass
-        joined = session.current()
+        joined = session.current_session()
         if joined is not None:
             joined.send("busy")
             threading.Thread(target=_exit_with_job, args=(joined,), daemon=True).start()
@@ -58,7 +58,7 @@ def main() -> None:
     except BaseException as error:
         _write(writer, "error", _pickled(error), traceback.format_exc())
         sys.excepthook(*sys.exc_info())  # ends the job if there is a process group
-        joined = session.current()
+        joined = session.current_session()
         if joined is not None:
             joined.abort(1)
         elif server is not None:

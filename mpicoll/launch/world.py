@@ -31,7 +31,7 @@ from mpicoll.launch.joining import join, send_failure
 from mpicoll.launch.mismatch import match_launcher
 from mpicoll.launch.rendezvous import GivenRank, Rendezvous, find_rendezvous
 from mpicoll.launch.roll_call import agree_or_raise, has_abandoned, run_on_each
-from mpicoll.launch.session import Session, current
+from mpicoll.launch.session import Session, current_session
 from mpicoll.output import flush_streams, warn
 from mpicoll.serialized_mpi import serialize
 
@@ -42,7 +42,7 @@ _WHERE = "init_process_group"
 
 
 @contextlib.contextmanager
-def start(
+def start_mpi(
     rendezvous: Rendezvous | None = None,
     limit: float | None = None,
     comm: MPI.Intracomm | None = None,
@@ -124,10 +124,10 @@ def notify_failure(
     given: GivenRank | None = None,
     comm: MPI.Intracomm | None = None,
 ) -> None:
-    """Notify the ranks that wait for this one in ``start`` of a failure; return within seconds.
+    """Notify the ranks that wait for this one in ``start_mpi`` of a failure; return within seconds.
 
     error: the error of this rank, raised before its first call.
-    init_method, given: of this rank, if known. comm: as for ``start``.
+    init_method, given: of this rank, if known. comm: as for ``start_mpi``.
 
     Does nothing under an MPI launcher if MPI has not started.
     """
@@ -342,7 +342,7 @@ def _finalize(process: int) -> None:
     mpi = sys.modules["mpi4py.MPI"]
     if os.getpid() != process or mpi.Is_finalized():  # a forked child has no MPI
         return
-    session = current()
+    session = current_session()
     if session is None or session.finalize():
         mpi.Finalize()
     else:

@@ -89,8 +89,8 @@ def main() -> None:
     os.environ["MPICOLL_CUDA_AWARE"] = "1"  # on an emulated device, memory is the host's
     choose = select.choose
 
-    def counted_choose(kind: CallKind, lists: bool = False) -> Implementation:
-        found = choose(kind, lists)
+    def counted_choose(kind: CallKind, listed: bool = False) -> Implementation:
+        found = choose(kind, listed)
         run = found.run
 
         def call(*arguments: Any) -> None:

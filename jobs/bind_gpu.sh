@@ -23,8 +23,7 @@ for gpu in $gpus; do count=$((count + 1)); done
 
 local_rank=
 for name in LOCAL_RANK OMPI_COMM_WORLD_LOCAL_RANK MPI_LOCALRANKID PMI_LOCAL_RANK \
-    MV2_COMM_WORLD_LOCAL_RANK FLUX_TASK_LOCAL_ID PALS_LOCAL_RANKID \
-    JSM_NAMESPACE_LOCAL_RANK SLURM_LOCALID; do
+    MV2_COMM_WORLD_LOCAL_RANK FLUX_TASK_LOCAL_ID PALS_LOCAL_RANKID SLURM_LOCALID; do
     eval "value=\${$name-}"
     case $value in
         '' | *[!0-9]*) ;;

@@ -22,7 +22,7 @@ from mpicoll.cuda.capabilities import Capabilities, CudaSupport, judge
 from mpicoll.cuda.probe import OK, ProbeOutcome, run_probe
 from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
 from mpicoll.kernels import library
-from mpicoll.launch import is_launcher_variable
+from mpicoll.launch.launchers import is_launcher_variable
 from mpicoll.routes.device.eligibility import eligible_routes, forced_route
 
 FAKE = Path(__file__).with_name("fake_gpu")

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mpicoll.errors import ArgumentError, LaunchError, UnsupportedError
+from mpicoll.launch import rendezvous
 from mpicoll.launch.environment import (
-    Bootstrap,
     choose_bootstrap,
     fill_environment,
 )
-from mpicoll.launch.init_methods import AgentStore, FileStore, PortStore, find_rendezvous, read_rank
-from mpicoll.launch.rendezvous import ServerNotFoundError
+from mpicoll.launch.rendezvous import FileStore, ServerNotFoundError, find_rendezvous, read_rank
 
 TORCH = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 ENV = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "7"}
@@ -24,54 +22,62 @@ OMPI = {"OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "1"}
 
 
 @pytest.mark.parametrize(
-    ("world_size", "openmpi", "environment", "inherited", "bootstrap"),
+    ("world_size", "openmpi", "environment", "bootstrap"),
     [
-        (4, False, ENV, False, Bootstrap.SERVER),
-        (4, False, PMI | ENV | TORCH, False, Bootstrap.SERVER),  # torchrun inside a job of mpiexec
-        (4, False, PMI, True, Bootstrap.SERVER),  # started by a rank of mpiexec
-        (4, False, PMI | {"PMI_SIZE": "1"}, False, Bootstrap.SERVER),
-        (8, False, PMI, False, Bootstrap.MANAGER),  # MPI reports the mismatch
-        (1, False, {}, False, Bootstrap.SINGLETON),
-        (1, False, PMI, False, Bootstrap.SINGLETON),
-        (1, False, PMI | {"PMI_SIZE": "1"}, False, Bootstrap.MANAGER),
-        (1, True, OMPI, False, Bootstrap.SINGLETON),
-        (1, False, TORCH, False, Bootstrap.SINGLETON),
+        (4, False, ENV, "server"),
+        (4, False, PMI | ENV | TORCH, "server"),  # torchrun inside a job of mpiexec
+        (4, False, PMI | {"PMI_FD": "987"}, "server"),  # started by a rank of mpiexec
+        (4, False, PMI | {"PMI_SIZE": "1"}, "server"),
+        (8, False, PMI, "manager"),  # MPI reports the mismatch
+        (1, False, {}, "single"),
+        (1, False, PMI, "single"),
+        (1, False, PMI | {"PMI_SIZE": "1"}, "manager"),
+        (1, True, OMPI, "single"),
+        (1, False, TORCH, "single"),
     ],
 )
 def test_choose_bootstrap(
-    world_size: int, openmpi: bool, environment: dict[str, str], inherited: bool,
-    bootstrap: Bootstrap,
-) -> None:  # fmt: skip
-    assert choose_bootstrap(world_size, openmpi, environment, inherited) is bootstrap
+    world_size: int, openmpi: bool, environment: dict[str, str], bootstrap: str
+) -> None:
+    assert choose_bootstrap(world_size, openmpi, environment) == bootstrap
 
 
 @pytest.mark.parametrize(
-    ("method", "rank", "size", "environment", "store"),
+    ("method", "rank", "size", "environment", "through"),
     [
         (None, None, None, {}, None),
         (None, None, None, PMI | ENV, None),
-        (None, None, None, ENV, PortStore),
-        (None, None, None, ENV | TORCH, AgentStore),
-        (None, None, None, PMI | ENV | TORCH, AgentStore),
+        (None, None, None, ENV, "port"),
+        (None, None, None, ENV | TORCH, "agent"),
+        (None, None, None, PMI | ENV | TORCH, "agent"),
         (None, 0, 4, {}, None),  # without a rendezvous: MPI's ranks
         ("mpi://", None, None, ENV, None),
         ("env://", None, None, {}, None),
-        ("env://", None, None, ENV, PortStore),
-        ("env://", 2, 4, {"MASTER_ADDR": "h", "MASTER_PORT": "7"}, PortStore),
+        ("env://", None, None, ENV, "port"),
+        ("env://", 2, 4, {"MASTER_ADDR": "h", "MASTER_PORT": "7"}, "port"),
         ("env://", 2, 4, PMI, None),
-        ("tcp://h:7", 0, 2, {}, PortStore),
-        ("tcp://[::1]:7", 0, 2, {}, PortStore),
-        ("tcp://h:7?rank=1&world_size=2", None, None, {}, PortStore),
-        ("tcp://h:7", None, None, ENV, PortStore),
+        ("tcp://h:7", 0, 2, {}, "port"),
+        ("tcp://[::1]:7", 0, 2, {}, "port"),
+        ("tcp://h:7?rank=1&world_size=2", None, None, {}, "port"),
+        ("tcp://h:7", None, None, ENV, "port"),
         ("tcp://h:7", None, None, PMI, None),
-        ("file:///x/y", 0, 2, {}, FileStore),
+        ("file:///x/y", 0, 2, {}, "file"),
     ],
 )
 def test_find_rendezvous(
-    method: str | None, rank: int | None, size: int | None, environment: dict[str, str], store: Any
-) -> None:
+    method: str | None, rank: int | None, size: int | None, environment: dict[str, str],
+    through: str | None, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(rendezvous, "_open_agent_store", lambda *_: "agent")
     found = find_rendezvous(method, read_rank(method, rank, size, environment), 1.0, environment)
-    assert type(None if found is None else found.store) is (store or type(None))
+    if found is None:
+        assert through is None
+    elif through == "port":
+        assert (found.store, found.port) == (None, 7) and found.host in ("h", "::1")
+    elif through == "file":
+        assert isinstance(found.store, FileStore)
+    else:
+        assert found.store == through  # type: ignore[comparison-overlap]
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(server, "_CLOSE_DELAY_S", 0.5)
     listener = server.listen("127.0.0.1", 0)
     reader, writer = os.pipe()  # open: rank 0 has not connected
-    one = server.Server(listener, "s", 2, 3.0, starter=reader)
+    one = server.Server(listener, "s", 2, starter=reader)
     thread = threading.Thread(target=one.serve)
     thread.start()
     yield listener.getsockname()[1]
@@ -197,7 +197,7 @@ def test_unauthenticated_connections_are_closed(served: int) -> None:
 
 def test_unauthenticated_peer_that_never_reads_is_dropped() -> None:
     listener = server.listen("127.0.0.1", 0)
-    one = server.Server(listener, "s", 2, 3.0, sends_secret=True)
+    one = server.Server(listener, "s", 2, sends_secret=True)
     with listener, socket.create_connection(listener.getsockname(), 5) as sock, one.poll:
         one.serve_descriptor(listener.fileno())
         (peer,) = one.lines.values()
@@ -273,7 +273,7 @@ def test_mapping() -> None:
 
 def test_server_needs_only_the_standard_library() -> None:
     settings = {
-        "host": "127.0.0.1", "port": 0, "secret": "s", "size": 1, "limit": 0.1, "open": False,
+        "host": "127.0.0.1", "port": 0, "secret": "s", "size": 1, "open": False,
     }  # fmt: skip
     start = time.monotonic()
     done = subprocess.run(

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from mpicoll import communicators, control_messages, launch, settings
+from mpicoll import communicators, control_messages, settings
 from mpicoll.api import backends, windows
 from mpicoll.api.backends import Backend
 from mpicoll.core import groups
@@ -34,7 +34,20 @@ from mpicoll.errors import (
 )
 from mpicoll.failures import lost_ranks, monitor_client, rank_status
 from mpicoll.failures.watchdog import Watchdog, end_job
-from mpicoll.launch.exit_hooks import exit_code, keep_exit_code
+from mpicoll.launch.environment import check_world, fill_environment
+from mpicoll.launch.exit_hooks import exit_code
+from mpicoll.launch.launchers import find_local_rank
+from mpicoll.launch.rendezvous import Rendezvous, find_rendezvous, read_rank
+from mpicoll.launch.roll_call import run_on_each
+from mpicoll.launch.session import current_session
+from mpicoll.launch.spawned_ranks import has_grown, join_grown_job
+from mpicoll.launch.world import (
+    call_before_finalize,
+    master_address,
+    notify_failure,
+    skip_finalize,
+    start_mpi,
+)
 from mpicoll.output import write_lines
 from mpicoll.serialized_mpi import unwrap
 
@@ -71,7 +84,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
     Raises MpicollError (a RuntimeError) if none is known.
     """
-    known = launch.find_local_rank()
+    known = find_local_rank()
     if known is not None:
         return known
     if fallback_rank is not None:
@@ -189,12 +202,12 @@ def init_process_group(
         is_known = True
         rank = check_index(rank, f"{where}: rank")
         world_size = check_index(world_size, f"{where}: world_size")
-        given = launch.read_rank(
+        given = read_rank(
             init_method, None if rank == -1 else rank, None if world_size == -1 else world_size
         )
         limit = parse_timeout(timeout, DEFAULT_TIMEOUT_S, where)
         wait = DEFAULT_TIMEOUT_S if limit is None else limit
-        rendezvous = launch.find_rendezvous(init_method, given, wait)
+        rendezvous = find_rendezvous(init_method, given, wait)
         chosen = backends.parse_backend(backend, where)
         level = levels.parse(reproducible, None, where)
         if store is not None or _ranks is not None:
@@ -205,7 +218,7 @@ def init_process_group(
         backends.warn_about_options(pg_options, where)
     except Exception as error:
         if is_known:  # else it is unknown which ranks wait for this one
-            launch.notify_failure(error, init_method, given, comm)
+            notify_failure(error, init_method, given, comm)
         raise
     values = {"rank": given.rank, "world_size": given.world_size}
     expected = {what: (given.names[what], n) for what, n in values.items() if n is not None}
@@ -217,7 +230,7 @@ def begin(
     backend: str,
     limit: float | None,
     name: str,
-    rendezvous: launch.Rendezvous | None = None,
+    rendezvous: Rendezvous | None = None,
     expected: dict[str, tuple[str, int]] | None = None,
     comm: MPI.Intracomm | None = None,
     reproducible: str | None = None,
@@ -235,7 +248,7 @@ def begin(
     """
     global _name, _met_elsewhere
     _name, _met_elsewhere = name, rendezvous is not None
-    given = launch.join(rendezvous, limit) if comm is None else comm
+    given = join_grown_job(rendezvous, limit) if comm is None else comm
     has_begun, facts = False, dict[str, str]()
 
     def prepare(world: MPI.Intracomm) -> None:
@@ -245,19 +258,19 @@ def begin(
         facts.update(find_facts())  # loads all routes
         if rendezvous is None:
             if given is None and (expected or {}).get("world_size", ("", -1))[1] != 1:
-                launch.check_world(world.Get_size())
+                check_world(world.Get_size())
             whose = "MPI" if given is None else "comm"
             _check_expected(expected or {}, world.Get_rank(), world.Get_size(), whose)
-        session = launch.current()
+        session = current_session()
         if session is not None:
             session.check()
             session.send("busy" if world.Get_size() == session.size else "busy part")
         _remove_watchdog()  # left by a group that an exception has destroyed
         _watchdog = Watchdog(_close_quietly)  # from now on, a lost rank ends the job
-        launch.call_before_finalize(_finalizing)
+        call_before_finalize(_finalizing)
 
     try:
-        with launch.start(rendezvous, limit, given, prepare) as world:
+        with start_mpi(rendezvous, limit, given, prepare) as world:
             has_begun = True
             level = reproducible or settings.REPRODUCIBLE.value() or None
             agree(world, facts)
@@ -275,7 +288,7 @@ def begin(
             state.set_default(made)
     except BaseException:
         _remove_watchdog()
-        session = launch.current()
+        session = current_session()
         if session is not None and not has_begun:  # all ranks have raised
             session.send("free")
         raise
@@ -312,7 +325,7 @@ def _discover_node(comm: MPI.Intracomm, watchdog: Watchdog) -> None:
     _node = (node.Get_rank(), node.Get_size())
     monitor_client.start(comm, node, watchdog.native_id)
     node.Free()
-    host = launch.master_address(comm)
+    host = master_address(comm)
     vendor, version = MPI.get_vendor()
 
     def choose() -> tuple[Any, Any]:
@@ -323,11 +336,11 @@ def _discover_node(comm: MPI.Intracomm, watchdog: Watchdog) -> None:
         return port, tuning_files.read(f"{vendor} {'.'.join(map(str, version))}")
 
     port, table = control_messages.bcast(
-        comm, launch.run_on_each(comm, choose), 0, tuple[int | str, tuning_files.Found]
+        comm, run_on_each(comm, choose), 0, tuple[int | str, tuning_files.Found]
     )
     # The variables describe the whole job.
-    if _met_elsewhere or communicators.spans_world(unwrap(comm)) or launch.has_grown():
-        launch.fill_environment(comm.Get_rank(), comm.Get_size(), *_node, host, port)
+    if _met_elsewhere or communicators.spans_world(unwrap(comm)) or has_grown():
+        fill_environment(comm.Get_rank(), comm.Get_size(), *_node, host, port)
     tuning.job.table = tuning_files.build_table(*table)
 
 
@@ -428,7 +441,7 @@ def _reset() -> None:
 def _sign_off() -> None:
     """Notify the node monitor and the launch server, if any, that this rank is finished."""
     monitor_client.sign_off()
-    session = launch.current()
+    session = current_session()
     if session is not None:
         session.send("free")
 
@@ -445,7 +458,7 @@ def close_group(
     """
     if lost_ranks.is_fault_tolerant() and lost_ranks.check(group):
         abort_group(group, "has lost a rank")
-        if launch.skip_finalize():
+        if skip_finalize():
             _leave_out_mpi()
         return ""
     if group.error or any(work.has_timed_out for work in group.pending):
@@ -519,14 +532,13 @@ def abort_group(group: ProcessGroup, why: str = "was aborted") -> None:
     group.close()  # again, because a call of another thread may have ended since
     state.groups.remove(group)
     if not group.finish(THREAD_EXIT_TIMEOUT_S):
-        launch.skip_finalize()
+        skip_finalize()
         # A blocked thread may wake up while the interpreter ends.
         _leave_out_mpi("aborted work is still inside MPI; MPI is not finalized")
 
 
 def _leave_out_mpi(why: str = "") -> None:
     """Exit the process before mpi4py can finalize MPI."""
-    keep_exit_code()
     atexit.register(_end_without_mpi, why)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpicoll import communicators, control_messages, launch
+from mpicoll import communicators, control_messages
 from mpicoll.api import lifecycle
 from mpicoll.api.handshakes import DIFFERENT, INCOMPLETE, Handshakes
 from mpicoll.core import groups
@@ -33,6 +33,7 @@ from mpicoll.errors import (
     UnsupportedError,
 )
 from mpicoll.failures import lost_ranks, rank_status
+from mpicoll.launch.spawned_ranks import has_grown
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -52,7 +53,7 @@ class Reconfigurable:
     """
 
     def __init__(self, base: ProcessGroup) -> None:
-        if launch.has_grown() and lost_ranks.is_fault_tolerant():
+        if has_grown() and lost_ranks.is_fault_tolerant():
             raise UnsupportedError(
                 f"{_WHERE}: not supported in a fault-tolerant job that has grown; use new_group "
                 "and shrink_group"

@@ -20,10 +20,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from mpicoll import __version__, launch
+from mpicoll import __version__
 from mpicoll.errors import MpicollError
 from mpicoll.launch import exit_hooks
 from mpicoll.launch.exit_hooks import INTERRUPTED
+from mpicoll.launch.launchers import find_rank
 from mpicoll.output import write_lines
 
 __all__ = [
@@ -92,7 +93,7 @@ def _module(name: str) -> Any:
 
 def is_first_rank(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether the launcher made this process rank 0, which prints before MPI has started."""
-    return launch.find_rank(environment) in ("", "0")
+    return find_rank(environment) in ("", "0")
 
 
 def start_group() -> str:

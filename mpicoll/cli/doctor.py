@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from mpicoll import cli, control_messages, launch, machine, settings
+from mpicoll import cli, control_messages, machine, settings
 from mpicoll.machine import format_ranges
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the report on rank 0; return 0, or 1 if there is an error."""
     # Read these before init_process_group, which sets variables and rejects misspelled ones.
     in_use = "; ".join(f"{name}={value}" for name, value in settings.list_set().items())
-    launcher = launch.find_launcher()
+    launcher = find_launcher()
     before = {"launcher": launcher.name if launcher else "none", "settings": in_use or "none"}
     misspelled = settings.find_problems()
     for name in misspelled:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 
-from mpicoll import launch
 from mpicoll.cli import is_first_rank, refuse
+from mpicoll.launch.environment import RUN_OPTION, find_torch_variables, interpreter_options
 from mpicoll.settings import INSTALL_AS
 
 __all__ = ["add_arguments", "run"]
@@ -51,17 +50,13 @@ def run(options: argparse.Namespace) -> int:
         why = f"{_AUTOLOAD}=0 prevents torch from loading mpicoll: unset it"
         return refuse("run", why, is_first_rank(), 2)
     module = ["-m"] if options.m else []
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    unbuffered = ["-u"] if getattr(sys.stdout, "write_through", False) else []
     filled = {
-        name: value
-        for name, value in launch.find_torch_variables().items()
-        if name not in os.environ
+        name: value for name, value in find_torch_variables().items() if name not in os.environ
     }
-    mark = launch.RUN_OPTION + (
+    mark = RUN_OPTION + (
         "=" + ",".join("=".join(pair) for pair in filled.items()) if filled else ""
     )
-    words = [sys.executable, *flags, *unbuffered, "-X", mark, *module, *options.script]
+    words = [sys.executable, *interpreter_options(), "-X", mark, *module, *options.script]
     os.environ |= {INSTALL_AS.name: options.backend, **filled}
     sys.stdout.flush()
     sys.stderr.flush()

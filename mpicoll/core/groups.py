@@ -13,7 +13,7 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpicoll import communicators, launch, settings
+from mpicoll import communicators, settings
 from mpicoll.core import reproducible as levels
 from mpicoll.core.indices import check_index
 from mpicoll.core.observers import observers
@@ -30,6 +30,7 @@ from mpicoll.errors import (
     NotInitializedError,
 )
 from mpicoll.kernels.calls import Calls
+from mpicoll.launch.world import is_serialized, warn_if_serialized
 from mpicoll.output import format_count
 from mpicoll.serialized_mpi import create_group, unwrap, with_wait
 
@@ -85,7 +86,7 @@ class ProcessGroup(Calls):
         super().__init__(threading.Lock(), kept)
         for one in (inner, messages):
             return_errors(one)
-        if launch.is_serialized() or settings.TESTED_CALLS.is_set_to("1"):
+        if is_serialized() or settings.TESTED_CALLS.is_set_to("1"):
             inner = with_wait(inner, self.wait_for)
         self._given = given  # see comm
         self.inner = inner  # communicator of collectives and of their internal exchanges
@@ -204,7 +205,7 @@ class ProcessGroup(Calls):
         """Submit a task to the progress thread, and return that Worker."""
         with self._changing:
             if self.worker is None:
-                launch.warn_if_serialized(self.ranks[self._rank])
+                warn_if_serialized(self.ranks[self._rank])
                 self.worker = Worker(f"mpicoll-{self.group_name}")
             self.worker.submit(task)
             return self.worker

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from mpicoll import launch
 from mpicoll.cuda import runtime
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.errors import MpicollError, UnsupportedError
+from mpicoll.launch.environment import has_own_gpus
+from mpicoll.launch.launchers import find_local_rank
 from mpicoll.machine import format_ranges
 
 __all__ = ["bind", "describe_far_gpu", "describe_idle_gpus", "device_for"]
@@ -34,7 +35,7 @@ def device_for(
     """
     if count == 0:
         return None
-    if launch.has_own_gpus(environment):
+    if has_own_gpus(environment):
         return 0
     return local_rank % count
 
@@ -49,7 +50,7 @@ def bind() -> int | None:
         cuda = runtime.get_runtime()
     except UnsupportedError:
         return None
-    local_rank = launch.find_local_rank()  # set by init_process_group
+    local_rank = find_local_rank()  # set by init_process_group
     if local_rank is None:
         raise MpicollError(
             "bind: neither LOCAL_RANK nor a launcher's variable tells the rank on the node; call "

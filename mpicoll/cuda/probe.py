@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpicoll import launch
 from mpicoll.cuda import runtime
 from mpicoll.cuda.streams import poll_until
+from mpicoll.launch.launchers import is_launcher_variable
+from mpicoll.launch.rendezvous import find_rendezvous, read_rank
+from mpicoll.launch.world import start_mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -107,9 +109,7 @@ def _is_openmpi(mpirun: str, environment: dict[str, str]) -> bool:
 
 def _without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for processes with a separate MPI world."""
-    kept = {
-        name: value for name, value in environment.items() if not launch.is_launcher_variable(name)
-    }
+    kept = {name: value for name, value in environment.items() if not is_launcher_variable(name)}
     paths = [*filter(None, [kept.get("PYTHONPATH")]), str(Path(__file__).parents[2])]
     # Two processes, regardless of the number of slots; variables of Open MPI 5 and later, and
     # before.
@@ -285,9 +285,9 @@ def _probe(folder: Path, limit: float, rank: int | None, size: int | None) -> No
         rendezvous = None
         if rank is not None:
             method = f"file://{folder}/rendezvous"
-            given = launch.read_rank(method, rank, size)
-            rendezvous = launch.find_rendezvous(method, given, limit)
-        with launch.start(rendezvous, limit) as world:
+            given = read_rank(method, rank, size)
+            rendezvous = find_rendezvous(method, given, limit)
+        with start_mpi(rendezvous, limit) as world:
             me = world.Get_rank()
             cuda = runtime.get_runtime()
             index = me % cuda.count()

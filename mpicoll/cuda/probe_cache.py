@@ -13,7 +13,7 @@ from typing import Any
 
 from mpicoll import private_files
 from mpicoll.cuda.probe import OK, ProbeOutcome
-from mpicoll.launch import is_launcher_variable
+from mpicoll.launch.launchers import is_launcher_variable
 
 __all__ = ["build_key", "digest", "load", "store"]
 

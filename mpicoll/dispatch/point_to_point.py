@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
-from mpicoll import communicators, launch
+from mpicoll import communicators
 from mpicoll.arrays import adapters
 from mpicoll.arrays.views import Bytes, DeviceView, View
 from mpicoll.core.groups import ProcessGroup
@@ -28,6 +28,7 @@ from mpicoll.errors import (
     MPIError,
 )
 from mpicoll.failures import flight_record, rank_status
+from mpicoll.launch.world import warn_if_serialized
 from mpicoll.output import format_count
 
 if TYPE_CHECKING:
@@ -379,7 +380,7 @@ def in_background(work: MessageWork) -> MessageWork:
 
 def keep_polling(group: ProcessGroup, poll: Callable[[], bool]) -> None:
     """Call a function, which calls MPI, on the poller's thread until it returns True."""
-    launch.warn_if_serialized(group.ranks[group.rank()])
+    warn_if_serialized(group.ranks[group.rank()])
     _poller.add(poll)
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mpicoll import launch, settings
+from mpicoll import settings
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError
 from mpicoll.failures import flight_record, rank_status
 from mpicoll.failures.lost_ranks import is_fault_tolerant, revoke
-from mpicoll.launch.exit_hooks import exit_code, keep_exit_code
+from mpicoll.launch.world import finalize_within
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -58,8 +58,7 @@ def fail(
             return
     # MPI_Finalize waits for all ranks, and a missing one may never end. This comes first because
     # the program may end as soon as another thread raises the error.
-    keep_exit_code()
-    launch.finalize_within(grace(), exit_code)
+    finalize_within(grace())
     group.fail(error, pending)
     if group.closed is not None or group.error is not error:
         return

@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, cast
 
-from mpicoll import communicators, launch
+from mpicoll import communicators
 from mpicoll.core import groups
 from mpicoll.errors import ArgumentError, LostRankError
 from mpicoll.failures import rank_status
@@ -62,7 +62,7 @@ def check(group: ProcessGroup) -> bool:
         group.fail(LostRankError(_describe(group, lost), lost))
         revoke(group)
         group.resources.leave(alone=True)
-        launch.skip_finalize()  # MPI_Finalize may wait for the lost rank
+        skip_finalize()  # MPI_Finalize may wait for the lost rank
     return True
 
 

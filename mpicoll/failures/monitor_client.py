@@ -23,12 +23,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpicoll import control_messages, launch, line_protocol, settings
+from mpicoll import control_messages, line_protocol, settings
 from mpicoll.core.groups import state
 from mpicoll.core.observers import Observer, observers
 from mpicoll.failures import lost_ranks, node_monitor, report
 from mpicoll.failures.status_page import RUNNING, Cell, map_page
 from mpicoll.launch.host_identity import addresses, node
+from mpicoll.launch.launchers import find_launcher
 from mpicoll.signals import blocked_job_signals
 
 if TYPE_CHECKING:
@@ -225,7 +226,7 @@ def _open_stderr(pid: int) -> int:
 
 def _find_starter(launchers: list[int]) -> int:
     """Return the process whose end also ends the ranks of this node, 0 if there is none."""
-    launched = launch.find_launcher()
+    launched = find_launcher()
     if launched is None:
         return 0
     if not launched.is_parent:

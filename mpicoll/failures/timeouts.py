@@ -14,13 +14,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from mpicoll import launch
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, MismatchError, MPIError
 from mpicoll.failures import consistency, lost_ranks, monitor_client, rank_status
 from mpicoll.failures.consistency import describe_call
 from mpicoll.failures.flight_record import RECORDS_TIMEOUT_S
 from mpicoll.failures.group_failure import fail
 from mpicoll.failures.report import DETAIL_HINT, format_ranks
+from mpicoll.launch.world import is_serialized
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -80,7 +80,7 @@ def compare_after(error: Exception, group: ProcessGroup) -> Exception:
     The group has then failed, because MPI has carried out a part of the call. The caller holds the
     group's lock, and fails the group on the other ranks, whose watchdogs send their status.
     """
-    if not isinstance(error, MPIError) or group.size() == 1 or launch.is_serialized():
+    if not isinstance(error, MPIError) or group.size() == 1 or is_serialized():
         return error
     if lost_ranks.is_fault_tolerant():  # the error may be of a lost rank, which does not answer
         return error

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpicoll import launch, settings
+from mpicoll import settings
 from mpicoll.core.groups import state
 from mpicoll.cuda.threads import use_process_device
 from mpicoll.errors import CollectiveTimeoutError, LostRankError
@@ -32,6 +32,8 @@ from mpicoll.kernels.library import kernels
 from mpicoll.launch import exit_hooks
 from mpicoll.launch.error_output import format_stack, with_rank
 from mpicoll.launch.exit_hooks import INTERRUPTED, RankEnd, end_ranks, flush_output
+from mpicoll.launch.session import current_session
+from mpicoll.launch.world import is_serialized
 from mpicoll.output import flush_streams, write_lines
 
 if TYPE_CHECKING:
@@ -164,7 +166,7 @@ class Watchdog(RankEnd):
         waits: dict[ProcessGroup, _Wait] = {}
         poll = select.poll()
         poll.register(self._reader, select.POLLIN)
-        session = launch.current()
+        session = current_session()
         if session is not None:
             poll.register(session, select.POLLIN)
         while True:
@@ -218,7 +220,7 @@ class Watchdog(RankEnd):
     def _check_groups(self, waits: dict[ProcessGroup, _Wait]) -> None:
         use_process_device()
         now = time.monotonic()
-        if not launch.is_serialized():  # else the program may be inside MPI now
+        if not is_serialized():  # else the program may be inside MPI now
             is_due = now > self._next_receive  # messages for a rank that never waits accumulate
             if is_due:
                 self._next_receive = now + _RECEIVE_INTERVAL_S
@@ -226,7 +228,7 @@ class Watchdog(RankEnd):
                 if is_due or group is state.default:
                     timeouts.receive_failures(group)
         flight_record.answer()
-        if lost_ranks.is_fault_tolerant() and not launch.is_serialized():
+        if lost_ranks.is_fault_tolerant() and not is_serialized():
             for group in list(state.groups):
                 lost_ranks.check(group)
         for group in self._failed.keys() - state.groups:
@@ -249,7 +251,7 @@ class Watchdog(RankEnd):
 
         Ends a program that continues to use such results and does not raise the error.
         """
-        if not launch.is_serialized():
+        if not is_serialized():
             timeouts.receive_failures(group)
         group.check_device_errors()
         if group.error is None and not group.lock.locked():

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import hashlib
 import multiprocessing
 import os
 import stat
+import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from typing import Literal
 
 from mpicoll.errors import LaunchError
 from mpicoll.launch import launchers
-from mpicoll.launch.host_identity import addresses
+from mpicoll.launch.host_identity import job_name
 from mpicoll.launch.launchers import PmiProtocol
-from mpicoll.launch.pmi import PmiClient
 from mpicoll.settings import ALLOW_SINGLETON
 
 #: Set to 1 to run as a single rank although the launcher started several.
@@ -24,8 +24,6 @@ SINGLETON = ALLOW_SINGLETON.name
 TORCH_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
-#: The key of PMI under which rank 0 publishes its address.
-_KEY = "mpicoll-run"
 #: The address of rank 0 if all ranks are on one node.
 LOOPBACK = "127.0.0.1"
 
@@ -72,35 +70,24 @@ def is_child_of_rank(environment: Mapping[str, str] = os.environ) -> bool:
     )
 
 
-class Bootstrap(enum.Enum):
-    """How the ranks of a job become one MPI world."""
-
-    MANAGER = "through the MPI process manager that started them"
-    SERVER = "through a rendezvous and mpicoll's PMI server"
-    SINGLETON = "there is one rank"
-
-
 def choose_bootstrap(
-    world_size: int,
-    openmpi: bool,
-    environment: Mapping[str, str] = os.environ,
-    inherited: bool = False,
-) -> Bootstrap:
-    """Choose how ranks that were given their rank and world size become one MPI world.
+    world_size: int, openmpi: bool, environment: Mapping[str, str] = os.environ
+) -> Literal["manager", "server", "single"]:
+    """Return how ranks that were given their rank and world size become one MPI world.
 
     openmpi: the MPI library is Open MPI; else one of the MPICH family.
-    inherited: ignore the process manager's variables, see ``is_inherited``.
 
+    "manager": by the process manager that started them; "server": by mpicoll's PMI server.
     A process manager that announces another number of ranks is used: MPI then reports the mismatch.
     One that announces a single rank is ignored, because it only started a process on a node.
     """
     protocol = PmiProtocol.PMIX if openmpi else PmiProtocol.PMI
-    announced = None if inherited else _managed_size(protocol, environment)
+    announced = None if is_inherited(environment) else _managed_size(protocol, environment)
     if world_size == 1:
-        return Bootstrap.MANAGER if announced == 1 else Bootstrap.SINGLETON
+        return "manager" if announced == 1 else "single"
     if is_started_by_torchrun(environment) or announced in (None, 1):
-        return Bootstrap.SERVER
-    return Bootstrap.MANAGER
+        return "server"
+    return "manager"
 
 
 def _managed_size(protocol: PmiProtocol, environment: Mapping[str, str]) -> int | None:
@@ -151,6 +138,12 @@ def fill_environment(
             environment[name] = _filled[name] = str(value)
 
 
+def interpreter_options() -> list[str]:
+    """Return the options of this interpreter, for another one."""
+    options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [*options, *["-u"] * getattr(sys.stdout, "write_through", False)]
+
+
 #: The -X option with which ``python -m mpicoll run`` starts the interpreter of a script. Its value
 #: lists the variables that the command has set: NAME=VALUE,NAME=VALUE. Child processes do not
 #: inherit the option.
@@ -165,25 +158,14 @@ if isinstance(_option := sys._xoptions.get(RUN_OPTION), str):
 def find_torch_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return TORCH_VARIABLES with torchrun's meaning, from the launcher's variables.
 
-    Needs no MPI. Omits variables whose value the launcher does not set. On several nodes every rank
-    must call if the launcher has PMI-1, because the ranks exchange the address of rank 0.
+    Needs no MPI. Omits variables whose value the launcher does not set.
     """
     launcher = launchers.find_launcher(environment)
     if launcher is None or launcher.is_batch or is_inherited(environment):
         return {}
     rank, size, is_one_node = launchers.announced(environment)
-    job = launchers.find_identity(environment)
+    job = launchers.find_identity(environment) or (is_one_node and job_name(environment))
     address = LOOPBACK if is_one_node else launchers.find_first_host(environment)
-    descriptor = environment.get("PMI_FD", "")
-    if launcher.has_pmi_1 and not (job and address) and descriptor.isdigit():
-        with contextlib.suppress(OSError):
-            manager = PmiClient(int(descriptor))
-            job = job or manager.job
-            if not address:
-                if rank == "0":
-                    manager.put(_KEY, environment.get("MASTER_ADDR") or addresses()[0])
-                manager.barrier()
-                address = manager.get(_KEY)
     local = launchers.find_local_rank(environment), launchers.find_local_size(environment)
     values = rank, size, *local, address, _choose_port(job) if job else None
     found = zip(TORCH_VARIABLES, values, strict=True)

@@ -18,10 +18,9 @@ from types import FrameType
 
 import mpicoll
 from mpicoll.errors import MpicollError
-from mpicoll.launch.host_identity import node
-from mpicoll.launch.init_timeout import job_name
+from mpicoll.launch.host_identity import job_name, node
 from mpicoll.launch.launchers import find_launcher
-from mpicoll.launch.session import current
+from mpicoll.launch.session import current_session
 from mpicoll.output import write_lines
 from mpicoll.settings import DEBUG
 
@@ -146,7 +145,7 @@ def claim(text: str) -> bool:
 
 def _address(text: str) -> str | None:
     """Return the socket address of a text in this job on this node; None if the job is unknown."""
-    job, launcher, session = job_name(), find_launcher(), current()
+    job, launcher, session = job_name(), find_launcher(), current_session()
     if job is None and launcher is not None and launcher.is_parent:
         job = f"mpicoll/{os.getppid()}"
     elif job is None and session is not None:

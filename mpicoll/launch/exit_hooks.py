@@ -21,16 +21,15 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
 from mpicoll.launch import error_output
 from mpicoll.launch.environment import is_inherited, is_started_by_torchrun
-from mpicoll.launch.init_timeout import job_name
+from mpicoll.launch.host_identity import job_name, open_manager
 from mpicoll.launch.launchers import announced, find_launcher, find_rank
-from mpicoll.launch.pmi import open_manager
-from mpicoll.launch.session import current
+from mpicoll.launch.session import current_session
 from mpicoll.output import flush_streams, write_lines
 
 #: The exit code that a shell reports for a process that ended by SIGINT.
@@ -64,15 +63,6 @@ def _exit(status: object = None) -> NoReturn:
     raise (_Exit if is_main else SystemExit)(status)
 
 
-_is_kept = False
-
-
-def keep_exit_code() -> None:
-    """Let ``exit_code`` work even after the hooks were removed."""
-    global _is_kept
-    _is_kept = True
-
-
 def exit_code() -> int | None:
     """Return the exit code of the sys.exit that ends the interpreter; None if it ends otherwise."""
     code = _Exit.final_code
@@ -87,7 +77,7 @@ def end_ranks(code: int) -> None:
 
     Uses MPI_Abort, or the process manager if MPI is not running in this process.
     """
-    session = current()
+    session = current_session()
     if session is not None:
         session.abort(code)
     mpi = sys.modules.get("mpi4py.MPI")
@@ -183,10 +173,8 @@ class _ExitHooks:
         self.end = end
         self._pid = os.getpid()
         self._previous_hook = sys.excepthook
-        self._previous_exit = sys.exit
         sys.excepthook = self._excepthook
-        sys.exit = _exit
-        _Exit.final_code = None
+        sys.exit = _exit  # stays, so that ``exit_code`` works after the hooks were removed
         atexit.register(self._exiting)
         self._finalizer: multiprocessing.util.Finalize | None = None
         if multiprocessing.parent_process() is not None:
@@ -200,20 +188,17 @@ class _ExitHooks:
         if sys.excepthook != self._excepthook or self._pid != os.getpid():
             return False
         self.end = end
-        _Exit.final_code = None
         atexit.unregister(self._exiting)  # atexit calls the latest function first
         atexit.register(self._exiting)
         return True
 
     def remove(self) -> None:
-        """Restore the previous hooks."""
+        """Restore the previous hook."""
         atexit.unregister(self._exiting)
         if self._finalizer is not None:
             self._finalizer.cancel()
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._previous_hook
-        if sys.exit is _exit and not _is_kept:
-            sys.exit = self._previous_exit
 
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -221,7 +206,9 @@ class _ExitHooks:
         # Another hook may still call this one after it was removed. An exception at an interactive
         # prompt does not end the process.
         is_rank = os.getpid() == self._pid and not hasattr(sys, "ps1")
-        with _written_at_once():
+        # Write to the real standard error inside a hook that collects output, as torch's does.
+        is_collected = isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None
+        with contextlib.redirect_stderr(sys.__stderr__ if is_collected else sys.stderr):
             try:
                 hook = _skip_own(self._previous_hook)
                 if hook is not sys.__excepthook__:
@@ -288,24 +275,6 @@ def _skip_own(hook: Hook) -> Hook:
             return hook
 
 
-@contextlib.contextmanager
-def _written_at_once() -> Iterator[None]:
-    """Write to the real standard error inside a hook that collects output, as torch's does."""
-    collected = sys.stderr
-    if not isinstance(collected, io.StringIO) or sys.__stderr__ is None:
-        yield
-        return
-    sys.stderr = sys.__stderr__
-    try:
-        if text := collected.getvalue():
-            write_lines(text.removesuffix("\n"))
-            collected.seek(0)
-            collected.truncate()
-        yield
-    finally:
-        sys.stderr = collected
-
-
 _current: _ExitHooks | None = None
 
 
@@ -336,7 +305,7 @@ def install_in_rank() -> None:
 
 
 def remove() -> None:
-    """Remove the hooks; restore the previous ones."""
+    """Remove the hooks; restore the previous sys.excepthook."""
     global _current
     if _current is not None:
         _current.remove()

@@ -1,4 +1,4 @@
-"""Names and addresses of this host."""
+"""Names and addresses of this host, and the name of the job."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import contextlib
 import fcntl
 import hashlib
 import ipaddress
+import os
 import socket
+import stat
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 #: Linux's ioctl request for the address of an interface.
@@ -41,16 +44,13 @@ def find_own_address(host: str) -> str:
     an address of this host.
     """
     try:
-        info = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
-        found = {(each[0], each[4]) for each in info}
-        if len(found) != 1:
-            return ""
-        ((family, address),) = found
+        (address,) = {each[4] for each in socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)}
+        text = str(address[0])
+        family = socket.AF_INET6 if ":" in text else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind(address)  # sends nothing; raises OSError for another host's address
-    except (OSError, UnicodeError):
+    except (OSError, ValueError):  # an invalid name, or several addresses
         return ""
-    text = str(address[0])
     number = ipaddress.ip_address(text.partition("%")[0])
     return "" if number.is_loopback or number.is_unspecified else text
 
@@ -72,3 +72,35 @@ def node() -> str:
             status = Path(path).stat()
             words.append(f"{status.st_dev}-{status.st_ino}")
     return hashlib.sha256("/".join(words).encode()).hexdigest()[:16]
+
+
+def job_name(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return a name of this job, unique on its node and the same on its ranks; None if unknown.
+
+    A PMIx manager names the job. A PMI manager is one process per node, the peer of each rank's
+    PMI_FD, so its process ID is used.
+    """
+    job = environment.get("PMIX_NAMESPACE", "")
+    if not job:
+        with contextlib.suppress(OSError), open_manager(environment.get("PMI_FD", "")) as manager:
+            found = manager.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            job = str(struct.unpack("3i", found)[0] or "")
+    return f"mpicoll/{node()}/{job}" if job else None
+
+
+def open_manager(descriptor: str) -> socket.socket:
+    """Return a duplicate of the connection to the PMI process manager.
+
+    descriptor: the value of PMI_FD.
+
+    Raises OSError if it is not the number of a connected socket of this process.
+    """
+    if not descriptor.isdecimal() or not stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode):
+        raise OSError(f"PMI_FD={descriptor}: expected the number of a socket of this process")
+    manager = socket.socket(fileno=os.dup(int(descriptor)))
+    try:
+        manager.getpeername()  # a program may have another socket with the same number
+    except OSError:
+        manager.close()
+        raise
+    return manager

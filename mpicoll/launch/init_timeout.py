@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import threading
-import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import communicators
 from mpicoll.kernels.library import kernels
-from mpicoll.launch.host_identity import node
+from mpicoll.launch.host_identity import job_name
 from mpicoll.launch.launchers import announced
-from mpicoll.launch.pmi import open_manager
 from mpicoll.launch.rendezvous import Rendezvous
 from mpicoll.output import flush_streams
 
@@ -66,42 +63,6 @@ def enforce_timeout(
         yield
 
 
-@contextlib.contextmanager
-def await_peers(limit: float) -> Iterator[bool]:
-    """Yield whether all other ranks of the job enter ``enforce_timeout`` within ``limit`` seconds.
-
-    Yields False if the ranks are on several nodes or have no timeout. Until the context ends, this
-    rank counts as waiting.
-    """
-    rank, size, on_one_node = announced()
-    job = job_name() if on_one_node else None
-    if job is None:
-        yield False
-        return
-    end = time.monotonic() + limit
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
-        name.bind(f"\0{job}/{rank}")
-        missing = {other for other in range(int(size)) if str(other) != rank}
-        while missing and time.monotonic() < end:
-            missing = {other for other in missing if not is_bound(f"\0{job}/{other}")}
-            time.sleep(_CHECK_INTERVAL_S if missing else 0)
-        yield not missing
-
-
-#: Seconds between checks for missing ranks.
-_CHECK_INTERVAL_S = 0.01
-
-
-def is_bound(name: str) -> bool:
-    """Return whether a process of this node holds an abstract socket address."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.connect(name)
-        except OSError:
-            return False
-    return True
-
-
 def end_after(limit: float, message: str, code: int) -> contextlib.AbstractContextManager[None]:
     """Return a context that ends this process with a message after ``limit`` seconds."""
     if kernels is None:
@@ -128,17 +89,3 @@ def _limited(limit: float, *arguments: Any) -> Iterator[None]:
         stack.callback(os.write, writer, b"\0")
         os.read(started, 1)  # the thread no longer needs the interpreter lock
         yield
-
-
-def job_name(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return a name of this job, unique on its node and the same on its ranks; None if unknown.
-
-    A PMIx manager names the job. A PMI manager is one process per node, the peer of each rank's
-    PMI_FD, so its process ID is used.
-    """
-    job = environment.get("PMIX_NAMESPACE", "")
-    if not job:
-        with contextlib.suppress(OSError), open_manager(environment.get("PMI_FD", "")) as manager:
-            found = manager.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            job = str(struct.unpack("3i", found)[0] or "")
-    return f"mpicoll/{node()}/{job}" if job else None

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 
 from mpicoll import settings
 from mpicoll.errors import CollectiveTimeoutError, LaunchError, MpicollError
-from mpicoll.launch import pmi, server
+from mpicoll.launch import server
 from mpicoll.launch.host_identity import addresses, find_own_address, machine, node
-from mpicoll.launch.pmi import ANSWER_TIMEOUT_S, PmiClient
 from mpicoll.launch.rendezvous import (
     RankTakenError,
     Rendezvous,
@@ -34,8 +33,10 @@ _WHERE = "init_process_group"
 SECRET = settings.SECRET.name
 #: The key under which rank 0 publishes the address of its server.
 _KEY = "mpicoll"
-#: Timeout of a connection attempt to one address, in seconds.
-_CONNECT_TIMEOUT_S = 3.0
+#: Timeout of a connection attempt to one address, and of the server's answers, in seconds.
+_CONNECT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 3.0, 10.0
+#: Maximum length of an answer in bytes.
+_MAX_LINE_BYTES = 4096
 #: Seconds for which a rank retries while another program answers at the server's port, or another
 #: process has its rank.
 _CONFLICT_TIMEOUT_S = 10.0
@@ -53,65 +54,10 @@ def join(rendezvous: Rendezvous, limit: float | None) -> Session:
     limit: timeout in seconds; None: none. Raises CollectiveTimeoutError if a rank does not connect
     in time, and LaunchError if the ranks disagree.
     """
-    sock, session = _gather(rendezvous, limit, node())
-    sock.detach()  # the MPI library uses the descriptor from now on
-    set_current(session)
-    return session
-
-
-def exchange_lines(rendezvous: Rendezvous, limit: float | None, text: str) -> list[str]:
-    """All-gather one line of text among the ranks of a rendezvous. MPI runs in all of them already.
-
-    limit: timeout in seconds; None: none. text: at most about 900 characters, without whitespace.
-
-    Returns the texts by rank. Raises CollectiveTimeoutError if a rank does not connect in time, and
-    LaunchError if the ranks disagree, one has not started MPI, or one ends meanwhile.
-    """
-    sock, session = _gather(rendezvous, limit, server.RUNS_MPI)
-    with sock, session:
-        try:
-            client = PmiClient(sock.fileno())
-            client.put(f"mpi-{session.rank}", text)
-            client.barrier(ANSWER_TIMEOUT_S)
-            found = [client.get(f"mpi-{rank}") for rank in range(session.size)]
-        except OSError as error:
-            raise LaunchError(
-                f"{_WHERE}: rank {session.rank} of {session.size}: after all ranks had connected, "
-                f"one ended or the connection to rank 0's server was lost: {error}"
-            ) from None
-        session.send("free")
-    return found
-
-
-def send_failure(rendezvous: Rendezvous, text: str, limit: float) -> None:
-    """Notify the ranks of a rendezvous that this rank has failed, so that they raise.
-
-    Opens only the watch connection, so that the server does not count this rank as connected.
-
-    limit: seconds for all ranks to connect. Rank 0, which starts the server, waits for them.
-    """
-    (watch,), _ = _connect_all(rendezvous, limit, node(), ["watch"])
-    with Session(watch, -1, rendezvous.rank, rendezvous.world_size, "") as session:
-        words = " ".join(text.split()).encode("ascii", "backslashreplace").decode()
-        session.send(f"failed {words[:_MAX_FAILURE_BYTES]}")
-        end = time.monotonic() + limit
-        while rendezvous.rank == 0 and session.receive(max(0.0, end - time.monotonic())):
-            pass
-    if rendezvous.rank == 0:
-        rendezvous.after()
-
-
-def _gather(
-    rendezvous: Rendezvous, limit: float | None, node: str
-) -> tuple[socket.socket, Session]:
-    """Connect to the server and wait for all ranks; return the PMI connection and the session.
-
-    node: the name of this node, or RUNS_MPI.
-    """
     limit = math.inf if limit is None else limit
     deadline = time.monotonic() + limit
     try:
-        (sock, watch), secret = _connect_all(rendezvous, limit, node, ["pmi", "watch"])
+        (sock, watch), secret = _connect_all(rendezvous, limit, ["pmi", "watch"])
         job = mac(secret, "job")
         session = Session(watch, sock.fileno(), rendezvous.rank, rendezvous.world_size, job)
         try:
@@ -123,11 +69,32 @@ def _gather(
     finally:
         if rendezvous.rank == 0:
             rendezvous.after()
-    return sock, session
+    sock.detach()  # the MPI library uses the descriptor from now on
+    set_current(session)
+    return session
+
+
+def send_failure(rendezvous: Rendezvous, text: str, limit: float) -> None:
+    """Notify the ranks of a rendezvous that this rank has failed, so that they raise.
+
+    Opens only the watch connection, so that the server does not count this rank as connected.
+
+    limit: seconds for all ranks to connect. Rank 0, which starts the server, waits for them.
+    """
+    (watch,), _ = _connect_all(rendezvous, limit, ["watch"])
+    with watch:
+        session = Session(watch, -1, rendezvous.rank, rendezvous.world_size, "")
+        words = " ".join(text.split()).encode("ascii", "backslashreplace").decode()
+        session.send(f"failed {words[:_MAX_FAILURE_BYTES]}")
+        end = time.monotonic() + limit
+        while rendezvous.rank == 0 and session.receive(max(0.0, end - time.monotonic())):
+            pass
+    if rendezvous.rank == 0:
+        rendezvous.after()
 
 
 def _connect_all(
-    rendezvous: Rendezvous, limit: float, node: str, roles: Sequence[str]
+    rendezvous: Rendezvous, limit: float, roles: Sequence[str]
 ) -> tuple[list[socket.socket], str]:
     """Return one connection per role to the server, which rank 0 starts, and the job's secret."""
     start, pause, reported = time.monotonic(), 0.05, None
@@ -135,16 +102,17 @@ def _connect_all(
     known = rendezvous.server
     with contextlib.ExitStack() as stack:
         if rendezvous.rank == 0 and known is None:
-            known, process = start_server(
-                rendezvous.world_size, limit, rendezvous.host, rendezvous.port
-            )
+            known, process = start_server(rendezvous.world_size, rendezvous.host, rendezvous.port)
             stack.enter_context(process)  # the server ends if rank 0 ends before it connects
-            rendezvous.store.set(_KEY, known.format())
+            if rendezvous.store is not None:
+                rendezvous.store.set(_KEY, known.format())
+        elif known is None and rendezvous.store is None:
+            known = ServerAddress([rendezvous.host], rendezvous.port, "", "")
         while True:
             try:
                 address = known or ServerAddress.parse(_read_store(rendezvous))
-                found = [_connect(address, role, rendezvous, node) for role in roles]
-                return found, settings.SECRET.value() or address.secret
+                found = [_connect(address, role, rendezvous) for role in roles]
+                return [sock for sock, _ in found], found[0][1]
             except RankTakenError as error:
                 # The other process may be ending: of an earlier job, or of an earlier attempt.
                 if time.monotonic() - start > _CONFLICT_TIMEOUT_S:
@@ -170,6 +138,7 @@ def _connect_all(
 
 def _read_store(rendezvous: Rendezvous) -> bytes:
     """Return the address that rank 0 has published."""
+    assert rendezvous.store is not None
     try:
         return rendezvous.store.get(_KEY)
     except (ServerNotFoundError, MpicollError):
@@ -207,11 +176,11 @@ def _await_all(session: Session, limit: float, deadline: float) -> None:
 
 
 def start_server(
-    size: int, limit: float, host: str = "", port: int = 0
+    size: int, host: str = "", port: int = 0
 ) -> tuple[ServerAddress, subprocess.Popen[bytes]]:
     """Start the server of ``size`` ranks; return its address and the process.
 
-    host, port: see ``Rendezvous``. limit: seconds for MPI_Init after all ranks have connected.
+    host, port: see ``Rendezvous``.
 
     The server waits for rank 0 as long as the standard input of the process is open.
     """
@@ -223,7 +192,6 @@ def start_server(
         "port": port,
         "secret": settings.SECRET.value() or published,
         "size": size,
-        "limit": limit,
         "open": bool(port) and not settings.SECRET.value(),
     }
     with blocked_job_signals():
@@ -259,8 +227,12 @@ def start_server(
 # --- connecting ---------------------------------------------------------------------------------
 
 
-def _connect(address: ServerAddress, role: str, rendezvous: Rendezvous, node: str) -> socket.socket:
-    """Return a connection to the job's server, through the first host name that works."""
+def _connect(
+    address: ServerAddress, role: str, rendezvous: Rendezvous
+) -> tuple[socket.socket, str]:
+    """Return a connection to the job's server, through the first host name that works, and the
+    job's secret.
+    """
     errors, is_other = [], True
     local = ["127.0.0.1", "::1"] if address.machine == machine() else []
     secret = settings.SECRET.value() or address.secret
@@ -268,25 +240,35 @@ def _connect(address: ServerAddress, role: str, rendezvous: Rendezvous, node: st
         try:
             sock = socket.create_connection((host, address.port), _CONNECT_TIMEOUT_S)
             try:
-                _authenticate(sock, role, rendezvous, node, secret)
+                return sock, _authenticate(sock, role, rendezvous, secret)
             except BaseException:
                 sock.close()
                 raise
-            return sock
         except (OSError, UnicodeError, ServerNotFoundError) as error:  # UnicodeError: invalid host
             errors.append(f"{host}: {error}")
             is_other = is_other and getattr(error, "is_other", False)
     raise ServerNotFoundError("; ".join(errors), is_other)
 
 
-def _authenticate(
-    sock: socket.socket, role: str, rendezvous: Rendezvous, node: str, secret: str
-) -> None:
-    theirs, mine = read_greeting(sock), os.urandom(16).hex()
-    words = [role, str(rendezvous.rank), str(rendezvous.world_size), node, mine]
+def _authenticate(sock: socket.socket, role: str, rendezvous: Rendezvous, secret: str) -> str:
+    """Connect as a rank; return the secret, which the server sends if it is not known.
+
+    The server sends the secret to any process that requests it if its port was given, so it is as
+    open as a TCPStore of torch.distributed. Ranks that have MPICOLL_SECRET do not request it.
+    """
+    sock.settimeout(_ANSWER_TIMEOUT_S)
+    tune(sock)
+    greeting = _read_line(sock)
+    theirs, mine = greeting.removeprefix(server.GREETING + " "), os.urandom(16).hex()
+    if theirs == greeting:
+        raise ServerNotFoundError("another program listens there", is_other=True)
+    if not secret:
+        sock.sendall(b"secret\n")
+        secret = _read_line(sock).removeprefix("secret ")
+    words = [role, str(rendezvous.rank), str(rendezvous.world_size), node(), mine]
     proof = mac(secret, "rank", theirs, *words)
     sock.sendall(" ".join([*words, proof]).encode() + b"\n")
-    answer, _, rest = read_line(sock).partition(" ")
+    answer, _, rest = _read_line(sock).partition(" ")
     if answer == "taken":
         raise RankTakenError(f"another process has connected as rank {rendezvous.rank} of this job")
     if answer == "refused":
@@ -294,22 +276,21 @@ def _authenticate(
     if answer != "ok" or not is_proof(rest, secret, "server", theirs, mine):
         raise ServerNotFoundError("that server does not have this job's secret", is_other=True)
     sock.settimeout(None)
+    return secret
 
 
-def read_greeting(sock: socket.socket) -> str:
-    """Return the nonce of the server's greeting; raise ServerNotFoundError for other programs."""
-    sock.settimeout(ANSWER_TIMEOUT_S)
-    tune(sock)
-    greeting = read_line(sock)
-    theirs = greeting.removeprefix(server.GREETING + " ")
-    if theirs == greeting:
-        raise ServerNotFoundError("another program listens there", is_other=True)
-    return theirs
+def _read_line(sock: socket.socket) -> str:
+    """Read one line byte by byte, because another reader needs the bytes after it.
 
-
-def read_line(sock: socket.socket) -> str:
-    """Read a line of the server; raise ServerNotFoundError without one."""
+    Raises ServerNotFoundError if the peer does not send a line in time.
+    """
+    line = bytearray()
     try:
-        return pmi.read_line(sock.fileno(), ANSWER_TIMEOUT_S)
+        while not line.endswith(b"\n"):
+            byte = sock.recv(1)
+            if not byte or len(line) > _MAX_LINE_BYTES:
+                raise ConnectionResetError("the peer has closed the connection")
+            line += byte
     except OSError as error:
         raise ServerNotFoundError(str(error), is_other=True) from None
+    return line.decode("ascii", "replace").rstrip("\n")

@@ -38,9 +38,6 @@ class Launcher:
     hosts: str = ""
     #: The same values on all ranks, other values in another job. Unset variables are skipped.
     identity: tuple[str, ...] = ()
-    #: It answers PMI-1 on the descriptor PMI_FD: ranks can request the job's name and exchange
-    #: values before MPI starts.
-    has_pmi_1: bool = False
     is_batch: bool = False  # it starts a single process, not ranks
     remedy: str = ""  # advice if MPI does not see the ranks that it started
     #: Between its process manager and MPI; None: it has no process manager.
@@ -49,7 +46,6 @@ class Launcher:
     #: starts in another way.
     bootstrap: str = ""
     owned: str = ""  # pattern of the variables that are hidden from processes outside this job
-    job: str = ""  # pattern of the owned variables that describe the whole job
     own_gpus: str = ""  # set if each process has separate GPUs
     #: The ranks are children of its process on their node, a Python process, and end with it.
     is_parent: bool = False
@@ -97,15 +93,9 @@ _PALS = Launcher(
     "PALS (HPE Cray's mpiexec)", detected_by=("PALS_RANKID",), rank="PALS_RANKID",
     local_rank=("PALS_LOCAL_RANKID",), local_size="PALS_LOCAL_SIZE", identity=("PALS_APID",),
 )  # fmt: skip
-_JSRUN = Launcher(
-    "jsrun", detected_by=("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"), rank="JSM_NAMESPACE_RANK",
-    size="JSM_NAMESPACE_SIZE", local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
-    local_size="JSM_NAMESPACE_LOCAL_SIZE", identity=_BATCH_JOB,
-    remedy=f"jsrun starts ranks of Spectrum MPI: configure mpi4py to load it {_PRINTS}",
-)  # fmt: skip
 _HYDRA = Launcher(
     "MPICH's mpirun", detected_by=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"), rank="PMI_RANK",
-    size="PMI_SIZE", local_rank=("MPI_LOCALRANKID",), local_size="MPI_LOCALNRANKS", has_pmi_1=True,
+    size="PMI_SIZE", local_rank=("MPI_LOCALRANKID",), local_size="MPI_LOCALNRANKS",
     remedy=_PMI_REMEDY, protocol=PmiProtocol.PMI,
 )  # fmt: skip
 _PMIX = Launcher(
@@ -141,7 +131,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
     replace(
         _FLUX, name="flux run -o pmi=simple",
         detected_by=("PMI_RANK", "PMI_SIZE", "FLUX_TASK_RANK"), rank="PMI_RANK", size="PMI_SIZE",
-        has_pmi_1=True, protocol=PmiProtocol.PMI,
+        protocol=PmiProtocol.PMI,
     ),
     replace(
         _SRUN, name="srun --mpi=pmi2", detected_by=("PMI_RANK", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
@@ -175,10 +165,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
         rank="PMIX_RANK", remedy=_PMIX_REMEDY, protocol=PmiProtocol.PMIX,
     ),
     replace(
-        _JSRUN, name="jsrun with PMIx", detected_by=("PMIX_RANK", "JSM_NAMESPACE_RANK"),
-        rank="PMIX_RANK", identity=("PMIX_NAMESPACE",), protocol=PmiProtocol.PMIX,
-    ),
-    replace(
         _SRUN, name="srun --mpi=pmix", detected_by=("PMIX_RANK", "SLURM_STEP_NUM_TASKS"),
         rank="PMIX_RANK", protocol=PmiProtocol.PMIX,
     ),
@@ -189,18 +175,14 @@ LAUNCHERS: tuple[Launcher, ...] = (
         rank="PALS_RANKID",
     ),
     replace(_PALS, owned="PALS_"),
-    replace(_JSRUN, owned="JSM_"),
-    replace(
-        _SRUN,
-        owned="SLURM", job=r"SLURM_(JOB|ARRAY|SUBMIT|CLUSTER|CONF|CPUS|MEM|TMPDIR|RESTART)",
-    ),
+    replace(_SRUN, owned="SLURM"),
     Launcher(
         "Slurm", detected_by=("SLURM_JOB_ID", "SLURM_NTASKS"), rank="SLURM_PROCID",
         size="SLURM_NTASKS", local_rank=("SLURM_LOCALID",), is_batch=True,
         remedy="the batch script runs once: start the program in it with srun or mpirun",
     ),
-    Launcher("PBS", owned="PBS_", job=r"PBS_(JOB|NODEFILE|O_|QUEUE|ARRAY)"),
-    Launcher("LSF", owned="LSB_", job=r"LSB_(JOB|HOSTS|MCPU_HOSTS|DJOB_HOSTFILE|QUEUE|SUB)"),
+    Launcher("PBS", owned="PBS_"),
+    Launcher("LSF", owned="LSB_"),
 )  # fmt: skip
 #: The variables of a process without a launcher: none.
 _NONE = Launcher("")
@@ -280,8 +262,3 @@ def is_bootstrap_variable(
 def is_launcher_variable(name: str) -> bool:
     """Return whether a launcher sets this variable only for the ranks of its job."""
     return any(each.owned and re.match(each.owned, name) for each in LAUNCHERS)
-
-
-def is_job_variable(name: str) -> bool:
-    """Return whether a batch system sets this variable for all processes of a job."""
-    return any(each.job and re.match(each.job, name) for each in LAUNCHERS)

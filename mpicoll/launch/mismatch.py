@@ -11,20 +11,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
 from mpicoll.errors import LaunchError
 from mpicoll.launch import launchers
 from mpicoll.launch.environment import SINGLETON, is_started_by_mpi, replace_bootstrap_variables
+from mpicoll.launch.host_identity import open_manager
 from mpicoll.launch.launchers import Launcher, PmiProtocol
 from mpicoll.launch.mpi_library import find_function, find_library, find_mpiexec
-from mpicoll.launch.pmi import open_manager
-from mpicoll.launch.rendezvous import loopback
-from mpicoll.output import warn
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +81,7 @@ def find_foreign(
     ranks it would not find, or None.
 
     A launcher with a supported protocol takes precedence (Slurm's MpiDefault=pmix starts the
-    proxies of MPICH's mpirun), and a single rank needs none. If the launcher does not announce the
-    number of ranks (prterun), rank 0 may be alone; other ranks raise in a larger job.
+    proxies of MPICH's mpirun), and a single rank needs none.
     """
     present = [each for each in launchers.find_launchers(environment) if each.protocol]
     foreign = frozenset(each.protocol for each in present if each.protocol) - {library.protocol}
@@ -97,10 +92,8 @@ def find_foreign(
         or environment.get(SINGLETON) == "1"
     ):
         return foreign, None
-    first = present[0]
     size = next((environment.get(each.size) for each in present if each.size), None)
-    is_alone = size == "1" if size is not None else environment.get(first.rank) == "0"
-    return foreign, None if is_alone else first
+    return foreign, None if size == "1" else present[0]
 
 
 def match_launcher(mpi: ModuleType) -> contextlib.AbstractContextManager[None]:
@@ -111,101 +104,39 @@ def match_launcher(mpi: ModuleType) -> contextlib.AbstractContextManager[None]:
     Raises LaunchError if each rank would be alone in MPI_COMM_WORLD, or abort.
     """
     library = find_mpi(mpi.Get_library_version())
-    supported = tuple(PmiProtocol) if library is None else (library.protocol,)
-    if stale := find_stale(supported):
+    if (library is None or library.protocol is PmiProtocol.PMI) and is_stale():
         if os.environ.get(SINGLETON) == "1":
             return replace_bootstrap_variables({})
-        raise LaunchError(_explain_stale(stale))
+        raise LaunchError(_explain_stale())
     if library is None:
         return contextlib.nullcontext()
     foreign, launcher = find_foreign(library)
     if launcher is not None:
         raise LaunchError(_explain(mpi, library, launcher))
-    if foreign and launchers.announced()[1] == "?" and os.environ.get(SINGLETON) != "1":
-        warn(
-            f"the launcher does not announce the number of ranks, and {mpi.get_vendor()[0]} does "
-            f"not support its protocol: rank 0 runs as a single rank. If this is intended, set "
-            f"{SINGLETON}=1"
-        )
     # MPICH would try PMIx, which it does not have, even if it has got its rank by PMI.
     return replace_bootstrap_variables({}, foreign) if foreign else contextlib.nullcontext()
 
 
-# --- stale variables of a launcher ---------------------------------------------------------------
-
-
-def find_stale(
-    supported: Collection[PmiProtocol], environment: Mapping[str, str] = os.environ
-) -> dict[str, str]:
-    """Return the variables that refer to a process manager that does not exist, and the reasons.
-    Returns {} if a manager exists or if this is unknown.
-
-    supported: the protocols of the MPI library. A library that finds no manager aborts or crashes.
-    Child processes of a rank inherit such variables, for example a notebook in ``srun --pty``.
+def is_stale(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process inherited the variables of a PMI manager without its connection,
+    for example in a notebook of ``srun --pty``. MPI would abort.
     """
-    stale: dict[str, str] = {}
-    for protocol in {each.protocol for each in launchers.find_launchers(environment)}:
-        if protocol not in supported:
-            continue
-        for pattern, check in _MANAGERS[protocol].items():
-            names = [name for name in environment if re.fullmatch(pattern, name)]
-            found = {name: check(environment[name]) for name in names}
-            if found:  # MPI uses the first
-                break
-        if not found or "" in found.values():
-            return {}
-        stale |= found
-    return stale
+    protocols = [each.protocol for each in launchers.find_launchers(environment)]
+    if "PMI_FD" not in environment or PmiProtocol.PMI not in protocols:
+        return False
+    with contextlib.suppress(OSError), open_manager(environment["PMI_FD"]):
+        return False
+    return True
 
 
-def _check_descriptor(value: str) -> str:
-    with contextlib.suppress(OSError), open_manager(value):
-        return ""
-    return f"file descriptor {value} is not a connected socket of this process"
-
-
-def _check_port(value: str) -> str:
-    """Check that ``...HOST:PORT`` of this host is in use, without connecting like a rank."""
-    port = value.rpartition(":")[2]
-    listening = set[str]()
-    for path in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(path).read_text().splitlines()[1:]:
-                _, local, _, state, *_ = line.split()
-                if state == _LISTEN_STATE:
-                    listening.add(str(int(local.rpartition(":")[2], 16)))
-    if not port.isdigit() or not listening or port in listening:
-        return ""
-    return f"no process listens at port {port}"
-
-
-def _check_local_port(value: str) -> str:
-    host = value.rpartition(":")[0]
-    return _check_port(value) if loopback(host) or host == socket.gethostname() else ""
-
-
-#: The state of a listening socket in /proc/net/tcp.
-_LISTEN_STATE = "0A"
-#: Variables that refer to a process manager, in the order in which libraries use them: a pattern of
-#: the names, and a function of the value that returns the fault, "" if there is none or unknown.
-_MANAGERS: dict[PmiProtocol | None, dict[str, Callable[[str], str]]] = {
-    PmiProtocol.PMI: {r"PMI_FD": _check_descriptor, r"PMI_PORT": _check_local_port},
-    PmiProtocol.PMIX: {
-        r"PMIX_SERVER_URI\d*": _check_port,
-        r"PMIX_SERVER_TMPDIR": lambda path: "" if Path(path).exists() else f"{path} does not exist",
-    },
-}
-
-
-def _explain_stale(stale: Mapping[str, str]) -> str:
+def _explain_stale() -> str:
     names = sorted(filter(launchers.is_bootstrap_variable, os.environ))
-    reasons = {missing: name for name, missing in sorted(stale.items(), reverse=True)}
-    listed = ", ".join(f"{name} ({missing})" for missing, name in reasons.items())
     return (
-        "init_process_group: this process has variables of a launcher that did not start it: "
-        f"{listed}. It probably inherited them from a process under mpirun or srun, for example a "
-        f"notebook in `srun --pty`. Unset them: unset {' '.join(names)}; or start the job with "
-        f"mpirun or srun; or set {SINGLETON}=1 to run as a single rank"
+        "init_process_group: this process has variables of a launcher that did not start it: file "
+        f"descriptor PMI_FD={os.environ['PMI_FD']} is not a connected socket of this process. It "
+        "probably inherited them from a process under mpirun or srun, for example a notebook in "
+        f"`srun --pty`. Unset them: unset {' '.join(names)}; or start the job with mpirun or srun; "
+        f"or set {SINGLETON}=1 to run as a single rank"
     )
 
 

@@ -28,7 +28,6 @@ The messages on a watch connection:
             late              timed out waiting for ranks to connect
     server  go                all ranks have connected
             refused WHY       a rank failed or does not belong to the job
-            stuck RANK,...    these ranks did not return from MPI_Init in time
             missing RANK,...  a rank timed out waiting for these ranks
             lost RANK         a rank ended without a message
             abort RANK CODE   a rank aborted the job
@@ -54,15 +53,13 @@ if __name__ == "__main__":
 from mpicoll.line_protocol import LineConnection, LineServer, is_proof, mac
 
 GREETING = "mpicoll 1"
-#: Node name of ranks in which MPI runs already. They only exchange values by PMI's put and get.
-RUNS_MPI = "runs-mpi"
 #: Seconds from the failure of the job until the PMI connections are closed, which ends ranks inside
 #: MPI_Init.
 _CLOSE_DELAY_S = 3.0
 #: Maximum length of a line before and after authentication, in bytes.
 _MAX_UNAUTHENTICATED_LINE_BYTES, _MAX_LINE_BYTES = 1024, 1 << 16
-#: Maximum number of unauthenticated connections, of unread bytes per rank, and of bytes put by PMI.
-_MAX_UNAUTHENTICATED_COUNT, _MAX_UNREAD_BYTES, _MAX_STORED_BYTES = 4096, 1 << 24, 1 << 28
+#: Maximum number of unauthenticated connections, and of unread bytes per rank.
+_MAX_UNAUTHENTICATED_COUNT, _MAX_UNREAD_BYTES = 4096, 1 << 24
 
 #: PMI-1: commands with a constant answer.
 _ANSWERS = {
@@ -102,7 +99,6 @@ class _Connection(LineConnection):
 class Server(LineServer[_Connection]):
     """Serves one job until all ranks have disconnected.
 
-    limit: seconds for MPI_Init after all ranks have connected.
     sends_secret: send the secret to any process that requests it.
     starter: a descriptor that reaches its end when rank 0 has ended or has connected. The server
              stops if rank 0 ends before it connects.
@@ -113,13 +109,12 @@ class Server(LineServer[_Connection]):
         listener: socket.socket,
         secret: str,
         size: int,
-        limit: float,
         sends_secret: bool = False,
         starter: int | None = None,
     ) -> None:
         super().__init__(select.epoll(), _MAX_UNAUTHENTICATED_COUNT + 2 * size)
         self.listen(listener)
-        self.secret, self.size, self.limit = secret, size, limit
+        self.secret, self.size = secret, size
         self.sends_secret, self.starter = sends_secret, starter
         # MPI libraries use it in names of shared memory, so it must be unique on every node.
         self.name = f"mpicoll-{os.urandom(8).hex()}"
@@ -129,15 +124,11 @@ class Server(LineServer[_Connection]):
         self.state: dict[int, str] = {}  # of each connected rank: busy, free, end or gone
         self.cycles: dict[int, int] = {}  # number of times that each rank became busy
         self.values: dict[str, str] = {}  # of PMI's put
-        self.stored_bytes = 0
         self.fence: set[int] = set()  # ranks in PMI's barrier
-        self.starting: set[int] = set()  # ranks inside MPI_Init
         self.ended: set[int] = set()  # ranks in state end or gone
-        self.earliest = -1  # the ended rank with the fewest cycles
         self.latest = 0  # the largest number of cycles of any rank
         self.has_announced_end = False
         self.is_complete = False  # all ranks have connected
-        self.init_deadline = 0.0  # of MPI_Init
         self.failure = ""  # the message with which the job failed
         self.close_deadline = float("inf")  # when the server stops after a failure
 
@@ -156,10 +147,7 @@ class Server(LineServer[_Connection]):
                     else:
                         self.serve_descriptor(descriptor)
                 self.drop_silent()
-                now = time.monotonic()
-                if self.starting and now > self.init_deadline:
-                    self._fail(f"stuck {','.join(map(str, sorted(self.starting)))}")
-                if now > self.close_deadline:
+                if time.monotonic() > self.close_deadline:
                     break
         finally:
             for sock in (*(one.sock for one in self.lines.values()), *self.listeners.values()):
@@ -237,21 +225,11 @@ class Server(LineServer[_Connection]):
 
     def _complete(self) -> None:
         """Stop listening and notify the ranks that all of them have connected."""
-        running = [rank for rank, node in sorted(self.nodes.items()) if node == RUNS_MPI]
-        if running and len(running) < self.size:
-            fresh = sorted(set(range(self.size)) - set(running))
-            self._fail(
-                f"refused MPI runs already on ranks {running}, and its MPI_COMM_WORLD does not "
-                f"have ranks {fresh}: processes that start later cannot join it"
-            )
-            return
         self.is_complete = True
         for sock in list(self.listeners.values()):
             self.close_listener(sock)
         for peer in [one for one in self.lines.values() if not one.peer]:
             self.drop(peer)
-        self.init_deadline = time.monotonic() + self.limit
-        self.starting = set(range(self.size))
         nodes = [self.nodes[rank] for rank in range(self.size)]
         self.values["PMI_process_mapping"] = mapping(nodes)
         self._send_all("go")
@@ -284,16 +262,15 @@ class Server(LineServer[_Connection]):
 
     def _set_state(self, rank: int, state: str) -> None:
         self.state[rank] = state
+        changed = {rank}
         if state == "busy":
-            self.starting.discard(rank)
             self.latest = max(self.latest, self.cycles[rank])
+            changed = self.ended
         elif state in ("end", "gone"):
             self.ended.add(rank)
-            if self.cycles[rank] < self.cycles.get(self.earliest, self.latest + 1):
-                self.earliest = rank
         # An ended rank is missing in a later process group.
-        if self.cycles.get(self.earliest, self.latest) < self.latest:
-            self._fail(f"lost {self.earliest}")
+        if missing := [each for each in changed & self.ended if self.cycles[each] < self.latest]:
+            self._fail(f"lost {min(missing, key=self.cycles.__getitem__)}")
         if len(self.ended) == self.size and not self.has_announced_end:
             self.has_announced_end = True
             self._send_all("end some" if "gone" in self.state.values() else "end all")
@@ -312,9 +289,6 @@ class Server(LineServer[_Connection]):
         if command in _ANSWERS:
             self._send(peer, _ANSWERS[command].format(size=self.size, name=self.name))
         elif command == "put":
-            self.stored_bytes += len(words["key"]) + len(value)
-            if self.stored_bytes > _MAX_STORED_BYTES:
-                raise ValueError("PMI values exceed the limit")
             self.values[words["key"]] = value
             self._send(peer, "cmd=put_result rc=0 msg=success")
         elif command == "get":
@@ -367,9 +341,8 @@ def main() -> None:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files[1], files[1]))  # two connections per rank
     Server(
-        listener, settings["secret"], settings["size"], settings["limit"], settings["open"],
-        sys.stdin.fileno(),
-    ).serve()  # fmt: skip
+        listener, settings["secret"], settings["size"], settings["open"], sys.stdin.fileno()
+    ).serve()
 
 
 if __name__ == "__main__":

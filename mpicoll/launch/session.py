@@ -30,12 +30,6 @@ class Session(LineConnection):
         self._pid = os.getpid()
         self.pmi, self.rank, self.size, self.job = pmi, rank, size, job
 
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.sock.close()
-
     def send(self, line: str) -> None:
         """Send a line without waiting; ignore a lost connection."""
         if self._pid == os.getpid():
@@ -54,7 +48,7 @@ class Session(LineConnection):
         """Return whether an unread message reports the failure of the job."""
         with contextlib.suppress(OSError):
             line = self.sock.recv(5, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            return line.startswith((b"abort", b"lost ", b"stuck"))
+            return line.startswith((b"abort", b"lost "))
         return False
 
     def end_reason(self) -> tuple[str, int] | None:
@@ -73,8 +67,6 @@ class Session(LineConnection):
             mine = int(rank) == self.rank
             why = "" if mine else f"rank {rank} of {self.size} ended the job with exit code {code}"
             return why, _exit_status(int(code))
-        if word == "stuck":
-            return f"MPI_Init timed out on ranks {rest}", 1
         return "lost the connection to rank 0's server", 1
 
     def check(self) -> None:
@@ -128,7 +120,7 @@ class Session(LineConnection):
 _session: Session | None = None
 
 
-def current() -> Session | None:
+def current_session() -> Session | None:
     """Return the session of this process, None without one."""
     return _session
 

@@ -63,7 +63,7 @@ def _run_rank(size: int, limit: float, call: bytes) -> Outcome:
     context = BarrierTaskContext.get()
     rank = context.partitionId()
     worker = Worker()
-    place = worker.prepare(size if rank == 0 else 0, limit)
+    place = worker.prepare(size if rank == 0 else 0)
     texts = context.allGather(control_messages.encode(place).decode())
     places = [control_messages.decode(text.encode(), Place, n) for n, text in enumerate(texts)]
     return worker.run(*assign(places, rank), limit, call)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from mpicoll import control_messages, settings
 from mpicoll.errors import ArgumentError, DistBackendError, LaunchError, MPIError
 from mpicoll.launch import world
+from mpicoll.launch.environment import interpreter_options
 from mpicoll.launch.host_identity import node
 from mpicoll.launch.init_timeout import end_after
 from mpicoll.launch.launchers import LAUNCHERS
@@ -64,53 +65,24 @@ def has_grown() -> bool:
 # --- existing ranks -------------------------------------------------------------------------------
 
 
-def find_program(command: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """Return the interpreter options of a command line, and the program with its arguments.
-
-    command: the command line, starting with the interpreter; (): of this process.
-
-    The program is a script, -m and a module, or -c and code. Raises ArgumentError otherwise.
-    """
-    words = [*(command or sys.orig_argv)]
-    index = 1
-    while index < len(words) and words[index].startswith("-") and len(words[index]) > 1:
-        word, index = words[index], index + 1
-        if word.startswith("--"):
-            index += word == "--check-hash-based-pycs"
-            continue
-        for end, letter in enumerate(word[1:], 2):
-            if letter in "cm":
-                value = [word[end:]] if word[end:] else []
-                options = [*words[1 : index - 1], *([word[: end - 1]] if end > 2 else [])]
-                program = [f"-{letter}", *value, *words[index:]]
-                return options, program[2:] if program[:2] == [*_MAIN] else program
-            if letter in "WX":
-                index += not word[end:]
-                break
-    if index >= len(words) or words[index] == "-":
-        raise ArgumentError(
-            f"{_WHERE}: this program cannot be started again, because it is not a script, a module "
-            f"or -c code: {words}"
-        )
-    return words[1:index], words[index:]
-
-
 def find_command(command: Sequence[str] | None) -> tuple[list[str], str]:
     """Return the command line of a new process and its working directory.
 
-    command: the program and its arguments; None: of this process.
+    command: the program and its arguments; None: of this process, a script or a module.
 
     Raises ArgumentError if this program cannot be started again, OSError without a directory.
     """
-    try:
-        flags, program = find_program()
-    except ArgumentError:
-        if command is None:
-            raise
-        flags, program = [], []
-    words = [sys.executable, *flags, *_MAIN, *(program if command is None else command)]
+    if command is None:
+        module = getattr(sys.modules["__main__"].__spec__, "name", "__main__")
+        if module != "__main__":
+            command = ["-m", module.removesuffix(".__main__"), *sys.argv[1:]]
+        elif sys.argv[0] in ("", "-", "-c"):
+            raise ArgumentError(f"{_WHERE}: this program is neither a script nor a module")
+        else:
+            command = sys.argv
     names = {"PYTHONPATH", *(each.name for each in settings.SETTINGS)} - {settings.SECRET.name}
     kept = [f"{name}={os.environ[name]}" for name in sorted(names & os.environ.keys())]
+    words = [sys.executable, *interpreter_options(), *_MAIN, *command]
     return ["env", *kept, *words], str(Path.cwd())
 
 
@@ -249,7 +221,8 @@ def main() -> None:
     """Start MPI, then run the program that the command line names."""
     global _parent
     program = sys.argv[1:]
-    mpi = world.initialize()
+    mpi = world.load()
+    world.initialize(mpi)
     world.skip_finalize()  # until it has joined, because the other ranks may have timed out
     _parent = mpi.Comm.Get_parent()
     if _parent == mpi.COMM_NULL:
@@ -270,7 +243,7 @@ def main() -> None:
         runpy.run_path(program[0], run_name="__main__")
 
 
-def join(rendezvous: Rendezvous | None, limit: float | None) -> MPI.Intracomm | None:
+def join_grown_job(rendezvous: Rendezvous | None, limit: float | None) -> MPI.Intracomm | None:
     """Return the communicator of all ranks of a job that has grown; None in any other job.
 
     limit: seconds for which a new process waits for the existing ranks; None: no timeout.

@@ -21,7 +21,6 @@ import traceback
 from collections.abc import Callable
 
 from mpicoll.launch import session, world
-from mpicoll.launch.init_methods import NO_STORE
 from mpicoll.launch.joining import send_failure
 from mpicoll.launch.rendezvous import Rendezvous, ServerAddress
 
@@ -45,11 +44,11 @@ def main() -> None:
         sys.exit(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     server = ServerAddress.parse(address.encode()) if address else None
-    rendezvous = Rendezvous(NO_STORE, rank, size, server=server)
+    rendezvous = Rendezvous(None, rank, size, server=server)
     try:
-        with world.start(rendezvous, limit):
+        with world.start_mpi(rendezvous, limit):
             pass
-        joined = session.current()
+        joined = session.current_session()
         if joined is not None:
             joined.send("busy")
             threading.Thread(target=_exit_with_job, args=(joined,), daemon=True).start()
@@ -59,7 +58,7 @@ def main() -> None:
     except BaseException as error:
         _write(writer, "error", _pickled(error), traceback.format_exc())
         sys.excepthook(*sys.exc_info())  # ends the job if there is a process group
-        joined = session.current()
+        joined = session.current_session()
         if joined is not None:
             joined.abort(1)
         elif server is not None:

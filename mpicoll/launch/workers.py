@@ -64,15 +64,14 @@ class Worker:
     _server: subprocess.Popen[bytes] | None = None
     _process: subprocess.Popen[bytes] | None = None
 
-    def prepare(self, size: int, limit: float) -> Place:
+    def prepare(self, size: int) -> Place:
         """Return the place of this worker. On rank 0, start the server.
 
         size: number of ranks, on rank 0; 0 on other ranks.
-        limit: seconds for all ranks to start MPI after they have connected.
         """
         address = ""
         if size > 1:
-            found, self._server = start_server(size, limit)
+            found, self._server = start_server(size)
             # Without MASTER_ADDR, which may be another job's in the engine's worker.
             address = replace(found, hosts=addresses()).format()
         with socket.create_server(("", 0)) as probe:  # finds a free port
@@ -87,7 +86,7 @@ class Worker:
         kept = {
             name: value
             for name, value in os.environ.items()
-            if (launchers.is_job_variable(name) or not launchers.is_launcher_variable(name))
+            if not launchers.is_launcher_variable(name)
             and not launchers.is_bootstrap_variable(name)
         }
         own = str(Path(__file__).parents[2])
@@ -219,7 +218,7 @@ def run_driven(
             stack.callback(kill, each)
         sizes = [size] + [0] * (size - 1)  # the first worker has rank 0
         found: list[Place] = list(
-            pool.map(lambda each, n: ask(each, limit, "prepare", n, limit), workers, sizes)
+            pool.map(lambda each, n: ask(each, limit, "prepare", n), workers, sizes)
         )
         nodes = [each.node for each in found]
         order = sorted(range(size), key=lambda index: nodes.index(nodes[index]))

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import functools
 import importlib
-import json
 import multiprocessing
 import multiprocessing.util
 import os
@@ -17,26 +16,22 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from mpicoll import communicators, control_messages
-from mpicoll.errors import ArgumentError, LaunchError, UnsupportedError
+from mpicoll.errors import LaunchError
 from mpicoll.launch.environment import (
     LOOPBACK,
-    Bootstrap,
     choose_bootstrap,
-    is_inherited,
     is_started_by_mpi,
     replace_bootstrap_variables,
     was_filled,
 )
-from mpicoll.launch.error_output import format_error, with_rank
+from mpicoll.launch.exit_hooks import exit_code
 from mpicoll.launch.host_identity import addresses
-from mpicoll.launch.init_methods import GivenRank, find_rendezvous
-from mpicoll.launch.init_timeout import await_peers, end_after, enforce_timeout
-from mpicoll.launch.joining import exchange_lines, join, send_failure
-from mpicoll.launch.launchers import announced
+from mpicoll.launch.init_timeout import end_after, enforce_timeout
+from mpicoll.launch.joining import join, send_failure
 from mpicoll.launch.mismatch import match_launcher
-from mpicoll.launch.rendezvous import Rendezvous
+from mpicoll.launch.rendezvous import GivenRank, Rendezvous, find_rendezvous
 from mpicoll.launch.roll_call import agree_or_raise, has_abandoned, run_on_each
-from mpicoll.launch.session import Session, current
+from mpicoll.launch.session import Session, current_session
 from mpicoll.output import flush_streams, warn
 from mpicoll.serialized_mpi import serialize
 
@@ -47,7 +42,7 @@ _WHERE = "init_process_group"
 
 
 @contextlib.contextmanager
-def start(
+def start_mpi(
     rendezvous: Rendezvous | None = None,
     limit: float | None = None,
     comm: MPI.Intracomm | None = None,
@@ -56,9 +51,9 @@ def start(
 ) -> Iterator[MPI.Intracomm]:
     """Start MPI and yield the communicator of all ranks for the first calls of initialization.
 
-    Yields MPI_COMM_WORLD, or ``comm``. If the requested ranks differ from MPI's, or if the
-    rendezvous has fewer ranks than MPI, yields a new communicator and frees it afterwards. With
-    less than MPI_THREAD_MULTIPLE, its calls are serialized (``serialized_mpi.py``).
+    Yields MPI_COMM_WORLD, or ``comm``, or MPI_COMM_SELF if the rendezvous has one rank. If the
+    requested ranks differ from MPI's, yields a new communicator and frees it afterwards. With less
+    than MPI_THREAD_MULTIPLE, its calls are serialized (``serialized_mpi.py``).
 
     limit: timeout in seconds of the rendezvous, which raises, and of MPI_Init and the first calls,
            which end this process; None: none.
@@ -76,17 +71,23 @@ def start(
     if not mpi.Is_initialized():
         bootstrap = _bootstrap(mpi, rendezvous, limit)
         with enforce_timeout(limit, rendezvous, comm), bootstrap:
-            _initialize(mpi)
-    subset = None
-    if comm is None and rendezvous is not None:
-        subset = _create_subset(mpi, rendezvous, limit)
-    with _freed(subset), enforce_timeout(limit, rendezvous, subset or comm):
-        everybody = subset or comm or mpi.COMM_WORLD
+            initialize(mpi)
+    size = mpi.COMM_WORLD.Get_size()
+    if comm is None and rendezvous is not None and rendezvous.world_size < size:
+        if rendezvous.world_size > 1:
+            raise LaunchError(
+                f"{_WHERE}: got world_size {rendezvous.world_size}, and MPI has {size} ranks: "
+                "expected all ranks, or one. For some ranks, pass comm=, or call new_group after "
+                "init_process_group with all ranks"
+            )
+        comm, rendezvous = mpi.COMM_SELF, None
+    with enforce_timeout(limit, rendezvous, comm):
+        everybody = comm or mpi.COMM_WORLD
         requested, error = rank, None
         try:
             if rendezvous is not None:
-                _check(mpi, rendezvous)
-                requested = None if subset else rendezvous.rank
+                _check(rendezvous, size)
+                requested = rendezvous.rank
             prepare(everybody)
         except Exception as failure:
             error = failure
@@ -97,15 +98,13 @@ def start(
                 renumbered = cast("MPI.Intracomm", everybody.Create(members))
         with _freed(renumbered):
             world = renumbered or everybody
-            is_multiple = _is_thread_multiple(mpi, renumbered or subset or comm)
+            is_multiple = _is_thread_multiple(mpi, renumbered or comm)
             yield world if is_multiple else serialize(world)
 
 
 @contextlib.contextmanager
 def _freed(comm: MPI.Intracomm | None) -> Iterator[None]:
-    """Free a communicator at the end of the block, except None, MPI_COMM_SELF, and a communicator
-    with an abandoned exchange.
-    """
+    """Free a communicator, if any, at the end of the block, unless it has an abandoned exchange."""
     from mpi4py import MPI
 
     has_failed = True
@@ -113,33 +112,10 @@ def _freed(comm: MPI.Intracomm | None) -> Iterator[None]:
         yield
         has_failed = False
     finally:
-        if comm is not None and comm != MPI.COMM_SELF and not has_abandoned(comm):
+        if comm is not None and not has_abandoned(comm):
             # after a failure, a rank may be lost
             with contextlib.suppress(*[MPI.Exception] * has_failed):
                 comm.Free()
-
-
-def _create_subset(
-    mpi: ModuleType, rendezvous: Rendezvous, limit: float | None
-) -> MPI.Intracomm | None:
-    """Create the communicator of a rendezvous with fewer ranks than MPI_COMM_WORLD, else None."""
-    world, size = mpi.COMM_WORLD, rendezvous.world_size
-    if size >= world.Get_size():
-        return None
-    if size == 1:
-        return cast("MPI.Intracomm", mpi.COMM_SELF)
-    session = current()
-    mine = [world.Get_rank(), world.Get_size(), "" if session is None else session.job]
-    line = json.dumps(mine, separators=(",", ":"))
-    members = [json.loads(text) for text in exchange_lines(rendezvous, limit, line)]
-    ranks = [member[0] for member in members]
-    if any(member[1:] != mine[1:] for member in members) or len(set(ranks)) < size:
-        raise LaunchError(
-            f"{_WHERE}: the {size} processes do not belong to one MPI_COMM_WORLD: rank, size and "
-            f"job of each are {members}. Start all of them in one job"
-        )
-    with communicators.subset(world, ranks) as chosen:
-        return cast("MPI.Intracomm", world.Create_group(chosen, _SUBSET_TAG))
 
 
 def notify_failure(
@@ -148,44 +124,28 @@ def notify_failure(
     given: GivenRank | None = None,
     comm: MPI.Intracomm | None = None,
 ) -> None:
-    """Notify the ranks that wait for this one in ``start`` of a failure; return within seconds.
+    """Notify the ranks that wait for this one in ``start_mpi`` of a failure; return within seconds.
 
-    error: the error of this rank, raised before MPI started.
-    init_method, given: of this rank, if known. comm: as for ``start``.
+    error: the error of this rank, raised before its first call.
+    init_method, given: of this rank, if known. comm: as for ``start_mpi``.
 
-    Does nothing if MPI has not started and its ranks are on several nodes or do not all wait. If
-    MPI_Init takes too long, for example because a rank ends, prints the error and ends the process.
+    Does nothing under an MPI launcher if MPI has not started.
     """
     mpi: Any = sys.modules.get("mpi4py.MPI")
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.suppress(Exception))
-        runs = mpi is not None and mpi.Is_initialized()
-        found = None
-        if given is not None:
-            with contextlib.suppress(ArgumentError, UnsupportedError):  # may be the error itself
-                found = find_rendezvous(init_method, given, _NOTIFY_TIMEOUT_S)
-        if found is not None and found.world_size > 1:
-            is_subset = runs and found.world_size < mpi.COMM_WORLD.Get_size()
-            if is_subset or not (runs or is_started_by_mpi()):
+    with contextlib.suppress(Exception):
+        runs, size = mpi is not None and mpi.Is_initialized(), given and given.world_size
+        if runs:
+            world = mpi.COMM_WORLD if comm is None else comm
+            if not mpi.Is_finalized() and size in (None, world.Get_size()):
+                agree_or_raise(world, None, error)
+        elif given is not None and not is_started_by_mpi():
+            found = find_rendezvous(init_method, given, _NOTIFY_TIMEOUT_S)
+            if found is not None and found.world_size > 1:
                 send_failure(found, f"{type(error).__name__}: {error}", _NOTIFY_TIMEOUT_S)
-                return
-        if not runs:
-            if not is_started_by_mpi() or not stack.enter_context(await_peers(_NOTIFY_TIMEOUT_S)):
-                return
-            mpi = load()
-            message = with_rank(announced()[0], format_error(error)) + "\n"
-            with end_after(_NOTIFY_TIMEOUT_S, message, 1), match_launcher(mpi):
-                _initialize(mpi)
-        world = mpi.COMM_WORLD if comm is None else comm
-        size = None if given is None else given.world_size
-        if not mpi.Is_finalized() and size in (None, world.Get_size()):
-            agree_or_raise(world, None, error)
 
 
 #: Seconds for which a failed rank waits for the other ranks to notify them.
 _NOTIFY_TIMEOUT_S = 5.0
-#: The tag of MPI_Comm_create_group for a subset of the world.
-_SUBSET_TAG = 0x2D1
 #: Whether all ranks of MPI_COMM_WORLD have MPI_THREAD_MULTIPLE, None before they have exchanged it.
 _world_is_thread_multiple: bool | None = None
 #: Whether a group of this process has a rank without MPI_THREAD_MULTIPLE.
@@ -243,14 +203,6 @@ def master_address(world: MPI.Intracomm) -> str:
     return control_messages.bcast(world, found, 0, str)
 
 
-def initialize() -> ModuleType:
-    """Start MPI, if it has not started, and return ``mpi4py.MPI``."""
-    mpi = load()
-    if not mpi.Is_initialized():
-        _initialize(mpi)
-    return mpi
-
-
 def load() -> ModuleType:
     """Import mpi4py.MPI and return it. mpi4py calls neither MPI_Init nor MPI_Finalize, which it
     would call also in forked children.
@@ -269,7 +221,7 @@ def load() -> ModuleType:
         ) from error
 
 
-def _initialize(mpi: ModuleType) -> None:
+def initialize(mpi: ModuleType) -> None:
     """Call MPI_Init_thread with the level of mpi4py.rc; call MPI_Finalize when the process ends."""
     import mpi4py
 
@@ -287,13 +239,13 @@ def _bootstrap(
     """Connect the ranks; return the context in which MPI_Init makes them one MPI_COMM_WORLD."""
     if rendezvous is None:
         return match_launcher(mpi)
-    size, vendor = rendezvous.world_size, mpi.get_vendor()[0]
-    bootstrap = choose_bootstrap(size, vendor == "Open MPI", os.environ, is_inherited())
-    if bootstrap is Bootstrap.MANAGER:
+    size, openmpi = rendezvous.world_size, mpi.get_vendor()[0] == "Open MPI"
+    bootstrap = choose_bootstrap(size, openmpi)
+    if bootstrap == "manager":
         return match_launcher(mpi)
-    if bootstrap is Bootstrap.SINGLETON:
+    if bootstrap == "single":
         return replace_bootstrap_variables({})
-    if vendor == "Open MPI":
+    if openmpi:
         raise LaunchError(
             f"{_WHERE}: Open MPI cannot make one world of {size} processes that its own mpirun did "
             f"not start: start them with 'mpirun -n {size} python script.py' (or srun --mpi=pmix), "
@@ -311,9 +263,8 @@ def _with_server(session: Session) -> Iterator[None]:
         yield
 
 
-def _check(mpi: ModuleType, rendezvous: Rendezvous) -> None:
+def _check(rendezvous: Rendezvous, size: int) -> None:
     """Raise LaunchError if MPI has fewer ranks than the rendezvous."""
-    size = mpi.COMM_WORLD.Get_size()
     if rendezvous.world_size <= size:
         return
     given = f"rank {rendezvous.rank} of {rendezvous.world_size}"
@@ -361,22 +312,16 @@ def skip_finalize(skips: bool = True) -> bool:
     return sys.modules["mpi4py"].rc.finalize is not False
 
 
-#: A call has timed out: its missing rank may never call MPI_Finalize.
-_finalizes_within = False
-
-
-def finalize_within(limit: float, exit_code: Callable[[], int | None]) -> None:
+@functools.cache
+def finalize_within(limit: float) -> None:
     """End this process with its own exit code if MPI_Finalize takes longer than ``limit`` seconds.
 
-    exit_code: returns the code of the sys.exit that ends the interpreter, None without one.
+    A call has timed out: its missing rank may never call MPI_Finalize.
     """
-    global _finalizes_within
-    if not _finalizes_within:
-        _finalizes_within = True
-        atexit.register(_finalize_in_time, os.getpid(), limit, exit_code)
+    atexit.register(_finalize_in_time, os.getpid(), limit)
 
 
-def _finalize_in_time(process: int, limit: float, exit_code: Callable[[], int | None]) -> None:
+def _finalize_in_time(process: int, limit: float) -> None:
     code = exit_code()
     failed = hasattr(sys, "last_value") if code is None else code
     if failed or os.getpid() != process:
@@ -397,7 +342,7 @@ def _finalize(process: int) -> None:
     mpi = sys.modules["mpi4py.MPI"]
     if os.getpid() != process or mpi.Is_finalized():  # a forked child has no MPI
         return
-    session = current()
+    session = current_session()
     if session is None or session.finalize():
         mpi.Finalize()
     else:

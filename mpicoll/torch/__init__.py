@@ -12,8 +12,9 @@ import sys
 import warnings
 from typing import TYPE_CHECKING
 
-from mpicoll import launch, settings
+from mpicoll import settings
 from mpicoll.errors import ArgumentError
+from mpicoll.launch.environment import RUN_OPTION
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions
@@ -47,7 +48,7 @@ def register() -> None:
     rendezvous.register()
     if os.environ.get(INSTALL_AS):
         install_as(os.environ[INSTALL_AS])
-    if launch.RUN_OPTION in sys._xoptions:
+    if RUN_OPTION in sys._xoptions:
         from mpicoll.torch import aliases
 
         atexit.register(aliases.warn_if_unused)

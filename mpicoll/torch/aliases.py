@@ -18,7 +18,8 @@ from typing import Any
 import torch.distributed as c10d
 from torch.distributed import distributed_c10d
 
-from mpicoll import launch
+from mpicoll.launch.environment import TORCH_VARIABLES, is_child_of_rank
+from mpicoll.launch.launchers import announced, find_launcher, find_rank
 from mpicoll.output import write_lines
 from mpicoll.torch import NAME
 from mpicoll.torch.internals import find_variable
@@ -54,7 +55,7 @@ def resolve_backend(requested: str) -> str:
     process that a rank of mpirun has started, such as an async checkpoint, all names are returned
     unchanged.
     """
-    if not _aliases or launch.is_child_of_rank():
+    if not _aliases or is_child_of_rank():
         return requested
     if requested == c10d.Backend.UNDEFINED:
         parts = str(distributed_c10d.BackendConfig(requested)).split(",")
@@ -113,11 +114,11 @@ def explain_missing_variable() -> None:
     """At exit on rank 0, after a KeyError for a variable of torchrun, print why it is not set."""
     error = getattr(sys, "last_value", None)
     name = error.args[0] if isinstance(error, KeyError) and error.args else None
-    if name not in launch.TORCH_VARIABLES or name in os.environ:
+    if name not in TORCH_VARIABLES or name in os.environ:
         return
-    if launch.find_rank() not in ("", "0"):
+    if find_rank() not in ("", "0"):
         return
-    launcher = launch.find_launcher()
+    launcher = find_launcher()
     if launcher is None:
         why = "no launcher started this process. Start it with mpirun or torchrun, or"
     else:
@@ -130,7 +131,7 @@ def warn_if_unused() -> None:
 
     Libraries that were not configured for several ranks do this without a message.
     """
-    rank, size, _ = launch.announced()
+    rank, size, _ = announced()
     failed = hasattr(sys, "last_type")  # the interpreter has printed the exception
     if rank != "0" or size == "1" or _is_used or failed or "mpi4py.MPI" in sys.modules:
         return

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import torch.distributed as c10d
 
-from mpicoll import launch
 from mpicoll.api import lifecycle
 from mpicoll.api.subgroups import create_in_order
 from mpicoll.core import groups
 from mpicoll.core.groups import ProcessGroup, state
 from mpicoll.errors import ArgumentError, UnsupportedError
+from mpicoll.launch.rendezvous import Rendezvous, loopback
 from mpicoll.torch import NAME
 from mpicoll.torch.internals import warn_if_newer
 from mpicoll.torch.rendezvous import keep_store
@@ -43,7 +43,7 @@ def create_default(
     if rank == 0:
         warn_if_newer()  # once per job
     expected = {"rank": ("rank=", rank), "world_size": ("world_size=", size)}
-    rendezvous = launch.Rendezvous(store, rank, size, host=launch.loopback(_find_host(store)))
+    rendezvous = Rendezvous(store, rank, size, host=loopback(_find_host(store)))
     group = lifecycle.begin(
         NAME, limit, "0", rendezvous=rendezvous, expected=expected, reproducible=reproducible
     )

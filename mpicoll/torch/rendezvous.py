@@ -18,8 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as c10d
 
-from mpicoll import control_messages, launch
+from mpicoll import control_messages
 from mpicoll.errors import LaunchError
+from mpicoll.launch.environment import check_world, is_started_by_mpi, was_filled
+from mpicoll.launch.launchers import announced
+from mpicoll.launch.rendezvous import GivenRank, read_rank
+from mpicoll.launch.roll_call import run_on_each
+from mpicoll.launch.world import master_address, notify_failure, start_mpi
 from mpicoll.torch import NAME
 from mpicoll.torch.aliases import resolve_backend
 from mpicoll.torch.internals import find_variable
@@ -95,21 +100,21 @@ def _is_whole(world_size: int | None) -> bool:
 
     If it is larger, open_store raises.
     """
-    size = launch.announced()[1]
+    size = announced()[1]
     return (
         world_size is not None
-        and launch.is_started_by_mpi()
+        and is_started_by_mpi()
         and size.isdigit()
         and world_size >= int(size)
     )
 
 
-def _read_rank(url: str) -> launch.GivenRank:
+def _read_rank(url: str) -> GivenRank:
     """Return rank and size of the URL, or of RANK and WORLD_SIZE."""
     try:
-        return launch.read_rank(url, None, None)
+        return read_rank(url, None, None)
     except Exception as error:
-        launch.notify_failure(error)
+        notify_failure(error)
         raise
 
 
@@ -121,7 +126,7 @@ _opened = 0
 
 
 def open_store(
-    timeout: timedelta, given: launch.GivenRank | None = None, renumbers: bool = True
+    timeout: timedelta, given: GivenRank | None = None, renumbers: bool = True
 ) -> Rendezvous:
     """Start MPI. Return a store, the rank and the number of ranks. All ranks of MPI call it.
 
@@ -145,19 +150,17 @@ def open_store(
                     f"init_process_group: {name}={value} disagrees with MPI's own, {found}; omit "
                     f"{name}"
                 )
-        launch.check_world(world.size)
+        check_world(world.size)
 
     requested = rank if renumbers else None
-    with launch.start(limit=timeout.total_seconds(), prepare=check, rank=requested) as world:
+    with start_mpi(limit=timeout.total_seconds(), prepare=check, rank=requested) as world:
         own, size = world.Get_rank(), world.Get_size()
         if _store is None:
-            host = launch.master_address(world)
-            served = launch.run_on_each(
-                world, lambda: _serve(host, size, timeout) if own == 0 else None
-            )
+            host = master_address(world)
+            served = run_on_each(world, lambda: _serve(host, size, timeout) if own == 0 else None)
             port = control_messages.bcast(world, served and served.port, 0, int)
             # Once a rank can fail, no other rank is still connecting.
-            _store = launch.run_on_each(
+            _store = run_on_each(
                 world, lambda: served or _connect(host, port, size, False, timeout)
             )
     _opened += 1
@@ -183,7 +186,7 @@ def _serve(host: str, size: int, timeout: timedelta) -> c10d.TCPStore:
 
     The ranks get the port through MPI, so any port works.
     """
-    text = "0" if launch.was_filled("MASTER_PORT") else os.environ.get("MASTER_PORT", "0")
+    text = "0" if was_filled("MASTER_PORT") else os.environ.get("MASTER_PORT", "0")
     if not text.isdigit() or int(text) >= 1 << 16:
         raise LaunchError(
             f"init_process_group: MASTER_PORT: expected a port from 0 to 65535, got {text!r}"

@@ -186,8 +186,8 @@ def test_contexts(tmp_path, ranks):
 
 VISIBLE = """
 import subprocess
-from mpicoll import launch
-local = launch.find_local_rank()
+from mpicoll.launch.launchers import find_local_rank
+local = find_local_rank()
 gpus = subprocess.check_output(
     ["nvidia-smi", "--query-gpu=" + QUERY, "--format=csv,noheader"], text=True
 ).split()
@@ -221,10 +221,10 @@ def test_visible_devices(tmp_path, query, one):
 
 MIG = """
 import re, subprocess
-from mpicoll import launch
+from mpicoll.launch.launchers import find_local_rank
 listed = subprocess.check_output(["nvidia-smi", "-L"], text=True)
 instances = re.findall(r"UUID: (MIG-[^)]*)", listed)
-local = launch.find_local_rank()
+local = find_local_rank()
 if len(instances) > local:
     os.environ["CUDA_VISIBLE_DEVICES"] = instances[local]
 dist.init_process_group(timeout=60)

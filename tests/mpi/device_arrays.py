@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import simulated
 
-from mpicoll import launch
 from mpicoll.cuda import capabilities, runtime
+from mpicoll.launch.launchers import find_local_rank
 from mpicoll.routes.device import ipc
 
 LIBRARIES = os.environ.get("TEST_MPICOLL_DEVICES", "simulated").split(",")
@@ -58,7 +58,7 @@ def see_own_gpu_first() -> None:
     if seen == [""]:
         listed = subprocess.check_output(["nvidia-smi", "-L"], text=True).splitlines()
         seen = [str(index) for index, _ in enumerate(filter(lambda s: s[:3] == "GPU", listed))]
-    turn = (launch.find_local_rank() or 0) % len(seen)
+    turn = (find_local_rank() or 0) % len(seen)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen[turn:] + seen[:turn])
 
 

@@ -12,7 +12,6 @@ import importlib.util
 import re
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -366,124 +365,6 @@ def test_check_rejects_a_call_that_does_nothing(name: str, rank: int) -> None:
         _, output = buffers.of(case, variant)
         own = 50 if variant == "in_place" and "gather" in name else 0
         assert output is not None and found == 50 * len(output.blocks) - own
-
-
-# --- arrays on a GPU ----------------------------------------------------------------------------
-
-#: Devices of tests/mpi/simulated.py, and the functions of CuPy that the bench uses.
-SIMULATED_CUPY = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parent / "mpi")!r})
-import numpy
-import simulated
-from mpicoll.cuda import runtime
-runtime._runtime = simulated.Simulated(1)
-
-class Array:
-    def __init__(self, host, memory):
-        self.host, self.memory = host, memory
-    @property
-    def __cuda_array_interface__(self):
-        return dict(data=(self.host.ctypes.data, False), shape=self.host.shape, strides=None,
-                    typestr=self.host.dtype.str, version=3, stream=simulated.LEGACY)
-    def __len__(self):
-        return len(self.host)
-    def __getitem__(self, key):
-        return Array(self.host[key], self.memory)
-    def __setitem__(self, key, value):
-        self.host[key] = asnumpy(value)
-    def view(self, dtype):
-        return Array(self.host.view(dtype), self.memory)
-    def reshape(self, *shape):
-        return Array(self.host.reshape(*shape), self.memory)
-    def fill(self, value):
-        self.host.fill(value)
-
-def empty(count, dtype):
-    memory = runtime._runtime.allocate(0, count * numpy.dtype(dtype).itemsize)
-    return Array(simulated.elements(memory.address, numpy.dtype(dtype), count), memory)
-
-def asarray(array):
-    return array
-
-def asnumpy(array):
-    return array.host if isinstance(array, Array) else array
-
-class cuda:
-    class runtime:
-        memGetInfo = staticmethod(lambda: (1 << 30, 1 << 30))
-    class Stream:
-        def synchronize(self):
-            for stream in list(runtime._runtime.streams.values()):
-                runtime._runtime._run(stream, stream.end)
-    get_current_stream = Stream
-
-__version__ = "0"
-sys.modules["cupy"] = sys.modules[__name__]
-"""
-
-
-def routes_of(ended: Ended) -> dict[str, dict[str, Any]]:
-    """Return the measurements by primitive and route."""
-    ended.succeeded()
-    results = ended.report["results"]
-    for result in results:
-        own = result["out_of_place"] or result["in_place"]
-        for name, timing in result["compare"].items():
-            if timing is not None:
-                assert timing["ratio"] == pytest.approx(timing["time"] / own["time"])
-                assert ("wrong" in timing) == (name != "copy")
-    return {result["primitive"]: result["compare"] for result in results}
-
-
-@job("bench all_reduce gather all_to_all barrier -b 4K -e 4K --device cuda --routes all -c -n 2 "
-     "--compare copy --json $FOLDER/report.json", ranks=2, site=NEAR + SIMULATED_CUPY,
-     environment={"MPICOLL_CUDA_AWARE": "full"})  # fmt: skip
-def test_device_routes_are_measured(ended: Ended) -> None:
-    """The output has the reasons for routes that are not measured."""
-    found = routes_of(ended)
-    routes = ["shared_gpu", "copy_engine", "ipc", "direct", "mpi", "staged"]
-    assert all(list(compared) == ["copy", *routes] for compared in found.values())
-    combining = found["all_reduce"]
-    assert not combining.pop("copy_engine")
-    assert all(combining.values()) and all(found["gather"].values())
-    assert (
-        found["all_to_all"]["ipc"]
-        and found["all_to_all"]["copy_engine"]
-        and not found["all_to_all"]["mpi"]
-    )
-    assert not any(found["barrier"].values())
-    assert "# not measured: nccl: MPICOLL_DEVICE_ROUTE=nccl: each of ranks 0, 1 lacks" in ended.out
-
-
-@job("bench all -b 64 -e 64K -f 256 --device cuda -c -n 1", site=SIMULATED_CUPY)
-def test_cuda_arrays_come_from_cupy(ended: Ended) -> None:
-    ended.succeeded()
-    assert ended.out.count("0 OK") == len(PRIMITIVES)
-    assert "GPU memory, CuPy 0 arrays, rank 0 on " in ended.out
-
-
-#: Prints the device routes that groups were forced to use.
-PRINT_FORCED = """
-import atexit
-from mpicoll.routes.device import eligibility
-forced_routes = set()
-atexit.register(lambda: forced_routes and print("# forced:", *sorted(forced_routes)))
-routes = eligibility.eligible_routes
-def eligible_routes(all_ranks, forced=None):
-    found = routes(all_ranks, forced)
-    if all(own.forced for own in all_ranks):
-        forced_routes.update(found)
-    return found
-eligibility.eligible_routes = eligible_routes
-"""
-
-
-@job("bench all_reduce -b 64 -e 64 --device cuda --routes staged,ipc -n 1",
-     site=SIMULATED_CUPY + PRINT_FORCED, environment={"MPICOLL_CUDA_AWARE": "none"})  # fmt: skip
-def test_groups_use_the_named_device_routes(ended: Ended) -> None:
-    ended.succeeded()
-    assert "# forced: ipc staged\n" in ended.out
 
 
 @job("bench all_reduce broadcast all_to_all_single -b 64K -e 64K -d float,bfloat16 --routes all "

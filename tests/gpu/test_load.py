@@ -7,16 +7,15 @@ import time
 
 import numpy as np
 import pytest
-from conftest import TIMEOUT
-from conftest import team as group_of
-from device_arrays import LIBRARIES, SIMULATED, devices, forced, routes
+from device_arrays import LIBRARIES, devices, forced, routes
 from driver import NAMES, legal_operations
+from driver import team as group_of
 from test_devices import DeviceCall, got, serves, uploaded
 
 import mpicoll as dist
 from mpicoll.dtypes import DTYPES, Kind
 
-pytestmark = pytest.mark.on_3
+pytestmark = pytest.mark.on_a_gpu
 
 MIB = 1 << 20
 NARROW = [row for row in DTYPES if row.kind is Kind.NARROW_FLOAT]
@@ -37,7 +36,7 @@ def selected(request, arrays):
 
 @pytest.fixture(scope="module")
 def world(selected):
-    dist.init_process_group(timeout=TIMEOUT)
+    dist.init_process_group(timeout=60)
     yield group_of("world", range(dist.get_world_size()))
     dist.destroy_process_group()
 
@@ -119,8 +118,6 @@ def test_sizes(arrays, world, mpi, name, place):
     """Several rounds through slots of the default size. One rank is late: its host and device, or
     only its device.
     """
-    if place >= len(arrays.sizes):
-        pytest.skip("the simulated devices have smaller arrays")
     nbytes = arrays.sizes[place]
     dtype, late = SKEWED[(place + CALLS.index(name)) % len(SKEWED)]
     free = mpi.bcast(arrays.free_bytes())
@@ -173,7 +170,6 @@ def test_concurrent_calls_of_two_groups(arrays, world):
 @pytest.mark.parametrize("count", [100, 3_000_000])
 def test_input_may_be_freed_when_the_call_returns(arrays, world, how, count):
     """Its memory is released to the driver or reused. "dropped": the Work is also dropped."""
-    count = count if not SIMULATED else min(count, 300_000)
     for turn in range(6):
         value = world.me + turn
         source = arrays.make(np.full(count, value, np.float32), kind=arrays.pooled)

@@ -22,6 +22,9 @@ from mpicoll.dtypes import by_numpy
 #: 8 bits.
 PERIOD = 61
 
+#: True on the device of tests/emulated_gpu.
+EMULATED = b"Emulated" in cupy.cuda.runtime.getDeviceProperties(0)["name"]
+
 #: Delay in nanoseconds before values are written.
 SHORT_NS, LONG_NS = 200_000, 20_000_000
 
@@ -176,8 +179,8 @@ class Arrays:
     pooled:  the kind of memory that is freed to a pool.
     """
 
-    large = 4 << 20
-    sizes = (64 << 20, 256 << 20, 1 << 30, 4 << 30)
+    large = 1 << 20
+    sizes = (20 << 20,) if EMULATED else (64 << 20, 256 << 20, 1 << 30, 4 << 30)
 
     def __init__(self, library: str) -> None:
         self.library = library

@@ -31,8 +31,6 @@ from mpicoll.routes import registry
 from mpicoll.routes.device import staged
 from mpicoll.routes.host import mpi as native
 
-pytestmark = pytest.mark.on_a_gpu
-
 #: One dtype of each kind and of each size that has its own code.
 SOME = [row for row in DTYPES if row.name in (
     "bool", "int32", "float32", "bfloat16", "float8_e5m2", "complex64")]  # fmt: skip

@@ -18,8 +18,6 @@ from mpicoll.dtypes import DTYPES, OPERATIONS, Kind, ReduceOp
 from mpicoll.kernels import reduction
 from mpicoll.kernels.device_kernels import DeviceKernels
 
-pytestmark = pytest.mark.on_a_gpu
-
 PAIRS = [
     pytest.param(op, dtype, id=f"{op.name}-{dtype}")
     for op in OPERATIONS

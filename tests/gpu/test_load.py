@@ -15,8 +15,6 @@ from test_devices import DeviceCall, got, serves, uploaded
 import mpicoll as dist
 from mpicoll.dtypes import DTYPES, Kind
 
-pytestmark = pytest.mark.on_a_gpu
-
 MIB = 1 << 20
 NARROW = [row for row in DTYPES if row.kind is Kind.NARROW_FLOAT]
 
@@ -112,22 +110,22 @@ CALLS = [name for name in vars(Ramps) if name in NAMES]
 SKEWED = [(np.float32, 0), (np.float16, 1), (np.uint8, 2)]
 
 
-@pytest.mark.parametrize("place", range(4), ids=["64M", "256M", "1G", "4G"])
 @pytest.mark.parametrize("name", CALLS)
-def test_sizes(arrays, world, mpi, name, place):
-    """Several rounds through slots of the default size. One rank is late: its host and device, or
-    only its device.
+def test_sizes(arrays, world, mpi, name):
+    """Several chunks of the default size. One rank is late: its host and device, or only its
+    device.
     """
-    nbytes = arrays.sizes[place]
-    dtype, late = SKEWED[(place + CALLS.index(name)) % len(SKEWED)]
-    free = mpi.bcast(arrays.free_bytes())
-    if free < 3 * world.size * nbytes:
-        pytest.skip(f"{free >> 20} MiB are free, not 3 times {nbytes >> 20} MiB for each rank")
-    late %= world.size
-    ramps = Ramps(arrays, world, dtype, nbytes)
-    if world.me == late:
-        time.sleep(0.2)
-    getattr(ramps, name)(world.me == (late + 1) % world.size)
+    for place, nbytes in enumerate(arrays.sizes):
+        dtype, late = SKEWED[(place + CALLS.index(name)) % len(SKEWED)]
+        if mpi.bcast(arrays.free_bytes()) < 3 * world.size * nbytes:
+            break
+        late %= world.size
+        ramps = Ramps(arrays, world, dtype, nbytes)
+        if world.me == late:
+            time.sleep(0.2)
+        getattr(ramps, name)(world.me == (late + 1) % world.size)
+        del ramps
+        arrays.release()
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=repr)
@@ -167,7 +165,7 @@ def test_concurrent_calls_of_two_groups(arrays, world):
 
 
 @pytest.mark.parametrize("how", ["synchronous", "asynchronous", "dropped"])
-@pytest.mark.parametrize("count", [100, 3_000_000])
+@pytest.mark.parametrize("count", [100, 300_000])
 def test_input_may_be_freed_when_the_call_returns(arrays, world, how, count):
     """Its memory is released to the driver or reused. "dropped": the Work is also dropped."""
     for turn in range(6):

@@ -30,8 +30,6 @@ from mpicoll.routes import registry
 from mpicoll.routes.device import staged
 from mpicoll.routes.host import select
 
-pytestmark = pytest.mark.on_a_gpu
-
 LARGE = 500_000
 MIB = 1 << 20
 

@@ -1,6 +1,7 @@
 """Route ``nccl`` on a stand-in for NCCL: the host moves the data with MPI when a call is made.
 
-Every rank runs every test, on GPU 0. With NCCL, run.py runs test_devices.py and test_streams.py.
+Every rank runs every test, on its own GPU if there are enough. run.py runs test_devices.py and
+test_streams.py with NCCL itself.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ def arrays():
         patch.setattr(capabilities, "_known", None)
         dist.init_process_group("nccl", timeout=60)
         made = real.Arrays("interface")
-        made.devices = 1
+        cupy.cuda.Device(dist.get_rank() % made.devices).use()
         yield made
         dist.destroy_process_group()
 
@@ -233,11 +234,9 @@ def test_reductions(arrays, world, calls_of_nccl, name):
         for op in (op for op in legal_operations(row) if op.name in OPS):
             DeviceCall(arrays, name, world, row, 100, op, 100 % world.size).run_and_check()
     for dtype in ("float32", "float64", "float16") if name == "all_reduce" else ():
-        array = arrays.make(np.full(8, world.me, dtype))
-        array.upload()
-        dist.all_reduce(array.given, dist.ReduceOp.AVG)
-        array.download()
-        assert (array.host == (world.size - 1) / 2).all()
+        array = cupy.full(8, world.me, dtype)
+        dist.all_reduce(array, dist.ReduceOp.AVG)
+        assert (array == (world.size - 1) / 2).all()
     assert calls_of_nccl(), "another route was used"
 
 
@@ -279,7 +278,8 @@ def test_ranks_that_share_a_gpu_use_another_route(arrays, monkeypatch, calls_of_
     monkeypatch.setattr(WithNccl, "identity", lambda *arguments: "one")
     monkeypatch.setattr(capabilities, "_known", None)
     group = dist.new_group()
-    check_all_reduce(group)
+    with cupy.cuda.Device(0):
+        check_all_reduce(group)
     assert calls_of_nccl() == 0
     dist.destroy_process_group(group)
 
@@ -323,7 +323,8 @@ def test_ranks_blocked_in_nccl_initialization_are_released(arrays, monkeypatch):
 
     monkeypatch.setattr(WithNccl, "create_nccl", staticmethod(block))
     group, cuda = dist.new_group(), get_runtime()
-    context = types.SimpleNamespace(runtime=cuda, index=0, work=cuda.create_stream(0))
+    index = cupy.cuda.Device().id
+    context = types.SimpleNamespace(runtime=cuda, index=index, work=cuda.create_stream(index))
     agreed = types.SimpleNamespace(group=group, context=context)
     if me == 0:
         with pytest.raises(DistBackendError, match=r"rank 0: no network; .* in ncclCommInitRank"):
@@ -353,11 +354,12 @@ def test_forked_child_does_not_destroy_the_communicator(arrays):
 
 
 @pytest.fixture
-def group(arrays, monkeypatch):
-    """A group after its first call. Later calls do not synchronize the hosts."""
+def group(request, arrays, monkeypatch):
+    """A group after its first call. Hosts compare one of 64 later calls, or of the parameter's."""
     if dist.get_world_size() == 1:
         pytest.skip("needs two ranks")
     monkeypatch.setattr(consistency, "FIRST", 1)
+    monkeypatch.setattr(consistency, "STRIDE", getattr(request, "param", 64))
     group = dist.new_group(timeout=60)
     check_all_reduce(group)
     yield group
@@ -446,8 +448,8 @@ def test_failure_before_the_nccl_call_fails_the_group(group, part):
         dist.all_reduce(third, group=group)
 
 
-def test_mismatch_is_found_at_the_next_comparison(group, part, monkeypatch):
-    monkeypatch.setattr(consistency, "STRIDE", 8)
+@pytest.mark.parametrize("group", [8], indirect=True)
+def test_mismatch_is_found_at_the_next_comparison(group, monkeypatch):
     monkeypatch.setattr(Communicator, "_run", lambda *arguments: None)
     with pytest.raises(MismatchError):
         for turn in range(24):

@@ -199,10 +199,11 @@ def test_groups_without_memory_for_workspaces_use_another_route(arrays, world, m
     large = arrays.make(np.full(1_000_000, world.me, np.float32))
     columns = arrays.make(np.full((1000, 30), world.me, np.float32), layout="F")
     group = dist.new_group()
+    for array in (small, large, columns):
+        array.upload()
     with arrays.full(left):
         mpi.Barrier()  # all ranks have occupied their memory
         for array in (small, large, columns):
-            array.upload()
             dist.all_reduce(array.given, group=group)
         mpi.Barrier()
     for array in (small, large, columns):

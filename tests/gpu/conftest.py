@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from machine import no_gpu
+
+sys.path.append(str(Path(__file__).parents[1]))  # tests/whole_jobs.py
 
 
 def pytest_collection_modifyitems(items):

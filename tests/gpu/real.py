@@ -22,9 +22,6 @@ from mpicoll.dtypes import by_numpy
 #: 8 bits.
 PERIOD = 61
 
-#: True on the device of tests/emulated_gpu.
-EMULATED = b"Emulated" in cupy.cuda.runtime.getDeviceProperties(0)["name"]
-
 #: Delay in nanoseconds before values are written.
 SHORT_NS, LONG_NS = 200_000, 20_000_000
 
@@ -180,13 +177,15 @@ class Arrays:
     """
 
     large = 1 << 20
-    sizes = (20 << 20,) if EMULATED else (64 << 20, 256 << 20, 1 << 30, 4 << 30)
+    sizes = (64 << 20, 256 << 20, 1 << 30, 4 << 30)
 
     def __init__(self, library: str) -> None:
         self.library = library
         self.streams = library == "interface"
         several = self.streams and not OWN_GPU
         self.devices = cupy.cuda.runtime.getDeviceCount() if several else 1
+        if b"Emulated" in cupy.cuda.runtime.getDeviceProperties(0)["name"]:
+            self.sizes = (20 << 20,)
         self.kinds = ("expandable",) if library == "torch" else ("async", "managed")
         self.pooled = "plain" if library == "torch" else "pool"
         self._side = {

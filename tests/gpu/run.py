@@ -107,7 +107,7 @@ SUITES = (
     Suite(
         "load", ["tests/gpu/test_load.py"], ["cupy", "torch"], ["auto", "staged"], seconds=300,
     ),
-    Suite("jobs", ["tests/gpu/test_gpu_jobs.py"], ["cupy"], ranks=(0,)),
+    Suite("jobs", ["tests/gpu/test_gpu_jobs.py", "tests/gpu/test_ends.py"], ["cupy"], ranks=(0,)),
     *(
         Suite(
             tool, ["tests/gpu/test_sanitizer.py", "-k", tool], ["cupy"], ranks=(0,), seconds=300

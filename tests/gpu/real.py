@@ -63,6 +63,11 @@ def laid_out(host: np.ndarray, layout: str) -> tuple[tuple[int, ...] | None, int
     return None if layout == "C" else np.asfortranarray(host).strides, 0, host.nbytes
 
 
+def is_emulated() -> bool:
+    """Return True on the device of tests/emulated_gpu."""
+    return b"Emulated" in cupy.cuda.runtime.getDeviceProperties(0)["name"]
+
+
 class RealArray:
     """An array on a GPU, used in one stream.
 
@@ -184,7 +189,7 @@ class Arrays:
         self.streams = library == "interface"
         several = self.streams and not OWN_GPU
         self.devices = cupy.cuda.runtime.getDeviceCount() if several else 1
-        if b"Emulated" in cupy.cuda.runtime.getDeviceProperties(0)["name"]:
+        if is_emulated():
             self.sizes = (20 << 20,)
         self.kinds = ("expandable",) if library == "torch" else ("async", "managed")
         self.pooled = "plain" if library == "torch" else "pool"

@@ -88,9 +88,10 @@ SUITES = (
     ),
     Suite(
         "streams", ["tests/gpu/test_streams.py", "tests/gpu/test_cuda_waiting.py"], ["cupy"],
-        ["auto", "staged", "nccl"],
+        ["auto", "ipc", "staged", "nccl"],
     ),
     Suite("trouble", ["tests/gpu/test_trouble.py"], ["cupy"], ["auto", "staged"]),
+    Suite("nodes", ["tests/gpu/test_nodes.py"], ["cupy"], ranks=(2, 4)),
     Suite(
         "kernels",
         [f"tests/gpu/test_{name}.py" for name in ("peer_kernels", "libraries", "kernels")],

@@ -465,7 +465,7 @@ def test_valid_options_are_parsed() -> None:
         ("reduce --routes mpi,peer", "--routes peer: expected all, or any of mpi"),
         (
             "reduce --device cuda --routes shared",
-            "--routes shared: expected all, or any of shared_gpu",
+            "--routes shared: expected all, or any of peer",
         ),
     ],
 )

@@ -80,7 +80,7 @@ def test_ranks_without_a_gpu_do_not_probe(mpi, fresh, monkeypatch):
     )
     assert len(fresh) == (mpi.rank == 0)
     assert len({each.node for each in found}) == 1
-    alone = ("copy_engine", "ipc", "direct", "staged")
+    alone = ("ipc", "direct", "staged")
     expected = alone if mpi.size == 1 else ("staged",)
     assert eligible_routes(found, forced_route(found)) == expected
 

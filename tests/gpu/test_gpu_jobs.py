@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ TIMEOUT_S = 90
 SLACK_BYTES = 64 << 20
 
 needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC is not set")
+needs_smi = pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs nvidia-smi")
 
 PREAMBLE = f"""
 import faulthandler, os, signal, sys
@@ -86,7 +88,7 @@ KILLED = """
 from mpicoll.cuda import runtime
 dist.init_process_group(timeout=20)
 me, n = dist.get_rank(), dist.get_world_size()
-with devices("cupy") as arrays:
+with devices("cupy") as arrays, arrays.working():
     assert (all_reduced(arrays, 10, me + 1) == n * (n + 1) / 2).all()
     say("started")
     if me == RANK % n:
@@ -182,7 +184,7 @@ gpus = subprocess.check_output(
 turned = local % len(gpus)
 os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
     [gpus[turned]] if ONE else gpus[turned:] + gpus[:turned])
-with devices("cupy") as arrays:
+with devices("cupy") as arrays, arrays.working():
     dist.init_process_group(timeout=60)
     me, n = dist.get_rank(), dist.get_world_size()
     for count in (10, 1_000_000):
@@ -194,6 +196,7 @@ with devices("cupy") as arrays:
 
 
 @needs_mpiexec
+@needs_smi
 @pytest.mark.parametrize("query", ["index", "uuid"])
 @pytest.mark.parametrize("one", [True, False], ids=["own", "own first"])
 def test_visible_devices(tmp_path, query, one):
@@ -223,7 +226,7 @@ else:
     named = [None] * n
     dist.all_gather_object(named, runtime.get_runtime().identity(0))
     assert len(set(named)) == n, named
-    with devices("cupy") as arrays:
+    with devices("cupy") as arrays, arrays.working():
         for count in (10, 1_000_000):
             assert (all_reduced(arrays, count, me + 1) == n * (n + 1) / 2).all()
     say("route", dist.group.WORLD.resources.find("devices").names[0])
@@ -232,6 +235,7 @@ dist.destroy_process_group()
 
 
 @needs_mpiexec
+@needs_smi
 def test_mig_instances_count_as_gpus(tmp_path):
     """The instances have the same PCI bus ID."""
     code, output = run(tmp_path, MIG)
@@ -247,7 +251,7 @@ kernels = pathlib.Path(tempfile.mkdtemp(dir=os.path.dirname(os.path.abspath(__fi
 os.environ["CUPY_CACHE_DIR"] = str(kernels)  # an empty folder for each rank
 dist.init_process_group(timeout=40)
 me, n = dist.get_rank(), dist.get_world_size()
-with devices("cupy") as arrays:
+with devices("cupy") as arrays, arrays.working():
     array = arrays.make(np.full(1_000_000, me + 1, np.float32))
     array.upload()
     array.download()  # CuPy has compiled its own kernels

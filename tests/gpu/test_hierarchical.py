@@ -27,7 +27,7 @@ from mpicoll.cuda import capabilities
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
-from mpicoll.routes.device import hierarchical
+from mpicoll.routes.device import hierarchical, ipc
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size < 3, reason="needs three ranks")
 
@@ -58,8 +58,9 @@ def arrays():
     with pytest.MonkeyPatch.context() as patch, forced("auto"):
         patch.setattr(hierarchical, "CHUNK", 4096)
         patch.setattr(hierarchical, "LINE", 64)
-        for name in ROUTE.policy.min_bytes:
-            patch.setitem(ROUTE.policy.min_bytes, name, 1)
+        for limits in (ROUTE.policy.min_bytes, ipc.ROUTE.policy.min_bytes):
+            for name in limits:
+                patch.setitem(limits, name, 1)
         dist.init_process_group(timeout=60)
         yield made
         dist.destroy_process_group()

@@ -48,7 +48,7 @@ KINDS = list(itertools.product(CudaSupport, (0, 2), "ab"))
 def test_eligible_routes_are_supported_by_all_ranks(n):
     for kinds in itertools.product(KINDS, repeat=n):
         levels, gpus, nodes = zip(*kinds, strict=True)
-        expected = ["copy_engine", "ipc"] if len(set(nodes)) == 1 and 0 not in gpus else []
+        expected = ["ipc"] if len(set(nodes)) == 1 and 0 not in gpus else []
         if 1 < len(set(nodes)) < n and 0 not in gpus:
             expected.append("hierarchical")
         worst = [level.name for level in levels]
@@ -57,7 +57,7 @@ def test_eligible_routes_are_supported_by_all_ranks(n):
             expected += ["mpi"] if "TRANSFER" not in worst else []
         found = eligible_routes([rank(*kind) for kind in kinds])
         assert found == (*expected, "staged"), kinds
-        for name in ("hierarchical", "copy_engine", "ipc", "direct", "mpi", "staged"):
+        for name in ("hierarchical", "ipc", "direct", "mpi", "staged"):
             if name in found:
                 assert eligible_routes([rank(*kind) for kind in kinds], name) == (name,)
             else:

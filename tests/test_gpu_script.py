@@ -103,12 +103,6 @@ def test_every_route_has_tests(gpu_run, monkeypatch):
             assert not word.startswith("tests/") or (GPU.parent.parent / word).exists(), word
 
 
-def test_host_option_selects_tests_without_a_gpu(gpu_run, monkeypatch):
-    found = planned(gpu_run, monkeypatch, "--host")
-    assert {suite for suite, _, _ in found} == {"facade", "backend", "load", "pytorch", "jobs"}
-    assert not {route for _, route, _ in found} & {"peer", "nccl", "hierarchical"}
-
-
 TESTS = """
 import os, time
 import pytest

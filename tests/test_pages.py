@@ -107,7 +107,7 @@ TREATMENT = {
     "docs/reproducibility.md": How(PROGRAMS, PRELUDE, grouped=True),
     "docs/sharp_bits.md": How(PROGRAMS),
     "docs/tutorial.md": How(PROGRAMS),
-    "docs/gpu.md": How(PROGRAMS, skip={"cupy": "needs a GPU"}),
+    "docs/gpu.md": How(PROGRAMS, skip={"import cupy": "tests/gpu/test_gpu_jobs.py runs it"}),
 }
 
 

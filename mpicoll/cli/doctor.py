@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpicoll import cli, control_messages, machine, settings
+from mpicoll.launch.launchers import find_launcher
 from mpicoll.machine import format_ranges
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from mpicoll import communicators
 from mpicoll.core import groups
 from mpicoll.errors import ArgumentError, LostRankError
 from mpicoll.failures import rank_status
+from mpicoll.launch.world import skip_finalize
 
 if TYPE_CHECKING:
     from mpi4py import MPI

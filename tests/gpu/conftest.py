@@ -1,32 +1,35 @@
-"""Fixtures of the GPU tests. `make test-gpu` runs them through tests/gpu/run.py.
-
-TEST_MPICOLL_DEVICE is torch's device type: "cuda", or "cpu" for the tests that also run without a
-GPU.
-"""
+"""Fixtures of the GPU tests. `make test-gpu` runs them through tests/gpu/run.py."""
 
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from machine import no_gpu
 
-KIND = os.environ.get("TEST_MPICOLL_DEVICE", "")
+sys.path.append(str(Path(__file__).parents[1]))  # tests/whole_jobs.py
 
 
 def pytest_collection_modifyitems(items):
-    """Skip tests without a GPU, unless TEST_MPICOLL_DEVICE is "cpu"."""
-    missing = "" if KIND == "cpu" else no_gpu()
+    """Skip tests without a GPU, and unless run.py runs them."""
+    # With OWN_GPU, device_arrays.py sets the visible devices before CUDA is initialized.
+    missing = "" if os.environ.get("TEST_MPICOLL_OWN_GPU") else no_gpu()
     reason = f"no GPU: {missing}" if missing else "run it with make test-gpu"
     for item in items:
-        if Path(__file__).parent not in item.path.parents:
-            continue
-        if missing or not KIND:
+        is_here = Path(__file__).parent in item.path.parents
+        if is_here and (missing or not os.environ.get("TEST_MPICOLL_DEVICE")):
             item.add_marker(pytest.mark.skip(reason=reason))
-        elif KIND == "cpu" and item.get_closest_marker("on_a_gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture
+def mpi():
+    """MPI_COMM_WORLD, which mpicoll does not use."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +39,7 @@ def device():
     import torch.distributed as dist
 
     dist.init_process_group("mpicoll", timeout=timedelta(seconds=60))
-    found = torch.device(KIND)
-    if KIND == "cuda":
-        found = torch.device("cuda", dist.get_node_local_rank() % torch.cuda.device_count())
-        torch.cuda.set_device(found)
+    found = torch.device("cuda", dist.get_node_local_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(found)
     yield found
     dist.destroy_process_group()

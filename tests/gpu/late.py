@@ -10,8 +10,7 @@ CYCLES = 20_000_000
 
 def late(device, cycles=CYCLES):
     """Delay the current stream."""
-    if device.type == "cuda":
-        torch.cuda._sleep(cycles)
+    torch.cuda._sleep(cycles)
 
 
 def filled(device, count, value, dtype=torch.float32):

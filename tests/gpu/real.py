@@ -1,4 +1,4 @@
-"""Arrays on GPUs, with the interface of tests/mpi/simulated.py.
+"""Arrays on GPUs, of several libraries.
 
 A kernel writes the values with delay, in a non-blocking stream, so that missing stream order gives
 wrong values.
@@ -14,10 +14,13 @@ from typing import Any
 import cupy
 import numpy as np
 from device_arrays import OWN_GPU
-from simulated import PERIOD, laid_out
 
 from mpicoll.cuda import runtime
 from mpicoll.dtypes import by_numpy
+
+#: Period of the numbers of ``fill``: a prime, so that chunks differ. The sum of 4 numbers fits into
+#: 8 bits.
+PERIOD = 61
 
 #: Delay in nanoseconds before values are written.
 SHORT_NS, LONG_NS = 200_000, 20_000_000
@@ -43,6 +46,26 @@ count_wrong = cupy.ElementwiseKernel(
 
 #: Dtypes that CuPy copies instead of dtypes that it does not support, by size in bytes.
 CARRIERS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+
+
+def laid_out(host: np.ndarray, layout: str) -> tuple[tuple[int, ...] | None, int, int]:
+    """Return strides (None: C order), offset of the first element and size in bytes of an array.
+
+    layout: "C", "F" (Fortran order), "third" (every third element of a larger array), or an offset
+            in elements, such as "2".
+    """
+    if layout.isdigit():
+        offset = int(layout) * host.dtype.itemsize
+        return None, offset, offset + host.nbytes
+    if layout == "third":
+        wide = np.empty((*host.shape, 3), host.dtype)
+        return wide.strides[: host.ndim], host.dtype.itemsize, wide.nbytes
+    return None if layout == "C" else np.asfortranarray(host).strides, 0, host.nbytes
+
+
+def is_emulated() -> bool:
+    """Return True on the device of tests/emulated_gpu."""
+    return b"Emulated" in cupy.cuda.runtime.getDeviceProperties(0)["name"]
 
 
 class RealArray:
@@ -148,13 +171,17 @@ def quiet(index: int) -> cupy.cuda.Stream:
 
 
 class Arrays:
-    """A library of device arrays, as in tests/mpi/simulated.py.
+    """A library of device arrays.
 
     library: "interface" (CUDA array interface, with one stream per array), "cupy" or "torch" (with
              the current stream, on one device).
+    large:   number of elements of a float32 array that takes long to copy.
+    sizes:   sizes in bytes of arrays that need several chunks.
+    kinds:   kinds of memory that some MPI libraries do not support.
+    pooled:  the kind of memory that is freed to a pool.
     """
 
-    large = 4 << 20
+    large = 1 << 20
     sizes = (64 << 20, 256 << 20, 1 << 30, 4 << 30)
 
     def __init__(self, library: str) -> None:
@@ -162,6 +189,8 @@ class Arrays:
         self.streams = library == "interface"
         several = self.streams and not OWN_GPU
         self.devices = cupy.cuda.runtime.getDeviceCount() if several else 1
+        if is_emulated():
+            self.sizes = (20 << 20,)
         self.kinds = ("expandable",) if library == "torch" else ("async", "managed")
         self.pooled = "plain" if library == "torch" else "pool"
         self._side = {
@@ -317,3 +346,50 @@ def check_kind(address: int, kind: str) -> None:
     assert kind in ("plain", "pool") or not runtime.get_runtime().is_plain(address), (
         f"{kind} memory is reported as plain"
     )
+
+
+def late(array: cupy.ndarray, value: Any, nanoseconds: int = LONG_NS) -> cupy.ndarray:
+    """Fill an array with garbage, then with a value after a delay, in the current stream."""
+    array.fill(77)
+    spin((1,), (1,), (np.uint64(nanoseconds),))
+    array[...] = value
+    return array
+
+
+def made(count: int, value: Any) -> cupy.ndarray:
+    """Return an array of float32 that is filled with delay."""
+    return late(cupy.empty(count, cupy.float32), value)
+
+
+class Fault:
+    """Make one call of a function of the runtime fail: ``with Fault(...): dist.all_reduce(x)``.
+
+    here:   True on the rank that fails.
+    number: number of the failing call; the body counts from 1.
+    error:  RuntimeError of the body, which is not raised again.
+    """
+
+    def __init__(self, name: str, here: bool, number: int = 1) -> None:
+        self.name, self.here, self.left = name, here, number
+        self.cuda, self.error = runtime.get_runtime(), None
+
+    @property
+    def failed(self) -> bool:
+        return self.left <= 0
+
+    def __enter__(self) -> Fault:
+        self.original = getattr(self.cuda, self.name)
+        setattr(self.cuda, self.name, self._call)
+        return self
+
+    def _call(self, *arguments: Any) -> Any:
+        if self.here:
+            self.left -= 1
+            if self.left == 0:
+                raise RuntimeError("injected failure")
+        return self.original(*arguments)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        delattr(self.cuda, self.name)
+        self.error = error
+        return isinstance(error, RuntimeError)

@@ -12,8 +12,6 @@ ranks, a job reports the available device routes. The tests run with each of the
 automatic selection ("auto"). On ranks, a test that fails, crashes or hangs ends its launch. The
 next launch leaves out the tests that have run (result_log.py).
 
-With --host, the suites run that need no GPU: on simulated devices and on the host.
-
 The summary lists all launches, failed tests, and launches that were not run. The logs of the ranks
 are in .cache/tests/gpu. Exit code: 0 if nothing failed or without a GPU, 3 if the time was over.
 Needs only Python.
@@ -39,7 +37,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE.parent))
 
-from run import ENVIRONMENT, LOGS, MPI, PLAIN, TORCH, Launch  # noqa: E402
+from run import ENVIRONMENT, LOGS, PLAIN, TORCH, Launch  # noqa: E402
 
 ROUTES = [
     "auto", "peer", "hierarchical", "ipc", "staged", "direct",
@@ -67,7 +65,6 @@ class Suite:
     about:     the route that the tests force themselves. --routes with it selects the suite.
     ranks:     supported numbers of ranks; 0: without mpiexec.
     part:      part of tests/run.py that the files belong to.
-    host:      replacement of the libraries without a GPU; "" if there is none.
     seconds:   timeout of a test.
     """
 
@@ -78,24 +75,23 @@ class Suite:
     about: str = ""
     ranks: Sequence[int] = (1, 2, 4)
     part: str = PLAIN
-    host: str = ""
     seconds: int = 120
 
 
 #: The suites that tell most run first, because the time may be limited.
 SUITES = (
     *(
-        Suite(name, [f"tests/gpu/test_{file}.py", "-k", route], ["cupy"], about=route, ranks=(2, 4))
-        for name, file, route in (
-            ("ipc", "zero_copy", "ipc"), ("peer", "peer", "peer"),
-            ("levels", "hierarchical", "hierarchical"),
+        Suite(name, [f"tests/gpu/test_{route}.py"], ["cupy"], about=route, ranks=(2, 4))
+        for name, route in (
+            ("ipc", "ipc"), ("peer", "peer"), ("levels", "hierarchical"), ("nccl", "nccl")
         )
     ),
     Suite(
         "streams", ["tests/gpu/test_streams.py", "tests/gpu/test_cuda_waiting.py"], ["cupy"],
-        ["auto", "staged", "nccl"],
+        ["auto", "ipc", "staged", "nccl"],
     ),
     Suite("trouble", ["tests/gpu/test_trouble.py"], ["cupy"], ["auto", "staged"]),
+    Suite("nodes", ["tests/gpu/test_nodes.py"], ["cupy"], ranks=(2, 4)),
     Suite(
         "kernels",
         [f"tests/gpu/test_{name}.py" for name in ("peer_kernels", "libraries", "kernels")],
@@ -103,17 +99,16 @@ SUITES = (
     ),
     Suite(
         "backend", ["tests/gpu/test_cuda_tensors.py", "tests/gpu/test_cuda_training.py"],
-        ["torch"], ["auto", "ipc", "staged", "direct", "nccl"], host="torch",
+        ["torch"], ["auto", "ipc", "staged", "direct", "nccl"],
     ),
     Suite(
-        "facade", ["tests/mpi/test_devices.py"], ["cupy", "interface", "torch"],
-        [name for name in ROUTES if name != "hierarchical"], part=MPI, host="simulated",
+        "facade", ["tests/gpu/test_devices.py"], ["cupy", "interface", "torch"],
+        [name for name in ROUTES if name != "hierarchical"],
     ),
     Suite(
-        "load", ["tests/mpi/test_device_load.py"], ["cupy", "torch"], ["auto", "staged"],
-        part=MPI, host="simulated", seconds=300,
+        "load", ["tests/gpu/test_load.py"], ["cupy", "torch"], ["auto", "staged"], seconds=300,
     ),
-    Suite("jobs", ["tests/gpu/test_gpu_jobs.py"], ["cupy"], ranks=(0,), host="simulated"),
+    Suite("jobs", ["tests/gpu/test_gpu_jobs.py", "tests/gpu/test_ends.py"], ["cupy"], ranks=(0,)),
     *(
         Suite(
             tool, ["tests/gpu/test_sanitizer.py", "-k", tool], ["cupy"], ranks=(0,), seconds=300
@@ -121,13 +116,8 @@ SUITES = (
         for tool in ("memcheck", "racecheck", "initcheck", "synccheck")
     ),
     # With the torch of the GPU machine, which may differ from that of `make test`.
-    Suite("pytorch", ["tests/pytorch"], ["torch"], ranks=(2,), part=TORCH, host="torch"),
+    Suite("pytorch", ["tests/pytorch"], ["torch"], ranks=(2,), part=TORCH),
 )  # fmt: skip
-#: Routes without a GPU. There are fewer simulated devices than ranks.
-HOST_ROUTES = {
-    "simulated": [name for name in ROUTES if name not in GPU_EACH], "torch": ["auto"],
-}  # fmt: skip
-
 #: Variables that make an MPI use UCX, by name of the environment.
 ON_UCX = {
     "openmpi": {
@@ -327,7 +317,7 @@ class Task:
             "TEST_MPICOLL_SECONDS": str(self.suite.seconds),
             "TEST_MPICOLL_ROUTES": self.route,
             "TEST_MPICOLL_DEVICES": ",".join(self.libraries),
-            "TEST_MPICOLL_DEVICE": "cpu" if options.host else "cuda",
+            "TEST_MPICOLL_DEVICE": "cuda",
             "TEST_MPICOLL_OWN_GPU": "1" if self.route in GPU_EACH else "",
             "MPICOLL_DEVICE_ROUTE": "" if self.route == "auto" else self.route,
         }
@@ -347,10 +337,8 @@ def plan(options: argparse.Namespace, left_out: list[str]) -> list[Task]:
         left_out += [f"{site.name}: no {name}" for name in sorted(missing)]
         routes: dict[int, dict[str, str]] = {}  # by number of ranks
         for suite in SUITES:
-            libraries = [suite.host] if options.host else suite.libraries
-            libraries = [name for name in libraries if name not in missing]
-            ready = suite.host if options.host else libraries and "cupy" not in missing
-            if suite.name not in options.suites or not ready:
+            libraries = [name for name in suite.libraries if name not in missing]
+            if suite.name not in options.suites or not libraries or "cupy" in missing:
                 continue
             for ranks in suite.ranks:
                 if ranks and ranks not in options.ranks:
@@ -359,9 +347,7 @@ def plan(options: argparse.Namespace, left_out: list[str]) -> list[Task]:
                     if not {route, suite.about} & {*options.routes}:
                         continue
                     task, lack = Task(site, suite, libraries, route, ranks), ""
-                    if options.host:
-                        lack = "" if route in HOST_ROUTES[suite.host] else "needs a GPU"
-                    elif ranks:
+                    if ranks:
                         if ranks not in routes:
                             routes[ranks] = routes_of(site, ranks)
                         lack = routes[ranks][route]
@@ -377,7 +363,6 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("environments", nargs="*", metavar="NAME=FOLDER")
     add("--look", action="store_true", help="only report whether there is a GPU")
-    add("--host", action="store_true", help="run without a GPU: simulated devices and the host")
     add("--ranks", type=int, nargs="+", default=RANKS)
     add("--routes", nargs="+", choices=ROUTES, default=ROUTES)
     names = [suite.name for suite in SUITES]
@@ -393,7 +378,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     options = parse_arguments()
     end = time.monotonic() + options.limit
-    reason = "" if options.host else no_gpu()
+    reason = no_gpu()
     if reason:
         print(f"SKIPPED: no GPU: {reason}")
     if reason or options.look:

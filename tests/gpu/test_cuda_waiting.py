@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from late import filled, late
 
-pytestmark = pytest.mark.on_a_gpu
-
 
 @pytest.mark.parametrize("count", [1000, 5_000_000])
 def test_wait_orders_the_stream_that_is_current_at_the_wait(device, count):

@@ -1,13 +1,13 @@
-"""Jobs on GPUs: contexts, visible devices, and memory after a rank was killed.
-
-Without a GPU, some of the jobs run on simulated devices.
-"""
+"""Jobs on GPUs: contexts, visible devices, memory after a rank was killed, `bench`, and gpu.md."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,14 +18,14 @@ import pytest
 
 MPIEXEC = shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", ""))
 HERE = Path(__file__).resolve().parent
-MPI_TESTS = HERE.parent / "mpi"
-ON_A_GPU = os.environ.get("TEST_MPICOLL_DEVICE") == "cuda"
+PAGE = HERE.parent.parent / "docs" / "gpu.md"
 #: Seconds after which a job counts as hanging.
 TIMEOUT_S = 90
 #: Fluctuation of the GPU's free memory.
 SLACK_BYTES = 64 << 20
 
 needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC is not set")
+needs_smi = pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs nvidia-smi")
 
 PREAMBLE = f"""
 import faulthandler, os, signal, sys
@@ -33,7 +33,7 @@ faulthandler.register(signal.SIGALRM, chain=True)  # print the stacks of all thr
 signal.alarm({TIMEOUT_S})
 import numpy as np
 import mpicoll as dist
-from device_arrays import LIBRARIES, devices
+from device_arrays import devices
 
 def say(*words):  # one write, so that lines of ranks are not mixed
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
@@ -54,14 +54,16 @@ def run(folder: Path, script: str, ranks: int = 2, **environment: str) -> tuple[
     """Run a job. Return its exit code and output."""
     path = folder / "script.py"
     path.write_text(PREAMBLE + script)
-    paths = [str(HERE), str(MPI_TESTS), os.environ.get("PYTHONPATH", "")]
-    variables = {
-        "TEST_MPICOLL_DEVICES": "cupy" if ON_A_GPU else "simulated",
-        "OMP_NUM_THREADS": "1",
-    }
+    return run_command([str(path)], ranks, **environment)
+
+
+def run_command(words: list[str], ranks: int = 2, **environment: str) -> tuple[int, str]:
+    """Run Python on ranks. Return the job's exit code and output."""
+    paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     process = subprocess.Popen(
-        [*MPIEXEC, "-n", str(ranks), sys.executable, str(path)], text=True, start_new_session=True,
-        env=os.environ | variables | environment | {"PYTHONPATH": os.pathsep.join(paths)},
+        [*MPIEXEC, "-n", str(ranks), sys.executable, *words], text=True, start_new_session=True,
+        env=os.environ | variables | environment,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
@@ -86,42 +88,31 @@ KILLED = """
 from mpicoll.cuda import runtime
 dist.init_process_group(timeout=20)
 me, n = dist.get_rank(), dist.get_world_size()
-with devices(LIBRARIES[0]) as arrays:
+with devices("cupy") as arrays, arrays.working():
     assert (all_reduced(arrays, 10, me + 1) == n * (n + 1) / 2).all()
     say("started")
-    cuda, calls = runtime.get_runtime(), []
-    original = cuda.CALL
-    def die(*arguments):
-        calls.append(arguments)
-        if len(calls) == PLACE:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*arguments)
     if me == RANK % n:
-        cuda.CALL = die
-    all_reduced(arrays, 10_000_000, me, async_op=ASYNC)
+        runtime.get_runtime().CALL = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+    all_reduced(arrays, 1_000_000, me, async_op=ASYNC)
     say("continued")
 """
 
 
 @needs_mpiexec
 @pytest.mark.parametrize(
-    ("route", "call", "place", "rank"),
-    [
-        # Before the first synchronization; the rank that enqueues the work of all ranks.
-        ("ipc", "record_again", 1, -1),
-        ("ipc", "combine", 1, 0),
-    ],
+    ("call", "rank", "async_op"),
+    # Before the first synchronization; the rank that enqueues the work of all ranks.
+    [("record_again", -1, False), ("combine", 0, True)],
 )
-@pytest.mark.parametrize("async_op", [False, True])
-def test_killed_rank_aborts_the_job_and_frees_memory(tmp_path, route, call, place, rank, async_op):
-    before = free_bytes() if ON_A_GPU else 0
+def test_killed_rank_aborts_the_job_and_frees_memory(tmp_path, call, rank, async_op):
+    before = free_bytes()
     script = KILLED
-    for word, value in (("CALL", call), ("PLACE", place), ("RANK", rank), ("ASYNC", async_op)):
+    for word, value in (("CALL", call), ("RANK", rank), ("ASYNC", async_op)):
         script = script.replace(word, str(value))
-    code, output = run(tmp_path, script, MPICOLL_DEVICE_ROUTE=route)
+    code, output = run(tmp_path, script, MPICOLL_DEVICE_ROUTE="ipc")
     assert code and output.count("started") == 2 and "continued" not in output, output
     until = time.monotonic() + 20  # the driver frees memory of a killed process later
-    while ON_A_GPU and free_bytes() < before - SLACK_BYTES:
+    while free_bytes() < before - SLACK_BYTES:
         assert time.monotonic() < until, f"{(before - free_bytes()) >> 20} MiB were not freed"
 
 
@@ -154,7 +145,7 @@ from mpicoll.cuda import binding
 assert contexts() == [], "loading CuPy has created contexts: %s" % contexts()
 assert binding.bind() == mine
 with cupy.cuda.Device(mine):
-    for count_ in (10, 10_000_000):
+    for count_ in (10, 1_000_000):
         for async_op in (False, True):
             y = cupy.full(count_, me + 1, cupy.float32)
             work = dist.all_reduce(y, async_op=async_op)
@@ -173,7 +164,6 @@ say("contexts", mine)
 """
 
 
-@pytest.mark.on_a_gpu
 @needs_mpiexec
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_contexts(tmp_path, ranks):
@@ -194,10 +184,10 @@ gpus = subprocess.check_output(
 turned = local % len(gpus)
 os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
     [gpus[turned]] if ONE else gpus[turned:] + gpus[:turned])
-with devices("cupy") as arrays:
+with devices("cupy") as arrays, arrays.working():
     dist.init_process_group(timeout=60)
     me, n = dist.get_rank(), dist.get_world_size()
-    for count in (10, 10_000_000):
+    for count in (10, 1_000_000):
         for async_op in (False, True):
             assert (all_reduced(arrays, count, me + 1, async_op=async_op) == n * (n + 1) / 2).all()
     say("route", dist.group.WORLD.resources.find("devices").names[0], len(gpus), "GPUs")
@@ -205,8 +195,8 @@ with devices("cupy") as arrays:
 """
 
 
-@pytest.mark.on_a_gpu
 @needs_mpiexec
+@needs_smi
 @pytest.mark.parametrize("query", ["index", "uuid"])
 @pytest.mark.parametrize("one", [True, False], ids=["own", "own first"])
 def test_visible_devices(tmp_path, query, one):
@@ -236,16 +226,16 @@ else:
     named = [None] * n
     dist.all_gather_object(named, runtime.get_runtime().identity(0))
     assert len(set(named)) == n, named
-    with devices("cupy") as arrays:
-        for count in (10, 10_000_000):
+    with devices("cupy") as arrays, arrays.working():
+        for count in (10, 1_000_000):
             assert (all_reduced(arrays, count, me + 1) == n * (n + 1) / 2).all()
     say("route", dist.group.WORLD.resources.find("devices").names[0])
 dist.destroy_process_group()
 """
 
 
-@pytest.mark.on_a_gpu
 @needs_mpiexec
+@needs_smi
 def test_mig_instances_count_as_gpus(tmp_path):
     """The instances have the same PCI bus ID."""
     code, output = run(tmp_path, MIG)
@@ -261,7 +251,7 @@ kernels = pathlib.Path(tempfile.mkdtemp(dir=os.path.dirname(os.path.abspath(__fi
 os.environ["CUPY_CACHE_DIR"] = str(kernels)  # an empty folder for each rank
 dist.init_process_group(timeout=40)
 me, n = dist.get_rank(), dist.get_world_size()
-with devices("cupy") as arrays:
+with devices("cupy") as arrays, arrays.working():
     array = arrays.make(np.full(1_000_000, me + 1, np.float32))
     array.upload()
     array.download()  # CuPy has compiled its own kernels
@@ -278,12 +268,43 @@ with devices("cupy") as arrays:
 """
 
 
-@pytest.mark.on_a_gpu
 @needs_mpiexec
-@pytest.mark.parametrize("route", ["ipc"])
-def test_rank_that_cannot_write_the_kernel_cache(tmp_path, route):
+def test_rank_that_cannot_write_the_kernel_cache(tmp_path):
     """Both ranks get the result or both get an error. If they share a GPU, only rank 0 compiles."""
-    _, output = run(tmp_path, UNWRITABLE, MPICOLL_DEVICE_ROUTE=route)
+    _, output = run(tmp_path, UNWRITABLE, MPICOLL_DEVICE_ROUTE="ipc")
     lines = [line for line in output.splitlines() if line.startswith(("right", "raised"))]
     assert [line.split()[0] for line in lines] in (["right"] * 2, ["raised"] * 2), output
     assert "Timeout" not in output, output
+
+
+@needs_mpiexec
+def test_bench_measures_device_routes(tmp_path):
+    """The output has the reasons for routes that are not measured."""
+    names, report = ["all_reduce", "gather", "all_to_all", "barrier"], tmp_path / "report.json"
+    words = "-b 4K -e 4K --device cuda --routes all -c -n 2 --compare copy --json"
+    code, output = run_command(["-m", "mpicoll", "bench", *names, *words.split(), str(report)])
+    assert code == 0 and " 0 OK" in output, output
+    found = {row["primitive"]: row["compare"] for row in json.loads(report.read_text())["results"]}
+    assert not any(found["barrier"].values())
+    for name in names[:-1]:
+        timing = found[name]
+        assert timing["ipc"] and timing["staged"] and timing["copy"], found
+        assert not timing["ipc"]["wrong"] and not timing["staged"]["wrong"]
+    assert "# not measured: nccl: MPICOLL_DEVICE_ROUTE=nccl:" in output
+
+
+@needs_mpiexec
+def test_bench_uses_cupy_arrays():
+    words = "bench all -b 64 -e 64K -f 256 --device cuda -c -n 1"
+    code, output = run_command(["-m", "mpicoll", *words.split()], 1)
+    assert code == 0 and "GPU memory, CuPy" in output and " 0 OK" in output, output
+
+
+@needs_mpiexec
+def test_programs_of_the_page(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        (tmp_path / "page.py").write_text(block)
+        code, output = run_command([str(tmp_path / "page.py")])
+        assert code == 0, output

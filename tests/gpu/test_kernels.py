@@ -18,8 +18,6 @@ from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpicoll.kernels import reduction
 from mpicoll.kernels.device_kernels import _OPTIONS, _PEERS, DeviceKernels, _source
 
-pytestmark = pytest.mark.on_a_gpu
-
 PAIRS = [
     pytest.param(op, dtype, id=f"{op.name}-{dtype}")
     for op in OPERATIONS

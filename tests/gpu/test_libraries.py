@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.on_a_gpu
-
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 from mpicoll.arrays.adapters import build_view  # noqa: E402

@@ -5,21 +5,39 @@ Every rank runs every test.
 
 from __future__ import annotations
 
+import threading
 import time
+import warnings
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("cupy")
 import cupy
+
+pytest.importorskip("device_arrays", reason="run it with make test-gpu")
+import real
+from device_arrays import forced
 from mpi4py import MPI
 
 import mpicoll as dist
+from mpicoll.api import lifecycle
+from mpicoll.core.work import Work
 from mpicoll.cuda import binding
-from mpicoll.errors import DistBackendError
+from mpicoll.cuda.runtime import get_runtime
+from mpicoll.dispatch import execute
+from mpicoll.errors import (
+    CollectiveTimeoutError,
+    DistBackendError,
+    MismatchError,
+    MPIError,
+    UnsupportedError,
+)
 from mpicoll.failures import consistency
-from mpicoll.kernels.peers import FAILED
+from mpicoll.routes.device import peer
 
-pytestmark = pytest.mark.on_a_gpu
+LIMIT_S = 30
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +47,16 @@ def n():
     binding.bind()
     dist.all_reduce(cupy.ones(1, cupy.float32))
     names = dist.group.WORLD.resources.find("devices").names
-    if names[0] != "peer":
+    if names[0] != "peer" or dist.get_world_size() == 1:
         dist.destroy_process_group()
-        pytest.skip(f"route {names[0]} is used: ranks share a GPU or have no peer access")
+        pytest.skip(f"route {names[0]} is used: one rank, shared GPUs or no peer access")
     yield dist.get_world_size()
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def me(n):
+    return dist.get_rank()
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
@@ -41,7 +64,7 @@ def n():
 def test_sizes(n, kind, offset):
     """Sizes around the limits of the algorithms, at any alignment."""
     me = dist.get_rank()
-    for count in (1, 7, 4096, 65_536, 65_537, 262_145, 1_000_003, 20_000_001):
+    for count in (1, 7, 4096, 65_536, 65_537, 262_145, 1_000_003):
         whole = cupy.full(count + offset + 8, 77, kind)
         array = whole[offset : offset + count]
         array[...] = cupy.arange(count) % 3 + me
@@ -57,10 +80,21 @@ def test_sizes(n, kind, offset):
         assert (block == n - 1).all(), count
 
 
-@pytest.mark.parametrize("count", [16, 5_000_000])
-def test_graph_replays_between_other_calls(n, count):
-    me, stream = dist.get_rank(), cupy.cuda.Stream(non_blocking=True)
-    with stream:
+def test_host_does_not_wait_for_other_ranks(n, me):
+    array = cupy.full(1000, me, cupy.float32)
+    for turn in (0, 1):
+        MPI.COMM_WORLD.Barrier()
+        for _ in range(3 if (me == 0) == (turn == 0) else 0):
+            dist.all_reduce(array)
+    assert (array == sum(range(n)) * n**2).all()
+
+
+# ---- Graphs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [16, 500_000])
+def test_graph_replays_between_other_calls(n, me, count):
+    with cupy.cuda.Stream(non_blocking=True) as stream:
         array = cupy.full(count, 1, cupy.int64)
         dist.all_reduce(array)
         array //= n
@@ -69,92 +103,298 @@ def test_graph_replays_between_other_calls(n, count):
         dist.all_reduce(array)
         array //= n
         graph = stream.end_capture()
-        for turn in range(100):
+        for turn in range(30):
+            if turn == 3 * me:
+                time.sleep(0.02)
             graph.launch(stream)
             if turn % 10 == 0:
                 dist.all_reduce(cupy.ones(1, cupy.float32))
         value = 1
-        for _ in range(100):
+        for _ in range(30):
             value = (n * value + n * (n - 1) // 2) // n
         stream.synchronize()
         assert (array.get() == value).all()
 
 
-def test_kernels_time_out_if_a_rank_is_missing(n, monkeypatch):
-    if n == 1:
-        pytest.skip("needs two ranks")
-    monkeypatch.setattr(consistency, "FIRST", 1)  # later calls are not compared
-    group, me = dist.new_group(timeout=3), dist.get_rank()
-    array = cupy.ones(1000, cupy.float32)
-    for _ in range(2):
+def test_graph_that_runs_while_its_group_is_destroyed(n, me):
+    """The kernels run in a stream of the program. They end before the workspaces are freed."""
+    group = dist.new_group()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        array = cupy.full(1000, me, cupy.float32)
         dist.all_reduce(array, group=group)
-    start = time.monotonic()
-    if me:
+        stream.begin_capture()
         dist.all_reduce(array, group=group)
-    cupy.cuda.Device().synchronize()
-    assert time.monotonic() - start < 30
-    MPI.COMM_WORLD.Barrier()
-    with pytest.raises(DistBackendError, match="for rank 0"):
+        graph = stream.end_capture()
+        real.spin((1,), (1,), (np.uint64(300_000_000 if me == 0 else 0),))
+        graph.launch(stream)
+        dist.destroy_process_group(group)
+        assert (array.get() == sum(range(n)) * n).all()
+
+
+def test_capture_directly_after_wait(n, me, monkeypatch):
+    """The progress thread may still be finishing the asynchronous call."""
+    finish = Work.finish
+
+    def finish_late(work, error=None):
+        finish(work, error)
+        if threading.current_thread().name.startswith("mpicoll"):
+            time.sleep(0.05)
+
+    group = dist.new_group()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        array = cupy.full(9, me, cupy.float32)
         dist.all_reduce(array, group=group)
+        monkeypatch.setattr(execute, "_should_run_inline", lambda *call: False)
+        monkeypatch.setattr(Work, "finish", finish_late)
+        dist.all_reduce(array, group=group, async_op=True).wait()
+        stream.synchronize()
+        stream.begin_capture()
+        dist.all_reduce(array, group=group)
+        stream.end_capture().launch(stream)
+        assert (array.get() == sum(range(n)) * n**2).all()
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("via", ["call", "barrier", "wait", "exception", "destroy"])
-def test_failure_of_one_rank_aborts_waiting_kernels(n, monkeypatch, via):
-    """The other ranks get the error with the result, or in their next call."""
-    if n == 1:
-        pytest.skip("needs two ranks")
-    monkeypatch.setattr(consistency, "FIRST", 1)  # later calls are not compared
-    group, me, start = dist.new_group(timeout=300), dist.get_rank(), time.monotonic()
-    array, work = cupy.ones(1_000_000, cupy.float32), None
-    dist.all_reduce(array, group=group)
-    if me:
-        work = dist.all_reduce(array, group=group, async_op=True)
-    MPI.COMM_WORLD.Barrier()
-    if me == 0:
-        runtime = group.resources.find("devices").states["peer"].context.runtime
-        monkeypatch.setattr(runtime, "collective", lambda *arguments: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            dist.all_reduce(array, group=group)
-        monkeypatch.undo()
-        dist.destroy_process_group(group)
-        return
-    with pytest.raises(DistBackendError, match="rank 0 failed in call 2, all_reduce: ZeroDivision"):
-        while not work.is_completed():
-            assert time.monotonic() - start < 60, "the kernels hang"
-        cupy.cuda.Device().synchronize()
-        if via == "call":
-            dist.all_reduce(array, group=group)
-        elif via == "barrier":
-            dist.barrier(group=group)
-        elif via == "wait":
-            work.wait()
-        elif via == "exception":
-            raise work.exception()
+def test_calls_that_cannot_be_captured_raise(n):
+    """The capture stays valid."""
+    group = dist.new_group()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        array, third = cupy.ones(50, cupy.float32), cupy.ones(150, cupy.float32)[::3]
+        narrow = cupy.ones(50, cupy.uint16)  # no other test compiles its kernel
+        dist.all_reduce(array)
+        dist.all_reduce(third)
+        stream.begin_capture()
+        array *= 2
+        with pytest.raises(UnsupportedError, match="captured"):
+            dist.all_reduce(array, group=group)  # the first call of a group
+        with pytest.raises(UnsupportedError, match=r"captured .* without async_op"):
+            dist.all_reduce(array, async_op=True)
+        with pytest.raises(UnsupportedError, match=r"captured .* contiguous"):
+            dist.all_reduce(third)
+        with pytest.raises(UnsupportedError, match="captured"):
+            dist.isend(array, 0)
+        with pytest.raises(UnsupportedError, match="captured"):
+            dist.all_reduce(narrow, dist.ReduceOp.BXOR)
+        stream.end_capture().launch(stream)
+        dist.all_reduce(narrow, dist.ReduceOp.BXOR)
+        assert (narrow.get() == n % 2).all() and (array.get() == 2 * n).all()
+    dist.destroy_process_group(group)
+
+
+# ---- Selection -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["wrong", "late", "fails", "cannot be mapped", "no shared memory"])
+def test_route_is_off_if_its_trial_call_fails(n, me, monkeypatch, how):
+    """All ranks use another route, and rank 0 warns."""
+    monkeypatch.setattr(peer, "TRY_LIMIT", 60 if how == "fails" else 0.3)
+    cuda, last = get_runtime(), n - 1
+    collective = cuda.collective
+
+    def refuse(*arguments):
+        raise RuntimeError("no peer access")
+
+    faults = {
+        "wrong": ("collective", lambda i, p, call, s: collective(
+            i, p, replace(call, send=call.recv), s), "memory is wrong"),
+        "late": ("collective", lambda *arguments: None, "did not arrive within"),
+        "fails": ("collective", lambda *arguments: 1 / 0,
+                  f"rank {last}: division by zero|rank 0: another rank failed"),
+        "no shared memory": ("register", lambda *arguments: 1 / 0,
+                             f"rank {last}: no memory for the failure word: division"),
+        "cannot be mapped": ("open", refuse, "no peer access"),
+    }  # fmt: skip
+    name, fault, message = faults[how]
+    if me == last:
+        monkeypatch.setattr(cuda, name, fault)
+    group = dist.new_group()
+    array = cupy.full(10, me, cupy.float32)
+    with warnings.catch_warnings(action="ignore"):
+        if me == 0:
+            with pytest.warns(RuntimeWarning, match=message):
+                dist.all_reduce(array, group=group)
         else:
-            dist.destroy_process_group(group)
+            dist.all_reduce(array, group=group)
+    assert (array == sum(range(n))).all()
+    assert "peer" not in group.resources.find("devices").names
+    dist.destroy_process_group(group)
+
+
+def test_ranks_that_share_a_gpu_use_another_route(n, me):
+    """A warning that is an error does not block the other ranks. Forcing the route raises."""
+    with cupy.cuda.Device(0):
+        array, group = cupy.full(10, me, cupy.float32), dist.new_group()
+        with warnings.catch_warnings(action="error"):
+            if me == 0:
+                with pytest.raises(RuntimeWarning, match="share GPU"):
+                    dist.all_reduce(array, group=group)
+            else:
+                dist.all_reduce(array, group=group)
+        assert (array == sum(range(n))).all()
+        agreed = group.resources.find("devices")
+        assert agreed.names[0] == "ipc" and "peer" not in agreed.names
+        names, reasons = agreed.names, agreed.describe()
+        assert reasons["peer"] == f"ranks {', '.join(map(str, range(n)))} share a GPU"
+        assert {name for name, why in reasons.items() if not why} == set(names)
+        dist.destroy_process_group(group)
+        group = dist.new_group()
+        with forced("peer"), pytest.raises(UnsupportedError, match="share a GPU; unset it"):
+            dist.all_reduce(array, group=group)
+        dist.destroy_process_group(group)
+
+
+# ---- Failures ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def group(n, monkeypatch):
+    """A group that has made a call."""
+    monkeypatch.setattr(consistency, "FIRST", 1)  # later calls are not compared
+    group = dist.new_group(timeout=300)
+    dist.all_reduce(cupy.ones(1000, cupy.float32), group=group)
+    yield group
     if group.closed is None:
         dist.destroy_process_group(group)
 
 
-def test_kernels_are_aborted_while_a_thread_waits_in_the_driver(n, monkeypatch):
-    if n == 1:
-        pytest.skip("needs two ranks")
-    monkeypatch.setattr(consistency, "FIRST", 1)
-    group, me = dist.new_group(timeout=300), dist.get_rank()
-    array, start = cupy.ones(1000, cupy.float32), time.monotonic()
-    dist.all_reduce(array, group=group)
-    MPI.COMM_WORLD.Barrier()
-    if me == 0:
-        time.sleep(2)
-        peers = group.resources.find("devices").states["peer"]
-        peers.end_kernels(FAILED, "aborted by the test")
+def observe(via, group, array, work):
+    """Get the result of a call, in one of the ways that a program has."""
+    if via == "call":
+        dist.all_reduce(array, group=group)
+    elif via == "barrier":
+        dist.barrier(group=group)
+    elif via == "wait":
+        work.wait()
+    elif via == "future":
+        work.get_future().wait()
+    elif via == "destroy":
+        dist.destroy_process_group(group)
     else:
-        memory = cupy.cuda.runtime.malloc(1 << 20)
+        assert work.is_completed() and not work.is_success()
+        if via == "exception":
+            raise work.exception()
+        work.synchronize()
+
+
+@pytest.mark.parametrize("via", ["call", "barrier"])
+def test_kernels_time_out_if_a_rank_is_missing(n, me, group, via):
+    """The group fails on all ranks, also on the rank that has not called."""
+    group.timeout, start = 2.0, time.monotonic()
+    array = cupy.ones(10, cupy.float32)
+    if me:
         dist.all_reduce(array, group=group)
-        cupy.cuda.runtime.free(memory)  # waits for the device
-    assert time.monotonic() - start < 60
+    cupy.cuda.Device().synchronize()
+    assert time.monotonic() - start < LIMIT_S
     MPI.COMM_WORLD.Barrier()
-    with pytest.raises(DistBackendError, match="aborted by the test"):
+    message = r"rank \d's GPU has waited 2\S* s for rank 0"
+    for _ in range(2):
+        with pytest.raises(CollectiveTimeoutError, match=message):
+            observe(via if me else "call", group, array, None)
+
+
+@pytest.mark.parametrize("how", ["packs", "compiles", "runs", "aborts"])
+@pytest.mark.parametrize(
+    "via", ["call", "barrier", "wait", "future", "destroy", "exception", "synchronize"]
+)
+def test_failure_of_one_rank_aborts_waiting_kernels(n, me, group, how, via):
+    """Rank 0 fails before its kernel is enqueued, or aborts the group. The other ranks get the
+    error with the result, or in their next call.
+    """
+    start, work = time.monotonic(), None
+    array = cupy.ones(2000, cupy.float32)[:: 2 if how == "packs" else 1]
+    if me:
+        work = dist.all_reduce(array, group=group, async_op=True)
+    MPI.COMM_WORLD.Barrier()
+    if me == 0 and how == "aborts":
+        lifecycle.abort(group)
+    elif me == 0:
+        what = {"packs": "copy_strided", "compiles": "load_collective", "runs": "collective"}[how]
+        with real.Fault(what, True) as fault:
+            dist.all_reduce(array, group=group)
+        assert "injected failure" in str(fault.error)
+    else:
+        message = "rank 0 failed in call 2, all_reduce: RuntimeError: injected"
+        with pytest.raises(DistBackendError, match="was aborted" if how == "aborts" else message):
+            while not work.is_completed():
+                assert time.monotonic() - start < LIMIT_S, "the kernels hang"
+            observe(via, group, array, work)
+
+
+def test_futures_of_a_failed_call_raise(n, me, group):
+    """A Work that has succeeded keeps its result."""
+    array = cupy.ones(50, cupy.float32)
+    succeeded = dist.all_reduce(array, group=group, async_op=True)
+    assert succeeded.wait(LIMIT_S) and (array == n).all()
+    MPI.COMM_WORLD.Barrier()
+    message = "rank 0 failed in call 3"
+    if me == 0:
+        time.sleep(0.3)  # until the other ranks wait
+        with real.Fault("collective", True) as fault:
+            dist.all_reduce(array, group=group)
+        assert fault.error is not None
+    else:
+        work = dist.all_reduce(array, group=group, async_op=True)
+        late = work.get_future()
+        follows = [late.then(lambda done: None)]
+        with pytest.raises(DistBackendError, match=message):
+            work.wait(LIMIT_S)
+        follows += [late.then(lambda done: None), follows[0].then(lambda done: None)]
+        for one in follows:
+            with pytest.raises(DistBackendError, match=message):
+                one.wait(LIMIT_S)
+    assert succeeded.exception() is None and succeeded.is_success() and succeeded.wait()
+    assert succeeded.get_future().wait(LIMIT_S)[0] is array
+
+
+def test_failure_aborts_kernels_of_a_graph(n, me, group):
+    """Rank 0 fails instead of launching its graph."""
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        array = cupy.ones(50, cupy.float32)
         dist.all_reduce(array, group=group)
-    dist.destroy_process_group(group)
+        stream.begin_capture()
+        dist.all_reduce(array, group=group)
+        graph = stream.end_capture()
+        MPI.COMM_WORLD.Barrier()  # all ranks have captured the graph
+        start = time.monotonic()
+        if me:
+            graph.launch(stream)
+            stream.synchronize()
+        else:
+            with real.Fault("collective", True):
+                dist.all_reduce(array, group=group)
+        assert time.monotonic() - start < LIMIT_S
+        MPI.COMM_WORLD.Barrier()
+        with pytest.raises(DistBackendError, match="rank 0 failed in call 4"):
+            dist.all_reduce(array, group=group)
+
+
+@pytest.mark.parametrize("error", [CollectiveTimeoutError, MPIError])
+def test_kernels_are_aborted_while_a_thread_waits_in_the_driver(n, me, group, error):
+    """Rank 0 fails the group."""
+    array, start = cupy.ones(1000, cupy.float32), time.monotonic()
+    memory = cupy.cuda.runtime.malloc(1 << 20)
+    if me == 0:
+        MPI.COMM_WORLD.Barrier()
+        time.sleep(0.5)
+        group.fail(error("another failure"))
+        group.resources.leave()
+    else:
+        dist.all_reduce(array, group=group)
+        MPI.COMM_WORLD.Barrier()
+        cupy.cuda.runtime.free(memory)  # waits for the device
+    assert time.monotonic() - start < LIMIT_S
+    MPI.COMM_WORLD.Barrier()
+    expected = error if error is CollectiveTimeoutError else DistBackendError
+    with pytest.raises(expected, match="another failure"):
+        dist.all_reduce(array, group=group)
+
+
+def test_kernels_find_a_mismatch_that_the_hosts_have_not_compared(n, me, group):
+    array, start = cupy.ones(10, cupy.float32), time.monotonic()
+    found = group.resources.find("devices").states["peer"]
+    call = peer._tried(array.data.ptr, array.data.ptr, n)
+    found.carry_out(replace(call, starts=[4 * k for k in range(n + 1)], call=me + 1))
+    found.context.synchronize(found.context.work)
+    assert time.monotonic() - start < LIMIT_S, "the kernel was ended by its timeout"
+    with pytest.raises(MismatchError, match="collective mismatch"):
+        dist.all_reduce(array, group=group)

@@ -24,8 +24,6 @@ from mpicoll.kernels import device_kernels, peers, reduction
 from mpicoll.kernels.device_kernels import DeviceKernels
 from mpicoll.kernels.peers import ALL, PIECE, Collective, Failure, Peers
 
-pytestmark = pytest.mark.on_a_gpu
-
 #: Blocks of a rank: 4 ranks have 8 blocks of 512 threads together.
 BLOCKS = 2
 #: Size of an area. A long call uses several.

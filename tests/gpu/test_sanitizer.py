@@ -31,7 +31,6 @@ CHOSEN = {
 }
 
 
-@pytest.mark.on_a_gpu
 @pytest.mark.skipif(sanitizer() is None, reason="compute-sanitizer is not installed")
 @pytest.mark.parametrize("tests", CHOSEN)
 @pytest.mark.parametrize("tool", ["memcheck", "initcheck", "racecheck", "synccheck"])

@@ -23,8 +23,6 @@ import mpicoll as dist
 from mpicoll.cuda import binding, runtime
 from mpicoll.errors import DeviceMemoryError
 
-pytestmark = pytest.mark.on_a_gpu
-
 MIB = 1 << 20
 
 

@@ -10,10 +10,9 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
+from driver import Team, team
 from mpi4py import MPI
 
 import mpicoll as dist
@@ -31,25 +30,6 @@ needs_2_ranks = pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="needs 2 rank
 on_2_ranks = pytest.mark.skipif(MPI.COMM_WORLD.size != 2, reason="runs on 2 ranks only")
 
 
-@dataclass(frozen=True)
-class Team:
-    """A group and its members.
-
-    group: the process group, or the value of new_group on a rank that is not a member.
-    ranks: global ranks in group order.
-    me:    this rank's group rank; None if it is not a member.
-    """
-
-    name: str
-    group: Any
-    ranks: tuple[int, ...]
-    me: int | None
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-
 @pytest.fixture(scope="module")
 def world():
     dist.init_process_group(timeout=TIMEOUT)
@@ -64,14 +44,6 @@ def teams(world):
     subset = {1: [0], 2: [1], 3: [0, 2]}.get(n, list(range(1, n)))
     reordered = {3: [1, 2, 0], 4: [2, 0, 3, 1]}.get(n, list(range(n))[::-1])
     return [world, team("subset", subset), team("reordered", reordered)]
-
-
-def team(name: str, ranks: Any) -> Team:
-    """Create a group of these ranks. All ranks must call this."""
-    ranks = tuple(ranks)
-    group = dist.group.WORLD if name == "world" else dist.new_group(list(ranks), sort_ranks=False)
-    me = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else None
-    return Team(name, group, ranks, me)
 
 
 def members(teams: list[Team], least: int = 1) -> list[Team]:

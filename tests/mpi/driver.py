@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
 import oracle
 import pytest
-from conftest import Team
 from oracle import Array, Between
 
 import mpicoll as dist
@@ -40,6 +40,33 @@ GUARD_COUNT = 4
 
 #: Creates an array from a shape and a dtype. Returns it and NumPy's view of its elements.
 Maker = Callable[[tuple[int, ...], DType], tuple[Any, Array]]
+
+
+@dataclass(frozen=True)
+class Team:
+    """A group and its members.
+
+    group: the process group, or the value of new_group on a rank that is not a member.
+    ranks: global ranks in group order.
+    me:    this rank's group rank; None if it is not a member.
+    """
+
+    name: str
+    group: Any
+    ranks: tuple[int, ...]
+    me: int | None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+def team(name: str, ranks: Any) -> Team:
+    """Create a group of these ranks. All ranks must call this."""
+    ranks = tuple(ranks)
+    group = dist.group.WORLD if name == "world" else dist.new_group(list(ranks), sort_ranks=False)
+    me = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else None
+    return Team(name, group, ranks, me)
 
 
 def legal_operations(dtype: DType) -> list[ReduceOp]:
@@ -353,6 +380,6 @@ def check_same_bits(mpi: Any, calls: Sequence[Call]) -> None:
 
 
 __all__ = [
-    "DTYPES", "MOVES", "NAMES", "REDUCTIONS", "Call", "Kind", "Uneven", "check_same_bits",
-    "legal_operations", "wait_for_all",
+    "DTYPES", "MOVES", "NAMES", "REDUCTIONS", "Call", "Kind", "Team", "Uneven", "check_same_bits",
+    "legal_operations", "team", "wait_for_all",
 ]  # fmt: skip

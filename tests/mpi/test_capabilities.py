@@ -96,3 +96,14 @@ def test_invalid_setting_on_one_rank_raises_on_all_ranks(mpi, fresh, monkeypatch
         monkeypatch.setenv("MPICOLL_CUDA_AWARE", "perhaps")
     with pytest.raises(ArgumentError, match=rf"rank {mpi.size - 1}: .*got 'perhaps'"):
         exchange(mpi)
+
+
+def test_partners():
+    """Partners are mutual and on different nodes."""
+    for nodes in ("ab", "aab", "abab", "aabb", "aaabbc", "abbb", "abcabcab"):
+        found = [capabilities.find_partners(nodes, rank) for rank in range(len(nodes))]
+        for rank, partners in enumerate(found):
+            assert partners, nodes
+            assert all(nodes[one] != nodes[rank] and rank in found[one] for one in partners)
+        if len(set(map(nodes.count, nodes))) == 1:
+            assert max(map(len, found)) <= 2

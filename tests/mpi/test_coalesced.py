@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from conftest import members, needs_2_ranks
 from conftest import team as group_of
-from device_arrays import devices, forced
 from driver import (
     COALESCED,
     DTYPES,
@@ -404,54 +403,6 @@ def test_lists_that_differ_between_ranks_raise_on_all_ranks(world, async_op):
     dist.all_reduce(x, group=group)
     assert (x == world.size).all()
     dist.destroy_process_group(group)
-
-
-@pytest.fixture(scope="module", params=["staged", "ipc", "auto"])
-def arrays(request):
-    """Arrays on simulated devices, for several device routes."""
-    with devices("simulated") as made, forced(request.param):
-        yield made
-
-
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("name_of_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", COALESCED)
-def test_coalesced_calls_are_stream_ordered(arrays, world, name, name_of_dtype, async_op):
-    """Inputs are produced late, and consumers do not synchronize with the host."""
-    group = dist.new_group()
-    dtype = by_name[name_of_dtype]
-    op = ReduceOp.SUM if primitives[name].reduces else None
-    index = world.me % arrays.devices
-    made = []
-
-    def make(shape, dtype):
-        layout = ["C", "third", "C", "F"][(len(made) + world.me) % 4 if 0 not in shape else 0]
-        made.append(arrays.make(np.empty(shape, dtype.numpy), index, layout))
-        return made[-1].given, made[-1].host
-
-    team = type(world)("device", group, world.ranks, world.me)
-    shapes = [(3,), (0,), (100,), (1,), (4, 6), (9000,), (5,)]
-    calls = entries(name, team, dtype, op, shapes, [make])
-    for one in made:
-        one.upload()
-    work = together(name, calls, async_op)
-    if async_op:
-        work.wait(DEADLINE)
-    for one in made:
-        one.host.view(np.uint8)[...] = 0x77
-        one.download()
-    for call in calls:
-        call.check()
-    dist.destroy_process_group(group)
-
-
-def test_arrays_on_different_devices_are_rejected(arrays, world):
-    """Host and device arrays cannot be mixed either, because ranks must fuse the same arrays."""
-    one, other = (arrays.make(np.ones(3), index) for index in (0, 1))
-    for wrong in ([one.given, other.given], [np.ones(3), one.given], [one.given, np.ones(3)]):
-        with pytest.raises(ValueError, match="different devices"):
-            dist.all_reduce_coalesced(wrong)
-    in_step(world)
 
 
 def columns(n):

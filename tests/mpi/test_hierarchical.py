@@ -1,6 +1,6 @@
 """Hierarchical collectives over several nodes.
 
-Nodes are simulated by patching `hierarchy.node_of`.
+The tests set the nodes by patching `hierarchy.node_of`.
 """
 
 from __future__ import annotations

@@ -11,16 +11,12 @@ from dataclasses import replace
 import numpy as np
 import oracle
 import pytest
-import simulated
 from conftest import Team, needs_2_ranks
-from driver import NAMES, Call
+from driver import Call
 from oracle import Between
-from test_devices import DeviceCall
 
 import mpicoll as dist
-from mpicoll.core.plan import CallKind
 from mpicoll.core.reproducible import LEVELS
-from mpicoll.cuda import capabilities, runtime
 from mpicoll.dtypes import Kind, ReduceOp, by_name
 from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
 from mpicoll.primitives import PRIMITIVES
@@ -105,10 +101,6 @@ class Reproduced(Call):
         return Between(oracle.rounded(total, dtype) if total.dtype != dtype.numpy else total)
 
 
-class OnDevice(DeviceCall, Reproduced):
-    pass
-
-
 def group_of(level, ranks, name="all"):
     ranks = tuple(ranks)
     group = dist.new_group(list(ranks), sort_ranks=False, reproducible=level)
@@ -164,28 +156,6 @@ def test_host_routes_are_reproducible(world, team, monkeypatch, name, apart):
     here = select.place(team.group)
     if level in route_named.serves.reproducible and route_named.needs.placement in ("", here):
         assert name in asked
-
-
-@by_level
-@pytest.mark.parametrize("name", [n for n in registry.DEVICE if n not in ("nccl", "hierarchical")])
-def test_device_routes_are_reproducible(world, monkeypatch, name, level):
-    arrays = simulated.Arrays.of_route(name, world.size)
-    monkeypatch.setattr(runtime, "_runtime", arrays.cuda)
-    monkeypatch.setattr(capabilities, "_known", None)
-    monkeypatch.setenv("MPICOLL_CUDA_AWARE", "full")
-    monkeypatch.setenv("MPICOLL_DEVICE_ROUTE", name)
-    team = group_of(level, range(world.size), name)
-    route = registry.DEVICE[name]
-    with arrays.working():
-        for row in ROWS:
-            for dtype, op in KINDS:
-                call = OnDevice(arrays, row, team, by_name[dtype], 300, op, 300 % team.size)
-                if route.can_run_kind(CallKind(NAMES[row], team.group, op, by_name[dtype])):
-                    call.run_and_check()
-                else:
-                    with pytest.raises(UnsupportedError, match=f"{name} does not serve"):
-                        call.start()
-    dist.destroy_process_group(team.group)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "bfloat16"])

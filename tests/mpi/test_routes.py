@@ -8,16 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import simulated
 from conftest import team as group_of
-from driver import NAMES, Call, Exact
-from test_devices import DeviceCall
+from driver import Call, Exact
 
 import mpicoll as dist
 from mpicoll.core.plan import CallKind
-from mpicoll.cuda import capabilities, runtime
 from mpicoll.dtypes import DTYPES, OPERATIONS, ReduceOp, by_name
-from mpicoll.errors import UnsupportedError
 from mpicoll.primitives import PRIMITIVES, Layout
 from mpicoll.routes import registry, tuning, tuning_files
 from mpicoll.routes.host import select
@@ -100,27 +96,3 @@ def test_route_declarations_are_complete(route):
         assert bool(served) == (row.name in serves.primitives)
         if not serves.premultiplies:
             assert all(op is not ReduceOp.PREMUL_SUM for op, _ in served)
-
-
-@pytest.mark.parametrize("row", ROWS, ids=repr)
-@pytest.mark.parametrize("name", [n for n in registry.DEVICE if n not in ("nccl", "hierarchical")])
-def test_device_routes_implement_their_declarations(world, monkeypatch, name, row):
-    """A forced route rejects calls outside its declaration, and the error names the route."""
-    arrays = simulated.Arrays.of_route(name, world.size)
-    monkeypatch.setattr(runtime, "_runtime", arrays.cuda)
-    monkeypatch.setattr(capabilities, "_known", None)
-    monkeypatch.setenv("MPICOLL_CUDA_AWARE", "full")
-    monkeypatch.setenv("MPICOLL_DEVICE_ROUTE", name)
-    for each, route in registry.DEVICE.items():
-        if each != name:
-            monkeypatch.setitem(registry.DEVICE, each, replace(route, build=refusing))
-    team = group_of(f"{name} {row}", range(world.size))
-    with arrays.working():
-        for dtype, op in kinds_of(row):
-            call = DeviceCall(arrays, row.name, team, by_name[dtype], 70, op, 70 % team.size)
-            if registry.DEVICE[name].can_run(NAMES[row.name], op, by_name[dtype]):
-                call.run_and_check()
-            else:
-                with pytest.raises(UnsupportedError, match=f"{name} does not serve"):
-                    call.start()
-    dist.destroy_process_group(team.group)

@@ -1,4 +1,4 @@
-"""Arrays on devices (simulated, or of the libraries of device_arrays.py), with every route."""
+"""Every call on device arrays of several libraries, with every route."""
 
 from __future__ import annotations
 
@@ -7,21 +7,29 @@ import gc
 import numpy as np
 import oracle
 import pytest
-from conftest import TIMEOUT
-from conftest import team as group_of
-from device_arrays import LIBRARIES, SIMULATED, devices, forced, routes
-from driver import DTYPES, MOVES, NAMES, REDUCTIONS, Call, Uneven, legal_operations, wait_for_all
+from device_arrays import LIBRARIES, devices, forced, routes
+from driver import (
+    COALESCED,
+    DTYPES,
+    MOVES,
+    NAMES,
+    REDUCTIONS,
+    Call,
+    Uneven,
+    legal_operations,
+    together,
+    wait_for_all,
+)  # fmt: skip
+from driver import team as group_of
 
 import mpicoll as dist
-from mpicoll.cuda import runtime
-from mpicoll.dtypes import ReduceOp
+from mpicoll.core.reproducible import LEVELS
+from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes import registry
 from mpicoll.routes.device import staged
 from mpicoll.routes.host import mpi as native
-
-pytestmark = pytest.mark.on_3
 
 #: One dtype of each kind and of each size that has its own code.
 SOME = [row for row in DTYPES if row.name in (
@@ -53,13 +61,13 @@ def route(request, arrays):
         if request.param == "mpi":
             patch.setattr(native, "_divide", fail_on_numpy)
         yield request.param
-    gc.collect()  # closes the files of simulated device memory
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
 def teams(route):
     """All ranks, a subset, and all ranks in another order. New groups for each route."""
-    dist.init_process_group(timeout=TIMEOUT)
+    dist.init_process_group(timeout=60)
     n = dist.get_world_size()
     subset = group_of("subset", range(1, n) if n > 1 else [0])
     yield [group_of("world", range(n)), subset, group_of("reordered", range(n)[::-1])]
@@ -152,6 +160,9 @@ CASES = [
 
 def sweep(route, arrays, teams, mpi, name, dtype, op, turn):
     if not serves(route, name, dtype, op):
+        if not registry.DEVICE[route].can_run(NAMES[name], op, dtype):
+            with pytest.raises(UnsupportedError, match=f"{route} does not serve"):
+                DeviceCall(arrays, name, teams[0], dtype, 7, op).start()
         return
     for place, (count, which, layout, kind, async_op) in enumerate(CASES):
         if dtype not in SOME and (place + turn) % 2:
@@ -365,7 +376,7 @@ def test_capture_raises_for_routes_that_cannot_be_captured(arrays, world):
     dist.all_reduce(array.given)
     array.upload()
     if world.size > 1 and world.group.resources.find("devices").names[0] == "peer":
-        pytest.skip("tests/mpi/test_peer.py tests captures")
+        pytest.skip("test_peer.py tests captures")
     with arrays.capturing(array), pytest.raises(UnsupportedError, match="captured"):
         dist.all_reduce(array.given)
     assert (got(array) == 1).all()
@@ -384,10 +395,80 @@ def test_host_array_on_one_rank_raises_mismatch(arrays, world):
         dist.all_reduce(mine, group=group)
 
 
-@pytest.mark.skipif(not SIMULATED, reason="there is a GPU")
-@pytest.mark.usefixtures("reducing")
-def test_call_without_a_gpu_raises(arrays, monkeypatch, world):
-    array = uploaded(arrays, np.zeros(4, np.float32))
-    monkeypatch.setattr(runtime, "_runtime", None)
-    with pytest.raises(UnsupportedError, match=r"GPU.*(CuPy|no GPU)"):
-        dist.all_reduce(array.given)
+@pytest.mark.parametrize("name", COALESCED)
+def test_coalesced_calls(route, arrays, world, name):
+    """Inputs are produced late, and consumers do not synchronize with the host."""
+    if route in ("peer", "nccl") and name == "all_gather_single":
+        pytest.skip("tested with the other primitives")
+    for turn, dtype in enumerate((by_name["float32"], by_name["bfloat16"])):
+        op = ReduceOp.SUM if NAMES[name].reduces else None
+        if not (arrays.serves(dtype) and serves(route, name, dtype, op)):
+            continue
+        calls = [
+            DeviceCall(arrays, name, world, dtype, int(np.prod(shape)), op, shape=shape,
+                       layout="F" if len(shape) > 1 else "C", stacked=place % 2 == 0)
+            for place, shape in enumerate([(3,), (0,), (100,), (4, 6), (9000,), (5,)])
+        ]  # fmt: skip
+        for array in (array for call in calls for array in call.made):
+            array.upload()
+        work = together(name, calls, turn == 1)
+        if turn:
+            work.wait(60)
+        for call in calls:
+            call.check()
+    if name == "all_reduce":
+        one, other = uploaded(arrays, np.ones(3)), np.ones(3)
+        for wrong in ([other, one.given], [one.given, other]):
+            with pytest.raises(ValueError, match="different devices"):
+                dist.all_reduce_coalesced(wrong)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_reproducible_groups_have_the_bits_of_the_host(route, arrays, world, level):
+    """For calls that the route does not serve with this level, the error says so."""
+    group = dist.new_group(reproducible=level)
+    for name, op, dtype in (
+        ("all_reduce", "SUM", "float32"), ("reduce_scatter_single", "SUM", "float32"),
+        ("all_reduce", "AVG", "float64"), ("all_reduce", "SUM", "complex64"),
+        ("all_reduce", "SUM", "bfloat16"), ("scan", "SUM", "float32"),
+    ):  # fmt: skip
+        row, n = by_name[dtype], world.size
+        if not arrays.serves(row):
+            continue
+        rng = np.random.default_rng(world.me)
+        given = (rng.normal(0, 1, 300 * n) * 2.0 ** rng.integers(-9, 9, 300 * n)).astype(row.numpy)
+        out = np.zeros(300 * (1 if "scatter" in name else n), row.numpy)
+        on_host, on_device = ((given.copy(), out.copy()) for _ in range(2))
+        made = [uploaded(arrays, one) for one in on_device]
+
+        def call(arguments, name=name, op=op):
+            given, out = arguments
+            several = [given] if name == "all_reduce" else [out, given]
+            getattr(dist, name)(*several, op=getattr(ReduceOp, op), group=group)
+
+        call(on_host)
+        try:
+            call([one.given for one in made])
+        except UnsupportedError as error:
+            assert route != "auto" and f"reproducible={level!r}" in str(error)
+            continue
+        for array, expected in zip(made, on_host, strict=True):
+            oracle.same_bits(got(array), expected, f"{name} of {dtype}")
+    dist.destroy_process_group(group)
+
+
+def test_unaligned_elements_raise_before_anything_is_sent(arrays, world):
+    class Unaligned:
+        def __init__(self, array):
+            self.array = array
+            entries = dict(array.given.__cuda_array_interface__)
+            address, read_only = entries["data"]
+            self.__cuda_array_interface__ = entries | {
+                "data": (address + 4, read_only), "typestr": "<f8", "shape": (2,), "strides": None,
+            }  # fmt: skip
+
+    array = uploaded(arrays, np.full(9, world.me, np.float32))
+    with pytest.raises(UnsupportedError, match=r"broadcast: tensor: .*aligned to their size"):
+        dist.broadcast(Unaligned(array), 0)
+    dist.broadcast(array.given, 0)
+    assert (got(array) == 0).all()

@@ -1,35 +1,38 @@
 """End of jobs whose device calls time out or lose a rank, if the program does not wait for results.
 
-Each rank has a simulated device and uses route ``peer``.
+Each rank has its own GPU and uses route ``peer``.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from machine import no_gpu
 from rank_scripts import Ended, job, needs_mpiexec, run
+
+pytest.importorskip("cupy")
+import cupy
 
 pytest_plugins = ["whole_jobs"]
 
-pytestmark = needs_mpiexec
+pytestmark = [
+    needs_mpiexec,
+    pytest.mark.skipif(
+        bool(no_gpu()) or cupy.cuda.runtime.getDeviceCount() < 2, reason="needs two GPUs"
+    ),
+]
 
 __all__ = ["run"]  # for whole_jobs
 
 #: Start of each script, with one successful call.
-BEGIN = f"""
-    sys.path.insert(0, {str(Path(__file__).parent / "mpi")!r})
-    import simulated
-    from mpicoll.cuda import runtime
+BEGIN = """
+    import cupy
+    from mpicoll.cuda import binding
     from mpicoll.failures import consistency
     consistency.FIRST = 1  # later calls are not compared
-    arrays = simulated.Arrays(4)
-    runtime._runtime = arrays.cuda
-    os.environ["MPICOLL_CUDA_AWARE"] = "none"
     block = dist.init_process_group(timeout=$timeout)
     me = dist.get_rank()
-    x = arrays.make(np.ones(10, np.float32), me)
-    x.upload()
+    binding.bind()
+    x = cupy.ones(10, cupy.float32)
     dist.all_reduce(x)
     assert dist.group.WORLD.resources.find("devices").names[0] == "peer"
 """

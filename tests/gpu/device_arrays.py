@@ -1,8 +1,7 @@
-"""Devices under test, and the routes that their calls use.
+"""Arrays and routes that run.py selects.
 
-By default the devices are simulated (simulated.py). On a GPU, tests/gpu/run.py runs the same tests
-with the array libraries in TEST_MPICOLL_DEVICES (tests/gpu/real.py) and the routes in
-TEST_MPICOLL_ROUTES. If TEST_MPICOLL_OWN_GPU is set, device 0 is a different GPU on each rank.
+TEST_MPICOLL_DEVICES: array libraries (real.py). TEST_MPICOLL_ROUTES: routes; "auto" forces none. If
+TEST_MPICOLL_OWN_GPU is set, device 0 is a different GPU on each rank.
 """
 
 from __future__ import annotations
@@ -14,39 +13,29 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import simulated
 
-from mpicoll.cuda import capabilities, runtime
+from mpicoll.cuda import capabilities
 from mpicoll.launch.launchers import find_local_rank
 from mpicoll.routes.device import ipc
 
-LIBRARIES = os.environ.get("TEST_MPICOLL_DEVICES", "simulated").split(",")
-#: True if devices are simulated.
-SIMULATED = LIBRARIES == ["simulated"]
+LIBRARIES = os.environ.get("TEST_MPICOLL_DEVICES", "cupy").split(",")
 #: True if each rank has its own GPU.
 OWN_GPU = bool(os.environ.get("TEST_MPICOLL_OWN_GPU"))
 
 
 def routes(*names: str) -> list[str]:
-    """Return the routes in TEST_MPICOLL_ROUTES, or ``names`` if unset. "auto" selects no route."""
+    """Return the routes in TEST_MPICOLL_ROUTES, or ``names`` if unset."""
     return os.environ.get("TEST_MPICOLL_ROUTES", ",".join(names)).split(",")
 
 
 @contextlib.contextmanager
 def devices(library: str) -> Iterator[Any]:
-    """Give this process devices within the context. Yields an ``Arrays`` that allocates on them."""
-    with pytest.MonkeyPatch.context() as patch:
-        if library == "simulated":
-            made: Any = simulated.Arrays()
-            patch.setattr(runtime, "_runtime", made.cuda)
-            patch.setenv("MPICOLL_CUDA_AWARE", "full")  # the memory is really host memory
-        else:
-            if OWN_GPU:
-                see_own_gpu_first()
-            import real
+    """Yield an ``Arrays`` of a library."""
+    if OWN_GPU:
+        see_own_gpu_first()
+    import real
 
-            made = real.Arrays(library)
-        yield made
+    yield real.Arrays(library)
     # No device writes to the memory kept for failed calls any more, so release it.
     ipc._left_behind.clear()
     ipc._in_use.clear()

@@ -29,7 +29,7 @@ def route(request, monkeypatch):
     if not real.is_emulated() or not LAST:
         pytest.skip("needs the emulated device and two ranks")
     with forced(request.param):
-        monkeypatch.setenv("MPICOLL_CUDA_AWARE", "full")
+        monkeypatch.setenv("MPICOLL_CUDA_AWARE", "1")
         monkeypatch.setattr(capabilities, "node", lambda: f"node {MPI.COMM_WORLD.rank}")
         dist.init_process_group(timeout=60)
         yield request.param

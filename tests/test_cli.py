@@ -224,10 +224,7 @@ def test_doctor_reports_crashes_of_an_mpi_that_reports_cuda_support(ended: Ended
     assert "fake_query: yes; tried between two ranks: transfer ok, reduction crash" in words
     assert "WRONG: MPI says that it takes device memory (fake_query: yes), but tried" in words
     assert words.count("Python") == 1, "every rank prints"
-    assert (
-        " ipc not used: rank 0: cannot export events and memory (CUDA IPC): 'FakeGpu' object"
-        in words
-    ), words
+    assert " ipc not used: rank 0: cannot export events and memory" in words, words
     assert " nccl not used: each of ranks 0, 1 lacks NCCL" in words
     for name in ("direct", "staged"):
         assert f" {name} used; the host waits {DEVICE[name].policy.host_waits_for}" in words

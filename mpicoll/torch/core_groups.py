@@ -6,7 +6,7 @@ reproducible: level of the group, None for the default.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as c10d
 
@@ -20,9 +20,7 @@ from mpicoll.torch import NAME
 from mpicoll.torch.internals import warn_if_newer
 from mpicoll.torch.rendezvous import keep_store
 
-__all__ = [
-    "abort", "create", "create_default", "create_subgroup", "destroy", "split",
-]  # fmt: skip
+__all__ = ["abort", "create", "create_default", "create_subgroup", "destroy", "split"]
 
 #: The core's default group if torch's default group has another backend. No torch group uses it, so
 #: that every group can end alone.
@@ -117,21 +115,19 @@ def destroy(group: ProcessGroup) -> None:
 
     Raises CollectiveTimeoutError if other ranks do not join the pending operations.
     """
-    if group.closed is None and group is not _base:
-        lifecycle.destroy_process_group(group)
-    _destroy_base()
+    _end(group, lifecycle.destroy_process_group)
 
 
 def abort(group: ProcessGroup) -> None:
     """End the group without waiting for pending operations."""
-    if group.closed is None and group is not _base:
-        lifecycle.abort(group)
-    _destroy_base()
+    _end(group, lifecycle.abort)
 
 
-def _destroy_base() -> None:
-    """Destroy the base group after the last group that depends on it."""
+def _end(group: ProcessGroup, end: Callable[[ProcessGroup], None]) -> None:
+    """End a group, and the base group after the last group that depends on it."""
     global _base
+    if group.closed is None and group is not _base:
+        end(group)
     if _base is not None and state.groups == [_base]:
         _base = None
         lifecycle.destroy_process_group()

@@ -17,13 +17,13 @@ from torch.utils.data import Sampler
 
 from mpicoll.errors import LostRankError
 from mpicoll.horovod.common.exceptions import HorovodInternalError
+from mpicoll.horovod.torch.basics import is_initialized, rank, restart, size
 from mpicoll.horovod.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from mpicoll.horovod.torch.operations import barrier
-from mpicoll.horovod.torch.process_sets import is_initialized, rank, restart, size
+from mpicoll.horovod.torch.mpi_ops import barrier
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
@@ -264,8 +264,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     finished ranks restart together with a rank that finds a loss at the end.
 
     An error that occurs again without a commit in between and without lost ranks is an error of the
-    program, and is raised. Added process sets are removed when ``func`` restarts; their
-    ``process_set_id`` is None.
+    program, and is raised.
     """
 
     @functools.wraps(func)

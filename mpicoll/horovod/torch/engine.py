@@ -1,8 +1,8 @@
-"""Matching of operations by name: a thread of each process set agrees with the other ranks which
+"""Matching of operations by name: a thread of each rank agrees with the other ranks which
 operations are ready.
 
 Horovod lets every rank begin operations in any order, as backward passes do, but collectives need
-one order. So a request waits until every rank of the set has made one for the same operation and
+one order. So a request waits until every rank has made one for the same operation and
 name. (Different operations may share a name; as in Horovod, the operation is a prefix of the name.)
 The engine threads of all ranks synchronize in rounds: each sends its pending requests, so all ranks
 know all requests, and run the requests of every rank in the same order. Requests that do not
@@ -21,7 +21,6 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,13 +62,13 @@ class Status(NamedTuple):
 
 
 class Engine:
-    """The requests of this rank in one process set.
+    """The requests of this rank.
 
     group: a process group that only this engine uses.
     """
 
     def __init__(self, group: Any) -> None:
-        self.group, self.ranks = group, group.ranks
+        self.group = group
         self.size, self.rank = group.size(), group.rank()
         self.failure: Exception | None = None
         self._process = os.getpid()
@@ -133,7 +132,7 @@ class Engine:
         return self._last_joined
 
     def close(self, abort: bool = False) -> None:
-        """End the thread once all requests are done; all ranks of the set call.
+        """End the thread once all requests are done; all ranks call.
 
         abort: fail the pending requests of this rank, and requests that only other ranks have made.
         """
@@ -244,7 +243,7 @@ class Engine:
         """Run operations in order, fused where possible; operations that do not match fail."""
         batch: list[Ready] = []
         for request, signatures in ready:
-            problem = _find_mismatch(signatures, self.ranks)
+            problem = _find_mismatch(signatures)
             if problem:
                 request.fail(problem)
                 continue
@@ -282,7 +281,7 @@ class Engine:
         """Record which rank joined last; complete ``join`` once all ranks have joined."""
         new = joined - self._were_joined
         if new:
-            self._last_joined = self.ranks[max(new)]
+            self._last_joined = max(new)
         self._were_joined = joined
         if len(joined) == self.size:
             self._were_joined = set()
@@ -300,7 +299,7 @@ class Engine:
         if request is None or time.monotonic() - request.began < _STALL_WARNING_S:
             return
         request.began = math.inf
-        who = ", ".join(str(self.ranks[rank]) for rank in missing)
+        who = ", ".join(map(str, missing))
         warnings.warn(
             f"horovod: {request.name} waits for rank{'s' * (len(missing) > 1)} {who}, which "
             f"{'have' if len(missing) > 1 else 'has'} not begun it for {_STALL_WARNING_S:.0f} s",
@@ -309,7 +308,7 @@ class Engine:
 
     def _end(self, error: BaseException | None) -> None:
         """Fail all pending and future requests."""
-        failure = error or HorovodInternalError("the process set has been shut down")
+        failure = error or HorovodInternalError("Horovod has been shut down")
         with self._condition:
             self.failure = failure if isinstance(failure, Exception) else RuntimeError(str(failure))
             left = [*self._pending.values(), *([self._join] if self._join else [])]
@@ -319,11 +318,9 @@ class Engine:
             request.done.set()
 
 
-def _find_mismatch(signatures: list[Signature | None], ranks: Sequence[int]) -> str | None:
+def _find_mismatch(signatures: list[Signature | None]) -> str | None:
     """Describe the collective mismatch of an operation, the same on all ranks, or return None."""
-    present = {
-        ranks[i]: signature for i, signature in enumerate(signatures) if signature is not None
-    }
+    present = {rank: each for rank, each in enumerate(signatures) if each is not None}
     operation = OPERATIONS[next(iter(present.values()))["operation"]]
     fields = {rank: operation.must_match(signature) for rank, signature in present.items()}
     first = next(iter(fields.values()))

@@ -11,8 +11,8 @@ from torch import Tensor
 from mpicoll.core import pickles
 from mpicoll.core.indices import check_index
 from mpicoll.errors import ArgumentError, ArgumentTypeError
-from mpicoll.horovod.torch.operations import allgather_async, broadcast_async_
-from mpicoll.horovod.torch.process_sets import ProcessSet, global_process_set, rank
+from mpicoll.horovod.torch.basics import rank
+from mpicoll.horovod.torch.mpi_ops import allgather_async, broadcast_async_
 
 __all__ = [
     "allgather_object",
@@ -48,35 +48,28 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         request.wait()
 
 
-def broadcast_object(
-    obj: Any = None,
-    root_rank: int = 0,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
+def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
     """Broadcast a pickled object.
 
     obj: the object to send; ignored on other ranks.
-    root_rank: the global rank that sends, in the set.
+    root_rank: the rank that sends.
 
-    Returns the root's object; on the root, ``obj``. Raises ArgumentError (a ValueError) for a root
-    outside the set.
+    Returns the root's object; on the root, ``obj``. Raises ArgumentError (a ValueError) for an
+    invalid root.
     """
     root_rank = check_index(root_rank, "broadcast_object: root_rank")
     prefix = None if name is None else f"{name}."
     is_root = rank() == root_rank
     data = torch.from_numpy(pickles.encode(obj)) if is_root else torch.empty(0, dtype=torch.uint8)
     count = torch.tensor([len(data)])
-    broadcast_async_(count, root_rank, prefix and prefix + "size", process_set).wait()
+    broadcast_async_(count, root_rank, prefix and prefix + "size").wait()
     if not is_root:
         data = torch.empty(int(count), dtype=torch.uint8)
-    broadcast_async_(data, root_rank, prefix and prefix + "data", process_set).wait()
+    broadcast_async_(data, root_rank, prefix and prefix + "data").wait()
     return obj if is_root else pickles.decode(data.numpy())
 
 
-def allgather_object(
-    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[Any]:
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Gather one pickled object from each rank.
 
     obj: this rank's object.
@@ -85,10 +78,8 @@ def allgather_object(
     """
     prefix = None if name is None else f"{name}."
     data = torch.from_numpy(pickles.encode(obj))
-    sizes = allgather_async(
-        torch.tensor([len(data)]), prefix and prefix + "size", process_set
-    ).wait()
-    everything = allgather_async(data, prefix and prefix + "data", process_set).wait()
+    sizes = allgather_async(torch.tensor([len(data)]), prefix and prefix + "size").wait()
+    everything = allgather_async(data, prefix and prefix + "data").wait()
     return [pickles.decode(part.numpy().copy()) for part in everything.split(sizes.tolist())]
 
 

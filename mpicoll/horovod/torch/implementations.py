@@ -1,7 +1,7 @@
 """Horovod's operations: the signature that must match on all ranks, and the implementation.
 
-The engine knows an operation only by its row in ``OPERATIONS``. Implementations take the process
-group of a process set, requests (several if they are fused), and each rank's signature.
+The engine knows an operation only by its row in ``OPERATIONS``. Implementations take the engine's
+process group, requests (several if they are fused), and each rank's signature.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Request:
 
     inputs: its tensors.
     signature: name, operation (a key of ``OPERATIONS``), dtypes, shapes, device, and, depending on
-        the operation, op, prescale, postscale, root (a global rank), splits.
+        the operation, op, prescale, postscale, root, splits.
     in_place: the tensors to change in place, of which the inputs are detached; None: new outputs.
     single: the result is the first output, not a tuple.
     outputs: the results, once the operation is done.
@@ -64,6 +64,7 @@ class Request:
         operation: str,
         inputs: Sequence[Tensor],
         in_place: Sequence[Tensor] | None = None,
+        single: bool = False,
         **more: Any,
     ) -> Request:
         """Build a request without a name. more: further fields of the signature."""
@@ -75,7 +76,7 @@ class Request:
             "device": inputs[0].device.type if inputs else "cpu",
             **more,
         }
-        return cls(inputs, signature, in_place)
+        return cls(inputs, signature, in_place, single)
 
     @classmethod
     def placeholder(cls, signature: Signature, gpu: int | None) -> Request:
@@ -134,8 +135,8 @@ def _any_signature(signatures: Signatures) -> Signature:
     return next(signature for signature in signatures if signature is not None)
 
 
-def _rows(signature: Signature, index: int) -> int:
-    return int(signature["shapes"][index][0])
+def _rows(signature: Signature) -> int:
+    return int(signature["shapes"][0][0])
 
 
 # --- allreduce -----------------------------------------------------------------------------------
@@ -183,51 +184,42 @@ def _scale(tensor: Tensor, factor: float) -> None:
 # --- reducescatter -------------------------------------------------------------------------------
 
 
-def _split_rows(rows: int, size: int) -> list[int]:
-    """Split rows among ranks; the first ranks get the remainder."""
-    return [rows // size + (rank < rows % size) for rank in range(size)]
-
-
 def _reduce_scatter(group: Any, requests: Sequence[Request], signatures: Signatures) -> None:
     (request,), signature = requests, _any_signature(signatures)
-    op, outputs = signature["op"], []
-    for tensor in request.inputs:
-        # A copy only if it is scaled; otherwise the input is only read.
-        own = tensor.contiguous()
-        if signature["prescale"] != 1:
-            own = own.clone()
-            _scale(own, signature["prescale"])
-        parts = list(own.split(_split_rows(len(own), group.size())))
-        output = torch.empty_like(parts[group.rank()])
-        dist.reduce_scatter(output, parts, _reduce_op(op, own), group)
-        _divide(output, op, group.size())
-        _scale(output, signature["postscale"])
-        outputs.append(output)
-    request.outputs = outputs
+    op, own = signature["op"], request.inputs[0].contiguous()
+    if signature["prescale"] != 1:  # otherwise the input is only read
+        own = own.clone()
+        _scale(own, signature["prescale"])
+    rows, size = len(own), group.size()
+    # The first ranks get the remainder.
+    parts = list(own.split([rows // size + (rank < rows % size) for rank in range(size)]))
+    output = torch.empty_like(parts[group.rank()])
+    dist.reduce_scatter(output, parts, _reduce_op(op, own), group)
+    _divide(output, op, size)
+    _scale(output, signature["postscale"])
+    request.outputs = [output]
 
 
 # --- data movement ------------------------------------------------------------------------------
 
 
 def _all_gather(group: Any, requests: Sequence[Request], signatures: Signatures) -> None:
-    (request,), outputs = requests, []
-    for index, tensor in enumerate(request.inputs):
-        rows = [_rows(signature, index) for signature in signatures if signature is not None]
-        output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
-        dist.all_gather(list(output.split(rows)), tensor.contiguous(), group)
-        outputs.append(output)
-    request.outputs = outputs
+    (request,) = requests
+    (tensor,) = request.inputs
+    rows = [_rows(signature) for signature in signatures if signature is not None]
+    output = tensor.new_empty((sum(rows), *tensor.shape[1:]))
+    dist.all_gather(list(output.split(rows)), tensor.contiguous(), group)
+    request.outputs = [output]
 
 
 def _broadcast(group: Any, requests: Sequence[Request], signatures: Signatures) -> None:
     (target,) = requests[0].buffers()
-    root = group.ranks.index(_any_signature(signatures)["root"])
-    dist.broadcast(target, group=group, group_src=root)
+    dist.broadcast(target, group=group, group_src=_any_signature(signatures)["root"])
 
 
 def _splits(signature: Signature, size: int) -> list[int]:
     """Return the number of rows for each rank."""
-    return signature["splits"] or [_rows(signature, 0) // size] * size
+    return signature["splits"] or [_rows(signature) // size] * size
 
 
 def _all_to_all(group: Any, requests: Sequence[Request], signatures: Signatures) -> None:
@@ -279,7 +271,7 @@ def _check_reduction(signature: Signature, size: int) -> str | None:
 def _check_splits(signature: Signature, size: int) -> str | None:
     if wrong := _check_rows(signature, size):
         return wrong
-    rows, splits = _rows(signature, 0), signature["splits"]
+    rows, splits = _rows(signature), signature["splits"]
     if splits is None:
         if rows % size:
             return f"tensor: expected rows that {size} ranks share evenly, or splits; got {rows}"

@@ -2,74 +2,57 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
-from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpicoll.errors import ArgumentError
+from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.horovod.common.exceptions import HorovodInternalError
+from mpicoll.horovod.torch.basics import size
 from mpicoll.horovod.torch.compression import Compression
-from mpicoll.horovod.torch.implementations import Average, Sum
-from mpicoll.horovod.torch.operations import (
-    Handle,
-    allreduce_async_,
-    grouped_allreduce_async_,
-    sparse_allreduce_async,
-    synchronize,
-)
-from mpicoll.horovod.torch.process_sets import ProcessSet, global_process_set
+from mpicoll.horovod.torch.implementations import Average, Request
+from mpicoll.horovod.torch.mpi_ops import allreduce_async_
 
 __all__ = ["DistributedOptimizer"]
 
 
-class _Begun(NamedTuple):
-    """An operation on gradients. contexts: argument of decompress for each gradient."""
-
-    parameters: list[Tensor]
-    contexts: list[Any]
-    handle: Handle
-
-
 class _Distributed:
-    """Mixin in front of the original optimizer's class.
-
-    ``DistributedOptimizer`` sets _parameter_names, _compression and _groups, the lists of
-    parameters whose gradients are reduced together.
-    """
+    """Mixin in front of the original optimizer's class."""
 
     def _distribute(
-        self: Any, op: str, predivide: float, sparse_as_dense: bool, process_set: ProcessSet
+        self: Any,
+        names: dict[Tensor, str],
+        compression: Any,
+        passes: int,
+        op: str,
+        predivide: float,
+        sparse_as_dense: bool,
     ) -> None:
-        self._op, self._predivide = op, predivide
-        self._as_dense, self._process_set = sparse_as_dense, process_set
-        self._begun: dict[int, list[_Begun]] = {}
+        """Begin to watch the gradients. names: name of each parameter."""
+        self._parameter_names, self._compression, self._op = names, compression, op
+        self._predivide, self._as_dense = predivide, sparse_as_dense
+        #: For each gradient that is being reduced, the context for decompress, and the handle.
+        self._begun: dict[Tensor, tuple[Any, Request]] = {}
         self._synchronized, self._skip = False, False
-        if not process_set.included() or (process_set.size() or 1) == 1:
-            self._groups: list[list[Tensor]] = []
-        self._expect()
-        for index, group in enumerate(self._groups):
-            for p in group:
-                p.register_post_accumulate_grad_hook(partial(self._count, index))
+        self.set_backward_passes_per_step(passes)
+        for p in names:
+            p.register_post_accumulate_grad_hook(self._count)
 
     def _expect(self: Any) -> None:
         """Reset the counts of gradients for the next step."""
         self._left = dict.fromkeys(self._parameter_names, self.backward_passes_per_step)
-        self._waiting = [len(group) for group in self._groups]
 
     def set_backward_passes_per_step(self: Any, passes: int) -> None:
         """Set the number of backward passes per step."""
         self.backward_passes_per_step = passes
         self._expect()
 
-    def _count(self: Any, index: int, p: Tensor) -> None:
-        """Begin to reduce a group after all passes have accumulated its gradients."""
+    def _count(self: Any, p: Tensor) -> None:
+        """Begin to reduce a gradient after all passes have accumulated it."""
         if self._left[p] <= 0:
             raise AssertionError(
                 "DistributedOptimizer: more backward passes than backward_passes_per_step, "
@@ -77,55 +60,41 @@ class _Distributed:
             )
         self._left[p] -= 1
         if self._left[p] == 0:
-            self._waiting[index] -= 1
-            if self._waiting[index] == 0:
-                self._begin(index)
+            self._begin(p)
 
-    def _begin(self: Any, index: int) -> None:
-        begun = self._begun[index] = []
-        dense: list[Tensor] = []
-        for p in self._groups[index]:
-            if p.grad is None:  # other ranks may have a gradient
-                p.grad = torch.zeros_like(p)
-            if p.grad.is_sparse and not self._as_dense:
-                name = self._parameter_names[p]
-                finish = sparse_allreduce_async(p.grad, name, self._op, self._process_set)
-                begun.append(_Begun([p], [None], finish))
-            else:
-                dense.append(p)
-        if not dense:
-            return
-        gradients = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in dense]
-        compressed = [self._compression.compress(gradient) for gradient in gradients]
-        handle = grouped_allreduce_async_(
-            [tensor for tensor, _ in compressed],
-            name=",".join(self._parameter_names[p] for p in dense),
+    def _begin(self: Any, p: Tensor) -> None:
+        if p.grad is None:  # other ranks may have a gradient
+            p.grad = torch.zeros_like(p)
+        gradient, name = p.grad, self._parameter_names[p]
+        if gradient.is_sparse:
+            if not self._as_dense:
+                raise UnsupportedError(
+                    f"DistributedOptimizer: the gradient of {name} is sparse; pass "
+                    "sparse_as_dense=True"
+                )
+            gradient = gradient.to_dense()
+        tensor, context = self._compression.compress(gradient)
+        handle = allreduce_async_(
+            tensor,
+            name=name,
             op=self._op,
             prescale_factor=1 / self._predivide,
             postscale_factor=self._predivide,
-            process_set=self._process_set,
         )
-        begun.append(_Begun(dense, [context for _, context in compressed], handle))
+        self._begun[p] = context, handle
 
     def synchronize(self: Any) -> None:
         """Wait until all gradients are reduced; missing gradients count as zeros."""
-        for index in range(len(self._groups)):
-            if index not in self._begun:
-                self._begin(index)
+        for p in self._parameter_names:
+            if p not in self._begun:
+                self._begin(p)
         try:
-            for each in itertools.chain(*self._begun.values()):
-                outputs = synchronize(each.handle)
-                if isinstance(outputs, Tensor):
-                    outputs = (outputs,)
-                for p, context, output in zip(each.parameters, each.contexts, outputs, strict=True):
-                    if output.is_sparse:
-                        p.grad = output
-                        continue
-                    output = self._compression.decompress(output, context)
-                    if p.grad.is_sparse:
-                        p.grad = output.to_sparse()
-                    elif output is not p.grad:
-                        p.grad.copy_(output)
+            for p, (context, handle) in self._begun.items():
+                output = self._compression.decompress(handle.wait(), context)
+                if p.grad.is_sparse:
+                    p.grad = output.to_sparse()
+                elif output is not p.grad:
+                    p.grad.copy_(output)
         finally:
             self._begun.clear()
             self._expect()
@@ -140,16 +109,17 @@ class _Distributed:
         finally:
             self._skip = False
 
-    def step(self: Any, closure: Any = None) -> Any:
+    def step(self: Any, closure: None = None) -> Any:
         """Step with the reduced gradients.
 
-        closure: the optimizer may call it several times. After each call its gradients are reduced,
-                 unless the closure has called synchronize(), and so is the loss that it returns,
-                 with the same op: an optimizer that uses the loss, such as LBFGS, takes the same
-                 decisions on all ranks.
-
-        Returns the optimizer's result: the reduced loss of the first call of the closure, or None.
+        Raises UnsupportedError (a ValueError) for a closure, which optimizers call between
+        reductions: the ranks would diverge.
         """
+        if closure is not None:
+            raise UnsupportedError(
+                "DistributedOptimizer: step: closure: not supported; compute the gradients with "
+                "backward() before step()"
+            )
         if not self._skip:
             if self._synchronized:
                 warnings.warn(
@@ -159,35 +129,7 @@ class _Distributed:
                 )
             self.synchronize()
         self._synchronized = False
-        if closure is not None and self._groups:
-            closure = partial(self._reduced, closure)
-        result = super().step(closure)  # type: ignore[misc]
-        self._synchronized = False
-        return result
-
-    def _reduced(self: Any, closure: Any) -> Any:
-        """Call a closure, reduce its gradients, and return its reduced loss."""
-        loss = closure()
-        number = isinstance(loss, Real) or (isinstance(loss, Tensor) and loss.numel() == 1)
-        # A rank without a loss contributes zero, because other ranks may have a loss. The same
-        # holds for missing gradients.
-        own = loss.detach() if isinstance(loss, Tensor) else loss
-        value = torch.tensor([float(own) if number else 0.0], dtype=torch.float64)
-        name = f"loss.{next(iter(self._parameter_names.values()))}"
-        handle = allreduce_async_(value, name=name, op=self._op, process_set=self._process_set)
-        # Gradients are already reduced if no rank has accumulated any since.
-        touched = bool(self._begun) or any(
-            left != self.backward_passes_per_step for left in self._left.values()
-        )
-        ranks = torch.tensor([int(touched)])
-        if synchronize(
-            allreduce_async_(ranks, name=f"{name}.touched", op=Sum, process_set=self._process_set)
-        ).item():
-            self.synchronize()
-        synchronize(handle)
-        if not number:
-            return loss
-        return torch.full_like(loss, value.item()) if isinstance(loss, Tensor) else value.item()
+        return super().step()  # type: ignore[misc]
 
     def zero_grad(self: Any, *arguments: Any, **options: Any) -> None:
         """Zero the gradients; raises AssertionError while they are being reduced."""
@@ -199,9 +141,9 @@ class _Distributed:
 
     def load_state_dict(self: Any, *arguments: Any, **options: Any) -> None:
         """Load a state, and discard pending reductions."""
-        for each in itertools.chain(*self._begun.values()):
+        for _, handle in self._begun.values():
             with suppress(HorovodInternalError):  # such as after the loss of a rank
-                synchronize(each.handle)
+                handle.wait()
         self._begun.clear()
         self._expect()
         super().load_state_dict(*arguments, **options)  # type: ignore[misc]
@@ -217,7 +159,6 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: int | list[list[Tensor]] | None = None,
     sparse_as_dense: bool = False,
-    process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Return an optimizer like the given one that steps with gradients of all ranks.
 
@@ -228,12 +169,9 @@ def DistributedOptimizer(
     backward_passes_per_step: passes that accumulate gradients before they are reduced.
     op: as in allreduce.
     gradient_predivide_factor: with Average: divisor of gradients before the sum.
-    groups: lists of parameters whose gradients are reduced in one operation once all are ready, or
-            the number of such lists to form; None or 0: each gradient is reduced once it is ready,
-            fused with other ready gradients.
-    num_groups: deprecated form of ``groups``.
-    sparse_as_dense: reduce sparse gradients as dense gradients.
-    process_set: the ranks whose gradients are reduced.
+    num_groups, groups: ignored: gradients that are ready are fused.
+    sparse_as_dense: reduce sparse gradients as dense gradients; if False, they raise
+        UnsupportedError (a ValueError).
 
     Raises ArgumentError (a ValueError) for invalid arguments.
     """
@@ -262,39 +200,14 @@ def DistributedOptimizer(
     distributed.__dict__.update(
         {name: value for name, value in optimizer.__dict__.items() if name != "step"}
     )
-    with_gradient = [p for p in parameters if p.requires_grad]
-    if num_groups:
-        warnings.warn(
-            f"{where}: num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2
-        )
-    together = _group(with_gradient, num_groups if groups is None else groups)
-    distributed._parameter_names = {tensor: name for name, tensor in named}
-    distributed._compression, distributed._groups = compression, together
-    distributed.backward_passes_per_step = backward_passes_per_step
-    distributed._distribute(op, gradient_predivide_factor, sparse_as_dense, process_set)
+    own = {id(p) for p in parameters if p.requires_grad}
+    reduced = {p: name for name, p in named if id(p) in own and size() > 1}
+    distributed._distribute(
+        reduced,
+        compression,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        sparse_as_dense,
+    )
     return distributed
-
-
-def _group(parameters: list[Tensor], groups: Any) -> list[list[Tensor]]:
-    """Return the parameters in groups; see DistributedOptimizer."""
-    where = "DistributedOptimizer: groups"
-    if isinstance(groups, int):
-        if groups < 0:
-            raise ArgumentError(f"{where}: expected 0 or more, got {groups}")
-        if groups == 0:
-            return [[p] for p in parameters]
-        count = len(parameters)
-        ends = [count * index // groups for index in range(groups + 1)]
-        split = [parameters[a:b] for a, b in itertools.pairwise(ends)]
-        return [group for group in split if group]
-    if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
-        raise ArgumentError(f"{where}: expected a number, or a list of lists of tensors")
-    listed = [p for group in groups for p in group]
-    if not all(isinstance(p, Tensor) for p in listed):
-        raise ArgumentError(f"{where}: expected a number, or a list of lists of tensors")
-    if len({id(p) for p in listed}) < len(listed):
-        raise ArgumentError(f"{where}: expected each parameter once")
-    known = {id(p) for p in parameters}
-    chosen = [[p for p in group if id(p) in known] for group in groups]
-    grouped = {id(p) for p in listed}
-    return [group for group in chosen if group] + [[p] for p in parameters if id(p) not in grouped]

@@ -7,11 +7,14 @@ GPU.
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from machine import no_gpu
+
+sys.path.append(str(Path(__file__).parents[1]))  # tests/whole_jobs.py
 
 KIND = os.environ.get("TEST_MPICOLL_DEVICE", "")
 

@@ -98,9 +98,13 @@ SUITES = (
     Suite("trouble", ["tests/gpu/test_trouble.py"], ["cupy"], ["auto", "staged"]),
     Suite(
         "kernels",
-        [f"tests/gpu/test_{name}.py" for name in ("peer_kernels", "libraries", "kernels")],
+        [
+            f"tests/gpu/test_{name}.py"
+            for name in ("peer_kernels", "libraries", "kernels", "runtime")
+        ],
         ["cupy"], ranks=(0,),
     ),
+    Suite("probes", ["tests/gpu/test_probes.py"], ["cupy"], ranks=(0,)),
     Suite(
         "backend", ["tests/gpu/test_cuda_tensors.py", "tests/gpu/test_cuda_training.py"],
         ["torch"], ["auto", "ipc", "staged", "direct", "nccl"], host="torch",

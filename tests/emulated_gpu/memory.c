@@ -347,7 +347,7 @@ EXPORT cudaError_t cudaFreeHost(void *address)
 
 EXPORT cudaError_t cudaMemGetInfo(size_t *available, size_t *total)
 {
-    cudaError_t error = begin_allocation();
+    cudaError_t error = begin_call();
     *total = device_bytes();
     lock_device();
     *available = *total - used_bytes[current_device()];

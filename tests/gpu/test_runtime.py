@@ -152,8 +152,8 @@ def test_progress_threads_use_the_device_of_the_process(cuda, monkeypatch):
 
 
 def test_calls_that_a_capture_allows(cuda):
-    """Memory may be released, because the garbage collector runs on any thread. CuPy queries the
-    memory at a thread's first launch.
+    """Memory may be released, because the garbage collector runs on any thread, and a captured call
+    may make calls that others must not make.
     """
     cuda.use(0)
     context, stream = DeviceContext(cuda, 0), cupy.cuda.Stream(non_blocking=True)
@@ -164,7 +164,7 @@ def test_calls_that_a_capture_allows(cuda):
         held.clear()
         gc.collect()
         with context.capturing(stream.ptr):
-            cupy.cuda.runtime.memGetInfo()
+            cupy.cuda.runtime.free(cupy.cuda.runtime.malloc(10))
         stream.end_capture()  # raises if the capture is invalid
     context.close()
     del host

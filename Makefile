@@ -120,15 +120,15 @@ test-gpu:  ## the tests that need a GPU, with MPICH and Open MPI; CUDA_MPI=FOLDE
 	        $(if $(CUDA_MPI),cuda-mpi=$(CUDA_MPI)) $(ARGS); }
 
 # tests/emulated_gpu/ runs CuPy's code on the CPU. Each MPI has an environment of its own, without
-# torch, which brings no PTX.
+# torch, which brings no PTX. The device and its compiled kernels are shared.
 EMULATED := cupy-cuda13x cython nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-crt
+EMULATOR := $(CURDIR)/.cache/emulated_gpu
 test-gpu-emulated:  ## the tests that need a GPU, on an emulated device, on 2 ranks; ARGS='--suites kernels'
 	@for mpi in $(GPU_TESTED); do \
-	    venv=.venv-emulated-$$mpi; built=$(CURDIR)/.cache/emulated_gpu/$$mpi; \
+	    venv=.venv-emulated-$$mpi; \
 	    $(MAKE) --no-print-directory environment MPI=$$mpi VENV=$$venv TORCH= && \
 	    $$venv/bin/python -m pip install --quiet --disable-pip-version-check $(EMULATED) && \
-	    $(PYTHON) tests/emulated_gpu/build.py $$venv $$built && ( . $$built/env.sh && \
-	        $$venv/bin/python -m pytest -q tests/emulated_gpu && \
+	    $(PYTHON) tests/emulated_gpu/build.py $$venv $(EMULATOR) && ( . $(EMULATOR)/env.sh && \
 	        $(PYTHON) tests/gpu/run.py $$mpi=$$venv --ranks 2 --timeout 1200 $(ARGS) \
 	    ) || exit 1; done
 

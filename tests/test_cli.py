@@ -9,7 +9,6 @@ import platform
 import re
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -23,12 +22,8 @@ from mpicoll.cli.doctor import Findings, Placement, advise
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.launch.exit_hooks import INTERRUPTED
 from mpicoll.primitives import PRIMITIVES
-from mpicoll.routes.registry import DEVICE
 
 pytest_plugins = ["whole_jobs"]
-
-FAKE = str(Path(__file__).with_name("fake_gpu"))
-TWO_GPUS = {"FAKE_GPU": "nothing", "FAKE_GPUS": "2", "PYTHONPATH": FAKE, "FAKE": FAKE}
 
 # --- the command line ---------------------------------------------------------------------------
 
@@ -143,17 +138,6 @@ def test_hello_on_one_rank(ended: Ended) -> None:
     assert re.fullmatch(line + r"[\w ]+ [\d.]+, no GPU\n", ended.out), ended
 
 
-@job("hello", every_mpi=True, ranks=3, environment=TWO_GPUS)
-def test_hello_on_ranks_with_gpus(ended: Ended) -> None:
-    ended.succeeded()
-    lines = ended.out.splitlines()
-    assert len(lines) == 3, ended
-    for rank, line in enumerate(lines):
-        gpu = rank % 2
-        assert line.startswith(f"rank {rank} of 3 on {socket.gethostname()}, local rank {rank} of")
-        assert line.endswith(f"GPU {gpu} (0000:{gpu:02x}:00.0), device route ipc"), ended
-
-
 @job("hello", environment=SRUN)
 def test_hello_reports_ranks_that_mpi_does_not_have(ended: Ended) -> None:
     assert ended.code == 1 and ended.out == "" and "Traceback" not in ended.err, ended
@@ -212,68 +196,6 @@ def test_doctor_without_shared_memory(ended: Ended) -> None:
     assert routes["all_reduce (bfloat16)"] == "messages over MPI"
     assert not any("shared" in words for words in routes.values())
     assert any("MPICOLL_SHARED_MEMORY=0" in each["text"] for each in found["advice"])
-
-
-CLAIMED = {"FAKE_CLAIM": "1", "PYTHONPATH": FAKE}
-
-
-@job("doctor", every_mpi=True, ranks=2, environment={**CLAIMED, "FAKE_GPU": "crash-reduction"})
-def test_doctor_reports_crashes_of_an_mpi_that_reports_cuda_support(ended: Ended) -> None:
-    assert ended.code == 1, ended
-    words = " ".join(ended.out.split())
-    assert "fake_query: yes; tried between two ranks: transfer ok, reduction crash" in words
-    assert "WRONG: MPI says that it takes device memory (fake_query: yes), but tried" in words
-    assert words.count("Python") == 1, "every rank prints"
-    assert " ipc not used: rank 0: cannot export events and memory" in words, words
-    assert " nccl not used: each of ranks 0, 1 lacks NCCL" in words
-    for name in ("direct", "staged"):
-        assert f" {name} used; the host waits {DEVICE[name].policy.host_waits_for}" in words
-    assert " mpi not used: each of ranks 0, 1 lacks an MPI that sends, receives and" in words
-
-
-#: Two GPUs. The second one is far from all processors.
-TOPOLOGY = """
-import os, pathlib
-root = pathlib.Path(os.environ["XDG_CACHE_HOME"], f"sys{os.getpid()}")
-far = max(os.sched_getaffinity(0)) + 1
-for number, near in (("00", "0-9999"), ("01", str(far))):
-    place = root / f"0000:{number}:00.0"
-    place.mkdir(parents=True)
-    (place / "class").write_text("0x030200")
-    (place / "local_cpulist").write_text(near)
-from mpicoll.cuda import binding
-binding._DEVICES = root
-import runpy
-runpy.run_path(os.path.join(os.environ["FAKE"], "sitecustomize.py"))
-"""
-
-
-@job("doctor", ranks=2, environment=TWO_GPUS, site=TOPOLOGY)
-def test_doctor_warns_of_a_far_gpu(ended: Ended) -> None:
-    assert ended.code == 0, ended
-    words = " ".join(ended.out.split())
-    assert re.search(r"rank 1: GPU 0000:01:00.0 is far from the processors", words)
-    assert "rank 0: GPU" not in words
-
-
-@job("hello", ranks=2, environment=TWO_GPUS, site=TOPOLOGY)
-def test_hello_warns_of_a_far_gpu(ended: Ended) -> None:
-    first, second = ended.out.splitlines()
-    assert first.endswith("device route peer"), ended
-    assert "device route peer; GPU 0000:01:00.0 is far from the processors" in second
-
-
-@job("doctor --json", ranks=2, environment={**CLAIMED, "FAKE_GPU": "nothing",
-     "MPICOLL_DEVICE_ROUTE": "mpi"})  # fmt: skip
-def test_doctor_with_a_forced_device_route(ended: Ended) -> None:
-    found = json.loads(ended.out)
-    assert ended.code == 0 and found["ok"], ended
-    assert {each["capabilities"]["cuda"] for each in found["ranks"]} == {"full"}
-    served = ("broadcast", "all_gather", "all_gather_single", "gather", "scatter", "all_reduce",
-              "reduce")  # fmt: skip
-    assert found["routes"]["device"] == {
-        row.name: "mpi" if row.name in served else "refused" for row in PRIMITIVES if row.output
-    }
 
 
 @job("doctor --json", environment={"MPICOLL_DEVICE_ROUTE": "mpi"})

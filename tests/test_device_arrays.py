@@ -359,3 +359,43 @@ def test_installed_cupy(gpus, dtype):
     assert (found.shape, found.strides, found.dtype.name) == (array.shape, array.strides, dtype)
     assert view(cupy.ndarray((5,), kind, memory + kind.itemsize)).address == ADDRESS + kind.itemsize
     assert view(cupy.ndarray((0, 5), kind, memory)).count == 0
+
+
+# ---- CuPy that cannot be used --------------------------------------------------------------------
+
+
+def install_cupy(monkeypatch, is_hip):
+    cupy = types.ModuleType("cupy")
+    api = types.SimpleNamespace(is_hip=is_hip)
+    cupy.cuda = types.SimpleNamespace(runtime=api, is_available=lambda: True)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+
+
+def test_cupy_for_rocm_raises(monkeypatch):
+    install_cupy(monkeypatch, is_hip=True)
+    with pytest.raises(UnsupportedError, match="built for ROCm, which is not supported"):
+        runtime.Runtime()
+
+
+def test_cupy_without_the_driver_raises(monkeypatch):
+    def absent(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    install_cupy(monkeypatch, is_hip=False)
+    monkeypatch.setattr(ctypes, "CDLL", absent)
+    with pytest.raises(UnsupportedError, match=r"CUDA driver's library, .* libcuda.*cannot"):
+        runtime.Runtime()
+
+
+def test_cupy_import_error_raises(monkeypatch):
+    """CuPy creates its cache folder when it is imported."""
+
+    class Broken:
+        def find_spec(self, name, path=None, target=None):
+            if name == "cupy":
+                raise PermissionError("/root/.cupy")
+
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    with pytest.raises(UnsupportedError, match=r"cannot be loaded.*/root/.cupy"):
+        runtime.Runtime()

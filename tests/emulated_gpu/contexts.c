@@ -13,6 +13,7 @@
 
 struct context {
     int device;
+    int is_active;
 };
 
 static struct context primary[MAX_DEVICES];
@@ -115,6 +116,7 @@ static void set_current(struct context *context)
     }
     depth += depth == 0;
     stack[depth - 1] = context;
+    context->is_active = 1;
 }
 
 cudaError_t ensure_context(void)
@@ -462,6 +464,16 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
     if (!is_device(device))
         return CUDA_ERROR_INVALID_DEVICE;
     *context = (CUcontext)&primary[device];
+    primary[device].is_active = 1;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *is_active)
+{
+    if (!is_device(device))
+        return CUDA_ERROR_INVALID_DEVICE;
+    *flags = 0;
+    *is_active = primary[device].is_active;
     return CUDA_SUCCESS;
 }
 

@@ -30,17 +30,20 @@ extern "C" __global__ void twice(__half *x) { *x = __hadd(*x, *x); }
 """
 
 
-def no_gpu() -> str:
-    """Return why the driver finds no GPU, or "" if it finds one."""
+def find_gpus() -> tuple[int, str]:
+    """Return the number of GPUs that the driver finds, and why it finds none."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        return f"no driver ({error})"
+        return 0, f"no driver ({error})"
     count = ctypes.c_int(0)
     code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    if code or not count.value:
-        return f"the driver finds no GPU (CUDA error {code})"
-    return ""
+    return count.value, "" if count.value else f"the driver finds no GPU (CUDA error {code})"
+
+
+def no_gpu() -> str:
+    """Return why the driver finds no GPU, or "" if it finds one."""
+    return find_gpus()[1]
 
 
 def describe() -> None:

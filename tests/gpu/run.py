@@ -93,9 +93,15 @@ SUITES = (
     Suite("trouble", ["tests/gpu/test_trouble.py"], ["cupy"], ["auto", "staged"]),
     Suite("nodes", ["tests/gpu/test_nodes.py"], ["cupy"], ranks=(2, 4)),
     Suite(
-        "kernels",
-        [f"tests/gpu/test_{name}.py" for name in ("peer_kernels", "libraries", "kernels")],
-        ["cupy"], ranks=(0,),
+        "kernels", ["tests/gpu/test_peer_kernels.py", "tests/gpu/test_kernels.py"], ["cupy"],
+        ranks=(0,),
+    ),
+    *(
+        Suite(name, [f"tests/{files}"], ["cupy"], ranks=(0,))
+        for name, files in (
+            ("runtime", "gpu/test_runtime.py"), ("libraries", "gpu/test_libraries.py"),
+            ("probes", "gpu/test_probes.py"), ("device", "emulated_gpu"),
+        )
     ),
     Suite(
         "backend", ["tests/gpu/test_cuda_tensors.py", "tests/gpu/test_cuda_training.py"],

@@ -1,12 +1,9 @@
-"""Memory pools, a full GPU, messages of unfinished arrays, and contexts of threads.
+"""Memory pools, a full GPU, and messages of unfinished arrays.
 
 Every rank runs every test, on its own GPU if there are enough.
 """
 
 from __future__ import annotations
-
-import ctypes
-import threading
 
 import numpy as np
 import pytest
@@ -114,36 +111,3 @@ def test_messages_are_sent_after_earlier_kernels(n):
         work.wait()
     for one, added in zip(received, (0, 10, 20), strict=True):
         assert (one == left + added).all()
-
-
-def current_context():
-    """Return the address of the thread's current context, or None."""
-    found = ctypes.c_void_p()
-    assert ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(found)) == 0
-    return found.value
-
-
-def test_threads_keep_their_contexts(n):
-    """After a call of the library, a thread has the same context as before, or none."""
-    index, last, seen = cupy.cuda.Device().id, cupy.cuda.runtime.getDeviceCount() - 1, []
-
-    def task():
-        cuda = runtime.get_runtime()
-        seen.append(current_context())
-        with cuda.on(index):
-            memory = cuda.allocate(index, MIB)
-        del memory
-        seen.append(current_context())
-        with cupy.cuda.Device(last):
-            cupy.cuda.runtime.free(0)
-            seen.append(current_context())
-            cuda.synchronize(cuda.record(index, runtime.LEGACY))
-            seen.append(current_context())
-
-    thread = threading.Thread(target=task)
-    thread.start()
-    thread.join()
-    assert len(seen) == 4, "the thread has failed"
-    assert seen[0] is None and seen[1] is None
-    assert seen[2] is not None and seen[3] == seen[2]
-    check_all_reduce(n)

@@ -1,0 +1,259 @@
+"""Probes of MPI with device memory, and the reports of ``doctor`` and ``hello`` about GPUs.
+
+The probes transfer device memory. The faults are those of an MPI that treats it as host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from cli_jobs import Ended, job
+from machine import find_gpus
+
+from mpicoll.cuda.probe import OK, ProbeOutcome, run_probe
+from mpicoll.primitives import PRIMITIVES
+from mpicoll.routes.registry import DEVICE
+
+pytest_plugins = ["whole_jobs"]
+pytestmark = pytest.mark.on_a_gpu
+needs_two_gpus = pytest.mark.skipif(find_gpus()[0] < 2, reason="needs two GPUs")
+
+#: Seconds after which a probe counts as hanging. It takes three to six.
+TIMEOUT_S = 15.0
+
+#: Start of each process. FAULT: see FAULTS. CLAIM=1: MPI reports support for device memory.
+SITE = """
+import os, sys, time
+from types import SimpleNamespace
+fault, _, stage = os.environ.get("FAULT", "").partition("-")
+#: Messages of the transfer stage: two, sent and received.
+TRANSFER_COUNT = 4
+count = 0
+
+def fromaddress(address, nbytes):
+    global count
+    count += 1
+    if stage == ("transfer" if count <= TRANSFER_COUNT else "reduction"):
+        if fault == "crash":
+            address = 4096
+        if fault == "wrong":
+            return buffer.frombuffer(bytearray(nbytes))
+        if fault == "hang":
+            time.sleep(1000)
+        if fault == "error":
+            raise RuntimeError("MPI breaks")
+        if fault == "lost" and MPI.COMM_WORLD.Get_rank() == 1:
+            os._exit(3)
+    return buffer.fromaddress(address, nbytes)
+
+if "-S" not in sys.orig_argv:
+    from mpicoll.cuda import runtime
+    if fault and "mpicoll.cuda.probe" in sys.orig_argv:
+        get_runtime = runtime.get_runtime
+        def patch_mpi():
+            global MPI, buffer
+            from mpi4py import MPI
+            buffer, MPI.buffer = MPI.buffer, SimpleNamespace(fromaddress=fromaddress)
+            return get_runtime()
+        runtime.get_runtime = patch_mpi
+    if os.environ.get("CLAIM"):
+        from mpicoll.cuda import mpi_support
+        mpi_support.SWITCHES = ()
+        mpi_support.QUERIES.clear()
+        mpi_support.QUERIES["query"] = lambda: 1
+"""
+
+#: Faults and the outcome of the probe.
+FAULTS = {
+    "nothing": (OK, OK, OK),
+    "crash-transfer": (OK, "crashed (SIGSEGV)", ""),
+    "wrong-transfer": (OK, "moved wrong data", ""),
+    "crash-reduction": (OK, OK, "crashed (SIGSEGV)"),
+    "hang-reduction": (OK, OK, "hung"),
+    "error-reduction": (OK, OK, "failed: RuntimeError: MPI breaks"),
+    "lost-reduction": (OK, OK, "crashed (exit code 3)"),
+    "no GPU": ("failed: UnsupportedError: arrays on a GPU: CuPy finds no GPU on this host", "", ""),
+}
+#: Marks the processes of the probes.
+MARK = f"probes of {os.getpid()}"
+LIBRARY = subprocess.run(
+    [sys.executable, "-c", "import mpi4py; mpi4py.rc.initialize = False\n"
+     "from mpi4py import MPI; from mpicoll.launch.mpi_library import find_library\n"
+     "print(MPI.get_vendor()[0]); print(find_library())"],
+    stdout=subprocess.PIPE, text=True, check=False,
+).stdout.splitlines()  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Variables of processes that run SITE."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "sitecustomize.py").write_text(SITE)
+    paths = [str(folder), os.environ.get("PYTHONPATH", "")]
+    own = {"PYTHONPATH": os.pathsep.join(paths), "MARK": MARK, "XDG_CACHE_HOME": str(folder)}
+    return os.environ | own
+
+
+@pytest.fixture(scope="module")
+def probes(environment):
+    """Outcome and seconds of a probe with each fault."""
+
+    def one(fault):
+        start = time.monotonic()
+        own = {"CUDA_VISIBLE_DEVICES": ""} if fault == "no GPU" else {"FAULT": fault}
+        library = Path(LIBRARY[1])
+        found = run_probe(LIBRARY[0] == "Open MPI", library, TIMEOUT_S, environment | own)
+        return found, time.monotonic() - start
+
+    with ThreadPoolExecutor(3) as pool:
+        yield dict(zip(FAULTS, pool.map(one, FAULTS), strict=True))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_probe_reports_the_fault(fault, probes):
+    found, seconds = probes[fault]
+    assert found == ProbeOutcome(2, *FAULTS[fault])
+    if fault != "hang-reduction":
+        assert seconds < TIMEOUT_S, "ended by the timeout"
+
+
+def test_probes_leave_no_process(probes):
+    deadline = time.monotonic() + 10  # for killed processes to exit
+    while (left := processes_of_probes()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+
+def processes_of_probes():
+    left = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            left += [path] if MARK.encode() in path.read_bytes() else []
+    return left
+
+
+def test_probe_uses_one_rank_if_two_cannot_be_started(monkeypatch, environment):
+    """As with an Open MPI without mpirun."""
+    monkeypatch.setattr("mpicoll.cuda.probe._mpirun", lambda *_: None)
+    found = run_probe(True, Path(LIBRARY[1]), TIMEOUT_S, environment)
+    assert found == ProbeOutcome(1, OK, OK, OK)
+
+
+PROBE = """
+import mpicoll as dist
+dist.init_process_group()
+from mpicoll.cuda import capabilities, mpi_support, probe
+mpi_support.SWITCHES = ()  # some libraries support device memory only on request
+probes = []
+def run_probe(*arguments):
+    probes.append(arguments)
+    return probe.ProbeOutcome(2, "ok", "ok", "ok")
+probe.run_probe = run_probe
+for may_probe in False, True, True:
+    found = capabilities.discover(may_probe)
+    print(found.cuda.name, len(found.gpus), found.settled, len(probes), found.why, sep="|")
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"CLAIM": "1"},
+         ["TRANSFER|1|False|0|query: yes; not tried"]
+         + ["FULL|1|True|1|query: yes; tried between two ranks: transfer ok, reduction ok"] * 2),
+        ({"CLAIM": "1", "MPICOLL_CUDA_AWARE": "none"},
+         ["NONE|1|True|0|MPICOLL_CUDA_AWARE=none"] * 3),
+        ({"MPICOLL_CUDA_AWARE": ""}, ["NONE|1|True|0|MPIX_Query_cuda_support"] * 3),
+    ],
+)  # fmt: skip
+def test_discover_probes_once_if_needed(environment, variables, expected, tmp_path):
+    own = {"XDG_CACHE_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], env=environment | own | variables,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3, done
+    assert all(line.startswith(want) for line, want in zip(lines, expected, strict=True)), done
+
+
+# ---- python -m mpicoll ---------------------------------------------------------------------------
+
+
+@job("doctor", ranks=2, site=SITE, environment={"CLAIM": "1", "FAULT": "crash-reduction"})
+def test_doctor_reports_crashes_of_an_mpi_that_reports_cuda_support(ended: Ended) -> None:
+    assert ended.code == 1, ended
+    words = " ".join(ended.out.split())
+    assert "query: yes; tried between two ranks: transfer ok, reduction crash" in words
+    assert "WRONG: MPI says that it takes device memory (query: yes), but tried" in words
+    assert words.count("Python") == 1, "every rank prints"
+    for name in ("peer", "staged"):
+        assert f" {name} used; the host waits {DEVICE[name].policy.host_waits_for}" in words
+    assert " mpi not used: each of ranks 0, 1 lacks an MPI that sends, receives and" in words
+
+
+@job("doctor --json", ranks=2, site=SITE, environment={"CLAIM": "1", "MPICOLL_DEVICE_ROUTE": "mpi"})
+def test_doctor_with_a_forced_device_route(ended: Ended) -> None:
+    found = json.loads(ended.out)
+    assert ended.code == 0 and found["ok"], ended
+    assert {each["capabilities"]["cuda"] for each in found["ranks"]} == {"full"}
+    served = ("broadcast", "all_gather", "all_gather_single", "gather", "scatter", "all_reduce",
+              "reduce")  # fmt: skip
+    assert found["routes"]["device"] == {
+        row.name: "mpi" if row.name in served else "refused" for row in PRIMITIVES if row.output
+    }
+
+
+#: Two GPUs. The second one is far from all processors.
+TOPOLOGY = """
+import os, pathlib, sys
+if "-S" not in sys.orig_argv:
+    from mpicoll.cuda import binding, runtime
+    root = pathlib.Path(os.environ["XDG_CACHE_HOME"], f"sys{os.getpid()}")
+    far = max(os.sched_getaffinity(0)) + 1
+    for number, near in (("00", "0-9999"), ("01", str(far))):
+        place = root / f"0000:{number}:00.0"
+        place.mkdir(parents=True)
+        (place / "class").write_text("0x030200")
+        (place / "local_cpulist").write_text(near)
+    binding._DEVICES = root
+    runtime.Runtime.pci_bus_id = lambda self, index: f"0000:{index:02x}:00.0"
+"""
+
+
+@needs_two_gpus
+@job("doctor", ranks=2, site=TOPOLOGY, environment={"MPICOLL_CUDA_AWARE": "none"})
+def test_doctor_warns_of_a_far_gpu(ended: Ended) -> None:
+    assert ended.code == 0, ended
+    words = " ".join(ended.out.split())
+    assert re.search(r"rank 1: GPU 0000:01:00.0 is far from the processors", words)
+    assert "rank 0: GPU" not in words
+
+
+@needs_two_gpus
+@job("hello", ranks=2, site=TOPOLOGY)
+def test_hello_warns_of_a_far_gpu(ended: Ended) -> None:
+    first, second = ended.out.splitlines()
+    assert first.endswith("device route peer"), ended
+    assert "device route peer; GPU 0000:01:00.0 is far from the processors" in second
+
+
+@needs_two_gpus
+@job("hello", ranks=3, site=TOPOLOGY)
+def test_hello_on_ranks_that_share_gpus(ended: Ended) -> None:
+    ended.succeeded()
+    lines = ended.out.splitlines()
+    assert len(lines) == 3, ended
+    for rank, line in enumerate(lines):
+        assert line.startswith(f"rank {rank} of 3 on {socket.gethostname()}, local rank {rank} of")
+        assert f"GPU {rank % 2} (0000:{rank % 2:02x}:00.0 " in line, ended

@@ -14,7 +14,7 @@ import pytest
 
 from mpicoll import control_messages
 from mpicoll.cuda import mpi_support, probe_cache
-from mpicoll.cuda.capabilities import Capabilities, CudaSupport, judge
+from mpicoll.cuda.capabilities import Capabilities, judge
 from mpicoll.cuda.probe import OK, ProbeOutcome
 from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
 from mpicoll.kernels import library
@@ -22,9 +22,7 @@ from mpicoll.launch.launchers import is_launcher_variable
 from mpicoll.routes.device.eligibility import eligible_routes, forced_route
 
 
-def rank(
-    cuda: CudaSupport = CudaSupport.NONE, gpus: int = 1, node: str = "a", **more: str
-) -> Capabilities:
+def rank(cuda: bool = False, gpus: int = 1, node: str = "a", **more: str) -> Capabilities:
     """Return the capabilities of a rank."""
     names = tuple(f"gpu-{i}" for i in range(gpus))
     no_gpu = "" if gpus else "none here"
@@ -33,23 +31,21 @@ def rank(
     )
 
 
-KINDS = list(itertools.product(CudaSupport, (0, 2), "ab"))
+KINDS = list(itertools.product((False, True), (0, 2), "ab"))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_eligible_routes_are_supported_by_all_ranks(n):
     for kinds in itertools.product(KINDS, repeat=n):
-        levels, gpus, nodes = zip(*kinds, strict=True)
+        support, gpus, nodes = zip(*kinds, strict=True)
         expected = ["ipc"] if len(set(nodes)) == 1 and 0 not in gpus else []
         if 1 < len(set(nodes)) < n and 0 not in gpus:
             expected.append("hierarchical")
-        worst = [level.name for level in levels]
-        if "NONE" not in worst:
+        if all(support):
             expected.append("direct")
-            expected += ["mpi"] if "TRANSFER" not in worst else []
         found = eligible_routes([rank(*kind) for kind in kinds])
         assert found == (*expected, "staged"), kinds
-        for name in ("hierarchical", "ipc", "direct", "mpi", "staged"):
+        for name in ("hierarchical", "ipc", "direct", "staged"):
             if name in found:
                 assert eligible_routes([rank(*kind) for kind in kinds], name) == (name,)
             else:
@@ -58,11 +54,10 @@ def test_eligible_routes_are_supported_by_all_ranks(n):
 
 
 def test_error_of_a_forced_route_names_requirement_and_ranks():
-    ranks = [rank(CudaSupport.FULL), rank(), rank(CudaSupport.TRANSFER, 0, "b"), rank()]
+    ranks = [rank(True), rank(), rank(True, 0, "b"), rank()]
     message = "direct: each of ranks 1, 3 lacks an MPI that sends and receives device memory (as"
     for forced, words in {
         "direct": [message],
-        "mpi": ["reduces device memory", "ranks 1, 2, 3"],
         "ipc": ["rank 2 lacks a GPU (none here)", "rank 2 is on another node than rank 0"],
         "nccl": ["NCCL"],
     }.items():
@@ -81,7 +76,7 @@ def test_forced_route_must_be_equal_on_all_ranks():
         forced_route([rank(forced="ipc"), rank()])
 
 
-@pytest.mark.parametrize("own", [rank(), rank(CudaSupport.FULL, 3, "b", problem="p", forced="ipc")])
+@pytest.mark.parametrize("own", [rank(), rank(True, 3, "b", problem="p", forced="ipc")])
 def test_capabilities_as_control_message(own):
     assert control_messages.decode(control_messages.encode(own), Capabilities, 0) == own
 
@@ -125,18 +120,14 @@ def test_disabled_switch_of_the_mpi_library(version, environment, name):
 @pytest.mark.parametrize(
     ("claims", "outcome", "cuda", "problem"),
     [
-        ((), None, CudaSupport.NONE, ""),
-        (("q",), None, CudaSupport.TRANSFER, ""),
-        (("q",), ProbeOutcome(2, OK, OK, OK), CudaSupport.FULL, ""),
-        ((), ProbeOutcome(2, OK, OK, OK), CudaSupport.FULL, ""),
-        (("q",), ProbeOutcome(2, OK, OK, "crashed (SIGSEGV)"), CudaSupport.TRANSFER,
-         "reduction crashed"),
-        ((), ProbeOutcome(2, OK, OK, "crashed (SIGSEGV)"), CudaSupport.TRANSFER, ""),
-        (("q",), ProbeOutcome(1, OK, "hung", ""), CudaSupport.NONE,
-         "tried on one rank: transfer hung"),
-        ((), ProbeOutcome(2, OK, "crashed (SIGSEGV)", ""), CudaSupport.NONE, ""),
-        (("q",), ProbeOutcome(1, "failed: no GPU", "", ""), CudaSupport.TRANSFER, ""),
-        ((), ProbeOutcome(1, "failed: no GPU", "", ""), CudaSupport.NONE, ""),
+        ((), None, False, ""),
+        (("q",), None, True, ""),
+        (("q",), ProbeOutcome(2, OK, OK), True, ""),
+        ((), ProbeOutcome(2, OK, OK), True, ""),
+        (("q",), ProbeOutcome(1, OK, "hung"), False, "tried on one rank: transfer hung"),
+        ((), ProbeOutcome(2, OK, "crashed (SIGSEGV)"), False, ""),
+        (("q",), ProbeOutcome(1, "failed: no GPU", ""), True, ""),
+        ((), ProbeOutcome(1, "failed: no GPU", ""), False, ""),
     ],
 )  # fmt: skip
 def test_judge(claims, outcome, cuda, problem):
@@ -159,7 +150,7 @@ def test_ucx_with_cuda_is_detected_by_its_files(tmp_path):
 
 
 def test_failed_transfers_by_ucx_have_a_remedy(monkeypatch):
-    failed, right = ProbeOutcome(2, OK, "moved wrong data", ""), ProbeOutcome(2, OK, OK, OK)
+    failed, right = ProbeOutcome(2, OK, "moved wrong data"), ProbeOutcome(2, OK, OK)
     monkeypatch.setattr(mpi_support, "has_ucx_cuda", lambda: False)
     assert judge(rank(), (), failed).remedy == ""
     monkeypatch.setattr(mpi_support, "has_ucx_cuda", lambda: True)
@@ -170,7 +161,7 @@ def test_failed_transfers_by_ucx_have_a_remedy(monkeypatch):
 
 
 KEY = {"version": "1", "settings": {"UCX_TLS": "all"}}
-OUTCOME = ProbeOutcome(2, OK, OK, "hung")
+OUTCOME = ProbeOutcome(2, OK, "hung")
 
 
 @pytest.fixture
@@ -190,7 +181,7 @@ def test_cached_outcome_is_used_for_the_same_key(cache):
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "null", '{"key": 1}', "\xff", '{"key": KEY}', '{"key": KEY, "outcome": {}}',
-     '{"key": KEY, "outcome": {"ranks": 2, "began": 1, "transfer": "ok", "reduction": "ok"}}'],
+     '{"key": KEY, "outcome": {"ranks": 2, "began": 1, "transfer": "ok"}}'],
 )  # fmt: skip
 def test_invalid_cache_file_is_ignored(cache, text):
     probe_cache.store(KEY, OUTCOME)
@@ -209,7 +200,7 @@ def test_unwritable_cache_is_ignored(monkeypatch, tmp_path):
 
 
 def test_outcome_without_a_started_probe_is_not_cached(cache):
-    probe_cache.store(KEY, ProbeOutcome(2, "failed: no GPU", "", ""))
+    probe_cache.store(KEY, ProbeOutcome(2, "failed: no GPU", ""))
     assert not cache.exists()
 
 
@@ -234,14 +225,14 @@ import mpicoll as dist
 dist.init_process_group()
 from mpicoll.cuda import capabilities
 found = capabilities.discover(probes=True)
-print(found.cuda.name, len(found.gpus), found.settled, found.why, sep="|")
+print(found.cuda, len(found.gpus), found.settled, found.why, sep="|")
 """
 
 
 @pytest.mark.any_mpi
 @pytest.mark.parametrize(
     ("override", "expected"),
-    [("", "NONE|0|True|there is no GPU"), ("Full", "FULL|0|True|MPICOLL_CUDA_AWARE=Full")],
+    [("", "False|0|True|there is no GPU"), ("1", "True|0|True|MPICOLL_CUDA_AWARE=1")],
 )
 def test_discover_without_a_gpu(override, expected):
     done = subprocess.run(

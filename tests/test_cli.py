@@ -198,12 +198,12 @@ def test_doctor_without_shared_memory(ended: Ended) -> None:
     assert any("MPICOLL_SHARED_MEMORY=0" in each["text"] for each in found["advice"])
 
 
-@job("doctor --json", environment={"MPICOLL_DEVICE_ROUTE": "mpi"})
+@job("doctor --json", environment={"MPICOLL_DEVICE_ROUTE": "direct"})
 def test_doctor_reports_an_unavailable_device_route(ended: Ended) -> None:
     found = json.loads(ended.out)
     assert ended.code == 1 and not found["ok"], ended
     (advice,) = [each["text"] for each in found["advice"] if each["wrong"]]
-    assert advice.startswith("MPICOLL_DEVICE_ROUTE=mpi: rank 0 lacks an MPI that")
+    assert advice.startswith("MPICOLL_DEVICE_ROUTE=direct: rank 0 lacks an MPI that")
 
 
 MISSPELT = {"MPICOLL_CUDA_AWARE": "perhaps", "MPICOLL_SHARED_MEM": "0", "MPICOLL_DEBUG": "INFO",

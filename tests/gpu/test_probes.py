@@ -35,25 +35,19 @@ TIMEOUT_S = 15.0
 SITE = """
 import os, sys, time
 from types import SimpleNamespace
-fault, _, stage = os.environ.get("FAULT", "").partition("-")
-#: Messages of the transfer stage: two, sent and received.
-TRANSFER_COUNT = 4
-count = 0
+fault = os.environ.get("FAULT", "")
 
 def fromaddress(address, nbytes):
-    global count
-    count += 1
-    if stage == ("transfer" if count <= TRANSFER_COUNT else "reduction"):
-        if fault == "crash":
-            address = 4096
-        if fault == "wrong":
-            return buffer.frombuffer(bytearray(nbytes))
-        if fault == "hang":
-            time.sleep(1000)
-        if fault == "error":
-            raise RuntimeError("MPI breaks")
-        if fault == "lost" and MPI.COMM_WORLD.Get_rank() == 1:
-            os._exit(3)
+    if fault == "crash":
+        address = 4096
+    if fault == "wrong":
+        return buffer.frombuffer(bytearray(nbytes))
+    if fault == "hang":
+        time.sleep(1000)
+    if fault == "error":
+        raise RuntimeError("MPI breaks")
+    if fault == "lost" and MPI.COMM_WORLD.Get_rank() == 1:
+        os._exit(3)
     return buffer.fromaddress(address, nbytes)
 
 if "-S" not in sys.orig_argv:
@@ -75,14 +69,13 @@ if "-S" not in sys.orig_argv:
 
 #: Faults and the outcome of the probe.
 FAULTS = {
-    "nothing": (OK, OK, OK),
-    "crash-transfer": (OK, "crashed (SIGSEGV)", ""),
-    "wrong-transfer": (OK, "moved wrong data", ""),
-    "crash-reduction": (OK, OK, "crashed (SIGSEGV)"),
-    "hang-reduction": (OK, OK, "hung"),
-    "error-reduction": (OK, OK, "failed: RuntimeError: MPI breaks"),
-    "lost-reduction": (OK, OK, "crashed (exit code 3)"),
-    "no GPU": ("failed: UnsupportedError: arrays on a GPU: CuPy finds no GPU on this host", "", ""),
+    "nothing": (OK, OK),
+    "crash": (OK, "crashed (SIGSEGV)"),
+    "wrong": (OK, "moved wrong data"),
+    "hang": (OK, "hung"),
+    "error": (OK, "failed: RuntimeError: MPI breaks"),
+    "lost": (OK, "crashed (exit code 3)"),
+    "no GPU": ("failed: UnsupportedError: arrays on a GPU: CuPy finds no GPU on this host", ""),
 }
 #: Marks the processes of the probes.
 MARK = f"probes of {os.getpid()}"
@@ -123,7 +116,7 @@ def probes(environment):
 def test_probe_reports_the_fault(fault, probes):
     found, seconds = probes[fault]
     assert found == ProbeOutcome(2, *FAULTS[fault])
-    if fault != "hang-reduction":
+    if fault != "hang":
         assert seconds < TIMEOUT_S, "ended by the timeout"
 
 
@@ -146,7 +139,7 @@ def test_probe_uses_one_rank_if_two_cannot_be_started(monkeypatch, environment):
     """As with an Open MPI without mpirun."""
     monkeypatch.setattr("mpicoll.cuda.probe._mpirun", lambda *_: None)
     found = run_probe(True, Path(LIBRARY[1]), TIMEOUT_S, environment)
-    assert found == ProbeOutcome(1, OK, OK, OK)
+    assert found == ProbeOutcome(1, OK, OK)
 
 
 PROBE = """
@@ -157,11 +150,11 @@ mpi_support.SWITCHES = ()  # some libraries support device memory only on reques
 probes = []
 def run_probe(*arguments):
     probes.append(arguments)
-    return probe.ProbeOutcome(2, "ok", "ok", "ok")
+    return probe.ProbeOutcome(2, "ok", "ok")
 probe.run_probe = run_probe
 for may_probe in False, True, True:
     found = capabilities.discover(may_probe)
-    print(found.cuda.name, len(found.gpus), found.settled, len(probes), found.why, sep="|")
+    print(found.cuda, len(found.gpus), found.settled, len(probes), found.why, sep="|")
 """
 
 
@@ -169,11 +162,10 @@ for may_probe in False, True, True:
     ("variables", "expected"),
     [
         ({"CLAIM": "1"},
-         ["TRANSFER|1|False|0|query: yes; not tried"]
-         + ["FULL|1|True|1|query: yes; tried between two ranks: transfer ok, reduction ok"] * 2),
-        ({"CLAIM": "1", "MPICOLL_CUDA_AWARE": "none"},
-         ["NONE|1|True|0|MPICOLL_CUDA_AWARE=none"] * 3),
-        ({"MPICOLL_CUDA_AWARE": ""}, ["NONE|1|True|0|MPIX_Query_cuda_support"] * 3),
+         ["True|1|False|0|query: yes; not tried"]
+         + ["True|1|True|1|query: yes; tried between two ranks: transfer ok"] * 2),
+        ({"CLAIM": "1", "MPICOLL_CUDA_AWARE": "0"}, ["False|1|True|0|MPICOLL_CUDA_AWARE=0"] * 3),
+        ({"MPICOLL_CUDA_AWARE": ""}, ["False|1|True|0|MPIX_Query_cuda_support"] * 3),
     ],
 )  # fmt: skip
 def test_discover_probes_once_if_needed(environment, variables, expected, tmp_path):
@@ -190,27 +182,28 @@ def test_discover_probes_once_if_needed(environment, variables, expected, tmp_pa
 # ---- python -m mpicoll ---------------------------------------------------------------------------
 
 
-@job("doctor", ranks=2, site=SITE, environment={"CLAIM": "1", "FAULT": "crash-reduction"})
+@job("doctor", ranks=2, site=SITE, environment={"CLAIM": "1", "FAULT": "crash"})
 def test_doctor_reports_crashes_of_an_mpi_that_reports_cuda_support(ended: Ended) -> None:
     assert ended.code == 1, ended
     words = " ".join(ended.out.split())
-    assert "query: yes; tried between two ranks: transfer ok, reduction crash" in words
+    assert "query: yes; tried between two ranks: transfer crash" in words
     assert "WRONG: MPI says that it takes device memory (query: yes), but tried" in words
     assert words.count("Python") == 1, "every rank prints"
     for name in ("peer", "staged"):
         assert f" {name} used; the host waits {DEVICE[name].policy.host_waits_for}" in words
-    assert " mpi not used: each of ranks 0, 1 lacks an MPI that sends, receives and" in words
+    assert " direct not used: each of ranks 0, 1 lacks an MPI that sends and receives" in words
 
 
-@job("doctor --json", ranks=2, site=SITE, environment={"CLAIM": "1", "MPICOLL_DEVICE_ROUTE": "mpi"})
+@needs_two_gpus
+@job(
+    "doctor --json", ranks=2, site=SITE, environment={"CLAIM": "1", "MPICOLL_DEVICE_ROUTE": "peer"}
+)
 def test_doctor_with_a_forced_device_route(ended: Ended) -> None:
     found = json.loads(ended.out)
     assert ended.code == 0 and found["ok"], ended
-    assert {each["capabilities"]["cuda"] for each in found["ranks"]} == {"full"}
-    served = ("broadcast", "all_gather", "all_gather_single", "gather", "scatter", "all_reduce",
-              "reduce")  # fmt: skip
+    served = DEVICE["peer"].serves.primitives
     assert found["routes"]["device"] == {
-        row.name: "mpi" if row.name in served else "refused" for row in PRIMITIVES if row.output
+        row.name: "peer" if row.name in served else "refused" for row in PRIMITIVES if row.output
     }
 
 
@@ -232,7 +225,7 @@ if "-S" not in sys.orig_argv:
 
 
 @needs_two_gpus
-@job("doctor", ranks=2, site=TOPOLOGY, environment={"MPICOLL_CUDA_AWARE": "none"})
+@job("doctor", ranks=2, site=TOPOLOGY, environment={"MPICOLL_CUDA_AWARE": "0"})
 def test_doctor_warns_of_a_far_gpu(ended: Ended) -> None:
     assert ended.code == 0, ended
     words = " ".join(ended.out.split())

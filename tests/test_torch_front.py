@@ -621,7 +621,9 @@ def test_ranks_of_several_nodes_connect_to_rank_0(tmp_path):
     """Two names of one machine count as two nodes."""
     if VENDOR != "MPICH":
         pytest.skip("MPICH's mpiexec starts ranks on other names of this machine without ssh")
-    nodes = [*MPIEXEC, "-launcher", "fork", "-hosts", "127.0.0.1,localhost", "-n", "2"]
+    store = ["-genv", "MASTER_ADDR", "127.0.0.1", "-genv", "MASTER_PORT", "29731"]
+    hosts = ["-launcher", "fork", "-hosts", "127.0.0.1,localhost"]
+    nodes = [*MPIEXEC, *store, *hosts, "-n", "2"]
     done = mpicoll_run(TORCHRUN_SCRIPT, tmp_path, nodes, "train.py")
     lines = [line.replace("0 2 1 [", "0 2 2 [") for line in sorted(output_of(done).splitlines())]
     assert lines == [line.replace("1 1 2", "1 0 2") for line in expected_lines("gloo")]

@@ -314,15 +314,19 @@ class Arrays:
 
     @contextlib.contextmanager
     def full(self, left: int) -> Iterator[None]:
-        """Allocate memory until less than ``left`` bytes can be allocated on the first device."""
+        """Allocate memory until about ``left`` bytes, from half to one and a half times as many,
+        can be allocated on the first device.
+        """
         self.release()
         held, size = [], 16 << 30
         with cupy.cuda.Device(0):
+            reserve = cupy.cuda.Memory(left // 2)
             while size >= left:
                 try:
                     held.append(cupy.cuda.Memory(size))
                 except cupy.cuda.runtime.CUDARuntimeError:
                     size //= 2
+        del reserve
         try:
             yield
         finally:

@@ -477,11 +477,6 @@ EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
-{
-    return is_device(device) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
-}
-
 EXPORT CUresult cuCtxGetCurrent(CUcontext *context)
 {
     *context = depth ? (CUcontext)stack[depth - 1] : NULL;

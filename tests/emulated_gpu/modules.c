@@ -124,13 +124,6 @@ EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image)
     return result ? result : load_module(module, image);
 }
 
-EXPORT CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned count,
-                                   CUjit_option *options, void **values)
-{
-    (void)count, (void)options, (void)values;
-    return cuModuleLoadData(module, image);
-}
-
 EXPORT CUresult cuModuleLoad(CUmodule *module, const char *path)
 {
     return load_file(module, path);
@@ -200,18 +193,6 @@ EXPORT CUresult cuKernelGetFunction(CUfunction *function, CUkernel kernel)
 EXPORT CUresult cuFuncLoad(CUfunction function)
 {
     return function ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
-}
-
-EXPORT CUresult cuFuncIsLoaded(CUfunctionLoadingState *state, CUfunction function)
-{
-    *state = CU_FUNCTION_LOADING_STATE_LOADED;
-    return cuFuncLoad(function);
-}
-
-EXPORT CUresult cuFuncGetModule(CUmodule *module, CUfunction function)
-{
-    *module = function->module;
-    return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuFuncGetName(const char **name, CUfunction function)

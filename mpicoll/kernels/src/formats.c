@@ -108,6 +108,45 @@ F16C static void add_f16c(const void *left, const void *right, void *out, float 
     add_loop_float16(a, b, to, divisor, count);
 }
 
+/* Compilers use vectors of half the width for the bfloat16 loop, unless a flag for the whole file
+ * says otherwise. */
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
+
+AVX512 static __m512i rounded_to_bfloat16(__m512 sum)
+{
+    const __m512i bits = _mm512_castps_si512(sum), quiet = _mm512_set1_epi32(QUIET_NAN >> 16);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
+    return _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q), quiet);
+}
+
+/* Processes two elements in 32 bits: the upper half is a float32 once the lower half is cleared,
+ * and the lower half once it is shifted up. */
+AVX512 static void add_bfloat16_avx512(const void *left, const void *right, void *out,
+                                       float divisor, size_t count)
+{
+    const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
+    const __m512 divisors = _mm512_set1_ps(divisor);
+    const word16 *a = left, *b = right;
+    word16 *to = out;
+    for (; count >= 32; count -= 32, a += 32, b += 32, to += 32) {
+        const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
+        __m512 high = _mm512_add_ps(_mm512_castsi512_ps(_mm512_and_si512(x, upper)),
+                                    _mm512_castsi512_ps(_mm512_and_si512(y, upper)));
+        __m512 low = _mm512_add_ps(_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)),
+                                   _mm512_castsi512_ps(_mm512_slli_epi32(y, 16)));
+        if (divisor != 1) {
+            high = _mm512_div_ps(high, divisors);
+            low = _mm512_div_ps(low, divisors);
+        }
+        _mm512_storeu_si512(to,
+                            _mm512_or_si512(_mm512_slli_epi32(rounded_to_bfloat16(high), 16),
+                                            rounded_to_bfloat16(low)));
+    }
+    add_loop_bfloat16(a, b, to, divisor, count);
+}
+
 __attribute__((constructor)) static void choose(void)
 {
     __builtin_cpu_init();
@@ -116,6 +155,8 @@ __attribute__((constructor)) static void choose(void)
     narrow_formats[INDEX_float16].widen = widen_f16c;
     narrow_formats[INDEX_float16].narrow = narrow_f16c;
     narrow_formats[INDEX_float16].add = add_f16c;
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+        narrow_formats[INDEX_bfloat16].add = add_bfloat16_avx512;
 }
 #endif
 

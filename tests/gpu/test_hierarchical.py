@@ -14,7 +14,6 @@ import pytest
 
 pytest.importorskip("cupy")
 
-pytest.importorskip("device_arrays", reason="run it with make test-gpu")
 import real
 from device_arrays import forced
 from driver import NAMES, Exact, check_same_bits, legal_operations
@@ -27,7 +26,7 @@ from mpicoll.cuda import capabilities
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
-from mpicoll.routes.device import hierarchical, ipc
+from mpicoll.routes.device import hierarchical
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size < 3, reason="needs three ranks")
 
@@ -58,9 +57,8 @@ def arrays():
     with pytest.MonkeyPatch.context() as patch, forced("auto"):
         patch.setattr(hierarchical, "CHUNK", 4096)
         patch.setattr(hierarchical, "LINE", 64)
-        for limits in (ROUTE.policy.min_bytes, ipc.ROUTE.policy.min_bytes):
-            for name in limits:
-                patch.setitem(limits, name, 1)
+        for name in ROUTE.policy.min_bytes:
+            patch.setitem(ROUTE.policy.min_bytes, name, 1)
         dist.init_process_group(timeout=60)
         yield made
         dist.destroy_process_group()

@@ -9,8 +9,6 @@ import pytest
 
 pytest.importorskip("cupy")
 import cupy
-
-pytest.importorskip("device_arrays", reason="run it with make test-gpu")
 import real
 from device_arrays import forced
 from mpi4py import MPI
@@ -205,7 +203,7 @@ def test_captured_large_calls_use_peer(n, me):
     """Needs one GPU per rank."""
     with forced("auto"):
         group = dist.new_group()
-        stream, count = cupy.cuda.Stream(non_blocking=True), ipc.MIN_BYTES // 2
+        stream, count = cupy.cuda.Stream(non_blocking=True), 50_000
         with stream:
             given, output = values(count, me), cupy.empty((n, count), cupy.float32)
             dist.all_gather_single(output, given, group=group)

@@ -19,8 +19,6 @@ import pytest
 
 pytest.importorskip("cupy")
 import cupy
-
-pytest.importorskip("device_arrays", reason="run it with make test-gpu")
 import real
 from device_arrays import forced
 from driver import MOVES, NAMES, REDUCTIONS, legal_operations

@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("cupy")
 
-pytest.importorskip("device_arrays", reason="run it with make test-gpu")
 import real
 from device_arrays import forced
 from mpi4py import MPI

@@ -15,8 +15,6 @@ import pytest
 
 pytest.importorskip("cupy")
 import cupy
-
-pytest.importorskip("device_arrays", reason="run it with make test-gpu")
 from device_arrays import forced, routes
 from mpi4py import MPI
 from real import SHORT_NS, late, made

@@ -10,8 +10,6 @@ import pytest
 
 pytest.importorskip("cupy")
 import cupy
-
-pytest.importorskip("device_arrays", reason="run it with make test-gpu")
 import real
 from device_arrays import forced, routes
 from mpi4py import MPI

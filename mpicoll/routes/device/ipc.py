@@ -72,9 +72,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ROUTE"]
 
-#: Minimum size of a call in bytes: two exchanges and a mapping take longer than the copies of
-#: `staged`. Not measured.
-MIN_BYTES = 64 * 1024
 #: Number of allocations of each rank that stay mapped, and of own handles that a rank keeps.
 OPEN = 64
 #: Alignment of the shares of a reduction, in elements.
@@ -449,13 +446,11 @@ def _build(kind: CallKind, agreement: Agreement) -> Implementation:
     )
 
 
-_SERVED = (*MOVES, *REDUCTIONS, *PREFIXES, *EXCHANGES)
-
 ROUTE = Route(
     __name__,
     "the arrays of the ranks of a node, mapped by CUDA IPC",
     Serves(
-        _SERVED,
+        (*MOVES, *REDUCTIONS, *PREFIXES, *EXCHANGES),
         combines=has_loop,
         reproducible=(ORDER,),
         premultiplies=True,
@@ -463,9 +458,6 @@ ROUTE = Route(
     ),
     _build,
     Needs("node", "all ranks on one node, and CUDA IPC between them", Capabilities.lacks_gpu),
-    Policy(
-        min_bytes=dict.fromkeys(_SERVED, MIN_BYTES),
-        host_waits_for="for the other ranks' hosts, twice, and not for the device",
-    ),
+    Policy(host_waits_for="for the other ranks' hosts, twice, and not for the device"),
     negotiate=_negotiate,
 )

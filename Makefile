@@ -66,7 +66,7 @@ export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo torch test test-clients test-docs test-site test-slurm test-gpu test-horovod
-.PHONY: test-gpu-emulated
+.PHONY: test-gpu-emulated test-removed-waits
 .PHONY: test-torch-latest test-torch-suite test-nightly lint bench bench-gpu docs wheel test-wheel test-packages sanitize random
 .PHONY: chaos soak coverage environment bench-environment
 .PHONY: gpu-environment clean
@@ -131,6 +131,10 @@ test-gpu-emulated:  ## the tests that need a GPU, on an emulated device, on 2 ra
 	    $(PYTHON) tests/emulated_gpu/build.py $$venv $(EMULATOR) && ( . $(EMULATOR)/env.sh && \
 	        $(PYTHON) tests/gpu/run.py $$mpi=$$venv --ranks 2 --timeout 1200 $(ARGS) \
 	    ) || exit 1; done
+
+test-removed-waits:  ## remove each wait between streams once: a test on the emulated device fails
+	@$(MAKE) --no-print-directory test-gpu-emulated MPI=mpich ARGS='--suites runtime'
+	@. $(EMULATOR)/env.sh && $(PYTHON) tests/gpu/removed_waits.py .venv-emulated-mpich
 
 # The ranks start without mpiexec, which wants a library of the MPICH family.
 test-torch-suite: environment  ## PyTorch's own tests of a backend, beside Gloo; ARGS='--help'

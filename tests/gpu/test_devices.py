@@ -302,10 +302,15 @@ def test_group_may_change_its_device(arrays, world):
     dist.destroy_process_group(group)
 
 
-def test_point_to_point(arrays, world):
-    """send, recv, isend, irecv and batches; other layouts; a device array to a host array."""
+@pytest.mark.parametrize("chunk", [staged.CHUNK, 16])
+def test_point_to_point(arrays, world, monkeypatch, chunk):
+    """send, recv, isend, irecv and batches; other layouts; a device array to a host array.
+
+    chunk: size of the pinned memory, in one or many parts of which a message is copied.
+    """
     if world.size == 1:
         return
+    monkeypatch.setattr(staged, "CHUNK", chunk)
     right, left = (world.me + 1) % world.size, (world.me - 1) % world.size
     numbers = np.arange(20, dtype=np.float32).reshape(4, 5)
     source = uploaded(arrays, numbers + world.me)

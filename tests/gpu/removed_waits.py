@@ -1,0 +1,138 @@
+"""Remove each wait between streams, or of the host for a stream, once: a test has to fail.
+
+    . .cache/emulated_gpu/env.sh
+    python tests/gpu/removed_waits.py VENV [NAME ...]
+
+For each row of WAITS it copies the library, replaces the line by ``pass``, and runs the row's tests
+on two ranks of an emulated device, on which work that is not waited for has not run. It prints the
+first failed test of each, and exits with 1 if a wait is not missed.
+
+One wait is not listed, because no result depends on it: after an error in `staged`, later work
+waits for copies to the host, so that their memory is not freed before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+TIMEOUT_S = 240
+
+
+class Wait(NamedTuple):
+    """A wait: its file, the line, and the tests that miss it, with their route."""
+
+    file: str
+    line: str
+    tests: str
+    route: str = "ipc"
+
+
+DEVICES = "tests/gpu/test_devices.py"
+STREAMS = "tests/gpu/test_streams.py"
+IPC = "tests/gpu/test_ipc.py"
+WAITS = {
+    "ipc: for the arrays of the other ranks": Wait(
+        "routes/device/ipc.py", "self._wait_for({rank for rank, _ in starts} - {self.me}, READY)",
+        IPC,
+    ),
+    "ipc: for the workers": Wait(
+        "routes/device/ipc.py", "self._wait_for(set(workers) - {self.me}, DONE)", IPC
+    ),
+    "call: for the caller's streams": Wait(
+        "cuda/streams.py", "self._runtime.wait(context.index, context.work, event)", DEVICES
+    ),
+    "caller's streams: for a synchronous call": Wait(
+        "cuda/streams.py", "self._make_wait(self._streams)", DEVICES
+    ),
+    "wait(): for an asynchronous call": Wait(
+        "cuda/streams.py", "self._make_wait(streams)", STREAMS
+    ),
+    "callbacks: for the call": Wait("cuda/streams.py", "self._make_wait((stream,))", STREAMS),
+    "arrays on another device: for the caller": Wait(
+        "routes/device/space.py", "home.follow(context)", DEVICES
+    ),
+    "arrays on another device: for the call": Wait(
+        "routes/device/space.py", "context.follow(home)", DEVICES
+    ),
+    "staged: for the caller's data": Wait(
+        "routes/device/staged.py", "context.after(context.to_host, context.work)", DEVICES, "staged"
+    ),
+    "staged: until a buffer has been copied to the device": Wait(
+        "routes/device/staged.py", "context.after(context.to_host, context.to_device)", DEVICES,
+        "staged",
+    ),
+    "staged: of the host, for a chunk": Wait(
+        "routes/device/staged.py", "context.runtime.synchronize(here)", DEVICES, "staged"
+    ),
+    "staged: of later work, for the result": Wait(
+        "routes/device/staged.py", "context.after(context.work, context.to_device)", DEVICES,
+        "staged",
+    ),
+    "messages: of the host, for the array": Wait(
+        "routes/device/staged.py", "context.synchronize(context.work)", DEVICES, "staged"
+    ),
+    "messages: of the host, for a part": Wait(
+        "routes/device/staged.py", "context.runtime.synchronize(done[k % 2])", DEVICES, "staged"
+    ),
+    "direct: of the host, before MPI reads": Wait(
+        "routes/device/space.py", "space.synchronize()", DEVICES, "direct"
+    ),
+}  # fmt: skip
+
+
+def first_failure(wait: Wait, venv: Path, folder: Path) -> str:
+    """Run the tests without a wait; return the first failed test, "" if all pass."""
+    shutil.copytree(ROOT / "mpicoll", folder / "mpicoll", ignore=shutil.ignore_patterns("__pyc*"))
+    path = folder / "mpicoll" / wait.file
+    text = path.read_text()
+    assert text.count(wait.line) == 1, f"{wait.file}: expected one {wait.line!r}"
+    path.write_text(text.replace(wait.line, "pass"))
+    paths = [folder, HERE, ROOT / "tests" / "mpi", os.environ.get("PYTHONPATH", "")]
+    variables = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "TEST_MPICOLL_DEVICE": "cuda",
+        "TEST_MPICOLL_DEVICES": "interface" if wait.tests == DEVICES else "cupy",
+        "TEST_MPICOLL_ROUTES": wait.route,
+        "MPICOLL_DEVICE_ROUTE": wait.route,
+        "MPICOLL_CUDA_AWARE": "1" if wait.route == "direct" else "0",
+    }
+    command = [
+        venv / "bin" / "mpiexec", "-n", "2", venv / "bin" / "python", "-m", "mpi4py", "-m",
+        "pytest", "-qx", "--with-mpi", "-p", "no:cacheprovider", ROOT / wait.tests,
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(
+            ["timeout", str(TIMEOUT_S), *map(str, command)], env=variables, cwd=folder,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    finally:
+        shutil.rmtree(folder / "mpicoll")
+    found = re.search(r"^(?:FAILED|ERROR) \S*?(test_\S+)", done.stdout, re.MULTILINE)
+    if done.returncode == 0:
+        return ""
+    return found[1] if found else f"exit code {done.returncode}: {done.stdout[-200:]}"
+
+
+def main() -> int:
+    """Run all rows, or the named ones."""
+    venv, names = Path(sys.argv[1]).absolute(), sys.argv[2:] or list(WAITS)
+    kept = 0
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            failed = first_failure(WAITS[name], venv, Path(folder))
+        print(f"{name}: {failed or 'NOT MISSED'}", flush=True)
+        kept += not failed
+    return 1 if kept else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

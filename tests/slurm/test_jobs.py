@@ -120,7 +120,7 @@ def test_run_executes_a_script_for_torchrun(launch: str, tmp_path: Path) -> None
     words: list[str | Path] = [f"--mpi={MPI}"]
     if launch == "mpirun":
         words = [Path(sys.executable).with_name("mpirun"), "-n", str(RANKS)]
-        if MPI != "pmix":  # MPICH's ranks of several nodes share no port before MPI starts
+        if not OPENMPI:  # MPICH's ranks of several nodes share no port before MPI starts
             words += ["-genv", "MASTER_ADDR", "node1", "-genv", "MASTER_PORT", "29411"]
     words += [sys.executable, "-m", "mpicoll", "run", tmp_path / "reads.py"]
     if launch == "srun":

@@ -66,7 +66,7 @@ export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo torch test test-clients test-docs test-site test-slurm test-gpu test-horovod
-.PHONY: test-gpu-emulated test-removed-waits
+.PHONY: emulated-environment test-gpu-emulated test-removed-waits
 .PHONY: test-torch-latest test-torch-suite test-nightly lint bench bench-gpu docs wheel test-wheel test-packages sanitize random
 .PHONY: chaos soak coverage environment bench-environment
 .PHONY: gpu-environment clean
@@ -123,17 +123,19 @@ test-gpu:  ## the tests that need a GPU, with MPICH and Open MPI; CUDA_MPI=FOLDE
 # torch, which brings no PTX. The device and its compiled kernels are shared.
 EMULATED := cupy-cuda13x cython nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-crt
 EMULATOR := $(CURDIR)/.cache/emulated_gpu
+emulated-environment:
+	@$(MAKE) --no-print-directory environment MPI=$(ONE) VENV=.venv-emulated-$(ONE) TORCH=
+	@.venv-emulated-$(ONE)/bin/python -m pip install --quiet --disable-pip-version-check $(EMULATED)
+	@$(PYTHON) tests/emulated_gpu/build.py .venv-emulated-$(ONE) $(EMULATOR)
+
 test-gpu-emulated:  ## the tests that need a GPU, on an emulated device, on 2 ranks; ARGS='--suites kernels'
 	@for mpi in $(GPU_TESTED); do \
-	    venv=.venv-emulated-$$mpi; \
-	    $(MAKE) --no-print-directory environment MPI=$$mpi VENV=$$venv TORCH= && \
-	    $$venv/bin/python -m pip install --quiet --disable-pip-version-check $(EMULATED) && \
-	    $(PYTHON) tests/emulated_gpu/build.py $$venv $(EMULATOR) && ( . $(EMULATOR)/env.sh && \
-	        $(PYTHON) tests/gpu/run.py $$mpi=$$venv --ranks 2 --timeout 1200 $(ARGS) \
+	    $(MAKE) --no-print-directory emulated-environment MPI=$$mpi && ( . $(EMULATOR)/env.sh && \
+	        $(PYTHON) tests/gpu/run.py $$mpi=.venv-emulated-$$mpi --ranks 2 --timeout 1200 $(ARGS) \
 	    ) || exit 1; done
 
 test-removed-waits:  ## remove each wait between streams once: a test on the emulated device fails
-	@$(MAKE) --no-print-directory test-gpu-emulated MPI=mpich ARGS='--suites runtime'
+	@$(MAKE) --no-print-directory emulated-environment MPI=mpich
 	@. $(EMULATOR)/env.sh && $(PYTHON) tests/gpu/removed_waits.py .venv-emulated-mpich
 
 # The ranks start without mpiexec, which wants a library of the MPICH family.

@@ -3,7 +3,7 @@
     mpirun -n 2 python benchmarks/gpu_counts.py
 
 It needs a GPU for each rank, or an emulated device (``make test-gpu-emulated``), and counts, for
-rank 0 and a call of 1 MiB: kernels, copies, bytes that these read and write (not those of the
+rank 0 and a call of 1 MiB: kernels, copies, bytes that they read and write (without the
 kernels of `peer`), waits of the host for the device, and how often the hosts meet (collectives and
 messages between hosts).
 """

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpicoll import cli, control_messages, machine, settings
+from mpicoll.launch.host_identity import ranks_by_node
 from mpicoll.launch.launchers import find_launcher
 from mpicoll.machine import format_ranges
 
@@ -509,10 +510,7 @@ def _advise_on_hosts(placements: Sequence[Placement]) -> list[str]:
 
 def _find_hosts(placements: Sequence[Placement]) -> dict[str, list[int]]:
     """Return the ranks of each host."""
-    hosts: dict[str, list[int]] = {}
-    for rank, placement in enumerate(placements):
-        hosts.setdefault(placement.host, []).append(rank)
-    return hosts
+    return ranks_by_node([placement.host for placement in placements])
 
 
 def _check_crowd(ranks: Sequence[Placement]) -> str:

@@ -12,7 +12,7 @@ from mpicoll.cuda import mpi_support, probe, probe_cache, runtime
 from mpicoll.cuda.probe import OK, ProbeOutcome
 from mpicoll.cuda.runtime import Runtime
 from mpicoll.errors import ArgumentError, UnsupportedError
-from mpicoll.launch.host_identity import node
+from mpicoll.launch.host_identity import node, ranks_by_node
 from mpicoll.launch.mpi_library import find_library
 
 if TYPE_CHECKING:
@@ -175,10 +175,7 @@ def judge(found: Capabilities, claims: Sequence[str], outcome: ProbeOutcome | No
 
 def find_nodes(all_ranks: Sequence[Capabilities]) -> list[list[int]]:
     """Return the ranks of each node, in the order of their first ranks."""
-    found: dict[str, list[int]] = {}
-    for rank, own in enumerate(all_ranks):
-        found.setdefault(own.node, []).append(rank)
-    return list(found.values())
+    return list(ranks_by_node([own.node for own in all_ranks]).values())
 
 
 def exchange(
@@ -226,10 +223,7 @@ def find_partners(nodes: Sequence[str], me: int) -> list[int]:
     Each rank is paired with the rank of the same position on the next node. If all nodes have the
     same number of ranks, a rank has at most two partners.
     """
-    members: dict[str, list[int]] = {}
-    for rank, name in enumerate(nodes):
-        members.setdefault(name, []).append(rank)
-    ring, found = list(members.values()), set()
+    ring, found = list(ranks_by_node(nodes).values()), set()
     for place, here in enumerate(ring):
         after = ring[(place + 1) % len(ring)]
         for number, rank in enumerate(here):

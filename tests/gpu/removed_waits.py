@@ -40,50 +40,52 @@ DEVICES = "tests/gpu/test_devices.py"
 STREAMS = "tests/gpu/test_streams.py"
 IPC = "tests/gpu/test_ipc.py"
 WAITS = {
-    "ipc: for the arrays of the other ranks": Wait(
+    "ipc: worker waits until arrays are ready": Wait(
         "routes/device/ipc.py", "self._wait_for({rank for rank, _ in starts} - {self.me}, READY)",
         IPC,
     ),
-    "ipc: for the workers": Wait(
+    "ipc: rank waits until workers are done": Wait(
         "routes/device/ipc.py", "self._wait_for(set(workers) - {self.me}, DONE)", IPC
     ),
-    "call: for the caller's streams": Wait(
+    "call waits until the caller's earlier work is done": Wait(
         "cuda/streams.py", "self._runtime.wait(context.index, context.work, event)", DEVICES
     ),
-    "caller's streams: for a synchronous call": Wait(
+    "caller's stream waits until a synchronous call is done": Wait(
         "cuda/streams.py", "self._make_wait(self._streams)", DEVICES
     ),
-    "wait(): for an asynchronous call": Wait(
+    "wait() waits until an asynchronous call is done": Wait(
         "cuda/streams.py", "self._make_wait(streams)", STREAMS
     ),
-    "callbacks: for the call": Wait("cuda/streams.py", "self._make_wait((stream,))", STREAMS),
-    "arrays on another device: for the caller": Wait(
+    "callbacks wait until the call is done": Wait(
+        "cuda/streams.py", "self._make_wait((stream,))", STREAMS
+    ),
+    "copy to another device waits until the array is ready": Wait(
         "routes/device/space.py", "home.follow(context)", DEVICES
     ),
-    "arrays on another device: for the call": Wait(
+    "caller waits until a call on another device is done": Wait(
         "routes/device/space.py", "context.follow(home)", DEVICES
     ),
-    "staged: for the caller's data": Wait(
+    "staged: copy waits until the array is ready": Wait(
         "routes/device/staged.py", "context.after(context.to_host, context.work)", DEVICES, "staged"
     ),
-    "staged: until a buffer has been copied to the device": Wait(
+    "staged: copy waits until a buffer is free": Wait(
         "routes/device/staged.py", "context.after(context.to_host, context.to_device)", DEVICES,
         "staged",
     ),
-    "staged: of the host, for a chunk": Wait(
+    "staged: host waits until a chunk has arrived": Wait(
         "routes/device/staged.py", "context.runtime.synchronize(here)", DEVICES, "staged"
     ),
-    "staged: of later work, for the result": Wait(
+    "staged: later work waits until the result has arrived": Wait(
         "routes/device/staged.py", "context.after(context.work, context.to_device)", DEVICES,
         "staged",
     ),
-    "messages: of the host, for the array": Wait(
+    "message: host waits until the array has arrived": Wait(
         "routes/device/staged.py", "context.synchronize(context.work)", DEVICES, "staged"
     ),
-    "messages: of the host, for a part": Wait(
+    "message: host waits until a part has arrived": Wait(
         "routes/device/staged.py", "context.runtime.synchronize(done[k % 2])", DEVICES, "staged"
     ),
-    "direct: of the host, before MPI reads": Wait(
+    "direct: host waits until MPI may read": Wait(
         "routes/device/space.py", "space.synchronize()", DEVICES, "direct"
     ),
 }  # fmt: skip

@@ -45,10 +45,7 @@ def arrays(request):
         yield made
 
 
-@pytest.fixture(
-    scope="module",
-    params=routes("staged", "ipc", "direct", "auto"),
-)
+@pytest.fixture(scope="module", params=routes("staged", "ipc", "direct", "auto"))
 def route(request, arrays):
     """The forced device route."""
     with forced(request.param):

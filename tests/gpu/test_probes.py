@@ -25,7 +25,6 @@ from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes.registry import DEVICE
 
 pytest_plugins = ["whole_jobs"]
-pytestmark = pytest.mark.on_a_gpu
 needs_two_gpus = pytest.mark.skipif(find_gpus()[0] < 2, reason="needs two GPUs")
 
 #: Seconds after which a probe counts as hanging. It takes three to six.

@@ -23,7 +23,6 @@ from mpicoll.cuda.runtime import Runtime
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.errors import MpicollError, UnsupportedError
 
-pytestmark = pytest.mark.on_a_gpu
 needs_two_gpus = pytest.mark.skipif(find_gpus()[0] < 2, reason="needs two GPUs")
 
 

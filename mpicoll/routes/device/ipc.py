@@ -317,16 +317,13 @@ class MappedArrays(RouteState):
         """Enqueue this rank's work and record DONE; fail before any of it."""
         assert kind.dtype is not None
         self._mappings.close_retired()
-        starts: dict[tuple[int, int], int] = {}
         try:
             jobs = [job for job in self._jobs(kind, extent, root) if job.elements]
-            for job in jobs:
-                for rank, side, _ in (*job.sources, *job.outs):
-                    view = views[side] if rank == self.me else None
-                    if (rank, side) not in starts:
-                        starts[rank, side] = (
-                            self._open(rank, side) if view is None else view.address
-                        )
+            parts = [part for job in jobs for part in (*job.sources, *job.outs)]
+            starts = dict.fromkeys([(rank, side) for rank, side, _ in parts], 0)
+            for rank, side in starts:
+                view = views[side] if rank == self.me else None
+                starts[rank, side] = self._open(rank, side) if view is None else view.address
             self._wait_for({rank for rank, _ in starts} - {self.me}, READY)
             if self.group.error is not None:  # other ranks' arrays may be gone
                 raise self.group.failure()

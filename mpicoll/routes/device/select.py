@@ -109,7 +109,7 @@ class Agreement:
 
     def _probe_messages(self) -> None:
         """Probe what MPI does with device memory, if a route needs it. All ranks call."""
-        why = f"not tried, because {ipc.ROUTE.name} serves all calls"
+        why = f"not tried, because {self._forced or ipc.ROUTE.name} serves all calls"
         if ipc.ROUTE.name in self.states or self._forced not in _BY_MPI:
             self.capabilities = [replace(own, cuda=False, why=why) for own in self.capabilities]
             return

@@ -21,6 +21,7 @@ from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.failures import lost_ranks
 from mpicoll.failures.consistency import describe_by_rank
+from mpicoll.launch.host_identity import ranks_by_node
 from mpicoll.routes.host import shared
 from mpicoll.routes.transfers import Get, Put, Transfer
 from mpicoll.routes.wire import scratch
@@ -126,7 +127,8 @@ def get_or_create(group: ProcessGroup) -> Hierarchy | None:
 
 
 def _create(group: ProcessGroup) -> Hierarchy | None:
-    nodes = _nodes(group.tested)
+    names = control_messages.allgather(group.tested, node_of(), str)
+    nodes = list(ranks_by_node(names).values())
     largest = max(map(len, nodes))
     if len(nodes) == 1 or not 1 < largest <= shared.MAX_RANKS:
         return None
@@ -137,14 +139,6 @@ def _create(group: ProcessGroup) -> Hierarchy | None:
     able = np.array([memory is not None or len(ranks) == 1], np.uint8)
     group.tested.Allreduce(MPI.IN_PLACE, able, MPI.MIN)
     return Hierarchy(group, nodes, node, memory) if able[0] else None
-
-
-def _nodes(comm: MPI.Intracomm) -> list[list[int]]:
-    """Return the ranks of each node, in order; the nodes in the order of their first ranks."""
-    found: dict[str, list[int]] = {}
-    for rank, name in enumerate(control_messages.allgather(comm, node_of(), str)):
-        found.setdefault(name, []).append(rank)
-    return list(found.values())
 
 
 def node_of() -> str:

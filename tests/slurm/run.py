@@ -38,6 +38,10 @@ NEEDED = {
 #: Processors per node in Slurm's configuration, for two jobs with two ranks on each node.
 CPUS = 4
 
+#: Open MPI's issue 12495: under srun, a rank in MPI_Init rarely crashes when a message of a faster
+#: rank arrives. A test is repeated once if its output has both functions.
+CRASH_IN_INIT = r"(?s)ob1_recv_frag_callback_match.*ompi_mpi_init"
+
 
 def is_installed(name: str) -> bool:
     """Return whether a command is on the path or in /usr/sbin, or files match a pattern."""
@@ -131,6 +135,7 @@ def main() -> int:
         command = [
             HERE / "cluster.sh", str(options.nodes), str(CPUS),
             bin / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE, *pytests,
+            "--reruns=1", f"--only-rerun={CRASH_IN_INIT}",
             *(["-m", "not slow"] if options.quick else []),
         ]  # fmt: skip
         clusters.append((name, command, str(bin)))

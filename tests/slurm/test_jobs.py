@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def completed(job: str, folder: Path) -> str:
     """Wait for a job, assert that it completed, and return its output."""
     ended = wait(job, folder)
-    assert ended.state == "COMPLETED", ended
+    assert ended.state == "COMPLETED", f"{ended.state}: {ended.out}"
     return ended.out
 
 

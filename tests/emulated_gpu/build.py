@@ -30,8 +30,6 @@ import urllib.parse
 import urllib.request
 from pathlib import Path
 
-from write_stubs import write_stubs
-
 HERE = Path(__file__).resolve().parent
 REQUIREMENTS = ("cython", "nvidia-cuda-runtime", "nvidia-cuda-crt", "nvidia-cuda-nvrtc")
 PACKAGES = ("cupy", "cupy_backends", "cupyx")
@@ -53,6 +51,20 @@ cudaError_t cudaProfilerStop(void);
 #ifdef __cplusplus
 }
 #endif
+"""
+#: Where CuPy declares the functions that it needs.
+API = Path("cupy_backends/cuda/api")
+#: A missing function prints its name and returns 801 (cudaErrorNotSupported).
+STUB = """#include <stdio.h>
+
+#define STUB(name)                                                                       \\
+    __attribute__((visibility("default"))) int name(void);                               \\
+    int name(void)                                                                       \\
+    {                                                                                    \\
+        fprintf(stderr, "emulated GPU: the function " #name " is not implemented\\n");    \\
+        return 801;                                                                      \\
+    }
+
 """
 #: Prints the folders of the packages and of Python's headers, and CuPy's version.
 INSPECT = """
@@ -158,6 +170,22 @@ def download_source(environment: Environment, folder: Path) -> Path:
     file.unlink()
     stamp.write()
     return source
+
+
+def write_stubs(source: Path, output: Path, sources: list[Path]) -> None:
+    """Write a C file with stubs of the functions that CuPy links or loads and C files lack."""
+    runtime, driver, module = (
+        (source / API / name).read_text()
+        for name in ("_runtime_extern.pxi", "_driver_extern.pxi", "runtime.pyx")
+    )
+    loaded = re.findall(r"_L\.get\(f?'(\w+)(\{version\})?'\)", driver)
+    needed = {
+        *re.findall(r"\bint (cuda\w+)\(", runtime + module),
+        *(f"cu{name}{'_v2' if version else ''}" for name, version in loaded),
+    }
+    text = "".join(file.read_text() for file in sources)
+    defined = re.findall(r"^EXPORT [\w *]*?\b(cu\w+)\(", text, re.MULTILINE)
+    output.write_text(STUB + "".join(f"STUB({name})\n" for name in sorted(needed - {*defined})))
 
 
 def compile_library(environment: Environment, folder: Path, sources: list[Path]) -> Path:

@@ -27,7 +27,6 @@ static _Thread_local struct context *stack[MAX_DEPTH];
 static _Thread_local int depth;
 static _Thread_local int chosen; /* device of cudaSetDevice, before the thread has a context */
 static _Thread_local cudaError_t last_error;
-static _Thread_local int is_call_forbidden;
 
 long read_variable(const char *name, long otherwise)
 {
@@ -110,10 +109,6 @@ int current_device(void)
 
 static void set_current(struct context *context)
 {
-    if (!context) {
-        depth -= depth > 0;
-        return;
-    }
     depth += depth == 0;
     stack[depth - 1] = context;
     context->is_active = 1;
@@ -132,13 +127,8 @@ cudaError_t ensure_context(void)
 
 cudaError_t begin_call(void)
 {
-    cudaError_t error = is_call_forbidden ? cudaErrorNotPermitted : ensure_context();
+    cudaError_t error = ensure_context();
     return error ? error : device_error(current_device());
-}
-
-void forbid_calls(int is_forbidden)
-{
-    is_call_forbidden = is_forbidden;
 }
 
 cudaError_t failed(cudaError_t error)
@@ -181,73 +171,31 @@ EXPORT cudaError_t cudaGetLastError(void)
     return error;
 }
 
-EXPORT cudaError_t cudaPeekAtLastError(void)
-{
-    return last_error;
-}
-
 /* ---- device attributes ---- */
-
-static const struct {
-    int attribute, value;
-} attributes[] = {
-    {cudaDevAttrMaxThreadsPerBlock, 1024},
-    {cudaDevAttrMaxBlockDimX, 1024},
-    {cudaDevAttrMaxBlockDimY, 1024},
-    {cudaDevAttrMaxBlockDimZ, 64},
-    {cudaDevAttrMaxGridDimX, 2147483647},
-    {cudaDevAttrMaxGridDimY, 65535},
-    {cudaDevAttrMaxGridDimZ, 65535},
-    {cudaDevAttrMaxSharedMemoryPerBlock, 49152},
-    {cudaDevAttrMaxSharedMemoryPerBlockOptin, 232448},
-    {cudaDevAttrMaxSharedMemoryPerMultiprocessor, 233472},
-    {cudaDevAttrTotalConstantMemory, 65536},
-    {cudaDevAttrWarpSize, 32},
-    {cudaDevAttrMaxPitch, 2147483647},
-    {cudaDevAttrMaxRegistersPerBlock, 65536},
-    {cudaDevAttrMaxRegistersPerMultiprocessor, 65536},
-    {cudaDevAttrClockRate, 1980000},
-    {cudaDevAttrMemoryClockRate, 2619000},
-    {cudaDevAttrTextureAlignment, 512},
-    {cudaDevAttrCanMapHostMemory, 1},
-    {cudaDevAttrConcurrentKernels, 1},
-    {cudaDevAttrL2CacheSize, 52428800},
-    {cudaDevAttrMaxThreadsPerMultiProcessor, 2048},
-    {cudaDevAttrMaxBlocksPerMultiprocessor, 32},
-    {cudaDevAttrAsyncEngineCount, 3},
-    {cudaDevAttrUnifiedAddressing, 1},
-    {cudaDevAttrComputeCapabilityMajor, 9},
-    {cudaDevAttrComputeCapabilityMinor, 0},
-    {cudaDevAttrStreamPrioritiesSupported, 1},
-    {cudaDevAttrManagedMemory, 1},
-    {cudaDevAttrConcurrentManagedAccess, 1},
-    {cudaDevAttrCanUseHostPointerForRegisteredMem, 1},
-    {cudaDevAttrHostRegisterSupported, 1},
-    {cudaDevAttrCooperativeLaunch, 1},
-    {cudaDevAttrMemoryPoolsSupported, 1},
-    {cudaDevAttrIpcEventSupport, 1},
-};
 
 EXPORT cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device)
 {
+    static const int values[] = {
+        [cudaDevAttrMaxThreadsPerBlock] = 1024,
+        [cudaDevAttrMaxSharedMemoryPerBlock] = 49152,
+        [cudaDevAttrMaxSharedMemoryPerBlockOptin] = 49152,
+        [cudaDevAttrWarpSize] = 32,
+        [cudaDevAttrMaxThreadsPerMultiProcessor] = 2048,
+        [cudaDevAttrUnifiedAddressing] = 1,
+        [cudaDevAttrComputeCapabilityMajor] = 9,
+        [cudaDevAttrManagedMemory] = 1,
+        [cudaDevAttrConcurrentManagedAccess] = 1,
+        [cudaDevAttrMemoryPoolsSupported] = 1,
+        [cudaDevAttrIpcEventSupport] = 1,
+        [cudaDevAttrMax] = 0,
+    };
+
     if (!is_device(device))
         return failed(cudaErrorInvalidDevice);
-    *value = 0;
+    *value = (unsigned)attribute < cudaDevAttrMax ? values[attribute] : 0;
     if (attribute == cudaDevAttrMultiProcessorCount)
         *value = (int)read_variable("EMULATED_GPU_MULTIPROCESSORS", 4);
-    if (attribute == cudaDevAttrPciBusId)
-        *value = machine_device(device) + 1;
-    for (size_t k = 0; k < sizeof attributes / sizeof *attributes; k++)
-        if (attributes[k].attribute == (int)attribute)
-            *value = attributes[k].value;
     return cudaSuccess;
-}
-
-static int attribute_of(enum cudaDeviceAttr attribute, int device)
-{
-    int value = 0;
-    cudaDeviceGetAttribute(&value, attribute, device);
-    return value;
 }
 
 static void write_uuid(void *uuid, int device)
@@ -263,25 +211,13 @@ EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *found, int dev
     snprintf(found->name, sizeof found->name, "Emulated GPU");
     write_uuid(&found->uuid, device);
     found->totalGlobalMem = (size_t)read_variable("EMULATED_GPU_MEMORY_BYTES", 16L << 30);
-    found->sharedMemPerBlock = attribute_of(cudaDevAttrMaxSharedMemoryPerBlock, device);
-    found->sharedMemPerBlockOptin = attribute_of(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    found->regsPerBlock = attribute_of(cudaDevAttrMaxRegistersPerBlock, device);
-    found->warpSize = attribute_of(cudaDevAttrWarpSize, device);
-    found->maxThreadsPerBlock = attribute_of(cudaDevAttrMaxThreadsPerBlock, device);
-    for (int k = 0; k < 3; k++) {
-        found->maxThreadsDim[k] = attribute_of(cudaDevAttrMaxBlockDimX + k, device);
-        found->maxGridSize[k] = attribute_of(cudaDevAttrMaxGridDimX + k, device);
-    }
-    found->major = attribute_of(cudaDevAttrComputeCapabilityMajor, device);
-    found->minor = attribute_of(cudaDevAttrComputeCapabilityMinor, device);
-    found->multiProcessorCount = attribute_of(cudaDevAttrMultiProcessorCount, device);
-    found->maxThreadsPerMultiProcessor =
-        attribute_of(cudaDevAttrMaxThreadsPerMultiProcessor, device);
-    found->l2CacheSize = attribute_of(cudaDevAttrL2CacheSize, device);
-    found->pciBusID = attribute_of(cudaDevAttrPciBusId, device);
-    found->concurrentKernels = found->canMapHostMemory = found->unifiedAddressing = 1;
-    found->managedMemory = found->concurrentManagedAccess = found->cooperativeLaunch = 1;
-    found->memoryPoolsSupported = found->ipcEventSupported = 1;
+    found->sharedMemPerBlock = found->sharedMemPerBlockOptin = 49152;
+    found->warpSize = 32;
+    found->maxThreadsPerBlock = 1024;
+    found->major = 9;
+    found->multiProcessorCount = (int)read_variable("EMULATED_GPU_MULTIPROCESSORS", 4);
+    found->maxThreadsPerMultiProcessor = 2048;
+    found->pciBusID = machine_device(device) + 1;
     return cudaSuccess;
 }
 
@@ -291,15 +227,6 @@ EXPORT cudaError_t cudaDeviceGetPCIBusId(char *text, int length, int device)
         return failed(cudaErrorInvalidDevice);
     snprintf(text, (size_t)length, "0000:%02X:00.0", machine_device(device) + 1);
     return cudaSuccess;
-}
-
-EXPORT cudaError_t cudaDeviceGetByPCIBusId(int *device, const char *text)
-{
-    unsigned domain, bus;
-    if (sscanf(text, "%x:%x", &domain, &bus) != 2)
-        return failed(cudaErrorInvalidValue);
-    *device = visible_device((int)bus - 1);
-    return failed(*device < 0 ? cudaErrorInvalidDevice : cudaSuccess);
 }
 
 /* ---- devices, runtime ---- */
@@ -348,18 +275,6 @@ EXPORT cudaError_t cudaDeviceSynchronize(void)
     return failed(device_error(current_device()));
 }
 
-EXPORT cudaError_t cudaDeviceGetLimit(size_t *value, enum cudaLimit limit)
-{
-    *value = limit == cudaLimitStackSize ? 1024 : 8 << 20;
-    return cudaSuccess;
-}
-
-EXPORT cudaError_t cudaDeviceSetLimit(enum cudaLimit limit, size_t value)
-{
-    (void)limit, (void)value;
-    return cudaSuccess;
-}
-
 EXPORT cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer)
 {
     if (!is_device(device) || !is_device(peer))
@@ -384,28 +299,6 @@ EXPORT cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags)
     return failed(begin_call());
 }
 
-EXPORT cudaError_t cudaDeviceDisablePeerAccess(int peer)
-{
-    int device = current_device();
-
-    if (!is_device(peer))
-        return failed(cudaErrorInvalidDevice);
-    if (!peer_enabled[device][peer])
-        return failed(cudaErrorPeerAccessNotEnabled);
-    peer_enabled[device][peer] = 0;
-    return failed(begin_call());
-}
-
-EXPORT cudaError_t cudaProfilerStart(void)
-{
-    return cudaSuccess;
-}
-
-EXPORT cudaError_t cudaProfilerStop(void)
-{
-    return cudaSuccess;
-}
-
 /* ---- devices and contexts, driver ---- */
 
 EXPORT CUresult cuInit(unsigned flags)
@@ -415,12 +308,6 @@ EXPORT CUresult cuInit(unsigned flags)
     if (is_forked)
         return CUDA_ERROR_NOT_INITIALIZED;
     return visible_device_count() ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
-}
-
-EXPORT CUresult cuDriverGetVersion(int *version)
-{
-    *version = DRIVER_VERSION;
-    return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuDeviceGetCount(int *count)
@@ -435,12 +322,6 @@ EXPORT CUresult cuDeviceGet(CUdevice *device, int ordinal)
     return is_device(ordinal) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
 
-EXPORT CUresult cuDeviceGetName(char *name, int length, CUdevice device)
-{
-    snprintf(name, (size_t)length, "Emulated GPU");
-    return is_device(device) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
-}
-
 EXPORT CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device)
 {
     if (!is_device(device))
@@ -452,11 +333,6 @@ EXPORT CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device)
 EXPORT CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device)
 {
     return (CUresult)cudaDeviceGetAttribute(value, (enum cudaDeviceAttr)attribute, device);
-}
-
-EXPORT CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer)
-{
-    return (CUresult)cudaDeviceCanAccessPeer(can, device, peer);
 }
 
 EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
@@ -483,12 +359,6 @@ EXPORT CUresult cuCtxGetCurrent(CUcontext *context)
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuCtxSetCurrent(CUcontext context)
-{
-    set_current((struct context *)context);
-    return CUDA_SUCCESS;
-}
-
 EXPORT CUresult cuCtxPushCurrent_v2(CUcontext context)
 {
     if (!context)
@@ -505,17 +375,6 @@ EXPORT CUresult cuCtxPopCurrent_v2(CUcontext *context)
         *context = (CUcontext)stack[depth - 1];
     pop_device();
     return CUDA_SUCCESS;
-}
-
-EXPORT CUresult cuCtxGetDevice(CUdevice *device)
-{
-    *device = current_device();
-    return depth ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
-}
-
-EXPORT CUresult cuCtxSynchronize(void)
-{
-    return depth ? (CUresult)cudaDeviceSynchronize() : CUDA_ERROR_INVALID_CONTEXT;
 }
 
 /* NVRTC asks for private tables of the driver, and works without them. */

@@ -9,11 +9,10 @@
 
 enum place_kind { PAGEABLE_HOST, PINNED_HOST, ON_DEVICE, INVALID };
 
-/* Rows of bytes. A copy of one row has no use for the pitches. */
 struct copy {
     char *into;
-    const char *source; /* NULL: the bytes follow this structure, without gaps */
-    size_t into_pitch, source_pitch, width, rows;
+    const char *source; /* NULL: the bytes follow this structure */
+    size_t bytes;
 };
 
 struct fill {
@@ -21,11 +20,6 @@ struct fill {
     int value;
     size_t bytes;
 };
-
-static size_t extent(size_t pitch, size_t width, size_t rows)
-{
-    return rows ? (rows - 1) * pitch + width : 0;
-}
 
 /* Return the kind of memory in which a range of bytes lies. */
 static enum place_kind kind_of(const char *address, size_t bytes)
@@ -50,12 +44,9 @@ static enum place_kind kind_of(const char *address, size_t bytes)
 static cudaError_t run_copy(void *argument)
 {
     const struct copy *copy = argument;
-    const char *source = copy->source ? copy->source : (const char *)(copy + 1);
 
     describe_work("a copy");
-    for (size_t row = 0; row < copy->rows; row++)
-        memmove(copy->into + row * copy->into_pitch, source + row * copy->source_pitch,
-                copy->width);
+    memmove(copy->into, copy->source ? copy->source : (const char *)(copy + 1), copy->bytes);
     return cudaSuccess;
 }
 
@@ -104,16 +95,13 @@ static cudaError_t wait_for_stream(cudaStream_t handle)
 /* Enqueue a copy with the present bytes of its source. */
 static cudaError_t enqueue_staged(const struct copy *given, cudaStream_t stream)
 {
-    size_t bytes = sizeof *given + given->width * given->rows;
+    size_t bytes = sizeof *given + given->bytes;
     struct copy *copy = malloc(bytes);
     cudaError_t error;
 
     *copy = *given;
     copy->source = NULL;
-    copy->source_pitch = given->width;
-    for (size_t row = 0; row < given->rows; row++)
-        memcpy((char *)(copy + 1) + row * given->width, given->source + row * given->source_pitch,
-               given->width);
+    memcpy(copy + 1, given->source, given->bytes);
     error = enqueue(stream, run_copy, copy, bytes, 0);
     free(copy);
     return error;
@@ -140,18 +128,18 @@ static int is_direction(enum cudaMemcpyKind direction, enum place_kind into, enu
     return !(from_device && source == PAGEABLE_HOST) && !(to_device && into == PAGEABLE_HOST);
 }
 
-static cudaError_t copy_rows(const struct copy *copy, enum cudaMemcpyKind direction,
-                             cudaStream_t stream, int is_synchronous)
+static cudaError_t copy_bytes(const struct copy *copy, enum cudaMemcpyKind direction,
+                              cudaStream_t stream, int is_synchronous)
 {
     enum place_kind into, source;
     struct place place;
     int is_capturing;
     cudaError_t error = find_place(stream, &place, &is_capturing);
 
-    if (error || !copy->width || !copy->rows)
+    if (error || !copy->bytes)
         return error;
-    into = kind_of(copy->into, extent(copy->into_pitch, copy->width, copy->rows));
-    source = kind_of(copy->source, extent(copy->source_pitch, copy->width, copy->rows));
+    into = kind_of(copy->into, copy->bytes);
+    source = kind_of(copy->source, copy->bytes);
     if ((unsigned)direction > cudaMemcpyDefault)
         return cudaErrorInvalidMemcpyDirection;
     if (into == INVALID || source == INVALID || !is_direction(direction, into, source))
@@ -175,35 +163,15 @@ static cudaError_t copy_rows(const struct copy *copy, enum cudaMemcpyKind direct
 EXPORT cudaError_t cudaMemcpyAsync(void *into, const void *source, size_t bytes,
                                    enum cudaMemcpyKind direction, cudaStream_t stream)
 {
-    struct copy copy = {into, source, bytes, bytes, bytes, 1};
-    return failed(copy_rows(&copy, direction, stream, 0));
+    struct copy copy = {into, source, bytes};
+    return failed(copy_bytes(&copy, direction, stream, 0));
 }
 
 EXPORT cudaError_t cudaMemcpy(void *into, const void *source, size_t bytes,
                               enum cudaMemcpyKind direction)
 {
-    struct copy copy = {into, source, bytes, bytes, bytes, 1};
-    return failed(copy_rows(&copy, direction, cudaStreamLegacy, 1));
-}
-
-EXPORT cudaError_t cudaMemcpy2DAsync(void *into, size_t into_pitch, const void *source,
-                                     size_t source_pitch, size_t width, size_t rows,
-                                     enum cudaMemcpyKind direction, cudaStream_t stream)
-{
-    struct copy copy = {into, source, into_pitch, source_pitch, width, rows};
-    if (width > into_pitch || width > source_pitch)
-        return failed(cudaErrorInvalidPitchValue);
-    return failed(copy_rows(&copy, direction, stream, 0));
-}
-
-EXPORT cudaError_t cudaMemcpy2D(void *into, size_t into_pitch, const void *source,
-                                size_t source_pitch, size_t width, size_t rows,
-                                enum cudaMemcpyKind direction)
-{
-    struct copy copy = {into, source, into_pitch, source_pitch, width, rows};
-    if (width > into_pitch || width > source_pitch)
-        return failed(cudaErrorInvalidPitchValue);
-    return failed(copy_rows(&copy, direction, cudaStreamLegacy, 1));
+    struct copy copy = {into, source, bytes};
+    return failed(copy_bytes(&copy, direction, cudaStreamLegacy, 1));
 }
 
 EXPORT cudaError_t cudaMemcpyPeerAsync(void *into, int into_device, const void *source,
@@ -234,29 +202,4 @@ EXPORT cudaError_t cudaMemsetAsync(void *into, int value, size_t bytes, cudaStre
     if (kind == INVALID || kind == PAGEABLE_HOST)
         return failed(cudaErrorInvalidValue);
     return failed(enqueue(stream, run_fill, &fill, sizeof fill, 0));
-}
-
-/* The host does not wait, except for host memory. */
-EXPORT cudaError_t cudaMemset(void *into, int value, size_t bytes)
-{
-    cudaError_t error = cudaMemsetAsync(into, value, bytes, cudaStreamLegacy);
-
-    if (!error && bytes && kind_of(into, bytes) == PINNED_HOST)
-        error = failed(wait_for_stream(cudaStreamLegacy));
-    return error;
-}
-
-EXPORT cudaError_t cudaMemPrefetchAsync(const void *address, size_t bytes,
-                                        struct cudaMemLocation location, unsigned flags,
-                                        cudaStream_t stream)
-{
-    (void)location, (void)flags, (void)stream;
-    return failed(kind_of(address, bytes) == ON_DEVICE ? begin_call() : cudaErrorInvalidValue);
-}
-
-EXPORT cudaError_t cudaMemAdvise(const void *address, size_t bytes, enum cudaMemoryAdvise advice,
-                                 struct cudaMemLocation location)
-{
-    (void)advice, (void)location;
-    return failed(kind_of(address, bytes) == ON_DEVICE ? begin_call() : cudaErrorInvalidValue);
 }

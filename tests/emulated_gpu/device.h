@@ -18,7 +18,6 @@
 #include <cuda_runtime_api.h>
 #include <stddef.h>
 #include <stdint.h>
-#include <time.h>
 
 #define EXPORT __attribute__((visibility("default")))
 #define MAX_DEVICES 16
@@ -43,8 +42,6 @@ cudaError_t failed(cudaError_t error);
 /* The sticky error of a device. The first error is kept. */
 cudaError_t device_error(int device);
 void set_device_error(int device, cudaError_t error);
-/* Let every runtime call on this thread fail, as in host functions. */
-void forbid_calls(int is_forbidden);
 /* Make a device's primary context current on this thread until pop_device. */
 void push_device(int device);
 void pop_device(void);
@@ -68,7 +65,6 @@ struct allocation {
     uint64_t object;
     char *exported_address; /* IMPORTED_MEMORY: its address in that process */
     int references;         /* IMPORTED_MEMORY: number of calls that opened it */
-    struct memory_pool *pool;
 };
 
 /* Return the allocation that contains an address or lies nearest to it, freed ones included; NULL
@@ -113,7 +109,7 @@ enum work_flags {
     SPINS = 1,       /* waits for memory that other devices write: it starts soon, unasked */
     SAME_DEVICE = 2, /* the stream must belong to the current device, as for kernels */
     ALWAYS = 4,      /* the work also runs after a device error; a graph cannot contain it */
-    HOST_CODE = 8,   /* a function of the program, whose faults are its own */
+    UNGUARDED = 8,   /* catches faults itself */
 };
 
 /* Add work to a stream or, during capture, to its graph. `argument` (`bytes` long) is copied.
@@ -132,7 +128,6 @@ struct stream {
     uint32_t magic; /* first: a stale handle is refused */
     int device;
     unsigned flags;
-    int priority;
     int is_legacy, is_destroyed;
     struct stream *next;
 

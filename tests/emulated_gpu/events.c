@@ -13,7 +13,6 @@
 struct record {
     int references;
     struct place place;
-    struct timespec time; /* when it completed */
     uint64_t shared_number, number; /* the shared event and its record; 0: not shared */
     struct event_counts *counts;
 };
@@ -92,11 +91,6 @@ EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t *handle, unsigned flags)
     return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaEventCreate(cudaEvent_t *handle)
-{
-    return cudaEventCreateWithFlags(handle, cudaEventDefault);
-}
-
 EXPORT cudaError_t cudaEventDestroy(cudaEvent_t handle)
 {
     struct event *event;
@@ -123,7 +117,6 @@ static cudaError_t run_record(void *argument)
     struct record *record = *(struct record **)argument;
 
     lock_device();
-    clock_gettime(CLOCK_MONOTONIC, &record->time);
     if (record->counts) {
         if (record->counts->completed < record->number)
             record->counts->completed = record->number;
@@ -174,11 +167,6 @@ EXPORT cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handl
         record_event(event, stream);
     unlock_device();
     return failed(error);
-}
-
-EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags)
-{
-    return flags ? failed(cudaErrorNotSupported) : cudaEventRecord(event, stream);
 }
 
 /* ---- wait ---- */
@@ -308,33 +296,6 @@ EXPORT cudaError_t cudaEventQuery(cudaEvent_t handle)
     }
     unlock_device();
     return failed(done ? device_error(device) : cudaErrorNotReady);
-}
-
-static double milliseconds(struct timespec time)
-{
-    return (double)time.tv_sec * 1e3 + (double)time.tv_nsec * 1e-6;
-}
-
-EXPORT cudaError_t cudaEventElapsedTime(float *time, cudaEvent_t start_handle,
-                                        cudaEvent_t end_handle)
-{
-    cudaError_t error = begin_call();
-    struct event *start, *end;
-
-    if (error)
-        return failed(error);
-    lock_device();
-    start = find_event(start_handle);
-    end = find_event(end_handle);
-    if (!start || !end || (start->flags | end->flags) & cudaEventDisableTiming || !start->latest
-        || !end->latest || start->device != end->device)
-        error = cudaErrorInvalidResourceHandle;
-    else if (!is_done(start->latest->place) || !is_done(end->latest->place))
-        error = cudaErrorNotReady;
-    else
-        *time = (float)(milliseconds(end->latest->time) - milliseconds(start->latest->time));
-    unlock_device();
-    return failed(error);
 }
 
 /* ---- handles for other processes ---- */

@@ -11,7 +11,6 @@
 #include <unistd.h>
 
 #define WARP 32
-#define BARRIERS 16
 /* Number of turns without progress before the thread sleeps. */
 #define BUSY_TURNS 64
 #define SLEEP_US 50
@@ -21,7 +20,6 @@ struct active_block {
     struct block block;
     char *frames;
     uint32_t live; /* threads that have not exited */
-    uint32_t arrived[BARRIERS];
 };
 
 struct execution {
@@ -29,7 +27,6 @@ struct execution {
     const struct kernel *kernel;
     uint32_t threads;
     size_t frame_bytes;
-    char *workspace;
     cudaError_t error;
 };
 
@@ -70,7 +67,6 @@ static void init_block(const struct execution *run, struct block *block, uint64_
     block->shared = shared;
     block->shared_bytes = run->kernel->shared_bytes + launch->dynamic_shared_bytes;
     block->dynamic_shared_bytes = launch->dynamic_shared_bytes;
-    block->grid_workspace = run->workspace;
 }
 
 static void report_fault(struct execution *run, const struct thread *thread)
@@ -89,37 +85,26 @@ static struct thread *thread_of(const struct execution *run, const struct active
     return (struct thread *)(active->frames + number * run->frame_bytes);
 }
 
-static int waits_at(const struct thread *thread, uint32_t barrier)
+/* Release the threads at the barrier if all have arrived. Returns whether they had. */
+static int release_barrier(const struct execution *run, struct active_block *active)
 {
-    return thread->state == AT_BARRIER && thread->barrier == barrier;
-}
-
-/* Release the threads at a barrier if it is complete. Returns whether it was. */
-static int release_barrier(const struct execution *run, struct active_block *active,
-                           uint32_t barrier)
-{
-    uint32_t waiting = 0, expected = 0, set = 0;
+    uint32_t waiting = 0, set = 0;
 
     for (uint32_t i = 0; i < run->threads; i++) {
         const struct thread *const thread = thread_of(run, active, i);
-        if (waits_at(thread, barrier)) {
+        if (thread->state == AT_BARRIER) {
             waiting++;
             set += thread->predicate != 0;
-            expected = thread->expected;
         }
     }
-    if (!waiting || waiting + active->arrived[barrier] < (expected ? expected : active->live))
+    if (!waiting || waiting < active->live)
         return 0;
-    active->arrived[barrier] = 0;
     for (uint32_t i = 0; i < run->threads; i++) {
         struct thread *const thread = thread_of(run, active, i);
-        if (!waits_at(thread, barrier))
-            continue;
-        const int operation = thread->operation;
-        thread->result = operation == BARRIER_POPC  ? set
-                         : operation == BARRIER_AND ? set == waiting
-                                                    : set > 0;
-        thread->state = YIELDED;
+        if (thread->state == AT_BARRIER) {
+            thread->result = set > 0;
+            thread->state = YIELDED;
+        }
     }
     return 1;
 }
@@ -154,82 +139,13 @@ static uint32_t shuffle_source(struct thread *thread)
     return thread->predicate ? source : lane;
 }
 
-static uint64_t reduce(int operation, uint32_t a, uint32_t b)
+/* Set the result of one thread from the operands of its warp. */
+static void finish_warp_operation(struct thread *thread, struct thread *const lanes[WARP])
 {
-    switch (operation) {
-    case REDUX_ADD:
-        return a + b;
-    case REDUX_MIN_S:
-        return (int32_t)a < (int32_t)b ? a : b;
-    case REDUX_MAX_S:
-        return (int32_t)a > (int32_t)b ? a : b;
-    case REDUX_MIN_U:
-        return a < b ? a : b;
-    case REDUX_MAX_U:
-        return a > b ? a : b;
-    case REDUX_AND:
-        return a & b;
-    case REDUX_OR:
-        return a | b;
-    default:
-        return a ^ b;
-    }
-}
-
-/* Set the result of one thread from the operands of its warp. `members` are the lanes that take
- * part. */
-static void finish_warp_operation(struct thread *thread, struct thread *const lanes[WARP],
-                                  uint32_t members)
-{
-    const uint32_t first = (uint32_t)__builtin_ctz(members);
-    uint32_t set = 0, same = 0;
-    uint64_t reduced = lanes[first]->operand;
-
-    for (uint32_t lane = 0; lane < WARP; lane++) {
-        if (!(members >> lane & 1))
-            continue;
-        set |= (uint32_t)(lanes[lane]->operand != 0) << lane;
-        same |= (uint32_t)(lanes[lane]->operand == thread->operand) << lane;
-        if (lane != first)
-            reduced = reduce(thread->operation, (uint32_t)reduced, (uint32_t)lanes[lane]->operand);
-    }
-    switch (thread->operation) {
-    case WARP_SYNC:
+    if (thread->operation == WARP_SYNC)
         return;
-    case SHFL_UP:
-    case SHFL_DOWN:
-    case SHFL_BFLY:
-    case SHFL_IDX: {
-        const struct thread *const source = lanes[shuffle_source(thread)];
-        thread->result = source ? source->operand : thread->operand;
-        return;
-    }
-    case VOTE_ALL:
-        thread->result = set == members;
-        return;
-    case VOTE_ANY:
-        thread->result = set != 0;
-        return;
-    case VOTE_UNI:
-        thread->result = set == members || set == 0;
-        return;
-    case VOTE_BALLOT:
-        thread->result = set;
-        return;
-    case MATCH_ANY:
-        thread->result = same;
-        return;
-    case MATCH_ALL:
-        thread->predicate = same == members;
-        thread->result = same == members ? members : 0;
-        return;
-    case ELECT:
-        thread->result = first;
-        thread->predicate = thread->number % WARP == first;
-        return;
-    default:
-        thread->result = reduced;
-    }
+    const struct thread *const source = lanes[shuffle_source(thread)];
+    thread->result = source ? source->operand : thread->operand;
 }
 
 /* Return the lanes that take part in a thread's operation if all of them have arrived, or 0. */
@@ -263,7 +179,7 @@ static int release_warp(const struct execution *run, struct active_block *active
         const uint32_t members = arrived_members(lanes[lane], lanes);
         for (uint32_t other = 0; other < WARP; other++)
             if (members >> other & 1)
-                finish_warp_operation(lanes[other], lanes, members);
+                finish_warp_operation(lanes[other], lanes);
         for (uint32_t other = 0; other < WARP; other++)
             if (members >> other & 1)
                 lanes[other]->state = YIELDED;
@@ -290,14 +206,6 @@ static enum progress step(struct execution *run, struct active_block *active,
     case FAULTED:
         report_fault(run, thread);
         return ADVANCED;
-    case AT_BARRIER:
-        if (thread->barrier >= BARRIERS)
-            run->error = cudaErrorIllegalInstruction;
-        else if (thread->operation == BARRIER_ARRIVE) {
-            active->arrived[thread->barrier]++;
-            thread->state = YIELDED;
-        }
-        return ADVANCED;
     default:
         return ADVANCED;
     }
@@ -318,9 +226,8 @@ static enum progress run_turn(struct execution *run, struct active_block *active
     for (uint32_t start = 0; start < run->threads; start += WARP)
         if (release_warp(run, active, start))
             progress = ADVANCED;
-    for (uint32_t barrier = 0; barrier < BARRIERS; barrier++)
-        if (release_barrier(run, active, barrier))
-            progress = ADVANCED;
+    if (release_barrier(run, active))
+        progress = ADVANCED;
     return progress;
 }
 
@@ -328,7 +235,6 @@ static void start_block(struct execution *run, struct active_block *active, uint
 {
     init_block(run, &active->block, number, active->block.shared);
     active->live = run->threads;
-    memset(active->arrived, 0, sizeof active->arrived);
     uint32_t index[3] = {0};
     for (uint32_t i = 0; i < run->threads; i++)
         init_thread(run, thread_of(run, active, i), i, index);
@@ -350,8 +256,8 @@ static void run_together(struct execution *run, struct active_block *blocks, uin
             live += blocks[i].live > 0;
         }
         if (live && progress == NO_PROGRESS) {
-            fprintf(stderr, "emulated GPU: kernel %s: deadlock: its threads wait at different "
-                            "barriers or in different warp operations\n", run->kernel->name);
+            fprintf(stderr, "emulated GPU: kernel %s: deadlock: its threads wait at a barrier "
+                            "and in different warp operations\n", run->kernel->name);
             run->error = cudaErrorLaunchTimeout;
         }
         idle_turns = progress == POLLED ? idle_turns + 1 : 0;
@@ -411,8 +317,7 @@ cudaError_t execute_launch(void *argument)
     const struct kernel *const kernel = launch->kernel;
     const uint32_t *const grid = launch->grid_dim, *const dim = launch->block_dim;
     const uint64_t count = (uint64_t)grid[0] * grid[1] * grid[2];
-    const int together = kernel->flags & POLLS_MEMORY || launch->is_cooperative;
-    const uint64_t active = kernel->flags & SUSPENDS && together ? count : 1;
+    const uint64_t active = kernel->flags & SUSPENDS && kernel->flags & POLLS_MEMORY ? count : 1;
     struct execution run = {.launch = launch, .kernel = kernel, .error = cudaSuccess};
 
     run.threads = dim[0] * dim[1] * dim[2];
@@ -421,7 +326,6 @@ cudaError_t execute_launch(void *argument)
     const size_t shared = (kernel->shared_bytes + launch->dynamic_shared_bytes + 127) / 64 * 64;
     struct active_block *const blocks = (void *)allocate(active * sizeof *blocks);
     char *const memory = allocate(active * (frames + shared + 64));
-    run.workspace = launch->is_cooperative ? allocate(4096) : NULL;
     char *next = memory;
     for (uint64_t i = 0; i < active; i++, next += (frames + shared + 63) / 64 * 64) {
         blocks[i].block.shared = next;
@@ -429,7 +333,6 @@ cudaError_t execute_launch(void *argument)
     }
     describe_work(kernel->name);
     run_all(&run, blocks, active, count);
-    free(run.workspace);
     free(memory);
     free(blocks);
     return run.error;

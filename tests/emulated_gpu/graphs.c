@@ -125,11 +125,6 @@ EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode)
     return CUDA_SUCCESS;
 }
 
-EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode)
-{
-    return failed((cudaError_t)cuThreadExchangeStreamCaptureMode((CUstreamCaptureMode *)mode));
-}
-
 /* ---- captured work ---- */
 
 static void set_tips(struct stream *stream, const unsigned *tips, size_t count)
@@ -409,7 +404,7 @@ static cudaError_t run_node(const struct node *node)
     cudaError_t error;
 
     push_device(node->device);
-    error = node->flags & HOST_CODE ? node->run(node->argument)
+    error = node->flags & UNGUARDED ? node->run(node->argument)
                                     : run_guarded(node->run, node->argument);
     pop_device();
     return error;
@@ -464,7 +459,7 @@ EXPORT cudaError_t cudaGraphInstantiate(cudaGraphExec_t *handle, cudaGraph_t gra
 static cudaError_t launch(struct executable *executable, struct stream *stream)
 {
     struct graph *graph = executable->graph;
-    unsigned flags = HOST_CODE;
+    unsigned flags = UNGUARDED;
     cudaError_t error;
 
     for (size_t k = 0; k < graph->node_count; k++)

@@ -8,13 +8,7 @@
 /* Why a thread's function has returned. */
 enum outcome { EXITED, AT_BARRIER, AT_WARP, YIELDED, FAULTED };
 
-enum barrier_operation { BARRIER_SYNC, BARRIER_ARRIVE, BARRIER_AND, BARRIER_OR, BARRIER_POPC };
-
-enum warp_operation {
-    WARP_SYNC, SHFL_UP, SHFL_DOWN, SHFL_BFLY, SHFL_IDX, VOTE_ALL, VOTE_ANY, VOTE_UNI, VOTE_BALLOT,
-    MATCH_ANY, MATCH_ALL, REDUX_ADD, REDUX_MIN_S, REDUX_MAX_S, REDUX_MIN_U, REDUX_MAX_U, REDUX_AND,
-    REDUX_OR, REDUX_XOR, ELECT,
-};
+enum warp_operation { WARP_SYNC, SHFL_UP, SHFL_DOWN, SHFL_BFLY, SHFL_IDX };
 
 /* A block of threads as its threads see it. */
 struct block {
@@ -24,8 +18,6 @@ struct block {
     char *shared;
     uint32_t shared_bytes;         /* variables, then dynamic memory */
     uint32_t dynamic_shared_bytes; /* given at launch */
-    uint64_t grid_id;
-    char *grid_workspace; /* of a cooperative launch, zeroed */
 };
 
 /* The start of each thread's frame. Its registers follow. */
@@ -39,7 +31,6 @@ struct thread {
     const char *fault_instruction;
     /* The operation that the thread waits for, its operands and its result. */
     int operation;
-    uint32_t barrier, expected; /* id; number of threads, or 0 for all */
     uint32_t mask;
     uint64_t operand;
     uint32_t lane, clamp;
@@ -53,15 +44,15 @@ struct parameter {
 };
 
 enum kernel_flags {
-    SUSPENDS = 1,      /* its threads wait for each other: each needs a frame */
-    POLLS_MEMORY = 2,  /* it waits for memory that other blocks or devices write */
+    SUSPENDS = 1,     /* its threads wait for each other: each needs a frame */
+    POLLS_MEMORY = 2, /* it waits for memory that other blocks or devices write */
 };
 
 struct kernel {
     const char *name;
     int (*step)(struct thread *thread, const struct block *block);
     size_t frame_bytes;
-    uint32_t shared_bytes, parameter_bytes, local_bytes, registers, max_threads;
+    uint32_t shared_bytes, parameter_bytes, registers, max_threads;
     int flags;
     uint32_t parameter_count;
     const struct parameter *parameters;

@@ -22,13 +22,6 @@
 #define GARBAGE 0xEE
 #define GARBAGE_BYTES ((size_t)1 << 20) /* untouched pages use no memory */
 #define CANARY 0xC5
-#define POOL_ATTRIBUTE_COUNT 16
-
-struct memory_pool {
-    int device;
-    uint64_t attributes[POOL_ATTRIBUTE_COUNT];
-    size_t used, used_high;
-};
 
 struct registration {
     struct allocation memory;
@@ -42,7 +35,7 @@ static char *arena, *arena_next;
 static uint64_t next_id = 1;
 static size_t used_bytes[MAX_DEVICES];
 static struct registration *registrations;
-static struct memory_pool default_pools[MAX_DEVICES], *current_pools[MAX_DEVICES];
+static char default_pools[MAX_DEVICES]; /* whose addresses are the handles */
 
 static size_t round_up(size_t bytes, size_t unit)
 {
@@ -212,7 +205,6 @@ static cudaError_t allocate(void **address, size_t bytes, int device, enum memor
     }
     made->device = device, made->kind = kind;
     made->process = getpid(), made->object = made->id;
-    made->pool = kind == ASYNC_MEMORY ? current_pools[device] : NULL;
     if (create_object(made->id, page_bytes, made->pages, PROT_READ | PROT_WRITE) == MAP_FAILED) {
         unlock_device();
         return cudaErrorMemoryAllocation;
@@ -244,8 +236,6 @@ static cudaError_t release(struct allocation *found)
     delete_object(found->object);
     if (found->kind != PINNED_MEMORY)
         used_bytes[found->device] -= found->page_bytes;
-    if (found->pool)
-        found->pool->used -= found->bytes;
     return error;
 }
 
@@ -304,11 +294,6 @@ EXPORT cudaError_t cudaHostAlloc(void **address, size_t bytes, unsigned flags)
 {
     (void)flags;
     return allocate_now(address, bytes, PINNED_MEMORY);
-}
-
-EXPORT cudaError_t cudaMallocHost(void **address, size_t bytes)
-{
-    return cudaHostAlloc(address, bytes, 0);
 }
 
 /* Free memory once the work of all devices is done, because any device may use it. */
@@ -423,43 +408,21 @@ static cudaError_t run_free(void *argument)
     return error;
 }
 
-static struct memory_pool *pool_of(int device)
+EXPORT cudaError_t cudaMallocAsync(void **address, size_t bytes, cudaStream_t stream)
 {
-    if (!current_pools[device])
-        current_pools[device] = &default_pools[device];
-    default_pools[device].device = device;
-    return current_pools[device];
-}
-
-EXPORT cudaError_t cudaMallocFromPoolAsync(void **address, size_t bytes, cudaMemPool_t handle,
-                                           cudaStream_t stream)
-{
-    struct memory_pool *pool = (struct memory_pool *)handle;
     struct allocation *made;
     cudaError_t error = begin_call();
 
     if (!error)
-        error = allocate(address, bytes, pool->device, ASYNC_MEMORY);
+        error = allocate(address, bytes, current_device(), ASYNC_MEMORY);
     if (error || !bytes)
         return failed(error);
     lock_device();
     made = find_allocation(*address);
-    made->pool = pool;
-    pool->used += bytes;
-    pool->used_high = pool->used > pool->used_high ? pool->used : pool->used_high;
     /* No stream may access it before the stream has reached the allocation. */
     mprotect(made->pages, made->page_bytes, PROT_NONE);
     unlock_device();
     return failed(enqueue(stream, run_allocation, &made, sizeof made, ALWAYS));
-}
-
-EXPORT cudaError_t cudaMallocAsync(void **address, size_t bytes, cudaStream_t stream)
-{
-    cudaError_t error = begin_call();
-    if (error)
-        return failed(error);
-    return cudaMallocFromPoolAsync(address, bytes, (cudaMemPool_t)pool_of(current_device()),
-                                   stream);
 }
 
 EXPORT cudaError_t cudaFreeAsync(void *address, cudaStream_t stream)
@@ -484,81 +447,7 @@ EXPORT cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int device)
 {
     if (machine_device(device) < 0)
         return failed(cudaErrorInvalidDevice);
-    pool_of(device);
     *pool = (cudaMemPool_t)&default_pools[device];
-    return cudaSuccess;
-}
-
-EXPORT cudaError_t cudaDeviceGetMemPool(cudaMemPool_t *pool, int device)
-{
-    if (machine_device(device) < 0)
-        return failed(cudaErrorInvalidDevice);
-    *pool = (cudaMemPool_t)pool_of(device);
-    return cudaSuccess;
-}
-
-EXPORT cudaError_t cudaDeviceSetMemPool(int device, cudaMemPool_t pool)
-{
-    if (machine_device(device) < 0)
-        return failed(cudaErrorInvalidDevice);
-    current_pools[device] = (struct memory_pool *)pool;
-    return cudaSuccess;
-}
-
-EXPORT cudaError_t cudaMemPoolCreate(cudaMemPool_t *pool, const struct cudaMemPoolProps *wanted)
-{
-    struct memory_pool *made = calloc(1, sizeof *made);
-    made->device = wanted->location.id;
-    *pool = (cudaMemPool_t)made;
-    return cudaSuccess;
-}
-
-/* The pool is not freed: its memory may be in use. */
-EXPORT cudaError_t cudaMemPoolDestroy(cudaMemPool_t pool)
-{
-    for (int device = 0; device < MAX_DEVICES; device++)
-        if (current_pools[device] == (struct memory_pool *)pool)
-            current_pools[device] = &default_pools[device];
-    return cudaSuccess;
-}
-
-EXPORT cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, size_t bytes)
-{
-    (void)pool, (void)bytes;
-    return failed(begin_call());
-}
-
-EXPORT cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t handle, enum cudaMemPoolAttr attribute,
-                                           void *value)
-{
-    struct memory_pool *pool = (struct memory_pool *)handle;
-
-    if ((unsigned)attribute >= POOL_ATTRIBUTE_COUNT)
-        return failed(cudaErrorInvalidValue);
-    if (attribute <= cudaMemPoolReuseAllowInternalDependencies)
-        *(int *)value = (int)pool->attributes[attribute];
-    else if (attribute == cudaMemPoolAttrReservedMemCurrent
-             || attribute == cudaMemPoolAttrUsedMemCurrent)
-        *(uint64_t *)value = pool->used;
-    else if (attribute == cudaMemPoolAttrReservedMemHigh
-             || attribute == cudaMemPoolAttrUsedMemHigh)
-        *(uint64_t *)value = pool->used_high;
-    else
-        *(uint64_t *)value = pool->attributes[attribute];
-    return cudaSuccess;
-}
-
-EXPORT cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t handle, enum cudaMemPoolAttr attribute,
-                                           void *value)
-{
-    struct memory_pool *pool = (struct memory_pool *)handle;
-
-    if ((unsigned)attribute >= POOL_ATTRIBUTE_COUNT)
-        return failed(cudaErrorInvalidValue);
-    if (attribute <= cudaMemPoolReuseAllowInternalDependencies)
-        pool->attributes[attribute] = (uint64_t) * (int *)value;
-    else
-        pool->attributes[attribute] = *(uint64_t *)value;
     return cudaSuccess;
 }
 
@@ -590,27 +479,14 @@ EXPORT cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found,
     return failed(ensure_context());
 }
 
-static CUresult write_attribute(void *value, CUpointer_attribute attribute, CUdeviceptr address,
+static CUresult write_attribute(void *value, CUpointer_attribute attribute,
                                 const struct allocation *memory)
 {
     int is_pinned = memory->kind == PINNED_MEMORY, is_managed = memory->kind == MANAGED_MEMORY;
-    CUcontext context;
 
     switch (attribute) {
-    case CU_POINTER_ATTRIBUTE_CONTEXT:
-        cuDevicePrimaryCtxRetain(&context, memory->device);
-        *(CUcontext *)value = context;
-        break;
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
         *(unsigned *)value = is_pinned ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
-        break;
-    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
-        *(CUdeviceptr *)value = address;
-        break;
-    case CU_POINTER_ATTRIBUTE_HOST_POINTER:
-        if (!is_pinned && !is_managed)
-            return CUDA_ERROR_INVALID_VALUE;
-        *(CUdeviceptr *)value = address;
         break;
     case CU_POINTER_ATTRIBUTE_BUFFER_ID:
         *(uint64_t *)value = memory->id;
@@ -630,11 +506,8 @@ static CUresult write_attribute(void *value, CUpointer_attribute attribute, CUde
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
         *(size_t *)value = memory->bytes;
         break;
-    case CU_POINTER_ATTRIBUTE_MAPPED:
-        *(unsigned *)value = 1;
-        break;
     case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
-        *(void **)value = memory->pool;
+        *(void **)value = memory->kind == ASYNC_MEMORY ? default_pools + memory->device : NULL;
         break;
     default:
         return CUDA_ERROR_NOT_SUPPORTED;
@@ -651,7 +524,7 @@ EXPORT CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute
     lock_device();
     memory = find_allocation((void *)address);
     if (memory)
-        result = write_attribute(value, attribute, address, memory);
+        result = write_attribute(value, attribute, memory);
     unlock_device();
     return result;
 }
@@ -667,27 +540,13 @@ EXPORT CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute *attr
     memory = find_allocation((void *)address);
     for (unsigned k = 0; k < count; k++)
         if (memory)
-            write_attribute(values[k], attributes[k], address, memory);
+            write_attribute(values[k], attributes[k], memory);
         else if (attributes[k] == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
             *(int *)values[k] = cudaInvalidDeviceId;
         else if (attributes[k] != CU_POINTER_ATTRIBUTE_CONTEXT)
-            write_attribute(values[k], attributes[k], 0, &unknown);
+            write_attribute(values[k], attributes[k], &unknown);
     unlock_device();
     return CUDA_SUCCESS;
-}
-
-EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdeviceptr address)
-{
-    struct allocation *memory;
-
-    lock_device();
-    memory = find_allocation((void *)address);
-    if (memory && base)
-        *base = (CUdeviceptr)memory->address;
-    if (memory && bytes)
-        *bytes = memory->bytes;
-    unlock_device();
-    return memory ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
 EXPORT CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *device_address, void *address,

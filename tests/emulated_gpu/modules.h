@@ -15,7 +15,6 @@ struct launch {
     char *globals;
     uint32_t grid_dim[3], block_dim[3];
     uint32_t dynamic_shared_bytes;
-    uint32_t is_cooperative;
     char parameters[] __attribute__((aligned(16)));
 };
 

@@ -50,8 +50,6 @@
     if ((OFFSET) + (uint64_t)(BYTES) > block->shared_bytes)                                        \
     FAULT(ILLEGAL_ADDRESS, OFFSET, INSTRUCTION)
 
-#define IS_SHARED(ADDRESS) ((ADDRESS) - (uint64_t)block->shared < block->shared_bytes)
-
 /* The previous value of *PLACE, which becomes VALUE, an expression of `old`. */
 #define ATOMIC(TYPE, PLACE, ORDER, VALUE)                                                          \
     ({                                                                                             \
@@ -89,15 +87,25 @@
 CASTS(f32, float, uint32_t)
 CASTS(f64, double, uint64_t)
 
+FUNCTION double to_f16(uint16_t bits)
+{
+    _Float16 value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+FUNCTION uint16_t from_f16(double x)
+{
+    const _Float16 value = x;
+    uint16_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return x != x ? 0x7fff : bits;
+}
+
 /* ---- Single and double precision --------------------------------------------------------------- */
 
-FUNCTION float canonical_f32(float x)
+FUNCTION float canonical(float x)
 {
     return x != x ? to_f32(0x7fffffff) : x;
-}
-FUNCTION double canonical_f64(double x)
-{
-    return x;
 }
 /* Flush a subnormal number to zero, and keep its sign. */
 FUNCTION float ftz(float x)
@@ -106,23 +114,19 @@ FUNCTION float ftz(float x)
     return bits & 0x7f800000 ? x : to_f32(bits & 0x80000000);
 }
 /* NaN becomes zero. */
-FUNCTION float sat_f32(float x)
-{
-    return x > 0 ? x < 1 ? x : 1 : 0;
-}
-FUNCTION double sat_f64(double x)
+FUNCTION double sat(double x)
 {
     return x > 0 ? x < 1 ? x : 1 : 0;
 }
 
 /* Evaluate an expression of x, y and z in another rounding mode. Volatile variables keep the
  * compiler from moving it out of that mode. */
-#define ROUNDED(MODE, RESULT, OPERAND, X, Y, Z, EXPRESSION)                                        \
+#define ROUNDED(MODE, TYPE, X, Y, Z, EXPRESSION)                                                   \
     ({                                                                                             \
-        volatile OPERAND x = (X), y = (Y), z = (Z);                                                \
+        volatile TYPE x = (X), y = (Y), z = (Z);                                                   \
         (void)x, (void)y, (void)z;                                                                 \
         fesetround(MODE);                                                                          \
-        volatile RESULT rounded = (EXPRESSION);                                                    \
+        volatile TYPE rounded = (EXPRESSION);                                                      \
         fesetround(FE_TONEAREST);                                                                  \
         rounded;                                                                                   \
     })
@@ -157,82 +161,6 @@ TO_INTEGER(u16, uint16_t, 0, UINT16_MAX, 0x1p16)
 TO_INTEGER(u32, uint32_t, 0, UINT32_MAX, 0x1p32)
 TO_INTEGER(u64, uint64_t, 0, UINT64_MAX, 0x1p64)
 
-#define CLAMP(X, LEAST, MOST)                                                                      \
-    ({                                                                                             \
-        const __int128 wide = (X), least = (LEAST), most = (MOST);                                 \
-        wide < least ? least : wide > most ? most : wide;                                          \
-    })
-
-/* ---- Narrow floats ------------------------------------------------------------------------------ */
-
-/* mantissa: bits; least: exponent of the least normal number; most: largest finite number;
- * infinity: bits, or 0 if there is none; nan: bits. */
-struct format {
-    int width, mantissa, least;
-    double most;
-    uint32_t infinity, nan;
-};
-#define FORMAT(NAME, ...) static const struct format NAME __attribute__((unused)) = {__VA_ARGS__};
-FORMAT(f16, 16, 10, -14, 65504, 0x7c00, 0x7fff)
-FORMAT(bf16, 16, 7, -126, 0x1.fep127, 0x7f80, 0x7fff)
-FORMAT(tf32, 19, 10, -126, 0x1.ffcp127, 0x3fc00, 0x3ffff)
-FORMAT(e4m3, 8, 3, -6, 448, 0, 0x7f)
-FORMAT(e5m2, 8, 2, -14, 57344, 0x7c, 0x7f)
-
-SLOW double widen(uint32_t bits, const struct format *format)
-{
-    const uint32_t sign = 1u << (format->width - 1), magnitude = bits & (sign - 1);
-    const uint32_t exponent = magnitude >> format->mantissa;
-    const uint32_t fraction = magnitude & ((1u << format->mantissa) - 1);
-    const uint32_t one = exponent ? 1u << format->mantissa : 0;
-    const int scale = format->least - format->mantissa + (exponent ? (int)exponent - 1 : 0);
-    double value = ldexp(fraction | one, scale);
-
-    if (format->infinity ? magnitude > format->infinity : magnitude == format->nan)
-        value = to_f64(0x7ff8000000000000);
-    else if (format->infinity && magnitude == format->infinity)
-        value = INFINITY;
-    return bits & sign ? -value : value;
-}
-
-/* Round to a format; mode: of fenv.h; finite: a larger number becomes the largest finite one. */
-SLOW uint32_t narrow(double value, const struct format *format, int mode, int finite)
-{
-    const uint32_t sign = signbit(value) ? 1u << (format->width - 1) : 0;
-    const double magnitude = fabs(value);
-    const int away = mode == (sign ? FE_DOWNWARD : FE_UPWARD);
-
-    if (value != value)
-        return format->nan;
-    if (magnitude == 0)
-        return sign;
-    const uint32_t largest = (format->infinity ? format->infinity : format->nan) - 1;
-    const uint32_t beyond = finite || !format->infinity ? largest : format->infinity;
-    if (isinf(value))
-        return sign | beyond;
-    const int exponent = ilogb(magnitude) < format->least ? format->least : ilogb(magnitude);
-    const double units = ldexp(magnitude, format->mantissa - exponent);
-    const double whole = mode == FE_TONEAREST ? rint(units) : away ? ceil(units) : floor(units);
-    /* A carry out of the mantissa moves into the exponent. */
-    const uint32_t bits =
-        (uint32_t)whole + ((uint32_t)(exponent - format->least) << format->mantissa);
-    if (ldexp(whole, exponent - format->mantissa) > format->most)
-        return sign | (mode == FE_TONEAREST || away ? beyond : largest);
-    return sign | bits;
-}
-
-/* The sum of a and b, rounded to odd: rounding it again, to a narrow format, is exact. */
-FUNCTION double sum_to_odd(double a, double b)
-{
-    const double sum = a + b, part = sum - a, rest = (a - (sum - part)) + (b - part);
-    uint64_t bits = from_f64(sum);
-
-    if (!isfinite(sum) || rest == 0 || bits & 1)
-        return sum;
-    bits += (rest > 0) == (sum > 0) ? 1 : -1;
-    return to_f64(bits);
-}
-
 /* ---- Integers ----------------------------------------------------------------------------------- */
 
 /* A GPU does not trap: dividing by zero gives all ones. */
@@ -259,28 +187,6 @@ FUNCTION uint64_t reverse_bits(uint64_t x, int width)
     for (int i = 0; i < width; i++)
         result |= (x >> i & 1) << (width - 1 - i);
     return result;
-}
-
-/* The position of the highest bit that is set or, of a negative number, clear; or -1. */
-FUNCTION uint32_t find_bit(uint64_t x, int negative, int width, int shift)
-{
-    const uint64_t mask = width == 64 ? ~0ull : (1ull << width) - 1;
-    const uint64_t found = (negative ? ~x : x) & mask;
-    const int place = found ? 63 - __builtin_clzll(found) : -1;
-
-    return place < 0 ? ~0u : (uint32_t)(shift ? width - 1 - place : place);
-}
-
-/* The position of the offset-th set bit from base on, downward if offset < 0; or -1. */
-FUNCTION uint32_t find_nth(uint32_t mask, uint32_t base, int32_t offset)
-{
-    const int step = offset < 0 ? -1 : 1;
-    int left = offset == 0 ? 1 : offset * step;
-
-    for (int i = (int)base; i >= 0 && i < 32; i += step)
-        if ((mask >> i & 1) && --left == 0)
-            return (uint32_t)i;
-    return ~0u;
 }
 
 FUNCTION uint64_t extract_bits(uint64_t a, uint32_t start, uint32_t length, int width, int is_signed)
@@ -324,34 +230,12 @@ FUNCTION uint32_t permute(uint32_t a, uint32_t b, uint32_t selectors)
     return result;
 }
 
-/* The selectors of prmt's special modes: f4e, b4e, rc8, ecl, ecr, rc16, in this order. */
-FUNCTION uint32_t mode_selectors(int mode, uint32_t c)
-{
-    static const uint16_t table[6][4] = {
-        {0x3210, 0x4321, 0x5432, 0x6543}, {0x5670, 0x6701, 0x7012, 0x0123},
-        {0x0000, 0x1111, 0x2222, 0x3333}, {0x3210, 0x3211, 0x3222, 0x3333},
-        {0x0000, 0x1110, 0x2210, 0x3210}, {0x1010, 0x3232, 0x1010, 0x3232}};
-    return table[mode][c & 3];
-}
-
 FUNCTION uint64_t logic_3(uint64_t a, uint64_t b, uint64_t c, int table)
 {
     return (table & 1 ? ~a & ~b & ~c : 0) | (table & 2 ? ~a & ~b & c : 0) |
            (table & 4 ? ~a & b & ~c : 0) | (table & 8 ? ~a & b & c : 0) |
            (table & 16 ? a & ~b & ~c : 0) | (table & 32 ? a & ~b & c : 0) |
            (table & 64 ? a & b & ~c : 0) | (table & 128 ? a & b & c : 0);
-}
-
-FUNCTION uint64_t dot_product(uint32_t a, uint32_t b, int a_signed, int b_signed)
-{
-    int64_t result = 0;
-
-    for (int i = 0; i < 32; i += 8) {
-        const int64_t left = a_signed ? (int8_t)(a >> i) : (uint8_t)(a >> i);
-        const int64_t right = b_signed ? (int8_t)(b >> i) : (uint8_t)(b >> i);
-        result += left * right;
-    }
-    return (uint64_t)result;
 }
 
 SLOW uint64_t nanoseconds(void)

@@ -23,25 +23,10 @@ from ptx_parser import (
     place,
 )
 
-FORMATS = ("f16", "bf16", "tf32", "e4m3", "e5m2")
 SPECIAL = {
     "%laneid": "(thread->number % 32)",
     "%warpid": "(thread->number / 32)",
-    "%nwarpid": "((block->block_dim[0] * block->block_dim[1] * block->block_dim[2] + 31) / 32)",
-    "%lanemask_eq": "(1u << thread->number % 32)",
-    "%lanemask_lt": "((1u << thread->number % 32) - 1)",
-    "%lanemask_le": "((2u << thread->number % 32) - 1)",
-    "%lanemask_ge": "(~0u << thread->number % 32)",
-    "%lanemask_gt": "(~1u << thread->number % 32)",
-    "%smid": "0", "%nsmid": "1", "%gridid": "block->grid_id",
-    "%clock": "nanoseconds()", "%clock64": "nanoseconds()", "%clock_hi": "(nanoseconds() >> 32)",
-    "%globaltimer": "nanoseconds()", "%globaltimer_lo": "nanoseconds()",
-    "%globaltimer_hi": "(nanoseconds() >> 32)",
-    "%dynamic_smem_size": "block->dynamic_shared_bytes",
-    "%total_smem_size": "block->shared_bytes",
-    # The hidden argument of cooperative groups: the high and the low half of an address.
-    "%envreg1": "((uint64_t)block->grid_workspace >> 32)",
-    "%envreg2": "((uint64_t)block->grid_workspace)",
+    "%clock": "nanoseconds()", "%clock64": "nanoseconds()", "%globaltimer": "nanoseconds()",
 }  # fmt: skip
 VECTORS = {
     "tid": "thread->index", "ntid": "block->block_dim", "ctaid": "block->index",
@@ -61,7 +46,7 @@ def bits_type(type: str) -> str:
 
 
 def is_float(type: str) -> bool:
-    return type in ("f32", "f64") or type in FORMATS
+    return type in ("f16", "f32", "f64")
 
 
 def quoted(text: str) -> str:
@@ -110,8 +95,6 @@ class FunctionWriter:
         for item in block.items:
             if isinstance(item, Label):
                 scope[item.name] = Variable("label", "", 0, self._unique(f"label_{item.name}"))
-        for name, labels in block.tables.items():
-            scope[f"{name} table"] = Variable("table", ",".join(labels), 0)
         for item in block.items:
             if isinstance(item, Block):
                 self._flatten(item, scope)
@@ -203,7 +186,7 @@ class FunctionWriter:
         registers = min(255, max(16, len(self.registers) // 8))
         return (
             f"{{{quoted(function.name)}, step_{name}, sizeof(struct frame_{name}), "
-            f"{-(-shared // 16) * 16}, {parameter_bytes}, {sum(self.arrays.values())}, "
+            f"{-(-shared // 16) * 16}, {parameter_bytes}, "
             f"{registers}, {function.max_threads}, {self.flags}, {len(function.parameters)}, "
             f"parameters_{name}}}"
         )
@@ -223,13 +206,11 @@ class FunctionWriter:
     # ---- Operands ----
 
     def read(self, operand: str, type: str) -> str:
-        """Return an operand as a C expression: f16 and bf16 are widened to double."""
+        """Return an operand as a C expression. f16 is widened to double."""
         if operand.startswith("!"):
             return f"!{self.read(operand[1:], type)}"
         bits = self._bits(operand)
-        if type in FORMATS:
-            return f"widen({bits}, &{type})"
-        if type in ("f32", "f64"):
+        if is_float(type):
             return f"to_{type}({bits})"
         return f"({bits} != 0)" if type == "pred" else f"(({c_type(type)}){bits})"
 
@@ -270,9 +251,7 @@ class FunctionWriter:
         variable = self.scope[operand]
         if variable.space != "reg":
             raise UnsupportedError(f"destination: {operand}")
-        if type in FORMATS:
-            value = f"narrow({value}, &{type}, FE_TONEAREST, 0)"
-        elif type in ("f32", "f64"):
+        if is_float(type):
             value = f"from_{type}({value})"
         elif type == "pred":
             return f"r->{variable.c_name} = ({value}) != 0;"

@@ -1,4 +1,4 @@
-"""The C code of PTX instructions.
+"""The C code of PTX instructions: those that NVRTC emits for CuPy's and mpicoll's kernels.
 
 Each instruction has a method of InstructionWriter, registered with its modifiers. Any other
 modifier is an error, because ignoring it could change results.
@@ -9,39 +9,45 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from ptx_functions import FORMATS, SPECIAL, FunctionWriter, bits_type, c_type, is_float, quoted
+from ptx_functions import FunctionWriter, bits_type, c_type, is_float, quoted
 from ptx_parser import SIZES, Instruction, UnsupportedError, split_operands
 
-SPACES = ("const", "global", "local", "param", "shared")
+SPACES = {"const", "global", "local", "param", "shared"}
 ORDERS = {
-    "relaxed": "__ATOMIC_RELAXED", "volatile": "__ATOMIC_RELAXED", "mmio": "__ATOMIC_RELAXED",
-    "acquire": "__ATOMIC_ACQUIRE", "release": "__ATOMIC_RELEASE", "acq_rel": "__ATOMIC_ACQ_REL",
-    "sc": "__ATOMIC_SEQ_CST",
+    "relaxed": "__ATOMIC_RELAXED", "volatile": "__ATOMIC_RELAXED", "acquire": "__ATOMIC_ACQUIRE",
+    "release": "__ATOMIC_RELEASE", "acq_rel": "__ATOMIC_ACQ_REL", "sc": "__ATOMIC_SEQ_CST",
 }  # fmt: skip
 ROUNDING = {"rn": "FE_TONEAREST", "rz": "FE_TOWARDZERO", "rm": "FE_DOWNWARD", "rp": "FE_UPWARD"}
 TO_INTEGRAL = {"rni": "rint", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
-SCOPES = {"cta", "cluster", "gpu", "sys", "gl"}
-CACHING = {
-    "ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "L1::no_allocate", "L1::evict_last",
-    "L1::evict_first", "L2::64B", "L2::128B", "L2::256B", "L1::evict_normal", "L1::evict_unchanged",
-}  # fmt: skip
-MEMORY = {*SPACES, "shared::cta", "param::entry", "param::func", "v2", "v4", "v8", "weak", "v1"}
-FLOAT = {"rn", "rz", "rm", "rp", "ftz", "sat", "approx", "full"}
+SCOPES = {"cta", "gpu", "sys", "gl"}
+MEMORY = {*SPACES, *SCOPES, "v2", "v4", "nc", "ca", "cg", "cs", "cv", "wt"}
+FLOAT = {*ROUNDING, "ftz", "sat", "approx", "full"}
 COMPARISONS = {
     "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=",
     "hi": ">", "hs": ">=",
 }  # fmt: skip
-LOGIC = {"and": "&", "or": "|", "xor": "^"}
-COMPARISON_MODIFIERS = {
-    *COMPARISONS,
-    *(f"{one}u" for one in COMPARISONS),
-    "num",
-    "nan",
-    *LOGIC,
-    "ftz",
-}
-ATOMIC_OPERATIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
-ATOMIC_MODIFIERS = {*ATOMIC_OPERATIONS, "noftz", *ORDERS, *MEMORY, *SCOPES}
+UNORDERED = {f"{one}u" for one in ("eq", "ne", "lt", "le", "gt", "ge")}
+#: C expressions of operands. Approximations are computed in double precision and rounded once.
+FLOAT_EXPRESSIONS = {
+    "add": "({0} + {1})", "sub": "({0} - {1})", "mul": "({0} * {1})", "div": "({0} / {1})",
+    "fma": "fma{f}({0}, {1}, {2})", "mad": "fma{f}({0}, {1}, {2})", "sqrt": "sqrt{f}({0})",
+    "rcp": "(1 / {0})", "rsqrt": "(1 / sqrt(((double){0})))", "sin": "sin(((double){0}))",
+    "cos": "cos(((double){0}))", "ex2": "exp2(((double){0}))", "lg2": "log2(((double){0}))",
+    "tanh": "tanh(((double){0}))",
+}  # fmt: skip
+INTEGER_EXPRESSIONS = {
+    "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "neg": "0 - ({c}){0}",
+    "abs": "{0} < 0 ? 0 - ({c}){0} : {0}", "min": "{0} < {1} ? {0} : {1}",
+    "max": "{0} > {1} ? {0} : {1}", "div": "div_{type}({0}, {1})", "rem": "rem_{type}({0}, {1})",
+    "not": "~{0}", "brev": "reverse_bits({0}, {bits})", "prmt": "permute({0}, {1}, {2})",
+    "popc": "__builtin_popcountll({0})",
+    "clz": "{0} ? __builtin_clzll({0}) - (64 - {bits}) : {bits}",
+}  # fmt: skip
+#: The new value of memory as an expression of the variable `old`.
+ATOMIC_OPERATIONS = {
+    "add": "old + {0}", "min": "old < {0} ? old : {0}", "max": "old > {0} ? old : {0}",
+    "and": "old & {0}", "or": "old | {0}", "xor": "old ^ {0}", "exch": "{0}", "cas": "",
+}  # fmt: skip
 Handler = Callable[["InstructionWriter", Instruction], str]
 HANDLERS: dict[str, tuple[Handler, set[str]]] = {}
 
@@ -57,6 +63,10 @@ def instruction(*opcodes: str, allows: set[str] = frozenset()) -> Callable[[Hand
     return register
 
 
+def unsupported(one: Instruction) -> UnsupportedError:
+    return UnsupportedError(f"instruction: {one.text}")
+
+
 class InstructionWriter(FunctionWriter):
     """The C code of a function with its instructions."""
 
@@ -64,7 +74,7 @@ class InstructionWriter(FunctionWriter):
         handler, allowed = HANDLERS.get(one.opcode, (None, set()))
         unknown = [part for part in one.parts[1:] if part not in allowed and part not in SIZES]
         if handler is None or unknown:
-            raise UnsupportedError(f"instruction: {one.text}")
+            raise unsupported(one)
         self.in_loop = in_loop
         try:
             code = handler(self, one)
@@ -74,55 +84,73 @@ class InstructionWriter(FunctionWriter):
 
     # ---- Arithmetic ----
 
-    def _float(self, one: Instruction, template: str, values: list[str], type: str) -> str:
+    def _float(self, one: Instruction) -> str:
         """Return a float expression in the instruction's rounding mode."""
-        mode = next((ROUNDING[part] for part in one.parts if part in ROUNDING), ROUNDING["rn"])
-        if type in FORMATS:
-            if mode != ROUNDING["rn"] or one.has("ftz"):
-                raise UnsupportedError(f"instruction: {one.text}")
-            result = template.format(*values)
-            return f"sat_f64({result})" if one.has("sat") else result
-        c = "float" if type == "f32" else "double"
-        if one.has("ftz") and type == "f32":
+        if one.type not in ("f32", "f64"):
+            raise unsupported(one)
+        is_single = one.type == "f32"
+        template = FLOAT_EXPRESSIONS[one.opcode].replace("{f}", "f" if is_single else "")
+        mode = next((part for part in one.parts if part in ROUNDING), "rn")
+        values = self._reads(one)
+        flushes = one.has("ftz") and is_single
+        if flushes:
             values = [f"ftz({value})" for value in values]
-        if mode == ROUNDING["rn"]:
+        if mode == "rn":
             result = template.format(*values)
         else:
+            c = "float" if is_single else "double"
             x, y, z = [*values, "0", "0"][:3]
-            result = f"ROUNDED({mode}, {c}, {c}, {x}, {y}, {z}, {template.format('x', 'y', 'z')})"
-        result = f"canonical_{type}({result})"
-        if one.has("ftz") and type == "f32":
-            result = f"ftz({result})"
-        return f"sat_{type}({result})" if one.has("sat") else result
+            expression = template.format("x", "y", "z")
+            result = f"ROUNDED({ROUNDING[mode]}, {c}, {x}, {y}, {z}, {expression})"
+        result = f"canonical({result})" if is_single else result
+        result = f"ftz({result})" if flushes else result
+        if one.has("ftz") and not is_single:  # rcp and rsqrt: the upper half of the bits
+            result = f"to_f64(from_f64({result}) & 0xffffffff00000000)"
+        return f"sat({result})" if one.has("sat") else result
 
-    def _packed(self, one: Instruction, compute: Callable[[list[str], str], str]) -> str:
-        """Apply a computation on floats to both halves of registers, or to whole registers."""
-        destination, *sources = one.operands
-        if not one.type.endswith("x2"):
-            return self.write(destination, one.type, compute(self._reads(one), one.type))
-        half, parts = one.type.removesuffix("x2"), []
-        for shift in (0, 16):
-            values = [
-                f"widen({self.read(source, 'b32')} >> {shift} & 0xffff, &{half})"
-                for source in sources
-            ]
-            parts.append(f"narrow({compute(values, half)}, &{half}, FE_TONEAREST, 0)")
-        return self.write(destination, "b32", f"{parts[0]} | {parts[1]} << 16")
+    @instruction("sqrt", "rcp", "rsqrt", "sin", "cos", "ex2", "lg2", "tanh", allows=FLOAT)
+    def function_of_float(self, one: Instruction) -> str:
+        return self.write(one.operands[0], one.type, self._float(one))
+
+    @instruction("and", "or", "xor", "prmt", "popc", "clz", "brev", "rem", "div", allows=FLOAT)
+    def integer(self, one: Instruction) -> str:
+        if is_float(one.type):
+            return self.write(one.operands[0], one.type, self._float(one))
+        value = INTEGER_EXPRESSIONS[one.opcode].format(
+            *self._reads(one), c=c_type(one.type), type=one.type, bits=8 * SIZES[one.type]
+        )
+        return self.write(
+            one.operands[0], "u32" if one.opcode in ("popc", "clz") else one.type, value
+        )
+
+    @instruction("not")
+    def not_(self, one: Instruction) -> str:
+        (x,) = self._reads(one)
+        return self.write(one.operands[0], one.type, f"{'!' if one.type == 'pred' else '~'}{x}")
+
+    @instruction("min", "max", "neg", "abs", allows={"ftz"})
+    def extremum_or_sign(self, one: Instruction) -> str:
+        if not is_float(one.type):
+            return self.integer(one)
+        if one.type == "f16":
+            raise unsupported(one)
+        values = self._reads(one)
+        values = [f"ftz({value})" for value in values] if one.has("ftz") else values
+        if one.opcode in ("neg", "abs"):
+            value = f"-{values[0]}" if one.opcode == "neg" else f"fabs({values[0]})"
+        else:
+            value = f"{one.opcode}_{one.type}({', '.join(values)})"
+            value = f"canonical({value})" if one.type == "f32" else value
+        return self.write(one.operands[0], one.type, value)
 
     @instruction("add", "sub", "mul", "mad", "fma", allows=FLOAT | {"lo", "hi", "wide", "cc"})
     def add(self, one: Instruction) -> str:
-        if is_float(one.type.removesuffix("x2")):
-            name = {"mad": "fma"}.get(one.opcode, one.opcode)
-            return self._packed(
-                one, lambda v, type: self._float(one, self._sum(name, type), v, type)
-            )
+        if is_float(one.type):
+            return self.write(one.operands[0], one.type, self._float(one))
         if one.has("cc"):
             return self._with_carry(one)
         if one.has("sat"):
-            sign = {"add": "+", "sub": "-"}[one.opcode]
-            x, y = self._reads(one)
-            value = f"CLAMP((int64_t){x} {sign} {y}, INT32_MIN, INT32_MAX)"
-            return self.write(one.operands[0], one.type, value)
+            raise unsupported(one)
         # Signed integers wrap around like unsigned ones.
         if one.opcode in ("add", "sub"):
             x, y = self._reads(one, f"u{8 * SIZES[one.type]}")
@@ -131,18 +159,6 @@ class InstructionWriter(FunctionWriter):
         if len(one.operands) > 3:
             value = f"({c_type(type)}){value} + {self.read(one.operands[3], type)}"
         return self.write(one.operands[0], type, value)
-
-    def _sum(self, name: str, type: str) -> str:
-        if type in FORMATS:  # exact, or rounded to odd before the result is narrowed
-            return {
-                "add": "sum_to_odd({0}, {1})", "sub": "sum_to_odd({0}, -{1})", "mul": "({0} * {1})",
-                "fma": "sum_to_odd({0} * {1}, {2})",
-            }[name]  # fmt: skip
-        fma = "fmaf" if type == "f32" else "fma"
-        return {
-            "add": "({0} + {1})", "sub": "({0} - {1})", "mul": "({0} * {1})",
-            "fma": f"{fma}({{0}}, {{1}}, {{2}})",
-        }[name]  # fmt: skip
 
     def _product(self, one: Instruction) -> tuple[str, str]:
         """Return the low or high half or the whole of an integer product, and its type."""
@@ -159,86 +175,18 @@ class InstructionWriter(FunctionWriter):
     @instruction("addc", "subc", "madc", allows={"cc", "lo", "hi"})
     def _with_carry(self, one: Instruction) -> str:
         bits = 8 * SIZES[one.type]
-        opcode = one.opcode.removesuffix("c") if one.opcode != "madc" else "mad"
         carry = "r->carry" if one.opcode.endswith("c") else "0"
         wide, type = "(unsigned __int128)", f"u{bits}"
         last = self.read(one.operands[-1], type)
-        if opcode == "mad":
+        if one.opcode.startswith("mad"):
             first = f"({c_type(type)})({self._product(one)[0]})"
         else:
             first = self.read(one.operands[1], type)
-        sign = "-" if opcode == "sub" else "+"
+        sign = "-" if one.opcode.startswith("sub") else "+"
         total = f"{wide}{first} {sign} {last} {sign} {carry}"
         store = f" r->carry = total >> {bits} & 1;" if one.has("cc") else ""
         result = self.write(one.operands[0], type, "total")
         return f"{{ const unsigned __int128 total = {total};{store} {result} }}"
-
-    @instruction("div", "rem", allows=FLOAT)
-    def div(self, one: Instruction) -> str:
-        if is_float(one.type):
-            value = self._float(one, "({0} / {1})", self._reads(one), one.type)
-        else:
-            value = f"{one.opcode}_{one.type}({', '.join(self._reads(one))})"
-        return self.write(one.operands[0], one.type, value)
-
-    @instruction("sqrt", "rcp", "rsqrt", "sin", "cos", "ex2", "lg2", "tanh", allows=FLOAT)
-    def sqrt(self, one: Instruction) -> str:
-        """Approximations are computed in double precision and rounded once."""
-        is_single = one.type == "f32"
-        wide = "((double){0})"
-        template = {
-            "sqrt": "sqrtf({0})" if is_single else "sqrt({0})",
-            "rcp": "(1 / {0})", "rsqrt": f"(1 / sqrt({wide}))", "sin": f"sin({wide})",
-            "cos": f"cos({wide})", "ex2": f"exp2({wide})", "lg2": f"log2({wide})",
-            "tanh": f"tanh({wide})",
-        }[one.opcode]  # fmt: skip
-        if one.type not in ("f32", "f64"):
-            raise UnsupportedError(f"instruction: {one.text}")
-        value = self._float(one, template, self._reads(one), one.type)
-        if one.type == "f64" and one.has("ftz"):  # rcp and rsqrt: the upper half of the bits
-            value = f"to_f64(from_f64({value}) & 0xffffffff00000000)"
-        return self.write(one.operands[0], one.type, value)
-
-    @instruction("min", "max", allows={"ftz", "NaN", "relu"})
-    def min(self, one: Instruction) -> str:
-        if one.type.removesuffix("x2") in FORMATS or is_float(one.type):
-            return self._packed(one, lambda values, type: self._extremum(one, values, type))
-        x, y = self._reads(one)
-        value = f"{x} {'<' if one.opcode == 'min' else '>'} {y} ? {x} : {y}"
-        if one.has("relu"):
-            value = f"({value}) < 0 ? 0 : ({value})"
-        return self.write(one.operands[0], one.type, value)
-
-    def _extremum(self, one: Instruction, values: list[str], type: str) -> str:
-        x, y = values
-        if one.has("relu") or (one.has("ftz") and type in FORMATS):
-            raise UnsupportedError(f"instruction: {one.text}")
-        if one.has("ftz"):
-            x, y = f"ftz({x})", f"ftz({y})"
-        found = f"{one.opcode}_{'f32' if type == 'f32' else 'f64'}({x}, {y})"
-        if one.has("NaN"):
-            found = f"({x} != {x} || {y} != {y} ? NAN : {found})"
-        return f"canonical_{'f32' if type == 'f32' else 'f64'}({found})"
-
-    @instruction("neg", "abs", allows={"ftz"})
-    def neg(self, one: Instruction) -> str:
-        type, is_negation = one.type, one.opcode == "neg"
-        half = type.removesuffix("x2")
-        if half in FORMATS:
-            bits = bits_type(type)
-            sign = 0x8000 if half == type else 0x80008000
-            x = self.read(one.operands[1], bits)
-            return self.write(
-                one.operands[0], bits, f"{x} ^ {sign}u" if is_negation else f"{x} & ~{sign}u"
-            )
-        (x,) = self._reads(one)
-        if is_float(type):
-            x = f"ftz({x})" if one.has("ftz") else x
-            return self.write(one.operands[0], type, f"-{x}" if is_negation else f"fabs({x})")
-        wrapped = f"0 - ({c_type(type)}){x}"
-        return self.write(
-            one.operands[0], type, wrapped if is_negation else f"{x} < 0 ? {wrapped} : {x}"
-        )
 
     @instruction("copysign")
     def copysign(self, one: Instruction) -> str:
@@ -246,30 +194,7 @@ class InstructionWriter(FunctionWriter):
         name = "copysignf" if one.type == "f32" else "copysign"
         return self.write(one.operands[0], one.type, f"{name}({magnitude}, {sign})")
 
-    @instruction(
-        "testp", allows={"finite", "infinite", "number", "notanumber", "normal", "subnormal"}
-    )
-    def testp(self, one: Instruction) -> str:
-        (x,) = self._reads(one)
-        test = {
-            "finite": f"isfinite({x})", "infinite": f"isinf({x}) != 0", "number": f"{x} == {x}",
-            "notanumber": f"{x} != {x}", "normal": f"isnormal({x})",
-            "subnormal": f"fpclassify({x}) == FP_SUBNORMAL",
-        }[one.parts[1]]  # fmt: skip
-        return self.write(one.operands[0], "pred", test)
-
     # ---- Bits ----
-
-    @instruction("and", "or", "xor")
-    def logic(self, one: Instruction) -> str:
-        x, y = self._reads(one)
-        return self.write(one.operands[0], one.type, f"{x} {LOGIC[one.opcode]} {y}")
-
-    @instruction("not", "cnot")
-    def not_(self, one: Instruction) -> str:
-        (x,) = self._reads(one)
-        sign = "!" if one.type == "pred" or one.opcode == "cnot" else "~"
-        return self.write(one.operands[0], one.type, sign + x)
 
     @instruction("lop3")
     def lop3(self, one: Instruction) -> str:
@@ -289,103 +214,36 @@ class InstructionWriter(FunctionWriter):
         low, high, n = self._reads(one)
         n = f"({n} & 31)" if one.has("wrap") else f"({n} > 32 ? 32 : {n})"
         both = f"((uint64_t){high} << 32 | {low})"
-        return self.write(
-            one.operands[0], "b32", f"{both} >> {n}" if one.has("r") else f"{both} << {n} >> 32"
-        )
+        value = f"{both} >> {n}" if one.has("r") else f"{both} << {n} >> 32"
+        return self.write(one.operands[0], "b32", value)
 
-    @instruction("popc", "clz", "brev", "bfind", allows={"shiftamt"})
-    def count(self, one: Instruction) -> str:
-        (x,) = self._reads(one)
-        bits = 8 * SIZES[one.type]
-        if one.opcode == "brev":
-            return self.write(one.operands[0], one.type, f"reverse_bits({x}, {bits})")
-        negative = f"{x} < 0" if one.type[0] == "s" else "0"
-        value = {
-            "popc": f"__builtin_popcountll({x})",
-            "clz": f"{x} ? __builtin_clzll({x}) - {64 - bits} : {bits}",
-            "bfind": f"find_bit({x}, {negative}, {bits}, {int(one.has('shiftamt'))})",
-        }[one.opcode]
-        return self.write(one.operands[0], "u32", value)
-
-    @instruction("bfe", "bfi", "fns", "bmsk", allows={"clamp", "wrap"})
+    @instruction("bfe", "bfi")
     def field(self, one: Instruction) -> str:
-        bits, operands = 8 * SIZES[one.type], one.operands
-        if one.opcode == "fns":
-            types = ("b32", "b32", "s32")
-            values = [self.read(each, kind) for each, kind in zip(operands[1:], types, strict=True)]
-            return self.write(operands[0], "b32", f"find_nth({', '.join(values)})")
-        first = 2 if one.opcode == "bfe" else 3
-        if one.opcode == "bmsk":
-            if one.has("wrap"):
-                raise UnsupportedError(f"instruction: {one.text}")
-            start, length = (self.read(each, "u32") for each in operands[1:])
-            value = (
-                f"({length} > 31 ? ~0ull : (1ull << {length}) - 1) << ({start} > 63 ? 63 : {start})"
-            )
-            return self.write(operands[0], "b32", value)
-        values = [self.read(each, one.type) for each in operands[1:first]]
-        values += [self.read(each, "u32") for each in operands[first:]]
-        if one.opcode == "bfi":
-            return self.write(operands[0], one.type, f"insert_bits({', '.join(values)}, {bits})")
-        signed = int(one.type[0] == "s")
-        return self.write(
-            operands[0], one.type, f"extract_bits({', '.join(values)}, {bits}, {signed})"
-        )
-
-    @instruction("prmt", allows={"f4e", "b4e", "rc8", "ecl", "ecr", "rc16"})
-    def prmt(self, one: Instruction) -> str:
-        x, y, selectors = self._reads(one, "b32")
-        modes = ("f4e", "b4e", "rc8", "ecl", "ecr", "rc16")
-        mode = next((part for part in one.parts if part in modes), None)
-        if mode:
-            selectors = f"mode_selectors({modes.index(mode)}, {selectors})"
-        return self.write(one.operands[0], "b32", f"permute({x}, {y}, {selectors})")
-
-    @instruction("dp4a")
-    def dp4a(self, one: Instruction) -> str:
-        x, y = (self.read(operand, "b32") for operand in one.operands[1:3])
-        signs = [int(part[0] == "s") for part in one.parts[1:3]]
-        sum = f"dot_product({x}, {y}, {signs[0]}, {signs[1]}) + {self.read(one.operands[3], 'b32')}"
-        return self.write(one.operands[0], "b32", sum)
-
-    @instruction("sad")
-    def sad(self, one: Instruction) -> str:
-        x, y, z = self._reads(one)
-        return self.write(one.operands[0], one.type, f"({x} < {y} ? {y} - {x} : {x} - {y}) + {z}")
+        bits, first = 8 * SIZES[one.type], 2 if one.opcode == "bfe" else 3
+        values = [self.read(each, one.type) for each in one.operands[1:first]]
+        values += [self.read(each, "u32") for each in one.operands[first:]]
+        name = "extract_bits" if one.opcode == "bfe" else "insert_bits"
+        values += [str(bits), *([str(int(one.type[0] == "s"))] if one.opcode == "bfe" else [])]
+        return self.write(one.operands[0], one.type, f"{name}({', '.join(values)})")
 
     # ---- Comparisons ----
 
-    def _comparison(self, one: Instruction, type: str) -> str:
-        name = one.parts[1]
-        x, y = (self.read(operand, type) for operand in one.operands[1:3])
-        if type.endswith("x2") or (one.has("ftz") and type in FORMATS):
-            raise UnsupportedError(f"instruction: {one.text}")
-        if not is_float(type):
-            return f"({x} {COMPARISONS[name]} {y})"
-        if one.has("ftz") and type == "f32":
+    @instruction("setp", allows={*COMPARISONS, *UNORDERED, "num", "nan", "ftz"})
+    def setp(self, one: Instruction) -> str:
+        _, name, *_ = one.parts
+        x, y = self._reads(one)
+        if one.has("ftz"):
             x, y = f"ftz({x})", f"ftz({y})"
         unordered = f"__builtin_isunordered({x}, {y})"
-        if name in ("num", "nan"):
-            return unordered if name == "nan" else f"!{unordered}"
-        if name.endswith("u"):
-            return f"({unordered} || {x} {COMPARISONS[name[:-1]]} {y})"
-        return f"(!{unordered} && {x} {COMPARISONS[name]} {y})"
-
-    @instruction("setp", "set", allows=COMPARISON_MODIFIERS)
-    def setp(self, one: Instruction) -> str:
-        found, code = self._comparison(one, one.type), ""
-        logic = next((part for part in one.parts[2:] if part in LOGIC), None)
-        results = one.operands[0].split("|")
-        for result, test in zip(results, (found, f"!{found}"), strict=False):
-            if logic:
-                test = f"({test} {LOGIC[logic]} {self.read(one.operands[3], 'pred')})"
-            if one.opcode == "setp":
-                code += self.write(result, "pred", test)
-            elif one.parts[-2] == "f32":
-                code += self.write(result, "f32", f"{test} ? 1.0f : 0.0f")
-            else:
-                code += self.write(result, one.parts[-2], f"{test} ? -1 : 0")
-        return code
+        if not is_float(one.type):
+            test = f"({x} {COMPARISONS[name]} {y})"
+        elif name in ("num", "nan"):
+            test = unordered if name == "nan" else f"!{unordered}"
+        elif name in UNORDERED:
+            test = f"({unordered} || {x} {COMPARISONS[name[:-1]]} {y})"
+        else:
+            test = f"(!{unordered} && {x} {COMPARISONS[name]} {y})"
+        return self.write(one.operands[0], "pred", test)
 
     @instruction("selp")
     def selp(self, one: Instruction) -> str:
@@ -395,109 +253,56 @@ class InstructionWriter(FunctionWriter):
             one.operands[0], type, f"{self.read(one.operands[3], 'pred')} ? {x} : {y}"
         )
 
-    @instruction("slct", allows={"ftz"})
-    def slct(self, one: Instruction) -> str:
-        type = bits_type(one.parts[-2])
-        x, y = (self.read(operand, type) for operand in one.operands[1:3])
-        return self.write(
-            one.operands[0], type, f"{self.read(one.operands[3], one.type)} >= 0 ? {x} : {y}"
-        )
-
     # ---- Moves and conversions ----
 
     @instruction("mov")
     def mov(self, one: Instruction) -> str:
         destination, source = one.operands
         type = bits_type(one.type) if one.type != "pred" else "pred"
-        if source.startswith("{"):
-            parts = split_operands(source[1:-1])
-            bits = 8 * SIZES[type] // len(parts)
+        vector = next((each for each in (source, destination) if each.startswith("{")), "")
+        if not vector:
+            return self.write(destination, type, self.read(source, type))
+        parts = split_operands(vector[1:-1])
+        bits = 8 * SIZES[type] // len(parts)
+        if vector == source:
             values = [
                 f"({c_type(type)}){self.read(part, f'b{bits}')} << {bits * i}"
                 for i, part in enumerate(parts)
             ]
             return self.write(destination, type, " | ".join(values))
-        if destination.startswith("{"):
-            parts = split_operands(destination[1:-1])
-            bits = 8 * SIZES[type] // len(parts)
-            writes = [
-                self.write(part, f"b{bits}", f"whole >> {bits * i}") for i, part in enumerate(parts)
-            ]
-            return f"{{ const uint64_t whole = {self.read(source, type)}; {' '.join(writes)} }}"
-        return self.write(destination, type, self.read(source, type))
+        writes = [
+            self.write(part, f"b{bits}", f"whole >> {bits * i}") for i, part in enumerate(parts)
+        ]
+        return f"{{ const uint64_t whole = {self.read(source, type)}; {' '.join(writes)} }}"
 
-    @instruction("cvta", allows={*SPACES, "to", "shared::cta", "param::entry"})
+    @instruction("cvta", allows={*SPACES, "to"})
     def cvta(self, one: Instruction) -> str:
         value = self.read(one.operands[1], "u64")
-        if one.has("shared", "shared::cta"):
+        if one.has("shared"):
             value += " - (uint64_t)block->shared" if one.has("to") else " + (uint64_t)block->shared"
         return self.write(one.operands[0], "u64", value)
 
-    @instruction("isspacep", allows={"global", "shared", "shared::cta"})
-    def isspacep(self, one: Instruction) -> str:
-        test = f"IS_SHARED({self.read(one.operands[1], 'u64')})"
-        return self.write(one.operands[0], "pred", f"!{test}" if one.has("global") else test)
-
-    @instruction("cvt", allows=FLOAT | {*TO_INTEGRAL, "relu", "satfinite"})
+    @instruction("cvt", allows={*TO_INTEGRAL, "rn", "ftz", "sat"})
     def cvt(self, one: Instruction) -> str:
         to, of = one.parts[-2:]
-        if to.endswith("x2"):
-            return self._convert_pair(one, to.removesuffix("x2"), of)
         value = self.read(one.operands[1], of)
         if one.has("ftz") and of == "f32":
             value = f"ftz({value})"
-        if one.has("relu"):
-            value = f"({value} < 0 ? 0 : {value})"
-        if is_float(to):
-            return self._convert_to_float(one, value, to, of)
-        if not is_float(of):
+        integral = next((TO_INTEGRAL[part] for part in one.parts if part in TO_INTEGRAL), "")
+        value = f"{integral}({value})" if integral else value
+        if not is_float(to):
             if one.has("sat"):
-                bits, is_signed = 8 * SIZES[to], to[0] == "s"
-                least = f"-((__int128)1 << {bits - 1})" if is_signed else "0"
-                value = f"CLAMP({value}, {least}, ((__int128)1 << {bits - is_signed}) - 1)"
+                raise unsupported(one)
+            if is_float(of):
+                wide = SIZES[to] == 8 or of == "f64"
+                of_nan = f"({c_type(to)})((uint64_t)1 << {8 * SIZES[to] - 1})" if wide else "0"
+                value = f"integer_{to}({value}, {of_nan})"
             return self.write(one.operands[0], to, value)
-        rounding = next(TO_INTEGRAL[part] for part in one.parts if part in TO_INTEGRAL)
-        wide = SIZES[to] == 8 or of == "f64"
-        of_nan = f"({c_type(to)})((uint64_t)1 << {8 * SIZES[to] - 1})" if wide else "0"
-        return self.write(one.operands[0], to, f"integer_{to}({rounding}({value}), {of_nan})")
-
-    def _convert_to_float(self, one: Instruction, value: str, to: str, of: str) -> str:
-        mode = next((ROUNDING[part] for part in one.parts if part in ROUNDING), ROUNDING["rn"])
-        integral = next((TO_INTEGRAL[part] for part in one.parts if part in TO_INTEGRAL), None)
-        if integral:
-            value = f"{integral}({value})"
-        if one.has("sat"):
-            value = f"sat_f64({value})"
-        if to in FORMATS:
-            finite = int(one.has("satfinite"))
-            value = f"narrow({value}, &{to}, {mode}, {finite})"
-            return self.write(one.operands[0], f"b{8 * SIZES[to]}", value)
-        c = "float" if to == "f32" else "double"
-        if mode != ROUNDING["rn"]:
-            source = c_type(of) if not is_float(of) else "double"
-            value = f"ROUNDED({mode}, {c}, {source}, {value}, 0, 0, x)"
-        value = f"canonical_{to}(({c}){value})"
-        if one.has("ftz") and to == "f32":
-            value = f"ftz({value})"
+        value = f"sat({value})" if one.has("sat") else value
+        if to == "f32":
+            value = f"canonical((float){value})"
+            value = f"ftz({value})" if one.has("ftz") else value
         return self.write(one.operands[0], to, value)
-
-    def _convert_pair(self, one: Instruction, to: str, of: str) -> str:
-        """Convert two floats, the first of which becomes the upper half, or a pair of floats."""
-        mode = next((ROUNDING[part] for part in one.parts if part in ROUNDING), ROUNDING["rn"])
-        if of.endswith("x2"):
-            half, bits = of.removesuffix("x2"), 4 * SIZES[of]
-            source = self.read(one.operands[1], bits_type(of))
-            values = [f"widen({source} >> {s} & {(1 << bits) - 1}, &{half})" for s in (bits, 0)]
-        else:
-            values = [self.read(operand, of) for operand in one.operands[1:3]]
-        if one.has("ftz") and of == "f32":
-            values = [f"ftz({value})" for value in values]
-        if one.has("relu"):
-            values = [f"({value} < 0 ? 0 : {value})" for value in values]
-        finite = int(one.has("satfinite"))
-        high, low = (f"narrow({value}, &{to}, {mode}, {finite})" for value in values)
-        bits = 4 * SIZES[f"{to}x2"]
-        return self.write(one.operands[0], f"b{2 * bits}", f"{high} << {bits} | {low}")
 
     # ---- Memory ----
 
@@ -509,7 +314,7 @@ class InstructionWriter(FunctionWriter):
         text = quoted(one.text)
         checks = f"const uint64_t address = {self.read(found[1], 'u64')}; "
         checks += f"CHECK_ALIGNED(address, {nbytes}, {text}) "
-        if one.has("shared", "shared::cta"):
+        if one.has("shared"):
             checks += f"CHECK_SHARED(address, {nbytes}, {text}) "
             return checks, "(block->shared + address)"
         return checks, "address"
@@ -521,173 +326,91 @@ class InstructionWriter(FunctionWriter):
         """Let other threads run if the access repeats: the thread may wait for their writes."""
         if not self.in_loop:
             return ""
-        if not one.has("shared", "shared::cta"):
+        if not one.has("shared"):
             self.flags |= 2
         return self._suspend("YIELDED", poll=True) + " "
 
-    @instruction(
-        "ld", "ldu", allows=MEMORY | CACHING | SCOPES | {"volatile", "relaxed", "acquire", "mmio"}
-    )
-    def ld(self, one: Instruction) -> str:
-        type, order = bits_type(one.type), self._order(one)
-        destination = one.operands[0]
-        parts = split_operands(destination[1:-1]) if destination[0] == "{" else [destination]
-        checks, address = self._access(one, one.operands[1], SIZES[type] * len(parts))
-        code = self._poll(one) if order else ""
-        code += f"{{ {checks}const {c_type(type)} *const from = (const {c_type(type)} *){address}; "
+    @instruction("ld", "st", allows=MEMORY | {"volatile", "relaxed", "acquire", "release"})
+    def access(self, one: Instruction) -> str:
+        type, order, is_load = bits_type(one.type), self._order(one), one.opcode == "ld"
+        place, values = one.operands[::-1] if is_load else one.operands
+        parts = split_operands(values[1:-1]) if values[0] == "{" else [values]
+        checks, address = self._access(one, place, SIZES[type] * len(parts))
+        c = f"{'const ' if is_load else ''}{c_type(type)}"
+        code = self._poll(one) if order and is_load else ""
+        code += f"{{ {checks}{c} *const at = ({c} *){address}; "
         for i, part in enumerate(parts):
-            value = f"__atomic_load_n(from + {i}, {order})" if order else f"from[{i}]"
-            code += self.write(part, type, value) + " "
+            if is_load:
+                value = f"__atomic_load_n(at + {i}, {order})" if order else f"at[{i}]"
+                code += self.write(part, type, value) + " "
+            elif order:
+                code += f"__atomic_store_n(at + {i}, {self.read(part, type)}, {order}); "
+            else:
+                code += f"at[{i}] = {self.read(part, type)}; "
         return code + "}"
 
-    @instruction(
-        "st", allows=MEMORY | CACHING | SCOPES | {"volatile", "relaxed", "release", "mmio"}
-    )
-    def st(self, one: Instruction) -> str:
-        type, order = bits_type(one.type), self._order(one)
-        source = one.operands[1]
-        parts = split_operands(source[1:-1]) if source[0] == "{" else [source]
-        checks, address = self._access(one, one.operands[0], SIZES[type] * len(parts))
-        code = f"{{ {checks}{c_type(type)} *const into = ({c_type(type)} *){address}; "
-        for i, part in enumerate(parts):
-            value = self.read(part, type)
-            store = f"__atomic_store_n(into + {i}, {value}, {order});"
-            code += store if order else f"into[{i}] = {value}; "
-        return code + "}"
-
-    @instruction("atom", "red", allows=ATOMIC_MODIFIERS)
+    @instruction("atom", "red", allows={*ATOMIC_OPERATIONS, *ORDERS, *MEMORY})
     def atom(self, one: Instruction) -> str:
         destination, place, *sources = ["_"] * (one.opcode == "red") + one.operands
         operation = next(part for part in one.parts if part in ATOMIC_OPERATIONS)
-        order, type = self._order(one) or ORDERS["relaxed"], one.type
+        order, type, bits = self._order(one) or ORDERS["relaxed"], one.type, bits_type(one.type)
         checks, address = self._access(one, place, SIZES[type])
         code = self._poll(one) if one.has("acquire", "acq_rel") else ""
-        bits = bits_type(type)
         if operation == "cas":
             expected, value = (self.read(source, bits) for source in sources)
             old = f"COMPARE_AND_SWAP({c_type(bits)}, {address}, {order}, {expected}, {value})"
-        else:
-            value = self._updated(one, operation, sources[0])
-            old = f"ATOMIC({c_type(bits)}, {address}, {order}, {value})"
+            return f"{code}{{ {checks}{self.write(destination, bits, old)} }}"
+        value = self.read(sources[0], type)
+        if not is_float(type):
+            value = ATOMIC_OPERATIONS[operation].format(value)
+        elif operation != "add" or type == "f16":
+            raise unsupported(one)
+        elif type == "f64":
+            value = f"from_f64(to_f64(old) + {value})"
+        else:  # GPUs flush subnormal numbers here, except in shared memory.
+            ftz = "" if one.has("shared") else "ftz"
+            value = f"from_f32({ftz}(canonical({ftz}(to_f32(old)) + {ftz}({value}))))"
+        old = f"ATOMIC({c_type(bits)}, {address}, {order}, {value})"
         return f"{code}{{ {checks}{self.write(destination, bits, old)} }}"
 
-    def _updated(self, one: Instruction, operation: str, source: str) -> str:
-        """Return the new bits of memory as an expression of the variable `old`."""
-        type = one.type
-        half = type.removesuffix("x2")
-        if half in FORMATS and operation == "add":
-            bits, parts = self.read(source, bits_type(type)), []
-            for shift in (0, 16) if half != type else (0,):
-                x, y = (f"widen({each} >> {shift} & 0xffff, &{half})" for each in ("old", bits))
-                sum = f"narrow(sum_to_odd({x}, {y}), &{half}, FE_TONEAREST, 0)"
-                parts.append(f"{sum} << {shift}")
-            return " | ".join(parts)
-        value = self.read(source, type)
-        if is_float(type):
-            if operation != "add":
-                raise UnsupportedError(f"instruction: {one.text}")
-            # GPUs flush subnormal numbers here, except in shared memory.
-            flush = type == "f32" and not one.has("shared", "shared::cta")
-            ftz = "ftz" if flush else ""
-            sum = f"{ftz}(to_{type}(old)) + {ftz}({value})"
-            return f"from_{type}({ftz}(canonical_{type}({sum})))"
-        return {
-            "add": f"old + {value}", "min": f"old < {value} ? old : {value}",
-            "max": f"old > {value} ? old : {value}", "and": f"old & {value}",
-            "or": f"old | {value}", "xor": f"old ^ {value}", "exch": value,
-            "inc": f"old >= {value} ? 0 : old + 1",
-            "dec": f"old == 0 || old > {value} ? {value} : old - 1",
-        }[operation]  # fmt: skip
-
-    @instruction("membar", "fence", allows={*SCOPES, *ORDERS, "proxy", "alias"})
+    @instruction("membar", "fence", allows={*SCOPES, *ORDERS})
     def fence(self, one: Instruction) -> str:
         return f"__atomic_thread_fence({self._order(one) or ORDERS['sc']});"
 
-    @instruction("prefetch", "prefetchu", "griddepcontrol", allows={
-        "global", "local", "L1", "L2", "L2::evict_last", "wait", "launch_dependents",
-    })  # fmt: skip
-    def hint(self, one: Instruction) -> str:
-        return ""
-
     # ---- Other threads ----
 
-    @instruction("bar", "barrier", allows={
-        "cta", "sync", "arrive", "red", "aligned", "and", "or", "popc", "warp",
-    })  # fmt: skip
+    @instruction("bar", "barrier", allows={"sync", "aligned", "red", "or", "warp"})
     def bar(self, one: Instruction) -> str:
-        operands = list(one.operands)
         if one.has("warp"):
-            return self._warp(one, "WARP_SYNC", operands[0])
-        operation, code, result = "SYNC", "", ""
+            return self._warp(one, "WARP_SYNC", one.operands[0])
         if one.has("red"):
-            operation = next(part for part in one.parts if part in ("and", "or", "popc")).upper()
-            result = operands.pop(0)
-            code = f"thread->predicate = {self.read(operands.pop(), 'pred')}; "
-        elif one.has("arrive"):
-            operation = "ARRIVE"
-        expected = self.read(operands[1], "u32") if len(operands) > 1 else "0"
-        code += (
-            f"thread->operation = BARRIER_{operation}; thread->expected = {expected}; "
-            f"thread->barrier = {self.read(operands[0], 'u32')}; {self._suspend('AT_BARRIER')} "
-        )
-        if not result:
-            return code
-        return code + self.write(result, "u32" if one.has("popc") else "pred", "thread->result")
+            result, barrier, value = one.operands
+            code = f"thread->predicate = {self.read(value, 'pred')}; "
+        else:
+            barrier, code, result = one.operands[0], "", "_"
+        if barrier != "0" or len(one.operands) > 1 + 2 * one.has("red"):
+            raise unsupported(one)
+        code += f"{self._suspend('AT_BARRIER')} "
+        return code + self.write(result, "pred", "thread->result")
 
     def _warp(self, one: Instruction, operation: str, mask: str, operand: str = "0") -> str:
         if not one.has("sync", "warp"):  # the old forms have no mask
-            raise UnsupportedError(f"instruction: {one.text}")
+            raise unsupported(one)
         return (
             f"thread->operation = {operation}; thread->mask = {self.read(mask, 'b32')}; "
             f"thread->operand = {operand}; {self._suspend('AT_WARP')} "
         )
 
-    def _warp_results(self, one: Instruction, type: str) -> str:
-        value, _, predicate = one.operands[0].partition("|")
-        code = self.write(value, type, "thread->result")
-        return code + (self.write(predicate, "pred", "thread->predicate") if predicate else "")
-
     @instruction("shfl", allows={"sync", "up", "down", "bfly", "idx"})
     def shfl(self, one: Instruction) -> str:
-        _, value, lane, clamp, mask = one.operands
+        results, value, lane, clamp, mask = one.operands
         code = (
             f"thread->lane = {self.read(lane, 'b32')}; thread->clamp = {self.read(clamp, 'b32')}; "
         )
         code += self._warp(one, f"SHFL_{one.parts[2].upper()}", mask, self.read(value, "b32"))
-        return code + self._warp_results(one, "b32")
-
-    @instruction("vote", allows={"sync", "all", "any", "uni", "ballot"})
-    def vote(self, one: Instruction) -> str:
-        result, value, mask = one.operands
-        code = self._warp(one, f"VOTE_{one.parts[2].upper()}", mask, self.read(value, "pred"))
-        return code + self.write(result, one.type, "thread->result")
-
-    @instruction("match", allows={"sync", "any", "all"})
-    def match(self, one: Instruction) -> str:
-        code = self._warp(
-            one,
-            f"MATCH_{one.parts[1].upper()}",
-            one.operands[2],
-            self.read(one.operands[1], one.type),
-        )
-        return code + self._warp_results(one, "b32")
-
-    @instruction("redux", allows={"sync", "add", "min", "max", "and", "or", "xor"})
-    def redux(self, one: Instruction) -> str:
-        operation = f"REDUX_{one.parts[2].upper()}"
-        if one.has("min", "max"):
-            operation += f"_{one.type[0].upper()}"
-        code = self._warp(one, operation, one.operands[2], self.read(one.operands[1], "b32"))
-        return code + self.write(one.operands[0], "b32", "thread->result")
-
-    @instruction("elect", allows={"sync"})
-    def elect(self, one: Instruction) -> str:
-        return self._warp(one, "ELECT", one.operands[1]) + self._warp_results(one, "b32")
-
-    @instruction("activemask")
-    def activemask(self, one: Instruction) -> str:
-        """Return only this thread: CUDA does not promise that other threads are with it."""
-        return self.write(one.operands[0], "b32", SPECIAL["%lanemask_eq"])
+        result, _, predicate = results.partition("|")
+        code += self.write(result, "b32", "thread->result")
+        return code + (self.write(predicate, "pred", "thread->predicate") if predicate else "")
 
     @instruction("nanosleep")
     def nanosleep(self, one: Instruction) -> str:
@@ -699,19 +422,13 @@ class InstructionWriter(FunctionWriter):
     def bra(self, one: Instruction) -> str:
         return f"goto {self.scope[one.operands[0]].c_name};"
 
-    @instruction("brx", allows={"idx", "uni"})
-    def brx(self, one: Instruction) -> str:
-        labels = self.scope[f"{one.operands[1]} table"].type.split(",")
-        gotos = [f"case {i}: goto {self.scope[name].c_name};" for i, name in enumerate(labels)]
-        return f"switch ({self.read(one.operands[0], 'u32')}) {{ {' '.join(gotos)} }}"
-
     @instruction("ret", "exit", allows={"uni"})
     def ret(self, one: Instruction) -> str:
         if one.opcode == "exit" and not self.function.is_kernel:
             raise UnsupportedError("exit in a function that is not inlined")
         return "return EXITED;"
 
-    @instruction("trap", "brkpt")
+    @instruction("trap")
     def trap(self, one: Instruction) -> str:
         return f"FAULT(LAUNCH_FAILURE, 0, {quoted(one.text)})"
 

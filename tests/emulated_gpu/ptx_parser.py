@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 #: Size in bytes of each type.
 SIZES = {
-    "pred": 1, "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2,
-    "b32": 4, "u32": 4, "s32": 4, "f32": 4, "f16x2": 4, "bf16x2": 4, "tf32": 4, "e4m3x2": 2,
-    "e5m2x2": 2, "b64": 8, "u64": 8, "s64": 8, "f64": 8,
+    "pred": 1, "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "b32": 4,
+    "u32": 4, "s32": 4, "f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8,
 }  # fmt: skip
 
 
@@ -62,7 +61,6 @@ class Block:
 
     items: list[Instruction | Label | Block] = field(default_factory=list)
     declarations: list[str] = field(default_factory=list)
-    tables: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -184,7 +182,7 @@ def parse_instruction(text: str) -> Instruction:
 
 def parse_body(text: str, start: int) -> tuple[Block, int]:
     """Parse statements up to the closing brace. Return them and the position after it."""
-    block, label = Block(), ""
+    block = Block()
     while True:
         found = STATEMENT.match(text, start)
         if found is None:
@@ -196,11 +194,7 @@ def parse_body(text: str, start: int) -> tuple[Block, int]:
         elif found["close"]:
             return block, start
         elif found["label"]:
-            label = found["label"]
-            block.items.append(Label(label))
-        elif found["text"].strip().startswith(".branchtargets"):
-            names = found["text"].strip().removeprefix(".branchtargets")
-            block.tables[label] = split_operands(names)
+            block.items.append(Label(found["label"]))
         elif found["text"].strip().startswith("."):
             if not found["text"].strip().startswith(".pragma"):
                 block.declarations.append(found["text"].strip())

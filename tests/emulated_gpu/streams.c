@@ -41,14 +41,13 @@ void unlock_device(void)
 
 /* ---- streams ---- */
 
-static struct stream *add_stream(int device, unsigned flags, int priority)
+static struct stream *add_stream(int device, unsigned flags)
 {
     struct stream *made = calloc(1, sizeof *made);
 
     made->magic = STREAM_MAGIC;
     made->device = device;
     made->flags = flags;
-    made->priority = priority;
     made->next = streams;
     return streams = made;
 }
@@ -61,7 +60,7 @@ struct stream *first_stream(void)
 static struct stream *legacy_stream(int device)
 {
     if (!legacy[device]) {
-        legacy[device] = add_stream(device, cudaStreamDefault, 0);
+        legacy[device] = add_stream(device, cudaStreamDefault);
         legacy[device]->is_legacy = 1;
     }
     return legacy[device];
@@ -76,7 +75,7 @@ struct stream *find_stream(cudaStream_t handle)
         return legacy_stream(device);
     if (handle == cudaStreamPerThread) {
         if (!per_thread[device])
-            per_thread[device] = add_stream(device, cudaStreamDefault, 0);
+            per_thread[device] = add_stream(device, cudaStreamDefault);
         return per_thread[device];
     }
     return found->magic == STREAM_MAGIC && !found->is_destroyed ? found : NULL;
@@ -224,7 +223,7 @@ static void run_command(int device, struct command *command)
     if (!command->run || (device_error(device) && !(command->flags & ALWAYS)))
         return;
     push_device(device);
-    if (command->flags & HOST_CODE)
+    if (command->flags & UNGUARDED)
         error = command->run(command->argument);
     else
         error = run_guarded(command->run, command->argument);
@@ -345,12 +344,13 @@ EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t *handle, unsigned f
 {
     cudaError_t error = begin_call();
 
+    (void)priority;
     if (!error && flags & ~(unsigned)cudaStreamNonBlocking)
         error = cudaErrorInvalidValue;
     if (error)
         return failed(error);
     lock_device();
-    *handle = (cudaStream_t)add_stream(current_device(), flags, priority);
+    *handle = (cudaStream_t)add_stream(current_device(), flags);
     unlock_device();
     return cudaSuccess;
 }
@@ -358,11 +358,6 @@ EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t *handle, unsigned f
 EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t *handle, unsigned flags)
 {
     return cudaStreamCreateWithPriority(handle, flags, 0);
-}
-
-EXPORT cudaError_t cudaStreamCreate(cudaStream_t *handle)
-{
-    return cudaStreamCreateWithPriority(handle, cudaStreamDefault, 0);
 }
 
 /* The queued work remains, and runs when an event or the device is waited for. */
@@ -451,84 +446,4 @@ EXPORT cudaError_t cudaStreamQuery(cudaStream_t handle)
     }
     unlock_device();
     return failed(error ? error : device_error(stream->device));
-}
-
-/* Find a stream for a call that only reads it. */
-static struct stream *look_up(cudaStream_t handle)
-{
-    struct stream *stream;
-
-    lock_device();
-    stream = find_stream(handle);
-    unlock_device();
-    return stream;
-}
-
-EXPORT cudaError_t cudaStreamGetFlags(cudaStream_t handle, unsigned *flags)
-{
-    struct stream *stream = look_up(handle);
-
-    if (stream)
-        *flags = stream->flags;
-    return failed(stream ? cudaSuccess : cudaErrorInvalidResourceHandle);
-}
-
-EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t handle, int *priority)
-{
-    struct stream *stream = look_up(handle);
-
-    if (stream)
-        *priority = stream->priority;
-    return failed(stream ? cudaSuccess : cudaErrorInvalidResourceHandle);
-}
-
-EXPORT CUresult cuStreamGetCtx(CUstream handle, CUcontext *context)
-{
-    struct stream *stream = look_up(handle);
-
-    if (!stream)
-        return CUDA_ERROR_INVALID_HANDLE;
-    return cuDevicePrimaryCtxRetain(context, stream->device);
-}
-
-/* ---- host functions ---- */
-
-struct host_call {
-    cudaHostFn_t function;
-    cudaStreamCallback_t callback; /* instead of a function */
-    cudaStream_t stream;
-    void *data;
-};
-
-static cudaError_t run_host_call(void *argument)
-{
-    struct host_call *call = argument;
-
-    forbid_calls(1);
-    if (call->callback)
-        call->callback(call->stream, device_error(current_device()), call->data);
-    else
-        call->function(call->data);
-    forbid_calls(0);
-    return cudaSuccess;
-}
-
-/* The program may wait for the function without CUDA, so that it must start unasked. */
-EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data)
-{
-    struct host_call call = {.function = function, .data = data};
-
-    if (!function)
-        return failed(cudaErrorInvalidValue);
-    return failed(enqueue(stream, run_host_call, &call, sizeof call, SPINS | HOST_CODE));
-}
-
-EXPORT cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t callback,
-                                         void *data, unsigned flags)
-{
-    struct host_call call = {.callback = callback, .stream = stream, .data = data};
-
-    if (!callback || flags)
-        return failed(cudaErrorInvalidValue);
-    return failed(enqueue(stream, run_host_call, &call, sizeof call, SPINS | HOST_CODE | ALWAYS));
 }

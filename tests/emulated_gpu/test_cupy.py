@@ -1,4 +1,4 @@
-"""CuPy's functions on the emulated device, compared with NumPy: real PTX of many kinds.
+"""Functions of CUDA's math library and of CuPy on the emulated device, compared with NumPy.
 
 Run it with `make test-gpu-emulated`, or after build.py with the variables of its env.sh.
 """
@@ -16,22 +16,19 @@ if not os.environ.get("EMULATED_GPU_CACHE"):
     pytest.skip("run it with make test-gpu-emulated", allow_module_level=True)
 cupy = pytest.importorskip("cupy")
 
-FLOATS = {"f2": 1e-2, "f4": 1e-5, "f8": 1e-12}
-INTEGERS = ("i1", "i2", "i4", "i8", "u1", "u4", "u8")
+FLOATS = {"f4": 1e-5, "f8": 1e-12}
+#: Names in CUDA C, and the names in NumPy that differ.
 UNARY = (
-    "sin cos tan arcsin arctan sinh tanh exp exp2 expm1 log log2 log10 log1p sqrt cbrt floor ceil "
-    "rint trunc absolute negative sign square reciprocal isnan isinf signbit"
+    "sin cos tan asin atan sinh tanh exp exp2 expm1 log log2 log10 log1p sqrt cbrt floor ceil rint"
 )
-BINARY = (
-    "add subtract multiply divide power floor_divide remainder fmod maximum minimum fmax fmin "
-    "arctan2 hypot copysign logaddexp nextafter less greater_equal equal not_equal"
-)
-INTEGER_BINARY = (
-    "add subtract multiply floor_divide remainder bitwise_and bitwise_xor left_shift right_shift "
-    "maximum gcd less divide"
-)
-REDUCTIONS = "sum max min mean std var argmax argmin any all cumsum nansum ptp"
-COMPLEX = "exp log sin sqrt absolute angle conj tanh"
+BINARY = "pow fmod fmax fmin atan2 hypot copysign nextafter"
+NUMPY_NAMES = {"asin": "arcsin", "atan": "arctan", "pow": "power", "atan2": "arctan2"}
+KERNEL = """
+extern "C" __global__ void {name}_{dtype}(const {type}* a, const {type}* b, {type}* found) {{
+    found[threadIdx.x] = {name}({arguments});
+}}
+"""
+COUNT = 300
 
 
 def check(function: Callable[..., Any], *arrays: Any, rtol: float = 1e-6) -> None:
@@ -43,46 +40,68 @@ def check(function: Callable[..., Any], *arrays: Any, rtol: float = 1e-6) -> Non
     np.testing.assert_allclose(got.astype(kind), expected.astype(kind), rtol, rtol)
 
 
-def numbers(dtype: str, place: int) -> Any:
+def numbers(dtype: str, place: int = 0) -> Any:
     random = np.random.default_rng(place)
-    if dtype in FLOATS:
-        return (random.random(300) * 3 + 0.1 - place).astype(dtype)
+    if dtype[0] == "f":
+        return (random.random(COUNT) * 3 + 0.1 - place).astype(dtype)
     if dtype[0] == "c":
-        return (random.random(100) + 1j * random.random(100)).astype(dtype)
-    return random.integers(1, 20, 300).astype(dtype)
+        return (random.random(COUNT) + 1j * random.random(COUNT)).astype(dtype)
+    return random.integers(1, 20, COUNT).astype(dtype)
+
+
+@pytest.fixture(scope="module")
+def math_library() -> Any:
+    """One module with a kernel for each function and dtype, because compilation takes the time."""
+    text = "".join(
+        KERNEL.format(name=name, dtype=dtype, type=type, arguments=arguments)
+        for names, arguments in (
+            (UNARY, "a[threadIdx.x]"), (BINARY, "a[threadIdx.x], b[threadIdx.x]")
+        )
+        for name in names.split()
+        for dtype, type in (("f4", "float"), ("f8", "double"))
+    )  # fmt: skip
+    return cupy.RawModule(code=text)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", UNARY.split())
-def test_functions_of_floats(name, dtype):
-    check(lambda module, a: getattr(module, name)(a), numbers(dtype, 0), rtol=FLOATS[dtype])
+@pytest.mark.parametrize("name", [*UNARY.split(), *BINARY.split()])
+def test_math_library(math_library, name, dtype):
+    a, b = numbers(dtype), numbers(dtype, 1)
+    found = cupy.empty(COUNT, dtype)
+    kernel = math_library.get_function(f"{name}_{dtype}")
+    kernel((1,), (COUNT,), (cupy.asarray(a), cupy.asarray(b), found))
+    operands = (a, b) if name in BINARY.split() else (a,)
+    with np.errstate(all="ignore"):
+        expected = getattr(np, NUMPY_NAMES.get(name, name))(*operands)
+    rtol = 10 * FLOATS[dtype]
+    np.testing.assert_allclose(cupy.asnumpy(found), expected, rtol, rtol)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", BINARY.split())
-def test_functions_of_two_floats(name, dtype):
-    arrays = numbers(dtype, 0), numbers(dtype, 1)
-    check(lambda module, a, b: getattr(module, name)(a, b), *arrays, rtol=10 * FLOATS[dtype])
+@pytest.mark.parametrize(
+    ("names", "dtypes"),
+    [
+        ("add divide power less", "f2"),
+        ("subtract floor_divide remainder left_shift bitwise_xor", "i1 u4 i8"),
+    ],
+)
+def test_functions_of_two_arrays(names, dtypes):
+    for name in names.split():
+        for dtype in dtypes.split():
+            arrays = numbers(dtype, 0), numbers(dtype, 0)[::-1].copy()
+            rtol = 1e-2 if dtype == "f2" else 1e-6
+            check(lambda module, a, b, name=name: getattr(module, name)(a, b), *arrays, rtol=rtol)
 
 
-@pytest.mark.parametrize("dtype", INTEGERS)
-@pytest.mark.parametrize("name", INTEGER_BINARY.split())
-def test_functions_of_two_integers(name, dtype):
-    arrays = numbers(dtype, 0), numbers(dtype, 1)
-    check(lambda module, a, b: getattr(module, name)(a, b), *arrays)
-
-
-@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
-@pytest.mark.parametrize("name", REDUCTIONS.split())
+@pytest.mark.parametrize("dtype", ["f2", "f4", "i8", "u1"])
+@pytest.mark.parametrize("name", ["sum", "max", "mean", "argmin", "any", "cumsum"])
 def test_reductions(name, dtype):
-    rtol = 30 * FLOATS.get(dtype, 1e-9)
-    check(lambda module, a: getattr(module, name)(a), numbers(dtype, 0), rtol=rtol)
+    rtol = {"f2": 0.3, "f4": 3e-4}.get(dtype, 1e-9)
+    check(lambda module, a: getattr(module, name)(a), numbers(dtype), rtol=rtol)
 
 
-@pytest.mark.parametrize("dtype", ["c8", "c16"])
-@pytest.mark.parametrize("name", COMPLEX.split())
-def test_functions_of_complex_numbers(name, dtype):
-    check(lambda module, a: getattr(module, name)(a), numbers(dtype, 0), rtol=1e-5)
+@pytest.mark.parametrize("name", ["exp", "sqrt", "absolute", "conj"])
+def test_functions_of_complex_numbers(name):
+    check(lambda module, a: getattr(module, name)(a), numbers("c8"), rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i4", "u8"])
@@ -92,7 +111,7 @@ def test_atomic_additions(dtype):
         module.add.at(found, module.arange(a.size) % 10, a)
         return found
 
-    check(add, numbers(dtype, 0), rtol=1e-2 if dtype == "f2" else 1e-5)
+    check(add, numbers(dtype), rtol=1e-2 if dtype == "f2" else 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -100,18 +119,13 @@ def test_atomic_additions(dtype):
     [
         lambda module, a: module.ascontiguousarray(a.T),
         lambda module, a: a.sum(axis=0),
-        lambda module, a: a.sum(axis=1),
         lambda module, a: module.tile(a, 500).sum(),
         lambda module, a: module.take(a, module.array([3, 1, 2]), axis=0),
-        lambda module, a: module.where(a > 0.5, a, 0),
         lambda module, a: a[module.array([1, 2]), module.array([3, 4])],
         lambda module, a: a[a > 0.5],
         lambda module, a: module.concatenate([a, a], axis=1),
-        lambda module, a: module.roll(a, 3),
-        lambda module, a: module.pad(a, 2),
         lambda module, a: module.bincount((a.ravel() * 10).astype("i4")),
         lambda module, a: module.searchsorted(module.arange(10) / 10, a.ravel()),
-        lambda module, a: module.interp(a.ravel(), module.arange(3.0), module.arange(3.0) * 2),
         lambda module, a: module.nonzero(a > 0.9)[0],
     ],
 )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from mpicoll.errors import ArgumentError
 
 __all__ = [
-    "ALLOW_SINGLETON", "CALLS", "CUDA_AWARE", "DEBUG", "DEVICE_ROUTE", "INSTALL_AS", "KERNELS",
+    "ALLOW_SINGLETON", "CALLS", "CHOOSE", "CUDA_AWARE", "DEBUG", "DEVICE_ROUTE", "INSTALL_AS", "KERNELS",
     "RECORD_FILE", "RECORD_LENGTH", "REPORT_AFTER", "REPRODUCIBLE", "SECRET", "SETTINGS",
     "SHARED_MEMORY", "SINGLE_COPY", "TABLE", "TESTED_CALLS", "TIMEOUT_GRACE", "TORCH_DEBUG",
     "Setting", "check", "find_problems", "list_set",
@@ -80,6 +80,11 @@ TABLE = Setting(
     "MPICOLL_TABLE", (), "a file, or 0",
     "on rank 0: the tuning table that `python -m mpicoll tune` wrote, see tune.md; 0: the "
     "default routes",
+)  # fmt: skip
+CHOOSE = _one_of(
+    "MPICOLL_CHOOSE", ("0", "1", "random"),
+    "on rank 0: 0: calls through shared memory use the default ways; 1: the fastest, which mpicoll "
+    "measures while it runs; random: any, for tests; see performance.md",
 )  # fmt: skip
 SHARED_MEMORY = _one_of(
     "MPICOLL_SHARED_MEMORY", ("0", "1"),
@@ -157,7 +162,7 @@ REPORT_AFTER = Setting(
 )  # fmt: skip
 
 SETTINGS: tuple[Setting, ...] = (
-    DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, SINGLE_COPY, KERNELS, CALLS, REPRODUCIBLE,
+    DEBUG, TORCH_DEBUG, TABLE, CHOOSE, SHARED_MEMORY, SINGLE_COPY, KERNELS, CALLS, REPRODUCIBLE,
     DEVICE_ROUTE, CUDA_AWARE, SECRET, TESTED_CALLS, TIMEOUT_GRACE, ALLOW_SINGLETON,
     INSTALL_AS, RECORD_LENGTH, RECORD_FILE, REPORT_AFTER,
 )  # fmt: skip

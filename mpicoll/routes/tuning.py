@@ -54,7 +54,7 @@ _MPI: Steps = ((0, "mpi"),)
 _EXCHANGE: Steps = ((0, "exchange"),)
 _SHARED: Steps = ((0, "shared"),)
 #: Data movement. single_copy measures whether one copy or slots are faster.
-_MOVED: Steps = ((0, "shared"), (512 * _KIB, "single_copy"))
+_MOVED: Steps = ((0, "shared"), (16 * _KIB, "single_copy"))
 
 #: On one node: measured with 2 ranks, with and without a shared cache, with MPICH and Open MPI from
 #: PyPI, without a difference. Other placements: from the cost model (docs/model.md).
@@ -193,9 +193,10 @@ class Table:
 
 class _Job:
     table = Table()
+    choose = ""
 
 
-#: Holds the table of this job: rank 0's, on every rank.
+#: Holds the table of this job and MPICOLL_CHOOSE: rank 0's, on every rank.
 job = _Job()
 
 

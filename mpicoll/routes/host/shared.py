@@ -47,6 +47,7 @@ from mpicoll.routes.route import (
     Serves,
     has_loop,
 )  # fmt: skip
+from mpicoll.routes.tuning import job
 from mpicoll.routes.transfers import Transfer, addresses, cut, misfit
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ MAX_RANKS = 256
 #: dissemination barrier with log2(n) steps.
 FLAT_MAX_RANKS = 8
 #: Maximum size in bytes of the other ranks' messages, in total, for which every rank combines all
-#: elements: one wait instead of two.
+#: elements before measured: one wait instead of two.
 ONE_SHOT_MAX_BYTES = 16 * 1024
 
 #: Number of polls, of 40 to 140 cycles each, before a waiting rank sleeps; the second one applies
@@ -87,7 +88,9 @@ class Shared:
         self._segment = kernels.Segment(self._memory.ctypes.data, slot, n, group.rank())
         self.pointer = ctypes.addressof(self._segment)
         self.slot = slot
-        self._kinds: dict[Any, Any] = {}  # the C library has their addresses
+        # The C library has the addresses of both.
+        self._kinds: dict[Any, Any] = {}
+        self._choices: list[np.ndarray] = []
         self._crowded = segment.processors < n
         self._crowded_beside = segment.processors < 2 * n
         # If ranks share processors, each step of a dissemination barrier may cost a time slice.
@@ -186,14 +189,14 @@ class Shared:
         assert dtype is not None
         by = None if op is None else find_loop(op, dtype, kind.exact)
         parts = 1 if by is None else by.elements
-        one_shot = ONE_SHOT_MAX_BYTES // max(1, self._segment.n - 1)
         return self.kernels.CallPlan(
             shared=self.pointer,
+            choices=self._make_choices(),
             signature=encode_kind(primitive, dtype, op, 0),
             divisor=max(1, len(kind.combined)) if op is ReduceOp.AVG else 1,
             size=dtype.itemsize // parts,
             numbers_per_element=parts,
-            one_shot_max_count=one_shot * parts // dtype.itemsize,
+            one_shot_max_bytes=ONE_SHOT_MAX_BYTES // max(1, self._segment.n - 1),
             format=-1 if by is None else self.kernels.format(by.format.encode()),
             operation=0 if by is None else by.operation,
             many_blocks=primitive.many_in,
@@ -202,6 +205,15 @@ class Shared:
             prefix=PREFIXES.index(primitive.name) + 1 if primitive.name in PREFIXES else 0,
             in_place=not (primitive.input or primitive.root),
         )
+
+    def _make_choices(self) -> int:
+        """Return the address of new choices of ways (``kernels/src/choice.c``); 0: defaults."""
+        if job.choose == "0":
+            return 0
+        made = np.zeros(self.kernels.choices_size(), np.uint8)
+        made[:4].view(np.uint32)[0] = job.choose == "random"
+        self._choices.append(made)
+        return made.ctypes.data
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function of the C library. On the progress thread of a crowded node, spin less, so

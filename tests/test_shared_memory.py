@@ -25,7 +25,7 @@ def call_plan(segment, one_shot=0, combines=True, **layout):
     format = kernels.format(b"int32") if combines else -1
     return kernels.CallPlan(
         ctypes.addressof(segment), signature=7, divisor=1, size=4, numbers_per_element=1,
-        one_shot_max_count=one_shot, format=format, **layout,
+        one_shot_max_bytes=one_shot, format=format, **layout,
     )  # fmt: skip
 
 

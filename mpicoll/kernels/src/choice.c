@@ -3,8 +3,8 @@
  * Which way is fastest depends on the machine: on its caches, on the placement of the ranks, on the
  * kernel. So each plan times its candidates for each size class (powers of two of bytes), first all
  * candidates INITIAL_PASSES times in turn, then once in turn after a number of calls that grows from
- * FIRST_INTERVAL to LAST_INTERVAL, because virtual processors and unbound processes move. The
- * candidate with the least median of its last TRIAL_COUNT durations is used.
+ * FIRST_INTERVAL to LAST_INTERVAL, because virtual processors and unbound processes move; it is
+ * FIRST_INTERVAL again after a duration that differs from the median by a factor of 2. The candidate with the least median of its last TRIAL_COUNT durations is used.
  *
  * All ranks must choose the same way. So a choice depends only on the number of earlier calls, which
  * is the same on all ranks, and on durations that all ranks know: the signals of a call's first
@@ -133,6 +133,7 @@ struct mpicoll_trial mpicoll_choose(struct mpicoll_choices *choices, size_t byte
 /* Records a duration and updates the candidate's median; of an even number, the smaller one. */
 static void record(struct mpicoll_choice *choice, uint32_t k, uint32_t ns)
 {
+    const uint64_t before = choice->median[k];
     uint32_t sorted[TRIAL_COUNT];
     choice->ns[k][choice->trials[k]++ % TRIAL_COUNT] = ns;
     const uint32_t n = choice->trials[k] < TRIAL_COUNT ? choice->trials[k] : TRIAL_COUNT;
@@ -143,6 +144,12 @@ static void record(struct mpicoll_choice *choice, uint32_t k, uint32_t ns)
         sorted[at] = choice->ns[k][i];
     }
     choice->median[k] = sorted[(n - 1) / 2];
+    if (before && (ns > 2 * before || ns < before / 2)) {
+        /* The machine may have changed: measure again soon. */
+        choice->interval = FIRST_INTERVAL / INTERVAL_GROWTH;
+        if (choice->next > choice->calls + FIRST_INTERVAL)
+            choice->next = choice->calls + FIRST_INTERVAL;
+    }
 }
 
 void mpicoll_trial_agreed(const struct mpicoll_trial *trial, uint32_t note)

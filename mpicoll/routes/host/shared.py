@@ -47,8 +47,8 @@ from mpicoll.routes.route import (
     Serves,
     has_loop,
 )  # fmt: skip
-from mpicoll.routes.tuning import job
 from mpicoll.routes.transfers import Transfer, addresses, cut, misfit
+from mpicoll.routes.tuning import job
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup

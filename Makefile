@@ -107,7 +107,7 @@ test-nightly:  ## test-clients, test-torch-latest, PyTorch's own tests on 2 rank
 	$(MAKE) --no-print-directory test-clients
 	$(MAKE) --no-print-directory test-torch-latest
 	$(MAKE) --no-print-directory test-torch-suite \
-	    ARGS='--backend mpicoll mpi --world-size 2 --record --jobs 2'
+	    ARGS='--backend mpicoll mpi --world-size 2 --jobs 2'
 	$(MAKE) --no-print-directory chaos ARGS='--launcher torchrun --chosen --at-a-time 3'
 
 # Without a GPU they say so, and nothing is installed.

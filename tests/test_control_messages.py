@@ -39,8 +39,8 @@ PICKLES = {
 
 #: Calls of mpi4py's methods that pickle. The methods that send buffers begin with a capital letter.
 PICKLING_CALL = re.compile(
-    r"(?<!nccl\.)\b\w*(?i:comm|inner|world|tested|parent|inter)\.(?:all(?:gather|reduce|toall)|bcast|exscan|"
-    r"i?(?:[bs]s?|rs)?send|i?m?recv|i?m?probe|gather|reduce|scan|scatter|sendrecv)\("
+    r"(?<!nccl\.)\b\w*(?i:comm|inner|world|tested|parent|inter)\.(?:all(?:gather|reduce|toall)|"
+    r"bcast|exscan|i?(?:[bs]s?|rs)?send|i?m?recv|i?m?probe|gather|reduce|scan|scatter|sendrecv)\("
 )
 
 

@@ -5,7 +5,7 @@
 This Python needs torch, expecttest and an MPI of the MPICH family, because the ranks are started
 without mpiexec. The tests in ``torch.testing._internal.distributed.distributed_test`` run on a CPU:
 
-- ``gloo``: all tests with BACKEND=gloo. gloo.txt stores the outcomes.
+- ``gloo``: all tests with BACKEND=gloo.
 - ``mpicoll``: all tests with BACKEND=mpicoll. Each test that passes with Gloo must pass.
 - ``mpi``: the tests that do not pass with Gloo, with BACKEND=mpi, a name that mpicoll replaces.
   None may fail, and each test that PyTorch runs only for this name must pass. With ``--all`` also
@@ -39,7 +39,6 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 LOGS = ROOT / ".cache" / "torch_suite"
-RECORD = HERE / "gloo.txt"
 EXCEPTIONS = HERE / "exceptions.txt"
 
 #: Time that a test may take beyond PyTorch's timeout, which does not end every test.
@@ -58,7 +57,6 @@ class Pass:
     backend: str
     ranks: int
     outcomes: dict[str, str] = field(default_factory=dict)
-    note: str = ""
     seconds: float = 0.0
 
     def with_outcome(self, outcome: str) -> set[str]:
@@ -73,7 +71,7 @@ class Pass:
         counts["skipped"] += counts[ONLY_MPI]
         cells = "".join(f"{counts[each]:6} {each}" for each in ("passed", "failed", "skipped"))
         head = f"{self.backend:<8} {self.ranks} ranks"
-        return f"{head}{cells}{self.seconds:8.0f} s  {self.note}".rstrip()
+        return f"{head}{cells}{self.seconds:8.0f} s"
 
     def run(self, arguments: argparse.Namespace, skipped: set[str]) -> None:
         """Run the tests, with several workers at the same time."""
@@ -182,37 +180,6 @@ class Worker:
             self._process.wait()
 
 
-def read_record() -> dict[int, Pass] | None:
-    """Return Gloo's outcomes by number of ranks, or None if they are of another torch version."""
-    if not RECORD.exists():
-        return None
-    lines = RECORD.read_text().splitlines()
-    version, *sizes = lines[1].removeprefix("# torch ").replace(",", "").split()
-    if version != TORCH:
-        print(f"{RECORD.name} is of torch {version}, this is torch {TORCH}: running Gloo's tests")
-        return None
-    passes = {int(s): Pass("gloo", int(s), note="recorded") for s in sizes if s.isdigit()}
-    for line in lines[2:]:
-        name, *outcomes = line.split()
-        for each, outcome in zip(passes.values(), outcomes, strict=True):
-            each.outcomes[name] = outcome
-    return passes
-
-
-def write_record(passes: list[Pass], start: str) -> None:
-    """Write Gloo's outcomes to gloo.txt."""
-    sizes = " ".join(str(each.ranks) for each in passes)
-    lines = [
-        "# Written by run.py --write-record: outcomes with Gloo on a CPU, without skipped tests.",
-        f"# torch {TORCH}, {sizes} ranks, {start}",
-    ]
-    for name in passes[0].outcomes:
-        outcomes = [each.outcomes[name] for each in passes]
-        if set(outcomes) != {"skipped"}:
-            lines.append(f"{name:<72} " + " ".join(f"{each:<8}" for each in outcomes).rstrip())
-    RECORD.write_text("\n".join(lines) + "\n")
-
-
 @dataclass(frozen=True)
 class ExpectedFailure:
     """A test that may fail."""
@@ -282,8 +249,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("-k", type=re.compile, default=re.compile(""), metavar="PATTERN")
     parser.add_argument("--jobs", type=int, default=4, help="tests at a time (%(default)s)")
     parser.add_argument("--timeout", type=int, default=120, help="seconds per test (%(default)s)")
-    parser.add_argument("--record", action="store_true", help="read Gloo's outcomes from gloo.txt")
-    parser.add_argument("--write-record", action="store_true", help="write gloo.txt")
     parser.add_argument("--all", action="store_true", help="mpi: also tests that pass with Gloo")
     parser.add_argument("-v", "--verbose", action="store_true", help="print each test")
     return parser.parse_args()
@@ -292,28 +257,23 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     whole = not arguments.k.pattern
-    recorded = read_record() if arguments.record else None
-    gloo = recorded or {}
     exceptions = list(read_exceptions())
     passes: list[Pass] = []
     verdicts: list[tuple[Pass, Verdict]] = []
     print(f"torch {TORCH}, ranks by {arguments.start}", flush=True)
     for ranks in arguments.world_size:
-        if ranks not in gloo:
-            gloo[ranks] = Pass("gloo", ranks)
-            gloo[ranks].run(arguments, set())
-        passes.append(gloo[ranks])
-        print(gloo[ranks], flush=True)
+        gloo = Pass("gloo", ranks)
+        gloo.run(arguments, set())
+        passes.append(gloo)
+        print(gloo, flush=True)
         for backend in arguments.backend:
             if backend != "gloo":
                 run = Pass(backend, ranks)
                 skip = backend == "mpi" and not arguments.all
-                run.run(arguments, gloo[ranks].with_outcome("passed") if skip else set())
+                run.run(arguments, gloo.with_outcome("passed") if skip else set())
                 passes.append(run)
-                verdicts.append((run, Verdict.of(run, gloo[ranks], exceptions, whole)))
+                verdicts.append((run, Verdict.of(run, gloo, exceptions, whole)))
                 print(run, flush=True)
-    if arguments.write_record and whole:
-        write_record([each for each in passes if each.backend == "gloo"], arguments.start)
 
     print("\n---- summary")
     for each in passes:

@@ -154,13 +154,12 @@ test-docs: environment $(VENV)/.docs  ## the pages: their code on two ranks, the
 	    $(VENV)/bin/python -m pytest -q tests/test_pages.py tests/test_project.py $(ARGS)
 
 # With the system's Chromium.
-test-site: docs  ## the site in a browser, in a wide window and a narrow one; ARGS='--pictures FOLDER'
+test-site: docs  ## the site in a browser, in a wide window and a narrow one
 	$(PIP) playwright
 	$(VENV)/bin/python tests/site/browse.py $(ARGS)
 
 # Their newest versions, beside a torch that they are not to replace.
 CLIENTS := accelerate transformers lightning deepspeed 'ray[train]' torchmetrics pyspark distributed
-CLIENTS += cachier scikit-learn cloudpickle  # for torchmetrics' own tests
 test-clients:  ## scripts of libraries that people run, such as Lightning, and Ray, Spark and Dask, newest versions
 	@test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \

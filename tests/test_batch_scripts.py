@@ -217,16 +217,3 @@ def test_stopped_job_is_requeued(stops: str, state: str, requeues: bool, tmp_pat
     step, *more = run("digits_requeue.sbatch", tmp_path, **own)
     assert step.launcher == "srun"
     assert more == ([REQUEUE] if requeues else [])
-
-
-@pytest.mark.parametrize("state", ["RUNNING", "COMPLETING"])
-def test_job_without_state_is_requeued_after_sigterm(state: str, tmp_path: Path) -> None:
-    """The script also received SIGTERM. Without it a failed job is not requeued."""
-    own = {"SLURM_SUBMIT_DIR": str(tmp_path), "STATE": state, "FAILS": "143"}
-    _, *more = run("digits_requeue.sbatch", tmp_path, **own)
-    assert more == ([REQUEUE] if state == "RUNNING" else [])
-
-
-def test_pals_script_passes_ranks_per_node(tmp_path: Path) -> None:
-    *_, start = run("digits_pals.pbs", tmp_path)
-    assert start.option("--ppn") == "4" and start.option("--depth") == "1"

@@ -7,7 +7,6 @@ comparison. The number of calls of mpicoll's groups shows that mpicoll ran the c
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -150,37 +149,3 @@ def test_torchmetrics(launcher: list[str], tmp_path: Path, expected: Any) -> Non
         assert one["mean"] == pytest.approx(expected["loss"], rel=1e-4)
         assert one["error"] == pytest.approx(expected["error"], rel=1e-4)
         assert one["cat"] == [0, 0, 1]
-
-
-@pytest.fixture(scope="module")
-def torchmetrics_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the source of the installed version, from TEST_MPICOLL_TORCHMETRICS or GitHub."""
-    if "TEST_MPICOLL_TORCHMETRICS" in os.environ:
-        return Path(os.environ["TEST_MPICOLL_TORCHMETRICS"])
-    folder = tmp_path_factory.mktemp("source") / "torchmetrics"
-    version = f"v{importlib.metadata.version('torchmetrics')}"
-    url = "https://github.com/Lightning-AI/torchmetrics"
-    clone = ["git", "clone", "--quiet", "--depth", "1", "--branch", version, url, str(folder)]
-    if subprocess.run(clone, stdin=subprocess.DEVNULL, timeout=300).returncode != 0:
-        pytest.skip(f"cannot clone {url}")
-    return folder
-
-
-def test_torchmetrics_own_tests(torchmetrics_source: Path) -> None:
-    """The two workers of its pool create a group before each test, in any order."""
-    variables = {"MPICOLL_INSTALL_AS": "gloo", "USE_PYTEST_POOL": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider",
-         "unittests/bases/test_ddp.py"],
-        cwd=torchmetrics_source / "tests", env=os.environ | variables, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0 and "16 passed" in done.stdout, done.stdout + done.stderr
-
-
-def test_print_versions(capsys: pytest.CaptureFixture[str]) -> None:
-    libraries = "torch", "accelerate", "transformers", "lightning", "deepspeed", "ray"
-    others = "torchmetrics", "pyspark", "distributed"
-    found = {name: importlib.metadata.version(name) for name in (*libraries, *others)}
-    with capsys.disabled():
-        print("", *(f"{name} {version}" for name, version in found.items()), sep="\n")

@@ -1,6 +1,6 @@
 """Check every page of the site in a browser, in a wide and a narrow window.
 
-    python tests/site/browse.py [.cache/site] [--pictures FOLDER]
+    python tests/site/browse.py [.cache/site]
 
 Checks: no page is wider than its window (tables and code may scroll), no figure is missing or cut,
 no button covers code, no request fails or goes to another host, the console has no errors, the
@@ -157,7 +157,7 @@ def search_from_disk(browser: Browser, folder: Path) -> int:
     return len(faults)
 
 
-def browse(browser: Browser, home: str, names: list[str], window: str, keep: Path | None) -> int:
+def browse(browser: Browser, home: str, names: list[str], window: str) -> int:
     """Check all pages in one window; return the number of faults."""
     page = browser.new_page(viewport={"width": WIDTHS[window], "height": 900})
     listener = Listener(page, home)
@@ -171,8 +171,6 @@ def browse(browser: Browser, home: str, names: list[str], window: str, keep: Pat
 
     for name in names:
         report(name, [*look(page, home + name), *listener.taken()])
-        if keep:
-            page.screenshot(path=keep / f"{Path(name).stem}-{window}.png", full_page=True)
     for words, expected in SEARCHED.items():
         report("the search", [*search(page, home, words, expected), *listener.taken()])
     page.close()
@@ -182,9 +180,6 @@ def browse(browser: Browser, home: str, names: list[str], window: str, keep: Pat
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("site", type=Path, nargs="?", default=ROOT / ".cache/site")
-    parser.add_argument(
-        "--pictures", type=Path, metavar="FOLDER", help="save a screenshot of each page"
-    )
     arguments = parser.parse_args()
     programs = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
     program = next(filter(None, programs), None)
@@ -193,14 +188,12 @@ def main() -> int:
     names = sorted(page.name for page in arguments.site.glob("*.html"))
     if "index.html" not in names:
         sys.exit(f"{arguments.site} has no index.html: run make docs")
-    if arguments.pictures:
-        arguments.pictures.mkdir(parents=True, exist_ok=True)
     with served(arguments.site) as home, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         summary = (
             f"{len(names)} pages in {' and '.join(WIDTHS)} windows, Chromium {browser.version}"
         )
-        counts = [browse(browser, home, names, each, arguments.pictures) for each in WIDTHS]
+        counts = [browse(browser, home, names, each) for each in WIDTHS]
         counts.append(search_from_disk(browser, arguments.site))
         browser.close()
     print(f"{summary}: {sum(counts) or 'no'} faults")

@@ -31,7 +31,6 @@ from jobs import (
 from mpicoll.machine import format_ranges
 
 OPENMPI = VENDOR == "Open MPI"
-SCRIPTS = sorted(path.name for path in (ROOT / "jobs").glob("*.sbatch"))
 SHORT = ("--epochs", "1", "--target", "0")
 HELLO = (sys.executable, "-m", "mpicoll", "hello")
 ALL = (f"--nodes={NODES}", "--ntasks-per-node=2", "--kill-on-bad-exit=1")
@@ -69,13 +68,6 @@ def assert_one_world(out: str) -> None:
     hosts = re.findall(r"^rank \d+ on (\S+):", out, re.MULTILINE)
     assert len(hosts) == RANKS and len(set(hosts)) == NODES, out
     assert "is reached" in out, out
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_sbatch_accepts_the_script(script: str) -> None:
-    command = ["sbatch", "--test-only", f"--nodes={NODES}", ROOT / "jobs" / script]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "to start at" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("launch", ["mpirun", f"srun:{MPI}"])
@@ -252,16 +244,6 @@ def test_fault_of_a_rank_on_another_node(fault: str) -> None:
         env=environment(), stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
-
-
-def test_failed_rank_ends_the_step() -> None:
-    program = (
-        "import mpicoll as dist; dist.init_process_group(); dist.barrier()\n"
-        "if dist.get_rank() == 1: raise SystemExit('enough')\n"
-        "dist.barrier()"
-    )
-    code, out = srun(*ALL, f"--mpi={MPI}", sys.executable, "-c", program)
-    assert code != 0 and "enough" in out, out
 
 
 CALLS = """

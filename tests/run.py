@@ -269,8 +269,6 @@ def plan_launches(
         chosen = (QUICK if arguments.quick else FULL)._replace(settings=chosen.settings)
     if arguments.ranks:
         chosen = Ranks(arguments.ranks, {*arguments.ranks} & {*FULL.torch}, chosen.settings)
-    if arguments.plain:
-        chosen = Ranks([0], [], chosen.settings)
     named = set().union(*map(parts_of, arguments.pytest)) or set(PARTS)
     launches = []
     for number in sorted({*chosen.mpi, *chosen.torch}):
@@ -302,8 +300,7 @@ def read_report(path: Path) -> Iterator[tuple[str, str, str]]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("environments", nargs="+", metavar="MPI=VENV")
-    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; no plain tests")
-    parser.add_argument("--plain", action="store_true", help="run only the plain tests")
+    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; 0: the plain tests")
     parser.add_argument("--full", action="store_true",
                         help="every MPI on every number of ranks; takes twice as long")  # fmt: skip
     parser.add_argument("--quick", action="store_true",

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch_jobs import VENDOR
 from rank_scripts import MPIEXEC, needs_mpiexec
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,7 +85,7 @@ def skip_without_packages(job: Path) -> None:
     ("job", "options", "code", "words"),
     [
         *((job, "--epochs 1 --target 1.0", 1, "MISSED") for job in JOBS),
-        *((job, "--batch-size 0", 2, "--batch-size must be at least 1") for job in JOBS),
+        (TRAIN, "--batch-size 0", 2, "--batch-size must be at least 1"),
         (TRAIN_DDP, "--device cuda", 2, "--device cuda: torch finds no GPU"),
         (TRAIN_DDP, "--backend glue", 1, "glue"),
     ],
@@ -167,14 +166,6 @@ def test_fsdp_is_the_same_as_ddp(short: Training, tmp_path: Path) -> None:
 def test_horovod_is_the_same_as_ddp(number: int, short: Training, tmp_path: Path) -> None:
     training = Training(tmp_path / "horovod.pt", ranks(number), *SHORT, job=TRAIN_HOROVOD)
     assert f"on {number} ranks, Horovod's API\n" in training.output
-    training.assert_same(short)
-
-
-def test_gloo_gives_the_same_losses(short: Training, tmp_path: Path) -> None:
-    if VENDOR == "Open MPI":
-        pytest.skip("Gloo does not use MPI: tested with another MPI")
-    training = Training(tmp_path / "gloo.pt", ranks(2), "--backend", "gloo", *SHORT)
-    assert "over gloo\n" in training.output
     training.assert_same(short)
 
 

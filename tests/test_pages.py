@@ -5,7 +5,6 @@ the code.
 from __future__ import annotations
 
 import ast
-import functools
 import importlib.util
 import json
 import os
@@ -16,7 +15,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from page_blocks import ENGINES, IN_TURN, PROGRAMS, Block, blocks
@@ -25,9 +23,13 @@ from rank_scripts import MPIEXEC, needs_mpiexec
 import mpicoll
 from mpicoll import cli, settings
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+
+import messages  # noqa: E402
+
 pytestmark = pytest.mark.any_mpi
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 if MPIEXEC and (ROOT / MPIEXEC[0]).exists():  # make passes a relative path
     MPIEXEC[0] = str(ROOT / MPIEXEC[0])
@@ -296,23 +298,13 @@ def test_reference_has_an_example_for_every_public_name() -> None:
 # --- messages -----------------------------------------------------------------------------------
 
 
-@functools.cache
-def messages() -> ModuleType:
-    """Import docs/messages.py."""
-    spec = importlib.util.spec_from_file_location("messages", ROOT / "docs/messages.py")
-    assert spec and spec.loader
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
-
-
 def texts_of_the_code() -> str:
     """Return all string literals of mpicoll, one per line, with … for values."""
     found = []
     for path in (ROOT / "mpicoll").rglob("*.py"):
-        for node in ast.walk(messages().parse(path)):
+        for node in ast.walk(messages.parse(path)):
             if isinstance(node, ast.JoinedStr | ast.Constant | ast.BinOp):
-                text = messages().template(node)
+                text = messages.template(node)
                 if text.strip("…"):
                     found.append(" ".join(text.split()))
     return "\n".join(found)

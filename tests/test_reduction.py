@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 import operator
 import threading
 import warnings
@@ -184,19 +183,6 @@ def test_scale_integers_wraps(name, factor):
         assert (number * factor - got) % (info.max - info.min + 1) == 0
 
 
-def test_scale_wide():
-    source = np.array([1.5, -2.0, np.inf, 3e38], np.float32)
-    out = np.empty_like(source)
-    reduction.scale(by_name["float32"], source, 0.1, out)
-    assert_same_bits(out, np.array([float(x) * float(np.float32(0.1)) for x in source], np.float32))
-    numbers = np.array([1 + 2j, complex(math.inf, 1), -1j])
-    out = np.empty_like(numbers)
-    reduction.scale(by_name["complex128"], numbers, 2.0, out)
-    assert out.tolist() == [2 + 4j, complex(math.inf, 2), -2j]
-    reduction.scale(by_name["complex128"], numbers, 1j, out)
-    assert out[0] == -2 + 1j
-
-
 def wide_values(dtype, count, seed):
     rng = np.random.default_rng(seed)
     if dtype.kind is Kind.BOOL:
@@ -305,16 +291,6 @@ def test_block_size_does_not_affect_the_result(kernels, name):
             out = np.empty_like(pieces[0])
             reduction.combine(ReduceOp.PRODUCT, dtype, pieces, out)
             assert out.tobytes() == last[start : start + length].tobytes()
-
-
-@pytest.mark.parametrize("name", ["float32", "float64", "complex64", "complex128"])
-def test_long_average_of_wide(kernels, name):
-    dtype = by_name[name]
-    sources = [wide_values(dtype, 100003, seed) for seed in range(4)]
-    a, b, c, d = (source.view(np.finfo(dtype.numpy).dtype) for source in sources)
-    expected = (((a + b) + c) + d) / np.array(3, a.dtype)
-    reduction.combine(ReduceOp.AVG, dtype, sources, sources[3], 3)
-    assert_same_bits(sources[3].view(a.dtype), expected)
 
 
 def test_no_warnings(kernels):

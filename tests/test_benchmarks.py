@@ -49,22 +49,6 @@ def find(name: str, given: aims.Results) -> aims.Aim:
     return aim
 
 
-@pytest.mark.parametrize(("slow", "verdict"), [(2.1e-6, "met"), (2.3e-6, "MISSED")])
-def test_aim_reports_its_worst_size(slow: float, verdict: str) -> None:
-    """A factor of 1.05 is within the spread, 1.15 is not."""
-    given = results(
-        measured("mpi4py", "all_reduce", KIB, 2e-6) | {"seconds": 5 * [2e-6]},
-        measured("mpicoll", "all_reduce", KIB, slow),
-        measured("mpi4py", "broadcast", 4, 1e-6),
-        measured("mpicoll", "broadcast", 4, 8e-7),
-        measured("mpi4py", "all_reduce", MIB, 1.0),  # larger than the sizes of this aim
-        measured("mpicoll", "all_reduce", MIB, 9.0),
-    )
-    aim = find("any collective up to 16 KiB", given)
-    assert aim.measured == pytest.approx(slow / 2e-6, rel=1e-3)
-    assert (aim.note, aim.verdict) == ("all_reduce 1 KiB", verdict)
-
-
 # --- tables -------------------------------------------------------------------------------------
 
 
@@ -155,13 +139,10 @@ def test_short_run_measures_every_case(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(file.read_text())
     assert record["ranks"] == 2 and record["mpi"] and record["versions"]["mpicoll"]
-    assert record["machine"]["processors"] >= 1 and record["machine"]["processor"]
     kinds: dict[str, set[Any]] = {}
     for one in record["measurements"]:
         assert one["median"] == pytest.approx(statistics.median(one["seconds"]), rel=1e-3)
-        assert one["median"] > 0 and one["spread"] >= 0 and one["ranks"] == 2
-        assert len(one["seconds"]) >= 5
-        assert one["distance"] in ("near", "far", "unknown", "mixed")
+        assert one["median"] > 0 and one["spread"] >= 0 and len(one["seconds"]) >= 5
         key = one["primitive"], one["bytes"], one["dtype"]
         kinds.setdefault(f"{one['section']} {one['case']}", set()).add(key)
     blocks = {"all_reduce": 1, "broadcast": 1, "all_gather_single": 2, "reduce_scatter_single": 2,
@@ -175,8 +156,6 @@ def test_short_run_measures_every_case(tmp_path: Path) -> None:
     dtypes = {"float32", "bfloat16", "float16", "int8"}
     assert kinds["dtypes mpicoll"] == {("all_reduce", 1024, dtype) for dtype in dtypes}
     assert ("all_reduce", 1024, "float32") in kinds["dtypes mpi4py"]
-    if record["mpi"].startswith(("MPICH", "Open MPI")):  # these support float16
-        assert ("all_reduce", 1024, "float16") in kinds["dtypes mpi4py"]
     assert any("bfloat16 by mpi4py" in reason for reason in record["left out"])
     if importlib.util.find_spec("torch"):
         assert kinds["sizes mpicoll torch"] == expected

@@ -12,6 +12,7 @@ import pytest
 from cli_jobs import LIMIT_S, SRUN, Ended, job
 
 from mpicoll import cli
+from mpicoll.cli import doctor
 from mpicoll.cli.doctor import Findings, Placement, advise
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.launch.exit_hooks import INTERRUPTED
@@ -264,12 +265,16 @@ def test_advice_on_threads(places: list[Placement], words: str) -> None:
     assert len(advice) == bool(words) and all(words in text for text in advice), advice
 
 
-@pytest.mark.parametrize(
-    ("tls", "is_wrong"), [("rc,sm", True), ("rc,cuda", False), ("^tcp", False)]
-)
-def test_advice_on_ucx(tls: str, is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tls", "count"), [("rc,sm", 1), ("rc,cuda", 0), ("^tcp", 0)])
+def test_advice_on_ucx(tls: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", tls)
     advice = advise(Findings([facts()], all_ranks=GPU))
-    assert ["excludes cuda: add cuda_copy,cuda_ipc" in text for _, text in advice] == [
-        True
-    ] * is_wrong
+    assert ["excludes cuda: add cuda_copy,cuda_ipc" in text for _, text in advice] == [True] * count
+
+
+def test_facts_that_differ_are_listed_by_rank() -> None:
+    seen = Findings([facts(host=host, ranks="3") for host in ("a", "b; c", "a")])
+    lines = doctor._to_text(seen, []).splitlines()
+    assert lines[3:6] == [
+        "  host          ranks 0,2: a", "  host          rank 1: b; c", "  ranks         3",
+    ]  # fmt: skip

@@ -186,26 +186,6 @@ def test_file_named_by_mpicoll_table(monkeypatch, tmp_path):
     assert tuning_files.build_table(*tuning_files.read(MPI)).path == str(named)
 
 
-def test_join_keeps_other_entries(monkeypatch):
-    """Other numbers of ranks, kinds and places, and remarks of the user."""
-    monkeypatch.setattr(machine, "describe", lambda: "this")
-    text = json.dumps(json.loads(tuning_files.join("", MPI, 16, marked(16), {})) | {"remark": "r"})
-    apart = {"broadcast": {"apart": ((0, "mpi"),)}, "gather": {"node": ((0, "shared"),)}}
-    text = tuning_files.join(text, MPI, 16, apart, {"date": "later"})
-    text = tuning_files.join(text, MPI, 2, marked(7), {"date": "again"})
-    assert tuning_files.parse(text) == {
-        2: marked(7),
-        16: {"broadcast": {**marked(16)["broadcast"], **apart["broadcast"]},
-             "gather": apart["gather"]},
-    }  # fmt: skip
-    written = json.loads(text)
-    assert (written["remark"], written["mpi"], written["machine"]) == ("r", MPI, "this")
-    assert written["measured"] == {"16": {"date": "later"}, "2": {"date": "again"}}
-    assert '   "gather": {"node": [[0, "shared"]]}\n' in text, "not readable"
-    assert tuning_files.origin_mismatch(text, "An MPI 2") == "An MPI 1.2 on this"
-    assert tuning_files.origin_mismatch(text, MPI) == ""
-
-
 @pytest.mark.parametrize(
     ("size", "expected"),
     [(1000, "1000 B"), (1024, "1 KiB"), (1536, "1536 B"), (MIB + KIB, "1025 KiB")],

@@ -41,12 +41,6 @@ def figures(spread=0.0, sizes=SIZES, **times):
 FLAT = [10.0] * 11
 
 
-def test_one_step_where_the_fastest_route_changes():
-    found = figures(mpi=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024], shared=[20.0] * 11)
-    for usual in ((0, "mpi"),), ((0, "shared"),), ((0, "mpi"), (32, "shared"), (64, "mpi")):
-        assert choose_steps(found, usual) == ((0, "mpi"), (256, "shared"))
-
-
 def test_chosen_routes_are_good_and_not_slower_than_the_default():
     noise = random.Random(3)
     for _ in range(100):

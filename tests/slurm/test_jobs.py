@@ -129,17 +129,6 @@ def test_run_executes_a_script_for_torchrun(launch: str, tmp_path: Path) -> None
     assert lines == [f"{rank} {rank % 2} {RANKS} 2 {total} mpicoll" for rank in range(RANKS)], out
 
 
-@needs_torch
-@pytest.mark.parametrize(
-    ("job", "words"),
-    [("train_digits_ddp", "DDP over mpicoll"), ("train_digits_horovod", "Horovod's API")],
-)
-def test_torch_jobs(job: str, words: str, folder: Path) -> None:
-    variables = {"LAUNCH": f"srun:{MPI}", "JOB": job}
-    out = completed(submit("digits.sbatch", folder, *SHORT, **variables), folder)
-    assert f"on {RANKS} ranks, {words}" in out
-
-
 def test_mpirun_with_mpi_default_pmix(folder: Path) -> None:
     """MPICH's mpirun starts its proxies by srun, which uses PMIx by default."""
     variables = {"LAUNCH": "mpirun", "SLURM_MPI_TYPE": "pmix"}
@@ -195,14 +184,6 @@ def test_pbs_and_lsf_scripts_start_ranks_on_other_nodes(script: str, folder: Pat
     }  # fmt: skip
     assert_one_world(completed(submit(job, folder, **variables), folder))
     assert f"node{NODES}" in log.read_text().split()
-
-
-def test_bind_gpu_uses_the_local_rank() -> None:
-    code, out = srun(
-        *ALL, "--mpi=none", ROOT / "jobs" / "bind_gpu.sh", "sh", "-c",
-        "echo $SLURM_LOCALID $CUDA_VISIBLE_DEVICES", CUDA_VISIBLE_DEVICES="4,7",
-    )  # fmt: skip
-    assert code == 0 and sorted(out.splitlines()) == sorted(["0 4", "1 7"] * NODES), out
 
 
 @pytest.mark.skipif(OPENMPI, reason="Open MPI has as many slots as the step has tasks: one")

@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -90,9 +89,6 @@ ENVIRONMENT = {
     # Ignore the user's tuning tables.
     "MPICOLL_TABLE": "0",
 }
-
-#: Lines of faulthandler about the frames outside the test.
-FRAME_OF_PYTEST = re.compile(r'  File ".*(/_pytest/|/pluggy/|/mpi4py/|<frozen runpy>|tests/rank)')
 
 #: Prints the versions that a launch runs with, the MPI library last.
 VERSIONS = """
@@ -230,7 +226,6 @@ class Launch:
         for name, limit in limits.items():
             path = self.logs / name
             lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-            lines = [line for line in lines if not FRAME_OF_PYTEST.match(line)]
             if lines:
                 print(f"---- {self.name.strip()}: {path.relative_to(ROOT)}")
                 print("\n".join(lines[-limit:]))

@@ -189,15 +189,6 @@ def test_script_in_clusters_page_binds_ranks_to_cores(tmp_path: Path) -> None:
     assert start.options[-2:] == [".venv/bin/python", "train.py"]
 
 
-def test_torchrun_starts_once_per_node(tmp_path: Path) -> None:
-    """The rendezvous is on the first node."""
-    variables = {"SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2", "LAUNCH": "torchrun"}
-    *_, start = run("digits.sbatch", tmp_path, **variables)
-    assert start.option("--ntasks") == "2" and start.option("--ntasks-per-node") == "1"
-    assert start.option("--nnodes") == "2" and start.option("--nproc-per-node") == "4"
-    assert start.option("--rdzv-endpoint") == "node1:20007"
-
-
 REQUEUE = Start("scontrol", ["requeue", "7"], [])
 
 

@@ -122,14 +122,6 @@ def test_compared_libraries_have_times_and_ratios(ended: Ended) -> None:
     assert group.index("mpi4py") > titles.rindex("busbw")
 
 
-#: An environment without torch.
-NO_TORCH = """
-import importlib.util as found
-real = found.find_spec
-found.find_spec = lambda name, *more: None if name == "torch" else real(name, *more)
-"""
-
-
 #: Replaces mpicoll's calls with the calls of $LIBRARY.
 REPLACE = """
 from mpicoll.cli import bench_calls
@@ -292,16 +284,6 @@ def test_invalid_options_exit_with_an_error(
     assert error in capsys.readouterr().err
 
 
-def test_valid_options_are_parsed() -> None:
-    options = parsed("bench all_reduce all_gather_into_tensor -b 1.5K -e 2g -d half -o all")
-    assert [rows[0].name for rows in options.primitives] == ["all_reduce", "all_gather_single"]
-    assert (options.minbytes, options.maxbytes) == (1536, 2 << 30)
-    assert options.datatype == [dtype_of["float16"]]
-    assert options.op == list(OPERATIONS[:-1])
-    options = parsed("bench all_reduce -d bfloat16,float,float32")
-    assert options.datatype == [dtype_of["bfloat16"], dtype_of["float32"]]
-
-
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -316,8 +298,3 @@ def test_valid_options_are_parsed() -> None:
 @job("bench reduce $words", ranks=3)
 def test_invalid_options_end_all_ranks(words: str, error: str, ended: Ended) -> None:
     ended.refused(error)
-
-
-@job("bench all_reduce --compare gloo", site=NO_TORCH)
-def test_gloo_needs_torch(ended: Ended) -> None:
-    ended.refused("--compare gloo needs torch")

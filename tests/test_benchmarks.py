@@ -86,32 +86,6 @@ def test_publish_fills_the_marked_tables_once(tmp_path: Path) -> None:
     assert [page.read_text() for page in pages] == [own, torch]
 
 
-OLD_ROWS = [
-    "| primitive | MPICH    | faster     |",
-    "| --------- | -------- | ---------- |",
-    "| broadcast | 29.2 ms  | 2.72 ±0.06 |",
-    "| reduce    | 4.42 us  | 1.00 ±0.10 |",
-]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "moved"),
-    [
-        ("2.72 ±0.06", "2.85 ±0.08", []),
-        ("2.72 ±0.06", "2.87 ±0.08", ["broadcast"]),
-        ("29.2 ms", "36 ms", []),  # a number without a spread
-        ("29.2 ms", "49 ms", ["broadcast"]),
-        ("29.2 ms", "29.2 us", ["broadcast"]),
-    ],
-)
-def test_publish_finds_numbers_that_moved_beyond_their_spread(
-    old: str, new: str, moved: list[str]
-) -> None:
-    lines = [line.replace(old, new) for line in OLD_ROWS]
-    assert report.find_moved(OLD_ROWS, lines) == moved
-    assert report.find_moved(OLD_ROWS, lines[:3]) == [cells(lines[2])[0]]
-
-
 # --- short runs ---------------------------------------------------------------------------------
 
 
@@ -186,45 +160,6 @@ def test_short_run_of_other_sections(tmp_path: Path) -> None:
     levels = {(one["how"], one["dtype"]) for one in given.find(section="reproducible")}
     hows = "default", "order", "exact"
     assert levels == {(how, dtype) for how in hows for dtype in ("float32", "float64")}
-
-
-@needs_mpiexec
-def test_short_run_of_memory(tmp_path: Path) -> None:
-    file = tmp_path / "memory.json"
-    done = run(2, "memory", "--alone", "reduce", "mpi4py", "--largest", "1024", "--json", str(file))
-    assert done.returncode == 0, done.stdout + done.stderr
-    (one,) = json.loads(file.read_text())["measurements"]
-    assert (one["primitive"], one["case"], one["bytes"]) == ("reduce", "mpi4py", 1024)
-    assert 0 <= one["extra"] < 64 * MIB and "seconds" not in one
-
-
-@needs_mpiexec
-@pytest.mark.parametrize("subject", ["calls", "reduction"])
-def test_short_run_of_overhead(subject: str) -> None:
-    done = subprocess.run(
-        [*MPIEXEC, "-n", "1", sys.executable, ROOT / "benchmarks" / "overhead.py", subject,
-         "--seconds", "0.01"],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    name = {"calls": "all_gather_single", "reduction": "np.add"}[subject]
-    found = [line for line in done.stdout.splitlines() if line.startswith(name)]
-    assert found and all(" us" in line for line in found), done
-
-
-@needs_mpiexec
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        ("sises", "invalid choice: 'sises'"),
-        ("sizes --json /nowhere/x", "no folder /now"),
-        ("ddp sizes --device cuda", "--device cuda: only ddp and fsdp"),
-    ],
-)
-def test_one_rank_prints_the_error(words: str, error: str) -> None:
-    done = run(2, *words.split())
-    assert done.returncode != 0
-    assert done.stderr.count("error: ") == 1 and error in done.stderr, done
 
 
 # --- benchmarks/gpu.py without a GPU ------------------------------------------------------------

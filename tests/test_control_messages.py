@@ -124,13 +124,6 @@ def test_check_sizes_rejects_invalid_sizes(size):
         control_messages.check_sizes([5, size, 5])
 
 
-@pytest.mark.any_mpi
-@pytest.mark.parametrize("value", [object(), {(1, 2): 3}, 1j])
-def test_encode_rejects_values_without_json(value):
-    with pytest.raises(TypeError):
-        control_messages.encode(value)
-
-
 # ---- ranks ---------------------------------------------------------------------------------------
 
 

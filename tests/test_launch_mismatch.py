@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import pytest
 from whole_jobs import MPIEXEC
 
 from mpicoll.launch.launchers import PmiProtocol, is_bootstrap_variable, is_launcher_variable
-from mpicoll.launch.mismatch import find_foreign, find_mpi
+from mpicoll.launch.mismatch import find_foreign, find_mpi, is_stale
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: ..."
 INTEL = "Intel(R) MPI Library 2021.18.1 for Linux* OS\n"
@@ -174,3 +175,14 @@ def test_stale_launcher_variables_raise(stale: dict[str, str]) -> None:
     left = {name: value for name, value in stale.items() if name not in unset}
     assert run(left, "-c", PRINT_SIZE_OR_ERROR).stdout == "1\n"
     assert run(stale | {"MPICOLL_ALLOW_SINGLETON": "1"}, "-c", PRINT_SIZE_OR_ERROR).stdout == "1\n"
+
+
+@pytest.mark.any_mpi
+def test_is_stale_checks_the_descriptor() -> None:
+    rank, manager = socket.socketpair()
+    pmi = {"PMI_RANK": "0", "PMI_SIZE": "1"}
+    with rank, manager, socket.socket() as unconnected:
+        assert not is_stale(pmi)  # a manager that MPI finds in another way
+        assert not is_stale(pmi | {"PMI_FD": str(rank.fileno())})
+        for other in (unconnected.fileno(), 1, "none", 99999):
+            assert is_stale(pmi | {"PMI_FD": str(other)}), other

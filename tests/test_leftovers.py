@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from rank_scripts import HUNG, Ended, job, needs_mpiexec
 
+import mpicoll as dist
+from mpicoll.core.work import Work
+
 pytest_plugins = ["whole_jobs"]
 
 pytestmark = needs_mpiexec
@@ -203,3 +206,11 @@ def test_program_ends_with_a_window(end: str, ended: Ended) -> None:
     """The MPI library may print that memory is in use, but no rank hangs or fails."""
     assert ended.code == 0 and ended.out.count("end\n") == 2, ended
     assert HUNG not in ended.err and "Traceback" not in ended.err, ended
+
+
+@pytest.mark.any_mpi
+def test_repeated_errors_of_works_are_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
+    for text in "it is closed", "it is closed", "another", "it is closed":
+        Work("all_reduce", (), None).finish(dist.DistBackendError(text))
+    found = [line.rpartition(": ")[2] for line in capfd.readouterr().err.splitlines()]
+    assert found == ["it is closed", "another", "it is closed"]

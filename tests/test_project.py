@@ -49,17 +49,6 @@ def test_link_targets_exist(page: Path) -> None:
             assert target.is_relative_to(DOCS), f"{link} is outside docs/"
 
 
-@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.name)
-def test_named_files_exist(page: Path) -> None:
-    """Paths are relative to the repository or to mpicoll/; other paths belong to other projects."""
-    named = re.findall(r"`((?:[a-z_]+/)+[\w.-]+\.(?:py|c|h|cu|sh|md|yaml))`", page.read_text())
-    assert page.name != "architecture.md" or len(named) > 10
-    for path in named:
-        first = path.partition("/")[0]
-        homes = [home for home in (ROOT, ROOT / "mpicoll") if (home / first).is_dir()]
-        assert not homes or any((home / path).is_file() for home in homes), path
-
-
 def test_index_links_all_pages() -> None:
     index = DOCS / "index.md"
     assert index.resolve() in {(ROOT / link).resolve() for link in links(README)}
@@ -75,12 +64,8 @@ def test_site_builds_without_broken_links(tmp_path: Path) -> None:
     """``--strict`` fails at broken links and anchors (mkdocs.yml: validation)."""
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     assert [page.name for page in PAGES if f" {page.name}\n" not in navigation] == []
-    compiled = DOCS / "__pycache__" / "of_a_test.pyc"
-    compiled.parent.mkdir(exist_ok=True)
-    compiled.touch()
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-d", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    compiled.unlink()
     assert done.returncode == 0, done.stderr
     pages = list(tmp_path.glob("*.html"))
     assert {page.stem for page in PAGES} <= {page.stem for page in pages}

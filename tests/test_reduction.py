@@ -293,6 +293,17 @@ def test_block_size_does_not_affect_the_result(kernels, name):
             assert out.tobytes() == last[start : start + length].tobytes()
 
 
+@pytest.mark.parametrize("name", ["float32", "float64", "complex64", "complex128"])
+def test_long_average_of_wide(kernels, name):
+    dtype = by_name[name]
+    sources = [wide_values(dtype, 100003, seed) for seed in range(4)]
+    sources[0][0] = np.inf  # the other part of a complex number stays finite
+    a, b, c, d = (source.view(np.finfo(dtype.numpy).dtype) for source in sources)
+    expected = (((a + b) + c) + d) / np.array(3, a.dtype)
+    reduction.combine(ReduceOp.AVG, dtype, sources, sources[3], 3)
+    assert_same_bits(sources[3].view(a.dtype), expected)
+
+
 def test_no_warnings(kernels):
     big = np.array([3e38, np.inf, np.nan], np.float32)
     with warnings.catch_warnings():

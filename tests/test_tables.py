@@ -10,7 +10,6 @@ import pytest
 
 from mpicoll import machine
 from mpicoll.errors import ArgumentError
-from mpicoll.output import format_bytes
 from mpicoll.routes import tuning, tuning_files
 from mpicoll.routes.tuning import KINDS, PLACES, Table
 
@@ -50,8 +49,6 @@ def test_defaults_are_complete_and_valid_in_a_file():
         ("all_reduce", "node", "mpi mpi_chunked exchange shared"),
         ("all_reduce", "nodes", "mpi mpi_chunked exchange hierarchical"),
         ("all_reduce of others", "apart", "exchange widened"),
-        ("reduce", "apart", "mpi mpi_chunked exchange"),
-        ("reduce_scatter", "apart", "mpi exchange"),
         ("reduce_scatter of others", "node", "exchange shared"),
         ("gather", "nodes", "mpi"),
     ],
@@ -184,11 +181,3 @@ def test_file_named_by_mpicoll_table(monkeypatch, tmp_path):
         tuning_files.build_table(*tuning_files.read(MPI))
     named.write_text(json.dumps({**GOOD, "mpi": "Another", "machine": "1 x other"}))
     assert tuning_files.build_table(*tuning_files.read(MPI)).path == str(named)
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [(1000, "1000 B"), (1024, "1 KiB"), (1536, "1536 B"), (MIB + KIB, "1025 KiB")],
-)  # fmt: skip
-def test_format_bytes(size, expected):
-    assert format_bytes(size) == expected

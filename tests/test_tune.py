@@ -55,13 +55,6 @@ def test_chosen_routes_are_good_and_not_slower_than_the_default():
             assert own in allowed and own <= CLEAR_RATIO * best
 
 
-def test_ties_keep_the_default():
-    tied = figures(sizes=[128, 256], mpi=[10, 10], shared=[10, 9.6])
-    assert choose_steps(tied, ((0, "mpi"),)) == ((128, "mpi"),)
-    unclear = figures(0.2, mpi=FLAT, shared=[9.0] * 11)
-    assert choose_steps(unclear, ((0, "mpi"),)) == ((0, "mpi"),)
-
-
 def test_unavailable_routes_are_ignored():
     """A step to an unavailable route extends the previous step."""
     before = ((0, "mpi"), (64, "shared"), (256, "exchange"))

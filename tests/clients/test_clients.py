@@ -27,7 +27,6 @@ TORCHRUN = [
     sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *RUN
 ]  # fmt: skip
 PLAIN = [sys.executable, *RUN]
-WITH_GLOO = TORCHRUN[: -len(RUN)]
 LAUNCHERS = {"mpirun": MPIRUN, "srun": SRUN, "torchrun": TORCHRUN}
 
 Outcomes = list[dict[str, Any]]
@@ -91,12 +90,6 @@ def test_accelerate(launcher: list[str], tmp_path: Path, expected: Any) -> None:
     found = outcomes("accelerate", launcher, tmp_path)
     check(found, expected, "gloo")
     assert all(one["gathered"] == 2 for one in found)
-
-
-def test_accelerate_prints_the_same_warnings_with_gloo(tmp_path: Path) -> None:
-    done = [start("accelerate", launcher, tmp_path) for launcher in (WITH_GLOO, MPIRUN)]
-    assert [one.returncode for one in done] == [0, 0], done
-    assert done[1].stderr.splitlines() == done[0].stderr.splitlines()
 
 
 def test_accelerate_with_its_environment_variable(tmp_path: Path, expected: Any) -> None:

@@ -4,7 +4,7 @@
 
 Checks: no page is wider than its window (tables and code may scroll), no figure is missing or cut,
 no request fails or goes to another host, the console has no errors, the
-project's name links to the home page, and the search finds pages, from a server and from files.
+project's name links to the home page, and the search finds pages.
 ``make test-site`` runs it with the system's Chromium.
 """
 
@@ -136,19 +136,6 @@ def search(page: Page, home: str, words: str, expected: str) -> Iterator[str]:
         yield f"the search for {words} finds {found}, not {expected}"
 
 
-def search_from_disk(browser: Browser, folder: Path) -> int:
-    """Search the site without a server; return the number of faults."""
-    home = f"{folder.resolve().as_uri()}/"
-    page = browser.new_page()
-    listener = Listener(page, home)
-    faults = [fault for item in SEARCHED.items() for fault in search(page, home, *item)]
-    faults += listener.taken()
-    page.close()
-    for fault in faults:
-        print(f"from the disk, the search: {fault}", flush=True)
-    return len(faults)
-
-
 def browse(browser: Browser, home: str, names: list[str], window: str) -> int:
     """Check all pages in one window; return the number of faults."""
     page = browser.new_page(viewport={"width": WIDTHS[window], "height": 900})
@@ -186,7 +173,6 @@ def main() -> int:
             f"{len(names)} pages in {' and '.join(WIDTHS)} windows, Chromium {browser.version}"
         )
         counts = [browse(browser, home, names, each) for each in WIDTHS]
-        counts.append(search_from_disk(browser, arguments.site))
         browser.close()
     print(f"{summary}: {sum(counts) or 'no'} faults")
     return 1 if sum(counts) else 0

@@ -28,7 +28,6 @@ from jobs import (
     wait,
     wait_until,
 )
-from mpicoll.machine import format_ranges
 
 OPENMPI = VENDOR == "Open MPI"
 SHORT = ("--epochs", "1", "--target", "0")
@@ -135,26 +134,6 @@ def test_mpirun_with_mpi_default_pmix(folder: Path) -> None:
     assert_one_world(completed(submit("digits.sbatch", folder, *SHORT, **variables), folder))
 
 
-def test_placement_of_ranks_is_printed(folder: Path) -> None:
-    out = completed(submit("digits_nodes.sbatch", folder, *SHORT), folder)
-    assert_one_world(out)
-    line = r"^rank \d of \d on (\S+), local rank (\d) of 2, on processors (\S+) of (\d+), "
-    shown = re.findall(line, out, re.M)
-    assert len({each[:2] for each in shown}) == len(shown) == RANKS, out
-    # Without a task plug-in, Slurm does not bind ranks.
-    every = format_ranges(os.sched_getaffinity(0))
-    assert {each[2:] for each in shown} == {(every, str(os.cpu_count()))}, out
-
-
-def test_array_elements_are_separate_worlds(folder: Path) -> None:
-    """Each element has a different seed."""
-    job = submit("digits_array.sbatch", folder, *SHORT, options=("--array=1-2",))
-    out = completed(job, folder)
-    losses = re.findall(r"^epoch +1 +loss (\S+)", out, re.M)
-    assert len(losses) == 2 and losses[0] != losses[1], out
-    assert out.count(f"digits on {RANKS} ranks") == 2, out
-
-
 @pytest.mark.parametrize("script", ["digits.pbs", "digits.lsf"])
 @pytest.mark.skipif(NODES == 1, reason="needs two nodes")
 def test_pbs_and_lsf_scripts_start_ranks_on_other_nodes(script: str, folder: Path) -> None:
@@ -184,17 +163,6 @@ def test_pbs_and_lsf_scripts_start_ranks_on_other_nodes(script: str, folder: Pat
     }  # fmt: skip
     assert_one_world(completed(submit(job, folder, **variables), folder))
     assert f"node{NODES}" in log.read_text().split()
-
-
-@pytest.mark.skipif(OPENMPI, reason="Open MPI has as many slots as the step has tasks: one")
-def test_mpirun_inside_a_step() -> None:
-    """With --overlap, the inner srun of MPICH's mpirun may share the processors of the step."""
-    mpirun = Path(sys.executable).with_name("mpirun")
-    code, out = srun(
-        "--nodes=1", "--ntasks=1", "--cpus-per-task=2", "--mpi=none", mpirun, "-n", "2", *HELLO,
-        SLURM_OVERLAP="1",
-    )  # fmt: skip
-    assert code == 0 and "rank 1 of 2" in out, out
 
 
 # --- errors -------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from mpicoll.routes.tuning import KINDS, PLACES, Table
 
 pytestmark = pytest.mark.any_mpi
 
-KIB, MIB = 1 << 10, 1 << 20
 MPI = "An MPI 1.2"
 #: A valid file.
 GOOD = {"ranks": {"2": {"all_reduce": {"node": [[0, "mpi"], [4096, "shared"]]}}}}

@@ -190,19 +190,6 @@ def test_multiprocessing_under_mpiexec(start: str, work: str, ended: Ended) -> N
     ended.in_good_order("2.0", "2.0", "codes 0 0")
 
 
-@job("""
-    dist.init_process_group($how)
-    say(dist.get_rank(), dist.get_world_size(), total(5),
-        os.environ["RANK"], os.environ["WORLD_SIZE"])
-    dist.destroy_process_group()
-    dist.init_process_group($how)
-    dist.barrier()
-""", ranks=(0,), environment={"MASTER_PORT": None})  # fmt: skip
-@pytest.mark.parametrize("how", ["", "init_method='env://'", "rank=0, world_size=1"])
-def test_single_process_is_rank_0_of_1(how: str, ended: Ended) -> None:
-    ended.in_good_order("0 1 5.0 0 1")
-
-
 @mpich
 @job("""
     before = set(os.listdir("/proc/self/fd")), threading.enumerate(), dict(os.environ)

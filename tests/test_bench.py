@@ -270,7 +270,6 @@ def parsed(words: str) -> argparse.Namespace:
     [
         ("all_redcue", "expected all, broadcast, all_reduce"),
         ("barrier -b 1X", "got '1X'"),
-        ("barrier -f 1", "expected a number of at least 2"),
         ("barrier -d floot", "expected all, bool"),
         ("barrier --compare nccl", "expected all, mpi4py, gloo, copy, got 'nccl'"),
     ],

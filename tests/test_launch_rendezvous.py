@@ -130,7 +130,6 @@ INVALID_ADDRESSES = {
     "a FileStore of torch's": b"\x03\x00\x00\x00\x00\x00\x00\x00/0/init/\x01",
     "deep": b"[" * 60000,
     "nothing": b"{}",
-    "other keys": b'{"hosts": [], "port": 1, "secret": "", "machine": "", "version": 2}',
     "a host": b'{"hosts": "here", "port": 1, "secret": "", "machine": ""}',
     "a port in words": b'{"hosts": [], "port": "1", "secret": "", "machine": ""}',
     "no port": b'{"hosts": [], "port": 70000, "secret": "", "machine": ""}',

@@ -27,7 +27,6 @@ NAMES = {setting.name for setting in SETTINGS}
     ("name", "hint"),
     [
         ("MPICOLL_DEUBG", "did you mean MPICOLL_DEBUG?"),
-        ("MPICOLL_debug", "did you mean MPICOLL_DEBUG?"),
         ("MPICOLL_XXXXXXXXXXXXXXXXXXXX", "known are MPICOLL_DEBUG"),
     ],
 )

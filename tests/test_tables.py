@@ -111,7 +111,6 @@ def test_route_default_uses_the_defaults_of_the_reading_version(monkeypatch):
         ("", "Expecting value"),
         ("[" * 200000, "got something else"),
         ("{}", "got something else ('ranks')"),
-        ('{"ranks": {"2": {"gather": [1]}}}', "got something else"),
         ('{"ranks": {"02": {}}}', "expected a number of ranks, got '02'"),
         ('{"ranks": {"2": {"gathers": {"node": [[0, "mpi"]]}}}}', "scatter, reduce_scatter, "),
         ('{"ranks": {"2": {"gather": {"nodde": [[0, "mpi"]]}}}}', "apart, got 'nodde'"),

@@ -86,10 +86,7 @@ SUITES = (
             ("ipc", "ipc"), ("peer", "peer"), ("levels", "hierarchical"), ("nccl", "nccl")
         )
     ),
-    Suite(
-        "streams", ["tests/gpu/test_streams.py", "tests/gpu/test_cuda_waiting.py"], ["cupy"],
-        ["auto", "ipc", "staged", "nccl"],
-    ),
+    Suite("streams", ["tests/gpu/test_streams.py"], ["cupy"], ["auto", "ipc", "staged", "nccl"]),
     Suite("trouble", ["tests/gpu/test_trouble.py"], ["cupy"], ["auto", "staged"]),
     Suite("nodes", ["tests/gpu/test_nodes.py"], ["cupy"], ranks=(2, 4)),
     Suite(

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from late import filled, late
+from test_cuda_tensors import filled, late
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -24,11 +24,6 @@ LARGE = 5_000_000
 #: Several buckets for the gradients of the model.
 BUCKETS = {"bucket_cap_mb": 0.01}
 STEPS = 4
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(20)
 
 
 @pytest.mark.parametrize("count", [1, 1000, LARGE])

@@ -198,44 +198,6 @@ def test_memory_freed_and_allocated_again(n, monkeypatch, count):
     dist.destroy_process_group(other)
 
 
-@with_own_gpus
-def test_captured_large_calls_use_peer(n, me):
-    """Needs one GPU per rank."""
-    with forced("auto"):
-        group = dist.new_group()
-        stream, count = cupy.cuda.Stream(non_blocking=True), 50_000
-        with stream:
-            given, output = values(count, me), cupy.empty((n, count), cupy.float32)
-            dist.all_gather_single(output, given, group=group)
-            if "peer" not in group.resources.find("devices").names:
-                pytest.skip("two ranks share a GPU")
-            stream.begin_capture()
-            given += 1
-            dist.all_gather_single(output, given, group=group)
-            graph = stream.end_capture()
-            for _ in range(3):
-                graph.launch(stream)
-            dist.all_gather_single(output, given, group=group)
-            stream.synchronize()
-        for rank in range(n):
-            assert (output[rank] == values(count, rank) + 3).all()
-        dist.destroy_process_group(group)
-
-
-def test_buffer_ids(n):
-    """Allocations have different buffer IDs. An address inside gives base and size."""
-    runtime, seen = get_runtime(), set()
-    for _ in range(20):
-        memory = allocated(8 << 20)
-        found = runtime.find_allocation(memory.ptr + 4096)
-        assert found.base == memory.ptr and found.nbytes == 8 << 20
-        assert found.buffer not in seen
-        seen.add(found.buffer)
-        del memory
-    managed = cupy.cuda.malloc_managed(1 << 20)
-    assert runtime.find_allocation(managed.ptr) is None
-
-
 def test_small_allocations_of_one_block(n):
     """The driver puts them into one block. A handle maps the whole block."""
     count = 20_000

@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 from device_arrays import LIBRARIES, devices, forced, routes
-from driver import NAMES, legal_operations
+from driver import NAMES
 from driver import team as group_of
-from test_devices import DeviceCall, got, serves, uploaded
+from test_devices import got, uploaded
 
 import mpicoll as dist
 from mpicoll.dtypes import DTYPES, Kind
@@ -126,22 +126,6 @@ def test_sizes(arrays, world, mpi, name):
         getattr(ramps, name)(world.me == (late + 1) % world.size)
         del ramps
         arrays.release()
-
-
-@pytest.mark.parametrize("dtype", NARROW, ids=repr)
-@pytest.mark.parametrize("count", [1, 13, 1001, 300_001])
-def test_odd_addresses(arrays, selected, world, dtype, count):
-    """Narrow floats at a different odd address on each rank, in counts that do not fill words."""
-    if not arrays.serves(dtype):
-        pytest.skip(f"the library has no arrays of {dtype}")
-    for turn, name in enumerate(("all_reduce", "reduce_scatter_single", "all_gather_single")):
-        layout = str((world.me + 1 + turn) % 7 + (world.me == 0))
-        ops = [None] if name == "all_gather_single" else legal_operations(dtype)
-        op = ops[(count + turn) % len(ops)]
-        if serves(selected, name, dtype, op):
-            DeviceCall(arrays, name, world, dtype, count, op, layout=layout).run_and_check(
-                turn == 1
-            )
 
 
 def test_concurrent_calls_of_two_groups(arrays, world):

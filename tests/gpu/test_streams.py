@@ -15,14 +15,13 @@ import pytest
 
 pytest.importorskip("cupy")
 import cupy
-from device_arrays import forced, routes
+from device_arrays import forced
 from mpi4py import MPI
 from real import SHORT_NS, late, made
 
 import mpicoll as dist
 from mpicoll.core.groups import default_group
 from mpicoll.core.plan import Implementation
-from mpicoll.cuda import binding
 from mpicoll.errors import CollectiveTimeoutError, UnsupportedError
 from mpicoll.routes import registry
 from mpicoll.routes.device import staged
@@ -30,16 +29,6 @@ from mpicoll.routes.host import select
 
 LARGE = 500_000
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module", params=routes("auto", "ipc", "staged"))
-def n(request):
-    """The number of ranks of a default group. CuPy's current device is this rank's GPU."""
-    with forced(request.param):
-        dist.init_process_group(timeout=60)
-        binding.bind()
-        yield dist.get_world_size()
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -471,24 +460,6 @@ def test_staging_buffers_are_not_reused_while_in_use(n, through_the_host):
     for memory in taken:
         np.frombuffer(memory, np.uint8)[...] = 0x11
     assert (small.get() == n).all() and (large.get() == n).all()
-
-
-def test_messages_of_several_chunks(n, monkeypatch):
-    """Also between layouts, and to host memory."""
-    monkeypatch.setattr(staged, "CHUNK", 1000)
-    right, left = (dist.get_rank() + 1) % n, (dist.get_rank() - 1) % n
-    if n == 1:
-        pytest.skip("needs two ranks")
-    for count in (10, 250, 251, 376, 3000):
-        numbers = cupy.arange(2 * count, dtype=cupy.float32).reshape(2, count)
-        given, taken = cupy.empty((2, count), "f4", "F"), cupy.zeros((2, count), "f4")
-        late(given, numbers + dist.get_rank())
-        host = np.zeros((2, count), np.float32)
-        works = [dist.isend(given, right), dist.irecv(taken, left)]
-        works += [dist.isend(given, right, tag=1), dist.irecv(host, left, tag=1)]
-        for work in works:
-            work.wait()
-        assert (taken == numbers + left).all() and (host == (numbers + left).get()).all()
 
 
 def test_message_that_was_not_started_can_be_abandoned(n):

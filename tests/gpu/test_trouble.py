@@ -11,24 +11,13 @@ import pytest
 pytest.importorskip("cupy")
 import cupy
 import real
-from device_arrays import forced, routes
 from mpi4py import MPI
 
 import mpicoll as dist
-from mpicoll.cuda import binding, runtime
+from mpicoll.cuda import runtime
 from mpicoll.errors import DeviceMemoryError
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module", params=routes("auto", "staged"))
-def n(request):
-    """The number of ranks of a default group. CuPy's current device is this rank's GPU."""
-    with forced(request.param):
-        dist.init_process_group(timeout=60)
-        binding.bind()
-        yield dist.get_world_size()
-        dist.destroy_process_group()
 
 
 def one_after_another(task):

@@ -46,13 +46,6 @@ def test_output_folder_has_the_reason_why_no_test_ran(tmp_path):
     assert tarfile.is_tarfile(tmp_path / "out" / "logs.tar.gz")
 
 
-def test_machine_prints_versions_and_gpus():
-    done = subprocess.run(
-        [sys.executable, str(GPU / "machine.py")], capture_output=True, text=True, check=True
-    )
-    assert "mpi4py 4" in done.stdout and "GPU: " in done.stdout
-
-
 # ---- run.py --------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ import pytest
 from mpicoll.arrays.adapters import build_view
 from mpicoll.arrays.views import DeviceView
 from mpicoll.cuda import runtime
+from mpicoll.dtypes import by_name
 from mpicoll.errors import ArgumentError, UnsupportedError
 
 pytestmark = pytest.mark.any_mpi
@@ -224,6 +225,23 @@ def test_jax(gpus, monkeypatch):
     assert_raises(Tracer(), "Tracer: DynamicJaxprTracer has no attribute")
 
 
+def test_installed_jax():
+    jax = pytest.importorskip("jax")
+    array = jax.numpy.arange(6, dtype="bfloat16").reshape(2, 3)
+    found = build_view(array, False, "x")
+    assert found.dtype.name == "bfloat16" and (found.array == np.asarray(array)).all()
+    seen = []
+
+    def traced_function(traced):
+        with pytest.raises(UnsupportedError, match="x: DynamicJaxprTracer: "):
+            build_view(traced, False, "x")
+        seen.append(1)
+        return traced
+
+    jax.jit(traced_function)(array)
+    assert seen
+
+
 class Interface:
     """An array with the interface, as Numba's, without the keys in ``missing``."""
 
@@ -327,6 +345,20 @@ def test_cupy(gpus, monkeypatch):
         assert (found.device, found.address, found.stream) == (1, ADDRESS, 501)
         assert found.buffer is not None and found.dtype.numpy == dtype
     assert_raises(ndarray((2,), np.dtype("M8[s]"), (8,)), "dtype")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "bool"])
+def test_installed_cupy(gpus, dtype):
+    """Arrays of unowned memory need no GPU if they are not read."""
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    kind = by_name[dtype].numpy
+    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(ADDRESS, 4096, None, 1), 0)
+    array = cupy.ndarray((2, 3), kind, memory, (kind.itemsize, 2 * kind.itemsize))
+    found = view(array, writable=True)
+    assert (found.device, found.address, found.stream) == (1, ADDRESS, 501)
+    assert (found.shape, found.strides, found.dtype.name) == (array.shape, array.strides, dtype)
+    assert view(cupy.ndarray((5,), kind, memory + kind.itemsize)).address == ADDRESS + kind.itemsize
+    assert view(cupy.ndarray((0, 5), kind, memory)).count == 0
 
 
 # ---- CuPy that cannot be used --------------------------------------------------------------------

@@ -109,7 +109,7 @@ run() {
             gpu_tests --suites ipc
             ;;
         kernels) gpu_tests --suites kernels jobs ;;
-        streams) gpu_tests --suites streams trouble backend --routes auto staged ;;
+        streams) gpu_tests --suites streams load backend --routes auto staged ;;
         facade) gpu_tests --suites facade memcheck --timeout 150 ;;
         bench)
             bounded "$venv/bin/python" benchmarks/gpu.py --mpiexec "$venv/bin/mpiexec" --ranks 2 \

@@ -83,7 +83,7 @@ SUITES = (
     Suite("levels", [f"{TESTS}hierarchical.py"], about="hierarchical", ranks=ON_RANKS),
     Suite("nccl", [f"{TESTS}nccl.py"], about="nccl", ranks=ON_RANKS),
     Suite("streams", [f"{TESTS}streams.py"], routes=["auto", "ipc", "staged", "nccl"]),
-    Suite("trouble", [f"{TESTS}trouble.py"], routes=["auto", "staged"]),
+    Suite("load", [f"{TESTS}load.py"], ["cupy", "torch"], ["auto", "staged"], seconds=300),
     Suite("nodes", [f"{TESTS}nodes.py"], ranks=ON_RANKS),
     Suite("kernels", [f"{TESTS}peer_kernels.py", f"{TESTS}kernels.py"], ranks=PLAINLY),
     Suite("runtime", [f"{TESTS}runtime.py"], ranks=PLAINLY),
@@ -94,7 +94,6 @@ SUITES = (
           ["auto", "ipc", "staged", "direct", "nccl"]),
     Suite("facade", [f"{TESTS}devices.py"], ["cupy", "interface", "torch"],
           [name for name in ROUTES if name != "hierarchical"]),
-    Suite("load", [f"{TESTS}load.py"], ["cupy", "torch"], ["auto", "staged"], seconds=300),
     Suite("jobs", [f"{TESTS}gpu_jobs.py", f"{TESTS}ends.py"], ranks=PLAINLY),
     *(
         Suite(tool, [f"{TESTS}sanitizer.py", "-k", tool], ranks=PLAINLY, seconds=300)

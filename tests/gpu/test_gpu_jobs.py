@@ -173,37 +173,6 @@ def test_visible_devices(tmp_path, query, one):
     assert code == 0 and len(lines) == 2 and lines[0] == lines[1], output
 
 
-MIG = """
-import re
-listed = subprocess.check_output(["nvidia-smi", "-L"], text=True)
-instances = re.findall(r"UUID: (MIG-[^)]*)", listed)
-local = find_local_rank()
-if len(instances) > local:
-    os.environ["CUDA_VISIBLE_DEVICES"] = instances[local]
-dist.init_process_group(timeout=60)
-me, n = dist.get_rank(), dist.get_world_size()
-if len(instances) < n:
-    say("too few", len(instances))
-else:
-    from mpicoll.cuda import runtime
-    named = [None] * n
-    dist.all_gather_object(named, runtime.get_runtime().identity(0))
-    assert len(set(named)) == n, named
-    check_calls()
-dist.destroy_process_group()
-"""
-
-
-@needs_smi
-def test_mig_instances_count_as_gpus(tmp_path):
-    """The instances have the same PCI bus ID."""
-    code, output = run(tmp_path, MIG, {})
-    assert code == 0, output
-    if "too few" in output:
-        pytest.skip("needs a GPU with two MIG instances")
-    assert output.count("route ") == 2 and "ipc" not in output, output
-
-
 UNWRITABLE = """
 import pathlib, shutil, tempfile
 kernels = pathlib.Path(tempfile.mkdtemp(dir=os.path.dirname(os.path.abspath(__file__))))

@@ -7,13 +7,18 @@ import time
 
 import numpy as np
 import pytest
+
+pytest.importorskip("cupy")
+import cupy
 from device_arrays import LIBRARIES, devices, forced, routes
 from driver import NAMES
 from driver import team as group_of
 from test_devices import got, uploaded
 
 import mpicoll as dist
+from mpicoll.cuda import runtime
 from mpicoll.dtypes import DTYPES, Kind
+from mpicoll.errors import DeviceMemoryError
 
 MIB = 1 << 20
 NARROW = [row for row in DTYPES if row.kind is Kind.NARROW_FLOAT]
@@ -144,6 +149,39 @@ def test_input_may_be_freed_when_the_call_returns(arrays, world, how, count):
         expected = np.arange(world.size)[:, None] + turn
         assert (got(output) == expected).all(), f"turn {turn}"
         assert (got(other) == 77).all(), f"turn {turn}"
+
+
+def fill_pool(left):
+    """Fill CuPy's pool with unused memory until ``left`` bytes are free."""
+    pool = cupy.get_default_memory_pool()
+    held, size = [], 16 << 30
+    while size >= 16 * MIB:
+        free = cupy.cuda.runtime.memGetInfo()[0]
+        if free - size < left:
+            size //= 2
+            continue
+        try:
+            held.append(pool.malloc(size))
+        except cupy.cuda.memory.OutOfMemoryError:
+            size //= 2
+    held.clear()
+    assert pool.free_bytes() > 0
+
+
+def test_memory_pools_are_emptied_if_memory_is_short(arrays, world, mpi):
+    """The error of a full GPU has the needed size. Later calls succeed."""
+    cuda, needed = runtime.get_runtime(), 1024 * MIB
+    for rank in range(world.size):  # one after another, because ranks may share a GPU
+        if rank == world.me:
+            fill_pool(needed // 2)
+            assert arrays.free_bytes() < needed, "the pool is too small for this test"
+            assert runtime.allocate(cuda, 0, needed).nbytes == needed
+            size = cupy.cuda.runtime.memGetInfo()[1] + MIB
+            with pytest.raises(DeviceMemoryError, match=f"{size >> 20} MiB are needed"):
+                runtime.allocate(cuda, 0, size)
+        mpi.Barrier()
+    arrays.release()
+    route_of(arrays, world)
 
 
 @pytest.mark.parametrize("left", [4 * MIB, 24 * MIB])

@@ -374,20 +374,19 @@ def main() -> int:
         task.run(options, end)
         print(task, flush=True)
     print("\n---- summary")
-    outcomes: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
+    results: Counter[tuple[str, str]] = Counter()
     for task in tasks:
         print(task)
+        results.update(task.results.values())
         for test, (outcome, message) in task.results.items():
-            outcomes[outcome] += 1
             if outcome == "failed":
                 print(f"    FAILED {test}: {message}")
-            elif outcome == "skipped":
-                reasons[message] += 1
-    for reason, count in reasons.most_common():
-        print(f"skipped {count:5}: {reason}")
+    for (outcome, reason), count in results.most_common():
+        if outcome == "skipped":
+            print(f"skipped {count:5}: {reason}")
     for line in left_out:
         print(f"NOT RUN {line}")
+    outcomes = {one: sum(n for (each, _), n in results.items() if each == one) for one in OUTCOMES}
     print(", ".join(f"{outcomes[one]} {one}" for one in OUTCOMES))
     problems = {task.problem for task in tasks} - {""}
     if outcomes["failed"] or not outcomes["passed"] or problems - {OVER}:

@@ -261,21 +261,6 @@ def test_chain_of_calls_and_kernels_in_one_stream(arrays, world, async_op):
     assert (got(array) == (2.0 * world.size) ** 3).all()
 
 
-@pytest.mark.usefixtures("reducing")
-def test_group_may_change_its_device(arrays, world):
-    if arrays.devices < 2:
-        pytest.skip("needs two devices")
-    group = dist.new_group()
-    for index in (0, 1, 0):
-        array = uploaded(arrays, np.full(50, world.me + index, np.float32), index)
-        output = uploaded(arrays, np.zeros((world.size, 50), np.float32), index)
-        dist.all_reduce(array.given, group=group)
-        dist.all_gather_single(output.given, array.given, group=group)
-        expected = sum(range(world.size)) + index * world.size
-        assert (got(array) == expected).all() and (got(output) == expected).all()
-    dist.destroy_process_group(group)
-
-
 @pytest.mark.parametrize("chunk", [staged.CHUNK, 16])
 def test_point_to_point(arrays, world, monkeypatch, chunk):
     """send, recv, isend, irecv and batches; other layouts; a device array to a host array.

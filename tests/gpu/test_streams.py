@@ -9,6 +9,7 @@ import gc
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -49,28 +50,19 @@ def test_default_streams_of_two_threads(n):
     """Each thread uses its own group and its per-thread default stream."""
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         pytest.skip("needs MPI_THREAD_MULTIPLE")
-    me, errors = dist.get_rank(), []
+    me, index = dist.get_rank(), cupy.cuda.Device().id
     groups = [dist.new_group(), dist.new_group()]
-    index = cupy.cuda.Device().id
 
     def work(which):
-        try:
-            with cupy.cuda.Device(index), cupy.cuda.Stream.ptds:
-                for turn in range(10):
-                    array = late(cupy.empty(1000, cupy.float32), me + which, SHORT_NS)
-                    dist.all_reduce(array, group=groups[which])
-                    array += turn
-                    expected = sum(range(n)) + n * which + turn
-                    assert (array.get() == expected).all(), (which, turn)
-        except Exception as error:
-            errors.append(error)
+        with cupy.cuda.Device(index), cupy.cuda.Stream.ptds:
+            for turn in range(10):
+                array = late(cupy.empty(1000, cupy.float32), me + which, SHORT_NS)
+                dist.all_reduce(array, group=groups[which])
+                array += turn
+                assert (array.get() == sum(range(n)) + n * which + turn).all(), (which, turn)
 
-    threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))  # raises their errors
     for group in groups:
         dist.destroy_process_group(group)
 
@@ -123,35 +115,30 @@ def test_call_during_the_capture_of_another_thread(n, mode, first):
     captured *= 1  # loads the kernels, which is not allowed in a capture
     captured += 0
     cupy.cuda.Device().synchronize()
-    started, resume, graphs, errors = threading.Event(), threading.Event(), [], []
+    started, resume = threading.Event(), threading.Event()
 
     def capture():
         nonlocal captured
-        try:
-            with cupy.cuda.Device(index), stream:
-                stream.begin_capture(getattr(cupy.cuda.runtime, f"streamCaptureMode{mode}"))
-                captured *= 3
-                started.set()
-                assert resume.wait(50)
-                captured += 1
-                graphs.append(stream.end_capture())
-        except Exception as error:
-            errors.append(error)
+        with cupy.cuda.Device(index), stream:
+            stream.begin_capture(getattr(cupy.cuda.runtime, f"streamCaptureMode{mode}"))
+            captured *= 3
             started.set()
+            assert resume.wait(50)
+            captured += 1
+            return stream.end_capture()
 
-    thread = threading.Thread(target=capture)
-    thread.start()
-    assert started.wait(50)
-    try:
-        dist.all_reduce(array, group=group, async_op=True).wait()
-    finally:
-        resume.set()
-        thread.join()
-    assert not errors, errors
+    with ThreadPoolExecutor(1) as pool:
+        captures = pool.submit(capture)
+        assert started.wait(50)
+        try:
+            dist.all_reduce(array, group=group, async_op=True).wait()
+        finally:
+            resume.set()
+        graph = captures.result()
     array *= 2
     assert (array.get() == n * (n + 1)).all()
     for _ in range(2):
-        graphs[0].launch(stream)
+        graph.launch(stream)
     stream.synchronize()
     assert (captured.get() == 13).all()
     dist.destroy_process_group(group)

@@ -154,23 +154,6 @@ def test_calls_that_a_capture_allows(cuda):
     del host
 
 
-def test_using_restores_the_current_stream(cuda):
-    """Also after Stream.use(), and within the context if the caller enters another stream."""
-    cuda.use(0)
-    used, inner, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
-    used.use()
-    try:
-        with pytest.raises(ZeroDivisionError), cuda.using(0, inner.ptr):
-            with other:
-                pass
-            assert cuda.current_stream(0) == inner.ptr
-            1 / 0  # noqa: B018
-        assert cupy.cuda.get_current_stream() == used
-    finally:
-        cupy.cuda.Stream.null.use()
-    assert cuda.current_stream(0) == runtime.LEGACY
-
-
 @needs_two_gpus
 def test_mig_instances_of_one_gpu_have_different_identities(cuda, monkeypatch):
     monkeypatch.setattr(cuda, "pci_bus_id", lambda index: "0000:3b:00.0")

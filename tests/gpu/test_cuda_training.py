@@ -81,14 +81,10 @@ def network(device):
     return nn.Sequential(*layers).to(device)
 
 
-def backward(model, pair, device):
-    x, y = (part.to(device) for part in pair)
-    nn.functional.mse_loss(model(x), y).backward()
-
-
 def gradients(model, pair, device):
     model.zero_grad()
-    backward(model, pair, device)
+    x, y = (part.to(device) for part in pair)
+    nn.functional.mse_loss(model(x), y).backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 

@@ -291,18 +291,6 @@ def test_asynchronous_call_does_not_block_the_stream_before_wait(n):
     assert (array.get() == n * (n + 1) / 2).all()
 
 
-def test_synchronous_call_after_an_asynchronous_call_keeps_stream_order(n):
-    """The progress thread may make the call, ordered after the caller's stream."""
-    me = dist.get_rank()
-    first, second = made(LARGE, me), made(1000, me + 1)
-    work = dist.all_reduce(first, async_op=True)
-    dist.all_reduce(second)
-    second *= 2
-    assert (second.get() == n * (n + 1)).all()
-    work.wait()
-    assert (first.get() == sum(range(n))).all()
-
-
 class WithoutStream:
     """An array with the CUDA array interface, without a stream."""
 

@@ -253,7 +253,7 @@ def test_failure_of_one_rank_before_or_in_the_first_step(placed, what, failing):
 
 
 @pytest.mark.parametrize(
-    "name", ["all_reduce", "broadcast", "reduce_scatter_single", "all_gather_single"]
+    "name", ["all_reduce", "reduce", "broadcast", "reduce_scatter_single", "all_gather_single"]
 )
 @pytest.mark.parametrize("place", ["a GPU each", "a shared GPU"])
 def test_failure_of_one_rank_on_a_rail(arrays, monkeypatch, place, name):
@@ -276,7 +276,7 @@ def test_failure_of_one_rank_on_a_rail(arrays, monkeypatch, place, name):
         op = ReduceOp.SUM if NAMES[name].reduces else None
         DeviceCall(
             arrays, name, placed.team, by_name["float32"], MANY, op,
-            failing if name == "broadcast" else 0, index=placed.index,
+            {"broadcast": failing, "reduce": levels.nodes[-1][0]}.get(name, 0), index=placed.index,
         ).run()  # fmt: skip
 
     monkeypatch.setattr(hierarchical.Step, "__call__", fails)

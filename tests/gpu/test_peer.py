@@ -57,12 +57,12 @@ def me(n):
     return dist.get_rank()
 
 
-def test_host_does_not_wait_for_other_ranks(n, me):
+def test_host_does_not_wait_for_other_ranks(n, me, group):
     array = cupy.full(1000, me, cupy.float32)
     for turn in (0, 1):
         MPI.COMM_WORLD.Barrier()
         for _ in range(3 if (me == 0) == (turn == 0) else 0):
-            dist.all_reduce(array)
+            dist.all_reduce(array, group=group)
     assert (array == sum(range(n)) * n**2).all()
 
 

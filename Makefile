@@ -24,7 +24,7 @@ TORCH = torch==2.13.0
 ARGS =
 
 # For the tests on a GPU: CUDA's major version, 12 or 13, and the folder of an MPI that takes device
-# memory, if there is one (tests/gpu/build_openmpi.sh builds one).
+# memory, if there is one.
 CUDA = 13
 CUDA_MPI =
 

@@ -11,7 +11,8 @@ import pytest
 from mpicoll import machine
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.output import format_bytes
-from mpicoll.routes import registry, tuning, tuning_files
+from mpicoll.routes import tuning, tuning_files
+from mpicoll.routes.host import registry
 from mpicoll.routes.tuning import KINDS, PLACES, Table
 
 pytestmark = pytest.mark.any_mpi

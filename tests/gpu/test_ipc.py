@@ -184,17 +184,18 @@ def test_memory_is_copied_if_its_export_fails(n, me, monkeypatch, failing):
         check_all_gather(n, given, turn)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("count", [100, LARGE])
-def test_memory_freed_and_allocated_again(n, monkeypatch, count):
-    """The driver often returns the same address, also for another size. Another group of the
-    process may still map the old memory.
+def test_memory_freed_and_allocated_again(n, monkeypatch, count, groups):
+    """The driver often returns the same address, also for another size. The group or another group
+    of the process may still map the old memory.
     """
     monkeypatch.setenv("EMULATED_GPU_REUSE", "1")
     other = dist.new_group()
     for turn in range(12):
         size = count + 1000 * (turn % 3)
         given = cupy.ndarray((size,), cupy.float32, allocated(4 * size))
-        check_all_gather(n, given, turn, other if turn % 2 else None)
+        check_all_gather(n, given, turn, other if turn % groups else None)
     dist.destroy_process_group(other)
 
 

@@ -48,8 +48,10 @@ from mpicoll.primitives import by_name
 from mpicoll.routes.device.space import DeviceSpace
 from mpicoll.routes.device.state import (
     RouteState,
+    Unavailable,
     build_on_home_device,
     exception_of,
+    on_all_ranks,
     signature_of,
 )
 from mpicoll.routes.host.hierarchy import level_arithmetic, make_part, places_of
@@ -132,6 +134,30 @@ class Levels(RouteState):
         self.inside: Agreement | None = None
         self.along: Agreement | None = None
         self._met = -1  # call number of the latest comparison
+        try:
+            on_all_ranks(self.group, "", lambda: self._map_inside(agreement))
+        except Unavailable:
+            self.close(_CLOSE_TIMEOUT_S)
+            raise
+        if self.on_rail:
+            rail = [ranks[self.place.place] for ranks in self.nodes]
+            self.along = self._part_of(agreement, rail)
+
+    def _map_inside(self, agreement: Agreement) -> None:
+        """Agree inside the node. Raises UnsupportedError if its ranks map no memory."""
+        if len(self.here) == 1:
+            return
+        self.inside = self._part_of(agreement, self.here)
+        if not self.inside.states:
+            reasons = "; ".join(f"{name}: {why}" for name, why in self.inside.missing.items())
+            ranks = ", ".join(map(str, self.here))
+            raise UnsupportedError(f"ranks {ranks} map no memory of each other ({reasons})")
+
+    def _part_of(self, agreement: Agreement, ranks: Sequence[int]) -> Agreement:
+        part = make_part(self.group, ranks)
+        if ranks is not self.here:
+            part.inner = part.tested  # so that a rank can leave its rail after a failure
+        return agreement.agree_in(part, [agreement.capabilities[rank] for rank in ranks])
 
     @property
     def parts(self) -> Sequence[Agreement]:
@@ -202,30 +228,6 @@ class Levels(RouteState):
             part.group.resources.close(limit)
             part.group.free()
         self.along = self.inside = None
-
-
-def _negotiate(agreement: Agreement) -> Levels | str:
-    group, all_ranks, made, problem = agreement.group, agreement.capabilities, Levels(agreement), ""
-
-    def part_of(ranks: Sequence[int]) -> Agreement:
-        part = make_part(group, ranks)
-        if ranks != made.here:
-            part.inner = part.tested  # so that a rank can leave its rail after a failure
-        return agreement.agree_in(part, [all_ranks[rank] for rank in ranks])
-
-    if len(made.here) > 1:
-        made.inside = part_of(made.here)
-        if not made.inside.states:
-            reasons = "; ".join(f"{name}: {why}" for name, why in made.inside.missing.items())
-            ranks = ", ".join(map(str, made.here))
-            problem = f"ranks {ranks} map no memory of each other ({reasons})"
-    why = next(filter(None, control_messages.allgather(group.inner, problem, str)), "")
-    if why:
-        made.close(_CLOSE_TIMEOUT_S)
-        return why
-    if made.on_rail:
-        made.along = part_of([ranks[made.place.place] for ranks in made.nodes])
-    return made
 
 
 # --- calls --------------------------------------------------------------------------------------
@@ -550,5 +552,5 @@ ROUTE = Route(
             "of its steps do: `peer` or `ipc` in each node, `direct` or `staged` between nodes"
         ),
     ),
-    negotiate=_negotiate,
+    negotiate=Levels,
 )

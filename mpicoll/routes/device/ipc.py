@@ -47,13 +47,16 @@ from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.device.jobs import RECV, SEND, Job, Part, jobs_of
 from mpicoll.routes.device.mappings import BLOCK, Mappings, open_memory
 from mpicoll.routes.device.state import (
+    RELEASE_TIMEOUT_S,
     RouteState,
+    Unavailable,
     build_on_home_device,
     exception_of,
-    first_problem,
+    on_all_ranks,
+    share_pages,
     signature_of,
+    timed_barrier,
 )
-from mpicoll.routes.device.workspaces import RELEASE_TIMEOUT_S, share_pages, timed_barrier
 from mpicoll.routes.route import (
     EXCHANGES,
     MOVES,
@@ -109,6 +112,11 @@ class MappedArrays(RouteState):
         self._handles: dict[Allocation, bytes] = {}
         self._shown = False  # other ranks may use this rank's arrays in the call
         self._mappings = Mappings(self.context, OPEN * self.n)
+        try:
+            self._connect()
+        except Unavailable:
+            self._release_events(RELEASE_TIMEOUT_S)
+            raise
 
     # ---- The work of the ranks -------------------------------------------------------------------
 
@@ -364,41 +372,31 @@ class MappedArrays(RouteState):
 
     # ---- Beginning and end -----------------------------------------------------------------------
 
-    def connect(self) -> str:
-        """Open the other ranks' events and, as a test, some memory of each. Return "" or, on all
-        ranks, the reason why that failed. All ranks call.
-        """
-        runtime, index, me = self.context.runtime, self.context.index, self.me
-        problem, exported, memory = "", [], b""
-        try:
+    def _connect(self) -> None:
+        """Open the other ranks' events and, as a test, some memory of each. All ranks call."""
+        group, runtime, index = self.group, self.context.runtime, self.context.index
+
+        def export() -> tuple[list[bytes], bytes]:
             for events in self._events:
-                events[me] = own = runtime.create_shared_event(index)
-                exported.append(runtime.export_event(own))
+                events[self.me] = runtime.create_shared_event(index)
             _, (_, memory) = self._scratch(PIECE)
-        except Exception as error:
-            problem = f"cannot export events and memory (CUDA IPC): {error}"
-        received = control_messages.allgather(
-            self.group.inner, (problem, exported, memory), tuple[str, list[bytes], bytes]
-        )
-        why = first_problem([problem for problem, *_ in received])
-        if not why:
-            try:
-                for rank, (_, handles, memory) in enumerate(received):
-                    if rank == me:
-                        continue
+            return [runtime.export_event(events[self.me]) for events in self._events], memory
+
+        def open_all() -> None:
+            for rank, (handles, memory) in enumerate(received):
+                if rank != self.me:
                     for events, handle in zip(self._events, handles, strict=True):
                         events[rank] = runtime.open_event(index, handle)
                     open_memory(self.context, memory)
-            except Exception as error:
-                problem = f"cannot map another rank's events and device memory (CUDA IPC): {error}"
-            why = first_problem(control_messages.allgather(self.group.inner, problem, str))
-        if why:
-            self._release_events(RELEASE_TIMEOUT_S)
-            return why
-        segment = share_pages(self.group, 2 * self._own.nbytes)
+
+        exported = on_all_ranks(group, "cannot export events and memory (CUDA IPC): ", export)
+        received = control_messages.allgather(group.inner, exported, tuple[list[bytes], bytes])
+        on_all_ranks(
+            group, "cannot map another rank's events and device memory (CUDA IPC): ", open_all
+        )
+        segment = share_pages(group, 2 * self._own.nbytes)
         if segment is not None:
             self._words = segment.view(np.int64).reshape(self.n, 2, -1).swapaxes(0, 1)
-        return ""
 
     def close(self, limit: float) -> None:
         """Close all mappings and events. All ranks call. Events stay allocated for good if a rank
@@ -431,11 +429,6 @@ def _share(whole: Job, rank: int, n: int) -> Job:
     return Job(sources, outs, min(each, whole.elements - start))
 
 
-def _negotiate(agreement: Agreement) -> MappedArrays | str:
-    made = MappedArrays(agreement)
-    return made.connect() or made
-
-
 def _build(kind: CallKind, agreement: Agreement) -> Implementation:
     arrays = agreement.state(MappedArrays)
     return build_on_home_device(
@@ -456,5 +449,5 @@ ROUTE = Route(
     _build,
     Needs("node", "all ranks on one node, and CUDA IPC between them", Capabilities.lacks_gpu),
     Policy(host_waits_for="for the other ranks' hosts, twice, and not for the device"),
-    negotiate=_negotiate,
+    negotiate=MappedArrays,
 )

@@ -30,7 +30,13 @@ from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, UsageError
 from mpicoll.failures.group_failure import fail_all_ranks
 from mpicoll.launch.host_identity import node
-from mpicoll.routes.device.state import RouteState, build_on_home_device, signature_of
+from mpicoll.routes.device.state import (
+    RouteState,
+    Unavailable,
+    build_on_home_device,
+    on_all_ranks,
+    signature_of,
+)
 from mpicoll.routes.route import EXCHANGES, MOVES, REDUCTIONS, Needs, Policy, Route, Serves
 
 if TYPE_CHECKING:
@@ -79,13 +85,40 @@ class Nccl(RouteState):
 
     can_fail_on_device = True
 
-    def __init__(self, agreement: Agreement, comm: Any) -> None:
+    def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
-        self.comm = comm
+        self.comm = self._create_communicator()
         self._pending: deque[_Pending] = deque()
         self._failure: DistBackendError | None = None
         self._next_look = time.monotonic() + _INTERVAL
         self._lock = threading.Lock()  # the watchdog thread also checks
+
+    def _create_communicator(self) -> Any:
+        """Return CuPy's communicator of all ranks. All ranks call.
+
+        Where NCCL fails on a rank and other ranks stay blocked in it, the failed rank raises
+        DistBackendError after a timeout.
+        """
+        group, runtime, index = self.group, self.context.runtime, self.context.index
+        gpu = f"{node()} {runtime.pci_bus_id(index)}" if runtime.has_nccl() else ""
+        gpus = control_messages.allgather(group.inner, gpu, str)
+        if "" in gpus:
+            raise Unavailable(f"rank {gpus.index('')} has no NCCL")
+        if len(set(gpus)) < len(gpus):
+            raise Unavailable("two ranks share a GPU")
+        identity = on_all_ranks(group, "", lambda: b"" if self.me else runtime.nccl_unique_id())
+        identity = control_messages.bcast(group.inner, identity, 0, bytes)
+        made, problem = None, ""
+        try:
+            made = runtime.create_nccl(index, self.n, identity, self.me)
+        except Exception as error:
+            problem = f"rank {self.me}: {error}"
+        why = _first_problem(group, problem)
+        if why:
+            if made is not None:
+                made.abort()  # a local operation
+            raise Unavailable(why)
+        return made
 
     def enter(self, kind: CallKind, extent: Extent, root: int) -> None:
         number, signature = self.group.sequence, signature_of(kind, extent, root)
@@ -171,45 +204,6 @@ class Nccl(RouteState):
     def close(self, limit: float) -> None:
         if self.find_failure(wait=True) is None:
             self.comm.destroy()
-
-
-def _negotiate(agreement: Agreement) -> Nccl | str:
-    """Return the communicator of all ranks or, on all of them, the reason why there is none.
-
-    Where NCCL fails on a rank and other ranks stay blocked in it, the failed rank raises
-    DistBackendError after a timeout.
-    """
-    group, context = agreement.group, agreement.context
-    runtime = context.runtime
-    able = runtime.has_nccl()
-    mine = f"{node()} {runtime.pci_bus_id(context.index)}" if able else ""
-    everybody = control_messages.allgather(group.inner, mine, str)
-    if not all(everybody):
-        return f"rank {everybody.index('')} has no NCCL"
-    if len(set(everybody)) < len(everybody):
-        return "two ranks share a GPU"
-    identity, problem = b"", ""
-    if group.rank() == 0:
-        try:
-            identity = runtime.nccl_unique_id()
-        except Exception as error:
-            problem = f"rank 0: {error}"
-    identity, problem = control_messages.bcast(
-        group.inner, (identity, problem), 0, tuple[bytes, str]
-    )
-    if problem:
-        return problem
-    made = None
-    try:
-        made = runtime.create_nccl(context.index, group.size(), identity, group.rank())
-    except Exception as error:
-        problem = f"rank {group.rank()}: {error}"
-    why = _first_problem(group, problem)
-    if made is None or why:
-        if made is not None:
-            made.abort()  # a local operation
-        return why
-    return Nccl(agreement, made)
 
 
 def _first_problem(group: ProcessGroup, problem: str) -> str:
@@ -394,5 +388,5 @@ ROUTE = Route(
         missing_reason=lambda own: "" if own.nccl else "NCCL",
     ),
     Policy(on_request=True, host_waits_for=""),
-    negotiate=_negotiate,
+    negotiate=Nccl,
 )

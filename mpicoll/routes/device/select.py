@@ -20,7 +20,7 @@ from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
 from mpicoll.routes.device import direct, eligibility, hierarchical, ipc, nccl
 from mpicoll.routes.device.space import Alone, DeviceSpace
-from mpicoll.routes.device.state import RouteState
+from mpicoll.routes.device.state import RouteState, Unavailable
 from mpicoll.routes.route import Route
 
 if TYPE_CHECKING:
@@ -101,11 +101,10 @@ class Agreement:
     def _negotiate_route(self, route: Route) -> None:
         """Make the group's state for a route, or note why there is none. All ranks call."""
         assert route.negotiate is not None
-        made = route.negotiate(self)
-        if isinstance(made, str):
-            self.missing[route.name] = made
-        else:
-            self.states[route.name] = made
+        try:
+            self.states[route.name] = route.negotiate(self)
+        except Unavailable as reason:
+            self.missing[route.name] = str(reason)
 
     def _probe_messages(self) -> None:
         """Probe what MPI does with device memory, if a route needs it. All ranks call."""
@@ -236,13 +235,11 @@ _abandoned: list[Agreement] = []
 class _Candidate(NamedTuple):
     """An implementation and its route.
 
-    preload:   loads the kernels that a captured call needs, if calls may be captured.
     min_bytes: minimum size of a call in bytes.
     """
 
     implementation: Implementation
     route: Route
-    preload: Implementation | None
     min_bytes: int
 
 
@@ -264,9 +261,6 @@ class DeviceImplementation(Implementation):
         assert isinstance(first, DeviceView)
         is_first = self._kind.group.resources.find("devices") is None  # on every rank
         agreement, candidate = self._prepare(first.context, extent)
-        for other in self._candidates:
-            if other.preload is not None and other is not candidate:
-                other.preload.run(send, recv, extent, root)
         candidate.implementation.run(send, recv, extent, root)
         if is_first:
             agreement.warn()  # while no rank waits for this one: warnings may be errors
@@ -277,17 +271,15 @@ class DeviceImplementation(Implementation):
         agreement.space.context = context
         if not self._candidates:
             self._candidates.extend(_build_candidates(agreement, self._kind))
-        return agreement, self._candidate_for(extent, context.captured)
+        return agreement, self._candidate_for(extent)
 
-    def _candidate_for(self, extent: Extent, captured: bool = False) -> _Candidate:
+    def _candidate_for(self, extent: Extent) -> _Candidate:
         """Return the first candidate that serves a call of this size, else the last.
 
-        The size is one that all ranks know. captured: all ranks capture the call into a CUDA graph.
+        The size is one that all ranks know.
         """
         primitive, group, _, dtype = self._kind
-        candidates = [
-            each for each in self._candidates if not captured or each.route.policy.capturable
-        ]
+        candidates = self._candidates
         if len(candidates) == 1:
             return candidates[0]
         assert dtype is not None
@@ -306,7 +298,7 @@ class DeviceImplementation(Implementation):
             self._prepare(context, extent)  # in a first call, the other ranks make the agreement
         agreement = self._kind.group.resources.find("devices")
         if agreement is not None and self._candidates:
-            candidate = self._candidate_for(extent, context.captured)
+            candidate = self._candidate_for(extent)
             state = agreement.states.get(candidate.route.name)
             if state is not None:
                 state.notify_failure(self._kind, error)
@@ -342,8 +334,7 @@ def _build_candidates(agreement: Agreement, kind: CallKind) -> list[_Candidate]:
             continue
         found = route.build(kind, agreement)
         if found is not None:
-            preload = None if route.preload is None else route.preload(kind, agreement)
-            candidates.append(_Candidate(found, route, preload, min_bytes))
+            candidates.append(_Candidate(found, route, min_bytes))
             serves_any_size = serves_any_size or not min_bytes
             if route.policy.on_request:
                 break

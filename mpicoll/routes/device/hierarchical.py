@@ -36,7 +36,7 @@ from mpi4py import MPI
 
 from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView, address
-from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Run
+from mpicoll.core.plan import Blocks, CallKind, Extent, Run
 from mpicoll.core.signature import describe
 from mpicoll.cuda.capabilities import Capabilities, find_nodes
 from mpicoll.cuda.runtime import StridedMemory
@@ -49,7 +49,6 @@ from mpicoll.routes.device.space import DeviceSpace
 from mpicoll.routes.device.state import (
     RouteState,
     Unavailable,
-    build_on_home_device,
     exception_of,
     on_all_ranks,
     signature_of,
@@ -174,6 +173,17 @@ class Levels(RouteState):
         place = self.place.place
         return starts[place] if self.on_rail else 0, counts[place], counts
 
+    def serves(self, kind: CallKind) -> bool:
+        return self.even or kind.primitive.name not in _NEED_RAILS
+
+    def bind(self, kind: CallKind, space: DeviceSpace) -> Run:
+        step, work = _BUILDERS[kind.primitive.name](self, kind, space)
+
+        def run(send: DeviceView | None, recv: DeviceView, extent: Extent, root: int) -> None:
+            _run_chunks(self, kind, extent, root, step, partial(work, send, recv, root))
+
+        return run
+
     def compare(self, signature: int, number: int, failure: Exception | None) -> None:
         """Synchronize all ranks. Raises on all of them if their calls differ or one failed."""
         self._met = self.group.sequence
@@ -231,26 +241,6 @@ class Levels(RouteState):
 
 
 # --- calls --------------------------------------------------------------------------------------
-
-
-def _build(kind: CallKind, agreement: Agreement) -> Implementation | None:
-    """Return the implementation for calls of this kind. All ranks call.
-
-    None if the operation needs all ranks on rails and they are not.
-    """
-    levels = agreement.state(Levels)
-    if kind.primitive.name in _NEED_RAILS and not levels.even:
-        return None
-
-    def make(levels: Levels, kind: CallKind) -> Run:
-        step, work = _BUILDERS[kind.primitive.name](levels, kind, agreement.space)
-
-        def run(send: DeviceView | None, recv: DeviceView, extent: Extent, root: int) -> None:
-            _run_chunks(levels, kind, extent, root, step, partial(work, send, recv, root))
-
-        return run
-
-    return build_on_home_device(kind, agreement, levels, make)
 
 
 class _Arithmetic:
@@ -539,7 +529,7 @@ ROUTE = Route(
     __name__,
     "node by node, then between them",
     Serves(tuple(_BUILDERS), combines=has_loop, premultiplies=True),
-    _build,
+    Levels.build,
     Needs(
         "nodes",
         "several nodes, at least one with several ranks, and CUDA IPC in each",

@@ -35,7 +35,7 @@ import numpy as np
 from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.checks import reads, writes
-from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
+from mpicoll.core.plan import Blocks, CallKind, Extent, Run
 from mpicoll.core.reproducible import ORDER
 from mpicoll.core.signature import describe, encode_task
 from mpicoll.cuda.capabilities import Capabilities
@@ -46,11 +46,11 @@ from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.device.jobs import RECV, SEND, Job, Part, jobs_of
 from mpicoll.routes.device.mappings import BLOCK, Mappings, open_memory
+from mpicoll.routes.device.space import DeviceSpace
 from mpicoll.routes.device.state import (
     RELEASE_TIMEOUT_S,
     RouteState,
     Unavailable,
-    build_on_home_device,
     exception_of,
     on_all_ranks,
     share_pages,
@@ -372,6 +372,9 @@ class MappedArrays(RouteState):
 
     # ---- Beginning and end -----------------------------------------------------------------------
 
+    def bind(self, kind: CallKind, space: DeviceSpace) -> Run:
+        return partial(self.run, kind)
+
     def _connect(self) -> None:
         """Open the other ranks' events and, as a test, some memory of each. All ranks call."""
         group, runtime, index = self.group, self.context.runtime, self.context.index
@@ -429,13 +432,6 @@ def _share(whole: Job, rank: int, n: int) -> Job:
     return Job(sources, outs, min(each, whole.elements - start))
 
 
-def _build(kind: CallKind, agreement: Agreement) -> Implementation:
-    arrays = agreement.state(MappedArrays)
-    return build_on_home_device(
-        kind, agreement, arrays, lambda arrays, kind: partial(arrays.run, kind)
-    )
-
-
 ROUTE = Route(
     __name__,
     "the arrays of the ranks of a node, mapped by CUDA IPC",
@@ -446,7 +442,7 @@ ROUTE = Route(
         premultiplies=True,
         uneven=("all_gather", "reduce_scatter", *EXCHANGES),
     ),
-    _build,
+    MappedArrays.build,
     Needs("node", "all ranks on one node, and CUDA IPC between them", Capabilities.lacks_gpu),
     Policy(host_waits_for="for the other ranks' hosts, twice, and not for the device"),
     negotiate=MappedArrays,

@@ -15,13 +15,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
-from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Run
+from mpicoll.core.plan import Blocks, CallKind, Extent, Run
 from mpicoll.core.signature import describe
 from mpicoll.cuda.runtime import Event
 from mpicoll.cuda.streams import poll_until
@@ -30,10 +31,10 @@ from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, UsageError
 from mpicoll.failures.group_failure import fail_all_ranks
 from mpicoll.launch.host_identity import node
+from mpicoll.routes.device.space import DeviceSpace
 from mpicoll.routes.device.state import (
     RouteState,
     Unavailable,
-    build_on_home_device,
     on_all_ranks,
     signature_of,
 )
@@ -120,7 +121,19 @@ class Nccl(RouteState):
             raise Unavailable(why)
         return made
 
-    def enter(self, kind: CallKind, extent: Extent, root: int) -> None:
+    def bind(self, kind: CallKind, space: DeviceSpace) -> Run:
+        function = _FUNCTIONS[kind.primitive.name]
+
+        def run(
+            send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
+        ) -> None:
+            with self.context.runtime.on(self.context.index):
+                function(self, kind, send, recv, extent, root)
+            self._enter(kind, extent, root)
+
+        return run
+
+    def _enter(self, kind: CallKind, extent: Extent, root: int) -> None:
         number, signature = self.group.sequence, signature_of(kind, extent, root)
         self._pending.append(_Pending(number, signature, time.monotonic(), self.context.record()))
         if len(self._pending) > _MAX_PENDING_COUNT:
@@ -225,23 +238,6 @@ def _first_problem(group: ProcessGroup, problem: str) -> str:
     return next(filter(None, found), "")
 
 
-def _make(nccl: Nccl, kind: CallKind) -> Run:
-    function = _FUNCTIONS[kind.primitive.name]
-
-    def carry_out(
-        send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
-    ) -> None:
-        with nccl.context.runtime.on(nccl.context.index):
-            function(nccl, kind, send, recv, extent, root)
-        nccl.enter(kind, extent, root)
-
-    return carry_out
-
-
-def _build(kind: CallKind, agreement: Agreement) -> Implementation:
-    return build_on_home_device(kind, agreement, agreement.state(Nccl), _make)
-
-
 def _combines(op: ReduceOp, dtype: DType) -> bool:
     """Return whether NCCL supports an operation on a dtype; it does not average integers."""
     if dtype.name not in _DTYPES or op.name not in _OPERATIONS:
@@ -257,31 +253,35 @@ def _unit(nbytes: int) -> tuple[int, int]:
     return (_BYTE, 1) if nbytes % 8 else (_DTYPES["uint64"], 8)
 
 
-#: A message: the rank, the address, and the bytes.
-_Message = tuple[int, int, int]
-
-
-def _exchange(nccl: Nccl, sends: Sequence[_Message], receives: Sequence[_Message]) -> None:
-    """Send and receive all messages of a call in one NCCL group; skip empty ones."""
-    stream = nccl.context.work
-    with nccl.context.runtime.nccl_group():
-        for rank, address, nbytes in sends:
-            kind, unit = _unit(nbytes)
-            if nbytes:
-                nccl.comm.send(address, nbytes // unit, kind, rank, stream)
-        for rank, address, nbytes in receives:
-            kind, unit = _unit(nbytes)
-            if nbytes:
-                nccl.comm.recv(address, nbytes // unit, kind, rank, stream)
-
-
-def _cut(view: DeviceView, counts: Sequence[int]) -> list[_Message]:
-    size = view.dtype.itemsize
-    starts = np.cumsum([0, *counts[:-1]]).tolist()
+def _cut(view: DeviceView, counts: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return the rank, address and bytes of each rank's block."""
+    size, starts = view.dtype.itemsize, accumulate(counts, initial=0)
     return [
         (rank, view.address + start * size, count * size)
-        for rank, (start, count) in enumerate(zip(starts, counts, strict=True))
+        for rank, (start, count) in enumerate(zip(starts, counts, strict=False))
     ]
+
+
+def _exchange(
+    nccl: Nccl, kind: CallKind, send: DeviceView | None, recv: DeviceView | None, extent: Extent,
+    root: int,
+) -> None:  # fmt: skip
+    """Send and receive all messages of a call in one NCCL group; skip empty ones."""
+    primitive, comm, n = kind.primitive, nccl.comm, nccl.n
+    ranks = [root] if primitive.root else range(n)
+    blocks = Blocks([extent] * n, [extent] * n) if isinstance(extent, int) else extent
+    with nccl.context.runtime.nccl_group():
+        for transfer, view, counts, in_blocks in (
+            (comm.send, send, blocks.sends, primitive.many_in),
+            (comm.recv, recv, blocks.receives, primitive.many_out),
+        ):
+            if view is None:
+                continue
+            whole = [(rank, view.address, view.nbytes) for rank in ranks]
+            for rank, address, nbytes in _cut(view, counts) if in_blocks else whole:
+                if nbytes:
+                    dtype, unit = _unit(nbytes)
+                    transfer(address, nbytes // unit, dtype, rank, nccl.context.work)
 
 
 def _broadcast(
@@ -297,32 +297,11 @@ def _all_gather(
 ) -> None:
     """Run all_gather; blocks of different sizes are sent as messages."""
     if isinstance(extent, Blocks):
-        out = [(rank, send.address, send.nbytes) for rank in range(nccl.n)]
-        _exchange(nccl, out, _cut(recv, extent.receives))
+        _exchange(nccl, kind, send, recv, extent, root)
         return
     moved, unit = _unit(send.nbytes)
     count = send.nbytes // unit
     nccl.comm.allGather(send.address, recv.address, count, moved, nccl.context.work)
-
-
-def _gather(
-    nccl: Nccl, kind: CallKind, send: DeviceView, recv: DeviceView | None, count: int, root: int
-) -> None:
-    into = [] if recv is None else _cut(recv, [count] * nccl.n)
-    _exchange(nccl, [(root, send.address, send.nbytes)], into)
-
-
-def _scatter(
-    nccl: Nccl, kind: CallKind, send: DeviceView | None, recv: DeviceView, count: int, root: int
-) -> None:
-    out = [] if send is None else _cut(send, [count] * nccl.n)
-    _exchange(nccl, out, [(root, recv.address, recv.nbytes)])
-
-
-def _all_to_all(
-    nccl: Nccl, kind: CallKind, send: DeviceView, recv: DeviceView, extent: Blocks, root: int
-) -> None:
-    _exchange(nccl, _cut(send, extent.sends), _cut(recv, extent.receives))
 
 
 # --- reductions ---------------------------------------------------------------------------------
@@ -364,10 +343,10 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
     "broadcast": _broadcast,
     "all_gather": _all_gather,
     "all_gather_single": _all_gather,
-    "gather": _gather,
-    "scatter": _scatter,
-    "all_to_all": _all_to_all,
-    "all_to_all_single": _all_to_all,
+    "gather": _exchange,
+    "scatter": _exchange,
+    "all_to_all": _exchange,
+    "all_to_all_single": _exchange,
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
@@ -382,7 +361,7 @@ ROUTE = Route(
         combines=_combines,
         uneven=("all_gather", "reduce_scatter", *EXCHANGES),
     ),
-    _build,
+    Nccl.build,
     Needs(
         description='backend="nccl", NCCL on every rank, and a GPU for each',
         missing_reason=lambda own: "" if own.nccl else "NCCL",

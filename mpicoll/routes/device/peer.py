@@ -26,7 +26,7 @@ import numpy as np
 
 from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
-from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Run
+from mpicoll.core.plan import Blocks, CallKind, Extent, Run
 from mpicoll.core.reproducible import ORDER
 from mpicoll.core.signature import describe
 from mpicoll.cuda.capabilities import Capabilities
@@ -44,11 +44,11 @@ from mpicoll.kernels import peers
 from mpicoll.kernels.peers import CLOSED, DIFFERS, FAILED, LATE, RANKS, Collective, Failure
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.device.mappings import BLOCK, open_memory
+from mpicoll.routes.device.space import DeviceSpace
 from mpicoll.routes.device.state import (
     RELEASE_TIMEOUT_S,
     RouteState,
     Unavailable,
-    build_on_home_device,
     on_all_ranks,
     share_pages,
     signature_of,
@@ -99,6 +99,9 @@ class Peers(RouteState):
         except Unavailable:
             self._free(RELEASE_TIMEOUT_S)
             raise
+
+    def bind(self, kind: CallKind, space: DeviceSpace) -> Run:
+        return partial(_FUNCTIONS[kind.primitive.name], self, kind)
 
     def digest(self, kind: CallKind, extent: Extent, root: int) -> int:
         """Return the 16-bit hash of a call's signature, which the kernels compare."""
@@ -388,14 +391,6 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
 }
 
 
-def _make(found: Peers, kind: CallKind) -> Run:
-    return partial(_FUNCTIONS[kind.primitive.name], found, kind)
-
-
-def _build(kind: CallKind, agreement: Agreement) -> Implementation:
-    return build_on_home_device(kind, agreement, agreement.state(Peers), _make)
-
-
 ROUTE = Route(
     __name__,
     "one kernel on each GPU, which writes to the memory of the other GPUs",
@@ -406,7 +401,7 @@ ROUTE = Route(
         premultiplies=True,
         uneven=("all_gather", "reduce_scatter"),
     ),
-    _build,
+    Peers.build,
     Needs(
         "gpus",
         "all ranks on one node, each with its own GPU, and CUDA IPC between them",

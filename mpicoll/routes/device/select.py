@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = ["Agreement", "DeviceImplementation", "agree"]
-
-S = TypeVar("S", bound=RouteState)
 
 #: Values of MPICOLL_DEVICE_ROUTE with which calls may pass device memory to MPI.
 _BY_MPI = None, "direct", "hierarchical"
@@ -142,10 +140,6 @@ class Agreement:
     def context(self) -> DeviceContext:
         """Return the device context of the current call."""
         return self.space.context
-
-    def state(self, kind: type[S]) -> S:
-        """Return the group's state of this type."""
-        return next(state for state in self.states.values() if isinstance(state, kind))
 
     def warn(self) -> None:
         """Warn of ranks that share a GPU while other GPUs are idle, of a GPU that is far from the

@@ -16,7 +16,7 @@ from mpicoll.core.work import deadline
 from mpicoll.errors import DistBackendError, MismatchError
 from mpicoll.failures.consistency import describe_by_rank
 from mpicoll.routes.algorithms import premultiplied
-from mpicoll.routes.device.space import on_home_device
+from mpicoll.routes.device.space import DeviceSpace, on_home_device
 from mpicoll.routes.host.shared_segment import share
 from mpicoll.serialized_mpi import dissemination_barrier
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from mpicoll.routes.device.select import Agreement
 
 __all__ = [
-    "RELEASE_TIMEOUT_S", "RouteState", "Unavailable", "build_on_home_device", "exception_of",
-    "on_all_ranks", "share_pages", "signature_of", "timed_barrier",
+    "RELEASE_TIMEOUT_S", "RouteState", "Unavailable", "exception_of", "on_all_ranks",
+    "share_pages", "signature_of", "timed_barrier",
 ]  # fmt: skip
 
 #: Seconds to wait for the other ranks to close their mappings when negotiation fails.
@@ -61,6 +61,31 @@ class RouteState:
     def __init__(self, agreement: Agreement) -> None:
         self.group, self.context = agreement.group, agreement.context
         self.n, self.me = self.group.size(), self.group.rank()
+
+    @classmethod
+    def build(cls, kind: CallKind, agreement: Agreement) -> Implementation | None:
+        """Return the implementation for calls of a kind, with the group's state of this class. The
+        factor of PREMUL_SUM is applied before.
+        """
+        state = next(state for state in agreement.states.values() if isinstance(state, cls))
+        space = agreement.space
+
+        def build(kind: CallKind) -> Run:
+            return on_home_device(state.context, state.bind(kind, space))
+
+        if not state.serves(kind):
+            return None
+        if kind.op is not None and kind.op.factor is not None:
+            return Implementation(premultiplied(kind, space, build))
+        return Implementation(build(kind))
+
+    def serves(self, kind: CallKind) -> bool:
+        """Return whether this group can run calls of a kind that the route declares."""
+        return True
+
+    def bind(self, kind: CallKind, space: DeviceSpace) -> Run:
+        """Return the function that runs calls of a kind on the state's device. All ranks call."""
+        raise NotImplementedError
 
     @property
     def parts(self) -> Sequence[Agreement]:
@@ -107,24 +132,6 @@ class RouteState:
             f"{self.name_of(signature)}: collective mismatch: the ranks made different calls: "
             f"{describe_by_rank(calls)}"
         )
-
-
-S = TypeVar("S", bound=RouteState)
-
-
-def build_on_home_device(
-    kind: CallKind, agreement: Agreement, state: S, make: Callable[[S, CallKind], Run]
-) -> Implementation:
-    """Return the implementation by ``make(state, kind)``, on the device of the state. The factor of
-    PREMUL_SUM is applied before.
-    """
-
-    def build(kind: CallKind) -> Run:
-        return on_home_device(state.context, make(state, kind))
-
-    if kind.op is not None and kind.op.factor is not None:
-        return Implementation(premultiplied(kind, agreement.space, build))
-    return Implementation(build(kind))
 
 
 def signature_of(kind: CallKind, extent: Extent, root: int) -> tuple[int, int]:

@@ -252,7 +252,9 @@ def test_failure_of_one_rank_before_or_in_the_first_step(placed, what, failing):
         placed.check_all_reduce(count)
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize(
+    "name", ["all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather"]
+)
 @pytest.mark.parametrize("place", ["a GPU each", "a shared GPU"])
 def test_failure_of_one_rank_on_a_rail(arrays, monkeypatch, place, name):
     """The group fails on all ranks, on rails or not."""
@@ -274,6 +276,8 @@ def test_failure_of_one_rank_on_a_rail(arrays, monkeypatch, place, name):
         whole, part = placed.array(MANY * placed.n), placed.array(MANY)
         if name == "all_reduce":
             dist.all_reduce(whole.given, group=group)
+        elif name == "reduce":  # to another node
+            dist.reduce(whole.given, levels.nodes[-1][0], group=group)
         elif name == "broadcast":
             dist.broadcast(whole.given, failing, group=group)
         elif name == "reduce_scatter":

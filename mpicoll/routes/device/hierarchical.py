@@ -8,11 +8,11 @@ are as many rails as the smallest node has ranks. An all_reduce
 2. reduces each stripe along its rail, on all rails at once;
 3. gathers in each node.
 
-With a single rail, steps 1 and 3 are a reduce and a broadcast. A node sends only as much data as
-one rank, spread over the network cards of all its GPUs. (Host: `routes/host/hierarchical.py`. Cho,
-Finkler, Serrano, Kung, Hunter, BlueConnect: decomposing all-reduce for deep learning on
-heterogeneous network hierarchy, IBM J. Research and Development 63(6), 2019. Singh, Singh, Bhatele,
-PCCL, The big send-off: high performance collectives on GPU-based supercomputers, 2025.)
+A node sends only as much data as one rank, spread over the network cards of all its GPUs. (Host:
+`routes/host/hierarchical.py`. Cho, Finkler, Serrano, Kung, Hunter, BlueConnect: decomposing
+all-reduce for deep learning on heterogeneous network hierarchy, IBM J. Research and Development
+63(6), 2019. Singh, Singh, Bhatele, PCCL, The big send-off: high performance collectives on
+GPU-based supercomputers, 2025.)
 
 All steps run in one stream. The host waits as each step's route requires. Before each chunk, and
 again before its step along the rails, all ranks *synchronize* with an MPI reduction of 40 bytes on
@@ -61,7 +61,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ROUTE"]
 
-#: Minimum size of a call in bytes for this route. Not measured.
+#: Minimum size of a call in bytes for this route: a bound, not measured. A smaller call takes less
+#: time than the waits for all ranks before each step. Timing both routes at run time is no
+#: alternative: sums would differ in the last bits from run to run.
 MIN_BYTES = 256 * 1024
 #: Maximum size of a chunk in bytes; a call uses up to twice as much scratch memory.
 CHUNK = 64 * 1024 * 1024
@@ -223,10 +225,6 @@ class Levels(RouteState):
                 fail_all_ranks(self.group, error)
             raise
 
-    def find_failure(self, wait: bool = False) -> DistBackendError | None:
-        failures = (part.find_failure(wait) for part in self.parts)
-        return next(filter(None, failures), None)
-
     def abort(self, error: DistBackendError, alone: bool) -> None:
         for part in self.parts:
             part.group.fail(error)
@@ -334,12 +332,12 @@ def _like(space: DeviceSpace, view: DeviceView, dtype: DType) -> DeviceView:
 def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
     primitive, group, _, dtype = kind
     assert dtype is not None
-    by, everywhere, one_rail = _Arithmetic(kind, space), not primitive.root, levels.rails == 1
+    by, everywhere = _Arithmetic(kind, space), not primitive.root
     wide, inside, n = by.wide, levels.inside, len(levels.here)
     down = up = along = None
     if inside is not None:
-        down = Step(inside, "reduce" if one_rail else "reduce_scatter", by.op, wide)
-        up = Step(inside, "broadcast" if one_rail else "all_gather", None, dtype)
+        down = Step(inside, "reduce_scatter", by.op, wide)
+        up = Step(inside, "all_gather", None, dtype)
     if levels.along is not None:
         along = Step(levels.along, primitive.name, by.op, wide)
     step = max(1, CHUNK // wide.itemsize // LINE * LINE)
@@ -350,43 +348,28 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
         gathers = everywhere or levels.place.node == home
         chunk = source = recv.part(start, count)
         begin, own, counts = levels.shares(count, wide.itemsize)
-        overwrites = one_rail and levels.on_rail
-        if by.widens or (overwrites and not may_write):
+        gathered = Blocks([own] * n, counts)
+        if by.widens or (down is None and not may_write):
             source = _like(space, chunk, wide)
             by.fill(chunk, source)
-        # This rank's stripe of the sum; with a single rail, the sum overwrites the source.
-        stripe = source if one_rail else _like(space, source.part(begin, own), wide)
-        out = None
-        if gathers:
-            out = chunk if may_write else _like(space, chunk, dtype)
-        result = stripe  # in the dtype of the array
-        if one_rail:
-            result = stripe if out is None else out
-        elif by.widens:
+        # This rank's stripe of the sum, and of the result in the dtype of the array.
+        stripe = result = source if down is None else _like(space, source.part(begin, own), wide)
+        if by.widens:
             result = _like(space, chunk.part(begin, own), dtype)
+        out = chunk if may_write else _like(space, chunk, dtype) if gathers else None
         yield
-        own = stripe.count if levels.on_rail else 0
-        if down is not None and one_rail:
-            down(None, source, source.count, 0)
-        elif down is not None:
+        if down is not None:
             down(source, stripe, Blocks(counts, [own] * n))
         yield
-        gathered: Extent = source.count if one_rail else Blocks([own] * n, counts)
         if along is not None and own:
-            then = None if up is None or not gathers else (up, gathered)
-            levels.run_rail(along, None, stripe, home, then)
+            levels.run_rail(
+                along, None, stripe, home, None if up is None or not gathers else (up, gathered)
+            )
         yield
-
-        def finish() -> None:
-            if own:
-                by.finish(stripe, result)
-
         if out is not None and up is None:
-            finish()
-        elif out is not None and up is not None and one_rail:
-            up(None, out, gathered, 0, finish)
+            by.finish(stripe, out)
         elif out is not None and up is not None:
-            up(result, out, gathered, 0, finish)
+            up(result, out, gathered, 0, partial(by.finish, stripe, result))
 
     return step, work
 
@@ -395,35 +378,33 @@ def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
     """Broadcast in the root's node, then stripes along the rails; gather in the other nodes."""
     dtype = kind.dtype
     assert dtype is not None
-    inside, one_rail, n = levels.inside, levels.rails == 1, len(levels.here)
-    spread = last = along = None
+    inside, n = levels.inside, len(levels.here)
+    spread = up = along = None
     if inside is not None:
         spread = Step(inside, "broadcast", None, dtype)
-        last = spread if one_rail else Step(inside, "all_gather", None, dtype)
+        up = Step(inside, "all_gather", None, dtype)
     if levels.along is not None:
         along = Step(levels.along, "broadcast", None, dtype)
     step = max(1, CHUNK // dtype.itemsize // LINE * LINE)
 
     def work(send: None, recv: DeviceView, root: int, start: int, count: int) -> Iterator[None]:
         home, place = levels.places[root]
-        at_home = levels.place.node == home
         chunk = recv.part(start, count)
         begin, own, counts = levels.shares(count, dtype.itemsize)
-        stripe = chunk.part(begin, own)
-        if not (at_home or one_rail):
+        stripe, gathered = chunk.part(begin, own), Blocks([own] * n, counts)
+        gathers = up is not None and levels.place.node != home
+        if gathers:
             stripe = _like(space, stripe, dtype)
         yield
-        if at_home and spread is not None:
-            spread(None, chunk, chunk.count, place)
+        if spread is not None and levels.place.node == home:
+            spread(None, chunk, count, place)
         yield
-        own = stripe.count if levels.on_rail else 0
-        gathered: Extent = chunk.count if one_rail else Blocks([own] * n, counts)
         if along is not None and own:
-            then = None if last is None or at_home else (last, gathered)
+            then = (up, gathered) if up is not None and gathers else None
             levels.run_rail(along, None, stripe, home, then)
         yield
-        if last is not None and not at_home:
-            last(None if one_rail else stripe, chunk, gathered, 0)
+        if up is not None and gathers:
+            up(stripe, chunk, gathered)
 
     return step, work
 

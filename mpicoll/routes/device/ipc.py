@@ -36,7 +36,6 @@ from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.checks import reads, writes
 from mpicoll.core.plan import Blocks, CallKind, Extent, Run
-from mpicoll.core.reproducible import ORDER
 from mpicoll.core.signature import describe, encode_task
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.cuda.runtime import HANDLE_BYTES, Allocation, Memory
@@ -44,6 +43,7 @@ from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import DistBackendError
 from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.kernels.reduction import find_loop
+from mpicoll.routes.device import direct
 from mpicoll.routes.device.jobs import RECV, SEND, Job, Part, jobs_of
 from mpicoll.routes.device.mappings import BLOCK, Mappings, open_memory
 from mpicoll.routes.device.space import DeviceSpace
@@ -57,17 +57,7 @@ from mpicoll.routes.device.state import (
     signature_of,
     timed_barrier,
 )
-from mpicoll.routes.route import (
-    EXCHANGES,
-    MOVES,
-    PREFIXES,
-    REDUCTIONS,
-    Needs,
-    Policy,
-    Route,
-    Serves,
-    has_loop,
-)  # fmt: skip
+from mpicoll.routes.route import Needs, Policy, Route
 from mpicoll.routes.transfers import misfit
 
 if TYPE_CHECKING:
@@ -435,13 +425,7 @@ def _share(whole: Job, rank: int, n: int) -> Job:
 ROUTE = Route(
     __name__,
     "the arrays of the ranks of a node, mapped by CUDA IPC",
-    Serves(
-        (*MOVES, *REDUCTIONS, *PREFIXES, *EXCHANGES),
-        combines=has_loop,
-        reproducible=(ORDER,),
-        premultiplies=True,
-        uneven=("all_gather", "reduce_scatter", *EXCHANGES),
-    ),
+    direct.ROUTE.serves,
     MappedArrays.build,
     Needs("node", "all ranks on one node, and CUDA IPC between them", Capabilities.lacks_gpu),
     Policy(host_waits_for="for the other ranks' hosts, twice, and not for the device"),

@@ -116,7 +116,9 @@ class Peers(RouteState):
         Raises the group's error if kernels have ended without a result, and UnsupportedError in a
         capture if the kernel is not compiled yet.
         """
-        self.check()
+        failure = self.find_failure()
+        if failure is not None:
+            raise failure
         whole = self.group.whole or self.group
         context, limit = self.context, _nanoseconds(whole.timeout)
         if limit != self._peers.limit:
@@ -132,11 +134,6 @@ class Peers(RouteState):
         self._captured = self._captured or context.captured
 
     # ---- Kernels that end without a result -------------------------------------------------------
-
-    def check(self) -> None:
-        failure = self.find_failure()
-        if failure is not None:
-            raise failure
 
     def find_failure(self, wait: bool = False) -> DistBackendError | None:
         whole, ranks = self.group.whole or self.group, self.group.ranks
@@ -156,12 +153,13 @@ class Peers(RouteState):
         if why in (LATE, DIFFERS) and call in self._calls:
             name = f"{describe(*self._calls[call])}, on rank {ranks[self.me]} of {name}"
         limit = whole.timeout
+        said = self._board[rank, _WORDS:].tobytes().rstrip(b"\0").decode(errors="replace")
         words = {
             LATE: f"timed out: rank {ranks[rank]}'s GPU has waited {limit} s for rank "
             f"{ranks[other]}'s",
             DIFFERS: f"collective mismatch: ranks {ranks[other]} and {ranks[rank]} made different "
             "calls",
-        }.get(why) or self._said(rank)
+        }.get(why, said or f"rank {ranks[rank]} has failed")
         return _ERRORS[why](
             f"{name}: {words}. Results of this call and later ones may be incomplete on all ranks; "
             "destroy the group and create a new one"
@@ -184,10 +182,6 @@ class Peers(RouteState):
             said = words.encode()[: self._board.shape[1] - _WORDS]
             self._board[self.me, _WORDS : _WORDS + len(said)] = np.frombuffer(said, np.uint8)
             self._failure[0] = Failure(0, why, self.me, 0).pack()
-
-    def _said(self, rank: int) -> str:
-        said = self._board[rank, _WORDS:].tobytes().rstrip(b"\0").decode(errors="replace")
-        return said or f"rank {self.group.ranks[rank]} has failed"
 
     def notify_failure(self, kind: CallKind, error: Exception) -> None:
         """End the other ranks' kernels and fail the group: this rank failed before a call."""

@@ -60,7 +60,7 @@ class Agreement:
         self._used: list[int] = []
         if known is not None:
             self.capabilities = tuple(known)
-            self._negotiate(eligibility.eligible_routes(self.capabilities))
+            self._negotiate()
             self._set_names()
             return
         found = capabilities.exchange(group.inner)
@@ -80,21 +80,20 @@ class Agreement:
             # A group of one rank needs no MPI messages and no negotiation.
             self.space, self.names = Alone(context), ("direct", "staged")
             return
-        self._negotiate((forced,) if forced else eligibility.eligible_routes(self.capabilities))
+        self._negotiate()
         self._probe_messages()
         self._set_names()
 
-    def _negotiate(self, wanted: Sequence[str]) -> None:
-        """Negotiate the wanted routes, except routes that need agreements of subgroups. All ranks
-        call.
+    def _negotiate(self) -> None:
+        """Negotiate the routes that need neither a request nor a probe of MPI, nor agreements of
+        subgroups. All ranks call.
         """
-        routes = [route for name, route in registry.DEVICE.items() if name in wanted]
-        routes = [route for route in routes if route.negotiate and not route.policy.on_request]
-        routes = [route for route in routes if route.needs.placement != "nodes"]
-        if routes:
-            eligibility.eligible_routes(self.capabilities, self._forced)  # raises
-        for route in routes:
-            self._negotiate_route(route)
+        for name, route in registry.DEVICE.items():
+            tried = route.negotiate and not route.policy.on_request
+            if not tried or route.needs.placement == "nodes" or self._forced not in (None, name):
+                continue
+            if name in eligibility.eligible_routes(self.capabilities, self._forced):
+                self._negotiate_route(route)
 
     def _negotiate_route(self, route: Route) -> None:
         """Make the group's state for a route, or note why there is none. All ranks call."""
@@ -182,8 +181,9 @@ class Agreement:
 
     def find_failure(self, wait: bool = False) -> DistBackendError | None:
         """See RouteState."""
-        failures = (state.find_failure(wait) for state in self.states.values())
-        return next((failure for failure in failures if failure is not None), None)
+        return next(
+            filter(None, (state.find_failure(wait) for state in self.states.values())), None
+        )
 
     def abort_states(self, alone: bool) -> None:
         """End calls on devices and in parts of the group after it has failed; see RouteState."""

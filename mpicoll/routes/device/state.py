@@ -101,7 +101,7 @@ class RouteState:
 
         wait: first wait until the calls are done.
         """
-        return None
+        return next(filter(None, (part.find_failure(wait) for part in self.parts)), None)
 
     def abort(self, error: DistBackendError, alone: bool) -> None:
         """End calls that wait on devices after the group has failed: this rank's (``alone``) or all

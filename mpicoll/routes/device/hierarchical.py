@@ -47,6 +47,7 @@ from mpicoll.failures.group_failure import fail_all_ranks
 from mpicoll.primitives import by_name
 from mpicoll.routes.device.space import DeviceSpace
 from mpicoll.routes.device.state import (
+    RELEASE_TIMEOUT_S,
     RouteState,
     Unavailable,
     exception_of,
@@ -69,9 +70,6 @@ MIN_BYTES = 256 * 1024
 CHUNK = 64 * 1024 * 1024
 #: Alignment of stripes in bytes.
 LINE = 256
-
-#: Seconds to wait for the other ranks to free their state when negotiation fails.
-_CLOSE_TIMEOUT_S = 5.0
 
 
 class Step:
@@ -138,7 +136,7 @@ class Levels(RouteState):
         try:
             on_all_ranks(self.group, "", lambda: self._map_inside(agreement))
         except Unavailable:
-            self.close(_CLOSE_TIMEOUT_S)
+            self.close(RELEASE_TIMEOUT_S)
             raise
         if self.on_rail:
             rail = [ranks[self.place.place] for ranks in self.nodes]
@@ -176,7 +174,7 @@ class Levels(RouteState):
         return starts[place] if self.on_rail else 0, counts[place], counts
 
     def serves(self, kind: CallKind) -> bool:
-        return self.even or kind.primitive.name not in _NEED_RAILS
+        return self.even or not (kind.primitive.many_in or kind.primitive.many_out)
 
     def bind(self, kind: CallKind, space: DeviceSpace) -> Run:
         step, work = _BUILDERS[kind.primitive.name](self, kind, space)
@@ -329,17 +327,18 @@ def _like(space: DeviceSpace, view: DeviceView, dtype: DType) -> DeviceView:
     return made
 
 
+def _step(part: Agreement | None, name: str, op: ReduceOp | None, dtype: DType) -> Step | None:
+    return None if part is None else Step(part, name, op, dtype)
+
+
 def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
     primitive, group, _, dtype = kind
     assert dtype is not None
     by, everywhere = _Arithmetic(kind, space), not primitive.root
-    wide, inside, n = by.wide, levels.inside, len(levels.here)
-    down = up = along = None
-    if inside is not None:
-        down = Step(inside, "reduce_scatter", by.op, wide)
-        up = Step(inside, "all_gather", None, dtype)
-    if levels.along is not None:
-        along = Step(levels.along, primitive.name, by.op, wide)
+    wide, n = by.wide, len(levels.here)
+    down = _step(levels.inside, "reduce_scatter", by.op, wide)
+    along = _step(levels.along, primitive.name, by.op, wide)
+    up = _step(levels.inside, "all_gather", None, dtype)
     step = max(1, CHUNK // wide.itemsize // LINE * LINE)
 
     def work(send: None, recv: DeviceView, root: int, start: int, count: int) -> Iterator[None]:
@@ -378,13 +377,10 @@ def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
     """Broadcast in the root's node, then stripes along the rails; gather in the other nodes."""
     dtype = kind.dtype
     assert dtype is not None
-    inside, n = levels.inside, len(levels.here)
-    spread = up = along = None
-    if inside is not None:
-        spread = Step(inside, "broadcast", None, dtype)
-        up = Step(inside, "all_gather", None, dtype)
-    if levels.along is not None:
-        along = Step(levels.along, "broadcast", None, dtype)
+    n = len(levels.here)
+    spread = _step(levels.inside, "broadcast", None, dtype)
+    along = _step(levels.along, "broadcast", None, dtype)
+    up = _step(levels.inside, "all_gather", None, dtype)
     step = max(1, CHUNK // dtype.itemsize // LINE * LINE)
 
     def work(send: None, recv: DeviceView, root: int, start: int, count: int) -> Iterator[None]:
@@ -503,8 +499,6 @@ _BUILDERS: dict[str, Callable[[Levels, CallKind, DeviceSpace], _Chunks]] = {
     "all_gather": _all_gather,
     "all_gather_single": _all_gather,
 }
-#: Operations that need all ranks on rails.
-_NEED_RAILS = ("reduce_scatter", "reduce_scatter_single", "all_gather", "all_gather_single")
 
 ROUTE = Route(
     __name__,

@@ -52,7 +52,6 @@ _DTYPES = {
     "int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5, "float16": 6,
     "float32": 7, "float64": 8, "bfloat16": 9,
 }  # fmt: skip
-_BYTE = _DTYPES["uint8"]
 #: ncclInProgress (ncclResult_t).
 _IN_PROGRESS = 7
 
@@ -250,7 +249,7 @@ def _combines(op: ReduceOp, dtype: DType) -> bool:
 
 def _unit(nbytes: int) -> tuple[int, int]:
     """Return NCCL's dtype for moving ``nbytes`` bytes, and its size; CuPy's counts are C ints."""
-    return (_BYTE, 1) if nbytes % 8 else (_DTYPES["uint64"], 8)
+    return (_DTYPES["uint8"], 1) if nbytes % 8 else (_DTYPES["uint64"], 8)
 
 
 def _cut(view: DeviceView, counts: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -287,9 +286,8 @@ def _exchange(
 def _broadcast(
     nccl: Nccl, kind: CallKind, send: None, recv: DeviceView, extent: Extent, root: int
 ) -> None:
-    moved, unit = _unit(recv.nbytes)
-    count, at = recv.nbytes // unit, recv.address
-    nccl.comm.broadcast(at, at, count, moved, root, nccl.context.work)
+    (moved, unit), at = _unit(recv.nbytes), recv.address
+    nccl.comm.broadcast(at, at, recv.nbytes // unit, moved, root, nccl.context.work)
 
 
 def _all_gather(
@@ -300,8 +298,8 @@ def _all_gather(
         _exchange(nccl, kind, send, recv, extent, root)
         return
     moved, unit = _unit(send.nbytes)
-    count = send.nbytes // unit
-    nccl.comm.allGather(send.address, recv.address, count, moved, nccl.context.work)
+    count, stream = send.nbytes // unit, nccl.context.work
+    nccl.comm.allGather(send.address, recv.address, count, moved, stream)
 
 
 # --- reductions ---------------------------------------------------------------------------------
@@ -312,18 +310,15 @@ def _constants(kind: CallKind) -> tuple[int, int]:
     return _DTYPES[kind.dtype.name], _OPERATIONS[kind.op.name]
 
 
-def _all_reduce(
-    nccl: Nccl, kind: CallKind, send: None, recv: DeviceView, count: int, root: int
-) -> None:
-    address, numbers = recv.address, _constants(kind)
-    nccl.comm.allReduce(address, address, count, *numbers, nccl.context.work)
-
-
 def _reduce(
     nccl: Nccl, kind: CallKind, send: None, recv: DeviceView, count: int, root: int
 ) -> None:
-    address, numbers = recv.address, _constants(kind)
-    nccl.comm.reduce(address, address, count, *numbers, root, nccl.context.work)
+    """Run all_reduce or reduce."""
+    both, numbers, stream = (recv.address, recv.address), _constants(kind), nccl.context.work
+    if kind.primitive.root:
+        nccl.comm.reduce(*both, count, *numbers, root, stream)
+    else:
+        nccl.comm.allReduce(*both, count, *numbers, stream)
 
 
 def _reduce_scatter(
@@ -347,7 +342,7 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
     "scatter": _exchange,
     "all_to_all": _exchange,
     "all_to_all_single": _exchange,
-    "all_reduce": _all_reduce,
+    "all_reduce": _reduce,
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
     "reduce_scatter_single": _reduce_scatter,

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Agreement", "DeviceImplementation", "agree"]
 
-#: Values of MPICOLL_DEVICE_ROUTE with which calls may pass device memory to MPI.
-_BY_MPI = None, "direct", "hierarchical"
-
 
 class Agreement:
     """The device routes that the ranks of a group have agreed on.
@@ -106,7 +103,7 @@ class Agreement:
     def _probe_messages(self) -> None:
         """Probe what MPI does with device memory, if a route needs it. All ranks call."""
         why = f"not tried, because {self._forced or ipc.ROUTE.name} serves all calls"
-        if ipc.ROUTE.name in self.states or self._forced not in _BY_MPI:
+        if ipc.ROUTE.name in self.states or self._forced not in (None, "direct", "hierarchical"):
             self.capabilities = [replace(own, cuda=False, why=why) for own in self.capabilities]
             return
         context, inner = self.context, self.group.inner
@@ -227,14 +224,9 @@ _abandoned: list[Agreement] = []
 
 
 class _Candidate(NamedTuple):
-    """An implementation and its route.
-
-    min_bytes: minimum size of a call in bytes.
-    """
-
     implementation: Implementation
     route: Route
-    min_bytes: int
+    min_bytes: int  # minimum size of a call
 
 
 class DeviceImplementation(Implementation):

@@ -27,7 +27,6 @@ from the bits of other routes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -132,7 +131,6 @@ class Levels(RouteState):
         self.even = self.rails == max(map(len, self.nodes))
         self.inside: Agreement | None = None
         self.along: Agreement | None = None
-        self._met = -1  # call number of the latest comparison
         try:
             on_all_ranks(self.group, "", lambda: self._map_inside(agreement))
         except Unavailable:
@@ -185,8 +183,8 @@ class Levels(RouteState):
         return run
 
     def compare(self, signature: int, number: int, failure: Exception | None) -> None:
-        """Synchronize all ranks. Raises on all of them if their calls differ or one failed."""
-        self._met = self.group.sequence
+        """Synchronize all ranks; see RouteState."""
+        self.met = self.group.sequence
         mine = np.array([failure is None, signature, -signature, number, -number], np.int64)
         least = np.empty_like(mine)
         self.group.tested.Allreduce(mine, least, MPI.MIN)
@@ -195,11 +193,6 @@ class Levels(RouteState):
         if least[1] != -least[2] or least[3] != -least[4]:
             words = control_messages.allgather(self.group.tested, describe(signature, number), str)
             raise self.mismatch(signature, words)
-
-    def notify_failure(self, kind: CallKind, error: Exception) -> None:
-        if self._met != self.group.sequence:
-            with suppress(type(error)):
-                self.compare(signature_of(kind, 0, 0)[0], 0, error)
 
     def run_rail(
         self,

@@ -26,7 +26,6 @@ overwrite the memory, or free it in stream order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -84,19 +83,16 @@ READY, DONE = range(2)
 
 
 class MappedArrays(RouteState):
-    """The mapped memory and the events of a group's ranks.
-
-    shares_gpu: all ranks use one GPU.
-    """
+    """The mapped memory and the events of a group's ranks."""
 
     def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
+        #: Whether all ranks use one GPU.
         self.shares_gpu = len({own.used for own in agreement.capabilities}) == 1
         #: By READY or DONE, then rank: this rank's event and the opened events of the other ranks.
         self._events: list[list[Any]] = [[None] * self.n for _ in (READY, DONE)]
         self._words: Any = None  # shared host memory, by half and rank
         self._turn = 0  # number of exchanges; they alternate between the halves
-        self._met = -1  # call number of the latest exchange
         self._own = np.zeros(_SIZES + 2 * self.n, np.int64)
         self._rows = np.zeros((self.n, len(self._own)), np.int64)
         self._handles: dict[Allocation, bytes] = {}
@@ -191,21 +187,20 @@ class MappedArrays(RouteState):
         """Run a call. Views that cannot be exported are replaced by copies."""
         signature, workers = signature_of(kind, extent, root), self._workers(kind, root)
         failure = exception_of(partial(self._get_ready, kind, views, extent, root))
-        self._exchange(*signature, failure)
+        self.compare(*signature, failure)
         self._compare_sizes(kind)
         if self.me in workers:
             failure = exception_of(partial(self._work, kind, views, extent, root))
         try:
-            self._exchange(*signature, failure)
+            self.compare(*signature, failure)
         finally:  # after a failure, enqueued work still runs
             if self._shown:
                 self._wait_for(set(workers) - {self.me}, DONE)
 
-    def _exchange(self, kind: int, number: int, failure: Exception | None) -> None:
-        """Exchange words. Raises on all ranks if their calls differ or one of them has failed."""
-        mine = self._own
-        mine[:_HEAD] = kind, number, self.group.sequence, failure is not None
-        self._met = self.group.sequence
+    def compare(self, signature: int, number: int, failure: Exception | None) -> None:
+        """Exchange words; see RouteState."""
+        mine, self.met = self._own, self.group.sequence
+        mine[:_HEAD] = signature, number, self.met, failure is not None
         if self.group.agree is None or self._words is None:
             self.group.inner.Allgather(mine, self._rows)
         else:  # faster than MPI
@@ -216,14 +211,9 @@ class MappedArrays(RouteState):
         self._turn += 1
         heads = self._rows[:, :_HEAD]
         if heads[:, FAILED].any():
-            raise failure or self.failed_elsewhere(kind)
+            raise failure or self.failed_elsewhere(signature)
         if (heads != mine[:_HEAD]).any():
-            raise self.mismatch(kind, (describe(*head[:2]) for head in heads.tolist()))
-
-    def notify_failure(self, kind: CallKind, error: Exception) -> None:
-        if self._met != self.group.sequence:
-            with suppress(type(error)):
-                self._exchange(signature_of(kind, 0, 0)[0], 0, error)
+            raise self.mismatch(signature, (describe(*head[:2]) for head in heads.tolist()))
 
     def _get_ready(
         self, kind: CallKind, views: list[DeviceView | None], extent: Extent, root: int

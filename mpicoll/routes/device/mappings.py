@@ -100,9 +100,7 @@ class Mappings:
         self._retired.append((self._context.record(), memory))
 
     def close_retired(self, moment: float = 0.0) -> None:
-        """Close the retired memory that the stream no longer uses, waiting until ``moment``
-        (monotonic).
-        """
+        """Close retired memory that the stream no longer uses; wait until a monotonic time."""
         while self._retired and poll_until(
             partial(self._context.runtime.is_done, self._retired[0][0]), moment
         ):

@@ -123,12 +123,8 @@ class Agreement:
                 f"{eligibility.FORCED}={forced}: {self.missing[forced]}; unset it"
             )
         requested = [name for name in self.states if registry.DEVICE[name].policy.on_request]
-        self.names = tuple(
-            name
-            for name in (*(() if forced else requested), *eligible)
-            if name not in self.missing
-            and (not registry.DEVICE[name].negotiate or name in self.states)
-        )
+        best_first = (*(() if forced else requested), *eligible)
+        self.names = tuple(name for name in best_first if name not in self.missing)
         if any(state.can_fail_on_device for state in self.states.values()):
             self.group.device_error = self.find_failure
 
@@ -178,9 +174,8 @@ class Agreement:
 
     def find_failure(self, wait: bool = False) -> DistBackendError | None:
         """See RouteState."""
-        return next(
-            filter(None, (state.find_failure(wait) for state in self.states.values())), None
-        )
+        failures = (state.find_failure(wait) for state in self.states.values())
+        return next(filter(None, failures), None)
 
     def abort_states(self, alone: bool) -> None:
         """End calls on devices and in parts of the group after it has failed; see RouteState."""
@@ -199,9 +194,7 @@ class Agreement:
         self.abort_states(alone=True)
 
     def close(self, limit: float) -> None:
-        """Close the routes' states; wait at most ``limit`` seconds for other ranks. All ranks
-        call.
-        """
+        """Close the routes' states; see RouteState. All ranks call."""
         for state in self.states.values():
             state.close(limit)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -61,6 +62,7 @@ class RouteState:
     def __init__(self, agreement: Agreement) -> None:
         self.group, self.context = agreement.group, agreement.context
         self.n, self.me = self.group.size(), self.group.rank()
+        self.met = -1
 
     @classmethod
     def build(cls, kind: CallKind, agreement: Agreement) -> Implementation | None:
@@ -92,9 +94,18 @@ class RouteState:
         """Return the agreements of this rank's subgroups."""
         return ()
 
+    def compare(self, signature: int, number: int, failure: Exception | None) -> None:
+        """Compare the calls of all ranks. Raises on all if they differ or one of them has failed.
+
+        Sets ``met``, the call number of the latest comparison.
+        """
+        raise NotImplementedError
+
     def notify_failure(self, kind: CallKind, error: Exception) -> None:
         """Notify the other ranks, unless they know, that this rank failed before a call."""
-        raise NotImplementedError
+        if self.met != self.group.sequence:
+            with suppress(type(error)):
+                self.compare(signature_of(kind, 0, 0)[0], 0, error)
 
     def find_failure(self, wait: bool = False) -> DistBackendError | None:
         """Return why calls ended on devices without a result; None if none did, as far as is known.

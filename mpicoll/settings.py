@@ -107,7 +107,7 @@ REPRODUCIBLE = _one_of(
     "MPICOLL_REPRODUCIBLE", ("order", "exact"),
     "on all ranks: the level of the default group, see reproducibility.md",
 )  # fmt: skip
-#: The values name the modules of routes/device, best first: routes/registry.py loads them.
+#: The values name the device routes of routes/registry.py, best first.
 DEVICE_ROUTE = _one_of(
     "MPICOLL_DEVICE_ROUTE", (
         "peer", "hierarchical", "ipc", "direct", "staged", "nccl",

@@ -324,7 +324,7 @@ def test_arrays_are_kept_while_the_device_uses_them(n, how):
     """After a wait in the stream of the call they may be freed, because stream order protects their
     memory. Otherwise they are kept until the device has finished. The host does not wait.
     """
-    count, owner = 1000, Owner(4000)
+    count, owner, other = 1000, Owner(4000), cupy.ones(1, cupy.float32)
     memory = cupy.cuda.UnownedMemory(owner.memory.ptr, 4 * count, owner)
     array = cupy.ndarray((count,), cupy.float32, cupy.cuda.MemoryPointer(memory, 0))
     kept = weakref.ref(owner)
@@ -336,11 +336,13 @@ def test_arrays_are_kept_while_the_device_uses_them(n, how):
         held = owner.memory  # freeing it waits for the device
         work.wait()
     del array, memory, owner, work
+    for _ in range(2):  # releases only the arrays of finished calls
+        dist.all_reduce(other)
     gc.collect()
     assert (kept() is None) == (how == "waited for")
     cupy.cuda.Device().synchronize()
-    for _ in range(2):  # releases the arrays of finished calls
-        dist.all_reduce(cupy.ones(1, cupy.float32))
+    for _ in range(2):
+        dist.all_reduce(other)
     gc.collect()
     assert kept() is None
     held = None  # noqa: F841

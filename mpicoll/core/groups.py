@@ -82,8 +82,8 @@ class ProcessGroup(Calls):
     ) -> None:
         from mpi4py import MPI
 
-        kept = int(settings.RECORD_LENGTH.value() or 2000)  # as in torch
-        super().__init__(threading.Lock(), kept)
+        self.history_length = int(settings.RECORD_LENGTH.value() or 2000)  # as in torch
+        super().__init__(threading.Lock(), self.history_length)
         for one in (inner, messages):
             return_errors(one)
         if is_serialized() or settings.TESTED_CALLS.is_set_to("1"):
@@ -121,7 +121,6 @@ class ProcessGroup(Calls):
         self.unmet: list[tuple[int, int, int]] = []
         self.stride = 1
 
-        self.message_history: deque[list[Any]] = deque(maxlen=kept)
         self.in_flight: set[Any] = set()  # incomplete messages of the user
         self.held_back: deque[Any] = deque()  # messages to send, in order, until the first is due
         #: Tag of status messages. Object messages have the next one, the user's have lower ones.

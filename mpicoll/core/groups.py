@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpicoll import communicators, settings
 from mpicoll.core import reproducible as levels
 from mpicoll.core.indices import check_index
-from mpicoll.core.observers import observers
 from mpicoll.core.progress import Worker
 from mpicoll.core.resources import Resources
 from mpicoll.errors import (
@@ -52,6 +51,12 @@ class RunningTask(NamedTuple):
 
 
 NO_TASK = RunningTask("", 0, False)
+
+
+#: Functions of higher packages. Called with a group when it is OPEN, before its first call, and
+#: when it is CLOSED, maybe in a forked child.
+on_open: list[Callable[[ProcessGroup], None]] = []
+on_close: list[Callable[[ProcessGroup], None]] = []
 
 
 class Options(NamedTuple):
@@ -354,8 +359,8 @@ class ProcessGroup(Calls):
         if self.device_error is not None:
             self.device_error = lambda wait: None  # the old function holds device memory
         self.forget_fast_paths()
-        for observer in observers:
-            observer.group_closed(self)
+        for call in on_close:
+            call(self)
 
     def __repr__(self) -> str:
         return (
@@ -536,8 +541,8 @@ def resolve(candidate: object) -> ProcessGroup | None:
 def register(made: ProcessGroup) -> ProcessGroup:
     """Add a new group to the list of open groups."""
     state.groups.append(made)
-    for observer in observers:
-        observer.group_opened(made)
+    for call in on_open:
+        call(made)
     return made
 
 

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpicoll import __version__, private_files, settings
 from mpicoll.core.groups import default_group, state
-from mpicoll.core.observers import Observer, observers
 from mpicoll.core.signature import describe, read_call, with_root
+from mpicoll.core.work import on_timeout
 from mpicoll.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -206,16 +206,12 @@ def _write(why: str, given: str | None = None) -> Path:
         return path
 
 
-class _Recorder(Observer):
-    """Dumps the record when a Work times out."""
-
-    def work_timed_out(self, why: str) -> None:
-        """Dump the record, unless it was dumped just now: works time out one after another."""
-        if time.monotonic() > _last + _QUIET_S:
-            dump(why)
+def _dump_after_work(why: str) -> None:
+    if time.monotonic() > _last + _QUIET_S:  # works time out one after another
+        dump(why)
 
 
-observers.append(_Recorder())
+on_timeout.append(_dump_after_work)
 
 
 class _Record:

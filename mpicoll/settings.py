@@ -145,7 +145,7 @@ INSTALL_AS = Setting(
 
 RECORD_LENGTH = Setting(
     "TORCH_FR_BUFFER_SIZE", (), "a number of calls, 2000 by default",
-    "number of calls, and of messages, that the flight record keeps of each group; 0: no record; "
+    "number of calls that the flight record keeps of each group; 0: no record; "
     "see flight_record.md", form=r"\d+",
 )  # fmt: skip
 RECORD_FILE = Setting(

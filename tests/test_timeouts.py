@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
-from rank_scripts import HUNG, Ended, compiled, job, needs_mpiexec
+from rank_scripts import HUNG, Ended, compiled, job, needs_mpiexec, needs_torch
 
 pytest_plugins = ["whole_jobs"]
-
-needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 
 pytestmark = needs_mpiexec
 

@@ -228,7 +228,8 @@ class Call:
     def _alike(self, row: Primitive, mine: Array, rooted: bool) -> None:
         self.read(row.input, False, mine)
         if self.terms:
-            self.written(row.output, False, self.result())
+            expected = self.result() if row.reduces else Between(self.given(self.terms[0]))
+            self.written(row.output, False, expected)
         else:  # the output must not change
             self.read(row.output, False, oracle.any_bits(self.dtype, self.count, self.me))
 

@@ -28,8 +28,10 @@ from jobs import (
     wait,
     wait_until,
 )
+from mpicoll.machine import format_ranges
 
 OPENMPI = VENDOR == "Open MPI"
+SCRIPTS = sorted(path.name for path in (ROOT / "jobs").glob("*.sbatch"))
 SHORT = ("--epochs", "1", "--target", "0")
 HELLO = (sys.executable, "-m", "mpicoll", "hello")
 ALL = (f"--nodes={NODES}", "--ntasks-per-node=2", "--kill-on-bad-exit=1")
@@ -67,6 +69,13 @@ def assert_one_world(out: str) -> None:
     hosts = re.findall(r"^rank \d+ on (\S+):", out, re.MULTILINE)
     assert len(hosts) == RANKS and len(set(hosts)) == NODES, out
     assert "is reached" in out, out
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_sbatch_accepts_the_script(script: str) -> None:
+    command = ["sbatch", "--test-only", f"--nodes={NODES}", ROOT / "jobs" / script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "to start at" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("launch", ["mpirun", f"srun:{MPI}"])
@@ -128,10 +137,41 @@ def test_run_executes_a_script_for_torchrun(launch: str, tmp_path: Path) -> None
     assert lines == [f"{rank} {rank % 2} {RANKS} 2 {total} mpicoll" for rank in range(RANKS)], out
 
 
+@needs_torch
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [("train_digits_ddp", "DDP over mpicoll"), ("train_digits_horovod", "Horovod's API")],
+)
+def test_torch_jobs(job: str, words: str, folder: Path) -> None:
+    variables = {"LAUNCH": f"srun:{MPI}", "JOB": job}
+    out = completed(submit("digits.sbatch", folder, *SHORT, **variables), folder)
+    assert f"on {RANKS} ranks, {words}" in out
+
+
 def test_mpirun_with_mpi_default_pmix(folder: Path) -> None:
     """MPICH's mpirun starts its proxies by srun, which uses PMIx by default."""
     variables = {"LAUNCH": "mpirun", "SLURM_MPI_TYPE": "pmix"}
     assert_one_world(completed(submit("digits.sbatch", folder, *SHORT, **variables), folder))
+
+
+def test_placement_of_ranks_is_printed(folder: Path) -> None:
+    out = completed(submit("digits_nodes.sbatch", folder, *SHORT), folder)
+    assert_one_world(out)
+    line = r"^rank \d of \d on (\S+), local rank (\d) of 2, on processors (\S+) of (\d+), "
+    shown = re.findall(line, out, re.M)
+    assert len({each[:2] for each in shown}) == len(shown) == RANKS, out
+    # Without a task plug-in, Slurm does not bind ranks.
+    every = format_ranges(os.sched_getaffinity(0))
+    assert {each[2:] for each in shown} == {(every, str(os.cpu_count()))}, out
+
+
+def test_array_elements_are_separate_worlds(folder: Path) -> None:
+    """Each element has a different seed."""
+    job = submit("digits_array.sbatch", folder, *SHORT, options=("--array=1-2",))
+    out = completed(job, folder)
+    losses = re.findall(r"^epoch +1 +loss (\S+)", out, re.M)
+    assert len(losses) == 2 and losses[0] != losses[1], out
+    assert out.count(f"digits on {RANKS} ranks") == 2, out
 
 
 @pytest.mark.parametrize("script", ["digits.pbs", "digits.lsf"])
@@ -165,6 +205,25 @@ def test_pbs_and_lsf_scripts_start_ranks_on_other_nodes(script: str, folder: Pat
     assert f"node{NODES}" in log.read_text().split()
 
 
+def test_bind_gpu_uses_the_local_rank() -> None:
+    code, out = srun(
+        *ALL, "--mpi=none", ROOT / "jobs" / "bind_gpu.sh", "sh", "-c",
+        "echo $SLURM_LOCALID $CUDA_VISIBLE_DEVICES", CUDA_VISIBLE_DEVICES="4,7",
+    )  # fmt: skip
+    assert code == 0 and sorted(out.splitlines()) == sorted(["0 4", "1 7"] * NODES), out
+
+
+@pytest.mark.skipif(OPENMPI, reason="Open MPI has as many slots as the step has tasks: one")
+def test_mpirun_inside_a_step() -> None:
+    """With --overlap, the inner srun of MPICH's mpirun may share the processors of the step."""
+    mpirun = Path(sys.executable).with_name("mpirun")
+    code, out = srun(
+        "--nodes=1", "--ntasks=1", "--cpus-per-task=2", "--mpi=none", mpirun, "-n", "2", *HELLO,
+        SLURM_OVERLAP="1",
+    )  # fmt: skip
+    assert code == 0 and "rank 1 of 2" in out, out
+
+
 # --- errors -------------------------------------------------------------------------------------
 
 
@@ -193,6 +252,16 @@ def test_fault_of_a_rank_on_another_node(fault: str) -> None:
         env=environment(), stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
+
+
+def test_failed_rank_ends_the_step() -> None:
+    program = (
+        "import mpicoll as dist; dist.init_process_group(); dist.barrier()\n"
+        "if dist.get_rank() == 1: raise SystemExit('enough')\n"
+        "dist.barrier()"
+    )
+    code, out = srun(*ALL, f"--mpi={MPI}", sys.executable, "-c", program)
+    assert code != 0 and "enough" in out, out
 
 
 CALLS = """

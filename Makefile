@@ -24,7 +24,7 @@ TORCH = torch==2.13.0
 ARGS =
 
 # For the tests on a GPU: CUDA's major version, 12 or 13, and the folder of an MPI that takes device
-# memory, if there is one (tests/gpu/build_openmpi.sh builds one).
+# memory, if there is one.
 CUDA = 13
 CUDA_MPI =
 
@@ -107,7 +107,7 @@ test-nightly:  ## test-clients, test-torch-latest, PyTorch's own tests on 2 rank
 	$(MAKE) --no-print-directory test-clients
 	$(MAKE) --no-print-directory test-torch-latest
 	$(MAKE) --no-print-directory test-torch-suite \
-	    ARGS='--backend mpicoll mpi --world-size 2 --record --jobs 2'
+	    ARGS='--backend mpicoll mpi --world-size 2 --jobs 2'
 	$(MAKE) --no-print-directory chaos ARGS='--launcher torchrun --chosen --at-a-time 3'
 
 # Without a GPU they say so, and nothing is installed.
@@ -154,13 +154,12 @@ test-docs: environment $(VENV)/.docs  ## the pages: their code on two ranks, the
 	    $(VENV)/bin/python -m pytest -q tests/test_pages.py tests/test_project.py $(ARGS)
 
 # With the system's Chromium.
-test-site: docs  ## the site in a browser, in a wide window and a narrow one; ARGS='--pictures FOLDER'
+test-site: docs  ## the site in a browser, in a wide window and a narrow one
 	$(PIP) playwright
 	$(VENV)/bin/python tests/site/browse.py $(ARGS)
 
 # Their newest versions, beside a torch that they are not to replace.
 CLIENTS := accelerate transformers lightning deepspeed 'ray[train]' torchmetrics pyspark distributed
-CLIENTS += cachier scikit-learn cloudpickle  # for torchmetrics' own tests
 test-clients:  ## scripts of libraries that people run, such as Lightning, and Ray, Spark and Dask, newest versions
 	@test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \

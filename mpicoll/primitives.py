@@ -1,4 +1,4 @@
-"""The table of primitives, one row each.
+"""The table of primitives: one row each, a constant of this module.
 
 A row describes the arrays of a call: which of them are lists, which side the root is on, whether
 elements are reduced. Checks, routes, tests, benchmarks and the documentation read the table.
@@ -7,8 +7,9 @@ elements are reduced. Checks, routes, tests, benchmarks and the documentation re
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
+from itertools import count
 
 __all__ = ["PRIMITIVES", "Layout", "Primitive", "by_name"]
 
@@ -67,8 +68,8 @@ class Primitive:
     aliases: tuple[str, ...] = ()
     combined: Callable[[int, int], range] = lambda rank, n: range(n)
     recorded_as: str = ""
-    code: int = -1
 
+    code: int = field(init=False, default_factory=count().__next__)
     at_output: str = field(init=False)
     at_input: str = field(init=False)
     many_in: bool = field(init=False)
@@ -99,35 +100,40 @@ _nothing, _others, _twice = _shares(0), _shares(1), _shares(2)
 _IN_PLACE, _GATHERED, _SCATTERED, _EXCHANGED, _ALIKE, _EMPTY = Layout
 
 # name, layout, output, input, listed, root, reduces, bus factor, MPI call, aliases
-_TABLE = (
-    Primitive("broadcast", _IN_PLACE, "tensor", "", False, "src", False, _once, "Bcast"),
-    Primitive("all_reduce", _IN_PLACE, "tensor", "", False, "", True, _twice, "Allreduce"),
-    Primitive("reduce", _IN_PLACE, "tensor", "", False, "dst", True, _once, "Reduce"),
-    Primitive("all_gather", _GATHERED, "tensor_list", "tensor", True, "", False, _others,
-              "Allgather"),
-    Primitive("all_gather_single", _GATHERED, "output_tensor", "input_tensor", False, "", False,
-              _others, "Allgather", ("all_gather_into_tensor",)),
-    Primitive("gather", _GATHERED, "gather_list", "tensor", True, "dst", False, _others, "Gather"),
-    Primitive("scatter", _SCATTERED, "tensor", "scatter_list", True, "src", False, _others,
-              "Scatter"),
-    Primitive("reduce_scatter", _SCATTERED, "output", "input_list", True, "", True, _others,
-              "Reduce_scatter_block"),
-    Primitive("reduce_scatter_single", _SCATTERED, "output", "input", False, "", True, _others,
-              "Reduce_scatter_block", ("reduce_scatter_tensor",)),
-    Primitive("all_to_all", _EXCHANGED, "output_tensor_list", "input_tensor_list", True, "", False,
-              _others, "Alltoall"),
-    Primitive("all_to_all_single", _EXCHANGED, "output", "input", False, "", False, _others,
-              "Alltoall"),
-    Primitive("scan", _ALIKE, "output", "input", False, "", True, _once, "Scan",
-              combined=lambda rank, n: range(rank + 1), recorded_as="_reduce_oop"),
-    Primitive("exscan", _ALIKE, "output", "input", False, "", True, _once, "Exscan",
-              combined=lambda rank, n: range(rank), recorded_as="_broadcast_oop"),
-    Primitive("barrier", _EMPTY, "", "", False, "", False, _nothing, "Barrier"),
-)  # fmt: skip
+# fmt: off
+BROADCAST = Primitive("broadcast", _IN_PLACE, "tensor", "", False, "src", False, _once, "Bcast")
+ALL_REDUCE = Primitive("all_reduce", _IN_PLACE, "tensor", "", False, "", True, _twice, "Allreduce")
+REDUCE = Primitive("reduce", _IN_PLACE, "tensor", "", False, "dst", True, _once, "Reduce")
+ALL_GATHER = Primitive(
+    "all_gather", _GATHERED, "tensor_list", "tensor", True, "", False, _others, "Allgather")
+ALL_GATHER_SINGLE = Primitive(
+    "all_gather_single", _GATHERED, "output_tensor", "input_tensor", False, "", False, _others,
+    "Allgather", ("all_gather_into_tensor",))
+GATHER = Primitive(
+    "gather", _GATHERED, "gather_list", "tensor", True, "dst", False, _others, "Gather")
+SCATTER = Primitive(
+    "scatter", _SCATTERED, "tensor", "scatter_list", True, "src", False, _others, "Scatter")
+REDUCE_SCATTER = Primitive(
+    "reduce_scatter", _SCATTERED, "output", "input_list", True, "", True, _others,
+    "Reduce_scatter_block")
+REDUCE_SCATTER_SINGLE = Primitive(
+    "reduce_scatter_single", _SCATTERED, "output", "input", False, "", True, _others,
+    "Reduce_scatter_block", ("reduce_scatter_tensor",))
+ALL_TO_ALL = Primitive(
+    "all_to_all", _EXCHANGED, "output_tensor_list", "input_tensor_list", True, "", False, _others,
+    "Alltoall")
+ALL_TO_ALL_SINGLE = Primitive(
+    "all_to_all_single", _EXCHANGED, "output", "input", False, "", False, _others, "Alltoall")
+SCAN = Primitive(
+    "scan", _ALIKE, "output", "input", False, "", True, _once, "Scan",
+    combined=lambda rank, n: range(rank + 1), recorded_as="_reduce_oop")
+EXSCAN = Primitive(
+    "exscan", _ALIKE, "output", "input", False, "", True, _once, "Exscan",
+    combined=lambda rank, n: range(rank), recorded_as="_broadcast_oop")
+BARRIER = Primitive("barrier", _EMPTY, "", "", False, "", False, _nothing, "Barrier")
+# fmt: on
 
-PRIMITIVES: tuple[Primitive, ...] = tuple(
-    replace(row, code=code) for code, row in enumerate(_TABLE)
-)
+PRIMITIVES = tuple(row for row in [*globals().values()] if isinstance(row, Primitive))
 by_name: dict[str, Primitive] = {
     name: row for row in PRIMITIVES for name in (row.name, *row.aliases)
 }

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from mpicoll.errors import ArgumentError
 
 __all__ = [
-    "ALLOW_SINGLETON", "CALLS", "CUDA_AWARE", "DEBUG", "DEVICE_ROUTE", "INSTALL_AS", "KERNELS",
-    "RECORD_FILE", "RECORD_LENGTH", "REPORT_AFTER", "REPRODUCIBLE", "SECRET", "SETTINGS",
+    "ALLOW_SINGLETON", "CALLS", "CHOOSE", "CUDA_AWARE", "DEBUG", "DEVICE_ROUTE", "INSTALL_AS",
+    "KERNELS", "RECORD_FILE", "RECORD_LENGTH", "REPORT_AFTER", "REPRODUCIBLE", "SECRET", "SETTINGS",
     "SHARED_MEMORY", "SINGLE_COPY", "TABLE", "TESTED_CALLS", "TIMEOUT_GRACE", "TORCH_DEBUG",
     "Setting", "check", "find_problems", "list_set",
 ]  # fmt: skip
@@ -81,6 +81,11 @@ TABLE = Setting(
     "on rank 0: the tuning table that `python -m mpicoll tune` wrote, see tune.md; 0: the "
     "default routes",
 )  # fmt: skip
+CHOOSE = _one_of(
+    "MPICOLL_CHOOSE", ("0", "1", "random"),
+    "on rank 0: 0: calls through shared memory use the default ways; 1: the fastest, which mpicoll "
+    "measures while it runs; random: any, for tests; see performance.md",
+)  # fmt: skip
 SHARED_MEMORY = _one_of(
     "MPICOLL_SHARED_MEMORY", ("0", "1"),
     "0 on any rank: no shared memory between the ranks of a node, only MPI messages",
@@ -102,7 +107,7 @@ REPRODUCIBLE = _one_of(
     "MPICOLL_REPRODUCIBLE", ("order", "exact"),
     "on all ranks: the level of the default group, see reproducibility.md",
 )  # fmt: skip
-#: The values name the modules of routes/device, best first: routes/registry.py loads them.
+#: The values name the device routes of routes/registry.py, best first.
 DEVICE_ROUTE = _one_of(
     "MPICOLL_DEVICE_ROUTE", (
         "peer", "hierarchical", "ipc", "direct", "staged", "nccl",
@@ -140,7 +145,7 @@ INSTALL_AS = Setting(
 
 RECORD_LENGTH = Setting(
     "TORCH_FR_BUFFER_SIZE", (), "a number of calls, 2000 by default",
-    "number of calls, and of messages, that the flight record keeps of each group; 0: no record; "
+    "number of calls that the flight record keeps of each group; 0: no record; "
     "see flight_record.md", form=r"\d+",
 )  # fmt: skip
 RECORD_FILE = Setting(
@@ -157,7 +162,7 @@ REPORT_AFTER = Setting(
 )  # fmt: skip
 
 SETTINGS: tuple[Setting, ...] = (
-    DEBUG, TORCH_DEBUG, TABLE, SHARED_MEMORY, SINGLE_COPY, KERNELS, CALLS, REPRODUCIBLE,
+    DEBUG, TORCH_DEBUG, TABLE, CHOOSE, SHARED_MEMORY, SINGLE_COPY, KERNELS, CALLS, REPRODUCIBLE,
     DEVICE_ROUTE, CUDA_AWARE, SECRET, TESTED_CALLS, TIMEOUT_GRACE, ALLOW_SINGLETON,
     INSTALL_AS, RECORD_LENGTH, RECORD_FILE, REPORT_AFTER,
 )  # fmt: skip

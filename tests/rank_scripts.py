@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -22,8 +23,10 @@ from whole_jobs import ENVIRONMENT, HUNG, MPIEXEC, compiled, made_by, needs_mpie
 
 __all__ = [
     "HUNG", "LIMIT", "MPIEXEC", "WAITING", "Ended", "Job", "compiled", "job", "needs_mpiexec",
-    "run", "run_once",
+    "needs_torch", "run", "run_once",
 ]  # fmt: skip
+
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 
 #: Seconds after which a job counts as hanging. Most take two.
 LIMIT = 25
@@ -53,12 +56,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of a job: mpiexec's exit code, its output, and its duration."""
+    """Result of a job: mpiexec's exit code, its output, its duration, and its folder."""
 
     code: int
     out: str
     err: str
     seconds: float
+    folder: Path
 
     @property
     def lines(self) -> list[str]:
@@ -122,7 +126,7 @@ def run_once(task: Job, parameters: dict[str, Any], folder: Path) -> Ended:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return Ended(process.returncode, out, err, time.monotonic() - start)
+    return Ended(process.returncode, out, err, time.monotonic() - start, folder)
 
 
 def send_interrupt(task: Job, process: subprocess.Popen[str], folder: Path) -> None:

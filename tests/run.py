@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -90,9 +89,6 @@ ENVIRONMENT = {
     # Ignore the user's tuning tables.
     "MPICOLL_TABLE": "0",
 }
-
-#: Lines of faulthandler about the frames outside the test.
-FRAME_OF_PYTEST = re.compile(r'  File ".*(/_pytest/|/pluggy/|/mpi4py/|<frozen runpy>|tests/rank)')
 
 #: Prints the versions that a launch runs with, the MPI library last.
 VERSIONS = """
@@ -230,7 +226,6 @@ class Launch:
         for name, limit in limits.items():
             path = self.logs / name
             lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-            lines = [line for line in lines if not FRAME_OF_PYTEST.match(line)]
             if lines:
                 print(f"---- {self.name.strip()}: {path.relative_to(ROOT)}")
                 print("\n".join(lines[-limit:]))
@@ -269,8 +264,6 @@ def plan_launches(
         chosen = (QUICK if arguments.quick else FULL)._replace(settings=chosen.settings)
     if arguments.ranks:
         chosen = Ranks(arguments.ranks, {*arguments.ranks} & {*FULL.torch}, chosen.settings)
-    if arguments.plain:
-        chosen = Ranks([0], [], chosen.settings)
     named = set().union(*map(parts_of, arguments.pytest)) or set(PARTS)
     launches = []
     for number in sorted({*chosen.mpi, *chosen.torch}):
@@ -302,8 +295,7 @@ def read_report(path: Path) -> Iterator[tuple[str, str, str]]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("environments", nargs="+", metavar="MPI=VENV")
-    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; no plain tests")
-    parser.add_argument("--plain", action="store_true", help="run only the plain tests")
+    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; 0: the plain tests")
     parser.add_argument("--full", action="store_true",
                         help="every MPI on every number of ranks; takes twice as long")  # fmt: skip
     parser.add_argument("--quick", action="store_true",

@@ -189,15 +189,6 @@ def test_script_in_clusters_page_binds_ranks_to_cores(tmp_path: Path) -> None:
     assert start.options[-2:] == [".venv/bin/python", "train.py"]
 
 
-def test_torchrun_starts_once_per_node(tmp_path: Path) -> None:
-    """The rendezvous is on the first node."""
-    variables = {"SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2", "LAUNCH": "torchrun"}
-    *_, start = run("digits.sbatch", tmp_path, **variables)
-    assert start.option("--ntasks") == "2" and start.option("--ntasks-per-node") == "1"
-    assert start.option("--nnodes") == "2" and start.option("--nproc-per-node") == "4"
-    assert start.option("--rdzv-endpoint") == "node1:20007"
-
-
 REQUEUE = Start("scontrol", ["requeue", "7"], [])
 
 
@@ -217,16 +208,3 @@ def test_stopped_job_is_requeued(stops: str, state: str, requeues: bool, tmp_pat
     step, *more = run("digits_requeue.sbatch", tmp_path, **own)
     assert step.launcher == "srun"
     assert more == ([REQUEUE] if requeues else [])
-
-
-@pytest.mark.parametrize("state", ["RUNNING", "COMPLETING"])
-def test_job_without_state_is_requeued_after_sigterm(state: str, tmp_path: Path) -> None:
-    """The script also received SIGTERM. Without it a failed job is not requeued."""
-    own = {"SLURM_SUBMIT_DIR": str(tmp_path), "STATE": state, "FAILS": "143"}
-    _, *more = run("digits_requeue.sbatch", tmp_path, **own)
-    assert more == ([REQUEUE] if state == "RUNNING" else [])
-
-
-def test_pals_script_passes_ranks_per_node(tmp_path: Path) -> None:
-    *_, start = run("digits_pals.pbs", tmp_path)
-    assert start.option("--ppn") == "4" and start.option("--depth") == "1"

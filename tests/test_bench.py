@@ -66,40 +66,22 @@ def check_table(ended: Ended, n: int, itemsize: int, sizes: list[int], root: int
         assert cells[:5] == [str(result[key]) for key in ("size", "count", "type", "redop", "root")]
         row = by_name[name]
         assert result["root"] == (root if row.root else -1)
-        assert cells[-1] == result["distance"] == "near"
         own = [result["out_of_place"], result["in_place"]]
         shown = [cells[i : i + 4] for i in range(5, len(cells) - 2, 4)]
-        for timing in filter(None, own):
-            if name == "barrier":
-                assert shown.pop(0)[1:] == ["-"] * 3
-                continue
-            assert timing["wrong"] == 0
-            numbers = [timing[key] for key in ("time", "algbw", "busbw")]
-            assert shown.pop(0) == [*(f"{number:.2f}" for number in numbers), "0"]
-            time, algbw, busbw = numbers
-            assert time == statistics.median(timing["times"]) > 0
-            assert algbw == pytest.approx(result["size"] / (time * 1e-6) / 1e9)
-            factor = FACTORS.get(name.removesuffix("_single"), row.moved)(n)
-            assert busbw == pytest.approx(algbw * factor)
-        assert not shown
         if name == "barrier":
-            assert (result["size"], result["count"], result["type"]) == (0, 0, "none")
+            assert shown[0][1:] == ["-"] * 3
             continue
         blocks = n if row.many_in or row.many_out else 1
         assert result["size"] == result["count"] * blocks * itemsize
         assert (own[0] is None) == (row.layout is Layout.IN_PLACE)
         assert (own[1] is None) == (row.layout in (Layout.EXCHANGED, Layout.ALIKE))
-    for row in PRIMITIVES:
-        lines = [result for result in report["results"] if result["primitive"] == row.name]
-        every = [one["busbw"] for line in lines for one in (line["out_of_place"], line["in_place"])
-                 if one and one["busbw"] is not None]  # fmt: skip
-        if every:
-            assert report["average_busbw"][row.name] == pytest.approx(sum(every) / len(every))
-            assert f"# Avg bus bandwidth    : {sum(every) / len(every):.4g}\n" in ended.out
-            rounded = [line["size"] for line in lines]
-            blocks = n if row.many_in or row.many_out else 1
-            assert rounded == [max(1, size // (blocks * itemsize)) * blocks * itemsize
-                               for size in sizes]  # fmt: skip
+        for timing, cell in zip(filter(None, own), shown, strict=True):
+            time, algbw, busbw = (timing[key] for key in ("time", "algbw", "busbw"))
+            assert cell == [f"{time:.2f}", f"{algbw:.2f}", f"{busbw:.2f}", "0"]
+            assert time == statistics.median(timing["times"]) > 0
+            assert algbw == pytest.approx(result["size"] / (time * 1e-6) / 1e9)
+            factor = FACTORS.get(name.removesuffix("_single"), row.moved)(n)
+            assert busbw == pytest.approx(algbw * factor)
     assert ended.out.count("Out of bounds values : 0 OK") == len(PRIMITIVES)
 
 
@@ -113,41 +95,6 @@ def test_all_primitives_on_two_ranks(ended: Ended) -> None:
      "--json $FOLDER/report.json", ranks=3, site=NEAR)  # fmt: skip
 def test_all_primitives_on_three_ranks(ended: Ended) -> None:
     check_table(ended, 3, 8, [100, 70000], root=2)
-
-
-@job("bench all_reduce reduce -b 65K -e 65K -d all -o all -c -n 1 -w 0 --repetitions 1", ranks=3,
-     site=NEAR)  # fmt: skip
-def test_all_dtypes_and_reduction_operations(ended: Ended) -> None:
-    ended.succeeded()
-    names = {"PRODUCT": "prod"}
-    legal = [
-        [dtype.name, names.get(op.name, op.name.lower())]
-        for dtype in DTYPES for op in OPERATIONS[:-1] if dtype.kind in op.kinds
-    ]  # fmt: skip
-    assert [cells[2:4] for cells in ended.lines] == 2 * legal
-    assert {cells[8] for cells in ended.lines} == {"0"}
-
-
-#: A limit of the spread that all times exceed.
-STRICT = """
-from mpicoll.cli import bench_table
-bench_table.MAX_SPREAD = -1.0
-"""
-
-
-@job("bench all_reduce scatter -b 64 -e 1K -f 16 -n 3 --repetitions 5 --json $FOLDER/report.json",
-     ranks=2, site=NEAR + STRICT)  # fmt: skip
-def test_table_shows_the_spread_of_times(ended: Ended) -> None:
-    """Compares with NumPy's percentiles."""
-    ended.succeeded()
-    for cells, line in zip(ended.lines, ended.report["results"], strict=True):
-        own = line["out_of_place"] or line["in_place"]
-        low, median, high = np.percentile(own["times"], [25, 50, 75])
-        assert line["spread"] == pytest.approx((high - low) / 2 / median)
-        assert cells[-2] == f"{line['spread']:.0%}"
-    spreads = [line["spread"] for line in ended.report["results"]]
-    assert ended.report["noise"] == pytest.approx(statistics.median(spreads))
-    assert ended.out.count("# NOT RELIABLE: times vary by ") == 1
 
 
 # --- comparisons with mpi4py and Gloo -----------------------------------------------------------
@@ -173,20 +120,6 @@ def test_compared_libraries_have_times_and_ratios(ended: Ended) -> None:
     group, titles = lines[at - 1 : at + 1]
     assert group.split() == ["#", "out-of-place", "in-place", "mpi4py", "gloo"]
     assert group.index("mpi4py") > titles.rindex("busbw")
-
-
-#: An environment without torch.
-NO_TORCH = """
-import importlib.util as found
-real = found.find_spec
-found.find_spec = lambda name, *more: None if name == "torch" else real(name, *more)
-"""
-
-
-@job("bench barrier --compare all -n 1 --json $FOLDER/report.json", site=NO_TORCH)
-def test_compare_all_skips_libraries_that_are_not_installed(ended: Ended) -> None:
-    ended.succeeded()
-    assert list(ended.report["results"][0]["compare"]) == ["mpi4py"]
 
 
 #: Replaces mpicoll's calls with the calls of $LIBRARY.
@@ -325,34 +258,6 @@ def test_host_routes_are_measured(ended: Ended) -> None:
     assert "# not measured: hierarchical: it needs several nodes" in ended.out
 
 
-#: Rank 1 adds one to the last element in the route exchange.
-BREAK_EXCHANGE = """
-from dataclasses import replace
-from mpicoll.core.plan import Implementation
-from mpicoll.routes import registry
-exchange = registry.HOST["exchange"]
-def build(kind):
-    whole = exchange.build(kind)
-    def broken(send, recv, extent, root):
-        whole.run(send, recv, extent, root)
-        if kind.group.rank() == 1:
-            import numpy
-            numpy.frombuffer(recv, numpy.uint8)[-4:].view(numpy.int32)[0] += 1
-    return Implementation(broken)
-registry.HOST["exchange"] = replace(exchange, build=build)
-"""
-
-
-@job("bench all_reduce all_to_all_single -b 64 -e 64 -d int32 --routes exchange,mpi -c -n 2 "
-     "--json $FOLDER/report.json", ranks=2, site=NEAR + BREAK_EXCHANGE)  # fmt: skip
-def test_wrong_results_are_attributed_to_their_route(ended: Ended) -> None:
-    assert ended.code == 1, ended
-    reduced, exchanged = ended.report["results"]
-    assert reduced["in_place"]["wrong"] == reduced["compare"]["mpi"]["wrong"] == 0
-    assert exchanged["compare"]["mpi"] is None
-    assert [each["compare"]["exchange"]["wrong"] for each in (reduced, exchanged)] == [1, 1]
-
-
 # --- options ------------------------------------------------------------------------------------
 
 
@@ -363,16 +268,9 @@ def parsed(words: str) -> argparse.Namespace:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("", "required: PRIMITIVE"),
         ("all_redcue", "expected all, broadcast, all_reduce"),
         ("barrier -b 1X", "got '1X'"),
-        ("barrier -e 0", "got '0'"),
-        ("barrier -f 1", "expected a number of at least 2"),
         ("barrier -d floot", "expected all, bool"),
-        ("barrier -d float,floot", "got 'floot'"),
-        ("barrier -o mul", "expected all, sum"),
-        ("barrier -n 0", "expected a number of at least 1"),
-        ("barrier --check 2", "invalid choice: 2"),
         ("barrier --compare nccl", "expected all, mpi4py, gloo, copy, got 'nccl'"),
     ],
 )
@@ -385,39 +283,17 @@ def test_invalid_options_exit_with_an_error(
     assert error in capsys.readouterr().err
 
 
-def test_valid_options_are_parsed() -> None:
-    options = parsed("bench all_reduce all_gather_into_tensor -b 1.5K -e 2g -d half -o all")
-    assert [rows[0].name for rows in options.primitives] == ["all_reduce", "all_gather_single"]
-    assert (options.minbytes, options.maxbytes) == (1536, 2 << 30)
-    assert options.datatype == [dtype_of["float16"]]
-    assert options.op == list(OPERATIONS[:-1])
-    options = parsed("bench all_reduce -d bfloat16,float,float32")
-    assert options.datatype == [dtype_of["bfloat16"], dtype_of["float32"]]
-
-
 @pytest.mark.parametrize(
     ("words", "error"),
     [
         ("-b 2M -e 1M", "--minbytes 2097152 is more than --maxbytes 1048576"),
         ("-r 3", "--root 3: there are 3 ranks"),
-        ("-b 1T -e 1T", "--maxbytes 1099511627776: reduce needs"),
         ("-d int8 -o avg", "--op avg is not supported for int8"),
         ("--json /nowhere/x.json", "no folder /nowhere"),
         ("--routes mpi,peer", "--routes peer: expected all, or any of mpi"),
-        ("--device cuda --routes shared", "--routes shared: expected all, or any of "),
         ("--device cuda --compare mpi4py", "--compare requires --device cpu"),
     ],
 )
 @job("bench reduce $words", ranks=3)
 def test_invalid_options_end_all_ranks(words: str, error: str, ended: Ended) -> None:
     ended.refused(error)
-
-
-@job("bench all_reduce --device cuda", ranks=2, site="import sys; sys.modules['cupy'] = None")
-def test_cuda_needs_cupy(ended: Ended) -> None:
-    ended.refused("--device cuda: arrays on a GPU need CuPy")
-
-
-@job("bench all_reduce --compare gloo", site=NO_TORCH)
-def test_gloo_needs_torch(ended: Ended) -> None:
-    ended.refused("--compare gloo needs torch")

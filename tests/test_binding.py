@@ -30,17 +30,13 @@ HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "3"}
     ("local_rank", "count", "environment", "expected"),
     [
         (0, 0, {}, None),
-        (0, 1, {}, 0),
-        (3, 1, {}, 0),
         (3, 4, {}, 3),
         (5, 4, {}, 1),
         (3, 4, SRUN | {"SLURM_GPUS_PER_TASK": "4"}, 0),
         (3, 0, SRUN | {"SLURM_GPUS_PER_TASK": "4"}, None),
-        (3, 4, SRUN | {"SLURM_GPUS_PER_TASK": ""}, 3),
         # srun assigns the GPUs to one torchrun or mpirun per node, whose ranks share them.
         (3, 4, SRUN | TORCHRUN | {"SLURM_GPUS_PER_TASK": "4"}, 3),
         (3, 4, SRUN | HYDRA | {"SLURM_GPUS_PER_TASK": "4"}, 3),
-        (3, 4, {"SLURM_GPUS_PER_TASK": "4"}, 3),
     ],
 )
 def test_device_for(local_rank, count, environment, expected):
@@ -97,16 +93,11 @@ def rank(gpus: Sequence[str], node: str = "a") -> Capabilities:
     ("ranks", "used", "expected"),
     [
         ([rank("xy"), rank("xy")], [0, 1], {}),
-        ([rank("xy"), rank("xy")], [0, 0], {"a": "ranks 0, 1 share GPU x, while .* idle: y"}),
         ([rank("xy"), rank("yx")], [0, 1], {"a": "ranks 0, 1 share GPU x, while .* idle: y"}),
         ([rank("xy"), rank("yx")], [0, 0], {}),
-        ([rank("xy")] * 3, [0, 1, 0], {}),
         ([rank("xyz")] * 3, [0, 1, 1], {"a": "ranks 1, 2 share GPU y, while .* idle: z"}),
-        ([rank("x"), rank("x")], [0, 0], {}),
         ([rank("x"), rank("")], [0, None], {}),
-        ([rank("xy"), rank("xy", "b")], [0, 0], {}),
         ([rank("xy"), *[rank("xy", "b")] * 2], [0, 1, 1], {"b": "ranks 1, 2 share GPU y, .*: x"}),
-        ([], [], {}),
     ],
 )
 def test_idle_gpus_are_reported(ranks, used, expected):
@@ -115,34 +106,28 @@ def test_idle_gpus_are_reported(ranks, used, expected):
     assert all(re.match(text, found[node]) for node, text in expected.items())
 
 
-A, B, C = "0000:03:00.0", "0000:83:00.0", "0000:84:00.0"
+A, B = "0000:03:00.0", "0000:83:00.0"
 
 
 @pytest.mark.parametrize(
     ("allowed", "expected"),
     [
-        (range(8), ""), ([2, 5], ""), ([8], ""),
-        ([9], f"GPU {A} is far from the processors that the rank may run on (9): bind the rank to "
-         "processors near it (0-3,8)"),
-        ([5, 6], "may run on (5-6): bind the rank to processors near it (0-3,8), or work on GPU "
-         f"0000{B}"),
+        ([8], ""),
+        ([9], "on (9): bind the rank to processors near it (0-3,8)"),
+        ([5, 6], f"on (5-6): bind the rank to processors near it (0-3,8), or work on GPU {B}"),
     ],
-)  # fmt: skip
+)
 def test_far_gpus_are_reported(tmp_path, monkeypatch, allowed, expected):
     monkeypatch.setattr(binding, "_DEVICES", tmp_path)
-    card = "0000:85:00.0", "4-7\n", "0x020700"
-    for address, processors, kind in (
-        (A, "0-3,8\n", "0x030200"), (B, "4-7\n", "0x120000"), card,
-    ):  # fmt: skip
+    for address, processors in (A, "0-3,8\n"), (B, "4-7\n"):
         (tmp_path / address).mkdir()
         (tmp_path / address / "local_cpulist").write_text(processors)
-        (tmp_path / address / "class").write_text(kind)
-    own = rank([f"{A} u", f"0000{B} v", f"{C} w", f"{card[0]} x"])
+        (tmp_path / address / "class").write_text("0x030200")
+    own = rank([f"{A} u", f"{B} v", "0000:84:00.0 w"])
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(allowed))
     found = describe_far_gpu(own, 0)
     assert len(found) == bool(expected) and all(text.endswith(expected) for text in found)
     assert not describe_far_gpu(own, 2), "the kernel does not know the GPU"
-    assert not describe_far_gpu(own, 3), "the address is not a GPU's"
     assert not describe_far_gpu(own, None)
 
 
@@ -170,30 +155,17 @@ def run(tmp_path):
 @pytest.mark.parametrize(
     ("environment", "gpus", "expected"),
     [
-        ({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,5,6"}, None, "5"),
         ({"LOCAL_RANK": "5", "CUDA_VISIBLE_DEVICES": "4, 5,6"}, None, "6"),
         ({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "GPU-aa,GPU-bb"}, None, "GPU-bb"),
-        ({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "7"}, None, "7"),
         ({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": ""}, r"0\n1\n", ""),
         ({"LOCAL_RANK": "1"}, r"0\n1\n", "1"),
         ({"LOCAL_RANK": "2"}, r"0\n1\n", "0"),
         ({"LOCAL_RANK": "1"}, "", "unset"),
         ({"LOCAL_RANK": "1"}, None, "unset"),
-        (
-            {"SLURM_LOCALID": "1", "SLURM_GPUS_PER_TASK": "2", "CUDA_VISIBLE_DEVICES": "0,1"}, None,
-            "0,1",
-        ),
-        (
-            {
-                "LOCAL_RANK": "1", "SLURM_LOCALID": "0", "SLURM_GPUS_PER_TASK": "2",
-                "CUDA_VISIBLE_DEVICES": "0,1",
-            },
-            None, "1",
-        ),
         ({"LOCAL_RANK": "x", "SLURM_LOCALID": "1"}, r"0\n1\n", "1"),
         ({"LOCAL_RANK": "0", "SLURM_LOCALID": "1"}, r"0\n1\n", "0"),
     ],
-)  # fmt: skip
+)
 def test_script_selects_a_gpu(run, environment, gpus, expected):
     done = run(environment, gpus)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{expected}\n", "")

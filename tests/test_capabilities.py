@@ -12,13 +12,11 @@ import sys
 
 import pytest
 
-from mpicoll import control_messages
 from mpicoll.cuda import mpi_support, probe_cache
 from mpicoll.cuda.capabilities import Capabilities, judge
 from mpicoll.cuda.probe import OK, ProbeOutcome
 from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
 from mpicoll.kernels import library
-from mpicoll.launch.launchers import is_launcher_variable
 from mpicoll.routes.device.eligibility import eligible_routes, forced_route
 
 
@@ -76,11 +74,6 @@ def test_forced_route_must_be_equal_on_all_ranks():
         forced_route([rank(forced="ipc"), rank()])
 
 
-@pytest.mark.parametrize("own", [rank(), rank(True, 3, "b", problem="p", forced="ipc")])
-def test_capabilities_as_control_message(own):
-    assert control_messages.decode(control_messages.encode(own), Capabilities, 0) == own
-
-
 CRAY = "MPI VERSION    : CRAY MPICH version 8.1.28.29 (ANL base 3.4a2)"
 MPICH = "MPICH Version:      5.0.2"
 OPENMPI = "Open MPI v5.0.11, package: Open MPI"
@@ -90,22 +83,16 @@ OPENMPI = "Open MPI v5.0.11, package: Open MPI"
     ("version", "environment", "name"),
     [
         (CRAY, {}, "MPICH_GPU_SUPPORT_ENABLED"),
-        (CRAY, {"MPICH_GPU_SUPPORT_ENABLED": "0"}, "MPICH_GPU_SUPPORT_ENABLED"),
         (CRAY, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, None),
         (MPICH, {}, None),
         (MPICH, {"MPICH_GPU_SUPPORT_ENABLED": "0"}, None),
         (MPICH, {"MPIR_CVAR_ENABLE_GPU": "0"}, "MPIR_CVAR_ENABLE_GPU"),
-        (MPICH, {"MPIR_CVAR_ENABLE_GPU": "No"}, "MPIR_CVAR_ENABLE_GPU"),
-        (MPICH, {"MPIR_CVAR_ENABLE_GPU": "1"}, None),
         ("MVAPICH Version     : 4.0", {"MVP_ENABLE_GPU": "0"}, "MVP_ENABLE_GPU"),
         ("MVAPICH2 Version      : 2.3.7", {}, "MV2_USE_CUDA"),
         ("MVAPICH2 Version      : 2.3.7", {"MV2_USE_CUDA": "1"}, None),
         ("Intel(R) MPI Library 2021.18.1 for Linux* OS", {}, "I_MPI_OFFLOAD"),
-        ("Intel(R) MPI Library 2021.18.1 for Linux* OS", {"I_MPI_OFFLOAD": "2"}, None),
         (OPENMPI, {}, None),
         (OPENMPI, {"OMPI_MCA_accelerator": "cuda"}, None),
-        (OPENMPI, {"OMPI_MCA_accelerator": "rocm"}, "OMPI_MCA_accelerator"),
-        (OPENMPI, {"OMPI_MCA_accelerator": "null"}, "OMPI_MCA_accelerator"),
         (OPENMPI, {"OMPI_MCA_accelerator": "^cuda"}, "OMPI_MCA_accelerator"),
         (OPENMPI, {"OMPI_MCA_opal_cuda_support": "0"}, None),
         ("Open MPI v4.1.6, package", {"OMPI_MCA_opal_cuda_support": "false"},
@@ -125,9 +112,7 @@ def test_disabled_switch_of_the_mpi_library(version, environment, name):
         (("q",), ProbeOutcome(2, OK, OK), True, ""),
         ((), ProbeOutcome(2, OK, OK), True, ""),
         (("q",), ProbeOutcome(1, OK, "hung"), False, "tried on one rank: transfer hung"),
-        ((), ProbeOutcome(2, OK, "crashed (SIGSEGV)"), False, ""),
         (("q",), ProbeOutcome(1, "failed: no GPU", ""), True, ""),
-        ((), ProbeOutcome(1, "failed: no GPU", ""), False, ""),
     ],
 )  # fmt: skip
 def test_judge(claims, outcome, cuda, problem):
@@ -149,17 +134,6 @@ def test_ucx_with_cuda_is_detected_by_its_files(tmp_path):
     del held
 
 
-def test_failed_transfers_by_ucx_have_a_remedy(monkeypatch):
-    failed, right = ProbeOutcome(2, OK, "moved wrong data"), ProbeOutcome(2, OK, OK)
-    monkeypatch.setattr(mpi_support, "has_ucx_cuda", lambda: False)
-    assert judge(rank(), (), failed).remedy == ""
-    monkeypatch.setattr(mpi_support, "has_ucx_cuda", lambda: True)
-    assert "UCX_MEMTYPE_CACHE=n" in judge(rank(), (), failed).remedy
-    assert judge(rank(), (), right).remedy == ""
-    monkeypatch.setenv("UCX_MEMTYPE_CACHE", "n")
-    assert judge(rank(), (), failed).remedy == ""
-
-
 KEY = {"version": "1", "settings": {"UCX_TLS": "all"}}
 OUTCOME = ProbeOutcome(2, OK, "hung")
 
@@ -172,6 +146,8 @@ def cache(monkeypatch, tmp_path):
 
 def test_cached_outcome_is_used_for_the_same_key(cache):
     assert probe_cache.load(KEY) is None
+    probe_cache.store(KEY, ProbeOutcome(2, "failed: no GPU", ""))
+    assert not cache.exists(), "the outcome of a probe that was not started"
     probe_cache.store(KEY, OUTCOME)
     assert probe_cache.load(KEY) == OUTCOME
     assert probe_cache.load({**KEY, "settings": {}}) is None
@@ -180,7 +156,7 @@ def test_cached_outcome_is_used_for_the_same_key(cache):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", '{"key": 1}', "\xff", '{"key": KEY}', '{"key": KEY, "outcome": {}}',
+    ["", "[]", '{"key": 1}', "\xff", '{"key": KEY, "outcome": {}}',
      '{"key": KEY, "outcome": {"ranks": 2, "began": 1, "transfer": "ok"}}'],
 )  # fmt: skip
 def test_invalid_cache_file_is_ignored(cache, text):
@@ -197,27 +173,6 @@ def test_unwritable_cache_is_ignored(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     probe_cache.store(KEY, OUTCOME)
     assert probe_cache.load(KEY) is None
-
-
-def test_outcome_without_a_started_probe_is_not_cached(cache):
-    probe_cache.store(KEY, ProbeOutcome(2, "failed: no GPU", ""))
-    assert not cache.exists()
-
-
-def test_launcher_variables_are_recognized():
-    launcher_variables = [
-        "PMI_RANK", "PMI_FD", "PMI2_X", "PMIX_NAMESPACE", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID",
-        "OMPI_MCA_orte_ess_num_procs", "OMPI_MCA_ess_base_jobid", "RANK", "LOCAL_WORLD_SIZE",
-        "MASTER_PORT", "HYDI_CONTROL_FD", "MPI_LOCALRANKID", "PRTE_LAUNCHED", "I_MPI_HYDRA_UUID",
-        "PALS_RANKID", "TORCHELASTIC_RUN_ID",
-    ]  # fmt: skip
-    other_variables = [
-        "OMPI_MCA_pml", "PRTE_MCA_plm", "PMIX_MCA_psec", "UCX_TLS", "MPIR_CVAR_ENABLE_GPU", "RANKS",
-        "I_MPI_OFFLOAD", "PATH", "OMPI_ALLOW_RUN_AS_ROOT", "MPICH_GPU_SUPPORT_ENABLED",
-    ]  # fmt: skip
-    assert [
-        name for name in launcher_variables + other_variables if is_launcher_variable(name)
-    ] == launcher_variables
 
 
 DISCOVER = """

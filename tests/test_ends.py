@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from importlib.util import find_spec
 
 import pytest
-from rank_scripts import HUNG, WAITING, Ended, job, needs_mpiexec
+from rank_scripts import HUNG, WAITING, Ended, job, needs_mpiexec, needs_torch
 
 pytest_plugins = ["whole_jobs"]
-
-needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 
 pytestmark = needs_mpiexec
 

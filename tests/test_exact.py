@@ -167,36 +167,3 @@ def test_every_dtype_in_any_order(dtype):
             expected = bits(from_floats(dtype, some, divisor))
             for order in (some, some[::-1], some[1:] + some[:1]):
                 assert bits(exact_sum(dtype, order, op, divisor)) == expected
-
-
-def test_narrow_floats_are_sums_of_float32():
-    """2**30 + 1 - 2**30 is 1. A sum in rank order gives 0."""
-    dtype = by_name["bfloat16"]
-    terms = [
-        np.full(3, value, np.float32).astype(dtype.numpy) for value in (2.0**30, 1, -(2.0**30))
-    ]
-    assert exact_sum(dtype, terms).tolist() == [1, 1, 1]
-    ordinary = np.empty(3, dtype.numpy)
-    reduction.combine(ReduceOp.SUM, dtype, terms, ordinary)
-    assert ordinary.tolist() == [0, 0, 0]
-
-
-@by_float
-@by_kind
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_out_may_be_a_source(dtype, make, n):
-    for aliased in range(n):
-        sources = made_of(make, dtype, n, 1500)
-        expected = bits(exact_sum(dtype, sources))
-        reduction.combine(ReduceOp.SUM, dtype, sources, sources[aliased], exact=True)
-        assert bits(sources[aliased]) == expected
-
-
-@pytest.mark.parametrize("name", ["int32", "uint8", "bool", "float32"])
-def test_exact_does_not_change_operations_without_rounding(name):
-    dtype, rng = by_name[name], np.random.default_rng(0)
-    sources = [rng.integers(0, 2, 100).astype(dtype.numpy) for _ in range(3)]
-    for op in (ReduceOp.MAX, ReduceOp.SUM) if name != "float32" else (ReduceOp.MAX,):
-        ordinary = np.empty(100, dtype.numpy)
-        reduction.combine(op, dtype, sources, ordinary)
-        assert bits(exact_sum(dtype, sources, op)) == bits(ordinary)

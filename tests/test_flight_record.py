@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import rank_scripts
-from rank_scripts import Ended, job, needs_mpiexec
+from rank_scripts import job, needs_mpiexec, needs_torch
 
 pytest_plugins = ["whole_jobs"]
-
-needs_torch = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None, reason="torchfrtrace is PyTorch's"
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Dumped(Ended):
-    """How a job ended, and the folder of its flight records."""
-
-    folder: Path
-
-
-def run(task, parameters, folder):
-    records = folder / "records"
-    environment = task.environment | {"TORCH_FR_DUMP_TEMP_FILE": str(records / "rank_")}
-    task = dataclasses.replace(task, environment=environment)
-    return Dumped(**vars(rank_scripts.run(task, parameters, folder)), folder=records)
 
 
 def analyze(ended):
     """Return the output of torchfrtrace for the records of a job that failed."""
     assert ended.code != 0
     done = subprocess.run(
-        [Path(sys.executable).with_name("torchfrtrace"), ended.folder],
+        [Path(sys.executable).with_name("torchfrtrace"), ended.folder / "records"],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -70,6 +49,7 @@ def analyze(ended):
 @job(
     """
     os.umask(0o022)
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = sys.argv[1] + "/records/rank_"
     os.environ["MPICOLL_SHARED_MEMORY"] = "$shared_memory"
     dist.init_process_group(timeout=3)
     x, rank = np.ones(4, np.float32), dist.get_rank()
@@ -86,5 +66,6 @@ def test_torchfrtrace_finds_the_rank_that_caused_a_hang(culprit, shared_memory, 
     text = analyze(ended)
     assert all(words in text for words in expected), text
     assert "script.py:" in text  # where the other ranks wait
-    modes = [path.stat().st_mode & 0o777 for path in (ended.folder, *ended.folder.iterdir())]
+    folder = ended.folder / "records"
+    modes = [path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())]
     assert modes == [0o700] + [0o600] * 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shlex
 import subprocess
 import sys
 import tarfile
@@ -46,13 +45,6 @@ def test_output_folder_has_the_reason_why_no_test_ran(tmp_path):
     assert tarfile.is_tarfile(tmp_path / "out" / "logs.tar.gz")
 
 
-def test_machine_prints_versions_and_gpus():
-    done = subprocess.run(
-        [sys.executable, str(GPU / "machine.py")], capture_output=True, text=True, check=True
-    )
-    assert "mpi4py 4" in done.stdout and "GPU: " in done.stdout
-
-
 # ---- run.py --------------------------------------------------------------------------------------
 
 
@@ -84,14 +76,6 @@ def planned(gpu_run, monkeypatch, *words):
     return {(task.suite.name, task.route, task.ranks) for task in tasks}
 
 
-def test_routes_option_selects_the_tests_of_the_route(gpu_run, monkeypatch):
-    facade = {("facade", "peer", ranks) for ranks in (1, 2, 4)}
-    about = {("peer", "auto", ranks) for ranks in (2, 4)}
-    assert planned(gpu_run, monkeypatch, "--routes", "peer") == facade | about
-    found = planned(gpu_run, monkeypatch, "--routes", "hierarchical", "--ranks", "4")
-    assert found == {("levels", "auto", 4)}
-
-
 def test_every_route_has_tests(gpu_run, monkeypatch):
     from mpicoll.routes import registry
 
@@ -101,39 +85,3 @@ def test_every_route_has_tests(gpu_run, monkeypatch):
     for suite in gpu_run.SUITES:
         for word in suite.tests:
             assert not word.startswith("tests/") or (GPU.parent.parent / word).exists(), word
-
-
-TESTS = """
-import os, time
-import pytest
-def test_right(): pass
-def test_wrong(): assert 1 == 2, "one is not two"
-def test_hanging(): time.sleep(100)
-def test_crashing(): os._exit(3)
-def test_skipped(): pytest.skip("no reason")
-def test_last(): pass
-"""
-
-
-@pytest.mark.waits
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_tests_after_failed_and_hanging_and_crashed_ones_run(gpu_run, monkeypatch, tmp_path, ranks):
-    mpiexec = Path(shlex.split(os.environ.get("TEST_MPICOLL_MPIEXEC", "mpiexec"))[0])
-    if ranks and not mpiexec.is_absolute():
-        pytest.skip("TEST_MPICOLL_MPIEXEC is not set")
-    (tmp_path / "test_it.py").write_text(TESTS)
-    (tmp_path / "pytest.ini").write_text("[pytest]")
-    monkeypatch.setattr(gpu_run, "LOGS", tmp_path / "logs")
-    site = gpu_run.Site("mpich", Path(sys.executable), mpiexec)
-    words = [str(tmp_path / "test_it.py"), f"-c{tmp_path / 'pytest.ini'}"]
-    suite = gpu_run.Suite("it", words, ["cupy"], ranks=(0, 2), seconds=2)
-    task = gpu_run.Task(site, suite, ["cupy"], "auto", ranks)
-    options = options_of(gpu_run, monkeypatch)
-    task.run(options, gpu_run.time.monotonic() + 90)
-    found = {test.rpartition("::")[2]: result for test, result in task.results.items()}
-    assert found["test_wrong"][1].startswith("AssertionError: one is not two")
-    assert {name: outcome for name, (outcome, _) in found.items()} == {
-        "test_right": "passed", "test_wrong": "failed", "test_hanging": "failed",
-        "test_crashing": "failed", "test_skipped": "skipped", "test_last": "passed",
-    }  # fmt: skip
-    assert task.problem == ""

@@ -29,11 +29,9 @@ OMPI = {"OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "1"}
         (4, False, PMI | {"PMI_FD": "987"}, "server"),  # started by a rank of mpiexec
         (4, False, PMI | {"PMI_SIZE": "1"}, "server"),
         (8, False, PMI, "manager"),  # MPI reports the mismatch
-        (1, False, {}, "single"),
         (1, False, PMI, "single"),
         (1, False, PMI | {"PMI_SIZE": "1"}, "manager"),
         (1, True, OMPI, "single"),
-        (1, False, TORCH, "single"),
     ],
 )
 def test_choose_bootstrap(
@@ -46,18 +44,15 @@ def test_choose_bootstrap(
     ("method", "rank", "size", "environment", "through"),
     [
         (None, None, None, {}, None),
-        (None, None, None, PMI | ENV, None),
         (None, None, None, ENV, "port"),
         (None, None, None, ENV | TORCH, "agent"),
         (None, None, None, PMI | ENV | TORCH, "agent"),
         (None, 0, 4, {}, None),  # without a rendezvous: MPI's ranks
         ("mpi://", None, None, ENV, None),
-        ("env://", None, None, {}, None),
         ("env://", None, None, ENV, "port"),
         ("env://", 2, 4, {"MASTER_ADDR": "h", "MASTER_PORT": "7"}, "port"),
         ("env://", 2, 4, PMI, None),
         ("tcp://h:7", 0, 2, {}, "port"),
-        ("tcp://[::1]:7", 0, 2, {}, "port"),
         ("tcp://h:7?rank=1&world_size=2", None, None, {}, "port"),
         ("tcp://h:7", None, None, ENV, "port"),
         ("tcp://h:7", None, None, PMI, None),
@@ -73,7 +68,7 @@ def test_find_rendezvous(
     if found is None:
         assert through is None
     elif through == "port":
-        assert (found.store, found.port) == (None, 7) and found.host in ("h", "::1")
+        assert (found.store, found.host, found.port) == (None, "h", 7)
     elif through == "file":
         assert isinstance(found.store, FileStore)
     else:
@@ -85,11 +80,9 @@ def test_find_rendezvous(
     [
         ("http://x", None, None, {}, UnsupportedError, "'tcp://HOST:PORT'"),
         ("tcp://h:7", None, 2, {}, ArgumentError, "needs rank and world_size"),
-        ("tcp://h", 0, 2, {}, ArgumentError, "a port that is free"),
         ("tcp://h:x", 0, 2, {}, ArgumentError, "a port that is free"),
         ("tcp://h:7", 2, 2, {}, ArgumentError, "rank=2, world_size=2"),
         ("tcp://h:7?rank=1", 0, 2, {}, ArgumentError, "rank=0 disagrees"),
-        ("file:///x", 0, None, {}, ArgumentError, "needs rank and world_size"),
         ("env://", None, None, ENV | {"RANK": "a"}, ArgumentError, "RANK: expected a number"),
         ("env://", 0, 2, {}, ArgumentError, "MASTER_ADDR and MASTER_PORT"),
     ],

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from whole_jobs import MPIEXEC
@@ -34,19 +33,14 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1"}
     ("version", "environment", "launcher"),
     [
         (MPICH, OMPI_MPIRUN, "Open MPI's mpirun"),
-        (INTEL, OMPI_MPIRUN, "Open MPI's mpirun"),
         (OPENMPI, HYDRA, "MPICH's mpirun"),
         (OPENMPI, INTEL_MPIRUN, "Intel MPI's mpirun"),
         (MPICH, PMIX, "srun --mpi=pmix"),
-        (INTEL, PRTERUN, "prterun"),
         (OPENMPI, PMI2, "srun --mpi=pmi2"),
         (MPICH, PRTERUN, "prterun"),
-        (MPICH, OMPI_MPIRUN | SRUN, "Open MPI's mpirun"),
         (INTEL, OMPI_MPIRUN | SRUN, "Open MPI's mpirun"),  # its daemons are started by srun
         # Supported pairs:
         (MPICH, HYDRA, None),
-        (MPICH, INTEL_MPIRUN, None),
-        (INTEL, HYDRA, None),
         (INTEL, INTEL_MPIRUN, None),
         (OPENMPI, OMPI_MPIRUN, None),
         (OPENMPI, PRTERUN, None),
@@ -57,7 +51,6 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1"}
         (MPICH, {}, None),
         (OPENMPI, SRUN, None),  # --mpi=none: check_world detects it later
         (MPICH, OMPI_MPIRUN | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
-        (OPENMPI, HYDRA | {"PMI_SIZE": "1"}, None),
         (MPICH, PMIX | {"PMIX_RANK": "0"}, "srun --mpi=pmix"),
         (MPICH, OMPI_MPIRUN | TORCHRUN, None),
         (MPICH, OMPI_MPIRUN | {"MPICOLL_ALLOW_SINGLETON": "1"}, None),
@@ -83,11 +76,9 @@ def test_find_foreign(version: str, environment: dict[str, str], launcher: str |
         (MPICH, {}, ("PMI2_Init",)),  # of Slurm or PMIx
         (INTEL, {"I_MPI_PMI": "pmix"}, ()),
         (INTEL, {"I_MPI_PMI_LIBRARY": "/usr/lib64/libpmi2.so"}, ()),
-        (INTEL, PMIX, ()),
         (INTEL, INTEL_MPIRUN | PMIX, ()),
         (INTEL, PRTERUN | {"PALS_RANKID": "1"}, ()),
         ("MPI VERSION    : CRAY MPICH version 8.1.28.15 (ANL base 3.4a2)", {}, ()),
-        ("MVAPICH2 Version      :\t2.3.7", {}, ()),
         ("IBM Spectrum MPI v10.4", {}, ()),
     ],
 )
@@ -187,14 +178,11 @@ def test_stale_launcher_variables_raise(stale: dict[str, str]) -> None:
 
 
 @pytest.mark.any_mpi
-def test_is_stale_checks_the_descriptor(tmp_path: Path) -> None:
+def test_is_stale_checks_the_descriptor() -> None:
     rank, manager = socket.socketpair()
     pmi = {"PMI_RANK": "0", "PMI_SIZE": "1"}
-    with rank, manager, socket.socket() as unconnected, (tmp_path / "file").open("w") as file:
+    with rank, manager, socket.socket() as unconnected:
         assert not is_stale(pmi)  # a manager that MPI finds in another way
         assert not is_stale(pmi | {"PMI_FD": str(rank.fileno())})
-        assert not is_stale({"PMI_FD": "99999"})
-        used = len([*Path("/proc/self/fd").iterdir()])
-        for other in (unconnected.fileno(), file.fileno(), -1, "none", 99999):
+        for other in (unconnected.fileno(), 1, "none", 99999):
             assert is_stale(pmi | {"PMI_FD": str(other)}), other
-        assert len([*Path("/proc/self/fd").iterdir()]) == used

@@ -48,13 +48,6 @@ def test_timeout_works_while_the_interpreter_is_locked() -> None:
 
 
 @compiled
-@pytest.mark.parametrize("limit", [0.5, 1e9])
-def test_block_that_ends_in_time(limit: float) -> None:
-    done = limited("pass", limit)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "begin\nend\n", ""), done
-
-
-@compiled
 @pytest.mark.parametrize(
     ("size", "local_size", "words"),
     [

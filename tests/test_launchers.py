@@ -6,20 +6,17 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import mpicoll
 from mpicoll import cli
 from mpicoll.cuda import probe
-from mpicoll.cuda.binding import device_for
 from mpicoll.errors import LaunchError
 from mpicoll.launch import launchers
 from mpicoll.launch.environment import (
     check_world,
     choose_bootstrap,
-    fill_environment,
     find_torch_variables,
     is_started_by_mpi,
     replace_bootstrap_variables,
@@ -177,24 +174,23 @@ def test_master_port_depends_only_on_the_job() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "node", "name", "expected"),
+    ("hosts", "sizes", "node", "address", "local_size"),
     [
-        *(("SLURM_STEP_NODELIST", hosts, "0", "MASTER_ADDR", first) for hosts, first in (
-            ("n1", "n1"), ("n[1-3,7]", "n1"), ("n[007-012],m", "n007"), ("a,b[1-2]", "a"),
-            ("r[0-1]n[2-3]-ib", "r0n2-ib"), ("", None),
-        )),
-        *(("SLURM_STEP_TASKS_PER_NODE", sizes, node, "LOCAL_WORLD_SIZE", size)
-          for sizes, node, size in (
-            ("5", "0", "5"), ("4(x2),3", "1", "4"), ("4(x2),3", "2", "3"), ("4(x2),3", "3", None),
-            ("3,2(x3)", "1", "2"), ("", "0", None),
-        )),
+        ("n1", "5", "0", "127.0.0.1", "5"),
+        ("n[007-012],m", "4(x2),3", "1", "n007", "4"),
+        ("r[0-1]n[2-3]-ib", "4(x2),3", "2", "r0n2-ib", "3"),
+        ("a,b[1-2]", "4(x2),3", "3", "a", None),
+        ("", "", "0", None, None),
     ],
-)  # fmt: skip
+)
 def test_lists_of_slurm(
-    variable: str, value: str, node: str, name: str, expected: str | None
+    hosts: str, sizes: str, node: str, address: str | None, local_size: str | None
 ) -> None:
-    environment = STEP | {variable: value, "SLURM_NODEID": node}
-    assert find_torch_variables(environment).get(name) == expected
+    found = find_torch_variables(
+        STEP | {"SLURM_STEP_NODELIST": hosts, "SLURM_STEP_TASKS_PER_NODE": sizes,
+                "SLURM_NODEID": node}
+    )  # fmt: skip
+    assert (found.get("MASTER_ADDR"), found.get("LOCAL_WORLD_SIZE")) == (address, local_size)
 
 
 def test_master_addr_on_one_node_is_loopback() -> None:
@@ -217,7 +213,6 @@ def test_no_torch_variables_in_a_child_or_without_a_launcher() -> None:
     assert find_torch_variables({}) == {}
 
 
-HOME = str(Path(mpicoll.__file__).parent.parent)
 HOOKED = "import sys, mpicoll; print(sys.excepthook is not sys.__excepthook__)"
 
 
@@ -227,11 +222,8 @@ HOOKED = "import sys, mpicoll; print(sys.excepthook is not sys.__excepthook__)"
         ("Open MPI's mpirun", 4, ["-c", HOOKED], True),
         ("Open MPI's mpirun", 1, ["-c", HOOKED], False),
         ("torchrun", 4, ["-c", HOOKED], False),
-        ("srun --mpi=pmix", 4, ["-c", HOOKED], True),
         ("srun", 4, ["-c", f"import _pytest; {HOOKED}"], False),
         ("srun", 4, ["-ic", HOOKED], False),
-        ("srun", 4, ["-Sc", f"import sys; sys.path.append({HOME!r}); {HOOKED}"], False),
-        ("MPICH's mpirun", 4, ["-c", HOOKED], True),
         ("", 4, ["-c", HOOKED], False),
     ],
 )
@@ -286,24 +278,9 @@ def test_replace_bootstrap_variables(launcher: Launcher, monkeypatch: pytest.Mon
 def test_probes_do_not_inherit_launcher_variables(launcher: Launcher) -> None:
     environment = simulate(launcher) | dict.fromkeys(launcher.local_rank, "1")
     environment |= {launcher.own_gpus: "1"} if launcher.own_gpus else {}
-    kept = probe._without_launcher(environment | {"LANG": "C"})
-    assert kept["LANG"] == "C" and not kept.keys() & environment.keys()
-
-
-@every_launcher
-def test_device_of_a_rank_with_separate_gpus(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert device_for(3, 4, simulate(launcher)) == 3
-    if launcher.own_gpus:
-        own = simulate(launcher) | {launcher.own_gpus: "4"}
-        assert device_for(3, 4, own) == 0
-        # It has started torchrun or another program that starts the ranks.
-        assert device_for(3, 4, own | simulate(LAUNCHERS[0])) == 3
-        assert device_for(3, 4, own | {"LOCAL_RANK": "3"}) == 3
-        monkeypatch.setattr("mpicoll.launch.environment._filled", {})
-        fill_environment(3, 4, 3, 4, "here", 1, own)
-        assert device_for(3, 4, own) == 0
+    others = {"LANG": "C", "UCX_TLS": "all", "OMPI_MCA_pml": "ob1", "PMIX_MCA_psec": "x"}
+    kept = probe._without_launcher(environment | others)
+    assert kept.items() >= others.items() and not kept.keys() & environment.keys()
 
 
 @pytest.mark.parametrize("name", ["PBS_JOBID", "LSB_JOBID"])

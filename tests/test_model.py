@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,71 +13,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import model  # noqa: E402
-from model import Byte, Place  # noqa: E402
+from model import Place  # noqa: E402
 from report import DOCS, fill_page  # noqa: E402
 
 pytestmark = pytest.mark.any_mpi
 
 KIB, MIB = 1 << 10, 1 << 20
-
-
-@pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch) -> tuple[float, float, float]:
-    """Alpha, beta and gamma of a network, and nothing else that takes time."""
-    alpha, beta, gamma = 1e-6, 1e-9, 0.25e-9
-    monkeypatch.setattr(model, "LATENCY", alpha)
-    monkeypatch.setattr(model, "BANDWIDTH", 1 / beta)
-    monkeypatch.setattr(model, "MEMORY", math.inf)
-    monkeypatch.setattr(model, "MESSAGE", 0.0)
-    monkeypatch.setattr(model, "SENT", Byte(0, 0, 0))
-    monkeypatch.setattr(model, "COMBINED", Byte(gamma, gamma, 0))
-    return alpha, beta, gamma
-
-
-def test_times_match_the_papers(network: tuple[float, float, float]) -> None:
-    """Thakur, Rabenseifner, Gropp: one rank a node, powers of two."""
-    alpha, beta, gamma = network
-    n, m = 16, 48000.0
-    rest, logn = (n - 1) / n, math.log2(n)
-    halved = logn * alpha + rest * m * beta
-    expected = {
-        model.doubling: logn * (alpha + beta * m + gamma * m),
-        model.rabenseifner: 2 * halved + rest * m * gamma,
-        model.halving: halved + rest * m * gamma,
-        model.pairwise: (n - 1) * alpha + rest * m * (beta + gamma),
-        model.gather_doubling: halved,
-        model.ring: (n - 1) * alpha + rest * m * beta,
-    }
-    for algorithm, time in expected.items():
-        found = model.messages(Place(n, 1), algorithm(Place(n, 1), m), m)
-        assert found == pytest.approx(time), algorithm
-
-
-def test_ranks_of_a_node_share_its_link(network: tuple[float, float, float]) -> None:
-    alpha, beta, _ = network
-    nodes, m = Place(8, 4), 2.0**20
-
-    def time(steps: Any) -> float:
-        return model.messages(nodes, [each._replace(combined=0) for each in steps], m)
-
-    assert time([model.crossing(nodes, 4, m)]) == pytest.approx(alpha + 4 * m * beta)
-    assert time([model.crossing(nodes, 2, m)]) == 0
-    # Halving, nearest ranks first, sends as few bytes between nodes as two levels.
-    assert time(model.rabenseifner(nodes, m)) == pytest.approx(6 * alpha + 2 * m * beta * 7 / 8)
-    assert time(model.ring(nodes, m)) == pytest.approx(31 * alpha + m * beta * 31 / 32)
-    # Of all 31 x 32 blocks of pairwise exchange, 28 of 31 leave a node, from 4 ranks each.
-    leaving = sum(each.times * each.leave for each in model.pairwise(nodes, m))
-    assert leaving == 28 * 4
-
-
-def test_bytes_in_caches_and_in_memory() -> None:
-    byte = Byte(1.0, 3.0, 2)
-    assert model.moved(10, byte, 1, 1) == pytest.approx(10)
-    assert model.moved(10, byte, model.CACHE, 1) == pytest.approx(20)
-    assert model.moved(10, byte, 1e15, 1) == pytest.approx(30)
-    # More ranks than the memory bandwidth supports share it.
-    ranks = round(10 * model.MEMORY)
-    assert model.moved(10, byte, 1e15, ranks) == pytest.approx(10 * 2 * 10)
 
 
 def test_page_has_the_tables_of_the_model() -> None:
@@ -110,14 +49,3 @@ def test_default_tables_match_the_model(kind: str, place: Place) -> None:
     for steps in (((0, first),), ((0, last),)):
         other = Table({place.ranks: {kind: {place.name: steps}}})
         assert model.find(other, kind, place).worst > model.WORSE
-
-
-def test_find_reports_the_worst_size() -> None:
-    place = Place(16, 64)
-    exchange: dict[int, Any] = {
-        place.ranks: {"all_reduce of others": {"nodes": ((0, "exchange"),)}}
-    }
-    found = model.find(Table(exchange), "all_reduce of others", place)
-    times = model.route_times(found.kind, place, found.at)
-    assert found.better == min(times, key=times.__getitem__)
-    assert found.worst == times["exchange"] / times[found.better] > 10

@@ -5,7 +5,6 @@ the code.
 from __future__ import annotations
 
 import ast
-import functools
 import importlib.util
 import json
 import os
@@ -16,18 +15,21 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from page_blocks import ENGINES, IN_TURN, PROGRAMS, Block, blocks, engine_blocks
+from page_blocks import ENGINES, IN_TURN, PROGRAMS, Block, blocks
 from rank_scripts import MPIEXEC, needs_mpiexec
 
 import mpicoll
 from mpicoll import cli, settings
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+
+import messages  # noqa: E402
+
 pytestmark = pytest.mark.any_mpi
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 if MPIEXEC and (ROOT / MPIEXEC[0]).exists():  # make passes a relative path
     MPIEXEC[0] = str(ROOT / MPIEXEC[0])
@@ -96,7 +98,7 @@ TREATMENT = {
         PROGRAMS,
         skip={
             "_reconfigure": "torch 2.15, and a lost rank",
-            "file://": "test_processes_without_launcher_connect_through_a_file runs it",
+            "file://": "tests/test_torch_front.py has processes without a launcher",
         },
     ),
     "docs/reference.md": How(IN_TURN),
@@ -149,41 +151,12 @@ def test_python_blocks_run_on_two_ranks() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.waits
-@pytest.mark.skipif(not WITH_TORCH, reason="make test-docs runs blocks with PyTorch")
-def test_processes_without_launcher_connect_through_a_file(tmp_path: Path) -> None:
-    (block,) = (block for block in found(ROOT / "docs/pytorch.md") if "file://" in block.text)
-    assert "/tmp/meet" in block.text
-    text = block.text.replace("/tmp/meet", str(tmp_path / "meet"))
-    text += "print(dist.get_rank(), dist.get_world_size())\ndist.destroy_process_group()\n"
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": path, "RANK": str(rank), "WORLD_SIZE": "2"}, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["0 2\n", "1 2\n"]
-
-
 def test_treatment_lists_all_pages_with_python() -> None:
     for page in PAGES:
         texts = [block.text for block in found(page) if block.language == "python"]
         assert bool(texts) == (name(page) in TREATMENT), name(page)
         for word in TREATMENT[name(page)].skip if texts else ():
             assert any(word in text for text in texts), f"{page}: no block has {word}"
-
-
-def test_skipped_engine_blocks_run_in_tests_clients() -> None:
-    skipped = [
-        (page, ENGINES[word])
-        for page, how in TREATMENT.items()
-        for word, reason in how.skip.items()
-        if reason == ON_ENGINES
-    ]
-    assert sorted(skipped) == sorted((page, engine) for page, engine, _ in engine_blocks())
 
 
 # --- commands -----------------------------------------------------------------------------------
@@ -288,19 +261,6 @@ def test_commands_run(line: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_invalid_commands_are_detected() -> None:
-    for line in (
-        "mpirun -n 2 python -m mpicoll bench all_reduce --no-such-option",
-        "python -m mpicoll dotcor",
-        "MPICOLL_DEBUGG=DETAIL mpirun -n 2 python job.py",
-        "make no-such-target",
-        "pip install '.[nothing]'",
-        "python jobs/train_digits.py --no-such-option",
-        "python jobs/no_such_file.py",
-    ):
-        assert list(wrong(shlex.split(line))), line
-
-
 # --- the reference ------------------------------------------------------------------------------
 
 
@@ -325,40 +285,16 @@ def test_reference_has_an_example_for_every_public_name() -> None:
         assert example, f"{name} has no example"
 
 
-@pytest.mark.skipif(not WITH_TORCH, reason="make test-docs runs blocks with PyTorch")
-def test_reference_fronts_uses_every_horovod_name() -> None:
-    import mpicoll.horovod.torch as hvd
-
-    page = found(ROOT / "docs/reference_fronts.md")
-    called = "".join(block.text for block in page if block.language == "python")
-    names = {f"hvd.{name}" for name in hvd.__all__}
-    names |= {f"hvd.elastic.{name}" for name in hvd.elastic.__all__}
-    named_in_text = {f"hvd.{name}" for name in ("Average",)}
-    used = set(re.findall(r"\bhvd(?:\.\w+)+", called))
-    used |= {"hvd.elastic", *(name.rpartition(".")[0] for name in used)}
-    assert names - used == named_in_text
-
-
 # --- messages -----------------------------------------------------------------------------------
-
-
-@functools.cache
-def messages() -> ModuleType:
-    """Import docs/messages.py."""
-    spec = importlib.util.spec_from_file_location("messages", ROOT / "docs/messages.py")
-    assert spec and spec.loader
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
 
 
 def texts_of_the_code() -> str:
     """Return all string literals of mpicoll, one per line, with … for values."""
     found = []
     for path in (ROOT / "mpicoll").rglob("*.py"):
-        for node in ast.walk(messages().parse(path)):
+        for node in ast.walk(messages.parse(path)):
             if isinstance(node, ast.JoinedStr | ast.Constant | ast.BinOp):
-                text = messages().template(node)
+                text = messages.template(node)
                 if text.strip("…"):
                     found.append(" ".join(text.split()))
     return "\n".join(found)
@@ -377,11 +313,3 @@ def test_quoted_messages_match_the_code() -> None:
     assert len(heads) > 30
     assert [head for head in heads if not quoted(head, sources)] == []
     assert not quoted("there is no default process groop", sources)
-
-
-def test_list_of_messages_has_every_error_class() -> None:
-    found = messages().messages()
-    assert set(found) >= {"ArgumentError", "LaunchError", "MismatchError", "warning"}
-    assert any(text.startswith("this process was forked") for text in found["ForkedError"])
-    assert messages().listed().count("\n- ``") == sum(map(len, found.values()))
-    assert "<!-- all messages -->" in (ROOT / "docs/troubleshooting.md").read_text()

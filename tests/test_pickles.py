@@ -88,7 +88,6 @@ class ArraySubclass(np.ndarray):
 
 
 GLOBAL_LIST = [1]
-GLOBAL_DICT = {"a": 1}
 
 
 def the_list():
@@ -169,25 +168,18 @@ def test_arrays_are_restored(restriction, dtype):
     assert decode(encode(dtype)) == dtype
 
 
-@pytest.mark.parametrize("dtype", [*PLAIN, *STRUCTURED], ids=str)
-def test_scalars_are_restored(restriction, dtype):
-    scalar = filled(dtype, (2,))[1]
+SCALARS = [filled(dtype, (2,))[1] for dtype in (*PLAIN, *STRUCTURED)]
+SCALARS += [*(np.dtype(code).type(7) for code in "lLqQ"), np.str_(""), np.bytes_(b"a")]
+
+
+@pytest.mark.parametrize("scalar", SCALARS, ids=lambda one: str(one.dtype))
+def test_scalars_are_restored(restriction, scalar):
     got = decode(encode({"x": scalar}))["x"]
-    assert type(got) is type(scalar) and got.dtype == scalar.dtype
-    if dtype.char in "gG":  # a long double has padding
+    assert isinstance(got, np.generic) and got.dtype == scalar.dtype
+    if scalar.dtype.char in "gG":  # a long double has padding
         assert repr(got) == repr(scalar)
     else:
         assert got.tobytes() == scalar.tobytes()
-
-
-@pytest.mark.parametrize(
-    "scalar",
-    [*(np.dtype(code).type(7) for code in "lLqQ"), np.str_(""), np.str_("añ€"), np.bytes_(b"a")],
-    ids=repr,
-)
-def test_scalars_of_types_with_several_sizes_are_restored(restriction, scalar):
-    got = decode(encode(scalar))
-    assert repr(got) == repr(scalar) and got.dtype == scalar.dtype
 
 
 def test_objects_are_restored(restriction):
@@ -195,7 +187,7 @@ def test_objects_are_restored(restriction):
     slotted.a, slotted.b = 1, [2]
     error = ValueError("words")
     error.extra = 3
-    inner = [1]
+    inner = np.arange(3.0)
     table = Table(a=1)
     table.extra = 2
     obj = {
@@ -209,8 +201,8 @@ def test_objects_are_restored(restriction):
         "many": [[i] for i in range(3000)],
     }
     got = decode(encode(obj))
-    assert got == obj
-    assert got["alike"][0] is got["alike"][1]
+    alike = got.pop("alike"), obj.pop("alike")
+    assert got == obj and alike[0][0] is alike[0][1] and alike[0][0].tolist() == [0, 1, 2]
     assert got["color"] is Color.BLUE and got["class"] is Config
     got = decode(encode([slotted, error, table]))
     assert (got[0].a, got[0].b) == (1, [2])
@@ -220,12 +212,6 @@ def test_objects_are_restored(restriction):
     circle.append((circle, Config(circle)))
     got = decode(encode(circle))
     assert got[0][0] is got and got[0][1].value is got
-
-
-def test_array_in_two_places_stays_one_array(restriction):
-    array = np.arange(3.0)
-    one, two = decode(encode([array, Config(array)]))
-    assert one is two.value
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass")
@@ -365,14 +351,11 @@ WITH_CODE = dict_of(__defaults__=plain((99,)))
 
 HOSTILE = {
     # Names that are not allowed.
-    "a shell command": call(name("posix", "system"), plain(SHELL)),
     "a shell command of os": call(name("os", "system"), plain(SHELL)),
     "eval": call(name("builtins", "eval"), plain("GLOBAL_LIST.append(2)")),
     "getattr": call(name("builtins", "getattr"), named(Config), plain("registry")),
     "a dotted name": name(__name__, "Config.__init__.__globals__"),
-    "a dotted name of numpy": name("numpy", "ndarray.__setstate__"),
     "a method": call(name(__name__, "Config.append"), plain(1)),
-    "an attribute of a class": name(__name__, "Config.registry"),
     "another global": name(__name__, "GLOBAL_LIST"),
     "another name of this module's": call(name(ARRAYS, "get_reducers"), plain(1)),
     "pickle within pickle": call(name("pickle", "loads"), plain(b"N.")),
@@ -380,11 +363,6 @@ HOSTILE = {
     # Objects that are created from bytes.
     "dtype of objects": call(name("numpy", "dtype"), plain("O8"), plain(False), TRUE)
     + POINTERS + pickle.BUILD,
-    "scalar of objects": call(
-        name("numpy._core.multiarray", "scalar"),
-        call(name("numpy", "dtype"), plain("O8"), plain(False), TRUE) + POINTERS + pickle.BUILD,
-        plain(struct.pack("P", id(GLOBAL_LIST))),
-    ),
     "array of objects of numpy": call(
         name("numpy._core.numeric", "_frombuffer"),
         plain(struct.pack("P", id(GLOBAL_LIST))),
@@ -397,7 +375,6 @@ HOSTILE = {
         for spec in ("<M8[s/0]", "<m8[s/0]", "<M8[0s]", "<M8[25s/3]", "<f8[s]", "<M4[s]")
     },
     "state of a dtype": call(DTYPE, plain("<f8")) + POINTERS + pickle.BUILD,
-    "state of a new dtype": call(DTYPE, plain(STRUCT)) + POINTERS + pickle.BUILD,
     "state of an array": array_of("<f8", (1,), bytes(8))
     + tuple_of(
         plain(1), plain((1,)), call(DTYPE, plain("<f8")), plain(False),
@@ -410,40 +387,29 @@ HOSTILE = {
     # Changes to objects that exist already.
     "attributes of a class": named(Config) + tuple_of(NONE, dict_of(limit=plain(99)))
     + pickle.BUILD,
-    "the dict of a class": named(Config) + dict_of(limit=plain(99)) + pickle.BUILD,
-    "a method of a class": named(Config)
-    + tuple_of(NONE, dict_of(__init__=named(twice))) + pickle.BUILD,
     "the state of a class": named(WithState) + plain([99]) + pickle.BUILD,
     "defaults of a function": named(twice) + tuple_of(NONE, WITH_CODE) + pickle.BUILD,
-    "the dict of a function": named(twice) + dict_of(limit=plain(99)) + pickle.BUILD,
     "defaults of our own function": ARRAY + tuple_of(NONE, WITH_CODE)
     + pickle.BUILD,
     "a member of an Enum": call(named(Color), plain(1)) + dict_of(_value_=plain(99))
     + pickle.BUILD,
-    "a member of an Enum by __new__": named(Color) + plain((1,)) + pickle.NEWOBJ
-    + dict_of(_value_=plain(99)) + pickle.BUILD,
     "a class kept aside": named(Config) + pickle.MEMOIZE + pickle.POP + plain(1) + pickle.POP
     + pickle.BINGET + b"\0" + tuple_of(NONE, dict_of(limit=plain(99))) + pickle.BUILD,
     "an element of an existing list": call(named(the_list)) + plain(99) + pickle.APPEND,
     "elements of an existing list": call(named(the_list)) + pickle.MARK + plain(99)
     + pickle.APPENDS,
-    "the list of a class": named(Config) + plain(99) + pickle.APPEND,
     "the lists of a class": named(Config) + pickle.MARK + plain(99) + pickle.APPENDS,
-    "items of a class": named(Config) + plain("a") + plain(99) + pickle.SETITEM,
     "more items of a class": named(Config) + pickle.MARK + plain("a") + plain(99)
     + pickle.SETITEMS,
     "elements of a class": named(Config) + pickle.MARK + plain(99) + pickle.ADDITEMS,
     # Calls of objects that are not allowed.
     "a call of an instance": call(call(named(Config), plain(1)), plain(2)),
     "a call of text": call(plain("eval"), plain("1")),
-    "a call of a result": call(call(named(twice), plain(1)), plain(2)),
     "an instance of a function": named(twice) + plain(()) + pickle.NEWOBJ,
-    "an instance of an instance": call(named(Config), plain(1)) + plain(()) + pickle.NEWOBJ,
     "keywords that are a list": named(Config) + plain(()) + plain([1]) + pickle.NEWOBJ_EX,
     "arguments that are a list": named(Config) + plain([1]) + pickle.REDUCE,
     # Opcodes of old protocols.
     "GLOBAL": old_text(pickle.GLOBAL, "os", "system") + tuple_of(plain(SHELL)) + pickle.REDUCE,
-    "GLOBAL of an allowed name": old_text(pickle.GLOBAL, __name__, "Config"),
     "INST": pickle.MARK + plain(SHELL) + old_text(pickle.INST, "os", "system"),
     "OBJ": pickle.MARK + named(Config) + plain(1) + pickle.OBJ,
     "EXT1": pickle.EXT1 + b"\xf0" + tuple_of(plain("GLOBAL_LIST.append(2)")) + pickle.REDUCE,
@@ -454,50 +420,36 @@ HOSTILE = {
     "STRING": old_text(pickle.STRING, "'x'"),
     # Invalid arrays.
     "a dtype of objects by its name": array_of("|O", (1,), bytes(8)),
-    "a dtype of objects by its size": array_of("|O8", (1,), bytes(8)),
-    "another of its names": array_of("object", (1,), bytes(8)),
     "objects in a field": array_of((("a",), ("|O",), (0,), 8, False), (1,), bytes(8)),
-    "objects in a list of fields": array_of("<f8,|O8", (1,), bytes(16)),
     "objects in a subarray": array_of(("|O", (2,)), (1,), bytes(16)),
     "a dtype by its own class": call(
         ARRAY, named(Config), plain((1,)), plain(False), plain(bytes(8))
     ),
     "a field beyond the end": array_of((("a",), ("<f8",), (8,), 8, False), (1,), bytes(8)),
-    "a field before the beginning": array_of((("a",), ("<f8",), (-8,), 8, False), (1,), bytes(8)),
     "a field far away": array_of((("a",), ("<f8",), (2**31 - 4,), 8, False), (1,), bytes(8)),
     "a bool as an offset": array_of((("a",), ("<f8",), (False,), 8, False), (1,), bytes(8)),
     "more names than fields": array_of((("a", "b"), ("<f8",), (0,), 8, False), (1,), bytes(8)),
     "a huge subarray": array_of(("|V9", (2**31,)), (0,)),
-    "a negative subarray": array_of(("<f8", (-1,)), (0,)),
     "a negative dimension": array_of("<f8", (-1,), bytes(8)),
     "two negative dimensions": array_of("<f8", (-1, -1), bytes(8)),
     "dimensions whose product overflows": array_of("<f8", (2**32, 2**32), b""),
     "dimensions whose bytes overflow": array_of("<f8", (2**61 + 1,), bytes(8)),
-    "a dimension beyond any": array_of("<f8", (2**70, 0), b""),
     "too many dimensions": array_of("<f8", (1,) * 100, bytes(8)),
-    "a dimension that is a float": array_of("<f8", (1.0,), bytes(8)),
     "a dimension that is true": array_of("<f8", (True,), bytes(8)),
     "a shape that is a list": array_of("<f8", [1], bytes(8)),
-    "too few bytes": array_of("<f8", (2,), bytes(15)),
     "too many bytes": array_of("<f8", (2,), bytes(17)),
     "bytes that are a number": array_of("<f8", (2,), 16),
     "elements of 0 bytes": array_of("|V0", (2**40,)),
-    "a scalar of a number": call(SCALAR, plain("<f8"), plain(8)),
     "a scalar of too few bytes": call(SCALAR, plain("<f8"), plain(bytes(7))),
     "a deeply nested dtype": DTYPE + plain("f8")
     + (plain(1) + pickle.TUPLE1 + pickle.TUPLE2) * 20_000 + pickle.TUPLE1 + pickle.REDUCE,
     # Invalid pickles.
     "nothing": b"",
     "an empty stack": pickle.REDUCE,
-    "no mark": pickle.APPENDS,
-    "an invalid memo": pickle.BINGET + b"\7",
     "a missing buffer": pickle.NEXT_BUFFER,
-    "an int as a buffer": plain(1) + pickle.READONLY_BUFFER,
     "a future protocol": pickle.PROTO + b"\x63",
     "bytes without an end": pickle.BINBYTES8 + struct.pack("<Q", 2**62),
-    "a bytearray without an end": pickle.BYTEARRAY8 + struct.pack("<Q", 2**30) + NONE,
     "a bytearray beyond any": pickle.BYTEARRAY8 + struct.pack("<Q", 2**64 - 1) + NONE,
-    "a negative number of digits": pickle.LONG4 + struct.pack("<i", -1),
     "invalid UTF-8": pickle.SHORT_BINUNICODE + b"\1\xff",
     "a key without a hash": pickle.EMPTY_DICT + plain([]) + plain(1) + pickle.SETITEM,
 }  # fmt: skip
@@ -505,12 +457,10 @@ HOSTILE = {
 
 #: Words of the errors that the library detects itself, because NumPy versions differ in checks.
 DETECTED = {
-    "a field beyond the end": "dtype", "a field before the beginning": "dtype",
-    "a field far away": "dtype", "a bool as an offset": "dtype", "a huge subarray": "dtype",
-    "a negative subarray": "shape", "a negative dimension": "shape",
-    "two negative dimensions": "shape", "a dimension that is a float": "shape",
-    "a dimension that is true": "shape", "dimensions whose product overflows": "0 bytes",
-    "dimensions whose bytes overflow": "8 bytes",
+    "a field beyond the end": "dtype", "a field far away": "dtype",
+    "a bool as an offset": "dtype", "a huge subarray": "dtype", "a negative dimension": "shape",
+    "two negative dimensions": "shape", "a dimension that is true": "shape",
+    "dimensions whose product overflows": "0 bytes", "dimensions whose bytes overflow": "8 bytes",
 }  # fmt: skip
 
 
@@ -608,12 +558,6 @@ def test_truncated_messages_and_pickles_are_refused():
         for size in range(len(data)):
             with pytest.raises(dist.RefusedPickleError):
                 decode(message(data[:size]))
-    for size in range(0, sent.nbytes):
-        with pytest.raises(dist.RefusedPickleError):
-            decode(sent[:size].copy())
-    for size in range(len(data)):
-        with pytest.raises((pickle.UnpicklingError, EOFError)):
-            decode(message(data[:size]))
 
 
 def test_random_bytes_give_an_object_or_a_refused_pickle_error(unchanged):
@@ -642,9 +586,8 @@ def test_random_bytes_give_an_object_or_a_refused_pickle_error(unchanged):
 @pytest.mark.parametrize(
     "header",
     [
-        (), (0,), (-1,), (1,), (2**62,), (2**63 - 1,), (-(2**63),), (1, -1), (1, 2**62),
-        (1, -64), (2, 64, -64), (2, 2**63 - 1, 2**63 - 1), (2, -(2**63), -(2**63)), (1, 129),
-        (3, 128, -64, 64), (3, 64, -64, 64), (3, 1, 1), (1, 0),
+        (), (0,), (-1,), (1,), (2**62,), (-(2**63),), (1, -1), (1, 2**62), (2, 64, -64),
+        (2, 2**63 - 1, 2**63 - 1), (1, 129), (3, 64, -64, 64), (3, 1, 1), (1, 0),
     ],
     ids=str,
 )  # fmt: skip

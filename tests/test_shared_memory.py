@@ -5,9 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import mmap
-import os
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +23,7 @@ def call_plan(segment, one_shot=0, combines=True, **layout):
     format = kernels.format(b"int32") if combines else -1
     return kernels.CallPlan(
         ctypes.addressof(segment), signature=7, divisor=1, size=4, numbers_per_element=1,
-        one_shot_max_count=one_shot, format=format, **layout,
+        one_shot_max_bytes=one_shot, format=format, **layout,
     )  # fmt: skip
 
 
@@ -162,22 +160,3 @@ def test_blocks_of_n_threads(n, flat, slot):
     on_threads(rank, n)
     assert not wrong
     assert (shared[n * region :] == 0xA5).all()
-
-
-@pytest.mark.any_mpi
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
-def test_mapping_does_not_keep_its_file_open():
-    from mpicoll.routes.host.shared_segment import _mapped
-
-    file, size = os.memfd_create("test"), 3 * mmap.PAGESIZE
-    os.ftruncate(file, size)
-    before = len([*Path("/proc/self/fd").iterdir()])
-    one, other = _mapped(file, size), _mapped(file, size)
-    assert len([*Path("/proc/self/fd").iterdir()]) == before
-    os.close(file)
-    one[-3:] = b"abc"
-    assert other[-3:] == b"abc" and len(one) == size
-    with pytest.raises(OSError):
-        _mapped(file, size)
-    del one
-    assert other[-3:] == b"abc"

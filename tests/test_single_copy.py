@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.any_mpi, pytest.mark.skipif(kernels is None, reason=de
 #: Seconds after which a blocked thread counts as hanging.
 TIMEOUT_S = 60
 MISMATCHED, MOVED = range(2)
-#: struct history of single_copy.c: of copies by the kernel and of copies through slots.
-HISTORY = np.dtype([("ns", "u8", 2), ("trials", "u4", 2), ("calls_since", "u4", 2)])
+#: As in choice.h and choice.c.
+BY_KERNEL, FAILED_NS = 8, 2**32 - 1
 
 
 def join(threads):
@@ -40,9 +40,7 @@ class Ranks:
         self.words = np.zeros(n, np.uint64)
         self.tokens = self.words.ctypes.data + 8 * np.arange(n, dtype=np.uint64)
         at = self.memory.ctypes.data
-        self.segments = [
-            kernels.Segment(at, slot, n, me, bytes_until_measurement=1 << 62) for me in range(n)
-        ]  # every rank is near
+        self.segments = [kernels.Segment(at, slot, n, me) for me in range(n)]
         self.all = [
             kernels.Processes(
                 ctypes.addressof(self.segments[me]), self.pids[me].ctypes.data,
@@ -50,15 +48,22 @@ class Ranks:
             )
             for me in range(n)
         ]  # fmt: skip
-        memory = np.zeros((n, kernels.single_copy_histories()), np.uint8)
-        self.histories = memory[:, : 128 * HISTORY.itemsize].view(HISTORY)
-        self.prefer_kernel()
+        self.choices = np.zeros((n, kernels.choices_size()), np.uint8)
         self.number = 0
 
-    def prefer_kernel(self):
-        """Both methods were measured, and slots are far slower."""
-        self.histories["ns"] = 1, 1 << 60
-        self.histories["trials"], self.histories["calls_since"] = 2, 0
+    def kernel_failed(self, nbytes):
+        """Return, for each rank, whether copies by the kernel have failed in calls of this size."""
+        return [self._ways(me, nbytes).get(BY_KERNEL) == FAILED_NS for me in range(self.n)]
+
+    def _ways(self, me, nbytes):
+        """Return the measured duration of each way."""
+        way, ns = ctypes.c_int32(), ctypes.c_uint32()
+        found, choices = {}, self.choices[me].ctypes.data
+        while kernels.choice_read(
+            choices, nbytes, len(found), ctypes.addressof(way), ctypes.addressof(ns)
+        ):
+            found[way.value] = ns.value
+        return found
 
     def start(self, call):
         """Start ``call(me, number)`` on one thread per rank. Return the threads and results."""
@@ -87,47 +92,19 @@ class Ranks:
             for side in (sends, receives)
         )  # fmt: skip
         slots = kernels.CallPlan(
-            ctypes.addressof(self.segments[me]), signature=signature, divisor=1, size=1,
-            numbers_per_element=1, format=-1, many_blocks=1,
+            ctypes.addressof(self.segments[me]), self.choices[me].ctypes.data,
+            signature=signature, divisor=1, size=1, numbers_per_element=1, format=-1, many_blocks=1,
         )  # fmt: skip
         copies = kernels.Copies(
-            ctypes.addressof(self.all[me]), self.histories[me].ctypes.data, signature, 1,
-            slots=ctypes.addressof(slots), many_blocks=1,
+            ctypes.addressof(self.all[me]), signature, 1, many_blocks=1,
+            slots=ctypes.addressof(slots),
         )  # fmt: skip
         return kernels.single_copy_all_to_all(
             ctypes.addressof(copies), out.ctypes.data, into.ctypes.data, 0, 0, number
         )
 
 
-def guarded(size, start=3):
-    """Return an array with guard bytes before and after it."""
-    memory = np.full(size + 64, 0xA5, np.uint8)
-    return memory[start : start + size]
-
-
-def guards_intact(array):
-    whole = array.base
-    start = array.ctypes.data - whole.ctypes.data
-    return (whole[:start] == 0xA5).all() and (whole[start + array.size :] == 0xA5).all()
-
-
-PAGE, SPLIT, PIECE = 4096, 128 << 10, 4 << 20
-SIZES = [0, 1, PAGE + 1, SPLIT, SPLIT + 1, 3 * PIECE + 777]
-
-
-@pytest.mark.parametrize("n", [2, 3, 5])
-def test_blocks_of_any_size(n):
-    """Each pair of ranks exchanges blocks of different sizes, including 0."""
-    ranks, rng = Ranks(n), np.random.default_rng(n)
-    for _ in range(3):
-        sizes = rng.choice(SIZES, (n, n))
-        sends = [[rng.integers(0, 256, sizes[i, j], np.uint8) for j in range(n)] for i in range(n)]
-        receives = [[guarded(sizes[i, j], 1 + i) for i in range(n)] for j in range(n)]
-        results = ranks.run(lambda me, k: ranks.all_to_all(me, k, sends[me], receives[me]))  # noqa: B023
-        assert results == [MOVED] * n
-        for i in range(n):
-            for j in range(n):
-                assert np.array_equal(receives[j][i], sends[i][j]) and guards_intact(receives[j][i])
+PIECE = 4 << 20
 
 
 @pytest.mark.parametrize(("rank", "other"), [(1, 0), (0, 1)], ids=["reads", "writes"])
@@ -139,39 +116,15 @@ def test_memory_that_the_kernel_cannot_copy_goes_through_slots(rank, other):
     try:
         for pid, fails in ((child.pid, True), (os.getpid(), False)):
             ranks.pids[rank, other] = pid
-            ranks.prefer_kernel()
+            ranks.choices[:] = 0  # calls of this size are copied by the kernel by default
             block, into = rng.integers(0, 256, size, np.uint8), np.zeros(size, np.uint8)
             sends, receives = ([[None] * n for _ in range(n)] for _ in range(2))
             sends[0][1], receives[1][0] = block, into
             results = ranks.run(lambda me, k: ranks.all_to_all(me, k, sends[me], receives[me]))  # noqa: B023
             assert results == [MOVED] * n and (into == block).all()
-            assert ((ranks.histories["ns"][:, :, 0] == 1 << 60).any(1) == fails).all()
+            assert ranks.kernel_failed(size * n) == [fails] * n
     finally:
         child.communicate(b"\n")
-
-
-def test_faster_method_is_selected_on_all_ranks():
-    """Both methods are measured. The slower one is measured again from time to time."""
-    ranks, size = Ranks(2), 1 << 20
-    arrays = np.zeros((2, 4, size), np.uint8)
-
-    def uses_slots():
-        each = [list(side) for side in arrays]
-        assert ranks.run(
-            lambda me, k: ranks.all_to_all(me, k, each[me][:2], each[me][2:])
-        ) == [MOVED] * 2  # fmt: skip
-        used = ranks.histories["calls_since"]
-        last = [row[row.max(1) > 0].argmin() for row in used]
-        assert last[0] == last[1], "the ranks choose differently"
-        return last[0] == 1
-
-    ranks.histories[:] = 0
-    assert [uses_slots() for _ in range(4)] == [False, True] * 2
-    for ns, slower in (((1, 1 << 60), True), ((1 << 60, 1), False)):
-        ranks.histories["ns"] = ns
-        found = [uses_slots() for _ in range(70)]
-        assert found.count(slower) == 1, "the slower method is measured again once in 64 calls"
-    assert uses_slots() in (True, False)
 
 
 def test_ranks_wait_for_a_lost_process_until_aborted():
@@ -181,7 +134,7 @@ def test_ranks_wait_for_a_lost_process_until_aborted():
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     ranks.pids[0, 2] = child.pid
-    arrays = [[np.zeros(100000, np.uint8) for _ in range(2 * n)] for _ in range(n)]
+    arrays = [[np.zeros(400000, np.uint8) for _ in range(2 * n)] for _ in range(n)]
     threads, results = ranks.start(
         lambda me, k: ranks.all_to_all(me, k, arrays[me][:n], arrays[me][n:])
     )
@@ -198,7 +151,7 @@ def test_ranks_wait_for_a_lost_process_until_aborted():
 def test_aborted_ranks_do_not_wait_for_a_missing_rank():
     n = 3
     ranks = Ranks(n)
-    arrays = [[np.zeros(100000, np.uint8) for _ in range(2 * n)] for _ in range(n)]
+    arrays = [[np.zeros(400000, np.uint8) for _ in range(2 * n)] for _ in range(n)]
 
     def call(me, number):
         if me == 2:

@@ -116,24 +116,12 @@ def test_autoload_warns_if_registration_fails():
 
 
 @pytest.mark.any_mpi
-@pytest.mark.parametrize("names", ["ucc", "gloo;nccl", "gloo,", ""])
+@pytest.mark.parametrize("names", ["gloo;nccl", ""])
 def test_install_as_rejects_other_names(names):
     import mpicoll.torch
 
     with pytest.raises(ValueError, match=f"expected gloo, mpi, nccl or several.*got '{names}'"):
         mpicoll.torch.install_as(names)
-
-
-@pytest.mark.any_mpi
-def test_resolve_backend_replaces_names_by_device():
-    script = """
-    from mpicoll.torch.aliases import resolve_backend
-    for asked in ("gloo", "cpu:gloo,cuda:nccl", "CPU:Gloo", "undefined", "nccl", "ucc"):
-        say(resolve_backend(asked))
-    """
-    done = python(script, MPICOLL_INSTALL_AS="gloo")
-    expected = ["mpicoll", "cpu:mpicoll,cuda:nccl", "mpicoll", "mpicoll", "nccl", "ucc"]
-    assert done.stdout.split() == expected, done.stdout + done.stderr
 
 
 # ---- under mpiexec -------------------------------------------------------------------------------
@@ -157,24 +145,6 @@ def test_init_with_the_name_alone_sets_the_variables_of_a_launcher():
     assert lines == [f"{r} 3 [6.0, 6.0] {r} 3 {r} 3" for r in range(3)]
 
 
-@pytest.mark.any_mpi
-@needs_mpiexec
-def test_untested_torch_version_gives_one_warning():
-    lines = on_ranks("""
-        import warnings
-        torch.__version__ = "99.1.0a0"
-        with warnings.catch_warnings(record=True) as caught:
-            for _ in range(2):
-                dist.init_process_group("mpicoll")
-                dist.all_reduce(x := torch.ones(1))
-                dist.destroy_process_group()
-        say(x.item(), *[one.message for one in caught if "mpicoll" in str(one.message)])
-    """)
-    known = "it needs 2.11 or newer, and was tested with 2.11 and 2.13 to 2.15"
-    warning = f"mpicoll has not been tested with torch 99.1.0a0: {known}"
-    assert [line.strip() for line in lines] == ["2.0", f"2.0 {warning}"]
-
-
 @needs_mpiexec
 @python_backends
 @pytest.mark.parametrize("of", ["WORLD", "dist.new_group([0, 1, 2])"])
@@ -196,35 +166,6 @@ def test_shrink_group(of):
     """
     lines = on_ranks(script, 3)
     assert lines == ["4.0 4.0 0 2", "4.0 4.0 1 2"]
-
-
-@pytest.mark.any_mpi
-@needs_mpiexec
-@python_backends
-@pytest.mark.parametrize("of", ["None", "dist.new_group([0, 1, 2])"])
-def test_shrink_group_aborts_pending_calls(of):
-    """The exit code does not matter: ranks with a call inside MPI end without finalizing MPI, and
-    some launchers kill the other ranks then.
-    """
-    script = f"""
-    import time
-    dist.init_process_group("mpicoll")
-    me, wide = dist.get_rank(), {of}
-    if me != 1:
-        work = dist.all_reduce(torch.ones(1), group=wide, async_op=True)
-        small = dist.shrink_group([1], wide, shrink_flags=1)
-        x = torch.full((1,), me + 1.0)
-        dist.all_reduce(x, group=small)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            say(x.item(), "aborted" in str(error))
-        dist.barrier(small)
-    else:
-        time.sleep(30)
-    """
-    done = python(script, *MPIEXEC, "-n", "3")
-    assert done.stdout.count("4.0 True") == 2, done.stdout + done.stderr
 
 
 @pytest.mark.any_mpi
@@ -323,6 +264,8 @@ def test_install_as_replaces_torchs_backends(how):
                 assert dist.get_backend(pair) == dist.get_backend()
                 assert pair.name() == "mpicoll"
             dist.all_reduce(y, group=beside)
+            if name == "gloo":
+                dist.monitored_barrier()  # torch offers it only for this name
             found = [None] * 3
             dist.all_gather_object(found, dist.get_rank())
             say(x.tolist(), y.tolist(), found, dist.get_backend(), dist.group.WORLD.name())
@@ -337,30 +280,6 @@ def test_install_as_replaces_torchs_backends(how):
     names = "gloo", "nccl", "mpi", "cpu:gloo,cuda:nccl", "undefined"
     expected = [f"[6.0, 6.0] [5.0] [0, 1, 2] {name} mpicoll" for name in names]
     assert lines == sorted(expected * 3)
-
-
-@pytest.mark.any_mpi
-@needs_mpiexec
-def test_features_that_torch_offers_only_for_gloo_work():
-    """monitored_barrier, and an asynchronous checkpoint with its own group."""
-    script = """
-    import tempfile
-    from datetime import timedelta
-    import torch.distributed.checkpoint as checkpoint
-    dist.init_process_group("gloo")
-    dist.monitored_barrier(timeout=timedelta(seconds=30))
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    held = {"w": torch.arange(4.0)}
-    group = dist.new_group(backend="gloo")
-    checkpoint.async_save(held, checkpoint_id=folder[0], process_group=group).result()
-    found = {"w": torch.zeros(4)}
-    checkpoint.load(found, checkpoint_id=folder[0], process_group=group)
-    say(found["w"].tolist(), group.name())
-    dist.destroy_process_group()
-    """
-    lines = on_ranks(script, MPICOLL_INSTALL_AS="gloo")
-    assert lines == ["[0.0, 1.0, 2.0, 3.0] mpicoll"] * 2
 
 
 CHILD_PROCESSES = """
@@ -400,10 +319,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-def rank(index, size, how, path):
-    options = {"init_method": "file://" + path} if how == "file" else {
-        "store": dist.FileStore(path, size)}
-    dist.init_process_group("mpicoll", rank=index, world_size=size, **options)
+def rank(index, size, path):
+    dist.init_process_group("mpicoll", "file://" + path, rank=index, world_size=size)
     x = torch.tensor([index + 1.0])
     dist.all_reduce(x)
     os.write(1, f"{index} {dist.get_world_size()} {x.item()}\\n".encode())
@@ -486,12 +403,11 @@ def test_ranks_may_be_numbered_by_the_program(name, tmp_path):
 
 
 @pytest.mark.any_mpi
-@pytest.mark.parametrize("how", ["file", "store"])
-def test_processes_without_a_launcher_use_a_file_as_rendezvous(how, tmp_path):
+def test_processes_without_a_launcher_use_a_file_as_rendezvous(tmp_path):
     if VENDOR == "Open MPI":
         pytest.skip("Open MPI does not connect processes that it has not started")
     (tmp_path / "job.py").write_text(RENDEZVOUS)
-    command = [sys.executable, tmp_path / "job.py", how, tmp_path / "rendezvous"]
+    command = [sys.executable, tmp_path / "job.py", tmp_path / "rendezvous"]
     lines = output_of(start(command, PYTHONPATH=str(ROOT))).splitlines()
     assert sorted(lines) == [f"{rank} 3 6.0" for rank in range(3)]
 
@@ -559,15 +475,13 @@ def test_run_under_torchrun(words, name, tmp_path):
     assert "ranks were started" not in done.stderr, done.stderr
 
 
-#: Checks RANK like nanoGPT, reads torchrun's variables like pytorch/examples' ddp, opens its own
-#: store, selects the backend like Accelerate, and trains one step with DDP.
+#: Reads torchrun's variables like pytorch/examples' ddp, opens its own store, and selects the
+#: backend like Accelerate.
 TORCHRUN_SCRIPT = """
 import os
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-ddp = int(os.environ.get("RANK", -1)) != -1
 names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 rank, local_rank, size, local_size, host, port = (os.environ[name] for name in names)
 rank, size = int(rank), int(size)
@@ -578,35 +492,21 @@ assert all(store.get(f"port {each}") == port.encode() for each in range(size))
 backend = "mpi" if dist.is_mpi_available() else "gloo"
 dist.init_process_group(backend, rank=rank, world_size=size)
 assert (rank, size) == (dist.get_rank(), dist.get_world_size())
-assert rank == int(os.environ["RANK"]) and size == int(os.environ["WORLD_SIZE"])
-assert (local_rank, local_size) == (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"])
-model = torch.nn.Linear(2, 1, bias=False)
-torch.nn.init.ones_(model.weight)
-model = DistributedDataParallel(model)
-x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]).chunk(size)[rank]
-model(x).square().mean().backward()
-torch.optim.SGD(model.parameters(), lr=0.5).step()
-if backend == "gloo":
-    parts = [torch.empty(1) for _ in range(size)]
-    dist.all_gather(parts, torch.ones(1))
-else:
-    dist.all_gather_into_tensor(torch.empty(size), torch.ones(1))
-weight = model.module.weight.tolist()[0]
-os.write(1, f"{ddp} {rank} {local_rank} {size} {local_size} {weight} ".encode()
+assert [os.environ[name] for name in names[:4]] == [str(rank), local_rank, str(size), local_size]
+x = torch.tensor([rank + 1.0])
+dist.all_reduce(x)
+os.write(1, f"{rank} {local_rank} {size} {local_size} {x.item()} ".encode()
          + f"{backend} {dist.group.WORLD.name()}\\n".encode())
 dist.destroy_process_group()
 """
-#: w - 0.5 * the mean over the four rows x of 2 (w x) x, with w = (1, 1).
-WEIGHT = [1 - sum((a + b) * a for a, b in ((1, 2), (3, 4), (5, 6), (7, 8))) / 4,
-          1 - sum((a + b) * b for a, b in ((1, 2), (3, 4), (5, 6), (7, 8))) / 4]  # fmt: skip
 
 
 def expected_lines(backend):
-    return [f"True {rank} {rank} 2 2 {WEIGHT} {backend} mpicoll" for rank in range(2)]
+    return [f"{rank} {rank} 2 2 3.0 {backend} mpicoll" for rank in range(2)]
 
 
 @needs_mpiexec
-def test_script_for_torchrun_trains_unchanged_under_mpiexec(tmp_path):
+def test_script_for_torchrun_runs_unchanged_under_mpiexec(tmp_path):
     """Two jobs at the same time. As with torchrun and Gloo, standard error stays empty."""
     with ThreadPoolExecutor(2) as pool:
         arguments = mpicoll_run, TORCHRUN_SCRIPT, tmp_path, ON_2_RANKS, "train.py"
@@ -625,8 +525,8 @@ def test_ranks_of_several_nodes_connect_to_rank_0(tmp_path):
     hosts = ["-launcher", "fork", "-hosts", "127.0.0.1,localhost"]
     nodes = [*MPIEXEC, *store, *hosts, "-n", "2"]
     done = mpicoll_run(TORCHRUN_SCRIPT, tmp_path, nodes, "train.py")
-    lines = [line.replace("0 2 1 [", "0 2 2 [") for line in sorted(output_of(done).splitlines())]
-    assert lines == [line.replace("1 1 2", "1 0 2") for line in expected_lines("gloo")]
+    lines = sorted(output_of(done).splitlines())
+    assert lines == [f"{rank} 0 2 1 3.0 gloo mpicoll" for rank in range(2)]
 
 
 @pytest.mark.any_mpi
@@ -679,46 +579,12 @@ def test_run_rejects_invalid_arguments(words, environment, why, tmp_path):
 
 @pytest.mark.any_mpi
 @needs_mpiexec
-def test_unsupported_arguments_raise():
-    lines = on_ranks("""
-        from datetime import timedelta
-        OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
-        def refused(*words, call=dist.init_process_group, **more):
-            try:
-                call(*words, **more)
-            except ValueError as error:
-                say(error)
-        if OLD:
-            refused("cpu:gloo,cuda:mpicoll", init_method="mpi://")
-        refused("mpicoll", init_method="mpi://", rank=7, world_size=9)
-        dist.init_process_group("mpicoll")
-        if OLD:
-            refused(torch.ones(2).to("meta"), call=dist.all_reduce)
-        refused([torch.ones(1)] * 2, call=dist.group.WORLD.broadcast)
-        dist.destroy_process_group()
-    """)
-    older = (
-        f"mpicoll: backend 'cpu:gloo,cuda:mpicoll': not supported by torch {torch.__version__}",
-        "all_reduce: tensor: tensors on meta are not supported",
-    )
-    for words in (
-        *(older if TORCH_VERSION < (2, 15) else ()),
-        "init_process_group: rank=7 disagrees with MPI's own",
-        "broadcast: requires a single-element tensor list (one device per process), got 2",
-    ):
-        assert sum(line.startswith(words) for line in lines) >= 2, (words, lines)
-
-
-@pytest.mark.any_mpi
-@needs_mpiexec
 def test_pg_options_give_one_warning():
     lines = on_ranks("""
         import warnings
         from datetime import timedelta
-        def backend(group):
-            return group._get_backend(torch.device("cpu"))
         def seconds(group):
-            return backend(group).options._timeout.total_seconds()
+            return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         options = torch._C._distributed_c10d.Backend.Options("mpicoll", timedelta(seconds=7))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -726,26 +592,10 @@ def test_pg_options_give_one_warning():
             group = dist.new_group(pg_options=object(), timeout=timedelta(seconds=80))
         (warning,) = [one for one in caught if "pg_options" in str(one.message)]
         assert "Options" in str(warning.message) and warning.filename == "<string>", warning
-        world = dist.group.WORLD
-        assert isinstance(backend(world).options, type(options))
-        assert (seconds(world), seconds(group)) == (90, 80)
-        assert backend(world).options.backend == "mpicoll"
-        assert backend(world).options.global_ranks_in_group == list(range(dist.get_world_size()))
-        backend(group).options._timeout = timedelta(seconds=0.3)
-        assert seconds(group) == 0.3 and seconds(world) == 90
-        for late in (False, True):  # the group has failed before the second turn
-            if late == (dist.get_rank() != 0):
-                try:
-                    dist.barrier(group=group)
-                except RuntimeError as error:
-                    assert "timeout of 0.3 s" in str(error), error
-                else:
-                    say("no error")
-            dist.barrier()
-        say("done")
+        say(seconds(dist.group.WORLD), seconds(group))
         dist.destroy_process_group()
     """)
-    assert lines == ["done"] * 2, lines
+    assert lines == ["90.0 80.0"] * 2, lines
 
 
 @needs_mpiexec

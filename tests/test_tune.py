@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-from cli_jobs import SRUN, Ended, job
+from cli_jobs import Ended, job
 
 from mpicoll import machine
 from mpicoll.cli import tune
 from mpicoll.cli.timing import Figure
-from mpicoll.cli.tune import CLEAR_RATIO, Outcome, choose_steps, describe_changes
-from mpicoll.output import format_bytes
+from mpicoll.cli.tune import CLEAR_RATIO, Outcome, choose_steps
 from mpicoll.routes import tuning, tuning_files
 
 pytest_plugins = ["whole_jobs"]
@@ -44,12 +41,6 @@ def figures(spread=0.0, sizes=SIZES, **times):
 FLAT = [10.0] * 11
 
 
-def test_one_step_where_the_fastest_route_changes():
-    found = figures(mpi=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024], shared=[20.0] * 11)
-    for usual in ((0, "mpi"),), ((0, "shared"),), ((0, "mpi"), (32, "shared"), (64, "mpi")):
-        assert choose_steps(found, usual) == ((0, "mpi"), (256, "shared"))
-
-
 def test_chosen_routes_are_good_and_not_slower_than_the_default():
     noise = random.Random(3)
     for _ in range(100):
@@ -64,13 +55,6 @@ def test_chosen_routes_are_good_and_not_slower_than_the_default():
             assert own in allowed and own <= CLEAR_RATIO * best
 
 
-def test_ties_keep_the_default():
-    tied = figures(sizes=[128, 256], mpi=[10, 10], shared=[10, 9.6])
-    assert choose_steps(tied, ((0, "mpi"),)) == ((128, "mpi"),)
-    unclear = figures(0.2, mpi=FLAT, shared=[9.0] * 11)
-    assert choose_steps(unclear, ((0, "mpi"),)) == ((0, "mpi"),)
-
-
 def test_unavailable_routes_are_ignored():
     """A step to an unavailable route extends the previous step."""
     before = ((0, "mpi"), (64, "shared"), (256, "exchange"))
@@ -80,156 +64,34 @@ def test_unavailable_routes_are_ignored():
     )
 
 
-def test_changes_are_described():
-    def changes(found, default, steps):
-        lines = describe_changes("gather", found, default, steps, 8192)
-        return [line[26:].replace(" B", "B").replace(" KiB", "K").split() for line in lines]
-
-    found = figures(mpi=[4, 4, 4, *FLAT[3:]], shared=[2, 8, 2, *FLAT[3:]])
-    default = ((0, "mpi"), (1024, "shared"))
-    steps = ((0, "shared"), (64, "mpi"), (256, "shared"), (4096, "mpi"))
-    assert changes(found, default, steps) == [
-        ["0B", "64B", "mpi", "shared", "1.26", "x"],
-        ["256B", "1K", "mpi", "shared", "1.00", "x"],
-        ["4K", "8K", "shared", "mpi", "1.00", "x"],
-    ]
-    assert changes(found, default, default) == []
-    found = figures(mpi=FLAT, exchange=FLAT)
-    (change,) = changes(found, ((0, "shared"), (64, "mpi")), ((0, "exchange"),))
-    assert change == ["0B", "8K", "mpi", "exchange", "1.00", "x"]
-
-
 # --- tables -------------------------------------------------------------------------------------
 
 MPI = "An MPI 1.2"
 
 
-@dataclass
-class Written:
-    """A table that is written from given measurements."""
-
-    path: Path
-
-    def end(self, by_kind, last, sizes=(8, 8192), **options):
-        """Finish a run, and return its exit code."""
-        given = {"force": False, "dry_run": False, "sizes": list(sizes), **options}
-        outcome = Outcome(by_kind, dict.fromkeys(by_kind, last), "distance: near")
-        setting = tune._Setting(MPI, 2, "here", "node", self.path)
-        kinds = list(by_kind) or ["gather"]
-        return tune._finish(setting, outcome, kinds, argparse.Namespace(**given))
-
-    def table(self):
-        """Return the table that a job reads."""
-        return tuning_files.build_table(str(self.path), self.path.read_text())
-
-
-@pytest.fixture
-def written(tmp_path, monkeypatch):
+def test_noisy_measurements_are_printed_but_written_only_with_force(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tuning.job, "table", tuning.Table())
-    return Written(tmp_path / "table.json")
+    path = tmp_path / "table.json"
+    by_kind = {"all_reduce": figures(0.12, mpi=[5.0] * 11, shared=FLAT)}  # the default is shared
 
+    def finish(**options):
+        options = {"force": False, "dry_run": False, "sizes": [8, 8192], **options}
+        outcome = Outcome(by_kind, {"all_reduce": 8192}, "distance: near")
+        setting = tune._Setting(MPI, 2, "here", "node", path)
+        return tune._finish(setting, outcome, ["all_reduce"], argparse.Namespace(**options))
 
-def any_figures(kind, sizes, chance):
-    """Return random measurements of every route: ties, small and large differences and spreads."""
-    return {
-        size: {
-            route: Figure(took * (1 - spread), took, took * (1 + spread))
-            for route in tuning.eligible_routes(kind, "node")
-            for took, spread in [(chance.choice([10, 10.3, 11, 13, 20]) * chance.uniform(0.9, 1.1),
-                                  chance.choice([0, 0.02, 0.2]))]
-        }
-        for size in sizes
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_tables_have_no_slower_routes_and_defaults_at_other_sizes(written, monkeypatch, seed):
-    """At sizes that were not measured, jobs use the current defaults, also if these change."""
-    chance = random.Random(seed)
-    first, count = chance.choice([0, 64, 4096]), chance.randrange(1, 14)
-    sizes = [first, *((first or 8) << i for i in range(1, count))]
-    last = max(sizes[-1], 8)
-    found = {kind: any_figures(kind, sizes, chance) for kind in tuning.KINDS}
-    assert written.end(found, last, force=True) == 0
-    later = {
-        kind: {
-            place: ((0, names[-1]), (99, names[0]))
-            for place in tuning.PLACES
-            for names in [tuning.eligible_routes(kind, place)]
-        }
-        for kind in tuning.KINDS
-    }
-    usual = {kind: tuning.job.table.row(kind, 2)["node"] for kind in tuning.KINDS}
-    others = [
-        s for s in (0, 98, 99, max(first - 1, 0), last + 1, 1 << 40) if not first <= s <= last
-    ]
-    for kind, by_size in found.items():
-        steps = written.table().row(kind, 2)["node"]
-        for size, by_route in by_size.items():
-            most = CLEAR_RATIO * by_route[tuning.route_at(usual[kind], size)].median
-            assert by_route[tuning.route_at(steps, size)].median <= most
-        for size in others:
-            assert tuning.route_at(steps, size) == tuning.route_at(usual[kind], size)
-    monkeypatch.setattr(tuning, "_DEFAULTS", {2: later})
-    for kind in found:
-        steps = written.table().row(kind, 2)["node"]
-        for size in others:
-            assert tuning.route_at(steps, size) == tuning.route_at(later[kind]["node"], size)
-
-
-#: The default is shared.
-CALM = {"all_reduce": figures(0.02, mpi=[5.0] * 11, shared=FLAT)}
-NOISY = {"all_reduce": figures(0.12, mpi=[5.0] * 11, shared=FLAT)}
-
-
-@pytest.mark.parametrize("before", [None, '{"ranks": {}}'])
-def test_noisy_measurements_are_printed_but_written_only_with_force(written, capsys, before):
-    if before:
-        written.path.write_text(before)
-    assert written.end(NOISY, 8192) == 3
-    assert (written.path.read_text() if written.path.exists() else None) == before
+    assert finish() == 3 and not path.exists()
     shown = capsys.readouterr()
     row = "all_reduce                0 B        8 KiB      shared       mpi          2.00 x"
-    assert row in shown.out
-    assert "times vary by 12.0%, at most 10%" in shown.out and "written" not in shown.out
-    for words in ("error: times vary by 12.0%, more than 10%", "no table was written", "--seconds",
-                  "--force"):  # fmt: skip
+    assert row in shown.out and "written" not in shown.out
+    for words in ("error: times vary by 12.0%, more than 10%", "no table was written", "--force"):
         assert words in shown.err
-    assert written.end(NOISY, 8192, force=True) == 0
+    assert finish(force=True, sizes=[8, 16384]) == 0
     shown = capsys.readouterr()
     assert "times vary by 12.0%" in shown.out and shown.err == ""
-    assert json.loads(written.path.read_text())["measured"]["2"]["noise"] == "12.0%"
-    assert written.table().row("all_reduce", 2)["node"] == ((0, "mpi"), (8193, "shared"))
-
-
-@pytest.mark.parametrize(("found", "code"), [(CALM, 0), (NOISY, 3)])
-def test_dry_run_prints_the_table_and_the_changes(written, capsys, found, code):
-    assert written.end(found, 8192, dry_run=True) == code
-    assert not written.path.exists()
-    shown = capsys.readouterr()
-    assert "shared       mpi          2.00 x" in shown.out
-    text = shown.out[shown.out.index("{") : shown.out.rindex("}") + 1]
-    assert tuning_files.parse(text)[2]["all_reduce"] == {"node": ((0, "mpi"), (8193, "default"))}
-    assert bool(shown.err) == bool(code)
-    assert written.end(CALM, 8192) == 0
-    kept = written.path.read_text()
-    opposite = {"all_reduce": figures(0.02, mpi=FLAT, shared=[8.0] * 11)}
-    capsys.readouterr()
-    assert written.end(opposite, 8192, dry_run=True) == 0
-    assert "no route is faster than the default" in capsys.readouterr().out
-    assert written.path.read_text() == kept
-
-
-def test_output_lists_sizes_that_were_not_measured(written, capsys):
-    assert written.end(CALM, 8192, sizes=(8, 16384)) == 0
-    out = capsys.readouterr().out
-    assert "not measured within --seconds: all_reduce of more than 8 KiB\n" in out
-    assert written.end(CALM, 8192, sizes=(8, 8192)) == 0
-    assert "not measured" not in capsys.readouterr().out
-    kept = written.path.read_text()
-    assert written.end({}, 0, force=True) == 3
-    assert "too few measurements" in capsys.readouterr().err
-    assert written.path.read_text() == kept
+    assert "not measured within --seconds: all_reduce of more than 8 KiB\n" in shown.out
+    table = tuning_files.build_table(str(path), path.read_text())
+    assert table.row("all_reduce", 2)["node"] == ((0, "mpi"), (8193, "shared"))
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -237,9 +99,8 @@ def test_output_lists_sizes_that_were_not_measured(written, capsys):
 
 @pytest.mark.parametrize(
     ("text", "sizes"),
-    [("8:64", [8, 16, 32, 64]), ("1K:4k", [1024, 2048, 4096]), ("3:20", [3, 6, 12]), ("7", [7]),
-     ("0.5K:1K", [512, 1024]), ("8:64M", [8 << i for i in range(24)])],
-)  # fmt: skip
+    [("1K:4k", [1024, 2048, 4096]), ("3:20", [3, 6, 12]), ("7", [7]), ("0.5K:1K", [512, 1024])],
+)
 def test_sizes_are_parsed(text, sizes):
     assert tune._sizes(text) == sizes
 
@@ -254,8 +115,6 @@ def test_later_jobs_use_the_table(ended: Ended) -> None:
     ended.succeeded()
     (path,) = (ended.folder / "config" / "mpicoll").iterdir()
     assert f"# written to {path}; jobs with this environment use it\n" in ended.out
-    assert "takes about 40 s at most" in ended.out
-    assert "# times vary by " in ended.out
     written = json.loads(path.read_text())
     assert written["machine"] == machine.describe()
     assert written["mpi"] in ended.out and written["measured"]["2"]["mpicoll"] in ended.out
@@ -268,15 +127,6 @@ def test_later_jobs_use_the_table(ended: Ended) -> None:
     assert ended.after is not None and ended.after.code == 0, ended
     found = json.loads(ended.after.out)
     assert {each["routes"] for each in found["ranks"]} == {f"{path} (measured on 2 ranks)"}
-    words = {"mpi": "MPI", "shared": "shared memory", "mpi_chunked": "MPI in chunks",
-             "exchange": "messages over MPI", "single_copy": "one copy by the kernel",
-             "widened": "MPI in float32"}  # fmt: skip
-    table = tuning_files.build_table(str(path), path.read_text())
-    for kind, name in zip(kinds, ("all_reduce (float32)", "all_reduce (bfloat16)", "gather"),
-                          strict=True):  # fmt: skip
-        (_, first), *others = table.row(kind, 2)[place]
-        steps = [f"from {format_bytes(least)} on {words[route]}" for least, route in others]
-        assert found["routes"]["host"][name] == "; ".join([words[first], *steps])
 
 
 #: A table without an MPI and a machine, as written by hand.
@@ -336,11 +186,9 @@ def test_tune_on_one_rank_is_an_error(ended: Ended) -> None:
     ("words", "why"),
     [
         ("--sizes 9:8", "'9:8': the first size is larger than the last"),
-        ("--sizes :8", "optionally with K, M, G or T, got ''"),
         ("--kinds all_to_all", "invalid choice: 'all_to_all'"),
         ("--sizes 8:16T", "GiB are available"),
         ("-o /nowhere/table.json", "no folder /nowhere"),
-        ("-o /", "Is a directory: '/'"),
         ("-o /proc/table.json", "/proc/table.json: cannot be written: "),
         ("--force --dry-run", "argument --dry-run: not allowed with argument --force"),
     ],
@@ -382,8 +230,3 @@ def test_job_with_an_invalid_table_fails_with_one_error(ended: Ended) -> None:
     assert ended.code == 1 and "Traceback" not in ended.err, ended
     (advice,) = json.loads(ended.out)["advice"]
     assert advice["wrong"] and f"{ended.table} is not a tuning table: " in advice["text"], ended
-
-
-@job("tune", environment=SRUN)
-def test_ranks_that_mpi_does_not_have_are_reported(ended: Ended) -> None:
-    ended.refused("srun announces 2 ranks", code=1)

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
+from mpicoll import primitives
 from mpicoll.arrays.protocols import AnyArray
 from mpicoll.core.checks import find_operation
 from mpicoll.core.groups import ProcessGroup
@@ -51,7 +52,6 @@ from mpicoll.errors import (
     EmptyListError,
 )
 from mpicoll.output import format_count
-from mpicoll.primitives import PRIMITIVES
 
 __all__ = [
     "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_single",
@@ -59,12 +59,6 @@ __all__ = [
     "exscan", "gather", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_single",
     "reduce_scatter_tensor", "scan", "scatter", "supports_complex",
 ]  # fmt: skip
-
-(
-    _BROADCAST, _ALL_REDUCE, _REDUCE, _ALL_GATHER, _ALL_GATHER_SINGLE, _GATHER, _SCATTER,
-    _REDUCE_SCATTER, _REDUCE_SCATTER_SINGLE, _ALL_TO_ALL, _ALL_TO_ALL_SINGLE, _SCAN, _EXSCAN,
-    _BARRIER,
-) = PRIMITIVES  # fmt: skip
 
 
 def broadcast(
@@ -79,7 +73,7 @@ def broadcast(
     tensor: array of any shape; input on the root, output on the other ranks.
     """
     root = find_root("broadcast", group, "src", src, group_src, default=0)
-    return run_fast(_BROADCAST, group, async_op, tensor, None, None, root)
+    return run_fast(primitives.BROADCAST, group, async_op, tensor, None, None, root)
 
 
 def all_reduce(
@@ -92,7 +86,7 @@ def all_reduce(
 
     tensor: input and output; array of any shape.
     """
-    return run_fast(_ALL_REDUCE, group, async_op, tensor, None, op, 0)
+    return run_fast(primitives.ALL_REDUCE, group, async_op, tensor, None, op, 0)
 
 
 def scan(
@@ -107,7 +101,7 @@ def scan(
     output, input: arrays of any shape, of the same dtype and size. May be the same array.
     op: AVG divides by the number of ranks that were reduced.
     """
-    return run_fast(_SCAN, group, async_op, output, input, op, 0)
+    return run_fast(primitives.SCAN, group, async_op, output, input, op, 0)
 
 
 def exscan(
@@ -122,7 +116,7 @@ def exscan(
     output, input: as in scan. Rank 0 of the group leaves ``output`` unchanged.
     op: AVG divides by the number of ranks that were reduced.
     """
-    return run_fast(_EXSCAN, group, async_op, output, input, op, 0)
+    return run_fast(primitives.EXSCAN, group, async_op, output, input, op, 0)
 
 
 def reduce(
@@ -140,7 +134,7 @@ def reduce(
     dst, group_dst: root; required.
     """
     root = find_root("reduce", group, "dst", dst, group_dst)
-    return run_fast(_REDUCE, group, async_op, tensor, None, op, root)
+    return run_fast(primitives.REDUCE, group, async_op, tensor, None, op, root)
 
 
 def all_gather(
@@ -155,7 +149,7 @@ def all_gather(
         each output has the size of the input of its rank.
     tensor: input; array of any shape. All arrays have the same dtype.
     """
-    return run_fast(_ALL_GATHER, group, async_op, tensor_list, tensor, None, 0)
+    return run_fast(primitives.ALL_GATHER, group, async_op, tensor_list, tensor, None, 0)
 
 
 def all_gather_single(
@@ -170,7 +164,9 @@ def all_gather_single(
         or stacked along a new one.
     input_tensor: input; the same shape on all ranks.
     """
-    return run_fast(_ALL_GATHER_SINGLE, group, async_op, output_tensor, input_tensor, None, 0)
+    return run_fast(
+        primitives.ALL_GATHER_SINGLE, group, async_op, output_tensor, input_tensor, None, 0
+    )
 
 
 #: The older name in torch.
@@ -192,7 +188,7 @@ def gather(
         None on other ranks.
     """
     root = find_root("gather", group, "dst", dst, group_dst, default=0)
-    return run_fast(_GATHER, group, async_op, gather_list, tensor, None, root)
+    return run_fast(primitives.GATHER, group, async_op, gather_list, tensor, None, root)
 
 
 def scatter(
@@ -210,7 +206,7 @@ def scatter(
         None on other ranks.
     """
     root = find_root("scatter", group, "src", src, group_src, default=0)
-    return run_fast(_SCATTER, group, async_op, tensor, scatter_list, None, root)
+    return run_fast(primitives.SCATTER, group, async_op, tensor, scatter_list, None, root)
 
 
 def reduce_scatter(
@@ -226,7 +222,7 @@ def reduce_scatter(
     input_list: one input for each rank, in rank order, with the size of the output of that rank.
         The same sizes on all ranks, and the dtype of ``output``.
     """
-    return run_fast(_REDUCE_SCATTER, group, async_op, output, input_list, op, 0)
+    return run_fast(primitives.REDUCE_SCATTER, group, async_op, output, input_list, op, 0)
 
 
 def reduce_scatter_single(
@@ -242,7 +238,7 @@ def reduce_scatter_single(
     input: n times the elements of ``output``: one block for each rank, in rank order, concatenated
         or stacked.
     """
-    return run_fast(_REDUCE_SCATTER_SINGLE, group, async_op, output, input, op, 0)
+    return run_fast(primitives.REDUCE_SCATTER_SINGLE, group, async_op, output, input, op, 0)
 
 
 #: The older name in torch.
@@ -267,9 +263,9 @@ def all_to_all_single(
     Raises ArgumentError (a ValueError) if the split sizes do not add up to the number of rows.
     """
     if output_split_sizes is None and input_split_sizes is None:
-        return run_fast(_ALL_TO_ALL_SINGLE, group, async_op, output, input, None, 0)
+        return run_fast(primitives.ALL_TO_ALL_SINGLE, group, async_op, output, input, None, 0)
     splits = (output_split_sizes, input_split_sizes)
-    return run(_ALL_TO_ALL_SINGLE, group, async_op, output, input, splits=splits)
+    return run(primitives.ALL_TO_ALL_SINGLE, group, async_op, output, input, splits=splits)
 
 
 def all_to_all(
@@ -284,7 +280,9 @@ def all_to_all(
     input_tensor_list: one input for each rank, in rank order. Sizes may differ; all arrays have the
         same dtype.
     """
-    return run_fast(_ALL_TO_ALL, group, async_op, output_tensor_list, input_tensor_list, None, 0)
+    return run_fast(
+        primitives.ALL_TO_ALL, group, async_op, output_tensor_list, input_tensor_list, None, 0
+    )
 
 
 def barrier(
@@ -300,8 +298,8 @@ def barrier(
     """
     limit = parse_timeout(timeout, None, "barrier")
     if limit is None:
-        return run_fast(_BARRIER, group, async_op, None, None, None, 0)
-    work = run(_BARRIER, group, True)
+        return run_fast(primitives.BARRIER, group, async_op, None, None, None, 0)
+    work = run(primitives.BARRIER, group, True)
     if work is None:
         return None
     work.set_limit(limit)
@@ -397,7 +395,7 @@ def all_reduce_coalesced(
     """
     name = "all_reduce_coalesced"
     check_list(f"{name}: tensors", tensors)
-    work = run_all(name, _ALL_REDUCE, group, async_op, tensors, None, op)
+    work = run_all(name, primitives.ALL_REDUCE, group, async_op, tensors, None, op)
     return None if work is None else work.get_future()
 
 
@@ -423,7 +421,7 @@ def all_gather_coalesced(
     if member is None:
         return None
     outputs = coalesced_outputs(name, output_tensor_lists, input_tensor_list, member)
-    work = run_all(name, _ALL_GATHER, member, async_op, outputs, input_tensor_list, None)
+    work = run_all(name, primitives.ALL_GATHER, member, async_op, outputs, input_tensor_list, None)
     return None if work is None else work.get_future()
 
 

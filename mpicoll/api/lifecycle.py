@@ -328,15 +328,16 @@ def _discover_node(comm: MPI.Intracomm, watchdog: Watchdog) -> None:
     host = master_address(comm)
     vendor, version = MPI.get_vendor()
 
-    def choose() -> tuple[Any, Any]:
+    def read() -> tuple[Any, ...]:
         if comm.Get_rank() != 0:
-            return None, None
+            return ()
         with socket.create_server(("", 0)) as probe:  # a port that is free now
             port = os.environ.get("MASTER_PORT", probe.getsockname()[1])
-        return port, tuning_files.read(f"{vendor} {'.'.join(map(str, version))}")
+        found = tuning_files.read(f"{vendor} {'.'.join(map(str, version))}")
+        return port, settings.CHOOSE.value(), found
 
-    port, table = control_messages.bcast(
-        comm, run_on_each(comm, choose), 0, tuple[int | str, tuning_files.Found]
+    port, tuning.job.choose, table = control_messages.bcast(
+        comm, run_on_each(comm, read), 0, tuple[int | str, str, tuning_files.Found]
     )
     # The variables describe the whole job.
     if _met_elsewhere or communicators.spans_world(unwrap(comm)) or has_grown():

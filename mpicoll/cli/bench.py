@@ -123,6 +123,7 @@ def _bench(options: argparse.Namespace) -> int:
     import mpicoll as dist
     from mpicoll.cli.bench_others import OTHERS, Other, Route, find_routes, route_names
     from mpicoll.cli.bench_table import Bench
+    from mpicoll.core.groups import default_group
     from mpicoll.failures.consistency import FIRST
 
     comm = MPI.COMM_WORLD.Dup()
@@ -152,6 +153,10 @@ def _bench(options: argparse.Namespace) -> int:
     while sizes[-1] * options.stepfactor <= options.maxbytes:
         sizes.append(sizes[-1] * options.stepfactor)
     report = Bench(options, comm, memory, others, notes).run(_cases(options, comm, sizes))
+    shared = default_group().resources.find("shared")
+    if first and names and shared is not None:
+        for call, ways in shared.describe_ways().items():
+            print(f"# {call}: {ways}")
     for other in others.values():
         other.close()
     comm.Free()

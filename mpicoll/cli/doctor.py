@@ -80,6 +80,7 @@ class Findings:
     shared:     whether all_reduce uses shared memory; None if unknown or on several nodes.
     no_single_copy: reason why a rank cannot copy from the memory of other ranks, or "".
     host, device: routes of host and device arrays, by primitive.
+    ways:       measured durations of the ways through shared memory, by call.
     off:        reasons why device routes are not used, by name; "" if used.
     far:        warnings about processors far from a GPU.
     """
@@ -94,6 +95,7 @@ class Findings:
     shared: bool | None = None
     no_single_copy: list[str] = field(default_factory=list)
     host: Routes = field(default_factory=dict)
+    ways: Routes = field(default_factory=dict)
     device: Routes = field(default_factory=dict)
     off: Routes = field(default_factory=dict)
     far: list[list[str]] = field(default_factory=list)
@@ -142,6 +144,7 @@ def _to_json(findings: Findings, advice: list[tuple[bool, str]]) -> str:
         ],
         "routes": {
             "host": findings.host,
+            "ways": findings.ways,
             "device": findings.device,
             "off": {name: why for name, why in findings.off.items() if why},
         },
@@ -159,6 +162,9 @@ def _to_text(findings: Findings, advice: list[tuple[bool, str]]) -> str:
     if findings.host:
         lines += ["", "Routes of host arrays"]
         lines += [f"  {name:<34}{route}" for name, route in findings.host.items()]
+        if findings.ways:
+            lines += ["", "Ways through shared memory, measured, the fastest first"]
+            lines += [f"  {name:<34}{ways}" for name, ways in findings.ways.items()]
         lines += ["", "Routes of device arrays"]
         lines += [f"  {name:<34}{route}" for name, route in findings.device.items()]
         if not findings.device:
@@ -244,6 +250,7 @@ def _examine(before: Facts, misspelled: dict[str, str], again: bool) -> tuple[bo
     findings.host = _describe_host_routes(group)
     if group.size() > 1 and len({own.node for own in findings.all_ranks}) == 1:
         findings.shared = bool(group.resources.find("shared"))
+        findings.ways = _measure_ways(group)
     if any(own.gpus for own in findings.all_ranks) and names:
         findings.device = {
             row.name: next((n for n in names if row.name in DEVICE[n].serves.primitives), "refused")
@@ -385,6 +392,25 @@ def _describe_host_routes(group: ProcessGroup) -> Routes:
             found[name] = describe(CallKind(row, group, op, by_name[dtype]))
     return found
 
+
+def _measure_ways(group: ProcessGroup) -> Routes:
+    """Make calls of several sizes until their ways are chosen; return the durations."""
+    import numpy as np
+
+    import mpicoll as dist
+
+    for nbytes in (16 << 10, 256 << 10, 4 << 20):
+        whole = np.zeros(nbytes, np.uint8).view(np.float32)
+        block = whole[: whole.size // group.size()].copy()
+        for _ in range(_CHOICE_CALLS):
+            dist.all_reduce(whole)
+            dist.all_gather_single(whole[: block.size * group.size()], block)
+    shared = group.resources.find("shared")
+    return shared.describe_ways() if shared else {}
+
+
+#: Number of calls after which a way is chosen (``kernels/src/choice.c``), and its result exchanged.
+_CHOICE_CALLS = 14
 
 # --- advice -------------------------------------------------------------------------------------
 

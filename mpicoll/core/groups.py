@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpicoll import communicators, settings
 from mpicoll.core import reproducible as levels
 from mpicoll.core.indices import check_index
-from mpicoll.core.observers import observers
 from mpicoll.core.progress import Worker
 from mpicoll.core.resources import Resources
 from mpicoll.errors import (
@@ -54,6 +53,12 @@ class RunningTask(NamedTuple):
 NO_TASK = RunningTask("", 0, False)
 
 
+#: Functions of higher packages. Called with a group when it is OPEN, before its first call, and
+#: when it is CLOSED, maybe in a forked child.
+on_open: list[Callable[[ProcessGroup], None]] = []
+on_close: list[Callable[[ProcessGroup], None]] = []
+
+
 class Options(NamedTuple):
     """Options of a group: name of the backend, timeout in seconds, level of reproducibility."""
 
@@ -82,8 +87,8 @@ class ProcessGroup(Calls):
     ) -> None:
         from mpi4py import MPI
 
-        kept = int(settings.RECORD_LENGTH.value() or 2000)  # as in torch
-        super().__init__(threading.Lock(), kept)
+        self.history_length = int(settings.RECORD_LENGTH.value() or 2000)  # as in torch
+        super().__init__(threading.Lock(), self.history_length)
         for one in (inner, messages):
             return_errors(one)
         if is_serialized() or settings.TESTED_CALLS.is_set_to("1"):
@@ -121,7 +126,6 @@ class ProcessGroup(Calls):
         self.unmet: list[tuple[int, int, int]] = []
         self.stride = 1
 
-        self.message_history: deque[list[Any]] = deque(maxlen=kept)
         self.in_flight: set[Any] = set()  # incomplete messages of the user
         self.held_back: deque[Any] = deque()  # messages to send, in order, until the first is due
         #: Tag of status messages. Object messages have the next one, the user's have lower ones.
@@ -355,8 +359,8 @@ class ProcessGroup(Calls):
         if self.device_error is not None:
             self.device_error = lambda wait: None  # the old function holds device memory
         self.forget_fast_paths()
-        for observer in observers:
-            observer.group_closed(self)
+        for call in on_close:
+            call(self)
 
     def __repr__(self) -> str:
         return (
@@ -537,8 +541,8 @@ def resolve(candidate: object) -> ProcessGroup | None:
 def register(made: ProcessGroup) -> ProcessGroup:
     """Add a new group to the list of open groups."""
     state.groups.append(made)
-    for observer in observers:
-        observer.group_opened(made)
+    for call in on_open:
+        call(made)
     return made
 
 

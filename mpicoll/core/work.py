@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
-from mpicoll.core.observers import observers
 from mpicoll.core.progress import Worker
 from mpicoll.cuda.streams import Point, StreamOrder, poll_until
 from mpicoll.errors import (
@@ -184,6 +183,10 @@ CROWD_COUNT, CROWDED_PAUSE_S = 8, 50e-6
 THREAD_EXIT_TIMEOUT_S = 0.5
 
 
+#: Functions of higher packages. Called with the message when the wait for a Work has exceeded the
+#: group's timeout.
+on_timeout: list[Callable[[str], None]] = []
+
 #: Decides whether finish() or get_future() completes the Future of a Work.
 _future_lock = threading.Lock()
 
@@ -336,8 +339,8 @@ class Work:
             "made this call, or has not reached it yet"
         )
         if limit == self.limit:  # not a shorter timeout, after which the program may wait again
-            for observer in observers:
-                observer.work_timed_out(str(error))
+            for call in on_timeout:
+                call(str(error))
         return error
 
     def _check_error(self) -> bool:

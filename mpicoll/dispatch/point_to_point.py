@@ -27,7 +27,7 @@ from mpicoll.errors import (
     MismatchError,
     MPIError,
 )
-from mpicoll.failures import flight_record, rank_status
+from mpicoll.failures import rank_status
 from mpicoll.launch.world import warn_if_serialized
 from mpicoll.output import format_count
 
@@ -68,7 +68,7 @@ class Message(NamedTuple):
 
 
 class MessageWork(Work):
-    """A pending message. ``entry`` is its entry in the flight record, if any.
+    """A pending message.
 
     It ends when a test of its request, by a waiting thread or by the poller, finds it complete. A
     send that is not due is started later, and delays later sends of its group.
@@ -78,7 +78,7 @@ class MessageWork(Work):
 
     __slots__ = (
         "_arrived", "_group", "_lock", "_message", "_nbytes", "_next_check", "_peer", "_post",
-        "_receives", "_request", "_source", "_status", "_tag", "entry",
+        "_receives", "_request", "_source", "_status", "_tag",
     )  # fmt: skip
 
     def __init__(
@@ -108,7 +108,6 @@ class MessageWork(Work):
         self._post = post
         self._request: MPI.Request | None = None
         self._arrived = False
-        self.entry: list[Any] | None = None
         if not receives and (group.held_back or not message.is_due()):
             group.held_back.append(self)
             return
@@ -176,8 +175,6 @@ class MessageWork(Work):
     def _end(self, error: BaseException | None) -> None:
         self._group.in_flight.discard(self)
         self._message = None
-        if error is None and self.entry is not None:
-            flight_record.complete_message(self.entry, self._group, self._source)
         self.finish(error)
 
     def _explain(self, error: Exception) -> Exception:
@@ -340,15 +337,11 @@ def begin_message(
     view = adapters.build_view(tensor, receives, f"{name}: tensor")
     peer = MPI.ANY_SOURCE if peer is None else peer
     sent = group.status_tag + 1 if number is None else _with_dtype(number, view.dtype)
-    shown = sent if number is None else number
-    entry = flight_record.enter_message(group, peer, shown, receives, view)
     begin = group.messages.Irecv if receives else group.messages.Isend
-    work = MessageWork(
+    return MessageWork(
         group, name, _build_message(group, view, receives), receives, peer,
         lambda buffer: begin(buffer, peer, sent), number,
     )  # fmt: skip
-    work.entry = entry
-    return work
 
 
 def _build_message(group: ProcessGroup, view: View, receives: bool) -> Message:

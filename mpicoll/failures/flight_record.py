@@ -1,9 +1,9 @@
 """Flight record: the last calls of each group, written to a file after a failure.
 
-Each group keeps a history of its calls (``kernels/calls.py``) and messages. A file has the history
-of one rank in the format of PyTorch's flight recorder, version 2.10 (FlightRecorder.hpp of PyTorch
-2.15), so that ``torchfrtrace`` finds the culprit in a folder of such files. The key "mpicoll" has
-the host, its clock, and all messages, for which that format has no fields.
+Each group keeps a history of its calls (``kernels/calls.py``). A file has the history of one rank
+in the format of PyTorch's flight recorder, version 2.10 (FlightRecorder.hpp of PyTorch 2.15), so
+that ``torchfrtrace`` finds the culprit in a folder of such files. The key "mpicoll" has the rank,
+its host and the reason, for which that format has no fields.
 
 A rank that dumps its record requests the records of its neighbours by a status message, and they
 do the same.
@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpicoll import __version__, private_files, settings
 from mpicoll.core.groups import default_group, state
-from mpicoll.core.observers import Observer, observers
 from mpicoll.core.signature import describe, read_call, with_root
+from mpicoll.core.work import on_timeout
 from mpicoll.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -36,13 +36,10 @@ from mpicoll.errors import (
 )
 from mpicoll.failures import rank_status
 from mpicoll.kernels.calls import CallEntry
-from mpicoll.launch.host_identity import machine
-from mpicoll.output import format_count, write_lines
+from mpicoll.output import write_lines
 
 if TYPE_CHECKING:
-    from mpicoll.arrays.views import View
     from mpicoll.core.groups import ProcessGroup
-    from mpicoll.dtypes import DType
 
 #: Version of the format.
 VERSION = "2.10"
@@ -76,9 +73,6 @@ _DTYPE_NAMES = {
 #: Modules whose frames do not belong to the program.
 _INSIDE = ("mpicoll.", "torch.", "threading")
 
-#: The shapes and dtypes of the inputs or outputs of a call.
-_Shapes = tuple[list[list[int]], list[str]]
-
 #: For each group, the errors for which the record was dumped: once for each class.
 _dumped: weakref.WeakKeyDictionary[ProcessGroup, set[type]] = weakref.WeakKeyDictionary()
 #: Held during a dump; and the time of the last dump, by time.monotonic.
@@ -86,26 +80,6 @@ _lock = threading.RLock()
 _last = float("-inf")
 #: The line that ``last_words`` returns.
 _location: list[str] = []
-
-
-def enter_message(
-    group: ProcessGroup, peer: int, tag: int, receives: bool, view: View
-) -> list[Any] | None:
-    """Add a message to the group's history when it begins; return its entry, if there is one."""
-    history = group.message_history
-    if not history.maxlen:
-        return None
-    begun = time.monotonic_ns()
-    entry = [peer, tag, receives, view.count, view.dtype, begun, 0, threading.get_ident()]
-    history.append(entry)
-    return entry
-
-
-def complete_message(entry: list[Any], group: ProcessGroup, source: int) -> None:
-    """Record that a message is complete. source: the global rank of its sender; -1: unchanged."""
-    entry[6] = time.monotonic_ns()
-    if source >= 0:
-        entry[0] = group.group_rank(source)
 
 
 def dump_flight_record(path: str | None = None) -> str:
@@ -126,7 +100,7 @@ def dump_flight_record(path: str | None = None) -> str:
         raise ArgumentTypeError(
             f"dump_flight_record: path: expected the path of a file, got {type(path).__name__}"
         )
-    if not default_group().message_history.maxlen:
+    if not default_group().history_length:
         raise ArgumentError(
             "dump_flight_record: no record is kept, because TORCH_FR_BUFFER_SIZE is 0; expected "
             "a number of calls, or leave it out"
@@ -187,7 +161,7 @@ def answer() -> None:
 def write(why: str) -> bool:
     """Write this rank's record if one is kept; return whether it was written. Never raises."""
     group = state.default
-    if group is None or not group.message_history.maxlen:
+    if group is None or not group.history_length:
         return False
     try:
         path = _write(why)
@@ -232,33 +206,26 @@ def _write(why: str, given: str | None = None) -> Path:
         return path
 
 
-class _Recorder(Observer):
-    """Dumps the record when a Work times out."""
-
-    def work_timed_out(self, why: str) -> None:
-        """Dump the record, unless it was dumped just now: works time out one after another."""
-        if time.monotonic() > _last + _QUIET_S:
-            dump(why)
+def _dump_after_work(why: str) -> None:
+    if time.monotonic() > _last + _QUIET_S:  # works time out one after another
+        dump(why)
 
 
-observers.append(_Recorder())
+on_timeout.append(_dump_after_work)
 
 
 class _Record:
-    """The record of all groups in torch's format. Each entry is a call or a message."""
+    """The record of all groups in torch's format. Each entry is a call."""
 
     def __init__(self) -> None:
         self.offset = time.time_ns() - time.monotonic_ns()
         self.config: dict[str, dict[str, str]] = {}
         self.status: dict[str, dict[str, int]] = {}
         self.entries: list[dict[str, Any]] = []
-        self.messages: list[dict[str, Any]] = []
         self._stacks = sys._current_frames()
         self._threads = {one.ident: one.name for one in threading.enumerate()}
         for number, group in enumerate(list(state.groups)):
             self._add_calls(number, group)
-            for at, message in enumerate(list(group.message_history)):
-                self._add_message(number, group, message, at)
         self.entries.sort(key=lambda entry: entry["time_created_ns"])
 
     def build(self, why: str) -> dict[str, Any]:
@@ -273,10 +240,7 @@ class _Record:
                 "why": why,
                 "rank": default_group().rank(),
                 "host": socket.gethostname(),
-                "clock": machine().partition("/")[0],
                 "time_ns": time.monotonic_ns() + self.offset,
-                "offset_ns": self.offset,
-                "messages": self.messages,
             },
         }
 
@@ -297,56 +261,41 @@ class _Record:
                 (call.place for call in begun if call.completed), default=-1
             ),
         }
-        first = _first_kept(last, group.message_history.maxlen or 0)
+        first = _first_kept(last, group.history_length)
         inside = last if group.lock.locked() else 0
         for call in (*begun, *queued):
             if call.place < first:
                 continue
-            kind, place = with_root(call.kind, call.root), call.place
-            profiling_name, *shapes = _as_torch_has_it(kind, call.sizes, group.size())
-            entry = self._entry(
-                number, group, call.thread, (call.created, call.started, call.completed),
-                describe(kind, call.sizes), place, profiling_name, False, *shapes,
-            )  # fmt: skip
-            if place == inside:
+            entry = self._entry(number, group, call)
+            if call.place == inside:
                 entry["frames"] += self._program_frames(call.thread)
             self.entries.append(entry)
 
-    def _add_message(self, number: int, group: ProcessGroup, message: list[Any], at: int) -> None:
-        peer, tag, receives, count, dtype, begun, completed, thread = message
-        me, other = group.rank(), peer if 0 <= peer < group.size() else "?"
-        text = f"recv {me}<-{other}" if receives else f"send {me}->{other}"
-        what: _Shapes = [[count]], [_dtype_name(dtype)]
-        nothing: _Shapes = [], []
-        self.messages.append(self._entry(
-            number, group, thread, (begun, begun, completed),
-            f"{text}, {format_count(count, 'element')} of {dtype}, tag {tag}", at,
-            f"gloo:{text}", True, *((nothing, what) if receives else (what, nothing)),
-        ))  # fmt: skip
-
-    def _entry(
-        self, number: int, group: ProcessGroup, thread: int, times: tuple[int, int, int], text: str,
-        place: int, profiling_name: str, is_p2p: bool, inputs: _Shapes, outputs: _Shapes,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Return an entry. text, place: description and number of the call or message."""
-        created, started, completed = (each and each + self.offset for each in times)
+    def _entry(self, number: int, group: ProcessGroup, call: CallEntry) -> dict[str, Any]:
+        kind, place = with_root(call.kind, call.root), call.place
+        name, inputs, outputs, dtypes = _as_torch_has_it(kind, call.sizes, group.size())
+        created, started, completed = (
+            each and each + self.offset for each in (call.created, call.started, call.completed)
+        )
+        frame = {
+            "name": describe(kind, call.sizes), "filename": f"mpicoll, group {group.group_name}",
+            "line": place,
+        }  # fmt: skip
         entry: dict[str, Any] = {
             "pg_id": number,
             "process_group": (group.group_name, group.group_desc),
-            "thread_name": self._threads.get(thread, ""),
-            "thread_id": str(thread),
-            "frames": [
-                {"name": text, "filename": f"mpicoll, group {group.group_name}", "line": place}
-            ],
+            "thread_name": self._threads.get(call.thread, ""),
+            "thread_id": str(call.thread),
+            "frames": [frame],
             "op_id": place,
-            "collective_seq_id": 0 if is_p2p else place,
-            "p2p_seq_id": place if is_p2p else 0,
-            "profiling_name": profiling_name,
-            "is_p2p": is_p2p,
-            "input_sizes": inputs[0],
-            "input_dtypes": inputs[1],
-            "output_sizes": outputs[0],
-            "output_dtypes": outputs[1],
+            "collective_seq_id": place,
+            "p2p_seq_id": 0,
+            "profiling_name": name,
+            "is_p2p": False,
+            "input_sizes": inputs,
+            "input_dtypes": dtypes,
+            "output_sizes": outputs,
+            "output_dtypes": dtypes,
             "time_created_ns": created,
             "state": "completed" if completed else "started" if started else "scheduled",
             "time_discovered_started_ns": started or None,
@@ -384,20 +333,19 @@ def _first_kept(last: int, length: int) -> int:
     return ((last - length) // half + 1) * half + 1
 
 
-def _as_torch_has_it(kind: int, sizes: int, n: int) -> tuple[str, _Shapes, _Shapes]:
-    """Return the name of a call, and the shapes and dtypes of its input and its output."""
+def _as_torch_has_it(
+    kind: int, sizes: int, n: int
+) -> tuple[str, list[list[int]], list[list[int]], list[str]]:
+    """Return the name of a call, the shapes of its input and its output, and their dtype."""
     call = read_call(kind, sizes)
     library = "nccl" if call.on_device else "gloo"
     row = call.primitive
     if row is None:
-        nothing: _Shapes = [[0]], ["Byte"]
-        return f"{library}:{_TASK_NAMES.get(call.task, _ANY_TASK)}", nothing, nothing
+        return f"{library}:{_TASK_NAMES.get(call.task, _ANY_TASK)}", [[0]], [[0]], ["Byte"]
     name = _LIST_NAMES.get(row.name) if call.is_list else None
-    dtype = ["Byte" if call.dtype is None else _dtype_name(call.dtype)]
+    dtype = "uint8" if call.dtype is None else call.dtype.name
     inputs, outputs = (sizes * (n if many else 1) for many in (row.many_in, row.many_out))
-    profiling_name = f"{library}:{name or row.recorded_as or row.name}"
-    return profiling_name, ([[inputs]], dtype), ([[outputs]], dtype)
-
-
-def _dtype_name(dtype: DType) -> str:
-    return _DTYPE_NAMES.get(dtype.name, dtype.name.capitalize())
+    return (
+        f"{library}:{name or row.recorded_as or row.name}", [[inputs]], [[outputs]],
+        [_DTYPE_NAMES.get(dtype, dtype.capitalize())],
+    )  # fmt: skip

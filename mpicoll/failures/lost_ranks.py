@@ -54,7 +54,7 @@ def check(group: ProcessGroup) -> bool:
     with rank_status.lock:
         if isinstance(group.error, LostRankError):
             return True
-        if group.closed is not None or rank_status.is_suspended():
+        if group.closed is not None or rank_status.is_suspended.is_set():
             return False
         revoked = group.inner.Is_revoked() or group.messages.Is_revoked()
         lost = _find(group, _DETECT_TIMEOUT_S if revoked else 0.0)

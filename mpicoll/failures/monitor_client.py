@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import control_messages, line_protocol, settings
-from mpicoll.core.groups import state
-from mpicoll.core.observers import Observer, observers
+from mpicoll.core.groups import on_close, on_open, state
 from mpicoll.failures import lost_ranks, node_monitor, report
 from mpicoll.failures.status_page import RUNNING, Cell, map_page
 from mpicoll.launch.host_identity import addresses, node
@@ -253,33 +252,31 @@ def _find_launchers() -> list[int]:
 # --- while the monitor runs -----------------------------------------------------------------------
 
 
-class _Publisher(Observer):
-    """Publishes the last call of each OPEN or FAILED group on the status page."""
-
-    def group_opened(self, group: ProcessGroup) -> None:
-        """Take a cell of the page for the group."""
-        if _own is None:
-            return
-        text = f"{_own.secret} {group.group_name} {group.ranks}"
-        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-        timeout = _REPORT_AFTER_S if group.timeout is None else _TIMEOUT_FRACTION * group.timeout
-        after = float(settings.REPORT_AFTER.value() or min(_REPORT_AFTER_S, timeout))
-        cell = _own.page.take_cell(
-            number | 1, int(1000 * after), group.size(), group.rank(), group.group_name
-        )
-        if cell is not None:
-            _own.cells[group] = cell
-            group.publish(ctypes.addressof(cell))
-
-    def group_closed(self, group: ProcessGroup) -> None:
-        """Free the group's cell."""
-        if _own is not None and (cell := _own.cells.pop(group, None)) is not None:
-            group.publish(0)
-            if not state.forked:  # else it is the parent's
-                cell.group = 0
+def _take_cell(group: ProcessGroup) -> None:
+    """Publish the last call of an open group in a cell of the status page."""
+    if _own is None:
+        return
+    text = f"{_own.secret} {group.group_name} {group.ranks}"
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+    timeout = _REPORT_AFTER_S if group.timeout is None else _TIMEOUT_FRACTION * group.timeout
+    after = float(settings.REPORT_AFTER.value() or min(_REPORT_AFTER_S, timeout))
+    cell = _own.page.take_cell(
+        number | 1, int(1000 * after), group.size(), group.rank(), group.group_name
+    )
+    if cell is not None:
+        _own.cells[group] = cell
+        group.publish(ctypes.addressof(cell))
 
 
-observers.append(_Publisher())
+def _free_cell(group: ProcessGroup) -> None:
+    if _own is not None and (cell := _own.cells.pop(group, None)) is not None:
+        group.publish(0)
+        if not state.forked:  # else it is the parent's
+            cell.group = 0
+
+
+on_open.append(_take_cell)
+on_close.append(_free_cell)
 
 
 def report_ending() -> None:

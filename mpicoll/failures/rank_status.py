@@ -52,7 +52,8 @@ class RankStatus(NamedTuple):
 _pending_sends: list[tuple[MPI.Request, np.ndarray[tuple[int], np.dtype[np.int64]]]] = []
 #: Held while a group's status messages are probed for, and while its communicators are freed.
 lock = threading.Lock()
-_is_suspended = False
+#: Set while the watchdog thread must make no calls to MPI; see ``suspended``.
+is_suspended = threading.Event()
 #: Time that a rank in destroy_process_group waits for status messages, in total for all groups.
 DESTROY_TIMEOUT_S = 1.0
 #: State of a rank: it makes more calls in the group; it ends without destroying its groups; it
@@ -78,7 +79,7 @@ def send(
     """
     status = np.array(_build_status(group, state, number), np.int64)
     with lock:
-        if group.closed is not None or (_is_suspended and state == RUNNING):
+        if group.closed is not None or (is_suspended.is_set() and state == RUNNING):
             return
         for other in neighbours(group) if to is None else to:
             _pending_sends.append((group.messages.Isend(status, other, group.status_tag), status))
@@ -93,18 +94,12 @@ def suspended() -> Iterator[None]:
     Open MPI's MPI_Comm_create_from_group may hang on all ranks if another thread makes progress in
     MPI meanwhile. The group's timeout still ends a call that hangs for another reason.
     """
-    global _is_suspended
     with lock:  # no thread is in MPI under this lock from here on
-        _is_suspended = True
+        is_suspended.set()
     try:
         yield
     finally:
-        _is_suspended = False
-
-
-def is_suspended() -> bool:
-    """Return whether the watchdog thread must make no calls to MPI."""
-    return _is_suspended
+        is_suspended.clear()
 
 
 def neighbours(group: ProcessGroup) -> set[int]:
@@ -133,7 +128,7 @@ def receive(group: ProcessGroup) -> None:
     envelope, asked = MPI.Status(), []
     try:
         with lock:
-            while not (group.closed or _is_suspended) and group.messages.Iprobe(
+            while not (group.closed or is_suspended.is_set()) and group.messages.Iprobe(
                 MPI.ANY_SOURCE, group.status_tag, envelope
             ):
                 buffer = np.zeros(len(RankStatus._fields), np.int64)

@@ -69,7 +69,6 @@ def fail_late_call(group: ProcessGroup, number: int | None = None) -> None:
         group,
         f"timed out: not all ranks of group {group.group_name} called within its timeout of "
         f"{group.timeout:g} s",
-        RECORDS_TIMEOUT_S,
         number,
     )
 
@@ -153,13 +152,11 @@ def receive_failures(group: ProcessGroup) -> None:
 
 
 def _time_out(
-    group: ProcessGroup, why: str, wait_s: float = 0.0, number: int | None = None,
-    closer: int | None = None,
-) -> None:  # fmt: skip
+    group: ProcessGroup, why: str, number: int | None = None, closer: int | None = None
+) -> None:
     """Fail a group with a CollectiveTimeoutError.
 
-    wait_s: seconds to wait for the flight records of the other ranks.
-    number: of the late call: nothing happens if it ends meanwhile. None: the group fails anyway.
+    number: of the late call: nothing happens if it ends while other ranks write their records.
     closer: group rank that has failed the group first, if not this one.
     """
     recorded, kind, *_ = group.recent[-1]
@@ -175,7 +172,7 @@ def _time_out(
         group,
         CollectiveTimeoutError(text),
         status=rank_status.TIMED_OUT,
-        wait_s=wait_s,
+        wait_s=RECORDS_TIMEOUT_S if closer is None else 0.0,
         is_current=lambda: number is None or (group.begun == number and group.lock.locked()),
     )
 

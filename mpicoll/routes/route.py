@@ -98,10 +98,7 @@ class Route:
     description: the route, for messages.
     build:       returns the implementation for a kind of call; None if it is not available in the
                  group. Takes the CallKind and (device) the group's Agreement. All ranks call.
-    negotiate:   (device) returns the group's RouteState or, on all ranks, the reason why there is
-                 none. Takes the Agreement. All ranks call.
-    preload:     (device) builds an implementation that only loads the kernels of captured calls, if
-                 another route runs the calls outside of captures.
+    negotiate:   (device) the class of the group's RouteState.
     """
 
     module: str
@@ -111,7 +108,6 @@ class Route:
     needs: Needs = Needs()
     policy: Policy = Policy()
     negotiate: Callable[..., Any] | None = None
-    preload: Callable[..., Implementation] | None = None
 
     @property
     def name(self) -> str:

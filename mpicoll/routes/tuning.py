@@ -54,7 +54,7 @@ _MPI: Steps = ((0, "mpi"),)
 _EXCHANGE: Steps = ((0, "exchange"),)
 _SHARED: Steps = ((0, "shared"),)
 #: Data movement. single_copy measures whether one copy or slots are faster.
-_MOVED: Steps = ((0, "shared"), (512 * _KIB, "single_copy"))
+_MOVED: Steps = ((0, "shared"), (16 * _KIB, "single_copy"))
 
 #: On one node: measured with 2 ranks, with and without a shared cache, with MPICH and Open MPI from
 #: PyPI, without a difference. Other placements: from the cost model (docs/model.md).
@@ -114,7 +114,7 @@ def eligible_routes(kind: str, place: str) -> tuple[str, ...]:
     """Return the routes that a table may name, in the order of the registry: all that serve a dtype
     of this kind.
     """
-    from mpicoll.routes import registry  # loads MPI, which importing this module must not
+    from mpicoll.routes.host import registry  # loads MPI, which importing this module must not
 
     primitive, others = parse_kind(kind)
     return tuple(
@@ -127,7 +127,7 @@ def eligible_routes(kind: str, place: str) -> tuple[str, ...]:
 
 
 def _combines_some(route: Route, others: bool) -> bool:
-    from mpicoll.routes import registry
+    from mpicoll.routes.host import registry
 
     by_mpi = registry.HOST["mpi"].serves.combines
     return any(
@@ -144,7 +144,7 @@ def _of_routes(kind: str) -> dict[str, Steps]:
     that requires one, else the first eligible route. Short messages use its fallback on a node, and
     MPI between nodes.
     """
-    from mpicoll.routes import registry
+    from mpicoll.routes.host import registry
 
     row = {}
     for place in PLACES:
@@ -193,9 +193,10 @@ class Table:
 
 class _Job:
     table = Table()
+    choose = ""
 
 
-#: Holds the table of this job: rank 0's, on every rank.
+#: Holds the table of this job and MPICOLL_CHOOSE: rank 0's, on every rank.
 job = _Job()
 
 

@@ -7,7 +7,6 @@ comparison. The number of calls of mpicoll's groups shows that mpicoll ran the c
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -28,7 +27,6 @@ TORCHRUN = [
     sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *RUN
 ]  # fmt: skip
 PLAIN = [sys.executable, *RUN]
-WITH_GLOO = TORCHRUN[: -len(RUN)]
 LAUNCHERS = {"mpirun": MPIRUN, "srun": SRUN, "torchrun": TORCHRUN}
 
 Outcomes = list[dict[str, Any]]
@@ -94,12 +92,6 @@ def test_accelerate(launcher: list[str], tmp_path: Path, expected: Any) -> None:
     assert all(one["gathered"] == 2 for one in found)
 
 
-def test_accelerate_prints_the_same_warnings_with_gloo(tmp_path: Path) -> None:
-    done = [start("accelerate", launcher, tmp_path) for launcher in (WITH_GLOO, MPIRUN)]
-    assert [one.returncode for one in done] == [0, 0], done
-    assert done[1].stderr.splitlines() == done[0].stderr.splitlines()
-
-
 def test_accelerate_with_its_environment_variable(tmp_path: Path, expected: Any) -> None:
     found = outcomes("accelerate", MPIRUN, tmp_path, "alone", ACCELERATE_USE_CPU="1")
     check(found, expected, "gloo")
@@ -150,37 +142,3 @@ def test_torchmetrics(launcher: list[str], tmp_path: Path, expected: Any) -> Non
         assert one["mean"] == pytest.approx(expected["loss"], rel=1e-4)
         assert one["error"] == pytest.approx(expected["error"], rel=1e-4)
         assert one["cat"] == [0, 0, 1]
-
-
-@pytest.fixture(scope="module")
-def torchmetrics_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the source of the installed version, from TEST_MPICOLL_TORCHMETRICS or GitHub."""
-    if "TEST_MPICOLL_TORCHMETRICS" in os.environ:
-        return Path(os.environ["TEST_MPICOLL_TORCHMETRICS"])
-    folder = tmp_path_factory.mktemp("source") / "torchmetrics"
-    version = f"v{importlib.metadata.version('torchmetrics')}"
-    url = "https://github.com/Lightning-AI/torchmetrics"
-    clone = ["git", "clone", "--quiet", "--depth", "1", "--branch", version, url, str(folder)]
-    if subprocess.run(clone, stdin=subprocess.DEVNULL, timeout=300).returncode != 0:
-        pytest.skip(f"cannot clone {url}")
-    return folder
-
-
-def test_torchmetrics_own_tests(torchmetrics_source: Path) -> None:
-    """The two workers of its pool create a group before each test, in any order."""
-    variables = {"MPICOLL_INSTALL_AS": "gloo", "USE_PYTEST_POOL": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider",
-         "unittests/bases/test_ddp.py"],
-        cwd=torchmetrics_source / "tests", env=os.environ | variables, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0 and "16 passed" in done.stdout, done.stdout + done.stderr
-
-
-def test_print_versions(capsys: pytest.CaptureFixture[str]) -> None:
-    libraries = "torch", "accelerate", "transformers", "lightning", "deepspeed", "ray"
-    others = "torchmetrics", "pyspark", "distributed"
-    found = {name: importlib.metadata.version(name) for name in (*libraries, *others)}
-    with capsys.disabled():
-        print("", *(f"{name} {version}" for name, version in found.items()), sep="\n")

@@ -202,14 +202,6 @@ def test_dask_workers_kill_stopped_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
         run(add(1.0, "apart", "stop"), 3, (5.0,), client=client)
 
 
-def test_spark_connect_is_not_supported() -> None:
-    pytest.importorskip("pyspark")
-    from mpicoll.launch.spark import run
-
-    with pytest.raises(LaunchError, match="no sparkContext"):
-        run(add(1.0), 1, (5.0,), spark=object())
-
-
 def test_ray_with_too_few_workers_times_out(on_ray: Run) -> None:
     with pytest.raises(LaunchError, match="did not start 4 workers within 3 s"):
         on_ray(add(1.0), 4, (5.0,), timeout=3.0)

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from device_arrays import forced, routes
 from machine import no_gpu
 
 sys.path.append(str(Path(__file__).parents[1]))  # tests/whole_jobs.py
@@ -32,6 +33,19 @@ def mpi():
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
+
+
+@pytest.fixture(scope="module", params=routes("auto", "ipc", "staged"))
+def n(request):
+    """The number of ranks of a default group. CuPy's current device is this rank's GPU."""
+    import mpicoll as dist
+    from mpicoll.cuda import binding
+
+    with forced(request.param):
+        dist.init_process_group(timeout=60)
+        binding.bind()
+        yield dist.get_world_size()
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

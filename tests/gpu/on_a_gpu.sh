@@ -15,11 +15,11 @@
 # ends within 600 s, creates what it needs on a new machine, and prints its results while it runs:
 #
 #     tests/gpu/on_a_gpu.sh first      # first_light.py, environment, doctor, route ipc
-#     tests/gpu/on_a_gpu.sh kernels    # kernels, killed ranks, CUDA_VISIBLE_DEVICES
-#     tests/gpu/on_a_gpu.sh streams    # streams, memory, and the PyTorch backend
-#     tests/gpu/on_a_gpu.sh facade     # every call on every route, compute-sanitizer
 #     tests/gpu/on_a_gpu.sh bench      # measurements: benchmarks/gpu.py
-#     tests/gpu/on_a_gpu.sh tests OPTION...   # any other tests: options of tests/gpu/run.py
+#     tests/gpu/on_a_gpu.sh tests OPTION...   # other tests: options of tests/gpu/run.py, such as
+#         --suites kernels jobs                                   # killed ranks, visible devices
+#         --suites streams load backend --routes auto staged      # memory, the PyTorch backend
+#         --suites facade memcheck --timeout 150                  # every call on every route
 #
 # Environment variables and defaults: PYTHON (python3), WHEELS (wheels), STATE (/tmp/mpicoll-gpu:
 # environment and compiled kernels), OUT (STATE: log.txt and logs.tar.gz), SECONDS_LEFT (570).
@@ -32,7 +32,7 @@ python=${PYTHON:-python3} wheels=${WHEELS:-wheels} limit=${SECONDS_LEFT:-570}
 state=${STATE:-/tmp/mpicoll-gpu} out=${OUT:-${STATE:-/tmp/mpicoll-gpu}}
 cd "$(dirname "$0")/../.." || exit 2
 case $step in
-    first | kernels | streams | facade | bench | tests) shift ;;
+    first | bench | tests) shift ;;
     *) sed -n '2,/^$/s/^# \{0,1\}//p' tests/gpu/on_a_gpu.sh >&2 && exit 2 ;;
 esac
 mkdir -p "$state" "$out" || exit 2
@@ -108,9 +108,6 @@ run() {
             bounded "$venv/bin/mpiexec" -n 2 "$venv/bin/python" -m mpi4py -m mpicoll doctor
             gpu_tests --suites ipc
             ;;
-        kernels) gpu_tests --suites kernels jobs ;;
-        streams) gpu_tests --suites streams trouble backend --routes auto staged ;;
-        facade) gpu_tests --suites facade memcheck --timeout 150 ;;
         bench)
             bounded "$venv/bin/python" benchmarks/gpu.py --mpiexec "$venv/bin/mpiexec" --ranks 2 \
                 --out "$state/bench" --limit $((limit - SECONDS - 15))

@@ -39,10 +39,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from run import ENVIRONMENT, LOGS, PLAIN, TORCH, Launch  # noqa: E402
 
-ROUTES = [
-    "auto", "peer", "hierarchical", "ipc", "staged", "direct",
-    "nccl",
-]  # fmt: skip
+ROUTES = ["auto", "peer", "hierarchical", "ipc", "staged", "direct", "nccl"]
 #: Routes that need one GPU per rank.
 GPU_EACH = "peer", "nccl"
 RANKS = [2, 1, 4]
@@ -70,7 +67,7 @@ class Suite:
 
     name: str
     tests: Sequence[str]
-    libraries: Sequence[str]
+    libraries: Sequence[str] = ("cupy",)
     routes: Sequence[str] = ("auto",)
     about: str = ""
     ranks: Sequence[int] = (1, 2, 4)
@@ -78,47 +75,28 @@ class Suite:
     seconds: int = 120
 
 
+TESTS, ON_RANKS, PLAINLY = "tests/gpu/test_", (2, 4), (0,)
 #: The suites that tell most run first, because the time may be limited.
 SUITES = (
+    Suite("ipc", [f"{TESTS}ipc.py"], about="ipc", ranks=ON_RANKS),
+    Suite("peer", [f"{TESTS}peer.py"], about="peer", ranks=ON_RANKS),
+    Suite("levels", [f"{TESTS}hierarchical.py"], about="hierarchical", ranks=ON_RANKS),
+    Suite("nccl", [f"{TESTS}nccl.py"], about="nccl", ranks=ON_RANKS),
+    Suite("streams", [f"{TESTS}streams.py"], routes=["auto", "ipc", "staged", "nccl"]),
+    Suite("load", [f"{TESTS}load.py"], ["cupy", "torch"], ["auto", "staged"], seconds=300),
+    Suite("nodes", [f"{TESTS}nodes.py"], ranks=ON_RANKS),
+    Suite("kernels", [f"{TESTS}peer_kernels.py", f"{TESTS}kernels.py"], ranks=PLAINLY),
+    Suite("runtime", [f"{TESTS}runtime.py"], ranks=PLAINLY),
+    Suite("libraries", [f"{TESTS}libraries.py"], ranks=PLAINLY),
+    Suite("probes", [f"{TESTS}probes.py"], ranks=PLAINLY),
+    Suite("device", ["tests/emulated_gpu"], ranks=PLAINLY),
+    Suite("backend", [f"{TESTS}cuda_tensors.py", f"{TESTS}cuda_training.py"], ["torch"],
+          ["auto", "ipc", "staged", "direct", "nccl"]),
+    Suite("facade", [f"{TESTS}devices.py"], ["cupy", "interface", "torch"],
+          [name for name in ROUTES if name != "hierarchical"]),
+    Suite("jobs", [f"{TESTS}gpu_jobs.py", f"{TESTS}ends.py"], ranks=PLAINLY),
     *(
-        Suite(name, [f"tests/gpu/test_{route}.py"], ["cupy"], about=route, ranks=(2, 4))
-        for name, route in (
-            ("ipc", "ipc"), ("peer", "peer"), ("levels", "hierarchical"), ("nccl", "nccl")
-        )
-    ),
-    Suite(
-        "streams", ["tests/gpu/test_streams.py", "tests/gpu/test_cuda_waiting.py"], ["cupy"],
-        ["auto", "ipc", "staged", "nccl"],
-    ),
-    Suite("trouble", ["tests/gpu/test_trouble.py"], ["cupy"], ["auto", "staged"]),
-    Suite("nodes", ["tests/gpu/test_nodes.py"], ["cupy"], ranks=(2, 4)),
-    Suite(
-        "kernels", ["tests/gpu/test_peer_kernels.py", "tests/gpu/test_kernels.py"], ["cupy"],
-        ranks=(0,),
-    ),
-    *(
-        Suite(name, [f"tests/{files}"], ["cupy"], ranks=(0,))
-        for name, files in (
-            ("runtime", "gpu/test_runtime.py"), ("libraries", "gpu/test_libraries.py"),
-            ("probes", "gpu/test_probes.py"), ("device", "emulated_gpu"),
-        )
-    ),
-    Suite(
-        "backend", ["tests/gpu/test_cuda_tensors.py", "tests/gpu/test_cuda_training.py"],
-        ["torch"], ["auto", "ipc", "staged", "direct", "nccl"],
-    ),
-    Suite(
-        "facade", ["tests/gpu/test_devices.py"], ["cupy", "interface", "torch"],
-        [name for name in ROUTES if name != "hierarchical"],
-    ),
-    Suite(
-        "load", ["tests/gpu/test_load.py"], ["cupy", "torch"], ["auto", "staged"], seconds=300,
-    ),
-    Suite("jobs", ["tests/gpu/test_gpu_jobs.py", "tests/gpu/test_ends.py"], ["cupy"], ranks=(0,)),
-    *(
-        Suite(
-            tool, ["tests/gpu/test_sanitizer.py", "-k", tool], ["cupy"], ranks=(0,), seconds=300
-        )
+        Suite(tool, [f"{TESTS}sanitizer.py", "-k", tool], ranks=PLAINLY, seconds=300)
         for tool in ("memcheck", "racecheck", "initcheck", "synccheck")
     ),
     # With the torch of the GPU machine, which may differ from that of `make test`.
@@ -396,20 +374,19 @@ def main() -> int:
         task.run(options, end)
         print(task, flush=True)
     print("\n---- summary")
-    outcomes: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
+    results: Counter[tuple[str, str]] = Counter()
     for task in tasks:
         print(task)
+        results.update(task.results.values())
         for test, (outcome, message) in task.results.items():
-            outcomes[outcome] += 1
             if outcome == "failed":
                 print(f"    FAILED {test}: {message}")
-            elif outcome == "skipped":
-                reasons[message] += 1
-    for reason, count in reasons.most_common():
-        print(f"skipped {count:5}: {reason}")
+    for (outcome, reason), count in results.most_common():
+        if outcome == "skipped":
+            print(f"skipped {count:5}: {reason}")
     for line in left_out:
         print(f"NOT RUN {line}")
+    outcomes = {one: sum(n for (each, _), n in results.items() if each == one) for one in OUTCOMES}
     print(", ".join(f"{outcomes[one]} {one}" for one in OUTCOMES))
     problems = {task.problem for task in tasks} - {""}
     if outcomes["failed"] or not outcomes["passed"] or problems - {OVER}:

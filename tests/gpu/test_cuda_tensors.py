@@ -1,23 +1,34 @@
-"""The PyTorch backend on CUDA tensors: collectives and streams.
+"""The PyTorch backend on CUDA tensors: collectives, waits and stream order.
 
-Every rank runs every test.
+Tensors are filled with delay over garbage, so that missing stream order gives wrong values. Every
+rank runs every test.
 """
 
 from __future__ import annotations
+
+from datetime import timedelta
 
 import pytest
 
 pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
-from late import filled
 
-from mpicoll.core.groups import default_group
+#: Clock cycles of the kernel before the values are written: about 10 ms.
+CYCLES = 20_000_000
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(20)
+def late(device, cycles=CYCLES):
+    """Delay the current stream."""
+    torch.cuda._sleep(cycles)
+
+
+def filled(device, count, value, dtype=torch.float32):
+    """Return a tensor that is filled with a value, with delay."""
+    tensor = torch.full((count,), 77, dtype=dtype, device=device)
+    late(device)
+    tensor.fill_(value)
+    return tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
@@ -28,29 +39,6 @@ def test_all_reduce(device, dtype, count):
     dist.all_reduce(tensor)
     doubled = tensor * 2  # a consumer in the same stream
     assert (doubled == n * (n + 1)).all()
-
-
-def test_asynchronous(device):
-    n, me = dist.get_world_size(), dist.get_rank()
-    tensors = [filled(device, 1000, me + k) for k in range(4)]
-    works = [dist.all_reduce(each, async_op=True) for each in tensors]
-    futures = [work.get_future() for work in works]
-    for work in works:
-        work.wait()
-    for k, each in enumerate(tensors):
-        assert (each * 2 == 2 * (sum(range(n)) + n * k)).all()
-    assert all(future.done() for future in futures)
-
-
-def test_side_stream(device):
-    n, me = dist.get_world_size(), dist.get_rank()
-    side = torch.cuda.Stream(device)
-    with torch.cuda.stream(side):
-        tensor = filled(device, 1_000_000, me + 1)
-        dist.all_reduce(tensor)
-        tensor.mul_(3)
-    torch.cuda.current_stream(device).wait_stream(side)
-    assert (tensor == 3 * n * (n + 1) / 2).all()
 
 
 def test_other_collectives(device):
@@ -89,16 +77,43 @@ def test_point_to_point(device):
     assert (received == (me - 1) % n).all()
 
 
-def test_capture_raises_for_routes_that_cannot_be_captured(device):
-    tensor = torch.ones(4, device=device)
-    dist.all_reduce(tensor)
-    names = default_group().resources.find("devices").names
-    if dist.get_world_size() > 1 and names[0] == "peer":
-        pytest.skip("test_peer.py tests captures")
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with (
-        torch.cuda.graph(graph, capture_error_mode="relaxed"),
-        pytest.raises(RuntimeError, match="captured"),
-    ):
-        dist.all_reduce(tensor)
+@pytest.mark.parametrize("count", [1000, 5_000_000])
+def test_wait_orders_the_stream_that_is_current_at_the_wait(device, count):
+    """Also the wait of a Future."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    one, other = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    for turn in range(6):
+        with torch.cuda.stream(one):
+            tensor = filled(device, count, float(me + turn))
+            work = dist.all_reduce(tensor, async_op=True)
+        with torch.cuda.stream(other):
+            work.get_future().wait() if turn % 2 else work.wait()
+            doubled = tensor * 2
+        other.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # not ordered after other streams
+            assert (doubled == 2 * (sum(range(n)) + n * turn)).all()
+
+
+def test_wait_with_a_timeout_synchronizes_the_device(device):
+    """is_completed() queries the device."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    tensor = filled(device, 1_000_000, float(me + 1))
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work.wait(timedelta(seconds=50)) and work.is_completed() and work.is_success()
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # not ordered after other streams
+        assert (tensor == n * (n + 1) / 2).all()
+
+
+def test_future_does_not_block_the_current_stream(device):
+    """Only the streams of its callbacks wait for the call."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        tensor = torch.full((1000,), float(me + 1), device=device)
+        late(device, 1_000_000_000)
+        work = dist.all_reduce(tensor, async_op=True)
+    passed = torch.cuda.Event()
+    future = work.get_future().then(lambda done: done.value()[0] * 2)
+    passed.record()
+    passed.synchronize()
+    assert not work.is_completed(), "the current stream has waited for the call"
+    assert (future.wait() == n * (n + 1)).all()

@@ -252,12 +252,14 @@ def test_failure_of_one_rank_before_or_in_the_first_step(placed, what, failing):
         placed.check_all_reduce(count)
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize(
+    "name", ["all_reduce", "reduce", "broadcast", "reduce_scatter_single", "all_gather_single"]
+)
 @pytest.mark.parametrize("place", ["a GPU each", "a shared GPU"])
 def test_failure_of_one_rank_on_a_rail(arrays, monkeypatch, place, name):
     """The group fails on all ranks, on rails or not."""
     placed = PlacedGroup(arrays, monkeypatch, place)
-    if name in ("reduce_scatter", "all_gather") and not placed.even:
+    if name.endswith("single") and not placed.even:
         dist.destroy_process_group(placed.group)
         pytest.skip("uses another route")
     placed.check_all_reduce()
@@ -271,16 +273,11 @@ def test_failure_of_one_rank_on_a_rail(arrays, monkeypatch, place, name):
         step(self, send, recv, extent, root, before)
 
     def call():
-        whole, part = placed.array(MANY * placed.n), placed.array(MANY)
-        if name == "all_reduce":
-            dist.all_reduce(whole.given, group=group)
-        elif name == "broadcast":
-            dist.broadcast(whole.given, failing, group=group)
-        elif name == "reduce_scatter":
-            dist.reduce_scatter_single(part.given, whole.given, group=group)
-        else:
-            dist.all_gather_single(whole.given, part.given, group=group)
-        got(whole)
+        op = ReduceOp.SUM if NAMES[name].reduces else None
+        DeviceCall(
+            arrays, name, placed.team, by_name["float32"], MANY, op,
+            {"broadcast": failing, "reduce": levels.nodes[-1][0]}.get(name, 0), index=placed.index,
+        ).run()  # fmt: skip
 
     monkeypatch.setattr(hierarchical.Step, "__call__", fails)
     if placed.me == failing:

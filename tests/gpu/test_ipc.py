@@ -22,7 +22,6 @@ from mpicoll.routes.device import ipc
 
 #: Numbers of float32: of a call that takes long, and of a shorter one.
 LARGE, MEDIUM = 200_000, 1500
-with_own_gpus = pytest.mark.parametrize("placed", ["own GPUs"], indirect=True)
 
 
 @pytest.fixture(scope="module", params=["own GPUs", "one GPU"])
@@ -70,11 +69,6 @@ def check_all_reduce(n, count=MEDIUM, group=None):
     array = real.made(count, dist.get_rank())
     dist.all_reduce(array, group=group)
     assert (array == sum(range(n))).all()
-
-
-def allocated(nbytes):
-    """Allocate with cudaMalloc, without a pool."""
-    return cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
@@ -155,7 +149,7 @@ def test_memory_that_cannot_be_exported(n, me, ranks):
     """Managed memory and memory of cudaMallocAsync, on some ranks."""
     plain = {"first": me != 0, "last": me != n - 1, "all": False}[ranks]
     for allocate in (cupy.cuda.malloc_managed, cupy.cuda.malloc_async):
-        take = allocated if plain else allocate
+        take = real.plain if plain else allocate
         given = cupy.ndarray((LARGE,), cupy.float32, take(4 * LARGE))
         output = cupy.ndarray((n, LARGE), cupy.float32, take(4 * n * LARGE))
         given[...] = values(LARGE, me)
@@ -171,7 +165,7 @@ def test_memory_that_cannot_be_exported(n, me, ranks):
 @pytest.mark.parametrize("failing", [0, 1])
 def test_memory_is_copied_if_its_export_fails(n, me, monkeypatch, failing):
     """The driver reports that it can be exported."""
-    given = cupy.ndarray((MEDIUM,), cupy.float32, allocated(4 * MEDIUM))
+    given = cupy.ndarray((MEDIUM,), cupy.float32, real.plain(4 * MEDIUM))
     export = get_runtime().export_allocation
 
     def fail(index, found):
@@ -184,64 +178,19 @@ def test_memory_is_copied_if_its_export_fails(n, me, monkeypatch, failing):
         check_all_gather(n, given, turn)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("count", [100, LARGE])
-def test_memory_freed_and_allocated_again(n, monkeypatch, count):
-    """The driver often returns the same address, also for another size. Another group of the
-    process may still map the old memory.
+def test_memory_freed_and_allocated_again(n, monkeypatch, count, groups):
+    """The driver often returns the same address, also for another size. The group or another group
+    of the process may still map the old memory.
     """
     monkeypatch.setenv("EMULATED_GPU_REUSE", "1")
     other = dist.new_group()
     for turn in range(12):
         size = count + 1000 * (turn % 3)
-        given = cupy.ndarray((size,), cupy.float32, allocated(4 * size))
-        check_all_gather(n, given, turn, other if turn % 2 else None)
+        given = cupy.ndarray((size,), cupy.float32, real.plain(4 * size))
+        check_all_gather(n, given, turn, other if turn % groups else None)
     dist.destroy_process_group(other)
-
-
-@with_own_gpus
-def test_captured_large_calls_use_peer(n, me):
-    """Needs one GPU per rank."""
-    with forced("auto"):
-        group = dist.new_group()
-        stream, count = cupy.cuda.Stream(non_blocking=True), 50_000
-        with stream:
-            given, output = values(count, me), cupy.empty((n, count), cupy.float32)
-            dist.all_gather_single(output, given, group=group)
-            if "peer" not in group.resources.find("devices").names:
-                pytest.skip("two ranks share a GPU")
-            stream.begin_capture()
-            given += 1
-            dist.all_gather_single(output, given, group=group)
-            graph = stream.end_capture()
-            for _ in range(3):
-                graph.launch(stream)
-            dist.all_gather_single(output, given, group=group)
-            stream.synchronize()
-        for rank in range(n):
-            assert (output[rank] == values(count, rank) + 3).all()
-        dist.destroy_process_group(group)
-
-
-def test_buffer_ids(n):
-    """Allocations have different buffer IDs. An address inside gives base and size."""
-    runtime, seen = get_runtime(), set()
-    for _ in range(20):
-        memory = allocated(8 << 20)
-        found = runtime.find_allocation(memory.ptr + 4096)
-        assert found.base == memory.ptr and found.nbytes == 8 << 20
-        assert found.buffer not in seen
-        seen.add(found.buffer)
-        del memory
-    managed = cupy.cuda.malloc_managed(1 << 20)
-    assert runtime.find_allocation(managed.ptr) is None
-
-
-def test_small_allocations_of_one_block(n):
-    """The driver puts them into one block. A handle maps the whole block."""
-    count = 20_000
-    arrays = [cupy.ndarray((count,), cupy.float32, allocated(4 * count)) for _ in range(8)]
-    for array in arrays * 2:
-        check_all_gather(n, array)
 
 
 def test_more_memory_than_the_limit_of_open_allocations(n, monkeypatch):
@@ -249,7 +198,7 @@ def test_more_memory_than_the_limit_of_open_allocations(n, monkeypatch):
     monkeypatch.setattr(ipc, "OPEN", 3)
     group = dist.new_group()
     for _ in range(2):
-        kept = [cupy.ndarray((LARGE // 8,), cupy.float32, allocated(LARGE)) for _ in range(12)]
+        kept = [cupy.ndarray((LARGE // 8,), cupy.float32, real.plain(LARGE)) for _ in range(12)]
         outputs = [cupy.empty((n, LARGE // 8), cupy.float32) for _ in kept]
         for turn, (array, output) in enumerate(zip(kept, outputs, strict=True)):
             real.late(array, dist.get_rank() + turn)
@@ -310,7 +259,7 @@ def test_failure_of_one_rank(n, me, what, earlier, async_op):
     for name in ("all_reduce", "broadcast", "all_to_all_single"):
         for failing in (0, 1):
             count = n * LARGE if what == "allocate" else n * MEDIUM
-            array = cupy.ndarray((count * step,), cupy.float32, allocated(4 * count * step))
+            array = cupy.ndarray((count * step,), cupy.float32, real.plain(4 * count * step))
             given, output = real.late(array[::step], me), cupy.empty(count, cupy.float32)
             extra = {"all_to_all_single": (output, given), "broadcast": (given, 1)}
             group.resources.find(("device", cupy.cuda.Device().id))._blocks.clear()

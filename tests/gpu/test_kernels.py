@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -112,17 +113,22 @@ def test_combine(kernels, op, dtype):
                 assert_same(each.got(), expected, dtype.kind, case)
 
 
+def check_kernel(kernel, array, expected, kind, offset=0):
+    """Call ``kernel(input address, output address, count, stream)`` and compare its output."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    source, out = OnDevice(array, offset), OnDevice(np.zeros_like(expected), offset)
+    kernel(source.address, out.address, array.size, stream.ptr)
+    stream.synchronize()
+    assert_same(out.got(), expected, kind, f"offset {offset}")
+
+
 @pytest.mark.parametrize("dtype", NARROW, ids=repr)
 def test_narrow(kernels, dtype):
-    stream = cupy.cuda.Stream(non_blocking=True)
-    wide = any_bits(next(row for row in DTYPES if row.name == "float32"), MANY, 0)
-    sources, out = OnDevice(wide), OnDevice(np.zeros(wide.size, dtype.numpy))
+    wide = any_bits(by_name["float32"], MANY, 0)
     expected = np.empty(wide.size, dtype.numpy)
     with np.errstate(all="ignore"):
         reduction.narrow(wide, expected)
-    kernels.narrow(dtype, sources.address, out.address, wide.size, stream.ptr)
-    stream.synchronize()
-    assert_same(out.got(), expected, dtype.kind, str(dtype))
+    check_kernel(partial(kernels.narrow, dtype), wide, expected, dtype.kind)
 
 
 @pytest.mark.parametrize(
@@ -131,28 +137,24 @@ def test_narrow(kernels, dtype):
 def test_scale(kernels, dtype):
     if reduction.find_loop(ReduceOp.PREMUL_SUM, dtype) is None:
         pytest.skip("no kernel for this dtype")
-    stream = cupy.cuda.Stream(non_blocking=True)
     array = operands(ReduceOp.PREMUL_SUM, dtype, 1003, 0)
     factor = 3 if dtype.kind is Kind.INTEGER else 0.5
-    sources, out = OnDevice(array), OnDevice(np.zeros(array.size, dtype.accumulate))
     expected = np.empty(array.size, dtype.accumulate)
     with np.errstate(all="ignore"):
         reduction.scale(dtype, array, factor, expected)
-    kernels.scale(dtype, sources.address, factor, out.address, array.size, stream.ptr)
-    stream.synchronize()
-    assert_same(out.got(), expected, Kind.FLOAT if dtype.kind is Kind.NARROW_FLOAT else dtype.kind,
-         str(dtype))  # fmt: skip
+    kind = Kind.FLOAT if dtype.kind is Kind.NARROW_FLOAT else dtype.kind
+    check_kernel(lambda at, *more: kernels.scale(dtype, at, factor, *more), array, expected, kind)
 
 
 @pytest.mark.parametrize("name", ["complex64", "complex128"])
 def test_scale_by_a_complex_factor(kernels, name):
-    dtype, factor, stream = by_name[name], 0.3 - 1.7j, cupy.cuda.Stream(non_blocking=True)
+    dtype, factor = by_name[name], 0.3 - 1.7j
     array = operands(ReduceOp.SUM, dtype, 501, 0)
     for offset in (0, dtype.itemsize // 2):
-        sources, out = OnDevice(array, offset), OnDevice(np.zeros_like(array), offset)
-        kernels.scale(dtype, sources.address, factor, out.address, array.size, stream.ptr)
-        stream.synchronize()
-        assert_same(out.got(), array * dtype.numpy.type(factor), dtype.kind, name)
+        check_kernel(
+            lambda at, *more: kernels.scale(dtype, at, factor, *more), array,
+            array * dtype.numpy.type(factor), dtype.kind, offset,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("n", [499, 500, 3999])

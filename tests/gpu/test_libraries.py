@@ -1,8 +1,6 @@
-"""GPU arrays of CuPy, torch, Numba and JAX."""
+"""Views of GPU arrays of CuPy, torch, Numba and JAX, and of their DLPack capsules."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 
@@ -15,52 +13,43 @@ from mpicoll.errors import ArgumentError  # noqa: E402
 class Exporter:
     """An array with DLPack only."""
 
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    def __dlpack_device__(self) -> Any:
-        return self.array.__dlpack_device__()
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.array.__dlpack__(**options)
+    def __init__(self, array):
+        self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
 
 
-def check(array: Any, address: int, strides: tuple[int, ...] | None, writable: bool = True) -> None:
-    """Compare the view with the address and strides that the library reports."""
-    found = build_view(array, writable, "x")
-    assert (found.device, found.address, found.shape) == (0, address, (4, 6))
-    if strides is not None:
-        assert found.strides == strides
-    assert found.dtype.name == "float32"
+def of_cupy():
+    """Yield arrays of float32 with the address and strides that the library reports."""
+    managed = cupy.ndarray((4, 6), "f4", cupy.cuda.malloc_managed(96))
+    for array in (managed, cupy.zeros((4, 6), "f4"), cupy.zeros((4, 6), "f4", "F")):
+        yield array, array.data.ptr, array.strides
 
 
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_cupy(order):
-    array = cupy.zeros((4, 6), "f4", order)
-    check(array, array.data.ptr, array.strides)
-    check(Exporter(array), array.data.ptr, array.strides)
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_torch(turned):
+def of_torch():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     if not torch.cuda.is_available():
         pytest.skip("torch finds no GPU")
-    array = torch.zeros(6, 4, device="cuda").T if turned else torch.zeros(4, 6, device="cuda")
-    strides = tuple(4 * step for step in array.stride())
-    check(array, array.data_ptr(), strides)
-    check(Exporter(array), array.data_ptr(), strides)
+    for array in (torch.zeros(4, 6, device="cuda"), torch.zeros(6, 4, device="cuda").T):
+        yield array, array.data_ptr(), tuple(4 * step for step in array.stride())
 
 
-def test_numba():
+def of_numba():
     cuda = pytest.importorskip("numba.cuda", reason="Numba is not installed")
-    array = cuda.device_array((4, 6), "f4")
-    check(array, array.device_ctypes_pointer.value, array.strides)
-    stream = cuda.stream()
-    array = cuda.device_array((4, 6), "f4", stream=stream)
+    for stream in (0, cuda.stream()):
+        array = cuda.device_array((4, 6), "f4", stream=stream)
+        yield array, array.device_ctypes_pointer.value, array.strides
     assert build_view(array, True, "x").stream == int(stream)
     empty = build_view(cuda.device_array((0, 6), "f4"), True, "x")
     assert (empty.device, empty.count) == (0, 0)
+
+
+@pytest.mark.parametrize("arrays", [of_cupy, of_torch, of_numba])
+def test_views(arrays):
+    for array, address, strides in arrays():
+        exporters = [Exporter(array)] if hasattr(array, "__dlpack__") else []
+        for each in (array, *exporters):
+            found = build_view(each, True, "x")
+            assert (found.device, found.address, found.shape) == (0, address, (4, 6))
+            assert found.strides == strides and found.dtype.name == "float32"
 
 
 def test_jax():
@@ -68,12 +57,7 @@ def test_jax():
     if jax.default_backend() != "gpu":
         pytest.skip("JAX finds no GPU")
     array = jax.numpy.zeros((4, 6), "float32")
-    check(array, array.unsafe_buffer_pointer(), None, writable=False)
+    found = build_view(array, False, "x")
+    assert (found.device, found.address) == (0, array.unsafe_buffer_pointer())
     with pytest.raises(ArgumentError, match="read-only"):
         build_view(array, True, "x")
-
-
-def test_managed_memory():
-    memory = cupy.cuda.malloc_managed(96)
-    array = cupy.ndarray((4, 6), "f4", memory)
-    check(Exporter(array), memory.ptr, None)

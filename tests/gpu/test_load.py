@@ -7,13 +7,18 @@ import time
 
 import numpy as np
 import pytest
+
+pytest.importorskip("cupy")
+import cupy
 from device_arrays import LIBRARIES, devices, forced, routes
-from driver import NAMES, legal_operations
+from driver import NAMES
 from driver import team as group_of
-from test_devices import DeviceCall, got, serves, uploaded
+from test_devices import got, uploaded
 
 import mpicoll as dist
+from mpicoll.cuda import runtime
 from mpicoll.dtypes import DTYPES, Kind
+from mpicoll.errors import DeviceMemoryError
 
 MIB = 1 << 20
 NARROW = [row for row in DTYPES if row.kind is Kind.NARROW_FLOAT]
@@ -46,68 +51,41 @@ def working(arrays):
     arrays.release()
 
 
-class Ramps:
-    """Calls on numbers that the device creates and checks.
+IN_PLACE = ("all_reduce", "broadcast")
+CALLS = (*IN_PLACE, "all_gather_single", "reduce_scatter_single", "all_to_all_single")
+#: Dtype and late rank.
+SKEWED = [(np.float32, 0), (np.float16, 1), (np.uint8, 2)]
+
+
+def check_call(arrays, world, name, dtype, nbytes, late):
+    """Make a call on numbers that the device creates, with delay on a late rank, and checks.
 
     Element i of rank r's input is ``i % PERIOD + r``, so that misplaced data is found.
     """
+    n, me = world.size, world.me
+    block = nbytes // np.dtype(dtype).itemsize // n - 5  # not a multiple of a slot
 
-    def __init__(self, arrays, world, dtype, nbytes):
-        self.arrays, self.n, self.me = arrays, world.size, world.me
-        self.dtype = np.dtype(dtype)
-        self.block = nbytes // self.dtype.itemsize // self.n - 5  # not a multiple of a slot
-        self.all = sum(range(self.n))
-
-    def array(self, count, slope, start, long=False):
-        """Return an array that a kernel fills with delay."""
-        host = np.zeros(count, self.dtype)  # never touched, so the OS allocates no memory
-        made = self.arrays.make(host, kind=self.arrays.pooled)
-        made.fill(slope, start, long)
+    def filled(blocks, slope, start, late=False):
+        host = np.zeros(blocks * block, dtype)  # never touched, so the OS allocates no memory
+        made = arrays.make(host, kind=arrays.pooled)
+        made.fill(slope, start, late)
         return made
 
-    def check(self, array, what, slope, start, begin=0, end=None, first=0):
-        end = array.host.size if end is None else end
-        wrong = array.count_wrong(slope, start, begin, end, first)
-        assert not wrong, f"{what}: {wrong} of {end - begin} elements differ from element {begin}"
-
-    def all_reduce(self, late):
-        mine = self.array(self.block * self.n, 1, self.me, late)
-        dist.all_reduce(mine.given)
-        self.check(mine, "all_reduce", self.n, self.all)
-
-    def broadcast(self, late):
-        root = self.n - 1
-        mine = self.array(self.block * self.n, 1, self.me, late)
-        dist.broadcast(mine.given, root)
-        self.check(mine, "broadcast", 1, root)
-
-    def all_gather_single(self, late):
-        mine = self.array(self.block, 1, self.me, late)
-        output = self.array(self.block * self.n, 0, 99)
-        dist.all_gather_single(output.given, mine.given)
-        for r in range(self.n):
-            begin = r * self.block
-            self.check(output, f"block {r}", 1, r, begin, begin + self.block)
-
-    def reduce_scatter_single(self, late):
-        mine = self.array(self.block * self.n, 1, self.me, late)
-        output = self.array(self.block, 0, 99)
-        dist.reduce_scatter_single(output.given, mine.given)
-        self.check(output, "my block", self.n, self.all, first=self.me * self.block)
-        self.check(mine, "the input", 1, self.me)
-
-    def all_to_all_single(self, late):
-        mine = self.array(self.block * self.n, 1, self.me, late)
-        output = self.array(self.block * self.n, 0, 99)
-        dist.all_to_all_single(output.given, mine.given)
-        for r in range(self.n):
-            begin = r * self.block
-            self.check(output, f"block {r}", 1, r, begin, begin + self.block, self.me * self.block)
-
-
-CALLS = [name for name in vars(Ramps) if name in NAMES]
-#: Dtype and late rank.
-SKEWED = [(np.float32, 0), (np.float16, 1), (np.uint8, 2)]
+    mine = output = filled(1 if name == "all_gather_single" else n, 1, me, late)
+    if name in IN_PLACE:
+        getattr(dist, name)(mine.given, *([n - 1] if name == "broadcast" else []))
+    else:
+        output = filled(1 if name == "reduce_scatter_single" else n, 0, 99)
+        getattr(dist, name)(output.given, mine.given)
+        assert not mine.count_wrong(1, me, 0, mine.host.size, 0), "the input was written"
+    parts = [(1, r) for r in range(n)]  # slope and start of each part of the output
+    if name in IN_PLACE or NAMES[name].reduces:
+        parts = [(1, n - 1) if name == "broadcast" else (n, sum(range(n)))]
+    first = me * block if name in ("reduce_scatter_single", "all_to_all_single") else 0
+    size = output.host.size // len(parts)
+    for k, ramp in enumerate(parts):
+        wrong = output.count_wrong(*ramp, k * size, (k + 1) * size, first)
+        assert not wrong, f"{name}: {wrong} of {size} elements of part {k} are wrong"
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -120,28 +98,10 @@ def test_sizes(arrays, world, mpi, name):
         if mpi.bcast(arrays.free_bytes()) < 3 * world.size * nbytes:
             break
         late %= world.size
-        ramps = Ramps(arrays, world, dtype, nbytes)
         if world.me == late:
             time.sleep(0.2)
-        getattr(ramps, name)(world.me == (late + 1) % world.size)
-        del ramps
+        check_call(arrays, world, name, dtype, nbytes, world.me == (late + 1) % world.size)
         arrays.release()
-
-
-@pytest.mark.parametrize("dtype", NARROW, ids=repr)
-@pytest.mark.parametrize("count", [1, 13, 1001, 300_001])
-def test_odd_addresses(arrays, selected, world, dtype, count):
-    """Narrow floats at a different odd address on each rank, in counts that do not fill words."""
-    if not arrays.serves(dtype):
-        pytest.skip(f"the library has no arrays of {dtype}")
-    for turn, name in enumerate(("all_reduce", "reduce_scatter_single", "all_gather_single")):
-        layout = str((world.me + 1 + turn) % 7 + (world.me == 0))
-        ops = [None] if name == "all_gather_single" else legal_operations(dtype)
-        op = ops[(count + turn) % len(ops)]
-        if serves(selected, name, dtype, op):
-            DeviceCall(arrays, name, world, dtype, count, op, layout=layout).run_and_check(
-                turn == 1
-            )
 
 
 def test_concurrent_calls_of_two_groups(arrays, world):
@@ -189,6 +149,39 @@ def test_input_may_be_freed_when_the_call_returns(arrays, world, how, count):
         expected = np.arange(world.size)[:, None] + turn
         assert (got(output) == expected).all(), f"turn {turn}"
         assert (got(other) == 77).all(), f"turn {turn}"
+
+
+def fill_pool(left):
+    """Fill CuPy's pool with unused memory until ``left`` bytes are free."""
+    pool = cupy.get_default_memory_pool()
+    held, size = [], 16 << 30
+    while size >= 16 * MIB:
+        free = cupy.cuda.runtime.memGetInfo()[0]
+        if free - size < left:
+            size //= 2
+            continue
+        try:
+            held.append(pool.malloc(size))
+        except cupy.cuda.memory.OutOfMemoryError:
+            size //= 2
+    held.clear()
+    assert pool.free_bytes() > 0
+
+
+def test_memory_pools_are_emptied_if_memory_is_short(arrays, world, mpi):
+    """The error of a full GPU has the needed size. Later calls succeed."""
+    cuda, needed = runtime.get_runtime(), 1024 * MIB
+    for rank in range(world.size):  # one after another, because ranks may share a GPU
+        if rank == world.me:
+            fill_pool(needed // 2)
+            assert arrays.free_bytes() < needed, "the pool is too small for this test"
+            assert runtime.allocate(cuda, 0, needed).nbytes == needed
+            size = cupy.cuda.runtime.memGetInfo()[1] + MIB
+            with pytest.raises(DeviceMemoryError, match=f"{size >> 20} MiB are needed"):
+                runtime.allocate(cuda, 0, size)
+        mpi.Barrier()
+    arrays.release()
+    route_of(arrays, world)
 
 
 @pytest.mark.parametrize("left", [4 * MIB, 24 * MIB])

@@ -20,9 +20,9 @@ from oracle import operands
 from test_kernels import OnDevice, assert_same
 
 from mpicoll.dtypes import ReduceOp, by_name
-from mpicoll.kernels import device_kernels, peers, reduction
+from mpicoll.kernels import peers, reduction
 from mpicoll.kernels.device_kernels import DeviceKernels
-from mpicoll.kernels.peers import ALL, PIECE, Collective, Failure, Peers
+from mpicoll.kernels.peers import ALL, Collective, Failure, Peers
 
 #: Blocks of a rank: 4 ranks have 8 blocks of 512 threads together.
 BLOCKS = 2
@@ -32,73 +32,6 @@ AREA_BYTES = 16 * 1024
 TIMEOUT_S = 60
 #: One block; two blocks, one-shot; one-shot or two-shot, depending on the dtype; two-shot.
 COUNTS = (7, 20_000, 100_003, 300_007)
-
-#: Appended to the source: one grid for all ranks. The second index of a block is its rank. The
-#: arguments of each rank are in memory.
-TOGETHER = """
-#undef __grid_constant__
-#define __grid_constant__
-#undef PEER_KERNEL
-#define PEER_KERNEL(NAME) static __device__ void NAME
-LINE
-
-template <int... I> struct Places {};
-template <int n, int... I> struct Upto : Upto<n - 1, n - 1, I...> {};
-template <int... I> struct Upto<0, I...> { typedef Places<I...> places; };
-
-template <class... P, int... I>
-static __device__ void call(void (*part)(P...), void *const *arguments, Places<I...>)
-{
-    part(*(const P *)arguments[I]...);
-}
-
-template <class... P>
-static __device__ void unpack(void (*part)(P...), void *const *arguments)
-{
-    const int n = sizeof...(P);
-    call(part, arguments + blockIdx.y * n, typename Upto<n>::places());
-}
-
-extern "C" __global__ void __launch_bounds__(512) together(void *const *arguments)
-{
-    unpack(PART, arguments);
-}
-"""
-
-
-class Together(DeviceKernels):
-    """One launch for all ranks. It also works if a tool serializes kernels."""
-
-    def __init__(self, n):
-        super().__init__(0)
-        self.n, self.parts, self.held = n, [], []
-
-    def _kernel(self, name, line, sources):
-        """Return a function that collects the ranks' arguments and launches after the last rank."""
-        if line not in self._kernels:
-            code = device_kernels._source(*sources)
-            code += TOGETHER.replace("LINE", line).replace("PART", name)
-            module = cupy.RawModule(code=code, options=device_kernels._OPTIONS)
-            self._kernels[line] = module.get_function("together")
-
-        def part(grid, block, arguments, *, stream):
-            self.parts.append([np.asarray(each) for each in arguments])
-            if len(self.parts) == self.n:
-                with stream:
-                    self._kernels[line]((*grid, self.n), block, (self._on_device(),))
-                self.parts = []
-
-        return part
-
-    def _on_device(self):
-        """Copy the arguments to the device. Return a table of their addresses, rank by rank."""
-        words = [each.tobytes() for part in self.parts for each in part]
-        words = [word + bytes(-len(word) % PIECE) for word in words]
-        values = cupy.asarray(np.frombuffer(b"".join(words), np.uint8))
-        starts = np.cumsum([0, *map(len, words[:-1])]).astype(np.uint64)
-        table = cupy.asarray(starts + np.uint64(values.data.ptr))
-        self.held += [values, table]
-        return table
 
 
 class Placed:
@@ -123,8 +56,8 @@ class Placed:
 class Ranks:
     """Ranks with workspaces and streams on one GPU."""
 
-    def __init__(self, kernels, n, limit=TIMEOUT_S):
-        self.kernels, self.n = kernels, n
+    def __init__(self, n, limit=TIMEOUT_S):
+        self.kernels, self.n = DeviceKernels(0), n
         self.streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(n)]
         nbytes = peers.HEADER.itemsize + 2 * n * BLOCKS * AREA_BYTES
         self.workspaces = [OnDevice(np.zeros(nbytes, np.uint8)) for _ in range(n)]
@@ -153,96 +86,50 @@ class Ranks:
             check()
 
 
-def expected_of(op, placed, divisor):
-    expected = np.empty_like(placed.given[0])
-    with np.errstate(all="ignore"):
-        reduction.combine(op, placed.dtype, placed.given, expected, divisor)
-    return expected
+def enqueue(ranks, name, dtype, op, counts, root, seed):
+    """Enqueue a call on all ranks. Return a function that checks their arrays.
 
-
-def loop_of(dtype, op, n):
-    """Return the loop, the width of a number in bytes and the divisor."""
-    by = reduction.find_loop(op, dtype)
-    return by, dtype.itemsize // by.elements, n if op is ReduceOp.AVG else 1
-
-
-def reduce_in_place(ranks, dtype, op, count, root, seed):
-    by, width, divisor = loop_of(dtype, op, ranks.n)
-    placed = Placed(op, dtype, [count] * ranks.n, seed)
-    for r in range(ranks.n):
-        ranks.enqueue(r, Collective(
-            "all_reduce", by, width, 0, placed.address(r), count=count * by.elements, root=root,
-            divisor=divisor,
-        ))  # fmt: skip
-    expected = expected_of(op, placed, divisor)
-
-    def check():
-        for r in range(ranks.n):
-            placed.check(r, expected if root in (ALL, r) else placed.given[r])
-
-    return check
-
-
-def reduce_scatter(ranks, dtype, op, counts, seed):
-    by, width, divisor = loop_of(dtype, op, ranks.n)
-    send = Placed(op, dtype, [sum(counts)] * ranks.n, seed)
-    recv = Placed(op, dtype, counts, seed + 9)
+    counts: number of elements of each block; of the whole array for all_reduce and broadcast.
+    """
+    by, total = reduction.find_loop(op, dtype) if op is not None else None, sum(counts)
+    numbers, kind = by.elements if by else 1, ReduceOp.SUM if op is None else op
     starts = [0, *itertools.accumulate(counts)]
+    sends = counts if name == "all_gather" else [total] * ranks.n
+    send = recv = Placed(kind, dtype, sends, seed)
+    extent = {"count": total * numbers, "root": root}
+    if name in ("all_gather", "reduce_scatter"):
+        received = counts if name == "reduce_scatter" else [total] * ranks.n
+        recv = Placed(kind, dtype, received, seed + 9)
+        extent = {"starts": [each * numbers for each in starts]}
+    divisor = ranks.n if op is ReduceOp.AVG else 1
     for r in range(ranks.n):
         ranks.enqueue(r, Collective(
-            "reduce_scatter", by, width, send.address(r), recv.address(r),
-            starts=[each * by.elements for each in starts], divisor=divisor,
+            name, by, dtype.itemsize // numbers, 0 if recv is send else send.address(r),
+            recv.address(r), divisor=divisor, **extent,
         ))  # fmt: skip
-    expected = expected_of(op, send, divisor)
+    if op is not None:
+        expected = np.empty(total, dtype.numpy)
+        with np.errstate(all="ignore"):
+            reduction.combine(op, dtype, send.given, expected, divisor)
+    else:
+        expected = send.given[root] if name == "broadcast" else np.concatenate(send.given)
 
     def check():
         for r in range(ranks.n):
-            send.check(r, send.given[r])
-            recv.check(r, expected[starts[r] : starts[r + 1]])
-
-    return check
-
-
-def all_gather(ranks, width, counts, seed):
-    dtype = by_name[f"uint{8 * width}"]
-    send = Placed(ReduceOp.SUM, dtype, counts, seed)
-    recv = Placed(ReduceOp.SUM, dtype, [sum(counts)] * ranks.n, seed + 9)
-    starts = [0, *itertools.accumulate(counts)]
-    for r in range(ranks.n):
-        ranks.enqueue(r, Collective(
-            "all_gather", None, width, send.address(r), recv.address(r), starts=starts
-        ))  # fmt: skip
-
-    def check():
-        for r in range(ranks.n):
-            send.check(r, send.given[r])
-            recv.check(r, np.concatenate(send.given))
-
-    return check
-
-
-def broadcast(ranks, width, count, root, seed):
-    placed = Placed(ReduceOp.SUM, by_name[f"uint{8 * width}"], [count] * ranks.n, seed)
-    for r in range(ranks.n):
-        ranks.enqueue(r, Collective(
-            "broadcast", None, width, 0, placed.address(r), count=count, root=root
-        ))  # fmt: skip
-
-    def check():
-        for r in range(ranks.n):
-            placed.check(r, placed.given[root])
+            if name == "reduce_scatter":
+                recv.check(r, expected[starts[r] : starts[r + 1]])
+            else:
+                written = name != "all_reduce" or root in (ALL, r)
+                recv.check(r, expected if written else send.given[r])
+            if recv is not send:
+                send.check(r, send.given[r])
 
     return check
 
 
 @pytest.fixture(params=[1, 2, 3, 4])
-def n(request):
-    return request.param
-
-
-@pytest.fixture(params=["streams", "together"])
-def ranks(request, n):
-    return Ranks(DeviceKernels(0) if request.param == "streams" else Together(n), n)
+def ranks(request):
+    return Ranks(request.param)
 
 
 #: A sample with each size, format and operation. test_kernels.py covers all of them.
@@ -256,32 +143,33 @@ ROWS = [
 @pytest.mark.parametrize(("op", "name"), ROWS)
 def test_reductions(ranks, op, name):
     """One-shot and two-shot, at any alignment, several calls in order."""
-    op, dtype, n, checks = getattr(ReduceOp, op), by_name[name], ranks.n, []
+    kind, n, checks = (by_name[name], getattr(ReduceOp, op)), ranks.n, []
     for turn, count in enumerate(COUNTS):
         for root in (ALL, turn % n):
-            checks.append(reduce_in_place(ranks, dtype, op, count, root, 10 * turn))
+            checks.append(enqueue(ranks, "all_reduce", *kind, [count], root, 10 * turn))
         counts = [count // 2, 0, count, 5][:n]
-        checks.append(reduce_scatter(ranks, dtype, op, counts, 10 * turn))
+        checks.append(enqueue(ranks, "reduce_scatter", *kind, counts, ALL, 10 * turn))
     ranks.check(checks)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_data_movement(ranks, width):
-    n, checks = ranks.n, []
+    kind, n, checks = (by_name[f"uint{8 * width}"], None), ranks.n, []
     for turn, count in enumerate(COUNTS):
-        checks.append(all_gather(ranks, width, [count, 0, 2 * count, 5][:n], turn))
-        checks.append(broadcast(ranks, width, count, turn % n, turn))
+        counts = [count, 0, 2 * count, 5][:n]
+        checks.append(enqueue(ranks, "all_gather", *kind, counts, ALL, turn))
+        checks.append(enqueue(ranks, "broadcast", *kind, [count], turn % n, turn))
     ranks.check(checks)
 
 
 def without(ranks, missing, shorter=None):
     """Enqueue an all_reduce on all ranks but one. Another rank makes a shorter call."""
     dtype = by_name["float32"]
-    by, width, _ = loop_of(dtype, ReduceOp.SUM, ranks.n)
+    by = reduction.find_loop(ReduceOp.SUM, dtype)
     placed = Placed(ReduceOp.SUM, dtype, [1000] * ranks.n, 0)
     for r in {*range(ranks.n)} - {missing}:
         ranks.enqueue(r, Collective(
-            "all_reduce", by, width, 0, placed.address(r), count=20 if r == shorter else 1000,
+            "all_reduce", by, 4, 0, placed.address(r), count=20 if r == shorter else 1000,
             call=5 + (r == shorter),
         ))  # fmt: skip
     return placed
@@ -289,7 +177,7 @@ def without(ranks, missing, shorter=None):
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_kernels_time_out_if_a_rank_is_missing(n):
-    ranks = Ranks(DeviceKernels(0), n, limit=2)
+    ranks = Ranks(n, limit=2)
     held = without(ranks, n - 1)
     *failures, last = ranks.run()
     assert last == 0 and held
@@ -299,7 +187,7 @@ def test_kernels_time_out_if_a_rank_is_missing(n):
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_all_ranks_report_calls_that_differ(n):
-    ranks = Ranks(DeviceKernels(0), n)
+    ranks = Ranks(n)
     held = without(ranks, None, shorter=1)
     for failure in map(Failure.unpack, ranks.run()):
         assert failure.why == peers.DIFFERS and 1 in (failure.rank, failure.other) and held
@@ -309,7 +197,7 @@ def test_all_ranks_report_calls_that_differ(n):
 @pytest.mark.parametrize("n", [2, 4])
 def test_host_aborts_waiting_and_later_kernels(n):
     """By a store to host memory. The kernels keep the host's failure word."""
-    ranks = Ranks(DeviceKernels(0), n)
+    ranks = Ranks(n)
     held = [without(ranks, n - 1)]
     aborted = Failure(0, peers.FAILED, n - 1, 0).pack()
     ranks.reports.fill(aborted)

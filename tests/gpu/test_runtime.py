@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -36,23 +37,6 @@ def context_of_thread():
     found = ctypes.c_void_p()
     assert ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(found)) == 0
     return found.value
-
-
-def on_a_thread(task) -> None:
-    """Run a task on a new thread and raise its error."""
-    errors = []
-
-    def run():
-        try:
-            task()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
 
 
 def work(cuda: Runtime, index: int) -> None:
@@ -87,7 +71,8 @@ def test_on_restores_the_context(cuda):
         with pytest.raises(MpicollError, match=r"cuDeviceGet: .*101"), cuda.on(16):
             pass
 
-    on_a_thread(task)
+    with ThreadPoolExecutor(1) as pool:  # a thread without a context
+        pool.submit(task).result()
     assert seen[0][0] is None and seen[1][0] is not None and seen[0][1] == seen[1][1]
 
 
@@ -167,23 +152,6 @@ def test_calls_that_a_capture_allows(cuda):
         stream.end_capture()  # raises if the capture is invalid
     context.close()
     del host
-
-
-def test_using_restores_the_current_stream(cuda):
-    """Also after Stream.use(), and within the context if the caller enters another stream."""
-    cuda.use(0)
-    used, inner, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
-    used.use()
-    try:
-        with pytest.raises(ZeroDivisionError), cuda.using(0, inner.ptr):
-            with other:
-                pass
-            assert cuda.current_stream(0) == inner.ptr
-            1 / 0  # noqa: B018
-        assert cupy.cuda.get_current_stream() == used
-    finally:
-        cupy.cuda.Stream.null.use()
-    assert cuda.current_stream(0) == runtime.LEGACY
 
 
 @needs_two_gpus

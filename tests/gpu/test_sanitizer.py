@@ -1,4 +1,7 @@
-"""Reduction kernels and kernels of route ``peer`` under compute-sanitizer."""
+"""Reduction kernels under compute-sanitizer.
+
+It may serialize kernels, so those of ``peer`` would wait forever: ``make sanitize`` tests them.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +22,20 @@ def sanitizer() -> str | None:
     return shutil.which("compute-sanitizer") or next(filter(None, found), None)
 
 
-#: A sample, because compute-sanitizer is slow. The kernels of ``peer`` run as one launch, because
-#: compute-sanitizer may serialize launches.
+#: A sample, because compute-sanitizer is slow.
 OPERATIONS, DTYPES = ("SUM", "AVG", "MAX"), ("float32", "bfloat16", "e5m2", "complex64", "int16")
-CHOSEN = {
-    "test_kernels.py": (
-        f"(combine and ({' or '.join(OPERATIONS)}) and ({' or '.join(DTYPES)}))"
-        " or test_narrow or test_scale"
-    ),
-    "test_peer_kernels.py": "together and (SUM or test_data_movement)",
-}
+CHOSEN = (
+    f"(combine and ({' or '.join(OPERATIONS)}) and ({' or '.join(DTYPES)}))"
+    " or test_narrow or test_scale"
+)
 
 
 @pytest.mark.skipif(sanitizer() is None, reason="compute-sanitizer is not installed")
-@pytest.mark.parametrize("tests", CHOSEN)
 @pytest.mark.parametrize("tool", ["memcheck", "initcheck", "racecheck", "synccheck"])
-def test_kernels_under_the_sanitizer(tool, tests):
-    """racecheck only finds races in shared memory; ``make sanitize`` finds races between ranks."""
+def test_kernels_under_the_sanitizer(tool):
     command = [sanitizer(), "--tool", tool, "--error-exitcode", "77", sys.executable]
-    command += ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", CHOSEN[tests]]
-    command += [str(HERE / tests)]
+    command += ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", CHOSEN]
+    command += [str(HERE / "test_kernels.py")]
     paths = [str(HERE), str(HERE.parent / "mpi"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, text=True, check=False,

@@ -114,6 +114,9 @@ class Call:
              are concatenated.
     """
 
+    #: The module whose functions are called.
+    api: ClassVar[Any] = dist
+
     def __init__(
         self,
         name: str,
@@ -225,7 +228,8 @@ class Call:
     def _alike(self, row: Primitive, mine: Array, rooted: bool) -> None:
         self.read(row.input, False, mine)
         if self.terms:
-            self.written(row.output, False, self.result())
+            expected = self.result() if row.reduces else Between(self.given(self.terms[0]))
+            self.written(row.output, False, expected)
         else:  # the output must not change
             self.read(row.output, False, oracle.any_bits(self.dtype, self.count, self.me))
 
@@ -244,15 +248,18 @@ class Call:
             arguments[f"group_{self.row.root}"] = self.root
         elif self.row.root:
             arguments[self.row.root] = self.team.ranks[self.root]
-        if self.op is ReduceOp.PREMUL_SUM:
-            factor = oracle.factors(self.dtype, self.team.size)[self.me]
-            arguments["op"] = ReduceOp.PREMUL_SUM(factor)
-        elif self.op is not None:
-            arguments["op"] = self.op
+        if self.op is not None:
+            arguments["op"] = self.operation()
         group = None if self.team.name == "world" else self.team.group
-        work = getattr(dist, self.name)(**arguments, group=group, async_op=async_op)
-        assert isinstance(work, dist.Work) if async_op else work is None, self.what
+        work = getattr(self.api, self.name)(**arguments, group=group, async_op=async_op)
+        assert isinstance(work, self.api.Work) if async_op else work is None, self.what
         return work
+
+    def operation(self) -> Any:
+        """Return the argument ``op``."""
+        if self.op is ReduceOp.PREMUL_SUM:
+            return self.op(oracle.factors(self.dtype, self.team.size)[self.me])
+        return self.op
 
     def check(self) -> None:
         """Compare all arrays with their expected contents."""

@@ -23,7 +23,7 @@ FIELDS = SHARED | {
 
 @pytest.fixture
 def record(world, tmp_path):
-    """Dump the flight record. Returns the record, a group's calls and its messages."""
+    """Dump the flight record. Returns the record, and a group's calls."""
 
     def read(group):
         path = tmp_path / "record"
@@ -31,10 +31,7 @@ def record(world, tmp_path):
         whole = pickle.loads(path.read_bytes())
         name = group.group_name
         calls = [each for each in whole["entries"] if each["process_group"][0] == name]
-        messages = [
-            each for each in whole["mpicoll"]["messages"] if each["process_group"][0] == name
-        ]
-        return whole, calls, messages
+        return whole, calls
 
     return read
 
@@ -69,7 +66,7 @@ def test_record_lists_calls_of_every_path(world, record):
     dist.barrier(group)
     dist.monitored_barrier(group)
     end = time.time_ns()
-    whole, calls, messages = record(group)
+    whole, calls = record(group)
     three, many = [[3]], [[3 * n]]
     *others, listed, objects, scanned, barrier, monitored = made(calls)
     assert others == [
@@ -82,7 +79,6 @@ def test_record_lists_calls_of_every_path(world, record):
     assert listed[0] == "allreduce_coalesced" and listed[1] == listed[2]
     assert (objects[0], barrier[0], monitored[0]) == ("all_gather", "barrier", "barrier")
     assert scanned == ("_reduce_oop", [[2]], [[2]], "Long")
-    assert messages == []
     assert [each["collective_seq_id"] for each in calls] == list(range(1, len(calls) + 1))
     before = 0
     for each in calls:
@@ -102,33 +98,6 @@ def test_record_lists_calls_of_every_path(world, record):
     dist.destroy_process_group(group)
 
 
-@needs_2_ranks
-def test_record_lists_messages(world, record):
-    group = dist.new_group()
-    if world.me == 0:
-        works = [dist.isend(np.ones(k + 1), 1, group, tag=k) for k in range(3)]
-    elif world.me == 1:
-        works = [dist.irecv(np.ones(3 - k), 0, group, tag=2 - k) for k in range(2)]
-        works.append(dist.irecv(np.ones(1), None, group))  # from any rank
-    else:
-        works = []
-    for work in works:
-        work.wait()
-    late = dist.irecv(np.ones(5), 1, group, tag=9) if world.me == 0 else None
-    dist.barrier(group)
-    _, calls, messages = record(group)
-    name, side = [("send 0->1", "input_sizes"), ("recv 1<-0", "output_sizes")][world.me > 0]
-    done = [each for each in messages if each["state"] == "completed"]
-    assert [each["profiling_name"] for each in done] == [f"gloo:{name}"] * len(works)
-    assert sorted(each[side] for each in done) == [[[k + 1]] for k in range(len(works))]
-    assert all(each["is_p2p"] for each in messages) and not any(each["is_p2p"] for each in calls)
-    assert len(messages) - len(done) == (late is not None)
-    if late is not None:
-        late.abandon(dist.DistBackendError("not received"))
-    dist.barrier(group)
-    dist.destroy_process_group(group)
-
-
 @pytest.mark.parametrize("length", [0, 4])
 def test_buffer_size_limits_the_number_of_calls(world, record, monkeypatch, length):
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", str(length))
@@ -136,12 +105,12 @@ def test_buffer_size_limits_the_number_of_calls(world, record, monkeypatch, leng
     x = np.ones(2)
     for _ in range(10):
         dist.all_reduce(x, group=group)
-    _, calls, _ = record(group)
+    _, calls = record(group)
     assert [entry[1] for entry in group.history()] == ([7, 8, 9, 10] if length else [])
     # Entries are dropped in halves, so that all ranks start with the same call.
     assert [each["collective_seq_id"] for each in calls] == ([9, 10] if length else [])
     if not length:
-        monkeypatch.setattr(dist.group.WORLD, "message_history", group.message_history)
+        monkeypatch.setattr(dist.group.WORLD, "history_length", 0)
         with pytest.raises(ArgumentError, match="TORCH_FR_BUFFER_SIZE is 0"):
             dist.dump_flight_record()
     dist.destroy_process_group(group)

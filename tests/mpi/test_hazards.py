@@ -1,16 +1,22 @@
-"""Known hazards of MPI programs: mpicoll gives a correct result or an error."""
+"""Known hazards of MPI programs: mpicoll gives a correct result or an error.
+
+After a failure, or calls in an unusual order, the next call is correct.
+"""
 
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from functools import partial
 
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import needs_2_ranks, run_threads
+from conftest import needs_2_ranks, on_2_ranks, run_threads
+from mpi4py import MPI
 
 import mpicoll as dist
+from mpicoll.routes.host import select
 
 
 @pytest.fixture
@@ -21,6 +27,13 @@ def pair(world):
     group = dist.new_group()
     yield group
     dist.destroy_process_group(group)
+
+
+@pytest.fixture
+def brief(pair):
+    """A new group of all ranks with a timeout of 0.5 s."""
+    pair.timeout = 0.5
+    return pair
 
 
 X = np.float32
@@ -149,3 +162,157 @@ def test_unreceived_messages_are_drained_when_a_group_is_destroyed(world, mpi):
             assert not comm.Iprobe(0 if world.me else 1, 1)
     for one in later:
         dist.destroy_process_group(one)
+
+
+def test_timed_out_receive_does_not_match_a_later_message(brief, world, mpi):
+    if world.me == 0:
+        dropped, kept = np.zeros(3), np.zeros(3)
+        with pytest.raises(dist.CollectiveTimeoutError, match="recv"):
+            dist.recv(dropped, 1, group=brief)
+        mpi.Barrier()
+        assert dist.recv(kept, 1, group=brief) == 1
+        assert (kept == 7).all() and not dropped.any()
+    else:
+        mpi.Barrier()
+        if world.me == 1:
+            dist.send(np.full(3, 7.0), 0, group=brief)
+
+
+def test_timed_out_send_is_delivered_intact(brief, world, mpi):
+    if MPI.get_vendor()[0] == "Intel MPI":
+        pytest.skip("it buffers messages of any size")
+    count = 1 << 22  # large enough that every other MPI waits for the receiver
+    if world.me == 0:
+        with pytest.raises(dist.CollectiveTimeoutError, match="send"):
+            dist.send(np.full((count, 2), 7.0)[:, 0], 1, group=brief)
+        rubbish = [np.full(count, 3.0) for _ in range(4)]  # overwrites the memory of a freed copy
+        mpi.Barrier()
+        del rubbish
+    else:
+        mpi.Barrier()
+        if world.me == 1:
+            x = np.zeros(count)
+            dist.recv(x, 0, group=brief)
+            assert (x == 7).all()
+    mpi.Barrier()
+
+
+def test_calls_of_callbacks_run_before_later_calls(world):
+    """A slow callback on one rank must not let the calls of its main thread run first."""
+    group = dist.new_group()
+    for i in range(60):
+        x, y, z = np.ones(2), np.full(2, 1.0), np.full(2, 100.0)
+
+        def call(_, y=y):
+            if world.me == 0:
+                time.sleep(0.002)
+            dist.all_reduce(y, group=group)
+
+        # A pending call gives all ranks time to add their callback.
+        first = dist.all_reduce(np.ones(200000), group=group, async_op=True)
+        work = dist.all_reduce(x, group=group, async_op=True)
+        after = work.get_future().then(call)
+        first.wait()
+        work.wait()
+        dist.all_reduce(z, group=group)
+        after.wait()
+        assert (y == world.size).all() and (z == 100 * world.size).all(), i
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("way", ["coalesced", "barrier", "async", "objects"])
+def test_callbacks_may_make_blocking_calls(world, way):
+    y, found = np.ones(2), [None] * world.size
+
+    def call(_):
+        if way == "coalesced":
+            dist.all_reduce_coalesced([y])
+        elif way == "barrier":
+            dist.barrier(timeout=20)
+        elif way == "objects":
+            dist.all_gather_object(found, world.me)
+        else:
+            dist.all_reduce(y, async_op=True).wait()
+        return way
+
+    first = dist.all_reduce(np.ones(200000), async_op=True)
+    after = first.get_future().then(call)
+    assert after.wait(20) == way
+    assert (y == (world.size if way in ("coalesced", "async") else 1)).all()
+    assert found == (list(range(world.size)) if way == "objects" else [None] * world.size)
+
+
+@on_2_ranks
+def test_shorter_block_than_expected_raises(world):
+    """Rank 1 expects two rows and rank 0 sends one. Only shared memory reports it to the sender."""
+    shares = select.place(dist.group.WORLD) == "node"
+    if world.me == 0:
+        words = "other ranks' block sizes differ"
+        with pytest.raises(dist.MismatchError, match=words) if shares else nullcontext():
+            dist.all_to_all_single(np.zeros(2), np.ones(2), [1, 1], [1, 1])
+    else:
+        with pytest.raises(dist.MismatchError, match="expected 2 elements from rank 0"):
+            dist.all_to_all_single(np.zeros(3), np.ones(2), [2, 1], [1, 1])
+    x = np.ones(2)
+    dist.all_reduce(x)
+    assert (x == 2).all()
+
+
+def test_broadcast_root_may_pass_a_read_only_array(world):
+    for shape in ((4,), (2, 2)):
+        x = np.full(shape, world.me + 5.0).T
+        if world.me == 0:
+            x.flags.writeable = False
+        dist.broadcast(x, 0)
+        assert (x == 5).all()
+        y = np.ones(shape)
+        y.flags.writeable = world.me == 0
+        dist.reduce(y, 0)
+        assert (y == (world.size if world.me == 0 else 1)).all()
+    if world.me != 0:
+        with pytest.raises(ValueError, match="read-only"):
+            y = np.ones(2)
+            y.flags.writeable = False
+            dist.broadcast(y, 0)
+
+
+class Matrix(np.ndarray):
+    """Stays two-dimensional after reshape, as numpy.matrix does."""
+
+    def reshape(self, *shape):
+        return super().reshape(1, -1)
+
+
+def test_ndarray_subclasses_are_treated_as_arrays(world):
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MIN):
+        for dtype in (np.float16, np.float32):
+            x = np.full((2, 3), world.me + 1, dtype).view(Matrix)
+            dist.all_reduce(x, op)
+            expected = sum(range(1, world.size + 1)) if op is dist.ReduceOp.SUM else 1
+            assert x.shape == (2, 3) and (np.asarray(x) == expected).all()
+
+
+def test_average_of_complex_infinity(world):
+    x = np.array([complex(np.inf, 0), 2 + 4j], np.complex64)
+    dist.all_reduce(x, dist.ReduceOp.AVG)
+    assert x[0].real == np.inf and x[0].imag == 0 and x[1] == 2 + 4j
+
+
+def test_timeout_of_monitored_barrier_may_exceed_the_group_timeout(brief, world):
+    """The group timeout is 0.5 s, and the watchdog thread polls every second."""
+    if world.me == 0:
+        time.sleep(2.5)
+    dist.monitored_barrier(brief, timeout=30)
+
+
+def test_groups_of_the_same_ranks_have_different_names(world):
+    before = dist.get_pg_count()
+    first = dist.new_group([world.me], use_local_synchronization=True)
+    second = dist.new_group([world.me], use_local_synchronization=True)
+    dist.destroy_process_group(first)
+    third = dist.new_group([world.me], use_local_synchronization=True)
+    assert second.group_name != third.group_name
+    assert dist.get_pg_count() == before + 2
+    dist.destroy_process_group(second)
+    dist.destroy_process_group(third)
+    dist.barrier()

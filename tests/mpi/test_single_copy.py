@@ -23,23 +23,12 @@ MOVES = [name for name, row in NAMES.items() if not row.reduces and row.name in 
 KINDS = [kind for kind in tuning.KINDS if tuning.parse_kind(kind)[0].name in SERVED]
 
 
-def preferring(way):
-    """Timing histories in which one method, 0 or 1, is always faster."""
-    made = np.zeros(kernels.single_copy_histories(), np.uint8)
-    each = made[: 128 * 32].view(np.uint64).reshape(-1, 4)
-    each[:, 1 - way] = 1 << 60
-    each[:, 2] = 2 | 2 << 32  # both methods have samples
-    return made
-
-
-@pytest.fixture(scope="module", params=["kernel", "slots", "either"])
+@pytest.fixture(scope="module", params=["0", "1", "random"], ids="MPICOLL_CHOOSE={}".format)
 def team(world, request):
-    """A group for each method: the kernel's copy, copies through slots, or the measured choice."""
+    """A group that copies large messages by the kernel, as is faster, or at random."""
     with pytest.MonkeyPatch.context() as patch:
         use_route(patch, "single_copy", kinds=KINDS)
-        if request.param != "either" and kernels is not None:
-            way = ("kernel", "slots").index(request.param)
-            patch.setattr(single_copy, "_make_histories", lambda: preferring(way))
+        patch.setattr(tuning.job, "choose", request.param)
         found = group_of(request.param, range(world.size))
         dist.all_to_all_single(np.zeros(found.size), np.zeros(found.size), group=found.group)
         if found.size > 1 and not copies(found):

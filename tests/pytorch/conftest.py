@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 import shutil
+import sys
 import tempfile
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch.distributed.device_mesh import init_device_mesh
+
+sys.path.append(str(Path(__file__).parents[1] / "mpi"))
+from driver import Team
 
 #: Timeout of the default group. It ends a run in which a rank is missing.
 TIMEOUT = timedelta(seconds=120)
@@ -37,25 +40,6 @@ def pytest_configure(config):
     """Ignore warnings that torch raises about its own code."""
     for category in "DeprecationWarning", "FutureWarning", "UserWarning":
         config.addinivalue_line("filterwarnings", f"ignore::{category}")
-
-
-@dataclass(frozen=True)
-class Team:
-    """A group and its members.
-
-    group: the process group, or the value of new_group on a rank that is not a member.
-    ranks: global ranks in group order.
-    me:    this rank's group rank; None if it is not a member.
-    """
-
-    name: str
-    group: Any
-    ranks: tuple[int, ...]
-    me: int | None
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
 
 
 def start() -> None:

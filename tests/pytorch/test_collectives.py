@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
+import oracle
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import members
-from inputs import DTYPES, NAMES, combined, equal, legal, near, normal, reduce_op, whole
+from driver import NAMES, Call
+from inputs import DTYPES, equal, factor, legal, near, normal, reduce_op, whole
+
+from mpicoll.dtypes import OPERATIONS, ReduceOp, by_name
 
 ASYNC = pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-EACH_OPERATION = pytest.mark.parametrize("name", NAMES)
 
 
 def done(work, async_op):
@@ -24,103 +28,50 @@ def done(work, async_op):
     assert work.is_completed()
 
 
-def inputs(team, dtype, *shape, key=0):
-    return [whole(dtype, rank, *shape, key=key) for rank in range(team.size)]
+class TorchCall(Call):
+    """A call of torch.distributed with contiguous tensors."""
+
+    api = dist
+
+    def operation(self):
+        name = self.op.name
+        return reduce_op(name, getattr(torch, self.dtype.name))
+
+    def result(self):
+        if self.op is not ReduceOp.PREMUL_SUM:
+            return super().result()
+        by = [factor(getattr(torch, self.dtype.name))] * self.team.size
+        return oracle.reduced(self.op, self.dtype, [self.given(r) for r in self.terms], by)
 
 
-def check(name, found, wanted):
-    """Compare exactly, except for AVG."""
-    (near if name == "AVG" else equal)(found, wanted)
+def tensor(shape, dtype):
+    """Return a tensor and NumPy's view of its memory."""
+    made = torch.zeros(shape, dtype=getattr(torch, dtype.name))
+    carrier = made.view(torch.int16) if dtype.name == "bfloat16" else made
+    return made, carrier.numpy().view(dtype.numpy)
 
 
-def each(teams, name=""):
-    """Groups of this rank with every dtype that supports the operation."""
+#: Functions that torch.distributed also has.
+SHARED = [name for name in NAMES if hasattr(dist, name) and name != "barrier"]
+
+
+@ASYNC
+@pytest.mark.parametrize("name", SHARED)
+def test_results_equal_the_oracle(teams, name, async_op):
+    """Every dtype, operation and root. Blocks are stacked in some calls, or concatenated."""
+    row = NAMES[name]
     for team in members(teams):
-        for dtype in DTYPES:
-            if not name or legal(name, dtype):
-                yield team, dtype
-
-
-@ASYNC
-@EACH_OPERATION
-def test_all_reduce(teams, name, async_op):
-    for team, dtype in each(teams, name):
-        parts = inputs(team, dtype, 5, 3)
-        mine = parts[team.me].clone()
-        done(dist.all_reduce(mine, reduce_op(name, dtype), team.group, async_op), async_op)
-        check(name, mine, combined(name, parts))
-
-
-@ASYNC
-@EACH_OPERATION
-def test_reduce(teams, name, async_op):
-    for team, dtype in each(teams, name):
-        for root in range(team.size):
-            parts = inputs(team, dtype, 7)
-            mine = parts[team.me].clone()
-            work = dist.reduce(
-                mine, team.ranks[root], reduce_op(name, dtype), group=team.group, async_op=async_op
-            )
-            done(work, async_op)
-            if team.me == root:  # the contents are undefined on other ranks
-                check(name, mine, combined(name, parts))
-
-
-@ASYNC
-@EACH_OPERATION
-def test_reduce_scatter(teams, name, async_op):
-    for team, dtype in each(teams, name):
-        parts = inputs(team, dtype, team.size, 4, 2)
-        wanted = combined(name, parts)[team.me]
-        whole_input = parts[team.me].flatten(0, 1)
-        for call, given in (
-            (dist.reduce_scatter, list(parts[team.me].clone())),
-            (dist.reduce_scatter_single, whole_input),
-            (dist.reduce_scatter_tensor, whole_input),
-        ):
-            output = torch.zeros(4, 2, dtype=dtype)
-            done(call(output, given, reduce_op(name, dtype), team.group, async_op), async_op)
-            check(name, output, wanted)
-        equal(whole_input, parts[team.me].flatten(0, 1))
-
-
-@ASYNC
-def test_broadcast(teams, async_op):
-    for team, dtype in each(teams):
-        for root in range(team.size):
-            parts = inputs(team, dtype, 3, 4)
-            mine = parts[team.me].clone()
-            if root % 2:
-                work = dist.broadcast(mine, group_src=root, group=team.group, async_op=async_op)
-            else:
-                work = dist.broadcast(mine, team.ranks[root], team.group, async_op)
-            done(work, async_op)
-            equal(mine, parts[root])
-
-
-@ASYNC
-def test_all_gather(teams, async_op):
-    for team, dtype in each(teams):
-        parts = inputs(team, dtype, 3, 2)
-        outputs = [torch.zeros(3, 2, dtype=dtype) for _ in parts]
-        done(dist.all_gather(outputs, parts[team.me], team.group, async_op), async_op)
-        for output, part in zip(outputs, parts, strict=True):
-            equal(output, part)
-        for call in (dist.all_gather_single, dist.all_gather_into_tensor):
-            joined = torch.zeros(3 * team.size, 2, dtype=dtype)
-            done(call(joined, parts[team.me], team.group, async_op), async_op)
-            equal(joined, torch.cat(parts))
-
-
-@ASYNC
-def test_all_gather_stacks(teams, async_op):
-    """If the output has an additional dimension."""
-    for team in members(teams):
-        parts = inputs(team, torch.float32, 3, 2)
-        for call in (dist.all_gather_single, dist.all_gather_into_tensor):
-            stacked = torch.zeros(team.size, 3, 2)
-            done(call(stacked, parts[team.me], team.group, async_op), async_op)
-            equal(stacked, torch.stack(parts))
+        for kind in DTYPES:
+            dtype = by_name[str(kind).removeprefix("torch.")]
+            for op in [op for op in OPERATIONS if legal(op.name, kind)] if row.reduces else [None]:
+                for root in range(team.size if row.root else 1):
+                    stacked = name.startswith("all_gather") and (dtype.code + root) % 2 == 0
+                    call = TorchCall(name, team, dtype, 6, op, root, tensor, (3, 2), stacked)
+                    work = call.start(async_op, by_group_rank=root % 2 == 1)
+                    if async_op:
+                        work.wait()
+                        assert work.is_completed()
+                    call.check()
 
 
 @ASYNC
@@ -131,44 +82,6 @@ def test_all_gather_of_uneven_parts(teams, async_op):
         done(dist.all_gather(outputs, parts[team.me], team.group, async_op), async_op)
         for output, part in zip(outputs, parts, strict=True):
             equal(output, part)
-
-
-@ASYNC
-def test_gather(teams, async_op):
-    for team, dtype in each(teams):
-        for root in range(team.size):
-            parts = inputs(team, dtype, 2, 3)
-            outputs = [torch.zeros(2, 3, dtype=dtype) for _ in parts] if team.me == root else None
-            work = dist.gather(
-                parts[team.me], outputs, group_dst=root, group=team.group, async_op=async_op
-            )
-            done(work, async_op)
-            for output, part in zip(outputs or parts, parts, strict=True):
-                equal(output, part)
-
-
-@ASYNC
-def test_scatter(teams, async_op):
-    for team, dtype in each(teams):
-        for root in range(team.size):
-            parts = inputs(team, dtype, 2, 3, key=root)
-            output = torch.zeros(2, 3, dtype=dtype)
-            blocks = parts if team.me == root else None
-            work = dist.scatter(
-                output, blocks, src=team.ranks[root], group=team.group, async_op=async_op
-            )
-            done(work, async_op)
-            equal(output, parts[team.me])
-
-
-@ASYNC
-def test_all_to_all_single(teams, async_op):
-    for team, dtype in each(teams):
-        parts = inputs(team, dtype, team.size, 2, 3)
-        output = torch.zeros(2 * team.size, 3, dtype=dtype)
-        mine = parts[team.me].flatten(0, 1)
-        done(dist.all_to_all_single(output, mine, group=team.group, async_op=async_op), async_op)
-        equal(output, torch.cat([part[team.me] for part in parts]))
 
 
 def block(sender, receiver, width=2, dtype=torch.float32):
@@ -191,7 +104,7 @@ def test_all_to_all_single_with_splits(teams, async_op):
 
 @ASYNC
 def test_all_to_all(teams, async_op):
-    for team, dtype in each(teams):
+    for team, dtype in itertools.product(members(teams), DTYPES):
         ranks = range(team.size)
         sent = [block(team.me, other, dtype=dtype) for other in ranks]
         received = [block(other, team.me, dtype=dtype) for other in ranks]

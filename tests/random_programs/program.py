@@ -1,6 +1,6 @@
 """Make random collectives on random arrays, and compare the results with the oracle.
 
-    mpiexec -n N python tests/random_programs/program.py SEED SECONDS [--far] [--any-order]
+    mpiexec -n N python tests/random_programs/program.py SEED SECONDS [--any-order]
 
 SEED determines the calls of all ranks. Each rank has another generator for the memory layout of its
 arrays and for its delays. After a wrong result, an error or a missing error, the job prints the
@@ -109,11 +109,10 @@ class Program:
     common: random generator with the same state on all ranks. own: generator of this rank.
     """
 
-    def __init__(self, seed: int, far: bool, any_order: bool) -> None:
+    def __init__(self, seed: int, any_order: bool) -> None:
         self.mpi = MPI.COMM_WORLD
         self.common = random.Random(seed)
         self.own = random.Random(f"{seed} {self.mpi.rank}")
-        self.far = far
         #: With any_order, sums of narrow floats are exact, because MPI reduces in any order.
         self.made: type[Call] = Exact if any_order else Call
         self.calls = 0
@@ -157,14 +156,10 @@ class Program:
                 self.prepare(one, make_first_calls)
 
     def prepare(self, one: Team, make_first_calls: bool) -> None:
-        """Make the calls that a group makes before it uses shared memory; set random distances."""
+        """Make the calls that a group makes before it uses shared memory."""
         if make_first_calls:
             while one.group.sequence < consistency.FIRST + 2:
                 dist.all_reduce(np.zeros(1, np.float32), group=one.group)
-        memory = one.group.resources.find("shared")
-        if memory is not None and self.far:
-            memory._segment.far_bits = self.own.choice([0, 1, 2, 0xFF])
-            memory._segment.bytes_until_measurement = 1 << 62
 
     def draw(self) -> tuple[Any, ...]:
         """Return a primitive, dtype, reduction operation, count of a block, and async_op."""
@@ -277,11 +272,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("seed", type=int)
     parser.add_argument("seconds", type=float)
-    parser.add_argument("--far", action="store_true")
     parser.add_argument("--any-order", action="store_true")
     arguments = parser.parse_args()
     dist.init_process_group(timeout=60)
-    program = Program(arguments.seed, arguments.far, arguments.any_order)
+    program = Program(arguments.seed, arguments.any_order)
     try:
         program.run(arguments.seconds)
     except BaseException:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from mpicoll.routes import registry
 from mpicoll.routes.tuning import KINDS, PLACES, eligible_routes
-from mpicoll.settings import CALLS, KERNELS, REPRODUCIBLE, SHARED_MEMORY, SINGLE_COPY, TABLE
+from mpicoll.settings import CALLS, CHOOSE, KERNELS, REPRODUCIBLE, SHARED_MEMORY, SINGLE_COPY, TABLE
 
 PROGRAM = Path(__file__).resolve().parent / "program.py"
 #: Maximum duration of a program, and the additional time until its launch has failed.
@@ -46,7 +46,8 @@ def build_setups(folder: Path) -> dict[str, Setup]:
     setups = {
         "default": Setup(),
         "python": Setup({CALLS.name: "python"}),
-        "far": Setup(options=("--far",)),
+        "defaults": Setup({CHOOSE.name: "0"}),
+        "random": Setup({CHOOSE.name: "random"}),
         "slots": Setup({SINGLE_COPY.name: "0"}),
         "messages": Setup({SHARED_MEMORY.name: "0"}),
         "numpy": Setup({KERNELS.name: "numpy"}),

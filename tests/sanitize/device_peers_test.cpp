@@ -1,4 +1,4 @@
-/* Kernels of route `peer` under ThreadSanitizer. Each GPU thread of each rank is a host thread.
+/* Kernels of route `peer` under sanitizers. Each GPU thread of each rank is a host thread.
  *
  * ThreadSanitizer checks that the flags order all accesses to the ranks' areas, in several calls
  * with one and two shots. It knows C++'s memory model, which is that of the flags on a GPU. */

@@ -7,7 +7,8 @@
  *
  * kernels_test            runs every check; exit code 1 at the first failure */
 
-#include "shared.c" /* also for its private structures */
+#include "choice.c" /* these also for their private structures */
+#include "shared.c"
 
 #include <pthread.h>
 #include <stdio.h>
@@ -16,10 +17,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-void mpicoll_pack(const char *const *arrays, const size_t *counts, size_t n, size_t lines,
-                  size_t rows, size_t size, char *into);
-void mpicoll_unpack(char *const *arrays, const size_t *counts, size_t n, size_t lines, size_t rows,
-                    size_t size, const char *from);
 int mpicoll_format(const char *name);
 void mpicoll_init_timeout(int begun, int cancel, long long timeout_ms, const char *before,
                    const char *after, const char *job, int size, int code);
@@ -56,6 +53,7 @@ struct rank {
     struct group *group;
     struct mpicoll_shared shared;
     uint32_t number; /* of the last call */
+    struct mpicoll_choices *choices; /* of all plans: the same calls on all ranks */
     uint32_t random;
 };
 
@@ -83,6 +81,9 @@ static void run_ranks(uint32_t n, uint32_t flat_max_ranks, size_t slot, void *(*
     CHECK(!pthread_barrier_init(&group.barrier, NULL, n));
     for (uint32_t me = 0; me < n; me++) {
         ranks[me] = (struct rank){.group = &group, .random = 7 * me + n};
+        ranks[me].choices = calloc(1, sizeof *ranks[me].choices);
+        CHECK(ranks[me].choices);
+        ranks[me].choices->is_random = flat_max_ranks == n;
         ranks[me].shared = (struct mpicoll_shared){.base = memory,
                                                    .slot = slot,
                                                    .n = n,
@@ -101,6 +102,14 @@ static void run_ranks(uint32_t n, uint32_t flat_max_ranks, size_t slot, void *(*
         CHECK(!pthread_create(&threads[me], NULL, body, &ranks[me]));
     for (uint32_t me = 0; me < n; me++)
         CHECK(!pthread_join(threads[me], NULL));
+    for (uint32_t me = 0; me < n; me++) { /* all ranks know the same durations */
+        for (int k = 0; k < CLASS_COUNT; k++)
+            CHECK(!memcmp(ranks[0].choices->of[k].ns, ranks[me].choices->of[k].ns,
+                          offsetof(struct mpicoll_choice, pending_ns)) ||
+                  ranks[me].shared.aborted);
+    }
+    for (uint32_t me = 0; me < n; me++)
+        free(ranks[me].choices);
     pthread_barrier_destroy(&group.barrier);
     CHECK(!munmap(memory, n * region_size + PAGE));
     free(ranks);
@@ -118,6 +127,7 @@ static struct mpicoll_plan plan_of(struct rank *rank, int combines)
 {
     return (struct mpicoll_plan){
         .shared = &rank->shared,
+        .choices = rank->number % 4 ? rank->choices : NULL,
         .signature = 7,
         .divisor = 1,
         .size = 4,
@@ -130,7 +140,7 @@ static struct mpicoll_plan plan_of(struct rank *rank, int combines)
 enum layout { FROM_ROOT = 1, TO_ROOT = 2, MANY = 4, COMBINED = 8, IN_PLACE = 16 };
 
 /* A collective of one layout, and its result. */
-static void try_blocks(struct rank *rank, size_t count, int layout, size_t one_shot_max_count)
+static void try_blocks(struct rank *rank, size_t count, int layout, size_t one_shot_max_bytes)
 {
     const uint32_t n = rank->shared.n, me = rank->shared.me;
     const int has_src = layout & FROM_ROOT, has_dst = layout & TO_ROOT, many = layout & MANY;
@@ -143,7 +153,7 @@ static void try_blocks(struct rank *rank, size_t count, int layout, size_t one_s
     int32_t *recv = in_place ? send : takes ? allocate(got * count * 4) : NULL;
 
     plan.many_blocks = many, plan.has_src = has_src, plan.has_dst = has_dst;
-    plan.in_place = in_place, plan.one_shot_max_count = one_shot_max_count;
+    plan.in_place = in_place, plan.one_shot_max_bytes = one_shot_max_bytes;
     for (size_t to = 0; gives && to < sent; to++)
         for (size_t i = 0; i < count; i++)
             send[to * count + i] = element(me, to, i);
@@ -200,7 +210,7 @@ static void try_fused(struct rank *rank, size_t n_calls, size_t more, int many_i
     const uint64_t sizes = rank->number % 2 ? 0 : 77;
 
     plan.many_blocks = many_in, plan.in_place = in_place;
-    plan.one_shot_max_count = rank->number % 3 ? 0 : SIZE_MAX;
+    plan.one_shot_max_bytes = rank->number % 3 ? 0 : SIZE_MAX;
     for (size_t k = 0; k < n_calls; before = ends[k++])
         ends[k] = before + k * more;
     for (size_t k = 0; k < n * n_calls; k++) {
@@ -233,7 +243,7 @@ static void try_fused(struct rank *rank, size_t n_calls, size_t more, int many_i
 static void copy_large(struct rank *rank, size_t offset)
 {
     const uint32_t n = rank->shared.n, me = rank->shared.me;
-    const size_t size = LARGE / n + 100;
+    const size_t size = (32 << 20) / n + 100;
     struct mpicoll_plan plan = plan_of(rank, 0);
     char *send = allocate(size), *recv = allocate(n * size + offset);
 
@@ -279,9 +289,9 @@ static void *run_collectives(void *argument)
     const size_t counts[] = {1, 7, slot / 4, slot / 4 + 1, 3 * slot + 5, 0, 2 * n + 1};
 
     for (size_t k = 0; k < sizeof counts / sizeof *counts; k++)
-        for (size_t one_shot_max_count = 0; one_shot_max_count < 2; one_shot_max_count++) {
+        for (size_t one_shot_max_bytes = 0; one_shot_max_bytes < 2; one_shot_max_bytes++) {
             delay(rank);
-            try_blocks(rank, counts[k], COMBINED | IN_PLACE, one_shot_max_count << 40);
+            try_blocks(rank, counts[k], COMBINED | IN_PLACE, one_shot_max_bytes << 40);
             try_fused(rank, k + 1, counts[k] / 2, 0, 1, 1);
         }
     if (slot / n < LINE) /* the slots are too small for a block of each rank */
@@ -357,81 +367,87 @@ static void *run_left(void *argument)
     return NULL;
 }
 
-/* ---- Packing, and the timeout of MPI_Init ----------------------------------------------------- */
+/* ---- Choices of ways --------------------------------------------------------------------------- */
 
-static void pack(void)
+/* Makes a call of `bytes` bytes whose trial takes `ns[way]` on the slowest rank; returns its way. */
+static int make_call(struct mpicoll_choices *choices, size_t bytes, int allowed, const uint32_t *ns)
 {
-    enum { N = 3, LINES = 2, ROWS = 4 };
-    const size_t counts[N] = {1, 0, 5};
-    const size_t total = LINES * ROWS * (1 + 0 + 5);
-    char *arrays[LINES * N], *packed = allocate(total * 4);
-
-    for (size_t k = 0; k < LINES * N; k++) {
-        arrays[k] = allocate(ROWS * counts[k % N] * 4);
-        for (size_t i = 0; i < ROWS * counts[k % N]; i++)
-            ((int32_t *)arrays[k])[i] = element(k, 0, i);
-    }
-    mpicoll_pack((const char *const *)arrays, counts, N, LINES, ROWS, 4, packed);
-    CHECK(((int32_t *)packed)[0] == element(0, 0, 0));
-    CHECK(((int32_t *)packed)[1] == element(2, 0, 0));
-    CHECK(((int32_t *)packed)[total - 1] == element(5, 0, 5 * ROWS - 1));
-    for (size_t k = 0; k < LINES * N; k++)
-        memset(arrays[k], 0, ROWS * counts[k % N] * 4);
-    mpicoll_unpack(arrays, counts, N, LINES, ROWS, 4, packed);
-    for (size_t k = 0; k < LINES * N; k++) {
-        for (size_t i = 0; i < ROWS * counts[k % N]; i++)
-            CHECK(((int32_t *)arrays[k])[i] == element(k, 0, i));
-        free(arrays[k]);
-    }
-    free(packed);
+    const struct mpicoll_trial trial = mpicoll_choose(choices, bytes, 0, allowed);
+    mpicoll_trial_agreed(&trial, trial.note);
+    mpicoll_trial_end(&trial, 0);
+    if (trial.is_timed)
+        trial.choice->pending_ns = ns[trial.way];
+    return trial.way;
 }
 
-/* Writes the message of a process that times out waiting for `size` ranks to `text`. */
-static size_t time_out(const char *before, const char *job, int size, char *text, size_t room)
+/* The fastest way is used after 10 calls, is measured again ever more rarely, and is replaced if
+ * it becomes slower than another one. One interrupted trial does not change the choice. */
+static void choose_ways(void)
 {
-    int output[2], begun[2], cancel[2], status;
-    size_t used = 0;
+    enum { BYTES = 1 << 20, ALLOWED = STREAM_SLOTS | BY_KERNEL };
+    struct mpicoll_choices *choices = calloc(1, sizeof *choices);
+    uint32_t ns[16] = {[0] = 300, [STREAM_SLOTS] = 200, [BY_KERNEL] = 400};
+    int counts[16] = {0};
 
-    CHECK(!pipe(output) && !pipe(begun) && !pipe(cancel));
-    const pid_t child = fork();
-    CHECK(child >= 0);
-    if (!child) {
-        dup2(output[1], STDERR_FILENO);
-        close(output[1]);
-        mpicoll_init_timeout(begun[1], cancel[0], 1, before, "; the end\n", job, size, 1);
-        _exit(3);
-    }
-    close(output[1]);
-    for (ssize_t got; (got = read(output[0], text + used, room - 1 - used)) > 0;)
-        used += (size_t)got;
-    text[used] = 0;
-    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status));
-    CHECK(WEXITSTATUS(status) == 1);
-    close(output[0]), close(begun[0]), close(begun[1]), close(cancel[0]), close(cancel[1]);
-    return used;
+    CHECK(choices);
+    CHECK(mpicoll_choose(NULL, BYTES, 0, ALLOWED).way == BY_KERNEL); /* the default */
+    CHECK(mpicoll_choose(NULL, BYTES / 4, 0, ALLOWED).way == 0);
+    for (int k = 0; k < 10; k++)
+        counts[make_call(choices, BYTES, ALLOWED, ns)]++;
+    CHECK(counts[0] >= 2 && counts[STREAM_SLOTS] >= 2 && counts[BY_KERNEL] >= 2);
+    for (int k = 0; k < 30; k++)
+        CHECK(make_call(choices, BYTES, ALLOWED, ns) == STREAM_SLOTS);
+    ns[STREAM_SLOTS] = 10000; /* interrupted once */
+    while (make_call(choices, BYTES, ALLOWED, ns) != BY_KERNEL)
+        ;
+    ns[STREAM_SLOTS] = 200;
+    for (int k = 0; k < 40; k++)
+        CHECK(make_call(choices, BYTES, ALLOWED, ns) == STREAM_SLOTS);
+    memset(counts, 0, sizeof counts);
+    for (int k = 0; k < 10000; k++)
+        counts[make_call(choices, BYTES, ALLOWED, ns)]++;
+    CHECK(counts[0] == counts[BY_KERNEL] && counts[0] >= 4 && counts[0] <= 8);
+    ns[0] = 100; /* another way is now faster */
+    for (int k = 0; k < 2560 + 3 * 40 + 160; k++)
+        make_call(choices, BYTES, ALLOWED, ns);
+    for (int k = 0; k < 40; k++)
+        CHECK(make_call(choices, BYTES, ALLOWED, ns) == 0);
+    choices->is_random = 1;
+    memset(counts, 0, sizeof counts);
+    for (int k = 0; k < 300; k++)
+        counts[make_call(choices, BYTES, ALLOWED, ns)]++;
+    CHECK(counts[0] > 50 && counts[STREAM_SLOTS] > 50 && counts[BY_KERNEL] > 50);
+    free(choices);
 }
 
+/* ---- The timeout of MPI_Init ------------------------------------------------------------------ */
+
+/* Neither a long text nor a large number of ranks overflows the buffer. */
 static void limit(void)
 {
     static char text[1 << 16], before[6000];
-    int begun[2], cancel[2];
+    const size_t lengths[] = {8, 4000, 4008, 4016, sizeof before - 1};
 
-    CHECK(!pipe(begun) && !pipe(cancel) && write(cancel[1], "", 1) == 1);
-    mpicoll_init_timeout(begun[1], cancel[0], 60000, "", "", NULL, 0, 1); /* cancelled */
-    close(begun[0]), close(begun[1]), close(cancel[0]), close(cancel[1]);
+    for (size_t k = 0; k < sizeof lengths / sizeof *lengths; k++) {
+        int output[2], begun[2], cancel[2], status;
+        size_t used = 0;
 
-    time_out("too late", "mpicoll-sanitize", 3, text, sizeof text);
-    CHECK(!strcmp(text, "too late (missing: 0, 1, 2); the end\n"));
-    time_out("too late", NULL, 3, text, sizeof text);
-    CHECK(!strcmp(text, "too late; the end\n"));
-    /* Neither a large number of ranks nor a long text overflows the buffer. */
-    CHECK(time_out("too late", "mpicoll-sanitize", 5000, text, sizeof text) <= 4096);
-    CHECK(strstr(text, ", and others); the end\n"));
-    for (size_t length = sizeof before - 1, i = 0; i < 3; i++, length = 4000 + 8 * i) {
-        memset(before, 'x', length);
-        before[length] = 0;
-        CHECK(time_out(before, "mpicoll-sanitize", 5000, text, sizeof text) <= 4096);
-        CHECK(strstr(text, "; the end\n"));
+        memset(before, 'x', lengths[k]);
+        CHECK(!pipe(output) && !pipe(begun) && !pipe(cancel));
+        const pid_t child = fork();
+        CHECK(child >= 0);
+        if (!child) {
+            dup2(output[1], STDERR_FILENO);
+            mpicoll_init_timeout(begun[1], cancel[0], 1, before, "; the end\n", "mpicoll-sanitize",
+                                 5000, 1);
+            _exit(3);
+        }
+        close(output[1]);
+        for (ssize_t got; (got = read(output[0], text + used, sizeof text - 1 - used)) > 0;)
+            used += (size_t)got;
+        text[used] = 0;
+        CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status));
+        CHECK(WEXITSTATUS(status) == 1 && used <= 4096 && strstr(text, "; the end\n"));
     }
 }
 
@@ -440,7 +456,7 @@ int main(void)
     const uint32_t sizes[] = {1, 2, 3, 5, 8, 13};
 
     alarm(LIMIT_SECONDS); /* a deadlock */
-    pack();
+    choose_ways();
     limit();
     for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++) {
         const uint32_t n = sizes[k];
@@ -454,6 +470,6 @@ int main(void)
     run_ranks(2, 2, 65536, run_large);
     run_ranks(3, 3, 4096, run_left);
     run_ranks(7, 0, 4096, run_left);
-    puts("threads as ranks, packing, the time limit: passed");
+    puts("threads as ranks, the time limit: passed");
     return 0;
 }

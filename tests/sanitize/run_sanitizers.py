@@ -5,8 +5,8 @@
 VENV is an environment with the requirements of the tests. ``make sanitize`` calls this program.
 
 - ``kernels_test.c``, whose threads are the ranks of a group, runs under all three sanitizers.
-- ``device_peers_test.cpp`` runs kernels of route ``peer`` as host threads under ThreadSanitizer,
-  with ``$CXX`` or c++.
+- ``device_peers_test.cpp`` runs kernels of route ``peer`` as host threads under all three, with
+  ``$CXX`` or c++.
 - Python tests of the C library run on processes, with a library built for AddressSanitizer and
   UndefinedBehaviorSanitizer.
 
@@ -41,11 +41,11 @@ THREAD = ["-fsanitize=thread"]
 
 #: Tests of the C library without ranks, except tests of NumPy and tests with 65 threads or more,
 #: which take minutes here; and tests on two ranks.
-PLAIN = ["tests/test_reduction.py", "tests/test_shared_memory.py"]
+PLAIN = [f"tests/test_{name}.py" for name in ("reduction", "shared_memory", "launch_timeout")]
 PLAIN_CHOSEN = "not numpy and not (threads and (65 or 256))"
-ON_RANKS = ["tests/mpi/test_shared.py", "tests/mpi/test_short_calls.py"]
+ON_RANKS = [f"tests/mpi/test_{name}.py" for name in ("shared", "short_calls", "coalesced")]
 #: AddressSanitizer crashes at C++ exceptions of a library that is loaded late, such as torch.
-ON_RANKS_CHOSEN = "not tensor"
+ON_RANKS_CHOSEN = "not tensor and not coalesced_results"
 
 #: Timeout of one command.
 TIMEOUT_S = 600
@@ -109,18 +109,21 @@ def run_threads(name: str, flags: list[str]) -> None:
     """Build kernels_test.c with a sanitizer and run it."""
     program = BUILD / f"kernels_test-{name}"
     sources = [Path(__file__).parent / "kernels_test.c"]
-    sources += sorted({*SOURCES.glob("*.c")} - {SOURCES / "shared.c", MODULE})  # it includes that
+    sources += sorted(
+        {*SOURCES.glob("*.c")} - {SOURCES / name for name in ("choice.c", "shared.c", "calls.c")}
+    )  # it includes those
     warnings = ["-Wall", "-Wextra", "-Werror"]
     run([*COMPILER, *FLAGS, "-O1", *warnings, *flags, "-pthread", f"-I{SOURCES}",
          *map(str, sources), "-o", str(program)])  # fmt: skip
     run([str(program)], env=os.environ | OPTIONS, preexec_fn=keep_addresses)
 
 
-def run_device_threads() -> None:
-    """Build device_peers_test.cpp with ThreadSanitizer and run it."""
-    program, source = BUILD / "device_peers_test", Path(__file__).parent / "device_peers_test.cpp"
+def run_device_threads(name: str, flags: list[str]) -> None:
+    """Build device_peers_test.cpp with a sanitizer and run it."""
+    program = BUILD / f"device_peers_test-{name}"
+    source = Path(__file__).parent / "device_peers_test.cpp"
     options = ["-std=c++17", "-g", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    run([*CXX, *options, *THREAD, "-pthread", f"-I{SOURCES}", str(source), "-o", str(program)])
+    run([*CXX, *options, *flags, "-pthread", f"-I{SOURCES}", str(source), "-o", str(program)])
     run([str(program)], env=os.environ | OPTIONS, preexec_fn=keep_addresses)
 
 
@@ -171,8 +174,7 @@ def main() -> int:
             skipped.append(f"SKIPPED {flags[0]}: {shlex.join(COMPILER)} has no runtime: {missing}")
             continue
         run_threads(name, flags)
-        if name == "thread":
-            run_device_threads()
+        run_device_threads(name, flags)
         if name == "address":
             first, *options = shlex.split(arguments.mpiexec or str(bin / "mpiexec"))
             if "/" in first:  # the tests run in another folder

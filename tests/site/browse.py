@@ -1,10 +1,10 @@
 """Check every page of the site in a browser, in a wide and a narrow window.
 
-    python tests/site/browse.py [.cache/site] [--pictures FOLDER]
+    python tests/site/browse.py [.cache/site]
 
 Checks: no page is wider than its window (tables and code may scroll), no figure is missing or cut,
-no button covers code, no request fails or goes to another host, the console has no errors, the
-project's name links to the home page, and the search finds pages, from a server and from files.
+no request fails or goes to another host, the console has no errors, the
+project's name links to the home page, and the search finds pages.
 ``make test-site`` runs it with the system's Chromium.
 """
 
@@ -55,13 +55,6 @@ MISSING = """async () => {
 CUT = """() => [...document.querySelectorAll("article img")].filter(
     image => image.getBoundingClientRect().width > image.parentElement.clientWidth + 1
 ).map(image => image.src)"""
-
-#: First words of code that its copy button covers.
-COVERED = """() => [...document.querySelectorAll("article pre")].filter(block => {
-    const code = block.querySelector("code"), button = block.querySelector("button, .md-code__nav");
-    return code && button && code.scrollWidth > code.clientWidth &&
-        code.getBoundingClientRect().right > button.getBoundingClientRect().left + 1;
-}).map(block => block.textContent.trim().slice(0, 60))"""
 
 #: First words of commands that are wider than their box.
 OUTSIDE = """() => [...document.querySelectorAll("article .language-sh code")].filter(
@@ -123,7 +116,6 @@ def look(page: Page, url: str) -> Iterator[str]:
     yield from (f"too wide: {each}" for each in page.evaluate(TOO_WIDE))
     yield from (f"no figure: {each}" for each in page.evaluate(MISSING))
     yield from (f"a figure is cut: {each}" for each in page.evaluate(CUT))
-    yield from (f"code below a button: {each}" for each in page.evaluate(COVERED))
     yield from (f"a command is cut: {each}" for each in page.evaluate(OUTSIDE))
     name = page.locator("header a.md-logo")
     if not name.is_visible():
@@ -144,20 +136,7 @@ def search(page: Page, home: str, words: str, expected: str) -> Iterator[str]:
         yield f"the search for {words} finds {found}, not {expected}"
 
 
-def search_from_disk(browser: Browser, folder: Path) -> int:
-    """Search the site without a server; return the number of faults."""
-    home = f"{folder.resolve().as_uri()}/"
-    page = browser.new_page()
-    listener = Listener(page, home)
-    faults = [fault for item in SEARCHED.items() for fault in search(page, home, *item)]
-    faults += listener.taken()
-    page.close()
-    for fault in faults:
-        print(f"from the disk, the search: {fault}", flush=True)
-    return len(faults)
-
-
-def browse(browser: Browser, home: str, names: list[str], window: str, keep: Path | None) -> int:
+def browse(browser: Browser, home: str, names: list[str], window: str) -> int:
     """Check all pages in one window; return the number of faults."""
     page = browser.new_page(viewport={"width": WIDTHS[window], "height": 900})
     listener = Listener(page, home)
@@ -171,8 +150,6 @@ def browse(browser: Browser, home: str, names: list[str], window: str, keep: Pat
 
     for name in names:
         report(name, [*look(page, home + name), *listener.taken()])
-        if keep:
-            page.screenshot(path=keep / f"{Path(name).stem}-{window}.png", full_page=True)
     for words, expected in SEARCHED.items():
         report("the search", [*search(page, home, words, expected), *listener.taken()])
     page.close()
@@ -182,9 +159,6 @@ def browse(browser: Browser, home: str, names: list[str], window: str, keep: Pat
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("site", type=Path, nargs="?", default=ROOT / ".cache/site")
-    parser.add_argument(
-        "--pictures", type=Path, metavar="FOLDER", help="save a screenshot of each page"
-    )
     arguments = parser.parse_args()
     programs = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
     program = next(filter(None, programs), None)
@@ -193,15 +167,12 @@ def main() -> int:
     names = sorted(page.name for page in arguments.site.glob("*.html"))
     if "index.html" not in names:
         sys.exit(f"{arguments.site} has no index.html: run make docs")
-    if arguments.pictures:
-        arguments.pictures.mkdir(parents=True, exist_ok=True)
     with served(arguments.site) as home, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         summary = (
             f"{len(names)} pages in {' and '.join(WIDTHS)} windows, Chromium {browser.version}"
         )
-        counts = [browse(browser, home, names, each, arguments.pictures) for each in WIDTHS]
-        counts.append(search_from_disk(browser, arguments.site))
+        counts = [browse(browser, home, names, each) for each in WIDTHS]
         browser.close()
     print(f"{summary}: {sum(counts) or 'no'} faults")
     return 1 if sum(counts) else 0

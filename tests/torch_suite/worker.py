@@ -72,9 +72,11 @@ def kill_remaining() -> list[str]:
     deadline = time.monotonic() + EXIT_TIMEOUT_S
     while remaining := descendants():
         if time.monotonic() > deadline:
-            commands = [command(pid) for pid in remaining]
+            commands = []
             for pid in remaining:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(OSError):
+                    words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+                    commands.append(words.strip())
                     os.kill(pid, signal.SIGKILL)
             return commands
         time.sleep(0.05)
@@ -105,13 +107,6 @@ def parse(stat: str) -> tuple[int, str, int]:
     # The name of the program may have brackets and spaces.
     state, parent = stat.rpartition(")")[2].split()[:2]
     return int(stat.split()[0]), state, int(parent)
-
-
-def command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-    except OSError:
-        return f"{pid}, which has ended"
 
 
 if __name__ == "__main__":

@@ -76,8 +76,8 @@ enum { LEFT = -1 };
 #define NO_TIMEOUT UINT64_MAX
 
 /* Size of the blocks in which data is combined and copied on, so that it stays in the first-level
- * cache; and size of a result that exceeds the caches. */
-enum { BLOCK_BYTES = 8192, LARGE = 32 << 20 };
+ * cache. */
+enum { BLOCK_BYTES = 8192 };
 
 /* A number that its rank increments and other ranks wait for. */
 struct counter {
@@ -85,13 +85,13 @@ struct counter {
     atomic_uint sleepers; /* a rank has gone to sleep since the last change */
 };
 
-/* A call record: the call's signature and element count, and whether all records that its rank has
- * received so far match. Atomic, because a rank that is ahead may write a record that another rank
+/* A call record: the call's signature and element count, whether all records that its rank has
+ * received so far match, and the maximum of their notes (choice.h). Atomic, because a rank that is ahead may write a record that another rank
  * still reads (see mpicoll_shared_all_entered). Counters order all other reads and writes, so
  * relaxed access is enough. */
 struct call {
     _Atomic uint64_t signature, count;
-    _Atomic uint32_t matching;
+    _Atomic uint32_t matching, note;
 };
 
 /* A counter and the records of the last two calls, alternating, all on one cache line. */
@@ -104,11 +104,9 @@ struct header {
     struct signal ready[MAX_RANK_BITS]; /* see `wait_for_all`; the first one means "slot filled" */
     _Alignas(LINE) struct counter combined;
     struct signal announced; /* number of the last call announced, begun or not */
-    struct {
-        _Alignas(LINE) atomic_uint number; /* for latencies: see mpicoll_latency */
-    } echoes[MAX_RANK_BITS];
     _Alignas(LINE) atomic_uint closed_by; /* of rank 0: 1 + the rank that closed the group, or 0 */
     _Alignas(LINE) uint64_t signature, count; /* of the current call; only its rank uses it */
+    uint32_t note;                            /* the maximum of those received */
 };
 
 /* A rank's handle of a segment; mpicoll/routes/host/shared.py mirrors it. */
@@ -120,29 +118,28 @@ struct mpicoll_shared {
     uint32_t calls;          /* calls begun */
     uint32_t spin_count;     /* polls of a counter before the thread yields and sleeps */
     atomic_uint aborted;     /* this rank no longer waits: calls return 0 */
-    uint32_t measurements;   /* number of latency measurements */
-    uint32_t far_bits;       /* bit k: the rank whose number differs in bit k is far */
     uint32_t flat_max_ranks; /* up to this many ranks, every rank polls every other rank */
-    uint64_t bytes_until_measurement;
+    uint32_t swapped;        /* bit k, with two ranks: they have exchanged their slots k */
 };
 
 EXPORT const struct mpicoll_field mpicoll_shared_fields[] = {
     FIELD(mpicoll_shared, base), FIELD(mpicoll_shared, slot), FIELD(mpicoll_shared, n),
     FIELD(mpicoll_shared, me), FIELD(mpicoll_shared, round), FIELD(mpicoll_shared, calls),
     FIELD(mpicoll_shared, spin_count), FIELD(mpicoll_shared, aborted),
-    FIELD(mpicoll_shared, measurements), FIELD(mpicoll_shared, far_bits),
-    FIELD(mpicoll_shared, flat_max_ranks), FIELD(mpicoll_shared, bytes_until_measurement),
+    FIELD(mpicoll_shared, flat_max_ranks), FIELD(mpicoll_shared, swapped),
     END_OF_FIELDS,
 };
 
 /* Parameters that all calls of one plan share; mpicoll/routes/host/shared.py mirrors it. */
 struct mpicoll_plan {
     struct mpicoll_shared *shared;
+    struct mpicoll_choices *choices; /* NULL: only default ways */
     uint64_t signature;         /* identifies operation, op, dtype and layout */
     double divisor;             /* of the combined result */
     size_t size;                /* bytes of a number */
     size_t numbers_per_element; /* 2 for complex numbers */
-    size_t one_shot_max_count;  /* numbers up to which every rank combines the whole array */
+    size_t one_shot_max_bytes;  /* up to which all_reduce is run in one shot by default */
+    int32_t other_ways;         /* that the caller of a function of this file runs itself */
     int32_t format;             /* format of the numbers to combine; negative: copy only */
     int32_t operation;
     int32_t many_blocks;        /* each rank sends n blocks, one for each rank, instead of one */
@@ -157,9 +154,10 @@ struct mpicoll_plan {
 };
 
 EXPORT const struct mpicoll_field mpicoll_plan_fields[] = {
-    FIELD(mpicoll_plan, shared), FIELD(mpicoll_plan, signature), FIELD(mpicoll_plan, divisor),
-    FIELD(mpicoll_plan, size), FIELD(mpicoll_plan, numbers_per_element),
-    FIELD(mpicoll_plan, one_shot_max_count), FIELD(mpicoll_plan, format),
+    FIELD(mpicoll_plan, shared), FIELD(mpicoll_plan, choices), FIELD(mpicoll_plan, signature),
+    FIELD(mpicoll_plan, divisor), FIELD(mpicoll_plan, size),
+    FIELD(mpicoll_plan, numbers_per_element), FIELD(mpicoll_plan, one_shot_max_bytes),
+    FIELD(mpicoll_plan, other_ways), FIELD(mpicoll_plan, format),
     FIELD(mpicoll_plan, operation), FIELD(mpicoll_plan, many_blocks), FIELD(mpicoll_plan, has_src),
     FIELD(mpicoll_plan, has_dst), FIELD(mpicoll_plan, prefix), FIELD(mpicoll_plan, in_place),
     FIELD(mpicoll_plan, mismatch_rank), FIELD(mpicoll_plan, mismatch_count),
@@ -172,10 +170,11 @@ static size_t rounded(size_t size, size_t unit)
     return (size + unit - 1) / unit * unit;
 }
 
-/* Size of a second slot in bytes: the n-th part of a slot, rounded up, plus a cache line. */
+/* Size of a second slot in bytes: the n-th part of a slot, rounded up, plus a cache line. Two ranks
+ * have none: see `result_slot`. */
 static size_t share_slot(size_t slot, size_t n)
 {
-    return rounded(slot / n, LINE) + LINE;
+    return n == 2 ? 0 : rounded(slot / n, LINE) + LINE;
 }
 
 /* Returns the size of one rank's region in bytes; a segment has n regions. */
@@ -197,13 +196,27 @@ static struct header *header(const struct mpicoll_shared *shared, uint32_t rank)
 
 static char *slot(const struct mpicoll_shared *shared, uint32_t rank, uint32_t round)
 {
+    if (shared->n == 2)
+        rank ^= shared->swapped >> round % SLOTS & 1;
     return region(shared, rank) + rounded(sizeof(struct header), PAGE) +
            round % SLOTS * shared->slot;
 }
 
-static char *second_slot(const struct mpicoll_shared *shared, uint32_t rank, uint32_t round)
+/* A cache line moves to the processor that reads it last, and a write there is cheap. So after a
+ * round in which each of two ranks has read the other's slot, they exchange these slots. */
+static void swap_slots(struct mpicoll_shared *shared, uint32_t round)
 {
-    return slot(shared, rank, 0) + SLOTS * shared->slot +
+    shared->swapped ^= 1u << round % SLOTS;
+}
+
+/* Returns where a rank writes its combined share for another rank, which begins at byte `start` of
+ * the round: of two ranks, into the slot that it has read; of more, into its second slot. */
+static char *result_slot(const struct mpicoll_shared *shared, uint32_t rank, uint32_t reader,
+                         uint32_t round, size_t start)
+{
+    if (shared->n == 2)
+        return slot(shared, reader, round) + start;
+    return region(shared, rank) + rounded(sizeof(struct header), PAGE) + SLOTS * shared->slot +
            round % SLOTS * share_slot(shared->slot, shared->n);
 }
 
@@ -310,60 +323,10 @@ static int wait_for(const struct mpicoll_shared *shared, struct counter *counter
     return wait_until(shared, counter, target, NO_TIMEOUT);
 }
 
-/* ---- Near and far ranks ---------------------------------------------------------------------- */
+/* ---- Copies ---------------------------------------------------------------------------------- */
 
-/* Between ranks that share a last-level cache, slot data is best kept in that cache. Between other
- * ranks every rewritten line of a slot costs a round of invalidations: four times as long as a
- * write past the caches and a read from memory. Each rank decides by itself how it writes its
- * slots.
- *
- * Latency is measured to the ranks whose numbers differ in one bit, repeatedly, because virtual
- * processors and unbound processes move. Another rank counts as far if any bit in which its number
- * differs is marked far. (This is correct if nodes, sockets and caches are filled in rank order or
- * round robin.) */
-
-/* Bytes to move between two measurements; minimum size of a message that triggers one; and minimum
- * size of a copy for a far rank that bypasses the caches. */
-enum { MEASURE_INTERVAL_BYTES = 4 << 20, MEASURE_MIN_BYTES = 4096, STREAM_MIN_BYTES = 2048 };
-
-/* Nanoseconds that a measurement waits for the other rank, per poll in `spin_count`: short if other
- * threads need the processor. */
-enum { MEASURE_TIMEOUT_NS = 10 };
-
-void mpicoll_measure_if_due(struct mpicoll_shared *shared, size_t bytes)
-{
-    if (bytes < MEASURE_MIN_BYTES)
-        return;
-    if (shared->bytes_until_measurement > bytes) {
-        shared->bytes_until_measurement -= bytes;
-        return;
-    }
-    shared->bytes_until_measurement = MEASURE_INTERVAL_BYTES;
-    const uint32_t number = shared->measurements++;
-    for (uint32_t bit = 0; 1u << bit < shared->n; bit++) {
-        const uint32_t partner = shared->me ^ 1u << bit;
-        if (partner >= shared->n)
-            continue;
-        const uint32_t took =
-            mpicoll_latency(&header(shared, shared->me)->echoes[bit].number,
-                            &header(shared, partner)->echoes[bit].number, shared->me < partner,
-                            number, (uint64_t)MEASURE_TIMEOUT_NS * shared->spin_count);
-        if (took >= FAR_NS)
-            shared->far_bits |= 1u << bit;
-        else if (took)
-            shared->far_bits &= ~(1u << bit);
-    }
-}
-
-int mpicoll_is_any_far(const struct mpicoll_shared *shared)
-{
-    return shared->far_bits != 0;
-}
-
-static int is_far(const struct mpicoll_shared *shared, uint32_t rank)
-{
-    return ((shared->me ^ rank) & shared->far_bits) != 0;
-}
+/* Minimum size of a copy that bypasses the caches. */
+enum { STREAM_MIN_BYTES = 2048 };
 
 void mpicoll_copy_past_caches(char *into, const char *from, size_t size)
 {
@@ -387,10 +350,9 @@ void mpicoll_copy_past_caches(char *into, const char *from, size_t size)
     memcpy(into, from, size);
 }
 
-/* Copies into a slot for a near or a far rank. */
-static void copy_for(char *into, const char *from, size_t size, int far)
+static void copy(char *into, const char *from, size_t size, int past_caches)
 {
-    if (far && size >= STREAM_MIN_BYTES)
+    if (past_caches && size >= STREAM_MIN_BYTES)
         mpicoll_copy_past_caches(into, from, size);
     else
         memcpy(into, from, size);
@@ -425,14 +387,14 @@ static char *address_of(const struct list *list, size_t k, size_t size, size_t n
     return list->arrays[k] + (number - (k ? list->ends[k - 1] : 0)) * size;
 }
 
-/* Copies the numbers `start` to `end` of a list into a slot for a near or a far rank. */
+/* Copies the numbers `start` to `end` of a list into a slot, optionally past the caches. */
 static void copy_to_slot(char *into, const struct list *list, size_t size, size_t start, size_t end,
-                        int far)
+                         int past_caches)
 {
     for (size_t k = find_array(list, start); start < end; k++) {
         const size_t until = list->ends[k] < end ? list->ends[k] : end;
         const size_t bytes = (until - start) * size;
-        copy_for(into, address_of(list, k, size, start), bytes, far);
+        copy(into, address_of(list, k, size, start), bytes, past_caches);
         into += bytes;
         start = until;
     }
@@ -440,18 +402,14 @@ static void copy_to_slot(char *into, const struct list *list, size_t size, size_
 
 /* Copies numbers to their places in a list, optionally past the caches. */
 static void copy_from_slot(const struct list *list, size_t size, size_t start, size_t end,
-                        const char *from, int past_caches)
+                           const char *from, int past_caches)
 {
     for (size_t k = find_array(list, start); start < end; k++) {
         const size_t until = list->ends[k] < end ? list->ends[k] : end;
         const size_t bytes = (until - start) * size;
         char *into = address_of(list, k, size, start);
-        if (into != from) {
-            if (past_caches)
-                mpicoll_copy_past_caches(into, from, bytes);
-            else
-                memcpy(into, from, bytes);
-        }
+        if (into != from)
+            copy(into, from, bytes, past_caches);
         from += bytes;
         start = until;
     }
@@ -482,11 +440,13 @@ static uint64_t load(const _Atomic uint64_t *value)
     return atomic_load_explicit(value, memory_order_relaxed);
 }
 
-static void write_record(struct call *call, uint64_t signature, uint64_t count, int matching)
+static void write_record(struct call *call, uint64_t signature, uint64_t count, int matching,
+                         uint32_t note)
 {
     atomic_store_explicit(&call->signature, signature, memory_order_relaxed);
     atomic_store_explicit(&call->count, count, memory_order_relaxed);
     atomic_store_explicit(&call->matching, (uint32_t)matching, memory_order_relaxed);
+    atomic_store_explicit(&call->note, note, memory_order_relaxed);
 }
 
 /* Returns 1 if a record, and all records that its rank has received, match this call. */
@@ -498,7 +458,7 @@ static int matches(const struct call *call, uint64_t signature, uint64_t count)
 
 static void publish_record(struct header *mine, uint32_t number, uint64_t signature, uint64_t count)
 {
-    write_record(&mine->announced.calls[number % 2], signature, count, 1);
+    write_record(&mine->announced.calls[number % 2], signature, count, 1, 0);
     count_up(&mine->announced.counter, number);
 }
 
@@ -529,18 +489,27 @@ void mpicoll_round_begin(struct mpicoll_shared *shared, uint32_t number, uint64_
     shared->calls++;
     if (!reached(atomic_load(&mine->announced.counter.value), number))
         publish_record(mine, number, signature, count);
-    mine->signature = signature, mine->count = count;
+    mine->signature = signature, mine->count = count, mine->note = 0;
+}
+
+void mpicoll_trial_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
+                         uint64_t count, const struct mpicoll_trial *trial)
+{
+    mpicoll_round_begin(shared, number, signature, count);
+    header(shared, shared->me)->note = trial->note;
 }
 
 /* Signals that this rank (k = 0), or 2^k ranks up to it, are ready for round `target` - 1. In a
- * call's first round the signal carries the call record and whether all their records match. */
+ * call's first round the signal carries the call record, whether all their records match, and the
+ * maximum of their notes. */
 static void signal_ready(const struct mpicoll_shared *shared, uint32_t k, uint32_t target,
                          int matching)
 {
     struct header *mine = header(shared, shared->me);
     struct signal *signal = &mine->ready[k];
     if (target == shared->round + 1)
-        write_record(&signal->calls[shared->calls % 2], mine->signature, mine->count, matching);
+        write_record(&signal->calls[shared->calls % 2], mine->signature, mine->count, matching,
+                     mine->note);
     count_up(&signal->counter, target);
 }
 
@@ -565,12 +534,17 @@ static int end_mismatched(struct mpicoll_shared *shared, uint32_t base)
 static int wait_for_signal(const struct mpicoll_shared *shared, struct signal *signal,
                            uint32_t target, int *matching)
 {
-    const struct header *mine = header(shared, shared->me);
+    struct header *mine = header(shared, shared->me);
     if (!wait_for(shared, &signal->counter, target))
         return 0;
-    if (target == shared->round + 1 &&
-        !matches(&signal->calls[shared->calls % 2], mine->signature, mine->count))
-        *matching = 0;
+    if (target == shared->round + 1) {
+        const struct call *call = &signal->calls[shared->calls % 2];
+        const uint32_t note = atomic_load_explicit(&call->note, memory_order_relaxed);
+        if (!matches(call, mine->signature, mine->count))
+            *matching = 0;
+        if (note > mine->note)
+            mine->note = note;
+    }
     return 1;
 }
 
@@ -597,6 +571,21 @@ static int wait_for_all(struct mpicoll_shared *shared, uint32_t target)
         }
     }
     return matching ? 1 : end_mismatched(shared, target - 1);
+}
+
+/* As wait_for_all in a call with a trial. */
+static int wait_in_trial(struct mpicoll_shared *shared, uint32_t target,
+                         struct mpicoll_trial *trial)
+{
+    if (target != shared->round + 1)
+        return wait_for_all(shared, target);
+    mpicoll_trial_pause(trial);
+    const int result = wait_for_all(shared, target);
+    if (result > 0) {
+        mpicoll_trial_agreed(trial, header(shared, shared->me)->note);
+        mpicoll_trial_resume(trial);
+    }
+    return result;
 }
 
 /* Reads the record of a rank's call after a collective mismatch. */
@@ -659,12 +648,16 @@ static int all_reduce(const struct mpicoll_plan *plan, const struct list *list, 
     const uint32_t n = shared->n, me = shared->me, base = shared->round;
     const size_t size = plan->size, step = shared->slot / size;
     const size_t rounds = count ? (count + step - 1) / step : 1;
-    const int split = count > plan->one_shot_max_count; /* each rank combines its share only */
+    struct mpicoll_trial trial = mpicoll_choose(plan->choices, count * size, plan->one_shot_max_bytes,
+                                                ONE_SHOT | STREAM_SLOTS | STREAM_OUT);
+    const int split = !(trial.way & ONE_SHOT); /* each rank combines its share only */
+    const int past_caches = trial.way & STREAM_SLOTS, out_past_caches = trial.way & STREAM_OUT;
     struct header *mine = header(shared, me);
     _Alignas(LINE) char beside[BLOCK_BYTES];
+    const uint32_t other = (me + 1) % n;
     const char *sources[n];
 
-    mpicoll_round_begin(shared, number, plan->signature, count);
+    mpicoll_trial_begin(shared, number, plan->signature, count, &trial);
     for (size_t i = 0; i < rounds + (split ? 2 : 1); i++) {
         if (i < rounds) {
             const struct piece piece = piece_of(count, step, i);
@@ -675,11 +668,11 @@ static int all_reduce(const struct mpicoll_plan *plan, const struct list *list, 
                     const size_t end = share_start(piece, size, n, rank + 1);
                     if (rank != me)
                         copy_to_slot(into + start * size, list, size, piece.start + start,
-                                    piece.start + end, is_far(shared, rank));
+                                     piece.start + end, past_caches);
                 }
             } else {
                 copy_to_slot(into, list, size, piece.start, piece.start + piece.count,
-                            mpicoll_is_any_far(shared));
+                             past_caches);
             }
             signal_filled(shared, base + (uint32_t)i + 1);
         }
@@ -692,7 +685,8 @@ static int all_reduce(const struct mpicoll_plan *plan, const struct list *list, 
                 if (!wait_for(shared, &header(shared, rank)->combined, round + 1))
                     return 0;
                 copy_from_slot(list, size, piece.start + start, piece.start + end,
-                            second_slot(shared, rank, round), 0);
+                               result_slot(shared, rank, me, round, start * size),
+                               out_past_caches);
             }
         }
         if (i >= 1 && i <= rounds) {
@@ -700,9 +694,8 @@ static int all_reduce(const struct mpicoll_plan *plan, const struct list *list, 
             const uint32_t round = base + (uint32_t)i - 1;
             const size_t start = split ? share_start(piece, size, n, me) : 0;
             const size_t end = split ? share_start(piece, size, n, me + 1) : piece.count;
-            if (wait_for_all(shared, round + 1) <= 0)
+            if (wait_in_trial(shared, round + 1, &trial) <= 0)
                 return 0;
-            mpicoll_measure_if_due(shared, piece.count * size);
             for (size_t at = start, until; at < end; at = until) {
                 const size_t from = piece.start + at;
                 size_t to =
@@ -713,16 +706,27 @@ static int all_reduce(const struct mpicoll_plan *plan, const struct list *list, 
                     sources[rank] = rank == me ? out : slot(shared, rank, round) + at * size;
                 mpicoll_combine(plan->format, plan->operation, sources, n, out, until - at,
                                 plan->divisor);
-                if (split)
-                    copy_for(second_slot(shared, me, round) + (at - start) * size, out,
-                        (until - at) * size, mpicoll_is_any_far(shared));
+                if (split) /* with two ranks, `other` is the only one */
+                    copy(result_slot(shared, me, other, round, start * size) + (at - start) * size,
+                         out, (until - at) * size, past_caches);
                 copy_from_slot(list, size, from, to, out, 0);
             }
+            if (!split)
+                swap_slots(shared, round);
             count_up(&mine->combined, round + 1);
         }
     }
     shared->round = base + (uint32_t)rounds;
+    mpicoll_trial_end(&trial, 0);
     return 1;
+}
+
+/* Returns the bytes by which the way of a call is chosen, of the larger array of a rank: the same on
+ * all ranks. most: numbers of the largest block. */
+static size_t call_bytes(const struct mpicoll_plan *plan, size_t most)
+{
+    const int many = plan->many_blocks || !(plan->has_src || plan->format >= 0);
+    return most * plan->size * (many ? plan->shared->n : 1);
 }
 
 /* A block that a rank receives: source rank, block index at the source, and destination. */
@@ -744,15 +748,23 @@ static size_t length_of(struct piece piece, size_t at, size_t most)
     return piece.count - at < most ? piece.count - at : most;
 }
 
+/* Returns the index in a rank's slot of its block k. If block k is for rank k, the slot has no place
+ * for the block that is for the rank itself. */
+static size_t place_of(size_t places, size_t n, size_t rank, size_t k)
+{
+    return places == n && k > rank ? k - 1 : k;
+}
+
 /* Returns the numbers of a piece of a rank's block, from number `at` of the piece on. This rank's
  * own block: see gather_numbers. */
 static const char *source_of(const struct mpicoll_plan *plan, const struct get *get,
-                             const struct list *puts, uint32_t round, size_t room,
+                             const struct list *puts, uint32_t round, size_t places, size_t room,
                              struct piece piece, size_t at, size_t *until, char *beside)
 {
     const struct mpicoll_shared *shared = plan->shared;
     if (get->rank != shared->me)
-        return slot(shared, (uint32_t)get->rank, round) + get->place * room + at * plan->size;
+        return slot(shared, (uint32_t)get->rank, round) +
+               place_of(places, shared->n, get->rank, get->place) * room + at * plan->size;
     size_t end = piece.start + *until;
     const char *found =
         gather_numbers(&puts[get->place], plan->size, piece.start + at, &end, beside);
@@ -775,15 +787,17 @@ static int exchange(const struct mpicoll_plan *plan, size_t places, size_t most,
 {
     struct mpicoll_shared *shared = plan->shared;
     const uint32_t n = shared->n, me = shared->me, base = shared->round;
-    const size_t room = shared->slot / places / LINE * LINE, size = plan->size, step = room / size;
+    const size_t size = plan->size, parts = places == n && n > 1 ? n - 1 : places;
+    const size_t room = shared->slot / parts / LINE * LINE, step = room / size;
     const size_t rounds = most ? (most + step - 1) / step : 1;
+    struct mpicoll_trial trial = mpicoll_choose(plan->choices, call_bytes(plan, most), 0,
+                                                STREAM_SLOTS | STREAM_OUT | plan->other_ways);
+    const int past_caches = trial.way & STREAM_SLOTS, out_past_caches = trial.way & STREAM_OUT;
     struct header *mine = header(shared, me);
-    const int large =
-        n_gets * most * size >= LARGE; /* the result exceeds the caches: store past them */
     _Alignas(LINE) char beside[BLOCK_BYTES], result[BLOCK_BYTES];
     const char *sources[n_gets + 1];
 
-    mpicoll_round_begin(shared, number, signature, total);
+    mpicoll_trial_begin(shared, number, signature, total, &trial);
     for (size_t i = 0; i <= rounds; i++) {
         if (i < rounds) {
             char *into = slot(shared, me, base + (uint32_t)i);
@@ -791,18 +805,16 @@ static int exchange(const struct mpicoll_plan *plan, size_t places, size_t most,
                 if (places == n && n > 1 && k == me)
                     continue; /* no other rank receives it */
                 const struct piece piece = part_of(&puts[k], step, i);
-                copy_to_slot(into + k * room, &puts[k], size, piece.start,
-                            piece.start + piece.count,
-                            places == n ? is_far(shared, (uint32_t)k) : mpicoll_is_any_far(shared));
+                copy_to_slot(into + place_of(places, n, me, k) * room, &puts[k], size, piece.start,
+                             piece.start + piece.count, past_caches);
             }
             signal_filled(shared, base + (uint32_t)i + 1);
         }
         if (i < 1)
             continue;
         const uint32_t round = base + (uint32_t)i - 1;
-        if (wait_for_all(shared, round + 1) <= 0)
+        if (wait_in_trial(shared, round + 1, &trial) <= 0)
             return 0;
-        mpicoll_measure_if_due(shared, places * piece_of(most, step, i - 1).count * size);
         if (plan->format >= 0 && n_gets) {
             const struct list *into = &gets[0].block;
             const struct piece piece = part_of(into, step, i - 1);
@@ -813,7 +825,8 @@ static int exchange(const struct mpicoll_plan *plan, size_t places, size_t most,
                 until = to - piece.start;
                 for (size_t k = 0; k < n_gets; k++) /* this rank's own arrays have the same sizes */
                     sources[k] =
-                        source_of(plan, &gets[k], puts, round, room, piece, at, &until, beside);
+                        source_of(plan, &gets[k], puts, round, places, room, piece, at, &until,
+                                  beside);
                 mpicoll_combine(plan->format, plan->operation, sources, n_gets, out, until - at,
                                 plan->divisor);
                 copy_from_slot(into, size, from, piece.start + until, out, 0);
@@ -827,14 +840,18 @@ static int exchange(const struct mpicoll_plan *plan, size_t places, size_t most,
                 for (size_t at = 0, until; at < piece.count; at = until) {
                     until = at + length_of(piece, at, length_limit);
                     const char *from =
-                        source_of(plan, &gets[k], puts, round, room, piece, at, &until, beside);
-                    copy_from_slot(into, size, piece.start + at, piece.start + until, from, large);
+                        source_of(plan, &gets[k], puts, round, places, room, piece, at, &until,
+                                  beside);
+                    copy_from_slot(into, size, piece.start + at, piece.start + until, from,
+                                   out_past_caches);
                 }
             }
         }
+        swap_slots(shared, round);
         count_up(&mine->combined, round + 1);
     }
     shared->round = base + (uint32_t)rounds;
+    mpicoll_trial_end(&trial, 0);
     return 1;
 }
 
@@ -944,6 +961,12 @@ int mpicoll_round_publish(struct mpicoll_shared *shared)
     return wait_for_all(shared, shared->round + 1);
 }
 
+int mpicoll_trial_publish(struct mpicoll_shared *shared, struct mpicoll_trial *trial)
+{
+    signal_filled(shared, shared->round + 1);
+    return wait_in_trial(shared, shared->round + 1, trial);
+}
+
 void mpicoll_round_end(const struct mpicoll_shared *shared)
 {
     count_up(&header(shared, shared->me)->combined, shared->round + 1);
@@ -1031,7 +1054,7 @@ EXPORT int mpicoll_shared_all_to_all(struct mpicoll_plan *plan, const struct mpi
     const uint32_t n = shared->n, me = shared->me;
     const size_t head = rounded(2 * n * sizeof(uint64_t), LINE), size = plan->size;
     const size_t room = shared->slot > head ? shared->slot - head : 0;
-    size_t bytes = 0, moved = 0;
+    size_t bytes = 0;
     int result = MOVED;
     (void)count, (void)root;
 
@@ -1046,7 +1069,7 @@ EXPORT int mpicoll_shared_all_to_all(struct mpicoll_plan *plan, const struct mpi
         board += head;
         for (uint32_t k = 0; k < n; k++)
             if (k != me) {
-                copy_for(board, send[k].data, send[k].count * size, is_far(shared, k));
+                memcpy(board, send[k].data, send[k].count * size);
                 board += send[k].count * size;
             }
     }
@@ -1069,15 +1092,12 @@ EXPORT int mpicoll_shared_all_to_all(struct mpicoll_plan *plan, const struct mpi
         }
         if (bytes > room && result == MOVED)
             result = NO_ROOM;
-        if (bytes > moved)
-            moved = bytes;
         if (expected[from] != sent[me] && plan->mismatch_rank == n) {
             plan->mismatch_rank = from;
             plan->mismatch_count = sent[me];
         }
     }
     if (result == MOVED) {
-        mpicoll_measure_if_due(shared, moved);
         for (uint32_t from = 0; from < n; from++) {
             const uint64_t *sent = (const uint64_t *)mpicoll_descriptor(shared, from);
             const char *data = (const char *)sent + head;
@@ -1094,22 +1114,52 @@ EXPORT int mpicoll_shared_all_to_all(struct mpicoll_plan *plan, const struct mpi
     return result;
 }
 
-/* The same, in several rounds if the blocks do not fit into one. */
-EXPORT int mpicoll_shared_all_to_all_by_slots(struct mpicoll_plan *plan,
-                                              const struct mpicoll_block *send,
-                                              const struct mpicoll_block *recv, size_t count,
-                                              uint32_t root, uint32_t number)
+/* The same after NO_ROOM, in several rounds. */
+int mpicoll_shared_all_to_all_rounds(struct mpicoll_plan *plan, const struct mpicoll_block *send,
+                                     const struct mpicoll_block *recv, size_t count, uint32_t root,
+                                     uint32_t number)
 {
     const uint32_t n = plan->shared->n, me = plan->shared->me;
     struct list puts[n];
     struct get gets[n];
-    const int result = mpicoll_shared_all_to_all(plan, send, recv, count, root, number);
+    (void)count, (void)root;
 
-    if (result != NO_ROOM)
-        return result;
     for (uint32_t k = 0; k < n; k++) {
         puts[k] = (struct list){&send[k].data, &send[k].count, 1};
         gets[k] = (struct get){k, me, {&recv[k].data, &recv[k].count, 1}};
     }
     return exchange(plan, n, plan->max_count, puts, n, gets, n, number, plan->signature, 0);
+}
+
+/* The same for blocks of any size. */
+EXPORT int mpicoll_shared_all_to_all_by_slots(struct mpicoll_plan *plan,
+                                              const struct mpicoll_block *send,
+                                              const struct mpicoll_block *recv, size_t count,
+                                              uint32_t root, uint32_t number)
+{
+    const int result = mpicoll_shared_all_to_all(plan, send, recv, count, root, number);
+    return result == NO_ROOM
+               ? mpicoll_shared_all_to_all_rounds(plan, send, recv, count, root, number)
+               : result;
+}
+
+size_t mpicoll_largest_block(const struct mpicoll_plan *plan)
+{
+    return plan->max_count;
+}
+
+struct mpicoll_trial mpicoll_choose_copy(const struct mpicoll_plan *plan, size_t most)
+{
+    return mpicoll_choose(plan->choices, call_bytes(plan, most), 0,
+                          STREAM_SLOTS | STREAM_OUT | BY_KERNEL);
+}
+
+int mpicoll_run_by_slots(struct mpicoll_plan *plan, int chosen, mpicoll_lists_function *by_slots,
+                         const struct mpicoll_block *send, const struct mpicoll_block *recv,
+                         size_t count, uint32_t root, uint32_t number)
+{
+    plan->other_ways = chosen ? BY_KERNEL : 0;
+    const int result = by_slots(plan, send, recv, count, root, number);
+    plan->other_ways = 0;
+    return result;
 }

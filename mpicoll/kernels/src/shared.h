@@ -10,6 +10,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "choice.h"
+
 struct mpicoll_shared;
 struct mpicoll_plan;
 
@@ -27,7 +29,19 @@ typedef int mpicoll_lists_function(struct mpicoll_plan *plan, const struct mpico
                                    const struct mpicoll_block *recv, size_t count, uint32_t root,
                                    uint32_t number);
 mpicoll_lists_function mpicoll_shared_lists, mpicoll_shared_all_to_all,
-    mpicoll_shared_all_to_all_by_slots;
+    mpicoll_shared_all_to_all_rounds;
+
+/* Returns the elements of the largest block of all ranks after NO_ROOM. */
+size_t mpicoll_largest_block(const struct mpicoll_plan *plan);
+
+/* Chooses the way of a call that moves data through slots or by the kernel. most: elements of the
+ * largest block of all ranks. */
+struct mpicoll_trial mpicoll_choose_copy(const struct mpicoll_plan *plan, size_t most);
+
+/* Runs such a call through slots. chosen: because mpicoll_choose_copy chose that. */
+int mpicoll_run_by_slots(struct mpicoll_plan *plan, int chosen, mpicoll_lists_function *by_slots,
+                         const struct mpicoll_block *send, const struct mpicoll_block *recv,
+                         size_t count, uint32_t root, uint32_t number);
 
 /* Returns a rank's descriptor in this round. */
 char *mpicoll_descriptor(const struct mpicoll_shared *shared, uint32_t rank);
@@ -36,6 +50,11 @@ char *mpicoll_descriptor(const struct mpicoll_shared *shared, uint32_t rank);
  * every rank. */
 void mpicoll_round_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
                          uint64_t count);
+
+/* As mpicoll_round_begin and mpicoll_round_publish, in a call with a trial. */
+void mpicoll_trial_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
+                         uint64_t count, const struct mpicoll_trial *trial);
+int mpicoll_trial_publish(struct mpicoll_shared *shared, struct mpicoll_trial *trial);
 
 /* Publishes this rank's descriptor and waits until all other ranks have published theirs. Returns
  * 1; 0 on all ranks after a collective mismatch: then the call is over; -1 if this rank was
@@ -55,13 +74,6 @@ int mpicoll_round_wait(const struct mpicoll_shared *shared, size_t bytes);
 
 /* Ends the round. */
 void mpicoll_round_close(struct mpicoll_shared *shared);
-
-/* Returns whether any rank was far in the last measurement. */
-int mpicoll_is_any_far(const struct mpicoll_shared *shared);
-
-/* Measures the latencies if a measurement is due after `bytes` bytes. All ranks call it in the same
- * round, once all slots are filled. */
-void mpicoll_measure_if_due(struct mpicoll_shared *shared, size_t bytes);
 
 /* Returns 1 if this rank must stop waiting: it was aborted, or a rank has closed the group. Checked
  * only once a wait takes long, so that short waits do not pay for it. */

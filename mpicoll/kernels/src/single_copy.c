@@ -10,9 +10,7 @@
  *
  * Copying twice, through slots, may be faster: the kernel must look up every page of the other
  * process, which costs more than the copy for small pages; and ranks that share a cache can move
- * blocks through slots in it. So the ranks time both methods from time to time and publish the
- * results for similar calls. All ranks read all descriptors, so all choose the same method
- * (`choose_method`).
+ * blocks through slots in it. So both are candidates of the same choice (choice.h).
  *
  * No rank returns from a call before all other ranks have finished their part, because they read
  * and write its memory. This also holds for a rank that aborts a call after another was lost
@@ -31,8 +29,7 @@
 #include <time.h>
 
 /* Maximum size of a copy between two checks whether the other rank has aborted; minimum size of a
- * block that two ranks share, and of a call whose method is chosen; page size; and size of a block
- * that exceeds the caches. In bytes. */
+ * block that two ranks share; page size; and size of a block that exceeds the caches. In bytes. */
 enum {
     PIECE_BYTES = 4 << 20,
     SPLIT_MIN_BYTES = 128 << 10,
@@ -40,13 +37,8 @@ enum {
     STREAM_MIN_BYTES = 16 << 20
 };
 
-/* The two methods. Number of trials of each before the faster one is chosen, and number of calls
- * after which the slower one is tried again. */
-enum { BY_KERNEL, BY_SLOTS, METHOD_COUNT };
-enum { TRIAL_COUNT = 2, RETRY_INTERVAL = 64 };
-
 /* Results of a call: FAILED where other calls return 0; NOT_COPIED, on all ranks, if a rank could not
- * copy, or if slots are faster: the call must then be repeated through slots. */
+ * copy: the call must then be repeated through slots. */
 enum { FAILED, DONE, NOT_COPIED };
 
 /* Address and size in bytes of a block. */
@@ -69,26 +61,9 @@ EXPORT const struct mpicoll_field mpicoll_processes_fields[] = {
     END_OF_FIELDS,
 };
 
-/* Duration recorded for a call that failed. */
-#define FAILED_NS ((uint64_t)1 << 60)
-
-/* How long similar calls have taken by each method. */
-struct history {
-    uint64_t ns[METHOD_COUNT];          /* moving average */
-    uint32_t trials[METHOD_COUNT];      /* so far, at most TRIAL_COUNT */
-    uint32_t calls_since[METHOD_COUNT]; /* calls since its last use */
-};
-
-/* Histories by whether a rank is far and by the logarithm of the bytes that this rank moves. */
-struct mpicoll_histories {
-    struct history of[2][64];
-    struct history *last;
-};
-
 /* Parameters that all calls of one plan share; mpicoll/routes/host/single_copy.py mirrors it. */
 struct mpicoll_copies {
     struct mpicoll_processes *processes;
-    struct mpicoll_histories *histories;
     uint64_t signature;         /* identifies operation, dtype and layout */
     size_t size;                /* bytes of an element */
     int32_t many_blocks;        /* each rank sends n blocks, one for each rank, instead of one */
@@ -97,8 +72,7 @@ struct mpicoll_copies {
 };
 
 EXPORT const struct mpicoll_field mpicoll_copies_fields[] = {
-    FIELD(mpicoll_copies, processes), FIELD(mpicoll_copies, histories),
-    FIELD(mpicoll_copies, signature), FIELD(mpicoll_copies, size),
+    FIELD(mpicoll_copies, processes), FIELD(mpicoll_copies, signature), FIELD(mpicoll_copies, size),
     FIELD(mpicoll_copies, many_blocks), FIELD(mpicoll_copies, has_src),
     FIELD(mpicoll_copies, has_dst), FIELD(mpicoll_copies, slots),
     END_OF_FIELDS,
@@ -108,7 +82,6 @@ EXPORT const struct mpicoll_field mpicoll_copies_fields[] = {
 struct descriptor {
     atomic_uint aborted;    /* the rank has aborted the call */
     atomic_int error;       /* errno if the rank could not copy, or 0 */
-    struct history history; /* of similar calls */
     size_t sent, received;  /* bytes sent to and received from other ranks */
     struct mpicoll_span spans[]; /* n blocks that it sends, by receiver; n received, by sender */
 };
@@ -192,68 +165,6 @@ static size_t moved(const struct descriptor *descriptor)
     return descriptor->sent > descriptor->received ? descriptor->sent : descriptor->received;
 }
 
-/* Returns the history of similar calls. */
-static struct history *find_history(const struct mpicoll_copies *plan,
-                                    const struct descriptor *mine)
-{
-    const int far = mpicoll_is_any_far(plan->processes->shared) != 0;
-    uint32_t class = 0;
-    for (size_t bytes = moved(mine); bytes > 1; bytes /= 2)
-        class++;
-    return plan->histories->last = &plan->histories->of[far][class];
-}
-
-/* Returns the method for this call, the same on all ranks. */
-static int choose_method(const struct mpicoll_processes *processes)
-{
-    struct history worst = {{0, 0}, {TRIAL_COUNT, TRIAL_COUNT}, {0, 0}};
-    size_t most = 0;
-
-    for (uint32_t rank = 0; rank < processes->n; rank++) {
-        const struct descriptor *other = descriptor(processes, rank);
-        const struct history *its = &other->history;
-        most = moved(other) > most ? moved(other) : most;
-        for (int method = 0; method < METHOD_COUNT; method++) {
-            if (its->ns[method] > worst.ns[method])
-                worst.ns[method] = its->ns[method];
-            if (its->trials[method] < worst.trials[method])
-                worst.trials[method] = its->trials[method];
-            if (its->calls_since[method] > worst.calls_since[method])
-                worst.calls_since[method] = its->calls_since[method];
-        }
-    }
-    mpicoll_measure_if_due(processes->shared, most);
-    if (most <= SPLIT_MIN_BYTES)
-        return BY_KERNEL;
-    if (worst.trials[BY_KERNEL] < TRIAL_COUNT || worst.trials[BY_SLOTS] < TRIAL_COUNT)
-        return worst.trials[BY_KERNEL] <= worst.trials[BY_SLOTS] ? BY_KERNEL : BY_SLOTS;
-    const int faster = worst.ns[BY_KERNEL] <= worst.ns[BY_SLOTS] ? BY_KERNEL : BY_SLOTS;
-    return worst.calls_since[!faster] >= RETRY_INTERVAL ? !faster : faster;
-}
-
-/* Records the duration of a call. A much longer duration than before may be due to an interruption
- * and counts only in part. Half the duration cannot be an accident. */
-static void record(struct history *history, int method, uint64_t ns)
-{
-    const uint64_t before = history->ns[method];
-
-    history->calls_since[method] = 0;
-    history->calls_since[!method]++;
-    if (ns == FAILED_NS || history->trials[method] == 0 || ns < before / 2 ||
-        (history->trials[method] < TRIAL_COUNT && ns < before))
-        history->ns[method] = ns;
-    else if (history->trials[method] == TRIAL_COUNT)
-        history->ns[method] = (3 * before + (ns < 2 * before ? ns : 2 * before)) / 4;
-    if (history->trials[method] < TRIAL_COUNT)
-        history->trials[method]++;
-}
-
-/* Returns the size of the histories in bytes. */
-EXPORT size_t mpicoll_single_copy_histories(void)
-{
-    return sizeof(struct mpicoll_histories);
-}
-
 /* Copies between this rank and another. Returns 0 or the error; ESRCH if the other rank is lost. */
 static int copy_pieces(const struct mpicoll_processes *processes, uint32_t rank, int writes,
                        char *here, char *there, size_t size)
@@ -298,7 +209,7 @@ static void copy_own(struct mpicoll_span into, struct mpicoll_span from)
 }
 
 /* Runs a call whose blocks are in this rank's descriptor. */
-static int run(const struct mpicoll_copies *plan)
+static int run(const struct mpicoll_copies *plan, struct mpicoll_trial *trial)
 {
     const struct mpicoll_processes *processes = plan->processes;
     struct mpicoll_shared *shared = processes->shared;
@@ -312,19 +223,11 @@ static int run(const struct mpicoll_copies *plan)
             mine->sent += mine->spans[rank].size;
             mine->received += mine->spans[n + rank].size;
         }
-    struct history *history = find_history(plan, mine);
-    mine->history = *history;
     atomic_store(&mine->aborted, 0);
     atomic_store(&mine->error, 0);
-    const int published = mpicoll_round_publish(shared);
+    const int published = mpicoll_trial_publish(shared, trial);
     if (published <= 0)
         return published < 0 ? abort_call(processes) : FAILED;
-    const uint64_t start = now_ns();
-    if (choose_method(processes) == BY_SLOTS) {
-        mpicoll_round_end(shared);
-        mpicoll_round_close(shared);
-        return NOT_COPIED;
-    }
     for (uint32_t i = 1; i < n && !error; i++)
         error = copy_with(processes, (me + i) % n);
     if (error == ESRCH)
@@ -340,21 +243,33 @@ static int run(const struct mpicoll_copies *plan)
         if (atomic_load(&descriptor(processes, rank)->error))
             result = NOT_COPIED;
     mpicoll_round_close(shared);
-    record(history, BY_KERNEL, result == NOT_COPIED ? FAILED_NS : now_ns() - start);
+    mpicoll_trial_end(trial, result == NOT_COPIED);
     return result;
 }
 
-/* Finishes a call after `run`, by the same call through slots if needed. */
-static int finish(const struct mpicoll_copies *plan, int result, mpicoll_lists_function *by_slots,
-                  const struct mpicoll_block *send, const struct mpicoll_block *recv, size_t count,
-                  uint32_t root, uint32_t number)
+/* Runs a call by the kernel if that is the chosen way and the kernel can copy, else through slots.
+ *
+ * spans: of this rank, for its descriptor: first the n blocks that it sends.
+ * most:  elements of the largest block of all ranks. */
+static int run_or_use_slots(const struct mpicoll_copies *plan, const struct mpicoll_span *spans,
+                            size_t most, mpicoll_lists_function *by_slots,
+                            const struct mpicoll_block *send, const struct mpicoll_block *recv,
+                            size_t count, uint32_t root, uint32_t number)
 {
-    if (result != NOT_COPIED)
-        return result == DONE ? MOVED : MISMATCHED;
-    const uint64_t start = now_ns();
-    result = by_slots(plan->slots, send, recv, count, root, number);
-    record(plan->histories->last, BY_SLOTS, now_ns() - start);
-    return result;
+    const struct mpicoll_processes *processes = plan->processes;
+    struct mpicoll_trial trial = mpicoll_choose_copy(plan->slots, most);
+
+    if (trial.way == BY_KERNEL) {
+        mpicoll_trial_begin(processes->shared, number, plan->signature | (uint64_t)root << 24,
+                            count, &trial);
+        memcpy(descriptor(processes, processes->me)->spans, spans,
+               2 * processes->n * sizeof *spans);
+        const int result = run(plan, &trial);
+        if (result != NOT_COPIED)
+            return result == DONE ? MOVED : MISMATCHED;
+    }
+    return mpicoll_run_by_slots(plan->slots, trial.way != BY_KERNEL, by_slots, send, recv, count,
+                                root, number);
 }
 
 /* The collectives whose blocks all have `count` elements; see mpicoll_shared_lists. */
@@ -365,10 +280,8 @@ EXPORT int mpicoll_single_copy_lists(const struct mpicoll_copies *plan,
 {
     const uint32_t n = plan->processes->n, me = plan->processes->me;
     const size_t bytes = count * plan->size;
+    struct mpicoll_span spans[2 * n];
 
-    mpicoll_round_begin(plan->processes->shared, number, plan->signature | (uint64_t)root << 24,
-                        count);
-    struct mpicoll_span *spans = descriptor(plan->processes, me)->spans;
     for (uint32_t rank = 0; rank < n; rank++) {
         const int gives = (!plan->has_src || me == root) && (!plan->has_dst || rank == root);
         const int takes = (!plan->has_src || rank == root) && (!plan->has_dst || me == root);
@@ -381,7 +294,8 @@ EXPORT int mpicoll_single_copy_lists(const struct mpicoll_copies *plan,
             takes ? bytes : 0,
         };
     }
-    return finish(plan, run(plan), mpicoll_shared_lists, send, recv, count, root, number);
+    return run_or_use_slots(plan, spans, count, mpicoll_shared_lists, send, recv, count, root,
+                            number);
 }
 
 /* all_to_all: small blocks by mpicoll_shared_all_to_all, which also compares all sizes; larger
@@ -393,15 +307,14 @@ EXPORT int mpicoll_single_copy_all_to_all(const struct mpicoll_copies *plan,
 {
     const uint32_t n = plan->processes->n;
     const int result = mpicoll_shared_all_to_all(plan->slots, send, recv, count, root, number);
+    struct mpicoll_span spans[2 * n];
 
     if (result != NO_ROOM)
         return result;
-    mpicoll_round_begin(plan->processes->shared, number, plan->signature, 0);
-    struct mpicoll_span *spans = descriptor(plan->processes, plan->processes->me)->spans;
     for (uint32_t rank = 0; rank < n; rank++) {
         spans[rank] = (struct mpicoll_span){send[rank].data, send[rank].count * plan->size};
         spans[n + rank] = (struct mpicoll_span){recv[rank].data, recv[rank].count * plan->size};
     }
-    return finish(plan, run(plan), mpicoll_shared_all_to_all_by_slots, send, recv, count, root,
-                  number);
+    return run_or_use_slots(plan, spans, mpicoll_largest_block(plan->slots),
+                            mpicoll_shared_all_to_all_rounds, send, recv, 0, 0, number);
 }

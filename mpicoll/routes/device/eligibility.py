@@ -71,18 +71,14 @@ def describe_missing(name: str, all_ranks: Sequence[Capabilities]) -> str:
     elif place == "nodes" and len(find_nodes(all_ranks)) == len(all_ranks):
         missing.append("each rank has a node to itself")
     elif place == "gpus" and not lacking:
-        missing += filter(None, [_describe_sharing(all_ranks)])
+        used = [own.used for own in all_ranks]
+        sharing = [rank for rank, gpu in enumerate(used) if used.count(gpu) > 1]
+        if not all(used):
+            missing.append("the ranks have no arrays on GPUs yet")
+        elif sharing:
+            alike = [str(rank) for rank in sharing if used[rank] == used[sharing[0]]]
+            missing.append(f"ranks {', '.join(alike)} share a GPU")
     return "; ".join(missing)
-
-
-def _describe_sharing(all_ranks: Sequence[Capabilities]) -> str:
-    """Describe why the ranks do not use one GPU each; "" if they do."""
-    used = [own.used for own in all_ranks]
-    if not all(used):
-        return "the ranks have no arrays on GPUs yet"
-    sharing = next((gpu for gpu in used if used.count(gpu) > 1), None)
-    ranks = ", ".join(str(rank) for rank, gpu in enumerate(used) if gpu == sharing)
-    return f"ranks {ranks} share a GPU" if sharing else ""
 
 
 def describe_routes(

@@ -8,11 +8,11 @@ are as many rails as the smallest node has ranks. An all_reduce
 2. reduces each stripe along its rail, on all rails at once;
 3. gathers in each node.
 
-With a single rail, steps 1 and 3 are a reduce and a broadcast. A node sends only as much data as
-one rank, spread over the network cards of all its GPUs. (Host: `routes/host/hierarchical.py`. Cho,
-Finkler, Serrano, Kung, Hunter, BlueConnect: decomposing all-reduce for deep learning on
-heterogeneous network hierarchy, IBM J. Research and Development 63(6), 2019. Singh, Singh, Bhatele,
-PCCL, The big send-off: high performance collectives on GPU-based supercomputers, 2025.)
+A node sends only as much data as one rank, spread over the network cards of all its GPUs. (Host:
+`routes/host/hierarchical.py`. Cho, Finkler, Serrano, Kung, Hunter, BlueConnect: decomposing
+all-reduce for deep learning on heterogeneous network hierarchy, IBM J. Research and Development
+63(6), 2019. Singh, Singh, Bhatele, PCCL, The big send-off: high performance collectives on
+GPU-based supercomputers, 2025.)
 
 All steps run in one stream. The host waits as each step's route requires. Before each chunk, and
 again before its step along the rails, all ranks *synchronize* with an MPI reduction of 40 bytes on
@@ -27,7 +27,6 @@ from the bits of other routes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,7 @@ from mpi4py import MPI
 
 from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView, address
-from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Run
+from mpicoll.core.plan import Blocks, CallKind, Extent, Run
 from mpicoll.core.signature import describe
 from mpicoll.cuda.capabilities import Capabilities, find_nodes
 from mpicoll.cuda.runtime import StridedMemory
@@ -47,9 +46,11 @@ from mpicoll.failures.group_failure import fail_all_ranks
 from mpicoll.primitives import by_name
 from mpicoll.routes.device.space import DeviceSpace
 from mpicoll.routes.device.state import (
+    RELEASE_TIMEOUT_S,
     RouteState,
-    build_on_home_device,
+    Unavailable,
     exception_of,
+    on_all_ranks,
     signature_of,
 )
 from mpicoll.routes.host.hierarchy import level_arithmetic, make_part, places_of
@@ -60,15 +61,14 @@ if TYPE_CHECKING:
 
 __all__ = ["ROUTE"]
 
-#: Minimum size of a call in bytes for this route. Not measured.
+#: Minimum size of a call in bytes for this route: a bound, not measured. A smaller call takes less
+#: time than the waits for all ranks before each step. Timing both routes at run time is no
+#: alternative: sums would differ in the last bits from run to run.
 MIN_BYTES = 256 * 1024
 #: Maximum size of a chunk in bytes; a call uses up to twice as much scratch memory.
 CHUNK = 64 * 1024 * 1024
 #: Alignment of stripes in bytes.
 LINE = 256
-
-#: Seconds to wait for the other ranks to free their state when negotiation fails.
-_CLOSE_TIMEOUT_S = 5.0
 
 
 class Step:
@@ -131,7 +131,30 @@ class Levels(RouteState):
         self.even = self.rails == max(map(len, self.nodes))
         self.inside: Agreement | None = None
         self.along: Agreement | None = None
-        self._met = -1  # call number of the latest comparison
+        try:
+            on_all_ranks(self.group, "", lambda: self._map_inside(agreement))
+        except Unavailable:
+            self.close(RELEASE_TIMEOUT_S)
+            raise
+        if self.on_rail:
+            rail = [ranks[self.place.place] for ranks in self.nodes]
+            self.along = self._part_of(agreement, rail)
+
+    def _map_inside(self, agreement: Agreement) -> None:
+        """Agree inside the node. Raises UnsupportedError if its ranks map no memory."""
+        if len(self.here) == 1:
+            return
+        self.inside = self._part_of(agreement, self.here)
+        if not self.inside.states:
+            reasons = "; ".join(f"{name}: {why}" for name, why in self.inside.missing.items())
+            ranks = ", ".join(map(str, self.here))
+            raise UnsupportedError(f"ranks {ranks} map no memory of each other ({reasons})")
+
+    def _part_of(self, agreement: Agreement, ranks: Sequence[int]) -> Agreement:
+        part = make_part(self.group, ranks)
+        if ranks is not self.here:
+            part.inner = part.tested  # so that a rank can leave its rail after a failure
+        return agreement.agree_in(part, [agreement.capabilities[rank] for rank in ranks])
 
     @property
     def parts(self) -> Sequence[Agreement]:
@@ -148,9 +171,20 @@ class Levels(RouteState):
         place = self.place.place
         return starts[place] if self.on_rail else 0, counts[place], counts
 
+    def serves(self, kind: CallKind) -> bool:
+        return self.even or not (kind.primitive.many_in or kind.primitive.many_out)
+
+    def bind(self, kind: CallKind, space: DeviceSpace) -> Run:
+        step, work = _BUILDERS[kind.primitive.name](self, kind, space)
+
+        def run(send: DeviceView | None, recv: DeviceView, extent: Extent, root: int) -> None:
+            _run_chunks(self, kind, extent, root, step, partial(work, send, recv, root))
+
+        return run
+
     def compare(self, signature: int, number: int, failure: Exception | None) -> None:
-        """Synchronize all ranks. Raises on all of them if their calls differ or one failed."""
-        self._met = self.group.sequence
+        """Synchronize all ranks; see RouteState."""
+        self.met = self.group.sequence
         mine = np.array([failure is None, signature, -signature, number, -number], np.int64)
         least = np.empty_like(mine)
         self.group.tested.Allreduce(mine, least, MPI.MIN)
@@ -159,11 +193,6 @@ class Levels(RouteState):
         if least[1] != -least[2] or least[3] != -least[4]:
             words = control_messages.allgather(self.group.tested, describe(signature, number), str)
             raise self.mismatch(signature, words)
-
-    def notify_failure(self, kind: CallKind, error: Exception) -> None:
-        if self._met != self.group.sequence:
-            with suppress(type(error)):
-                self.compare(signature_of(kind, 0, 0)[0], 0, error)
 
     def run_rail(
         self,
@@ -187,10 +216,6 @@ class Levels(RouteState):
                 fail_all_ranks(self.group, error)
             raise
 
-    def find_failure(self, wait: bool = False) -> DistBackendError | None:
-        failures = (part.find_failure(wait) for part in self.parts)
-        return next(filter(None, failures), None)
-
     def abort(self, error: DistBackendError, alone: bool) -> None:
         for part in self.parts:
             part.group.fail(error)
@@ -204,51 +229,7 @@ class Levels(RouteState):
         self.along = self.inside = None
 
 
-def _negotiate(agreement: Agreement) -> Levels | str:
-    group, all_ranks, made, problem = agreement.group, agreement.capabilities, Levels(agreement), ""
-
-    def part_of(ranks: Sequence[int]) -> Agreement:
-        part = make_part(group, ranks)
-        if ranks != made.here:
-            part.inner = part.tested  # so that a rank can leave its rail after a failure
-        return agreement.agree_in(part, [all_ranks[rank] for rank in ranks])
-
-    if len(made.here) > 1:
-        made.inside = part_of(made.here)
-        if not made.inside.states:
-            reasons = "; ".join(f"{name}: {why}" for name, why in made.inside.missing.items())
-            ranks = ", ".join(map(str, made.here))
-            problem = f"ranks {ranks} map no memory of each other ({reasons})"
-    why = next(filter(None, control_messages.allgather(group.inner, problem, str)), "")
-    if why:
-        made.close(_CLOSE_TIMEOUT_S)
-        return why
-    if made.on_rail:
-        made.along = part_of([ranks[made.place.place] for ranks in made.nodes])
-    return made
-
-
 # --- calls --------------------------------------------------------------------------------------
-
-
-def _build(kind: CallKind, agreement: Agreement) -> Implementation | None:
-    """Return the implementation for calls of this kind. All ranks call.
-
-    None if the operation needs all ranks on rails and they are not.
-    """
-    levels = agreement.state(Levels)
-    if kind.primitive.name in _NEED_RAILS and not levels.even:
-        return None
-
-    def make(levels: Levels, kind: CallKind) -> Run:
-        step, work = _BUILDERS[kind.primitive.name](levels, kind, agreement.space)
-
-        def run(send: DeviceView | None, recv: DeviceView, extent: Extent, root: int) -> None:
-            _run_chunks(levels, kind, extent, root, step, partial(work, send, recv, root))
-
-        return run
-
-    return build_on_home_device(kind, agreement, levels, make)
 
 
 class _Arithmetic:
@@ -339,17 +320,18 @@ def _like(space: DeviceSpace, view: DeviceView, dtype: DType) -> DeviceView:
     return made
 
 
+def _step(part: Agreement | None, name: str, op: ReduceOp | None, dtype: DType) -> Step | None:
+    return None if part is None else Step(part, name, op, dtype)
+
+
 def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
     primitive, group, _, dtype = kind
     assert dtype is not None
-    by, everywhere, one_rail = _Arithmetic(kind, space), not primitive.root, levels.rails == 1
-    wide, inside, n = by.wide, levels.inside, len(levels.here)
-    down = up = along = None
-    if inside is not None:
-        down = Step(inside, "reduce" if one_rail else "reduce_scatter", by.op, wide)
-        up = Step(inside, "broadcast" if one_rail else "all_gather", None, dtype)
-    if levels.along is not None:
-        along = Step(levels.along, primitive.name, by.op, wide)
+    by, everywhere = _Arithmetic(kind, space), not primitive.root
+    wide, n = by.wide, len(levels.here)
+    down = _step(levels.inside, "reduce_scatter", by.op, wide)
+    along = _step(levels.along, primitive.name, by.op, wide)
+    up = _step(levels.inside, "all_gather", None, dtype)
     step = max(1, CHUNK // wide.itemsize // LINE * LINE)
 
     def work(send: None, recv: DeviceView, root: int, start: int, count: int) -> Iterator[None]:
@@ -358,43 +340,28 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
         gathers = everywhere or levels.place.node == home
         chunk = source = recv.part(start, count)
         begin, own, counts = levels.shares(count, wide.itemsize)
-        overwrites = one_rail and levels.on_rail
-        if by.widens or (overwrites and not may_write):
+        gathered = Blocks([own] * n, counts)
+        if by.widens or (down is None and not may_write):
             source = _like(space, chunk, wide)
             by.fill(chunk, source)
-        # This rank's stripe of the sum; with a single rail, the sum overwrites the source.
-        stripe = source if one_rail else _like(space, source.part(begin, own), wide)
-        out = None
-        if gathers:
-            out = chunk if may_write else _like(space, chunk, dtype)
-        result = stripe  # in the dtype of the array
-        if one_rail:
-            result = stripe if out is None else out
-        elif by.widens:
+        # This rank's stripe of the sum, and of the result in the dtype of the array.
+        stripe = result = source if down is None else _like(space, source.part(begin, own), wide)
+        if by.widens:
             result = _like(space, chunk.part(begin, own), dtype)
+        out = chunk if may_write else _like(space, chunk, dtype) if gathers else None
         yield
-        own = stripe.count if levels.on_rail else 0
-        if down is not None and one_rail:
-            down(None, source, source.count, 0)
-        elif down is not None:
+        if down is not None:
             down(source, stripe, Blocks(counts, [own] * n))
         yield
-        gathered: Extent = source.count if one_rail else Blocks([own] * n, counts)
         if along is not None and own:
-            then = None if up is None or not gathers else (up, gathered)
-            levels.run_rail(along, None, stripe, home, then)
+            levels.run_rail(
+                along, None, stripe, home, None if up is None or not gathers else (up, gathered)
+            )
         yield
-
-        def finish() -> None:
-            if own:
-                by.finish(stripe, result)
-
         if out is not None and up is None:
-            finish()
-        elif out is not None and up is not None and one_rail:
-            up(None, out, gathered, 0, finish)
+            by.finish(stripe, out)
         elif out is not None and up is not None:
-            up(result, out, gathered, 0, finish)
+            up(result, out, gathered, 0, partial(by.finish, stripe, result))
 
     return step, work
 
@@ -403,35 +370,30 @@ def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
     """Broadcast in the root's node, then stripes along the rails; gather in the other nodes."""
     dtype = kind.dtype
     assert dtype is not None
-    inside, one_rail, n = levels.inside, levels.rails == 1, len(levels.here)
-    spread = last = along = None
-    if inside is not None:
-        spread = Step(inside, "broadcast", None, dtype)
-        last = spread if one_rail else Step(inside, "all_gather", None, dtype)
-    if levels.along is not None:
-        along = Step(levels.along, "broadcast", None, dtype)
+    n = len(levels.here)
+    spread = _step(levels.inside, "broadcast", None, dtype)
+    along = _step(levels.along, "broadcast", None, dtype)
+    up = _step(levels.inside, "all_gather", None, dtype)
     step = max(1, CHUNK // dtype.itemsize // LINE * LINE)
 
     def work(send: None, recv: DeviceView, root: int, start: int, count: int) -> Iterator[None]:
         home, place = levels.places[root]
-        at_home = levels.place.node == home
         chunk = recv.part(start, count)
         begin, own, counts = levels.shares(count, dtype.itemsize)
-        stripe = chunk.part(begin, own)
-        if not (at_home or one_rail):
+        stripe, gathered = chunk.part(begin, own), Blocks([own] * n, counts)
+        gathers = up is not None and levels.place.node != home
+        if gathers:
             stripe = _like(space, stripe, dtype)
         yield
-        if at_home and spread is not None:
-            spread(None, chunk, chunk.count, place)
+        if spread is not None and levels.place.node == home:
+            spread(None, chunk, count, place)
         yield
-        own = stripe.count if levels.on_rail else 0
-        gathered: Extent = chunk.count if one_rail else Blocks([own] * n, counts)
         if along is not None and own:
-            then = None if last is None or at_home else (last, gathered)
+            then = (up, gathered) if up is not None and gathers else None
             levels.run_rail(along, None, stripe, home, then)
         yield
-        if last is not None and not at_home:
-            last(None if one_rail else stripe, chunk, gathered, 0)
+        if up is not None and gathers:
+            up(stripe, chunk, gathered)
 
     return step, work
 
@@ -530,14 +492,12 @@ _BUILDERS: dict[str, Callable[[Levels, CallKind, DeviceSpace], _Chunks]] = {
     "all_gather": _all_gather,
     "all_gather_single": _all_gather,
 }
-#: Operations that need all ranks on rails.
-_NEED_RAILS = ("reduce_scatter", "reduce_scatter_single", "all_gather", "all_gather_single")
 
 ROUTE = Route(
     __name__,
     "node by node, then between them",
     Serves(tuple(_BUILDERS), combines=has_loop, premultiplies=True),
-    _build,
+    Levels.build,
     Needs(
         "nodes",
         "several nodes, at least one with several ranks, and CUDA IPC in each",
@@ -550,5 +510,5 @@ ROUTE = Route(
             "of its steps do: `peer` or `ipc` in each node, `direct` or `staged` between nodes"
         ),
     ),
-    negotiate=_negotiate,
+    negotiate=Levels,
 )

@@ -26,7 +26,6 @@ overwrite the memory, or free it in stream order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +34,7 @@ import numpy as np
 from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
 from mpicoll.core.checks import reads, writes
-from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation
-from mpicoll.core.reproducible import ORDER
+from mpicoll.core.plan import Blocks, CallKind, Extent, Run
 from mpicoll.core.signature import describe, encode_task
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.cuda.runtime import HANDLE_BYTES, Allocation, Memory
@@ -44,27 +42,21 @@ from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import DistBackendError
 from mpicoll.kernels.device_kernels import PIECE
 from mpicoll.kernels.reduction import find_loop
+from mpicoll.routes.device import direct
 from mpicoll.routes.device.jobs import RECV, SEND, Job, Part, jobs_of
 from mpicoll.routes.device.mappings import BLOCK, Mappings, open_memory
+from mpicoll.routes.device.space import DeviceSpace
 from mpicoll.routes.device.state import (
+    RELEASE_TIMEOUT_S,
     RouteState,
-    build_on_home_device,
+    Unavailable,
     exception_of,
-    first_problem,
+    on_all_ranks,
+    share_pages,
     signature_of,
+    timed_barrier,
 )
-from mpicoll.routes.device.workspaces import RELEASE_TIMEOUT_S, share_pages, timed_barrier
-from mpicoll.routes.route import (
-    EXCHANGES,
-    MOVES,
-    PREFIXES,
-    REDUCTIONS,
-    Needs,
-    Policy,
-    Route,
-    Serves,
-    has_loop,
-)  # fmt: skip
+from mpicoll.routes.route import Needs, Policy, Route
 from mpicoll.routes.transfers import misfit
 
 if TYPE_CHECKING:
@@ -91,24 +83,26 @@ READY, DONE = range(2)
 
 
 class MappedArrays(RouteState):
-    """The mapped memory and the events of a group's ranks.
-
-    shares_gpu: all ranks use one GPU.
-    """
+    """The mapped memory and the events of a group's ranks."""
 
     def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
+        #: Whether all ranks use one GPU.
         self.shares_gpu = len({own.used for own in agreement.capabilities}) == 1
         #: By READY or DONE, then rank: this rank's event and the opened events of the other ranks.
         self._events: list[list[Any]] = [[None] * self.n for _ in (READY, DONE)]
         self._words: Any = None  # shared host memory, by half and rank
         self._turn = 0  # number of exchanges; they alternate between the halves
-        self._met = -1  # call number of the latest exchange
         self._own = np.zeros(_SIZES + 2 * self.n, np.int64)
         self._rows = np.zeros((self.n, len(self._own)), np.int64)
         self._handles: dict[Allocation, bytes] = {}
         self._shown = False  # other ranks may use this rank's arrays in the call
         self._mappings = Mappings(self.context, OPEN * self.n)
+        try:
+            self._connect()
+        except Unavailable:
+            self._release_events(RELEASE_TIMEOUT_S)
+            raise
 
     # ---- The work of the ranks -------------------------------------------------------------------
 
@@ -193,21 +187,20 @@ class MappedArrays(RouteState):
         """Run a call. Views that cannot be exported are replaced by copies."""
         signature, workers = signature_of(kind, extent, root), self._workers(kind, root)
         failure = exception_of(partial(self._get_ready, kind, views, extent, root))
-        self._exchange(*signature, failure)
+        self.compare(*signature, failure)
         self._compare_sizes(kind)
         if self.me in workers:
             failure = exception_of(partial(self._work, kind, views, extent, root))
         try:
-            self._exchange(*signature, failure)
+            self.compare(*signature, failure)
         finally:  # after a failure, enqueued work still runs
             if self._shown:
                 self._wait_for(set(workers) - {self.me}, DONE)
 
-    def _exchange(self, kind: int, number: int, failure: Exception | None) -> None:
-        """Exchange words. Raises on all ranks if their calls differ or one of them has failed."""
-        mine = self._own
-        mine[:_HEAD] = kind, number, self.group.sequence, failure is not None
-        self._met = self.group.sequence
+    def compare(self, signature: int, number: int, failure: Exception | None) -> None:
+        """Exchange words; see RouteState."""
+        mine, self.met = self._own, self.group.sequence
+        mine[:_HEAD] = signature, number, self.met, failure is not None
         if self.group.agree is None or self._words is None:
             self.group.inner.Allgather(mine, self._rows)
         else:  # faster than MPI
@@ -218,14 +211,9 @@ class MappedArrays(RouteState):
         self._turn += 1
         heads = self._rows[:, :_HEAD]
         if heads[:, FAILED].any():
-            raise failure or self.failed_elsewhere(kind)
+            raise failure or self.failed_elsewhere(signature)
         if (heads != mine[:_HEAD]).any():
-            raise self.mismatch(kind, (describe(*head[:2]) for head in heads.tolist()))
-
-    def notify_failure(self, kind: CallKind, error: Exception) -> None:
-        if self._met != self.group.sequence:
-            with suppress(type(error)):
-                self._exchange(signature_of(kind, 0, 0)[0], 0, error)
+            raise self.mismatch(signature, (describe(*head[:2]) for head in heads.tolist()))
 
     def _get_ready(
         self, kind: CallKind, views: list[DeviceView | None], extent: Extent, root: int
@@ -364,41 +352,34 @@ class MappedArrays(RouteState):
 
     # ---- Beginning and end -----------------------------------------------------------------------
 
-    def connect(self) -> str:
-        """Open the other ranks' events and, as a test, some memory of each. Return "" or, on all
-        ranks, the reason why that failed. All ranks call.
-        """
-        runtime, index, me = self.context.runtime, self.context.index, self.me
-        problem, exported, memory = "", [], b""
-        try:
+    def bind(self, kind: CallKind, space: DeviceSpace) -> Run:
+        return partial(self.run, kind)
+
+    def _connect(self) -> None:
+        """Open the other ranks' events and, as a test, some memory of each. All ranks call."""
+        group, runtime, index = self.group, self.context.runtime, self.context.index
+
+        def export() -> tuple[list[bytes], bytes]:
             for events in self._events:
-                events[me] = own = runtime.create_shared_event(index)
-                exported.append(runtime.export_event(own))
+                events[self.me] = runtime.create_shared_event(index)
             _, (_, memory) = self._scratch(PIECE)
-        except Exception as error:
-            problem = f"cannot export events and memory (CUDA IPC): {error}"
-        received = control_messages.allgather(
-            self.group.inner, (problem, exported, memory), tuple[str, list[bytes], bytes]
-        )
-        why = first_problem([problem for problem, *_ in received])
-        if not why:
-            try:
-                for rank, (_, handles, memory) in enumerate(received):
-                    if rank == me:
-                        continue
+            return [runtime.export_event(events[self.me]) for events in self._events], memory
+
+        def open_all() -> None:
+            for rank, (handles, memory) in enumerate(received):
+                if rank != self.me:
                     for events, handle in zip(self._events, handles, strict=True):
                         events[rank] = runtime.open_event(index, handle)
                     open_memory(self.context, memory)
-            except Exception as error:
-                problem = f"cannot map another rank's events and device memory (CUDA IPC): {error}"
-            why = first_problem(control_messages.allgather(self.group.inner, problem, str))
-        if why:
-            self._release_events(RELEASE_TIMEOUT_S)
-            return why
-        segment = share_pages(self.group, 2 * self._own.nbytes)
+
+        exported = on_all_ranks(group, "cannot export events and memory (CUDA IPC): ", export)
+        received = control_messages.allgather(group.inner, exported, tuple[list[bytes], bytes])
+        on_all_ranks(
+            group, "cannot map another rank's events and device memory (CUDA IPC): ", open_all
+        )
+        segment = share_pages(group, 2 * self._own.nbytes)
         if segment is not None:
             self._words = segment.view(np.int64).reshape(self.n, 2, -1).swapaxes(0, 1)
-        return ""
 
     def close(self, limit: float) -> None:
         """Close all mappings and events. All ranks call. Events stay allocated for good if a rank
@@ -431,30 +412,12 @@ def _share(whole: Job, rank: int, n: int) -> Job:
     return Job(sources, outs, min(each, whole.elements - start))
 
 
-def _negotiate(agreement: Agreement) -> MappedArrays | str:
-    made = MappedArrays(agreement)
-    return made.connect() or made
-
-
-def _build(kind: CallKind, agreement: Agreement) -> Implementation:
-    arrays = agreement.state(MappedArrays)
-    return build_on_home_device(
-        kind, agreement, arrays, lambda arrays, kind: partial(arrays.run, kind)
-    )
-
-
 ROUTE = Route(
     __name__,
     "the arrays of the ranks of a node, mapped by CUDA IPC",
-    Serves(
-        (*MOVES, *REDUCTIONS, *PREFIXES, *EXCHANGES),
-        combines=has_loop,
-        reproducible=(ORDER,),
-        premultiplies=True,
-        uneven=("all_gather", "reduce_scatter", *EXCHANGES),
-    ),
-    _build,
+    direct.ROUTE.serves,
+    MappedArrays.build,
     Needs("node", "all ranks on one node, and CUDA IPC between them", Capabilities.lacks_gpu),
     Policy(host_waits_for="for the other ranks' hosts, twice, and not for the device"),
-    negotiate=_negotiate,
+    negotiate=MappedArrays,
 )

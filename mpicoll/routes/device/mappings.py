@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
 from mpicoll.cuda.runtime import Allocation, Event, Memory
 from mpicoll.cuda.streams import DeviceContext, poll_until
@@ -45,12 +44,6 @@ def open_memory(context: DeviceContext, handle: bytes) -> Memory:
     return context.runtime.open(context.index, handle)
 
 
-class _Mapped(NamedTuple):
-    nbytes: int
-    buffer: int
-    memory: Memory
-
-
 class Mappings:
     """A group's mappings of other ranks' allocations, which it keeps for later calls.
 
@@ -62,7 +55,8 @@ class Mappings:
     def __init__(self, context: DeviceContext, limit: int) -> None:
         """limit: maximum number of mappings; the least recently used ones are closed."""
         self._context, self._limit = context, limit
-        self._open: dict[tuple[int, int], _Mapped] = {}  # by rank and base, in LRU order
+        #: By rank and base, in LRU order.
+        self._open: dict[tuple[int, int], tuple[Allocation, Memory]] = {}
         self._retired: deque[tuple[Event, Memory]] = deque()
         self._lock = threading.RLock()  # held in a call
         self._in_call = False
@@ -84,33 +78,29 @@ class Mappings:
 
         Raises the driver's error if it cannot be mapped.
         """
-        base, nbytes, buffer = found
-        mapped = self._open.pop((rank, base), None)
-        if mapped is None or mapped.buffer != buffer:
-            if mapped is not None:
-                self._retire(mapped.memory)
-                mapped = None  # drop the reference
-            stale = [
-                (whose, start)
-                for (whose, start), old in self._open.items()
-                if whose == rank and start < base + nbytes and base < start + old.nbytes
-            ]
-            for key in stale:  # they overlap the new allocation
-                self._retire(self._open.pop(key).memory)
-            mapped = _Mapped(nbytes, buffer, open_memory(self._context, handle))
-        self._open[rank, base] = mapped
+        key, end = (rank, found.base), found.base + found.nbytes
+        if key in self._open and self._open[key][0] == found:
+            self._open[key] = self._open.pop(key)  # the most recently used one
+            return self._open[key][1].address
+        freed = [
+            (whose, base)
+            for (whose, base), (old, _) in self._open.items()
+            if whose == rank and base < end and found.base < base + old.nbytes
+        ]
+        for other in freed:
+            self._retire(other)
+        self._open[key] = found, open_memory(self._context, handle)
         if len(self._open) > self._limit:
-            self._retire(self._open.pop(next(iter(self._open))).memory)
-        return mapped.memory.address
+            self._retire(next(iter(self._open)))
+        return self._open[key][1].address
 
-    def _retire(self, memory: Memory) -> None:
-        """Close memory once the work in the stream is done."""
+    def _retire(self, key: tuple[int, int]) -> None:
+        """Close a mapping once the work in the stream is done."""
+        _, memory = self._open.pop(key)
         self._retired.append((self._context.record(), memory))
 
     def close_retired(self, moment: float = 0.0) -> None:
-        """Close the retired memory that the stream no longer uses, waiting until ``moment``
-        (monotonic).
-        """
+        """Close retired memory that the stream no longer uses; wait until a monotonic time."""
         while self._retired and poll_until(
             partial(self._context.runtime.is_done, self._retired[0][0]), moment
         ):
@@ -124,7 +114,7 @@ class Mappings:
             return False
         try:
             while self._open and not self._in_call:
-                self._retire(self._open.popitem()[1].memory)
+                self._retire(next(iter(self._open)))
             before = len(self._retired)
             self.close_retired(time.monotonic() + _CLOSE_TIMEOUT_S)
             return len(self._retired) < before

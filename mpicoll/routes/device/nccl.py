@@ -15,13 +15,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
-from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Run
+from mpicoll.core.plan import Blocks, CallKind, Extent, Run
 from mpicoll.core.signature import describe
 from mpicoll.cuda.runtime import Event
 from mpicoll.cuda.streams import poll_until
@@ -30,7 +31,13 @@ from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, UsageError
 from mpicoll.failures.group_failure import fail_all_ranks
 from mpicoll.launch.host_identity import node
-from mpicoll.routes.device.state import RouteState, build_on_home_device, signature_of
+from mpicoll.routes.device.space import DeviceSpace
+from mpicoll.routes.device.state import (
+    RouteState,
+    Unavailable,
+    on_all_ranks,
+    signature_of,
+)
 from mpicoll.routes.route import EXCHANGES, MOVES, REDUCTIONS, Needs, Policy, Route, Serves
 
 if TYPE_CHECKING:
@@ -45,7 +52,6 @@ _DTYPES = {
     "int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5, "float16": 6,
     "float32": 7, "float64": 8, "bfloat16": 9,
 }  # fmt: skip
-_BYTE = _DTYPES["uint8"]
 #: ncclInProgress (ncclResult_t).
 _IN_PROGRESS = 7
 
@@ -79,15 +85,54 @@ class Nccl(RouteState):
 
     can_fail_on_device = True
 
-    def __init__(self, agreement: Agreement, comm: Any) -> None:
+    def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
-        self.comm = comm
+        self.comm = self._create_communicator()
         self._pending: deque[_Pending] = deque()
         self._failure: DistBackendError | None = None
         self._next_look = time.monotonic() + _INTERVAL
         self._lock = threading.Lock()  # the watchdog thread also checks
 
-    def enter(self, kind: CallKind, extent: Extent, root: int) -> None:
+    def _create_communicator(self) -> Any:
+        """Return CuPy's communicator of all ranks. All ranks call.
+
+        Where NCCL fails on a rank and other ranks stay blocked in it, the failed rank raises
+        DistBackendError after a timeout.
+        """
+        group, runtime, index = self.group, self.context.runtime, self.context.index
+        gpu = f"{node()} {runtime.pci_bus_id(index)}" if runtime.has_nccl() else ""
+        gpus = control_messages.allgather(group.inner, gpu, str)
+        if "" in gpus:
+            raise Unavailable(f"rank {gpus.index('')} has no NCCL")
+        if len(set(gpus)) < len(gpus):
+            raise Unavailable("two ranks share a GPU")
+        identity = on_all_ranks(group, "", lambda: b"" if self.me else runtime.nccl_unique_id())
+        identity = control_messages.bcast(group.inner, identity, 0, bytes)
+        made, problem = None, ""
+        try:
+            made = runtime.create_nccl(index, self.n, identity, self.me)
+        except Exception as error:
+            problem = f"rank {self.me}: {error}"
+        why = _first_problem(group, problem)
+        if why:
+            if made is not None:
+                made.abort()  # a local operation
+            raise Unavailable(why)
+        return made
+
+    def bind(self, kind: CallKind, space: DeviceSpace) -> Run:
+        function = _FUNCTIONS[kind.primitive.name]
+
+        def run(
+            send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
+        ) -> None:
+            with self.context.runtime.on(self.context.index):
+                function(self, kind, send, recv, extent, root)
+            self._enter(kind, extent, root)
+
+        return run
+
+    def _enter(self, kind: CallKind, extent: Extent, root: int) -> None:
         number, signature = self.group.sequence, signature_of(kind, extent, root)
         self._pending.append(_Pending(number, signature, time.monotonic(), self.context.record()))
         if len(self._pending) > _MAX_PENDING_COUNT:
@@ -173,45 +218,6 @@ class Nccl(RouteState):
             self.comm.destroy()
 
 
-def _negotiate(agreement: Agreement) -> Nccl | str:
-    """Return the communicator of all ranks or, on all of them, the reason why there is none.
-
-    Where NCCL fails on a rank and other ranks stay blocked in it, the failed rank raises
-    DistBackendError after a timeout.
-    """
-    group, context = agreement.group, agreement.context
-    runtime = context.runtime
-    able = runtime.has_nccl()
-    mine = f"{node()} {runtime.pci_bus_id(context.index)}" if able else ""
-    everybody = control_messages.allgather(group.inner, mine, str)
-    if not all(everybody):
-        return f"rank {everybody.index('')} has no NCCL"
-    if len(set(everybody)) < len(everybody):
-        return "two ranks share a GPU"
-    identity, problem = b"", ""
-    if group.rank() == 0:
-        try:
-            identity = runtime.nccl_unique_id()
-        except Exception as error:
-            problem = f"rank 0: {error}"
-    identity, problem = control_messages.bcast(
-        group.inner, (identity, problem), 0, tuple[bytes, str]
-    )
-    if problem:
-        return problem
-    made = None
-    try:
-        made = runtime.create_nccl(context.index, group.size(), identity, group.rank())
-    except Exception as error:
-        problem = f"rank {group.rank()}: {error}"
-    why = _first_problem(group, problem)
-    if made is None or why:
-        if made is not None:
-            made.abort()  # a local operation
-        return why
-    return Nccl(agreement, made)
-
-
 def _first_problem(group: ProcessGroup, problem: str) -> str:
     """Return the first rank's problem, or "". All ranks call after ncclCommInitRank.
 
@@ -231,23 +237,6 @@ def _first_problem(group: ProcessGroup, problem: str) -> str:
     return next(filter(None, found), "")
 
 
-def _make(nccl: Nccl, kind: CallKind) -> Run:
-    function = _FUNCTIONS[kind.primitive.name]
-
-    def carry_out(
-        send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int
-    ) -> None:
-        with nccl.context.runtime.on(nccl.context.index):
-            function(nccl, kind, send, recv, extent, root)
-        nccl.enter(kind, extent, root)
-
-    return carry_out
-
-
-def _build(kind: CallKind, agreement: Agreement) -> Implementation:
-    return build_on_home_device(kind, agreement, agreement.state(Nccl), _make)
-
-
 def _combines(op: ReduceOp, dtype: DType) -> bool:
     """Return whether NCCL supports an operation on a dtype; it does not average integers."""
     if dtype.name not in _DTYPES or op.name not in _OPERATIONS:
@@ -260,42 +249,45 @@ def _combines(op: ReduceOp, dtype: DType) -> bool:
 
 def _unit(nbytes: int) -> tuple[int, int]:
     """Return NCCL's dtype for moving ``nbytes`` bytes, and its size; CuPy's counts are C ints."""
-    return (_BYTE, 1) if nbytes % 8 else (_DTYPES["uint64"], 8)
+    return (_DTYPES["uint8"], 1) if nbytes % 8 else (_DTYPES["uint64"], 8)
 
 
-#: A message: the rank, the address, and the bytes.
-_Message = tuple[int, int, int]
-
-
-def _exchange(nccl: Nccl, sends: Sequence[_Message], receives: Sequence[_Message]) -> None:
-    """Send and receive all messages of a call in one NCCL group; skip empty ones."""
-    stream = nccl.context.work
-    with nccl.context.runtime.nccl_group():
-        for rank, address, nbytes in sends:
-            kind, unit = _unit(nbytes)
-            if nbytes:
-                nccl.comm.send(address, nbytes // unit, kind, rank, stream)
-        for rank, address, nbytes in receives:
-            kind, unit = _unit(nbytes)
-            if nbytes:
-                nccl.comm.recv(address, nbytes // unit, kind, rank, stream)
-
-
-def _cut(view: DeviceView, counts: Sequence[int]) -> list[_Message]:
-    size = view.dtype.itemsize
-    starts = np.cumsum([0, *counts[:-1]]).tolist()
+def _cut(view: DeviceView, counts: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return the rank, address and bytes of each rank's block."""
+    size, starts = view.dtype.itemsize, accumulate(counts, initial=0)
     return [
         (rank, view.address + start * size, count * size)
-        for rank, (start, count) in enumerate(zip(starts, counts, strict=True))
+        for rank, (start, count) in enumerate(zip(starts, counts, strict=False))
     ]
+
+
+def _exchange(
+    nccl: Nccl, kind: CallKind, send: DeviceView | None, recv: DeviceView | None, extent: Extent,
+    root: int,
+) -> None:  # fmt: skip
+    """Send and receive all messages of a call in one NCCL group; skip empty ones."""
+    primitive, comm, n = kind.primitive, nccl.comm, nccl.n
+    ranks = [root] if primitive.root else range(n)
+    blocks = Blocks([extent] * n, [extent] * n) if isinstance(extent, int) else extent
+    with nccl.context.runtime.nccl_group():
+        for transfer, view, counts, in_blocks in (
+            (comm.send, send, blocks.sends, primitive.many_in),
+            (comm.recv, recv, blocks.receives, primitive.many_out),
+        ):
+            if view is None:
+                continue
+            whole = [(rank, view.address, view.nbytes) for rank in ranks]
+            for rank, address, nbytes in _cut(view, counts) if in_blocks else whole:
+                if nbytes:
+                    dtype, unit = _unit(nbytes)
+                    transfer(address, nbytes // unit, dtype, rank, nccl.context.work)
 
 
 def _broadcast(
     nccl: Nccl, kind: CallKind, send: None, recv: DeviceView, extent: Extent, root: int
 ) -> None:
-    moved, unit = _unit(recv.nbytes)
-    count, at = recv.nbytes // unit, recv.address
-    nccl.comm.broadcast(at, at, count, moved, root, nccl.context.work)
+    (moved, unit), at = _unit(recv.nbytes), recv.address
+    nccl.comm.broadcast(at, at, recv.nbytes // unit, moved, root, nccl.context.work)
 
 
 def _all_gather(
@@ -303,32 +295,11 @@ def _all_gather(
 ) -> None:
     """Run all_gather; blocks of different sizes are sent as messages."""
     if isinstance(extent, Blocks):
-        out = [(rank, send.address, send.nbytes) for rank in range(nccl.n)]
-        _exchange(nccl, out, _cut(recv, extent.receives))
+        _exchange(nccl, kind, send, recv, extent, root)
         return
     moved, unit = _unit(send.nbytes)
-    count = send.nbytes // unit
-    nccl.comm.allGather(send.address, recv.address, count, moved, nccl.context.work)
-
-
-def _gather(
-    nccl: Nccl, kind: CallKind, send: DeviceView, recv: DeviceView | None, count: int, root: int
-) -> None:
-    into = [] if recv is None else _cut(recv, [count] * nccl.n)
-    _exchange(nccl, [(root, send.address, send.nbytes)], into)
-
-
-def _scatter(
-    nccl: Nccl, kind: CallKind, send: DeviceView | None, recv: DeviceView, count: int, root: int
-) -> None:
-    out = [] if send is None else _cut(send, [count] * nccl.n)
-    _exchange(nccl, out, [(root, recv.address, recv.nbytes)])
-
-
-def _all_to_all(
-    nccl: Nccl, kind: CallKind, send: DeviceView, recv: DeviceView, extent: Blocks, root: int
-) -> None:
-    _exchange(nccl, _cut(send, extent.sends), _cut(recv, extent.receives))
+    count, stream = send.nbytes // unit, nccl.context.work
+    nccl.comm.allGather(send.address, recv.address, count, moved, stream)
 
 
 # --- reductions ---------------------------------------------------------------------------------
@@ -339,18 +310,15 @@ def _constants(kind: CallKind) -> tuple[int, int]:
     return _DTYPES[kind.dtype.name], _OPERATIONS[kind.op.name]
 
 
-def _all_reduce(
-    nccl: Nccl, kind: CallKind, send: None, recv: DeviceView, count: int, root: int
-) -> None:
-    address, numbers = recv.address, _constants(kind)
-    nccl.comm.allReduce(address, address, count, *numbers, nccl.context.work)
-
-
 def _reduce(
     nccl: Nccl, kind: CallKind, send: None, recv: DeviceView, count: int, root: int
 ) -> None:
-    address, numbers = recv.address, _constants(kind)
-    nccl.comm.reduce(address, address, count, *numbers, root, nccl.context.work)
+    """Run all_reduce or reduce."""
+    both, numbers, stream = (recv.address, recv.address), _constants(kind), nccl.context.work
+    if kind.primitive.root:
+        nccl.comm.reduce(*both, count, *numbers, root, stream)
+    else:
+        nccl.comm.allReduce(*both, count, *numbers, stream)
 
 
 def _reduce_scatter(
@@ -370,11 +338,11 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
     "broadcast": _broadcast,
     "all_gather": _all_gather,
     "all_gather_single": _all_gather,
-    "gather": _gather,
-    "scatter": _scatter,
-    "all_to_all": _all_to_all,
-    "all_to_all_single": _all_to_all,
-    "all_reduce": _all_reduce,
+    "gather": _exchange,
+    "scatter": _exchange,
+    "all_to_all": _exchange,
+    "all_to_all_single": _exchange,
+    "all_reduce": _reduce,
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
     "reduce_scatter_single": _reduce_scatter,
@@ -388,11 +356,11 @@ ROUTE = Route(
         combines=_combines,
         uneven=("all_gather", "reduce_scatter", *EXCHANGES),
     ),
-    _build,
+    Nccl.build,
     Needs(
         description='backend="nccl", NCCL on every rank, and a GPU for each',
         missing_reason=lambda own: "" if own.nccl else "NCCL",
     ),
     Policy(on_request=True, host_waits_for=""),
-    negotiate=_negotiate,
+    negotiate=Nccl,
 )

@@ -26,11 +26,11 @@ import numpy as np
 
 from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
-from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Run
+from mpicoll.core.plan import Blocks, CallKind, Extent, Run
 from mpicoll.core.reproducible import ORDER
 from mpicoll.core.signature import describe
 from mpicoll.cuda.capabilities import Capabilities
-from mpicoll.cuda.runtime import Memory
+from mpicoll.cuda.runtime import Memory, allocate
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import (
     CollectiveTimeoutError,
@@ -41,24 +41,19 @@ from mpicoll.errors import (
 )
 from mpicoll.failures import lost_ranks
 from mpicoll.kernels import peers
-from mpicoll.kernels.peers import (
-    CLOSED,
-    DIFFERS,
-    FAILED,
-    HEADER,
-    LATE,
-    RANKS,
-    Collective,
-    Failure,
-)
+from mpicoll.kernels.peers import CLOSED, DIFFERS, FAILED, LATE, RANKS, Collective, Failure
 from mpicoll.kernels.reduction import find_loop
+from mpicoll.routes.device.mappings import BLOCK, open_memory
+from mpicoll.routes.device.space import DeviceSpace
 from mpicoll.routes.device.state import (
+    RELEASE_TIMEOUT_S,
     RouteState,
-    build_on_home_device,
-    first_problem,
+    Unavailable,
+    on_all_ranks,
+    share_pages,
     signature_of,
+    timed_barrier,
 )
-from mpicoll.routes.device.workspaces import Workspaces, map_each_other, share_pages
 from mpicoll.routes.route import Needs, Policy, Route, Serves, has_loop
 
 if TYPE_CHECKING:
@@ -84,33 +79,29 @@ _ERRORS = {
 
 
 class Peers(RouteState):
-    """The workspaces of a group's ranks.
-
-    board:   shared host memory, by rank: _WORDS bytes, then the rank's failure message.
-    failure: device address of the failure word.
-    """
+    """The workspaces of a group's ranks."""
 
     can_fail_on_device = True
 
-    def __init__(
-        self,
-        agreement: Agreement,
-        workspaces: Workspaces,
-        board: np.ndarray[Any, np.dtype[np.uint8]],
-        pinned: object,
-        failure: int,
-    ) -> None:
+    def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
-        self._workspaces = workspaces
-        self._board, self._pinned = board, pinned
-        self._failure = board[0, :8].view(np.uint64)
         self._calls: dict[int, tuple[int, int]] = {}  # by digest
         self._captured = False  # calls are in graphs, which users may run in any stream
-        blocks = min(workspaces.said)
-        self._peers = peers.Peers(
-            tuple(memory.address for memory in workspaces.all), self.me, failure,
-            _nanoseconds(self.group.timeout), peers.room_of(WORKSPACE, self.n, blocks), blocks,
-        )  # fmt: skip
+        self._own: Memory | None = None  # this rank's workspace
+        self._workspaces: list[Memory] = []  # by rank
+        self._peers: peers.Peers
+        if self.n > RANKS:
+            raise Unavailable(
+                f"the kernels support {RANKS} ranks at most, and the group has {self.n}"
+            )
+        try:
+            self._connect()
+        except Unavailable:
+            self._free(RELEASE_TIMEOUT_S)
+            raise
+
+    def bind(self, kind: CallKind, space: DeviceSpace) -> Run:
+        return partial(_FUNCTIONS[kind.primitive.name], self, kind)
 
     def digest(self, kind: CallKind, extent: Extent, root: int) -> int:
         """Return the 16-bit hash of a call's signature, which the kernels compare."""
@@ -125,7 +116,9 @@ class Peers(RouteState):
         Raises the group's error if kernels have ended without a result, and UnsupportedError in a
         capture if the kernel is not compiled yet.
         """
-        self.check()
+        failure = self.find_failure()
+        if failure is not None:
+            raise failure
         whole = self.group.whole or self.group
         context, limit = self.context, _nanoseconds(whole.timeout)
         if limit != self._peers.limit:
@@ -141,11 +134,6 @@ class Peers(RouteState):
         self._captured = self._captured or context.captured
 
     # ---- Kernels that end without a result -------------------------------------------------------
-
-    def check(self) -> None:
-        failure = self.find_failure()
-        if failure is not None:
-            raise failure
 
     def find_failure(self, wait: bool = False) -> DistBackendError | None:
         whole, ranks = self.group.whole or self.group, self.group.ranks
@@ -165,12 +153,13 @@ class Peers(RouteState):
         if why in (LATE, DIFFERS) and call in self._calls:
             name = f"{describe(*self._calls[call])}, on rank {ranks[self.me]} of {name}"
         limit = whole.timeout
+        said = self._board[rank, _WORDS:].tobytes().rstrip(b"\0").decode(errors="replace")
         words = {
             LATE: f"timed out: rank {ranks[rank]}'s GPU has waited {limit} s for rank "
             f"{ranks[other]}'s",
             DIFFERS: f"collective mismatch: ranks {ranks[other]} and {ranks[rank]} made different "
             "calls",
-        }.get(why) or self._said(rank)
+        }.get(why, said or f"rank {ranks[rank]} has failed")
         return _ERRORS[why](
             f"{name}: {words}. Results of this call and later ones may be incomplete on all ranks; "
             "destroy the group and create a new one"
@@ -194,10 +183,6 @@ class Peers(RouteState):
             self._board[self.me, _WORDS : _WORDS + len(said)] = np.frombuffer(said, np.uint8)
             self._failure[0] = Failure(0, why, self.me, 0).pack()
 
-    def _said(self, rank: int) -> str:
-        said = self._board[rank, _WORDS:].tobytes().rstrip(b"\0").decode(errors="replace")
-        return said or f"rank {self.group.ranks[rank]} has failed"
-
     def notify_failure(self, kind: CallKind, error: Exception) -> None:
         """End the other ranks' kernels and fail the group: this rank failed before a call."""
         if isinstance(error, UsageError):  # raised on all ranks
@@ -217,31 +202,104 @@ class Peers(RouteState):
 
     # ---- Begin and end ---------------------------------------------------------------------------
 
-    def try_once(self) -> str:
-        """Run an all_gather with a short timeout; return "" or the reason why it failed."""
-        context, n, me, found = self.context, self.n, self.me, self._peers
-        send, recv = context.scratch(_TRIED), context.scratch(n * _TRIED)
-        pinned = context.runtime.allocate_pinned(context.index, (n + 1) * _TRIED)
-        host = pinned.on_host()[: (n + 1) * _TRIED].reshape(n + 1, _TRIED)
-        host[0], host[1:] = _pattern(me), 0
+    def _connect(self) -> None:
+        """Map the workspaces and the failure word, and run a trial call. All ranks call."""
+        group = self.group
+        exported, blocks = on_all_ranks(group, "no workspace: ", self._prepare)
+        said = control_messages.allgather(group.inner, (exported, blocks), tuple[bytes, int])
+
+        def map_all() -> None:
+            for rank, (handle, _) in enumerate(said):
+                own = self._own if rank == self.me else None
+                self._workspaces.append(own or open_memory(self.context, handle))
+
+        on_all_ranks(group, "cannot map another rank's device memory (CUDA IPC): ", map_all)
+        board = share_pages(group, mmap.PAGESIZE)
+        failure = on_all_ranks(
+            group, "no memory for the failure word: ", lambda: self._register(board)
+        )
+        blocks = min(blocks for _, blocks in said)
+        self._peers = peers.Peers(
+            tuple(memory.address for memory in self._workspaces), self.me, failure,
+            _nanoseconds(group.timeout), peers.room_of(WORKSPACE, self.n, blocks), blocks,
+        )  # fmt: skip
+        on_all_ranks(group, "", self._try_once)
+
+    def _prepare(self) -> tuple[bytes, int]:
+        """Allocate the workspace and compile the kernel of the trial call. Return the handle of the
+        workspace and the maximum number of blocks.
+        """
+        context, header = self.context, peers.HEADER.itemsize
         runtime, index, stream = context.runtime, context.index, context.to_device
-        call = _tried(send.address, recv.address, n)
-        self._peers = found._replace(limit=_nanoseconds(TRY_LIMIT))
-        runtime.copy(index, send.address, pinned.address, _TRIED, stream)
-        runtime.collective(index, self._peers, call, stream)
-        runtime.copy(index, pinned.address + _TRIED, recv.address, n * _TRIED, stream)
+        own = allocate(runtime, index, -(-(header + WORKSPACE) // BLOCK) * BLOCK)
+        zeros = runtime.allocate_pinned(index, header)
+        zeros.on_host()[:header] = 0
+        # Not in the work stream, so that the host does not wait for the user's work.
+        runtime.copy(index, own.address, zeros.address, header, stream)
         context.synchronize(stream)
-        self._peers = found
+        runtime.load_collective(index, _tried(0, 0, self.n))
+        handle = runtime.export(index, own)
+        self._own = own
+        _exported.append(own)
+        return handle, min(peers.BLOCKS, runtime.multiprocessors(index))
+
+    def _register(self, board: np.ndarray[Any, np.dtype[np.uint8]] | None) -> int:
+        """Return the address of the failure word on the device.
+
+        board: shared host memory, by rank: _WORDS bytes, then the rank's failure message.
+        """
+        if board is None:
+            raise UnsupportedError("the ranks cannot share host memory")
+        runtime, index, address = self.context.runtime, self.context.index, board.ctypes.data
+        self._pinned = runtime.register(index, address, board.nbytes)
+        self._board, self._failure = board, board[0, :8].view(np.uint64)
+        return runtime.reach(index, address)
+
+    def _try_once(self) -> None:
+        """Run an all_gather with a short timeout. Raises the reason why it failed."""
+        context, n = self.context, self.n
+        runtime, index, stream = context.runtime, context.index, context.to_device
+        try:
+            send, recv = context.scratch(_TRIED), context.scratch(n * _TRIED)
+            pinned = runtime.allocate_pinned(index, (n + 1) * _TRIED)
+            host = pinned.on_host()[: (n + 1) * _TRIED].reshape(n + 1, _TRIED)
+            host[0], host[1:] = _pattern(self.me), 0
+            limited = self._peers._replace(limit=_nanoseconds(TRY_LIMIT))
+            runtime.copy(index, send.address, pinned.address, _TRIED, stream)
+            runtime.collective(index, limited, _tried(send.address, recv.address, n), stream)
+            runtime.copy(index, pinned.address + _TRIED, recv.address, n * _TRIED, stream)
+            context.synchronize(stream)
+        except Exception as error:
+            self.end_kernels(FAILED, str(error))
+            raise
         if self._failure[0]:
             if Failure.unpack(int(self._failure[0])).why == FAILED:
-                return "another rank failed, see its error"
-            return f"data written to another rank's memory did not arrive within {TRY_LIMIT} s"
-        wrong = [rank for rank in range(n) if (host[1 + rank] != _pattern(rank)).any()]
-        return f"data that rank {wrong[0]} wrote to this rank's memory is wrong" if wrong else ""
+                raise DistBackendError("another rank failed, see its error")
+            raise DistBackendError(
+                f"data written to another rank's memory did not arrive within {TRY_LIMIT} s"
+            )
+        for rank in range(n):
+            if (host[1 + rank] != _pattern(rank)).any():
+                raise DistBackendError(
+                    f"data that rank {rank} wrote to this rank's memory is wrong"
+                )
 
     def close(self, limit: float) -> None:
         self._synchronize()
-        self._workspaces.close(limit)
+        self._free(limit)
+
+    def _free(self, limit: float) -> None:
+        """Unmap the other ranks' workspaces, and free this rank's once no rank maps it: never, if a
+        rank does not call within ``limit`` seconds. All ranks call.
+        """
+        self._workspaces.clear()
+        if timed_barrier(self.group, limit) and self._own is not None:
+            _exported.remove(self._own)
+            self._own = None
+
+
+#: Workspaces that other ranks may have mapped, which must not be freed.
+_exported: list[Memory] = []
 
 
 def _nanoseconds(seconds: float | None) -> int:
@@ -255,49 +313,6 @@ def _pattern(rank: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 def _tried(send: int, recv: int, n: int) -> Collective:
     starts = range(0, (n + 1) * _TRIED // 8, _TRIED // 8)
     return Collective("all_gather", None, 8, send, recv, starts=list(starts))
-
-
-def _negotiate(agreement: Agreement) -> Peers | str:
-    """Return the mapped workspaces after a successful trial call, or the reason why not."""
-    group, context = agreement.group, agreement.context
-    runtime, index, n = context.runtime, context.index, group.size()
-    if n > RANKS:
-        return f"the kernels support {RANKS} ranks at most, and the group has {n}"
-
-    def prepare(own: Memory) -> int:
-        zeros = runtime.allocate_pinned(index, HEADER.itemsize)
-        zeros.on_host()[: HEADER.itemsize] = 0
-        # Not in the work stream, so that the host does not wait for the user's work.
-        runtime.copy(index, own.address, zeros.address, HEADER.itemsize, context.to_device)
-        context.synchronize(context.to_device)
-        runtime.load_collective(index, _tried(0, 0, n))
-        return min(peers.BLOCKS, runtime.multiprocessors(index))
-
-    workspaces = map_each_other(group, context, HEADER.itemsize + WORKSPACE, prepare)
-    if isinstance(workspaces, str):
-        return workspaces
-    made, problem = None, ""
-    board = share_pages(group, mmap.PAGESIZE)
-    try:
-        if board is None:
-            raise UnsupportedError("the ranks cannot share host memory")
-        pinned = runtime.register(index, board.ctypes.data, board.nbytes)
-        failure = runtime.reach(index, board.ctypes.data)
-        made = Peers(agreement, workspaces, board, pinned, failure)
-    except Exception as error:
-        problem = f"no memory for the failure word: {error}"
-    why = first_problem(control_messages.allgather(group.inner, problem, str))
-    if made is not None and not why:
-        try:
-            problem = made.try_once()
-        except Exception as error:
-            problem = str(error)
-            made.end_kernels(FAILED, problem)
-        why = first_problem(control_messages.allgather(group.inner, problem, str))
-        if not why:
-            return made
-    workspaces.close()
-    return why
 
 
 # --- calls --------------------------------------------------------------------------------------
@@ -370,28 +385,6 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
 }
 
 
-def _make(found: Peers, kind: CallKind) -> Run:
-    return partial(_FUNCTIONS[kind.primitive.name], found, kind)
-
-
-def _build(kind: CallKind, agreement: Agreement) -> Implementation:
-    return build_on_home_device(kind, agreement, agreement.state(Peers), _make)
-
-
-class _Loader(Peers):
-    """Compiles the kernels of calls without running them."""
-
-    def __init__(self, found: Peers) -> None:
-        vars(self).update(vars(found))
-
-    def carry_out(self, call: Collective) -> None:
-        self.context.runtime.load_collective(self.context.index, call)
-
-
-def _build_loader(kind: CallKind, agreement: Agreement) -> Implementation:
-    return Implementation(_make(_Loader(agreement.state(Peers)), kind))
-
-
 ROUTE = Route(
     __name__,
     "one kernel on each GPU, which writes to the memory of the other GPUs",
@@ -402,13 +395,12 @@ ROUTE = Route(
         premultiplies=True,
         uneven=("all_gather", "reduce_scatter"),
     ),
-    _build,
+    Peers.build,
     Needs(
         "gpus",
         "all ranks on one node, each with its own GPU, and CUDA IPC between them",
         Capabilities.lacks_gpu,
     ),
     Policy(host_waits_for="", capturable=True),
-    negotiate=_negotiate,
-    preload=_build_loader,
+    negotiate=Peers,
 )

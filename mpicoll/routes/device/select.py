@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpicoll import control_messages
 from mpicoll.arrays.views import DeviceView
@@ -20,18 +20,13 @@ from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
 from mpicoll.routes.device import direct, eligibility, hierarchical, ipc, nccl
 from mpicoll.routes.device.space import Alone, DeviceSpace
-from mpicoll.routes.device.state import RouteState
+from mpicoll.routes.device.state import RouteState, Unavailable
 from mpicoll.routes.route import Route
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = ["Agreement", "DeviceImplementation", "agree"]
-
-S = TypeVar("S", bound=RouteState)
-
-#: Values of MPICOLL_DEVICE_ROUTE with which calls may pass device memory to MPI.
-_BY_MPI = None, "direct", "hierarchical"
 
 
 class Agreement:
@@ -62,7 +57,7 @@ class Agreement:
         self._used: list[int] = []
         if known is not None:
             self.capabilities = tuple(known)
-            self._negotiate(eligibility.eligible_routes(self.capabilities))
+            self._negotiate()
             self._set_names()
             return
         found = capabilities.exchange(group.inner)
@@ -82,35 +77,33 @@ class Agreement:
             # A group of one rank needs no MPI messages and no negotiation.
             self.space, self.names = Alone(context), ("direct", "staged")
             return
-        self._negotiate((forced,) if forced else eligibility.eligible_routes(self.capabilities))
+        self._negotiate()
         self._probe_messages()
         self._set_names()
 
-    def _negotiate(self, wanted: Sequence[str]) -> None:
-        """Negotiate the wanted routes, except routes that need agreements of subgroups. All ranks
-        call.
+    def _negotiate(self) -> None:
+        """Negotiate the routes that need neither a request nor a probe of MPI, nor agreements of
+        subgroups. All ranks call.
         """
-        routes = [route for name, route in registry.DEVICE.items() if name in wanted]
-        routes = [route for route in routes if route.negotiate and not route.policy.on_request]
-        routes = [route for route in routes if route.needs.placement != "nodes"]
-        if routes:
-            eligibility.eligible_routes(self.capabilities, self._forced)  # raises
-        for route in routes:
-            self._negotiate_route(route)
+        for name, route in registry.DEVICE.items():
+            tried = route.negotiate and not route.policy.on_request
+            if not tried or route.needs.placement == "nodes" or self._forced not in (None, name):
+                continue
+            if name in eligibility.eligible_routes(self.capabilities, self._forced):
+                self._negotiate_route(route)
 
     def _negotiate_route(self, route: Route) -> None:
         """Make the group's state for a route, or note why there is none. All ranks call."""
         assert route.negotiate is not None
-        made = route.negotiate(self)
-        if isinstance(made, str):
-            self.missing[route.name] = made
-        else:
-            self.states[route.name] = made
+        try:
+            self.states[route.name] = route.negotiate(self)
+        except Unavailable as reason:
+            self.missing[route.name] = str(reason)
 
     def _probe_messages(self) -> None:
         """Probe what MPI does with device memory, if a route needs it. All ranks call."""
         why = f"not tried, because {self._forced or ipc.ROUTE.name} serves all calls"
-        if ipc.ROUTE.name in self.states or self._forced not in _BY_MPI:
+        if ipc.ROUTE.name in self.states or self._forced not in (None, "direct", "hierarchical"):
             self.capabilities = [replace(own, cuda=False, why=why) for own in self.capabilities]
             return
         context, inner = self.context, self.group.inner
@@ -130,12 +123,8 @@ class Agreement:
                 f"{eligibility.FORCED}={forced}: {self.missing[forced]}; unset it"
             )
         requested = [name for name in self.states if registry.DEVICE[name].policy.on_request]
-        self.names = tuple(
-            name
-            for name in (*(() if forced else requested), *eligible)
-            if name not in self.missing
-            and (not registry.DEVICE[name].negotiate or name in self.states)
-        )
+        best_first = (*(() if forced else requested), *eligible)
+        self.names = tuple(name for name in best_first if name not in self.missing)
         if any(state.can_fail_on_device for state in self.states.values()):
             self.group.device_error = self.find_failure
 
@@ -143,10 +132,6 @@ class Agreement:
     def context(self) -> DeviceContext:
         """Return the device context of the current call."""
         return self.space.context
-
-    def state(self, kind: type[S]) -> S:
-        """Return the group's state of this type."""
-        return next(state for state in self.states.values() if isinstance(state, kind))
 
     def warn(self) -> None:
         """Warn of ranks that share a GPU while other GPUs are idle, of a GPU that is far from the
@@ -190,7 +175,7 @@ class Agreement:
     def find_failure(self, wait: bool = False) -> DistBackendError | None:
         """See RouteState."""
         failures = (state.find_failure(wait) for state in self.states.values())
-        return next((failure for failure in failures if failure is not None), None)
+        return next(filter(None, failures), None)
 
     def abort_states(self, alone: bool) -> None:
         """End calls on devices and in parts of the group after it has failed; see RouteState."""
@@ -209,9 +194,7 @@ class Agreement:
         self.abort_states(alone=True)
 
     def close(self, limit: float) -> None:
-        """Close the routes' states; wait at most ``limit`` seconds for other ranks. All ranks
-        call.
-        """
+        """Close the routes' states; see RouteState. All ranks call."""
         for state in self.states.values():
             state.close(limit)
 
@@ -234,16 +217,9 @@ _abandoned: list[Agreement] = []
 
 
 class _Candidate(NamedTuple):
-    """An implementation and its route.
-
-    preload:   loads the kernels that a captured call needs, if calls may be captured.
-    min_bytes: minimum size of a call in bytes.
-    """
-
     implementation: Implementation
     route: Route
-    preload: Implementation | None
-    min_bytes: int
+    min_bytes: int  # minimum size of a call
 
 
 class DeviceImplementation(Implementation):
@@ -264,9 +240,6 @@ class DeviceImplementation(Implementation):
         assert isinstance(first, DeviceView)
         is_first = self._kind.group.resources.find("devices") is None  # on every rank
         agreement, candidate = self._prepare(first.context, extent)
-        for other in self._candidates:
-            if other.preload is not None and other is not candidate:
-                other.preload.run(send, recv, extent, root)
         candidate.implementation.run(send, recv, extent, root)
         if is_first:
             agreement.warn()  # while no rank waits for this one: warnings may be errors
@@ -277,17 +250,15 @@ class DeviceImplementation(Implementation):
         agreement.space.context = context
         if not self._candidates:
             self._candidates.extend(_build_candidates(agreement, self._kind))
-        return agreement, self._candidate_for(extent, context.captured)
+        return agreement, self._candidate_for(extent)
 
-    def _candidate_for(self, extent: Extent, captured: bool = False) -> _Candidate:
+    def _candidate_for(self, extent: Extent) -> _Candidate:
         """Return the first candidate that serves a call of this size, else the last.
 
-        The size is one that all ranks know. captured: all ranks capture the call into a CUDA graph.
+        The size is one that all ranks know.
         """
         primitive, group, _, dtype = self._kind
-        candidates = [
-            each for each in self._candidates if not captured or each.route.policy.capturable
-        ]
+        candidates = self._candidates
         if len(candidates) == 1:
             return candidates[0]
         assert dtype is not None
@@ -306,7 +277,7 @@ class DeviceImplementation(Implementation):
             self._prepare(context, extent)  # in a first call, the other ranks make the agreement
         agreement = self._kind.group.resources.find("devices")
         if agreement is not None and self._candidates:
-            candidate = self._candidate_for(extent, context.captured)
+            candidate = self._candidate_for(extent)
             state = agreement.states.get(candidate.route.name)
             if state is not None:
                 state.notify_failure(self._kind, error)
@@ -342,8 +313,7 @@ def _build_candidates(agreement: Agreement, kind: CallKind) -> list[_Candidate]:
             continue
         found = route.build(kind, agreement)
         if found is not None:
-            preload = None if route.preload is None else route.preload(kind, agreement)
-            candidates.append(_Candidate(found, route, preload, min_bytes))
+            candidates.append(_Candidate(found, route, min_bytes))
             serves_any_size = serves_any_size or not min_bytes
             if route.policy.on_request:
                 break

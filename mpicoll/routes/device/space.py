@@ -32,12 +32,8 @@ class DeviceSpace(Space):
     alone:   the group has one rank.
     """
 
-    alone = False
-
-    small = SMALL
-    chunk = CHUNK
-    stack = STACK
-    mpi = False
+    alone = mpi = False
+    small, chunk, stack = SMALL, CHUNK, STACK
 
     def __init__(self, context: DeviceContext) -> None:
         self.context = context
@@ -113,6 +109,11 @@ class Alone(DeviceSpace):
 def on_home_device(home: DeviceContext, inner: Run) -> Run:
     """Return ``inner`` for one device of this process: arrays on other devices are copied to it."""
 
+    def moved(view: View) -> DeviceView:
+        copy = DeviceSpace(home).empty(view.dtype, view.count)
+        home.copy(copy.address, address(view), view.nbytes)
+        return copy
+
     def run(send: DeviceView | None, recv: DeviceView | None, extent: Extent, root: int) -> None:
         first = send if recv is None else recv
         assert isinstance(first, DeviceView)
@@ -124,7 +125,7 @@ def on_home_device(home: DeviceContext, inner: Run) -> Run:
             context.scratch(0)  # raises: the copies would need memory
         home.begin()
         home.follow(context)
-        out, into = (None if one is None else _moved(one, home) for one in (send, recv))
+        out, into = (None if one is None else moved(one) for one in (send, recv))
         try:
             inner(out, into, extent, root)
             if recv is not None and into is not None:
@@ -133,13 +134,6 @@ def on_home_device(home: DeviceContext, inner: Run) -> Run:
             context.follow(home)
 
     return run
-
-
-def _moved(view: View, home: DeviceContext) -> DeviceView:
-    """Return a copy on another device."""
-    moved = DeviceSpace(home).empty(view.dtype, view.count)
-    home.copy(moved.address, address(view), view.nbytes)
-    return moved
 
 
 def for_mpi(space: DeviceSpace, kind: CallKind, inner: Run) -> Run:
@@ -157,11 +151,8 @@ def for_mpi(space: DeviceSpace, kind: CallKind, inner: Run) -> Run:
         if send is not None and not runtime.is_plain(address(send)):
             out = send.contiguous()
         if recv is not None and not runtime.is_plain(address(recv)):
-            into = (
-                recv.contiguous()
-                if in_place and reads(primitive, group, root)
-                else recv.empty_like()
-            )
+            filled = in_place and reads(primitive, group, root)
+            into = recv.contiguous() if filled else recv.empty_like()
         space.synchronize()
         inner(out, into, extent, root)
         if recv is None or into is None or into is recv:

@@ -46,7 +46,7 @@ def _build(kind: CallKind, agreement: Agreement) -> Implementation:
         out = None if send is None else _Side(send, 1 if whole else sent)
         into = None if recv is None else _Side(recv, 1 if whole else received)
         sides = [one for one in (out, into) if one is not None]
-        context, count = sides[0].context, max(one.count for one in sides)
+        context, count = sides[0].view.context, max(one.count for one in sides)
         step = max(1, count if whole else CHUNK // blocks // sides[0].itemsize)
         chunks = [(at, min(step, count - at)) for at in range(0, max(count, 1), step)]
         half = sum(one.room(chunks[0]) for one in sides)
@@ -60,8 +60,8 @@ def _build(kind: CallKind, agreement: Agreement) -> Implementation:
             """Return the staging buffers of chunk k."""
             found, at = [], k % 2 * half
             for one in sides:
-                memory = pinned[at : at + one.nbytes(chunks[k])].view(one.dtype.numpy)
-                found.append(from_numpy(memory, one.dtype))
+                memory = pinned[at : at + one.nbytes(chunks[k])].view(one.view.dtype.numpy)
+                found.append(from_numpy(memory, one.view.dtype))
                 at += one.room(chunks[0])
             return found
 
@@ -101,11 +101,8 @@ class _Side:
 
     def __init__(self, view: View, blocks: int) -> None:
         assert isinstance(view, DeviceView)
-        self.view = view
-        self.context: DeviceContext = view.context
-        self.dtype = view.dtype
+        self.view, self.blocks = view, blocks
         self.itemsize = view.dtype.itemsize
-        self.blocks = blocks
         self.count = view.count // blocks
 
     def nbytes(self, chunk: tuple[int, int]) -> int:
@@ -126,7 +123,7 @@ class _Side:
         for block in range(self.blocks):
             on_device = self.view.address + (block * self.count + chunk[0]) * self.itemsize
             ends = on_device, host + block * nbytes
-            self.context.copy(*(ends if inward else ends[::-1]), nbytes, stream)
+            self.view.context.copy(*(ends if inward else ends[::-1]), nbytes, stream)
 
 
 class HostStaging:

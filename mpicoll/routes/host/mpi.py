@@ -11,7 +11,7 @@ from mpi4py import MPI
 from mpicoll.arrays.views import Buffer
 from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Run
 from mpicoll.dtypes import DType, Kind, ReduceOp
-from mpicoll.routes.route import MOVES, PREFIXES, REDUCTIONS, Route, Serves
+from mpicoll.routes.route import Route, Serves
 from mpicoll.routes.wire import INT_MAX, datatype, message, operation
 
 __all__ = ["CHUNK_BYTES", "ROUTE", "build", "reducible"]
@@ -248,6 +248,6 @@ _BUILDERS: dict[str, Callable[[CallKind, int], Run]] = {
 ROUTE = Route(
     __name__,
     "MPI",
-    Serves((*MOVES, *REDUCTIONS, *PREFIXES, "barrier"), combines=reducible, uneven=("all_gather",)),
+    Serves(tuple(_BUILDERS), combines=reducible, uneven=("all_gather",)),
     build,
 )

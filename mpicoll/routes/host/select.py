@@ -24,9 +24,8 @@ from mpicoll.core.signature import encode_kind, encode_sizes, with_root
 from mpicoll.dtypes import ReduceOp
 from mpicoll.output import format_bytes
 from mpicoll.primitives import Layout
-from mpicoll.routes import registry
 from mpicoll.routes.algorithms import premultiplied
-from mpicoll.routes.host import exchange, hierarchy, lists, mpi, shared, single_copy
+from mpicoll.routes.host import exchange, hierarchy, lists, mpi, registry, shared, single_copy
 from mpicoll.routes.tuning import Steps, eligible_routes, job, name_kind
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ The algorithm, in chunks that stay in the processors' caches, is in ``kernels/sr
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,6 +36,7 @@ from mpicoll.failures.consistency import describe_by_rank
 from mpicoll.kernels.calls import COMPARE, FUSED, LISTS, take_interruption
 from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop
+from mpicoll.output import format_bytes
 from mpicoll.routes.host.shared_segment import Segment, share
 from mpicoll.routes.route import (
     EXCHANGES,
@@ -48,6 +50,7 @@ from mpicoll.routes.route import (
     has_loop,
 )  # fmt: skip
 from mpicoll.routes.transfers import Transfer, addresses, cut, misfit
+from mpicoll.routes.tuning import job
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -62,7 +65,7 @@ MAX_RANKS = 256
 #: dissemination barrier with log2(n) steps.
 FLAT_MAX_RANKS = 8
 #: Maximum size in bytes of the other ranks' messages, in total, for which every rank combines all
-#: elements: one wait instead of two.
+#: elements before measured: one wait instead of two.
 ONE_SHOT_MAX_BYTES = 16 * 1024
 
 #: Number of polls, of 40 to 140 cycles each, before a waiting rank sleeps; the second one applies
@@ -72,6 +75,9 @@ SPIN_COUNT, CROWDED_SPIN_COUNT = 2000, 50
 INLINE_WAIT_S = 1e-3
 
 _SLOTS = 4  # as in shared.c
+#: The ways of choice.h, by bit, and the range of its size classes: powers of two.
+_WAYS = {1: "one shot", 2: "slots past caches", 4: "result past caches", 8: "copy by the kernel"}
+_MIN_CHOICE, _MAX_CHOICE = 11, 40
 _MISMATCHED, _MOVED, _NO_ROOM, _WRONG_SIZE = range(4)  # results, as in shared.h
 
 
@@ -87,7 +93,9 @@ class Shared:
         self._segment = kernels.Segment(self._memory.ctypes.data, slot, n, group.rank())
         self.pointer = ctypes.addressof(self._segment)
         self.slot = slot
-        self._kinds: dict[Any, Any] = {}  # the C library has their addresses
+        # The C library has the addresses of both.
+        self._kinds: dict[Any, Any] = {}
+        self._choices: dict[Any, np.ndarray] = {}
         self._crowded = segment.processors < n
         self._crowded_beside = segment.processors < 2 * n
         # If ranks share processors, each step of a dissemination barrier may cost a time slice.
@@ -178,22 +186,22 @@ class Shared:
         key = kind.primitive, kind.dtype, kind.op
         found = self._kinds.get(key)
         if found is None:
-            found = self._kinds[key] = self._describe(kind)
+            found = self._kinds[key] = self._describe(kind, key)
         return found
 
-    def _describe(self, kind: CallKind) -> Any:
+    def _describe(self, kind: CallKind, key: Any) -> Any:
         primitive, _, op, dtype = kind
         assert dtype is not None
         by = None if op is None else find_loop(op, dtype, kind.exact)
         parts = 1 if by is None else by.elements
-        one_shot = ONE_SHOT_MAX_BYTES // max(1, self._segment.n - 1)
         return self.kernels.CallPlan(
             shared=self.pointer,
+            choices=self._make_choices(key),
             signature=encode_kind(primitive, dtype, op, 0),
             divisor=max(1, len(kind.combined)) if op is ReduceOp.AVG else 1,
             size=dtype.itemsize // parts,
             numbers_per_element=parts,
-            one_shot_max_count=one_shot * parts // dtype.itemsize,
+            one_shot_max_bytes=ONE_SHOT_MAX_BYTES // max(1, self._segment.n - 1),
             format=-1 if by is None else self.kernels.format(by.format.encode()),
             operation=0 if by is None else by.operation,
             many_blocks=primitive.many_in,
@@ -202,6 +210,42 @@ class Shared:
             prefix=PREFIXES.index(primitive.name) + 1 if primitive.name in PREFIXES else 0,
             in_place=not (primitive.input or primitive.root),
         )
+
+    def _make_choices(self, key: Any) -> int:
+        """Return the address of new choices of ways (``kernels/src/choice.c``); 0: defaults."""
+        if job.choose == "0":
+            return 0
+        made = np.zeros(self.kernels.choices_size(), np.uint8)
+        made[:4].view(np.uint32)[0] = job.choose == "random"
+        self._choices[key] = made
+        return made.ctypes.data
+
+    def describe_ways(self) -> dict[str, str]:
+        """Return the measured ways by kind and size of call, the fastest first."""
+        found = {}
+        for (primitive, dtype, op), made in self._choices.items():
+            words = primitive.name, dtype.name, "" if op is None else op.op.name
+            for exponent in range(_MIN_CHOICE, _MAX_CHOICE):
+                if times := self._read_ways(made, 1 << exponent):
+                    ways = (f"{name} {us:.1f} us" for us, name in sorted(times))
+                    found[f"{' '.join(filter(None, words))} {format_bytes(1 << exponent)}"] = (
+                        ", ".join(ways)
+                    )
+        return found
+
+    def _read_ways(self, made: np.ndarray, nbytes: int) -> list[tuple[float, str]]:
+        """Return the measured microseconds and the name of each way of calls of this size."""
+        way, ns = ctypes.c_int32(), ctypes.c_uint32()
+        at = ctypes.addressof(way), ctypes.addressof(ns)
+        times, read = [], self.kernels.choice_read
+        candidates = itertools.takewhile(
+            lambda k: read(made.ctypes.data, nbytes, k, *at), itertools.count()
+        )
+        for _ in candidates:
+            if ns.value:
+                names = [name for bit, name in _WAYS.items() if way.value & bit]
+                times.append((ns.value / 1000, " and ".join(names) or "slots"))
+        return times
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function of the C library. On the progress thread of a crowded node, spin less, so

@@ -54,14 +54,12 @@ class SingleCopy:
         primitive, _, _, dtype = kind
         assert dtype is not None
         library = self.memory.kernels
-        histories = _make_histories()
         plan = library.Copies(
-            ctypes.addressof(self.processes), histories.ctypes.data,
-            encode_kind(primitive, dtype, None, 0), dtype.itemsize, primitive.many_in,
-            primitive.root == "src", primitive.root == "dst",
+            ctypes.addressof(self.processes), encode_kind(primitive, dtype, None, 0),
+            dtype.itemsize, primitive.many_in, primitive.root == "src", primitive.root == "dst",
             ctypes.addressof(self.memory.described(kind)),
         )  # fmt: skip
-        self._kept += histories, plan
+        self._kept.append(plan)
         at = ctypes.addressof(plan)
         if not primitive.even:
             function = library.single_copy_all_to_all
@@ -79,11 +77,6 @@ class SingleCopy:
     def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
         """Raise the error of a failed native call."""
         raise self.memory.failure()
-
-
-def _make_histories() -> Any:
-    assert kernels is not None
-    return np.zeros(kernels.single_copy_histories(), np.uint8)
 
 
 # --- whether it is allowed ----------------------------------------------------------------------

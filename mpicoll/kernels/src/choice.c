@@ -1,0 +1,203 @@
+/* Choices between ways of running a call that give the same bits, by timing real calls.
+ *
+ * Which way is fastest depends on the machine: on its caches, on the placement of the ranks, on the
+ * kernel. So each plan times its candidates for each size class (powers of two of bytes), first all
+ * candidates INITIAL_PASSES times in turn, then once in turn after a number of calls that grows from
+ * FIRST_INTERVAL to LAST_INTERVAL, because virtual processors and unbound processes move; it is
+ * FIRST_INTERVAL again after a duration that differs from the median by a factor of 2. The candidate with the least median of its last TRIAL_COUNT durations is used.
+ *
+ * All ranks must choose the same way. So a choice depends only on the number of earlier calls, which
+ * is the same on all ranks, and on durations that all ranks know: the signals of a call's first
+ * round carry each rank's duration of the trial before, and every rank records the maximum. A call
+ * that ends with a collective mismatch changes nothing.
+ *
+ * The clock of a rank stops while it waits in the first round, so that late ranks do not count. */
+
+#include "choice.h"
+#include "kernels.h"
+
+enum { TRIAL_COUNT = 5, INITIAL_PASSES = 2 };
+enum { FIRST_INTERVAL = 40, INTERVAL_GROWTH = 4, LAST_INTERVAL = 2560 };
+
+/* Bytes from which the way is chosen. Smaller calls are shorter than the clock's resolution. */
+enum { MIN_BYTES = 2048 };
+
+#define NO_LIMIT SIZE_MAX
+
+/* The candidates: a way, the bytes from which and below which it is tried, and the bytes from which
+ * it is the default, instead of the candidates above it. Measurement overrides the defaults. */
+static const struct candidate {
+    int way;
+    size_t min, end, default_from;
+} candidates[] = {
+    {0, 0, NO_LIMIT, 0},
+    {ONE_SHOT, 0, 128 << 10, NO_LIMIT}, /* the default up to `one_shot` */
+    {STREAM_SLOTS, 32 << 10, NO_LIMIT, NO_LIMIT},
+    {STREAM_OUT, 8 << 20, NO_LIMIT, 32 << 20},
+    {STREAM_SLOTS | STREAM_OUT, 8 << 20, NO_LIMIT, NO_LIMIT},
+    {BY_KERNEL, 16 << 10, NO_LIMIT, 512 << 10},
+};
+enum { CANDIDATE_COUNT = sizeof candidates / sizeof *candidates, CLASS_COUNT = 40 };
+
+struct mpicoll_choice {
+    uint32_t ns[CANDIDATE_COUNT][TRIAL_COUNT]; /* durations of the last trials, in a ring */
+    uint32_t trials[CANDIDATE_COUNT];          /* so far */
+    uint32_t median[CANDIDATE_COUNT];
+    uint32_t calls;      /* so far */
+    uint32_t next;       /* the trials begin after this call */
+    uint32_t interval;   /* calls until the next trials */
+    uint32_t pending;    /* 1 + candidate of a trial whose duration the ranks have not exchanged */
+    uint32_t pending_ns; /* its duration on this rank */
+};
+
+/* The choices of a plan, initially 0 but for `is_random`; mpicoll/routes/host/shared.py has it. */
+struct mpicoll_choices {
+    uint32_t is_random; /* for tests: choose at random instead, the same on all ranks */
+    struct mpicoll_choice of[CLASS_COUNT];
+};
+
+EXPORT size_t mpicoll_choices_size(void)
+{
+    return sizeof(struct mpicoll_choices);
+}
+
+static int is_candidate(uint32_t index, size_t bytes, int allowed)
+{
+    const struct candidate *candidate = &candidates[index];
+    return !(candidate->way & ~allowed) && candidate->min <= bytes && bytes < candidate->end;
+}
+
+static uint32_t default_candidate(size_t bytes, size_t one_shot, int allowed)
+{
+    uint32_t found = 0;
+    for (uint32_t k = 0; k < CANDIDATE_COUNT; k++)
+        if (!(candidates[k].way & ~allowed) &&
+            (candidates[k].way == ONE_SHOT ? bytes <= one_shot : bytes >= candidates[k].default_from))
+            found = k;
+    return found;
+}
+
+static uint32_t class_of(size_t bytes)
+{
+    uint32_t class = 0;
+    while (bytes >> (class + 1) && class < CLASS_COUNT - 1)
+        class++;
+    return class;
+}
+
+/* Chooses among n candidates: the next one of a series of trials, or the fastest. */
+static void choose(struct mpicoll_trial *trial, const uint32_t *found, uint32_t n, int at_random)
+{
+    const struct mpicoll_choice *choice = trial->choice;
+    const uint32_t passes = choice->interval ? 1 : INITIAL_PASSES;
+    uint32_t least = UINT32_MAX;
+
+    if (at_random) {
+        trial->candidate = found[(choice->calls * 2654435761u >> 16) % n];
+    } else if (choice->calls > choice->next) {
+        const uint32_t past = choice->calls - choice->next - 1;
+        trial->candidate = found[past % n];
+        trial->is_timed = 1;
+        trial->is_last = past == passes * n - 1;
+    } else {
+        for (uint32_t i = 0; i < n; i++)
+            if (choice->trials[found[i]] && choice->median[found[i]] < least) {
+                least = choice->median[found[i]];
+                trial->candidate = found[i];
+            }
+    }
+}
+
+struct mpicoll_trial mpicoll_choose(struct mpicoll_choices *choices, size_t bytes, size_t one_shot,
+                                    int allowed)
+{
+    struct mpicoll_trial trial = {.candidate = default_candidate(bytes, one_shot, allowed)};
+    uint32_t found[CANDIDATE_COUNT], n = 0;
+
+    if (choices && bytes >= MIN_BYTES)
+        for (uint32_t k = 0; k < CANDIDATE_COUNT; k++)
+            if (is_candidate(k, bytes, allowed))
+                found[n++] = k;
+    if (n > 1) {
+        const uint32_t class = class_of(bytes);
+        trial.choice = &choices->of[class];
+        trial.note = trial.choice->pending_ns;
+        trial.scale = (double)((size_t)1 << class) / (double)bytes;
+        choose(&trial, found, n, choices->is_random);
+        trial.start = trial.is_timed ? now_ns() : 0;
+    }
+    trial.way = candidates[trial.candidate].way;
+    return trial;
+}
+
+/* Records a duration and updates the candidate's median; of an even number, the smaller one. */
+static void record(struct mpicoll_choice *choice, uint32_t k, uint32_t ns)
+{
+    const uint64_t before = choice->median[k];
+    uint32_t sorted[TRIAL_COUNT];
+    choice->ns[k][choice->trials[k]++ % TRIAL_COUNT] = ns;
+    const uint32_t n = choice->trials[k] < TRIAL_COUNT ? choice->trials[k] : TRIAL_COUNT;
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t at = i;
+        for (; at && sorted[at - 1] > choice->ns[k][i]; at--)
+            sorted[at] = sorted[at - 1];
+        sorted[at] = choice->ns[k][i];
+    }
+    choice->median[k] = sorted[(n - 1) / 2];
+    if (before && (ns > 2 * before || ns < before / 2)) {
+        /* The machine may have changed: measure again soon. */
+        choice->interval = FIRST_INTERVAL / INTERVAL_GROWTH;
+        if (choice->next > choice->calls + FIRST_INTERVAL)
+            choice->next = choice->calls + FIRST_INTERVAL;
+    }
+}
+
+void mpicoll_trial_agreed(const struct mpicoll_trial *trial, uint32_t note)
+{
+    struct mpicoll_choice *choice = trial->choice;
+    if (!choice)
+        return;
+    if (choice->pending)
+        record(choice, choice->pending - 1, note);
+    choice->pending = choice->pending_ns = 0;
+    choice->calls++;
+    if (trial->is_last) {
+        choice->interval = choice->interval ? choice->interval * INTERVAL_GROWTH : FIRST_INTERVAL;
+        if (choice->interval > LAST_INTERVAL)
+            choice->interval = LAST_INTERVAL;
+        choice->next = choice->calls + choice->interval;
+    }
+}
+
+void mpicoll_trial_pause(struct mpicoll_trial *trial)
+{
+    if (trial->is_timed)
+        trial->paused = now_ns();
+}
+
+void mpicoll_trial_resume(struct mpicoll_trial *trial)
+{
+    if (trial->is_timed)
+        trial->start += now_ns() - trial->paused;
+}
+
+void mpicoll_trial_end(const struct mpicoll_trial *trial, int failed)
+{
+    if (!trial->choice || (!trial->is_timed && !failed))
+        return;
+    const double ns = (double)(now_ns() - trial->start) * trial->scale;
+    trial->choice->pending = trial->candidate + 1;
+    trial->choice->pending_ns = failed || ns > UINT32_MAX ? UINT32_MAX : 1 + (uint32_t)ns;
+}
+
+/* Reads the result for calls of `bytes` bytes: the way of a candidate and its median duration, 0 if
+ * it was not measured. Returns 0 if there is no such candidate. */
+EXPORT int mpicoll_choice_read(const struct mpicoll_choices *choices, size_t bytes,
+                               uint32_t candidate, int32_t *way, uint32_t *ns)
+{
+    if (candidate >= CANDIDATE_COUNT)
+        return 0;
+    *way = candidates[candidate].way;
+    *ns = choices->of[class_of(bytes)].median[candidate];
+    return 1;
+}

@@ -1,0 +1,22 @@
+"""The host routes, in the order of tables and messages."""
+
+from __future__ import annotations
+
+from mpicoll.routes.host import (
+    exchange,
+    hierarchical,
+    mpi,
+    mpi_chunked,
+    shared,
+    single_copy,
+    widened,
+)
+from mpicoll.routes.route import Route
+
+__all__ = ["HOST"]
+
+#: Host routes by name.
+HOST: dict[str, Route] = {
+    module.ROUTE.name: module.ROUTE
+    for module in (mpi, mpi_chunked, exchange, widened, single_copy, shared, hierarchical)
+}

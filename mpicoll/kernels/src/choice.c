@@ -111,10 +111,15 @@ static void choose(struct mpicoll_trial *trial, const uint32_t *found, uint32_t 
 struct mpicoll_trial mpicoll_choose(struct mpicoll_choices *choices, size_t bytes, size_t one_shot,
                                     int allowed)
 {
-    struct mpicoll_trial trial = {.candidate = default_candidate(bytes, one_shot, allowed)};
+    struct mpicoll_trial trial = {0};
     uint32_t found[CANDIDATE_COUNT], n = 0;
 
-    if (choices && bytes >= MIN_BYTES)
+    if (bytes < MIN_BYTES) { /* the default */
+        trial.way = bytes <= one_shot ? allowed & ONE_SHOT : 0;
+        return trial;
+    }
+    trial.candidate = default_candidate(bytes, one_shot, allowed);
+    if (choices)
         for (uint32_t k = 0; k < CANDIDATE_COUNT; k++)
             if (is_candidate(k, bytes, allowed))
                 found[n++] = k;

@@ -1000,6 +1000,7 @@ int mpicoll_round_wait(const struct mpicoll_shared *shared, size_t bytes)
 
 void mpicoll_round_close(struct mpicoll_shared *shared)
 {
+    swap_slots(shared, shared->round);
     shared->round++;
 }
 

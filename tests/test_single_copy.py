@@ -52,7 +52,7 @@ class Ranks:
         self.number = 0
 
     def kernel_failed(self, nbytes):
-        """Return, for each rank, whether copies by the kernel have failed in calls of this size."""
+        """Return by rank whether copies by the kernel have failed in calls of this size."""
         return [self._ways(me, nbytes).get(BY_KERNEL) == FAILED_NS for me in range(self.n)]
 
     def _ways(self, me, nbytes):

@@ -3,8 +3,9 @@
  * Which way is fastest depends on the machine: on its caches, on the placement of the ranks, on the
  * kernel. So each plan times its candidates for each size class (powers of two of bytes), first all
  * candidates INITIAL_PASSES times in turn, then once in turn after a number of calls that grows from
- * FIRST_INTERVAL to LAST_INTERVAL, because virtual processors and unbound processes move; it is
- * FIRST_INTERVAL again after a duration that differs from the median by a factor of 2. The candidate with the least median of its last TRIAL_COUNT durations is used.
+ * FIRST_INTERVAL to LAST_INTERVAL, because virtual processors and unbound processes move. The number
+ * is FIRST_INTERVAL again after a duration that differs from the median by a factor of 2. The
+ * candidate with the least median of its last TRIAL_COUNT durations is used.
  *
  * All ranks must choose the same way. So a choice depends only on the number of earlier calls, which
  * is the same on all ranks, and on durations that all ranks know: the signals of a call's first
@@ -196,7 +197,7 @@ void mpicoll_trial_end(const struct mpicoll_trial *trial, int failed)
 }
 
 /* Reads the result for calls of `bytes` bytes: the way of a candidate and its median duration, 0 if
- * it was not measured. Returns 0 if there is no such candidate. */
+ * it was not measured. Returns 0 after the last candidate. */
 EXPORT int mpicoll_choice_read(const struct mpicoll_choices *choices, size_t bytes,
                                uint32_t candidate, int32_t *way, uint32_t *ns)
 {

@@ -86,9 +86,9 @@ struct counter {
 };
 
 /* A call record: the call's signature and element count, whether all records that its rank has
- * received so far match, and the maximum of their notes (choice.h). Atomic, because a rank that is ahead may write a record that another rank
- * still reads (see mpicoll_shared_all_entered). Counters order all other reads and writes, so
- * relaxed access is enough. */
+ * received so far match, and the maximum of their notes (choice.h). Atomic, because a rank that is
+ * ahead may write a record that another rank still reads (see mpicoll_shared_all_entered). Counters
+ * order all other reads and writes, so relaxed access is enough. */
 struct call {
     _Atomic uint64_t signature, count;
     _Atomic uint32_t matching, note;
@@ -203,7 +203,7 @@ static char *slot(const struct mpicoll_shared *shared, uint32_t rank, uint32_t r
 }
 
 /* A cache line moves to the processor that reads it last, and a write there is cheap. So after a
- * round in which each of two ranks has read the other's slot, they exchange these slots. */
+ * round in which two ranks have read each other's slots, they exchange these slots. */
 static void swap_slots(struct mpicoll_shared *shared, uint32_t round)
 {
     shared->swapped ^= 1u << round % SLOTS;

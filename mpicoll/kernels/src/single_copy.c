@@ -249,7 +249,7 @@ static int run(const struct mpicoll_copies *plan, struct mpicoll_trial *trial)
 
 /* Runs a call by the kernel if that is the chosen way and the kernel can copy, else through slots.
  *
- * spans: of this rank, for its descriptor: first the n blocks that it sends.
+ * spans: this rank's blocks, as in struct descriptor.
  * most:  elements of the largest block of all ranks. */
 static int run_or_use_slots(const struct mpicoll_copies *plan, const struct mpicoll_span *spans,
                             size_t most, mpicoll_lists_function *by_slots,

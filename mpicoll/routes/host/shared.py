@@ -75,9 +75,9 @@ SPIN_COUNT, CROWDED_SPIN_COUNT = 2000, 50
 INLINE_WAIT_S = 1e-3
 
 _SLOTS = 4  # as in shared.c
-#: The ways of choice.h, by bit, and the range of its size classes: powers of two.
+#: The ways of choice.h, by bit, and the number of size classes of choice.c: powers of two.
 _WAYS = {1: "one shot", 2: "slots past caches", 4: "result past caches", 8: "copy by the kernel"}
-_MIN_CHOICE, _MAX_CHOICE = 11, 40
+_CLASS_COUNT = 40
 _MISMATCHED, _MOVED, _NO_ROOM, _WRONG_SIZE = range(4)  # results, as in shared.h
 
 
@@ -225,7 +225,7 @@ class Shared:
         found = {}
         for (primitive, dtype, op), made in self._choices.items():
             words = primitive.name, dtype.name, "" if op is None else op.op.name
-            for exponent in range(_MIN_CHOICE, _MAX_CHOICE):
+            for exponent in range(_CLASS_COUNT):
                 if times := self._read_ways(made, 1 << exponent):
                     ways = (f"{name} {us:.1f} us" for us, name in sorted(times))
                     found[f"{' '.join(filter(None, words))} {format_bytes(1 << exponent)}"] = (

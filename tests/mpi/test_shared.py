@@ -251,9 +251,10 @@ def test_round_counters_wrap_around(world, barrier_kind, monkeypatch):
     close = 2**32 - 6
     region = library.kernels.shared_region(hold.slot, hold.n)
     team.group.inner.Barrier()  # MPI's barrier, because mpicoll's barrier would use these counters
-    for line in range(9):  # counters of the dissemination barrier and of reductions
+    # Counters of the dissemination barrier and of reductions, after 8 rings of 32 call records.
+    for line in range(256, 265):
         ctypes.c_uint32.from_address(hold.base + hold.me * region + 64 * line).value = close
-    hold.round = close
+    hold.round = hold.returned = close
     team.group.inner.Barrier()
     for count in (40, 20, 300, 40, 1000):
         Call("all_reduce", team, by_name["int64"], count, ReduceOp.SUM).run()
@@ -264,7 +265,7 @@ def test_round_counters_wrap_around(world, barrier_kind, monkeypatch):
 @needs
 @pytest.mark.up_to_3
 def test_collective_mismatch_raises_on_all_ranks(world, barrier_kind):
-    """The error lists the ranks' calls, and the group stays usable."""
+    """The error lists the ranks' calls, and the group stays usable, if all ranks wait for all."""
     team = group_of(f"at odds, {barrier_kind}", range(world.size))
     for _ in range(130):  # the first calls, and one in a stride, are compared by another method
         dist.barrier(team.group)
@@ -284,19 +285,74 @@ def test_collective_mismatch_raises_on_all_ranks(world, barrier_kind):
                 if work is not None:
                     work.wait()
             Call("all_reduce", team, by_name["float32"], 300000, ReduceOp.SUM).run()
-    for count, root, words in (
-        (9 << 20, 1 if odd else 0, "broadcast of 9437184 elements of float32, src 1"),
-        ((9 << 20) + odd, 0, "9437185 elements of float32, src 0"),
-    ):
-        with pytest.raises(MismatchError, match=f"broadcast on rank {team.me} of .*{words}"):
-            dist.broadcast(np.ones(count, np.float32), group=team.group, group_src=root)
     count = 50000 + odd
     with pytest.raises(MismatchError, match="reduce_scatter_single of 50001 elements of int32"):
         dist.reduce_scatter_single(
             np.empty(count, np.int32), np.ones(count * team.size, np.int32), group=team.group
         )
     Call("all_reduce", team, by_name["float32"], 300000, ReduceOp.SUM).run()
-    Call("broadcast", team, by_name["float32"], (9 << 20) + 1, None, team.size - 1).run()
+
+
+def other_root(team, odd):
+    dist.broadcast(np.ones(7, np.float32), group=team.group, group_src=int(odd))
+
+
+def other_count(team, odd):
+    dist.broadcast(np.ones(40000 + odd, np.float32), group=team.group, group_src=0)
+
+
+def other_op(team, odd):
+    op = ReduceOp.MAX if odd else ReduceOp.SUM
+    dist.reduce(np.ones(7, np.float32), op=op, group=team.group, group_dst=0)
+
+
+def other_scan(team, odd):
+    scan = dist.exscan if odd else dist.scan
+    scan(np.ones(7, np.float32), np.ones(7, np.float32), group=team.group)
+
+
+LAZY = {
+    other_root: "broadcast of 7 elements of float32, src 1",
+    other_count: "broadcast of 40001 elements of float32, src 0",
+    other_op: "reduce of 7 elements of float32, MAX, dst 0",
+    other_scan: "exscan of 7 elements of float32",
+}
+
+
+@needs_2_ranks
+@needs
+@pytest.mark.up_to_3
+@pytest.mark.parametrize("call", LAZY, ids=lambda call: call.__name__)
+def test_mismatch_of_a_lazy_call_is_raised_within_16_calls(world, call):
+    """On every rank, whatever it calls, with the calls at fault. The group then takes no calls."""
+    team = sharing_team(f"lazy, {call.__name__}", world)
+    odd = team.me == team.size - 1
+    with pytest.raises(MismatchError, match=f"rank {team.me} of .*{LAZY[call]}") as error:
+        call(team, odd)
+        for _ in range(16):
+            dist.broadcast(np.ones(1), group=team.group, group_src=0)
+    for again in (lambda: call(team, odd), lambda: dist.barrier(team.group)):
+        with pytest.raises(MismatchError, match="cannot be used any more") as later:
+            again()
+        assert str(later.value) == str(error.value)
+
+
+@needs_2_ranks
+@needs
+@pytest.mark.up_to_3
+def test_source_of_a_rooted_call_does_not_wait_for_its_receivers(world):
+    """Up to 14 small calls; the data of each is kept until the receivers call."""
+    team = sharing_team("ahead", world)
+    token = np.zeros(1)
+    arrays = [np.full(5, float(k)) if team.me == 0 else np.zeros(5) for k in range(14)]
+    dist.barrier(team.group)
+    if team.me:
+        dist.recv(token, 0, group=team.group)
+    for array in arrays:
+        dist.broadcast(array, group=team.group, group_src=0)
+    for rank in range(1, team.size if team.me == 0 else 0):
+        dist.send(token, rank, group=team.group)
+    assert [array.tolist() for array in arrays] == [[float(k)] * 5 for k in range(14)]
 
 
 def no_memory(*_):

@@ -93,10 +93,15 @@ static void run_ranks(uint32_t n, uint32_t flat_max_ranks, size_t slot, void *(*
         /* Round and call numbers wrap around. */
         ranks[me].number = ranks[me].shared.round = START;
         struct header *mine = header(&ranks[me].shared, me);
-        for (int k = 0; k < MAX_RANK_BITS; k++)
+        ranks[me].shared.calls = ranks[me].shared.compared = ranks[me].shared.returned = START;
+        for (int k = 0; k < MAX_RANK_BITS; k++) {
             atomic_store(&mine->ready[k].counter.value, START);
-        atomic_store(&mine->combined.value, START);
-        atomic_store(&mine->announced.counter.value, START);
+            for (int j = 0; j < RECORD_COUNT; j++)
+                atomic_store(&mine->records[k][j].number.value, START);
+        }
+        atomic_store(&mine->combined.counter.value, START);
+        for (int k = 0; k < 2; k++)
+            atomic_store(&mine->announced[k].number.value, START);
     }
     for (uint32_t me = 0; me < n; me++)
         CHECK(!pthread_create(&threads[me], NULL, body, &ranks[me]));
@@ -137,7 +142,7 @@ static struct mpicoll_plan plan_of(struct rank *rank, int combines)
     };
 }
 
-enum layout { FROM_ROOT = 1, TO_ROOT = 2, MANY = 4, COMBINED = 8, IN_PLACE = 16 };
+enum layout { FROM_ROOT = 1, TO_ROOT = 2, MANY = 4, COMBINED = 8, IN_PLACE = 16, SCAN = 32 };
 
 /* A collective of one layout, and its result. */
 static void try_blocks(struct rank *rank, size_t count, int layout, size_t one_shot_max_bytes)
@@ -152,6 +157,7 @@ static void try_blocks(struct rank *rank, size_t count, int layout, size_t one_s
     int32_t *send = gives ? allocate(sent * count * 4) : NULL;
     int32_t *recv = in_place ? send : takes ? allocate(got * count * 4) : NULL;
 
+    plan.prefix = layout & SCAN ? 1 : 0;
     plan.many_blocks = many, plan.has_src = has_src, plan.has_dst = has_dst;
     plan.in_place = in_place, plan.one_shot_max_bytes = one_shot_max_bytes;
     for (size_t to = 0; gives && to < sent; to++)
@@ -161,7 +167,8 @@ static void try_blocks(struct rank *rank, size_t count, int layout, size_t one_s
     for (size_t from = 0; takes && from < got; from++)
         for (size_t i = 0; i < count; i++) {
             const size_t to = many ? me : 0;
-            const int32_t sum = (int32_t)(1000 * (n * (n - 1) / 2) + n * (to + 3 * i));
+            const size_t added = layout & SCAN ? me + 1 : n; /* ranks */
+            const int32_t sum = (int32_t)(1000 * (added * (added - 1) / 2) + added * (to + 3 * i));
             const int32_t expected = combines ? sum : element(has_src ? root : from, to, i);
             CHECK(recv[from * count + i] == expected);
         }
@@ -275,7 +282,8 @@ static void differ(struct rank *rank)
     else
         CHECK(!mpicoll_shared_blocks(&plan, NULL, (char *)array, 6, 0, rank->number));
     for (uint32_t other = 0; other < n; other++) {
-        mpicoll_shared_call(&rank->shared, other, &signature, &count);
+        CHECK(mpicoll_shared_mismatch(&rank->shared) == rank->shared.calls);
+        CHECK(mpicoll_shared_call(&rank->shared, other, rank->shared.calls, &signature, &count));
         CHECK(signature == (other == odd ? 9 : 7));
         CHECK(count == (other == odd ? 11 : 6));
     }
@@ -318,6 +326,44 @@ static void *run_collectives(void *argument)
         try_fused(rank, k % 4 + 1, count, 1, 1, 0); /* reduce_scatter */
         differ(rank);
     }
+    return NULL;
+}
+
+/* Calls that do not wait for all ranks, without any that does: small and large ones, in random
+ * order. After one that does not match, no rank makes more than MAX_LEAD + 2 further calls. */
+static void *run_lazy(void *argument)
+{
+    static const int layouts[] = {FROM_ROOT, TO_ROOT | COMBINED, TO_ROOT, FROM_ROOT | MANY,
+                                  COMBINED | SCAN};
+    struct rank *rank = argument;
+    struct mpicoll_shared *shared = &rank->shared;
+    uint32_t choice = 1, call, calls = 0;
+    uint64_t signature, count;
+    int32_t number = 5;
+
+    for (size_t k = 0; k < 20 * ROUNDS; k++) {
+        choice = choice * 1664525 + 1013904223; /* the same on all ranks */
+        delay(rank);
+        try_blocks(rank, choice >> 28 ? choice >> 22 & 63 : 3 * SMALL_SLOT_BYTES + 5,
+                   layouts[(choice >> 16) % (sizeof layouts / sizeof *layouts)], 0);
+    }
+    const uint32_t last = shared->calls;
+    struct mpicoll_plan plan = plan_of(rank, 0);
+    plan.choices = NULL;
+    plan.has_src = 1;
+    plan.signature = shared->me == shared->n - 1 ? 8 : 7;
+    for (; shared->n > 1 && calls < 100; calls++, plan.signature = 7) {
+        if (!mpicoll_shared_blocks(&plan, (char *)&number, (char *)&number, 1, 0, ++rank->number))
+            break;
+    }
+    if (shared->n == 1)
+        return NULL;
+    CHECK(calls <= MAX_LEAD + 2 && mpicoll_shared_is_mismatched(shared));
+    call = mpicoll_shared_mismatch(shared);
+    CHECK(call == last + 1);
+    for (uint32_t other = 0; other < shared->n; other++)
+        if (mpicoll_shared_call(shared, other, call, &signature, &count))
+            CHECK(signature == (other == shared->n - 1 ? 8 : 7) && count == 1);
     return NULL;
 }
 
@@ -466,6 +512,7 @@ int main(void)
             run_ranks(n, flat_max_ranks, 4096, run_collectives);
         }
         run_ranks(n, n, 4096, run_asks);
+        run_ranks(n, n, 4096, run_lazy);
     }
     run_ranks(2, 2, 65536, run_large);
     run_ranks(3, 3, 4096, run_left);

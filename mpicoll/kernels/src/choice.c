@@ -130,6 +130,7 @@ struct mpicoll_trial mpicoll_choose(struct mpicoll_choices *choices, size_t byte
         trial.note = trial.choice->pending_ns;
         trial.scale = (double)((size_t)1 << class) / (double)bytes;
         choose(&trial, found, n, choices->is_random);
+        trial.has_note = trial.is_timed || trial.choice->pending;
         trial.start = trial.is_timed ? now_ns() : 0;
     }
     trial.way = candidates[trial.candidate].way;

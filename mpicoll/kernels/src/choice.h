@@ -22,6 +22,7 @@ struct mpicoll_trial {
     int way;
     uint32_t candidate;      /* index of `way` in the candidates */
     int is_timed, is_last;   /* is_last: of a series of trials */
+    int has_note;            /* the ranks exchange their notes, or one of an earlier trial */
     uint32_t note;           /* ns of an earlier trial on this rank; sent to all ranks */
     double scale;            /* of durations, which depend on the bytes in the size class */
     uint64_t start, paused;

@@ -27,19 +27,24 @@
  * r - 2^(s + 1) + 1 to r all match its own. After the last step these are all ranks, and the result
  * is the same on every rank.
  *
- * Why four slots are enough: a rank fills slot k after it knows that all ranks have filled slot k -
- * 2, for which they had to finish step 2 of round k - 4, the last reader of the slot. It writes to
- * its second slot k after it knows that all have filled slot k, for which they had to finish step 3
- * of round k - 3.
+ * Calls in which not every rank receives from all others (with a root, scan and exscan) are *lazy*:
+ * a rank waits only for the ranks that it receives from, and compares its record with theirs. It
+ * compares the remaining records up to MAX_LEAD calls later, when it waits for a slot. A record has
+ * a hash of all earlier records, so comparing one of them compares all earlier ones. After a lazy
+ * call that did not match, the ranks' rounds may differ, so the group is closed.
  *
- * Why two call records per signal are enough: a rank writes the record of call c + 2 after it has
- * finished call c + 1. It then knows that all ranks have signaled in call c + 1, and before that
- * they read every record of call c. Counters only grow: a rank that waits for a value also accepts
- * a later one, and the record that belongs to the first value still exists.
+ * A rank may write to slot k if all ranks have finished step 2 of round k - SLOTS, the last reader
+ * of the slot. It knows that if all have filled slot k - 2, for which they had to finish that step;
+ * else it waits for it (`wait_for_slot`). It writes to its second slot k after it knows that all
+ * have filled slot k, for which they had to finish step 3 of round k - 3. Lazy calls of a few bytes
+ * use a ring of small slots, so that a rank can be MAX_LEAD calls ahead of others.
+ *
+ * Of call records, a rank keeps RECORD_COUNT: another rank may read the record of call c until it
+ * has finished call c + MAX_LEAD, and no rank is more than MAX_LEAD calls ahead of another.
  *
  * Round numbers continue from call to call, so a rank may begin a call while other ranks still
- * finish the previous one. Counters have 32 bits and wrap around; they are compared by their
- * difference. */
+ * finish the previous one. Counters only grow; they have 32 bits, wrap around, and are compared by
+ * their difference. */
 
 #include "kernels.h"
 #include "shared.h"
@@ -60,6 +65,10 @@
 #endif
 
 enum { SLOTS = 4, LINE = 64, PAGE = 4096 };
+
+/* Number and size in bytes of the small slots; number of call records; and the number of calls by
+ * which a rank may be ahead of others. */
+enum { SMALL_SLOTS = 16, SMALL_SLOT_BYTES = 4096, RECORD_COUNT = 32, MAX_LEAD = SMALL_SLOTS - 2 };
 
 /* Bits of a rank number; a group has at most 256 ranks: MAX_RANKS in mpicoll/routes/host/shared.py.
  */
@@ -85,26 +94,29 @@ struct counter {
     atomic_uint sleepers; /* a rank has gone to sleep since the last change */
 };
 
-/* A call record: the call's signature and element count, whether all records that its rank has
- * received so far match, and the maximum of their notes (choice.h). Atomic, because a rank that is
- * ahead may write a record that another rank still reads (see mpicoll_shared_all_entered). Counters
- * order all other reads and writes, so relaxed access is enough. */
-struct call {
-    _Atomic uint64_t signature, count;
+/* A call record: the call's number in this segment, its signature and element count, a hash of the
+ * earlier records, whether all records that its rank has received so far match, and the maximum of
+ * their notes (choice.h). Atomic, because a rank that is ahead may write a record that another rank
+ * still reads (see mpicoll_shared_all_entered). Counters order all other reads and writes, so
+ * relaxed access is enough. */
+struct record {
+    _Alignas(LINE) struct counter number;
     _Atomic uint32_t matching, note;
+    _Atomic uint64_t signature, count, earlier;
 };
 
-/* A counter and the records of the last two calls, alternating, all on one cache line. */
 struct signal {
     _Alignas(LINE) struct counter counter;
-    struct call calls[2];
 };
 
 struct header {
-    struct signal ready[MAX_RANK_BITS]; /* see `wait_for_all`; the first one means "slot filled" */
-    _Alignas(LINE) struct counter combined;
-    struct signal announced; /* number of the last call announced, begun or not */
+    /* Of call c: records[0][c % RECORD_COUNT]; further ones: see `wait_for_all`. */
+    struct record records[MAX_RANK_BITS][RECORD_COUNT];
+    struct signal ready[MAX_RANK_BITS];   /* the same for rounds after a call's first: round + 1 */
+    struct signal combined;               /* rounds whose step 2 is finished */
+    struct record announced[2];           /* the last calls announced, begun or not */
     _Alignas(LINE) atomic_uint closed_by; /* of rank 0: 1 + the rank that closed the group, or 0 */
+    atomic_uint is_mismatched;            /* of rank 0: after a lazy call that did not match */
     _Alignas(LINE) uint64_t signature, count; /* of the current call; only its rank uses it */
     uint32_t note;                            /* the maximum of those received */
 };
@@ -119,7 +131,10 @@ struct mpicoll_shared {
     uint32_t spin_count;     /* polls of a counter before the thread yields and sleeps */
     atomic_uint aborted;     /* this rank no longer waits: calls return 0 */
     uint32_t flat_max_ranks; /* up to this many ranks, every rank polls every other rank */
-    uint32_t swapped;        /* bit k, with two ranks: they have exchanged their slots k */
+    uint32_t swapped;        /* with two ranks, a bit per slot: they have exchanged these slots */
+    uint32_t returned;       /* rounds that all ranks are known to have finished */
+    uint32_t compared;       /* the last call that is known to match on all ranks */
+    uint64_t earlier;        /* hash of the records before the current call's */
 };
 
 EXPORT const struct mpicoll_field mpicoll_shared_fields[] = {
@@ -127,6 +142,8 @@ EXPORT const struct mpicoll_field mpicoll_shared_fields[] = {
     FIELD(mpicoll_shared, me), FIELD(mpicoll_shared, round), FIELD(mpicoll_shared, calls),
     FIELD(mpicoll_shared, spin_count), FIELD(mpicoll_shared, aborted),
     FIELD(mpicoll_shared, flat_max_ranks), FIELD(mpicoll_shared, swapped),
+    FIELD(mpicoll_shared, returned), FIELD(mpicoll_shared, compared),
+    FIELD(mpicoll_shared, earlier),
     END_OF_FIELDS,
 };
 
@@ -180,7 +197,8 @@ static size_t share_slot(size_t slot, size_t n)
 /* Returns the size of one rank's region in bytes; a segment has n regions. */
 EXPORT size_t mpicoll_shared_region(size_t slot, size_t n)
 {
-    return rounded(rounded(sizeof(struct header), PAGE) + SLOTS * (slot + share_slot(slot, n)),
+    return rounded(rounded(sizeof(struct header), PAGE) + SMALL_SLOTS * SMALL_SLOT_BYTES +
+                       SLOTS * (slot + share_slot(slot, n)),
                    PAGE);
 }
 
@@ -194,19 +212,31 @@ static struct header *header(const struct mpicoll_shared *shared, uint32_t rank)
     return (struct header *)region(shared, rank);
 }
 
-static char *slot(const struct mpicoll_shared *shared, uint32_t rank, uint32_t round)
+/* A ring of slots: of SMALL_SLOT_BYTES, or of the segment's slots. */
+enum ring { SMALL, LARGE };
+
+/* Returns the bit of a slot in `swapped`. */
+static uint32_t slot_bit(enum ring ring, uint32_t round)
 {
-    if (shared->n == 2)
-        rank ^= shared->swapped >> round % SLOTS & 1;
-    return region(shared, rank) + rounded(sizeof(struct header), PAGE) +
-           round % SLOTS * shared->slot;
+    return 1u << (ring == SMALL ? SLOTS + round % SMALL_SLOTS : round % SLOTS);
+}
+
+static char *slot(const struct mpicoll_shared *shared, enum ring ring, uint32_t rank,
+                  uint32_t round)
+{
+    if (shared->n == 2 && shared->swapped & slot_bit(ring, round))
+        rank ^= 1;
+    char *first = region(shared, rank) + rounded(sizeof(struct header), PAGE);
+    if (ring == SMALL)
+        return first + round % SMALL_SLOTS * SMALL_SLOT_BYTES;
+    return first + SMALL_SLOTS * SMALL_SLOT_BYTES + round % SLOTS * shared->slot;
 }
 
 /* A cache line moves to the processor that reads it last, and a write there is cheap. So after a
  * round in which two ranks have read each other's slots, they exchange these slots. */
-static void swap_slots(struct mpicoll_shared *shared, uint32_t round)
+static void swap_slots(struct mpicoll_shared *shared, enum ring ring, uint32_t round)
 {
-    shared->swapped ^= 1u << round % SLOTS;
+    shared->swapped ^= slot_bit(ring, round);
 }
 
 /* Returns where a rank writes its combined share for another rank, which begins at byte `start` of
@@ -215,8 +245,8 @@ static char *result_slot(const struct mpicoll_shared *shared, uint32_t rank, uin
                          uint32_t round, size_t start)
 {
     if (shared->n == 2)
-        return slot(shared, reader, round) + start;
-    return region(shared, rank) + rounded(sizeof(struct header), PAGE) + SLOTS * shared->slot +
+        return slot(shared, LARGE, reader, round) + start;
+    return slot(shared, LARGE, rank, 0) + SLOTS * shared->slot +
            round % SLOTS * share_slot(shared->slot, shared->n);
 }
 
@@ -440,26 +470,28 @@ static uint64_t load(const _Atomic uint64_t *value)
     return atomic_load_explicit(value, memory_order_relaxed);
 }
 
-static void write_record(struct call *call, uint64_t signature, uint64_t count, int matching,
-                         uint32_t note)
+/* Writes a record and signals that it is written. */
+static void publish_record(struct record *record, uint32_t number, uint64_t signature,
+                           uint64_t count, uint64_t earlier, int matching, uint32_t note)
 {
-    atomic_store_explicit(&call->signature, signature, memory_order_relaxed);
-    atomic_store_explicit(&call->count, count, memory_order_relaxed);
-    atomic_store_explicit(&call->matching, (uint32_t)matching, memory_order_relaxed);
-    atomic_store_explicit(&call->note, note, memory_order_relaxed);
+    atomic_store_explicit(&record->signature, signature, memory_order_relaxed);
+    atomic_store_explicit(&record->count, count, memory_order_relaxed);
+    atomic_store_explicit(&record->earlier, earlier, memory_order_relaxed);
+    atomic_store_explicit(&record->matching, (uint32_t)matching, memory_order_relaxed);
+    atomic_store_explicit(&record->note, note, memory_order_relaxed);
+    count_up(&record->number, number);
 }
 
 /* Returns 1 if a record, and all records that its rank has received, match this call. */
-static int matches(const struct call *call, uint64_t signature, uint64_t count)
+static int matches(const struct record *record, uint64_t signature, uint64_t count)
 {
-    return load(&call->signature) == signature && load(&call->count) == count &&
-           atomic_load_explicit(&call->matching, memory_order_relaxed);
+    return load(&record->signature) == signature && load(&record->count) == count &&
+           atomic_load_explicit(&record->matching, memory_order_relaxed);
 }
 
-static void publish_record(struct header *mine, uint32_t number, uint64_t signature, uint64_t count)
+static void announce(struct header *mine, uint32_t number, uint64_t signature, uint64_t count)
 {
-    write_record(&mine->announced.calls[number % 2], signature, count, 1, 0);
-    count_up(&mine->announced.counter, number);
+    publish_record(&mine->announced[number % 2], number, signature, count, 0, 1, 0);
 }
 
 /* Announces call `number` of the group's collectives. Returns 1 if all other ranks announce the
@@ -471,46 +503,124 @@ EXPORT int mpicoll_shared_all_entered(const struct mpicoll_shared *shared, uint3
                                       uint64_t signature, uint64_t count, uint64_t timeout_ns)
 {
     const uint64_t end = now_ns() + timeout_ns;
-    struct header *mine = header(shared, shared->me);
-    publish_record(mine, number, signature, count);
+    announce(header(shared, shared->me), number, signature, count);
     for (uint32_t i = 1; i < shared->n; i++) {
-        struct signal *announced = &header(shared, (shared->me + i) % shared->n)->announced;
-        if (!wait_until(shared, &announced->counter, number, end) ||
-            !matches(&announced->calls[number % 2], signature, count))
+        struct record *announced =
+            &header(shared, (shared->me + i) % shared->n)->announced[number % 2];
+        if (!wait_until(shared, &announced->number, number, end) ||
+            !matches(announced, signature, count))
             return 0;
     }
     return 1;
 }
 
-void mpicoll_round_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
-                       uint64_t count)
+/* Closes the group for all ranks: every rank that waits, or that will wait, returns 0. No call may
+ * follow, and the data of interrupted calls is undefined. */
+EXPORT void mpicoll_shared_close(struct mpicoll_shared *shared)
 {
-    struct header *mine = header(shared, shared->me);
-    shared->calls++;
-    if (!reached(atomic_load(&mine->announced.counter.value), number))
-        publish_record(mine, number, signature, count);
-    mine->signature = signature, mine->count = count, mine->note = 0;
+    unsigned open = 0;
+    atomic_compare_exchange_strong(&header(shared, 0)->closed_by, &open, shared->me + 1);
+    atomic_store(&shared->aborted, 1);
 }
 
-void mpicoll_trial_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
-                         uint64_t count, const struct mpicoll_trial *trial)
+/* Returns a record of a rank's call. */
+static struct record *record_of(const struct mpicoll_shared *shared, uint32_t rank, uint32_t k,
+                                uint32_t call)
 {
-    mpicoll_round_begin(shared, number, signature, count);
-    header(shared, shared->me)->note = trial->note;
+    return &header(shared, rank)->records[k][call % RECORD_COUNT];
+}
+
+/* Returns 1 if the records of a call match on this rank and another. */
+static int same_call(const struct mpicoll_shared *shared, uint32_t rank, uint32_t call)
+{
+    const struct record *mine = record_of(shared, shared->me, 0, call);
+    const struct record *theirs = record_of(shared, rank, 0, call);
+    return load(&mine->signature) == load(&theirs->signature) &&
+           load(&mine->count) == load(&theirs->count) &&
+           load(&mine->earlier) == load(&theirs->earlier);
+}
+
+/* Closes the group after calls that did not match. Returns 0. */
+static int close_mismatched(struct mpicoll_shared *shared)
+{
+    atomic_store(&header(shared, 0)->is_mismatched, 1);
+    mpicoll_shared_close(shared);
+    return 0;
+}
+
+/* Compares the calls of this rank and another up to the last call that both have published. Returns
+ * 1 if they match. */
+static int compare_calls(const struct mpicoll_shared *shared, uint32_t rank)
+{
+    for (uint32_t call = shared->calls - 1; !reached(shared->compared, call); call--)
+        if (reached(atomic_load(&record_of(shared, rank, 0, call)->number.value), call))
+            return same_call(shared, rank, call);
+    return 1;
+}
+
+/* Waits until all ranks have finished all but `lead` of the rounds before `round`, so that its slot
+ * may be filled, and compares earlier lazy calls. Returns 0 if aborted. */
+static int wait_for_slot(struct mpicoll_shared *shared, uint32_t round, uint32_t lead)
+{
+    uint32_t least = round;
+
+    if (reached(shared->returned, round - lead))
+        return 1;
+    for (uint32_t i = 1; i < shared->n; i++) {
+        const uint32_t rank = (shared->me + i) % shared->n;
+        struct counter *combined = &header(shared, rank)->combined.counter;
+        if (!wait_for(shared, combined, round - lead))
+            return 0;
+        if (!compare_calls(shared, rank))
+            return close_mismatched(shared);
+        const uint32_t value = atomic_load_explicit(&combined->value, memory_order_acquire);
+        least = reached(value, least) ? least : value;
+    }
+    shared->returned = least;
+    /* Each call has a round, so all ranks have published this one. */
+    const uint32_t call = shared->calls - MAX_LEAD - 1;
+    if (!reached(shared->compared, call))
+        shared->compared = call;
+    return 1;
+}
+
+/* As mpicoll_round_begin, in a call with a trial, whose slots are those of a ring. */
+static int begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature, uint64_t count,
+                 uint32_t note, enum ring ring)
+{
+    struct header *mine = header(shared, shared->me);
+    shared->earlier = (shared->earlier ^ mine->signature) * 0x9e3779b97f4a7c15u + mine->count;
+    shared->calls++;
+    if (!reached(atomic_load(&mine->announced[number % 2].number.value), number))
+        announce(mine, number, signature, count);
+    mine->signature = signature, mine->count = count, mine->note = note;
+    return wait_for_slot(shared, shared->round, ring == SMALL ? MAX_LEAD : SLOTS - 1);
+}
+
+int mpicoll_round_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
+                        uint64_t count)
+{
+    return begin(shared, number, signature, count, 0, LARGE);
+}
+
+int mpicoll_trial_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
+                        uint64_t count, const struct mpicoll_trial *trial)
+{
+    return begin(shared, number, signature, count, trial->note, LARGE);
 }
 
 /* Signals that this rank (k = 0), or 2^k ranks up to it, are ready for round `target` - 1. In a
- * call's first round the signal carries the call record, whether all their records match, and the
+ * call's first round the signal is the call record, with whether all their records match, and the
  * maximum of their notes. */
 static void signal_ready(const struct mpicoll_shared *shared, uint32_t k, uint32_t target,
                          int matching)
 {
     struct header *mine = header(shared, shared->me);
-    struct signal *signal = &mine->ready[k];
     if (target == shared->round + 1)
-        write_record(&signal->calls[shared->calls % 2], mine->signature, mine->count, matching,
-                     mine->note);
-    count_up(&signal->counter, target);
+        publish_record(record_of(shared, shared->me, k, shared->calls), shared->calls,
+                       mine->signature, mine->count, shared->earlier, matching, mine->note);
+    else
+        count_up(&mine->ready[k].counter, target);
 }
 
 static void signal_filled(const struct mpicoll_shared *shared, uint32_t target)
@@ -524,27 +634,31 @@ static int end_mismatched(struct mpicoll_shared *shared, uint32_t base)
 {
     struct header *mine = header(shared, shared->me);
     count_up(&mine->ready[0].counter, base + 2);
-    count_up(&mine->combined, base + 2);
+    count_up(&mine->combined.counter, base + 2);
     shared->round = base + 2;
+    shared->compared = shared->calls;
+    shared->earlier = mine->signature = mine->count = 0;
     return 0;
 }
 
 /* Waits for a rank's signal. Returns 0 if aborted. In a call's first round, clears *matching if the
  * rank has a different call, or has received a different one. */
-static int wait_for_signal(const struct mpicoll_shared *shared, struct signal *signal,
+static int wait_for_signal(struct mpicoll_shared *shared, uint32_t rank, uint32_t k,
                            uint32_t target, int *matching)
 {
     struct header *mine = header(shared, shared->me);
-    if (!wait_for(shared, &signal->counter, target))
+    if (target != shared->round + 1)
+        return wait_for(shared, &header(shared, rank)->ready[k].counter, target);
+
+    struct record *record = record_of(shared, rank, k, shared->calls);
+    if (!wait_for(shared, &record->number, shared->calls))
         return 0;
-    if (target == shared->round + 1) {
-        const struct call *call = &signal->calls[shared->calls % 2];
-        const uint32_t note = atomic_load_explicit(&call->note, memory_order_relaxed);
-        if (!matches(call, mine->signature, mine->count))
-            *matching = 0;
-        if (note > mine->note)
-            mine->note = note;
-    }
+    if (load(&record->earlier) != shared->earlier)
+        return close_mismatched(shared);
+    if (!matches(record, mine->signature, mine->count))
+        *matching = 0;
+    const uint32_t note = atomic_load_explicit(&record->note, memory_order_relaxed);
+    mine->note = note > mine->note ? note : mine->note;
     return 1;
 }
 
@@ -558,19 +672,25 @@ static int wait_for_all(struct mpicoll_shared *shared, uint32_t target)
 
     if (n <= shared->flat_max_ranks) {
         for (uint32_t i = 1; i < n; i++)
-            if (!wait_for_signal(shared, &header(shared, (me + i) % n)->ready[0], target,
-                                 &matching))
+            if (!wait_for_signal(shared, (me + i) % n, 0, target, &matching))
                 return LEFT;
     } else {
         for (uint32_t k = 0, distance = 1; distance < n; k++, distance *= 2) {
-            if (!wait_for_signal(shared, &header(shared, (me + n - distance) % n)->ready[k], target,
-                                 &matching))
+            if (!wait_for_signal(shared, (me + n - distance) % n, k, target, &matching))
                 return LEFT;
             if (2 * distance < n) /* even after a mismatch: other ranks wait for this signal */
                 signal_ready(shared, k + 1, target, matching);
         }
     }
-    return matching ? 1 : end_mismatched(shared, target - 1);
+    if (!matching)
+        return end_mismatched(shared, target - 1);
+    if (target == shared->round + 1) { /* all ranks have finished the earlier calls */
+        shared->returned = shared->round;
+        shared->compared = shared->calls;
+    } else {
+        shared->returned = target - 2;
+    }
+    return 1;
 }
 
 /* As wait_for_all in a call with a trial. */
@@ -588,22 +708,32 @@ static int wait_in_trial(struct mpicoll_shared *shared, uint32_t target,
     return result;
 }
 
-/* Reads the record of a rank's call after a collective mismatch. */
-EXPORT void mpicoll_shared_call(const struct mpicoll_shared *shared, uint32_t rank,
-                                uint64_t *signature, uint64_t *count)
+/* Returns the number of the first call that does not match on all ranks, of the calls that were not
+ * compared before; or of the last call. */
+EXPORT uint32_t mpicoll_shared_mismatch(const struct mpicoll_shared *shared)
 {
-    const struct call *call = &header(shared, rank)->ready[0].calls[shared->calls % 2];
-    *signature = load(&call->signature);
-    *count = load(&call->count);
+    for (uint32_t call = shared->compared + 1; !reached(call, shared->calls); call++)
+        for (uint32_t rank = 0; rank < shared->n; rank++)
+            if (atomic_load(&record_of(shared, rank, 0, call)->number.value) == call &&
+                !same_call(shared, rank, call))
+                return call;
+    return shared->calls;
 }
 
-/* Closes the group for all ranks: every rank that waits, or that will wait, returns 0. No call may
- * follow, and the data of interrupted calls is undefined. */
-EXPORT void mpicoll_shared_close(struct mpicoll_shared *shared)
+/* Reads a rank's record of a call after a collective mismatch. Returns 0 if it has none (yet). */
+EXPORT int mpicoll_shared_call(const struct mpicoll_shared *shared, uint32_t rank, uint32_t call,
+                               uint64_t *signature, uint64_t *count)
 {
-    unsigned open = 0;
-    atomic_compare_exchange_strong(&header(shared, 0)->closed_by, &open, shared->me + 1);
-    atomic_store(&shared->aborted, 1);
+    const struct record *record = record_of(shared, rank, 0, call);
+    *signature = load(&record->signature);
+    *count = load(&record->count);
+    return atomic_load(&record->number.value) == call;
+}
+
+/* Returns 1 if the group was closed after a lazy call that did not match. */
+EXPORT int mpicoll_shared_is_mismatched(const struct mpicoll_shared *shared)
+{
+    return (int)atomic_load(&header(shared, 0)->is_mismatched);
 }
 
 /* Returns the rank that has closed the group, or -1. */
@@ -657,11 +787,14 @@ static int all_reduce(const struct mpicoll_plan *plan, const struct list *list, 
     const uint32_t other = (me + 1) % n;
     const char *sources[n];
 
-    mpicoll_trial_begin(shared, number, plan->signature, count, &trial);
+    if (!mpicoll_trial_begin(shared, number, plan->signature, count, &trial))
+        return 0;
     for (size_t i = 0; i < rounds + (split ? 2 : 1); i++) {
         if (i < rounds) {
             const struct piece piece = piece_of(count, step, i);
-            char *into = slot(shared, me, base + (uint32_t)i);
+            char *into = slot(shared, LARGE, me, base + (uint32_t)i);
+            if (!wait_for_slot(shared, base + (uint32_t)i, SLOTS - 1))
+                return 0;
             if (split) { /* all but this rank's share */
                 for (uint32_t rank = 0; rank < n; rank++) {
                     const size_t start = share_start(piece, size, n, rank);
@@ -682,7 +815,7 @@ static int all_reduce(const struct mpicoll_plan *plan, const struct list *list, 
                 const uint32_t rank = (me + k) % n, round = base + (uint32_t)i - 2;
                 const size_t start = share_start(piece, size, n, rank);
                 const size_t end = share_start(piece, size, n, rank + 1);
-                if (!wait_for(shared, &header(shared, rank)->combined, round + 1))
+                if (!wait_for(shared, &header(shared, rank)->combined.counter, round + 1))
                     return 0;
                 copy_from_slot(list, size, piece.start + start, piece.start + end,
                                result_slot(shared, rank, me, round, start * size),
@@ -703,7 +836,7 @@ static int all_reduce(const struct mpicoll_plan *plan, const struct list *list, 
                 char *out = gather_numbers(list, size, from, &to, beside);
                 until = to - piece.start;
                 for (uint32_t rank = 0; rank < n; rank++)
-                    sources[rank] = rank == me ? out : slot(shared, rank, round) + at * size;
+                    sources[rank] = rank == me ? out : slot(shared, LARGE, rank, round) + at * size;
                 mpicoll_combine(plan->format, plan->operation, sources, n, out, until - at,
                                 plan->divisor);
                 if (split) /* with two ranks, `other` is the only one */
@@ -712,8 +845,8 @@ static int all_reduce(const struct mpicoll_plan *plan, const struct list *list, 
                 copy_from_slot(list, size, from, to, out, 0);
             }
             if (!split)
-                swap_slots(shared, round);
-            count_up(&mine->combined, round + 1);
+                swap_slots(shared, LARGE, round);
+            count_up(&mine->combined.counter, round + 1);
         }
     }
     shared->round = base + (uint32_t)rounds;
@@ -758,18 +891,32 @@ static size_t place_of(size_t places, size_t n, size_t rank, size_t k)
 /* Returns the numbers of a piece of a rank's block, from number `at` of the piece on. This rank's
  * own block: see gather_numbers. */
 static const char *source_of(const struct mpicoll_plan *plan, const struct get *get,
-                             const struct list *puts, uint32_t round, size_t places, size_t room,
-                             struct piece piece, size_t at, size_t *until, char *beside)
+                             const struct list *puts, enum ring ring, uint32_t round,
+                             size_t places, size_t room, struct piece piece, size_t at,
+                             size_t *until, char *beside)
 {
     const struct mpicoll_shared *shared = plan->shared;
     if (get->rank != shared->me)
-        return slot(shared, (uint32_t)get->rank, round) +
+        return slot(shared, ring, (uint32_t)get->rank, round) +
                place_of(places, shared->n, get->rank, get->place) * room + at * plan->size;
     size_t end = piece.start + *until;
     const char *found =
         gather_numbers(&puts[get->place], plan->size, piece.start + at, &end, beside);
     *until = end - piece.start;
     return found;
+}
+
+/* Waits in a lazy call until the ranks of the blocks that this rank receives have filled their slots
+ * for round `target` - 1. Returns 0 if aborted, or if their calls do not match. */
+static int wait_for_sources(struct mpicoll_shared *shared, const struct get *gets, size_t n_gets,
+                            uint32_t target)
+{
+    int matching = 1;
+    for (size_t k = 0; k < n_gets; k++)
+        if (gets[k].rank != shared->me &&
+            !wait_for_signal(shared, (uint32_t)gets[k].rank, 0, target, &matching))
+            return 0;
+    return matching ? 1 : close_mismatched(shared);
 }
 
 /* Any collective: ranks publish blocks in their slots, and receive blocks of other ranks. A round
@@ -788,19 +935,29 @@ static int exchange(const struct mpicoll_plan *plan, size_t places, size_t most,
     struct mpicoll_shared *shared = plan->shared;
     const uint32_t n = shared->n, me = shared->me, base = shared->round;
     const size_t size = plan->size, parts = places == n && n > 1 ? n - 1 : places;
-    const size_t room = shared->slot / parts / LINE * LINE, step = room / size;
-    const size_t rounds = most ? (most + step - 1) / step : 1;
     struct mpicoll_trial trial = mpicoll_choose(plan->choices, call_bytes(plan, most), 0,
                                                 STREAM_SLOTS | STREAM_OUT | plan->other_ways);
+    /* All ranks must receive the notes of a trial. */
+    const int lazy = (plan->has_src || plan->has_dst || plan->prefix) && !trial.has_note;
+    const enum ring ring =
+        lazy && rounded(most * size, LINE) * parts <= SMALL_SLOT_BYTES ? SMALL : LARGE;
+    const uint32_t lead = ring == SMALL ? MAX_LEAD : SLOTS - 1;
+    const size_t room = (ring == SMALL ? SMALL_SLOT_BYTES : shared->slot) / parts / LINE * LINE;
+    const size_t step = room / size, rounds = most ? (most + step - 1) / step : 1;
     const int past_caches = trial.way & STREAM_SLOTS, out_past_caches = trial.way & STREAM_OUT;
     struct header *mine = header(shared, me);
     _Alignas(LINE) char beside[BLOCK_BYTES], result[BLOCK_BYTES];
     const char *sources[n_gets + 1];
 
-    mpicoll_trial_begin(shared, number, signature, total, &trial);
+    if (!begin(shared, number, signature, total, trial.note, ring))
+        return 0;
+    if (lazy)
+        mpicoll_trial_agreed(&trial, 0);
     for (size_t i = 0; i <= rounds; i++) {
         if (i < rounds) {
-            char *into = slot(shared, me, base + (uint32_t)i);
+            char *into = slot(shared, ring, me, base + (uint32_t)i);
+            if (!wait_for_slot(shared, base + (uint32_t)i, lead))
+                return 0;
             for (size_t k = 0; k < n_puts; k++) {
                 if (places == n && n > 1 && k == me)
                     continue; /* no other rank receives it */
@@ -813,7 +970,8 @@ static int exchange(const struct mpicoll_plan *plan, size_t places, size_t most,
         if (i < 1)
             continue;
         const uint32_t round = base + (uint32_t)i - 1;
-        if (wait_in_trial(shared, round + 1, &trial) <= 0)
+        if (lazy ? !wait_for_sources(shared, gets, n_gets, round + 1)
+                 : wait_in_trial(shared, round + 1, &trial) <= 0)
             return 0;
         if (plan->format >= 0 && n_gets) {
             const struct list *into = &gets[0].block;
@@ -825,8 +983,8 @@ static int exchange(const struct mpicoll_plan *plan, size_t places, size_t most,
                 until = to - piece.start;
                 for (size_t k = 0; k < n_gets; k++) /* this rank's own arrays have the same sizes */
                     sources[k] =
-                        source_of(plan, &gets[k], puts, round, places, room, piece, at, &until,
-                                  beside);
+                        source_of(plan, &gets[k], puts, ring, round, places, room, piece, at,
+                                  &until, beside);
                 mpicoll_combine(plan->format, plan->operation, sources, n_gets, out, until - at,
                                 plan->divisor);
                 copy_from_slot(into, size, from, piece.start + until, out, 0);
@@ -840,15 +998,15 @@ static int exchange(const struct mpicoll_plan *plan, size_t places, size_t most,
                 for (size_t at = 0, until; at < piece.count; at = until) {
                     until = at + length_of(piece, at, length_limit);
                     const char *from =
-                        source_of(plan, &gets[k], puts, round, places, room, piece, at, &until,
-                                  beside);
+                        source_of(plan, &gets[k], puts, ring, round, places, room, piece, at,
+                                  &until, beside);
                     copy_from_slot(into, size, piece.start + at, piece.start + until, from,
                                    out_past_caches);
                 }
             }
         }
-        swap_slots(shared, round);
-        count_up(&mine->combined, round + 1);
+        swap_slots(shared, ring, round);
+        count_up(&mine->combined.counter, round + 1);
     }
     shared->round = base + (uint32_t)rounds;
     mpicoll_trial_end(&trial, 0);
@@ -867,7 +1025,10 @@ static int exchange_blocks(const struct mpicoll_plan *plan, char *const *send, c
     const uint32_t ranks = plan->shared->n, me = plan->shared->me;
     const size_t places = plan->many_blocks ? ranks : 1;
     const size_t combined = plan->prefix ? me + (plan->prefix == 1) : ranks;
-    const size_t n_puts = plan->has_src && me != root ? 0 : places;
+    const int has_data = !plan->has_src || me == root;
+    /* No other rank receives from the last rank of a scan, nor from a destination root. */
+    const int publishes = has_data && !(plan->has_dst && me == root) &&
+                          !(plan->prefix && me == ranks - 1);
     const size_t n_gets = plan->has_src ? 1 : plan->has_dst && me != root ? 0 : combined;
     struct list puts[ranks];
     struct get gets[ranks];
@@ -876,13 +1037,13 @@ static int exchange_blocks(const struct mpicoll_plan *plan, char *const *send, c
         const struct list list = {recv, ends, n};
         return all_reduce(plan, &list, ends[n - 1], number);
     }
-    for (size_t k = 0; k < n_puts; k++)
+    for (size_t k = 0; has_data && k < places; k++)
         puts[k] = (struct list){send + k * n, ends, n};
     for (size_t k = 0; k < n_gets; k++) /* a combined result has one destination */
         gets[k] = (struct get){plan->has_src ? root : k,
                                plan->many_blocks ? me : 0,
                                {recv + (plan->format >= 0 ? 0 : k * n), ends, n}};
-    return exchange(plan, places, ends[n - 1], puts, n_puts, gets, n_gets, number,
+    return exchange(plan, places, ends[n - 1], puts, publishes ? places : 0, gets, n_gets, number,
                     plan->signature | (uint64_t)root << 24, ends[n - 1]);
 }
 
@@ -952,7 +1113,7 @@ enum { SPIN_BYTES = 512 << 10 };
 
 char *mpicoll_descriptor(const struct mpicoll_shared *shared, uint32_t rank)
 {
-    return slot(shared, rank, shared->round);
+    return slot(shared, LARGE, rank, shared->round);
 }
 
 int mpicoll_round_publish(struct mpicoll_shared *shared)
@@ -969,18 +1130,18 @@ int mpicoll_trial_publish(struct mpicoll_shared *shared, struct mpicoll_trial *t
 
 void mpicoll_round_end(const struct mpicoll_shared *shared)
 {
-    count_up(&header(shared, shared->me)->combined, shared->round + 1);
+    count_up(&header(shared, shared->me)->combined.counter, shared->round + 1);
 }
 
 int mpicoll_has_published(const struct mpicoll_shared *shared, uint32_t rank)
 {
-    return reached(atomic_load(&header(shared, rank)->ready[0].counter.value),
-                   shared->round + 1);
+    return reached(atomic_load(&record_of(shared, rank, 0, shared->calls)->number.value),
+                   shared->calls);
 }
 
 int mpicoll_has_ended(const struct mpicoll_shared *shared, uint32_t rank)
 {
-    return reached(atomic_load(&header(shared, rank)->combined.value), shared->round + 1);
+    return reached(atomic_load(&header(shared, rank)->combined.counter.value), shared->round + 1);
 }
 
 int mpicoll_round_wait(const struct mpicoll_shared *shared, size_t bytes)
@@ -992,7 +1153,7 @@ int mpicoll_round_wait(const struct mpicoll_shared *shared, size_t bytes)
         const uint32_t rank = (shared->me + i) % shared->n;
         for (uint64_t k = 0; k < spin_count && !mpicoll_has_ended(shared, rank); k++)
             relax();
-        if (!wait_for(shared, &header(shared, rank)->combined, shared->round + 1))
+        if (!wait_for(shared, &header(shared, rank)->combined.counter, shared->round + 1))
             return 0;
     }
     return 1;
@@ -1000,7 +1161,7 @@ int mpicoll_round_wait(const struct mpicoll_shared *shared, size_t bytes)
 
 void mpicoll_round_close(struct mpicoll_shared *shared)
 {
-    swap_slots(shared, shared->round);
+    swap_slots(shared, LARGE, shared->round);
     shared->round++;
 }
 
@@ -1008,8 +1169,8 @@ void mpicoll_round_close(struct mpicoll_shared *shared)
 EXPORT int mpicoll_shared_compare(struct mpicoll_shared *shared, uint32_t number,
                                   uint64_t signature, uint64_t count)
 {
-    mpicoll_round_begin(shared, number, signature, count);
-    if (mpicoll_round_publish(shared) <= 0)
+    if (!mpicoll_round_begin(shared, number, signature, count) ||
+        mpicoll_round_publish(shared) <= 0)
         return 0;
     mpicoll_round_end(shared);
     mpicoll_round_close(shared);
@@ -1059,7 +1220,8 @@ EXPORT int mpicoll_shared_all_to_all(struct mpicoll_plan *plan, const struct mpi
     int result = MOVED;
     (void)count, (void)root;
 
-    mpicoll_round_begin(shared, number, plan->signature, 0);
+    if (!mpicoll_round_begin(shared, number, plan->signature, 0))
+        return MISMATCHED;
     char *board = mpicoll_descriptor(shared, me);
     for (uint32_t k = 0; k < n; k++) {
         ((uint64_t *)board)[k] = send[k].count;

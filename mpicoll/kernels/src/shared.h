@@ -46,14 +46,14 @@ int mpicoll_run_by_slots(struct mpicoll_plan *plan, int chosen, mpicoll_lists_fu
 /* Returns a rank's descriptor in this round. */
 char *mpicoll_descriptor(const struct mpicoll_shared *shared, uint32_t rank);
 
-/* Sets the call record, which must match on all ranks. number: the group's call number, the same on
- * every rank. */
-void mpicoll_round_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
-                         uint64_t count);
+/* Sets the call record, which must match on all ranks, and waits until this rank's slot is free.
+ * number: the group's call number, the same on every rank. Returns 0 if this rank was aborted. */
+int mpicoll_round_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
+                        uint64_t count);
 
 /* As mpicoll_round_begin and mpicoll_round_publish, in a call with a trial. */
-void mpicoll_trial_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
-                         uint64_t count, const struct mpicoll_trial *trial);
+int mpicoll_trial_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
+                        uint64_t count, const struct mpicoll_trial *trial);
 int mpicoll_trial_publish(struct mpicoll_shared *shared, struct mpicoll_trial *trial);
 
 /* Publishes this rank's descriptor and waits until all other ranks have published theirs. Returns

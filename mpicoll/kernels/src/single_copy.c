@@ -260,8 +260,9 @@ static int run_or_use_slots(const struct mpicoll_copies *plan, const struct mpic
     struct mpicoll_trial trial = mpicoll_choose_copy(plan->slots, most);
 
     if (trial.way == BY_KERNEL) {
-        mpicoll_trial_begin(processes->shared, number, plan->signature | (uint64_t)root << 24,
-                            count, &trial);
+        if (!mpicoll_trial_begin(processes->shared, number, plan->signature | (uint64_t)root << 24,
+                                 count, &trial))
+            return MISMATCHED;
         memcpy(descriptor(processes, processes->me)->spans, spans,
                2 * processes->n * sizeof *spans);
         const int result = run(plan, &trial);

@@ -287,19 +287,18 @@ class Shared:
         if self._run(agree, self.pointer, call, kind, number):
             return True
         left = self._segment.aborted or self.kernels.shared_closed_by(self.pointer) >= 0
-        calls = self._calls()
-        if not left and all(is_comparison(each) for each, _ in calls):
+        if not left and all(call and is_comparison(call[0]) for call in self._calls()):
             return False
         raise self.failure()
 
-    def _calls(self) -> list[tuple[int, int]]:
-        """Return kind and count of each rank's call, after a mismatch."""
+    def _calls(self) -> list[tuple[int, int] | None]:
+        """Return kind and count of each rank's call, after a mismatch; None if it made none yet."""
         kind, count = ctypes.c_uint64(), ctypes.c_uint64()
-        found = []
+        at = ctypes.addressof(kind), ctypes.addressof(count)
+        found, number = [], self.kernels.shared_mismatch(self.pointer)
         for rank in range(self._segment.n):
-            at = ctypes.addressof(kind), ctypes.addressof(count)
-            self.kernels.shared_call(self.pointer, rank, *at)
-            found.append((kind.value, count.value))
+            made = self.kernels.shared_call(self.pointer, rank, number, *at)
+            found.append((kind.value, count.value) if made else None)
         return found
 
     def leave(self, alone: bool = True) -> None:
@@ -320,20 +319,29 @@ class Shared:
             return interruption
         closer = self.kernels.shared_closed_by(self.pointer)
         if self._segment.aborted or closer >= 0:
-            if self._group.error is None:
+            if self._group.error is None and self.kernels.shared_is_mismatched(self.pointer):
+                self._group.fail(self._mismatch(". The group cannot be used any more"))
+            elif self._group.error is None:
                 timeouts.fail_with_peer(self._group, closer)
             return self._group.failure()
         if self._group.compared:
             self._group.drop_last()
+        return self._mismatch()
+
+    def _mismatch(self, consequence: str = "") -> MismatchError:
         calls = self._calls()
-        texts = [describe(kind, count // _parts(kind)) for kind, count in calls]
+        texts = [
+            describe(call[0], call[1] // _parts(call[0])) if call else "no call yet"
+            for call in calls
+        ]
         own = texts[self._segment.me]
-        if any(is_list(kind) for kind, _ in calls):  # only its rank knows the sizes of a list
+        # Only its rank knows the sizes of a list.
+        if not consequence and any(call and is_list(call[0]) for call in calls):
             texts = control_messages.allgather(self._group.tested, own, str)
         rank = f"rank {self._segment.me} of group {self._group.group_name}"
         return MismatchError(
             f"{own.partition(' ')[0]} on {rank}: collective mismatch: the ranks made different "
-            f"calls: {describe_by_rank(texts)}"
+            f"calls: {describe_by_rank(texts)}{consequence}"
         )
 
 

@@ -21,6 +21,7 @@ from mpicoll.core.signature import encode_kind
 from mpicoll.dispatch import execute
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
+from mpicoll.failures import consistency
 from mpicoll.kernels import library
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes import tuning
@@ -335,6 +336,18 @@ def test_mismatch_of_a_lazy_call_is_raised_within_16_calls(world, call):
         with pytest.raises(MismatchError, match="cannot be used any more") as later:
             again()
         assert str(later.value) == str(error.value)
+
+
+@needs_2_ranks
+@needs
+@pytest.mark.parametrize("call", LAZY, ids=lambda call: call.__name__)
+def test_detail_compares_lazy_calls_before_they_run(world, call, monkeypatch):
+    """All ranks raise the error in the same call, and the group stays usable."""
+    monkeypatch.setattr(consistency, "_level", dist.DebugLevel.DETAIL)
+    team = sharing_team(f"in detail, {call.__name__}", world)
+    with pytest.raises(MismatchError, match=f"rank {team.me} of .*{LAZY[call]}"):
+        call(team, team.me == team.size - 1)
+    Call("broadcast", team, by_name["float32"], 300, None, team.size - 1).run()
 
 
 @needs_2_ranks

@@ -139,6 +139,7 @@ static struct mpicoll_plan plan_of(struct rank *rank, int combines)
         .numbers_per_element = 1,
         .format = combines ? mpicoll_format("int32") : -1,
         .operation = SUM,
+        .lazy = 1,
     };
 }
 

@@ -162,6 +162,7 @@ struct mpicoll_plan {
     int32_t many_blocks;        /* each rank sends n blocks, one for each rank, instead of one */
     int32_t has_src, has_dst;   /* only the root sends; only the root receives */
     int32_t prefix;             /* scan: a rank combines the ranks before it, and itself if 1 */
+    int32_t lazy;               /* with a root or `prefix`: wait for sources only, compare later */
     int32_t in_place;           /* all_reduce */
     /* Results. After WRONG_SIZE: the rank whose block for this one has another size, or n, and the
      * elements of that block. After NO_ROOM: elements of the largest block of all ranks. */
@@ -176,7 +177,8 @@ EXPORT const struct mpicoll_field mpicoll_plan_fields[] = {
     FIELD(mpicoll_plan, numbers_per_element), FIELD(mpicoll_plan, one_shot_max_bytes),
     FIELD(mpicoll_plan, other_ways), FIELD(mpicoll_plan, format),
     FIELD(mpicoll_plan, operation), FIELD(mpicoll_plan, many_blocks), FIELD(mpicoll_plan, has_src),
-    FIELD(mpicoll_plan, has_dst), FIELD(mpicoll_plan, prefix), FIELD(mpicoll_plan, in_place),
+    FIELD(mpicoll_plan, has_dst), FIELD(mpicoll_plan, prefix), FIELD(mpicoll_plan, lazy),
+    FIELD(mpicoll_plan, in_place),
     FIELD(mpicoll_plan, mismatch_rank), FIELD(mpicoll_plan, mismatch_count),
     FIELD(mpicoll_plan, max_count),
     END_OF_FIELDS,
@@ -938,7 +940,8 @@ static int exchange(const struct mpicoll_plan *plan, size_t places, size_t most,
     struct mpicoll_trial trial = mpicoll_choose(plan->choices, call_bytes(plan, most), 0,
                                                 STREAM_SLOTS | STREAM_OUT | plan->other_ways);
     /* All ranks must receive the notes of a trial. */
-    const int lazy = (plan->has_src || plan->has_dst || plan->prefix) && !trial.has_note;
+    const int lazy =
+        plan->lazy && (plan->has_src || plan->has_dst || plan->prefix) && !trial.has_note;
     const enum ring ring =
         lazy && rounded(most * size, LINE) * parts <= SMALL_SLOT_BYTES ? SMALL : LARGE;
     const uint32_t lead = ring == SMALL ? MAX_LEAD : SLOTS - 1;

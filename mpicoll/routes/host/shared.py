@@ -208,6 +208,7 @@ class Shared:
             has_src=primitive.root == "src",
             has_dst=primitive.root == "dst",
             prefix=PREFIXES.index(primitive.name) + 1 if primitive.name in PREFIXES else 0,
+            lazy=self._group.stride > 1,  # not if each call must be compared before it runs
             in_place=not (primitive.input or primitive.root),
         )
 

@@ -29,9 +29,7 @@ def call_plan(segment, one_shot=0, combines=True, **layout):
 
 def segments_of(memory, slot, n, flat):
     """Return the segment of each rank. Each rank polls every other rank if n <= ``flat``."""
-    return [
-        kernels.Segment(memory.ctypes.data, slot, n, rank, flat_max_ranks=flat) for rank in range(n)
-    ]
+    return [kernels.make_channels(memory.ctypes.data, slot, n, rank, flat) for rank in range(n)]
 
 
 def on_threads(rank, n):

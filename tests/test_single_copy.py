@@ -40,7 +40,7 @@ class Ranks:
         self.words = np.zeros(n, np.uint64)
         self.tokens = self.words.ctypes.data + 8 * np.arange(n, dtype=np.uint64)
         at = self.memory.ctypes.data
-        self.segments = [kernels.Segment(at, slot, n, me) for me in range(n)]
+        self.segments = [kernels.make_channels(at, slot, n, me)[0] for me in range(n)]
         self.all = [
             kernels.Processes(
                 ctypes.addressof(self.segments[me]), self.pids[me].ctypes.data,

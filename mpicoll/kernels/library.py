@@ -55,9 +55,9 @@ _FUNCTIONS = {
 
 class Kernels:
     """The functions of the C library at ``path``; raises OSError or AttributeError if it is not
-    this library. ``combine_with_gil`` is combine called with the GIL held. ``Segment``,
-    ``CallPlan``, ``Processes`` and ``Copies`` are the structures ``mpicoll_shared``,
-    ``mpicoll_plan``, ``mpicoll_processes`` and ``mpicoll_copies``.
+    this library. ``combine_with_gil`` is combine called with the GIL held. ``CallPlan``,
+    ``Processes`` and ``Copies`` are the structures ``mpicoll_plan``, ``mpicoll_processes`` and
+    ``mpicoll_copies``.
     """
 
     def __init__(self, path: str) -> None:
@@ -65,10 +65,24 @@ class Kernels:
         for name in _FUNCTIONS:
             setattr(self, name, _function(library, name))
         self.combine_with_gil = _function(ctypes.PyDLL(path), "combine")
-        self.Segment = _structure(library, "shared")
+        self._Channel = _structure(library, "shared")
         self.CallPlan = _structure(library, "plan")
         self.Processes = _structure(library, "processes")
         self.Copies = _structure(library, "copies")
+
+    def make_channels(
+        self, base: int, slot: int, n: int, me: int, flat_max_ranks: int = 0, count: int = 1
+    ) -> Any:
+        """Return the handles of a segment of ``count`` channels at address ``base``: an array of
+        ``mpicoll_shared``.
+        """
+        channels, region = (self._Channel * count)(), self.shared_region(slot, n)
+        for number, channel in enumerate(channels):
+            channel.base, channel.stride = base + number * region, count * region
+            channel.first, channel.channels = ctypes.addressof(channels), count
+            channel.slot, channel.n, channel.me = slot, n, me
+            channel.flat_max_ranks = flat_max_ranks
+        return channels
 
     if TYPE_CHECKING:
 

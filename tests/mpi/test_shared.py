@@ -250,11 +250,10 @@ def test_round_counters_wrap_around(world, barrier_kind, monkeypatch):
         return
     hold = team.group.resources.find("shared")._segment
     close = 2**32 - 6
-    region = library.kernels.shared_region(hold.slot, hold.n)
     team.group.inner.Barrier()  # MPI's barrier, because mpicoll's barrier would use these counters
     # Counters of the dissemination barrier and of reductions, after 8 rings of 32 call records.
     for line in range(256, 265):
-        ctypes.c_uint32.from_address(hold.base + hold.me * region + 64 * line).value = close
+        ctypes.c_uint32.from_address(hold.base + hold.me * hold.stride + 64 * line).value = close
     hold.round = hold.returned = close
     team.group.inner.Barrier()
     for count in (40, 20, 300, 40, 1000):
@@ -340,6 +339,24 @@ def test_mismatch_of_a_lazy_call_is_raised_within_16_calls(world, call):
 
 @needs_2_ranks
 @needs
+@pytest.mark.parametrize("threads", [2, 3])
+def test_large_calls_on_several_threads(world, threads, monkeypatch):
+    """With processors for them, and among the ways that are tried."""
+    monkeypatch.setattr(shared_segment, "_processors", lambda: set(range(threads * world.size + 1)))
+    monkeypatch.setenv("OMP_NUM_THREADS", str(threads + world.me))
+    monkeypatch.setattr(tuning.job, "choose", "random")
+    team = group_of(f"{threads} threads", range(world.size))
+    for count in (70_000, 70_001, 1_000_003):
+        for name in ("all_reduce", *OTHERS):
+            op = ReduceOp.SUM if NAMES[name].reduces else None
+            for _ in range(4):
+                Call(name, team, by_name["float32"], count, op, count % team.size).run()
+    channels = team.group.resources.find("shared")._channels
+    assert len(channels) == threads and all(channel.calls > 10 for channel in channels)
+
+
+@needs_2_ranks
+@needs
 @pytest.mark.parametrize("call", LAZY, ids=lambda call: call.__name__)
 def test_detail_compares_lazy_calls_before_they_run(world, call, monkeypatch):
     """All ranks raise the error in the same call, and the group stays usable."""
@@ -373,7 +390,7 @@ def no_memory(*_):
 
 
 FAILURES = {
-    "cannot_make": lambda patch: patch.setattr(shared_segment, "_made", lambda name, size: None),
+    "cannot_make": lambda patch: patch.setattr(shared_segment, "_made", lambda name: None),
     "cannot_open": lambda patch: patch.setattr(shared_segment, "_opened", lambda name, at: None),
     "no_memory": lambda patch: patch.setattr(os, "posix_fallocate", no_memory),
     "no_library": lambda patch: patch.setattr(shared, "kernels", None),

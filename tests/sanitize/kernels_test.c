@@ -40,6 +40,9 @@ static void *allocate(size_t size)
     return memory;
 }
 
+/* Channels of a group. */
+enum { CHANNELS = 3 };
+
 /* ---- A group of threads ------------------------------------------------------------------------ */
 
 struct group {
@@ -51,7 +54,7 @@ struct group {
 
 struct rank {
     struct group *group;
-    struct mpicoll_shared shared;
+    struct mpicoll_shared shared, channels[CHANNELS - 1];
     uint32_t number; /* of the last call */
     struct mpicoll_choices *choices; /* of all plans: the same calls on all ranks */
     uint32_t random;
@@ -65,10 +68,39 @@ static void delay(struct rank *rank)
         usleep(rank->random >> 8 & 255);
 }
 
+static void set_up_channel(struct rank *rank, char *base, size_t stride, uint32_t me, uint32_t c)
+{
+    struct mpicoll_shared *channel = &rank->shared + c;
+    /* Round and call numbers wrap around. */
+    *channel = (struct mpicoll_shared){.base = base,
+                                       .stride = stride,
+                                       .first = &rank->shared,
+                                       .channels = CHANNELS,
+                                       .slot = rank->group->slot,
+                                       .n = rank->group->n,
+                                       .me = me,
+                                       .round = START,
+                                       .calls = START,
+                                       .returned = START,
+                                       .compared = START,
+                                       .spin_count = me % 2 ? 50 : 0,
+                                       .flat_max_ranks = rank->group->flat_max_ranks};
+    struct header *mine = header(channel, me);
+    for (int k = 0; k < MAX_RANK_BITS; k++) {
+        atomic_store(&mine->ready[k].counter.value, START);
+        for (int j = 0; j < RECORD_COUNT; j++)
+            atomic_store(&mine->records[k][j].number.value, START);
+    }
+    atomic_store(&mine->combined.counter.value, START);
+    for (int k = 0; k < 2; k++)
+        atomic_store(&mine->announced[k].number.value, START);
+}
+
 static void run_ranks(uint32_t n, uint32_t flat_max_ranks, size_t slot, void *(*body)(void *))
 {
     struct group group = {.n = n, .flat_max_ranks = flat_max_ranks, .slot = slot};
-    const size_t region_size = mpicoll_shared_region(slot, n);
+    const size_t channel_size = mpicoll_shared_region(slot, n);
+    const size_t region_size = CHANNELS * channel_size;
     pthread_t threads[n];
     struct rank *ranks = allocate(n * sizeof *ranks);
 
@@ -84,24 +116,9 @@ static void run_ranks(uint32_t n, uint32_t flat_max_ranks, size_t slot, void *(*
         ranks[me].choices = calloc(1, sizeof *ranks[me].choices);
         CHECK(ranks[me].choices);
         ranks[me].choices->is_random = flat_max_ranks == n;
-        ranks[me].shared = (struct mpicoll_shared){.base = memory,
-                                                   .slot = slot,
-                                                   .n = n,
-                                                   .me = me,
-                                                   .spin_count = me % 2 ? 50 : 0,
-                                                   .flat_max_ranks = flat_max_ranks};
-        /* Round and call numbers wrap around. */
-        ranks[me].number = ranks[me].shared.round = START;
-        struct header *mine = header(&ranks[me].shared, me);
-        ranks[me].shared.calls = ranks[me].shared.compared = ranks[me].shared.returned = START;
-        for (int k = 0; k < MAX_RANK_BITS; k++) {
-            atomic_store(&mine->ready[k].counter.value, START);
-            for (int j = 0; j < RECORD_COUNT; j++)
-                atomic_store(&mine->records[k][j].number.value, START);
-        }
-        atomic_store(&mine->combined.counter.value, START);
-        for (int k = 0; k < 2; k++)
-            atomic_store(&mine->announced[k].number.value, START);
+        ranks[me].number = START;
+        for (uint32_t c = 0; c < CHANNELS; c++)
+            set_up_channel(&ranks[me], memory + c * channel_size, region_size, me, c);
     }
     for (uint32_t me = 0; me < n; me++)
         CHECK(!pthread_create(&threads[me], NULL, body, &ranks[me]));
@@ -370,8 +387,17 @@ static void *run_lazy(void *argument)
 
 static void *run_large(void *argument)
 {
-    copy_large(argument, 0);
-    copy_large(argument, 3);
+    static const int layouts[] = {COMBINED | IN_PLACE, FROM_ROOT, TO_ROOT | COMBINED, TO_ROOT, 0,
+                                  FROM_ROOT | MANY,    MANY,      MANY | COMBINED, COMBINED | SCAN};
+    struct rank *rank = argument;
+
+    copy_large(rank, 0);
+    copy_large(rank, 3);
+    for (size_t k = 0; k < 4 * sizeof layouts / sizeof *layouts; k++) {
+        delay(rank);
+        try_blocks(rank, 100000 + k, layouts[k / 4], 0);
+    }
+    CHECK(rank->channels[0].calls - START > 3 && rank->channels[0].calls - START < 33);
     return NULL;
 }
 
@@ -516,6 +542,7 @@ int main(void)
         run_ranks(n, n, 4096, run_lazy);
     }
     run_ranks(2, 2, 65536, run_large);
+    run_ranks(3, 3, 65536, run_large);
     run_ranks(3, 3, 4096, run_left);
     run_ranks(7, 0, 4096, run_left);
     puts("threads as ranks, the time limit: passed");

@@ -37,6 +37,7 @@ static const struct candidate {
     {STREAM_OUT, 8 << 20, NO_LIMIT, 32 << 20},
     {STREAM_SLOTS | STREAM_OUT, 8 << 20, NO_LIMIT, NO_LIMIT},
     {BY_KERNEL, 16 << 10, NO_LIMIT, 512 << 10},
+    {PARALLEL, 256 << 10, NO_LIMIT, 1 << 20},
 };
 enum { CANDIDATE_COUNT = sizeof candidates / sizeof *candidates, CLASS_COUNT = 40 };
 
@@ -99,7 +100,7 @@ static void choose(struct mpicoll_trial *trial, const uint32_t *found, uint32_t 
         const uint32_t past = choice->calls - choice->next - 1;
         trial->candidate = found[past % n];
         trial->is_timed = 1;
-        trial->is_last = past == passes * n - 1;
+        trial->is_last = past >= passes * n - 1;
     } else {
         for (uint32_t i = 0; i < n; i++)
             if (choice->trials[found[i]] && choice->median[found[i]] < least) {

@@ -11,7 +11,8 @@ enum {
     ONE_SHOT = 1,     /* all_reduce: every rank combines all elements, not only its share */
     STREAM_SLOTS = 2, /* non-temporal stores into slots */
     STREAM_OUT = 4,   /* non-temporal stores into the result */
-    BY_KERNEL = 8     /* one copy by the kernel, see single_copy.c */
+    BY_KERNEL = 8,    /* one copy by the kernel, see single_copy.c */
+    PARALLEL = 16     /* on several threads */
 };
 
 struct mpicoll_choices;

@@ -42,11 +42,16 @@
  * Of call records, a rank keeps RECORD_COUNT: another rank may read the record of call c until it
  * has finished call c + MAX_LEAD, and no rank is more than MAX_LEAD calls ahead of another.
  *
+ * Large calls may run on several threads (parallel.c): each one runs a part of every block as a call
+ * of its own in a *channel*, which has its own slots and counters. All ranks compare their calls
+ * before, because a rank with another call would not use the channels.
+ *
  * Round numbers continue from call to call, so a rank may begin a call while other ranks still
  * finish the previous one. Counters only grow; they have 32 bits, wrap around, and are compared by
  * their difference. */
 
 #include "kernels.h"
+#include "parallel.h"
 #include "shared.h"
 
 #include <errno.h>
@@ -121,9 +126,13 @@ struct header {
     uint32_t note;                            /* the maximum of those received */
 };
 
-/* A rank's handle of a segment; mpicoll/routes/host/shared.py mirrors it. */
+/* A rank's handle of a channel of a segment. The handles of all channels are consecutive.
+ * mpicoll/routes/host/shared.py mirrors it. */
 struct mpicoll_shared {
-    char *base;              /* address at which the segment is mapped */
+    char *base;              /* address of rank 0's region */
+    size_t stride;           /* bytes from a rank's region to the next one's */
+    struct mpicoll_shared *first; /* the handle of the first channel */
+    uint32_t channels;
     size_t slot;             /* size of a slot in bytes, a multiple of LINE */
     uint32_t n, me;          /* number of ranks, and this rank */
     uint32_t round;          /* rounds finished */
@@ -138,7 +147,8 @@ struct mpicoll_shared {
 };
 
 EXPORT const struct mpicoll_field mpicoll_shared_fields[] = {
-    FIELD(mpicoll_shared, base), FIELD(mpicoll_shared, slot), FIELD(mpicoll_shared, n),
+    FIELD(mpicoll_shared, base), FIELD(mpicoll_shared, stride), FIELD(mpicoll_shared, first),
+    FIELD(mpicoll_shared, channels), FIELD(mpicoll_shared, slot), FIELD(mpicoll_shared, n),
     FIELD(mpicoll_shared, me), FIELD(mpicoll_shared, round), FIELD(mpicoll_shared, calls),
     FIELD(mpicoll_shared, spin_count), FIELD(mpicoll_shared, aborted),
     FIELD(mpicoll_shared, flat_max_ranks), FIELD(mpicoll_shared, swapped),
@@ -196,7 +206,7 @@ static size_t share_slot(size_t slot, size_t n)
     return n == 2 ? 0 : rounded(slot / n, LINE) + LINE;
 }
 
-/* Returns the size of one rank's region in bytes; a segment has n regions. */
+/* Returns the size of one rank's region in bytes; a channel has n regions. */
 EXPORT size_t mpicoll_shared_region(size_t slot, size_t n)
 {
     return rounded(rounded(sizeof(struct header), PAGE) + SMALL_SLOTS * SMALL_SLOT_BYTES +
@@ -206,7 +216,7 @@ EXPORT size_t mpicoll_shared_region(size_t slot, size_t n)
 
 static char *region(const struct mpicoll_shared *shared, uint32_t rank)
 {
-    return shared->base + rank * mpicoll_shared_region(shared->slot, shared->n);
+    return shared->base + rank * shared->stride;
 }
 
 static struct header *header(const struct mpicoll_shared *shared, uint32_t rank)
@@ -294,7 +304,7 @@ static int reached(unsigned value, uint32_t target)
 
 int mpicoll_is_aborted(const struct mpicoll_shared *shared)
 {
-    return atomic_load(&shared->aborted) || atomic_load(&header(shared, 0)->closed_by);
+    return atomic_load(&shared->first->aborted) || atomic_load(&header(shared->first, 0)->closed_by);
 }
 
 /* Called during long waits, on the thread that has set it. Returns 1 if a signal handler has
@@ -344,7 +354,7 @@ static int wait_until(const struct mpicoll_shared *shared, struct counter *count
             sleep_while(counter, value,
                         end - time < sleep_limit_ns ? end - time : sleep_limit_ns) &&
             signal_handler_raised()) {
-            atomic_store((atomic_uint *)&shared->aborted, 1);
+            atomic_store(&shared->first->aborted, 1);
             return 0; /* the exception of the handler takes precedence */
         }
     }
@@ -545,8 +555,8 @@ static int same_call(const struct mpicoll_shared *shared, uint32_t rank, uint32_
 /* Closes the group after calls that did not match. Returns 0. */
 static int close_mismatched(struct mpicoll_shared *shared)
 {
-    atomic_store(&header(shared, 0)->is_mismatched, 1);
-    mpicoll_shared_close(shared);
+    atomic_store(&header(shared->first, 0)->is_mismatched, 1);
+    mpicoll_shared_close(shared->first);
     return 0;
 }
 
@@ -771,25 +781,24 @@ static size_t share_start(struct piece piece, size_t size, size_t n, size_t rank
 /* list = (rank 0's list op rank 1's op ...) / divisor on every rank, of `count` numbers.
  *
  * number: the group's call number, the same on every rank.
+ * trial:  with the call's way.
  * Returns 0 without a result on all ranks after a collective mismatch, and on this rank if it was
  * aborted, after which it must not use the segment. */
 static int all_reduce(const struct mpicoll_plan *plan, const struct list *list, size_t count,
-                      uint32_t number)
+                      uint32_t number, struct mpicoll_trial *trial)
 {
     struct mpicoll_shared *shared = plan->shared;
     const uint32_t n = shared->n, me = shared->me, base = shared->round;
     const size_t size = plan->size, step = shared->slot / size;
     const size_t rounds = count ? (count + step - 1) / step : 1;
-    struct mpicoll_trial trial = mpicoll_choose(plan->choices, count * size, plan->one_shot_max_bytes,
-                                                ONE_SHOT | STREAM_SLOTS | STREAM_OUT);
-    const int split = !(trial.way & ONE_SHOT); /* each rank combines its share only */
-    const int past_caches = trial.way & STREAM_SLOTS, out_past_caches = trial.way & STREAM_OUT;
+    const int split = !(trial->way & ONE_SHOT); /* each rank combines its share only */
+    const int past_caches = trial->way & STREAM_SLOTS, out_past_caches = trial->way & STREAM_OUT;
     struct header *mine = header(shared, me);
     _Alignas(LINE) char beside[BLOCK_BYTES];
     const uint32_t other = (me + 1) % n;
     const char *sources[n];
 
-    if (!mpicoll_trial_begin(shared, number, plan->signature, count, &trial))
+    if (!mpicoll_trial_begin(shared, number, plan->signature, count, trial))
         return 0;
     for (size_t i = 0; i < rounds + (split ? 2 : 1); i++) {
         if (i < rounds) {
@@ -829,7 +838,7 @@ static int all_reduce(const struct mpicoll_plan *plan, const struct list *list, 
             const uint32_t round = base + (uint32_t)i - 1;
             const size_t start = split ? share_start(piece, size, n, me) : 0;
             const size_t end = split ? share_start(piece, size, n, me + 1) : piece.count;
-            if (wait_in_trial(shared, round + 1, &trial) <= 0)
+            if (wait_in_trial(shared, round + 1, trial) <= 0)
                 return 0;
             for (size_t at = start, until; at < end; at = until) {
                 const size_t from = piece.start + at;
@@ -852,7 +861,7 @@ static int all_reduce(const struct mpicoll_plan *plan, const struct list *list, 
         }
     }
     shared->round = base + (uint32_t)rounds;
-    mpicoll_trial_end(&trial, 0);
+    mpicoll_trial_end(trial, 0);
     return 1;
 }
 
@@ -932,30 +941,29 @@ static int wait_for_sources(struct mpicoll_shared *shared, const struct get *get
  * The rest is as in all_reduce; counts are in numbers. */
 static int exchange(const struct mpicoll_plan *plan, size_t places, size_t most,
                     const struct list *puts, size_t n_puts, const struct get *gets, size_t n_gets,
-                    uint32_t number, uint64_t signature, uint64_t total)
+                    uint32_t number, uint64_t signature, uint64_t total,
+                    struct mpicoll_trial *trial)
 {
     struct mpicoll_shared *shared = plan->shared;
     const uint32_t n = shared->n, me = shared->me, base = shared->round;
     const size_t size = plan->size, parts = places == n && n > 1 ? n - 1 : places;
-    struct mpicoll_trial trial = mpicoll_choose(plan->choices, call_bytes(plan, most), 0,
-                                                STREAM_SLOTS | STREAM_OUT | plan->other_ways);
     /* All ranks must receive the notes of a trial. */
     const int lazy =
-        plan->lazy && (plan->has_src || plan->has_dst || plan->prefix) && !trial.has_note;
+        plan->lazy && (plan->has_src || plan->has_dst || plan->prefix) && !trial->has_note;
     const enum ring ring =
         lazy && rounded(most * size, LINE) * parts <= SMALL_SLOT_BYTES ? SMALL : LARGE;
     const uint32_t lead = ring == SMALL ? MAX_LEAD : SLOTS - 1;
     const size_t room = (ring == SMALL ? SMALL_SLOT_BYTES : shared->slot) / parts / LINE * LINE;
     const size_t step = room / size, rounds = most ? (most + step - 1) / step : 1;
-    const int past_caches = trial.way & STREAM_SLOTS, out_past_caches = trial.way & STREAM_OUT;
+    const int past_caches = trial->way & STREAM_SLOTS, out_past_caches = trial->way & STREAM_OUT;
     struct header *mine = header(shared, me);
     _Alignas(LINE) char beside[BLOCK_BYTES], result[BLOCK_BYTES];
     const char *sources[n_gets + 1];
 
-    if (!begin(shared, number, signature, total, trial.note, ring))
+    if (!begin(shared, number, signature, total, trial->note, ring))
         return 0;
     if (lazy)
-        mpicoll_trial_agreed(&trial, 0);
+        mpicoll_trial_agreed(trial, 0);
     for (size_t i = 0; i <= rounds; i++) {
         if (i < rounds) {
             char *into = slot(shared, ring, me, base + (uint32_t)i);
@@ -974,7 +982,7 @@ static int exchange(const struct mpicoll_plan *plan, size_t places, size_t most,
             continue;
         const uint32_t round = base + (uint32_t)i - 1;
         if (lazy ? !wait_for_sources(shared, gets, n_gets, round + 1)
-                 : wait_in_trial(shared, round + 1, &trial) <= 0)
+                 : wait_in_trial(shared, round + 1, trial) <= 0)
             return 0;
         if (plan->format >= 0 && n_gets) {
             const struct list *into = &gets[0].block;
@@ -1012,18 +1020,21 @@ static int exchange(const struct mpicoll_plan *plan, size_t places, size_t most,
         count_up(&mine->combined.counter, round + 1);
     }
     shared->round = base + (uint32_t)rounds;
-    mpicoll_trial_end(&trial, 0);
+    mpicoll_trial_end(trial, 0);
     return 1;
 }
 
-/* The collectives whose blocks all have the same size.
- *
- * send, recv: blocks to publish and destinations, in rank order, of n arrays each. Not read
- *             if this rank does not send or does not receive. all_reduce uses `recv` only.
- * ends:       each array's end, as an index of the block's numbers.
- * root:       for operations with a root; the rest is as in all_reduce. */
-static int exchange_blocks(const struct mpicoll_plan *plan, char *const *send, char *const *recv,
-                           const size_t *ends, size_t n, uint32_t root, uint32_t number)
+/* Returns the ways of a plan's calls through slots. in_one: each block is a single array. */
+static int allowed_ways(const struct mpicoll_plan *plan, int in_one)
+{
+    return (plan->in_place ? ONE_SHOT : 0) | STREAM_SLOTS | STREAM_OUT | plan->other_ways |
+           (in_one && plan->shared->channels > 1 ? PARALLEL : 0);
+}
+
+/* The collectives whose blocks all have the same size: see exchange_blocks. */
+static int run_blocks(const struct mpicoll_plan *plan, char *const *send, char *const *recv,
+                      const size_t *ends, size_t n, uint32_t root, uint32_t number,
+                      struct mpicoll_trial *trial)
 {
     const uint32_t ranks = plan->shared->n, me = plan->shared->me;
     const size_t places = plan->many_blocks ? ranks : 1;
@@ -1038,7 +1049,7 @@ static int exchange_blocks(const struct mpicoll_plan *plan, char *const *send, c
 
     if (plan->in_place) {
         const struct list list = {recv, ends, n};
-        return all_reduce(plan, &list, ends[n - 1], number);
+        return all_reduce(plan, &list, ends[n - 1], number, trial);
     }
     for (size_t k = 0; has_data && k < places; k++)
         puts[k] = (struct list){send + k * n, ends, n};
@@ -1047,7 +1058,80 @@ static int exchange_blocks(const struct mpicoll_plan *plan, char *const *send, c
                                plan->many_blocks ? me : 0,
                                {recv + (plan->format >= 0 ? 0 : k * n), ends, n}};
     return exchange(plan, places, ends[n - 1], puts, publishes ? places : 0, gets, n_gets, number,
-                    plan->signature | (uint64_t)root << 24, ends[n - 1]);
+                    plan->signature | (uint64_t)root << 24, ends[n - 1], trial);
+}
+
+/* A call whose blocks are divided between channels. */
+struct divided {
+    const struct mpicoll_plan *plan;
+    char *const *send, *const *recv;
+    size_t count;
+    uint32_t root, number;
+    atomic_uint failed;
+};
+
+/* Runs the part of a divided call in a channel. */
+static void run_channel(void *argument, uint32_t channel)
+{
+    struct divided *call = argument;
+    struct mpicoll_plan plan = *call->plan;
+    const uint32_t n = plan.shared->n, channels = plan.shared->channels;
+    const size_t share = rounded(rounded(call->count, channels) / channels, LINE);
+    const size_t start = channel * share < call->count ? channel * share : call->count;
+    const size_t count = call->count - start < share ? call->count - start : share;
+    char *send[n], *recv[n];
+
+    plan.shared += channel;
+    for (uint32_t k = 0; k < n; k++) {
+        send[k] = call->send[k] ? call->send[k] + start * plan.size : NULL;
+        recv[k] = call->recv[k] ? call->recv[k] + start * plan.size : NULL;
+    }
+    struct mpicoll_trial trial =
+        mpicoll_choose(NULL, call_bytes(&plan, count), 0, STREAM_SLOTS | STREAM_OUT);
+    if (!run_blocks(&plan, send, recv, &count, 1, call->root, call->number, &trial))
+        atomic_store(&call->failed, 1);
+}
+
+/* Runs pending signal handlers. */
+static void check_signals(void *argument)
+{
+    const struct divided *call = argument;
+    if (signal_handler_raised())
+        atomic_store(&call->plan->shared->first->aborted, 1);
+}
+
+/* The same on several threads. */
+static int run_divided(const struct mpicoll_plan *plan, char *const *send, char *const *recv,
+                       size_t count, uint32_t root, uint32_t number, struct mpicoll_trial *trial)
+{
+    struct mpicoll_shared *shared = plan->shared;
+    struct divided call = {plan, send, recv, count, root, number, 0};
+
+    if (!mpicoll_trial_begin(shared, number, plan->signature | (uint64_t)root << 24, count, trial) ||
+        mpicoll_trial_publish(shared, trial) <= 0)
+        return 0;
+    mpicoll_round_close(shared);
+    mpicoll_run_parts(run_channel, &call, shared->channels, check_signals);
+    mpicoll_trial_end(trial, 0);
+    return !atomic_load(&call.failed);
+}
+
+/* The collectives whose blocks all have the same size.
+ *
+ * send, recv: blocks to publish and destinations, in rank order, of n arrays each. Not read
+ *             if this rank does not send or does not receive. all_reduce uses `recv` only.
+ * ends:       each array's end, as an index of the block's numbers.
+ * root:       for operations with a root; the rest is as in all_reduce. */
+static int exchange_blocks(const struct mpicoll_plan *plan, char *const *send, char *const *recv,
+                           const size_t *ends, size_t n, uint32_t root, uint32_t number)
+{
+    const size_t count = ends[n - 1];
+    struct mpicoll_trial trial =
+        mpicoll_choose(plan->choices, call_bytes(plan, count), plan->one_shot_max_bytes,
+                       allowed_ways(plan, n == 1));
+    if (trial.way & PARALLEL)
+        return run_divided(plan, send, recv, count, root, number, &trial);
+    return run_blocks(plan, send, recv, ends, n, root, number, &trial);
 }
 
 /* The same for consecutive blocks of `count` elements; `send` and `recv` are equal for in-place
@@ -1076,10 +1160,10 @@ EXPORT int mpicoll_shared_lists(struct mpicoll_plan *plan, const struct mpicoll_
     const int takes = !plan->has_dst || me == root;
     char *from[n], *to[n];
 
-    for (size_t k = 0; gives && k < (plan->many_blocks ? n : 1); k++)
-        from[k] = send[k].data;
-    for (size_t k = 0; takes && k < (plan->has_src || plan->format >= 0 ? 1 : n); k++)
-        to[k] = recv[k].data;
+    for (size_t k = 0; k < n; k++) {
+        from[k] = gives && k < (plan->many_blocks ? n : 1) ? send[k].data : NULL;
+        to[k] = takes && k < (plan->has_src || plan->format >= 0 ? 1 : n) ? recv[k].data : NULL;
+    }
     return exchange_blocks(plan, from, to, &numbers, 1, root, number);
 }
 
@@ -1105,8 +1189,10 @@ EXPORT int mpicoll_shared_exchange(const struct mpicoll_plan *plan, size_t place
     for (size_t k = 0; k < n_gets; k++)
         to[k] = (struct get){
             gets[k].rank, gets[k].place, {&gets[k].data, &gets[k].count, 1}};
+    struct mpicoll_trial trial =
+        mpicoll_choose(plan->choices, call_bytes(plan, most), 0, allowed_ways(plan, 0));
     return exchange(plan, places, most, from, n_puts, to, n_gets, number,
-                    plan->signature | (uint64_t)root << 24, total);
+                    plan->signature | (uint64_t)root << 24, total, &trial);
 }
 
 /* ---- Rounds for data that does not go through slots, see shared.h ---------------------------- */
@@ -1133,7 +1219,7 @@ int mpicoll_trial_publish(struct mpicoll_shared *shared, struct mpicoll_trial *t
 
 void mpicoll_round_end(const struct mpicoll_shared *shared)
 {
-    count_up(&header(shared, shared->me)->combined.counter, shared->round + 1);
+    count_up(&header(shared, shared->me)->ready[0].counter, shared->round + 2);
 }
 
 int mpicoll_has_published(const struct mpicoll_shared *shared, uint32_t rank)
@@ -1144,7 +1230,7 @@ int mpicoll_has_published(const struct mpicoll_shared *shared, uint32_t rank)
 
 int mpicoll_has_ended(const struct mpicoll_shared *shared, uint32_t rank)
 {
-    return reached(atomic_load(&header(shared, rank)->combined.counter.value), shared->round + 1);
+    return reached(atomic_load(&header(shared, rank)->ready[0].counter.value), shared->round + 2);
 }
 
 int mpicoll_round_wait(const struct mpicoll_shared *shared, size_t bytes)
@@ -1156,7 +1242,7 @@ int mpicoll_round_wait(const struct mpicoll_shared *shared, size_t bytes)
         const uint32_t rank = (shared->me + i) % shared->n;
         for (uint64_t k = 0; k < spin_count && !mpicoll_has_ended(shared, rank); k++)
             relax();
-        if (!wait_for(shared, &header(shared, rank)->combined.counter, shared->round + 1))
+        if (!wait_for(shared, &header(shared, rank)->ready[0].counter, shared->round + 2))
             return 0;
     }
     return 1;
@@ -1165,7 +1251,8 @@ int mpicoll_round_wait(const struct mpicoll_shared *shared, size_t bytes)
 void mpicoll_round_close(struct mpicoll_shared *shared)
 {
     swap_slots(shared, LARGE, shared->round);
-    shared->round++;
+    shared->round += 2;
+    count_up(&header(shared, shared->me)->combined.counter, shared->round);
 }
 
 /* A call that only compares the call records. Returns 1 if all ranks match. */
@@ -1175,7 +1262,6 @@ EXPORT int mpicoll_shared_compare(struct mpicoll_shared *shared, uint32_t number
     if (!mpicoll_round_begin(shared, number, signature, count) ||
         mpicoll_round_publish(shared) <= 0)
         return 0;
-    mpicoll_round_end(shared);
     mpicoll_round_close(shared);
     return 1;
 }
@@ -1275,7 +1361,6 @@ EXPORT int mpicoll_shared_all_to_all(struct mpicoll_plan *plan, const struct mpi
                 memcpy(recv[from].data, data, sent[me] * size);
         }
     }
-    mpicoll_round_end(shared);
     mpicoll_round_close(shared);
     return result;
 }
@@ -1294,7 +1379,9 @@ int mpicoll_shared_all_to_all_rounds(struct mpicoll_plan *plan, const struct mpi
         puts[k] = (struct list){&send[k].data, &send[k].count, 1};
         gets[k] = (struct get){k, me, {&recv[k].data, &recv[k].count, 1}};
     }
-    return exchange(plan, n, plan->max_count, puts, n, gets, n, number, plan->signature, 0);
+    struct mpicoll_trial trial =
+        mpicoll_choose(plan->choices, call_bytes(plan, plan->max_count), 0, allowed_ways(plan, 0));
+    return exchange(plan, n, plan->max_count, puts, n, gets, n, number, plan->signature, 0, &trial);
 }
 
 /* The same for blocks of any size. */
@@ -1314,10 +1401,10 @@ size_t mpicoll_largest_block(const struct mpicoll_plan *plan)
     return plan->max_count;
 }
 
-struct mpicoll_trial mpicoll_choose_copy(const struct mpicoll_plan *plan, size_t most)
+struct mpicoll_trial mpicoll_choose_copy(const struct mpicoll_plan *plan, size_t most, int even)
 {
     return mpicoll_choose(plan->choices, call_bytes(plan, most), 0,
-                          STREAM_SLOTS | STREAM_OUT | BY_KERNEL);
+                          allowed_ways(plan, even) | BY_KERNEL);
 }
 
 int mpicoll_run_by_slots(struct mpicoll_plan *plan, int chosen, mpicoll_lists_function *by_slots,

@@ -1,8 +1,10 @@
 /* The interface of shared.c to other files.
  *
- * A call whose data does not go through slots takes one round, in which every rank publishes a
- * *descriptor*: its slot, which is free in this round. The call begins with mpicoll_round_begin and
- * mpicoll_round_publish, later calls mpicoll_round_end, and finally mpicoll_round_close. */
+ * A call whose data does not go through slots takes two rounds. In the first one every rank publishes
+ * a *descriptor*: its slot. The second one shows that the ranks have finished their parts, if others
+ * wait for that. The call begins with mpicoll_round_begin and mpicoll_round_publish, may call
+ * mpicoll_round_end and mpicoll_round_wait, and ends with mpicoll_round_close, after which this rank
+ * must not read other ranks' descriptors. */
 
 #ifndef MPICOLL_SHARED_H
 #define MPICOLL_SHARED_H
@@ -35,8 +37,8 @@ mpicoll_lists_function mpicoll_shared_lists, mpicoll_shared_all_to_all,
 size_t mpicoll_largest_block(const struct mpicoll_plan *plan);
 
 /* Chooses the way of a call that moves data through slots or by the kernel. most: elements of the
- * largest block of all ranks. */
-struct mpicoll_trial mpicoll_choose_copy(const struct mpicoll_plan *plan, size_t most);
+ * largest block of all ranks; even: all blocks have this size. */
+struct mpicoll_trial mpicoll_choose_copy(const struct mpicoll_plan *plan, size_t most, int even);
 
 /* Runs such a call through slots. chosen: because mpicoll_choose_copy chose that. */
 int mpicoll_run_by_slots(struct mpicoll_plan *plan, int chosen, mpicoll_lists_function *by_slots,
@@ -72,7 +74,7 @@ int mpicoll_has_ended(const struct mpicoll_shared *shared, uint32_t rank);
  * was aborted. */
 int mpicoll_round_wait(const struct mpicoll_shared *shared, size_t bytes);
 
-/* Ends the round. */
+/* Ends the rounds. */
 void mpicoll_round_close(struct mpicoll_shared *shared);
 
 /* Returns 1 if this rank must stop waiting: it was aborted, or a rank has closed the group. Checked

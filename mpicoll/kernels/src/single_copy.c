@@ -257,7 +257,8 @@ static int run_or_use_slots(const struct mpicoll_copies *plan, const struct mpic
                             size_t count, uint32_t root, uint32_t number)
 {
     const struct mpicoll_processes *processes = plan->processes;
-    struct mpicoll_trial trial = mpicoll_choose_copy(plan->slots, most);
+    struct mpicoll_trial trial =
+        mpicoll_choose_copy(plan->slots, most, by_slots == mpicoll_shared_lists);
 
     if (trial.way == BY_KERNEL) {
         if (!mpicoll_trial_begin(processes->shared, number, plan->signature | (uint64_t)root << 24,

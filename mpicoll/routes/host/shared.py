@@ -76,7 +76,13 @@ INLINE_WAIT_S = 1e-3
 
 _SLOTS = 4  # as in shared.c
 #: The ways of choice.h, by bit, and the number of size classes of choice.c: powers of two.
-_WAYS = {1: "one shot", 2: "slots past caches", 4: "result past caches", 8: "copy by the kernel"}
+_WAYS = {
+    1: "one shot",
+    2: "slots past caches",
+    4: "result past caches",
+    8: "copy by the kernel",
+    16: "threads",
+}
 _CLASS_COUNT = 40
 _MISMATCHED, _MOVED, _NO_ROOM, _WRONG_SIZE = range(4)  # results, as in shared.h
 
@@ -90,8 +96,6 @@ class Shared:
         self.kernels = kernels
         self._memory = np.frombuffer(segment.memory, np.uint8)  # keeps the mapping alive
         n = group.size()
-        self._segment = kernels.Segment(self._memory.ctypes.data, slot, n, group.rank())
-        self.pointer = ctypes.addressof(self._segment)
         self.slot = slot
         # The C library has the addresses of both.
         self._kinds: dict[Any, Any] = {}
@@ -99,10 +103,15 @@ class Shared:
         self._crowded = segment.processors < n
         self._crowded_beside = segment.processors < 2 * n
         # If ranks share processors, each step of a dissemination barrier may cost a time slice.
-        self._segment.flat_max_ranks = n if self._crowded else FLAT_MAX_RANKS
-        self._spin_count = self._segment.spin_count = (
-            CROWDED_SPIN_COUNT if self._crowded else SPIN_COUNT
+        flat_max_ranks = n if self._crowded else FLAT_MAX_RANKS
+        self._channels = kernels.make_channels(
+            self._memory.ctypes.data, slot, n, group.rank(), flat_max_ranks, segment.threads
         )
+        self._segment = self._channels[0]
+        self.pointer = ctypes.addressof(self._segment)
+        self._spin_count = CROWDED_SPIN_COUNT if self._crowded else SPIN_COUNT
+        for channel in self._channels:
+            channel.spin_count = self._spin_count
 
     def build(self, kind: CallKind) -> Implementation:
         """Return the implementation, which raises MismatchError on all ranks if primitive, count,

@@ -10,30 +10,32 @@ import sys
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from mpi4py import MPI
 
 from mpicoll import control_messages
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 __all__ = ["Segment", "share"]
+
+#: Maximum number of threads per rank: a few processors saturate the memory's bandwidth.
+MAX_THREADS = 8
 
 
 class Segment(NamedTuple):
-    """The memory of a segment, with one region per rank, and the number of processors that the
-    ranks may run on.
+    """The memory of a segment, with a region per rank and thread, the number of processors that
+    the ranks may run on, and the number of threads per rank.
     """
 
     memory: mmap.mmap
     processors: int
+    threads: int
 
 
 def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
-    """Return a zeroed segment with ``region`` bytes, a multiple of the page size, for each rank of
-    ``comm``. All ranks call.
+    """Return a zeroed segment with ``region`` bytes, a multiple of the page size, for each thread
+    of each rank of ``comm``. All ranks call.
 
     None on all ranks if one of them cannot use it: not ``able``, on another node, of another user,
     in another container, out of memory, or with another ``region`` (another C library).
@@ -45,24 +47,27 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
     """
     me, n = comm.Get_rank(), comm.Get_size()
     name = f"mpicoll-{secrets.token_hex(16)}"
-    file = _made(name, n * region) if me == 0 and able else None
+    file = _made(name) if me == 0 and able else None
     where = None if file is None else f"/proc/{os.getpid()}/fd/{file}"
     name, where = control_messages.bcast(comm, (name, where), 0, tuple[str, str | None])
     if me != 0 and able and where is not None:
         file = _opened(name, where)
-    memory = None
+    own = file is not None, region, _processors(), _thread_limit()
+    everybody = control_messages.allgather(comm, own, tuple[bool, int, set[int], int])
+    processors = len(set().union(*(each for _, _, each, _ in everybody)))
+    threads = max(1, min(processors // n, *(limit for *_, limit in everybody)))
+    able = all(has and theirs == region for has, theirs, *_ in everybody)
+    memory, size = None, threads * region
     if file is not None:
         with suppress(OSError):
-            # Each rank allocates its own region, on its NUMA node. A lack of memory fails here.
-            os.posix_fallocate(file, me * region, region)
-            memory = _mapped(file, n * region)
-    own = memory is not None, region, _processors()
-    everybody = control_messages.allgather(comm, own, tuple[bool, int, set[int]])
-    if file is not None:  # all ranks have opened it
+            if able:
+                # Each rank allocates its own memory, on its NUMA node. A lack of it fails here.
+                os.posix_fallocate(file, me * size, size)
+                memory = _mapped(file, n * size)
         os.close(file)
-    if memory is None or not all(has and theirs == region for has, theirs, _ in everybody):
-        return None
-    return Segment(memory, len(set().union(*(each for *_, each in everybody))))
+    mapped = np.array([memory is not None], np.uint8)
+    comm.Allreduce(MPI.IN_PLACE, mapped, MPI.MIN)
+    return Segment(memory, processors, threads) if mapped[0] and memory is not None else None
 
 
 def _mapped(file: int, size: int) -> mmap.mmap:
@@ -92,15 +97,9 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-def _made(name: str, size: int) -> int | None:
-    try:
-        file = os.memfd_create(name)
-    except OSError:
-        return None
+def _made(name: str) -> int | None:
     with suppress(OSError):
-        os.ftruncate(file, size)
-        return file
-    os.close(file)
+        return os.memfd_create(name)
     return None
 
 
@@ -114,3 +113,9 @@ def _opened(name: str, where: str) -> int | None:
 
 def _processors() -> set[int]:
     return os.sched_getaffinity(0)
+
+
+def _thread_limit() -> int:
+    """Return the maximum number of threads that this rank's calls may use."""
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return min(int(first), MAX_THREADS) if first.isdecimal() and int(first) else MAX_THREADS

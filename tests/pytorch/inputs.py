@@ -105,6 +105,13 @@ def equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True, msg=said(found))
 
 
+def check_usable(group=None) -> None:
+    """Check that the ranks of a group make the same calls and get the right sum."""
+    one = torch.ones(3)
+    dist.all_reduce(one, group=group)
+    equal(one, torch.full((3,), float(dist.get_world_size(group))))
+
+
 def near(found: torch.Tensor, wanted: torch.Tensor, **tolerance: float) -> None:
     """Compare within the tolerance of the dtype."""
     torch.testing.assert_close(found, wanted, **tolerance, msg=said(found))

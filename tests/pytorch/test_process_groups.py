@@ -39,41 +39,6 @@ def test_ranks_outside_a_group_get_no_group(world):
     dist.barrier()
 
 
-def test_pending_work_of_overlapping_groups(world):
-    """Calls on all groups are pending at once and are waited for in another order."""
-    n = world.size
-    subsets = [list(range(n)), list(range(0, n, 2)), list(range(1, n)), [0, n - 1]]
-    groups = [dist.new_group(subset) for subset in subsets]
-    pending = []
-    for _ in range(5):
-        for subset, group in zip(subsets, groups, strict=True):
-            if world.me in subset:
-                value = torch.full((100,), world.me + 1.0)
-                pending.append((dist.all_reduce(value, group=group, async_op=True), value, subset))
-    for work, value, subset in reversed(pending):
-        work.wait()
-        equal(value, torch.full((100,), float(sum(rank + 1 for rank in subset))))
-
-
-@pytest.mark.skipif(not NUMBERS_AS_LISTED, reason="new_group has sort_ranks from torch 2.13 on")
-def test_new_group_keeps_the_order_with_sort_ranks_false(world):
-    order = list(range(world.size))[::-1]
-    group = dist.new_group(order, sort_ranks=False)
-    place = order.index(world.me)
-    assert dist.get_rank(group) == place
-    assert dist.get_process_group_ranks(group) == order
-    gathered = torch.zeros(world.size)
-    dist.all_gather_single(gathered, torch.tensor([float(world.me)]), group)
-    assert gathered.tolist() == order
-    value = torch.tensor([float(world.me)])
-    dist.broadcast(value, group_src=0, group=group)
-    assert value.item() == order[0]
-    dist.broadcast(value, 0, group)
-    assert value.item() == order[0]
-    sorted_group = dist.new_group(order)
-    assert dist.get_rank(sorted_group) == world.me
-
-
 def test_subgroups(world):
     mine, groups = dist.new_subgroups(group_size=world.size // 2)
     half = world.size // 2
@@ -103,9 +68,7 @@ def test_hundreds_of_successive_groups(world):
     """More than some MPI libraries support at a time."""
     for i in range(300):
         group = dist.new_group([0, 1] if i % 2 else None)
-        if i % 50 == 0 and world.me < 2:
-            assert sum_of_ranks(group) in (1, sum(range(world.size)))
-        elif i % 50 == 0:
+        if i % 50 == 0:
             assert sum_of_ranks(group) == sum(range(world.size))
         dist.destroy_process_group(group)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ import mpicoll as dist
 from mpicoll.dispatch import execute
 from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.primitives import PRIMITIVES, Layout, Primitive
-from mpicoll.routes import tuning
+from mpicoll.routes import registry, tuning
 
 #: Rows of the table of primitives by public name, including aliases.
 NAMES = {name: row for row in PRIMITIVES for name in (row.name, *row.aliases)}
@@ -61,10 +61,10 @@ class Team:
         return len(self.ranks)
 
 
-def team(name: str, ranks: Any) -> Team:
-    """Create a group of these ranks. All ranks must call this."""
-    ranks = tuple(ranks)
-    group = dist.group.WORLD if name == "world" else dist.new_group(list(ranks), sort_ranks=False)
+def team(name: str, ranks: Any, **options: Any) -> Team:
+    """Create a group of these ranks with options of new_group. All ranks must call this."""
+    ranks, options = tuple(ranks), {"sort_ranks": False, **options}
+    group = dist.group.WORLD if name == "world" else dist.new_group(list(ranks), **options)
     me = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else None
     return Team(name, group, ranks, me)
 
@@ -144,11 +144,15 @@ class Call:
 
     def given(self, rank: int) -> Array:
         """Return the input of a group rank."""
-        many = self.row.layout in (Layout.SCATTERED, Layout.EXCHANGED)
-        count = self.count * (self.team.size if many else 1)
         if self.op is None:
-            return oracle.any_bits(self.dtype, count, self.team.ranks[rank])
-        return oracle.operands(self.op, self.dtype, count, self.team.ranks[rank])
+            return oracle.any_bits(self.dtype, self.input_count, self.team.ranks[rank])
+        return oracle.operands(self.op, self.dtype, self.input_count, self.team.ranks[rank])
+
+    @property
+    def input_count(self) -> int:
+        """Number of elements of an input: one block, or a block for each rank."""
+        many = self.row.layout in (Layout.SCATTERED, Layout.EXCHANGED)
+        return self.count * (self.team.size if many else 1)
 
     @property
     def terms(self) -> range:
@@ -310,9 +314,7 @@ class Exact(Call):
     def given(self, rank):
         if self.dtype.kind is not Kind.NARROW_FLOAT or self.op is None:
             return super().given(rank)
-        many = self.row.layout.name == "SCATTERED"
-        count = self.count * (self.team.size if many else 1)
-        rank = self.team.ranks[rank]
+        count, rank = self.input_count, self.team.ranks[rank]
         rng = np.random.default_rng([self.dtype.code, self.op.code, count, rank])
         if self.op is ReduceOp.PRODUCT:
             made = rng.choice([-1.0, -0.5, 1, 1.25, 1.5], count)
@@ -338,6 +340,20 @@ def use_route(
     """Use a host route for these kinds of calls, at every size, in groups created from now on."""
     rows = {kind: {place: ((0, route),)} for kind in kinds}
     patch.setattr(tuning.job, "table", tuning.Table({1: rows}))
+
+
+def watch_routes(patch: pytest.MonkeyPatch, may_build: Callable[[Any, Any], bool]) -> list[str]:
+    """Record the names of host routes that are built, and check ``may_build(route, kind)``."""
+    built: list[str] = []
+    for name, route in registry.HOST.items():
+
+        def build(kind: Any, route: Any = route) -> Any:
+            assert may_build(route, kind), (route.name, kind)
+            built.append(route.name)
+            return route.build(kind)
+
+        patch.setitem(registry.HOST, name, replace(route, build=build))
+    return built
 
 
 def together(name: str, calls: Sequence[Call], async_op: bool = False) -> Any:

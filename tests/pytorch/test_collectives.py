@@ -66,10 +66,7 @@ def test_results_equal_the_oracle(teams, name, async_op):
                 for root in range(team.size if row.root else 1):
                     stacked = name.startswith("all_gather") and (dtype.code + root) % 2 == 0
                     call = TorchCall(name, team, dtype, 6, op, root, tensor, (3, 2), stacked)
-                    work = call.start(async_op, by_group_rank=root % 2 == 1)
-                    if async_op:
-                        work.wait()
-                        assert work.is_completed()
+                    done(call.start(async_op, by_group_rank=root % 2 == 1), async_op)
                     call.check()
 
 

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from inputs import equal, normal
+from inputs import collectives, equal, normal
 
 #: Timeout in seconds for any step here, even on a busy machine.
 DEADLINE = 60
@@ -91,26 +92,13 @@ def test_callbacks_of_a_synchronous_device_call_follow_the_call(monkeypatch):
     assert seen == [([tensor], {"the call"})]
 
 
-class Order:
+def order():
     """Models a call on a stream. A stream that joins is ordered after the call."""
 
-    def join(self, where: str) -> None:
+    def join(where: str) -> None:
         StreamFuture.current = {*StreamFuture.current, "the call"}
 
-    def in_callbacks(self):
-        return contextlib.nullcontext()
-
-    def drop(self) -> None:
-        pass
-
-    def is_done(self) -> bool:
-        return True
-
-    def find_failure(self) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
+    return Mock(join=join, in_callbacks=contextlib.nullcontext, find_failure=lambda: None)
 
 
 @contextlib.contextmanager
@@ -131,7 +119,7 @@ def test_callbacks_of_an_async_device_call_do_not_block_streams(monkeypatch, ear
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", in_new_stream)
     tensor = OnDevice()
-    calls = [Work("a call", [tensor], None, [Order()]) for _ in range(2)]
+    calls = [Work("a call", [tensor], None, [order()]) for _ in range(2)]
     if early:
         future = works.PendingWork(calls, [tensor]).get_future()
     for call in calls:
@@ -174,20 +162,7 @@ def test_chained_callbacks(world, first):
 
 
 def test_future_of_every_collective_holds_the_outputs(world):
-    n = world.size
-    one, part, whole = torch.ones(2), torch.zeros(2), torch.zeros(2 * n)
-    many, others = ([torch.zeros(2) for _ in range(n)] for _ in range(2))
-    for name, arguments, outputs in (
-        ("all_reduce", (one,), [one]),
-        ("broadcast", (one, 0), [one]),
-        ("all_gather", (many, one), many),
-        ("all_gather_single", (whole, one), [whole]),
-        ("reduce_scatter", (part, many), [part]),
-        ("reduce_scatter_single", (part, whole), [part]),
-        ("all_to_all", (many, others), many),
-        ("all_to_all_single", (whole, torch.zeros(2 * n)), [whole]),
-        ("barrier", (), []),
-    ):
+    for name, (arguments, outputs) in collectives(world.size, world.me).items():
         work = getattr(dist, name)(*arguments, async_op=True)
         found = work.get_future().wait()
         assert [each.data_ptr() for each in found] == [each.data_ptr() for each in outputs], name
@@ -243,7 +218,7 @@ def test_pending_call_uses_the_original_memory(world, mpi, count, tensors):
         work = call()
         for one in mine:
             one.data = torch.empty(0)
-    others = [torch.full((count,), 77.0) for _ in range(50)]  # reuse addresses that were freed
+    others = [torch.full((count,), 77.0) for _ in range(tensors + 2)]  # reuse freed addresses
     mpi.Barrier()
     if world.me == 0:
         work = call()

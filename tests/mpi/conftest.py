@@ -10,6 +10,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from mpi4py import MPI
 import mpicoll as dist
 from mpicoll.failures import consistency
 from mpicoll.kernels import library
+from mpicoll.routes import registry
 
 # Hundreds of tests cause a mismatch, and each mismatch writes a flight record.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "100")
@@ -90,6 +92,20 @@ def pass_first_calls(group: Any) -> None:
 def mapped_segments() -> int:
     """Return the number of mpicoll's shared segments in the memory of this process."""
     return Path("/proc/self/maps").read_text().count("memfd:mpicoll")
+
+
+def watch_routes(patch: pytest.MonkeyPatch, may_build: Callable[[Any, Any], bool]) -> list[str]:
+    """Record the names of host routes that are built, and check ``may_build(route, kind)``."""
+    built: list[str] = []
+    for name, route in registry.HOST.items():
+
+        def build(kind: Any, route: Any = route) -> Any:
+            assert may_build(route, kind), (route.name, kind)
+            built.append(route.name)
+            return route.build(kind)
+
+        patch.setitem(registry.HOST, name, replace(route, build=build))
+    return built
 
 
 def run_threads(*functions: Callable[[], object]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ import mpicoll as dist
 from mpicoll.dispatch import execute
 from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.primitives import PRIMITIVES, Layout, Primitive
-from mpicoll.routes import registry, tuning
+from mpicoll.routes import tuning
 
 #: Rows of the table of primitives by public name, including aliases.
 NAMES = {name: row for row in PRIMITIVES for name in (row.name, *row.aliases)}
@@ -340,20 +340,6 @@ def use_route(
     """Use a host route for these kinds of calls, at every size, in groups created from now on."""
     rows = {kind: {place: ((0, route),)} for kind in kinds}
     patch.setattr(tuning.job, "table", tuning.Table({1: rows}))
-
-
-def watch_routes(patch: pytest.MonkeyPatch, may_build: Callable[[Any, Any], bool]) -> list[str]:
-    """Record the names of host routes that are built, and check ``may_build(route, kind)``."""
-    built: list[str] = []
-    for name, route in registry.HOST.items():
-
-        def build(kind: Any, route: Any = route) -> Any:
-            assert may_build(route, kind), (route.name, kind)
-            built.append(route.name)
-            return route.build(kind)
-
-        patch.setitem(registry.HOST, name, replace(route, build=build))
-    return built
 
 
 def together(name: str, calls: Sequence[Call], async_op: bool = False) -> Any:

@@ -10,8 +10,8 @@ import math
 import numpy as np
 import oracle
 import pytest
-from conftest import check_usable, needs_2_ranks
-from driver import Call, watch_routes
+from conftest import check_usable, needs_2_ranks, watch_routes
+from driver import Call
 from oracle import Between
 
 import mpicoll as dist

@@ -6,7 +6,8 @@ A route is only asked for calls it declares.
 from __future__ import annotations
 
 import pytest
-from driver import Call, Exact, watch_routes
+from conftest import watch_routes
+from driver import Call, Exact
 
 from mpicoll.core.plan import CallKind
 from mpicoll.dtypes import DTYPES, OPERATIONS, ReduceOp, by_name

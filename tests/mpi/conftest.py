@@ -9,13 +9,20 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from driver import Team, team
 from mpi4py import MPI
 
 import mpicoll as dist
+from mpicoll.failures import consistency
+from mpicoll.kernels import library
+from mpicoll.routes import registry
 
 # Hundreds of tests cause a mismatch, and each mismatch writes a flight record.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "100")
@@ -27,6 +34,9 @@ os.environ.setdefault(
 TIMEOUT = 60
 
 needs_2_ranks = pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="needs 2 ranks")
+needs_shared_memory = pytest.mark.skipif(
+    library.kernels is None or not hasattr(os, "memfd_create"), reason="needs the C library, Linux"
+)
 on_2_ranks = pytest.mark.skipif(MPI.COMM_WORLD.size != 2, reason="runs on 2 ranks only")
 
 
@@ -49,6 +59,53 @@ def teams(world):
 def members(teams: list[Team], least: int = 1) -> list[Team]:
     """Return the groups of at least ``least`` ranks that this rank is a member of."""
     return [team for team in teams if team.me is not None and team.size >= least]
+
+
+@pytest.fixture
+def new_team(world):
+    """Create groups that are destroyed after the test: ``new_team(name, ranks=all ranks)``."""
+    made = []
+
+    def create(name: str, ranks: Iterable[int] = range(world.size), **options: Any) -> Team:
+        made.append(team(name, ranks, **options))
+        return made[-1]
+
+    yield create
+    for one in reversed(made):
+        if one.me is not None and not one.group.closed:
+            dist.destroy_process_group(one.group)
+
+
+def check_usable(group: Any = None) -> None:
+    """Check that the ranks of a group make the same calls and get the right sum."""
+    x = np.ones(3)
+    dist.all_reduce(x, group=group)
+    assert (x == dist.get_world_size(group)).all()
+
+
+def pass_first_calls(group: Any) -> None:
+    """Make a group's first calls, which the ranks compare by messages, and one stride more."""
+    for _ in range(2 * consistency.FIRST + 2):
+        dist.barrier(group)
+
+
+def mapped_segments() -> int:
+    """Return the number of mpicoll's shared segments in the memory of this process."""
+    return Path("/proc/self/maps").read_text().count("memfd:mpicoll")
+
+
+def watch_routes(patch: pytest.MonkeyPatch, may_build: Callable[[Any, Any], bool]) -> list[str]:
+    """Record the names of host routes that are built, and check ``may_build(route, kind)``."""
+    built: list[str] = []
+    for name, route in registry.HOST.items():
+
+        def build(kind: Any, route: Any = route) -> Any:
+            assert may_build(route, kind), (route.name, kind)
+            built.append(route.name)
+            return route.build(kind)
+
+        patch.setitem(registry.HOST, name, replace(route, build=build))
+    return built
 
 
 def run_threads(*functions: Callable[[], object]) -> None:

@@ -61,10 +61,10 @@ class Team:
         return len(self.ranks)
 
 
-def team(name: str, ranks: Any) -> Team:
-    """Create a group of these ranks. All ranks must call this."""
-    ranks = tuple(ranks)
-    group = dist.group.WORLD if name == "world" else dist.new_group(list(ranks), sort_ranks=False)
+def team(name: str, ranks: Any, **options: Any) -> Team:
+    """Create a group of these ranks with options of new_group. All ranks must call this."""
+    ranks, options = tuple(ranks), {"sort_ranks": False, **options}
+    group = dist.group.WORLD if name == "world" else dist.new_group(list(ranks), **options)
     me = ranks.index(dist.get_rank()) if dist.get_rank() in ranks else None
     return Team(name, group, ranks, me)
 
@@ -144,11 +144,15 @@ class Call:
 
     def given(self, rank: int) -> Array:
         """Return the input of a group rank."""
-        many = self.row.layout in (Layout.SCATTERED, Layout.EXCHANGED)
-        count = self.count * (self.team.size if many else 1)
         if self.op is None:
-            return oracle.any_bits(self.dtype, count, self.team.ranks[rank])
-        return oracle.operands(self.op, self.dtype, count, self.team.ranks[rank])
+            return oracle.any_bits(self.dtype, self.input_count, self.team.ranks[rank])
+        return oracle.operands(self.op, self.dtype, self.input_count, self.team.ranks[rank])
+
+    @property
+    def input_count(self) -> int:
+        """Number of elements of an input: one block, or a block for each rank."""
+        many = self.row.layout in (Layout.SCATTERED, Layout.EXCHANGED)
+        return self.count * (self.team.size if many else 1)
 
     @property
     def terms(self) -> range:
@@ -310,9 +314,7 @@ class Exact(Call):
     def given(self, rank):
         if self.dtype.kind is not Kind.NARROW_FLOAT or self.op is None:
             return super().given(rank)
-        many = self.row.layout.name == "SCATTERED"
-        count = self.count * (self.team.size if many else 1)
-        rank = self.team.ranks[rank]
+        count, rank = self.input_count, self.team.ranks[rank]
         rng = np.random.default_rng([self.dtype.code, self.op.code, count, rank])
         if self.op is ReduceOp.PRODUCT:
             made = rng.choice([-1.0, -0.5, 1, 1.25, 1.5], count)

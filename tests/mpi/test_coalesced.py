@@ -6,9 +6,11 @@ a public coalesced function are called through ``execute.run_all``, as the PyTor
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
-from conftest import members, needs_2_ranks
+from conftest import check_usable, members, needs_2_ranks, pass_first_calls
 from conftest import team as group_of
 from driver import (
     COALESCED,
@@ -21,6 +23,7 @@ from driver import (
     use_route,
     wait_for_all,
 )
+from test_arrays import column, maker, transposed
 from test_shared import sharing_team
 
 import mpicoll as dist
@@ -40,17 +43,6 @@ SHAPES = [(3,), (0,), (1000,), (1,), (30, 7), (2, 0, 3), (), (5000,)]
 SHAPES += [(900 + i,) for i in range(40)]
 
 
-def strided(shape, dtype):
-    """Every third element of a larger array."""
-    wide = np.full((*shape, 3), 7).astype(dtype.numpy)[..., 1]
-    return wide, wide
-
-
-def transposed(shape, dtype):
-    array = np.zeros(shape[::-1], dtype.numpy).T
-    return array, array
-
-
 def by_buffer(shape, dtype):
     """A memoryview of the dtype, or the array itself if buffers have no format for the dtype."""
     array = np.zeros(shape, dtype.numpy)
@@ -66,7 +58,7 @@ def by_torch(shape, dtype):
         return array, array
 
 
-MAKERS = [guarded, strided, transposed, by_buffer, by_torch, guarded]
+MAKERS = [guarded, maker(column), maker(transposed), by_buffer, by_torch, guarded]
 
 
 def entries(name, team, dtype, op, shapes=SHAPES, makers=MAKERS):
@@ -101,24 +93,6 @@ def test_coalesced_results_equal_single_calls(teams, mpi, name, dtype):
             check_same_bits(
                 mpi, [call for _, calls in pending for call in calls if call.count < 10**4]
             )
-
-
-def test_inputs_may_be_parts_of_their_outputs(world):
-    """The pattern of FSDP: each rank's input is its own block of the output."""
-    n, me = world.size, world.me
-    gather, scatter = primitives["all_gather_single"], primitives["reduce_scatter_single"]
-    outputs = [np.zeros((n, count), np.float32) for count in (5, 700, 40, 30000)]
-    for output in outputs:
-        output[me] = np.arange(output.shape[1]) + 10 * me
-    mine = [output[me] for output in outputs]
-    execute.run_all("gather", gather, None, False, outputs, mine, None)
-    for output in outputs:
-        assert (output == np.arange(output.shape[1]) + 10 * np.arange(n)[:, None]).all()
-    inputs = [np.arange(output.size).reshape(n, -1) * (me + 1.0) for output in outputs]
-    mine = [whole[me] for whole in inputs]
-    execute.run_all("scatter", scatter, None, False, mine, inputs, ReduceOp.SUM)
-    for one in mine:
-        assert (one == (me * one.size + np.arange(one.size)) * n * (n + 1) / 2).all()
 
 
 def test_uneven_blocks_are_not_fused(world):
@@ -245,83 +219,70 @@ def test_shared_memory_does_not_pack_arrays(sharing, counts, dtype, async_op):
 
 
 @pytest.mark.skipif(short._module is None, reason="needs the compiled module")
-@pytest.mark.parametrize("odd", ["none", "a view", "a list that overlaps", "async"])
-def test_native_and_python_paths_interoperate(sharing, monkeypatch, odd):
+@pytest.mark.parametrize(
+    ("name", "odd"),
+    [
+        *itertools.product(["all_reduce", "all_gather"], ["none", "a view", "async"]),
+        ("all_gather", "a list that overlaps"),
+    ],
+)
+def test_native_and_python_paths_interoperate(sharing, monkeypatch, name, odd):
     """One rank's list needs the Python implementation; the other ranks use the native fast path."""
-    n, me = sharing.size, sharing.me
-    by_python = []
-    make = fusing.Entries
+    n, me, group, make, by_python = sharing.size, sharing.me, sharing.group, fusing.Entries, []
+    row = primitives["all_gather_single"]
+    arrays = [np.zeros(count) for count in (5, 3000, 70000)]
+    outputs = [np.zeros(n * array.size) for array in arrays]
 
     def counting(name, *others, **more):
         by_python.append(name)
         return make(name, *others, **more)
 
-    counts = [5, 3000, 70000]
-    row = primitives["all_gather_single"]
-    for name in ("all_reduce", "all_gather"):
-        arrays = [np.full(count, me + 1.0) for count in counts]
-        outputs = [np.zeros(n * count) for count in counts]
-        for turn in range(3):
-            for array in arrays:
-                array[:] = me + 1
-            if turn == 2:
-                monkeypatch.setattr(fusing, "Entries", counting)
-                if odd == "a view" and me == 0:
-                    wide = np.zeros((3000, 2))
-                    arrays[1] = wide[:, 0]
-                    arrays[1][:] = me + 1
-                if odd == "a list that overlaps" and me == 0 and name == "all_gather":
-                    arrays[2] = outputs[2][7:70007]  # not this rank's block of the output
-                    arrays[2][:] = me + 1
-            later = odd == "async" and me == 0 and turn == 2
-            if name == "all_reduce":
-                done = dist.all_reduce_coalesced(arrays, group=sharing.group, async_op=later)
-            else:
-                done = execute.run_all("gather", row, sharing.group, later, outputs, arrays, None)
-            if later:
-                done.wait(DEADLINE)
-        monkeypatch.undo()
-        unusual = (
-            me == 0 and odd != "none" and (odd != "a list that overlaps" or name != "all_reduce")
-        )
-        assert bool(by_python) == unusual, (name, by_python)
-        by_python.clear()
-        for array, output in zip(arrays, outputs, strict=True):
-            if name == "all_reduce":
-                assert (array == n * (n + 1) / 2).all()
-            else:
-                assert (output.reshape(n, -1) == np.arange(1, n + 1)[:, None]).all()
+    def run(async_op=False):
+        for array in arrays:
+            array[:] = me + 1
+        if name == "all_reduce":
+            work = dist.all_reduce_coalesced(arrays, group=group, async_op=async_op)
+        else:
+            work = execute.run_all("gather", row, group, async_op, outputs, arrays, None)
+        if async_op:
+            work.wait(DEADLINE)
 
-
-def in_step(world):
-    """Check that the ranks still make the same calls."""
-    x = np.ones(3)
-    dist.all_reduce(x)
-    assert (x == world.size).all()
+    run()
+    run()
+    monkeypatch.setattr(fusing, "Entries", counting)
+    unusual = me == 0 and odd != "none"
+    if unusual and odd == "a view":
+        arrays[1] = np.zeros((3000, 2))[:, 0]
+    elif unusual and odd == "a list that overlaps":
+        arrays[2] = outputs[2][7:70007]  # not this rank's block of the output
+    run(unusual and odd == "async")
+    assert bool(by_python) == unusual, by_python
+    for array, output in zip(arrays, outputs, strict=True):
+        if name == "all_reduce":
+            assert (array == n * (n + 1) / 2).all()
+        else:
+            assert (output.reshape(n, -1) == np.arange(1, n + 1)[:, None]).all()
 
 
 @needs_2_ranks
-def test_coalesced_calls_do_not_change_which_calls_are_compared(world, monkeypatch):
+def test_coalesced_calls_do_not_change_which_calls_are_compared(world, new_team, monkeypatch):
     """One call in a stride is compared, regardless of coalesced calls in between."""
     # shared memory compares coalesced calls differently
     monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
-    team = group_of("lists and others", range(world.size))
-    for _ in range(70):
-        dist.barrier(team.group)
+    team = new_team("lists and others")
+    pass_first_calls(team.group)
     mine = np.full(4, 1.5, np.float32) if world.me == 0 else np.zeros(4, np.int32)
     with pytest.raises(MismatchError, match="broadcast"):
         for _ in range(2 * consistency.STRIDE):
             dist.all_reduce_coalesced([np.ones(4, np.float32)], group=team.group)
             dist.broadcast(mine, group=team.group, group_src=0)
-    dist.destroy_process_group(team.group)
 
 
 @pytest.mark.parametrize("size", [100, 5000])
-def test_coalesced_call_mismatches_a_single_call(world, size):
+def test_coalesced_call_mismatches_a_single_call(new_team, size):
     """With shared memory the mismatch is found immediately, and the group stays usable."""
-    team = group_of(f"lists against others, {size}", range(world.size))
-    for _ in range(70):
-        dist.barrier(team.group)
+    team = new_team(f"lists against others, {size}")
+    pass_first_calls(team.group)
     array, whole = np.ones(size, np.float32), np.ones(5000, np.float32)
     dist.all_reduce(whole, group=team.group)
     if not team.group.resources.find("shared"):  # MPI would block
@@ -339,7 +300,6 @@ def test_coalesced_call_mismatches_a_single_call(world, size):
         whole[:] = 1
         dist.all_reduce_coalesced([array, whole], group=team.group)
         assert (whole == team.size).all()
-    dist.destroy_process_group(team.group)
 
 
 def test_invalid_array_in_a_list_is_rejected(world):
@@ -370,22 +330,21 @@ def test_invalid_array_in_a_list_is_rejected(world):
         outputs, inputs = [np.ones(n * 3), np.ones(n * 3 + 1)], [np.ones(3)] * 2
         row = primitives["all_gather_single"]
         execute.run_all("gather", row, None, False, outputs, inputs, None)
-    in_step(world)
+    check_usable()
 
 
 @needs_2_ranks
 @pytest.mark.parametrize("async_op", [False, True])
-def test_lists_that_differ_between_ranks_raise_on_all_ranks(world, async_op):
+def test_lists_that_differ_between_ranks_raise_on_all_ranks(world, new_team, async_op):
     """They differ in a count, the order, the length, the dtype or the operation."""
-    group = dist.new_group()
+    group = new_team("lists that differ").group
     last = world.me == world.size - 1
 
     def reduce(arrays, message, op=ReduceOp.SUM):
         with pytest.raises(dist.MismatchError, match=message):
             dist.all_reduce_coalesced(arrays, op, group, async_op).wait(DEADLINE)
 
-    for _ in range(70):
-        dist.all_reduce(np.ones(1), group=group)
+    pass_first_calls(group)
     for mine, others, message in (
         ([5, 1024, 7], [5, 1025, 7], "1 x 5, 1 x 1024, 1 x 7 elements, SUM"),
         ([5, 7, 7], [7, 5, 7], "1 x 5, 2 x 7 elements"),
@@ -399,10 +358,7 @@ def test_lists_that_differ_between_ranks_raise_on_all_ranks(world, async_op):
     arrays = [np.ones(3, np.int32 if last else np.float32) for _ in range(3)]
     reduce(arrays, "int32")
     reduce(arrays, "MAX", ReduceOp.MAX if last else ReduceOp.SUM)
-    x = np.ones(3)
-    dist.all_reduce(x, group=group)
-    assert (x == world.size).all()
-    dist.destroy_process_group(group)
+    check_usable(group)
 
 
 def columns(n):
@@ -423,7 +379,7 @@ LISTS_THAT_SHARE = {
 def test_all_reduce_coalesced_rejects_arrays_that_share_memory(world, case):
     one = np.ones(16, np.float32)
     apart = [one[:4], one[4:4], one[4:8], one[8:12]], columns(3), [one[::2], one[1::2]]
-    lists = {"sync": {}, "async": {"async_op": True}}
+    words = r"^all_reduce_coalesced: the arrays at \[\d\] and \[2\] sh"
     for _ in range(3):  # later calls use the native fast path
         for arrays in apart:
             before = [array.copy() for array in arrays]
@@ -431,12 +387,9 @@ def test_all_reduce_coalesced_rejects_arrays_that_share_memory(world, case):
             for array, was in zip(arrays, before, strict=True):
                 assert (array == world.size * was).all()
         one[:] = 1
-        for how in lists.values():
-            with pytest.raises(
-                dist.ArgumentError,
-                match=r"^all_reduce_coalesced: the arrays at \[\d\] and \[2\] sh",
-            ):
-                dist.all_reduce_coalesced(LISTS_THAT_SHARE[case](one), **how)
+        for async_op in (False, True):
+            with pytest.raises(dist.ArgumentError, match=words):
+                dist.all_reduce_coalesced(LISTS_THAT_SHARE[case](one), async_op=async_op)
         assert (one == 1).all()
 
 
@@ -460,10 +413,11 @@ def test_coalesced_calls_reject_inputs_that_another_call_writes(world, name):
     for _ in range(3):
         outputs, inputs = make()
         for array in inputs:
-            array[:] = 1
+            array[:] = world.me + 1
         run(outputs[:2], inputs[:2])  # each input lies within its own output, or the reverse
         for output in outputs[:2]:
-            assert (output == (n if scatters else 1)).all()
+            ranks = np.repeat(np.arange(1, n + 1), 4)
+            assert (output == (n * (n + 1) / 2 if scatters else ranks)).all()
         for wrong in (
             ([outputs[0], outputs[1]], [inputs[1], inputs[0]]),
             ([outputs[0], outputs[0]], [inputs[2], inputs[3]]),
@@ -472,6 +426,4 @@ def test_coalesced_calls_reject_inputs_that_another_call_writes(world, name):
                 run(*wrong)
         same = [inputs[2], inputs[2]]  # reading an array twice is allowed
         run([outputs[3], outputs[4]], same)
-    one = np.ones(3)
-    dist.all_reduce(one)
-    assert (one == n).all()
+    check_usable()

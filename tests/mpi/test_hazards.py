@@ -12,7 +12,7 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import needs_2_ranks, on_2_ranks, run_threads
+from conftest import check_usable, needs_2_ranks, on_2_ranks, run_threads
 from mpi4py import MPI
 
 import mpicoll as dist
@@ -34,45 +34,6 @@ def brief(pair):
     """A new group of all ranks with a timeout of 0.5 s."""
     pair.timeout = 0.5
     return pair
-
-
-X = np.float32
-
-
-def differing(me):
-    """Collective mismatches by case: this rank's call, and a part of the error message."""
-    last = me == 1
-    root = 1 if last else 0
-    mpi_sum, mpi_max = dist.ReduceOp.SUM, dist.ReduceOp.MAX
-    ones = lambda count=4, dtype=X: np.ones(count, dtype)  # noqa: E731
-
-    def or_all_reduce(call):
-        return call if last else lambda g: dist.all_reduce(ones(), group=g)
-
-    return {
-        "count": (lambda g: dist.all_reduce(ones(5 if last else 4), group=g), "5 elements"),
-        "dtype": (lambda g: dist.all_reduce(ones(4, np.int32 if last else X), group=g), "of int32"),
-        "op": (lambda g: dist.all_reduce(ones(), mpi_max if last else mpi_sum, group=g), "MAX"),
-        "root": (lambda g: dist.broadcast(ones(), root, group=g), "src 1"),
-        "primitive": (or_all_reduce(lambda g: dist.broadcast(ones(), 0, group=g)), "broadcast"),
-        "barrier": (or_all_reduce(dist.barrier), "barrier"),
-        "objects": (
-            or_all_reduce(lambda g: dist.broadcast_object_list([1], 0, group=g)),
-            "broadcast_object_list",
-        ),
-    }
-
-
-@pytest.mark.parametrize("case", differing(0))
-def test_collective_mismatch_raises_on_all_ranks(pair, world, case):
-    call, word = differing(world.me)[case]
-    with pytest.raises(dist.MismatchError, match="collective mismatch") as caught:
-        call(pair)
-    text = str(caught.value)
-    assert word in text and "rank 1:" in text, text
-    after = np.ones(3)
-    dist.all_reduce(after, group=pair)  # no data is left over from the failed calls
-    assert (after == world.size).all()
 
 
 def test_threads_with_separate_groups_run_concurrently(world):
@@ -131,20 +92,14 @@ def test_monitored_barrier_names_a_missing_rank_0(pair, world, mpi):
         mpi.Barrier()
 
 
-def test_ranks_may_join_after_barrier_or_wait_timed_out(pair, world, mpi):
+def test_ranks_may_join_after_a_barrier_timed_out(pair, world, mpi):
     if world.me == 0:
         with pytest.raises(TimeoutError, match="barrier"):
             dist.barrier(pair, timeout=0.3)
-        work = dist.all_reduce(np.ones(2), group=pair, async_op=True)
-        with pytest.raises(dist.CollectiveTimeoutError, match=r"not complete within 0\.2"):
-            work.wait(0.2)
-        assert not work.is_completed()
-        mpi.Barrier()
-        assert work.wait(30)
-    else:
-        mpi.Barrier()
+    mpi.Barrier()
+    if world.me:
         dist.barrier(pair)
-        dist.all_reduce(np.ones(2), group=pair)
+    check_usable(pair)
 
 
 @needs_2_ranks
@@ -220,26 +175,19 @@ def test_calls_of_callbacks_run_before_later_calls(world):
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("way", ["coalesced", "barrier", "async", "objects"])
-def test_callbacks_may_make_blocking_calls(world, way):
+@pytest.mark.parametrize("name", ["coalesced", "barrier", "async", "objects"])
+def test_callbacks_may_make_blocking_calls(world, name):
     y, found = np.ones(2), [None] * world.size
-
-    def call(_):
-        if way == "coalesced":
-            dist.all_reduce_coalesced([y])
-        elif way == "barrier":
-            dist.barrier(timeout=20)
-        elif way == "objects":
-            dist.all_gather_object(found, world.me)
-        else:
-            dist.all_reduce(y, async_op=True).wait()
-        return way
-
+    calls = {
+        "coalesced": lambda: dist.all_reduce_coalesced([y]),
+        "barrier": lambda: dist.barrier(timeout=20),
+        "async": lambda: dist.all_reduce(y, async_op=True).wait(),
+        "objects": lambda: dist.all_gather_object(found, world.me),
+    }
     first = dist.all_reduce(np.ones(200000), async_op=True)
-    after = first.get_future().then(call)
-    assert after.wait(20) == way
-    assert (y == (world.size if way in ("coalesced", "async") else 1)).all()
-    assert found == (list(range(world.size)) if way == "objects" else [None] * world.size)
+    first.get_future().then(lambda _: calls[name]()).wait(20)
+    assert (y == (world.size if name in ("coalesced", "async") else 1)).all()
+    assert found == (list(range(world.size)) if name == "objects" else [None] * world.size)
 
 
 @on_2_ranks
@@ -253,9 +201,7 @@ def test_shorter_block_than_expected_raises(world):
     else:
         with pytest.raises(dist.MismatchError, match="expected 2 elements from rank 0"):
             dist.all_to_all_single(np.zeros(3), np.ones(2), [2, 1], [1, 1])
-    x = np.ones(2)
-    dist.all_reduce(x)
-    assert (x == 2).all()
+    check_usable()
 
 
 def test_broadcast_root_may_pass_a_read_only_array(world):
@@ -269,11 +215,6 @@ def test_broadcast_root_may_pass_a_read_only_array(world):
         y.flags.writeable = world.me == 0
         dist.reduce(y, 0)
         assert (y == (world.size if world.me == 0 else 1)).all()
-    if world.me != 0:
-        with pytest.raises(ValueError, match="read-only"):
-            y = np.ones(2)
-            y.flags.writeable = False
-            dist.broadcast(y, 0)
 
 
 class Matrix(np.ndarray):
@@ -303,16 +244,3 @@ def test_timeout_of_monitored_barrier_may_exceed_the_group_timeout(brief, world)
     if world.me == 0:
         time.sleep(2.5)
     dist.monitored_barrier(brief, timeout=30)
-
-
-def test_groups_of_the_same_ranks_have_different_names(world):
-    before = dist.get_pg_count()
-    first = dist.new_group([world.me], use_local_synchronization=True)
-    second = dist.new_group([world.me], use_local_synchronization=True)
-    dist.destroy_process_group(first)
-    third = dist.new_group([world.me], use_local_synchronization=True)
-    assert second.group_name != third.group_name
-    assert dist.get_pg_count() == before + 2
-    dist.destroy_process_group(second)
-    dist.destroy_process_group(third)
-    dist.barrier()

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import check_usable, mapped_segments, needs_shared_memory, pass_first_calls
 from conftest import team as group_of
 from driver import DTYPES, NAMES, Call, Exact, check_same_bits, legal_operations, use_route
 from mpi4py import MPI
@@ -21,17 +20,12 @@ import mpicoll as dist
 from mpicoll.core.plan import CallKind
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
-from mpicoll.kernels import library
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.host import hierarchical, hierarchy, select, shared
 from mpicoll.serialized_mpi import serialize
 
 #: Minimum number of ranks: two nodes, of which one has two ranks.
 LEAST = 3
-
-needs = pytest.mark.skipif(
-    library.kernels is None or not hasattr(os, "memfd_create"), reason="needs the C library, Linux"
-)
 
 #: Node of each of n ranks.
 PLACES = {
@@ -81,12 +75,10 @@ def cut(kept, patch, monkeypatch):
 
 
 @pytest.fixture(params=list(PLACES))
-def placed(patch, world, request):
+def placed(patch, new_team, request):
     """A group of all ranks for one test."""
     put(patch, request.param)
-    team = group_of(request.param, range(world.size))
-    yield team
-    dist.destroy_process_group(team.group)
+    return new_team(request.param)
 
 
 def served(dtype):
@@ -102,7 +94,7 @@ def has_levels(team):
     return select.place(team.group) == "nodes"
 
 
-@needs
+@needs_shared_memory
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 def test_all_reduce_around_chunk_sizes(cut, mpi, dtype):
     """Sizes around the sizes of cache lines, slots, shares and chunks, up to many chunks."""
@@ -116,7 +108,7 @@ def test_all_reduce_around_chunk_sizes(cut, mpi, dtype):
     assert has_levels(cut)
 
 
-@needs
+@needs_shared_memory
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("name", [name for name in ROUTED if name != "all_reduce"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
@@ -128,51 +120,30 @@ def test_other_operations_around_chunk_sizes(cut, name, dtype):
     assert has_levels(cut)
 
 
-@needs
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
-def test_large_messages_with_default_chunks(placed, name):
-    dtype, n, me, group = by_name[name].numpy, placed.size, placed.me, placed.group
-    block = 5 * hierarchical.CHUNK // dtype.itemsize // n + 123
-    given = [(np.arange(n * block) % 11 + rank).astype(dtype) for rank in range(n)]
-    total = np.sum(given, axis=0, dtype=np.float32).astype(dtype)
-    array = given[me].copy()
-    dist.all_reduce(array, group=group)
-    assert (array == total).all()
-    part = np.empty(block, dtype)
-    dist.reduce_scatter_single(part, given[me], group=group)
-    assert (part == total[me * block :][:block]).all()
-    assert has_levels(placed)
-
-
-@needs
-def test_groups_of_some_ranks(patch, world):
+@needs_shared_memory
+def test_groups_of_some_ranks(patch, world, new_team):
     """Groups in any order, on one node, or with each rank on a different node."""
     put(patch, "round robin")
     n = world.size
     for ranks in itertools.permutations(range(n), LEAST):
-        team = group_of(f"some, {ranks}", ranks)
-        if team.me is None:
-            continue
-        for name in ROUTED:
+        team = new_team(f"some, {ranks}", ranks)
+        for name in ROUTED if team.me is not None else ():
             Exact(name, team, by_name["bfloat16"], 3000, ReduceOp.SUM).run()
-        dist.destroy_process_group(team.group)
     for ranks in ([0, 2], [0, 1], [0, 2, 4][: 1 + (n + 1) // 2 - 1]):
-        team = group_of(f"without, {ranks}", ranks)
+        team = new_team(f"without, {ranks}", ranks)
         if team.me is not None:
             Call("all_reduce", team, by_name["float32"], 3000, ReduceOp.SUM).run()
             assert not has_levels(team)
-            dist.destroy_process_group(team.group)
 
 
-@needs
-def test_ranks_with_random_delays_keep_the_order_of_calls(patch, world):
+@needs_shared_memory
+def test_ranks_with_random_delays_keep_the_order_of_calls(patch, world, new_team):
     """Different operations in quick succession in two groups."""
     teams = []
     for name in ("block", "first rank alone"):
         put(patch, name)
-        team = group_of(f"racing {name}", range(world.size))
-        assert has_levels(team)
-        teams.append(team)
+        teams.append(new_team(f"racing {name}"))
+        assert has_levels(teams[-1])
     rng = np.random.default_rng(7)  # the same calls on every rank
     mine = np.random.default_rng(world.me)
     pending = []
@@ -188,17 +159,14 @@ def test_ranks_with_random_delays_keep_the_order_of_calls(patch, world):
     for call, work in pending:
         assert work is None or work.wait()
         call.check()
-    for team in teams:
-        dist.destroy_process_group(team.group)
 
 
-@needs
+@needs_shared_memory
 def test_collective_mismatch_raises_on_all_ranks(placed):
     """Within and between nodes: the error lists the calls, and the group stays usable."""
     team, world = placed, by_name["float32"]
     assert has_levels(team)
-    for _ in range(130):  # the first calls, and one in a stride, are compared by another method
-        dist.barrier(team.group)
+    pass_first_calls(team.group)
     f32, SUM = np.float32, ReduceOp.SUM
     nodes = hierarchy.get_or_create(team.group).nodes
     for odd in ({0}, {team.size - 1}, set(nodes[-1]), set(nodes[0])):
@@ -216,9 +184,7 @@ def test_collective_mismatch_raises_on_all_ranks(placed):
                     work = dist.all_reduce(array, op, team.group, async_op=async_op)
                     if work is not None:
                         work.wait()
-                again = np.ones(300000, f32)
-                dist.all_reduce(again, group=team.group)
-                assert (again == team.size).all()
+                Call("all_reduce", team, world, 300000, SUM).run()
         if not hierarchy.get_or_create(team.group).even:
             continue
         count = 900 + mine
@@ -236,7 +202,7 @@ def test_collective_mismatch_raises_on_all_ranks(placed):
         Exact(name, team, world, 3000, SUM).run()
 
 
-@needs
+@needs_shared_memory
 def test_one_rank_without_shared_memory_disables_the_route(patch, world, mpi):
     """All ranks then use messages."""
     for unable in range(world.size):
@@ -257,7 +223,7 @@ def test_one_rank_without_shared_memory_disables_the_route(patch, world, mpi):
         dist.destroy_process_group(team.group)
 
 
-@needs
+@needs_shared_memory
 def test_destroyed_groups_release_communicators_and_memory(patch, world, monkeypatch):
     made, part = [], hierarchy.make_part
 
@@ -265,47 +231,40 @@ def test_destroyed_groups_release_communicators_and_memory(patch, world, monkeyp
         made.append(part(*arguments))
         return made[-1]
 
-    def mapped():
-        return Path("/proc/self/maps").read_text().count("memfd:mpicoll")
-
     monkeypatch.setattr(hierarchy, "make_part", noted)
     gc.collect()  # references held by errors of other tests
-    before, array = mapped(), np.ones(500, np.float32)
+    before = mapped_segments()
     put(patch, "block")
     for number in range(40):
         group = dist.new_group(list(range(world.size)), group_desc=f"one of many, {number}")
-        array[:] = 1
-        dist.all_reduce(array, group=group)
-        assert (array == world.size).all()
+        check_usable(group)
         assert group.resources.find("hierarchical")
         dist.destroy_process_group(group)
         del group
         assert all(one.inner == MPI.COMM_NULL for one in made), number
-        assert mapped() == before
+        assert mapped_segments() == before
     assert 40 <= len(made) <= 80
 
 
-@needs
-def test_serialized_mpi(patch, world):
+@needs_shared_memory
+def test_serialized_mpi(patch, new_team):
     """Communicators derived from a serialized communicator are also serialized."""
     put(patch, "round robin")
-    team = group_of("serialized", range(world.size))
+    team = new_team("serialized")
     team.group.inner = serialize(team.group.inner)
     for name in ROUTED:
         Exact(name, team, by_name["float32"], 3000, ReduceOp.MAX).run()
     rail = hierarchy.get_or_create(team.group).rail
     assert rail is None or type(rail.inner) is type(team.group.inner)
-    dist.destroy_process_group(team.group)
 
 
-def test_single_node_does_not_use_the_route(world, monkeypatch):
+def test_single_node_does_not_use_the_route(new_team, monkeypatch):
     """All ranks of the test run are on one node."""
     monkeypatch.setattr(hierarchy, "node_of", node_of)
-    world = group_of("on one node", range(world.size))
+    team = new_team("on one node")
     said = MPI.COMM_WORLD.allgather(hierarchy.node_of())
     assert len(set(said)) == 1 and said[0]
-    assert hierarchy.get_or_create(world.group) is None
-
+    assert hierarchy.get_or_create(team.group) is None
     for name in ROUTED:
-        kind = CallKind(NAMES[name], world.group, ReduceOp.SUM, by_name["int8"])
+        kind = CallKind(NAMES[name], team.group, ReduceOp.SUM, by_name["int8"])
         assert hierarchical._build(kind) is None

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
-from conftest import members, needs_2_ranks
+from conftest import check_usable, members, needs_2_ranks
 from driver import DTYPES, wait_for_all
 
 import mpicoll as dist
@@ -118,29 +118,23 @@ def test_messages_to_the_own_rank(teams):
 
 @needs_2_ranks
 def test_messages_of_noncontiguous_arrays(world):
-    """Strided, transposed, 0-d and empty arrays, with different layouts on sender and receiver."""
+    """Strided, transposed and 0-d arrays, with different layouts on sender and receiver."""
     after, before = ring(world)
     values = np.arange(24.0).reshape(4, 6)
-    sources = [values + world.me, (values + world.me).copy("F"), np.repeat(values, 2, 1)[:, ::2]]
-    sources[2] = sources[2] + world.me
-    targets = [np.zeros((4, 12))[:, ::2], np.zeros((6, 4)).T, np.zeros((4, 6))[::-1, ::-1]]
-    for out, got in zip(sources, targets, strict=True):
+    mine, whole = values + world.me, np.zeros((4, 12))
+    for out, got in (
+        (mine, whole[:, 1::2]),
+        (mine.copy("F"), np.zeros((6, 4)).T),
+        (np.repeat(mine, 2, 1)[:, ::2], np.zeros((4, 6))[::-1, ::-1]),
+        (np.array(float(world.me)), np.array(-1.0)),
+    ):
         for receive in (dist.recv, lambda *given: dist.irecv(*given).wait()):
             got[...] = -1
             sending = dist.isend(out, after)
             receive(got, before)
-            assert (got == values + before).all()
+            assert (got == (values + before if got.ndim else before)).all()
             sending.wait()
-    whole = np.zeros((4, 12))
-    sending = dist.isend(values, after)
-    dist.recv(whole[:, 1::2], before)
-    sending.wait()
-    assert (whole[:, ::2] == 0).all() and (whole[:, 1::2] == values).all()
-    scalar = np.array(-1.0)
-    sending = dist.isend(np.array(float(world.me)), after)
-    dist.recv(scalar, before)
-    sending.wait()
-    assert scalar == before
+    assert (whole[:, ::2] == 0).all()
 
 
 @needs_2_ranks
@@ -168,7 +162,7 @@ def test_message_of_another_size_raises(world, mpi, count, change, blocking):
                     assert work.is_completed() and not work.is_success()
                     assert isinstance(work.exception(), dist.MPIError)
     wait_for_all(mpi)
-    test_messages_are_matched_by_tag(world)
+    check_usable()
 
 
 def batch(team, count, order):

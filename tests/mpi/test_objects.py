@@ -8,6 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from conftest import members, needs_2_ranks, on_2_ranks
+from test_large import free
 
 import mpicoll as dist
 
@@ -41,13 +42,8 @@ def same(one, other):
 
 
 def test_all_gather_object(teams):
-    for team in teams:
+    for team in members(teams):
         found = ["old"] * team.size
-        if team.me is None:
-            with pytest.warns(UserWarning, match="all_gather_object"):
-                assert dist.all_gather_object(found, 1, group=team.group) is None
-            assert found == ["old"] * team.size
-            continue
         dist.all_gather_object(found, thing(dist.get_rank()), group=team.group)
         assert all(same(a, thing(r)) for a, r in zip(found, team.ranks, strict=True))
 
@@ -125,11 +121,6 @@ def test_pickling_errors_are_raised_before_data_is_sent(world):
 
 
 def test_object_lists_of_the_wrong_length_are_rejected(world):
-    if world.me == 0:
-        with pytest.raises(ValueError, match="gather_object: object_gather_list"):
-            dist.gather_object(1, None)
-        with pytest.raises(ValueError, match="scatter_object_input_list"):
-            dist.scatter_object_list([None], None)
     if world.size > 1:
         objects = [1, 2] if world.me == 0 else [None]
         if world.me == 0:
@@ -173,10 +164,8 @@ def test_restricted_pickle_nests(world):
 @on_2_ranks
 @pytest.mark.slow
 def test_object_of_more_than_2_gib(world):
-    with open("/proc/meminfo") as file:  # noqa: PTH123
-        free = {line.split(":")[0]: int(line.split()[1]) for line in file}["MemAvailable"] >> 20
-    if free < 14:
-        pytest.skip(f"needs 14 GiB of free memory, got {free}")
+    if free() < 14:
+        pytest.skip(f"needs 14 GiB of free memory, got {free():.0f}")
     size = 2**31 + 16
     found = [np.full(size, 7, np.uint8) if world.me == 0 else None]
     if world.me == 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import os
@@ -12,7 +11,13 @@ from pathlib import Path
 import numpy as np
 import oracle
 import pytest
-from conftest import needs_2_ranks
+from conftest import (
+    check_usable,
+    mapped_segments,
+    needs_2_ranks,
+    needs_shared_memory,
+    pass_first_calls,
+)
 from conftest import team as group_of
 from driver import DTYPES, NAMES, Call, check_same_bits, legal_operations, use_route
 
@@ -22,15 +27,9 @@ from mpicoll.dispatch import execute
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.failures import consistency
-from mpicoll.kernels import library
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes import tuning
 from mpicoll.routes.host import shared, shared_segment
-
-needs = pytest.mark.skipif(
-    library.kernels is None or not hasattr(os, "memfd_create"), reason="needs the C library, Linux"
-)
-
 
 #: Operations other than all_reduce that can use shared memory.
 OTHERS = [
@@ -79,7 +78,7 @@ def shares(team):
     return bool(team.group.resources.find("shared"))
 
 
-@needs
+@needs_shared_memory
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 def test_all_reduce_around_slot_sizes(cut, mpi, dtype):
     """Sizes around the sizes of cache lines, slots and shares, and more rounds than slots."""
@@ -94,7 +93,7 @@ def test_all_reduce_around_slot_sizes(cut, mpi, dtype):
 
 
 @pytest.mark.any_mpi
-@needs
+@needs_shared_memory
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 def test_other_operations_around_slot_sizes(cut, name, dtype):
@@ -107,7 +106,7 @@ def test_other_operations_around_slot_sizes(cut, name, dtype):
     assert cut.size == 1 or shares(cut) or dtype.name == "float8_e8m0fnu"
 
 
-@needs
+@needs_shared_memory
 def test_ranks_with_random_delays_keep_the_order_of_calls(cut):
     """Calls of many sizes in quick succession."""
     rng = np.random.default_rng(7)  # the same sizes on every rank
@@ -128,13 +127,13 @@ def test_ranks_with_random_delays_keep_the_order_of_calls(cut):
 
 
 @needs_2_ranks
-@needs
-def test_failed_async_call_withdraws_its_announcement(world):
+@needs_shared_memory
+def test_failed_async_call_withdraws_its_announcement(new_team):
     """A rank announces an async call in shared memory.
 
     After a failure it must not count as present.
     """
-    team = group_of("asking", range(world.size))
+    team = new_team("asking")
     Call("all_reduce", team, by_name["float32"], 5000, ReduceOp.SUM).run()
     for _ in range(3):
         count = 5000 if team.me == 0 else 10
@@ -156,7 +155,7 @@ def starts_the_others(team, first):
     assert work.wait() and (array == team.size).all()
 
 
-@needs
+@needs_shared_memory
 def test_ranks_may_mix_synchronous_and_asynchronous_calls(world):
     """The same calls, synchronous on some ranks; then async calls that must return early."""
     mine = np.random.default_rng(world.me)
@@ -171,14 +170,14 @@ def test_ranks_may_mix_synchronous_and_asynchronous_calls(world):
 
 
 @needs_2_ranks
-@needs
+@needs_shared_memory
 @pytest.mark.parametrize("per_rank", [0.5, 1, 2])
-def test_async_call_runs_inline_without_spare_processors(world, monkeypatch, per_rank):
+def test_async_call_runs_inline_without_spare_processors(world, new_team, monkeypatch, per_rank):
     """Provided that all ranks call in time. With spare processors the progress thread runs it."""
     processors = set(range(int(per_rank * world.size)))
     monkeypatch.setattr(shared_segment, "_processors", lambda: processors)
     monkeypatch.setattr(shared, "INLINE_WAIT_S", 20.0)
-    team = group_of(f"{per_rank} processors a rank", range(world.size))
+    team = new_team(f"{per_rank} processors a rank")
     Call("all_reduce", team, by_name["float32"], 5000, ReduceOp.SUM).run()
     kind = encode_kind(NAMES["all_reduce"], by_name["float32"], ReduceOp.SUM, 0)
     asks = team.group.resources.find("shared").should_run_inline
@@ -188,8 +187,7 @@ def test_async_call_runs_inline_without_spare_processors(world, monkeypatch, per
     assert (team.group.worker is None) == (per_rank < 2)
     work.wait()
     if per_rank < 2:
-        for _ in range(70):  # the first calls are compared by MPI before they begin
-            dist.barrier(team.group)
+        pass_first_calls(team.group)  # MPI compares them before they begin
         # The other ranks call synchronously, without an announcement.
         work = dist.all_reduce(array, group=team.group, async_op=team.me == 0)
         assert team.group.worker is None and (work is None or work.wait())
@@ -214,12 +212,12 @@ def test_keyboard_interrupt_of_an_inline_call_is_raised(world):
         work.wait()
 
 
-@needs
+@needs_shared_memory
 @pytest.mark.parametrize("processors", [1, 2, 64])
-def test_async_calls_keep_their_order(world, monkeypatch, processors):
+def test_async_calls_keep_their_order(world, new_team, monkeypatch, processors):
     """Calls run after pending ones, both inline and on the progress thread."""
     monkeypatch.setattr(shared_segment, "_processors", lambda: set(range(processors)))
-    team = group_of(f"on {processors}", range(world.size))
+    team = new_team(f"on {processors}")
     late = np.random.default_rng(world.me)
     for _ in range(20):
         arrays = [np.full(3000 + 5000 * (i % 2), 1.0) for i in range(8)]
@@ -238,13 +236,13 @@ def test_async_calls_keep_their_order(world, monkeypatch, processors):
             assert (array == world.size ** (2 if i % 3 == 0 else 1)).all()
 
 
-@needs
-def test_round_counters_wrap_around(world, barrier_kind, monkeypatch):
+@needs_shared_memory
+def test_round_counters_wrap_around(new_team, barrier_kind, monkeypatch):
     """After 2**32 rounds."""
     monkeypatch.setattr(shared, "SLOT", 512)
     use_route(monkeypatch, "shared")
     monkeypatch.setattr(shared, "ONE_SHOT_MAX_BYTES", 256)
-    team = group_of(f"late, {barrier_kind}", range(world.size))
+    team = new_team(f"late, {barrier_kind}")
     Call("all_reduce", team, by_name["int64"], 40, ReduceOp.SUM).run()
     if team.size == 1:
         return
@@ -262,13 +260,12 @@ def test_round_counters_wrap_around(world, barrier_kind, monkeypatch):
 
 
 @needs_2_ranks
-@needs
+@needs_shared_memory
 @pytest.mark.up_to_3
-def test_collective_mismatch_raises_on_all_ranks(world, barrier_kind):
+def test_collective_mismatch_raises_on_all_ranks(new_team, barrier_kind):
     """The error lists the ranks' calls, and the group stays usable, if all ranks wait for all."""
-    team = group_of(f"at odds, {barrier_kind}", range(world.size))
-    for _ in range(130):  # the first calls, and one in a stride, are compared by another method
-        dist.barrier(team.group)
+    team = new_team(f"at odds, {barrier_kind}")
+    pass_first_calls(team.group)
     odd = team.me == team.size - 1
     Call("all_reduce", team, by_name["float32"], 5000, ReduceOp.SUM).run()
     for count, dtype, op, words in (
@@ -320,7 +317,7 @@ LAZY = {
 
 
 @needs_2_ranks
-@needs
+@needs_shared_memory
 @pytest.mark.up_to_3
 @pytest.mark.parametrize("call", LAZY, ids=lambda call: call.__name__)
 def test_mismatch_of_a_lazy_call_is_raised_within_16_calls(world, call):
@@ -338,7 +335,7 @@ def test_mismatch_of_a_lazy_call_is_raised_within_16_calls(world, call):
 
 
 @needs_2_ranks
-@needs
+@needs_shared_memory
 @pytest.mark.parametrize("threads", [2, 3])
 def test_large_calls_on_several_threads(world, threads, monkeypatch):
     """With processors for them, and among the ways that are tried."""
@@ -356,7 +353,7 @@ def test_large_calls_on_several_threads(world, threads, monkeypatch):
 
 
 @needs_2_ranks
-@needs
+@needs_shared_memory
 @pytest.mark.parametrize("call", LAZY, ids=lambda call: call.__name__)
 def test_detail_compares_lazy_calls_before_they_run(world, call, monkeypatch):
     """All ranks raise the error in the same call, and the group stays usable."""
@@ -368,7 +365,7 @@ def test_detail_compares_lazy_calls_before_they_run(world, call, monkeypatch):
 
 
 @needs_2_ranks
-@needs
+@needs_shared_memory
 @pytest.mark.up_to_3
 def test_source_of_a_rooted_call_does_not_wait_for_its_receivers(world):
     """Up to 14 small calls; the data of each is kept until the receivers call."""
@@ -402,15 +399,11 @@ FAILURES = {
 def test_one_rank_without_shared_memory_disables_the_route(world, mpi, failure):
     """All ranks then use messages, with equal results."""
 
-    def open_files():
-        """Count mpicoll's open segments."""
-        found = []
-        for each in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):
-                found.append(str(each.readlink()))
-        return sum(name.startswith("/memfd:mpicoll") for name in found)
+    def open_segments():
+        names = [str(each.resolve()) for each in Path("/proc/self/fd").iterdir()]
+        return sum(name.startswith("/memfd:mpicoll") for name in names)
 
-    before = open_files()
+    before = open_segments()
     for unable in {0, world.size - 1}:
         with pytest.MonkeyPatch.context() as patch:
             if unable == world.me:
@@ -427,7 +420,7 @@ def test_one_rank_without_shared_memory_disables_the_route(world, mpi, failure):
             assert not shares(team)
         dist.destroy_process_group(team.group)
         del team, calls
-    assert open_files() == before
+    assert open_segments() == before
 
 
 def test_segment_of_another_machine_is_not_opened(tmp_path):
@@ -439,24 +432,19 @@ def test_segment_of_another_machine_is_not_opened(tmp_path):
     assert shared_segment._opened("mpicoll-1", "/proc/0/fd/0") is None
 
 
-@needs
+@needs_shared_memory
 def test_destroyed_groups_unmap_their_segments(world):
-    def mapped():
-        return Path("/proc/self/maps").read_text().count("memfd:mpicoll")
-
-    before = mapped()
+    before = mapped_segments()
     for number in range(20):
         group = dist.new_group(list(range(world.size)), group_desc=f"one of many, {number}")
-        array = np.ones(5000, np.float32)
-        dist.all_reduce(array, group=group)
-        assert (array == world.size).all()
-        assert mapped() == before + (world.size > 1)
+        check_usable(group)
+        assert mapped_segments() == before + (world.size > 1)
         dist.destroy_process_group(group)
         del group
-    assert mapped() == before
+    assert mapped_segments() == before
 
 
-@needs
+@needs_shared_memory
 def test_unaligned_arrays(world):
     """Memory next to the array is not modified."""
     for name, start in itertools.product(("float32", "bfloat16", "complex128"), (1, 3)):

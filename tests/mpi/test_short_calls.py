@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from time import sleep
 
 import numpy as np
 import pytest
-from conftest import needs_2_ranks, run_threads
-from conftest import team as group_of
+from conftest import check_usable, needs_2_ranks, pass_first_calls, run_threads
 from driver import use_route
 from test_shared import sharing_team
 
@@ -59,7 +59,7 @@ def team(world):
     dist.destroy_process_group(made.group)
 
 
-def each_call(team, dtype="float32", count=3):
+def each_call(team, dtype, count):
     """Yield each operation that has a native fast path, with its result and the expected result."""
     n, me, root = team.size, team.me, team.size - 1
 
@@ -97,90 +97,82 @@ def each_call(team, dtype="float32", count=3):
         yield name, call, (result, expected)
 
 
-@compiled
-def test_repeated_calls_run_without_python(team):
-    for name, call, _ in each_call(team):
-        call()
-        call()
-        with record_python_calls() as seen:
-            call()
-        assert not seen, name
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "uint8", "float16", "bfloat16"])
+def test_repeated_calls_run_without_python(team, dtype):
+    """With the results of the first call."""
+    for count, turn in itertools.product((1, 3, 1000), range(3)):
+        for name, call, (result, expected) in each_call(team, by_name[dtype].numpy, count):
+            with record_python_calls() as seen:
+                call()
+            assert np.array_equal(result, expected), (name, count, turn)
+            assert turn < 2 or not seen or calls._module is None, (name, count)
 
 
-def test_all_to_all_single_with_and_without_splits(team):
-    """One rank passes no split sizes. Small and large blocks, and sizes that do not match."""
-    n, me = team.size, team.me
-    for rows in (1, 5, 40000):
-        sent = np.arange(rows * n, dtype=np.int32) + 1000000 * me
-        expected = np.concatenate([sent[me * rows :][:rows] + 1000000 * (r - me) for r in range(n)])
-        for splits in ((), ([rows] * n, [rows] * n)) * 2:
-            got = np.zeros_like(sent)
-            dist.all_to_all_single(got, sent, *(splits if me else ()), group=team.group)
-            assert np.array_equal(got, expected), (rows, splits)
-        for _ in range(3):
-            got = [np.zeros(rows * (r + 1), np.int64) for r in range(n)]
-            out = [np.full(rows * (me + 1), 10 * me + r) for r in range(n)]
-            dist.all_to_all(got, out, group=team.group)
-            assert all((array == 10 * r + me).all() for r, array in enumerate(got))
+@pytest.mark.parametrize("rows", [1, 5, 40000])
+def test_all_to_all_with_and_without_splits(team, rows):
+    """One rank passes no split sizes. Then uneven sizes, and sizes that do not match."""
+    n, me, group = team.size, team.me, team.group
+    sent = np.arange(rows * n, dtype=np.int32) + 1000000 * me
+    expected = np.concatenate([sent[me * rows :][:rows] + 1000000 * (r - me) for r in range(n)])
+    for splits in ((), ([rows] * n, [rows] * n)) * 2:
+        got = np.zeros_like(sent)
+        dist.all_to_all_single(got, sent, *(splits if me else ()), group=group)
+        assert np.array_equal(got, expected), splits
+    for _ in range(3):
+        got = [np.zeros(rows * (r + 1), np.int64) for r in range(n)]
+        dist.all_to_all(got, [np.full(rows * (me + 1), 10 * me + r) for r in range(n)], group)
+        assert all((array == 10 * r + me).all() for r, array in enumerate(got))
     if n == 1:
         return
-    for rows in (5, 40000):
-        wrong = [np.zeros(rows + (r != me == 0), np.int64) for r in range(n)]
-        words = f"expected {rows + 1} elements from rank 1, which sends" if me == 0 else "other"
-        for _ in range(2):
-            with pytest.raises(MismatchError, match=words):
-                dist.all_to_all(wrong, [np.zeros(rows, np.int64)] * n, group=team.group)
-        barrier_sum = np.ones(1)
-        dist.all_reduce(barrier_sum, group=team.group)
-        assert barrier_sum == n
+    wrong = [np.zeros(rows + (r != me == 0), np.int64) for r in range(n)]
+    words = f"expected {rows + 1} elements from rank 1, which sends" if me == 0 else "other"
+    for _ in range(2):
+        with pytest.raises(MismatchError, match=words):
+            dist.all_to_all(wrong, [np.zeros(rows, np.int64)] * n, group)
+    check_usable(group)
 
 
-def refused(call):
+def refused(call, listed, group):
+    """Return the type and message of the error of a call, or None."""
     try:
-        call()
+        call(listed, group)
     except (ArgumentError, ArgumentTypeError, UnsupportedError) as error:
         return type(error), str(error)
     return None
 
 
-def test_invalid_list_entries_raise_the_error_of_the_first_call(team):
+def test_invalid_list_entries_raise_the_error_of_the_first_call(team, new_team):
     """No data is sent. Entries that are valid, although unusual, give the right result."""
     n, me, group = team.size, team.me, team.group
-    made = group_of("unusual in a list", range(n))
+    made = new_team("unusual in a list").group
     one = np.arange(4, dtype=np.float32) + me
     fixed = one.copy()
     fixed.flags.writeable = False
-    odd = [np.ones(4), np.ones((2, 2), np.float32), np.ones(5, np.float32), fixed, None, 3, [one]]
-    for _ in range(3):
-        for call in (
-            lambda group: dist.all_gather([np.zeros_like(one) for _ in range(n)], one, group),
-            lambda group: dist.reduce_scatter(np.zeros_like(one), [one] * n, group=group),
-            lambda group: dist.all_to_all([np.zeros_like(one) for _ in range(n)], [one] * n, group),
-        ):
-            call(group)
-    fine = [[np.zeros_like(one) for _ in range(n)] for _ in odd]
-    for bad, listed in zip(odd, fine, strict=True):
+
+    def new():
+        return [np.zeros_like(one) for _ in range(n)]
+
+    calls_of = {
+        "all_gather": lambda listed, g: dist.all_gather(listed, one, g),
+        "gather": lambda listed, g: dist.gather(one, listed, group=g, group_dst=me),
+        "scatter": lambda listed, g: dist.scatter(new()[0], listed, group=g, group_src=me),
+        "reduce_scatter": lambda listed, g: dist.reduce_scatter(new()[0], listed, group=g),
+        "all_to_all output": lambda listed, g: dist.all_to_all(listed, [one] * n, g),
+        "all_to_all input": lambda listed, g: dist.all_to_all(new(), listed, g),
+    }
+    for name in "all_gather", "reduce_scatter", "all_to_all output":
+        for _ in range(3):
+            calls_of[name](new(), group)
+    square = np.ones((2, 2), np.float32)
+    for bad in (np.ones(4), square, np.ones(5, np.float32), fixed, None, 3, [one]):
+        listed = new()
         listed[me] = bad
-        calls_of = (
-            lambda group, listed=listed: dist.all_gather(listed, one, group),
-            lambda group, listed=listed: dist.gather(one, listed, group=group, group_dst=me),
-            lambda group, listed=listed: dist.scatter(
-                np.zeros_like(one), listed, group=group, group_src=me
-            ),
-            lambda group, listed=listed: dist.reduce_scatter(
-                np.zeros_like(one), listed, group=group
-            ),
-            lambda group, listed=listed: dist.all_to_all(listed, [one] * n, group),
-            lambda group, listed=listed: dist.all_to_all([np.ones(4, "f4")] * n, listed, group),
-        )
-        for k, call in enumerate(calls_of):
-            reads_only = bad is fixed and k in (2, 3, 5)
-            if reads_only or (np.shape(bad) == (2, 2) and k not in (1, 2)):
+        for name, call in calls_of.items():
+            reads = name in ("scatter", "reduce_scatter", "all_to_all input")
+            if (bad is fixed and reads) or (bad is square and name not in ("gather", "scatter")):
                 continue  # this call is valid
-            assert refused(lambda call=call: call(group)) == refused(
-                lambda call=call: call(made.group)
-            )
-            assert refused(lambda call=call: call(group)) is not None, (k, bad)
+            error = refused(call, listed, group)
+            assert error is not None and error == refused(call, listed, made), (name, bad)
     # Outputs that are also inputs.
     whole = np.zeros((n, 4), np.float32)
     for _ in range(3):
@@ -190,7 +182,6 @@ def test_invalid_list_entries_raise_the_error_of_the_first_call(team):
         square = np.full((n, 4), me, np.float32)
         dist.all_to_all(list(square), list(square), group)
         assert np.array_equal(square, np.repeat(np.arange(n), 4).reshape(n, 4))
-    dist.destroy_process_group(made.group)
 
 
 @compiled
@@ -209,18 +200,6 @@ def test_calls_with_lists_keep_no_references(team):
         dist.gather(one, into if team.me == 0 else None, group=team.group, group_dst=0)
         dist.scatter(one, tuple(out) if team.me == 0 else None, group=team.group, group_src=0)
     assert count() == before
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "uint8", "float16", "bfloat16"])
-def test_native_results_equal_python_results(team, dtype):
-    """The first call uses Python, later calls the native fast path."""
-    if dtype == "bfloat16":
-        dtype = by_name[dtype].numpy
-    for count in (1, 3, 1000):
-        for time in range(3):
-            for name, call, (result, expected) in each_call(team, dtype, count):
-                call()
-                assert np.array_equal(result, expected), (name, dtype, count, time)
 
 
 @compiled
@@ -266,48 +245,22 @@ def test_native_code_reads_tensor_attributes(team):
         assert calls._module.view_array(tensor) is None, tensor
 
 
-def test_negated_tensors_are_resolved(team):
-    torch = pytest.importorskip("torch")
-    whole = torch.ones(3, dtype=torch.complex64) * (2 + 3j)
-    for _ in range(3):
-        gathered = torch.zeros(3 * team.size)
-        dist.all_gather_single(gathered, whole.conj().imag, team.group)
-        assert (gathered == -3).all()
-
-
-def test_invalid_arguments_are_rejected_after_valid_calls(team):
-    number = np.ones(4, np.float32)
-    for _ in range(3):
-        dist.all_reduce(number, group=team.group)
-    number.flags.writeable = False
-    with pytest.raises(ArgumentError, match="read-only"):
-        dist.all_reduce(number, group=team.group)
-    whole = np.zeros(4 * team.size, np.float32)
-    for _ in range(3):
-        dist.all_gather_single(whole, number, team.group)
-    with pytest.raises(ArgumentError, match=f"expected {team.size} x 3"):
-        dist.all_gather_single(whole, number[:3], team.group)
-    # The input lies inside the output, so it is copied first.
-    whole[:] = team.me
-    dist.all_gather_single(whole, whole[:4], team.group)
-    assert np.array_equal(whole, np.repeat(np.arange(team.size), 4))
-    with pytest.raises(ArgumentError, match="not in the group"):
-        dist.broadcast(np.ones(4, np.float32), group=team.group, group_src=team.size)
-
-
 @needs_2_ranks
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("one", "other", "word"),
     [
-        ("sum", "barrier"), ("sum", "broadcast"), ("reduce to the first", "reduce to the last"),
-        ("sum", "maximum"), ("sum", "sum with a factor"), ("sum", "4"), ("sum", "300000"),
-        ("sum", "int32"), ("objects", "sum"), ("all_to_all_single", "sum"),
-        ("gather to the last", "gather to the first"), ("gather to the last", "list"),
+        ("barrier", "sum", "barrier"), ("broadcast", "sum", "broadcast of 3"),
+        ("reduce to the last", "reduce to the first", "dst 0"), ("maximum", "sum", "MAX"),
+        ("sum with a factor", "sum", "PREMUL_SUM"), ("4", "sum", "4 elements"),
+        ("300000", "sum", "300000 elements"), ("int32", "sum", "of int32"),
+        ("objects", "sum", "all_gather_object"), ("all_to_all_single", "sum", "all_to_all_single"),
+        ("gather to the last", "gather to the first", "dst 0"),
+        ("gather to the last", "list", "gather"),
     ],
 )  # fmt: skip
-def test_collective_mismatch_raises_for_every_path(world, one, other):
-    """Past the first calls, for any pair of paths, no rank blocks and the group stays usable."""
-    team = group_of(f"{one} against {other}", range(world.size))
+def test_collective_mismatch_raises_for_every_path(new_team, one, other, word):
+    """In the first calls and in later ones, no rank blocks and the group stays usable."""
+    team = new_team(f"{one} against {other}")
     n, last, group, usual = team.size, team.size - 1, team.group, np.ones(3, np.float32)
 
     def gather_to(root):
@@ -333,11 +286,13 @@ def test_collective_mismatch_raises_for_every_path(world, one, other):
         ),
         "objects": lambda: dist.all_gather_object([None] * n, "x", group),
     }
+    with pytest.raises(MismatchError, match=r"(?s)collective mismatch.*rank 1:") as caught:
+        calls_of[one if team.me == 1 else other]()
+    assert word in str(caught.value)
     for name in (one, other):
         calls_of[name]()
-    for _ in range(70):
-        dist.barrier(team.group)
-    if not team.group.compared:
+    pass_first_calls(group)
+    if not group.compared:
         return  # MPI would block
     for odd in range(team.size):
         for _ in range(3):
@@ -345,28 +300,24 @@ def test_collective_mismatch_raises_for_every_path(world, one, other):
                 calls_of[one if team.me == odd else other]()
         for name in (one, other, one):
             calls_of[name]()
-    dist.destroy_process_group(team.group)
 
 
-def test_coalesced_call_at_the_start_of_full_comparison(team):
-    made = group_of("a list around the 64th call", range(team.size))
+def test_coalesced_call_at_the_start_of_full_comparison(team, new_team):
+    group = new_team("a list around the 64th call").group
     for _ in range(60):
-        dist.barrier(made.group)
-    arrays = [np.ones(20000, np.float32) for _ in range(10)]
-    dist.all_reduce_coalesced(arrays, group=made.group)
-    for _ in range(70):
-        dist.barrier(made.group)
-    assert made.group.compared
-    dist.destroy_process_group(made.group)
+        dist.barrier(group)
+    dist.all_reduce_coalesced([np.ones(20000, np.float32) for _ in range(10)], group=group)
+    pass_first_calls(group)
+    assert group.compared
 
 
 @compiled
-def test_python_code_that_runs_during_tensor_inspection(team):
+def test_python_code_that_runs_during_tensor_inspection(team, new_team):
     """torch may run Python code, which can destroy the group or raise. The call then raises."""
     torch = pytest.importorskip("torch")
     from torch.overrides import TorchFunctionMode
 
-    made = group_of("gone meanwhile", range(team.size))
+    made = new_team("gone meanwhile")
     whole, part = torch.zeros(4 * team.size), torch.ones(4)
     for _ in range(70):
         dist.all_gather_single(whole, part, made.group)
@@ -475,23 +426,6 @@ def test_inline_async_calls_run_without_python(eager):
         assert (whole.reshape(n, count) == np.arange(n)[:, None]).all()
 
 
-@compiled
-def test_different_async_calls_are_queued(eager):
-    """One rank makes the call with another size, so it does not run inline."""
-    array, other = np.ones(3, np.float32), np.ones(4, np.float32)
-    for x in (array, other):
-        for _ in range(2):
-            dist.all_reduce(x, MAX, eager.group, async_op=True).wait()
-    if eager.size == 1:
-        return
-    with record_python_calls() as seen:
-        mine = other if eager.me == 0 else array
-        work = dist.all_reduce(mine, MAX, eager.group, async_op=True)
-    assert seen == ["all_reduce"]
-    with pytest.raises(MismatchError, match=r"all_reduce of 4 elements.*of 3 elements"):
-        work.wait()
-
-
 @contextmanager
 def answering(monkeypatch, answer):
     """Make the check whether all ranks have called return ``answer()``."""
@@ -527,19 +461,19 @@ def test_fast_path_is_dropped_while_ranks_are_checked(eager, monkeypatch):
 
 
 @compiled
-def test_error_of_an_inline_async_call_is_raised_in_wait(eager, monkeypatch):
-    """The check reports equal calls on all ranks, although they differ."""
-    if eager.size == 1:
-        return
-    group = eager.group
-    array, other = np.ones(3, np.int32), np.ones(4, np.int32)
-    with answering(monkeypatch, lambda: 1):
+@needs_2_ranks
+@pytest.mark.parametrize("inline", [False, True])
+def test_different_async_calls_raise_in_wait(eager, monkeypatch, inline):
+    """A call that differs is queued, unless the check reports equal calls on all ranks."""
+    group, array, other = eager.group, np.ones(3, np.float32), np.ones(4, np.float32)
+    with answering(monkeypatch, lambda: 1) if inline else nullcontext():
         for x in (array, other):
             for _ in range(2):
                 dist.all_reduce(x, MAX, group)
         with record_python_calls() as seen:
             work = dist.all_reduce(other if eager.me == 0 else array, MAX, group, async_op=True)
-    assert not seen and work.is_completed() and not work.is_success()
+    assert seen == ([] if inline else ["all_reduce"])
+    assert not inline or (work.is_completed() and not work.is_success())
     with pytest.raises(MismatchError, match=r"all_reduce of 4 elements.*of 3 elements"):
         work.wait()
     dist.all_reduce(array, MAX, group)

@@ -7,7 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
-from conftest import needs_2_ranks
+from conftest import needs_2_ranks, pass_first_calls
 from conftest import team as group_of
 from driver import NAMES, Call, use_route
 
@@ -135,30 +135,21 @@ def test_mismatched_splits_raise_on_all_ranks(team):
 @needs_2_ranks
 def test_collective_mismatch_raises_on_all_ranks(team):
     """Different root, size, dtype or operation, after the calls that are always compared."""
-    for _ in range(130):
-        dist.barrier(team.group)
-    odd, count = team.me == team.size - 1, 50000
-    for call, words in (
-        (lambda a: dist.broadcast(a, group=team.group, group_src=int(odd)), "src 1"),
-        (lambda a: dist.broadcast(a[: count - odd], group=team.group, group_src=0), "49999 elem"),
-        (lambda a: dist.broadcast(a.view("i8") if odd else a, group=team.group), "int64"),
-        (
-            lambda a: (
-                dist.all_gather_single(np.zeros(count * team.size), a, team.group)
-                if odd
-                else dist.broadcast(a, group=team.group)
-            ),
-            "all_gather_single",
-        ),
-        (
-            lambda a: (
-                dist.all_reduce(a, group=team.group) if odd else dist.broadcast(a, group=team.group)
-            ),
-            "all_reduce of 50000",
-        ),
+    pass_first_calls(team.group)
+    group, count = team.group, 50000
+    a, whole = np.zeros(count), np.zeros(count * team.size)
+    for odd, words in (
+        (lambda: dist.broadcast(a, group=group, group_src=1), "src 1"),
+        (lambda: dist.broadcast(a[1:], group=group, group_src=0), "49999 elem"),
+        (lambda: dist.broadcast(a.view("i8"), group=group, group_src=0), "int64"),
+        (lambda: dist.all_gather_single(whole, a, group), "all_gather_single"),
+        (lambda: dist.all_reduce(a, group=group), "all_reduce of 50000"),
     ):
         with pytest.raises(MismatchError, match=words):
-            call(np.zeros(count))
+            if team.me == team.size - 1:
+                odd()
+            else:
+                dist.broadcast(a, group=group, group_src=0)
         Call("broadcast", team, by_name["float32"], count, None, 0).run()
 
 
@@ -172,7 +163,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_one_rank_without_permission_disables_the_route(world, mpi, monkeypatch, failure):
+def test_one_rank_without_permission_disables_the_route(world, new_team, mpi, monkeypatch, failure):
     """All ranks then use shared memory, and the rank reports the reason."""
     use_route(monkeypatch, "single_copy", kinds=KINDS)
     for unable in {0, world.size - 1}:
@@ -181,7 +172,7 @@ def test_one_rank_without_permission_disables_the_route(world, mpi, monkeypatch,
                 patch.setattr(single_copy, "_copy", FAILURES[failure])
             elif unable == world.me:
                 patch.setenv("MPICOLL_SINGLE_COPY", "0")
-            team = group_of(f"without {unable}", range(world.size))
+            team = new_team(f"without {unable}")
             for name, count in itertools.product(MOVES, (5, 50000)):
                 Call(name, team, by_name["float32"], count, None, 0).run()
         why = single_copy.find_obstacle(team.group)
@@ -191,16 +182,14 @@ def test_one_rank_without_permission_disables_the_route(world, mpi, monkeypatch,
             assert reasons[unable] and not any(
                 each for rank, each in enumerate(reasons) if rank != unable
             )
-        dist.destroy_process_group(team.group)
 
 
-def test_default_table_uses_single_copy_for_large_messages(world):
+def test_default_table_uses_single_copy_for_large_messages(world, new_team):
     """If permitted."""
     if world.size == 1 or kernels is None:
         return
-    team = group_of("default", range(world.size))
+    team = new_team("default")
     for name in MOVES:
         Call(name, team, by_name["float32"], 300000, None, 0).run()
     if not single_copy.find_obstacle(team.group) and team.group.resources.find("shared"):
         assert copies(team)
-    dist.destroy_process_group(team.group)

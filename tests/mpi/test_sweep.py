@@ -8,7 +8,6 @@ import numpy as np
 import oracle
 import pytest
 from conftest import members
-from conftest import team as group_of
 from driver import (
     DTYPES,
     MOVES,
@@ -25,7 +24,6 @@ from driver import (
 
 import mpicoll as dist
 from mpicoll.dtypes import OPERATIONS, Kind, ReduceOp, by_name
-from mpicoll.primitives import Layout
 from mpicoll.routes import wire
 from mpicoll.routes.host import mpi as native
 from mpicoll.routes.space import Host
@@ -115,29 +113,24 @@ def test_undefined_operations_are_rejected(teams, name, dtype):
             for async_op in (False, True):
                 with pytest.raises(ValueError, match=rf"{NAMES[name]}: op: {op.name} .*{dtype}"):
                     call.start(async_op)
-        if ReduceOp.PREMUL_SUM in legal_operations(dtype):
-            call = Call(name, team, dtype, 7, legal_operations(dtype)[0])
-            arguments = {**call.arguments, "op": ReduceOp.PREMUL_SUM, "group": team.group}
-            if NAMES[name].root:
-                arguments[f"group_{NAMES[name].root}"] = 0
-            with pytest.raises(ValueError, match="factor"):
-                getattr(dist, name)(**arguments)
         Call(name, team, dtype, 7, legal_operations(dtype)[0]).run()
 
 
 @pytest.fixture
-def cut(world):
+def apart(monkeypatch):
+    """Create groups without shared memory."""
+    monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
+
+
+@pytest.fixture
+def cut(apart, new_team, monkeypatch):
     """A group with small chunk sizes, so that short messages are split."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MPICOLL_SHARED_MEMORY", "0")
-        patch.setattr(Host, "small", 0)
-        patch.setattr(Host, "chunk", 64)  # bytes
-        patch.setattr(native, "CHUNK_BYTES", 50)
-        for module in (native, wire):
-            patch.setattr(module, "INT_MAX", 60)  # longer messages use a derived datatype
-        team = group_of("cut", range(world.size))
-        yield team
-        dist.destroy_process_group(team.group)
+    monkeypatch.setattr(Host, "small", 0)
+    monkeypatch.setattr(Host, "chunk", 64)  # bytes
+    monkeypatch.setattr(native, "CHUNK_BYTES", 50)
+    for module in (native, wire):
+        monkeypatch.setattr(module, "INT_MAX", 60)  # longer messages use a derived datatype
+    return new_team("cut")
 
 
 @by_dtype
@@ -165,71 +158,47 @@ def test_uneven_blocks_around_chunk_sizes(cut, dtype):
             Uneven(cut, dtype, counts, op).run()
 
 
-def test_all_reduce_in_several_default_chunks(world, mpi, monkeypatch):
-    """With a remainder, and without shared memory."""
-    monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
-    world = group_of("apart", range(world.size))
-    for dtype, op in ((by_name["bfloat16"], ReduceOp.SUM), (by_name["float32"], ReduceOp.MAX)):
-        count = (2 * HOST.chunk // dtype.itemsize) * world.size + 4099
-        call = Call("all_reduce", world, dtype, count, op)
-        call.run()
-        check_same_bits(mpi, [call])
-        Call("reduce", world, dtype, count, op, world.size - 1).run()
-        Call("reduce_scatter_single", world, dtype, count // world.size, op).run()
+class Cancelling(Call):
+    """A PREMUL_SUM of large terms, which cancel, and small ones: another order changes the sum."""
+
+    factors = ()
+
+    def given(self, rank):
+        rng = np.random.default_rng([self.input_count, rank])
+        return rng.choice([1.0, 2.0, 4.0], self.input_count).astype(self.dtype.numpy)
+
+    def result(self):
+        expected = np.float32(0)
+        for rank in self.terms:
+            expected = expected + self.given(rank).astype(np.float32) * self.factors[rank]
+        return oracle.Between(oracle.rounded(expected, self.dtype))
+
+    def operation(self):
+        return self.op(float(self.factors[self.me]))
 
 
 @pytest.mark.parametrize("place", ["node", "apart", "widened"])
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_premul_sum_of_narrow_floats_adds_in_rank_order(world, monkeypatch, name, place):
-    """Large terms cancel, so another order would change the contribution of the small ones."""
+def test_premul_sum_of_narrow_floats_adds_in_rank_order(new_team, monkeypatch, name, place):
     if place != "node":
         monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
     if place == "widened":
         use_route(monkeypatch, "widened", "apart", ["all_reduce of others"])
-    team, n = group_of(f"{place} {name}", range(world.size)), world.size
-    row = NAMES[name]
+    team = new_team(f"{place} {name}")
     for dtype in (one for one in DTYPES if one.kind is Kind.NARROW_FLOAT):
         for factors in ((1, 2.0**30, -(2.0**30), 3), (2.0**30, 1, 2.5, -(2.0**30))):
+            monkeypatch.setattr(Cancelling, "factors", np.float32(factors))
             for count in (1, 7, 6000):
-                blocks = n if row.layout is Layout.SCATTERED else 1
-                rng = np.random.default_rng(count)
-                small = rng.choice([1.0, 2.0, 4.0], (n, blocks * count)).astype(dtype.numpy)
-                terms = [
-                    one.astype(np.float32) * np.float32(factor)
-                    for one, factor in zip(small, factors, strict=False)
-                ]
-                mine = {"scan": terms[: world.me + 1], "exscan": terms[: world.me]}.get(name, terms)
-                expected = np.zeros(blocks * count, np.float32)
-                for term in mine:
-                    expected = expected + term
-                expected = oracle.rounded(expected, dtype)
-                if not mine:  # the output is unchanged
-                    expected = np.zeros(count, dtype.numpy)
-                op, root = ReduceOp.PREMUL_SUM(factors[world.me]), count % n
-                what = f"{name} of {dtype} {factors} {count} {place}"
-                if row.layout is Layout.IN_PLACE:
-                    array = small[world.me].copy()
-                    to = {"group_dst": root} if row.root else {}
-                    getattr(dist, name)(array, op=op, group=team.group, **to)
-                    if row.root and root != world.me:
-                        expected = small[world.me]
-                    oracle.same_bits(array, expected, what)
-                else:
-                    array, given = np.zeros(count, dtype.numpy), small[world.me]
-                    given = list(given.reshape(n, count)) if row.listed else given
-                    getattr(dist, name)(array, given, op, team.group)
-                    own = expected.reshape(-1, count)[world.me if row.many_in else 0]
-                    oracle.same_bits(array, own, what)
-    dist.destroy_process_group(team.group)
+                call = Cancelling(name, team, dtype, count, ReduceOp.PREMUL_SUM, count % team.size)
+                call.run(by_group_rank=True)
 
 
 @by_dtype
-def test_narrow_floats_are_widened_to_float32_for_mpi(world, mpi, monkeypatch, dtype):
+def test_narrow_floats_are_widened_to_float32_for_mpi(apart, new_team, mpi, monkeypatch, dtype):
     """Other dtypes use exchange. Chunks have a few elements."""
-    monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
     monkeypatch.setattr(native, "CHUNK_BYTES", 52)
     use_route(monkeypatch, "widened", "apart", ["all_reduce of others"])
-    team = group_of("widened", range(world.size))
+    team = new_team("widened")
     calls = [
         Exact("all_reduce", team, dtype, count, op)
         for count in (0, 1, 12, 13, 14, 400)
@@ -239,7 +208,6 @@ def test_narrow_floats_are_widened_to_float32_for_mpi(world, mpi, monkeypatch, d
     for call in calls:
         call.run()
     check_same_bits(mpi, calls)
-    dist.destroy_process_group(team.group)
 
 
 def test_results_with_nan_and_signed_zeros_have_equal_bits(world, mpi):
@@ -293,14 +261,3 @@ def test_no_rank_leaves_a_barrier_before_all_have_entered(teams, tmp_path_factor
                 work = dist.barrier(group=team.group, async_op=True)
                 assert work.wait() and work.result() == []
             assert come[list(team.ranks)].all()
-
-
-def test_calls_of_outsiders_return_none_and_warn(teams):
-    """Their arguments are not inspected."""
-    for team in (team for team in teams if team.me is None):
-        for name, row in NAMES.items():
-            arguments = {argument: object() for argument in (row.output, row.input) if argument}
-            if row.root:
-                arguments[f"group_{row.root}"] = 0
-            with pytest.warns(UserWarning, match=row.name):
-                assert getattr(dist, name)(**arguments, group=team.group) is None

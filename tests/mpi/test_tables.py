@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 from conftest import TIMEOUT
-from conftest import team as group_of
 from driver import NAMES, Exact, check_same_bits
 
 import mpicoll as dist
@@ -159,7 +158,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_random_tables_give_correct_results(world, mpi, monkeypatch, seed):
+def test_random_tables_give_correct_results(new_team, mpi, monkeypatch, seed):
     """Sizes on both sides of each step, in a new group. Tables omit some placements."""
     chance = random.Random(seed)  # the same on every rank
     rows = {
@@ -170,7 +169,7 @@ def test_random_tables_give_correct_results(world, mpi, monkeypatch, seed):
     }
     assert tuning_files.parse(tuning_files.join("", "An MPI", 3, rows, {})) == {3: rows}
     monkeypatch.setattr(tuning.job, "table", tuning.Table({3: rows}))
-    team = group_of(f"table {seed}", range(world.size))
+    team = new_team(f"table {seed}")
     calls = []
     for name, dtype, op in CALLS:
         row = NAMES[name]
@@ -185,7 +184,6 @@ def test_random_tables_give_correct_results(world, mpi, monkeypatch, seed):
     for call in calls:
         call.run()
     check_same_bits(mpi, [call for call in calls if call.name == "all_reduce"])
-    dist.destroy_process_group(team.group)
 
 
 SIZES = [8 << i for i in range(8)]

@@ -26,24 +26,35 @@ def numbers(rank, count, dtype=np.float64, turn=0):
 
 
 @pytest.fixture
-def window(world):
+def new_window(world):
+    """Create windows, ``new_window(memory, group=the default group)``, for one test."""
+    made = []
+
+    def create(memory, group=world.group):
+        made.append(Window(group))
+        made[-1].register(memory)
+        return made[-1]
+
+    yield create
+    for window in made:
+        window.deregister()
+
+
+@pytest.fixture
+def window(world, new_window):
     """A window of 1000 float64 per rank, this rank's memory, the next and the previous rank."""
     memory = np.full(1000, -1.0)
-    made = Window(world.group)
-    made.register(memory)
-    yield made, memory, (world.me + 1) % world.size, (world.me - 1) % world.size
-    made.deregister()
+    return new_window(memory), memory, (world.me + 1) % world.size, (world.me - 1) % world.size
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_puts_in_a_ring(teams, async_op):
+def test_puts_in_a_ring(teams, new_window, async_op):
     """Each rank repeatedly puts its data into its own part of the next rank's memory."""
     for one in members(teams):
         n, me, count = one.size, one.me, 33
         left, right = (me - 1) % n, (me + 1) % n
         memory = np.full(n * count, -1, np.int32)
-        window = Window(one.group)
-        window.register(memory)
+        window = new_window(memory, one.group)
         for turn in range(5):
             works = [
                 window.put(numbers(me, count, np.int32, turn), right, me * count, async_op),
@@ -56,15 +67,13 @@ def test_puts_in_a_ring(teams, async_op):
             expected[left * count : (left + 1) * count] = numbers(left, count, np.int32, turn)
             assert (memory == expected).all()
             dist.barrier(one.group)  # keeps the next turn's put out of the comparison
-        window.deregister()
 
 
-def test_puts_between_all_pairs_of_ranks(world):
+def test_puts_between_all_pairs_of_ranks(world, new_window):
     """Windows have different sizes and shapes. Memory outside the puts is unchanged."""
     n, me = world.size, world.me
     memory = np.full((n, 5 + me), -1, np.int64)
-    window = Window(world.group)
-    window.register(memory)
+    window = new_window(memory)
     for r in range(n):
         window.put(numbers(me, 5 + r, np.int64).reshape(-1, 1), r, me * (5 + r), False)
         window.signal(r, False)
@@ -72,22 +81,19 @@ def test_puts_between_all_pairs_of_ranks(world):
         window.wait_signal(r, False)
     for r in range(n):
         assert (memory[r] == numbers(r, 5 + me, np.int64)).all()
-    window.deregister()
 
 
 @pytest.mark.parametrize("row", DTYPES, ids=repr)
-def test_dtypes(world, row):
+def test_dtypes(world, new_window, row):
     size = row.itemsize
     source = (np.arange(10 * size) % 2).astype(np.uint8)  # bytes that are also valid bools
     memory = np.zeros(12 * size, np.uint8)
-    window = Window(world.group)
-    window.register(memory.view(row.numpy))
+    window = new_window(memory.view(row.numpy))
     peer = (world.me + 1) % world.size
     window.put(source.view(row.numpy), peer, 2, False)
     window.signal(peer, False)
     window.wait_signal((world.me - 1) % world.size, False)
     assert memory.tolist() == [0] * (2 * size) + [i % 2 for i in range(10 * size)]
-    window.deregister()
 
 
 def test_noncontiguous_and_empty_puts(world, window):
@@ -105,12 +111,11 @@ def test_noncontiguous_and_empty_puts(world, window):
 
 
 @needs_2_ranks
-def test_puts_complete_while_the_target_computes(world, window):
+def test_puts_complete_while_the_target_computes(world, window, new_window):
     """The target makes no call. Also for a large put."""
     made, memory, *_ = window
     large = np.zeros(1 << 20)
-    second = Window(world.group)
-    second.register(large)
+    second = new_window(large)
     store = world.size - 1
     if world.me == 0:
         made.put(numbers(0, 1000), store, 0, False)
@@ -124,7 +129,6 @@ def test_puts_complete_while_the_target_computes(world, window):
         made.wait_signal(0, False)
         assert (large == numbers(0, 1 << 20)).all()
         assert (memory == numbers(0, 1000)).all()
-    second.deregister()
 
 
 def test_puts_and_signals_while_waits_are_pending(world, window):
@@ -140,13 +144,12 @@ def test_puts_and_signals_while_waits_are_pending(world, window):
         assert (memory[10 * turn : 10 * turn + 10] == numbers(left, 10, turn=turn)).all()
 
 
-def test_signal_arrives_after_earlier_puts(world, window):
+def test_signal_arrives_after_earlier_puts(world, window, new_window):
     """Large asynchronous puts, followed immediately by a signal."""
     made, _, right, left = window
     me = world.me
     big = np.zeros(1 << 19)
-    second = Window(world.group)
-    second.register(big)
+    second = new_window(big)
     for turn in range(1, 4):
         work = second.put(numbers(me, 1 << 19, turn=turn), right, 0, True)
         second.signal(right, False)
@@ -154,7 +157,6 @@ def test_signal_arrives_after_earlier_puts(world, window):
         second.wait_signal(left, False)
         assert (big == numbers(left, 1 << 19, turn=turn)).all()
         dist.barrier()
-    second.deregister()
     made.signal(me, True)
     made.wait_signal(me, True).wait()
 
@@ -179,12 +181,11 @@ def test_each_wait_consumes_one_signal_of_its_rank(world, window):
         made.wait_signal(left, False, 0.2)
 
 
-def test_windows_are_independent(world, window):
+def test_windows_are_independent(world, window, new_window):
     """Neither memory nor signals are shared between windows."""
     made, memory, right, left = window
-    other = Window(world.group)
     space = np.zeros(1000)
-    other.register(space)
+    other = new_window(space)
     other.put(numbers(world.me, 1000), right, 0, False)
     other.signal(right, False)
     with pytest.raises(dist.CollectiveTimeoutError):
@@ -192,7 +193,6 @@ def test_windows_are_independent(world, window):
     other.wait_signal(left, False)
     assert (memory == -1).all()
     assert (space == numbers(left, 1000)).all()
-    other.deregister()
 
 
 def test_wait_signal_can_be_repeated_after_a_timeout(world, window):

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch.distributed.device_mesh import init_device_mesh
 
+import mpicoll.horovod.torch as hvd
+
 sys.path.append(str(Path(__file__).parents[1] / "mpi"))
 from driver import Team
 
@@ -29,6 +31,8 @@ TIMEOUT = timedelta(seconds=120)
 
 #: True if new_group can keep the order of its list: torch 2.13 or newer.
 NUMBERS_AS_LISTED = "sort_ranks" in inspect.signature(dist.new_group).parameters
+
+needs_2_ranks = pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="needs 2 ranks")
 
 torch.set_num_threads(1)
 if not hasattr(dist, "all_gather_single"):  # before torch 2.13, which has only the older names
@@ -78,6 +82,20 @@ def teams(world):
 def mesh(world):
     """A one-dimensional mesh of all ranks."""
     return init_device_mesh("cpu", (world.size,))
+
+
+@pytest.fixture(scope="module")
+def grid(world):
+    """A two-dimensional mesh of all ranks, with two columns."""
+    return init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("rows", "columns"))
+
+
+@pytest.fixture(scope="module")
+def horovod():
+    """Horovod on all ranks, initialized once per module."""
+    hvd.init()
+    yield
+    hvd.shutdown()
 
 
 def members(teams: list[Team], least: int = 1) -> list[Team]:

@@ -95,6 +95,27 @@ def combined(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
     return functools.reduce(FOLDS[name], parts)
 
 
+def collectives(n: int, me: int) -> dict[str, tuple[tuple, list[torch.Tensor]]]:
+    """Positional arguments of each collective, with root 0, and this rank's outputs."""
+    one, part, whole_in, whole_out = (torch.zeros(count) for count in (4, 4, 4 * n, 4 * n))
+    many_in, many_out = ([torch.zeros(4) for _ in range(n)] for _ in range(2))
+    at_root = me == 0
+    return {
+        "all_reduce": ((one,), [one]),
+        "broadcast": ((one, 0), [one]),
+        "reduce": ((one, 0), [one]),
+        "all_gather": ((many_out, one), many_out),
+        "all_gather_single": ((whole_out, one), [whole_out]),
+        "gather": ((one, many_out if at_root else None), many_out if at_root else []),
+        "scatter": ((part, many_in if at_root else None), [part]),
+        "reduce_scatter": ((part, many_in), [part]),
+        "reduce_scatter_single": ((part, whole_in), [part]),
+        "all_to_all": ((many_out, many_in), many_out),
+        "all_to_all_single": ((whole_out, whole_in), [whole_out]),
+        "barrier": ((), []),
+    }
+
+
 def said(found: torch.Tensor):
     """Return a message function that names the compared tensor."""
     return lambda text: f"{text}\n\n{found.dtype}, {tuple(found.shape)}"
@@ -103,6 +124,13 @@ def said(found: torch.Tensor):
 def equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
     """Compare bit by bit."""
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True, msg=said(found))
+
+
+def check_usable(group=None) -> None:
+    """Check that the ranks of a group make the same calls and get the right sum."""
+    one = torch.ones(3)
+    dist.all_reduce(one, group=group)
+    equal(one, torch.full((3,), float(dist.get_world_size(group))))
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor, **tolerance: float) -> None:

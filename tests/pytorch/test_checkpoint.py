@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import test_fsdp
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -16,19 +17,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
 
 
-def sharded(seed=7):
-    torch.manual_seed(seed)
-    model = make() if seed == 7 else type(make())()
-    if seed != 7:
-        for parameter in model.parameters():
-            nn.init.constant_(parameter, seed)
-    for child in model.children():
-        if isinstance(child, nn.Linear):
-            fully_shard(child)
-    return fully_shard(model)
+def sharded(constant=None):
+    """A sharded model with the weights of make(), or with this value in all parameters."""
+    model = make()
+    for parameter in model.parameters() if constant is not None else ():
+        nn.init.constant_(parameter, constant)
+    return test_fsdp.sharded(model)
 
 
 def adam(model):
@@ -51,7 +47,7 @@ def test_training_resumes_from_a_checkpoint(world, mesh, folder, asynchronous):
         dcp.save(state, checkpoint_id=folder / "two")
     dist.barrier()
 
-    second = sharded(seed=3)
+    second = sharded(constant=3)
     optimizer = adam(second)
     model_state, optimizer_state = get_state_dict(second, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
@@ -82,7 +78,7 @@ def test_full_state_dict_is_gathered_and_broadcast(world, mesh):
     assert bool(state) == (world.me == 0)
     for name, found in state.items():
         assert found.shape == dict(model.named_parameters())[name].shape
-    other = sharded(seed=3)
+    other = sharded(constant=3)
     set_model_state_dict(
         other, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     )

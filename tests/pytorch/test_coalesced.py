@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from inputs import FLOATS, combined, equal, legal, near, normal, reduce_op, whole
+from inputs import FLOATS, check_usable, combined, equal, legal, near, normal, reduce_op, whole
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 ASYNC = pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
@@ -82,10 +82,16 @@ def test_all_gather_coalesced(world, async_op):
 def test_coalescing_manager(world, async_op, device):
     """All three supported operations, with and without the older device argument."""
     n, me = world.size, world.me
-    parts = [[normal(rank, n * (i + 1), key=i) for rank in range(n)] for i in range(200)]
+    counts = [*range(1, 200), 20_000]
+    parts = [[normal(rank, n * count) for rank in range(n)] for count in counts]
     mine = [part[me].clone() for part in parts]
     gathered = [torch.zeros(n * len(part[me])) for part in parts]
-    scattered = [torch.zeros(i + 1) for i in range(200)]
+    # Every second input is a part of its output, the pattern of FSDP.
+    inputs = [
+        output.chunk(n)[me].copy_(part[me]) if i % 2 else part[me]
+        for i, (output, part) in enumerate(zip(gathered, parts, strict=True))
+    ]
+    scattered = [torch.zeros(count) for count in counts]
 
     def manager():
         return _coalescing_manager(device=device, async_ops=async_op)
@@ -95,8 +101,8 @@ def test_coalescing_manager(world, async_op, device):
         for one in mine:
             dist.all_reduce(one)
     with manager() as gathers:
-        for output, part in zip(gathered, parts, strict=True):
-            dist.all_gather_into_tensor(output, part[me])
+        for output, part in zip(gathered, inputs, strict=True):
+            dist.all_gather_into_tensor(output, part)
     with manager() as scatters:
         for output, part in zip(scattered, parts, strict=True):
             dist.reduce_scatter_tensor(output, part[me])
@@ -109,57 +115,20 @@ def test_coalescing_manager(world, async_op, device):
         near(scattered[i], sum(part).chunk(n)[me])
 
 
-def test_inputs_may_be_parts_of_their_outputs(world):
-    """The pattern of FSDP."""
-    n, me = world.size, world.me
-    outputs = [torch.zeros(n, count) for count in (3, 500, 7, 20000)]
-    for output in outputs:
-        output[me] = normal(me, output.shape[1])
-    with _coalescing_manager():
-        for output in outputs:
-            dist.all_gather_into_tensor(output.view(-1), output[me])
-    for output in outputs:
-        equal(output, torch.stack([normal(rank, output.shape[1]) for rank in range(n)]))
-
-
-def test_pending_coalesced_call_owns_its_memory(world, mpi):
-    """Even if the tensors get other storage meanwhile."""
-    dist.all_reduce(torch.ones(1))
-    mine = [torch.full((1000,), 1.0 + i) for i in range(50)]
-    if world.me:  # blocks until rank 0 calls
-        future = dist.all_reduce_coalesced(mine, async_op=True)
-        for one in mine:
-            one.data = torch.empty(0)
-    others = [torch.full((1000,), 77.0) for _ in range(50)]
-    mpi.Barrier()
-    if world.me == 0:
-        future = dist.all_reduce_coalesced(mine, async_op=True)
-    future.wait()
-    for one in others:
-        equal(one, torch.full((1000,), 77.0))
-    if world.me == 0:
-        for i, one in enumerate(mine):
-            equal(one, torch.full((1000,), world.size * (1.0 + i)))
-
-
 def test_invalid_coalesced_arguments_are_rejected(world):
     """No data is sent, and the ranks still make the same calls."""
     begun = calls_made()
     group = dist.distributed_c10d._get_default_group()
     mine = [torch.ones(3) for _ in range(9)]
-    with pytest.raises(RuntimeError, match=r"output share memory"):
-        group.allreduce_coalesced([*mine, torch.ones(1).expand(3)])
-    with pytest.raises(RuntimeError, match="different dtypes in one list"):
-        group.allreduce_coalesced([*mine, torch.ones(3, dtype=torch.float64)])
-    with pytest.raises(RuntimeError, match=r"layout|SparseCPU"):  # mpicoll's message or torch's
-        group.allreduce_coalesced([*mine, torch.ones(3).to_sparse()])
-    with pytest.raises(RuntimeError, match="expected one output for each"):
-        group.allgather_into_tensor_coalesced([torch.ones(3)], mine)
-    with pytest.raises(RuntimeError, match="requires non-empty tensor list"):
-        group.allreduce_coalesced([])
+    for words, call in (
+        ("share memory", lambda: group.allreduce_coalesced([*mine, torch.ones(1).expand(3)])),
+        # mpicoll's message or torch's
+        ("layout|SparseCPU", lambda: group.allreduce_coalesced([*mine, mine[0].to_sparse()])),
+        ("one output for each", lambda: group.allgather_into_tensor_coalesced(mine[:1], mine)),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            call()
     assert calls_made() == begun
     for one in mine:
         equal(one, torch.ones(3))
-    dist.all_reduce_coalesced(mine)
-    for one in mine:
-        equal(one, torch.full((3,), float(world.size)))
+    check_usable()

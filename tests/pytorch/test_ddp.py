@@ -20,10 +20,7 @@ from models import (
     trained_alone,
 )
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    ddp_zero_hook,
-    default_hooks,
-)
+from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -34,13 +31,13 @@ STEPS = 4
 BUCKETS = {"bucket_cap_mb": 0.0005}
 
 
-def same_on_all_ranks(model):
-    """Check that parameters have equal bits on all ranks."""
-    for parameter in model.parameters():
-        outputs = [torch.zeros_like(parameter) for _ in range(dist.get_world_size())]
-        dist.all_gather(outputs, parameter.detach())
+def same_on_all_ranks(tensors):
+    """Check that tensors have equal bits on all ranks."""
+    for tensor in tensors:
+        outputs = [torch.zeros_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(outputs, tensor.detach())
         for output in outputs:
-            equal(output, parameter.detach())
+            equal(output, tensor.detach())
 
 
 @pytest.mark.parametrize(
@@ -60,7 +57,7 @@ def test_ddp_trains_like_one_process(world, settings):
     model = DDP(make(), **settings)
     train(model, world.me, STEPS)
     same_parameters(model.module, trained_alone(world.size, STEPS))
-    same_on_all_ranks(model)
+    same_on_all_ranks(model.parameters())
     assert moved(model.module, make())
 
 
@@ -98,7 +95,7 @@ def test_accumulation_with_no_sync(world):
         ours.step()
         theirs.step()
     same_parameters(model.module, alone)
-    same_on_all_ranks(model)
+    same_on_all_ranks(model.parameters())
 
 
 class Branching(nn.Module):
@@ -156,7 +153,7 @@ def test_uneven_inputs(world, by_active):
             (loss_of(alone, *batch(rank, step)) / (len(active) if by_active else n)).backward()
         theirs.step()
     same_parameters(model.module, alone)
-    same_on_all_ranks(model)
+    same_on_all_ranks(model.parameters())
 
 
 def gradients(model, rank):
@@ -196,10 +193,7 @@ def test_compression_to_half(world, dtype, hook):
         equal(gradient, gradient.to(dtype).float())  # it was converted to the dtype
         near(gradient, wanted, rtol=4 * rounding, atol=2 * rounding * wanted.abs().max().item())
     assert any(not torch.equal(a, b) for a, b in zip(found, exact, strict=True))
-    same = [torch.zeros_like(found[0]) for _ in range(world.size)]
-    dist.all_gather(same, found[0])
-    for one in same:
-        equal(one, found[0])
+    same_on_all_ranks(found)
 
 
 @pytest.mark.parametrize("kind", ["ALLREDUCE", "FP16_COMPRESS"])
@@ -210,7 +204,7 @@ def test_builtin_hooks_train_as_with_gloo(world, kind, settings):
         model = DDP(make(), process_group=dist.new_group(backend=backend), **settings)
         model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, kind))
         train(model, world.me, STEPS)
-        same_on_all_ranks(model)
+        same_on_all_ranks(model.parameters())
         with pytest.raises(RuntimeError, match="can only be called once"):
             model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
         trained.append(model.module)

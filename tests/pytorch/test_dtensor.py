@@ -6,13 +6,7 @@ import pytest
 import torch
 from inputs import near, normal
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -29,11 +23,6 @@ def named(placements):
     return "".join(
         f"S{one.dim}" if isinstance(one, Shard) else type(one).__name__[0] for one in placements
     )
-
-
-@pytest.fixture(scope="module")
-def grid(world):
-    return init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("rows", "columns"))
 
 
 def local_part(full, mesh, placements):

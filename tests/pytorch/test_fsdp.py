@@ -16,7 +16,6 @@ from models import (
     trained_alone,
 )
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
@@ -37,11 +36,6 @@ def sharded(model=None, **settings):
         if isinstance(child, nn.Linear):
             fully_shard(child, **settings)
     return fully_shard(model, **settings)
-
-
-@pytest.fixture(scope="module")
-def grid(world):
-    return init_device_mesh("cpu", (world.size // 2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 @pytest.mark.parametrize("reshard", [True, False, 2], ids=["reshard", "keep", "reshard-to-2"])

@@ -8,20 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import needs_2_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mpicoll as dist
 import mpicoll.horovod.torch as hvd
 from mpicoll.horovod.torch import engine, implementations, mpi_ops
 
-pytestmark = pytest.mark.up_to_3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def horovod():
-    hvd.init()
-    yield
-    hvd.shutdown()
+pytestmark = [pytest.mark.up_to_3, pytest.mark.usefixtures("horovod")]
 
 
 def of(rank, *shape):
@@ -78,10 +72,16 @@ def test_rejected_calls_do_not_consume_a_name():
     assert hvd.allgather(torch.ones(1)).tolist() == [1] * hvd.size()
 
 
-def test_named_calls_match_in_any_order():
+@pytest.mark.parametrize("at_once", [False, True])
+def test_named_calls_match_in_any_order(at_once):
+    """Rank 0 may wait for each call before it begins the next one."""
     names = [f"t{i}" for i in range(6)]
     order = names if hvd.rank() % 2 == 0 else names[::-1]
-    begun = {n: hvd.allreduce_async(torch.full((2,), int(n[1])), name=n, op=hvd.Sum) for n in order}
+    begun = {}
+    for name in order:
+        begun[name] = hvd.allreduce_async(torch.full((2,), int(name[1])), name=name, op=hvd.Sum)
+        if at_once and hvd.rank() == 0:
+            hvd.synchronize(begun[name])
     for name in order:
         assert hvd.synchronize(begun[name]).tolist() == [int(name[1]) * hvd.size()] * 2
         assert hvd.poll(begun[name])
@@ -94,12 +94,11 @@ def test_different_operations_may_share_a_name():
     assert hvd.synchronize(total).tolist() == [hvd.size()] * 2
 
 
+@needs_2_ranks
 @pytest.mark.parametrize(
     "kind", ["allreduce", "allgather", "broadcast", "alltoall", "reducescatter"]
 )
 def test_duplicate_name_is_rejected(kind):
-    if hvd.size() == 1:
-        pytest.skip("needs 2 ranks")
 
     def begin():
         root = {"root_rank": 0} if kind == "broadcast" else {}
@@ -127,19 +126,9 @@ def test_barrier_waits_for_all_ranks(tmp_path):
     hvd.barrier()  # pytest then removes the folder of rank 0
 
 
-def test_calls_in_opposite_order_do_not_deadlock():
-    first, second = ("a", "b") if hvd.rank() == 0 else ("b", "a")
-    one = hvd.allreduce_async(torch.ones(1), name=first, op=hvd.Sum)
-    if hvd.rank() == 0:
-        hvd.synchronize(one)
-    two = hvd.allreduce_async(torch.ones(1), name=second, op=hvd.Sum)
-    assert hvd.synchronize(one).item() == hvd.synchronize(two).item() == hvd.size()
-
-
+@needs_2_ranks
 def test_stall_warning_names_a_missing_rank(monkeypatch):
     """Each rank waits for an operation that no other rank begins before the warning."""
-    if hvd.size() == 1:
-        pytest.skip("needs 2 ranks")
     warned = threading.Event()
     said = []
 
@@ -174,9 +163,8 @@ def test_root_ranks_must_be_integers(wrong):
     assert got.tolist() == [0.0, 0.0]
 
 
+@needs_2_ranks
 def test_mismatch_raises_on_all_ranks_and_the_next_call_works():
-    if hvd.size() == 1:
-        pytest.skip("needs 2 ranks")
     for tensor in (
         torch.ones(3 + hvd.rank()),
         torch.ones(3, dtype=[torch.int32, torch.float32][hvd.rank() % 2]),

@@ -7,18 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import needs_2_ranks
 
 import mpicoll as dist
 import mpicoll.horovod.torch as hvd
 
-pytestmark = pytest.mark.up_to_3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def horovod():
-    hvd.init()
-    yield
-    hvd.shutdown()
+pytestmark = [pytest.mark.up_to_3, pytest.mark.usefixtures("horovod")]
 
 
 def trained(steps):
@@ -102,7 +96,9 @@ def test_function_restarts_after_an_internal_error():
     assert dist.group.WORLD is before
 
 
-def test_error_on_one_rank_restarts_all_ranks():
+@pytest.mark.parametrize("others_return", [False, True])
+def test_error_on_one_rank_restarts_all_ranks(others_return):
+    """Other ranks wait for the failed rank, or have completed the function."""
     calls = []
 
     @hvd.elastic.run
@@ -110,23 +106,10 @@ def test_error_on_one_rank_restarts_all_ranks():
         calls.append(state.step)
         if len(calls) == 1 and hvd.rank() == hvd.size() - 1:
             raise hvd.HorovodInternalError("on one rank")
-        return hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+        return hvd.size() if others_return else hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
 
     state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=4)
     assert train(state) == hvd.size() and calls == [4, 4]
-
-
-def test_completed_ranks_restart_with_a_failed_rank():
-    calls = []
-
-    @hvd.elastic.run
-    def train(state):
-        calls.append(1)
-        if len(calls) == 1 and hvd.rank() == hvd.size() - 1:
-            raise hvd.HorovodInternalError("on one rank, while all other ranks return")
-
-    train(hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank))
-    assert len(calls) == 2
 
 
 def test_restart_cancels_pending_gradients():
@@ -154,9 +137,8 @@ def test_restart_cancels_pending_gradients():
     torch.testing.assert_close(model.weight, expected.weight)
 
 
+@needs_2_ranks
 def test_user_error_is_raised():
-    if hvd.size() == 1:
-        pytest.skip("needs 2 ranks")
     calls = []
 
     @hvd.elastic.run

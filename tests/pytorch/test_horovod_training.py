@@ -10,14 +10,7 @@ import torch
 
 import mpicoll.horovod.torch as hvd
 
-pytestmark = pytest.mark.up_to_3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def horovod():
-    hvd.init()
-    yield
-    hvd.shutdown()
+pytestmark = [pytest.mark.up_to_3, pytest.mark.usefixtures("horovod")]
 
 
 def of(rank, *shape, dtype=torch.float64):
@@ -72,29 +65,29 @@ def distributed(model, **options):
     return hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
 
 
-@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16])
-def test_training_equals_one_process(compression):
+@pytest.mark.parametrize(
+    "options, tolerance",
+    [
+        ({}, 1e-10),
+        ({"compression": hvd.Compression.fp16}, 2e-3),
+        ({"gradient_predivide_factor": 3.0}, 1e-10),
+        ({"op": hvd.Sum}, 1e-10),
+    ],
+    ids=str,
+)
+def test_training_equals_one_process(options, tolerance):
     model = network()
     if hvd.rank():
         torch.nn.init.zeros_(model[0].weight)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    train(distributed(model, compression=compression), model, own_batches())
-    same(model, alone(), 1e-10 if compression is hvd.Compression.none else 2e-3)
+    averages = hvd.size() if "op" in options else 1
+    train(distributed(model, **options), model, own_batches(), averages=averages)
+    same(model, alone(), tolerance)
 
 
-@pytest.mark.parametrize("factor", [1.0, 3.0])
-def test_gradient_predivide_factor(factor):
-    model = network()
-    train(distributed(model, gradient_predivide_factor=factor), model, own_batches())
-    same(model, alone())
+def test_gradient_predivide_factor_requires_average():
     with pytest.raises(ValueError, match="gradient_predivide_factor"):
-        distributed(model, gradient_predivide_factor=2.0, op=hvd.Sum)
-
-
-def test_optimizer_with_sum():
-    model = network()
-    train(distributed(model, op=hvd.Sum), model, own_batches(), averages=hvd.size())
-    same(model, alone())
+        distributed(network(), gradient_predivide_factor=2.0, op=hvd.Sum)
 
 
 def test_several_backward_passes_per_step():
@@ -196,6 +189,12 @@ def weights(rank, *shape):
     return of(50 + rank, *shape)
 
 
+def check_gradient(x, result, expected):
+    """Check the gradient of the loss that multiplies the result by this rank's weights."""
+    (weights(hvd.rank(), *result.shape) * result).sum().backward()
+    close(x.grad, expected)
+
+
 @pytest.mark.parametrize("op", [hvd.Sum, hvd.Average])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_gradients_of_allreduce(op, grouped):
@@ -217,18 +216,15 @@ def test_gradients_of_allgather():
     me, n = hvd.rank(), hvd.size()
     rows = [rank + 1 for rank in range(n)]
     x = of(me, rows[me], 2).requires_grad_()
-    gathered = hvd.allgather(x)
-    (weights(me, *gathered.shape) * gathered).sum().backward()
     mean = torch.stack([weights(rank, sum(rows), 2) for rank in range(n)]).mean(0)
-    close(x.grad, mean[sum(rows[:me]) : sum(rows[: me + 1])])
+    check_gradient(x, hvd.allgather(x), mean[sum(rows[:me]) : sum(rows[: me + 1])])
 
 
 def test_gradients_of_broadcast():
     me, root = hvd.rank(), hvd.size() - 1
     x = of(me, 4).requires_grad_()
-    (weights(me, 4) * hvd.broadcast(x, root)).sum().backward()
     mean = torch.stack([weights(rank, 4) for rank in range(hvd.size())]).mean(0)
-    close(x.grad, mean if me == root else torch.zeros(4, dtype=torch.float64))
+    check_gradient(x, hvd.broadcast(x, root), mean if me == root else 0 * mean)
 
 
 def test_gradients_of_alltoall():
@@ -237,10 +233,9 @@ def test_gradients_of_alltoall():
     x = of(me, (me + 1) * n + 2, 2).requires_grad_()
     got, received = hvd.alltoall(x, splits=torch.tensor([me + 1] * n))
     assert received.tolist() == [rank + 1 for rank in range(n)]
-    (weights(me, *got.shape) * got).sum().backward()
     before = sum(range(1, me + 1))
     parts = [weights(rank, len(got), 2)[before : before + me + 1] for rank in range(n)]
-    close(x.grad, torch.cat([*parts, torch.zeros(2, 2, dtype=torch.float64)]))
+    check_gradient(x, got, torch.cat([*parts, torch.zeros(2, 2, dtype=torch.float64)]))
 
 
 @pytest.mark.parametrize("op", [hvd.Sum, hvd.Average])
@@ -251,9 +246,8 @@ def test_gradients_of_reducescatter(op):
     own = hvd.reducescatter(x, op=op)
     rows = [2] + [1] * (n - 1)
     assert len(own) == rows[me]
-    (weights(me, *own.shape) * own).sum().backward()
     whole = torch.cat([weights(rank, rows[rank], 2) for rank in range(n)])
-    close(x.grad, whole * (n if op == hvd.Sum else 1))
+    check_gradient(x, own, whole * (n if op == hvd.Sum else 1))
 
 
 def test_allreduce_with_compression_has_gradients():

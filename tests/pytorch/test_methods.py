@@ -7,6 +7,8 @@ covers results.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -80,25 +82,15 @@ def test_error_messages_equal_those_of_gloo(world, group):
         ("requires a single-element", lambda: group.reduce([one, one], at(ReduceOptions, 0))),
         ("tensors must all have the same type", lambda: group.allreduce_coalesced([one, other])),
         ("unsupported reduction operation", lambda: group.allreduce([sparse], product)),
-        (
-            "invalid tensor type",
-            lambda: group.scatter([one], [[other] * n], at(ScatterOptions, me)),
-        ),
-        ("invalid tensor size", lambda: group.scatter([one], [[two] * n], at(ScatterOptions, me))),
-        ("invalid tensor type", lambda: group.gather([[other] * n], [one], at(GatherOptions, me))),
-        ("invalid tensor size", lambda: group.gather([[two] * n], [one], at(GatherOptions, me))),
     ]
-    if n > 1:
-        away = (me + 1) % n
+    for words, wrong, root in (
+        ("invalid tensor type", other, me), ("invalid tensor size", two, me),
+        ("requires empty {} on non-root", one, (me + 1) % n),
+    ):  # fmt: skip
+        to, of = at(GatherOptions, root), at(ScatterOptions, root)
         refused += [
-            (
-                "requires empty input on non-root",
-                lambda: group.scatter([one], [[one] * n], at(ScatterOptions, away)),
-            ),
-            (
-                "requires empty output on non-root",
-                lambda: group.gather([[one] * n], [one], at(GatherOptions, away)),
-            ),
+            (words.format("input"), partial(group.scatter, [one], [[wrong] * n], of)),
+            (words.format("output"), partial(group.gather, [[wrong] * n], [one], to)),
         ]
     for words, call in refused:
         with pytest.raises(RuntimeError, match=words):

@@ -5,48 +5,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import members
-from inputs import equal, normal
+from inputs import collectives, equal, normal
 
 #: Timeout in seconds for any step here, even on a busy machine.
 DEADLINE = 60
-
-
-def test_completed_work(world):
-    value = torch.full((4,), world.me + 1.0)
-    work = dist.all_reduce(value, async_op=True)
-    assert work.wait() in (True, None)
-    assert work.is_completed()
-    assert work.wait(timedelta(seconds=DEADLINE)) in (True, None)
-    assert work.exception() is None
-    equal(value, torch.full((4,), sum(range(1, world.size + 1)) * 1.0))
-    assert work.is_success()
-
-
-def test_calls_keep_their_order(teams):
-    """Each call reads the output of the previous call."""
-    for team in members(teams):
-        n, root = team.size, team.size - 1
-        for way in range(8):
-            x = torch.full((1001,), team.me + 1.0)
-            works = [
-                dist.all_reduce(x, group=team.group, async_op=bool(way & 1)),
-                dist.broadcast(x, group_src=root, group=team.group, async_op=bool(way & 2)),
-                dist.all_reduce(x, dist.ReduceOp.MAX, team.group, bool(way & 4)),
-            ]
-            last = dist.all_reduce(x, group=team.group, async_op=True)
-            last.wait()
-            assert all(work is None or work.is_completed() for work in works)
-            equal(x, torch.full((1001,), n * n * (n + 1) / 2))
 
 
 def test_dropped_works_complete(world):
@@ -64,11 +35,6 @@ def test_dropped_works_complete(world):
     for one in filled:
         equal(one, torch.full((10_000,), 7.0))
     equal(kept, torch.full((1000,), float(world.size)))
-    sent = dist.isend(torch.full((5000,), 3.0), world.me ^ 1)
-    theirs = torch.zeros(5000)
-    dist.recv(theirs, world.me ^ 1)
-    sent.wait()
-    equal(theirs, torch.full((5000,), 3.0))
 
 
 class OnDevice:
@@ -126,26 +92,13 @@ def test_callbacks_of_a_synchronous_device_call_follow_the_call(monkeypatch):
     assert seen == [([tensor], {"the call"})]
 
 
-class Order:
+def order():
     """Models a call on a stream. A stream that joins is ordered after the call."""
 
-    def join(self, where: str) -> None:
+    def join(where: str) -> None:
         StreamFuture.current = {*StreamFuture.current, "the call"}
 
-    def in_callbacks(self):
-        return contextlib.nullcontext()
-
-    def drop(self) -> None:
-        pass
-
-    def is_done(self) -> bool:
-        return True
-
-    def find_failure(self) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
+    return Mock(join=join, in_callbacks=contextlib.nullcontext, find_failure=lambda: None)
 
 
 @contextlib.contextmanager
@@ -166,7 +119,7 @@ def test_callbacks_of_an_async_device_call_do_not_block_streams(monkeypatch, ear
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", in_new_stream)
     tensor = OnDevice()
-    calls = [Work("a call", [tensor], None, [Order()]) for _ in range(2)]
+    calls = [Work("a call", [tensor], None, [order()]) for _ in range(2)]
     if early:
         future = works.PendingWork(calls, [tensor]).get_future()
     for call in calls:
@@ -179,9 +132,14 @@ def test_callbacks_of_an_async_device_call_do_not_block_streams(monkeypatch, ear
     assert StreamFuture.current == {"the program", "the call"}
 
 
-def test_future(world):
+def test_completed_work_and_future(world):
     value = normal(world.me, 5)
-    future = dist.all_reduce(value, async_op=True).get_future()
+    work = dist.all_reduce(value, async_op=True)
+    assert work.wait() in (True, None)
+    assert work.is_completed()
+    assert work.wait(timedelta(seconds=DEADLINE)) in (True, None)
+    assert work.exception() is None and work.is_success()
+    future = work.get_future()
     assert isinstance(future, torch._C.Future)
     result = future.wait()
     (found,) = result if isinstance(result, list | tuple) else [result]
@@ -204,30 +162,11 @@ def test_chained_callbacks(world, first):
 
 
 def test_future_of_every_collective_holds_the_outputs(world):
-    n = world.size
-    mine = torch.full((2,), world.me + 1.0)
-    everyone = torch.arange(1.0, n + 1)[:, None].expand(n, 2)
-    blocks = [torch.full((2,), 10.0 * world.me + i) for i in range(n)]
-    total = torch.full((2,), sum(10.0 * rank + world.me for rank in range(n)))
-    joined, listed, piece = torch.zeros(2 * n), [torch.zeros(2) for _ in range(n)], torch.zeros(2)
-    turned = torch.zeros(2 * n)
-    calls = [
-        (dist.all_gather_single(joined, mine, async_op=True), lambda: joined.view(n, 2), everyone),
-        (dist.all_gather(listed, mine, async_op=True), lambda: torch.stack(listed), everyone),
-        (dist.reduce_scatter_single(piece, torch.cat(blocks), async_op=True), lambda: piece, total),
-        (
-            dist.all_to_all_single(turned, torch.cat(blocks), async_op=True),
-            lambda: turned.view(n, 2)[:, 0],
-            torch.tensor([10.0 * rank + world.me for rank in range(n)]),
-        ),
-    ]
-    for work, found, wanted in calls:
-        work.get_future().wait()
-        work.wait()
-        equal(found(), wanted.contiguous())
-    work = dist.barrier(async_op=True)
-    work.get_future().wait()
-    assert work.is_completed()
+    for name, (arguments, outputs) in collectives(world.size, world.me).items():
+        work = getattr(dist, name)(*arguments, async_op=True)
+        found = work.get_future().wait()
+        assert [each.data_ptr() for each in found] == [each.data_ptr() for each in outputs], name
+        assert work.is_completed()
 
 
 def test_wait_times_out_and_can_be_repeated(world, mpi):
@@ -243,18 +182,6 @@ def test_wait_times_out_and_can_be_repeated(world, mpi):
         work = dist.all_reduce(value, async_op=True)
     work.wait()
     equal(value, torch.full((3,), float(world.size)))
-
-
-def test_wait_for_a_message_times_out(world, mpi):
-    partner = world.me ^ 1
-    value = torch.zeros(3)
-    work = dist.irecv(value, partner, tag=6)
-    with pytest.raises(RuntimeError):
-        work.wait(timedelta(seconds=0.1))
-    mpi.Barrier()
-    dist.send(torch.full((3,), world.me + 1.0), partner, tag=6)
-    work.wait()
-    equal(value, torch.full((3,), partner + 1.0))
 
 
 @pytest.mark.skipif(
@@ -276,38 +203,28 @@ def test_barrier_timeout_overrides_the_group_timeout(world, mpi):
     assert value.item() == world.size
 
 
-def test_threads_with_separate_groups(world):
-    """For example a program that saves a checkpoint during training."""
-    groups = [dist.new_group() for _ in range(3)]
-    found = {}
+@pytest.mark.parametrize("count, tensors", [(1_000_000, 1), (1000, 50)], ids=["one", "coalesced"])
+def test_pending_call_uses_the_original_memory(world, mpi, count, tensors):
+    """The tensors get other memory while the call is pending, until rank 0 makes the call."""
+    mine = [torch.full((count,), 1.0 + i) for i in range(tensors)]
 
-    def work(i):
-        total = torch.zeros(1)
-        for step in range(20):
-            value = torch.tensor([float(i + step)])
-            dist.all_reduce(value, group=groups[i])
-            total += value
-        found[i] = total.item()
+    def call():
+        if tensors > 1:
+            return dist.all_reduce_coalesced(mine, async_op=True)
+        return dist.all_reduce(mine[0], async_op=True)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE)
-    assert found == {i: float(world.size * sum(i + s for s in range(20))) for i in range(3)}
-
-
-def test_pending_call_uses_the_original_memory(world):
-    """The tensor gets other memory while the call is pending."""
-    numbers = 1_000_000
-    tensor = torch.full((numbers,), 1.0)
-    dist.all_reduce(tensor.clone())  # registers the native fast path
-    dist.barrier()
-    if world.me == 1:
-        time.sleep(0.5)  # the calls of the other ranks are pending
-    work = dist.all_reduce(tensor, async_op=True)
-    tensor.data = torch.empty(0)
-    others = [torch.full((numbers,), 7.0) for _ in range(3)]  # reuses the address if it was freed
+    dist.all_reduce(mine[0].clone())  # registers the native fast path
+    if world.me:
+        work = call()
+        for one in mine:
+            one.data = torch.empty(0)
+    others = [torch.full((count,), 77.0) for _ in range(tensors + 2)]  # reuse freed addresses
+    mpi.Barrier()
+    if world.me == 0:
+        work = call()
     work.wait()
-    for other in others:
-        equal(other, torch.full((numbers,), 7.0))
+    for one in others:
+        equal(one, torch.full((count,), 77.0))
+    if world.me == 0:
+        for i, one in enumerate(mine):
+            equal(one, torch.full((count,), world.size * (1.0 + i)))

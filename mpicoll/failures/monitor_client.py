@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpicoll import control_messages, line_protocol, settings
+from mpicoll import control_messages, line_protocol
 from mpicoll.core.groups import on_close, on_open, state
 from mpicoll.failures import lost_ranks, node_monitor, report
-from mpicoll.failures.status_page import RUNNING, Cell, map_page
+from mpicoll.failures.status_page import Cell, map_page
 from mpicoll.launch.host_identity import addresses, node
 from mpicoll.launch.launchers import find_launcher
 from mpicoll.signals import blocked_job_signals
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from mpicoll.core.groups import ProcessGroup
 
-#: Default time after which a hang is reported: maximum in seconds, and fraction of the timeout.
-_REPORT_AFTER_S, _TIMEOUT_FRACTION = 60.0, 0.5
 #: Names of processes that start and end the ranks of a node.
 _LAUNCHERS = {
     "hydra_pmi_proxy", "mpiexec", "mpiexec.hydra", "mpirun", "orted", "orterun", "prte", "prted",
@@ -50,11 +48,15 @@ _PIDFD_GETFD = 438
 
 
 class _Own:
-    """The status page of this process, and the descriptors for its monitor."""
+    """The status page of this process, and the descriptors for its monitor.
 
-    def __init__(self) -> None:
-        descriptor = os.memfd_create("mpicoll-status-page")
-        self.page = map_page(descriptor)
+    listener: system-wide number of the thread that prints stacks.
+    """
+
+    def __init__(self, listener: int) -> None:
+        page = os.memfd_create("mpicoll-status-page")
+        self.page = map_page(page)
+        self.page.main_thread, self.page.listener = threading.main_thread().ident or 0, listener
         self.cells: dict[ProcessGroup, Cell] = {}
         stacks = os.memfd_create("mpicoll-stacks")
         fcntl.fcntl(stacks, fcntl.F_SETFL, os.O_APPEND)
@@ -62,10 +64,8 @@ class _Own:
         number = next(one for one in signals if signal.getsignal(one) is signal.SIG_DFL)
         faulthandler.register(number, file=stacks, all_threads=True, chain=False)
         #: A byte in this pipe wakes the monitor. The system closes it first when the rank ends.
-        bell, self.rings = os.pipe()
-        for end in (bell, self.rings):
-            os.set_blocking(end, False)
-        self.given = {"page": descriptor, "stacks": stacks, "signal": number, "bell": bell}
+        bell, self.rings = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.given = {"page": page, "stacks": stacks, "signal": number, "bell": bell}
         #: The secret of the monitors. It also distinguishes groups of the same name: those of
         #: another init_process_group.
         self.secret = ""
@@ -73,6 +73,13 @@ class _Own:
     def ring(self) -> None:
         with contextlib.suppress(OSError):
             os.write(self.rings, b"\0")
+
+    def close(self) -> None:
+        """Close the descriptors. The page stays mapped until no call writes to it."""
+        for group in self.cells:
+            group.publish(0)
+        for descriptor in (*(self.given[name] for name in _OPENED), self.rings):
+            os.close(descriptor)
 
 
 #: None before the first init_process_group, without a node monitor, and in a forked child.
@@ -89,16 +96,11 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
     rank, size = world.Get_rank(), world.Get_size()
     given: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError, StopIteration):
-        _own = _own or _Own()
-        page = _own.page
-        with contextlib.suppress(BlockingIOError):  # else it would signal before the rank ends
-            os.read(_own.given["bell"], 512)
-        page.generation += 1
-        page.monitor_pid = page.ending_ns = page.end_order = 0
-        page.main_thread, page.listener = threading.main_thread().ident or 0, listener
-        page.state = RUNNING
+        earlier, _own = _own, _Own(listener)
+        if earlier is not None:  # its monitor ends
+            earlier.page.set_done()
+            earlier.close()
         given = _own.given | {"rank": rank, "pid": os.getpid(), "node": node()}
-        given["generation"] = page.generation
     ranks = control_messages.allgather(here, given, dict[str, int | str])
     # Ranks in different containers of a node cannot see each other: each container has a monitor.
     seen = [one for one in ranks if one and one["node"] == given.get("node")]
@@ -121,7 +123,7 @@ def _make_head(several: bool) -> tuple[dict[str, Any], list[socket.socket]]:
     """Choose the secret and addresses of the head monitor; return them and its sockets.
 
     It listens at the addresses of this host that other nodes may reach, or at the loopback address
-    if there are none. The monitor closes these sockets once all nodes have connected.
+    if there are none.
     """
     job = os.environ.get("SLURM_JOB_ID") or str([*_find_launchers(), os.getpid()][0])
     found: list[socket.socket] = []
@@ -179,11 +181,9 @@ def _launch_monitor(
                 stderr = keep(_open_stderr(launchers[-1]))
         sockets = [sock.fileno() for sock in listeners]
         given = head | {
-            "size": size, "ranks": opened, "node": f"{node()}-{os.getpid()}",
-            "host": socket.gethostname(), "listeners": sockets,
+            "size": size, "ranks": opened, "host": socket.gethostname(), "listeners": sockets,
             "survives_losses": lost_ranks.is_fault_tolerant(),
-            "launcher": starter, "launcher_pidfd": pidfd,
-            "epoll": poll.fileno(), "stderr": stderr,
+            "launcher": starter, "launcher_pidfd": pidfd, "epoll": poll.fileno(), "stderr": stderr,
             "names": [head["job"], *map(str, launchers)],
             "command": " ".join(sys.orig_argv)[:200],
             "path": [entry for entry in sys.path if entry],
@@ -258,11 +258,7 @@ def _take_cell(group: ProcessGroup) -> None:
         return
     text = f"{_own.secret} {group.group_name} {group.ranks}"
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-    timeout = _REPORT_AFTER_S if group.timeout is None else _TIMEOUT_FRACTION * group.timeout
-    after = float(settings.REPORT_AFTER.value() or min(_REPORT_AFTER_S, timeout))
-    cell = _own.page.take_cell(
-        number | 1, int(1000 * after), group.size(), group.rank(), group.group_name
-    )
+    cell = _own.page.take_cell(number | 1, group.size(), group.rank(), group.group_name)
     if cell is not None:
         _own.cells[group] = cell
         group.publish(ctypes.addressof(cell))
@@ -277,6 +273,13 @@ def _free_cell(group: ProcessGroup) -> None:
 
 on_open.append(_take_cell)
 on_close.append(_free_cell)
+
+
+def report_late(group: ProcessGroup, number: int, seconds: float) -> None:
+    """Report that a call of a group, by its number, has lasted too long, if it still runs."""
+    if _own is not None and (cell := _own.cells.get(group)) is not None:
+        cell.late_ms, cell.late = int(1000 * seconds), number
+        _own.ring()
 
 
 def report_ending() -> None:
@@ -302,9 +305,7 @@ def _after_fork() -> None:
     """Leave the page and the pipe, whose closing means the end of the rank, to the parent."""
     global _own
     if _own is not None:
-        os.close(_own.rings)
-        for group in _own.cells:
-            group.publish(0)
+        _own.close()
         _own = None
 
 

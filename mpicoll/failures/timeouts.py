@@ -19,7 +19,7 @@ from mpicoll.failures import consistency, lost_ranks, monitor_client, rank_statu
 from mpicoll.failures.consistency import describe_call
 from mpicoll.failures.flight_record import RECORDS_TIMEOUT_S
 from mpicoll.failures.group_failure import fail
-from mpicoll.failures.report import DETAIL_HINT, format_ranks
+from mpicoll.failures.report import DETAIL_HINT, describe_by_rank
 from mpicoll.launch.world import is_serialized
 
 if TYPE_CHECKING:
@@ -41,15 +41,12 @@ def check(group: ProcessGroup) -> None:
     A late rank would pass the comparison by messages that ranks sent before they timed out. So it
     checks for their status messages before it enters a call in which it could not return early.
     """
-
-    def check_peers() -> None:
-        if not group.resources.find("shared"):
-            for _ in range(_PROBE_COUNT):
-                receive_failures(group)
-            if group.error is not None:
-                raise group.failure()
-
-    consistency.check(group, check_peers)
+    consistency.check(group)
+    if group.size() > 1 and not group.resources.find("shared"):
+        for _ in range(_PROBE_COUNT):
+            receive_failures(group)
+        if group.error is not None:
+            raise group.failure()
 
 
 def fail_late_call(group: ProcessGroup, number: int | None = None) -> None:
@@ -84,16 +81,15 @@ def compare_after(error: Exception, group: ProcessGroup) -> Exception:
     if lost_ranks.is_fault_tolerant():  # the error may be of a lost rank, which does not answer
         return error
     number, me = group.recent[-1][0], group.rank()
-    others = {*range(group.size())} - {me}
-    rank_status.send(group, rank_status.COMPARING, others)
+    calls = {me: describe_call(group.recent[-1])}
+    rank_status.send(group, rank_status.COMPARING, {*range(group.size())} - {me})
     end = time.monotonic() + _ANSWER_TIMEOUT_S
-    known: dict[int, rank_status.RankStatus] = {}
-    while len(known) < len(others) and time.monotonic() < end:
+    while len(calls) < group.size() and time.monotonic() < end:
         time.sleep(1e-3)
         rank_status.receive(group)
-        known = {rank: one for rank, one in list(group.statuses.items()) if one.number == number}
-    calls = {rank: describe_call(status.last_call) for rank, status in known.items()}
-    calls[me] = describe_call(group.recent[-1])
+        for rank, status in list(group.statuses.items()):
+            if status.number == number:
+                calls[rank] = describe_call(status.last_call)
     if len({*calls.values()}) == 1:
         text = rank_status.describe_mismatch(group)
     else:
@@ -124,10 +120,9 @@ def fail_with_peer(group: ProcessGroup, rank: int) -> None:
     theirs = group.statuses.get(rank)
     if theirs is not None and theirs.state == rank_status.FAILED:
         group.check_device_errors()  # the rank stored the reason for the devices first, if for any
-        number = theirs.begun - theirs.formed
         error = group.error or DistBackendError(
             f"rank {group.ranks[group.rank()]} of group {group.group_name}: rank "
-            f"{group.ranks[rank]} has closed the group, in or after call {number}, "
+            f"{group.ranks[rank]} has closed the group, in or after call {theirs.number}, "
             f"{describe_call(theirs.last_call)}: a call has failed on it, or on a rank that it "
             "received the failure from; the error of that rank has the reason. The results of that "
             f"call and later ones may be incomplete on any rank. {_CLOSED}"
@@ -183,18 +178,15 @@ def _describe_ranks(group: ProcessGroup, closer: int | None = None) -> str:
     closer: group rank that failed the group. It has continued since, so that the node monitor
         does not know where it waited.
     """
-    texts = {}
+    texts = dict.fromkeys(group.ranks, "no status received")
     for rank, status in list(group.statuses.items()):
         call = describe_call(status.last_call)
-        texts[rank] = f"waits in call {status.begun - status.formed} or after it, {call}"
-    # The node monitor knows all ranks of the node.
-    for rank, text in monitor_client.ask_about(group).items():
-        if group.ranks.index(rank) != closer:
-            texts[group.ranks.index(rank)] = text
-    ranks_of: dict[str, list[int]] = {}
-    for rank in range(group.size()):
-        if rank != group.rank():
-            ranks_of.setdefault(texts.get(rank, "no status received"), []).append(group.ranks[rank])
-    if set(ranks_of) == {"in this call"}:
+        texts[group.ranks[rank]] = f"waits in call {status.number} or after it, {call}"
+    known = monitor_client.ask_about(group)  # all ranks of the node
+    if closer is not None:
+        known.pop(group.ranks[closer], None)
+    texts |= known
+    del texts[group.ranks[group.rank()]]
+    if {*texts.values()} == {"in this call"}:
         return "all ranks are in this call, and one of them does not progress"
-    return "; ".join(f"{format_ranks(ranks)}: {text}" for text, ranks in ranks_of.items())
+    return describe_by_rank(texts.values(), texts)

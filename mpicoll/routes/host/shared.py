@@ -32,7 +32,7 @@ from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError
 from mpicoll.failures import timeouts
-from mpicoll.failures.consistency import describe_by_rank
+from mpicoll.failures.report import describe_by_rank
 from mpicoll.kernels.calls import COMPARE, FUSED, LISTS, take_interruption
 from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop

@@ -165,8 +165,10 @@ def find_missing(group: ProcessGroup, may_time_out: bool) -> str:
     return format_ranks(group.ranks[rank] for rank in missing) if missing else ""
 
 
-def describe_mismatch(group: ProcessGroup) -> str:
+def describe_mismatch(group: ProcessGroup, ends: bool = False) -> str:
     """Describe how another rank's calls since the last comparison differ from this rank's.
+
+    ends: only ranks that make no more calls; their last calls must be the same.
 
     Returns "" if no difference is known.
     """
@@ -176,6 +178,8 @@ def describe_mismatch(group: ProcessGroup) -> str:
     for rank, status in list(group.statuses.items()):
         if status.since != calls[0][0] or status.state == COMPARING:  # that rank raises the error
             continue
+        if ends and status.state not in (EXITING, DESTROYING):
+            continue
         other, theirs = group.ranks[rank], _describe_call(status.last_call)
         here, ahead = _describe_call(calls[-1]), status.number - calls[-1][0]
         if ahead * (status.formed - formed) < 0:
@@ -183,10 +187,10 @@ def describe_mismatch(group: ProcessGroup) -> str:
                 theirs = f"making another group after {theirs}"
             else:
                 here = f"making another group after {here}"
-        elif ahead > 0 or (ahead < 0 and group.compared):
+        elif not ends and (ahead > 0 or (ahead < 0 and group.compared)):
             continue  # this rank may still make the same calls; those before the last were alike
         else:
-            same_calls = tuple(call for call in calls if call[0] <= status.number)
+            same_calls = tuple(call for call in calls if ends or call[0] <= status.number)
             if digest(same_calls) == status.calls:
                 continue
             here = _describe_call(same_calls[-1])
@@ -208,26 +212,18 @@ def compare_at_destroy(group: ProcessGroup, end: float) -> tuple[bool, str]:
 
     This finds a rank that has made more calls at the end. Waits until ``end`` (time.monotonic).
 
-    Returns whether the messages of all neighbours have arrived, so that none is in transit, and the
-    description of a mismatch, "" for none.
+    Returns whether the calls are equal and no message is in transit, because those of all
+    neighbours have arrived; and the description of a mismatch, "" for none.
     """
     send(group, DESTROYING)
     expected, pause = neighbours(group), 1e-6
     while True:
         receive(group)
-        departed = find_departed(group)
-        if expected <= departed or time.monotonic() > end:
+        has_all = expected <= find_departed(group)
+        if has_all or time.monotonic() > end:
             break
         time.sleep(pause)
         pause = min(2 * pause, 1e-3)
-    mine = _build_status(group, DESTROYING)
-    for rank in sorted(departed):
-        theirs = group.statuses[rank]
-        if theirs.since == mine.since and theirs[5:] != mine[5:]:
-            return False, (
-                f"rank {group.rank()} of group {group.group_name}: the ranks made different calls "
-                f"after call {mine.since}: the last of rank {rank} is "
-                f"{_describe_call(theirs.last_call)}; here it is {_describe_call(mine.last_call)}. "
-                f"The results of these calls may be wrong. {DETAIL_HINT}"
-            )
-    return expected <= departed, ""
+    if text := describe_mismatch(group, ends=True):
+        text += f". The results of these calls may be wrong. {DETAIL_HINT}"
+    return has_all and not text, text

@@ -26,8 +26,13 @@ from mpicoll import settings
 from mpicoll.core.groups import state
 from mpicoll.cuda.threads import use_process_device
 from mpicoll.errors import CollectiveTimeoutError, LostRankError
-from mpicoll.failures import flight_record, lost_ranks, monitor_client, rank_status, timeouts
-from mpicoll.failures.group_failure import fail_all_ranks, grace
+from mpicoll.failures import flight_record, lost_ranks, monitor_client, rank_status
+from mpicoll.failures.group_failure import (
+    fail_all_ranks,
+    fail_late_call,
+    grace,
+    receive_failures,
+)
 from mpicoll.kernels.calls import find_signal_handler
 from mpicoll.kernels.library import kernels
 from mpicoll.launch import exit_hooks
@@ -215,17 +220,16 @@ class Watchdog(RankEnd):
         if ending is None:
             return
         why, code = ending
-        if not why:  # MPI_Abort in this process relies on the launcher to end it
-            monitor_client.report_ending()
-            os._exit(code)
-        time.sleep(_JOB_END_GRACE_S)
-        if not self._stopping:
+        if why:  # else MPI_Abort in this process relies on the launcher to end it
+            time.sleep(_JOB_END_GRACE_S)
+            if self._stopping:
+                return
             flight_record.write(why)
             records = flight_record.last_words() if rank == 0 else []
             write_lines("\n".join([f"mpicoll: rank {rank}: {why}; ending too", *records]))
             flush_streams()
-            monitor_client.report_ending()
-            os._exit(code)
+        monitor_client.report_ending()
+        os._exit(code)
 
     def _check_groups(self) -> None:
         use_process_device()
@@ -236,7 +240,7 @@ class Watchdog(RankEnd):
                 self._next_receive = now + _RECEIVE_INTERVAL_S
             for group in list(state.groups):
                 if is_due or group is state.default:
-                    timeouts.receive_failures(group)
+                    receive_failures(group)
                 if lost_ranks.is_fault_tolerant():
                     lost_ranks.check(group)
         flight_record.answer()
@@ -257,7 +261,7 @@ class Watchdog(RankEnd):
         Ends a program that continues to use such results and does not raise the error.
         """
         if not is_serialized():
-            timeouts.receive_failures(group)
+            receive_failures(group)
         group.check_device_errors()
         if group.error is None and not group.lock.locked():
             missing = rank_status.find_missing(group, True)
@@ -268,16 +272,16 @@ class Watchdog(RankEnd):
                 self._end_stuck_job(
                     f"{missing} ended without making the last calls of this rank", 1
                 )
-        error = group.error
+        error, is_pending = group.error, group.pending_error is not None
         if error is None or isinstance(error, LostRankError):
             return
         if group not in self._failed:
             self._failed[group] = now
-            if group.pending_error is not None:
+            if is_pending:
                 flight_record.dump(str(error), 0)
                 write_lines(f"mpicoll: {error}")
             fail_all_ranks(group, error)  # some devices may not have notified their ranks
-        elif group.pending_error is not None and now - self._failed[group] > grace():
+        elif is_pending and now - self._failed[group] > grace():
             write_lines(
                 f"mpicoll: rank {group.ranks[group.rank()]}: no call of this program has raised "
                 f"the error above within {grace():g} s ({settings.TIMEOUT_GRACE.name}), and its "
@@ -296,7 +300,7 @@ class Watchdog(RankEnd):
         if not wait.is_reported and 0 < _report_after(group) < waited:
             wait.is_reported = True
             monitor_client.report_late(group, group.sequence, waited)
-        timeouts.receive_failures(group)
+        receive_failures(group)
         ends = isinstance(group.error, (LostRankError, CollectiveTimeoutError))
         missing = (
             "" if ends else rank_status.find_missing(group, group.task.keeps_time or group.busy())
@@ -339,7 +343,7 @@ class Watchdog(RankEnd):
 
 def _fail(group: ProcessGroup, number: int) -> None:
     use_process_device()
-    timeouts.fail_late_call(group, number)
+    fail_late_call(group, number)
 
 
 #: The watchdog of this process.

@@ -31,7 +31,7 @@ from mpicoll.core.reproducible import LEVELS
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError
-from mpicoll.failures import timeouts
+from mpicoll.failures.group_failure import fail_with_peer
 from mpicoll.failures.report import describe_by_rank
 from mpicoll.kernels.calls import COMPARE, FUSED, LISTS, take_interruption
 from mpicoll.kernels.library import kernels
@@ -321,7 +321,7 @@ class Shared:
         closer = self.kernels.shared_closed_by(self.pointer)
         if self._segment.aborted or closer >= 0:
             if self._group.error is None:
-                timeouts.fail_with_peer(self._group, closer)
+                fail_with_peer(self._group, closer)
             return self._group.failure()
         if self._group.compared:
             self._group.drop_last()

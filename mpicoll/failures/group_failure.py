@@ -1,4 +1,4 @@
-"""Failed groups: ``fail`` changes a group's state from OPEN to FAILED, and most of its sources.
+"""Failure of a group: one function changes its state from OPEN to FAILED, and most of its sources.
 
 **Timeouts.** A rank that waits in shared memory, or tests MPI requests (``ProcessGroup.wait_for``),
 can return early. So the watchdog of the first rank whose timeout is over fails the group for all:

@@ -15,7 +15,6 @@ import os
 import select
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import threading
@@ -66,8 +65,8 @@ class _Own:
         #: A byte in this pipe wakes the monitor. The system closes it first when the rank ends.
         bell, self.rings = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.given = {"page": page, "stacks": stacks, "signal": number, "bell": bell}
-        #: The secret of the monitors. It also distinguishes groups of the same name: those of
-        #: another init_process_group.
+        #: The secret of the monitors. It also distinguishes groups of the same name of another
+        #: init_process_group.
         self.secret = ""
 
     def ring(self) -> None:
@@ -89,8 +88,7 @@ _own: _Own | None = None
 def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
     """Start the node monitor on the first rank of the node. All ranks call.
 
-    here: the ranks of ``world`` on this node. listener: system-wide number of the thread that
-    prints stacks.
+    here: the ranks of ``world`` on this node. listener: see ``_Own``.
     """
     global _own
     rank, size = world.Get_rank(), world.Get_size()
@@ -206,14 +204,11 @@ def _open_stderr(pid: int) -> int:
     A launcher whose rank has died ends within milliseconds, and no longer reads the ranks' pipes.
     """
     with contextlib.suppress(OSError):
-        pidfd = os.pidfd_open(pid)
-        try:
-            found = int(ctypes.CDLL(None).syscall(_PIDFD_GETFD, pidfd, 2, 0))
-        finally:
-            os.close(pidfd)
-        path = Path(f"/proc/{pid}/fd/2")
+        path, pidfd = Path(f"/proc/{pid}/fd/2"), os.pidfd_open(pid)
+        found = int(ctypes.CDLL(None).syscall(_PIDFD_GETFD, pidfd, 2, 0))
+        os.close(pidfd)
         # A second open of a file would have a separate offset, and overwrite other output.
-        if found < 0 and not stat.S_ISREG(path.stat().st_mode):
+        if found < 0 and not path.is_file():
             found = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
         if found >= 0:
             # A daemon that starts the ranks of a node has /dev/null.
@@ -231,11 +226,12 @@ def _find_starter(launchers: list[int]) -> int:
     if not launched.is_parent:
         return launchers[0] if launchers and launched.protocol else 0
     # A process that a rank starts inherits its variables, and may outlive it.
-    parent, text = os.getppid(), b""
+    parent = os.getppid()
     with contextlib.suppress(OSError):
-        text = Path(f"/proc/{parent}/environ").read_bytes()
-    names = [os.fsdecode(each.partition(b"=")[0]) for each in text.split(b"\0")]
-    return 0 if launched.is_present(dict.fromkeys(names, "")) else parent
+        entries = os.fsdecode(Path(f"/proc/{parent}/environ").read_bytes()).split("\0")
+        if launched.is_present({entry.partition("=")[0]: "" for entry in entries}):
+            return 0
+    return parent
 
 
 def _find_launchers() -> list[int]:
@@ -254,14 +250,13 @@ def _find_launchers() -> list[int]:
 
 def _take_cell(group: ProcessGroup) -> None:
     """Publish the last call of an open group in a cell of the status page."""
-    if _own is None:
-        return
-    text = f"{_own.secret} {group.group_name} {group.ranks}"
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-    cell = _own.page.take_cell(number | 1, group.size(), group.rank(), group.group_name)
-    if cell is not None:
-        _own.cells[group] = cell
-        group.publish(ctypes.addressof(cell))
+    if _own is not None:
+        text = f"{_own.secret} {group.group_name} {group.ranks}"
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+        cell = _own.page.take_cell(number | 1, group.size(), group.rank(), group.group_name)
+        if cell is not None:
+            _own.cells[group] = cell
+            group.publish(ctypes.addressof(cell))
 
 
 def _free_cell(group: ProcessGroup) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from itertools import count
 from typing import Any, TypeVar
 
+from mpicoll.machine import format_ranges
+
 #: State of a rank: rank, host, pid, main (its main thread), state (running, stopped, ending, done,
 #: gone, silent), how (it has ended), calls (status_page.Cell of each group), and stacks (frames of
 #: each thread, innermost first).
@@ -52,17 +54,13 @@ def parse_stacks(text: str) -> dict[str, list[str]]:
 
 def format_ranks(ranks: Iterable[int]) -> str:
     """Return ranks as "rank 3" or "ranks 0-2, 5", shortened if there are many ranges."""
-    runs: list[list[int]] = []
     ordered = sorted(ranks)
-    for rank in ordered:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:_RUNS]]
-    if left := sum(b - a + 1 for a, b in runs[_RUNS:]):
-        texts.append(f"and {left} more")
-    return f"rank{'s' * (len(ordered) != 1)} {', '.join(texts)}"
+    runs = format_ranges(ordered).split(",")
+    shown = runs[:_RUNS]
+    if len(runs) > _RUNS:
+        last = int(shown[-1].rpartition("-")[2])
+        shown.append(f"and {sum(rank > last for rank in ordered)} more")
+    return f"rank{'s' * (len(ordered) != 1)} {', '.join(shown)}"
 
 
 def _group_by_text(texts: Iterable[Text], ranks: Iterable[int]) -> dict[Text, list[int]]:

@@ -263,15 +263,16 @@ class Watchdog(RankEnd):
         if not is_serialized():
             receive_failures(group)
         group.check_device_errors()
-        if group.error is None and not group.lock.locked():
-            missing = rank_status.find_missing(group, True)
-            if missing:  # a rank that raises an exception notifies devices next
-                time.sleep(_JOB_END_GRACE_S)
-                group.check_device_errors()
-            if missing and group.error is None:
-                self._end_stuck_job(
-                    f"{missing} ended without making the last calls of this rank", 1
-                )
+        if (
+            group.error is None
+            and not group.lock.locked()
+            and (missing := rank_status.find_missing(group, True))
+        ):
+            time.sleep(_JOB_END_GRACE_S)  # a rank that raises an exception notifies devices next
+            group.check_device_errors()
+            if group.error is None:
+                why = f"{missing} ended without making the last calls of this rank"
+                self._end_stuck_job(why, 1)
         error, is_pending = group.error, group.pending_error is not None
         if error is None or isinstance(error, LostRankError):
             return
@@ -302,18 +303,15 @@ class Watchdog(RankEnd):
             monitor_client.report_late(group, group.sequence, waited)
         receive_failures(group)
         ends = isinstance(group.error, (LostRankError, CollectiveTimeoutError))
-        missing = (
-            "" if ends else rank_status.find_missing(group, group.task.keeps_time or group.busy())
-        )
-        if missing:
+        may_time_out = group.task.keeps_time or group.busy()
+        if not ends and (missing := rank_status.find_missing(group, may_time_out)):
             self._end_stuck_job(f"{missing} ended without making this call", 1, group.thread)
-        if not group.task.keeps_time and not ends:
+        if not ends and not group.task.keeps_time:
             soon = min(_SEND_AFTER_S, math.inf if group.timeout is None else group.timeout / 2)
             if not wait.has_sent and waited > soon:
                 wait.has_sent = True
                 rank_status.send(group)
-            mismatch = rank_status.describe_mismatch(group)
-            if mismatch:
+            if mismatch := rank_status.describe_mismatch(group):
                 self._end_stuck_job(mismatch, 1, group.thread)
         if group.timeout is None or group.task.keeps_time or waited <= group.timeout:
             return
@@ -321,7 +319,7 @@ class Watchdog(RankEnd):
             # In another thread, because it waits for the flight records of other ranks.
             if wait.failing is None or not wait.failing.is_alive():
                 wait.failing = threading.Thread(
-                    target=_fail, args=(group, wait.number), name="mpicoll-failing", daemon=True
+                    target=_fail, args=(group, wait.number), daemon=True
                 )
                 wait.failing.start()
             return

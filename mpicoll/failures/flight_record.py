@@ -214,18 +214,11 @@ def _build(why: str) -> dict[str, Any]:
     """Return the contents of the file: the record of all groups. Each entry is a call."""
     offset = time.time_ns() - time.monotonic_ns()
     config: dict[str, dict[str, str]] = {}
-    status: dict[str, dict[str, int]] = {}
     entries: list[dict[str, Any]] = []
     for number, group in enumerate(list(state.groups)):
         name = group.group_name
         config[name] = {"name": name, "desc": group.group_desc, "ranks": str(list(group.ranks))}
         calls, last = _find_calls(group)
-        completed = [call.place for call in calls if call.completed]
-        status[str(number)] = {
-            "last_enqueued_collective": calls[-1].place if calls else -1,
-            "last_started_collective": last if calls else -1,
-            "last_completed_collective": max(completed, default=-1),
-        }
         first = _first_kept(last, group.history_length)
         for call in calls:
             if call.place >= first:
@@ -236,7 +229,6 @@ def _build(why: str) -> dict[str, Any]:
         "version": VERSION,
         "comm_lib_version": f"mpicoll {__version__}",
         "pg_config": config,
-        "pg_status": status,
         "entries": [{"record_id": k, **entry} for k, entry in enumerate(entries)],
         "mpicoll": {
             "why": why,

@@ -28,6 +28,7 @@ from mpicoll.failures import lost_ranks, node_monitor, report
 from mpicoll.failures.status_page import Cell, map_page
 from mpicoll.launch.host_identity import addresses, node
 from mpicoll.launch.launchers import find_launcher
+from mpicoll.launch.server import listen
 from mpicoll.signals import blocked_job_signals
 
 if TYPE_CHECKING:
@@ -103,35 +104,31 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
     # Ranks in different containers of a node cannot see each other: each container has a monitor.
     seen = [one for one in ranks if one and one["node"] == given.get("node")]
     head: dict[str, Any] = {}
-    listeners: list[socket.socket] = []
+    listener_socket = None
     if rank == 0 and seen:
-        head, listeners = _make_head(size > len(seen))
+        head, listener_socket = _make_head(size > len(seen))
     head = control_messages.bcast(world, head, 0, dict[str, Any])
     if head and seen and _own is not None:
         _own.secret = head["secret"]
         if seen[0]["rank"] == rank:
             with contextlib.suppress(OSError, subprocess.SubprocessError, AttributeError):
-                _launch_monitor(seen, size, head, listeners)
-    for sock in listeners:
-        sock.close()
+                _launch_monitor(seen, size, head, listener_socket)
+    if listener_socket is not None:
+        listener_socket.close()
     here.Barrier()  # until now all ranks of the node are alive; their ends are seen from here on
 
 
-def _make_head(several: bool) -> tuple[dict[str, Any], list[socket.socket]]:
-    """Choose the secret and addresses of the head monitor; return them and its sockets.
-
-    It listens at the addresses of this host that other nodes may reach, or at the loopback address
-    if there are none.
-    """
+def _make_head(several: bool) -> tuple[dict[str, Any], socket.socket | None]:
+    """Choose the secret and addresses of the head monitor; return them and its socket."""
     job = os.environ.get("SLURM_JOB_ID") or str([*_find_launchers(), os.getpid()][0])
-    found: list[socket.socket] = []
-    *hosts, _ = addresses() if several else [""]  # the last one is a name
-    for host in hosts or ["127.0.0.1"] * several:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with contextlib.suppress(OSError):  # one of an interface that is down
-            found.append(socket.create_server((host, 0), family=family))
-    names = [list(sock.getsockname()[:2]) for sock in found]
-    return {"job": job, "secret": os.urandom(32).hex(), "addresses": names}, found
+    names: list[tuple[str, int]] = []
+    sock = None
+    with contextlib.suppress(OSError):
+        if several:
+            sock = listen("", 0)
+            *hosts, _ = addresses()  # the last one is a name
+            names = [(host, sock.getsockname()[1]) for host in hosts or ["127.0.0.1"]]
+    return {"job": job, "secret": os.urandom(32).hex(), "addresses": names}, sock
 
 
 def open_ranks(
@@ -155,7 +152,7 @@ def open_ranks(
 
 
 def _launch_monitor(
-    ranks: list[dict[str, Any]], size: int, head: dict[str, Any], listeners: list[socket.socket]
+    ranks: list[dict[str, Any]], size: int, head: dict[str, Any], sock: socket.socket | None
 ) -> None:
     """Start the monitor, not as a child of this process, so that os.wait() does not return it."""
     launchers = _find_launchers()
@@ -177,9 +174,9 @@ def _launch_monitor(
         with contextlib.suppress(OSError):
             if launchers:
                 stderr = keep(_open_stderr(launchers[-1]))
-        sockets = [sock.fileno() for sock in listeners]
         given = head | {
-            "size": size, "ranks": opened, "host": socket.gethostname(), "listeners": sockets,
+            "size": size, "ranks": opened, "host": socket.gethostname(),
+            "listener": None if sock is None else keep(os.dup(sock.fileno())),
             "survives_losses": lost_ranks.is_fault_tolerant(),
             "launcher": starter, "launcher_pidfd": pidfd, "epoll": poll.fileno(), "stderr": stderr,
             "names": [head["job"], *map(str, launchers)],
@@ -193,8 +190,7 @@ def _launch_monitor(
                 ["/bin/sh", "-c", 'exec "$@" &', "sh", sys.executable, "-I", "-S",
                  node_monitor.__file__, str(descriptor)],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, cwd="/",
-                start_new_session=True, check=False,
-                pass_fds=(poll.fileno(), *kept, *sockets),
+                start_new_session=True, check=False, pass_fds=(poll.fileno(), *kept),
             )  # fmt: skip
 
 

@@ -246,8 +246,8 @@ class NodeMonitor(LineServer[JsonConnection]):
                 stack.callback(path.unlink, missing_ok=True)
                 sock.listen()
                 self.listen(sock)
-            for descriptor in self._given["listeners"]:
-                self.listen(socket.socket(fileno=descriptor))
+            if self._given["listener"] is not None:
+                self.listen(socket.socket(fileno=self._given["listener"]))
             self._find_head()
             self._loop()
 
@@ -348,7 +348,7 @@ class NodeMonitor(LineServer[JsonConnection]):
 
         Without it, this monitor reports to the user itself.
         """
-        for address in [] if self._given["listeners"] else self._given["addresses"]:
+        for address in self._given["addresses"] if self._given["listener"] is None else ():
             with contextlib.suppress(OSError, KeyError), contextlib.ExitStack() as stack:
                 sock = socket.create_connection(tuple(address), _CONNECT_TIMEOUT_S)
                 line = JsonConnection(stack.enter_context(sock))

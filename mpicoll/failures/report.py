@@ -32,9 +32,6 @@ _HINTS = {
     "SIGINT": " (Ctrl-C)",
 }
 
-#: Added to the class of the error in the exit code with which MPICH ends a process.
-_MPI_ERROR = 128
-
 #: The main functions of mpicoll's own threads.
 _OWN = "/mpicoll/failures/watchdog.py:", "/mpicoll/core/progress.py:"
 
@@ -125,13 +122,12 @@ def describe_loss(lost: Sequence[Snapshot], size: int, is_first_known: bool = Tr
 
 
 def is_ended_by_mpi(lost: Snapshot) -> bool:
-    """Return whether MPI has ended a rank after an error in a collective.
+    """Return whether a rank has exited inside a call.
 
-    MPICH does so for a truncated message, even if the communicator returns errors.
+    MPICH does so after a truncated message, even if the communicator returns errors.
     """
-    call, how = _last_call(lost), lost["how"]
-    is_error = how.startswith("code ") and int(how[5:]) >= _MPI_ERROR
-    return is_error and call is not None and bool(call["inside"])
+    call = _last_call(lost)
+    return call is not None and bool(call["inside"]) and lost["how"].startswith("code ")
 
 
 def is_there(snapshot: Snapshot, call: dict[str, Any] | None) -> bool:

@@ -8,15 +8,14 @@ starts a monitor. It ends when all ranks of its node have ended or destroyed the
 
 The rank that starts the monitor opens the pidfds and pages of all ranks of the node, and an epoll
 with their events, before ``init_process_group`` returns on any rank. So no event is lost while the
-monitor starts. It runs as a file, and imports a module only when it needs it.
+monitor starts. It runs as a file, without site-packages until a report needs NumPy.
 
-**Cause of the end of a job.** Ranks that end after the first one are its victims: a launcher that
-sees one rank end kills the remaining ranks within milliseconds, often before the system has
-reported the end of the first rank. So the monitor uses the first sign of each end: the closing of
-the rank's bell (a pipe). A launcher cannot react before it, and the kernel reports such events in
-their order. A rank that ends the job itself, by an exception or ``sys.exit``, first writes the time
-into its page. If a signal was sent to one rank, the other ranks of the node are alive at the first
-sign; else it was sent to all ranks, as by a scheduler.
+**Cause of the end of a job.** A launcher that sees one rank end kills the remaining ranks within
+milliseconds, often before the system has reported the end of the first rank. So the monitor uses
+the first sign of each end: the closing of the rank's bell (a pipe). A launcher cannot react before
+it, and the kernel reports such events in their order. A rank that ends the job itself, by an
+exception or ``sys.exit``, first writes the time into its page. If a signal was sent to one rank,
+the other ranks of the node are alive at the first sign; else it was sent to all ranks.
 """
 
 from __future__ import annotations
@@ -37,38 +36,31 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent.parent.parent)]
 
+from mpicoll.failures import report
+from mpicoll.failures.report import Snapshot
 from mpicoll.failures.status_page import DONE, ENDING, map_page
 from mpicoll.line_protocol import ANSWER_TIMEOUT_S, JsonConnection, LineServer, is_proof, mac
 from mpicoll.signals import JOB_SIGNALS
 
-if TYPE_CHECKING:
-    from mpicoll.failures.report import Snapshot
-
-#: Maximum time between two checks of the processes.
-_CHECK_INTERVAL_S = 1.0
-#: Time to collect the stacks of all ranks of a node.
-_STACKS_TIMEOUT_S = 2.0
-#: Time for the system to report how a process has ended.
-_END_TIMEOUT_S = 0.1
+_CHECK_INTERVAL_S = 1.0  # of the processes
+_STACKS_TIMEOUT_S = 2.0  # to collect the stacks of all ranks of a node
+_END_TIMEOUT_S = 0.1  # for the system to report how a process has ended
+_KILL_GRACE_S = 10.0  # for a rank that was ordered to end
 #: Times to wait for ranks that are ending, and for other nodes, before the cause is decided.
 _DYING_TIMEOUT_S, _NODES_TIMEOUT_S = 2.0, 0.5
-#: Time after which a rank that was ordered to end is killed.
-_KILL_GRACE_S = 10.0
 #: Timeout of a connection to one address of the head, and time that the head may take to start.
 _CONNECT_TIMEOUT_S, _START_TIMEOUT_S = 3.0, 30.0
 #: Maximum number of connections without a handshake, in addition to those of all nodes.
 _MAX_STRANGER_COUNT = 64
-#: Flag of a process that is exiting, in /proc/PID/stat.
-_PF_EXITING = 4
+_PF_EXITING = 4  # flag of a process that is exiting, in /proc/PID/stat
 #: Asks Linux how the process of a pidfd has ended (since 6.15), and where the answer has that.
 _PIDFD_GET_INFO, _INFO_EXIT, _INFO = 0xC040FF0B, 8, struct.Struct("=Q52xi")
-#: Suffix of the name of a monitor's socket.
-SOCKETS = ".watch"
+SOCKETS = ".watch"  # suffix of the name of a monitor's socket
 _NEVER = float("inf")
 
 
@@ -200,10 +192,7 @@ class _Rank:
 
 
 class NodeMonitor(LineServer[JsonConnection]):
-    """The monitor of a node.
-
-    given: the configuration that ``monitor_client`` has built.
-    """
+    """The monitor of a node. given: the configuration that ``monitor_client`` has built."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         # All nodes may connect at the same time.
@@ -225,8 +214,8 @@ class NodeMonitor(LineServer[JsonConnection]):
         self._hangs: list[dict[str, Any]] = []  # on the head: late calls to report
         self._reported: set[tuple[int, int]] = set()  # group and number of these and earlier ones
         self._dying: list[_Rank] = []  # ranks with a sign of their end, in order, not handled yet
-        #: On the head: ranks of a node that have ended without a message, in the order of the first
-        #: signs, when, and whether the first one ended by itself.
+        #: On the head: when ranks of a node have ended without a message, these in the order of the
+        #: first signs, and whether the first one ended by itself.
         self._losses: list[tuple[float, list[Snapshot], bool]] = []
         self._ended_at = _NEVER  # when the first rank began to end the job itself
         self._ending: set[_Rank] = set()  # the ranks of this node that have done so
@@ -294,8 +283,6 @@ class NodeMonitor(LineServer[JsonConnection]):
         """Print a report of a late call. This monitor is the head."""
         if self._is_decided or self._ended_at < _NEVER:
             return
-        from mpicoll.failures import report
-
         snapshots = self._gather({"ask": "snapshots", "stacks": call})
         if any(report.is_there(one, call) for one in snapshots):  # else it has ended meanwhile
             self._print(report.describe_hang(snapshots, call))
@@ -320,10 +307,8 @@ class NodeMonitor(LineServer[JsonConnection]):
     def _snapshots(self, question: dict[str, Any]) -> list[Snapshot]:
         """Return the snapshots of this node's ranks.
 
-        question: if it has "stacks", with the stacks of the ranks that are not in that call.
+        question: if it has "stacks", add the stacks of the ranks that are not in that call.
         """
-        from mpicoll.failures import report
-
         found = {one: one.snapshot(self.host) for one in self._ranks}
         if "stacks" in question:
             asked = [
@@ -344,10 +329,7 @@ class NodeMonitor(LineServer[JsonConnection]):
     # --- connections -----------------------------------------------------------------------------
 
     def _find_head(self) -> None:
-        """Connect to the head, at the first of its addresses that completes the handshake.
-
-        Without it, this monitor reports to the user itself.
-        """
+        """Connect to the head at one of its addresses. Else this monitor is a head itself."""
         for address in self._given["addresses"] if self._given["listener"] is None else ():
             with contextlib.suppress(OSError, KeyError), contextlib.ExitStack() as stack:
                 sock = socket.create_connection(tuple(address), _CONNECT_TIMEOUT_S)
@@ -467,9 +449,7 @@ class NodeMonitor(LineServer[JsonConnection]):
         self._close(rank.pidfd)
 
     def _find_losses(self) -> None:
-        """Report ranks that end the job themselves, and ranks that have ended while others need
-        them, once it is known how.
-        """
+        """Report ranks that end the job themselves. Report lost ranks once it is known how."""
         for one in self._ranks:
             if one.page.state == ENDING and one not in self._ending:
                 self._ending.add(one)
@@ -523,8 +503,6 @@ class NodeMonitor(LineServer[JsonConnection]):
             self._end_ranks()
 
     def _report_loss(self, lost: list[Snapshot], alone: bool) -> None:
-        from mpicoll.failures import report
-
         # The kernel's order of events is valid for one node.
         is_first_known = alone or (lost[0]["how"] == "SIGKILL" and self._has_all_ranks)
         text = report.describe_loss(lost, self.size, is_first_known)

@@ -341,36 +341,36 @@ def test_head_monitor_reports_the_first_lost_rank_of_all_nodes(nodes, first, exp
     assert other.end() == ""
 
 
-ATTACKS = {
-    "not ASCII": '{"proof": "é"}\n'.encode(),
-    "deep": b"[" * 4000 + b"\n",
-    "not an object": b"[1]\n1\nnull\n",
-    "not JSON": b"GET / HTTP/1.1\r\n\r\n",
-    "not UTF-8": b"\xff\xfe\n",
-    "unusual types": b'{"proof": {"a": []}, "node": 1, "nonce": null}\n',
-    "no proof": b'{"lost": [], "alone": true}\n{"ask": "snapshots"}\n{"end": "now"}\n',
-    "nothing": b"",
-    "a long line": b" " * 10_000_000,
-}
+ATTACKS = [
+    '{"proof": "é"}\n'.encode(),
+    b"[" * 4000 + b"\n",
+    b"[1]\n1\nnull\n",
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\xff\xfe\n",
+    b'{"proof": {"a": []}, "nonce": null}\n',
+    b'{"lost": [], "alone": true}\n{"ask": "snapshots"}\n{"end": true}\n',
+    b"",
+    b" " * 10_000_000,
+]
 
 
 @pytest.mark.any_mpi
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=list(ATTACKS))
-def test_monitor_survives_connections_without_the_secret(nodes, attack):
+def test_monitor_survives_connections_without_the_secret(nodes):
     head, address = _make_head(nodes, ranks=1, size=2)
     head.start()
     with contextlib.ExitStack() as stack:
-        for _ in range(100):  # they stay connected and never read
+        for k in range(100):  # they stay connected and never read
             sock = stack.enter_context(socket.create_connection(address[:2]))
             sock.settimeout(10)
             with contextlib.suppress(ConnectionError):
-                sock.sendall(attack)
-        local = stack.enter_context(socket.socket(socket.AF_UNIX))
+                sock.sendall(ATTACKS[k % len(ATTACKS)])
         while len(head.monitor.listeners) < 2:
             time.sleep(0.01)
-        local.connect(str(node_monitor.find_folder() / f"{os.getpid()}{node_monitor.SOCKETS}"))
-        with contextlib.suppress(ConnectionError):
-            local.sendall(attack)
+        for attack in ATTACKS:
+            local = stack.enter_context(socket.socket(socket.AF_UNIX))
+            local.connect(str(node_monitor.find_folder() / f"{os.getpid()}{node_monitor.SOCKETS}"))
+            with contextlib.suppress(ConnectionError):
+                local.sendall(attack)
         other = nodes(first=1, ranks=1, size=2, addresses=[address])
         other.start()
         other.kill(SEGV)

@@ -12,8 +12,6 @@ point-to-point messages, so that they cannot match the data of ranks in another 
 Ranks that share memory compare every call there before it begins, and keep no record: the route
 does it if it uses this memory, else ``group.agree``. Calls that only enqueue device work do
 not wait for other hosts: a stride of them is compared together.
-
-``DebugLevel`` is as in torch.distributed: how often the ranks' calls are compared.
 """
 
 from __future__ import annotations

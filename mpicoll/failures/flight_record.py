@@ -21,7 +21,6 @@ import time
 import traceback
 import weakref
 from pathlib import Path
-from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import __version__, private_files, settings
@@ -42,8 +41,7 @@ from mpicoll.output import write_lines
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-#: Version of the format.
-VERSION = "2.10"
+VERSION = "2.10"  # of the format
 #: Time that a rank whose call has timed out waits for the records of other ranks, because the job
 #: may end right after it.
 RECORDS_TIMEOUT_S = 3.0
@@ -97,7 +95,7 @@ def dump_flight_record(path: str | None = None) -> str:
     ArgumentTypeError (a TypeError) for a path of another type, and the error of the system if the
     file cannot be written.
     """
-    if not isinstance(path, (str, os.PathLike, NoneType)):
+    if path is not None and not isinstance(path, (str, os.PathLike)):
         raise ArgumentTypeError(
             f"dump_flight_record: path: expected the path of a file, got {type(path).__name__}"
         )
@@ -159,23 +157,20 @@ def write(why: str) -> bool:
     group = state.default
     if group is None or not group.history_length:
         return False
+    name = f"mpicoll: rank {group.rank()}"
     try:
         path = _write(why)
     except Exception as error:  # includes errors from inspecting the program's stack
-        write_lines(f"mpicoll: rank {group.rank()}: cannot write the flight record: {error}")
+        write_lines(f"{name}: cannot write the flight record: {error}")
         return False
-    _location[:] = [
-        f"mpicoll: rank {group.rank()}: flight records: {_file_prefix()}*; "
-        f"torchfrtrace {path.parent} finds the culprit"
-    ]
+    records = f"{name}: flight records: {_file_prefix()}*"
+    _location[:] = [f"{records}; torchfrtrace {path.parent} finds the culprit"]
     return True
 
 
 def last_words() -> list[str]:
     """Return the line with the path of the records, once after each dump."""
-    found = list(_location)
-    _location.clear()
-    return found
+    return [_location.pop()] if _location else []
 
 
 def _request_records() -> None:
@@ -231,12 +226,10 @@ def _build(why: str) -> dict[str, Any]:
         "pg_config": config,
         "entries": [{"record_id": k, **entry} for k, entry in enumerate(entries)],
         "mpicoll": {
-            "why": why,
-            "rank": default_group().rank(),
-            "host": socket.gethostname(),
+            "why": why, "rank": default_group().rank(), "host": socket.gethostname(),
             "time_ns": time.time_ns(),
         },
-    }
+    }  # fmt: skip
 
 
 def _find_calls(group: ProcessGroup) -> tuple[list[CallEntry], int]:
@@ -262,7 +255,7 @@ def _build_entry(
     where = f"mpicoll, group {group.group_name}"
     frames = [{"name": description, "filename": where, "line": call.place}]
     threads = (one.name for one in threading.enumerate() if one.ident == call.thread)
-    entry: dict[str, Any] = {
+    return {
         "pg_id": number,
         "process_group": (group.group_name, group.group_desc),
         "thread_name": next(threads, ""),
@@ -273,20 +266,16 @@ def _build_entry(
         "p2p_seq_id": 0,
         "profiling_name": name,
         "is_p2p": False,
-        "input_sizes": inputs,
-        "input_dtypes": dtypes,
-        "output_sizes": outputs,
-        "output_dtypes": dtypes,
+        "input_sizes": inputs, "input_dtypes": dtypes,
+        "output_sizes": outputs, "output_dtypes": dtypes,
         "time_created_ns": created,
-        "state": "completed" if completed else "started" if started else "scheduled",
         "time_discovered_started_ns": started or None,
         "time_discovered_completed_ns": completed or None,
+        "state": "completed" if completed else "started" if started else "scheduled",
         "retired": bool(completed),
         "timeout_ms": 0 if group.timeout is None else int(1000 * group.timeout),
-    }
-    if completed:
-        entry["duration_ms"] = (completed - started) / 1e6
-    return entry
+        **({"duration_ms": (completed - started) / 1e6} if completed else {}),
+    }  # fmt: skip
 
 
 def _find_program_frames(thread: int) -> list[dict[str, Any]]:

@@ -97,12 +97,12 @@ def test_status_page_shows_the_state_of_a_rank():
         calls = kind(threading.Lock())
         calls.lock.acquire()
         calls.begin(1, 2, 3)
-        cell = page.take_cell(11, 4, 2, "née")
+        cell = page.take_cell(11, 4, "née")
         calls.publish(ctypes.addressof(cell))
         (copied,) = seen.read_cells()
         assert copied.as_dict() == {
             "group": 11, "late": 0, "number": 1, "kind": 1, "sizes": 2, "root": 3, "inside": 1,
-            "thread": threading.get_ident(), "late_ms": 0, "size": 4, "rank": 2, "name": "née",
+            "thread": threading.get_ident(), "late_ms": 0, "size": 4, "name": "née",
         }  # fmt: skip
         calls.end()
         assert not calls.lock.locked()

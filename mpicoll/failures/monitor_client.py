@@ -48,9 +48,8 @@ _PIDFD_GETFD = 438
 
 
 class _Own:
-    """The status page of this process, and the descriptors for its monitor.
-
-    listener: system-wide number of the thread that prints stacks.
+    """The status page of this process, and the descriptors for its monitor. listener: system-wide
+    number of the thread that prints stacks.
     """
 
     def __init__(self, listener: int) -> None:
@@ -249,7 +248,7 @@ def _take_cell(group: ProcessGroup) -> None:
     if _own is not None:
         text = f"{_own.secret} {group.group_name} {group.ranks}"
         number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-        cell = _own.page.take_cell(number | 1, group.size(), group.rank(), group.group_name)
+        cell = _own.page.take_cell(number | 1, group.size(), group.group_name)
         if cell is not None:
             _own.cells[group] = cell
             group.publish(ctypes.addressof(cell))

@@ -18,6 +18,7 @@ from typing import Any
 RUNNING, ENDING, DONE = range(3)
 #: Maximum number of groups with a cell. Pages of memory that are never written cost nothing.
 MAX_CELLS = 4096
+NAME_BYTES = 48
 
 
 class Cell(ctypes.Structure):
@@ -33,11 +34,10 @@ class Cell(ctypes.Structure):
     thread: int  # that makes it
     late_ms: int  # how long the late call had lasted
     size: int  # of the group
-    rank: int  # this rank in the group
 
     _fields_ = [
         *((name, ctypes.c_uint64) for name in __annotations__),
-        ("name", ctypes.c_char * 40),  # of the group
+        ("name", ctypes.c_char * NAME_BYTES),  # of the group
     ]
 
     def as_dict(self) -> dict[str, Any]:
@@ -74,11 +74,11 @@ class StatusPage(ctypes.Structure):
         if self.state != ENDING:
             self.state = DONE
 
-    def take_cell(self, group: int, size: int, rank: int, name: str) -> Cell | None:
+    def take_cell(self, group: int, size: int, name: str) -> Cell | None:
         """Return a free cell for a group, None if there is none. It is free if its group is 0."""
         for k in range(MAX_CELLS):
             if self.cells[k].group == 0:
-                self.cells[k] = Cell(group, size=size, rank=rank, name=name.encode()[:40])
+                self.cells[k] = Cell(group, size=size, name=name.encode()[:NAME_BYTES])
                 self.used = max(k + 1, self.used)
                 return self.cells[k]
         return None

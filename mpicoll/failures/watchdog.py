@@ -1,11 +1,8 @@
 """Watchdog: a thread that ends the job when a rank is stuck inside MPI.
 
 A thread that is blocked inside MPI runs no Python. So the watchdog thread handles Ctrl-C, checks
-for calls that exceed their group's timeout or wait for a rank that has ended, and receives the end
-of the job from the launch server and the node monitor.
-
-A rank that ends the job prints its message first, then writes its flight record and notifies the
-node monitor.
+for calls that are late or wait for a rank that has ended, and receives the end of the job from the
+launch server and the node monitor.
 """
 
 from __future__ import annotations
@@ -160,8 +157,6 @@ class Watchdog(RankEnd):
 
     def _end_stuck_job(self, why: str, code: int, thread: int = 0) -> None:
         """End the job with the stack of a thread that is inside MPI, in which nothing can raise.
-
-        All ranks write their flight records first, unless the user has interrupted the job.
 
         thread: that one, as threading.get_ident returns it; 0: the main thread.
         """

@@ -155,7 +155,7 @@ def _launch_monitor(
 ) -> None:
     """Start the monitor, not as a child of this process, so that os.wait() does not return it."""
     launchers = _find_launchers()
-    starter, pidfd, stderr = _find_starter(launchers), -1, 2
+    starter, pidfd = _find_starter(launchers), -1
     with contextlib.ExitStack() as stack:
         kept: list[int] = []
 
@@ -170,14 +170,12 @@ def _launch_monitor(
             if starter:
                 pidfd = keep(os.pidfd_open(starter))
                 poll.register(pidfd, select.EPOLLIN)
-        with contextlib.suppress(OSError):
-            if launchers:
-                stderr = keep(_open_stderr(launchers[-1]))
         given = head | {
             "size": size, "ranks": opened, "host": socket.gethostname(),
             "listener": None if sock is None else keep(os.dup(sock.fileno())),
             "survives_losses": lost_ranks.is_fault_tolerant(),
-            "launcher": starter, "launcher_pidfd": pidfd, "epoll": poll.fileno(), "stderr": stderr,
+            "launcher": starter, "launcher_pidfd": pidfd, "epoll": poll.fileno(),
+            "stderr": keep(_open_stderr(launchers)),
             "names": [head["job"], *map(str, launchers)],
             "command": " ".join(sys.orig_argv)[:200],
             "path": [entry for entry in sys.path if entry],
@@ -193,13 +191,13 @@ def _launch_monitor(
             )  # fmt: skip
 
 
-def _open_stderr(pid: int) -> int:
-    """Return a descriptor of a launcher's standard error, or of this process if that fails.
+def _open_stderr(launchers: list[int]) -> int:
+    """Return a descriptor of the launcher's standard error, or of this process if that fails.
 
     A launcher whose rank has died ends within milliseconds, and no longer reads the ranks' pipes.
     """
-    with contextlib.suppress(OSError):
-        path, pidfd = Path(f"/proc/{pid}/fd/2"), os.pidfd_open(pid)
+    with contextlib.suppress(OSError, IndexError):
+        path, pidfd = Path(f"/proc/{launchers[-1]}/fd/2"), os.pidfd_open(launchers[-1])
         found = int(ctypes.CDLL(None).syscall(_PIDFD_GETFD, pidfd, 2, 0))
         os.close(pidfd)
         # A second open of a file would have a separate offset, and overwrite other output.

@@ -327,6 +327,8 @@ def test_head_monitor_reports_the_first_lost_rank_of_all_nodes(nodes, first, exp
         node.start()
     while not head.monitor._nodes:
         time.sleep(0.01)
+    with pytest.raises(ConnectionRefusedError):  # the head stops listening after the last node
+        socket.create_connection(address[:2])
     if first == "ending":
         other.pages[1].set_ending()
     if first != "none":
@@ -347,7 +349,7 @@ ATTACKS = [
     b"[1]\n1\nnull\n",
     b"GET / HTTP/1.1\r\n\r\n",
     b"\xff\xfe\n",
-    b'{"proof": {"a": []}, "nonce": null}\n',
+    b'{"proof": {"a": []}, "nonce": null, "ranks": "x"}\n',
     b'{"lost": [], "alone": true}\n{"ask": "snapshots"}\n{"end": true}\n',
     b"",
     b" " * 10_000_000,

@@ -210,6 +210,7 @@ class NodeMonitor(LineServer[JsonConnection]):
             self._handlers[one.pidfd] = partial(self._record_end, one)
             self._handlers[one.bell] = partial(self._read_bell, one)
         self._nodes: list[JsonConnection] = []  # on the head: monitors of other nodes
+        self._seen = len(self._ranks)  # number of ranks of this node and these nodes
         self._head: JsonConnection | None = None  # None: this monitor reports to the user
         self._hangs: list[dict[str, Any]] = []  # on the head: late calls to report
         self._reported: set[tuple[int, int]] = set()  # group and number of these and earlier ones
@@ -336,7 +337,7 @@ class NodeMonitor(LineServer[JsonConnection]):
                 line = JsonConnection(stack.enter_context(sock))
                 nonce = line.receive(_START_TIMEOUT_S)["nonce"]
                 proof = mac(self._given["secret"], "node", nonce)
-                line.send({"nonce": line.nonce, "proof": proof})
+                line.send({"nonce": line.nonce, "proof": proof, "ranks": len(self._ranks)})
                 self._check_proof(line, line.receive(_START_TIMEOUT_S), "head")
                 self.add(line)
                 self._head = line
@@ -372,8 +373,12 @@ class NodeMonitor(LineServer[JsonConnection]):
             self._answer(line, message)
         elif not line.peer:
             self._check_proof(line, message, "node")
-            self._nodes.append(line)
+            self._seen += int(message["ranks"])
+            for sock in list(self.listeners.values()) if self._seen >= self.size else ():
+                if sock.family != socket.AF_UNIX:
+                    self.close_listener(sock)  # all nodes have connected
             self._send(line, {"proof": mac(self._given["secret"], "head", message["nonce"])})
+            self._nodes.append(line)
         elif line is self._head:
             self._is_decided = True  # the head has reported the cause
             if message["end"]:

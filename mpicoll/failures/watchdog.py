@@ -295,7 +295,7 @@ class Watchdog(RankEnd):
         waited = now - wait.since
         if not wait.is_reported and 0 < _report_after(group) < waited:
             wait.is_reported = True
-            monitor_client.report_late(group, group.sequence, waited)
+            monitor_client.report_late(group, wait.number - group.formed, waited)
         receive_failures(group)
         ends = isinstance(group.error, (LostRankError, CollectiveTimeoutError))
         may_time_out = group.task.keeps_time or group.busy()

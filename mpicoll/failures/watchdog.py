@@ -248,7 +248,10 @@ class Watchdog(RankEnd):
             if has_ended and (wait.failing is None or not wait.failing.is_alive()):
                 del self._waits[group]
         for group in inside:
-            self._check_wait(group, self._waits.setdefault(group, _Wait(group.begun, now)), now)
+            if group in self._waits:
+                self._check_wait(group, self._waits[group], now)
+            else:
+                self._waits[group] = _Wait(group.begun, now)
 
     def _check_devices(self, group: ProcessGroup, now: float) -> None:
         """Check for device work of a group that has ended without results, or will never end.

@@ -42,8 +42,8 @@ from mpicoll.output import flush_streams, write_lines
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-#: Maximum and minimum time between checks of the groups.
-_CHECK_INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.1
+#: Maximum time between checks of the groups.
+_CHECK_INTERVAL_S = 1.0
 #: Default time after which a call is reported as late: maximum, and fraction of the timeout.
 _REPORT_AFTER_S, _TIMEOUT_FRACTION = 60.0, 0.5
 #: Time that a blocked call of MPI has to return after Ctrl-C.
@@ -181,8 +181,8 @@ class Watchdog(RankEnd):
         while True:
             groups = list(state.groups)
             limits = {group.timeout for group in groups} | {*map(_report_after, groups)}
-            pause = min([_CHECK_INTERVAL_S, *(limit / 5 for limit in limits if limit)])
-            ready = [descriptor for descriptor, _ in poll.poll(1000 * max(pause, _MIN_INTERVAL_S))]
+            pause = min([_CHECK_INTERVAL_S, *(max(each / 5, 0.1) for each in limits if each)])
+            ready = [descriptor for descriptor, _ in poll.poll(1000 * pause)]
             if self._stopping:
                 return
             signals = os.read(self._reader, 512) if self._reader in ready else b""

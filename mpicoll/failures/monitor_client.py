@@ -120,13 +120,13 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
 def _make_head(several: bool) -> tuple[dict[str, Any], socket.socket | None]:
     """Choose the secret and addresses of the head monitor; return them and its socket."""
     job = os.environ.get("SLURM_JOB_ID") or str([*_find_launchers(), os.getpid()][0])
-    names: list[tuple[str, int]] = []
+    names: list[list[str | int]] = []
     sock = None
     with contextlib.suppress(OSError):
         if several:
             sock = listen("", 0)
             *hosts, _ = addresses()  # the last one is a name
-            names = [(host, sock.getsockname()[1]) for host in hosts or ["127.0.0.1"]]
+            names = [[host, sock.getsockname()[1]] for host in hosts or ["127.0.0.1"]]
     return {"job": job, "secret": os.urandom(32).hex(), "addresses": names}, sock
 
 

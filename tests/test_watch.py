@@ -35,7 +35,7 @@ _KIND = encode_kind(PRIMITIVES[0], DTYPES[0], None, 0)
 def _call(number, inside, **changed):
     return {
         "group": 5, "name": "0", "size": 10_000, "number": number, "kind": _KIND, "sizes": 4,
-        "root": 0, "inside": int(inside), "since": 0.0, **changed,
+        "root": 0, "inside": int(inside), "late_ms": 61_200, **changed,
     }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def test_hang_report_of_10000_ranks_is_short_and_lists_small_sets_of_ranks_first
     for rank in range(9_901, 10_000, 2):  # each with its own stack
         ranks.append(_snapshot(rank, 6, False, stacks={"1": [f"file.py:{rank} in f"] * 9}))
     ranks[-1] |= {"state": "gone", "how": "SIGKILL"}
-    lines = report.describe_hang(ranks, _call(7, True), 61.2).splitlines()
+    lines = report.describe_hang(ranks, _call(7, True)).splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) < 300
     assert lines[0].startswith("mpicoll: ranks 0, 2, 4, 6, 8, 10, 12, 14, and 4992 more of group 0")
     assert "wait for 61 s in call 7 of group 0" in lines[0]
@@ -69,7 +69,7 @@ def test_hang_report_merges_ranks_with_the_same_description():
     ranks[5] = _snapshot(5, 7, True)
     ranks[5]["calls"][0]["kind"] += 1 << 8
     ranks[6] = _snapshot(6, 9, True)
-    lines = report.describe_hang(ranks, _call(7, True), 61.2).splitlines()
+    lines = report.describe_hang(ranks, _call(7, True)).splitlines()
     assert lines[0].startswith("mpicoll: rank 0 of group 0")
     assert [re.split(",| of group", line)[0] for line in lines[1:]] == [
         "  rank 3: stopped", "  rank 4: gone: was killed by SIGSEGV",
@@ -78,9 +78,7 @@ def test_hang_report_merges_ranks_with_the_same_description():
 
 
 @pytest.mark.any_mpi
-@pytest.mark.parametrize(
-    ("how", "ended"), [("code 142", True), ("code 5", False), ("SIGKILL", False)]
-)
+@pytest.mark.parametrize(("how", "ended"), [("code 142", True), ("SIGKILL", False)])
 def test_exit_code_of_a_rank_that_mpi_aborted_is_recognized(how, ended):
     assert report.is_ended_by_mpi(_snapshot(0, 7, True, state="gone", how=how)) == ended
     assert not report.is_ended_by_mpi(_snapshot(0, 7, False, state="gone", how=how))
@@ -99,12 +97,12 @@ def test_status_page_shows_the_state_of_a_rank():
         calls = kind(threading.Lock())
         calls.lock.acquire()
         calls.begin(1, 2, 3)
-        cell = page.take_cell(11, 5000, 4, 2, "née")
+        cell = page.take_cell(11, 4, "née")
         calls.publish(ctypes.addressof(cell))
-        (raw,) = seen.raw_cells()
-        assert raw == bytes(cell) and cell.as_dict() == {
-            "group": 11, "limit": 5000, "number": 1, "kind": 1, "sizes": 2, "root": 3, "inside": 1,
-            "thread": threading.get_ident(), "size": 4, "rank": 2, "name": "née",
+        (copied,) = seen.read_cells()
+        assert copied.as_dict() == {
+            "group": 11, "late": 0, "number": 1, "kind": 1, "sizes": 2, "root": 3, "inside": 1,
+            "thread": threading.get_ident(), "late_ms": 0, "size": 4, "name": "née",
         }  # fmt: skip
         calls.end()
         assert not calls.lock.locked()
@@ -113,7 +111,7 @@ def test_status_page_shows_the_state_of_a_rank():
         assert calls.thread == threading.get_ident()
         calls.publish(0)
         cell.group = 0
-        assert seen.cells[0].group == 0 and calls.thread == threading.get_ident()
+        assert not seen.read_cells() and calls.thread == threading.get_ident()
     page.set_ending()
     page.set_done()  # MPI_Abort may do this
     assert seen.state == ENDING and 0 < seen.ending_ns <= time.monotonic_ns()
@@ -155,7 +153,7 @@ class Node:
             )  # fmt: skip
             self.processes.append(process)
             known.append({"rank": first + k, "pid": process.pid, "signal": 60, "page": page,
-                          "stacks": stacks, "bell": bell, "generation": 0})  # fmt: skip
+                          "stacks": stacks, "bell": bell})  # fmt: skip
             os.close(rings)
         self._poll = select.epoll()
         opened = monitor_client.open_ranks(known, self._poll, lambda descriptor: descriptor)
@@ -165,9 +163,9 @@ class Node:
         os.set_blocking(self.output, False)
         self.monitor = node_monitor.NodeMonitor({
             "job": "1", "size": size, "host": "here", "secret": "s", "survives_losses": False,
-            "node": f"node{first}", "addresses": [], "listeners": [], "names": [], "command": "",
-            "launcher": 0, "launcher_pidfd": -1,
-            "ranks": opened, "epoll": os.dup(self._poll.fileno()), "stderr": stderr, **given,
+            "addresses": [], "listener": None, "names": [], "command": "",
+            "launcher": 0, "launcher_pidfd": -1, "ranks": opened,
+            "epoll": os.dup(self._poll.fileno()), "stderr": stderr, **given,
         })  # fmt: skip
         self.thread = threading.Thread(target=self.monitor.serve)
         self.text = ""
@@ -309,7 +307,7 @@ def _make_head(nodes, **given):
     """Return the node of a head monitor on the loopback interface, and the monitor's address."""
     sock = socket.create_server(("127.0.0.1", 0))
     address = list(sock.getsockname())
-    return nodes(listeners=[sock.detach()], **given), address
+    return nodes(listener=sock.detach(), **given), address
 
 
 @pytest.mark.any_mpi
@@ -345,36 +343,36 @@ def test_head_monitor_reports_the_first_lost_rank_of_all_nodes(nodes, first, exp
     assert other.end() == ""
 
 
-ATTACKS = {
-    "not ASCII": '{"proof": "é"}\n'.encode(),
-    "deep": b"[" * 4000 + b"\n",
-    "not an object": b"[1]\n1\nnull\n",
-    "not JSON": b"GET / HTTP/1.1\r\n\r\n",
-    "not UTF-8": b"\xff\xfe\n",
-    "unusual types": b'{"proof": {"a": []}, "node": 1, "nonce": null, "ranks": "x"}\n',
-    "no proof": b'{"lost": [], "alone": true}\n{"ask": "snapshots"}\n{"end": "now"}\n',
-    "nothing": b"",
-    "a long line": b" " * 10_000_000,
-}
+ATTACKS = [
+    '{"proof": "é"}\n'.encode(),
+    b"[" * 4000 + b"\n",
+    b"[1]\n1\nnull\n",
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\xff\xfe\n",
+    b'{"proof": {"a": []}, "nonce": null, "ranks": "x"}\n',
+    b'{"lost": [], "alone": true}\n{"ask": "snapshots"}\n{"end": true}\n',
+    b"",
+    b" " * 10_000_000,
+]
 
 
 @pytest.mark.any_mpi
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=list(ATTACKS))
-def test_monitor_survives_connections_without_the_secret(nodes, attack):
+def test_monitor_survives_connections_without_the_secret(nodes):
     head, address = _make_head(nodes, ranks=1, size=2)
     head.start()
     with contextlib.ExitStack() as stack:
-        for _ in range(100):  # they stay connected and never read
+        for k in range(100):  # they stay connected and never read
             sock = stack.enter_context(socket.create_connection(address[:2]))
             sock.settimeout(10)
             with contextlib.suppress(ConnectionError):
-                sock.sendall(attack)
-        local = stack.enter_context(socket.socket(socket.AF_UNIX))
+                sock.sendall(ATTACKS[k % len(ATTACKS)])
         while len(head.monitor.listeners) < 2:
             time.sleep(0.01)
-        local.connect(str(node_monitor.find_folder() / f"{os.getpid()}{node_monitor.SOCKETS}"))
-        with contextlib.suppress(ConnectionError):
-            local.sendall(attack)
+        for attack in ATTACKS:
+            local = stack.enter_context(socket.socket(socket.AF_UNIX))
+            local.connect(str(node_monitor.find_folder() / f"{os.getpid()}{node_monitor.SOCKETS}"))
+            with contextlib.suppress(ConnectionError):
+                local.sendall(attack)
         other = nodes(first=1, ranks=1, size=2, addresses=[address])
         other.start()
         other.kill(SEGV)

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     path, job = next(iter(heads.items()))
     try:
         # Short reports also need stacks, for ranks outside of calls.
-        answer = line_protocol.ask(path, {"ask": "snapshots", "stacks": "all"})
+        answer = line_protocol.ask(path, {"ask": "snapshots", "stacks": None})
     except OSError as error:
         return cli.refuse("watch", f"job {job['job']} does not answer: {error}", True, 1)
     if options.json:

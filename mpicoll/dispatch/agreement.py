@@ -19,7 +19,7 @@ import mpicoll
 from mpicoll import control_messages, settings
 from mpicoll.dtypes import DTYPES, OPERATIONS
 from mpicoll.errors import LaunchError
-from mpicoll.failures.consistency import describe_by_rank
+from mpicoll.failures.report import describe_by_rank
 from mpicoll.primitives import PRIMITIVES
 
 if TYPE_CHECKING:

@@ -37,8 +37,7 @@ from mpicoll.cuda.streams import StreamOrder
 from mpicoll.dispatch import fusing, packing
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.errors import ArgumentError, MismatchError, MpicollError, MPIError
-from mpicoll.failures import consistency, flight_record, timeouts
-from mpicoll.failures.group_failure import fail_all_ranks
+from mpicoll.failures import consistency, flight_record, group_failure
 from mpicoll.kernels.calls import bind_fast_path
 from mpicoll.output import warn
 from mpicoll.primitives import Primitive
@@ -286,7 +285,7 @@ def _run_all(
     def execute(*unused: object) -> None:
         # All ranks must fuse the same calls, so the list is compared if it has not just been.
         if not member.compared and len(member.recent) > 1:
-            timeouts.check(member)
+            group_failure.check(member)
         if not plan.on_device:
             entries.run(plan)
         for (run_call, _), (send, recv, extent) in zip(ordered, calls, strict=True):
@@ -344,11 +343,11 @@ def perform(
             _unrecord_mismatch(error, call)
             flight_record.dump_after(error, group)
             raise
-        told = timeouts.compare_after(to_mpi_error(error, call.name, group), group)
+        told = group_failure.compare_after(to_mpi_error(error, call.name, group), group)
         _unrecord_mismatch(error, call)
         flight_record.dump_after(told, group)
         if isinstance(told, MismatchError):
-            fail_all_ranks(group, told)
+            group_failure.fail_all_ranks(group, told)
         raise told from error
     finally:
         group.end()
@@ -362,7 +361,7 @@ def _check(group: ProcessGroup) -> None:
         from mpicoll.routes import select  # loads MPI, which importing this module must not
 
         select.share_memory(group)
-    timeouts.check(group)
+    group_failure.check(group)
 
 
 def _unrecord_mismatch(error: Exception, call: Plan | Task) -> None:
@@ -434,7 +433,7 @@ def submit(
 ) -> Work:
     """Queue a task on the group's progress thread, or run it now if ``inline``."""
     group.check_outside(name)
-    expire = partial(timeouts.fail_late_call, group)
+    expire = partial(group_failure.fail_late_call, group)
     work = Work(describe(name, group), outputs, group.timeout, orders, expire)
 
     def run_task(catches: type[BaseException] = BaseException) -> None:

@@ -12,22 +12,20 @@ point-to-point messages, so that they cannot match the data of ranks in another 
 Ranks that share memory compare every call there before it begins, and keep no record: the route
 does it if it uses this memory, else ``group.agree``. Calls that only enqueue device work do
 not wait for other hosts: a stride of them is compared together.
-
-``DebugLevel`` is as in torch.distributed: how often the ranks' calls are compared.
 """
 
 from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from mpicoll import control_messages, settings
 from mpicoll.core.signature import describe, encode_comparison, with_root
 from mpicoll.errors import ArgumentError, MismatchError
-from mpicoll.failures.report import DETAIL_HINT
+from mpicoll.failures.report import DETAIL_HINT, describe_by_rank
 from mpicoll.kernels.calls import RecordEntry
 from mpicoll.output import format_count
 from mpicoll.serialized_mpi import with_wait
@@ -105,10 +103,8 @@ def digest(calls: tuple[tuple[int, ...], ...]) -> int:
     return hash(calls) & (1 << 62) - 1
 
 
-def check(group: ProcessGroup, look: Callable[[], None]) -> None:
+def check(group: ProcessGroup) -> None:
     """Compare the calls since the last comparison on all ranks.
-
-    look: called after the exchange: ranks that have timed out have sent their part before.
 
     All ranks call this with the group's lock held, before the last call of their records runs.
     Raises MismatchError on all ranks if the calls differ.
@@ -119,17 +115,14 @@ def check(group: ProcessGroup, look: Callable[[], None]) -> None:
     number = calls[-1][0]
     level = int(get_debug_level())
     agreed, mine, shared = True, digest(calls), group.resources.find("shared")
+    last = encode_comparison(calls[-1][1], calls[-1][3], level)
     # Shared memory takes a third of the time of MPI.
-    if group.size() > 1:
-        if not shared or not shared.compare(
-            encode_comparison(calls[-1][1], calls[-1][3], level), mine
-        ):
-            MPI = sys.modules["mpi4py.MPI"]  # an import statement takes as long as the rest
-            # One reduction: if all digests are equal, the greatest is also the least.
-            both = array("q", (mine, -mine, level))  # NumPy takes three times as long
-            group.wait_for(group.messages.Iallreduce(MPI.IN_PLACE, [both, 3, MPI.INT64_T], MPI.MAX))
-            agreed, level = both[0] == -both[1], both[2]
-        look()
+    if group.size() > 1 and not (shared and shared.compare(last, mine)):
+        MPI = sys.modules["mpi4py.MPI"]  # an import statement takes as long as the rest
+        # One reduction: if all digests are equal, the greatest is also the least.
+        both = array("q", (mine, -mine, level))  # NumPy takes three times as long
+        group.wait_for(group.messages.Iallreduce(MPI.IN_PLACE, [both, 3, MPI.INT64_T], MPI.MAX))
+        agreed, level = both[0] == -both[1], both[2]
     group.stride = 1 if level == DebugLevel.DETAIL else STRIDE
     group.next_check = number + (1 if number < FIRST else group.stride)
     group.recent = [calls[-1] if agreed else (number, -1, 0, 0)]
@@ -221,15 +214,4 @@ def describe_mismatch(group: ProcessGroup, number: int, calls: Iterable[str]) ->
     return (
         f"rank {group.rank()} of group {group.group_name}: collective mismatch: the ranks made "
         f"different calls as call {number} of the group: {describe_by_rank(calls)}"
-    )
-
-
-def describe_by_rank(texts: Iterable[str]) -> str:
-    """Join one text per rank, given in rank order, as "ranks 0, 2: TEXT; rank 1: TEXT"."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ranks_of.setdefault(text, []).append(rank)
-    return "; ".join(
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
-        for text, ranks in ranks_of.items()
     )

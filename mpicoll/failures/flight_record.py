@@ -18,9 +18,9 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import weakref
 from pathlib import Path
-from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import __version__, private_files, settings
@@ -41,8 +41,7 @@ from mpicoll.output import write_lines
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-#: Version of the format.
-VERSION = "2.10"
+VERSION = "2.10"  # of the format
 #: Time that a rank whose call has timed out waits for the records of other ranks, because the job
 #: may end right after it.
 RECORDS_TIMEOUT_S = 3.0
@@ -96,7 +95,7 @@ def dump_flight_record(path: str | None = None) -> str:
     ArgumentTypeError (a TypeError) for a path of another type, and the error of the system if the
     file cannot be written.
     """
-    if not isinstance(path, (str, os.PathLike, NoneType)):
+    if path is not None and not isinstance(path, (str, os.PathLike)):
         raise ArgumentTypeError(
             f"dump_flight_record: path: expected the path of a file, got {type(path).__name__}"
         )
@@ -110,52 +109,47 @@ def dump_flight_record(path: str | None = None) -> str:
 
 def dump_after(error: Exception, group: ProcessGroup) -> None:
     """Dump the record after a call has failed, if the record helps to find the cause."""
-    known = _dumped.setdefault(group, set())
     if isinstance(error, CollectiveTimeoutError):
         if group.error is None:  # as in monitored_barrier: the group stays OPEN
             dump(str(error))
-    elif isinstance(error, (LostRankError, MismatchError)) and type(error) not in known:
-        known.add(type(error))
-        is_lost = isinstance(error, LostRankError)
-        # All ranks of the group raise a mismatch.
-        dump(str(error), 0 if is_lost else RECORDS_TIMEOUT_S, None if is_lost else group)
+    elif isinstance(error, (LostRankError, MismatchError)):
+        known = _dumped.setdefault(group, set())
+        if type(error) not in known:
+            known.add(type(error))
+            dump(str(error), 0 if isinstance(error, LostRankError) else RECORDS_TIMEOUT_S)
 
 
-def dump(why: str, wait_s: float = RECORDS_TIMEOUT_S, among: ProcessGroup | None = None) -> None:
+def dump(why: str, wait_s: float = RECORDS_TIMEOUT_S) -> None:
     """Write this rank's record, and request the records of other ranks.
 
     wait_s: seconds to wait for its neighbours to write theirs, and for the request to spread.
-    among: wait only for the ranks of this group.
     """
     written, default = write(why), state.default  # another thread may close it meanwhile
     if not written or default is None or default.size() == 1:
         return
     _request_records()
-    expected = {default.ranks[rank] for rank in rank_status.neighbours(default)}
-    expected &= {*(among or default).ranks}
+    expected = rank_status.neighbours(default)
     end = time.monotonic() + wait_s
-    while time.monotonic() < end:
-        departed = {default.ranks[rank] for rank in rank_status.find_departed(default)}
-        if expected <= rank_status.dumping | departed:
-            break
+    while time.monotonic() < end and not expected <= (
+        rank_status.dumping | rank_status.find_departed(default)
+    ):
         with contextlib.suppress(Exception):
             rank_status.receive(default)
         time.sleep(0.01)
     # Neighbours are at distances of powers of two in both directions.
     hops = (default.size().bit_length() + 1) // 2
-    if wait_s and among in (None, default) and len(expected) < default.size() - 1:
+    if wait_s and len(expected) < default.size() - 1:
         time.sleep(min(_HOP_S * (hops - 1), wait_s))
     rank_status.dumping.clear()
 
 
 def answer() -> None:
     """Write this rank's record if another rank has requested it."""
-    if rank_status.dumping and time.monotonic() > _last + _QUIET_S:
-        asking = min(rank_status.dumping, default=-1)
-        if write(f"requested by rank {asking}"):
-            _request_records()
-    if time.monotonic() > _last + _QUIET_S:
-        rank_status.dumping.clear()
+    if time.monotonic() < _last + _QUIET_S:
+        return
+    if rank_status.dumping and write(f"requested by rank {min(rank_status.dumping, default=-1)}"):
+        _request_records()
+    rank_status.dumping.clear()
 
 
 def write(why: str) -> bool:
@@ -163,23 +157,20 @@ def write(why: str) -> bool:
     group = state.default
     if group is None or not group.history_length:
         return False
+    name = f"mpicoll: rank {group.rank()}"
     try:
         path = _write(why)
     except Exception as error:  # includes errors from inspecting the program's stack
-        write_lines(f"mpicoll: rank {group.rank()}: cannot write the flight record: {error}")
+        write_lines(f"{name}: cannot write the flight record: {error}")
         return False
-    _location[:] = [
-        f"mpicoll: rank {group.rank()}: flight records: {_file_prefix()}*; "
-        f"torchfrtrace {path.parent} finds the culprit"
-    ]
+    records = f"{name}: flight records: {_file_prefix()}*"
+    _location[:] = [f"{records}; torchfrtrace {path.parent} finds the culprit"]
     return True
 
 
 def last_words() -> list[str]:
     """Return the line with the path of the records, once after each dump."""
-    found = list(_location)
-    _location.clear()
-    return found
+    return [_location.pop()] if _location else []
 
 
 def _request_records() -> None:
@@ -201,7 +192,7 @@ def _write(why: str, given: str | None = None) -> Path:
     global _last
     with _lock:
         path = Path(given or f"{_file_prefix()}{default_group().rank()}")
-        private_files.write(path, pickle.dumps(_Record().build(why), protocol=2))
+        private_files.write(path, pickle.dumps(_build(why), protocol=2))
         _last = time.monotonic()
         return path
 
@@ -214,110 +205,87 @@ def _dump_after_work(why: str) -> None:
 on_timeout.append(_dump_after_work)
 
 
-class _Record:
-    """The record of all groups in torch's format. Each entry is a call."""
-
-    def __init__(self) -> None:
-        self.offset = time.time_ns() - time.monotonic_ns()
-        self.config: dict[str, dict[str, str]] = {}
-        self.status: dict[str, dict[str, int]] = {}
-        self.entries: list[dict[str, Any]] = []
-        self._stacks = sys._current_frames()
-        self._threads = {one.ident: one.name for one in threading.enumerate()}
-        for number, group in enumerate(list(state.groups)):
-            self._add_calls(number, group)
-        self.entries.sort(key=lambda entry: entry["time_created_ns"])
-
-    def build(self, why: str) -> dict[str, Any]:
-        """Return the contents of the file."""
-        return {
-            "version": VERSION,
-            "comm_lib_version": f"mpicoll {__version__}",
-            "pg_config": self.config,
-            "pg_status": self.status,
-            "entries": [{"record_id": k, **entry} for k, entry in enumerate(self.entries)],
-            "mpicoll": {
-                "why": why,
-                "rank": default_group().rank(),
-                "host": socket.gethostname(),
-                "time_ns": time.monotonic_ns() + self.offset,
-            },
-        }
-
-    def _add_calls(self, number: int, group: ProcessGroup) -> None:
+def _build(why: str) -> dict[str, Any]:
+    """Return the contents of the file: the record of all groups. Each entry is a call."""
+    offset = time.time_ns() - time.monotonic_ns()
+    config: dict[str, dict[str, str]] = {}
+    entries: list[dict[str, Any]] = []
+    for number, group in enumerate(list(state.groups)):
         name = group.group_name
-        ranks = str(list(group.ranks))
-        self.config[name] = {"name": name, "desc": group.group_desc, "ranks": ranks}
-        calls = [CallEntry(*entry) for entry in group.history()]
-        begun = sorted((call for call in calls if call.place), key=lambda call: call.place)
-        last = begun[-1].place if begun else 0
-        # Queued calls will begin in this order.
-        queued = [call for call in calls if not call.place]
-        queued = [call._replace(place=last + 1 + i) for i, call in enumerate(queued)]
-        self.status[str(number)] = {
-            "last_enqueued_collective": last + len(queued) if calls else -1,
-            "last_started_collective": last if calls else -1,
-            "last_completed_collective": max(
-                (call.place for call in begun if call.completed), default=-1
-            ),
-        }
+        config[name] = {"name": name, "desc": group.group_desc, "ranks": str(list(group.ranks))}
+        calls, last = _find_calls(group)
         first = _first_kept(last, group.history_length)
-        inside = last if group.lock.locked() else 0
-        for call in (*begun, *queued):
-            if call.place < first:
-                continue
-            entry = self._entry(number, group, call)
-            if call.place == inside:
-                entry["frames"] += self._program_frames(call.thread)
-            self.entries.append(entry)
+        for call in calls:
+            if call.place >= first:
+                is_inside = call.place == last and group.lock.locked()
+                entries.append(_build_entry(number, group, call, is_inside, offset))
+    entries.sort(key=lambda entry: int(entry["time_created_ns"]))
+    return {
+        "version": VERSION,
+        "comm_lib_version": f"mpicoll {__version__}",
+        "pg_config": config,
+        "entries": [{"record_id": k, **entry} for k, entry in enumerate(entries)],
+        "mpicoll": {
+            "why": why, "rank": default_group().rank(), "host": socket.gethostname(),
+            "time_ns": time.time_ns(),
+        },
+    }  # fmt: skip
 
-    def _entry(self, number: int, group: ProcessGroup, call: CallEntry) -> dict[str, Any]:
-        kind, place = with_root(call.kind, call.root), call.place
-        name, inputs, outputs, dtypes = _as_torch_has_it(kind, call.sizes, group.size())
-        created, started, completed = (
-            each and each + self.offset for each in (call.created, call.started, call.completed)
-        )
-        frame = {
-            "name": describe(kind, call.sizes), "filename": f"mpicoll, group {group.group_name}",
-            "line": place,
-        }  # fmt: skip
-        entry: dict[str, Any] = {
-            "pg_id": number,
-            "process_group": (group.group_name, group.group_desc),
-            "thread_name": self._threads.get(call.thread, ""),
-            "thread_id": str(call.thread),
-            "frames": [frame],
-            "op_id": place,
-            "collective_seq_id": place,
-            "p2p_seq_id": 0,
-            "profiling_name": name,
-            "is_p2p": False,
-            "input_sizes": inputs,
-            "input_dtypes": dtypes,
-            "output_sizes": outputs,
-            "output_dtypes": dtypes,
-            "time_created_ns": created,
-            "state": "completed" if completed else "started" if started else "scheduled",
-            "time_discovered_started_ns": started or None,
-            "time_discovered_completed_ns": completed or None,
-            "retired": bool(completed),
-            "timeout_ms": 0 if group.timeout is None else int(1000 * group.timeout),
-        }
-        if completed:
-            entry["duration_ms"] = (completed - started) / 1e6
-        return entry
 
-    def _program_frames(self, thread: int) -> list[dict[str, Any]]:
-        """Return the program's frames of a thread, innermost first."""
-        found, frame = [], self._stacks.get(thread)
-        while frame is not None:
-            if not str(frame.f_globals.get("__name__", "")).startswith(_INSIDE):
-                code = frame.f_code
-                found.append(
-                    {"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno}
-                )
-            frame = frame.f_back
-        return found
+def _find_calls(group: ProcessGroup) -> tuple[list[CallEntry], int]:
+    """Return the calls of a group in order, and the place of the last one that has begun."""
+    calls = [CallEntry(*entry) for entry in group.history()]
+    begun = sorted((call for call in calls if call.place), key=lambda call: call.place)
+    last = begun[-1].place if begun else 0
+    # Queued calls will begin in this order.
+    queued = [call for call in calls if not call.place]
+    return [*begun, *(call._replace(place=last + 1 + i) for i, call in enumerate(queued))], last
+
+
+def _build_entry(
+    number: int, group: ProcessGroup, call: CallEntry, is_inside: bool, offset: int
+) -> dict[str, Any]:
+    """Return the entry of a call in the group of a number. offset: added to its times."""
+    kind = with_root(call.kind, call.root)
+    name, inputs, outputs, dtypes = _as_torch_has_it(kind, call.sizes, group.size())
+    created, started, completed = (
+        each and each + offset for each in (call.created, call.started, call.completed)
+    )
+    description = describe(kind, call.sizes)
+    where = f"mpicoll, group {group.group_name}"
+    frames = [{"name": description, "filename": where, "line": call.place}]
+    threads = (one.name for one in threading.enumerate() if one.ident == call.thread)
+    return {
+        "pg_id": number,
+        "process_group": (group.group_name, group.group_desc),
+        "thread_name": next(threads, ""),
+        "thread_id": str(call.thread),
+        "frames": frames + (_find_program_frames(call.thread) if is_inside else []),
+        "op_id": call.place,
+        "collective_seq_id": call.place,
+        "p2p_seq_id": 0,
+        "profiling_name": name,
+        "is_p2p": False,
+        "input_sizes": inputs, "input_dtypes": dtypes,
+        "output_sizes": outputs, "output_dtypes": dtypes,
+        "time_created_ns": created,
+        "time_discovered_started_ns": started or None,
+        "time_discovered_completed_ns": completed or None,
+        "state": "completed" if completed else "started" if started else "scheduled",
+        "retired": bool(completed),
+        "timeout_ms": 0 if group.timeout is None else int(1000 * group.timeout),
+        **({"duration_ms": (completed - started) / 1e6} if completed else {}),
+    }  # fmt: skip
+
+
+def _find_program_frames(thread: int) -> list[dict[str, Any]]:
+    """Return the program's frames of a thread, innermost first."""
+    innermost = sys._current_frames().get(thread)
+    return [
+        {"name": frame.f_code.co_name, "filename": frame.f_code.co_filename, "line": line}
+        for frame, line in (traceback.walk_stack(innermost) if innermost else ())
+        if not str(frame.f_globals.get("__name__", "")).startswith(_INSIDE)
+    ]
 
 
 def _first_kept(last: int, length: int) -> int:

@@ -1,28 +1,42 @@
-"""One path for failures: ``fail`` changes a group's state from OPEN to FAILED.
+"""Failure of a group: one function changes its state from OPEN to FAILED, and most of its sources.
 
-docs/architecture.md lists its sources. After a timeout it writes the flight record and waits for
-the records of other ranks first, because the job may end as soon as a call raises the error. Three
-sources need no message to other ranks and change the state by ``ProcessGroup.fail``: a collective
-mismatch, which every rank finds in the same comparison, a lost rank, and a signal handler that
-raises an exception in a call.
+**Timeouts.** A rank that waits in shared memory, or tests MPI requests (``ProcessGroup.wait_for``),
+can return early. So the watchdog of the first rank whose timeout is over fails the group for all:
+calls on this rank raise a CollectiveTimeoutError, and the other ranks are notified through shared
+memory and by status messages. Each rank raises an error with the states of the ranks that it knows.
+A blocking call of MPI cannot be interrupted. It has a grace period, in which late ranks may still
+come; then the job ends.
+
+A collective mismatch that every rank finds in the same comparison, a lost rank, and a signal
+handler that raises an exception in a call need no message to other ranks. They change the state by
+``ProcessGroup.fail``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from typing import TYPE_CHECKING
 
 from mpicoll import settings
-from mpicoll.errors import CollectiveTimeoutError, DistBackendError
-from mpicoll.failures import flight_record, rank_status
-from mpicoll.failures.lost_ranks import is_fault_tolerant, revoke
-from mpicoll.launch.world import finalize_within
+from mpicoll.errors import CollectiveTimeoutError, DistBackendError, MismatchError, MPIError
+from mpicoll.failures import consistency, flight_record, lost_ranks, monitor_client, rank_status
+from mpicoll.failures.consistency import describe_call
+from mpicoll.failures.report import DETAIL_HINT, describe_by_rank
+from mpicoll.launch.world import finalize_within, is_serialized
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 #: Seconds that a blocking call of MPI has to return after its group has failed.
 _GRACE_S = 10.0
+#: Time that a rank waits for the status of other ranks after MPI has reported an error. Their
+#: watchdogs answer within a second.
+_ANSWER_TIMEOUT_S = 4.0
+#: Number of times that a rank probes for status messages that were sent before: a single probe does
+#: not find all of them.
+_PROBE_COUNT = 3
+
+_CLOSED = "The group takes no more calls; other groups do"
 
 
 def grace() -> float:
@@ -34,27 +48,28 @@ def fail(
     group: ProcessGroup,
     error: DistBackendError,
     *,
-    status: int = rank_status.FAILED,
+    number: int | None = None,
     wait_s: float = 0.0,
     pending: bool = False,
-    is_current: Callable[[], bool] | None = None,
 ) -> None:
     """Fail a group on all its ranks. On this rank, present and later calls raise ``error``.
 
-    status: FAILED or TIMED_OUT, for the status message to the other ranks.
+    After a timeout it writes the flight record first, because the job may end as soon as a call
+    raises the error.
+
+    number: of the late call, as ``begun`` counts. If it ends meanwhile, the group stays OPEN.
     wait_s: seconds to wait for the flight records of other ranks.
     pending: the error is of devices, and no call waits that would raise it.
-    is_current: whether the reason is still valid once the records are written.
 
     Does nothing if the group has failed with another error, or is closed. If it has failed with
     this error, only the other ranks are notified.
     """
     if group.closed is not None or group.error not in (None, error):
         return
-    if group.error is None:
-        if isinstance(error, CollectiveTimeoutError):  # calls dump other errors themselves
-            flight_record.dump(str(error), wait_s)
-        if is_current is not None and not is_current():
+    is_timeout = isinstance(error, CollectiveTimeoutError)
+    if group.error is None and is_timeout:  # calls dump other errors themselves
+        flight_record.dump(str(error), wait_s)
+        if number is not None and not _is_inside(group, number):
             return
     # MPI_Finalize waits for all ranks, and a missing one may never end. This comes first because
     # the program may end as soon as another thread raises the error.
@@ -62,10 +77,14 @@ def fail(
     group.fail(error, pending)
     if group.closed is not None or group.error is not error:
         return
-    if not is_fault_tolerant():
-        rank_status.send(group, status)  # before ranks that share memory look for the reason
+    if not lost_ranks.is_fault_tolerant():  # before ranks that share memory look for the reason
+        rank_status.send(group, rank_status.TIMED_OUT if is_timeout else rank_status.FAILED)
     group.resources.leave()
-    revoke(group)
+    lost_ranks.revoke(group)
+
+
+def _is_inside(group: ProcessGroup, number: int) -> bool:
+    return group.begun == number and group.lock.locked()
 
 
 def fail_all_ranks(group: ProcessGroup, error: Exception) -> None:
@@ -77,3 +96,147 @@ def fail_all_ranks(group: ProcessGroup, error: Exception) -> None:
     name = f"rank {group.ranks[group.rank()]} of group {group.group_name}"
     words = f"{name} failed in call {group.sequence}, and the group takes no more calls: {error}"
     fail(group, group.error or DistBackendError(words))
+
+
+def fail_late_call(group: ProcessGroup, number: int | None = None) -> None:
+    """Fail a group whose current call exceeds the timeout.
+
+    number: of that call, as ``begun`` counts; nothing happens if it has ended meanwhile. None: the
+        latest call.
+    """
+    if group.timeout is None:
+        return
+    rank_status.receive(group)
+    if number is None or _is_inside(group, number):
+        why = f"not all ranks of group {group.group_name} called within its timeout"
+        _time_out(group, why, group.begun if number is None else number)
+
+
+def fail_with_peer(group: ProcessGroup, rank: int) -> None:
+    """Fail a group that another rank has failed. rank: in the group."""
+    if group.whole is not None:
+        whole = group.whole
+        fail_with_peer(whole, whole.ranks.index(group.ranks[rank]))
+        if whole.error is not None:
+            group.fail(whole.error)
+        return
+    if lost_ranks.is_fault_tolerant() and lost_ranks.check(group):
+        return
+    for _ in range(_PROBE_COUNT):
+        rank_status.receive(group)
+    theirs, name = group.statuses.get(rank), f"rank {group.ranks[rank]} has closed"
+    if theirs is not None and theirs.state == rank_status.FAILED:
+        group.check_device_errors()  # the rank stored the reason for the devices first, if for any
+        error = group.error or DistBackendError(
+            f"rank {group.ranks[group.rank()]} of group {group.group_name}: {name} the group, in "
+            f"or after call {theirs.number}, {describe_call(theirs.last_call)}: a call has failed "
+            "on it, or on a rank that it received the failure from; the error of that rank has the "
+            "reason. The results of that call and later ones may be incomplete on any rank. "
+            f"{_CLOSED}"
+        )
+        fail(group, error, pending=group.device_error is not None)
+        return
+    why = f"{name} group {group.group_name}, because not all ranks called within its timeout"
+    _time_out(group, why, closer=rank)
+
+
+def receive_failures(group: ProcessGroup) -> None:
+    """Receive status messages, and fail the group if another rank has failed it."""
+    rank_status.receive(group)
+    for rank, status in list(group.statuses.items()):
+        if status.state in (rank_status.TIMED_OUT, rank_status.FAILED):
+            fail_with_peer(group, rank)
+
+
+def _time_out(
+    group: ProcessGroup, why: str, number: int | None = None, closer: int | None = None
+) -> None:
+    """Fail a group with a CollectiveTimeoutError.
+
+    number: of the late call, see ``fail``.
+    closer: group rank that has failed the group first, if not this one.
+    """
+    recorded, kind, *_ = group.recent[-1]
+    words = describe_call(group.recent[-1])
+    name = group.task.name or (words.split()[0] if recorded and kind >= 0 else "a call")
+    where = f"{'after' if group.task.name else 'in'} call {group.sequence}, {words}"
+    limit = "" if group.timeout is None else f" of {group.timeout:g} s"
+    text = (
+        f"{name} on rank {group.ranks[group.rank()]}, {where}: timed out: {why}{limit}: "
+        f"{_describe_ranks(group, closer)}. "
+        f"{_CLOSED}{'' if group.compared else f'. {DETAIL_HINT}'}"
+    )
+    wait_s = flight_record.RECORDS_TIMEOUT_S if closer is None else 0.0
+    fail(group, CollectiveTimeoutError(text), number=number, wait_s=wait_s)
+
+
+def _describe_ranks(group: ProcessGroup, closer: int | None) -> str:
+    """Describe the last known call of each other rank.
+
+    closer: group rank that failed the group. It has continued since, so that the node monitor
+        does not know where it waited.
+    """
+    texts = dict.fromkeys(group.ranks, "no status received")
+    for rank, status in list(group.statuses.items()):
+        call = describe_call(status.last_call)
+        texts[group.ranks[rank]] = f"waits in call {status.number} or after it, {call}"
+    known = monitor_client.ask_about(group)  # all ranks of the node
+    if closer is not None:
+        known.pop(group.ranks[closer], None)
+    texts |= known
+    del texts[group.ranks[group.rank()]]
+    if {*texts.values()} == {"in this call"}:
+        return "all ranks are in this call, and one of them does not progress"
+    return describe_by_rank(texts.values(), texts)
+
+
+# --- collective mismatches ------------------------------------------------------------------------
+
+
+def check(group: ProcessGroup) -> None:
+    """Compare the latest calls of an OPEN group, see ``consistency.check``.
+
+    A late rank would pass the comparison by messages that ranks sent before they timed out. So it
+    checks for their status messages before it enters a call in which it could not return early.
+    """
+    consistency.check(group)
+    if group.size() > 1 and not group.resources.find("shared"):
+        for _ in range(_PROBE_COUNT):
+            receive_failures(group)
+        if group.error is not None:
+            raise group.failure()
+
+
+def compare_after(error: Exception, group: ProcessGroup) -> Exception:
+    """Return a MismatchError in place of an error of MPI if the ranks have made different calls.
+
+    The group has then failed on all ranks, because MPI has carried out a part of the call. The
+    caller holds the group's lock. The watchdogs of the other ranks send their status.
+    """
+    if not isinstance(error, MPIError) or group.size() == 1 or is_serialized():
+        return error
+    if lost_ranks.is_fault_tolerant():  # the error may be of a lost rank, which does not answer
+        return error
+    number, me = group.recent[-1][0], group.rank()
+    calls = {me: describe_call(group.recent[-1])}
+    rank_status.send(group, rank_status.COMPARING, {*range(group.size())} - {me})
+    end = time.monotonic() + _ANSWER_TIMEOUT_S
+    while len(calls) < group.size() and time.monotonic() < end:
+        time.sleep(1e-3)
+        rank_status.receive(group)
+        for rank, status in list(group.statuses.items()):
+            if status.number == number:
+                calls[rank] = describe_call(status.last_call)
+    if len({*calls.values()}) == 1:
+        text = rank_status.describe_mismatch(group)
+    else:
+        texts = [calls.get(rank, "no answer") for rank in range(group.size())]
+        text = consistency.describe_mismatch(group, number, texts)
+    if not text:
+        return error
+    found = MismatchError(
+        f"{text}. MPI reported an error in this call, and the group cannot be used any more. "
+        f"{DETAIL_HINT}"
+    )
+    group.fail(found)
+    return found

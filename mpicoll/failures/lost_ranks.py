@@ -19,6 +19,7 @@ from mpicoll import communicators
 from mpicoll.core import groups
 from mpicoll.errors import ArgumentError, LostRankError
 from mpicoll.failures import rank_status
+from mpicoll.failures.report import format_ranks
 from mpicoll.launch.world import skip_finalize
 
 if TYPE_CHECKING:
@@ -120,9 +121,8 @@ def shrink(group: ProcessGroup, excluded: Collection[int], where: str) -> MPI.In
 
 def _describe(group: ProcessGroup, ranks: list[int]) -> str:
     """Describe the loss. Without ranks, another rank has revoked the communicator."""
-    name = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     why = (
-        f"has lost {name}, whose process has ended"
+        f"has lost {format_ranks(ranks)}, whose process has ended"
         if ranks
         else "has lost a rank, or another rank has failed it, whose error has the reason"
     )

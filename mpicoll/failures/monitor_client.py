@@ -15,7 +15,6 @@ import os
 import select
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import threading
@@ -23,12 +22,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpicoll import control_messages, line_protocol, settings
+from mpicoll import control_messages, line_protocol
 from mpicoll.core.groups import on_close, on_open, state
 from mpicoll.failures import lost_ranks, node_monitor, report
-from mpicoll.failures.status_page import RUNNING, Cell, map_page
+from mpicoll.failures.status_page import Cell, map_page
 from mpicoll.launch.host_identity import addresses, node
 from mpicoll.launch.launchers import find_launcher
+from mpicoll.launch.server import listen
 from mpicoll.signals import blocked_job_signals
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from mpicoll.core.groups import ProcessGroup
 
-#: Default time after which a hang is reported: maximum in seconds, and fraction of the timeout.
-_REPORT_AFTER_S, _TIMEOUT_FRACTION = 60.0, 0.5
 #: Names of processes that start and end the ranks of a node.
 _LAUNCHERS = {
     "hydra_pmi_proxy", "mpiexec", "mpiexec.hydra", "mpirun", "orted", "orterun", "prte", "prted",
@@ -50,11 +48,14 @@ _PIDFD_GETFD = 438
 
 
 class _Own:
-    """The status page of this process, and the descriptors for its monitor."""
+    """The status page of this process, and the descriptors for its monitor. listener: system-wide
+    number of the thread that prints stacks.
+    """
 
-    def __init__(self) -> None:
-        descriptor = os.memfd_create("mpicoll-status-page")
-        self.page = map_page(descriptor)
+    def __init__(self, listener: int) -> None:
+        page = os.memfd_create("mpicoll-status-page")
+        self.page = map_page(page)
+        self.page.main_thread, self.page.listener = threading.main_thread().ident or 0, listener
         self.cells: dict[ProcessGroup, Cell] = {}
         stacks = os.memfd_create("mpicoll-stacks")
         fcntl.fcntl(stacks, fcntl.F_SETFL, os.O_APPEND)
@@ -62,17 +63,22 @@ class _Own:
         number = next(one for one in signals if signal.getsignal(one) is signal.SIG_DFL)
         faulthandler.register(number, file=stacks, all_threads=True, chain=False)
         #: A byte in this pipe wakes the monitor. The system closes it first when the rank ends.
-        bell, self.rings = os.pipe()
-        for end in (bell, self.rings):
-            os.set_blocking(end, False)
-        self.given = {"page": descriptor, "stacks": stacks, "signal": number, "bell": bell}
-        #: The secret of the monitors. It also distinguishes groups of the same name: those of
-        #: another init_process_group.
+        bell, self.rings = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.given = {"page": page, "stacks": stacks, "signal": number, "bell": bell}
+        #: The secret of the monitors. It also distinguishes groups of the same name of another
+        #: init_process_group.
         self.secret = ""
 
     def ring(self) -> None:
         with contextlib.suppress(OSError):
             os.write(self.rings, b"\0")
+
+    def close(self) -> None:
+        """Close the descriptors. The page stays mapped until no call writes to it."""
+        for group in self.cells:
+            group.publish(0)
+        for descriptor in (*(self.given[name] for name in _OPENED), self.rings):
+            os.close(descriptor)
 
 
 #: None before the first init_process_group, without a node monitor, and in a forked child.
@@ -82,56 +88,46 @@ _own: _Own | None = None
 def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
     """Start the node monitor on the first rank of the node. All ranks call.
 
-    here: the ranks of ``world`` on this node. listener: system-wide number of the thread that
-    prints stacks.
+    here: the ranks of ``world`` on this node. listener: see ``_Own``.
     """
     global _own
     rank, size = world.Get_rank(), world.Get_size()
     given: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError, StopIteration):
-        _own = _own or _Own()
-        page = _own.page
-        with contextlib.suppress(BlockingIOError):  # else it would signal before the rank ends
-            os.read(_own.given["bell"], 512)
-        page.generation += 1
-        page.monitor_pid = page.ending_ns = page.end_order = 0
-        page.main_thread, page.listener = threading.main_thread().ident or 0, listener
-        page.state = RUNNING
+        earlier, _own = _own, _Own(listener)
+        if earlier is not None:  # its monitor ends
+            earlier.page.set_done()
+            earlier.close()
         given = _own.given | {"rank": rank, "pid": os.getpid(), "node": node()}
-        given["generation"] = page.generation
     ranks = control_messages.allgather(here, given, dict[str, int | str])
     # Ranks in different containers of a node cannot see each other: each container has a monitor.
     seen = [one for one in ranks if one and one["node"] == given.get("node")]
     head: dict[str, Any] = {}
-    listeners: list[socket.socket] = []
+    listener_socket = None
     if rank == 0 and seen:
-        head, listeners = _make_head(size > len(seen))
+        head, listener_socket = _make_head(size > len(seen))
     head = control_messages.bcast(world, head, 0, dict[str, Any])
     if head and seen and _own is not None:
         _own.secret = head["secret"]
         if seen[0]["rank"] == rank:
             with contextlib.suppress(OSError, subprocess.SubprocessError, AttributeError):
-                _launch_monitor(seen, size, head, listeners)
-    for sock in listeners:
-        sock.close()
+                _launch_monitor(seen, size, head, listener_socket)
+    if listener_socket is not None:
+        listener_socket.close()
     here.Barrier()  # until now all ranks of the node are alive; their ends are seen from here on
 
 
-def _make_head(several: bool) -> tuple[dict[str, Any], list[socket.socket]]:
-    """Choose the secret and addresses of the head monitor; return them and its sockets.
-
-    It listens at the addresses of this host that other nodes may reach, or at the loopback address
-    if there are none. The monitor closes these sockets once all nodes have connected.
-    """
+def _make_head(several: bool) -> tuple[dict[str, Any], socket.socket | None]:
+    """Choose the secret and addresses of the head monitor; return them and its socket."""
     job = os.environ.get("SLURM_JOB_ID") or str([*_find_launchers(), os.getpid()][0])
-    found: list[socket.socket] = []
-    *hosts, _ = addresses() if several else [""]  # the last one is a name
-    for host in hosts or ["127.0.0.1"] * several:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with contextlib.suppress(OSError):  # one of an interface that is down
-            found.append(socket.create_server((host, 0), family=family))
-    names = [list(sock.getsockname()[:2]) for sock in found]
-    return {"job": job, "secret": os.urandom(32).hex(), "addresses": names}, found
+    names: list[list[str | int]] = []
+    sock = None
+    with contextlib.suppress(OSError):
+        if several:
+            sock = listen("", 0)
+            *hosts, _ = addresses()  # the last one is a name
+            names = [[host, sock.getsockname()[1]] for host in hosts or ["127.0.0.1"]]
+    return {"job": job, "secret": os.urandom(32).hex(), "addresses": names}, sock
 
 
 def open_ranks(
@@ -155,11 +151,11 @@ def open_ranks(
 
 
 def _launch_monitor(
-    ranks: list[dict[str, Any]], size: int, head: dict[str, Any], listeners: list[socket.socket]
+    ranks: list[dict[str, Any]], size: int, head: dict[str, Any], sock: socket.socket | None
 ) -> None:
     """Start the monitor, not as a child of this process, so that os.wait() does not return it."""
     launchers = _find_launchers()
-    starter, pidfd, stderr = _find_starter(launchers), -1, 2
+    starter, pidfd = _find_starter(launchers), -1
     with contextlib.ExitStack() as stack:
         kept: list[int] = []
 
@@ -174,16 +170,12 @@ def _launch_monitor(
             if starter:
                 pidfd = keep(os.pidfd_open(starter))
                 poll.register(pidfd, select.EPOLLIN)
-        with contextlib.suppress(OSError):
-            if launchers:
-                stderr = keep(_open_stderr(launchers[-1]))
-        sockets = [sock.fileno() for sock in listeners]
         given = head | {
-            "size": size, "ranks": opened, "node": f"{node()}-{os.getpid()}",
-            "host": socket.gethostname(), "listeners": sockets,
+            "size": size, "ranks": opened, "host": socket.gethostname(),
+            "listener": None if sock is None else keep(os.dup(sock.fileno())),
             "survives_losses": lost_ranks.is_fault_tolerant(),
-            "launcher": starter, "launcher_pidfd": pidfd,
-            "epoll": poll.fileno(), "stderr": stderr,
+            "launcher": starter, "launcher_pidfd": pidfd, "epoll": poll.fileno(),
+            "stderr": keep(_open_stderr(launchers)),
             "names": [head["job"], *map(str, launchers)],
             "command": " ".join(sys.orig_argv)[:200],
             "path": [entry for entry in sys.path if entry],
@@ -195,25 +187,21 @@ def _launch_monitor(
                 ["/bin/sh", "-c", 'exec "$@" &', "sh", sys.executable, "-I", "-S",
                  node_monitor.__file__, str(descriptor)],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, cwd="/",
-                start_new_session=True, check=False,
-                pass_fds=(poll.fileno(), *kept, *sockets),
+                start_new_session=True, check=False, pass_fds=(poll.fileno(), *kept),
             )  # fmt: skip
 
 
-def _open_stderr(pid: int) -> int:
-    """Return a descriptor of a launcher's standard error, or of this process if that fails.
+def _open_stderr(launchers: list[int]) -> int:
+    """Return a descriptor of the launcher's standard error, or of this process if that fails.
 
     A launcher whose rank has died ends within milliseconds, and no longer reads the ranks' pipes.
     """
-    with contextlib.suppress(OSError):
-        pidfd = os.pidfd_open(pid)
-        try:
-            found = int(ctypes.CDLL(None).syscall(_PIDFD_GETFD, pidfd, 2, 0))
-        finally:
-            os.close(pidfd)
-        path = Path(f"/proc/{pid}/fd/2")
+    with contextlib.suppress(OSError, IndexError):
+        path, pidfd = Path(f"/proc/{launchers[-1]}/fd/2"), os.pidfd_open(launchers[-1])
+        found = int(ctypes.CDLL(None).syscall(_PIDFD_GETFD, pidfd, 2, 0))
+        os.close(pidfd)
         # A second open of a file would have a separate offset, and overwrite other output.
-        if found < 0 and not stat.S_ISREG(path.stat().st_mode):
+        if found < 0 and not path.is_file():
             found = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
         if found >= 0:
             # A daemon that starts the ranks of a node has /dev/null.
@@ -231,11 +219,12 @@ def _find_starter(launchers: list[int]) -> int:
     if not launched.is_parent:
         return launchers[0] if launchers and launched.protocol else 0
     # A process that a rank starts inherits its variables, and may outlive it.
-    parent, text = os.getppid(), b""
+    parent = os.getppid()
     with contextlib.suppress(OSError):
-        text = Path(f"/proc/{parent}/environ").read_bytes()
-    names = [os.fsdecode(each.partition(b"=")[0]) for each in text.split(b"\0")]
-    return 0 if launched.is_present(dict.fromkeys(names, "")) else parent
+        entries = os.fsdecode(Path(f"/proc/{parent}/environ").read_bytes()).split("\0")
+        if launched.is_present({entry.partition("=")[0]: "" for entry in entries}):
+            return 0
+    return parent
 
 
 def _find_launchers() -> list[int]:
@@ -254,18 +243,13 @@ def _find_launchers() -> list[int]:
 
 def _take_cell(group: ProcessGroup) -> None:
     """Publish the last call of an open group in a cell of the status page."""
-    if _own is None:
-        return
-    text = f"{_own.secret} {group.group_name} {group.ranks}"
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-    timeout = _REPORT_AFTER_S if group.timeout is None else _TIMEOUT_FRACTION * group.timeout
-    after = float(settings.REPORT_AFTER.value() or min(_REPORT_AFTER_S, timeout))
-    cell = _own.page.take_cell(
-        number | 1, int(1000 * after), group.size(), group.rank(), group.group_name
-    )
-    if cell is not None:
-        _own.cells[group] = cell
-        group.publish(ctypes.addressof(cell))
+    if _own is not None:
+        text = f"{_own.secret} {group.group_name} {group.ranks}"
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+        cell = _own.page.take_cell(number | 1, group.size(), group.group_name)
+        if cell is not None:
+            _own.cells[group] = cell
+            group.publish(ctypes.addressof(cell))
 
 
 def _free_cell(group: ProcessGroup) -> None:
@@ -277,6 +261,13 @@ def _free_cell(group: ProcessGroup) -> None:
 
 on_open.append(_take_cell)
 on_close.append(_free_cell)
+
+
+def report_late(group: ProcessGroup, number: int, seconds: float) -> None:
+    """Report that a call of a group, by its number, has lasted too long, if it still runs."""
+    if _own is not None and (cell := _own.cells.get(group)) is not None:
+        cell.late_ms, cell.late = int(1000 * seconds), number
+        _own.ring()
 
 
 def report_ending() -> None:
@@ -302,9 +293,7 @@ def _after_fork() -> None:
     """Leave the page and the pipe, whose closing means the end of the rank, to the parent."""
     global _own
     if _own is not None:
-        os.close(_own.rings)
-        for group in _own.cells:
-            group.publish(0)
+        _own.close()
         _own = None
 
 

@@ -2,21 +2,20 @@
 
 It reads the ranks' status pages, prints their stacks by a signal handler that needs no lock of
 Python, and notices their end by their pidfds. The monitor of rank 0's node, the head, queries the
-monitors of the other nodes, decides which rank caused the end of the job, and writes to the
-launcher's standard error. A monitor ends when no rank of its node needs it: a rank has ended, has
-destroyed its groups, or has a newer monitor, because each init_process_group starts one.
+monitors of the other nodes, reports calls that the ranks' watchdogs find late, decides which rank
+caused the end of the job, and writes to the launcher's standard error. Each init_process_group
+starts a monitor. It ends when all ranks of its node have ended or destroyed their groups.
 
 The rank that starts the monitor opens the pidfds and pages of all ranks of the node, and an epoll
 with their events, before ``init_process_group`` returns on any rank. So no event is lost while the
-monitor starts. It runs as a file, and imports a module only when it needs it.
+monitor starts. It runs as a file, without site-packages until a report needs NumPy.
 
-**Cause of the end of a job.** Ranks that end after the first one are its victims: a launcher that
-sees one rank end kills the remaining ranks within milliseconds, often before the system has
-reported the end of the first rank. So the monitor uses the first sign of each end: the closing of
-the rank's bell (a pipe). A launcher cannot react before it, and the kernel reports such events in
-their order. A rank that ends the job itself, by an exception or ``sys.exit``, first writes the time
-into its page. If a signal was sent to one rank, the other ranks of the node are alive at the first
-sign; else it was sent to all ranks, as by a scheduler.
+**Cause of the end of a job.** A launcher that sees one rank end kills the remaining ranks within
+milliseconds, often before the system has reported the end of the first rank. So the monitor uses
+the first sign of each end: the closing of the rank's bell (a pipe). A launcher cannot react before
+it, and the kernel reports such events in their order. A rank that ends the job itself, by an
+exception or ``sys.exit``, first writes the time into its page. If a signal was sent to one rank,
+the other ranks of the node are alive at the first sign; else it was sent to all ranks.
 """
 
 from __future__ import annotations
@@ -37,38 +36,31 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent.parent.parent)]
 
-from mpicoll.failures.status_page import DONE, ENDING, Cell, map_page
+from mpicoll.failures import report
+from mpicoll.failures.report import Snapshot
+from mpicoll.failures.status_page import DONE, ENDING, map_page
 from mpicoll.line_protocol import ANSWER_TIMEOUT_S, JsonConnection, LineServer, is_proof, mac
 from mpicoll.signals import JOB_SIGNALS
 
-if TYPE_CHECKING:
-    from mpicoll.failures.report import Snapshot
-
-#: Maximum time between two checks of the pages, and that time as a fraction of the shortest limit.
-_CHECK_INTERVAL_S, _CHECK_FRACTION = 1.0, 0.2
-#: Time to collect the stacks of all ranks of a node.
-_STACKS_TIMEOUT_S = 2.0
-#: Time for the system to report how a process has ended.
-_END_TIMEOUT_S = 0.1
+_CHECK_INTERVAL_S = 1.0  # of the processes
+_STACKS_TIMEOUT_S = 2.0  # to collect the stacks of all ranks of a node
+_END_TIMEOUT_S = 0.1  # for the system to report how a process has ended
+_KILL_GRACE_S = 10.0  # for a rank that was ordered to end
 #: Times to wait for ranks that are ending, and for other nodes, before the cause is decided.
 _DYING_TIMEOUT_S, _NODES_TIMEOUT_S = 2.0, 0.5
-#: Time after which a rank that was ordered to end is killed.
-_KILL_GRACE_S = 10.0
 #: Timeout of a connection to one address of the head, and time that the head may take to start.
 _CONNECT_TIMEOUT_S, _START_TIMEOUT_S = 3.0, 30.0
 #: Maximum number of connections without a handshake, in addition to those of all nodes.
 _MAX_STRANGER_COUNT = 64
-#: Flag of a process that is exiting, in /proc/PID/stat.
-_PF_EXITING = 4
+_PF_EXITING = 4  # flag of a process that is exiting, in /proc/PID/stat
 #: Asks Linux how the process of a pidfd has ended (since 6.15), and where the answer has that.
 _PIDFD_GET_INFO, _INFO_EXIT, _INFO = 0xC040FF0B, 8, struct.Struct("=Q52xi")
-#: Suffix of the name of a monitor's socket.
-SOCKETS = ".watch"
+SOCKETS = ".watch"  # suffix of the name of a monitor's socket
 _NEVER = float("inf")
 
 
@@ -106,15 +98,14 @@ def _is_dying(pid: int) -> bool:
 
     If any fatal signal ends a process, the kernel has SIGKILL pending for each of its threads.
     """
-    try:
+    with contextlib.suppress(OSError):
         state = read_stat(pid)
-        if state[0] in "ZX" or int(state[6]) & _PF_EXITING:
-            return True
-        return any(_is_in_set(pid, name, signal.SIGKILL) for name in ("SigPnd", "ShdPnd"))
-    except OSError:
-        return True
-    except (ValueError, IndexError):
-        return False
+        return (
+            state[0] in "ZX"
+            or bool(int(state[6]) & _PF_EXITING)
+            or any(_is_in_set(pid, name, signal.SIGKILL) for name in ("SigPnd", "ShdPnd"))
+        )
+    return True
 
 
 def _is_in_set(pid: int, name: str, number: int) -> bool:
@@ -149,7 +140,7 @@ def _name_end(status: int) -> str:
 
 
 class _Rank:
-    """A rank of this node."""
+    """A rank of this node. given: its numbers and descriptors; see ``monitor_client``."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.rank: int = given["rank"]
@@ -157,41 +148,22 @@ class _Rank:
         self.pidfd: int = given["pidfd"]
         self.bell: int = given["bell"]
         self.page = map_page(given["page"])
-        self._generation: int = given["generation"]
-        self._signal: int = given["signal"]
         self.stacks: int = given["stacks"]
+        self._signal: int = given["signal"]
         self.is_alive = True
         self.how = ""  # how the process has ended
         self.sign = 0.0  # time of the first sign of its end, on the monotonic clock
         self.was_alone = False  # no other rank of the node was ending at that time
-        #: The memory of the cells, and the call of each group. Each: unchanged since when.
-        self._cells: dict[int, tuple[bytes, float]] = {}
-        self.calls: list[tuple[Cell, float]] = []
-
-    @property
-    def has_newer_monitor(self) -> bool:
-        """Whether a later init_process_group has started one."""
-        return self.page.generation != self._generation
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no other rank needs it, it has reported its end, or it has a newer monitor."""
-        return self.page.state in (ENDING, DONE) or self.has_newer_monitor
+        """Whether no other rank needs it, or it has reported its end."""
+        return self.page.state in (ENDING, DONE)
 
     @property
     def needs_monitor(self) -> bool:
-        """Whether it runs, has not destroyed its groups, and has no newer monitor."""
-        return self.is_alive and self.page.state != DONE and not self.has_newer_monitor
-
-    def update(self, now: float) -> None:
-        """Read the page, and record since when each call is unchanged."""
-        known = self._cells
-        self._cells = {
-            k: known[k] if k in known and known[k][0] == raw else (raw, now)
-            for k, raw in enumerate(self.page.raw_cells())
-        }
-        parsed = [(Cell.from_buffer_copy(raw), since) for raw, since in self._cells.values()]
-        self.calls = [(cell, since) for cell, since in parsed if cell.group]
+        """Whether it runs, and has not destroyed its groups."""
+        return self.is_alive and self.page.state != DONE
 
     def ask_stacks(self) -> bool:
         """Make the process print its stacks; return whether it will.
@@ -207,34 +179,20 @@ class _Rank:
                 return bool(libc.tgkill(self.pid, self.page.listener, self._signal) == 0)
         return False
 
-    def snapshot(self, host: str, now: float, stacks: dict[str, list[str]]) -> Snapshot:
+    def snapshot(self, host: str) -> Snapshot:
         """Return the state of the rank; see report.py."""
         state = _state_of(self.pid) if self.is_alive else "gone"
         if state == "running":
             state = {ENDING: "ending", DONE: "done"}.get(self.page.state, state)
         return {
             "rank": self.rank, "host": host, "pid": self.pid, "state": state, "how": self.how,
-            "main": self.page.main_thread, "stacks": stacks,
-            "calls": [
-                cell.as_dict() | {"since": now - since if cell.inside else 0.0}
-                for cell, since in self.calls
-            ],
+            "main": self.page.main_thread, "stacks": {},
+            "calls": [cell.as_dict() for cell in self.page.read_cells()],
         }  # fmt: skip
 
 
-class _Loss(NamedTuple):
-    """Ranks of a node have ended without a message."""
-
-    when: float  # the first sign of it, in seconds on the monotonic clock of this node
-    ranks: list[Snapshot]  # in the order of the first signs
-    alone: bool  # the first one ended by itself: no signal had reached other ranks of the node
-
-
 class NodeMonitor(LineServer[JsonConnection]):
-    """The monitor of a node.
-
-    given: the configuration that ``monitor_client`` has built.
-    """
+    """The monitor of a node. given: the configuration that ``monitor_client`` has built."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         # All nodes may connect at the same time.
@@ -244,21 +202,24 @@ class NodeMonitor(LineServer[JsonConnection]):
         self._survives_losses: bool = given["survives_losses"]
         self._given = given
         self._ranks = [_Rank(each) for each in given["ranks"]]
+        self._has_all_ranks = len(self._ranks) == self.size
         self._handlers: dict[int, Callable[[], None]] = {
             given["launcher_pidfd"]: self._lose_launcher
         }
         for one in self._ranks:
             self._handlers[one.pidfd] = partial(self._record_end, one)
             self._handlers[one.bell] = partial(self._read_bell, one)
-        self._nodes: dict[str, JsonConnection] = {}  # on the head: monitors of other nodes
+        self._nodes: list[JsonConnection] = []  # on the head: monitors of other nodes
         self._seen = len(self._ranks)  # number of ranks of this node and these nodes
         self._head: JsonConnection | None = None  # None: this monitor reports to the user
-        self._later: list[tuple[JsonConnection, dict[str, Any]]] = []  # messages to handle
-        self._reported: set[tuple[int, int]] = set()  # late calls: group and number
+        self._hangs: list[dict[str, Any]] = []  # on the head: late calls to report
+        self._reported: set[tuple[int, int]] = set()  # group and number of these and earlier ones
         self._dying: list[_Rank] = []  # ranks with a sign of their end, in order, not handled yet
-        self._losses: list[_Loss] = []
+        #: On the head: when ranks of a node have ended without a message, these in the order of the
+        #: first signs, and whether the first one ended by itself.
+        self._losses: list[tuple[float, list[Snapshot], bool]] = []
         self._ended_at = _NEVER  # when the first rank began to end the job itself
-        self._known_endings: set[int] = set()  # the ranks of this node that have done so
+        self._ending: set[_Rank] = set()  # the ranks of this node that have done so
         self._is_decided = False  # the cause of the job's end was reported
         # Times to decide the cause, to kill the ranks, and to end them without their launcher.
         self._decide_at = self._kill_at = self._end_at = _NEVER
@@ -266,23 +227,19 @@ class NodeMonitor(LineServer[JsonConnection]):
     def serve(self) -> None:
         """Run the monitor until no rank of this node needs it."""
         for one in self._ranks:
-            if one.needs_monitor:
-                one.page.monitor_pid = os.getpid()
-        path: Path | None = None
-        try:
+            one.page.monitor_pid = os.getpid()
+        with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):  # else `mpicoll watch` finds no monitor
                 path = find_folder() / f"{os.getpid()}{SOCKETS}"
                 sock = socket.socket(socket.AF_UNIX)
                 sock.bind(str(path))
+                stack.callback(path.unlink, missing_ok=True)
                 sock.listen()
                 self.listen(sock)
-            for descriptor in self._given["listeners"]:
-                self.listen(socket.socket(fileno=descriptor))
+            if self._given["listener"] is not None:
+                self.listen(socket.socket(fileno=self._given["listener"]))
             self._find_head()
             self._loop()
-        finally:
-            if path is not None:
-                path.unlink(missing_ok=True)
 
     def _loop(self) -> None:
         next_check = 0.0
@@ -291,7 +248,7 @@ class NodeMonitor(LineServer[JsonConnection]):
             or (self._dying and not self._is_decided)
             or any(one.needs_monitor for one in self._ranks)
         ):
-            wait = 0 if self._later else min(next_check, self._decide_at) - time.monotonic()
+            wait = min(next_check, self._decide_at) - time.monotonic()
             ready = [descriptor for descriptor, _ in self.poll.poll(max(0.0, wait))]
             for descriptor in ready:
                 if handler := self._handlers.get(descriptor):
@@ -299,14 +256,12 @@ class NodeMonitor(LineServer[JsonConnection]):
             self._find_losses()
             for descriptor in ready:
                 self.serve_descriptor(descriptor)
-            later, self._later = self._later, []
-            for line, message in later:
-                with self.checked(line):
-                    self._handle(line, message)
+            while self._hangs:
+                self._report_hang(self._hangs.pop(0))
             self._decide()
             now = time.monotonic()
             if now >= next_check:
-                next_check = now + self._check_hangs(now)
+                next_check = now + _CHECK_INTERVAL_S
                 self.drop_silent()
                 if now > self._end_at:
                     self._end_with_launcher()
@@ -318,83 +273,56 @@ class NodeMonitor(LineServer[JsonConnection]):
         self.poll.unregister(descriptor)
         os.close(descriptor)
 
-    # --- hangs -----------------------------------------------------------------------------------
+    def _print(self, text: str) -> None:
+        """Write a line to the launcher's standard error without buffering."""
+        with contextlib.suppress(OSError):
+            os.write(self._given["stderr"], text.encode() + b"\n")
 
-    def _check_hangs(self, now: float) -> float:
-        """Report calls that have lasted too long. Return the time until the next check."""
-        shortest_ms = 1 << 20
-        for one in self._ranks:
-            one.update(now)
-            for cell, since in one.calls:
-                if not cell.limit:
-                    continue
-                shortest_ms = min(shortest_ms, cell.limit)
-                is_late = cell.inside and 1000 * (now - since) > cell.limit and one.is_alive
-                key = cell.group, cell.number
-                if is_late and key not in self._reported and not self._is_decided:
-                    self._tell_head({"hang": cell.as_dict(), "seconds": now - since}, now)
-                    self._reported.add(key)
-        return max(0.1, min(_CHECK_INTERVAL_S, _CHECK_FRACTION * shortest_ms / 1000))
+    # --- snapshots -------------------------------------------------------------------------------
 
-    def _report_hang(self, call: dict[str, Any], seconds: float) -> None:
-        """Print a report of a call, once. This monitor is the head."""
-        key = call["group"], call["number"]
-        if key in self._reported or self._is_decided or self._ended_at < _NEVER:
+    def _report_hang(self, call: dict[str, Any]) -> None:
+        """Print a report of a late call. This monitor is the head."""
+        if self._is_decided or self._ended_at < _NEVER:
             return
-        self._reported.add(key)
-        from mpicoll.failures import report
-
-        snapshots = self._gather({"ask": "snapshots", "stacks": True, "call": call})
+        snapshots = self._gather({"ask": "snapshots", "stacks": call})
         if any(report.is_there(one, call) for one in snapshots):  # else it has ended meanwhile
-            _print(report.describe_hang(snapshots, call, seconds))
-
-    # --- questions -------------------------------------------------------------------------------
+            self._print(report.describe_hang(snapshots, call))
 
     def _gather(self, question: dict[str, Any]) -> list[Snapshot]:
         """Query all monitors; return the snapshots of all ranks."""
-        lines = list(self._nodes.values())
+        lines = list(self._nodes)
         for line in lines:
             self._send(line, question)
-        found = self._snapshots(question)
+        found = {one["rank"]: one for one in self._snapshots(question)}
         end = time.monotonic() + ANSWER_TIMEOUT_S
         for line in lines:
             with self.checked(line):
                 while "ranks" not in (message := line.receive(end - time.monotonic())):
-                    self._later.append((line, message))
-                found += message["ranks"]
-                while (following := line.take()) is not None:
-                    self._later.append((line, following))
-        known = {one["rank"] for one in found}
-        found += [
-            {"rank": rank, "host": "", "pid": 0, "state": "silent", "how": "", "main": 0,
-             "stacks": {}, "calls": []}
-            for rank in range(self.size) if rank not in known
-        ]  # fmt: skip
-        return sorted(found, key=lambda one: int(one["rank"]))
+                    self._handle(line, message)
+                found |= {one["rank"]: one for one in message["ranks"]}
+                self.handle_all(line)
+        silent = {"host": "", "pid": 0, "state": "silent", "how": "", "main": 0, "stacks": {},
+                  "calls": []}  # fmt: skip
+        return [found.get(rank, {"rank": rank, **silent}) for rank in range(self.size)]
 
     def _snapshots(self, question: dict[str, Any]) -> list[Snapshot]:
-        """Return the snapshots of this node's ranks, with the stacks of those not in the call."""
-        from mpicoll.failures import report
+        """Return the snapshots of this node's ranks.
 
-        now = time.monotonic()
-        for one in self._ranks:
-            one.update(now)
-        found = {one: one.snapshot(self.host, now, {}) for one in self._ranks}
-        call = question.get("call")
-        if question.get("stacks"):
+        question: if it has "stacks", add the stacks of the ranks that are not in that call.
+        """
+        found = {one: one.snapshot(self.host) for one in self._ranks}
+        if "stacks" in question:
             asked = [
                 one
                 for one, snapshot in found.items()
-                if not (call and report.is_there(snapshot, call)) and one.ask_stacks()
+                if not report.is_there(snapshot, question["stacks"]) and one.ask_stacks()
             ]
             texts, end = dict.fromkeys(asked, b""), time.monotonic() + _STACKS_TIMEOUT_S
             while asked and time.monotonic() < end:  # stacks are complete when they stop growing
                 time.sleep(0.02)
-                for one in list(asked):
-                    text = os.pread(one.stacks, 1 << 20, 0)
-                    if text and text == texts[one]:
-                        asked.remove(one)
-                    texts[one] = text
+                before = dict(texts)
+                texts |= {one: os.pread(one.stacks, 1 << 20, 0) for one in asked}
+                asked = [one for one in asked if not texts[one] or texts[one] != before[one]]
             for one, text in texts.items():
                 found[one]["stacks"] = report.parse_stacks(text.decode("utf-8", "replace"))
         return list(found.values())
@@ -402,20 +330,15 @@ class NodeMonitor(LineServer[JsonConnection]):
     # --- connections -----------------------------------------------------------------------------
 
     def _find_head(self) -> None:
-        """Connect to the head, at the first of its addresses that completes the handshake.
-
-        Without it, this monitor reports to the user itself.
-        """
-        for address in [] if self._given["listeners"] else self._given["addresses"]:
+        """Connect to the head at one of its addresses. Else this monitor is a head itself."""
+        for address in self._given["addresses"] if self._given["listener"] is None else ():
             with contextlib.suppress(OSError, KeyError), contextlib.ExitStack() as stack:
                 sock = socket.create_connection(tuple(address), _CONNECT_TIMEOUT_S)
                 line = JsonConnection(stack.enter_context(sock))
                 nonce = line.receive(_START_TIMEOUT_S)["nonce"]
-                line.send({"node": self._given["node"], "nonce": line.nonce,
-                           "ranks": len(self._ranks),
-                           "proof": mac(self._given["secret"], "node", nonce)})  # fmt: skip
+                proof = mac(self._given["secret"], "node", nonce)
+                line.send({"nonce": line.nonce, "proof": proof, "ranks": len(self._ranks)})
                 self._check_proof(line, line.receive(_START_TIMEOUT_S), "head")
-                line.accept_peer("head")
                 self.add(line)
                 self._head = line
                 stack.pop_all()
@@ -431,13 +354,10 @@ class NodeMonitor(LineServer[JsonConnection]):
     def _send(self, line: JsonConnection, message: dict[str, Any]) -> None:
         self.send_to(line, json.dumps(message).encode())
 
-    def _send_all(self, message: dict[str, Any]) -> None:
-        for line in list(self._nodes.values()):
-            self._send(line, message)
-
     def dropped(self, line: JsonConnection) -> None:
         """Forget the connection of a monitor."""
-        self._nodes = {node: one for node, one in self._nodes.items() if one is not line}
+        if line in self._nodes:
+            self._nodes.remove(line)
         if line is self._head:
             self._head = None
 
@@ -451,29 +371,25 @@ class NodeMonitor(LineServer[JsonConnection]):
     def _handle(self, line: JsonConnection, message: dict[str, Any]) -> None:
         if (line.is_local or line.peer) and "ask" in message:
             self._answer(line, message)
-            line.since = time.monotonic()
         elif not line.peer:
-            self._identify_node(line, message)
+            self._check_proof(line, message, "node")
+            self._seen += int(message["ranks"])
+            for sock in list(self.listeners.values()) if self._seen >= self.size else ():
+                if sock.family != socket.AF_UNIX:
+                    self.close_listener(sock)  # all nodes have connected
+            self._send(line, {"proof": mac(self._given["secret"], "head", message["nonce"])})
+            self._nodes.append(line)
         elif line is self._head:
             self._is_decided = True  # the head has reported the cause
-            if "end" in message:
+            if message["end"]:
                 self._end_ranks()
         else:
             self._handle_news(message, time.monotonic() - float(message["age"]))
 
-    def _identify_node(self, line: JsonConnection, message: dict[str, Any]) -> None:
-        self._check_proof(line, message, "node")
-        line.accept_peer(str(message["node"]))
-        self._nodes[line.peer] = line
-        self._send(line, {"proof": mac(self._given["secret"], "head", message["nonce"])})
-        self._seen += int(message["ranks"])
-        for sock in list(self.listeners.values()):
-            if self._seen >= self.size and sock.family != socket.AF_UNIX:
-                self.close_listener(sock)  # all nodes have connected
-
     def _check_proof(self, line: JsonConnection, message: dict[str, Any], role: str) -> None:
         if not is_proof(message.get("proof"), self._given["secret"], role, line.nonce):
             raise ConnectionRefusedError("the peer does not know the secret")
+        line.accept_peer(role)
 
     def _answer(self, line: JsonConnection, question: dict[str, Any]) -> None:
         answer = {name: self._given[name] for name in ("job", "size", "host", "names", "command")}
@@ -493,22 +409,30 @@ class NodeMonitor(LineServer[JsonConnection]):
     def _handle_news(self, news: dict[str, Any], when: float) -> None:
         """Handle a report of a node. This monitor is the head."""
         if "hang" in news:
-            self._report_hang(news["hang"], news["seconds"])
+            key = news["hang"]["group"], news["hang"]["number"]
+            if key not in self._reported:
+                self._reported.add(key)
+                self._hangs.append(news["hang"])
             return
         if "lost" in news:
-            self._losses.append(_Loss(when, news["lost"], bool(news["alone"])))
+            self._losses.append((when, news["lost"], bool(news["alone"])))
         else:
             self._ended_at = min(self._ended_at, when)
         # Other nodes have time to report earlier events.
-        several = self.size > len(self._ranks) and not self._survives_losses
-        wait = _NODES_TIMEOUT_S if several else 0.0
+        at_once = self._has_all_ranks or self._survives_losses
+        wait = 0.0 if at_once else _NODES_TIMEOUT_S
         self._decide_at = min(self._decide_at, time.monotonic() + wait)
 
     # --- how the job ends ------------------------------------------------------------------------
 
     def _read_bell(self, rank: _Rank) -> None:
+        """Report late calls, or the first sign of the rank's end: its bell is closed."""
         with contextlib.suppress(BlockingIOError):
-            if not os.read(rank.bell, 512):  # closed: the first sign of its end
+            if os.read(rank.bell, 512):
+                for cell in rank.page.read_cells():
+                    if cell.inside and cell.late == cell.number:
+                        self._tell_head({"hang": cell.as_dict()}, time.monotonic())
+            else:
                 self._close(rank.bell)
                 if _is_dying(rank.pid):
                     self._record_sign(rank)
@@ -524,45 +448,40 @@ class NodeMonitor(LineServer[JsonConnection]):
     def _record_end(self, rank: _Rank) -> None:
         """Record that the process of a rank has ended, and how, which may be known a bit later."""
         self._record_sign(rank)
-        now = time.monotonic()
-        rank.update(now)
-        rank.how = _read_end(rank.pidfd, rank.pid, 0.0 if rank.is_quiet else now + _END_TIMEOUT_S)
+        until = 0.0 if rank.is_quiet else time.monotonic() + _END_TIMEOUT_S
+        rank.how = _read_end(rank.pidfd, rank.pid, until)
         rank.is_alive = False
         self._close(rank.pidfd)
 
     def _find_losses(self) -> None:
-        """Report ranks that end the job themselves, and ranks that have ended while others need
-        them, once it is known how.
-        """
+        """Report ranks that end the job themselves. Report lost ranks once it is known how."""
         for one in self._ranks:
-            if one.page.state == ENDING and one.rank not in self._known_endings:
-                self._known_endings.add(one.rank)
+            if one.page.state == ENDING and one not in self._ending:
+                self._ending.add(one)
                 when = one.page.ending_ns / 1e9
                 self._ended_at = min(self._ended_at, when)
                 self._tell_head({"ending": one.rank}, when)
-        if not self._dying:
-            return
-        now = time.monotonic()
-        if now < self._dying[0].sign + _DYING_TIMEOUT_S and any(
-            one.is_alive and _is_dying(one.pid) for one in self._ranks if not one.is_quiet
+        if not self._dying or (
+            time.monotonic() < self._dying[0].sign + _DYING_TIMEOUT_S
+            and any(one.is_alive and _is_dying(one.pid) for one in self._ranks if not one.is_quiet)
         ):
             return
         lost, self._dying = [one for one in self._dying if not one.is_quiet], []
         if not lost or self._is_decided:
             return
-        for ranks in [[one] for one in lost] if self._survives_losses else [lost]:
-            first = ranks[0]
-            alike = [one for one in ranks if one.how == first.how]
-            # A launcher does not end processes by exit codes or crashes. The first fatal signal
-            # that is sent to a process decides how it ends: if others have ended by another one,
-            # this one was not sent to them before.
-            is_sent = first.how == "SIGKILL" or first.how in JOB_SIGNALS
-            alone = first.was_alone or not is_sent or (len(alike) == 1 and len(ranks) > 1)
-            alone = alone or self._survives_losses
-            snapshots = [
-                one.snapshot(self.host, now, {}) for one in (ranks[:1] if alone else alike)
-            ]
-            self._tell_head({"lost": snapshots, "alone": alone}, first.sign)
+        if self._survives_losses:
+            for one in lost:
+                self._tell_head({"lost": [one.snapshot(self.host)], "alone": True}, one.sign)
+            return
+        first = lost[0]
+        alike = [one for one in lost if one.how == first.how]
+        # A launcher does not end processes by exit codes or crashes. The first fatal signal that is
+        # sent to a process decides how it ends: if others have ended by another one, this one was
+        # not sent to them before.
+        is_sent = first.how == "SIGKILL" or first.how in JOB_SIGNALS
+        alone = first.was_alone or not is_sent or len(alike) == 1 < len(lost)
+        snapshots = [one.snapshot(self.host) for one in (alike[:1] if alone else alike)]
+        self._tell_head({"lost": snapshots, "alone": alone}, first.sign)
 
     def _decide(self) -> None:
         """Report the first cause of the job's end if it is time to decide.
@@ -573,32 +492,32 @@ class NodeMonitor(LineServer[JsonConnection]):
         if time.monotonic() < self._decide_at:
             return
         self._decide_at = _NEVER
-        losses = [one for one in self._losses if one.when < self._ended_at]
+        if self._is_decided:
+            return
+        losses = [one for one in self._losses if one[0] < self._ended_at]
+        losses.sort(key=lambda one: (not one[2], one[0]))
         self._losses = []
-        several = self.size > len(self._ranks)
-        from mpicoll.failures import report
-
-        for loss in sorted(losses, key=lambda one: (not one.alone, one.when)):
-            if self._is_decided:
-                break
-            self._is_decided = not self._survives_losses
-            first = loss.ranks[0]
-            # The kernel's order of events is valid for one node.
-            known = loss.alone or (first["how"] == "SIGKILL" and not several)
-            why = report.describe_loss(loss.ranks, self.size, known)
-            if report.is_ended_by_mpi(first):
-                why += (
-                    "\nmpicoll: MPI ended the process after an error in a call, most likely a "
-                    f"collective mismatch. {report.DETAIL_HINT}. All ranks:\n"
-                    + report.describe_states(self._gather({"ask": "snapshots"}))
-                )
-            _print(why, self._given["stderr"])
-            if self._is_decided:
-                self._send_all({"end": True})
-                self._end_ranks()
-        if self._ended_at < _NEVER and not self._is_decided:
+        for _, lost, alone in losses if self._survives_losses else losses[:1]:
+            self._report_loss(lost, alone)
+        ends_ranks = bool(losses) and not self._survives_losses
+        if ends_ranks or self._ended_at < _NEVER:
             self._is_decided = True
-            self._send_all({"decided": True})
+            for line in list(self._nodes):
+                self._send(line, {"end": ends_ranks})
+        if ends_ranks:
+            self._end_ranks()
+
+    def _report_loss(self, lost: list[Snapshot], alone: bool) -> None:
+        # The kernel's order of events is valid for one node.
+        is_first_known = alone or (lost[0]["how"] == "SIGKILL" and self._has_all_ranks)
+        text = report.describe_loss(lost, self.size, is_first_known)
+        if report.is_ended_by_mpi(lost[0]):
+            text += (
+                "\nmpicoll: MPI ended the process after an error in a call, most likely a "
+                f"collective mismatch. {report.DETAIL_HINT}. All ranks:\n"
+                + report.describe_states(self._gather({"ask": "snapshots"}))
+            )
+        self._print(text)
 
     def _lose_launcher(self) -> None:
         """Record that the launcher has ended: ranks that end now end because of it."""
@@ -612,12 +531,11 @@ class NodeMonitor(LineServer[JsonConnection]):
         self._end_at = _NEVER
         if all(one.is_quiet for one in self._ranks if one.is_alive) or self._kill_at < _NEVER:
             return
-        if not self._known_endings:
+        if not self._ending:
             self._is_decided = True
-            _print(
+            self._print(
                 f"mpicoll: the launcher of this job (process {self._given['launcher']} on "
-                f"{self.host}) has ended; ending its ranks",
-                self._given["stderr"],
+                f"{self.host}) has ended; ending its ranks"
             )
         self._end_ranks()
 
@@ -639,12 +557,6 @@ class NodeMonitor(LineServer[JsonConnection]):
             if one.needs_monitor and (now > self._kill_at or is_stopped):
                 with contextlib.suppress(OSError):
                     signal.pidfd_send_signal(one.pidfd, signal.SIGKILL)
-
-
-def _print(text: str, descriptor: int = 2) -> None:
-    """Write a line to a descriptor without buffering."""
-    with contextlib.suppress(OSError):
-        os.write(descriptor, text.encode() + b"\n")
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ class RankStatus(NamedTuple):
     """The position of a rank in a group's sequence of calls. Each field is sent as 64 bits."""
 
     group: int  # hash of the group's name, because a message may be left over from another group
-    state: int  # RUNNING, EXITING, DESTROYING, DUMPING, COMPARING, TIMED_OUT or FAILED
+    state: int  # RUNNING or another state below
     begun: int  # number of collectives that the rank has begun
     formed: int  # number of these that are not compared
     since: int  # number of the call at which the ranks' calls were last compared
@@ -45,7 +45,7 @@ class RankStatus(NamedTuple):
     @property
     def last_call(self) -> RecordEntry:
         """The call record of the rank's last compared call."""
-        return self.number, self.kind, self.sizes, self.root
+        return self[5:9]
 
 
 #: Sends that may never complete, with their buffers.
@@ -57,9 +57,9 @@ is_suspended = threading.Event()
 #: Time that a rank in destroy_process_group waits for status messages, in total for all groups.
 DESTROY_TIMEOUT_S = 1.0
 #: State of a rank: it makes more calls in the group; it ends without destroying its groups; it
-#: destroys them; it has written its flight record and requests the others; MPI has
-#: reported an error in its last call and it requests the status of other ranks; it has failed the
-#: group because of a timeout, or because of another error.
+#: destroys them; it has written its flight record and requests the others; MPI has reported an
+#: error in its last call and it requests the status of other ranks; it has failed the group because
+#: of a timeout, or because of another error.
 RUNNING, EXITING, DESTROYING, DUMPING, COMPARING, TIMED_OUT, FAILED = range(7)
 #: Global ranks that have sent DUMPING since this set was cleared; see flight_record.py.
 dumping: set[int] = set()
@@ -77,7 +77,12 @@ def send(
             receives the status is enough to end the job.
     number: of the last call that the status includes; None: the latest.
     """
-    status = np.array(_build_status(group, state, number), np.int64)
+    calls = tuple(group.recent)  # a copy, because another thread may make calls
+    if number is not None:
+        calls = calls[:1] + tuple(call for call in calls[1:] if call[0] <= number)
+    counts = group.begun, group.formed
+    found = RankStatus(_hash_name(group), state, *counts, calls[0][0], *calls[-1], digest(calls))
+    status = np.array(found, np.int64)
     with lock:
         if group.closed is not None or (is_suspended.is_set() and state == RUNNING):
             return
@@ -109,14 +114,6 @@ def neighbours(group: ProcessGroup) -> set[int]:
     return {(me + sign * distance) % n for distance in distances for sign in (1, -1)}
 
 
-def _build_status(group: ProcessGroup, state: int, number: int | None = None) -> RankStatus:
-    calls = tuple(group.recent)  # a copy, because another thread may make calls
-    if number is not None:
-        calls = calls[:1] + tuple(call for call in calls[1:] if call[0] <= number)
-    counts = group.begun, group.formed
-    return RankStatus(_hash_name(group), state, *counts, calls[0][0], *calls[-1], digest(calls))
-
-
 def _hash_name(group: ProcessGroup) -> int:
     return zlib.crc32(group.group_name.encode())
 
@@ -126,22 +123,23 @@ def receive(group: ProcessGroup) -> None:
     from mpi4py import MPI
 
     envelope, asked = MPI.Status(), []
+    buffer = np.zeros(len(RankStatus._fields), np.int64)
     try:
         with lock:
             while not (group.closed or is_suspended.is_set()) and group.messages.Iprobe(
                 MPI.ANY_SOURCE, group.status_tag, envelope
             ):
-                buffer = np.zeros(len(RankStatus._fields), np.int64)
                 source = envelope.Get_source()
                 group.messages.Irecv(buffer, source, group.status_tag).Wait()
                 status = RankStatus(*buffer.tolist())
-                if status.group == _hash_name(group):
-                    if status.state == COMPARING:
-                        asked.append((source, status.number))
-                    if status.state == DUMPING:
-                        dumping.add(group.ranks[source])
-                    elif (known := group.statuses.get(source)) is None or known.state < TIMED_OUT:
-                        group.statuses[source] = status  # a failure is final
+                if status.group != _hash_name(group):
+                    continue
+                if status.state == COMPARING:
+                    asked.append((source, status.number))
+                if status.state == DUMPING:
+                    dumping.add(group.ranks[source])
+                elif (known := group.statuses.get(source)) is None or known.state < TIMED_OUT:
+                    group.statuses[source] = status  # a failure is final
     except MPI.Exception as error:
         if not communicators.reports_lost_rank(error):  # lost_ranks.check handles losses
             raise
@@ -165,8 +163,10 @@ def find_missing(group: ProcessGroup, may_time_out: bool) -> str:
     return format_ranks(group.ranks[rank] for rank in missing) if missing else ""
 
 
-def describe_mismatch(group: ProcessGroup) -> str:
+def describe_mismatch(group: ProcessGroup, ends: bool = False) -> str:
     """Describe how another rank's calls since the last comparison differ from this rank's.
+
+    ends: only ranks that make no more calls; their last calls must be the same.
 
     Returns "" if no difference is known.
     """
@@ -176,6 +176,8 @@ def describe_mismatch(group: ProcessGroup) -> str:
     for rank, status in list(group.statuses.items()):
         if status.since != calls[0][0] or status.state == COMPARING:  # that rank raises the error
             continue
+        if ends and status.state not in (EXITING, DESTROYING):
+            continue
         other, theirs = group.ranks[rank], _describe_call(status.last_call)
         here, ahead = _describe_call(calls[-1]), status.number - calls[-1][0]
         if ahead * (status.formed - formed) < 0:
@@ -183,10 +185,10 @@ def describe_mismatch(group: ProcessGroup) -> str:
                 theirs = f"making another group after {theirs}"
             else:
                 here = f"making another group after {here}"
-        elif ahead > 0 or (ahead < 0 and group.compared):
+        elif not ends and (ahead > 0 or (ahead < 0 and group.compared)):
             continue  # this rank may still make the same calls; those before the last were alike
         else:
-            same_calls = tuple(call for call in calls if call[0] <= status.number)
+            same_calls = tuple(call for call in calls if ends or call[0] <= status.number)
             if digest(same_calls) == status.calls:
                 continue
             here = _describe_call(same_calls[-1])
@@ -208,26 +210,18 @@ def compare_at_destroy(group: ProcessGroup, end: float) -> tuple[bool, str]:
 
     This finds a rank that has made more calls at the end. Waits until ``end`` (time.monotonic).
 
-    Returns whether the messages of all neighbours have arrived, so that none is in transit, and the
-    description of a mismatch, "" for none.
+    Returns whether the calls are equal and no message is in transit, because those of all
+    neighbours have arrived; and the description of a mismatch, "" for none.
     """
     send(group, DESTROYING)
     expected, pause = neighbours(group), 1e-6
     while True:
         receive(group)
-        departed = find_departed(group)
-        if expected <= departed or time.monotonic() > end:
+        has_all = expected <= find_departed(group)
+        if has_all or time.monotonic() > end:
             break
         time.sleep(pause)
         pause = min(2 * pause, 1e-3)
-    mine = _build_status(group, DESTROYING)
-    for rank in sorted(departed):
-        theirs = group.statuses[rank]
-        if theirs.since == mine.since and theirs[5:] != mine[5:]:
-            return False, (
-                f"rank {group.rank()} of group {group.group_name}: the ranks made different calls "
-                f"after call {mine.since}: the last of rank {rank} is "
-                f"{_describe_call(theirs.last_call)}; here it is {_describe_call(mine.last_call)}. "
-                f"The results of these calls may be wrong. {DETAIL_HINT}"
-            )
-    return expected <= departed, ""
+    if text := describe_mismatch(group, ends=True):
+        text += f". The results of these calls may be wrong. {DETAIL_HINT}"
+    return has_all and not text, text

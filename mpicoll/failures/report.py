@@ -7,12 +7,15 @@ the same state share a line, so a report is short for any number of ranks.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import count
+from typing import Any, TypeVar
+
+from mpicoll.machine import format_ranges
 
 #: State of a rank: rank, host, pid, main (its main thread), state (running, stopped, ending, done,
-#: gone, silent), how (it has ended), calls (status_page.Cell of each group, with ``since``, seconds
-#: inside), and stacks (frames of each thread, innermost first).
+#: gone, silent), how (it has ended), calls (status_page.Cell of each group), and stacks (frames of
+#: each thread, innermost first).
 Snapshot = dict[str, Any]
 
 #: The end of messages about mismatches that were found late.
@@ -29,43 +32,45 @@ _HINTS = {
     "SIGINT": " (Ctrl-C)",
 }
 
-#: Added to the class of the error in the exit code with which MPICH ends a process.
-_MPI_ERROR = 128
+#: The main functions of mpicoll's own threads.
+_OWN = "/mpicoll/failures/watchdog.py:", "/mpicoll/core/progress.py:"
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
-_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+Text = TypeVar("Text", bound=Hashable)
 
 
 def parse_stacks(text: str) -> dict[str, list[str]]:
     """Return the frames of the program's threads, by number as text, from faulthandler's output."""
-    found: dict[str, list[str]] = {}
-    frames: list[str] = []
-    for line in text.splitlines():
-        if begins := _THREAD.match(line):
-            frames = found.setdefault(str(int(begins[1], 16)), [])
-        elif frame := _FRAME.match(line):
-            frames.append(f"{frame[1]}:{frame[2]} in {frame[3]}")
-    own = "/mpicoll/failures/watchdog.py:", "/mpicoll/core/progress.py:"
-    return {
-        thread: frames
-        for thread, frames in found.items()
-        if frames and not any(word in frame for frame in frames[-5:] for word in own)
-    }
+    found = {}
+    for thread in re.split("^(?:Current thread|Thread) 0x", text, flags=re.MULTILINE)[1:]:
+        frames = re.findall(r'^  File "(.*)", line (\S+) in (.*)$', thread, re.MULTILINE)
+        lines = [f"{file}:{line} in {name}" for file, line, name in frames]
+        if lines and not any(word in line for line in lines[-5:] for word in _OWN):
+            found[str(int(thread.split()[0], 16))] = lines
+    return found
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
     """Return ranks as "rank 3" or "ranks 0-2, 5", shortened if there are many ranges."""
-    runs: list[list[int]] = []
     ordered = sorted(ranks)
-    for rank in ordered:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:_RUNS]]
-    if left := sum(b - a + 1 for a, b in runs[_RUNS:]):
-        texts.append(f"and {left} more")
-    return f"rank{'s' * (len(ordered) != 1)} {', '.join(texts)}"
+    runs = format_ranges(ordered).split(",")
+    shown = runs[:_RUNS]
+    if len(runs) > _RUNS:
+        last = int(shown[-1].rpartition("-")[2])
+        shown.append(f"and {sum(rank > last for rank in ordered)} more")
+    return f"rank{'s' * (len(ordered) != 1)} {', '.join(shown)}"
+
+
+def _group_by_text(texts: Iterable[Text], ranks: Iterable[int]) -> dict[Text, list[int]]:
+    found: dict[Text, list[int]] = {}
+    for text, rank in zip(texts, ranks, strict=False):
+        found.setdefault(text, []).append(rank)
+    return found
+
+
+def describe_by_rank(texts: Iterable[str], ranks: Iterable[int] | None = None) -> str:
+    """Join one text per rank as "ranks 0, 2: TEXT; rank 1: TEXT". ranks: by default 0, 1, ..."""
+    found = _group_by_text(texts, count() if ranks is None else ranks)
+    return "; ".join(f"{format_ranks(group)}: {text}" for text, group in found.items())
 
 
 def _describe_call(call: dict[str, Any]) -> str:
@@ -117,19 +122,18 @@ def describe_loss(lost: Sequence[Snapshot], size: int, is_first_known: bool = Tr
 
 
 def is_ended_by_mpi(lost: Snapshot) -> bool:
-    """Return whether MPI has ended a rank after an error in a collective.
+    """Return whether a rank has exited inside a call.
 
-    MPICH does so for a truncated message, even if the communicator returns errors.
+    MPICH does so after a truncated message, even if the communicator returns errors.
     """
-    call, how = _last_call(lost), lost["how"]
-    is_error = how.startswith("code ") and int(how[5:]) >= _MPI_ERROR
-    return is_error and call is not None and bool(call["inside"])
+    call = _last_call(lost)
+    return call is not None and bool(call["inside"]) and lost["how"].startswith("code ")
 
 
-def is_there(snapshot: Snapshot, call: dict[str, Any]) -> bool:
-    """Return whether a rank is inside this call."""
+def is_there(snapshot: Snapshot, call: dict[str, Any] | None) -> bool:
+    """Return whether a rank is inside this call. None: False."""
     same = "group", "number", "kind", "root"
-    return any(
+    return call is not None and any(
         one["inside"] and all(one[key] == call[key] for key in same) for one in snapshot["calls"]
     )
 
@@ -164,15 +168,14 @@ def _describe_state(snapshot: Snapshot, call: dict[str, Any] | None, whole: bool
 
 
 def describe_states(
-    snapshots: Iterable[Snapshot], call: dict[str, Any] | None = None, whole: bool = False
+    snapshots: Sequence[Snapshot], call: dict[str, Any] | None = None, whole: bool = False
 ) -> str:
     """Describe the states of ranks; ranks in the same state share a description.
 
     The rarest come first. Lists at most ``_DESCRIPTIONS`` unless ``whole``.
     """
-    found: dict[tuple[str, ...], list[int]] = {}
-    for one in snapshots:
-        found.setdefault(tuple(_describe_state(one, call, whole)), []).append(one["rank"])
+    texts = (tuple(_describe_state(one, call, whole)) for one in snapshots)
+    found = _group_by_text(texts, (one["rank"] for one in snapshots))
     entries = sorted(found.items(), key=lambda entry: (len(entry[1]), min(entry[1])))
     shown = entries if whole else entries[:_DESCRIPTIONS]
     lines = []
@@ -188,16 +191,17 @@ def describe_rank(snapshot: Snapshot, call: dict[str, Any]) -> str:
     return "in this call" if is_there(snapshot, call) else _describe_state(snapshot, call, False)[0]
 
 
-def describe_hang(snapshots: Sequence[Snapshot], call: dict[str, Any], seconds: float) -> str:
-    """Return the report of a call in which ranks have waited for some seconds."""
+def describe_hang(snapshots: Sequence[Snapshot], call: dict[str, Any]) -> str:
+    """Return the report of a late call."""
     members = [
         one for one in snapshots if any(each["group"] == call["group"] for each in one["calls"])
     ]
     there = [one["rank"] for one in members if is_there(one, call)]
     missing = [one for one in members if not is_there(one, call)]
     missing += [one for one in snapshots if one["state"] == "silent"]
+    waits = "waits" if len(there) == 1 else "wait"
     return (
         f"mpicoll: {format_ranks(there)} of group {call['name']} ({call['size']} ranks) "
-        f"wait{'s' * (len(there) == 1)} for {seconds:.0f} s in {_describe_call(call)}\n"
+        f"{waits} for {call['late_ms'] / 1000:.0f} s in {_describe_call(call)}\n"
         + (describe_states(missing, call) or "  all ranks are in this call")
     )

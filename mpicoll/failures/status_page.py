@@ -2,7 +2,7 @@
 
 The rank writes with plain stores, also from the native fast path (``kernels/src/calls.c``), and
 never waits. The monitor, another process, can read the page while the rank is blocked, stopped or
-dead.
+dead. Each init_process_group makes a page.
 """
 
 from __future__ import annotations
@@ -11,42 +11,38 @@ import ctypes
 import mmap
 import os
 import time
+from typing import Any
 
 #: State of a rank: it may make calls; it ends the job, and reports the reason itself; no other rank
 #: needs it any more.
 RUNNING, ENDING, DONE = range(3)
 #: Maximum number of groups with a cell. Pages of memory that are never written cost nothing.
 MAX_CELLS = 4096
-NAME_BYTES = 56
-
-
-def _words(*names: str) -> list[tuple[str, type[ctypes.c_uint64]]]:
-    return [(name, ctypes.c_uint64) for name in names]
+NAME_BYTES = 48
 
 
 class Cell(ctypes.Structure):
     """The last call of a group. The first 64 bytes are ``struct last_call`` of calls.c."""
 
     group: int  # number of the group, the same on its ranks; 0 for a free cell
-    limit: int  # milliseconds of waiting after which a hang is reported; 0: never
+    late: int  # number of the latest call that has lasted too long
     number: int  # number, kind, sizes and root of the call, see core/signature.py
     kind: int
     sizes: int
     root: int
     inside: int  # 1 until the call has ended
     thread: int  # that makes it
+    late_ms: int  # how long the late call had lasted
     size: int  # of the group
-    rank: int  # this rank in the group
-    name: bytes  # of the group
 
     _fields_ = [
-        *_words("group", "limit", "number", "kind", "sizes", "root", "inside", "thread"),
-        ("size", ctypes.c_uint32), ("rank", ctypes.c_uint32), ("name", ctypes.c_char * NAME_BYTES),
-    ]  # fmt: skip
+        *((name, ctypes.c_uint64) for name in __annotations__),
+        ("name", ctypes.c_char * NAME_BYTES),  # of the group
+    ]
 
-    def as_dict(self) -> dict[str, int | str]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the fields, for a message."""
-        found = {field[0]: getattr(self, field[0]) for field in self._fields_}
+        found = {name: getattr(self, name) for name, *_ in self._fields_}
         return found | {"name": self.name.decode("utf-8", "replace")}
 
 
@@ -57,17 +53,15 @@ class StatusPage(ctypes.Structure):
     used: int  # number of cells that have been used
     main_thread: int  # as threading.get_ident returns it
     listener: int  # system-wide number of the thread that prints stacks on request
-    ending_ns: int  # when the rank began to end the job, on the monotonic clock; 0: it has not
-    generation: int  # number of the monitor, counted by init_process_group: earlier ones end
+    ending_ns: int  # when the rank began to end the job, on the monotonic clock
     monitor_pid: int  # process of the monitor, 0 until it runs
     end_order: int  # 1 if the monitor orders this rank to end; the monitor prints the reason
-    cells: ctypes.Array[Cell]
 
     _fields_ = [
         ("cells", Cell * MAX_CELLS),  # first: each begins a cache line
-        *_words("state", "used", "main_thread", "listener", "ending_ns"),
-        *_words("generation", "monitor_pid", "end_order"),
+        *((name, ctypes.c_uint64) for name in __annotations__),
     ]
+    cells: ctypes.Array[Cell]
 
     def set_ending(self) -> None:
         """Record that this rank ends the job now."""
@@ -80,19 +74,19 @@ class StatusPage(ctypes.Structure):
         if self.state != ENDING:
             self.state = DONE
 
-    def take_cell(self, group: int, limit: int, size: int, rank: int, name: str) -> Cell | None:
+    def take_cell(self, group: int, size: int, name: str) -> Cell | None:
         """Return a free cell for a group, None if there is none. It is free if its group is 0."""
         for k in range(MAX_CELLS):
             if self.cells[k].group == 0:
-                text = name.encode()[:NAME_BYTES]
-                self.cells[k] = Cell(group, limit, size=size, rank=rank, name=text)
+                self.cells[k] = Cell(group, size=size, name=name.encode()[:NAME_BYTES])
                 self.used = max(k + 1, self.used)
                 return self.cells[k]
         return None
 
-    def raw_cells(self) -> list[bytes]:
-        """Return the bytes of each cell that has been used."""
-        return [bytes(cell) for cell in self.cells[: self.used]]
+    def read_cells(self) -> list[Cell]:
+        """Return copies of the cells of all groups."""
+        copies = (Cell.from_buffer_copy(cell) for cell in self.cells[: self.used])
+        return [cell for cell in copies if cell.group]
 
 
 def map_page(descriptor: int) -> StatusPage:

@@ -1,11 +1,8 @@
 """Watchdog: a thread that ends the job when a rank is stuck inside MPI.
 
 A thread that is blocked inside MPI runs no Python. So the watchdog thread handles Ctrl-C, checks
-for calls that exceed their group's timeout or wait for a rank that has ended, and receives the end
-of the job from the launch server and the node monitor.
-
-A rank that ends the job prints its message first, then writes its flight record and notifies the
-node monitor.
+for calls that are late or wait for a rank that has ended, and receives the end of the job from the
+launch server and the node monitor.
 """
 
 from __future__ import annotations
@@ -20,13 +17,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from mpicoll import settings
 from mpicoll.core.groups import state
 from mpicoll.cuda.threads import use_process_device
 from mpicoll.errors import CollectiveTimeoutError, LostRankError
-from mpicoll.failures import flight_record, lost_ranks, monitor_client, rank_status, timeouts
-from mpicoll.failures.group_failure import fail_all_ranks, grace
+from mpicoll.failures import flight_record, lost_ranks, monitor_client, rank_status
+from mpicoll.failures.group_failure import (
+    fail_all_ranks,
+    fail_late_call,
+    grace,
+    receive_failures,
+)
 from mpicoll.kernels.calls import find_signal_handler
 from mpicoll.kernels.library import kernels
 from mpicoll.launch import exit_hooks
@@ -39,8 +42,10 @@ from mpicoll.output import flush_streams, write_lines
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-#: Time between checks of the groups.
+#: Maximum time between checks of the groups.
 _CHECK_INTERVAL_S = 1.0
+#: Default time after which a call is reported as late: maximum, and fraction of the timeout.
+_REPORT_AFTER_S, _TIMEOUT_FRACTION = 60.0, 0.5
 #: Time that a blocked call of MPI has to return after Ctrl-C.
 _INTERRUPT_GRACE_S = 1.0
 #: Time between the message that another rank has ended the job and the end of this rank. Meanwhile
@@ -60,12 +65,19 @@ def end_job(code: int) -> None:
     end_ranks(code)
 
 
+def _report_after(group: ProcessGroup) -> float:
+    """Return the time in seconds after which a call is reported as late; 0: never."""
+    timeout = math.inf if group.timeout is None else _TIMEOUT_FRACTION * group.timeout
+    return float(settings.REPORT_AFTER.value() or min(_REPORT_AFTER_S, timeout))
+
+
 @dataclass(slots=True)
 class _Wait:
     """A group that is inside a collective."""
 
     number: int  # of the collective
     since: float  # when it was first seen inside
+    is_reported: bool = False  # as late
     has_sent: bool = False  # the rank has sent its status
     failing: threading.Thread | None = None  # fails the group
     failed: float = 0.0  # when the group was first seen FAILED, after the timeout
@@ -82,13 +94,11 @@ class Watchdog(RankEnd):
         global _current
         self._at_exit = at_exit
         self._stopping = False
-        self._failing: list[threading.Thread] = []
+        self._waits: dict[ProcessGroup, _Wait] = {}
         self._next_receive = time.monotonic() + _RECEIVE_INTERVAL_S
         #: FAILED groups with device work, and since when.
-        self._failed: dict[ProcessGroup, float] = {}
-        self._reader, self._writer = os.pipe()
-        for end in (self._reader, self._writer):
-            os.set_blocking(end, False)
+        self._failed: WeakKeyDictionary[ProcessGroup, float] = WeakKeyDictionary()
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         exit_hooks.install(self)
         self._receives_signals = threading.current_thread() is threading.main_thread()
         if self._receives_signals:
@@ -109,8 +119,10 @@ class Watchdog(RankEnd):
         exit_hooks.install_in_rank()
         self._stopping = True
         os.write(self._writer, b"\0")
-        for thread in (self._thread, *self._failing):
-            thread.join()
+        self._thread.join()
+        for wait in self._waits.values():
+            if wait.failing is not None:
+                wait.failing.join()
         _current = None
         # On another thread, Python would still write to the pipe at each signal.
         if not self._receives_signals or threading.current_thread() is threading.main_thread():
@@ -146,8 +158,6 @@ class Watchdog(RankEnd):
     def _end_stuck_job(self, why: str, code: int, thread: int = 0) -> None:
         """End the job with the stack of a thread that is inside MPI, in which nothing can raise.
 
-        All ranks write their flight records first, unless the user has interrupted the job.
-
         thread: that one, as threading.get_ident returns it; 0: the main thread.
         """
         if code != INTERRUPTED:
@@ -163,15 +173,15 @@ class Watchdog(RankEnd):
     # --- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        waits: dict[ProcessGroup, _Wait] = {}
         poll = select.poll()
         poll.register(self._reader, select.POLLIN)
         session = current_session()
         if session is not None:
             poll.register(session, select.POLLIN)
         while True:
-            timeouts_s = [group.timeout for group in list(state.groups) if group.timeout]
-            pause = min([_CHECK_INTERVAL_S, *(max(each / 5, 0.1) for each in timeouts_s)])
+            groups = list(state.groups)
+            limits = {group.timeout for group in groups} | {*map(_report_after, groups)}
+            pause = min([_CHECK_INTERVAL_S, *(max(each / 5, 0.1) for each in limits if each)])
             ready = [descriptor for descriptor, _ in poll.poll(1000 * pause)]
             if self._stopping:
                 return
@@ -182,7 +192,7 @@ class Watchdog(RankEnd):
                 self._handle_job_end(session.end_reason(), session.rank)
             if monitor_client.is_ordered_to_end():  # the monitor has printed the reason
                 end_job(1)
-            self._check_groups(waits)
+            self._check_groups()
 
     def _find_groups_inside(self) -> list[ProcessGroup]:
         """Return the groups that are inside a collective."""
@@ -205,19 +215,18 @@ class Watchdog(RankEnd):
         if ending is None:
             return
         why, code = ending
-        if not why:  # MPI_Abort in this process relies on the launcher to end it
-            monitor_client.report_ending()
-            os._exit(code)
-        time.sleep(_JOB_END_GRACE_S)
-        if not self._stopping:
+        if why:  # else MPI_Abort in this process relies on the launcher to end it
+            time.sleep(_JOB_END_GRACE_S)
+            if self._stopping:
+                return
             flight_record.write(why)
             records = flight_record.last_words() if rank == 0 else []
             write_lines("\n".join([f"mpicoll: rank {rank}: {why}; ending too", *records]))
             flush_streams()
-            monitor_client.report_ending()
-            os._exit(code)
+        monitor_client.report_ending()
+        os._exit(code)
 
-    def _check_groups(self, waits: dict[ProcessGroup, _Wait]) -> None:
+    def _check_groups(self) -> None:
         use_process_device()
         now = time.monotonic()
         if not is_serialized():  # else the program may be inside MPI now
@@ -226,25 +235,23 @@ class Watchdog(RankEnd):
                 self._next_receive = now + _RECEIVE_INTERVAL_S
             for group in list(state.groups):
                 if is_due or group is state.default:
-                    timeouts.receive_failures(group)
+                    receive_failures(group)
+                if lost_ranks.is_fault_tolerant():
+                    lost_ranks.check(group)
         flight_record.answer()
-        if lost_ranks.is_fault_tolerant() and not is_serialized():
-            for group in list(state.groups):
-                lost_ranks.check(group)
-        for group in self._failed.keys() - state.groups:
-            del self._failed[group]
         for group in list(state.groups):
             if group.device_error is not None:
                 self._check_devices(group, now)
         inside = self._find_groups_inside()
-        for group in [group for group in waits if group not in inside]:
-            del waits[group]
+        for group, wait in list(self._waits.items()):
+            has_ended = group not in inside or wait.number != group.begun
+            if has_ended and (wait.failing is None or not wait.failing.is_alive()):
+                del self._waits[group]
         for group in inside:
-            wait = waits.get(group)
-            if wait is None or wait.number != group.begun:
-                waits[group] = _Wait(group.begun, now)
+            if group in self._waits:
+                self._check_wait(group, self._waits[group], now)
             else:
-                self._check_wait(group, wait, now)
+                self._waits[group] = _Wait(group.begun, now)
 
     def _check_devices(self, group: ProcessGroup, now: float) -> None:
         """Check for device work of a group that has ended without results, or will never end.
@@ -252,27 +259,28 @@ class Watchdog(RankEnd):
         Ends a program that continues to use such results and does not raise the error.
         """
         if not is_serialized():
-            timeouts.receive_failures(group)
+            receive_failures(group)
         group.check_device_errors()
-        if group.error is None and not group.lock.locked():
-            missing = rank_status.find_missing(group, True)
-            if missing:  # a rank that raises an exception notifies devices next
-                time.sleep(_JOB_END_GRACE_S)
-                group.check_device_errors()
-            if missing and group.error is None:
-                self._end_stuck_job(
-                    f"{missing} ended without making the last calls of this rank", 1
-                )
-        error = group.error
+        if (
+            group.error is None
+            and not group.lock.locked()
+            and (missing := rank_status.find_missing(group, True))
+        ):
+            time.sleep(_JOB_END_GRACE_S)  # a rank that raises an exception notifies devices next
+            group.check_device_errors()
+            if group.error is None:
+                why = f"{missing} ended without making the last calls of this rank"
+                self._end_stuck_job(why, 1)
+        error, is_pending = group.error, group.pending_error is not None
         if error is None or isinstance(error, LostRankError):
             return
         if group not in self._failed:
             self._failed[group] = now
-            if group.pending_error is not None:
+            if is_pending:
                 flight_record.dump(str(error), 0)
                 write_lines(f"mpicoll: {error}")
             fail_all_ranks(group, error)  # some devices may not have notified their ranks
-        elif group.pending_error is not None and now - self._failed[group] > grace():
+        elif is_pending and now - self._failed[group] > grace():
             write_lines(
                 f"mpicoll: rank {group.ranks[group.rank()]}: no call of this program has raised "
                 f"the error above within {grace():g} s ({settings.TIMEOUT_GRACE.name}), and its "
@@ -281,32 +289,36 @@ class Watchdog(RankEnd):
             end_job(1)
 
     def _check_wait(self, group: ProcessGroup, wait: _Wait, now: float) -> None:
-        """Check whether the collective that a group waits in can complete, and its timeout."""
-        timeouts.receive_failures(group)
+        """Check whether the collective that a group waits in is late, and whether it can complete.
+
+        After the timeout, fail the group.
+        """
+        if wait.number != group.begun:
+            return
+        waited = now - wait.since
+        if not wait.is_reported and 0 < _report_after(group) < waited:
+            wait.is_reported = True
+            monitor_client.report_late(group, wait.number - group.formed, waited)
+        receive_failures(group)
         ends = isinstance(group.error, (LostRankError, CollectiveTimeoutError))
-        missing = (
-            "" if ends else rank_status.find_missing(group, group.task.keeps_time or group.busy())
-        )
-        if missing:
+        may_time_out = group.task.keeps_time or group.busy()
+        if not ends and (missing := rank_status.find_missing(group, may_time_out)):
             self._end_stuck_job(f"{missing} ended without making this call", 1, group.thread)
-        if not group.task.keeps_time and not ends:
+        if not ends and not group.task.keeps_time:
             soon = min(_SEND_AFTER_S, math.inf if group.timeout is None else group.timeout / 2)
-            if not wait.has_sent and now - wait.since > soon:
+            if not wait.has_sent and waited > soon:
                 wait.has_sent = True
                 rank_status.send(group)
-            mismatch = rank_status.describe_mismatch(group)
-            if mismatch:
+            if mismatch := rank_status.describe_mismatch(group):
                 self._end_stuck_job(mismatch, 1, group.thread)
-        if group.timeout is None or group.task.keeps_time or now - wait.since <= group.timeout:
+        if group.timeout is None or group.task.keeps_time or waited <= group.timeout:
             return
         if group.error is None:
             # In another thread, because it waits for the flight records of other ranks.
             if wait.failing is None or not wait.failing.is_alive():
                 wait.failing = threading.Thread(
-                    target=_fail, args=(group, wait.number), name="mpicoll-failing", daemon=True
+                    target=_fail, args=(group, wait.number), daemon=True
                 )
-                self._failing = [one for one in self._failing if one.is_alive()]
-                self._failing.append(wait.failing)
                 wait.failing.start()
             return
         wait.failed = wait.failed or now
@@ -327,7 +339,7 @@ class Watchdog(RankEnd):
 
 def _fail(group: ProcessGroup, number: int) -> None:
     use_process_device()
-    timeouts.fail_late_call(group, number)
+    fail_late_call(group, number)
 
 
 #: The watchdog of this process.

@@ -93,8 +93,6 @@ def test_record_lists_calls_of_every_path(world, record):
     assert whole["version"] == "2.10"
     config = whole["pg_config"][group.group_name]
     assert config["ranks"] == str(list(range(n))) and config["desc"] == "undefined"
-    (status,) = [one for key, one in whole["pg_status"].items() if int(key) == calls[0]["pg_id"]]
-    assert set(status.values()) == {len(calls)}
     dist.destroy_process_group(group)
 
 

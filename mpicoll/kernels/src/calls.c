@@ -74,7 +74,7 @@ struct entry {
 /* The record of a group's last call. The node monitor reads it while this process waits; mirrored
  * in mpicoll/failures/status_page.py. */
 struct last_call {
-    uint64_t group, limit; /* written by mpicoll/failures/status_page.py */
+    uint64_t group, late; /* written by mpicoll/failures/status_page.py */
     uint64_t number, kind, sizes, root;
     uint64_t running; /* the call is running */
     uint64_t thread; /* that runs it */
@@ -964,7 +964,7 @@ static PyObject *calls_publish(PyObject *self, PyObject *where)
     const struct last_call *before = calls->last;
     last_call = last_call ? last_call : &calls->own;
     if (last_call != before) {
-        const struct last_call now = {last_call->group, last_call->limit, before->number,
+        const struct last_call now = {last_call->group, last_call->late, before->number,
                                       before->kind,     before->sizes,    before->root,
                                       before->running,  before->thread};
         *last_call = now;

@@ -15,7 +15,7 @@ from mpicoll.core.plan import CallKind, Extent, Implementation, Run, agreed_size
 from mpicoll.core.signature import decode_primitive, encode_kind, encode_sizes, with_root
 from mpicoll.core.work import deadline
 from mpicoll.errors import DistBackendError, MismatchError
-from mpicoll.failures.consistency import describe_by_rank
+from mpicoll.failures.report import describe_by_rank
 from mpicoll.routes.algorithms import premultiplied
 from mpicoll.routes.device.space import DeviceSpace, on_home_device
 from mpicoll.routes.host.shared_segment import share

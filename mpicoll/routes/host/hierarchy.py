@@ -20,7 +20,7 @@ from mpicoll.core.signature import describe, encode_kind
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.failures import lost_ranks
-from mpicoll.failures.consistency import describe_by_rank
+from mpicoll.failures.report import describe_by_rank
 from mpicoll.launch.host_identity import ranks_by_node
 from mpicoll.routes.host import shared
 from mpicoll.routes.transfers import Get, Put, Transfer

@@ -31,8 +31,8 @@ from mpicoll.core.reproducible import LEVELS
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError
-from mpicoll.failures import timeouts
-from mpicoll.failures.consistency import describe_by_rank
+from mpicoll.failures.group_failure import fail_with_peer
+from mpicoll.failures.report import describe_by_rank
 from mpicoll.kernels.calls import COMPARE, FUSED, LISTS, take_interruption
 from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop
@@ -332,7 +332,7 @@ class Shared:
             if self._group.error is None and self.kernels.shared_is_mismatched(self.pointer):
                 self._group.fail(self._mismatch(". The group cannot be used any more"))
             elif self._group.error is None:
-                timeouts.fail_with_peer(self._group, closer)
+                fail_with_peer(self._group, closer)
             return self._group.failure()
         if self._group.compared:
             self._group.drop_last()

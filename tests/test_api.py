@@ -13,6 +13,7 @@ import sys
 
 import numpy as np
 import pytest
+from whole_jobs import run_program
 
 import mpicoll as dist
 from mpicoll import errors
@@ -58,10 +59,7 @@ NO_SIGNATURE = {"get_debug_level", "set_debug_level", "set_debug_level_from_env"
 def child(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run code in a Python process without the environment variables of launchers."""
     inherited = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=inherited | environment, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    return run_program(sys.executable, "-c", code, env=inherited | environment)
 
 
 LAUNCH_VARIABLES = {name for one in LAUNCHERS for name in (*one.detected_by, *one.local_rank)}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from whole_jobs import run_program
 
 from mpicoll.cuda import binding, runtime
 from mpicoll.cuda.binding import bind, describe_far_gpu, describe_idle_gpus, device_for
@@ -144,10 +144,7 @@ def run(tmp_path):
         tool.write_text(f"#!/bin/sh\n{text}\n")
         tool.chmod(0o755)
         path = f"{tmp_path}{os.pathsep}{os.defpath}"
-        return subprocess.run(
-            [SCRIPT, *command], env={"PATH": path, **environment}, capture_output=True, text=True,
-            timeout=20, check=False,
-        )  # fmt: skip
+        return run_program(SCRIPT, *command, env={"PATH": path, **environment})
 
     return start
 

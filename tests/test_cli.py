@@ -33,7 +33,7 @@ def test_invalid_command_line_ends_all_ranks(words: str, ended: Ended) -> None:
 @pytest.mark.parametrize("words", ["--help", ""])
 @job("$words", ranks=3)
 def test_help_is_printed_once(words: str, ended: Ended) -> None:
-    ended.succeeded()
+    ended.in_good_order()
     assert ended.out.count("usage: ") == 1
     for name, summary in cli.COMMANDS.items():
         assert name in ended.out and summary[:30] in ended.out
@@ -97,7 +97,7 @@ BIND = "import os; os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})"
 
 @job("hello", site=BIND)
 def test_hello_on_one_rank(ended: Ended) -> None:
-    ended.succeeded()
+    ended.in_good_order()
     host = re.escape(socket.gethostname())
     last, count = max(os.sched_getaffinity(0)), os.cpu_count()
     line = rf"rank 0 of 1 on {host}, local rank 0 of 1, on processors {last} of {count}, "
@@ -109,7 +109,7 @@ def test_hello_on_one_rank(ended: Ended) -> None:
 
 @job("doctor")
 def test_doctor_on_one_rank(ended: Ended) -> None:
-    ended.succeeded()
+    ended.in_good_order()
     for words in "Python", "MPI_THREAD_", "1 on 1 node", "C library", "none: arrays on a GPU":
         assert words in ended.out, ended
     for words in "system  ", "processors  ", "may run on  ", "/dev/shm  ", "NumPy  ", "ml_dtypes  ":
@@ -119,7 +119,7 @@ def test_doctor_on_one_rank(ended: Ended) -> None:
 
 @job("doctor --json", every_mpi=True, ranks=3)
 def test_doctor_on_several_ranks(ended: Ended) -> None:
-    ended.succeeded()
+    ended.in_good_order()
     found = json.loads(ended.out)
     assert found["ok"] and len(found["ranks"]) == 3
     each = found["ranks"][0]

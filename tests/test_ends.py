@@ -122,8 +122,7 @@ def test_successful_end(end: str, destroy: str, ended: Ended) -> None:
 """)
 @pytest.mark.parametrize("end", ["del kept", "sys.exit(0)", "dist.destroy_process_group()"])
 def test_caught_sys_exit_does_not_end_the_job(end: str, ended: Ended) -> None:
-    assert ended.code == 0, ended
-    assert ended.lines == ["alive", "alive"]
+    ended.printed("alive", "alive")
     assert all("usage:" in line or "error: unrecog" in line for line in ended.err.splitlines())
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rank_scripts import MPIEXEC, needs_mpiexec
+from whole_jobs import MPIEXEC, needs_mpiexec, run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "jobs" / "train_digits.py"
@@ -22,14 +22,8 @@ JOBS = [TRAIN, TRAIN_DDP, TRAIN_HOROVOD]
 pytestmark = [pytest.mark.any_mpi, pytest.mark.waits, pytest.mark.slow, needs_mpiexec]
 
 
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*map(str, command)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
-    )
-
-
 def launch(ranks: int, *program: str | Path) -> subprocess.CompletedProcess[str]:
-    return run(*MPIEXEC, "-n", str(ranks), sys.executable, *program)
+    return run_program(*MPIEXEC, "-n", str(ranks), sys.executable, *program, timeout=120)
 
 
 def train(ranks: int, file: Path, *options: str) -> tuple[dict[str, np.ndarray], str]:
@@ -100,7 +94,7 @@ class Training:
         skip_without_packages(job)
         import torch
 
-        done = run(*start, job, "--save", file, *options)
+        done = run_program(*start, job, "--save", file, *options, timeout=120)
         self.output = done.stdout
         assert done.returncode == 0, done.stdout + done.stderr
         self.parameters = torch.load(file, weights_only=True)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from whole_jobs import MPIEXEC
+from whole_jobs import MPIEXEC, run_program
 
 from mpicoll.launch.launchers import PmiProtocol, is_bootstrap_variable, is_launcher_variable
 from mpicoll.launch.mismatch import find_foreign, find_mpi, is_stale
@@ -95,10 +95,7 @@ def run(variables: dict[str, str], *arguments: str) -> subprocess.CompletedProce
         for name, value in os.environ.items()
         if not is_launcher_variable(name) and not is_bootstrap_variable(name)
     }
-    return subprocess.run(
-        [sys.executable, *arguments], env=kept | variables, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    return run_program(sys.executable, *arguments, env=kept | variables)
 
 
 @pytest.fixture(scope="module")
@@ -156,10 +153,7 @@ def stale() -> dict[str, str]:
     if not MPIEXEC:
         pytest.skip("TEST_MPICOLL_MPIEXEC names no mpiexec")
     script = "import json, os; print(json.dumps(dict(os.environ)))"
-    done = subprocess.run(
-        [*MPIEXEC, "-n", "1", sys.executable, "-c", script],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+    done = run_program(*MPIEXEC, "-n", "1", sys.executable, "-c", script)
     found = json.loads(done.stdout)
     if "PMI_FD" not in found:
         pytest.skip("this launcher does not use PMI_FD")

@@ -80,7 +80,7 @@ def test_duplicate_rank_raises(method: str, limit: int, ended: Ended) -> None:
         say(fails, type(error).__name__, "rank $failing failed: Arg" in str(error))
 """)
 def test_invalid_argument_raises_on_all_ranks(failing: str, ended: Ended) -> None:
-    ended.in_good_order("False LaunchError True", "True ArgumentTypeError False")
+    ended.printed("False LaunchError True", "True ArgumentTypeError False")
 
 
 @mpich
@@ -160,4 +160,4 @@ def test_parse_rejects_invalid_addresses(value: bytes) -> None:
     say(total(1))
 """)
 def test_invalid_or_stale_file_is_replaced(left: bytes, ended: Ended) -> None:
-    ended.in_good_order("2.0", "2.0")
+    ended.printed("2.0", "2.0")

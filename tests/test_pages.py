@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from page_blocks import ENGINES, IN_TURN, PROGRAMS, Block, blocks
-from rank_scripts import MPIEXEC, needs_mpiexec
+from whole_jobs import MPIEXEC, needs_mpiexec, run_program
 
 import mpicoll
 from mpicoll import cli, settings
@@ -144,10 +143,8 @@ def test_python_blocks_run_on_two_ranks() -> None:
     chosen = {page: asdict(how) for page, how in TREATMENT.items()}
     for how in chosen.values():
         how["skip"] = (*how["skip"], *(() if WITH_TORCH else NEEDS_TORCH))
-    command = [*MPIEXEC, "-n", "2", sys.executable, str(ROOT / "tests/page_blocks.py")]
-    done = subprocess.run(
-        [*command, json.dumps(chosen)], capture_output=True, text=True, check=False, timeout=600
-    )
+    script, choice = ROOT / "tests/page_blocks.py", json.dumps(chosen)
+    done = run_program(*MPIEXEC, "-n", "2", sys.executable, script, choice, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -254,10 +251,8 @@ def test_commands_run(line: str, tmp_path: Path) -> None:
     }
     command = [word for each in shlex.split(line) for word in programs.get(each, [each])]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        ["env", *command], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
-        env=os.environ | {"PYTHONPATH": path},
-    )  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": path}
+    done = run_program("env", *command, cwd=tmp_path, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

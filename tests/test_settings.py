@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from rank_scripts import MPIEXEC, needs_mpiexec
+from whole_jobs import MPIEXEC, needs_mpiexec, run_program
 
 from mpicoll import settings
 from mpicoll.settings import SETTINGS
@@ -97,10 +96,8 @@ def test_init_raises_on_every_rank(init: str) -> None:
     program = f"import os\ntry:\n    {init}\nexcept ValueError as error:\n"
     program += "    os.write(1, f'{type(error).__name__} {error}\\n'.encode())\n"
     wrong = {"MPICOLL_DEUBG": "DETAIL", "MPICOLL_SHARED_MEMORY": "off"}
-    done = subprocess.run(
-        [*MPIEXEC, "-n", "2", sys.executable, "-c", program], env=os.environ | wrong,
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    command = [*MPIEXEC, "-n", "2", sys.executable, "-c", program]
+    done = run_program(*command, env=os.environ | wrong)
     assert done.returncode == 0, done
     line = (
         r"ArgumentError environment: MPICOLL_DEUBG: .*; did you mean MPICOLL_DEBUG\?; "

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +32,16 @@ needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC nam
 compiled = pytest.mark.skipif(kernels is None, reason="the limit is the C library's")
 #: Printed by a rank that hangs.
 HUNG = "(most recent call first)"
+
+
+def run_program(
+    *command: str | Path, timeout: float = 60, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a program without standard input. Return its exit code and its output."""
+    return subprocess.run(
+        [*map(str, command)], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=timeout, check=False, **options,
+    )  # fmt: skip
 
 
 def preamble(limit: int) -> str:

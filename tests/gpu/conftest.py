@@ -11,7 +11,8 @@ import pytest
 from device_arrays import forced, routes
 from machine import no_gpu
 
-sys.path.append(str(Path(__file__).parents[1]))  # tests/whole_jobs.py
+# tests/whole_jobs.py and tests/pytorch/models.py
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "pytorch")]
 
 
 # Without run.py, the helpers of tests/mpi are not found.

@@ -90,7 +90,7 @@ SUITES = (
     Suite("libraries", [f"{TESTS}libraries.py"], ranks=PLAINLY),
     Suite("probes", [f"{TESTS}probes.py"], ranks=PLAINLY),
     Suite("device", ["tests/emulated_gpu"], ranks=PLAINLY),
-    Suite("backend", [f"{TESTS}cuda_tensors.py", f"{TESTS}cuda_training.py"], ["torch"],
+    Suite("backend", [f"{TESTS}cuda_tensors.py"], ["torch"],
           ["auto", "ipc", "staged", "direct", "nccl"]),
     Suite("facade", [f"{TESTS}devices.py"], ["cupy", "interface", "torch"],
           [name for name in ROUTES if name != "hierarchical"]),

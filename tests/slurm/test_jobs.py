@@ -175,7 +175,6 @@ def test_array_elements_are_separate_worlds(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["digits.pbs", "digits.lsf"])
-@pytest.mark.skipif(NODES == 1, reason="needs two nodes")
 def test_pbs_and_lsf_scripts_start_ranks_on_other_nodes(script: str, folder: Path) -> None:
     """Their remote commands are simulated by srun."""
     bin = folder / "bin"
@@ -241,7 +240,6 @@ def test_single_rank_works_with_any_mpi_option(offered: str) -> None:
     assert code == 0 and "rank 0 of 1 on" in out, out
 
 
-@pytest.mark.skipif(NODES == 1, reason="needs two nodes")
 @pytest.mark.parametrize("fault", ["SIGKILL", "an exception after"])
 def test_fault_of_a_rank_on_another_node(fault: str) -> None:
     """Runs a case of ``make chaos``: the last of three ranks is alone on its node."""

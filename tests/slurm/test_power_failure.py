@@ -7,13 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from test_jobs import ALL, CALLS, processes
 
 from jobs import MPI, NODES, start, wait_until
 
 
-@pytest.mark.skipif(NODES == 1, reason="needs two nodes")
 def test_power_failure_of_a_node_ends_the_job(tmp_path: Path) -> None:
     job = tmp_path / "calls_of_a_node.py"
     job.write_text(CALLS)

@@ -27,8 +27,7 @@ def main() -> None:
 
     logs = Path(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
-    if suite.START == "forkserver":
-        multiprocessing.set_forkserver_preload(["suite"])
+    multiprocessing.set_forkserver_preload(["suite"])
     # Orphaned processes of a rank become children of this process.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ class Job:
 
     ranks: number of ranks under mpiexec; 0 is a plain process.
     environment: additional variables, with $FOLDER.
-    site: code that every process runs before the command.
+    site: code that every process runs before the command. $name is a parameter of the test.
     table: the content of $FOLDER/table.json before the job.
     then: the command line of a second job.
     """
@@ -90,7 +91,8 @@ def run(job: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
     own["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     own = {name: value.replace("$FOLDER", str(folder)) for name, value in own.items()}
     if job.site:
-        (folder / "sitecustomize.py").write_text(job.site)
+        site = Template(job.site).safe_substitute(parameters)
+        (folder / "sitecustomize.py").write_text(site)
     if job.table is not None:
         (folder / "table.json").write_text(job.table)
     words = job.words.replace("$words", str(parameters.get("words", "")))

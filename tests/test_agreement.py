@@ -125,12 +125,6 @@ def test_init_rejects_different_constants(ended, constant):
     assert_printed_once(ended, f"LaunchError: .*{constant} is rank 0")
 
 
-@pytest.mark.any_mpi
-@job(RANK + "os.environ['MPICOLL_SHARED_MEMRY'] = '0'\ndist.init_process_group()")
-def test_init_rejects_a_misspelled_setting(ended):
-    ended.badly("ArgumentError", "MPICOLL_SHARED_MEMRY", "did you mean MPICOLL_SHARED_MEMORY?")
-
-
 # ---- collective mismatches after the first calls ------------------------------------------------
 
 

@@ -39,13 +39,13 @@ def test_help_is_printed_once(words: str, ended: Ended) -> None:
         assert name in ended.out and summary[:30] in ended.out
 
 
-#: Sends SIGINT to the ranks in $RANKS after the first collective call. Ranks after the bar wait in
+#: Sends SIGINT to the ranks in $ranks after the first collective call. Ranks after the bar wait in
 #: an MPI_Barrier that no other rank calls.
 INTERRUPT = """
 import os, signal, sys, threading, time
 rank = next(os.environ[name] for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOME")
             if name in os.environ)
-interrupted, _, blocked = "$RANKS".partition("|")
+interrupted, _, blocked = "$ranks".partition("|")
 def interrupt():
     while "mpicoll.dispatch.execute" not in sys.modules:
         time.sleep(0.05)
@@ -62,30 +62,21 @@ if rank in blocked:
 """
 
 
-def interrupt(ranks: str) -> str:
-    return INTERRUPT.replace("$RANKS", ranks)
-
-
-def check_interrupted(ended: Ended) -> None:
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ("bench all_reduce -e 8 -n 100000000", "0 1 2"),
+        ("tune -o $FOLDER/x", "0 1 2"),
+        ("bench all_reduce -e 8 -n 100000000", "1"),
+        ("bench all_reduce -b 8 -e 8 -c", "0|0"),
+    ],
+)
+@job("$words", every_mpi=True, ranks=3, site=INTERRUPT)
+def test_ctrl_c_ends_all_ranks(words: str, ranks: str, ended: Ended) -> None:
+    """On all ranks, on one rank, and inside MPI."""
     assert ended.code == INTERRUPTED, ended
     assert ended.err.count("interrupted") == 1 and "Traceback" not in ended.err, ended
     assert ended.seconds < LIMIT_S / 3, ended
-
-
-@pytest.mark.parametrize("words", ["bench all_reduce -e 8 -n 100000000", "tune -o $FOLDER/x"])
-@job("$words", every_mpi=True, ranks=3, site=interrupt("0 1 2"))
-def test_ctrl_c_on_all_ranks(words: str, ended: Ended) -> None:
-    check_interrupted(ended)
-
-
-@job("bench all_reduce -e 8 -n 100000000", every_mpi=True, ranks=3, site=interrupt("1"))
-def test_ctrl_c_on_one_rank_ends_all_ranks(ended: Ended) -> None:
-    check_interrupted(ended)
-
-
-@job("bench all_reduce -b 8 -e 8 -c", every_mpi=True, ranks=3, site=interrupt("0|0"))
-def test_ctrl_c_inside_mpi(ended: Ended) -> None:
-    check_interrupted(ended)
 
 
 # --- hello --------------------------------------------------------------------------------------

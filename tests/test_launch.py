@@ -44,13 +44,6 @@ def test_init_methods(how: str, ended: Ended) -> None:
 
 
 @mpich
-@pytest.mark.parametrize("how", ["init_method='file://$FOLDER/meet'"])
-@job(ROUND, ranks=(3, 0, 1, 2), later=(2,))
-def test_late_rank_joins(how: str, ended: Ended) -> None:
-    ended.printed("0 4 10.0", "1 4 10.0", "2 4 10.0", "3 4 10.0")
-
-
-@mpich
 @job("""
     dist.init_process_group()
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
@@ -117,6 +110,7 @@ AFTER = (
     "lambda: say('finalized', m.Is_finalized()), exitpriority=-9)"
 )
 BEGIN = "dist.init_process_group('mpi', 'tcp://127.0.0.1:$PORT', 30, 2, rank)"
+DESTROYS = f"{BEGIN}; say(total(1)); dist.destroy_process_group()"
 
 
 @mpich
@@ -124,7 +118,7 @@ BEGIN = "dist.init_process_group('mpi', 'tcp://127.0.0.1:$PORT', 30, 2, rank)"
 @pytest.mark.parametrize(
     ("work", "codes"),
     [
-        (f"{BEGIN}; say(total(1)); dist.destroy_process_group()", "0 0"),
+        (DESTROYS, "0 0"),
         (f"{BEGIN}; say(total(1)); {AFTER}", "0 0"),
         (f"{BEGIN}; say(total(1)); sys.exit(5)", "5 5"),
         (f"{BEGIN}; say(total(1)); rank == 1 and 1 / 0; dist.barrier()", "1 1"),
@@ -183,10 +177,8 @@ def test_pool_workers_join_groups_with_different_ranks(front: str, ended: Ended)
 
 @mpich
 @needs_mpiexec
-@pytest.mark.parametrize("start", ["spawn"])
-@pytest.mark.parametrize("work", [f"{BEGIN}; say(total(1)); dist.destroy_process_group()"])
-@job(SPAWN, size=1, by="mpiexec")
-def test_multiprocessing_under_mpiexec(start: str, work: str, ended: Ended) -> None:
+@job(SPAWN, {"start": "spawn", "work": DESTROYS}, size=1, by="mpiexec")
+def test_multiprocessing_under_mpiexec(ended: Ended) -> None:
     ended.printed("2.0", "2.0", "codes 0 0")
 
 

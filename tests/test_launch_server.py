@@ -85,9 +85,8 @@ def test_find_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
         ("file://$FOLDER/meet", ALL),
     ],
 )
-@pytest.mark.parametrize("begin", ["dist.init_process_group('mpi', '$method', 30)"])
-@job(LISTENS)
-def test_listening_address(method: str, where: str, begin: str, ended: Ended) -> None:
+@job(LISTENS, {"begin": "dist.init_process_group('mpi', '$method', 30)"})
+def test_listening_address(method: str, where: str, ended: Ended) -> None:
     ended.printed("done", "done", f"listens {where}")
 
 

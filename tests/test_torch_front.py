@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from launch_jobs import VENDOR
-from rank_scripts import MPIEXEC, needs_mpiexec
+from whole_jobs import MPIEXEC, needs_mpiexec, run_program
 
 pytestmark = [pytest.mark.waits, pytest.mark.slow]
 
@@ -46,10 +46,7 @@ def mpi_rank():
 def start(command, folder=None, **environment):
     """Run a command without the rank that this process may have."""
     variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        command, env=variables | environment, cwd=folder, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    return run_program(*command, env=variables | environment, cwd=folder, timeout=120)
 
 
 def output_of(done):

@@ -63,12 +63,14 @@ def made_by(
 ) -> Callable[..., Callable[[Any], Any]]:
     """Return the decorator that gives a test its job: ``kind(script, ...)``.
 
-    $name in the script is a parameter of the test. run: runs a job; the module's ``run`` precedes.
+    $name in the script is a parameter of the test, or of ``values``. run: runs a job; the module's
+    ``run`` precedes.
     """
 
-    def job(script: str, **options: Any) -> Callable[[Any], Any]:
+    def job(script: str, values: Any = None, **options: Any) -> Callable[[Any], Any]:
         def decorate(test: Any) -> Any:
             test.job, test.run = kind(textwrap.dedent(script), **options), run
+            test.values = values or {}
             return test
 
         return decorate
@@ -103,7 +105,7 @@ def jobs(
             item.nodeid: pool.submit(
                 getattr(request.module, "run", item.function.run),
                 item.function.job,
-                item.callspec.params if hasattr(item, "callspec") else {},
+                item.function.values | (item.callspec.params if hasattr(item, "callspec") else {}),
                 tmp_path_factory.mktemp("job"),
             )
             for item in chosen

@@ -30,6 +30,20 @@ LARGE = 500_000
 MIB = 1 << 20
 
 
+def all_reduce(array, async_op):
+    """Make a call, and order the current stream after it."""
+    work = dist.all_reduce(array, async_op=async_op)
+    assert not async_op or work.wait()
+
+
+def start_all_reduce(array):
+    """Start a call, and wait until the host has done its part. Return its Work."""
+    work = dist.all_reduce(array, async_op=True)
+    while not work.has_ended():
+        time.sleep(1e-3)
+    return work
+
+
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("count", [10, LARGE])
 @pytest.mark.parametrize("name", ["null", "ptds"])
@@ -39,9 +53,7 @@ def test_default_streams(n, name, count, async_op):
     with getattr(cupy.cuda.Stream, name):
         for turn in range(5):
             array = made(count, me + turn)
-            work = dist.all_reduce(array, async_op=async_op)
-            if async_op:
-                work.wait()
+            all_reduce(array, async_op)
             array *= 2
             assert (array.get() == 2 * (sum(range(n)) + n * turn)).all()
 
@@ -208,9 +220,7 @@ def test_call_and_wait_do_not_block_the_host(n, count, async_op):
         dist.barrier()
         late(array, me + 1, LONG_DELAY_NS)
         passed = stream.record()
-        work = dist.all_reduce(array, async_op=async_op)
-        if async_op:
-            work.wait()
+        all_reduce(array, async_op)
         assert not passed.done, "the host has waited for the stream"
         array *= 2
         assert (array.get() == n * (n + 1)).all()
@@ -235,10 +245,8 @@ def test_wait_with_a_timeout_synchronizes_the_device(n):
     dist.all_reduce(cupy.ones(1, cupy.float32))
     with cupy.cuda.Stream(non_blocking=True):
         array = late(cupy.empty(LARGE, cupy.float32), me + 1, LONG_DELAY_NS)
-        work = dist.all_reduce(array, async_op=True)
+        work = start_all_reduce(array)
         if not blocks():
-            while not work.has_ended():
-                time.sleep(1e-3)
             with pytest.raises(CollectiveTimeoutError):
                 work.wait(0.02)
         assert work.wait(timeout=50) and work.is_completed() and work.is_success()
@@ -263,10 +271,8 @@ def test_work_in_a_reference_cycle(n):
     array = made(LARGE, 1)
     gc.disable()
     try:
-        cycle = [dist.all_reduce(array, async_op=True)]
+        cycle = [start_all_reduce(array)]
         cycle.append(cycle)
-        while not cycle[0].has_ended():
-            time.sleep(1e-3)
         del cycle
         gc.collect()
     finally:
@@ -282,9 +288,7 @@ def test_asynchronous_call_does_not_block_the_stream_before_wait(n):
     """Rank 0's stream continues while another rank's array is not ready."""
     me = dist.get_rank()
     array = late(cupy.empty(1000, cupy.float32), me + 1, LONG_DELAY_NS if me else 0)
-    work = dist.all_reduce(array, async_op=True)
-    while not work.has_ended():
-        time.sleep(1e-3)
+    work = start_all_reduce(array)
     seen = array.copy()
     assert me or n == 1 or ((seen.get() == 1).all() and not work.is_completed())
     work.wait()
@@ -304,9 +308,7 @@ class WithoutStream:
 def test_host_waits_for_arrays_without_streams(n, async_op):
     """The stream of later work is unknown."""
     array = made(LARGE, dist.get_rank() + 1)
-    work = dist.all_reduce(WithoutStream(array), async_op=async_op)
-    if async_op:
-        assert work.wait()
+    all_reduce(WithoutStream(array), async_op)
     with cupy.cuda.Stream(non_blocking=True):  # not ordered after other streams
         assert (array.get() == n * (n + 1) / 2).all()
 
@@ -329,9 +331,7 @@ def test_arrays_are_kept_while_the_device_uses_them(n, how):
     array = cupy.ndarray((count,), cupy.float32, cupy.cuda.MemoryPointer(memory, 0))
     kept = weakref.ref(owner)
     late(array, 1, LONG_DELAY_NS)
-    work = dist.all_reduce(array, async_op=True)
-    while not work.has_ended():
-        time.sleep(1e-3)
+    work = start_all_reduce(array)
     if how == "waited for":
         held = owner.memory  # freeing it waits for the device
         work.wait()
@@ -352,9 +352,7 @@ def test_wait_in_a_captured_stream_raises(n):
     """The capture stays valid, and a later wait succeeds."""
     with cupy.cuda.Stream(non_blocking=True) as stream:
         array = made(1000, 1)
-        work = dist.all_reduce(array, async_op=True)
-        while not work.has_ended():
-            time.sleep(1e-3)
+        work = start_all_reduce(array)
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
         with pytest.raises(UnsupportedError, match="captured"):
             work.wait()

@@ -112,7 +112,7 @@ def run(task: Job, parameters: dict[str, Any], folder: Path) -> Ended:
     return run_once(task, parameters, folder) if NOT_STARTED in ended.err else ended
 
 
-job = made_by(Job, run)
+job = made_by(Job, run, needs_mpiexec)
 
 
 def run_once(task: Job, parameters: dict[str, Any], folder: Path) -> Ended:

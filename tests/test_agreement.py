@@ -7,12 +7,6 @@ import re
 import pytest
 from rank_scripts import HUNG, Job, job, needs_mpiexec, run
 
-pytest_plugins = ["whole_jobs"]
-
-pytestmark = needs_mpiexec
-
-__all__ = ["run"]  # for whole_jobs
-
 #: With shared memory every mismatch is found at once. Without it, ranks compare call records.
 MESSAGES = {"MPICOLL_SHARED_MEMORY": "0"}
 
@@ -169,6 +163,7 @@ dist.barrier()
 """
 
 
+@needs_mpiexec
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_mismatch_of_sizes_that_mpi_rejects_is_reported(ranks, tmp_path):
     ended = run(Job(SIZES, ranks, environment=MESSAGES), {}, tmp_path)

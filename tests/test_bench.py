@@ -23,8 +23,6 @@ from mpicoll.dtypes import by_name as dtype_of
 from mpicoll.kernels import reduction
 from mpicoll.primitives import PRIMITIVES, Layout, by_name
 
-pytest_plugins = ["whole_jobs"]
-
 pytestmark = pytest.mark.any_mpi
 
 needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="needs torch")

@@ -18,8 +18,6 @@ from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.launch.exit_hooks import INTERRUPTED
 from mpicoll.primitives import PRIMITIVES
 
-pytest_plugins = ["whole_jobs"]
-
 # --- the command line ---------------------------------------------------------------------------
 
 

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from rank_scripts import job, needs_mpiexec
+from rank_scripts import job
 
 import mpicoll
 from mpicoll import control_messages
 from mpicoll.errors import DistBackendError
-
-pytest_plugins = ["whole_jobs"]
 
 HOME = Path(mpicoll.__file__).parent
 
@@ -127,7 +125,6 @@ def test_check_sizes_rejects_invalid_sizes(size):
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
-@needs_mpiexec
 @job("""
 from mpi4py import MPI
 from mpicoll import control_messages
@@ -184,7 +181,6 @@ def attack():
 """
 
 
-@needs_mpiexec
 @job(ATTACKER + """
 from mpi4py import MPI
 

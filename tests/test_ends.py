@@ -6,12 +6,7 @@ import ast
 import re
 
 import pytest
-from rank_scripts import HUNG, WAITING, Ended, job, needs_mpiexec, needs_torch
-
-pytest_plugins = ["whole_jobs"]
-
-pytestmark = needs_mpiexec
-
+from rank_scripts import HUNG, WAITING, Ended, job, needs_torch
 
 # --- a rank that ends ---------------------------------------------------------------------------
 

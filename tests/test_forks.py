@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from rank_scripts import Ended, job, needs_mpiexec
-
-pytest_plugins = ["whole_jobs"]
-
-pytestmark = needs_mpiexec
+from rank_scripts import Ended, job
 
 
 @job("""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from rank_scripts import job, needs_mpiexec, run
+from rank_scripts import job
 
-pytest_plugins = ["whole_jobs"]
 pytest.importorskip("torch")
 
-pytestmark = [needs_mpiexec, pytest.mark.any_mpi, pytest.mark.waits, pytest.mark.slow]
-
-__all__ = ["run"]  # for whole_jobs
+pytestmark = [pytest.mark.any_mpi, pytest.mark.waits, pytest.mark.slow]
 
 INIT = """
     signal.alarm(90)  # several jobs import torch at the same time

@@ -17,7 +17,6 @@ from whole_jobs import needs_mpiexec
 
 pytestmark = pytest.mark.waits
 
-pytest_plugins = ["whole_jobs"]
 
 ROUND = """
     dist.init_process_group(timeout=30, $how)

@@ -13,8 +13,6 @@ from launch_jobs import LIMIT, Ended, job, mpich
 
 pytestmark = pytest.mark.waits
 
-pytest_plugins = ["whole_jobs"]
-
 
 @mpich
 @job("""

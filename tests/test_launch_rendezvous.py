@@ -11,7 +11,6 @@ from mpicoll.launch.rendezvous import ServerAddress, ServerNotFoundError
 
 pytestmark = pytest.mark.waits
 
-pytest_plugins = ["whole_jobs"]
 
 INIT = """
     start = time.monotonic()

@@ -21,7 +21,6 @@ from mpicoll.line_protocol import mac
 
 pytestmark = pytest.mark.waits
 
-pytest_plugins = ["whole_jobs"]
 
 #: Prints the addresses at which the server listens before all ranks have connected.
 LISTENS = (

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from rank_scripts import HUNG, Ended, job, needs_mpiexec
+from rank_scripts import HUNG, Ended, job
 
 import mpicoll as dist
 from mpicoll.core.work import Work
-
-pytest_plugins = ["whole_jobs"]
-
-pytestmark = needs_mpiexec
-
 
 # --- pending work -------------------------------------------------------------------------------
 

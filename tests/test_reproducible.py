@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rank_scripts import job, needs_mpiexec, run
-
-pytest_plugins = ["whole_jobs"]
-
-pytestmark = needs_mpiexec
-__all__ = ["run"]
+from rank_scripts import job
 
 
 @job(

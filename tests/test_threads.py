@@ -6,14 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from rank_scripts import Ended, job, needs_mpiexec
+from rank_scripts import Ended, job
 
 import mpicoll
 from mpicoll import serialized_mpi
-
-pytest_plugins = ["whole_jobs"]
-
-pytestmark = needs_mpiexec
 
 SERIALIZED = {"MPI4PY_RC_THREAD_LEVEL": "serialized"}
 

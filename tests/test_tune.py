@@ -15,8 +15,6 @@ from mpicoll.cli.timing import Figure
 from mpicoll.cli.tune import CLEAR_RATIO, Outcome, choose_steps
 from mpicoll.routes import tuning, tuning_files
 
-pytest_plugins = ["whole_jobs"]
-
 pytestmark = pytest.mark.any_mpi
 
 # --- steps from measurements --------------------------------------------------------------------

@@ -1,9 +1,8 @@
-"""A pytest plugin for tests of whole jobs. (PYTEST_DONT_REWRITE)
+"""Tests of whole jobs: fixtures, which conftest.py imports, and functions. (PYTEST_DONT_REWRITE)
 
 A test declares its job by a decorator (``made_by``) and checks the result through the fixture
 ``ended``. All jobs of a module start together, a few at a time, because most of their time is spent
-waiting. ``run(job, parameters of the test, folder)`` runs a job and returns the result. It is a
-function of the test module, or else the argument of ``made_by``.
+waiting.
 """
 
 from __future__ import annotations
@@ -59,18 +58,20 @@ def say(*words):  # one write, so that lines of ranks do not mix
 
 
 def made_by(
-    kind: Callable[..., Any], run: Callable[..., Any] | None = None
+    kind: Callable[..., Any], run: Callable[..., Any], *marks: pytest.MarkDecorator
 ) -> Callable[..., Callable[[Any], Any]]:
     """Return the decorator that gives a test its job: ``kind(script, ...)``.
 
-    $name in the script is a parameter of the test, or of ``values``. run: runs a job; the module's
-    ``run`` precedes.
+    $name in the script is a parameter of the test, or of ``values``. run(job, parameters, folder):
+    runs a job and returns the result. marks: of all tests.
     """
 
     def job(script: str, values: Any = None, **options: Any) -> Callable[[Any], Any]:
         def decorate(test: Any) -> Any:
             test.job, test.run = kind(textwrap.dedent(script), **options), run
             test.values = values or {}
+            for mark in marks:
+                test = mark(test)
             return test
 
         return decorate
@@ -103,7 +104,7 @@ def jobs(
     try:
         yield {
             item.nodeid: pool.submit(
-                getattr(request.module, "run", item.function.run),
+                item.function.run,
                 item.function.job,
                 item.function.values | (item.callspec.params if hasattr(item, "callspec") else {}),
                 tmp_path_factory.mktemp("job"),

@@ -7,21 +7,14 @@ from __future__ import annotations
 
 import pytest
 from machine import no_gpu
-from rank_scripts import Ended, job, needs_mpiexec, run
+from rank_scripts import Ended, job
 
 pytest.importorskip("cupy")
 import cupy
 
-pytest_plugins = ["whole_jobs"]
-
-pytestmark = [
-    needs_mpiexec,
-    pytest.mark.skipif(
-        bool(no_gpu()) or cupy.cuda.runtime.getDeviceCount() < 2, reason="needs two GPUs"
-    ),
-]
-
-__all__ = ["run"]  # for whole_jobs
+pytestmark = pytest.mark.skipif(
+    bool(no_gpu()) or cupy.cuda.runtime.getDeviceCount() < 2, reason="needs two GPUs"
+)
 
 #: Start of each script, with one successful call.
 BEGIN = """

@@ -24,7 +24,6 @@ from mpicoll.cuda.probe import OK, ProbeOutcome, run_probe
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes.registry import DEVICE
 
-pytest_plugins = ["whole_jobs"]
 needs_two_gpus = pytest.mark.skipif(find_gpus()[0] < 2, reason="needs two GPUs")
 
 #: Seconds after which a probe counts as hanging. It takes three to six.

@@ -1,12 +1,17 @@
-"""Fixtures of whole_jobs.py, and folders of which only their own runner collects the tests."""
+"""Fixtures of whole_jobs.py, paths of modules, and folders with a runner of their own."""
 
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 from whole_jobs import ended, jobs, pytest_collection_modifyitems
 
 __all__ = ["ended", "jobs", "pytest_collection_modifyitems"]
+
+# Modules of other folders that tests import.
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("benchmarks", "docs")]
 
 collect_ignore_glob = [
     f"{folder}/test_*.py"

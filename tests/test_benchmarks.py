@@ -10,16 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import aims
 import pytest
+import report
 from whole_jobs import MPIEXEC, needs_mpiexec, run_program
 
+from mpicoll.primitives import PRIMITIVES
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import aims  # noqa: E402
-import report  # noqa: E402
-
-from mpicoll.primitives import PRIMITIVES  # noqa: E402
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.slow]
 

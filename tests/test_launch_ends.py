@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from launch_jobs import LIMIT, Ended, job, mpich
 
-pytestmark = pytest.mark.waits
+pytestmark = [pytest.mark.waits, mpich]
 
 
-@mpich
 @job("""
     dist.init_process_group()
     say(total(1))
@@ -34,7 +33,6 @@ def test_ranks_exit_successfully(end: str, ended: Ended) -> None:
     ended.in_good_order(*["3.0"] * 3)
 
 
-@mpich
 @job("""
     from mpicoll.launch import world
     start = world.initialize
@@ -52,7 +50,6 @@ def test_lost_rank_ends_ranks_inside_mpi_init(ended: Ended) -> None:
     assert ended.seconds < LIMIT / 2
 
 
-@mpich
 @job("""
     import threading
     from mpicoll.launch import joining
@@ -90,7 +87,6 @@ FAILURES = {
 }  # fmt: skip
 
 
-@mpich
 @pytest.mark.parametrize(("end", "own", "others", "words"), FAILURES.values(), ids=list(FAILURES))
 @job("""
     before = sys.excepthook
@@ -125,7 +121,6 @@ def test_failed_rank_ends_the_job(
     assert last_output - float(ended.lines[0]) < 5 and len(ended.lines) == 1, ended
 
 
-@mpich
 @job("""
     dist.init_process_group()
     dist.destroy_process_group()
@@ -141,7 +136,6 @@ def test_second_init_without_an_ended_rank_raises(ended: Ended) -> None:
     assert ended.out == ""
 
 
-@mpich
 @job("""
     signal.signal(signal.SIGTERM, lambda *args: say("saves"))
     def processes():

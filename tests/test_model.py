@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import model
 import pytest
+from model import Place
+from report import DOCS, fill_page
 
 from mpicoll.routes.tuning import Table
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import model  # noqa: E402
-from model import Place  # noqa: E402
-from report import DOCS, fill_page  # noqa: E402
 
 pytestmark = pytest.mark.any_mpi
 

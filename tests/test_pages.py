@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import messages
 import pytest
 from page_blocks import ENGINES, Block, blocks
 from whole_jobs import MPIEXEC, needs_mpiexec, run_program
@@ -23,9 +24,6 @@ import mpicoll
 from mpicoll import cli, settings
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "docs"))
-
-import messages  # noqa: E402
 
 pytestmark = pytest.mark.any_mpi
 

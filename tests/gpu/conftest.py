@@ -11,8 +11,7 @@ import pytest
 from device_arrays import forced, routes
 from machine import no_gpu
 
-# tests/whole_jobs.py and tests/pytorch/models.py
-sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "pytorch")]
+sys.path.append(str(Path(__file__).parents[1] / "pytorch"))  # models.py
 
 
 # Without run.py, the helpers of tests/mpi are not found.

@@ -10,8 +10,6 @@ import shutil
 from datetime import timedelta
 
 import pytest
-
-pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol

@@ -5,12 +5,10 @@ Each rank has its own GPU and uses route ``peer``.
 
 from __future__ import annotations
 
+import cupy
 import pytest
 from machine import no_gpu
 from rank_scripts import Ended, job
-
-pytest.importorskip("cupy")
-import cupy
 
 pytestmark = pytest.mark.skipif(
     bool(no_gpu()) or cupy.cuda.runtime.getDeviceCount() < 2, reason="needs two GPUs"

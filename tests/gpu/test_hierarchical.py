@@ -10,9 +10,6 @@ import time
 
 import numpy as np
 import pytest
-
-pytest.importorskip("cupy")
-
 import real
 from device_arrays import check_route_is_off, forced
 from driver import NAMES, Exact, check_same_bits, legal_operations

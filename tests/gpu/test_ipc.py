@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 
-import pytest
-
-pytest.importorskip("cupy")
 import cupy
+import pytest
 import real
 from device_arrays import check_route_is_off, forced
 from mpi4py import MPI

@@ -10,13 +10,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import cupy
 import numpy as np
 import pytest
-
-pytest.importorskip("cupy")
-import cupy
-
-pytest.importorskip("oracle", reason="run it with make test-gpu")
 from oracle import any_bits, operands
 
 from mpicoll.dtypes import DTYPES, OPERATIONS, Kind, ReduceOp, by_name

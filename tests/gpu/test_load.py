@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import time
 
+import cupy
 import numpy as np
 import pytest
-
-pytest.importorskip("cupy")
-import cupy
 from device_arrays import LIBRARIES, devices, forced, routes
 from driver import NAMES
 from driver import team as group_of

@@ -10,11 +10,9 @@ import time
 import warnings
 from dataclasses import replace
 
+import cupy
 import numpy as np
 import pytest
-
-pytest.importorskip("cupy")
-import cupy
 import real
 from device_arrays import check_route_is_off, forced
 from mpi4py import MPI

@@ -11,10 +11,8 @@ import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
-pytest.importorskip("cupy")
 import cupy
+import pytest
 from machine import find_gpus
 
 from mpicoll.core.progress import Poller, Worker

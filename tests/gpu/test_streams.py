@@ -11,11 +11,9 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import cupy
 import numpy as np
 import pytest
-
-pytest.importorskip("cupy")
-import cupy
 from device_arrays import forced
 from mpi4py import MPI
 from real import SHORT_NS, Fault, late, made, spin

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from device_arrays import forced, routes
+from device_arrays import LIBRARIES, ROUTES, devices, forced
 from machine import no_gpu
 
 sys.path.append(str(Path(__file__).parents[1] / "pytorch"))  # models.py
@@ -35,7 +36,22 @@ def mpi():
     return MPI.COMM_WORLD
 
 
-@pytest.fixture(scope="module", params=routes("auto", "ipc", "staged"))
+@pytest.fixture(scope="module", params=LIBRARIES)
+def arrays(request):
+    """The array library, which determines the devices of this process."""
+    with devices(request.param) as made:
+        yield made
+
+
+@pytest.fixture(scope="module", params=ROUTES)
+def route(request, arrays):
+    """The forced device route."""
+    with forced(request.param):
+        yield request.param
+    gc.collect()
+
+
+@pytest.fixture(scope="module", params=ROUTES)
 def n(request):
     """The number of ranks of a default group. CuPy's current device is this rank's GPU."""
     import mpicoll as dist

@@ -22,13 +22,9 @@ from mpicoll.launch.launchers import find_local_rank
 from mpicoll.routes.device import ipc
 
 LIBRARIES = os.environ.get("TEST_MPICOLL_DEVICES", "cupy").split(",")
+ROUTES = os.environ.get("TEST_MPICOLL_ROUTES", "auto").split(",")
 #: True if each rank has its own GPU.
 OWN_GPU = bool(os.environ.get("TEST_MPICOLL_OWN_GPU"))
-
-
-def routes(*names: str) -> list[str]:
-    """Return the routes in TEST_MPICOLL_ROUTES, or ``names`` if unset."""
-    return os.environ.get("TEST_MPICOLL_ROUTES", ",".join(names)).split(",")
 
 
 @contextlib.contextmanager

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-
 import numpy as np
 import oracle
 import pytest
-from device_arrays import LIBRARIES, devices, forced, routes
 from driver import (
     COALESCED,
     DTYPES,
@@ -36,21 +33,6 @@ SOME = [row for row in DTYPES if row.name in (
 
 #: Primitives with a root.
 ROOTED = {name for row in PRIMITIVES if row.root for name in (row.name, *row.aliases)}
-
-
-@pytest.fixture(scope="module", params=LIBRARIES)
-def arrays(request):
-    """The array library, which determines the devices of this process."""
-    with devices(request.param) as made:
-        yield made
-
-
-@pytest.fixture(scope="module", params=routes("staged", "ipc", "direct", "auto"))
-def route(request, arrays):
-    """The forced device route."""
-    with forced(request.param):
-        yield request.param
-    gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import time
 import cupy
 import numpy as np
 import pytest
-from device_arrays import LIBRARIES, devices, forced, routes
 from driver import NAMES
 from driver import team as group_of
 from test_devices import got, uploaded
@@ -22,21 +21,8 @@ MIB = 1 << 20
 NARROW = [row for row in DTYPES if row.kind is Kind.NARROW_FLOAT]
 
 
-@pytest.fixture(scope="module", params=LIBRARIES)
-def arrays(request):
-    with devices(request.param) as made:
-        yield made
-
-
-@pytest.fixture(scope="module", params=routes("auto", "staged"))
-def selected(request, arrays):
-    with forced(request.param):
-        yield request.param
-    gc.collect()
-
-
 @pytest.fixture(scope="module")
-def world(selected):
+def world(route):
     dist.init_process_group(timeout=60)
     yield group_of("world", range(dist.get_world_size()))
     dist.destroy_process_group()

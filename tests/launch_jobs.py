@@ -23,7 +23,7 @@ import pytest
 from rank_scripts import Ended
 from whole_jobs import ENVIRONMENT, MPIEXEC, made_by, preamble, run_program
 
-__all__ = ["LIMIT", "SERVER", "TORCHRUN", "VENDOR", "Ended", "Job", "job", "mpich", "run"]
+__all__ = ["LIMIT", "PROCESSES", "TORCHRUN", "VENDOR", "Ended", "Job", "job", "mpich", "run"]
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 #: Seconds after which a job counts as hanging. Most take two.
@@ -139,17 +139,18 @@ def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
 
 job = made_by(Job, run)
 
-#: Defines server(), which returns the process ID of this job's server.
-SERVER = """
-    def server():
-        for _ in range(200):
-            for pid in filter(str.isdigit, os.listdir("/proc")):
-                try:
-                    environ, cmdline = (open(f"/proc/{pid}/{name}").read()
-                                        for name in ("environ", "cmdline"))
-                except OSError:
-                    continue
-                if "TEST_MPICOLL_FOLDER=$FOLDER\\0" in environ and "server.py" in cmdline:
-                    return int(pid)
-            time.sleep(0.05)
+#: Defines processes(), which returns the script of each process of this job by process ID.
+PROCESSES = """
+    def processes():
+        found = {}
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                environ, cmdline = (open(f"/proc/{pid}/{name}").read()
+                                    for name in ("environ", "cmdline"))
+            except OSError:
+                continue
+            if "TEST_MPICOLL_FOLDER=$FOLDER\\0" in environ:
+                words = [word for word in cmdline.split("\\0") if ".py" in word]
+                found[int(pid)] = os.path.basename(words[0]) if words else ""
+        return found
 """

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch_jobs import LIMIT, Ended, job, mpich
+from launch_jobs import LIMIT, PROCESSES, Ended, job, mpich
 
 pytestmark = [pytest.mark.waits, mpich]
 
@@ -136,24 +136,13 @@ def test_second_init_without_an_ended_rank_raises(ended: Ended) -> None:
     assert ended.out == ""
 
 
-@job("""
+@job(PROCESSES + """
     signal.signal(signal.SIGTERM, lambda *args: say("saves"))
-    def processes():
-        found = {}
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                environ, cmdline = (open(f"/proc/{pid}/{name}").read()
-                                    for name in ("environ", "cmdline"))
-            except OSError:
-                continue
-            if "TEST_MPICOLL_FOLDER=$FOLDER\\0" in environ:
-                found[int(pid)] = next(word for word in cmdline.split("\\0") if ".py" in word)
-        return found
     dist.init_process_group()
     total(1)
     if dist.get_rank() == 0:
         before = processes()
-        say(*sorted(map(os.path.basename, before.values())))
+        say(*sorted(before.values()))
         for number in signal.SIGUSR1, signal.SIGTERM:
             for pid in before:
                 os.kill(pid, number)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from launch_jobs import SERVER, TORCHRUN, Ended, job, mpich
+from launch_jobs import PROCESSES, TORCHRUN, Ended, job, mpich
 
 from mpicoll.launch import server
 from mpicoll.launch.host_identity import addresses, find_own_address
@@ -24,9 +24,15 @@ pytestmark = pytest.mark.waits
 
 #: Prints the addresses at which the server listens before all ranks have connected.
 LISTENS = (
-    SERVER
+    PROCESSES
     + """
     import glob
+    def server():
+        while True:
+            for pid, name in processes().items():
+                if name == "server.py":
+                    return pid
+            time.sleep(0.05)
     def listens():
         inodes, pid = set(), server()
         for path in glob.glob(f"/proc/{pid}/fd/*"):

@@ -15,7 +15,7 @@ from device_arrays import check_route_is_off, forced
 from driver import NAMES, Exact, check_same_bits, legal_operations
 from driver import team as group_of
 from mpi4py import MPI
-from test_devices import SOME, DeviceCall, UnevenDeviceCall, got, uploaded
+from test_devices import SOME, DeviceCall, UnevenDeviceCall, uploaded
 
 import mpicoll as dist
 from mpicoll.cuda import capabilities
@@ -89,7 +89,7 @@ class PlacedGroup:
     def check_all_reduce(self, count=1000):
         array = self.array(count)
         dist.all_reduce(array.given, group=self.group)
-        assert (got(array) == sum(range(self.n))).all()
+        assert (array.download() == sum(range(self.n))).all()
 
 
 @pytest.fixture(params=["a GPU each", "a rank alone"])
@@ -150,7 +150,7 @@ def test_calls(arrays, monkeypatch, name):
     for count, expected in ((999, 0), (1000, 1)):  # small calls use another route
         array = placed.array(count)
         dist.all_reduce(array.given, group=group)
-        assert (got(array) == sum(range(placed.n))).all() and bool(calls) == expected
+        assert (array.download() == sum(range(placed.n))).all() and bool(calls) == expected
     dist.destroy_process_group(group)
     dist.destroy_process_group(placed.group)
 
@@ -164,7 +164,7 @@ def test_calls_and_kernels_in_one_stream(placed):
         if work is not None:
             work.wait()
         array.double()
-    assert (got(array) == (2.0 * placed.n) ** 4).all()
+    assert (array.download() == (2.0 * placed.n) ** 4).all()
 
 
 @pytest.mark.parametrize("how", ["a GPU each", "a node each"])

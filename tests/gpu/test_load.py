@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from driver import NAMES
 from driver import team as group_of
-from test_devices import got, uploaded
+from test_devices import uploaded
 
 import mpicoll as dist
 from mpicoll.cuda import runtime
@@ -103,7 +103,7 @@ def test_concurrent_calls_of_two_groups(arrays, world):
         for work, array, which in started if turn % 2 else reversed(started):
             work.wait()
             each = 1 + 10 * which + turn
-            assert (got(array) == sum(range(world.size)) + each * world.size).all()
+            assert (array.download() == sum(range(world.size)) + each * world.size).all()
     for group in groups:
         dist.destroy_process_group(group)
 
@@ -131,8 +131,8 @@ def test_input_may_be_freed_when_the_call_returns(arrays, world, how, count):
             gc.collect()
             dist.broadcast(output.given, turn % world.size)  # a group's calls go in order
         expected = np.arange(world.size)[:, None] + turn
-        assert (got(output) == expected).all(), f"turn {turn}"
-        assert (got(other) == 77).all(), f"turn {turn}"
+        assert (output.download() == expected).all(), f"turn {turn}"
+        assert (other.download() == 77).all(), f"turn {turn}"
 
 
 def fill_pool(left):
@@ -184,7 +184,7 @@ def test_groups_without_memory_for_workspaces_use_another_route(arrays, world, m
             dist.all_reduce(array.given, group=group)
         mpi.Barrier()
     for array in (small, large, columns):
-        assert (got(array) == sum(range(world.size))).all()
+        assert (array.download() == sum(range(world.size))).all()
     dist.destroy_process_group(group)
     mpi.Barrier()
     assert route_of(arrays, world) == usual
@@ -195,7 +195,7 @@ def route_of(arrays, world):
     group = dist.new_group()
     array = uploaded(arrays, np.full(10, world.me, np.float32))
     dist.all_reduce(array.given, group=group)
-    assert (got(array) == sum(range(world.size))).all()
+    assert (array.download() == sum(range(world.size))).all()
     found = group.resources.find("devices").names[0]
     dist.destroy_process_group(group)
     return found

@@ -6,9 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from whole_jobs import ended, jobs, pytest_collection_modifyitems
+from whole_jobs import ended, jobs, no_launcher, pytest_collection_modifyitems
 
-__all__ = ["ended", "jobs", "pytest_collection_modifyitems"]
+__all__ = ["ended", "jobs", "no_launcher", "pytest_collection_modifyitems"]
 
 # Modules of other folders that tests import.
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("benchmarks", "docs")]

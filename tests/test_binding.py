@@ -54,16 +54,7 @@ class Gpus:
         self.used.append(index)
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """Remove launchers' variables."""
-    for launcher in LAUNCHERS:
-        for name in (*launcher.detected_by, *launcher.local_rank):
-            monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-
-
-def test_bind(alone, monkeypatch):
+def test_bind(no_launcher, monkeypatch):
     gpus = Gpus()
     monkeypatch.setattr(runtime, "get_runtime", lambda: gpus)
     with pytest.raises(MpicollError, match="init_process_group first"):
@@ -77,7 +68,7 @@ def test_bind(alone, monkeypatch):
     assert gpus.used == [2, 0]
 
 
-def test_bind_without_a_gpu(alone, monkeypatch):
+def test_bind_without_a_gpu(no_launcher, monkeypatch):
     def absent():
         raise UnsupportedError("none here")
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
 
 import pytest
-from whole_jobs import MPIEXEC, run_program
+from whole_jobs import MPIEXEC, run_program, without_launcher
 
-from mpicoll.launch.launchers import PmiProtocol, is_bootstrap_variable, is_launcher_variable
+from mpicoll.launch.launchers import PmiProtocol, is_bootstrap_variable
 from mpicoll.launch.mismatch import find_foreign, find_mpi, is_stale
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: ..."
@@ -90,12 +89,7 @@ def test_find_mpi_returns_none_for_unknown_protocols(
 
 def run(variables: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Python with the given variables and without the launcher's."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not is_launcher_variable(name) and not is_bootstrap_variable(name)
-    }
-    return run_program(sys.executable, *arguments, env=kept | variables)
+    return run_program(sys.executable, *arguments, env=without_launcher() | variables)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from launch_jobs import VENDOR
-from whole_jobs import MPIEXEC, needs_mpiexec, run_program
+from whole_jobs import MPIEXEC, needs_mpiexec, run_program, without_launcher
 
 pytestmark = [pytest.mark.waits, pytest.mark.slow]
 
@@ -45,8 +45,7 @@ def mpi_rank():
 
 def start(command, folder=None, **environment):
     """Run a command without the rank that this process may have."""
-    variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return run_program(*command, env=variables | environment, cwd=folder, timeout=120)
+    return run_program(*command, env=without_launcher() | environment, cwd=folder, timeout=120)
 
 
 def output_of(done):

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from mpicoll.kernels.library import kernels
+from mpicoll.launch.launchers import is_bootstrap_variable, is_launcher_variable
 
 #: The environment of all jobs. Jobs start in threads, so they must not read ``os.environ``, which
 #: tests of the module change.
@@ -41,6 +42,22 @@ def run_program(
         [*map(str, command)], stdin=subprocess.DEVNULL, capture_output=True, text=True,
         timeout=timeout, check=False, **options,
     )  # fmt: skip
+
+
+def without_launcher() -> dict[str, str]:
+    """Return the environment without the variables of launchers."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not is_launcher_variable(name) and not is_bootstrap_variable(name)
+    }
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the variables of launchers from the environment."""
+    for name in os.environ.keys() - without_launcher().keys():
+        monkeypatch.delenv(name)
 
 
 def preamble(limit: int) -> str:

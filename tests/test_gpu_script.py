@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import runpy
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
 import pytest
+from whole_jobs import run_program
 
 pytestmark = pytest.mark.any_mpi
 
@@ -18,12 +18,9 @@ GPU = Path(__file__).resolve().parent / "gpu"
 
 def start(*words, **variables):
     """Return the exit code and the output of on_a_gpu.sh."""
-    done = subprocess.run(
-        ["bash", GPU / "on_a_gpu.sh", *words], env=os.environ | variables, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False,
-        timeout=100,
-    )  # fmt: skip
-    return done.returncode, done.stdout
+    environment = os.environ | variables
+    done = run_program("bash", GPU / "on_a_gpu.sh", *words, env=environment, timeout=100)
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("words", [(), ("--nonsense",), ("all",)])

@@ -10,22 +10,12 @@ from pathlib import Path
 
 import pytest
 from device_arrays import LIBRARIES, ROUTES, devices, forced
-from machine import no_gpu
 
 sys.path.append(str(Path(__file__).parents[1] / "pytorch"))  # models.py
 
 
-# Without run.py, the helpers of tests/mpi are not found.
+# run.py has checked that there are a GPU and CuPy, and finds the helpers of tests/mpi.
 collect_ignore_glob = [] if os.environ.get("TEST_MPICOLL_DEVICE") else ["test_*.py"]
-
-
-def pytest_collection_modifyitems(items):
-    """Skip tests without a GPU."""
-    # With OWN_GPU, device_arrays.py sets the visible devices before CUDA is initialized.
-    missing = "" if os.environ.get("TEST_MPICOLL_OWN_GPU") else no_gpu()
-    for item in items:
-        if missing and Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason=f"no GPU: {missing}"))
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ Needs only Python.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -295,21 +296,18 @@ def plan(options: argparse.Namespace, left_out: list[str]) -> list[Task]:
             libraries = [name for name in suite.libraries if name not in missing]
             if suite.name not in options.suites or not libraries or "cupy" in missing:
                 continue
-            for ranks in suite.ranks:
-                if ranks and ranks not in options.ranks:
+            for ranks, route in itertools.product(suite.ranks, suite.routes):
+                if ranks not in (0, *options.ranks):
                     continue
-                for route in suite.routes:
-                    if not {route, suite.about} & {*options.routes}:
-                        continue
-                    task, lack = Task(site, suite, libraries, route, ranks), ""
-                    if ranks:
-                        if ranks not in routes:
-                            routes[ranks] = routes_of(site, ranks)
-                        lack = routes[ranks][route]
-                    if lack:
-                        left_out.append(f"{task.key}: {lack}")
-                    else:
-                        tasks.append(task)
+                if not {route, suite.about} & {*options.routes}:
+                    continue
+                if ranks and ranks not in routes:
+                    routes[ranks] = routes_of(site, ranks)
+                task = Task(site, suite, libraries, route, ranks)
+                if lack := routes[ranks][route] if ranks else "":
+                    left_out.append(f"{task.key}: {lack}")
+                else:
+                    tasks.append(task)
     return tasks
 
 

@@ -5,14 +5,11 @@ Each rank has its own GPU and uses route ``peer``.
 
 from __future__ import annotations
 
-import cupy
 import pytest
-from machine import no_gpu
+from machine import find_gpus
 from rank_scripts import Ended, job
 
-pytestmark = pytest.mark.skipif(
-    bool(no_gpu()) or cupy.cuda.runtime.getDeviceCount() < 2, reason="needs two GPUs"
-)
+pytestmark = pytest.mark.skipif(find_gpus()[0] < 2, reason="needs two GPUs")
 
 #: Start of each script, with one successful call.
 BEGIN = """

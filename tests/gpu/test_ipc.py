@@ -22,30 +22,20 @@ LARGE, MEDIUM = 200_000, 1500
 
 
 @pytest.fixture(scope="module", params=["own GPUs", "one GPU"])
-def placed(request):
-    """A default group with two or more ranks and the route."""
+def n(request):
+    """The number of ranks of a default group with the route."""
     with forced("ipc"):
         dist.init_process_group(timeout=60)
         if request.param == "own GPUs":
             binding.bind()
         else:
             cupy.cuda.Device(0).use()
-        ranks = dist.get_world_size()
-        if ranks > 1:
-            yield request.param
+        yield dist.get_world_size()
         dist.destroy_process_group()
-    if ranks == 1:
-        pytest.skip("needs two ranks")
 
 
 @pytest.fixture
-def n(placed):
-    """The number of ranks."""
-    return dist.get_world_size()
-
-
-@pytest.fixture
-def me(placed):
+def me(n):
     return dist.get_rank()
 
 

@@ -114,9 +114,8 @@ def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
         with (folder / f"out-{rank}").open("w") as out, (folder / f"err-{rank}").open("w") as err:
             processes.append(
                 subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
+                    command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                    start_new_session=True,
                 )
             )  # fmt: skip
     try:

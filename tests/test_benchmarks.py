@@ -34,9 +34,13 @@ def measured(case: str, primitive: str, size: int, seconds: float, **more: Any) 
     return entry | more
 
 
-def results(*measurements: dict[str, Any], mpi: str = "MPICH 5.0.2", processors: int = 2) -> Any:
-    machine = {"processor": "P", "processors": processors, "processors of a rank": processors}
-    record = {"mpi": mpi, "machine": machine | {"load before": 0.5}, "versions": {"Python": "3"}}
+def results(*measurements: dict[str, Any]) -> Any:
+    machine = {"processor": "P", "processors": 2, "processors of a rank": 2}
+    record = {
+        "mpi": "MPICH 5.0.2",
+        "machine": machine | {"load before": 0.5},
+        "versions": {"Python": "3"},
+    }
     record |= {"ranks": 2, "date": "today", "measurements": list(measurements)}
     return aims.Results([record])
 

@@ -11,8 +11,6 @@ from mpicoll.routes.tuning import Table
 
 pytestmark = pytest.mark.any_mpi
 
-KIB, MIB = 1 << 10, 1 << 20
-
 
 def test_page_has_the_tables_of_the_model() -> None:
     page = (DOCS / "model.md").read_text()

@@ -497,18 +497,15 @@ dist.destroy_process_group()
 """
 
 
-def expected_lines(backend):
-    return [f"{rank} {rank} 2 2 3.0 {backend} mpicoll" for rank in range(2)]
-
-
 @needs_mpiexec
 def test_script_for_torchrun_runs_unchanged_under_mpiexec(tmp_path):
     """Two jobs at the same time. As with torchrun and Gloo, standard error stays empty."""
     with ThreadPoolExecutor(2) as pool:
         arguments = mpicoll_run, TORCHRUN_SCRIPT, tmp_path, ON_2_RANKS, "train.py"
         jobs = [pool.submit(*arguments) for _ in range(2)]
+    expected = [f"{rank} {rank} 2 2 3.0 gloo mpicoll" for rank in range(2)]
     for job in jobs:
-        assert sorted(output_of(job.result()).splitlines()) == expected_lines("gloo")
+        assert sorted(output_of(job.result()).splitlines()) == expected
         assert job.result().stderr == ""
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from whole_jobs import run_program
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = HERE / "scripts"
@@ -37,10 +38,8 @@ def start(
 ) -> subprocess.CompletedProcess[str]:
     """Run the script of a library."""
     variables = os.environ | {"OUTCOMES": str(folder), "OMP_NUM_THREADS": "1"} | environment
-    return subprocess.run(
-        [*launcher, str(SCRIPTS / f"with_{library}.py"), *words], env=variables,
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    script = SCRIPTS / f"with_{library}.py"
+    return run_program(*launcher, script, *words, env=variables, timeout=300)
 
 
 def outcomes(

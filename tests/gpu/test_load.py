@@ -14,11 +14,9 @@ from test_devices import uploaded
 
 import mpicoll as dist
 from mpicoll.cuda import runtime
-from mpicoll.dtypes import DTYPES, Kind
 from mpicoll.errors import DeviceMemoryError
 
 MIB = 1 << 20
-NARROW = [row for row in DTYPES if row.kind is Kind.NARROW_FLOAT]
 
 
 @pytest.fixture(scope="module")

@@ -107,10 +107,7 @@ def test_stream_may_be_destroyed_after_the_call(n):
         assert (array.get() == sum(range(n)) + n * turn).all(), turn
 
 
-MODES = ["Global", "ThreadLocal", "Relaxed"]
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["Global", "ThreadLocal", "Relaxed"])
 @pytest.mark.parametrize("first", [False, True], ids=["later call", "first call"])
 def test_call_during_the_capture_of_another_thread(n, mode, first):
     """The call runs on the progress thread and may allocate. The capture stays valid and does not

@@ -35,12 +35,8 @@ def measured(case: str, primitive: str, size: int, seconds: float, **more: Any) 
 
 
 def results(*measurements: dict[str, Any]) -> Any:
-    machine = {"processor": "P", "processors": 2, "processors of a rank": 2}
-    record = {
-        "mpi": "MPICH 5.0.2",
-        "machine": machine | {"load before": 0.5},
-        "versions": {"Python": "3"},
-    }
+    machine = {"processor": "P", "processors": 2, "processors of a rank": 2, "load before": 0.5}
+    record = {"mpi": "MPICH 5.0.2", "machine": machine, "versions": {"Python": "3"}}
     record |= {"ranks": 2, "date": "today", "measurements": list(measurements)}
     return aims.Results([record])
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
-from pathlib import Path
 
 import pytest
 from launch_jobs import LIMIT, PROCESSES, Ended, job, mpich
+from whole_jobs import assert_processes_end
 
 pytestmark = [pytest.mark.waits, mpich]
 
@@ -60,18 +59,7 @@ def test_lost_rank_ends_ranks_inside_mpi_init(ended: Ended) -> None:
     dist.init_process_group()
 """, ranks=(0,), size=2)  # fmt: skip
 def test_server_ends_if_rank_0_dies_before_it_connects(ended: Ended) -> None:
-    for _ in range(50):
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                if f"{ended.folder}".encode() in path.with_name("cmdline").read_bytes():
-                    found.append(path)
-                if f"TEST_MPICOLL_FOLDER={ended.folder}\0".encode() in path.read_bytes():
-                    found.append(path)
-        if not found:
-            return
-        time.sleep(0.1)
-    pytest.fail(f"{found} still run")
+    assert_processes_end(f"TEST_MPICOLL_FOLDER={ended.folder}\0")
 
 
 #: How a rank fails, its exit code, the exit code of the other ranks, and their message.

@@ -7,10 +7,12 @@ waiting.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +44,20 @@ def run_program(
         [*map(str, command)], stdin=subprocess.DEVNULL, capture_output=True, text=True,
         timeout=timeout, check=False, **options,
     )  # fmt: skip
+
+
+def assert_processes_end(text: str, timeout_s: float = 10) -> None:
+    """Wait until no process has a text in its environment variables."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                left += [path] if text.encode() in path.read_bytes() else []
+        if not left:
+            return
+        assert time.monotonic() < deadline, f"{left} still run"
+        time.sleep(0.1)
 
 
 def without_launcher() -> dict[str, str]:

@@ -5,7 +5,6 @@ The probes transfer device memory. The faults are those of an MPI that treats it
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 from cli_jobs import Ended, job
 from machine import find_gpus
-from whole_jobs import run_program
+from whole_jobs import assert_processes_end, run_program
 
 from mpicoll.cuda.probe import OK, ProbeOutcome, run_probe
 from mpicoll.primitives import PRIMITIVES
@@ -118,18 +117,7 @@ def test_probe_reports_the_fault(fault, probes):
 
 
 def test_probes_leave_no_process(probes):
-    deadline = time.monotonic() + 10  # for killed processes to exit
-    while (left := processes_of_probes()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left
-
-
-def processes_of_probes():
-    left = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            left += [path] if MARK.encode() in path.read_bytes() else []
-    return left
+    assert_processes_end(MARK)
 
 
 def test_probe_uses_one_rank_if_two_cannot_be_started(monkeypatch, environment):

@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from machine import no_gpu
+from machine import find_gpus
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -331,7 +331,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     options = parse_arguments()
     end = time.monotonic() + options.limit
-    reason = no_gpu()
+    _, reason = find_gpus()
     if reason:
         print(f"SKIPPED: no GPU: {reason}")
     if reason or options.look:

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ENGINES", "Block", "blocks", "engine_blocks"]
-
 ROOT = Path(__file__).resolve().parent.parent
 
 #: Words of blocks that start ranks on an engine, and the engine.

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
+import shutil
 import signal
-import subprocess
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from launch_jobs import LIMIT, TORCHRUN, Ended, Job, job, mpich, run
-from whole_jobs import needs_mpiexec
+from whole_jobs import needs_mpiexec, run_program
 
 pytestmark = pytest.mark.waits
 
@@ -226,19 +225,17 @@ def nodes() -> Iterator[tuple[list[str], ...]]:
     )  # fmt: skip
     try:
         for command in [*map(str.split, lines), *([*start, "true"] for start in starts)]:
-            try:
-                subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
-            except (OSError, subprocess.SubprocessError) as error:
-                reason = getattr(error, "stderr", "") or error
-                pytest.skip(f"network namespaces not available: {command[0]}: {reason}")
+            done = run_program(*command)
+            if done.returncode:
+                pytest.skip(f"network namespaces not available: {command[0]}: {done.stderr}")
         yield starts
     finally:
         for name in names:
-            with contextlib.suppress(OSError):
-                subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+            run_program("ip", "netns", "del", name)
 
 
 @mpich
+@pytest.mark.skipif(not shutil.which("ip"), reason="needs the command ip")
 @pytest.mark.parametrize(
     "how", ["'tcp://10.77.0.1:$PORT'", "'file://$FOLDER/meet'"], ids=["tcp", "file"]
 )

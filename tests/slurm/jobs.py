@@ -11,11 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "LIMIT", "MPI", "NODES", "RANKS", "ROOT", "VENDOR", "Ended", "cancel", "command", "environment",
-    "output", "srun", "start", "submit", "wait", "wait_until",
-]  # fmt: skip
-
 ROOT = Path(__file__).resolve().parents[2]
 NODES, RANKS = 2, 4
 #: Seconds after which a job counts as hanging.

@@ -35,7 +35,6 @@ WITH_TORCH = "TEST_MPICOLL_DOCS" in os.environ and importlib.util.find_spec("tor
 #: Words of blocks that need PyTorch.
 NEEDS_TORCH = ("import torch", "mpicoll.torch", "horovod.torch", "hvd.")
 
-
 #: Names that blocks use.
 PRELUDE = """
 import threading

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -290,20 +291,18 @@ def test_asynchronous_call_does_not_block_the_stream_before_wait(n):
     assert (array.get() == n * (n + 1) / 2).all()
 
 
-class WithoutStream:
-    """An array with the CUDA array interface, without a stream."""
-
-    def __init__(self, array):
-        self.array = array
-        entries = array.__cuda_array_interface__
-        self.__cuda_array_interface__ = {key: entries[key] for key in entries if key != "stream"}
+def without_stream(array):
+    """Return an array with the CUDA array interface, without a stream."""
+    entries = {**array.__cuda_array_interface__}
+    del entries["stream"]
+    return types.SimpleNamespace(array=array, __cuda_array_interface__=entries)
 
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_host_waits_for_arrays_without_streams(n, async_op):
     """The stream of later work is unknown."""
     array = made(LARGE, dist.get_rank() + 1)
-    all_reduce(WithoutStream(array), async_op)
+    all_reduce(without_stream(array), async_op)
     with cupy.cuda.Stream(non_blocking=True):  # not ordered after other streams
         assert (array.get() == n * (n + 1) / 2).all()
 

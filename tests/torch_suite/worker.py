@@ -90,8 +90,8 @@ def descendants() -> list[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             # The name of the program, before the last bracket, may have brackets and spaces.
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            pid, parent = int(stat.parent.name), int(parent)
+            state, number = stat.read_text().rpartition(")")[2].split()[:2]
+            pid, parent = int(stat.parent.name), int(number)
             if state == "Z" and parent == os.getpid() and pid not in own:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)

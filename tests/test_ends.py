@@ -51,15 +51,12 @@ def test_end_of_a_rank_ends_the_job(
     assert (words is UNSEEN) == ("rank 1 ended" in ended.err), ended
 
 
-@job(
-    """
+@job("""
     dist.init_process_group()
     if dist.get_rank() == 1:
         raise ValueError("lost my way")
     dist.barrier()
-    """,
-    options=("-m", "mpi4py"),
-)
+""", options=("-m", "mpi4py"))  # fmt: skip
 def test_uncaught_exception_under_mpi4pys_runner(ended: Ended) -> None:
     ended.badly("Traceback (most recent call last)", "ValueError: lost my way")
 
@@ -251,15 +248,12 @@ def test_error_of_all_ranks_is_printed_once(front: str, cycles: int, ended: Ende
     assert ended.err.count("collective mismatch") == 1, ended
 
 
-@job(
-    """
+@job("""
     def step():
         dist.all_reduce(np.ones(3 + dist.get_rank()))
     dist.init_process_group()
     step()
-""",
-    environment={"MPICOLL_DEBUG": "INFO"},
-)
+""", environment={"MPICOLL_DEBUG": "INFO"})  # fmt: skip
 def test_mpicoll_debug_prints_frames_of_mpicoll(ended: Ended) -> None:
     ended.badly("MismatchError", "consistency.py", "in step")
 

@@ -266,9 +266,7 @@ def test_mapping() -> None:
 
 
 def test_server_needs_only_the_standard_library() -> None:
-    settings = {
-        "host": "127.0.0.1", "port": 0, "secret": "s", "size": 1, "open": False,
-    }  # fmt: skip
+    settings = {"host": "127.0.0.1", "port": 0, "secret": "s", "size": 1, "open": False}
     start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-I", "-S", str(server.__file__)], input=json.dumps(settings) + "\n",

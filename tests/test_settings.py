@@ -94,7 +94,7 @@ def test_project_uses_only_names_of_the_table() -> None:
         $init
     except ValueError as error:
         say(type(error).__name__, error)
-""", environment={"MPICOLL_DEUBG": "DETAIL", "MPICOLL_SHARED_MEMORY": "off"})  # fmt: skip
+""", environment={"MPICOLL_DEUBG": "DETAIL", "MPICOLL_SHARED_MEMORY": "off"}, limit=90)  # fmt: skip
 def test_init_raises_on_every_rank(init: str, ended: Ended) -> None:
     line = (
         r"ArgumentError environment: MPICOLL_DEUBG: .*; did you mean MPICOLL_DEBUG\?; "

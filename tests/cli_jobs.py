@@ -8,17 +8,18 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import pytest
+import rank_scripts
 from rank_scripts import HUNG, MPIEXEC, needs_mpiexec
-from whole_jobs import ENVIRONMENT, made_by
+from whole_jobs import ENVIRONMENT, made_by, run_program
 
 #: Timeout of a job in seconds. Most jobs take two, with torch four.
 LIMIT_S = 60
@@ -42,7 +43,7 @@ class Job:
 
     ranks: number of ranks under mpiexec; 0 is a plain process.
     environment: additional variables, with $FOLDER.
-    site: code that every process runs before the command.
+    site: code that every process runs before the command. $name is a parameter of the test.
     table: the content of $FOLDER/table.json before the job.
     then: the command line of a second job.
     """
@@ -56,14 +57,9 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """The result of a job, $FOLDER, and the result of the second job."""
+class Ended(rank_scripts.Ended):
+    """The result of a job, and of the second job. ``folder`` is $FOLDER."""
 
-    code: int
-    out: str
-    err: str
-    seconds: float
-    folder: Path
     after: Ended | None = None
 
     @property
@@ -71,7 +67,7 @@ class Ended:
         return self.folder / "table.json"
 
     @property
-    def lines(self) -> list[list[str]]:
+    def cells(self) -> list[list[str]]:
         """The cells of the lines that are not comments."""
         return [line.split() for line in self.out.splitlines() if not line.startswith("#")]
 
@@ -79,10 +75,6 @@ class Ended:
     def report(self) -> Any:
         """The content of $FOLDER/report.json."""
         return json.loads((self.folder / "report.json").read_text())
-
-    def succeeded(self) -> None:
-        """Check that the job exited with 0 and printed nothing to stderr."""
-        assert (self.code, self.err) == (0, ""), self
 
     def refused(self, *words: str, code: int = 2) -> None:
         """Check that one rank printed an error with these words and all ranks ended at once."""
@@ -99,23 +91,21 @@ def run(job: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
     own["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     own = {name: value.replace("$FOLDER", str(folder)) for name, value in own.items()}
     if job.site:
-        (folder / "sitecustomize.py").write_text(job.site)
+        site = Template(job.site).safe_substitute(parameters)
+        (folder / "sitecustomize.py").write_text(site)
     if job.table is not None:
         (folder / "table.json").write_text(job.table)
     words = job.words.replace("$words", str(parameters.get("words", "")))
     words = words.replace("$FOLDER", str(folder))
     start = [*MPIEXEC, "-n", str(job.ranks)] if job.ranks else []
     begin = time.monotonic()
-    done = subprocess.run(
-        [*start, sys.executable, "-c", PROGRAM, *shlex.split(words)],
-        env=ENVIRONMENT | own, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=LIMIT_S + 20, check=False,
-    )  # fmt: skip
+    command = [*start, sys.executable, "-c", PROGRAM, *shlex.split(words)]
+    done = run_program(*command, env=ENVIRONMENT | own, timeout=LIMIT_S + 20)
     assert HUNG not in done.stderr, f"a rank hung\n{done.stderr}"
     took = time.monotonic() - begin
     second = replace(job, words=job.then, then="", table=None)
     after = run(second, parameters, folder) if job.then else None
-    return Ended(done.returncode, done.stdout, done.stderr, took, folder, after)
+    return Ended([done.returncode], done.stdout, done.stderr, took, folder, after)
 
 
 _with_job = made_by(Job, run)

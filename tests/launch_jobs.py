@@ -20,21 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_jobs import ENVIRONMENT, HUNG, MPIEXEC, compiled, made_by, needs_mpiexec, preamble
+from rank_scripts import Ended
+from whole_jobs import ENVIRONMENT, MPIEXEC, made_by, preamble, run_program
 
-__all__ = [
-    "LIMIT", "SERVER", "TORCHRUN", "VENDOR", "Ended", "Job", "compiled", "job", "mpich",
-    "needs_mpiexec", "run",
-]  # fmt: skip
+__all__ = ["LIMIT", "PROCESSES", "TORCHRUN", "VENDOR", "Ended", "Job", "job", "mpich", "run"]
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 #: Seconds after which a job counts as hanging. Most take two.
 LIMIT = 40
 
-VENDOR = subprocess.run(
-    [sys.executable, "-c", "import mpi4py; mpi4py.rc.initialize = False\n"
-     "from mpi4py import MPI; print(MPI.get_vendor()[0])"],
-    stdout=subprocess.PIPE, text=True, check=False,
+VENDOR = run_program(
+    sys.executable, "-c", "import mpi4py; mpi4py.rc.initialize = False\n"
+    "from mpi4py import MPI; print(MPI.get_vendor()[0])",
 ).stdout.strip()  # fmt: skip
 
 mpich = pytest.mark.skipif(VENDOR == "Open MPI", reason="Open MPI does not support PMI-1")
@@ -65,35 +62,6 @@ class Job:
     environment: Mapping[str, str | None] = field(default_factory=dict)
     later: tuple[int, ...] = ()
     nodes: tuple[list[str], ...] = ()
-
-
-@dataclass
-class Ended:
-    """Result of a job: the exit codes by rank, and the output."""
-
-    codes: list[int]
-    out: str
-    err: str
-    seconds: float
-    folder: Path
-
-    @property
-    def lines(self) -> list[str]:
-        return sorted(self.out.splitlines())
-
-    def in_good_order(self, *lines: str) -> None:
-        assert not any(self.codes), self
-        assert self.lines == sorted(lines), self
-
-    def badly(self, *codes: int) -> None:
-        assert HUNG not in self.err, f"a rank hung\n{self}"
-        assert self.codes == list(codes), self
-
-    def __str__(self) -> str:
-        return (
-            f"exit codes {self.codes} after {self.seconds:.1f} s\n---- stdout\n{self.out}"
-            f"---- stderr\n{self.err}"
-        )
 
 
 def find_free_port() -> str:
@@ -146,9 +114,8 @@ def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
         with (folder / f"out-{rank}").open("w") as out, (folder / f"err-{rank}").open("w") as err:
             processes.append(
                 subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
+                    command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                    start_new_session=True,
                 )
             )  # fmt: skip
     try:
@@ -171,17 +138,18 @@ def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
 
 job = made_by(Job, run)
 
-#: Defines server(), which returns the process ID of this job's server.
-SERVER = """
-    def server():
-        for _ in range(200):
-            for pid in filter(str.isdigit, os.listdir("/proc")):
-                try:
-                    environ, cmdline = (open(f"/proc/{pid}/{name}").read()
-                                        for name in ("environ", "cmdline"))
-                except OSError:
-                    continue
-                if "TEST_MPICOLL_FOLDER=$FOLDER\\0" in environ and "server.py" in cmdline:
-                    return int(pid)
-            time.sleep(0.05)
+#: Defines processes(), which returns the script of each process of this job by process ID.
+PROCESSES = """
+    def processes():
+        found = {}
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                environ, cmdline = (open(f"/proc/{pid}/{name}").read()
+                                    for name in ("environ", "cmdline"))
+            except OSError:
+                continue
+            if "TEST_MPICOLL_FOLDER=$FOLDER\\0" in environ:
+                words = [word for word in cmdline.split("\\0") if ".py" in word]
+                found[int(pid)] = os.path.basename(words[0]) if words else ""
+        return found
 """

@@ -2,8 +2,9 @@
 
 mpiexec -n 2 python tests/page_blocks.py CHOICE
 
-CHOICE is JSON: {page: {"way": IN_TURN or PROGRAMS, "prelude": source, "skip": words, "grouped":
-whether to create a process group for blocks without one}}.
+CHOICE is JSON by page: {"skip": words of blocks that do not run}, and, optionally, "in_turn" or
+"grouped", with source to run before. "in_turn" runs the blocks one after another with the same
+names. Otherwise each is a program, and "grouped" creates a process group for those without one.
 """
 
 from __future__ import annotations
@@ -20,12 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ENGINES", "IN_TURN", "PROGRAMS", "Block", "blocks", "engine_blocks"]
-
 ROOT = Path(__file__).resolve().parent.parent
-
-#: Run the blocks of a page one after another with the same names, or each as a separate program.
-IN_TURN, PROGRAMS = "in turn", "programs"
 
 #: Words of blocks that start ranks on an engine, and the engine.
 #: tests/clients/test_engines.py runs these blocks.
@@ -95,15 +91,15 @@ def _run(page: Path, how: dict[str, Any]) -> None:
     for block in blocks(page.read_text(encoding="utf-8")):
         if block.language != "python" or any(word in block.text for word in how["skip"]):
             continue
-        if how["way"] == PROGRAMS or not names:
+        if "in_turn" not in how or not names:
             names = {"__name__": "__main__"}
-            exec(how["prelude"], names)
-            if how["grouped"] and "init_process_group" not in block.text:
+            exec(how.get("in_turn", how.get("grouped", "")), names)
+            if "grouped" in how and "init_process_group" not in block.text:
                 exec("group = dist.init_process_group()", names)
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(block.lined, str(page), "exec"), names)
-        if how["way"] == PROGRAMS:
+        if "in_turn" not in how:
             _end()
         if block.output is not None:
             everything = MPI.COMM_WORLD.allgather(printed.getvalue())

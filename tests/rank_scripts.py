@@ -56,17 +56,27 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of a job: mpiexec's exit code, its output, its duration, and its folder."""
+    """Result of a job: the exit codes of its processes, its output, its duration and its folder."""
 
-    code: int
+    codes: list[int]
     out: str
     err: str
     seconds: float
     folder: Path
 
     @property
+    def code(self) -> int:
+        """The exit code of the first process, such as mpiexec."""
+        return self.codes[0]
+
+    @property
     def lines(self) -> list[str]:
         return sorted(self.out.split("\n"))[1:]
+
+    def printed(self, *lines: str) -> None:
+        """Assert that the job succeeded with this output, in any order."""
+        assert not any(self.codes), self
+        assert self.lines == sorted(lines), self
 
     def in_good_order(self, *lines: str) -> None:
         """Assert that the job succeeded without errors. lines: its output, in any order."""
@@ -81,9 +91,14 @@ class Ended:
         for word in words:
             assert word in first, f"{word!r} is missing\n{self}"
 
+    def with_codes(self, *codes: int) -> None:
+        """Assert that the processes ended with these exit codes without a hang."""
+        assert HUNG not in self.err, f"a rank hung\n{self}"
+        assert self.codes == list(codes), self
+
     def __str__(self) -> str:
         return (
-            f"exit code {self.code} after {self.seconds:.1f} s\n---- stdout\n{self.out}"
+            f"exit codes {self.codes} after {self.seconds:.1f} s\n---- stdout\n{self.out}"
             f"---- stderr\n{self.err}"
         )
 
@@ -97,7 +112,7 @@ def run(task: Job, parameters: dict[str, Any], folder: Path) -> Ended:
     return run_once(task, parameters, folder) if NOT_STARTED in ended.err else ended
 
 
-job = made_by(Job, run)
+job = made_by(Job, run, needs_mpiexec)
 
 
 def run_once(task: Job, parameters: dict[str, Any], folder: Path) -> Ended:
@@ -126,7 +141,7 @@ def run_once(task: Job, parameters: dict[str, Any], folder: Path) -> Ended:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return Ended(process.returncode, out, err, time.monotonic() - start, folder)
+    return Ended([process.returncode], out, err, time.monotonic() - start, folder)
 
 
 def send_interrupt(task: Job, process: subprocess.Popen[str], folder: Path) -> None:

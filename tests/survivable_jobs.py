@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rank_scripts import MPIEXEC
+from whole_jobs import MPIEXEC, run_program
 
 _OPTIONS = ["--with-ft", "ulfm", "--prtemca", "state_base_recoverable", "1"]
 
@@ -15,8 +15,7 @@ _OPTIONS = ["--with-ft", "ulfm", "--prtemca", "state_base_recoverable", "1"]
 def _has_ulfm() -> bool:
     if not MPIEXEC:
         return False
-    done = subprocess.run([*MPIEXEC, "--version"], capture_output=True, text=True, check=False)
-    return "Open MPI" in done.stdout
+    return "Open MPI" in run_program(*MPIEXEC, "--version").stdout
 
 
 needs_survival = pytest.mark.skipif(not _has_ulfm(), reason="needs Open MPI's ULFM")
@@ -27,7 +26,5 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python program on ranks. survives: the job continues without lost ranks."""
     options = _OPTIONS if survives else []
-    return subprocess.run(
-        [*MPIEXEC, *options, "-n", str(ranks), sys.executable, *program],
-        capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False,
-    )  # fmt: skip
+    command = [*MPIEXEC, *options, "-n", str(ranks), sys.executable, *program]
+    return run_program(*command, errors="replace", timeout=timeout_s)

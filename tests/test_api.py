@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import os
 import pickle
 import re
 import subprocess
@@ -13,11 +12,11 @@ import sys
 
 import numpy as np
 import pytest
+from whole_jobs import run_program, without_launcher
 
 import mpicoll as dist
 from mpicoll import errors
 from mpicoll.launch.environment import SINGLETON
-from mpicoll.launch.launchers import LAUNCHERS
 from mpicoll.primitives import PRIMITIVES
 
 pytestmark = pytest.mark.any_mpi
@@ -57,23 +56,7 @@ NO_SIGNATURE = {"get_debug_level", "set_debug_level", "set_debug_level_from_env"
 
 def child(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run code in a Python process without the environment variables of launchers."""
-    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=inherited | environment, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-
-
-LAUNCH_VARIABLES = {name for one in LAUNCHERS for name in (*one.detected_by, *one.local_rank)}
-LAUNCH_VARIABLES |= {"LOCAL_RANK", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", SINGLETON}
-
-
-@pytest.fixture
-def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Remove the environment variables of launchers."""
-    for name in LAUNCH_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    return monkeypatch
+    return run_program(sys.executable, "-c", code, env=without_launcher() | environment)
 
 
 # --- names --------------------------------------------------------------------------------------
@@ -293,7 +276,7 @@ def test_import_and_queries_do_not_load_mpi(code: str, allowed: set[str]) -> Non
 # --- available backends and local ranks ---------------------------------------------------------
 
 
-def test_available_backends(bare: pytest.MonkeyPatch) -> None:
+def test_available_backends(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert dist.is_available() is dist.is_mpi_available() is dist.is_gloo_available() is True
     assert dist.is_nccl_available() is dist.is_ucc_available() is dist.is_xccl_available() is False
     assert dist.is_initialized() is False
@@ -302,7 +285,7 @@ def test_available_backends(bare: pytest.MonkeyPatch) -> None:
     for name in ("ucc", "xccl", "fake", "undefined", "", "mpich"):
         assert dist.is_backend_available(name) is False
     assert dist.is_torchelastic_launched() is False
-    bare.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert dist.is_torchelastic_launched() is True
 
 
@@ -316,12 +299,12 @@ def test_default_backend_for_device() -> None:
         dist.get_default_backend_for_device(torch.device("meta"))
 
 
-def test_node_local_rank(bare: pytest.MonkeyPatch) -> None:
+def test_node_local_rank(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="LOCAL_RANK"):
         dist.get_node_local_rank()
     assert dist.get_node_local_rank(5) == 5
     assert dist.get_node_local_rank(fallback_rank=0) == 0
-    bare.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "3")
     assert dist.get_node_local_rank() == dist.get_node_local_rank(5) == 3
 
 

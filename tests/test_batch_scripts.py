@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from whole_jobs import run_program
 
 pytestmark = pytest.mark.any_mpi
 
@@ -132,10 +132,7 @@ def run(script: str, folder: Path, *words: str, **variables: str) -> list[Start]
         "PATH": f"{bin}:{os.environ['PATH']}", "VENV": "/venv", "HOME": str(folder),
         **environment_of(script, folder), **variables,
     }  # fmt: skip
-    done = subprocess.run(
-        ["bash", JOBS / script, *words], env=environment, cwd=ROOT, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=30, check=False,
-    )  # fmt: skip
+    done = run_program("bash", JOBS / script, *words, env=environment, cwd=ROOT)
     code = int(variables.get("FAILS", 0))
     assert done.returncode == code and not done.stderr, done.stdout + done.stderr
     starts = []

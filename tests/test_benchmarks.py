@@ -6,21 +6,18 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import aims
 import pytest
-from rank_scripts import MPIEXEC, needs_mpiexec
+import report
+from whole_jobs import MPIEXEC, needs_mpiexec, run_program
+
+from mpicoll.primitives import PRIMITIVES
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import aims  # noqa: E402
-import report  # noqa: E402
-
-from mpicoll.primitives import PRIMITIVES  # noqa: E402
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.slow]
 
@@ -37,9 +34,9 @@ def measured(case: str, primitive: str, size: int, seconds: float, **more: Any) 
     return entry | more
 
 
-def results(*measurements: dict[str, Any], mpi: str = "MPICH 5.0.2", processors: int = 2) -> Any:
-    machine = {"processor": "P", "processors": processors, "processors of a rank": processors}
-    record = {"mpi": mpi, "machine": machine | {"load before": 0.5}, "versions": {"Python": "3"}}
+def results(*measurements: dict[str, Any]) -> Any:
+    machine = {"processor": "P", "processors": 2, "processors of a rank": 2, "load before": 0.5}
+    record = {"mpi": "MPICH 5.0.2", "machine": machine, "versions": {"Python": "3"}}
     record |= {"ranks": 2, "date": "today", "measurements": list(measurements)}
     return aims.Results([record])
 
@@ -89,12 +86,15 @@ def test_publish_fills_the_marked_tables_once(tmp_path: Path) -> None:
 # --- short runs ---------------------------------------------------------------------------------
 
 
-def run(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*MPIEXEC, "-n", str(ranks), sys.executable, ROOT / "benchmarks" / "host.py", *words],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, capture_output=True,
-        text=True, timeout=300, check=False,
+def measure(file: Path, *words: str) -> dict[str, Any]:
+    """Return the record of a short run on two ranks."""
+    done = run_program(
+        *MPIEXEC, "-n", "2", sys.executable, ROOT / "benchmarks" / "host.py", *words, "--quick",
+        "--seconds", "0.01", "--json", file, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300,
     )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    record: dict[str, Any] = json.loads(file.read_text())
+    return record
 
 
 def near(record: dict[str, Any]) -> aims.Results:
@@ -108,10 +108,7 @@ def near(record: dict[str, Any]) -> aims.Results:
 def test_short_run_measures_every_case(tmp_path: Path) -> None:
     file = tmp_path / "mpi" / "small.json"
     file.parent.mkdir()
-    done = run(2, "sizes", "dtypes", "--quick", "--seconds", "0.01",
-               "--largest", "1024", "--json", str(file))  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads(file.read_text())
+    record = measure(file, "sizes", "dtypes", "--largest", "1024")
     assert record["ranks"] == 2 and record["mpi"] and record["versions"]["mpicoll"]
     kinds: dict[str, set[Any]] = {}
     for one in record["measurements"]:
@@ -141,11 +138,9 @@ def test_short_run_measures_every_case(tmp_path: Path) -> None:
 
 @needs_mpiexec
 def test_short_run_of_other_sections(tmp_path: Path) -> None:
-    file = tmp_path / "small.json"
-    done = run(2, "many", "overlap", "growth", "reproducible", "--quick", "--seconds",
-               "0.01", "--largest", "65536", "--without-torch", "--json", str(file))  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    given = near(json.loads(file.read_text()))
+    sections = "many", "overlap", "growth", "reproducible"
+    words = "--largest", "65536", "--without-torch"
+    given = near(measure(tmp_path / "small.json", *sections, *words))
     hows = {(one["case"], one["how"], one["count"]) for one in given.find(section="many")}
     assert hows == {
         (case, how, 1000)
@@ -179,10 +174,9 @@ def test_gpu_benchmark_continues_after_a_failed_part(tmp_path: Path) -> None:
 
     def measure(*words: str) -> tuple[int, str, list[str]]:
         launched.write_text("")
-        done = subprocess.run(
-            [sys.executable, ROOT / "benchmarks" / "gpu.py", "--mpiexec", f"sh {tmp_path}/mpiexec",
-             "--out", str(out), *words],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+        done = run_program(
+            sys.executable, ROOT / "benchmarks" / "gpu.py", "--mpiexec", f"sh {tmp_path}/mpiexec",
+            "--out", out, *words,
         )  # fmt: skip
         return done.returncode, done.stdout + done.stderr, launched.read_text().splitlines()
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from whole_jobs import run_program
 
 from mpicoll.cuda import binding, runtime
 from mpicoll.cuda.binding import bind, describe_far_gpu, describe_idle_gpus, device_for
@@ -54,16 +54,7 @@ class Gpus:
         self.used.append(index)
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """Remove launchers' variables."""
-    for launcher in LAUNCHERS:
-        for name in (*launcher.detected_by, *launcher.local_rank):
-            monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-
-
-def test_bind(alone, monkeypatch):
+def test_bind(no_launcher, monkeypatch):
     gpus = Gpus()
     monkeypatch.setattr(runtime, "get_runtime", lambda: gpus)
     with pytest.raises(MpicollError, match="init_process_group first"):
@@ -77,7 +68,7 @@ def test_bind(alone, monkeypatch):
     assert gpus.used == [2, 0]
 
 
-def test_bind_without_a_gpu(alone, monkeypatch):
+def test_bind_without_a_gpu(no_launcher, monkeypatch):
     def absent():
         raise UnsupportedError("none here")
 
@@ -144,10 +135,7 @@ def run(tmp_path):
         tool.write_text(f"#!/bin/sh\n{text}\n")
         tool.chmod(0o755)
         path = f"{tmp_path}{os.pathsep}{os.defpath}"
-        return subprocess.run(
-            [SCRIPT, *command], env={"PATH": path, **environment}, capture_output=True, text=True,
-            timeout=20, check=False,
-        )  # fmt: skip
+        return run_program(SCRIPT, *command, env={"PATH": path, **environment})
 
     return start
 
@@ -171,10 +159,7 @@ def test_script_selects_a_gpu(run, environment, gpus, expected):
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{expected}\n", "")
 
 
-NAMES = dict.fromkeys(name for launcher in LAUNCHERS for name in launcher.local_rank)
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted({name for row in LAUNCHERS for name in row.local_rank}))
 def test_script_reads_every_local_rank_variable(run, name):
     assert run({name: "2", "CUDA_VISIBLE_DEVICES": "a,b,c"}).stdout == "c\n"
 

@@ -7,10 +7,10 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
+from whole_jobs import run_program
 
 from mpicoll.cuda import mpi_support, probe_cache
 from mpicoll.cuda.capabilities import Capabilities, judge
@@ -190,8 +190,6 @@ print(found.cuda, len(found.gpus), found.settled, found.why, sep="|")
     [("", "False|0|True|there is no GPU"), ("1", "True|0|True|MPICOLL_CUDA_AWARE=1")],
 )
 def test_discover_without_a_gpu(override, expected):
-    done = subprocess.run(
-        [sys.executable, "-c", DISCOVER], env=os.environ | {"MPICOLL_CUDA_AWARE": override},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    environment = os.environ | {"MPICOLL_CUDA_AWARE": override}
+    done = run_program(sys.executable, "-c", DISCOVER, env=environment)
     assert done.stdout == f"{expected}\n", done

@@ -18,8 +18,6 @@ from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.launch.exit_hooks import INTERRUPTED
 from mpicoll.primitives import PRIMITIVES
 
-pytest_plugins = ["whole_jobs"]
-
 # --- the command line ---------------------------------------------------------------------------
 
 
@@ -33,19 +31,19 @@ def test_invalid_command_line_ends_all_ranks(words: str, ended: Ended) -> None:
 @pytest.mark.parametrize("words", ["--help", ""])
 @job("$words", ranks=3)
 def test_help_is_printed_once(words: str, ended: Ended) -> None:
-    ended.succeeded()
+    ended.in_good_order()
     assert ended.out.count("usage: ") == 1
     for name, summary in cli.COMMANDS.items():
         assert name in ended.out and summary[:30] in ended.out
 
 
-#: Sends SIGINT to the ranks in $RANKS after the first collective call. Ranks after the bar wait in
+#: Sends SIGINT to the ranks in $ranks after the first collective call. Ranks after the bar wait in
 #: an MPI_Barrier that no other rank calls.
 INTERRUPT = """
 import os, signal, sys, threading, time
 rank = next(os.environ[name] for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOME")
             if name in os.environ)
-interrupted, _, blocked = "$RANKS".partition("|")
+interrupted, _, blocked = "$ranks".partition("|")
 def interrupt():
     while "mpicoll.dispatch.execute" not in sys.modules:
         time.sleep(0.05)
@@ -62,30 +60,21 @@ if rank in blocked:
 """
 
 
-def interrupt(ranks: str) -> str:
-    return INTERRUPT.replace("$RANKS", ranks)
-
-
-def check_interrupted(ended: Ended) -> None:
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ("bench all_reduce -e 8 -n 100000000", "0 1 2"),
+        ("tune -o $FOLDER/x", "0 1 2"),
+        ("bench all_reduce -e 8 -n 100000000", "1"),
+        ("bench all_reduce -b 8 -e 8 -c", "0|0"),
+    ],
+)
+@job("$words", every_mpi=True, ranks=3, site=INTERRUPT)
+def test_ctrl_c_ends_all_ranks(words: str, ranks: str, ended: Ended) -> None:
+    """On all ranks, on one rank, and inside MPI."""
     assert ended.code == INTERRUPTED, ended
     assert ended.err.count("interrupted") == 1 and "Traceback" not in ended.err, ended
     assert ended.seconds < LIMIT_S / 3, ended
-
-
-@pytest.mark.parametrize("words", ["bench all_reduce -e 8 -n 100000000", "tune -o $FOLDER/x"])
-@job("$words", every_mpi=True, ranks=3, site=interrupt("0 1 2"))
-def test_ctrl_c_on_all_ranks(words: str, ended: Ended) -> None:
-    check_interrupted(ended)
-
-
-@job("bench all_reduce -e 8 -n 100000000", every_mpi=True, ranks=3, site=interrupt("1"))
-def test_ctrl_c_on_one_rank_ends_all_ranks(ended: Ended) -> None:
-    check_interrupted(ended)
-
-
-@job("bench all_reduce -b 8 -e 8 -c", every_mpi=True, ranks=3, site=interrupt("0|0"))
-def test_ctrl_c_inside_mpi(ended: Ended) -> None:
-    check_interrupted(ended)
 
 
 # --- hello --------------------------------------------------------------------------------------
@@ -97,7 +86,7 @@ BIND = "import os; os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})"
 
 @job("hello", site=BIND)
 def test_hello_on_one_rank(ended: Ended) -> None:
-    ended.succeeded()
+    ended.in_good_order()
     host = re.escape(socket.gethostname())
     last, count = max(os.sched_getaffinity(0)), os.cpu_count()
     line = rf"rank 0 of 1 on {host}, local rank 0 of 1, on processors {last} of {count}, "
@@ -109,7 +98,7 @@ def test_hello_on_one_rank(ended: Ended) -> None:
 
 @job("doctor")
 def test_doctor_on_one_rank(ended: Ended) -> None:
-    ended.succeeded()
+    ended.in_good_order()
     for words in "Python", "MPI_THREAD_", "1 on 1 node", "C library", "none: arrays on a GPU":
         assert words in ended.out, ended
     for words in "system  ", "processors  ", "may run on  ", "/dev/shm  ", "NumPy  ", "ml_dtypes  ":
@@ -119,7 +108,7 @@ def test_doctor_on_one_rank(ended: Ended) -> None:
 
 @job("doctor --json", every_mpi=True, ranks=3)
 def test_doctor_on_several_ranks(ended: Ended) -> None:
-    ended.succeeded()
+    ended.in_good_order()
     found = json.loads(ended.out)
     assert found["ok"] and len(found["ranks"]) == 3
     each = found["ranks"][0]

@@ -238,20 +238,14 @@ class Interface:
         return self._entries
 
 
-class Holder:
-    """The interface as an attribute of the object, not of its type."""
-
-    def __init__(self, entries) -> None:
-        self.__cuda_array_interface__ = entries
-
-
 def test_interface(gpus):
     found = view(Interface(strides=[4, 8], shape=[2, 3], descr=[("", "<f4")]), writable=True)
     assert (found.device, found.address, found.shape, found.strides) == (1, ADDRESS, (2, 3), (4, 8))
     assert found.buffer is None and found.dtype.name == "float32"
     assert view(Interface(data=(16, False))).device == 0
     entries = Interface(strides=None).__cuda_array_interface__
-    assert view(Holder(entries)).buffer is not None
+    held = types.SimpleNamespace(__cuda_array_interface__=entries)  # not of the object's type
+    assert view(held).buffer is not None
     for stream, expected in ((None, runtime.UNKNOWN), (1, 1), (0xABCD0, 0xABCD0)):
         assert view(Interface(stream=stream)).stream == expected
     assert view(Interface()).stream == runtime.UNKNOWN

@@ -6,12 +6,7 @@ import ast
 import re
 
 import pytest
-from rank_scripts import HUNG, WAITING, Ended, job, needs_mpiexec, needs_torch
-
-pytest_plugins = ["whole_jobs"]
-
-pytestmark = needs_mpiexec
-
+from rank_scripts import HUNG, WAITING, Ended, job, needs_torch
 
 # --- a rank that ends ---------------------------------------------------------------------------
 
@@ -56,15 +51,12 @@ def test_end_of_a_rank_ends_the_job(
     assert (words is UNSEEN) == ("rank 1 ended" in ended.err), ended
 
 
-@job(
-    """
+@job("""
     dist.init_process_group()
     if dist.get_rank() == 1:
         raise ValueError("lost my way")
     dist.barrier()
-    """,
-    options=("-m", "mpi4py"),
-)
+""", options=("-m", "mpi4py"))  # fmt: skip
 def test_uncaught_exception_under_mpi4pys_runner(ended: Ended) -> None:
     ended.badly("Traceback (most recent call last)", "ValueError: lost my way")
 
@@ -122,8 +114,7 @@ def test_successful_end(end: str, destroy: str, ended: Ended) -> None:
 """)
 @pytest.mark.parametrize("end", ["del kept", "sys.exit(0)", "dist.destroy_process_group()"])
 def test_caught_sys_exit_does_not_end_the_job(end: str, ended: Ended) -> None:
-    assert ended.code == 0, ended
-    assert ended.lines == ["alive", "alive"]
+    ended.printed("alive", "alive")
     assert all("usage:" in line or "error: unrecog" in line for line in ended.err.splitlines())
 
 
@@ -257,15 +248,12 @@ def test_error_of_all_ranks_is_printed_once(front: str, cycles: int, ended: Ende
     assert ended.err.count("collective mismatch") == 1, ended
 
 
-@job(
-    """
+@job("""
     def step():
         dist.all_reduce(np.ones(3 + dist.get_rank()))
     dist.init_process_group()
     step()
-""",
-    environment={"MPICOLL_DEBUG": "INFO"},
-)
+""", environment={"MPICOLL_DEBUG": "INFO"})  # fmt: skip
 def test_mpicoll_debug_prints_frames_of_mpicoll(ended: Ended) -> None:
     ended.badly("MismatchError", "consistency.py", "in step")
 

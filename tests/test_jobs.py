@@ -6,12 +6,11 @@ import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rank_scripts import MPIEXEC, needs_mpiexec
+from whole_jobs import MPIEXEC, needs_mpiexec, run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "jobs" / "train_digits.py"
@@ -22,42 +21,8 @@ JOBS = [TRAIN, TRAIN_DDP, TRAIN_HOROVOD]
 pytestmark = [pytest.mark.any_mpi, pytest.mark.waits, pytest.mark.slow, needs_mpiexec]
 
 
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*map(str, command)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
-    )
-
-
 def launch(ranks: int, *program: str | Path) -> subprocess.CompletedProcess[str]:
-    return run(*MPIEXEC, "-n", str(ranks), sys.executable, *program)
-
-
-def train(ranks: int, file: Path, *options: str) -> tuple[dict[str, np.ndarray], str]:
-    pytest.importorskip("sklearn")
-    done = launch(ranks, TRAIN, "--save", file, *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    with np.load(file) as parameters:
-        return dict(parameters), done.stdout
-
-
-def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
-    """Compare parameters, which differ by the order in which gradients are added.
-
-    That is about 1e-16 per step in float64, about 1e-13 in total. A wrong share of a batch, a lost
-    gradient or a wrong factor changes parameters by 1e-3 or more.
-    """
-    assert one.keys() == other.keys()
-    for name in one:
-        np.testing.assert_allclose(one[name], other[name], rtol=0, atol=1e-10, err_msg=name)
-
-
-def test_training_is_the_same_on_one_and_three_ranks(tmp_path: Path) -> None:
-    one, _ = train(1, tmp_path / "one.npz")
-    three, output = train(3, tmp_path / "three.npz")
-    assert_same(three, one)
-    assert len(re.findall(r"^epoch ", output, re.MULTILINE)) == 20
-    assert len(re.findall(r"^rank \d", output, re.MULTILINE)) == 3
-    assert_accurate(output)
+    return run_program(*MPIEXEC, "-n", str(ranks), sys.executable, *program, timeout=120)
 
 
 def assert_accurate(output: str) -> None:
@@ -92,34 +57,42 @@ def test_missed_target_or_invalid_option_fails(
 
 
 class Training:
-    """Output and parameters of a run of train_digits_ddp.py or train_digits_horovod.py."""
+    """Output, parameters and losses of a run of a training job on ranks."""
 
-    def __init__(
-        self, file: Path, start: Sequence[str | Path], *options: str, job: Path = TRAIN_DDP
-    ) -> None:
+    def __init__(self, ranks: int, file: Path, *options: str, job: Path) -> None:
         skip_without_packages(job)
-        import torch
-
-        done = run(*start, job, "--save", file, *options)
+        done = launch(ranks, job, "--save", file, *options)
         self.output = done.stdout
         assert done.returncode == 0, done.stdout + done.stderr
-        self.parameters = torch.load(file, weights_only=True)
+        if job == TRAIN:
+            with np.load(file) as parameters:
+                self.parameters = dict(parameters)
+        else:
+            self.parameters = importlib.import_module("torch").load(file, weights_only=True)
         losses = re.findall(r"^epoch .* loss ([\d.]+) ", done.stdout, re.MULTILINE)
         self.losses = [float(loss) for loss in losses]
 
-    def assert_same(self, other: Training) -> None:
+    def assert_same(self, other: Training, atol: float = 1e-5) -> None:
         """Compare losses and parameters, which differ by rounding: about 1e-7 in float32."""
         # Losses are printed with four digits.
         np.testing.assert_allclose(self.losses, other.losses, rtol=0, atol=1.01e-4)
         assert self.parameters.keys() == other.parameters.keys()
         for name, parameter in self.parameters.items():
             np.testing.assert_allclose(
-                parameter, other.parameters[name], rtol=0, atol=1e-5, err_msg=name
+                parameter, other.parameters[name], rtol=0, atol=atol, err_msg=name
             )
 
 
-def ranks(number: int) -> list[str]:
-    return [*MPIEXEC, "-n", str(number), sys.executable]
+def test_training_is_the_same_on_one_and_three_ranks(tmp_path: Path) -> None:
+    """Parameters differ by the order in which gradients are added: about 1e-13 in float64.
+
+    A wrong share of a batch, a lost gradient or a wrong factor changes them by 1e-3 or more.
+    """
+    one, three = (Training(n, tmp_path / f"{n}.npz", job=TRAIN) for n in (1, 3))
+    three.assert_same(one, atol=1e-10)
+    assert len(three.losses) == 20
+    assert len(re.findall(r"^rank \d", three.output, re.MULTILINE)) == 3
+    assert_accurate(three.output)
 
 
 # Batches of 205, not a multiple of 4 ranks. The last batch of 3 leaves one rank without samples.
@@ -128,27 +101,27 @@ SHORT = ["--epochs", "2", "--target", "0", "--batch-size", "205"]
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    return Training(tmp_path_factory.mktemp("short") / "one.pt", ranks(1), *SHORT)
+    return Training(1, tmp_path_factory.mktemp("short") / "one.pt", *SHORT, job=TRAIN_DDP)
 
 
 @pytest.mark.parametrize(
     ("job", "options"), [(TRAIN_DDP, []), (TRAIN_HOROVOD, ["--fp16"])], ids=["ddp", "horovod"]
 )
 def test_training_reaches_the_target(job: Path, options: list[str], tmp_path: Path) -> None:
-    training = Training(tmp_path / "two.pt", ranks(2), *options, job=job)
+    training = Training(2, tmp_path / "two.pt", *options, job=job)
     assert len(training.losses) == 10
     assert_accurate(training.output)
 
 
 def test_ddp_is_the_same_on_any_number_of_ranks(short: Training, tmp_path: Path) -> None:
-    training = Training(tmp_path / "ddp.pt", ranks(4), *SHORT)
+    training = Training(4, tmp_path / "ddp.pt", *SHORT, job=TRAIN_DDP)
     assert "on 4 ranks, DDP over mpicoll\n" in training.output
     training.assert_same(short)
 
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_horovod_is_the_same_as_ddp(number: int, short: Training, tmp_path: Path) -> None:
-    training = Training(tmp_path / "horovod.pt", ranks(number), *SHORT, job=TRAIN_HOROVOD)
+    training = Training(number, tmp_path / "horovod.pt", *SHORT, job=TRAIN_HOROVOD)
     assert f"on {number} ranks, Horovod's API\n" in training.output
     training.assert_same(short)
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
-from pathlib import Path
 
 import pytest
-from launch_jobs import LIMIT, Ended, job, mpich
+from launch_jobs import LIMIT, PROCESSES, Ended, job, mpich
+from whole_jobs import assert_processes_end
 
-pytestmark = pytest.mark.waits
-
-pytest_plugins = ["whole_jobs"]
+pytestmark = [pytest.mark.waits, mpich]
 
 
-@mpich
 @job("""
     dist.init_process_group()
     say(total(1))
@@ -34,10 +30,8 @@ pytest_plugins = ["whole_jobs"]
 )
 def test_ranks_exit_successfully(end: str, ended: Ended) -> None:
     ended.in_good_order(*["3.0"] * 3)
-    assert ended.err == "", ended
 
 
-@mpich
 @job("""
     from mpicoll.launch import world
     start = world.initialize
@@ -51,11 +45,10 @@ def test_ranks_exit_successfully(end: str, ended: Ended) -> None:
     say("not reached")
 """, ranks=(0, 1, 2))  # fmt: skip
 def test_lost_rank_ends_ranks_inside_mpi_init(ended: Ended) -> None:
-    ended.badly(-signal.SIGIO, 3, -signal.SIGIO)
+    ended.with_codes(-signal.SIGIO, 3, -signal.SIGIO)
     assert ended.seconds < LIMIT / 2
 
 
-@mpich
 @job("""
     import threading
     from mpicoll.launch import joining
@@ -66,18 +59,7 @@ def test_lost_rank_ends_ranks_inside_mpi_init(ended: Ended) -> None:
     dist.init_process_group()
 """, ranks=(0,), size=2)  # fmt: skip
 def test_server_ends_if_rank_0_dies_before_it_connects(ended: Ended) -> None:
-    for _ in range(50):
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                if f"{ended.folder}".encode() in path.with_name("cmdline").read_bytes():
-                    found.append(path)
-                if f"TEST_MPICOLL_FOLDER={ended.folder}\0".encode() in path.read_bytes():
-                    found.append(path)
-        if not found:
-            return
-        time.sleep(0.1)
-    pytest.fail(f"{found} still run")
+    assert_processes_end(f"TEST_MPICOLL_FOLDER={ended.folder}\0")
 
 
 #: How a rank fails, its exit code, the exit code of the other ranks, and their message.
@@ -93,7 +75,6 @@ FAILURES = {
 }  # fmt: skip
 
 
-@mpich
 @pytest.mark.parametrize(("end", "own", "others", "words"), FAILURES.values(), ids=list(FAILURES))
 @job("""
     before = sys.excepthook
@@ -120,7 +101,7 @@ def test_failed_rank_ends_the_job(
 ) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(int((ended.folder / "child").read_text()), signal.SIGKILL)
-    ended.badly(others, own, others)
+    ended.with_codes(others, own, others)
     for rank in 0, 2:
         assert f"rank {rank}: {words}" in ended.err, ended
     assert ended.err.count("Traceback") == ("1 / 0" in end), ended
@@ -128,7 +109,6 @@ def test_failed_rank_ends_the_job(
     assert last_output - float(ended.lines[0]) < 5 and len(ended.lines) == 1, ended
 
 
-@mpich
 @job("""
     dist.init_process_group()
     dist.destroy_process_group()
@@ -139,30 +119,18 @@ def test_failed_rank_ends_the_job(
     say("not reached")
 """)
 def test_second_init_without_an_ended_rank_raises(ended: Ended) -> None:
-    ended.badly(1, 0)
+    ended.with_codes(1, 0)
     assert "rank 0: rank 1 of 2 was lost" in ended.err or "rank 0 of 2: rank 1" in ended.err
     assert ended.out == ""
 
 
-@mpich
-@job("""
+@job(PROCESSES + """
     signal.signal(signal.SIGTERM, lambda *args: say("saves"))
-    def processes():
-        found = {}
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                environ, cmdline = (open(f"/proc/{pid}/{name}").read()
-                                    for name in ("environ", "cmdline"))
-            except OSError:
-                continue
-            if "TEST_MPICOLL_FOLDER=$FOLDER\\0" in environ:
-                found[int(pid)] = next(word for word in cmdline.split("\\0") if ".py" in word)
-        return found
     dist.init_process_group()
     total(1)
     if dist.get_rank() == 0:
         before = processes()
-        say(*sorted(map(os.path.basename, before.values())))
+        say(*sorted(before.values()))
         for number in signal.SIGUSR1, signal.SIGTERM:
             for pid in before:
                 os.kill(pid, number)
@@ -173,4 +141,4 @@ def test_second_init_without_an_ended_rank_raises(ended: Ended) -> None:
 """)  # fmt: skip
 def test_server_and_node_monitor_ignore_scheduler_signals(ended: Ended) -> None:
     """Slurm signals every process of a job. The ranks handle the signal and continue."""
-    ended.in_good_order("True", "node_monitor.py script.py script.py server.py", "saves", "saves")
+    ended.printed("True", "node_monitor.py script.py script.py server.py", "saves", "saves")

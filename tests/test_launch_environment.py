@@ -9,10 +9,7 @@ import pytest
 
 from mpicoll.errors import ArgumentError, LaunchError, UnsupportedError
 from mpicoll.launch import rendezvous
-from mpicoll.launch.environment import (
-    choose_bootstrap,
-    fill_environment,
-)
+from mpicoll.launch.environment import choose_bootstrap, fill_environment
 from mpicoll.launch.rendezvous import FileStore, ServerNotFoundError, find_rendezvous, read_rank
 
 TORCH = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}

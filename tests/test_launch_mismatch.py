@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
 
 import pytest
-from whole_jobs import MPIEXEC
+from whole_jobs import MPIEXEC, run_program, without_launcher
 
-from mpicoll.launch.launchers import PmiProtocol, is_bootstrap_variable, is_launcher_variable
+from mpicoll.launch.launchers import PmiProtocol, is_bootstrap_variable
 from mpicoll.launch.mismatch import find_foreign, find_mpi, is_stale
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: ..."
@@ -90,15 +89,7 @@ def test_find_mpi_returns_none_for_unknown_protocols(
 
 def run(variables: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Python with the given variables and without the launcher's."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not is_launcher_variable(name) and not is_bootstrap_variable(name)
-    }
-    return subprocess.run(
-        [sys.executable, *arguments], env=kept | variables, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    return run_program(sys.executable, *arguments, env=without_launcher() | variables)
 
 
 @pytest.fixture(scope="module")
@@ -124,24 +115,6 @@ def test_foreign_launcher_raises(foreign: dict[str, str]) -> None:
     assert "as one of 2 ranks" in done.stdout and "mpi4py loads" in done.stdout, done
 
 
-WORLD_SIZE = "import mpicoll as m; m.init_process_group(); print(m.get_world_size())"
-
-
-def test_single_rank_of_a_foreign_launcher_works(foreign: dict[str, str]) -> None:
-    alone = {name: "1" if name.endswith("SIZE") else value for name, value in foreign.items()}
-    done = run(alone, "-c", WORLD_SIZE)
-    assert (done.returncode, done.stdout) == (0, "1\n"), done
-
-
-def test_foreign_launcher_without_a_size_raises(foreign: dict[str, str]) -> None:
-    if "PMIX_NAMESPACE" not in foreign:
-        pytest.skip("this library supports PRRTE")
-    rank_0 = PRTERUN | {"PMIX_RANK": "0"}
-    done = run(rank_0, "-c", WORLD_SIZE)
-    assert done.returncode != 0 and "do not match" in done.stderr, done
-    assert run(rank_0 | {"MPICOLL_ALLOW_SINGLETON": "1"}, "-c", WORLD_SIZE).stdout == "1\n"
-
-
 PRINT_SIZE_OR_ERROR = (
     "import mpicoll as m\n"
     "try: m.init_process_group()\n"
@@ -150,16 +123,28 @@ PRINT_SIZE_OR_ERROR = (
 )
 
 
+def test_single_rank_of_a_foreign_launcher_works(foreign: dict[str, str]) -> None:
+    alone = {name: "1" if name.endswith("SIZE") else value for name, value in foreign.items()}
+    done = run(alone, "-c", PRINT_SIZE_OR_ERROR)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done
+
+
+def test_foreign_launcher_without_a_size_raises(foreign: dict[str, str]) -> None:
+    if "PMIX_NAMESPACE" not in foreign:
+        pytest.skip("this library supports PRRTE")
+    rank_0 = PRTERUN | {"PMIX_RANK": "0"}
+    assert "do not match" in run(rank_0, "-c", PRINT_SIZE_OR_ERROR).stdout
+    allowed = rank_0 | {"MPICOLL_ALLOW_SINGLETON": "1"}
+    assert run(allowed, "-c", PRINT_SIZE_OR_ERROR).stdout == "1\n"
+
+
 @pytest.fixture(scope="module")
 def stale() -> dict[str, str]:
     """Variables of this MPI's launcher after it has ended."""
     if not MPIEXEC:
         pytest.skip("TEST_MPICOLL_MPIEXEC names no mpiexec")
     script = "import json, os; print(json.dumps(dict(os.environ)))"
-    done = subprocess.run(
-        [*MPIEXEC, "-n", "1", sys.executable, "-c", script],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+    done = run_program(*MPIEXEC, "-n", "1", sys.executable, "-c", script)
     found = json.loads(done.stdout)
     if "PMI_FD" not in found:
         pytest.skip("this launcher does not use PMI_FD")

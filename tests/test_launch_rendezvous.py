@@ -11,7 +11,6 @@ from mpicoll.launch.rendezvous import ServerAddress, ServerNotFoundError
 
 pytestmark = pytest.mark.waits
 
-pytest_plugins = ["whole_jobs"]
 
 INIT = """
     start = time.monotonic()
@@ -27,9 +26,8 @@ INIT = """
 
 @mpich
 @pytest.mark.parametrize("method", ["env://", "file://$FOLDER/meet"])
-@pytest.mark.parametrize("limit", [3])
-@job(INIT, ranks=(0, 2), size=4)
-def test_missing_ranks_time_out(method: str, limit: int, ended: Ended) -> None:
+@job(INIT, {"limit": 3}, ranks=(0, 2), size=4)
+def test_missing_ranks_time_out(method: str, ended: Ended) -> None:
     assert ended.codes == [0, 0], ended
     for rank, line in zip((0, 2), ended.lines, strict=False):
         assert f"{rank} CollectiveTimeoutError" in line, ended
@@ -40,9 +38,8 @@ def test_missing_ranks_time_out(method: str, limit: int, ended: Ended) -> None:
 
 @mpich
 @pytest.mark.parametrize("method", ["env://", "file://$FOLDER/meet"])
-@pytest.mark.parametrize("limit", [2])
-@job(INIT, ranks=(1,), size=2)
-def test_missing_rank_0_times_out(method: str, limit: int, ended: Ended) -> None:
+@job(INIT, {"limit": 2}, ranks=(1,), size=2)
+def test_missing_rank_0_times_out(method: str, ended: Ended) -> None:
     line = ended.lines[0]
     assert "1 CollectiveTimeoutError" in line and "did not reach rank 0's server" in line, ended
     assert ended.lines[1:] == ["seconds True"]
@@ -52,20 +49,16 @@ def test_missing_rank_0_times_out(method: str, limit: int, ended: Ended) -> None
 @job("""
     if os.environ["RANK"] == "1":
         os.environ["WORLD_SIZE"] = "3"
-""" + INIT)  # fmt: skip
-@pytest.mark.parametrize("method", ["env://"])
-@pytest.mark.parametrize("limit", [20])
-def test_different_world_sizes_raise(method: str, limit: int, ended: Ended) -> None:
+""" + INIT, {"method": "env://", "limit": 20})  # fmt: skip
+def test_different_world_sizes_raise(ended: Ended) -> None:
     for rank in range(2):
         assert f"{rank} LaunchError" in ended.lines[rank], ended
         assert "rank 1 has world_size=3, and rank 0 has world_size=2" in ended.lines[rank], ended
 
 
 @mpich
-@job(INIT, ranks=(0, 1, 1), size=3, later=(2,))
-@pytest.mark.parametrize("method", ["env://"])
-@pytest.mark.parametrize("limit", [14])
-def test_duplicate_rank_raises(method: str, limit: int, ended: Ended) -> None:
+@job(INIT, {"method": "env://", "limit": 14}, ranks=(0, 1, 1), size=3, later=(2,))
+def test_duplicate_rank_raises(ended: Ended) -> None:
     assert "another process has connected as rank 1 of this job" in ended.out, ended
     assert ended.out.count("waiting for rank 2") == 2, ended
 
@@ -80,7 +73,7 @@ def test_duplicate_rank_raises(method: str, limit: int, ended: Ended) -> None:
         say(fails, type(error).__name__, "rank $failing failed: Arg" in str(error))
 """)
 def test_invalid_argument_raises_on_all_ranks(failing: str, ended: Ended) -> None:
-    ended.in_good_order("False LaunchError True", "True ArgumentTypeError False")
+    ended.printed("False LaunchError True", "True ArgumentTypeError False")
 
 
 @mpich
@@ -89,10 +82,9 @@ def test_invalid_argument_raises_on_all_ranks(failing: str, ended: Ended) -> Non
     """ + textwrap.indent(textwrap.dedent(INIT), "    ").strip() + """
     if dist.is_initialized():
         say("sum", total(1))
-""")  # fmt: skip
-@pytest.mark.parametrize("method", ["env://"])
+""", {"method": "env://"})  # fmt: skip
 @pytest.mark.parametrize(("own", "limit"), [("no", 20), ("yes", 3)])
-def test_ranks_need_the_same_secret(method: str, own: str, limit: int, ended: Ended) -> None:
+def test_ranks_need_the_same_secret(own: str, limit: int, ended: Ended) -> None:
     if own == "no":
         assert ended.lines.count("sum 2.0") == 2, ended
     else:
@@ -114,9 +106,8 @@ def test_mpi_started_before_raises(ended: Ended) -> None:
 
 @pytest.mark.skipif(VENDOR != "Open MPI", reason="for Open MPI")
 @pytest.mark.parametrize("method", ["env://", "tcp://127.0.0.1:$PORT", "file://$FOLDER/meet"])
-@pytest.mark.parametrize("limit", [20])
-@job(INIT)
-def test_open_mpi_without_mpirun_raises(method: str, limit: int, ended: Ended) -> None:
+@job(INIT, {"limit": 20})
+def test_open_mpi_without_mpirun_raises(method: str, ended: Ended) -> None:
     assert ended.codes == [0, 0]
     for rank in range(2):
         line = ended.lines[rank]
@@ -151,13 +142,14 @@ def test_parse_rejects_invalid_addresses(value: bytes) -> None:
     ids=["binary", "nothing", "no host", "stale"],
 )  # fmt: skip
 @job("""
-    if os.environ["RANK"] == "1":
+    if os.environ["RANK"] == "3":
         with open("$FOLDER/meet", "wb") as file:
             file.write($left)
     else:
         time.sleep(2)
     dist.init_process_group(init_method="file://$FOLDER/meet", timeout=20)
-    say(total(1))
-""")
+    say(dist.get_rank(), total(1))
+""", ranks=(3, 0, 1, 2), later=(2,))  # fmt: skip
 def test_invalid_or_stale_file_is_replaced(left: bytes, ended: Ended) -> None:
-    ended.in_good_order("2.0", "2.0")
+    """By rank 0, which is late. Another rank is still later."""
+    ended.printed(*(f"{rank} 4.0" for rank in range(4)))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from launch_jobs import SERVER, TORCHRUN, Ended, job, mpich
+from launch_jobs import PROCESSES, TORCHRUN, Ended, job, mpich
 
 from mpicoll.launch import server
 from mpicoll.launch.host_identity import addresses, find_own_address
@@ -21,13 +21,18 @@ from mpicoll.line_protocol import mac
 
 pytestmark = pytest.mark.waits
 
-pytest_plugins = ["whole_jobs"]
 
 #: Prints the addresses at which the server listens before all ranks have connected.
 LISTENS = (
-    SERVER
+    PROCESSES
     + """
     import glob
+    def server():
+        while True:
+            for pid, name in processes().items():
+                if name == "server.py":
+                    return pid
+            time.sleep(0.05)
     def listens():
         inodes, pid = set(), server()
         for path in glob.glob(f"/proc/{pid}/fd/*"):
@@ -85,10 +90,9 @@ def test_find_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
         ("file://$FOLDER/meet", ALL),
     ],
 )
-@pytest.mark.parametrize("begin", ["dist.init_process_group('mpi', '$method', 30)"])
-@job(LISTENS)
-def test_listening_address(method: str, where: str, begin: str, ended: Ended) -> None:
-    ended.in_good_order("done", "done", f"listens {where}")
+@job(LISTENS, {"begin": "dist.init_process_group('mpi', '$method', 30)"})
+def test_listening_address(method: str, where: str, ended: Ended) -> None:
+    ended.printed("done", "done", f"listens {where}")
 
 
 @mpich
@@ -103,7 +107,7 @@ def test_listening_address(method: str, where: str, begin: str, ended: Ended) ->
 @job(LISTENS, size=2, by="torchrun")
 @pytest.mark.skipif(not TORCHRUN.exists(), reason="there is no torchrun")
 def test_listening_address_under_torchrun(begin: str, ended: Ended) -> None:
-    ended.in_good_order("done", "done", f"listens {LOOPBACK}")
+    ended.printed("done", "done", f"listens {LOOPBACK}")
 
 
 class Peer:
@@ -262,9 +266,7 @@ def test_mapping() -> None:
 
 
 def test_server_needs_only_the_standard_library() -> None:
-    settings = {
-        "host": "127.0.0.1", "port": 0, "secret": "s", "size": 1, "open": False,
-    }  # fmt: skip
+    settings = {"host": "127.0.0.1", "port": 0, "secret": "s", "size": 1, "open": False}
     start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-I", "-S", str(server.__file__)], input=json.dumps(settings) + "\n",

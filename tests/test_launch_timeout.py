@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 from typing import Any
 
 import pytest
-from launch_jobs import compiled
+from whole_jobs import compiled, run_program
 
 from mpicoll.launch.host_identity import node
 
@@ -27,10 +26,7 @@ with enforce_timeout({limit}, None):
 time.sleep(1)
 print("end")
 """
-    return subprocess.run(
-        [sys.executable, "-c", script], env=os.environ | environment, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    return run_program(sys.executable, "-c", script, env=os.environ | environment)
 
 
 #: Like MPI_Init, PyDLL holds the interpreter lock.

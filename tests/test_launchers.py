@@ -52,12 +52,9 @@ every_launcher = pytest.mark.parametrize("launcher", STARTERS, ids=lambda each: 
 
 
 @pytest.fixture(autouse=True)
-def table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add a row to the table, and remove launchers' variables from the environment."""
+def table(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add a row to the table."""
     monkeypatch.setattr(launchers, "LAUNCHERS", (*LAUNCHERS, MADE_UP))
-    for name in list(os.environ):
-        if launchers.is_launcher_variable(name) or launchers.is_bootstrap_variable(name):
-            monkeypatch.delenv(name)
 
 
 def simulate(launcher: Launcher, rank: int = 1, size: int = 4) -> Environment:

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from rank_scripts import HUNG, Ended, job, needs_mpiexec
+from rank_scripts import HUNG, Ended, job
 
 import mpicoll as dist
 from mpicoll.core.work import Work
-
-pytest_plugins = ["whole_jobs"]
-
-pytestmark = needs_mpiexec
-
 
 # --- pending work -------------------------------------------------------------------------------
 
@@ -180,14 +175,8 @@ def test_mpi_finalize_while_another_rank_waits(ended: Ended) -> None:
 
 # --- windows --------------------------------------------------------------------------------------
 
-#: How a program ends with a window that has registered memory.
-WINDOW_ENDS = {
-    "destroy": "dist.destroy_process_group()",
-    "nothing": "",
-}
 
-
-@pytest.mark.parametrize("end", WINDOW_ENDS.values(), ids=list(WINDOW_ENDS))
+@pytest.mark.parametrize("end", ["dist.destroy_process_group()", ""], ids=["destroy", "nothing"])
 @job("""
     from mpicoll.api.windows import Window
     dist.init_process_group()

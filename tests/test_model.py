@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import model
 import pytest
+from model import Place
+from report import DOCS, fill_page
 
 from mpicoll.routes.tuning import Table
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import model  # noqa: E402
-from model import Place  # noqa: E402
-from report import DOCS, fill_page  # noqa: E402
-
 pytestmark = pytest.mark.any_mpi
-
-KIB, MIB = 1 << 10, 1 << 20
 
 
 def test_page_has_the_tables_of_the_model() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from launch_jobs import VENDOR
-from whole_jobs import MPIEXEC
+from whole_jobs import MPIEXEC, run_program
 
 LIMIT = 60
 NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc"]
@@ -24,7 +24,7 @@ NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc"]
 def _can() -> bool:
     if not MPIEXEC or not all(map(shutil.which, ("unshare", "nsenter"))):
         return False
-    return subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode == 0
+    return run_program(*NAMESPACE, "true").returncode == 0
 
 
 pytestmark = pytest.mark.skipif(not _can(), reason="needs mpiexec and the right to make namespaces")
@@ -97,11 +97,7 @@ def run(job: str, namespaces: list[str], folder: Path, *options: str) -> Any:
     """Run a script with the argument ``folder`` on four ranks. options: of mpiexec."""
     (folder / "job.py").write_text(job)
     program = [sys.executable, "-c", ENTER, *namespaces, str(folder / "job.py"), str(folder)]
-    return subprocess.run(
-        [*MPIEXEC, *options, "-n", "4", *program],
-        env=os.environ | APART, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=LIMIT, check=False,
-    )  # fmt: skip
+    return run_program(*MPIEXEC, *options, "-n", "4", *program, env=os.environ | APART)
 
 
 def test_hierarchical_route_on_two_nodes(namespaces: list[str], tmp_path: Path) -> None:

@@ -10,23 +10,20 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import messages
 import pytest
-from page_blocks import ENGINES, IN_TURN, PROGRAMS, Block, blocks
-from rank_scripts import MPIEXEC, needs_mpiexec
+from page_blocks import ENGINES, Block, blocks
+from whole_jobs import MPIEXEC, needs_mpiexec, run_program
 
 import mpicoll
 from mpicoll import cli, settings
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "docs"))
-
-import messages  # noqa: E402
 
 pytestmark = pytest.mark.any_mpi
 
@@ -37,23 +34,6 @@ if MPIEXEC and (ROOT / MPIEXEC[0]).exists():  # make passes a relative path
 WITH_TORCH = "TEST_MPICOLL_DOCS" in os.environ and importlib.util.find_spec("torch") is not None
 #: Words of blocks that need PyTorch.
 NEEDS_TORCH = ("import torch", "mpicoll.torch", "horovod.torch", "hvd.")
-
-
-@dataclass(frozen=True)
-class How:
-    """How to run the Python blocks of a page.
-
-    way:     IN_TURN or PROGRAMS.
-    prelude: code to run before.
-    skip:    blocks with one of these words are only parsed, {words: reason}.
-    grouped: create a process group for blocks without one.
-    """
-
-    way: str
-    prelude: str = ""
-    skip: Mapping[str, str] = field(default_factory=dict)
-    grouped: bool = False
-
 
 #: Names that blocks use.
 PRELUDE = """
@@ -85,32 +65,30 @@ def step(state):
 #: The reason to skip blocks that need an engine.
 ON_ENGINES = "tests/clients/test_engines.py runs it on its engine"
 
-#: Every page with Python blocks, in the order of execution.
-TREATMENT = {
-    "README.md": How(PROGRAMS),
-    "docs/api.md": How(PROGRAMS, PRELUDE + "output, input = np.zeros(4), np.ones(4)", grouped=True),
-    "docs/coming_from.md": How(PROGRAMS),
-    "docs/horovod.md": How(IN_TURN, SCRIPT),
-    "docs/index.md": How(PROGRAMS),
-    "docs/launching.md": How(PROGRAMS, skip={"import ray": ON_ENGINES}),
-    "docs/pickle.md": How(PROGRAMS, PRELUDE + "class MyConfig: pass\nobjects = [x]", grouped=True),
-    "docs/pytorch.md": How(
-        PROGRAMS,
-        skip={
-            "_reconfigure": "torch 2.15, and a lost rank",
-            "file://": "tests/test_torch_front.py has processes without a launcher",
-        },
-    ),
-    "docs/reference.md": How(IN_TURN),
-    "docs/reference_fronts.md": How(IN_TURN, skip=dict.fromkeys(ENGINES, ON_ENGINES)),
-    "docs/reliability.md": How(
-        PROGRAMS, STATE, {"grow_group": "tests/test_losses.py loses a rank before"}, grouped=True
-    ),
-    "docs/reproducibility.md": How(PROGRAMS, PRELUDE, grouped=True),
-    "docs/sharp_bits.md": How(PROGRAMS),
-    "docs/tutorial.md": How(PROGRAMS),
-    "docs/gpu.md": How(PROGRAMS, skip={"import cupy": "tests/gpu/test_gpu_jobs.py runs it"}),
-}
+#: How to run every page with Python blocks, in the order of execution (see page_blocks.py). Blocks
+#: with a word of "skip" are only parsed; the text is the reason.
+TREATMENT: dict[str, dict[str, Any]] = {
+    "README.md": {},
+    "docs/api.md": {"grouped": PRELUDE + "output, input = np.zeros(4), np.ones(4)"},
+    "docs/coming_from.md": {},
+    "docs/horovod.md": {"in_turn": SCRIPT},
+    "docs/index.md": {},
+    "docs/launching.md": {"skip": {"import ray": ON_ENGINES}},
+    "docs/pickle.md": {"grouped": PRELUDE + "class MyConfig: pass\nobjects = [x]"},
+    "docs/pytorch.md": {"skip": {
+        "_reconfigure": "torch 2.15, and a lost rank",
+        "file://": "tests/test_torch_front.py has processes without a launcher",
+    }},
+    "docs/reference.md": {"in_turn": ""},
+    "docs/reference_fronts.md": {"in_turn": "", "skip": dict.fromkeys(ENGINES, ON_ENGINES)},
+    "docs/reliability.md": {
+        "grouped": STATE, "skip": {"grow_group": "tests/test_losses.py loses a rank before"},
+    },
+    "docs/reproducibility.md": {"grouped": PRELUDE},
+    "docs/sharp_bits.md": {},
+    "docs/tutorial.md": {},
+    "docs/gpu.md": {"skip": {"import cupy": "tests/gpu/test_gpu_jobs.py runs it"}},
+}  # fmt: skip
 
 
 def found(page: Path) -> list[Block]:
@@ -141,13 +119,11 @@ def test_python_blocks_parse_and_use_existing_names(page: Path) -> None:
 @needs_mpiexec
 def test_python_blocks_run_on_two_ranks() -> None:
     """One job runs all pages."""
-    chosen = {page: asdict(how) for page, how in TREATMENT.items()}
-    for how in chosen.values():
-        how["skip"] = (*how["skip"], *(() if WITH_TORCH else NEEDS_TORCH))
-    command = [*MPIEXEC, "-n", "2", sys.executable, str(ROOT / "tests/page_blocks.py")]
-    done = subprocess.run(
-        [*command, json.dumps(chosen)], capture_output=True, text=True, check=False, timeout=600
-    )
+    never = () if WITH_TORCH else NEEDS_TORCH
+    chosen = {page: {**how, "skip": [*how.get("skip", ()), *never]}
+              for page, how in TREATMENT.items()}  # fmt: skip
+    script, choice = ROOT / "tests/page_blocks.py", json.dumps(chosen)
+    done = run_program(*MPIEXEC, "-n", "2", sys.executable, script, choice, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -155,7 +131,7 @@ def test_treatment_lists_all_pages_with_python() -> None:
     for page in PAGES:
         texts = [block.text for block in found(page) if block.language == "python"]
         assert bool(texts) == (name(page) in TREATMENT), name(page)
-        for word in TREATMENT[name(page)].skip if texts else ():
+        for word in TREATMENT.get(name(page), {}).get("skip", ()):
             assert any(word in text for text in texts), f"{page}: no block has {word}"
 
 
@@ -254,10 +230,8 @@ def test_commands_run(line: str, tmp_path: Path) -> None:
     }
     command = [word for each in shlex.split(line) for word in programs.get(each, [each])]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        ["env", *command], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
-        env=os.environ | {"PYTHONPATH": path},
-    )  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": path}
+    done = run_program("env", *command, cwd=tmp_path, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -326,6 +326,16 @@ def call(function, *args):
     return function + tuple_of(*args) + pickle.REDUCE
 
 
+def built(target, state):
+    """Set the state of an object."""
+    return target + state + pickle.BUILD
+
+
+def with_attributes(target, **items):
+    """Set attributes of an object beside its __dict__, as of an object with slots."""
+    return built(target, tuple_of(NONE, dict_of(**items)))
+
+
 def dict_of(**items):
     inside = b"".join(plain(key) + value for key, value in items.items())
     return pickle.EMPTY_DICT + pickle.MARK + inside + pickle.SETITEMS
@@ -346,8 +356,8 @@ NONE, TRUE = pickle.NONE, pickle.NEWTRUE
 STRUCT = (("a",), ("<f8",), (0,), 8, False)
 #: State of a dtype of objects with the flag "has no objects", which NumPy does not check.
 POINTERS = plain((3, "|", None, None, None, -1, -1, 0))
+OBJECTS = built(call(name("numpy", "dtype"), plain("O8"), plain(False), TRUE), POINTERS)
 SHELL = "touch {}"
-WITH_CODE = dict_of(__defaults__=plain((99,)))
 
 HOSTILE = {
     # Names that are not allowed.
@@ -361,40 +371,33 @@ HOSTILE = {
     "pickle within pickle": call(name("pickle", "loads"), plain(b"N.")),
     "the class of arrays": call(name("numpy", "ndarray"), plain((1,)), plain("O")),
     # Objects that are created from bytes.
-    "dtype of objects": call(name("numpy", "dtype"), plain("O8"), plain(False), TRUE)
-    + POINTERS + pickle.BUILD,
+    "dtype of objects": OBJECTS,
     "array of objects of numpy": call(
-        name("numpy._core.numeric", "_frombuffer"),
-        plain(struct.pack("P", id(GLOBAL_LIST))),
-        call(name("numpy", "dtype"), plain("O8"), plain(False), TRUE) + POINTERS + pickle.BUILD,
-        plain((1,)),
-        plain("C"),
+        name("numpy._core.numeric", "_frombuffer"), plain(struct.pack("P", id(GLOBAL_LIST))),
+        OBJECTS, plain((1,)), plain("C"),
     ),
     **{
         f"unit {spec}": array_of(spec, (1,), bytes(8))
         for spec in ("<M8[s/0]", "<m8[s/0]", "<M8[0s]", "<M8[25s/3]", "<f8[s]", "<M4[s]")
     },
-    "state of a dtype": call(DTYPE, plain("<f8")) + POINTERS + pickle.BUILD,
-    "state of an array": array_of("<f8", (1,), bytes(8))
-    + tuple_of(
-        plain(1), plain((1,)), call(DTYPE, plain("<f8")), plain(False),
-        plain(bytes(8)),
-    ) + pickle.BUILD,
-    "state of a scalar": call(SCALAR, plain(STRUCT), plain(bytes(8)))
-    + dict_of(a=plain(1)) + pickle.BUILD,
+    "state of a dtype": built(call(DTYPE, plain("<f8")), POINTERS),
+    "state of an array": built(
+        array_of("<f8", (1,), bytes(8)),
+        tuple_of(plain(1), plain((1,)), call(DTYPE, plain("<f8")), plain(False), plain(bytes(8))),
+    ),
+    "state of a scalar": built(
+        call(SCALAR, plain(STRUCT), plain(bytes(8))), dict_of(a=plain(1))
+    ),
     "an element of an array": array_of("<f8", (1,), bytes(8)) + plain(0) + plain(1.0)
     + pickle.SETITEM,
     # Changes to objects that exist already.
-    "attributes of a class": named(Config) + tuple_of(NONE, dict_of(limit=plain(99)))
-    + pickle.BUILD,
-    "the state of a class": named(WithState) + plain([99]) + pickle.BUILD,
-    "defaults of a function": named(twice) + tuple_of(NONE, WITH_CODE) + pickle.BUILD,
-    "defaults of our own function": ARRAY + tuple_of(NONE, WITH_CODE)
-    + pickle.BUILD,
-    "a member of an Enum": call(named(Color), plain(1)) + dict_of(_value_=plain(99))
-    + pickle.BUILD,
+    "attributes of a class": with_attributes(named(Config), limit=plain(99)),
+    "the state of a class": built(named(WithState), plain([99])),
+    "defaults of a function": with_attributes(named(twice), __defaults__=plain((99,))),
+    "defaults of our own function": with_attributes(ARRAY, __defaults__=plain((99,))),
+    "a member of an Enum": built(call(named(Color), plain(1)), dict_of(_value_=plain(99))),
     "a class kept aside": named(Config) + pickle.MEMOIZE + pickle.POP + plain(1) + pickle.POP
-    + pickle.BINGET + b"\0" + tuple_of(NONE, dict_of(limit=plain(99))) + pickle.BUILD,
+    + with_attributes(pickle.BINGET + b"\0", limit=plain(99)),
     "an element of an existing list": call(named(the_list)) + plain(99) + pickle.APPEND,
     "elements of an existing list": call(named(the_list)) + pickle.MARK + plain(99)
     + pickle.APPENDS,

@@ -3,8 +3,8 @@
 import functools
 import itertools
 import operator
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -147,11 +147,8 @@ def test_combine_is_thread_safe(kernels):
         for _ in range(5):
             reduction.combine(ReduceOp.SUM, dtype, sources, out)
 
-    threads = [threading.Thread(target=work, args=(out,)) for out in outs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(outs)) as pool:
+        list(pool.map(work, outs))  # raises their errors
     for out in outs:
         assert_same_bits(out, reference(ReduceOp.SUM, dtype, sources))
 

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from rank_scripts import job, needs_mpiexec, run
-
-pytest_plugins = ["whole_jobs"]
-
-pytestmark = needs_mpiexec
-__all__ = ["run"]
+from rank_scripts import job
 
 
-@job(
-    """
+@job("""
     dist.init_process_group()
     group = dist.new_group()
     other = dist.new_group(reproducible="order")
@@ -32,18 +26,14 @@ __all__ = ["run"]
     dist.init_process_group(reproducible="order")  # takes precedence
     say(dist.group.WORLD.reproducible)
     dist.destroy_process_group()
-    """,
-    ranks=3,
-    environment={"MPICOLL_REPRODUCIBLE": "EXACT"},
-)
+""", ranks=3, environment={"MPICOLL_REPRODUCIBLE": "EXACT"})  # fmt: skip
 def test_variable_is_the_default(ended):
     ended.in_good_order()
     assert ended.lines == ["exact exact order"] * 3 + ["order"] * 3
 
 
 @pytest.mark.any_mpi
-@job(
-    """
+@job("""
     import torch
     import torch.distributed as c10d
     from mpicoll.torch.options import Options
@@ -65,9 +55,7 @@ def test_variable_is_the_default(ended):
     except ValueError as error:
         say(error)
     c10d.destroy_process_group()
-    """,
-    ranks=3,
-)
+""", ranks=3)  # fmt: skip
 def test_options_of_torch(ended):
     pytest.importorskip("torch")
     ended.in_good_order()

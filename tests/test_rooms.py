@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import ast
 import graphlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tree
 
 import mpicoll
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "docs"))
-
-import tree
 
 pytestmark = pytest.mark.any_mpi
 

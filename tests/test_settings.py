@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from rank_scripts import MPIEXEC, needs_mpiexec
+from rank_scripts import Ended, job, needs_torch
 
 from mpicoll import settings
 from mpicoll.settings import SETTINGS
@@ -84,26 +81,23 @@ def test_project_uses_only_names_of_the_table() -> None:
 @pytest.mark.parametrize(
     "init",
     [
-        "import mpicoll; mpicoll.init_process_group()",
-        "import torch.distributed as d; d.init_process_group('mpicoll', init_method='mpi://')",
+        "dist.init_process_group()",
+        pytest.param(
+            "import torch.distributed as d; d.init_process_group('mpicoll', init_method='mpi://')",
+            marks=needs_torch,
+        ),
     ],
     ids=["mpicoll", "torch"],
 )
-@needs_mpiexec
-def test_init_raises_on_every_rank(init: str) -> None:
-    if "torch" in init:
-        pytest.importorskip("torch")
-    # A rank prints with one write, so that lines of two ranks do not mix.
-    program = f"import os\ntry:\n    {init}\nexcept ValueError as error:\n"
-    program += "    os.write(1, f'{type(error).__name__} {error}\\n'.encode())\n"
-    wrong = {"MPICOLL_DEUBG": "DETAIL", "MPICOLL_SHARED_MEMORY": "off"}
-    done = subprocess.run(
-        [*MPIEXEC, "-n", "2", sys.executable, "-c", program], env=os.environ | wrong,
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done
+@job("""
+    try:
+        $init
+    except ValueError as error:
+        say(type(error).__name__, error)
+""", environment={"MPICOLL_DEUBG": "DETAIL", "MPICOLL_SHARED_MEMORY": "off"}, limit=90)  # fmt: skip
+def test_init_raises_on_every_rank(init: str, ended: Ended) -> None:
     line = (
         r"ArgumentError environment: MPICOLL_DEUBG: .*; did you mean MPICOLL_DEBUG\?; "
         "MPICOLL_SHARED_MEMORY: expected 0 or 1, got 'off'\n"
     )
-    assert len(re.findall(line, done.stdout)) == 2, done.stdout
+    assert ended.code == 0 and len(re.findall(line, ended.out)) == 2, ended

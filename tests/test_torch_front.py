@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from launch_jobs import VENDOR
-from rank_scripts import MPIEXEC, needs_mpiexec
+from whole_jobs import MPIEXEC, needs_mpiexec, run_program, without_launcher
 
 pytestmark = [pytest.mark.waits, pytest.mark.slow]
 
@@ -45,11 +45,7 @@ def mpi_rank():
 
 def start(command, folder=None, **environment):
     """Run a command without the rank that this process may have."""
-    variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        command, env=variables | environment, cwd=folder, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    return run_program(*command, env=without_launcher() | environment, cwd=folder, timeout=120)
 
 
 def output_of(done):
@@ -501,18 +497,15 @@ dist.destroy_process_group()
 """
 
 
-def expected_lines(backend):
-    return [f"{rank} {rank} 2 2 3.0 {backend} mpicoll" for rank in range(2)]
-
-
 @needs_mpiexec
 def test_script_for_torchrun_runs_unchanged_under_mpiexec(tmp_path):
     """Two jobs at the same time. As with torchrun and Gloo, standard error stays empty."""
     with ThreadPoolExecutor(2) as pool:
         arguments = mpicoll_run, TORCHRUN_SCRIPT, tmp_path, ON_2_RANKS, "train.py"
         jobs = [pool.submit(*arguments) for _ in range(2)]
+    expected = [f"{rank} {rank} 2 2 3.0 gloo mpicoll" for rank in range(2)]
     for job in jobs:
-        assert sorted(output_of(job.result()).splitlines()) == expected_lines("gloo")
+        assert sorted(output_of(job.result()).splitlines()) == expected
         assert job.result().stderr == ""
 
 

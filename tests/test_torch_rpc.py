@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 from launch_jobs import TORCHRUN
-from rank_scripts import MPIEXEC, needs_mpiexec
+from whole_jobs import MPIEXEC, needs_mpiexec, run_program
 
 pytest.importorskip("torch")
 
@@ -56,9 +55,6 @@ if __name__ == "__main__":
 def test_ranks_call_functions_of_each_other(start, expected, tmp_path):
     script = tmp_path / "calls.py"
     script.write_text(RPC)
-    done = subprocess.run(
-        [*start, script],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = run_program(*start, script, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == expected

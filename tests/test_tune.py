@@ -15,8 +15,6 @@ from mpicoll.cli.timing import Figure
 from mpicoll.cli.tune import CLEAR_RATIO, Outcome, choose_steps
 from mpicoll.routes import tuning, tuning_files
 
-pytest_plugins = ["whole_jobs"]
-
 pytestmark = pytest.mark.any_mpi
 
 # --- steps from measurements --------------------------------------------------------------------
@@ -112,7 +110,7 @@ FEW = "--force --seconds 40 --sizes 8:64"
 @job(f"tune {FEW} --kinds all_reduce 'all_reduce of others' gather", ranks=2,
      then="doctor --json")  # fmt: skip
 def test_later_jobs_use_the_table(ended: Ended) -> None:
-    ended.succeeded()
+    ended.in_good_order()
     (path,) = (ended.folder / "config" / "mpicoll").iterdir()
     assert f"# written to {path}; jobs with this environment use it\n" in ended.out
     written = json.loads(path.read_text())
@@ -146,7 +144,7 @@ OLD = {
      environment={"MPICOLL_TABLE": "$FOLDER/table.json"}, then="doctor")  # fmt: skip
 def test_tune_adds_to_an_existing_table(ended: Ended) -> None:
     """Rows of kinds and placements that were not measured stay."""
-    ended.succeeded()
+    ended.in_good_order()
     rows = tuning_files.parse(ended.table.read_text())
     assert rows[16] == {"scatter": {"node": ((0, "shared"),)}}
     assert rows[2]["scatter"] == rows[16]["scatter"]
@@ -213,7 +211,7 @@ OTHERS = '{"ranks": {}, "mpi": "Our MPI 7", "machine": "9 x A"}'
 def test_invalid_table_is_kept_and_does_not_prevent_another_one(words: str, ended: Ended) -> None:
     assert ended.table.read_text() == BROKEN
     if words:
-        ended.succeeded()
+        ended.in_good_order()
         return
     message = f"{ended.table} is not a tuning table: gather: node: expected "
     ended.refused(message, "remove it")

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rank_scripts import Ended, compiled, job, needs_mpiexec
-
-pytest_plugins = ["whole_jobs"]
-
-pytestmark = needs_mpiexec
-
+from rank_scripts import Ended, compiled, job
 
 # --- a rank that fails during initialization ----------------------------------------------------
 

@@ -1,23 +1,27 @@
-"""A pytest plugin for tests of whole jobs. (PYTEST_DONT_REWRITE)
+"""Tests of whole jobs: fixtures, which conftest.py imports, and functions. (PYTEST_DONT_REWRITE)
 
 A test declares its job by a decorator (``made_by``) and checks the result through the fixture
 ``ended``. All jobs of a module start together, a few at a time, because most of their time is spent
-waiting. ``run(job, parameters of the test, folder)`` runs a job and returns the result. It is a
-function of the test module, or else the argument of ``made_by``.
+waiting.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
+import subprocess
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mpicoll.kernels.library import kernels
+from mpicoll.launch.launchers import is_bootstrap_variable, is_launcher_variable
 
 #: The environment of all jobs. Jobs start in threads, so they must not read ``os.environ``, which
 #: tests of the module change.
@@ -30,6 +34,46 @@ needs_mpiexec = pytest.mark.skipif(not MPIEXEC, reason="TEST_MPICOLL_MPIEXEC nam
 compiled = pytest.mark.skipif(kernels is None, reason="the limit is the C library's")
 #: Printed by a rank that hangs.
 HUNG = "(most recent call first)"
+
+
+def run_program(
+    *command: str | Path, timeout: float = 60, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a program without standard input. Return its exit code and its output."""
+    return subprocess.run(
+        [*map(str, command)], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=timeout, check=False, **options,
+    )  # fmt: skip
+
+
+def assert_processes_end(text: str, timeout_s: float = 10) -> None:
+    """Wait until no process has a text in its environment variables."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                left += [path] if text.encode() in path.read_bytes() else []
+        if not left:
+            return
+        assert time.monotonic() < deadline, f"{left} still run"
+        time.sleep(0.1)
+
+
+def without_launcher() -> dict[str, str]:
+    """Return the environment without the variables of launchers."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not is_launcher_variable(name) and not is_bootstrap_variable(name)
+    }
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the variables of launchers from the environment."""
+    for name in os.environ.keys() - without_launcher().keys():
+        monkeypatch.delenv(name)
 
 
 def preamble(limit: int) -> str:
@@ -47,16 +91,20 @@ def say(*words):  # one write, so that lines of ranks do not mix
 
 
 def made_by(
-    kind: Callable[..., Any], run: Callable[..., Any] | None = None
+    kind: Callable[..., Any], run: Callable[..., Any], *marks: pytest.MarkDecorator
 ) -> Callable[..., Callable[[Any], Any]]:
     """Return the decorator that gives a test its job: ``kind(script, ...)``.
 
-    $name in the script is a parameter of the test. run: runs a job; the module's ``run`` precedes.
+    $name in the script is a parameter of the test, or of ``values``. run(job, parameters, folder):
+    runs a job and returns the result. marks: of all tests.
     """
 
-    def job(script: str, **options: Any) -> Callable[[Any], Any]:
+    def job(script: str, values: Any = None, **options: Any) -> Callable[[Any], Any]:
         def decorate(test: Any) -> Any:
             test.job, test.run = kind(textwrap.dedent(script), **options), run
+            test.values = values or {}
+            for mark in marks:
+                test = mark(test)
             return test
 
         return decorate
@@ -89,9 +137,9 @@ def jobs(
     try:
         yield {
             item.nodeid: pool.submit(
-                getattr(request.module, "run", item.function.run),
+                item.function.run,
                 item.function.job,
-                item.callspec.params if hasattr(item, "callspec") else {},
+                item.function.values | (item.callspec.params if hasattr(item, "callspec") else {}),
                 tmp_path_factory.mktemp("job"),
             )
             for item in chosen

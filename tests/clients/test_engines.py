@@ -12,15 +12,12 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from page_blocks import Block, engine_blocks
 
 from mpicoll.errors import LaunchError
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from page_blocks import Block, engine_blocks
 
 #: Timeout of a test in seconds. On two busy cores, Ray needs ten seconds to start two workers.
 LIMIT_S = 240

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from device_arrays import forced, routes
-from machine import no_gpu
+from device_arrays import LIBRARIES, ROUTES, devices, forced
 
-sys.path.append(str(Path(__file__).parents[1]))  # tests/whole_jobs.py
+sys.path.append(str(Path(__file__).parents[1] / "pytorch"))  # models.py
 
 
-# Without run.py, the helpers of tests/mpi are not found.
+# run.py has checked that there are a GPU and CuPy, and finds the helpers of tests/mpi.
 collect_ignore_glob = [] if os.environ.get("TEST_MPICOLL_DEVICE") else ["test_*.py"]
-
-
-def pytest_collection_modifyitems(items):
-    """Skip tests without a GPU."""
-    # With OWN_GPU, device_arrays.py sets the visible devices before CUDA is initialized.
-    missing = "" if os.environ.get("TEST_MPICOLL_OWN_GPU") else no_gpu()
-    for item in items:
-        if missing and Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason=f"no GPU: {missing}"))
 
 
 @pytest.fixture
@@ -35,7 +26,22 @@ def mpi():
     return MPI.COMM_WORLD
 
 
-@pytest.fixture(scope="module", params=routes("auto", "ipc", "staged"))
+@pytest.fixture(scope="module", params=LIBRARIES)
+def arrays(request):
+    """The array library, which determines the devices of this process."""
+    with devices(request.param) as made:
+        yield made
+
+
+@pytest.fixture(scope="module", params=ROUTES)
+def route(request, arrays):
+    """The forced device route."""
+    with forced(request.param):
+        yield request.param
+    gc.collect()
+
+
+@pytest.fixture(scope="module", params=ROUTES)
 def n(request):
     """The number of ranks of a default group. CuPy's current device is this rank's GPU."""
     import mpicoll as dist

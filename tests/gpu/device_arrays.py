@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+import mpicoll as dist
 from mpicoll.cuda import capabilities
 from mpicoll.launch.launchers import find_local_rank
 from mpicoll.routes.device import ipc
 
 LIBRARIES = os.environ.get("TEST_MPICOLL_DEVICES", "cupy").split(",")
+ROUTES = os.environ.get("TEST_MPICOLL_ROUTES", "auto").split(",")
 #: True if each rank has its own GPU.
 OWN_GPU = bool(os.environ.get("TEST_MPICOLL_OWN_GPU"))
-
-
-def routes(*names: str) -> list[str]:
-    """Return the routes in TEST_MPICOLL_ROUTES, or ``names`` if unset."""
-    return os.environ.get("TEST_MPICOLL_ROUTES", ",".join(names)).split(",")
 
 
 @contextlib.contextmanager
@@ -61,3 +60,20 @@ def forced(route: str) -> Iterator[None]:
             patch.setenv("MPICOLL_DEVICE_ROUTE", route)
         patch.setattr(capabilities, "_known", None)
         yield
+
+
+def check_route_is_off(route: str, reason: str, first_call: Callable[[], Any], group: Any) -> None:
+    """Make a group's first call. All ranks have to use another route, and rank 0 has to warn.
+
+    reason: pattern of the warning and of the group's reason.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first_call()
+    warned = [str(one.message) for one in caught if issubclass(one.category, RuntimeWarning)]
+    warned = [text for text in warned if f"{route} is off" in text]
+    assert len(warned) == (dist.get_rank() == 0), list(map(str, caught))
+    agreed = group.resources.find("devices")
+    assert route not in agreed.names
+    for text in (*warned, agreed.describe()[route]):
+        assert re.search(reason, text), text

@@ -30,11 +30,6 @@ def find_gpus() -> tuple[int, str]:
     return count.value, "" if count.value else f"the driver finds no GPU (CUDA error {code})"
 
 
-def no_gpu() -> str:
-    """Return why the driver finds no GPU, or "" if it finds one."""
-    return find_gpus()[1]
-
-
 def compile_kernel() -> None:
     """Compile a kernel with the NVRTC and the CUDA headers that CuPy finds."""
     import cupy
@@ -64,4 +59,4 @@ if __name__ == "__main__":
         case ["toolkits"]:
             print("\n".join(toolkits()))
         case _:
-            print("GPU:", no_gpu() or "found")
+            print("GPU:", find_gpus()[1] or "found")

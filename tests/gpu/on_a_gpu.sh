@@ -14,12 +14,12 @@
 # Then, on the GPU machine, in this order. Copy the repository with the folder wheels. Each command
 # ends within 600 s, creates what it needs on a new machine, and prints its results while it runs:
 #
-#     tests/gpu/on_a_gpu.sh first      # first_light.py, environment, doctor, route ipc
+#     tests/gpu/on_a_gpu.sh first      # environment, doctor, runtime, arrays, route ipc
 #     tests/gpu/on_a_gpu.sh bench      # measurements: benchmarks/gpu.py
 #     tests/gpu/on_a_gpu.sh tests OPTION...   # other tests: options of tests/gpu/run.py, such as
 #         --suites kernels jobs                                   # killed ranks, visible devices
 #         --suites streams load backend --routes auto staged      # memory, the PyTorch backend
-#         --suites facade memcheck --timeout 150                  # every call on every route
+#         --suites facade --timeout 150                           # every call on every route
 #
 # Environment variables and defaults: PYTHON (python3), WHEELS (wheels), STATE (/tmp/mpicoll-gpu:
 # environment and compiled kernels), OUT (STATE: log.txt and logs.tar.gz), SECONDS_LEFT (570).
@@ -98,15 +98,12 @@ gpu_tests() {
 run() {
     modules
     nvrtc
-    if [ "$step" = first ]; then
-        PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} bounded "$python" tests/gpu/first_light.py
-        bounded "$python" tests/gpu/machine.py
-    fi
+    [ "$step" != first ] || bounded "$python" tests/gpu/machine.py
     environment || { say "FAILED: there is no environment"; failed=1; return; }
     case $step in
         first)
             bounded "$venv/bin/mpiexec" -n 2 "$venv/bin/python" -m mpi4py -m mpicoll doctor
-            gpu_tests --suites ipc
+            gpu_tests --suites runtime libraries ipc
             ;;
         bench)
             bounded "$venv/bin/python" benchmarks/gpu.py --mpiexec "$venv/bin/mpiexec" --ranks 2 \

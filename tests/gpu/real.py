@@ -7,6 +7,7 @@ wrong values.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -79,7 +80,7 @@ class RealArray:
     def __init__(
         self, host: np.ndarray, index: int, stream: cupy.cuda.Stream, memory: Any, layout: str
     ) -> None:
-        self.host, self.index, self.stream, self.number = host, index, stream, stream.ptr
+        self.host, self.index, self.stream = host, index, stream
         strides, offset, _ = laid_out(host, layout)
         self.places = cupy.ndarray(
             host.shape, CARRIERS[host.itemsize], memory + offset, strides or host.strides
@@ -126,11 +127,12 @@ class RealArray:
             count_wrong(part, np.float32(slope), np.float32(start), np.int64(first), wrong)
             return int(wrong.get()[0])  # waits for the stream
 
-    def download(self) -> None:
-        """Copy to ``host`` in the array's stream and synchronize."""
+    def download(self) -> np.ndarray:
+        """Copy to ``host`` in the array's stream and synchronize. Return ``host``."""
         with self._working():
             found = self.places.copy().get()  # waits for the stream
         self._as_carrier()[...] = found
+        return self.host
 
 
 class Interface:
@@ -143,15 +145,9 @@ class Interface:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        places = self.array.places
-        return {
-            "data": (places.data.ptr, False),
-            "shape": places.shape,
-            "strides": places.strides,
-            "typestr": self.dtype.str,
-            "version": 3,
-            "stream": self.array.number,
-        }
+        places, stream = self.array.places, self.array.stream.ptr
+        entries = {"strides": places.strides, "typestr": self.dtype.str, "stream": stream}
+        return {**places.__cuda_array_interface__, **entries}
 
 
 def plain(nbytes: int) -> Any:
@@ -159,15 +155,14 @@ def plain(nbytes: int) -> Any:
     return cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
 
 
-_quiet: dict[int, cupy.cuda.Stream] = {}
+def new_stream(index: int) -> cupy.cuda.Stream:
+    """Return a new stream of a device."""
+    with cupy.cuda.Device(index):
+        return cupy.cuda.Stream(non_blocking=True)
 
 
-def quiet(index: int) -> cupy.cuda.Stream:
-    """Return a stream of a device that is only used for uploads."""
-    if index not in _quiet:
-        with cupy.cuda.Device(index):
-            _quiet[index] = cupy.cuda.Stream(non_blocking=True)
-    return _quiet[index]
+#: The stream of a device that is only used for uploads.
+quiet = functools.cache(new_stream)
 
 
 class Arrays:
@@ -194,15 +189,11 @@ class Arrays:
         self.kinds = ("expandable",) if library == "torch" else ("async", "managed")
         self.pooled = "plain" if library == "torch" else "pool"
         self._side = {
-            index: [self._new_stream(index) for _ in range(8 if self.streams else 1)]
+            index: [new_stream(index) for _ in range(8 if self.streams else 1)]
             for index in range(self.devices)
         }
         self._next = 0
         self._expandable: dict[int, Any] = {}
-
-    def _new_stream(self, index: int) -> cupy.cuda.Stream:
-        with cupy.cuda.Device(index):
-            return cupy.cuda.Stream(non_blocking=True)
 
     def serves(self, dtype: Any) -> bool:
         """Return True if the library supports the dtype."""

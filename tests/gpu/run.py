@@ -8,9 +8,9 @@ built with CUDA (libucx-cu13 or libucx-cu12 from PyPI), its MPI is also tested w
 NAME+ucx.
 
 SUITES lists the tests with their arrays, routes and numbers of ranks. For each MPI and number of
-ranks, a job reports the available device routes. The tests run with each of them forced, and with
-automatic selection ("auto"). On ranks, a test that fails, crashes or hangs ends its launch. The
-next launch leaves out the tests that have run (result_log.py).
+ranks, `doctor` reports the available device routes. The tests run with each of them forced, and
+with automatic selection ("auto"). On ranks, a test that fails, crashes or hangs ends its launch.
+The next launch leaves out the tests that have run (result_log.py).
 
 The summary lists all launches, failed tests, and launches that were not run. The logs of the ranks
 are in .cache/tests/gpu. Exit code: 0 if nothing failed or without a GPU, 3 if the time was over.
@@ -20,6 +20,7 @@ Needs only Python.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -31,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from machine import no_gpu
+from machine import find_gpus
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -43,7 +44,7 @@ ROUTES = ["auto", "peer", "hierarchical", "ipc", "staged", "direct", "nccl"]
 #: Routes that need one GPU per rank.
 GPU_EACH = "peer", "nccl"
 RANKS = [2, 1, 4]
-#: Timeout of the job that reports the routes. Probing an MPI takes up to one minute.
+#: Timeout of `doctor`. Probing an MPI takes up to one minute.
 ROUTES_TIMEOUT_S = 120
 #: Outcomes of a test. The first one on any rank counts.
 OUTCOMES = "failed", "passed", "skipped"
@@ -85,20 +86,16 @@ SUITES = (
     Suite("streams", [f"{TESTS}streams.py"], routes=["auto", "ipc", "staged", "nccl"]),
     Suite("load", [f"{TESTS}load.py"], ["cupy", "torch"], ["auto", "staged"], seconds=300),
     Suite("nodes", [f"{TESTS}nodes.py"], ranks=ON_RANKS),
-    Suite("kernels", [f"{TESTS}peer_kernels.py", f"{TESTS}kernels.py"], ranks=PLAINLY),
+    Suite("kernels", [f"{TESTS}peer_kernels.py", f"{TESTS}kernels.py"], ranks=PLAINLY, seconds=300),
     Suite("runtime", [f"{TESTS}runtime.py"], ranks=PLAINLY),
     Suite("libraries", [f"{TESTS}libraries.py"], ranks=PLAINLY),
     Suite("probes", [f"{TESTS}probes.py"], ranks=PLAINLY),
     Suite("device", ["tests/emulated_gpu"], ranks=PLAINLY),
-    Suite("backend", [f"{TESTS}cuda_tensors.py", f"{TESTS}cuda_training.py"], ["torch"],
+    Suite("backend", [f"{TESTS}cuda_tensors.py"], ["torch"],
           ["auto", "ipc", "staged", "direct", "nccl"]),
     Suite("facade", [f"{TESTS}devices.py"], ["cupy", "interface", "torch"],
           [name for name in ROUTES if name != "hierarchical"]),
     Suite("jobs", [f"{TESTS}gpu_jobs.py", f"{TESTS}ends.py"], ranks=PLAINLY),
-    *(
-        Suite(tool, [f"{TESTS}sanitizer.py", "-k", tool], ranks=PLAINLY, seconds=300)
-        for tool in ("memcheck", "racecheck", "initcheck", "synccheck")
-    ),
     # With the torch of the GPU machine, which may differ from that of `make test`.
     Suite("pytorch", ["tests/pytorch"], ["torch"], ranks=(2,), part=TORCH),
 )  # fmt: skip
@@ -111,31 +108,6 @@ ON_UCX = {
     },
     "mpich": {"MPICH_CH4_NETMOD": "ucx", "MPIR_CVAR_NOLOCAL": "1"},
 }
-
-#: Prints, by route, "" or the missing requirement.
-ROUTES_SCRIPT = """
-import json, sys
-import mpicoll as dist
-from mpicoll.cuda import binding, capabilities
-from mpicoll.routes.device import eligibility
-from mpicoll.errors import MpicollError
-from mpicoll.core.groups import default_group
-dist.init_process_group(timeout=60)
-comm = default_group().inner
-found = capabilities.exchange(comm, probes=True)
-used = comm.allgather(binding.bind() if found[comm.rank].gpus else None)
-found = eligibility.with_used(found, used)  # the GPUs that the tests use
-missing = {"auto": ""}
-for name in sys.argv[1:]:
-    try:
-        eligibility.eligible_routes(found, name)
-        missing[name] = ""
-    except MpicollError as error:
-        missing[name] = str(error)
-if dist.get_rank() == 0:
-    print("ROUTES " + json.dumps(missing), flush=True)
-dist.destroy_process_group()
-"""
 
 
 @dataclass(frozen=True)
@@ -188,23 +160,23 @@ def has(python: Path, module: str) -> bool:
 
 def routes_of(site: Site, ranks: int) -> dict[str, str]:
     """Return, by route, "" or the missing requirement. If the job fails, no route is available."""
-    names = [name for name in ROUTES if name != "auto"]
     command = [
         "timeout", str(ROUTES_TIMEOUT_S), site.mpiexec, "-n", str(ranks), site.python, "-m",
-        "mpi4py", "-c", ROUTES_SCRIPT, *names,
+        "mpi4py", "-m", "mpicoll", "doctor", "--json",
     ]  # fmt: skip
     environment = os.environ | ENVIRONMENT | site.variables | {"MPICOLL_DEVICE_ROUTE": ""}
     done = subprocess.run(
-        command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, check=False,
+        command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, check=False,
     )  # fmt: skip
-    lines = done.stdout.splitlines()
-    for line in lines:
-        if line.startswith("ROUTES "):
-            found: dict[str, str] = json.loads(line.removeprefix("ROUTES "))
-            return found
-    words = " / ".join(lines[-6:])
-    return dict.fromkeys(ROUTES, f"no ranks: exit code {done.returncode}: {words}")
+    try:
+        found = json.loads(done.stdout)["routes"]
+    except ValueError:
+        words = " / ".join((done.stdout + done.stderr).splitlines()[-6:])
+        return dict.fromkeys(ROUTES, f"no ranks: exit code {done.returncode}: {words}")
+    if not found["device"]:
+        return dict.fromkeys(ROUTES, "doctor finds no device route")
+    return {name: found["off"].get(name, "") for name in ROUTES}
 
 
 def read_results(folder: Path, timed_out: bool) -> dict[str, tuple[str, str]]:
@@ -324,21 +296,18 @@ def plan(options: argparse.Namespace, left_out: list[str]) -> list[Task]:
             libraries = [name for name in suite.libraries if name not in missing]
             if suite.name not in options.suites or not libraries or "cupy" in missing:
                 continue
-            for ranks in suite.ranks:
-                if ranks and ranks not in options.ranks:
+            for ranks, route in itertools.product(suite.ranks, suite.routes):
+                if ranks not in (0, *options.ranks):
                     continue
-                for route in suite.routes:
-                    if not {route, suite.about} & {*options.routes}:
-                        continue
-                    task, lack = Task(site, suite, libraries, route, ranks), ""
-                    if ranks:
-                        if ranks not in routes:
-                            routes[ranks] = routes_of(site, ranks)
-                        lack = routes[ranks][route]
-                    if lack:
-                        left_out.append(f"{task.key}: {lack}")
-                    else:
-                        tasks.append(task)
+                if not {route, suite.about} & {*options.routes}:
+                    continue
+                if ranks and ranks not in routes:
+                    routes[ranks] = routes_of(site, ranks)
+                task = Task(site, suite, libraries, route, ranks)
+                if lack := routes[ranks][route] if ranks else "":
+                    left_out.append(f"{task.key}: {lack}")
+                else:
+                    tasks.append(task)
     return tasks
 
 
@@ -362,7 +331,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     options = parse_arguments()
     end = time.monotonic() + options.limit
-    reason = no_gpu()
+    _, reason = find_gpus()
     if reason:
         print(f"SKIPPED: no GPU: {reason}")
     if reason or options.look:

@@ -1,19 +1,28 @@
-"""The PyTorch backend on CUDA tensors: collectives, waits and stream order.
+"""The PyTorch backend on CUDA tensors: stream order, futures, training, torch.compile.
 
 Tensors are filled with delay over garbage, so that missing stream order gives wrong values. Every
-rank runs every test.
+rank runs every test. tests/pytorch has every function of the backend, on the host.
 """
 
 from __future__ import annotations
 
+import shutil
 from datetime import timedelta
 
 import pytest
-
-pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from models import batch, batches, loss_of, make
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset
 
+LARGE = 5_000_000
+STEPS = 4
 #: Clock cycles of the kernel before the values are written: about 10 ms.
 CYCLES = 20_000_000
 
@@ -32,7 +41,7 @@ def filled(device, count, value, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
-@pytest.mark.parametrize("count", [1, 1000, 5_000_000])
+@pytest.mark.parametrize("count", [1, 1000, LARGE])
 def test_all_reduce(device, dtype, count):
     n, me = dist.get_world_size(), dist.get_rank()
     tensor = filled(device, count, me + 1, dtype)
@@ -41,43 +50,7 @@ def test_all_reduce(device, dtype, count):
     assert (doubled == n * (n + 1)).all()
 
 
-def test_other_collectives(device):
-    n, me = dist.get_world_size(), dist.get_rank()
-    tensor = filled(device, 10, me)
-    dist.broadcast(tensor, n - 1)
-    assert (tensor == n - 1).all()
-    gathered = torch.zeros(10 * n, device=device)
-    dist.all_gather_into_tensor(gathered, filled(device, 10, me))
-    assert (gathered == torch.arange(n, device=device).repeat_interleave(10)).all()
-    outputs = [torch.zeros(k + 1, device=device) for k in range(n)]
-    dist.all_gather(outputs, filled(device, me + 1, me))
-    assert all((each == k).all() for k, each in enumerate(outputs))
-    blocks = torch.arange(n, device=device, dtype=torch.float32).repeat_interleave(5) + me
-    part = torch.zeros(5, device=device)
-    dist.reduce_scatter_tensor(part, blocks, op=dist.ReduceOp.AVG)
-    assert (part == me + (n - 1) / 2).all()
-    exchanged = torch.zeros(5 * n, device=device)
-    dist.all_to_all_single(exchanged, blocks)
-    assert (exchanged == me + torch.arange(n, device=device).repeat_interleave(5)).all()
-    strided = torch.zeros(6, 4, device=device).t()
-    strided.fill_(me)
-    dist.all_reduce(strided)
-    assert (strided == sum(range(n))).all()
-    dist.barrier()
-
-
-def test_point_to_point(device):
-    n, me = dist.get_world_size(), dist.get_rank()
-    if n == 1:
-        pytest.skip("needs two ranks")
-    sent, received = filled(device, 1000, me), torch.zeros(1000, device=device)
-    works = [dist.irecv(received, (me - 1) % n), dist.isend(sent, (me + 1) % n)]
-    for work in works:
-        work.wait()
-    assert (received == (me - 1) % n).all()
-
-
-@pytest.mark.parametrize("count", [1000, 5_000_000])
+@pytest.mark.parametrize("count", [1000, LARGE])
 def test_wait_orders_the_stream_that_is_current_at_the_wait(device, count):
     """Also the wait of a Future."""
     n, me = dist.get_world_size(), dist.get_rank()
@@ -117,3 +90,171 @@ def test_future_does_not_block_the_current_stream(device):
     passed.synchronize()
     assert not work.is_completed(), "the current stream has waited for the call"
     assert (future.wait() == n * (n + 1)).all()
+
+
+# ---- Futures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 1000, LARGE])
+def test_callbacks_read_the_result(device, count):
+    """On the host and in a kernel. The current stream waits for the callback's result."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    work = dist.all_reduce(filled(device, count, me + 1), async_op=True)
+    future = work.get_future()
+    seen = future.then(lambda done: done.value()[0].double().mean().item())
+    doubled = future.then(lambda done: done.value()[0] * 2)
+    assert seen.wait() == n * (n + 1) / 2
+    assert (doubled.wait() + 1 == n * (n + 1) + 1).all()
+
+
+@pytest.mark.parametrize("count", [1, LARGE])
+def test_callback_of_a_synchronous_call(device, count):
+    """torch's C++ code, such as DDP, also gets a Future from the Work of a synchronous call."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    work = dist.group.WORLD.allreduce([filled(device, count, me + 1)], options)
+    found = work.get_future().then(lambda done: done.value()[0].clone()).wait()
+    found = found[0] if isinstance(found, list) else found
+    assert (found * 2 == n * (n + 1)).all()
+
+
+def test_callback_that_makes_a_call(device):
+    """DDP hooks make calls in callbacks, in the same order on all ranks."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    tensor = filled(device, 1000, me + 1)
+    group = dist.new_group()
+
+    def again(done):
+        dist.all_reduce(done.value()[0], group=group)
+        return done.value()[0] * 1
+
+    found = dist.all_reduce(tensor, async_op=True).get_future().then(again).wait()
+    assert (found == n * n * (n + 1) / 2).all()
+    dist.destroy_process_group(group)
+
+
+# ---- Training ------------------------------------------------------------------------------------
+
+
+def gradients(model, pair, device):
+    model.zero_grad()
+    loss_of(model, *(part.to(device) for part in pair)).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def check_gradients(model, device, pairs=None, rtol=None):
+    """Compare the gradients of each step with those of one process on the batches of all ranks.
+
+    rtol: tolerance of a hook that rounds, also relative to the largest gradient.
+    """
+    n, me = dist.get_world_size(), dist.get_rank()
+    for step, pair in enumerate(pairs or [batch(me, step) for step in range(STEPS)]):
+        expected = gradients(make().to(device), batches(n, step), device)
+        largest = max(one.abs().max().item() for one in expected)
+        atol = rtol * largest if rtol else 1e-6
+        for found, wanted in zip(gradients(model, pair, device), expected, strict=True):
+            full = found.full_tensor() if hasattr(found, "full_tensor") else found
+            torch.testing.assert_close(full, wanted, rtol=rtol or 1e-4, atol=atol)
+
+
+def own(state, bucket):
+    """Reduce with SUM, and divide in the callback after another kernel."""
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+    def divide(done):
+        late(bucket.buffer().device)
+        return done.value()[0] / dist.get_world_size()
+
+    return future.then(divide)
+
+
+def unnamed(hook):
+    """Hide the name of a hook, because DDP requires NCCL for the bfloat16 hook by name."""
+    return lambda state, bucket: hook(state, bucket)
+
+
+HOOKS = {
+    "none": (None, None),
+    "allreduce": (default_hooks.allreduce_hook, None),
+    "float16": (default_hooks.fp16_compress_hook, 5e-3),
+    "bfloat16": (unnamed(default_hooks.bf16_compress_hook), 4e-2),
+    "own": (own, None),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize(
+    "buckets", [{}, {"bucket_cap_mb": 0.0005}], ids=["one bucket", "many buckets"]
+)
+def test_ddp_hooks(device, name, buckets):
+    hook, rtol = HOOKS[name]
+    model = DDP(make().to(device), **buckets)
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    check_gradients(model, device, rtol=rtol)
+
+
+def test_fsdp(device):
+    model = make().to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in model.children():
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    check_gradients(fully_shard(model, mesh=mesh), device)
+
+
+class Batches(Dataset):
+    """The batches of this rank."""
+
+    def __len__(self):
+        return STEPS
+
+    def __getitem__(self, step):
+        if step >= STEPS:
+            raise IndexError(step)
+        return batch(dist.get_rank(), step)
+
+
+@pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
+def test_loaders_in_forked_processes(device, pinned):
+    """The loaders are forked from a process that uses its GPU."""
+    model = DDP(make().to(device))
+    for _ in range(2):
+        loader = DataLoader(
+            Batches(), batch_size=None, num_workers=2, pin_memory=pinned,
+            multiprocessing_context="fork",
+        )  # fmt: skip
+        check_gradients(model, device, pairs=loader)
+    total = torch.ones(1000, device=device)
+    dist.all_reduce(total)
+    assert (total == dist.get_world_size()).all()
+
+
+NO_COMPILER = pytest.mark.skipif(
+    not (shutil.which("cc") and shutil.which("g++")),
+    reason="inductor needs a C and a C++ compiler",
+)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=NO_COMPILER)])
+def test_compiled(device, compiler):
+    """Functional collectives in one graph, with kernels between them."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    ranks = list(range(n))
+
+    def layer(x):
+        total = funcol.all_reduce(torch.sin(x), "sum", ranks)
+        gathered = funcol.all_gather_tensor(total * x, 0, ranks)
+        return funcol.reduce_scatter_tensor(gathered + 1, "sum", 0, ranks).relu()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend=compiler, fullgraph=True)
+    for key in range(2):
+        inputs = [torch.linspace(-1, 1 + key, 60, device=device) * (r + 1) for r in range(n)]
+        total = sum(torch.sin(x) for x in inputs)
+        late(device)
+        torch.testing.assert_close(
+            compiled(inputs[me]), ((total * inputs[me] + 1) * n).relu(), rtol=1e-4, atol=1e-5
+        )
+    dist.barrier()

@@ -6,22 +6,10 @@ Each rank has its own GPU and uses route ``peer``.
 from __future__ import annotations
 
 import pytest
-from machine import no_gpu
-from rank_scripts import Ended, job, needs_mpiexec, run
+from machine import find_gpus
+from rank_scripts import Ended, job
 
-pytest.importorskip("cupy")
-import cupy
-
-pytest_plugins = ["whole_jobs"]
-
-pytestmark = [
-    needs_mpiexec,
-    pytest.mark.skipif(
-        bool(no_gpu()) or cupy.cuda.runtime.getDeviceCount() < 2, reason="needs two GPUs"
-    ),
-]
-
-__all__ = ["run"]  # for whole_jobs
+pytestmark = pytest.mark.skipif(find_gpus()[0] < 2, reason="needs two GPUs")
 
 #: Start of each script, with one successful call.
 BEGIN = """
@@ -40,7 +28,6 @@ BEGIN = """
 WAITED = "rank 0's GPU has waited 4.0 s for rank 1's"
 
 
-@pytest.mark.parametrize("timeout", [4])
 @job(
     f"""{BEGIN}
     if me == 0:
@@ -50,38 +37,34 @@ WAITED = "rank 0's GPU has waited 4.0 s for rank 1's"
         say("error:", work.exception())
     time.sleep(1000)
 """,
+    {"timeout": 4},
     environment={"MPICOLL_TIMEOUT_GRACE": "1"},
 )
-def test_watchdog_aborts_a_rank_that_does_not_observe_the_timeout(
-    timeout: int, ended: Ended
-) -> None:
+def test_watchdog_aborts_a_rank_that_does_not_observe_the_timeout(ended: Ended) -> None:
     """Rank 0 gets the error from its Work and continues. Rank 1 does not and is aborted."""
     ended.badly("no call of this program has raised")
     assert "error: all_reduce of 10 elements" in ended.out and WAITED in ended.out
 
 
-@pytest.mark.parametrize("timeout", [4])
 @job(f"""{BEGIN}
     if me == 0:
         dist.all_reduce(x)
     else:
         time.sleep(12)
-""")
-def test_exit_waits_for_the_device_and_reports_the_timeout(timeout: int, ended: Ended) -> None:
+""", {"timeout": 4})  # fmt: skip
+def test_exit_waits_for_the_device_and_reports_the_timeout(ended: Ended) -> None:
     ended.badly(WAITED, "ending the job")
 
 
-@pytest.mark.parametrize("timeout", [1000])
 @job(f"""{BEGIN}
     if me == 0:
         dist.all_reduce(x)
-""")
-def test_exit_after_different_calls_fails_at_once(timeout: int, ended: Ended) -> None:
+""", {"timeout": 1000})  # fmt: skip
+def test_exit_after_different_calls_fails_at_once(ended: Ended) -> None:
     """Exit does not wait for a kernel that waits for an exited rank."""
     ended.badly("rank 1 ended without making the last calls of this rank")
 
 
-@pytest.mark.parametrize("timeout", [1000])
 @job(f"""{BEGIN}
     if me == 0:
         dist.all_reduce(x)
@@ -97,8 +80,8 @@ def test_exit_after_different_calls_fails_at_once(timeout: int, ended: Ended) ->
                 raise KeyError
         except KeyError:
             time.sleep(6)
-""")
-def test_exception_in_the_with_block_aborts_the_group(timeout: int, ended: Ended) -> None:
+""", {"timeout": 1000})  # fmt: skip
+def test_exception_in_the_with_block_aborts_the_group(ended: Ended) -> None:
     """The other ranks get the error from their devices and can handle it."""
     assert "error: group" in ended.out and "was aborted" in ended.out
     assert "ended without making" not in ended.out

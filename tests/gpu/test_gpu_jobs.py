@@ -31,9 +31,7 @@ def all_reduced(arrays, count, value, index=0, **options):
     work = dist.all_reduce(array.given, **options)
     if work is not None:
         work.wait()
-    array.host[...] = -1
-    array.download()
-    return array.host
+    return array.download()
 
 def check_calls():
     with devices("cupy") as arrays, arrays.working():

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
+import cupy
 import numpy as np
 import pytest
-
-pytest.importorskip("cupy")
-import cupy
-
-pytest.importorskip("oracle", reason="run it with make test-gpu")
 from oracle import any_bits, operands
 
 from mpicoll.dtypes import DTYPES, OPERATIONS, Kind, ReduceOp, by_name
@@ -213,3 +213,30 @@ def test_compiled_instructions(line, architecture):
     if line.startswith(("ALL_", "REDUCE_", "BROADCAST")):
         assert 0 < text.count("st.release.sys.u64") < 5 and "ld.acquire.sys.u64" in text
         assert "ld.global.nc" not in text  # other GPUs write to the memory
+
+
+#: A sample of the tests, because compute-sanitizer is slow.
+SAMPLE = (
+    "(combine and (SUM or AVG or MAX) and (float32 or bfloat16 or e5m2 or complex64 or int16))"
+    " or test_narrow or test_scale"
+)
+FOLDERS = [f"{folder}/bin" for folder in Path("/usr/local").glob("cuda*")]
+SANITIZER = shutil.which(
+    "compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *FOLDERS])
+)
+
+
+@pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is not installed")
+@pytest.mark.parametrize("tool", ["memcheck", "initcheck", "racecheck", "synccheck"])
+def test_sample_under_the_sanitizer(tool):
+    """compute-sanitizer may serialize kernels, so those of ``peer`` would wait forever: ``make
+    sanitize`` tests them.
+    """
+    done = subprocess.run(
+        [SANITIZER, "--tool", tool, "--error-exitcode", "77", sys.executable, "-m", "pytest", "-q",
+         "-p", "no:cacheprovider", "-k", SAMPLE, __file__],
+        text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240,
+    )  # fmt: skip
+    if "Device not supported" in done.stdout:
+        pytest.skip("compute-sanitizer does not support this device")
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-5000:]

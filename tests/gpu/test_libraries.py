@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import cupy
 import pytest
 
-cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-
-from mpicoll.arrays.adapters import build_view  # noqa: E402
-from mpicoll.errors import ArgumentError  # noqa: E402
+from mpicoll.arrays.adapters import build_view
+from mpicoll.errors import ArgumentError
 
 
 class Exporter:

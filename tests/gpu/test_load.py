@@ -5,40 +5,22 @@ from __future__ import annotations
 import gc
 import time
 
+import cupy
 import numpy as np
 import pytest
-
-pytest.importorskip("cupy")
-import cupy
-from device_arrays import LIBRARIES, devices, forced, routes
 from driver import NAMES
 from driver import team as group_of
-from test_devices import got, uploaded
+from test_devices import uploaded
 
 import mpicoll as dist
 from mpicoll.cuda import runtime
-from mpicoll.dtypes import DTYPES, Kind
 from mpicoll.errors import DeviceMemoryError
 
 MIB = 1 << 20
-NARROW = [row for row in DTYPES if row.kind is Kind.NARROW_FLOAT]
-
-
-@pytest.fixture(scope="module", params=LIBRARIES)
-def arrays(request):
-    with devices(request.param) as made:
-        yield made
-
-
-@pytest.fixture(scope="module", params=routes("auto", "staged"))
-def selected(request, arrays):
-    with forced(request.param):
-        yield request.param
-    gc.collect()
 
 
 @pytest.fixture(scope="module")
-def world(selected):
+def world(route):
     dist.init_process_group(timeout=60)
     yield group_of("world", range(dist.get_world_size()))
     dist.destroy_process_group()
@@ -119,7 +101,7 @@ def test_concurrent_calls_of_two_groups(arrays, world):
         for work, array, which in started if turn % 2 else reversed(started):
             work.wait()
             each = 1 + 10 * which + turn
-            assert (got(array) == sum(range(world.size)) + each * world.size).all()
+            assert (array.download() == sum(range(world.size)) + each * world.size).all()
     for group in groups:
         dist.destroy_process_group(group)
 
@@ -147,8 +129,8 @@ def test_input_may_be_freed_when_the_call_returns(arrays, world, how, count):
             gc.collect()
             dist.broadcast(output.given, turn % world.size)  # a group's calls go in order
         expected = np.arange(world.size)[:, None] + turn
-        assert (got(output) == expected).all(), f"turn {turn}"
-        assert (got(other) == 77).all(), f"turn {turn}"
+        assert (output.download() == expected).all(), f"turn {turn}"
+        assert (other.download() == 77).all(), f"turn {turn}"
 
 
 def fill_pool(left):
@@ -200,7 +182,7 @@ def test_groups_without_memory_for_workspaces_use_another_route(arrays, world, m
             dist.all_reduce(array.given, group=group)
         mpi.Barrier()
     for array in (small, large, columns):
-        assert (got(array) == sum(range(world.size))).all()
+        assert (array.download() == sum(range(world.size))).all()
     dist.destroy_process_group(group)
     mpi.Barrier()
     assert route_of(arrays, world) == usual
@@ -211,7 +193,7 @@ def route_of(arrays, world):
     group = dist.new_group()
     array = uploaded(arrays, np.full(10, world.me, np.float32))
     dist.all_reduce(array.given, group=group)
-    assert (got(array) == sum(range(world.size))).all()
+    assert (array.download() == sum(range(world.size))).all()
     found = group.resources.find("devices").names[0]
     dist.destroy_process_group(group)
     return found

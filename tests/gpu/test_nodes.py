@@ -8,9 +8,6 @@ from __future__ import annotations
 import re
 
 import pytest
-
-pytest.importorskip("cupy")
-
 import real
 from device_arrays import forced
 from mpi4py import MPI

@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import itertools
 
+import cupy
 import numpy as np
 import pytest
-
-pytest.importorskip("cupy")
-import cupy
-
-pytest.importorskip("oracle", reason="run it with make test-gpu")
 from oracle import operands
 from test_kernels import OnDevice, assert_same
 

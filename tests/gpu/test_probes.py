@@ -5,12 +5,10 @@ The probes transfer device memory. The faults are those of an MPI that treats it
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import socket
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +17,12 @@ from pathlib import Path
 import pytest
 from cli_jobs import Ended, job
 from machine import find_gpus
+from whole_jobs import assert_processes_end, run_program
 
 from mpicoll.cuda.probe import OK, ProbeOutcome, run_probe
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes.registry import DEVICE
 
-pytest_plugins = ["whole_jobs"]
 needs_two_gpus = pytest.mark.skipif(find_gpus()[0] < 2, reason="needs two GPUs")
 
 #: Seconds after which a probe counts as hanging. It takes three to six.
@@ -78,11 +76,10 @@ FAULTS = {
 }
 #: Marks the processes of the probes.
 MARK = f"probes of {os.getpid()}"
-LIBRARY = subprocess.run(
-    [sys.executable, "-c", "import mpi4py; mpi4py.rc.initialize = False\n"
-     "from mpi4py import MPI; from mpicoll.launch.mpi_library import find_library\n"
-     "print(MPI.get_vendor()[0]); print(find_library())"],
-    stdout=subprocess.PIPE, text=True, check=False,
+LIBRARY = run_program(
+    sys.executable, "-c", "import mpi4py; mpi4py.rc.initialize = False\n"
+    "from mpi4py import MPI; from mpicoll.launch.mpi_library import find_library\n"
+    "print(MPI.get_vendor()[0]); print(find_library())",
 ).stdout.splitlines()  # fmt: skip
 
 
@@ -120,18 +117,7 @@ def test_probe_reports_the_fault(fault, probes):
 
 
 def test_probes_leave_no_process(probes):
-    deadline = time.monotonic() + 10  # for killed processes to exit
-    while (left := processes_of_probes()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left
-
-
-def processes_of_probes():
-    left = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            left += [path] if MARK.encode() in path.read_bytes() else []
-    return left
+    assert_processes_end(MARK)
 
 
 def test_probe_uses_one_rank_if_two_cannot_be_started(monkeypatch, environment):
@@ -169,10 +155,7 @@ for may_probe in False, True, True:
 )  # fmt: skip
 def test_discover_probes_once_if_needed(environment, variables, expected, tmp_path):
     own = {"XDG_CACHE_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE], env=environment | own | variables,
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    done = run_program(sys.executable, "-c", PROBE, env=environment | own | variables)
     lines = done.stdout.splitlines()
     assert len(lines) == 3, done
     assert all(line.startswith(want) for line, want in zip(lines, expected, strict=True)), done
@@ -235,7 +218,7 @@ def test_doctor_warns_of_a_far_gpu(ended: Ended) -> None:
 @needs_two_gpus
 @job("hello", ranks=3, site=TOPOLOGY)
 def test_hello_on_ranks_that_share_gpus(ended: Ended) -> None:
-    ended.succeeded()
+    ended.in_good_order()
     lines = ended.out.splitlines()
     assert len(lines) == 3, ended
     for rank, line in enumerate(lines):

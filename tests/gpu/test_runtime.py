@@ -11,10 +11,8 @@ import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
-pytest.importorskip("cupy")
 import cupy
+import pytest
 from machine import find_gpus
 
 from mpicoll.core.progress import Poller, Worker
@@ -143,6 +141,7 @@ def test_calls_that_a_capture_allows(cuda):
     context, stream = DeviceContext(cuda, 0), cupy.cuda.Stream(non_blocking=True)
     host = cupy.cuda.alloc_pinned_memory(1)  # not in the capture
     held = [cuda.allocate(0, 10)]
+    address = held[0].address
     with stream:
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
         held.clear()
@@ -150,6 +149,7 @@ def test_calls_that_a_capture_allows(cuda):
         with context.capturing(stream.ptr):
             cupy.cuda.runtime.free(cupy.cuda.runtime.malloc(10))
         stream.end_capture()  # raises if the capture is invalid
+    assert cuda.find_allocation(address) is None, "the memory was not freed"
     context.close()
     del host
 

@@ -135,7 +135,9 @@ class Program:
         dist.destroy_process_group()
 
     def change_groups(self) -> None:
-        """Create or destroy a group, or do nothing. All ranks call."""
+        """Create or destroy a group, or do nothing, and make the first calls of some groups, which
+        do not use shared memory. All ranks call.
+        """
         if len(self.teams) > 1 and self.common.random() < 0.4:
             ended = self.teams.pop(self.common.randrange(1, len(self.teams)))
             self.current = f"destroy_process_group({ended.name})"
@@ -152,14 +154,9 @@ class Program:
             self.teams.append(Team(name, group, tuple(ranks), me))
         for one in self.teams:
             make_first_calls = self.common.random() < 0.7
-            if one.me is not None:
-                self.prepare(one, make_first_calls)
-
-    def prepare(self, one: Team, make_first_calls: bool) -> None:
-        """Make the calls that a group makes before it uses shared memory."""
-        if make_first_calls:
-            while one.group.sequence < consistency.FIRST + 2:
-                dist.all_reduce(np.zeros(1, np.float32), group=one.group)
+            if one.me is not None and make_first_calls:
+                while one.group.sequence < consistency.FIRST + 2:
+                    dist.all_reduce(np.zeros(1, np.float32), group=one.group)
 
     def draw(self) -> tuple[Any, ...]:
         """Return a primitive, dtype, reduction operation, count of a block, and async_op."""

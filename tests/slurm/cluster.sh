@@ -7,15 +7,12 @@
 # libpmix2 and iproute2 (tests/slurm/run.py installs them).
 #
 # The head and the nodes node1, node2, ... are namespaces: network, processes, mounts, IPC and host
-# name. They share files, but not memory (/dev/shm) and processes. Where namespaces are not
-# permitted, as in an unprivileged container, or with CLUSTER_PLAIN=1, this machine is the only node.
+# name. They share files, but not memory (/dev/shm) and processes.
 #
 # The environment of the command has, in addition to SLURM_CONF:
 #
 #     CLUSTER         a folder with the logs of Slurm's daemons, removed at the end
-#     CLUSTER_NODES   the number of nodes
-#     CLUSTER_FAIL    a command: "$CLUSTER_FAIL" 2 simulates a power failure of node2; "" without
-#                     namespaces
+#     CLUSTER_FAIL    a command: "$CLUSTER_FAIL" 2 simulates a power failure of node2
 
 set -euo pipefail
 shopt -s nullglob
@@ -23,7 +20,6 @@ shopt -s nullglob
 self=$(realpath "$0")
 folder=$(dirname "$self")
 subnet=10.77.0
-linked=() # links created in the system's folders
 isolate=(unshare --net --uts --ipc --mount --pid --fork --mount-proc --kill-child)
 
 # --- inside a node ------------------------------------------------------------------------------
@@ -53,18 +49,14 @@ fail_node() { # NUMBER: the link first, so that no daemon reports the end
 
 # --- the head -----------------------------------------------------------------------------------
 
-# Slurm's plug-in opens libpmix.so, a link that only libpmix-dev installs. With namespaces, only this
-# cluster sees the link, because other clusters may run at the same time.
+# Slurm's plug-in opens libpmix.so, a link that only libpmix-dev installs. Only this cluster sees the
+# link, because other clusters may run at the same time.
 link_pmix() {
     local pmix
     for pmix in /usr/lib/*-linux-gnu/pmix2/lib; do
         [ ! -e "$pmix/libpmix.so" ] || continue
-        if [ -z "$CLUSTER_PLAIN" ]; then
-            cp -a "$pmix" "$CLUSTER/pmix"
-            mount --bind "$CLUSTER/pmix" "$pmix"
-        else
-            linked+=("$pmix/libpmix.so")
-        fi
+        cp -a "$pmix" "$CLUSTER/pmix"
+        mount --bind "$CLUSTER/pmix" "$pmix"
         ln -s libpmix.so.2 "$pmix/libpmix.so"
     done
 }
@@ -95,22 +87,18 @@ start_node() { # NUMBER
 }
 
 configure() { # NODES CPUS
-    local head name address i nodes=
+    local name address i nodes=
     printf '127.0.0.1 localhost\n::1 localhost\n%s.100 head\n' "$subnet" > "$CLUSTER/hosts"
     for ((i = 1; i <= $1; i++)); do
         name=node$i address=$subnet.$i
-        # Open MPI under PMIx needs a node name that is the host name.
-        [ -z "$CLUSTER_PLAIN" ] || name=$(hostname) address=127.0.0.1
         echo "$address $name" >> "$CLUSTER/hosts"
         mkdir -p "$CLUSTER/spool.$name"
         mkdir -m 1777 "$CLUSTER/tmp.$name"
         nodes+="NodeName=$name NodeAddr=$address CPUs=$2 CoresPerSocket=$2 RealMemory=4000"$'\n'
     done
-    head="head($subnet.100)"
-    [ -z "$CLUSTER_PLAIN" ] || head="$(hostname)(127.0.0.1)"
     local text
     text=$(< "$folder/slurm.conf")
-    text=${text//@HEAD@/$head}
+    text=${text//@HEAD@/head($subnet.100)}
     text=${text//@STATE@/$CLUSTER}
     printf '%s\n' "${text//@NODES@/$nodes}" > "$SLURM_CONF"
     (umask 077 && head -c 1024 /dev/urandom > "$CLUSTER/munge.key")
@@ -129,11 +117,6 @@ wait_for_nodes() { # NODES
 
 stop() {
     local status=$? file process
-    # Namespaces end with their first process. Without namespaces, end the daemons by pid file.
-    if [ -n "$CLUSTER_PLAIN" ] && [ -e "$CLUSTER/slurmctld.pid" ]; then
-        scancel --me 2> /dev/null || true
-        sleep 1
-    fi
     [ "$status" = 0 ] || for file in "$CLUSTER"/slurm*.log; do
         echo "--- $file" >&2
         tail -n 15 "$file" >&2
@@ -147,7 +130,6 @@ stop() {
             sleep 0.1
         done
     done
-    rm -f "${linked[@]}"
     umount -R "$CLUSTER"/cgroup.* 2> /dev/null || true
     rm -rf --one-file-system "$CLUSTER" || true
     exit "$status"
@@ -159,26 +141,20 @@ run_head() { # NODES CPUS COMMAND...
 
     CLUSTER=$(mktemp -d /tmp/slurm-cluster.XXXXXX)
     trap stop EXIT
-    export CLUSTER SLURM_CONF=$CLUSTER/slurm.conf CLUSTER_NODES=$count CLUSTER_FAIL=
+    export CLUSTER SLURM_CONF=$CLUSTER/slurm.conf CLUSTER_FAIL=$CLUSTER/fail
     chmod 755 "$CLUSTER"
     mkdir "$CLUSTER"/{ctld,munge}
     configure "$count" "$cpus"
 
     link_pmix
-    [ -n "$CLUSTER_PLAIN" ] || start_network
-    mkdir -p /run/munge
+    start_network
     # One munged for all nodes: its socket is a shared file.
     munged --force --key-file="$CLUSTER/munge.key" --log-file="$CLUSTER/munged.log" \
         --pid-file="$CLUSTER/munged.pid" --seed-file="$CLUSTER/munge.seed"
     slurmctld -c
-    if [ -n "$CLUSTER_PLAIN" ]; then
-        slurmd -N "$(hostname)"
-    else
-        printf '#!/bin/sh\nexec "%s" --fail "$1"\n' "$self" > "$CLUSTER/fail"
-        chmod +x "$CLUSTER/fail"
-        CLUSTER_FAIL=$CLUSTER/fail
-        for ((i = 1; i <= count; i++)); do start_node "$i"; done
-    fi
+    printf '#!/bin/sh\nexec "%s" --fail "$1"\n' "$self" > "$CLUSTER_FAIL"
+    chmod +x "$CLUSTER_FAIL"
+    for ((i = 1; i <= count; i++)); do start_node "$i"; done
     wait_for_nodes "$count"
     "$@"
 }
@@ -191,7 +167,6 @@ case ${1-} in
         fail_node "$2"
         ;;
     --head)
-        export CLUSTER_PLAIN=
         run_head "${@:2}"
         ;;
     *)
@@ -199,14 +174,10 @@ case ${1-} in
             echo "usage: cluster.sh NODES CPUS COMMAND [ARGUMENT...]" >&2
             exit 2
         fi
-        if [ -z "${CLUSTER_PLAIN-}" ] && "${isolate[@]}" mount -t sysfs sysfs /sys 2> /dev/null; then
-            exec "${isolate[@]}" "$self" --head "$@"
-        fi
-        if [ "$1" != 1 ]; then
-            echo "cluster.sh: $1 nodes need namespaces, which are not permitted here: use 1 node" >&2
+        if ! "${isolate[@]}" mount -t sysfs sysfs /sys 2> /dev/null; then
+            echo "cluster.sh: nodes need namespaces, which are not permitted here" >&2
             exit 2
         fi
-        export CLUSTER_PLAIN=1
-        run_head "$@"
+        exec "${isolate[@]}" "$self" --head "$@"
         ;;
 esac

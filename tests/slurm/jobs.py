@@ -11,22 +11,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "LIMIT", "MPI", "NODES", "RANKS", "ROOT", "VENDOR", "Ended", "cancel", "environment", "output",
-    "srun", "start", "submit", "wait", "wait_until",
-]  # fmt: skip
-
 ROOT = Path(__file__).resolve().parents[2]
-NODES = int(os.environ.get("CLUSTER_NODES", "1"))
-RANKS = 2 * NODES
+NODES, RANKS = 2, 4
 #: Seconds after which a job counts as hanging.
 LIMIT = 120
 
-VENDOR = subprocess.run(
-    [sys.executable, "-c", "import mpi4py; mpi4py.rc.initialize = False\n"
-     "from mpi4py import MPI; print(MPI.get_vendor()[0])"],
-    stdout=subprocess.PIPE, text=True, check=True,
-).stdout.strip()  # fmt: skip
+
+def command(*words: str | Path) -> str:
+    """Run a command that has to succeed. Return its output."""
+    done = subprocess.run(list(map(str, words)), stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout
+
+
+VENDOR = command(
+    sys.executable, "-c", "import mpi4py; mpi4py.rc.initialize = False\n"
+    "from mpi4py import MPI; print(MPI.get_vendor()[0])",
+).strip()  # fmt: skip
 #: The value of srun's option --mpi for this MPI library.
 MPI = "pmix" if VENDOR == "Open MPI" else "pmi2"
 

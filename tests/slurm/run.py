@@ -1,12 +1,12 @@
 """Run the tests of this folder on a Slurm cluster on this machine, with each MPI.
 
-    python tests/slurm/run.py NAME=ENVIRONMENT ... [--nodes 2] [--quick] [OPTION OF PYTEST ...]
+    python tests/slurm/run.py NAME=ENVIRONMENT ... [--quick] [OPTION OF PYTEST ...]
 
 ``make test-slurm`` runs MPICH and Open MPI. Needs root and Debian's Slurm packages. With apt-get,
 missing packages are installed; otherwise this prints their names. Nodes are namespaces. If these
-are not permitted, as in an unprivileged container, this fails; use ``--nodes 1`` for the tests of
-one node. --quick skips the tests marked slow. Each MPI has a separate cluster. Clusters of
-namespaces run at the same time, because tests mostly wait. They end if this is interrupted.
+are not permitted, as in an unprivileged container, this fails. --quick skips the tests marked slow.
+Each MPI has a separate cluster. Clusters run at the same time, because tests mostly wait. They end
+if this is interrupted.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ NEEDED = {
     "unshare": "util-linux",
     "ps": "procps",
 }
-#: Processors per node in Slurm's configuration, for two jobs with two ranks on each node.
-CPUS = 4
+#: Nodes; and processors per node in Slurm's configuration, for two jobs with two ranks on each.
+NODES, CPUS = 2, 4
 
 #: Open MPI's issue 12495: under srun, a rank in MPI_Init rarely crashes when a message of a faster
 #: rank arrives. A test is repeated once if its output has both functions.
@@ -66,15 +66,14 @@ def install(packages: list[str]) -> None:
         )
 
 
-def run(clusters: Sequence[tuple[str, list[str | Path], str]], parallel: bool) -> list[str]:
+def run(clusters: Sequence[tuple[str, list[str | Path], str]]) -> list[str]:
     """Run a command on a cluster for each MPI, and print its output; return the failed names.
 
     clusters: name, command, and the bin folder of the MPI.
     """
     failed = []
     with contextlib.ExitStack() as stack:
-        started = (stack.enter_context(start(*each[1:])) for each in clusters)
-        runs = list(started) if parallel else started
+        runs = [stack.enter_context(start(*each[1:])) for each in clusters]
         for (name, *_), (process, out) in zip(clusters, runs, strict=True):
             try:
                 if process.wait() != 0:
@@ -116,7 +115,6 @@ def main() -> int:
     """Run the tests; return 0 if all have passed."""
     parser = argparse.ArgumentParser(description="Run tests on a Slurm cluster.")
     parser.add_argument("environments", nargs="+", metavar="NAME=ENVIRONMENT")
-    parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="skip tests marked slow")
     options, pytests = parser.parse_known_args()
     signal.signal(signal.SIGTERM, end)
@@ -133,14 +131,13 @@ def main() -> int:
         name, _, environment = each.partition("=")
         bin = Path(environment).absolute() / "bin"
         command = [
-            HERE / "cluster.sh", str(options.nodes), str(CPUS),
+            HERE / "cluster.sh", str(NODES), str(CPUS),
             bin / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE, *pytests,
             "--reruns=1", f"--only-rerun={CRASH_IN_INIT}",
             *(["-m", "not slow"] if options.quick else []),
         ]  # fmt: skip
         clusters.append((name, command, str(bin)))
-    # A cluster of one node may be the machine itself, with one munged and one set of ports.
-    failed = run(clusters, parallel=options.nodes > 1)
+    failed = run(clusters)
     if failed:
         print("failed:", ", ".join(failed))
     return bool(failed)

@@ -20,6 +20,7 @@ from jobs import (
     ROOT,
     VENDOR,
     cancel,
+    command,
     environment,
     output,
     srun,
@@ -36,6 +37,7 @@ SHORT = ("--epochs", "1", "--target", "0")
 HELLO = (sys.executable, "-m", "mpicoll", "hello")
 ALL = (f"--nodes={NODES}", "--ntasks-per-node=2", "--kill-on-bad-exit=1")
 
+not_openmpi = pytest.mark.skipif(OPENMPI, reason="Open MPI needs its own launcher")
 needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="needs torch")
 
 
@@ -43,8 +45,8 @@ needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="
 def nothing_is_left() -> Iterator[None]:
     """Cancel the jobs of a failed test."""
     yield
-    subprocess.run(["scancel", f"--user={os.getuid()}"], check=False)
-    wait_until(lambda: not subprocess.run(["squeue", "-h"], stdout=subprocess.PIPE).stdout)
+    command("scancel", f"--user={os.getuid()}")
+    wait_until(lambda: not command("squeue", "-h"))
 
 
 @pytest.fixture
@@ -73,25 +75,26 @@ def assert_one_world(out: str) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_sbatch_accepts_the_script(script: str) -> None:
-    command = ["sbatch", "--test-only", f"--nodes={NODES}", ROOT / "jobs" / script]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    words = ["sbatch", "--test-only", f"--nodes={NODES}", ROOT / "jobs" / script]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "to start at" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("launch", ["mpirun", f"srun:{MPI}"])
-def test_mpirun_and_srun(launch: str, folder: Path) -> None:
-    out = completed(submit("digits.sbatch", folder, *SHORT, LAUNCH=launch), folder)
+@pytest.mark.parametrize(
+    ("launch", "variables"),
+    [
+        ("mpirun", {}),
+        (f"srun:{MPI}", {}),
+        # MPICH's mpirun starts its proxies by srun, here with PMIx by default.
+        ("mpirun", {"SLURM_MPI_TYPE": "pmix"}),
+        pytest.param("torchrun", {"JOB": "train_digits_ddp"}, marks=[needs_torch, not_openmpi]),
+    ],
+)
+def test_launchers(launch: str, variables: dict[str, str], folder: Path) -> None:
+    out = completed(submit("digits.sbatch", folder, *SHORT, LAUNCH=launch, **variables), folder)
     assert_one_world(out)
     assert "Sorry" not in out, out  # Open MPI's PMIx, without psec
-
-
-@needs_torch
-@pytest.mark.skipif(OPENMPI, reason="Open MPI needs its own launcher")
-def test_torchrun_on_all_nodes(folder: Path) -> None:
-    variables = {"LAUNCH": "torchrun", "JOB": "train_digits_ddp"}
-    out = completed(submit("digits.sbatch", folder, *SHORT, **variables), folder)
-    assert "DDP over mpicoll" in out
-    assert_one_world(out)
+    assert ("DDP over mpicoll" in out) == (launch == "torchrun")
 
 
 #: A script for torchrun: reads torchrun's variables and creates a store at MASTER_ADDR.
@@ -148,12 +151,6 @@ def test_torch_jobs(job: str, words: str, folder: Path) -> None:
     assert f"on {RANKS} ranks, {words}" in out
 
 
-def test_mpirun_with_mpi_default_pmix(folder: Path) -> None:
-    """MPICH's mpirun starts its proxies by srun, which uses PMIx by default."""
-    variables = {"LAUNCH": "mpirun", "SLURM_MPI_TYPE": "pmix"}
-    assert_one_world(completed(submit("digits.sbatch", folder, *SHORT, **variables), folder))
-
-
 def test_placement_of_ranks_is_printed(folder: Path) -> None:
     out = completed(submit("digits_nodes.sbatch", folder, *SHORT), folder)
     assert_one_world(out)
@@ -175,7 +172,6 @@ def test_array_elements_are_separate_worlds(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["digits.pbs", "digits.lsf"])
-@pytest.mark.skipif(NODES == 1, reason="needs two nodes")
 def test_pbs_and_lsf_scripts_start_ranks_on_other_nodes(script: str, folder: Path) -> None:
     """Their remote commands are simulated by srun."""
     bin = folder / "bin"
@@ -241,7 +237,6 @@ def test_single_rank_works_with_any_mpi_option(offered: str) -> None:
     assert code == 0 and "rank 0 of 1 on" in out, out
 
 
-@pytest.mark.skipif(NODES == 1, reason="needs two nodes")
 @pytest.mark.parametrize("fault", ["SIGKILL", "an exception after"])
 def test_fault_of_a_rank_on_another_node(fault: str) -> None:
     """Runs a case of ``make chaos``: the last of three ranks is alone on its node."""
@@ -276,13 +271,8 @@ while True:
 
 def processes(word: str) -> list[str]:
     """Return the Python processes on all nodes with this word in their command line."""
-    shown = subprocess.run(
-        ["ps", "-eww", "-o", "args"], stdout=subprocess.PIPE, text=True, check=True
-    )
-    return [
-        line for line in shown.stdout.splitlines()
-        if word in line and line.startswith(sys.executable)
-    ]  # fmt: skip
+    lines = command("ps", "-eww", "-o", "args").splitlines()
+    return [line for line in lines if word in line and line.startswith(sys.executable)]
 
 
 def test_cancelled_step_leaves_no_process(tmp_path: Path) -> None:
@@ -293,11 +283,8 @@ def test_cancelled_step_leaves_no_process(tmp_path: Path) -> None:
     while "begins" not in (line := step.stdout.readline()):
         assert line, "it ended"
     assert len(processes(job.name)) >= RANKS
-    number = subprocess.run(
-        ["squeue", "--noheader", "--name=calls", "--format=%i"], stdout=subprocess.PIPE, text=True,
-        check=True,
-    ).stdout.strip()  # fmt: skip
-    subprocess.run(["scancel", f"{number}.0"], check=True)
+    number = command("squeue", "--noheader", "--name=calls", "--format=%i").strip()
+    command("scancel", f"{number}.0")
     out, _ = step.communicate(timeout=60)
     assert step.returncode != 0 and "CANCELLED" in out, out
     wait_until(lambda: not processes(job.name), 20)
@@ -316,11 +303,8 @@ def losses(out: str) -> list[tuple[int, str]]:
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[int, str]:
     """The losses of an uninterrupted job on one rank."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "jobs" / "train_digits_elastic.py", "--epochs", "60"],
-        stdout=subprocess.PIPE, text=True, check=True,
-    )  # fmt: skip
-    return dict(losses(done.stdout))
+    job = ROOT / "jobs" / "train_digits_elastic.py"
+    return dict(losses(command(sys.executable, job, "--epochs", "60")))
 
 
 def assert_resumed(out: str, undisturbed: dict[int, str]) -> None:
@@ -342,8 +326,7 @@ def test_signal_before_the_time_limit_requeues_the_job(
     job = submit("digits_requeue.sbatch", folder, "--epochs", "100000", options=options)
     wait_until(lambda: losses(output(job, folder)))
     # Slurm checks the time limits of jobs twice a minute.
-    change = ["scontrol", "update", f"JobId={job}", "EndTime=now+40seconds"]
-    subprocess.run(change, check=True)
+    command("scontrol", "update", f"JobId={job}", "EndTime=now+40seconds")
     wait_until(lambda: "goes on after" in output(job, folder))
     before = len(losses(output(job, folder)))
     wait_until(lambda: len(losses(output(job, folder))) > before + 1)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from test_jobs import ALL, CALLS, processes
 
-from jobs import MPI, NODES, start, wait_until
+from jobs import MPI, NODES, command, start, wait_until
 
 
-@pytest.mark.skipif(NODES == 1, reason="needs two nodes")
 def test_power_failure_of_a_node_ends_the_job(tmp_path: Path) -> None:
     job = tmp_path / "calls_of_a_node.py"
     job.write_text(CALLS)
@@ -21,7 +18,7 @@ def test_power_failure_of_a_node_ends_the_job(tmp_path: Path) -> None:
     assert step.stdout is not None
     while "begins" not in (line := step.stdout.readline()):
         assert line, "it ended"
-    subprocess.run([os.environ["CLUSTER_FAIL"], str(NODES)], check=True)
+    command(os.environ["CLUSTER_FAIL"], str(NODES))
     wait_until(lambda: not processes(job.name), 60)
     out, _ = step.communicate(timeout=60)
     assert step.returncode != 0 and "Node failure" in out, out

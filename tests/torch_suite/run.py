@@ -27,9 +27,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -78,36 +78,30 @@ class Pass:
         with tempfile.TemporaryDirectory(prefix="torch-suite-") as scratch:
             environment = self._environment(arguments, scratch)
             first = Worker(environment, self.logs)
-            names: queue.Queue[str] = queue.Queue()
-            for name in first.names:
-                if arguments.k.search(name) and name not in skipped:
-                    names.put(name)
+            idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+            idle.put(first)
 
-            def work(worker: Worker | None = None) -> None:
-                while True:
-                    try:
-                        name = names.get_nowait()
-                    except queue.Empty:
-                        break
-                    worker = worker or Worker(environment, self.logs)
-                    answer = worker.run(name, arguments.timeout + TIMEOUT_GRACE_S)
-                    if answer is None:
-                        worker.end()
-                        worker = None
-                        answer = {"outcome": "failed", "reason": "No answer.", "seconds": 0.0}
-                    if answer["reason"].startswith(ONLY_MPI_REASON):
-                        answer["outcome"] = ONLY_MPI
-                    self.outcomes[name] = answer["outcome"]
-                    self._print(name, answer, arguments.verbose)
-                if worker:
+            def run_test(name: str) -> None:
+                try:
+                    worker = idle.get_nowait()
+                except queue.Empty:
+                    worker = Worker(environment, self.logs)
+                answer = worker.run(name, arguments.timeout + TIMEOUT_GRACE_S)
+                if answer is None:
                     worker.end()
+                    answer = {"outcome": "failed", "reason": "No answer.", "seconds": 0.0}
+                else:
+                    idle.put(worker)
+                if answer["reason"].startswith(ONLY_MPI_REASON):
+                    answer["outcome"] = ONLY_MPI
+                self.outcomes[name] = answer["outcome"]
+                self._print(name, answer, arguments.verbose)
 
-            more = [threading.Thread(target=work, daemon=True) for _ in range(arguments.jobs - 1)]
-            for thread in more:
-                thread.start()
-            work(first)
-            for thread in more:
-                thread.join()
+            chosen = [name for name in first.names if arguments.k.search(name)]
+            with ThreadPoolExecutor(arguments.jobs) as pool:
+                list(pool.map(run_test, [name for name in chosen if name not in skipped]))
+            while not idle.empty():
+                idle.get().end()
         self.outcomes = dict(sorted(self.outcomes.items()))
         self.seconds = time.perf_counter() - start
 
@@ -118,7 +112,6 @@ class Pass:
             "WORLD_SIZE": str(self.ranks),
             # Each test gets its own file. With env://, PyTorch skips one test.
             "INIT_METHOD": f"file://{scratch}/init",
-            "SUITE_START": arguments.start,
             "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(arguments.timeout),
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "TMPDIR": scratch,
@@ -223,10 +216,6 @@ def parse_arguments() -> argparse.Namespace:
     backends = ["gloo", "mpicoll", "mpi"]
     parser.add_argument("--backend", nargs="+", choices=backends, default=backends)
     parser.add_argument("--world-size", type=int, nargs="+", default=[2, 3, 4], metavar="RANKS")
-    parser.add_argument(
-        "--start", choices=["spawn", "forkserver"], default="forkserver",
-        help="spawn: each rank imports torch again, as in PyTorch (default: %(default)s)",
-    )  # fmt: skip
     parser.add_argument("-k", type=re.compile, default=re.compile(""), metavar="PATTERN")
     parser.add_argument("--jobs", type=int, default=4, help="tests at a time (%(default)s)")
     parser.add_argument("--timeout", type=int, default=120, help="seconds per test (%(default)s)")
@@ -239,7 +228,7 @@ def main() -> int:
     arguments = parse_arguments()
     whole = not arguments.k.pattern
     pairs: list[tuple[Pass, Pass]] = []
-    print(f"torch {TORCH}, ranks by {arguments.start}", flush=True)
+    print(f"torch {TORCH}", flush=True)
     for ranks in arguments.world_size:
         gloo = Pass("gloo", ranks)
         gloo.run(arguments, set())

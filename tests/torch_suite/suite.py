@@ -1,7 +1,7 @@
 """PyTorch's own tests of a backend as a class, as in PyTorch's test_distributed_spawn.py.
 
 The process that runs the tests and all ranks import this module. BACKEND and WORLD_SIZE are
-PyTorch's settings. SUITE_START is the start method of ranks: ``spawn`` or ``forkserver``.
+PyTorch's settings. Ranks are forked from a server, because PyTorch's ``spawn`` imports torch again.
 
 On import, PyTorch's module selects tests by BACKEND, and does not know names of plug-ins. So with
 BACKEND=mpicoll it is imported with BACKEND=gloo, and the name is changed before any test runs.
@@ -21,7 +21,6 @@ from torch.testing._internal import common_distributed
 from torch.testing._internal.common_utils import find_free_port
 
 BACKEND = os.environ["BACKEND"]
-START = os.environ["SUITE_START"]
 
 if BACKEND == "mpicoll":
     # Tests check these features at run time.
@@ -66,7 +65,9 @@ class TestDistributed(
         def process(target: Callable[..., None], args: Any, **options: Any) -> Any:
             own = {"RANK": str(args[0])} if BACKEND == "mpi" else {}
             args = (environment | own, self.log, target, *args)
-            return multiprocessing.get_context(START).Process(target=rank, args=args, **options)
+            return multiprocessing.get_context("forkserver").Process(
+                target=rank, args=args, **options
+            )
 
         self._start_processes(process)
 
@@ -89,7 +90,7 @@ class TestDistributed(
 def rank(
     environment: dict[str, str], log: str, target: Callable[..., None], *args: Any, **kwargs: Any
 ) -> None:
-    """Run a rank, with the environment of a spawned process also after a fork."""
+    """Run a rank with the environment of the process that runs the test."""
     os.environ.update(environment)
     distributed_test.INIT_METHOD = os.environ["INIT_METHOD"]
     output = os.open(log, os.O_WRONLY | os.O_APPEND)

@@ -27,8 +27,7 @@ def main() -> None:
 
     logs = Path(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
-    if suite.START == "forkserver":
-        multiprocessing.set_forkserver_preload(["suite"])
+    multiprocessing.set_forkserver_preload(["suite"])
     # Orphaned processes of a rank become children of this process.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
@@ -90,7 +89,9 @@ def descendants() -> list[int]:
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            pid, state, parent = parse(stat.read_text())
+            # The name of the program, before the last bracket, may have brackets and spaces.
+            state, number = stat.read_text().rpartition(")")[2].split()[:2]
+            pid, parent = int(stat.parent.name), int(number)
             if state == "Z" and parent == os.getpid() and pid not in own:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
@@ -100,13 +101,6 @@ def descendants() -> list[int]:
     for pid in below:
         below += children.get(pid, [])
     return [pid for pid in below[1:] if pid not in kept]
-
-
-def parse(stat: str) -> tuple[int, str, int]:
-    """Return the process, its state and its parent from /proc/PID/stat."""
-    # The name of the program may have brackets and spaces.
-    state, parent = stat.rpartition(")")[2].split()[:2]
-    return int(stat.split()[0]), state, int(parent)
 
 
 if __name__ == "__main__":

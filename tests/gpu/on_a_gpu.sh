@@ -14,7 +14,7 @@
 # Then, on the GPU machine, in this order. Copy the repository with the folder wheels. Each command
 # ends within 600 s, creates what it needs on a new machine, and prints its results while it runs:
 #
-#     tests/gpu/on_a_gpu.sh first      # environment, doctor, runtime, arrays, route ipc
+#     tests/gpu/on_a_gpu.sh first      # first_light.py, environment, doctor, route ipc
 #     tests/gpu/on_a_gpu.sh bench      # measurements: benchmarks/gpu.py
 #     tests/gpu/on_a_gpu.sh tests OPTION...   # other tests: options of tests/gpu/run.py, such as
 #         --suites kernels jobs                                   # killed ranks, visible devices
@@ -98,7 +98,10 @@ gpu_tests() {
 run() {
     modules
     nvrtc
-    [ "$step" != first ] || bounded "$python" tests/gpu/machine.py
+    if [ "$step" = first ]; then
+        PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} bounded "$python" tests/gpu/first_light.py
+        bounded "$python" tests/gpu/machine.py
+    fi
     environment || { say "FAILED: there is no environment"; failed=1; return; }
     case $step in
         first)

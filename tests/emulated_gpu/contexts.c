@@ -43,21 +43,18 @@ static void read_devices(void)
 {
     int count = (int)read_variable("EMULATED_GPU_DEVICES", 2);
     const char *list = getenv("CUDA_VISIBLE_DEVICES");
-    char *end;
+    long device;
+    int length;
 
     count = count > MAX_DEVICES ? MAX_DEVICES : count;
     for (int k = 0; k < MAX_DEVICES; k++)
-        primary[k].device = k;
-    if (!list) {
-        for (visible_count = 0; visible_count < count; visible_count++)
-            machine[visible_count] = visible_count;
-    }
+        primary[k].device = machine[k] = k;
+    visible_count = list ? 0 : count;
     /* As in CUDA, the list ends at the first invalid number. */
-    for (; list && *list && visible_count < count; list = *end == ',' ? end + 1 : end) {
-        long device = strtol(list, &end, 10);
-        if (end == list || device < 0 || device >= count)
-            break;
+    while (list && visible_count < count && sscanf(list, "%ld%n", &device, &length) == 1
+           && device >= 0 && device < count) {
         machine[visible_count++] = (int)device;
+        list += length + (list[length] == ',');
     }
     pthread_atfork(NULL, NULL, note_fork);
 }
@@ -207,17 +204,14 @@ EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *found, int dev
 {
     if (!is_device(device))
         return failed(cudaErrorInvalidDevice);
-    memset(found, 0, sizeof *found);
-    snprintf(found->name, sizeof found->name, "Emulated GPU");
+    *found = (struct cudaDeviceProp){
+        .name = "Emulated GPU", .warpSize = 32, .maxThreadsPerBlock = 1024, .major = 9,
+        .totalGlobalMem = (size_t)read_variable("EMULATED_GPU_MEMORY_BYTES", 16L << 30),
+        .multiProcessorCount = (int)read_variable("EMULATED_GPU_MULTIPROCESSORS", 4),
+        .maxThreadsPerMultiProcessor = 2048, .pciBusID = machine_device(device) + 1,
+        .sharedMemPerBlock = 49152, .sharedMemPerBlockOptin = 49152,
+    };
     write_uuid(&found->uuid, device);
-    found->totalGlobalMem = (size_t)read_variable("EMULATED_GPU_MEMORY_BYTES", 16L << 30);
-    found->sharedMemPerBlock = found->sharedMemPerBlockOptin = 49152;
-    found->warpSize = 32;
-    found->maxThreadsPerBlock = 1024;
-    found->major = 9;
-    found->multiProcessorCount = (int)read_variable("EMULATED_GPU_MULTIPROCESSORS", 4);
-    found->maxThreadsPerMultiProcessor = 2048;
-    found->pciBusID = machine_device(device) + 1;
     return cudaSuccess;
 }
 
@@ -239,8 +233,7 @@ EXPORT cudaError_t cudaDriverGetVersion(int *version)
 
 EXPORT cudaError_t cudaRuntimeGetVersion(int *version)
 {
-    *version = DRIVER_VERSION;
-    return cudaSuccess;
+    return cudaDriverGetVersion(version);
 }
 
 EXPORT cudaError_t cudaGetDeviceCount(int *count)
@@ -266,11 +259,8 @@ EXPORT cudaError_t cudaSetDevice(int device)
 
 EXPORT cudaError_t cudaDeviceSynchronize(void)
 {
-    cudaError_t error = begin_call();
-    if (!error)
-        error = check_capture_safe();
-    if (error)
-        return failed(error);
+    BEGIN_CALL;
+    CHECK(check_capture_safe());
     run_device(current_device());
     return failed(device_error(current_device()));
 }
@@ -285,6 +275,7 @@ EXPORT cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer)
 
 EXPORT cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags)
 {
+    BEGIN_CALL;
     int device = current_device();
 
     if (!is_device(peer) || peer == device)
@@ -296,7 +287,7 @@ EXPORT cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags)
     if (peer_enabled[device][peer])
         return failed(cudaErrorPeerAccessAlreadyEnabled);
     peer_enabled[device][peer] = 1;
-    return failed(begin_call());
+    return cudaSuccess;
 }
 
 /* ---- devices and contexts, driver ---- */
@@ -328,11 +319,6 @@ EXPORT CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device)
         return CUDA_ERROR_INVALID_DEVICE;
     write_uuid(uuid, device);
     return CUDA_SUCCESS;
-}
-
-EXPORT CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device)
-{
-    return (CUresult)cudaDeviceGetAttribute(value, (enum cudaDeviceAttr)attribute, device);
 }
 
 EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)

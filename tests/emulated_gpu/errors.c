@@ -23,7 +23,6 @@ static const struct {
     {500, "cudaErrorSymbolNotFound", "CUDA_ERROR_NOT_FOUND"},
     {600, "cudaErrorNotReady", "CUDA_ERROR_NOT_READY"},
     {700, "cudaErrorIllegalAddress", "CUDA_ERROR_ILLEGAL_ADDRESS"},
-    {702, "cudaErrorLaunchTimeout", "CUDA_ERROR_LAUNCH_TIMEOUT"},
     {704, "cudaErrorPeerAccessAlreadyEnabled", "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED"},
     {710, "cudaErrorAssert", "CUDA_ERROR_ASSERT"},
     {712, "cudaErrorHostMemoryAlreadyRegistered", "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"},
@@ -33,41 +32,33 @@ static const struct {
     {801, "cudaErrorNotSupported", "CUDA_ERROR_NOT_SUPPORTED"},
     {900, "cudaErrorStreamCaptureUnsupported", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"},
     {901, "cudaErrorStreamCaptureInvalidated", "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"},
-    {902, "cudaErrorStreamCaptureMerge", "CUDA_ERROR_STREAM_CAPTURE_MERGE"},
-    {903, "cudaErrorStreamCaptureUnmatched", "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED"},
-    {904, "cudaErrorStreamCaptureUnjoined", "CUDA_ERROR_STREAM_CAPTURE_UNJOINED"},
     {905, "cudaErrorStreamCaptureIsolation", "CUDA_ERROR_STREAM_CAPTURE_ISOLATION"},
     {906, "cudaErrorStreamCaptureImplicit", "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT"},
-    {907, "cudaErrorCapturedEvent", "CUDA_ERROR_CAPTURED_EVENT"},
     {908, "cudaErrorStreamCaptureWrongThread", "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD"},
-    {999, "cudaErrorUnknown", "CUDA_ERROR_UNKNOWN"},
 };
 
-#define ERROR_COUNT (sizeof errors / sizeof *errors)
-
-static size_t find_error(int error)
+/* Return the runtime's name, or the driver's. */
+static const char *name_of(int error, int is_driver)
 {
-    for (size_t k = 0; k < ERROR_COUNT; k++)
+    for (size_t k = 0; k < sizeof errors / sizeof *errors; k++)
         if (errors[k].error == error)
-            return k;
-    return ERROR_COUNT;
+            return is_driver ? errors[k].driver : errors[k].runtime;
+    return is_driver ? NULL : "unrecognized error code";
 }
 
 EXPORT const char *cudaGetErrorName(cudaError_t error)
 {
-    size_t k = find_error(error);
-    return k < ERROR_COUNT ? errors[k].runtime : "unrecognized error code";
+    return name_of((int)error, 0);
 }
 
 EXPORT const char *cudaGetErrorString(cudaError_t error)
 {
-    return cudaGetErrorName(error);
+    return name_of((int)error, 0);
 }
 
 EXPORT CUresult cuGetErrorName(CUresult error, const char **name)
 {
-    size_t k = find_error(error);
-    *name = k < ERROR_COUNT ? errors[k].driver : NULL;
+    *name = name_of((int)error, 1);
     return *name ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 

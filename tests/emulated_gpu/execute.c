@@ -2,7 +2,8 @@
  *
  * The threads of a block take turns: each runs until it waits or exits. Blocks run in sequence.
  * If the kernel waits for memory, they run by turns, because another block may write it. */
-#include "modules.h"
+#include "device.h"
+#include "kernel.h"
 
 #include <sched.h>
 #include <stdio.h>
@@ -10,7 +11,6 @@
 #include <string.h>
 #include <unistd.h>
 
-#define WARP 32
 /* Number of turns without progress before the thread sleeps. */
 #define BUSY_TURNS 64
 #define SLEEP_US 50
@@ -109,126 +109,24 @@ static int release_barrier(const struct execution *run, struct active_block *act
     return 1;
 }
 
-/* ---- Warps ------------------------------------------------------------------------------------- */
-
-/* Return the lane that a thread reads, and set its predicate: whether that lane is in range. */
-static uint32_t shuffle_source(struct thread *thread)
-{
-    const uint32_t lane = thread->number % WARP, step = thread->lane & 31;
-    const uint32_t clamp = thread->clamp & 31, segment = thread->clamp >> 8 & 31;
-    const uint32_t last = (lane & segment) | (clamp & ~segment);
-    uint32_t source;
-
-    switch (thread->operation) {
-    case SHFL_UP:
-        thread->predicate = (int)lane - (int)step >= (int)last;
-        source = lane - step;
-        break;
-    case SHFL_DOWN:
-        source = lane + step;
-        thread->predicate = source <= last;
-        break;
-    case SHFL_BFLY:
-        source = lane ^ step;
-        thread->predicate = source <= last;
-        break;
-    default:
-        source = (lane & segment) | (step & ~segment);
-        thread->predicate = source <= last;
-    }
-    return thread->predicate ? source : lane;
-}
-
-/* Set the result of one thread from the operands of its warp. */
-static void finish_warp_operation(struct thread *thread, struct thread *const lanes[WARP])
-{
-    if (thread->operation == WARP_SYNC)
-        return;
-    const struct thread *const source = lanes[shuffle_source(thread)];
-    thread->result = source ? source->operand : thread->operand;
-}
-
-/* Return the lanes that take part in a thread's operation if all of them have arrived, or 0. */
-static uint32_t arrived_members(const struct thread *thread, struct thread *const lanes[WARP])
-{
-    uint32_t members = 0;
-
-    for (uint32_t lane = 0; lane < WARP; lane++) {
-        const struct thread *const other = lanes[lane];
-        if (!(thread->mask >> lane & 1) || !other || other->state == EXITED)
-            continue;
-        if (other->state != AT_WARP || other->mask != thread->mask ||
-            other->operation != thread->operation)
-            return 0;
-        members |= 1u << lane;
-    }
-    return members;
-}
-
-/* Finish the operations of a warp whose members have all arrived. Returns whether there are any. */
-static int release_warp(const struct execution *run, struct active_block *active, uint32_t start)
-{
-    struct thread *lanes[WARP] = {NULL};
-    int released = 0;
-
-    for (uint32_t lane = 0; lane < WARP && start + lane < run->threads; lane++)
-        lanes[lane] = thread_of(run, active, start + lane);
-    for (uint32_t lane = 0; lane < WARP && lanes[lane]; lane++) {
-        if (lanes[lane]->state != AT_WARP)
-            continue;
-        const uint32_t members = arrived_members(lanes[lane], lanes);
-        for (uint32_t other = 0; other < WARP; other++)
-            if (members >> other & 1)
-                finish_warp_operation(lanes[other], lanes);
-        for (uint32_t other = 0; other < WARP; other++)
-            if (members >> other & 1)
-                lanes[other]->state = YIELDED;
-        released |= members != 0;
-    }
-    return released;
-}
-
 /* ---- Blocks ------------------------------------------------------------------------------------ */
 
-enum progress { NO_PROGRESS, POLLED, ADVANCED };
-
-/* Run a thread until it waits. Returns whether it did more than poll memory. */
-static enum progress step(struct execution *run, struct active_block *active,
-                          struct thread *thread)
+/* Give each thread of a block a turn. Returns whether one did more than poll memory. */
+static int run_turn(struct execution *run, struct active_block *active)
 {
-    thread->state = run->kernel->step(thread, &active->block);
-    switch (thread->state) {
-    case EXITED:
-        active->live--;
-        return ADVANCED;
-    case YIELDED:
-        return POLLED;
-    case FAULTED:
-        report_fault(run, thread);
-        return ADVANCED;
-    default:
-        return ADVANCED;
-    }
-}
-
-/* Give each thread of a block a turn, then release those whose partners have all arrived. */
-static enum progress run_turn(struct execution *run, struct active_block *active)
-{
-    enum progress progress = NO_PROGRESS;
+    int advanced = 0;
 
     for (uint32_t i = 0; i < run->threads && !run->error; i++) {
         struct thread *const thread = thread_of(run, active, i);
-        if (thread->state == YIELDED) {
-            const enum progress made = step(run, active, thread);
-            progress = made > progress ? made : progress;
-        }
+        if (thread->state != YIELDED)
+            continue;
+        thread->state = run->kernel->step(thread, &active->block);
+        advanced |= thread->state != YIELDED;
+        active->live -= thread->state == EXITED;
+        if (thread->state == FAULTED)
+            report_fault(run, thread);
     }
-    for (uint32_t start = 0; start < run->threads; start += WARP)
-        if (release_warp(run, active, start))
-            progress = ADVANCED;
-    if (release_barrier(run, active))
-        progress = ADVANCED;
-    return progress;
+    return release_barrier(run, active) || advanced;
 }
 
 static void start_block(struct execution *run, struct active_block *active, uint64_t number)
@@ -246,21 +144,14 @@ static void run_together(struct execution *run, struct active_block *blocks, uin
     unsigned idle_turns = 0;
 
     for (uint64_t live = count; live && !run->error;) {
-        enum progress progress = NO_PROGRESS;
+        int advanced = 0;
         live = 0;
         for (uint64_t i = 0; i < count && !run->error; i++) {
-            if (!blocks[i].live)
-                continue;
-            const enum progress made = run_turn(run, &blocks[i]);
-            progress = made > progress ? made : progress;
+            if (blocks[i].live)
+                advanced |= run_turn(run, &blocks[i]);
             live += blocks[i].live > 0;
         }
-        if (live && progress == NO_PROGRESS) {
-            fprintf(stderr, "emulated GPU: kernel %s: deadlock: its threads wait at a barrier "
-                            "and in different warp operations\n", run->kernel->name);
-            run->error = cudaErrorLaunchTimeout;
-        }
-        idle_turns = progress == POLLED ? idle_turns + 1 : 0;
+        idle_turns = advanced ? 0 : idle_turns + 1;
         if (idle_turns > BUSY_TURNS)
             usleep(SLEEP_US);
         else if (idle_turns)

@@ -180,15 +180,6 @@ DIVISION(u16, uint16_t, 0)
 DIVISION(u32, uint32_t, 0)
 DIVISION(u64, uint64_t, 0)
 
-FUNCTION uint64_t reverse_bits(uint64_t x, int width)
-{
-    uint64_t result = 0;
-
-    for (int i = 0; i < width; i++)
-        result |= (x >> i & 1) << (width - 1 - i);
-    return result;
-}
-
 FUNCTION uint64_t extract_bits(uint64_t a, uint32_t start, uint32_t length, int width, int is_signed)
 {
     uint64_t result = 0;

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #define DRIVER_VERSION 13020
+#define MULTIPROCESSORS 4
 #define MAX_DEPTH 64
 
 struct context {
@@ -81,20 +82,6 @@ int visible_device(int number)
         if (machine[k] == number)
             return k;
     return -1;
-}
-
-int has_peer_access(int device, int peer)
-{
-    const char *pairs = getenv("EMULATED_GPU_PEERS");
-    int a, b, length;
-
-    if (device == peer || !pairs)
-        return 1;
-    device = machine_device(device), peer = machine_device(peer);
-    for (; sscanf(pairs, "%d-%d%n", &a, &b, &length) == 2; pairs += length + (pairs[length] == ','))
-        if ((a == device && b == peer) || (a == peer && b == device))
-            return 1;
-    return 0;
 }
 
 /* ---- context stack and errors ---- */
@@ -176,6 +163,7 @@ EXPORT cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attrib
         [cudaDevAttrMaxThreadsPerBlock] = 1024,
         [cudaDevAttrMaxSharedMemoryPerBlock] = 49152,
         [cudaDevAttrMaxSharedMemoryPerBlockOptin] = 49152,
+        [cudaDevAttrMultiProcessorCount] = MULTIPROCESSORS,
         [cudaDevAttrWarpSize] = 32,
         [cudaDevAttrMaxThreadsPerMultiProcessor] = 2048,
         [cudaDevAttrUnifiedAddressing] = 1,
@@ -190,8 +178,6 @@ EXPORT cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attrib
     if (!is_device(device))
         return failed(cudaErrorInvalidDevice);
     *value = (unsigned)attribute < cudaDevAttrMax ? values[attribute] : 0;
-    if (attribute == cudaDevAttrMultiProcessorCount)
-        *value = (int)read_variable("EMULATED_GPU_MULTIPROCESSORS", 4);
     return cudaSuccess;
 }
 
@@ -206,8 +192,8 @@ EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *found, int dev
         return failed(cudaErrorInvalidDevice);
     *found = (struct cudaDeviceProp){
         .name = "Emulated GPU", .warpSize = 32, .maxThreadsPerBlock = 1024, .major = 9,
-        .totalGlobalMem = (size_t)read_variable("EMULATED_GPU_MEMORY_BYTES", 16L << 30),
-        .multiProcessorCount = (int)read_variable("EMULATED_GPU_MULTIPROCESSORS", 4),
+        .totalGlobalMem = MEMORY_BYTES,
+        .multiProcessorCount = MULTIPROCESSORS,
         .maxThreadsPerMultiProcessor = 2048, .pciBusID = machine_device(device) + 1,
         .sharedMemPerBlock = 49152, .sharedMemPerBlockOptin = 49152,
     };
@@ -232,9 +218,7 @@ EXPORT cudaError_t cudaDriverGetVersion(int *version)
 }
 
 EXPORT cudaError_t cudaRuntimeGetVersion(int *version)
-{
-    return cudaDriverGetVersion(version);
-}
+    __attribute__((alias("cudaDriverGetVersion")));
 
 EXPORT cudaError_t cudaGetDeviceCount(int *count)
 {
@@ -269,7 +253,7 @@ EXPORT cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer)
 {
     if (!is_device(device) || !is_device(peer))
         return failed(cudaErrorInvalidDevice);
-    *can = device != peer && has_peer_access(device, peer);
+    *can = device != peer;
     return cudaSuccess;
 }
 
@@ -282,8 +266,6 @@ EXPORT cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags)
         return failed(cudaErrorInvalidDevice);
     if (flags)
         return failed(cudaErrorInvalidValue);
-    if (!has_peer_access(device, peer))
-        return failed(cudaErrorPeerAccessUnsupported);
     if (peer_enabled[device][peer])
         return failed(cudaErrorPeerAccessAlreadyEnabled);
     peer_enabled[device][peer] = 1;

@@ -90,7 +90,6 @@ static cudaError_t copy_bytes(struct copy copy, enum cudaMemcpyKind direction, c
     struct stream *stream;
 
     CHECK(begin_stream_call(handle, &stream));
-    CHECK(check_legacy_capture(stream));
     if (!copy.bytes)
         return cudaSuccess;
     into = kind_of(copy.into, copy.bytes);

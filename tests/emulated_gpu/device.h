@@ -4,12 +4,9 @@
  * A missing wait therefore always reads old data.
  *
  * Environment variables:
- *   EMULATED_GPU_DEVICES          number of devices of the machine (default 2)
- *   CUDA_VISIBLE_DEVICES          devices that the process sees, by number ("1,0")
- *   EMULATED_GPU_PEERS            pairs of devices with peer access ("0-1,2-3"; default: all pairs)
- *   EMULATED_GPU_MEMORY_BYTES     memory of a device for each process (default 16 GiB)
- *   EMULATED_GPU_MULTIPROCESSORS  number of multiprocessors of a device (default 4)
- *   EMULATED_GPU_REUSE            1: a new allocation gets the address of a freed one of its size
+ *   EMULATED_GPU_DEVICES  number of devices of the machine (default 2)
+ *   CUDA_VISIBLE_DEVICES  devices that the process sees, by number ("1,0")
+ *   EMULATED_GPU_REUSE    1: a new allocation gets the address of a freed one of its size
  */
 #ifndef DEVICE_H
 #define DEVICE_H
@@ -21,6 +18,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 #define MAX_DEVICES 16
+#define MEMORY_BYTES ((size_t)16 << 30) /* of a device, for each process */
 
 /* One mutex protects the state of the device. Functions of the API hold it until they return, and
  * all functions below need it, unless their comments say otherwise. Work runs without it. */
@@ -48,7 +46,6 @@ int visible_device_count(void);
  * -1 for a device that the process does not see. */
 int machine_device(int device);
 int visible_device(int machine_device);
-int has_peer_access(int device, int peer);
 int current_device(void);
 /* Make the primary context of the current device current, if none is (the runtime API does). */
 cudaError_t ensure_context(void);
@@ -82,6 +79,7 @@ struct allocation {
     uint64_t object;
     char *exported_address; /* IMPORTED_MEMORY: its address in that process */
     int references;         /* IMPORTED_MEMORY: number of calls that opened it */
+    struct allocation *next; /* in the list of registered host memory, which has no pages */
 };
 
 /* Return the allocation that contains an address or lies nearest to it, freed ones included; NULL
@@ -153,13 +151,14 @@ struct stream {
     uint64_t seen_by_legacy; /* latest place of this stream that the legacy stream waits for */
     uint64_t start_place;    /* the starter thread runs commands up to here */
     int has_starter;
+    long start_delay_ns;
     unsigned queries;
 
     struct capture *capture; /* NULL: not capturing */
 };
 
-struct stream *first_stream(void);
-/* Begin a call that uses a stream: find it by its handle. */
+/* Begin a call that uses a stream: find it by its handle. It fails for the legacy stream during the
+ * capture of a stream that this one would wait for. */
 cudaError_t begin_stream_call(cudaStream_t handle, struct stream **stream);
 /* Add work to a stream or, during capture, to its graph. */
 cudaError_t enqueue(struct stream *stream, struct work work);
@@ -190,8 +189,6 @@ void count_query(struct place place, unsigned *queries);
 cudaError_t check_capture_safe(void);
 /* Return an error for an illegal call on a capturing stream, and invalidate its capture. */
 cudaError_t refuse_if_capturing(struct stream *stream, cudaError_t error);
-/* Return cudaErrorStreamCaptureImplicit if the legacy stream would wait for a captured stream. */
-cudaError_t check_legacy_capture(const struct stream *stream);
 /* End the capture of a stream that is destroyed. */
 void abandon_capture(struct stream *stream);
 cudaError_t capture_work(struct stream *stream, struct work work);

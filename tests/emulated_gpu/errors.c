@@ -16,13 +16,13 @@ static const struct {
     {201, "cudaErrorDeviceUninitialized", "CUDA_ERROR_INVALID_CONTEXT"},
     {208, "cudaErrorAlreadyMapped", "CUDA_ERROR_ALREADY_MAPPED"},
     {209, "cudaErrorNoKernelImageForDevice", "CUDA_ERROR_NO_BINARY_FOR_GPU"},
-    {217, "cudaErrorPeerAccessUnsupported", "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED"},
     {218, "cudaErrorInvalidPtx", "CUDA_ERROR_INVALID_PTX"},
     {400, "cudaErrorInvalidResourceHandle", "CUDA_ERROR_INVALID_HANDLE"},
     {401, "cudaErrorIllegalState", "CUDA_ERROR_ILLEGAL_STATE"},
     {500, "cudaErrorSymbolNotFound", "CUDA_ERROR_NOT_FOUND"},
     {600, "cudaErrorNotReady", "CUDA_ERROR_NOT_READY"},
     {700, "cudaErrorIllegalAddress", "CUDA_ERROR_ILLEGAL_ADDRESS"},
+    {702, "cudaErrorLaunchTimeout", "CUDA_ERROR_LAUNCH_TIMEOUT"},
     {704, "cudaErrorPeerAccessAlreadyEnabled", "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED"},
     {710, "cudaErrorAssert", "CUDA_ERROR_ASSERT"},
     {712, "cudaErrorHostMemoryAlreadyRegistered", "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"},
@@ -52,9 +52,7 @@ EXPORT const char *cudaGetErrorName(cudaError_t error)
 }
 
 EXPORT const char *cudaGetErrorString(cudaError_t error)
-{
-    return name_of((int)error, 0);
-}
+    __attribute__((alias("cudaGetErrorName")));
 
 EXPORT CUresult cuGetErrorName(CUresult error, const char **name)
 {
@@ -63,6 +61,4 @@ EXPORT CUresult cuGetErrorName(CUresult error, const char **name)
 }
 
 EXPORT CUresult cuGetErrorString(CUresult error, const char **description)
-{
-    return cuGetErrorName(error, description);
-}
+    __attribute__((alias("cuGetErrorName")));

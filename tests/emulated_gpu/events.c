@@ -56,8 +56,7 @@ struct event {
 /* The handle of an event for other processes. */
 struct event_handle {
     uint32_t magic;
-    int process;
-    uint64_t number;
+    struct shared event;
 };
 
 /* A record of another process's event. */
@@ -255,7 +254,6 @@ EXPORT cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handl
     event = find_event(handle);
     if (!event || stream->device != event->device || is_imported(event))
         return failed(cudaErrorInvalidResourceHandle);
-    CHECK(check_legacy_capture(stream));
     if (stream->capture) {
         fprintf(stderr, "emulated GPU: events in captured streams are not implemented\n");
         return failed(refuse_if_capturing(stream, cudaErrorNotSupported));
@@ -293,7 +291,6 @@ EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t h
     event = find_event(handle);
     if (!event || flags)
         return failed(event ? cudaErrorInvalidValue : cudaErrorInvalidResourceHandle);
-    CHECK(check_legacy_capture(stream));
     CHECK(refuse_if_capturing(stream, cudaErrorStreamCaptureIsolation));
     if (is_imported(event)) {
         struct request latest = latest_of(event);
@@ -358,11 +355,11 @@ EXPORT cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t *handle, cudaEvent
 {
     BEGIN_CALL;
     struct event *event = find_event(event_handle);
-    struct event_handle text = {HANDLE_MAGIC, getpid(), 0};
+    struct event_handle text = {.magic = HANDLE_MAGIC};
 
     if (!event || !event->shared.counts || is_imported(event))
         return failed(cudaErrorInvalidResourceHandle);
-    text.number = event->shared.number;
+    text.event = event->shared;
     memset(handle, 0, sizeof *handle);
     memcpy(handle, &text, sizeof text);
     return cudaSuccess;
@@ -390,16 +387,16 @@ EXPORT cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *handle, cudaIpcEventHandl
 {
     BEGIN_CALL;
     struct event_handle text;
-    struct event_counts *counts;
 
     memcpy(&text, &given, sizeof text);
     if (text.magic != HANDLE_MAGIC)
         return failed(cudaErrorInvalidResourceHandle);
-    if (text.process == getpid())
+    if (text.event.process == getpid())
         return failed(cudaErrorDeviceUninitialized);
-    counts = open_table(text.process);
-    if (!counts || text.number >= MAX_SHARED_EVENTS)
+    text.event.counts = open_table(text.event.process);
+    if (!text.event.counts)
         return failed(cudaErrorInvalidResourceHandle);
-    *handle = add_event((struct shared){text.process, text.number, counts + text.number});
+    text.event.counts += text.event.number;
+    *handle = add_event(text.event);
     return cudaSuccess;
 }

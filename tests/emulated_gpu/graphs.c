@@ -1,4 +1,4 @@
-/* Capture of streams into graphs, and graphs. A capture has one stream: events do not add others. */
+/* Capture of streams into graphs, and graphs. A capture has one stream: events add no others. */
 #include "device.h"
 
 #include <pthread.h>
@@ -60,19 +60,6 @@ cudaError_t refuse_if_capturing(struct stream *stream, cudaError_t error)
     if (stream->capture->is_invalid)
         return cudaErrorStreamCaptureInvalidated;
     stream->capture->is_invalid = 1;
-    return error;
-}
-
-cudaError_t check_legacy_capture(const struct stream *stream)
-{
-    cudaError_t error = cudaSuccess;
-
-    if (!stream->is_legacy)
-        return cudaSuccess;
-    for (struct stream *other = first_stream(); other; other = other->next)
-        if (other->device == stream->device && !(other->flags & cudaStreamNonBlocking)
-            && refuse_if_capturing(other, cudaErrorStreamCaptureImplicit))
-            error = cudaErrorStreamCaptureImplicit;
     return error;
 }
 
@@ -196,7 +183,6 @@ EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t handle, enum cudaStreamCap
 
     *status = cudaStreamCaptureStatusNone;
     CHECK(begin_stream_call(handle, &stream));
-    CHECK(check_legacy_capture(stream));
     if (stream->capture)
         *status = stream->capture->is_invalid ? cudaStreamCaptureStatusInvalidated
                                               : cudaStreamCaptureStatusActive;
@@ -257,13 +243,12 @@ EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stream_h
     work.argument = &executable->graph;
     for (size_t k = 0; k < executable->graph->node_count; k++)
         work.flags |= executable->graph->nodes[k].flags & SPINS;
-    if (!stream->capture && executable->latest.stream)
+    CHECK(refuse_if_capturing(stream, cudaErrorNotSupported)); /* not implemented */
+    if (executable->latest.stream)
         append_wait(stream, executable->latest);
     CHECK(enqueue(stream, work));
-    /* A captured launch runs any number of times, so that its graph must remain. */
-    executable->graph->references += stream->capture ? 1 << 20 : 1;
-    if (!stream->capture)
-        executable->latest = end_of(stream);
+    executable->graph->references++;
+    executable->latest = end_of(stream);
     return cudaSuccess;
 }
 

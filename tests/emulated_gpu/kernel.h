@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 /* Why a thread's function has returned. */
-enum outcome { EXITED, AT_BARRIER, YIELDED, FAULTED };
+enum outcome { EXITED, AT_BARRIER, AT_WARP_BARRIER, YIELDED, FAULTED };
 
 /* A block of threads as its threads see it. */
 struct block {

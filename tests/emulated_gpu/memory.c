@@ -23,27 +23,17 @@
 #define CANARY 0xC5
 #define MEMORY_MAGIC 0x4D454D59u
 
-struct registration {
-    struct allocation memory;
-    struct registration *next;
-};
-
 /* The allocations in the order of their addresses; reserved in full, so that they never move. */
 static struct allocation *allocations;
 static size_t allocation_count;
 static char *arena, *arena_next;
 static uint64_t next_id = 1;
 static size_t used_bytes[MAX_DEVICES];
-static struct registration *registrations;
+static struct allocation *registrations;
 
 static size_t round_up(size_t bytes, size_t unit)
 {
     return (bytes + unit - 1) / unit * unit;
-}
-
-static size_t device_bytes(void)
-{
-    return (size_t)read_variable("EMULATED_GPU_MEMORY_BYTES", 16L << 30);
 }
 
 static void *reserve(size_t bytes, int protection)
@@ -101,10 +91,10 @@ struct allocation *find_allocation(const void *address)
         struct allocation *found = allocations + count - 1;
         return count && !found->freed && contains(found, address) ? found : NULL;
     }
-    for (struct registration *each = registrations; each; each = each->next)
-        if (contains(&each->memory, address))
-            return &each->memory;
-    return NULL;
+    struct allocation *found = registrations;
+    while (found && !contains(found, address))
+        found = found->next;
+    return found;
 }
 
 /* Return a freed entry of the same size, if addresses are to be used again. */
@@ -185,7 +175,7 @@ static cudaError_t allocate(void **address, size_t bytes, int device, enum memor
     *address = NULL;
     if (!bytes)
         return cudaSuccess;
-    if (bytes > ARENA_BYTES / 2 || (used && used_bytes[device] + used > device_bytes()))
+    if (bytes > ARENA_BYTES / 2 || (used && used_bytes[device] + used > MEMORY_BYTES))
         return cudaErrorMemoryAllocation;
     made = add_entry(bytes, page_bytes);
     if (!made || create_object(made->id, page_bytes, made->pages) == MAP_FAILED)
@@ -291,46 +281,41 @@ EXPORT cudaError_t cudaFreeHost(void *address)
 EXPORT cudaError_t cudaMemGetInfo(size_t *available, size_t *total)
 {
     BEGIN_CALL;
-    *total = device_bytes();
+    *total = MEMORY_BYTES;
     *available = *total - used_bytes[current_device()];
     return cudaSuccess;
-}
-
-static int overlaps_registration(const char *address, size_t bytes)
-{
-    for (struct registration *each = registrations; each; each = each->next)
-        if (address < each->memory.address + each->memory.bytes
-            && each->memory.address < address + bytes)
-            return 1;
-    return 0;
 }
 
 EXPORT cudaError_t cudaHostRegister(void *address, size_t bytes, unsigned flags)
 {
     BEGIN_CALL;
-    struct registration *made;
+    struct allocation *made, *other = registrations;
 
     (void)flags;
     CHECK(check_capture_safe());
     if (!address || !bytes)
         return failed(cudaErrorInvalidValue);
-    if (is_in_arena(address) || overlaps_registration(address, bytes))
+    while (other && !(other->address < (char *)address + bytes
+                      && (char *)address < other->address + other->bytes))
+        other = other->next;
+    if (is_in_arena(address) || other)
         return failed(cudaErrorHostMemoryAlreadyRegistered);
-    made = calloc(1, sizeof *made);
-    made->memory = (struct allocation){.address = address, .bytes = bytes, .kind = PINNED_MEMORY,
-                                       .device = current_device(), .id = next_id++};
-    made->next = registrations, registrations = made;
+    made = malloc(sizeof *made);
+    *made = (struct allocation){.address = address, .bytes = bytes, .kind = PINNED_MEMORY,
+                                .device = current_device(), .id = next_id++,
+                                .next = registrations};
+    registrations = made;
     return cudaSuccess;
 }
 
 EXPORT cudaError_t cudaHostUnregister(void *address)
 {
     BEGIN_CALL;
-    struct registration *found, **link = &registrations;
+    struct allocation *found, **link = &registrations;
 
     CHECK(check_capture_safe());
     run_all_devices();
-    while (*link && (*link)->memory.address != address)
+    while (*link && (*link)->address != address)
         link = &(*link)->next;
     found = *link;
     if (!found)
@@ -451,8 +436,6 @@ EXPORT cudaError_t cudaIpcOpenMemHandle(void **address, cudaIpcMemHandle_t handl
     device = visible_device(text.machine_device);
     if (device < 0)
         return failed(cudaErrorInvalidDevice);
-    if (!has_peer_access(current_device(), device))
-        return failed(cudaErrorPeerAccessUnsupported);
     found = find_import(&text);
     if (found && found->object != text.object)
         return failed(cudaErrorAlreadyMapped); /* memory that has the address of freed memory */
@@ -502,13 +485,13 @@ EXPORT cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found,
 static CUresult write_attribute(void *value, CUpointer_attribute attribute,
                                 const struct allocation *memory)
 {
-    int is_pinned = memory->kind == PINNED_MEMORY;
+    int type = memory->kind == PINNED_MEMORY ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
     const struct {
         CUpointer_attribute attribute;
         size_t bytes;
         uint64_t value;
     } rows[] = {
-        {CU_POINTER_ATTRIBUTE_MEMORY_TYPE, 4, is_pinned ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE},
+        {CU_POINTER_ATTRIBUTE_MEMORY_TYPE, 4, type},
         {CU_POINTER_ATTRIBUTE_BUFFER_ID, 8, memory->id},
         {CU_POINTER_ATTRIBUTE_IS_MANAGED, 4, memory->kind == MANAGED_MEMORY},
         {CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, 4, (unsigned)memory->device},

@@ -195,11 +195,6 @@ class InstructionWriter(FunctionWriter):
 
     # ---- Bits ----
 
-    @instruction("lop3")
-    def lop3(self, one: Instruction) -> str:
-        x, y, z = (self.read(operand, "b32") for operand in one.operands[1:4])
-        return self.write(one.operands[0], "b32", f"logic_3({x}, {y}, {z}, {one.operands[4]})")
-
     @instruction("shl", "shr")
     def shift(self, one: Instruction) -> str:
         x, n = self.read(one.operands[1], one.type), self.read(one.operands[2], "u32")
@@ -208,22 +203,13 @@ class InstructionWriter(FunctionWriter):
         value = f"{n} >= {8 * SIZES[one.type]} ? {beyond} : {x} {sign} {n}"
         return self.write(one.operands[0], one.type, value)
 
-    @instruction("shf", allows={"l", "r", "wrap", "clamp"})
-    def shf(self, one: Instruction) -> str:
-        low, high, n = self._reads(one)
-        n = f"({n} & 31)" if one.has("wrap") else f"({n} > 32 ? 32 : {n})"
-        both = f"((uint64_t){high} << 32 | {low})"
-        value = f"{both} >> {n}" if one.has("r") else f"{both} << {n} >> 32"
-        return self.write(one.operands[0], "b32", value)
-
-    @instruction("bfe", "bfi")
-    def field(self, one: Instruction) -> str:
-        bits, first = 8 * SIZES[one.type], 2 if one.opcode == "bfe" else 3
-        values = [self.read(each, one.type) for each in one.operands[1:first]]
-        values += [self.read(each, "u32") for each in one.operands[first:]]
-        name = "extract_bits" if one.opcode == "bfe" else "insert_bits"
-        values += [str(bits), *([str(int(one.type[0] == "s"))] if one.opcode == "bfe" else [])]
-        return self.write(one.operands[0], one.type, f"{name}({', '.join(values)})")
+    @instruction("bfi")
+    def bfi(self, one: Instruction) -> str:
+        bits = 8 * SIZES[one.type]
+        a, b = (self.read(each, one.type) for each in one.operands[1:3])
+        start, length = (self.read(each, "u32") for each in one.operands[3:])
+        value = f"insert_bits({a}, {b}, {start}, {length}, {bits})"
+        return self.write(one.operands[0], one.type, value)
 
     # ---- Comparisons ----
 
@@ -374,8 +360,12 @@ class InstructionWriter(FunctionWriter):
 
     # ---- Other threads ----
 
-    @instruction("bar", "barrier", allows={"sync", "aligned", "red", "or"})
+    @instruction("bar", "barrier", allows={"sync", "aligned", "red", "or", "warp"})
     def bar(self, one: Instruction) -> str:
+        if one.has("warp"):
+            if one.operands[0] not in ("-1", "0xffffffff"):
+                raise unsupported(one)
+            return self._suspend("AT_WARP_BARRIER")
         if one.has("red"):
             result, barrier, value = one.operands
             code = f"thread->predicate = {self.read(value, 'pred')}; "

@@ -54,11 +54,6 @@ static struct stream *add_stream(int device, unsigned flags)
     return streams = made;
 }
 
-struct stream *first_stream(void)
-{
-    return streams;
-}
-
 static struct stream *find_stream(cudaStream_t handle)
 {
     struct stream *found = (struct stream *)handle;
@@ -79,6 +74,11 @@ static struct stream *find_stream(cudaStream_t handle)
     return found->magic == STREAM_MAGIC && !found->is_destroyed ? found : NULL;
 }
 
+static int is_blocking(const struct stream *stream)
+{
+    return !(stream->flags & cudaStreamNonBlocking) && !stream->is_legacy;
+}
+
 cudaError_t begin_stream_call(cudaStream_t handle, struct stream **stream)
 {
     cudaError_t error = begin_call();
@@ -86,7 +86,13 @@ cudaError_t begin_stream_call(cudaStream_t handle, struct stream **stream)
     if (error)
         return error;
     *stream = find_stream(handle);
-    return *stream ? cudaSuccess : cudaErrorInvalidResourceHandle;
+    if (!*stream)
+        return cudaErrorInvalidResourceHandle;
+    for (struct stream *other = streams; (*stream)->is_legacy && other; other = other->next)
+        if (other->device == (*stream)->device && is_blocking(other)
+            && refuse_if_capturing(other, cudaErrorStreamCaptureImplicit))
+            error = cudaErrorStreamCaptureImplicit;
+    return error;
 }
 
 /* Remove a destroyed stream from the list once its work is done. */
@@ -112,11 +118,6 @@ struct place end_of(struct stream *stream)
 int is_done(struct place place)
 {
     return place.stream->done >= place.number;
-}
-
-static int is_blocking(const struct stream *stream)
-{
-    return !(stream->flags & cudaStreamNonBlocking) && !stream->is_legacy;
 }
 
 static void add_dependency(struct command *command, struct place place)
@@ -193,13 +194,8 @@ void append_wait(struct stream *stream, struct place place)
 
 cudaError_t enqueue(struct stream *stream, struct work work)
 {
-    cudaError_t error;
-
     if (work.flags & SAME_DEVICE && stream->device != current_device())
         return cudaErrorInvalidResourceHandle;
-    error = check_legacy_capture(stream);
-    if (error)
-        return error;
     if (stream->capture)
         return capture_work(stream, work);
     append(stream, work);
@@ -294,18 +290,12 @@ void start_thread(void *(*run)(void *), void *argument)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-struct start {
-    struct stream *stream;
-    struct timespec delay;
-};
-
 static void *run_starter(void *argument)
 {
-    struct start start = *(struct start *)argument;
-    struct stream *stream = start.stream;
+    struct stream *stream = argument;
+    struct timespec delay = {0, stream->start_delay_ns};
 
-    free(argument);
-    nanosleep(&start.delay, NULL);
+    nanosleep(&delay, NULL);
     HOLD_DEVICE;
     while (stream->done < stream->start_place)
         run_until((struct place){stream, stream->start_place});
@@ -316,16 +306,14 @@ static void *run_starter(void *argument)
 void start_later(struct place place, long delay_ns)
 {
     struct stream *stream = place.stream;
-    struct start *start;
 
     if (place.number > stream->start_place)
         stream->start_place = place.number;
     if (stream->has_starter || is_done(place))
         return;
     stream->has_starter = 1;
-    start = malloc(sizeof *start);
-    *start = (struct start){stream, {0, delay_ns}};
-    start_thread(run_starter, start);
+    stream->start_delay_ns = delay_ns;
+    start_thread(run_starter, stream);
 }
 
 void count_query(struct place place, unsigned *queries)
@@ -374,7 +362,6 @@ static cudaError_t begin_status_call(cudaStream_t handle, struct place *end)
 
     CHECK(begin_stream_call(handle, &stream));
     CHECK(refuse_if_capturing(stream, cudaErrorStreamCaptureUnsupported));
-    CHECK(check_legacy_capture(stream));
     CHECK(check_capture_safe());
     /* The legacy stream includes the work of blocking streams up to now. */
     for (struct stream *other = streams; stream->is_legacy && other; other = other->next)

@@ -35,6 +35,10 @@ extern "C" __global__ void fill(int* array, int value, int count) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) array[i] = value;
 }
+extern "C" __global__ void add(int* array, int value, int count) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) array[i] += value;
+}
 extern "C" __global__ void wait(volatile int* flag, int value, int* seen) {
     int found;
     do asm volatile("ld.acquire.sys.s32 %0, [%1];" : "=r"(found) : "l"(flag) : "memory");
@@ -43,8 +47,8 @@ extern "C" __global__ void wait(volatile int* flag, int value, int* seen) {
 }
 """
 module = cupy.RawModule(code=SOURCE)
-store, fill, wait = map(module.get_function, ("store", "fill", "wait"))
-for kernel in (store, fill, wait):
+store, fill, add, wait = map(module.get_function, ("store", "fill", "add", "wait"))
+for kernel in (store, fill, add, wait):
     kernel.compile()
 
 
@@ -69,9 +73,9 @@ def pinned(count=N):
     return array
 
 
-def enqueue_fill(array, value, stream):
+def enqueue_fill(array, value, stream, kernel=fill):
     with stream:
-        fill((4,), (256,), (array, np.int32(value), np.int32(array.size)))
+        kernel((4,), (256,), (array, np.int32(value), np.int32(array.size)))
 
 
 def enqueue_copy(host, array, stream):
@@ -120,15 +124,10 @@ class Process:
 # ---- streams, events and capture -----------------------------------------------------------------
 
 
-def enqueue_addition(array, stream):
-    with stream:
-        array += 1
-
-
 #: Statements, as functions of a script and of their arguments.
 STATEMENTS = {
     "fill": lambda script, stream, value: enqueue_fill(script.array, int(value), stream),
-    "add": lambda script, stream: enqueue_addition(script.array, stream),
+    "add": lambda script, stream: enqueue_fill(script.array, 1, stream, add),
     "copy": lambda script, stream: enqueue_copy(script.host, script.array, stream),
     "copy_to_pageable": lambda script, stream: enqueue_copy(script.pageable, script.array, stream),
     "memset": lambda script, stream: runtime.memsetAsync(script.array.data.ptr, 0, 4, stream.ptr),
@@ -426,7 +425,7 @@ SAME_ADDRESS = "address = zeros().data.ptr\nassert (zeros().data.ptr == address)
 @pytest.mark.parametrize(
     ("code", "report", "variables"),
     [
-        (fault("", N + 100, 700), f"(4000 bytes at .*), offset {4 * (N + 100)}", {}),
+        (fault("", N + 100, 700), f"4000 bytes at .*, offset {4 * (N + 100)}", {}),
         (fault("", -1024, 700), "invalid write at .* offset -4096", {}),
         (fault("del array", 3, 700), "offset 12, which was freed", {}),
         (fault("address = 8", 0, 700), "not device memory", {}),
@@ -454,29 +453,22 @@ SAME_ADDRESS = "address = zeros().data.ptr\nassert (zeros().data.ptr == address)
          """, "", {}),
         (f"{SAME_ADDRESS}False", "", {}),
         (f"{SAME_ADDRESS}True", "", {"EMULATED_GPU_REUSE": "1"}),
-        ("assert runtime.memGetInfo()[1] == 1 << 20\nwith error(2): runtime.malloc(2 << 20)", "",
-         {"EMULATED_GPU_MEMORY_BYTES": str(1 << 20)}),
         ("""
          assert runtime.getDeviceCount() == 3
          assert runtime.deviceGetPCIBusId(0) == "0000:04:00.0"
-         assert [runtime.deviceCanAccessPeer(0, peer) for peer in (1, 2)] == [1, 0]
+         assert [runtime.deviceCanAccessPeer(0, peer) for peer in (0, 1, 2)] == [0, 1, 1]
          runtime.deviceEnablePeerAccess(1)
          with error(704): runtime.deviceEnablePeerAccess(1)
-         with error(217): runtime.deviceEnablePeerAccess(2)
-         """, "",
-         {"EMULATED_GPU_DEVICES": "4", "CUDA_VISIBLE_DEVICES": "3,0,1",
-          "EMULATED_GPU_PEERS": "0-3,1-2"}),
+         """, "", {"EMULATED_GPU_DEVICES": "4", "CUDA_VISIBLE_DEVICES": "3,0,1"}),
     ],
     ids=[
         "access beyond the end", "access before the start", "access after free", "no device memory",
         "misaligned", "canary", "stream order", "fork", "new addresses", "reused addresses",
-        "memory limit", "visible devices and peers",
+        "visible devices and peers",
     ],
 )  # fmt: skip
 def test_process(code, report, variables):
-    assert re.search(
-        report.replace("(", r"\(").replace(")", r"\)"), Process(code, **variables).end()[1]
-    )
+    assert re.search(report, Process(code, **variables).end()[1])
 
 
 def test_access_by_the_host_after_free_ends_the_process():
@@ -538,13 +530,19 @@ def test_memory_of_another_process():
     assert (array == 8).all()
 
 
-def test_memory_that_cannot_be_exported():
+def test_handles_that_are_refused():
     for memory in (cupy.cuda.ManagedMemory(N), cupy.cuda.MemoryAsync(N, new_stream())):
         with error(1):
             runtime.ipcGetMemHandle(memory.ptr)
     array = zeros()
     with error(201):
         runtime.ipcOpenMemHandle(runtime.ipcGetMemHandle(array.data.ptr))
+    with error(1):
+        runtime.eventCreateWithFlags(runtime.eventInterprocess)
+    with error(400):
+        runtime.ipcGetEventHandle(cupy.cuda.Event(disable_timing=True).ptr)
+    with error(201):
+        runtime.ipcOpenEventHandle(runtime.ipcGetEventHandle(interprocess_event()))
 
 
 def test_access_to_memory_that_its_process_has_freed_is_reported():
@@ -601,15 +599,6 @@ def test_stream_waits_for_an_event_of_a_blocked_process(ordered):
     runtime.ipcCloseMemHandle(memory)
     process.write("")
     process.end()
-
-
-def test_event_handles_that_are_refused():
-    with error(1):
-        runtime.eventCreateWithFlags(runtime.eventInterprocess)
-    with error(400):
-        runtime.ipcGetEventHandle(cupy.cuda.Event(disable_timing=True).ptr)
-    with error(201):
-        runtime.ipcOpenEventHandle(runtime.ipcGetEventHandle(interprocess_event()))
 
 
 def test_event_of_a_killed_process_counts_as_complete():

@@ -8,7 +8,6 @@
 #include <string.h>
 #include <unistd.h>
 
-#define DRIVER_VERSION 13020
 #define MULTIPROCESSORS 4
 #define MAX_DEPTH 64
 
@@ -38,6 +37,7 @@ long read_variable(const char *name, long otherwise)
 static void note_fork(void)
 {
     is_forked = 1;
+    reset_device_lock();
 }
 
 static void read_devices(void)
@@ -213,7 +213,7 @@ EXPORT cudaError_t cudaDeviceGetPCIBusId(char *text, int length, int device)
 
 EXPORT cudaError_t cudaDriverGetVersion(int *version)
 {
-    *version = DRIVER_VERSION;
+    *version = 13020;
     return cudaSuccess;
 }
 

@@ -24,6 +24,8 @@
  * all functions below need it, unless their comments say otherwise. Work runs without it. */
 char lock_device(void);
 void unlock_device(char *held);
+/* Unlock the mutex in a forked process, in which the thread that held it does not exist. */
+void reset_device_lock(void);
 /* Hold the mutex until the end of the block. */
 #define HOLD_DEVICE __attribute__((cleanup(unlock_device), unused)) char held = lock_device()
 /* Return an error, after making it the thread's last one. */

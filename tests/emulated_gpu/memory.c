@@ -85,13 +85,13 @@ static int contains(const struct allocation *memory, const void *address)
 
 struct allocation *find_allocation(const void *address)
 {
-    size_t count = count_below(address);
+    struct allocation *found = registrations;
 
     if (is_in_arena(address)) {
-        struct allocation *found = allocations + count - 1;
+        const size_t count = count_below(address);
+        found = allocations + count - 1;
         return count && !found->freed && contains(found, address) ? found : NULL;
     }
-    struct allocation *found = registrations;
     while (found && !contains(found, address))
         found = found->next;
     return found;
@@ -100,9 +100,9 @@ struct allocation *find_allocation(const void *address)
 /* Return a freed entry of the same size, if addresses are to be used again. */
 static struct allocation *find_reusable(size_t page_bytes)
 {
-    if (!read_variable("EMULATED_GPU_REUSE", 0))
-        return NULL;
-    for (size_t k = 0; k < allocation_count; k++)
+    const size_t count = read_variable("EMULATED_GPU_REUSE", 0) ? allocation_count : 0;
+
+    for (size_t k = 0; k < count; k++)
         if (allocations[k].freed && allocations[k].page_bytes == page_bytes)
             return allocations + k;
     return NULL;
@@ -415,8 +415,7 @@ static struct allocation *import(const struct memory_handle *text, int device)
     made->device = device, made->kind = IMPORTED_MEMORY;
     made->process = text->process, made->object = text->object;
     made->exported_address = text->address;
-    made->references = 0;
-    made->freed = 0;
+    made->references = made->freed = 0;
     return made;
 }
 

@@ -41,6 +41,11 @@ void unlock_device(char *held)
     pthread_mutex_unlock(&mutex);
 }
 
+void reset_device_lock(void)
+{
+    mutex = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+}
+
 /* ---- streams ---- */
 
 static struct stream *add_stream(int device, unsigned flags)
@@ -56,22 +61,20 @@ static struct stream *add_stream(int device, unsigned flags)
 
 static struct stream *find_stream(cudaStream_t handle)
 {
-    struct stream *found = (struct stream *)handle;
+    struct stream *found = (struct stream *)handle, **own = NULL;
     int device = current_device();
 
-    if (handle == NULL || handle == cudaStreamLegacy) {
-        if (!legacy[device]) {
-            legacy[device] = add_stream(device, cudaStreamDefault);
-            legacy[device]->is_legacy = 1;
-        }
-        return legacy[device];
+    if (handle == NULL || handle == cudaStreamLegacy)
+        own = &legacy[device];
+    else if (handle == cudaStreamPerThread)
+        own = &per_thread[device];
+    if (!own)
+        return found->magic == STREAM_MAGIC && !found->is_destroyed ? found : NULL;
+    if (!*own) {
+        *own = add_stream(device, cudaStreamDefault);
+        (*own)->is_legacy = own == &legacy[device];
     }
-    if (handle == cudaStreamPerThread) {
-        if (!per_thread[device])
-            per_thread[device] = add_stream(device, cudaStreamDefault);
-        return per_thread[device];
-    }
-    return found->magic == STREAM_MAGIC && !found->is_destroyed ? found : NULL;
+    return *own;
 }
 
 static int is_blocking(const struct stream *stream)

@@ -126,7 +126,7 @@ EMULATOR := $(CURDIR)/.cache/emulated_gpu
 emulated-environment:
 	@$(MAKE) --no-print-directory environment MPI=$(ONE) VENV=.venv-emulated-$(ONE) TORCH=
 	@.venv-emulated-$(ONE)/bin/python -m pip install --quiet --disable-pip-version-check $(EMULATED)
-	@$(PYTHON) tests/emulated_gpu/build.py .venv-emulated-$(ONE) $(EMULATOR)
+	@.venv-emulated-$(ONE)/bin/python tests/emulated_gpu/build.py $(EMULATOR)
 
 test-gpu-emulated:  ## the tests that need a GPU, on an emulated device, on 2 ranks; ARGS='--suites kernels'
 	@for mpi in $(GPU_TESTED); do \

@@ -1,6 +1,6 @@
 """Build an emulated CUDA device that runs CuPy's GPU code on the CPU.
 
-    python tests/emulated_gpu/build.py VENV FOLDER
+    VENV/bin/python tests/emulated_gpu/build.py FOLDER
 
 VENV is a virtual environment with CuPy's wheel (cupy-cuda13x or cupy-cuda12x) and the packages in
 REQUIREMENTS. The script writes to FOLDER:
@@ -19,20 +19,25 @@ from __future__ import annotations
 
 import hashlib
 import html
+import io
 import os
 import re
 import shutil
 import ssl
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+SITE = Path(sysconfig.get_path("purelib"))
 REQUIREMENTS = ("cython", "nvidia-cuda-runtime", "nvidia-cuda-crt", "nvidia-cuda-nvrtc")
-PACKAGES = ("cupy", "cupy_backends", "cupyx")
+PACKAGES = ("cupy", "cupyx", "cupy_backends")
 MODULE = "cupy_backends/cuda/api/runtime"
 #: CUDA version of the API that the emulated device implements.
 CUDA_VERSION = 13020
@@ -40,39 +45,20 @@ CFLAGS = (
     "-O2", "-g", "-Wall", "-Wextra", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden",
     "-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic",
 )  # fmt: skip
-#: The wheel nvidia-cuda-runtime lacks this header.
-PROFILER_HEADER = """#pragma once
-#include <cuda_runtime_api.h>
-#ifdef __cplusplus
-extern "C" {
-#endif
-cudaError_t cudaProfilerStart(void);
-cudaError_t cudaProfilerStop(void);
-#ifdef __cplusplus
-}
-#endif
+#: The wheel nvidia-cuda-runtime lacks the header cuda_profiler_api.h.
+PROFILER_HEADER = """#include <cuda_runtime_api.h>
+extern "C" cudaError_t cudaProfilerStart(void), cudaProfilerStop(void);
 """
-#: Where CuPy declares the functions that it needs.
-API = Path("cupy_backends/cuda/api")
 #: A missing function prints its name and returns 801 (cudaErrorNotSupported).
 STUB = """#include <stdio.h>
 
 #define STUB(name)                                                                       \\
-    __attribute__((visibility("default"))) int name(void);                               \\
-    int name(void)                                                                       \\
+    __attribute__((visibility("default"))) int name(void)                                \\
     {                                                                                    \\
         fprintf(stderr, "emulated GPU: the function " #name " is not implemented\\n");    \\
         return 801;                                                                      \\
     }
 
-"""
-#: Prints the folders of the packages and of Python's headers, and CuPy's version.
-INSPECT = """
-import sysconfig
-from importlib import metadata
-names = "cupy-cuda13x", "cupy-cuda12x"
-found = [each.version for each in metadata.distributions() if each.metadata["Name"] in names]
-print(sysconfig.get_path("purelib"), sysconfig.get_path("include"), *found[:1])
 """
 
 
@@ -87,95 +73,62 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
     return done.stdout
 
 
-def digest(*inputs: str | Path) -> str:
-    """Return a hash of strings and of the contents of files."""
-    found = hashlib.sha256()
-    for each in inputs:
-        content = each.read_bytes() if isinstance(each, Path) else each.encode()
-        found.update(len(content).to_bytes(8, "little") + content)
-    return found.hexdigest()
+def run_step(stamp: Path, make: Callable[[], None], *inputs: object) -> None:
+    """Call a function unless it was called with these inputs before. Files count by contents."""
+    contents = [each.read_bytes() if isinstance(each, Path) else each for each in inputs]
+    digest = hashlib.sha256(repr(contents).encode()).hexdigest()
+    if not stamp.exists() or stamp.read_text() != digest:
+        make()
+        stamp.write_text(digest)
 
 
-class Stamp:
-    """A record of the inputs of a step that has run."""
-
-    def __init__(self, folder: Path, step: str, *inputs: str | Path) -> None:
-        self.file, self.digest = folder / f"{step}.stamp", digest(*inputs)
-
-    def is_current(self) -> bool:
-        return self.file.exists() and self.file.read_text() == self.digest
-
-    def write(self) -> None:
-        self.file.write_text(self.digest)
+def cupy_version() -> str:
+    for each in metadata.distributions():
+        if each.metadata["Name"] in ("cupy-cuda13x", "cupy-cuda12x"):
+            return each.version
+    sys.exit(f"{SITE} has no CuPy: pip install 'cupy-cuda13x[ctk]'")
 
 
-class Environment:
-    """The virtual environment: its Python, packages, CuPy version and CUDA headers."""
-
-    def __init__(self, folder: Path) -> None:
-        self.python = folder / "bin" / "python"
-        site, include, *version = run(self.python, "-c", INSPECT).split()
-        if not version:
-            sys.exit(f"{folder} has no CuPy: pip install 'cupy-cuda13x[ctk]'")
-        self.site, self.include, self.cupy = Path(site), Path(include), version[0]
-        self.cuda = self._cuda_include()
-
-    def _cuda_include(self) -> Path:
-        places = [*self.site.glob("nvidia/cu*/include"), Path("/usr/local/cuda/include")]
-        for place in places:
-            if (place / "cuda_runtime_api.h").exists() and (place / "crt/host_defines.h").exists():
-                return place
-        sys.exit(f"no CUDA headers: {self.python} -m pip install {' '.join(REQUIREMENTS)}")
-
-    def index(self) -> str:
-        """Return the URL of the package index that pip uses."""
-        command = [self.python, "-m", "pip", "config", "get", "global.index-url"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        found = os.environ.get("PIP_INDEX_URL") or done.stdout.strip()
-        return (found or "https://pypi.org/simple").rstrip("/")
+def cuda_headers() -> Path:
+    places = [*SITE.glob("nvidia/cu*/include"), Path("/usr/local/cuda/include")]
+    for place in places:
+        if (place / "cuda_runtime_api.h").exists() and (place / "crt/host_defines.h").exists():
+            return place
+    sys.exit(f"no CUDA headers: {sys.executable} -m pip install {' '.join(REQUIREMENTS)}")
 
 
 def fetch(url: str) -> bytes:
     """Return the contents of a URL."""
-    certificates = os.environ.get("PIP_CERT") or None
-    context = ssl.create_default_context(cafile=certificates)
+    context = ssl.create_default_context(cafile=os.environ.get("PIP_CERT") or None)
     request = urllib.request.Request(url, headers={"Accept": "text/html"})
     with urllib.request.urlopen(request, timeout=120, context=context) as answer:
         found: bytes = answer.read()
         return found
 
 
-def download_source(environment: Environment, folder: Path) -> Path:
-    """Download and unpack CuPy's backends in the version of the wheel. Return their folder."""
-    name = f"cupy-{environment.cupy}"
-    source = folder / name
-    stamp = Stamp(folder, "source", name)
-    if stamp.is_current():
-        return source
-    page = f"{environment.index()}/cupy/"
+def download(source: Path) -> None:
+    """Download and unpack CuPy's backends in the version of the wheel."""
+    command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    index = os.environ.get("PIP_INDEX_URL") or done.stdout.strip() or "https://pypi.org/simple"
+    page = f"{index.rstrip('/')}/cupy/"
     links = re.findall(r'<a [^>]*href="([^"]+)"', fetch(page).decode())
-    addresses = [urllib.parse.urljoin(page, html.unescape(link)) for link in links]
-    address = next((one for one in addresses if f"/{name}.tar.gz" in one), None)
-    if address is None:
-        sys.exit(f"{page} has no {name}.tar.gz")
-    plain, _, checksum = address.partition("#sha256=")
-    archive = fetch(plain)
+    link = next((one for one in links if f"/{source.name}.tar.gz" in one), None)
+    if link is None:
+        sys.exit(f"{page} has no {source.name}.tar.gz")
+    address, _, checksum = urllib.parse.urljoin(page, html.unescape(link)).partition("#sha256=")
+    archive = fetch(address)
     if checksum and hashlib.sha256(archive).hexdigest() != checksum:
-        sys.exit(f"{plain}: the checksum differs from the index")
-    file = folder / f"{name}.tar.gz"
-    file.write_bytes(archive)
-    with tarfile.open(file) as members:
-        wanted = [one for one in members if one.name.startswith(f"{name}/cupy_backends/")]
-        members.extractall(folder, wanted, filter="data")
-    file.unlink()
-    stamp.write()
-    return source
+        sys.exit(f"{address}: the checksum differs from the index")
+    with tarfile.open(fileobj=io.BytesIO(archive)) as members:
+        wanted = [one for one in members if one.name.startswith(f"{source.name}/cupy_backends/")]
+        members.extractall(source.parent, wanted, filter="data")
 
 
 def write_stubs(source: Path, output: Path, sources: list[Path]) -> None:
     """Write a C file with stubs of the functions that CuPy links or loads and C files lack."""
     runtime, driver, module = (
-        (source / API / name).read_text()
+        (source / "cupy_backends/cuda/api" / name).read_text()
         for name in ("_runtime_extern.pxi", "_driver_extern.pxi", "runtime.pyx")
     )
     loaded = re.findall(r"_L\.get\(f?'(\w+)(\{version\})?'\)", driver)
@@ -188,68 +141,37 @@ def write_stubs(source: Path, output: Path, sources: list[Path]) -> None:
     output.write_text(STUB + "".join(f"STUB({name})\n" for name in sorted(needed - {*defined})))
 
 
-def compile_library(environment: Environment, folder: Path, sources: list[Path]) -> Path:
-    """Compile libcuda.so.1 from C files."""
-    library = folder / "libcuda.so.1"
-    definitions = {
-        "PYTHON": str(environment.python.absolute()),
-        "TRANSLATOR": str(HERE / "ptx.py"),
-        "TRANSLATOR_VERSION": digest(*sorted([*HERE.glob("ptx*"), HERE / "kernel.h"]))[:16],
-    }
-    options = [*CFLAGS, *(f'-D{name}="{value}"' for name, value in definitions.items())]
-    stamp = Stamp(folder, "library", *options, *sources, *sorted(HERE.glob("*.h")))
-    if not stamp.is_current():
-        command = ["gcc", *options, f"-I{HERE}", f"-I{environment.cuda}", "-o", library, *sources]
-        print(run(*command, "-ldl", "-lpthread", "-lrt", "-lm"), end="")
-        stamp.write()
-    return library
-
-
-def compile_module(environment: Environment, folder: Path, source: Path, library: Path) -> Path:
+def compile_module(source: Path, built: Path, cuda: Path) -> None:
     """Rebuild CuPy's module of the CUDA runtime, linked to the library."""
-    (module,) = environment.site.glob(f"{MODULE}.*.so")
-    built = folder / module.name
-    stamp = Stamp(folder, "module", source.name, str(environment.cuda), module.name)
-    if stamp.is_current():
-        return built
     values = {
         "CUPY_USE_CUDA_PYTHON": False, "CUPY_CUFFT_STATIC": False, "CUPY_CYTHON_VERSION": "3.2",
         "CUPY_CUDA_VERSION": CUDA_VERSION, "CUPY_HIP_VERSION": 0,
     }  # fmt: skip
     settings = [part for name, value in values.items() for part in ("-E", f"{name}={value}")]
-    run(environment.python, "-m", "cython", "--cplus", "-3", *settings, f"{MODULE}.pyx", cwd=source)
-    headers = folder / "include"
-    headers.mkdir(exist_ok=True)
-    (headers / "cuda_profiler_api.h").write_text(PROFILER_HEADER)
-    places = [source, source / "cupy_backends", environment.cuda, headers, environment.include]
+    cython = (sys.executable, "-m", "cython", "--cplus", "-3")
+    run(*cython, *settings, f"{MODULE}.pyx", cwd=source)
+    (source / "cuda_profiler_api.h").write_text(PROFILER_HEADER)
+    places = [source, source / "cupy_backends", cuda, sysconfig.get_path("include")]
     run(
         "g++", "-O1", "-w", "-fPIC", "-shared", "-std=c++17", f"-DCUPY_CUDA_VERSION={CUDA_VERSION}",
-        *(f"-I{place}" for place in places), "-o", built, source / f"{MODULE}.cpp", library,
+        *(f"-I{place}" for place in places), "-o", built, source / f"{MODULE}.cpp",
+        built.parent / "libcuda.so.1",
     )  # fmt: skip
-    stamp.write()
-    return built
 
 
-def assemble_site(environment: Environment, folder: Path, module: Path) -> Path:
+def assemble_site(site: Path, module: Path) -> None:
     """Link the wheel's packages into a folder, with the rebuilt module in place of the wheel's."""
-    site = folder / "site"
-    stamp = Stamp(folder, "site", str(environment.site), environment.cupy, module)
-    if stamp.is_current():
-        return site
     shutil.rmtree(site, ignore_errors=True)
     site.mkdir()
-    for name in PACKAGES:
-        if MODULE.startswith(f"{name}/"):
-            shutil.copytree(environment.site / name, site / name)
-        else:
-            (site / name).symlink_to(environment.site / name)
+    *linked, copied = PACKAGES
+    for name in linked:
+        (site / name).symlink_to(SITE / name)
+    shutil.copytree(SITE / copied, site / copied)
     shutil.copy(module, site / Path(MODULE).parent)
-    stamp.write()
-    return site
 
 
-def write_variables(folder: Path, site: Path) -> Path:
-    """Write the environment variables as a shell script. Return its path."""
+def write_variables(folder: Path, site: Path) -> None:
+    """Write the environment variables as a shell script."""
     variables = {
         "LD_LIBRARY_PATH": f"{folder}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}",
         "PYTHONPATH": f"{site}${{PYTHONPATH:+:$PYTHONPATH}}",
@@ -259,25 +181,38 @@ def write_variables(folder: Path, site: Path) -> Path:
         "EMULATED_GPU_CACHE": str(folder / "kernels"),
         "CUDA_VISIBLE_DEVICES": "${CUDA_VISIBLE_DEVICES:-0,1}",  # there is no nvidia-smi to ask
     }
-    (folder / "kernels").mkdir(exist_ok=True)
-    file = folder / "env.sh"
-    file.write_text("".join(f'export {name}="{value}"\n' for name, value in variables.items()))
-    return file
+    lines = [f'export {name}="{value}"\n' for name, value in variables.items()]
+    (folder / "env.sh").write_text("".join(lines))
 
 
 def main() -> None:
-    if len(sys.argv) != 3:
+    if len(sys.argv) != 2:
         sys.exit(__doc__)
-    environment, folder = Environment(Path(sys.argv[1]).absolute()), Path(sys.argv[2]).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    source = download_source(environment, folder)
-    sources = sorted(HERE.glob("*.c"))
-    stubs = folder / "stubs.c"
+    folder, cuda = Path(sys.argv[1]).absolute(), cuda_headers()
+    (folder / "kernels").mkdir(parents=True, exist_ok=True)
+    source = folder / f"cupy-{cupy_version()}"
+    run_step(folder / "source.stamp", lambda: download(source), source.name)
+
+    sources, stubs, library = sorted(HERE.glob("*.c")), folder / "stubs.c", folder / "libcuda.so.1"
     write_stubs(source, stubs, sources)
-    library = compile_library(environment, folder, [*sources, stubs])
-    module = compile_module(environment, folder, source, library)
-    site = assemble_site(environment, folder, module)
-    print(f"the emulated device is ready: . {write_variables(folder, site)}")
+    translator = [*sorted(HERE.glob("ptx*")), HERE / "kernel.h"]
+    version = hashlib.sha256(b"".join(each.read_bytes() for each in translator)).hexdigest()
+    definitions = {
+        "PYTHON": sys.executable, "TRANSLATOR": HERE / "ptx.py", "TRANSLATOR_VERSION": version[:16],
+    }  # fmt: skip
+    options = [*CFLAGS, *(f'-D{name}="{value}"' for name, value in definitions.items())]
+    command = ["gcc", *options, f"-I{HERE}", f"-I{cuda}", "-o", library, *sources, stubs]
+    command += ["-ldl", "-lpthread", "-lrt", "-lm"]
+    inputs = options, *sources, stubs, *sorted(HERE.glob("*.h"))
+    run_step(folder / "library.stamp", lambda: print(run(*command), end=""), *inputs)
+
+    (installed,) = SITE.glob(f"{MODULE}.*.so")
+    module, site = folder / installed.name, folder / "site"
+    names = source.name, str(cuda), module.name
+    run_step(folder / "module.stamp", lambda: compile_module(source, module, cuda), *names)
+    run_step(folder / "site.stamp", lambda: assemble_site(site, module), str(SITE), module)
+    write_variables(folder, site)
+    print(f"the emulated device is ready: . {folder}/env.sh")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#define DRIVER_VERSION 13020
+#define MULTIPROCESSORS 4
 #define MAX_DEPTH 64
 
 struct context {
@@ -37,27 +37,25 @@ long read_variable(const char *name, long otherwise)
 static void note_fork(void)
 {
     is_forked = 1;
+    reset_device_lock();
 }
 
 static void read_devices(void)
 {
     int count = (int)read_variable("EMULATED_GPU_DEVICES", 2);
     const char *list = getenv("CUDA_VISIBLE_DEVICES");
-    char *end;
+    long device;
+    int length;
 
     count = count > MAX_DEVICES ? MAX_DEVICES : count;
     for (int k = 0; k < MAX_DEVICES; k++)
-        primary[k].device = k;
-    if (!list) {
-        for (visible_count = 0; visible_count < count; visible_count++)
-            machine[visible_count] = visible_count;
-    }
+        primary[k].device = machine[k] = k;
+    visible_count = list ? 0 : count;
     /* As in CUDA, the list ends at the first invalid number. */
-    for (; list && *list && visible_count < count; list = *end == ',' ? end + 1 : end) {
-        long device = strtol(list, &end, 10);
-        if (end == list || device < 0 || device >= count)
-            break;
+    while (list && visible_count < count && sscanf(list, "%ld%n", &device, &length) == 1
+           && device >= 0 && device < count) {
         machine[visible_count++] = (int)device;
+        list += length + (list[length] == ',');
     }
     pthread_atfork(NULL, NULL, note_fork);
 }
@@ -84,20 +82,6 @@ int visible_device(int number)
         if (machine[k] == number)
             return k;
     return -1;
-}
-
-int has_peer_access(int device, int peer)
-{
-    const char *pairs = getenv("EMULATED_GPU_PEERS");
-    int a, b, length;
-
-    if (device == peer || !pairs)
-        return 1;
-    device = machine_device(device), peer = machine_device(peer);
-    for (; sscanf(pairs, "%d-%d%n", &a, &b, &length) == 2; pairs += length + (pairs[length] == ','))
-        if ((a == device && b == peer) || (a == peer && b == device))
-            return 1;
-    return 0;
 }
 
 /* ---- context stack and errors ---- */
@@ -179,6 +163,7 @@ EXPORT cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attrib
         [cudaDevAttrMaxThreadsPerBlock] = 1024,
         [cudaDevAttrMaxSharedMemoryPerBlock] = 49152,
         [cudaDevAttrMaxSharedMemoryPerBlockOptin] = 49152,
+        [cudaDevAttrMultiProcessorCount] = MULTIPROCESSORS,
         [cudaDevAttrWarpSize] = 32,
         [cudaDevAttrMaxThreadsPerMultiProcessor] = 2048,
         [cudaDevAttrUnifiedAddressing] = 1,
@@ -193,8 +178,6 @@ EXPORT cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attrib
     if (!is_device(device))
         return failed(cudaErrorInvalidDevice);
     *value = (unsigned)attribute < cudaDevAttrMax ? values[attribute] : 0;
-    if (attribute == cudaDevAttrMultiProcessorCount)
-        *value = (int)read_variable("EMULATED_GPU_MULTIPROCESSORS", 4);
     return cudaSuccess;
 }
 
@@ -207,17 +190,14 @@ EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *found, int dev
 {
     if (!is_device(device))
         return failed(cudaErrorInvalidDevice);
-    memset(found, 0, sizeof *found);
-    snprintf(found->name, sizeof found->name, "Emulated GPU");
+    *found = (struct cudaDeviceProp){
+        .name = "Emulated GPU", .warpSize = 32, .maxThreadsPerBlock = 1024, .major = 9,
+        .totalGlobalMem = MEMORY_BYTES,
+        .multiProcessorCount = MULTIPROCESSORS,
+        .maxThreadsPerMultiProcessor = 2048, .pciBusID = machine_device(device) + 1,
+        .sharedMemPerBlock = 49152, .sharedMemPerBlockOptin = 49152,
+    };
     write_uuid(&found->uuid, device);
-    found->totalGlobalMem = (size_t)read_variable("EMULATED_GPU_MEMORY_BYTES", 16L << 30);
-    found->sharedMemPerBlock = found->sharedMemPerBlockOptin = 49152;
-    found->warpSize = 32;
-    found->maxThreadsPerBlock = 1024;
-    found->major = 9;
-    found->multiProcessorCount = (int)read_variable("EMULATED_GPU_MULTIPROCESSORS", 4);
-    found->maxThreadsPerMultiProcessor = 2048;
-    found->pciBusID = machine_device(device) + 1;
     return cudaSuccess;
 }
 
@@ -233,15 +213,12 @@ EXPORT cudaError_t cudaDeviceGetPCIBusId(char *text, int length, int device)
 
 EXPORT cudaError_t cudaDriverGetVersion(int *version)
 {
-    *version = DRIVER_VERSION;
+    *version = 13020;
     return cudaSuccess;
 }
 
 EXPORT cudaError_t cudaRuntimeGetVersion(int *version)
-{
-    *version = DRIVER_VERSION;
-    return cudaSuccess;
-}
+    __attribute__((alias("cudaDriverGetVersion")));
 
 EXPORT cudaError_t cudaGetDeviceCount(int *count)
 {
@@ -266,11 +243,8 @@ EXPORT cudaError_t cudaSetDevice(int device)
 
 EXPORT cudaError_t cudaDeviceSynchronize(void)
 {
-    cudaError_t error = begin_call();
-    if (!error)
-        error = check_capture_safe();
-    if (error)
-        return failed(error);
+    BEGIN_CALL;
+    CHECK(check_capture_safe());
     run_device(current_device());
     return failed(device_error(current_device()));
 }
@@ -279,24 +253,23 @@ EXPORT cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer)
 {
     if (!is_device(device) || !is_device(peer))
         return failed(cudaErrorInvalidDevice);
-    *can = device != peer && has_peer_access(device, peer);
+    *can = device != peer;
     return cudaSuccess;
 }
 
 EXPORT cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags)
 {
+    BEGIN_CALL;
     int device = current_device();
 
     if (!is_device(peer) || peer == device)
         return failed(cudaErrorInvalidDevice);
     if (flags)
         return failed(cudaErrorInvalidValue);
-    if (!has_peer_access(device, peer))
-        return failed(cudaErrorPeerAccessUnsupported);
     if (peer_enabled[device][peer])
         return failed(cudaErrorPeerAccessAlreadyEnabled);
     peer_enabled[device][peer] = 1;
-    return failed(begin_call());
+    return cudaSuccess;
 }
 
 /* ---- devices and contexts, driver ---- */
@@ -328,11 +301,6 @@ EXPORT CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device)
         return CUDA_ERROR_INVALID_DEVICE;
     write_uuid(uuid, device);
     return CUDA_SUCCESS;
-}
-
-EXPORT CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device)
-{
-    return (CUresult)cudaDeviceGetAttribute(value, (enum cudaDeviceAttr)attribute, device);
 }
 
 EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)

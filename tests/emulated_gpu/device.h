@@ -4,12 +4,9 @@
  * A missing wait therefore always reads old data.
  *
  * Environment variables:
- *   EMULATED_GPU_DEVICES          number of devices of the machine (default 2)
- *   CUDA_VISIBLE_DEVICES          devices that the process sees, by number ("1,0")
- *   EMULATED_GPU_PEERS            pairs of devices with peer access ("0-1,2-3"; default: all pairs)
- *   EMULATED_GPU_MEMORY_BYTES     memory of a device for each process (default 16 GiB)
- *   EMULATED_GPU_MULTIPROCESSORS  number of multiprocessors of a device (default 4)
- *   EMULATED_GPU_REUSE            1: a new allocation gets the address of a freed one of its size
+ *   EMULATED_GPU_DEVICES  number of devices of the machine (default 2)
+ *   CUDA_VISIBLE_DEVICES  devices that the process sees, by number ("1,0")
+ *   EMULATED_GPU_REUSE    1: a new allocation gets the address of a freed one of its size
  */
 #ifndef DEVICE_H
 #define DEVICE_H
@@ -21,21 +18,40 @@
 
 #define EXPORT __attribute__((visibility("default")))
 #define MAX_DEVICES 16
+#define MEMORY_BYTES ((size_t)16 << 30) /* of a device, for each process */
 
-/* contexts.c: devices, the context stack of each thread, error state. */
+/* One mutex protects the state of the device. Functions of the API hold it until they return, and
+ * all functions below need it, unless their comments say otherwise. Work runs without it. */
+char lock_device(void);
+void unlock_device(char *held);
+/* Unlock the mutex in a forked process, in which the thread that held it does not exist. */
+void reset_device_lock(void);
+/* Hold the mutex until the end of the block. */
+#define HOLD_DEVICE __attribute__((cleanup(unlock_device), unused)) char held = lock_device()
+/* Return an error, after making it the thread's last one. */
+#define CHECK(ERROR)                                                                               \
+    do {                                                                                           \
+        cudaError_t checked = (ERROR);                                                             \
+        if (checked)                                                                               \
+            return failed(checked);                                                                \
+    } while (0)
+/* Begin a function of the runtime API that uses the device. */
+#define BEGIN_CALL                                                                                 \
+    HOLD_DEVICE;                                                                                   \
+    CHECK(begin_call())
+
+/* ---- contexts.c: devices, the context stack of each thread, error state ---- */
 
 long read_variable(const char *name, long otherwise);
 int visible_device_count(void);
-/* Convert between a device's number in this process and its number on the machine. `visible_device`
- * returns -1 for a device that the process does not see. */
+/* Convert between a device's number in this process and its number on the machine. The result is
+ * -1 for a device that the process does not see. */
 int machine_device(int device);
 int visible_device(int machine_device);
-int has_peer_access(int device, int peer);
 int current_device(void);
 /* Make the primary context of the current device current, if none is (the runtime API does). */
 cudaError_t ensure_context(void);
-/* Begin a runtime call that uses the device: ensure a context, and return the sticky error of the
- * device, or the error of a call that is not allowed on this thread. */
+/* Ensure a context, and return the sticky error of its device. */
 cudaError_t begin_call(void);
 /* Set the thread's last runtime error unless it is cudaSuccess, and return it. */
 cudaError_t failed(cudaError_t error);
@@ -46,7 +62,7 @@ void set_device_error(int device, cudaError_t error);
 void push_device(int device);
 void pop_device(void);
 
-/* memory.c: allocations and their attributes. */
+/* ---- memory.c: allocations and their attributes ---- */
 
 enum memory_kind { DEVICE_MEMORY, MANAGED_MEMORY, ASYNC_MEMORY, PINNED_MEMORY, IMPORTED_MEMORY };
 
@@ -65,6 +81,7 @@ struct allocation {
     uint64_t object;
     char *exported_address; /* IMPORTED_MEMORY: its address in that process */
     int references;         /* IMPORTED_MEMORY: number of calls that opened it */
+    struct allocation *next; /* in the list of registered host memory, which has no pages */
 };
 
 /* Return the allocation that contains an address or lies nearest to it, freed ones included; NULL
@@ -72,38 +89,34 @@ struct allocation {
 const struct allocation *nearest_allocation(const void *address);
 /* Return the allocation or registered host memory that contains an address, or NULL. */
 struct allocation *find_allocation(const void *address);
-/* The table of allocations, for loops. */
-struct allocation *first_allocation(void);
-struct allocation *end_of_allocations(void);
 /* Allocate memory of the current device for a module's variables; NULL if it is out of memory. */
 void *allocate_variables(size_t bytes);
-/* Map memory of another process. `handle` holds its process, object, sizes and device. Returns
- * NULL if the memory was freed. */
-struct allocation *import_allocation(const struct allocation *handle);
-/* Close the mapping of an import. */
-void unmap_allocation(struct allocation *found);
 
-/* shared_objects.c: shared-memory objects, which other processes open by process and number. */
+/* ---- shared_objects.c: shared memory that other processes open by process and number ---- */
 
 #define EVENT_TABLE 0 /* number of the object with the counts of a process's events */
 
 /* Map an object at `place` (NULL: anywhere). Returns MAP_FAILED if it does not exist. */
-void *create_object(uint64_t number, size_t bytes, void *place, int protection);
+void *create_object(uint64_t number, size_t bytes, void *place);
 void *open_object(int process, uint64_t number, size_t bytes, void *place);
 /* Delete an object of this process. Later accesses by other processes raise SIGBUS. */
 void delete_object(uint64_t number);
 
-/* faults.c: invalid accesses of running work. */
+/* ---- faults.c: invalid accesses of running work. These functions do not need the mutex. ---- */
+
+/* A function that runs work, in any thread, with the stream's device current. Its error is sticky:
+ * every later call on the device returns it. */
+typedef cudaError_t run_function(void *argument);
 
 /* Run work. Returns its error, or the CUDA error for a signal such as SIGSEGV, which is reported
  * with the allocation that was accessed. */
-cudaError_t run_guarded(cudaError_t (*run)(void *argument), void *argument);
+cudaError_t run_guarded(run_function *run, void *argument);
 /* Name the work that the thread runs, for reports. The string must outlive the work. */
 void describe_work(const char *description);
 /* Report memory that was written outside its allocation or freed too early. */
 void report_access(const char *access, const void *address);
 
-/* streams.c: queues of commands. */
+/* ---- streams.c: queues of commands ---- */
 
 enum work_flags {
     SPINS = 1,       /* waits for memory that other devices write: it starts soon, unasked */
@@ -112,11 +125,13 @@ enum work_flags {
     UNGUARDED = 8,   /* catches faults itself */
 };
 
-/* Add work to a stream or, during capture, to its graph. `argument` (`bytes` long) is copied.
- * `run` may be called in any thread, with the stream's device current. An error that it returns
- * is sticky: every later call on the device returns it. */
-cudaError_t enqueue(cudaStream_t stream, cudaError_t (*run)(void *argument), const void *argument,
-                    size_t bytes, unsigned flags);
+/* Work with a copy of its argument. */
+struct work {
+    run_function *run;
+    const void *argument;
+    size_t bytes;
+    unsigned flags;
+};
 
 /* A place in a stream: the number of its commands up to there. */
 struct place {
@@ -138,80 +153,59 @@ struct stream {
     uint64_t seen_by_legacy; /* latest place of this stream that the legacy stream waits for */
     uint64_t start_place;    /* the starter thread runs commands up to here */
     int has_starter;
+    long start_delay_ns;
     unsigned queries;
 
     struct capture *capture; /* NULL: not capturing */
-    unsigned *tips;          /* the latest captured nodes, on which the next one depends */
-    size_t tip_count;
 };
 
-/* One mutex protects all state of the device. It is not held while commands run. */
-void lock_device(void);
-void unlock_device(void);
-/* Return a stream by its handle, or NULL. The mutex must be held, as for all functions below whose
- * comments do not say otherwise. */
-struct stream *find_stream(cudaStream_t handle);
-struct stream *first_stream(void);
+/* Begin a call that uses a stream: find it by its handle. It fails for the legacy stream during the
+ * capture of a stream that this one would wait for. */
+cudaError_t begin_stream_call(cudaStream_t handle, struct stream **stream);
+/* Add work to a stream or, during capture, to its graph. */
+cudaError_t enqueue(struct stream *stream, struct work work);
 /* Add a command. `run` may be NULL. Returns its place. */
-struct place append(struct stream *stream, cudaError_t (*run)(void *), const void *argument,
-                    size_t bytes, unsigned flags);
+struct place append(struct stream *stream, struct work work);
 /* Add a command that waits for a place in another stream. */
 void append_wait(struct stream *stream, struct place place);
-/* Add a command to a stream, or to the graph that it captures. */
-cudaError_t append_or_capture(struct stream *stream, cudaError_t (*run)(void *),
-                              const void *argument, size_t bytes, unsigned flags);
+struct place end_of(struct stream *stream);
 int is_done(struct place place);
-/* Run the commands of a stream up to a place. The mutex must not be held. */
+/* Run the commands of a stream up to a place, or all commands of a device or of all devices. The
+ * mutex is released meanwhile. */
 void run_until(struct place place);
-/* Run all commands of a device. The mutex must not be held. */
 void run_device(int device);
+void run_all_devices(void);
+/* Run work on a device, without the mutex. Returns its error. */
+cudaError_t run_work(int device, run_function *run, void *argument, unsigned flags);
 /* Run commands up to a place in another thread, after a delay in nanoseconds. */
 void start_later(struct place place, long delay_ns);
+/* Start a detached thread that leaves the program's signals to other threads. */
+void start_thread(void *(*run)(void *), void *argument);
 /* Count a query of an incomplete place. After some queries its commands start. */
 void count_query(struct place place, unsigned *queries);
 
-/* graphs.c: capture and graphs. */
-
-enum capture_state { NOT_CAPTURING, CAPTURING, CAPTURE_INVALIDATED };
+/* ---- graphs.c: capture and graphs ---- */
 
 /* Return an error if a capture forbids a call such as cudaMalloc on this thread, and invalidate
- * that capture. The mutex must not be held. */
+ * that capture. */
 cudaError_t check_capture_safe(void);
 /* Return an error for an illegal call on a capturing stream, and invalidate its capture. */
 cudaError_t refuse_if_capturing(struct stream *stream, cudaError_t error);
-/* Return cudaErrorStreamCaptureImplicit if the legacy stream would wait for a captured stream. */
-cudaError_t check_legacy_capture(struct stream *stream);
 /* End the capture of a stream that is destroyed. */
 void abandon_capture(struct stream *stream);
-cudaError_t capture_work(struct stream *stream, cudaError_t (*run)(void *), const void *argument,
-                         size_t bytes, unsigned flags);
-/* Events recorded in a capture: a copy of the stream's latest nodes. */
-struct captured_tips {
-    struct capture *capture;
-    unsigned *tips;
-    size_t tip_count;
-};
-cudaError_t capture_record(struct stream *stream, struct captured_tips *tips);
-cudaError_t capture_wait(struct stream *stream, const struct captured_tips *tips);
-cudaError_t refuse_captured_event(const struct captured_tips *tips);
-void release_tips(struct captured_tips *tips);
+cudaError_t capture_work(struct stream *stream, struct work work);
 
-/* ipc.c: events of other processes. */
+/* ---- execute.c: kernel launches ---- */
 
-/* Counts in shared memory: records enqueued, and the latest record that is complete. */
-struct event_counts {
-    _Atomic uint64_t recorded, completed;
+/* The argument of `execute_launch`, which runs the launch to its end. */
+struct launch {
+    const struct kernel *kernel;
+    char *globals;
+    uint32_t grid_dim[3], block_dim[3];
+    uint32_t dynamic_shared_bytes;
+    char parameters[] __attribute__((aligned(16)));
 };
 
-/* Return counts for a new shared event, and its number. */
-struct event_counts *create_counts(uint64_t *number);
-struct event_counts *open_counts(int process, uint64_t number);
-/* Note that a record is in a stream, so that other processes can ask for it. */
-void add_shared_record(uint64_t number, uint64_t record, struct place place);
-void remove_shared_record(uint64_t number, uint64_t record);
-/* Wait for a record of another process's event. The mutex must not be held. */
-void await_record(int process, uint64_t number, struct event_counts *counts, uint64_t record);
-/* Ask a process to run the stream that a record is in. Returns 0 if the process has ended. */
-int request_record(int process, uint64_t number, uint64_t record);
+cudaError_t execute_launch(void *argument);
 
 #endif

@@ -16,7 +16,6 @@ static const struct {
     {201, "cudaErrorDeviceUninitialized", "CUDA_ERROR_INVALID_CONTEXT"},
     {208, "cudaErrorAlreadyMapped", "CUDA_ERROR_ALREADY_MAPPED"},
     {209, "cudaErrorNoKernelImageForDevice", "CUDA_ERROR_NO_BINARY_FOR_GPU"},
-    {217, "cudaErrorPeerAccessUnsupported", "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED"},
     {218, "cudaErrorInvalidPtx", "CUDA_ERROR_INVALID_PTX"},
     {400, "cudaErrorInvalidResourceHandle", "CUDA_ERROR_INVALID_HANDLE"},
     {401, "cudaErrorIllegalState", "CUDA_ERROR_ILLEGAL_STATE"},
@@ -33,45 +32,33 @@ static const struct {
     {801, "cudaErrorNotSupported", "CUDA_ERROR_NOT_SUPPORTED"},
     {900, "cudaErrorStreamCaptureUnsupported", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"},
     {901, "cudaErrorStreamCaptureInvalidated", "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"},
-    {902, "cudaErrorStreamCaptureMerge", "CUDA_ERROR_STREAM_CAPTURE_MERGE"},
-    {903, "cudaErrorStreamCaptureUnmatched", "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED"},
-    {904, "cudaErrorStreamCaptureUnjoined", "CUDA_ERROR_STREAM_CAPTURE_UNJOINED"},
     {905, "cudaErrorStreamCaptureIsolation", "CUDA_ERROR_STREAM_CAPTURE_ISOLATION"},
     {906, "cudaErrorStreamCaptureImplicit", "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT"},
-    {907, "cudaErrorCapturedEvent", "CUDA_ERROR_CAPTURED_EVENT"},
     {908, "cudaErrorStreamCaptureWrongThread", "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD"},
-    {999, "cudaErrorUnknown", "CUDA_ERROR_UNKNOWN"},
 };
 
-#define ERROR_COUNT (sizeof errors / sizeof *errors)
-
-static size_t find_error(int error)
+/* Return the runtime's name, or the driver's. */
+static const char *name_of(int error, int is_driver)
 {
-    for (size_t k = 0; k < ERROR_COUNT; k++)
+    for (size_t k = 0; k < sizeof errors / sizeof *errors; k++)
         if (errors[k].error == error)
-            return k;
-    return ERROR_COUNT;
+            return is_driver ? errors[k].driver : errors[k].runtime;
+    return is_driver ? NULL : "unrecognized error code";
 }
 
 EXPORT const char *cudaGetErrorName(cudaError_t error)
 {
-    size_t k = find_error(error);
-    return k < ERROR_COUNT ? errors[k].runtime : "unrecognized error code";
+    return name_of((int)error, 0);
 }
 
 EXPORT const char *cudaGetErrorString(cudaError_t error)
-{
-    return cudaGetErrorName(error);
-}
+    __attribute__((alias("cudaGetErrorName")));
 
 EXPORT CUresult cuGetErrorName(CUresult error, const char **name)
 {
-    size_t k = find_error(error);
-    *name = k < ERROR_COUNT ? errors[k].driver : NULL;
+    *name = name_of((int)error, 1);
     return *name ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 EXPORT CUresult cuGetErrorString(CUresult error, const char **description)
-{
-    return cuGetErrorName(error, description);
-}
+    __attribute__((alias("cuGetErrorName")));

@@ -1,41 +1,156 @@
-/* Events: records in streams of this process, and of other processes through ipc.c. */
+/* Events: records in streams of this process, and of other processes.
+ *
+ * A stream that waits for an event of another process sends that process a request. A thread of
+ * the other process then runs its stream up to the event, even if its program is blocked.
+ */
+#define _GNU_SOURCE
 #include "device.h"
 
+#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <time.h>
 #include <unistd.h>
 
 #define EVENT_MAGIC 0xE7E77000u
 #define HANDLE_MAGIC 0x45564E54u
+#define MAX_SHARED_EVENTS ((size_t)1 << 16)
+#define TABLE_BYTES (MAX_SHARED_EVENTS * sizeof(struct event_counts))
+#define POLL_INTERVAL_NS 20000L
+/* Polls before a waiting stream checks that the other process lives. */
+#define CHECK_COUNT 500
+
+/* Counts in shared memory: records enqueued, and the latest record that is complete. */
+struct event_counts {
+    _Atomic uint64_t recorded, completed;
+};
 
 /* One record of an event, which its event and the queued command share. */
 struct record {
     int references;
     struct place place;
-    uint64_t shared_number, number; /* the shared event and its record; 0: not shared */
-    struct event_counts *counts;
+    struct event_counts *counts; /* NULL: not shared */
+    uint64_t number;             /* among the records of a shared event */
+    struct record *next;         /* in `pending` */
+};
+
+/* An event for other processes. */
+struct shared {
+    int process; /* that created the event */
+    uint64_t number;
+    struct event_counts *counts; /* NULL: not an interprocess event */
 };
 
 struct event {
     uint32_t magic;
-    unsigned flags;
     int device;
     struct record *latest; /* NULL: never recorded */
-    struct captured_tips captured;
     unsigned queries;
-
-    int process; /* that created the event */
-    uint64_t shared_number;
-    struct event_counts *counts; /* NULL: not an interprocess event */
+    struct shared shared;
 };
 
 /* The handle of an event for other processes. */
 struct event_handle {
     uint32_t magic;
-    int process, machine_device;
-    uint64_t shared_number;
+    struct shared event;
 };
+
+/* A record of another process's event. */
+struct request {
+    struct shared event;
+    uint64_t record;
+};
+
+/* The table of another process's events. */
+struct table {
+    int process;
+    struct event_counts *counts;
+    struct table *next;
+};
+
+static struct event_counts *own_counts;
+static uint64_t shared_count;
+static struct record *pending; /* incomplete records of this process's shared events */
+static struct table *tables;
+
+/* ---- requests of other processes ---- */
+
+static socklen_t write_address(struct sockaddr_un *address, int process)
+{
+    memset(address, 0, sizeof *address);
+    address->sun_family = AF_UNIX;
+    /* A name that begins with a zero byte is in the abstract namespace: no file remains. */
+    return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1
+                       + (size_t)sprintf(address->sun_path + 1, "emulated-gpu-%d", process));
+}
+
+static void *serve(void *argument)
+{
+    struct request request;
+    ssize_t bytes;
+
+    while ((bytes = recv((int)(intptr_t)argument, &request, sizeof request, 0)) >= 0
+           || errno == EINTR) {
+        HOLD_DEVICE;
+        for (struct record *each = pending; bytes == sizeof request && each; each = each->next)
+            if (each->counts == own_counts + request.event.number && each->number == request.record)
+                start_later(each->place, 0);
+    }
+    return NULL;
+}
+
+static void start_server(void)
+{
+    int server = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    struct sockaddr_un address;
+    socklen_t length = write_address(&address, getpid());
+
+    if (server < 0 || bind(server, (struct sockaddr *)&address, length) != 0) {
+        perror("emulated GPU: cannot serve the events of this process");
+        abort();
+    }
+    start_thread(serve, (void *)(intptr_t)server);
+}
+
+/* Ask a process to run the stream that a record is in. Returns 0 if the process has ended. */
+static int send_request(struct request request)
+{
+    struct sockaddr_un address;
+    socklen_t length = write_address(&address, request.event.process);
+    int client = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    ssize_t sent = sendto(client, &request, sizeof request, MSG_NOSIGNAL,
+                          (struct sockaddr *)&address, length);
+    int error = errno;
+
+    close(client);
+    return sent >= 0 || error != ECONNREFUSED;
+}
+
+static int is_complete(struct request request)
+{
+    return request.event.counts->completed >= request.record;
+}
+
+/* Wait for a record of another process's event, without the mutex. */
+static cudaError_t run_shared_wait(void *argument)
+{
+    const struct timespec interval = {0, POLL_INTERVAL_NS};
+    struct request request = *(struct request *)argument;
+
+    for (long polls = 0; !is_complete(request); polls++) {
+        /* The work of a process that has ended counts as complete. */
+        if (polls % CHECK_COUNT == 0 && !send_request(request))
+            break;
+        nanosleep(&interval, NULL);
+    }
+    return cudaSuccess;
+}
+
+/* ---- create ---- */
 
 static struct event *find_event(cudaEvent_t handle)
 {
@@ -49,7 +164,32 @@ static struct event *find_event(cudaEvent_t handle)
 
 static int is_imported(const struct event *event)
 {
-    return event->counts && event->process != getpid();
+    return event->shared.counts && event->shared.process != getpid();
+}
+
+static cudaEvent_t add_event(struct shared shared)
+{
+    struct event *made = calloc(1, sizeof *made);
+
+    made->magic = EVENT_MAGIC;
+    made->device = current_device();
+    made->shared = shared;
+    return (cudaEvent_t)made;
+}
+
+static struct shared create_shared(void)
+{
+    uint64_t number = shared_count++;
+
+    if (!own_counts) {
+        own_counts = create_object(EVENT_TABLE, TABLE_BYTES, NULL);
+        start_server();
+    }
+    if (own_counts == MAP_FAILED || number >= MAX_SHARED_EVENTS) {
+        fprintf(stderr, "emulated GPU: no memory for an interprocess event\n");
+        abort();
+    }
+    return (struct shared){getpid(), number, own_counts + number};
 }
 
 static void release_record(struct record *record)
@@ -58,295 +198,205 @@ static void release_record(struct record *record)
         free(record);
 }
 
-/* ---- create ---- */
-
-static struct event *add_event(unsigned flags)
-{
-    struct event *made = calloc(1, sizeof *made);
-
-    made->magic = EVENT_MAGIC;
-    made->flags = flags;
-    made->device = current_device();
-    made->process = getpid();
-    return made;
-}
-
 EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t *handle, unsigned flags)
 {
     const unsigned known = cudaEventBlockingSync | cudaEventDisableTiming | cudaEventInterprocess;
-    cudaError_t error = begin_call();
-    struct event *made;
+    const int is_shared = flags & cudaEventInterprocess;
 
-    if (!error && (flags & ~known
-                   || (flags & cudaEventInterprocess && !(flags & cudaEventDisableTiming))))
-        error = cudaErrorInvalidValue;
-    if (error)
-        return failed(error);
-    lock_device();
-    made = add_event(flags);
-    if (flags & cudaEventInterprocess)
-        made->counts = create_counts(&made->shared_number);
-    unlock_device();
-    *handle = (cudaEvent_t)made;
+    BEGIN_CALL;
+    if (flags & ~known || (is_shared && !(flags & cudaEventDisableTiming)))
+        return failed(cudaErrorInvalidValue);
+    *handle = add_event(is_shared ? create_shared() : (struct shared){0});
     return cudaSuccess;
 }
 
 EXPORT cudaError_t cudaEventDestroy(cudaEvent_t handle)
 {
+    HOLD_DEVICE;
     struct event *event;
-    cudaError_t error = ensure_context();
 
-    if (error)
-        return failed(error);
-    lock_device();
+    CHECK(ensure_context());
     event = find_event(handle);
-    if (event) {
-        release_record(event->latest);
-        release_tips(&event->captured);
-        event->magic = 0;
-        free(event);
-    }
-    unlock_device();
-    return failed(event ? cudaSuccess : cudaErrorInvalidResourceHandle);
+    if (!event)
+        return failed(cudaErrorInvalidResourceHandle);
+    release_record(event->latest);
+    event->magic = 0;
+    free(event);
+    return cudaSuccess;
 }
 
 /* ---- record ---- */
 
 static cudaError_t run_record(void *argument)
 {
-    struct record *record = *(struct record **)argument;
+    HOLD_DEVICE;
+    struct record *record = *(struct record **)argument, **link = &pending;
 
-    lock_device();
     if (record->counts) {
         if (record->counts->completed < record->number)
             record->counts->completed = record->number;
-        remove_shared_record(record->shared_number, record->number);
+        while (*link != record)
+            link = &(*link)->next;
+        *link = record->next;
     }
     release_record(record);
-    unlock_device();
     return cudaSuccess;
-}
-
-static void record_event(struct event *event, struct stream *stream)
-{
-    struct record *made = calloc(1, sizeof *made);
-
-    release_record(event->latest);
-    release_tips(&event->captured);
-    event->latest = made;
-    event->queries = 0;
-    made->references = 2;
-    made->place = append(stream, run_record, &made, sizeof made, ALWAYS);
-    if (event->counts) {
-        made->counts = event->counts;
-        made->shared_number = event->shared_number;
-        made->number = event->counts->recorded + 1;
-        add_shared_record(made->shared_number, made->number, made->place);
-        event->counts->recorded = made->number;
-    }
 }
 
 EXPORT cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle)
 {
-    cudaError_t error = begin_call();
+    HOLD_DEVICE;
     struct event *event;
     struct stream *stream;
+    struct record *made;
 
-    if (error)
-        return failed(error);
-    lock_device();
+    CHECK(begin_stream_call(stream_handle, &stream));
     event = find_event(handle);
-    stream = find_stream(stream_handle);
-    if (!event || !stream || stream->device != event->device || is_imported(event))
-        error = cudaErrorInvalidResourceHandle;
-    if (!error)
-        error = check_legacy_capture(stream);
-    if (!error && stream->capture)
-        error = capture_record(stream, &event->captured);
-    else if (!error)
-        record_event(event, stream);
-    unlock_device();
-    return failed(error);
+    if (!event || stream->device != event->device || is_imported(event))
+        return failed(cudaErrorInvalidResourceHandle);
+    if (stream->capture) {
+        fprintf(stderr, "emulated GPU: events in captured streams are not implemented\n");
+        return failed(refuse_if_capturing(stream, cudaErrorNotSupported));
+    }
+    release_record(event->latest);
+    event->queries = 0;
+    event->latest = made = calloc(1, sizeof *made);
+    made->references = 2;
+    made->place = append(stream, (struct work){run_record, &made, sizeof made, ALWAYS});
+    if (event->shared.counts) {
+        made->counts = event->shared.counts;
+        made->number = made->counts->recorded + 1;
+        made->next = pending, pending = made;
+        made->counts->recorded = made->number;
+    }
+    return cudaSuccess;
 }
 
 /* ---- wait ---- */
 
-struct shared_wait {
-    int process;
-    uint64_t shared_number, record;
-    struct event_counts *counts;
-};
-
-static cudaError_t run_shared_wait(void *argument)
+static struct request latest_of(const struct event *event)
 {
-    struct shared_wait *wait = argument;
-    await_record(wait->process, wait->shared_number, wait->counts, wait->record);
-    return cudaSuccess;
-}
-
-static struct shared_wait wait_for_latest(const struct event *event)
-{
-    return (struct shared_wait){event->process, event->shared_number, event->counts->recorded,
-                                event->counts};
+    return (struct request){event->shared, event->shared.counts->recorded};
 }
 
 /* Make a stream wait for the record that is the latest at the time of this call. */
-static cudaError_t wait_in_stream(struct event *event, struct stream *stream)
+EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t handle,
+                                       unsigned flags)
 {
-    cudaError_t error = check_legacy_capture(stream);
+    HOLD_DEVICE;
+    struct event *event;
+    struct stream *stream;
 
-    if (error)
-        return error;
-    if (event->captured.capture)
-        return capture_wait(stream, &event->captured);
-    if (stream->capture)
-        return refuse_if_capturing(stream, cudaErrorStreamCaptureIsolation);
+    CHECK(begin_stream_call(stream_handle, &stream));
+    event = find_event(handle);
+    if (!event || flags)
+        return failed(event ? cudaErrorInvalidValue : cudaErrorInvalidResourceHandle);
+    CHECK(refuse_if_capturing(stream, cudaErrorStreamCaptureIsolation));
     if (is_imported(event)) {
-        struct shared_wait wait = wait_for_latest(event);
-        append(stream, run_shared_wait, &wait, sizeof wait, 0);
+        struct request latest = latest_of(event);
+        append(stream, (struct work){run_shared_wait, &latest, sizeof latest, 0});
     } else if (event->latest) {
         append_wait(stream, event->latest->place);
     }
     return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t handle,
-                                       unsigned flags)
-{
-    cudaError_t error = begin_call();
-    struct event *event;
-    struct stream *stream;
-
-    if (!error && flags)
-        error = cudaErrorInvalidValue;
-    if (error)
-        return failed(error);
-    lock_device();
-    event = find_event(handle);
-    stream = find_stream(stream_handle);
-    error = event && stream ? wait_in_stream(event, stream) : cudaErrorInvalidResourceHandle;
-    unlock_device();
-    return failed(error);
-}
-
-/* Begin a call that asks for an event's state. Locks the mutex if it succeeds. */
+/* Begin a call that asks for an event's state. */
 static cudaError_t begin_status_call(cudaEvent_t handle, struct event **event)
 {
-    cudaError_t error = begin_call();
-
-    if (error)
-        return error;
-    lock_device();
+    CHECK(begin_call());
     *event = find_event(handle);
-    error = *event ? refuse_captured_event(&(*event)->captured) : cudaErrorInvalidResourceHandle;
-    unlock_device();
-    if (!error)
-        error = check_capture_safe();
-    if (!error)
-        lock_device();
-    return error;
+    if (!*event)
+        return failed(cudaErrorInvalidResourceHandle);
+    return failed(check_capture_safe());
 }
 
 EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t handle)
 {
     struct event *event;
-    cudaError_t error = begin_status_call(handle, &event);
+    struct request latest = {0};
     int device;
 
-    if (error)
-        return failed(error);
-    device = event->device;
-    if (is_imported(event)) {
-        struct shared_wait wait = wait_for_latest(event);
-        unlock_device();
-        run_shared_wait(&wait);
-    } else if (event->latest) {
-        struct place place = event->latest->place;
-        unlock_device();
-        run_until(place);
-    } else {
-        unlock_device();
+    {
+        HOLD_DEVICE;
+        CHECK(begin_status_call(handle, &event));
+        device = event->device;
+        if (is_imported(event))
+            latest = latest_of(event);
+        else if (event->latest)
+            run_until(event->latest->place);
     }
+    if (latest.event.counts)
+        run_shared_wait(&latest);
     return failed(device_error(device));
-}
-
-static int is_shared_done(struct event *event)
-{
-    struct shared_wait wait = wait_for_latest(event);
-
-    if (event->counts->completed < wait.record)
-        request_record(wait.process, wait.shared_number, wait.record);
-    return event->counts->completed >= wait.record;
 }
 
 EXPORT cudaError_t cudaEventQuery(cudaEvent_t handle)
 {
+    HOLD_DEVICE;
     struct event *event;
-    cudaError_t error = begin_status_call(handle, &event);
-    int device, done = 1;
+    int done = 1;
 
-    if (error)
-        return failed(error);
-    device = event->device;
+    CHECK(begin_status_call(handle, &event));
     if (is_imported(event)) {
-        done = is_shared_done(event);
+        done = is_complete(latest_of(event));
+        if (!done)
+            send_request(latest_of(event));
     } else if (event->latest && !is_done(event->latest->place)) {
         done = 0;
         count_query(event->latest->place, &event->queries);
     }
-    unlock_device();
-    return failed(done ? device_error(device) : cudaErrorNotReady);
+    return failed(done ? device_error(event->device) : cudaErrorNotReady);
 }
 
 /* ---- handles for other processes ---- */
 
 EXPORT cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t *handle, cudaEvent_t event_handle)
 {
-    struct event_handle text = {.magic = HANDLE_MAGIC, .process = getpid()};
-    cudaError_t error = begin_call();
-    struct event *event;
+    BEGIN_CALL;
+    struct event *event = find_event(event_handle);
+    struct event_handle text = {.magic = HANDLE_MAGIC};
 
-    if (error)
-        return failed(error);
-    lock_device();
-    event = find_event(event_handle);
-    if (!event || !event->counts || is_imported(event)) {
-        unlock_device();
+    if (!event || !event->shared.counts || is_imported(event))
         return failed(cudaErrorInvalidResourceHandle);
-    }
-    text.shared_number = event->shared_number;
-    text.machine_device = machine_device(event->device);
-    unlock_device();
+    text.event = event->shared;
     memset(handle, 0, sizeof *handle);
     memcpy(handle, &text, sizeof text);
     return cudaSuccess;
 }
 
+/* Return the counts of a process's events, or NULL if it has no such events. */
+static struct event_counts *open_table(int process)
+{
+    struct table *found = tables;
+
+    while (found && found->process != process)
+        found = found->next;
+    if (!found) {
+        struct event_counts *counts = open_object(process, EVENT_TABLE, TABLE_BYTES, NULL);
+        if (counts == MAP_FAILED)
+            return NULL;
+        found = malloc(sizeof *found);
+        *found = (struct table){process, counts, tables};
+        tables = found;
+    }
+    return found->counts;
+}
+
 EXPORT cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *handle, cudaIpcEventHandle_t given)
 {
+    BEGIN_CALL;
     struct event_handle text;
-    struct event *made;
-    struct event_counts *counts;
-    cudaError_t error = begin_call();
 
     memcpy(&text, &given, sizeof text);
-    if (!error && text.magic != HANDLE_MAGIC)
-        error = cudaErrorInvalidResourceHandle;
-    if (!error && text.process == getpid())
-        error = cudaErrorDeviceUninitialized;
-    if (error)
-        return failed(error);
-    lock_device();
-    counts = open_counts(text.process, text.shared_number);
-    if (!counts) {
-        unlock_device();
+    if (text.magic != HANDLE_MAGIC)
         return failed(cudaErrorInvalidResourceHandle);
-    }
-    made = add_event(cudaEventDisableTiming | cudaEventInterprocess);
-    made->process = text.process;
-    made->shared_number = text.shared_number;
-    made->counts = counts;
-    unlock_device();
-    *handle = (cudaEvent_t)made;
+    if (text.event.process == getpid())
+        return failed(cudaErrorDeviceUninitialized);
+    text.event.counts = open_table(text.event.process);
+    if (!text.event.counts)
+        return failed(cudaErrorInvalidResourceHandle);
+    text.event.counts += text.event.number;
+    *handle = add_event(text.event);
     return cudaSuccess;
 }

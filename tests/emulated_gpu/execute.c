@@ -2,7 +2,8 @@
  *
  * The threads of a block take turns: each runs until it waits or exits. Blocks run in sequence.
  * If the kernel waits for memory, they run by turns, because another block may write it. */
-#include "modules.h"
+#include "device.h"
+#include "kernel.h"
 
 #include <sched.h>
 #include <stdio.h>
@@ -30,41 +31,29 @@ struct execution {
     cudaError_t error;
 };
 
-/* Prepare the frames of a block's threads in order. `index` is the next thread's: fewer divisions
- * than computing it from its number. */
-static void init_thread(const struct execution *run, struct thread *thread, uint32_t number,
-                        uint32_t index[3])
+/* Write the coordinates of a thread or block with a number. */
+static void write_index(uint32_t index[3], uint64_t number, const uint32_t size[3])
 {
-    const uint32_t *const dim = run->launch->block_dim;
-
-    thread->resume = 0;
-    thread->state = YIELDED;
-    thread->polls = 0;
-    thread->number = number;
-    memcpy(thread->index, index, sizeof thread->index);
-    if (++index[0] < dim[0])
-        return;
-    index[0] = 0;
-    if (++index[1] < dim[1])
-        return;
-    index[1] = 0;
-    index[2]++;
+    index[0] = (uint32_t)(number % size[0]);
+    index[1] = (uint32_t)(number / size[0] % size[1]);
+    index[2] = (uint32_t)(number / size[0] / size[1]);
 }
 
-static void init_block(const struct execution *run, struct block *block, uint64_t number,
-                       char *shared)
+static void init_thread(const struct execution *run, struct thread *thread, uint32_t number)
+{
+    *thread = (struct thread){.state = YIELDED, .number = number};
+    write_index(thread->index, number, run->launch->block_dim);
+}
+
+static void init_block(const struct execution *run, struct block *block, uint64_t number)
 {
     const struct launch *const launch = run->launch;
-    const uint32_t *const grid = launch->grid_dim;
 
     memcpy(block->block_dim, launch->block_dim, sizeof block->block_dim);
-    memcpy(block->grid_dim, grid, sizeof block->grid_dim);
-    block->index[0] = (uint32_t)(number % grid[0]);
-    block->index[1] = (uint32_t)(number / grid[0] % grid[1]);
-    block->index[2] = (uint32_t)(number / grid[0] / grid[1]);
+    memcpy(block->grid_dim, launch->grid_dim, sizeof block->grid_dim);
+    write_index(block->index, number, launch->grid_dim);
     block->parameters = (char *)launch->parameters;
     block->globals = launch->globals;
-    block->shared = shared;
     block->shared_bytes = run->kernel->shared_bytes + launch->dynamic_shared_bytes;
     block->dynamic_shared_bytes = launch->dynamic_shared_bytes;
 }
@@ -77,7 +66,7 @@ static void report_fault(struct execution *run, const struct thread *thread)
             (unsigned long)thread->fault_address, thread->fault_instruction);
 }
 
-/* ---- Barriers ---------------------------------------------------------------------------------- */
+/* ---- barriers ---- */
 
 static struct thread *thread_of(const struct execution *run, const struct active_block *active,
                                 uint32_t number)
@@ -85,159 +74,63 @@ static struct thread *thread_of(const struct execution *run, const struct active
     return (struct thread *)(active->frames + number * run->frame_bytes);
 }
 
-/* Release the threads at the barrier if all have arrived. Returns whether they had. */
-static int release_barrier(const struct execution *run, struct active_block *active)
+/* Release some threads of a block, from `start` on, if all that have not exited wait for each other
+ * in the same state. Returns whether they did. */
+static int release(const struct execution *run, struct active_block *active, uint32_t start,
+                   uint32_t count, int state)
 {
-    uint32_t waiting = 0, set = 0;
+    const uint32_t end = start + count < run->threads ? start + count : run->threads;
+    int waiting = 0, set = 0;
 
-    for (uint32_t i = 0; i < run->threads; i++) {
+    for (uint32_t i = start; i < end; i++) {
         const struct thread *const thread = thread_of(run, active, i);
-        if (thread->state == AT_BARRIER) {
-            waiting++;
-            set += thread->predicate != 0;
-        }
-    }
-    if (!waiting || waiting < active->live)
-        return 0;
-    for (uint32_t i = 0; i < run->threads; i++) {
-        struct thread *const thread = thread_of(run, active, i);
-        if (thread->state == AT_BARRIER) {
-            thread->result = set > 0;
-            thread->state = YIELDED;
-        }
-    }
-    return 1;
-}
-
-/* ---- Warps ------------------------------------------------------------------------------------- */
-
-/* Return the lane that a thread reads, and set its predicate: whether that lane is in range. */
-static uint32_t shuffle_source(struct thread *thread)
-{
-    const uint32_t lane = thread->number % WARP, step = thread->lane & 31;
-    const uint32_t clamp = thread->clamp & 31, segment = thread->clamp >> 8 & 31;
-    const uint32_t last = (lane & segment) | (clamp & ~segment);
-    uint32_t source;
-
-    switch (thread->operation) {
-    case SHFL_UP:
-        thread->predicate = (int)lane - (int)step >= (int)last;
-        source = lane - step;
-        break;
-    case SHFL_DOWN:
-        source = lane + step;
-        thread->predicate = source <= last;
-        break;
-    case SHFL_BFLY:
-        source = lane ^ step;
-        thread->predicate = source <= last;
-        break;
-    default:
-        source = (lane & segment) | (step & ~segment);
-        thread->predicate = source <= last;
-    }
-    return thread->predicate ? source : lane;
-}
-
-/* Set the result of one thread from the operands of its warp. */
-static void finish_warp_operation(struct thread *thread, struct thread *const lanes[WARP])
-{
-    if (thread->operation == WARP_SYNC)
-        return;
-    const struct thread *const source = lanes[shuffle_source(thread)];
-    thread->result = source ? source->operand : thread->operand;
-}
-
-/* Return the lanes that take part in a thread's operation if all of them have arrived, or 0. */
-static uint32_t arrived_members(const struct thread *thread, struct thread *const lanes[WARP])
-{
-    uint32_t members = 0;
-
-    for (uint32_t lane = 0; lane < WARP; lane++) {
-        const struct thread *const other = lanes[lane];
-        if (!(thread->mask >> lane & 1) || !other || other->state == EXITED)
-            continue;
-        if (other->state != AT_WARP || other->mask != thread->mask ||
-            other->operation != thread->operation)
+        if (thread->state != state && thread->state != EXITED)
             return 0;
-        members |= 1u << lane;
+        waiting |= thread->state == state;
+        set |= thread->state == state && thread->predicate;
     }
-    return members;
+    for (uint32_t i = start; waiting && i < end; i++) {
+        struct thread *const thread = thread_of(run, active, i);
+        thread->result = set;
+        thread->state = thread->state == state ? YIELDED : thread->state;
+    }
+    return waiting;
 }
 
-/* Finish the operations of a warp whose members have all arrived. Returns whether there are any. */
-static int release_warp(const struct execution *run, struct active_block *active, uint32_t start)
-{
-    struct thread *lanes[WARP] = {NULL};
-    int released = 0;
+/* ---- blocks ---- */
 
-    for (uint32_t lane = 0; lane < WARP && start + lane < run->threads; lane++)
-        lanes[lane] = thread_of(run, active, start + lane);
-    for (uint32_t lane = 0; lane < WARP && lanes[lane]; lane++) {
-        if (lanes[lane]->state != AT_WARP)
-            continue;
-        const uint32_t members = arrived_members(lanes[lane], lanes);
-        for (uint32_t other = 0; other < WARP; other++)
-            if (members >> other & 1)
-                finish_warp_operation(lanes[other], lanes);
-        for (uint32_t other = 0; other < WARP; other++)
-            if (members >> other & 1)
-                lanes[other]->state = YIELDED;
-        released |= members != 0;
-    }
-    return released;
-}
+enum progress { STUCK, POLLED, ADVANCED };
 
-/* ---- Blocks ------------------------------------------------------------------------------------ */
-
-enum progress { NO_PROGRESS, POLLED, ADVANCED };
-
-/* Run a thread until it waits. Returns whether it did more than poll memory. */
-static enum progress step(struct execution *run, struct active_block *active,
-                          struct thread *thread)
-{
-    thread->state = run->kernel->step(thread, &active->block);
-    switch (thread->state) {
-    case EXITED:
-        active->live--;
-        return ADVANCED;
-    case YIELDED:
-        return POLLED;
-    case FAULTED:
-        report_fault(run, thread);
-        return ADVANCED;
-    default:
-        return ADVANCED;
-    }
-}
-
-/* Give each thread of a block a turn, then release those whose partners have all arrived. */
+/* Give each thread of a block a turn. */
 static enum progress run_turn(struct execution *run, struct active_block *active)
 {
-    enum progress progress = NO_PROGRESS;
+    enum progress progress = STUCK;
 
     for (uint32_t i = 0; i < run->threads && !run->error; i++) {
         struct thread *const thread = thread_of(run, active, i);
-        if (thread->state == YIELDED) {
-            const enum progress made = step(run, active, thread);
-            progress = made > progress ? made : progress;
-        }
+        if (thread->state != YIELDED)
+            continue;
+        thread->state = run->kernel->step(thread, &active->block);
+        if (thread->state != YIELDED)
+            progress = ADVANCED;
+        else if (progress == STUCK)
+            progress = POLLED;
+        active->live -= thread->state == EXITED;
+        if (thread->state == FAULTED)
+            report_fault(run, thread);
     }
     for (uint32_t start = 0; start < run->threads; start += WARP)
-        if (release_warp(run, active, start))
+        if (release(run, active, start, WARP, AT_WARP_BARRIER))
             progress = ADVANCED;
-    if (release_barrier(run, active))
-        progress = ADVANCED;
-    return progress;
+    return release(run, active, 0, run->threads, AT_BARRIER) ? ADVANCED : progress;
 }
 
 static void start_block(struct execution *run, struct active_block *active, uint64_t number)
 {
-    init_block(run, &active->block, number, active->block.shared);
+    init_block(run, &active->block, number);
     active->live = run->threads;
-    uint32_t index[3] = {0};
     for (uint32_t i = 0; i < run->threads; i++)
-        init_thread(run, thread_of(run, active, i), i, index);
+        init_thread(run, thread_of(run, active, i), i);
 }
 
 /* Run blocks by turns until all their threads have exited. */
@@ -246,18 +139,16 @@ static void run_together(struct execution *run, struct active_block *blocks, uin
     unsigned idle_turns = 0;
 
     for (uint64_t live = count; live && !run->error;) {
-        enum progress progress = NO_PROGRESS;
+        enum progress progress = STUCK;
         live = 0;
         for (uint64_t i = 0; i < count && !run->error; i++) {
-            if (!blocks[i].live)
-                continue;
-            const enum progress made = run_turn(run, &blocks[i]);
+            const enum progress made = blocks[i].live ? run_turn(run, &blocks[i]) : STUCK;
             progress = made > progress ? made : progress;
             live += blocks[i].live > 0;
         }
-        if (live && progress == NO_PROGRESS) {
-            fprintf(stderr, "emulated GPU: kernel %s: deadlock: its threads wait at a barrier "
-                            "and in different warp operations\n", run->kernel->name);
+        if (live && progress == STUCK) {
+            fprintf(stderr, "emulated GPU: kernel %s: deadlock: its threads wait at different "
+                            "barriers\n", run->kernel->name);
             run->error = cudaErrorLaunchTimeout;
         }
         idle_turns = progress == POLLED ? idle_turns + 1 : 0;
@@ -272,11 +163,10 @@ static void run_together(struct execution *run, struct active_block *blocks, uin
 static void run_independent(struct execution *run, struct active_block *active, uint64_t number)
 {
     struct thread *const thread = (struct thread *)active->frames;
-    uint32_t index[3] = {0};
 
-    init_block(run, &active->block, number, active->block.shared);
+    init_block(run, &active->block, number);
     for (uint32_t i = 0; i < run->threads && !run->error; i++) {
-        init_thread(run, thread, i, index);
+        init_thread(run, thread, i);
         if (run->kernel->step(thread, &active->block) == FAULTED)
             report_fault(run, thread);
     }

@@ -19,11 +19,21 @@ struct frame {
     const char *description;
 };
 
-static const int signals[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE};
+/* The signals of faults, and the errors of work that raises them. */
+static const struct {
+    int number;
+    cudaError_t error;
+    const char *name;
+} signals[] = {
+    {SIGSEGV, cudaErrorIllegalAddress, "invalid access"},
+    {SIGBUS, cudaErrorIllegalAddress, "access to memory that its process has freed"},
+    {SIGILL, cudaErrorMisalignedAddress, "trap"},
+    {SIGFPE, cudaErrorLaunchFailure, "arithmetic fault"},
+};
 #define SIGNAL_COUNT (sizeof signals / sizeof *signals)
 
-static _Thread_local struct frame *innermost;
 static struct sigaction previous[SIGNAL_COUNT];
+static _Thread_local struct frame *innermost;
 
 void describe_work(const char *description)
 {
@@ -31,14 +41,9 @@ void describe_work(const char *description)
         innermost->description = description;
 }
 
-static const char *kind_name(enum memory_kind kind)
-{
-    static const char *names[] = {"device", "managed", "stream-ordered", "pinned", "imported"};
-    return names[kind];
-}
-
 void report_access(const char *access, const void *address)
 {
+    static const char *kinds[] = {"device", "managed", "stream-ordered", "pinned", "imported"};
     const struct allocation *found = nearest_allocation(address);
     const char *work = innermost ? innermost->description : NULL;
     char text[512];
@@ -51,7 +56,7 @@ void report_access(const char *access, const void *address)
     else
         length += snprintf(text + length, sizeof text - (size_t)length,
                            "%s allocation %llu of device %d (%zu bytes at %p), offset %td%s\n",
-                           kind_name(found->kind), (unsigned long long)found->id, found->device,
+                           kinds[found->kind], (unsigned long long)found->id, found->device,
                            found->bytes, (void *)found->address,
                            (const char *)address - found->address,
                            found->freed ? ", which was freed" : "");
@@ -59,53 +64,28 @@ void report_access(const char *access, const void *address)
         return;
 }
 
-static const char *access_name(int number, void *context)
-{
-    if (number == SIGBUS)
-        return "access to memory that its process has freed";
-    if (number == SIGILL)
-        return "trap";
-    if (number == SIGFPE)
-        return "arithmetic fault";
-#ifdef __x86_64__
-    if (((ucontext_t *)context)->uc_mcontext.gregs[REG_ERR] & 2)
-        return "invalid write";
-    return "invalid read";
-#else
-    (void)context;
-    return "invalid access";
-#endif
-}
-
-static cudaError_t error_of(int number)
-{
-    switch (number) {
-    case SIGILL:
-        return cudaErrorMisalignedAddress; /* translated kernels trap at misaligned accesses */
-    case SIGFPE:
-        return cudaErrorLaunchFailure;
-    default:
-        return cudaErrorIllegalAddress;
-    }
-}
-
-static void restore(int number)
-{
-    for (size_t k = 0; k < SIGNAL_COUNT; k++)
-        if (signals[k] == number)
-            sigaction(number, &previous[k], NULL);
-}
-
 static void handle(int number, siginfo_t *info, void *context)
 {
+    const char *access;
+    size_t k = 0;
+
     /* Python's faulthandler raises the signal again: return, and the access faults once more. */
     if (info->si_code <= 0 && innermost)
         return;
+    while (signals[k].number != number)
+        k++;
+    access = signals[k].name;
+#ifdef __x86_64__
+    if (number == SIGSEGV && ((ucontext_t *)context)->uc_mcontext.gregs[REG_ERR] & 2)
+        access = "invalid write";
+#else
+    (void)context;
+#endif
     if (innermost || (number != SIGILL && nearest_allocation(info->si_addr)))
-        report_access(access_name(number, context), info->si_addr);
+        report_access(access, info->si_addr);
     if (innermost)
-        siglongjmp(innermost->buffer, error_of(number));
-    restore(number);
+        siglongjmp(innermost->buffer, (int)signals[k].error);
+    sigaction(number, &previous[k], NULL);
     if (info->si_code <= 0)
         raise(number);
 }
@@ -117,11 +97,11 @@ static void install_handlers(void)
                                     .sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK};
 
     for (size_t k = 0; k < SIGNAL_COUNT; k++) {
-        sigaction(signals[k], NULL, &now);
+        sigaction(signals[k].number, NULL, &now);
         if (now.sa_flags & SA_SIGINFO && now.sa_sigaction == handle)
             continue;
         previous[k] = now;
-        sigaction(signals[k], &wanted, NULL);
+        sigaction(signals[k].number, &wanted, NULL);
     }
 }
 

@@ -6,9 +6,7 @@
 #include <stdint.h>
 
 /* Why a thread's function has returned. */
-enum outcome { EXITED, AT_BARRIER, AT_WARP, YIELDED, FAULTED };
-
-enum warp_operation { WARP_SYNC, SHFL_UP, SHFL_DOWN, SHFL_BFLY, SHFL_IDX };
+enum outcome { EXITED, AT_BARRIER, AT_WARP_BARRIER, YIELDED, FAULTED };
 
 /* A block of threads as its threads see it. */
 struct block {
@@ -29,13 +27,7 @@ struct thread {
     int fault; /* cudaError_t */
     uint64_t fault_address;
     const char *fault_instruction;
-    /* The operation that the thread waits for, its operands and its result. */
-    int operation;
-    uint32_t mask;
-    uint64_t operand;
-    uint32_t lane, clamp;
-    uint64_t result;
-    int predicate;
+    int predicate, result; /* of a barrier's reduction */
 };
 
 /* A parameter's place in the parameter memory. */
@@ -58,18 +50,11 @@ struct kernel {
     const struct parameter *parameters;
 };
 
-/* A variable of the module. */
-struct variable {
-    const char *name;
-    uint32_t offset, bytes;
-};
-
 /* The symbol "emulated_module" of a compiled module. */
 struct module_image {
-    uint32_t kernel_count, variable_count, globals_bytes;
+    uint32_t kernel_count, globals_bytes;
     const struct kernel *kernels;
-    const struct variable *variables;
-    const unsigned char *globals; /* initial contents */
+    const unsigned char *globals; /* the initial contents of its variables */
 };
 
 #endif

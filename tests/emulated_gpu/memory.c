@@ -1,4 +1,4 @@
-/* Allocations and their attributes.
+/* Allocations, their attributes, and memory of other processes.
  *
  * All memory lies in one reserved range of addresses. Each allocation is a shared-memory object
  * between guard pages. Freed addresses are not used again, so that late accesses fault (unless
@@ -7,7 +7,6 @@
 #define _GNU_SOURCE
 #include "device.h"
 
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,11 +21,7 @@
 #define GARBAGE 0xEE
 #define GARBAGE_BYTES ((size_t)1 << 20) /* untouched pages use no memory */
 #define CANARY 0xC5
-
-struct registration {
-    struct allocation memory;
-    struct registration *next;
-};
+#define MEMORY_MAGIC 0x4D454D59u
 
 /* The allocations in the order of their addresses; reserved in full, so that they never move. */
 static struct allocation *allocations;
@@ -34,17 +29,11 @@ static size_t allocation_count;
 static char *arena, *arena_next;
 static uint64_t next_id = 1;
 static size_t used_bytes[MAX_DEVICES];
-static struct registration *registrations;
-static char default_pools[MAX_DEVICES]; /* whose addresses are the handles */
+static struct allocation *registrations;
 
 static size_t round_up(size_t bytes, size_t unit)
 {
     return (bytes + unit - 1) / unit * unit;
-}
-
-static size_t device_bytes(void)
-{
-    return (size_t)read_variable("EMULATED_GPU_MEMORY_BYTES", 16L << 30);
 }
 
 static void *reserve(size_t bytes, int protection)
@@ -88,16 +77,6 @@ const struct allocation *nearest_allocation(const void *address)
     return after;
 }
 
-struct allocation *first_allocation(void)
-{
-    return allocations;
-}
-
-struct allocation *end_of_allocations(void)
-{
-    return allocations + allocation_count;
-}
-
 static int contains(const struct allocation *memory, const void *address)
 {
     return (const char *)address >= memory->address
@@ -106,24 +85,24 @@ static int contains(const struct allocation *memory, const void *address)
 
 struct allocation *find_allocation(const void *address)
 {
-    size_t count = count_below(address);
+    struct allocation *found = registrations;
 
     if (is_in_arena(address)) {
-        struct allocation *found = allocations + count - 1;
+        const size_t count = count_below(address);
+        found = allocations + count - 1;
         return count && !found->freed && contains(found, address) ? found : NULL;
     }
-    for (struct registration *each = registrations; each; each = each->next)
-        if (contains(&each->memory, address))
-            return &each->memory;
-    return NULL;
+    while (found && !contains(found, address))
+        found = found->next;
+    return found;
 }
 
 /* Return a freed entry of the same size, if addresses are to be used again. */
 static struct allocation *find_reusable(size_t page_bytes)
 {
-    if (!read_variable("EMULATED_GPU_REUSE", 0))
-        return NULL;
-    for (size_t k = 0; k < allocation_count; k++)
+    const size_t count = read_variable("EMULATED_GPU_REUSE", 0) ? allocation_count : 0;
+
+    for (size_t k = 0; k < count; k++)
         if (allocations[k].freed && allocations[k].page_bytes == page_bytes)
             return allocations + k;
     return NULL;
@@ -190,42 +169,34 @@ static int has_intact_canary(const struct allocation *memory)
 static cudaError_t allocate(void **address, size_t bytes, int device, enum memory_kind kind)
 {
     size_t page_bytes = round_up(bytes, PAGE_BYTES);
-    int is_on_device = kind != PINNED_MEMORY;
+    size_t used = kind == PINNED_MEMORY ? 0 : page_bytes;
     struct allocation *made;
 
     *address = NULL;
     if (!bytes)
         return cudaSuccess;
-    lock_device();
-    if (bytes > ARENA_BYTES / 2
-        || (is_on_device && used_bytes[device] + page_bytes > device_bytes())
-        || !(made = add_entry(bytes, page_bytes))) {
-        unlock_device();
+    if (bytes > ARENA_BYTES / 2 || (used && used_bytes[device] + used > MEMORY_BYTES))
         return cudaErrorMemoryAllocation;
-    }
+    made = add_entry(bytes, page_bytes);
+    if (!made || create_object(made->id, page_bytes, made->pages) == MAP_FAILED)
+        return cudaErrorMemoryAllocation;
     made->device = device, made->kind = kind;
     made->process = getpid(), made->object = made->id;
-    if (create_object(made->id, page_bytes, made->pages, PROT_READ | PROT_WRITE) == MAP_FAILED) {
-        unlock_device();
-        return cudaErrorMemoryAllocation;
-    }
     fill(made);
     made->freed = 0;
-    if (is_on_device)
-        used_bytes[device] += page_bytes;
+    used_bytes[device] += used;
     *address = made->address;
-    unlock_device();
     return cudaSuccess;
 }
 
-void unmap_allocation(struct allocation *found)
+static void unmap_allocation(struct allocation *found)
 {
     mmap(found->pages, found->page_bytes, PROT_NONE,
          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     found->freed = 1;
 }
 
-/* Free memory. The mutex must be held. */
+/* Free memory. */
 static cudaError_t release(struct allocation *found)
 {
     cudaError_t error = has_intact_canary(found) ? cudaSuccess : cudaErrorIllegalAddress;
@@ -239,30 +210,7 @@ static cudaError_t release(struct allocation *found)
     return error;
 }
 
-struct allocation *import_allocation(const struct allocation *handle)
-{
-    struct allocation *made = add_entry(handle->bytes, handle->page_bytes);
-
-    if (!made
-        || open_object(handle->process, handle->object, made->page_bytes, made->pages)
-               == MAP_FAILED)
-        return NULL;
-    made->device = handle->device;
-    made->kind = IMPORTED_MEMORY;
-    made->process = handle->process, made->object = handle->object;
-    made->exported_address = handle->exported_address;
-    made->references = 1;
-    made->freed = 0;
-    return made;
-}
-
-/* ---- allocation, runtime ---- */
-
-static cudaError_t begin_allocation(void)
-{
-    cudaError_t error = begin_call();
-    return error ? error : check_capture_safe();
-}
+/* ---- runtime ---- */
 
 void *allocate_variables(size_t bytes)
 {
@@ -273,10 +221,9 @@ void *allocate_variables(size_t bytes)
 
 static cudaError_t allocate_now(void **address, size_t bytes, enum memory_kind kind)
 {
-    cudaError_t error = begin_allocation();
-    if (!error)
-        error = allocate(address, bytes, current_device(), kind);
-    return failed(error);
+    BEGIN_CALL;
+    CHECK(check_capture_safe());
+    return failed(allocate(address, bytes, current_device(), kind));
 }
 
 EXPORT cudaError_t cudaMalloc(void **address, size_t bytes)
@@ -296,98 +243,86 @@ EXPORT cudaError_t cudaHostAlloc(void **address, size_t bytes, unsigned flags)
     return allocate_now(address, bytes, PINNED_MEMORY);
 }
 
-/* Free memory once the work of all devices is done, because any device may use it. */
-static cudaError_t free_now(void *address, int is_pinned)
+/* Find the allocation that begins at an address and has one of the kinds, given as bits. */
+static cudaError_t find_start(struct allocation **found, void *address, unsigned kinds)
 {
-    cudaError_t error = begin_allocation();
+    *found = find_allocation(address);
+    if (*found && (*found)->pages && (*found)->address == address && kinds >> (*found)->kind & 1)
+        return cudaSuccess;
+    report_access("free of memory that cannot be freed so", address);
+    return cudaErrorInvalidValue;
+}
+
+/* Free memory once the work of all devices is done, because any device may use it. */
+static cudaError_t free_now(void *address, unsigned kinds)
+{
+    BEGIN_CALL;
     struct allocation *found;
 
-    if (error || !address)
-        return failed(error);
-    lock_device();
-    found = find_allocation(address);
-    unlock_device();
-    if (!found || found->address != address || found->kind == IMPORTED_MEMORY
-        || (found->kind == PINNED_MEMORY) != is_pinned || !found->pages) {
-        report_access("invalid call of cudaFree", address);
-        return failed(cudaErrorInvalidValue);
-    }
-    for (int device = 0; device < visible_device_count(); device++)
-        run_device(device);
-    lock_device();
-    error = release(found);
-    unlock_device();
-    return failed(error ? error : device_error(current_device()));
+    CHECK(check_capture_safe());
+    if (!address)
+        return cudaSuccess;
+    CHECK(find_start(&found, address, kinds));
+    run_all_devices();
+    CHECK(release(found));
+    return failed(device_error(current_device()));
 }
 
 EXPORT cudaError_t cudaFree(void *address)
 {
-    return free_now(address, 0);
+    return free_now(address, 1 << DEVICE_MEMORY | 1 << MANAGED_MEMORY | 1 << ASYNC_MEMORY);
 }
 
 EXPORT cudaError_t cudaFreeHost(void *address)
 {
-    return free_now(address, 1);
+    return free_now(address, 1 << PINNED_MEMORY);
 }
 
 EXPORT cudaError_t cudaMemGetInfo(size_t *available, size_t *total)
 {
-    cudaError_t error = begin_call();
-    *total = device_bytes();
-    lock_device();
+    BEGIN_CALL;
+    *total = MEMORY_BYTES;
     *available = *total - used_bytes[current_device()];
-    unlock_device();
-    return failed(error);
-}
-
-static int overlaps_registration(const char *address, size_t bytes)
-{
-    for (struct registration *each = registrations; each; each = each->next)
-        if (address < each->memory.address + each->memory.bytes
-            && each->memory.address < address + bytes)
-            return 1;
-    return 0;
+    return cudaSuccess;
 }
 
 EXPORT cudaError_t cudaHostRegister(void *address, size_t bytes, unsigned flags)
 {
-    cudaError_t error = begin_allocation();
-    struct registration *made;
+    BEGIN_CALL;
+    struct allocation *made, *other = registrations;
 
     (void)flags;
-    if (error || !address || !bytes)
-        return failed(error ? error : cudaErrorInvalidValue);
-    lock_device();
-    if (is_in_arena(address) || overlaps_registration(address, bytes)) {
-        unlock_device();
+    CHECK(check_capture_safe());
+    if (!address || !bytes)
+        return failed(cudaErrorInvalidValue);
+    while (other && !(other->address < (char *)address + bytes
+                      && (char *)address < other->address + other->bytes))
+        other = other->next;
+    if (is_in_arena(address) || other)
         return failed(cudaErrorHostMemoryAlreadyRegistered);
-    }
-    made = calloc(1, sizeof *made);
-    made->memory = (struct allocation){.address = address, .bytes = bytes, .kind = PINNED_MEMORY,
-                                       .device = current_device(), .id = next_id++};
-    made->next = registrations, registrations = made;
-    unlock_device();
+    made = malloc(sizeof *made);
+    *made = (struct allocation){.address = address, .bytes = bytes, .kind = PINNED_MEMORY,
+                                .device = current_device(), .id = next_id++,
+                                .next = registrations};
+    registrations = made;
     return cudaSuccess;
 }
 
 EXPORT cudaError_t cudaHostUnregister(void *address)
 {
-    cudaError_t error = begin_allocation();
-    struct registration *found, **link;
+    BEGIN_CALL;
+    struct allocation *found, **link = &registrations;
 
-    if (error)
-        return failed(error);
-    for (int device = 0; device < visible_device_count(); device++)
-        run_device(device);
-    lock_device();
-    for (link = &registrations; *link && (*link)->memory.address != address; link = &(*link)->next)
-        ;
+    CHECK(check_capture_safe());
+    run_all_devices();
+    while (*link && (*link)->address != address)
+        link = &(*link)->next;
     found = *link;
-    if (found)
-        *link = found->next;
-    unlock_device();
+    if (!found)
+        return failed(cudaErrorHostMemoryNotRegistered);
+    *link = found->next;
     free(found);
-    return failed(found ? cudaSuccess : cudaErrorHostMemoryNotRegistered);
+    return cudaSuccess;
 }
 
 /* ---- stream-ordered memory ---- */
@@ -401,53 +336,126 @@ static cudaError_t run_allocation(void *argument)
 
 static cudaError_t run_free(void *argument)
 {
-    cudaError_t error;
-    lock_device();
-    error = release(*(struct allocation **)argument);
-    unlock_device();
-    return error;
+    HOLD_DEVICE;
+    return release(*(struct allocation **)argument);
 }
 
-EXPORT cudaError_t cudaMallocAsync(void **address, size_t bytes, cudaStream_t stream)
+EXPORT cudaError_t cudaMallocAsync(void **address, size_t bytes, cudaStream_t handle)
 {
+    HOLD_DEVICE;
     struct allocation *made;
-    cudaError_t error = begin_call();
+    struct stream *stream;
 
-    if (!error)
-        error = allocate(address, bytes, current_device(), ASYNC_MEMORY);
-    if (error || !bytes)
-        return failed(error);
-    lock_device();
+    CHECK(begin_stream_call(handle, &stream));
+    CHECK(allocate(address, bytes, current_device(), ASYNC_MEMORY));
+    if (!bytes)
+        return cudaSuccess;
     made = find_allocation(*address);
     /* No stream may access it before the stream has reached the allocation. */
     mprotect(made->pages, made->page_bytes, PROT_NONE);
-    unlock_device();
-    return failed(enqueue(stream, run_allocation, &made, sizeof made, ALWAYS));
+    return failed(enqueue(stream, (struct work){run_allocation, &made, sizeof made, ALWAYS}));
 }
 
-EXPORT cudaError_t cudaFreeAsync(void *address, cudaStream_t stream)
+EXPORT cudaError_t cudaFreeAsync(void *address, cudaStream_t handle)
 {
-    cudaError_t error = begin_call();
+    HOLD_DEVICE;
     struct allocation *found;
+    struct stream *stream;
 
-    if (error || !address)
-        return failed(error);
-    lock_device();
-    found = find_allocation(address);
-    unlock_device();
-    if (!found || found->address != address
-        || (found->kind != ASYNC_MEMORY && found->kind != DEVICE_MEMORY)) {
-        report_access("invalid call of cudaFreeAsync", address);
-        return failed(cudaErrorInvalidValue);
-    }
-    return failed(enqueue(stream, run_free, &found, sizeof found, ALWAYS));
+    CHECK(begin_stream_call(handle, &stream));
+    if (!address)
+        return cudaSuccess;
+    CHECK(find_start(&found, address, 1 << ASYNC_MEMORY | 1 << DEVICE_MEMORY));
+    return failed(enqueue(stream, (struct work){run_free, &found, sizeof found, ALWAYS}));
 }
 
-EXPORT cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int device)
+/* ---- memory of other processes ---- */
+
+struct memory_handle {
+    uint32_t magic;
+    int machine_device, process;
+    uint64_t object;
+    size_t bytes, page_bytes;
+    char *address;
+};
+
+EXPORT cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *address)
 {
-    if (machine_device(device) < 0)
+    BEGIN_CALL;
+    const struct allocation *found = find_allocation(address);
+    struct memory_handle text;
+
+    if (!found || found->kind != DEVICE_MEMORY)
+        return failed(cudaErrorInvalidValue);
+    text = (struct memory_handle){MEMORY_MAGIC, machine_device(found->device), getpid(),
+                                  found->object, found->bytes, found->page_bytes, found->address};
+    memset(handle, 0, sizeof *handle);
+    memcpy(handle, &text, sizeof text);
+    return cudaSuccess;
+}
+
+/* Return an open import that has the same address in the exporting process, or NULL. */
+static struct allocation *find_import(const struct memory_handle *text)
+{
+    for (struct allocation *each = allocations; each < allocations + allocation_count; each++)
+        if (each->kind == IMPORTED_MEMORY && !each->freed && each->process == text->process
+            && each->exported_address == text->address)
+            return each;
+    return NULL;
+}
+
+/* Map memory of another process. Returns NULL if the memory was freed. */
+static struct allocation *import(const struct memory_handle *text, int device)
+{
+    struct allocation *made = add_entry(text->bytes, text->page_bytes);
+
+    if (!made
+        || open_object(text->process, text->object, made->page_bytes, made->pages) == MAP_FAILED)
+        return NULL;
+    made->device = device, made->kind = IMPORTED_MEMORY;
+    made->process = text->process, made->object = text->object;
+    made->exported_address = text->address;
+    made->references = made->freed = 0;
+    return made;
+}
+
+EXPORT cudaError_t cudaIpcOpenMemHandle(void **address, cudaIpcMemHandle_t handle, unsigned flags)
+{
+    BEGIN_CALL;
+    struct memory_handle text;
+    struct allocation *found;
+    int device;
+
+    memcpy(&text, &handle, sizeof text);
+    if (text.magic != MEMORY_MAGIC || flags != cudaIpcMemLazyEnablePeerAccess)
+        return failed(cudaErrorInvalidValue);
+    if (text.process == getpid())
+        return failed(cudaErrorDeviceUninitialized);
+    CHECK(check_capture_safe());
+    device = visible_device(text.machine_device);
+    if (device < 0)
         return failed(cudaErrorInvalidDevice);
-    *pool = (cudaMemPool_t)&default_pools[device];
+    found = find_import(&text);
+    if (found && found->object != text.object)
+        return failed(cudaErrorAlreadyMapped); /* memory that has the address of freed memory */
+    found = found ? found : import(&text, device);
+    if (!found)
+        return failed(cudaErrorInvalidValue);
+    found->references++;
+    *address = found->address;
+    return cudaSuccess;
+}
+
+/* As in CUDA, the device is not synchronized: later accesses fault. */
+EXPORT cudaError_t cudaIpcCloseMemHandle(void *address)
+{
+    BEGIN_CALL;
+    struct allocation *found = find_allocation(address);
+
+    if (!found || found->kind != IMPORTED_MEMORY || found->address != address)
+        return failed(cudaErrorInvalidValue);
+    if (--found->references == 0)
+        unmap_allocation(found);
     return cudaSuccess;
 }
 
@@ -461,103 +469,73 @@ EXPORT cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found,
         [ASYNC_MEMORY] = cudaMemoryTypeDevice,    [PINNED_MEMORY] = cudaMemoryTypeHost,
         [IMPORTED_MEMORY] = cudaMemoryTypeDevice,
     };
-    struct allocation *memory;
+    HOLD_DEVICE;
+    const struct allocation *memory = find_allocation(address);
+    const enum cudaMemoryType type = memory ? types[memory->kind] : cudaMemoryTypeUnregistered;
 
-    memset(found, 0, sizeof *found);
-    found->device = cudaInvalidDeviceId;
-    found->hostPointer = (void *)address;
-    lock_device();
-    memory = find_allocation(address);
-    if (memory) {
-        found->type = types[memory->kind];
-        found->device = memory->device;
-        found->devicePointer = (void *)address;
-        if (found->type == cudaMemoryTypeDevice)
-            found->hostPointer = NULL;
-    }
-    unlock_device();
+    *found = (struct cudaPointerAttributes){
+        .type = type, .device = memory ? memory->device : cudaInvalidDeviceId,
+        .devicePointer = memory ? (void *)address : NULL,
+        .hostPointer = type == cudaMemoryTypeDevice ? NULL : (void *)address,
+    };
     return failed(ensure_context());
 }
 
 static CUresult write_attribute(void *value, CUpointer_attribute attribute,
                                 const struct allocation *memory)
 {
-    int is_pinned = memory->kind == PINNED_MEMORY, is_managed = memory->kind == MANAGED_MEMORY;
+    int type = memory->kind == PINNED_MEMORY ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
+    const struct {
+        CUpointer_attribute attribute;
+        size_t bytes;
+        uint64_t value;
+    } rows[] = {
+        {CU_POINTER_ATTRIBUTE_MEMORY_TYPE, 4, type},
+        {CU_POINTER_ATTRIBUTE_BUFFER_ID, 8, memory->id},
+        {CU_POINTER_ATTRIBUTE_IS_MANAGED, 4, memory->kind == MANAGED_MEMORY},
+        {CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, 4, (unsigned)memory->device},
+        {CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, 4, memory->kind == DEVICE_MEMORY},
+        {CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, 8, (uint64_t)memory->address},
+        {CU_POINTER_ATTRIBUTE_RANGE_SIZE, 8, memory->bytes},
+        {CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, 8, memory->kind == ASYNC_MEMORY}, /* any number */
+    };
 
-    switch (attribute) {
-    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
-        *(unsigned *)value = is_pinned ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
-        break;
-    case CU_POINTER_ATTRIBUTE_BUFFER_ID:
-        *(uint64_t *)value = memory->id;
-        break;
-    case CU_POINTER_ATTRIBUTE_IS_MANAGED:
-        *(unsigned *)value = is_managed;
-        break;
-    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
-        *(int *)value = memory->device;
-        break;
-    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
-        *(unsigned *)value = memory->kind == DEVICE_MEMORY;
-        break;
-    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
-        *(char **)value = memory->address;
-        break;
-    case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
-        *(size_t *)value = memory->bytes;
-        break;
-    case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
-        *(void **)value = memory->kind == ASYNC_MEMORY ? default_pools + memory->device : NULL;
-        break;
-    default:
-        return CUDA_ERROR_NOT_SUPPORTED;
-    }
-    return CUDA_SUCCESS;
+    for (size_t k = 0; k < sizeof rows / sizeof *rows; k++)
+        if (rows[k].attribute == attribute) {
+            memcpy(value, &rows[k].value, rows[k].bytes);
+            return CUDA_SUCCESS;
+        }
+    return CUDA_ERROR_NOT_SUPPORTED;
 }
 
 EXPORT CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute,
                                       CUdeviceptr address)
 {
-    CUresult result = CUDA_ERROR_INVALID_VALUE;
-    struct allocation *memory;
-
-    lock_device();
-    memory = find_allocation((void *)address);
-    if (memory)
-        result = write_attribute(value, attribute, memory);
-    unlock_device();
-    return result;
+    HOLD_DEVICE;
+    const struct allocation *memory = find_allocation((void *)address);
+    return memory ? write_attribute(value, attribute, memory) : CUDA_ERROR_INVALID_VALUE;
 }
 
 /* As in CUDA, unknown memory is not an error, and its attributes are zero. */
 EXPORT CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute *attributes,
                                        void **values, CUdeviceptr address)
 {
-    static const struct allocation unknown = {.kind = PINNED_MEMORY};
-    struct allocation *memory;
+    static const struct allocation unknown = {.kind = PINNED_MEMORY, .device = cudaInvalidDeviceId};
+    HOLD_DEVICE;
+    const struct allocation *memory = find_allocation((void *)address);
 
-    lock_device();
-    memory = find_allocation((void *)address);
     for (unsigned k = 0; k < count; k++)
-        if (memory)
-            write_attribute(values[k], attributes[k], memory);
-        else if (attributes[k] == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
-            *(int *)values[k] = cudaInvalidDeviceId;
-        else if (attributes[k] != CU_POINTER_ATTRIBUTE_CONTEXT)
-            write_attribute(values[k], attributes[k], &unknown);
-    unlock_device();
+        write_attribute(values[k], attributes[k], memory ? memory : &unknown);
     return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *device_address, void *address,
                                              unsigned flags)
 {
-    struct allocation *memory;
+    HOLD_DEVICE;
+    const struct allocation *memory = find_allocation(address);
 
     (void)flags;
-    lock_device();
-    memory = find_allocation(address);
-    unlock_device();
     *device_address = (CUdeviceptr)address;
     return memory && memory->kind == PINNED_MEMORY ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }

@@ -180,32 +180,6 @@ DIVISION(u16, uint16_t, 0)
 DIVISION(u32, uint32_t, 0)
 DIVISION(u64, uint64_t, 0)
 
-FUNCTION uint64_t reverse_bits(uint64_t x, int width)
-{
-    uint64_t result = 0;
-
-    for (int i = 0; i < width; i++)
-        result |= (x >> i & 1) << (width - 1 - i);
-    return result;
-}
-
-FUNCTION uint64_t extract_bits(uint64_t a, uint32_t start, uint32_t length, int width, int is_signed)
-{
-    uint64_t result = 0;
-    int i = 0;
-
-    start &= 255, length &= 255;
-    const uint32_t last = start + length - 1 < (uint32_t)width ? start + length - 1 : width - 1;
-    const uint64_t sign = is_signed && length ? a >> last & 1 : 0;
-    for (; i < width; i++) {
-        const uint64_t bit = (uint32_t)i < length && start + i < (uint32_t)width
-                                 ? a >> (start + i) & 1
-                                 : sign;
-        result |= bit << i;
-    }
-    return result;
-}
-
 FUNCTION uint64_t insert_bits(uint64_t a, uint64_t b, uint32_t start, uint32_t length, int width)
 {
     start &= 255, length &= 255;
@@ -228,14 +202,6 @@ FUNCTION uint32_t permute(uint32_t a, uint32_t b, uint32_t selectors)
         result |= byte << (8 * i);
     }
     return result;
-}
-
-FUNCTION uint64_t logic_3(uint64_t a, uint64_t b, uint64_t c, int table)
-{
-    return (table & 1 ? ~a & ~b & ~c : 0) | (table & 2 ? ~a & ~b & c : 0) |
-           (table & 4 ? ~a & b & ~c : 0) | (table & 8 ? ~a & b & c : 0) |
-           (table & 16 ? a & ~b & ~c : 0) | (table & 32 ? a & ~b & c : 0) |
-           (table & 64 ? a & b & ~c : 0) | (table & 128 ? a & b & c : 0);
 }
 
 SLOW uint64_t nanoseconds(void)

@@ -1,6 +1,6 @@
 """Translate PTX to C, and compile it.
 
-    python ptx.py INPUT.ptx OUTPUT.so
+    python ptx.py OUTPUT.so < INPUT.ptx
 
 A kernel becomes a function that runs one thread until it exits or waits for other threads. Where it
 waits, it returns, and later calls resume there: see kernel.h for the interface, execute.c for the
@@ -9,7 +9,7 @@ caller, ptx_parser.py for the parser, ptx_functions.py and ptx_instructions.py f
 
 from __future__ import annotations
 
-import os
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -44,21 +44,17 @@ def to_c(module: Module) -> str:
 
 def module_image(module: Module, kernels: int) -> list[str]:
     """Return the definitions of the module's variables and of its description."""
-    image = {name: one for name, one in module.variables.items() if one.space != "shared"}
-    nbytes = max((one.offset + one.bytes for one in image.values()), default=0)
+    image = [one for one in module.variables.values() if one.space != "shared"]
+    nbytes = max((one.offset + one.bytes for one in image), default=0)
     contents = bytearray(nbytes)
-    for one in image.values():
+    for one in image:
         contents[one.offset : one.offset + len(one.initial)] = one.initial
-    lines = ["static const struct variable variables[] = {"]
-    lines += [f'    {{"{name}", {one.offset}, {one.bytes}}},' for name, one in image.items()]
-    lines += ["};", "static const unsigned char globals[] = {"]
-    lines += [",".join(map(str, contents[i : i + 32])) + "," for i in range(0, nbytes, 32)]
-    lines += [
+    return [
+        "static const unsigned char globals[] = {",
+        *(",".join(map(str, contents[i : i + 32])) + "," for i in range(0, nbytes, 32)),
         "};",
-        "const struct module_image emulated_module = {",
-        f"    {kernels}, {len(image)}, {nbytes}, kernels, variables, globals}};",
+        f"const struct module_image emulated_module = {{{kernels}, {nbytes}, kernels, globals}};",
     ]
-    return lines
 
 
 def instruction_count(block: Block) -> int:
@@ -68,25 +64,26 @@ def instruction_count(block: Block) -> int:
 def compile_ptx(text: str, output: Path) -> None:
     """Translate PTX, and compile it to a shared library."""
     module = parse(text)
-    source = output.with_suffix(".c")
+    source, partial = output.with_suffix(".c"), output.with_suffix(".partial")
     source.write_text(to_c(module))
     count = max((instruction_count(one.body) for one in module.functions), default=0)
     level = "-O1" if count <= OPTIMIZED_INSTRUCTIONS else "-O0"
-    command = ["gcc", level, *CFLAGS, f"-I{HERE}", "-o", output, source, "-lm"]
+    command = ["gcc", level, *CFLAGS, f"-I{HERE}", "-o", partial, source, "-lm"]
     subprocess.run([str(each) for each in command], check=True)
+    partial.rename(output)
 
 
 def main() -> None:
-    if len(sys.argv) != 3:
+    if len(sys.argv) != 2:
         sys.exit(__doc__)
-    source, output = map(Path, sys.argv[1:])
-    partial = output.with_suffix(f".{os.getpid()}.so")
-    try:
-        compile_ptx(source.read_text(errors="replace").replace("\0", ""), partial)
-    except UnsupportedError as error:
-        sys.exit(f"{source}: unsupported {error}")
-    partial.rename(output)
-    partial.with_suffix(".c").rename(output.with_suffix(".c"))
+    text, output = sys.stdin.buffer.read().decode(errors="replace"), Path(sys.argv[1])
+    with output.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            if not output.exists():
+                compile_ptx(text, output)
+        except UnsupportedError as error:
+            sys.exit(f"emulated GPU: unsupported {error}")
 
 
 if __name__ == "__main__":

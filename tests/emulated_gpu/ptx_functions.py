@@ -24,8 +24,6 @@ from ptx_parser import (
 )
 
 SPECIAL = {
-    "%laneid": "(thread->number % 32)",
-    "%warpid": "(thread->number / 32)",
     "%clock": "nanoseconds()", "%clock64": "nanoseconds()", "%globaltimer": "nanoseconds()",
 }  # fmt: skip
 VECTORS = {
@@ -134,7 +132,7 @@ class FunctionWriter:
     def prototype(self) -> str:
         name = re.sub(r"\W", "_", self.function.name)
         if self.function.is_kernel:
-            return f"static int step_{name}(struct thread *, const struct block *)"
+            return f"static int step_{name}(struct thread *thread, const struct block *block)"
         arrays = [*self.function.results, *self.function.parameters]
         places = "".join(f", char *{self.scope[one].c_name}" for one in arrays)
         return f"static int call_{name}(struct thread *thread, const struct block *block{places})"
@@ -151,30 +149,18 @@ class FunctionWriter:
         name = re.sub(r"\W", "_", self.function.name)
         used = {one for one in re.findall(r"\br->(\w+)", body) if one in self.registers}
         fields = "".join(f" uint{8 * self.registers[one]}_t {one};" for one in sorted(used))
-        arrays = [
+        arrays = " ".join(
             f"char {one}[{n}] __attribute__((aligned(16)));" for one, n in self.arrays.items()
-        ]
+        )
         if self.flags & 1:
-            fields += " " + " ".join(arrays)
-            body = re.sub(r"\barray_place\((\w+)\)", r"((uint64_t)r->\1)", body)
             start = f"struct frame_{name} *const r = (struct frame_{name} *)thread;"
         else:
-            body = re.sub(r"\barray_place\((\w+)\)", r"((uint64_t)\1)", body)
-            start = f"struct frame_{name} registers, *const r = &registers; {' '.join(arrays)}"
-        header = self.prototype()
-        if self.function.is_kernel:
-            header = header.replace("*,", "*thread,").replace("block *", "block *block")
+            start = f"struct frame_{name} registers, *const r = &registers;"
         begin = "switch (thread->resume) {\ncase 0:;" if self.function.is_kernel else "{"
         return (
-            f"struct frame_{name} {{ struct thread thread;{fields} }};\n{header}\n{{\n{start}\n"
-            f"{begin}\n{body}\n}}\nreturn EXITED;\n}}\n{self._parameter_table(name)}"
+            f"struct frame_{name} {{ struct thread thread;{fields} {arrays} }};\n"
+            f"{self.prototype()}\n{{\n{start}\n{begin}\n{body}\n}}\nreturn EXITED;\n}}\n"
         )
-
-    def _parameter_table(self, name: str) -> str:
-        if not self.function.is_kernel:
-            return ""
-        rows = [f"{{{one.offset}, {one.bytes}}}" for one in self.function.parameters.values()]
-        return f"static const struct parameter parameters_{name}[] = {{{', '.join(rows)}}};\n"
 
     def descriptor(self) -> str:
         """Return the kernel's struct kernel; call it after ``definition``."""
@@ -182,13 +168,14 @@ class FunctionWriter:
         shared = max((one.offset + one.bytes for one in self.shared.values()), default=0)
         parameters = function.parameters.values()
         parameter_bytes = max((one.offset + one.bytes for one in parameters), default=0)
+        rows = ", ".join(f"{{{one.offset}, {one.bytes}}}" for one in parameters)
         # A guess: a register is reused about as often as on a GPU.
         registers = min(255, max(16, len(self.registers) // 8))
         return (
             f"{{{quoted(function.name)}, step_{name}, sizeof(struct frame_{name}), "
             f"{-(-shared // 16) * 16}, {parameter_bytes}, "
             f"{registers}, {function.max_threads}, {self.flags}, {len(function.parameters)}, "
-            f"parameters_{name}}}"
+            f"(const struct parameter[]){{{rows}}}}}"
         )
 
     def _statement(self, one: Instruction, in_loop: bool) -> str:
@@ -236,9 +223,8 @@ class FunctionWriter:
         if variable.space == "parameter":
             return f"((uint64_t)block->parameters + {variable.offset})"
         if variable.space == "array":
-            is_own = variable.c_name in self.arrays
-            name = variable.c_name
-            return f"array_place({name})" if is_own else f"((uint64_t){name})"
+            owner = "r->" if variable.c_name in self.arrays else ""
+            return f"((uint64_t){owner}{variable.c_name})"
         if variable.space == "shared":
             dynamic = "(uint64_t)(block->shared_bytes - block->dynamic_shared_bytes)"
             return dynamic if variable.bytes == 0 else f"((uint64_t){variable.offset})"

@@ -31,15 +31,14 @@ UNORDERED = {f"{one}u" for one in ("eq", "ne", "lt", "le", "gt", "ge")}
 FLOAT_EXPRESSIONS = {
     "add": "({0} + {1})", "sub": "({0} - {1})", "mul": "({0} * {1})", "div": "({0} / {1})",
     "fma": "fma{f}({0}, {1}, {2})", "mad": "fma{f}({0}, {1}, {2})", "sqrt": "sqrt{f}({0})",
-    "rcp": "(1 / {0})", "rsqrt": "(1 / sqrt(((double){0})))", "sin": "sin(((double){0}))",
-    "cos": "cos(((double){0}))", "ex2": "exp2(((double){0}))", "lg2": "log2(((double){0}))",
-    "tanh": "tanh(((double){0}))",
+    "rcp": "(1 / {0})", "rsqrt": "(1 / sqrt(((double){0})))",
+    "ex2": "exp2(((double){0}))", "lg2": "log2(((double){0}))",
 }  # fmt: skip
 INTEGER_EXPRESSIONS = {
     "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "neg": "0 - ({c}){0}",
     "abs": "{0} < 0 ? 0 - ({c}){0} : {0}", "min": "{0} < {1} ? {0} : {1}",
     "max": "{0} > {1} ? {0} : {1}", "div": "div_{type}({0}, {1})", "rem": "rem_{type}({0}, {1})",
-    "not": "~{0}", "brev": "reverse_bits({0}, {bits})", "prmt": "permute({0}, {1}, {2})",
+    "not": "~{0}", "prmt": "permute({0}, {1}, {2})",
     "popc": "__builtin_popcountll({0})",
     "clz": "{0} ? __builtin_clzll({0}) - (64 - {bits}) : {bits}",
 }  # fmt: skip
@@ -108,11 +107,11 @@ class InstructionWriter(FunctionWriter):
             result = f"to_f64(from_f64({result}) & 0xffffffff00000000)"
         return f"sat({result})" if one.has("sat") else result
 
-    @instruction("sqrt", "rcp", "rsqrt", "sin", "cos", "ex2", "lg2", "tanh", allows=FLOAT)
+    @instruction("sqrt", "rcp", "rsqrt", "ex2", "lg2", allows=FLOAT)
     def function_of_float(self, one: Instruction) -> str:
         return self.write(one.operands[0], one.type, self._float(one))
 
-    @instruction("and", "or", "xor", "prmt", "popc", "clz", "brev", "rem", "div", allows=FLOAT)
+    @instruction("and", "or", "xor", "prmt", "popc", "clz", "rem", "div", allows=FLOAT)
     def integer(self, one: Instruction) -> str:
         if is_float(one.type):
             return self.write(one.operands[0], one.type, self._float(one))
@@ -196,11 +195,6 @@ class InstructionWriter(FunctionWriter):
 
     # ---- Bits ----
 
-    @instruction("lop3")
-    def lop3(self, one: Instruction) -> str:
-        x, y, z = (self.read(operand, "b32") for operand in one.operands[1:4])
-        return self.write(one.operands[0], "b32", f"logic_3({x}, {y}, {z}, {one.operands[4]})")
-
     @instruction("shl", "shr")
     def shift(self, one: Instruction) -> str:
         x, n = self.read(one.operands[1], one.type), self.read(one.operands[2], "u32")
@@ -209,22 +203,13 @@ class InstructionWriter(FunctionWriter):
         value = f"{n} >= {8 * SIZES[one.type]} ? {beyond} : {x} {sign} {n}"
         return self.write(one.operands[0], one.type, value)
 
-    @instruction("shf", allows={"l", "r", "wrap", "clamp"})
-    def shf(self, one: Instruction) -> str:
-        low, high, n = self._reads(one)
-        n = f"({n} & 31)" if one.has("wrap") else f"({n} > 32 ? 32 : {n})"
-        both = f"((uint64_t){high} << 32 | {low})"
-        value = f"{both} >> {n}" if one.has("r") else f"{both} << {n} >> 32"
-        return self.write(one.operands[0], "b32", value)
-
-    @instruction("bfe", "bfi")
-    def field(self, one: Instruction) -> str:
-        bits, first = 8 * SIZES[one.type], 2 if one.opcode == "bfe" else 3
-        values = [self.read(each, one.type) for each in one.operands[1:first]]
-        values += [self.read(each, "u32") for each in one.operands[first:]]
-        name = "extract_bits" if one.opcode == "bfe" else "insert_bits"
-        values += [str(bits), *([str(int(one.type[0] == "s"))] if one.opcode == "bfe" else [])]
-        return self.write(one.operands[0], one.type, f"{name}({', '.join(values)})")
+    @instruction("bfi")
+    def bfi(self, one: Instruction) -> str:
+        bits = 8 * SIZES[one.type]
+        a, b = (self.read(each, one.type) for each in one.operands[1:3])
+        start, length = (self.read(each, "u32") for each in one.operands[3:])
+        value = f"insert_bits({a}, {b}, {start}, {length}, {bits})"
+        return self.write(one.operands[0], one.type, value)
 
     # ---- Comparisons ----
 
@@ -373,16 +358,14 @@ class InstructionWriter(FunctionWriter):
         old = f"ATOMIC({c_type(bits)}, {address}, {order}, {value})"
         return f"{code}{{ {checks}{self.write(destination, bits, old)} }}"
 
-    @instruction("membar", "fence", allows={*SCOPES, *ORDERS})
-    def fence(self, one: Instruction) -> str:
-        return f"__atomic_thread_fence({self._order(one) or ORDERS['sc']});"
-
     # ---- Other threads ----
 
     @instruction("bar", "barrier", allows={"sync", "aligned", "red", "or", "warp"})
     def bar(self, one: Instruction) -> str:
         if one.has("warp"):
-            return self._warp(one, "WARP_SYNC", one.operands[0])
+            if one.operands[0] not in ("-1", "0xffffffff"):
+                raise unsupported(one)
+            return self._suspend("AT_WARP_BARRIER")
         if one.has("red"):
             result, barrier, value = one.operands
             code = f"thread->predicate = {self.read(value, 'pred')}; "
@@ -392,25 +375,6 @@ class InstructionWriter(FunctionWriter):
             raise unsupported(one)
         code += f"{self._suspend('AT_BARRIER')} "
         return code + self.write(result, "pred", "thread->result")
-
-    def _warp(self, one: Instruction, operation: str, mask: str, operand: str = "0") -> str:
-        if not one.has("sync", "warp"):  # the old forms have no mask
-            raise unsupported(one)
-        return (
-            f"thread->operation = {operation}; thread->mask = {self.read(mask, 'b32')}; "
-            f"thread->operand = {operand}; {self._suspend('AT_WARP')} "
-        )
-
-    @instruction("shfl", allows={"sync", "up", "down", "bfly", "idx"})
-    def shfl(self, one: Instruction) -> str:
-        results, value, lane, clamp, mask = one.operands
-        code = (
-            f"thread->lane = {self.read(lane, 'b32')}; thread->clamp = {self.read(clamp, 'b32')}; "
-        )
-        code += self._warp(one, f"SHFL_{one.parts[2].upper()}", mask, self.read(value, "b32"))
-        result, _, predicate = results.partition("|")
-        code += self.write(result, "b32", "thread->result")
-        return code + (self.write(predicate, "pred", "thread->predicate") if predicate else "")
 
     @instruction("nanosleep")
     def nanosleep(self, one: Instruction) -> str:

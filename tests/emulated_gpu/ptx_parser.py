@@ -208,8 +208,11 @@ def parse(text: str) -> Module:
     functions, variables, start = [], {}, 0
     while found := HEADER.search(text, start):
         start = found.end()
-        if found["variable"]:
-            place_by_space(variables, found["variable"])
+        if found["variable"]:  # shared variables have offsets of their own
+            is_shared = found["variable"].startswith(".shared")
+            alike = {k: v for k, v in variables.items() if (v.space == "shared") == is_shared}
+            place(alike, declared(found["variable"]))
+            variables.update(alike)
         elif found["begin"] == "{":
             body, start = parse_body(text, start)
             threads = re.search(r"\.(?:maxntid|reqntid)\s+([\d\s,]+)", found["directives"])
@@ -221,11 +224,3 @@ def parse(text: str) -> Module:
                 parse_parameters(found["results"]), product, body,
             ))  # fmt: skip
     return Module(functions, variables)
-
-
-def place_by_space(variables: dict[str, Variable], text: str) -> None:
-    """Add a module's variable: shared ones have offsets of their own."""
-    is_shared = text.lstrip().startswith(".shared")
-    same = {name: one for name, one in variables.items() if (one.space == "shared") == is_shared}
-    place(same, declared(text))
-    variables.update(same)

@@ -15,15 +15,20 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#define PREFIX "emulated-gpu-"
-#define NAME_BYTES 64
+#define NAME "/emulated-gpu-%d-%llu"
+
+struct name {
+    char text[64];
+};
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int creator; /* process that has created objects; a forked process has created none */
 
-static void write_name(char *name, int process, uint64_t number)
+static struct name name_of(int process, unsigned long long number)
 {
-    snprintf(name, NAME_BYTES, "/" PREFIX "%d-%llu", process, (unsigned long long)number);
+    struct name name;
+    snprintf(name.text, sizeof name.text, NAME, process, number);
+    return name;
 }
 
 /* Delete the objects of one process or, if it is 0, of all processes that have ended. */
@@ -31,17 +36,14 @@ static void delete_objects_of(int wanted)
 {
     DIR *folder = opendir("/dev/shm");
     struct dirent *entry;
-    char name[NAME_BYTES];
     int process;
     unsigned long long number;
 
     while (folder && (entry = readdir(folder)) != NULL) {
-        if (sscanf(entry->d_name, PREFIX "%d-%llu", &process, &number) != 2)
+        if (sscanf(entry->d_name, NAME + 1, &process, &number) != 2)
             continue;
-        if (wanted ? process != wanted : kill(process, 0) == 0 || errno != ESRCH)
-            continue;
-        write_name(name, process, number);
-        shm_unlink(name);
+        if (wanted ? process == wanted : kill(process, 0) != 0 && errno == ESRCH)
+            shm_unlink(name_of(process, number).text);
     }
     if (folder)
         closedir(folder);
@@ -59,52 +61,47 @@ static void __attribute__((destructor)) delete_own_objects(void)
         delete_objects_of(creator);
 }
 
-static void *map_object(int file, size_t bytes, void *place, int protection)
+static void *map_object(int file, size_t bytes, void *place)
 {
-    void *found = mmap(place, bytes, protection, MAP_SHARED | (place ? MAP_FIXED : 0), file, 0);
-    close(file);
+    void *found = MAP_FAILED;
+
+    if (file >= 0) {
+        found = mmap(place, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | (place ? MAP_FIXED : 0),
+                     file, 0);
+        close(file);
+    }
     return found;
 }
 
-void *create_object(uint64_t number, size_t bytes, void *place, int protection)
+void *create_object(uint64_t number, size_t bytes, void *place)
 {
-    char name[NAME_BYTES];
+    struct name name = name_of(getpid(), number);
     int file;
 
     pthread_once(&once, delete_leftovers);
-    write_name(name, getpid(), number);
-    file = shm_open(name, O_CREAT | O_RDWR | O_EXCL, 0600);
-    if (file < 0)
-        return MAP_FAILED;
-    if (ftruncate(file, (off_t)bytes) != 0) {
+    file = shm_open(name.text, O_CREAT | O_RDWR | O_EXCL, 0600);
+    if (file >= 0 && ftruncate(file, (off_t)bytes) != 0) {
         close(file);
-        shm_unlink(name);
+        shm_unlink(name.text);
         return MAP_FAILED;
     }
-    return map_object(file, bytes, place, protection);
+    return map_object(file, bytes, place);
 }
 
 void *open_object(int process, uint64_t number, size_t bytes, void *place)
 {
-    char name[NAME_BYTES];
-    int file;
-
-    write_name(name, process, number);
-    file = shm_open(name, O_RDWR, 0);
-    return file < 0 ? MAP_FAILED : map_object(file, bytes, place, PROT_READ | PROT_WRITE);
+    return map_object(shm_open(name_of(process, number).text, O_RDWR, 0), bytes, place);
 }
 
 void delete_object(uint64_t number)
 {
-    char name[NAME_BYTES];
-    int file;
+    struct name name = name_of(getpid(), number);
+    int file = shm_open(name.text, O_RDWR, 0);
 
-    write_name(name, getpid(), number);
-    file = shm_open(name, O_RDWR, 0);
     if (file < 0)
         return;
     if (ftruncate(file, 0) != 0)
         perror("emulated GPU: ftruncate");
     close(file);
-    shm_unlink(name);
+    shm_unlink(name.text);
 }

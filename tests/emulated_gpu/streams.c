@@ -15,7 +15,7 @@
 
 struct command {
     struct command *next;
-    cudaError_t (*run)(void *argument);
+    run_function *run;
     unsigned flags;
     size_t after_count;
     struct place *after; /* places in other streams that run first */
@@ -29,14 +29,21 @@ static struct stream *streams;
 static struct stream *legacy[MAX_DEVICES];
 static _Thread_local struct stream *per_thread[MAX_DEVICES];
 
-void lock_device(void)
+char lock_device(void)
 {
     pthread_mutex_lock(&mutex);
+    return 0;
 }
 
-void unlock_device(void)
+void unlock_device(char *held)
 {
+    (void)held;
     pthread_mutex_unlock(&mutex);
+}
+
+void reset_device_lock(void)
+{
+    mutex = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }
 
 /* ---- streams ---- */
@@ -52,33 +59,43 @@ static struct stream *add_stream(int device, unsigned flags)
     return streams = made;
 }
 
-struct stream *first_stream(void)
+static struct stream *find_stream(cudaStream_t handle)
 {
-    return streams;
-}
-
-static struct stream *legacy_stream(int device)
-{
-    if (!legacy[device]) {
-        legacy[device] = add_stream(device, cudaStreamDefault);
-        legacy[device]->is_legacy = 1;
-    }
-    return legacy[device];
-}
-
-struct stream *find_stream(cudaStream_t handle)
-{
-    struct stream *found = (struct stream *)handle;
+    struct stream *found = (struct stream *)handle, **own = NULL;
     int device = current_device();
 
     if (handle == NULL || handle == cudaStreamLegacy)
-        return legacy_stream(device);
-    if (handle == cudaStreamPerThread) {
-        if (!per_thread[device])
-            per_thread[device] = add_stream(device, cudaStreamDefault);
-        return per_thread[device];
+        own = &legacy[device];
+    else if (handle == cudaStreamPerThread)
+        own = &per_thread[device];
+    if (!own)
+        return found->magic == STREAM_MAGIC && !found->is_destroyed ? found : NULL;
+    if (!*own) {
+        *own = add_stream(device, cudaStreamDefault);
+        (*own)->is_legacy = own == &legacy[device];
     }
-    return found->magic == STREAM_MAGIC && !found->is_destroyed ? found : NULL;
+    return *own;
+}
+
+static int is_blocking(const struct stream *stream)
+{
+    return !(stream->flags & cudaStreamNonBlocking) && !stream->is_legacy;
+}
+
+cudaError_t begin_stream_call(cudaStream_t handle, struct stream **stream)
+{
+    cudaError_t error = begin_call();
+
+    if (error)
+        return error;
+    *stream = find_stream(handle);
+    if (!*stream)
+        return cudaErrorInvalidResourceHandle;
+    for (struct stream *other = streams; (*stream)->is_legacy && other; other = other->next)
+        if (other->device == (*stream)->device && is_blocking(other)
+            && refuse_if_capturing(other, cudaErrorStreamCaptureImplicit))
+            error = cudaErrorStreamCaptureImplicit;
+    return error;
 }
 
 /* Remove a destroyed stream from the list once its work is done. */
@@ -96,7 +113,7 @@ static void unlink_if_finished(struct stream *stream)
 
 /* ---- enqueue ---- */
 
-static struct place end_of(struct stream *stream)
+struct place end_of(struct stream *stream)
 {
     return (struct place){stream, stream->enqueued};
 }
@@ -104,11 +121,6 @@ static struct place end_of(struct stream *stream)
 int is_done(struct place place)
 {
     return place.stream->done >= place.number;
-}
-
-static int is_blocking(const struct stream *stream)
-{
-    return !(stream->flags & cudaStreamNonBlocking) && !stream->is_legacy;
 }
 
 static void add_dependency(struct command *command, struct place place)
@@ -119,16 +131,21 @@ static void add_dependency(struct command *command, struct place place)
     command->after[command->after_count++] = place;
 }
 
+/* Return whether a stream has work that its device's legacy stream has to wait for. */
+static int is_unseen(const struct stream *stream, int device)
+{
+    return stream->device == device && is_blocking(stream)
+           && stream->seen_by_legacy != stream->enqueued;
+}
+
 /* Order a command of the legacy stream after the work of all blocking streams. */
 static void order_after_blocking(struct stream *stream, struct command *command)
 {
-    for (struct stream *other = streams; other; other = other->next) {
-        if (other->device != stream->device || !is_blocking(other)
-            || other->seen_by_legacy == other->enqueued)
-            continue;
-        add_dependency(command, end_of(other));
-        other->seen_by_legacy = other->enqueued;
-    }
+    for (struct stream *other = streams; other; other = other->next)
+        if (is_unseen(other, stream->device)) {
+            add_dependency(command, end_of(other));
+            other->seen_by_legacy = other->enqueued;
+        }
 }
 
 /* Order a command of a blocking stream after the work of the legacy stream. */
@@ -142,15 +159,14 @@ static void order_after_legacy(struct stream *stream, struct command *command)
     stream->legacy_seen = other->enqueued;
 }
 
-static struct command *add_command(struct stream *stream, cudaError_t (*run)(void *),
-                                   const void *argument, size_t bytes, unsigned flags)
+static struct command *add_command(struct stream *stream, struct work work)
 {
-    struct command *made = calloc(1, sizeof *made + bytes);
+    struct command *made = calloc(1, sizeof *made + work.bytes);
 
-    made->run = run;
-    made->flags = flags;
-    if (bytes)
-        memcpy(made->argument, argument, bytes);
+    made->run = work.run;
+    made->flags = work.flags;
+    if (work.bytes)
+        memcpy(made->argument, work.argument, work.bytes);
     if (stream->is_legacy)
         order_after_blocking(stream, made);
     else if (is_blocking(stream))
@@ -165,11 +181,10 @@ static struct command *add_command(struct stream *stream, cudaError_t (*run)(voi
     return made;
 }
 
-struct place append(struct stream *stream, cudaError_t (*run)(void *), const void *argument,
-                    size_t bytes, unsigned flags)
+struct place append(struct stream *stream, struct work work)
 {
-    add_command(stream, run, argument, bytes, flags);
-    if (flags & SPINS)
+    add_command(stream, work);
+    if (work.flags & SPINS)
         start_later(end_of(stream), START_DELAY_NS);
     return end_of(stream);
 }
@@ -177,57 +192,43 @@ struct place append(struct stream *stream, cudaError_t (*run)(void *), const voi
 void append_wait(struct stream *stream, struct place place)
 {
     if (place.stream != stream && !is_done(place))
-        add_dependency(add_command(stream, NULL, NULL, 0, 0), place);
+        add_dependency(add_command(stream, (struct work){0}), place);
 }
 
-cudaError_t append_or_capture(struct stream *stream, cudaError_t (*run)(void *),
-                              const void *argument, size_t bytes, unsigned flags)
+cudaError_t enqueue(struct stream *stream, struct work work)
 {
-    cudaError_t error = check_legacy_capture(stream);
-
-    if (error)
-        return error;
+    if (work.flags & SAME_DEVICE && stream->device != current_device())
+        return cudaErrorInvalidResourceHandle;
     if (stream->capture)
-        return capture_work(stream, run, argument, bytes, flags);
-    append(stream, run, argument, bytes, flags);
+        return capture_work(stream, work);
+    append(stream, work);
     return cudaSuccess;
-}
-
-cudaError_t enqueue(cudaStream_t handle, cudaError_t (*run)(void *argument), const void *argument,
-                    size_t bytes, unsigned flags)
-{
-    cudaError_t error = begin_call();
-    struct stream *stream;
-
-    if (error)
-        return error;
-    lock_device();
-    stream = find_stream(handle);
-    if (!stream || ((flags & SAME_DEVICE) && stream->device != current_device()))
-        error = cudaErrorInvalidResourceHandle;
-    else
-        error = append_or_capture(stream, run, argument, bytes, flags);
-    unlock_device();
-    return error;
 }
 
 /* ---- run ---- */
 
+cudaError_t run_work(int device, run_function *run, void *argument, unsigned flags)
+{
+    cudaError_t error;
+
+    push_device(device);
+    error = flags & UNGUARDED ? run(argument) : run_guarded(run, argument);
+    pop_device();
+    return error;
+}
+
 /* Run a command that this thread has claimed. */
 static void run_command(int device, struct command *command)
 {
-    cudaError_t error = cudaSuccess;
+    cudaError_t error;
 
     for (size_t k = 0; k < command->after_count; k++)
         run_until(command->after[k]);
     if (!command->run || (device_error(device) && !(command->flags & ALWAYS)))
         return;
-    push_device(device);
-    if (command->flags & UNGUARDED)
-        error = command->run(command->argument);
-    else
-        error = run_guarded(command->run, command->argument);
-    pop_device();
+    pthread_mutex_unlock(&mutex);
+    error = run_work(device, command->run, command->argument, command->flags);
+    pthread_mutex_lock(&mutex);
     if (error)
         set_device_error(device, error);
 }
@@ -236,7 +237,6 @@ void run_until(struct place place)
 {
     struct stream *stream = place.stream;
 
-    lock_device();
     while (!is_done(place)) {
         struct command *command = stream->first;
         if (stream->is_running) {
@@ -244,9 +244,7 @@ void run_until(struct place place)
             continue;
         }
         stream->is_running = 1;
-        unlock_device();
         run_command(stream->device, command);
-        lock_device();
         stream->first = command->next;
         stream->done++;
         stream->is_running = 0;
@@ -255,7 +253,6 @@ void run_until(struct place place)
         free(command);
     }
     unlink_if_finished(stream);
-    unlock_device();
 }
 
 void run_device(int device)
@@ -263,45 +260,24 @@ void run_device(int device)
     struct place *places = NULL;
     size_t count = 0;
 
-    lock_device();
     for (struct stream *stream = streams; stream; stream = stream->next) {
         if (stream->device != device || is_done(end_of(stream)))
             continue;
         places = realloc(places, (count + 1) * sizeof *places);
         places[count++] = end_of(stream);
     }
-    unlock_device();
     for (size_t k = 0; k < count; k++)
         run_until(places[k]);
     free(places);
 }
 
-struct start {
-    struct stream *stream;
-    struct timespec delay;
-};
-
-static void *run_starter(void *argument)
+void run_all_devices(void)
 {
-    struct start start = *(struct start *)argument;
-    struct stream *stream = start.stream;
-
-    free(argument);
-    nanosleep(&start.delay, NULL);
-    lock_device();
-    while (stream->done < stream->start_place) {
-        struct place place = {stream, stream->start_place};
-        unlock_device();
-        run_until(place);
-        lock_device();
-    }
-    stream->has_starter = 0;
-    unlock_device();
-    return NULL;
+    for (int device = 0; device < visible_device_count(); device++)
+        run_device(device);
 }
 
-/* Start a thread that leaves the program's signals to other threads. */
-static void start_thread(void *(*run)(void *), void *argument)
+void start_thread(void *(*run)(void *), void *argument)
 {
     static const int faults[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE};
     sigset_t mask, before;
@@ -317,19 +293,30 @@ static void start_thread(void *(*run)(void *), void *argument)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
+static void *run_starter(void *argument)
+{
+    struct stream *stream = argument;
+    struct timespec delay = {0, stream->start_delay_ns};
+
+    nanosleep(&delay, NULL);
+    HOLD_DEVICE;
+    while (stream->done < stream->start_place)
+        run_until((struct place){stream, stream->start_place});
+    stream->has_starter = 0;
+    return NULL;
+}
+
 void start_later(struct place place, long delay_ns)
 {
     struct stream *stream = place.stream;
-    struct start *start;
 
     if (place.number > stream->start_place)
         stream->start_place = place.number;
     if (stream->has_starter || is_done(place))
         return;
     stream->has_starter = 1;
-    start = malloc(sizeof *start);
-    *start = (struct start){stream, {0, delay_ns}};
-    start_thread(run_starter, start);
+    stream->start_delay_ns = delay_ns;
+    start_thread(run_starter, stream);
 }
 
 void count_query(struct place place, unsigned *queries)
@@ -340,110 +327,71 @@ void count_query(struct place place, unsigned *queries)
 
 /* ---- runtime ---- */
 
-EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t *handle, unsigned flags, int priority)
+EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t *handle, unsigned flags)
 {
-    cudaError_t error = begin_call();
-
-    (void)priority;
-    if (!error && flags & ~(unsigned)cudaStreamNonBlocking)
-        error = cudaErrorInvalidValue;
-    if (error)
-        return failed(error);
-    lock_device();
+    BEGIN_CALL;
+    if (flags & ~(unsigned)cudaStreamNonBlocking)
+        return failed(cudaErrorInvalidValue);
     *handle = (cudaStream_t)add_stream(current_device(), flags);
-    unlock_device();
     return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t *handle, unsigned flags)
+EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t *handle, unsigned flags, int priority)
 {
-    return cudaStreamCreateWithPriority(handle, flags, 0);
+    (void)priority;
+    return cudaStreamCreateWithFlags(handle, flags);
 }
 
 /* The queued work remains, and runs when an event or the device is waited for. */
 EXPORT cudaError_t cudaStreamDestroy(cudaStream_t handle)
 {
-    cudaError_t error = ensure_context();
+    HOLD_DEVICE;
     struct stream *stream;
 
-    if (error)
-        return failed(error);
-    lock_device();
+    CHECK(ensure_context());
     stream = find_stream(handle);
     if (!stream || stream->is_legacy || handle == cudaStreamPerThread)
-        error = cudaErrorInvalidResourceHandle;
-    if (!error) {
-        abandon_capture(stream);
-        stream->is_destroyed = 1;
-        unlink_if_finished(stream);
-    }
-    unlock_device();
-    return failed(error);
+        return failed(cudaErrorInvalidResourceHandle);
+    abandon_capture(stream);
+    stream->is_destroyed = 1;
+    unlink_if_finished(stream);
+    return cudaSuccess;
 }
 
-/* Make the legacy stream include the work of blocking streams up to now. */
-static void join_blocking(struct stream *stream)
+/* Begin a call that asks for the state of a stream's work: find the place where it ends. */
+static cudaError_t begin_status_call(cudaStream_t handle, struct place *end)
 {
-    for (struct stream *other = streams; other; other = other->next) {
-        if (other->device != stream->device || !is_blocking(other)
-            || other->seen_by_legacy == other->enqueued)
-            continue;
-        append(stream, NULL, NULL, 0, 0);
-        return;
-    }
-}
+    struct stream *stream;
 
-/* Begin a call that asks for the state of a stream's work. Locks the mutex if it succeeds. */
-static cudaError_t begin_status_call(cudaStream_t handle, struct stream **stream)
-{
-    cudaError_t error = begin_call();
-
-    if (error)
-        return error;
-    lock_device();
-    *stream = find_stream(handle);
-    if (!*stream)
-        error = cudaErrorInvalidResourceHandle;
-    else
-        error = refuse_if_capturing(*stream, cudaErrorStreamCaptureUnsupported);
-    if (!error)
-        error = check_legacy_capture(*stream);
-    unlock_device();
-    if (!error)
-        error = check_capture_safe();
-    if (error)
-        return error;
-    lock_device();
-    if ((*stream)->is_legacy)
-        join_blocking(*stream);
+    CHECK(begin_stream_call(handle, &stream));
+    CHECK(refuse_if_capturing(stream, cudaErrorStreamCaptureUnsupported));
+    CHECK(check_capture_safe());
+    /* The legacy stream includes the work of blocking streams up to now. */
+    for (struct stream *other = streams; stream->is_legacy && other; other = other->next)
+        if (is_unseen(other, stream->device))
+            append(stream, (struct work){0});
+    *end = end_of(stream);
     return cudaSuccess;
 }
 
 EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t handle)
 {
-    struct stream *stream;
-    struct place place;
-    cudaError_t error = begin_status_call(handle, &stream);
+    HOLD_DEVICE;
+    struct place end;
 
-    if (error)
-        return failed(error);
-    place = end_of(stream);
-    unlock_device();
-    run_until(place);
-    return failed(device_error(stream->device));
+    CHECK(begin_status_call(handle, &end));
+    run_until(end);
+    return failed(device_error(end.stream->device));
 }
 
 EXPORT cudaError_t cudaStreamQuery(cudaStream_t handle)
 {
-    struct stream *stream;
-    cudaError_t error = begin_status_call(handle, &stream);
+    HOLD_DEVICE;
+    struct place end;
 
-    if (error)
-        return failed(error);
-    if (!is_done(end_of(stream))) {
-        error = cudaErrorNotReady;
-        count_query(end_of(stream), &stream->queries);
-    }
-    unlock_device();
-    return failed(error ? error : device_error(stream->device));
+    CHECK(begin_status_call(handle, &end));
+    if (is_done(end))
+        return failed(device_error(end.stream->device));
+    count_query(end, &end.stream->queries);
+    return failed(cudaErrorNotReady);
 }

@@ -8,11 +8,8 @@ host memory crash, hang, or move garbage.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +26,8 @@ from mpicoll.launch.rendezvous import find_rendezvous, read_rank
 from mpicoll.launch.world import start_mpi
 
 if TYPE_CHECKING:
+    import subprocess
+
     from mpi4py import MPI
 
 __all__ = ["HUNG", "OK", "ProbeDevice", "ProbeOutcome", "exchange_messages", "run_probe"]
@@ -89,6 +88,8 @@ def run_probe(
 
 def _mpirun(library: Path, environment: dict[str, str]) -> Path | None:
     """Return the mpirun that belongs to an Open MPI library, or None."""
+    import shutil
+
     prefix = environment.get("OPAL_PREFIX")
     folders = [Path(prefix)] if prefix else []
     folders += library.resolve().parents
@@ -98,6 +99,8 @@ def _mpirun(library: Path, environment: dict[str, str]) -> Path | None:
 
 
 def _is_openmpi(mpirun: str, environment: dict[str, str]) -> bool:
+    import subprocess
+
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
             [mpirun, "--version"], env=environment, stdin=subprocess.DEVNULL,
@@ -132,6 +135,9 @@ def _run(
     environment: dict[str, str],
 ) -> ProbeOutcome:
     """Run processes, one for each list of arguments, and return their outcome."""
+    import subprocess
+    import tempfile
+
     with tempfile.TemporaryDirectory(prefix="mpicoll-", ignore_cleanup_errors=True) as folder:
         program = [sys.executable, "-m", __name__, folder, str(limit)]
         processes: list[subprocess.Popen[bytes]] = []
@@ -166,6 +172,8 @@ def _wait(processes: list[subprocess.Popen[bytes]], limit: float) -> None:
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
     """Terminate the remaining processes; mpirun first, because it terminates its ranks."""
+    import subprocess
+
     for process in processes:
         if process.poll() is None:
             process.terminate()

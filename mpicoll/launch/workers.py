@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,7 +73,7 @@ class Worker:
         if size > 1:
             found, self._server = start_server(size)
             # Without MASTER_ADDR, which may be another job's in the engine's worker.
-            address = replace(found, hosts=addresses()).format()
+            address = found._replace(hosts=addresses()).format()
         with socket.create_server(("", 0)) as probe:  # finds a free port
             return Place(node(), addresses()[0], probe.getsockname()[1], address)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpicoll import control_messages, settings
-from mpicoll.cuda import mpi_support, probe, probe_cache, runtime
-from mpicoll.cuda.probe import OK, ProbeOutcome
+from mpicoll.cuda import mpi_support, probe_cache, runtime
+from mpicoll.cuda.probe_cache import HUNG, OK, ProbeOutcome
 from mpicoll.cuda.runtime import Runtime
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.launch.host_identity import node, ranks_by_node
@@ -143,6 +143,8 @@ def _discover(probes: bool, again: bool) -> Capabilities:
     key = probe_cache.build_key(version, library, found.names, cuda.driver_version())
     outcome = None if again else probe_cache.load(key)
     if outcome is None and probes:
+        from mpicoll.cuda import probe
+
         outcome = probe.run_probe(vendor == "Open MPI", library)
         probe_cache.store(key, outcome)
     return judge(found._replace(key=probe_cache.digest(key)), claims, outcome)
@@ -249,6 +251,8 @@ def try_messages(
     index:     number of the device that this rank uses.
     all_ranks: capabilities of each rank by itself.
     """
+    from mpicoll.cuda import probe
+
     nodes = [own.node for own in all_ranks]
     if len(set(nodes)) == 1 or not all(own.cuda for own in all_ranks):
         return tuple(all_ranks)
@@ -267,7 +271,7 @@ def try_messages(
         return tuple(all_ranks)
     # A rank that waited for a failed rank has only a timeout to report.
     bad = [rank for rank, one in enumerate(said) if one != OK]
-    rank = next((one for one in bad if said[one] != probe.HUNG), bad[0])
+    rank = next((one for one in bad if said[one] != HUNG), bad[0])
     told = f"tried between nodes: {said[rank]} (rank {rank})"
     return tuple(
         own._replace(cuda=False, why=f"{own.why}; {told}", problem=told) for own in all_ranks

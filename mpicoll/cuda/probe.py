@@ -8,8 +8,11 @@ host memory crash, hang, or move garbage.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -20,14 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpicoll.cuda import runtime
+from mpicoll.cuda.probe_cache import HUNG, OK, ProbeOutcome
 from mpicoll.cuda.streams import poll_until
 from mpicoll.launch.launchers import is_launcher_variable
 from mpicoll.launch.rendezvous import find_rendezvous, read_rank
 from mpicoll.launch.world import start_mpi
 
 if TYPE_CHECKING:
-    import subprocess
-
     from mpi4py import MPI
 
 __all__ = ["HUNG", "OK", "ProbeDevice", "ProbeOutcome", "exchange_messages", "run_probe"]
@@ -39,21 +41,6 @@ LIMIT = 60.0
 _GRACE_S = 5.0
 #: Message sizes in bytes: an eager message, and one that waits for its receiver.
 SIZES = (64, 4 * 1024 * 1024)
-OK, HUNG = "ok", "hung"
-
-
-class ProbeOutcome(NamedTuple):
-    """The outcome of a probe.
-
-    ranks: number of ranks it ran on.
-    began: "ok" if MPI and the device were available, else the error.
-    transfer: "ok", or the error; "" if messages were not tried.
-    """
-
-    ranks: int
-    began: str
-    transfer: str
-
 
 # --- in the calling process ---------------------------------------------------------------------
 
@@ -88,8 +75,6 @@ def run_probe(
 
 def _mpirun(library: Path, environment: dict[str, str]) -> Path | None:
     """Return the mpirun that belongs to an Open MPI library, or None."""
-    import shutil
-
     prefix = environment.get("OPAL_PREFIX")
     folders = [Path(prefix)] if prefix else []
     folders += library.resolve().parents
@@ -99,8 +84,6 @@ def _mpirun(library: Path, environment: dict[str, str]) -> Path | None:
 
 
 def _is_openmpi(mpirun: str, environment: dict[str, str]) -> bool:
-    import subprocess
-
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
             [mpirun, "--version"], env=environment, stdin=subprocess.DEVNULL,
@@ -135,9 +118,6 @@ def _run(
     environment: dict[str, str],
 ) -> ProbeOutcome:
     """Run processes, one for each list of arguments, and return their outcome."""
-    import subprocess
-    import tempfile
-
     with tempfile.TemporaryDirectory(prefix="mpicoll-", ignore_cleanup_errors=True) as folder:
         program = [sys.executable, "-m", __name__, folder, str(limit)]
         processes: list[subprocess.Popen[bytes]] = []
@@ -172,8 +152,6 @@ def _wait(processes: list[subprocess.Popen[bytes]], limit: float) -> None:
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
     """Terminate the remaining processes; mpirun first, because it terminates its ranks."""
-    import subprocess
-
     for process in processes:
         if process.poll() is None:
             process.terminate()

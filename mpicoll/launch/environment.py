@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import multiprocessing
 import os
 import stat
+import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from typing import Literal
@@ -43,15 +45,9 @@ def is_started_by_mpi(environment: Mapping[str, str] = os.environ) -> bool:
     )
 
 
-def is_multiprocessing_child() -> bool:
-    """Return whether multiprocessing started this process. Does not load multiprocessing."""
-    process = sys.modules.get("multiprocessing.process")
-    return process is not None and process.parent_process() is not None
-
-
 def is_inherited(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process inherited the process manager's variables from its parent."""
-    if is_multiprocessing_child():
+    if multiprocessing.parent_process() is not None:
         return True
     descriptor = environment.get("PMI_FD", "")
     if not descriptor.isdigit():
@@ -68,7 +64,7 @@ def is_child_of_rank(environment: Mapping[str, str] = os.environ) -> bool:
     The process is not a rank of that job. Only an MPI of the MPICH family can start in it.
     """
     return (
-        is_multiprocessing_child()
+        multiprocessing.parent_process() is not None
         and not is_started_by_torchrun(environment)
         and any(_managed_size(protocol, environment) not in (None, 1) for protocol in PmiProtocol)
     )
@@ -144,8 +140,6 @@ def fill_environment(
 
 def interpreter_options() -> list[str]:
     """Return the options of this interpreter, for another one."""
-    import subprocess
-
     options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [*options, *["-u"] * getattr(sys.stdout, "write_through", False)]
 

@@ -12,6 +12,8 @@ import atexit
 import contextlib
 import fcntl
 import io
+import multiprocessing
+import multiprocessing.util
 import os
 import select
 import stat
@@ -21,21 +23,14 @@ import threading
 import time
 from collections.abc import Callable
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from mpicoll.launch import error_output
-from mpicoll.launch.environment import (
-    is_inherited,
-    is_multiprocessing_child,
-    is_started_by_torchrun,
-)
+from mpicoll.launch.environment import is_inherited, is_started_by_torchrun
 from mpicoll.launch.host_identity import job_name, open_manager
 from mpicoll.launch.launchers import announced, find_launcher, find_rank
 from mpicoll.launch.session import current_session
 from mpicoll.output import flush_streams, write_lines
-
-if TYPE_CHECKING:
-    from multiprocessing.util import Finalize
 
 #: The exit code that a shell reports for a process that ended by SIGINT.
 INTERRUPTED = 130
@@ -181,12 +176,12 @@ class _ExitHooks:
         sys.excepthook = self._excepthook
         sys.exit = _exit  # stays, so that ``exit_code`` works after the hooks were removed
         atexit.register(self._exiting)
-        self._finalizer: Finalize | None = None
-        if is_multiprocessing_child():
+        self._finalizer: multiprocessing.util.Finalize | None = None
+        if multiprocessing.parent_process() is not None:
             # multiprocessing ends a child without sys.excepthook, and a forked one without atexit.
-            from multiprocessing.util import Finalize
-
-            self._finalizer = Finalize(None, self._child_exiting, exitpriority=0)
+            self._finalizer = multiprocessing.util.Finalize(
+                None, self._child_exiting, exitpriority=0
+            )
 
     def take(self, end: RankEnd) -> bool:
         """Use another RankEnd; return False if the program has installed another hook since."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import runpy
 import select
 import sys
 import time
@@ -221,8 +222,6 @@ def main() -> None:
     global _parent
     program = sys.argv[1:]
     mpi = world.load()
-    import runpy
-
     world.initialize(mpi)
     world.skip_finalize()  # until it has joined, because the other ranks may have timed out
     _parent = mpi.Comm.Get_parent()

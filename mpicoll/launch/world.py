@@ -6,6 +6,8 @@ import atexit
 import contextlib
 import functools
 import importlib
+import multiprocessing
+import multiprocessing.util
 import os
 import sys
 from array import array
@@ -18,7 +20,6 @@ from mpicoll.errors import LaunchError
 from mpicoll.launch.environment import (
     LOOPBACK,
     choose_bootstrap,
-    is_multiprocessing_child,
     is_started_by_mpi,
     replace_bootstrap_variables,
     was_filled,
@@ -221,11 +222,9 @@ def initialize(mpi: ModuleType) -> None:
     level = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"
     mpi.Init_thread(getattr(mpi, f"THREAD_{level.upper()}"))
     atexit.register(_finalize, os.getpid())
-    if is_multiprocessing_child():
+    if multiprocessing.parent_process() is not None:
         # A child of multiprocessing may end without atexit.
-        from multiprocessing.util import Finalize
-
-        Finalize(None, _finalize, (os.getpid(),), exitpriority=0)
+        multiprocessing.util.Finalize(None, _finalize, (os.getpid(),), exitpriority=0)
 
 
 def _bootstrap(

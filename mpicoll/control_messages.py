@@ -6,13 +6,11 @@ length limit, and check the types of the received values. mpi4py's lowercase met
 
 A message has a ``kind``: a type as in an annotation, such as ``tuple[str, list[int]]``. It may
 consist of bool, int, float, str, bytes, None, Any (any JSON value), list, tuple, set, dict with
-keys of str or int, unions, enums, NamedTuples and dataclasses. The receiver gets values of these
-types.
+keys of str or int, unions, enums and NamedTuples. The receiver gets values of these types.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import json
 from array import array
@@ -148,8 +146,6 @@ def _to_json(value: object) -> Any:
         return list(value)
     if isinstance(value, enum.Enum):
         return value.value
-    if dataclasses.is_dataclass(value):
-        return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
     raise TypeError(f"an object of type {type(value).__name__} cannot be JSON")
 
 
@@ -163,12 +159,7 @@ def _read(kind: Any, value: Any) -> Any:
         return _expect(value, origin)
     if issubclass(origin, enum.Enum):
         return origin(value)
-    hints = _hints(origin)
-    if hasattr(origin, "__dataclass_fields__"):
-        if set(_expect(value, dict)) != set(hints):
-            raise TypeError(f"expected the fields of {origin.__name__}, got {[*value]}")
-        return origin(**{name: _read(hint, value[name]) for name, hint in hints.items()})
-    return origin(*_read_each([*hints.values()], value))  # a NamedTuple
+    return origin(*_read_each([*_hints(origin).values()], value))  # a NamedTuple
 
 
 def _expect(value: Any, kind: type) -> Any:

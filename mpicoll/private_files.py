@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 
@@ -15,6 +14,8 @@ def write(path: Path, data: bytes) -> None:
 
     Raises OSError if the file cannot be written.
     """
+    import tempfile
+
     folder = path.parent
     for each in reversed((folder, *folder.parents)):
         if not each.exists():

@@ -6,7 +6,6 @@ not go unnoticed. docs/settings.md and ``python -m mpicoll doctor`` use the tabl
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -174,6 +173,8 @@ def find_problems(environment: Mapping[str, str] = os.environ) -> dict[str, str]
     found = {}
     for name in sorted(environment):
         if name.startswith(_PREFIX) and name not in known:
+            import difflib
+
             close = difflib.get_close_matches(name.upper(), known, 1)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
             found[name] = f"{name}: unknown setting; {hint}"

@@ -323,21 +323,22 @@ def _discover_node(comm: MPI.Intracomm, watchdog: Watchdog) -> None:
 
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     _node = (node.Get_rank(), node.Get_size())
+    is_one_node = node.Get_size() == comm.Get_size()
     monitor_client.start(comm, node, watchdog.native_id)
     node.Free()
-    host = master_address(comm)
     vendor, version = MPI.get_vendor()
 
     def read() -> tuple[Any, ...]:
         if comm.Get_rank() != 0:
             return ()
+        host = master_address(is_one_node)
         with socket.create_server(("", 0)) as probe:  # a port that is free now
             port = os.environ.get("MASTER_PORT", probe.getsockname()[1])
         found = tuning_files.read(f"{vendor} {'.'.join(map(str, version))}")
-        return port, settings.CHOOSE.value(), found
+        return host, port, settings.CHOOSE.value(), found
 
-    port, tuning.job.choose, table = control_messages.bcast(
-        comm, run_on_each(comm, read), 0, tuple[int | str, str, tuning_files.Found]
+    host, port, tuning.job.choose, table = control_messages.bcast(
+        comm, run_on_each(comm, read), 0, tuple[str, int | str, str, tuning_files.Found]
     )
     # The variables describe the whole job.
     if _met_elsewhere or communicators.spans_world(unwrap(comm)) or has_grown():

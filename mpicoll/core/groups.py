@@ -102,6 +102,7 @@ class ProcessGroup(Calls):
         self.group_desc = description
         self._rank = inner.Get_rank()
         self._size = inner.Get_size()
+        self.place = f"on rank {self._rank} of group {name}"  # for descriptions of calls
         self._group_ranks = {rank: i for i, rank in enumerate(self.ranks)}
         self.whole: ProcessGroup | None = None  # user's group of an internal group of a route
         self.plans: dict[Any, Any] = {}  # by primitive, dtype and operation

@@ -213,16 +213,19 @@ class Work:
         limit: float | None,
         orders: Sequence[StreamOrder] = (),
         expire: Callable[[], None] | None = None,
+        finished: bool = False,
+        error: BaseException | None = None,
     ) -> None:
         self.expire = expire  # called when a ``wait()`` without a timeout has lasted ``limit``
         self.description = description  # the operation, for messages
         self.outputs = outputs  # as the caller passed them
         self.limit = limit  # default timeout of ``wait()`` in seconds
         self.orders = orders  # stream orders of an operation on a device
-        self._gate = threading.Lock()  # held until the work is done
-        self._gate.acquire()
-        self._finished = False
-        self._error: BaseException | None = None
+        if not finished:
+            self._gate = threading.Lock()  # held until the work is done
+            self._gate.acquire()
+        self._finished = finished
+        self._error = error
         self._error_seen = False
         self.has_timed_out = False  # a ``wait()`` has raised CollectiveTimeoutError
         self.worker: Worker | None = None  # the progress thread that runs the operation

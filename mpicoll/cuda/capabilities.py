@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpicoll import control_messages, settings
-from mpicoll.cuda import mpi_support, probe, probe_cache, runtime
-from mpicoll.cuda.probe import OK, ProbeOutcome
+from mpicoll.cuda import mpi_support, probe_cache, runtime
+from mpicoll.cuda.probe_cache import HUNG, OK, ProbeOutcome
 from mpicoll.cuda.runtime import Runtime
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.launch.host_identity import node, ranks_by_node
@@ -29,8 +28,7 @@ OVERRIDE = settings.CUDA_AWARE.name
 BETWEEN_NODES_TIMEOUT_S = 30.0
 
 
-@dataclass(frozen=True)
-class Capabilities:
+class Capabilities(NamedTuple):
     """The capabilities of one rank's process.
 
     vendor, version: of the MPI library.
@@ -77,7 +75,7 @@ class Capabilities:
 
     def words(self) -> dict[str, Any]:
         """Return the fields as values for JSON."""
-        return asdict(self)
+        return self._asdict()
 
 
 _known: Capabilities | None = None
@@ -122,32 +120,34 @@ def _discover(probes: bool, again: bool) -> Capabilities:
     try:
         cuda = runtime.get_runtime()
     except UnsupportedError as error:
-        found = replace(found, no_gpu=str(error), why="there is no GPU")
+        found = found._replace(no_gpu=str(error), why="there is no GPU")
     else:
         count = range(cuda.count())
         names, gpus = tuple(map(cuda.name, count)), tuple(map(cuda.identity, count))
-        found = replace(found, gpus=gpus, names=names, nccl=cuda.has_nccl())
+        found = found._replace(gpus=gpus, names=names, nccl=cuda.has_nccl())
     override = settings.CUDA_AWARE.value()
     if override:
-        return replace(found, cuda=override == "1", why=f"{OVERRIDE}={override}")
+        return found._replace(cuda=override == "1", why=f"{OVERRIDE}={override}")
     if not found.gpus:
         return found
     switch = mpi_support.find_switch(version, os.environ)
     if switch is not None:
         value = os.environ.get(switch.name)
         how = "is not set" if value is None else f"is {value!r}"
-        return replace(found, why=f"{switch.name} {how}", remedy=switch.remedy)
+        return found._replace(why=f"{switch.name} {how}", remedy=switch.remedy)
     said = {name: query() for name, query in mpi_support.QUERIES.items()}
     claims = [name for name, value in said.items() if value]
     denials = [name for name, value in said.items() if value == 0]
     if denials and not claims and not mpi_support.has_ucx_cuda():
-        return replace(found, why=f"{' and '.join(denials)}: no")
+        return found._replace(why=f"{' and '.join(denials)}: no")
     key = probe_cache.build_key(version, library, found.names, cuda.driver_version())
     outcome = None if again else probe_cache.load(key)
     if outcome is None and probes:
+        from mpicoll.cuda import probe
+
         outcome = probe.run_probe(vendor == "Open MPI", library)
         probe_cache.store(key, outcome)
-    return judge(replace(found, key=probe_cache.digest(key)), claims, outcome)
+    return judge(found._replace(key=probe_cache.digest(key)), claims, outcome)
 
 
 def judge(found: Capabilities, claims: Sequence[str], outcome: ProbeOutcome | None) -> Capabilities:
@@ -158,11 +158,11 @@ def judge(found: Capabilities, claims: Sequence[str], outcome: ProbeOutcome | No
     """
     says = f"{' and '.join(claims)}: yes" if claims else "MPI does not say that it takes any"
     if outcome is None:
-        return replace(found, cuda=bool(claims), why=f"{says}; not tried", settled=False)
+        return found._replace(cuda=bool(claims), why=f"{says}; not tried", settled=False)
     tried = f"tried {'between two ranks' if outcome.ranks == 2 else 'on one rank'}"
     if outcome.began != OK:
         why = f"{says}; could not be tried: {outcome.began}"
-        return replace(found, cuda=bool(claims), why=why)
+        return found._replace(cuda=bool(claims), why=why)
     cuda, problem, remedy = outcome.transfer == OK, "", ""
     verdict = f"transfer {outcome.transfer}"
     if not cuda:
@@ -170,7 +170,7 @@ def judge(found: Capabilities, claims: Sequence[str], outcome: ProbeOutcome | No
     if claims and not cuda:
         problem = f"MPI says that it takes device memory ({says}), but {tried}: {verdict}"
     why = f"{says}; {tried}: {verdict}"
-    return replace(found, cuda=cuda, why=why, problem=problem, remedy=remedy)
+    return found._replace(cuda=cuda, why=why, problem=problem, remedy=remedy)
 
 
 def find_nodes(all_ranks: Sequence[Capabilities]) -> list[list[int]]:
@@ -206,8 +206,8 @@ def exchange(
     for rank, each in enumerate(found):
         if not each.settled and each.key in settled:
             like = settled[each.key]
-            found[rank] = replace(
-                each, cuda=like.cuda, why=like.why, problem=like.problem, remedy=like.remedy,
+            found[rank] = each._replace(
+                cuda=like.cuda, why=like.why, problem=like.problem, remedy=like.remedy,
                 settled=True,
             )  # fmt: skip
     _known = found[me]
@@ -251,6 +251,8 @@ def try_messages(
     index:     number of the device that this rank uses.
     all_ranks: capabilities of each rank by itself.
     """
+    from mpicoll.cuda import probe
+
     nodes = [own.node for own in all_ranks]
     if len(set(nodes)) == 1 or not all(own.cuda for own in all_ranks):
         return tuple(all_ranks)
@@ -269,8 +271,8 @@ def try_messages(
         return tuple(all_ranks)
     # A rank that waited for a failed rank has only a timeout to report.
     bad = [rank for rank, one in enumerate(said) if one != OK]
-    rank = next((one for one in bad if said[one] != probe.HUNG), bad[0])
+    rank = next((one for one in bad if said[one] != HUNG), bad[0])
     told = f"tried between nodes: {said[rank]} (rank {rank})"
     return tuple(
-        replace(own, cuda=False, why=f"{own.why}; {told}", problem=told) for own in all_ranks
+        own._replace(cuda=False, why=f"{own.why}; {told}", problem=told) for own in all_ranks
     )

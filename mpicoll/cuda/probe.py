@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpicoll.cuda import runtime
+from mpicoll.cuda.probe_cache import HUNG, OK, ProbeOutcome
 from mpicoll.cuda.streams import poll_until
 from mpicoll.launch.launchers import is_launcher_variable
 from mpicoll.launch.rendezvous import find_rendezvous, read_rank
@@ -40,21 +41,6 @@ LIMIT = 60.0
 _GRACE_S = 5.0
 #: Message sizes in bytes: an eager message, and one that waits for its receiver.
 SIZES = (64, 4 * 1024 * 1024)
-OK, HUNG = "ok", "hung"
-
-
-class ProbeOutcome(NamedTuple):
-    """The outcome of a probe.
-
-    ranks: number of ranks it ran on.
-    began: "ok" if MPI and the device were available, else the error.
-    transfer: "ok", or the error; "" if messages were not tried.
-    """
-
-    ranks: int
-    began: str
-    transfer: str
-
 
 # --- in the calling process ---------------------------------------------------------------------
 

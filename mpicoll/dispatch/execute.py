@@ -248,9 +248,8 @@ def _finished_work(
     group: ProcessGroup, primitive: Primitive, output: Any, error: BaseException | None
 ) -> Work:
     """Return the Work of an async call that ran natively."""
-    work = Work(describe(primitive.name, group), _as_output_list(output), group.timeout)
-    work.finish(error)
-    return work
+    outputs = _as_output_list(output)
+    return Work(describe(primitive.name, group), outputs, group.timeout, finished=True, error=error)
 
 
 def _run_all(
@@ -420,7 +419,7 @@ def to_mpi_error(error: Exception, name: str, group: ProcessGroup) -> Exception:
 
 def describe(name: str, group: ProcessGroup) -> str:
     """Return the description of a Work for messages."""
-    return f"{name} on rank {group.rank()} of group {group.group_name}"
+    return f"{name} {group.place}"
 
 
 def submit(

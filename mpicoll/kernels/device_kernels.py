@@ -14,7 +14,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib.resources import files
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -268,5 +267,7 @@ def _cut(count: int, arrays: Sequence[tuple[int, int]], parts: int = 1) -> _Cut:
 
 @cache
 def _source(*names: str) -> str:
+    from importlib.resources import files
+
     folder = files("mpicoll.kernels") / "src"
     return "".join((folder / name).read_text("utf-8") for name in names or _SOURCES)

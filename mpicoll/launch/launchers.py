@@ -6,7 +6,7 @@ import enum
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 
 class PmiProtocol(enum.Enum):
@@ -16,8 +16,7 @@ class PmiProtocol(enum.Enum):
     PMIX = "PMIx"  # Open MPI
 
 
-@dataclass(frozen=True, slots=True)
-class Launcher:
+class Launcher(NamedTuple):
     """One launcher or process manager.
 
     Most fields are names of environment variables, "" if the launcher has none. Patterns are
@@ -123,18 +122,18 @@ LAUNCHERS: tuple[Launcher, ...] = (
         protocol=PmiProtocol.PMIX, bootstrap="OMPI_COMM_WORLD_", manager="OMPI_COMM_WORLD_SIZE",
         owned=r"(OMPI|PRTE)_(?!MCA_|ALLOW_)|OMPI_MCA_(orte|ess|pmix|initial_wdir|num_procs)",
     ),
-    replace(
-        _HYDRA, name="Intel MPI's mpirun", detected_by=("PMI_RANK", "PMI_SIZE", "I_MPI_HYDRA_UUID"),
+    _HYDRA._replace(
+        name="Intel MPI's mpirun", detected_by=("PMI_RANK", "PMI_SIZE", "I_MPI_HYDRA_UUID"),
         identity=("I_MPI_HYDRA_UUID",),
     ),
     _HYDRA,
-    replace(
-        _FLUX, name="flux run -o pmi=simple",
+    _FLUX._replace(
+        name="flux run -o pmi=simple",
         detected_by=("PMI_RANK", "PMI_SIZE", "FLUX_TASK_RANK"), rank="PMI_RANK", size="PMI_SIZE",
         protocol=PmiProtocol.PMI,
     ),
-    replace(
-        _SRUN, name="srun --mpi=pmi2", detected_by=("PMI_RANK", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
+    _SRUN._replace(
+        name="srun --mpi=pmi2", detected_by=("PMI_RANK", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
         rank="PMI_RANK", size="PMI_SIZE", protocol=PmiProtocol.PMI,
     ),
     Launcher(
@@ -155,27 +154,28 @@ LAUNCHERS: tuple[Launcher, ...] = (
         "that it loads",
         protocol=PmiProtocol.PMI, bootstrap="MV2_COMM_WORLD_", owned="MV2_COMM_WORLD_",
     ),
-    replace(_PMIX, name="prterun", detected_by=("PMIX_RANK", "PRTE_LAUNCHED")),
-    replace(
-        _FLUX, name="flux run -o pmi=pmix", detected_by=("PMIX_RANK", "FLUX_TASK_RANK"),
+    _PMIX._replace(
+        name="prterun", detected_by=("PMIX_RANK", "PRTE_LAUNCHED")),
+    _FLUX._replace(
+        name="flux run -o pmi=pmix", detected_by=("PMIX_RANK", "FLUX_TASK_RANK"),
         rank="PMIX_RANK", protocol=PmiProtocol.PMIX,
     ),
-    replace(
-        _PALS, name="PALS's mpiexec --pmi=pmix", detected_by=("PMIX_RANK", "PALS_RANKID"),
+    _PALS._replace(
+        name="PALS's mpiexec --pmi=pmix", detected_by=("PMIX_RANK", "PALS_RANKID"),
         rank="PMIX_RANK", remedy=_PMIX_REMEDY, protocol=PmiProtocol.PMIX,
     ),
-    replace(
-        _SRUN, name="srun --mpi=pmix", detected_by=("PMIX_RANK", "SLURM_STEP_NUM_TASKS"),
+    _SRUN._replace(
+        name="srun --mpi=pmix", detected_by=("PMIX_RANK", "SLURM_STEP_NUM_TASKS"),
         rank="PMIX_RANK", protocol=PmiProtocol.PMIX,
     ),
-    replace(_PMIX, bootstrap=r"PMIX_|PRTE_LAUNCHED$", owned=r"PMIX_(?!MCA_)"),
-    replace(_FLUX, owned="FLUX_"),
-    replace(
-        _SRUN, name="srun --mpi=cray_shasta", detected_by=("PALS_RANKID", "SLURM_STEP_NUM_TASKS"),
+    _PMIX._replace(bootstrap=r"PMIX_|PRTE_LAUNCHED$", owned=r"PMIX_(?!MCA_)"),
+    _FLUX._replace(owned="FLUX_"),
+    _SRUN._replace(
+        name="srun --mpi=cray_shasta", detected_by=("PALS_RANKID", "SLURM_STEP_NUM_TASKS"),
         rank="PALS_RANKID",
     ),
-    replace(_PALS, owned="PALS_"),
-    replace(_SRUN, owned="SLURM"),
+    _PALS._replace(owned="PALS_"),
+    _SRUN._replace(owned="SLURM"),
     Launcher(
         "Slurm", detected_by=("SLURM_JOB_ID", "SLURM_NTASKS"), rank="SLURM_PROCID",
         size="SLURM_NTASKS", local_rank=("SLURM_LOCALID",), is_batch=True,

@@ -12,8 +12,8 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 from mpicoll.errors import LaunchError
 from mpicoll.launch import launchers
@@ -23,8 +23,7 @@ from mpicoll.launch.launchers import Launcher, PmiProtocol
 from mpicoll.launch.mpi_library import find_function, find_library, find_mpiexec
 
 
-@dataclass(frozen=True, slots=True)
-class Library:
+class Library(NamedTuple):
     """A family of MPI libraries and its built-in protocol."""
 
     pattern: str  # of MPI_Get_library_version's text

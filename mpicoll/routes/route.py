@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.cuda.capabilities import Capabilities
@@ -30,8 +30,7 @@ def has_loop(op: ReduceOp, dtype: DType) -> bool:
     return find_loop(op, dtype) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Serves:
+class Serves(NamedTuple):
     """The calls that a route can run.
 
     primitives:   names of the operations.
@@ -50,8 +49,7 @@ class Serves:
     buffer_lists: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
+class Needs(NamedTuple):
     """The requirements of a route.
 
     placement:      required placement of the ranks: see routes/tuning.py and (device)
@@ -65,8 +63,7 @@ class Needs:
     missing_reason: Callable[[Capabilities], str] = lambda own: ""
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(NamedTuple):
     """When a route is chosen, and how its calls run.
 
     compares_calls: its protocol compares the ranks' calls where the group compares every call.
@@ -85,13 +82,12 @@ class Policy:
     compares_calls: bool = False
     fallback: str = ""
     on_request: bool = False
-    min_bytes: Mapping[str, int] = field(default_factory=dict)
+    min_bytes: Mapping[str, int] = MappingProxyType({})
     host_waits_for: str | None = None
     capturable: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(NamedTuple):
     """The declaration of a route.
 
     module:      ``__name__`` of the module in routes/host or routes/device.

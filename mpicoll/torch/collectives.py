@@ -295,18 +295,21 @@ class Collectives:
         op: Operation = c10d.ReduceOp.SUM,
     ) -> c10d.Work:
         """Run all_reduce on one tensor."""
-        # Fast path of the most frequent call: synchronous, without profiler and timeout.
+        # Fast path of the most frequent call: without profiler and timeout.
         if (
             opts.__class__ is _ALL_REDUCE_OPTIONS
-            and not opts.asyncOp
             and len(tensors) == 1
             and not is_recording()
             and not opts.timeout > _NO_TIMEOUT
         ):
             tensor, row = tensors[0], OPERATION_BY_HASH[hash(opts.reduceOp)]
             if row is not _PREMUL_SUM and not tensor.is_sparse:
-                run_fast(_ALL_REDUCE, self.core, False, tensor, None, row, 0)
-                return _complete("all_reduce", tensor)
+                work = run_fast(_ALL_REDUCE, self.core, opts.asyncOp, tensor, None, row, 0)
+                if work is None:
+                    return _complete("all_reduce", tensor)
+                pending = PendingWork((work,), [tensor], "all_reduce")
+                self._add_to_batch(pending)
+                return pending
         options = fill_options(_ALL_REDUCE_OPTIONS, opts, "op", op=op, timeout=timeout)
         tensor, row = unwrap_tensor("allreduce", tensors), convert_op(options.reduceOp)
         if tensor.is_sparse:

@@ -152,13 +152,21 @@ def open_store(
                 )
         check_world(world.size)
 
+    from mpi4py import MPI
+
     requested = rank if renumbers else None
     with start_mpi(limit=timeout.total_seconds(), prepare=check, rank=requested) as world:
         own, size = world.Get_rank(), world.Get_size()
         if _store is None:
-            host = master_address(world)
-            served = run_on_each(world, lambda: _serve(host, size, timeout) if own == 0 else None)
-            port = control_messages.bcast(world, served and served.port, 0, int)
+            node = world.Split_type(MPI.COMM_TYPE_SHARED)
+            is_one_node = node.Get_size() == size
+            node.Free()
+            served = run_on_each(
+                world,
+                lambda: _serve(master_address(is_one_node), size, timeout) if own == 0 else None,
+            )
+            address = served and (served.host, served.port)
+            host, port = control_messages.bcast(world, address, 0, tuple[str, int])
             # Once a rank can fail, no other rank is still connecting.
             _store = run_on_each(
                 world, lambda: served or _connect(host, port, size, False, timeout)

@@ -77,6 +77,9 @@ class PendingWork(_Work):
     name: name of the call.
     """
 
+    _future: torch.futures.Future[list[Tensor]] | None = None
+    _has_waited = False
+
     def __init__(
         self, works: Sequence[core.Work], outputs: Sequence[Tensor], name: str = ""
     ) -> None:
@@ -84,8 +87,6 @@ class PendingWork(_Work):
         self.name = name
         self._works = works
         self._outputs = outputs
-        self._future: torch.futures.Future[list[Tensor]] | None = None
-        self._has_waited = False
 
     def __del__(self) -> None:
         if self._has_waited or self._future is not None:

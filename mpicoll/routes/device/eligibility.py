@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from mpicoll import settings
 from mpicoll.cuda.capabilities import Capabilities, find_nodes
@@ -48,7 +47,7 @@ def with_used(
 ) -> tuple[Capabilities, ...]:
     """Return the capabilities of ranks whose arrays are on the GPUs with the numbers ``used``."""
     return tuple(
-        replace(own, used=own.gpus[index]) if own.gpus and index is not None else own
+        own._replace(used=own.gpus[index]) if own.gpus and index is not None else own
         for own, index in zip(all_ranks, used, strict=True)
     )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpicoll import control_messages
@@ -105,7 +104,7 @@ class Agreement:
         """Probe what MPI does with device memory, if a route needs it. All ranks call."""
         why = f"not tried, because {self._forced or ipc.ROUTE.name} serves all calls"
         if ipc.ROUTE.name in self.states or self._forced not in (None, "direct", "hierarchical"):
-            self.capabilities = [replace(own, cuda=False, why=why) for own in self.capabilities]
+            self.capabilities = [own._replace(cuda=False, why=why) for own in self.capabilities]
             return
         context, inner = self.context, self.group.inner
         found = eligibility.with_used(capabilities.exchange(inner, probes=True), self._used)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import secrets
 import sys
 from contextlib import suppress
 from functools import cache
@@ -46,7 +45,7 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
     collectively, and MPI does not report which ranks can share one.)
     """
     me, n = comm.Get_rank(), comm.Get_size()
-    name = f"mpicoll-{secrets.token_hex(16)}"
+    name = f"mpicoll-{os.urandom(16).hex()}"
     file = _made(name) if me == 0 and able else None
     where = None if file is None else f"/proc/{os.getpid()}/fd/{file}"
     name, where = control_messages.bcast(comm, (name, where), 0, tuple[str, str | None])

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import secrets
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -125,7 +124,7 @@ def _create(group: ProcessGroup) -> _Attempt:
 def _find_peers(group: ProcessGroup) -> _Peers:
     n, me = group.size(), group.rank()
     own = np.zeros(n, np.uint64)
-    own[me] = secrets.randbits(64)
+    own[me] = int.from_bytes(os.urandom(8), "little")
     mine = np.array([os.getpid(), own.ctypes.data + 8 * me, own[me]], np.uint64)
     everybody = np.empty((n, 3), np.uint64)
     group.tested.Allgather(mine, everybody)

@@ -41,12 +41,13 @@ SECTIONS = (
     "sizes", "dtypes", "many", "reproducible", "overlap", "ddp", "fsdp", "growth", "memory",
     "contest", "limit", "async", "start",
 )  # fmt: skip
-#: Other libraries (others.py): the packages of their environments, and their sections.
+#: Other libraries (others.py): the packages of their environments, and their sections. PyPI's vllm
+#: is for CUDA, without the operation for CPUs: users install vLLM's wheel for CPUs.
 OTHERS = {
     "impi": (["impi-rt"], ("sizes", "growth")),
     "oneccl": (["oneccl", "oneccl-cpu"], ("contest",)),
     "deepspeed": (["mpich", "deepspeed"], ("contest",)),
-    "vllm": (["mpich", "vllm"], ("contest",)),
+    "vllm": ([], ("contest",)),
 }
 #: The section start: number of ranks and of launches, and the programs.
 STARTED, STARTS = 48, 5
@@ -121,6 +122,9 @@ def measure_start(python: Path, mpiexec: Sequence[str], folder: Path) -> str:
 def prepare(name: str) -> str:
     """Make the environment of another library. Return the reason if this is not possible, or ""."""
     folder = ROOT / f".venv-{name}"
+    if not OTHERS[name][0]:
+        needs = "mpicoll, an MPI and vLLM's wheel for CPUs (PyPI's is for CUDA)"
+        return "" if folder.exists() else f"{folder.name} does not exist; it needs {needs}"
     torch = [os.environ.get("TORCH") or "torch"] if name == "deepspeed" else []
     pip = [str(folder / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
     commands = [

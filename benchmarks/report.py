@@ -233,6 +233,11 @@ def parts(found: Sequence[Results]) -> dict[str, dict[str, list[str]]]:
         "measurements.md": {
             "ran": ran,
             "sizes": times_table(found, ("primitive", "bytes"), section="sizes"),
+            "figures": [
+                f"![{name}](figures/{folder_name(found[0].cpu)}/{name}.svg)"
+                for results in found[:1]
+                for name in dict.fromkeys(one["primitive"] for one in results.find(section="sizes"))
+            ],
             "dtypes": times_table(found, ("dtype", "bytes"), section="dtypes"),
             "many": section_table(found, "many", ("count", "bytes", "how")),
             "reproducible": section_table(found, "reproducible", ("bytes", "dtype", "how")),
@@ -244,6 +249,11 @@ def parts(found: Sequence[Results]) -> dict[str, dict[str, list[str]]]:
         },
         "pytorch.md": {"speed": torch_table(found)},
     }
+
+
+def folder_name(cpu: str) -> str:
+    """Return the folder of the figures of a model of processors."""
+    return re.sub("[^a-z0-9]+", "-", cpu.lower()).strip("-")
 
 
 def fill_page(text: str, topic: str, parts: Mapping[str, Sequence[str]]) -> str:
@@ -359,10 +369,10 @@ def publish(found: Sequence[Results], folder: Path) -> set[str]:
         for part, lines in own.items():
             sections = by_cpu(_around(text, "bench", part)[1].splitlines())
             rows = find_moved(sections.get(cpu, []), lines)
-            if rows or part == "ran":
+            if rows or part in ("ran", "figures"):
                 changed[part] = join_sections(sections | {cpu: lines})
-                moved |= set(rows) if part == "sizes" else {part}
-        if changed.keys() - {"ran"}:  # then also the versions and the machine
+                moved |= set(rows) if part == "sizes" else {part} if rows else set()
+        if changed.keys() - {"ran", "figures"}:  # then also the versions and the machine
             (folder / name).write_text(fill_page(text, "bench", changed))
     return moved
 
@@ -445,8 +455,9 @@ def main() -> int:
         except ImportError as error:
             print(f"NO FIGURES: matplotlib is missing ({error}): pip install matplotlib")
         else:
-            names = figures.draw(found, options.figures, only)
-            print(f"\nfigures in {options.figures}: {', '.join(names) or 'none'}")
+            folder = options.figures / folder_name(found[0].cpu)
+            names = figures.draw(found, folder, only)
+            print(f"\nfigures in {folder}: {', '.join(names) or 'none'}")
     return 0
 
 

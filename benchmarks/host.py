@@ -50,7 +50,7 @@ from session import Session, parse
 
 import mpicoll
 from mpicoll import cli
-from mpicoll.cli.bench_calls import Buffers, ring
+from mpicoll.cli.bench_calls import Buffers, fresh, ring
 from mpicoll.cli.timing import Call, Effort, Fresh, Timed
 from mpicoll.core.reproducible import LEVELS
 from mpicoll.dtypes import by_name as dtype_of
@@ -164,8 +164,8 @@ def asynchronous(session: Session) -> None:
         calls = [facade.call(case, each) for each in buffers]
         begun = [partial(wait_for_all, [facade.begin(call)]) for call in calls]
         hows: dict[str, Timed] = {
-            "synchronous": session.fresh(case, calls, buffers),
-            "asynchronous": session.fresh(case, begun, buffers),
+            "synchronous": fresh(case, buffers, calls),
+            "asynchronous": fresh(case, buffers, begun),
         }
         found = session.measure(hows)
         for how in hows:
@@ -210,7 +210,7 @@ def many(session: Session) -> None:
             }
             for how, timed in hows.items():
                 if timed is not None:
-                    cases[f"{caller} {how}"] = session.fresh(case, [timed], each)
+                    cases[f"{caller} {how}"] = fresh(case, each, [timed])
                     labels[f"{caller} {how}"] = caller, how
         one = session.world.case("all_reduce", count * size)
         fused = session.fresh_calls(one)
@@ -279,7 +279,7 @@ def overlap(session: Session) -> None:
                 "in turn": partial(in_turn, [call, compute]),
             }
             for part, timed in parts.items():
-                cases[f"{caller} {part}"] = session.fresh(case, [timed], [buffers])
+                cases[f"{caller} {part}"] = fresh(case, [buffers], [timed])
                 labels[f"{caller} {part}"] = caller, part
         found = session.measure(cases)
         for label, (caller, part) in labels.items():

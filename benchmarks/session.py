@@ -48,13 +48,7 @@ class Session:
         """Return the calls of each contestant on new buffers, to be timed with new data."""
         buffers = ring(case, PLACE)
         every = [self.calls(case, each) for each in buffers]
-        return {
-            name: self.fresh(case, [each[name] for each in every], buffers) for name in every[0]
-        }
-
-    def fresh(self, case: Case, calls: Sequence[Call], buffers: Sequence[Buffers]) -> Fresh:
-        """Return calls to be timed with new data in these buffers."""
-        return fresh(case, variants(case.row)[0], buffers, calls)
+        return {name: fresh(case, buffers, [each[name] for each in every]) for name in every[0]}
 
     def calls(self, case: Case, buffers: Buffers) -> dict[str, Call]:
         """Return the call of each contestant that supports it with correct results on all ranks."""

@@ -240,7 +240,7 @@ def test_new_data_is_written_into_all_that_a_rank_sends(name: str, rank: int, dt
     for variant in bench_calls.variants(row):
         buffers = bench_calls.ring(case, memory)
         assert len(buffers) > 1
-        bench_calls.fresh(case, variant, buffers, []).write()
+        bench_calls.fresh(case, buffers, [], variant).write()
         for each in buffers:
             input, output = each.of(case, variant)
             sides = [side.blocks for side in (input, output) if side]

@@ -266,10 +266,11 @@ def ring(case: Case, memory: Memory) -> list[Buffers]:
     return [Buffers(case, memory) for _ in range(count)]
 
 
-def fresh(case: Case, variant: str, buffers: Sequence[Buffers], calls: Sequence[Call]) -> Fresh:
-    """Return the calls on these buffers, to be timed with new data."""
-    sides = [each.of(case, variant)[case.row.layout is Layout.IN_PLACE] for each in buffers]
-    is_sent = case.row.layout is not Layout.IN_PLACE or case.row.root != "src" or case.at_root
+def fresh(case: Case, buffers: list[Buffers], calls: Sequence[Call], variant: str = "") -> Fresh:
+    """Return the calls on these buffers, to be timed with new data. variant: default, the first."""
+    row, is_in_place = case.row, case.row.layout is Layout.IN_PLACE
+    sides = [each.of(case, variant or variants(row)[0])[is_in_place] for each in buffers]
+    is_sent = not is_in_place or row.root != "src" or case.at_root
     sent = [side.whole.view(np.uint8) for side in sides if side and is_sent]
     # Numbers of about 1, or bools.
     contents = 1 if case.dtype and case.dtype.kind is Kind.BOOL else 0x3F

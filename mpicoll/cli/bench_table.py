@@ -190,13 +190,13 @@ class Bench:
         buffers = ring(case, self._memory)
         own = variants(case.row)
         calls = {
-            name: fresh(case, name, buffers, [own_call(case, each, name) for each in buffers])
+            name: fresh(case, buffers, [own_call(case, each, name) for each in buffers], name)
             for name in own
         }
         for name, other in self._others.items():
             found_calls = [other.call(case, each) for each in buffers]
             if works_on_all(found_calls[0], self._comm):
-                calls[name] = fresh(case, own[0], buffers, [c for c in found_calls if c])
+                calls[name] = fresh(case, buffers, [call for call in found_calls if call])
         samples = self._measure(calls)
         found: dict[str, Result] = {name: {} for name in calls}
         for name, times in samples.times.items():

@@ -1,8 +1,7 @@
 """Latency of a cache line between the processors of a job's ranks.
 
 Calls through memory take several times longer between processors without a common cache. The
-latency is measured, because the reported cache topology may be wrong: processors of a virtual
-machine move within seconds, and so do unbound ranks.
+latency is measured, because unbound ranks, and processors of a virtual machine, may move.
 """
 
 from __future__ import annotations

@@ -21,15 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpicoll import __version__, cli, control_messages, machine, settings
-from mpicoll.cli.bench_calls import (
-    Case,
-    Memory,
-    block_count,
-    find_memory_problem,
-    fresh,
-    ring,
-    variants,
-)
+from mpicoll.cli.bench_calls import Case, Memory, block_count, find_memory_problem, fresh, ring
 from mpicoll.cli.timing import MAX_SPREAD, Effort, Figure, Timed, Timer
 from mpicoll.core.groups import ProcessGroup, default_group
 from mpicoll.core.plan import CallKind
@@ -257,7 +249,7 @@ def measure(
         for name in point.routes:
             calls = [call for each in buffers if (call := routes[name].call(case, each))]
             if calls:
-                timed[name] = fresh(case, variants(case.row)[0], buffers, calls)
+                timed[name] = fresh(case, buffers, calls)
         found = timer.measure(timed, effort._replace(seconds=left / (len(points) - number)))
         own = {name: times.figure for name, times in found.times.items()}
         figures.setdefault(point.kind, {})[point.least] = own

@@ -143,12 +143,13 @@ def run(
 ) -> str:
     """Run a launch. Return an error message, or "" on success."""
     command = [*mpiexec, "-n", str(launch.ranks), str(python), *launch.program]
+    libraries = {"LD_LIBRARY_PATH": str(python.parent.parent / "lib")}  # oneCCL's
     if launch.program[0] != "-c":
         command += ["--json", str(folder / f"{launch.name}.json")]
     log = folder / f"{launch.name}.log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | ENVIRONMENT, stdin=subprocess.DEVNULL,
+            command, cwd=ROOT, env=os.environ | ENVIRONMENT | libraries, stdin=subprocess.DEVNULL,
             stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:

@@ -29,7 +29,7 @@ def _is_supported(case: Case) -> bool:
 
 
 class OneCCL:
-    """onecclAllReduce, for buffers on CPUs, called through ctypes."""
+    """onecclAllReduce, for buffers on CPUs, called through ctypes. Needs LD_LIBRARY_PATH."""
 
     class _Id(ctypes.Structure):
         _fields_ = (("data", ctypes.c_char * 4096),)
@@ -38,6 +38,7 @@ class OneCCL:
     _FLOAT32, _SUM = 7, 0
 
     def __init__(self, comm: MPI.Intracomm) -> None:
+        os.environ["CCL_PLUGIN"] = "ONECCL_LEGACY_CPU"  # the default needs a GPU
         library = ctypes.CDLL(str(Path(sys.prefix, "lib", "libccl.so.2")))
         library.onecclGetLastErrorString.restype = ctypes.c_char_p
         self._library = library

@@ -78,6 +78,8 @@ class DeepSpeed:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(comm.Get_size())}
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix, "torch_extensions"))
+        os.environ["PATH"] = f"{Path(sys.prefix, 'bin')}:{os.environ['PATH']}"  # ninja
         import torch
 
         build: Any = importlib.import_module("deepspeed.ops.op_builder.cpu").ShareMemCommBuilder

@@ -61,7 +61,7 @@ class OneCCL:
     def _check(self, code: int) -> None:
         if code:
             reason = self._library.onecclGetLastErrorString(None)
-            raise RuntimeError(f"oneCCL: error {code}: {(reason or b'').decode()}")
+            raise RuntimeError(f"error {code}: {(reason or b'').decode()}")
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
         """Return the call, in place."""

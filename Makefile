@@ -232,11 +232,12 @@ lint: $(VENV)/.test  ## ruff, mypy, and whether the tables of the pages are thos
 	$(VENV)/bin/python docs/support.py --check
 
 BENCHED := $(or $(MPI),mpich openmpi)
-bench:  ## mpicoll beside MPI alone and Gloo, with MPICH and Open MPI, or MPI=...; ARGS='--help'
+BENCHED_OTHERS := $(if $(MPI),,impi oneccl deepspeed vllm)
+bench:  ## mpicoll beside MPI alone, Gloo, oneCCL and DeepSpeed, or with MPI=...; ARGS='--help'
 	@for mpi in $(BENCHED); do \
 	    $(MAKE) --no-print-directory bench-environment MPI=$$mpi || exit 1; done
-	$(PYTHON) benchmarks/compare.py $(foreach mpi,$(BENCHED),$(mpi)=$(call venv,$(mpi))) \
-	    $(if $(MPI),--mpiexec '$(START)') $(ARGS)
+	TORCH='$(TORCH)' $(PYTHON) benchmarks/compare.py $(foreach mpi,$(BENCHED),$(mpi)=$(call venv,$(mpi))) \
+	    $(if $(MPI),--mpiexec '$(START)') --others $(BENCHED_OTHERS) $(ARGS)
 
 bench-gpu:  ## collectives on device memory by each route, and DDP, on 2 and 4 ranks; ARGS='--help'
 	@! $(PYTHON) tests/gpu/run.py --look || { \

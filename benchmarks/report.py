@@ -3,15 +3,16 @@
     python benchmarks/report.py .cache/bench --figures .cache/bench/figures
 
 ``--pages`` writes the tables of docs/ in which a number changed by more than its spread, and draws
-only the figures of these tables.
+only the figures of these tables. A table of docs/ has a section for each model of processors. Only
+the section of the measured model is written.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import statistics
 import sys
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import truediv
 from pathlib import Path
@@ -20,7 +21,6 @@ from typing import Any
 import aims
 from aims import FACADE, GLOO, KIB, MIB, MPI4PY, TORCH, Aim, Results, format_seconds
 
-from mpicoll.cli.distance import DISTANCES, FAR, NEAR, UNKNOWN
 from mpicoll.output import format_bytes
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -38,6 +38,10 @@ TABLES = (
     ),
     ("ddp", "A DDP step, by MB of its buckets: median, spread", ("bucket", "how")),
     ("fsdp", "An FSDP2 step: median, spread", ("how",)),
+    ("contest", "Other libraries, float32: median, spread", ("primitive", "bytes")),
+    ("limit", "Copies, float32: median, spread", ("primitive", "bytes")),
+    ("async", "Asynchronous calls, float32: median, spread", ("primitive", "bytes", "how")),
+    ("start", "Start of ranks: median, spread", ("ranks",)),
     ("growth", "Numbers of ranks, float32: median, spread", ("primitive", "bytes", "ranks")),
     ("memory", "Memory besides the arrays", ("primitive", "bytes")),
 )
@@ -55,30 +59,35 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def aims_table(found: Sequence[Results]) -> list[str]:
-    """Return the aims and the measured values by MPI and distance."""
-    every = [
-        {distance: {aim.name: aim for aim in aims.aims(own)} for distance, own in each.items()}
-        for each in (results.split() for results in found)
+    """Return the aims and the measured values by MPI."""
+    every = [aims.aims(results) for results in found]
+    rows: dict[str, list[Aim | None]] = {
+        aim.name: [None] * len(found) for own in every for aim in own
+    }
+    for column, own in enumerate(every):
+        for aim in own:
+            rows[aim.name][column] = aim
+    heads = ["two ranks", "aim", *(results.label for results in found)]
+    return table(
+        heads,
+        [
+            [name, next(filter(None, own)).asked, *("-" if a is None else aim_cell(a) for a in own)]
+            for name, own in rows.items()
+        ],
+    )
+
+
+def slower_table(found: Sequence[Results]) -> list[str]:
+    """Return the cells in which mpicoll is slower than MPI's own call beyond the spread."""
+    rows = [
+        [results.label, str(ranks), primitive, format_bytes(size), f"{1 / ratio.figure.median:.2f}"]
+        for results in found
+        for ranks, cells in aims.slower_cells(results).items()
+        for (primitive, size), ratio in cells.items()
+        if aims.is_slower(ratio)
     ]
-    lists = [own for each in every for own in each.values()]
-    first: dict[str, Aim] = {}
-    for each in sorted(lists, key=len, reverse=True):  # not every distance has all aims
-        for name, aim in each.items():
-            first.setdefault(name, aim)
-    heads = ["two ranks", "distance", "aim", *(results.mpi for results in found)]
-    rows = []
-    for name, aim in first.items():
-        cells = {
-            distance: [each.get(distance, {}).get(name) for each in every] for distance in DISTANCES
-        }
-        measured = [d for d, own in cells.items() if any(a and a.met is not None for a in own)]
-        asked = next(d for d, own in cells.items() if any(own))
-        for distance in measured or [asked]:  # one row if nothing was measured
-            texts = ["-" if each is None else aim_cell(each) for each in cells[distance]]
-            shown = key_cell("distance", distance if measured else UNKNOWN)
-            own = next((each for each in cells[distance] if each), aim)
-            rows.append([name, shown, own.asked, *texts])
-    return table(heads, rows)
+    heads = ["MPI", "ranks", "primitive", "bytes", "MPI's own / mpicoll"]
+    return table(heads, rows or [["-"] * len(heads)])
 
 
 def aim_cell(aim: Aim) -> str:
@@ -92,7 +101,7 @@ def aim_cell(aim: Aim) -> str:
 
 def section_table(found: Sequence[Results], section: str, keys: Sequence[str]) -> list[str]:
     """Return all measurements of a section: medians, and spreads in percent."""
-    keys = (*keys, "distance")
+    found = [results for results in found if results.find(section=section)]
     every = [results.find(section=section) for results in found]
     rows = rows_of(every, keys)
     heads, columns = list(keys), []
@@ -108,13 +117,8 @@ def section_table(found: Sequence[Results], section: str, keys: Sequence[str]) -
 def rows_of(
     measured: Iterable[Iterable[dict[str, Any]]], keys: Sequence[str]
 ) -> list[tuple[Any, ...]]:
-    """Return the keys of the rows of a table in order.
-
-    Distance is the last key. The distances of a point are consecutive rows.
-    """
-    rows = dict.fromkeys(tuple(one[key] for key in keys) for each in measured for one in each)
-    points = list(dict.fromkeys(row[:-1] for row in rows))
-    return [(*point, d) for point in points for d in DISTANCES if (*point, d) in rows]
+    """Return the keys of the rows of a table in order."""
+    return list(dict.fromkeys(tuple(one[key] for key in keys) for each in measured for one in each))
 
 
 def cell(one: dict[str, Any]) -> str:
@@ -126,30 +130,25 @@ def cell(one: dict[str, Any]) -> str:
 
 def key_cell(key: str, value: Any) -> str:
     """Return a key of a row as text."""
-    if key == "distance" and value == UNKNOWN:
-        return "-"
     return format_bytes(value) if key == "bytes" else str(value)
 
 
 def overlap_table(found: Sequence[Results]) -> list[str]:
     """Return the table of overlap with computation."""
-    keys = ("primitive", "ranks", "bytes", "distance")
+    found = [results for results in found if results.find(section="overlap")]
+    keys = ("primitive", "ranks", "bytes")
     points = rows_of([results.find(section="overlap") for results in found], keys)
     callers = (MPI4PY, FACADE, GLOO)
     heads = [*keys, *(f"{r.name}: {caller}" for r in found for caller in callers)]
-    every = [results.split() for results in found]
     rows = []
     for point in points:
-        primitive, ranks, size, distance = point
+        primitive, ranks, size = point
         row = [key_cell(*pair) for pair in zip(keys, point, strict=True)]
-        for results in (each.get(distance) for each in every):
+        for results in found:
             for caller in callers:
-                shares = aims.hidden(results, caller, primitive, ranks) if results else {}
-                share = shares.get(size)
-                if share is not None and aims.is_enough(share):
-                    row.append(f"{share.figure.median:.0%} +-{share.figure.spread:.0%}")
-                else:
-                    row.append("-")
+                share = aims.hidden(results, caller, primitive, ranks).get(size)
+                figure = share and share.figure
+                row.append(f"{figure.median:.0%} +-{figure.spread:.0%}" if figure else "-")
         rows.append(row)
     return table(heads, rows)
 
@@ -161,11 +160,11 @@ SHOWN = (4, 16, KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 
 
 def times_table(found: Sequence[Results], keys: Sequence[str], **chosen: Any) -> list[str]:
-    """Return the times of MPI and mpicoll and their ratio, by keys and distance of the ranks.
+    """Return the times of MPI and mpicoll and their ratio, by keys.
 
     chosen: required values of the measurements.
     """
-    keys = (*keys, "distance")
+    found = [results for results in found if results.find(**chosen)]
     every = [results.find(**chosen) for results in found]
     rows = rows_of(every, keys)
     heads = list(keys)
@@ -190,8 +189,9 @@ def beside(results: Results, wanted: dict[str, Any], other: str, caller: str) ->
         for case in (other, caller)
     )
     cells = ["-" if each is None else format_seconds(each.figure.median) for each in (above, below)]
-    if above is None or below is None or not aims.is_enough(ratio := above.pair(below, truediv)):
+    if above is None or below is None:
         return [*cells, "-"]
+    ratio = above.pair(below, truediv)
     return [*cells, f"{ratio.figure.median:.2f} ±{ratio.figure.spread:.2f}"]
 
 
@@ -213,16 +213,16 @@ def torch_table(found: Sequence[Results]) -> list[str]:
         for bucket in (25.0, 4.0)
     ]
     rows += [("FSDP2 step", {"section": "fsdp", "how": "FSDP2"})]
-    heads, lines = ["", "distance"], []
+    found = [results for results in found if results.find(section="sizes", case=TORCH)]
+    heads, lines = [""], []
     for results in found:
-        heads += ["Gloo", results.mpi, "faster"]
+        heads += ["Gloo", results.label, "faster"]
     for name, wanted in rows:
-        for distance in DISTANCES:
-            cells = [name, key_cell("distance", distance)]
-            for results in found:
-                cells += beside(results, wanted | {"distance": distance}, GLOO, TORCH)
-            if any(cell != "-" for cell in cells[2:]):
-                lines.append(cells)
+        cells = [name]
+        for results in found:
+            cells += beside(results, wanted, GLOO, TORCH)
+        if any(cell != "-" for cell in cells[1:]):
+            lines.append(cells)
     return table(heads, lines)
 
 
@@ -233,15 +233,27 @@ def parts(found: Sequence[Results]) -> dict[str, dict[str, list[str]]]:
         "measurements.md": {
             "ran": ran,
             "sizes": times_table(found, ("primitive", "bytes"), section="sizes"),
+            "figures": [
+                f"![{name}](figures/{folder_name(found[0].cpu)}/{name}.svg)"
+                for results in found[:1]
+                for name in dict.fromkeys(one["primitive"] for one in results.find(section="sizes"))
+            ],
             "dtypes": times_table(found, ("dtype", "bytes"), section="dtypes"),
             "many": section_table(found, "many", ("count", "bytes", "how")),
             "reproducible": section_table(found, "reproducible", ("bytes", "dtype", "how")),
             "overlap": overlap_table(found),
             "growth": times_table(found, ("primitive", "bytes", "ranks"), section="growth"),
+            "contest": section_table(found, "contest", ("bytes",)),
             "aims": aims_table(found),
+            "slower": slower_table(found),
         },
         "pytorch.md": {"speed": torch_table(found)},
     }
+
+
+def folder_name(cpu: str) -> str:
+    """Return the folder of the figures of a model of processors."""
+    return re.sub("[^a-z0-9]+", "-", cpu.lower()).strip("-")
 
 
 def fill_page(text: str, topic: str, parts: Mapping[str, Sequence[str]]) -> str:
@@ -313,11 +325,33 @@ def _cells(line: str) -> list[str]:
     return [cell.strip(" -") or "-" for cell in line.strip("|").split("|")]
 
 
+#: Begins the section of a model of processors.
+_CPU = re.compile(r"\*\*(.+)\*\*")
+
+
+def by_cpu(lines: Iterable[str]) -> dict[str, list[str]]:
+    """Return the sections of a part: the lines by model of the processors, without empty ends."""
+    sections: dict[str, list[str]] = {}
+    own: list[str] = []
+    for line in lines:
+        if found := _CPU.fullmatch(line):
+            own = sections.setdefault(found[1], [])
+        else:
+            own.append(line)
+    return {cpu: "\n".join(own).strip().splitlines() for cpu, own in sections.items()}
+
+
+def join_sections(sections: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the lines of a part with these sections."""
+    lines = [line for cpu, own in sorted(sections.items()) for line in (f"**{cpu}**", "", *own, "")]
+    return lines[:-1]
+
+
 def publish(found: Sequence[Results], folder: Path) -> set[str]:
     """Write the parts of pages in which a number changed by more than its spread.
 
-    Return the names of the figures of these parts. Raises ValueError if a page lacks the marks of a
-    part, or a part has no measurements.
+    Sections of other models of processors are kept. Return the names of the figures of these parts.
+    Raises ValueError if a page lacks the marks of a part, or a part has no measurements.
     """
     every = parts(found)
     empty = [
@@ -328,17 +362,17 @@ def publish(found: Sequence[Results], folder: Path) -> set[str]:
     ]
     if empty:
         raise ValueError(f"nothing was measured for {', '.join(empty)}: the pages are unchanged")
-    moved: set[str] = set()
+    cpu, moved = found[0].cpu, set[str]()
     for name, own in every.items():
         text = (folder / name).read_text()
         changed: dict[str, list[str]] = {}
         for part, lines in own.items():
-            rows = find_moved(_around(text, "bench", part)[1].splitlines(), lines)
-            if rows:
-                changed[part] = lines
-                moved |= set(rows) if part == "sizes" else {part}
-        if changed:  # then also update the versions and the machine
-            changed |= {part: lines for part, lines in own.items() if part == "ran"}
+            sections = by_cpu(_around(text, "bench", part)[1].splitlines())
+            rows = find_moved(sections.get(cpu, []), lines)
+            if rows or part in ("ran", "figures"):
+                changed[part] = join_sections(sections | {cpu: lines})
+                moved |= set(rows) if part == "sizes" else {part} if rows else set()
+        if changed.keys() - {"ran", "figures"}:  # then also the versions and the machine
             (folder / name).write_text(fill_page(text, "bench", changed))
     return moved
 
@@ -348,31 +382,33 @@ def publish(found: Sequence[Results], folder: Path) -> set[str]:
 
 def about(results: Results) -> list[str]:
     """Return the versions, the machine, and the missing cases."""
-    first = results.records[0]
+    launched = [record for record in results.records if "machine" in record]
+    first = launched[0]
     machine = dict(first["machine"])
-    load = max(record["machine"]["load before"] for record in results.records)
+    load = max(record["machine"]["load before"] for record in launched)
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     lines = [
-        f"{results.mpi}, {first['date']}: {machine['processors']} processors, "
+        f"{results.label}, {first['date']}: {machine['processors']} processors, "
         f"{machine['processor']}; {versions}; load before at most {load}",
         *(f"    left out: {reason}" for reason in results.left_out),
-        f"    {describe_distances(results)}",
+        f"    {describe_latency(results)}",
     ]
     if any(record.get("quick") for record in results.records):
         lines.append("    MEASURED WITH --quick: not reliable")
-    crowded = sorted({r["ranks"] for r in results.records if r["ranks"] > machine["processors"]})
+    crowded = sorted({r["ranks"] for r in launched if r["ranks"] > machine["processors"]})
     if crowded:
         ranks = ", ".join(map(str, crowded))
         lines.append(f"    more ranks than processors: {ranks} ranks")
     return lines
 
 
-def describe_distances(results: Results) -> str:
-    """Return the distances of the ranks in all launches as text."""
-    occurred = Counter(each["distance"] for each in results.measurements if "seconds" in each)
-    parts = [f"{d} in {occurred[d]} measurements" for d in DISTANCES if d in occurred]
-    parts += [f"{d} did not occur" for d in (NEAR, FAR) if d not in occurred]
-    return f"distance of the ranks: {'; '.join(parts)}"
+def describe_latency(results: Results) -> str:
+    """Return the latencies between the ranks in all measurements as text."""
+    known = [one["latency"] for one in results.measurements if one.get("latency")]
+    if not known:
+        return "latency between the ranks: unknown"
+    low, middle, high = min(known), statistics.median(known), max(known)
+    return f"latency between the ranks: {middle:.0f} ns ({low:.0f} to {high:.0f} ns)"
 
 
 def report(found: Sequence[Results]) -> list[str]:
@@ -386,7 +422,8 @@ def report(found: Sequence[Results]) -> list[str]:
         lines += [*overlap_table(found), ""]
     for results in found:
         lines += about(results)
-    return [*lines, "", *aims_table(found)]
+    lines += ["", f"Aims on {found[0].cpu}", "", *aims_table(found), ""]
+    return [*lines, "Slower than MPI's own call beyond the spread", "", *slower_table(found)]
 
 
 def main() -> int:
@@ -418,8 +455,9 @@ def main() -> int:
         except ImportError as error:
             print(f"NO FIGURES: matplotlib is missing ({error}): pip install matplotlib")
         else:
-            names = figures.draw(found, options.figures, only)
-            print(f"\nfigures in {options.figures}: {', '.join(names) or 'none'}")
+            folder = options.figures / folder_name(found[0].cpu)
+            names = figures.draw(found, folder, only)
+            print(f"\nfigures in {folder}: {', '.join(names) or 'none'}")
     return 0
 
 

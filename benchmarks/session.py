@@ -6,18 +6,17 @@ import argparse
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aims import FACADE, GLOO, KIB, MPI4PY, TORCH, format_seconds
+from aims import FACADE, GLOO, KIB, TORCH, format_seconds
 from contestants import PLACE, World
 
 from mpicoll import cli
-from mpicoll.cli.bench_calls import Buffers, Case, count_wrong, variants
+from mpicoll.cli.bench_calls import Buffers, Case, count_wrong, fresh, ring, variants
 from mpicoll.cli.bench_others import works_on_all
-from mpicoll.cli.distance import UNKNOWN
-from mpicoll.cli.timing import Call, Effort, Times
+from mpicoll.cli.timing import Call, Effort, Fresh, Samples, Timed
 from mpicoll.dtypes import DType
 from mpicoll.primitives import Primitive
 
@@ -30,13 +29,26 @@ class Session:
 
     largest: maximum size in bytes.
     alone:   the primitive and the contestant of the section memory.
+    primitives: the primitives to measure, or None for those of the sections.
     results: the content of the file.
     """
 
-    def __init__(self, world: World, effort: Effort, largest: int, alone: tuple[str, ...]) -> None:
+    def __init__(
+        self, world: World, effort: Effort, largest: int, alone: tuple[str, ...],
+        primitives: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
         self.world, self.effort, self.largest, self.alone = world, effort, largest, alone
+        self.primitives = primitives
         self.results: dict[str, Any] = world.facts()
         self._working: dict[tuple[Primitive, DType | None], list[str]] = {}
+        for problem in world.problems:
+            self.leave_out(problem)
+
+    def fresh_calls(self, case: Case) -> dict[str, Fresh]:
+        """Return the calls of each contestant on new buffers, to be timed with new data."""
+        buffers = ring(case, PLACE)
+        every = [self.calls(case, each) for each in buffers]
+        return {name: fresh(case, buffers, [each[name] for each in every]) for name in every[0]}
 
     def calls(self, case: Case, buffers: Buffers) -> dict[str, Call]:
         """Return the call of each contestant that supports it with correct results on all ranks."""
@@ -53,24 +65,22 @@ class Session:
     def _find_working(self, case: Case) -> list[str]:
         """Return the names of contestants that support the call.
 
-        Results of Gloo are not checked, because its reduce writes on every rank. Results of mpi4py
-        are not checked for lists, because it uses one array instead of a list.
+        Results of Gloo are not checked, because its reduce writes on every rank.
         """
         working = []
         for name, contestant in self.world.contestants.items():
             buffers = Buffers(case, PLACE)
             call = contestant.call(case, buffers)
-            unchecked = name == GLOO or (name == MPI4PY and case.row.listed)
             wrong = ""
             if not works_on_all(call, self.world.mpi) or call is None:
                 wrong = "is not supported"
-            elif not unchecked:
+            elif name != GLOO:
                 variant = variants(case.row)[0]
                 found = count_wrong(call, case, buffers, variant, PLACE)
                 wrong = "gives a wrong result" if self.world.mpi.allreduce(found) else ""
             if not wrong:
                 working.append(name)
-            elif name in (FACADE, TORCH):
+            elif name in (FACADE, TORCH) and call is not None:
                 raise SystemExit(f"{case.row} of {case.dtype} by {name} {wrong}")
             else:
                 self.leave_out(f"{case.row} of {case.dtype} by {name} {wrong}")
@@ -82,24 +92,21 @@ class Session:
             self.line(f"left out: {reason}")
             self.results.setdefault("left out", []).append(reason)
 
-    def measure(
-        self, cases: Mapping[str, Call], effort: Effort | None = None
-    ) -> dict[str, tuple[str, Times]]:
-        """Time the cases. Return the distance of the ranks and the times of each case."""
-        distance, found = self.world.timer.measure(cases, effort or self.effort)
-        return {name: (distance, times) for name, times in found.items()}
+    def measure(self, cases: Mapping[str, Timed], effort: Effort | None = None) -> Samples:
+        """Time the cases."""
+        return self.world.timer.measure(cases, effort or self.effort)
 
     def record(
         self, section: str, name: str, primitive: str, size: int, dtype: str,
-        measured: tuple[str, Times] | None = None, **more: Any,
+        measured: Samples | None = None, label: str = "", **more: Any,
     ) -> None:  # fmt: skip
-        """Record a measurement."""
+        """Record a measurement. label: the name of its samples, if it is not ``name``."""
         entry = {"section": section, "case": name, "primitive": primitive, **more}
         entry |= {"ranks": self.world.n, "bytes": size, "dtype": dtype}
         if measured is not None:
-            distance, times = measured
+            times = measured.times[label or name]
             entry |= {
-                "distance": distance,
+                "latency": measured.latency,
                 "median": times.figure.median,
                 "spread": times.figure.spread,
                 "seconds": [float(f"{second:.4g}") for second in times],
@@ -111,22 +118,21 @@ class Session:
         if self.world.me == 0:
             print(text, flush=True)
 
-    def report(self, title: str, found: Mapping[str, tuple[str, Times]]) -> None:
-        """Print a line with the distance of the ranks and the medians of all cases."""
-        distance = next(iter(found.values()))[0]
-        head = title if distance == UNKNOWN else f"{title}, {distance}"
+    def report(self, title: str, found: Samples) -> None:
+        """Print a line with the latency between the ranks and the medians of all cases."""
+        head = f"{title}, {found.latency:.0f} ns" if found.latency else title
         medians = [
-            f"{name} {format_seconds(one.figure.median)}" for name, (_, one) in found.items()
+            f"{name} {format_seconds(one.figure.median)}" for name, one in found.times.items()
         ]
         if len(medians) <= 5:
-            self.line(f"{head:<36}{'  '.join(medians)}")
+            self.line(f"{head:<40}{'  '.join(medians)}")
         else:
             self.line("\n    ".join([head, *medians]))
 
     def end(self, path: Path | None) -> None:
         """Write the file on rank 0, and destroy the process group."""
-        self.results["distance"] = self.world.timer.describe_distances()
-        self.line(f"\n{self.results['distance']}")
+        self.results["latency"] = self.world.timer.describe_latency()
+        self.line(f"\n{self.results['latency']}")
         if path and self.world.me == 0:
             path.write_text(json.dumps(self.results, indent=1) + "\n")
         self.world.close()

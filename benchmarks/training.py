@@ -6,7 +6,7 @@ The model has 25 MB of parameters. It is on CPUs or GPUs.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -114,8 +114,9 @@ def ddp(session: Session) -> None:
         for other in (over_gloo, synchronous):
             if not same_gradients(over_mpicoll, other):
                 raise SystemExit("the gradients differ")
-        for (caller, how), each in zip(steps, times.values(), strict=True):
-            session.record("ddp", caller, "step", nbytes, "float32", each, how=how, bucket=bucket)
+        for (caller, how), label in zip(steps, times.times, strict=True):
+            more: dict[str, Any] = {"label": label, "how": how, "bucket": bucket}
+            session.record("ddp", caller, "step", nbytes, "float32", times, **more)
         session.report(f"step of {nbytes / 1e6:.1f} MB, buckets of {bucket:g} MB", times)
 
 
@@ -151,8 +152,8 @@ def fsdp(session: Session) -> None:
     both = [models[caller, "FSDP2"] for caller in (GLOO, TORCH) if (caller, "FSDP2") in steps]
     if len(both) == 2 and not same_shards(*both):
         raise SystemExit("the gradients differ")
-    for (caller, how), each in zip(steps, times.values(), strict=True):
-        session.record("fsdp", caller, "step", nbytes, "float32", each, how=how)
+    for (caller, how), label in zip(steps, times.times, strict=True):
+        session.record("fsdp", caller, "step", nbytes, "float32", times, label=label, how=how)
     session.report(f"step of {nbytes / 1e6:.1f} MB, FSDP2", times)
 
 

@@ -1,7 +1,8 @@
 """Draw the figure of performance.md from the tables of measurements.md and pytorch.md.
 
 Time of an all_reduce on two ranks of one node, by three libraries and four sizes, as points on a
-logarithmic axis; large enough to be read on a telephone.
+logarithmic axis; large enough to be read on a telephone. A line is the range over the models of
+processors that were measured.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ COLOURS = {"Gloo": "#e07b39", "MPICH's own": "#7a7f87", "mpicoll": "#3f51b5"}
 
 #: The ends of the axis in seconds, and lengths in the figure's units.
 LEAST, MOST = 1e-6, 0.1
-WIDTH, LEFT, RIGHT, ROW, GAP, TOP = 480, 70, 60, 18, 14, 40
+WIDTH, LEFT, RIGHT, ROW, GAP, TOP = 480, 70, 120, 18, 14, 40
 
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -40,18 +41,19 @@ def seconds(cell: str) -> float:
     return float(found[1]) * _UNITS[found[2]]
 
 
-def times() -> dict[str, dict[str, float]]:
-    """Seconds by size and library, with MPICH, near ranks."""
-    found: dict[str, dict[str, float]] = {size: {} for size in SIZES}
+def times() -> dict[str, dict[str, list[float]]]:
+    """Seconds by size and library, with MPICH, one for each model of processors."""
+    found: dict[str, dict[str, list[float]]] = {
+        size: {name: [] for name in COLOURS} for size in SIZES
+    }
     for cells in rows("measurements.md"):
-        if cells[0] == "all_reduce" and cells[1] in found and cells[2] == "near":
-            found[cells[1]] |= {
-                "MPICH's own": seconds(cells[3]), "mpicoll": seconds(cells[4])
-            }  # fmt: skip
+        if cells[0] == "all_reduce" and cells[1] in found and len(cells) == 8:
+            found[cells[1]]["MPICH's own"].append(seconds(cells[2]))
+            found[cells[1]]["mpicoll"].append(seconds(cells[3]))
     for cells in rows("pytorch.md"):
         size = cells[0].removeprefix("all_reduce ")
-        if cells[0] != size and size in found and cells[1] == "near":
-            found[size]["Gloo"] = seconds(cells[2])
+        if cells[0] != size and size in found:
+            found[size]["Gloo"].append(seconds(cells[1]))
     return found
 
 
@@ -74,9 +76,12 @@ def drawn() -> str:
         middle = y + ROW * len(COLOURS) / 2 + 5
         parts.append(f'<text x="{LEFT - 8}" y="{middle:g}" text-anchor="end">{size}</text>')
         for name, colour in COLOURS.items():
-            x = LEFT + math.log(found[name] / LEAST) * scale
-            parts.append(f'<circle cx="{x:.1f}" cy="{y + 8}" r="6" fill="{colour}"/>')
-            parts.append(f'<text x="{x + 11:.1f}" y="{y + 13}">{label(found[name])}</text>')
+            ends = sorted({min(found[name]), max(found[name])})
+            places = [LEFT + math.log(end / LEAST) * scale for end in ends]
+            x, text = places[-1], " to ".join(map(label, ends))
+            parts.append(f'<path d="M{places[0]:.1f} {y + 8}H{x:.1f}" stroke="{colour}"/>')
+            parts += [f'<circle cx="{x:.1f}" cy="{y + 8}" r="6" fill="{colour}"/>' for x in places]
+            parts.append(f'<text x="{x + 11:.1f}" y="{y + 13}">{text}</text>')
             y += ROW
         y += GAP
     axis = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import re
 import statistics
 from collections.abc import Callable
@@ -30,15 +31,6 @@ needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="
 
 # --- the table ----------------------------------------------------------------------------------
 
-#: Ranks that do not move between processors: every case is one line.
-NEAR = """
-from mpicoll.cli.distance import Distance
-def measure(self):
-    self._comm.Barrier()
-    return 45.0
-Distance.measure = measure
-Distance._share = lambda self, n: ""
-"""
 #: busbw / algbw by number of ranks: nccl-tests, doc/PERFORMANCE.md.
 FACTORS: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1,
@@ -82,13 +74,13 @@ def check_table(ended: Ended, n: int, itemsize: int, sizes: list[int], root: int
 
 
 @job("bench all -b 8 -e 3000 -f 16 -d bfloat16 --check -n 3 --repetitions 3 "
-     "--json $FOLDER/report.json", ranks=2, site=NEAR)  # fmt: skip
+     "--json $FOLDER/report.json", ranks=2)  # fmt: skip
 def test_all_primitives_on_two_ranks(ended: Ended) -> None:
     check_table(ended, 2, 2, [8, 128, 2048], root=0)
 
 
 @job("bench all -b 100 -e 90K -f 700 -d double -r 2 -o avg -c 1 -w 0 "
-     "--json $FOLDER/report.json", ranks=3, site=NEAR)  # fmt: skip
+     "--json $FOLDER/report.json", ranks=3)  # fmt: skip
 def test_all_primitives_on_three_ranks(ended: Ended) -> None:
     check_table(ended, 3, 8, [100, 70000], root=2)
 
@@ -98,7 +90,7 @@ def test_all_primitives_on_three_ranks(ended: Ended) -> None:
 
 @needs_torch
 @job("bench all_reduce scatter -b 64 -e 64 -d bfloat16 --compare mpi4py,gloo -n 2 "
-     "--json $FOLDER/report.json", ranks=2, site=NEAR)  # fmt: skip
+     "--json $FOLDER/report.json", ranks=2)  # fmt: skip
 def test_compared_libraries_have_times_and_ratios(ended: Ended) -> None:
     ended.in_good_order()
     reduced, scattered = ended.report["results"]
@@ -168,7 +160,7 @@ collectives.all_reduce = all_reduce
 
 
 @job("bench all_reduce broadcast -b 4 -e 64K -f 128 -d int16 -c -n 1 --json $FOLDER/report.json",
-     ranks=3, site=NEAR + BREAK)  # fmt: skip
+     ranks=3, site=BREAK)  # fmt: skip
 def test_wrong_elements_are_counted(ended: Ended) -> None:
     assert ended.code == 1 and "Traceback" not in ended.err, ended
     assert [cells[8] for cells in ended.cells] == ["1"] * 3 + ["0"] * 3
@@ -233,11 +225,41 @@ def test_check_rejects_a_call_that_does_nothing(name: str, rank: int) -> None:
         assert output is not None and found == 50 * len(output.blocks) - own
 
 
+@pytest.mark.parametrize("name", [row.name for row in PRIMITIVES if row.output])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("dtype", ["int64", "bool"])
+def test_new_data_is_written_into_all_that_a_rank_sends(name: str, rank: int, dtype: str) -> None:
+    """The other blocks keep their zeros."""
+    row, memory = by_name[name], bench_calls.MEMORIES["cpu"]()
+    op = ReduceOp.MAX if row.reduces else None
+    case = case_of(name, dtype_of[dtype], op, 2, rank, 50)
+    for variant in bench_calls.variants(row):
+        buffers = bench_calls.ring(case, memory)
+        assert len(buffers) > 1
+        bench_calls.fresh(case, buffers, [], variant).write()
+        for each in buffers:
+            input, output = each.of(case, variant)
+            sides = [side.blocks for side in (input, output) if side]
+            read = output if row.layout is Layout.IN_PLACE else input
+            sent = read.blocks if read else []
+            sent = [block for block, _ in zip(sent, bench_calls.contents(case), strict=False)]
+            assert bool(sent) == ((name, rank) not in (("broadcast", 1), ("scatter", 1)))
+            for block in itertools.chain(*sides):
+                shared = any(np.shares_memory(block, one) for one in sent)
+                assert block.all() if shared else not block.any()
+
+
+@pytest.mark.parametrize(("count", "buffers"), [(1, 64), (1 << 10, 8), (1 << 13, 1), (1 << 16, 1)])
+def test_small_calls_have_several_buffers(count: int, buffers: int) -> None:
+    case = case_of("all_reduce", dtype_of["float32"], ReduceOp.SUM, 2, 0, count)
+    assert len(bench_calls.ring(case, bench_calls.MEMORIES["cpu"]())) == buffers
+
+
 # --- routes -------------------------------------------------------------------------------------
 
 
 @job("bench all_reduce broadcast all_to_all_single -b 64K -e 64K -d float,bfloat16 --routes all "
-     "-c -n 2 --json $FOLDER/report.json", ranks=2, site=NEAR)  # fmt: skip
+     "-c -n 2 --json $FOLDER/report.json", ranks=2)  # fmt: skip
 def test_host_routes_are_measured(ended: Ended) -> None:
     ended.in_good_order()
     found: dict[tuple[str, str], set[str]] = {}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import aims
+import compare
 import pytest
 import report
 from whole_jobs import MPIEXEC, needs_mpiexec, run_program
@@ -34,9 +35,9 @@ def measured(case: str, primitive: str, size: int, seconds: float, **more: Any) 
     return entry | more
 
 
-def results(*measurements: dict[str, Any]) -> Any:
-    machine = {"processor": "P", "processors": 2, "processors of a rank": 2, "load before": 0.5}
-    record = {"mpi": "MPICH 5.0.2", "machine": machine, "versions": {"Python": "3"}}
+def results(*measurements: dict[str, Any], mpi: str = "MPICH 5.0.2", cpu: str = "P 1") -> Any:
+    machine = {"processor": cpu, "processors": 2, "processors of a rank": 2}
+    record = {"mpi": mpi, "machine": machine | {"load before": 0.5}, "versions": {"Python": "3"}}
     record |= {"ranks": 2, "date": "today", "measurements": list(measurements)}
     return aims.Results([record])
 
@@ -46,6 +47,59 @@ def find(name: str, given: aims.Results) -> aims.Aim:
     return aim
 
 
+def test_all_reduce_is_compared_with_the_fastest_other_library() -> None:
+    given = [
+        measured(case, "all_reduce", size, seconds * size, section=section)
+        for size in (KIB, 4 * KIB, 64 * KIB, 4 * MIB)
+        for section, case, seconds in (
+            ("sizes", "mpi4py", 2e-9), ("sizes", "mpicoll", 1e-9), ("sizes", "copy", 1e-10),
+            ("contest", "mpicoll", 1e-9), ("contest", "oneCCL", 1.2e-9 if size > KIB else 1e-12),
+        )
+    ]  # fmt: skip
+    small, large = (find(f"all_reduce {name}", results(*given)) for name in ("4 KiB", "from 4 MiB"))
+    assert small.measured == pytest.approx(1.2) and small.verdict == "MISSED"
+    assert small.note in ("4 KiB, oneCCL", "64 KiB, oneCCL") and large.verdict == "met"
+
+
+def test_limit_is_the_sum_of_both_copies() -> None:
+    cases = {"mpicoll": 10e-6, "read": 3e-6, "own": 4e-6}
+    given = results(
+        *(measured(case, "all_reduce", MIB, s, section="limit") for case, s in cases.items())
+    )
+    aim = find("all_reduce: share of the limit", given)
+    assert aim.measured == pytest.approx(70) and aim.verdict == "MISSED"
+
+
+def test_slower_cells_are_counted_and_listed() -> None:
+    """A ratio of 1 within the spread is not slower. On four ranks they are those of growth."""
+    given = results(
+        *(measured("mpi4py", name, KIB, 1e-6) for name in ("scan", "gather", "scatter")),
+        measured("mpicoll", "scan", KIB, 2e-6), measured("mpicoll", "gather", KIB, 0.5e-6),
+        {**measured("mpicoll", "scatter", KIB, 1e-6), "seconds": [0.9e-6, 1.1e-6] * 2 + [1.03e-6]},
+        measured("mpi4py", "scan", MIB, 3e-6, section="growth", ranks=4),
+        measured("mpicoll", "scan", MIB, 4e-6, section="growth", ranks=4),
+    )  # fmt: skip
+    two, four = (find(f"any primitive, {ranks} ranks", given) for ranks in (2, 4))
+    assert two.note == "scan 1 KiB; 1 of 3 cells slower" and two.verdict == "MISSED"
+    assert four.measured == pytest.approx(4 / 3) and four.verdict == "MISSED"
+    assert [cells(line) for line in report.slower_table([given])[2:]] == [
+        ["MPICH 5.0.2", "2", "scan", "1 KiB", "0.50"],
+        ["MPICH 5.0.2", "4", "scan", "1 MiB", "0.75"],
+    ]
+
+
+def test_asynchronous_calls_and_starts_have_aims() -> None:
+    given = results(
+        measured("mpicoll", "all_reduce", 4, 1e-6, section="async", how="synchronous"),
+        measured("mpicoll", "all_reduce", 4, 3e-6, section="async", how="asynchronous"),
+        measured("mpi4py", "start", 0, 2.0, section="start"),
+        measured("mpicoll", "start", 0, 2.8, section="start"),
+    )
+    late, start = find("all_reduce: asynchronous less", given), find("start of 48 ranks", given)
+    assert late.measured == pytest.approx(2) and late.verdict == "MISSED"
+    assert start.measured == pytest.approx(1.4) and start.verdict == "met"
+
+
 # --- tables -------------------------------------------------------------------------------------
 
 
@@ -53,10 +107,11 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_publish_fills_the_marked_tables_once(tmp_path: Path) -> None:
-    """A second call changes nothing, and a page is written only if all its tables can be filled."""
-    one = results(
-        measured("mpi4py", "all_reduce", MIB, 6e-3), measured("mpicoll", "all_reduce", MIB, 2e-3),
+def measure_everything(cpu: str, factor: float = 1.0) -> Any:
+    """Return results with a row for each table."""
+    return results(
+        measured("mpi4py", "all_reduce", MIB, 6e-3 * factor),
+        measured("mpicoll", "all_reduce", MIB, 2e-3),
         measured("Gloo", "all_reduce", MIB, 8e-3),
         measured("mpicoll torch", "all_reduce", MIB, 2e-3),
         measured("mpicoll", "all_reduce", MIB, 3e-3, section="dtypes", dtype="bfloat16"),
@@ -65,22 +120,52 @@ def test_publish_fills_the_marked_tables_once(tmp_path: Path) -> None:
         measured("mpicoll", "all_reduce", KIB, 1e-5, section="growth"),
         *(measured("mpicoll", "all_reduce", KIB, 1e-5, section="overlap", part=part)
           for part in ("pure", "compute", "beside", "in turn")),
+        measured("oneCCL", "all_reduce", KIB, 4e-6, section="contest"),
+        cpu=cpu,
     )  # fmt: skip
+
+
+def test_publish_fills_the_marked_tables_once(tmp_path: Path) -> None:
+    """A second call changes nothing, and a page is written only if all its tables can be filled."""
+    one = measure_everything("P 1")
     pages = [tmp_path / name for name in ("measurements.md", "pytorch.md")]
     for page in pages:
         page.write_text((report.DOCS / page.name).read_text())
     assert report.publish([one], tmp_path) >= {"all_reduce", "dtypes"}
     own, torch = (page.read_text() for page in pages)
     rows = [cells(line) for line in own.splitlines()]
-    assert ["all_reduce", "1 MiB", "-", "6 ms", "2 ms", "3.00 ±0.00"] in rows
-    assert ["bfloat16", "1 MiB", "-", "-", "3 ms", "-"] in rows
-    (row,) = (row for row in map(cells, torch.splitlines()) if row[0] == "all_reduce 1 MiB")
-    assert row[1:5] == ["-", "8 ms", "2 ms", "4.00 ±0.00"]
+    assert ["all_reduce", "1 MiB", "6 ms", "2 ms", "3.00 ±0.00"] in rows
+    assert ["bfloat16", "1 MiB", "-", "3 ms", "-"] in rows
+    assert ["all_reduce 1 MiB", "8 ms", "2 ms", "4.00 ±0.00"] in map(cells, torch.splitlines())
+    assert "![all_reduce](figures/p-1/all_reduce.svg)" in own.splitlines()
     assert report.publish([one], tmp_path) == set()
     few = results(measured("mpicoll", "all_reduce", MIB, 2e-3))
     with pytest.raises(ValueError, match="nothing was measured for dtypes, many, reproducible"):
         report.publish([few], tmp_path)
     assert [page.read_text() for page in pages] == [own, torch]
+
+
+def test_publish_keeps_the_sections_of_other_processors(tmp_path: Path) -> None:
+    """Each table has a section for each model; only that of the measured model is written."""
+    pages = [tmp_path / name for name in ("measurements.md", "pytorch.md")]
+    for page in pages:
+        page.write_text((report.DOCS / page.name).read_text())
+
+    def sections(mark: str) -> dict[str, list[str]]:
+        return report.by_cpu(report._around(pages[0].read_text(), "bench", mark)[1].splitlines())
+
+    before = {mark: sections(mark) for mark in ("ran", "sizes", "figures", "aims")}
+    assert all(before.values())
+    report.publish([measure_everything("P 1")], tmp_path)
+    first = sections("sizes")["P 1"]
+    report.publish([measure_everything("Q 2", factor=2)], tmp_path)
+    for mark, old in before.items():
+        now = sections(mark)
+        assert now.keys() == {*old, "P 1", "Q 2"} and now == now | old, mark
+    assert sections("sizes")["P 1"] == first != sections("sizes")["Q 2"]
+    changed = measure_everything("P 1", factor=3)
+    assert "all_reduce" in report.publish([changed], tmp_path)
+    assert sections("sizes")["P 1"] == sections("sizes")["P 1"] != first
 
 
 # --- short runs ---------------------------------------------------------------------------------
@@ -97,13 +182,6 @@ def measure(file: Path, *words: str) -> dict[str, Any]:
     return record
 
 
-def near(record: dict[str, Any]) -> aims.Results:
-    """Return the results of a run as if all samples were measured with near ranks."""
-    for one in record["measurements"]:
-        one["distance"] = "near"
-    return aims.Results([record], "near")
-
-
 @needs_mpiexec
 def test_short_run_measures_every_case(tmp_path: Path) -> None:
     file = tmp_path / "mpi" / "small.json"
@@ -116,12 +194,11 @@ def test_short_run_measures_every_case(tmp_path: Path) -> None:
         assert one["median"] > 0 and one["spread"] >= 0 and len(one["seconds"]) >= 5
         key = one["primitive"], one["bytes"], one["dtype"]
         kinds.setdefault(f"{one['section']} {one['case']}", set()).add(key)
-    blocks = {"all_reduce": 1, "broadcast": 1, "all_gather_single": 2, "reduce_scatter_single": 2,
-              "all_to_all_single": 2}  # fmt: skip
+    blocks = {row.name: 1 + (row.many_in or row.many_out) for row in PRIMITIVES}
     sizes = [4, 16, 64, 256, 1024]
-    expected = {(name, max(size, 4 * n), "float32") for name, n in blocks.items() for size in sizes}
-    expected |= {("reduce", 4, "float32"), ("reduce", 256, "float32")}
-    expected |= {(name, size, "float32") for name in ("gather", "scatter") for size in (8, 256)}
+    names = {name for name, *_ in kinds["sizes mpicoll"]}
+    assert len(names) == 10 and "exscan" in names
+    expected = {(name, max(size, 4 * blocks[name]), "float32") for name in names for size in sizes}
     for case in ("mpi4py", "mpicoll", "copy"):
         assert kinds[f"sizes {case}"] == expected, case
     dtypes = {"float32", "bfloat16", "float16", "int8"}
@@ -131,16 +208,16 @@ def test_short_run_measures_every_case(tmp_path: Path) -> None:
     if importlib.util.find_spec("torch"):
         assert kinds["sizes mpicoll torch"] == expected
         assert ("all_reduce", 4, "float32") in kinds["sizes Gloo"]
-    given = near(record)
-    assert find("any collective up to 16 KiB", given).measured is not None
+    given = aims.Results([record])
+    assert find("any primitive, 2 ranks", given).measured is not None
     assert report.report([given])
 
 
 @needs_mpiexec
 def test_short_run_of_other_sections(tmp_path: Path) -> None:
-    sections = "many", "overlap", "growth", "reproducible"
-    words = "--largest", "65536", "--without-torch"
-    given = near(measure(tmp_path / "small.json", *sections, *words))
+    sections = "many", "overlap", "growth", "reproducible", "contest", "limit", "async"
+    words = "--largest", "65536", "--without-torch", "--primitives", "all_reduce", "scan"
+    given = aims.Results([measure(tmp_path / "small.json", *sections, *words)])
     hows = {(one["case"], one["how"], one["count"]) for one in given.find(section="many")}
     assert hows == {
         (case, how, 1000)
@@ -151,10 +228,36 @@ def test_short_run_of_other_sections(tmp_path: Path) -> None:
     assert find("1000 all_reduces", given).measured is not None
     assert set(aims.hidden(given, "mpicoll", "all_reduce", 2)) == {64 * KIB}
     assert find("begun, computed", given).measured is not None
-    assert {one["bytes"] for one in given.find(section="growth")} == {8, 64 * KIB}
+    grown = {(one["primitive"], one["bytes"]) for one in given.find(section="growth")}
+    assert grown == {
+        (name, size) for name in ("all_reduce", "scan") for size in (8, KIB, 16 * KIB, 64 * KIB)
+    }
+    assert {one["case"] for one in given.find(section="limit")} == {"mpicoll", "read", "own"}
+    share, late = find("all_reduce: share of the limit", given), find("all_reduce: async", given)
+    assert share.measured is not None and share.measured > 0 and late.measured is not None
+    assert find("all_reduce 4 KiB", given).measured is not None
     levels = {(one["how"], one["dtype"]) for one in given.find(section="reproducible")}
     hows = "default", "order", "exact"
     assert levels == {(how, dtype) for how in hows for dtype in ("float32", "float64")}
+
+
+@needs_mpiexec
+def test_starts_are_measured_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "STARTED", 2)
+    monkeypatch.setattr(compare, "STARTS", 2)
+    assert compare.measure_start(Path(sys.executable), MPIEXEC, tmp_path) == ""
+    every = json.loads((tmp_path / "start.json").read_text())["measurements"]
+    assert {one["case"]: len(one["seconds"]) for one in every} == {"mpi4py": 2, "mpicoll": 2}
+    assert all(one["median"] > 0.05 for one in every)
+
+
+def test_other_libraries_are_skipped_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "ROOT", tmp_path)
+    assert "PyPI's is for CUDA" in compare.prepare("vllm")
+    monkeypatch.setattr(compare.sys, "executable", "false")
+    assert compare.prepare("oneccl") == "no message"
 
 
 # --- benchmarks/gpu.py without a GPU ------------------------------------------------------------

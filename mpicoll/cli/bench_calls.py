@@ -19,7 +19,7 @@ import numpy as np
 import mpicoll
 from mpicoll import control_messages
 from mpicoll.arrays.views import Array
-from mpicoll.cli.timing import Call
+from mpicoll.cli.timing import Call, Fresh
 from mpicoll.cuda import binding, runtime
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.errors import UnsupportedError
@@ -45,9 +45,11 @@ __all__ = [
     "expected",
     "fill",
     "find_memory_problem",
+    "fresh",
     "named_call",
     "op_name",
     "own_call",
+    "ring",
     "variants",
     "wrong",
 ]
@@ -209,10 +211,12 @@ class Side(NamedTuple):
 
     given:  the argument: an array, or a list with one array per rank.
     blocks: its blocks.
+    whole:  the memory of all blocks, as one array.
     """
 
     given: MemoryArray | list[MemoryArray]
     blocks: list[MemoryArray]
+    whole: MemoryArray
 
 
 class Buffers:
@@ -231,7 +235,7 @@ class Buffers:
         row = case.row
         if variant == "in_place" and self.input and self.output and row.many_in != row.many_out:
             block = (self.input if row.many_in else self.output).blocks[case.me]
-            own = Side(block, [block])
+            own = Side(block, [block], block)
             return (self.input, own) if row.many_in else (own, self.output)
         return self.input, self.output
 
@@ -240,11 +244,9 @@ def _side(case: Case, blocks: int, many: bool, memory: Memory) -> Side | None:
     if not blocks:
         return None
     assert case.dtype is not None
-    if many and case.row.listed:
-        arrays = [allocate_zeros(case.count, case.dtype, memory) for _ in range(blocks)]
-        return Side(arrays, arrays)
     whole = allocate_zeros(blocks * case.count, case.dtype, memory)
-    return Side(whole, [whole[i * case.count :][: case.count] for i in range(blocks)])
+    arrays = [whole[i * case.count :][: case.count] for i in range(blocks)]
+    return Side(arrays if many and case.row.listed else whole, arrays, whole)
 
 
 def allocate_zeros(count: int, dtype: DType, memory: Memory) -> MemoryArray:
@@ -252,6 +254,32 @@ def allocate_zeros(count: int, dtype: DType, memory: Memory) -> MemoryArray:
     array = memory.empty(count, dtype)
     array.view(np.uint8).fill(0)
     return array
+
+
+#: Maximum bytes, and maximum number, of the buffers of a ring.
+_RING_BYTES, _RING_COUNT = 32 << 10, 64
+
+
+def ring(case: Case, memory: Memory) -> list[Buffers]:
+    """Allocate buffers for ``fresh``. Small calls need several, to be timed together."""
+    count = min(_RING_COUNT, max(1, _RING_BYTES // max(1, case.size)))
+    return [Buffers(case, memory) for _ in range(count)]
+
+
+def fresh(case: Case, buffers: list[Buffers], calls: Sequence[Call], variant: str = "") -> Fresh:
+    """Return the calls on these buffers, to be timed with new data. variant: default, the first."""
+    row, is_in_place = case.row, case.row.layout is Layout.IN_PLACE
+    sides = [each.of(case, variant or variants(row)[0])[is_in_place] for each in buffers]
+    is_sent = not is_in_place or row.root != "src" or case.at_root
+    sent = [side.whole.view(np.uint8) for side in sides if side and is_sent]
+    # Numbers of about 1, or bools.
+    contents = 1 if case.dtype and case.dtype.kind is Kind.BOOL else 0x3F
+
+    def write() -> None:
+        for array in sent:
+            array.fill(contents)
+
+    return Fresh(write, calls)
 
 
 #: Additional memory that routes, MPI and the check may use, at most the size of the larger array.
@@ -285,7 +313,6 @@ def _needed_bytes(case: Case, others: Sequence[str], routes: int) -> int:
     if case.dtype is None:
         return 0
     arrays = sum(case.blocks) * case.count * case.dtype.itemsize
-    arrays *= 1 + (case.row.listed and "mpi4py" in others)
     copies = 2 * case.size * ("copy" in others)
     return arrays + copies + (1 + routes) * min(case.size, _SCRATCH_BYTES)
 

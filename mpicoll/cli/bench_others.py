@@ -77,7 +77,7 @@ def works_on_all(call: Call | None, comm: MPI.Intracomm) -> bool:
 class Mpi4py(Other):
     """mpi4py with a prebuilt ``[buffer, count of a block, datatype]``.
 
-    MPI has no lists of arrays: one array for all ranks replaces a list of mpicoll.
+    MPI has no lists of arrays: one array of the same memory replaces a list of mpicoll.
     """
 
     def __init__(self, comm: MPI.Intracomm, memory: Memory) -> None:
@@ -113,10 +113,7 @@ class Mpi4py(Other):
     def _ready(self, case: Case, side: Side | None) -> Any:
         if side is None or case.dtype is None:
             return None
-        array = side.given
-        if isinstance(array, list):
-            array = allocate_zeros(len(array) * case.count, case.dtype, Memory())
-        return [array.view(np.uint8), case.count, getattr(self._mpi, case.dtype.mpi)]
+        return [side.whole.view(np.uint8), case.count, getattr(self._mpi, case.dtype.mpi)]
 
 
 class TorchApi(Other):

@@ -17,16 +17,17 @@ from mpi4py import MPI
 import mpicoll
 from mpicoll import control_messages, machine
 from mpicoll.cli.bench_calls import (
-    Buffers,
     Case,
     Memory,
     count_wrong,
+    fresh,
     op_name,
     own_call,
+    ring,
     variants,
 )
 from mpicoll.cli.bench_others import Other, Route, works_on_all
-from mpicoll.cli.timing import MAX_SPREAD, Call, Effort, Samples, Timer
+from mpicoll.cli.timing import MAX_SPREAD, Effort, Fresh, Samples, Timer
 from mpicoll.kernels import library
 from mpicoll.primitives import Primitive
 
@@ -89,7 +90,7 @@ def _build_columns(
         built.append(Column(name, "time", "(us)", 11, ("compare", name, "time")))
         built.append(Column(name, "ratio", "", 8, ("compare", name, "ratio")))
     built.append(Column("", "spread", "", 8, ("spread",)))
-    return [*built, Column("", "distance", "", 10, ("distance",))]
+    return [*built, Column("", "latency", "(ns)", 10, ("latency",))]
 
 
 def _heads(columns: Sequence[Column]) -> list[str]:
@@ -164,8 +165,8 @@ class Bench:
             if mean is not None:
                 self._print(f"# Avg bus bandwidth    : {mean:.4g}")
         noise = statistics.median(one["spread"] for one in results)
-        distance = self._timer.describe_distances()
-        self._print(f"# {distance}")
+        latency = self._timer.describe_latency()
+        self._print(f"# {latency}")
         if noise > MAX_SPREAD:
             self._print(
                 f"# NOT RELIABLE: times vary by {noise:.0%}, more than {MAX_SPREAD:.0%}. Stop "
@@ -173,7 +174,7 @@ class Bench:
             )
         return {
             **facts,
-            "distance": distance,
+            "latency": latency,
             "noise": noise,
             "results": results,
             "average_busbw": averages,
@@ -186,13 +187,16 @@ class Bench:
 
     def _line(self, case: Case) -> Result:
         """Measure a case."""
-        buffers = Buffers(case, self._memory)
+        buffers = ring(case, self._memory)
         own = variants(case.row)
-        calls: dict[str, Call] = {name: own_call(case, buffers, name) for name in own}
+        calls = {
+            name: fresh(case, buffers, [own_call(case, each, name) for each in buffers], name)
+            for name in own
+        }
         for name, other in self._others.items():
-            call = other.call(case, buffers)
-            if works_on_all(call, self._comm) and call is not None:
-                calls[name] = call
+            found_calls = [other.call(case, each) for each in buffers]
+            if works_on_all(found_calls[0], self._comm):
+                calls[name] = fresh(case, buffers, [call for call in found_calls if call])
         samples = self._measure(calls)
         found: dict[str, Result] = {name: {} for name in calls}
         for name, times in samples.times.items():
@@ -210,7 +214,7 @@ class Bench:
                 found[name]["ratio"] = took / found[own[0]]["time"]
             if self._options.check and case.dtype and (name in own or self._is_route(name)):
                 variant = name if name in own else own[0]
-                wrong = count_wrong(calls[name], case, buffers, variant, self._memory)
+                wrong = count_wrong(calls[name].calls[0], case, buffers[0], variant, self._memory)
                 found[name]["wrong"] = sum(control_messages.allgather(self._comm, wrong, int))
         return {
             "primitive": case.row.name,
@@ -219,7 +223,7 @@ class Bench:
             "type": case.dtype.name if case.dtype else "none",
             "redop": op_name(case.op) if case.op else "none",
             "root": case.root if case.row.root else -1,
-            "distance": samples.distance,
+            "latency": round(samples.latency) or None,
             "spread": found[own[0]]["spread"],
             "out_of_place": found.get("out_of_place"),
             "in_place": found.get("in_place"),
@@ -229,7 +233,7 @@ class Bench:
     def _is_route(self, name: str) -> bool:
         return isinstance(self._others[name], Route)
 
-    def _measure(self, calls: Mapping[str, Call]) -> Samples:
+    def _measure(self, calls: Mapping[str, Fresh]) -> Samples:
         given, warm = self._options.iters, self._options.warmup_iters
         warm = warm or (0 if given else 1)
         once = {
@@ -269,8 +273,8 @@ class Bench:
             f"{facts['ranks']} ranks on {where}: {facts['machine']}",
             f"{facts['MPI']}, {versions}",
             f"arrays: {facts['arrays']}; reductions: {facts['reductions']}",
-            f"time: median of {options.repetitions} repetitions of {calls} each, after a "
-            "barrier, of the slowest rank",
+            f"time: median of {options.repetitions} repetitions of {calls} each, of the slowest "
+            "rank; ranks send new data, written before a barrier",
         ]
         if self._others:
             lines.append("ratio: time of the comparison / time of mpicoll")

@@ -486,8 +486,8 @@ def _suggest(findings: Findings) -> Iterator[str]:
     if unbound:
         yield (
             f"{_name_ranks(unbound)}: not bound to processors, so they may move away from the "
-            "contents of their caches, and between near and far processors, where calls through "
-            f"shared memory take longer: {_BIND}"
+            "contents of their caches, and to processors without a common cache, where calls "
+            f"through shared memory take longer: {_BIND}"
         )
     if not findings.problem and [facts.get("launcher") for facts in findings.facts] == ["none"]:
         yield (

@@ -1,52 +1,60 @@
 """Time calls that ranks make together. Used by ``bench``, ``tune`` and ``benchmarks/``.
 
-A sample is the time of some calls of one case after a barrier. Samples are taken in turns, one of
-each case in random order, so that a disturbance affects all cases. The time of the slowest rank
-counts. Figures are medians with quartiles.
-
-The distance of the ranks (``distance``) is measured between turns. Figures are from turns of the
-distance that occurred most often.
+A sample is the time of some calls of one case after a barrier. Ranks write new data before the
+barrier (``Fresh``), because the kernel and other ranks read unchanged data from their own caches.
+Samples are taken in turns, one of each case in random order, so that a disturbance affects all
+cases. The time of the slowest rank counts. Figures are medians with quartiles.
 """
 
 from __future__ import annotations
 
-import itertools
+import math
 import random
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpicoll.cli.distance import FAR, MIXED, NEAR, UNKNOWN, Distance, classify
+from mpicoll.cli.latency import Latency
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
     "CALL_COUNTS",
-    "ENOUGH_COUNT",
     "MAX_SPREAD",
     "Call",
     "Effort",
     "Figure",
+    "Fresh",
     "Samples",
+    "Timed",
     "Timer",
     "Times",
 ]
 
 Call = Callable[[], object]
 
+
+class Fresh(NamedTuple):
+    """A call to time with new data.
+
+    write: writes new data into all arrays that this rank sends.
+    calls: the call, on each of several arrays. They are timed together.
+    """
+
+    write: Call
+    calls: Sequence[Call]
+
+
+Timed: TypeAlias = Call | Fresh
+
 #: Minimum and maximum number of calls in a sample.
 CALL_COUNTS = (1, 1000)
-#: Minimum number of turns of one distance.
-ENOUGH_COUNT = 5
 #: Maximum median spread of reliable times, relative to the median time.
 MAX_SPREAD = 0.1
-#: Distance of a turn during which it changed.
-_CHANGED = "changed"
 
 
 class Figure(NamedTuple):
@@ -81,9 +89,12 @@ class Times(list[float]):
 
 
 class Samples(NamedTuple):
-    """Samples of calls by name, and the distance of the ranks in their turns."""
+    """Samples of calls by name.
 
-    distance: str
+    latency: nanoseconds from a rank to its farthest partner, median of the turns; 0 if unknown.
+    """
+
+    latency: float
     times: dict[str, Times]
 
 
@@ -122,26 +133,33 @@ class Timer:
     def __init__(self, comm: MPI.Intracomm, settle: Call | None = None) -> None:
         self._comm = comm
         self._settle = settle
-        self._distance = Distance(comm)
-        self._counts: Counter[str] = Counter()  # turns, by distance
+        self._latency = Latency(comm)
+        self._latencies: list[float] = []
 
-    def time(self, call: Call, calls: int = 1) -> float:
-        """Return the time of a call on this rank in seconds, from one sample of ``calls`` calls.
+    def time(self, case: Timed, count: int = 1) -> float:
+        """Return the time of a call on this rank in seconds, from one sample of ``count`` calls.
 
-        An additional call precedes a loop, to refill caches that other cases have used.
+        An additional call precedes a sample of several, to refill caches that other cases have
+        used. It is not timed, and neither are the barriers and the writing of new data.
         """
-        settle = self._settle
-        if calls > 1:
-            call()
-        if settle is not None:
-            settle()
-        self._comm.Barrier()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        if settle is not None:
-            settle()
-        return (time.perf_counter() - start) / calls
+        write, calls = case if isinstance(case, Fresh) else (None, [case] * count)
+        calls, settle, seconds = calls[:count], self._settle, 0.0
+        if count > 1:
+            calls[0]()
+        rounds = math.ceil(count / len(calls))
+        for _ in range(rounds):
+            if write is not None:
+                write()
+            if settle is not None:
+                settle()
+            self._comm.Barrier()
+            start = time.perf_counter()
+            for call in calls:
+                call()
+            if settle is not None:
+                settle()
+            seconds += time.perf_counter() - start
+        return seconds / (rounds * len(calls))
 
     def combine(self, seconds: Sequence[float]) -> list[float]:
         """Return the maximum of each number over all ranks."""
@@ -152,72 +170,48 @@ class Timer:
         found: list[float] = numbers.tolist()
         return found
 
-    def sample(self, cases: Mapping[str, Call], turns: int, calls: Mapping[str, int]) -> Samples:
-        """Return ``turns`` samples of every case, fewer if the distance of the ranks changed.
-
-        Keeps the turns of the most frequent distance. Takes up to twice the number of turns, until
-        this distance has ``ENOUGH_COUNT``. If it still has fewer, all turns are kept as mixed.
+    def sample(self, cases: Mapping[str, Timed], turns: int, calls: Mapping[str, int]) -> Samples:
+        """Return ``turns`` samples of every case.
 
         calls: number of calls of each case in a sample.
         """
-        enough, missing = min(ENOUGH_COUNT, turns), turns
-        found: list[str] = []
-        samples: list[list[float]] = []
-        while missing > 0:
-            more = self._take_turns(cases, calls, range(len(found), len(found) + missing))
-            found += more[0]
-            samples += more[1]
-            most = max((NEAR, FAR, UNKNOWN), key=found.count)
-            is_enough = found.count(most) >= enough
-            missing = 0 if is_enough else min(enough, 2 * turns - len(found))
-        distance = most if is_enough else MIXED
-        kept = [own for own, each in zip(samples, found, strict=True) if distance in (each, MIXED)]
-        return Samples(distance, dict(zip(cases, map(Times, zip(*kept, strict=True)), strict=True)))
-
-    def _take_turns(
-        self, cases: Mapping[str, Call], calls: Mapping[str, int], numbers: Sequence[int]
-    ) -> tuple[list[str], list[list[float]]]:
-        """Return distances and samples of some turns, in the order of the cases."""
         took: list[dict[str, float]] = []
-        between = [self._distance.measure()]  # nanoseconds to the farthest partner
-        for number in numbers:
+        between = [self._latency.measure()]
+        for number in range(turns):
             order = random.Random(number).sample([*cases], len(cases))
             took.append({name: self.time(cases[name], calls[name]) for name in order})
-            between.append(self._distance.measure())
-        seconds = iter(self.combine([each[name] for each in took for name in cases]))
-        # The maximum over the ranks, and the minimum as the negated maximum.
-        bounds = self.combine([*between, *(-latency for latency in between)])
-        most, least = bounds[: len(between)], [-bound for bound in bounds[len(between) :]]
-        ends = [*map(classify, most, least)]
-        found = [
-            after if before == after else _CHANGED for before, after in itertools.pairwise(ends)
-        ]
-        self._counts.update(found)
-        return found, [[next(seconds) for _ in cases] for _ in numbers]
+            between.append(self._latency.measure())
+        seconds = self.combine([each[name] for name in cases for each in took])
+        known = [latency for latency in self.combine(between) if latency]
+        self._latencies += known
+        times = {name: Times(seconds[i * turns :][:turns]) for i, name in enumerate(cases)}
+        return Samples(statistics.median(known) if known else 0.0, times)
 
-    def describe_distances(self) -> str:
-        """Describe the distances of the ranks in all turns so far."""
-        if self._distance.problem:
-            return f"distance of the ranks: unknown, because {self._distance.problem}"
-        counts = self._counts
-        parts = [f"{distance} in {count}" for distance, count in sorted(counts.items())]
-        return f"distance of the ranks: {', '.join(parts)} of {counts.total()} turns"
+    def describe_latency(self) -> str:
+        """Describe the latencies of all turns so far."""
+        problem, known = self._latency.problem, self._latencies
+        if not known:
+            return f"latency between the ranks: unknown{problem and f', because {problem}'}"
+        low, middle, high = min(known), statistics.median(known), max(known)
+        return f"latency between the ranks: {middle:.0f} ns ({low:.0f} to {high:.0f} ns)"
 
-    def once(self, cases: Mapping[str, Call], tries: int = 3) -> dict[str, float]:
+    def once(self, cases: Mapping[str, Timed], tries: int = 3) -> dict[str, float]:
         """Return the median time of ``tries`` calls in seconds, after two untimed calls.
 
         The first calls build plans and are compared between the ranks.
         """
-        for case in cases.values():
-            case()
-            case()
+        for case in [*cases.values()] * 2:
+            self.time(case)
         took = [self.combine([self.time(case) for case in cases.values()]) for _ in range(tries)]
         medians = map(statistics.median, zip(*took, strict=True))
         return dict(zip(cases, medians, strict=True))
 
-    def measure(self, cases: Mapping[str, Call], effort: Effort) -> Samples:
+    def measure(self, cases: Mapping[str, Timed], effort: Effort) -> Samples:
         """Return samples of the cases within the effort."""
         once = self.once(cases)
         calls = {name: effort.calls(took) for name, took in once.items()}
-        turn = sum(took * (calls[name] + 1) for name, took in once.items())
+        begin = time.perf_counter()
+        for name, case in cases.items():
+            self.time(case, calls[name])
+        (turn,) = self.combine([time.perf_counter() - begin])
         return self.sample(cases, effort.samples(turn), calls)

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpicoll import __version__, cli, control_messages, machine, settings
-from mpicoll.cli.bench_calls import Buffers, Case, Memory, block_count, find_memory_problem
-from mpicoll.cli.timing import MAX_SPREAD, Effort, Figure, Timer
+from mpicoll.cli.bench_calls import Case, Memory, block_count, find_memory_problem, fresh, ring
+from mpicoll.cli.timing import MAX_SPREAD, Effort, Figure, Timed, Timer
 from mpicoll.core.groups import ProcessGroup, default_group
 from mpicoll.core.plan import CallKind
 from mpicoll.dtypes import ReduceOp
@@ -209,14 +209,14 @@ def find_points(names: Sequence[str], sizes: Sequence[int], group: ProcessGroup)
 class Outcome(NamedTuple):
     """Measurements.
 
-    figures:  by kind.
-    last:     by kind, the largest size in bytes.
-    distance: description of the distance of the ranks.
+    figures: by kind.
+    last:    by kind, the largest size in bytes.
+    latency: description of the latency between the ranks.
     """
 
     figures: Mapping[str, Figures]
     last: dict[str, int]
-    distance: str
+    latency: str
 
 
 def measure(
@@ -244,12 +244,13 @@ def measure(
         if 2 * took.get(point.kind, 0.0) >= left:
             took[point.kind] = math.inf
             continue
-        buffers = Buffers(point.case, Memory())
-        calls = {name: routes[name].call(point.case, buffers) for name in point.routes}
-        found = timer.measure(
-            {name: call for name, call in calls.items() if call is not None},
-            effort._replace(seconds=left / (len(points) - number)),
-        )
+        case, buffers = point.case, ring(point.case, Memory())
+        timed: dict[str, Timed] = {}
+        for name in point.routes:
+            calls = [call for each in buffers if (call := routes[name].call(case, each))]
+            if calls:
+                timed[name] = fresh(case, buffers, calls)
+        found = timer.measure(timed, effort._replace(seconds=left / (len(points) - number)))
         own = {name: times.figure for name, times in found.times.items()}
         figures.setdefault(point.kind, {})[point.least] = own
         last[point.kind] = point.last
@@ -257,7 +258,7 @@ def measure(
         took[point.kind] = before - left
     for route in routes.values():
         route.close()
-    return Outcome(figures, last, timer.describe_distances())
+    return Outcome(figures, last, timer.describe_latency())
 
 
 # --- choosing -----------------------------------------------------------------------------------
@@ -400,7 +401,7 @@ def _finish(
         for by_route in figures.values()
         for figure in by_route.values()
     )
-    lines.append(f"# {outcome.distance}")
+    lines.append(f"# {outcome.latency}")
     lines.append(f"# times vary by {noise:.1%}, at most {MAX_SPREAD:.0%} for a table")
     print("\n".join(lines), flush=True)
     about = {

@@ -27,7 +27,6 @@ _FUNCTIONS = {
     "pack": ("PPNNNNP", ""),
     "unpack": ("PPNNNNP", ""),
     "latency": ("PPiIQ", "I"),
-    "far_ns": ("", "I"),
     "init_timeout": ("iiqsssii", ""),
     "choices_size": ("", "N"),
     "choice_read": ("PNIPP", "i"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 
 import numpy as np
 import pytest

@@ -26,12 +26,9 @@ static inline uint64_t now_ns(void)
     return (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
 }
 
-/* Nanoseconds of latency from which on a rank is far: it does not share a cache with this one. */
-enum { FAR_NS = 80 };
-
-EXPORT uint32_t mpicoll_far_ns(void);
 EXPORT uint32_t mpicoll_latency(atomic_uint *mine, const atomic_uint *other, int leads,
                                 uint32_t measurement, uint64_t timeout_ns);
+
 /* The fields of the structures that Python fills in, up to a field without a name: name, offset in
  * bytes, and type as a code of Python's struct module. */
 struct mpicoll_field {

@@ -69,9 +69,3 @@ EXPORT uint32_t mpicoll_latency(atomic_uint *mine, const atomic_uint *other, int
     }
     return (uint32_t)(least / TURN_COUNT / 2);
 }
-
-/* Returns the latency from which on a rank is far, for callers that cannot include kernels.h. */
-EXPORT uint32_t mpicoll_far_ns(void)
-{
-    return FAR_NS;
-}

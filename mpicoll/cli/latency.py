@@ -1,9 +1,7 @@
-"""Distance of the processors of a job's ranks.
+"""Latency of a cache line between the processors of a job's ranks.
 
-Ranks are *near* if all of them share a last-level cache, and *far* otherwise. Calls through memory
-take several times longer between far ranks. The distance is measured, because the reported cache
-topology may be wrong: processors of a virtual machine move between near and far within seconds, and
-so do unbound ranks.
+Calls through memory take several times longer between processors without a common cache. The
+latency is measured, because unbound ranks, and processors of a virtual machine, may move.
 """
 
 from __future__ import annotations
@@ -18,19 +16,7 @@ from mpicoll.kernels.library import kernels
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "DISTANCES",
-    "FAR",
-    "MIXED",
-    "NEAR",
-    "UNKNOWN",
-    "Distance",
-    "classify",
-]
-
-#: Distances. ``MIXED``: it changed so often that no samples of one distance are left.
-NEAR, FAR, UNKNOWN, MIXED = "near", "far", "unknown", "mixed"
-DISTANCES = (NEAR, FAR, UNKNOWN, MIXED)
+__all__ = ["Latency"]
 
 #: Number of measurements of a pair, of which the minimum is used.
 _TRY_COUNT = 2
@@ -40,8 +26,8 @@ _TIMEOUT_NS = 50_000
 _LINE_BYTES = 128
 
 
-class Distance:
-    """Distance of the ranks of a communicator. Every rank has one and makes the same calls.
+class Latency:
+    """Latency between the ranks of a communicator. Every rank has one and makes the same calls.
 
     Each rank measures the latency of a cache line to its *partners*, the ranks whose number differs
     from its own in one bit. With n ranks, this takes log2(n) measurements instead of n, and all
@@ -89,12 +75,4 @@ class Distance:
             ]
             found.append(min(filter(None, tries), default=0))
         self._measurements += _TRY_COUNT
-        most = max(found, default=0)
-        return most if all(found) or classify(most, 0) == FAR else 0
-
-
-def classify(most: float, least: float) -> str:
-    """Return the distance for the maximum and minimum nanoseconds of all ranks, 0 if unknown."""
-    if kernels is not None and most >= kernels.far_ns():
-        return FAR
-    return NEAR if least else UNKNOWN
+        return max(found) if all(found) else 0

@@ -124,6 +124,7 @@ class Process:
 # ---- streams, events and capture -----------------------------------------------------------------
 
 
+GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 #: Statements, as functions of a script and of their arguments.
 STATEMENTS = {
     "fill": lambda script, stream, value: enqueue_fill(script.array, int(value), stream),
@@ -277,14 +278,11 @@ def test_copy_to_the_device_reads(allocate_source, expected):
 def test_module_cannot_be_loaded_in_capture():
     stream = new_stream()
     other = cupy.RawModule(code='extern "C" __global__ void other(int* x) { *x = 12345; }')
-    stream.begin_capture()
+    stream.begin_capture(GLOBAL)
     with error(900):
         other.get_function("other")
     with error(901):
         stream.end_capture()
-
-
-GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 
 
 def in_thread(function):

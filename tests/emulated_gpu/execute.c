@@ -74,6 +74,26 @@ static struct thread *thread_of(const struct execution *run, const struct active
     return (struct thread *)(active->frames + number * run->frame_bytes);
 }
 
+/* Set the result of a thread's shuffle: the operand of another thread of the warp from `start` on. */
+static void shuffle(const struct execution *run, struct active_block *active, uint32_t start,
+                    struct thread *thread)
+{
+    const uint32_t lane = thread->number - start, step = thread->step & 31;
+    const uint32_t clamp = thread->clamp & 31, segment = thread->clamp >> 8 & 31;
+    const uint32_t last = (lane & segment) | (clamp & ~segment);
+    uint32_t source = (lane & segment) | (step & ~segment);
+
+    if (thread->shuffle == UP)
+        source = lane - step;
+    else if (thread->shuffle != IDX)
+        source = thread->shuffle == DOWN ? lane + step : lane ^ step;
+    thread->predicate = thread->shuffle == UP ? (int)source >= (int)last : source <= last;
+    source = start + (thread->predicate ? source : lane);
+    thread->result = (int)thread_of(run, active, source < run->threads ? source : thread->number)
+                         ->operand;
+    thread->shuffle = NONE;
+}
+
 /* Release some threads of a block, from `start` on, if all that have not exited wait for each other
  * in the same state. Returns whether they did. */
 static int release(const struct execution *run, struct active_block *active, uint32_t start,
@@ -92,6 +112,8 @@ static int release(const struct execution *run, struct active_block *active, uin
     for (uint32_t i = start; waiting && i < end; i++) {
         struct thread *const thread = thread_of(run, active, i);
         thread->result = set;
+        if (thread->shuffle)
+            shuffle(run, active, start, thread);
         thread->state = thread->state == state ? YIELDED : thread->state;
     }
     return waiting;

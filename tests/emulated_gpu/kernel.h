@@ -8,6 +8,8 @@
 /* Why a thread's function has returned. */
 enum outcome { EXITED, AT_BARRIER, AT_WARP_BARRIER, YIELDED, FAULTED };
 
+enum shuffle { NONE, UP, DOWN, BFLY, IDX };
+
 /* A block of threads as its threads see it. */
 struct block {
     uint32_t block_dim[3], index[3], grid_dim[3];
@@ -27,7 +29,9 @@ struct thread {
     int fault; /* cudaError_t */
     uint64_t fault_address;
     const char *fault_instruction;
-    int predicate, result; /* of a barrier's reduction */
+    int predicate, result; /* of a barrier's reduction, or of a shuffle */
+    enum shuffle shuffle;
+    uint32_t operand, step, clamp; /* of a shuffle */
 };
 
 /* A parameter's place in the parameter memory. */

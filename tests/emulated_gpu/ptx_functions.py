@@ -24,6 +24,7 @@ from ptx_parser import (
 )
 
 SPECIAL = {
+    "%laneid": "(thread->number % 32)", "%warpid": "(thread->number / 32)",
     "%clock": "nanoseconds()", "%clock64": "nanoseconds()", "%globaltimer": "nanoseconds()",
 }  # fmt: skip
 VECTORS = {

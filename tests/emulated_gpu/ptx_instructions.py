@@ -376,6 +376,23 @@ class InstructionWriter(FunctionWriter):
         code += f"{self._suspend('AT_BARRIER')} "
         return code + self.write(result, "pred", "thread->result")
 
+    @instruction("shfl", allows={"sync", "up", "down", "bfly", "idx"})
+    def shfl(self, one: Instruction) -> str:
+        results, value, step, clamp, mask = one.operands
+        if not one.has("sync"):
+            raise unsupported(one)
+        result, _, predicate = results.partition("|")
+        return (
+            f"if ({self.read(mask, 'b32')} != 0xffffffffu) "
+            f"FAULT(LAUNCH_FAILURE, 0, {quoted(one.text)}) "
+            f"thread->shuffle = {one.parts[2].upper()}; "
+            f"thread->operand = {self.read(value, 'b32')}; "
+            f"thread->step = {self.read(step, 'b32')}; "
+            f"thread->clamp = {self.read(clamp, 'b32')}; {self._suspend('AT_WARP_BARRIER')} "
+            + self.write(result, "b32", "thread->result")
+            + (self.write(predicate, "pred", "thread->predicate") if predicate else "")
+        )
+
     @instruction("nanosleep")
     def nanosleep(self, one: Instruction) -> str:
         return self._suspend("YIELDED") if self.function.is_kernel else ""

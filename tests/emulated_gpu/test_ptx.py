@@ -362,6 +362,7 @@ def run_threads(
 
 
 THREAD = np.arange(THREADS, dtype=np.uint32)
+LANE = THREAD % 32
 
 
 #: Code that sets %t9 in each thread, the expected results, declarations before the kernel, and the
@@ -392,6 +393,15 @@ PROGRAMS = {
         and.b32 %t7, %t0, 31; setp.ge.u32 %p1, %t7, 30; @%p1 ret; bar.warp.sync 0xffffffff;
         xor.b32 %t7, %t5, 4; add.u32 %t7, %t4, %t7; ld.shared.u32 %t9, [%t7];
         """, np.where(THREAD % 32 < 30, THREAD ^ 1, 0), "", 0),
+    **{f"shuffle {mode}": (f"""
+        mul.lo.u32 %t4, %t0, 3; shfl.sync.{mode}.b32 %t5|%p1, %t4, {lane}, 0xffffffff;
+        selp.b32 %t6, 1, 0, %p1; mad.lo.u32 %t9, %t5, 2, %t6;
+        """, (THREAD - LANE + source) * 6 + ok, "", 0) for mode, lane, source, ok in (
+            ("up", "3, 0", np.where(LANE < 3, LANE, LANE - 3), LANE >= 3),
+            ("down", "3, 31", np.where(LANE > 28, LANE, LANE + 3), LANE <= 28),
+            ("bfly", "5, 31", LANE ^ 5, LANE >= 0),
+            ("idx", "2, 0x181f", LANE & 24 | 2, LANE >= 0),
+        )},
     "vectors and parts of words": ("""
         .local .align 16 .b8 frame[16]; .reg .b16 %k<4>;
         mov.u64 %w3, frame; add.u32 %t4, %t0, 1; cvta.local.u64 %w4, %w3;

@@ -206,7 +206,9 @@ def test_short_run_measures_every_case(tmp_path: Path) -> None:
     assert ("all_reduce", 1024, "float32") in kinds["dtypes mpi4py"]
     assert any("bfloat16 by mpi4py" in reason for reason in record["left out"])
     if importlib.util.find_spec("torch"):
-        assert kinds["sizes mpicoll torch"] == expected
+        # torch.distributed has no scans.
+        of_torch = {each for each in expected if each[0] not in ("scan", "exscan")}
+        assert kinds["sizes mpicoll torch"] == of_torch
         assert ("all_reduce", 4, "float32") in kinds["sizes Gloo"]
     given = aims.Results([record])
     assert find("any primitive, 2 ranks", given).measured is not None

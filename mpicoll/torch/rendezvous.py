@@ -152,10 +152,10 @@ def open_store(
                 )
         check_world(world.size)
 
-    from mpi4py import MPI
-
     requested = rank if renumbers else None
     with start_mpi(limit=timeout.total_seconds(), prepare=check, rank=requested) as world:
+        from mpi4py import MPI  # now, because it calls MPI_Init, which start_mpi limits
+
         own, size = world.Get_rank(), world.Get_size()
         if _store is None:
             node = world.Split_type(MPI.COMM_TYPE_SHARED)

@@ -10,7 +10,6 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +103,7 @@ def watch_routes(patch: pytest.MonkeyPatch, may_build: Callable[[Any, Any], bool
             built.append(route.name)
             return route.build(kind)
 
-        patch.setitem(registry.HOST, name, replace(route, build=build))
+        patch.setitem(registry.HOST, name, route._replace(build=build))
     return built
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from dataclasses import replace
 
 import pytest
 from conftest import TIMEOUT
@@ -96,7 +95,7 @@ def seen(monkeypatch):
         return lambda *kind: Implementation(lambda send, recv, count, root: taken.append(name))
 
     for name, declared in registry.HOST.items():
-        monkeypatch.setitem(registry.HOST, name, replace(declared, build=route(name)))
+        monkeypatch.setitem(registry.HOST, name, declared._replace(build=route(name)))
     return taken
 
 
@@ -114,7 +113,7 @@ def test_table_selects_the_route(world, monkeypatch, seen, place, unable):
     """At all sizes around the steps, in random order."""
     monkeypatch.setattr(select, "place", lambda group: place)
     for name in unable:
-        none = replace(registry.HOST[name], build=lambda kind: None)
+        none = registry.HOST[name]._replace(build=lambda kind: None)
         monkeypatch.setitem(registry.HOST, name, none)
     chance = random.Random(place)
     for kind in tuning.KINDS * 4:

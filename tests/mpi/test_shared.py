@@ -308,7 +308,15 @@ def other_scan(team, odd):
     scan(np.ones(7, np.float32), np.ones(7, np.float32), group=team.group)
 
 
+def other_function(team, odd):
+    if odd:
+        dist.all_reduce(np.ones(7, np.float32), group=team.group)
+    else:
+        other_root(team, odd)
+
+
 LAZY = {
+    other_function: "all_reduce of 7 elements of float32, SUM",
     other_root: "broadcast of 7 elements of float32, src 1",
     other_count: "broadcast of 40001 elements of float32, src 0",
     other_op: "reduce of 7 elements of float32, MAX, dst 0",

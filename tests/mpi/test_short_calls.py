@@ -292,8 +292,9 @@ def test_collective_mismatch_raises_for_every_path(new_team, one, other, word):
     for name in (one, other):
         calls_of[name]()
     pass_first_calls(group)
-    if not group.compared:
-        return  # MPI would block
+    lazy = "broadcast", "reduce to", "gather to"  # tested in test_shared.py
+    if not group.compared or one.startswith(lazy) or other.startswith(lazy):
+        return  # without shared memory, MPI would block
     for odd in range(team.size):
         for _ in range(3):
             with pytest.raises(MismatchError, match="collective mismatch"):

@@ -100,13 +100,13 @@ struct counter {
 };
 
 /* A call record: the call's number in this segment, its signature and element count, a hash of the
- * earlier records, whether all records that its rank has received so far match, and the maximum of
- * their notes (choice.h). Atomic, because a rank that is ahead may write a record that another rank
+ * earlier records, whether all records that its rank has received so far match, whether the call is
+ * lazy, and the maximum of the notes (choice.h). Atomic, because a rank that is ahead may write a record that another rank
  * still reads (see mpicoll_shared_all_entered). Counters order all other reads and writes, so
  * relaxed access is enough. */
 struct record {
     _Alignas(LINE) struct counter number;
-    _Atomic uint32_t matching, note;
+    _Atomic uint32_t matching, note, is_lazy;
     _Atomic uint64_t signature, count, earlier;
 };
 
@@ -124,6 +124,7 @@ struct header {
     atomic_uint is_mismatched;            /* of rank 0: after a lazy call that did not match */
     _Alignas(LINE) uint64_t signature, count; /* of the current call; only its rank uses it */
     uint32_t note;                            /* the maximum of those received */
+    uint32_t is_lazy;
 };
 
 /* A rank's handle of a channel of a segment. The handles of all channels are consecutive.
@@ -484,13 +485,15 @@ static uint64_t load(const _Atomic uint64_t *value)
 
 /* Writes a record and signals that it is written. */
 static void publish_record(struct record *record, uint32_t number, uint64_t signature,
-                           uint64_t count, uint64_t earlier, int matching, uint32_t note)
+                           uint64_t count, uint64_t earlier, int matching, uint32_t note,
+                           uint32_t is_lazy)
 {
     atomic_store_explicit(&record->signature, signature, memory_order_relaxed);
     atomic_store_explicit(&record->count, count, memory_order_relaxed);
     atomic_store_explicit(&record->earlier, earlier, memory_order_relaxed);
     atomic_store_explicit(&record->matching, (uint32_t)matching, memory_order_relaxed);
     atomic_store_explicit(&record->note, note, memory_order_relaxed);
+    atomic_store_explicit(&record->is_lazy, is_lazy, memory_order_relaxed);
     count_up(&record->number, number);
 }
 
@@ -503,7 +506,7 @@ static int matches(const struct record *record, uint64_t signature, uint64_t cou
 
 static void announce(struct header *mine, uint32_t number, uint64_t signature, uint64_t count)
 {
-    publish_record(&mine->announced[number % 2], number, signature, count, 0, 1, 0);
+    publish_record(&mine->announced[number % 2], number, signature, count, 0, 1, 0, 0);
 }
 
 /* Announces call `number` of the group's collectives. Returns 1 if all other ranks announce the
@@ -598,7 +601,7 @@ static int wait_for_slot(struct mpicoll_shared *shared, uint32_t round, uint32_t
 
 /* As mpicoll_round_begin, in a call with a trial, whose slots are those of a ring. */
 static int begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature, uint64_t count,
-                 uint32_t note, enum ring ring)
+                 uint32_t note, int lazy, enum ring ring)
 {
     struct header *mine = header(shared, shared->me);
     shared->earlier = (shared->earlier ^ mine->signature) * 0x9e3779b97f4a7c15u + mine->count;
@@ -606,19 +609,20 @@ static int begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signat
     if (!reached(atomic_load(&mine->announced[number % 2].number.value), number))
         announce(mine, number, signature, count);
     mine->signature = signature, mine->count = count, mine->note = note;
+    mine->is_lazy = (uint32_t)lazy;
     return wait_for_slot(shared, shared->round, ring == SMALL ? MAX_LEAD : SLOTS - 1);
 }
 
 int mpicoll_round_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
                         uint64_t count)
 {
-    return begin(shared, number, signature, count, 0, LARGE);
+    return begin(shared, number, signature, count, 0, 0, LARGE);
 }
 
 int mpicoll_trial_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
                         uint64_t count, const struct mpicoll_trial *trial)
 {
-    return begin(shared, number, signature, count, trial->note, LARGE);
+    return begin(shared, number, signature, count, trial->note, 0, LARGE);
 }
 
 /* Signals that this rank (k = 0), or 2^k ranks up to it, are ready for round `target` - 1. In a
@@ -630,7 +634,8 @@ static void signal_ready(const struct mpicoll_shared *shared, uint32_t k, uint32
     struct header *mine = header(shared, shared->me);
     if (target == shared->round + 1)
         publish_record(record_of(shared, shared->me, k, shared->calls), shared->calls,
-                       mine->signature, mine->count, shared->earlier, matching, mine->note);
+                       mine->signature, mine->count, shared->earlier, matching, mine->note,
+                       mine->is_lazy);
     else
         count_up(&mine->ready[k].counter, target);
 }
@@ -667,8 +672,11 @@ static int wait_for_signal(struct mpicoll_shared *shared, uint32_t rank, uint32_
         return 0;
     if (load(&record->earlier) != shared->earlier)
         return close_mismatched(shared);
-    if (!matches(record, mine->signature, mine->count))
+    if (!matches(record, mine->signature, mine->count)) {
+        if (atomic_load_explicit(&record->is_lazy, memory_order_relaxed))
+            return close_mismatched(shared); /* the rank may have continued */
         *matching = 0;
+    }
     const uint32_t note = atomic_load_explicit(&record->note, memory_order_relaxed);
     mine->note = note > mine->note ? note : mine->note;
     return 1;
@@ -960,7 +968,7 @@ static int exchange(const struct mpicoll_plan *plan, size_t places, size_t most,
     _Alignas(LINE) char beside[BLOCK_BYTES], result[BLOCK_BYTES];
     const char *sources[n_gets + 1];
 
-    if (!begin(shared, number, signature, total, trial->note, ring))
+    if (!begin(shared, number, signature, total, trial->note, lazy, ring))
         return 0;
     if (lazy)
         mpicoll_trial_agreed(trial, 0);

@@ -89,6 +89,9 @@ enum { LEFT = -1 };
 
 #define NO_TIMEOUT UINT64_MAX
 
+/* The group was closed after a lazy call that did not match. */
+enum { MISMATCH = 1 << 16 };
+
 /* Size of the blocks in which data is combined and copied on, so that it stays in the first-level
  * cache. */
 enum { BLOCK_BYTES = 8192 };
@@ -120,8 +123,8 @@ struct header {
     struct signal ready[MAX_RANK_BITS];   /* the same for rounds after a call's first: round + 1 */
     struct signal combined;               /* rounds whose step 2 is finished */
     struct record announced[2];           /* the last calls announced, begun or not */
-    _Alignas(LINE) atomic_uint closed_by; /* of rank 0: 1 + the rank that closed the group, or 0 */
-    atomic_uint is_mismatched;            /* of rank 0: after a lazy call that did not match */
+    /* Of rank 0: 1 + the rank that closed the group, and MISMATCH; or 0. */
+    _Alignas(LINE) atomic_uint closed_by;
     _Alignas(LINE) uint64_t signature, count; /* of the current call; only its rank uses it */
     uint32_t note;                            /* the maximum of those received */
     uint32_t is_lazy;
@@ -529,13 +532,18 @@ EXPORT int mpicoll_shared_all_entered(const struct mpicoll_shared *shared, uint3
     return 1;
 }
 
+static void close_group(struct mpicoll_shared *shared, unsigned reason)
+{
+    unsigned open = 0;
+    atomic_compare_exchange_strong(&header(shared, 0)->closed_by, &open, (shared->me + 1) | reason);
+    atomic_store(&shared->aborted, 1);
+}
+
 /* Closes the group for all ranks: every rank that waits, or that will wait, returns 0. No call may
  * follow, and the data of interrupted calls is undefined. */
 EXPORT void mpicoll_shared_close(struct mpicoll_shared *shared)
 {
-    unsigned open = 0;
-    atomic_compare_exchange_strong(&header(shared, 0)->closed_by, &open, shared->me + 1);
-    atomic_store(&shared->aborted, 1);
+    close_group(shared, 0);
 }
 
 /* Returns a record of a rank's call. */
@@ -558,8 +566,7 @@ static int same_call(const struct mpicoll_shared *shared, uint32_t rank, uint32_
 /* Closes the group after calls that did not match. Returns 0. */
 static int close_mismatched(struct mpicoll_shared *shared)
 {
-    atomic_store(&header(shared->first, 0)->is_mismatched, 1);
-    mpicoll_shared_close(shared->first);
+    close_group(shared->first, MISMATCH);
     return 0;
 }
 
@@ -753,13 +760,13 @@ EXPORT int mpicoll_shared_call(const struct mpicoll_shared *shared, uint32_t ran
 /* Returns 1 if the group was closed after a lazy call that did not match. */
 EXPORT int mpicoll_shared_is_mismatched(const struct mpicoll_shared *shared)
 {
-    return (int)atomic_load(&header(shared, 0)->is_mismatched);
+    return (atomic_load(&header(shared, 0)->closed_by) & MISMATCH) != 0;
 }
 
 /* Returns the rank that has closed the group, or -1. */
 EXPORT int mpicoll_shared_closed_by(const struct mpicoll_shared *shared)
 {
-    return (int)atomic_load(&header(shared, 0)->closed_by) - 1;
+    return (int)(atomic_load(&header(shared, 0)->closed_by) & ~(unsigned)MISMATCH) - 1;
 }
 
 /* The part of a message that is moved in one round. */

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 __all__ = [
-    "Blocks", "CallKind", "Contiguous", "Extent", "Implementation", "NativeCall", "Plan", "Run",
-    "RunOnViews", "SegmentTable", "Task", "Wrapper", "agreed_sizes",
+    "Blocks", "CallKind", "Contiguous", "Extent", "Implementation", "Native", "NativeCall", "Plan",
+    "Run", "RunOnViews", "SegmentTable", "Task", "Wrapper", "agreed_sizes",
 ]  # fmt: skip
 
 
@@ -116,6 +116,24 @@ class Implementation:
     def capturable(self) -> bool:
         """Whether calls may be captured into a CUDA graph, as far as is known."""
         return False
+
+
+class Native(Implementation):
+    """``run`` with its native calls, and its version for segment tables."""
+
+    def __init__(
+        self, run: Run, native_calls: Sequence[NativeCall], fused: Run | None = None
+    ) -> None:
+        super().__init__(run)
+        self._native_calls, self._fused = native_calls, fused
+
+    def native_calls(self) -> Sequence[NativeCall]:
+        """Return them."""
+        return self._native_calls
+
+    def fused(self, count: int) -> Run | None:
+        """Return the function for segment tables, for any count."""
+        return self._fused
 
 
 class Wrapper(Implementation):

@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from mpicoll.core.progress import Worker
 
 __all__ = [
-    "COMPARE", "FUSED", "LISTS", "CallEntry", "Calls", "PythonCalls", "add_tensor_type",
+    "COMPARE", "FUSED", "LISTS", "WHOLE", "CallEntry", "Calls", "PythonCalls", "add_tensor_type",
     "bind_fast_path", "describe", "find_signal_handler", "take_interruption",
 ]  # fmt: skip
 
-#: The types of functions of the C library that fast paths call; FUSED runs a list of calls.
-LISTS, COMPARE, FUSED = range(3)
+#: The types of functions of the C library that fast paths call; FUSED runs a list of calls. WHOLE
+#: is LISTS without splitting an array into the blocks of the ranks.
+LISTS, COMPARE, FUSED, WHOLE = range(4)
 
 #: A call record: call number, signature without the root, number for the sizes, root.
 RecordEntry = tuple[int, int, int, int]

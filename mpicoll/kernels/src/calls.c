@@ -38,8 +38,8 @@ typedef int all_entered_function(const void *shared, uint32_t number, uint64_t w
                                  uint64_t nanoseconds);
 
 /* Type of the function of a fast path. Each returns 1 if it has run the call, or, FUSED, the calls
- * of a list. */
-enum { LISTS, COMPARE, FUSED };
+ * of a list. WHOLE: as LISTS, but an array with a block for each rank is one block. */
+enum { LISTS, COMPARE, FUSED, WHOLE };
 
 /* How calls of one primitive, dtype, op and range of sizes are run here. Numbers have the type that
  * PyArg_ParseTuple writes. */
@@ -279,10 +279,37 @@ static PyObject *release(Calls *calls)
     return PyObject_CallFunctionObjArgs(calls->release, NULL);
 }
 
+/* Clears the current exception and returns it as a new reference; NULL if there is none. */
+static PyObject *take_exception(void)
+{
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (error && traceback)
+        PyException_SetTraceback(error, traceback);
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    return error;
+}
+
+/* Adds the last call to the call records, if these are kept. Returns 0 with an exception. */
+static int add_record(Calls *calls)
+{
+    if (calls->compared)
+        return 1;
+    const struct last_call *last = calls->last;
+    PyObject *entry = Py_BuildValue("KKKK", last->number, last->kind, last->sizes, last->root);
+    const int added = entry && !PyList_Append(calls->record, entry);
+    Py_XDECREF(entry);
+    return added;
+}
+
 /* Begins a call: takes the lock, counts the call and records it. Returns 1; 0 if another thread is
- * in a call; -1 with an exception. */
+ * in a call, or the call records must be compared now; -1 with an exception. */
 static int begin(Calls *calls, const struct fast_path *path, uint64_t sizes, unsigned long root)
 {
+    if (calls->sequence + 1 >= calls->next_check)
+        return 0;
     PyObject *got = PyObject_CallFunctionObjArgs(calls->acquire, python.no, NULL);
     if (!got)
         return -1;
@@ -293,7 +320,14 @@ static int begin(Calls *calls, const struct fast_path *path, uint64_t sizes, uns
     record_last(calls, path->signature, sizes, root);
     start_now(calls, path->signature, sizes, (uint32_t)root);
     Py_INCREF(path->owner);
-    return 1;
+    if (add_record(calls))
+        return 1;
+    PyObject *error = take_exception();
+    Py_DECREF(path->owner);
+    Py_XDECREF(release(calls));
+    PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+    Py_DECREF(error);
+    return -1;
 }
 
 /* Ends a call, given the result of its function. Returns 1, or -1 with an exception. */
@@ -372,7 +406,7 @@ static int run_viewed(Calls *calls, PyObject *const *args, struct operand *out, 
     const uint32_t number = (uint32_t)calls->last->number;
     int result;
     Py_BEGIN_ALLOW_THREADS;
-    if (path.type == LISTS)
+    if (path.type != COMPARE)
         result = AT(lists_function, path.function)(AT(void, path.argument), given->blocks,
                                                    out->blocks, count, (uint32_t)root, number);
     else
@@ -429,19 +463,6 @@ static Calls *group_of(PyObject *group)
         group = NULL;
     }
     return (Calls *)group;
-}
-
-/* Clears the current exception and returns it as a new reference; NULL if there is none. */
-static PyObject *take_exception(void)
-{
-    PyObject *type, *error, *traceback;
-    PyErr_Fetch(&type, &error, &traceback);
-    PyErr_NormalizeException(&type, &error, &traceback);
-    if (error && traceback)
-        PyException_SetTraceback(error, traceback);
-    Py_XDECREF(type);
-    Py_XDECREF(traceback);
-    return error;
 }
 
 /* Returns the Work of an async call that has run, or that has failed with the current exception. */
@@ -895,15 +916,8 @@ static PyObject *calls_begin(PyObject *self, PyObject *const *args, Py_ssize_t n
         start_now(calls, call.kind, call.sizes, call.root);
     }
     record_last(calls, call.kind, call.sizes, call.root);
-    if (!calls->compared) {
-        PyObject *number = PyLong_FromUnsignedLongLong(calls->sequence);
-        PyObject *entry = number ? PyTuple_Pack(4, number, args[0], args[1], args[2]) : NULL;
-        const int failed = !entry || PyList_Append(calls->record, entry);
-        Py_XDECREF(number);
-        Py_XDECREF(entry);
-        if (failed)
-            return NULL;
-    }
+    if (!add_record(calls))
+        return NULL;
     return PyBool_FromLong(calls->sequence >= calls->next_check);
 }
 
@@ -991,7 +1005,7 @@ static PyObject *calls_register(PyObject *self, PyObject *args)
                           &path.has_root, &path.numbers_per_element, &path.all_entered,
                           &path.all_entered_argument, &path.timeout_ns))
         return NULL;
-    if (path.n > MAX_ARRAYS)
+    if (path.n > MAX_ARRAYS && path.type != WHOLE)
         Py_RETURN_NONE;
     struct fast_path *paths = PyMem_Realloc(calls->paths, (calls->n_paths + 1) * sizeof path);
     if (!paths)

@@ -1,16 +1,28 @@
-"""MPI's own collectives: all data movement, and the reductions that MPI computes correctly."""
+"""MPI's own collectives: all data movement, and the reductions that MPI computes correctly.
+
+The native fast path calls them without Python (``kernels/src/mpi_calls.c``).
+"""
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpicoll.arrays.views import Buffer
-from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Run
+from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Native, NativeCall, Run
 from mpicoll.dtypes import DType, Kind, ReduceOp
+from mpicoll.kernels.calls import WHOLE
+from mpicoll.kernels.library import address_of, kernels
+from mpicoll.kernels.reduction import find_loop
+from mpicoll.routes.host.lists import count_per_chunk
 from mpicoll.routes.route import Route, Serves
 from mpicoll.routes.wire import INT_MAX, datatype, message, operation
 
@@ -45,7 +57,82 @@ def reducible(op: ReduceOp, dtype: DType) -> bool:
 
 def build(kind: CallKind, chunk: int = MAX_COUNT * 16) -> Implementation:
     """Return the implementation by MPI. chunk: size in bytes of a chunk of in-place reductions."""
-    return Implementation(_BUILDERS[kind.primitive.name](kind, chunk))
+    run = _BUILDERS[kind.primitive.name](kind, chunk)
+    return Native(run, _native_calls(kind, chunk))
+
+
+class _NativeCalls:
+    """Calls of one kind in C: one call of MPI each."""
+
+    def __init__(self, kind: CallKind, function: int) -> None:
+        assert kernels is not None
+        primitive, group, op, dtype = kind
+        plan = self.plan = kernels.MpiPlan(
+            function=function,
+            comm=_handle(group.inner),
+            type=_TYPES.get(primitive.mpi, 2),
+            n=group.size(),
+            me=group.rank(),
+            lists_in=primitive.listed and primitive.many_in,
+            lists_out=primitive.listed and primitive.many_out,
+            divisor=1,
+        )
+        if dtype is not None:
+            plan.datatype, plan.size = _handle(datatype(dtype)), dtype.itemsize
+        if op is not None and dtype is not None:
+            plan.op = _handle(_mpi_operation(op, dtype))
+            plan.in_place = None if primitive.input else MPI.IN_PLACE
+            plan.discards = not kind.combined
+            if op is ReduceOp.AVG:
+                loop = find_loop(op, dtype)
+                assert loop is not None
+                plan.format = kernels.format(loop.format.encode())
+                plan.numbers_per_element = loop.elements
+                plan.divisor = max(1, len(kind.combined))
+
+    def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
+        """Raise the error of a failed call."""
+        if result == 0:
+            raise MemoryError("no memory for the arrays of a list")
+        raise MPI.Exception(-result)
+
+
+def _native_calls(kind: CallKind, chunk: int) -> list[NativeCall]:
+    """Return the native call, for counts of one MPI call; none if MPI is polled or not found."""
+    primitive, group, op, dtype = kind
+    function = _find_function(f"MPI_{primitive.mpi}")
+    if kernels is None or not function or not isinstance(group.inner, MPI.Comm):
+        return []
+    most = INT_MAX
+    if op is not None and dtype is not None:
+        blocks = group.size() if primitive.many_in else 1
+        most = min(MAX_COUNT // blocks, chunk // dtype.itemsize)
+    if primitive.listed:
+        most = min(most, count_per_chunk(kind))
+    calls = _NativeCalls(kind, function)
+    argument = ctypes.addressof(calls.plan)
+    return [NativeCall(calls, WHOLE, address_of(kernels.mpi_call), argument, 0, most + 1)]
+
+
+#: The type of a function in mpi_calls.c, by its name.
+_TYPES = {"Barrier": 0, "Bcast": 1, "Reduce": 3, "Allgather": 4, "Gather": 5, "Scatter": 5}
+
+
+def _handle(handle: MPI.Comm | MPI.Datatype | MPI.Op) -> int:
+    """Return an MPI handle, a C int or a pointer, as a signed integer."""
+    raw = ctypes.string_at(MPI._addressof(handle), MPI._sizeof(handle))
+    return int.from_bytes(raw, sys.byteorder, signed=True)
+
+
+@cache
+def _find_function(name: str) -> int:
+    """Return the address of a function of MPI, as the dynamic linker finds it for mpi4py: in the
+    program's own libraries, as of a profiler, then in those of mpi4py; 0 if there is none.
+    """
+    for path in (None, MPI.__file__):
+        with suppress(OSError, AttributeError):
+            return address_of(getattr(ctypes.CDLL(path), name))
+    return 0
 
 
 # --- moves --------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def choose(kind: CallKind, listed: bool = False) -> Implementation:
         row = _row(kind._replace(op=ReduceOp.SUM))
         space = exchange.get_space(kind.group)
         summed = premultiplied(kind, space, lambda wide: _implementation(wide, row).run)
-        run = _compared(kind, Implementation(summed)).run  # not as a plain sum
+        run = _Compared(kind, Implementation(summed)).run  # not as a plain sum
         return Implementation(lists.packed(kind, run, lambda count: False) if listed else run)
     if primitive.layout is Layout.EMPTY:
         return _Barrier(kind)
@@ -64,17 +64,18 @@ def _implementation(kind: CallKind, row: dict[str, Steps], listed: bool = False)
     return Wrapper(by_size, lists.packed(kind, by_size.run, by_size.takes_lists))
 
 
-class _Barrier(Implementation):
+class _Barrier(Wrapper):
     """A barrier; natively, the comparison of the ranks' calls, which waits for all ranks."""
 
     def __init__(self, kind: CallKind) -> None:
-        super().__init__(mpi.build(kind).run)
+        inner = mpi.build(kind)
+        super().__init__(inner, inner.run)
         self._group = kind.group
 
-    def native_calls(self) -> Sequence[NativeCall]:
-        """Return the comparison, if the ranks share memory."""
+    def native_calls(self) -> Sequence[NativeCall] | None:
+        """Return the comparison if the ranks share memory, else MPI's barrier."""
         found: shared.Shared | None = self._group.resources.find("shared")
-        return [found.native_comparison] if found else []
+        return [found.native_comparison] if found else super().native_calls()
 
 
 class _ByPlace(Implementation):
@@ -106,20 +107,25 @@ class _ByPlace(Implementation):
         return None if self._chosen is None else self._chosen.native_calls()
 
 
-def _compared(kind: CallKind, inner: Implementation) -> Implementation:
-    """Return ``inner`` preceded by the comparison of calls, in a group that compares every call."""
-    primitive, group, op, dtype = kind
-    if group.size() == 1:
-        return inner
-    signature, run = encode_kind(primitive, dtype, op, 0), inner.run
+class _Compared(Wrapper):
+    """``inner`` preceded by the comparison of calls, in a group that compares every call."""
 
-    def compared(send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
-        if group.agree is not None:
-            sizes = encode_sizes(agreed_sizes(primitive, extent))
-            group.agree(with_root(signature, root), sizes)
-        run(send, recv, extent, root)
+    def __init__(self, kind: CallKind, inner: Implementation) -> None:
+        primitive, self._group, op, dtype = kind
+        group, run = self._group, inner.run
+        signature = encode_kind(primitive, dtype, op, 0)
 
-    return Implementation(compared)
+        def compared(send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
+            if group.agree is not None:
+                sizes = encode_sizes(agreed_sizes(primitive, extent))
+                group.agree(with_root(signature, root), sizes)
+            run(send, recv, extent, root)
+
+        super().__init__(inner, run if group.size() == 1 else compared)
+
+    def native_calls(self) -> Sequence[NativeCall] | None:
+        """Return those of ``inner``, which do not compare."""
+        return () if self._group.compared else super().native_calls()
 
 
 class _Step(NamedTuple):
@@ -180,13 +186,18 @@ class _BySize(Implementation):
             self._step(extent).implementation.run(send, recv, extent, root)
 
     def native_calls(self) -> Sequence[NativeCall] | None:
-        """Return the native calls of all steps; None until the ranks' placement is known."""
+        """Return the native calls of all steps. Until the ranks' placement is known: None in a
+        group that compares every call, else those of the steps below it.
+        """
+        steps, last = self._known or self._before, _NEVER
         if self._known is None:
-            return None
-        ends = [_NEVER, *(step.min_count for step in self._known)]
+            if self._kind.group.compared:
+                return None
+            last = self._split_count
+        ends = [last, *(step.min_count for step in steps)]
         return [
-            call._replace(min_count=step.min_count, end_count=end)
-            for step, end in zip(self._known, ends, strict=False)
+            call._replace(min_count=step.min_count, end_count=min(end, call.end_count))
+            for step, end in zip(steps, ends, strict=False)
             for call in step.implementation.native_calls() or ()
         ]
 
@@ -207,7 +218,7 @@ def _find_uneven(kind: CallKind) -> Run | None:
         return None
     built = route.build(kind)
     assert built is not None
-    return (built if route.policy.compares_calls else _compared(kind, built)).run
+    return (built if route.policy.compares_calls else _Compared(kind, built)).run
 
 
 def _smallest(steps: list[_Step], end: int) -> tuple[int, Run]:
@@ -248,7 +259,7 @@ def _served(
             route = registry.HOST[route.policy.fallback]
             built = route.build(kind)
         if built is not None:
-            compared = built if route.policy.compares_calls else _compared(kind, built)
+            compared = built if route.policy.compares_calls else _Compared(kind, built)
             found.append((nbytes if found else 0, route.name, compared))
     return found or _served(kind, row, "apart")
 

@@ -23,8 +23,8 @@ from mpicoll.core.plan import (
     Contiguous,
     Extent,
     Implementation,
+    Native,
     NativeCall,
-    Run,
     SegmentTable,
 )  # fmt: skip
 from mpicoll.core.reproducible import LEVELS
@@ -34,7 +34,7 @@ from mpicoll.errors import MismatchError
 from mpicoll.failures import timeouts
 from mpicoll.failures.consistency import describe_by_rank
 from mpicoll.kernels.calls import COMPARE, FUSED, LISTS, take_interruption
-from mpicoll.kernels.library import kernels
+from mpicoll.kernels.library import address_of, kernels
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.output import format_bytes
 from mpicoll.routes.host.shared_segment import Segment, share
@@ -55,7 +55,7 @@ from mpicoll.routes.tuning import job
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["ROUTE", "Exchange", "Native", "Shared", "blocks_of_call", "create", "get_or_create"]
+__all__ = ["ROUTE", "Exchange", "Shared", "blocks_of_call", "create", "get_or_create"]
 
 #: Maximum size in bytes of a slot, which is the data of a round, and of all ranks' slots.
 SLOT, MAX_SEGMENT_BYTES = 256 * 1024, 48 * 1024 * 1024
@@ -142,10 +142,11 @@ class Shared:
 
     def native_call(self, owner: Any, shape: int, function: Any, argument: int) -> NativeCall:
         """Return the native call of a function of the C library."""
-        check = _address(self.kernels.shared_all_entered), self.pointer, round(1e9 * INLINE_WAIT_S)
+        asks, wait_ns = address_of(self.kernels.shared_all_entered), round(1e9 * INLINE_WAIT_S)
+        check = asks, self.pointer, wait_ns
         if not self._crowded_beside or shape == COMPARE:
             check = (0, 0, 0)
-        return NativeCall(owner, shape, _address(function), argument, inline_check=check)
+        return NativeCall(owner, shape, address_of(function), argument, inline_check=check)
 
     @property
     def native_comparison(self) -> NativeCall:
@@ -337,24 +338,6 @@ class Shared:
         )
 
 
-class Native(Implementation):
-    """``run`` with its native calls, and its version for segment tables."""
-
-    def __init__(
-        self, run: Run, native_calls: Sequence[NativeCall], fused: Run | None = None
-    ) -> None:
-        super().__init__(run)
-        self._native_calls, self._fused = native_calls, fused
-
-    def native_calls(self) -> Sequence[NativeCall]:
-        """Return them."""
-        return self._native_calls
-
-    def fused(self, count: int) -> Run | None:
-        """Return the function for segment tables, for any count."""
-        return self._fused
-
-
 class Exchange(Implementation):
     """all_to_all. The first round sends the sizes of all blocks, and the blocks if they fit.
 
@@ -419,12 +402,6 @@ def blocks_of_call(kind: CallKind, send: Any, recv: Any, extent: Extent) -> tupl
         for start, counts in sides
     )
     return out, into
-
-
-def _address(function: Any) -> int:
-    found = ctypes.cast(function, ctypes.c_void_p).value
-    assert found is not None
-    return found
 
 
 def _parts(kind: int) -> int:

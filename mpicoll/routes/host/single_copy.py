@@ -22,7 +22,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll import settings
-from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation
+from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation, Native
 from mpicoll.core.signature import encode_kind
 from mpicoll.kernels.calls import LISTS
 from mpicoll.kernels.library import kernels
@@ -72,7 +72,7 @@ class SingleCopy:
             out, into = shared.blocks_of_call(kind, recv if send is None else send, recv, extent)
             self.memory.call(function, at, out.ctypes.data, into.ctypes.data, extent, root)
 
-        return shared.Native(run, [self.memory.native_call(self, LISTS, function, at)])
+        return Native(run, [self.memory.native_call(self, LISTS, function, at)])
 
     def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
         """Raise the error of a failed native call."""

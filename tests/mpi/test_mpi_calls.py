@@ -1,0 +1,226 @@
+"""Calls of MPI's collectives by the native fast path, in a group without shared memory."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from conftest import needs_2_ranks
+from conftest import team as group_of
+from driver import DTYPES, NAMES, Call, legal_operations
+from mpi4py import MPI
+from test_short_calls import compiled, record_python_calls
+
+import mpicoll as dist
+from mpicoll.dtypes import ReduceOp, by_name
+from mpicoll.errors import MismatchError, MPIError
+from mpicoll.failures import consistency
+from mpicoll.routes.host import hierarchy, mpi, select
+
+pytestmark = compiled
+
+NATIVE = [name for name in NAMES if name in mpi.ROUTE.serves.primitives and name != "barrier"]
+F32, SUM, MAX = by_name["float32"], ReduceOp.SUM, ReduceOp.MAX
+
+
+def apart_team(name, world):
+    """Return a group that does not share memory, past its first calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MPICOLL_SHARED_MEMORY", "0")
+        made = group_of(name, range(world.size))
+        pass_first_calls(made.group)
+    assert not made.group.compared
+    return made
+
+
+def pass_first_calls(group):
+    """Make calls until the next comparison of call records is a stride of calls away."""
+    while group.sequence < consistency.FIRST or left(group) < consistency.STRIDE - 1:
+        dist.barrier(group)
+
+
+def left(group):
+    """Return the number of calls before the next comparison."""
+    return group.next_check - group.sequence - 1
+
+
+@pytest.fixture(scope="module")
+def team(world):
+    made = apart_team("apart", world)
+    yield made
+    dist.destroy_process_group(made.group)
+
+
+@contextmanager
+def without_python(team, number=1):
+    """Assert that the block's calls run natively. number: of these calls."""
+    if left(team.group) < number:
+        pass_first_calls(team.group)
+    with record_python_calls() as seen:
+        yield
+    assert not seen
+
+
+def operations_of(name, dtype):
+    if not NAMES[name].reduces:
+        return [None]
+    return [op for op in legal_operations(dtype) if mpi.reducible(op, dtype)]
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_calls_run_natively_with_the_right_results(team, name):
+    """The first call registers the function, which then runs all sizes, roots, and a barrier."""
+    for dtype in DTYPES:
+        for turn, op in enumerate(operations_of(name, dtype)):
+            Call(name, team, dtype, 1, op).run()
+            for count in (1, 1000, 70000 if turn == 0 else 77):
+                root = (turn + count) % team.size if NAMES[name].root else 0
+                call = Call(name, team, dtype, count, op, root)
+                with without_python(team):
+                    call.start()
+                call.check()
+    dist.barrier(team.group)
+    with without_python(team):
+        dist.barrier(team.group)
+
+
+def test_lists_of_adjacent_arrays_are_not_copied(team):
+    """The arrays of one list are parts of one buffer, in order, and then in reverse."""
+    n, me = team.size, team.me
+    for step in (1, -1) * 2:
+        whole, one = np.zeros((n, 5), np.float32), np.full(5, me, np.float32)
+        dist.all_gather(list(whole[::step]), one, team.group)
+        assert np.array_equal(whole[::step, 0], np.arange(n))
+        given = np.arange(n, dtype=np.float32).repeat(5).reshape(n, 5)
+        dist.reduce_scatter(one, list(given[::step]), group=team.group)
+        assert (one == n * (me if step > 0 else n - 1 - me)).all()
+
+
+def test_calls_that_python_runs(team):
+    """What MPI does not reduce, what is not contiguous, and calls behind an async one."""
+    array = np.ones(6, np.float32)
+    for count, op in ((6, MAX), (3, SUM)):
+        for _ in range(3):
+            dist.all_reduce(array[:: 6 // count], op, team.group)
+        if left(team.group) < 1:
+            pass_first_calls(team.group)
+        with record_python_calls() as seen:
+            dist.all_reduce(array[:: 6 // count], op, team.group)
+        assert seen == ["all_reduce"]
+    works = [dist.all_reduce(np.ones(2, np.int32), group=team.group, async_op=True)]
+    last = np.ones(2, np.int32)
+    dist.all_reduce(last, group=team.group)
+    assert works[0].wait() and (last == team.size).all()
+
+
+def test_call_records_equal_those_of_python(world):
+    """The same calls in two groups, of which one forgets its native functions."""
+    recorded = []
+    for native in (True, False):
+        made = apart_team(f"recorded {native}", world)
+        for turn in range(2):
+            if turn and not native:
+                made.group.forget_fast_paths()
+            pass_first_calls(made.group)
+            start = made.group.sequence
+            with record_python_calls() as seen:
+                for dtype in (np.float32, np.int64):
+                    dist.all_reduce(np.ones(3, dtype), group=made.group)
+                    dist.broadcast(np.ones(5, dtype), group=made.group, group_src=world.size - 1)
+                    dist.all_gather_single(np.ones(2 * world.size), np.ones(2), made.group)
+                dist.barrier(made.group)
+        assert (len(seen) == 0) == native
+        recorded.append([(number - start, *rest) for number, *rest in made.group.recent[1:]])
+        history = made.group.history()[-7:]
+        assert [entry[2] - start for entry in history] == list(range(1, 8))
+        assert all(entry[7] <= entry[8] for entry in history)  # started, completed
+        recorded.append([entry[3:6] for entry in history])
+        dist.destroy_process_group(made.group)
+    assert len(recorded[0]) == 7 and recorded[:2] == recorded[2:]
+
+
+def test_python_compares_the_records_after_each_stride(team):
+    array = np.ones(3, np.float32)
+    for _ in range(2):
+        dist.all_reduce(array, group=team.group)
+    pass_first_calls(team.group)
+    with record_python_calls() as seen:
+        for number in range(3 * consistency.STRIDE):
+            due = left(team.group) == 0
+            dist.all_reduce(array, group=team.group)
+            assert len(seen) == due, number
+            assert not due or team.group.recent[1:] == []
+            seen.clear()
+
+
+@needs_2_ranks
+def test_mismatch_that_mpi_does_not_detect_is_found_by_the_records(world):
+    made = apart_team("of different calls", world)
+    array = np.ones(3, np.int32)
+    for op in (SUM, MAX):
+        for _ in range(2):
+            dist.all_reduce(array, op, made.group)
+    with without_python(made):
+        dist.all_reduce(array, SUM if made.me else MAX, made.group)
+    with pytest.raises(MismatchError, match=r"all_reduce of 3 .*MAX.*found \d+ calls later"):
+        for _ in range(consistency.STRIDE):
+            dist.all_reduce(array, SUM, made.group)
+    with pytest.raises(MismatchError, match="calls later"):  # the group has failed
+        dist.all_reduce(array, SUM, made.group)
+
+
+def test_errors_of_mpi_are_those_of_python(world, monkeypatch):
+    """An invalid operation, in Python and natively."""
+    made, owners, init = apart_team("failing", world), [], mpi._NativeCalls.__init__
+
+    def keep(self, *arguments):
+        init(self, *arguments)
+        owners.append(self)
+
+    monkeypatch.setattr(mpi._NativeCalls, "__init__", keep)
+    texts, array = [], np.ones(3, np.int32)
+    with monkeypatch.context() as patch:
+        patch.setattr(mpi, "_mpi_operation", lambda op, dtype: MPI.OP_NULL)
+        for _ in range(3):  # the first two in Python, because registering it takes a call
+            pass_first_calls(made.group)
+            with (
+                record_python_calls() as seen,
+                pytest.raises(MPIError, match=r"all_reduce on rank \d") as caught,
+            ):
+                dist.all_reduce(array, SUM, made.group)
+            texts.append((str(caught.value), caught.value.args))
+            assert isinstance(caught.value.__cause__, MPI.Exception)
+            assert not made.group.inside and not made.group.lock.locked()
+    assert len(owners) == 1 and not seen and texts[0] == texts[1] == texts[2]
+    dist.barrier(made.group)  # the group stays usable
+    dist.destroy_process_group(made.group)
+
+
+def test_groups_with_tested_calls_do_not_block_in_mpi(world, monkeypatch):
+    monkeypatch.setenv("MPICOLL_TESTED_CALLS", "1")
+    made = apart_team("tested", world)
+    array = np.ones(3, np.float32)
+    dist.all_reduce(array, group=made.group)
+    pass_first_calls(made.group)
+    with record_python_calls() as seen:
+        dist.all_reduce(array, group=made.group)
+    assert seen == ["all_reduce"]
+    dist.destroy_process_group(made.group)
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size < 3, reason="needs 3 ranks")
+def test_short_calls_between_nodes_run_natively(world, monkeypatch):
+    monkeypatch.setattr(hierarchy, "node_of", lambda: f"node {min(world.me, 1)}")
+    made = group_of("on nodes", range(world.size))
+    pass_first_calls(made.group)
+    assert select.place(made.group) == "nodes"
+    for count, runs in ((3, []), (1 << 19, ["all_reduce"])):  # the larger by the route hierarchical
+        for _ in range(2):
+            Call("all_reduce", made, F32, count, SUM).run()
+        call = Call("all_reduce", made, F32, count, SUM)
+        with record_python_calls() as seen:
+            call.start()
+        call.check()
+        assert seen == runs
+    dist.destroy_process_group(made.group)

@@ -80,6 +80,11 @@ struct last_call {
     uint64_t thread; /* that runs it */
 };
 
+/* A call record, see RecordEntry in mpicoll/kernels/calls.py. */
+struct record {
+    unsigned long long number, kind, sizes, root;
+};
+
 typedef struct {
     PyObject_HEAD
     struct entry *history; /* ring of the latest calls */
@@ -90,7 +95,9 @@ typedef struct {
     unsigned long long sequence;
     PyObject *lock, *acquire, *release; /* the lock held during a call, and its methods */
     PyObject *worker;                   /* the group's progress thread, or None */
-    PyObject *record;                   /* the call records, see the attribute recent */
+    PyObject *record;                   /* the call records, see the attribute recent: a list, */
+    struct record *later;               /* and the records since it was set */
+    size_t n_later, max_later;
     int compared; /* each call is compared as it runs, so only the last record is kept */
     int dropped;                        /* the last call was a mismatch that has been reported */
     struct last_call *last, own; /* the last call: in the status page, or in `own` */
@@ -279,29 +286,29 @@ static PyObject *release(Calls *calls)
     return PyObject_CallFunctionObjArgs(calls->release, NULL);
 }
 
-/* Clears the current exception and returns it as a new reference; NULL if there is none. */
-static PyObject *take_exception(void)
+/* Allocates memory for another call record. Returns 0 with an exception. */
+static int reserve_record(Calls *calls)
 {
-    PyObject *type, *error, *traceback;
-    PyErr_Fetch(&type, &error, &traceback);
-    PyErr_NormalizeException(&type, &error, &traceback);
-    if (error && traceback)
-        PyException_SetTraceback(error, traceback);
-    Py_XDECREF(type);
-    Py_XDECREF(traceback);
-    return error;
+    if (calls->n_later < calls->max_later)
+        return 1;
+    const size_t max = 64 + 2 * calls->max_later;
+    struct record *later = PyMem_Realloc(calls->later, max * sizeof *later);
+    if (!later) {
+        PyErr_NoMemory();
+        return 0;
+    }
+    calls->later = later;
+    calls->max_later = max;
+    return 1;
 }
 
-/* Adds the last call to the call records, if these are kept. Returns 0 with an exception. */
-static int add_record(Calls *calls)
+/* Adds the last call to the call records, if these are kept. */
+static void add_record(Calls *calls)
 {
-    if (calls->compared)
-        return 1;
     const struct last_call *last = calls->last;
-    PyObject *entry = Py_BuildValue("KKKK", last->number, last->kind, last->sizes, last->root);
-    const int added = entry && !PyList_Append(calls->record, entry);
-    Py_XDECREF(entry);
-    return added;
+    if (!calls->compared)
+        calls->later[calls->n_later++] =
+            (struct record){last->number, last->kind, last->sizes, last->root};
 }
 
 /* Begins a call: takes the lock, counts the call and records it. Returns 1; 0 if another thread is
@@ -310,6 +317,8 @@ static int begin(Calls *calls, const struct fast_path *path, uint64_t sizes, uns
 {
     if (calls->sequence + 1 >= calls->next_check)
         return 0;
+    if (!reserve_record(calls))
+        return -1;
     PyObject *got = PyObject_CallFunctionObjArgs(calls->acquire, python.no, NULL);
     if (!got)
         return -1;
@@ -319,15 +328,9 @@ static int begin(Calls *calls, const struct fast_path *path, uint64_t sizes, uns
     calls->sequence++;
     record_last(calls, path->signature, sizes, root);
     start_now(calls, path->signature, sizes, (uint32_t)root);
+    add_record(calls);
     Py_INCREF(path->owner);
-    if (add_record(calls))
-        return 1;
-    PyObject *error = take_exception();
-    Py_DECREF(path->owner);
-    Py_XDECREF(release(calls));
-    PyErr_SetObject((PyObject *)Py_TYPE(error), error);
-    Py_DECREF(error);
-    return -1;
+    return 1;
 }
 
 /* Ends a call, given the result of its function. Returns 1, or -1 with an exception. */
@@ -463,6 +466,19 @@ static Calls *group_of(PyObject *group)
         group = NULL;
     }
     return (Calls *)group;
+}
+
+/* Clears the current exception and returns it as a new reference; NULL if there is none. */
+static PyObject *take_exception(void)
+{
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (error && traceback)
+        PyException_SetTraceback(error, traceback);
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    return error;
 }
 
 /* Returns the Work of an async call that has run, or that has failed with the current exception. */
@@ -828,6 +844,7 @@ static void calls_dealloc(PyObject *self)
     PyObject_GC_UnTrack(self);
     calls_clear(self);
     free(((Calls *)self)->history);
+    PyMem_Free(((Calls *)self)->later);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
@@ -904,7 +921,7 @@ static PyObject *calls_begin(PyObject *self, PyObject *const *args, Py_ssize_t n
     if (!parse_call(&call, args, n == 4 ? 3 : n))
         return NULL;
     const unsigned long long scheduled = n == 4 ? PyLong_AsUnsignedLongLong(args[3]) : 0;
-    if (PyErr_Occurred())
+    if (PyErr_Occurred() || !reserve_record(calls))
         return NULL;
     calls->sequence++;
     struct entry *found =
@@ -916,8 +933,7 @@ static PyObject *calls_begin(PyObject *self, PyObject *const *args, Py_ssize_t n
         start_now(calls, call.kind, call.sizes, call.root);
     }
     record_last(calls, call.kind, call.sizes, call.root);
-    if (!add_record(calls))
-        return NULL;
+    add_record(calls);
     return PyBool_FromLong(calls->sequence >= calls->next_check);
 }
 
@@ -932,9 +948,16 @@ static PyObject *calls_get_recent(PyObject *self, void *closure)
                                               calls->last->kind, calls->last->sizes,
                                               calls->last->root);
     }
-    PyObject *record = calls->record ? calls->record : Py_None;
-    Py_INCREF(record);
-    return record;
+    PyObject *list = PySequence_List(calls->record);
+    for (size_t i = 0; list && i < calls->n_later; i++) {
+        const struct record *later = &calls->later[i];
+        PyObject *entry =
+            Py_BuildValue("(KKKK)", later->number, later->kind, later->sizes, later->root);
+        if (!entry || PyList_Append(list, entry))
+            Py_CLEAR(list);
+        Py_XDECREF(entry);
+    }
+    return list;
 }
 
 static int calls_set_recent(PyObject *self, PyObject *value, void *closure)
@@ -948,6 +971,7 @@ static int calls_set_recent(PyObject *self, PyObject *value, void *closure)
     PyObject *before = calls->record;
     Py_INCREF(value);
     calls->record = value;
+    calls->n_later = 0;
     calls->compared = 0;
     Py_XDECREF(before);
     return 0;

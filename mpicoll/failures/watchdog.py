@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 _CHECK_INTERVAL_S = 1.0
 #: Time that a blocked call of MPI has to return after Ctrl-C.
 _INTERRUPT_GRACE_S = 1.0
+#: Time that the watchdog thread spends in one check before the standby thread checks the devices.
+_STUCK_AFTER_S = 3.0
 #: Time between the message that another rank has ended the job and the end of this rank. Meanwhile
 #: this rank may print its own message, and the launcher sees which rank was first.
 _JOB_END_GRACE_S = 0.5
@@ -81,7 +83,9 @@ class Watchdog(RankEnd):
     def __init__(self, at_exit: Callable[[], None]) -> None:
         global _current
         self._at_exit = at_exit
-        self._stopping = False
+        self._stopping = threading.Event()
+        self._check_since = math.inf  # when the watchdog thread began the present check
+        self._standby: threading.Thread | None = None
         self._failing: list[threading.Thread] = []
         self._next_receive = time.monotonic() + _RECEIVE_INTERVAL_S
         #: FAILED groups with device work, and since when.
@@ -107,9 +111,9 @@ class Watchdog(RankEnd):
         """Remove the group's part of the hooks, and end the thread."""
         global _current
         exit_hooks.install_in_rank()
-        self._stopping = True
+        self._stopping.set()
         os.write(self._writer, b"\0")
-        for thread in (self._thread, *self._failing):
+        for thread in filter(None, (self._thread, self._standby, *self._failing)):
             thread.join()
         _current = None
         # On another thread, Python would still write to the pipe at each signal.
@@ -173,8 +177,9 @@ class Watchdog(RankEnd):
             timeouts_s = [group.timeout for group in list(state.groups) if group.timeout]
             pause = min([_CHECK_INTERVAL_S, *(max(each / 5, 0.1) for each in timeouts_s)])
             ready = [descriptor for descriptor, _ in poll.poll(1000 * pause)]
-            if self._stopping:
+            if self._stopping.is_set():
                 return
+            self._check_since = time.monotonic()
             signals = os.read(self._reader, 512) if self._reader in ready else b""
             if signal.SIGINT in signals:
                 self._handle_interrupt()
@@ -183,6 +188,36 @@ class Watchdog(RankEnd):
             if monitor_client.is_ordered_to_end():  # the monitor has printed the reason
                 end_job(1)
             self._check_groups(waits)
+            self._check_since = math.inf
+
+    def start_standby(self) -> None:
+        """Start the standby thread. Call it before device work waits for other ranks."""
+        if self._standby is None:
+            self._standby = threading.Thread(
+                target=self._stand_by, name="mpicoll-watchdog-standby", daemon=True
+            )
+            self._standby.start()
+
+    def _stand_by(self) -> None:
+        """End the device work of failed groups while the watchdog thread is stuck.
+
+        The garbage collector may run destructors of the program on the watchdog thread. One that
+        frees device memory waits until all kernels end, also those that wait for a lost rank and
+        that the watchdog thread is to abort. Until it returns, the collector does not run on
+        another thread.
+        """
+        while not self._stopping.wait(_CHECK_INTERVAL_S):
+            if time.monotonic() - self._check_since < _STUCK_AFTER_S:
+                continue
+            use_process_device()
+            groups = [group for group in list(state.groups) if group.device_error is not None]
+            for group in groups:
+                group.check_device_errors()
+                if group.error is not None:
+                    group.resources.leave(alone=True)
+            if not is_serialized():
+                for group in groups:  # last: another thread may be stuck inside
+                    timeouts.receive_failures(group)
 
     def _find_groups_inside(self) -> list[ProcessGroup]:
         """Return the groups that are inside a collective."""
@@ -209,7 +244,7 @@ class Watchdog(RankEnd):
             monitor_client.report_ending()
             os._exit(code)
         time.sleep(_JOB_END_GRACE_S)
-        if not self._stopping:
+        if not self._stopping.is_set():
             flight_record.write(why)
             records = flight_record.last_words() if rank == 0 else []
             write_lines("\n".join([f"mpicoll: rank {rank}: {why}; ending too", *records]))
@@ -268,6 +303,7 @@ class Watchdog(RankEnd):
             return
         if group not in self._failed:
             self._failed[group] = now
+            group.resources.leave(alone=True)  # before the flight record, which takes long
             if group.pending_error is not None:
                 flight_record.dump(str(error), 0)
                 write_lines(f"mpicoll: {error}")
@@ -332,6 +368,12 @@ def _fail(group: ProcessGroup, number: int) -> None:
 
 #: The watchdog of this process.
 _current: Watchdog | None = None
+
+
+def watch_devices() -> None:
+    """Announce that a group will have work on devices that waits for other ranks."""
+    if _current is not None:
+        _current.start_standby()
 
 
 def _after_fork() -> None:

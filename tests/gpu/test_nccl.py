@@ -31,7 +31,7 @@ from mpicoll.cuda import capabilities
 from mpicoll.cuda.runtime import Runtime, get_runtime
 from mpicoll.dtypes import by_name
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, MismatchError, UnsupportedError
-from mpicoll.failures import consistency
+from mpicoll.failures import consistency, timeouts
 from mpicoll.routes import registry
 from mpicoll.routes.device import nccl
 from mpicoll.routes.device.state import Unavailable
@@ -389,6 +389,47 @@ def test_missing_rank_times_out_and_aborts_nccl(group, part, via):
             raise work.exception()
     first = isinstance(caught.value, CollectiveTimeoutError)
     assert part.comm.aborted.wait(60) and (first or dist.get_world_size() > 2)
+
+
+class FreesMemory:
+    """An object of the program in a reference cycle, whose destructor frees device memory."""
+
+    def __init__(self):
+        self.memory, self.itself = cupy.cuda.Memory(512), self
+
+    def __del__(self):
+        del self.memory
+
+
+@pytest.mark.parametrize("place", ["receive", "check", "abort"])
+def test_destructors_on_the_watchdog_thread_do_not_delay_the_abort(group, part, monkeypatch, place):
+    """cudaFree waits for all kernels, also for those that are to be aborted."""
+    target, name = {
+        "receive": (timeouts, "receive_failures"),
+        "check": (part.comm, "check_async_error"),
+        "abort": (nccl, "use_process_device"),
+    }[place]
+    replaced, collecting = getattr(target, name), threading.Event()
+
+    def collect(*arguments):
+        if threading.current_thread() is not threading.main_thread() and not collecting.is_set():
+            collecting.set()
+            gc.collect()
+        return replaced(*arguments)
+
+    part.comm.rank_missing, group.timeout = True, 1.0
+    gc.disable()
+    try:
+        garbage = FreesMemory()
+        dist.all_reduce(cupy.ones(9, cupy.int32), group=group)
+        monkeypatch.setattr(target, name, collect)
+        del garbage
+        assert part.comm.aborted.wait(LIMIT_S) and collecting.is_set()
+    finally:
+        gc.enable()
+    wait_until_failed(group)
+    with pytest.raises(DistBackendError, match="NCCL"):
+        dist.all_reduce(cupy.ones(9, cupy.int32), group=group)
 
 
 def test_async_error_of_nccl_fails_the_group_on_all_ranks(group, part):

@@ -63,6 +63,8 @@ def asked_for(backend: str) -> bool:
 
 #: Seconds between checks for failures, without and with waiting; seconds to wait for an abort.
 _INTERVAL, _PAUSE, _ABORT = 0.1, 1e-3, 10.0
+#: Seconds to wait for another thread's check before an abort.
+_CHECK_TIMEOUT_S = 1.0
 #: Seconds for all ranks to return from ncclCommInitRank; size in bytes of a rank's error message.
 _INIT_TIMEOUT_S, _WORDS = 60.0, 512
 #: Buffers of exchanges of these messages that have timed out.
@@ -91,7 +93,12 @@ class Nccl(RouteState):
         self._pending: deque[_Pending] = deque()
         self._failure: DistBackendError | None = None
         self._next_look = time.monotonic() + _INTERVAL
-        self._lock = threading.Lock()  # the watchdog thread also checks
+        # Several threads check. Any line may block until the communicator is aborted, because the
+        # garbage collector runs destructors that wait for the device. So no thread waits for these
+        # locks without a timeout.
+        self._lock = threading.Lock()
+        self._abort_lock = threading.Lock()  # never released
+        self._aborted = threading.Event()
 
     def _create_communicator(self) -> Any:
         """Return CuPy's communicator of all ranks. All ranks call.
@@ -135,9 +142,11 @@ class Nccl(RouteState):
     def _enter(self, kind: CallKind, extent: Extent, root: int) -> None:
         number, signature = self.group.sequence, signature_of(kind, extent, root)
         self._pending.append(_Pending(number, signature, time.monotonic(), self.context.record()))
-        if len(self._pending) > _MAX_PENDING_COUNT:
-            with self._lock:
+        if len(self._pending) > _MAX_PENDING_COUNT and self._lock.acquire(blocking=False):
+            try:
                 self._forget_done()
+            finally:
+                self._lock.release()
 
     def _forget_done(self) -> None:
         while self._pending and self.context.runtime.is_done(self._pending[0].done):
@@ -149,41 +158,51 @@ class Nccl(RouteState):
 
         wait: first wait until the calls are done or one has timed out.
         """
-        if self._failure is not None or not (wait or time.monotonic() > self._next_look):
-            return self._failure
-        self._check()
-        while wait and self._failure is None and self._pending:
-            time.sleep(_PAUSE)
+        if self._failure is None and (wait or time.monotonic() > self._next_look):
             self._check()
+            while wait and self._failure is None and self._pending:
+                time.sleep(_PAUSE)
+                self._check()
+        if self._failure is not None:
+            self._abort()
         return self._failure
 
     def _check(self) -> None:
-        """Check NCCL and the device, and abort the communicator after a failure."""
+        """Check NCCL and the device for a failure."""
         self._next_look = time.monotonic() + _INTERVAL
-        name, limit = f"rank {self.me} of group {self.group.group_name}", self.group.timeout
-        failure: DistBackendError | None = None
-        with self._lock:
-            if self._failure is not None:
-                return
-            try:
-                self._check_async_error()
-                self._forget_done()
-                for number, signature, since, _ in list(self._pending)[:1]:
-                    if limit is not None and time.monotonic() > since + limit:
-                        failure = CollectiveTimeoutError(
-                            f"{describe(*signature)}, on {name}, call {number}: timed out: NCCL "
-                            f"has not done it within the group's timeout of {limit:g} s; another "
-                            "rank has not made this call, or is late"
-                        )
-            except Exception as error:
-                failure = DistBackendError(f"{name}: NCCL failed: {error}")
-            if failure is not None:
-                (words,) = failure.args
-                self._failure = type(failure)(
-                    f"{words}. NCCL's communicator was aborted, and results of this call and later "
-                    "ones may be incomplete; destroy the group and create a new one"
-                )
-                self._abort()
+        name = f"rank {self.me} of group {self.group.group_name}"
+        try:
+            if self._lock.acquire(blocking=False):  # else another thread checks
+                try:
+                    if self._failure is None:
+                        self._check_async_error()
+                        self._forget_done()
+                finally:
+                    self._lock.release()
+            failure = self._find_late_call(name)
+        except Exception as error:
+            failure = DistBackendError(f"{name}: NCCL failed: {error}")
+        if failure is not None:
+            (words,) = failure.args
+            self._failure = self._failure or type(failure)(
+                f"{words}. NCCL's communicator was aborted, and results of this call and later "
+                "ones may be incomplete; destroy the group and create a new one"
+            )
+
+    def _find_late_call(self, name: str) -> DistBackendError | None:
+        """Return the error of the first call if it is not done within the group's timeout."""
+        limit = self.group.timeout
+        try:
+            number, signature, since, done = self._pending[0]
+        except IndexError:  # no calls; another thread may have removed the last one
+            return None
+        if limit is None or time.monotonic() <= since + limit or self.context.runtime.is_done(done):
+            return None
+        return CollectiveTimeoutError(
+            f"{describe(*signature)}, on {name}, call {number}: timed out: NCCL has not done it "
+            f"within the group's timeout of {limit:g} s; another rank has not made this call, or "
+            "is late"
+        )
 
     def _check_async_error(self) -> None:
         try:
@@ -193,25 +212,30 @@ class Nccl(RouteState):
                 raise
 
     def _abort(self) -> None:
-        """Abort the communicator on a thread, because it may block."""
+        """Abort the communicator on a thread, because it may block; wait a limited time."""
+        if not self._abort_lock.locked():
+            threading.Thread(
+                target=self._abort_once, name="mpicoll-nccl-abort", daemon=True
+            ).start()
+            self._aborted.wait(_ABORT)
 
-        def abort() -> None:
-            use_process_device()
+    def _abort_once(self) -> None:
+        use_process_device()
+        if not self._abort_lock.acquire(blocking=False):
+            return
+        self._lock.acquire(timeout=_CHECK_TIMEOUT_S)  # until no thread reads NCCL's error
+        try:
             self.comm.abort()
-
-        thread = threading.Thread(target=abort, name="mpicoll-nccl-abort", daemon=True)
-        thread.start()
-        thread.join(_ABORT)
+        finally:
+            self._aborted.set()
 
     def notify_failure(self, kind: CallKind, error: Exception) -> None:
         if not isinstance(error, UsageError):
             fail_all_ranks(self.group, error)
 
     def abort(self, error: DistBackendError, alone: bool) -> None:
-        with self._lock:
-            if self._failure is None:
-                self._failure = error
-                self._abort()
+        self._failure = self._failure or error
+        self._abort()
 
     def close(self, limit: float) -> None:
         if self.find_failure(wait=True) is None:

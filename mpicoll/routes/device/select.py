@@ -17,6 +17,7 @@ from mpicoll.cuda import binding, capabilities
 from mpicoll.cuda.capabilities import Capabilities
 from mpicoll.cuda.streams import DeviceContext
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
+from mpicoll.failures.watchdog import watch_devices
 from mpicoll.routes import registry
 from mpicoll.routes.device import direct, eligibility, hierarchical, ipc, nccl
 from mpicoll.routes.device.space import Alone, DeviceSpace
@@ -126,6 +127,7 @@ class Agreement:
         best_first = (*(() if forced else requested), *eligible)
         self.names = tuple(name for name in best_first if name not in self.missing)
         if any(state.can_fail_on_device for state in self.states.values()):
+            watch_devices()
             self.group.device_error = self.find_failure
 
     @property

@@ -27,6 +27,7 @@ from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import DistBackendError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
 from mpicoll.routes.device import hierarchical
+from mpicoll.routes.device.select import Agreement
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size < 3, reason="needs three ranks")
 
@@ -219,6 +220,24 @@ def test_route_is_off_if_a_node_cannot_map_memory(arrays, monkeypatch):
     assert len(warned) == (placed.me == 0)
     assert "hierarchical" not in placed.agreed.names
     assert "division by zero" in placed.agreed.describe()["hierarchical"]
+    dist.destroy_process_group(placed.group)
+
+
+def test_rank_that_fails_after_the_agreement_of_its_node(arrays, monkeypatch):
+    """The other ranks of the node do not wait for it, and all ranks use another route."""
+    placed, set_names = PlacedGroup(arrays, monkeypatch, "a GPU each"), Agreement._set_names
+
+    def fails(self):
+        set_names(self)
+        if self.group.whole is not None and placed.me == 0:
+            raise RuntimeError("injected failure")
+
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(Agreement, "_set_names", fails)
+        patch.setattr(hierarchical, "RELEASE_TIMEOUT_S", 3600)
+        placed.check_all_reduce()
+    assert placed.agreed.describe()["hierarchical"] == "rank 0: injected failure"
     dist.destroy_process_group(placed.group)
 
 

@@ -133,12 +133,10 @@ class Levels(RouteState):
         self.along: Agreement | None = None
         try:
             on_all_ranks(self.group, "", lambda: self._map_inside(agreement))
+            on_all_ranks(self.group, "", lambda: self._join_rail(agreement))
         except Unavailable:
-            self.close(RELEASE_TIMEOUT_S)
+            self._close_incomplete()
             raise
-        if self.on_rail:
-            rail = [ranks[self.place.place] for ranks in self.nodes]
-            self.along = self._part_of(agreement, rail)
 
     def _map_inside(self, agreement: Agreement) -> None:
         """Agree inside the node. Raises UnsupportedError if its ranks map no memory."""
@@ -150,11 +148,28 @@ class Levels(RouteState):
             ranks = ", ".join(map(str, self.here))
             raise UnsupportedError(f"ranks {ranks} map no memory of each other ({reasons})")
 
+    def _join_rail(self, agreement: Agreement) -> None:
+        if self.on_rail:
+            rail = [ranks[self.place.place] for ranks in self.nodes]
+            self.along = self._part_of(agreement, rail)
+
     def _part_of(self, agreement: Agreement, ranks: Sequence[int]) -> Agreement:
         part = make_part(self.group, ranks)
         if ranks is not self.here:
             part.inner = part.tested  # so that a rank can leave its rail after a failure
-        return agreement.agree_in(part, [agreement.capabilities[rank] for rank in ranks])
+        try:
+            return agreement.agree_in(part, [agreement.capabilities[rank] for rank in ranks])
+        except BaseException:
+            part.free()
+            raise
+
+    def _close_incomplete(self) -> None:
+        """Close the parts after a failure. All ranks call. A rank that has failed to make the part
+        of its node does not close it, so the others do not wait for it.
+        """
+        have_part = control_messages.allgather(self.group.inner, self.inside is not None, bool)
+        is_complete = all(have_part[rank] for rank in self.here)
+        self.close(RELEASE_TIMEOUT_S if is_complete else 0.0)
 
     @property
     def parts(self) -> Sequence[Agreement]:

@@ -296,6 +296,7 @@ EXPORT cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags)
     if (peer_enabled[device][peer])
         return failed(cudaErrorPeerAccessAlreadyEnabled);
     peer_enabled[device][peer] = 1;
+    enable_peer(device, peer);
     return failed(begin_call());
 }
 

@@ -9,6 +9,7 @@
  *   EMULATED_GPU_PEERS            pairs of devices with peer access ("0-1,2-3"; default: all pairs)
  *   EMULATED_GPU_MEMORY_BYTES     memory of a device for each process (default 16 GiB)
  *   EMULATED_GPU_MULTIPROCESSORS  number of multiprocessors of a device (default 4)
+ *   EMULATED_GPU_PROTECTION       0: the host and all devices may access any memory of a device
  *   EMULATED_GPU_REUSE            1: a new allocation gets the address of a freed one of its size
  */
 #ifndef DEVICE_H
@@ -82,6 +83,19 @@ void *allocate_variables(size_t bytes);
 struct allocation *import_allocation(const struct allocation *handle);
 /* Close the mapping of an import. */
 void unmap_allocation(struct allocation *found);
+
+/* protection.c: which device's memory a thread may access. */
+
+#define ALL_DEVICES (~0u)
+
+/* Let only the threads that allow it access the pages of an allocation. */
+void protect_memory(const struct allocation *memory);
+/* Set the devices whose memory this thread may access, a bit for each. Returns the previous ones. */
+unsigned allow_access(unsigned devices);
+/* Let kernels of a device access memory of a peer. */
+void enable_peer(int device, int peer);
+/* Return the devices whose memory the kernels of a device may access. */
+unsigned accessible_from(int device);
 
 /* shared_objects.c: shared-memory objects, which other processes open by process and number. */
 

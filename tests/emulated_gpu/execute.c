@@ -332,6 +332,7 @@ cudaError_t execute_launch(void *argument)
         blocks[i].frames = next + shared;
     }
     describe_work(kernel->name);
+    allow_access(accessible_from(current_device()));
     run_all(&run, blocks, active, count);
     free(memory);
     free(blocks);

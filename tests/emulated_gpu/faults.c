@@ -59,8 +59,10 @@ void report_access(const char *access, const void *address)
         return;
 }
 
-static const char *access_name(int number, void *context)
+static const char *access_name(int number, const siginfo_t *info, void *context)
 {
+    if (number == SIGSEGV && info->si_code == SEGV_PKUERR)
+        return innermost ? "access without peer access" : "access by the host";
     if (number == SIGBUS)
         return "access to memory that its process has freed";
     if (number == SIGILL)
@@ -102,7 +104,7 @@ static void handle(int number, siginfo_t *info, void *context)
     if (info->si_code <= 0 && innermost)
         return;
     if (innermost || (number != SIGILL && nearest_allocation(info->si_addr)))
-        report_access(access_name(number, context), info->si_addr);
+        report_access(access_name(number, info, context), info->si_addr);
     if (innermost)
         siglongjmp(innermost->buffer, error_of(number));
     restore(number);
@@ -128,6 +130,7 @@ static void install_handlers(void)
 cudaError_t run_guarded(cudaError_t (*run)(void *argument), void *argument)
 {
     struct frame frame = {.outer = innermost};
+    const unsigned before = allow_access(ALL_DEVICES);
     volatile cudaError_t error;
 
     install_handlers();
@@ -137,5 +140,6 @@ cudaError_t run_guarded(cudaError_t (*run)(void *argument), void *argument)
         error = run(argument);
     }
     innermost = frame.outer;
+    allow_access(before);
     return error;
 }

@@ -245,8 +245,10 @@ static cudaError_t open_memory(void **address, const struct memory_handle *text)
         found->references++;
     else
         found = import_allocation(&wanted);
-    if (found)
+    if (found) {
         *address = found->address;
+        enable_peer(current_device(), wanted.device);
+    }
     return found ? cudaSuccess : cudaErrorInvalidValue;
 }
 

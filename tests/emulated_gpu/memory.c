@@ -210,6 +210,7 @@ static cudaError_t allocate(void **address, size_t bytes, int device, enum memor
         return cudaErrorMemoryAllocation;
     }
     fill(made);
+    protect_memory(made);
     made->freed = 0;
     if (is_on_device)
         used_bytes[device] += page_bytes;
@@ -228,8 +229,10 @@ void unmap_allocation(struct allocation *found)
 /* Free memory. The mutex must be held. */
 static cudaError_t release(struct allocation *found)
 {
+    unsigned before = allow_access(ALL_DEVICES);
     cudaError_t error = has_intact_canary(found) ? cudaSuccess : cudaErrorIllegalAddress;
 
+    allow_access(before);
     if (error)
         set_device_error(found->device, error);
     unmap_allocation(found);
@@ -252,6 +255,7 @@ struct allocation *import_allocation(const struct allocation *handle)
     made->process = handle->process, made->object = handle->object;
     made->exported_address = handle->exported_address;
     made->references = 1;
+    protect_memory(made);
     made->freed = 0;
     return made;
 }

@@ -50,8 +50,10 @@ static CUresult load_module(struct CUmod_st **module, const char *text)
         free(found);
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
+    const unsigned before = allow_access(ALL_DEVICES);
     if (image->globals_bytes)
         memcpy(found->globals, image->globals, image->globals_bytes);
+    allow_access(before);
     found->functions = calloc(image->kernel_count + 1, sizeof *found->functions);
     for (uint32_t i = 0; i < image->kernel_count; i++) {
         found->functions[i].kernel = &image->kernels[i];

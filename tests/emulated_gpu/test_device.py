@@ -460,6 +460,34 @@ def test_copy_between_devices():
     assert runtime.pointerGetAttributes(other.data.ptr).device == 1
 
 
+def test_kernel_that_accesses_another_device_needs_peer_access():
+    """Processors without memory protection keys do not check it."""
+    statements = """
+        array = zeros()
+        with cupy.cuda.Device(1):
+            {before}
+            store((1,), (1,), (np.uint64(array.data.ptr), np.int32(7), np.int32(0)))
+            {after}
+        """
+    enable = "runtime.deviceEnablePeerAccess(0)"
+    process = Process(statements.format(before=enable, after="runtime.deviceSynchronize()"))
+    process.end()
+    refused = "with error(700): runtime.deviceSynchronize()"
+    process = Process(statements.format(before="", after=refused))
+    assert "access without peer access" in process.end()[1]
+
+
+def test_access_by_the_host_is_refused():
+    process = Process(
+        """
+        array = zeros()
+        ctypes.memset(array.data.ptr, 0, 4)
+        """
+    )
+    errors = process.end(-11)[1]
+    assert "access by the host at" in errors and "device allocation" in errors
+
+
 def test_kernel_in_a_stream_of_another_device_is_refused():
     with cupy.cuda.Device(1):
         stream = new_stream()

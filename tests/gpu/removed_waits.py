@@ -106,6 +106,7 @@ def first_failure(wait: Wait, venv: Path, folder: Path) -> str:
         "TEST_MPICOLL_ROUTES": wait.route,
         "MPICOLL_DEVICE_ROUTE": wait.route,
         "MPICOLL_CUDA_AWARE": "1" if wait.route == "direct" else "0",
+        "EMULATED_GPU_PROTECTION": "0" if wait.route == "direct" else "1",
     }
     command = [
         venv / "bin" / "mpiexec", "-n", "2", venv / "bin" / "python", "-m", "mpi4py", "-m",

@@ -84,7 +84,7 @@ SUITES = (
     Suite("nccl", [f"{TESTS}nccl.py"], about="nccl", ranks=ON_RANKS),
     Suite("streams", [f"{TESTS}streams.py"], routes=["auto", "ipc", "staged", "nccl"]),
     Suite("load", [f"{TESTS}load.py"], ["cupy", "torch"], ["auto", "staged"], seconds=300),
-    Suite("nodes", [f"{TESTS}nodes.py"], ranks=ON_RANKS),
+    Suite("nodes", [f"{TESTS}nodes.py"], about="direct", ranks=ON_RANKS),
     Suite("kernels", [f"{TESTS}peer_kernels.py", f"{TESTS}kernels.py"], ranks=PLAINLY),
     Suite("runtime", [f"{TESTS}runtime.py"], ranks=PLAINLY),
     Suite("libraries", [f"{TESTS}libraries.py"], ranks=PLAINLY),
@@ -111,6 +111,9 @@ ON_UCX = {
     },
     "mpich": {"MPICH_CH4_NETMOD": "ucx", "MPIR_CVAR_NOLOCAL": "1"},
 }
+
+#: On the emulated device, lets MPI access device memory.
+UNPROTECTED = {"EMULATED_GPU_PROTECTION": "0"}
 
 #: Prints, by route, "" or the missing requirement.
 ROUTES_SCRIPT = """
@@ -193,7 +196,8 @@ def routes_of(site: Site, ranks: int) -> dict[str, str]:
         "timeout", str(ROUTES_TIMEOUT_S), site.mpiexec, "-n", str(ranks), site.python, "-m",
         "mpi4py", "-c", ROUTES_SCRIPT, *names,
     ]  # fmt: skip
-    environment = os.environ | ENVIRONMENT | site.variables | {"MPICOLL_DEVICE_ROUTE": ""}
+    environment = os.environ | ENVIRONMENT | site.variables | UNPROTECTED
+    environment["MPICOLL_DEVICE_ROUTE"] = ""
     done = subprocess.run(
         command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, check=False,
@@ -305,6 +309,8 @@ class Task:
             "TEST_MPICOLL_OWN_GPU": "1" if self.route in GPU_EACH else "",
             "MPICOLL_DEVICE_ROUTE": "" if self.route == "auto" else self.route,
         }
+        if "direct" in (self.route, self.suite.about):
+            variables |= UNPROTECTED
         launch = Launch(
             f"gpu/{self.key}/{number}", self.site.python, [str(self.site.mpiexec)], self.ranks,
             self.suite.part, settings=variables,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import subprocess
 import sys
@@ -48,6 +49,12 @@ module = cupy.RawModule(code=SOURCE)
 store, fill, wait = map(module.get_function, ("store", "fill", "wait"))
 for kernel in (store, fill, wait):
     kernel.compile()
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    """Free the arrays of earlier tests, because the collector must not do so during a capture."""
+    gc.collect()
 
 
 def new_stream():

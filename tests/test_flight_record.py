@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from rank_scripts import job, needs_mpiexec, needs_torch
+
+from mpicoll.launch.error_output import find_stack
 
 pytest_plugins = ["whole_jobs"]
 
@@ -69,3 +72,28 @@ def test_torchfrtrace_finds_the_rank_that_caused_a_hang(culprit, shared_memory, 
     folder = ended.folder / "records"
     modes = [path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())]
     assert modes == [0o700] + [0o600] * 3
+
+
+def test_stack_of_a_running_thread():
+    """Each stack is one that the thread had at some moment."""
+    ended = threading.Event()
+
+    def recurse(depth):
+        return depth and recurse(depth - 1)
+
+    def run_until_ended():
+        while not ended.is_set():
+            recurse(20)
+
+    thread = threading.Thread(target=run_until_ended)
+    thread.start()
+    try:
+        stacks = [[frame.name for frame in find_stack(thread.ident)] for _ in range(300)]
+    finally:
+        ended.set()
+        thread.join()
+    for names in stacks:
+        assert names[:4] == ["_bootstrap", "_bootstrap_inner", "run", "run_until_ended"]
+        assert {*names[4:]} <= {"recurse", "is_set"} and names.count("recurse") <= 21
+    assert any("recurse" in names for names in stacks)
+    assert find_stack(0) == []

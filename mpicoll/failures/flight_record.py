@@ -15,10 +15,8 @@ import contextlib
 import os
 import pickle
 import socket
-import sys
 import threading
 import time
-import traceback
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +34,7 @@ from mpicoll.errors import (
 )
 from mpicoll.failures import rank_status
 from mpicoll.kernels.calls import CallEntry
+from mpicoll.launch.error_output import find_stack
 from mpicoll.output import write_lines
 
 if TYPE_CHECKING:
@@ -69,8 +68,6 @@ _DTYPE_NAMES = {
     "float32": "Float", "float64": "Double", "bfloat16": "BFloat16", "complex64": "ComplexFloat",
     "complex128": "ComplexDouble",
 }  # fmt: skip
-#: Modules whose frames do not belong to the program.
-_INSIDE = ("mpicoll.", "torch.", "threading")
 
 #: For each group, the errors for which the record was dumped: once for each class.
 _dumped: weakref.WeakKeyDictionary[ProcessGroup, set[type]] = weakref.WeakKeyDictionary()
@@ -280,11 +277,9 @@ def _build_entry(
 
 def _find_program_frames(thread: int) -> list[dict[str, Any]]:
     """Return the program's frames of a thread, innermost first."""
-    innermost = sys._current_frames().get(thread)
     return [
-        {"name": frame.f_code.co_name, "filename": frame.f_code.co_filename, "line": line}
-        for frame, line in (traceback.walk_stack(innermost) if innermost else ())
-        if not str(frame.f_globals.get("__name__", "")).startswith(_INSIDE)
+        {"name": frame.name, "filename": frame.filename, "line": frame.lineno}
+        for frame in reversed(find_stack(thread))
     ]
 
 

@@ -11,9 +11,9 @@ import math
 import os
 import select
 import signal
-import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,7 +33,7 @@ from mpicoll.failures.group_failure import (
 from mpicoll.kernels.calls import find_signal_handler
 from mpicoll.kernels.library import kernels
 from mpicoll.launch import exit_hooks
-from mpicoll.launch.error_output import format_stack, with_rank
+from mpicoll.launch.error_output import find_stack, with_rank
 from mpicoll.launch.exit_hooks import INTERRUPTED, RankEnd, end_ranks, flush_output
 from mpicoll.launch.session import current_session
 from mpicoll.launch.world import is_serialized
@@ -165,9 +165,8 @@ class Watchdog(RankEnd):
         """
         if code != INTERRUPTED:
             flight_record.dump(why)
-        frame = sys._current_frames().get(thread or threading.main_thread().ident or 0)
-        stack = "" if frame is None else format_stack(frame)
-        rank = self.rank()
+        found = find_stack(thread or threading.main_thread().ident or 0)
+        stack, rank = "".join(traceback.format_list(found)), self.rank()
         told = f"mpicoll: rank {rank}: {why} (in the call above); ending the job"
         text = with_rank(rank, f"Traceback (most recent call last):\n{stack}{told}")
         write_lines("\n".join((text, *flight_record.last_words())))

@@ -6,6 +6,7 @@ An error that several ranks of a node raise is printed once.
 from __future__ import annotations
 
 import errno
+import faulthandler
 import hashlib
 import os
 import re
@@ -14,7 +15,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import FrameType
 
 import mpicoll
 from mpicoll.errors import MpicollError
@@ -54,11 +54,24 @@ def format_error(error: BaseException) -> str:
     return "".join(found.format()).rstrip("\n")
 
 
-def format_stack(frame: FrameType | None) -> str:
-    """Return the stack of a thread in the format of a traceback, without mpicoll's own frames."""
-    stack = traceback.StackSummary.extract(traceback.walk_stack(frame))
-    stack.reverse()
-    return "".join(traceback.StackSummary.from_list(_visible(stack)).format())
+def find_stack(thread: int) -> list[traceback.FrameSummary]:
+    """Return the stack of a thread, outermost frame first, without mpicoll's own frames.
+
+    thread: its threading.get_ident. Of a deep stack, the innermost 100 frames.
+
+    The thread may be running, and CPython can crash when a frame that has just returned is asked
+    for its caller. faulthandler reads all stacks while no other thread runs.
+    """
+    with os.fdopen(os.memfd_create("stacks", os.MFD_CLOEXEC), "r+", encoding="utf-8") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        text = file.read()
+    threads = re.split(r"^(?:Current t|T)hread 0x([0-9a-f]+).*\n", text, flags=re.MULTILINE)[1:]
+    stacks = {int(ident, 16): stack for ident, stack in zip(*[iter(threads)] * 2, strict=True)}
+    frames = re.findall(r'  File "(.*)", line (\d+) in (.*)', stacks.get(thread, ""))
+    return _visible(
+        traceback.FrameSummary(path, int(line), name) for path, line, name in reversed(frames)
+    )
 
 
 def _hide(found: traceback.TracebackException | None) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 #: Copy of the error stream, which pytest redirects later.
 STDERR = os.dup(2)
+faulthandler.enable(file=STDERR)
 DONE = set(Path(os.environ["TEST_MPICOLL_DONE"]).read_text().splitlines())
 
 

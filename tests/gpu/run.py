@@ -252,6 +252,8 @@ class Task:
             if timed_out:
                 self.problem = OVER if left < options.timeout else launch.problem
                 break
+            if failed:
+                launch.show_logs()
             if launch.problem not in ("", "NO TESTS") and not failed:
                 self.problem = launch.problem
             if not failed or (launch.problem == "FAILED" and self.ranks == 0):

@@ -72,7 +72,7 @@ def broadcast(
 
     tensor: array of any shape; input on the root, output on the other ranks.
     """
-    root = find_root("broadcast", group, "src", src, group_src, default=0)
+    root = find_root("broadcast", group, "src", src, group_src, 0)
     return run_fast(primitives.BROADCAST, group, async_op, tensor, None, None, root)
 
 
@@ -133,7 +133,7 @@ def reduce(
         are not changed and may be read-only.
     dst, group_dst: root; required.
     """
-    root = find_root("reduce", group, "dst", dst, group_dst)
+    root = find_root("reduce", group, "dst", dst, group_dst, None)
     return run_fast(primitives.REDUCE, group, async_op, tensor, None, op, root)
 
 
@@ -187,7 +187,7 @@ def gather(
     gather_list: on the root, one output for each rank, in rank order, with the shape of ``tensor``.
         None on other ranks.
     """
-    root = find_root("gather", group, "dst", dst, group_dst, default=0)
+    root = find_root("gather", group, "dst", dst, group_dst, 0)
     return run_fast(primitives.GATHER, group, async_op, gather_list, tensor, None, root)
 
 
@@ -205,7 +205,7 @@ def scatter(
     scatter_list: on the root, one input for each rank, in rank order, with the shape of ``tensor``.
         None on other ranks.
     """
-    root = find_root("scatter", group, "src", src, group_src, default=0)
+    root = find_root("scatter", group, "src", src, group_src, 0)
     return run_fast(primitives.SCATTER, group, async_op, tensor, scatter_list, None, root)
 
 
@@ -296,9 +296,9 @@ def barrier(
     device_ids: ignored.
     timeout: seconds or a timedelta; None is the timeout of the group.
     """
-    limit = parse_timeout(timeout, None, "barrier")
-    if limit is None:
+    if timeout is None:
         return run_fast(primitives.BARRIER, group, async_op, None, None, None, 0)
+    limit = parse_timeout(timeout, None, "barrier")
     work = run(primitives.BARRIER, group, True)
     if work is None:
         return None

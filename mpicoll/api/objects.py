@@ -105,7 +105,7 @@ def gather_object(
         in rank order. None on other ranks.
     """
     name = "gather_object"
-    root = execute.find_root(name, group, "dst", dst, group_dst, default=0)
+    root = execute.find_root(name, group, "dst", dst, group_dst, 0)
     member = execute.resolve_or_warn(group, name)
     if member is None:
         return
@@ -138,7 +138,7 @@ def broadcast_object_list(
     Raises MismatchError if the lengths differ.
     """
     name = "broadcast_object_list"
-    root = execute.find_root(name, group, "src", src, group_src, default=0)
+    root = execute.find_root(name, group, "src", src, group_src, 0)
     member = execute.resolve_or_warn(group, name)
     if member is None:
         return
@@ -173,7 +173,7 @@ def scatter_object_list(
         other ranks.
     """
     name = "scatter_object_list"
-    root = execute.find_root(name, group, "src", src, group_src, default=0)
+    root = execute.find_root(name, group, "src", src, group_src, 0)
     member = execute.resolve_or_warn(group, name)
     if member is None:
         return
@@ -209,7 +209,7 @@ def send_object_list(
     Raises ArgumentError (a ValueError) if the receiver is this rank.
     """
     name = "send_object_list"
-    peer = execute.find_root(name, group, "dst", dst, group_dst)
+    peer = execute.find_root(name, group, "dst", dst, group_dst, None)
     member = execute.resolve_or_warn(group, name)
     if member is None:
         return

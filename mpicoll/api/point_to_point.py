@@ -46,7 +46,7 @@ def send(
 
     Raises ArgumentError (a ValueError) if the receiver is this rank.
     """
-    peer = execute.find_root("send", group, "dst", dst, group_dst)
+    peer = execute.find_root("send", group, "dst", dst, group_dst, None)
     member = execute.resolve_or_warn(group, "send")
     if member is None:
         return
@@ -88,7 +88,7 @@ def isend(
 
     Returns a Work. The array must not change until it completes.
     """
-    peer = execute.find_root("isend", group, "dst", dst, group_dst)
+    peer = execute.find_root("isend", group, "dst", dst, group_dst, None)
     member = execute.resolve_or_warn(group, "isend")
     if member is None:
         return None
@@ -148,7 +148,7 @@ class P2POp:
         self.tensor: Any = tensor
         self.group = default_group() if group is None else group
         self.tag = tag
-        self.group_peer = execute.find_root("P2POp", self.group, "peer", peer, group_peer)
+        self.group_peer = execute.find_root("P2POp", self.group, "peer", peer, group_peer, None)
         member = resolve(self.group)
         if member is not None:
             check_tag(member, "P2POp", tag)

@@ -103,7 +103,7 @@ class ProcessGroup(Calls):
         self._rank = inner.Get_rank()
         self._size = inner.Get_size()
         self.place = f"on rank {self._rank} of group {name}"  # for descriptions of calls
-        self._group_ranks = {rank: i for i, rank in enumerate(self.ranks)}
+        self.group_ranks = {rank: i for i, rank in enumerate(self.ranks)}
         self.whole: ProcessGroup | None = None  # user's group of an internal group of a route
         self.plans: dict[Any, Any] = {}  # by primitive, dtype and operation
         self.resources = Resources()
@@ -154,7 +154,7 @@ class ProcessGroup(Calls):
 
         global_rank: rank in the default group.
         """
-        return self._group_ranks.get(global_rank)
+        return self.group_ranks.get(global_rank)
 
     @property
     def comm(self) -> MPI.Intracomm:

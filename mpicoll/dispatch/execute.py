@@ -299,10 +299,47 @@ def _run_all(
     return _start(call, async_op, name, outputs, orders)
 
 
+def _find_root(
+    name: str,
+    group: ProcessGroup | None,
+    argument: str,
+    global_rank: int | None,
+    group_rank: int | None,
+    default: int | None,
+) -> int:
+    """Return the root's rank in the group, given as a global or as a group rank.
+
+    default: the global rank if neither is given; None if one must be.
+    Raises ArgumentTypeError (a TypeError) for a rank that is not an int, and ArgumentError (a
+    ValueError) if both or neither are given, or the rank is not in the group. A rank outside the
+    group can only pass a group rank, as in torch.
+    """
+    member = resolve(group)
+    if group_rank is not None:
+        if global_rank is not None:
+            raise ArgumentError(f"{name}: give {argument} or group_{argument}, not both")
+        where = f"{name}: group_{argument}"
+        if member is None:
+            return check_index(group_rank, where)
+        return check_group_rank(member, group_rank, where)
+    if global_rank is None:
+        if default is None:
+            raise ArgumentError(f"{name}: one of {argument} and group_{argument} must be given")
+        global_rank = default
+    global_rank = check_index(global_rank, f"{name}: {argument}")
+    found = None if member is None else member.group_rank(global_rank)
+    if found is None:
+        ranks = "a group that this rank is not in" if member is None else list(member.ranks)
+        raise ArgumentError(
+            f"{name}: {argument}: global rank {global_rank} is not in the group ({ranks})"
+        )
+    return found
+
+
 #: Run a call as ``run`` does, or a list of calls as ``_run_all`` does: without Python if the group
 #: has a native call for it (``kernels/src/calls.c``), else by ``_run_cached`` or ``_run_all``.
-run_fast, run_all = bind_fast_path(
-    _run_cached, _run_all, state, ProcessGroup,
+run_fast, run_all, find_root = bind_fast_path(
+    _run_cached, _run_all, _find_root, state, ProcessGroup,
     run_later=partial(run, may_inline=False), finish=_finish, finished=_finished_work,
 )  # fmt: skip
 
@@ -523,40 +560,3 @@ def resolve_or_warn(group: object, name: str) -> ProcessGroup | None:
         rank = default_group().rank()
         warn(f"{name}: global rank {rank} is not in the group it was called with; nothing is done")
     return member
-
-
-def find_root(
-    name: str,
-    group: ProcessGroup | None,
-    argument: str,
-    global_rank: int | None,
-    group_rank: int | None,
-    default: int | None = None,
-) -> int:
-    """Return the root's rank in the group, given as a global or as a group rank.
-
-    default: the global rank if neither is given; None if one must be.
-    Raises ArgumentTypeError (a TypeError) for a rank that is not an int, and ArgumentError (a
-    ValueError) if both or neither are given, or the rank is not in the group. A rank outside the
-    group can only pass a group rank, as in torch.
-    """
-    member = resolve(group)
-    if group_rank is not None:
-        if global_rank is not None:
-            raise ArgumentError(f"{name}: give {argument} or group_{argument}, not both")
-        where = f"{name}: group_{argument}"
-        if member is None:
-            return check_index(group_rank, where)
-        return check_group_rank(member, group_rank, where)
-    if global_rank is None:
-        if default is None:
-            raise ArgumentError(f"{name}: one of {argument} and group_{argument} must be given")
-        global_rank = default
-    global_rank = check_index(global_rank, f"{name}: {argument}")
-    found = None if member is None else member.group_rank(global_rank)
-    if found is None:
-        ranks = "a group that this rank is not in" if member is None else list(member.ranks)
-        raise ArgumentError(
-            f"{name}: {argument}: global rank {global_rank} is not in the group ({ranks})"
-        )
-    return found

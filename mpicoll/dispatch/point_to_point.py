@@ -403,7 +403,7 @@ def find_source(
     """Return the rank in the group to receive from; None, for any rank, if none is given."""
     if src is None and group_src is None:
         return None
-    return execute.find_root(name, group, "src", src, group_src)
+    return execute.find_root(name, group, "src", src, group_src, None)
 
 
 def exchange_bytes(

@@ -41,6 +41,7 @@ RecordEntry = tuple[int, int, int, int]
 
 Fast = TypeVar("Fast", bound=Callable[..., object])
 All = TypeVar("All", bound=Callable[..., object])
+Root = TypeVar("Root", bound=Callable[..., int])
 
 
 class CallEntry(NamedTuple):
@@ -84,6 +85,7 @@ class PythonCalls:
     sequence: call number of the last collective; only calls that are compared between the ranks
               count.
     worker:   the group's progress thread; None before the first asynchronous call.
+    group_ranks: the rank in the group of each global rank.
     next_check: call number at which the ranks' records are compared next.
     compared: each call is compared as it runs, so only the last record is kept.
     """
@@ -96,6 +98,7 @@ class PythonCalls:
         self._current: list[int] | None = None
         self.sequence = 0
         self.worker: Worker | None = None
+        self.group_ranks: dict[int, int] = {}
         self.next_check = 0
         self.compared = False
         self._record: list[RecordEntry] = [_NO_CALL]
@@ -278,16 +281,17 @@ def describe() -> str:
 def bind_fast_path(
     run_fast: Fast,
     run_all: All,
+    find_root: Root,
     state: object,
     group_type: type,
     *,
     run_later: Callable[..., object],
     finish: Callable[..., object],
     finished: Callable[..., object],
-) -> tuple[Fast, All]:
-    """Return functions like ``run_fast`` and ``run_all`` that use the native fast path if possible.
+) -> tuple[Fast, All, Root]:
+    """Return native functions like ``run_fast``, ``run_all`` and ``find_root`` if possible.
 
-    run_fast:   runs a call. run_all: runs a list of calls.
+    run_fast:   runs a call. run_all: runs a list of calls. find_root: returns the root of a call.
     state:      its attribute ``default`` is the default group. group_type: type of groups.
     run_later:  runs an asynchronous call that must be queued.
     finish:     completes a call whose C function did not return 1, or raises. Takes the group, the
@@ -297,9 +301,9 @@ def bind_fast_path(
                 output, and the exception that ``finish`` has raised, or None.
     """
     if _module is None:
-        return run_fast, run_all
-    _module.set_up(state, group_type, run_fast, run_later, run_all, finish, finished)
-    return _module.run_fast, _module.run_all
+        return run_fast, run_all, find_root
+    _module.set_up(state, group_type, run_fast, run_later, run_all, find_root, finish, finished)
+    return _module.run_fast, _module.run_all, _module.find_root
 
 
 def add_tensor_type(kind: type, exchange: object, is_unusual: Callable[[Any], bool]) -> None:

@@ -554,7 +554,7 @@ class Collectives:
         with self._record_event(name, tensor):
             if peer is not None:
                 argument = "dst" if name == "send" else "src"
-                peer = execute.find_root(name, self.core, argument, None, peer)
+                peer = execute.find_root(name, self.core, argument, None, peer, None)
             work = point_to_point.in_background(
                 point_to_point.begin_message(self.core, name, tensor, peer, tag, name != "send")
             )

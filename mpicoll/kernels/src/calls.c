@@ -23,7 +23,7 @@ static struct {
     PyObject *state;      /* of mpicoll.core.groups; its attribute `default` is the default group */
     PyObject *group_type; /* ProcessGroup */
     /* Python functions, see bind_fast_path in mpicoll/kernels/calls.py. */
-    PyObject *run_fast, *run_later, *run_all, *finish, *finished;
+    PyObject *run_fast, *run_later, *run_all, *find_root, *finish, *finished;
     PyObject *default_name, *submitted_name, *finished_name, *no, *yes;
 } python;
 
@@ -90,6 +90,7 @@ typedef struct {
     unsigned long long sequence;
     PyObject *lock, *acquire, *release; /* the lock held during a call, and its methods */
     PyObject *worker;                   /* the group's progress thread, or None */
+    PyObject *group_ranks; /* dictionary: rank in the group, by global rank */
     PyObject *record;                   /* the call records, see the attribute recent */
     int compared; /* each call is compared as it runs, so only the last record is kept */
     int dropped;                        /* the last call was a mismatch that has been reported */
@@ -470,6 +471,25 @@ static int has_arguments(int correct)
     return correct;
 }
 
+/* Returns the root's rank in the group: name, group, argument, global rank, group rank, default. */
+static PyObject *find_root(PyObject *module, PyObject *const *args, Py_ssize_t n)
+{
+    (void)module;
+    if (!has_arguments(n == 6))
+        return NULL;
+    PyObject *rank = args[3] == Py_None ? args[5] : args[3], *found = NULL;
+    Calls *calls = args[4] == Py_None && PyLong_CheckExact(rank) ? group_of(args[1]) : NULL;
+    if (calls && calls->group_ranks) {
+        found = PyDict_GetItemWithError(calls->group_ranks, rank);
+        Py_XINCREF(found);
+    }
+    Py_XDECREF(calls);
+    if (found || PyErr_Occurred())
+        return found;
+    return PyObject_CallFunctionObjArgs(python.find_root, args[0], args[1], args[2], args[3],
+                                        args[4], args[5], NULL);
+}
+
 static PyObject *run_fast(PyObject *module, PyObject *const *args, Py_ssize_t n)
 {
     (void)module;
@@ -779,6 +799,7 @@ static int calls_traverse(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(calls->acquire);
     Py_VISIT(calls->release);
     Py_VISIT(calls->worker);
+    Py_VISIT(calls->group_ranks);
     Py_VISIT(calls->record);
     for (size_t i = 0; i < calls->n_paths; i++) {
         Py_VISIT(calls->paths[i].primitive);
@@ -797,6 +818,7 @@ static int calls_clear(PyObject *self)
     Py_CLEAR(calls->release);
     Py_CLEAR(calls->lock);
     Py_CLEAR(calls->worker);
+    Py_CLEAR(calls->group_ranks);
     Py_CLEAR(calls->record);
     return 0;
 }
@@ -1034,6 +1056,7 @@ static PyMemberDef calls_members[] = {
     {"next_check", T_ULONGLONG, offsetof(Calls, next_check), 0, NULL},
     {"lock", T_OBJECT_EX, offsetof(Calls, lock), READONLY, NULL},
     {"worker", T_OBJECT_EX, offsetof(Calls, worker), 0, NULL},
+    {"group_ranks", T_OBJECT_EX, offsetof(Calls, group_ranks), 0, NULL},
     {"compared", T_INT, offsetof(Calls, compared), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
@@ -1106,8 +1129,8 @@ static PyObject *take_interruption(PyObject *module, PyObject *unused)
 static PyObject *set_up(PyObject *module, PyObject *args)
 {
     PyObject **const places[] = {&python.state,     &python.group_type, &python.run_fast,
-                                 &python.run_later, &python.run_all,    &python.finish,
-                                 &python.finished};
+                                 &python.run_later, &python.run_all,    &python.find_root,
+                                 &python.finish,    &python.finished};
     (void)module;
     for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
         PyObject *value = PyTuple_GetItem(args, (Py_ssize_t)i);
@@ -1121,8 +1144,10 @@ static PyObject *set_up(PyObject *module, PyObject *args)
 static PyMethodDef functions[] = {
     {"run_fast", FAST(run_fast), "run_fast(primitive, group, async_op, output, input, op, root)"},
     {"run_all", FAST(run_all), "run_all(name, primitive, group, async_op, outputs, inputs, op)"},
+    {"find_root", FAST(find_root),
+     "find_root(name, group, argument, global_rank, group_rank, default)"},
     {"set_up", set_up, METH_VARARGS,
-     "set_up(state, group_type, run_fast, run_later, run_all, finish, finished)"},
+     "set_up(state, group_type, run_fast, run_later, run_all, find_root, finish, finished)"},
     {"set_numpy", set_numpy, METH_O, "set_numpy(type)"},
     {"add_dtype", add_dtype, METH_VARARGS, "add_dtype(dtype, numpy_dtype, itemsize, code, bits)"},
     {"add_type", add_type, METH_VARARGS, "add_type(type, exchange_api, is_unusual)"},

@@ -33,20 +33,22 @@ def record_python_calls():
     seen = []
 
     def counting(inner):
-        def run(primitive, *others):
-            seen.append(primitive.name)
-            return inner(primitive, *others)
+        def run(call, *others):  # find_root takes a name, the others a primitive
+            seen.append(call if isinstance(call, str) else call.name)
+            return inner(call, *others)
 
         return run
 
-    before = execute._run_cached, execute._run_all, execute.state, type(dist.group.WORLD)
-    rest = {"finish": execute._finish, "finished": execute._finished_work}
+    before = execute._run_cached, execute._run_all, execute._find_root
+    rest = execute.state, type(dist.group.WORLD)
+    after = {"finish": execute._finish, "finished": execute._finished_work}
     later = partial(execute.run, may_inline=False)
-    calls.bind_fast_path(counting(before[0]), *before[1:], run_later=counting(later), **rest)
+    counted = counting(before[0]), before[1], counting(before[2])
+    calls.bind_fast_path(*counted, *rest, run_later=counting(later), **after)
     try:
         yield seen
     finally:
-        calls.bind_fast_path(*before, run_later=later, **rest)
+        calls.bind_fast_path(*before, *rest, run_later=later, **after)
 
 
 @pytest.fixture(scope="module")

@@ -477,14 +477,20 @@ static PyObject *find_root(PyObject *module, PyObject *const *args, Py_ssize_t n
     (void)module;
     if (!has_arguments(n == 6))
         return NULL;
-    PyObject *rank = args[3] == Py_None ? args[5] : args[3], *found = NULL;
-    Calls *calls = args[4] == Py_None && PyLong_CheckExact(rank) ? group_of(args[1]) : NULL;
+    const int of_group = args[4] != Py_None;
+    PyObject *rank = of_group ? args[4] : args[3] == Py_None ? args[5] : args[3], *found = NULL;
+    const int plain = PyLong_CheckExact(rank) && !(of_group && args[3] != Py_None);
+    Calls *calls = plain ? group_of(args[1]) : NULL;
     if (calls && calls->group_ranks) {
-        found = PyDict_GetItemWithError(calls->group_ranks, rank);
+        if (!of_group)
+            found = PyDict_GetItemWithError(calls->group_ranks, rank);
+        else if (PyLong_AsUnsignedLong(rank) < (unsigned long)PyDict_Size(calls->group_ranks))
+            found = rank;
+        PyErr_Clear();
         Py_XINCREF(found);
     }
     Py_XDECREF(calls);
-    if (found || PyErr_Occurred())
+    if (found)
         return found;
     return PyObject_CallFunctionObjArgs(python.find_root, args[0], args[1], args[2], args[3],
                                         args[4], args[5], NULL);

@@ -409,8 +409,9 @@ def _measure_ways(group: ProcessGroup) -> Routes:
     return shared.describe_ways() if shared else {}
 
 
-#: Number of calls after which a way is chosen (``kernels/src/choice.c``), and its result exchanged.
-_CHOICE_CALLS = 14
+#: Number of calls after which a way is chosen (``kernels/src/choice.c``), and its result exchanged:
+#: the first, two of each candidate, and the next.
+_CHOICE_CALLS = 16
 
 # --- advice -------------------------------------------------------------------------------------
 

@@ -453,8 +453,8 @@ static int make_call(struct mpicoll_choices *choices, size_t bytes, int allowed,
     return trial.way;
 }
 
-/* The fastest way is used after 10 calls, is measured again ever more rarely, and is replaced if
- * it becomes slower than another one. One interrupted trial does not change the choice. */
+/* The fastest of three ways is used after 7 calls, is measured again ever more rarely, and is
+ * replaced if it becomes slower than another one. One interrupted trial does not change the choice. */
 static void choose_ways(void)
 {
     enum { BYTES = 1 << 20, ALLOWED = STREAM_SLOTS | BY_KERNEL };
@@ -465,26 +465,33 @@ static void choose_ways(void)
     CHECK(choices);
     CHECK(mpicoll_choose(NULL, BYTES, 0, ALLOWED).way == BY_KERNEL); /* the default */
     CHECK(mpicoll_choose(NULL, BYTES / 4, 0, ALLOWED).way == 0);
-    for (int k = 0; k < 10; k++)
+    for (int k = 0; k < 7; k++)
         counts[make_call(choices, BYTES, ALLOWED, ns)]++;
-    CHECK(counts[0] >= 2 && counts[STREAM_SLOTS] >= 2 && counts[BY_KERNEL] >= 2);
-    for (int k = 0; k < 30; k++)
+    CHECK(counts[0] == 2 && counts[STREAM_SLOTS] == 2 && counts[BY_KERNEL] == 3);
+    for (int k = 0; k < 40; k++)
         CHECK(make_call(choices, BYTES, ALLOWED, ns) == STREAM_SLOTS);
     ns[STREAM_SLOTS] = 10000; /* interrupted once */
     while (make_call(choices, BYTES, ALLOWED, ns) != BY_KERNEL)
         ;
     ns[STREAM_SLOTS] = 200;
+    CHECK(make_call(choices, BYTES, ALLOWED, ns) == BY_KERNEL); /* timed after the one before */
     for (int k = 0; k < 40; k++)
         CHECK(make_call(choices, BYTES, ALLOWED, ns) == STREAM_SLOTS);
     memset(counts, 0, sizeof counts);
     for (int k = 0; k < 10000; k++)
         counts[make_call(choices, BYTES, ALLOWED, ns)]++;
-    CHECK(counts[0] == counts[BY_KERNEL] && counts[0] >= 4 && counts[0] <= 8);
+    CHECK(counts[0] == counts[BY_KERNEL] && counts[0] >= 8 && counts[0] <= 16);
     ns[0] = 100; /* another way is now faster */
     for (int k = 0; k < 2560 + 3 * 40 + 160; k++)
         make_call(choices, BYTES, ALLOWED, ns);
     for (int k = 0; k < 40; k++)
         CHECK(make_call(choices, BYTES, ALLOWED, ns) == 0);
+    memset(choices, 0, sizeof *choices);
+    ns[BY_KERNEL] = 1000; /* slow: it takes part in one of four series after the first */
+    memset(counts, 0, sizeof counts);
+    for (int k = 0; k < 10000; k++)
+        counts[make_call(choices, BYTES, ALLOWED, ns)]++;
+    CHECK(counts[STREAM_SLOTS] >= 12 && counts[BY_KERNEL] == 7);
     choices->is_random = 1;
     memset(counts, 0, sizeof counts);
     for (int k = 0; k < 300; k++)

@@ -1,11 +1,16 @@
 /* Choices between ways of running a call that give the same bits, by timing real calls.
  *
  * Which way is fastest depends on the machine: on its caches, on the placement of the ranks, on the
- * kernel. So each plan times its candidates for each size class (powers of two of bytes), first all
- * candidates INITIAL_PASSES times in turn, then once in turn after a number of calls that grows from
- * FIRST_INTERVAL to LAST_INTERVAL, because virtual processors and unbound processes move. The number
- * is FIRST_INTERVAL again after a duration that differs from the median by a factor of 2. The
- * candidate with the least median of its last TRIAL_COUNT durations is used.
+ * kernel. So each plan times its candidates for each size class (powers of two of bytes) in series:
+ * one after its first call, then one after a number of calls that grows from FIRST_INTERVAL to
+ * LAST_INTERVAL, because virtual processors and unbound processes move. The number is FIRST_INTERVAL
+ * again after a duration that differs from the median by a factor of 2. The candidate with the least
+ * median of its last TRIAL_COUNT durations is used.
+ *
+ * A call leaves its slots or its result in the caches, or evicts them, and the first one waits for
+ * new pages. So each candidate makes two calls in turn, and the second is timed. A candidate that was
+ * timed twice and whose median is more than NEAR times the least takes part only in every
+ * ALL_EVERY-th series, because it costs most.
  *
  * All ranks must choose the same way. So a choice depends only on the number of earlier calls, which
  * is the same on all ranks, and on durations that all ranks know: the signals of a call's first
@@ -17,7 +22,7 @@
 #include "choice.h"
 #include "kernels.h"
 
-enum { TRIAL_COUNT = 5, INITIAL_PASSES = 2 };
+enum { TRIAL_COUNT = 5, NEAR = 2, ALL_EVERY = 4 };
 enum { FIRST_INTERVAL = 40, INTERVAL_GROWTH = 4, LAST_INTERVAL = 2560 };
 
 /* Bytes from which the way is chosen. Smaller calls are shorter than the clock's resolution. */
@@ -46,8 +51,11 @@ struct mpicoll_choice {
     uint32_t trials[CANDIDATE_COUNT];          /* so far */
     uint32_t median[CANDIDATE_COUNT];
     uint32_t calls;      /* so far */
-    uint32_t next;       /* the trials begin after this call */
-    uint32_t interval;   /* calls until the next trials */
+    uint32_t next;       /* the series begins after this call */
+    uint32_t interval;   /* calls until the next series */
+    uint32_t series;     /* so far */
+    uint32_t done;       /* candidates, by bit, that the series has timed */
+    uint32_t is_warm;    /* the call before the next one was made by the same candidate */
     uint32_t pending;    /* 1 + candidate of a trial whose duration the ranks have not exchanged */
     uint32_t pending_ns; /* its duration on this rank */
 };
@@ -87,34 +95,57 @@ static uint32_t class_of(size_t bytes)
     return class;
 }
 
-/* Chooses among n candidates: the next one of a series of trials, or the fastest. */
-static void choose(struct mpicoll_trial *trial, const uint32_t *found, uint32_t n, int at_random)
+/* Returns the candidate, by bit, with the least median; 0: none was timed. */
+static uint32_t fastest(const struct mpicoll_choice *choice, uint32_t candidates_by_bit)
+{
+    uint32_t least = UINT32_MAX, found = 0;
+    for (uint32_t k = 0; k < CANDIDATE_COUNT; k++)
+        if (candidates_by_bit >> k & 1 && choice->trials[k] && choice->median[k] < least) {
+            least = choice->median[k];
+            found = 1u << k;
+        }
+    return found;
+}
+
+/* Returns the candidates, by bit, that take part in the current series. */
+static uint32_t in_series(const struct mpicoll_choice *choice, uint32_t found)
+{
+    const uint32_t best = choice->series % ALL_EVERY ? fastest(choice, found) : 0;
+    for (uint32_t k = 0; k < CANDIDATE_COUNT && best; k++)
+        if (choice->trials[k] > 1 && choice->median[k] / NEAR > choice->median[__builtin_ctz(best)])
+            found &= ~(1u << k);
+    return found;
+}
+
+/* Chooses among candidates, by bit: the next one of a series of trials, or the fastest. */
+static void choose(struct mpicoll_trial *trial, uint32_t found, int at_random)
 {
     const struct mpicoll_choice *choice = trial->choice;
-    const uint32_t passes = choice->interval ? 1 : INITIAL_PASSES;
-    uint32_t least = UINT32_MAX;
+    const int is_due = choice->calls > choice->next;
+    uint32_t left = is_due ? in_series(choice, found) & ~choice->done : 0;
 
     if (at_random) {
-        trial->candidate = found[(choice->calls * 2654435761u >> 16) % n];
-    } else if (choice->calls > choice->next) {
-        const uint32_t past = choice->calls - choice->next - 1;
-        trial->candidate = found[past % n];
-        trial->is_timed = 1;
-        trial->is_last = past >= passes * n - 1;
+        uint32_t skipped =
+            (choice->calls * 2654435761u >> 16) % (uint32_t)__builtin_popcount(found);
+        for (left = found; skipped; skipped--)
+            left &= left - 1;
+    } else if (left) {
+        trial->in_series = 1;
+        trial->is_timed = choice->is_warm;
+        trial->is_last = trial->is_timed && !(left & (left - 1));
     } else {
-        for (uint32_t i = 0; i < n; i++)
-            if (choice->trials[found[i]] && choice->median[found[i]] < least) {
-                least = choice->median[found[i]];
-                trial->candidate = found[i];
-            }
+        trial->is_last = is_due;
+        left = fastest(choice, found);
     }
+    if (left)
+        trial->candidate = (uint32_t)__builtin_ctz(left);
 }
 
 struct mpicoll_trial mpicoll_choose(struct mpicoll_choices *choices, size_t bytes, size_t one_shot,
                                     int allowed)
 {
     struct mpicoll_trial trial = {0};
-    uint32_t found[CANDIDATE_COUNT], n = 0;
+    uint32_t found = 0;
 
     if (bytes < MIN_BYTES) { /* the default */
         trial.way = bytes <= one_shot ? allowed & ONE_SHOT : 0;
@@ -124,13 +155,13 @@ struct mpicoll_trial mpicoll_choose(struct mpicoll_choices *choices, size_t byte
     if (choices)
         for (uint32_t k = 0; k < CANDIDATE_COUNT; k++)
             if (is_candidate(k, bytes, allowed))
-                found[n++] = k;
-    if (n > 1) {
+                found |= 1u << k;
+    if (found & (found - 1)) {
         const uint32_t class = class_of(bytes);
         trial.choice = &choices->of[class];
         trial.note = trial.choice->pending_ns;
         trial.scale = (double)((size_t)1 << class) / (double)bytes;
-        choose(&trial, found, n, choices->is_random);
+        choose(&trial, found, choices->is_random);
         trial.has_note = trial.is_timed || trial.choice->pending;
         trial.start = trial.is_timed ? now_ns() : 0;
     }
@@ -155,9 +186,21 @@ static void record(struct mpicoll_choice *choice, uint32_t k, uint32_t ns)
     if (before && (ns > 2 * before || ns < before / 2)) {
         /* The machine may have changed: measure again soon. */
         choice->interval = FIRST_INTERVAL / INTERVAL_GROWTH;
+        choice->series = ALL_EVERY - 1;
         if (choice->next > choice->calls + FIRST_INTERVAL)
             choice->next = choice->calls + FIRST_INTERVAL;
     }
+}
+
+/* Ends a series of trials and schedules the next one. */
+static void end_series(struct mpicoll_choice *choice)
+{
+    choice->series++;
+    choice->interval = choice->interval ? choice->interval * INTERVAL_GROWTH : FIRST_INTERVAL;
+    if (choice->interval > LAST_INTERVAL)
+        choice->interval = LAST_INTERVAL;
+    choice->next = choice->calls + choice->interval;
+    choice->done = 0;
 }
 
 void mpicoll_trial_agreed(const struct mpicoll_trial *trial, uint32_t note)
@@ -169,12 +212,11 @@ void mpicoll_trial_agreed(const struct mpicoll_trial *trial, uint32_t note)
         record(choice, choice->pending - 1, note);
     choice->pending = choice->pending_ns = 0;
     choice->calls++;
-    if (trial->is_last) {
-        choice->interval = choice->interval ? choice->interval * INTERVAL_GROWTH : FIRST_INTERVAL;
-        if (choice->interval > LAST_INTERVAL)
-            choice->interval = LAST_INTERVAL;
-        choice->next = choice->calls + choice->interval;
-    }
+    choice->is_warm = trial->in_series && !trial->is_timed;
+    if (trial->is_timed)
+        choice->done |= 1u << trial->candidate;
+    if (trial->is_last)
+        end_series(choice);
 }
 
 void mpicoll_trial_pause(struct mpicoll_trial *trial)

@@ -22,7 +22,8 @@ struct mpicoll_trial {
     struct mpicoll_choice *choice; /* of its size class; NULL if there is nothing to choose */
     int way;
     uint32_t candidate;      /* index of `way` in the candidates */
-    int is_timed, is_last;   /* is_last: of a series of trials */
+    int in_series;           /* of trials */
+    int is_timed, is_last;   /* is_last: of the series */
     int has_note;            /* the ranks exchange their notes, or one of an earlier trial */
     uint32_t note;           /* ns of an earlier trial on this rank; sent to all ranks */
     double scale;            /* of durations, which depend on the bytes in the size class */

@@ -22,9 +22,8 @@ Sections:
 
     machine, date, mpi, versions, reductions, ranks, device    versions and machine
     left out       cases that could not be measured, with the reason
-    latency        of a cache line between the ranks' processors, as text
     measurements   section, case (caller), primitive, ranks, bytes (of the larger array of a rank),
-                   dtype, latency (ns), median, spread, seconds (of each repetition; cases that
+                   dtype, median, spread, seconds (of each repetition; cases that
                    were measured together have their turns in common), and by section:
                    many: count of tensors, how; reproducible, async, fsdp: how; overlap: part;
                    ddp: bucket (MB), how;

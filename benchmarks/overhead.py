@@ -41,9 +41,9 @@ def show(title: str, found: Samples, count: int = 1) -> None:
     """Print a line for each case, on rank 0. count: calls of a case."""
     if MPI.COMM_WORLD.Get_rank() != 0:
         return
-    print(f"{title}, {found.latency:.0f} ns between the ranks" if found.latency else title)
-    first = next(iter(found.times.values()))
-    for name, each in found.times.items():
+    print(title)
+    first = next(iter(found.values()))
+    for name, each in found.items():
         ratio = each.pair(first, truediv)
         print(f"{name:34}{_text(each, 1e-6 * count, 8)} us  {_text(ratio, 1, 6)}", flush=True)
 
@@ -219,12 +219,12 @@ def monitoring(timer: Timer, effort: Effort) -> None:
     }
     found = timer.measure(cases, effort)
     show("monitored", found, _MONITORED)
-    for name, each in found.times.items():
-        ratio = each.pair(next(iter(found.times.values())), truediv)
+    for name, each in found.items():
+        ratio = each.pair(next(iter(found.values())), truediv)
         if mpicoll.get_rank() == 0:
             print(f"{name}: {ratio.figure.median - 1:+.2%} +- {ratio.figure.spread:.2%} in "
                   f"each of {len(ratio)} pairs")  # fmt: skip
-    slowest = max(found.times["with the node monitor"])
+    slowest = max(found["with the node monitor"])
     turns = MPI.COMM_WORLD.bcast(int(effort.seconds / 2 / slowest))
     used, began = _processor_time(monitor), time.monotonic()
     for _ in range(turns):

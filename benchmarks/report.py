@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import statistics
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import truediv
@@ -391,7 +390,6 @@ def about(results: Results) -> list[str]:
         f"{results.label}, {first['date']}: {machine['processors']} processors, "
         f"{machine['processor']}; {versions}; load before at most {load}",
         *(f"    left out: {reason}" for reason in results.left_out),
-        f"    {describe_latency(results)}",
     ]
     if any(record.get("quick") for record in results.records):
         lines.append("    MEASURED WITH --quick: not reliable")
@@ -400,15 +398,6 @@ def about(results: Results) -> list[str]:
         ranks = ", ".join(map(str, crowded))
         lines.append(f"    more ranks than processors: {ranks} ranks")
     return lines
-
-
-def describe_latency(results: Results) -> str:
-    """Return the latencies between the ranks in all measurements as text."""
-    known = [one["latency"] for one in results.measurements if one.get("latency")]
-    if not known:
-        return "latency between the ranks: unknown"
-    low, middle, high = min(known), statistics.median(known), max(known)
-    return f"latency between the ranks: {middle:.0f} ns ({low:.0f} to {high:.0f} ns)"
 
 
 def report(found: Sequence[Results]) -> list[str]:

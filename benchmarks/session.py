@@ -104,9 +104,8 @@ class Session:
         entry = {"section": section, "case": name, "primitive": primitive, **more}
         entry |= {"ranks": self.world.n, "bytes": size, "dtype": dtype}
         if measured is not None:
-            times = measured.times[label or name]
+            times = measured[label or name]
             entry |= {
-                "latency": measured.latency,
                 "median": times.figure.median,
                 "spread": times.figure.spread,
                 "seconds": [float(f"{second:.4g}") for second in times],
@@ -119,20 +118,15 @@ class Session:
             print(text, flush=True)
 
     def report(self, title: str, found: Samples) -> None:
-        """Print a line with the latency between the ranks and the medians of all cases."""
-        head = f"{title}, {found.latency:.0f} ns" if found.latency else title
-        medians = [
-            f"{name} {format_seconds(one.figure.median)}" for name, one in found.times.items()
-        ]
+        """Print a line with the medians of all cases."""
+        medians = [f"{name} {format_seconds(one.figure.median)}" for name, one in found.items()]
         if len(medians) <= 5:
-            self.line(f"{head:<40}{'  '.join(medians)}")
+            self.line(f"{title:<40}{'  '.join(medians)}")
         else:
-            self.line("\n    ".join([head, *medians]))
+            self.line("\n    ".join([title, *medians]))
 
     def end(self, path: Path | None) -> None:
         """Write the file on rank 0, and destroy the process group."""
-        self.results["latency"] = self.world.timer.describe_latency()
-        self.line(f"\n{self.results['latency']}")
         if path and self.world.me == 0:
             path.write_text(json.dumps(self.results, indent=1) + "\n")
         self.world.close()

@@ -114,7 +114,7 @@ def ddp(session: Session) -> None:
         for other in (over_gloo, synchronous):
             if not same_gradients(over_mpicoll, other):
                 raise SystemExit("the gradients differ")
-        for (caller, how), label in zip(steps, times.times, strict=True):
+        for (caller, how), label in zip(steps, times, strict=True):
             more: dict[str, Any] = {"label": label, "how": how, "bucket": bucket}
             session.record("ddp", caller, "step", nbytes, "float32", times, **more)
         session.report(f"step of {nbytes / 1e6:.1f} MB, buckets of {bucket:g} MB", times)
@@ -152,7 +152,7 @@ def fsdp(session: Session) -> None:
     both = [models[caller, "FSDP2"] for caller in (GLOO, TORCH) if (caller, "FSDP2") in steps]
     if len(both) == 2 and not same_shards(*both):
         raise SystemExit("the gradients differ")
-    for (caller, how), label in zip(steps, times.times, strict=True):
+    for (caller, how), label in zip(steps, times, strict=True):
         session.record("fsdp", caller, "step", nbytes, "float32", times, label=label, how=how)
     session.report(f"step of {nbytes / 1e6:.1f} MB, FSDP2", times)
 

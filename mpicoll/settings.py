@@ -78,7 +78,7 @@ TORCH_DEBUG = _one_of(
 TABLE = Setting(
     "MPICOLL_TABLE", (), "a file, or 0",
     "on rank 0: the tuning table that `python -m mpicoll tune` wrote, see tune.md; 0: the "
-    "default routes",
+    "default routes, without durations of earlier jobs, see performance.md",
 )  # fmt: skip
 CHOOSE = _one_of(
     "MPICOLL_CHOOSE", ("0", "1", "random"),

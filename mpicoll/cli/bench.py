@@ -155,7 +155,7 @@ def _bench(options: argparse.Namespace) -> int:
     report = Bench(options, comm, memory, others, notes).run(_cases(options, comm, sizes))
     shared = default_group().resources.find("shared")
     if first and names and shared is not None:
-        for call, ways in shared.describe_ways().items():
+        for call, ways in shared.ways.describe().items():
             print(f"# {call}: {ways}")
     for other in others.values():
         other.close()

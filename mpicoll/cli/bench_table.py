@@ -89,8 +89,7 @@ def _build_columns(
     for name in others:
         built.append(Column(name, "time", "(us)", 11, ("compare", name, "time")))
         built.append(Column(name, "ratio", "", 8, ("compare", name, "ratio")))
-    built.append(Column("", "spread", "", 8, ("spread",)))
-    return [*built, Column("", "latency", "(ns)", 10, ("latency",))]
+    return [*built, Column("", "spread", "", 8, ("spread",))]
 
 
 def _heads(columns: Sequence[Column]) -> list[str]:
@@ -165,8 +164,6 @@ class Bench:
             if mean is not None:
                 self._print(f"# Avg bus bandwidth    : {mean:.4g}")
         noise = statistics.median(one["spread"] for one in results)
-        latency = self._timer.describe_latency()
-        self._print(f"# {latency}")
         if noise > MAX_SPREAD:
             self._print(
                 f"# NOT RELIABLE: times vary by {noise:.0%}, more than {MAX_SPREAD:.0%}. Stop "
@@ -174,7 +171,6 @@ class Bench:
             )
         return {
             **facts,
-            "latency": latency,
             "noise": noise,
             "results": results,
             "average_busbw": averages,
@@ -199,7 +195,7 @@ class Bench:
                 calls[name] = fresh(case, buffers, [call for call in found_calls if call])
         samples = self._measure(calls)
         found: dict[str, Result] = {name: {} for name in calls}
-        for name, times in samples.times.items():
+        for name, times in samples.items():
             every = [1e6 * seconds for seconds in times]
             took = statistics.median(every)
             algbw = case.size / took / 1e3 if case.size else None  # MB/s to GB/s
@@ -223,7 +219,6 @@ class Bench:
             "type": case.dtype.name if case.dtype else "none",
             "redop": op_name(case.op) if case.op else "none",
             "root": case.root if case.row.root else -1,
-            "latency": round(samples.latency) or None,
             "spread": found[own[0]]["spread"],
             "out_of_place": found.get("out_of_place"),
             "in_place": found.get("in_place"),

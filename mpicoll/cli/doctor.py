@@ -406,7 +406,7 @@ def _measure_ways(group: ProcessGroup) -> Routes:
             dist.all_reduce(whole)
             dist.all_gather_single(whole[: block.size * group.size()], block)
     shared = group.resources.find("shared")
-    return shared.describe_ways() if shared else {}
+    return shared.ways.describe() if shared else {}
 
 
 #: Number of calls after which a way is chosen (``kernels/src/choice.c``), and its result exchanged:

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpicoll.cli.latency import Latency
-
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -88,14 +86,8 @@ class Times(list[float]):
         return Times(combine(*both) for both in zip(self, other, strict=True))
 
 
-class Samples(NamedTuple):
-    """Samples of calls by name.
-
-    latency: nanoseconds from a rank to its farthest partner, median of the turns; 0 if unknown.
-    """
-
-    latency: float
-    times: dict[str, Times]
+#: Samples of calls by name.
+Samples = dict[str, Times]
 
 
 class Effort(NamedTuple):
@@ -133,8 +125,6 @@ class Timer:
     def __init__(self, comm: MPI.Intracomm, settle: Call | None = None) -> None:
         self._comm = comm
         self._settle = settle
-        self._latency = Latency(comm)
-        self._latencies: list[float] = []
 
     def time(self, case: Timed, count: int = 1) -> float:
         """Return the time of a call on this rank in seconds, from one sample of ``count`` calls.
@@ -176,24 +166,11 @@ class Timer:
         calls: number of calls of each case in a sample.
         """
         took: list[dict[str, float]] = []
-        between = [self._latency.measure()]
         for number in range(turns):
             order = random.Random(number).sample([*cases], len(cases))
             took.append({name: self.time(cases[name], calls[name]) for name in order})
-            between.append(self._latency.measure())
         seconds = self.combine([each[name] for name in cases for each in took])
-        known = [latency for latency in self.combine(between) if latency]
-        self._latencies += known
-        times = {name: Times(seconds[i * turns :][:turns]) for i, name in enumerate(cases)}
-        return Samples(statistics.median(known) if known else 0.0, times)
-
-    def describe_latency(self) -> str:
-        """Describe the latencies of all turns so far."""
-        problem, known = self._latency.problem, self._latencies
-        if not known:
-            return f"latency between the ranks: unknown{problem and f', because {problem}'}"
-        low, middle, high = min(known), statistics.median(known), max(known)
-        return f"latency between the ranks: {middle:.0f} ns ({low:.0f} to {high:.0f} ns)"
+        return {name: Times(seconds[i * turns :][:turns]) for i, name in enumerate(cases)}
 
     def once(self, cases: Mapping[str, Timed], tries: int = 3) -> dict[str, float]:
         """Return the median time of ``tries`` calls in seconds, after two untimed calls.

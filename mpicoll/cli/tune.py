@@ -211,12 +211,10 @@ class Outcome(NamedTuple):
 
     figures: by kind.
     last:    by kind, the largest size in bytes.
-    latency: description of the latency between the ranks.
     """
 
     figures: Mapping[str, Figures]
     last: dict[str, int]
-    latency: str
 
 
 def measure(
@@ -251,14 +249,14 @@ def measure(
             if calls:
                 timed[name] = fresh(case, buffers, calls)
         found = timer.measure(timed, effort._replace(seconds=left / (len(points) - number)))
-        own = {name: times.figure for name, times in found.times.items()}
+        own = {name: times.figure for name, times in found.items()}
         figures.setdefault(point.kind, {})[point.least] = own
         last[point.kind] = point.last
         before, left = left, find_left()
         took[point.kind] = before - left
     for route in routes.values():
         route.close()
-    return Outcome(figures, last, timer.describe_latency())
+    return Outcome(figures, last)
 
 
 # --- choosing -----------------------------------------------------------------------------------
@@ -401,7 +399,6 @@ def _finish(
         for by_route in figures.values()
         for figure in by_route.values()
     )
-    lines.append(f"# {outcome.latency}")
     lines.append(f"# times vary by {noise:.1%}, at most {MAX_SPREAD:.0%} for a table")
     print("\n".join(lines), flush=True)
     about = {

@@ -35,7 +35,7 @@ class Resources:
         self,
         key: Hashable,
         create: Callable[[], T],
-        close: Callable[[T, float], object] | None = None,
+        close: Callable[[Any, float], object] | None = None,
         abandon: Callable[[T], object] | None = None,
         leave: Callable[[Any, bool], object] | None = None,
     ) -> T:
@@ -61,7 +61,7 @@ class Resources:
         """Close all resources, the latest first. All ranks call it."""
         while self._kept:
             _, kept = self._kept.popitem()
-            if kept.close is not None:
+            if kept.close is not None and kept.value is not None:
                 kept.close(kept.value, limit)
 
     def leave(self, alone: bool = False) -> None:

@@ -251,3 +251,17 @@ EXPORT int mpicoll_choice_read(const struct mpicoll_choices *choices, size_t byt
     *ns = choices->of[class_of(bytes)].median[candidate];
     return 1;
 }
+
+/* Sets the duration of a way that an earlier job has measured, before the first call of `bytes`
+ * bytes. The first series of trials follows after some calls. */
+EXPORT void mpicoll_choice_set(struct mpicoll_choices *choices, size_t bytes, int32_t way,
+                               uint32_t ns)
+{
+    struct mpicoll_choice *choice = &choices->of[class_of(bytes)];
+    for (uint32_t k = 0; k < CANDIDATE_COUNT; k++)
+        if (candidates[k].way == way) {
+            choice->ns[k][0] = choice->median[k] = ns;
+            choice->trials[k] = 1;
+            choice->next = choice->interval = FIRST_INTERVAL;
+        }
+}

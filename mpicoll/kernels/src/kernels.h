@@ -26,9 +26,6 @@ static inline uint64_t now_ns(void)
     return (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
 }
 
-EXPORT uint32_t mpicoll_latency(atomic_uint *mine, const atomic_uint *other, int leads,
-                                uint32_t measurement, uint64_t timeout_ns);
-
 /* The fields of the structures that Python fills in, up to a field without a name: name, offset in
  * bytes, and type as a code of Python's struct module. */
 struct mpicoll_field {

@@ -6,7 +6,6 @@ The algorithm, in chunks that stay in the processors' caches, is in ``kernels/sr
 from __future__ import annotations
 
 import ctypes
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,8 +35,8 @@ from mpicoll.failures.report import describe_by_rank
 from mpicoll.kernels.calls import COMPARE, FUSED, LISTS, take_interruption
 from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import find_loop
-from mpicoll.output import format_bytes
 from mpicoll.routes.host.shared_segment import Segment, share
+from mpicoll.routes.host.ways import Ways
 from mpicoll.routes.route import (
     EXCHANGES,
     MOVES,
@@ -50,7 +49,6 @@ from mpicoll.routes.route import (
     has_loop,
 )  # fmt: skip
 from mpicoll.routes.transfers import Transfer, addresses, cut, misfit
-from mpicoll.routes.tuning import job
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -75,15 +73,6 @@ SPIN_COUNT, CROWDED_SPIN_COUNT = 2000, 50
 INLINE_WAIT_S = 1e-3
 
 _SLOTS = 4  # as in shared.c
-#: The ways of choice.h, by bit, and the number of size classes of choice.c: powers of two.
-_WAYS = {
-    1: "one shot",
-    2: "slots past caches",
-    4: "result past caches",
-    8: "copy by the kernel",
-    16: "threads",
-}
-_CLASS_COUNT = 40
 _MISMATCHED, _MOVED, _NO_ROOM, _WRONG_SIZE = range(4)  # results, as in shared.h
 
 
@@ -99,7 +88,7 @@ class Shared:
         self.slot = slot
         # The C library has the addresses of both.
         self._kinds: dict[Any, Any] = {}
-        self._choices: dict[Any, np.ndarray] = {}
+        self.ways = Ways(kernels, group, segment.placement)
         self._crowded = segment.processors < n
         self._crowded_beside = segment.processors < 2 * n
         # If ranks share processors, each step of a dissemination barrier may cost a time slice.
@@ -205,7 +194,9 @@ class Shared:
         parts = 1 if by is None else by.elements
         return self.kernels.CallPlan(
             shared=self.pointer,
-            choices=self._make_choices(key),
+            choices=self.ways.make(
+                " ".join([primitive.name, dtype.name, *([op.op.name] if op else [])])
+            ),
             signature=encode_kind(primitive, dtype, op, 0),
             divisor=max(1, len(kind.combined)) if op is ReduceOp.AVG else 1,
             size=dtype.itemsize // parts,
@@ -220,42 +211,6 @@ class Shared:
             lazy=self._group.stride > 1,  # not if each call must be compared before it runs
             in_place=not (primitive.input or primitive.root),
         )
-
-    def _make_choices(self, key: Any) -> int:
-        """Return the address of new choices of ways (``kernels/src/choice.c``); 0: defaults."""
-        if job.choose == "0":
-            return 0
-        made = np.zeros(self.kernels.choices_size(), np.uint8)
-        made[:4].view(np.uint32)[0] = job.choose == "random"
-        self._choices[key] = made
-        return made.ctypes.data
-
-    def describe_ways(self) -> dict[str, str]:
-        """Return the measured ways by kind and size of call, the fastest first."""
-        found = {}
-        for (primitive, dtype, op), made in self._choices.items():
-            words = primitive.name, dtype.name, "" if op is None else op.op.name
-            for exponent in range(_CLASS_COUNT):
-                if times := self._read_ways(made, 1 << exponent):
-                    ways = (f"{name} {us:.1f} us" for us, name in sorted(times))
-                    found[f"{' '.join(filter(None, words))} {format_bytes(1 << exponent)}"] = (
-                        ", ".join(ways)
-                    )
-        return found
-
-    def _read_ways(self, made: np.ndarray, nbytes: int) -> list[tuple[float, str]]:
-        """Return the measured microseconds and the name of each way of calls of this size."""
-        way, ns = ctypes.c_int32(), ctypes.c_uint32()
-        at = ctypes.addressof(way), ctypes.addressof(ns)
-        times, read = [], self.kernels.choice_read
-        candidates = itertools.takewhile(
-            lambda k: read(made.ctypes.data, nbytes, k, *at), itertools.count()
-        )
-        for _ in candidates:
-            if ns.value:
-                names = [name for bit, name in _WAYS.items() if way.value & bit]
-                times.append((ns.value / 1000, " and ".join(names) or "slots"))
-        return times
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function of the C library. On the progress thread of a crowded node, spin less, so
@@ -319,6 +274,10 @@ class Shared:
             self._segment.aborted = 1
         else:
             self.kernels.shared_close(self.pointer)
+
+    def close(self, limit: float) -> None:
+        """Save the measured ways."""
+        self.ways.save()
 
     def failure(self) -> BaseException:
         """Return the error of the last call, and remove the call from the group's log."""
@@ -460,6 +419,7 @@ def get_or_create(group: ProcessGroup) -> Shared | None:
     return group.resources.get_or_create(
         "shared",
         lambda: create(group) if 1 < group.size() <= MAX_RANKS else None,
+        close=Shared.close,
         abandon=lambda _: None,
         leave=Shared.leave,
     )

@@ -15,6 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll import control_messages
+from mpicoll.machine import format_ranges
 
 __all__ = ["Segment", "share"]
 
@@ -24,12 +25,13 @@ MAX_THREADS = 8
 
 class Segment(NamedTuple):
     """The memory of a segment, with a region per rank and thread, the number of processors that
-    the ranks may run on, and the number of threads per rank.
+    the ranks may run on, the number of threads per rank, and the processors of each rank.
     """
 
     memory: mmap.mmap
     processors: int
     threads: int
+    placement: str
 
 
 def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
@@ -66,7 +68,10 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
         os.close(file)
     mapped = np.array([memory is not None], np.uint8)
     comm.Allreduce(MPI.IN_PLACE, mapped, MPI.MIN)
-    return Segment(memory, processors, threads) if mapped[0] and memory is not None else None
+    if not mapped[0] or memory is None:
+        return None
+    placement = " ".join(format_ranges(each) for _, _, each, _ in everybody)
+    return Segment(memory, processors, threads, placement)
 
 
 def _mapped(file: int, size: int) -> mmap.mmap:

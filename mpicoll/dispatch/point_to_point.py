@@ -346,7 +346,7 @@ def begin_message(
 
 def _build_message(group: ProcessGroup, view: View, receives: bool) -> Message:
     if isinstance(view, DeviceView):
-        from mpicoll.routes.device.staged import HostStaging
+        from mpicoll.arrays.host_staging import HostStaging
 
         device = view.device
         staging = group.resources.get_or_create(

@@ -80,10 +80,10 @@ WAITS = {
         "staged",
     ),
     "message: host waits until the array has arrived": Wait(
-        "routes/device/staged.py", "context.synchronize(context.work)", DEVICES, "staged"
+        "arrays/host_staging.py", "context.synchronize(context.work)", DEVICES, "staged"
     ),
     "message: host waits until a part has arrived": Wait(
-        "routes/device/staged.py", "context.runtime.synchronize(done[k % 2])", DEVICES, "staged"
+        "arrays/host_staging.py", "context.runtime.synchronize(done[k % 2])", DEVICES, "staged"
     ),
     "direct: host waits until MPI may read": Wait(
         "routes/device/space.py", "space.synchronize()", DEVICES, "direct"

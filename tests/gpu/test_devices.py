@@ -20,6 +20,7 @@ from driver import (
 from driver import team as group_of
 
 import mpicoll as dist
+from mpicoll.arrays import host_staging
 from mpicoll.core.reproducible import LEVELS
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError, UnsupportedError
@@ -236,7 +237,7 @@ def test_chain_of_calls_and_kernels_in_one_stream(arrays, world, async_op):
     assert (array.download() == (2.0 * world.size) ** 3).all()
 
 
-@pytest.mark.parametrize("chunk", [staged.CHUNK, 16])
+@pytest.mark.parametrize("chunk", [host_staging.CHUNK, 16])
 def test_point_to_point(arrays, world, monkeypatch, chunk):
     """send, recv, isend, irecv and batches; other layouts; a device array to a host array.
 
@@ -244,7 +245,7 @@ def test_point_to_point(arrays, world, monkeypatch, chunk):
     """
     if world.size == 1:
         return
-    monkeypatch.setattr(staged, "CHUNK", chunk)
+    monkeypatch.setattr(host_staging, "CHUNK", chunk)
     right, left = (world.me + 1) % world.size, (world.me - 1) % world.size
     numbers = np.arange(20, dtype=np.float32).reshape(4, 5)
     source = uploaded(arrays, numbers + world.me)

@@ -32,12 +32,7 @@ from mpicoll.errors import CollectiveTimeoutError, DistBackendError, UsageError
 from mpicoll.failures.group_failure import fail_all_ranks
 from mpicoll.launch.host_identity import node
 from mpicoll.routes.device.space import DeviceSpace
-from mpicoll.routes.device.state import (
-    RouteState,
-    Unavailable,
-    on_all_ranks,
-    signature_of,
-)
+from mpicoll.routes.device.state import RouteState, Unavailable, on_all_ranks, signature_of
 from mpicoll.routes.route import EXCHANGES, MOVES, REDUCTIONS, Needs, Policy, Route, Serves
 
 if TYPE_CHECKING:

@@ -234,8 +234,9 @@ def parts(found: Sequence[Results]) -> dict[str, dict[str, list[str]]]:
             "sizes": times_table(found, ("primitive", "bytes"), section="sizes"),
             "figures": [
                 f"![{name}](figures/{folder_name(found[0].cpu)}/{name}.svg)"
-                for results in found[:1]
-                for name in dict.fromkeys(one["primitive"] for one in results.find(section="sizes"))
+                for name in dict.fromkeys(
+                    one["primitive"] for each in found for one in each.find(section="sizes")
+                )
             ],
             "dtypes": times_table(found, ("dtype", "bytes"), section="dtypes"),
             "many": section_table(found, "many", ("count", "bytes", "how")),

@@ -6,7 +6,7 @@ from rank_scripts import Ended, job
 
 
 @job("""
-    import json, tempfile
+    import json, pathlib, tempfile
     from mpi4py import MPI
     from mpicoll.routes.host import ways
     rank, x = MPI.COMM_WORLD.rank, np.ones(1 << 15, np.float32)

@@ -68,7 +68,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help demo torch test test-clients test-docs test-site test-slurm test-gpu test-horovod
 .PHONY: emulated-environment test-gpu-emulated test-removed-waits
 .PHONY: test-torch-latest test-torch-suite test-nightly lint bench bench-gpu docs wheel test-wheel test-packages sanitize random
-.PHONY: chaos soak coverage environment bench-environment
+.PHONY: chaos soak coverage environment
 .PHONY: gpu-environment clean
 
 help:  ## list the targets
@@ -235,7 +235,7 @@ BENCHED := $(or $(MPI),mpich openmpi)
 BENCHED_OTHERS := $(if $(MPI),,impi oneccl deepspeed vllm)
 bench:  ## mpicoll beside MPI alone, Gloo, oneCCL and DeepSpeed, or with MPI=...; ARGS='--help'
 	@for mpi in $(BENCHED); do \
-	    $(MAKE) --no-print-directory bench-environment MPI=$$mpi || exit 1; done
+	    $(MAKE) --no-print-directory environment MPI=$$mpi || exit 1; done
 	TORCH='$(TORCH)' $(PYTHON) benchmarks/compare.py $(foreach mpi,$(BENCHED),$(mpi)=$(call venv,$(mpi))) \
 	    $(if $(MPI),--mpiexec '$(START)') --others $(BENCHED_OTHERS) $(ARGS)
 
@@ -259,9 +259,6 @@ ifneq ($(ONE),impi)
 	    '****************************************************************'
 endif
 
-bench-environment: environment $(VENV)/.bench
-	@:
-
 gpu-environment: environment
 	$(PIP) -e '.[cuda$(CUDA)]' libucx-cu$(CUDA)
 
@@ -276,10 +273,6 @@ $(VENV)/.demo: $(BUILT) | $(VENV)/bin/python
 
 $(VENV)/.test: $(BUILT) | $(VENV)/bin/python
 	$(call install,mpicoll and the requirements of its tests,-e '.[test]' $(wheel_$(ONE)))
-	@touch $@
-
-$(VENV)/.bench: pyproject.toml | $(VENV)/.test
-	$(call install,the requirements of the measurements,-e '.[bench]')
 	@touch $@
 
 $(VENV)/.docs: pyproject.toml | $(VENV)/bin/python

@@ -4,7 +4,7 @@
 
 Each MPI has a virtual environment. So has each of the libraries that ``--others`` names; the script
 makes it as .venv-NAME, and skips a library that cannot be installed. Every launch of ranks writes a
-file in .cache/bench/MPI/. At the end, benchmarks/report.py makes tables and figures from the files.
+file in .cache/bench/MPI/. At the end, benchmarks/report.py makes tables from the files.
 The script needs only Python. The machine should be idle.
 """
 
@@ -28,7 +28,6 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS = ROOT / ".cache" / "bench"
-PUBLISHED = ROOT / "docs" / "figures"
 
 sys.path.insert(0, str(ROOT / "tests"))
 from run import ENVIRONMENT  # noqa: E402
@@ -129,7 +128,7 @@ def prepare(name: str) -> str:
     pip = [str(folder / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
     commands = [
         [sys.executable, "-m", "venv", str(folder)],
-        [*pip, "setuptools", *torch, *OTHERS[name][0], "-e", f"{ROOT}[bench]"],
+        [*pip, "setuptools", *torch, *OTHERS[name][0], "-e", str(ROOT)],
     ]
     for command in commands:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -207,7 +206,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=_absolute, default=RESULTS, metavar="FOLDER",
                         help="output folder (default: %(default)s)")  # fmt: skip
     parser.add_argument("--publish", action="store_true",
-                        help="write the tables and figures of docs/ that changed")  # fmt: skip
+                        help="write the tables of docs/ that changed")  # fmt: skip
     options = parser.parse_args()
     if options.publish and options.quick:
         parser.error("--publish: measurements with --quick are not reliable")
@@ -236,10 +235,8 @@ def main() -> int:
         sections = [each for each in options.sections if each in OTHERS[name][1]]
         own = argparse.Namespace(**{**vars(options), "sections": sections, "mpiexec": ""})
         failures += measure(name, ROOT / f".venv-{name}", own)
-    publishes = options.publish and not failures
-    figures = PUBLISHED if publishes else options.out / "figures"
-    report = [pythons[0], HERE / "report.py", options.out, "--figures", figures]
-    report += ["--pages"] if publishes else []
+    report = [pythons[0], HERE / "report.py", options.out]
+    report += ["--pages"] if options.publish and not failures else []
     code = subprocess.run([*map(str, report)], cwd=ROOT, check=False).returncode
     for failure in failures:
         print(f"FAILED {failure}")

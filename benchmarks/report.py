@@ -1,10 +1,9 @@
-"""Print and draw the results of ``make bench``, with all MPIs side by side. Does not need MPI.
+"""Print the results of ``make bench``, with all MPIs side by side. Does not need MPI.
 
-    python benchmarks/report.py .cache/bench --figures .cache/bench/figures
+    python benchmarks/report.py .cache/bench
 
-``--pages`` writes the tables of docs/ in which a number changed by more than its spread, and draws
-only the figures of these tables. A table of docs/ has a section for each model of processors. Only
-the section of the measured model is written.
+``--pages`` writes the tables of docs/ in which a number changed by more than its spread. A table of
+docs/ has a section for each model of processors. Only the section of the measured model is written.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import truediv
 from pathlib import Path
 from typing import Any
@@ -154,7 +153,7 @@ def overlap_table(found: Sequence[Results]) -> list[str]:
 
 # --- the pages ----------------------------------------------------------------------------------
 
-#: Sizes in bytes that the page shows. The figures show all sizes.
+#: Sizes in bytes that the page shows.
 SHOWN = (4, 16, KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 
 
@@ -232,12 +231,6 @@ def parts(found: Sequence[Results]) -> dict[str, dict[str, list[str]]]:
         "measurements.md": {
             "ran": ran,
             "sizes": times_table(found, ("primitive", "bytes"), section="sizes"),
-            "figures": [
-                f"![{name}](figures/{folder_name(found[0].cpu)}/{name}.svg)"
-                for name in dict.fromkeys(
-                    one["primitive"] for each in found for one in each.find(section="sizes")
-                )
-            ],
             "dtypes": times_table(found, ("dtype", "bytes"), section="dtypes"),
             "many": section_table(found, "many", ("count", "bytes", "how")),
             "reproducible": section_table(found, "reproducible", ("bytes", "dtype", "how")),
@@ -249,11 +242,6 @@ def parts(found: Sequence[Results]) -> dict[str, dict[str, list[str]]]:
         },
         "pytorch.md": {"speed": torch_table(found)},
     }
-
-
-def folder_name(cpu: str) -> str:
-    """Return the folder of the figures of a model of processors."""
-    return re.sub("[^a-z0-9]+", "-", cpu.lower()).strip("-")
 
 
 def fill_page(text: str, topic: str, parts: Mapping[str, Sequence[str]]) -> str:
@@ -350,8 +338,8 @@ def join_sections(sections: Mapping[str, Sequence[str]]) -> list[str]:
 def publish(found: Sequence[Results], folder: Path) -> set[str]:
     """Write the parts of pages in which a number changed by more than its spread.
 
-    Sections of other models of processors are kept. Return the names of the figures of these parts.
-    Raises ValueError if a page lacks the marks of a part, or a part has no measurements.
+    Sections of other models of processors are kept. Returns the names of the parts. Raises
+    ValueError if a page lacks the marks of a part, or a part has no measurements.
     """
     every = parts(found)
     empty = [
@@ -369,11 +357,11 @@ def publish(found: Sequence[Results], folder: Path) -> set[str]:
         for part, lines in own.items():
             sections = by_cpu(_around(text, "bench", part)[1].splitlines())
             rows = find_moved(sections.get(cpu, []), lines)
-            if rows or part in ("ran", "figures"):
+            if rows or part == "ran":
                 changed[part] = join_sections(sections | {cpu: lines})
-                moved |= set(rows) if part == "sizes" else {part} if rows else set()
-        if changed.keys() - {"ran", "figures"}:  # then also the versions and the machine
+        if changed.keys() - {"ran"}:  # then also the versions and the machine
             (folder / name).write_text(fill_page(text, "bench", changed))
+            moved |= changed.keys()
     return moved
 
 
@@ -417,12 +405,9 @@ def report(found: Sequence[Results]) -> list[str]:
 
 
 def main() -> int:
-    """Print the tables and draw the figures."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("folder", type=Path, help="has a subfolder with files for each MPI")
-    parser.add_argument(
-        "--figures", type=Path, metavar="FOLDER", help="draw SVG figures in this folder"
-    )
     parser.add_argument("--pages", nargs="?", type=Path, const=DOCS, metavar="FOLDER",
                         help="write the tables of its pages (default: %(const)s)")  # fmt: skip
     options = parser.parse_args()
@@ -432,22 +417,12 @@ def main() -> int:
     text = "\n".join(report(found))
     print(text)
     (options.folder / "report.md").write_text(f"{text}\n")
-    only: Collection[str] | None = None
     if options.pages:
         try:
-            only = publish(found, options.pages)
+            publish(found, options.pages)
         except (OSError, ValueError) as error:
             print(f"report.py: {error}", file=sys.stderr)
             return 2
-    if options.figures:
-        try:
-            import figures
-        except ImportError as error:
-            print(f"NO FIGURES: matplotlib is missing ({error}): pip install matplotlib")
-        else:
-            folder = options.figures / folder_name(found[0].cpu)
-            names = figures.draw(found, folder, only)
-            print(f"\nfigures in {folder}: {', '.join(names) or 'none'}")
     return 0
 
 

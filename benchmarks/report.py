@@ -154,7 +154,7 @@ def overlap_table(found: Sequence[Results]) -> list[str]:
 # --- the pages ----------------------------------------------------------------------------------
 
 #: Sizes in bytes that the page shows.
-SHOWN = (4, 16, KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+SHOWN = (4, 64 * KIB, MIB, 16 * MIB, 64 * MIB)
 
 
 def times_table(found: Sequence[Results], keys: Sequence[str], **chosen: Any) -> list[str]:
@@ -170,7 +170,8 @@ def times_table(found: Sequence[Results], keys: Sequence[str], **chosen: Any) ->
         heads += [f"{results.name}, its own", "mpicoll", "faster"]
     lines = []
     for row in rows:
-        if dict(zip(keys, row, strict=True)).get("bytes", MIB) not in SHOWN:
+        given = dict(zip(keys, row, strict=True))
+        if given.get("bytes", MIB) not in SHOWN or given.get("ranks") == 2:  # these are in `sizes`
             continue
         cells = [key_cell(*pair) for pair in zip(keys, row, strict=True)]
         for results in found:

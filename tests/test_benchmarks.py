@@ -117,7 +117,7 @@ def measure_everything(cpu: str, factor: float = 1.0) -> Any:
         measured("mpicoll", "all_reduce", MIB, 3e-3, section="dtypes", dtype="bfloat16"),
         measured("mpicoll", "all_reduce", KIB, 1e-3, section="many", count=9, how="pending"),
         measured("mpicoll", "all_reduce", MIB, 1e-3, section="reproducible", how="exact"),
-        measured("mpicoll", "all_reduce", KIB, 1e-5, section="growth"),
+        measured("mpicoll", "all_reduce", MIB, 1e-5, section="growth", ranks=4),
         *(measured("mpicoll", "all_reduce", KIB, 1e-5, section="overlap", part=part)
           for part in ("pure", "compute", "beside", "in turn")),
         measured("oneCCL", "all_reduce", KIB, 4e-6, section="contest"),

@@ -291,6 +291,22 @@ def test_ctrl_c_of_one_rank_ends_the_job(waiting: str, ended: Ended) -> None:
 
 @job("""
     dist.init_process_group()
+    x = np.ones(4)
+    for _ in range(70):
+        dist.all_reduce(x)
+    ready()
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    dist.all_reduce(x)
+    say("not reached")
+""", interrupt=0, environment={"MPICOLL_SHARED_MEMORY": "0"})  # fmt: skip
+def test_ctrl_c_ends_a_job_that_waits_in_a_native_call_of_mpi(ended: Ended) -> None:
+    ended.badly("Traceback (most recent call last)", "dist.all_reduce(x)", "interrupted while")
+    assert "not reached" not in ended.out
+
+
+@job("""
+    dist.init_process_group()
     ready()
     if dist.get_rank() == 1:
         time.sleep(1000)

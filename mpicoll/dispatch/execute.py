@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from mpicoll.arrays.adapters import fast_views
 from mpicoll.arrays.protocols import Arrays
@@ -79,7 +79,7 @@ def run(
         plan = _plan(primitive, member, op, first.dtype, first.device is not None)
     execute, orders = packing.in_stream_order(plan, send, recv)
     sizes = encode_sizes(agreed_sizes(primitive, extent))
-    if member.compared and not (plan.on_device or plan.fast_path_registered):
+    if not (plan.on_device or plan.fast_path_registered):
         _register_fast_path(plan, op)
     if not async_op and not member.busy():
         perform(plan, sizes, root, execute, send, recv, extent)
@@ -195,7 +195,7 @@ def _run_cached(
     if implementation is None or (member.worker is not None and member.busy()):
         return run(primitive, group, async_op, output, input, op, root)
     sizes = count if plan.even else 0
-    if not plan.fast_path_registered and member.compared:
+    if not plan.fast_path_registered:
         _register_fast_path(plan, op)
     perform(plan, sizes, root, implementation.run, send, recv, count)
     return None
@@ -205,8 +205,10 @@ _NO_VIEW = None, None, 0
 
 
 def _register_fast_path(plan: Plan, op: ReduceOp | None) -> None:
-    """Register the native calls of a plan with its group; op: as the caller passed it."""
-    if plan.group.error is not None or not isinstance(op, Hashable):  # op is part of the key
+    """Register the native calls of a plan with its group, unless its next call compares the ranks'
+    records, as each of its first calls does. op: as the caller passed it, part of the key.
+    """
+    if plan.group.sequence + 1 >= plan.group.next_check or not isinstance(op, Hashable):
         return
     primitive, native_calls = plan.primitive, plan.implementation.native_calls()
     plan.fast_path_registered = native_calls is not None
@@ -237,11 +239,8 @@ def _finish(
             with contextlib.suppress(*() if result else (MpicollError,)):
                 send, recv, extent = checks.build_views(primitive, group, output, input, root, None)
         owner.finish(result, packing.buffers_of(send), packing.buffers_of(recv), extent)
-    except MpicollError as error:
-        flight_record.dump_after(error, group)
-        raise
     except Exception as error:
-        raise to_mpi_error(error, primitive.name, group) from error
+        _raise_error(error, primitive.name, primitive.even, group)
 
 
 def _finished_work(
@@ -278,7 +277,7 @@ def _run_all(
     plan = _plan(primitive, member, op, entries.dtype, entries.on_device)
     calls = entries.packed() if plan.on_device else []
     ordered = [packing.in_stream_order(plan, send, recv) for send, recv, _ in calls]
-    if not plan.on_device and member.compared and not plan.fast_path_registered:
+    if not (plan.on_device or plan.fast_path_registered):
         _register_fast_path(plan, op)
 
     def execute(*unused: object) -> None:
@@ -375,18 +374,29 @@ def perform(
         execute(send, recv, extent, root)
         group.complete()
     except Exception as error:
-        if isinstance(error, MpicollError):
-            _unrecord_mismatch(error, call)
-            flight_record.dump_after(error, group)
-            raise
-        told = group_failure.compare_after(to_mpi_error(error, call.name, group), group)
-        _unrecord_mismatch(error, call)
-        flight_record.dump_after(told, group)
-        if isinstance(told, MismatchError):
-            group_failure.fail_all_ranks(group, told)
-        raise told from error
+        _raise_error(error, call.name, call.even, group)
     finally:
         group.end()
+
+
+def _raise_error(error: Exception, name: str, even: bool, group: ProcessGroup) -> NoReturn:
+    """Raise the error of a call, that of MPI as MPIError, after its effects on the group.
+
+    even: see ``Plan``. The caller holds the group's lock.
+    """
+    told = error
+    if not isinstance(error, MpicollError):
+        told = group_failure.compare_after(to_mpi_error(error, name, group), group)
+    # Remove the call from the record if it failed because the ranks' calls differ, which was
+    # reported. A call that failed on this rank alone stays: the other ranks have made it.
+    if even and isinstance(error, (MismatchError, MPIError, sys.modules["mpi4py.MPI"].Exception)):
+        consistency.drop_last_call(group)
+    flight_record.dump_after(told, group)
+    if told is error:
+        raise error
+    if isinstance(told, MismatchError):
+        group_failure.fail_all_ranks(group, told)
+    raise told from error
 
 
 def _check(group: ProcessGroup) -> None:
@@ -398,16 +408,6 @@ def _check(group: ProcessGroup) -> None:
 
         select.share_memory(group)
     group_failure.check(group)
-
-
-def _unrecord_mismatch(error: Exception, call: Plan | Task) -> None:
-    """Remove a call from the record if it failed because the ranks' calls differ, which was
-    reported.
-    A call that failed on this rank alone stays: the other ranks have made it.
-    """
-    differs = MismatchError, MPIError, sys.modules["mpi4py.MPI"].Exception
-    if call.even and isinstance(error, differs):
-        consistency.drop_last_call(call.group)
 
 
 def _plan(

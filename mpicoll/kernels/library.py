@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpicoll import settings
 
-__all__ = ["Kernels", "describe", "kernels"]
+__all__ = ["Kernels", "address_of", "describe", "kernels"]
 
 #: The C types of struct mpicoll_field in kernels.h, by code of Python's struct module.
 _TYPES: dict[str, Any] = {
@@ -45,6 +45,7 @@ _FUNCTIONS = {
     "shared_all_to_all_by_slots": ("PPPNII", "i"),
     "shared_fused": ("PPPPNQI", "i"),
     "shared_exchange": ("PNNPNPNIIQ", "i"),
+    "mpi_call": ("PPPNII", "i"),
     "single_copy_descriptor_size": ("N", "N"),
     "single_copy_bytes": ("qiPPN", "i"),
     "single_copy_lists": ("PPPNII", "i"),
@@ -55,8 +56,8 @@ _FUNCTIONS = {
 class Kernels:
     """The functions of the C library at ``path``; raises OSError or AttributeError if it is not
     this library. ``combine_with_gil`` is combine called with the GIL held. ``CallPlan``,
-    ``Processes`` and ``Copies`` are the structures ``mpicoll_plan``, ``mpicoll_processes`` and
-    ``mpicoll_copies``.
+    ``MpiPlan``, ``Processes`` and ``Copies`` are the structures ``mpicoll_plan``,
+    ``mpicoll_mpi_plan``, ``mpicoll_processes`` and ``mpicoll_copies``.
     """
 
     def __init__(self, path: str) -> None:
@@ -66,6 +67,7 @@ class Kernels:
         self.combine_with_gil = _function(ctypes.PyDLL(path), "combine")
         self._Channel = _structure(library, "shared")
         self.CallPlan = _structure(library, "plan")
+        self.MpiPlan = _structure(library, "mpi_plan")
         self.Processes = _structure(library, "processes")
         self.Copies = _structure(library, "copies")
 
@@ -111,6 +113,13 @@ def _structure(library: ctypes.CDLL, name: str) -> Any:
     if any(getattr(made, field.name.decode()).offset != field.offset for field in fields):
         raise OSError(f"struct mpicoll_{name} has a layout that ctypes does not use")
     return made
+
+
+def address_of(function: Any) -> int:
+    """Return the address of a function of a library."""
+    found = ctypes.cast(function, ctypes.c_void_p).value
+    assert found is not None
+    return found
 
 
 def _load() -> tuple[Kernels | None, str]:

@@ -20,7 +20,7 @@ import mpicoll as dist
 from mpicoll.dispatch import execute
 from mpicoll.dtypes import DTYPES, Kind, ReduceOp, by_name
 from mpicoll.errors import ArgumentError, ArgumentTypeError, MismatchError, UnsupportedError
-from mpicoll.kernels import calls
+from mpicoll.kernels import calls, library
 from mpicoll.routes.host import shared, shared_segment
 
 compiled = pytest.mark.skipif(calls._module is None, reason="needs the compiled module")
@@ -437,7 +437,9 @@ def answering(monkeypatch, answer):
     native_call = shared.Shared.native_call
 
     def asked(self, *others):
-        return native_call(self, *others)._replace(inline_check=(shared._address(function), 0, 0))
+        return native_call(self, *others)._replace(
+            inline_check=(library.address_of(function), 0, 0)
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr(shared.Shared, "native_call", asked)

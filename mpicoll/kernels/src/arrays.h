@@ -145,8 +145,8 @@ static int view_object(struct view *view, PyObject *object)
     return 0;
 }
 
-/* Maximum number of arrays in a list, and of ranks in a group with fast paths: the ranks that can
- * share memory, MAX_RANKS in mpicoll/routes/host/shared.py. */
+/* Maximum number of arrays in a list, and of an array's blocks that functions of a fast path get: the
+ * ranks that can share memory, MAX_RANKS in mpicoll/routes/host/shared.py. */
 enum { MAX_ARRAYS = 256 };
 
 /* A block, or an array of a list; shared.h has the same. */

@@ -1,7 +1,7 @@
 /* The native fast path: views the arrays, finds the registered call, counts it, and runs it in the
- * ranks' shared memory, without Python. Anything that it does not support, and every error, falls
- * back to the Python function that it replaces, run_fast or run_all of mpicoll/dispatch/execute.py,
- * with the same behavior.
+ * ranks' shared memory or by MPI, without Python. Anything that it does not support, and every
+ * error, falls back to the Python function that it replaces, run_fast or run_all of
+ * mpicoll/dispatch/execute.py, with the same behavior.
  *
  * An extension module for CPython's limited API: one binary serves all versions from 3.10 on. */
 
@@ -80,6 +80,12 @@ struct last_call {
     uint64_t thread; /* that runs it */
 };
 
+/* A call record, see RecordEntry in mpicoll/kernels/calls.py. */
+struct record {
+    unsigned long long number, kind, sizes, root;
+};
+enum { MAX_RECORDS = 64 };
+
 typedef struct {
     PyObject_HEAD
     struct entry *history; /* ring of the latest calls */
@@ -91,7 +97,9 @@ typedef struct {
     PyObject *lock, *acquire, *release; /* the lock held during a call, and its methods */
     PyObject *worker;                   /* the group's progress thread, or None */
     PyObject *group_ranks; /* dictionary: rank in the group, by global rank */
-    PyObject *record;                   /* the call records, see the attribute recent */
+    PyObject *record;                   /* the call records, see the attribute recent: a list, */
+    struct record records[MAX_RECORDS]; /* and the records that follow */
+    size_t n_records;
     int compared; /* each call is compared as it runs, so only the last record is kept */
     int dropped;                        /* the last call was a mismatch that has been reported */
     struct last_call *last, own; /* the last call: in the status page, or in `own` */
@@ -260,9 +268,31 @@ static void complete(Calls *calls)
     calls->current = NULL;
 }
 
-/* Records the last call as running. */
+/* Moves all call records into the list, which it returns; NULL with an exception. */
+static PyObject *list_records(Calls *calls)
+{
+    struct record records[MAX_RECORDS]; /* allocations may run Python, which may make calls */
+    const size_t n = calls->n_records;
+    PyObject *list = calls->record;
+    memcpy(records, calls->records, n * sizeof *records);
+    calls->n_records = 0;
+    Py_XINCREF(list);
+    for (size_t i = 0; i < n && list; i++) {
+        PyObject *entry = Py_BuildValue("(KKKK)", records[i].number, records[i].kind,
+                                        records[i].sizes, records[i].root);
+        if (!entry || PyList_Append(list, entry))
+            Py_CLEAR(list);
+        Py_XDECREF(entry);
+    }
+    return list;
+}
+
+/* Records the last call as running. Without `compared` there must be room for a record. */
 static void record_last(Calls *calls, uint64_t kind, uint64_t sizes, uint64_t root)
 {
+    if (!calls->compared)
+        calls->records[calls->n_records++] =
+            (struct record){calls->sequence, kind, sizes, root};
     struct last_call *last = calls->last;
     last->number = calls->sequence;
     last->kind = kind;
@@ -281,9 +311,12 @@ static PyObject *release(Calls *calls)
 }
 
 /* Begins a call: takes the lock, counts the call and records it. Returns 1; 0 if another thread is
- * in a call; -1 with an exception. */
+ * in a call, the ranks compare their records now, or there is no room for a record; -1 with an
+ * exception. */
 static int begin(Calls *calls, const struct fast_path *path, uint64_t sizes, unsigned long root)
 {
+    if (calls->sequence + 1 >= calls->next_check || calls->n_records == MAX_RECORDS)
+        return 0;
     PyObject *got = PyObject_CallFunctionObjArgs(calls->acquire, python.no, NULL);
     if (!got)
         return -1;
@@ -911,6 +944,8 @@ static PyObject *calls_begin(PyObject *self, PyObject *const *args, Py_ssize_t n
     if (!parse_call(&call, args, n == 4 ? 3 : n))
         return NULL;
     const unsigned long long scheduled = n == 4 ? PyLong_AsUnsignedLongLong(args[3]) : 0;
+    PyObject *list = calls->n_records == MAX_RECORDS ? list_records(calls) : NULL;
+    Py_XDECREF(list);
     if (PyErr_Occurred())
         return NULL;
     calls->sequence++;
@@ -923,15 +958,6 @@ static PyObject *calls_begin(PyObject *self, PyObject *const *args, Py_ssize_t n
         start_now(calls, call.kind, call.sizes, call.root);
     }
     record_last(calls, call.kind, call.sizes, call.root);
-    if (!calls->compared) {
-        PyObject *number = PyLong_FromUnsignedLongLong(calls->sequence);
-        PyObject *entry = number ? PyTuple_Pack(4, number, args[0], args[1], args[2]) : NULL;
-        const int failed = !entry || PyList_Append(calls->record, entry);
-        Py_XDECREF(number);
-        Py_XDECREF(entry);
-        if (failed)
-            return NULL;
-    }
     return PyBool_FromLong(calls->sequence >= calls->next_check);
 }
 
@@ -946,9 +972,7 @@ static PyObject *calls_get_recent(PyObject *self, void *closure)
                                               calls->last->kind, calls->last->sizes,
                                               calls->last->root);
     }
-    PyObject *record = calls->record ? calls->record : Py_None;
-    Py_INCREF(record);
-    return record;
+    return calls->record ? list_records(calls) : (Py_INCREF(Py_None), Py_None);
 }
 
 static int calls_set_recent(PyObject *self, PyObject *value, void *closure)
@@ -962,6 +986,7 @@ static int calls_set_recent(PyObject *self, PyObject *value, void *closure)
     PyObject *before = calls->record;
     Py_INCREF(value);
     calls->record = value;
+    calls->n_records = 0;
     calls->compared = 0;
     Py_XDECREF(before);
     return 0;
@@ -1019,8 +1044,6 @@ static PyObject *calls_register(PyObject *self, PyObject *args)
                           &path.has_root, &path.numbers_per_element, &path.all_entered,
                           &path.all_entered_argument, &path.timeout_ns))
         return NULL;
-    if (path.n > MAX_ARRAYS)
-        Py_RETURN_NONE;
     struct fast_path *paths = PyMem_Realloc(calls->paths, (calls->n_paths + 1) * sizeof path);
     if (!paths)
         return PyErr_NoMemory();

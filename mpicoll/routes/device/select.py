@@ -128,6 +128,8 @@ class Agreement:
         if any(state.can_fail_on_device for state in self.states.values()):
             watch_devices()
             self.group.device_error = self.find_failure
+            if not self.group.compared:
+                self.group.forget_fast_paths()  # native calls of MPI do not check the devices
 
     @property
     def context(self) -> DeviceContext:

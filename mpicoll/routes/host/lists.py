@@ -12,10 +12,16 @@ from mpicoll.arrays.views import Bytes, memory_at
 from mpicoll.core.checks import writes
 from mpicoll.core.plan import CallKind, Extent, Run
 
-__all__ = ["packed"]
+__all__ = ["count_per_chunk", "packed"]
 
 #: Size in bytes of a chunk of all arrays of a list, in total.
 LISTED = 4 * 1024 * 1024
+
+
+def count_per_chunk(kind: CallKind) -> int:
+    """Return the number of elements of a block in a chunk."""
+    assert kind.dtype is not None
+    return max(1, LISTED // (kind.group.size() * kind.dtype.itemsize))
 
 
 def packed(kind: CallKind, inner: Run, takes_lists: Callable[[int], bool]) -> Run:
@@ -27,7 +33,7 @@ def packed(kind: CallKind, inner: Run, takes_lists: Callable[[int], bool]) -> Ru
     primitive, group, _, dtype = kind
     assert dtype is not None
     n, me, itemsize = group.size(), group.rank(), dtype.itemsize
-    step = max(1, LISTED // (n * itemsize))
+    step = count_per_chunk(kind)
 
     def run(send: Any, recv: Any, extent: Extent, root: int) -> None:
         if isinstance(extent, int):

@@ -1,16 +1,28 @@
-"""MPI's own collectives: all data movement, and the reductions that MPI computes correctly."""
+"""MPI's own collectives: all data movement, and the reductions that MPI computes correctly.
+
+The native fast path calls them without Python (``kernels/src/mpi_calls.c``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpicoll.arrays.views import Buffer
-from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, Run
+from mpicoll.core.plan import Blocks, CallKind, Extent, Implementation, NativeCall, Run
 from mpicoll.dtypes import DType, Kind, ReduceOp
+from mpicoll.kernels.calls import LISTS
+from mpicoll.kernels.library import address_of, kernels
+from mpicoll.kernels.reduction import find_loop
+from mpicoll.routes.host.lists import count_per_chunk
 from mpicoll.routes.route import Route, Serves
 from mpicoll.routes.wire import INT_MAX, datatype, message, operation
 
@@ -45,7 +57,80 @@ def reducible(op: ReduceOp, dtype: DType) -> bool:
 
 def build(kind: CallKind, chunk: int = MAX_COUNT * 16) -> Implementation:
     """Return the implementation by MPI. chunk: size in bytes of a chunk of in-place reductions."""
-    return Implementation(_BUILDERS[kind.primitive.name](kind, chunk))
+    return _Collective(kind, chunk)
+
+
+class _Collective(Implementation):
+    """A collective of MPI; natively one call of MPI's function."""
+
+    def __init__(self, kind: CallKind, chunk: int) -> None:
+        super().__init__(_BUILDERS[kind.primitive.name](kind, chunk))
+        self._kind, self._chunk = kind, chunk
+
+    def native_calls(self) -> Sequence[NativeCall]:
+        """Return MPI's function, for counts that ``run`` also passes to MPI as a whole."""
+        primitive, group, op, dtype = self._kind
+        function = _find_function(f"MPI_{primitive.mpi}")
+        if not function or kernels is None or not isinstance(group.inner, MPI.Comm):
+            return ()  # isinstance: neither serialized nor tested
+        if group.compared or group.device_error is not None:
+            return ()  # Python compares the calls, or checks the devices, first
+        self._plan = plan = kernels.MpiPlan(  # this object keeps it alive
+            function=function,
+            comm=_encode_handle(group.inner),
+            type=_TYPES.get(primitive.mpi, _COMBINE),
+            n=group.size(),
+            me=group.rank(),
+            lists_in=primitive.listed and primitive.many_in,
+            lists_out=primitive.listed and primitive.many_out,
+            divisor=1,
+        )
+        max_count = INT_MAX
+        if dtype is not None:
+            plan.datatype, plan.size = _encode_handle(datatype(dtype)), dtype.itemsize
+        if op is not None and dtype is not None:
+            blocks = group.size() if primitive.many_in else 1
+            max_count = min(MAX_COUNT // blocks, self._chunk // dtype.itemsize)
+            plan.op = _encode_handle(_mpi_operation(op, dtype))
+            plan.in_place = None if primitive.input else int(MPI.IN_PLACE)
+            plan.discards = not self._kind.combined
+            if op is ReduceOp.AVG:
+                loop = find_loop(op, dtype)
+                if loop is None:
+                    return ()
+                plan.format = kernels.format(loop.format.encode())
+                plan.numbers_per_element = loop.elements
+                plan.divisor = max(1, len(self._kind.combined))
+        if primitive.listed:
+            max_count = min(max_count, count_per_chunk(self._kind))
+        address = address_of(kernels.mpi_call), ctypes.addressof(plan)
+        return (NativeCall(self, LISTS, *address, end_count=max_count + 1),)
+
+    def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
+        """Raise the error of a failed native call."""
+        raise MPI.Exception(-result) if result else MemoryError("no memory for a list of arrays")
+
+
+#: The types of functions in mpi_calls.c by their names in mpi4py; other functions combine.
+_COMBINE = 2
+_TYPES = {"Barrier": 0, "Bcast": 1, "Reduce": 3, "Allgather": 4, "Gather": 5, "Scatter": 5}
+
+
+def _encode_handle(handle: MPI.Comm | MPI.Datatype | MPI.Op) -> int:
+    """Return an MPI handle, a C int or a pointer, as a signed integer."""
+    raw = ctypes.string_at(MPI._addressof(handle), MPI._sizeof(handle))
+    return int.from_bytes(raw, sys.byteorder, signed=True)
+
+
+@cache
+def _find_function(name: str) -> int:
+    """Return the address of a function of MPI, as the dynamic linker finds it for mpi4py: in the
+    program's own libraries, such as a profiler, then in those of mpi4py; 0 if there is none.
+    """
+    for path in (None, MPI.__file__):
+        with suppress(OSError, AttributeError):
+            return address_of(getattr(ctypes.CDLL(path), name))
+    return 0
 
 
 # --- moves --------------------------------------------------------------------------------------

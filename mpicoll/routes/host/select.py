@@ -64,17 +64,18 @@ def _implementation(kind: CallKind, row: dict[str, Steps], listed: bool = False)
     return Wrapper(by_size, lists.packed(kind, by_size.run, by_size.takes_lists))
 
 
-class _Barrier(Implementation):
+class _Barrier(Wrapper):
     """A barrier; natively, the comparison of the ranks' calls, which waits for all ranks."""
 
     def __init__(self, kind: CallKind) -> None:
-        super().__init__(mpi.build(kind).run)
+        inner = mpi.build(kind)
+        super().__init__(inner, inner.run)
         self._group = kind.group
 
-    def native_calls(self) -> Sequence[NativeCall]:
-        """Return the comparison, if the ranks share memory."""
+    def native_calls(self) -> Sequence[NativeCall] | None:
+        """Return the comparison if the ranks share memory, else MPI's barrier."""
         found: shared.Shared | None = self._group.resources.find("shared")
-        return [found.native_comparison] if found else []
+        return [found.native_comparison] if found else super().native_calls()
 
 
 class _ByPlace(Implementation):
@@ -119,7 +120,7 @@ def _compared(kind: CallKind, inner: Implementation) -> Implementation:
             group.agree(with_root(signature, root), sizes)
         run(send, recv, extent, root)
 
-    return Implementation(compared)
+    return Wrapper(inner, compared)
 
 
 class _Step(NamedTuple):
@@ -180,13 +181,18 @@ class _BySize(Implementation):
             self._step(extent).implementation.run(send, recv, extent, root)
 
     def native_calls(self) -> Sequence[NativeCall] | None:
-        """Return the native calls of all steps; None until the ranks' placement is known."""
+        """Return the native calls of all steps. Until the ranks' placement is known, those of sizes
+        that do not depend on it, in a group that does not compare every call; else None.
+        """
+        steps, last = self._known or self._before, _NEVER
         if self._known is None:
-            return None
-        ends = [_NEVER, *(step.min_count for step in self._known)]
+            if self._kind.group.compared or not self._split_count:
+                return None
+            last = self._split_count
+        ends = [last, *(step.min_count for step in steps)]
         return [
-            call._replace(min_count=step.min_count, end_count=end)
-            for step, end in zip(self._known, ends, strict=False)
+            call._replace(min_count=step.min_count, end_count=min(end, last, call.end_count))
+            for step, end in zip(steps, ends, strict=False)
             for call in step.implementation.native_calls() or ()
         ]
 

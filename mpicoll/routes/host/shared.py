@@ -33,7 +33,7 @@ from mpicoll.errors import MismatchError
 from mpicoll.failures.group_failure import fail_with_peer
 from mpicoll.failures.report import describe_by_rank
 from mpicoll.kernels.calls import COMPARE, FUSED, LISTS, take_interruption
-from mpicoll.kernels.library import kernels
+from mpicoll.kernels.library import address_of, kernels
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.host.shared_segment import Segment, share
 from mpicoll.routes.host.ways import Ways
@@ -140,10 +140,14 @@ class Shared:
 
     def native_call(self, owner: Any, shape: int, function: Any, argument: int) -> NativeCall:
         """Return the native call of a function of the C library."""
-        check = _address(self.kernels.shared_all_entered), self.pointer, round(1e9 * INLINE_WAIT_S)
+        check = (
+            address_of(self.kernels.shared_all_entered),
+            self.pointer,
+            round(1e9 * INLINE_WAIT_S),
+        )
         if not self._crowded_beside or shape == COMPARE:
             check = (0, 0, 0)
-        return NativeCall(owner, shape, _address(function), argument, inline_check=check)
+        return NativeCall(owner, shape, address_of(function), argument, inline_check=check)
 
     @property
     def native_comparison(self) -> NativeCall:
@@ -396,12 +400,6 @@ def blocks_of_call(kind: CallKind, send: Any, recv: Any, extent: Extent) -> tupl
         for start, counts in sides
     )
     return out, into
-
-
-def _address(function: Any) -> int:
-    found = ctypes.cast(function, ctypes.c_void_p).value
-    assert found is not None
-    return found
 
 
 def _parts(kind: int) -> int:

@@ -53,9 +53,11 @@ class RunningTask(NamedTuple):
 NO_TASK = RunningTask("", 0, False)
 
 
-#: Functions of higher packages. Called with a group when it is OPEN, before its first call, and
-#: when it is CLOSED, maybe in a forked child.
+#: Functions of higher packages. Called with a group when it is OPEN, before its first call; with a
+#: group and an error before the group fails, while no call can raise the error yet; and with a
+#: group when it is CLOSED, maybe in a forked child.
 on_open: list[Callable[[ProcessGroup], None]] = []
+on_fail: list[Callable[[ProcessGroup, DistBackendError], None]] = []
 on_close: list[Callable[[ProcessGroup], None]] = []
 
 
@@ -273,6 +275,8 @@ class ProcessGroup(Calls):
                 and (isinstance(known, LostRankError) or not isinstance(error, LostRankError))
             ):
                 return False
+            for observe in on_fail:
+                observe(self, error)
             if pending:
                 self.pending_error = error  # first: calls raise the error as soon as it is set
             self.error = error

@@ -238,7 +238,7 @@ def _finish(
                 send, recv, extent = checks.build_views(primitive, group, output, input, root, None)
         owner.finish(result, packing.buffers_of(send), packing.buffers_of(recv), extent)
     except MpicollError as error:
-        flight_record.dump_after(error, group)
+        flight_record.record_error(error, group)
         raise
     except Exception as error:
         raise to_mpi_error(error, primitive.name, group) from error
@@ -375,16 +375,14 @@ def perform(
         execute(send, recv, extent, root)
         group.complete()
     except Exception as error:
-        if isinstance(error, MpicollError):
-            _unrecord_mismatch(error, call)
-            flight_record.dump_after(error, group)
-            raise
-        told = group_failure.compare_after(to_mpi_error(error, call.name, group), group)
+        found = error
+        if not isinstance(error, MpicollError):
+            found = group_failure.compare_after(to_mpi_error(error, call.name, group), group)
         _unrecord_mismatch(error, call)
-        flight_record.dump_after(told, group)
-        if isinstance(told, MismatchError):
-            group_failure.fail_all_ranks(group, told)
-        raise told from error
+        flight_record.record_error(found, group)
+        if found is error:
+            raise
+        raise found from error
     finally:
         group.end()
 
@@ -544,7 +542,7 @@ def _perform_uncompared(
             finally:
                 group.task = NO_TASK
     except MpicollError as error:
-        flight_record.dump_after(error, group)
+        flight_record.record_error(error, group)
         raise
     except Exception as error:
         raise to_mpi_error(error, name, group) from error

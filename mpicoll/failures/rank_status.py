@@ -54,15 +54,17 @@ _pending_sends: list[tuple[MPI.Request, np.ndarray[tuple[int], np.dtype[np.int64
 lock = threading.Lock()
 #: Set while the watchdog thread must make no calls to MPI; see ``suspended``.
 is_suspended = threading.Event()
+#: Number of probes for a message that was sent before: a single one does not find all of them.
+_PROBE_COUNT = 3
 #: Time that a rank in destroy_process_group waits for status messages, in total for all groups.
 DESTROY_TIMEOUT_S = 1.0
 #: State of a rank: it makes more calls in the group; it ends without destroying its groups; it
-#: destroys them; it has written its flight record and requests the others; MPI has reported an
-#: error in its last call and it requests the status of other ranks; it has failed the group because
-#: of a timeout, or because of another error.
-RUNNING, EXITING, DESTROYING, DUMPING, COMPARING, TIMED_OUT, FAILED = range(7)
-#: Global ranks that have sent DUMPING since this set was cleared; see flight_record.py.
-dumping: set[int] = set()
+#: destroys them; it has written its flight record because of a failure; MPI has reported an error
+#: in its last call and it requests the status of other ranks; it has failed the group because of a
+#: timeout, or because of another error.
+RUNNING, EXITING, DESTROYING, RECORDED, COMPARING, TIMED_OUT, FAILED = range(7)
+#: When RECORDED was received from global ranks, by time.monotonic; see flight_record.py.
+recorded: dict[int, float] = {}
 
 
 def send(
@@ -126,9 +128,11 @@ def receive(group: ProcessGroup) -> None:
     buffer = np.zeros(len(RankStatus._fields), np.int64)
     try:
         with lock:
-            while not (group.closed or is_suspended.is_set()) and group.messages.Iprobe(
-                MPI.ANY_SOURCE, group.status_tag, envelope
-            ):
+            misses = 0
+            while misses < _PROBE_COUNT and not (group.closed or is_suspended.is_set()):
+                if not group.messages.Iprobe(MPI.ANY_SOURCE, group.status_tag, envelope):
+                    misses += 1
+                    continue
                 source = envelope.Get_source()
                 group.messages.Irecv(buffer, source, group.status_tag).Wait()
                 status = RankStatus(*buffer.tolist())
@@ -136,8 +140,8 @@ def receive(group: ProcessGroup) -> None:
                     continue
                 if status.state == COMPARING:
                     asked.append((source, status.number))
-                if status.state == DUMPING:
-                    dumping.add(group.ranks[source])
+                if status.state == RECORDED:
+                    recorded[group.ranks[source]] = time.monotonic()
                 elif (known := group.statuses.get(source)) is None or known.state < TIMED_OUT:
                     group.statuses[source] = status  # a failure is final
     except MPI.Exception as error:
@@ -174,7 +178,7 @@ def describe_mismatch(group: ProcessGroup, ends: bool = False) -> str:
     if formed != group.formed:  # another thread makes calls just now
         return ""
     for rank, status in list(group.statuses.items()):
-        if status.since != calls[0][0] or status.state == COMPARING:  # that rank raises the error
+        if status.since != calls[0][0]:
             continue
         if ends and status.state not in (EXITING, DESTROYING):
             continue

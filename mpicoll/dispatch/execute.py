@@ -375,9 +375,9 @@ def perform(
         execute(send, recv, extent, root)
         group.complete()
     except Exception as error:
-        found = error
-        if not isinstance(error, MpicollError):
-            found = group_failure.compare_after(to_mpi_error(error, call.name, group), group)
+        found = error if isinstance(error, MpicollError) else to_mpi_error(error, call.name, group)
+        if found is not error and isinstance(found, MPIError):
+            found = group_failure.fail_after_mpi_error(group, found)
         _unrecord_mismatch(error, call)
         flight_record.record_error(found, group)
         if found is error:

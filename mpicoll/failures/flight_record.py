@@ -31,6 +31,7 @@ from mpicoll.errors import (
     ArgumentTypeError,
     CollectiveTimeoutError,
     MismatchError,
+    MPIError,
 )
 from mpicoll.failures import rank_status
 from mpicoll.kernels.calls import CallEntry
@@ -47,7 +48,7 @@ _RECORDS_TIMEOUT_S = 3.0
 _QUIET_S = 10.0
 
 #: Errors after which other ranks can still write their records.
-_WAITING = CollectiveTimeoutError, MismatchError
+_WAITING = CollectiveTimeoutError, MismatchError, MPIError
 
 #: Names of lists of calls.
 _LIST_NAMES = {

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 #: Seconds that a blocking call of MPI has to return after its group has failed.
 _GRACE_S = 10.0
-#: Time that a rank waits for the status of other ranks after MPI has reported an error. Their
+#: Time that a rank waits for the calls of other ranks after MPI has reported an error. Their
 #: watchdogs answer within a second.
 _ANSWER_TIMEOUT_S = 4.0
 
@@ -122,7 +122,7 @@ def receive_failures(group: ProcessGroup) -> None:
     """Receive status messages, and fail the group if another rank has failed it."""
     rank_status.receive(group)
     for rank, status in list(group.statuses.items()):
-        if status.state in (rank_status.TIMED_OUT, rank_status.FAILED):
+        if status.state in rank_status.FAILURES:
             fail_with_peer(group, rank)
 
 
@@ -179,31 +179,24 @@ def check(group: ProcessGroup) -> None:
             raise group.failure()
 
 
-def compare_after(error: Exception, group: ProcessGroup) -> Exception:
-    """Return a MismatchError in place of an error of MPI if the ranks have made different calls.
+def fail_after_mpi_error(group: ProcessGroup, error: MPIError) -> DistBackendError:
+    """Fail a group because MPI has reported an error in a call; return the error to raise.
 
-    The group has then failed on all ranks, because MPI has carried out a part of the call. The
-    caller holds the group's lock. The watchdogs of the other ranks send their status.
+    The other ranks then also fail the group, and send their last calls. If these differ, the error
+    is a MismatchError.
     """
-    if not isinstance(error, MPIError) or group.size() == 1 or is_serialized():
+    # The error may be of a lost rank, which does not answer.
+    if group.size() == 1 or lost_ranks.is_fault_tolerant():
         return error
-    if lost_ranks.is_fault_tolerant():  # the error may be of a lost rank, which does not answer
-        return error
-    number, others = group.recent[-1][0], {*range(group.size())} - {group.rank()}
-    rank_status.send(group, rank_status.COMPARING, others)
-    end = time.monotonic() + _ANSWER_TIMEOUT_S
-    while time.monotonic() < end and others != {
-        rank for rank, status in list(group.statuses.items()) if status.number == number
-    }:
-        time.sleep(1e-3)
+    fail(group, error)
+    end, expected = time.monotonic() + _ANSWER_TIMEOUT_S, rank_status.neighbours(group)
+    while True:
         rank_status.receive(group)
-    found = find_mismatch(
-        group, ". MPI reported an error in this call, and the group cannot be used any more"
-    )
-    if found is None:
-        return error
-    fail(group, found)
-    return found if group.error is None else group.failure()
+        found = find_mismatch(group, ". MPI reported an error in this call; the group has failed")
+        has_all = expected <= rank_status.find_departed(group, rank_status.FINAL)
+        if found is not None or has_all or time.monotonic() > end or is_serialized():
+            return found or error
+        time.sleep(1e-3)
 
 
 def find_mismatch(group: ProcessGroup, consequence: str = "") -> MismatchError | None:

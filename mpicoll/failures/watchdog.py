@@ -7,6 +7,7 @@ launch server and the node monitor.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import select
@@ -65,7 +66,8 @@ def end_job(code: int) -> None:
     for line in flight_record.last_words():
         write_lines(line)
     monitor_client.report_ending()
-    flight_record.wait_for_others()
+    with contextlib.suppress(KeyboardInterrupt):  # the process is ending already
+        flight_record.wait_for_others()
     flush_output()
     end_ranks(code)
 

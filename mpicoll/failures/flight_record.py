@@ -160,23 +160,26 @@ def answer() -> None:
     notify()
 
 
-def wait_for_others() -> None:
-    """Wait until all ranks have recorded a failure, before this rank ends the job.
+def wait_for_others() -> bool:
+    """Wait until all ranks have recorded a failure, before this rank ends the job. Return whether
+    they have.
 
     Only neighbours send notices. In a job with more ranks, the time for the notices to spread is
     fixed.
     """
     while time.monotonic() < _wait_end:
         default = state.default  # another thread may close it meanwhile
-        if default is not None:
-            with contextlib.suppress(Exception):
-                rank_status.receive(default)
+        with contextlib.suppress(Exception, KeyboardInterrupt):  # the process is ending already
+            time.sleep(0.01)
+            if default is None:
+                continue
             notify()
+            rank_status.receive(default)
             times = [*rank_status.recorded.items()]
             found = {rank for rank, when in times if when > _last - _QUIET_S}
             if len(found | rank_status.find_departed(default)) == default.size() - 1:
-                return
-        time.sleep(0.01)
+                return True
+    return False
 
 
 def write(why: str) -> bool:

@@ -7,7 +7,6 @@ launch server and the node monitor.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import select
@@ -66,8 +65,8 @@ def end_job(code: int) -> None:
     for line in flight_record.last_words():
         write_lines(line)
     monitor_client.report_ending()
-    with contextlib.suppress(KeyboardInterrupt):  # the process is ending already
-        flight_record.wait_for_others()
+    if flight_record.wait_for_others():
+        time.sleep(_JOB_END_GRACE_S)  # other ranks may print their errors now
     flush_output()
     end_ranks(code)
 
@@ -275,7 +274,6 @@ class Watchdog(RankEnd):
                     receive_failures(group)
                 if lost_ranks.is_fault_tolerant():
                     lost_ranks.check(group)
-        flight_record.answer()
         for group in list(state.groups):
             wait = self._waits.setdefault(group, _Wait())
             number = group.begun if group.lock.locked() else -1
@@ -287,6 +285,7 @@ class Watchdog(RankEnd):
                 self._check_missing(group)
             if (error := group.error) is not None:
                 self._check_failed(group, error, self._waits[group], now)
+        flight_record.answer()  # last: another rank may wait for it to end the job
 
     def _check_wait(self, group: ProcessGroup, wait: _Wait, waited: float) -> None:
         """Fail a group if the collective that it waits in is late, or cannot complete."""

@@ -32,7 +32,7 @@ from mpicoll.errors import (
     NotInitializedError,
     UnsupportedError,
 )
-from mpicoll.failures import lost_ranks, monitor_client, rank_status
+from mpicoll.failures import flight_record, lost_ranks, monitor_client, rank_status
 from mpicoll.failures.watchdog import Watchdog, end_job
 from mpicoll.launch.environment import check_world, fill_environment
 from mpicoll.launch.exit_hooks import exit_code
@@ -406,6 +406,7 @@ def _until_the_end() -> Iterator[ProcessGroup]:
         # Do not wait for other ranks, which may be in any call: that would delay the error. Notify
         # them that this rank makes no more calls: nothing else would, if the program goes on.
         if state.default is not None:
+            flight_record.notify()
             for group in state.groups:
                 group.finish(THREAD_EXIT_TIMEOUT_S)  # work that all ranks have joined
             # Before the devices are notified: other ranks check status messages first.

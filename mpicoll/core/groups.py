@@ -53,9 +53,11 @@ class RunningTask(NamedTuple):
 NO_TASK = RunningTask("", 0, False)
 
 
-#: Functions of higher packages. Called with a group when it is OPEN, before its first call, and
-#: when it is CLOSED, maybe in a forked child.
+#: Functions of higher packages. Called with a group when it is OPEN, before its first call; with a
+#: group and an error before the group fails, while no call can raise the error yet; and with a
+#: group when it is CLOSED, maybe in a forked child.
 on_open: list[Callable[[ProcessGroup], None]] = []
+on_fail: list[Callable[[ProcessGroup, DistBackendError], None]] = []
 on_close: list[Callable[[ProcessGroup], None]] = []
 
 
@@ -266,12 +268,12 @@ class ProcessGroup(Calls):
 
         Returns False if nothing has changed: the group was FAILED or CLOSED before.
         """
+        if not self._can_fail(error):
+            return False
+        for observe in on_fail:  # without the lock, because a destructor of the program may block
+            observe(self, error)
         with self._changing:
-            known = self.error
-            if self.closed is not None or (
-                known is not None
-                and (isinstance(known, LostRankError) or not isinstance(error, LostRankError))
-            ):
+            if not self._can_fail(error):
                 return False
             if pending:
                 self.pending_error = error  # first: calls raise the error as soon as it is set
@@ -279,6 +281,12 @@ class ProcessGroup(Calls):
             self.next_check = 0  # each call then enters the comparison, which raises the error
             self.forget_fast_paths()
             return True
+
+    def _can_fail(self, error: DistBackendError) -> bool:
+        if self.closed is not None:
+            return False
+        replaces = isinstance(error, LostRankError) and not isinstance(self.error, LostRankError)
+        return self.error is None or replaces
 
     def check_device_errors(self, wait: bool = False) -> None:
         """Fail the group if device work has ended without its results.

@@ -219,6 +219,8 @@ def _register_fast_path(plan: Plan, op: ReduceOp | None) -> None:
             primitive.many_in, primitive.many_out, primitive.listed, bool(primitive.input),
             plan.even, bool(primitive.root), parts_per_element(plan.kind), *call.inline_check,
         )  # fmt: skip
+    if plan.group.error is not None:  # it may have failed meanwhile; native calls do not check
+        plan.group.forget_fast_paths()
 
 
 def _finish(
@@ -384,19 +386,17 @@ def _raise_error(error: Exception, name: str, even: bool, group: ProcessGroup) -
 
     even: see ``Plan``. The caller holds the group's lock.
     """
-    told = error
-    if not isinstance(error, MpicollError):
-        told = group_failure.compare_after(to_mpi_error(error, name, group), group)
+    found = error if isinstance(error, MpicollError) else to_mpi_error(error, name, group)
+    if found is not error and isinstance(found, MPIError):
+        found = group_failure.fail_after_mpi_error(group, found)
     # Remove the call from the record if it failed because the ranks' calls differ, which was
     # reported. A call that failed on this rank alone stays: the other ranks have made it.
     if even and isinstance(error, (MismatchError, MPIError, sys.modules["mpi4py.MPI"].Exception)):
         consistency.drop_last_call(group)
-    flight_record.dump_after(told, group)
-    if told is error:
+    flight_record.record_error(found, group)
+    if found is error:
         raise error
-    if isinstance(told, MismatchError):
-        group_failure.fail_all_ranks(group, told)
-    raise told from error
+    raise found from error
 
 
 def _check(group: ProcessGroup) -> None:
@@ -544,7 +544,7 @@ def _perform_uncompared(
             finally:
                 group.task = NO_TASK
     except MpicollError as error:
-        flight_record.dump_after(error, group)
+        flight_record.record_error(error, group)
         raise
     except Exception as error:
         raise to_mpi_error(error, name, group) from error

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -189,7 +188,11 @@ def _describe_difference(group: ProcessGroup, calls: tuple[RecordEntry, ...]) ->
     mine = calls[same] if same < len(calls) else _NO_CALL
     differing = control_messages.allgather(comm, (mine[0], describe_call(mine)), tuple[int, str])
     number = max(number for number, _ in differing)
-    text = describe_mismatch(group, number, (text for _, text in differing))
+    text = (
+        f"rank {group.rank()} of group {group.group_name}: collective mismatch: the ranks made "
+        f"different calls as call {number} of the group: "
+        f"{describe_by_rank(text for _, text in differing)}"
+    )
     later = longest - same - 1
     if later > 0:
         text += (
@@ -207,11 +210,3 @@ def describe_call(call: RecordEntry) -> str:
     if number == 0:
         return "no call"
     return "a call that differed" if kind < 0 else describe(with_root(kind, root), sizes)
-
-
-def describe_mismatch(group: ProcessGroup, number: int, calls: Iterable[str]) -> str:
-    """Return the message about different calls. calls: one description per rank, in rank order."""
-    return (
-        f"rank {group.rank()} of group {group.group_name}: collective mismatch: the ranks made "
-        f"different calls as call {number} of the group: {describe_by_rank(calls)}"
-    )

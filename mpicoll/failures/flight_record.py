@@ -5,8 +5,8 @@ in the format of PyTorch's flight recorder, version 2.10 (FlightRecorder.hpp of 
 that ``torchfrtrace`` finds the culprit in a folder of such files. The key "mpicoll" has the rank,
 its host and the reason, for which that format has no fields.
 
-A rank that dumps its record requests the records of its neighbours by a status message, and they
-do the same.
+The record is written when a group fails, and when a call of an OPEN group times out or finds a
+mismatch. The rank then notifies its neighbours by a status message, and they do the same.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import socket
 import threading
 import time
 import weakref
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import __version__, private_files, settings
-from mpicoll.core.groups import default_group, state
+from mpicoll.core.groups import default_group, on_fail, state
 from mpicoll.core.signature import describe, read_call, with_root
 from mpicoll.core.work import on_timeout
 from mpicoll.errors import (
     ArgumentError,
     ArgumentTypeError,
     CollectiveTimeoutError,
-    LostRankError,
     MismatchError,
+    MPIError,
 )
 from mpicoll.failures import rank_status
 from mpicoll.kernels.calls import CallEntry
@@ -41,12 +42,13 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
 VERSION = "2.10"  # of the format
-#: Time that a rank whose call has timed out waits for the records of other ranks, because the job
-#: may end right after it.
-RECORDS_TIMEOUT_S = 3.0
-#: Time after a dump in which further requests are ignored, and the maximum time of a request from
-#: rank to rank.
-_QUIET_S, _HOP_S = 10.0, 1.5
+#: Time that other ranks have to write their records before this rank ends the job.
+_RECORDS_TIMEOUT_S = 3.0
+#: Time after a record in which notices of other ranks belong to the same failure.
+_QUIET_S = 10.0
+
+#: Errors after which other ranks can still write their records.
+_WAITING = CollectiveTimeoutError, MismatchError, MPIError
 
 #: Names of lists of calls.
 _LIST_NAMES = {
@@ -69,11 +71,12 @@ _DTYPE_NAMES = {
     "complex128": "ComplexDouble",
 }  # fmt: skip
 
-#: For each group, the errors for which the record was dumped: once for each class.
-_dumped: weakref.WeakKeyDictionary[ProcessGroup, set[type]] = weakref.WeakKeyDictionary()
-#: Held during a dump; and the time of the last dump, by time.monotonic.
-_lock = threading.RLock()
-_last = float("-inf")
+#: OPEN groups of which an error was recorded.
+_recorded: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+#: When this rank recorded the latest failure; until when the job must not end; and whether the
+#: neighbours are to be notified. Times are of time.monotonic.
+_last = _wait_end = float("-inf")
+_must_notify = False
 #: The line that ``last_words`` returns.
 _location: list[str] = []
 
@@ -104,49 +107,79 @@ def dump_flight_record(path: str | None = None) -> str:
     return str(_write("dump_flight_record was called", path))
 
 
-def dump_after(error: Exception, group: ProcessGroup) -> None:
-    """Dump the record after a call has failed, if the record helps to find the cause."""
-    if isinstance(error, CollectiveTimeoutError):
-        if group.error is None:  # as in monitored_barrier: the group stays OPEN
-            dump(str(error))
-    elif isinstance(error, (LostRankError, MismatchError)):
-        known = _dumped.setdefault(group, set())
-        if type(error) not in known:
-            known.add(type(error))
-            dump(str(error), 0 if isinstance(error, LostRankError) else RECORDS_TIMEOUT_S)
+def _record(why: str, waits: bool = True) -> None:
+    """Write this rank's record because of a failure.
 
-
-def dump(why: str, wait_s: float = RECORDS_TIMEOUT_S) -> None:
-    """Write this rank's record, and request the records of other ranks.
-
-    wait_s: seconds to wait for its neighbours to write theirs, and for the request to spread.
+    waits: ``wait_for_others`` waits for the records of the other ranks.
     """
-    written, default = write(why), state.default  # another thread may close it meanwhile
-    if not written or default is None or default.size() == 1:
-        return
-    _request_records()
-    expected = rank_status.neighbours(default)
-    end = time.monotonic() + wait_s
-    while time.monotonic() < end and not expected <= (
-        rank_status.dumping | rank_status.find_departed(default)
-    ):
-        with contextlib.suppress(Exception):
-            rank_status.receive(default)
-        time.sleep(0.01)
-    # Neighbours are at distances of powers of two in both directions.
-    hops = (default.size().bit_length() + 1) // 2
-    if wait_s and len(expected) < default.size() - 1:
-        time.sleep(min(_HOP_S * (hops - 1), wait_s))
-    rank_status.dumping.clear()
+    global _last, _wait_end, _must_notify
+    _last = time.monotonic()
+    _must_notify = write(why)
+    _wait_end = _last + _RECORDS_TIMEOUT_S if waits and _must_notify else _wait_end
+
+
+def _record_failure(group: ProcessGroup, error: Exception) -> None:
+    """Observe the failure of a group. Waits for no other thread, which may be stuck."""
+    if group in state.groups:  # not an internal group of a route
+        _record(str(error), isinstance(error, _WAITING))
+
+
+def _record_timeout(why: str) -> None:
+    if time.monotonic() > _last + _QUIET_S:  # works time out one after another
+        _record(why)
+
+
+on_fail.append(_record_failure)
+on_timeout.append(_record_timeout)
+
+
+def record_error(error: Exception, group: ProcessGroup) -> None:
+    """Record an error that a call raises while its group stays OPEN, once for each group."""
+    is_recorded = group.error is not None or group in _recorded
+    if isinstance(error, _WAITING) and not is_recorded:
+        _recorded.add(group)
+        _record(str(error))
+    notify()
+
+
+def notify() -> None:
+    """Notify the neighbours if this rank has recorded a failure."""
+    global _must_notify
+    default = state.default
+    if _must_notify and default is not None:
+        _must_notify = False
+        with contextlib.suppress(Exception):  # MPI may have failed
+            rank_status.send(default, rank_status.RECORDED)
 
 
 def answer() -> None:
-    """Write this rank's record if another rank has requested it."""
-    if time.monotonic() < _last + _QUIET_S:
-        return
-    if rank_status.dumping and write(f"requested by rank {min(rank_status.dumping, default=-1)}"):
-        _request_records()
-    rank_status.dumping.clear()
+    """Write this rank's record if another rank has recorded a failure."""
+    rank, when = max([*rank_status.recorded.items()], key=itemgetter(1), default=(0, _last))
+    if when > _last + _QUIET_S:
+        _record(f"requested by rank {rank}", waits=False)
+    notify()
+
+
+def wait_for_others() -> bool:
+    """Wait until all ranks have recorded a failure, before this rank ends the job. Return whether
+    they have.
+
+    Only neighbours send notices. In a job with more ranks, the time for the notices to spread is
+    fixed.
+    """
+    while time.monotonic() < _wait_end:
+        default = state.default  # another thread may close it meanwhile
+        with contextlib.suppress(Exception, KeyboardInterrupt):  # the process is ending already
+            time.sleep(0.01)
+            if default is None:
+                continue
+            notify()
+            rank_status.receive(default)
+            times = [*rank_status.recorded.items()]
+            found = {rank for rank, when in times if when > _last - _QUIET_S}
+            if len(found | rank_status.find_departed(default)) == default.size() - 1:
+                return True
+    return False
 
 
 def write(why: str) -> bool:
@@ -170,14 +203,6 @@ def last_words() -> list[str]:
     return [_location.pop()] if _location else []
 
 
-def _request_records() -> None:
-    group = state.default
-    if group is None or group.closed is not None:
-        return
-    with contextlib.suppress(Exception):  # MPI may have failed
-        rank_status.send(group, rank_status.DUMPING)
-
-
 def _file_prefix() -> str:
     """Return the path of the files without the rank at the end."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
@@ -186,20 +211,9 @@ def _file_prefix() -> str:
 
 def _write(why: str, given: str | None = None) -> Path:
     """Write the record to a file, atomically; return its path."""
-    global _last
-    with _lock:
-        path = Path(given or f"{_file_prefix()}{default_group().rank()}")
-        private_files.write(path, pickle.dumps(_build(why), protocol=2))
-        _last = time.monotonic()
-        return path
-
-
-def _dump_after_work(why: str) -> None:
-    if time.monotonic() > _last + _QUIET_S:  # works time out one after another
-        dump(why)
-
-
-on_timeout.append(_dump_after_work)
+    path = Path(given or f"{_file_prefix()}{default_group().rank()}")
+    private_files.write(path, pickle.dumps(_build(why), protocol=2))
+    return path
 
 
 def _build(why: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from mpicoll import settings
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, MismatchError, MPIError
-from mpicoll.failures import consistency, flight_record, lost_ranks, monitor_client, rank_status
+from mpicoll.failures import consistency, lost_ranks, monitor_client, rank_status
 from mpicoll.failures.consistency import describe_call
 from mpicoll.failures.report import DETAIL_HINT, describe_by_rank
 from mpicoll.launch.world import finalize_within, is_serialized
@@ -29,12 +29,9 @@ if TYPE_CHECKING:
 
 #: Seconds that a blocking call of MPI has to return after its group has failed.
 _GRACE_S = 10.0
-#: Time that a rank waits for the status of other ranks after MPI has reported an error. Their
+#: Time that a rank waits for the calls of other ranks after MPI has reported an error. Their
 #: watchdogs answer within a second.
 _ANSWER_TIMEOUT_S = 4.0
-#: Number of times that a rank probes for status messages that were sent before: a single probe does
-#: not find all of them.
-_PROBE_COUNT = 3
 
 _CLOSED = "The group takes no more calls; other groups do"
 
@@ -44,21 +41,9 @@ def grace() -> float:
     return float(settings.TIMEOUT_GRACE.value() or _GRACE_S)
 
 
-def fail(
-    group: ProcessGroup,
-    error: DistBackendError,
-    *,
-    number: int | None = None,
-    wait_s: float = 0.0,
-    pending: bool = False,
-) -> None:
+def fail(group: ProcessGroup, error: DistBackendError, pending: bool = False) -> None:
     """Fail a group on all its ranks. On this rank, present and later calls raise ``error``.
 
-    After a timeout it writes the flight record first, because the job may end as soon as a call
-    raises the error.
-
-    number: of the late call, as ``begun`` counts. If it ends meanwhile, the group stays OPEN.
-    wait_s: seconds to wait for the flight records of other ranks.
     pending: the error is of devices, and no call waits that would raise it.
 
     Does nothing if the group has failed with another error, or is closed. If it has failed with
@@ -66,11 +51,6 @@ def fail(
     """
     if group.closed is not None or group.error not in (None, error):
         return
-    is_timeout = isinstance(error, CollectiveTimeoutError)
-    if group.error is None and is_timeout:  # calls dump other errors themselves
-        flight_record.dump(str(error), wait_s)
-        if number is not None and not _is_inside(group, number):
-            return
     # MPI_Finalize waits for all ranks, and a missing one may never end. This comes first because
     # the program may end as soon as another thread raises the error.
     finalize_within(grace())
@@ -78,13 +58,10 @@ def fail(
     if group.closed is not None or group.error is not error:
         return
     if not lost_ranks.is_fault_tolerant():  # before ranks that share memory look for the reason
+        is_timeout = isinstance(error, CollectiveTimeoutError)
         rank_status.send(group, rank_status.TIMED_OUT if is_timeout else rank_status.FAILED)
     group.resources.leave()
     lost_ranks.revoke(group)
-
-
-def _is_inside(group: ProcessGroup, number: int) -> bool:
-    return group.begun == number and group.lock.locked()
 
 
 def fail_all_ranks(group: ProcessGroup, error: Exception) -> None:
@@ -106,10 +83,11 @@ def fail_late_call(group: ProcessGroup, number: int | None = None) -> None:
     """
     if group.timeout is None:
         return
+    number = group.begun if number is None else number
     rank_status.receive(group)
-    if number is None or _is_inside(group, number):
-        why = f"not all ranks of group {group.group_name} called within its timeout"
-        _time_out(group, why, group.begun if number is None else number)
+    error = _timeout(group, f"not all ranks of group {group.group_name} called within its timeout")
+    if group.begun == number and group.lock.locked():
+        fail(group, error)
 
 
 def fail_with_peer(group: ProcessGroup, rank: int) -> None:
@@ -122,38 +100,35 @@ def fail_with_peer(group: ProcessGroup, rank: int) -> None:
         return
     if lost_ranks.is_fault_tolerant() and lost_ranks.check(group):
         return
-    for _ in range(_PROBE_COUNT):
-        rank_status.receive(group)
+    rank_status.receive(group)
     theirs, name = group.statuses.get(rank), f"rank {group.ranks[rank]} has closed"
-    if theirs is not None and theirs.state == rank_status.FAILED:
-        group.check_device_errors()  # the rank stored the reason for the devices first, if for any
-        error = group.error or DistBackendError(
-            f"rank {group.ranks[group.rank()]} of group {group.group_name}: {name} the group, in "
-            f"or after call {theirs.number}, {describe_call(theirs.last_call)}: a call has failed "
-            "on it, or on a rank that it received the failure from; the error of that rank has the "
-            "reason. The results of that call and later ones may be incomplete on any rank. "
-            f"{_CLOSED}"
-        )
-        fail(group, error, pending=group.device_error is not None)
+    if theirs is None or theirs.state != rank_status.FAILED:
+        why = f"{name} group {group.group_name}, because not all ranks called within its timeout"
+        fail(group, _timeout(group, why, closer=rank))
         return
-    why = f"{name} group {group.group_name}, because not all ranks called within its timeout"
-    _time_out(group, why, closer=rank)
+    group.check_device_errors()  # the rank stored the reason for the devices first, if for any
+    known = group.error or find_mismatch(group)
+    error = known or DistBackendError(
+        f"rank {group.ranks[group.rank()]} of group {group.group_name}: {name} the group, in "
+        f"or after call {theirs.number}, {describe_call(theirs.last_call)}: a call has failed "
+        "on it, or on a rank that it received the failure from; the error of that rank has the "
+        "reason. The results of that call and later ones may be incomplete on any rank. "
+        f"{_CLOSED}"
+    )
+    fail(group, error, pending=group.device_error is not None)
 
 
 def receive_failures(group: ProcessGroup) -> None:
     """Receive status messages, and fail the group if another rank has failed it."""
     rank_status.receive(group)
     for rank, status in list(group.statuses.items()):
-        if status.state in (rank_status.TIMED_OUT, rank_status.FAILED):
+        if status.state in rank_status.FAILURES:
             fail_with_peer(group, rank)
 
 
-def _time_out(
-    group: ProcessGroup, why: str, number: int | None = None, closer: int | None = None
-) -> None:
-    """Fail a group with a CollectiveTimeoutError.
+def _timeout(group: ProcessGroup, why: str, closer: int | None = None) -> CollectiveTimeoutError:
+    """Return the error of a group whose call is late.
 
-    number: of the late call, see ``fail``.
     closer: group rank that has failed the group first, if not this one.
     """
     recorded, kind, *_ = group.recent[-1]
@@ -161,13 +136,11 @@ def _time_out(
     name = group.task.name or (words.split()[0] if recorded and kind >= 0 else "a call")
     where = f"{'after' if group.task.name else 'in'} call {group.sequence}, {words}"
     limit = "" if group.timeout is None else f" of {group.timeout:g} s"
-    text = (
+    return CollectiveTimeoutError(
         f"{name} on rank {group.ranks[group.rank()]}, {where}: timed out: {why}{limit}: "
         f"{_describe_ranks(group, closer)}. "
         f"{_CLOSED}{'' if group.compared else f'. {DETAIL_HINT}'}"
     )
-    wait_s = flight_record.RECORDS_TIMEOUT_S if closer is None else 0.0
-    fail(group, CollectiveTimeoutError(text), number=number, wait_s=wait_s)
 
 
 def _describe_ranks(group: ProcessGroup, closer: int | None) -> str:
@@ -201,42 +174,32 @@ def check(group: ProcessGroup) -> None:
     """
     consistency.check(group)
     if group.size() > 1 and not group.resources.find("shared"):
-        for _ in range(_PROBE_COUNT):
-            receive_failures(group)
+        receive_failures(group)
         if group.error is not None:
             raise group.failure()
 
 
-def compare_after(error: Exception, group: ProcessGroup) -> Exception:
-    """Return a MismatchError in place of an error of MPI if the ranks have made different calls.
+def fail_after_mpi_error(group: ProcessGroup, error: MPIError) -> DistBackendError:
+    """Fail a group because MPI has reported an error in a call; return the error to raise.
 
-    The group has then failed on all ranks, because MPI has carried out a part of the call. The
-    caller holds the group's lock. The watchdogs of the other ranks send their status.
+    The other ranks then also fail the group, and send their last calls. If these differ, the error
+    is a MismatchError.
     """
-    if not isinstance(error, MPIError) or group.size() == 1 or is_serialized():
+    # The error may be of a lost rank, which does not answer.
+    if group.size() == 1 or lost_ranks.is_fault_tolerant():
         return error
-    if lost_ranks.is_fault_tolerant():  # the error may be of a lost rank, which does not answer
-        return error
-    number, me = group.recent[-1][0], group.rank()
-    calls = {me: describe_call(group.recent[-1])}
-    rank_status.send(group, rank_status.COMPARING, {*range(group.size())} - {me})
-    end = time.monotonic() + _ANSWER_TIMEOUT_S
-    while len(calls) < group.size() and time.monotonic() < end:
-        time.sleep(1e-3)
+    fail(group, error)
+    end, expected = time.monotonic() + _ANSWER_TIMEOUT_S, rank_status.neighbours(group)
+    while True:
         rank_status.receive(group)
-        for rank, status in list(group.statuses.items()):
-            if status.number == number:
-                calls[rank] = describe_call(status.last_call)
-    if len({*calls.values()}) == 1:
-        text = rank_status.describe_mismatch(group)
-    else:
-        texts = [calls.get(rank, "no answer") for rank in range(group.size())]
-        text = consistency.describe_mismatch(group, number, texts)
-    if not text:
-        return error
-    found = MismatchError(
-        f"{text}. MPI reported an error in this call, and the group cannot be used any more. "
-        f"{DETAIL_HINT}"
-    )
-    group.fail(found)
-    return found
+        found = find_mismatch(group, ". MPI reported an error in this call; the group has failed")
+        has_all = expected <= rank_status.find_departed(group, rank_status.FINAL)
+        if found is not None or has_all or time.monotonic() > end or is_serialized():
+            return found or error
+        time.sleep(1e-3)
+
+
+def find_mismatch(group: ProcessGroup, consequence: str = "") -> MismatchError | None:
+    """Return the error about different calls that status messages show, None for none."""
+    text = rank_status.describe_mismatch(group)
+    return MismatchError(f"{text}{consequence}. {DETAIL_HINT}") if text else None

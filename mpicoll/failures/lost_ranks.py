@@ -61,10 +61,10 @@ def check(group: ProcessGroup) -> bool:
         lost = _find(group, _DETECT_TIMEOUT_S if revoked else 0.0)
         if not lost and not revoked:
             return False
-        group.fail(LostRankError(_describe(group, lost), lost))
         revoke(group)
-        group.resources.leave(alone=True)
-        skip_finalize()  # MPI_Finalize may wait for the lost rank
+    group.fail(LostRankError(_describe(group, lost), lost))
+    group.resources.leave(alone=True)
+    skip_finalize()  # MPI_Finalize may wait for the lost rank
     return True
 
 

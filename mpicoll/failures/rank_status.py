@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -54,39 +54,33 @@ _pending_sends: list[tuple[MPI.Request, np.ndarray[tuple[int], np.dtype[np.int64
 lock = threading.Lock()
 #: Set while the watchdog thread must make no calls to MPI; see ``suspended``.
 is_suspended = threading.Event()
+#: Number of probes for a message that was sent before: a single one does not find all of them.
+_PROBE_COUNT = 3
 #: Time that a rank in destroy_process_group waits for status messages, in total for all groups.
 DESTROY_TIMEOUT_S = 1.0
 #: State of a rank: it makes more calls in the group; it ends without destroying its groups; it
-#: destroys them; it has written its flight record and requests the others; MPI has reported an
-#: error in its last call and it requests the status of other ranks; it has failed the group because
-#: of a timeout, or because of another error.
-RUNNING, EXITING, DESTROYING, DUMPING, COMPARING, TIMED_OUT, FAILED = range(7)
-#: Global ranks that have sent DUMPING since this set was cleared; see flight_record.py.
-dumping: set[int] = set()
+#: destroys them; it has written its flight record because of a failure; it has failed the group
+#: because of a timeout, or because of another error.
+RUNNING, EXITING, DESTROYING, RECORDED, TIMED_OUT, FAILED = range(6)
+DEPARTED, FAILURES = (EXITING, DESTROYING), (TIMED_OUT, FAILED)
+FINAL = DEPARTED + FAILURES  # it makes no more calls in the group
+#: When RECORDED was received from global ranks, by time.monotonic; see flight_record.py.
+recorded: dict[int, float] = {}
 
 
-def send(
-    group: ProcessGroup,
-    state: int = RUNNING,
-    to: Iterable[int] | None = None,
-    number: int | None = None,
-) -> None:
-    """Send this rank's status to other ranks.
+def send(group: ProcessGroup, state: int = RUNNING) -> None:
+    """Send this rank's status to its neighbours, which are few in a large group.
 
-    to:     group ranks; None: the neighbours, which are few in a large group. One waiting rank that
-            receives the status is enough to end the job.
-    number: of the last call that the status includes; None: the latest.
+    One waiting rank that receives the status is enough to end the job.
     """
     calls = tuple(group.recent)  # a copy, because another thread may make calls
-    if number is not None:
-        calls = calls[:1] + tuple(call for call in calls[1:] if call[0] <= number)
     counts = group.begun, group.formed
     found = RankStatus(_hash_name(group), state, *counts, calls[0][0], *calls[-1], digest(calls))
     status = np.array(found, np.int64)
     with lock:
         if group.closed is not None or (is_suspended.is_set() and state == RUNNING):
             return
-        for other in neighbours(group) if to is None else to:
+        for other in neighbours(group):
             _pending_sends.append((group.messages.Isend(status, other, group.status_tag), status))
         _pending_sends[:] = [(one, kept) for one, kept in _pending_sends if not one.Test()]
 
@@ -119,36 +113,34 @@ def _hash_name(group: ProcessGroup) -> int:
 
 
 def receive(group: ProcessGroup) -> None:
-    """Receive the status messages that have arrived. Reply to a rank that is COMPARING."""
+    """Receive the status messages that have arrived."""
     from mpi4py import MPI
 
-    envelope, asked = MPI.Status(), []
+    envelope = MPI.Status()
     buffer = np.zeros(len(RankStatus._fields), np.int64)
     try:
         with lock:
-            while not (group.closed or is_suspended.is_set()) and group.messages.Iprobe(
-                MPI.ANY_SOURCE, group.status_tag, envelope
-            ):
+            misses = 0
+            while misses < _PROBE_COUNT and not (group.closed or is_suspended.is_set()):
+                if not group.messages.Iprobe(MPI.ANY_SOURCE, group.status_tag, envelope):
+                    misses += 1
+                    continue
                 source = envelope.Get_source()
                 group.messages.Irecv(buffer, source, group.status_tag).Wait()
                 status = RankStatus(*buffer.tolist())
                 if status.group != _hash_name(group):
                     continue
-                if status.state == COMPARING:
-                    asked.append((source, status.number))
-                if status.state == DUMPING:
-                    dumping.add(group.ranks[source])
-                elif (known := group.statuses.get(source)) is None or known.state < TIMED_OUT:
+                if status.state == RECORDED:
+                    recorded[group.ranks[source]] = time.monotonic()
+                elif (known := group.statuses.get(source)) is None or known.state not in FAILURES:
                     group.statuses[source] = status  # a failure is final
     except MPI.Exception as error:
         if not communicators.reports_lost_rank(error):  # lost_ranks.check handles losses
             raise
-    for source, number in asked:
-        send(group, RUNNING, (source,), number)
 
 
-def find_departed(group: ProcessGroup, states: tuple[int, ...] = (EXITING, DESTROYING)) -> set[int]:
-    """Return the group ranks that make no more calls, according to received messages."""
+def find_departed(group: ProcessGroup, states: tuple[int, ...] = DEPARTED) -> set[int]:
+    """Return the group ranks whose last status has one of these states."""
     return {rank for rank, status in list(group.statuses.items()) if status.state in states}
 
 
@@ -158,7 +150,7 @@ def find_missing(group: ProcessGroup, may_time_out: bool) -> str:
     may_time_out: the program may wait with a timeout and continue after it, so that only ranks that
     end count.
     """
-    departed = find_departed(group, (EXITING,) if may_time_out else (EXITING, DESTROYING))
+    departed = find_departed(group, (EXITING,) if may_time_out else DEPARTED)
     missing = [rank for rank in departed if group.statuses[rank].begun < group.begun]
     return format_ranks(group.ranks[rank] for rank in missing) if missing else ""
 
@@ -174,9 +166,9 @@ def describe_mismatch(group: ProcessGroup, ends: bool = False) -> str:
     if formed != group.formed:  # another thread makes calls just now
         return ""
     for rank, status in list(group.statuses.items()):
-        if status.since != calls[0][0] or status.state == COMPARING:  # that rank raises the error
+        if status.since != calls[0][0]:
             continue
-        if ends and status.state not in (EXITING, DESTROYING):
+        if ends and status.state not in DEPARTED:
             continue
         other, theirs = group.ranks[rank], _describe_call(status.last_call)
         here, ahead = _describe_call(calls[-1]), status.number - calls[-1][0]

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -22,11 +23,12 @@ from weakref import WeakKeyDictionary
 from mpicoll import settings
 from mpicoll.core.groups import state
 from mpicoll.cuda.threads import use_process_device
-from mpicoll.errors import CollectiveTimeoutError, LostRankError
+from mpicoll.errors import DistBackendError, LostRankError, MismatchError
 from mpicoll.failures import flight_record, lost_ranks, monitor_client, rank_status
 from mpicoll.failures.group_failure import (
-    fail_all_ranks,
+    fail,
     fail_late_call,
+    find_mismatch,
     grace,
     receive_failures,
 )
@@ -63,6 +65,8 @@ def end_job(code: int) -> None:
     for line in flight_record.last_words():
         write_lines(line)
     monitor_client.report_ending()
+    if flight_record.wait_for_others():
+        time.sleep(_JOB_END_GRACE_S)  # other ranks may print their errors now
     flush_output()
     end_ranks(code)
 
@@ -75,14 +79,13 @@ def _report_after(group: ProcessGroup) -> float:
 
 @dataclass(slots=True)
 class _Wait:
-    """A group that is inside a collective."""
+    """The collective that a group is inside, if any, and when the group was first seen FAILED."""
 
-    number: int  # of the collective
-    since: float  # when it was first seen inside
+    number: int = -1  # of the collective, -1 outside
+    since: float = 0.0  # when it was first seen
     is_reported: bool = False  # as late
     has_sent: bool = False  # the rank has sent its status
-    failing: threading.Thread | None = None  # fails the group
-    failed: float = 0.0  # when the group was first seen FAILED, after the timeout
+    failed: float | None = None
 
 
 class Watchdog(RankEnd):
@@ -98,10 +101,8 @@ class Watchdog(RankEnd):
         self._stopping = threading.Event()
         self._check_since = math.inf  # when the watchdog thread began the present check
         self._standby: threading.Thread | None = None
-        self._waits: dict[ProcessGroup, _Wait] = {}
+        self._waits: WeakKeyDictionary[ProcessGroup, _Wait] = WeakKeyDictionary()
         self._next_receive = time.monotonic() + _RECEIVE_INTERVAL_S
-        #: FAILED groups with device work, and since when.
-        self._failed: WeakKeyDictionary[ProcessGroup, float] = WeakKeyDictionary()
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         exit_hooks.install(self)
         self._receives_signals = threading.current_thread() is threading.main_thread()
@@ -123,8 +124,7 @@ class Watchdog(RankEnd):
         exit_hooks.install_in_rank()
         self._stopping.set()
         os.write(self._writer, b"\0")
-        failing = (wait.failing for wait in self._waits.values())
-        for thread in filter(None, (self._thread, self._standby, *failing)):
+        for thread in filter(None, (self._thread, self._standby)):
             thread.join()
         _current = None
         # On another thread, Python would still write to the pipe at each signal.
@@ -163,8 +163,6 @@ class Watchdog(RankEnd):
 
         thread: that one, as threading.get_ident returns it; 0: the main thread.
         """
-        if code != INTERRUPTED:
-            flight_record.dump(why)
         found = find_stack(thread or threading.main_thread().ident or 0)
         stack, rank = "".join(traceback.format_list(found)), self.rank()
         told = f"mpicoll: rank {rank}: {why} (in the call above); ending the job"
@@ -215,21 +213,26 @@ class Watchdog(RankEnd):
         another thread.
         """
         while not self._stopping.wait(_CHECK_INTERVAL_S):
-            if time.monotonic() - self._check_since < _STUCK_AFTER_S:
-                continue
-            use_process_device()
-            groups = [group for group in list(state.groups) if group.device_error is not None]
-            for group in groups:
-                group.check_device_errors()
-                if group.error is not None:
-                    group.resources.leave(alone=True)
-            if not is_serialized():
-                for group in groups:  # last: another thread may be stuck inside
-                    receive_failures(group)
+            if time.monotonic() - self._check_since > _STUCK_AFTER_S:
+                self._check_devices()
 
-    def _find_groups_inside(self) -> list[ProcessGroup]:
-        """Return the groups that are inside a collective."""
-        return [group for group in list(state.groups) if group.lock.locked()]
+    def _check_devices(self) -> None:
+        """End the device work of failed groups, and fail groups whose devices have failed."""
+        use_process_device()
+        groups = [group for group in list(state.groups) if group.device_error is not None]
+        for group in groups:
+            group.check_device_errors()
+            wait = self._waits.get(group)
+            if group.error is not None and (wait is None or wait.failed is None):
+                group.resources.leave(alone=True)
+        if not is_serialized():
+            for group in groups:  # last: another thread may be stuck inside
+                receive_failures(group)
+
+    def _find_calls(self) -> set[tuple[ProcessGroup, int]]:
+        """Return the groups that wait in a call without a progress thread, and its number."""
+        groups = [group for group in list(state.groups) if group.lock.locked()]
+        return {(group, group.begun) for group in groups if not group.busy()}
 
     def _handle_interrupt(self) -> None:
         """End the job after Ctrl-C if a call is blocked in MPI.
@@ -238,9 +241,9 @@ class Watchdog(RankEnd):
         """
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return
-        before = {group: group.begun for group in self._find_groups_inside() if not group.busy()}
+        before = self._find_calls()
         time.sleep(_INTERRUPT_GRACE_S)
-        if any(before.get(group) == group.begun for group in self._find_groups_inside()):
+        if before & self._find_calls():
             self._end_stuck_job("interrupted while it waited for other ranks", INTERRUPTED)
 
     def _handle_job_end(self, ending: tuple[str, int] | None, rank: int) -> None:
@@ -260,7 +263,7 @@ class Watchdog(RankEnd):
         os._exit(code)
 
     def _check_groups(self) -> None:
-        use_process_device()
+        self._check_devices()
         now = time.monotonic()
         if not is_serialized():  # else the program may be inside MPI now
             is_due = now > self._next_receive  # messages for a rank that never waits accumulate
@@ -271,109 +274,89 @@ class Watchdog(RankEnd):
                     receive_failures(group)
                 if lost_ranks.is_fault_tolerant():
                     lost_ranks.check(group)
-        flight_record.answer()
         for group in list(state.groups):
-            if group.device_error is not None:
-                self._check_devices(group, now)
-        inside = self._find_groups_inside()
-        for group, wait in list(self._waits.items()):
-            has_ended = group not in inside or wait.number != group.begun
-            if has_ended and (wait.failing is None or not wait.failing.is_alive()):
-                del self._waits[group]
-        for group in inside:
-            if group in self._waits:
-                self._check_wait(group, self._waits[group], now)
-            else:
-                self._waits[group] = _Wait(group.begun, now)
+            wait = self._waits.setdefault(group, _Wait())
+            number = group.begun if group.lock.locked() else -1
+            if number != wait.number:
+                self._waits[group] = _Wait(number, now, failed=wait.failed)
+            elif number >= 0:
+                self._check_wait(group, wait, now - wait.since)
+            elif group.device_error is not None and group.error is None:
+                self._check_missing(group)
+            if (error := group.error) is not None:
+                self._check_failed(group, error, self._waits[group], now)
+        flight_record.answer()  # last: another rank may wait for it to end the job
 
-    def _check_devices(self, group: ProcessGroup, now: float) -> None:
-        """Check for device work of a group that has ended without results, or will never end.
-
-        Ends a program that continues to use such results and does not raise the error.
-        """
-        if not is_serialized():
-            receive_failures(group)
-        group.check_device_errors()
-        if (
-            group.error is None
-            and not group.lock.locked()
-            and (missing := rank_status.find_missing(group, True))
-        ):
-            time.sleep(_JOB_END_GRACE_S)  # a rank that raises an exception notifies devices next
-            group.check_device_errors()
-            if group.error is None:
-                why = f"{missing} ended without making the last calls of this rank"
-                self._end_stuck_job(why, 1)
-        error, is_pending = group.error, group.pending_error is not None
-        if error is None or isinstance(error, LostRankError):
-            return
-        if group not in self._failed:
-            self._failed[group] = now
-            group.resources.leave(alone=True)  # before the flight record, which takes long
-            if is_pending:
-                flight_record.dump(str(error), 0)
-                write_lines(f"mpicoll: {error}")
-            fail_all_ranks(group, error)  # some devices may not have notified their ranks
-        elif is_pending and now - self._failed[group] > grace():
-            write_lines(
-                f"mpicoll: rank {group.ranks[group.rank()]}: no call of this program has raised "
-                f"the error above within {grace():g} s ({settings.TIMEOUT_GRACE.name}), and its "
-                "data may be incomplete; ending the job"
-            )
-            end_job(1)
-
-    def _check_wait(self, group: ProcessGroup, wait: _Wait, now: float) -> None:
-        """Check whether the collective that a group waits in is late, and whether it can complete.
-
-        After the timeout, fail the group.
-        """
-        if wait.number != group.begun:
-            return
-        waited = now - wait.since
+    def _check_wait(self, group: ProcessGroup, wait: _Wait, waited: float) -> None:
+        """Fail a group if the collective that it waits in is late, or cannot complete."""
         if not wait.is_reported and 0 < _report_after(group) < waited:
             wait.is_reported = True
             monitor_client.report_late(group, wait.number - group.formed, waited)
         receive_failures(group)
-        ends = isinstance(group.error, (LostRankError, CollectiveTimeoutError))
-        may_time_out = group.task.keeps_time or group.busy()
-        if not ends and (missing := rank_status.find_missing(group, may_time_out)):
-            self._end_stuck_job(f"{missing} ended without making this call", 1, group.thread)
-        if not ends and not group.task.keeps_time:
+        keeps_time = group.task.keeps_time
+        if group.error is not None:
+            return
+        if missing := rank_status.find_missing(group, keeps_time or group.busy()):
+            why = f"{missing} ended without making this call"
+            fail(group, MismatchError(f"group {group.group_name}: {why}"))
+        elif not keeps_time:
             soon = min(_SEND_AFTER_S, math.inf if group.timeout is None else group.timeout / 2)
             if not wait.has_sent and waited > soon:
                 wait.has_sent = True
                 rank_status.send(group)
-            if mismatch := rank_status.describe_mismatch(group):
-                self._end_stuck_job(mismatch, 1, group.thread)
-        if group.timeout is None or group.task.keeps_time or waited <= group.timeout:
+            if mismatch := find_mismatch(group):
+                fail(group, mismatch)
+            elif group.timeout is not None and waited > group.timeout:
+                fail_late_call(group, wait.number)
+
+    def _check_missing(self, group: ProcessGroup) -> None:
+        """Fail a group whose device work waits for a rank that has ended."""
+        if missing := rank_status.find_missing(group, True):
+            time.sleep(_JOB_END_GRACE_S)  # a rank that raises an exception notifies devices next
+            group.check_device_errors()
+            why = f"{missing} ended without making the last calls of this rank"
+            fail(group, MismatchError(f"group {group.group_name}: {why}"), pending=True)
+
+    def _check_failed(
+        self, group: ProcessGroup, error: DistBackendError, wait: _Wait, now: float
+    ) -> None:
+        """End the job if the program does not notice that a group has failed: no call raises an
+        error of devices, or a call is blocked inside MPI.
+        """
+        is_lost = isinstance(error, LostRankError)
+        if wait.failed is None:
+            wait.failed = now
+            if group.pending_error is not None:
+                write_lines(f"mpicoll: {error}")
+            if group.device_error is not None and not is_lost:
+                fail(group, error)  # some devices may not have notified their ranks
+        limit, setting = grace(), settings.TIMEOUT_GRACE.name
+        if group.pending_error is not None and now - wait.failed > limit and not is_lost:
+            write_lines(
+                f"mpicoll: rank {group.ranks[group.rank()]}: no call of this program has raised "
+                f"the error above within {limit:g} s ({setting}), and its data may be incomplete; "
+                "ending the job"
+            )
+            end_job(1)
+        if wait.number < 0 or (group.task.keeps_time and not rank_status.find_missing(group, True)):
             return
-        if group.error is None:
-            # In another thread, because it waits for the flight records of other ranks.
-            if wait.failing is None or not wait.failing.is_alive():
-                wait.failing = threading.Thread(
-                    target=_fail, args=(group, wait.number), daemon=True
-                )
-                wait.failing.start()
-            return
-        wait.failed = wait.failed or now
-        since = now - wait.failed  # time that calls have had to return early
+        since = now - max(wait.failed, wait.since)
         if since > _CHECK_INTERVAL_S and group.busy():  # the progress thread is stuck
             for work in list(group.pending):
                 work.has_timed_out = True
-                work.abandon(group.failure())
-        elif since > max(grace(), _CHECK_INTERVAL_S):
-            self._end_stuck_job(
-                f"{group.error}. This call is blocked inside MPI and has not returned within "
-                f"{grace():g} s more ({settings.TIMEOUT_GRACE.name}). With "
-                f"{settings.TESTED_CALLS.name}=1 it would have raised this error",
-                1,
-                group.thread,
+                work.abandon(copy(error))
+            return
+        late = f" and has not returned within {limit:g} s more ({setting})"
+        if isinstance(error, MismatchError):  # else late ranks may still come
+            limit, late = 0.0, ""
+        elif is_lost:  # MPI makes most calls return
+            limit += math.inf if group.timeout is None else group.timeout
+        if since > max(limit, _CHECK_INTERVAL_S):
+            why = (
+                f"{error}. This call is blocked inside MPI{late}. With "
+                f"{settings.TESTED_CALLS.name}=1 it would have raised this error"
             )
-
-
-def _fail(group: ProcessGroup, number: int) -> None:
-    use_process_device()
-    fail_late_call(group, number)
+            self._end_stuck_job(why, 1, group.thread)
 
 
 #: The watchdog of this process.

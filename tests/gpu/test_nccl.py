@@ -29,7 +29,7 @@ from mpicoll.cuda import capabilities
 from mpicoll.cuda.runtime import Runtime, get_runtime
 from mpicoll.dtypes import by_name
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, MismatchError, UnsupportedError
-from mpicoll.failures import consistency, timeouts
+from mpicoll.failures import consistency, watchdog
 from mpicoll.routes import registry
 from mpicoll.routes.device import nccl
 from mpicoll.routes.device.state import Unavailable
@@ -399,7 +399,7 @@ class FreesMemory:
 def test_destructors_on_the_watchdog_thread_do_not_delay_the_abort(group, part, monkeypatch, place):
     """cudaFree waits for all kernels, also for those that are to be aborted."""
     target, name = {
-        "receive": (timeouts, "receive_failures"),
+        "receive": (watchdog, "receive_failures"),
         "check": (part.comm, "check_async_error"),
         "abort": (nccl, "use_process_device"),
     }[place]

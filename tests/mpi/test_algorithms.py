@@ -79,8 +79,8 @@ class Late(Host):
 
 
 @pytest.fixture(scope="module")
-def places(world):
-    """Groups for each kind of memory: all ranks, and all but one in reverse order."""
+def make_place():
+    """Create a group whose calls run on a kind of memory."""
     spaces = {}
     chosen = select.choose
 
@@ -104,15 +104,21 @@ def places(world):
             spaces[team.group.group_name] = space
         return team
 
-    n = world.size
-    orders = (("", range(n)), (", reversed", range(n)[::-1][: max(1, n - 1)]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(select, "choose", choose)
-        yield [
-            made(name + order, ranks, kind())
-            for name, kind in (("late", Late), ("host", Host))
-            for order, ranks in orders
-        ]
+        yield made
+
+
+@pytest.fixture(scope="module")
+def places(world, make_place):
+    """Groups for each kind of memory: all ranks, and all but one in reverse order."""
+    n = world.size
+    orders = (("", range(n)), (", reversed", range(n)[::-1][: max(1, n - 1)]))
+    return [
+        make_place(name + order, ranks, kind())
+        for name, kind in (("late", Late), ("host", Host))
+        for order, ranks in orders
+    ]
 
 
 @pytest.fixture
@@ -281,18 +287,19 @@ def test_messages_keep_datatypes_evicted_from_the_cache(monkeypatch):
 
 
 @on_2_ranks
-def test_mismatched_counts_never_return_wrong_results(late, world):
-    for _ in range(64):  # the first calls of a group are compared, with another message
-        dist.barrier(late.group)
+def test_mismatched_counts_never_return_wrong_results(make_place, world):
     elements = np.ones(7 if world.me == 0 else 5)
     into = [elements.copy(), elements.copy()] if world.me == 0 else None
     words = r"expected 7 elements from rank 1, .* 5"
-    for call in (
-        lambda: dist.all_reduce(elements, group=late.group),
-        lambda: dist.gather(elements, into, group_dst=0, group=late.group),
-    ):
-        # 7 elements may not fit into 5
+    for name, call in {
+        "all_reduce": lambda group: dist.all_reduce(elements, group=group),
+        "gather": lambda group: dist.gather(elements, into, group_dst=0, group=group),
+    }.items():
+        group = make_place(f"mismatched {name}", range(2), Late()).group
+        for _ in range(64):  # the first calls of a group are compared, with another message
+            dist.barrier(group)
+        # 7 elements may not fit into 5: then MPI reports an error, and the group fails
         fails = pytest.raises(dist.MismatchError, match=words)
         with fails if world.me == 0 else suppress(dist.MPIError, dist.MismatchError):
-            call()
-    dist.barrier(late.group)
+            call(group)
+        dist.destroy_process_group(group)

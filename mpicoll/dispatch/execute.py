@@ -374,15 +374,12 @@ def perform(
                 group.agree(with_root(call.kind, root), sizes)
         execute(send, recv, extent, root)
         group.complete()
-    except Exception as error:
-        found = error if isinstance(error, MpicollError) else to_mpi_error(error, call.name, group)
-        if found is not error and isinstance(found, MPIError):
-            found = group_failure.fail_after_mpi_error(group, found)
+    except MpicollError as error:
         _unrecord_mismatch(error, call)
-        flight_record.record_error(found, group)
-        if found is error:
-            raise
-        raise found from error
+        flight_record.record_error(error, group)
+        raise
+    except Exception as error:
+        raise _to_raised(error, call) from error
     finally:
         group.end()
 
@@ -396,6 +393,18 @@ def _check(group: ProcessGroup) -> None:
 
         select.share_memory(group)
     group_failure.check(group)
+
+
+def _to_raised(error: Exception, call: Plan | Task) -> Exception:
+    """Return the exception to raise after an exception of another library in a call. After an error
+    of MPI, the group fails.
+    """
+    found = to_mpi_error(error, call.name, call.group)
+    if isinstance(found, MPIError):
+        found = group_failure.fail_after_mpi_error(call.group, found)
+    _unrecord_mismatch(error, call)
+    flight_record.record_error(found, call.group)
+    return found
 
 
 def _unrecord_mismatch(error: Exception, call: Plan | Task) -> None:

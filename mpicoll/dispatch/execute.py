@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from mpicoll.arrays.adapters import fast_views
 from mpicoll.arrays.protocols import Arrays
@@ -241,8 +241,11 @@ def _finish(
             with contextlib.suppress(*() if result else (MpicollError,)):
                 send, recv, extent = checks.build_views(primitive, group, output, input, root, None)
         owner.finish(result, packing.buffers_of(send), packing.buffers_of(recv), extent)
+    except MpicollError as error:
+        _to_raised(error, primitive.name, primitive.even, group)
+        raise
     except Exception as error:
-        _raise_error(error, primitive.name, primitive.even, group)
+        raise _to_raised(error, primitive.name, primitive.even, group) from error
 
 
 def _finished_work(
@@ -375,28 +378,32 @@ def perform(
                 group.agree(with_root(call.kind, root), sizes)
         execute(send, recv, extent, root)
         group.complete()
+    except MpicollError as error:
+        _to_raised(error, call.name, call.even, group)
+        raise
     except Exception as error:
-        _raise_error(error, call.name, call.even, group)
+        raise _to_raised(error, call.name, call.even, group) from error
     finally:
         group.end()
 
 
-def _raise_error(error: Exception, name: str, even: bool, group: ProcessGroup) -> NoReturn:
-    """Raise the error of a call, that of MPI as MPIError, after its effects on the group.
+def _to_raised(error: Exception, name: str, even: bool, group: ProcessGroup) -> Exception:
+    """Return the exception to raise in place of an exception in a call. After an error of MPI, the
+    group fails. (No frame of the traceback keeps a reference to the exception.)
 
     even: see ``Plan``. The caller holds the group's lock.
     """
-    found = error if isinstance(error, MpicollError) else to_mpi_error(error, name, group)
-    if found is not error and isinstance(found, MPIError):
-        found = group_failure.fail_after_mpi_error(group, found)
+    found = error
+    if not isinstance(error, MpicollError):
+        found = to_mpi_error(error, name, group)
+        if isinstance(found, MPIError):
+            found = group_failure.fail_after_mpi_error(group, found)
     # Remove the call from the record if it failed because the ranks' calls differ, which was
     # reported. A call that failed on this rank alone stays: the other ranks have made it.
     if even and isinstance(error, (MismatchError, MPIError, sys.modules["mpi4py.MPI"].Exception)):
         consistency.drop_last_call(group)
     flight_record.record_error(found, group)
-    if found is error:
-        raise error
-    raise found from error
+    return found
 
 
 def _check(group: ProcessGroup) -> None:

@@ -52,7 +52,7 @@ wait_for_host = cupy.RawKernel(
 
 
 def bytes_at(address, nbytes):
-    memory = cupy.cuda.UnownedMemory(address, nbytes, None)
+    memory = cupy.cuda.UnownedMemory(address, nbytes, None, cupy.cuda.Device().id)
     return cupy.ndarray((nbytes,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
 
 

@@ -184,7 +184,7 @@ def translate_error(error: Exception, name: str, group: ProcessGroup) -> Excepti
         "usual cause: a rank called with other sizes or has exited; "
         "set_debug_level(DebugLevel.DETAIL) compares every call"
     )
-    if _NO_COMMUNICATORS in text:
+    if any(message in text for message in _NO_COMMUNICATORS):
         cause = (
             "each group uses two communicators, and libraries of the MPICH family have 2,048: "
             f"this process has {len(state.groups)} groups; destroy unused groups with "
@@ -196,5 +196,5 @@ def translate_error(error: Exception, name: str, group: ProcessGroup) -> Excepti
     )
 
 
-#: Message of the MPICH family without free context ids.
-_NO_COMMUNICATORS = "Too many communicators"
+#: Messages of the MPICH family without context ids that are free on all ranks.
+_NO_COMMUNICATORS = "Too many communicators", "Cannot allocate context ID"

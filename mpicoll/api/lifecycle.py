@@ -499,7 +499,7 @@ def close_group(
         with rank_status.lock:  # the watchdog may be checking the group
             group.close()
             state.groups.remove(group)
-            if clean:
+            if clean and not group.expects_messages:
                 group.free()
             else:  # a late message must not arrive in the communicator of a new group
                 _not_freed.append(group)

@@ -110,6 +110,8 @@ class ProcessGroup(Calls):
         self.plans: dict[Any, Any] = {}  # by primitive, dtype and operation
         self.resources = Resources()
         self.formed = self.splits = 0  # numbers of groups created from this one, and of splits
+        #: A call has raised an error that other ranks may still send messages about.
+        self.expects_messages = False
 
         #: Why the group is FAILED, and the class of the errors of a CLOSED group.
         self.error: DistBackendError | None = None

@@ -403,6 +403,8 @@ def _to_raised(error: Exception, name: str, even: bool, group: ProcessGroup) -> 
     if even and isinstance(error, (MismatchError, MPIError, sys.modules["mpi4py.MPI"].Exception)):
         consistency.drop_last_call(group)
     flight_record.record_error(found, group)
+    if isinstance(found, (MismatchError, MPIError)):
+        group.expects_messages = True
     return found
 
 

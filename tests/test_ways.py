@@ -37,7 +37,8 @@ from rank_scripts import Ended, job
     (path,) = pathlib.Path(folder, "mpicoll").iterdir()
     saved = json.loads(path.read_text())
     times = saved["all_reduce float32 SUM"]["17"]
-    assert all(f"{ns / 1000:.1f} us" in first for ns in times.values())
+    # Rank 0 saves its own durations.
+    assert rank or all(f"{ns / 1000:.1f} us" in first for ns in times.values())
     assert len(times) == first.count(" us") > 1
 
     # The file's times, not times of this job, until the 40th call.

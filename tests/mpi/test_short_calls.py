@@ -33,7 +33,7 @@ def record_python_calls():
     seen = []
 
     def counting(inner):
-        def run(call, *others):  # find_root takes a name, the others a primitive
+        def run(call, *others):  # find_root takes a name; run_fast and run_all a primitive
             seen.append(call if isinstance(call, str) else call.name)
             return inner(call, *others)
 

@@ -50,7 +50,7 @@ class Ways:
     """The choices of one group.
 
     kernels:   the C library.
-    processors: those of each rank; the placement of the ranks.
+    processors: the processors of each rank, as text.
     """
 
     def __init__(self, kernels: Kernels, group: ProcessGroup, processors: str) -> None:
@@ -89,8 +89,8 @@ class Ways:
 
     def save(self) -> None:
         """Write the file, on rank 0, once in each process."""
-        path, times = self._path, self._measured()
-        if path is None or path in _written or not times:
+        path = self._path
+        if path is None or path in _written or not (times := self._measured()):
             return
         _written.add(path)
         merged = {kind: self._known.get(kind, {}) | sizes for kind, sizes in times.items()}
